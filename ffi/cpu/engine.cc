@@ -1,0 +1,81 @@
+// engine.cc: splits the fold over threads that take chunks as they become free.
+#include "cpu/engine.h"
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+
+#include "cpu/float_environment.h"
+#include "ring/schedule.h"
+
+namespace jax_ring::cpu {
+namespace {
+
+// A chunk is large beside the cost of taking it and small beside the message. Bytes of one rank's operand.
+constexpr size_t kChunkBytes = 32 << 10;
+// Below this many bytes read and written, waking another thread costs more than it saves.
+constexpr size_t kParallelBytes = 512 << 10;
+
+// One reduction, shared by the threads that work on it.
+struct Work {
+  Work(std::unique_ptr<Meeting> meeting, Message message)
+      : meeting(std::move(meeting)),
+        kernel(fold_kernels().sum[static_cast<int>(message.dtype)]),
+        schedule(std::move(message.counts), kChunkBytes / element_size(message.dtype)) {
+    const auto& participants = this->meeting->participants;
+    const size_t num_operands = participants.front()->inputs.size();
+    for (size_t operand = 0; operand < num_operands; ++operand) {
+      for (const auto& participant : participants) {
+        inputs.push_back(participant->inputs[operand]);
+        outputs.push_back(participant->outputs[operand]);
+      }
+    }
+  }
+
+  int num_ranks() const { return static_cast<int>(meeting->participants.size()); }
+
+  // Folds chunks until none is left; the thread that ends the last one tells the ranks.
+  void run() {
+    size_t done = 0;
+    {
+      const IeeeFloatEnvironment exact;
+      for (size_t index; (index = next_chunk.fetch_add(1, std::memory_order_relaxed)) < schedule.size(); ++done) {
+        const Chunk chunk = schedule[index];
+        const size_t row = chunk.operand * num_ranks();
+        kernel(&inputs[row], &outputs[row], num_ranks(), chunk.begin, chunk.count);
+      }
+    }
+    const size_t all = schedule.size();
+    // The release pairs with the acquire of whoever comes last, so that all results are visible to all ranks.
+    if (done > 0 && chunks_done.fetch_add(done, std::memory_order_acq_rel) + done == all) complete();
+  }
+
+  void complete() {
+    for (auto& participant : meeting->participants) participant->done(nullptr);
+  }
+
+  std::unique_ptr<Meeting> meeting;
+  FoldKernel kernel;
+  ChunkSchedule schedule;
+  std::vector<const void*> inputs;  // by operand, then rank
+  std::vector<void*> outputs;
+  std::atomic<size_t> next_chunk{0};
+  std::atomic<size_t> chunks_done{0};
+};
+
+}  // namespace
+
+void all_reduce(std::unique_ptr<Meeting> meeting, Message message, Workers& workers) {
+  size_t bytes = 0;
+  for (size_t count : message.counts) bytes += count * element_size(message.dtype);
+  bytes *= 2 * meeting->participants.size();
+  auto work = std::make_shared<Work>(std::move(meeting), std::move(message));
+  if (work->schedule.size() == 0) return work->complete();
+  if (bytes >= kParallelBytes) {
+    const size_t helpers = std::min<size_t>(workers.num_threads(), work->schedule.size()) - 1;
+    for (size_t i = 0; i < helpers; ++i) workers.schedule([work] { work->run(); });
+  }
+  work->run();
+}
+
+}  // namespace jax_ring::cpu

@@ -1,0 +1,32 @@
+// engine.h: the all-reduce of a complete meeting: every rank's result is the fold of all ranks' operands.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "cpu/fold_kernels.h"
+#include "cpu/rendezvous.h"
+
+namespace jax_ring::cpu {
+
+// Threads that the work may be spread over.
+class Workers {
+ public:
+  virtual ~Workers() = default;
+  virtual int num_threads() const = 0;
+  virtual void schedule(std::function<void()> task) = 0;
+};
+
+// What all ranks of a call agree on: the element type and the number of elements of each operand.
+struct Message {
+  DType dtype;
+  std::vector<size_t> counts;
+};
+
+// Runs the reduction and completes the participants. Returns at once or after having done a part of the work; never
+// waits for another thread. The meeting's buffers must stay valid until its participants are told.
+void all_reduce(std::unique_ptr<Meeting> meeting, Message message, Workers& workers);
+
+}  // namespace jax_ring::cpu

@@ -1,0 +1,53 @@
+// fold_kernels.cc: picks the fold kernels for the CPU that runs the program.
+#include "cpu/fold_kernels.h"
+
+#include <cstdlib>
+#include <string_view>
+
+namespace jax_ring::cpu {
+
+extern const FoldKernels fold_kernels_baseline;
+#if defined(__x86_64__)
+extern const FoldKernels fold_kernels_avx2;
+extern const FoldKernels fold_kernels_avx512;
+#endif
+
+namespace {
+
+const FoldKernels& choose() {
+#if defined(__x86_64__)
+  // Asking for less than the machine has is how a test, or a doubt, compares instruction sets.
+  const char* asked = std::getenv("JAX_RING_ISA");
+  const std::string_view limit = asked != nullptr ? asked : "";
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && limit != "baseline";
+  const bool avx512 = avx2 && limit != "avx2" && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512dq");
+  if (avx512) return fold_kernels_avx512;
+  if (avx2) return fold_kernels_avx2;
+#endif
+  return fold_kernels_baseline;
+}
+
+}  // namespace
+
+const FoldKernels& fold_kernels() {
+  static const FoldKernels& chosen = choose();
+  return chosen;
+}
+
+size_t element_size(DType dtype) {
+  switch (dtype) {
+#define JAX_RING_SIZE(name, element) \
+  case DType::name:                  \
+    return sizeof(element::Storage);
+    JAX_RING_FOR_EACH_DTYPE(JAX_RING_SIZE)
+#undef JAX_RING_SIZE
+    case DType::count:
+      break;
+  }
+  return 0;
+}
+
+}  // namespace jax_ring::cpu

@@ -1,0 +1,23 @@
+// handler.h: the XLA FFI handlers of the CPU engine, to be registered with JAX.
+#pragma once
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ring::cpu {
+
+// Stages of the custom call `jax_ring_all_reduce`.
+//
+// Operands: the caller's partition id (uint32 scalar), then the operands, all of one dtype.
+// Results:  one for each operand, of the same shape and dtype.
+// Attributes:
+//   partitions   int64 array: the members of the replica groups, one group after the other, in rank order
+//   group_sizes  int64 array: the size of each group
+//   call         string: what the call is, for error messages
+XLA_FFI_Error* all_reduce_instantiate(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* all_reduce_execute(XLA_FFI_CallFrame* call_frame);
+
+// The type of the state that all devices of a process share for one call instruction.
+XLA_FFI_TypeId* call_site_type_id();
+XLA_FFI_TypeInfo* call_site_type_info();
+
+}  // namespace jax_ring::cpu

@@ -1,0 +1,55 @@
+// module.cc: the Python module `_ffi_cpu`: the handlers as capsules, and the engine's options.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "cpu/fold_kernels.h"
+#include "cpu/handler.h"
+#include "cpu/watchdog.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+template <class T>
+nb::capsule capsule_of(T* pointer) {
+  return nb::capsule(reinterpret_cast<void*>(pointer));
+}
+
+}  // namespace
+
+NB_MODULE(_ffi_cpu, m) {
+  m.doc() = "The CPU engine of jax_ring: XLA FFI handlers and their options.";
+
+  m.def(
+      "all_reduce_handlers",
+      [] {
+        nb::typed<nb::dict, nb::str, nb::object> stages;
+        stages["instantiate"] = capsule_of(&jax_ring::cpu::all_reduce_instantiate);
+        stages["execute"] = capsule_of(&jax_ring::cpu::all_reduce_execute);
+        return stages;
+      },
+      "The custom call's handlers, one capsule for each stage, as jax.ffi.register_ffi_target takes them.");
+
+  m.def(
+      "call_site_type",
+      [] {
+        nb::typed<nb::dict, nb::str, nb::object> type;
+        type["type_id"] = capsule_of(jax_ring::cpu::call_site_type_id());
+        type["type_info"] = capsule_of(jax_ring::cpu::call_site_type_info());
+        return type;
+      },
+      "The type of the handlers' state, as jax.ffi.register_ffi_type takes it.");
+
+  m.def(
+      "set_deadline", [](double seconds) { jax_ring::cpu::Watchdog::instance().set_deadline(seconds); }, "seconds"_a,
+      "Sets how long, in seconds, a call waits for the ranks that have not arrived.");
+
+  m.def(
+      "deadline", [] { return jax_ring::cpu::Watchdog::instance().deadline(); },
+      "How long, in seconds, a call waits for the ranks that have not arrived.");
+
+  m.def(
+      "instruction_set", [] { return std::string(jax_ring::cpu::fold_kernels().instruction_set); },
+      "The instruction set of the fold kernels in use: baseline, avx2 or avx512.");
+}

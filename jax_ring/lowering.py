@@ -1,0 +1,99 @@
+"""From primitive to HLO: who serves a call, its replica groups, and the custom call's operands and attributes."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.mlir.dialects import stablehlo as hlo
+from jax.interpreters import mlir
+
+from jax_ring import _compat, runtime
+
+logger = logging.getLogger("jax_ring")
+
+# Types that the engine does not read: XLA packs the integers of fewer than 8 bits, and these floats are too rare to
+# be worth a fold of their own. They are widened before the call and rounded once after it.
+_WIDENED = {
+    "int2": jnp.int8,
+    "int4": jnp.int8,
+    "uint2": jnp.uint8,
+    "uint4": jnp.uint8,
+    "float4_e2m1fn": jnp.float32,
+    "float8_e8m0fnu": jnp.float32,
+}
+
+
+def lower_to_xla(ctx, *operands, axes, axis_index_groups):
+    """XLA's all_reduce for each operand, for platforms and programs that no engine of ours serves."""
+    return [
+        result
+        for operand, aval_in, aval_out in zip(operands, ctx.avals_in, ctx.avals_out, strict=True)
+        for result in _compat.lower_lax_psum(
+            ctx.replace(avals_in=[aval_in], avals_out=[aval_out]),
+            operand,
+            axes=axes,
+            axis_index_groups=axis_index_groups,
+        )
+    ]
+
+
+def lower_to_cpu_engine(ctx, *operands, axes, axis_index_groups):
+    """One custom call to the CPU engine for all operands."""
+    why_not = _why_not_cpu_engine(ctx)
+    if why_not is not None:
+        logger.info("ring_psum over %s uses XLA's all_reduce: %s", axes, why_not)
+        return lower_to_xla(ctx, *operands, axes=axes, axis_index_groups=axis_index_groups)
+
+    groups = _replica_groups(ctx, axes, axis_index_groups)
+    wide = _WIDENED.get(ctx.avals_in[0].dtype.name)
+    avals = [aval.update(dtype=wide or aval.dtype) for aval in ctx.avals_in]
+    if wide is not None:
+        operands = [_convert(ctx, x, aval) for x, aval in zip(operands, avals, strict=True)]
+
+    # The caller's mesh position is a run-time value: one program serves all devices.
+    position = hlo.partition_id()
+    position_aval = jax.core.ShapedArray((), np.uint32)
+    results = jax.ffi.ffi_lowering(runtime.ALL_REDUCE_TARGET)(
+        ctx.replace(avals_in=[position_aval, *avals], avals_out=avals),
+        position,
+        *operands,
+        partitions=np.array([i for group in groups for i in group], np.int64),
+        group_sizes=np.array([len(group) for group in groups], np.int64),
+        call=_describe(ctx, axes, axis_index_groups),
+    )
+    if wide is not None:
+        results = [_convert(ctx, x, aval) for x, aval in zip(results, ctx.avals_out, strict=True)]
+    return results
+
+
+def _why_not_cpu_engine(ctx) -> str | None:
+    axis_context = ctx.module_context.axis_context
+    if not isinstance(axis_context, _compat.SPMDAxisContext):
+        return f"its axes belong to {type(axis_context).__name__}, not to a shard_map"
+    automatic = set(axis_context.mesh.axis_names) - set(axis_context.manual_axes)
+    if automatic:
+        return f"the enclosing shard_map leaves the axes {sorted(map(str, automatic))} to the compiler"
+    if jax.process_count() > 1:
+        return f"the program runs in {jax.process_count()} processes"
+    return None
+
+
+def _replica_groups(ctx, axes, axis_index_groups):
+    groups = _compat.replica_groups(ctx.module_context.axis_context, axes)
+    if axis_index_groups is None:
+        return groups
+    return [[group[i] for i in members] for group in groups for members in axis_index_groups]
+
+
+def _convert(ctx, x, aval):
+    return hlo.convert(mlir.aval_to_ir_type(ctx.module_context, aval), x)
+
+
+def _describe(ctx, axes, axis_index_groups) -> str:
+    """The call in words, for the error of a rank that waits in vain. The same for equal calls, so that they merge."""
+    shapes = [f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]" for aval in ctx.avals_in]
+    message = ", ".join(shapes[:4]) + (f" and {len(shapes) - 4} more" if len(shapes) > 4 else "")
+    axis = f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {axes!r}"
+    groups = "" if axis_index_groups is None else f" in groups {[list(g) for g in axis_index_groups]}"
+    return f"ring_psum of {message} over {axis}{groups}"

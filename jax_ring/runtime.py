@@ -1,0 +1,43 @@
+"""Loads the native modules, registers their FFI targets with JAX, and reads the options from the environment."""
+
+import importlib.metadata
+import math
+import os
+
+import jax
+
+from jax_ring import _compat as _compat  # first: it says so when this JAX is not supported
+from jax_ring import _ffi_cpu
+
+__version__ = importlib.metadata.version("jax-ring")
+
+ALL_REDUCE_TARGET = "jax_ring_all_reduce"
+TIMEOUT_VARIABLE = "JAX_RING_TIMEOUT_S"
+
+
+def timeout_from(text: str) -> float:
+    """Seconds that a call waits for ranks that have not arrived, from the text of `JAX_RING_TIMEOUT_S`.
+
+    Raises:
+      ValueError: if the text is not a positive, finite number.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (0 < seconds < math.inf):
+        raise ValueError(
+            f"{TIMEOUT_VARIABLE} must be a positive number of seconds, got {text!r}. "
+            "Unset it for the default, or use a large number to wait for long."
+        )
+    return seconds
+
+
+def _register() -> None:
+    _compat.register_cpu_ffi_type("jax_ring_call_site", _ffi_cpu.call_site_type())
+    jax.ffi.register_ffi_target(ALL_REDUCE_TARGET, _ffi_cpu.all_reduce_handlers(), platform="cpu")
+    if TIMEOUT_VARIABLE in os.environ:
+        _ffi_cpu.set_deadline(timeout_from(os.environ[TIMEOUT_VARIABLE]))
+
+
+_register()

@@ -1,0 +1,77 @@
+"""What many tests need: meshes, a one-line shard_map, the numpy oracle, and ways to look at compiled programs."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+TARGET = "jax_ring_all_reduce"
+RANKS = 8
+
+
+def make_mesh(shape=(RANKS,), names=("i",), *, devices=None) -> Mesh:
+    """A mesh over the first devices, or over those given."""
+    devices = jax.devices() if devices is None else devices
+    return Mesh(np.array(devices[: int(np.prod(shape))]).reshape(shape), names)
+
+
+def sharded(fun, *, mesh=None, in_specs=P("i"), out_specs=P("i"), check_vma=True, jit=True):
+    """`fun` mapped over the mesh and compiled."""
+    mapped = jax.shard_map(fun, mesh=mesh or make_mesh(), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+    return jax.jit(mapped) if jit else mapped
+
+
+def rank_fold(values, axis=0) -> np.ndarray:
+    """The left-to-right fold over ranks that ring_psum promises, in its accumulator, rounded once."""
+    values = np.moveaxis(np.asarray(values), axis, 0)
+    dtype = values.dtype
+    small_float = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    total = values[0].astype(np.float32 if small_float else dtype)
+    with np.errstate(all="ignore"):
+        for value in values[1:]:
+            total = total + value.astype(total.dtype)
+        return total.astype(dtype)
+
+
+def assert_same_bits(actual, expected) -> None:
+    """Equal to the last bit, signs of zeros included; any NaN equals any other."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    if not np.array_equal(actual.tobytes(), expected.tobytes()):
+        both_nan = (actual != actual) & (expected != expected)
+        unsigned = np.dtype(f"u{actual.dtype.itemsize}") if actual.dtype.itemsize <= 8 else None
+        if unsigned is None or actual.dtype.kind == "c":
+            np.testing.assert_array_equal(actual, expected)
+        else:
+            np.testing.assert_array_equal(
+                np.where(both_nan, 0, actual.view(unsigned)), np.where(both_nan, 0, expected.view(unsigned))
+            )
+
+
+def custom_calls(fun, *args) -> int:
+    """How many calls of the engine the lowered program makes (before the compiler merges or drops any)."""
+    return jax.jit(fun).lower(*args).as_text().count(f"@{TARGET}(")
+
+
+def compiled_text(fun, *args) -> str:
+    """The optimized HLO."""
+    return jax.jit(fun).lower(*args).compile().as_text()
+
+
+def run_python(code: str, *, devices=8, timeout=120, **environment) -> subprocess.CompletedProcess:
+    """Runs a program in a fresh interpreter, for what one process can do only once (time limits, import errors)."""
+    prelude = f"import jax\njax.config.update('jax_num_cpu_devices', {devices})\n"
+    return subprocess.run(
+        [sys.executable, "-c", prelude + code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
