@@ -1,6 +1,9 @@
 """Every name of JAX that is private or differs between versions, and nothing else."""
 
+import pathlib
+
 import jax
+from jax.extend import source_info_util as _source_info_util
 
 OLDEST_JAX = (0, 10, 2)
 
@@ -32,6 +35,16 @@ except (ImportError, AttributeError, KeyError) as error:
         f"jax_ring does not know JAX {jax.__version__}: {error}. "
         "Upgrade jax_ring, or install a JAX that it was tested with (see its README)."
     ) from error
+
+
+# JAX then names the user's line, not ours, in error messages and in the metadata of compiled programs.
+_source_info_util.register_exclusion(str(pathlib.Path(__file__).parent))
+
+
+def call_site(lowering_context) -> str:
+    """File, line and function of the user's call that is being lowered; empty if they are not known."""
+    source = _source_info_util.new_source_info().replace(traceback=lowering_context.traceback)
+    return _source_info_util.summarize(source)
 
 
 def check_vma() -> bool:

@@ -51,6 +51,8 @@ def lower_to_cpu_engine(ctx, *operands, axes, axis_index_groups):
     if wide is not None:
         operands = [_convert(ctx, x, aval) for x, aval in zip(operands, avals, strict=True)]
 
+    call = _describe(ctx, axes, axis_index_groups)
+    runtime.note_call_site(call, _compat.call_site(ctx))
     # The caller's mesh position is a run-time value: one program serves all devices.
     position = hlo.partition_id()
     position_aval = jax.core.ShapedArray((), np.uint32)
@@ -60,7 +62,7 @@ def lower_to_cpu_engine(ctx, *operands, axes, axis_index_groups):
         *operands,
         partitions=np.array([i for group in groups for i in group], np.int64),
         group_sizes=np.array([len(group) for group in groups], np.int64),
-        call=_describe(ctx, axes, axis_index_groups),
+        call=call,
     )
     if wide is not None:
         results = [_convert(ctx, x, aval) for x, aval in zip(results, ctx.avals_out, strict=True)]

@@ -99,8 +99,9 @@ def _all_reduce_primitive(name: str, abstract_eval: Callable, transpose_nonzero:
     ad.primitive_transposes[primitive] = partial(_transpose, transpose_nonzero)
     batching.fancy_primitive_batchers[primitive] = partial(_batch, primitive)
     _compat.register_dead_code_rule(primitive, _dead_code)
-    mlir.register_lowering(primitive, lowering.lower_to_xla)
-    mlir.register_lowering(primitive, lowering.lower_to_cpu_engine, platform="cpu")
+    # Not cacheable: a cached lowering does not know where in the user's program the call stands.
+    mlir.register_lowering(primitive, lowering.lower_to_xla, cacheable=False)
+    mlir.register_lowering(primitive, lowering.lower_to_cpu_engine, platform="cpu", cacheable=False)
     return primitive
 
 

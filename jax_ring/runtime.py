@@ -7,7 +7,14 @@ import os
 import jax
 
 from jax_ring import _compat as _compat  # first: it says so when this JAX is not supported
-from jax_ring import _ffi_cpu
+
+try:
+    import jax_ring._ffi_cpu as _ffi_cpu
+except ImportError as error:
+    raise ImportError(
+        f"jax_ring's native module does not load from {os.path.dirname(__file__)}: {error}. If this is the source "
+        "tree, build it with `pip install .` and run from another folder, or with `pip install --editable .`."
+    ) from error
 
 __version__ = importlib.metadata.version("jax-ring")
 
@@ -31,6 +38,12 @@ def timeout_from(text: str) -> float:
             "Unset it for the default, or use a large number to wait for long."
         )
     return seconds
+
+
+def note_call_site(call: str, site: str) -> None:
+    """Remembers that the call described by `call` was written at `site`, for the error of a rank that waits in vain."""
+    if site:
+        _ffi_cpu.note_call_site(call, site)
 
 
 def _register() -> None:

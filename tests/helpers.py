@@ -7,8 +7,11 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+
+from jax_ring import ring_psum
 
 TARGET = "jax_ring_all_reduce"
 RANKS = 8
@@ -68,10 +71,39 @@ def run_python(code: str, *, devices=8, timeout=120, **environment) -> subproces
     """Runs a program in a fresh interpreter, for what one process can do only once (time limits, import errors)."""
     prelude = f"import jax\njax.config.update('jax_num_cpu_devices', {devices})\n"
     return subprocess.run(
-        [sys.executable, "-c", prelude + code],
+        [sys.executable, "-P", "-c", prelude + code],  # -P: the installed package, not the source tree
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=timeout,
         check=False,
     )
+
+
+def assert_same_trees(actual, expected, *, rtol=0.0) -> None:
+    """The same containers, dtypes, shapes and values."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        a, e = np.asarray(a), np.asarray(e)
+        assert a.dtype == e.dtype
+        assert a.shape == e.shape
+        np.testing.assert_allclose(a, e, rtol=rtol)
+
+
+def assert_matches_lax(fun, *args, rtol=0.0, **options) -> None:
+    """`fun(psum, *args)`, mapped over the mesh, has the results and types with ring_psum that it has with lax.psum.
+
+    The types hold the axes over which a value varies. Sums of small integers are exact, whatever their order; rtol is
+    for functions of which not all steps are exact.
+    """
+    results, types = [], []
+    for psum in (ring_psum, lax.psum):
+
+        def typed(*args, psum=psum):
+            out = fun(psum, *args)
+            types.append(jax.tree.map(jax.typeof, out))
+            return out
+
+        results.append(sharded(typed, **options)(*args))
+    assert types[0] == types[-1]
+    assert_same_trees(*results, rtol=rtol)

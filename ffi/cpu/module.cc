@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include "cpu/call_sites.h"
 #include "cpu/fold_kernels.h"
 #include "cpu/handler.h"
 #include "cpu/watchdog.h"
@@ -48,6 +49,9 @@ NB_MODULE(_ffi_cpu, m) {
   m.def(
       "deadline", [] { return jax_ring::cpu::Watchdog::instance().deadline(); },
       "How long, in seconds, a call waits for the ranks that have not arrived.");
+
+  m.def("note_call_site", &jax_ring::cpu::note_call_site, "call"_a, "site"_a,
+        "Notes where in the user's program a call was written, for the error of a rank that waits in vain.");
 
   m.def(
       "instruction_set", [] { return std::string(jax_ring::cpu::fold_kernels().instruction_set); },

@@ -5,6 +5,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "cpu/call_sites.h"
 #include "cpu/watchdog.h"
 
 namespace jax_ring::cpu {
@@ -94,7 +95,7 @@ std::string Rendezvous::describe_absence(const Meeting& meeting, std::chrono::du
     missing << (num_missing++ == 0 ? "" : ", ") << rank << " (mesh position " << members[rank] << ")";
   }
   std::ostringstream text;
-  text << call_ << ": " << meeting.num_arrived << " of " << members.size() << " ranks arrived within "
+  text << call_ << called_at(call_) << ": " << meeting.num_arrived << " of " << members.size() << " ranks arrived within "
        << deadline.count() << " s. Missing: rank" << (num_missing == 1 ? " " : "s ") << missing.str()
        << " of the group of mesh positions [" << group.str()
        << "]. Every rank of a group must make the same calls: look for a branch or a loop whose condition differs "

@@ -1,0 +1,138 @@
+"""A rank that does not make the call: an error that names it, on time, and a process that goes on."""
+
+import pytest
+from helpers import run_python
+
+PROGRAM = """
+import time
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+from jax_ring import ring_psum
+
+mesh = Mesh(jax.devices(), ("data",))
+
+def mapped(f):
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False))
+
+def skipped_by(absent, **options):
+    def f(x):
+        def call(x):
+            return ring_psum(x, "data", **options)
+        return lax.cond(jnp.isin(lax.axis_index("data"), jnp.array(absent)), lambda x: x, call, x)
+    return mapped(f)
+
+def error_of(f, x):
+    began = time.monotonic()
+    try:
+        jax.block_until_ready(f(x))
+    except jax.errors.JaxRuntimeError as error:
+        return str(error), time.monotonic() - began
+    raise AssertionError("no error")
+
+x = jnp.arange(8 * 6.0).reshape(16, 3)
+healthy = mapped(lambda x: ring_psum(x, "data"))
+def check_health():
+    expected = np.tile(np.asarray(x).reshape(8, 2, 3).sum(0), (8, 1))
+    np.testing.assert_array_equal(healthy(x), expected)
+check_health()
+"""
+
+
+def run(body: str, **environment) -> None:
+    result = run_python(PROGRAM + body, **{"JAX_RING_TIMEOUT_S": "1.5", **environment})
+    assert result.returncode == 0, result.stderr
+
+
+def test_names_axis_message_missing_rank_and_call_site():
+    run("""
+text, seconds = error_of(skipped_by([3]), x)
+assert "DEADLINE_EXCEEDED" in text
+assert "ring_psum of float32[2,3] over axis 'data'" in text
+assert "7 of 8 ranks arrived within 1.5 s" in text
+assert "Missing: rank 3 (mesh position 3)" in text
+assert "(skipped_by.<locals>.f.<locals>.call)" in text
+assert "JAX_RING_TIMEOUT_S" in text
+assert seconds >= 1.5, seconds
+check_health()
+""")
+
+
+def test_names_all_missing_ranks():
+    run("""
+text, _ = error_of(skipped_by([0, 2, 7]), x)
+assert "5 of 8 ranks" in text
+assert "Missing: ranks 0 (mesh position 0), 2 (mesh position 2), 7 (mesh position 7)" in text
+check_health()
+""")
+
+
+def test_names_the_group_and_the_rank_within_it():
+    run("""
+text, _ = error_of(skipped_by([6], axis_index_groups=[[0, 1, 2], [7, 6, 5, 4, 3]]), x)
+assert "in groups [[0, 1, 2], [7, 6, 5, 4, 3]]" in text
+assert "4 of 5 ranks" in text
+assert "rank 1 (mesh position 6) of the group of mesh positions [7, 6, 5, 4, 3]" in text
+check_health()
+""")
+
+
+def test_the_ranks_left_behind_do_not_wait_again():
+    # Rank 3 skips the first call and waits in the second one for ranks that have failed. It must not add a second
+    # deadline to the first, let alone wait for ever.
+    run("""
+skip = skipped_by([3])
+def f(x):
+    def call(x):
+        return ring_psum(x, "data")
+    x = lax.cond(lax.axis_index("data") == 3, lambda x: x, call, x)
+    for _ in range(20):
+        x = ring_psum(x * 0.1, "data")
+    return x
+text, seconds = error_of(mapped(f), x)
+assert "Missing: rank" in text
+assert seconds < 2 * 1.5, seconds
+check_health()
+""")
+
+
+def test_other_programs_are_not_disturbed():
+    # While one program waits for its deadline, another one on the same devices runs to its end.
+    run("""
+import threading
+errors = []
+waiting = threading.Thread(target=lambda: errors.append(error_of(skipped_by([1]), x)))
+waiting.start()
+elsewhere = Mesh(jax.devices(), ("data",))
+for _ in range(50):
+    check_health()
+waiting.join(60)
+assert len(errors) == 1
+check_health()
+""")
+
+
+def test_failing_again_and_again():
+    run(
+        """
+f = skipped_by([5])
+for _ in range(8):
+    text, _ = error_of(f, x)
+    assert "rank 5" in text
+    check_health()
+""",
+        JAX_RING_TIMEOUT_S="0.2",
+    )
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "inf", "nan", ""])
+def test_a_deadline_must_be_a_positive_number(text):
+    result = run_python("import jax_ring", JAX_RING_TIMEOUT_S=text)
+    assert result.returncode != 0
+    assert f"JAX_RING_TIMEOUT_S must be a positive number of seconds, got {text!r}" in result.stderr
+
+
+def test_default_deadline():
+    result = run_python("import jax_ring._ffi_cpu as engine; print(engine.deadline())")
+    assert result.stdout.strip() == "60.0", result.stderr

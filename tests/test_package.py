@@ -1,0 +1,87 @@
+"""The installed package: the handler loads and runs, the stubs are right, and a wrong JAX is refused with words."""
+
+import importlib.metadata
+import importlib.resources
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import TARGET, compiled_text, make_mesh, run_python, sharded
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jax_ring
+from jax_ring import _ffi_cpu, ring_psum
+
+
+def test_the_handler_runs():
+    # Registering a handler proves nothing: XLA checks its version and its types when a program first uses it.
+    f = sharded(lambda x: ring_psum(x, "i"), out_specs=P())
+    x = jnp.arange(16.0)
+    text = compiled_text(f, x)
+    assert f'custom_call_target="{TARGET}"' in text
+    assert "all-reduce" not in text
+    np.testing.assert_array_equal(f(x), np.arange(16.0).reshape(8, 2).sum(0))
+
+
+def test_public_names():
+    assert jax_ring.__version__ == importlib.metadata.version("jax-ring")
+    ours, theirs = inspect.signature(ring_psum).parameters, inspect.signature(lax.psum).parameters
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+        (p.name, p.kind, p.default) for p in theirs.values()
+    ]
+
+
+def test_typing_files_are_installed():
+    assert importlib.resources.files("jax_ring").joinpath("py.typed").is_file()
+    stub = next(file for file in importlib.metadata.files("jax-ring") or [] if file.name == "_ffi_cpu.pyi").read_text()
+    functions = [name for name in dir(_ffi_cpu) if not name.startswith("_")]
+    assert functions
+    for name in functions:
+        assert f"def {name}(" in stub
+
+
+def test_import_does_not_start_a_backend():
+    # Otherwise the number of devices could no longer be chosen after the import.
+    result = run_python(
+        "import jax_ring\nimport jax\njax.config.update('jax_num_cpu_devices', 3)\nprint(len(jax.devices()))"
+    )
+    assert result.stdout.strip() == "3", result.stderr
+
+
+def test_too_old_a_jax_is_refused():
+    result = run_python("jax.__version_info__ = (0, 9, 1); jax.__version__ = '0.9.1'\nimport jax_ring")
+    assert "ImportError: jax_ring needs JAX 0.10.2 or newer, and found 0.9.1" in result.stderr
+    assert "pip install --upgrade jax" in result.stderr
+
+
+def test_an_unknown_jax_is_refused():
+    result = run_python("import jax._src.lax.parallel as p\ndel p._maybe_skip_one_sized_axes\nimport jax_ring")
+    assert "ImportError: jax_ring does not know JAX" in result.stderr
+    assert "_maybe_skip_one_sized_axes" in result.stderr
+
+
+def test_every_instruction_set_gives_the_same_bits():
+    program = """
+import hashlib
+import jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+from jax_ring import ring_psum, _ffi_cpu
+f = jax.jit(jax.shard_map(lambda x: ring_psum(x, "i"), mesh=Mesh(jax.devices(), ("i",)), in_specs=P("i"), out_specs=P()))
+digest = hashlib.sha256()
+for dtype in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e5m2, jnp.int32):
+    values = np.random.default_rng(0).standard_normal((8 * 5003,)) * 100
+    digest.update(np.asarray(f(jnp.asarray(values).astype(dtype))).tobytes())
+print(_ffi_cpu.instruction_set(), digest.hexdigest())
+"""
+    results = [run_python(program, JAX_RING_ISA=isa) for isa in ("baseline", "avx2", "")]
+    assert all(result.returncode == 0 for result in results), results[0].stderr
+    names, digests = zip(*(result.stdout.split() for result in results), strict=True)
+    assert names[0] == "baseline"
+    assert len(set(digests)) == 1
+
+
+def test_mesh_helper_uses_a_part_of_the_devices():
+    # The tests' meshes leave devices out on purpose; this fails if that is lost.
+    assert make_mesh().size < len(jax.devices())
