@@ -14,7 +14,9 @@ namespace jax_ring::cpu {
 class IeeeFloatEnvironment {
  public:
 #if defined(__x86_64__)
-  IeeeFloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~(kFlushToZero | kDenormalsAreZero | kRounding)); }
+  IeeeFloatEnvironment() : saved_(_mm_getcsr()) {
+    _mm_setcsr(saved_ & ~(kFlushToZero | kDenormalsAreZero | kRounding));
+  }
   ~IeeeFloatEnvironment() { _mm_setcsr(saved_); }
 
  private:

@@ -95,9 +95,9 @@ std::string Rendezvous::describe_absence(const Meeting& meeting, std::chrono::du
     missing << (num_missing++ == 0 ? "" : ", ") << rank << " (mesh position " << members[rank] << ")";
   }
   std::ostringstream text;
-  text << call_ << called_at(call_) << ": " << meeting.num_arrived << " of " << members.size() << " ranks arrived within "
-       << deadline.count() << " s. Missing: rank" << (num_missing == 1 ? " " : "s ") << missing.str()
-       << " of the group of mesh positions [" << group.str()
+  text << call_ << called_at(call_) << ": " << meeting.num_arrived << " of " << members.size()
+       << " ranks arrived within " << deadline.count() << " s. Missing: rank" << (num_missing == 1 ? " " : "s ")
+       << missing.str() << " of the group of mesh positions [" << group.str()
        << "]. Every rank of a group must make the same calls: look for a branch or a loop whose condition differs "
           "between ranks (a lax.cond on lax.axis_index, say), or for an error on a missing rank. If the missing ranks "
           "are only slow, set JAX_RING_TIMEOUT_S to more seconds.";

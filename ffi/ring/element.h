@@ -49,9 +49,9 @@ struct BFloat16 {
 
 // What the top of a small float's range means.
 enum class Specials {
-  ieee,         // an all-ones exponent is infinity or NaN
-  finite,       // "fn": no infinity; all ones is NaN
-  finite_nuz,   // "fnuz": no infinity, no negative zero; the pattern of negative zero is NaN
+  ieee,        // an all-ones exponent is infinity or NaN
+  finite,      // "fn": no infinity; all ones is NaN
+  finite_nuz,  // "fnuz": no infinity, no negative zero; the pattern of negative zero is NaN
 };
 
 // A binary float of at most 16 bits, by its exponent and mantissa widths, bias and special values.
@@ -81,8 +81,8 @@ struct SmallFloat {
     const uint32_t magnitude = x & kAllOnes;
     const uint32_t sign = static_cast<uint32_t>(x & kSign) << (31 - kExponentBits - kMantissaBits);
     const uint32_t normal = (magnitude << kShift) + (static_cast<uint32_t>(127 - kBias) << 23);
-    const float subnormal = static_cast<float>(static_cast<int32_t>(magnitude)) *
-                            power_of_two(1 - kBias - kMantissaBits);
+    const float subnormal =
+        static_cast<float>(static_cast<int32_t>(magnitude)) * power_of_two(1 - kBias - kMantissaBits);
     uint32_t bits = magnitude <= kMantissa ? bit_cast<uint32_t>(subnormal) : normal;
     if (kSpecials == Specials::ieee) {
       bits = magnitude >= kInfinity ? (magnitude << kShift) | 0x7f800000u : bits;

@@ -6,21 +6,21 @@
 namespace jax_ring {
 
 // The element types that the engine reads, with the number of bytes of one element. Adding a type is a line here.
-#define JAX_RING_FOR_EACH_DTYPE(X) \
-  X(u8, Native<uint8_t>)           \
-  X(u16, Native<uint16_t>)         \
-  X(u32, Native<uint32_t>)         \
-  X(u64, Native<uint64_t>)         \
-  X(f16, Float16)                  \
-  X(bf16, BFloat16)                \
-  X(f32, Native<float>)            \
-  X(f64, Native<double>)           \
-  X(f8e5m2, Float8E5M2)            \
-  X(f8e4m3, Float8E4M3)            \
-  X(f8e3m4, Float8E3M4)            \
-  X(f8e4m3fn, Float8E4M3FN)        \
+#define JAX_RING_FOR_EACH_DTYPE(X)    \
+  X(u8, Native<uint8_t>)              \
+  X(u16, Native<uint16_t>)            \
+  X(u32, Native<uint32_t>)            \
+  X(u64, Native<uint64_t>)            \
+  X(f16, Float16)                     \
+  X(bf16, BFloat16)                   \
+  X(f32, Native<float>)               \
+  X(f64, Native<double>)              \
+  X(f8e5m2, Float8E5M2)               \
+  X(f8e4m3, Float8E4M3)               \
+  X(f8e3m4, Float8E3M4)               \
+  X(f8e4m3fn, Float8E4M3FN)           \
   X(f8e4m3b11fnuz, Float8E4M3B11FNUZ) \
-  X(f8e4m3fnuz, Float8E4M3FNUZ)    \
+  X(f8e4m3fnuz, Float8E4M3FNUZ)       \
   X(f8e5m2fnuz, Float8E5M2FNUZ)
 
 enum class DType : int {
