@@ -1,4 +1,4 @@
-"""Trains a small network on handwritten digits, data-parallel over CPU devices, with every gradient summed by ring_psum.
+"""Trains a small network on handwritten digits over several CPU devices, every gradient summed by ring_psum.
 
     python examples/train_digits.py [--devices 8] [--epochs 30] [--impl ring|lax]
 
@@ -61,9 +61,7 @@ def make_train_step(mesh, psum):
     """One step of data-parallel training. Parameters are replicated, the batch is split over the axis "data"."""
 
     @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=(P(), P(), P())
-    )
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=(P(), P(), P()))
     def train_step(params, opt_state, images, labels):
         # The trap: `params` are the same on all devices, and JAX knows it. The gradient with respect to a value that
         # is the same everywhere is itself summed over all devices, by JAX, before we see it. Averaging that again

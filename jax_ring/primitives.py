@@ -38,8 +38,8 @@ def _jvp(primitive: Primitive, primals: Sequence, tangents: Sequence, **params):
     # A symbolic zero stays one: it needs no communication.
     summed = iter(_bind_nonzero(primitive, tangents, params))
     out_tangents = [
-        ad.Zero.from_primal_value(o) if type(t) is ad.Zero else next(summed)
-        for o, t in zip(out, tangents, strict=True)
+        ad.Zero(jax.typeof(total).to_tangent_aval()) if type(tangent) is ad.Zero else next(summed)
+        for total, tangent in zip(out, tangents, strict=True)
     ]
     return out, out_tangents
 
@@ -105,14 +105,14 @@ def _all_reduce_primitive(name: str, abstract_eval: Callable, transpose_nonzero:
     return primitive
 
 
-ring_psum_p = _all_reduce_primitive(
+ring_psum_p: Primitive = _all_reduce_primitive(
     "ring_psum",
     _compat.abstract_psum,
     # Without vma tracking JAX treats psum as its own transpose.
     lambda cotangents, params: _bind_nonzero(ring_psum_p, cotangents, params),
 )
 
-ring_psum_invariant_p = _all_reduce_primitive(
+ring_psum_invariant_p: Primitive = _all_reduce_primitive(
     "ring_psum_invariant",
     _compat.abstract_psum_invariant,
     lambda cotangents, params: [lax.pcast(ct, params["axes"], to="varying") for ct in cotangents],

@@ -23,7 +23,10 @@ def make_mesh(shape=(RANKS,), names=("i",), *, devices=None) -> Mesh:
     return Mesh(np.array(devices[: int(np.prod(shape))]).reshape(shape), names)
 
 
-def sharded(fun, *, mesh=None, in_specs=P("i"), out_specs=P("i"), check_vma=True, jit=True):
+SPLIT = P("i")
+
+
+def sharded(fun, *, mesh=None, in_specs=SPLIT, out_specs=SPLIT, check_vma=True, jit=True):
     """`fun` mapped over the mesh and compiled."""
     mapped = jax.shard_map(fun, mesh=mesh or make_mesh(), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
     return jax.jit(mapped) if jit else mapped
@@ -65,6 +68,11 @@ def custom_calls(fun, *args) -> int:
 def compiled_text(fun, *args) -> str:
     """The optimized HLO."""
     return jax.jit(fun).lower(*args).compile().as_text()
+
+
+def num_calls(fun, *args) -> int:
+    """How many calls of the engine the compiled program makes, equal ones merged and dead ones gone."""
+    return compiled_text(fun, *args).count(f'custom_call_target="{TARGET}"')
 
 
 def run_python(code: str, *, devices=8, timeout=120, **environment) -> subprocess.CompletedProcess:

@@ -68,7 +68,8 @@ import hashlib
 import jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 from jax_ring import ring_psum, _ffi_cpu
-f = jax.jit(jax.shard_map(lambda x: ring_psum(x, "i"), mesh=Mesh(jax.devices(), ("i",)), in_specs=P("i"), out_specs=P()))
+mesh = Mesh(jax.devices(), ("i",))
+f = jax.jit(jax.shard_map(lambda x: ring_psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P()))
 digest = hashlib.sha256()
 for dtype in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e5m2, jnp.int32):
     values = np.random.default_rng(0).standard_normal((8 * 5003,)) * 100

@@ -1,4 +1,4 @@
-"""The sums themselves: against float64, against the promised fold bit for bit, over shapes, dtypes, ranks and groups."""
+"""The sums themselves: against float64, and against the promised fold bit for bit."""
 
 import jax
 import jax.numpy as jnp
