@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <utility>
 
 #include "cpu/float_environment.h"
@@ -11,10 +12,13 @@
 namespace jax_ring::cpu {
 namespace {
 
+constexpr size_t kCacheLine = 64;
 // A chunk is large beside the cost of taking it and small beside the message. Bytes of one rank's operand.
 constexpr size_t kChunkBytes = 32 << 10;
 // Below this many bytes read and written, waking another thread costs more than it saves.
 constexpr size_t kParallelBytes = 512 << 10;
+// Results of more bytes than this, over all ranks, would drive each other out of the caches: write them around.
+constexpr size_t kPastCacheBytes = 4 << 20;
 
 // One reduction, shared by the threads that work on it.
 struct Work {
@@ -30,6 +34,10 @@ struct Work {
         outputs.push_back(participant->outputs[operand]);
       }
     }
+    bytes = schedule.num_elements() * element_size(message.dtype) * num_ranks();
+    past_cache = bytes > kPastCacheBytes && std::all_of(outputs.begin(), outputs.end(), [](void* output) {
+      return reinterpret_cast<uintptr_t>(output) % kCacheLine == 0;
+    });
   }
 
   int num_ranks() const { return static_cast<int>(meeting->participants.size()); }
@@ -42,7 +50,7 @@ struct Work {
       for (size_t index; (index = next_chunk.fetch_add(1, std::memory_order_relaxed)) < schedule.size(); ++done) {
         const Chunk chunk = schedule[index];
         const size_t row = chunk.operand * num_ranks();
-        kernel(&inputs[row], &outputs[row], num_ranks(), chunk.begin, chunk.count);
+        kernel(&inputs[row], &outputs[row], num_ranks(), chunk.begin, chunk.count, past_cache);
       }
     }
     const size_t all = schedule.size();
@@ -59,6 +67,8 @@ struct Work {
   ChunkSchedule schedule;
   std::vector<const void*> inputs;  // by operand, then rank
   std::vector<void*> outputs;
+  size_t bytes = 0;  // of all ranks' results
+  bool past_cache = false;
   std::atomic<size_t> next_chunk{0};
   std::atomic<size_t> chunks_done{0};
 };
@@ -66,12 +76,9 @@ struct Work {
 }  // namespace
 
 void all_reduce(std::unique_ptr<Meeting> meeting, Message message, Workers& workers) {
-  size_t bytes = 0;
-  for (size_t count : message.counts) bytes += count * element_size(message.dtype);
-  bytes *= 2 * meeting->participants.size();
   auto work = std::make_shared<Work>(std::move(meeting), std::move(message));
   if (work->schedule.size() == 0) return work->complete();
-  if (bytes >= kParallelBytes) {
+  if (2 * work->bytes >= kParallelBytes) {
     const size_t helpers = std::min<size_t>(workers.num_threads(), work->schedule.size()) - 1;
     for (size_t i = 0; i < helpers; ++i) workers.schedule([work] { work->run(); });
   }

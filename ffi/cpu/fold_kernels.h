@@ -8,8 +8,10 @@
 namespace jax_ring::cpu {
 
 // Folds elements [begin, begin + count) of inputs[0..num_ranks) and writes the result to the same elements of
-// every outputs[r]. An output may be the same buffer as an input of the same rank.
-using FoldKernel = void (*)(const void* const* inputs, void* const* outputs, int num_ranks, size_t begin, size_t count);
+// every outputs[r]. An output may be the same buffer as an input of the same rank. With `past_cache` the results are
+// written around the caches, if the CPU can; every outputs[r] + begin must then be aligned to 64 bytes.
+using FoldKernel = void (*)(const void* const* inputs, void* const* outputs, int num_ranks, size_t begin, size_t count,
+                            bool past_cache);
 
 // One kernel for each DType, in its order.
 struct FoldKernels {

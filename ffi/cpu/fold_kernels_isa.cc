@@ -2,28 +2,83 @@
 // Only this file gets special compiler flags, and it includes nothing that could emit shared inline code.
 #include "cpu/fold_kernels.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace jax_ring::cpu {
 namespace {
 
-// Elements of one tile: the accumulators stay in the L1 cache while p inputs pass by.
-constexpr int kTileElements = 1024;
+#if defined(__AVX512F__)
+constexpr int kRegisterBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kRegisterBytes = 32;
+#else
+constexpr int kRegisterBytes = 16;
+#endif
 
-template <class Element, class Op>
-void fold(const void* const* inputs, void* const* outputs, int num_ranks, size_t begin, size_t count) {
+// A streaming store writes past the cache, and saves reading the line that it is about to overwrite.
+template <class V>
+JAX_RING_INLINE void stream(void* to, V value) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(V) == 64) return _mm512_stream_si512(static_cast<__m512i*>(to), bit_cast<__m512i>(value));
+#endif
+#if defined(__AVX2__)
+  if constexpr (sizeof(V) == 32) return _mm256_stream_si256(static_cast<__m256i*>(to), bit_cast<__m256i>(value));
+#endif
+#if defined(__x86_64__)
+  if constexpr (sizeof(V) == 16) return _mm_stream_si128(static_cast<__m128i*>(to), bit_cast<__m128i>(value));
+  if constexpr (sizeof(V) == 8) return _mm_stream_si64(static_cast<long long*>(to), bit_cast<long long>(value));
+  if constexpr (sizeof(V) == 4) return _mm_stream_si32(static_cast<int*>(to), bit_cast<int>(value));
+#endif
+  __builtin_memcpy(to, &value, sizeof(value));
+}
+
+// Folds blocks of `kVectors` registers from `at` on, as long as a whole block fits; returns where it stopped.
+template <class Element, class Op, class Lanes, int kVectors, bool kStream>
+size_t fold_blocks(const void* const* inputs, void* const* outputs, int num_ranks, size_t at, size_t end) {
   using Storage = typename Element::Storage;
-  alignas(64) typename Element::Accumulator accumulator[kTileElements];
-  alignas(64) Storage result[kTileElements];
-  const size_t end = begin + count;
-  for (size_t tile_begin = begin; tile_begin < end; tile_begin += kTileElements) {
-    const int n = end - tile_begin < kTileElements ? static_cast<int>(end - tile_begin) : kTileElements;
-    fold_tile<Element>(
-        accumulator, [&](int rank) { return static_cast<const Storage*>(inputs[rank]) + tile_begin; }, num_ranks, n,
-        Op{});
-    for (int i = 0; i < n; ++i) result[i] = Element::narrow(accumulator[i]);
+  using Stored = typename Lanes::template Of<Storage>;
+  constexpr size_t kLanes = sizeof(Stored) / sizeof(Storage);
+  for (; at + kVectors * kLanes <= end; at += kVectors * kLanes) {
+    Stored results[kVectors];
+    fold_ranks<Element, Op, Lanes, kVectors>(
+        num_ranks,
+        [&](int rank, int v) __attribute__((always_inline)) {
+          Stored loaded;
+          __builtin_memcpy(&loaded, static_cast<const Storage*>(inputs[rank]) + at + v * kLanes, sizeof(loaded));
+          return loaded;
+        },
+        [&](int v, Stored value) __attribute__((always_inline)) { results[v] = value; }, Op{});
     for (int rank = 0; rank < num_ranks; ++rank) {
-      __builtin_memcpy(static_cast<Storage*>(outputs[rank]) + tile_begin, result, n * sizeof(Storage));
+      for (int v = 0; v < kVectors; ++v) {
+        Storage* to = static_cast<Storage*>(outputs[rank]) + at + v * kLanes;
+        if constexpr (kStream) {
+          stream(to, results[v]);
+        } else {
+          __builtin_memcpy(to, &results[v], sizeof(results[v]));
+        }
+      }
     }
   }
+  return at;
+}
+
+template <class Element, class Op>
+void fold(const void* const* inputs, void* const* outputs, int num_ranks, size_t begin, size_t count, bool past_cache) {
+  using Lanes = Vector<kRegisterBytes / sizeof(typename Element::Accumulator)>;
+  // Enough that a block covers whole cache lines of every rank, few enough that the accumulators stay in registers.
+  constexpr int kVectors = 4;
+  const size_t end = begin + count;
+  size_t at = begin;
+  if (past_cache) {
+    at = fold_blocks<Element, Op, Lanes, kVectors, true>(inputs, outputs, num_ranks, at, end);
+#if defined(__x86_64__)
+    _mm_sfence();  // streaming stores are not ordered with the store that tells the others
+#endif
+  }
+  at = fold_blocks<Element, Op, Lanes, kVectors, false>(inputs, outputs, num_ranks, at, end);
+  fold_blocks<Element, Op, Scalar, 1, false>(inputs, outputs, num_ranks, at, end);
 }
 
 }  // namespace

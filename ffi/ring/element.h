@@ -22,46 +22,88 @@ JAX_RING_INLINE To bit_cast(From from) {
   return to;
 }
 
+// The formulas below hold for one value and for a vector of values alike: they are written over `Lanes`.
+
+// One value at a time.
+struct Scalar {
+  template <class T>
+  using Of = T;
+  template <class To, class From>
+  static JAX_RING_INLINE To convert(From x) {
+    return static_cast<To>(x);
+  }
+};
+
+#if !defined(__CUDACC__)
+// N values at a time, in the vector types of GCC and Clang, whose operators and `?:` work lane by lane.
+template <int N>
+struct Vector {
+  template <class T>
+  struct Type {
+    typedef T type __attribute__((vector_size(N * sizeof(T))));
+  };
+  template <class T>
+  using Of = typename Type<T>::type;
+  template <class To, class From>
+  static JAX_RING_INLINE Of<To> convert(From x) {
+    return __builtin_convertvector(x, Of<To>);
+  }
+};
+#endif
+
 // Types that are their own accumulator. Signed integers travel as unsigned ones: the sum has the same
 // bits, and wrapping is then defined. Complex numbers travel as twice as many reals.
 template <class T>
 struct Native {
   using Storage = T;
   using Accumulator = T;
-  static JAX_RING_INLINE T widen(T x) { return x; }
-  static JAX_RING_INLINE T narrow(T x) { return x; }
+  template <class Lanes = Scalar>
+  static JAX_RING_INLINE typename Lanes::template Of<T> widen(typename Lanes::template Of<T> x) {
+    return x;
+  }
+  template <class Lanes = Scalar>
+  static JAX_RING_INLINE typename Lanes::template Of<T> narrow(typename Lanes::template Of<T> x) {
+    return x;
+  }
 };
 
 // bfloat16: the upper half of a float32.
 struct BFloat16 {
   using Storage = uint16_t;
   using Accumulator = float;
-  static JAX_RING_INLINE float widen(uint16_t x) { return bit_cast<float>(uint32_t{x} << 16); }
-  static JAX_RING_INLINE uint16_t narrow(float x) {
-    const uint32_t bits = bit_cast<uint32_t>(x);
+
+  template <class Lanes = Scalar>
+  static JAX_RING_INLINE typename Lanes::template Of<float> widen(typename Lanes::template Of<uint16_t> x) {
+    return bit_cast<typename Lanes::template Of<float>>(Lanes::template convert<uint32_t>(x) << 16);
+  }
+
+  template <class Lanes = Scalar>
+  static JAX_RING_INLINE typename Lanes::template Of<uint16_t> narrow(typename Lanes::template Of<float> x) {
+    using U32 = typename Lanes::template Of<uint32_t>;
+    const U32 bits = bit_cast<U32>(x);
     // Round to nearest, ties to even. The carry out of the mantissa is the next exponent, and past
     // the largest finite number it is infinity, as it should be.
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const uint32_t nan = ((bits >> 16) & 0x8000u) | 0x7fc0u;
-    return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+    const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const U32 nan = ((bits >> 16) & 0x8000u) | 0x7fc0u;
+    return Lanes::template convert<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
   }
 };
 
 // What the top of a small float's range means.
 enum class Specials {
-  ieee,        // an all-ones exponent is infinity or NaN
-  finite,      // "fn": no infinity; all ones is NaN
-  finite_nuz,  // "fnuz": no infinity, no negative zero; the pattern of negative zero is NaN
+  ieee,         // an all-ones exponent is infinity or NaN
+  finite,       // "fn": no infinity; all ones is NaN
+  finite_nuz,   // "fnuz": no infinity, no negative zero; the pattern of negative zero is NaN
 };
 
 // A binary float of at most 16 bits, by its exponent and mantissa widths, bias and special values.
-// Written without branches, so that a loop over it becomes vector code.
 template <class StorageT, int kExponentBits, int kMantissaBits, int kBias, Specials kSpecials>
 struct SmallFloat {
   using Storage = StorageT;
   using Accumulator = float;
 
   static constexpr int kShift = 23 - kMantissaBits;
+  static constexpr int kSignShift = 31 - kExponentBits - kMantissaBits;
   static constexpr uint32_t kSign = 1u << (kExponentBits + kMantissaBits);
   static constexpr uint32_t kMantissa = (1u << kMantissaBits) - 1;
   static constexpr uint32_t kAllOnes = kSign - 1;
@@ -72,49 +114,60 @@ struct SmallFloat {
   static constexpr uint32_t kLargest = kSpecials == Specials::ieee     ? kInfinity - 1
                                        : kSpecials == Specials::finite ? kAllOnes - 1
                                                                        : kAllOnes;
+  static constexpr uint32_t kRebias = static_cast<uint32_t>(127 - kBias) << 23;
+  static constexpr uint32_t kSmallestNormal = static_cast<uint32_t>(128 - kBias) << 23;  // as float32 bits
 
   static JAX_RING_INLINE float power_of_two(int exponent) {
     return bit_cast<float>(static_cast<uint32_t>(exponent + 127) << 23);
   }
 
-  static JAX_RING_INLINE float widen(Storage x) {
-    const uint32_t magnitude = x & kAllOnes;
-    const uint32_t sign = static_cast<uint32_t>(x & kSign) << (31 - kExponentBits - kMantissaBits);
-    const uint32_t normal = (magnitude << kShift) + (static_cast<uint32_t>(127 - kBias) << 23);
-    const float subnormal =
-        static_cast<float>(static_cast<int32_t>(magnitude)) * power_of_two(1 - kBias - kMantissaBits);
-    uint32_t bits = magnitude <= kMantissa ? bit_cast<uint32_t>(subnormal) : normal;
-    if (kSpecials == Specials::ieee) {
+  template <class Lanes = Scalar>
+  static JAX_RING_INLINE typename Lanes::template Of<float> widen(typename Lanes::template Of<Storage> x) {
+    using U32 = typename Lanes::template Of<uint32_t>;
+    using F32 = typename Lanes::template Of<float>;
+    const U32 code = Lanes::template convert<uint32_t>(x);
+    const U32 magnitude = code & kAllOnes;
+    const U32 normal = (magnitude << kShift) + kRebias;
+    // A subnormal is an integer times the smallest one.
+    const F32 subnormal = Lanes::template convert<float>(bit_cast<typename Lanes::template Of<int32_t>>(magnitude)) *
+                          power_of_two(1 - kBias - kMantissaBits);
+    U32 bits = magnitude <= kMantissa ? bit_cast<U32>(subnormal) : normal;
+    if constexpr (kSpecials == Specials::ieee) {
       bits = magnitude >= kInfinity ? (magnitude << kShift) | 0x7f800000u : bits;
-    } else if (kSpecials == Specials::finite) {
-      bits = magnitude == kAllOnes ? 0x7fc00000u : bits;
+    } else if constexpr (kSpecials == Specials::finite) {
+      bits = magnitude == kAllOnes ? bits | 0x7fc00000u : bits;
     } else {
-      bits = x == kNaN ? 0x7fc00000u : bits;
+      bits = code == kNaN ? bits | 0x7fc00000u : bits;
     }
-    return bit_cast<float>(bits | sign);
+    return bit_cast<F32>(bits | (code & kSign) << kSignShift);
   }
 
   // Round to nearest, ties to even; past the largest finite number, infinity or else NaN.
-  static JAX_RING_INLINE Storage narrow(float value) {
-    const uint32_t bits = bit_cast<uint32_t>(value);
-    const uint32_t magnitude = bits & 0x7fffffffu;
-    const uint32_t sign = (bits >> 31) << (kExponentBits + kMantissaBits);
+  template <class Lanes = Scalar>
+  static JAX_RING_INLINE typename Lanes::template Of<Storage> narrow(typename Lanes::template Of<float> x) {
+    using U32 = typename Lanes::template Of<uint32_t>;
+    using F32 = typename Lanes::template Of<float>;
+    const U32 bits = bit_cast<U32>(x);
+    const U32 magnitude = bits & 0x7fffffffu;
+    const U32 sign = (bits >> kSignShift) & kSign;
 
-    const uint32_t rebiased = magnitude - (static_cast<uint32_t>(127 - kBias) << 23);
-    const uint32_t normal = (rebiased + ((1u << (kShift - 1)) - 1) + ((rebiased >> kShift) & 1u)) >> kShift;
+    const U32 rebiased = magnitude - kRebias;
+    const U32 normal = (rebiased + ((1u << (kShift - 1)) - 1) + ((rebiased >> kShift) & 1u)) >> kShift;
     // Adding a number whose unit in the last place is the smallest subnormal makes the hardware round.
     const float magic = power_of_two(24 - kBias - kMantissaBits);
-    const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + magic) - bit_cast<uint32_t>(magic);
+    const U32 subnormal = bit_cast<U32>(bit_cast<F32>(magnitude) + magic) - bit_cast<uint32_t>(magic);
 
-    const uint32_t smallest_normal = static_cast<uint32_t>(128 - kBias) << 23;
-    uint32_t code = magnitude < smallest_normal ? subnormal : normal;
-    const uint32_t overflow = kSpecials == Specials::ieee ? kInfinity : kNaN;
-    code = code > kLargest ? overflow : code;
-    code = magnitude > 0x7f800000u ? kNaN : code;
-    if (kSpecials == Specials::finite_nuz) {
-      return static_cast<Storage>(code == 0 || code == kNaN ? code : code | sign);
+    U32 code = magnitude < kSmallestNormal ? subnormal : normal;
+    constexpr uint32_t kOverflow = kSpecials == Specials::ieee ? kInfinity : kNaN;
+    code = code > kLargest ? code * 0u + kOverflow : code;
+    code = magnitude > 0x7f800000u ? code * 0u + kNaN : code;
+    // A type without negative zero has no use for the sign of zero, nor for that of its only NaN.
+    const U32 signed_code = code | sign;
+    if constexpr (kSpecials == Specials::finite_nuz) {
+      return Lanes::template convert<Storage>(code == 0u ? code : signed_code);
+    } else {
+      return Lanes::template convert<Storage>(signed_code);
     }
-    return static_cast<Storage>(code | sign);
   }
 };
 

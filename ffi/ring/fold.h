@@ -5,7 +5,7 @@
 
 namespace jax_ring {
 
-// The element types that the engine reads, with the number of bytes of one element. Adding a type is a line here.
+// The element types that the engine reads. Adding a type is a line here.
 #define JAX_RING_FOR_EACH_DTYPE(X)    \
   X(u8, Native<uint8_t>)              \
   X(u16, Native<uint16_t>)            \
@@ -37,16 +37,19 @@ struct Sum {
   }
 };
 
-// Folds `count` elements of one tile: `tile(r)` points at rank r's elements. The accumulator starts as
+// Folds the values of all ranks at one place, or at kVectors neighbouring places, each a value or a vector of values.
+// load(rank, v) gives rank's v-th value as stored, and store(v, value) takes the result. The accumulator starts as
 // rank 0's value, not as zero, so that the sum of negative zeros stays negative.
-template <class Element, class Op, class Tile>
-JAX_RING_INLINE void fold_tile(typename Element::Accumulator* accumulator, Tile tile, int num_ranks, int count, Op op) {
-  const typename Element::Storage* first = tile(0);
-  for (int i = 0; i < count; ++i) accumulator[i] = Element::widen(first[i]);
+template <class Element, class Op, class Lanes, int kVectors, class Load, class Store>
+JAX_RING_INLINE void fold_ranks(int num_ranks, Load load, Store store, Op op) {
+  typename Lanes::template Of<typename Element::Accumulator> accumulator[kVectors];
+  for (int v = 0; v < kVectors; ++v) accumulator[v] = Element::template widen<Lanes>(load(0, v));
   for (int rank = 1; rank < num_ranks; ++rank) {
-    const typename Element::Storage* next = tile(rank);
-    for (int i = 0; i < count; ++i) accumulator[i] = op(accumulator[i], Element::widen(next[i]));
+    for (int v = 0; v < kVectors; ++v) {
+      accumulator[v] = op(accumulator[v], Element::template widen<Lanes>(load(rank, v)));
+    }
   }
+  for (int v = 0; v < kVectors; ++v) store(v, Element::template narrow<Lanes>(accumulator[v]));
 }
 
 }  // namespace jax_ring

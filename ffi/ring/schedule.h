@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <numeric>
+#include <utility>
 #include <vector>
 
 namespace jax_ring {
@@ -29,6 +31,10 @@ class ChunkSchedule {
     }
   }
 
+  // Elements of the whole message.
+  size_t num_elements() const { return std::accumulate(counts_.begin(), counts_.end(), size_t{0}); }
+
+  // Chunks of the whole message.
   size_t size() const { return ends_.empty() ? 0 : ends_.back(); }
 
   Chunk operator[](size_t index) const {
