@@ -5,6 +5,7 @@
 #include "cpu/call_sites.h"
 #include "cpu/fold_kernels.h"
 #include "cpu/handler.h"
+#include "cpu/memory_limit.h"
 #include "cpu/watchdog.h"
 
 namespace nb = nanobind;
@@ -52,6 +53,10 @@ NB_MODULE(_ffi_cpu, m) {
 
   m.def("note_call_site", &jax_ring::cpu::note_call_site, "call"_a, "site"_a,
         "Notes where in the user's program a call was written, for the error of a rank that waits in vain.");
+
+  m.def("fold_limit_seconds", &jax_ring::cpu::fold_limit_seconds, "num_ranks"_a, "num_bytes"_a, "num_threads"_a,
+        "repeats"_a, nb::call_guard<nb::gil_scoped_release>(),
+        "Seconds that plain threads need to fold `num_ranks` float32 buffers of `num_bytes` each into as many others.");
 
   m.def(
       "instruction_set", [] { return std::string(jax_ring::cpu::fold_kernels().instruction_set); },

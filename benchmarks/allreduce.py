@@ -1,0 +1,104 @@
+"""Compares all-reduces on CPU devices, in the form of nccl-tests.
+
+    python benchmarks/allreduce.py -b 4 -e 64M -f 4 --devices 8 --plot allreduce.png
+
+Each size is timed out of place (called from Python), in place (with a donated argument), and inside a jitted loop,
+less the same loop without the collective. All implementations take turns, so that they meet the same disturbances.
+"""
+
+import argparse
+import os
+import sys
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def size_of(text: str) -> int:
+    """Bytes, from a number that may end in K, M or G."""
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    digits, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1)
+    return int(float(digits) * unit)
+
+
+def parse_arguments(implementations) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("-b", "--minbytes", type=size_of, default="4", help="smallest message of one rank")
+    parser.add_argument("-e", "--maxbytes", type=size_of, default="64M", help="largest message of one rank")
+    parser.add_argument("-f", "--stepfactor", type=int, default=4, help="from one size to the next")
+    parser.add_argument("-n", "--iters", type=int, default=20, help="timed runs")
+    parser.add_argument("-w", "--warmup_iters", type=int, default=3, help="runs before these")
+    parser.add_argument("-c", "--check", type=int, choices=(0, 1), default=1, help="check every result")
+    parser.add_argument("-d", "--datatype", default="float32", help="a dtype, or several separated by commas")
+    parser.add_argument("-o", "--op", choices=("sum",), default="sum")
+    parser.add_argument("--devices", type=int, default=8, help="ranks")
+    parser.add_argument("--impl", default=",".join(implementations), help="implementations, separated by commas")
+    parser.add_argument("--loop-seconds", type=float, default=0.1, help="about how long one jitted loop runs")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--csv", metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE", help="of the first datatype")
+    arguments = parser.parse_args()
+    arguments.impl = arguments.impl.split(",")
+    unknown = set(arguments.impl) - set(implementations)
+    if unknown:
+        parser.error(f"unknown implementations {sorted(unknown)}; there are {list(implementations)}")
+    if arguments.stepfactor < 2 or not 0 < arguments.minbytes <= arguments.maxbytes:
+        parser.error("needs 0 < minbytes <= maxbytes and stepfactor >= 2")
+    return arguments
+
+
+def main() -> int:
+    import report
+    from implementations import AXIS, IMPLEMENTATIONS
+    from measure import Case, Row
+
+    from jax_ring import _ffi_cpu
+
+    arguments = parse_arguments(IMPLEMENTATIONS)
+    jax.config.update("jax_num_cpu_devices", arguments.devices)
+    jax.config.update("jax_platforms", "cpu")
+    mesh = jax.sharding.Mesh(jax.devices(), (AXIS,))
+
+    sizes = []
+    size = arguments.minbytes
+    while size <= arguments.maxbytes:
+        sizes.append(size)
+        size *= arguments.stepfactor
+    cases = [(dtype, size) for dtype in arguments.datatype.split(",") for size in sizes]
+
+    machine = report.machine()
+    print(f"# {machine['cpu']}, {machine['cores']} cores; JAX {machine['jax']}; {arguments.devices} CPU devices")
+    print(report.header(), flush=True)
+    rows = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        for dtype, size in progress.track(cases, description="measuring"):
+            count = max(1, size // jax.numpy.dtype(dtype).itemsize)
+            case = Case(mesh, count, dtype, arguments.impl, arguments.loop_seconds)
+            limit = _ffi_cpu.fold_limit_seconds(mesh.size, count * case.dtype.itemsize, os.cpu_count() or 1, 5)
+            for name, spreads in case.run(arguments.iters, arguments.warmup_iters).items():
+                rows.append(
+                    Row(
+                        name, mesh.size, count * case.dtype.itemsize, count, dtype, *spreads,
+                        wrong=case.wrong(name) if arguments.check else -1, limit_us=limit * 1e6,
+                    )
+                )  # fmt: skip
+                print(report.line(rows[-1]), flush=True)
+    print(report.summary(rows))
+    wrong = sum(max(row.wrong, 0) for row in rows)
+    print(f"# Out of bounds values: {wrong} {'OK' if wrong == 0 else 'FAILED'}")
+
+    if arguments.json:
+        report.write_json(arguments.json, rows)
+    if arguments.csv:
+        report.write_csv(arguments.csv, rows)
+    if arguments.plot:
+        report.plot(arguments.plot, [row for row in rows if row.dtype == rows[0].dtype])
+    return 0 if wrong == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

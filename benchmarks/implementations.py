@@ -1,0 +1,35 @@
+"""The all-reduces that are compared, each as a function of one rank's array inside shard_map."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ring import ring_psum
+
+AXIS = "ranks"
+
+
+def ring(x):
+    return ring_psum(x, AXIS)
+
+
+def xla(x):
+    return lax.psum(x, AXIS)
+
+
+def ppermute_ring(x):
+    """A ring as one would write it with `lax.ppermute`: reduce-scatter, then all-gather, p - 1 steps each."""
+    p, rank = lax.axis_size(AXIS), lax.axis_index(AXIS)
+    to_next = [(r, (r + 1) % p) for r in range(p)]
+    chunks = jnp.pad(x, (0, -x.size % p)).reshape(p, -1)
+    # Step s: send chunk rank - s, and add what arrives to chunk rank - s - 1.
+    for step in range(p - 1):
+        arrived = lax.ppermute(chunks[(rank - step) % p], AXIS, to_next)
+        chunks = chunks.at[(rank - step - 1) % p].add(arrived)
+    # Chunk rank + 1 is now complete here; it goes round.
+    for step in range(p - 1):
+        arrived = lax.ppermute(chunks[(rank + 1 - step) % p], AXIS, to_next)
+        chunks = chunks.at[(rank - step) % p].set(arrived)
+    return chunks.reshape(-1)[: x.size]
+
+
+IMPLEMENTATIONS = {"ring_psum": ring, "lax.psum": xla, "ppermute": ppermute_ring}

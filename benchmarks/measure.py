@@ -1,0 +1,137 @@
+"""Times one all-reduce in the ways that matter: called from Python, with donation, and inside a compiled loop."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from implementations import AXIS, IMPLEMENTATIONS
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+@dataclasses.dataclass
+class Spread:
+    """Microseconds of many runs."""
+
+    median: float
+    p10: float
+    p90: float
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> "Spread":
+        return cls(*(float(x) * 1e6 for x in np.percentile(seconds, [50, 10, 90])))
+
+
+@dataclasses.dataclass
+class Row:
+    """One implementation at one size. `wrong` is -1 where results were not checked."""
+
+    implementation: str
+    ranks: int
+    bytes: int
+    count: int
+    dtype: str
+    out_of_place: Spread
+    in_place: Spread
+    in_loop: Spread
+    wrong: int
+    limit_us: float  # of a float32 message of as many bytes
+
+    def bandwidths(self, microseconds: float) -> tuple[float, float]:
+        """algbw and busbw in GB/s, as nccl-tests defines them: bytes / time, and that times 2 (p - 1) / p."""
+        algbw = self.bytes / max(microseconds, 1e-3) / 1e3
+        return algbw, algbw * 2 * (self.ranks - 1) / self.ranks
+
+
+def _loop(reduce: Callable | None, times: int, x):
+    """`times` all-reduces in a row, each of whose results is used, or the same loop without them."""
+    p = lax.axis_size(AXIS)
+
+    def body(_, x):
+        x = reduce(x) if reduce else x
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            return x ^ jnp.ones((), x.dtype)
+        return x * jnp.asarray(1 / p, x.dtype)
+
+    return lax.fori_loop(0, times, body, x)
+
+
+class Case:
+    """All implementations for one message, compiled and ready to be timed in turn."""
+
+    def __init__(self, mesh: Mesh, count: int, dtype, implementations: list[str], loop_seconds: float):
+        self.mesh, self.count, self.dtype, self.names = mesh, count, jnp.dtype(dtype), implementations
+        sharding = NamedSharding(mesh, P(AXIS))
+        rng = np.random.default_rng(0)
+        values = (
+            rng.integers(-3, 4, (mesh.size, count))
+            if self.dtype.kind in "iu"
+            else rng.standard_normal((mesh.size, count), np.float32)
+        )
+        self.values = np.asarray(values).astype(self.dtype)
+        self.x = jax.device_put(self.values.reshape(-1), sharding)
+
+        def compiled(fun, **options):
+            mapped = jax.shard_map(fun, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
+            return jax.jit(mapped, **options)
+
+        self.plain = {name: compiled(IMPLEMENTATIONS[name]) for name in implementations}
+        self.donating = {name: compiled(IMPLEMENTATIONS[name], donate_argnums=0) for name in implementations}
+        # As many calls as fit into the time, so that the loop's own start does not count; the same for all.
+        self.plain[implementations[0]](self.x).block_until_ready()
+        once = self._time_once(self.plain[implementations[0]], self.x)
+        self.times = int(np.clip(loop_seconds / once, 4, 2000))
+        loop = {name: IMPLEMENTATIONS[name] for name in implementations} | {"": None}
+        self.loops = {
+            name: compiled(lambda x, reduce=reduce: _loop(reduce, self.times, x)) for name, reduce in loop.items()
+        }
+
+    @staticmethod
+    def _time_once(fun, x) -> float:
+        begin = time.perf_counter()
+        fun(x).block_until_ready()
+        return time.perf_counter() - begin
+
+    def wrong(self, name: str) -> int:
+        """How many elements, over all ranks, are further from the exact sum than p - 1 roundings explain."""
+        result = np.asarray(self.plain[name](self.x)).reshape(self.mesh.size, -1)
+        if self.dtype.kind in "iu":
+            return int(np.sum(result != self.values.sum(0, dtype=self.dtype)))
+        exact = self.values.astype(np.float64).sum(0)
+        unit = float(jnp.finfo(self.dtype).eps) / 2
+        bound = self.mesh.size * unit * np.abs(self.values.astype(np.float64)).sum(0)
+        return int(np.sum(~(np.abs(result.astype(np.float64) - exact) <= bound)))
+
+    def run(self, iterations: int, warmup: int) -> dict[str, tuple[Spread, Spread, Spread]]:
+        """Times all implementations in turn, so that a disturbance of the machine hits all of them."""
+        plain = {name: [] for name in self.names}
+        donating = {name: [] for name in self.names}
+        looping = {name: [] for name in self.loops}
+        for i in range(warmup + iterations):
+            # Another one goes first each time.
+            order = self.names[i % len(self.names) :] + self.names[: i % len(self.names)]
+            for name in order:
+                seconds = self._time_once(self.plain[name], self.x)
+                x = jax.block_until_ready(self.x + 0)
+                seconds_donated = self._time_once(self.donating[name], x)
+                if i >= warmup:
+                    plain[name].append(seconds)
+                    donating[name].append(seconds_donated)
+        for i in range(1 + max(3, iterations // 4)):
+            for name in [*self.names, ""]:
+                seconds = self._time_once(self.loops[name], self.x)
+                if i >= 1:
+                    looping[name].append(seconds / self.times)
+        empty = float(np.median(looping[""]))
+        return {
+            name: (
+                Spread.of(plain[name]),
+                Spread.of(donating[name]),
+                Spread.of([seconds - empty for seconds in looping[name]]),
+            )
+            for name in self.names
+        }

@@ -1,0 +1,68 @@
+// memory_limit.cc: times the bare fold.
+#include "cpu/memory_limit.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "cpu/fold_kernels.h"
+
+namespace jax_ring::cpu {
+namespace {
+
+constexpr size_t kPage = 4096;
+
+struct Free {
+  void operator()(float* memory) const { std::free(memory); }
+};
+using Buffer = std::unique_ptr<float, Free>;
+
+Buffer make_buffer(size_t num_bytes) {
+  Buffer buffer(static_cast<float*>(std::aligned_alloc(kPage, (num_bytes + kPage - 1) / kPage * kPage)));
+  std::fill_n(buffer.get(), num_bytes / sizeof(float), 0.0f);  // so that its pages exist
+  return buffer;
+}
+
+}  // namespace
+
+double fold_limit_seconds(int num_ranks, size_t num_bytes, int num_threads, int repeats) {
+  std::vector<Buffer> buffers;
+  std::vector<const void*> inputs;
+  std::vector<void*> outputs;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    inputs.push_back(buffers.emplace_back(make_buffer(num_bytes)).get());
+    outputs.push_back(buffers.emplace_back(make_buffer(num_bytes)).get());
+  }
+  const size_t count = num_bytes / sizeof(float);
+  const size_t line = 64 / sizeof(float);
+  const size_t part = (count / num_threads + line - 1) / line * line;
+  const FoldKernel kernel = fold_kernels().sum[static_cast<int>(DType::f32)];
+
+  double least = std::numeric_limits<double>::infinity();
+  for (bool past_cache : {false, true}) {
+    const auto fold_part = [&](int thread, int times) {
+      const size_t begin = std::min(thread * part, count);
+      for (int i = 0; i < times; ++i) {
+        kernel(inputs.data(), outputs.data(), num_ranks, begin, std::min(part, count - begin), past_cache);
+      }
+    };
+    // Small folds are repeated within a measurement, so that starting the threads does not count.
+    const int times = static_cast<int>(std::clamp<size_t>((size_t{32} << 20) / std::max<size_t>(num_bytes, 1), 1, 20000));
+    for (int repeat = 0; repeat < repeats; ++repeat) {
+      const auto begin = std::chrono::steady_clock::now();
+      std::vector<std::thread> threads;
+      for (int thread = 1; thread < num_threads; ++thread) threads.emplace_back(fold_part, thread, times);
+      fold_part(0, times);
+      for (std::thread& thread : threads) thread.join();
+      const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
+      least = std::min(least, elapsed.count() / times);
+    }
+  }
+  return least;
+}
+
+}  // namespace jax_ring::cpu

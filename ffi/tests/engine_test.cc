@@ -1,0 +1,439 @@
+// engine_test.cc: all_reduce from arrival to result, on pools of threads, for every dtype and number of ranks.
+#include "cpu/engine.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "cpu/rendezvous.h"
+#include "support.h"
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace jax_ring::cpu::testing {
+namespace {
+
+constexpr int kRanks[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16};
+
+// A pool of threads as the runtime has one. The destructor ends what was scheduled and joins.
+class Pool final : public Workers {
+ public:
+  // on_start runs first on every thread, to put it in a state that the engine must cope with.
+  explicit Pool(int num_threads, std::function<void()> on_start = [] {}) {
+    for (int i = 0; i < num_threads; ++i) {
+      threads_.emplace_back([this, on_start] {
+        on_start();
+        work();
+      });
+    }
+  }
+
+  ~Pool() override {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      ending_ = true;
+    }
+    changed_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  int num_threads() const override { return static_cast<int>(threads_.size()); }
+
+  void schedule(std::function<void()> task) override {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      tasks_.push_back(std::move(task));
+    }
+    changed_.notify_one();
+  }
+
+ private:
+  void work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [&] { return ending_ || !tasks_.empty(); });
+      if (tasks_.empty()) return;
+      auto task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      task();
+      task = nullptr;
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  bool ending_ = false;
+  std::vector<std::thread> threads_;
+};
+
+// Threads that do not come: what is scheduled waits until the test runs it, or for ever.
+class Absent final : public Workers {
+ public:
+  explicit Absent(int num_threads) : num_threads_(num_threads) {}
+  int num_threads() const override { return num_threads_; }
+  void schedule(std::function<void()> task) override { tasks.push_back(std::move(task)); }
+  std::vector<std::function<void()>> tasks;
+
+ private:
+  int num_threads_;
+};
+
+// The operands of all ranks and the results that they should give.
+struct Problem {
+  Problem(DType dtype, std::vector<size_t> counts, int num_ranks, unsigned seed = 0)
+      : dtype(dtype), counts(std::move(counts)), num_ranks(num_ranks) {
+    for (size_t operand = 0; operand < this->counts.size(); ++operand) {
+      operands.push_back(random_elements(dtype, num_ranks, this->counts[operand],
+                                         seed + static_cast<unsigned>(operand * 100 + num_ranks)));
+    }
+    finish();
+  }
+
+  // Every rank's value in every element.
+  Problem(DType dtype, size_t count, const std::vector<uint64_t>& by_rank)
+      : dtype(dtype), counts{count}, num_ranks(static_cast<int>(by_rank.size())) {
+    operands.emplace_back(num_ranks, Bytes(count * element_size(dtype)));
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      for (size_t i = 0; i < count; ++i) set_element(dtype, operands[0][rank].data(), i, by_rank[rank]);
+    }
+    finish();
+  }
+
+  Message message() const { return {dtype, counts}; }
+
+  DType dtype;
+  std::vector<size_t> counts;
+  int num_ranks;
+  std::vector<std::vector<Bytes>> operands;  // by operand, then rank
+  std::vector<Bytes> results;                // by operand
+
+ private:
+  void finish() {
+    for (size_t operand = 0; operand < counts.size(); ++operand) {
+      std::vector<const void*> inputs;
+      for (const Bytes& of_rank : operands[operand]) inputs.push_back(of_rank.data());
+      results.push_back(scalar_fold(dtype, inputs, counts[operand]));
+    }
+  }
+};
+
+// One call on a problem: fresh buffers, and what each rank is told.
+class Call {
+ public:
+  // in_place: results go to the buffers of the operands. offset: where buffers begin, in elements past an aligned
+  // place.
+  Call(const Problem& problem, bool in_place, size_t offset = 0) : problem_(problem), told_(problem.num_ranks) {
+    offset *= element_size(problem.dtype);
+    for (const auto& operand : problem.operands) {
+      inputs_.emplace_back();
+      outputs_.emplace_back();
+      for (const Bytes& of_rank : operand) {
+        inputs_.back().emplace_back(of_rank, offset);
+        outputs_.back().emplace_back(in_place ? Bytes() : Bytes(of_rank.size(), 0xa5), offset);
+      }
+    }
+    in_place_ = in_place;
+  }
+
+  Participant participant(int rank) {
+    Participant result;
+    for (size_t operand = 0; operand < inputs_.size(); ++operand) {
+      result.inputs.push_back(inputs_[operand][rank].data());
+      result.outputs.push_back(this->result(operand, rank).data());
+    }
+    result.done = told_[rank].completion();
+    return result;
+  }
+
+  std::unique_ptr<Meeting> meeting() {
+    auto meeting = std::make_unique<Meeting>();
+    meeting->num_arrived = problem_.num_ranks;
+    for (int rank = 0; rank < problem_.num_ranks; ++rank) meeting->participants.emplace_back(participant(rank));
+    return meeting;
+  }
+
+  bool wait() const {
+    for (const Told& rank : told_) {
+      if (!rank.wait()) return false;
+    }
+    return true;
+  }
+
+  // To be called when nothing can be told any more.
+  void expect_right() {
+    for (int rank = 0; rank < problem_.num_ranks; ++rank) {
+      EXPECT_EQ(told_[rank].times(), 1) << "rank " << rank;
+      EXPECT_EQ(told_[rank].error(), "") << "rank " << rank;
+      for (size_t operand = 0; operand < inputs_.size(); ++operand) {
+        const Bytes& want = problem_.results[operand];
+        OffsetBuffer& got = result(operand, rank);
+        const auto difference = first_difference(problem_.dtype, got.data(), want.data(), problem_.counts[operand]);
+        EXPECT_FALSE(difference) << "rank " << rank << ", operand " << operand << ", element " << *difference;
+        // All ranks get the same bits, NaNs too.
+        EXPECT_TRUE(got == result(operand, 0)) << "rank " << rank << ", operand " << operand;
+        if (!in_place_) {
+          OffsetBuffer before(problem_.operands[operand][rank], 0);
+          EXPECT_TRUE(inputs_[operand][rank] == before) << "rank " << rank << "'s operand";
+        }
+      }
+    }
+  }
+
+ private:
+  OffsetBuffer& result(size_t operand, int rank) { return (in_place_ ? inputs_ : outputs_)[operand][rank]; }
+
+  const Problem& problem_;
+  std::vector<std::vector<OffsetBuffer>> inputs_, outputs_;
+  std::vector<Told> told_;
+  bool in_place_;
+};
+
+// Runs a call on `num_threads` threads, the caller being one more, and checks it after they have all ended.
+void expect_all_reduce(const Problem& problem, int num_threads, bool in_place, size_t offset = 0) {
+  Call call(problem, in_place, offset);
+  {
+    Pool pool(num_threads);
+    all_reduce(call.meeting(), problem.message(), pool);
+    ASSERT_TRUE(call.wait());
+  }
+  call.expect_right();
+}
+
+// Elements of one operand with which `num_ranks` ranks read and write `bytes` in all.
+size_t count_for(DType dtype, int num_ranks, size_t bytes) { return bytes / (2 * num_ranks * element_size(dtype)) + 1; }
+
+// More than the engine does on one thread (kParallelBytes).
+constexpr size_t kLargeBytes = 600 << 10;
+
+class AllReduceTest : public ::testing::TestWithParam<DType> {};
+
+TEST_P(AllReduceTest, SmallMessages) {
+  for (int num_ranks : kRanks) {
+    for (const std::vector<size_t>& counts :
+         {std::vector<size_t>{1}, {0}, {0, 0}, {1025}, {3, 0, 1, 1024, 0, 77}, {1, 1, 1, 1, 1, 1, 1, 1, 1, 1}}) {
+      SCOPED_TRACE(::testing::Message() << num_ranks << " ranks, counts " << ::testing::PrintToString(counts));
+      const Problem problem(GetParam(), counts, num_ranks);
+      for (bool in_place : {false, true}) expect_all_reduce(problem, 2, in_place);
+    }
+  }
+}
+
+TEST_P(AllReduceTest, LargeMessages) {
+  for (int num_ranks : kRanks) {
+    const size_t count = count_for(GetParam(), num_ranks, kLargeBytes);
+    const Problem problem(GetParam(), {count / 2, 0, 1, count / 2, 100}, num_ranks);
+    for (int num_threads : {1, 2, 4}) {
+      SCOPED_TRACE(::testing::Message() << num_ranks << " ranks, " << num_threads << " threads");
+      expect_all_reduce(problem, num_threads, num_threads == 2);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(DTypes, AllReduceTest, ::testing::ValuesIn(all_dtypes()), dtype_name);
+
+TEST(AllReduce, NoOperands) {
+  const Problem problem(DType::f32, {}, 3);
+  expect_all_reduce(problem, 2, false);
+}
+
+// Results of more than the caches hold, which may be written past them only where they are aligned.
+TEST(AllReduce, ResultsLargerThanTheCaches) {
+  for (DType dtype : {DType::f32, DType::bf16}) {
+    const Problem problem(dtype, {count_for(dtype, 4, 9 << 20), 77}, 4);
+    for (bool in_place : {false, true}) {
+      for (size_t offset : {0, 1}) expect_all_reduce(problem, 2, in_place, offset);
+    }
+  }
+}
+
+// Ranks as threads, one pool for all, several executions at once, many calls: as in a running program.
+TEST(AllReduce, ManyConcurrentMeetings) {
+  constexpr int kRuns = 3, kSize = 3;
+  const int calls = 200 / kSlowdown;
+  const Problem problems[] = {Problem(DType::f32, {5, 0, 300}, kSize),
+                              Problem(DType::bf16, {count_for(DType::bf16, kSize, kLargeBytes)}, kSize),
+                              Problem(DType::u64, {1}, kSize),
+                              Problem(DType::f64, {count_for(DType::f64, kSize, 2 * kLargeBytes), 3}, kSize)};
+  Rendezvous rendezvous(ReplicaGroups({2, 0, 1}, {kSize}), "test");
+  std::vector<std::vector<std::unique_ptr<Call>>> done(kRuns);
+  for (auto& of_run : done) {
+    for (int i = 0; i < calls; ++i) of_run.push_back(std::make_unique<Call>(problems[i % 4], i % 3 == 0));
+  }
+  std::atomic<int> hangs{0};
+  {
+    Pool pool(2);
+    std::vector<std::thread> ranks;
+    for (int run = 0; run < kRuns; ++run) {
+      const int64_t run_id = next_run_id();
+      for (int rank = 0; rank < kSize; ++rank) {
+        ranks.emplace_back([&, run, run_id, rank] {
+          for (int i = 0; i < calls; ++i) {
+            Call& call = *done[run][i];
+            const int64_t partition = (rank + 2) % kSize;  // groups' members are 2, 0, 1
+            if (auto meeting = rendezvous.arrive(run_id, partition, call.participant(rank))) {
+              all_reduce(std::move(meeting), problems[i % 4].message(), pool);
+            }
+            if (!call.wait()) {
+              ++hangs;
+              return;
+            }
+          }
+        });
+      }
+    }
+    for (std::thread& rank : ranks) rank.join();
+  }
+  ASSERT_EQ(hangs, 0);
+  for (auto& of_run : done) {
+    for (auto& call : of_run) call->expect_right();
+  }
+}
+
+TEST(AllReduce, SmallMessagesWakeNoThread) {
+  const Problem problem(DType::f32, {1000}, 4);
+  Call call(problem, false);
+  Absent workers(8);
+  all_reduce(call.meeting(), problem.message(), workers);
+  EXPECT_TRUE(workers.tasks.empty());
+  call.expect_right();
+}
+
+// The caller does what the others leave, so that a busy pool delays nobody; those who come too late find nothing to do
+// and touch nothing: by then the buffers are gone.
+TEST(AllReduce, DoesNotDependOnItsWorkers) {
+  const Problem problem(DType::f32, {count_for(DType::f32, 4, 4 * kLargeBytes)}, 4);
+  Absent workers(4);
+  {
+    Call call(problem, false);
+    all_reduce(call.meeting(), problem.message(), workers);
+    EXPECT_EQ(workers.tasks.size(), 3u);  // the caller is the fourth
+    call.expect_right();
+  }
+  for (auto& task : workers.tasks) task();
+  workers.tasks.clear();
+}
+
+TEST(AllReduce, WakesNoMoreThreadsThanThereAreChunks) {
+  // 16 ranks: large in all, though each operand is a chunk of 32 KiB and a bit.
+  const Problem problem(DType::f32, {8193}, 16);
+  Call call(problem, false);
+  Absent workers(8);
+  all_reduce(call.meeting(), problem.message(), workers);
+  EXPECT_EQ(workers.tasks.size(), 1u);
+  call.expect_right();
+}
+
+// Each rank frees its buffers the moment it is told, as the runtime may.
+TEST(AllReduce, TouchesNoBufferAfterTelling) {
+  constexpr int kSize = 4;
+  const size_t count = count_for(DType::f32, kSize, 2 * kLargeBytes);
+  for (int round = 0; round < 200 / kSlowdown; ++round) {
+    Pool pool(3);
+    Told told[kSize];
+    auto meeting = std::make_unique<Meeting>();
+    meeting->num_arrived = kSize;
+    for (int rank = 0; rank < kSize; ++rank) {
+      auto input = std::make_shared<std::vector<float>>(count, 1.0f);
+      auto output = std::make_shared<std::vector<float>>(count);
+      Participant participant;
+      participant.inputs = {input->data()};
+      participant.outputs = {output->data()};
+      participant.done = [input, output, tell = told[rank].completion()](const std::string* error) mutable {
+        input.reset();
+        output.reset();
+        tell(error);
+      };
+      meeting->participants.emplace_back(std::move(participant));
+    }
+    all_reduce(std::move(meeting), {DType::f32, {count}}, pool);
+    for (const Told& one : told) ASSERT_TRUE(one.wait());
+  }
+}
+
+#if defined(__x86_64__)
+
+constexpr unsigned kFlush = 0x8040;  // flush to zero, denormals are zero
+constexpr unsigned kRoundUp = 0x4000;
+constexpr unsigned kControl = 0xffc0;  // what is not a sticky exception flag
+
+// Puts the calling thread in another floating-point mode for as long as the object lives.
+class FloatMode {
+ public:
+  explicit FloatMode(unsigned bits) : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | bits); }
+  ~FloatMode() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+};
+
+TEST(AllReduce, ResultDoesNotDependOnTheThreadsFloatMode) {
+  for (DType dtype : all_dtypes()) {
+    for (size_t bytes : {size_t{1000}, kLargeBytes}) {
+      SCOPED_TRACE(::testing::Message() << name_of(dtype) << ", " << bytes << " bytes");
+      // Random numbers for rounding, then subnormals alone: 1 + 2 of the smallest.
+      const Problem random(dtype, {count_for(dtype, 3, bytes)}, 3);
+      const Problem subnormal(dtype, count_for(dtype, 2, bytes), std::vector<uint64_t>{1, 2});
+      ASSERT_EQ(element_bits(dtype, subnormal.results[0].data(), 0), 3u);
+      for (unsigned mode : {kFlush, kRoundUp, kFlush | kRoundUp}) {
+        for (const Problem* problem : {&random, &subnormal}) {
+          Call call(*problem, false);
+          {
+            Pool pool(2, [mode] { _mm_setcsr(_mm_getcsr() | mode); });
+            const FloatMode of_caller(mode);
+            const unsigned before = _mm_getcsr() & kControl;
+            all_reduce(call.meeting(), problem->message(), pool);
+            EXPECT_EQ(_mm_getcsr() & kControl, before) << "the caller's mode was not restored";
+            ASSERT_TRUE(call.wait());
+          }
+          call.expect_right();
+        }
+      }
+    }
+  }
+}
+
+// What a worker does next is not the engine's business: it gets its mode back, and ranks are told in that mode.
+TEST(AllReduce, RestoresTheWorkersFloatMode) {
+  const Problem problem(DType::f32, {count_for(DType::f32, 2, 4 * kLargeBytes)}, 2);
+  Call call(problem, false);
+  std::atomic<int> changed{0}, looked{0};
+  {
+    Pool pool(3, [] { _mm_setcsr(_mm_getcsr() | kFlush); });
+    const auto look = [&](unsigned want) {
+      ++looked;
+      changed += (_mm_getcsr() & kFlush) != want;
+    };
+    auto meeting = call.meeting();
+    for (auto& participant : meeting->participants) {
+      participant->done = [look, tell = participant->done](const std::string* error) {
+        look(kFlush);
+        tell(error);
+      };
+    }
+    const FloatMode of_caller(kFlush);
+    all_reduce(std::move(meeting), problem.message(), pool);
+    ASSERT_TRUE(call.wait());
+    for (int i = 0; i < 12; ++i) pool.schedule([look] { look(kFlush); });
+  }
+  EXPECT_EQ(looked, 14);
+  EXPECT_EQ(changed, 0);
+  call.expect_right();
+}
+
+#endif  // __x86_64__
+
+}  // namespace
+}  // namespace jax_ring::cpu::testing

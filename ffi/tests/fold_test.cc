@@ -1,0 +1,219 @@
+// fold_test.cc: the kernels of every instruction set give, bit for bit, what a plain scalar fold gives.
+#include "ring/fold.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "cpu/fold_kernels.h"
+#include "support.h"
+
+namespace jax_ring::cpu {
+
+// Not in a header: only fold_kernels.cc chooses among them.
+extern const FoldKernels fold_kernels_baseline;
+#if defined(__x86_64__)
+extern const FoldKernels fold_kernels_avx2;
+extern const FoldKernels fold_kernels_avx512;
+#endif
+
+namespace testing {
+namespace {
+
+// The instruction sets that this CPU has, smallest first.
+std::vector<const FoldKernels*> runnable_kernels() {
+  std::vector<const FoldKernels*> kernels = {&fold_kernels_baseline};
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) kernels.push_back(&fold_kernels_avx2);
+  if (kernels.size() == 2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+    kernels.push_back(&fold_kernels_avx512);
+  }
+#endif
+  return kernels;
+}
+
+constexpr int kRanks[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16};
+// Around the lengths of one and several registers, and around some tiles'.
+constexpr size_t kCounts[] = {0, 1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 255, 256, 257, 1023, 1024, 1025, 2049, 3079};
+constexpr size_t kBegins[] = {0, 1, 1000};
+constexpr size_t kLongest = 1000 + 3079;
+
+enum class Aliasing { none, every_rank, odd_ranks };
+// Where the results lie, and whether they are written past the caches, which needs aligned ones.
+enum class Writing { unaligned, aligned, aligned_past_cache };
+
+constexpr unsigned char kUntouched = 0xa5;
+
+class FoldKernelTest : public ::testing::TestWithParam<DType> {
+ protected:
+  // Runs one kernel on fresh copies of the inputs and checks all of every buffer, also what should not have changed.
+  void check(const FoldKernels& kernels, const std::vector<Bytes>& inputs, const Bytes& want, size_t begin,
+             size_t count, Aliasing aliasing, Writing writing) {
+    const DType dtype = GetParam();
+    const size_t size = element_size(dtype);
+    const int num_ranks = static_cast<int>(inputs.size());
+    std::vector<OffsetBuffer> in, out;
+    std::vector<const void*> in_pointers;
+    std::vector<void*> out_pointers;
+    const Bytes untouched(inputs[0].size(), kUntouched);
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      // Unaligned is a multiple of the element's size and of nothing more. Aligned is where the range begins.
+      const size_t aligned = (kAlignment - begin * size % kAlignment) % kAlignment;
+      in.emplace_back(inputs[rank], writing == Writing::unaligned ? (rank % 3) * size : aligned);
+      out.emplace_back(untouched, writing == Writing::unaligned ? (rank % 5) * size : aligned);
+    }
+    const auto aliased = [&](int rank) {
+      return aliasing == Aliasing::every_rank || (aliasing == Aliasing::odd_ranks && rank % 2 == 1);
+    };
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      in_pointers.push_back(in[rank].data());
+      out_pointers.push_back(aliased(rank) ? in[rank].data() : out[rank].data());
+    }
+
+    kernels.sum[static_cast<int>(dtype)](in_pointers.data(), out_pointers.data(), num_ranks, begin, count,
+                                         writing == Writing::aligned_past_cache);
+
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      const unsigned char* got = static_cast<const unsigned char*>(out_pointers[rank]);
+      const Bytes& before = aliased(rank) ? inputs[rank] : untouched;
+      const auto difference = first_difference(dtype, got + begin * size, want.data() + begin * size, count);
+      ASSERT_FALSE(difference) << "rank " << rank << ", element " << begin + *difference << ": got " << std::hex
+                               << element_bits(dtype, got, begin + *difference) << ", want "
+                               << element_bits(dtype, want.data(), begin + *difference);
+      ASSERT_TRUE(std::equal(got, got + begin * size, before.begin())) << "wrote before the range, rank " << rank;
+      ASSERT_TRUE(std::equal(before.begin() + (begin + count) * size, before.end(), got + (begin + count) * size))
+          << "wrote after the range, rank " << rank;
+      if (!aliased(rank)) {
+        ASSERT_TRUE(std::equal(inputs[rank].begin(), inputs[rank].end(), in[rank].data())) << "wrote to an input";
+      }
+    }
+  }
+};
+
+TEST_P(FoldKernelTest, AgreesWithScalarFold) {
+  const DType dtype = GetParam();
+  int combination = 0;
+  for (int num_ranks : kRanks) {
+    const std::vector<Bytes> inputs = random_elements(dtype, num_ranks, kLongest, static_cast<unsigned>(num_ranks));
+    std::vector<const void*> pointers;
+    for (const Bytes& of_rank : inputs) pointers.push_back(of_rank.data());
+    const Bytes want = scalar_fold(dtype, pointers, kLongest);
+    for (const FoldKernels* kernels : runnable_kernels()) {
+      for (size_t count : kCounts) {
+        for (size_t begin : kBegins) {
+          for (Aliasing aliasing : {Aliasing::none, Aliasing::every_rank, Aliasing::odd_ranks}) {
+            for (Writing writing : {Writing::unaligned, Writing::aligned, Writing::aligned_past_cache}) {
+              // Only some of the combinations, other ones for other ranks and kernels.
+              if (++combination % (kSlowdown > 1 ? 11 : 2) != 0) continue;
+              SCOPED_TRACE(::testing::Message()
+                           << kernels->instruction_set << ", " << num_ranks << " ranks, begin " << begin << ", count "
+                           << count << ", aliasing " << static_cast<int>(aliasing) << ", writing "
+                           << static_cast<int>(writing));
+              ASSERT_NO_FATAL_FAILURE(check(*kernels, inputs, want, begin, count, aliasing, writing));
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(DTypes, FoldKernelTest, ::testing::ValuesIn(all_dtypes()), dtype_name);
+
+// The fold of one element per rank, on every instruction set.
+void expect_fold(DType dtype, const std::vector<uint64_t>& by_rank, uint64_t want) {
+  for (const FoldKernels* kernels : runnable_kernels()) {
+    // Enough of them that vector code computes some, and the scalar rest others.
+    constexpr size_t kCount = 300;
+    std::vector<Bytes> buffers(by_rank.size(), Bytes(kCount * element_size(dtype)));
+    std::vector<const void*> inputs;
+    std::vector<void*> outputs;
+    for (size_t rank = 0; rank < by_rank.size(); ++rank) {
+      for (size_t i = 0; i < kCount; ++i) set_element(dtype, buffers[rank].data(), i, by_rank[rank]);
+      inputs.push_back(buffers[rank].data());
+      outputs.push_back(buffers[rank].data());
+    }
+    kernels->sum[static_cast<int>(dtype)](inputs.data(), outputs.data(), static_cast<int>(by_rank.size()), 0, kCount,
+                                          false);
+    for (const Bytes& buffer : buffers) {
+      for (size_t i = 0; i < kCount; ++i) {
+        ASSERT_EQ(element_bits(dtype, buffer.data(), i), want)
+            << name_of(dtype) << ", " << kernels->instruction_set << ", element " << i;
+      }
+    }
+  }
+}
+
+std::vector<uint64_t> elements_of(DType dtype, const std::vector<double>& values) {
+  std::vector<uint64_t> bits;
+  for (double value : values) bits.push_back(element_of(dtype, value));
+  return bits;
+}
+
+// What follows could be read off the test above, but says in numbers what the meaning is.
+
+TEST(FoldMeaning, LeftToRight) {
+  expect_fold(DType::f32, elements_of(DType::f32, {1e8, -1e8, 1}), element_of(DType::f32, 1));
+  expect_fold(DType::f32, elements_of(DType::f32, {1, 1e8, -1e8}), element_of(DType::f32, 0));
+  expect_fold(DType::f64, elements_of(DType::f64, {1e17, -1e17, 1}), element_of(DType::f64, 1));
+  expect_fold(DType::f64, elements_of(DType::f64, {1, 1e17, -1e17}), element_of(DType::f64, 0));
+}
+
+TEST(FoldMeaning, RoundedOnce) {
+  // Rounding after each step would stay at 256: 257 is a tie in bfloat16, and goes to even.
+  expect_fold(DType::bf16, elements_of(DType::bf16, {256, 1, 1}), element_of(DType::bf16, 258));
+  expect_fold(DType::f16, elements_of(DType::f16, {2048, 1, 1}), element_of(DType::f16, 2050));
+  // Past the largest finite number and back.
+  expect_fold(DType::f16, elements_of(DType::f16, {65504, 65504, -65504}), element_of(DType::f16, 65504));
+  expect_fold(DType::f8e4m3fn, elements_of(DType::f8e4m3fn, {448, 448, -448}), element_of(DType::f8e4m3fn, 448));
+}
+
+TEST(FoldMeaning, NegativeZero) {
+  for (DType dtype : all_dtypes()) {
+    if (is_small(dtype) && SmallFloatReference::of(dtype).format().top == Top::fnuz) continue;
+    const uint64_t negative_zero = uint64_t{1} << (8 * element_size(dtype) - 1);
+    if (!is_small(dtype) && dtype != DType::f32 && dtype != DType::f64) continue;
+    for (size_t num_ranks : {1, 2, 5}) {
+      expect_fold(dtype, std::vector<uint64_t>(num_ranks, negative_zero), negative_zero);
+    }
+    expect_fold(dtype, {negative_zero, 0}, 0);
+  }
+}
+
+TEST(FoldMeaning, IntegersWrap) {
+  expect_fold(DType::u8, {255, 2}, 1);
+  expect_fold(DType::u16, {65535, 2}, 1);
+  expect_fold(DType::u32, {0xffffffffu, 2}, 1);
+  expect_fold(DType::u64, {~uint64_t{0}, 2}, 1);
+}
+
+TEST(FoldMeaning, OneRankGetsItsOwnBits) {
+  for (DType dtype : {DType::f32, DType::f64}) {
+    const uint64_t signalling = dtype == DType::f32 ? 0xff800001u : 0xfff0000000000001u;
+    expect_fold(dtype, {signalling}, signalling);
+  }
+}
+
+// Run by ctest once for each value of JAX_RING_ISA, and once without.
+TEST(ChosenKernels, AreTheWidestThatWereAskedFor) {
+  const char* asked = std::getenv("JAX_RING_ISA");
+  std::string want;
+  for (const FoldKernels* kernels : runnable_kernels()) {
+    want = kernels->instruction_set;
+    if (asked != nullptr && want == asked) break;
+  }
+  EXPECT_EQ(fold_kernels().instruction_set, want);
+}
+
+TEST(ElementSize, OfEveryDType) {
+  const size_t sizes[] = {1, 2, 4, 8, 2, 2, 4, 8, 1, 1, 1, 1, 1, 1, 1};
+  ASSERT_EQ(std::size(sizes), static_cast<size_t>(kNumDTypes)) << "a dtype was added: give its size here";
+  for (DType dtype : all_dtypes()) EXPECT_EQ(element_size(dtype), sizes[static_cast<int>(dtype)]) << name_of(dtype);
+}
+
+}  // namespace
+}  // namespace testing
+}  // namespace jax_ring::cpu

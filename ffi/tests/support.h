@@ -1,0 +1,401 @@
+// support.h: what the native tests share: references written from the formats' definitions, data, and timed waits.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <iterator>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <optional>
+#include <ostream>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cpu/fold_kernels.h"
+#include "cpu/rendezvous.h"
+#include "cpu/watchdog.h"
+
+namespace jax_ring {
+
+// GoogleTest's names of parameters.
+inline void PrintTo(DType dtype, std::ostream* out) {
+#define JAX_RING_NAME(name, element) #name,
+  static const char* const names[] = {JAX_RING_FOR_EACH_DTYPE(JAX_RING_NAME)};
+#undef JAX_RING_NAME
+  *out << names[static_cast<int>(dtype)];
+}
+
+}  // namespace jax_ring
+
+namespace jax_ring::cpu::testing {
+
+// No test waits longer than this for anything: a hang is a failure, not a stalled build.
+constexpr std::chrono::seconds kPatience{20};
+
+// Sanitizers cost a factor of ten or so; loops that only add certainty get shorter under them.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr int kSlowdown = 10;
+#else
+constexpr int kSlowdown = 1;
+#endif
+
+constexpr int kNumDTypes = static_cast<int>(DType::count);
+
+inline const std::vector<DType>& all_dtypes() {
+  static const std::vector<DType> dtypes = [] {
+    std::vector<DType> all;
+    for (int i = 0; i < kNumDTypes; ++i) all.push_back(static_cast<DType>(i));
+    return all;
+  }();
+  return dtypes;
+}
+
+inline std::string name_of(DType dtype) { return ::testing::PrintToString(dtype); }
+
+inline std::string dtype_name(const ::testing::TestParamInfo<DType>& info) { return name_of(info.param); }
+
+// ---- Small floats, from their definitions -------------------------------------------------------------------------
+
+// What a format does with the codes that IEEE 754 gives to infinity, NaN and negative zero.
+enum class Top {
+  ieee,  // all-ones exponent: infinity if the mantissa is zero, else NaN
+  fn,    // only all ones is NaN; there is no infinity
+  fnuz,  // only the code of negative zero is NaN; there is neither infinity nor negative zero
+};
+
+struct Format {
+  DType dtype;
+  int exponent_bits;
+  int mantissa_bits;
+  int bias;
+  Top top;
+};
+
+inline const std::vector<Format>& small_formats() {
+  static const std::vector<Format> formats = {
+      {DType::f16, 5, 10, 15, Top::ieee},          {DType::bf16, 8, 7, 127, Top::ieee},
+      {DType::f8e5m2, 5, 2, 15, Top::ieee},        {DType::f8e4m3, 4, 3, 7, Top::ieee},
+      {DType::f8e3m4, 3, 4, 3, Top::ieee},         {DType::f8e4m3fn, 4, 3, 7, Top::fn},
+      {DType::f8e4m3b11fnuz, 4, 3, 11, Top::fnuz}, {DType::f8e4m3fnuz, 4, 3, 8, Top::fnuz},
+      {DType::f8e5m2fnuz, 5, 2, 16, Top::fnuz},
+  };
+  return formats;
+}
+
+// A format as the list of its values in double precision, where every one of them, and every midpoint between two,
+// is exact. Rounding is then a search in the list, which shares no arithmetic with the code under test.
+class SmallFloatReference {
+ public:
+  explicit SmallFloatReference(const Format& format)
+      : format_(format), sign_(1u << (format.exponent_bits + format.mantissa_bits)) {
+    const uint32_t per_binade = 1u << format.mantissa_bits;
+    // One value past the last code: where overflow begins is decided by the midpoint below it.
+    for (uint32_t code = 0; code <= sign_; ++code) {
+      const int exponent = static_cast<int>(code / per_binade);
+      const double fraction = static_cast<double>(code % per_binade) / per_binade;
+      magnitudes_.push_back(exponent == 0 ? std::ldexp(fraction, 1 - format.bias)
+                                          : std::ldexp(1 + fraction, exponent - format.bias));
+    }
+    switch (format.top) {
+      case Top::ieee:
+        largest_ = sign_ - per_binade - 1;
+        infinity_ = largest_ + 1;
+        nan_ = infinity_ + per_binade / 2;
+        break;
+      case Top::fn:
+        largest_ = sign_ - 2;
+        nan_ = sign_ - 1;
+        break;
+      case Top::fnuz:
+        largest_ = sign_ - 1;
+        nan_ = sign_;
+        break;
+    }
+    for (uint32_t code = 0; code < 2 * sign_; ++code) decoded_.push_back(static_cast<float>(decode(code)));
+  }
+
+  static const SmallFloatReference& of(DType dtype) {
+    static const std::vector<std::unique_ptr<SmallFloatReference>> references = [] {
+      std::vector<std::unique_ptr<SmallFloatReference>> by_dtype(kNumDTypes);
+      for (const Format& format : small_formats()) {
+        by_dtype[static_cast<int>(format.dtype)] = std::make_unique<SmallFloatReference>(format);
+      }
+      return by_dtype;
+    }();
+    return *references[static_cast<int>(dtype)];
+  }
+
+  uint32_t num_codes() const { return 2 * sign_; }
+  uint32_t sign() const { return sign_; }        // the bit of the sign
+  uint32_t largest() const { return largest_; }  // code of the largest finite number
+  const Format& format() const { return format_; }
+
+  bool is_nan(uint32_t code) const {
+    const uint32_t magnitude = code & (sign_ - 1);
+    switch (format_.top) {
+      case Top::ieee:
+        return magnitude > infinity_;
+      case Top::fn:
+        return magnitude == nan_;
+      case Top::fnuz:
+        return code == nan_;
+    }
+    return false;
+  }
+
+  double decode(uint32_t code) const {
+    const uint32_t magnitude = code & (sign_ - 1);
+    double value = magnitudes_[magnitude];
+    if (format_.top == Top::ieee && magnitude == infinity_) value = std::numeric_limits<double>::infinity();
+    if (is_nan(code)) value = std::numeric_limits<double>::quiet_NaN();
+    return std::copysign(value, code & sign_ ? -1.0 : 1.0);
+  }
+
+  // The same from a table, for loops over many elements.
+  float decoded(uint32_t code) const { return decoded_[code]; }
+
+  // Value of the code as if every code were finite; `code` may be one past the last one.
+  double magnitude(uint32_t code) const { return magnitudes_[code]; }
+
+  // Nearest code, ties to the even one; past the range, infinity or else NaN. A NaN keeps its sign if it can.
+  uint32_t encode(float value) const {
+    const uint32_t sign = std::signbit(value) ? sign_ : 0;
+    if (std::isnan(value)) return nan_ | sign;
+    const double magnitude = std::fabs(static_cast<double>(value));
+    const auto above = std::upper_bound(magnitudes_.begin(), magnitudes_.end(), magnitude);
+    uint32_t code = static_cast<uint32_t>(above - magnitudes_.begin()) - 1;
+    if (above != magnitudes_.end()) {
+      const double midpoint = (magnitudes_[code] + *above) / 2;
+      if (magnitude > midpoint || (magnitude == midpoint && code % 2 == 1)) ++code;
+    }
+    if (code > largest_) return format_.top == Top::ieee ? infinity_ | sign : nan_ | (nan_ == sign_ ? 0 : sign);
+    if (code == 0 && format_.top == Top::fnuz) return 0;
+    return code | sign;
+  }
+
+ private:
+  Format format_;
+  uint32_t sign_;
+  uint32_t largest_ = 0;
+  uint32_t infinity_ = 0;
+  uint32_t nan_ = 0;
+  std::vector<double> magnitudes_;
+  std::vector<float> decoded_;
+};
+
+// ---- Elements of any dtype ----------------------------------------------------------------------------------------
+
+inline bool is_small(DType dtype) {
+  return std::any_of(small_formats().begin(), small_formats().end(),
+                     [&](const Format& format) { return format.dtype == dtype; });
+}
+
+constexpr size_t kAlignment = 64;  // of the runtime's buffers
+
+template <class T>
+struct AlignedAllocator {
+  using value_type = T;
+  AlignedAllocator() = default;
+  template <class U>
+  AlignedAllocator(const AlignedAllocator<U>&) {}
+  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(kAlignment))); }
+  void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(kAlignment)); }
+  bool operator==(const AlignedAllocator&) const { return true; }
+  bool operator!=(const AlignedAllocator&) const { return false; }
+};
+
+// Elements as bytes, so that buffers of every dtype have one type.
+using Bytes = std::vector<unsigned char, AlignedAllocator<unsigned char>>;
+
+// A copy of `content` that begins `offset` bytes past an aligned address. It ends where its memory ends, so that
+// AddressSanitizer sees what is read past the end.
+class OffsetBuffer {
+ public:
+  OffsetBuffer(const Bytes& content, size_t offset) : bytes_(offset + content.size()), offset_(offset) {
+    std::copy(content.begin(), content.end(), data());
+  }
+  unsigned char* data() { return bytes_.data() + offset_; }
+  size_t size() const { return bytes_.size() - offset_; }
+
+ private:
+  Bytes bytes_;
+  size_t offset_;
+};
+
+inline bool operator==(OffsetBuffer& a, OffsetBuffer& b) {
+  return std::equal(a.data(), a.data() + a.size(), b.data(), b.data() + b.size());
+}
+
+inline uint64_t element_bits(DType dtype, const void* elements, size_t i) {
+  uint64_t bits = 0;  // the tests, like the library, run on little-endian machines
+  std::memcpy(&bits, static_cast<const unsigned char*>(elements) + i * element_size(dtype), element_size(dtype));
+  return bits;
+}
+
+inline void set_element(DType dtype, void* elements, size_t i, uint64_t bits) {
+  std::memcpy(static_cast<unsigned char*>(elements) + i * element_size(dtype), &bits, element_size(dtype));
+}
+
+// The element nearest to a number, as bits.
+inline uint64_t element_of(DType dtype, double value) {
+  if (dtype == DType::f64) return bit_cast<uint64_t>(value);
+  if (dtype == DType::f32) return bit_cast<uint32_t>(static_cast<float>(value));
+  if (is_small(dtype)) return SmallFloatReference::of(dtype).encode(static_cast<float>(value));
+  return static_cast<uint64_t>(static_cast<int64_t>(value));
+}
+
+inline bool is_nan_element(DType dtype, uint64_t bits) {
+  if (dtype == DType::f64) return std::isnan(bit_cast<double>(bits));
+  if (dtype == DType::f32) return std::isnan(bit_cast<float>(static_cast<uint32_t>(bits)));
+  return is_small(dtype) && SmallFloatReference::of(dtype).is_nan(static_cast<uint32_t>(bits));
+}
+
+// What all_reduce promises, one element at a time: from rank 0 on, in the accumulator type, rounded once.
+inline uint64_t scalar_fold(DType dtype, const std::vector<uint64_t>& by_rank) {
+  if (dtype == DType::f64) {
+    double sum = bit_cast<double>(by_rank[0]);
+    for (size_t rank = 1; rank < by_rank.size(); ++rank) sum = sum + bit_cast<double>(by_rank[rank]);
+    return bit_cast<uint64_t>(sum);
+  }
+  if (dtype == DType::f32) {
+    float sum = bit_cast<float>(static_cast<uint32_t>(by_rank[0]));
+    for (size_t rank = 1; rank < by_rank.size(); ++rank) {
+      sum = sum + bit_cast<float>(static_cast<uint32_t>(by_rank[rank]));
+    }
+    return bit_cast<uint32_t>(sum);
+  }
+  if (is_small(dtype)) {
+    const SmallFloatReference& reference = SmallFloatReference::of(dtype);
+    float sum = reference.decoded(static_cast<uint32_t>(by_rank[0]));
+    for (size_t rank = 1; rank < by_rank.size(); ++rank) {
+      sum = sum + reference.decoded(static_cast<uint32_t>(by_rank[rank]));
+    }
+    return reference.encode(sum);
+  }
+  uint64_t sum = 0;
+  for (uint64_t bits : by_rank) sum += bits;
+  const int num_bits = static_cast<int>(8 * element_size(dtype));
+  return num_bits == 64 ? sum : sum & ((uint64_t{1} << num_bits) - 1);
+}
+
+inline Bytes scalar_fold(DType dtype, const std::vector<const void*>& inputs, size_t count) {
+  Bytes result(count * element_size(dtype));
+  std::vector<uint64_t> by_rank(inputs.size());
+  for (size_t i = 0; i < count; ++i) {
+    for (size_t rank = 0; rank < inputs.size(); ++rank) by_rank[rank] = element_bits(dtype, inputs[rank], i);
+    set_element(dtype, result.data(), i, scalar_fold(dtype, by_rank));
+  }
+  return result;
+}
+
+// Index of the first element that differs, if any does. All NaNs count as one: which payload and sign survives when two
+// NaNs are added is the compiler's choice of operand order.
+inline std::optional<size_t> first_difference(DType dtype, const void* got, const void* want, size_t count) {
+  if (count == 0 || std::memcmp(got, want, count * element_size(dtype)) == 0) return std::nullopt;
+  for (size_t i = 0; i < count; ++i) {
+    const uint64_t a = element_bits(dtype, got, i), b = element_bits(dtype, want, i);
+    if (a != b && !(is_nan_element(dtype, a) && is_nan_element(dtype, b))) return i;
+  }
+  return std::nullopt;
+}
+
+// Every rank's elements. The kind of number changes with the index, alike on all ranks, so that sums of subnormals stay
+// subnormal and sums of negative zeros stay zeros.
+inline std::vector<Bytes> random_elements(DType dtype, int num_ranks, size_t count, unsigned seed) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<double> normal(0, 3);
+  const double infinity = std::numeric_limits<double>::infinity();
+  const double specials[] = {infinity, -infinity, std::numeric_limits<double>::quiet_NaN(), -0.0, 0.0, 1, -1};
+  const int sign_bit = static_cast<int>(8 * element_size(dtype)) - 1;
+  const uint64_t negative_zero = uint64_t{1} << sign_bit;
+  const bool is_float = is_small(dtype) || dtype == DType::f32 || dtype == DType::f64;
+  std::vector<Bytes> elements(num_ranks, Bytes(count * element_size(dtype)));
+  for (size_t i = 0; i < count; ++i) {
+    const uint64_t kind = is_float ? random() % 8 : 0;
+    for (Bytes& of_rank : elements) {
+      uint64_t bits = random();
+      if (kind == 1) bits = (random() & negative_zero) | (random() % 8);  // the smallest subnormals
+      if (kind == 2) bits = negative_zero;
+      if (kind == 3) bits = element_of(dtype, specials[random() % std::size(specials)]);
+      if (kind >= 4) bits = element_of(dtype, normal(random));
+      set_element(dtype, of_rank.data(), i, bits);
+    }
+  }
+  return elements;
+}
+
+// ---- Calls and waits ----------------------------------------------------------------------------------------------
+
+// A number for an execution that no other test of the process has used: failures are remembered by it.
+inline int64_t next_run_id() {
+  static std::atomic<int64_t> next{1};
+  return next.fetch_add(1);
+}
+
+// What one participant is told. A completion keeps its state alive, so that a late second telling does no harm but is
+// seen.
+class Told {
+ public:
+  Told() = default;
+  Told(Told&&) = default;
+
+  Completion completion() const {
+    return [state = state_](const std::string* error) {
+      std::lock_guard<std::mutex> lock(state->mutex);
+      if (state->times++ == 0 && error != nullptr) state->error = *error;
+      state->changed.notify_all();
+    };
+  }
+
+  // Whether the participant is told in time.
+  bool wait(std::chrono::duration<double> patience = kPatience) const {
+    std::unique_lock<std::mutex> lock(state_->mutex);
+    return state_->changed.wait_for(lock, patience, [&] { return state_->times > 0; });
+  }
+
+  int times() const {
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    return state_->times;
+  }
+
+  // Empty when the call succeeded.
+  std::string error() const {
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    return state_->error;
+  }
+
+ private:
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    int times = 0;
+    std::string error;
+  };
+  std::shared_ptr<State> state_ = std::make_shared<State>();
+};
+
+// Another deadline for as long as this object lives.
+class ScopedDeadline {
+ public:
+  explicit ScopedDeadline(double seconds) : before_(Watchdog::instance().deadline()) {
+    Watchdog::instance().set_deadline(seconds);
+  }
+  ~ScopedDeadline() { Watchdog::instance().set_deadline(before_); }
+  ScopedDeadline(const ScopedDeadline&) = delete;
+  ScopedDeadline& operator=(const ScopedDeadline&) = delete;
+
+ private:
+  double before_;
+};
+
+}  // namespace jax_ring::cpu::testing
