@@ -1,10 +1,12 @@
 """From primitive to HLO: who serves a call, its replica groups, and the custom call's operands and attributes."""
 
 import logging
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
@@ -56,7 +58,8 @@ def lower_to_cpu_engine(ctx, *operands, axes, axis_index_groups):
     # The caller's mesh position is a run-time value: one program serves all devices.
     position = hlo.partition_id()
     position_aval = jax.core.ShapedArray((), np.uint32)
-    results = jax.ffi.ffi_lowering(runtime.ALL_REDUCE_TARGET)(
+    in_place = {1 + i: i for i, operand in enumerate(operands) if _may_overwrite(operand)}
+    results = jax.ffi.ffi_lowering(runtime.ALL_REDUCE_TARGET, operand_output_aliases=in_place)(
         ctx.replace(avals_in=[position_aval, *avals], avals_out=avals),
         position,
         *operands,
@@ -86,6 +89,29 @@ def _replica_groups(ctx, axes, axis_index_groups):
     if axis_index_groups is None:
         return groups
     return [[group[i] for i in members] for group in groups for members in axis_index_groups]
+
+
+# Operations whose result is their operand's buffer under another shape, if both have as many elements.
+_RESHAPES = ("stablehlo.reshape", "stablehlo.broadcast_in_dim")
+
+
+def _may_overwrite(value) -> bool:
+    """Whether the sum should take its operand's buffer, which saves memory and the traffic to it.
+
+    It should, unless the operand is an argument of the shard_map, whose buffer may be the caller's: it would have to be
+    copied first. The compiler sees to it that a value which is needed later is copied, so this is about speed alone.
+    """
+    owner = value.owner
+    if isinstance(owner, ir.Block):
+        return owner.owner.operation.name != "sdy.manual_computation"
+    operands = owner.operation.operands
+    if owner.operation.name in _RESHAPES and _num_elements(operands[0]) == _num_elements(value):
+        return _may_overwrite(operands[0])
+    return True
+
+
+def _num_elements(value) -> int:
+    return math.prod(ir.RankedTensorType(value.type).shape)
 
 
 def _convert(ctx, x, aval):

@@ -35,9 +35,16 @@ struct Work {
       }
     }
     bytes = schedule.num_elements() * element_size(message.dtype) * num_ranks();
-    past_cache = bytes > kPastCacheBytes && std::all_of(outputs.begin(), outputs.end(), [](void* output) {
-      return reinterpret_cast<uintptr_t>(output) % kCacheLine == 0;
-    });
+  }
+
+  // Whether an operand's results are better written around the caches. Not where they overwrite the inputs, whose lines
+  // have just been read; and only whole lines can be.
+  bool past_cache(size_t row) const {
+    if (bytes <= kPastCacheBytes) return false;
+    for (size_t i = row; i < row + num_ranks(); ++i) {
+      if (outputs[i] == inputs[i] || reinterpret_cast<uintptr_t>(outputs[i]) % kCacheLine != 0) return false;
+    }
+    return true;
   }
 
   int num_ranks() const { return static_cast<int>(meeting->participants.size()); }
@@ -50,7 +57,7 @@ struct Work {
       for (size_t index; (index = next_chunk.fetch_add(1, std::memory_order_relaxed)) < schedule.size(); ++done) {
         const Chunk chunk = schedule[index];
         const size_t row = chunk.operand * num_ranks();
-        kernel(&inputs[row], &outputs[row], num_ranks(), chunk.begin, chunk.count, past_cache);
+        kernel(&inputs[row], &outputs[row], num_ranks(), chunk.begin, chunk.count, past_cache(row));
       }
     }
     const size_t all = schedule.size();
@@ -68,7 +75,6 @@ struct Work {
   std::vector<const void*> inputs;  // by operand, then rank
   std::vector<void*> outputs;
   size_t bytes = 0;  // of all ranks' results
-  bool past_cache = false;
   std::atomic<size_t> next_chunk{0};
   std::atomic<size_t> chunks_done{0};
 };
