@@ -1,5 +1,6 @@
 """The public collectives: arguments, pytrees, and the errors that a user sees."""
 
+import operator
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -137,7 +138,7 @@ def _check_groups(axis_index_groups, named: tuple, positional: tuple) -> tuple[t
         raise ValueError(
             f"ring_psum: axis_index_groups are for named axes, got the positional axes {positional} as well"
         )
-    groups = tuple(tuple(group) for group in axis_index_groups)
+    groups = tuple(tuple(map(operator.index, group)) for group in axis_index_groups)
     bound = _compat.bound_axis_sizes()
     size = 1
     for axis in named:

@@ -26,26 +26,12 @@ _WIDENED = {
 }
 
 
-def lower_to_xla(ctx, *operands, axes, axis_index_groups):
-    """XLA's all_reduce for each operand, for platforms and programs that no engine of ours serves."""
-    return [
-        result
-        for operand, aval_in, aval_out in zip(operands, ctx.avals_in, ctx.avals_out, strict=True)
-        for result in _compat.lower_lax_psum(
-            ctx.replace(avals_in=[aval_in], avals_out=[aval_out]),
-            operand,
-            axes=axes,
-            axis_index_groups=axis_index_groups,
-        )
-    ]
-
-
-def lower_to_cpu_engine(ctx, *operands, axes, axis_index_groups):
-    """One custom call to the CPU engine for all operands."""
+def lower(ctx, *operands, axes, axis_index_groups):
+    """One custom call to the CPU engine for all operands, or XLA's all_reduce where the engine cannot serve them."""
     why_not = _why_not_cpu_engine(ctx)
     if why_not is not None:
         logger.info("ring_psum over %s uses XLA's all_reduce: %s", axes, why_not)
-        return lower_to_xla(ctx, *operands, axes=axes, axis_index_groups=axis_index_groups)
+        return _lower_to_xla(ctx, *operands, axes=axes, axis_index_groups=axis_index_groups)
 
     groups = _replica_groups(ctx, axes, axis_index_groups)
     wide = _WIDENED.get(ctx.avals_in[0].dtype.name)
@@ -72,7 +58,18 @@ def lower_to_cpu_engine(ctx, *operands, axes, axis_index_groups):
     return results
 
 
+def _lower_to_xla(ctx, *operands, **params):
+    return [
+        result
+        for operand, aval_in, aval_out in zip(operands, ctx.avals_in, ctx.avals_out, strict=True)
+        for result in _compat.lower_lax_psum(ctx.replace(avals_in=[aval_in], avals_out=[aval_out]), operand, **params)
+    ]
+
+
 def _why_not_cpu_engine(ctx) -> str | None:
+    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
+    if platforms != ("cpu",):
+        return f"the program is lowered for {' and '.join(platforms)}"
     axis_context = ctx.module_context.axis_context
     if not isinstance(axis_context, _compat.SPMDAxisContext):
         return f"its axes belong to {type(axis_context).__name__}, not to a shard_map"

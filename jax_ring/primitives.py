@@ -100,8 +100,7 @@ def _all_reduce_primitive(name: str, abstract_eval: Callable, transpose_nonzero:
     batching.fancy_primitive_batchers[primitive] = partial(_batch, primitive)
     _compat.register_dead_code_rule(primitive, _dead_code)
     # Not cacheable: a cached lowering does not know where in the user's program the call stands.
-    mlir.register_lowering(primitive, lowering.lower_to_xla, cacheable=False)
-    mlir.register_lowering(primitive, lowering.lower_to_cpu_engine, platform="cpu", cacheable=False)
+    mlir.register_lowering(primitive, lowering.lower, cacheable=False)
     return primitive
 
 

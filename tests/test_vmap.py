@@ -168,7 +168,7 @@ def test_groups_over_a_named_axis_raise():
         f = jax.vmap(lambda v, psum=psum: psum(v, "b", axis_index_groups=groups), axis_name="b")
         with pytest.raises(NotImplementedError):
             f(X)
-    with pytest.raises(NotImplementedError, match="'b'.*axis_index_groups.*shard_map"):
+    with pytest.raises(NotImplementedError, match=r"'b'.*axis_index_groups.*shard_map"):
         jax.vmap(lambda v: ring_psum(v, "b", axis_index_groups=groups), axis_name="b")(X)
 
 

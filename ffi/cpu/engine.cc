@@ -6,7 +6,8 @@
 #include <cstdint>
 #include <utility>
 
-#include "cpu/float_environment.h"
+#include "cpu/float_mode.h"
+#include "cpu/relay.h"
 #include "ring/schedule.h"
 
 namespace jax_ring::cpu {
@@ -49,24 +50,19 @@ struct Work {
 
   int num_ranks() const { return static_cast<int>(meeting->participants.size()); }
 
-  // Folds chunks until none is left; the thread that ends the last one tells the ranks.
-  void run() {
+  // Folds chunks until none is left. True if this thread was the one to fold the last.
+  bool run() {
     size_t done = 0;
     {
-      const IeeeFloatEnvironment exact;
+      const ScopedFloatMode exact(FloatMode::ieee());
       for (size_t index; (index = next_chunk.fetch_add(1, std::memory_order_relaxed)) < schedule.size(); ++done) {
         const Chunk chunk = schedule[index];
         const size_t row = chunk.operand * num_ranks();
         kernel(&inputs[row], &outputs[row], num_ranks(), chunk.begin, chunk.count, past_cache(row));
       }
     }
-    const size_t all = schedule.size();
     // The release pairs with the acquire of whoever comes last, so that all results are visible to all ranks.
-    if (done > 0 && chunks_done.fetch_add(done, std::memory_order_acq_rel) + done == all) complete();
-  }
-
-  void complete() {
-    for (auto& participant : meeting->participants) participant->done(nullptr);
+    return done > 0 && chunks_done.fetch_add(done, std::memory_order_acq_rel) + done == schedule.size();
   }
 
   std::unique_ptr<Meeting> meeting;
@@ -81,14 +77,17 @@ struct Work {
 
 }  // namespace
 
-void all_reduce(std::unique_ptr<Meeting> meeting, Message message, Workers& workers) {
+void all_reduce(std::unique_ptr<Meeting> meeting, Message message, Workers& workers) noexcept {
   auto work = std::make_shared<Work>(std::move(meeting), std::move(message));
-  if (work->schedule.size() == 0) return work->complete();
   if (2 * work->bytes >= kParallelBytes) {
-    const size_t helpers = std::min<size_t>(workers.num_threads(), work->schedule.size()) - 1;
-    for (size_t i = 0; i < helpers; ++i) workers.schedule([work] { work->run(); });
+    const size_t threads = std::min<size_t>(std::max(workers.num_threads(), 1), work->schedule.size());
+    for (size_t helper = 1; helper < threads; ++helper) {
+      workers.schedule([work] {
+        if (work->run()) Relay::instance().tell(std::move(work->meeting));
+      });
+    }
   }
-  work->run();
+  if (work->run() || work->schedule.size() == 0) Relay::instance().tell(std::move(work->meeting));
 }
 
 }  // namespace jax_ring::cpu

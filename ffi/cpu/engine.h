@@ -25,8 +25,9 @@ struct Message {
   std::vector<size_t> counts;
 };
 
-// Runs the reduction and completes the participants. Returns at once or after having done a part of the work; never
-// waits for another thread. The meeting's buffers must stay valid until its participants are told.
-void all_reduce(std::unique_ptr<Meeting> meeting, Message message, Workers& workers);
+// Runs the reduction, and has the participants told by the Relay. Returns at once or after having done a part of the
+// work; never waits for another thread. The meeting's buffers must stay valid until its participants are told. Ends the
+// process if memory for its few words of bookkeeping runs out: the ranks would wait for ever.
+void all_reduce(std::unique_ptr<Meeting> meeting, Message message, Workers& workers) noexcept;
 
 }  // namespace jax_ring::cpu

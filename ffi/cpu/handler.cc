@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cpu/engine.h"
+#include "cpu/float_mode.h"
 #include "cpu/rendezvous.h"
 
 namespace jax_ring::cpu {
@@ -113,7 +114,9 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
       participant.inputs.push_back(input.untyped_data());
       participant.outputs.push_back((*rets.get<ffi::AnyBuffer>(i))->untyped_data());
     }
-    participant.done = [promise](const std::string* error) mutable {
+    // What follows on this rank may run on another thread, and must compute there as it would have here.
+    participant.done = [promise, mode = FloatMode::current()](const std::string* error) mutable {
+      const ScopedFloatMode as_before(mode);
       if (error == nullptr) {
         promise.SetAvailable();
       } else {

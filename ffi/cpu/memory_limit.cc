@@ -51,7 +51,8 @@ double fold_limit_seconds(int num_ranks, size_t num_bytes, int num_threads, int 
       }
     };
     // Small folds are repeated within a measurement, so that starting the threads does not count.
-    const int times = static_cast<int>(std::clamp<size_t>((size_t{32} << 20) / std::max<size_t>(num_bytes, 1), 1, 20000));
+    const int times =
+        static_cast<int>(std::clamp<size_t>((size_t{32} << 20) / std::max<size_t>(num_bytes, 1), 1, 20000));
     for (int repeat = 0; repeat < repeats; ++repeat) {
       const auto begin = std::chrono::steady_clock::now();
       std::vector<std::thread> threads;

@@ -6,9 +6,15 @@
 #include <stdexcept>
 
 #include "cpu/call_sites.h"
+#include "cpu/relay.h"
 #include "cpu/watchdog.h"
 
 namespace jax_ring::cpu {
+namespace {
+
+constexpr int64_t kLargestPartition = 1 << 24;  // far more than there are devices; a larger one is garbage
+
+}  // namespace
 
 ReplicaGroups::ReplicaGroups(const std::vector<int64_t>& partitions, const std::vector<int64_t>& sizes) {
   size_t next = 0;
@@ -25,7 +31,9 @@ ReplicaGroups::ReplicaGroups(const std::vector<int64_t>& partitions, const std::
   for (int group = 0; group < static_cast<int>(members_.size()); ++group) {
     for (int rank = 0; rank < size(group); ++rank) {
       const int64_t partition = members_[group][rank];
-      if (partition < 0) throw std::invalid_argument("replica groups: negative partition " + std::to_string(partition));
+      if (partition < 0 || partition > kLargestPartition) {
+        throw std::invalid_argument("replica groups: there is no partition " + std::to_string(partition));
+      }
       if (partition >= static_cast<int64_t>(places_.size())) places_.resize(partition + 1, Place{-1, -1});
       if (places_[partition].group >= 0) {
         throw std::invalid_argument("replica groups: partition " + std::to_string(partition) + " is in two groups");
@@ -46,7 +54,12 @@ Rendezvous::Rendezvous(ReplicaGroups groups, std::string call) : groups_(std::mo
   Watchdog::instance().watch(this);
 }
 
-Rendezvous::~Rendezvous() { Watchdog::instance().forget(this); }
+Rendezvous::~Rendezvous() {
+  Watchdog::instance().forget(this);
+  for (auto& meeting : open_) {
+    Relay::instance().tell(std::move(meeting), call_ + ": the program was released while ranks were waiting in it.");
+  }
+}
 
 std::unique_ptr<Meeting> Rendezvous::arrive(int64_t run_id, int64_t partition, Participant participant) {
   const ReplicaGroups::Place place = groups_.place(partition);
@@ -102,12 +115,6 @@ std::string Rendezvous::describe_absence(const Meeting& meeting, std::chrono::du
           "between ranks (a lax.cond on lax.axis_index, say), or for an error on a missing rank. If the missing ranks "
           "are only slow, set JAX_RING_TIMEOUT_S to more seconds.";
   return text.str();
-}
-
-void fail(Meeting& meeting, const std::string& error) {
-  for (std::optional<Participant>& participant : meeting.participants) {
-    if (participant) participant->done(&error);
-  }
 }
 
 }  // namespace jax_ring::cpu

@@ -62,6 +62,7 @@ class Rendezvous {
  public:
   // call: what the call is, for the error message (axis, message, call site).
   Rendezvous(ReplicaGroups groups, std::string call);
+  // Fails the meetings that are still open.
   ~Rendezvous();
   Rendezvous(const Rendezvous&) = delete;
   Rendezvous& operator=(const Rendezvous&) = delete;
@@ -82,8 +83,5 @@ class Rendezvous {
   std::mutex mutex_;
   std::vector<std::unique_ptr<Meeting>> open_;  // oldest first
 };
-
-// Completes every participant of a meeting that has come to nothing.
-void fail(Meeting& meeting, const std::string& error);
 
 }  // namespace jax_ring::cpu

@@ -5,6 +5,7 @@
 #include <memory>
 #include <thread>
 
+#include "cpu/relay.h"
 #include "cpu/rendezvous.h"
 
 namespace jax_ring::cpu {
@@ -48,10 +49,15 @@ void Watchdog::set_deadline(double seconds) {
 std::optional<std::string> Watchdog::failure(int64_t run_id) const {
   if (!any_failure_.load(std::memory_order_acquire)) return std::nullopt;
   std::lock_guard<std::mutex> lock(failures_mutex_);
+  const std::string* why = failure_locked(run_id);
+  return why == nullptr ? std::nullopt : std::optional(*why);
+}
+
+const std::string* Watchdog::failure_locked(int64_t run_id) const {
   for (const auto& [failed_run, why] : failures_) {
-    if (failed_run == run_id) return why;
+    if (failed_run == run_id) return &why;
   }
-  return std::nullopt;
+  return nullptr;
 }
 
 void Watchdog::run() {
@@ -82,6 +88,7 @@ void Watchdog::look_around() {
     {
       std::lock_guard<std::mutex> failures_lock(failures_mutex_);
       for (size_t i = 0; i < late.size(); ++i) {
+        if (failure_locked(late[i]->run_id) != nullptr) continue;
         failures_.emplace_back(late[i]->run_id, reasons[i]);
         if (failures_.size() > kFailuresKept) failures_.pop_front();
       }
@@ -95,8 +102,7 @@ void Watchdog::look_around() {
       }
     }
   }
-  // Told without a lock held: whatever runs next on those ranks may come back here.
-  for (size_t i = 0; i < late.size(); ++i) fail(*late[i], reasons[i]);
+  for (size_t i = 0; i < late.size(); ++i) Relay::instance().tell(std::move(late[i]), std::move(reasons[i]));
 }
 
 }  // namespace jax_ring::cpu

@@ -37,6 +37,7 @@ class Watchdog {
   Watchdog() = default;
   void run();
   void look_around();
+  const std::string* failure_locked(int64_t run_id) const;
 
   std::atomic<double> deadline_seconds_{60.0};
 

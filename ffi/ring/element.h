@@ -84,16 +84,16 @@ struct BFloat16 {
     // Round to nearest, ties to even. The carry out of the mantissa is the next exponent, and past
     // the largest finite number it is infinity, as it should be.
     const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const U32 nan = ((bits >> 16) & 0x8000u) | 0x7fc0u;
-    return Lanes::template convert<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+    // One NaN: which sign the sum of two NaNs has is up to the order in which an instruction takes its operands.
+    return Lanes::template convert<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? bits * 0u + 0x7fc0u : rounded);
   }
 };
 
 // What the top of a small float's range means.
 enum class Specials {
-  ieee,         // an all-ones exponent is infinity or NaN
-  finite,       // "fn": no infinity; all ones is NaN
-  finite_nuz,   // "fnuz": no infinity, no negative zero; the pattern of negative zero is NaN
+  ieee,        // an all-ones exponent is infinity or NaN
+  finite,      // "fn": no infinity; all ones is NaN
+  finite_nuz,  // "fnuz": no infinity, no negative zero; the pattern of negative zero is NaN
 };
 
 // A binary float of at most 16 bits, by its exponent and mantissa widths, bias and special values.
@@ -160,14 +160,11 @@ struct SmallFloat {
     U32 code = magnitude < kSmallestNormal ? subnormal : normal;
     constexpr uint32_t kOverflow = kSpecials == Specials::ieee ? kInfinity : kNaN;
     code = code > kLargest ? code * 0u + kOverflow : code;
-    code = magnitude > 0x7f800000u ? code * 0u + kNaN : code;
-    // A type without negative zero has no use for the sign of zero, nor for that of its only NaN.
-    const U32 signed_code = code | sign;
-    if constexpr (kSpecials == Specials::finite_nuz) {
-      return Lanes::template convert<Storage>(code == 0u ? code : signed_code);
-    } else {
-      return Lanes::template convert<Storage>(signed_code);
-    }
+    // A type without negative zero has no use for the sign of zero, nor of the NaN in its place.
+    const U32 with_sign =
+        kSpecials == Specials::finite_nuz ? (code == 0u || code == kNaN ? code : code | sign) : U32(code | sign);
+    // One NaN: which sign the sum of two NaNs has is up to the order in which an instruction takes its operands.
+    return Lanes::template convert<Storage>(magnitude > 0x7f800000u ? code * 0u + kNaN : with_sign);
   }
 };
 

@@ -226,7 +226,7 @@ TEST_P(AllReduceTest, SmallMessages) {
          {std::vector<size_t>{1}, {0}, {0, 0}, {1025}, {3, 0, 1, 1024, 0, 77}, {1, 1, 1, 1, 1, 1, 1, 1, 1, 1}}) {
       SCOPED_TRACE(::testing::Message() << num_ranks << " ranks, counts " << ::testing::PrintToString(counts));
       const Problem problem(GetParam(), counts, num_ranks);
-      for (bool in_place : {false, true}) expect_all_reduce(problem, 2, in_place);
+      for (bool in_place : {false, true}) ASSERT_NO_FATAL_FAILURE(expect_all_reduce(problem, 2, in_place));
     }
   }
 }
@@ -237,7 +237,7 @@ TEST_P(AllReduceTest, LargeMessages) {
     const Problem problem(GetParam(), {count / 2, 0, 1, count / 2, 100}, num_ranks);
     for (int num_threads : {1, 2, 4}) {
       SCOPED_TRACE(::testing::Message() << num_ranks << " ranks, " << num_threads << " threads");
-      expect_all_reduce(problem, num_threads, num_threads == 2);
+      ASSERT_NO_FATAL_FAILURE(expect_all_reduce(problem, num_threads, num_threads == 2));
     }
   }
 }
@@ -246,7 +246,7 @@ INSTANTIATE_TEST_SUITE_P(DTypes, AllReduceTest, ::testing::ValuesIn(all_dtypes()
 
 TEST(AllReduce, NoOperands) {
   const Problem problem(DType::f32, {}, 3);
-  expect_all_reduce(problem, 2, false);
+  ASSERT_NO_FATAL_FAILURE(expect_all_reduce(problem, 2, false));
 }
 
 // Results of more than the caches hold, which may be written past them only where they are aligned.
@@ -254,7 +254,7 @@ TEST(AllReduce, ResultsLargerThanTheCaches) {
   for (DType dtype : {DType::f32, DType::bf16}) {
     const Problem problem(dtype, {count_for(dtype, 4, 9 << 20), 77}, 4);
     for (bool in_place : {false, true}) {
-      for (size_t offset : {0, 1}) expect_all_reduce(problem, 2, in_place, offset);
+      for (size_t offset : {0, 1}) ASSERT_NO_FATAL_FAILURE(expect_all_reduce(problem, 2, in_place, offset));
     }
   }
 }

@@ -107,7 +107,7 @@ TEST_P(FoldKernelTest, AgreesWithScalarFold) {
           for (Aliasing aliasing : {Aliasing::none, Aliasing::every_rank, Aliasing::odd_ranks}) {
             for (Writing writing : {Writing::unaligned, Writing::aligned, Writing::aligned_past_cache}) {
               // Only some of the combinations, other ones for other ranks and kernels.
-              if (++combination % (kSlowdown > 1 ? 11 : 2) != 0) continue;
+              if (++combination % (kSlowdown > 1 ? 31 : 2) != 0) continue;
               SCOPED_TRACE(::testing::Message()
                            << kernels->instruction_set << ", " << num_ranks << " ranks, begin " << begin << ", count "
                            << count << ", aliasing " << static_cast<int>(aliasing) << ", writing "

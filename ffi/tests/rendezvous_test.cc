@@ -361,14 +361,14 @@ TEST(Deadline, AFailedRunFailsAllItsCalls) {
   EXPECT_NE(first.arrive(next, 1, participant(0, its_peer)), nullptr);
 }
 
-TEST(Deadline, ALongDeadlineIsNotCutShort) {
+TEST(Deadline, ANewDeadlineHoldsAtOnce) {
   Told told;
   Rendezvous rendezvous(ReplicaGroups({0, 1}, {2}), "test");
-  const ScopedDeadline deadline(30);
+  const ScopedDeadline deadline(300);
   EXPECT_EQ(rendezvous.arrive(next_run_id(), 0, participant(0, told)), nullptr);
   EXPECT_FALSE(told.wait(std::chrono::duration<double>(kDeadline)));
   Watchdog::instance().set_deadline(kDeadline);  // a shorter one holds at once, also for those who wait already
-  EXPECT_TRUE(told.wait(std::chrono::seconds(5)));
+  EXPECT_TRUE(told.wait(std::chrono::seconds(2)));
 }
 
 TEST(Deadline, CallingBackIntoTheRendezvousIsAllowed) {
@@ -379,6 +379,8 @@ TEST(Deadline, CallingBackIntoTheRendezvousIsAllowed) {
   Participant calls_again = participant(0, outer);
   calls_again.done = [&, tell = calls_again.done](const std::string* error) {
     rendezvous.arrive(run, 0, participant(0, inner));
+    // What runs next on a rank may also be another program's first call.
+    const Rendezvous another(ReplicaGroups({0}, {1}), "test");
     tell(error);
   };
   EXPECT_EQ(rendezvous.arrive(run, 0, std::move(calls_again)), nullptr);

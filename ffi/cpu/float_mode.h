@@ -1,0 +1,64 @@
+// float_mode.h: the processor's treatment of floats, kept the same whatever thread the work runs on.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace jax_ring::cpu {
+
+// How the processor treats floats on the calling thread: rounding, and whether subnormal numbers are flushed to zero.
+class FloatMode {
+ public:
+  static FloatMode current() {
+#if defined(__x86_64__)
+    return FloatMode(_mm_getcsr());
+#elif defined(__aarch64__)
+    uint64_t word;
+    asm volatile("mrs %0, fpcr" : "=r"(word));
+    return FloatMode(word);
+#else
+#error "jax_ring: unknown processor; say here how it is told not to flush subnormal numbers"
+#endif
+  }
+
+  // Round to nearest, flush nothing.
+  static FloatMode ieee() {
+#if defined(__x86_64__)
+    constexpr uint64_t kFlushToZero = 1u << 15, kDenormalsAreZero = 1u << 6, kRounding = 3u << 13;
+    return FloatMode(current().word_ & ~(kFlushToZero | kDenormalsAreZero | kRounding));
+#else
+    constexpr uint64_t kFlushToZero = 1u << 24, kRounding = 3u << 22;
+    return FloatMode(current().word_ & ~(kFlushToZero | kRounding));
+#endif
+  }
+
+  void use() const {
+#if defined(__x86_64__)
+    _mm_setcsr(static_cast<unsigned>(word_));
+#else
+    asm volatile("msr fpcr, %0" ::"r"(word_));
+#endif
+  }
+
+ private:
+  explicit FloatMode(uint64_t word) : word_(word) {}
+  uint64_t word_;
+};
+
+// Some of the runtime's threads flush subnormal numbers and others do not. A result must not depend on the thread that
+// computed it, so the mode is set for a stretch of code, and set back after it.
+class ScopedFloatMode {
+ public:
+  explicit ScopedFloatMode(FloatMode mode) : saved_(FloatMode::current()) { mode.use(); }
+  ~ScopedFloatMode() { saved_.use(); }
+  ScopedFloatMode(const ScopedFloatMode&) = delete;
+  ScopedFloatMode& operator=(const ScopedFloatMode&) = delete;
+
+ private:
+  FloatMode saved_;
+};
+
+}  // namespace jax_ring::cpu

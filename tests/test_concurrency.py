@@ -1,0 +1,209 @@
+"""Several calls at once: in one program, in several programs, from several threads; each must get its own operands."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import make_mesh, num_calls, sharded
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_ring import ring_psum
+
+MESH = make_mesh((4,))
+
+
+def values(seed, size=8):
+    return np.random.default_rng(seed).integers(-1000, 1000, size).astype(np.float32)
+
+
+def expected(x, ranks=4):
+    return x.reshape(ranks, -1).sum(0)
+
+
+def total_on(mesh, scale=1.0):
+    """A sum whose program differs for each scale."""
+    return sharded(lambda x: ring_psum(x * scale, "i"), mesh=mesh, out_specs=P())
+
+
+def in_threads(*jobs):
+    """Runs the jobs at once, starting together; raises what any of them raises."""
+    start = threading.Barrier(len(jobs))
+
+    def run(job):
+        start.wait(timeout=60)
+        return job()
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [future.result(timeout=120) for future in [pool.submit(run, job) for job in jobs]]
+
+
+def test_different_calls_in_flight(check_vma):
+    # None depends on another, so that the ranks may meet at them in different orders.
+    def body(x):
+        return [ring_psum(x * k, "i") for k in range(1, 21)]
+
+    f = sharded(body, mesh=MESH, out_specs=P(), check_vma=check_vma)
+    for seed in range(20):
+        x = values(seed)
+        for k, total in enumerate(f(x), 1):
+            np.testing.assert_array_equal(total, k * expected(x))
+
+
+def test_calls_of_different_sizes_in_flight(check_vma):
+    def body(x):
+        return [ring_psum(jnp.tile(x, n), "i") for n in (1, 100_000, 3, 20_000, 500)]
+
+    f = sharded(body, mesh=MESH, out_specs=P(), check_vma=check_vma)
+    assert num_calls(f, values(0)) == 5
+    for seed in range(5):
+        x = values(seed)
+        for total in f(x):
+            np.testing.assert_array_equal(total, np.tile(expected(x), total.size // 2))
+
+
+def test_identical_calls_kept_apart(check_vma):
+    # One lowering serves all of them, since they are calls of one function that is not inlined.
+    step = jax.jit(lambda x: jnp.mod(ring_psum(x, "i"), 1024))
+
+    def body(x):
+        for _ in range(8):
+            x = step(x) + x
+        return x
+
+    def reference(x):
+        x = x.reshape(4, 2)
+        for _ in range(8):
+            x = np.mod(x.sum(0), 1024) + x
+        return x.reshape(-1)
+
+    f = sharded(body, mesh=MESH, check_vma=check_vma)
+    for seed in range(10):
+        np.testing.assert_array_equal(f(values(seed)), reference(values(seed)))
+
+
+def test_identical_independent_calls(check_vma):
+    step = jax.jit(lambda x: ring_psum(x, "i"))
+
+    def body(x):
+        return [step(x + k) for k in range(12)]
+
+    f = sharded(body, mesh=MESH, out_specs=P(), check_vma=check_vma)
+    for seed in range(20):
+        x = values(seed)
+        for k, total in enumerate(f(x)):
+            np.testing.assert_array_equal(total, expected(x + k))
+
+
+def test_calls_over_different_axes_in_flight(check_vma):
+    mesh = make_mesh((2, 4), ("i", "j"))
+
+    def body(x):
+        over = [ring_psum(x, "i"), ring_psum(x, "j"), ring_psum(x, ("i", "j"))]
+        return [v + 0 * x for v in over]
+
+    f = sharded(body, mesh=mesh, in_specs=P(("i", "j")), out_specs=P(("i", "j")), check_vma=check_vma)
+    for seed in range(10):
+        x = values(seed, 16)
+        grid = x.reshape(2, 4, 2)
+        sums = [grid.sum(0, keepdims=True), grid.sum(1, keepdims=True), grid.sum((0, 1), keepdims=True)]
+        for total, want in zip(f(x), sums, strict=True):
+            np.testing.assert_array_equal(total, np.broadcast_to(want, grid.shape).reshape(-1))
+
+
+def test_executions_follow_each_other_without_waiting():
+    # A few in flight only: JAX itself stalls on hundreds of launches that nobody waits for.
+    f = total_on(MESH)
+    xs = [values(seed) for seed in range(40)]
+    for start in range(0, len(xs), 8):
+        batch = xs[start : start + 8]
+        for x, total in zip(batch, [f(x) for x in batch], strict=True):
+            np.testing.assert_array_equal(total, expected(x))
+
+
+def repeat(f, seeds, ranks=4, scale=1):
+    def job():
+        for seed in seeds:
+            x = values(seed)
+            np.testing.assert_array_equal(f(x), scale * expected(x, ranks))
+
+    return job
+
+
+def test_two_programs_at_once():
+    f, g = total_on(MESH, 1), total_on(MESH, 2)
+    in_threads(repeat(f, range(300)), repeat(g, range(1000, 1300), scale=2))
+
+
+def test_one_program_from_several_threads():
+    f = total_on(MESH)
+    f(values(0))
+    in_threads(*(repeat(f, range(k * 1000, k * 1000 + 150)) for k in range(4)))
+
+
+def test_compiling_in_several_threads():
+    # A fresh program each time: instantiation and execution of different programs overlap.
+    def job(k):
+        def run():
+            for n in range(6):
+                repeat(total_on(MESH, k * 10 + n), range(3), scale=k * 10 + n)()
+
+        return run
+
+    in_threads(*map(job, range(1, 4)))
+
+
+def test_two_parts_of_the_machine_at_once():
+    devices = jax.devices()
+    f = total_on(make_mesh((4,), devices=devices[:4]))
+    g = total_on(make_mesh((4,), devices=devices[4:8]))
+    in_threads(repeat(f, range(300)), repeat(g, range(1000, 1300)))
+
+
+def test_overlapping_parts_of_the_machine():
+    devices = jax.devices()
+    meshes = [make_mesh((4,), devices=devices[k : k + 4]) for k in range(3)]
+    in_threads(*(repeat(total_on(mesh), range(100 * k, 100 * k + 100)) for k, mesh in enumerate(meshes)))
+
+
+def test_loops_at_once():
+    def looped(scale):
+        def body(x):
+            step = lambda k, v: jnp.mod(ring_psum(v, "i"), 64) * scale + x  # noqa: E731
+            return lax.fori_loop(0, 100, step, x)
+
+        return sharded(body, mesh=MESH)
+
+    def reference(x, scale):
+        x = v = x.reshape(4, 2)
+        for _ in range(100):
+            v = np.mod(v.sum(0), 64) * scale + x
+        return v.reshape(-1)
+
+    def job(scale):
+        def run():
+            f = looped(scale)
+            for seed in range(10):
+                np.testing.assert_array_equal(f(values(seed)), reference(values(seed), scale))
+
+        return run
+
+    in_threads(job(1), job(2), job(3))
+
+
+@pytest.mark.parametrize("ranks", [2, 16])
+def test_ten_thousand_calls(ranks):
+    # Each adds the ranks' counters, which only agree if every rank made every call before.
+    def body(x):
+        def step(k, v):
+            return ring_psum(v, "i") / ranks + 1 + 0 * v
+
+        return lax.fori_loop(0, 10_000, step, x)
+
+    mesh = make_mesh((ranks,))
+    x = jax.device_put(np.zeros(ranks, np.float32), NamedSharding(mesh, P("i")))
+    np.testing.assert_array_equal(sharded(body, mesh=mesh)(x), np.full(ranks, 10_000))

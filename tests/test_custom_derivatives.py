@@ -1,0 +1,147 @@
+"""ring_psum within functions that have derivative rules of their own, in the function and in the rules."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_matches_lax, make_mesh, num_calls, sharded
+from jax import lax
+
+from jax_ring import ring_psum
+
+MESH = make_mesh((4,))
+X = np.arange(8, dtype=np.float32) - 3
+T = np.arange(8, dtype=np.float32)[::-1] - 2
+
+
+def with_custom_jvp(psum):
+    """The sum of squares, with three times its derivative so that the rule is seen to be used."""
+
+    @jax.custom_jvp
+    def f(x):
+        return psum(x * x, "i")
+
+    @f.defjvp
+    def rule(primals, tangents):
+        (x,), (t,) = primals, tangents
+        return f(x), psum(6 * x * t, "i")
+
+    return f
+
+
+def with_custom_vjp(psum):
+    """As above by a reverse rule, with a sum in the function, forwards and backwards."""
+
+    @jax.custom_vjp
+    def f(x):
+        return psum(x * x, "i") * x
+
+    def forwards(x):
+        total = psum({"x": x, "squares": x * x}, "i")
+        return total["squares"] * x, (x, total)
+
+    def backwards(residuals, ct):
+        x, total = residuals
+        return (psum(3 * ct * x, "i") * x + total["x"] * ct,)
+
+    f.defvjp(forwards, backwards)
+    return f
+
+
+@pytest.fixture(params=[with_custom_jvp, with_custom_vjp])
+def custom(request):
+    return request.param
+
+
+def check(body, check_vma):
+    assert_matches_lax(body, X, T, mesh=MESH, check_vma=check_vma)
+
+
+def test_value(custom, check_vma):
+    check(lambda psum, x, t: custom(psum)(x) + t, check_vma)
+
+
+def test_grad(custom, check_vma):
+    check(lambda psum, x, t: jax.grad(lambda x: jnp.sum(custom(psum)(x) * t))(x), check_vma)
+
+
+def test_value_and_grad_outside_of_shard_map(custom, check_vma):
+    def gradient(psum):
+        f = sharded(lambda x: custom(psum)(x) * x, mesh=MESH, check_vma=check_vma)
+        return jax.grad(lambda x: jnp.sum(f(x) * T))(X)
+
+    np.testing.assert_array_equal(gradient(ring_psum), gradient(lax.psum))
+
+
+def test_jvp(check_vma):
+    check(lambda psum, x, t: jax.jvp(with_custom_jvp(psum), (x,), (t,)), check_vma)
+
+
+def test_grad_of_grad(custom, check_vma):
+    def body(psum, x, t):
+        first = jax.grad(lambda x: jnp.sum(custom(psum)(x) * t))
+        return jax.grad(lambda x: jnp.sum(first(x) * t))(x)
+
+    check(body, check_vma)
+
+
+def test_vmap(custom, check_vma):
+    def body(psum, x, t):
+        f = custom(psum)
+        batch = jnp.stack([x, t])
+        return jax.vmap(f)(batch).sum(0) + x, jax.vmap(jax.grad(lambda v: jnp.sum(f(v))))(batch).sum(0)
+
+    check(body, check_vma)
+
+
+def test_within_scan_and_checkpoint(custom, check_vma):
+    def body(psum, x, t):
+        f = jax.checkpoint(custom(psum))
+        step = lambda c, k: (jnp.mod(f(c), 5) + x * k, ())  # noqa: E731
+        return jax.grad(lambda x: jnp.sum(lax.scan(step, x, jnp.arange(3.0))[0] * t))(x)
+
+    check(body, check_vma)
+
+
+def test_nondifferentiable_argument(check_vma):
+    def body(psum, x, t):
+        from functools import partial
+
+        @partial(jax.custom_vjp, nondiff_argnums=(0,))
+        def scaled(factor, x):
+            return psum(factor * x, "i")
+
+        scaled.defvjp(lambda factor, x: (scaled(factor, x), x), lambda factor, x, ct: (factor * ct + x,))
+        return jax.grad(lambda x: jnp.sum(scaled(3, x) * x))(x) + t
+
+    check(body, check_vma)
+
+
+def test_a_reverse_rule_that_sums_the_gradient(check_vma):
+    """The usual way to reduce at the point of use: the identity forwards, a sum backwards."""
+
+    def body(psum, x, t):
+        @jax.custom_vjp
+        def reduced(w):
+            return w
+
+        reduced.defvjp(lambda w: (w, None), lambda _, ct: (psum(ct, "i") + 0 * ct,))
+        return jax.grad(lambda w: jnp.sum(reduced(w) * t * t))(x)
+
+    check(body, check_vma)
+    f = sharded(lambda x, t: body(ring_psum, x, t), mesh=MESH, check_vma=check_vma)
+    assert num_calls(f, X, T) == 1
+    np.testing.assert_array_equal(f(X, T), np.tile((T * T).reshape(4, 2).sum(0), 4))
+
+
+def test_a_custom_rule_around_constants_needs_no_call(check_vma):
+    @jax.custom_jvp
+    def scaled(x):
+        return x * ring_psum(1, "i")
+
+    scaled.defjvp(lambda primals, tangents: (scaled(*primals), tangents[0] * ring_psum(2.0, "i")))
+    f = sharded(lambda x, t: jax.jvp(scaled, (x,), (t,)), mesh=MESH, check_vma=check_vma)
+    assert num_calls(f, X, T) == 0
+    primal, tangent = f(X, T)
+    np.testing.assert_array_equal(primal, 4 * X)
+    np.testing.assert_array_equal(tangent, 8 * T)
