@@ -29,7 +29,8 @@ def ring_psum(
 
     Args:
       x: an array, or a pytree of arrays, of any shape and any dtype that `lax.psum` takes. Booleans are summed as
-        int32. A Python number or another constant is multiplied by the number of ranks, without communication.
+        int32. A Python number or another constant is multiplied by the number of ranks, or of those in a group,
+        without communication.
       axis_name: the name of a `shard_map`, `vmap` or `pmap` axis, or a sequence of names. With several, rank r is
         the row-major index over them in the order given. Without vma tracking, integers among them name positional
         axes of `x`, which are summed on each device first.
@@ -57,10 +58,15 @@ def ring_psum(
     _check_axes(axes, named, positional)
     groups = _check_groups(axis_index_groups, named, positional)
 
+    uneven = groups is not None and len({len(group) for group in groups}) > 1
+
     leaves, tree = jax.tree.flatten(x)
     fused = defaultdict(list)  # by dtype: positions of the leaves that take part in communication
     for i, leaf in enumerate(leaves):
-        if _left_to_lax(leaf, named):
+        if not isinstance(leaf, jax.core.Tracer) and uneven:
+            # lax.psum multiplies a constant by the size of the first group, on all ranks; this is the sum.
+            leaf = jnp.asarray(leaf)
+        elif _left_to_lax(leaf, named):
             leaves[i] = lax.psum(leaf, axes, axis_index_groups=groups)
             continue
         leaf = lax.psum(leaf, positional) if positional else leaf

@@ -174,3 +174,15 @@ def test_not_with_positional_axes():
         )
         with pytest.raises(ValueError, match="axis_index_groups"):
             f(X)
+
+
+def test_constants_count_the_ranks_of_their_own_group():
+    # lax.psum gives every rank the size of the first group.
+    groups = [[0, 1, 2], [3, 4, 5, 6, 7]]
+
+    def sizes(x):
+        ones, two = ring_psum((1, jnp.full(2, 2.0)), "i", axis_index_groups=groups)
+        return x * 0 + jnp.stack([ones.astype(jnp.float32), two[1]])
+
+    result = sharded(sizes, check_vma=False)(jnp.zeros(16)).reshape(8, 2)
+    np.testing.assert_array_equal(result, np.outer([3, 3, 3, 5, 5, 5, 5, 5], [1, 2]))

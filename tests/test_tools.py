@@ -40,7 +40,6 @@ def test_export(check_vma):
 
 
 def test_export_round_trip(check_vma):
-    pytest.importorskip("flatbuffers", reason="JAX serializes with flatbuffers")
     f = sharded(lambda x: ring_psum(x * x, "i") * x, mesh=MESH, check_vma=check_vma)
     exported = jax.export.export(f, disabled_checks=ALLOWED)(on_device())
     again = jax.export.deserialize(exported.serialize(vjp_order=1))
@@ -50,11 +49,11 @@ def test_export_round_trip(check_vma):
 
 
 def test_export_for_several_platforms(check_vma):
-    # On platforms without an engine of ours, the call is XLA's all_reduce.
-    exported = jax.export.export(total(check_vma), platforms=("cpu", "cuda"), disabled_checks=ALLOWED)(on_device())
+    # One program for platforms with and without an engine of ours uses XLA's all_reduce on all of them.
+    exported = jax.export.export(total(check_vma), platforms=("cpu", "cuda"))(on_device())
     assert exported.platforms == ("cpu", "cuda")
     module = exported.mlir_module()
-    assert TARGET in module
+    assert TARGET not in module
     assert "stablehlo.all_reduce" in module
     np.testing.assert_array_equal(jax.jit(exported.call)(on_device()), SUM)
 

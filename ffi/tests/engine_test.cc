@@ -172,8 +172,9 @@ class Call {
     return true;
   }
 
-  // To be called when nothing can be told any more.
+  // Waits until all ranks have been told, and looks at what they got.
   void expect_right() {
+    ASSERT_TRUE(wait());
     for (int rank = 0; rank < problem_.num_ranks; ++rank) {
       EXPECT_EQ(told_[rank].times(), 1) << "rank " << rank;
       EXPECT_EQ(told_[rank].error(), "") << "rank " << rank;
