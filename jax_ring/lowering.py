@@ -34,6 +34,8 @@ def lower(ctx, *operands, axes, axis_index_groups):
         return _lower_to_xla(ctx, *operands, axes=axes, axis_index_groups=axis_index_groups)
 
     groups = _replica_groups(ctx, axes, axis_index_groups)
+    if all(len(group) == 1 for group in groups):
+        return operands
     wide = _WIDENED.get(ctx.avals_in[0].dtype.name)
     avals = [aval.update(dtype=wide or aval.dtype) for aval in ctx.avals_in]
     if wide is not None:

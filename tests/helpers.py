@@ -60,11 +60,6 @@ def assert_same_bits(actual, expected) -> None:
             )
 
 
-def custom_calls(fun, *args) -> int:
-    """How many calls of the engine the lowered program makes (before the compiler merges or drops any)."""
-    return jax.jit(fun).lower(*args).as_text().count(f"@{TARGET}(")
-
-
 def compiled_text(fun, *args) -> str:
     """The optimized HLO."""
     return jax.jit(fun).lower(*args).compile().as_text()

@@ -186,3 +186,9 @@ def test_constants_count_the_ranks_of_their_own_group():
 
     result = sharded(sizes, check_vma=False)(jnp.zeros(16)).reshape(8, 2)
     np.testing.assert_array_equal(result, np.outer([3, 3, 3, 5, 5, 5, 5, 5], [1, 2]))
+
+
+def test_groups_of_one_need_no_call():
+    f = sharded(lambda x: ring_psum(x, "i", axis_index_groups=[[i] for i in range(8)]), check_vma=False)
+    assert num_calls(f, jnp.arange(8.0)) == 0
+    np.testing.assert_array_equal(f(jnp.arange(8.0)), np.arange(8.0))
