@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# All measurements of docs/performance.md, into benchmarks/results/NAME. About 20 minutes on two cores.
+#
+#   benchmarks/run_all.sh NAME [RUNS]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-.venv/bin/python}
+out=benchmarks/results/${1:?the name of a folder under benchmarks/results}
+runs=${2:-3}
+mkdir -p "$out"
+for run in $(seq "$runs"); do
+  for p in 2 4 8 16; do
+    "$python" benchmarks/allreduce.py --devices "$p" -b 16 -e 16M -f 16 -n 12 --impl ring_psum,lax.psum \
+      --json "$out/allreduce-p$p-$run.json"
+  done
+  "$python" benchmarks/allreduce.py --devices 8 -b 64K -e 16M -f 16 -n 12 -d bfloat16,float16,float8_e4m3fn,int32 \
+    --impl ring_psum,lax.psum --json "$out/allreduce-dtypes-$run.json"
+  for p in 4 8; do
+    "$python" benchmarks/train_step.py --devices "$p" --json "$out/train_step-p$p-$run.json"
+  done
+done
+"$python" benchmarks/allreduce.py --devices 8 -f 4 -n 12 --plot "$out/allreduce.png"
+"$python" benchmarks/summarize.py "$out"

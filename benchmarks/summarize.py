@@ -1,0 +1,108 @@
+"""Turns the JSON files of several runs of the benchmarks into one page of tables, and one plot.
+
+    python benchmarks/summarize.py benchmarks/results/NAME
+
+Expects allreduce-*.json and train_step-*.json in the folder, and writes README.md and allreduce.png there. Figures are
+medians over the runs; a ratio is the median of the ratios within each run, with the lowest and the highest.
+"""
+
+import json
+import pathlib
+import statistics
+import sys
+from collections import defaultdict
+
+
+def load(folder: pathlib.Path, pattern: str) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(pattern))]
+
+
+def size_name(size: int) -> str:
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size // unit} {name}"
+    return f"{size} B"
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def allreduce_tables(runs: list[dict], dtype: str) -> list[str]:
+    """One table for each number of ranks: times per call, and how much faster than lax.psum."""
+    cells = defaultdict(lambda: defaultdict(list))  # (ranks, bytes): figure: one value for each run
+    for run in runs:
+        rows = {(r["ranks"], r["bytes"], r["implementation"]): r for r in run["rows"] if r["dtype"] == dtype}
+        for (ranks, size, name), ours in rows.items():
+            theirs = rows.get((ranks, size, "lax.psum"))
+            if name != "ring_psum" or theirs is None:
+                continue
+            cell = cells[ranks, size]
+            for figure in ("in_loop", "out_of_place", "in_place"):
+                mine = max(ours[figure]["median"], 1e-3)
+                cell[figure].append(mine)
+                cell[f"{figure} ratio"].append(theirs[figure]["median"] / mine)
+            cell["limit"].append(ours["limit_us"] / max(ours["in_loop"]["median"], 1e-3))
+            cell["limit out"].append(ours["limit_us"] / max(ours["out_of_place"]["median"], 1e-3))
+            cell["wrong"].append(ours["wrong"] + theirs["wrong"])
+    lines = []
+    for ranks in sorted({ranks for ranks, _ in cells}):
+        lines += [
+            f"\n### {dtype}, p = {ranks}\n",
+            "| message | in a loop, µs | lax / ring | of the limit | from Python, µs | lax / ring | of the limit "
+            "| donated, µs | lax / ring |",
+            "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        ]
+        for size in sorted(size for p, size in cells if p == ranks):
+            cell = cells[ranks, size]
+            middle = {key: statistics.median(values) for key, values in cell.items()}
+            lines.append(
+                f"| {size_name(size)} | {middle['in_loop']:.1f} | {spread(cell['in_loop ratio'])} "
+                f"| {middle['limit']:.0%} | {middle['out_of_place']:.0f} | {spread(cell['out_of_place ratio'])} "
+                f"| {middle['limit out']:.0%} | {middle['in_place']:.0f} | {spread(cell['in_place ratio'])} |"
+            )
+        wrong = sum(sum(cell["wrong"]) for (p, _), cell in cells.items() if p == ranks)
+        lines.append(f"\nValues out of bounds, of both implementations together: {wrong}.")
+    return lines
+
+
+def train_step_table(runs: list[dict]) -> list[str]:
+    cells = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        for row in run["rows"]:
+            cell = cells[row["ranks"], row["model"], row["dtype"], row["variant"]]
+            cell["ms"].append(row["median_ms"])
+            cell["speedup"].append(row["speedup"])
+    lines = [
+        "\n| p | model | dtype | gradients summed by | ms per step | faster than lax.psum |",
+        "|--:|---|---|---|--:|--:|",
+    ]
+    for (ranks, model, dtype, variant), cell in cells.items():
+        milliseconds = statistics.median(cell["ms"])
+        lines.append(f"| {ranks} | {model} | {dtype} | {variant} | {milliseconds:.2f} | {spread(cell['speedup'])} |")
+    return lines
+
+
+def main() -> None:
+    folder = pathlib.Path(sys.argv[1])
+    allreduce, steps = load(folder, "allreduce-*.json"), load(folder, "train_step-*.json")
+    machine = allreduce[0]["machine"]
+    lines = [
+        "# Measurements",
+        f"\n{machine['cpu']}, {machine['cores']} cores, {machine['system']}; Python {machine['python']}, "
+        f"JAX {machine['jax']}. Written by `benchmarks/summarize.py` from the JSON files beside this page.",
+        "\nTimes are medians; a ratio is lax.psum's time over ring_psum's in the same run: its median over the runs, "
+        "and in brackets the lowest and the highest. The limit is a bare fold of float32 by one thread per core, without "
+        "any runtime, in the same run. CPU devices share one memory, so that all of this is about memory, not about a "
+        "network.",
+        "\n## All-reduce",
+    ]
+    for dtype in dict.fromkeys(row["dtype"] for run in allreduce for row in run["rows"]):
+        lines += allreduce_tables(allreduce, dtype)
+    if steps:
+        lines += ["\n## A whole training step", *train_step_table(steps)]
+    (folder / "README.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
