@@ -92,8 +92,8 @@ def main() -> None:
         f"\n{machine['cpu']}, {machine['cores']} cores, {machine['system']}; Python {machine['python']}, "
         f"JAX {machine['jax']}. Written by `benchmarks/summarize.py` from the JSON files beside this page.",
         "\nTimes are medians; a ratio is lax.psum's time over ring_psum's in the same run: its median over the runs, "
-        "and in brackets the lowest and the highest. The limit is a bare fold of float32 by one thread per core, without "
-        "any runtime, in the same run. CPU devices share one memory, so that all of this is about memory, not about a "
+        "and in brackets the lowest and the highest. The limit is a bare fold of float32 by one thread per core, "
+        "without any runtime, in the same run. CPU devices share one memory, so all this is about memory, not a "
         "network.",
         "\n## All-reduce",
     ]
