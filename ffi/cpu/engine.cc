@@ -15,9 +15,9 @@ namespace {
 
 constexpr size_t kCacheLine = 64;
 // A chunk is large beside the cost of taking it and small beside the message. Bytes of one rank's operand.
-constexpr size_t kChunkBytes = 32 << 10;
+constexpr size_t kChunkBytes = 128 << 10;
 // Below this many bytes read and written, waking another thread costs more than it saves.
-constexpr size_t kParallelBytes = 512 << 10;
+constexpr size_t kParallelBytes = 2 << 20;
 // Results of more bytes than this, over all ranks, would drive each other out of the caches: write them around.
 constexpr size_t kPastCacheBytes = 4 << 20;
 

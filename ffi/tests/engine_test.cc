@@ -217,7 +217,7 @@ void expect_all_reduce(const Problem& problem, int num_threads, bool in_place, s
 size_t count_for(DType dtype, int num_ranks, size_t bytes) { return bytes / (2 * num_ranks * element_size(dtype)) + 1; }
 
 // More than the engine does on one thread (kParallelBytes).
-constexpr size_t kLargeBytes = 600 << 10;
+constexpr size_t kLargeBytes = 2400 << 10;
 
 class AllReduceTest : public ::testing::TestWithParam<DType> {};
 
@@ -328,8 +328,8 @@ TEST(AllReduce, DoesNotDependOnItsWorkers) {
 }
 
 TEST(AllReduce, WakesNoMoreThreadsThanThereAreChunks) {
-  // 16 ranks: large in all, though each operand is a chunk of 32 KiB and a bit.
-  const Problem problem(DType::f32, {8193}, 16);
+  // 16 ranks: large in all, though each operand is a chunk of 128 KiB and a bit.
+  const Problem problem(DType::f32, {32769}, 16);
   Call call(problem, false);
   Absent workers(8);
   all_reduce(call.meeting(), problem.message(), workers);
