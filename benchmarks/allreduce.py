@@ -60,6 +60,9 @@ def main() -> int:
     arguments = parse_arguments(IMPLEMENTATIONS)
     jax.config.update("jax_num_cpu_devices", arguments.devices)
     jax.config.update("jax_platforms", "cpu")
+    dtypes = arguments.datatype.split(",")
+    if any(jax.numpy.dtype(dtype).itemsize >= 8 for dtype in dtypes):
+        jax.config.update("jax_enable_x64", True)
     mesh = jax.sharding.Mesh(jax.devices(), (AXIS,))
 
     sizes = []
@@ -67,7 +70,7 @@ def main() -> int:
     while size <= arguments.maxbytes:
         sizes.append(size)
         size *= arguments.stepfactor
-    cases = [(dtype, size) for dtype in arguments.datatype.split(",") for size in sizes]
+    cases = [(dtype, size) for dtype in dtypes for size in sizes]
 
     machine = report.machine()
     print(f"# {machine['cpu']}, {machine['cores']} cores; JAX {machine['jax']}; {arguments.devices} CPU devices")
