@@ -80,8 +80,9 @@ check_health()
 
 def test_the_ranks_left_behind_do_not_wait_again():
     # Rank 3 skips the first call and waits in the second one for ranks that have failed. It must not add a second
-    # deadline to the first, let alone wait for ever.
-    run("""
+    # deadline to the first, let alone wait for ever. The deadline is long beside what a busy machine may add.
+    run(
+        """
 skip = skipped_by([3])
 def f(x):
     def call(x):
@@ -90,11 +91,13 @@ def f(x):
     for _ in range(20):
         x = ring_psum(x * 0.1, "data")
     return x
-text, seconds = error_of(mapped(f), x)
+text, seconds = error_of(mapped(f).lower(x).compile(), x)
 assert "Missing: rank" in text
-assert seconds < 2 * 1.5, seconds
+assert seconds < 2 * 6, seconds
 check_health()
-""")
+""",
+        JAX_RING_TIMEOUT_S="6",
+    )
 
 
 def test_other_programs_are_not_disturbed():
