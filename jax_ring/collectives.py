@@ -25,7 +25,8 @@ def ring_psum(
 
     The result is the fold `((x_0 + x_1) + x_2) + ...` over ranks 0, 1, ..., p-1, added in float32 for floats of 16
     bits and fewer and in the type itself otherwise, and rounded once. All ranks get the same bits. Leaves of one
-    dtype are reduced by one custom call together, without being copied into one buffer first.
+    dtype are reduced by one custom call together, without being copied into one buffer first. Where XLA's all-reduce
+    serves the call (see docs/sharp_bits.md), and over a vmap axis, the order of adding is XLA's.
 
     Args:
       x: an array, or a pytree of arrays, of any shape and any dtype that `lax.psum` takes. Booleans are summed as
@@ -57,7 +58,6 @@ def ring_psum(
     named = tuple(axis for axis in axes if not isinstance(axis, int))
     _check_axes(axes, named, positional)
     groups = _check_groups(axis_index_groups, named, positional)
-
     uneven = groups is not None and len({len(group) for group in groups}) > 1
 
     leaves, tree = jax.tree.flatten(x)
@@ -91,6 +91,12 @@ def _left_to_lax(leaf, named: tuple) -> bool:
 def _sum_over_ranks(operands: list, axes: tuple, groups) -> Sequence:
     if not _compat.check_vma():
         return ring_psum_p.bind(*operands, axes=axes, axis_index_groups=groups)
+    if groups is not None:
+        raise NotImplementedError(
+            "ring_psum: axis_index_groups are not supported under shard_map(..., check_vma=True), because sums that "
+            "differ between groups are not invariant over the axis (lax.psum refuses them as well). Use "
+            "check_vma=False, or a mesh with an axis for the groups."
+        )
     # Values do not vary over a vmap axis in the sense of vma, whose rules are for mesh axes alone.
     manual = jax.sharding.get_abstract_mesh().manual_axes
     batch_axes = tuple(axis for axis in axes if axis not in manual)
@@ -154,11 +160,5 @@ def _check_groups(axis_index_groups, named: tuple, positional: tuple) -> tuple[t
         raise ValueError(
             f"ring_psum: axis_index_groups must hold every rank of {named} exactly once, that is 0 to {size - 1}, in "
             f"groups that are not empty; got {[list(group) for group in groups]}"
-        )
-    if _compat.check_vma():
-        raise NotImplementedError(
-            "ring_psum: axis_index_groups are not supported under shard_map(..., check_vma=True), because sums that "
-            "differ between groups are not invariant over the axis (lax.psum refuses them as well). Use "
-            "check_vma=False, or a mesh with an axis for the groups."
         )
     return groups

@@ -192,3 +192,10 @@ def test_groups_of_one_need_no_call():
     f = sharded(lambda x: ring_psum(x, "i", axis_index_groups=[[i] for i in range(8)]), check_vma=False)
     assert num_calls(f, jnp.arange(8.0)) == 0
     np.testing.assert_array_equal(f(jnp.arange(8.0)), np.arange(8.0))
+
+
+def test_constants_need_no_communication_under_vma_either():
+    groups = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    for psum in (ring_psum, lax.psum):
+        f = sharded(lambda x, psum=psum: x * psum(1, "i", axis_index_groups=groups))
+        np.testing.assert_array_equal(f(jnp.arange(8.0)), 2 * np.arange(8.0))

@@ -1,4 +1,4 @@
-// watchdog.h: ends every meeting that is not complete by its deadline. The only wait in this engine, and it is timed.
+// watchdog.h: ends every meeting that is not complete by its deadline.
 #pragma once
 
 #include <atomic>
