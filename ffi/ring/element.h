@@ -6,10 +6,12 @@
 
 #if defined(__CUDACC__)
 #define JAX_RING_INLINE __host__ __device__ __forceinline__
+#define JAX_RING_LAMBDA
 #else
 // Always inlined, so that no out-of-line copy compiled for one instruction set can be picked by the
 // linker for code that must run on a smaller one.
 #define JAX_RING_INLINE inline __attribute__((always_inline))
+#define JAX_RING_LAMBDA __attribute__((always_inline))
 #endif
 
 namespace jax_ring {

@@ -37,19 +37,39 @@ struct Sum {
   }
 };
 
-// Folds the values of all ranks at one place, or at kVectors neighbouring places, each a value or a vector of values.
-// load(rank, v) gives rank's v-th value as stored, and store(v, value) takes the result. The accumulator starts as
-// rank 0's value, not as zero, so that the sum of negative zeros stays negative.
+// The fold so far at kVectors neighbouring places, each a value or a vector of values.
+template <class Element, class Lanes, int kVectors>
+struct Partial {
+  typename Lanes::template Of<typename Element::Accumulator> value[kVectors];
+
+  // The accumulator starts as the first rank's value, not as zero, so that the sum of negative zeros stays negative.
+  // load(v) gives the v-th value as stored.
+  template <class Load>
+  JAX_RING_INLINE void start(Load load) {
+    for (int v = 0; v < kVectors; ++v) value[v] = Element::template widen<Lanes>(load(v));
+  }
+
+  template <class Op, class Load>
+  JAX_RING_INLINE void add(Load load, Op op) {
+    for (int v = 0; v < kVectors; ++v) value[v] = op(value[v], Element::template widen<Lanes>(load(v)));
+  }
+
+  // store(v, value) takes the result, rounded here and nowhere else.
+  template <class Store>
+  JAX_RING_INLINE void finish(Store store) const {
+    for (int v = 0; v < kVectors; ++v) store(v, Element::template narrow<Lanes>(value[v]));
+  }
+};
+
+// Folds the values of all ranks, in their order. load(rank, v) and store(v, value) are as in Partial.
 template <class Element, class Op, class Lanes, int kVectors, class Load, class Store>
 JAX_RING_INLINE void fold_ranks(int num_ranks, Load load, Store store, Op op) {
-  typename Lanes::template Of<typename Element::Accumulator> accumulator[kVectors];
-  for (int v = 0; v < kVectors; ++v) accumulator[v] = Element::template widen<Lanes>(load(0, v));
+  Partial<Element, Lanes, kVectors> partial;
+  partial.start([&](int v) JAX_RING_LAMBDA { return load(0, v); });
   for (int rank = 1; rank < num_ranks; ++rank) {
-    for (int v = 0; v < kVectors; ++v) {
-      accumulator[v] = op(accumulator[v], Element::template widen<Lanes>(load(rank, v)));
-    }
+    partial.add([&](int v) JAX_RING_LAMBDA { return load(rank, v); }, op);
   }
-  for (int v = 0; v < kVectors; ++v) store(v, Element::template narrow<Lanes>(accumulator[v]));
+  partial.finish(store);
 }
 
 }  // namespace jax_ring

@@ -1,0 +1,55 @@
+// endpoint.h: what a rank knows of its group: everybody's mailbox, how far it has come, and where it reports a failure.
+#pragma once
+
+#include <cstdint>
+
+#include "ring/mailbox.h"
+
+namespace jax_ring {
+
+// Where a rank was when it waited in vain.
+enum class Step : uint32_t { one_shot, reduce_scatter, all_gather, ring_receive, ring_send, count };
+
+enum class FailureKind : uint32_t { none, absent, mismatch };
+
+// The first failure of a rank, in memory of the host that the GPU can write. `kind` is written last.
+struct Failure {
+  uint32_t kind;
+  uint32_t step;
+  int32_t rank;
+  int32_t peer;
+  uint32_t epoch;
+  uint32_t call;
+  uint32_t cta;
+};
+
+// How far each team of a rank has come, in all calls so far. In the rank's own memory and not in the host's, since a
+// recorded graph of kernels is replayed without the host. They wrap around.
+struct Progress {
+  uint32_t one_shot_epoch;
+  uint32_t round;     // of the two-shot algorithm
+  uint32_t sent;      // items, round the ring
+  uint32_t received;  // items
+};
+
+constexpr int kMaxRanks = 64;
+
+// All that a rank knows of its group.
+struct Endpoint {
+  Capacity capacity;
+  int rank;
+  uint32_t call;                      // for the record of a failure
+  unsigned char* mailbox[kMaxRanks];  // everybody's, at the address where this rank sees it
+  Progress* progress;                 // by team
+  uint32_t* failed;                   // set as soon as one team of this rank has failed
+  Failure* failure;
+  uint64_t deadline_ns;
+
+  JAX_RING_INLINE int num_ranks() const { return capacity.num_ranks; }
+  // The flag of `kind` in the mailbox of rank `owner` that `peer` sets.
+  JAX_RING_INLINE uint64_t* flag(int owner, FlagKind kind, int cta, int peer) const {
+    return reinterpret_cast<uint64_t*>(mailbox[owner] + capacity.flag(kind, cta, peer));
+  }
+};
+
+}  // namespace jax_ring

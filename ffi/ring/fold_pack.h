@@ -1,0 +1,64 @@
+// fold_pack.h: the fold over ranks, a pack at a time.
+#pragma once
+
+#include "ring/fold.h"
+#include "ring/pack.h"
+
+namespace jax_ring {
+
+// The elements of a pack.
+template <class Element>
+struct Elements {
+  typename Element::Storage value[kPerPack<Element>];
+
+  static JAX_RING_INLINE Elements of(const Pack& pack) { return bit_cast<Elements>(pack); }
+  JAX_RING_INLINE Pack pack() const { return bit_cast<Pack>(*this); }
+  JAX_RING_INLINE typename Element::Storage operator()(int v) const { return value[v]; }
+};
+
+// The fold so far at the places of one pack.
+template <class Element>
+struct PackFold {
+  Partial<Element, Scalar, kPerPack<Element>> partial;
+
+  // Packs that it takes on its way to the next rank: an accumulator may be wider than what it adds up.
+  static constexpr int kPacks = static_cast<int>(sizeof(partial) / kPackBytes);
+
+  JAX_RING_INLINE void start(const Pack& pack) { partial.start(Elements<Element>::of(pack)); }
+  template <class Op>
+  JAX_RING_INLINE void add(const Pack& pack, Op op) {
+    partial.add(Elements<Element>::of(pack), op);
+  }
+  JAX_RING_INLINE Pack result() const {
+    Elements<Element> rounded;
+    partial.finish([&](int v, typename Element::Storage value) JAX_RING_LAMBDA { rounded.value[v] = value; });
+    return rounded.pack();
+  }
+
+  JAX_RING_INLINE void save(Pack* to) const { memcpy(to, &partial, sizeof(partial)); }
+  JAX_RING_INLINE void restore(const Pack* from) { memcpy(&partial, from, sizeof(partial)); }
+};
+
+// Ranks whose packs are loaded together, beside the first: the latency of memory is then paid once for all of them.
+constexpr int kRanksInFlight = 7;
+
+// The fold over ranks 0, 1, ..., p-1. load(rank) gives the rank's pack.
+template <class Element, class Op, class Load>
+JAX_RING_INLINE Pack fold_packs(int num_ranks, Load load, Op op) {
+  PackFold<Element> fold;
+  fold.start(load(0));
+  for (int first = 1; first < num_ranks; first += kRanksInFlight) {
+    Pack packs[kRanksInFlight] = {};
+    JAX_RING_UNROLL
+    for (int i = 0; i < kRanksInFlight; ++i) {
+      if (first + i < num_ranks) packs[i] = load(first + i);
+    }
+    JAX_RING_UNROLL
+    for (int i = 0; i < kRanksInFlight; ++i) {
+      if (first + i < num_ranks) fold.add(packs[i], op);
+    }
+  }
+  return fold.result();
+}
+
+}  // namespace jax_ring

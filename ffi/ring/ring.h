@@ -1,0 +1,168 @@
+// ring.h: all-reduce round a ring: each rank sends to the next alone, as ring_schedule.h says, and never more than what
+// fits into the slots there. For ranks that do not all reach each other, and for messages too large to care for latency.
+//
+// Partial folds travel in the accumulator's type, so that a result is rounded once here as well.
+#pragma once
+
+#include "ring/fold_pack.h"
+#include "ring/ring_schedule.h"
+#include "ring/signal.h"
+
+namespace jax_ring {
+namespace ring {
+
+// One team's place in the ring: the slots to its right, which it fills, and its own, which it empties.
+template <class Team>
+struct Link {
+  const Endpoint& self;
+  int cta;
+  Team team;
+  uint32_t fingerprint;
+  uint32_t sent;
+  uint32_t received;
+
+  JAX_RING_TEAM int next() const { return (self.rank + 1) % self.num_ranks(); }
+  JAX_RING_TEAM int previous() const { return (self.rank + self.num_ranks() - 1) % self.num_ranks(); }
+  JAX_RING_TEAM Pack* slot(int owner, uint32_t item) const {
+    const uint64_t index = item % self.capacity.num_slots;
+    return reinterpret_cast<Pack*>(self.mailbox[owner] + self.capacity.slot(cta, index));
+  }
+
+  // Waits for a free slot at the next rank.
+  JAX_RING_TEAM bool await_space() const {
+    bool ok = true;
+    if (team.thread() == 0) {
+      uint64_t* head = self.flag(self.rank, FlagKind::head, cta, 0);
+      const uint32_t needed = sent + 1 - static_cast<uint32_t>(self.capacity.num_slots);
+      ok = await(
+          self, [&] { return !is_before(epoch_of(peek(head)), needed); }, Step::ring_send, next(), needed, cta);
+    }
+    return team.all(ok);
+  }
+
+  // Waits for the next item from the previous rank.
+  JAX_RING_TEAM bool await_item() const {
+    bool ok = true;
+    if (team.thread() == 0) {
+      uint64_t* tail = self.flag(self.rank, FlagKind::tail, cta, 0);
+      ok = await(
+          self, [&] { return is_before(received, epoch_of(peek(tail))); }, Step::ring_receive, previous(), received + 1,
+          cta);
+      // The flag may be of a later call already, so that each item says whose it is.
+      if (ok && slot(self.rank, received)->word[0] != fingerprint) {
+        fail(self, FailureKind::mismatch, Step::ring_receive, previous(), received + 1, cta);
+        ok = false;
+      }
+    }
+    return team.all(ok);
+  }
+
+  JAX_RING_TEAM Pack* outgoing() const { return slot(next(), sent) + 1; }
+  JAX_RING_TEAM const Pack* incoming() const { return slot(self.rank, received) + 1; }
+
+  // Ends a hop: hands over what was written, gives back what was read.
+  JAX_RING_TEAM void finish(bool sends, bool receives) {
+    team.sync();
+    sent += sends;
+    received += receives;
+    if (team.thread() != 0) return;
+    if (sends) {
+      slot(next(), sent - 1)->word[0] = fingerprint;
+      post(self.flag(next(), FlagKind::tail, cta, 0), sent);
+    }
+    if (receives) post(self.flag(previous(), FlagKind::head, cta, 0), received);
+  }
+};
+
+// Does one hop with the packs of one chunk. False if a neighbour did not come.
+template <class Element, class Op, class Team>
+JAX_RING_TEAM bool do_hop(const Message& message, Hop hop, PackRange chunk, Link<Team>& link, Op op) {
+  constexpr int kPartial = PackFold<Element>::kPacks;
+  constexpr int kFoldsInFlight = 2;
+  if (hop.receives() && !link.await_item()) return false;
+  if (hop.sends() && !link.await_space()) return false;
+  const Pack* in = link.incoming();
+  Pack* out = link.outgoing();
+  if (hop.receives_result()) {
+    for_each_pack<kCopiesInFlight>(
+        message, chunk, link.team, [&](const Operand&, uint64_t, uint64_t place) { return in[place]; },
+        [&](const Operand& operand, uint64_t index, uint64_t place, Pack pack) {
+          output_pack(operand, index, pack);
+          if (hop.sends()) out[place] = pack;
+        });
+  } else {
+    for_each_pack<kFoldsInFlight>(
+        message, chunk, link.team,
+        [&](const Operand& operand, uint64_t index, uint64_t place) {
+          const Pack mine = input_pack(operand, index);
+          PackFold<Element> fold;
+          if (hop.receives()) {
+            fold.restore(in + kPartial * place);
+            fold.add(mine, op);
+          } else {
+            fold.start(mine);
+          }
+          return fold;
+        },
+        [&](const Operand& operand, uint64_t index, uint64_t place, const PackFold<Element>& fold) {
+          if (!hop.has_result()) return fold.save(out + kPartial * place);
+          const Pack result = fold.result();
+          output_pack(operand, index, result);
+          out[place] = result;
+        });
+  }
+  link.finish(hop.sends(), hop.receives());
+  return true;
+}
+
+// The team's chunks of the message.
+struct Chunks {
+  Order order;
+  int num_ranks;
+  uint64_t num_packs;   // of the message
+  uint64_t block;       // packs of each of the num_ranks blocks of the message, the last ones aside
+  PackRange share;          // this team's: of every block, or with Order::rank of the message
+  uint64_t chunk_packs;
+
+  JAX_RING_INLINE uint64_t count() const {
+    return ceil_div(share.size(), chunk_packs) * (order == Order::ring ? num_ranks : 1);
+  }
+
+  // Empty where the last blocks are shorter.
+  JAX_RING_INLINE PackRange operator[](uint64_t chunk) const {
+    const uint64_t base = order == Order::ring ? chunk % num_ranks * block : 0;
+    const uint64_t piece = order == Order::ring ? chunk / num_ranks : chunk;
+    const uint64_t end = smaller(share.begin + (piece + 1) * chunk_packs, share.end);
+    return {base + share.begin + piece * chunk_packs, smaller(base + end, num_packs)};
+  }
+};
+
+// All-reduces the team's share of the message. False if a neighbour did not come; the rank's failure then says which.
+template <class Element, class Op, class Team>
+JAX_RING_TEAM bool all_reduce(const Endpoint& self, const Message& message, Order order, int cta, Team team, Op op) {
+  Progress& progress = self.progress[cta];
+  const Capacity& capacity = self.capacity;
+  const int p = self.num_ranks();
+  const uint64_t block = order == Order::ring ? ceil_div(message.num_packs, p) : message.num_packs;
+  const Chunks chunks{order,
+                      p,
+                      message.num_packs,
+                      block,
+                      share_of({0, block}, cta, capacity.num_ctas),
+                      capacity.slot_packs / PackFold<Element>::kPacks};
+  const RingSchedule schedule{order, p, self.rank, chunks.count(), capacity.num_slots - 1};
+  Link<Team> link{self, cta, team, message.fingerprint, progress.sent, progress.received};
+  bool ok = true;
+  for (uint64_t step = 0; ok && step < schedule.num_steps(); ++step) {
+    const Hop hop = schedule.step(step);
+    if (hop.exists() && chunks[hop.chunk].size() > 0) ok = do_hop<Element>(message, hop, chunks[hop.chunk], link, op);
+  }
+  if (ok && team.thread() == 0) {
+    progress.sent = link.sent;
+    progress.received = link.received;
+  }
+  return ok;
+}
+
+}  // namespace ring
+}  // namespace jax_ring

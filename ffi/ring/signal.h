@@ -1,0 +1,129 @@
+// signal.h: how ranks tell each other how far they are, and the one function in which all of them wait.
+#pragma once
+
+#include <cstdint>
+#include <cuda/atomic>
+
+#include "ring/endpoint.h"
+
+#if !defined(__CUDACC__)
+#include <sched.h>
+
+#include <chrono>
+#endif
+
+namespace jax_ring {
+
+// The protocols are written against libcu++, which has one set of atomics for host and device.
+template <class T>
+using SystemAtomic = cuda::atomic_ref<T, cuda::thread_scope_system>;
+
+// Whether a comes before b, of counters that wrap around.
+JAX_RING_INLINE bool is_before(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; }
+
+// A flag tells which call it belongs to and how far its writer is.
+JAX_RING_INLINE uint64_t flag_value(uint32_t fingerprint, uint32_t epoch) {
+  return static_cast<uint64_t>(fingerprint) << 32 | epoch;
+}
+JAX_RING_INLINE uint32_t epoch_of(uint64_t flag) { return static_cast<uint32_t>(flag); }
+JAX_RING_INLINE uint32_t fingerprint_of(uint64_t flag) { return static_cast<uint32_t>(flag >> 32); }
+
+// Sets a flag. Whoever sees it sees all that this thread wrote, and saw of its team's writes, before.
+JAX_RING_TEAM void post(uint64_t* flag, uint64_t value) {
+  SystemAtomic<uint64_t>(*flag).store(value, cuda::memory_order_release);
+}
+JAX_RING_TEAM uint64_t peek(uint64_t* flag) { return SystemAtomic<uint64_t>(*flag).load(cuda::memory_order_acquire); }
+
+JAX_RING_TEAM void store_line(Line* to, Line line) {
+#if defined(__CUDACC__)
+  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(line.word[0]), "l"(line.word[1])
+               : "memory");
+#else
+  for (int i = 0; i < 2; ++i) SystemAtomic<uint64_t>(to->word[i]).store(line.word[i], cuda::memory_order_relaxed);
+#endif
+}
+
+JAX_RING_TEAM Line load_line(Line* from) {
+  Line line;
+#if defined(__CUDACC__)
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];"
+               : "=l"(line.word[0]), "=l"(line.word[1])
+               : "l"(from)
+               : "memory");
+#else
+  for (int i = 0; i < 2; ++i) line.word[i] = SystemAtomic<uint64_t>(from->word[i]).load(cuda::memory_order_relaxed);
+#endif
+  return line;
+}
+
+JAX_RING_TEAM uint64_t now_ns() {
+#if defined(__CUDACC__)
+  uint64_t time;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+  return time;
+#else
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+#endif
+}
+
+// Records a failure, unless this rank has failed already: the first one is the cause of the others.
+JAX_RING_TEAM void fail(const Endpoint& self, FailureKind kind, Step step, int peer, uint32_t epoch, int cta) {
+  if (SystemAtomic<uint32_t>(*self.failed).exchange(1, cuda::memory_order_acq_rel) != 0) return;
+  Failure* record = self.failure;
+  record->step = static_cast<uint32_t>(step);
+  record->rank = self.rank;
+  record->peer = peer;
+  record->epoch = epoch;
+  record->call = self.call;
+  record->cta = static_cast<uint32_t>(cta);
+  SystemAtomic<uint32_t>(record->kind).store(static_cast<uint32_t>(kind), cuda::memory_order_release);
+}
+
+// Looking at the clock, and at whether another team has failed, costs more than looking at the flag.
+#if defined(__CUDACC__)
+constexpr uint32_t kSpinsPerLook = 1024;
+#else
+constexpr uint32_t kSpinsPerLook = 16;
+#endif
+
+// Waits until ready(); false if that takes longer than the deadline, or if this rank has failed meanwhile. All waits for
+// a peer are made here.
+template <class Ready>
+JAX_RING_TEAM bool await(const Endpoint& self, Ready ready, Step step, int peer, uint32_t epoch, int cta) {
+  uint64_t since = 0;
+  for (uint32_t spins = 1; !ready(); ++spins) {
+    if (spins % kSpinsPerLook != 0) continue;
+    if (SystemAtomic<uint32_t>(*self.failed).load(cuda::memory_order_relaxed) != 0) return false;
+    const uint64_t now = now_ns();
+    if (since == 0) since = now;
+    if (now - since > self.deadline_ns) {
+      fail(self, FailureKind::absent, step, peer, epoch, cta);
+      return false;
+    }
+#if !defined(__CUDACC__)
+    sched_yield();  // ranks may outnumber cores
+#endif
+  }
+  return true;
+}
+
+// Waits until the peer's flag says this epoch, and checks that it means the same call.
+JAX_RING_TEAM bool await_epoch(const Endpoint& self, FlagKind kind, uint64_t expected, Step step, int peer, int cta) {
+  uint64_t* flag = self.flag(self.rank, kind, cta, peer);
+  uint64_t seen = 0;
+  if (!await(
+          self,
+          [&] {
+            seen = peek(flag);
+            return epoch_of(seen) == epoch_of(expected);
+          },
+          step, peer, epoch_of(expected), cta)) {
+    return false;
+  }
+  if (seen == expected) return true;
+  fail(self, FailureKind::mismatch, step, peer, epoch_of(expected), cta);
+  return false;
+}
+
+}  // namespace jax_ring

@@ -1,0 +1,34 @@
+// team.h: the threads that work on one slice of a message together: a CTA on a GPU, a single thread on the host.
+#pragma once
+
+// Functions of a whole team run on the GPU where there is one, and on the host otherwise: as an engine of its own, and
+// under the sanitizers.
+#if defined(__CUDACC__)
+#define JAX_RING_TEAM __device__ __forceinline__
+#define JAX_RING_UNROLL _Pragma("unroll")
+#else
+#define JAX_RING_TEAM inline
+#define JAX_RING_UNROLL
+#endif
+
+namespace jax_ring {
+
+#if defined(__CUDACC__)
+struct Cta {
+  JAX_RING_TEAM int thread() const { return static_cast<int>(threadIdx.x); }
+  JAX_RING_TEAM int size() const { return static_cast<int>(blockDim.x); }
+  // Everybody has come here, and sees what the others wrote before.
+  JAX_RING_TEAM void sync() const { __syncthreads(); }
+  // As sync(); true on all threads if it was true on all.
+  JAX_RING_TEAM bool all(bool mine) const { return __syncthreads_and(mine) != 0; }
+};
+#else
+struct Solo {
+  int thread() const { return 0; }
+  int size() const { return 1; }
+  void sync() const {}
+  bool all(bool mine) const { return mine; }
+};
+#endif
+
+}  // namespace jax_ring

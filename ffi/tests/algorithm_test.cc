@@ -1,0 +1,254 @@
+// algorithm_test.cc: one-shot, two-shot and ring all-reduce between threads, by the code that the GPU's kernels run.
+#include "ring/algorithm.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "peers.h"
+
+namespace jax_ring::cpu::testing {
+namespace {
+
+struct Way {
+  Algorithm algorithm;
+  Order order;
+  const char* name;
+};
+
+const Way kWays[] = {
+    {Algorithm::one_shot, Order::rank, "one_shot"},
+    {Algorithm::two_shot, Order::rank, "two_shot"},
+    {Algorithm::ring, Order::rank, "ring_in_rank_order"},
+    {Algorithm::ring, Order::ring, "ring"},
+};
+
+void PrintTo(const Way& way, std::ostream* out) { *out << way.name; }
+
+constexpr int kRanks[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16};
+
+// Runs the calls one after the other without a pause, and checks them all.
+void check(Peers& peers, std::vector<PeerCall> calls) {
+  std::vector<std::vector<Bytes>> expected;
+  for (PeerCall& call : calls) expected.push_back(call.expected());
+  peers.run(calls);
+  for (size_t i = 0; i < calls.size(); ++i) expect_results(calls[i], expected[i]);
+}
+
+class AllReduce : public ::testing::TestWithParam<std::tuple<Way, int>> {
+ protected:
+  Way way() const { return std::get<0>(GetParam()); }
+  int num_ranks() const { return std::get<1>(GetParam()); }
+  PeerCall call(DType dtype, std::vector<size_t> counts, unsigned seed, size_t offset = 0) const {
+    return PeerCall::random(dtype, way().algorithm, way().order, num_ranks(), std::move(counts), seed, offset);
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(, AllReduce, ::testing::Combine(::testing::ValuesIn(kWays), ::testing::ValuesIn(kRanks)),
+                         [](const auto& info) {
+                           return std::string(std::get<0>(info.param).name) + "_" +
+                                  std::to_string(std::get<1>(info.param)) + "_ranks";
+                         });
+
+TEST_P(AllReduce, SizesAroundEveryBoundary) {
+  const size_t p = num_ranks();
+  const Capacity capacity = small_capacity(num_ranks());
+  const size_t per_pack = kPackBytes / sizeof(float);
+  // One round of one team, of each algorithm, in elements.
+  const size_t rounds[] = {capacity.one_shot_packs * per_pack, capacity.part_packs * p * per_pack,
+                           capacity.slot_packs * per_pack, capacity.slot_packs * p * per_pack};
+  std::vector<size_t> counts = {0, 1, p - 1, p, p + 1, per_pack * p, per_pack * p + 1};
+  for (size_t round : rounds) {
+    for (size_t teams : {size_t{1}, static_cast<size_t>(capacity.num_ctas)}) {
+      counts.insert(counts.end(), {round * teams - 1, round * teams, round * teams + 1});
+    }
+  }
+  counts.push_back(7 * capacity.slot_packs * p * per_pack + 3);
+  Peers peers(capacity);
+  std::vector<PeerCall> calls;
+  for (size_t count : counts) calls.push_back(call(DType::f32, {count}, static_cast<unsigned>(calls.size())));
+  check(peers, std::move(calls));
+}
+
+TEST_P(AllReduce, EveryDtype) {
+  Peers peers(small_capacity(num_ranks()));
+  std::vector<PeerCall> calls;
+  for (DType dtype : all_dtypes()) calls.push_back(call(dtype, {333}, static_cast<unsigned>(calls.size())));
+  check(peers, std::move(calls));
+}
+
+TEST_P(AllReduce, AnyAlignmentAndInPlace) {
+  Peers peers(small_capacity(num_ranks()));
+  std::vector<PeerCall> calls;
+  for (size_t offset : {4, 8, 12}) {
+    for (bool in_place : {false, true}) {
+      calls.push_back(call(DType::f32, {101}, static_cast<unsigned>(calls.size()), offset));
+      calls.back().in_place = in_place;
+    }
+  }
+  check(peers, std::move(calls));
+}
+
+TEST_P(AllReduce, CountersWrapAround) {
+  Peers peers(small_capacity(num_ranks()), 0xffffffffu - 9);
+  std::vector<PeerCall> calls;
+  for (unsigned i = 0; i < 12; ++i) calls.push_back(call(DType::u32, {60 + i}, i));
+  check(peers, std::move(calls));
+  if (num_ranks() == 1 && way().algorithm == Algorithm::ring) return;  // sends nothing
+  const Progress& progress = peers.progress(0, 0);
+  const uint32_t counter = way().algorithm == Algorithm::one_shot   ? progress.one_shot_epoch
+                           : way().algorithm == Algorithm::two_shot ? progress.round
+                                                                    : progress.sent;
+  EXPECT_LT(counter, 1u << 20) << "the counter has not wrapped around";
+}
+
+// ---- All algorithms in one mailbox
+
+TEST(Mailbox, TheAlgorithmsTakeTurns) {
+  for (int num_ranks : {2, 3, 5}) {
+    Peers peers(small_capacity(num_ranks));
+    std::vector<PeerCall> calls;
+    for (unsigned i = 0; i < 60; ++i) {
+      const Way& way = kWays[(i * i + i / 4) % 4];
+      calls.push_back(PeerCall::random(DType::f32, way.algorithm, way.order, num_ranks, {(i * 37) % 300}, i));
+    }
+    check(peers, std::move(calls));
+  }
+}
+
+// In ring order each operand is a call of its own.
+TEST(Mailbox, ManyOperandsTravelInOneCall) {
+  std::vector<size_t> counts;
+  for (size_t i = 0; i < kMaxOperands; ++i) counts.push_back(i * i % 97);
+  for (int num_ranks : {1, 2, 3, 8}) {
+    Peers peers(small_capacity(num_ranks));
+    std::vector<PeerCall> calls;
+    for (Algorithm algorithm : {Algorithm::one_shot, Algorithm::two_shot, Algorithm::ring}) {
+      calls.push_back(PeerCall::random(DType::bf16, algorithm, Order::rank, num_ranks, counts, 1));
+      calls.push_back(PeerCall::random(DType::f64, algorithm, Order::rank, num_ranks, {0, 0, 5, 0, 1000, 0}, 2));
+    }
+    check(peers, std::move(calls));
+  }
+}
+
+TEST(Mailbox, PartsDoNotOverlap) {
+  for (int num_ranks : kRanks) {
+    Capacity capacity = small_capacity(num_ranks);
+    capacity.num_ctas = 3;
+    std::vector<std::pair<size_t, size_t>> parts;
+    for (int cta = 0; cta < capacity.num_ctas; ++cta) {
+      for (FlagKind kind : {FlagKind::tail, FlagKind::head}) parts.push_back({capacity.flag(kind, cta, 0), kFlagBytes});
+      for (int peer = 0; peer < num_ranks; ++peer) {
+        parts.push_back({capacity.flag(FlagKind::scattered, cta, peer), kFlagBytes});
+        parts.push_back({capacity.flag(FlagKind::gathered, cta, peer), kFlagBytes});
+        parts.push_back({capacity.lines(0, cta, peer), capacity.num_lines() * sizeof(Line)});
+        parts.push_back({capacity.lines(1, cta, peer), capacity.num_lines() * sizeof(Line)});
+        parts.push_back({capacity.scatter(cta, peer), capacity.part_packs * kPackBytes});
+        parts.push_back({capacity.gather(cta, peer), capacity.part_packs * kPackBytes});
+      }
+      for (uint64_t i = 0; i < capacity.num_slots; ++i) {
+        parts.push_back({capacity.slot(cta, i), (1 + capacity.slot_packs) * kPackBytes});
+      }
+    }
+    std::sort(parts.begin(), parts.end());
+    size_t end = 0;
+    for (const auto& [begin, size] : parts) {
+      EXPECT_EQ(begin, end);
+      EXPECT_EQ(begin % kPackBytes, 0u);
+      end = begin + size;
+    }
+    EXPECT_EQ(end, capacity.bytes());
+  }
+}
+
+TEST(OneShot, NoLineKeepsItsTagForLong) {
+  // A line of an old call that is still there when the epochs have wrapped around would pass for a new one.
+  Capacity capacity = small_capacity(2);
+  capacity.num_ctas = 1;
+  Peers peers(capacity);
+  std::vector<PeerCall> calls;
+  const size_t full = capacity.one_shot_packs * kPackBytes / sizeof(float);
+  for (unsigned i = 0; i < 2; ++i) {
+    calls.push_back(PeerCall::random(DType::f32, Algorithm::one_shot, Order::rank, 2, {full}, i));
+  }
+  const unsigned rounds = static_cast<unsigned>(2 * capacity.num_lines());
+  for (unsigned i = 0; i < rounds; ++i) {
+    calls.push_back(PeerCall::random(DType::f32, Algorithm::one_shot, Order::rank, 2, {1}, i));
+  }
+  check(peers, std::move(calls));
+  for (int parity = 0; parity < 2; ++parity) {
+    for (uint64_t i = 0; i < capacity.num_lines(); ++i) {
+      uint64_t word;
+      std::memcpy(&word, peers.mailbox(0).data() + capacity.lines(parity, 0, 1) + i * sizeof(Line), sizeof(word));
+      EXPECT_GT(word >> 32, 2u) << "line " << i << " of set " << parity;
+    }
+  }
+}
+
+// ---- Failures
+
+class Fails : public ::testing::TestWithParam<Way> {};
+INSTANTIATE_TEST_SUITE_P(, Fails, ::testing::ValuesIn(kWays),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+TEST_P(Fails, NamesTheRankThatDoesNotCome) {
+  const int absent = 2;
+  Peers peers(small_capacity(4));
+  std::vector<PeerCall> calls;
+  calls.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().order, 4, {500}, 1));
+  peers.run(calls);
+  calls.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().order, 4, {500}, 2));
+  calls.erase(calls.begin());
+  peers.run(calls, {0, 1, 3}, 0.2);
+  bool named = false;
+  for (int rank : {0, 1, 3}) {
+    const Failure& failure = peers.failure(rank);
+    EXPECT_EQ(failure.kind, static_cast<uint32_t>(FailureKind::absent)) << rank;
+    EXPECT_EQ(failure.rank, rank);
+    EXPECT_EQ(failure.call, 7u);
+    EXPECT_GT(failure.epoch, 0u);
+    named = named || failure.peer == absent;
+    // Nothing that could be taken for a result: some outputs are marked, the others were not reached.
+    OffsetBuffer& output = calls[0].outputs[rank][0];
+    EXPECT_TRUE(std::all_of(output.data(), output.data() + output.size(), [](unsigned char b) { return b == 0xff; }))
+        << rank;
+  }
+  EXPECT_TRUE(named);
+  EXPECT_EQ(peers.failure(absent).kind, static_cast<uint32_t>(FailureKind::none));
+}
+
+TEST_P(Fails, AFailedRankDoesNotGoOn) {
+  Peers peers(small_capacity(2));
+  std::vector<PeerCall> calls;
+  for (unsigned i = 0; i < 3; ++i) {
+    calls.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().order, 2, {200}, i));
+  }
+  peers.run(calls, {0}, 0.2);
+  const uint32_t epoch = peers.failure(0).epoch;
+  // Its peer comes late. It must not take up where the first one is lost.
+  peers.run(calls, {0, 1}, 0.2);
+  EXPECT_EQ(peers.failure(0).epoch, epoch);
+  EXPECT_EQ(calls[2].outputs[0][0].data()[0], 0xff);
+}
+
+TEST_P(Fails, TellsCallsThatDoNotBelongTogether) {
+  Peers peers(small_capacity(2));
+  // The ranks bring different calls of one size: without the check the sum of the two would be the result.
+  std::vector<PeerCall> one, other;
+  one.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().order, 2, {300}, 1));
+  other.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().order, 2, {300}, 2));
+  std::thread thread([&] { peers.run(one, {0}, 5); });
+  peers.run(other, {1}, 5);
+  thread.join();
+  int mismatches = 0;
+  for (int rank : {0, 1}) {
+    EXPECT_NE(peers.failure(rank).kind, static_cast<uint32_t>(FailureKind::none)) << rank;
+    mismatches += peers.failure(rank).kind == static_cast<uint32_t>(FailureKind::mismatch);
+  }
+  EXPECT_GE(mismatches, 1);
+}
+
+}  // namespace
+}  // namespace jax_ring::cpu::testing
