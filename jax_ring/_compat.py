@@ -16,6 +16,7 @@ if jax.__version_info__ < OLDEST_JAX:
 try:
     from jax._src import config as _config
     from jax._src import core as _core
+    from jax._src import distributed as _distributed
     from jax._src.interpreters.pxla import axis_groups as _axis_groups
     from jax._src.lax import parallel as _parallel
     from jax.interpreters.mlir import SPMDAxisContext as SPMDAxisContext
@@ -99,6 +100,22 @@ def lower_lax_psum(ctx, operand, *, axes, axis_index_groups):
 def replica_groups(axis_context, axes: tuple) -> tuple[tuple[int, ...], ...]:
     """The groups of mesh positions that a collective over `axes` spans, each in rank order."""
     return tuple(tuple(int(i) for i in group) for group in _axis_groups(axis_context, axes))
+
+
+def mesh_devices(mesh) -> list | None:
+    """The devices of a mesh, by mesh position; None for an abstract mesh."""
+    return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
+
+
+def key_value_store(timeout_s: float) -> tuple:
+    """The table that all processes of `jax.distributed` share: publish(key, bytes), and fetch(key), which waits."""
+    client = _distributed.global_state.client
+    if client is None:
+        raise RuntimeError(
+            f"jax_ring needs jax.distributed to be initialized in a program of {jax.process_count()} processes, so that "
+            "they can find each other. Call jax.distributed.initialize() first."
+        )
+    return client.key_value_set_bytes, lambda key: client.blocking_key_value_get_bytes(key, int(timeout_s * 1000))
 
 
 def register_cpu_ffi_type(name: str, registration: dict) -> None:

@@ -2,6 +2,9 @@
 
 import logging
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +13,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from jax_ring import _compat, runtime
+from jax_ring import _compat, communicator, runtime
 
 logger = logging.getLogger("jax_ring")
 
@@ -26,10 +29,19 @@ _WIDENED = {
 }
 
 
+class Rank(NamedTuple):
+    """How an engine is told the groups, and which of their members it is called for."""
+
+    operands: list  # that come before the user's
+    avals: list
+    attributes: dict
+
+
 def lower(ctx, *operands, axes, axis_index_groups, options):
     """One custom call to an engine for all operands, or XLA's all_reduce where no engine serves them."""
-    target, why_not = _who_serves(ctx)
-    if target is None:
+    groups = _replica_groups(ctx, axes, axis_index_groups)
+    rank_of_caller, why_not = _who_serves(ctx, groups)
+    if rank_of_caller is None:
         ignored = f", which knows no {chosen}" if (chosen := options.chosen()) else ""
         if runtime.STRICT:
             raise NotImplementedError(
@@ -38,13 +50,15 @@ def lower(ctx, *operands, axes, axis_index_groups, options):
             )
         logger.info("ring_psum over %s uses XLA's all_reduce%s: %s", axes, ignored, why_not)
         return _lower_to_xla(ctx, *operands, axes=axes, axis_index_groups=axis_index_groups)
-    return _emit(ctx, target, operands, axes, axis_index_groups, options)
+    if all(len(group) == 1 for group in groups):
+        return operands
+    return _emit(ctx, rank_of_caller(), groups, operands, axes, axis_index_groups, options)
 
 
-def _who_serves(ctx) -> tuple[str | None, str]:
-    """The custom call's target of the engine that serves the call; or none, and why XLA has to."""
+def _who_serves(ctx, groups) -> tuple[Callable[[], Rank] | None, str]:
+    """How the engine that serves the call is told the rank; or, if none does, None and why XLA has to."""
     platforms = tuple(ctx.platforms or ctx.module_context.platforms)
-    if platforms != ("cpu",):
+    if platforms not in (("cpu",), ("cuda",)):
         return None, f"the program is lowered for {' and '.join(platforms)}"
     axis_context = ctx.module_context.axis_context
     if not isinstance(axis_context, _compat.SPMDAxisContext):
@@ -52,16 +66,31 @@ def _who_serves(ctx) -> tuple[str | None, str]:
     automatic = set(axis_context.mesh.axis_names) - set(axis_context.manual_axes)
     if automatic:
         return None, f"the enclosing shard_map leaves the axes {sorted(map(str, automatic))} to the compiler"
+    if platforms == ("cuda",):
+        why_not = communicator.why_not_gpus(axis_context.mesh, groups)
+        return (None, why_not) if why_not else (partial(_rank_on_cuda, axis_context.mesh, groups), "")
     if jax.process_count() > 1:
         return None, f"the program runs in {jax.process_count()} processes"
-    return runtime.ALL_REDUCE_TARGET, ""
+    return partial(_rank_on_cpu, groups), ""
 
 
-def _emit(ctx, target, operands, axes, axis_index_groups, options):
-    """The custom call, and the conversions around it for types that the engine does not read."""
-    groups = _replica_groups(ctx, axes, axis_index_groups)
-    if all(len(group) == 1 for group in groups):
-        return operands
+def _rank_on_cpu(groups) -> Rank:
+    # The caller's mesh position is a run-time value: one program serves all devices.
+    position = hlo.partition_id()
+    partitions = np.array([i for group in groups for i in group], np.int64)
+    return Rank([position], [jax.core.ShapedArray((), np.uint32)], {"partitions": partitions})
+
+
+def _rank_on_cuda(mesh, groups) -> Rank:
+    # Here the handler knows its GPU, and the position would lie in the GPU's memory, which the host cannot see.
+    gpus = communicator.gpus_of(mesh)
+    members = [gpus[i] for group in groups for i in group]
+    processes = np.array([gpu.process for gpu in members], np.int64)
+    return Rank([], [], {"processes": processes, "devices": np.array([gpu.number for gpu in members], np.int64)})
+
+
+def _emit(ctx, rank: Rank, groups, operands, axes, axis_index_groups, options):
+    """The custom call, and the conversions around it for types that the engines do not read."""
     wide = _WIDENED.get(ctx.avals_in[0].dtype.name)
     avals = [aval.update(dtype=wide or aval.dtype) for aval in ctx.avals_in]
     if wide is not None:
@@ -69,19 +98,17 @@ def _emit(ctx, target, operands, axes, axis_index_groups, options):
 
     call = _describe(ctx, axes, axis_index_groups)
     runtime.note_call_site(call, _compat.call_site(ctx))
-    # The caller's mesh position is a run-time value: one program serves all devices.
-    position = hlo.partition_id()
-    position_aval = jax.core.ShapedArray((), np.uint32)
-    in_place = {1 + i: i for i, operand in enumerate(operands) if _may_overwrite(operand)}
-    results = jax.ffi.ffi_lowering(target, operand_output_aliases=in_place)(
-        ctx.replace(avals_in=[position_aval, *avals], avals_out=avals),
-        position,
+    first = len(rank.operands)
+    in_place = {first + i: i for i, operand in enumerate(operands) if _may_overwrite(operand)}
+    results = jax.ffi.ffi_lowering(runtime.ALL_REDUCE_TARGET, operand_output_aliases=in_place)(
+        ctx.replace(avals_in=[*rank.avals, *avals], avals_out=avals),
+        *rank.operands,
         *operands,
-        partitions=np.array([i for group in groups for i in group], np.int64),
         group_sizes=np.array([len(group) for group in groups], np.int64),
         call=call,
         algorithm=options.algorithm,
         order=options.order,
+        **rank.attributes,
     )
     if wide is not None:
         results = [_convert(ctx, x, aval) for x, aval in zip(results, ctx.avals_out, strict=True)]

@@ -16,6 +16,14 @@ except ImportError as error:
         "tree, build it with `pip install .` and run from another folder, or with `pip install --editable .`."
     ) from error
 
+try:
+    import jax_ring._ffi_cuda as ffi_cuda
+
+    why_no_cuda = ""
+except ImportError as error:
+    ffi_cuda = None
+    why_no_cuda = f"{error}. Install it again with JAX_RING_CUDA=ON, where nvcc is, to build it."
+
 __version__ = importlib.metadata.version("jax-ring")
 
 ALL_REDUCE_TARGET = "jax_ring_all_reduce"
@@ -61,11 +69,38 @@ def note_call_site(call: str, site: str) -> None:
         _ffi_cpu.note_call_site(call, site)
 
 
+def timeout() -> float:
+    """Seconds that a rank waits for another."""
+    return _ffi_cpu.deadline()
+
+
+def join_cuda_processes(process: int, publish, fetch) -> None:
+    """Tells the CUDA engine which process this is, and how it exchanges bytes with the others."""
+    if ffi_cuda is not None:
+        ffi_cuda.set_process(process, publish, fetch)
+
+
+def forget_gpu_groups() -> None:
+    """Has programs compiled from now on form their GPU groups anew, which they must after a call in one has failed.
+
+    To be called in all processes, together with `jax.clear_caches()`, when no program is running.
+    """
+    if ffi_cuda is not None:
+        ffi_cuda.forget_groups()
+
+
 def _register() -> None:
     _compat.register_cpu_ffi_type("jax_ring_call_site", _ffi_cpu.call_site_type())
     jax.ffi.register_ffi_target(ALL_REDUCE_TARGET, _ffi_cpu.all_reduce_handlers(), platform="cpu")
+    if ffi_cuda is not None:
+        # Here JAX waits for the CUDA client with both, and hands over types before handlers.
+        jax.ffi.register_ffi_type("jax_ring_instance", ffi_cuda.instance_type(), platform="CUDA")
+        jax.ffi.register_ffi_target(ALL_REDUCE_TARGET, ffi_cuda.all_reduce_handlers(), platform="CUDA")
     if TIMEOUT_VARIABLE in os.environ:
-        _ffi_cpu.set_deadline(timeout_from(os.environ[TIMEOUT_VARIABLE]))
+        seconds = timeout_from(os.environ[TIMEOUT_VARIABLE])
+        _ffi_cpu.set_deadline(seconds)
+        if ffi_cuda is not None:
+            ffi_cuda.set_deadline(seconds)
 
 
 _register()

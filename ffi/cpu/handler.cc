@@ -11,6 +11,7 @@
 #include "cpu/engine.h"
 #include "cpu/float_mode.h"
 #include "cpu/rendezvous.h"
+#include "xla_types.h"
 
 namespace jax_ring::cpu {
 namespace {
@@ -36,64 +37,6 @@ class XlaWorkers final : public Workers {
  private:
   ffi::ThreadPool& pool_;
 };
-
-// The engine's element type for XLA's, and how many engine elements one XLA element is.
-struct Element {
-  DType dtype;
-  size_t per_element;
-};
-
-Element element_of(ffi::DataType dtype) {
-  switch (dtype) {
-    case ffi::S8:
-    case ffi::U8:
-      return {DType::u8, 1};
-    case ffi::S16:
-    case ffi::U16:
-      return {DType::u16, 1};
-    case ffi::S32:
-    case ffi::U32:
-      return {DType::u32, 1};
-    case ffi::S64:
-    case ffi::U64:
-      return {DType::u64, 1};
-    case ffi::F16:
-      return {DType::f16, 1};
-    case ffi::BF16:
-      return {DType::bf16, 1};
-    case ffi::F32:
-      return {DType::f32, 1};
-    case ffi::F64:
-      return {DType::f64, 1};
-    case ffi::C64:
-      return {DType::f32, 2};
-    case ffi::C128:
-      return {DType::f64, 2};
-    case ffi::F8E5M2:
-      return {DType::f8e5m2, 1};
-    case ffi::F8E4M3:
-      return {DType::f8e4m3, 1};
-    case ffi::F8E3M4:
-      return {DType::f8e3m4, 1};
-    case ffi::F8E4M3FN:
-      return {DType::f8e4m3fn, 1};
-    case ffi::F8E4M3B11FNUZ:
-      return {DType::f8e4m3b11fnuz, 1};
-    case ffi::F8E4M3FNUZ:
-      return {DType::f8e4m3fnuz, 1};
-    case ffi::F8E5M2FNUZ:
-      return {DType::f8e5m2fnuz, 1};
-    default:
-      throw std::invalid_argument("jax_ring_all_reduce: no fold for XLA element type " +
-                                  std::to_string(static_cast<int>(dtype)));
-  }
-}
-
-Order order_of(std::string_view name) {
-  if (name == "rank") return Order::rank;
-  if (name == "ring") return Order::ring;
-  throw std::invalid_argument("jax_ring_all_reduce: unknown order " + std::string(name));
-}
 
 ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(ffi::Span<const int64_t> partitions,
                                                     ffi::Span<const int64_t> group_sizes, std::string_view call,

@@ -18,7 +18,14 @@ JAX_RING_TEAM void all_reduce(const Endpoint& self, const Message& message, Orde
   } else {
     ok = ok && ring::all_reduce<Element>(self, message, order, cta, team, op);
   }
-  if (!ok) poison(message, share_of({0, message.num_packs}, cta, self.capacity.num_ctas), team);
+  if (ok) return;
+  // What this team would have written, and nothing else: other teams may be through.
+  const int num_blocks = order == Order::ring ? self.num_ranks() : 1;
+  const uint64_t block = ceil_div(message.num_packs, num_blocks);
+  const PackRange share = share_of({0, block}, cta, self.capacity.num_ctas);
+  for (int i = 0; i < num_blocks; ++i) {
+    poison(message, {i * block + share.begin, smaller(i * block + share.end, message.num_packs)}, team);
+  }
 }
 
 }  // namespace jax_ring

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "ring/element.h"
+#include "ring/options.h"
 #include "ring/team.h"
 
 namespace jax_ring {
@@ -13,7 +14,7 @@ struct alignas(16) Pack {
   uint64_t word[2];
 };
 
-constexpr uint64_t kPackBytes = sizeof(Pack);
+static_assert(sizeof(Pack) == kPackBytes);
 
 template <class Element>
 constexpr int kPerPack = static_cast<int>(kPackBytes / sizeof(typename Element::Storage));

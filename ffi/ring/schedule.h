@@ -7,24 +7,15 @@
 #include <utility>
 #include <vector>
 
-#include "ring/element.h"
+#include "ring/options.h"
 
 namespace jax_ring {
-
-// The order of ranks in which values are folded.
-enum class Order : int {
-  rank,  // 0, 1, ..., p-1
-  ring,  // that of a ring reduce-scatter, which differs between the blocks of an operand; see `ring_first_rank`
-};
 
 // Elements [begin, begin + count).
 struct Range {
   size_t begin;
   size_t count;
 };
-
-// A ring moves whole packs: what a thread of a GPU loads at once.
-constexpr size_t kPackBytes = 16;
 
 // Block i of an operand, for 0 <= i < num_ranks: what rank i ends up with in a ring reduce-scatter. The operand's packs
 // are dealt out evenly, the last block being shorter, or several of them empty, where that does not come out.

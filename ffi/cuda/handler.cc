@@ -1,0 +1,143 @@
+// handler.cc: decodes the custom call, checks it, and launches the kernels of its plan.
+#include "cuda/handler.h"
+
+#include <cuda_runtime_api.h>
+
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "cuda/communicator.h"
+#include "cuda/plan.h"
+#include "xla_types.h"
+
+namespace jax_ring::gpu {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// One per call instruction and process; the runtime owns it.
+struct Instance {
+  static ffi::TypeId id;
+  CallSite site;
+  std::vector<std::shared_ptr<Communicator>> communicators;  // of the groups in which this process has GPUs
+};
+ffi::TypeId Instance::id = {};
+
+// Here and not in the first execution: making a communicator allocates memory, which waits for kernels that are running,
+// and one of those may be waiting for this rank.
+ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(ffi::Span<const int64_t> processes,
+                                                    ffi::Span<const int64_t> devices,
+                                                    ffi::Span<const int64_t> group_sizes, std::string_view call,
+                                                    std::string_view algorithm, std::string_view order) {
+  try {
+    auto instance = std::make_unique<Instance>();
+    instance->site = {std::string(call), algorithm_of(algorithm), order_of(order)};
+    Communicators& all = Communicators::instance();
+    size_t next = 0;
+    for (int64_t size : group_sizes) {
+      if (size < 1 || next + size > processes.size() || processes.size() != devices.size()) {
+        throw std::invalid_argument("replica groups: the sizes do not match the number of devices");
+      }
+      std::vector<Member> members;
+      bool local = false;
+      for (const size_t end = next + size; next < end; ++next) {
+        members.push_back({processes[next], devices[next]});
+        local = local || processes[next] == all.process();
+      }
+      if (local) instance->communicators.push_back(all.of(members));
+    }
+    return instance;
+  } catch (const std::exception& error) {
+    return ffi::Unexpected(ffi::Error::Internal(std::string(call) + ": " + error.what()));
+  }
+}
+
+ffi::Error failure_of(const Instance& instance) {
+  for (const auto& communicator : instance.communicators) {
+    if (const auto failure = communicator->failure()) {
+      const std::string call = failure->call == instance.site.fingerprint() ? instance.site.call : "an earlier call";
+      return ffi::Error(ffi::ErrorCode::kDeadlineExceeded,
+                        communicator->describe(*failure, call, Communicators::instance().deadline()));
+    }
+  }
+  return ffi::Error::Success();
+}
+
+// Runs before every execution, also of one that replays a recorded graph, of which the host sees nothing else.
+ffi::Error initialize(Instance* instance, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+  return failure_of(*instance);
+}
+
+ffi::Error execute(Instance* instance, cudaStream_t stream, int32_t device, ffi::RemainingArgs args,
+                   ffi::RemainingRets rets, ffi::Dictionary /*seen by instantiate*/) {
+  try {
+    if (args.size() == 0 || args.size() != rets.size()) {
+      throw std::invalid_argument("needs one result for each of its operands");
+    }
+    if (ffi::Error error = failure_of(*instance); error.failure()) return error;
+    const Element element = element_of(args.get<ffi::AnyBuffer>(0)->element_type());
+    std::vector<Buffer> buffers;
+    for (size_t i = 0; i < args.size(); ++i) {
+      const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i);
+      buffers.push_back({input.untyped_data(), (*rets.get<ffi::AnyBuffer>(i))->untyped_data(), input.size_bytes()});
+    }
+    for (const auto& communicator : instance->communicators) {
+      const std::optional<int> rank = communicator->rank_of(device);
+      if (!rank) continue;
+      for (const Launch& each : plan(*communicator, *rank, instance->site, element.dtype, buffers,
+                                     Communicators::instance().deadline())) {
+        const cudaError_t error = launch(element.dtype, each.algorithm, each.call, stream);
+        if (error != cudaSuccess) throw std::runtime_error(std::string("launch: ") + cudaGetErrorString(error));
+      }
+      return ffi::Error::Success();
+    }
+    throw std::out_of_range("GPU " + std::to_string(device) + " is in none of the call's replica groups");
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(instance->site.call + ": " + error.what());
+  }
+}
+
+XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
+                       ffi::Ffi::BindInstantiate()
+                           .Attr<ffi::Span<const int64_t>>("processes")
+                           .Attr<ffi::Span<const int64_t>>("devices")
+                           .Attr<ffi::Span<const int64_t>>("group_sizes")
+                           .Attr<std::string_view>("call")
+                           .Attr<std::string_view>("algorithm")
+                           .Attr<std::string_view>("order"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(
+    initialize_handler, initialize,
+    ffi::Ffi::BindInitialize().Ctx<ffi::State<Instance>>().RemainingArgs().RemainingRets().Attrs(),
+    {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::State<Instance>>()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attrs(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+XLA_FFI_Error* all_reduce_instantiate(XLA_FFI_CallFrame* call_frame) { return instantiate_handler(call_frame); }
+XLA_FFI_Error* all_reduce_initialize(XLA_FFI_CallFrame* call_frame) { return initialize_handler(call_frame); }
+XLA_FFI_Error* all_reduce_execute(XLA_FFI_CallFrame* call_frame) { return execute_handler(call_frame); }
+
+XLA_FFI_TypeId* instance_type_id() { return &Instance::id; }
+
+XLA_FFI_TypeInfo* instance_type_info() {
+  static XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<Instance>();
+  return &info;
+}
+
+}  // namespace jax_ring::gpu

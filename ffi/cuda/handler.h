@@ -1,0 +1,27 @@
+// handler.h: the XLA FFI handlers of the CUDA engine, to be registered with JAX.
+#pragma once
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ring::gpu {
+
+// Stages of the custom call `jax_ring_all_reduce` on CUDA.
+//
+// Operands: all of one dtype.
+// Results:  one for each operand, of the same shape and dtype.
+// Attributes:
+//   processes    int64 array: the process of each member of the replica groups, group after group, in rank order
+//   devices      int64 array: which of its process's GPUs each of them is
+//   group_sizes  int64 array: the size of each group
+//   call         string: what the call is, for error messages; the same on all ranks
+//   algorithm    string: auto, one_shot, two_shot or ring
+//   order        string: rank or ring, the order in which values are folded
+XLA_FFI_Error* all_reduce_instantiate(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* all_reduce_initialize(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* all_reduce_execute(XLA_FFI_CallFrame* call_frame);
+
+// The type of the state that all devices of a process share for one call instruction.
+XLA_FFI_TypeId* instance_type_id();
+XLA_FFI_TypeInfo* instance_type_info();
+
+}  // namespace jax_ring::gpu

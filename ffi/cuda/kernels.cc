@@ -1,0 +1,52 @@
+// kernels.cc: finds the kernel for a type and an algorithm.
+#include "cuda/kernels.h"
+
+#include "cuda/kernel_table.h"
+
+namespace jax_ring::gpu {
+
+#define JAX_RING_DECLARE(name, element) extern const KernelTable kernels_##name;
+JAX_RING_FOR_EACH_DTYPE(JAX_RING_DECLARE)
+#undef JAX_RING_DECLARE
+
+namespace {
+
+const KernelTable* const kTables[] = {
+#define JAX_RING_TABLE(name, element) &kernels_##name,
+    JAX_RING_FOR_EACH_DTYPE(JAX_RING_TABLE)
+#undef JAX_RING_TABLE
+};
+
+cudaError_t launch_kernel(DType dtype, Algorithm algorithm, const Call& call, const Call* calls, int grid,
+                          cudaStream_t stream) {
+  const Kernel kernel = kTables[static_cast<int>(dtype)]->by_algorithm[static_cast<int>(algorithm)];
+  void* arguments[] = {const_cast<Call*>(&call), &calls};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(grid), dim3(kThreadsPerCta), arguments, 0,
+                          stream);
+}
+
+}  // namespace
+
+cudaError_t launch(DType dtype, Algorithm algorithm, const Call& call, cudaStream_t stream) {
+  return launch_kernel(dtype, algorithm, call, nullptr, call.self.capacity.num_ctas, stream);
+}
+
+cudaError_t launch_together(DType dtype, Algorithm algorithm, const Call* calls, int num_ranks, int num_ctas,
+                            cudaStream_t stream) {
+  Call only{};
+  only.self.capacity.num_ctas = num_ctas;
+  return launch_kernel(dtype, algorithm, only, calls, num_ranks * num_ctas, stream);
+}
+
+cudaError_t load_kernels() {
+  for (const KernelTable* table : kTables) {
+    for (const Kernel kernel : table->by_algorithm) {
+      cudaFuncAttributes attributes;
+      const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+}  // namespace jax_ring::gpu

@@ -1,0 +1,31 @@
+// kernels.h: launches the all-reduce of one rank on its GPU.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "ring/endpoint.h"
+#include "ring/fold.h"
+#include "ring/options.h"
+
+namespace jax_ring::gpu {
+
+// All that a kernel is told; copied into its parameters, so that a recorded graph needs no memory of ours to live on.
+struct Call {
+  Endpoint self;
+  Message message;
+  Order order;
+};
+
+// Runs the call on the stream's device.
+cudaError_t launch(DType dtype, Algorithm algorithm, const Call& call, cudaStream_t stream);
+
+// Runs the calls of several ranks, an array in the device's memory, as one kernel: ranks that wait for each other must
+// run at the same time, and one kernel is the surest way to that on one GPU. For tests and measurements.
+cudaError_t launch_together(DType dtype, Algorithm algorithm, const Call* calls, int num_ranks, int num_ctas,
+                            cudaStream_t stream);
+
+// Loads all kernels on the current device. To be done before the first launch: loading one later may wait for a kernel
+// that waits for this rank.
+cudaError_t load_kernels();
+
+}  // namespace jax_ring::gpu

@@ -1,0 +1,37 @@
+// kernels_dtype.cu: the kernels of one element type, compiled once for each (JAX_RING_DTYPE names it).
+#include "cuda/kernel_table.h"
+#include "ring/algorithm.h"
+
+namespace jax_ring::gpu {
+namespace {
+
+template <class Element, class Op, Algorithm kAlgorithm>
+__global__ void __launch_bounds__(kThreadsPerCta)
+    all_reduce_kernel(const __grid_constant__ Call only, const Call* calls) {
+  const int num_ctas = only.self.capacity.num_ctas;
+  const Call& call = calls == nullptr ? only : calls[blockIdx.x / num_ctas];
+  all_reduce<Element, Op, kAlgorithm>(call.self, call.message, call.order, blockIdx.x % num_ctas, Cta{}, Op{});
+}
+
+template <class Element, class Op>
+constexpr KernelTable table_of() {
+  return {{
+      &all_reduce_kernel<Element, Op, Algorithm::one_shot>,
+      &all_reduce_kernel<Element, Op, Algorithm::two_shot>,
+      &all_reduce_kernel<Element, Op, Algorithm::ring>,
+  }};
+}
+
+}  // namespace
+
+#define JAX_RING_PICK(name, element) using Element_##name = element;
+JAX_RING_FOR_EACH_DTYPE(JAX_RING_PICK)
+#undef JAX_RING_PICK
+
+#define JAX_RING_CONCAT_(a, b) a##b
+#define JAX_RING_CONCAT(a, b) JAX_RING_CONCAT_(a, b)
+
+extern const KernelTable JAX_RING_CONCAT(kernels_, JAX_RING_DTYPE);
+const KernelTable JAX_RING_CONCAT(kernels_, JAX_RING_DTYPE) = table_of<JAX_RING_CONCAT(Element_, JAX_RING_DTYPE), Sum>();
+
+}  // namespace jax_ring::gpu

@@ -1,0 +1,103 @@
+// module.cc: the Python module `_ffi_cuda`: the handlers as capsules, and what a GPU group needs to know.
+#include <cuda_runtime_api.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <utility>
+
+#include "cuda/communicator.h"
+#include "cuda/handler.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using jax_ring::gpu::Communicators;
+
+template <class T>
+nb::capsule capsule_of(T* pointer) {
+  return nb::capsule(reinterpret_cast<void*>(pointer));
+}
+
+}  // namespace
+
+NB_MODULE(_ffi_cuda, m) {
+  m.doc() = "The CUDA engine of jax_ring: XLA FFI handlers, and how GPUs meet.";
+
+  m.def(
+      "all_reduce_handlers",
+      [] {
+        nb::typed<nb::dict, nb::str, nb::object> stages;
+        stages["instantiate"] = capsule_of(&jax_ring::gpu::all_reduce_instantiate);
+        stages["initialize"] = capsule_of(&jax_ring::gpu::all_reduce_initialize);
+        stages["execute"] = capsule_of(&jax_ring::gpu::all_reduce_execute);
+        return stages;
+      },
+      "The custom call's handlers, one capsule for each stage, as jax.ffi.register_ffi_target takes them.");
+
+  m.def(
+      "instance_type",
+      [] {
+        nb::typed<nb::dict, nb::str, nb::object> type;
+        type["type_id"] = capsule_of(jax_ring::gpu::instance_type_id());
+        type["type_info"] = capsule_of(jax_ring::gpu::instance_type_info());
+        return type;
+      },
+      "The type of the handlers' state, as jax.ffi.register_ffi_type takes it.");
+
+  m.def(
+      "device_count",
+      [] {
+        int count = 0;
+        const cudaError_t error = cudaGetDeviceCount(&count);
+        return std::make_pair(error == cudaSuccess ? count : 0,
+                              std::string(error == cudaSuccess ? "" : cudaGetErrorString(error)));
+      },
+      "The number of GPUs that this process sees, and, if it is zero because of an error, which one.");
+
+  m.def(
+      "unreachable",
+      [](const std::vector<int>& devices) {
+        std::vector<std::pair<int, int>> pairs;
+        const auto memory = jax_ring::gpu::cuda_peer_memory();
+        for (int device : devices) {
+          for (int peer : devices) {
+            if (!memory->can_reach(device, peer)) pairs.emplace_back(device, peer);
+          }
+        }
+        return pairs;
+      },
+      "devices"_a, "The pairs of these GPUs of this process of which the first has no access to the other's memory.");
+
+  m.def(
+      "set_process",
+      [](int process, std::function<void(const std::string&, const nb::bytes&)> publish,
+         std::function<nb::bytes(const std::string&)> fetch) {
+        jax_ring::gpu::Exchange exchange;
+        exchange.publish = [publish = std::move(publish)](const std::string& key, const std::string& value) {
+          const nb::gil_scoped_acquire gil;
+          publish(key, nb::bytes(value.data(), value.size()));
+        };
+        exchange.fetch = [fetch = std::move(fetch)](const std::string& key) {
+          const nb::gil_scoped_acquire gil;
+          const nb::bytes value = fetch(key);
+          return std::string(value.c_str(), value.size());
+        };
+        Communicators::instance().set_process(process, std::move(exchange));
+      },
+      "process"_a, "publish"_a, "fetch"_a,
+      "Which process this is, and how it exchanges byte strings with the others: publish(key, value), and fetch(key), "
+      "which waits until there is one.");
+
+  m.def(
+      "set_deadline", [](double seconds) { Communicators::instance().set_deadline(seconds); }, "seconds"_a,
+      "Sets how long, in seconds, a GPU waits for a peer.");
+
+  m.def(
+      "forget_groups", [] { Communicators::instance().forget(); }, nb::call_guard<nb::gil_scoped_release>(),
+      "Has programs compiled from now on form their groups anew, as is necessary after one has failed.");
+}

@@ -1,0 +1,110 @@
+// peer_memory.cc: the CUDA runtime's calls behind PeerMemory.
+#include "cuda/peer_memory.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+#include <stdexcept>
+
+#include "cuda/kernels.h"
+
+namespace jax_ring::gpu {
+namespace {
+
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error) + " (" + cudaGetErrorName(error) + ")");
+}
+
+// Makes a device the calling thread's current one, and the one before it again at the end.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    check(cudaGetDevice(&before_), "cudaGetDevice");
+    check(cudaSetDevice(device), "cudaSetDevice");
+  }
+  ~OnDevice() { cudaSetDevice(before_); }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
+class CudaPeerMemory final : public PeerMemory {
+ public:
+  // Not from a memory pool: handles to pool memory are of another kind.
+  void* allocate(int device, size_t bytes) override {
+    const OnDevice on(device);
+    void* memory = nullptr;
+    check(cudaMalloc(&memory, bytes), "cudaMalloc of a mailbox");
+    check(cudaMemset(memory, 0, bytes), "cudaMemset of a mailbox");
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    return memory;
+  }
+
+  void release(int device, void* memory) override {
+    const OnDevice on(device);
+    cudaFree(memory);
+  }
+
+  void* allocate_on_host(size_t bytes) override {
+    void* memory = nullptr;
+    check(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc");
+    std::memset(memory, 0, bytes);
+    return memory;
+  }
+
+  void release_on_host(void* memory) override { cudaFreeHost(memory); }
+
+  bool can_reach(int device, int peer) override {
+    if (device == peer) return true;
+    int can = 0;
+    check(cudaDeviceCanAccessPeer(&can, device, peer), "cudaDeviceCanAccessPeer");
+    return can != 0;
+  }
+
+  void reach(int device, int peer) override {
+    if (device == peer) return;
+    const OnDevice on(device);
+    const cudaError_t error = cudaDeviceEnablePeerAccess(peer, 0);
+    if (error == cudaErrorPeerAccessAlreadyEnabled) {
+      cudaGetLastError();  // XLA enables it as well; the error would otherwise be found by someone else's check
+      return;
+    }
+    check(error, "cudaDeviceEnablePeerAccess");
+  }
+
+  std::string export_handle(int device, void* memory) override {
+    const OnDevice on(device);
+    cudaIpcMemHandle_t handle;
+    check(cudaIpcGetMemHandle(&handle, memory), "cudaIpcGetMemHandle");
+    return std::string(reinterpret_cast<const char*>(&handle), sizeof(handle));
+  }
+
+  void* import_handle(int device, const std::string& exported) override {
+    cudaIpcMemHandle_t handle;
+    if (exported.size() != sizeof(handle)) throw std::runtime_error("a peer sent no handle of CUDA memory");
+    std::memcpy(&handle, exported.data(), sizeof(handle));
+    const OnDevice on(device);
+    void* memory = nullptr;
+    check(cudaIpcOpenMemHandle(&memory, handle, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle");
+    return memory;
+  }
+
+  void close_handle(int device, void* memory) override {
+    const OnDevice on(device);
+    cudaIpcCloseMemHandle(memory);
+  }
+
+  void warm_up(int device) override {
+    const OnDevice on(device);
+    check(load_kernels(), "loading the kernels");
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<PeerMemory> cuda_peer_memory() { return std::make_unique<CudaPeerMemory>(); }
+
+}  // namespace jax_ring::gpu
