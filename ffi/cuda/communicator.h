@@ -5,7 +5,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -83,34 +82,6 @@ class Communicator {
   PeerMemory& memory_;
   std::vector<int> local_ranks_;
   std::map<int, Local> local_;  // by rank
-};
-
-// The communicators of this process, made when they are first asked for.
-class Communicators {
- public:
-  static Communicators& instance();
-
-  // Who this process is, and how it meets the others. Without others there is nothing to exchange.
-  void set_process(int64_t process, Exchange exchange);
-  int64_t process() const;
-
-  void set_deadline(double seconds);
-  double deadline() const;
-
-  // The communicator of these members.
-  std::shared_ptr<Communicator> of(const std::vector<Member>& members);
-
-  // Makes new communicators from now on, as is necessary after a failure. All processes must do so together.
-  void forget();
-
- private:
-  mutable std::mutex mutex_;
-  int64_t process_ = 0;
-  double deadline_ = 60;
-  int64_t generation_ = 0;
-  Exchange exchange_;
-  std::unique_ptr<PeerMemory> memory_;
-  std::map<std::vector<Member>, std::shared_ptr<Communicator>> by_members_;
 };
 
 }  // namespace jax_ring::gpu

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/communicator.h"
+#include "cuda/communicators.h"
 #include "cuda/plan.h"
 #include "xla_types.h"
 

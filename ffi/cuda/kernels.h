@@ -3,18 +3,10 @@
 
 #include <cuda_runtime_api.h>
 
-#include "ring/endpoint.h"
+#include "cuda/call.h"
 #include "ring/fold.h"
-#include "ring/options.h"
 
 namespace jax_ring::gpu {
-
-// All that a kernel is told; copied into its parameters, so that a recorded graph needs no memory of ours to live on.
-struct Call {
-  Endpoint self;
-  Message message;
-  Order order;
-};
 
 // Runs the call on the stream's device.
 cudaError_t launch(DType dtype, Algorithm algorithm, const Call& call, cudaStream_t stream);

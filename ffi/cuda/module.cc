@@ -8,7 +8,7 @@
 
 #include <utility>
 
-#include "cuda/communicator.h"
+#include "cuda/communicators.h"
 #include "cuda/handler.h"
 
 namespace nb = nanobind;

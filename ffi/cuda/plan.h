@@ -6,8 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "cuda/call.h"
 #include "cuda/communicator.h"
-#include "cuda/kernels.h"
+#include "ring/fold.h"
 
 namespace jax_ring::gpu {
 

@@ -105,6 +105,33 @@ struct PeerCall {
   }
 };
 
+  // Picks the code for an element type and an algorithm, as the table of kernels does on a GPU.
+  inline void all_reduce_any(DType dtype, Algorithm algorithm, const Endpoint& self, const Message& message,
+                             Order order, int cta, Dawdler team) {
+    const auto with = [&](auto element) {
+      using Element = decltype(element);
+      switch (algorithm) {
+        case Algorithm::one_shot:
+          return all_reduce<Element, Sum, Algorithm::one_shot, Dawdler>(self, message, order, cta, team, Sum{});
+        case Algorithm::two_shot:
+          return all_reduce<Element, Sum, Algorithm::two_shot, Dawdler>(self, message, order, cta, team, Sum{});
+        case Algorithm::ring:
+          return all_reduce<Element, Sum, Algorithm::ring, Dawdler>(self, message, order, cta, team, Sum{});
+        case Algorithm::count:
+          break;
+      }
+    };
+    switch (dtype) {
+#define JAX_RING_CASE(name, element) \
+  case DType::name:                  \
+    return with(element{});
+      JAX_RING_FOR_EACH_DTYPE(JAX_RING_CASE)
+#undef JAX_RING_CASE
+      case DType::count:
+        break;
+    }
+  }
+
 // The ranks' mailboxes and all that goes with them.
 class Peers {
  public:
@@ -167,33 +194,6 @@ class Peers {
   const Progress& progress(int rank, int cta) const { return progress_[rank][cta]; }
 
  private:
-  // The same for every element type and algorithm, as the table of kernels is on a GPU.
-  static void all_reduce_any(DType dtype, Algorithm algorithm, const Endpoint& self, const Message& message,
-                             Order order, int cta, Dawdler team) {
-    const auto with = [&](auto element) {
-      using Element = decltype(element);
-      switch (algorithm) {
-        case Algorithm::one_shot:
-          return all_reduce<Element, Sum, Algorithm::one_shot, Dawdler>(self, message, order, cta, team, Sum{});
-        case Algorithm::two_shot:
-          return all_reduce<Element, Sum, Algorithm::two_shot, Dawdler>(self, message, order, cta, team, Sum{});
-        case Algorithm::ring:
-          return all_reduce<Element, Sum, Algorithm::ring, Dawdler>(self, message, order, cta, team, Sum{});
-        case Algorithm::count:
-          break;
-      }
-    };
-    switch (dtype) {
-#define JAX_RING_CASE(name, element) \
-  case DType::name:                  \
-    return with(element{});
-      JAX_RING_FOR_EACH_DTYPE(JAX_RING_CASE)
-#undef JAX_RING_CASE
-      case DType::count:
-        break;
-    }
-  }
-
   Capacity capacity_;
   std::vector<Bytes> mailboxes_;
   std::vector<std::vector<Progress>> progress_;

@@ -1,0 +1,17 @@
+// call.h: the arguments of a kernel.
+#pragma once
+
+#include "ring/endpoint.h"
+#include "ring/options.h"
+#include "ring/pack.h"
+
+namespace jax_ring::gpu {
+
+// All that a kernel is told; copied into its parameters, so that a recorded graph needs no memory of ours to live on.
+struct Call {
+  Endpoint self;
+  Message message;
+  Order order;
+};
+
+}  // namespace jax_ring::gpu

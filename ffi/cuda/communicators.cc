@@ -1,0 +1,55 @@
+// communicators.cc: makes each group's communicator once.
+#include "cuda/communicators.h"
+
+#include <sstream>
+#include <utility>
+
+namespace jax_ring::gpu {
+
+Communicators& Communicators::instance() {
+  static auto* const all = new Communicators;  // outlives the CUDA runtime, which is gone when statics are destroyed
+  return *all;
+}
+
+void Communicators::set_process(int64_t process, Exchange exchange) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  process_ = process;
+  exchange_ = std::move(exchange);
+}
+
+int64_t Communicators::process() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return process_;
+}
+
+void Communicators::set_deadline(double seconds) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  deadline_ = seconds;
+}
+
+double Communicators::deadline() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return deadline_;
+}
+
+std::shared_ptr<Communicator> Communicators::of(const std::vector<Member>& members) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::shared_ptr<Communicator>& found = by_members_[members];
+  if (found == nullptr) {
+    if (memory_ == nullptr) memory_ = cuda_peer_memory();
+    std::ostringstream name;
+    name << "jax_ring/" << generation_;
+    for (const Member& member : members) name << "/" << member.process << "." << member.device;
+    found = std::make_shared<Communicator>(members, process_, default_capacity(static_cast<int>(members.size())),
+                                           name.str(), *memory_, exchange_);
+  }
+  return found;
+}
+
+void Communicators::forget() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  by_members_.clear();
+  ++generation_;
+}
+
+}  // namespace jax_ring::gpu

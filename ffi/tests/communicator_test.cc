@@ -1,0 +1,248 @@
+// communicator_test.cc: groups of GPUs that are not there: memory of the host in their place, and two processes in one.
+#include "cuda/communicator.h"
+
+#include <gtest/gtest.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cuda/plan.h"
+#include "peers.h"
+
+namespace jax_ring::gpu {
+namespace {
+
+using cpu::testing::Bytes;
+using cpu::testing::Dawdler;
+using cpu::testing::PeerCall;
+
+class HostMemory final : public PeerMemory {
+ public:
+  void* allocate(int, size_t bytes) override { return keep(::operator new(bytes, std::align_val_t(128)), bytes); }
+  void release(int, void* memory) override { give_back(memory); }
+  void* allocate_on_host(size_t bytes) override { return allocate(0, bytes); }
+  void release_on_host(void* memory) override { give_back(memory); }
+  bool can_reach(int device, int peer) override { return severed.count({device, peer}) == 0; }
+  void reach(int device, int peer) override { reached.insert({device, peer}); }
+  std::string export_handle(int, void* memory) override {
+    return std::string(reinterpret_cast<const char*>(&memory), sizeof(memory));
+  }
+  void* import_handle(int, const std::string& handle) override {
+    void* memory;
+    std::memcpy(&memory, handle.data(), sizeof(memory));
+    ++imported;
+    return memory;
+  }
+  void close_handle(int, void*) override { --imported; }
+  void warm_up(int device) override { warm.insert(device); }
+
+  std::set<std::pair<int, int>> severed, reached;
+  std::set<int> warm;
+  int imported = 0;
+  size_t allocated() const { return allocated_.size(); }
+
+ private:
+  void* keep(void* memory, size_t bytes) {
+    allocated_.insert(memory);
+    return std::memset(memory, 0, bytes);
+  }
+  void give_back(void* memory) {
+    EXPECT_EQ(allocated_.erase(memory), 1u);
+    ::operator delete(memory, std::align_val_t(128));
+  }
+  std::set<void*> allocated_;
+};
+
+// A table as the processes of a program share one.
+class Table {
+ public:
+  Exchange exchange() {
+    return {[this](const std::string& key, const std::string& value) {
+              std::lock_guard<std::mutex> lock(mutex_);
+              EXPECT_TRUE(values_.emplace(key, value).second) << key << " is published twice";
+              changed_.notify_all();
+            },
+            [this](const std::string& key) {
+              std::unique_lock<std::mutex> lock(mutex_);
+              if (!changed_.wait_for(lock, patience, [&] { return values_.count(key) > 0; })) {
+                throw std::runtime_error("nobody published " + key);
+              }
+              return values_[key];
+            }};
+  }
+  std::chrono::duration<double> patience = cpu::testing::kPatience;
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::string, std::string> values_;
+};
+
+std::vector<Member> one_process(int num_ranks) {
+  std::vector<Member> members;
+  for (int rank = 0; rank < num_ranks; ++rank) members.push_back({0, rank});
+  return members;
+}
+
+// Runs what the kernels of these ranks would, a thread for each team.
+void run(const Communicator& communicator, const CallSite& site, PeerCall& call) {
+  std::vector<std::thread> threads;
+  for (int rank : communicator.local_ranks()) {
+    threads.emplace_back([&, rank] {
+      std::vector<Buffer> buffers;
+      for (size_t i = 0; i < call.counts.size(); ++i) {
+        buffers.push_back({call.inputs[rank][i].data(), call.outputs[rank][i].data(), call.inputs[rank][i].size()});
+      }
+      for (const Launch& launch : plan(communicator, rank, site, call.dtype, buffers, 20)) {
+        std::vector<std::thread> teams;
+        for (int cta = 0; cta < communicator.capacity().num_ctas; ++cta) {
+          teams.emplace_back([&, cta] {
+            std::minstd_rand random(static_cast<unsigned>(cta + 1));
+            cpu::testing::all_reduce_any(call.dtype, launch.algorithm, launch.call.self, launch.call.message,
+                                         launch.call.order, cta, Dawdler(random));
+          });
+        }
+        for (std::thread& team : teams) team.join();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST(Communicator, ReducesInOneProcess) {
+  HostMemory memory;
+  {
+    const Communicator communicator(one_process(3), 0, cpu::testing::small_capacity(3), "group", memory, {});
+    EXPECT_EQ(memory.warm, (std::set<int>{0, 1, 2}));
+    EXPECT_EQ(memory.reached.size(), 6u);
+    for (const std::optional<Algorithm> algorithm : {std::optional<Algorithm>(), {Algorithm::ring}}) {
+      for (Order order : {Order::rank, Order::ring}) {
+        std::vector<size_t> counts;  // more operands than one message takes
+        for (size_t i = 0; i < kMaxOperands + 3; ++i) counts.push_back(i % 7 * 13);
+        PeerCall call = PeerCall::random(DType::f32, Algorithm::ring, order, 3, counts, 1);
+        run(communicator, {"psum", algorithm, order}, call);
+        expect_results(call, call.expected());
+      }
+    }
+    EXPECT_FALSE(communicator.failure().has_value());
+  }
+  EXPECT_EQ(memory.allocated(), 0u);
+}
+
+TEST(Communicator, ReducesBetweenTwoProcesses) {
+  // Ranks of the two take turns, and their numbers of GPUs differ.
+  const std::vector<Member> members = {{0, 0}, {1, 0}, {0, 1}};
+  HostMemory memories[2];
+  Table table;
+  PeerCall call = PeerCall::random(DType::bf16, Algorithm::two_shot, Order::rank, 3, {1000, 3}, 1);
+  std::vector<std::unique_ptr<Communicator>> communicators(2);
+  std::vector<std::thread> processes;
+  for (int process = 0; process < 2; ++process) {
+    processes.emplace_back([&, process] {
+      communicators[process] = std::make_unique<Communicator>(members, process, cpu::testing::small_capacity(3), "group",
+                                                              memories[process], table.exchange());
+      run(*communicators[process], {"psum", Algorithm::two_shot, Order::rank}, call);
+    });
+  }
+  for (std::thread& process : processes) process.join();
+  expect_results(call, call.expected());
+  EXPECT_EQ(communicators[0]->local_ranks(), (std::vector<int>{0, 2}));
+  EXPECT_EQ(communicators[0]->rank_of(1), 2);
+  EXPECT_EQ(communicators[1]->rank_of(0), 1);
+  EXPECT_EQ(communicators[1]->rank_of(1), std::nullopt);
+  EXPECT_EQ(memories[0].imported, 2);
+  communicators.clear();
+  for (const HostMemory& memory : memories) {
+    EXPECT_EQ(memory.imported, 0);
+    EXPECT_EQ(memory.allocated(), 0u);
+  }
+}
+
+TEST(Communicator, SaysWhoHasNoAccessToWhom) {
+  HostMemory memory;
+  memory.severed.insert({1, 2});
+  try {
+    const Communicator communicator(one_process(3), 0, cpu::testing::small_capacity(3), "group", memory, {});
+    FAIL() << "no error";
+  } catch (const std::runtime_error& error) {
+    EXPECT_EQ(std::string(error.what()), "GPU 1 of process 0 has no peer access to GPU 2 of process 0");
+  }
+  EXPECT_EQ(memory.allocated(), 0u);
+}
+
+TEST(Communicator, GivesEverythingBackIfAProcessDoesNotAnswer) {
+  HostMemory memory;
+  Table table;
+  table.patience = std::chrono::milliseconds(50);
+  EXPECT_THROW(Communicator({{0, 0}, {1, 0}}, 0, cpu::testing::small_capacity(2), "group", memory, table.exchange()),
+               std::runtime_error);
+  EXPECT_EQ(memory.allocated(), 0u);
+}
+
+TEST(Communicator, TooManyRanks) {
+  HostMemory memory;
+  EXPECT_THROW(Communicator(one_process(kMaxRanks + 1), 0, cpu::testing::small_capacity(kMaxRanks + 1), "", memory, {}),
+               std::runtime_error);
+}
+
+TEST(Communicator, PutsFailuresIntoWords) {
+  HostMemory memory;
+  const Communicator communicator(one_process(2), 0, cpu::testing::small_capacity(2), "group", memory, {});
+  PeerCall call = PeerCall::random(DType::f32, Algorithm::two_shot, Order::rank, 2, {100}, 1);
+  const std::vector<Buffer> buffers = {
+      {call.inputs[0][0].data(), call.outputs[0][0].data(), call.inputs[0][0].size()}};
+  const CallSite site{"ring_psum of float32[100] over axis 'x'", Algorithm::two_shot, Order::rank};
+  for (const Launch& launch : plan(communicator, 0, site, call.dtype, buffers, 0.05)) {
+    std::minstd_rand random(1);
+    cpu::testing::all_reduce_any(call.dtype, launch.algorithm, launch.call.self, launch.call.message,
+                                 launch.call.order, 0, Dawdler(random));
+  }
+  const std::optional<Failure> failure = communicator.failure();
+  ASSERT_TRUE(failure.has_value());
+  EXPECT_EQ(failure->call, site.fingerprint());
+  const std::string text = communicator.describe(*failure, site.call, 0.05);
+  EXPECT_EQ(text.rfind("ring_psum of float32[100] over axis 'x': rank 0 (GPU 0 of process 0) waited 0.05 s for rank 1 "
+                       "(GPU 1 of process 0), in step: reduce-scatter, epoch 1, team 0.",
+                       0),
+            0u)
+      << text;
+}
+
+TEST(Plan, TellsCallsApart) {
+  HostMemory memory;
+  const Communicator communicator(one_process(2), 0, default_capacity(2), "group", memory, {});
+  float data[8] = {};
+  const auto fingerprint = [&](const CallSite& site, DType dtype, uint64_t bytes) {
+    return plan(communicator, 0, site, dtype, {{data, data, bytes}}, 1).at(0).call.message.fingerprint;
+  };
+  const CallSite site{"psum", Algorithm::ring, Order::rank};
+  EXPECT_EQ(fingerprint(site, DType::f32, 32), fingerprint(site, DType::f32, 32));
+  EXPECT_NE(fingerprint(site, DType::f32, 32), fingerprint(site, DType::f32, 28));
+  EXPECT_NE(fingerprint(site, DType::f32, 32), fingerprint(site, DType::u32, 32));
+  EXPECT_NE(fingerprint(site, DType::f32, 32), fingerprint({"psum", Algorithm::ring, Order::ring}, DType::f32, 32));
+  EXPECT_NE(fingerprint(site, DType::f32, 32), fingerprint({"psum2", Algorithm::ring, Order::rank}, DType::f32, 32));
+}
+
+TEST(Plan, ChoosesByTheBytesSent) {
+  HostMemory memory;
+  const Communicator communicator(one_process(3), 0, default_capacity(3), "group", memory, {});
+  const auto chosen = [&](Order order, uint64_t bytes) {
+    return plan(communicator, 0, {"psum", std::nullopt, order}, DType::f32, {{nullptr, nullptr, bytes}}, 1)
+        .at(0)
+        .algorithm;
+  };
+  EXPECT_EQ(chosen(Order::rank, 128 << 10), Algorithm::one_shot);
+  EXPECT_EQ(chosen(Order::rank, (128 << 10) + 4), Algorithm::two_shot);
+  EXPECT_EQ(chosen(Order::ring, 4), Algorithm::ring);
+  EXPECT_TRUE(plan(communicator, 0, {"psum", std::nullopt, Order::rank}, DType::f32, {{nullptr, nullptr, 0}}, 1).empty());
+}
+
+}  // namespace
+}  // namespace jax_ring::gpu
