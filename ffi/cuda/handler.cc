@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cuda/communicators.h"
+#include "cuda/kernels.h"
 #include "cuda/plan.h"
 #include "xla_types.h"
 

@@ -1,0 +1,153 @@
+// host_backend.cc: ranks on threads of the host, which meet in POSIX shared memory, also between processes.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "check/backend.h"
+#include "ring/algorithm.h"
+
+namespace jax_ring::check {
+namespace {
+
+class SharedMemory final : public gpu::PeerMemory {
+ public:
+  void* allocate(int, size_t bytes) override {
+    const std::string name =
+        "/jax_ring_check_" + std::to_string(getpid()) + "_" + std::to_string(next_.fetch_add(1));
+    const int file = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
+    if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0) fail("shm_open of " + name);
+    return remember(map(file, bytes), {name, bytes, true});
+  }
+
+  void release(int, void* memory) override { forget(memory); }
+  void* allocate_on_host(size_t bytes) override { return allocate(0, bytes); }
+  void release_on_host(void* memory) override { forget(memory); }
+  bool can_reach(int, int) override { return true; }
+  void reach(int, int) override {}
+
+  std::string export_handle(int, void* memory) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const Segment& segment = segments_.at(memory);
+    return std::to_string(segment.bytes) + " " + segment.name;
+  }
+
+  void* import_handle(int, const std::string& handle) override {
+    const size_t space = handle.find(' ');
+    const size_t bytes = std::stoull(handle.substr(0, space));
+    const std::string name = handle.substr(space + 1);
+    const int file = shm_open(name.c_str(), O_RDWR, 0600);
+    if (file < 0) fail("shm_open of " + name);
+    return remember(map(file, bytes), {name, bytes, false});
+  }
+
+  void close_handle(int, void* memory) override { forget(memory); }
+  void warm_up(int) override {}
+
+ private:
+  struct Segment {
+    std::string name;
+    size_t bytes;
+    bool own;
+  };
+
+  [[noreturn]] static void fail(const std::string& what) {
+    throw std::runtime_error(what + ": " + std::strerror(errno));
+  }
+
+  static void* map(int file, size_t bytes) {
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    if (memory == MAP_FAILED) fail("mmap");
+    return memory;
+  }
+
+  void* remember(void* memory, Segment segment) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    segments_[memory] = std::move(segment);
+    return memory;
+  }
+
+  void forget(void* memory) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = segments_.find(memory);
+    if (found == segments_.end()) return;
+    munmap(memory, found->second.bytes);
+    if (found->second.own) shm_unlink(found->second.name.c_str());
+    segments_.erase(found);
+  }
+
+  static std::atomic<int> next_;
+  std::mutex mutex_;
+  std::map<void*, Segment> segments_;
+};
+
+std::atomic<int> SharedMemory::next_{0};
+
+using Kernel = void (*)(const gpu::Call& call, int cta);
+
+template <class Element, Algorithm kAlgorithm>
+void run_team(const gpu::Call& call, int cta) {
+  all_reduce<Element, Sum, kAlgorithm>(call.self, call.message, call.order, cta, Solo{}, Sum{});
+}
+
+Kernel kernel_of(DType dtype, Algorithm algorithm) {
+  static constexpr Kernel kernels[][static_cast<int>(Algorithm::count)] = {
+#define JAX_RING_KERNELS(name, element) \
+  {&run_team<element, Algorithm::one_shot>, &run_team<element, Algorithm::two_shot>, &run_team<element, Algorithm::ring>},
+      JAX_RING_FOR_EACH_DTYPE(JAX_RING_KERNELS)
+#undef JAX_RING_KERNELS
+  };
+  return kernels[static_cast<int>(dtype)][static_cast<int>(algorithm)];
+}
+
+class HostBackend final : public Backend {
+ public:
+  gpu::PeerMemory& memory() override { return memory_; }
+  void copy_in(void* to, const void* from_host, size_t bytes) override { std::memcpy(to, from_host, bytes); }
+  void copy_out(void* to_host, const void* from, size_t bytes) override { std::memcpy(to_host, from, bytes); }
+
+  // All ways of launching are alike here.
+  double run(DType dtype, const std::vector<Work>& ranks, How, int repeats) override {
+    const auto begin = std::chrono::steady_clock::now();
+    std::vector<std::thread> teams;
+    for (const Work& work : ranks) {
+      if (work.launches.empty()) continue;
+      for (int cta = 0; cta < work.launches[0].call.self.capacity.num_ctas; ++cta) {
+        teams.emplace_back([&work, dtype, cta, repeats] {
+          for (int i = 0; i < repeats; ++i) {
+            for (const gpu::Launch& launch : work.launches) kernel_of(dtype, launch.algorithm)(launch.call, cta);
+          }
+        });
+      }
+    }
+    for (std::thread& team : teams) team.join();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  }
+
+  double copy_seconds(int, size_t bytes, int repeats) override {
+    const std::vector<char> from(bytes, 1);
+    std::vector<char> to(bytes);
+    const auto begin = std::chrono::steady_clock::now();
+    for (int i = 0; i < repeats; ++i) std::memcpy(to.data(), from.data(), bytes);
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  }
+
+ private:
+  SharedMemory memory_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> host_backend() { return std::make_unique<HostBackend>(); }
+
+}  // namespace jax_ring::check

@@ -1,0 +1,245 @@
+// module.cc: the Python module `_gpu_check`: groups of ranks without JAX, for the tests and measurements of the GPU check.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <map>
+#include <memory>
+#include <optional>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "check/backend.h"
+#include "cuda/communicator.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace jax_ring::check {
+namespace {
+
+template <class Value>
+Value choice(const char* what, const std::map<std::string, Value>& choices, const std::string& name) {
+  const auto found = choices.find(name);
+  if (found == choices.end()) throw std::invalid_argument(std::string("unknown ") + what + " " + name);
+  return found->second;
+}
+
+const std::map<std::string, DType>& dtypes() {
+  static const std::map<std::string, DType> all = {
+#define JAX_RING_NAME(name, element) {#name, DType::name},
+      JAX_RING_FOR_EACH_DTYPE(JAX_RING_NAME)
+#undef JAX_RING_NAME
+  };
+  return all;
+}
+
+// A call, as the functions below take it from Python.
+struct Request {
+  gpu::CallSite site;
+  DType dtype;
+  How how;
+};
+
+Request request_of(const std::string& dtype, const std::string& algorithm, const std::string& order,
+                   const std::string& how) {
+  const std::map<std::string, std::optional<Algorithm>> algorithms = {{"auto", std::nullopt},
+                                                                      {"one_shot", Algorithm::one_shot},
+                                                                      {"two_shot", Algorithm::two_shot},
+                                                                      {"ring", Algorithm::ring}};
+  return {{"check", choice("algorithm", algorithms, algorithm),
+           choice<Order>("order", {{"rank", Order::rank}, {"ring", Order::ring}}, order)},
+          choice("dtype", dtypes(), dtype),
+          choice<How>("way of launching",
+                      {{"together", How::together}, {"streams", How::streams}, {"graphs", How::graphs}}, how)};
+}
+
+// The ranks of this process in a group.
+class Ranks {
+ public:
+  Ranks(const std::string& backend, std::vector<std::pair<int64_t, int64_t>> members, int64_t process,
+        const std::string& name, double deadline_seconds, gpu::Exchange exchange)
+      : backend_(backend == "cuda" ? cuda_backend() : host_backend()), deadline_(deadline_seconds) {
+    if (backend != "cuda" && backend != "host") throw std::invalid_argument("unknown backend " + backend);
+    std::vector<gpu::Member> group;
+    for (const auto& [owner, device] : members) group.push_back({owner, device});
+    Capacity capacity = gpu::default_capacity(static_cast<int>(group.size()));
+    if (backend == "host") capacity.num_ctas = 1;  // a thread each
+    members_ = group;
+    communicator_.emplace(std::move(group), process, capacity, name, backend_->memory(), exchange);
+  }
+
+  // inputs: by rank of this process, then operand. The results are arranged alike.
+  std::vector<std::vector<nb::bytes>> all_reduce(const std::vector<std::vector<nb::bytes>>& inputs,
+                                                 const Request& request, int repeats) {
+    std::vector<std::vector<gpu::Buffer>> buffers;
+    for (size_t i = 0; i < communicator_->local_ranks().size(); ++i) {
+      buffers.emplace_back();
+      for (const nb::bytes& input : inputs.at(i)) {
+        buffers.back().push_back(allocate(device_of(i), input.size()));
+        copy_in(buffers.back().back(), input.c_str());
+      }
+    }
+    {
+      const nb::gil_scoped_release without_gil;
+      backend_->run(request.dtype, work_of(request, buffers), request.how, repeats);
+    }
+    std::vector<std::vector<nb::bytes>> results;
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      results.emplace_back();
+      for (const gpu::Buffer& buffer : buffers[i]) {
+        std::string result(buffer.bytes, '\0');
+        if (buffer.bytes > 0) backend_->copy_out(result.data(), buffer.output, buffer.bytes);
+        results.back().push_back(nb::bytes(result.data(), result.size()));
+        release(device_of(i), buffer);
+      }
+    }
+    return results;
+  }
+
+  // Seconds per call, one for each of `samples` runs of `repeats` calls.
+  std::vector<double> seconds(size_t num_bytes, const Request& request, int repeats, int samples) {
+    const nb::gil_scoped_release without_gil;
+    std::vector<std::vector<gpu::Buffer>> buffers;
+    // Small numbers: whatever the type, sums of them are numbers. Not zeros, which move faster than real data.
+    std::string data(num_bytes, '\0');
+    std::minstd_rand random(1);
+    for (char& byte : data) byte = static_cast<char>(random() % 16);
+    for (size_t i = 0; i < communicator_->local_ranks().size(); ++i) {
+      buffers.push_back({allocate(device_of(i), num_bytes)});
+      copy_in(buffers.back()[0], data.data());
+    }
+    const std::vector<Work> work = work_of(request, buffers);
+    backend_->run(request.dtype, work, request.how, repeats);
+    std::vector<double> times;
+    for (int i = 0; i < samples; ++i) {
+      times.push_back(backend_->run(request.dtype, work, request.how, repeats) / repeats);
+    }
+    for (size_t i = 0; i < buffers.size(); ++i) release(device_of(i), buffers[i][0]);
+    return times;
+  }
+
+  // As if so many rounds had gone before; they wrap around after 2^32.
+  void start_from(uint32_t first) {
+    const Capacity& capacity = communicator_->capacity();
+    const std::vector<Progress> progress(capacity.num_ctas, Progress{first, first, first, first});
+    const uint64_t flag = first;
+    for (int rank : communicator_->local_ranks()) {
+      for (int lane = 0; lane < gpu::kLanes; ++lane) {
+        const Endpoint self = communicator_->endpoint(rank, lane, 0, 1);
+        backend_->copy_in(self.progress, progress.data(), progress.size() * sizeof(Progress));
+        for (size_t at = 0; at < capacity.flags_bytes(); at += kFlagBytes) {
+          backend_->copy_in(self.mailbox[rank] + at, &flag, sizeof(flag));
+        }
+      }
+    }
+  }
+
+  // The first failure in words; empty if there was none.
+  std::string failure() const {
+    const auto failure = communicator_->failure();
+    return failure ? communicator_->describe(*failure, "check", deadline_) : "";
+  }
+
+  double copy_seconds(size_t bytes, int repeats) {
+    return backend_->copy_seconds(device_of(0), bytes, repeats);
+  }
+
+ private:
+  int device_of(size_t local) const {
+    return static_cast<int>(members_[communicator_->local_ranks()[local]].device);
+  }
+
+  gpu::Buffer allocate(int device, size_t bytes) {
+    // At least a byte: an operand may be empty, an allocation may not.
+    return {backend_->memory().allocate(device, bytes + 1), backend_->memory().allocate(device, bytes + 1), bytes};
+  }
+  void release(int device, const gpu::Buffer& buffer) {
+    backend_->memory().release(device, const_cast<void*>(buffer.input));
+    backend_->memory().release(device, buffer.output);
+  }
+  void copy_in(const gpu::Buffer& buffer, const void* data) {
+    if (buffer.bytes > 0) backend_->copy_in(const_cast<void*>(buffer.input), data, buffer.bytes);
+  }
+
+  std::vector<Work> work_of(const Request& request, const std::vector<std::vector<gpu::Buffer>>& buffers) {
+    std::vector<Work> work;
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      work.push_back({device_of(i), gpu::plan(*communicator_, communicator_->local_ranks()[i], request.site,
+                                              request.dtype, buffers[i], deadline_)});
+    }
+    return work;
+  }
+
+  std::unique_ptr<Backend> backend_;
+  double deadline_;
+  std::vector<gpu::Member> members_;
+  std::optional<gpu::Communicator> communicator_;
+};
+
+}  // namespace
+}  // namespace jax_ring::check
+
+NB_MODULE(_gpu_check, m) {
+  using jax_ring::check::Ranks;
+  using jax_ring::check::request_of;
+  m.doc() = "Groups of ranks without JAX, on GPUs or on threads, for the tests and measurements of the GPU check.";
+
+  m.def(
+      "dtypes",
+      [] {
+        std::vector<std::string> names;
+        for (const auto& [name, dtype] : jax_ring::check::dtypes()) names.push_back(name);
+        return names;
+      },
+      "The names of the element types.");
+
+  nb::class_<Ranks>(m, "Ranks", "The ranks of this process in a group.")
+      .def(
+          "__init__",
+          [](Ranks* self, const std::string& backend, std::vector<std::pair<int64_t, int64_t>> members, int64_t process,
+             const std::string& name, double deadline, std::function<void(const std::string&, const nb::bytes&)> publish,
+             std::function<nb::bytes(const std::string&)> fetch) {
+            jax_ring::gpu::Exchange exchange;
+            if (publish) {
+              exchange.publish = [publish](const std::string& key, const std::string& value) {
+                publish(key, nb::bytes(value.data(), value.size()));
+              };
+              exchange.fetch = [fetch](const std::string& key) {
+                const nb::bytes value = fetch(key);
+                return std::string(value.c_str(), value.size());
+              };
+            }
+            new (self) Ranks(backend, std::move(members), process, name, deadline, std::move(exchange));
+          },
+          "backend"_a, "members"_a, "process"_a = 0, "name"_a = "check", "deadline"_a = 20.0,
+          "publish"_a = nb::none(), "fetch"_a = nb::none(),
+          "members: (process, device) by rank. publish(key, bytes) and fetch(key) are needed between processes.")
+      .def(
+          "all_reduce",
+          [](Ranks& self, const std::vector<std::vector<nb::bytes>>& inputs, const std::string& dtype,
+             const std::string& algorithm, const std::string& order, const std::string& how, int repeats) {
+            return self.all_reduce(inputs, request_of(dtype, algorithm, order, how), repeats);
+          },
+          "inputs"_a, "dtype"_a, "algorithm"_a = "auto", "order"_a = "rank", "how"_a = "together", "repeats"_a = 1,
+          "The results of the ranks of this process, by rank and operand, as bytes like the inputs.")
+      .def(
+          "seconds",
+          [](Ranks& self, size_t num_bytes, const std::string& dtype, const std::string& algorithm,
+             const std::string& order, const std::string& how, int repeats, int samples) {
+            return self.seconds(num_bytes, request_of(dtype, algorithm, order, how), repeats, samples);
+          },
+          "num_bytes"_a, "dtype"_a = "f32", "algorithm"_a = "auto", "order"_a = "rank", "how"_a = "together",
+          "repeats"_a = 20, "samples"_a = 10, "Seconds per call, by sample.")
+      .def("start_from", &Ranks::start_from, "first"_a, "Sets the counters of rounds, as if so many had gone before.")
+      .def("failure", &Ranks::failure, "The first failure in words; empty if there was none.")
+      .def("copy_seconds", &Ranks::copy_seconds, "num_bytes"_a, "repeats"_a,
+           "Seconds that `repeats` copies of so many bytes within a device take.");
+}

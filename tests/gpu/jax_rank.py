@@ -1,0 +1,83 @@
+"""One process of test_jax.py: jax_rank.py COORDINATOR PROCESSES PROCESS PART."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_ring import ring_psum
+
+TARGET = "jax_ring_all_reduce"
+
+
+def from_all(mesh, make):
+    """The array whose row r is make(r); each process makes its own."""
+    shape = (mesh.size, *make(0).shape)
+    return jax.make_array_from_callback(shape, NamedSharding(mesh, P("i")), lambda at: make(at[0].start)[None])
+
+
+def own(x) -> np.ndarray:
+    return np.asarray(x.addressable_shards[0].data)
+
+
+def mapped(mesh, fun):
+    return jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))
+
+
+def check_sums(mesh) -> None:
+    ours = jax.default_backend() == "gpu"
+    make = lambda rank: np.random.default_rng(rank).normal(size=(1003,)).astype(np.float32)  # noqa: E731
+    rows = [make(rank) for rank in range(mesh.size)]
+    want = rows[0]
+    for row in rows[1:]:
+        want = want + row
+    x = from_all(mesh, make)
+    for algorithm in ("auto", "one_shot", "two_shot", "ring"):
+        psum = mapped(mesh, lambda x, a=algorithm: ring_psum(x, "i", algorithm=a))
+        hlo = psum.lower(x).compile().as_text()
+        assert (TARGET in hlo) == ours, hlo
+        assert ours == ("all-reduce" not in hlo), hlo
+        got = own(psum(x))[0]
+        if ours:
+            np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
+        else:
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)  # terms may cancel
+    # In a loop, whose body a GPU's runtime may record as a graph; a gradient; a tree of two dtypes.
+    loop = mapped(mesh, lambda x: lax.fori_loop(0, 20, lambda _, y: ring_psum(y, "i") / mesh.size, x))
+    np.testing.assert_allclose(own(loop(x))[0], want / mesh.size, rtol=1e-4, atol=1e-6)
+    square = mapped(mesh, jax.grad(lambda x: jnp.sum(ring_psum(x, "i") ** 2)))
+    np.testing.assert_allclose(own(square(x))[0], 2 * mesh.size * want, rtol=1e-5, atol=1e-5)
+    tree = mapped(mesh, lambda x: ring_psum({"a": x, "b": x.astype(jnp.bfloat16), "c": x[:, :7]}, "i"))(x)
+    np.testing.assert_allclose(own(tree["c"])[0], want[:7], rtol=1e-5, atol=1e-6)
+    assert tree["b"].dtype == jnp.bfloat16
+    print("all sums are right")
+
+
+def skip_a_call(mesh) -> None:
+    x = from_all(mesh, lambda rank: np.ones((4,), np.float32))
+
+    def some_call(x):
+        return lax.cond(lax.axis_index("i") == 0, lambda x: ring_psum(x, "i"), lambda x: x, x)
+
+    call = mapped(mesh, some_call)
+    for _ in range(2):  # the first call fails on the GPU; the next one says so
+        try:
+            jax.block_until_ready(call(x))
+        except jax.errors.JaxRuntimeError as error:
+            print("JaxRuntimeError:", error)
+    print("the process goes on:", jnp.arange(3).sum())
+
+
+def main(coordinator: str, count: str, process: str, part: str) -> None:
+    jax.distributed.initialize(coordinator, int(count), int(process), local_device_ids=[0])
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("i",))
+    assert mesh.size == int(count)
+    {"sums": check_sums, "skip": skip_a_call}[part](mesh)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

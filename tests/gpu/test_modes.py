@@ -1,0 +1,126 @@
+"""All-reduce between ranks on one GPU: in one launch, on streams, and replayed from graphs."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import rank_fold, ring_fold
+
+WAYS = [("one_shot", "rank"), ("two_shot", "rank"), ("ring", "rank"), ("ring", "ring")]
+HOW = ["together", "streams", "graphs"]
+DTYPES = {
+    "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64,
+    "f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32, "f64": np.float64,
+    "f8e5m2": ml_dtypes.float8_e5m2, "f8e4m3": ml_dtypes.float8_e4m3, "f8e3m4": ml_dtypes.float8_e3m4,
+    "f8e4m3fn": ml_dtypes.float8_e4m3fn, "f8e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz,
+    "f8e4m3fnuz": ml_dtypes.float8_e4m3fnuz, "f8e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+}  # fmt: skip
+
+
+@pytest.fixture
+def ranks(backend):
+    from jax_ring import _gpu_check
+
+    return lambda p, **options: _gpu_check.Ranks(backend, [(0, 0)] * p, **options)
+
+
+def random(dtype, shape, seed=0) -> np.ndarray:
+    values = np.random.default_rng(seed).normal(0, 2, shape)
+    return np.abs(values * 9).astype(dtype) if np.issubdtype(dtype, np.integer) else values.astype(dtype)
+
+
+def reduce(group, operands, dtype="f32", **options) -> list[np.ndarray]:
+    """The results of operands whose first axis is the rank, arranged alike."""
+    inputs = [[operand[rank].tobytes() for operand in operands] for rank in range(len(operands[0]))]
+    results = group.all_reduce(inputs, dtype, **options)
+    assert group.failure() == ""
+    return [
+        np.stack([np.frombuffer(of_rank[i], operand.dtype).reshape(operand.shape[1:]) for of_rank in results])
+        for i, operand in enumerate(operands)
+    ]
+
+
+def expect_sum(got: np.ndarray, operand: np.ndarray, order: str) -> None:
+    want = rank_fold(operand) if order == "rank" else ring_fold(operand)
+    for rank, of_rank in enumerate(got):
+        np.testing.assert_array_equal(of_rank.view(np.uint8), want.view(np.uint8), err_msg=f"rank {rank}")
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("algorithm", "order"), WAYS)
+@pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
+def test_sizes_around_boundaries(ranks, p, algorithm, order, how):
+    group = ranks(p)
+    for seed, size in enumerate([0, 1, p - 1, p, p + 1, 1023, 32 * 1024 // 4, 32 * 1024 // 4 + 1, 300_001]):
+        operand = random(np.float32, (p, size), seed)
+        (got,) = reduce(group, [operand], algorithm=algorithm, order=order, how=how)
+        expect_sum(got, operand, order)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("algorithm", "order"), WAYS)
+def test_every_dtype(ranks, algorithm, order, dtype):
+    operand = random(DTYPES[dtype], (8, 70_003))
+    (got,) = reduce(ranks(8), [operand], dtype, algorithm=algorithm, order=order)
+    expect_sum(got, operand, order)
+
+
+def test_all_dtypes_are_tried():
+    from jax_ring import _gpu_check
+
+    assert set(DTYPES) == set(_gpu_check.dtypes())
+
+
+test_all_dtypes_are_tried = pytest.mark.usefixtures("backend")(test_all_dtypes_are_tried)
+
+
+@pytest.mark.parametrize(("algorithm", "order"), WAYS)
+def test_against_float64(ranks, algorithm, order):
+    operand = random(np.float32, (8, 50_000))
+    (got,) = reduce(ranks(8), [operand], algorithm=algorithm, order=order)
+    exact = operand.astype(np.float64).sum(0)
+    # Seven additions, each of which rounds by at most half a unit in the last place of a partial sum.
+    bound = 7 * 2.0**-24 * np.abs(operand).sum(0)
+    assert np.all(np.abs(got.astype(np.float64) - exact) <= bound)
+
+
+@pytest.mark.parametrize(("algorithm", "order"), WAYS)
+def test_trees_and_repeated_calls(ranks, algorithm, order):
+    operands = [random(np.float32, (4, size), size) for size in [*range(80), 40_000]]
+    for got, operand in zip(
+        reduce(ranks(4), operands, algorithm=algorithm, order=order, how="graphs", repeats=50), operands, strict=True
+    ):
+        expect_sum(got, operand, order)
+
+
+@pytest.mark.parametrize(("algorithm", "order"), WAYS)
+def test_counters_wrap_around(ranks, algorithm, order):
+    group = ranks(3)
+    group.start_from(2**32 - 5)
+    for seed in range(6):
+        operand = random(np.float32, (3, 20_000), seed)
+        (got,) = reduce(group, [operand], algorithm=algorithm, order=order, repeats=3)
+        expect_sum(got, operand, order)
+
+
+def test_a_larger_message_than_all_buffers(ranks):
+    operand = random(np.float32, (2, 20_000_003))
+    for algorithm, order in WAYS:
+        (got,) = reduce(ranks(2), [operand], algorithm=algorithm, order=order)
+        expect_sum(got, operand, order)
+
+
+def test_the_cpu_engine_gives_the_same_bits(ranks):
+    import jax
+    from helpers import make_mesh, sharded
+
+    from jax_ring import ring_psum
+
+    mesh = make_mesh(devices=jax.devices("cpu"))
+    for name in ("f32", "bf16", "f16", "f8e4m3fn"):
+        operand = random(DTYPES[name], (8, 4099))
+        for order in ("rank", "ring"):
+            with jax.default_device(jax.devices("cpu")[0]):
+                psum = sharded(lambda x, order=order: ring_psum(x, "i", order=order), mesh=mesh, check_vma=False)
+                on_cpu = np.asarray(psum(operand))
+            (on_gpu,) = reduce(ranks(8), [operand], name, algorithm="ring", order=order)
+            np.testing.assert_array_equal(on_gpu.view(np.uint8), on_cpu.view(np.uint8))
