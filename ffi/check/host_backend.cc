@@ -22,8 +22,7 @@ namespace {
 class SharedMemory final : public gpu::PeerMemory {
  public:
   void* allocate(int, size_t bytes) override {
-    const std::string name =
-        "/jax_ring_check_" + std::to_string(getpid()) + "_" + std::to_string(next_.fetch_add(1));
+    const std::string name = "/jax_ring_check_" + std::to_string(getpid()) + "_" + std::to_string(next_.fetch_add(1));
     const int file = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
     if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0) fail("shm_open of " + name);
     return remember(map(file, bytes), {name, bytes, true});
@@ -102,8 +101,9 @@ void run_team(const gpu::Call& call, int cta) {
 
 Kernel kernel_of(DType dtype, Algorithm algorithm) {
   static constexpr Kernel kernels[][static_cast<int>(Algorithm::count)] = {
-#define JAX_RING_KERNELS(name, element) \
-  {&run_team<element, Algorithm::one_shot>, &run_team<element, Algorithm::two_shot>, &run_team<element, Algorithm::ring>},
+#define JAX_RING_KERNELS(name, element)                                              \
+  {&run_team<element, Algorithm::one_shot>, &run_team<element, Algorithm::two_shot>, \
+   &run_team<element, Algorithm::ring>},
       JAX_RING_FOR_EACH_DTYPE(JAX_RING_KERNELS)
 #undef JAX_RING_KERNELS
   };

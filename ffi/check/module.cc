@@ -1,4 +1,5 @@
-// module.cc: the Python module `_gpu_check`: groups of ranks without JAX, for the tests and measurements of the GPU check.
+// module.cc: the Python module `_gpu_check`: groups of ranks without JAX, for the tests and measurements of the GPU
+// check.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
@@ -148,14 +149,10 @@ class Ranks {
     return failure ? communicator_->describe(*failure, "check", deadline_) : "";
   }
 
-  double copy_seconds(size_t bytes, int repeats) {
-    return backend_->copy_seconds(device_of(0), bytes, repeats);
-  }
+  double copy_seconds(size_t bytes, int repeats) { return backend_->copy_seconds(device_of(0), bytes, repeats); }
 
  private:
-  int device_of(size_t local) const {
-    return static_cast<int>(members_[communicator_->local_ranks()[local]].device);
-  }
+  int device_of(size_t local) const { return static_cast<int>(members_[communicator_->local_ranks()[local]].device); }
 
   gpu::Buffer allocate(int device, size_t bytes) {
     // At least a byte: an operand may be empty, an allocation may not.
@@ -205,7 +202,8 @@ NB_MODULE(_gpu_check, m) {
       .def(
           "__init__",
           [](Ranks* self, const std::string& backend, std::vector<std::pair<int64_t, int64_t>> members, int64_t process,
-             const std::string& name, double deadline, std::function<void(const std::string&, const nb::bytes&)> publish,
+             const std::string& name, double deadline,
+             std::function<void(const std::string&, const nb::bytes&)> publish,
              std::function<nb::bytes(const std::string&)> fetch) {
             jax_ring::gpu::Exchange exchange;
             if (publish) {
@@ -219,15 +217,14 @@ NB_MODULE(_gpu_check, m) {
             }
             new (self) Ranks(backend, std::move(members), process, name, deadline, std::move(exchange));
           },
-          "backend"_a, "members"_a, "process"_a = 0, "name"_a = "check", "deadline"_a = 20.0,
-          "publish"_a = nb::none(), "fetch"_a = nb::none(),
+          "backend"_a, "members"_a, "process"_a = 0, "name"_a = "check", "deadline"_a = 20.0, "publish"_a = nb::none(),
+          "fetch"_a = nb::none(),
           "members: (process, device) by rank. publish(key, bytes) and fetch(key) are needed between processes.")
       .def(
           "all_reduce",
           [](Ranks& self, const std::vector<std::vector<nb::bytes>>& inputs, const std::string& dtype,
-             const std::string& algorithm, const std::string& order, const std::string& how, int repeats) {
-            return self.all_reduce(inputs, request_of(dtype, algorithm, order, how), repeats);
-          },
+             const std::string& algorithm, const std::string& order, const std::string& how,
+             int repeats) { return self.all_reduce(inputs, request_of(dtype, algorithm, order, how), repeats); },
           "inputs"_a, "dtype"_a, "algorithm"_a = "auto", "order"_a = "rank", "how"_a = "together", "repeats"_a = 1,
           "The results of the ranks of this process, by rank and operand, as bytes like the inputs.")
       .def(

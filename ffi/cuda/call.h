@@ -14,4 +14,6 @@ struct Call {
   Order order;
 };
 
+static_assert(sizeof(Call) < 4096 - sizeof(void*), "a kernel's parameters have 4 KiB");
+
 }  // namespace jax_ring::gpu

@@ -87,7 +87,8 @@ void Communicator::connect(const std::string& name, const Exchange& exchange) {
       if (peer == rank) continue;
       const Member& other = members_[peer];
       if (other.process != process_) {
-        local_[rank].mailboxes[peer] = static_cast<unsigned char*>(memory_.import_handle(device, exchange.fetch(key(peer))));
+        local_[rank].mailboxes[peer] =
+            static_cast<unsigned char*>(memory_.import_handle(device, exchange.fetch(key(peer))));
         continue;
       }
       if (!memory_.can_reach(device, static_cast<int>(other.device))) {
@@ -157,13 +158,14 @@ std::string Communicator::describe(const Failure& failure, const std::string& ca
   } else {
     text << member(failure.rank) << " waited " << deadline_seconds << " s for " << member(failure.peer);
   }
-  text << ", in step: " << name_of(static_cast<Step>(failure.step)) << ", epoch " << failure.epoch << ", team "
-       << failure.cta
-       << ". Every rank of a group must make the same calls in the same order: look for a branch or a loop whose "
-          "condition differs between ranks, or for an error on the missing rank. If it is only slow, set "
-          "JAX_RING_TIMEOUT_S to more seconds. The results of this call, and of later ones, are not valid, and the "
-          "group cannot go on: restart the program, or call jax.clear_caches() and jax_ring.runtime.forget_gpu_groups() "
-          "in all processes.";
+  text
+      << ", in step: " << name_of(static_cast<Step>(failure.step)) << ", epoch " << failure.epoch << ", team "
+      << failure.cta
+      << ". Every rank of a group must make the same calls in the same order: look for a branch or a loop whose "
+         "condition differs between ranks, or for an error on the missing rank. If it is only slow, set "
+         "JAX_RING_TIMEOUT_S to more seconds. The results of this call, and of later ones, are not valid, and the "
+         "group cannot go on: restart the program, or call jax.clear_caches() and jax_ring.runtime.forget_gpu_groups() "
+         "in all processes.";
   return text.str();
 }
 

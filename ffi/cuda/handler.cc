@@ -29,8 +29,8 @@ struct Instance {
 };
 ffi::TypeId Instance::id = {};
 
-// Here and not in the first execution: making a communicator allocates memory, which waits for kernels that are running,
-// and one of those may be waiting for this rank.
+// Here and not in the first execution: making a communicator allocates memory, which waits for kernels that are
+// running, and one of those may be waiting for this rank.
 ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(ffi::Span<const int64_t> processes,
                                                     ffi::Span<const int64_t> devices,
                                                     ffi::Span<const int64_t> group_sizes, std::string_view call,
@@ -90,8 +90,8 @@ ffi::Error execute(Instance* instance, cudaStream_t stream, int32_t device, ffi:
     for (const auto& communicator : instance->communicators) {
       const std::optional<int> rank = communicator->rank_of(device);
       if (!rank) continue;
-      for (const Launch& each : plan(*communicator, *rank, instance->site, element.dtype, buffers,
-                                     Communicators::instance().deadline())) {
+      for (const Launch& each :
+           plan(*communicator, *rank, instance->site, element.dtype, buffers, Communicators::instance().deadline())) {
         const cudaError_t error = launch(element.dtype, each.algorithm, each.call, stream);
         if (error != cudaSuccess) throw std::runtime_error(std::string("launch: ") + cudaGetErrorString(error));
       }
@@ -113,10 +113,9 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                            .Attr<std::string_view>("order"),
                        {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(
-    initialize_handler, initialize,
-    ffi::Ffi::BindInitialize().Ctx<ffi::State<Instance>>().RemainingArgs().RemainingRets().Attrs(),
-    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize,
+                       ffi::Ffi::BindInitialize().Ctx<ffi::State<Instance>>().RemainingArgs().RemainingRets().Attrs(),
+                       {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
                        ffi::Ffi::Bind()

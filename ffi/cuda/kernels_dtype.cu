@@ -32,6 +32,7 @@ JAX_RING_FOR_EACH_DTYPE(JAX_RING_PICK)
 #define JAX_RING_CONCAT(a, b) JAX_RING_CONCAT_(a, b)
 
 extern const KernelTable JAX_RING_CONCAT(kernels_, JAX_RING_DTYPE);
-const KernelTable JAX_RING_CONCAT(kernels_, JAX_RING_DTYPE) = table_of<JAX_RING_CONCAT(Element_, JAX_RING_DTYPE), Sum>();
+const KernelTable JAX_RING_CONCAT(kernels_,
+                                  JAX_RING_DTYPE) = table_of<JAX_RING_CONCAT(Element_, JAX_RING_DTYPE), Sum>();
 
 }  // namespace jax_ring::gpu

@@ -14,7 +14,7 @@ namespace jax_ring::gpu {
 
 // What all ranks of a call agree on.
 struct CallSite {
-  std::string call;  // in words, for error messages
+  std::string call;                    // in words, for error messages
   std::optional<Algorithm> algorithm;  // ours to choose if it is missing
   Order order = Order::rank;
 

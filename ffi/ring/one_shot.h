@@ -18,9 +18,7 @@ JAX_RING_TEAM Line tagged(uint64_t data, uint32_t tag) {
 JAX_RING_TEAM bool has_tag(const Line& line, uint32_t tag) {
   return line.word[0] >> 32 == tag && line.word[1] >> 32 == tag;
 }
-JAX_RING_TEAM uint64_t data_of(const Line& line) {
-  return (line.word[0] & 0xffffffffu) | line.word[1] << 32;
-}
+JAX_RING_TEAM uint64_t data_of(const Line& line) { return (line.word[0] & 0xffffffffu) | line.word[1] << 32; }
 
 JAX_RING_TEAM Line* lines(const Endpoint& self, int owner, int cta, int source, uint32_t epoch) {
   const size_t offset = self.capacity.lines(static_cast<int>(epoch % 2), cta, source);
@@ -30,7 +28,8 @@ JAX_RING_TEAM Line* lines(const Endpoint& self, int owner, int cta, int source, 
 // Sends this rank's packs, and two lines more. The header names the call. The other one is a line that the round leaves
 // unused, another one in every round, so that no line keeps its tag until the epochs have wrapped around.
 template <class Team>
-JAX_RING_TEAM void send(const Endpoint& self, const Message& message, PackRange range, int cta, Team team, uint32_t epoch) {
+JAX_RING_TEAM void send(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
+                        uint32_t epoch) {
   const int p = self.num_ranks();
   const uint64_t swept = epoch / 2 % self.capacity.num_lines();
   for (int step = 1; step < p; ++step) {
@@ -90,8 +89,8 @@ JAX_RING_TEAM bool check_headers(const Endpoint& self, const Message& message, i
 
 // Folds what has come from all ranks into the output.
 template <class Element, class Op, class Team>
-JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange range, int cta, Team team, uint32_t epoch,
-                        Op op) {
+JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
+                        uint32_t epoch, Op op) {
   bool ok = true;
   for_each_pack<1>(
       message, range, team, [](const Operand& operand, uint64_t index, uint64_t) { return input_pack(operand, index); },

@@ -1,5 +1,6 @@
 // ring.h: all-reduce round a ring: each rank sends to the next alone, as ring_schedule.h says, and never more than what
-// fits into the slots there. For ranks that do not all reach each other, and for messages too large to care for latency.
+// fits into the slots there. For ranks that do not all reach each other, and for messages too large to care for
+// latency.
 //
 // Partial folds travel in the accumulator's type, so that a result is rounded once here as well.
 #pragma once
@@ -34,8 +35,7 @@ struct Link {
     if (team.thread() == 0) {
       uint64_t* head = self.flag(self.rank, FlagKind::head, cta, 0);
       const uint32_t needed = sent + 1 - static_cast<uint32_t>(self.capacity.num_slots);
-      ok = await(
-          self, [&] { return !is_before(epoch_of(peek(head)), needed); }, Step::ring_send, next(), needed, cta);
+      ok = await(self, [&] { return !is_before(epoch_of(peek(head)), needed); }, Step::ring_send, next(), needed, cta);
     }
     return team.all(ok);
   }
@@ -119,9 +119,9 @@ JAX_RING_TEAM bool do_hop(const Message& message, Hop hop, PackRange chunk, Link
 struct Chunks {
   Order order;
   int num_ranks;
-  uint64_t num_packs;   // of the message
-  uint64_t block;       // packs of each of the num_ranks blocks of the message, the last ones aside
-  PackRange share;          // this team's: of every block, or with Order::rank of the message
+  uint64_t num_packs;  // of the message
+  uint64_t block;      // packs of each of the num_ranks blocks of the message, the last ones aside
+  PackRange share;     // this team's: of every block, or with Order::rank of the message
   uint64_t chunk_packs;
 
   JAX_RING_INLINE uint64_t count() const {

@@ -1,13 +1,14 @@
 // ring_schedule.h: which chunk a rank handles at which step of a ring, and what it does with it.
 //
 // A chunk goes round the ring twice, from its first rank on: first as a partial fold (reduce-scatter: p-1 steps), to
-// which each rank adds its own values, then as the result (all-gather: p-1 steps), of which each rank keeps a copy. That
-// makes 2p-1 hops, numbered from 0, of which the p-th ends the one and begins the other. The orders differ in where a
-// chunk begins:
+// which each rank adds its own values, then as the result (all-gather: p-1 steps), of which each rank keeps a copy.
+// That makes 2p-1 hops, numbered from 0, of which the p-th ends the one and begins the other. The orders differ in
+// where a chunk begins:
 //
 //   Order::ring   block i of the message begins at rank i+1 and is complete at rank i: the classical ring, in which all
 //                 links are busy all the time.
-//   Order::rank   every chunk begins at rank 0 and is complete at rank p-1: a chain, so that the fold is in the order of
+//   Order::rank   every chunk begins at rank 0 and is complete at rank p-1: a chain, so that the fold is in the order
+//   of
 //                 the ranks. The chunks follow each other closely, and the results come round `lag` chunks behind.
 #pragma once
 
@@ -26,9 +27,9 @@ struct Hop {
   // Hops that do nothing keep the schedule regular.
   JAX_RING_INLINE bool exists() const { return index >= 0; }
   JAX_RING_INLINE bool receives() const { return index > 0; }
-  JAX_RING_INLINE bool folds() const { return index < num_ranks; }                      // adds this rank's values
-  JAX_RING_INLINE bool receives_result() const { return index >= num_ranks; }           // else a partial fold
-  JAX_RING_INLINE bool has_result() const { return index >= num_ranks - 1; }            // after this hop
+  JAX_RING_INLINE bool folds() const { return index < num_ranks; }             // adds this rank's values
+  JAX_RING_INLINE bool receives_result() const { return index >= num_ranks; }  // else a partial fold
+  JAX_RING_INLINE bool has_result() const { return index >= num_ranks - 1; }   // after this hop
   JAX_RING_INLINE bool sends() const { return index < 2 * num_ranks - 2; }
 };
 
@@ -38,8 +39,8 @@ struct RingSchedule {
   int num_ranks;
   int rank;
   uint64_t num_chunks;  // Order::ring: a multiple of num_ranks; chunk c is a piece of block c % num_ranks
-  uint64_t lag;         // Order::rank: less than a link has slots, so that the last rank, which waits for no one else, never
-                        // finds its link full; then the others do not either, one after the other
+  uint64_t lag;  // Order::rank: less than a link has slots, so that the last rank, which waits for no one else, never
+                 // finds its link full; then the others do not either, one after the other
 
   JAX_RING_INLINE uint64_t num_steps() const {
     return order == Order::ring ? num_chunks / num_ranks * (2 * num_ranks - 1)

@@ -87,8 +87,8 @@ constexpr uint32_t kSpinsPerLook = 1024;
 constexpr uint32_t kSpinsPerLook = 16;
 #endif
 
-// Waits until ready(); false if that takes longer than the deadline, or if this rank has failed meanwhile. All waits for
-// a peer are made here.
+// Waits until ready(); false if that takes longer than the deadline, or if this rank has failed meanwhile. All waits
+// for a peer are made here.
 template <class Ready>
 JAX_RING_TEAM bool await(const Endpoint& self, Ready ready, Step step, int peer, uint32_t epoch, int cta) {
   uint64_t since = 0;

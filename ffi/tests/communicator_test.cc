@@ -146,8 +146,8 @@ TEST(Communicator, ReducesBetweenTwoProcesses) {
   std::vector<std::thread> processes;
   for (int process = 0; process < 2; ++process) {
     processes.emplace_back([&, process] {
-      communicators[process] = std::make_unique<Communicator>(members, process, cpu::testing::small_capacity(3), "group",
-                                                              memories[process], table.exchange());
+      communicators[process] = std::make_unique<Communicator>(members, process, cpu::testing::small_capacity(3),
+                                                              "group", memories[process], table.exchange());
       run(*communicators[process], {"psum", Algorithm::two_shot, Order::rank}, call);
     });
   }
@@ -196,13 +196,12 @@ TEST(Communicator, PutsFailuresIntoWords) {
   HostMemory memory;
   const Communicator communicator(one_process(2), 0, cpu::testing::small_capacity(2), "group", memory, {});
   PeerCall call = PeerCall::random(DType::f32, Algorithm::two_shot, Order::rank, 2, {100}, 1);
-  const std::vector<Buffer> buffers = {
-      {call.inputs[0][0].data(), call.outputs[0][0].data(), call.inputs[0][0].size()}};
+  const std::vector<Buffer> buffers = {{call.inputs[0][0].data(), call.outputs[0][0].data(), call.inputs[0][0].size()}};
   const CallSite site{"ring_psum of float32[100] over axis 'x'", Algorithm::two_shot, Order::rank};
   for (const Launch& launch : plan(communicator, 0, site, call.dtype, buffers, 0.05)) {
     std::minstd_rand random(1);
-    cpu::testing::all_reduce_any(call.dtype, launch.algorithm, launch.call.self, launch.call.message,
-                                 launch.call.order, 0, Dawdler(random));
+    cpu::testing::all_reduce_any(call.dtype, launch.algorithm, launch.call.self, launch.call.message, launch.call.order,
+                                 0, Dawdler(random));
   }
   const std::optional<Failure> failure = communicator.failure();
   ASSERT_TRUE(failure.has_value());
@@ -241,7 +240,8 @@ TEST(Plan, ChoosesByTheBytesSent) {
   EXPECT_EQ(chosen(Order::rank, 128 << 10), Algorithm::one_shot);
   EXPECT_EQ(chosen(Order::rank, (128 << 10) + 4), Algorithm::two_shot);
   EXPECT_EQ(chosen(Order::ring, 4), Algorithm::ring);
-  EXPECT_TRUE(plan(communicator, 0, {"psum", std::nullopt, Order::rank}, DType::f32, {{nullptr, nullptr, 0}}, 1).empty());
+  EXPECT_TRUE(
+      plan(communicator, 0, {"psum", std::nullopt, Order::rank}, DType::f32, {{nullptr, nullptr, 0}}, 1).empty());
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// peers.h: a group of ranks in one process, a thread for each team of each rank, that runs the code of the GPU's kernels.
+// peers.h: a group of ranks in one process, a thread for each team of each rank, that runs the code of the GPU's
+// kernels.
 #pragma once
 
 #include <cstring>
@@ -51,9 +52,9 @@ struct PeerCall {
   Algorithm algorithm;
   Order order = Order::rank;
   uint32_t fingerprint = 1;
-  std::vector<size_t> counts;                            // elements of each operand
-  std::vector<std::vector<OffsetBuffer>> inputs;         // by rank, then operand
-  std::vector<std::vector<OffsetBuffer>> outputs;        // the same
+  std::vector<size_t> counts;                      // elements of each operand
+  std::vector<std::vector<OffsetBuffer>> inputs;   // by rank, then operand
+  std::vector<std::vector<OffsetBuffer>> outputs;  // the same
   bool in_place = false;
 
   // Operands of these sizes with random elements, `offset` bytes off their natural alignment.
@@ -105,32 +106,32 @@ struct PeerCall {
   }
 };
 
-  // Picks the code for an element type and an algorithm, as the table of kernels does on a GPU.
-  inline void all_reduce_any(DType dtype, Algorithm algorithm, const Endpoint& self, const Message& message,
-                             Order order, int cta, Dawdler team) {
-    const auto with = [&](auto element) {
-      using Element = decltype(element);
-      switch (algorithm) {
-        case Algorithm::one_shot:
-          return all_reduce<Element, Sum, Algorithm::one_shot, Dawdler>(self, message, order, cta, team, Sum{});
-        case Algorithm::two_shot:
-          return all_reduce<Element, Sum, Algorithm::two_shot, Dawdler>(self, message, order, cta, team, Sum{});
-        case Algorithm::ring:
-          return all_reduce<Element, Sum, Algorithm::ring, Dawdler>(self, message, order, cta, team, Sum{});
-        case Algorithm::count:
-          break;
-      }
-    };
-    switch (dtype) {
+// Picks the code for an element type and an algorithm, as the table of kernels does on a GPU.
+inline void all_reduce_any(DType dtype, Algorithm algorithm, const Endpoint& self, const Message& message, Order order,
+                           int cta, Dawdler team) {
+  const auto with = [&](auto element) {
+    using Element = decltype(element);
+    switch (algorithm) {
+      case Algorithm::one_shot:
+        return all_reduce<Element, Sum, Algorithm::one_shot, Dawdler>(self, message, order, cta, team, Sum{});
+      case Algorithm::two_shot:
+        return all_reduce<Element, Sum, Algorithm::two_shot, Dawdler>(self, message, order, cta, team, Sum{});
+      case Algorithm::ring:
+        return all_reduce<Element, Sum, Algorithm::ring, Dawdler>(self, message, order, cta, team, Sum{});
+      case Algorithm::count:
+        break;
+    }
+  };
+  switch (dtype) {
 #define JAX_RING_CASE(name, element) \
   case DType::name:                  \
     return with(element{});
-      JAX_RING_FOR_EACH_DTYPE(JAX_RING_CASE)
+    JAX_RING_FOR_EACH_DTYPE(JAX_RING_CASE)
 #undef JAX_RING_CASE
-      case DType::count:
-        break;
-    }
+    case DType::count:
+      break;
   }
+}
 
 // The ranks' mailboxes and all that goes with them.
 class Peers {
@@ -139,8 +140,7 @@ class Peers {
   explicit Peers(Capacity capacity, uint32_t first = 0)
       : capacity_(capacity),
         mailboxes_(capacity.num_ranks, Bytes(capacity.bytes())),
-        progress_(capacity.num_ranks,
-                  std::vector<Progress>(capacity.num_ctas, Progress{first, first, first, first})),
+        progress_(capacity.num_ranks, std::vector<Progress>(capacity.num_ctas, Progress{first, first, first, first})),
         failed_(capacity.num_ranks),
         failures_(capacity.num_ranks) {
     for (Bytes& mailbox : mailboxes_) {

@@ -4,6 +4,7 @@ They need the module of the GPU check, which benchmarks/gpu_check.sh builds. JAX
 them without a GPU: the same tests, and the same algorithms, but neither kernels nor memory of a GPU.
 """
 
+import importlib.util
 import os
 
 import pytest
@@ -13,12 +14,12 @@ from jax_ring import runtime
 
 def check_backend() -> str | None:
     """ "cuda" or "host"; None, if the tests cannot run."""
-    try:
-        import jax_ring._gpu_check  # noqa: F401
-    except ImportError:
-        return None
     if os.environ.get("JAX_RING_GPU_CHECK_BACKEND") == "host":
+        import jax_ring._gpu_check  # noqa: F401
+
         return "host"
+    if importlib.util.find_spec("jax_ring._gpu_check") is None:
+        return None
     return "cuda" if runtime.ffi_cuda.device_count()[0] > 0 else None
 
 

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# The GPU check: builds the CUDA engine, runs its tests and measurements, and writes one JSON and one readable report.
+#
+#   benchmarks/gpu_check.sh [--dry] [--out FOLDER] [PART ...]
+#
+# Needs Python with JAX, nanobind, scikit-build-core, pytest and CMake, and nvcc, but no network. Parts that are done are
+# not done again, so that what was interrupted is taken up by the same command; naming parts runs these anew. With --dry
+# everything is rehearsed without a GPU, on threads of the host.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+dry= out= parts=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --dry) dry=--dry ;;
+    --out) out=$2; shift ;;
+    -*) echo "unknown option $1" >&2; exit 2 ;;
+    *) parts+=("$1") ;;
+  esac
+  shift
+done
+out=${out:-build/gpu_check${dry:+_dry}}
+site=$PWD/build/gpu_check_site
+
+if [ ! -e "$site/.built" ] || [ -n "$(find ffi jax_ring pyproject.toml -newer "$site/.built" -type f -print -quit)" ]; then
+  echo "== build ($("$python" --version))"
+  rm -rf "$site"
+  # For the GPU at hand alone, if there is one: that takes a third of the time.
+  capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1 | tr -d .) || true
+  JAX_RING_CUDA=ON "$python" -m pip install --quiet --no-index --no-deps --no-build-isolation --target "$site" . \
+    -C cmake.define.JAX_RING_GPU_CHECK=ON ${capability:+-C cmake.define.CMAKE_CUDA_ARCHITECTURES=$capability}
+  touch "$site/.built"
+  rm -f "$out/results.json"  # those of another build
+fi
+
+# Not from the source tree, whose jax_ring/ has no native modules.
+PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 \
+  "$python" benchmarks/gpu_check.py $dry --out "$out" "${parts[@]}"
