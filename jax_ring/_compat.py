@@ -112,8 +112,8 @@ def key_value_store(timeout_s: float) -> tuple:
     client = _distributed.global_state.client
     if client is None:
         raise RuntimeError(
-            f"jax_ring needs jax.distributed to be initialized in a program of {jax.process_count()} processes, so that "
-            "they can find each other. Call jax.distributed.initialize() first."
+            f"jax_ring needs jax.distributed to be initialized in a program of {jax.process_count()} processes, so "
+            "that they can find each other. Call jax.distributed.initialize() first."
         )
     return client.key_value_set_bytes, lambda key: client.blocking_key_value_get_bytes(key, int(timeout_s * 1000))
 

@@ -84,6 +84,7 @@ def _rank_on_cpu(groups) -> Rank:
 def _rank_on_cuda(mesh, groups) -> Rank:
     # Here the handler knows its GPU, and the position would lie in the GPU's memory, which the host cannot see.
     gpus = communicator.gpus_of(mesh)
+    assert gpus is not None  # or the CUDA engine would not serve the call
     members = [gpus[i] for group in groups for i in group]
     processes = np.array([gpu.process for gpu in members], np.int64)
     return Rank([], [], {"processes": processes, "devices": np.array([gpu.number for gpu in members], np.int64)})

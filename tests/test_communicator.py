@@ -148,7 +148,7 @@ def test_several_processes_of_one_host(monkeypatch):
 def test_strict_makes_the_fallback_an_error(monkeypatch):
     monkeypatch.setattr(runtime, "ffi_cuda", None)
     monkeypatch.setattr(runtime, "STRICT", True)
-    with pytest.raises(NotImplementedError, match="without its CUDA engine.*JAX_RING_STRICT=1 forbids it"):
+    with pytest.raises(NotImplementedError, match=r"without its CUDA engine.*JAX_RING_STRICT=1 forbids it"):
         lower(psum, jnp.ones(8), check_vma=False)
 
 

@@ -66,8 +66,8 @@ def run_processes(backend, count, algorithm, absent=None):
         for worker in workers:
             worker.start()
         try:
-            return dict((process, (outputs, failure)) for process, outputs, failure in
-                        (results.get(timeout=120) for _ in range(count)))  # fmt: skip
+            ended = (results.get(timeout=120) for _ in range(count))
+            return {process: (outputs, failure) for process, outputs, failure in ended}
         finally:
             shared["done"] = True
             for worker in workers:
