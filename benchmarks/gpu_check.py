@@ -93,7 +93,7 @@ import os
 group = _gpu_check.Ranks({backend!r}, [(0, 0)] * 3, deadline=300.0)
 for algorithm in ("one_shot", "two_shot", "ring"):
     for size in (4, 4100, 70000):
-        group.all_reduce([[os.urandom(size)]] * 3, "u32", algorithm)
+        group.run([[os.urandom(size)]] * 3, "u32", algorithm)
 assert group.failure() == "", group.failure()
 """
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <string_view>
 
+#include "ring/collective.h"
 #include "ring/fold.h"
 #include "ring/options.h"
 #include "xla/ffi/api/ffi.h"
@@ -21,16 +22,21 @@ struct Element {
 
 inline Element element_of(xla::ffi::DataType dtype) {
   switch (dtype) {
-    case xla::ffi::S8:
+    case xla::ffi::PRED:
     case xla::ffi::U8:
       return {DType::u8, 1};
+    case xla::ffi::S8:
+      return {DType::s8, 1};
     case xla::ffi::S16:
+      return {DType::s16, 1};
     case xla::ffi::U16:
       return {DType::u16, 1};
     case xla::ffi::S32:
+      return {DType::s32, 1};
     case xla::ffi::U32:
       return {DType::u32, 1};
     case xla::ffi::S64:
+      return {DType::s64, 1};
     case xla::ffi::U64:
       return {DType::u64, 1};
     case xla::ffi::F16:
@@ -60,24 +66,37 @@ inline Element element_of(xla::ffi::DataType dtype) {
     case xla::ffi::F8E5M2FNUZ:
       return {DType::f8e5m2fnuz, 1};
     default:
-      throw std::invalid_argument("jax_ring_all_reduce: no fold for XLA element type " +
-                                  std::to_string(static_cast<int>(dtype)));
+      throw std::invalid_argument("jax_ring: no fold for XLA element type " + std::to_string(static_cast<int>(dtype)));
   }
 }
 
-inline Order order_of(std::string_view name) {
-  if (name == "rank") return Order::rank;
-  if (name == "ring") return Order::ring;
-  throw std::invalid_argument("jax_ring_all_reduce: unknown order " + std::string(name));
+// What is only moved is moved as bytes.
+inline Element element_of(const Plan& plan, xla::ffi::DataType dtype) {
+  if (plan.collective == Collective::all_gather || plan.collective == Collective::broadcast) {
+    return {DType::u8, xla::ffi::ByteWidth(dtype)};
+  }
+  return element_of(dtype);
 }
+
+// The value of an attribute, by its name among `names`, in the order of the enumeration.
+template <class Enum, size_t kCount>
+Enum named(std::string_view name, const std::string_view (&names)[kCount]) {
+  for (size_t i = 0; i < kCount; ++i) {
+    if (names[i] == name) return static_cast<Enum>(i);
+  }
+  throw std::invalid_argument("jax_ring: unknown attribute value " + std::string(name));
+}
+
+inline constexpr std::string_view kCollectives[] = {"all_reduce", "reduce_scatter", "all_gather", "reduce",
+                                                    "broadcast"};
+inline constexpr std::string_view kOps[] = {"sum", "max", "min"};
+inline constexpr std::string_view kOrders[] = {"rank", "ring"};
 
 // The algorithm; none if the choice is left to us.
 inline std::optional<Algorithm> algorithm_of(std::string_view name) {
+  constexpr std::string_view kAlgorithms[] = {"one_shot", "two_shot", "ring"};
   if (name == "auto") return std::nullopt;
-  if (name == "one_shot") return Algorithm::one_shot;
-  if (name == "two_shot") return Algorithm::two_shot;
-  if (name == "ring") return Algorithm::ring;
-  throw std::invalid_argument("jax_ring_all_reduce: unknown algorithm " + std::string(name));
+  return named<Algorithm>(name, kAlgorithms);
 }
 
 }  // namespace jax_ring

@@ -26,7 +26,11 @@ except ImportError as error:
 
 __version__ = importlib.metadata.version("jax-ring")
 
-ALL_REDUCE_TARGET = "jax_ring_all_reduce"
+# The custom call of each collective. One handler serves them all; the names are for those who read HLO.
+TARGETS = {
+    collective: f"jax_ring_{collective}"
+    for collective in ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast")
+}
 TIMEOUT_VARIABLE = "JAX_RING_TIMEOUT_S"
 STRICT_VARIABLE = "JAX_RING_STRICT"
 
@@ -91,11 +95,14 @@ def forget_gpu_groups() -> None:
 
 def _register() -> None:
     _compat.register_cpu_ffi_type("jax_ring_call_site", _ffi_cpu.call_site_type())
-    jax.ffi.register_ffi_target(ALL_REDUCE_TARGET, _ffi_cpu.all_reduce_handlers(), platform="cpu")
+    handlers = _ffi_cpu.collective_handlers()
+    for target in TARGETS.values():
+        jax.ffi.register_ffi_target(target, handlers, platform="cpu")
     if ffi_cuda is not None:
         # Here JAX waits for the CUDA client with both, and hands over types before handlers.
         jax.ffi.register_ffi_type("jax_ring_instance", ffi_cuda.instance_type(), platform="CUDA")
-        jax.ffi.register_ffi_target(ALL_REDUCE_TARGET, ffi_cuda.all_reduce_handlers(), platform="CUDA")
+        for target in TARGETS.values():
+            jax.ffi.register_ffi_target(target, ffi_cuda.collective_handlers(), platform="CUDA")
     if TIMEOUT_VARIABLE in os.environ:
         seconds = timeout_from(os.environ[TIMEOUT_VARIABLE])
         _ffi_cpu.set_deadline(seconds)

@@ -17,7 +17,7 @@ enum class How {
   graphs,    // as streams, but recorded and replayed
 };
 
-// One rank's kernels, all of one element type.
+// One rank's kernels.
 struct Work {
   int device;
   std::vector<gpu::Launch> launches;
@@ -32,7 +32,7 @@ class Backend {
   virtual void copy_out(void* to_host, const void* from, size_t bytes) = 0;
 
   // Runs the ranks' work `repeats` times and waits until it has ended. Returns the seconds that all of that took.
-  virtual double run(DType dtype, const std::vector<Work>& ranks, How how, int repeats) = 0;
+  virtual double run(const std::vector<Work>& ranks, How how, int repeats) = 0;
 
   // Seconds that copying so many bytes within the memory of a device takes.
   virtual double copy_seconds(int device, size_t bytes, int repeats) = 0;

@@ -39,10 +39,10 @@ double seconds_between(const Event& begin, const Event& end) {
 // A rank's kernels, recorded.
 class Graph {
  public:
-  Graph(cudaStream_t stream, DType dtype, const Work& work) {
+  Graph(cudaStream_t stream, const Work& work) {
     check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
     for (const gpu::Launch& launch : work.launches) {
-      check(gpu::launch(dtype, launch.algorithm, launch.call, stream), "launch into a graph");
+      check(gpu::launch(launch.kernel, launch.call, stream), "launch into a graph");
     }
     check(cudaStreamEndCapture(stream, &graph_), "cudaStreamEndCapture");
     check(cudaGraphInstantiate(&executable_, graph_, 0), "cudaGraphInstantiate");
@@ -72,10 +72,9 @@ class CudaBackend final : public Backend {
     check(cudaMemcpy(to_host, from, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy from the device");
   }
 
-  double run(DType dtype, const std::vector<Work>& ranks, How how, int repeats) override {
+  double run(const std::vector<Work>& ranks, How how, int repeats) override {
     check(cudaSetDevice(ranks.at(0).device), "cudaSetDevice");
-    return how == How::together ? run_together(dtype, ranks, repeats)
-                                : run_on_streams(dtype, ranks, how == How::graphs, repeats);
+    return how == How::together ? run_together(ranks, repeats) : run_on_streams(ranks, how == How::graphs, repeats);
   }
 
   double copy_seconds(int device, size_t bytes, int repeats) override {
@@ -96,7 +95,7 @@ class CudaBackend final : public Backend {
   }
 
  private:
-  double run_together(DType dtype, const std::vector<Work>& ranks, int repeats) {
+  double run_together(const std::vector<Work>& ranks, int repeats) {
     const size_t num_launches = ranks[0].launches.size();
     const int device = ranks[0].device, num_ranks = static_cast<int>(ranks.size());
     std::vector<gpu::Call> calls;
@@ -111,7 +110,7 @@ class CudaBackend final : public Backend {
     for (int repeat = 0; repeat < repeats; ++repeat) {
       for (size_t i = 0; i < num_launches; ++i) {
         const gpu::Launch& first = ranks[0].launches[i];
-        check(gpu::launch_together(dtype, first.algorithm, on_device + i * num_ranks, num_ranks,
+        check(gpu::launch_together(first.kernel, on_device + i * num_ranks, num_ranks,
                                    first.call.self.capacity.num_ctas, on.stream),
               "launch of all ranks together");
       }
@@ -122,11 +121,11 @@ class CudaBackend final : public Backend {
     return seconds;
   }
 
-  double run_on_streams(DType dtype, const std::vector<Work>& ranks, bool recorded, int repeats) {
+  double run_on_streams(const std::vector<Work>& ranks, bool recorded, int repeats) {
     std::vector<Stream> streams(ranks.size());
     std::vector<std::unique_ptr<Graph>> graphs;
     for (size_t rank = 0; recorded && rank < ranks.size(); ++rank) {
-      graphs.push_back(std::make_unique<Graph>(streams[rank].stream, dtype, ranks[rank]));
+      graphs.push_back(std::make_unique<Graph>(streams[rank].stream, ranks[rank]));
     }
     Event begin, end;
     begin.record(streams[0].stream);
@@ -137,7 +136,7 @@ class CudaBackend final : public Backend {
           continue;
         }
         for (const gpu::Launch& launch : ranks[rank].launches) {
-          check(gpu::launch(dtype, launch.algorithm, launch.call, streams[rank].stream), "launch");
+          check(gpu::launch(launch.kernel, launch.call, streams[rank].stream), "launch");
         }
       }
     }

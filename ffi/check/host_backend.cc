@@ -94,20 +94,49 @@ std::atomic<int> SharedMemory::next_{0};
 
 using Kernel = void (*)(const gpu::Call& call, int cta);
 
-template <class Element, Algorithm kAlgorithm>
-void run_team(const gpu::Call& call, int cta) {
-  all_reduce<Element, Sum, kAlgorithm>(call.self, call.message, call.order, cta, Solo{}, Sum{});
+template <class Element, class Operation, Algorithm kAlgorithm>
+constexpr Kernel kernel_of() {
+  if constexpr (is_needed<Element, Operation, kAlgorithm>) {
+    return [](const gpu::Call& call, int cta) {
+      run_team<Element, Operation, kAlgorithm>(call.self, call.message, call.plan, cta, Solo{}, Operation{});
+    };
+  }
+  return nullptr;
 }
 
-Kernel kernel_of(DType dtype, Algorithm algorithm) {
-  static constexpr Kernel kernels[][static_cast<int>(Algorithm::count)] = {
-#define JAX_RING_KERNELS(name, element)                                              \
-  {&run_team<element, Algorithm::one_shot>, &run_team<element, Algorithm::two_shot>, \
-   &run_team<element, Algorithm::ring>},
-      JAX_RING_FOR_EACH_DTYPE(JAX_RING_KERNELS)
-#undef JAX_RING_KERNELS
-  };
-  return kernels[static_cast<int>(dtype)][static_cast<int>(algorithm)];
+template <class Element, class Operation>
+constexpr Kernel kernel_of(Algorithm algorithm) {
+  constexpr Kernel kernels[] = {kernel_of<Element, Operation, Algorithm::one_shot>(),
+                                kernel_of<Element, Operation, Algorithm::two_shot>(),
+                                kernel_of<Element, Operation, Algorithm::ring>()};
+  return kernels[static_cast<int>(algorithm)];
+}
+
+template <class Element>
+Kernel kernel_of(Op op, Algorithm algorithm) {
+  switch (op) {
+#define JAX_RING_CASE(name, operation) \
+  case Op::name:                       \
+    return kernel_of<Element, operation>(algorithm);
+    JAX_RING_FOR_EACH_OP(JAX_RING_CASE)
+#undef JAX_RING_CASE
+    case Op::count:
+      break;
+  }
+  return nullptr;
+}
+
+Kernel kernel_of(const gpu::KernelKey& key) {
+  switch (key.dtype) {
+#define JAX_RING_CASE(name, element) \
+  case DType::name:                  \
+    return kernel_of<element>(key.op, key.algorithm);
+    JAX_RING_FOR_EACH_DTYPE(JAX_RING_CASE)
+#undef JAX_RING_CASE
+    case DType::count:
+      break;
+  }
+  return nullptr;
 }
 
 class HostBackend final : public Backend {
@@ -117,15 +146,15 @@ class HostBackend final : public Backend {
   void copy_out(void* to_host, const void* from, size_t bytes) override { std::memcpy(to_host, from, bytes); }
 
   // All ways of launching are alike here.
-  double run(DType dtype, const std::vector<Work>& ranks, How, int repeats) override {
+  double run(const std::vector<Work>& ranks, How, int repeats) override {
     const auto begin = std::chrono::steady_clock::now();
     std::vector<std::thread> teams;
     for (const Work& work : ranks) {
       if (work.launches.empty()) continue;
       for (int cta = 0; cta < work.launches[0].call.self.capacity.num_ctas; ++cta) {
-        teams.emplace_back([&work, dtype, cta, repeats] {
+        teams.emplace_back([&work, cta, repeats] {
           for (int i = 0; i < repeats; ++i) {
-            for (const gpu::Launch& launch : work.launches) kernel_of(dtype, launch.algorithm)(launch.call, cta);
+            for (const gpu::Launch& launch : work.launches) kernel_of(launch.kernel)(launch.call, cta);
           }
         });
       }

@@ -49,14 +49,22 @@ struct Request {
   How how;
 };
 
-Request request_of(const std::string& dtype, const std::string& algorithm, const std::string& order,
-                   const std::string& how) {
+Request request_of(const std::string& collective, const std::string& op, int root, const std::string& dtype,
+                   const std::string& algorithm, const std::string& order, const std::string& how) {
   const std::map<std::string, std::optional<Algorithm>> algorithms = {{"auto", std::nullopt},
                                                                       {"one_shot", Algorithm::one_shot},
                                                                       {"two_shot", Algorithm::two_shot},
                                                                       {"ring", Algorithm::ring}};
-  return {{"check", choice("algorithm", algorithms, algorithm),
-           choice<Order>("order", {{"rank", Order::rank}, {"ring", Order::ring}}, order)},
+  const Plan plan{choice<Collective>("collective",
+                                     {{"all_reduce", Collective::all_reduce},
+                                      {"reduce_scatter", Collective::reduce_scatter},
+                                      {"all_gather", Collective::all_gather},
+                                      {"reduce", Collective::reduce},
+                                      {"broadcast", Collective::broadcast}},
+                                     collective),
+                  choice<Order>("order", {{"rank", Order::rank}, {"ring", Order::ring}}, order), root};
+  return {{"check", plan, choice<Op>("operation", {{"sum", Op::sum}, {"max", Op::max}, {"min", Op::min}}, op),
+           choice("algorithm", algorithms, algorithm)},
           choice("dtype", dtypes(), dtype),
           choice<How>("way of launching",
                       {{"together", How::together}, {"streams", How::streams}, {"graphs", How::graphs}}, how)};
@@ -78,26 +86,26 @@ class Ranks {
   }
 
   // inputs: by rank of this process, then operand. The results are arranged alike.
-  std::vector<std::vector<nb::bytes>> all_reduce(const std::vector<std::vector<nb::bytes>>& inputs,
-                                                 const Request& request, int repeats) {
+  std::vector<std::vector<nb::bytes>> run(const std::vector<std::vector<nb::bytes>>& inputs, const Request& request,
+                                          int repeats) {
     std::vector<std::vector<gpu::Buffer>> buffers;
     for (size_t i = 0; i < communicator_->local_ranks().size(); ++i) {
       buffers.emplace_back();
       for (const nb::bytes& input : inputs.at(i)) {
-        buffers.back().push_back(allocate(device_of(i), input.size()));
+        buffers.back().push_back(allocate(device_of(i), input.size(), result_bytes(request, input.size())));
         copy_in(buffers.back().back(), input.c_str());
       }
     }
     {
       const nb::gil_scoped_release without_gil;
-      backend_->run(request.dtype, work_of(request, buffers), request.how, repeats);
+      backend_->run(work_of(request, buffers), request.how, repeats);
     }
     std::vector<std::vector<nb::bytes>> results;
     for (size_t i = 0; i < buffers.size(); ++i) {
       results.emplace_back();
       for (const gpu::Buffer& buffer : buffers[i]) {
-        std::string result(buffer.bytes, '\0');
-        if (buffer.bytes > 0) backend_->copy_out(result.data(), buffer.output, buffer.bytes);
+        std::string result(result_bytes(request, buffer.input_bytes), '\0');
+        if (!result.empty()) backend_->copy_out(result.data(), buffer.output, result.size());
         results.back().push_back(nb::bytes(result.data(), result.size()));
         release(device_of(i), buffer);
       }
@@ -114,14 +122,14 @@ class Ranks {
     std::minstd_rand random(1);
     for (char& byte : data) byte = static_cast<char>(random() % 16);
     for (size_t i = 0; i < communicator_->local_ranks().size(); ++i) {
-      buffers.push_back({allocate(device_of(i), num_bytes)});
+      buffers.push_back({allocate(device_of(i), num_bytes, result_bytes(request, num_bytes))});
       copy_in(buffers.back()[0], data.data());
     }
     const std::vector<Work> work = work_of(request, buffers);
-    backend_->run(request.dtype, work, request.how, repeats);
+    backend_->run(work, request.how, repeats);
     std::vector<double> times;
     for (int i = 0; i < samples; ++i) {
-      times.push_back(backend_->run(request.dtype, work, request.how, repeats) / repeats);
+      times.push_back(backend_->run(work, request.how, repeats) / repeats);
     }
     for (size_t i = 0; i < buffers.size(); ++i) release(device_of(i), buffers[i][0]);
     return times;
@@ -154,23 +162,28 @@ class Ranks {
  private:
   int device_of(size_t local) const { return static_cast<int>(members_[communicator_->local_ranks()[local]].device); }
 
-  gpu::Buffer allocate(int device, size_t bytes) {
+  size_t result_bytes(const Request& request, size_t input_bytes) const {
+    return result_count(request.site.plan, communicator_->num_ranks(), input_bytes);
+  }
+
+  gpu::Buffer allocate(int device, size_t input_bytes, size_t output_bytes) {
     // At least a byte: an operand may be empty, an allocation may not.
-    return {backend_->memory().allocate(device, bytes + 1), backend_->memory().allocate(device, bytes + 1), bytes};
+    return {backend_->memory().allocate(device, input_bytes + 1), backend_->memory().allocate(device, output_bytes + 1),
+            input_bytes};
   }
   void release(int device, const gpu::Buffer& buffer) {
     backend_->memory().release(device, const_cast<void*>(buffer.input));
     backend_->memory().release(device, buffer.output);
   }
   void copy_in(const gpu::Buffer& buffer, const void* data) {
-    if (buffer.bytes > 0) backend_->copy_in(const_cast<void*>(buffer.input), data, buffer.bytes);
+    if (buffer.input_bytes > 0) backend_->copy_in(const_cast<void*>(buffer.input), data, buffer.input_bytes);
   }
 
   std::vector<Work> work_of(const Request& request, const std::vector<std::vector<gpu::Buffer>>& buffers) {
     std::vector<Work> work;
     for (size_t i = 0; i < buffers.size(); ++i) {
-      work.push_back({device_of(i), gpu::plan(*communicator_, communicator_->local_ranks()[i], request.site,
-                                              request.dtype, buffers[i], deadline_)});
+      work.push_back({device_of(i), gpu::launches_of(*communicator_, communicator_->local_ranks()[i], request.site,
+                                                     request.dtype, buffers[i], deadline_)});
     }
     return work;
   }
@@ -221,20 +234,25 @@ NB_MODULE(_gpu_check, m) {
           "fetch"_a = nb::none(),
           "members: (process, device) by rank. publish(key, bytes) and fetch(key) are needed between processes.")
       .def(
-          "all_reduce",
+          "run",
           [](Ranks& self, const std::vector<std::vector<nb::bytes>>& inputs, const std::string& dtype,
-             const std::string& algorithm, const std::string& order, const std::string& how,
-             int repeats) { return self.all_reduce(inputs, request_of(dtype, algorithm, order, how), repeats); },
+             const std::string& algorithm, const std::string& order, const std::string& how, int repeats,
+             const std::string& collective, const std::string& op, int root) {
+            return self.run(inputs, request_of(collective, op, root, dtype, algorithm, order, how), repeats);
+          },
           "inputs"_a, "dtype"_a, "algorithm"_a = "auto", "order"_a = "rank", "how"_a = "together", "repeats"_a = 1,
+          "collective"_a = "all_reduce", "op"_a = "sum", "root"_a = 0,
           "The results of the ranks of this process, by rank and operand, as bytes like the inputs.")
       .def(
           "seconds",
           [](Ranks& self, size_t num_bytes, const std::string& dtype, const std::string& algorithm,
-             const std::string& order, const std::string& how, int repeats, int samples) {
-            return self.seconds(num_bytes, request_of(dtype, algorithm, order, how), repeats, samples);
+             const std::string& order, const std::string& how, int repeats, int samples,
+             const std::string& collective) {
+            return self.seconds(num_bytes, request_of(collective, "sum", 0, dtype, algorithm, order, how), repeats,
+                                samples);
           },
           "num_bytes"_a, "dtype"_a = "f32", "algorithm"_a = "auto", "order"_a = "rank", "how"_a = "together",
-          "repeats"_a = 20, "samples"_a = 10, "Seconds per call, by sample.")
+          "repeats"_a = 20, "samples"_a = 10, "collective"_a = "all_reduce", "Seconds per call, by sample.")
       .def("start_from", &Ranks::start_from, "first"_a, "Sets the counters of rounds, as if so many had gone before.")
       .def("failure", &Ranks::failure, "The first failure in words; empty if there was none.")
       .def("copy_seconds", &Ranks::copy_seconds, "num_bytes"_a, "repeats"_a,

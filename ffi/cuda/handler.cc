@@ -31,16 +31,19 @@ ffi::TypeId Instance::id = {};
 
 // Here and not in the first execution: making a communicator allocates memory, which waits for kernels that are
 // running, and one of those may be waiting for this rank.
-ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(ffi::Span<const int64_t> processes,
+ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(std::string_view collective, std::string_view op, int64_t root,
+                                                    std::string_view algorithm, std::string_view order,
+                                                    ffi::Span<const int64_t> processes,
                                                     ffi::Span<const int64_t> devices,
-                                                    ffi::Span<const int64_t> group_sizes, std::string_view call,
-                                                    std::string_view algorithm, std::string_view order) {
+                                                    ffi::Span<const int64_t> group_sizes, std::string_view call) {
   try {
     auto instance = std::make_unique<Instance>();
-    instance->site = {std::string(call), algorithm_of(algorithm), order_of(order)};
+    const Plan plan{named<Collective>(collective, kCollectives), named<Order>(order, kOrders), static_cast<int>(root)};
+    instance->site = {std::string(call), plan, named<Op>(op, kOps), algorithm_of(algorithm)};
     Communicators& all = Communicators::instance();
     size_t next = 0;
     for (int64_t size : group_sizes) {
+      if (root < 0 || root >= size) throw std::invalid_argument("the root is not in every group");
       if (size < 1 || next + size > processes.size() || processes.size() != devices.size()) {
         throw std::invalid_argument("replica groups: the sizes do not match the number of devices");
       }
@@ -81,7 +84,7 @@ ffi::Error execute(Instance* instance, cudaStream_t stream, int32_t device, ffi:
       throw std::invalid_argument("needs one result for each of its operands");
     }
     if (ffi::Error error = failure_of(*instance); error.failure()) return error;
-    const Element element = element_of(args.get<ffi::AnyBuffer>(0)->element_type());
+    const Element element = element_of(instance->site.plan, args.get<ffi::AnyBuffer>(0)->element_type());
     std::vector<Buffer> buffers;
     for (size_t i = 0; i < args.size(); ++i) {
       const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i);
@@ -90,9 +93,9 @@ ffi::Error execute(Instance* instance, cudaStream_t stream, int32_t device, ffi:
     for (const auto& communicator : instance->communicators) {
       const std::optional<int> rank = communicator->rank_of(device);
       if (!rank) continue;
-      for (const Launch& each :
-           plan(*communicator, *rank, instance->site, element.dtype, buffers, Communicators::instance().deadline())) {
-        const cudaError_t error = launch(element.dtype, each.algorithm, each.call, stream);
+      for (const Launch& each : launches_of(*communicator, *rank, instance->site, element.dtype, buffers,
+                                            Communicators::instance().deadline())) {
+        const cudaError_t error = launch(each.kernel, each.call, stream);
         if (error != cudaSuccess) throw std::runtime_error(std::string("launch: ") + cudaGetErrorString(error));
       }
       return ffi::Error::Success();
@@ -105,12 +108,15 @@ ffi::Error execute(Instance* instance, cudaStream_t stream, int32_t device, ffi:
 
 XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                        ffi::Ffi::BindInstantiate()
+                           .Attr<std::string_view>("collective")
+                           .Attr<std::string_view>("op")
+                           .Attr<int64_t>("root")
+                           .Attr<std::string_view>("algorithm")
+                           .Attr<std::string_view>("order")
                            .Attr<ffi::Span<const int64_t>>("processes")
                            .Attr<ffi::Span<const int64_t>>("devices")
                            .Attr<ffi::Span<const int64_t>>("group_sizes")
-                           .Attr<std::string_view>("call")
-                           .Attr<std::string_view>("algorithm")
-                           .Attr<std::string_view>("order"),
+                           .Attr<std::string_view>("call"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize,
@@ -129,9 +135,9 @@ XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
 
 }  // namespace
 
-XLA_FFI_Error* all_reduce_instantiate(XLA_FFI_CallFrame* call_frame) { return instantiate_handler(call_frame); }
-XLA_FFI_Error* all_reduce_initialize(XLA_FFI_CallFrame* call_frame) { return initialize_handler(call_frame); }
-XLA_FFI_Error* all_reduce_execute(XLA_FFI_CallFrame* call_frame) { return execute_handler(call_frame); }
+XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame) { return instantiate_handler(call_frame); }
+XLA_FFI_Error* collective_initialize(XLA_FFI_CallFrame* call_frame) { return initialize_handler(call_frame); }
+XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame) { return execute_handler(call_frame); }
 
 XLA_FFI_TypeId* instance_type_id() { return &Instance::id; }
 

@@ -1,4 +1,4 @@
-// kernel_table.h: the kernels of one element type, by algorithm.
+// kernel_table.h: the kernels of one element type.
 #pragma once
 
 #include "cuda/kernels.h"
@@ -9,8 +9,9 @@ constexpr int kThreadsPerCta = 512;
 
 using Kernel = void (*)(Call only, const Call* calls);
 
+// By operation and algorithm; null where there is no use for one.
 struct KernelTable {
-  Kernel by_algorithm[static_cast<int>(Algorithm::count)];
+  Kernel kernel[static_cast<int>(Op::count)][static_cast<int>(Algorithm::count)];
 };
 
 }  // namespace jax_ring::gpu

@@ -17,9 +17,10 @@ const KernelTable* const kTables[] = {
 #undef JAX_RING_TABLE
 };
 
-cudaError_t launch_kernel(DType dtype, Algorithm algorithm, const Call& call, const Call* calls, int grid,
-                          cudaStream_t stream) {
-  const Kernel kernel = kTables[static_cast<int>(dtype)]->by_algorithm[static_cast<int>(algorithm)];
+cudaError_t launch_kernel(const KernelKey& key, const Call& call, const Call* calls, int grid, cudaStream_t stream) {
+  const Kernel kernel =
+      kTables[static_cast<int>(key.dtype)]->kernel[static_cast<int>(key.op)][static_cast<int>(key.algorithm)];
+  if (kernel == nullptr) return cudaErrorInvalidDeviceFunction;
   void* arguments[] = {const_cast<Call*>(&call), &calls};
   return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(grid), dim3(kThreadsPerCta), arguments, 0,
                           stream);
@@ -27,23 +28,25 @@ cudaError_t launch_kernel(DType dtype, Algorithm algorithm, const Call& call, co
 
 }  // namespace
 
-cudaError_t launch(DType dtype, Algorithm algorithm, const Call& call, cudaStream_t stream) {
-  return launch_kernel(dtype, algorithm, call, nullptr, call.self.capacity.num_ctas, stream);
+cudaError_t launch(const KernelKey& key, const Call& call, cudaStream_t stream) {
+  return launch_kernel(key, call, nullptr, call.self.capacity.num_ctas, stream);
 }
 
-cudaError_t launch_together(DType dtype, Algorithm algorithm, const Call* calls, int num_ranks, int num_ctas,
-                            cudaStream_t stream) {
+cudaError_t launch_together(const KernelKey& key, const Call* calls, int num_ranks, int num_ctas, cudaStream_t stream) {
   Call only{};
   only.self.capacity.num_ctas = num_ctas;
-  return launch_kernel(dtype, algorithm, only, calls, num_ranks * num_ctas, stream);
+  return launch_kernel(key, only, calls, num_ranks * num_ctas, stream);
 }
 
 cudaError_t load_kernels() {
   for (const KernelTable* table : kTables) {
-    for (const Kernel kernel : table->by_algorithm) {
-      cudaFuncAttributes attributes;
-      const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
-      if (error != cudaSuccess) return error;
+    for (const auto& by_algorithm : table->kernel) {
+      for (const Kernel kernel : by_algorithm) {
+        if (kernel == nullptr) continue;
+        cudaFuncAttributes attributes;
+        const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+        if (error != cudaSuccess) return error;
+      }
     }
   }
   return cudaSuccess;

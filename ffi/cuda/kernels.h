@@ -4,17 +4,15 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/call.h"
-#include "ring/fold.h"
 
 namespace jax_ring::gpu {
 
 // Runs the call on the stream's device.
-cudaError_t launch(DType dtype, Algorithm algorithm, const Call& call, cudaStream_t stream);
+cudaError_t launch(const KernelKey& key, const Call& call, cudaStream_t stream);
 
 // Runs the calls of several ranks, an array in the device's memory, as one kernel: ranks that wait for each other must
 // run at the same time, and one kernel is the surest way to that on one GPU. For tests and measurements.
-cudaError_t launch_together(DType dtype, Algorithm algorithm, const Call* calls, int num_ranks, int num_ctas,
-                            cudaStream_t stream);
+cudaError_t launch_together(const KernelKey& key, const Call* calls, int num_ranks, int num_ctas, cudaStream_t stream);
 
 // Loads all kernels on the current device. To be done before the first launch: loading one later may wait for a kernel
 // that waits for this rank.

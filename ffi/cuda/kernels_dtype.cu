@@ -7,18 +7,29 @@ namespace {
 
 template <class Element, class Op, Algorithm kAlgorithm>
 __global__ void __launch_bounds__(kThreadsPerCta)
-    all_reduce_kernel(const __grid_constant__ Call only, const Call* calls) {
+    collective_kernel(const __grid_constant__ Call only, const Call* calls) {
   const int num_ctas = only.self.capacity.num_ctas;
   const Call& call = calls == nullptr ? only : calls[blockIdx.x / num_ctas];
-  all_reduce<Element, Op, kAlgorithm>(call.self, call.message, call.order, blockIdx.x % num_ctas, Cta{}, Op{});
+  run_team<Element, Op, kAlgorithm>(call.self, call.message, call.plan, blockIdx.x % num_ctas, Cta{}, Op{});
 }
 
-template <class Element, class Op>
+template <class Element, class Op, Algorithm kAlgorithm>
+constexpr Kernel kernel_of() {
+  if constexpr (is_needed<Element, Op, kAlgorithm>) {
+    return &collective_kernel<Element, Op, kAlgorithm>;
+  } else {
+    return nullptr;
+  }
+}
+
+template <class Element>
 constexpr KernelTable table_of() {
   return {{
-      &all_reduce_kernel<Element, Op, Algorithm::one_shot>,
-      &all_reduce_kernel<Element, Op, Algorithm::two_shot>,
-      &all_reduce_kernel<Element, Op, Algorithm::ring>,
+#define JAX_RING_KERNELS(name, op)                                                               \
+  {kernel_of<Element, op, Algorithm::one_shot>(), kernel_of<Element, op, Algorithm::two_shot>(), \
+   kernel_of<Element, op, Algorithm::ring>()},
+      JAX_RING_FOR_EACH_OP(JAX_RING_KERNELS)
+#undef JAX_RING_KERNELS
   }};
 }
 
@@ -32,7 +43,6 @@ JAX_RING_FOR_EACH_DTYPE(JAX_RING_PICK)
 #define JAX_RING_CONCAT(a, b) JAX_RING_CONCAT_(a, b)
 
 extern const KernelTable JAX_RING_CONCAT(kernels_, JAX_RING_DTYPE);
-const KernelTable JAX_RING_CONCAT(kernels_,
-                                  JAX_RING_DTYPE) = table_of<JAX_RING_CONCAT(Element_, JAX_RING_DTYPE), Sum>();
+const KernelTable JAX_RING_CONCAT(kernels_, JAX_RING_DTYPE) = table_of<JAX_RING_CONCAT(Element_, JAX_RING_DTYPE)>();
 
 }  // namespace jax_ring::gpu

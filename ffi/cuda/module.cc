@@ -29,15 +29,15 @@ NB_MODULE(_ffi_cuda, m) {
   m.doc() = "The CUDA engine of jax_ring: XLA FFI handlers, and how GPUs meet.";
 
   m.def(
-      "all_reduce_handlers",
+      "collective_handlers",
       [] {
         nb::typed<nb::dict, nb::str, nb::object> stages;
-        stages["instantiate"] = capsule_of(&jax_ring::gpu::all_reduce_instantiate);
-        stages["initialize"] = capsule_of(&jax_ring::gpu::all_reduce_initialize);
-        stages["execute"] = capsule_of(&jax_ring::gpu::all_reduce_execute);
+        stages["instantiate"] = capsule_of(&jax_ring::gpu::collective_instantiate);
+        stages["initialize"] = capsule_of(&jax_ring::gpu::collective_initialize);
+        stages["execute"] = capsule_of(&jax_ring::gpu::collective_execute);
         return stages;
       },
-      "The custom call's handlers, one capsule for each stage, as jax.ffi.register_ffi_target takes them.");
+      "The custom calls' handlers, one capsule for each stage, as jax.ffi.register_ffi_target takes them.");
 
   m.def(
       "instance_type",

@@ -23,14 +23,45 @@ class Hash {
   uint32_t value_ = 2166136261u;
 };
 
+// The algorithm of a call in which each rank brings `bytes` bytes. An all-reduce has the choice; a ring reduces as
+// well.
+Algorithm algorithm_of(const CallSite& site, uint64_t bytes, int num_ranks) {
+  if (reduces_round_ring(site.plan) && site.op == Op::sum) return Algorithm::ring;
+  Algorithm wanted = Algorithm::two_shot;
+  if (site.plan.collective == Collective::all_reduce) {
+    wanted = site.algorithm.value_or(choose(bytes, num_ranks));
+  } else if (site.plan.collective == Collective::reduce) {
+    wanted = site.algorithm == Algorithm::ring ? Algorithm::ring : Algorithm::two_shot;
+  }
+  return wanted == Algorithm::ring && site.op != Op::sum ? Algorithm::two_shot : wanted;
+}
+
+// Sums of signed integers are those of unsigned ones.
+DType folded_as(Op op, DType dtype) {
+  if (op != Op::sum) return dtype;
+  switch (dtype) {
+    case DType::s8:
+      return DType::u8;
+    case DType::s16:
+      return DType::u16;
+    case DType::s32:
+      return DType::u32;
+    case DType::s64:
+      return DType::u64;
+    default:
+      return dtype;
+  }
+}
+
 }  // namespace
 
 uint32_t CallSite::fingerprint() const { return Hash().add(call.data(), call.size()).value(); }
 
-std::vector<Launch> plan(const Communicator& communicator, int rank, const CallSite& site, DType dtype,
-                         const std::vector<Buffer>& buffers, double deadline_seconds) {
+std::vector<Launch> launches_of(const Communicator& communicator, int rank, const CallSite& site, DType dtype,
+                                const std::vector<Buffer>& buffers, double deadline_seconds) {
   // The blocks of a ring are those of an operand, so that there each operand is a message of its own.
-  const size_t most = site.order == Order::ring ? 1 : kMaxOperands;
+  const size_t most = reduces_round_ring(site.plan) ? 1 : kMaxOperands;
+  const uint64_t blocks = site.plan.collective == Collective::reduce_scatter ? communicator.num_ranks() : 1;
   std::vector<Launch> launches;
   for (size_t first = 0; first < buffers.size(); first += most) {
     Launch launch{};
@@ -38,22 +69,26 @@ std::vector<Launch> plan(const Communicator& communicator, int rank, const CallS
     uint64_t bytes = 0;
     for (size_t i = first; i < std::min(first + most, buffers.size()); ++i) {
       const Buffer& buffer = buffers[i];
-      if (buffer.bytes == 0) continue;
+      if (buffer.input_bytes == 0) continue;
+      const uint64_t block_bytes = buffer.input_bytes / blocks;
       message.operands[message.num_operands++] = {static_cast<const unsigned char*>(buffer.input),
-                                                  static_cast<unsigned char*>(buffer.output), buffer.bytes,
+                                                  static_cast<unsigned char*>(buffer.output), block_bytes,
                                                   message.num_packs};
-      message.num_packs += ceil_div(buffer.bytes, kPackBytes);
-      bytes += buffer.bytes;
+      message.num_packs += ceil_div(block_bytes, kPackBytes);
+      bytes += block_bytes;
     }
     if (message.num_packs == 0) continue;
-    launch.algorithm = site.algorithm.value_or(choose(bytes, communicator.num_ranks(), site.order));
-    launch.call.order = site.order;
+    launch.kernel = {folded_as(site.op, dtype), site.op, algorithm_of(site, bytes, communicator.num_ranks())};
+    launch.call.plan = site.plan;
     launch.call.self = communicator.endpoint(rank, site.lane(), site.fingerprint(), deadline_seconds);
     message.fingerprint = Hash()
                               .add(site.fingerprint())
-                              .add(dtype)
-                              .add(launch.algorithm)
-                              .add(site.order)
+                              .add(launch.kernel.dtype)
+                              .add(launch.kernel.op)
+                              .add(launch.kernel.algorithm)
+                              .add(site.plan.collective)
+                              .add(site.plan.order)
+                              .add(site.plan.root)
                               .add(static_cast<uint64_t>(first))
                               .add(bytes)
                               .value();

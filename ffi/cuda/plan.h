@@ -1,4 +1,4 @@
-// plan.h: the kernels of one rank in one all-reduce: which algorithm, with which arguments.
+// plan.h: the kernels of one rank in one collective: which algorithm, with which arguments.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +14,10 @@ namespace jax_ring::gpu {
 
 // What all ranks of a call agree on.
 struct CallSite {
-  std::string call;                    // in words, for error messages
+  std::string call;  // in words, for error messages
+  Plan plan;
+  Op op = Op::sum;
   std::optional<Algorithm> algorithm;  // ours to choose if it is missing
-  Order order = Order::rank;
 
   // The same number on all ranks, and very likely another one for another call.
   uint32_t fingerprint() const;
@@ -27,16 +28,16 @@ struct CallSite {
 struct Buffer {
   const void* input;
   void* output;
-  uint64_t bytes;
+  uint64_t input_bytes;
 };
 
 struct Launch {
-  Algorithm algorithm;
+  KernelKey kernel;
   Call call;
 };
 
 // The kernels to launch, one after the other. The buffers are those of `rank`, all of one dtype.
-std::vector<Launch> plan(const Communicator& communicator, int rank, const CallSite& site, DType dtype,
-                         const std::vector<Buffer>& buffers, double deadline_seconds);
+std::vector<Launch> launches_of(const Communicator& communicator, int rank, const CallSite& site, DType dtype,
+                                const std::vector<Buffer>& buffers, double deadline_seconds);
 
 }  // namespace jax_ring::gpu

@@ -1,5 +1,7 @@
-// algorithm.h: the part of one team in an all-reduce, by any algorithm.
+// algorithm.h: the part of one team in a collective, by any algorithm.
 #pragma once
+
+#include <type_traits>
 
 #include "ring/one_shot.h"
 #include "ring/ring.h"
@@ -7,25 +9,44 @@
 
 namespace jax_ring {
 
+// Fills what this team would have written of a call that failed, and nothing else, for other teams may be through. With
+// ones in every bit, which is NaN in nearly every float type: nobody mistakes it for a result.
+template <class Team>
+JAX_RING_TEAM void poison(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team) {
+  const int p = self.num_ranks();
+  const Pack ones{{~uint64_t{0}, ~uint64_t{0}}};
+  if (reduces_round_ring(plan)) {
+    const uint64_t block = ceil_div(message.num_packs, p);
+    const PackRange share = share_of({0, block}, cta, self.capacity.num_ctas);
+    for (int i = 0; i < p; ++i) {
+      fill(message, {i * block + share.begin, smaller(i * block + share.end, message.num_packs)}, 0, team, ones);
+    }
+    return;
+  }
+  const PackRange share = share_of({0, message.num_packs}, cta, self.capacity.num_ctas);
+  for (int block = 0; block < (plan.collective == Collective::all_gather ? p : 1); ++block) {
+    fill(message, share, block, team, ones);
+  }
+}
+
+// Whether there is a use for the code of an algorithm. Sums of signed integers are those of unsigned ones, and an
+// extremum is the same in any order, so that it has no need of a ring.
+template <class Element, class Op, Algorithm kAlgorithm>
+constexpr bool is_needed = std::is_same_v<typename FoldedAs<Element, Op>::type, Element> &&
+                           (std::is_same_v<Op, Sum> || kAlgorithm != Algorithm::ring);
+
 template <class Element, class Op, Algorithm kAlgorithm, class Team>
-JAX_RING_TEAM void all_reduce(const Endpoint& self, const Message& message, Order order, int cta, Team team, Op op) {
+JAX_RING_TEAM void run_team(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team, Op op) {
   // A rank that has failed once no longer knows how far the others are.
   bool ok = team.all(SystemAtomic<uint32_t>(*self.failed).load(cuda::memory_order_relaxed) == 0);
   if constexpr (kAlgorithm == Algorithm::one_shot) {
     ok = ok && one_shot::all_reduce<Element>(self, message, cta, team, op);
   } else if constexpr (kAlgorithm == Algorithm::two_shot) {
-    ok = ok && two_shot::all_reduce<Element>(self, message, cta, team, op);
+    ok = ok && two_shot::run<Element>(self, message, plan, cta, team, op);
   } else {
-    ok = ok && ring::all_reduce<Element>(self, message, order, cta, team, op);
+    ok = ok && ring::reduce<Element>(self, message, plan, cta, team, op);
   }
-  if (ok) return;
-  // What this team would have written, and nothing else: other teams may be through.
-  const int num_blocks = order == Order::ring ? self.num_ranks() : 1;
-  const uint64_t block = ceil_div(message.num_packs, num_blocks);
-  const PackRange share = share_of({0, block}, cta, self.capacity.num_ctas);
-  for (int i = 0; i < num_blocks; ++i) {
-    poison(message, {i * block + share.begin, smaller(i * block + share.end, message.num_packs)}, team);
-  }
+  if (!ok) poison(self, message, plan, cta, team);
 }
 
 }  // namespace jax_ring

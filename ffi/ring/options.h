@@ -18,11 +18,10 @@ enum class Order : int {
 // Ranks exchange whole packs: what a thread of a GPU loads at once.
 constexpr uint64_t kPackBytes = 16;
 
-// The algorithm for a call that leaves the choice to us. One-shot sends p-1 times the message and two-shot, at most,
-// twice, but one-shot takes one step less and no fence. Where that pays has not been measured between GPUs yet.
-JAX_RING_INLINE Algorithm choose(uint64_t bytes, int num_ranks, Order order) {
+// The algorithm for an all-reduce that leaves the choice to us. One-shot sends p-1 times the message and two-shot, at
+// most, twice, but one-shot takes one step less and no fence. Where that pays has not been measured between GPUs yet.
+JAX_RING_INLINE Algorithm choose(uint64_t bytes, int num_ranks) {
   constexpr uint64_t kOneShotBytes = 256 << 10;  // sent by each rank
-  if (order == Order::ring) return Algorithm::ring;
   return bytes * (num_ranks - 1) <= kOneShotBytes ? Algorithm::one_shot : Algorithm::two_shot;
 }
 

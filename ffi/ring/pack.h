@@ -20,6 +20,8 @@ template <class Element>
 constexpr int kPerPack = static_cast<int>(kPackBytes / sizeof(typename Element::Storage));
 
 // One operand of a message on one rank. Its packs stand behind those of the operands before it, the last one padded.
+// Where the ranks' parts are blocks of their own, there are `bytes` in each block, and the blocks lie one after
+// another.
 struct Operand {
   const unsigned char* input;
   unsigned char* output;  // may be `input`
@@ -118,20 +120,19 @@ JAX_RING_TEAM void for_each_pack(const Message& message, PackRange range, Team t
 }
 
 // How values of loads and stores above are found in the operands.
-JAX_RING_INLINE Pack input_pack(const Operand& operand, uint64_t index) {
-  return load_pack(operand.input, operand.bytes, index);
+JAX_RING_INLINE Pack input_pack(const Operand& operand, uint64_t index, int block = 0) {
+  return load_pack(operand.input + block * operand.bytes, operand.bytes, index);
 }
-JAX_RING_INLINE void output_pack(const Operand& operand, uint64_t index, Pack pack) {
-  store_pack(operand.output, operand.bytes, index, pack);
+JAX_RING_INLINE void output_pack(const Operand& operand, uint64_t index, Pack pack, int block = 0) {
+  store_pack(operand.output + block * operand.bytes, operand.bytes, index, pack);
 }
 
-// Fills the outputs with ones in every bit, which is NaN in nearly every float type: no rank mistakes the rest of a
-// failed call for a result.
+// Writes the same pack everywhere in a part of the outputs.
 template <class Team>
-JAX_RING_TEAM void poison(const Message& message, PackRange range, Team team) {
+JAX_RING_TEAM void fill(const Message& message, PackRange range, int block, Team team, Pack value) {
   for_each_pack<1>(
-      message, range, team, [](const Operand&, uint64_t, uint64_t) { return Pack{{~uint64_t{0}, ~uint64_t{0}}}; },
-      [](const Operand& operand, uint64_t index, uint64_t, Pack pack) { output_pack(operand, index, pack); });
+      message, range, team, [&](const Operand&, uint64_t, uint64_t) { return value; },
+      [&](const Operand& operand, uint64_t index, uint64_t, Pack pack) { output_pack(operand, index, pack, block); });
 }
 
 }  // namespace jax_ring

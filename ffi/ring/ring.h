@@ -1,10 +1,11 @@
-// ring.h: all-reduce round a ring: each rank sends to the next alone, as ring_schedule.h says, and never more than what
-// fits into the slots there. For ranks that do not all reach each other, and for messages too large to care for
-// latency.
+// ring.h: all-reduce, and reduce, round a ring: each rank sends to the next alone, as ring_schedule.h says, and never
+// more than what fits into the slots there. For ranks that do not all reach each other, and for messages too large to
+// care for latency.
 //
 // Partial folds travel in the accumulator's type, so that a result is rounded once here as well.
 #pragma once
 
+#include "ring/collective.h"
 #include "ring/fold_pack.h"
 #include "ring/ring_schedule.h"
 #include "ring/signal.h"
@@ -76,7 +77,7 @@ struct Link {
 
 // Does one hop with the packs of one chunk. False if a neighbour did not come.
 template <class Element, class Op, class Team>
-JAX_RING_TEAM bool do_hop(const Message& message, Hop hop, PackRange chunk, Link<Team>& link, Op op) {
+JAX_RING_TEAM bool do_hop(const Message& message, Hop hop, PackRange chunk, bool keeps, Link<Team>& link, Op op) {
   constexpr int kPartial = PackFold<Element>::kPacks;
   constexpr int kFoldsInFlight = 2;
   if (hop.receives() && !link.await_item()) return false;
@@ -87,7 +88,7 @@ JAX_RING_TEAM bool do_hop(const Message& message, Hop hop, PackRange chunk, Link
     for_each_pack<kCopiesInFlight>(
         message, chunk, link.team, [&](const Operand&, uint64_t, uint64_t place) { return in[place]; },
         [&](const Operand& operand, uint64_t index, uint64_t place, Pack pack) {
-          output_pack(operand, index, pack);
+          output_pack(operand, index, keeps ? pack : Pack{});
           if (hop.sends()) out[place] = pack;
         });
   } else {
@@ -107,7 +108,7 @@ JAX_RING_TEAM bool do_hop(const Message& message, Hop hop, PackRange chunk, Link
         [&](const Operand& operand, uint64_t index, uint64_t place, const PackFold<Element>& fold) {
           if (!hop.has_result()) return fold.save(out + kPartial * place);
           const Pack result = fold.result();
-          output_pack(operand, index, result);
+          output_pack(operand, index, keeps ? result : Pack{});
           out[place] = result;
         });
   }
@@ -137,9 +138,12 @@ struct Chunks {
   }
 };
 
-// All-reduces the team's share of the message. False if a neighbour did not come; the rank's failure then says which.
+// Reduces the team's share of the message, for all ranks or for the root. False if a neighbour did not come; the rank's
+// failure then says which.
 template <class Element, class Op, class Team>
-JAX_RING_TEAM bool all_reduce(const Endpoint& self, const Message& message, Order order, int cta, Team team, Op op) {
+JAX_RING_TEAM bool reduce(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team, Op op) {
+  const Order order = plan.order;
+  const bool keeps = plan.collective == Collective::all_reduce || self.rank == plan.root;
   Progress& progress = self.progress[cta];
   const Capacity& capacity = self.capacity;
   const int p = self.num_ranks();
@@ -155,7 +159,8 @@ JAX_RING_TEAM bool all_reduce(const Endpoint& self, const Message& message, Orde
   bool ok = true;
   for (uint64_t step = 0; ok && step < schedule.num_steps(); ++step) {
     const Hop hop = schedule.step(step);
-    if (hop.exists() && chunks[hop.chunk].size() > 0) ok = do_hop<Element>(message, hop, chunks[hop.chunk], link, op);
+    if (!hop.exists() || chunks[hop.chunk].size() == 0) continue;
+    ok = do_hop<Element>(message, hop, chunks[hop.chunk], keeps, link, op);
   }
   if (ok && team.thread() == 0) {
     progress.sent = link.sent;

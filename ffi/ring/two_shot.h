@@ -1,29 +1,69 @@
-// two_shot.h: all-reduce in two steps, where every rank reaches every other: a reduce-scatter, then an all-gather.
+// two_shot.h: collectives in two steps, where every rank reaches every other: to the owners, then from the owners.
 //
-// In each round rank i owns the i-th part of the message. Everybody sends it to i, i folds it in the order of the ranks
-// and sends the result to everybody. Each rank sends 2(p-1)/p of the message, as round a ring, in 2 steps instead of
-// 2(p-1). One buffer for each peer and step is enough: a rank sends its next part i when it has the round's part i of
-// the result, and i sends the next result when it has everybody's next part, so that what they overwrite has been read.
+// An all-reduce is a reduce-scatter, then an all-gather. In each round rank i owns the i-th part of the message.
+// Everybody sends it to i, i folds it and sends the result to everybody. Each rank sends 2(p-1)/p of the message, as
+// round a ring, in 2 steps instead of 2(p-1). The other collectives leave out senders, the fold, or receivers.
+//
+// One buffer for each peer and step is enough: a rank announces its next step when it has read what the last one
+// brought, and nobody writes before everybody has announced.
 #pragma once
 
+#include "ring/collective.h"
 #include "ring/fold_pack.h"
 #include "ring/signal.h"
 
 namespace jax_ring {
 namespace two_shot {
 
+// Who sends, folds and keeps what in a collective.
+struct Roles {
+  Plan plan;
+
+  // Whether each rank's part is a block of its own, of the operands or of the results, and not a share of one message.
+  JAX_RING_INLINE bool have_blocks() const {
+    return plan.collective == Collective::reduce_scatter || plan.collective == Collective::all_gather;
+  }
+  JAX_RING_INLINE int input_block(int owner) const { return plan.collective == Collective::reduce_scatter ? owner : 0; }
+  JAX_RING_INLINE int output_block(int owner) const { return plan.collective == Collective::all_gather ? owner : 0; }
+
+  // The ranks that send to the owners; in an all-gather the owners have what they need.
+  JAX_RING_INLINE bool sends(int rank) const {
+    if (plan.collective == Collective::broadcast) return rank == plan.root;
+    return plan.collective != Collective::all_gather;
+  }
+  JAX_RING_INLINE bool folds() const {
+    return plan.collective != Collective::broadcast && plan.collective != Collective::all_gather;
+  }
+  // Where the fold for an owner begins.
+  JAX_RING_INLINE int first_rank(int num_ranks, int owner) const {
+    return plan.order == Order::ring ? ring_first_rank(num_ranks, owner) : 0;
+  }
+  // The ranks that the owners send to.
+  JAX_RING_INLINE bool receives(int rank) const {
+    if (plan.collective == Collective::reduce) return rank == plan.root;
+    return plan.collective != Collective::reduce_scatter;
+  }
+  // Whether an owner keeps its part as a result of its own.
+  JAX_RING_INLINE bool keeps(int owner) const {
+    return receives(owner) || plan.collective == Collective::reduce_scatter;
+  }
+};
+
 // What one team does in one round.
 template <class Team>
 struct Round {
   const Endpoint& self;
   const Message& message;
+  Roles roles;
   PackRange range;  // of the message
   int cta;
   Team team;
   uint32_t number;
 
   JAX_RING_TEAM int num_ranks() const { return self.num_ranks(); }
-  JAX_RING_TEAM PackRange part(int owner) const { return share_of(range, owner, num_ranks()); }
+  JAX_RING_TEAM PackRange part(int owner) const {
+    return roles.have_blocks() ? range : share_of(range, owner, num_ranks());
+  }
   // The rank that comes `step` after this one: if all began with rank 0, its links would be the bottleneck.
   JAX_RING_TEAM int peer(int step) const { return (self.rank + step) % num_ranks(); }
   JAX_RING_TEAM Pack* scatter_buffer(int owner, int source) const {
@@ -52,67 +92,78 @@ struct Round {
   }
 };
 
-// Sends every part to its owner, and folds this rank's own; store(operand, index, place, pack) takes the result.
-template <class Element, class Op, class Team, class Store>
-JAX_RING_TEAM bool reduce_scatter(const Round<Team>& round, Op op, Store store) {
+// Sends every part to its owner.
+template <class Team>
+JAX_RING_TEAM bool to_owners(const Round<Team>& round) {
   const int rank = round.self.rank;
-  for (int step = 1; step < round.num_ranks(); ++step) {
-    Pack* to = round.scatter_buffer(round.peer(step), rank);
+  for (int step = 1; round.roles.sends(rank) && step < round.num_ranks(); ++step) {
+    const int owner = round.peer(step), block = round.roles.input_block(owner);
+    Pack* to = round.scatter_buffer(owner, rank);
     for_each_pack<kCopiesInFlight>(
-        round.message, round.part(round.peer(step)), round.team,
-        [](const Operand& operand, uint64_t index, uint64_t) { return input_pack(operand, index); },
+        round.message, round.part(owner), round.team,
+        [&](const Operand& operand, uint64_t index, uint64_t) { return input_pack(operand, index, block); },
         [&](const Operand&, uint64_t, uint64_t place, Pack pack) { to[place] = pack; });
   }
   round.announce(FlagKind::scattered);
-  if (!round.await_all(FlagKind::scattered, Step::reduce_scatter)) return false;
+  return round.await_all(FlagKind::scattered, Step::reduce_scatter);
+}
+
+// Folds this rank's part, keeps the result and sends it on, all in one go.
+template <class Element, class Op, class Team>
+JAX_RING_TEAM bool from_owners(const Round<Team>& round, Op op) {
+  const Roles& roles = round.roles;
+  const int rank = round.self.rank, p = round.num_ranks(), root = roles.plan.root;
+  const int first = roles.first_rank(p, rank), in = roles.input_block(rank), out = roles.output_block(rank);
   for_each_pack<1>(
       round.message, round.part(rank), round.team,
       [&](const Operand& operand, uint64_t index, uint64_t place) {
-        return fold_packs<Element>(
-            round.num_ranks(),
-            [&](int source) {
-              return source == rank ? input_pack(operand, index) : round.scatter_buffer(rank, source)[place];
-            },
-            op);
+        const auto from = [&](int source) {
+          return source == rank ? input_pack(operand, index, in) : round.scatter_buffer(rank, source)[place];
+        };
+        if (!roles.folds()) return from(roles.plan.collective == Collective::broadcast ? root : rank);
+        return fold_packs<Element>(p, [&](int i) { return from((first + i) % p); }, op);
       },
-      store);
-  return true;
-}
-
-// Takes every part of the result but this rank's own, which its peers are given by `send`.
-template <class Team>
-JAX_RING_TEAM bool all_gather(const Round<Team>& round) {
+      [&](const Operand& operand, uint64_t index, uint64_t place, Pack pack) {
+        if (roles.keeps(rank)) output_pack(operand, index, pack, out);
+        for (int step = 1; step < p; ++step) {
+          if (roles.receives(round.peer(step))) round.gather_buffer(round.peer(step), rank)[place] = pack;
+        }
+      });
   round.announce(FlagKind::gathered);
-  if (!round.await_all(FlagKind::gathered, Step::all_gather)) return false;
-  for (int step = 1; step < round.num_ranks(); ++step) {
-    const Pack* from = round.gather_buffer(round.self.rank, round.peer(step));
-    for_each_pack<kCopiesInFlight>(
-        round.message, round.part(round.peer(step)), round.team,
-        [&](const Operand&, uint64_t, uint64_t place) { return from[place]; },
-        [](const Operand& operand, uint64_t index, uint64_t, Pack pack) { output_pack(operand, index, pack); });
-  }
-  return true;
+  return round.await_all(FlagKind::gathered, Step::all_gather);
 }
 
-// All-reduces the team's share of the message. False if a peer did not come; the rank's failure then says which.
+// Takes the others' parts of the result.
+template <class Team>
+JAX_RING_TEAM void take(const Round<Team>& round) {
+  const Roles& roles = round.roles;
+  if (roles.plan.collective == Collective::reduce && !roles.keeps(round.self.rank)) {
+    return fill(round.message, round.range, 0, round.team, Pack{});
+  }
+  for (int step = 1; roles.receives(round.self.rank) && step < round.num_ranks(); ++step) {
+    const int owner = round.peer(step), block = roles.output_block(owner);
+    const Pack* from = round.gather_buffer(round.self.rank, owner);
+    for_each_pack<kCopiesInFlight>(
+        round.message, round.part(owner), round.team,
+        [&](const Operand&, uint64_t, uint64_t place) { return from[place]; },
+        [&](const Operand& operand, uint64_t index, uint64_t, Pack pack) { output_pack(operand, index, pack, block); });
+  }
+}
+
+// Runs the team's share of a collective. False if a peer did not come; the rank's failure then says which.
 template <class Element, class Op, class Team>
-JAX_RING_TEAM bool all_reduce(const Endpoint& self, const Message& message, int cta, Team team, Op op) {
+JAX_RING_TEAM bool run(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team, Op op) {
   Progress& progress = self.progress[cta];
   uint32_t number = progress.round;
-  const uint64_t round_packs = self.capacity.part_packs * self.num_ranks();
+  const Roles roles{plan};
+  const uint64_t round_packs = self.capacity.part_packs * (roles.have_blocks() ? 1 : self.num_ranks());
   const PackRange share = share_of({0, message.num_packs}, cta, self.capacity.num_ctas);
   bool ok = true;
   for (uint64_t begin = share.begin; ok && begin < share.end; begin += round_packs) {
     const PackRange range{begin, smaller(begin + round_packs, share.end)};
-    const Round<Team> round{self, message, range, cta, team, ++number};
-    // The owner of a part keeps the result and sends it on in one go: the all-gather begins where the fold ends.
-    ok = reduce_scatter<Element>(round, op, [&](const Operand& operand, uint64_t index, uint64_t place, Pack pack) {
-      output_pack(operand, index, pack);
-      for (int step = 1; step < round.num_ranks(); ++step) {
-        round.gather_buffer(round.peer(step), self.rank)[place] = pack;
-      }
-    });
-    ok = ok && all_gather(round);
+    const Round<Team> round{self, message, roles, range, cta, team, ++number};
+    ok = to_owners(round) && from_owners<Element>(round, op);
+    if (ok) take(round);
   }
   if (ok && team.thread() == 0) progress.round = number;
   return ok;

@@ -1,4 +1,4 @@
-// algorithm_test.cc: one-shot, two-shot and ring all-reduce between threads, by the code that the GPU's kernels run.
+// algorithm_test.cc: one-shot, two-shot and ring collectives between threads, by the code that the GPU's kernels run.
 #include "ring/algorithm.h"
 
 #include <gtest/gtest.h>
@@ -16,6 +16,7 @@ struct Way {
   Algorithm algorithm;
   Order order;
   const char* name;
+  Plan plan() const { return {Collective::all_reduce, order}; }
 };
 
 const Way kWays[] = {
@@ -31,7 +32,7 @@ constexpr int kRanks[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16};
 
 // Runs the calls one after the other without a pause, and checks them all.
 void check(Peers& peers, std::vector<PeerCall> calls) {
-  std::vector<std::vector<Bytes>> expected;
+  std::vector<std::vector<std::vector<Bytes>>> expected;
   for (PeerCall& call : calls) expected.push_back(call.expected());
   peers.run(calls);
   for (size_t i = 0; i < calls.size(); ++i) expect_results(calls[i], expected[i]);
@@ -42,7 +43,7 @@ class AllReduce : public ::testing::TestWithParam<std::tuple<Way, int>> {
   Way way() const { return std::get<0>(GetParam()); }
   int num_ranks() const { return std::get<1>(GetParam()); }
   PeerCall call(DType dtype, std::vector<size_t> counts, unsigned seed, size_t offset = 0) const {
-    return PeerCall::random(dtype, way().algorithm, way().order, num_ranks(), std::move(counts), seed, offset);
+    return PeerCall::random(dtype, way().algorithm, way().plan(), num_ranks(), std::move(counts), seed, offset);
   }
 };
 
@@ -75,7 +76,10 @@ TEST_P(AllReduce, SizesAroundEveryBoundary) {
 TEST_P(AllReduce, EveryDtype) {
   Peers peers(small_capacity(num_ranks()));
   std::vector<PeerCall> calls;
-  for (DType dtype : all_dtypes()) calls.push_back(call(dtype, {333}, static_cast<unsigned>(calls.size())));
+  for (DType dtype : all_dtypes()) {
+    if (is_signed_integer(dtype)) continue;  // summed as unsigned ones
+    calls.push_back(call(dtype, {333}, static_cast<unsigned>(calls.size())));
+  }
   check(peers, std::move(calls));
 }
 
@@ -104,6 +108,59 @@ TEST_P(AllReduce, CountersWrapAround) {
   EXPECT_LT(counter, 1u << 20) << "the counter has not wrapped around";
 }
 
+// ---- The other collectives, in two steps
+
+std::vector<Plan> two_step_plans(int num_ranks) {
+  return {{Collective::reduce_scatter, Order::rank},
+          {Collective::reduce_scatter, Order::ring},
+          {Collective::all_gather},
+          {Collective::reduce, Order::rank, num_ranks - 1},
+          {Collective::broadcast, Order::rank, num_ranks / 2}};
+}
+
+class Family : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(, Family, ::testing::ValuesIn(kRanks));
+
+TEST_P(Family, SizesAroundEveryBoundary) {
+  const size_t p = GetParam();
+  const Capacity capacity = small_capacity(GetParam());
+  const size_t round = capacity.part_packs * kPackBytes / sizeof(float) * capacity.num_ctas;
+  Peers peers(capacity);
+  std::vector<PeerCall> calls;
+  for (const Plan& plan : two_step_plans(GetParam())) {
+    for (size_t per_rank : {size_t{0}, size_t{1}, size_t{3}, size_t{4}, round - 1, round, round + 1, 3 * round + 2}) {
+      const size_t count = plan.collective == Collective::all_gather ? per_rank : per_rank * p;
+      const unsigned seed = static_cast<unsigned>(calls.size());
+      calls.push_back(PeerCall::random(DType::f32, Algorithm::two_shot, plan, GetParam(), {count, p}, seed));
+    }
+  }
+  check(peers, std::move(calls));
+}
+
+TEST_P(Family, ReduceRoundARing) {
+  Peers peers(small_capacity(GetParam()));
+  std::vector<PeerCall> calls;
+  for (Order order : {Order::rank, Order::ring}) {
+    const Plan plan{Collective::reduce, order, GetParam() / 2};
+    calls.push_back(PeerCall::random(DType::bf16, Algorithm::ring, plan, GetParam(), {777}, 1));
+  }
+  check(peers, std::move(calls));
+}
+
+TEST_P(Family, ExtremaOfEveryDtype) {
+  Peers peers(small_capacity(GetParam()));
+  std::vector<PeerCall> calls;
+  for (DType dtype : all_dtypes()) {
+    for (Op op : {Op::max, Op::min}) {
+      for (Algorithm algorithm : {Algorithm::one_shot, Algorithm::two_shot}) {
+        const unsigned seed = static_cast<unsigned>(calls.size());
+        calls.push_back(PeerCall::random(dtype, algorithm, {}, GetParam(), {99}, seed, 0, op));
+      }
+    }
+  }
+  check(peers, std::move(calls));
+}
+
 // ---- All algorithms in one mailbox
 
 TEST(Mailbox, TheAlgorithmsTakeTurns) {
@@ -111,8 +168,10 @@ TEST(Mailbox, TheAlgorithmsTakeTurns) {
     Peers peers(small_capacity(num_ranks));
     std::vector<PeerCall> calls;
     for (unsigned i = 0; i < 60; ++i) {
+      const Plan plan = two_step_plans(num_ranks)[i % 5];
+      calls.push_back(PeerCall::random(DType::f32, Algorithm::two_shot, plan, num_ranks, {i % 7 * num_ranks}, i));
       const Way& way = kWays[(i * i + i / 4) % 4];
-      calls.push_back(PeerCall::random(DType::f32, way.algorithm, way.order, num_ranks, {(i * 37) % 300}, i));
+      calls.push_back(PeerCall::random(DType::f32, way.algorithm, way.plan(), num_ranks, {(i * 37) % 300}, i));
     }
     check(peers, std::move(calls));
   }
@@ -126,8 +185,8 @@ TEST(Mailbox, ManyOperandsTravelInOneCall) {
     Peers peers(small_capacity(num_ranks));
     std::vector<PeerCall> calls;
     for (Algorithm algorithm : {Algorithm::one_shot, Algorithm::two_shot, Algorithm::ring}) {
-      calls.push_back(PeerCall::random(DType::bf16, algorithm, Order::rank, num_ranks, counts, 1));
-      calls.push_back(PeerCall::random(DType::f64, algorithm, Order::rank, num_ranks, {0, 0, 5, 0, 1000, 0}, 2));
+      calls.push_back(PeerCall::random(DType::bf16, algorithm, Plan{}, num_ranks, counts, 1));
+      calls.push_back(PeerCall::random(DType::f64, algorithm, Plan{}, num_ranks, {0, 0, 5, 0, 1000, 0}, 2));
     }
     check(peers, std::move(calls));
   }
@@ -171,11 +230,11 @@ TEST(OneShot, NoLineKeepsItsTagForLong) {
   std::vector<PeerCall> calls;
   const size_t full = capacity.one_shot_packs * kPackBytes / sizeof(float);
   for (unsigned i = 0; i < 2; ++i) {
-    calls.push_back(PeerCall::random(DType::f32, Algorithm::one_shot, Order::rank, 2, {full}, i));
+    calls.push_back(PeerCall::random(DType::f32, Algorithm::one_shot, Plan{}, 2, {full}, i));
   }
   const unsigned rounds = static_cast<unsigned>(2 * capacity.num_lines());
   for (unsigned i = 0; i < rounds; ++i) {
-    calls.push_back(PeerCall::random(DType::f32, Algorithm::one_shot, Order::rank, 2, {1}, i));
+    calls.push_back(PeerCall::random(DType::f32, Algorithm::one_shot, Plan{}, 2, {1}, i));
   }
   check(peers, std::move(calls));
   for (int parity = 0; parity < 2; ++parity) {
@@ -197,9 +256,9 @@ TEST_P(Fails, NamesTheRankThatDoesNotCome) {
   const int absent = 2;
   Peers peers(small_capacity(4));
   std::vector<PeerCall> calls;
-  calls.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().order, 4, {500}, 1));
+  calls.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().plan(), 4, {500}, 1));
   peers.run(calls);
-  calls.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().order, 4, {500}, 2));
+  calls.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().plan(), 4, {500}, 2));
   calls.erase(calls.begin());
   peers.run(calls, {0, 1, 3}, 0.2);
   bool named = false;
@@ -223,7 +282,7 @@ TEST_P(Fails, AFailedRankDoesNotGoOn) {
   Peers peers(small_capacity(2));
   std::vector<PeerCall> calls;
   for (unsigned i = 0; i < 3; ++i) {
-    calls.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().order, 2, {200}, i));
+    calls.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().plan(), 2, {200}, i));
   }
   peers.run(calls, {0}, 0.2);
   const uint32_t epoch = peers.failure(0).epoch;
@@ -237,8 +296,8 @@ TEST_P(Fails, TellsCallsThatDoNotBelongTogether) {
   Peers peers(small_capacity(2));
   // The ranks bring different calls of one size: without the check the sum of the two would be the result.
   std::vector<PeerCall> one, other;
-  one.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().order, 2, {300}, 1));
-  other.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().order, 2, {300}, 2));
+  one.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().plan(), 2, {300}, 1));
+  other.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().plan(), 2, {300}, 2));
   std::thread thread([&] { peers.run(one, {0}, 5); });
   peers.run(other, {1}, 5);
   thread.join();

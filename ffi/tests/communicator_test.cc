@@ -100,13 +100,13 @@ void run(const Communicator& communicator, const CallSite& site, PeerCall& call)
       for (size_t i = 0; i < call.counts.size(); ++i) {
         buffers.push_back({call.inputs[rank][i].data(), call.outputs[rank][i].data(), call.inputs[rank][i].size()});
       }
-      for (const Launch& launch : plan(communicator, rank, site, call.dtype, buffers, 20)) {
+      for (const Launch& launch : launches_of(communicator, rank, site, call.dtype, buffers, 20)) {
         std::vector<std::thread> teams;
         for (int cta = 0; cta < communicator.capacity().num_ctas; ++cta) {
           teams.emplace_back([&, cta] {
             std::minstd_rand random(static_cast<unsigned>(cta + 1));
-            cpu::testing::all_reduce_any(call.dtype, launch.algorithm, launch.call.self, launch.call.message,
-                                         launch.call.order, cta, Dawdler(random));
+            cpu::testing::team_function(launch.kernel.dtype, launch.kernel.op, launch.kernel.algorithm)(
+                launch.call.self, launch.call.message, launch.call.plan, cta, Dawdler(random));
           });
         }
         for (std::thread& team : teams) team.join();
@@ -126,8 +126,8 @@ TEST(Communicator, ReducesInOneProcess) {
       for (Order order : {Order::rank, Order::ring}) {
         std::vector<size_t> counts;  // more operands than one message takes
         for (size_t i = 0; i < kMaxOperands + 3; ++i) counts.push_back(i % 7 * 13);
-        PeerCall call = PeerCall::random(DType::f32, Algorithm::ring, order, 3, counts, 1);
-        run(communicator, {"psum", algorithm, order}, call);
+        PeerCall call = PeerCall::random(DType::f32, Algorithm::ring, {Collective::all_reduce, order}, 3, counts, 1);
+        run(communicator, {"psum", call.plan, Op::sum, algorithm}, call);
         expect_results(call, call.expected());
       }
     }
@@ -141,14 +141,14 @@ TEST(Communicator, ReducesBetweenTwoProcesses) {
   const std::vector<Member> members = {{0, 0}, {1, 0}, {0, 1}};
   HostMemory memories[2];
   Table table;
-  PeerCall call = PeerCall::random(DType::bf16, Algorithm::two_shot, Order::rank, 3, {1000, 3}, 1);
+  PeerCall call = PeerCall::random(DType::bf16, Algorithm::two_shot, {}, 3, {1000, 3}, 1);
   std::vector<std::unique_ptr<Communicator>> communicators(2);
   std::vector<std::thread> processes;
   for (int process = 0; process < 2; ++process) {
     processes.emplace_back([&, process] {
       communicators[process] = std::make_unique<Communicator>(members, process, cpu::testing::small_capacity(3),
                                                               "group", memories[process], table.exchange());
-      run(*communicators[process], {"psum", Algorithm::two_shot, Order::rank}, call);
+      run(*communicators[process], {"psum", {}, Op::sum, Algorithm::two_shot}, call);
     });
   }
   for (std::thread& process : processes) process.join();
@@ -195,13 +195,13 @@ TEST(Communicator, TooManyRanks) {
 TEST(Communicator, PutsFailuresIntoWords) {
   HostMemory memory;
   const Communicator communicator(one_process(2), 0, cpu::testing::small_capacity(2), "group", memory, {});
-  PeerCall call = PeerCall::random(DType::f32, Algorithm::two_shot, Order::rank, 2, {100}, 1);
+  PeerCall call = PeerCall::random(DType::f32, Algorithm::two_shot, {}, 2, {100}, 1);
   const std::vector<Buffer> buffers = {{call.inputs[0][0].data(), call.outputs[0][0].data(), call.inputs[0][0].size()}};
-  const CallSite site{"ring_psum of float32[100] over axis 'x'", Algorithm::two_shot, Order::rank};
-  for (const Launch& launch : plan(communicator, 0, site, call.dtype, buffers, 0.05)) {
+  const CallSite site{"ring_psum of float32[100] over axis 'x'", {}, Op::sum, Algorithm::two_shot};
+  for (const Launch& launch : launches_of(communicator, 0, site, call.dtype, buffers, 0.05)) {
     std::minstd_rand random(1);
-    cpu::testing::all_reduce_any(call.dtype, launch.algorithm, launch.call.self, launch.call.message, launch.call.order,
-                                 0, Dawdler(random));
+    cpu::testing::team_function(launch.kernel.dtype, launch.kernel.op, launch.kernel.algorithm)(
+        launch.call.self, launch.call.message, launch.call.plan, 0, Dawdler(random));
   }
   const std::optional<Failure> failure = communicator.failure();
   ASSERT_TRUE(failure.has_value());
@@ -219,29 +219,39 @@ TEST(Plan, TellsCallsApart) {
   const Communicator communicator(one_process(2), 0, default_capacity(2), "group", memory, {});
   float data[8] = {};
   const auto fingerprint = [&](const CallSite& site, DType dtype, uint64_t bytes) {
-    return plan(communicator, 0, site, dtype, {{data, data, bytes}}, 1).at(0).call.message.fingerprint;
+    return launches_of(communicator, 0, site, dtype, {{data, data, bytes}}, 1).at(0).call.message.fingerprint;
   };
-  const CallSite site{"psum", Algorithm::ring, Order::rank};
+  const CallSite site{"psum", {}, Op::sum, Algorithm::ring};
+  const CallSite in_ring_order{"psum", {Collective::all_reduce, Order::ring}, Op::sum, Algorithm::ring};
   EXPECT_EQ(fingerprint(site, DType::f32, 32), fingerprint(site, DType::f32, 32));
   EXPECT_NE(fingerprint(site, DType::f32, 32), fingerprint(site, DType::f32, 28));
   EXPECT_NE(fingerprint(site, DType::f32, 32), fingerprint(site, DType::u32, 32));
-  EXPECT_NE(fingerprint(site, DType::f32, 32), fingerprint({"psum", Algorithm::ring, Order::ring}, DType::f32, 32));
-  EXPECT_NE(fingerprint(site, DType::f32, 32), fingerprint({"psum2", Algorithm::ring, Order::rank}, DType::f32, 32));
+  EXPECT_NE(fingerprint(site, DType::f32, 32), fingerprint(in_ring_order, DType::f32, 32));
+  EXPECT_NE(fingerprint(site, DType::f32, 32), fingerprint({"psum2", {}, Op::sum, Algorithm::ring}, DType::f32, 32));
 }
 
-TEST(Plan, ChoosesByTheBytesSent) {
+TEST(Plan, ChoosesAnAlgorithmThatCanDoIt) {
   HostMemory memory;
   const Communicator communicator(one_process(3), 0, default_capacity(3), "group", memory, {});
-  const auto chosen = [&](Order order, uint64_t bytes) {
-    return plan(communicator, 0, {"psum", std::nullopt, order}, DType::f32, {{nullptr, nullptr, bytes}}, 1)
-        .at(0)
-        .algorithm;
+  const auto chosen = [&](const CallSite& site, uint64_t bytes, DType dtype = DType::f32) {
+    return launches_of(communicator, 0, site, dtype, {{nullptr, nullptr, bytes}}, 1).at(0).kernel;
   };
-  EXPECT_EQ(chosen(Order::rank, 128 << 10), Algorithm::one_shot);
-  EXPECT_EQ(chosen(Order::rank, (128 << 10) + 4), Algorithm::two_shot);
-  EXPECT_EQ(chosen(Order::ring, 4), Algorithm::ring);
-  EXPECT_TRUE(
-      plan(communicator, 0, {"psum", std::nullopt, Order::rank}, DType::f32, {{nullptr, nullptr, 0}}, 1).empty());
+  const Plan all_reduce, ring_order{Collective::all_reduce, Order::ring}, gather{Collective::all_gather};
+  // By the bytes that each rank would send to its peers.
+  EXPECT_EQ(chosen({"", all_reduce, Op::sum, {}}, 128 << 10).algorithm, Algorithm::one_shot);
+  EXPECT_EQ(chosen({"", all_reduce, Op::sum, {}}, (128 << 10) + 4).algorithm, Algorithm::two_shot);
+  EXPECT_EQ(chosen({"", ring_order, Op::sum, {}}, 4).algorithm, Algorithm::ring);
+  EXPECT_EQ(chosen({"", gather, Op::sum, Algorithm::one_shot}, 4).algorithm, Algorithm::two_shot);
+  EXPECT_EQ(chosen({"", all_reduce, Op::max, Algorithm::ring}, 4).algorithm, Algorithm::two_shot);
+  // Sums of signed integers are those of unsigned ones; their extrema are not.
+  EXPECT_EQ(chosen({"", all_reduce, Op::sum, {}}, 4, DType::s32).dtype, DType::u32);
+  EXPECT_EQ(chosen({"", all_reduce, Op::max, {}}, 4, DType::s32).dtype, DType::s32);
+}
+
+TEST(Plan, NothingToDoNeedsNoKernel) {
+  HostMemory memory;
+  const Communicator communicator(one_process(3), 0, default_capacity(3), "group", memory, {});
+  EXPECT_TRUE(launches_of(communicator, 0, {"psum", {}, Op::sum, {}}, DType::f32, {{nullptr, nullptr, 0}}, 1).empty());
 }
 
 }  // namespace

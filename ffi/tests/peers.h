@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "origin.h"
 #include "ring/algorithm.h"
 #include "support.h"
 
@@ -49,88 +50,98 @@ class Dawdler : public Solo {
 // One call: what each rank brings, and where its results go.
 struct PeerCall {
   DType dtype;
+  Op op;
   Algorithm algorithm;
-  Order order = Order::rank;
-  uint32_t fingerprint = 1;
+  Plan plan;
+  uint32_t fingerprint;
   std::vector<size_t> counts;                      // elements of each operand
   std::vector<std::vector<OffsetBuffer>> inputs;   // by rank, then operand
   std::vector<std::vector<OffsetBuffer>> outputs;  // the same
   bool in_place = false;
 
   // Operands of these sizes with random elements, `offset` bytes off their natural alignment.
-  static PeerCall random(DType dtype, Algorithm algorithm, Order order, int num_ranks, std::vector<size_t> counts,
-                         unsigned seed, size_t offset = 0) {
-    PeerCall call{dtype, algorithm, order, seed + 1, std::move(counts), {}, {}};
+  static PeerCall random(DType dtype, Algorithm algorithm, Plan plan, int num_ranks, std::vector<size_t> counts,
+                         unsigned seed, size_t offset = 0, Op op = Op::sum) {
+    PeerCall call{dtype, op, algorithm, plan, seed + 1, std::move(counts), {}, {}};
     call.inputs.resize(num_ranks);
     call.outputs.resize(num_ranks);
     for (size_t i = 0; i < call.counts.size(); ++i) {
       const auto elements = random_elements(dtype, num_ranks, call.counts[i], seed + 17 * static_cast<unsigned>(i));
+      const size_t result_bytes = result_count(plan, num_ranks, call.counts[i]) * element_size(dtype);
       for (int rank = 0; rank < num_ranks; ++rank) {
         call.inputs[rank].emplace_back(elements[rank], offset);
-        call.outputs[rank].emplace_back(Bytes(elements[rank].size(), 0xa5), offset);
+        call.outputs[rank].emplace_back(Bytes(result_bytes, 0xa5), offset);
       }
     }
     return call;
   }
 
+  int num_ranks() const { return static_cast<int>(inputs.size()); }
+
   Message message(int rank) {
     Message message{};
     message.fingerprint = fingerprint;
     message.num_operands = static_cast<uint32_t>(counts.size());
+    const uint64_t blocks = plan.collective == Collective::reduce_scatter ? num_ranks() : 1;
     for (size_t i = 0; i < counts.size(); ++i) {
       OffsetBuffer& input = inputs[rank][i];
       OffsetBuffer& output = in_place ? input : outputs[rank][i];
-      message.operands[i] = {input.data(), output.data(), input.size(), message.num_packs};
-      message.num_packs += ceil_div(input.size(), kPackBytes);
+      message.operands[i] = {input.data(), output.data(), input.size() / blocks, message.num_packs};
+      message.num_packs += ceil_div(input.size() / blocks, kPackBytes);
     }
     return message;
   }
 
-  // What every rank must get, from the definition of the orders.
-  std::vector<Bytes> expected() {
-    const int p = static_cast<int>(inputs.size());
-    std::vector<Bytes> results;
-    for (size_t operand = 0; operand < counts.size(); ++operand) {
-      const size_t per_pack = kPackBytes / element_size(dtype);
-      const size_t block = ceil_div(ceil_div(counts[operand], per_pack), p) * per_pack;
-      Bytes result(counts[operand] * element_size(dtype));
-      std::vector<uint64_t> by_rank(p);
-      for (size_t i = 0; i < counts[operand]; ++i) {
-        const int first = order == Order::rank ? 0 : static_cast<int>((i / block + 1) % p);
-        for (int k = 0; k < p; ++k) by_rank[k] = element_bits(dtype, inputs[(first + k) % p][operand].data(), i);
-        set_element(dtype, result.data(), i, scalar_fold(dtype, by_rank));
+  // What each rank must get, by rank and operand, from the definitions.
+  std::vector<std::vector<Bytes>> expected() {
+    std::vector<std::vector<Bytes>> results(num_ranks());
+    for (int rank = 0; rank < num_ranks(); ++rank) {
+      for (size_t operand = 0; operand < counts.size(); ++operand) {
+        const size_t count = result_count(plan, num_ranks(), counts[operand]);
+        Bytes result(count * element_size(dtype));
+        for (size_t i = 0; i < count; ++i) {
+          const auto from = origin(plan, num_ranks(), counts[operand], element_size(dtype), rank, i);
+          if (!from) continue;
+          std::vector<uint64_t> values;
+          for (int source : from->sources) {
+            values.push_back(element_bits(dtype, inputs[source][operand].data(), from->index));
+          }
+          // A single value is moved, not folded.
+          set_element(dtype, result.data(), i, values.size() == 1 ? values[0] : scalar_fold(dtype, values, op));
+        }
+        results[rank].push_back(std::move(result));
       }
-      results.push_back(std::move(result));
     }
     return results;
   }
 };
 
-// Picks the code for an element type and an algorithm, as the table of kernels does on a GPU.
-inline void all_reduce_any(DType dtype, Algorithm algorithm, const Endpoint& self, const Message& message, Order order,
-                           int cta, Dawdler team) {
-  const auto with = [&](auto element) {
-    using Element = decltype(element);
-    switch (algorithm) {
-      case Algorithm::one_shot:
-        return all_reduce<Element, Sum, Algorithm::one_shot, Dawdler>(self, message, order, cta, team, Sum{});
-      case Algorithm::two_shot:
-        return all_reduce<Element, Sum, Algorithm::two_shot, Dawdler>(self, message, order, cta, team, Sum{});
-      case Algorithm::ring:
-        return all_reduce<Element, Sum, Algorithm::ring, Dawdler>(self, message, order, cta, team, Sum{});
-      case Algorithm::count:
-        break;
-    }
-  };
-  switch (dtype) {
-#define JAX_RING_CASE(name, element) \
-  case DType::name:                  \
-    return with(element{});
-    JAX_RING_FOR_EACH_DTYPE(JAX_RING_CASE)
-#undef JAX_RING_CASE
-    case DType::count:
-      break;
+using TeamFunction = void (*)(const Endpoint&, const Message&, const Plan&, int cta, Dawdler team);
+
+template <class Element, class Operation, Algorithm kAlgorithm>
+TeamFunction team_function() {
+  if constexpr (is_needed<Element, Operation, kAlgorithm>) {
+    return [](const Endpoint& self, const Message& message, const Plan& plan, int cta, Dawdler team) {
+      run_team<Element, Operation, kAlgorithm>(self, message, plan, cta, team, Operation{});
+    };
   }
+  return nullptr;
+}
+
+// The code for an element type, an operation and an algorithm, as the table of kernels has it on a GPU.
+inline TeamFunction team_function(DType dtype, Op op, Algorithm algorithm) {
+#define JAX_RING_ALGORITHMS(element, operation)                                                                        \
+  {team_function<element, operation, Algorithm::one_shot>(), team_function<element, operation, Algorithm::two_shot>(), \
+   team_function<element, operation, Algorithm::ring>()},
+#define JAX_RING_OPS(name, element) \
+  {JAX_RING_ALGORITHMS(element, Sum) JAX_RING_ALGORITHMS(element, Max) JAX_RING_ALGORITHMS(element, Min)},
+  static const TeamFunction table[][static_cast<int>(Op::count)][static_cast<int>(Algorithm::count)] = {
+      JAX_RING_FOR_EACH_DTYPE(JAX_RING_OPS)};
+#undef JAX_RING_OPS
+#undef JAX_RING_ALGORITHMS
+  const TeamFunction found = table[static_cast<int>(dtype)][static_cast<int>(op)][static_cast<int>(algorithm)];
+  if (found == nullptr) ADD_FAILURE() << "there is no code for " << name_of(dtype);
+  return found;
 }
 
 // The ranks' mailboxes and all that goes with them.
@@ -175,7 +186,7 @@ class Peers {
           const Dawdler team(random);
           for (PeerCall& call : calls) {
             const Message message = call.message(rank);
-            all_reduce_any(call.dtype, call.algorithm, self, message, call.order, cta, team);
+            team_function(call.dtype, call.op, call.algorithm)(self, message, call.plan, cta, team);
           }
         });
       }
@@ -202,15 +213,18 @@ class Peers {
 };
 
 // Compares every rank's results with the definition.
-inline void expect_results(PeerCall& call, const std::vector<Bytes>& expected) {
-  for (size_t rank = 0; rank < call.inputs.size(); ++rank) {
+inline void expect_results(PeerCall& call, const std::vector<std::vector<Bytes>>& expected) {
+  for (int rank = 0; rank < call.num_ranks(); ++rank) {
     for (size_t i = 0; i < call.counts.size(); ++i) {
       OffsetBuffer& got = call.in_place ? call.inputs[rank][i] : call.outputs[rank][i];
-      const auto difference = first_difference(call.dtype, got.data(), expected[i].data(), call.counts[i]);
+      const Bytes& want = expected[rank][i];
+      const auto difference =
+          first_difference(call.dtype, got.data(), want.data(), want.size() / element_size(call.dtype));
       ASSERT_FALSE(difference.has_value())
-          << name_of(call.dtype) << ", algorithm " << static_cast<int>(call.algorithm) << ", order "
-          << static_cast<int>(call.order) << ", rank " << rank << " of " << call.inputs.size() << ", operand " << i
-          << " of " << call.counts[i] << " elements: the first wrong one is " << *difference;
+          << name_of(call.dtype) << ", collective " << static_cast<int>(call.plan.collective) << ", algorithm "
+          << static_cast<int>(call.algorithm) << ", order " << static_cast<int>(call.plan.order) << ", rank " << rank
+          << " of " << call.num_ranks() << ", operand " << i << " of " << call.counts[i]
+          << " elements: the first wrong one is " << *difference;
     }
   }
 }

@@ -9,6 +9,7 @@ WAYS = [("one_shot", "rank"), ("two_shot", "rank"), ("ring", "rank"), ("ring", "
 HOW = ["together", "streams", "graphs"]
 DTYPES = {
     "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64,
+    "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64,
     "f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32, "f64": np.float64,
     "f8e5m2": ml_dtypes.float8_e5m2, "f8e4m3": ml_dtypes.float8_e4m3, "f8e3m4": ml_dtypes.float8_e3m4,
     "f8e4m3fn": ml_dtypes.float8_e4m3fn, "f8e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz,
@@ -31,12 +32,42 @@ def random(dtype, shape, seed=0) -> np.ndarray:
 def reduce(group, operands, dtype="f32", **options) -> list[np.ndarray]:
     """The results of operands whose first axis is the rank, arranged alike."""
     inputs = [[operand[rank].tobytes() for operand in operands] for rank in range(len(operands[0]))]
-    results = group.all_reduce(inputs, dtype, **options)
+    results = group.run(inputs, dtype, **options)
     assert group.failure() == ""
     return [
         np.stack([np.frombuffer(of_rank[i], operand.dtype).reshape(operand.shape[1:]) for of_rank in results])
         for i, operand in enumerate(operands)
     ]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("p", [2, 3, 8])
+def test_the_family(ranks, p, how):
+    group = ranks(p)
+    for size in (0, 1, 5, 4096, 70_001):
+        x = random(np.float32, (p, size), size)
+        options = {"dtype": "f32", "how": how}
+
+        def results(operand, collective, options=options, **details):
+            inputs = [[row.tobytes()] for row in operand]
+            outputs = group.run(inputs, collective=collective, **options, **details)
+            assert group.failure() == ""
+            return [np.frombuffer(of_rank[0], np.float32) for of_rank in outputs]
+
+        for got in results(x, "all_gather"):
+            np.testing.assert_array_equal(got, x.reshape(-1))
+        for got in results(x, "broadcast", root=p - 1):
+            np.testing.assert_array_equal(got, x[p - 1])
+        for rank, got in enumerate(results(x, "reduce", root=1)):
+            np.testing.assert_array_equal(got, rank_fold(x) if rank == 1 else 0 * x[0])
+        for op, reference in (("max", np.max), ("min", np.min)):
+            for got in results(x, "all_reduce", op=op):
+                np.testing.assert_array_equal(got, reference(x, axis=0))
+        blocks = random(np.float32, (p, p, size), size + 1)
+        for order in ("rank", "ring"):
+            for rank, got in enumerate(results(blocks, "reduce_scatter", order=order)):
+                first = 0 if order == "rank" else rank + 1
+                np.testing.assert_array_equal(got, rank_fold(np.roll(blocks[:, rank], -first, axis=0)))
 
 
 def expect_sum(got: np.ndarray, operand: np.ndarray, order: str) -> None:
