@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <functional>
-#include <memory>
 #include <vector>
 
 #include "cpu/fold_kernels.h"
@@ -28,6 +27,6 @@ struct Message {
 // Runs the reduction, and has the participants told by the Relay. Returns at once or after having done a part of the
 // work; never waits for another thread. The meeting's buffers must stay valid until its participants are told. Ends the
 // process if memory for its few words of bookkeeping runs out: the ranks would wait for ever.
-void all_reduce(std::unique_ptr<Meeting> meeting, Message message, Workers& workers) noexcept;
+void all_reduce(MeetingPtr meeting, const Message& message, Workers& workers) noexcept;
 
 }  // namespace jax_ring::cpu

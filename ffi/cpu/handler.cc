@@ -106,8 +106,13 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
       throw std::invalid_argument("jax_ring_all_reduce: needs one result for each of its operands");
     }
     const Element element = element_of(args.get<ffi::AnyBuffer>(0)->element_type());
-    Message message{element.dtype, {}};
-    Participant participant;
+    // Kept from call to call for the memory of their vectors.
+    thread_local Message message;
+    thread_local Participant participant;
+    message.dtype = element.dtype;
+    message.counts.clear();
+    participant.inputs.clear();
+    participant.outputs.clear();
     for (size_t i = 0; i < args.size(); ++i) {
       const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i);
       message.counts.push_back(input.element_count() * element.per_element);
@@ -126,7 +131,7 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
     auto meeting = site->rendezvous.arrive(run.run_id, *partition.typed_data(), std::move(participant));
     if (meeting != nullptr) {
       XlaWorkers workers(pool);
-      all_reduce(std::move(meeting), std::move(message), workers);
+      all_reduce(std::move(meeting), message, workers);
     }
   } catch (const std::exception& error) {
     promise.SetError(ffi::Error::Internal(error.what()));
