@@ -4,6 +4,8 @@
 
 Each size is timed out of place (called from Python), in place (with a donated argument), and inside a jitted loop,
 less the same loop without the collective. All implementations take turns, so that they meet the same disturbances.
+Other libraries, where they are installed (pip install '.[peers]'), run in processes of their own, size by size in turn
+with the rest; their times are means over the ranks. torch.distributed reduces in place only, and loops in Python.
 """
 
 import argparse
@@ -22,7 +24,7 @@ def size_of(text: str) -> int:
     return int(float(digits) * unit)
 
 
-def parse_arguments(implementations) -> argparse.Namespace:
+def parse_arguments(implementations, peers) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -35,16 +37,21 @@ def parse_arguments(implementations) -> argparse.Namespace:
     parser.add_argument("-d", "--datatype", default="float32", help="a dtype, or several separated by commas")
     parser.add_argument("-o", "--op", choices=("sum",), default="sum")
     parser.add_argument("--devices", type=int, default=8, help="ranks")
-    parser.add_argument("--impl", default=",".join(implementations), help="implementations, separated by commas")
+    everything = [*implementations, *peers]
+    parser.add_argument("--impl", default=",".join(everything), help="implementations, separated by commas")
     parser.add_argument("--loop-seconds", type=float, default=0.1, help="about how long one jitted loop runs")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--csv", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE", help="of the first datatype")
     arguments = parser.parse_args()
     arguments.impl = arguments.impl.split(",")
-    unknown = set(arguments.impl) - set(implementations)
+    unknown = set(arguments.impl) - set(everything)
     if unknown:
-        parser.error(f"unknown implementations {sorted(unknown)}; there are {list(implementations)}")
+        parser.error(f"unknown implementations {sorted(unknown)}; there are {everything}")
+    # The peers wait for what sets the pace: how many calls a loop has.
+    arguments.ours = [name for name in arguments.impl if name in implementations]
+    if not arguments.ours:
+        parser.error(f"needs at least one of {list(implementations)}")
     if arguments.stepfactor < 2 or not 0 < arguments.minbytes <= arguments.maxbytes:
         parser.error("needs 0 < minbytes <= maxbytes and stepfactor >= 2")
     return arguments
@@ -54,10 +61,11 @@ def main() -> int:
     import report
     from implementations import AXIS, IMPLEMENTATIONS
     from measure import Case, Row
+    from peers import PEERS, Peer, Task, why_not
 
     from jax_ring import _ffi_cpu
 
-    arguments = parse_arguments(IMPLEMENTATIONS)
+    arguments = parse_arguments(IMPLEMENTATIONS, PEERS)
     jax.config.update("jax_num_cpu_devices", arguments.devices)
     jax.config.update("jax_platforms", "cpu")
     dtypes = arguments.datatype.split(",")
@@ -75,21 +83,39 @@ def main() -> int:
     machine = report.machine()
     print(f"# {machine['cpu']}, {machine['cores']} cores; JAX {machine['jax']}; {arguments.devices} CPU devices")
     print(report.header(), flush=True)
+    peers = []
+    for name in arguments.impl:
+        if name in PEERS and (reason := why_not(name)) is not None:
+            print(f"# {name}: left out: {reason}")
+        elif name in PEERS:
+            peers.append(Peer(name, mesh.size))
     rows = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         for dtype, size in progress.track(cases, description="measuring"):
             count = max(1, size // jax.numpy.dtype(dtype).itemsize)
-            case = Case(mesh, count, dtype, arguments.impl, arguments.loop_seconds)
+            case = Case(mesh, count, dtype, arguments.ours, arguments.loop_seconds)
             limit = _ffi_cpu.fold_limit_seconds(mesh.size, count * case.dtype.itemsize, os.cpu_count() or 1, 5)
-            for name, spreads in case.run(arguments.iters, arguments.warmup_iters).items():
+            results = {
+                name: (spreads, case.wrong(name) if arguments.check else -1)
+                for name, spreads in case.run(arguments.iters, arguments.warmup_iters).items()
+            }
+            task = Task(count, dtype, arguments.iters, arguments.warmup_iters, case.times)
+            for peer in peers:
+                try:
+                    results[peer.name] = peer.run(task)
+                except RuntimeError as error:
+                    print(f"# {error}", flush=True)
+            for name, (spreads, wrong) in results.items():
                 rows.append(
                     Row(
                         name, mesh.size, count * case.dtype.itemsize, count, dtype, *spreads,
-                        wrong=case.wrong(name) if arguments.check else -1, limit_us=limit * 1e6,
+                        wrong=wrong if arguments.check else -1, limit_us=limit * 1e6,
                     )
                 )  # fmt: skip
                 print(report.line(rows[-1]), flush=True)
+    for peer in peers:
+        peer.close()
     print(report.summary(rows))
     wrong = sum(max(row.wrong, 0) for row in rows)
     print(f"# Out of bounds values: {wrong} {'OK' if wrong == 0 else 'FAILED'}")

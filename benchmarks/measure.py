@@ -47,7 +47,25 @@ class Row:
         return algbw, algbw * 2 * (self.ranks - 1) / self.ranks
 
 
-def _loop(reduce: Callable | None, times: int, x):
+def rank_values(ranks: int, count: int, dtype) -> np.ndarray:
+    """Every rank's message, as an array of shape (ranks, count); the same in every process."""
+    rng, dtype = np.random.default_rng(0), jnp.dtype(dtype)
+    if dtype.kind in "iu":
+        return rng.integers(-3, 4, (ranks, count)).astype(dtype)
+    return rng.standard_normal((ranks, count), np.float32).astype(dtype)
+
+
+def count_wrong(values: np.ndarray, results: np.ndarray) -> int:
+    """How many elements, over all results, are further from the exact sum than p - 1 roundings explain."""
+    dtype = values.dtype
+    if dtype.kind in "iu":
+        return int(np.sum(results != values.sum(0, dtype=dtype)))
+    exact = values.astype(np.float64).sum(0)
+    bound = len(values) * float(jnp.finfo(dtype).eps) / 2 * np.abs(values.astype(np.float64)).sum(0)
+    return int(np.sum(~(np.abs(results.astype(np.float64) - exact) <= bound)))
+
+
+def loop(reduce: Callable | None, times: int, x):
     """`times` all-reduces in a row, each of whose results is used, or the same loop without them."""
     bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
 
@@ -65,13 +83,7 @@ class Case:
     def __init__(self, mesh: Mesh, count: int, dtype, implementations: list[str], loop_seconds: float):
         self.mesh, self.count, self.dtype, self.names = mesh, count, jnp.dtype(dtype), implementations
         sharding = NamedSharding(mesh, P(AXIS))
-        rng = np.random.default_rng(0)
-        values = (
-            rng.integers(-3, 4, (mesh.size, count))
-            if self.dtype.kind in "iu"
-            else rng.standard_normal((mesh.size, count), np.float32)
-        )
-        self.values = np.asarray(values).astype(self.dtype)
+        self.values = rank_values(mesh.size, count, self.dtype)
         self.x = jax.device_put(self.values.reshape(-1), sharding)
 
         def compiled(fun, **options):
@@ -84,9 +96,9 @@ class Case:
         self.plain[implementations[0]](self.x).block_until_ready()
         once = self._time_once(self.plain[implementations[0]], self.x)
         self.times = int(np.clip(loop_seconds / once, 4, 2000))
-        loop = {name: IMPLEMENTATIONS[name] for name in implementations} | {"": None}
+        reduces = {name: IMPLEMENTATIONS[name] for name in implementations} | {"": None}
         self.loops = {
-            name: compiled(lambda x, reduce=reduce: _loop(reduce, self.times, x)) for name, reduce in loop.items()
+            name: compiled(lambda x, reduce=reduce: loop(reduce, self.times, x)) for name, reduce in reduces.items()
         }
 
     @staticmethod
@@ -96,14 +108,8 @@ class Case:
         return time.perf_counter() - begin
 
     def wrong(self, name: str) -> int:
-        """How many elements, over all ranks, are further from the exact sum than p - 1 roundings explain."""
-        result = np.asarray(self.plain[name](self.x)).reshape(self.mesh.size, -1)
-        if self.dtype.kind in "iu":
-            return int(np.sum(result != self.values.sum(0, dtype=self.dtype)))
-        exact = self.values.astype(np.float64).sum(0)
-        unit = float(jnp.finfo(self.dtype).eps) / 2
-        bound = self.mesh.size * unit * np.abs(self.values.astype(np.float64)).sum(0)
-        return int(np.sum(~(np.abs(result.astype(np.float64) - exact) <= bound)))
+        """How many elements of the result are wrong, over all ranks."""
+        return count_wrong(self.values, np.asarray(self.plain[name](self.x)).reshape(self.mesh.size, -1))
 
     def run(self, iterations: int, warmup: int) -> dict[str, tuple[Spread, Spread, Spread]]:
         """Times all implementations in turn, so that a disturbance of the machine hits all of them."""

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All measurements of docs/performance.md, into benchmarks/results/NAME. About 20 minutes on two cores.
+# All measurements of docs/performance.md, into benchmarks/results/NAME. About 20 minutes on two cores. The rows of
+# mpi4jax and torch.distributed need pip install '.[peers]'.
 #
 #   benchmarks/run_all.sh NAME [RUNS]
 set -euo pipefail
@@ -10,7 +11,9 @@ runs=${2:-3}
 mkdir -p "$out"
 for run in $(seq "$runs"); do
   for p in 2 4 8 16; do
-    "$python" benchmarks/allreduce.py --devices "$p" -b 16 -e 16M -f 16 -n 12 --impl ring_psum,lax.psum \
+    # More processes than twice the cores would measure the scheduler.
+    peers=$([ "$p" -le 4 ] && echo ",mpi4jax,torch/Gloo" || true)
+    "$python" benchmarks/allreduce.py --devices "$p" -b 16 -e 16M -f 16 -n 12 --impl "ring_psum,lax.psum$peers" \
       --json "$out/allreduce-p$p-$run.json"
   done
   "$python" benchmarks/allreduce.py --devices 8 -b 64K -e 16M -f 16 -n 12 -d bfloat16,float16,float8_e4m3fn,int32 \

@@ -12,6 +12,8 @@ import statistics
 import sys
 from collections import defaultdict
 
+from peers import PEERS
+
 
 def load(folder: pathlib.Path, pattern: str) -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob(pattern))]
@@ -66,6 +68,35 @@ def allreduce_tables(runs: list[dict], dtype: str) -> list[str]:
     return lines
 
 
+def peers_tables(runs: list[dict]) -> list[str]:
+    """Times of the libraries that run one process for each rank, beside ring_psum's in the same run."""
+    cells = defaultdict(lambda: defaultdict(list))  # (ranks, bytes, figure): implementation: one value for each run
+    for run in runs:
+        names = dict.fromkeys(row["implementation"] for row in run["rows"])
+        peers = [name for name in names if name in PEERS]
+        for row in run["rows"] if peers else ():
+            if row["dtype"] == "float32" and row["implementation"] in ("ring_psum", *peers):
+                for figure in ("in_loop", "out_of_place"):
+                    cells[row["ranks"], row["bytes"], figure][row["implementation"]].append(row[figure]["median"])
+    names = list(dict.fromkeys(name for cell in cells.values() for name in cell))
+    lines = []
+    for ranks in sorted({ranks for ranks, _, _ in cells}):
+        heads = [f"{name}, {label}" for label in ("loop", "one call") for name in names]
+        lines += [
+            f"\n### float32, p = {ranks}, µs\n",
+            f"| message | {' | '.join(heads)} |",
+            "|---:" * (1 + len(heads)) + "|",
+        ]
+        for size in sorted({size for p, size, _ in cells if p == ranks}):
+            figures = [
+                f"{statistics.median(cells[ranks, size, figure][name]):.1f}"
+                for figure in ("in_loop", "out_of_place")
+                for name in names
+            ]
+            lines.append(f"| {size_name(size)} | {' | '.join(figures)} |")
+    return lines
+
+
 def train_step_table(runs: list[dict]) -> list[str]:
     cells = defaultdict(lambda: defaultdict(list))
     for run in runs:
@@ -99,6 +130,14 @@ def main() -> None:
     ]
     for dtype in dict.fromkeys(row["dtype"] for run in allreduce for row in run["rows"]):
         lines += allreduce_tables(allreduce, dtype)
+    others = peers_tables(allreduce)
+    if others:
+        lines += [
+            "\n## Libraries that run a process for each rank",
+            "\nMeans over the ranks, medians over calls and runs. In a loop: calls one after the other, in a jitted "
+            "loop less the same loop without them, and for torch.distributed in a Python loop.",
+            *others,
+        ]
     if steps:
         lines += ["\n## A whole training step", *train_step_table(steps)]
     (folder / "README.md").write_text("\n".join(lines) + "\n")

@@ -1,10 +1,13 @@
 """The benchmarks run and check their results; what they measure is not a test's business."""
 
 import csv
+import importlib.util
 import json
 import pathlib
 import subprocess
 import sys
+
+import pytest
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 
@@ -22,6 +25,7 @@ def test_allreduce(tmp_path):
     text = run(
         *("allreduce.py", "-b", "4", "-e", "4K", "-f", "32", "-n", "2", "-w", "1", "--devices", "3"),
         *("-d", "float32,bfloat16,int64", "--loop-seconds", "0.01", "--json", str(files[0]), "--csv", str(files[1])),
+        *("--impl", "ring_psum,lax.psum,ppermute"),
     )
     assert "# Out of bounds values: 0 OK" in text
     rows = json.loads(files[0].read_text())["rows"]
@@ -33,6 +37,24 @@ def test_allreduce(tmp_path):
     assert all(row["wrong"] == 0 and row["out_of_place"]["median"] > 0 for row in rows)
     with files[1].open() as file:
         assert len(list(csv.DictReader(file))) == len(rows)
+
+
+@pytest.mark.parametrize(("peer", "module"), [("torch/Gloo", "torch"), ("mpi4jax", "mpi4jax")])
+def test_peers(peer, module, tmp_path):
+    """A peer that is installed has rows like everyone else's; one that is not is a line that says what to install."""
+    file = tmp_path / "rows.json"
+    text = run(
+        *("allreduce.py", "-b", "4", "-e", "1K", "-f", "256", "-n", "2", "-w", "1", "--devices", "2"),
+        *("--loop-seconds", "0.001", "--impl", f"ring_psum,{peer}", "--json", str(file)),
+    )
+    rows = [row for row in json.loads(file.read_text())["rows"] if row["implementation"] == peer]
+    if importlib.util.find_spec(module) is None:
+        assert f"# {peer}: left out: {module}" in text
+        assert ".[peers]" in text
+        assert not rows
+    else:
+        assert [(row["bytes"], row["ranks"], row["wrong"]) for row in rows] == [(4, 2, 0), (1024, 2, 0)]
+        assert all(row["out_of_place"]["median"] > 0 for row in rows)
 
 
 def test_train_step(tmp_path):

@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <functional>
-#include <memory>
 #include <vector>
 
 #include "cpu/fold_kernels.h"
@@ -31,6 +30,6 @@ struct Message {
 // Runs the collective, and has the participants told by the Relay. Returns at once or after having done a part of the
 // work; never waits for another thread. The meeting's buffers must stay valid until its participants are told. Ends the
 // process if memory for its few words of bookkeeping runs out: the ranks would wait for ever.
-void run_collective(std::unique_ptr<Meeting> meeting, const Message& message, Workers& workers) noexcept;
+void run_collective(MeetingPtr meeting, const Message& message, Workers& workers) noexcept;
 
 }  // namespace jax_ring::cpu

@@ -65,8 +65,15 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
     }
     const Element element = element_of(site->plan, args.get<ffi::AnyBuffer>(0)->element_type());
     const int group_size = site->rendezvous.group_size(*partition.typed_data());
-    Message message{element.dtype, {}, site->plan, site->op};
-    Participant participant;
+    // Kept from call to call for the memory of their vectors.
+    thread_local Message message;
+    thread_local Participant participant;
+    message.dtype = element.dtype;
+    message.plan = site->plan;
+    message.op = site->op;
+    message.counts.clear();
+    participant.inputs.clear();
+    participant.outputs.clear();
     for (size_t i = 0; i < args.size(); ++i) {
       const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i);
       ffi::AnyBuffer output = **rets.get<ffi::AnyBuffer>(i);

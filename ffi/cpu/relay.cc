@@ -2,7 +2,9 @@
 #include "cpu/relay.h"
 
 #include <algorithm>
+#include <iterator>
 #include <thread>
+#include <utility>
 
 #if defined(__linux__)
 #include <sys/prctl.h>
@@ -25,13 +27,14 @@ Relay& Relay::instance() {
   return *relay;
 }
 
-void Relay::tell(std::unique_ptr<Meeting> meeting, std::optional<std::string> error) {
-  auto telling = std::make_shared<Telling>();
-  telling->meeting = std::move(meeting);
-  telling->error = std::move(error);
+void Relay::tell(MeetingPtr meeting, std::optional<std::string> error) {
   std::lock_guard<std::mutex> lock(mutex_);
-  last_use_ = telling->called = Clock::now();
-  tellings_.push_back(std::move(telling));
+  if (spares_.empty()) spares_.emplace_back();
+  Telling& telling = spares_.back();
+  telling.meeting = std::move(meeting);
+  telling.error = std::move(error);
+  tellings_.splice(tellings_.end(), spares_, std::prev(spares_.end()));
+  last_use_ = telling.called = Clock::now();
   // A worker that comes here from within a telling is about to return and will find this one.
   if (!is_worker) call_worker();
   if (!watcher_started_) {
@@ -54,16 +57,17 @@ void Relay::call_worker() {
   }
 }
 
-bool Relay::tell_next(Telling& telling, std::unique_lock<std::mutex>& lock) {
-  auto& participants = telling.meeting->participants;
-  while (telling.next < participants.size() && !participants[telling.next]) ++telling.next;
-  if (telling.next >= participants.size()) return false;
-  Completion done = std::move(participants[telling.next++]->done);
-  telling.called = Clock::now();
-  lock.unlock();
-  if (done) done(telling.error ? &*telling.error : nullptr);
-  lock.lock();
-  return true;
+void Relay::tell_ranks(Telling& telling, std::unique_lock<std::mutex>& lock) {
+  ++telling.num_tellers;
+  while (!telling.all_called()) {
+    Completion done = std::move(telling.meeting->done[telling.next++]);
+    if (!done) continue;
+    telling.called = Clock::now();
+    lock.unlock();
+    done(telling.error ? &*telling.error : nullptr);
+    lock.lock();
+  }
+  --telling.num_tellers;
 }
 
 void Relay::work() {
@@ -75,16 +79,14 @@ void Relay::work() {
     --called_workers_;
     --idle_workers_;
     for (;;) {
-      const auto found = std::find_if(tellings_.begin(), tellings_.end(),
-                                      [](const auto& telling) { return !telling->taken || telling->shared; });
+      const auto found = std::find_if(tellings_.begin(), tellings_.end(), [](const Telling& telling) {
+        return telling.num_tellers == 0 || (telling.shared && !telling.all_called());
+      });
       if (found == tellings_.end()) break;
-      const std::shared_ptr<Telling> telling = *found;
-      telling->taken = true;
-      while (tell_next(*telling, lock)) {
-      }
-      // Someone else may have ended it first.
-      const auto ended = std::find(tellings_.begin(), tellings_.end(), telling);
-      if (ended != tellings_.end()) tellings_.erase(ended);
+      tell_ranks(*found, lock);
+      if (found->num_tellers > 0) continue;
+      *found = Telling();  // which ends the meeting
+      spares_.splice(spares_.end(), tellings_, found);
     }
     ++idle_workers_;
     last_use_ = Clock::now();
@@ -99,13 +101,14 @@ void Relay::watch() {
   for (;;) {
     watch_.wait_for(lock, kPatience);
     const Clock::time_point now = Clock::now();
-    for (const auto& telling : tellings_) {
-      if (telling->shared || now - telling->called < kPatience) continue;
-      telling->shared = true;
-      const auto& participants = telling->meeting->participants;
-      for (size_t rank = telling->next; rank < participants.size(); ++rank) call_worker();
+    for (Telling& telling : tellings_) {
+      if (telling.shared || now - telling.called < kPatience) continue;
+      telling.shared = true;
+      for (int rank = telling.next; rank < telling.meeting->num_ranks(); ++rank) call_worker();
     }
-    if (tellings_.empty() && now - last_use_ > kStaysAwake) {
+    const bool nothing_to_see =
+        std::all_of(tellings_.begin(), tellings_.end(), [](const Telling& telling) { return telling.all_called(); });
+    if (nothing_to_see && now - last_use_ > kStaysAwake) {
       watcher_asleep_ = true;
       watch_.wait(lock, [this] { return !watcher_asleep_; });
     }

@@ -4,7 +4,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <list>
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -32,27 +31,29 @@ class Relay {
 
   // Completes all participants of the meeting that have not been told yet, with the error if there is one. Returns
   // without waiting for any of them.
-  void tell(std::unique_ptr<Meeting> meeting, std::optional<std::string> error = std::nullopt);
+  void tell(MeetingPtr meeting, std::optional<std::string> error = std::nullopt);
 
  private:
   struct Telling {
-    std::unique_ptr<Meeting> meeting;
+    MeetingPtr meeting;
     std::optional<std::string> error;
-    size_t next = 0;           // the next participant
-    bool taken = false;        // a thread is telling the ranks in turn
+    int next = 0;              // the next rank
+    int num_tellers = 0;       // threads that are telling its ranks
     bool shared = false;       // it takes too long: any thread may take the next rank
     Clock::time_point called;  // when the latest telling began
+
+    bool all_called() const { return next == meeting->num_ranks(); }
   };
-  using Tellings = std::list<std::shared_ptr<Telling>>;
 
   Relay() = default;
   void work();
   void watch();
-  bool tell_next(Telling& telling, std::unique_lock<std::mutex>& lock);
+  void tell_ranks(Telling& telling, std::unique_lock<std::mutex>& lock);
   void call_worker();
 
-  std::mutex mutex_;   // guards all below; never held while a rank is told
-  Tellings tellings_;  // those with ranks left to be told
+  std::mutex mutex_;             // guards all below; never held while a rank is told
+  std::list<Telling> tellings_;  // those that have not ended
+  std::list<Telling> spares_;    // ended ones, whose nodes the next tellings take
   int idle_workers_ = 0;
   int called_workers_ = 0;  // idle ones that have been woken and are not running yet
   std::condition_variable work_;

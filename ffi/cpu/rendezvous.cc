@@ -2,8 +2,10 @@
 #include "cpu/rendezvous.h"
 
 #include <algorithm>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
+#include <utility>
 
 #include "cpu/call_sites.h"
 #include "cpu/relay.h"
@@ -50,6 +52,28 @@ ReplicaGroups::Place ReplicaGroups::place(int64_t partition) const {
   return places_[partition];
 }
 
+std::unique_ptr<Meeting> SpareMeetings::take() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (spares_.empty()) return std::make_unique<Meeting>();
+  std::unique_ptr<Meeting> meeting = std::move(spares_.back());
+  spares_.pop_back();
+  return meeting;
+}
+
+void SpareMeetings::put(std::unique_ptr<Meeting> meeting) {
+  meeting->num_arrived = 0;
+  meeting->inputs.clear();
+  meeting->outputs.clear();
+  meeting->done.clear();
+  std::lock_guard<std::mutex> lock(mutex_);
+  spares_.push_back(std::move(meeting));
+}
+
+void EndMeeting::operator()(Meeting* meeting) const {
+  std::unique_ptr<Meeting> owned(meeting);
+  if (spares != nullptr) spares->put(std::move(owned));
+}
+
 Rendezvous::Rendezvous(ReplicaGroups groups, std::string call) : groups_(std::move(groups)), call_(std::move(call)) {
   Watchdog::instance().watch(this);
 }
@@ -61,39 +85,53 @@ Rendezvous::~Rendezvous() {
   }
 }
 
-std::unique_ptr<Meeting> Rendezvous::arrive(int64_t run_id, int64_t partition, Participant participant) {
+MeetingPtr Rendezvous::arrive(int64_t run_id, int64_t partition, Participant&& participant) {
   const ReplicaGroups::Place place = groups_.place(partition);
+  const size_t num_ranks = groups_.size(place.group);
+  const size_t num_operands = participant.inputs.size();
   std::unique_lock<std::mutex> lock(mutex_);
   // Looked up under the lock, so that the watchdog either finds this meeting or has told us of its verdict.
   if (std::optional<std::string> failure = Watchdog::instance().failure(run_id)) {
     lock.unlock();
-    participant.done(&*failure);
+    // Moved first: what the rank does next may be a call that fills the participant again.
+    Completion done = std::move(participant.done);
+    done(&*failure);
     return nullptr;
   }
-  auto found = std::find_if(open_.begin(), open_.end(), [&](const std::unique_ptr<Meeting>& meeting) {
-    return meeting->run_id == run_id && meeting->group == place.group && !meeting->participants[place.rank];
+  auto found = std::find_if(open_.begin(), open_.end(), [&](const MeetingPtr& meeting) {
+    return meeting->run_id == run_id && meeting->group == place.group && !meeting->done[place.rank];
   });
   if (found == open_.end()) {
-    auto meeting = std::make_unique<Meeting>();
+    MeetingPtr meeting(spares_->take().release(), {spares_});
     meeting->run_id = run_id;
     meeting->group = place.group;
     meeting->began = Clock::now();
-    meeting->participants.resize(groups_.size(place.group));
+    meeting->inputs.resize(2 * num_operands * num_ranks);
+    meeting->outputs.resize(num_operands * num_ranks);
+    meeting->done.resize(num_ranks);
     found = open_.insert(open_.end(), std::move(meeting));
   }
   Meeting& meeting = **found;
-  meeting.participants[place.rank] = std::move(participant);
-  if (++meeting.num_arrived < groups_.size(place.group)) return nullptr;
-  std::unique_ptr<Meeting> complete = std::move(*found);
+  if (meeting.outputs.size() != num_operands * num_ranks) {
+    throw std::invalid_argument(call_ + ": the ranks have different numbers of operands");
+  }
+  for (size_t operand = 0; operand < num_operands; ++operand) {
+    const void** inputs = &meeting.inputs[2 * operand * num_ranks];
+    inputs[place.rank] = inputs[place.rank + num_ranks] = participant.inputs[operand];
+    meeting.outputs[operand * num_ranks + place.rank] = participant.outputs[operand];
+  }
+  meeting.done[place.rank] = std::move(participant.done);
+  if (++meeting.num_arrived < meeting.num_ranks()) return nullptr;
+  MeetingPtr complete = std::move(*found);
   open_.erase(found);
   return complete;
 }
 
-std::vector<std::unique_ptr<Meeting>> Rendezvous::take(const std::function<bool(const Meeting&)>& expired) {
+std::vector<MeetingPtr> Rendezvous::take(const std::function<bool(const Meeting&)>& expired) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto first = std::stable_partition(open_.begin(), open_.end(),
-                                           [&](const std::unique_ptr<Meeting>& meeting) { return !expired(*meeting); });
-  std::vector<std::unique_ptr<Meeting>> taken(std::make_move_iterator(first), std::make_move_iterator(open_.end()));
+  const auto first =
+      std::stable_partition(open_.begin(), open_.end(), [&](const MeetingPtr& meeting) { return !expired(*meeting); });
+  std::vector<MeetingPtr> taken(std::make_move_iterator(first), std::make_move_iterator(open_.end()));
   open_.erase(first, open_.end());
   return taken;
 }
@@ -104,7 +142,7 @@ std::string Rendezvous::describe_absence(const Meeting& meeting, std::chrono::du
   int num_missing = 0;
   for (size_t rank = 0; rank < members.size(); ++rank) {
     group << (rank == 0 ? "" : ", ") << members[rank];
-    if (meeting.participants[rank]) continue;
+    if (meeting.done[rank]) continue;
     missing << (num_missing++ == 0 ? "" : ", ") << rank << " (mesh position " << members[rank] << ")";
   }
   std::ostringstream text;

@@ -6,22 +6,20 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
+
+#include "cpu/completion.h"
 
 namespace jax_ring::cpu {
 
 using Clock = std::chrono::steady_clock;
 
-// Tells a rank that its call has ended; `error` is null when the result has been written.
-using Completion = std::function<void(const std::string* error)>;
-
 // One rank's part in a call: where its operands are, where the results go, whom to tell.
 struct Participant {
   std::vector<const void*> inputs;
-  std::vector<void*> outputs;
-  Completion done;
+  std::vector<void*> outputs;  // as many
+  Completion done;             // not empty
 };
 
 // One call of one group in one execution, while its ranks arrive and then while it is worked on.
@@ -30,8 +28,31 @@ struct Meeting {
   int group = 0;
   int num_arrived = 0;
   Clock::time_point began;
-  std::vector<std::optional<Participant>> participants;  // by rank in the group
+  std::vector<const void*> inputs;  // by operand, then rank, the ranks twice: a fold may begin with any of them
+  std::vector<void*> outputs;       // by operand, then rank
+  std::vector<Completion> done;     // by rank; empty for those who are not here
+
+  int num_ranks() const { return static_cast<int>(done.size()); }
 };
+
+// The meetings of a call site that have ended, kept for their memory: a call that is made again allocates none. Shared
+// with the meetings that are still going on, which may outlive the call site.
+class SpareMeetings {
+ public:
+  std::unique_ptr<Meeting> take();
+  void put(std::unique_ptr<Meeting> meeting);
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Meeting>> spares_;
+};
+
+// Owns a meeting. When it ends the meeting goes back to the spares, or is freed if it belongs to none.
+struct EndMeeting {
+  std::shared_ptr<SpareMeetings> spares;
+  void operator()(Meeting* meeting) const;
+};
+using MeetingPtr = std::unique_ptr<Meeting, EndMeeting>;
 
 // The replica groups of a call: which partitions (mesh positions) reduce together, in rank order.
 class ReplicaGroups {
@@ -71,11 +92,13 @@ class Rendezvous {
   int group_size(int64_t partition) const { return groups_.size(groups_.place(partition).group); }
 
   // Adds the participant to its meeting. Returns the meeting if everyone is there now, and null otherwise;
-  // the caller then owns the meeting and must complete every participant.
-  std::unique_ptr<Meeting> arrive(int64_t run_id, int64_t partition, Participant participant);
+  // the caller then owns the meeting and must complete every participant. Only `done` is moved from: the participant's
+  // vectors stay with the caller, who may fill them again for its next call.
+  // Throws std::invalid_argument when the participant has another number of operands than those already there.
+  MeetingPtr arrive(int64_t run_id, int64_t partition, Participant&& participant);
 
   // Takes out the open meetings that `expired` selects.
-  std::vector<std::unique_ptr<Meeting>> take(const std::function<bool(const Meeting&)>& expired);
+  std::vector<MeetingPtr> take(const std::function<bool(const Meeting&)>& expired);
 
   // Who is missing from the meeting, in words for a Python user.
   std::string describe_absence(const Meeting& meeting, std::chrono::duration<double> deadline) const;
@@ -83,8 +106,9 @@ class Rendezvous {
  private:
   const ReplicaGroups groups_;
   const std::string call_;
+  const std::shared_ptr<SpareMeetings> spares_ = std::make_shared<SpareMeetings>();
   std::mutex mutex_;
-  std::vector<std::unique_ptr<Meeting>> open_;  // oldest first
+  std::vector<MeetingPtr> open_;  // oldest first
 };
 
 }  // namespace jax_ring::cpu

@@ -2,7 +2,6 @@
 #include "cpu/watchdog.h"
 
 #include <algorithm>
-#include <memory>
 #include <thread>
 
 #include "cpu/relay.h"
@@ -72,7 +71,7 @@ void Watchdog::run() {
 }
 
 void Watchdog::look_around() {
-  std::vector<std::unique_ptr<Meeting>> late;
+  std::vector<MeetingPtr> late;
   std::vector<std::string> reasons;
   {
     std::lock_guard<std::mutex> lock(watched_mutex_);

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -51,9 +50,6 @@ class ChunkSchedule {
       ends_.push_back(chunks);
     }
   }
-
-  // Elements of the whole message.
-  size_t num_elements() const { return std::accumulate(counts_.begin(), counts_.end(), size_t{0}); }
 
   // Chunks of the whole message.
   size_t size() const { return ends_.empty() ? 0 : ends_.back(); }

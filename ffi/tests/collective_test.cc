@@ -123,10 +123,8 @@ void expect_collective(const Plan& plan, Op op, DType dtype, int num_ranks, cons
   std::vector<std::vector<Bytes>> operands;                // by operand, then rank
   std::vector<std::vector<OffsetBuffer>> inputs, outputs;  // likewise
   std::vector<Told> told(num_ranks);
-  auto meeting = std::make_unique<Meeting>();
+  MeetingPtr meeting(new Meeting);
   meeting->num_arrived = num_ranks;
-  meeting->participants.resize(num_ranks);
-  for (auto& participant : meeting->participants) participant.emplace();
   for (size_t count : counts) {
     operands.push_back(random_elements(dtype, num_ranks, count, static_cast<unsigned>(count + num_ranks)));
     inputs.emplace_back();
@@ -135,13 +133,10 @@ void expect_collective(const Plan& plan, Op op, DType dtype, int num_ranks, cons
       inputs.back().emplace_back(of_rank, 0);
       outputs.back().emplace_back(Bytes(result_count(plan, num_ranks, count) * size, 0xa5), 0);
     }
-    for (int rank = 0; rank < num_ranks; ++rank) {
-      Participant& participant = *meeting->participants[rank];
-      participant.inputs.push_back(inputs.back()[rank].data());
-      participant.outputs.push_back((in_place ? inputs : outputs).back()[rank].data());
-    }
+    for (int i = 0; i < 2 * num_ranks; ++i) meeting->inputs.push_back(inputs.back()[i % num_ranks].data());
+    for (OffsetBuffer& output : (in_place ? inputs : outputs).back()) meeting->outputs.push_back(output.data());
   }
-  for (int rank = 0; rank < num_ranks; ++rank) meeting->participants[rank]->done = told[rank].completion();
+  for (const Told& of_rank : told) meeting->done.push_back(of_rank.completion());
   {
     Threads workers;
     run_collective(std::move(meeting), {dtype, counts, plan, op}, workers);

@@ -176,10 +176,15 @@ class Call {
     return result;
   }
 
-  std::unique_ptr<Meeting> meeting() {
-    auto meeting = std::make_unique<Meeting>();
+  MeetingPtr meeting() {
+    MeetingPtr meeting(new Meeting);
     meeting->num_arrived = problem_.num_ranks;
-    for (int rank = 0; rank < problem_.num_ranks; ++rank) meeting->participants.emplace_back(participant(rank));
+    for (size_t operand = 0; operand < inputs_.size(); ++operand) {
+      const int num_ranks = problem_.num_ranks;
+      for (int i = 0; i < 2 * num_ranks; ++i) meeting->inputs.push_back(inputs_[operand][i % num_ranks].data());
+      for (int rank = 0; rank < num_ranks; ++rank) meeting->outputs.push_back(result(operand, rank).data());
+    }
+    for (const Told& told : told_) meeting->done.emplace_back(told.completion());
     return meeting;
   }
 
@@ -379,20 +384,20 @@ TEST(AllReduce, TouchesNoBufferAfterTelling) {
   for (int round = 0; round < 200 / kSlowdown; ++round) {
     Pool pool(3);
     Told told[kSize];
-    auto meeting = std::make_unique<Meeting>();
+    MeetingPtr meeting(new Meeting);
     meeting->num_arrived = kSize;
+    meeting->inputs.resize(2 * kSize);
     for (int rank = 0; rank < kSize; ++rank) {
       auto input = std::make_shared<std::vector<float>>(count, 1.0f);
       auto output = std::make_shared<std::vector<float>>(count);
-      Participant participant;
-      participant.inputs = {input->data()};
-      participant.outputs = {output->data()};
-      participant.done = [input, output, tell = told[rank].completion()](const std::string* error) mutable {
+      meeting->inputs[rank] = meeting->inputs[rank + kSize] = input->data();
+      meeting->outputs.push_back(output->data());
+      const auto free_then_tell = [input, output, tell = told[rank].completion()](const std::string* error) mutable {
         input.reset();
         output.reset();
         tell(error);
       };
-      meeting->participants.emplace_back(std::move(participant));
+      meeting->done.emplace_back(std::function<void(const std::string*)>(free_then_tell));
     }
     run_collective(std::move(meeting), {DType::f32, {count}}, pool);
     for (const Told& one : told) ASSERT_TRUE(one.wait());
@@ -453,10 +458,10 @@ TEST(AllReduce, RestoresTheWorkersFloatMode) {
       changed += (_mm_getcsr() & kFlush) != want;
     };
     auto meeting = call.meeting();
-    for (auto& participant : meeting->participants) {
-      participant->done = [look, tell = participant->done](const std::string* error) {
+    for (Completion& done : meeting->done) {
+      done = [look, tell = std::make_shared<Completion>(std::move(done))](const std::string* error) {
         look(kFlush);
-        tell(error);
+        (*tell)(error);
       };
     }
     const FloatMode of_caller(kFlush);

@@ -28,12 +28,11 @@ bool eventually(Condition condition) {
 
 // A meeting of ranks that run `follow(rank)` when they are told.
 template <class Follow>
-std::unique_ptr<Meeting> meeting_of(int num_ranks, Follow follow) {
-  auto meeting = std::make_unique<Meeting>();
+MeetingPtr meeting_of(int num_ranks, Follow follow) {
+  MeetingPtr meeting(new Meeting);
   meeting->num_arrived = num_ranks;
   for (int rank = 0; rank < num_ranks; ++rank) {
-    meeting->participants.emplace_back(
-        Participant{{}, {}, [rank, follow](const std::string* error) { follow(rank, error); }});
+    meeting->done.emplace_back([rank, follow](const std::string* error) { follow(rank, error); });
   }
   return meeting;
 }
@@ -63,7 +62,7 @@ TEST(Relay, PassesTheErrorOnAndLeavesOutTheAbsent) {
     EXPECT_EQ(*error, "rank 2 is missing");
     ++told;
   });
-  meeting->participants[2].reset();
+  meeting->done[2] = Completion();
   Relay::instance().tell(std::move(meeting), "rank 2 is missing");
   EXPECT_TRUE(eventually([&] { return told == 3; }));
 }

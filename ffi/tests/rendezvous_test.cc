@@ -76,14 +76,15 @@ TEST(ReplicaGroups, RefuseWhatIsNoPartitionIntoGroups) {
 Participant participant(uintptr_t number, const Told& told) {
   Participant result;
   result.inputs = {reinterpret_cast<const void*>(number)};
+  result.outputs = {nullptr};
   result.done = told.completion();
   return result;
 }
 
-uintptr_t number_of(const Participant& participant) { return reinterpret_cast<uintptr_t>(participant.inputs[0]); }
+uintptr_t number_of(const Meeting& meeting, int rank) { return reinterpret_cast<uintptr_t>(meeting.inputs[rank]); }
 
 void succeed(Meeting& meeting) {
-  for (auto& participant : meeting.participants) participant->done(nullptr);
+  for (Completion& done : meeting.done) done(nullptr);
 }
 
 void random_delay(std::mt19937& random) {
@@ -129,10 +130,9 @@ struct Traffic {
           const int group = groups.place(partition).group;
           bool right = meeting->run_id == run_ids[run] && meeting->group == group &&
                        meeting->num_arrived == groups.size(group) &&
-                       meeting->participants.size() == groups.members(group).size();
+                       meeting->done.size() == groups.members(group).size();
           for (int rank = 0; right && rank < groups.size(group); ++rank) {
-            right = meeting->participants[rank].has_value() &&
-                    number_of(*meeting->participants[rank]) == number(groups.members(group)[rank], call);
+            right = meeting->done[rank] && number_of(*meeting, rank) == number(groups.members(group)[rank], call);
           }
           if (!right) ++mistakes;
           if (delays) random_delay(random);
@@ -184,10 +184,10 @@ TEST(Rendezvous, LastToArriveGetsTheMeeting) {
   auto meeting = rendezvous.arrive(run, 2, participant(12, told[2]));
   ASSERT_NE(meeting, nullptr);
   // In the group's order, not in that of arrival.
-  ASSERT_EQ(meeting->participants.size(), 3u);
-  EXPECT_EQ(number_of(*meeting->participants[0]), 12u);
-  EXPECT_EQ(number_of(*meeting->participants[1]), 10u);
-  EXPECT_EQ(number_of(*meeting->participants[2]), 11u);
+  ASSERT_EQ(meeting->num_ranks(), 3);
+  EXPECT_EQ(number_of(*meeting, 0), 12u);
+  EXPECT_EQ(number_of(*meeting, 1), 10u);
+  EXPECT_EQ(number_of(*meeting, 2), 11u);
   for (const Told& one : told) EXPECT_EQ(one.times(), 0);
 }
 
@@ -208,8 +208,8 @@ TEST(Rendezvous, ARankThatCallsAgainOpensASecondMeeting) {
   for (uintptr_t call : {1, 2, 3}) {  // the other rank finds them oldest first
     auto meeting = rendezvous.arrive(run, 1, participant(call + 10, told));
     ASSERT_NE(meeting, nullptr);
-    EXPECT_EQ(number_of(*meeting->participants[0]), call);
-    EXPECT_EQ(number_of(*meeting->participants[1]), call + 10);
+    EXPECT_EQ(number_of(*meeting, 0), call);
+    EXPECT_EQ(number_of(*meeting, 1), call + 10);
   }
 }
 
@@ -225,8 +225,8 @@ TEST(Rendezvous, RunsAndGroupsDoNotMix) {
   ASSERT_NE(meeting, nullptr);
   EXPECT_EQ(meeting->run_id, first);
   EXPECT_EQ(meeting->group, 0);
-  EXPECT_EQ(number_of(*meeting->participants[0]), 1u);
-  EXPECT_EQ(number_of(*meeting->participants[1]), 5u);
+  EXPECT_EQ(number_of(*meeting, 0), 1u);
+  EXPECT_EQ(number_of(*meeting, 1), 5u);
   EXPECT_EQ(rendezvous.take([](const Meeting&) { return true; }).size(), 3u);
 }
 
@@ -240,11 +240,11 @@ TEST(Rendezvous, TakeLeavesTheOthersInOrder) {
   }
   const auto taken = rendezvous.take([&](const Meeting& meeting) { return meeting.run_id == remove; });
   ASSERT_EQ(taken.size(), 3u);
-  for (const auto& meeting : taken) EXPECT_EQ(meeting->run_id, remove);
+  for (const MeetingPtr& meeting : taken) EXPECT_EQ(meeting->run_id, remove);
   for (uintptr_t call : {1, 2, 3}) {
     auto meeting = rendezvous.arrive(keep, 1, participant(0, told));
     ASSERT_NE(meeting, nullptr);
-    EXPECT_EQ(number_of(*meeting->participants[0]), call);
+    EXPECT_EQ(number_of(*meeting, 0), call);
   }
 }
 
@@ -377,11 +377,11 @@ TEST(Deadline, CallingBackIntoTheRendezvousIsAllowed) {
   const int64_t run = next_run_id();
   const Told outer, inner;
   Participant calls_again = participant(0, outer);
-  calls_again.done = [&, tell = calls_again.done](const std::string* error) {
+  calls_again.done = [&](const std::string* error) {
     rendezvous.arrive(run, 0, participant(0, inner));
     // What runs next on a rank may also be another program's first call.
     const Rendezvous another(ReplicaGroups({0}, {1}), "test");
-    tell(error);
+    outer.completion()(error);
   };
   EXPECT_EQ(rendezvous.arrive(run, 0, std::move(calls_again)), nullptr);
   ASSERT_TRUE(outer.wait());

@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <iterator>
 #include <limits>
 #include <memory>
@@ -371,7 +372,7 @@ class Told {
   Told() = default;
   Told(Told&&) = default;
 
-  Completion completion() const {
+  std::function<void(const std::string* error)> completion() const {
     return [state = state_](const std::string* error) {
       std::lock_guard<std::mutex> lock(state->mutex);
       if (state->times++ == 0 && error != nullptr) state->error = *error;
