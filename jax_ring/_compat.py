@@ -1,6 +1,8 @@
 """Every name of JAX that is private or differs between versions, and nothing else."""
 
+import dataclasses
 import pathlib
+from collections.abc import Callable
 
 import jax
 from jax.extend import source_info_util as _source_info_util
@@ -16,10 +18,10 @@ if jax.__version_info__ < OLDEST_JAX:
 try:
     from jax._src import config as _config
     from jax._src import core as _core
+    from jax._src.interpreters import mlir as _mlir
     from jax._src.interpreters.pxla import axis_groups as _axis_groups
     from jax._src.lax import parallel as _parallel
     from jax.interpreters.mlir import SPMDAxisContext as SPMDAxisContext
-    from jax.interpreters.mlir import _lowerings
     from jax.interpreters.partial_eval import dce_rules as _dce_rules
     from jaxlib import xla_client as _xla_client
 
@@ -29,7 +31,11 @@ try:
     _auto_pcast = _config.auto_pcast
     _skip_size_one_axes = _parallel._maybe_skip_one_sized_axes
     _register_custom_type = _xla_client._xla.register_custom_type
-    _psum_lowering = _lowerings[psum_p].rule
+    _common_lowerings = _mlir._lowerings
+    _platform_lowerings = _mlir._platform_specific_lowerings
+    _psum_lowering = _common_lowerings[psum_p].rule
+    _uncacheable_primitives = _mlir._uncacheable_primitives
+    _trace_state_clean = _core.trace_state_clean
 except (ImportError, AttributeError, KeyError) as error:
     raise ImportError(
         f"jax_ring does not know JAX {jax.__version__}: {error}. "
@@ -94,6 +100,37 @@ def abstract_psum_invariant(aval, *, axes, axis_index_groups):
 def lower_lax_psum(ctx, operand, *, axes, axis_index_groups):
     """Lowers one operand as `lax.psum` does, to XLA's all_reduce."""
     return _psum_lowering(ctx.replace(primitive=psum_p), operand, axes=axes, axis_index_groups=axis_index_groups)
+
+
+def replace_lowering(primitive, platforms: tuple[str, ...], make_rule: Callable) -> Callable[[], None]:
+    """Replaces the lowering of one of JAX's primitives for some platforms, and returns a function that undoes it.
+
+    A rule that JAX has for all platforms together stays one: split by platform, it would turn into a conditional in
+    programs for several platforms, which JAX (up to 0.12) fails to make for primitives that are not cacheable. Such
+    programs go to make_rule's rule as well, which tells them apart by `ctx`.
+
+    make_rule: (JAX's rule) to the rule that takes its place.
+    """
+    registries = [_common_lowerings, *(_platform_lowerings[platform] for platform in platforms)]
+    before = [(registry, registry[primitive]) for registry in registries if primitive in registry]
+    for registry, entry in before:
+        registry[primitive] = dataclasses.replace(entry, rule=make_rule(entry.rule))
+    # For the reason that our own primitives are not: a cached lowering does not know where the call stands.
+    cacheable = primitive not in _uncacheable_primitives
+    _uncacheable_primitives.add(primitive)
+
+    def undo() -> None:
+        for registry, entry in before:
+            registry[primitive] = entry
+        if cacheable:
+            _uncacheable_primitives.discard(primitive)
+
+    return undo
+
+
+def is_tracing() -> bool:
+    """Whether some function is being traced in this thread."""
+    return not _trace_state_clean()
 
 
 def replica_groups(axis_context, axes: tuple) -> tuple[tuple[int, ...], ...]:

@@ -14,6 +14,9 @@ from jax_ring import _compat, runtime
 
 logger = logging.getLogger("jax_ring")
 
+# The platforms that have an engine of ours.
+PLATFORMS = ("cpu",)
+
 # Types that the engine does not read: XLA packs the integers of fewer than 8 bits, and these floats are too rare to
 # be worth a fold of their own. They are widened before the call and rounded once after it.
 _WIDENED = {
