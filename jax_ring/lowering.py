@@ -29,13 +29,39 @@ _WIDENED = {
 }
 
 
-def lower(ctx, *operands, axes, axis_index_groups):
-    """One custom call to the CPU engine for all operands, or XLA's all_reduce where the engine cannot serve them."""
-    why_not = _why_not_cpu_engine(ctx)
-    if why_not is not None:
-        logger.info("ring_psum over %s uses XLA's all_reduce: %s", axes, why_not)
+def lower(ctx, *operands, axes, axis_index_groups, options):
+    """One custom call to an engine for all operands, or XLA's all_reduce where no engine serves them."""
+    target, why_not = _who_serves(ctx)
+    if target is None:
+        ignored = f", which knows no {chosen}" if (chosen := options.chosen()) else ""
+        if runtime.STRICT:
+            raise NotImplementedError(
+                f"ring_psum over {axes} would use XLA's all_reduce{ignored}: {why_not}. "
+                f"{runtime.STRICT_VARIABLE}=1 forbids it; unset that to allow it."
+            )
+        logger.info("ring_psum over %s uses XLA's all_reduce%s: %s", axes, ignored, why_not)
         return _lower_to_xla(ctx, *operands, axes=axes, axis_index_groups=axis_index_groups)
+    return _emit(ctx, target, operands, axes, axis_index_groups, options)
 
+
+def _who_serves(ctx) -> tuple[str | None, str]:
+    """The custom call's target of the engine that serves the call; or none, and why XLA has to."""
+    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
+    if platforms != ("cpu",):
+        return None, f"the program is lowered for {' and '.join(platforms)}"
+    axis_context = ctx.module_context.axis_context
+    if not isinstance(axis_context, _compat.SPMDAxisContext):
+        return None, f"its axes belong to {type(axis_context).__name__}, not to a shard_map"
+    automatic = set(axis_context.mesh.axis_names) - set(axis_context.manual_axes)
+    if automatic:
+        return None, f"the enclosing shard_map leaves the axes {sorted(map(str, automatic))} to the compiler"
+    if jax.process_count() > 1:
+        return None, f"the program runs in {jax.process_count()} processes"
+    return runtime.ALL_REDUCE_TARGET, ""
+
+
+def _emit(ctx, target, operands, axes, axis_index_groups, options):
+    """The custom call, and the conversions around it for types that the engine does not read."""
     groups = _replica_groups(ctx, axes, axis_index_groups)
     if all(len(group) == 1 for group in groups):
         return operands
@@ -50,13 +76,15 @@ def lower(ctx, *operands, axes, axis_index_groups):
     position = hlo.partition_id()
     position_aval = jax.core.ShapedArray((), np.uint32)
     in_place = {1 + i: i for i, operand in enumerate(operands) if _may_overwrite(operand)}
-    results = jax.ffi.ffi_lowering(runtime.ALL_REDUCE_TARGET, operand_output_aliases=in_place)(
+    results = jax.ffi.ffi_lowering(target, operand_output_aliases=in_place)(
         ctx.replace(avals_in=[position_aval, *avals], avals_out=avals),
         position,
         *operands,
         partitions=np.array([i for group in groups for i in group], np.int64),
         group_sizes=np.array([len(group) for group in groups], np.int64),
         call=call,
+        algorithm=options.algorithm,
+        order=options.order,
     )
     if wide is not None:
         results = [_convert(ctx, x, aval) for x, aval in zip(results, ctx.avals_out, strict=True)]
@@ -69,21 +97,6 @@ def _lower_to_xla(ctx, *operands, **params):
         for operand, aval_in, aval_out in zip(operands, ctx.avals_in, ctx.avals_out, strict=True)
         for result in _compat.lower_lax_psum(ctx.replace(avals_in=[aval_in], avals_out=[aval_out]), operand, **params)
     ]
-
-
-def _why_not_cpu_engine(ctx) -> str | None:
-    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
-    if platforms != ("cpu",):
-        return f"the program is lowered for {' and '.join(platforms)}"
-    axis_context = ctx.module_context.axis_context
-    if not isinstance(axis_context, _compat.SPMDAxisContext):
-        return f"its axes belong to {type(axis_context).__name__}, not to a shard_map"
-    automatic = set(axis_context.mesh.axis_names) - set(axis_context.manual_axes)
-    if automatic:
-        return f"the enclosing shard_map leaves the axes {sorted(map(str, automatic))} to the compiler"
-    if jax.process_count() > 1:
-        return f"the program runs in {jax.process_count()} processes"
-    return None
 
 
 def _replica_groups(ctx, axes, axis_index_groups):

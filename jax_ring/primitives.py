@@ -57,9 +57,9 @@ def _transpose(transpose_nonzero: Callable, cotangents: Sequence, *operands, **p
     ]
 
 
-def _batch(primitive: Primitive, axis_data, operands: Sequence, dims: Sequence, *, axes, axis_index_groups):
+def _batch(primitive: Primitive, axis_data, operands: Sequence, dims: Sequence, *, axes, axis_index_groups, options):
     if axis_data.name not in axes:
-        return primitive.bind(*operands, axes=axes, axis_index_groups=axis_index_groups), dims
+        return primitive.bind(*operands, axes=axes, axis_index_groups=axis_index_groups, options=options), dims
     if axis_index_groups is not None:
         raise NotImplementedError(
             f"ring_psum over the vmap axis {axis_data.name!r} does not take axis_index_groups "
@@ -69,7 +69,7 @@ def _batch(primitive: Primitive, axis_data, operands: Sequence, dims: Sequence, 
     sums = [_sum_over_batch(x, d, axis_data.size) for x, d in zip(operands, dims, strict=True)]
     rest = tuple(axis for axis in axes if axis != axis_data.name)
     if rest:
-        sums = primitive.bind(*sums, axes=rest, axis_index_groups=None)
+        sums = primitive.bind(*sums, axes=rest, axis_index_groups=None, options=options)
     return sums, [None] * len(sums)
 
 
@@ -89,7 +89,8 @@ def _all_reduce_primitive(name: str, abstract_eval: Callable, transpose_nonzero:
     primitive = Primitive(name)
     primitive.multiple_results = True
 
-    def abstract_eval_all(*avals, **params):
+    def abstract_eval_all(*avals, options, **params):
+        del options  # they change no type
         results = [abstract_eval(aval, **params) for aval in avals]
         return [aval for aval, _ in results], set().union(*(effects for _, effects in results))
 

@@ -20,6 +20,7 @@ __version__ = importlib.metadata.version("jax-ring")
 
 ALL_REDUCE_TARGET = "jax_ring_all_reduce"
 TIMEOUT_VARIABLE = "JAX_RING_TIMEOUT_S"
+STRICT_VARIABLE = "JAX_RING_STRICT"
 
 
 def timeout_from(text: str) -> float:
@@ -38,6 +39,20 @@ def timeout_from(text: str) -> float:
             "Unset it for the default, or use a large number to wait for long."
         )
     return seconds
+
+
+def strict_from(text: str) -> bool:
+    """Whether a call that no engine of ours serves is an error, from the text of `JAX_RING_STRICT`.
+
+    Raises:
+      ValueError: if the text is neither 1 nor 0.
+    """
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{STRICT_VARIABLE} must be 1 (no fallback to XLA's collectives) or 0, got {text!r}")
+    return text == "1"
+
+
+STRICT = strict_from(os.environ.get(STRICT_VARIABLE, ""))
 
 
 def note_call_site(call: str, site: str) -> None:

@@ -1,5 +1,6 @@
 """What many tests need: meshes, a one-line shard_map, the numpy oracle, and ways to look at compiled programs."""
 
+import math
 import os
 import subprocess
 import sys
@@ -42,6 +43,19 @@ def rank_fold(values, axis=0) -> np.ndarray:
         for value in values[1:]:
             total = total + value.astype(total.dtype)
         return total.astype(dtype)
+
+
+def ring_fold(values) -> np.ndarray:
+    """The sum with order="ring" of what the ranks, along the first axis, hold: each block in an order of its own."""
+    values = np.asarray(values)
+    ranks, flat = len(values), values.reshape(len(values), -1)
+    pack = 16 // values.dtype.itemsize
+    block = math.ceil(math.ceil(flat.shape[1] / pack) / ranks) * pack
+    total = np.empty_like(flat[0])
+    for i in range(ranks):
+        part = slice(i * block, (i + 1) * block)
+        total[part] = rank_fold(np.roll(flat, -(i + 1), axis=0)[:, part])
+    return total.reshape(values.shape[1:])
 
 
 def assert_same_bits(actual, expected) -> None:

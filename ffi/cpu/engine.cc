@@ -21,29 +21,61 @@ constexpr size_t kParallelBytes = 2 << 20;
 // Results of more bytes than this, over all ranks, would drive each other out of the caches: write them around.
 constexpr size_t kPastCacheBytes = 4 << 20;
 
+// Elements of an operand that are folded in the same order of ranks: from first_rank on, around the ring.
+struct Part {
+  size_t operand;
+  Range range;
+  int first_rank;
+};
+
+std::vector<Part> parts_of(const Message& message, int num_ranks) {
+  std::vector<Part> parts;
+  for (size_t operand = 0; operand < message.counts.size(); ++operand) {
+    const size_t count = message.counts[operand];
+    if (message.order == Order::rank) {
+      parts.push_back({operand, {0, count}, 0});
+      continue;
+    }
+    for (int i = 0; i < num_ranks; ++i) {
+      const Range block = ring_block(count, element_size(message.dtype), num_ranks, i);
+      parts.push_back({operand, block, ring_first_rank(num_ranks, i)});
+    }
+  }
+  return parts;
+}
+
+std::vector<size_t> counts_of(const std::vector<Part>& parts) {
+  std::vector<size_t> counts;
+  for (const Part& part : parts) counts.push_back(part.range.count);
+  return counts;
+}
+
 // One reduction, shared by the threads that work on it.
 struct Work {
-  Work(std::unique_ptr<Meeting> meeting, Message message)
+  Work(std::unique_ptr<Meeting> meeting, const Message& message)
       : meeting(std::move(meeting)),
         kernel(fold_kernels().sum[static_cast<int>(message.dtype)]),
-        schedule(std::move(message.counts), kChunkBytes / element_size(message.dtype)) {
+        element_bytes(element_size(message.dtype)),
+        parts(parts_of(message, num_ranks())),
+        schedule(counts_of(parts), kChunkBytes / element_bytes) {
     const auto& participants = this->meeting->participants;
-    const size_t num_operands = participants.front()->inputs.size();
-    for (size_t operand = 0; operand < num_operands; ++operand) {
-      for (const auto& participant : participants) {
-        inputs.push_back(participant->inputs[operand]);
-        outputs.push_back(participant->outputs[operand]);
+    for (size_t operand = 0; operand < message.counts.size(); ++operand) {
+      for (int i = 0; i < 2 * num_ranks(); ++i) {
+        const Participant& participant = *participants[i % num_ranks()];
+        inputs.push_back(participant.inputs[operand]);
+        if (i < num_ranks()) outputs.push_back(participant.outputs[operand]);
       }
     }
-    bytes = schedule.num_elements() * element_size(message.dtype) * num_ranks();
+    bytes = schedule.num_elements() * element_bytes * num_ranks();
   }
 
   // Whether an operand's results are better written around the caches. Not where they overwrite the inputs, whose lines
   // have just been read; and only whole lines can be.
-  bool past_cache(size_t row) const {
+  bool past_cache(const void* const* in, void* const* out, size_t begin) const {
     if (bytes <= kPastCacheBytes) return false;
-    for (size_t i = row; i < row + num_ranks(); ++i) {
-      if (outputs[i] == inputs[i] || reinterpret_cast<uintptr_t>(outputs[i]) % kCacheLine != 0) return false;
+    for (int rank = 0; rank < num_ranks(); ++rank) {
+      const auto address = reinterpret_cast<uintptr_t>(out[rank]) + begin * element_bytes;
+      if (out[rank] == in[rank] || address % kCacheLine != 0) return false;
     }
     return true;
   }
@@ -57,8 +89,11 @@ struct Work {
       const ScopedFloatMode exact(FloatMode::ieee());
       for (size_t index; (index = next_chunk.fetch_add(1, std::memory_order_relaxed)) < schedule.size(); ++done) {
         const Chunk chunk = schedule[index];
-        const size_t row = chunk.operand * num_ranks();
-        kernel(&inputs[row], &outputs[row], num_ranks(), chunk.begin, chunk.count, past_cache(row));
+        const Part& part = parts[chunk.part];
+        const void* const* in = &inputs[part.operand * 2 * num_ranks()];
+        void* const* out = &outputs[part.operand * num_ranks()];
+        const size_t begin = part.range.begin + chunk.begin;
+        kernel(in + part.first_rank, out, num_ranks(), begin, chunk.count, past_cache(in, out, begin));
       }
     }
     // The release pairs with the acquire of whoever comes last, so that all results are visible to all ranks.
@@ -67,18 +102,20 @@ struct Work {
 
   std::unique_ptr<Meeting> meeting;
   FoldKernel kernel;
+  size_t element_bytes;
+  std::vector<Part> parts;
   ChunkSchedule schedule;
-  std::vector<const void*> inputs;  // by operand, then rank
-  std::vector<void*> outputs;
-  size_t bytes = 0;  // of all ranks' results
+  std::vector<const void*> inputs;  // by operand, then rank, the ranks twice: a fold may begin with any of them
+  std::vector<void*> outputs;       // by operand, then rank
+  size_t bytes = 0;                 // of all ranks' results
   std::atomic<size_t> next_chunk{0};
   std::atomic<size_t> chunks_done{0};
 };
 
 }  // namespace
 
-void all_reduce(std::unique_ptr<Meeting> meeting, Message message, Workers& workers) noexcept {
-  auto work = std::make_shared<Work>(std::move(meeting), std::move(message));
+void all_reduce(std::unique_ptr<Meeting> meeting, const Message& message, Workers& workers) noexcept {
+  auto work = std::make_shared<Work>(std::move(meeting), message);
   if (2 * work->bytes >= kParallelBytes) {
     const size_t threads = std::min<size_t>(std::max(workers.num_threads(), 1), work->schedule.size());
     for (size_t helper = 1; helper < threads; ++helper) {

@@ -8,6 +8,7 @@
 
 #include "cpu/fold_kernels.h"
 #include "cpu/rendezvous.h"
+#include "ring/schedule.h"
 
 namespace jax_ring::cpu {
 
@@ -19,15 +20,17 @@ class Workers {
   virtual void schedule(std::function<void()> task) = 0;
 };
 
-// What all ranks of a call agree on: the element type and the number of elements of each operand.
+// What all ranks of a call agree on: the element type, the number of elements of each operand, and the order of the
+// fold.
 struct Message {
   DType dtype;
   std::vector<size_t> counts;
+  Order order = Order::rank;
 };
 
 // Runs the reduction, and has the participants told by the Relay. Returns at once or after having done a part of the
 // work; never waits for another thread. The meeting's buffers must stay valid until its participants are told. Ends the
 // process if memory for its few words of bookkeeping runs out: the ranks would wait for ever.
-void all_reduce(std::unique_ptr<Meeting> meeting, Message message, Workers& workers) noexcept;
+void all_reduce(std::unique_ptr<Meeting> meeting, const Message& message, Workers& workers) noexcept;
 
 }  // namespace jax_ring::cpu

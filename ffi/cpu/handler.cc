@@ -20,8 +20,10 @@ namespace ffi = xla::ffi;
 // One per call instruction and process; the runtime owns it.
 struct CallSite {
   static ffi::TypeId id;
-  CallSite(ReplicaGroups groups, std::string call) : rendezvous(std::move(groups), std::move(call)) {}
+  CallSite(ReplicaGroups groups, std::string call, Order order)
+      : rendezvous(std::move(groups), std::move(call)), order(order) {}
   Rendezvous rendezvous;
+  Order order;
 };
 ffi::TypeId CallSite::id = {};
 
@@ -87,11 +89,18 @@ Element element_of(ffi::DataType dtype) {
   }
 }
 
+Order order_of(std::string_view name) {
+  if (name == "rank") return Order::rank;
+  if (name == "ring") return Order::ring;
+  throw std::invalid_argument("jax_ring_all_reduce: unknown order " + std::string(name));
+}
+
 ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(ffi::Span<const int64_t> partitions,
-                                                    ffi::Span<const int64_t> group_sizes, std::string_view call) {
+                                                    ffi::Span<const int64_t> group_sizes, std::string_view call,
+                                                    std::string_view /*algorithm*/, std::string_view order) {
   try {
     ReplicaGroups groups({partitions.begin(), partitions.end()}, {group_sizes.begin(), group_sizes.end()});
-    return std::make_unique<CallSite>(std::move(groups), std::string(call));
+    return std::make_unique<CallSite>(std::move(groups), std::string(call), order_of(order));
   } catch (const std::exception& error) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(error.what()));
   }
@@ -106,7 +115,7 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
       throw std::invalid_argument("jax_ring_all_reduce: needs one result for each of its operands");
     }
     const Element element = element_of(args.get<ffi::AnyBuffer>(0)->element_type());
-    Message message{element.dtype, {}};
+    Message message{element.dtype, {}, site->order};
     Participant participant;
     for (size_t i = 0; i < args.size(); ++i) {
       const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i);
@@ -126,7 +135,7 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
     auto meeting = site->rendezvous.arrive(run.run_id, *partition.typed_data(), std::move(participant));
     if (meeting != nullptr) {
       XlaWorkers workers(pool);
-      all_reduce(std::move(meeting), std::move(message), workers);
+      all_reduce(std::move(meeting), message, workers);
     }
   } catch (const std::exception& error) {
     promise.SetError(ffi::Error::Internal(error.what()));
@@ -138,7 +147,9 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                        ffi::Ffi::BindInstantiate()
                            .Attr<ffi::Span<const int64_t>>("partitions")
                            .Attr<ffi::Span<const int64_t>>("group_sizes")
-                           .Attr<std::string_view>("call"));
+                           .Attr<std::string_view>("call")
+                           .Attr<std::string_view>("algorithm")
+                           .Attr<std::string_view>("order"));
 
 XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
                        ffi::Ffi::Bind()

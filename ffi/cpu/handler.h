@@ -13,6 +13,8 @@ namespace jax_ring::cpu {
 //   partitions   int64 array: the members of the replica groups, one group after the other, in rank order
 //   group_sizes  int64 array: the size of each group
 //   call         string: what the call is, for error messages
+//   algorithm    string: auto, one_shot, two_shot or ring. Here one algorithm serves them all.
+//   order        string: rank or ring, the order in which values are folded
 XLA_FFI_Error* all_reduce_instantiate(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* all_reduce_execute(XLA_FFI_CallFrame* call_frame);
 

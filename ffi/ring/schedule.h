@@ -1,4 +1,4 @@
-// schedule.h: how a message of many operands is cut into chunks, each folded by one worker.
+// schedule.h: the blocks of a ring, and how a message is cut into chunks, each folded by one worker.
 #pragma once
 
 #include <algorithm>
@@ -7,20 +7,50 @@
 #include <utility>
 #include <vector>
 
+#include "ring/element.h"
+
 namespace jax_ring {
 
-// Elements [begin, begin + count) of one operand.
-struct Chunk {
-  size_t operand;
+// The order of ranks in which values are folded.
+enum class Order : int {
+  rank,  // 0, 1, ..., p-1
+  ring,  // that of a ring reduce-scatter, which differs between the blocks of an operand; see `ring_first_rank`
+};
+
+// Elements [begin, begin + count).
+struct Range {
   size_t begin;
   size_t count;
 };
 
-// The chunks of a message, in order: every element of every operand lies in exactly one chunk, no chunk is
-// empty or spans two operands, and chunks begin at multiples of `chunk_elements` within their operand.
+// A ring moves whole packs: what a thread of a GPU loads at once.
+constexpr size_t kPackBytes = 16;
+
+// Block i of an operand, for 0 <= i < num_ranks: what rank i ends up with in a ring reduce-scatter. The operand's packs
+// are dealt out evenly, the last block being shorter, or several of them empty, where that does not come out.
+JAX_RING_INLINE Range ring_block(size_t count, size_t element_bytes, int num_ranks, int i) {
+  const size_t pack = kPackBytes / element_bytes;
+  const size_t num_packs = (count + pack - 1) / pack;
+  const size_t block = (num_packs + num_ranks - 1) / num_ranks * pack;
+  const size_t begin = i * block < count ? i * block : count;
+  return {begin, count - begin < block ? count - begin : block};
+}
+
+// Where the fold of block i begins; it goes on with the next rank, around the ring, and ends with rank i, its owner.
+JAX_RING_INLINE int ring_first_rank(int num_ranks, int i) { return i + 1 < num_ranks ? i + 1 : 0; }
+
+// Elements [begin, begin + count) of one part of a message.
+struct Chunk {
+  size_t part;
+  size_t begin;
+  size_t count;
+};
+
+// The chunks of a message, in order: every element of every part lies in exactly one chunk, no chunk is
+// empty or spans two parts, and chunks begin at multiples of `chunk_elements` within their part.
 class ChunkSchedule {
  public:
-  // counts: elements of each operand (zero is allowed). chunk_elements: the largest size of a chunk, at least 1.
+  // counts: elements of each part (zero is allowed). chunk_elements: the largest size of a chunk, at least 1.
   ChunkSchedule(std::vector<size_t> counts, size_t chunk_elements)
       : counts_(std::move(counts)), chunk_elements_(std::max<size_t>(chunk_elements, 1)) {
     ends_.reserve(counts_.size());
@@ -38,17 +68,17 @@ class ChunkSchedule {
   size_t size() const { return ends_.empty() ? 0 : ends_.back(); }
 
   Chunk operator[](size_t index) const {
-    // The first operand whose chunks end after `index`; operands without elements have none.
-    const size_t operand = std::upper_bound(ends_.begin(), ends_.end(), index) - ends_.begin();
-    const size_t first = operand == 0 ? 0 : ends_[operand - 1];
+    // The first part whose chunks end after `index`; parts without elements have none.
+    const size_t part = std::upper_bound(ends_.begin(), ends_.end(), index) - ends_.begin();
+    const size_t first = part == 0 ? 0 : ends_[part - 1];
     const size_t begin = (index - first) * chunk_elements_;
-    return {operand, begin, std::min(chunk_elements_, counts_[operand] - begin)};
+    return {part, begin, std::min(chunk_elements_, counts_[part] - begin)};
   }
 
  private:
   std::vector<size_t> counts_;
   size_t chunk_elements_;
-  std::vector<size_t> ends_;  // ends_[i]: chunks of operands 0..i together
+  std::vector<size_t> ends_;  // ends_[i]: chunks of parts 0..i together
 };
 
 }  // namespace jax_ring

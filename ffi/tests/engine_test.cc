@@ -93,8 +93,8 @@ class Absent final : public Workers {
 
 // The operands of all ranks and the results that they should give.
 struct Problem {
-  Problem(DType dtype, std::vector<size_t> counts, int num_ranks, unsigned seed = 0)
-      : dtype(dtype), counts(std::move(counts)), num_ranks(num_ranks) {
+  Problem(DType dtype, std::vector<size_t> counts, int num_ranks, unsigned seed = 0, Order order = Order::rank)
+      : dtype(dtype), counts(std::move(counts)), num_ranks(num_ranks), order(order) {
     for (size_t operand = 0; operand < this->counts.size(); ++operand) {
       operands.push_back(random_elements(dtype, num_ranks, this->counts[operand],
                                          seed + static_cast<unsigned>(operand * 100 + num_ranks)));
@@ -112,20 +112,38 @@ struct Problem {
     finish();
   }
 
-  Message message() const { return {dtype, counts}; }
+  Message message() const { return {dtype, counts, order}; }
 
   DType dtype;
   std::vector<size_t> counts;
   int num_ranks;
+  Order order = Order::rank;
   std::vector<std::vector<Bytes>> operands;  // by operand, then rank
   std::vector<Bytes> results;                // by operand
 
  private:
+  // As a ring of ranks would add: element by element, from the rank after the owner of the element's block on.
+  Bytes ring_fold(const std::vector<const void*>& inputs, size_t count) const {
+    const size_t pack = 16 / element_size(dtype);
+    const size_t packs_per_block = ((count + pack - 1) / pack + num_ranks - 1) / num_ranks;
+    Bytes result(count * element_size(dtype));
+    for (size_t i = 0; i < count; ++i) {
+      const size_t owner = i / pack / packs_per_block;
+      std::vector<uint64_t> values;
+      for (int step = 1; step <= num_ranks; ++step) {
+        values.push_back(element_bits(dtype, inputs[(owner + step) % num_ranks], i));
+      }
+      set_element(dtype, result.data(), i, scalar_fold(dtype, values));
+    }
+    return result;
+  }
+
   void finish() {
     for (size_t operand = 0; operand < counts.size(); ++operand) {
       std::vector<const void*> inputs;
       for (const Bytes& of_rank : operands[operand]) inputs.push_back(of_rank.data());
-      results.push_back(scalar_fold(dtype, inputs, counts[operand]));
+      results.push_back(order == Order::rank ? scalar_fold(dtype, inputs, counts[operand])
+                                             : ring_fold(inputs, counts[operand]));
     }
   }
 };
@@ -243,6 +261,21 @@ TEST_P(AllReduceTest, LargeMessages) {
   }
 }
 
+TEST_P(AllReduceTest, RingOrder) {
+  const size_t pack = 16 / element_size(GetParam());
+  for (int num_ranks : kRanks) {
+    const size_t round = num_ranks * pack;
+    const std::vector<size_t> small{0,     1,         pack - 1,         pack, pack + 1, round - 1,
+                                    round, round + 1, 2 * round - pack, 1025};
+    const std::vector<size_t> large{count_for(GetParam(), num_ranks, kLargeBytes), 3};
+    for (const auto& counts : {small, large}) {
+      SCOPED_TRACE(::testing::Message() << num_ranks << " ranks, counts " << ::testing::PrintToString(counts));
+      const Problem problem(GetParam(), counts, num_ranks, 0, Order::ring);
+      for (bool in_place : {false, true}) ASSERT_NO_FATAL_FAILURE(expect_all_reduce(problem, 2, in_place));
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(DTypes, AllReduceTest, ::testing::ValuesIn(all_dtypes()), dtype_name);
 
 TEST(AllReduce, NoOperands) {
@@ -253,9 +286,11 @@ TEST(AllReduce, NoOperands) {
 // Results of more than the caches hold, which may be written past them only where they are aligned.
 TEST(AllReduce, ResultsLargerThanTheCaches) {
   for (DType dtype : {DType::f32, DType::bf16}) {
-    const Problem problem(dtype, {count_for(dtype, 4, 9 << 20), 77}, 4);
-    for (bool in_place : {false, true}) {
-      for (size_t offset : {0, 1}) ASSERT_NO_FATAL_FAILURE(expect_all_reduce(problem, 2, in_place, offset));
+    for (Order order : {Order::rank, Order::ring}) {
+      const Problem problem(dtype, {count_for(dtype, 4, 9 << 20), 77}, 4, 0, order);
+      for (bool in_place : {false, true}) {
+        for (size_t offset : {0, 1}) ASSERT_NO_FATAL_FAILURE(expect_all_reduce(problem, 2, in_place, offset));
+      }
     }
   }
 }

@@ -1,4 +1,4 @@
-// schedule_test.cc: a message's chunks cover every element of every operand once, and nothing else.
+// schedule_test.cc: blocks of a ring and chunks of a message cover every element once, and nothing else.
 #include "ring/schedule.h"
 
 #include <gtest/gtest.h>
@@ -16,20 +16,64 @@ void expect_exact_cover(const std::vector<size_t>& counts, size_t chunk_elements
   const ChunkSchedule schedule(counts, chunk_elements);
   const size_t longest = std::max<size_t>(chunk_elements, 1);
   std::vector<size_t> covered(counts.size(), 0);
-  size_t last_operand = 0;
+  size_t last_part = 0;
   for (size_t index = 0; index < schedule.size(); ++index) {
     const Chunk chunk = schedule[index];
-    ASSERT_LT(chunk.operand, counts.size());
-    ASSERT_GE(chunk.operand, last_operand) << "chunk " << index;
-    last_operand = chunk.operand;
-    // In order and without gap or overlap: each chunk begins where the operand's last one ended.
-    ASSERT_EQ(chunk.begin, covered[chunk.operand]) << "chunk " << index;
+    ASSERT_LT(chunk.part, counts.size());
+    ASSERT_GE(chunk.part, last_part) << "chunk " << index;
+    last_part = chunk.part;
+    // In order and without gap or overlap: each chunk begins where the part's last one ended.
+    ASSERT_EQ(chunk.begin, covered[chunk.part]) << "chunk " << index;
     ASSERT_EQ(chunk.begin % longest, 0u) << "chunk " << index;
     ASSERT_GE(chunk.count, 1u) << "chunk " << index;
     ASSERT_LE(chunk.count, longest) << "chunk " << index;
-    covered[chunk.operand] += chunk.count;
+    covered[chunk.part] += chunk.count;
   }
   EXPECT_EQ(covered, counts);
+}
+
+TEST(RingBlock, BlocksCoverTheOperandInOrder) {
+  for (size_t element_bytes : {1, 2, 4, 8}) {
+    const size_t pack = 16 / element_bytes;
+    for (int num_ranks : {1, 2, 3, 4, 5, 6, 7, 8, 9, 16}) {
+      for (size_t count = 0; count <= 9 * 16 * pack + 1; count += count < 40 ? 1 : 7) {
+        SCOPED_TRACE(::testing::Message() << element_bytes << " bytes, " << num_ranks << " ranks, count " << count);
+        const size_t packs = (count + pack - 1) / pack;
+        const size_t longest = (packs + num_ranks - 1) / num_ranks * pack;
+        size_t covered = 0;
+        for (int i = 0; i < num_ranks; ++i) {
+          const Range block = ring_block(count, element_bytes, num_ranks, i);
+          ASSERT_EQ(block.begin, covered) << "block " << i;
+          ASSERT_EQ(block.count, std::min(longest, count - covered)) << "block " << i;
+          covered += block.count;
+        }
+        ASSERT_EQ(covered, count);
+      }
+    }
+  }
+}
+
+TEST(RingBlock, KnownBlocks) {
+  // 10 floats are 3 packs: one each for the first three of four ranks, the third with half a pack.
+  EXPECT_EQ(ring_block(10, 4, 4, 0).begin, 0u);
+  EXPECT_EQ(ring_block(10, 4, 4, 1).begin, 4u);
+  EXPECT_EQ(ring_block(10, 4, 4, 2).begin, 8u);
+  EXPECT_EQ(ring_block(10, 4, 4, 2).count, 2u);
+  EXPECT_EQ(ring_block(10, 4, 4, 3).begin, 10u);
+  EXPECT_EQ(ring_block(10, 4, 4, 3).count, 0u);
+}
+
+TEST(RingBlock, FoldBeginsAfterItsOwner) {
+  EXPECT_EQ(ring_first_rank(4, 0), 1);
+  EXPECT_EQ(ring_first_rank(4, 2), 3);
+  EXPECT_EQ(ring_first_rank(4, 3), 0);
+  EXPECT_EQ(ring_first_rank(1, 0), 0);
+}
+
+TEST(RingBlock, LargeOperandsDoNotOverflow) {
+  const size_t huge = (size_t{1} << 42) + 3;
+  const Range last = ring_block(huge, 1, 16, 15);
+  EXPECT_EQ(last.begin + last.count, huge);
 }
 
 TEST(ChunkSchedule, CoversOneOperand) {
@@ -80,9 +124,9 @@ TEST(ChunkSchedule, LargeOperandsDoNotOverflow) {
   ASSERT_EQ(schedule.size(), 2 * chunks + 1);
   EXPECT_EQ(schedule[chunks - 1].begin, (chunks - 1) * 8192);
   EXPECT_EQ(schedule[chunks - 1].count, 3u);
-  EXPECT_EQ(schedule[chunks].operand, 1u);
+  EXPECT_EQ(schedule[chunks].part, 1u);
   const Chunk last = schedule[schedule.size() - 1];
-  EXPECT_EQ(last.operand, 2u);
+  EXPECT_EQ(last.part, 2u);
   EXPECT_EQ(last.begin + last.count, huge);
 }
 
