@@ -1,6 +1,7 @@
 """`override_lax()`: JAX's own collectives lower to this library, by other lowerings of its primitives."""
 
 import contextlib
+import operator
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Self
 import jax
 
 from jax_ring import _compat, lowering
+from jax_ring.options import Options
 
 # Whether the override is on in this thread. It is a part of the key of all of JAX's caches, from traced functions to
 # compiled programs, so that what was lowered with it is never taken for what was lowered without. Made when this
@@ -24,7 +26,9 @@ def _lower_psum(ctx, operand, *, axes, axis_index_groups=None):
         ctx = ctx.replace(avals_in=ctx.avals_out)
     if not named:
         return [operand]
-    return lowering.lower(ctx, operand, axes=named, axis_index_groups=axis_index_groups)
+    # In one form, whatever containers and integers they came in, so that equal calls merge.
+    groups = axis_index_groups and tuple(tuple(map(operator.index, group)) for group in axis_index_groups)
+    return lowering.lower(ctx, operand, axes=named, axis_index_groups=groups, options=Options())
 
 
 # JAX's primitives, and how they are lowered instead. (lax.pmean is a psum and a division.)

@@ -1,10 +1,12 @@
 """What many tests need: meshes, a one-line shard_map, the numpy oracle, and ways to look at compiled programs."""
 
+import contextlib
 import math
 import os
 import subprocess
 import sys
 
+import conftest
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import ring_psum
+from jax_ring import override_lax, ring_psum
 
 TARGET = "jax_ring_all_reduce"
 RANKS = 8
@@ -107,6 +109,30 @@ def assert_same_trees(actual, expected, *, rtol=0.0) -> None:
         np.testing.assert_allclose(a, e, rtol=rtol)
 
 
+def ours_and_lax(ours, jaxs):
+    """Yields `ours`, and then `jaxs`, to be traced, lowered and called before the next one is asked for.
+
+    With the option --override-lax, `ours` is lax's function too, and the override is off while `jaxs` is in use.
+    """
+    yield ours
+    with lax_itself():
+        yield jaxs
+
+
+@contextlib.contextmanager
+def lax_itself():
+    """JAX's own lowerings, also with the option --override-lax."""
+    override = conftest.override
+    if override is None:
+        yield
+        return
+    override.close()
+    try:
+        yield
+    finally:
+        conftest.override = override_lax()
+
+
 def assert_matches_lax(fun, *args, rtol=0.0, **options) -> None:
     """`fun(psum, *args)`, mapped over the mesh, has the results and types with ring_psum that it has with lax.psum.
 
@@ -114,7 +140,7 @@ def assert_matches_lax(fun, *args, rtol=0.0, **options) -> None:
     for functions of which not all steps are exact.
     """
     results, types = [], []
-    for psum in (ring_psum, lax.psum):
+    for psum in ours_and_lax(ring_psum, lax.psum):
 
         def typed(*args, psum=psum):
             out = fun(psum, *args)
