@@ -133,6 +133,12 @@ def is_tracing() -> bool:
     return not _trace_state_clean()
 
 
+def axis_context_within(shard_map_params: dict):
+    """The axis context in which the body of a shard_map is lowered, from the parameters of its equation."""
+    mesh = shard_map_params["mesh"]
+    return SPMDAxisContext(mesh, frozenset(shard_map_params["newly_manual_axes"]) | set(mesh.manual_axes))
+
+
 def replica_groups(axis_context, axes: tuple) -> tuple[tuple[int, ...], ...]:
     """The groups of mesh positions that a collective over `axes` spans, each in rank order."""
     return tuple(tuple(int(i) for i in group) for group in _axis_groups(axis_context, axes))

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ _WIDENED = {
 
 def lower(ctx, *operands, axes, axis_index_groups, options):
     """One custom call to an engine for all operands, or XLA's all_reduce where no engine serves them."""
-    target, why_not = _who_serves(ctx)
+    target, why_not = who_serves(ctx.platforms or ctx.module_context.platforms, ctx.module_context.axis_context)
     if target is None:
         ignored = f", which knows no {chosen}" if (chosen := options.chosen()) else ""
         if runtime.STRICT:
@@ -44,12 +45,10 @@ def lower(ctx, *operands, axes, axis_index_groups, options):
     return _emit(ctx, target, operands, axes, axis_index_groups, options)
 
 
-def _who_serves(ctx) -> tuple[str | None, str]:
-    """The custom call's target of the engine that serves the call; or none, and why XLA has to."""
-    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
-    if platforms != ("cpu",):
+def who_serves(platforms: Sequence[str], axis_context) -> tuple[str | None, str]:
+    """The custom call's target of the engine that serves a call; or none, and why XLA has to."""
+    if tuple(platforms) != ("cpu",):
         return None, f"the program is lowered for {' and '.join(platforms)}"
-    axis_context = ctx.module_context.axis_context
     if not isinstance(axis_context, _compat.SPMDAxisContext):
         return None, f"its axes belong to {type(axis_context).__name__}, not to a shard_map"
     automatic = set(axis_context.mesh.axis_names) - set(axis_context.manual_axes)
@@ -62,7 +61,7 @@ def _who_serves(ctx) -> tuple[str | None, str]:
 
 def _emit(ctx, target, operands, axes, axis_index_groups, options):
     """The custom call, and the conversions around it for types that the engine does not read."""
-    groups = _replica_groups(ctx, axes, axis_index_groups)
+    groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
     if all(len(group) == 1 for group in groups):
         return operands
     wide = _WIDENED.get(ctx.avals_in[0].dtype.name)
@@ -99,8 +98,9 @@ def _lower_to_xla(ctx, *operands, **params):
     ]
 
 
-def _replica_groups(ctx, axes, axis_index_groups):
-    groups = _compat.replica_groups(ctx.module_context.axis_context, axes)
+def replica_groups(axis_context, axes, axis_index_groups):
+    """The groups of mesh positions within which a call over `axes` communicates, each in rank order."""
+    groups = _compat.replica_groups(axis_context, axes)
     if axis_index_groups is None:
         return groups
     return [[group[i] for i in members] for group in groups for members in axis_index_groups]

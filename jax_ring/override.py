@@ -38,6 +38,11 @@ _LOWERINGS = {
 }
 
 
+def is_overridden(primitive_name: str) -> bool:
+    """Whether JAX's primitive of that name lowers to this library now, in this thread."""
+    return _on.value and any(primitive.name == primitive_name for primitive in _LOWERINGS)
+
+
 class Override:
     """What `override_lax()` returns: it is on until `close()`, or until the end of the `with` block that it heads."""
 
