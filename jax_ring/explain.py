@@ -194,7 +194,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
         name=name,
         axes=axes,
         groups=groups,
-        operands=tuple(v.aval.str_short(short_dtypes=False) for v in eqn.invars),
+        operands=tuple(_in_words(v.aval) for v in eqn.invars),
         num_bytes=num_bytes,
         times=times,
         algorithm=algorithm,
@@ -203,6 +203,10 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
         wire_bytes=wire_bytes(kind, num_bytes, sizes, algorithm),
         call_site=summarize(eqn.source_info),
     )
+
+
+def _in_words(aval) -> str:
+    return f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]"
 
 
 def _num_bytes(aval) -> int:
