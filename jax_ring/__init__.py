@@ -1,6 +1,13 @@
-"""Collectives for JAX as XLA custom calls: bitwise reproducible, a drop-in for `lax.psum`."""
+"""Collectives for JAX as XLA custom calls: bitwise reproducible, drop-ins for those of `jax.lax`."""
 
+from jax_ring.collectives import ring_all_gather as ring_all_gather
+from jax_ring.collectives import ring_broadcast as ring_broadcast
+from jax_ring.collectives import ring_pmax as ring_pmax
+from jax_ring.collectives import ring_pmean as ring_pmean
+from jax_ring.collectives import ring_pmin as ring_pmin
 from jax_ring.collectives import ring_psum as ring_psum
+from jax_ring.collectives import ring_psum_scatter as ring_psum_scatter
+from jax_ring.collectives import ring_reduce as ring_reduce
 from jax_ring.explain import Explanation as Explanation
 from jax_ring.explain import explain as explain
 from jax_ring.override import Override as Override

@@ -33,9 +33,14 @@ try:
     _register_custom_type = _xla_client._xla.register_custom_type
     _common_lowerings = _mlir._lowerings
     _platform_lowerings = _mlir._platform_specific_lowerings
-    _psum_lowering = _common_lowerings[psum_p].rule
     _uncacheable_primitives = _mlir._uncacheable_primitives
     _trace_state_clean = _core.trace_state_clean
+    pmax_p = _parallel.pmax_p
+    pmin_p = _parallel.pmin_p
+    reduce_scatter_p = _parallel.reduce_scatter_p
+    all_gather_p = _parallel.all_gather_p
+    all_gather_invariant_p = _parallel.all_gather_invariant_p
+    _lax_rules = {p: _common_lowerings[p].rule for p in (psum_p, pmax_p, pmin_p, reduce_scatter_p, all_gather_p)}
 except (ImportError, AttributeError, KeyError) as error:
     raise ImportError(
         f"jax_ring does not know JAX {jax.__version__}: {error}. "
@@ -97,9 +102,56 @@ def abstract_psum_invariant(aval, *, axes, axis_index_groups):
     return psum_invariant_p.abstract_eval(aval, axes=axes)
 
 
-def lower_lax_psum(ctx, operand, *, axes, axis_index_groups):
-    """Lowers one operand as `lax.psum` does, to XLA's all_reduce."""
-    return _psum_lowering(ctx.replace(primitive=psum_p), operand, axes=axes, axis_index_groups=axis_index_groups)
+def abstract_reduce_scatter(aval, *, axes, axis_index_groups, axis_size, dimension, tiled):
+    """JAX's own checks and effects for a psum_scatter, whose result varies as its operand does."""
+    # JAX's rule refuses vmap axes where it tracks vma. Ours is for operands that have been cast before.
+    with _check_vma(False):
+        out, effects = reduce_scatter_p.abstract_eval(
+            aval, axis_name=axes, axis_index_groups=axis_index_groups, axis_size=axis_size,
+            scatter_dimension=dimension, tiled=tiled,
+        )  # fmt: skip
+    return out.update(manual_axis_type=aval.mat), effects
+
+
+def abstract_all_gather(aval, *, axes, axis_index_groups, axis_size, dimension, tiled):
+    """JAX's own checks and effects for an all_gather whose result varies as its operand does."""
+    with _check_vma(False):
+        out, effects = all_gather_p.abstract_eval(
+            aval, axis_name=axes, axis_index_groups=axis_index_groups, axis_size=axis_size,
+            all_gather_dimension=dimension, tiled=tiled,
+        )  # fmt: skip
+    return out.update(manual_axis_type=aval.mat), effects
+
+
+def abstract_all_gather_invariant(aval, *, axes, axis_index_groups, axis_size, dimension, tiled):
+    """JAX's own checks, type and effects for an all_gather from varying to invariant."""
+    del axis_index_groups
+    return all_gather_invariant_p.abstract_eval(
+        aval, axis_name=axes, axis_size=axis_size, all_gather_dimension=dimension, tiled=tiled
+    )
+
+
+def lower_lax_reduction(primitive, ctx, operand, *, axes, axis_index_groups):
+    """Lowers one operand as `primitive`, one of psum_p, pmax_p and pmin_p, does: to XLA's all_reduce."""
+    return _lax_rules[primitive](
+        ctx.replace(primitive=primitive), operand, axes=axes, axis_index_groups=axis_index_groups
+    )
+
+
+def lower_lax_psum_scatter(ctx, operand, *, axes, axis_index_groups, axis_size, dimension, tiled):
+    """Lowers one operand as `lax.psum_scatter` does, to XLA's reduce_scatter."""
+    return _lax_rules[reduce_scatter_p](
+        ctx.replace(primitive=reduce_scatter_p), operand, axis_name=axes, axis_index_groups=axis_index_groups,
+        axis_size=axis_size, scatter_dimension=dimension, tiled=tiled,
+    )  # fmt: skip
+
+
+def lower_lax_all_gather(ctx, operand, *, axes, axis_index_groups, axis_size, dimension, tiled):
+    """Lowers one operand as `lax.all_gather` does, to XLA's all_gather."""
+    return _lax_rules[all_gather_p](
+        ctx.replace(primitive=all_gather_p), operand, axis_name=axes, axis_index_groups=axis_index_groups,
+        axis_size=axis_size, all_gather_dimension=dimension, tiled=tiled,
+    )  # fmt: skip
 
 
 def replace_lowering(primitive, platforms: tuple[str, ...], make_rule: Callable) -> Callable[[], None]:

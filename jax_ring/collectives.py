@@ -1,26 +1,47 @@
 """The public collectives: arguments, pytrees, and the errors that a user sees."""
 
-import operator
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
 
-from jax_ring import _compat
+from jax_ring import _compat, primitives
+from jax_ring.arguments import (
+    AxisName,
+    Groups,
+    as_varying,
+    axes_of,
+    belongs_to_lax,
+    canonical_dimension,
+    check_groups,
+    check_named,
+    check_reduction,
+    check_root,
+    counted,
+    fused,
+    group_size,
+    no_namesake,
+    refuse_groups,
+    split_axes,
+)
 from jax_ring.options import Options, make_options
-from jax_ring.primitives import ring_psum_invariant_p, ring_psum_p
 
-AxisName = Hashable | Sequence[Hashable]
+Pair = tuple[Primitive, Primitive]  # without and with vma tracking
+
+_PSUM: Pair = (primitives.ring_psum_p, primitives.ring_psum_invariant_p)
+_PMAX: Pair = (primitives.ring_pmax_p, primitives.ring_pmax_invariant_p)
+_PMIN: Pair = (primitives.ring_pmin_p, primitives.ring_pmin_invariant_p)
 
 
 def ring_psum(
     x: Any,
     axis_name: AxisName,
     *,
-    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    axis_index_groups: Groups | None = None,
     algorithm: str = "auto",
     order: str = "rank",
 ) -> Any:
@@ -60,116 +81,308 @@ def ring_psum(
       jax.errors.JaxRuntimeError: when the program runs, if a rank of the group does not make the call within
         `JAX_RING_TIMEOUT_S` seconds (60 by default).
     """
-    options = make_options("ring_psum", algorithm, order)
-    axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-    axes = _compat.skip_size_one_axes(axes)
+    return _psum("ring_psum", x, axis_name, axis_index_groups, make_options("ring_psum", algorithm, order))
+
+
+def ring_pmean(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups | None = None,
+    algorithm: str = "auto",
+    order: str = "rank",
+) -> Any:
+    """The mean of `x` over the ranks of a mapped axis: `ring_psum`, divided. A drop-in for `jax.lax.pmean`.
+
+    Arguments, errors and the order of adding are those of `ring_psum`. Means of integers and booleans are floats. In
+    groups of different sizes each sum is divided by the size of its own group (`lax.pmean` uses that of the first).
+    """
+    options = make_options("ring_pmean", algorithm, order)
+    total = _psum("ring_pmean", x, axis_name, axis_index_groups, options)
+    count = _psum("ring_pmean", 1, axis_name, axis_index_groups, options)
+    return jax.tree.map(lambda leaf: leaf / count, total)
+
+
+def ring_pmax(x: Any, axis_name: AxisName, *, axis_index_groups: Groups | None = None, algorithm: str = "auto") -> Any:
+    """The maximum of `x` over the ranks of a mapped axis, element by element. A drop-in for `jax.lax.pmax`.
+
+    Arguments and errors are those of `ring_psum`, except that booleans stay booleans and that `x` may vary over only
+    some of the axes. A NaN on any rank makes the result NaN, and +0 is larger than -0, as in `jnp.maximum`; XLA's own
+    all-reduce on CPU devices loses NaNs. Like `lax.pmax` it has no derivative: stop the gradient of its operand.
+
+    Raises:
+      TypeError: for complex numbers, which have no order.
+    """
+    return _extremum("ring_pmax", _PMAX, lax.pmax, x, axis_name, axis_index_groups, algorithm)
+
+
+def ring_pmin(x: Any, axis_name: AxisName, *, axis_index_groups: Groups | None = None, algorithm: str = "auto") -> Any:
+    """The minimum of `x` over the ranks of a mapped axis, element by element. A drop-in for `jax.lax.pmin`.
+
+    All else is as for `ring_pmax`.
+    """
+    return _extremum("ring_pmin", _PMIN, lax.pmin, x, axis_name, axis_index_groups, algorithm)
+
+
+def ring_psum_scatter(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    scatter_dimension: int = 0,
+    axis_index_groups: Groups | None = None,
+    tiled: bool = False,
+    algorithm: str = "auto",
+    order: str = "rank",
+) -> Any:
+    """Like `ring_psum`, but rank r of p keeps only block r of the sum. A drop-in for `jax.lax.psum_scatter`.
+
+    Each element is the fold over ranks 0, 1, ..., p-1 that `ring_psum` promises, with the same bits; with
+    `order="ring"` block r is folded over ranks r+1, r+2, ..., r. The transpose is `ring_all_gather`.
+
+    Args:
+      x: an array, or a pytree of arrays, of any dtype that can be added.
+      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
+      scatter_dimension: the dimension of `x` that is split: of p elements, or of a multiple of p if `tiled`.
+      axis_index_groups: a list of lists of ranks, all of one length; "rank r of p" is then that in its group.
+      tiled: whether a block keeps `scatter_dimension`, with 1/p of its elements. It is removed otherwise.
+      algorithm, order: as for `ring_psum`.
+
+    Returns:
+      A pytree like `x` with a smaller dimension, or one dimension less. With vma tracking it varies over the axis.
+
+    Raises:
+      ValueError: if `scatter_dimension` does not exist or its size does not suit the number of ranks, besides the
+        cases of `ring_psum`.
+      NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
+    """
+    function, options = "ring_psum_scatter", make_options("ring_psum_scatter", algorithm, order)
+    axes = _compat.skip_size_one_axes(axes_of(axis_name))
     if not axes:
         return x
-    positional = tuple(axis for axis in axes if isinstance(axis, int))
-    named = tuple(axis for axis in axes if not isinstance(axis, int))
-    _check_axes(axes, named, positional)
-    groups = _check_groups(axis_index_groups, named, positional)
+    check_named(function, axes)
+    groups = check_groups(function, axis_index_groups, axes)
+    size = group_size(function, axes, groups)
+
+    def operand(leaf):
+        leaf = jnp.asarray(leaf)
+        if leaf.dtype == jnp.bool_:
+            raise TypeError(f"{function} does not add booleans, got {jax.typeof(leaf)}. Use x.astype(jnp.int32).")
+        leaf = as_varying(function, leaf, axes, mixed=False)
+        return leaf, canonical_dimension(function, "scatter_dimension", scatter_dimension, leaf.ndim)
+
+    def namesake(leaf):
+        return lax.psum_scatter(
+            leaf, axes, scatter_dimension=scatter_dimension, axis_index_groups=groups, tiled=tiled
+        )  # fmt: skip
+
+    def run(operands, dimension):
+        return primitives.ring_psum_scatter_p.bind(
+            *operands, axes=axes, axis_index_groups=groups, axis_size=size, dimension=dimension, tiled=tiled,
+            options=options,
+        )  # fmt: skip
+
+    return fused(x, partial(belongs_to_lax, axes=axes), namesake, operand, run)
+
+
+def ring_all_gather(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups | None = None,
+    axis: int = 0,
+    tiled: bool = False,
+    to: str = "varying",
+    algorithm: str = "auto",
+) -> Any:
+    """Gathers `x` from the ranks of a mapped axis; every rank gets all of it. A drop-in for `jax.lax.all_gather`.
+
+    The bits of `x` are not changed, NaNs included. The transpose is `ring_psum_scatter`.
+
+    Args:
+      x: an array, or a pytree of arrays, of any dtype.
+      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
+      axis_index_groups: a list of lists of ranks, all of one length: ranks then gather within their group.
+      axis: the dimension of the result along which the ranks' blocks lie.
+      tiled: whether blocks are concatenated along `axis`, which then is a dimension of `x`. They are stacked along a
+        new dimension otherwise.
+      to: with vma tracking, "varying", or "invarying" for a result that is invariant over the axis, which makes the
+        transpose a slice, without communication; "reduced" is left to `lax.all_gather`. Without vma tracking
+        "invarying" is "varying", as in JAX 0.12.
+      algorithm: as for `ring_psum`.
+
+    Returns:
+      A pytree like `x` with an additional dimension of p elements, or p times as many elements along `axis`.
+
+    Raises:
+      ValueError: if `axis` does not exist or `to` is none of those listed, besides the cases of `ring_psum`.
+      NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
+    """
+    function, options = "ring_all_gather", make_options("ring_all_gather", algorithm)
+    if to not in ("varying", "invarying", "reduced"):
+        raise ValueError(f"{function}: to must be 'varying', 'invarying' or 'reduced', got {to!r}")
+    axes = axes_of(axis_name)
+    if not axes:
+        return x
+    check_named(function, axes)
+    groups = check_groups(function, axis_index_groups, axes)
+    size = group_size(function, axes, groups)
+    invariant = to == "invarying" and _compat.check_vma() and not split_axes(axes)[0]
+    if invariant:
+        refuse_groups(function, groups)
+    gather = primitives.ring_all_gather_invariant_p if invariant else primitives.ring_all_gather_p
+
+    def namesake(leaf):
+        return lax.all_gather(leaf, axes, axis_index_groups=groups, axis=axis, tiled=tiled, to=to)
+
+    if to == "reduced":
+        return jax.tree.map(namesake, x)
+
+    def operand(leaf):
+        leaf = as_varying(function, jnp.asarray(leaf), axes)
+        return leaf, canonical_dimension(function, "axis", axis, leaf.ndim if tiled else leaf.ndim + 1)
+
+    def run(operands, dimension):
+        return gather.bind(
+            *operands, axes=axes, axis_index_groups=groups, axis_size=size, dimension=dimension, tiled=tiled,
+            options=options,
+        )  # fmt: skip
+
+    return fused(x, partial(belongs_to_lax, axes=axes), namesake, operand, run)
+
+
+def ring_reduce(x: Any, axis_name: AxisName, *, root: int = 0, algorithm: str = "auto", order: str = "rank") -> Any:
+    """Sums `x` over the ranks of a mapped axis, for rank `root` alone; the others get zeros.
+
+    The sum has the bits that `ring_psum` gives. The transpose is `ring_broadcast`.
+
+    Args:
+      x: an array, or a pytree of arrays, as for `ring_psum`. Booleans are summed as int32.
+      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
+      root: the rank that gets the sum, a Python integer from 0 to p-1, alike on all ranks.
+      algorithm, order: as for `ring_psum`.
+
+    Returns:
+      A pytree like `x`. With vma tracking it varies over the axis.
+
+    Raises:
+      ValueError: if there is no rank `root`, besides the cases of `ring_psum`.
+      NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
+    """
+    function, options = "ring_reduce", make_options("ring_reduce", algorithm, order)
+    axes = axes_of(axis_name)
+    if not axes:
+        return x
+    check_named(function, axes)
+    root = check_root(function, axes, root)
+
+    def operand(leaf):
+        return as_varying(function, counted(jnp.asarray(leaf)), axes, mixed=False), None
+
+    def run(operands, _):
+        return primitives.ring_reduce_p.bind(*operands, axes=axes, axis_index_groups=None, root=root, options=options)
+
+    return fused(x, partial(belongs_to_lax, axes=axes), no_namesake(function), operand, run)
+
+
+def ring_broadcast(x: Any, axis_name: AxisName, *, root: int = 0, algorithm: str = "auto") -> Any:
+    """Gives every rank of a mapped axis what rank `root` has in `x`.
+
+    The bits are not changed, NaNs included. The transpose is `ring_reduce`.
+
+    Args:
+      x: an array, or a pytree of arrays, of any dtype.
+      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
+      root: the rank whose value it is, a Python integer from 0 to p-1, alike on all ranks.
+      algorithm: as for `ring_psum`.
+
+    Returns:
+      A pytree like `x`. With vma tracking it is invariant over the axis.
+
+    Raises:
+      ValueError: if there is no rank `root`, besides the cases of `ring_psum`.
+      NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
+    """
+    function, options = "ring_broadcast", make_options("ring_broadcast", algorithm)
+    axes = axes_of(axis_name)
+    if not axes:
+        return x
+    check_named(function, axes)
+    root = check_root(function, axes, root)
+
+    def operand(leaf):
+        return as_varying(function, jnp.asarray(leaf), axes), None
+
+    def run(operands, _):
+        # Values do not vary over a vmap axis in the sense of vma.
+        tracked = _compat.check_vma() and not split_axes(axes)[0]
+        broadcast = primitives.ring_broadcast_invariant_p if tracked else primitives.ring_broadcast_p
+        return broadcast.bind(*operands, axes=axes, axis_index_groups=None, root=root, options=options)
+
+    return fused(x, partial(belongs_to_lax, axes=axes), no_namesake(function), operand, run)
+
+
+# ---- All-reduces ----------------------------------------------------------------------------------------------------
+
+
+def _psum(function: str, x, axis_name: AxisName, axis_index_groups: Groups | None, options: Options):
+    axes, named, positional, groups = check_reduction(function, axis_name, axis_index_groups)
+    if not axes:
+        return x
     uneven = groups is not None and len({len(group) for group in groups}) > 1
 
-    leaves, tree = jax.tree.flatten(x)
-    fused = defaultdict(list)  # by dtype: positions of the leaves that take part in communication
-    for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, jax.core.Tracer) and uneven:
-            # lax.psum multiplies a constant by the size of the first group, on all ranks; this is the sum.
-            leaf = jnp.asarray(leaf)
-        elif _left_to_lax(leaf, named):
-            leaves[i] = lax.psum(leaf, axes, axis_index_groups=groups)
-            continue
-        leaf = lax.psum(leaf, positional) if positional else leaf
-        leaves[i] = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
-        fused[leaves[i].dtype].append(i)
-    for members in fused.values() if named else ():
-        sums = _sum_over_ranks([leaves[i] for i in members], named, groups, options)
-        for i, total in zip(members, sums, strict=True):
-            leaves[i] = total
-    return jax.tree.unflatten(tree, leaves)
+    def left_to_lax(leaf):
+        # lax.psum multiplies a constant by the size of the first group, on all ranks: a sum only if all are of one.
+        return not (isinstance(leaf, jax.core.Tracer) or uneven) or belongs_to_lax(leaf, named)
+
+    def namesake(leaf):
+        return lax.psum(leaf, axes, axis_index_groups=groups)
+
+    def operand(leaf):
+        leaf = jnp.asarray(leaf)
+        leaf = counted(lax.psum(leaf, positional) if positional else leaf)
+        return as_varying(function, leaf, named, mixed=False), None
+
+    def run(operands, _):
+        return _all_reduce(function, _PSUM, operands, named, axis_index_groups=groups, options=options)
+
+    return fused(x, left_to_lax, namesake, operand, run)
 
 
-def _left_to_lax(leaf, named: tuple) -> bool:
-    """Whether a leaf needs no communication of ours: constants, what cannot be summed, and partly reduced values."""
-    if not isinstance(leaf, jax.core.Tracer):
-        return True
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return True
-    return not _compat.partially_reduced_axes(leaf).isdisjoint(named)
+def _extremum(
+    function: str, pair: Pair, namesake: Callable, x, axis_name: AxisName, axis_index_groups: Groups | None, algorithm
+):
+    options = make_options(function, algorithm)
+    axes, named, positional, groups = check_reduction(function, axis_name, axis_index_groups)
+    if not axes:
+        return x
 
-
-def _sum_over_ranks(operands: list, axes: tuple, groups, options: Options) -> Sequence:
-    if not _compat.check_vma():
-        return ring_psum_p.bind(*operands, axes=axes, axis_index_groups=groups, options=options)
-    if groups is not None:
-        raise NotImplementedError(
-            "ring_psum: axis_index_groups are not supported under shard_map(..., check_vma=True), because sums that "
-            "differ between groups are not invariant over the axis (lax.psum refuses them as well). Use "
-            "check_vma=False, or a mesh with an axis for the groups."
-        )
-    # Values do not vary over a vmap axis in the sense of vma, whose rules are for mesh axes alone.
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    batch_axes = tuple(axis for axis in axes if axis not in manual)
-    mesh_axes = tuple(axis for axis in axes if axis in manual)
-    if batch_axes:
-        operands = ring_psum_p.bind(*operands, axes=batch_axes, axis_index_groups=None, options=options)
-    if not mesh_axes:
-        return operands
-    operands = [_as_varying(operand, mesh_axes) for operand in operands]
-    return ring_psum_invariant_p.bind(*operands, axes=mesh_axes, axis_index_groups=None, options=options)
-
-
-def _as_varying(operand, axes: tuple):
-    """The operand if it varies over the axes, or JAX's implicit cast to that of one that varies over none of them."""
-    varying = _compat.varying_axes(operand)
-    missing = tuple(axis for axis in axes if axis not in varying)
-    if not missing:
-        return operand
-    if len(missing) == len(axes) and _compat.auto_pcast():
-        return lax.pcast(operand, missing, to="varying")
-    raise ValueError(
-        f"ring_psum over {axes} got an operand of type {jax.typeof(operand)}, which is the same on all ranks of "
-        f"{missing}. If it has been summed over them already, as the gradient with respect to a replicated parameter "
-        "has been, a further sum would be too large by the number of ranks: leave those axes out. If every rank is "
-        f'to add its own copy, cast it first: lax.pcast(x, {missing}, to="varying").'
-    )
-
-
-def _check_axes(axes: tuple, named: tuple, positional: tuple) -> None:
-    bound = _compat.bound_axis_sizes()
-    for axis in named:
-        if axis not in bound:
-            known = ", ".join(repr(name) for name in bound) or "none"
-            raise NameError(
-                f"ring_psum: unbound axis name {axis!r}; the axes bound here: {known}. Call it under jax.shard_map, "
-                "jax.vmap or jax.pmap with an axis of that name."
+    def operand(leaf):
+        leaf = jnp.asarray(leaf)
+        if jnp.iscomplexobj(leaf):
+            raise TypeError(
+                f"{function}: complex numbers have no order, got {jax.typeof(leaf)}. Compare jnp.abs(x), or the real "
+                "and imaginary parts each."
             )
-    if len(set(axes)) != len(axes):
-        raise ValueError(f"ring_psum: each axis may be named once, got {axes}")
-    if positional and _compat.check_vma():
-        raise ValueError(
-            f"ring_psum: positional axes {positional} cannot be summed under shard_map(..., check_vma=True). "
-            "Use jnp.sum for them, and name the mesh axes only."
-        )
+        return as_varying(function, namesake(leaf, positional) if positional else leaf, named), None
+
+    def run(operands, _):
+        return _all_reduce(function, pair, operands, named, axis_index_groups=groups, options=options)
+
+    to_lax = partial(namesake, axis_name=axes, axis_index_groups=groups)
+    return fused(x, partial(belongs_to_lax, axes=named), to_lax, operand, run)
 
 
-def _check_groups(axis_index_groups, named: tuple, positional: tuple) -> tuple[tuple[int, ...], ...] | None:
-    if axis_index_groups is None:
-        return None
-    if positional:
-        raise ValueError(
-            f"ring_psum: axis_index_groups are for named axes, got the positional axes {positional} as well"
-        )
-    groups = tuple(tuple(map(operator.index, group)) for group in axis_index_groups)
-    bound = _compat.bound_axis_sizes()
-    size = 1
-    for axis in named:
-        size *= bound[axis]
-    members = [rank for group in groups for rank in group]
-    if len(members) != size or set(members) != set(range(size)) or not all(groups):
-        raise ValueError(
-            f"ring_psum: axis_index_groups must hold every rank of {named} exactly once, that is 0 to {size - 1}, in "
-            f"groups that are not empty; got {[list(group) for group in groups]}"
-        )
-    return groups
+def _all_reduce(function: str, pair: Pair, operands: list, axes: tuple, *, axis_index_groups, **params) -> Sequence:
+    """Binds one of a pair of primitives over named axes, or each of them over some."""
+    plain, invariant = pair
+    if not axes:
+        return operands
+    if not _compat.check_vma():
+        return plain.bind(*operands, axes=axes, axis_index_groups=axis_index_groups, **params)
+    refuse_groups(function, axis_index_groups)
+    batch_axes, mesh_axes = split_axes(axes)
+    if batch_axes:
+        operands = plain.bind(*operands, axes=batch_axes, axis_index_groups=None, **params)
+    if mesh_axes:
+        operands = invariant.bind(*operands, axes=mesh_axes, axis_index_groups=None, **params)
+    return operands

@@ -20,13 +20,16 @@ _KINDS = {
     "psum": "all_reduce",
     "psum_invariant": "all_reduce",
     "pmax": "all_reduce",
+    "pmax_invariant": "all_reduce",
     "pmin": "all_reduce",
+    "pmin_invariant": "all_reduce",
     "psum_scatter": "reduce_scatter",
     "reduce_scatter": "reduce_scatter",
     "all_gather": "all_gather",
     "all_gather_invariant": "all_gather",
     "reduce": "reduce",
     "broadcast": "broadcast",
+    "broadcast_invariant": "broadcast",
     "ppermute": "permute",
     "all_to_all": "all_to_all",
 }
@@ -181,10 +184,10 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     kind = _KINDS[name.removeprefix("ring_")]
     axes = params.get("axes", params.get("axis_name"))
     axes = tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if not isinstance(axis, int))
-    groups = lowering.replica_groups(axis_context, axes, params.get("axis_index_groups"))
-    groups = tuple(tuple(int(i) for i in group) for group in groups)
+    members = lowering.replica_groups(axis_context, axes, params.get("axis_index_groups"))
+    groups = tuple(tuple(int(i) for i in group) for group in members)
     sizes = [len(group) for group in groups]
-    served_by, why = _who_serves(name, axis_context, sizes)
+    served_by, why = _who_serves(name, kind, axis_context, sizes)
     options = params.get("options")
     algorithm = options.algorithm if options and served_by == "jax_ring" else ""
     # The message is the larger side of the call: the results of a gather, elsewhere the operands.
@@ -215,12 +218,12 @@ def _num_bytes(aval) -> int:
     return math.ceil(aval.size * bits / 8)
 
 
-def _who_serves(name: str, axis_context, group_sizes: Sequence[int]) -> tuple[str, str]:
+def _who_serves(name: str, kind: str, axis_context, group_sizes: Sequence[int]) -> tuple[str, str]:
     if all(size == 1 for size in group_sizes):
         return "nobody", "groups of one rank"
     if not name.startswith("ring_") and not override.is_overridden(name):
         return "XLA", "a collective of lax, not overridden"
-    target, why_not = lowering.who_serves((_platform(axis_context.mesh),), axis_context)
+    target, why_not = lowering.who_serves(kind, (_platform(axis_context.mesh),), axis_context)
     return ("XLA", why_not) if target is None else ("jax_ring", "")
 
 

@@ -2,11 +2,13 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
@@ -30,24 +32,46 @@ _WIDENED = {
 }
 
 
-def lower(ctx, *operands, axes, axis_index_groups, options):
-    """One custom call to an engine for all operands, or XLA's all_reduce where no engine serves them."""
-    target, why_not = who_serves(ctx.platforms or ctx.module_context.platforms, ctx.module_context.axis_context)
-    if target is None:
-        ignored = f", which knows no {chosen}" if (chosen := options.chosen()) else ""
-        if runtime.STRICT:
-            raise NotImplementedError(
-                f"ring_psum over {axes} would use XLA's all_reduce{ignored}: {why_not}. "
-                f"{runtime.STRICT_VARIABLE}=1 forbids it; unset that to allow it."
-            )
-        logger.info("ring_psum over %s uses XLA's all_reduce%s: %s", axes, ignored, why_not)
-        return _lower_to_xla(ctx, *operands, axes=axes, axis_index_groups=axis_index_groups)
-    return _emit(ctx, target, operands, axes, axis_index_groups, options)
+class Collective(NamedTuple):
+    """What is to be lowered."""
+
+    function: str  # the public function, for messages
+    kind: str  # a key of runtime.TARGETS
+    op: str  # how values of several ranks become one: "sum", "max" or "min"
+    lower_to_xla: Callable  # (ctx, operand, **params) to the results, for one operand
 
 
-def who_serves(platforms: Sequence[str], axis_context) -> tuple[str | None, str]:
+def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, options, **details):
+    """One custom call to an engine for all operands, or XLA's own collectives where no engine serves them.
+
+    details: what else the collective's primitive has for parameters.
+    """
+    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
+    target, why_not = who_serves(collective.kind, platforms, ctx.module_context.axis_context)
+    if target is not None:
+        return _emit(ctx, collective, target, operands, axes, axis_index_groups, options, **details)
+    chosen = options.chosen()
+    instead = (
+        f"{collective.function} over {axes} %s XLA's {collective.kind}{f', which knows no {chosen}' * bool(chosen)}"
+    )
+    if runtime.STRICT:
+        raise NotImplementedError(
+            f"{instead % 'would use'}: {why_not}. {runtime.STRICT_VARIABLE}=1 forbids it; unset that to allow it."
+        )
+    logger.info("%s: %s", instead % "uses", why_not)
+    return [
+        result
+        for operand, aval_in, aval_out in zip(operands, ctx.avals_in, ctx.avals_out, strict=True)
+        for result in collective.lower_to_xla(
+            ctx.replace(avals_in=[aval_in], avals_out=[aval_out]), operand, axes=axes,
+            axis_index_groups=axis_index_groups, **details,
+        )
+    ]  # fmt: skip
+
+
+def who_serves(kind: str, platforms: tuple[str, ...], axis_context) -> tuple[str | None, str]:
     """The custom call's target of the engine that serves a call; or none, and why XLA has to."""
-    if tuple(platforms) != ("cpu",):
+    if platforms != ("cpu",):
         return None, f"the program is lowered for {' and '.join(platforms)}"
     if not isinstance(axis_context, _compat.SPMDAxisContext):
         return None, f"its axes belong to {type(axis_context).__name__}, not to a shard_map"
@@ -56,49 +80,104 @@ def who_serves(platforms: Sequence[str], axis_context) -> tuple[str | None, str]
         return None, f"the enclosing shard_map leaves the axes {sorted(map(str, automatic))} to the compiler"
     if jax.process_count() > 1:
         return None, f"the program runs in {jax.process_count()} processes"
-    return runtime.ALL_REDUCE_TARGET, ""
+    return runtime.TARGETS[kind], ""
 
 
-def _emit(ctx, target, operands, axes, axis_index_groups, options):
-    """The custom call, and the conversions around it for types that the engine does not read."""
+def _emit(ctx, collective, target, operands, axes, axis_index_groups, options, *, root=0, axis_size=None, **layout):
+    """The custom call, and around it the conversions of types and layouts for the engine.
+
+    The engine sees contiguous blocks, one for each rank, along a first dimension that it adds to the result of an
+    all-gather and takes from the operand of a reduce-scatter. Where the user wants another, the data is moved here.
+    """
+    wide = _WIDENED.get(ctx.avals_in[0].dtype.name)
+    dtype = wide or ctx.avals_in[0].dtype
+    scatters, gathers = collective.kind == "reduce_scatter", collective.kind == "all_gather"
+    avals_in = [
+        jax.core.ShapedArray((axis_size, *out.shape) if scatters else aval.shape, dtype)
+        for aval, out in zip(ctx.avals_in, ctx.avals_out, strict=True)
+    ]
+    avals_out = [
+        jax.core.ShapedArray((axis_size, *aval.shape) if gathers else out.shape, dtype)
+        for aval, out in zip(ctx.avals_in, ctx.avals_out, strict=True)
+    ]
+    given = [jax.core.ShapedArray(aval.shape, dtype) for aval in ctx.avals_in]
+    if wide is not None:
+        operands = [_convert(ctx, x, aval) for x, aval in zip(operands, given, strict=True)]
+    if scatters:
+        operands = [
+            _inline(ctx, _blocks_first, x, aval, axis_size=axis_size, **layout)
+            for x, aval in zip(operands, given, strict=True)
+        ]
+
     groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
     if all(len(group) == 1 for group in groups):
-        return operands
-    wide = _WIDENED.get(ctx.avals_in[0].dtype.name)
-    avals = [aval.update(dtype=wide or aval.dtype) for aval in ctx.avals_in]
-    if wide is not None:
-        operands = [_convert(ctx, x, aval) for x, aval in zip(operands, avals, strict=True)]
+        results = [_reshape(ctx, x, aval) for x, aval in zip(operands, avals_out, strict=True)]
+    else:
+        call = _describe(ctx, collective.function, axes, axis_index_groups)
+        runtime.note_call_site(call, _compat.call_site(ctx))
+        # The caller's mesh position is a run-time value: one program serves all devices.
+        position = hlo.partition_id()
+        position_aval = jax.core.ShapedArray((), np.uint32)
+        in_place = {1 + i: i for i, x in enumerate(operands) if not (scatters or gathers) and _may_overwrite(x)}
+        results = jax.ffi.ffi_lowering(target, operand_output_aliases=in_place)(
+            ctx.replace(avals_in=[position_aval, *avals_in], avals_out=avals_out),
+            position,
+            *operands,
+            collective=collective.kind,
+            op=collective.op,
+            root=np.int64(root),
+            algorithm=options.algorithm,
+            order=options.order,
+            partitions=np.array([i for group in groups for i in group], np.int64),
+            group_sizes=np.array([len(group) for group in groups], np.int64),
+            call=call,
+        )
 
-    call = _describe(ctx, axes, axis_index_groups)
-    runtime.note_call_site(call, _compat.call_site(ctx))
-    # The caller's mesh position is a run-time value: one program serves all devices.
-    position = hlo.partition_id()
-    position_aval = jax.core.ShapedArray((), np.uint32)
-    in_place = {1 + i: i for i, operand in enumerate(operands) if _may_overwrite(operand)}
-    results = jax.ffi.ffi_lowering(target, operand_output_aliases=in_place)(
-        ctx.replace(avals_in=[position_aval, *avals], avals_out=avals),
-        position,
-        *operands,
-        partitions=np.array([i for group in groups for i in group], np.int64),
-        group_sizes=np.array([len(group) for group in groups], np.int64),
-        call=call,
-        algorithm=options.algorithm,
-        order=options.order,
-    )
+    if gathers:
+        results = [_inline(ctx, _blocks_at, x, aval, **layout) for x, aval in zip(results, avals_out, strict=True)]
     if wide is not None:
         results = [_convert(ctx, x, aval) for x, aval in zip(results, ctx.avals_out, strict=True)]
     return results
 
 
-def _lower_to_xla(ctx, *operands, **params):
-    return [
-        result
-        for operand, aval_in, aval_out in zip(operands, ctx.avals_in, ctx.avals_out, strict=True)
-        for result in _compat.lower_lax_psum(ctx.replace(avals_in=[aval_in], avals_out=[aval_out]), operand, **params)
-    ]
+def _blocks_first(x, *, axis_size: int, dimension: int, tiled: bool):
+    """The operand of a reduce-scatter over `dimension`, with the ranks' blocks along a first dimension."""
+    return jnp.moveaxis(split_dimension(x, dimension, axis_size) if tiled else x, dimension, 0)
 
 
-def replica_groups(axis_context, axes, axis_index_groups):
+def _blocks_at(x, *, dimension: int, tiled: bool):
+    """The result of an all-gather, with the ranks' blocks, which are along the first dimension, along `dimension`."""
+    x = jnp.moveaxis(x, 0, dimension)
+    return merge_dimensions(x, dimension) if tiled else x
+
+
+def split_dimension(x, dimension: int, num_blocks: int):
+    """x with `dimension` split into two: the block, and the place in it."""
+    return x.reshape(*x.shape[:dimension], num_blocks, x.shape[dimension] // num_blocks, *x.shape[dimension + 1 :])
+
+
+def merge_dimensions(x, dimension: int):
+    """x with `dimension` and the one after it merged."""
+    return x.reshape(*x.shape[:dimension], x.shape[dimension] * x.shape[dimension + 1], *x.shape[dimension + 2 :])
+
+
+def lower_masked_psum(ctx, operand, *, axes, axis_index_groups, root, mask_before: bool):
+    """Lowers a reduce (a psum that is masked after) or a broadcast (before) where only XLA's all_reduce is at hand."""
+    del axis_index_groups
+
+    def masked_psum(x):
+        is_root = lax.axis_index(axes) == root
+        if not mask_before:
+            return jnp.where(is_root, lax.psum(x, axes), jnp.zeros_like(x))
+        if x.dtype == jnp.bool_:
+            return lax.psum((x & is_root).astype(jnp.uint8), axes).astype(jnp.bool_)
+        # Negative zeros change no number that is added to them, zeros included.
+        return lax.psum(jnp.where(is_root, x, -jnp.zeros_like(x)), axes)
+
+    return mlir.lower_fun(masked_psum, multiple_results=False)(ctx, operand)
+
+
+def replica_groups(axis_context, axes, axis_index_groups) -> Sequence[Sequence[int]]:
     """The groups of mesh positions within which a call over `axes` communicates, each in rank order."""
     groups = _compat.replica_groups(axis_context, axes)
     if axis_index_groups is None:
@@ -111,7 +190,7 @@ _RESHAPES = ("stablehlo.reshape", "stablehlo.broadcast_in_dim")
 
 
 def _may_overwrite(value) -> bool:
-    """Whether the sum should take its operand's buffer, which saves memory and the traffic to it.
+    """Whether the result should take its operand's buffer, which saves memory and the traffic to it.
 
     It should, unless the operand is an argument of the shard_map, whose buffer may be the caller's: it would have to be
     copied first. The compiler sees to it that a value which is needed later is copied, so this is about speed alone.
@@ -133,10 +212,20 @@ def _convert(ctx, x, aval):
     return hlo.convert(mlir.aval_to_ir_type(ctx.module_context, aval), x)
 
 
-def _describe(ctx, axes, axis_index_groups) -> str:
+def _reshape(ctx, x, aval):
+    return hlo.reshape(mlir.aval_to_ir_type(ctx.module_context, aval), x)
+
+
+def _inline(ctx, fun, x, aval, **params):
+    """The operations of fun(x) in the program that is being built."""
+    (result,) = mlir.lower_fun(fun, multiple_results=False)(ctx.replace(avals_in=[aval]), x, **params)
+    return result
+
+
+def _describe(ctx, function: str, axes, axis_index_groups) -> str:
     """The call in words, for the error of a rank that waits in vain. The same for equal calls, so that they merge."""
     shapes = [f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]" for aval in ctx.avals_in]
     message = ", ".join(shapes[:4]) + (f" and {len(shapes) - 4} more" if len(shapes) > 4 else "")
     axis = f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {axes!r}"
     groups = "" if axis_index_groups is None else f" in groups {[list(g) for g in axis_index_groups]}"
-    return f"ring_psum of {message} over {axis}{groups}"
+    return f"{function} of {message} over {axis}{groups}"

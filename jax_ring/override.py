@@ -8,6 +8,7 @@ from functools import partial
 from typing import Self
 
 import jax
+import jax.numpy as jnp
 
 from jax_ring import _compat, lowering
 from jax_ring.options import Options
@@ -18,29 +19,56 @@ from jax_ring.options import Options
 _on = jax.make_user_context(False)
 
 
-def _lower_psum(ctx, operand, *, axes, axis_index_groups=None):
-    named = tuple(axis for axis in axes if not isinstance(axis, int))
-    if len(named) != len(axes):
-        positional = tuple(axis for axis in axes if isinstance(axis, int))
-        (operand,) = _compat.lower_lax_psum(ctx, operand, axes=positional, axis_index_groups=None)
-        ctx = ctx.replace(avals_in=ctx.avals_out)
-    if not named:
-        return [operand]
-    # In one form, whatever containers and integers they came in, so that equal calls merge.
-    groups = axis_index_groups and tuple(tuple(map(operator.index, group)) for group in axis_index_groups)
-    return lowering.lower(ctx, operand, axes=named, axis_index_groups=groups, options=Options())
-
-
-# JAX's primitives, and how they are lowered instead. (lax.pmean is a psum and a division.)
-_LOWERINGS = {
-    _compat.psum_p: _lower_psum,
-    _compat.psum_invariant_p: _lower_psum,
+# JAX's primitives: the function to name in messages, the kind of collective, and how values become one.
+_OURS = {
+    _compat.psum_p: ("lax.psum", "all_reduce", "sum"),
+    _compat.psum_invariant_p: ("lax.psum", "all_reduce", "sum"),
+    _compat.pmax_p: ("lax.pmax", "all_reduce", "max"),
+    _compat.pmin_p: ("lax.pmin", "all_reduce", "min"),
+    _compat.reduce_scatter_p: ("lax.psum_scatter", "reduce_scatter", "sum"),
+    _compat.all_gather_p: ("lax.all_gather", "all_gather", "sum"),
+    _compat.all_gather_invariant_p: ("lax.all_gather", "all_gather", "sum"),
 }
+
+# Parameters that our primitives call by another name.
+_RENAMED = {"axis_name": "axes", "scatter_dimension": "dimension", "all_gather_dimension": "dimension"}
+
+
+def _make_rule(function: str, kind: str, op: str, jaxs: Callable) -> Callable:
+    """A lowering that is ours where the override is on, in this thread, and JAX's own elsewhere."""
+
+    def lower(ctx, operand, **params):
+        if not _on.value or not _can_take(ctx.avals_in[0].dtype, kind, op):
+            return jaxs(ctx, operand, **params)
+        ours = {_RENAMED.get(name, name): value for name, value in params.items()}
+        axes, groups = ours.pop("axes"), ours.pop("axis_index_groups", None)
+        named = tuple(axis for axis in axes if not isinstance(axis, int))
+        if len(named) < len(axes):
+            # Reduced on each device, which JAX's rule does on the way to its own collective.
+            positional = tuple(axis for axis in axes if isinstance(axis, int))
+            (operand,) = jaxs(ctx, operand, axes=positional, axis_index_groups=None)
+            ctx, params = ctx.replace(avals_in=ctx.avals_out), {**params, "axes": named}
+        if not named:
+            return [operand]
+        # In one form, whatever containers and integers they came in, so that equal calls merge.
+        groups = groups and tuple(tuple(map(operator.index, group)) for group in groups)
+        collective = lowering.Collective(function, kind, op, lambda ctx, operand, **_: jaxs(ctx, operand, **params))
+        return lowering.lower(collective, ctx, operand, axes=named, axis_index_groups=groups, options=Options(), **ours)
+
+    return lower
+
+
+def _can_take(dtype, kind: str, op: str) -> bool:
+    """Whether values of a type can go to the engine as they are, which our functions see to before their primitives."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    adds = op == "sum" and kind != "all_gather"
+    return not (adds and dtype == jnp.bool_)
 
 
 def is_overridden(primitive_name: str) -> bool:
     """Whether JAX's primitive of that name lowers to this library now, in this thread."""
-    return _on.value and any(primitive.name == primitive_name for primitive in _LOWERINGS)
+    return _on.value and any(primitive.name == primitive_name for primitive in _OURS)
 
 
 class Override:
@@ -148,14 +176,6 @@ def _refuse_if_tracing() -> None:
 
 
 def _register() -> None:
-    for primitive, ours in _LOWERINGS.items():
-        _registered.callback(_compat.replace_lowering(primitive, lowering.PLATFORMS, partial(_switch, ours)))
-
-
-def _switch(ours: Callable, jaxs: Callable) -> Callable:
-    """A lowering for all threads, of which some have the override on and others off."""
-
-    def lower(ctx, *operands, **params):
-        return (ours if _on.value else jaxs)(ctx, *operands, **params)
-
-    return lower
+    for primitive, ours in _OURS.items():
+        undo = _compat.replace_lowering(primitive, lowering.PLATFORMS, partial(_make_rule, *ours))
+        _registered.callback(undo)

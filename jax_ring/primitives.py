@@ -1,12 +1,14 @@
 """The primitives: type, jvp, transpose, batching and dead-code rules, all from one template.
 
-They take any number of operands of one dtype and reduce each of them, so that a whole tree is one custom call.
-`ring_psum_p` mirrors JAX's `psum_p` (varying to varying; used without vma tracking) and
-`ring_psum_invariant_p` JAX's `psum_invariant_p` (varying to invariant; used with it).
+They take any number of operands of one dtype and treat each of them alike, so that a whole tree is one custom call.
+Those whose result is the same on all ranks come in pairs, as JAX's psum does: `ring_x_p`, of which the result has the
+operand's type, is used without vma tracking and over vmap axes; `ring_x_invariant_p` (varying to invariant) with it.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,63 +16,111 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_ring import _compat, lowering
+from jax_ring import _compat, lowering, within_device
+from jax_ring.lowering import Collective
+
+# ---- The template ---------------------------------------------------------------------------------------------------
 
 
-def accumulator_dtype(dtype) -> jnp.dtype:
-    """The dtype in which values of `dtype` are added: float32 for floats of 16 bits and fewer, else wide enough."""
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
-        return jnp.dtype(jnp.float32)
-    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 32:
-        return jnp.dtype(jnp.int32)
-    return jnp.dtype(dtype)
+class Rules(NamedTuple):
+    """In what the primitives differ."""
+
+    # (aval, **params) to (aval, effects), for one operand. Options are not among the params.
+    abstract_eval: Callable
+    # (cotangents, params) to the operands' cotangents, if the collective is linear.
+    transpose: Callable | None
+    # (x, batch dimension or None, axis size, **details) to (result, its batch dimension or None): the collective over
+    # a vmap axis, which lies within a device. details: the params that are not in every primitive.
+    within_device: Callable
+    # Whether the collective over several axes is one over each of them in turn.
+    separable: bool = False
+    # How many dimensions the result has more than the operand, unless it is `tiled`.
+    added_dimensions: int = 0
 
 
-def _sum_over_batch(x, dim: int | None, size: int):
-    """The psum over a `vmap` axis, which lies within this device: a sum over `dim`, or `size` times an unbatched x."""
-    wide = x.astype(accumulator_dtype(x.dtype))
-    total = wide * jnp.asarray(size, wide.dtype) if dim is None else jnp.sum(wide, dim, dtype=wide.dtype)
-    return total.astype(x.dtype)
+def _make_primitive(name: str, collective: Collective, rules: Rules) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    def abstract_eval(*avals, options, **params):
+        del options  # they change no type
+        results = [rules.abstract_eval(aval, **params) for aval in avals]
+        return [aval for aval, _ in results], set().union(*(effects for _, effects in results))
+
+    primitive.def_effectful_abstract_eval(abstract_eval)
+    primitive.def_impl(lambda *operands, **params: jax.jit(partial(primitive.bind, **params))(*operands))
+    if rules.transpose is not None:
+        ad.primitive_jvps[primitive] = partial(_linear_jvp, primitive)
+        ad.primitive_transposes[primitive] = partial(_transpose, rules.transpose)
+    batching.fancy_primitive_batchers[primitive] = partial(_batch, primitive, collective.function, rules)
+    _compat.register_dead_code_rule(primitive, _dead_code)
+    # Not cacheable: a cached lowering does not know where in the user's program the call stands.
+    mlir.register_lowering(primitive, partial(lowering.lower, collective), cacheable=False)
+    return primitive
 
 
-def _jvp(primitive: Primitive, primals: Sequence, tangents: Sequence, **params):
+def _linear_jvp(primitive: Primitive, primals: Sequence, tangents: Sequence, **params):
     out = primitive.bind(*primals, **params)
     # A symbolic zero stays one: it needs no communication.
-    summed = iter(_bind_nonzero(primitive, tangents, params))
+    nonzero = [tangent for tangent in tangents if type(tangent) is not ad.Zero]
+    done = iter(primitive.bind(*nonzero, **params) if nonzero else [])
     out_tangents = [
-        ad.Zero(jax.typeof(total).to_tangent_aval()) if type(tangent) is ad.Zero else next(summed)
-        for total, tangent in zip(out, tangents, strict=True)
+        ad.Zero(jax.typeof(result).to_tangent_aval()) if type(tangent) is ad.Zero else next(done)
+        for result, tangent in zip(out, tangents, strict=True)
     ]
     return out, out_tangents
 
 
-def _bind_nonzero(primitive: Primitive, values: Sequence, params: dict) -> Sequence:
-    values = [v for v in values if type(v) is not ad.Zero]
-    return primitive.bind(*values, **params) if values else []
-
-
 def _transpose(transpose_nonzero: Callable, cotangents: Sequence, *operands, **params):
-    done = iter(transpose_nonzero([ct for ct in cotangents if type(ct) is not ad.Zero], params))
+    nonzero = [ct for ct in cotangents if type(ct) is not ad.Zero]
+    done = iter(transpose_nonzero(nonzero, params) if nonzero else [])
     return [
         ad.Zero(operand.aval.to_ct_aval()) if type(ct) is ad.Zero else next(done)
         for ct, operand in zip(cotangents, operands, strict=True)
     ]
 
 
-def _batch(primitive: Primitive, axis_data, operands: Sequence, dims: Sequence, *, axes, axis_index_groups, options):
+def _batch(primitive, function: str, rules: Rules, axis_data, operands, dims, *, axes, axis_index_groups, **params):
     if axis_data.name not in axes:
-        return primitive.bind(*operands, axes=axes, axis_index_groups=axis_index_groups, options=options), dims
+        bind = partial(primitive.bind, axes=axes, axis_index_groups=axis_index_groups)
+        return _batch_other_axis(bind, rules, operands, dims, **params)
     if axis_index_groups is not None:
         raise NotImplementedError(
-            f"ring_psum over the vmap axis {axis_data.name!r} does not take axis_index_groups "
-            f"(got {axis_index_groups}), and neither does lax.psum. Reshape the batch into (groups, ranks) and "
-            "use two nested vmaps, or map the axis over devices with shard_map."
+            f"{function} over the vmap axis {axis_data.name!r} does not take axis_index_groups "
+            f"(got {axis_index_groups}), and neither does its namesake in jax.lax. Reshape the batch into (groups, "
+            "ranks) and use two nested vmaps, or map the axis over devices with shard_map."
         )
-    sums = [_sum_over_batch(x, d, axis_data.size) for x, d in zip(operands, dims, strict=True)]
     rest = tuple(axis for axis in axes if axis != axis_data.name)
+    if rest and not rules.separable:
+        raise NotImplementedError(
+            f"{function} over {axes}, of which {axis_data.name!r} is a vmap axis: only a single axis is supported "
+            "there. Use one call for each axis, or map them all over devices with shard_map."
+        )
+    details = {name: value for name, value in params.items() if name not in ("options", "axis_size")}
+    results = [
+        rules.within_device(x, d, axis_data.size, **details) for x, d in zip(operands, dims, strict=True)
+    ]  # fmt: skip
+    values, result_dims = [value for value, _ in results], [dim for _, dim in results]
     if rest:
-        sums = primitive.bind(*sums, axes=rest, axis_index_groups=None, options=options)
-    return sums, [None] * len(sums)
+        values = primitive.bind(*values, axes=rest, axis_index_groups=None, **params)
+    return values, result_dims
+
+
+def _batch_other_axis(bind: Callable, rules: Rules, operands: Sequence, dims: Sequence, **params):
+    if "dimension" not in params:
+        return bind(*operands, **params), dims
+    # The batch dimension moves the one that is scattered or gathered, and is moved by it.
+    dimension, added = params.pop("dimension"), 0 if params["tiled"] else rules.added_dimensions
+    by_dimension, results, result_dims = defaultdict(list), [None] * len(operands), [None] * len(operands)
+    for i, dim in enumerate(dims):
+        before = dim is not None and dim <= dimension
+        by_dimension[dimension + before].append(i)
+        result_dims[i] = dim if dim is None or before else dim + added
+    for moved, members in by_dimension.items():
+        of_members = bind(*(operands[i] for i in members), dimension=moved, **params)
+        for i, result in zip(members, of_members, strict=True):
+            results[i] = result
+    return results, result_dims
 
 
 def _dead_code(used_outputs: list[bool], eqn):
@@ -80,40 +130,113 @@ def _dead_code(used_outputs: list[bool], eqn):
     return used_outputs, eqn.replace(invars=keep(eqn.invars), outvars=keep(eqn.outvars))
 
 
-def _all_reduce_primitive(name: str, abstract_eval: Callable, transpose_nonzero: Callable) -> Primitive:
-    """Makes the primitive of an all-reduce.
-
-    abstract_eval: (aval, *, axes, axis_index_groups) to (aval, effects), for one operand.
-    transpose_nonzero: (cotangents, params) to the operands' cotangents.
-    """
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-
-    def abstract_eval_all(*avals, options, **params):
-        del options  # they change no type
-        results = [abstract_eval(aval, **params) for aval in avals]
-        return [aval for aval, _ in results], set().union(*(effects for _, effects in results))
-
-    primitive.def_effectful_abstract_eval(abstract_eval_all)
-    primitive.def_impl(lambda *operands, **params: jax.jit(partial(primitive.bind, **params))(*operands))
-    ad.primitive_jvps[primitive] = partial(_jvp, primitive)
-    ad.primitive_transposes[primitive] = partial(_transpose, transpose_nonzero)
-    batching.fancy_primitive_batchers[primitive] = partial(_batch, primitive)
-    _compat.register_dead_code_rule(primitive, _dead_code)
-    # Not cacheable: a cached lowering does not know where in the user's program the call stands.
-    mlir.register_lowering(primitive, lowering.lower, cacheable=False)
-    return primitive
+# ---- Their transposes -----------------------------------------------------------------------------------------------
 
 
-ring_psum_p: Primitive = _all_reduce_primitive(
-    "ring_psum",
-    _compat.abstract_psum,
+def _as_varying(cotangents, params):
+    return [lax.pcast(ct, params["axes"], to="varying") for ct in cotangents]
+
+
+def _own_blocks(cotangents, params):
+    """The transpose of an all-gather with an invariant result: as in JAX, each rank takes the block that it gave."""
+    axes, dimension, size, tiled = (params[name] for name in ("axes", "dimension", "axis_size", "tiled"))
+    rank = lax.axis_index(axes)
+    blocks = []
+    for ct in _as_varying(cotangents, params):
+        count = ct.shape[dimension] // size
+        block = lax.dynamic_slice_in_dim(ct, rank * count, count, dimension)
+        blocks.append(block if tiled else lax.squeeze(block, [dimension]))
+    return blocks
+
+
+def _only_on_root(cotangents, params):
+    """The transpose of a broadcast with an invariant result."""
+    is_root = lax.axis_index(params["axes"]) == params["root"]
+    return [jnp.where(is_root, ct, jnp.zeros_like(ct)) for ct in _as_varying(cotangents, params)]
+
+
+def _from_root(cotangents, params):
+    """The transpose of a reduce: what the others got are constants."""
+    # Where vma is tracked the cotangents vary over the axes, and a broadcast's result would not.
+    if not all(_compat.varying_axes(ct).issuperset(params["axes"]) for ct in cotangents):
+        return ring_broadcast_p.bind(*cotangents, **params)
+    return _as_varying(ring_broadcast_invariant_p.bind(*cotangents, **params), params)
+
+
+# ---- The primitives -------------------------------------------------------------------------------------------------
+
+
+def _pair(name: str, collective: Collective, plain: Rules, invariant: Rules) -> tuple[Primitive, Primitive]:
+    return _make_primitive(name, collective, plain), _make_primitive(f"{name}_invariant", collective, invariant)
+
+
+def _reduction(op: str, lax_primitive, over_batch: Callable, transposes: tuple) -> tuple[Primitive, Primitive]:
+    name = f"ring_p{op}"
+    collective = Collective(name, "all_reduce", op, partial(_compat.lower_lax_reduction, lax_primitive))
+    plain = Rules(_compat.abstract_psum, transposes[0], over_batch, separable=True)
+    invariant = plain._replace(abstract_eval=_compat.abstract_psum_invariant, transpose=transposes[1])
+    return _pair(name, collective, plain, invariant)
+
+
+ring_psum_p: Primitive
+ring_psum_invariant_p: Primitive
+ring_psum_p, ring_psum_invariant_p = _reduction(
+    "sum", _compat.psum_p, within_device.psum,
     # Without vma tracking JAX treats psum as its own transpose.
-    lambda cotangents, params: _bind_nonzero(ring_psum_p, cotangents, params),
+    (lambda cotangents, params: ring_psum_p.bind(*cotangents, **params), _as_varying),
+)  # fmt: skip
+# JAX has no derivatives of these.
+ring_pmax_p, ring_pmax_invariant_p = _reduction("max", _compat.pmax_p, within_device.pmax, (None, None))
+ring_pmin_p, ring_pmin_invariant_p = _reduction("min", _compat.pmin_p, within_device.pmin, (None, None))
+
+ring_psum_scatter_p: Primitive = _make_primitive(
+    "ring_psum_scatter",
+    Collective("ring_psum_scatter", "reduce_scatter", "sum", _compat.lower_lax_psum_scatter),
+    Rules(
+        _compat.abstract_reduce_scatter,
+        lambda cotangents, params: ring_all_gather_p.bind(*cotangents, **params),
+        within_device.psum_scatter,
+        added_dimensions=-1,
+    ),
 )
 
-ring_psum_invariant_p: Primitive = _all_reduce_primitive(
-    "ring_psum_invariant",
-    _compat.abstract_psum_invariant,
-    lambda cotangents, params: [lax.pcast(ct, params["axes"], to="varying") for ct in cotangents],
+_GATHER = Rules(
+    _compat.abstract_all_gather,
+    lambda cotangents, params: ring_psum_scatter_p.bind(*cotangents, **params),
+    within_device.all_gather,
+    added_dimensions=1,
+)
+ring_all_gather_p: Primitive
+ring_all_gather_invariant_p: Primitive
+ring_all_gather_p, ring_all_gather_invariant_p = _pair(
+    "ring_all_gather",
+    Collective("ring_all_gather", "all_gather", "sum", _compat.lower_lax_all_gather),
+    _GATHER,
+    _GATHER._replace(abstract_eval=_compat.abstract_all_gather_invariant, transpose=_own_blocks),
+)
+
+
+def _abstract_rooted(abstract_eval: Callable, aval, *, root, **params):
+    del root  # it changes no type
+    return abstract_eval(aval, **params)
+
+
+ring_reduce_p: Primitive = _make_primitive(
+    "ring_reduce",
+    Collective("ring_reduce", "reduce", "sum", partial(lowering.lower_masked_psum, mask_before=False)),
+    Rules(partial(_abstract_rooted, _compat.abstract_psum), _from_root, within_device.reduce),
+)
+
+_BROADCAST = Rules(
+    partial(_abstract_rooted, _compat.abstract_psum),
+    lambda cotangents, params: ring_reduce_p.bind(*cotangents, **params),
+    within_device.broadcast,
+)
+ring_broadcast_p, ring_broadcast_invariant_p = _pair(
+    "ring_broadcast",
+    Collective("ring_broadcast", "broadcast", "sum", partial(lowering.lower_masked_psum, mask_before=True)),
+    _BROADCAST,
+    _BROADCAST._replace(
+        abstract_eval=partial(_abstract_rooted, _compat.abstract_psum_invariant), transpose=_only_on_root
+    ),
 )

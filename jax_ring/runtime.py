@@ -18,7 +18,11 @@ except ImportError as error:
 
 __version__ = importlib.metadata.version("jax-ring")
 
-ALL_REDUCE_TARGET = "jax_ring_all_reduce"
+# The custom call of each collective. One handler serves them all; the names are for those who read HLO.
+TARGETS = {
+    collective: f"jax_ring_{collective}"
+    for collective in ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast")
+}
 TIMEOUT_VARIABLE = "JAX_RING_TIMEOUT_S"
 STRICT_VARIABLE = "JAX_RING_STRICT"
 
@@ -63,7 +67,8 @@ def note_call_site(call: str, site: str) -> None:
 
 def _register() -> None:
     _compat.register_cpu_ffi_type("jax_ring_call_site", _ffi_cpu.call_site_type())
-    jax.ffi.register_ffi_target(ALL_REDUCE_TARGET, _ffi_cpu.all_reduce_handlers(), platform="cpu")
+    for target in TARGETS.values():
+        jax.ffi.register_ffi_target(target, _ffi_cpu.collective_handlers(), platform="cpu")
     if TIMEOUT_VARIABLE in os.environ:
         _ffi_cpu.set_deadline(timeout_from(os.environ[TIMEOUT_VARIABLE]))
 

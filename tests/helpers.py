@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jax_ring import override_lax, ring_psum
 
 TARGET = "jax_ring_all_reduce"
+ANY_TARGET = "jax_ring_"
 RANKS = 8
 
 
@@ -83,7 +84,7 @@ def compiled_text(fun, *args) -> str:
 
 def num_calls(fun, *args) -> int:
     """How many calls of the engine the compiled program makes, equal ones merged and dead ones gone."""
-    return compiled_text(fun, *args).count(f'custom_call_target="{TARGET}"')
+    return compiled_text(fun, *args).count(f'custom_call_target="{ANY_TARGET}')
 
 
 def run_python(code: str, *, devices=8, timeout=120, **environment) -> subprocess.CompletedProcess:
@@ -133,17 +134,17 @@ def lax_itself():
         conftest.override = override_lax()
 
 
-def assert_matches_lax(fun, *args, rtol=0.0, **options) -> None:
-    """`fun(psum, *args)`, mapped over the mesh, has the results and types with ring_psum that it has with lax.psum.
+def assert_matches_lax(fun, *args, pair=(ring_psum, lax.psum), rtol=0.0, **options) -> None:
+    """`fun(collective, *args)`, mapped over the mesh, has the same results and types with either of the pair.
 
     The types hold the axes over which a value varies. Sums of small integers are exact, whatever their order; rtol is
     for functions of which not all steps are exact.
     """
     results, types = [], []
-    for psum in ours_and_lax(ring_psum, lax.psum):
+    for collective in ours_and_lax(*pair):
 
-        def typed(*args, psum=psum):
-            out = fun(psum, *args)
+        def typed(*args, collective=collective):
+            out = fun(collective, *args)
             types.append(jax.tree.map(jax.typeof, out))
             return out
 

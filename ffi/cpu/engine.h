@@ -1,4 +1,4 @@
-// engine.h: the all-reduce of a complete meeting: every rank's result is the fold of all ranks' operands.
+// engine.h: carries out the collective of a complete meeting.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 #include "cpu/fold_kernels.h"
 #include "cpu/rendezvous.h"
-#include "ring/schedule.h"
+#include "ring/collective.h"
 
 namespace jax_ring::cpu {
 
@@ -20,17 +20,17 @@ class Workers {
   virtual void schedule(std::function<void()> task) = 0;
 };
 
-// What all ranks of a call agree on: the element type, the number of elements of each operand, and the order of the
-// fold.
+// What all ranks of a call agree on.
 struct Message {
   DType dtype;
-  std::vector<size_t> counts;
-  Order order = Order::rank;
+  std::vector<size_t> counts;  // elements of each operand
+  Plan plan = {};
+  Op op = Op::sum;
 };
 
-// Runs the reduction, and has the participants told by the Relay. Returns at once or after having done a part of the
+// Runs the collective, and has the participants told by the Relay. Returns at once or after having done a part of the
 // work; never waits for another thread. The meeting's buffers must stay valid until its participants are told. Ends the
 // process if memory for its few words of bookkeeping runs out: the ranks would wait for ever.
-void all_reduce(std::unique_ptr<Meeting> meeting, const Message& message, Workers& workers) noexcept;
+void run_collective(std::unique_ptr<Meeting> meeting, const Message& message, Workers& workers) noexcept;
 
 }  // namespace jax_ring::cpu

@@ -7,16 +7,26 @@
 
 namespace jax_ring::cpu {
 
-// Folds elements [begin, begin + count) of inputs[0..num_ranks) and writes the result to the same elements of
-// every outputs[r]. An output may be the same buffer as an input of the same rank. With `past_cache` the results are
-// written around the caches, if the CPU can; every outputs[r] + begin must then be aligned to 64 bytes.
-using FoldKernel = void (*)(const void* const* inputs, void* const* outputs, int num_ranks, size_t begin, size_t count,
-                            bool past_cache);
+// Elements from `begin` on of each of `count` buffers.
+template <class Buffer>
+struct Places {
+  const Buffer* buffers;
+  int count;
+  size_t begin;
+};
+using Inputs = Places<const void*>;
+using Outputs = Places<void*>;
 
-// One kernel for each DType, in its order.
+// Folds `count` elements of the inputs, in the order of the inputs, and writes the result to each of the outputs. An
+// output may be the same place in the same buffer as an input. With `past_cache` the results are written around the
+// caches, if the CPU can; the outputs must then be aligned to 64 bytes.
+using FoldKernel = void (*)(const Inputs& inputs, const Outputs& outputs, size_t count, bool past_cache);
+
 struct FoldKernels {
   const char* instruction_set;
-  FoldKernel sum[static_cast<int>(DType::count)];
+  FoldKernel kernels[static_cast<int>(Op::count)][static_cast<int>(DType::count)];
+
+  FoldKernel of(Op op, DType dtype) const { return kernels[static_cast<int>(op)][static_cast<int>(dtype)]; }
 };
 
 // The kernels for this machine, chosen once. JAX_RING_ISA (baseline, avx2, avx512) asks for a smaller set.

@@ -34,25 +34,26 @@ JAX_RING_INLINE void stream(void* to, V value) {
   __builtin_memcpy(to, &value, sizeof(value));
 }
 
-// Folds blocks of `kVectors` registers from `at` on, as long as a whole block fits; returns where it stopped.
+// Folds blocks of `kVectors` registers from element `at` on, as long as a whole block fits; returns where it stopped.
 template <class Element, class Op, class Lanes, int kVectors, bool kStream>
-size_t fold_blocks(const void* const* inputs, void* const* outputs, int num_ranks, size_t at, size_t end) {
+size_t fold_blocks(const Inputs& inputs, const Outputs& outputs, size_t at, size_t end) {
   using Storage = typename Element::Storage;
   using Stored = typename Lanes::template Of<Storage>;
   constexpr size_t kLanes = sizeof(Stored) / sizeof(Storage);
   for (; at + kVectors * kLanes <= end; at += kVectors * kLanes) {
     Stored results[kVectors];
     fold_ranks<Element, Op, Lanes, kVectors>(
-        num_ranks,
-        [&](int rank, int v) __attribute__((always_inline)) {
+        inputs.count,
+        [&](int i, int v) __attribute__((always_inline)) {
           Stored loaded;
-          __builtin_memcpy(&loaded, static_cast<const Storage*>(inputs[rank]) + at + v * kLanes, sizeof(loaded));
+          __builtin_memcpy(&loaded, static_cast<const Storage*>(inputs.buffers[i]) + inputs.begin + at + v * kLanes,
+                           sizeof(loaded));
           return loaded;
         },
         [&](int v, Stored value) __attribute__((always_inline)) { results[v] = value; }, Op{});
-    for (int rank = 0; rank < num_ranks; ++rank) {
+    for (int i = 0; i < outputs.count; ++i) {
       for (int v = 0; v < kVectors; ++v) {
-        Storage* to = static_cast<Storage*>(outputs[rank]) + at + v * kLanes;
+        Storage* to = static_cast<Storage*>(outputs.buffers[i]) + outputs.begin + at + v * kLanes;
         if constexpr (kStream) {
           stream(to, results[v]);
         } else {
@@ -65,20 +66,19 @@ size_t fold_blocks(const void* const* inputs, void* const* outputs, int num_rank
 }
 
 template <class Element, class Op>
-void fold(const void* const* inputs, void* const* outputs, int num_ranks, size_t begin, size_t count, bool past_cache) {
+void fold(const Inputs& inputs, const Outputs& outputs, size_t count, bool past_cache) {
   using Lanes = Vector<kRegisterBytes / sizeof(typename Element::Accumulator)>;
   // Enough that a block covers whole cache lines of every rank, few enough that the accumulators stay in registers.
   constexpr int kVectors = 4;
-  const size_t end = begin + count;
-  size_t at = begin;
+  size_t at = 0;
   if (past_cache) {
-    at = fold_blocks<Element, Op, Lanes, kVectors, true>(inputs, outputs, num_ranks, at, end);
+    at = fold_blocks<Element, Op, Lanes, kVectors, true>(inputs, outputs, at, count);
 #if defined(__x86_64__)
     _mm_sfence();  // streaming stores are not ordered with the store that tells the others
 #endif
   }
-  at = fold_blocks<Element, Op, Lanes, kVectors, false>(inputs, outputs, num_ranks, at, end);
-  fold_blocks<Element, Op, Scalar, 1, false>(inputs, outputs, num_ranks, at, end);
+  at = fold_blocks<Element, Op, Lanes, kVectors, false>(inputs, outputs, at, count);
+  fold_blocks<Element, Op, Scalar, 1, false>(inputs, outputs, at, count);
 }
 
 }  // namespace
@@ -92,9 +92,12 @@ extern const FoldKernels JAX_RING_CONCAT(fold_kernels_, JAX_RING_ISA);
 const FoldKernels JAX_RING_CONCAT(fold_kernels_, JAX_RING_ISA) = {
     JAX_RING_STRING(JAX_RING_ISA),
     {
-#define JAX_RING_KERNEL(name, element) &fold<element, Sum>,
-        JAX_RING_FOR_EACH_DTYPE(JAX_RING_KERNEL)
-#undef JAX_RING_KERNEL
+#define JAX_RING_SUM(name, element) &fold<FoldedAs<element, Sum>::type, Sum>,
+#define JAX_RING_MAX(name, element) &fold<element, Max>,
+#define JAX_RING_MIN(name, element) &fold<element, Min>,
+        {JAX_RING_FOR_EACH_DTYPE(JAX_RING_SUM)},
+        {JAX_RING_FOR_EACH_DTYPE(JAX_RING_MAX)},
+        {JAX_RING_FOR_EACH_DTYPE(JAX_RING_MIN)},
     },
 };
 

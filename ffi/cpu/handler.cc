@@ -20,10 +20,11 @@ namespace ffi = xla::ffi;
 // One per call instruction and process; the runtime owns it.
 struct CallSite {
   static ffi::TypeId id;
-  CallSite(ReplicaGroups groups, std::string call, Order order)
-      : rendezvous(std::move(groups), std::move(call)), order(order) {}
+  CallSite(ReplicaGroups groups, std::string call, Plan plan, Op op)
+      : rendezvous(std::move(groups), std::move(call)), plan(plan), op(op) {}
   Rendezvous rendezvous;
-  Order order;
+  Plan plan;
+  Op op;
 };
 ffi::TypeId CallSite::id = {};
 
@@ -45,16 +46,21 @@ struct Element {
 
 Element element_of(ffi::DataType dtype) {
   switch (dtype) {
-    case ffi::S8:
+    case ffi::PRED:
     case ffi::U8:
       return {DType::u8, 1};
+    case ffi::S8:
+      return {DType::s8, 1};
     case ffi::S16:
+      return {DType::s16, 1};
     case ffi::U16:
       return {DType::u16, 1};
     case ffi::S32:
+      return {DType::s32, 1};
     case ffi::U32:
       return {DType::u32, 1};
     case ffi::S64:
+      return {DType::s64, 1};
     case ffi::U64:
       return {DType::u64, 1};
     case ffi::F16:
@@ -84,23 +90,42 @@ Element element_of(ffi::DataType dtype) {
     case ffi::F8E5M2FNUZ:
       return {DType::f8e5m2fnuz, 1};
     default:
-      throw std::invalid_argument("jax_ring_all_reduce: no fold for XLA element type " +
-                                  std::to_string(static_cast<int>(dtype)));
+      throw std::invalid_argument("jax_ring: no fold for XLA element type " + std::to_string(static_cast<int>(dtype)));
   }
 }
 
-Order order_of(std::string_view name) {
-  if (name == "rank") return Order::rank;
-  if (name == "ring") return Order::ring;
-  throw std::invalid_argument("jax_ring_all_reduce: unknown order " + std::string(name));
+// What is only moved is moved as bytes.
+Element element_of(const Plan& plan, ffi::DataType dtype) {
+  if (plan.collective == Collective::all_gather || plan.collective == Collective::broadcast) {
+    return {DType::u8, ffi::ByteWidth(dtype)};
+  }
+  return element_of(dtype);
 }
 
-ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(ffi::Span<const int64_t> partitions,
-                                                    ffi::Span<const int64_t> group_sizes, std::string_view call,
-                                                    std::string_view /*algorithm*/, std::string_view order) {
+// The value of an attribute, by its name among `names`, in the order of the enumeration.
+template <class Enum, size_t kCount>
+Enum named(std::string_view name, const std::string_view (&names)[kCount]) {
+  for (size_t i = 0; i < kCount; ++i) {
+    if (names[i] == name) return static_cast<Enum>(i);
+  }
+  throw std::invalid_argument("jax_ring: unknown attribute value " + std::string(name));
+}
+
+constexpr std::string_view kCollectives[] = {"all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast"};
+constexpr std::string_view kOps[] = {"sum", "max", "min"};
+constexpr std::string_view kOrders[] = {"rank", "ring"};
+
+ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(std::string_view collective, std::string_view op, int64_t root,
+                                                    std::string_view /*algorithm*/, std::string_view order,
+                                                    ffi::Span<const int64_t> partitions,
+                                                    ffi::Span<const int64_t> group_sizes, std::string_view call) {
   try {
+    const Plan plan{named<Collective>(collective, kCollectives), named<Order>(order, kOrders), static_cast<int>(root)};
+    for (int64_t size : group_sizes) {
+      if (root < 0 || root >= size) throw std::invalid_argument("jax_ring: the root is not in every group");
+    }
     ReplicaGroups groups({partitions.begin(), partitions.end()}, {group_sizes.begin(), group_sizes.end()});
-    return std::make_unique<CallSite>(std::move(groups), std::string(call), order_of(order));
+    return std::make_unique<CallSite>(std::move(groups), std::string(call), plan, named<Op>(op, kOps));
   } catch (const std::exception& error) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(error.what()));
   }
@@ -112,16 +137,21 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
   ffi::Future future(promise);
   try {
     if (args.size() == 0 || args.size() != rets.size()) {
-      throw std::invalid_argument("jax_ring_all_reduce: needs one result for each of its operands");
+      throw std::invalid_argument("jax_ring: a call needs one result for each of its operands");
     }
-    const Element element = element_of(args.get<ffi::AnyBuffer>(0)->element_type());
-    Message message{element.dtype, {}, site->order};
+    const Element element = element_of(site->plan, args.get<ffi::AnyBuffer>(0)->element_type());
+    const int group_size = site->rendezvous.group_size(*partition.typed_data());
+    Message message{element.dtype, {}, site->plan, site->op};
     Participant participant;
     for (size_t i = 0; i < args.size(); ++i) {
       const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i);
+      ffi::AnyBuffer output = **rets.get<ffi::AnyBuffer>(i);
+      if (output.element_count() != result_count(site->plan, group_size, input.element_count())) {
+        throw std::invalid_argument("jax_ring: a result is not as large as its operand and the group ask for");
+      }
       message.counts.push_back(input.element_count() * element.per_element);
       participant.inputs.push_back(input.untyped_data());
-      participant.outputs.push_back((*rets.get<ffi::AnyBuffer>(i))->untyped_data());
+      participant.outputs.push_back(output.untyped_data());
     }
     // What follows on this rank may run on another thread, and must compute there as it would have here.
     participant.done = [promise, mode = FloatMode::current()](const std::string* error) mutable {
@@ -135,7 +165,7 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
     auto meeting = site->rendezvous.arrive(run.run_id, *partition.typed_data(), std::move(participant));
     if (meeting != nullptr) {
       XlaWorkers workers(pool);
-      all_reduce(std::move(meeting), message, workers);
+      run_collective(std::move(meeting), message, workers);
     }
   } catch (const std::exception& error) {
     promise.SetError(ffi::Error::Internal(error.what()));
@@ -145,11 +175,14 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
 
 XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                        ffi::Ffi::BindInstantiate()
+                           .Attr<std::string_view>("collective")
+                           .Attr<std::string_view>("op")
+                           .Attr<int64_t>("root")
+                           .Attr<std::string_view>("algorithm")
+                           .Attr<std::string_view>("order")
                            .Attr<ffi::Span<const int64_t>>("partitions")
                            .Attr<ffi::Span<const int64_t>>("group_sizes")
-                           .Attr<std::string_view>("call")
-                           .Attr<std::string_view>("algorithm")
-                           .Attr<std::string_view>("order"));
+                           .Attr<std::string_view>("call"));
 
 XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
                        ffi::Ffi::Bind()
@@ -163,8 +196,8 @@ XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
 
 }  // namespace
 
-XLA_FFI_Error* all_reduce_instantiate(XLA_FFI_CallFrame* call_frame) { return instantiate_handler(call_frame); }
-XLA_FFI_Error* all_reduce_execute(XLA_FFI_CallFrame* call_frame) { return execute_handler(call_frame); }
+XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame) { return instantiate_handler(call_frame); }
+XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame) { return execute_handler(call_frame); }
 
 XLA_FFI_TypeId* call_site_type_id() { return &CallSite::id; }
 

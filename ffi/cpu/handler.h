@@ -5,18 +5,22 @@
 
 namespace jax_ring::cpu {
 
-// Stages of the custom call `jax_ring_all_reduce`.
+// Stages of the custom calls of all collectives.
 //
 // Operands: the caller's partition id (uint32 scalar), then the operands, all of one dtype.
-// Results:  one for each operand, of the same shape and dtype.
+// Results:  one for each operand, of the same dtype. An all-gather's has a leading dimension of the group's size, and a
+//           reduce-scatter's operand has it.
 // Attributes:
+//   collective   string: all_reduce, reduce_scatter, all_gather, reduce or broadcast
+//   op           string: sum, max or min; of no effect where nothing is folded
+//   root         int64: the rank that a reduce or broadcast is about, else 0
 //   partitions   int64 array: the members of the replica groups, one group after the other, in rank order
 //   group_sizes  int64 array: the size of each group
 //   call         string: what the call is, for error messages
 //   algorithm    string: auto, one_shot, two_shot or ring. Here one algorithm serves them all.
 //   order        string: rank or ring, the order in which values are folded
-XLA_FFI_Error* all_reduce_instantiate(XLA_FFI_CallFrame* call_frame);
-XLA_FFI_Error* all_reduce_execute(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame);
 
 // The type of the state that all devices of a process share for one call instruction.
 XLA_FFI_TypeId* call_site_type_id();

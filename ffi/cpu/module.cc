@@ -24,14 +24,14 @@ NB_MODULE(_ffi_cpu, m) {
   m.doc() = "The CPU engine of jax_ring: XLA FFI handlers and their options.";
 
   m.def(
-      "all_reduce_handlers",
+      "collective_handlers",
       [] {
         nb::typed<nb::dict, nb::str, nb::object> stages;
-        stages["instantiate"] = capsule_of(&jax_ring::cpu::all_reduce_instantiate);
-        stages["execute"] = capsule_of(&jax_ring::cpu::all_reduce_execute);
+        stages["instantiate"] = capsule_of(&jax_ring::cpu::collective_instantiate);
+        stages["execute"] = capsule_of(&jax_ring::cpu::collective_execute);
         return stages;
       },
-      "The custom call's handlers, one capsule for each stage, as jax.ffi.register_ffi_target takes them.");
+      "The custom calls' handlers, one capsule for each stage, as jax.ffi.register_ffi_target takes them.");
 
   m.def(
       "call_site_type",

@@ -67,6 +67,9 @@ class Rendezvous {
   Rendezvous(const Rendezvous&) = delete;
   Rendezvous& operator=(const Rendezvous&) = delete;
 
+  // Ranks in the group of a partition. Throws std::out_of_range when no group holds it.
+  int group_size(int64_t partition) const { return groups_.size(groups_.place(partition).group); }
+
   // Adds the participant to its meeting. Returns the meeting if everyone is there now, and null otherwise;
   // the caller then owns the meeting and must complete every participant.
   std::unique_ptr<Meeting> arrive(int64_t run_id, int64_t partition, Participant participant);

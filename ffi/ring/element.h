@@ -51,8 +51,7 @@ struct Vector {
 };
 #endif
 
-// Types that are their own accumulator. Signed integers travel as unsigned ones: the sum has the same
-// bits, and wrapping is then defined. Complex numbers travel as twice as many reals.
+// Types that are their own accumulator. Complex numbers travel as twice as many reals.
 template <class T>
 struct Native {
   using Storage = T;

@@ -1,5 +1,7 @@
-// fold.h: what a reduction computes: the fold over ranks 0, 1, ..., p-1 in a wide accumulator, rounded once.
+// fold.h: what a reduction computes: the fold over ranks in a wide accumulator, rounded once.
 #pragma once
+
+#include <type_traits>
 
 #include "ring/element.h"
 
@@ -7,6 +9,10 @@ namespace jax_ring {
 
 // The element types that the engine reads. Adding a type is a line here.
 #define JAX_RING_FOR_EACH_DTYPE(X)    \
+  X(s8, Native<int8_t>)               \
+  X(s16, Native<int16_t>)             \
+  X(s32, Native<int32_t>)             \
+  X(s64, Native<int64_t>)             \
   X(u8, Native<uint8_t>)              \
   X(u16, Native<uint16_t>)            \
   X(u32, Native<uint32_t>)            \
@@ -30,11 +36,70 @@ enum class DType : int {
       count
 };
 
+// The operations, which take two values or two vectors of values.
+#define JAX_RING_FOR_EACH_OP(X) \
+  X(sum, Sum)                   \
+  X(max, Max)                   \
+  X(min, Min)
+
+enum class Op : int {
+#define JAX_RING_ENUMERATE(name, op) name,
+  JAX_RING_FOR_EACH_OP(JAX_RING_ENUMERATE)
+#undef JAX_RING_ENUMERATE
+      count
+};
+
+// Whether A is a floating-point number or a vector of them.
+template <class A, class = void>
+struct IsFloating : std::is_floating_point<A> {};
+template <class A>
+struct IsFloating<A, std::void_t<decltype(A{}[0])>> : std::is_floating_point<std::decay_t<decltype(A{}[0])>> {};
+
 struct Sum {
   template <class A>
   JAX_RING_INLINE A operator()(A a, A b) const {
     return static_cast<A>(a + b);
   }
+};
+
+// The larger and the smaller of two. For floats these are maximum and minimum of IEEE 754-2019, as XLA's are where it
+// computes one element from two: NaN if either is NaN, and -0 is smaller than +0.
+struct Max {
+  template <class A>
+  JAX_RING_INLINE A operator()(A a, A b) const {
+    const A larger = a > b ? a : b;  // b if that is NaN
+    if constexpr (IsFloating<A>::value) {
+      const A equal = a == A{} ? a + b : a;  // -0 only if both are
+      return a != a ? a : (a == b ? equal : larger);
+    } else {
+      return larger;
+    }
+  }
+};
+
+struct Min {
+  template <class A>
+  JAX_RING_INLINE A operator()(A a, A b) const {
+    const A smaller = a < b ? a : b;
+    if constexpr (IsFloating<A>::value) {
+      const A equal = a == A{} ? -(-a - b) : a;  // +0 only if both are
+      return a != a ? a : (a == b ? equal : smaller);
+    } else {
+      return smaller;
+    }
+  }
+};
+
+// The element type that an operation works on: sums of signed integers are those of unsigned ones, which have the same
+// bits, since wrapping is then defined.
+template <class Element, class Op>
+struct FoldedAs {
+  using type = Element;
+};
+template <class T>
+struct FoldedAs<Native<T>, Sum> {
+  using type =
+      Native<typename std::conditional_t<std::is_integral_v<T>, std::make_unsigned<T>, std::common_type<T>>::type>;
 };
 
 // Folds the values of all ranks at one place, or at kVectors neighbouring places, each a value or a vector of values.

@@ -1,4 +1,4 @@
-// engine_test.cc: all_reduce from arrival to result, on pools of threads, for every dtype and number of ranks.
+// engine_test.cc: an all-reduce from arrival to result, on pools of threads, for every dtype and number of ranks.
 #include "cpu/engine.h"
 
 #include <gtest/gtest.h>
@@ -112,7 +112,7 @@ struct Problem {
     finish();
   }
 
-  Message message() const { return {dtype, counts, order}; }
+  Message message() const { return {dtype, counts, {Collective::all_reduce, order}}; }
 
   DType dtype;
   std::vector<size_t> counts;
@@ -225,7 +225,7 @@ void expect_all_reduce(const Problem& problem, int num_threads, bool in_place, s
   Call call(problem, in_place, offset);
   {
     Pool pool(num_threads);
-    all_reduce(call.meeting(), problem.message(), pool);
+    run_collective(call.meeting(), problem.message(), pool);
     ASSERT_TRUE(call.wait());
   }
   call.expect_right();
@@ -320,7 +320,7 @@ TEST(AllReduce, ManyConcurrentMeetings) {
             Call& call = *done[run][i];
             const int64_t partition = (rank + 2) % kSize;  // groups' members are 2, 0, 1
             if (auto meeting = rendezvous.arrive(run_id, partition, call.participant(rank))) {
-              all_reduce(std::move(meeting), problems[i % 4].message(), pool);
+              run_collective(std::move(meeting), problems[i % 4].message(), pool);
             }
             if (!call.wait()) {
               ++hangs;
@@ -342,7 +342,7 @@ TEST(AllReduce, SmallMessagesWakeNoThread) {
   const Problem problem(DType::f32, {1000}, 4);
   Call call(problem, false);
   Absent workers(8);
-  all_reduce(call.meeting(), problem.message(), workers);
+  run_collective(call.meeting(), problem.message(), workers);
   EXPECT_TRUE(workers.tasks.empty());
   call.expect_right();
 }
@@ -354,7 +354,7 @@ TEST(AllReduce, DoesNotDependOnItsWorkers) {
   Absent workers(4);
   {
     Call call(problem, false);
-    all_reduce(call.meeting(), problem.message(), workers);
+    run_collective(call.meeting(), problem.message(), workers);
     EXPECT_EQ(workers.tasks.size(), 3u);  // the caller is the fourth
     call.expect_right();
   }
@@ -367,7 +367,7 @@ TEST(AllReduce, WakesNoMoreThreadsThanThereAreChunks) {
   const Problem problem(DType::f32, {32769}, 16);
   Call call(problem, false);
   Absent workers(8);
-  all_reduce(call.meeting(), problem.message(), workers);
+  run_collective(call.meeting(), problem.message(), workers);
   EXPECT_EQ(workers.tasks.size(), 1u);
   call.expect_right();
 }
@@ -394,7 +394,7 @@ TEST(AllReduce, TouchesNoBufferAfterTelling) {
       };
       meeting->participants.emplace_back(std::move(participant));
     }
-    all_reduce(std::move(meeting), {DType::f32, {count}}, pool);
+    run_collective(std::move(meeting), {DType::f32, {count}}, pool);
     for (const Told& one : told) ASSERT_TRUE(one.wait());
   }
 }
@@ -430,7 +430,7 @@ TEST(AllReduce, ResultDoesNotDependOnTheThreadsFloatMode) {
             Pool pool(2, [mode] { _mm_setcsr(_mm_getcsr() | mode); });
             const FloatMode of_caller(mode);
             const unsigned before = _mm_getcsr() & kControl;
-            all_reduce(call.meeting(), problem->message(), pool);
+            run_collective(call.meeting(), problem->message(), pool);
             EXPECT_EQ(_mm_getcsr() & kControl, before) << "the caller's mode was not restored";
             ASSERT_TRUE(call.wait());
           }
@@ -460,7 +460,7 @@ TEST(AllReduce, RestoresTheWorkersFloatMode) {
       };
     }
     const FloatMode of_caller(kFlush);
-    all_reduce(std::move(meeting), problem.message(), pool);
+    run_collective(std::move(meeting), problem.message(), pool);
     ASSERT_TRUE(call.wait());
     for (int i = 0; i < 12; ++i) pool.schedule([look] { look(kFlush); });
   }

@@ -51,7 +51,7 @@ class FoldKernelTest : public ::testing::TestWithParam<DType> {
  protected:
   // Runs one kernel on fresh copies of the inputs and checks all of every buffer, also what should not have changed.
   void check(const FoldKernels& kernels, const std::vector<Bytes>& inputs, const Bytes& want, size_t begin,
-             size_t count, Aliasing aliasing, Writing writing) {
+             size_t count, Aliasing aliasing, Writing writing, Op op) {
     const DType dtype = GetParam();
     const size_t size = element_size(dtype);
     const int num_ranks = static_cast<int>(inputs.size());
@@ -73,8 +73,8 @@ class FoldKernelTest : public ::testing::TestWithParam<DType> {
       out_pointers.push_back(aliased(rank) ? in[rank].data() : out[rank].data());
     }
 
-    kernels.sum[static_cast<int>(dtype)](in_pointers.data(), out_pointers.data(), num_ranks, begin, count,
-                                         writing == Writing::aligned_past_cache);
+    kernels.of(op, dtype)({in_pointers.data(), num_ranks, begin}, {out_pointers.data(), num_ranks, begin}, count,
+                          writing == Writing::aligned_past_cache);
 
     for (int rank = 0; rank < num_ranks; ++rank) {
       const unsigned char* got = static_cast<const unsigned char*>(out_pointers[rank]);
@@ -97,10 +97,12 @@ TEST_P(FoldKernelTest, AgreesWithScalarFold) {
   const DType dtype = GetParam();
   int combination = 0;
   for (int num_ranks : kRanks) {
+    // The operations take turns, so that each meets each number of ranks in some dtype, and each dtype.
+    const Op op = static_cast<Op>((num_ranks + static_cast<int>(dtype)) % static_cast<int>(Op::count));
     const std::vector<Bytes> inputs = random_elements(dtype, num_ranks, kLongest, static_cast<unsigned>(num_ranks));
     std::vector<const void*> pointers;
     for (const Bytes& of_rank : inputs) pointers.push_back(of_rank.data());
-    const Bytes want = scalar_fold(dtype, pointers, kLongest);
+    const Bytes want = scalar_fold(dtype, pointers, kLongest, op);
     for (const FoldKernels* kernels : runnable_kernels()) {
       for (size_t count : kCounts) {
         for (size_t begin : kBegins) {
@@ -112,8 +114,38 @@ TEST_P(FoldKernelTest, AgreesWithScalarFold) {
                            << kernels->instruction_set << ", " << num_ranks << " ranks, begin " << begin << ", count "
                            << count << ", aliasing " << static_cast<int>(aliasing) << ", writing "
                            << static_cast<int>(writing));
-              ASSERT_NO_FATAL_FAILURE(check(*kernels, inputs, want, begin, count, aliasing, writing));
+              ASSERT_NO_FATAL_FAILURE(check(*kernels, inputs, want, begin, count, aliasing, writing, op));
             }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Results may go to other places than operands come from, and to more or fewer buffers.
+TEST_P(FoldKernelTest, PlacesAndNumbersOfBuffersMayDiffer) {
+  const DType dtype = GetParam();
+  const size_t size = element_size(dtype);
+  constexpr size_t kFrom = 5, kTo = 35, kCount = 301, kLength = kTo + kCount + 7;
+  for (const FoldKernels* kernels : runnable_kernels()) {
+    for (Op op : {Op::sum, Op::max, Op::min}) {
+      for (int num_inputs : {1, 2, 3, 7}) {
+        for (int num_outputs : {1, 2, 5}) {
+          SCOPED_TRACE(::testing::Message() << kernels->instruction_set << ", " << num_inputs << " to " << num_outputs);
+          const std::vector<Bytes> inputs = random_elements(dtype, num_inputs, kLength, 3);
+          std::vector<Bytes> outputs(num_outputs, Bytes(kLength * size, kUntouched));
+          std::vector<const void*> in;
+          std::vector<void*> out;
+          for (const Bytes& input : inputs) in.push_back(input.data());
+          for (Bytes& output : outputs) out.push_back(output.data());
+          kernels->of(op, dtype)({in.data(), num_inputs, kFrom}, {out.data(), num_outputs, kTo}, kCount, false);
+          const Bytes folds = scalar_fold(dtype, in, kLength, op);
+          const Bytes untouched(kLength * size, kUntouched);
+          for (const Bytes& output : outputs) {
+            ASSERT_FALSE(first_difference(dtype, &output[kTo * size], &folds[kFrom * size], kCount));
+            ASSERT_TRUE(std::equal(output.begin(), output.begin() + kTo * size, untouched.begin()));
+            ASSERT_TRUE(std::equal(output.begin() + (kTo + kCount) * size, output.end(), untouched.begin()));
           }
         }
       }
@@ -124,7 +156,7 @@ TEST_P(FoldKernelTest, AgreesWithScalarFold) {
 INSTANTIATE_TEST_SUITE_P(DTypes, FoldKernelTest, ::testing::ValuesIn(all_dtypes()), dtype_name);
 
 // The fold of one element per rank, on every instruction set.
-void expect_fold(DType dtype, const std::vector<uint64_t>& by_rank, uint64_t want) {
+void expect_fold(DType dtype, const std::vector<uint64_t>& by_rank, uint64_t want, Op op = Op::sum) {
   for (const FoldKernels* kernels : runnable_kernels()) {
     // Enough of them that vector code computes some, and the scalar rest others.
     constexpr size_t kCount = 300;
@@ -136,8 +168,8 @@ void expect_fold(DType dtype, const std::vector<uint64_t>& by_rank, uint64_t wan
       inputs.push_back(buffers[rank].data());
       outputs.push_back(buffers[rank].data());
     }
-    kernels->sum[static_cast<int>(dtype)](inputs.data(), outputs.data(), static_cast<int>(by_rank.size()), 0, kCount,
-                                          false);
+    const int num_ranks = static_cast<int>(by_rank.size());
+    kernels->of(op, dtype)({inputs.data(), num_ranks, 0}, {outputs.data(), num_ranks, 0}, kCount, false);
     for (const Bytes& buffer : buffers) {
       for (size_t i = 0; i < kCount; ++i) {
         ASSERT_EQ(element_bits(dtype, buffer.data(), i), want)
@@ -154,6 +186,29 @@ std::vector<uint64_t> elements_of(DType dtype, const std::vector<double>& values
 }
 
 // What follows could be read off the test above, but says in numbers what the meaning is.
+
+TEST(FoldMeaning, LargestAndSmallest) {
+  for (DType dtype : {DType::s8, DType::s16, DType::s32, DType::s64, DType::bf16, DType::f16, DType::f32, DType::f64}) {
+    const std::vector<uint64_t> values = elements_of(dtype, {3, -5, 2});
+    expect_fold(dtype, values, values[0], Op::max);
+    expect_fold(dtype, values, masked(dtype, values[1]), Op::min);
+  }
+  // The same bits mean another number where there is no sign.
+  expect_fold(DType::u8, {3, 251, 2}, 251, Op::max);
+  expect_fold(DType::s8, {3, 251, 2}, 3, Op::max);
+}
+
+TEST(FoldMeaning, NegativeZeroIsTheSmaller) {
+  for (DType dtype : {DType::f32, DType::f64, DType::f16, DType::bf16, DType::f8e4m3fn}) {
+    const uint64_t plus = element_of(dtype, 0.0), minus = element_of(dtype, -0.0);
+    for (const auto& zeros : {std::vector<uint64_t>{plus, minus}, {minus, plus}, {minus, plus, minus}}) {
+      expect_fold(dtype, zeros, plus, Op::max);
+      expect_fold(dtype, zeros, minus, Op::min);
+    }
+    expect_fold(dtype, {minus, minus}, minus, Op::max);
+    expect_fold(dtype, {plus, plus}, plus, Op::min);
+  }
+}
 
 TEST(FoldMeaning, LeftToRight) {
   expect_fold(DType::f32, elements_of(DType::f32, {1e8, -1e8, 1}), element_of(DType::f32, 1));
@@ -209,7 +264,7 @@ TEST(ChosenKernels, AreTheWidestThatWereAskedFor) {
 }
 
 TEST(ElementSize, OfEveryDType) {
-  const size_t sizes[] = {1, 2, 4, 8, 2, 2, 4, 8, 1, 1, 1, 1, 1, 1, 1};
+  const size_t sizes[] = {1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 1, 1, 1, 1, 1, 1, 1};
   ASSERT_EQ(std::size(sizes), static_cast<size_t>(kNumDTypes)) << "a dtype was added: give its size here";
   for (DType dtype : all_dtypes()) EXPECT_EQ(element_size(dtype), sizes[static_cast<int>(dtype)]) << name_of(dtype);
 }

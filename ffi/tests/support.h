@@ -260,40 +260,62 @@ inline bool is_nan_element(DType dtype, uint64_t bits) {
   return is_small(dtype) && SmallFloatReference::of(dtype).is_nan(static_cast<uint32_t>(bits));
 }
 
-// What all_reduce promises, one element at a time: from rank 0 on, in the accumulator type, rounded once.
-inline uint64_t scalar_fold(DType dtype, const std::vector<uint64_t>& by_rank) {
-  if (dtype == DType::f64) {
-    double sum = bit_cast<double>(by_rank[0]);
-    for (size_t rank = 1; rank < by_rank.size(); ++rank) sum = sum + bit_cast<double>(by_rank[rank]);
-    return bit_cast<uint64_t>(sum);
-  }
+// The bits of an element of this type alone.
+inline uint64_t masked(DType dtype, uint64_t bits) {
+  const int num_bits = static_cast<int>(8 * element_size(dtype));
+  return num_bits == 64 ? bits : bits & ((uint64_t{1} << num_bits) - 1);
+}
+
+inline bool is_signed_integer(DType dtype) {
+  return dtype == DType::s8 || dtype == DType::s16 || dtype == DType::s32 || dtype == DType::s64;
+}
+
+// One step of a fold of floats.
+template <class T>
+T scalar_step(Op op, T a, T b) {
+  if (op == Op::sum) return a + b;
+  if (std::isnan(a) || std::isnan(b)) return std::numeric_limits<T>::quiet_NaN();
+  const bool a_is_less = a < b || (a == b && std::signbit(a));
+  return a_is_less == (op == Op::min) ? a : b;
+}
+
+// What a fold promises, one element at a time: from the first value on, in the accumulator type, rounded once.
+inline uint64_t scalar_fold(DType dtype, const std::vector<uint64_t>& by_rank, Op op = Op::sum) {
+  const auto fold = [&](auto value_of) {
+    auto result = value_of(by_rank[0]);
+    for (size_t rank = 1; rank < by_rank.size(); ++rank) result = scalar_step(op, result, value_of(by_rank[rank]));
+    return result;
+  };
+  if (dtype == DType::f64) return bit_cast<uint64_t>(fold([](uint64_t bits) { return bit_cast<double>(bits); }));
   if (dtype == DType::f32) {
-    float sum = bit_cast<float>(static_cast<uint32_t>(by_rank[0]));
-    for (size_t rank = 1; rank < by_rank.size(); ++rank) {
-      sum = sum + bit_cast<float>(static_cast<uint32_t>(by_rank[rank]));
-    }
-    return bit_cast<uint32_t>(sum);
+    return bit_cast<uint32_t>(fold([](uint64_t bits) { return bit_cast<float>(static_cast<uint32_t>(bits)); }));
   }
   if (is_small(dtype)) {
     const SmallFloatReference& reference = SmallFloatReference::of(dtype);
-    float sum = reference.decoded(static_cast<uint32_t>(by_rank[0]));
-    for (size_t rank = 1; rank < by_rank.size(); ++rank) {
-      sum = sum + reference.decoded(static_cast<uint32_t>(by_rank[rank]));
-    }
-    return reference.encode(sum);
+    return reference.encode(fold([&](uint64_t bits) { return reference.decoded(static_cast<uint32_t>(bits)); }));
   }
-  uint64_t sum = 0;
-  for (uint64_t bits : by_rank) sum += bits;
-  const int num_bits = static_cast<int>(8 * element_size(dtype));
-  return num_bits == 64 ? sum : sum & ((uint64_t{1} << num_bits) - 1);
+  // Moving the sign to the top and flipping it makes the order of signed integers that of unsigned ones.
+  const int shift = 64 - static_cast<int>(8 * element_size(dtype));
+  const uint64_t flip = is_signed_integer(dtype) ? uint64_t{1} << 63 : 0;
+  uint64_t result = by_rank[0];
+  for (size_t rank = 1; rank < by_rank.size(); ++rank) {
+    const uint64_t next = by_rank[rank];
+    const bool is_less = ((next << shift) ^ flip) < ((result << shift) ^ flip);
+    if (op == Op::sum) {
+      result += next;
+    } else if (is_less == (op == Op::min)) {
+      result = next;
+    }
+  }
+  return masked(dtype, result);
 }
 
-inline Bytes scalar_fold(DType dtype, const std::vector<const void*>& inputs, size_t count) {
+inline Bytes scalar_fold(DType dtype, const std::vector<const void*>& inputs, size_t count, Op op = Op::sum) {
   Bytes result(count * element_size(dtype));
   std::vector<uint64_t> by_rank(inputs.size());
   for (size_t i = 0; i < count; ++i) {
     for (size_t rank = 0; rank < inputs.size(); ++rank) by_rank[rank] = element_bits(dtype, inputs[rank], i);
-    set_element(dtype, result.data(), i, scalar_fold(dtype, by_rank));
+    set_element(dtype, result.data(), i, scalar_fold(dtype, by_rank, op));
   }
   return result;
 }

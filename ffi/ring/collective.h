@@ -1,0 +1,109 @@
+// collective.h: what each collective does, in parts: whose operands are folded, and whose results that becomes.
+#pragma once
+
+#include <cstddef>
+
+#include "ring/schedule.h"
+
+namespace jax_ring {
+
+enum class Collective : int {
+  all_reduce,      // the fold of all operands, for every rank
+  reduce_scatter,  // rank r gets the fold of the r-th of p equal blocks of the operands
+  all_gather,      // every rank gets all operands, one after the other
+  reduce,          // the fold of all operands for the root, zeros for the others
+  broadcast,       // the root's operand, for every rank
+};
+
+// What all ranks of a call agree on, besides the size and type of the message.
+struct Plan {
+  Collective collective = Collective::all_reduce;
+  Order order = Order::rank;
+  int root = 0;  // of reduce and broadcast
+};
+
+// `count` ranks from `first` on, around the ring.
+struct Ranks {
+  int first;
+  int count;
+};
+
+// One part of a collective: elements [from, from + count) of the sources' operands are folded, in the order of the
+// sources, into elements [to, to + count) of the receivers' results.
+struct Part {
+  Ranks sources;
+  size_t from;
+  Ranks receivers;
+  size_t to;
+  size_t count;
+  bool zeros_elsewhere = false;  // whether the other ranks' results are zero there
+};
+
+// The first half of a ring: block i of all operands is folded for its owner, rank i.
+JAX_RING_INLINE Part scatter_block(Order order, int num_ranks, int i, Range block) {
+  const int first = order == Order::ring ? ring_first_rank(num_ranks, i) : 0;
+  return {{first, num_ranks}, block.begin, {i, 1}, 0, block.count};
+}
+
+// The second half: block i goes from its owner to all ranks.
+JAX_RING_INLINE Part gather_block(int num_ranks, int i, Range block) {
+  return {{i, 1}, 0, {0, num_ranks}, block.begin, block.count};
+}
+
+// Both halves, one after the other.
+JAX_RING_INLINE Part then(Part first, Part second) {
+  return {first.sources, first.from, second.receivers, second.to, first.count};
+}
+
+// Parts of each operand. Where all its elements are folded alike there is one part, to be cut as an engine likes.
+JAX_RING_INLINE int num_parts(const Plan& plan, int num_ranks) {
+  switch (plan.collective) {
+    case Collective::reduce_scatter:
+    case Collective::all_gather:
+      return num_ranks;
+    case Collective::all_reduce:
+    case Collective::reduce:
+      return plan.order == Order::ring ? num_ranks : 1;
+    case Collective::broadcast:
+      break;
+  }
+  return 1;
+}
+
+// Part i of an operand of `count` elements of `element_bytes` each.
+JAX_RING_INLINE Part part_of(const Plan& plan, int num_ranks, size_t count, size_t element_bytes, int i) {
+  switch (plan.collective) {
+    case Collective::reduce_scatter:
+      return scatter_block(plan.order, num_ranks, i, {i * (count / num_ranks), count / num_ranks});
+    case Collective::all_gather:
+      return gather_block(num_ranks, i, {i * count, count});
+    case Collective::all_reduce:
+    case Collective::reduce: {
+      const bool whole = num_parts(plan, num_ranks) == 1;
+      const Range block = whole ? Range{0, count} : ring_block(count, element_bytes, num_ranks, i);
+      Part part = then(scatter_block(plan.order, num_ranks, i, block), gather_block(num_ranks, i, block));
+      if (plan.collective == Collective::reduce) {
+        part.receivers = {plan.root, 1};
+        part.zeros_elsewhere = true;
+      }
+      return part;
+    }
+    case Collective::broadcast:
+      break;
+  }
+  return {{plan.root, 1}, 0, {0, num_ranks}, 0, count};
+}
+
+// Elements of each rank's result for an operand of `count` elements.
+JAX_RING_INLINE size_t result_count(const Plan& plan, int num_ranks, size_t count) {
+  switch (plan.collective) {
+    case Collective::reduce_scatter:
+      return count / num_ranks;
+    case Collective::all_gather:
+      return count * num_ranks;
+    default:
+      return count;
+  }
+}
+
+}  // namespace jax_ring

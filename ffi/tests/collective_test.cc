@@ -1,0 +1,240 @@
+// collective_test.cc: the description of each collective, and what the engine makes of it, against their definitions.
+#include "ring/collective.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "cpu/engine.h"
+#include "support.h"
+
+namespace jax_ring::cpu::testing {
+namespace {
+
+constexpr int kRanks[] = {1, 2, 3, 4, 5, 8, 9, 16};
+
+// Where one element of a result comes from: these ranks' operands, in this order, at this index.
+struct Origin {
+  std::vector<int> sources;
+  size_t index;
+};
+
+std::vector<int> from_rank_on(int first, int num_ranks) {
+  std::vector<int> ranks;
+  for (int i = 0; i < num_ranks; ++i) ranks.push_back((first + i) % num_ranks);
+  return ranks;
+}
+
+// The definitions of the collectives. None: the element is zero.
+std::optional<Origin> origin(const Plan& plan, int num_ranks, size_t count, size_t element_bytes, int rank, size_t i) {
+  const size_t pack = 16 / element_bytes;
+  const size_t packs = (count + pack - 1) / pack, packs_per_block = (packs + num_ranks - 1) / num_ranks;
+  const auto fold = [&](size_t owner) {
+    return from_rank_on(plan.order == Order::rank ? 0 : static_cast<int>(owner) + 1, num_ranks);
+  };
+  switch (plan.collective) {
+    case Collective::all_reduce:
+      return Origin{fold(i / pack / packs_per_block), i};
+    case Collective::reduce_scatter:
+      return Origin{fold(rank), rank * (count / num_ranks) + i};
+    case Collective::all_gather:
+      return Origin{{static_cast<int>(i / count)}, i % count};
+    case Collective::reduce:
+      if (rank != plan.root) return std::nullopt;
+      return Origin{fold(i / pack / packs_per_block), i};
+    case Collective::broadcast:
+      return Origin{{plan.root}, i};
+  }
+  return std::nullopt;
+}
+
+std::vector<Plan> all_plans(int num_ranks) {
+  std::vector<Plan> plans;
+  for (Order order : {Order::rank, Order::ring}) {
+    plans.push_back({Collective::all_reduce, order});
+    plans.push_back({Collective::reduce_scatter, order});
+    for (int root : {0, num_ranks / 2, num_ranks - 1}) plans.push_back({Collective::reduce, order, root});
+  }
+  plans.push_back({Collective::all_gather});
+  for (int root : {0, num_ranks / 2, num_ranks - 1}) plans.push_back({Collective::broadcast, Order::rank, root});
+  return plans;
+}
+
+std::string describe(const Plan& plan, int num_ranks, size_t count) {
+  return "collective " + std::to_string(static_cast<int>(plan.collective)) + ", order " +
+         std::to_string(static_cast<int>(plan.order)) + ", root " + std::to_string(plan.root) + ", " +
+         std::to_string(num_ranks) + " ranks, " + std::to_string(count) + " elements";
+}
+
+// The sizes of an operand around what might go wrong. Those of a reduce-scatter are multiples of the number of ranks.
+std::vector<size_t> counts_for(const Plan& plan, int num_ranks, size_t element_bytes) {
+  const size_t p = num_ranks, pack = 16 / element_bytes;
+  std::vector<size_t> counts{0, 1, p - 1, p, p + 1, pack, p * pack - 1, p * pack, p * pack + 1, 211};
+  if (plan.collective == Collective::reduce_scatter) {
+    for (size_t& count : counts) count *= p;
+  }
+  return counts;
+}
+
+TEST(Parts, EveryElementHasItsOriginOnce) {
+  for (int num_ranks : kRanks) {
+    for (const Plan& plan : all_plans(num_ranks)) {
+      for (size_t element_bytes : {1, 4, 8}) {
+        for (size_t count : counts_for(plan, num_ranks, element_bytes)) {
+          SCOPED_TRACE(describe(plan, num_ranks, count));
+          const size_t results = result_count(plan, num_ranks, count);
+          std::vector<std::vector<int>> written(num_ranks, std::vector<int>(results, 0));
+          for (int i = 0; i < num_parts(plan, num_ranks); ++i) {
+            const Part part = part_of(plan, num_ranks, count, element_bytes, i);
+            ASSERT_LE(part.from + part.count, count);
+            ASSERT_LE(part.to + part.count, results);
+            ASSERT_LE(part.receivers.first + part.receivers.count, num_ranks);
+            for (int rank = 0; rank < num_ranks; ++rank) {
+              const bool receives = rank >= part.receivers.first && rank < part.receivers.first + part.receivers.count;
+              if (!receives && !part.zeros_elsewhere) continue;
+              for (size_t k = 0; k < part.count; ++k) {
+                const auto want = origin(plan, num_ranks, count, element_bytes, rank, part.to + k);
+                ASSERT_EQ(receives, want.has_value());
+                if (want) {
+                  ASSERT_EQ(part.from + k, want->index);
+                  ASSERT_EQ(part.sources.count, static_cast<int>(want->sources.size()));
+                  for (int s = 0; s < part.sources.count; ++s) {
+                    ASSERT_EQ((part.sources.first + s) % num_ranks, want->sources[s]);
+                  }
+                }
+                ++written[rank][part.to + k];
+              }
+            }
+          }
+          for (const auto& of_rank : written) {
+            for (int times : of_rank) ASSERT_EQ(times, 1);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Parts, ARingAllReduceIsAReduceScatterAndAnAllGather) {
+  constexpr int kSize = 4;
+  constexpr size_t kCount = 64;  // blocks of 16, as many for the packs as for the ranks
+  for (int i = 0; i < kSize; ++i) {
+    const Part whole = part_of({Collective::all_reduce, Order::ring}, kSize, kCount, 4, i);
+    const Part scatter = part_of({Collective::reduce_scatter, Order::ring}, kSize, kCount, 4, i);
+    const Part gather = part_of({Collective::all_gather}, kSize, kCount / kSize, 4, i);
+    EXPECT_EQ(whole.sources.first, scatter.sources.first);
+    EXPECT_EQ(whole.sources.count, scatter.sources.count);
+    EXPECT_EQ(whole.from, scatter.from);
+    EXPECT_EQ(whole.receivers.count, gather.receivers.count);
+    EXPECT_EQ(whole.to, gather.to);
+    EXPECT_EQ(scatter.receivers.first, gather.sources.first);  // the owner
+    EXPECT_EQ(scatter.count, gather.count);
+    EXPECT_EQ(whole.count, gather.count);
+  }
+}
+
+// A thread for each task.
+class Threads final : public Workers {
+ public:
+  ~Threads() override {
+    for (std::thread& thread : threads_) thread.join();
+  }
+  int num_threads() const override { return 3; }
+  void schedule(std::function<void()> task) override { threads_.emplace_back(std::move(task)); }
+
+ private:
+  std::vector<std::thread> threads_;
+};
+
+// Runs one collective on random operands, and checks every rank's results, and that nothing is written beside them.
+void expect_collective(const Plan& plan, Op op, DType dtype, int num_ranks, const std::vector<size_t>& counts,
+                       bool in_place) {
+  const size_t size = element_size(dtype);
+  std::vector<std::vector<Bytes>> operands;                // by operand, then rank
+  std::vector<std::vector<OffsetBuffer>> inputs, outputs;  // likewise
+  std::vector<Told> told(num_ranks);
+  auto meeting = std::make_unique<Meeting>();
+  meeting->num_arrived = num_ranks;
+  meeting->participants.resize(num_ranks);
+  for (auto& participant : meeting->participants) participant.emplace();
+  for (size_t count : counts) {
+    operands.push_back(random_elements(dtype, num_ranks, count, static_cast<unsigned>(count + num_ranks)));
+    inputs.emplace_back();
+    outputs.emplace_back();
+    for (const Bytes& of_rank : operands.back()) {
+      inputs.back().emplace_back(of_rank, 0);
+      outputs.back().emplace_back(Bytes(result_count(plan, num_ranks, count) * size, 0xa5), 0);
+    }
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      Participant& participant = *meeting->participants[rank];
+      participant.inputs.push_back(inputs.back()[rank].data());
+      participant.outputs.push_back((in_place ? inputs : outputs).back()[rank].data());
+    }
+  }
+  for (int rank = 0; rank < num_ranks; ++rank) meeting->participants[rank]->done = told[rank].completion();
+  {
+    Threads workers;
+    run_collective(std::move(meeting), {dtype, counts, plan, op}, workers);
+    for (const Told& of_rank : told) ASSERT_TRUE(of_rank.wait());
+  }
+  for (size_t operand = 0; operand < counts.size(); ++operand) {
+    SCOPED_TRACE(describe(plan, num_ranks, counts[operand]));
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      const size_t results = result_count(plan, num_ranks, counts[operand]);
+      Bytes want(results * size);
+      std::vector<uint64_t> values;
+      for (size_t i = 0; i < results; ++i) {
+        const auto from = origin(plan, num_ranks, counts[operand], size, rank, i);
+        if (!from) continue;
+        values.clear();
+        for (int source : from->sources) {
+          values.push_back(element_bits(dtype, operands[operand][source].data(), from->index));
+        }
+        set_element(dtype, want.data(), i, scalar_fold(dtype, values, op));
+      }
+      const auto difference =
+          first_difference(dtype, (in_place ? inputs : outputs)[operand][rank].data(), want.data(), results);
+      ASSERT_FALSE(difference) << "rank " << rank << ", operand " << operand << ", element " << *difference;
+    }
+  }
+}
+
+class CollectiveTest : public ::testing::TestWithParam<DType> {};
+
+TEST_P(CollectiveTest, GivesWhatItsDefinitionSays) {
+  for (int num_ranks : kRanks) {
+    for (const Plan& plan : all_plans(num_ranks)) {
+      const std::vector<size_t> counts = counts_for(plan, num_ranks, element_size(GetParam()));
+      for (Op op : {Op::sum, Op::max, Op::min}) {
+        const bool same_size =
+            plan.collective != Collective::reduce_scatter && plan.collective != Collective::all_gather;
+        for (bool in_place : {false, true}) {
+          if (in_place && !same_size) continue;
+          ASSERT_NO_FATAL_FAILURE(expect_collective(plan, op, GetParam(), num_ranks, counts, in_place));
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(DTypes, CollectiveTest,
+                         ::testing::Values(DType::u8, DType::s16, DType::f32, DType::bf16, DType::f64),
+                         [](const auto& info) { return name_of(info.param); });
+
+// Larger than a chunk, than what one thread does alone, and than the caches.
+TEST(Collective, LargeMessages) {
+  for (int num_ranks : {2, 3, 4}) {
+    for (const Plan& plan : all_plans(num_ranks)) {
+      const std::vector<size_t> counts{static_cast<size_t>(num_ranks) * 350'003, static_cast<size_t>(num_ranks)};
+      ASSERT_NO_FATAL_FAILURE(expect_collective(plan, Op::sum, DType::f32, num_ranks, counts, false));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace jax_ring::cpu::testing

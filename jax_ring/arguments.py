@@ -1,0 +1,193 @@
+"""What the collectives make of their arguments: axes, groups, ranks and leaves, and the errors where they are wrong."""
+
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_ring import _compat
+
+AxisName = Hashable | Sequence[Hashable]
+Groups = Sequence[Sequence[int]]
+
+# ---- Axes, groups and ranks -----------------------------------------------------------------------------------------
+
+
+def axes_of(axis_name: AxisName) -> tuple:
+    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+
+
+def split_axes(axes: tuple) -> tuple[tuple, tuple]:
+    """The axes of `vmap`, and those of a mesh. vma is about the latter: over the former values do not "vary"."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in axes if axis not in manual), tuple(axis for axis in axes if axis in manual)
+
+
+def _num_ranks(axes: tuple) -> int:
+    bound = _compat.bound_axis_sizes()
+    return math.prod(bound[axis] for axis in axes)
+
+
+def _check_axes(function: str, axes: tuple, named: tuple) -> None:
+    bound = _compat.bound_axis_sizes()
+    for axis in named:
+        if axis not in bound:
+            known = ", ".join(repr(name) for name in bound) or "none"
+            raise NameError(
+                f"{function}: unbound axis name {axis!r}; the axes bound here: {known}. Call it under jax.shard_map, "
+                "jax.vmap or jax.pmap with an axis of that name."
+            )
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"{function}: each axis may be named once, got {axes}")
+
+
+def check_named(function: str, axes: tuple) -> None:
+    positional = tuple(axis for axis in axes if isinstance(axis, int))
+    if positional:
+        raise ValueError(f"{function} is over named axes, got the positional axes {positional}")
+    _check_axes(function, axes, axes)
+
+
+def check_groups(function: str, axis_index_groups: Groups | None, named: tuple) -> tuple[tuple[int, ...], ...] | None:
+    if axis_index_groups is None:
+        return None
+    groups = tuple(tuple(map(operator.index, group)) for group in axis_index_groups)
+    size = _num_ranks(named)
+    members = [rank for group in groups for rank in group]
+    if len(members) != size or set(members) != set(range(size)) or not all(groups):
+        raise ValueError(
+            f"{function}: axis_index_groups must hold every rank of {named} exactly once, that is 0 to {size - 1}, in "
+            f"groups that are not empty; got {[list(group) for group in groups]}"
+        )
+    return groups
+
+
+def group_size(function: str, axes: tuple, groups: tuple[tuple[int, ...], ...] | None) -> int:
+    """Ranks in each group, which must be alike for results to have one shape."""
+    sizes = {_num_ranks(axes)} if groups is None else {len(group) for group in groups}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"{function}: axis_index_groups must all be of one size, got {[list(group) for group in groups or ()]}"
+        )
+    return sizes.pop()
+
+
+def refuse_groups(function: str, groups) -> None:
+    if groups is not None:
+        raise NotImplementedError(
+            f"{function}: axis_index_groups are not supported under shard_map(..., check_vma=True), because results "
+            "that differ between groups are not invariant over the axis (lax.psum refuses them as well). Use "
+            "check_vma=False, or a mesh with an axis for the groups."
+        )
+
+
+def check_root(function: str, axes: tuple, root: int) -> int:
+    root, size = operator.index(root), _num_ranks(axes)
+    if not 0 <= root < size:
+        raise ValueError(f"{function}: root must be a rank of {axes}, that is 0 to {size - 1}, got {root}")
+    return root
+
+
+def canonical_dimension(function: str, name: str, dimension: int, ndim: int) -> int:
+    """The dimension counted from the front."""
+    if not -ndim <= dimension < ndim:
+        raise np.exceptions.AxisError(
+            f"{function}: {name} {dimension} is out of bounds for an array of dimension {ndim}"
+        )
+    return dimension % ndim
+
+
+def check_reduction(function: str, axis_name: AxisName, axis_index_groups: Groups | None):
+    """All axes, the named ones, the positional ones, and the groups."""
+    axes = _compat.skip_size_one_axes(axes_of(axis_name))
+    positional = tuple(axis for axis in axes if isinstance(axis, int))
+    named = tuple(axis for axis in axes if not isinstance(axis, int))
+    if not axes:
+        return axes, named, positional, None
+    _check_axes(function, axes, named)
+    if positional and _compat.check_vma():
+        raise ValueError(
+            f"{function}: positional axes {positional} cannot be reduced under shard_map(..., check_vma=True). "
+            "Use jnp.sum, jnp.max or jnp.min for them, and name the mesh axes only."
+        )
+    if positional and axis_index_groups is not None:
+        raise ValueError(
+            f"{function}: axis_index_groups are for named axes, got the positional axes {positional} as well"
+        )
+    return axes, named, positional, check_groups(function, axis_index_groups, named)
+
+
+# ---- Pytrees and leaves ---------------------------------------------------------------------------------------------
+
+
+def fused(tree, left_to_lax: Callable, namesake: Callable, to_operand: Callable, run: Callable):
+    """A collective over the leaves of a tree, those that one call can carry together in one call.
+
+    left_to_lax: (leaf) to whether its namesake in jax.lax takes it, since it needs no communication of ours.
+    to_operand: (leaf) to the array that takes part, and what operands of one call must have in common besides dtype.
+    run: (operands, what they have in common) to their results.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    together = defaultdict(list)
+    for i, leaf in enumerate(leaves):
+        if left_to_lax(leaf):
+            leaves[i] = namesake(leaf)
+        else:
+            leaves[i], common = to_operand(leaf)
+            together[leaves[i].dtype, common].append(i)
+    for (_, common), members in together.items():
+        results = run([leaves[i] for i in members], common)
+        for i, result in zip(members, results, strict=True):
+            leaves[i] = result
+    return jax.tree.unflatten(structure, leaves)
+
+
+def belongs_to_lax(leaf, axes: tuple) -> bool:
+    """Whether a leaf is one that the engines cannot take: no number, or partly reduced."""
+    if not isinstance(leaf, jax.Array):
+        return False
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return True
+    return not _compat.partially_reduced_axes(leaf).isdisjoint(axes)
+
+
+def no_namesake(function: str) -> Callable:
+    def refuse(leaf):
+        raise TypeError(
+            f"{function} takes arrays of numbers that are not marked as reduced or unreduced, got {jax.typeof(leaf)}. "
+            "For random keys, use jax.random.key_data and jax.random.wrap_key_data."
+        )
+
+    return refuse
+
+
+def counted(leaf):
+    """Booleans as the integers that lax.psum adds in their place."""
+    return leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
+
+
+def as_varying(function: str, operand, axes: tuple, *, mixed: bool = True):
+    """The operand cast, as JAX does it implicitly, to one that varies over all of the axes, where vma is tracked.
+
+    mixed: whether it may vary over some of the axes already.
+    """
+    if not _compat.check_vma():
+        return operand
+    _, axes = split_axes(axes)
+    varying = _compat.varying_axes(operand)
+    missing = tuple(axis for axis in axes if axis not in varying)
+    if not missing:
+        return operand
+    if (mixed or len(missing) == len(axes)) and _compat.auto_pcast():
+        return lax.pcast(operand, missing, to="varying")
+    raise ValueError(
+        f"{function} over {axes} got an operand of type {jax.typeof(operand)}, which is the same on all ranks of "
+        f"{missing}. If it has been summed over them already, as the gradient with respect to a replicated parameter "
+        "has been, a further sum would be too large by the number of ranks: leave those axes out. If every rank is "
+        f'to contribute its own copy, cast it first: lax.pcast(x, {missing}, to="varying").'
+    )
