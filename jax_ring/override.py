@@ -8,7 +8,6 @@ from functools import partial
 from typing import Self
 
 import jax
-import jax.numpy as jnp
 
 from jax_ring import _compat, lowering
 from jax_ring.options import Options
@@ -38,7 +37,8 @@ def _make_rule(function: str, kind: str, op: str, jaxs: Callable) -> Callable:
     """A lowering that is ours where the override is on, in this thread, and JAX's own elsewhere."""
 
     def lower(ctx, operand, **params):
-        if not _on.value or not _can_take(ctx.avals_in[0].dtype, kind, op):
+        # Random keys, which can be gathered, are no arrays to the engine.
+        if not _on.value or jax.dtypes.issubdtype(ctx.avals_in[0].dtype, jax.dtypes.extended):
             return jaxs(ctx, operand, **params)
         ours = {_RENAMED.get(name, name): value for name, value in params.items()}
         axes, groups = ours.pop("axes"), ours.pop("axis_index_groups", None)
@@ -56,14 +56,6 @@ def _make_rule(function: str, kind: str, op: str, jaxs: Callable) -> Callable:
         return lowering.lower(collective, ctx, operand, axes=named, axis_index_groups=groups, options=Options(), **ours)
 
     return lower
-
-
-def _can_take(dtype, kind: str, op: str) -> bool:
-    """Whether values of a type can go to the engine as they are, which our functions see to before their primitives."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        return False
-    adds = op == "sum" and kind != "all_gather"
-    return not (adds and dtype == jnp.bool_)
 
 
 def is_overridden(primitive_name: str) -> bool:

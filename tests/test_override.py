@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import _compat, override_lax
+from jax_ring import _compat, override, override_lax
 
 RANKS = 8
 MESH = make_mesh((RANKS,))
@@ -66,13 +66,13 @@ def test_compiled_functions_are_found_again():
 
 def test_as_a_call():
     f = total()
-    override = override_lax()
+    handle = override_lax()
     try:
         assert f(X) == OURS
     finally:
-        override.close()
+        handle.close()
     assert f(X) == XLAS
-    override.close()
+    handle.close()
     assert f(X) == XLAS
 
 
@@ -120,6 +120,56 @@ def test_within_control_flow_and_transformations(check_vma):
         ours, xlas = served_by(f.lower(X).compile().as_text())
     assert ours
     assert not xlas
+
+
+FAMILY = {
+    "pmax": lambda x: lax.pmax(x, "i"),
+    "pmin": lambda x: lax.pmin(x, "i"),
+    "psum_scatter": lambda x: lax.psum_scatter(jnp.outer(jnp.arange(16, dtype=x.dtype), x), "i", tiled=True),
+    "psum_scatter_second": lambda x: lax.psum_scatter(jnp.outer(x, x[:1] + jnp.arange(8, dtype=x.dtype)), "i",
+                                                      scatter_dimension=1),
+    "all_gather": lambda x: lax.all_gather(x, "i"),
+    "all_gather_tiled_second": lambda x: lax.all_gather(jnp.outer(x, x), "i", axis=1, tiled=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("body", FAMILY.values(), ids=FAMILY.keys())
+def test_the_family(body, dtype, check_vma):
+    x = (np.arange(16) % 3).astype(dtype)
+    f = sharded(body, mesh=MESH, check_vma=check_vma)
+    expected = f(x)
+    with override_lax():
+        np.testing.assert_array_equal(f(x), expected)
+        text = f.lower(x).compile().as_text()
+    assert "jax_ring_" in text
+    assert not any(f" {name}(" in text for name in ("all-reduce", "reduce-scatter", "all-gather"))
+
+
+def test_gathers_that_are_invariant():
+    gather = _compat.all_gather_invariant_p
+
+    def body(x):
+        return gather.bind(x, axis_name=("i",), axis_size=RANKS, all_gather_dimension=0, tiled=True)
+
+    f = total(body=body)
+    with override_lax():
+        text = f.lower(X).compile().as_text()
+        np.testing.assert_array_equal(f(X), X)
+    assert "jax_ring_all_gather" in text
+    assert "all-gather(" not in text
+
+
+def test_gathered_keys():
+    # Values of an extended type are no arrays to the engine.
+    def body(x):
+        keys = jax.random.split(jax.random.key(x[0].astype(int)), 1)
+        return jax.random.key_data(lax.all_gather(keys, "i", tiled=True))
+
+    f = sharded(body, mesh=MESH, check_vma=False)
+    expected = f(X)
+    with override_lax():
+        np.testing.assert_array_equal(f(X), expected)
 
 
 @pytest.mark.parametrize("axes", [0, (0, 1), ("i", 0), (1, "i"), (0, "i", 1)], ids=str)
@@ -224,7 +274,7 @@ def test_a_pullback_is_lowered_where_it_is_called(check_vma):
 def lowerings():
     return [
         (_compat._common_lowerings[p], p in _compat._uncacheable_primitives, p in _compat._platform_lowerings["cpu"])
-        for p in (_compat.psum_p, _compat.psum_invariant_p)
+        for p in override._OURS
     ]
 
 
@@ -268,10 +318,10 @@ def test_closed_in_any_order():
 
 
 def test_a_closed_override_is_not_entered_again():
-    override = override_lax()
-    with override:
+    handle = override_lax()
+    with handle:
         pass
-    with pytest.raises(RuntimeError, match=r"closed: call override_lax\(\) again"), override:
+    with pytest.raises(RuntimeError, match=r"closed: call override_lax\(\) again"), handle:
         pass
 
 
@@ -282,10 +332,10 @@ def test_refused_while_tracing():
 
     with pytest.raises(RuntimeError, match="being traced"):
         total(body=body)(X)
-    with override_lax() as override:
+    with override_lax() as handle:
 
         def closing(x):
-            override.close()
+            handle.close()
             return psum_i(x)
 
         with pytest.raises(RuntimeError, match="being traced"):
@@ -304,11 +354,11 @@ def in_thread(job):
 
 def test_on_in_one_thread_alone():
     f = total()
-    with override_lax() as override:
+    with override_lax() as handle:
         assert f(X) == OURS
         assert in_thread(lambda: f(X)) == XLAS
         with pytest.raises(RuntimeError, match="is on in thread 'MainThread' alone"):
-            in_thread(override.close)
+            in_thread(handle.close)
         assert f(X) == OURS
 
 
