@@ -180,6 +180,11 @@ def replace_lowering(primitive, platforms: tuple[str, ...], make_rule: Callable)
     return undo
 
 
+def notes_on_module(lowering_context) -> dict:
+    """A dictionary for notes of ours, which lives as long as the lowering of one module."""
+    return lowering_context.module_context.cached_primitive_lowerings.setdefault("jax_ring", {})
+
+
 def is_tracing() -> bool:
     """Whether some function is being traced in this thread."""
     return not _trace_state_clean()

@@ -46,8 +46,7 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
 
     details: what else the collective's primitive has for parameters.
     """
-    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
-    target, why_not = who_serves(collective.kind, platforms, ctx.module_context.axis_context)
+    target, why_not = _who_serves(ctx, collective.kind)
     if target is not None:
         return _emit(ctx, collective, target, operands, axes, axis_index_groups, options, **details)
     chosen = options.chosen()
@@ -67,6 +66,19 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
             axis_index_groups=axis_index_groups, **details,
         )
     ]  # fmt: skip
+
+
+def _who_serves(ctx, kind: str) -> tuple[str | None, str]:
+    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
+    return who_serves(kind, platforms, ctx.module_context.axis_context)
+
+
+def needs_call(ctx, kind: str, axes, axis_index_groups) -> bool:
+    """Whether `lower` will make a custom call: an engine of ours serves it, and there is somebody to talk to."""
+    target, _ = _who_serves(ctx, kind)
+    if target is None:
+        return False
+    return any(len(group) > 1 for group in replica_groups(ctx.module_context.axis_context, axes, axis_index_groups))
 
 
 def who_serves(kind: str, platforms: tuple[str, ...], axis_context) -> tuple[str | None, str]:
@@ -138,6 +150,18 @@ def _emit(ctx, collective, target, operands, axes, axis_index_groups, options, *
     if wide is not None:
         results = [_convert(ctx, x, aval) for x, aval in zip(results, ctx.avals_out, strict=True)]
     return results
+
+
+def erase(results) -> None:
+    """Takes a reduction's call, whose results nothing uses, out of the program again."""
+    owners = [result.owner.operation for result in results]
+    if owners[0].name == "stablehlo.convert":
+        converts, owners = owners, [convert.operands[0].owner.operation for convert in owners]
+        for convert in converts:
+            convert.erase()
+    position = owners[0].operands[0].owner.operation
+    owners[0].erase()
+    position.erase()
 
 
 def _blocks_first(x, *, axis_size: int, dimension: int, tiled: bool):

@@ -10,6 +10,7 @@ from typing import Self
 import jax
 
 from jax_ring import _compat, lowering
+from jax_ring.joining import lower_joined
 from jax_ring.options import Options
 
 # Whether the override is on in this thread. It is a part of the key of all of JAX's caches, from traced functions to
@@ -53,7 +54,10 @@ def _make_rule(function: str, kind: str, op: str, jaxs: Callable) -> Callable:
         # In one form, whatever containers and integers they came in, so that equal calls merge.
         groups = groups and tuple(tuple(map(operator.index, group)) for group in groups)
         collective = lowering.Collective(function, kind, op, lambda ctx, operand, **_: jaxs(ctx, operand, **params))
-        return lowering.lower(collective, ctx, operand, axes=named, axis_index_groups=groups, options=Options(), **ours)
+        lower = partial(lowering.lower, collective, axes=named, axis_index_groups=groups, options=Options(), **ours)
+        if kind != "all_reduce" or not lowering.needs_call(ctx, kind, named, groups):
+            return lower(ctx, operand)
+        return lower_joined(ctx, operand, (op, named, groups, ctx.avals_in[0].dtype), lower)
 
     return lower
 

@@ -84,7 +84,8 @@ def test_trees(mean, check_vma):
 
     f = total(check_vma, body)
     with override_lax():
-        assert served_by(f.lower(X).compile().as_text()) == (4, 0)
+        # One call for each dtype, as with ring_psum: booleans are added as int32.
+        assert served_by(f.lower(X).compile().as_text()) == (3, 0)
         out = f(X)
     scale = 1 / RANKS if mean else 1
     assert out["f"] == OURS * scale
@@ -373,7 +374,7 @@ def test_programs_are_never_half_and_half():
             with context():
                 text = f.lower(X).as_text()
                 assert f(X)[0] == expected
-            assert served_by(text) == ((20, 0) if expected == OURS else (0, 20))
+            assert served_by(text) == ((1, 0) if expected == OURS else (0, 20))
 
     before = lowerings()
     with ThreadPoolExecutor(4) as pool:
