@@ -35,14 +35,14 @@ class _Call:
             return True
         return any(next(iter(handle.result.uses), None) is not None for handle in self.handles)
 
-    def add(self, ctx, operand, lower: Callable):
+    def add(self, ctx, operand, emit: Callable):
         """The result for one operand more."""
         if operand in self.operands:
             return self.handles[self.operands.index(operand)].result
         self.operands.append(operand)
         self.avals.append((ctx.avals_in[0], ctx.avals_out[0]))
         avals_in, avals_out = zip(*self.avals, strict=True)
-        before, self.results = self.results, lower(ctx.replace(avals_in=avals_in, avals_out=avals_out), *self.operands)
+        before, self.results = self.results, emit(ctx.replace(avals_in=avals_in, avals_out=avals_out), *self.operands)
         for handle, result in zip(self.handles, self.results[:-1], strict=True):
             handle.operation.operands[0] = result
             handle.operation.move_after(self.results[-1].owner)
@@ -53,15 +53,15 @@ class _Call:
         return self.handles[-1].result
 
 
-def lower_joined(ctx, operand, key: Hashable, lower: Callable) -> list:
+def lower_joined(ctx, operand, key: Hashable, emit: Callable) -> list:
     """Emits the call for one operand, joined with the one of the same key before it if nothing has used that yet.
 
     The call then stands where the later one would. All ranks run the same program, so that they join the same.
 
-    lower: (ctx, *operands) to the results of one call for all operands.
+    emit: (ctx, *operands) to the results of one call for all operands.
     """
     calls = _compat.notes_on_module(ctx)
     block = ir.InsertionPoint.current.block
     if key not in calls or calls[key].is_closed(block):
         calls[key] = _Call(block)
-    return [calls[key].add(ctx, operand, lower)]
+    return [calls[key].add(ctx, operand, emit)]

@@ -1,4 +1,4 @@
-"""`override_lax()`: JAX's own collectives lower to this library, by other lowerings of its primitives."""
+"""`override_lax()`: JAX's own collectives lower to this library, by lowerings of ours for its primitives."""
 
 import contextlib
 import operator
@@ -54,10 +54,10 @@ def _make_rule(function: str, kind: str, op: str, jaxs: Callable) -> Callable:
         # In one form, whatever containers and integers they came in, so that equal calls merge.
         groups = groups and tuple(tuple(map(operator.index, group)) for group in groups)
         collective = lowering.Collective(function, kind, op, lambda ctx, operand, **_: jaxs(ctx, operand, **params))
-        lower = partial(lowering.lower, collective, axes=named, axis_index_groups=groups, options=Options(), **ours)
+        emit = partial(lowering.lower, collective, axes=named, axis_index_groups=groups, options=Options(), **ours)
         if kind != "all_reduce" or not lowering.needs_call(ctx, kind, named, groups):
-            return lower(ctx, operand)
-        return lower_joined(ctx, operand, (op, named, groups, ctx.avals_in[0].dtype), lower)
+            return emit(ctx, operand)
+        return lower_joined(ctx, operand, (op, named, groups, ctx.avals_in[0].dtype), emit)
 
     return lower
 

@@ -119,6 +119,19 @@ def test_blocks_are_not_crossed(check_vma):
         jax.tree.map(assert_same_bits, f(X), expected)
 
 
+@pytest.mark.parametrize("inner", ["scan", "jit"])
+def test_a_call_outside_is_not_joined_with_one_inside(inner, check_vma):
+    def body(x):
+        outside = psum(x)
+        if inner == "scan":
+            inside = lax.scan(lambda carry, _: (psum(carry + x) * 0.1 + x, None), x, length=2)[0]
+        else:
+            inside = jax.jit(lambda x: psum(x + 1))(x)
+        return outside * 2, inside
+
+    check(body, calls=2, out_specs=P("i"), check_vma=check_vma)
+
+
 def test_large_calls_do_not_grow(monkeypatch):
     monkeypatch.setattr(joining, "ENOUGH_BYTES", 16)
     check(lambda x: psum([x * k for k in range(6)]), calls=3)
