@@ -185,20 +185,32 @@ def merge_dimensions(x, dimension: int):
     return x.reshape(*x.shape[:dimension], x.shape[dimension] * x.shape[dimension + 1], *x.shape[dimension + 2 :])
 
 
-def lower_masked_psum(ctx, operand, *, axes, axis_index_groups, root, mask_before: bool):
-    """Lowers a reduce (a psum that is masked after) or a broadcast (before) where only XLA's all_reduce is at hand."""
+def lower_reduce_to_xla(ctx, operand, *, axes, axis_index_groups, root):
+    """Lowers a reduce where only XLA's collectives are at hand, as a psum of which only the root keeps the result."""
     del axis_index_groups
 
-    def masked_psum(x):
-        is_root = lax.axis_index(axes) == root
-        if not mask_before:
-            return jnp.where(is_root, lax.psum(x, axes), jnp.zeros_like(x))
-        if x.dtype == jnp.bool_:
-            return lax.psum((x & is_root).astype(jnp.uint8), axes).astype(jnp.bool_)
-        # Negative zeros change no number that is added to them, zeros included.
-        return lax.psum(jnp.where(is_root, x, -jnp.zeros_like(x)), axes)
+    def reduce(x):
+        return jnp.where(lax.axis_index(axes) == root, lax.psum(x, axes), jnp.zeros_like(x))
 
-    return mlir.lower_fun(masked_psum, multiple_results=False)(ctx, operand)
+    return mlir.lower_fun(reduce, multiple_results=False)(ctx, operand)
+
+
+def lower_broadcast_to_xla(ctx, operand, *, axes, axis_index_groups, root):
+    """Lowers a broadcast where only XLA's collectives are at hand, as a psum to which the others add zero."""
+    del axis_index_groups
+
+    def broadcast(x):
+        # Integers, because 0.0 + -0.0 is 0.0.
+        if jnp.iscomplexobj(x):
+            return lax.complex(broadcast(x.real), broadcast(x.imag))
+        if x.dtype == jnp.bool_:
+            return broadcast(x.astype(jnp.uint8)).astype(x.dtype)
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            bits = lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
+            return lax.bitcast_convert_type(broadcast(bits), x.dtype)
+        return lax.psum(jnp.where(lax.axis_index(axes) == root, x, jnp.zeros_like(x)), axes)
+
+    return mlir.lower_fun(broadcast, multiple_results=False)(ctx, operand)
 
 
 def replica_groups(axis_context, axes, axis_index_groups) -> Sequence[Sequence[int]]:

@@ -223,7 +223,7 @@ def _abstract_rooted(abstract_eval: Callable, aval, *, root, **params):
 
 ring_reduce_p: Primitive = _make_primitive(
     "ring_reduce",
-    Collective("ring_reduce", "reduce", "sum", partial(lowering.lower_masked_psum, mask_before=False)),
+    Collective("ring_reduce", "reduce", "sum", lowering.lower_reduce_to_xla),
     Rules(partial(_abstract_rooted, _compat.abstract_psum), _from_root, within_device.reduce),
 )
 
@@ -234,7 +234,7 @@ _BROADCAST = Rules(
 )
 ring_broadcast_p, ring_broadcast_invariant_p = _pair(
     "ring_broadcast",
-    Collective("ring_broadcast", "broadcast", "sum", partial(lowering.lower_masked_psum, mask_before=True)),
+    Collective("ring_broadcast", "broadcast", "sum", lowering.lower_broadcast_to_xla),
     _BROADCAST,
     _BROADCAST._replace(
         abstract_eval=partial(_abstract_rooted, _compat.abstract_psum_invariant), transpose=_only_on_root

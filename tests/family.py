@@ -1,0 +1,137 @@
+"""The family of collectives, each beside its namesake in jax.lax, or what lax makes of it, and its numpy oracle."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import RANKS, rank_fold
+from jax import lax
+
+import jax_ring
+
+# Each rank's operand: 8 ranks can scatter either dimension.
+SHAPE = (RANKS, 2 * RANKS)
+
+
+class Pair(NamedTuple):
+    """Two functions (x, axis_name, **more arguments), and what they should give."""
+
+    ours: Callable
+    theirs: Callable
+    oracle: Callable  # the operands of all ranks, stacked, to their results, stacked
+    differentiable: bool = True
+
+
+def vary(x, axis_name):
+    """x as a value that varies over the axis, where that is tracked."""
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    missing = tuple(axis for axis in axes if axis in manual and axis not in jax.typeof(x).mat.varying)
+    return lax.pcast(x, missing, to="varying") if missing and jax_ring._compat.check_vma() else x
+
+
+def lax_reduce(x, axis_name, *, root):
+    is_root = lax.axis_index(axis_name) == root
+    totals = jax.tree.map(lambda leaf: vary(leaf, axis_name), lax.psum(x, axis_name))
+    return jax.tree.map(lambda total: jnp.where(is_root, total, jnp.zeros_like(total)), totals)
+
+
+def lax_broadcast(x, axis_name, *, root):
+    is_root = lax.axis_index(axis_name) == root
+    masked = jax.tree.map(lambda leaf: jnp.where(is_root, leaf, jnp.zeros_like(leaf)), x)
+    return jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), lax.psum(masked, axis_name), x)
+
+
+def everywhere(result, ranks=RANKS):
+    return np.stack([result] * ranks)
+
+
+def extremum(values, better):
+    """The fold of np.maximum or np.minimum, with -0 smaller than +0."""
+    wide = values if values.dtype.itemsize >= 4 else values.astype(np.float32)
+    result = better.reduce(wide, axis=0)
+    if wide.dtype.kind == "f":
+        # Of zeros, the largest is negative if all are, and the smallest if any is.
+        if better is np.maximum:
+            negative = (np.signbit(wide) | (wide != 0)).all(0)
+        else:
+            negative = (np.signbit(wide) & (wide == 0)).any(0)
+        result = np.where(result == 0, np.where(negative, -0.0, 0.0).astype(wide.dtype), result)
+    return everywhere(result.astype(values.dtype), len(values))
+
+
+def blocks(total, dimension, tiled, ranks):
+    parts = np.split(total, ranks, dimension)
+    return np.stack(parts if tiled else [part.squeeze(dimension) for part in parts])
+
+
+def gathered(values, axis, tiled):
+    return everywhere(np.concatenate(values, axis) if tiled else np.stack(values, axis), len(values))
+
+
+def on_root(total, root, ranks):
+    result = np.zeros((ranks, *total.shape), total.dtype)
+    result[root] = total
+    return result
+
+
+def scatter(dimension, tiled) -> Pair:
+    arguments = {"scatter_dimension": dimension, "tiled": tiled}
+    return Pair(
+        partial(jax_ring.ring_psum_scatter, **arguments),
+        partial(lax.psum_scatter, **arguments),
+        lambda values: blocks(rank_fold(values), dimension, tiled, len(values)),
+    )
+
+
+def gather(axis, tiled, **more) -> Pair:
+    arguments = {"axis": axis, "tiled": tiled, **more}
+    return Pair(
+        partial(jax_ring.ring_all_gather, **arguments),
+        partial(lax.all_gather, **arguments),
+        lambda values: gathered(values, axis, tiled),
+    )
+
+
+FAMILY = {
+    "psum": Pair(jax_ring.ring_psum, lax.psum, lambda values: everywhere(rank_fold(values), len(values))),
+    "pmean": Pair(jax_ring.ring_pmean, lax.pmean, lambda values: everywhere(rank_fold(values) / len(values))),
+    "pmax": Pair(jax_ring.ring_pmax, lax.pmax, lambda values: extremum(values, np.maximum), differentiable=False),
+    "pmin": Pair(jax_ring.ring_pmin, lax.pmin, lambda values: extremum(values, np.minimum), differentiable=False),
+    "psum_scatter": scatter(0, False),
+    "psum_scatter_tiled": scatter(0, True),
+    "psum_scatter_tiled_1": scatter(1, True),
+    "all_gather": gather(0, False),
+    "all_gather_1": gather(1, False),
+    "all_gather_last": gather(-1, False),
+    "all_gather_tiled": gather(0, True),
+    "all_gather_tiled_1": gather(1, True),
+    "all_gather_invarying": gather(0, False, to="invarying"),
+    "all_gather_invarying_tiled": gather(1, True, to="invarying"),
+    "reduce": Pair(
+        partial(jax_ring.ring_reduce, root=3),
+        partial(lax_reduce, root=3),
+        lambda values: on_root(rank_fold(values), 3, len(values)),
+    ),
+    "broadcast": Pair(
+        partial(jax_ring.ring_broadcast, root=5), partial(lax_broadcast, root=5), lambda values: everywhere(values[5])
+    ),
+}
+
+
+def every_collective(where: Callable[[str, Pair], bool] = lambda name, pair: True):
+    """Runs a test with every collective of the family for which `where(name, pair)` holds."""
+    chosen = {name: pair for name, pair in FAMILY.items() if where(name, pair)}
+    return pytest.mark.parametrize("collective", chosen.values(), ids=chosen.keys())
+
+
+def adds(name: str, pair: Pair) -> bool:
+    return name.startswith(("psum", "pmean", "reduce"))
+
+
+def takes_groups(name: str, pair: Pair) -> bool:
+    return name not in ("reduce", "broadcast") and "invarying" not in name

@@ -1,0 +1,156 @@
+"""Derivatives of the family: those of the namesakes, and none where they have none."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from family import FAMILY, SHAPE, every_collective, vary
+from helpers import RANKS, assert_matches_lax, num_calls, sharded
+from jax import lax
+
+from jax_ring import ring_all_gather, ring_broadcast, ring_pmax, ring_psum_scatter, ring_reduce
+
+X = (np.arange(RANKS * np.prod(SHAPE)) % 5 - 2).astype(np.float32).reshape(RANKS * SHAPE[0], SHAPE[1])
+
+
+def comparable(name, pair):
+    """Without vma tracking, JAX 0.10's all_gather to "invarying" has the derivative of the form for it."""
+    return pair.differentiable and ("invarying" not in name or jax.__version_info__ >= (0, 12))
+
+
+differentiable = every_collective(lambda name, pair: pair.differentiable)
+compared = every_collective(comparable)
+
+
+def loss(fun, x):
+    """A scalar of each rank that depends on all ranks' x in different ways."""
+    y = vary(fun(x * x, "i"), "i")
+    weights = jnp.arange(y.size, dtype=y.dtype).reshape(y.shape) % 3 + lax.axis_index("i")
+    return jnp.sum(weights * y * y)
+
+
+@compared
+def test_grad(collective, check_vma):
+    assert_matches_lax(
+        lambda fun, x: jax.grad(lambda x: loss(fun, x))(x), X, pair=collective[:2], check_vma=check_vma
+    )  # fmt: skip
+
+
+@differentiable
+def test_grad_with_vma_tracking(collective):
+    assert_matches_lax(lambda fun, x: jax.grad(lambda x: loss(fun, x))(x), X, pair=collective[:2])
+
+
+@differentiable
+def test_jvp_and_linearize(collective, check_vma):
+    def body(fun, x):
+        f = lambda x: vary(fun(x * x, "i"), "i")  # noqa: E731
+        linear = jax.linearize(f, x)
+        return jax.jvp(f, (x,), (x + 1,)), linear[0], linear[1](x - 1)
+
+    assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)
+
+
+@compared
+def test_second_derivatives(collective, check_vma):
+    def body(fun, x):
+        gradient = jax.grad(lambda x: loss(fun, x))
+        return jax.jvp(gradient, (x,), (x,))[1], jax.grad(lambda x: jnp.sum(gradient(x) * x))(x)
+
+    assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma, rtol=1e-6)
+
+
+@compared
+def test_remat_and_scan(collective, check_vma):
+    def body(fun, x):
+        step = jax.checkpoint(lambda c, _: (c + jnp.sum(vary(fun(c, "i"), "i")) / 64, None))
+        return jax.grad(lambda x: jnp.sum(lax.scan(step, x, None, length=3)[0] ** 2))(x)
+
+    assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma, rtol=1e-5)
+
+
+@compared
+def test_gradient_from_outside_of_the_map(collective, check_vma):
+    gradients = []
+    for fun in collective[:2]:
+        mapped = sharded(lambda x, fun=fun: vary(fun(x, "i"), "i"), check_vma=check_vma)
+        gradients.append(jax.jit(jax.grad(lambda x, mapped=mapped: jnp.sum(mapped(x) ** 2)))(X))
+    np.testing.assert_array_equal(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [
+        (lambda x: ring_psum_scatter(x, "i"), "all_gather"),
+        (lambda x: ring_all_gather(x, "i"), "reduce_scatter"),
+        (lambda x: ring_reduce(x, "i", root=2), "broadcast"),
+        (lambda x: ring_broadcast(x, "i", root=2), "reduce"),
+    ],
+    ids=["psum_scatter", "all_gather", "reduce", "broadcast"],
+)
+def test_transposes(forward, backward):
+    # Each is the other's transpose, and a call of ours as well.
+    def body(x):
+        y, pull = jax.vjp(forward, x)
+        return pull(jnp.cos(y))[0]
+
+    f = sharded(body, check_vma=False)
+    text = f.lower(X).compile().as_text()
+    assert text.count('custom_call_target="jax_ring_') == 2
+    assert text.count(f'custom_call_target="jax_ring_{backward}"') == 1
+
+
+@pytest.mark.parametrize("name", ["psum_scatter", "all_gather", "reduce", "broadcast"])
+def test_transposing_twice_is_the_function(name):
+    fun = FAMILY[name].ours
+
+    def body(x):
+        transpose = jax.linear_transpose(lambda x: fun(x, "i"), x)
+        twice = jax.linear_transpose(lambda y: transpose(y)[0], fun(x, "i"))
+        return twice(x)[0] - fun(x, "i")
+
+    assert not np.any(sharded(body, check_vma=False)(X))
+
+
+def test_invariant_results_need_no_communication_back():
+    for fun in (FAMILY["all_gather_invarying"].ours, FAMILY["broadcast"].ours, FAMILY["psum"].ours):
+
+        def body(x, fun=fun):
+            y, pull = jax.vjp(lambda x: fun(x, "i"), x)
+            return pull(jnp.ones_like(y))[0]
+
+        assert num_calls(sharded(body), X) == 0
+
+
+@pytest.mark.parametrize("name", ["pmax", "pmin"])
+def test_extrema_have_no_derivative(name, check_vma):
+    for fun in FAMILY[name][:2]:
+        for derivative in (
+            jax.grad(lambda x, fun=fun: jnp.sum(fun(x, "i"))),
+            lambda x, fun=fun: jax.jvp(lambda x: fun(x, "i"), (x,), (x,)),
+        ):
+            with pytest.raises(NotImplementedError, match="Differentiation rule"):
+                sharded(derivative, check_vma=check_vma)(X)
+
+
+def test_extrema_of_constants_in_a_differentiated_function(check_vma):
+    def body(x):
+        return jax.grad(lambda x: jnp.sum(x / ring_pmax(lax.stop_gradient(jnp.abs(x)), "i")))(x)
+
+    scale = np.abs(X).reshape(RANKS, *SHAPE).max(0)
+    np.testing.assert_array_equal(
+        sharded(body, check_vma=check_vma)(X), np.tile(1 / scale, (RANKS, 1)).astype(np.float32)
+    )  # fmt: skip
+
+
+@every_collective(lambda name, pair: name.startswith(("psum_scatter", "all_gather")) and comparable(name, pair))
+def test_gradient_of_one_of_a_tree(collective, check_vma):
+    # The others' tangents and cotangents are symbolic zeros.
+    def body(fun, x):
+        def f(x):
+            out = fun({"a": x, "b": 2 * lax.stop_gradient(x), "c": 3 * x}, "i")
+            return jnp.sum(out["a"] ** 2)
+
+        return jax.grad(f)(x)
+
+    assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)

@@ -1,0 +1,121 @@
+"""Trees of the family: one call for what can travel together, none for what nobody uses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from family import SHAPE, every_collective, vary
+from helpers import RANKS, assert_matches_lax, compiled_text, num_calls, sharded
+from jax import lax
+
+from jax_ring import ring_all_gather, ring_pmax, ring_pmin, ring_psum, ring_psum_scatter
+
+X = (np.arange(RANKS * np.prod(SHAPE)) % 7 - 3).astype(np.float32).reshape(RANKS * SHAPE[0], SHAPE[1])
+KINDS = ["all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast"]
+
+
+def tree_of(x):
+    """Several shapes and dtypes."""
+    return {"a": x, "b": [x.astype(jnp.bfloat16), (x - 1, None)], "c": x.astype(jnp.int32), "d": 2 * x}
+
+
+@every_collective()
+def test_as_the_namesake(collective, check_vma):
+    def body(fun, x):
+        return jax.tree.map(lambda y: vary(y, "i"), fun(tree_of(x), "i"))
+
+    assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)
+
+
+@every_collective()
+def test_one_call_for_each_dtype(collective, check_vma):
+    assert num_calls(sharded(lambda x: collective.ours(tree_of(x), "i"), check_vma=check_vma), X) == 3
+
+
+@every_collective()
+def test_the_hlo_names_the_collective(collective, check_vma):
+    text = compiled_text(sharded(lambda x: collective.ours(x, "i"), check_vma=check_vma), X)
+    (kind,) = [kind for kind in KINDS if f'"jax_ring_{kind}"' in text]
+    name = getattr(collective.ours, "func", collective.ours).__name__
+    assert kind.replace("_", "") in {
+        "ring_psum_scatter": "reducescatter", "ring_all_gather": "allgather", "ring_reduce": "reduce",
+        "ring_broadcast": "broadcast",
+    }.get(name, "allreduce")  # fmt: skip
+    # None of XLA's.
+    assert not [op for op in ("all-reduce(", "reduce-scatter(", "all-gather(") if op in text]
+
+
+@every_collective()
+def test_unused_results_cost_nothing(collective, check_vma):
+    def body(x):
+        out = collective.ours({"used": x, "unused": x + 1, "other": x.astype(jnp.int32)}, "i")
+        return out["used"]
+
+    f = sharded(body, check_vma=check_vma)
+    assert num_calls(f, X) == 1
+    (call,) = [line for line in compiled_text(f, X).splitlines() if "custom_call_target" in line]
+    assert " of float32[8,16] over" in call
+
+
+@every_collective()
+def test_equal_calls_merge_and_others_do_not(collective, check_vma):
+    def body(x):
+        return collective.ours(x, "i"), collective.ours(x, "i"), collective.ours(x + 1, "i")
+
+    assert num_calls(sharded(body, check_vma=check_vma), X) == 2
+
+
+def test_maximum_and_minimum_do_not_merge(check_vma):
+    def body(x):
+        return ring_pmax(x, "i"), ring_pmin(x, "i"), ring_psum(x, "i")
+
+    largest, smallest, total = sharded(body, check_vma=check_vma)(X)
+    values = X.reshape(RANKS, *SHAPE)
+    np.testing.assert_array_equal(largest[:8], values.max(0))
+    np.testing.assert_array_equal(smallest[:8], values.min(0))
+    np.testing.assert_array_equal(total[:8], values.sum(0))
+
+
+@pytest.mark.parametrize("fun", [ring_all_gather, lax.all_gather], ids=["ours", "lax"])
+def test_leaves_of_different_ranks_and_one_negative_axis(fun, check_vma):
+    # The last axis is another one in each leaf, so that they are calls of their own.
+    def body(x):
+        out = fun({"matrix": x, "vector": x[0], "scalar": x[0, 0]}, "i", axis=-1)
+        return jax.tree.map(lambda y: y.reshape(-1, RANKS), out)
+
+    out = sharded(body, check_vma=check_vma)(X)
+    values = X.reshape(RANKS, *SHAPE)
+    np.testing.assert_array_equal(
+        out["matrix"][: SHAPE[0] * SHAPE[1]].reshape(*SHAPE, RANKS), np.moveaxis(values, 0, 2)
+    )
+    np.testing.assert_array_equal(out["vector"][: SHAPE[1]], values[:, 0].T)
+    np.testing.assert_array_equal(out["scalar"][0], values[:, 0, 0])
+
+
+@every_collective()
+def test_empty_trees(collective, check_vma):
+    assert_matches_lax(lambda fun, x: (fun({}, "i"), fun(None, "i"), x), X, pair=collective[:2], check_vma=check_vma)
+
+
+@every_collective(lambda name, pair: name in ("pmax", "pmin", "pmean", "psum"))
+def test_constants(collective, check_vma):
+    def body(fun, x):
+        return x + vary(fun(3, "i"), "i"), vary(fun({"n": np.ones(3, np.int32), "f": 2.5}, "i")["n"], "i") + 0
+
+    assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)
+
+
+@every_collective(lambda name, pair: "all_gather" in name)
+def test_constants_are_moved(collective, check_vma):
+    def body(fun, x):
+        return x, vary(fun(np.ones((2, 3), np.float32), "i"), "i")
+
+    assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)
+
+
+def test_layout_is_a_copy_only_where_it_must_be():
+    # Along the first dimension the engine writes the result itself.
+    for fun in (lambda x: ring_all_gather(x, "i", tiled=True), lambda x: ring_psum_scatter(x, "i", tiled=True)):
+        text = compiled_text(sharded(fun, check_vma=False), X)
+        assert "transpose" not in text
+        assert "copy(" not in text

@@ -1,0 +1,240 @@
+"""The family's results: the types and values of their namesakes, and the bits that are promised."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from family import FAMILY, SHAPE, adds, every_collective, vary
+from helpers import RANKS, assert_matches_lax, assert_same_bits, make_mesh, num_calls, sharded
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jax_ring import ring_all_gather, ring_broadcast, ring_pmax, ring_pmin, ring_psum, ring_psum_scatter, ring_reduce
+
+# Small integers, of which all sums are exact.
+X = (np.arange(RANKS * np.prod(SHAPE)) % 7 - 3).astype(np.float32).reshape(RANKS * SHAPE[0], SHAPE[1])
+
+DTYPES = [
+    "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2fnuz", "complex64",
+    "int8", "int16", "int32", "uint8", "uint16", "uint32", "int4", "uint2", "float4_e2m1fn",
+]  # fmt: skip
+
+
+def values_of(name, seed=0):
+    """Operands of all ranks over the range of the dtype, with different signs and magnitudes."""
+    rng = np.random.default_rng(seed)
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    if "int" in name:
+        info = ml_dtypes.iinfo(dtype)
+        kind = np.uint64 if info.min == 0 else np.int64
+        return rng.integers(int(info.min), int(info.max), (RANKS, *SHAPE), kind, endpoint=True).astype(dtype)
+    values = rng.standard_normal((RANKS, *SHAPE)) * 2.0 ** rng.integers(-3, 3, (RANKS, *SHAPE))
+    if dtype.kind == "c":
+        return (values + 1j * rng.standard_normal(values.shape)).astype(dtype)
+    return values.astype(np.float32).astype(dtype)
+
+
+def results_of(collective, values, check_vma=False, **options):
+    """What each rank gets if rank r has values[r]."""
+    f = sharded(lambda v: collective(v[0], "i", **options)[None], mesh=make_mesh((len(values),)), check_vma=check_vma)
+    if values.size:
+        assert num_calls(f, values) == 1
+    return np.asarray(f(values))
+
+
+@every_collective()
+def test_as_the_namesake(collective, check_vma):
+    def body(fun, x):
+        return fun(x, "i"), fun(x.astype(jnp.int32), "i"), vary(fun(x - 1, "i"), "i")
+
+    assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@every_collective(lambda name, pair: name != "pmean")
+def test_bits(collective, dtype):
+    if dtype == "complex64" and not collective.differentiable:
+        pytest.skip("complex numbers have no order")
+    values = values_of(dtype)
+    assert_same_bits(results_of(collective.ours, values), collective.oracle(values))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "uint64", "complex128"])
+@every_collective(lambda name, pair: name != "pmean")
+def test_bits_of_wide_types(collective, dtype):
+    if dtype == "complex128" and not collective.differentiable:
+        pytest.skip("complex numbers have no order")
+    with jax.enable_x64(True):
+        values = values_of(dtype)
+        assert_same_bits(results_of(collective.ours, values), collective.oracle(values))
+
+
+@pytest.mark.parametrize("dtype", ["bool", "float16", "int8", "complex64", "float32"])
+@every_collective(lambda name, pair: not name.startswith("psum_scatter"))
+def test_type_as_the_namesake(collective, dtype, check_vma):
+    if dtype == "complex64" and not collective.differentiable:
+        pytest.skip("complex numbers have no order")
+    x = (X > 0) if dtype == "bool" else X.astype(dtype)
+    assert_matches_lax(lambda fun, x: fun(x, "i"), x, pair=collective[:2], check_vma=check_vma)
+
+
+@every_collective(lambda name, pair: "gather" in name or name == "broadcast")
+def test_moved_bits_are_not_touched(collective):
+    # Every NaN, which a conversion would make one.
+    codes = np.arange(RANKS * np.prod(SHAPE), dtype=np.uint16).reshape(RANKS, *SHAPE) + 0x7F00
+    moved = results_of(collective.ours, codes.view(ml_dtypes.bfloat16)).view(np.uint16)
+    np.testing.assert_array_equal(moved, collective.oracle(codes))
+
+
+@every_collective(adds)
+def test_sums_are_the_same_fold_everywhere(collective):
+    # 1e8 + 1 is 1e8 in float32: who was added when can be seen.
+    values = np.ones((RANKS, *SHAPE), np.float32)
+    values[0], values[1] = 1e8, -1e8
+    results = results_of(collective.ours, values)
+    assert set(np.unique(results)) <= {0, 6 / 8, 6}
+    values[[1, 7]] = values[[7, 1]]
+    assert set(np.unique(results_of(collective.ours, values))) == {0}
+
+
+def test_parts_of_a_sum_have_its_bits():
+    values = values_of("bfloat16")
+    total = results_of(ring_psum, values)[0]
+    scattered = results_of(ring_psum_scatter, values, tiled=True)
+    assert_same_bits(np.concatenate(scattered), total)
+    assert_same_bits(results_of(ring_reduce, values, root=6)[6], total)
+
+
+def test_ring_order_of_a_scatter():
+    # Block r is folded from rank r + 1 on, whatever its size.
+    values = values_of("float32")
+    scattered = results_of(ring_psum_scatter, values, order="ring")
+    for rank in range(RANKS):
+        rotated = np.roll(values[:, rank], -(rank + 1), axis=0)
+        total = rotated[0]
+        for value in rotated[1:]:
+            total = total + value
+        assert_same_bits(scattered[rank], total)
+
+
+def test_ring_order_of_a_reduce_is_that_of_the_sum():
+    values = values_of("float32")
+    total = results_of(ring_psum, values, order="ring")[2]
+    assert_same_bits(results_of(ring_reduce, values, order="ring", root=2)[2], total)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
+def test_extrema_of_zeros_and_nans(dtype):
+    values = np.zeros((RANKS, 5), np.float32)
+    values[3, 0] = values[:, 1] = -0.0
+    values[5, 2] = np.nan
+    values[:, 3] = np.arange(RANKS) - 9
+    values[1:, 4] = -0.0
+    values = values.astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    largest = results_of(ring_pmax, values)[6].astype(np.float32)
+    smallest = results_of(ring_pmin, values)[6].astype(np.float32)
+    np.testing.assert_array_equal(largest, [0, 0, np.nan, -2, 0])
+    np.testing.assert_array_equal(smallest, [0, 0, np.nan, -9, 0])
+    np.testing.assert_array_equal(np.signbit(largest[[0, 1, 4]]), [False, True, False])
+    np.testing.assert_array_equal(np.signbit(smallest[[0, 1, 4]]), [True, True, True])
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (1023,), (40_003,), (2, 3, 5)], ids=str)
+def test_shapes(shape, check_vma):
+    values = np.random.default_rng(0).standard_normal((RANKS, *shape)).astype(np.float32)
+    for name in ("psum", "pmax", "all_gather", "reduce", "broadcast"):
+        assert_same_bits(results_of(FAMILY[name].ours, values, check_vma), FAMILY[name].oracle(values))
+    stacked = np.stack([values] * RANKS, axis=1)
+    assert_same_bits(results_of(ring_psum_scatter, stacked, check_vma), FAMILY["psum_scatter"].oracle(stacked))
+
+
+@pytest.mark.parametrize("dimension", [0, 1, 2, -1, -2])
+def test_dimensions(dimension, check_vma):
+    values = np.random.default_rng(0).standard_normal((RANKS, 8, 16, 8)).astype(np.float32)
+    for tiled in (False, True):
+        gathered = results_of(ring_all_gather, values, check_vma, axis=dimension, tiled=tiled)
+        join = np.concatenate if tiled else np.stack
+        assert_same_bits(gathered, np.stack([join(values, dimension)] * RANKS))
+        square = values[:, :, :8]
+        scattered = results_of(ring_psum_scatter, square, check_vma, scatter_dimension=dimension, tiled=tiled)
+        total = square[0]
+        for value in square[1:]:
+            total = total + value
+        parts = np.split(total, RANKS, dimension)
+        assert_same_bits(scattered, np.stack(parts if tiled else [part.squeeze(dimension) for part in parts]))
+
+
+@pytest.mark.parametrize("root", range(RANKS))
+def test_every_root(root, check_vma):
+    values = values_of("int32")[:, 0]
+    reduced = results_of(ring_reduce, values, check_vma, root=root)
+    np.testing.assert_array_equal(reduced[root], values.sum(0, dtype=np.int32))
+    assert not np.delete(reduced, root, axis=0).any()
+    np.testing.assert_array_equal(results_of(ring_broadcast, values, check_vma, root=root), [values[root]] * RANKS)
+
+
+@every_collective()
+def test_one_rank(collective, check_vma):
+    x = X[:8, :8]
+    one = {"root": 0} if "root" in getattr(collective.ours, "keywords", {}) else {}
+    if "scatter_dimension" in getattr(collective.ours, "keywords", {}) and not collective.ours.keywords["tiled"]:
+        x = x[:1]
+
+    def body(fun, x):
+        return vary(fun(x, "i", **one), "i")[None]
+
+    assert_matches_lax(body, x, pair=collective[:2], mesh=make_mesh((1,)), check_vma=check_vma)
+
+
+@pytest.mark.parametrize("axes", [("i", "j"), ("j", "i")], ids=str)
+@every_collective()
+def test_several_axes(collective, axes, check_vma):
+    mesh = make_mesh((2, 4), ("i", "j"))
+    assert_matches_lax(
+        lambda fun, x: vary(fun(x, axes), axes), X, pair=collective[:2], mesh=mesh,
+        in_specs=P(("i", "j")), out_specs=P(("i", "j")), check_vma=check_vma,
+    )  # fmt: skip
+
+
+@every_collective(lambda name, pair: name not in ("reduce", "broadcast"))
+def test_one_axis_of_two(collective, check_vma):
+    mesh = make_mesh((2, 8), ("j", "i"))
+    x = np.concatenate([X, X + 1])
+    assert_matches_lax(
+        lambda fun, x: vary(fun(x, "i"), "i"), x, pair=collective[:2], mesh=mesh,
+        in_specs=P(("j", "i")), out_specs=P(("j", "i")), check_vma=check_vma,
+    )  # fmt: skip
+
+
+@every_collective()
+def test_operand_that_is_the_same_on_all_ranks(collective, check_vma):
+    def body(fun, x):
+        return vary(fun(jnp.ones_like(x, shape=SHAPE) * 2, "i"), "i")
+
+    assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)
+
+
+def test_positional_axes():
+    for pair in (FAMILY["pmax"], FAMILY["pmin"], FAMILY["psum"]):
+        for axes in (("i", 0), (1, "i"), (0,)):
+            assert_matches_lax(
+                lambda fun, x, axes=axes: fun(x, axes) + x[0, 0], X, pair=pair[:2], check_vma=False
+            )  # fmt: skip
+
+
+def test_mean_in_groups_of_different_sizes():
+    groups = [[0, 1, 2], [3, 4, 5, 6, 7]]
+    means = sharded(lambda x: FAMILY["pmean"].ours(x, "i", axis_index_groups=groups), check_vma=False)(np.arange(8.0))
+    np.testing.assert_array_equal(means, [1, 1, 1, 5, 5, 5, 5, 5])
+
+
+@every_collective()
+def test_inside_a_loop(collective, check_vma):
+    def body(fun, x):
+        def step(_, carry):
+            return carry + jnp.sum(vary(fun(carry + x, "i"), "i")) % 3
+
+        return lax.fori_loop(0, 5, step, x)
+
+    assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)
