@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jax_ring
 from jax_ring import explain, override_lax, ring_psum
 from jax_ring.compiled import find_collectives
 from jax_ring.cost import wire_bytes
@@ -124,6 +125,38 @@ def test_collectives_of_lax():
     }  # fmt: skip
     assert found.predicted_bytes == found.counted_bytes
     assert all(call.served_by == "XLA" and "not overridden" in call.why for call in by_name.values())
+
+
+OURS = {
+    "psum": lambda x: jax_ring.ring_psum(x, "i"),
+    "pmax": lambda x: jax_ring.ring_pmax(x, "i"),
+    "pmin": lambda x: jax_ring.ring_pmin(x, "i"),
+    "psum_scatter": lambda x: jax_ring.ring_psum_scatter(jnp.tile(x, RANKS), "i", tiled=True),
+    "all_gather": lambda x: jax_ring.ring_all_gather(x, "i"),
+    "reduce": lambda x: jax_ring.ring_reduce(x, "i", root=3),
+    "broadcast": lambda x: jax_ring.ring_broadcast(x, "i", root=3),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_family(name, check_vma):
+    found = explained(OURS[name], check_vma=check_vma)
+    call = only(found.collectives)
+    assert call.name.removesuffix("_invariant") == f"ring_{name}"
+    assert call.served_by == "jax_ring"
+    assert found.predicted_bytes == found.counted_bytes == call.wire_bytes
+    # Gathers and scatters are of 8 times the 8 bytes that each rank has of its own.
+    volume = 64 if name in ("psum_scatter", "all_gather") else 8
+    assert call.num_bytes == volume
+    assert call.wire_bytes == volume * 7 / 8 * (2 if name in ("psum", "pmax", "pmin") else 1)
+
+
+def test_mesh_of_the_context():
+    mapped = jax.shard_map(lambda x: ring_psum(x, "i"), in_specs=P("i"), out_specs=P())
+    with jax.set_mesh(MESH):
+        found = explain(jax.jit(mapped), X)
+    assert only(found.collectives).served_by == "jax_ring"
+    assert found.predicted_bytes == found.counted_bytes == 14
 
 
 def test_who_serves_under_the_override():
