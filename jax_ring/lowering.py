@@ -152,16 +152,24 @@ def _emit(ctx, collective, target, operands, axes, axis_index_groups, options, *
     return results
 
 
+# What `_emit` puts before a reduction's call.
+_PREPARATIONS = ("stablehlo.partition_id", "stablehlo.convert")
+
+
 def erase(results) -> None:
-    """Takes a reduction's call, whose results nothing uses, out of the program again."""
+    """Takes a reduction's call, whose results nothing uses, out of the program again, with what was made for it."""
     owners = [result.owner.operation for result in results]
     if owners[0].name == "stablehlo.convert":
         converts, owners = owners, [convert.operands[0].owner.operation for convert in owners]
         for convert in converts:
             convert.erase()
-    position = owners[0].operands[0].owner.operation
-    owners[0].erase()
-    position.erase()
+    call = owners[0]
+    inputs = list(call.operands)
+    call.erase()
+    for value in inputs:
+        made = not isinstance(value.owner, ir.Block) and value.owner.operation.name in _PREPARATIONS
+        if made and next(iter(value.uses), None) is None:
+            value.owner.operation.erase()
 
 
 def _blocks_first(x, *, axis_size: int, dimension: int, tiled: bool):

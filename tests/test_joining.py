@@ -100,6 +100,10 @@ def test_types_that_are_widened(dtype):
     f = sharded(body, mesh=MESH, out_specs=P())
     with override_lax():
         assert num_calls(f, values) == 1
+        # Nothing is left of the call for the first operand alone: a type is widened once for each.
+        text = f.lower(values).as_text()
+        assert text.count("@jax_ring_all_reduce") == text.count("stablehlo.partition_id") == 1
+        assert text.count("stablehlo.convert") == 6
         for total in f(values):
             np.testing.assert_array_equal(total, rank_fold(values.astype(np.float32))[None, : total.shape[1]])
 
