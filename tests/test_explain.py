@@ -159,6 +159,20 @@ def test_mesh_of_the_context():
     assert found.predicted_bytes == found.counted_bytes == 14
 
 
+def test_nested_shard_maps(check_vma):
+    # The inner one leaves no axis to the compiler, since the outer one has taken the other.
+    def outer(x):
+        options = {"in_specs": P("j"), "out_specs": P("j"), "axis_names": {"j"}, "check_vma": check_vma}
+        return ring_psum(jax.shard_map(lambda x: ring_psum(x, "j") + x, **options)(x), "i")
+
+    mesh = make_mesh((2, 4), ("i", "j"))
+    options = {"in_specs": P("i"), "out_specs": P(), "axis_names": {"i"}, "check_vma": check_vma}
+    with jax.set_mesh(mesh):
+        inner, outer = explain(jax.jit(jax.shard_map(outer, mesh=mesh, **options)), X).collectives
+    assert (inner.axes, inner.served_by) == (("j",), "jax_ring")
+    assert (outer.axes, outer.served_by) == (("i",), "XLA")
+
+
 def test_who_serves_under_the_override():
     body = lambda x: lax.psum(x, "i")  # noqa: E731
     with override_lax():
