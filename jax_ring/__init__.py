@@ -8,4 +8,8 @@ from jax_ring.collectives import ring_pmin as ring_pmin
 from jax_ring.collectives import ring_psum as ring_psum
 from jax_ring.collectives import ring_psum_scatter as ring_psum_scatter
 from jax_ring.collectives import ring_reduce as ring_reduce
+from jax_ring.explanation import Explanation as Explanation
+from jax_ring.explanation import explain as explain
+from jax_ring.override import Override as Override
+from jax_ring.override import override_lax as override_lax
 from jax_ring.runtime import __version__ as __version__

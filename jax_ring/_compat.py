@@ -1,6 +1,8 @@
 """Every name of JAX that is private or differs between versions, and nothing else."""
 
+import dataclasses
 import pathlib
+from collections.abc import Callable
 
 import jax
 from jax.extend import source_info_util as _source_info_util
@@ -17,10 +19,10 @@ try:
     from jax._src import config as _config
     from jax._src import core as _core
     from jax._src import distributed as _distributed
+    from jax._src.interpreters import mlir as _mlir
     from jax._src.interpreters.pxla import axis_groups as _axis_groups
     from jax._src.lax import parallel as _parallel
     from jax.interpreters.mlir import SPMDAxisContext as SPMDAxisContext
-    from jax.interpreters.mlir import _lowerings
     from jax.interpreters.partial_eval import dce_rules as _dce_rules
     from jaxlib import xla_client as _xla_client
 
@@ -30,12 +32,16 @@ try:
     _auto_pcast = _config.auto_pcast
     _skip_size_one_axes = _parallel._maybe_skip_one_sized_axes
     _register_custom_type = _xla_client._xla.register_custom_type
+    _common_lowerings = _mlir._lowerings
+    _platform_lowerings = _mlir._platform_specific_lowerings
+    _uncacheable_primitives = _mlir._uncacheable_primitives
+    _trace_state_clean = _core.trace_state_clean
     pmax_p = _parallel.pmax_p
     pmin_p = _parallel.pmin_p
     reduce_scatter_p = _parallel.reduce_scatter_p
     all_gather_p = _parallel.all_gather_p
     all_gather_invariant_p = _parallel.all_gather_invariant_p
-    _lax_rules = {p: _lowerings[p].rule for p in (psum_p, pmax_p, pmin_p, reduce_scatter_p, all_gather_p)}
+    _lax_rules = {p: _common_lowerings[p].rule for p in (psum_p, pmax_p, pmin_p, reduce_scatter_p, all_gather_p)}
 except (ImportError, AttributeError, KeyError) as error:
     raise ImportError(
         f"jax_ring does not know JAX {jax.__version__}: {error}. "
@@ -147,6 +153,48 @@ def lower_lax_all_gather(ctx, operand, *, axes, axis_index_groups, axis_size, di
         ctx.replace(primitive=all_gather_p), operand, axis_name=axes, axis_index_groups=axis_index_groups,
         axis_size=axis_size, all_gather_dimension=dimension, tiled=tiled,
     )  # fmt: skip
+
+
+def replace_lowering(primitive, platforms: tuple[str, ...], make_rule: Callable) -> Callable[[], None]:
+    """Replaces the lowering of one of JAX's primitives for some platforms, and returns a function that undoes it.
+
+    A rule that JAX has for all platforms together stays one: split by platform, it would turn into a conditional in
+    programs for several platforms, which JAX (up to 0.12) fails to make for primitives that are not cacheable. Such
+    programs go to make_rule's rule as well, which tells them apart by `ctx`.
+
+    make_rule: (JAX's rule) to the rule that takes its place.
+    """
+    registries = [_common_lowerings, *(_platform_lowerings[platform] for platform in platforms)]
+    before = [(registry, registry[primitive]) for registry in registries if primitive in registry]
+    for registry, entry in before:
+        registry[primitive] = dataclasses.replace(entry, rule=make_rule(entry.rule))
+    # For the reason that our own primitives are not: a cached lowering does not know where the call stands.
+    cacheable = primitive not in _uncacheable_primitives
+    _uncacheable_primitives.add(primitive)
+
+    def undo() -> None:
+        for registry, entry in before:
+            registry[primitive] = entry
+        if cacheable:
+            _uncacheable_primitives.discard(primitive)
+
+    return undo
+
+
+def notes_on_module(lowering_context) -> dict:
+    """A dictionary for notes of ours, which lives as long as the lowering of one module."""
+    return lowering_context.module_context.cached_primitive_lowerings.setdefault("jax_ring", {})
+
+
+def is_tracing() -> bool:
+    """Whether some function is being traced in this thread."""
+    return not _trace_state_clean()
+
+
+def axis_context_within(shard_map_params: dict):
+    """The axis context in which the body of a shard_map is lowered, from the parameters of its equation."""
+    mesh = shard_map_params["mesh"]
+    return SPMDAxisContext(mesh, frozenset(shard_map_params["newly_manual_axes"]) | set(mesh.manual_axes))
 
 
 def replica_groups(axis_context, axes: tuple) -> tuple[tuple[int, ...], ...]:

@@ -6,8 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import Primitive
+
+# JAX's own, whoever is put in their place later: `jax.lax.psum = ring_psum` is one way to replace them.
+from jax.lax import all_gather as lax_all_gather
+from jax.lax import pmax as lax_pmax
+from jax.lax import pmin as lax_pmin
+from jax.lax import psum as lax_psum
+from jax.lax import psum_scatter as lax_psum_scatter
 
 from jax_ring import _compat, primitives
 from jax_ring.arguments import (
@@ -113,7 +119,7 @@ def ring_pmax(x: Any, axis_name: AxisName, *, axis_index_groups: Groups | None =
     Raises:
       TypeError: for complex numbers, which have no order.
     """
-    return _extremum("ring_pmax", _PMAX, lax.pmax, x, axis_name, axis_index_groups, algorithm)
+    return _extremum("ring_pmax", _PMAX, lax_pmax, x, axis_name, axis_index_groups, algorithm)
 
 
 def ring_pmin(x: Any, axis_name: AxisName, *, axis_index_groups: Groups | None = None, algorithm: str = "auto") -> Any:
@@ -121,7 +127,7 @@ def ring_pmin(x: Any, axis_name: AxisName, *, axis_index_groups: Groups | None =
 
     All else is as for `ring_pmax`.
     """
-    return _extremum("ring_pmin", _PMIN, lax.pmin, x, axis_name, axis_index_groups, algorithm)
+    return _extremum("ring_pmin", _PMIN, lax_pmin, x, axis_name, axis_index_groups, algorithm)
 
 
 def ring_psum_scatter(
@@ -171,7 +177,7 @@ def ring_psum_scatter(
         return leaf, canonical_dimension(function, "scatter_dimension", scatter_dimension, leaf.ndim)
 
     def namesake(leaf):
-        return lax.psum_scatter(
+        return lax_psum_scatter(
             leaf, axes, scatter_dimension=scatter_dimension, axis_index_groups=groups, tiled=tiled
         )  # fmt: skip
 
@@ -232,7 +238,7 @@ def ring_all_gather(
     gather = primitives.ring_all_gather_invariant_p if invariant else primitives.ring_all_gather_p
 
     def namesake(leaf):
-        return lax.all_gather(leaf, axes, axis_index_groups=groups, axis=axis, tiled=tiled, to=to)
+        return lax_all_gather(leaf, axes, axis_index_groups=groups, axis=axis, tiled=tiled, to=to)
 
     if to == "reduced":
         return jax.tree.map(namesake, x)
@@ -335,11 +341,11 @@ def _psum(function: str, x, axis_name: AxisName, axis_index_groups: Groups | Non
         return not (isinstance(leaf, jax.core.Tracer) or uneven) or belongs_to_lax(leaf, named)
 
     def namesake(leaf):
-        return lax.psum(leaf, axes, axis_index_groups=groups)
+        return lax_psum(leaf, axes, axis_index_groups=groups)
 
     def operand(leaf):
         leaf = jnp.asarray(leaf)
-        leaf = counted(lax.psum(leaf, positional) if positional else leaf)
+        leaf = counted(lax_psum(leaf, positional) if positional else leaf)
         return as_varying(function, leaf, named, mixed=False), None
 
     def run(operands, _):

@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -17,6 +16,9 @@ from jax.interpreters import mlir
 from jax_ring import _compat, communicator, runtime
 
 logger = logging.getLogger("jax_ring")
+
+# The platforms that have an engine of ours.
+PLATFORMS = ("cpu",)
 
 # Types that the engine does not read: XLA packs the integers of fewer than 8 bits, and these floats are too rare to
 # be worth a fold of their own. They are widened before the call and rounded once after it.
@@ -44,10 +46,10 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
 
     details: what else the collective's primitive has for parameters.
     """
-    groups = _replica_groups(ctx, axes, axis_index_groups)
-    caller, why_not = _who_serves(ctx, groups)
-    if caller is not None:
-        return _emit(ctx, collective, caller, groups, operands, axes, axis_index_groups, options, **details)
+    groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
+    engine, why_not = _who_serves(ctx, groups)
+    if engine is not None:
+        return _emit(ctx, collective, engine, groups, operands, axes, axis_index_groups, options, **details)
     xlas = collective.kind if collective.kind not in ("reduce", "broadcast") else "all_reduce"
     ignored = f", which knows no {chosen}" if (chosen := options.chosen()) else ""
     instead = f"XLA's {xlas}{ignored}: {why_not}"
@@ -67,6 +69,35 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
     ]  # fmt: skip
 
 
+def _who_serves(ctx, groups) -> tuple[str | None, str]:
+    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
+    return who_serves(platforms, ctx.module_context.axis_context, groups)
+
+
+def needs_call(ctx, axes, axis_index_groups) -> bool:
+    """Whether `lower` will make a custom call: an engine of ours serves it, and there is somebody to talk to."""
+    groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
+    engine, _ = _who_serves(ctx, groups)
+    return engine is not None and any(len(group) > 1 for group in groups)
+
+
+def who_serves(platforms: tuple[str, ...], axis_context, groups) -> tuple[str | None, str]:
+    """The engine that serves a call, "cpu" or "cuda"; or none, and why XLA has to."""
+    if platforms not in (("cpu",), ("cuda",)):
+        return None, f"the program is lowered for {' and '.join(platforms)}"
+    if not isinstance(axis_context, _compat.SPMDAxisContext):
+        return None, f"its axes belong to {type(axis_context).__name__}, not to a shard_map"
+    automatic = set(axis_context.mesh.axis_names) - set(axis_context.manual_axes)
+    if automatic:
+        return None, f"the enclosing shard_map leaves the axes {sorted(map(str, automatic))} to the compiler"
+    if platforms == ("cuda",):
+        why_not = communicator.why_not_gpus(axis_context.mesh, groups)
+        return (None, why_not) if why_not else ("cuda", "")
+    if jax.process_count() > 1:
+        return None, f"the program runs in {jax.process_count()} processes"
+    return "cpu", ""
+
+
 class Caller(NamedTuple):
     """How an engine is told the groups, and which of their members it is called for."""
 
@@ -75,26 +106,8 @@ class Caller(NamedTuple):
     attributes: dict
 
 
-def _who_serves(ctx, groups) -> tuple[Callable[[], Caller] | None, str]:
-    """How the engine that serves the call is told the caller; or, if none does, None and why XLA has to."""
-    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
-    if platforms not in (("cpu",), ("cuda",)):
-        return None, f"the program is lowered for {' and '.join(platforms)}"
-    axis_context = ctx.module_context.axis_context
-    if not isinstance(axis_context, _compat.SPMDAxisContext):
-        return None, f"its axes belong to {type(axis_context).__name__}, not to a shard_map"
-    automatic = set(axis_context.mesh.axis_names) - set(axis_context.manual_axes)
-    if automatic:
-        return None, f"the enclosing shard_map leaves the axes {sorted(map(str, automatic))} to the compiler"
-    if platforms == ("cuda",):
-        why_not = communicator.why_not_gpus(axis_context.mesh, groups)
-        return (None, why_not) if why_not else (partial(_caller_on_cuda, axis_context.mesh, groups), "")
-    if jax.process_count() > 1:
-        return None, f"the program runs in {jax.process_count()} processes"
-    return partial(_caller_on_cpu, groups), ""
-
-
-def _caller_on_cpu(groups) -> Caller:
+def _caller_on_cpu(mesh, groups) -> Caller:
+    del mesh
     # The caller's mesh position is a run-time value: one program serves all devices.
     position = hlo.partition_id()
     partitions = np.array([i for group in groups for i in group], np.int64)
@@ -110,8 +123,11 @@ def _caller_on_cuda(mesh, groups) -> Caller:
     return Caller([], [], {"processes": processes, "devices": np.array([gpu.number for gpu in members], np.int64)})
 
 
+_CALLERS = {"cpu": _caller_on_cpu, "cuda": _caller_on_cuda}
+
+
 def _emit(
-    ctx, collective, caller, groups, operands, axes, axis_index_groups, options, *, root=0, axis_size=None, **layout
+    ctx, collective, engine, groups, operands, axes, axis_index_groups, options, *, root=0, axis_size=None, **layout
 ):
     """The custom call, and around it the conversions of types and layouts for the engine.
 
@@ -143,7 +159,7 @@ def _emit(
     else:
         call = _describe(ctx, collective.function, axes, axis_index_groups)
         runtime.note_call_site(call, _compat.call_site(ctx))
-        before, avals_before, attributes = caller()
+        before, avals_before, attributes = _CALLERS[engine](ctx.module_context.axis_context.mesh, groups)
         in_place = {
             len(before) + i: i for i, x in enumerate(operands) if not (scatters or gathers) and _may_overwrite(x)
         }
@@ -166,6 +182,26 @@ def _emit(
     if wide is not None:
         results = [_convert(ctx, x, aval) for x, aval in zip(results, ctx.avals_out, strict=True)]
     return results
+
+
+# What `_emit` puts before a reduction's call.
+_PREPARATIONS = ("stablehlo.partition_id", "stablehlo.convert")
+
+
+def erase(results) -> None:
+    """Takes a reduction's call, whose results nothing uses, out of the program again, with what was made for it."""
+    owners = [result.owner.operation for result in results]
+    if owners[0].name == "stablehlo.convert":
+        converts, owners = owners, [convert.operands[0].owner.operation for convert in owners]
+        for convert in converts:
+            convert.erase()
+    call = owners[0]
+    inputs = list(call.operands)
+    call.erase()
+    for value in inputs:
+        made = not isinstance(value.owner, ir.Block) and value.owner.operation.name in _PREPARATIONS
+        if made and next(iter(value.uses), None) is None:
+            value.owner.operation.erase()
 
 
 def _blocks_first(x, *, axis_size: int, dimension: int, tiled: bool):
@@ -217,8 +253,9 @@ def lower_broadcast_to_xla(ctx, operand, *, axes, axis_index_groups, root):
     return mlir.lower_fun(broadcast, multiple_results=False)(ctx, operand)
 
 
-def _replica_groups(ctx, axes, axis_index_groups) -> Sequence[Sequence[int]]:
-    groups = _compat.replica_groups(ctx.module_context.axis_context, axes)
+def replica_groups(axis_context, axes, axis_index_groups) -> Sequence[Sequence[int]]:
+    """The groups of mesh positions within which a call over `axes` communicates, each in rank order."""
+    groups = _compat.replica_groups(axis_context, axes)
     if axis_index_groups is None:
         return groups
     return [[group[i] for i in members] for group in groups for members in axis_index_groups]

@@ -1,10 +1,12 @@
 """What many tests need: meshes, a one-line shard_map, the numpy oracle, and ways to look at compiled programs."""
 
+import contextlib
 import math
 import os
 import subprocess
 import sys
 
+import conftest
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import ring_psum
+from jax_ring import override_lax, ring_psum
 
 TARGET = "jax_ring_all_reduce"
 ANY_TARGET = "jax_ring_"
@@ -108,6 +110,30 @@ def assert_same_trees(actual, expected, *, rtol=0.0) -> None:
         np.testing.assert_allclose(a, e, rtol=rtol)
 
 
+def ours_and_lax(ours, jaxs):
+    """Yields `ours`, and then `jaxs`, to be traced, lowered and called before the next one is asked for.
+
+    With the option --override-lax, `ours` is lax's function too, and the override is off while `jaxs` is in use.
+    """
+    yield ours
+    with lax_itself():
+        yield jaxs
+
+
+@contextlib.contextmanager
+def lax_itself():
+    """JAX's own lowerings, also with the option --override-lax."""
+    override = conftest.override
+    if override is None:
+        yield
+        return
+    override.close()
+    try:
+        yield
+    finally:
+        conftest.override = override_lax()
+
+
 def assert_matches_lax(fun, *args, pair=(ring_psum, lax.psum), rtol=0.0, **options) -> None:
     """`fun(collective, *args)`, mapped over the mesh, has the same results and types with either of the pair.
 
@@ -115,7 +141,7 @@ def assert_matches_lax(fun, *args, pair=(ring_psum, lax.psum), rtol=0.0, **optio
     for functions of which not all steps are exact.
     """
     results, types = [], []
-    for collective in pair:
+    for collective in ours_and_lax(*pair):
 
         def typed(*args, collective=collective):
             out = fun(collective, *args)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_trees, num_calls
+from helpers import assert_same_trees, num_calls, ours_and_lax
 from jax import lax
 
 from jax_ring import ring_psum
@@ -20,7 +20,8 @@ def mapped(fun, **options):
 def for_both(fun, *args, **options):
     """fun(psum, *args), mapped over the devices, gives the same with ours and with JAX's."""
     ours, theirs = (
-        mapped(lambda *args, psum=psum: fun(psum, *args), **options)(*args) for psum in (ring_psum, lax.psum)
+        mapped(lambda *args, psum=psum: fun(psum, *args), **options)(*args)
+        for psum in ours_and_lax(ring_psum, lax.psum)
     )
     assert_same_trees(ours, theirs)
     return ours

@@ -1,0 +1,110 @@
+"""`python -m jax_ring`: what is installed, what it runs on, the options in force, and whether GPUs can be served."""
+
+import importlib
+import os
+import pathlib
+import platform
+from collections.abc import Iterator
+
+import jax
+import jaxlib
+import numpy as np
+
+from jax_ring import _ffi_cpu, lowering, runtime
+
+DRIVER = pathlib.Path("/proc/driver/nvidia/version")
+
+
+def main() -> None:
+    sections = {
+        "versions": versions(),
+        "devices": devices(),
+        "native modules": native_modules(),
+        "environment": environment(),
+        "served": {platform: served(platform) for platform in ("cpu", "cuda")},
+    }
+    width = max(len(key) for section in sections.values() for key in section)
+    for title, section in sections.items():
+        print(title)
+        for key, value in section.items():
+            print(f"  {key:{width}}  {value}")
+
+
+def versions() -> dict[str, str]:
+    return {
+        "jax_ring": runtime.__version__,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def devices() -> dict[str, str]:
+    default = jax.default_backend()
+    lines = {"default": default, "processes": str(jax.process_count())}
+    for name in dict.fromkeys(("cpu", "cuda", default)):
+        found = _devices_of(name)
+        lines[name] = f"{len(found)} x {found[0].device_kind}" if found else "none"
+    return lines
+
+
+def _devices_of(name: str) -> list:
+    try:
+        return jax.devices(name)
+    except RuntimeError:
+        return []
+
+
+def native_modules() -> dict[str, str]:
+    error = _cuda_module_error()
+    return {
+        "_ffi_cpu": f"loaded, instruction set {_ffi_cpu.instruction_set()}",
+        "_ffi_cuda": f"not loaded: {error}" if error else "loaded",
+    }
+
+
+def _cuda_module_error() -> str:
+    """Why the module for GPUs does not load; empty if it does."""
+    try:
+        importlib.import_module("jax_ring._ffi_cuda")
+    except ModuleNotFoundError:
+        return "this installation was built without it"
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
+def environment() -> dict[str, str]:
+    in_force = {
+        runtime.TIMEOUT_VARIABLE: f"{_ffi_cpu.deadline():g} seconds",
+        "JAX_RING_ISA": _ffi_cpu.instruction_set(),
+        runtime.STRICT_VARIABLE: "XLA's collectives are an error" if runtime.STRICT else "XLA's collectives may serve",
+    }
+    return {
+        name: f"{os.environ[name]!r}: {value}" if name in os.environ else f"not set: {value}"
+        for name, value in in_force.items()
+    }
+
+
+def served(platform: str) -> str:
+    """Whether calls on a platform's devices are served by this library here, and if not, why not."""
+    reasons = list(_reasons_against(platform))
+    return "no: " + "; ".join(reasons) if reasons else "yes"
+
+
+def _reasons_against(platform: str) -> Iterator[str]:
+    if platform == "cuda":
+        if error := _cuda_module_error():
+            yield f"_ffi_cuda is not loaded ({error})"
+        if not DRIVER.exists():
+            yield f"there is no NVIDIA driver ({DRIVER} does not exist)"
+    if not _devices_of(platform):
+        yield "JAX has no such devices"
+    if platform not in lowering.PLATFORMS:
+        yield "this version of jax_ring has no engine for them: calls use XLA's collectives"
+
+
+if __name__ == "__main__":
+    main()

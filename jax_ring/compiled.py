@@ -1,0 +1,138 @@
+"""Finds the collectives in a compiled program: what is left of them, and added to them, by the compiler."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jax_ring.cost import wire_bytes
+
+_KINDS = {
+    "all-reduce": "all_reduce",
+    "all-reduce-start": "all_reduce",
+    "reduce-scatter": "reduce_scatter",
+    "all-gather": "all_gather",
+    "all-gather-start": "all_gather",
+    "all-to-all": "all_to_all",
+    "collective-permute": "permute",
+    "collective-permute-start": "permute",
+}
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (?P<type>.+?) (?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$")
+_ARRAY = re.compile(r"\b([a-z]+(?:\d+\w*)?)\[([\d,]*)\]")
+_CALLED = re.compile(r"\b(condition|body|calls|to_apply)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+))")
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_TARGET = re.compile(r'custom_call_target="(jax_ring_\w+)"')
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A collective of the compiled program.
+
+    Attributes:
+      name: its opcode in HLO, or the target of a custom call.
+      operands: type and shape of each array, as in HLO.
+      num_bytes: the message of one call, in bytes.
+      group_sizes: how many ranks each group has.
+      times: how often it runs in one call of the program; None if that is known only when it runs.
+      wire_bytes: what a rank sends for one call, on average, in bytes.
+    """
+
+    name: str
+    operands: tuple[str, ...]
+    num_bytes: int
+    group_sizes: tuple[int, ...]
+    times: int | None
+    wire_bytes: float
+
+
+def find_collectives(hlo: str) -> list[Instruction]:
+    """The collectives in the text of a compiled program, in the order of its computations."""
+    match = re.search(r"num_partitions=(\d+)", hlo)
+    num_ranks = int(match[1]) if match else 1
+    computations, entry = _split(hlo)
+    return list(_walk(computations, entry, 1, num_ranks))
+
+
+def _split(hlo: str) -> tuple[dict[str, list[str]], str]:
+    computations: dict[str, list[str]] = {}
+    entry, lines = "", []
+    for line in hlo.splitlines():
+        if header := _COMPUTATION.match(line):
+            lines = computations.setdefault(header[2], [])
+            entry = header[2] if header[1] else entry
+        else:
+            lines.append(line)
+    return computations, entry
+
+
+def _walk(computations: dict, name: str, times: int | None, num_ranks: int) -> Iterator[Instruction]:
+    for line in computations[name]:
+        match = _INSTRUCTION.match(line)
+        if not match:
+            continue
+        opcode = match["opcode"]
+        target = _TARGET.search(line)
+        if target or opcode in _KINDS:
+            yield _instruction(match, target, times, num_ranks)
+            continue
+        for role, called in _CALLED.findall(match["rest"]):
+            yield from _walk(computations, called, _trips(role, match["rest"], times), num_ranks)
+        for several, one in _BRANCHES.findall(match["rest"]):
+            for called in re.findall(r"[\w.\-]+", several or one):
+                yield from _walk(computations, called, None, num_ranks)
+
+
+def _trips(role: str, attributes: str, times: int | None) -> int | None:
+    if role not in ("condition", "body"):
+        return times
+    count = _TRIP_COUNT.search(attributes)
+    if times is None or count is None:
+        return None
+    return times * (int(count[1]) + (role == "condition"))
+
+
+def _instruction(match: re.Match, target: re.Match | None, times: int | None, num_ranks: int) -> Instruction:
+    opcode, rest = match["opcode"], match["rest"]
+    kind = _KINDS[opcode] if target is None else target[1].removeprefix("jax_ring_")
+    arrays = _ARRAY.findall(match["type"])
+    if opcode.endswith("-start") and len(arrays) > 1 and kind != "all_reduce":
+        arrays = arrays[len(arrays) // 2 :]  # the operands come first
+    sizes = _group_sizes(rest, num_ranks)
+    num_bytes = sum(_num_bytes(dtype, shape) for dtype, shape in arrays)
+    if kind == "reduce_scatter":
+        num_bytes *= max(sizes)
+    algorithm = re.search(r'\balgorithm = "(\w+)"', rest)
+    return Instruction(
+        name=target[1] if target else opcode,
+        operands=tuple(f"{dtype}[{shape}]" for dtype, shape in arrays),
+        num_bytes=num_bytes,
+        group_sizes=sizes,
+        times=times,
+        wire_bytes=wire_bytes(kind, num_bytes, sizes, algorithm[1] if algorithm else "auto"),
+    )
+
+
+def _num_bytes(dtype: str, shape: str) -> int:
+    digits = re.search(r"\d+", dtype)
+    bits = int(digits[0]) if digits else 8  # pred
+    return math.ceil(math.prod(int(n) for n in shape.split(",") if n) * bits / 8)
+
+
+def _group_sizes(attributes: str, num_ranks: int) -> tuple[int, ...]:
+    if match := re.search(r"group_sizes = dense<\[?([\d, ]+)\]?> : tensor<(\d+)x", attributes):
+        sizes = [int(n) for n in match[1].split(",")]
+        return tuple(sizes * int(match[2]) if len(sizes) == 1 else sizes)
+    if match := re.search(r"replica_groups=\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", attributes):
+        return tuple(group.count(",") + 1 for group in match[1].split("},"))
+    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", attributes):
+        return (int(match[2]),) * int(match[1])
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
+        axis_sizes = dict(re.findall(r"'([^']*)'=(\d+)", match[1]))
+        # A part of an axis states its own size: 'name':(stride)size.
+        named = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", match[2])
+        size = math.prod(int(part or axis_sizes[name]) for name, part in named)
+        return (size,) * (num_ranks // size)
+    return (num_ranks,)

@@ -1,0 +1,278 @@
+"""jax_ring.explain: the collectives of a function, who serves them, and their bytes, predicted and counted."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import make_mesh, sharded
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ring
+from jax_ring import explain, override_lax, ring_psum
+from jax_ring.compiled import find_collectives
+from jax_ring.cost import wire_bytes
+
+RANKS = 8
+MESH = make_mesh((RANKS,))
+X = np.arange(16, dtype=np.float32)
+
+
+def explained(body, *args, **options):
+    options = {"mesh": MESH, "check_vma": False, **options}
+    return explain(sharded(body, **options), *(args or (X,)))
+
+
+def only(items):
+    (item,) = items
+    return item
+
+
+def test_one_call(check_vma):
+    found = explained(lambda x: ring_psum(x, "i") * x, check_vma=check_vma)
+    call = only(found.collectives)
+    assert call.name == ("ring_psum_invariant" if check_vma else "ring_psum")
+    assert call.axes == ("i",)
+    assert call.groups == (tuple(range(RANKS)),)
+    assert call.operands == ("float32[2]",)
+    assert call.num_bytes == 8
+    assert call.times == 1
+    assert call.algorithm == "auto"
+    assert (call.served_by, call.why) == ("jax_ring", "")
+    assert call.wire_bytes == 2 * 8 * 7 / 8
+    assert "test_explain.py" in call.call_site
+    instruction = only(found.instructions)
+    assert instruction.name == "jax_ring_all_reduce"
+    assert instruction.operands == ("f32[2]",)
+    assert instruction.group_sizes == (RANKS,)
+    assert found.predicted_bytes == found.counted_bytes == 14
+
+
+def test_a_function_that_is_not_jitted_and_shapes_in_place_of_arrays():
+    f = jax.shard_map(lambda x, scale: ring_psum(x * scale, "i"), mesh=MESH, in_specs=(P("i"), P()), out_specs=P())
+    found = explain(lambda x, *, scale: f(x, scale), jax.ShapeDtypeStruct((16,), jnp.bfloat16), scale=2.0)
+    assert found.predicted_bytes == found.counted_bytes == 7
+
+
+def test_a_tree_is_one_call_for_each_dtype():
+    found = explained(lambda x: ring_psum({"a": x, "b": [x, x.astype(jnp.int8)]}, "i")["a"] + x)
+    assert sorted(call.num_bytes for call in found.collectives) == [2, 16]
+
+
+def test_groups_and_several_axes():
+    mesh = make_mesh((2, 4), ("i", "j"))
+    spec = P(("i", "j"))
+
+    def body(x):
+        x = ring_psum(x, "j") + ring_psum(x, ("i", "j"))
+        return x + ring_psum(x, "j", axis_index_groups=[[0, 3], [1], [2]]) + lax.psum(x, "i")
+
+    found = explained(body, mesh=mesh, in_specs=spec, out_specs=spec)
+    rows, both, uneven, columns = found.collectives
+    assert rows.groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert both.axes == ("i", "j")
+    assert both.groups == (tuple(range(8)),)
+    assert uneven.groups == ((0, 3), (1,), (2,), (4, 7), (5,), (6,))
+    # Half of the ranks are in groups of two, each of which sends its 8 bytes; the others send nothing.
+    assert uneven.wire_bytes == 4
+    assert columns.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert found.predicted_bytes == found.counted_bytes
+
+
+def test_loops_and_branches():
+    def body(x):
+        def step(carry, _):
+            inner, _ = lax.scan(lambda c, _: (ring_psum(c, "i") * 0.1, None), carry, length=3)
+            return inner + x, None
+
+        x, _ = lax.scan(step, x, length=5)
+        x = lax.while_loop(lambda v: v.sum() < 10, lambda v: v + ring_psum(v, "i"), x)
+        x = lax.cond(lax.axis_size("i") > x[0], lambda v: ring_psum(v, "i"), lambda v: v, x)
+        return jax.checkpoint(lambda v: ring_psum(jnp.sin(v), "i"))(x)
+
+    found = explained(body)
+    assert [call.times for call in found.collectives] == [15, None, None, 1]
+    assert sorted(str(i.times) for i in found.instructions) == ["1", "15", "None", "None"]
+    assert found.predicted_bytes is None
+    assert "at least 224 predicted, at least 224 counted" in str(found)
+
+
+def test_custom_derivatives_and_nested_functions():
+    @jax.custom_vjp
+    def f(x):
+        return ring_psum(x, "i")
+
+    f.defvjp(lambda x: (f(x), None), lambda _, ct: (ring_psum(ct * 2, "i"),))
+    found = explained(jax.grad(lambda x: jax.jit(f)(x).sum()))
+    assert [call.name for call in found.collectives][-1] == "ring_psum"
+    assert explained(lambda x: jax.jit(f)(x)).predicted_bytes == 14
+
+
+def test_collectives_of_lax():
+    def body(x):
+        x = lax.pmax(x, "i") + lax.psum(x, "i")
+        x = x + lax.all_gather(x, "i").sum(0) + lax.ppermute(x, "i", [(k, (k + 1) % RANKS) for k in range(RANKS)])
+        x = jnp.tile(x, RANKS) + lax.all_to_all(jnp.tile(x, RANKS), "i", 0, 0, tiled=True)
+        return lax.psum_scatter(x, "i", tiled=True)
+
+    found = explained(body)
+    by_name = {call.name: call for call in found.collectives}
+    assert {name: call.wire_bytes for name, call in by_name.items()} == {
+        "pmax": 14, "psum": 14, "all_gather": 56, "ppermute": 8, "all_to_all": 56, "reduce_scatter": 56
+    }  # fmt: skip
+    assert found.predicted_bytes == found.counted_bytes
+    assert all(call.served_by == "XLA" and "not overridden" in call.why for call in by_name.values())
+
+
+OURS = {
+    "psum": lambda x: jax_ring.ring_psum(x, "i"),
+    "pmax": lambda x: jax_ring.ring_pmax(x, "i"),
+    "pmin": lambda x: jax_ring.ring_pmin(x, "i"),
+    "psum_scatter": lambda x: jax_ring.ring_psum_scatter(jnp.tile(x, RANKS), "i", tiled=True),
+    "all_gather": lambda x: jax_ring.ring_all_gather(x, "i"),
+    "reduce": lambda x: jax_ring.ring_reduce(x, "i", root=3),
+    "broadcast": lambda x: jax_ring.ring_broadcast(x, "i", root=3),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_family(name, check_vma):
+    found = explained(OURS[name], check_vma=check_vma)
+    call = only(found.collectives)
+    assert call.name.removesuffix("_invariant") == f"ring_{name}"
+    assert call.served_by == "jax_ring"
+    assert found.predicted_bytes == found.counted_bytes == call.wire_bytes
+    # Gathers and scatters are of 8 times the 8 bytes that each rank has of its own.
+    volume = 64 if name in ("psum_scatter", "all_gather") else 8
+    assert call.num_bytes == volume
+    assert call.wire_bytes == volume * 7 / 8 * (2 if name in ("psum", "pmax", "pmin") else 1)
+
+
+def test_mesh_of_the_context():
+    mapped = jax.shard_map(lambda x: ring_psum(x, "i"), in_specs=P("i"), out_specs=P())
+    with jax.set_mesh(MESH):
+        found = explain(jax.jit(mapped), X)
+    assert only(found.collectives).served_by == "jax_ring"
+    assert found.predicted_bytes == found.counted_bytes == 14
+
+
+def test_nested_shard_maps(check_vma):
+    # The inner one leaves no axis to the compiler, since the outer one has taken the other.
+    def outer(x):
+        options = {"in_specs": P("j"), "out_specs": P("j"), "axis_names": {"j"}, "check_vma": check_vma}
+        return ring_psum(jax.shard_map(lambda x: ring_psum(x, "j") + x, **options)(x), "i")
+
+    mesh = make_mesh((2, 4), ("i", "j"))
+    options = {"in_specs": P("i"), "out_specs": P(), "axis_names": {"i"}, "check_vma": check_vma}
+    with jax.set_mesh(mesh):
+        inner, outer = explain(jax.jit(jax.shard_map(outer, mesh=mesh, **options)), X).collectives
+    assert (inner.axes, inner.served_by) == (("j",), "jax_ring")
+    assert (outer.axes, outer.served_by) == (("i",), "XLA")
+
+
+def test_who_serves_under_the_override():
+    body = lambda x: lax.psum(x, "i")  # noqa: E731
+    with override_lax():
+        found = explained(body)
+    assert only(found.collectives).served_by == "jax_ring"
+    assert only(found.instructions).name == "jax_ring_all_reduce"
+    assert only(explained(body).collectives).served_by == "XLA"
+
+
+def test_sums_that_differentiation_inserts():
+    def body(w, x):
+        return jax.grad(lambda w: (w * x).sum())(w)
+
+    found = explained(body, 1.0, X, in_specs=(P(), P("i")), out_specs=P(), check_vma=True)
+    assert only(found.collectives).name == "psum_invariant"
+
+
+def test_why_xla_serves_ours():
+    mesh = make_mesh((4, 2), ("i", "auto"))
+    f = jax.jit(jax.shard_map(lambda x: ring_psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P(), axis_names={"i"}))
+    call = only(explain(f, X).collectives)
+    assert (call.served_by, call.algorithm) == ("XLA", "")
+    assert "leaves the axes ['auto'] to the compiler" in call.why
+
+
+def test_groups_of_one_need_nobody():
+    found = explained(lambda x: ring_psum(x, "i", axis_index_groups=[[k] for k in range(RANKS)]))
+    assert only(found.collectives).served_by == "nobody"
+    assert found.predicted_bytes == found.counted_bytes == 0
+
+
+def test_what_the_partitioner_inserts_is_in_the_program_alone():
+    x = jax.ShapeDtypeStruct((16,), jnp.float32, sharding=NamedSharding(MESH, P("i")))
+    found = explain(jax.jit(jnp.sum), x)
+    assert found.collectives == ()
+    assert only(found.instructions).name == "all-reduce"
+
+
+def test_equal_calls_are_written_twice_and_compiled_once():
+    found = explained(lambda x: ring_psum(x, "i") * ring_psum(x, "i"))
+    assert found.predicted_bytes == 2 * found.counted_bytes
+
+
+def test_pmap():
+    f = jax.pmap(lambda x: ring_psum(x, "i"), axis_name="i", devices=jax.devices()[:RANKS])
+    found = explain(f, X.reshape(RANKS, 2))
+    assert found.predicted_bytes == found.counted_bytes == 14
+
+
+@pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
+def test_text(rich, monkeypatch):
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    text = str(explained(lambda x: ring_psum(x, "i") + lax.psum(x, "i")))
+    assert ("┃" in text) == rich
+    assert "ring_psum" in text
+    assert "jax_ring (auto)" in text
+    assert "float32[2]" in text
+    assert "28 predicted, 28 counted" in text
+
+
+def test_no_collectives():
+    found = explain(lambda x: x + 1, X)
+    assert found.collectives == found.instructions == ()
+    assert "0 predicted, 0 counted" in str(found)
+
+
+# The parts: HLO in its other forms, and the formulas.
+
+
+def test_forms_of_hlo():
+    text = """HloModule jit_f, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %c = f32[] add(%a, %b)
+}
+
+ENTRY %main.1_spmd (p: f32[4]) -> f32[4] {
+  %iota = bf16[4,2]{1,0} all-reduce(%p), channel_id=1, replica_groups=[4,2]<=[8], to_apply=%add
+  %all = pred[3]{0} all-reduce(%p), replica_groups={}, to_apply=%add
+  %tuple = (f32[4]{0}, /*index=1*/s4[5]{0}) all-reduce(%p, %q), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  %mesh = f32[2]{0} all-reduce(%p), replica_groups=mesh['i'=2,'j'=4] {'j'}, to_apply=%add
+  %part = f32[2]{0} all-reduce(%p), replica_groups=mesh['i'=2,'j'=4] {'i','j':(1)2}, to_apply=%add
+  %start = (f32[1]{0}, f32[8]{0}) all-gather-start(%p), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+  %done = f32[8]{0} all-gather-done(%start)
+  ROOT %scatter = f32[1]{0} reduce-scatter(%p), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, to_apply=%add
+}
+"""
+    found = find_collectives(text)
+    assert [i.name for i in found] == ["all-reduce"] * 5 + ["all-gather-start", "reduce-scatter"]
+    assert [i.num_bytes for i in found] == [16, 3, 19, 8, 8, 32, 32]
+    assert [i.group_sizes for i in found] == [(2,) * 4, (8,), (4, 4), (4, 4), (4, 4), (8,), (8,)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_formulas(ranks):
+    volume = 840
+    scatter = wire_bytes("reduce_scatter", volume, [ranks])
+    assert scatter == pytest.approx(volume * (ranks - 1) / ranks)
+    # A ring's all-reduce is a reduce-scatter followed by an all-gather.
+    assert wire_bytes("all_reduce", volume, [ranks]) == scatter + wire_bytes("all_gather", volume, [ranks])
+    assert wire_bytes("all_reduce", volume, [ranks], "one_shot") == volume * (ranks - 1)
+    assert wire_bytes("all_reduce", volume, [ranks] * 5) == wire_bytes("all_reduce", volume, [ranks])

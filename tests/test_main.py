@@ -1,0 +1,57 @@
+"""`python -m jax_ring` says what is installed and what is in force."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import jax_ring
+from jax_ring import __main__ as report
+
+
+def run(**environment):
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "jax_ring"],
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def value_of(name, text):
+    (line,) = (line for line in text.splitlines() if line.split()[:1] == [name] and line.startswith(" "))
+    return line.split(None, 1)[1]
+
+
+def test_report():
+    text = run()
+    for name, version in {"jax_ring": jax_ring.__version__, "jax": jax.__version__}.items():
+        assert value_of(name, text) == version
+    assert "loaded, instruction set" in value_of("_ffi_cpu", text)
+    assert value_of("JAX_RING_TIMEOUT_S", text) == "not set: 60 seconds"
+    assert text.index("served\n") < text.index("  cpu", text.index("served\n"))
+    assert text.rstrip().splitlines()[-2].split() == ["cpu", "yes"]
+
+
+def test_options_in_force():
+    text = run(JAX_RING_TIMEOUT_S="2.5", JAX_RING_ISA="baseline", JAX_RING_STRICT="1")
+    assert value_of("JAX_RING_TIMEOUT_S", text) == "'2.5': 2.5 seconds"
+    assert value_of("JAX_RING_ISA", text) == "'baseline': baseline"
+    assert value_of("JAX_RING_STRICT", text) == "'1': XLA's collectives are an error"
+
+
+def test_why_gpus_are_not_served(monkeypatch, tmp_path):
+    monkeypatch.setattr(report, "DRIVER", tmp_path / "version")
+    monkeypatch.setitem(sys.modules, "jax_ring._ffi_cuda", None)
+    assert "there is no NVIDIA driver" in report.served("cuda")
+    assert "_ffi_cuda is not loaded" in report.served("cuda")
+    (tmp_path / "version").write_text("")
+    assert "there is no NVIDIA driver" not in report.served("cuda")
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="for a machine without a GPU")
+def test_no_gpu_here():
+    assert report.served("cuda").startswith("no: ")
+    assert "JAX has no such devices" in report.served("cuda")

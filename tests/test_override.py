@@ -1,0 +1,413 @@
+"""override_lax(): JAX's own collectives by our engine while it is on, and nothing of it before, after or elsewhere."""
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import TARGET, make_mesh, run_python, sharded
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_ring import _compat, override, override_lax
+
+RANKS = 8
+MESH = make_mesh((RANKS,))
+
+# Sums that tell who added: ours is rounded once, XLA's after each step, where 2048 + 1 is 2048 again.
+X = np.array([2048] + [1] * (RANKS - 1), np.float16)
+OURS, XLAS = 2056, 2048
+
+
+def psum_i(x):
+    return lax.psum(x, "i")
+
+
+def total(check_vma=True, body=psum_i):
+    return sharded(body, mesh=MESH, out_specs=P(), check_vma=check_vma)
+
+
+def served_by(text: str) -> tuple[int, int]:
+    """How many calls a program in text makes to our engine, and to XLA's all-reduce."""
+    return text.count(f'"{TARGET}"') + text.count(f"@{TARGET}"), text.count(" all-reduce(") + text.count(".all_reduce")
+
+
+# What is lowered while it is on, and only that, is ours.
+
+
+def test_a_compiled_function_never_mixes_the_two(check_vma):
+    f = total(check_vma)
+    for _ in range(3):
+        assert f(X) == XLAS
+        with override_lax():
+            assert f(X) == OURS
+            assert served_by(f.lower(X).compile().as_text()) == (1, 0)
+        assert served_by(f.lower(X).compile().as_text()) == (0, 1)
+
+
+def test_compiled_functions_are_found_again():
+    traced = []
+
+    def body(x):
+        traced.append(1)
+        return psum_i(x)
+
+    f = total(body=body)
+    for _ in range(3):
+        f(X)
+        with override_lax():
+            f(X)
+    assert len(traced) == 2
+
+
+def test_as_a_call():
+    f = total()
+    handle = override_lax()
+    try:
+        assert f(X) == OURS
+    finally:
+        handle.close()
+    assert f(X) == XLAS
+    handle.close()
+    assert f(X) == XLAS
+
+
+@pytest.mark.parametrize("mean", [False, True], ids=["psum", "pmean"])
+def test_trees(mean, check_vma):
+    def body(x):
+        reduce = lax.pmean if mean else lax.psum
+        return reduce({"f": x, "n": x.astype(jnp.int32), "b": x > 1, "z": x + 1j, "one": 1.0}, "i")
+
+    f = total(check_vma, body)
+    with override_lax():
+        # One call for each dtype, as with ring_psum: booleans are added as int32.
+        assert served_by(f.lower(X).compile().as_text()) == (3, 0)
+        out = f(X)
+    scale = 1 / RANKS if mean else 1
+    assert out["f"] == OURS * scale
+    assert out["n"] == 2055 * scale
+    assert out["b"] == scale
+    assert out["z"] == (2055 + 8j) * scale
+    assert out["one"] == RANKS * scale
+
+
+def test_sums_that_differentiation_inserts():
+    # The gradient with respect to a replicated value is summed by the transpose of a cast, not by a function's call.
+    def body(w, x):
+        return jax.grad(lambda w: (w * x).sum())(w)
+
+    f = sharded(body, mesh=MESH, in_specs=(P(), P("i")), out_specs=P())
+    one = jnp.ones((), X.dtype)
+    assert f(one, X) == XLAS
+    with override_lax():
+        assert f(one, X) == OURS
+        assert served_by(f.lower(one, X).compile().as_text()) == (1, 0)
+
+
+def test_within_control_flow_and_transformations(check_vma):
+    def body(x):
+        def step(carry, _):
+            return carry + jax.checkpoint(psum_i)(x * carry[0]), None
+
+        out, _ = lax.scan(step, jnp.ones(1, x.dtype), length=3)
+        return out + jax.vmap(psum_i)(jnp.stack([x, x]))[0] + jax.jit(psum_i)(x)
+
+    f = total(check_vma, body)
+    with override_lax():
+        ours, xlas = served_by(f.lower(X).compile().as_text())
+    assert ours
+    assert not xlas
+
+
+FAMILY = {
+    "pmax": lambda x: lax.pmax(x, "i"),
+    "pmin": lambda x: lax.pmin(x, "i"),
+    "psum_scatter": lambda x: lax.psum_scatter(jnp.outer(jnp.arange(16, dtype=x.dtype), x), "i", tiled=True),
+    "psum_scatter_second": lambda x: lax.psum_scatter(jnp.outer(x, x[:1] + jnp.arange(8, dtype=x.dtype)), "i",
+                                                      scatter_dimension=1),
+    "all_gather": lambda x: lax.all_gather(x, "i"),
+    "all_gather_tiled_second": lambda x: lax.all_gather(jnp.outer(x, x), "i", axis=1, tiled=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("body", FAMILY.values(), ids=FAMILY.keys())
+def test_the_family(body, dtype, check_vma):
+    x = (np.arange(16) % 3).astype(dtype)
+    f = sharded(body, mesh=MESH, check_vma=check_vma)
+    expected = f(x)
+    with override_lax():
+        np.testing.assert_array_equal(f(x), expected)
+        text = f.lower(x).compile().as_text()
+    assert "jax_ring_" in text
+    assert not any(f" {name}(" in text for name in ("all-reduce", "reduce-scatter", "all-gather"))
+
+
+def test_gathers_that_are_invariant():
+    gather = _compat.all_gather_invariant_p
+
+    def body(x):
+        return gather.bind(x, axis_name=("i",), axis_size=RANKS, all_gather_dimension=0, tiled=True)
+
+    f = total(body=body)
+    with override_lax():
+        text = f.lower(X).compile().as_text()
+        np.testing.assert_array_equal(f(X), X)
+    assert "jax_ring_all_gather" in text
+    assert "all-gather(" not in text
+
+
+def test_gathered_keys():
+    # Values of an extended type are no arrays to the engine.
+    def body(x):
+        keys = jax.random.split(jax.random.key(x[0].astype(int)), 1)
+        return jax.random.key_data(lax.all_gather(keys, "i", tiled=True))
+
+    f = sharded(body, mesh=MESH, check_vma=False)
+    expected = f(X)
+    with override_lax():
+        np.testing.assert_array_equal(f(X), expected)
+
+
+@pytest.mark.parametrize("axes", [0, (0, 1), ("i", 0), (1, "i"), (0, "i", 1)], ids=str)
+def test_positional_axes(axes):
+    x = np.arange(RANKS * 6, dtype=np.float32).reshape(RANKS * 2, 3)
+    f = sharded(lambda x: lax.psum(x, axes)[None], mesh=MESH, check_vma=False)
+    expected = f(x)
+    with override_lax():
+        np.testing.assert_array_equal(f(x), expected)
+        assert served_by(f.lower(x).compile().as_text()) == (int("i" in np.atleast_1d(axes)), 0)
+
+
+def test_groups():
+    groups = [[0, 1, 4, 5], [2, 3, 6, 7]]
+    f = sharded(lambda x: lax.psum(x, "i", axis_index_groups=groups), mesh=MESH, check_vma=False)
+    x = np.arange(8, dtype=np.float32)
+    with override_lax():
+        np.testing.assert_array_equal(f(x), [10, 10, 18, 18, 10, 10, 18, 18])
+        assert served_by(f.lower(x).compile().as_text()) == (1, 0)
+
+
+def test_without_jit(check_vma):
+    mapped = jax.shard_map(psum_i, mesh=MESH, in_specs=P("i"), out_specs=P(), check_vma=check_vma)
+    for _ in range(2):
+        assert mapped(X) == XLAS
+        with override_lax():
+            assert mapped(X) == OURS
+
+
+def test_pmap():
+    f = jax.pmap(psum_i, axis_name="i")
+    for _ in range(2):
+        assert f(X)[3] == XLAS
+        with override_lax():
+            assert f(X)[3] == OURS
+
+
+def test_over_a_vmap_axis_nothing_is_lowered():
+    f = jax.jit(jax.vmap(psum_i, axis_name="i"))
+    expected = f(X)
+    with override_lax():
+        np.testing.assert_array_equal(f(X), expected)
+
+
+def test_what_the_engine_does_not_serve_is_xlas():
+    mesh = make_mesh((4, 2), ("i", "auto"))
+    body = lambda x: lax.psum(x, "i")  # noqa: E731
+    f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P(), axis_names={"i"}))
+    x = np.arange(8, dtype=np.float32)
+    with override_lax():
+        assert served_by(f.lower(x).compile().as_text())[0] == 0
+        np.testing.assert_array_equal(f(x), x.reshape(4, 2).sum(0))
+
+
+# Programs that are lowered, compiled or exported first and called later.
+
+
+def test_ahead_of_time_programs_stay_what_they_are():
+    f = total()
+    traced = f.trace(X)
+    with override_lax():
+        ours = traced.lower().compile()
+        assert traced.lower().compile()(X) == OURS
+    xlas = traced.lower().compile()
+    for context in (contextlib.nullcontext, override_lax):
+        with context():
+            assert ours(X) == OURS
+            assert xlas(X) == XLAS
+
+
+def test_export():
+    x = jax.device_put(X, NamedSharding(MESH, P("i")))
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
+    with override_lax():
+        ours = jax.export.export(total(), disabled_checks=allowed)(x)
+        # One program for platforms with and without an engine of ours uses XLA's all_reduce on all of them.
+        both = jax.export.export(total(), platforms=("cpu", "cuda"))(x)
+        other = jax.export.export(total(), platforms=("tpu",))(x)
+    assert served_by(ours.mlir_module()) == (1, 0)
+    assert served_by(both.mlir_module()) == served_by(other.mlir_module()) == (0, 1)
+    assert jax.jit(ours.call)(x) == OURS
+    with override_lax():
+        assert jax.jit(both.call)(x) == XLAS
+
+
+def test_a_pullback_is_lowered_where_it_is_called(check_vma):
+    def body(x):
+        return psum_i(x) * x
+
+    f = sharded(body, mesh=MESH, check_vma=check_vma)
+    x = np.arange(8.0, dtype=np.float32)
+    expected = jax.vjp(f, x)[1](x)
+    with override_lax():
+        _, pullback = jax.vjp(f, x)
+        np.testing.assert_array_equal(pullback(x)[0], expected[0])
+    np.testing.assert_array_equal(pullback(x)[0], expected[0])
+
+
+# Off again exactly as before.
+
+
+def lowerings():
+    return [
+        (_compat._common_lowerings[p], p in _compat._uncacheable_primitives, p in _compat._platform_lowerings["cpu"])
+        for p in override._OURS
+    ]
+
+
+def test_nothing_is_left_behind():
+    before = lowerings()
+    text = total().lower(X).as_text()
+    with override_lax():
+        assert lowerings() != before
+    assert lowerings() == before
+    assert total().lower(X).as_text() == text
+
+
+def test_an_exception_leaves_nothing_behind():
+    before = lowerings()
+    f = total()
+    with pytest.raises(ValueError, match="evenly divisible"), override_lax():
+        f(X[:3])
+    assert lowerings() == before
+    assert f(X) == XLAS
+
+
+def test_nesting():
+    before = lowerings()
+    f = total()
+    with override_lax():
+        with override_lax():
+            assert f(X) == OURS
+        assert f(X) == OURS
+    assert f(X) == XLAS
+    assert lowerings() == before
+
+
+def test_closed_in_any_order():
+    f = total()
+    first, second = override_lax(), override_lax()
+    first.close()
+    first.close()
+    assert f(X) == OURS
+    second.close()
+    assert f(X) == XLAS
+
+
+def test_a_closed_override_is_not_entered_again():
+    handle = override_lax()
+    with handle:
+        pass
+    with pytest.raises(RuntimeError, match=r"closed: call override_lax\(\) again"), handle:
+        pass
+
+
+def test_refused_while_tracing():
+    def body(x):
+        with override_lax():
+            return psum_i(x)
+
+    with pytest.raises(RuntimeError, match="being traced"):
+        total(body=body)(X)
+    with override_lax() as handle:
+
+        def closing(x):
+            handle.close()
+            return psum_i(x)
+
+        with pytest.raises(RuntimeError, match="being traced"):
+            total(body=closing)(X)
+        assert total()(X) == OURS
+    assert total()(X) == XLAS
+
+
+# Threads.
+
+
+def in_thread(job):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(job).result(timeout=120)
+
+
+def test_on_in_one_thread_alone():
+    f = total()
+    with override_lax() as handle:
+        assert f(X) == OURS
+        assert in_thread(lambda: f(X)) == XLAS
+        with pytest.raises(RuntimeError, match="is on in thread 'MainThread' alone"):
+            in_thread(handle.close)
+        assert f(X) == OURS
+
+
+def test_programs_are_never_half_and_half():
+    # Threads that switch it on and off while others lower programs with many sums.
+    start = threading.Barrier(4)
+
+    def lower_many(context, expected):
+        start.wait(timeout=60)
+        for seed in range(6):
+            f = total(body=lambda x, seed=seed: [psum_i(x * (1 + k * seed)) for k in range(20)])
+            with context():
+                text = f.lower(X).as_text()
+                assert f(X)[0] == expected
+            assert served_by(text) == ((1, 0) if expected == OURS else (0, 20))
+
+    before = lowerings()
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [
+            pool.submit(lower_many, override_lax if on else contextlib.nullcontext, OURS if on else XLAS)
+            for on in (True, False, True, False)
+        ]
+        for job in jobs:
+            job.result(timeout=240)
+    assert lowerings() == before
+
+
+# Errors.
+
+
+def test_a_missing_rank_is_named_with_the_call_site():
+    result = run_python(
+        """
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+from jax_ring import override_lax
+
+def loss(x):
+    def in_a_branch(x):
+        return lax.psum(x, "i")
+    return lax.cond(lax.axis_index("i") == 3, lambda x: x, in_a_branch, x)
+
+f = jax.shard_map(loss, mesh=Mesh(jax.devices(), ("i",)), in_specs=P("i"), out_specs=P("i"), check_vma=False)
+with override_lax():
+    jax.block_until_ready(jax.jit(f)(jnp.arange(8.0)))
+""",
+        JAX_RING_TIMEOUT_S="1.5",
+    )
+    assert "Missing: rank 3 (mesh position 3)" in result.stderr
+    assert "(loss.<locals>.in_a_branch)" in result.stderr
