@@ -69,8 +69,9 @@ STRICT = strict_from(os.environ.get(STRICT_VARIABLE, ""))
 
 def note_call_site(call: str, site: str) -> None:
     """Remembers that the call described by `call` was written at `site`, for the error of a rank that waits in vain."""
-    if site:
-        _ffi_cpu.note_call_site(call, site)
+    for module in (_ffi_cpu, ffi_cuda):
+        if site and module is not None:
+            module.note_call_site(call, site)
 
 
 def timeout() -> float:

@@ -21,6 +21,9 @@ class Engine:
     def __init__(self, severed=()):
         self.severed = set(severed)
 
+    def note_call_site(self, call, site):
+        self.noted = call, site
+
     def unreachable(self, devices):
         return [(a, b) for a in devices for b in devices if (a, b) in self.severed]
 
@@ -56,6 +59,13 @@ def test_groups_are_attributes(check_vma):
     assert "devices = dense<[97, 100, 99, 98]>" in text
     assert "processes = dense<0>" in text
     assert "group_sizes = dense<2>" in text
+
+
+def test_the_call_site_is_noted(engine):
+    lower(psum, jnp.ones(8), check_vma=False)
+    call, site = engine.noted
+    assert call == "ring_psum of float32[1] over axis 'i'"
+    assert "test_communicator.py" in site
 
 
 @pytest.mark.usefixtures("engine")

@@ -2,7 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
-#include "cpu/call_sites.h"
+#include "call_sites.h"
 #include "cpu/fold_kernels.h"
 #include "cpu/handler.h"
 #include "cpu/memory_limit.h"
@@ -51,7 +51,7 @@ NB_MODULE(_ffi_cpu, m) {
       "deadline", [] { return jax_ring::cpu::Watchdog::instance().deadline(); },
       "How long, in seconds, a call waits for the ranks that have not arrived.");
 
-  m.def("note_call_site", &jax_ring::cpu::note_call_site, "call"_a, "site"_a,
+  m.def("note_call_site", &jax_ring::note_call_site, "call"_a, "site"_a,
         "Notes where in the user's program a call was written, for the error of a rank that waits in vain.");
 
   m.def("fold_limit_seconds", &jax_ring::cpu::fold_limit_seconds, "num_ranks"_a, "num_bytes"_a, "num_threads"_a,

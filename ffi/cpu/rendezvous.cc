@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "cpu/call_sites.h"
+#include "call_sites.h"
 #include "cpu/relay.h"
 #include "cpu/watchdog.h"
 

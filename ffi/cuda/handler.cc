@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "call_sites.h"
 #include "cuda/communicators.h"
 #include "cuda/kernels.h"
 #include "cuda/plan.h"
@@ -64,7 +65,8 @@ ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(std::string_view collective,
 ffi::Error failure_of(const Instance& instance) {
   for (const auto& communicator : instance.communicators) {
     if (const auto failure = communicator->failure()) {
-      const std::string call = failure->call == instance.site.fingerprint() ? instance.site.call : "an earlier call";
+      const std::string& own = instance.site.call;
+      const std::string call = failure->call == instance.site.fingerprint() ? own + called_at(own) : "an earlier call";
       return ffi::Error(ffi::ErrorCode::kDeadlineExceeded,
                         communicator->describe(*failure, call, Communicators::instance().deadline()));
     }

@@ -8,6 +8,7 @@
 
 #include <utility>
 
+#include "call_sites.h"
 #include "cuda/communicators.h"
 #include "cuda/handler.h"
 
@@ -92,6 +93,9 @@ NB_MODULE(_ffi_cuda, m) {
       "process"_a, "publish"_a, "fetch"_a,
       "Which process this is, and how it exchanges byte strings with the others: publish(key, value), and fetch(key), "
       "which waits until there is one.");
+
+  m.def("note_call_site", &jax_ring::note_call_site, "call"_a, "site"_a,
+        "Notes where in the user's program a call was written, for the error of a rank that waits in vain.");
 
   m.def(
       "set_deadline", [](double seconds) { Communicators::instance().set_deadline(seconds); }, "seconds"_a,

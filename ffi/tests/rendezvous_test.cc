@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/call_sites.h"
+#include "call_sites.h"
 #include "cpu/watchdog.h"
 #include "support.h"
 

@@ -1,12 +1,12 @@
 // call_sites.cc: the table of call sites.
-#include "cpu/call_sites.h"
+#include "call_sites.h"
 
 #include <algorithm>
 #include <map>
 #include <mutex>
 #include <vector>
 
-namespace jax_ring::cpu {
+namespace jax_ring {
 namespace {
 
 // Equal calls from more places than a message can usefully list.
@@ -35,4 +35,4 @@ std::string called_at(const std::string& call) {
   return text;
 }
 
-}  // namespace jax_ring::cpu
+}  // namespace jax_ring

@@ -3,7 +3,7 @@
 
 #include <string>
 
-namespace jax_ring::cpu {
+namespace jax_ring {
 
 // Kept beside the program, not in it: an attribute that differs between equal calls would keep the compiler from
 // merging them.
@@ -14,4 +14,4 @@ void note_call_site(const std::string& call, const std::string& site);
 // ", called at a or b" for the sites noted for this call; empty if there are none.
 std::string called_at(const std::string& call);
 
-}  // namespace jax_ring::cpu
+}  // namespace jax_ring
