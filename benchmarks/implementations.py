@@ -26,6 +26,7 @@ def ppermute_ring(x):
 
 IMPLEMENTATIONS = {
     "ring_psum": lambda x: ring_psum(x, AXIS),
+    "ring_psum(ring)": lambda x: ring_psum(x, AXIS, order="ring"),
     "lax.psum": lambda x: lax.psum(x, AXIS),
     "ppermute": ppermute_ring,
 }

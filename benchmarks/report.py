@@ -19,9 +19,9 @@ WARNING = (
 
 def header() -> str:
     return WARNING + (
-        f"\n#{'size':>10} {'count':>10} {'type':>9} {'redop':>5} {'implementation':>14}"
+        f"\n#{'size':>10} {'count':>10} {'type':>9} {'redop':>5} {'implementation':>15}"
         f" | {'out-of-place':^33} | {'in-place':>10} | {'in a jitted loop':^40} | {'#wrong':>6}"
-        f"\n#{'(B)':>10} {'(elements)':>10} {'':>9} {'':>5} {'':>14}"
+        f"\n#{'(B)':>10} {'(elements)':>10} {'':>9} {'':>5} {'':>15}"
         f" | {'time':>9} {'algbw':>7} {'busbw':>7} {'':>7} | {'time':>10}"
         f" | {'time':>20} {'busbw':>8} {'limit':>9} | {'':>6}"
     )
@@ -32,7 +32,7 @@ def line(row: Row) -> str:
     loop = row.in_loop
     _, loop_busbw = row.bandwidths(loop.median)
     return (
-        f"{row.bytes:>11} {row.count:>10} {row.dtype:>9} {'sum':>5} {row.implementation:>14}"
+        f"{row.bytes:>11} {row.count:>10} {row.dtype:>9} {'sum':>5} {row.implementation:>15}"
         f" | {row.out_of_place.median:>9.1f} {algbw:>7.2f} {busbw:>7.2f} {'':>7} | {row.in_place.median:>10.1f}"
         f" | {loop.median:>8.1f} {f'({loop.p10:.1f}-{loop.p90:.1f})':>15} {loop_busbw:>6.2f}"
         f" {row.limit_us / max(loop.median, 1e-3):>8.0%} | {row.wrong if row.wrong >= 0 else 'N/A':>6}"
