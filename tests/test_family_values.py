@@ -237,6 +237,14 @@ def test_mean_in_groups_of_different_sizes():
 
 
 @every_collective()
+def test_pmap(collective):
+    x = X.reshape(RANKS, *SHAPE)
+    results = [jax.pmap(lambda x, fun=fun: fun(x, "p"), axis_name="p")(x) for fun in collective[:2]]
+    np.testing.assert_array_equal(*results)
+    np.testing.assert_array_equal(results[0], collective.oracle(x))
+
+
+@every_collective()
 def test_inside_a_loop(collective, check_vma):
     def body(fun, x):
         def step(_, carry):
