@@ -1,6 +1,5 @@
 """`python -m jax_ring`: what is installed, what it runs on, the options in force, and whether GPUs can be served."""
 
-import importlib
 import os
 import pathlib
 import platform
@@ -10,7 +9,7 @@ import jax
 import jaxlib
 import numpy as np
 
-from jax_ring import _ffi_cpu, lowering, runtime
+from jax_ring import _ffi_cpu, communicator, runtime
 
 DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
@@ -58,28 +57,17 @@ def _devices_of(name: str) -> list:
 
 
 def native_modules() -> dict[str, str]:
-    error = _cuda_module_error()
     return {
         "_ffi_cpu": f"loaded, instruction set {_ffi_cpu.instruction_set()}",
-        "_ffi_cuda": f"not loaded: {error}" if error else "loaded",
+        "_ffi_cuda": f"not loaded: {runtime.why_no_cuda}" if runtime.why_no_cuda else "loaded",
     }
-
-
-def _cuda_module_error() -> str:
-    """Why the module for GPUs does not load; empty if it does."""
-    try:
-        importlib.import_module("jax_ring._ffi_cuda")
-    except ModuleNotFoundError:
-        return "this installation was built without it"
-    except ImportError as error:
-        return str(error)
-    return ""
 
 
 def environment() -> dict[str, str]:
     in_force = {
         runtime.TIMEOUT_VARIABLE: f"{_ffi_cpu.deadline():g} seconds",
         "JAX_RING_ISA": _ffi_cpu.instruction_set(),
+        communicator.HOST_VARIABLE: "the name of this host, by which processes find who shares it",
         runtime.STRICT_VARIABLE: "XLA's collectives are an error" if runtime.STRICT else "XLA's collectives may serve",
     }
     return {
@@ -96,14 +84,16 @@ def served(platform: str) -> str:
 
 def _reasons_against(platform: str) -> Iterator[str]:
     if platform == "cuda":
-        if error := _cuda_module_error():
-            yield f"_ffi_cuda is not loaded ({error})"
+        if runtime.ffi_cuda is None:
+            yield f"the CUDA engine is not loaded ({runtime.why_no_cuda})"
+        else:
+            count, why_none = runtime.ffi_cuda.device_count()
+            if count == 0:
+                yield f"the CUDA runtime finds no GPU ({why_none or 'none is there'})"
         if not DRIVER.exists():
             yield f"there is no NVIDIA driver ({DRIVER} does not exist)"
     if not _devices_of(platform):
         yield "JAX has no such devices"
-    if platform not in lowering.PLATFORMS:
-        yield "this version of jax_ring has no engine for them: calls use XLA's collectives"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from jax_ring import _compat, communicator, runtime
 logger = logging.getLogger("jax_ring")
 
 # The platforms that have an engine of ours.
-PLATFORMS = ("cpu",)
+PLATFORMS = ("cpu", "cuda")
 
 # Types that the engine does not read: XLA packs the integers of fewer than 8 bits, and these floats are too rare to
 # be worth a fold of their own. They are widened before the call and rounded once after it.
@@ -83,7 +83,7 @@ def needs_call(ctx, axes, axis_index_groups) -> bool:
 
 def who_serves(platforms: tuple[str, ...], axis_context, groups) -> tuple[str | None, str]:
     """The engine that serves a call, "cpu" or "cuda"; or none, and why XLA has to."""
-    if platforms not in (("cpu",), ("cuda",)):
+    if len(platforms) > 1 or platforms[0] not in PLATFORMS:
         return None, f"the program is lowered for {' and '.join(platforms)}"
     if not isinstance(axis_context, _compat.SPMDAxisContext):
         return None, f"its axes belong to {type(axis_context).__name__}, not to a shard_map"

@@ -9,6 +9,7 @@ import pytest
 
 import jax_ring
 from jax_ring import __main__ as report
+from jax_ring import runtime
 
 
 def run(**environment):
@@ -44,9 +45,10 @@ def test_options_in_force():
 
 def test_why_gpus_are_not_served(monkeypatch, tmp_path):
     monkeypatch.setattr(report, "DRIVER", tmp_path / "version")
-    monkeypatch.setitem(sys.modules, "jax_ring._ffi_cuda", None)
+    monkeypatch.setattr(runtime, "ffi_cuda", None)
+    monkeypatch.setattr(runtime, "why_no_cuda", "it was not built")
     assert "there is no NVIDIA driver" in report.served("cuda")
-    assert "_ffi_cuda is not loaded" in report.served("cuda")
+    assert "the CUDA engine is not loaded (it was not built)" in report.served("cuda")
     (tmp_path / "version").write_text("")
     assert "there is no NVIDIA driver" not in report.served("cuda")
 
