@@ -11,9 +11,6 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 16)
 
 
-override = None  # with --override-lax: the override that is on
-
-
 def pytest_addoption(parser):
     parser.addoption(
         "--override-lax",
@@ -24,19 +21,11 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     # A hang that pytest-timeout cannot interrupt (in native code, without the GIL) still ends, with all stacks.
-    faulthandler.dump_traceback_later(1500, exit=True)
+    faulthandler.dump_traceback_later(3000, exit=True)
     if config.getoption("--override-lax"):
-        _replace_ours_by_lax()
+        import overriding
 
-
-def _replace_ours_by_lax():
-    global override
-    import jax_ring
-
-    # Before any test imports them.
-    for name in ("psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather"):
-        setattr(jax_ring, f"ring_{name}", getattr(jax.lax, name))
-    override = jax_ring.override_lax()
+        overriding.replace_ours_by_lax()
 
 
 def pytest_collection_modifyitems(config, items):

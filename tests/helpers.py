@@ -6,10 +6,10 @@ import os
 import subprocess
 import sys
 
-import conftest
 import jax
 import jax.numpy as jnp
 import numpy as np
+import overriding
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -123,7 +123,7 @@ def ours_and_lax(ours, jaxs):
 @contextlib.contextmanager
 def lax_itself():
     """JAX's own lowerings, also with the option --override-lax."""
-    override = conftest.override
+    override = overriding.override
     if override is None:
         yield
         return
@@ -131,7 +131,7 @@ def lax_itself():
     try:
         yield
     finally:
-        conftest.override = override_lax()
+        overriding.override = override_lax()
 
 
 def assert_matches_lax(fun, *args, pair=(ring_psum, lax.psum), rtol=0.0, **options) -> None:
