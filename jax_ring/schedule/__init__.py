@@ -11,3 +11,7 @@ from jax_ring.schedule.algorithms import ring as ring
 from jax_ring.schedule.algorithms import two_level as two_level
 from jax_ring.schedule.algorithms import two_shot as two_shot
 from jax_ring.schedule.interpreter import run as run
+from jax_ring.schedule.simulator import Conditions as Conditions
+from jax_ring.schedule.simulator import simulate as simulate
+from jax_ring.schedule.topology import Topology as Topology
+from jax_ring.schedule.topology import load as load
