@@ -1,4 +1,4 @@
-"""`python -m jax_ring.schedule`: schedules, their pictures, maps of the fastest algorithm, scaling, and fits."""
+"""The command line of jax_ring.schedule: what a schedule sends, pictures of it, simulated times, and fitted models."""
 
 import argparse
 from functools import partial
@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from jax_ring.schedule import ALGORITHMS, cost, draw, fit, plots, simulator, topology
+from jax_ring.schedule import ALGORITHMS, claims, cost, draw, fit, plots, simulator, topology
 from jax_ring.schedule.interpreter import run
 
 
 def parser() -> argparse.ArgumentParser:
     """Of the command line."""
-    result = argparse.ArgumentParser(prog="python -m jax_ring.schedule", description=__doc__.split(": ", 1)[1])
+    result = argparse.ArgumentParser(prog="python -m jax_ring.schedule", description=__doc__)
     commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, algorithm in ALGORITHMS.items():
-        command = commands.add_parser(name, help=(algorithm.__doc__ or "").split(".")[0].replace("%", "%%"))
+        command = commands.add_parser(name, help=(algorithm.__doc__ or "").split(".\n")[0])
         command.add_argument("--ranks", type=int, default=4)
         command.add_argument("--pieces", type=int, help="of the message, where the algorithm has any")
         command.add_argument("--ranks-per-host", type=int, default=2, help="for two_level")
@@ -29,14 +29,15 @@ def parser() -> argparse.ArgumentParser:
     simulate.add_argument("--stragglers", type=int, default=0, help="ranks that are half as fast")
     crossover = commands.add_parser("crossover", help="a map of the fastest algorithm by message size and ranks")
     scaling = commands.add_parser("scaling", help="a training step on 1 to 100,000 ranks")
-    for command in (simulate, crossover, scaling):
+    wrong = commands.add_parser("claims", help="four figures on what is often said and is wrong")
+    for command in (simulate, crossover, scaling, wrong):
         command.add_argument(
             "--topology", default="nvswitch8", help=f"one of {', '.join(topology.names())}, or the path of a .toml file"
         )
     fitted = commands.add_parser("fit", help="the cost model of measurements, and how far off it is")
     fitted.add_argument("files", nargs="+", help="that benchmarks/allreduce.py --json wrote")
     fitted.add_argument("--implementation", default="ring_psum")
-    for command, required in ((crossover, True), (scaling, True), (fitted, False)):
+    for command, required in ((crossover, True), (scaling, True), (wrong, True), (fitted, False)):
         command.add_argument("--draw", metavar="FILE", required=required)
     return result
 
@@ -91,6 +92,8 @@ def main(arguments: argparse.Namespace) -> None:
     described = topology.load(arguments.topology)
     if arguments.command == "crossover":
         draw.save(plots.crossover_map(described), arguments.draw)
+    elif arguments.command == "claims":
+        draw.save(claims.claims(described), arguments.draw)
     elif arguments.command == "scaling":
         draw.save(plots.scaling_curve(described), arguments.draw)
     else:

@@ -50,7 +50,7 @@ def ring(num_ranks: int, num_elements: int, rank: int, *, pieces: int = 1) -> St
 
 
 def rank_ordered_ring(num_ranks: int, num_elements: int, rank: int, *, pieces: int = 8, lag: int = 7) -> Steps:
-    """A chain 0, 1, ..., p-1 that folds the pieces one after the other, and the results on round the ring.
+    """A chain of all ranks that folds the pieces one after the other, and their results round the ring.
 
     Every rank takes turns: a piece on its way to the end of the chain, then a result `lag` pieces behind.
     """

@@ -39,7 +39,8 @@ class Topology:
 
     def network_link(self) -> Link:
         """The class of links between two ranks of different hosts, where nothing else is sent."""
-        bandwidth = self.nic_bandwidth * (self.nics_per_host if self.striped else 1)
+        striped = min(self.nic_bandwidth * self.nics_per_host, self.host_bandwidth)
+        bandwidth = striped if self.striped else self.nic_bandwidth
         return Link(self.network_latency, 1 / bandwidth, 1 / self.fold_bandwidth)
 
     def slowest_link(self, num_ranks: int) -> Link:
@@ -56,8 +57,10 @@ class Topology:
             load = np.bincount(keys[mask]) * (num_bytes / bandwidth)
             busy[mask] = np.maximum(busy[mask], load[keys[mask]])
 
-        pass_links(source, ~remote, self.host_bandwidth)
-        pass_links(to, ~remote, self.host_bandwidth)
+        # A message that is spread over all NICs goes to them through the host.
+        through_host = ~remote | self.striped
+        pass_links(source, through_host, self.host_bandwidth)
+        pass_links(to, through_host, self.host_bandwidth)
         if np.isfinite(self.shared_bandwidth):
             load = np.bincount(host) + np.bincount(host_to[remote], minlength=host.max() + 1)[: host.max() + 1]
             busy = np.maximum(busy, load[host] * (num_bytes / self.shared_bandwidth))
