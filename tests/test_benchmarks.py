@@ -63,3 +63,7 @@ def test_train_step(tmp_path):
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == 2 * 2 * 4
     assert {row["ranks"] for row in rows} == {2}
+
+
+def test_published_figures_are_those_of_the_docs():
+    assert run("published.py") in (BENCHMARKS.parent / "docs/algorithms.md").read_text()

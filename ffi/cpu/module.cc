@@ -1,12 +1,18 @@
 // module.cc: the Python module `_ffi_cpu`: the handlers as capsules, and the engine's options.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <utility>
+#include <vector>
 
 #include "call_sites.h"
 #include "cpu/fold_kernels.h"
 #include "cpu/handler.h"
 #include "cpu/memory_limit.h"
 #include "cpu/watchdog.h"
+#include "ring/ring_schedule.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -16,6 +22,19 @@ namespace {
 template <class T>
 nb::capsule capsule_of(T* pointer) {
   return nb::capsule(reinterpret_cast<void*>(pointer));
+}
+
+// (chunk, hop) at each step that does something.
+std::vector<std::pair<uint64_t, int>> ring_hops(bool rank_order, int num_ranks, int rank, uint64_t num_chunks,
+                                                uint64_t lag) {
+  const jax_ring::Order order = rank_order ? jax_ring::Order::rank : jax_ring::Order::ring;
+  const jax_ring::RingSchedule schedule{order, num_ranks, rank, num_chunks, lag};
+  std::vector<std::pair<uint64_t, int>> hops;
+  for (uint64_t step = 0; step < schedule.num_steps(); ++step) {
+    const jax_ring::Hop hop = schedule.step(step);
+    if (hop.exists()) hops.emplace_back(hop.chunk, hop.index);
+  }
+  return hops;
 }
 
 }  // namespace
@@ -57,6 +76,9 @@ NB_MODULE(_ffi_cpu, m) {
   m.def("fold_limit_seconds", &jax_ring::cpu::fold_limit_seconds, "num_ranks"_a, "num_bytes"_a, "num_threads"_a,
         "repeats"_a, nb::call_guard<nb::gil_scoped_release>(),
         "Seconds that plain threads need to fold `num_ranks` float32 buffers of `num_bytes` each into as many others.");
+
+  m.def("ring_hops", &ring_hops, "rank_order"_a, "num_ranks"_a, "rank"_a, "num_chunks"_a, "lag"_a,
+        "The (chunk, hop) that a rank of the native ring handles at each step, in order.");
 
   m.def(
       "instruction_set", [] { return std::string(jax_ring::cpu::fold_kernels().instruction_set); },

@@ -1,0 +1,195 @@
+"""Schedules of all-reduces: pure functions from (ranks, elements, rank) to the rank's steps.
+
+Each takes further arguments by keyword where the algorithm leaves a choice, and raises ValueError for a rank that does
+not exist. Messages without elements are not sent.
+"""
+
+from functools import cache
+
+from jax_ring.schedule.steps import Chunk, Receive, Schedule, Send, Step, Steps, blocks, check, relabel, without_empty
+from jax_ring.schedule.trees import Tree, double_binary_tree
+
+
+def _hop(chunk: Chunk, hop: int, num_ranks: int, rank: int, first: int, last: int) -> Step:
+    """What a rank does with a chunk that goes round the ring, folded by the first p ranks and copied by the others."""
+    left, right = (rank - 1) % num_ranks, (rank + 1) % num_ranks
+    sources = (left, rank) if hop < num_ranks else (left,)
+    return Step((Receive(chunk, sources),) if hop > first else (), (Send(chunk, right),) if hop < last else ())
+
+
+def _turn(block: list[Chunk], rank: int, first: int, last: int) -> Steps:
+    """Hops `first` to `last` of all blocks, of which block i sets out from rank i+1."""
+    p = len(block)
+    return without_empty(
+        [_hop(block[(rank - hop - 1) % p], hop, p, rank, first, last) for hop in range(first, last + 1)]
+    )
+
+
+def reduce_scatter(num_ranks: int, num_elements: int, rank: int) -> Steps:
+    """The first round of the ring: block i sets out from rank i+1 and, folded by all, ends at rank i."""
+    check(num_ranks, num_elements, rank)
+    return _turn(blocks(Chunk(0, num_elements), num_ranks), rank, 0, num_ranks - 1)
+
+
+def all_gather(num_ranks: int, num_elements: int, rank: int) -> Steps:
+    """The second round of the ring: block i sets out from rank i, and all others copy it."""
+    check(num_ranks, num_elements, rank)
+    return _turn(blocks(Chunk(0, num_elements), num_ranks), rank, num_ranks - 1, 2 * num_ranks - 2)
+
+
+def ring(num_ranks: int, num_elements: int, rank: int, *, pieces: int = 1) -> Steps:
+    """The rotated ring: both rounds, with all links busy all the time. Block i is folded over ranks i+1, i+2, ..., i.
+
+    With several pieces, each block is cut into as many, and both rounds are done for each of them in turn.
+
+    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009).
+    """
+    check(num_ranks, num_elements, rank)
+    block = [blocks(b, pieces) for b in blocks(Chunk(0, num_elements), num_ranks)]
+    return [step for piece in range(pieces) for step in _turn([b[piece] for b in block], rank, 0, 2 * num_ranks - 2)]
+
+
+def rank_ordered_ring(num_ranks: int, num_elements: int, rank: int, *, pieces: int = 8, lag: int = 7) -> Steps:
+    """A chain of all ranks that folds the pieces one after the other, and their results round the ring.
+
+    Every rank takes turns: a piece on its way to the end of the chain, then a result `lag` pieces behind.
+    """
+    check(num_ranks, num_elements, rank)
+    last = 2 * num_ranks - 2
+    piece = blocks(Chunk(0, num_elements), pieces)
+    steps = []
+    for turn in range(pieces + lag):
+        if turn < pieces:
+            steps.append(_hop(piece[turn], rank, num_ranks, rank, 0, last))
+        if turn >= lag and rank < num_ranks - 1:
+            steps.append(_hop(piece[turn - lag], rank + num_ranks, num_ranks, rank, 0, last))
+    return without_empty(steps)
+
+
+def one_shot(num_ranks: int, num_elements: int, rank: int) -> Steps:
+    """Everybody sends everything to everybody, and folds what comes in the order of the ranks."""
+    check(num_ranks, num_elements, rank)
+    whole = Chunk(0, num_elements)
+    peers = [(rank + i) % num_ranks for i in range(1, num_ranks)]
+    return without_empty(
+        [Step(sends=tuple(Send(whole, peer) for peer in peers)), Step((Receive(whole, tuple(range(num_ranks))),))]
+    )
+
+
+def two_shot(num_ranks: int, num_elements: int, rank: int) -> Steps:
+    """Everybody sends block i to rank i, which folds it in the order of the ranks and sends the result to everybody."""
+    check(num_ranks, num_elements, rank)
+    block = blocks(Chunk(0, num_elements), num_ranks)
+    peers = [(rank + i) % num_ranks for i in range(1, num_ranks)]
+    return without_empty(
+        [
+            Step(sends=tuple(Send(block[peer], peer) for peer in peers)),
+            Step((Receive(block[rank], tuple(range(num_ranks))),), tuple(Send(block[rank], peer) for peer in peers)),
+            Step(tuple(Receive(block[peer], (peer,)) for peer in peers)),
+        ]
+    )
+
+
+def halving_doubling(num_ranks: int, num_elements: int, rank: int) -> Steps:
+    """Recursive vector halving, then doubling: ranks exchange half of what is left with ever more distant partners.
+
+    Where p is no power of two, p', the largest that is smaller, take part: of the first 2(p-p') ranks the odd ones,
+    each of which folds in its left neighbour's message first and hands it the result at the end.
+
+    Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19 (2005).
+    """
+    check(num_ranks, num_elements, rank)
+    power = 1 << (num_ranks.bit_length() - 1)
+    extra = num_ranks - power
+    whole = Chunk(0, num_elements)
+    if rank < 2 * extra and rank % 2 == 0:
+        return without_empty([Step(sends=(Send(whole, rank + 1),)), Step((Receive(whole, (rank + 1,)),))])
+
+    def rank_of(number: int) -> int:
+        return 2 * number + 1 if number < extra else number + extra
+
+    mine = rank // 2 if rank < 2 * extra else rank - extra
+    steps = [Step((Receive(whole, (rank - 1, rank)),))] if mine < extra else []
+    block = blocks(whole, power)
+    begin, end, exchanges = 0, power, []
+    for distance in (1 << i for i in range(power.bit_length() - 1)):
+        middle = (begin + end) // 2
+        halves = Chunk(block[begin].begin, block[middle - 1].end), Chunk(block[middle].begin, block[end - 1].end)
+        upper = bool(mine & distance)
+        exchanges.append((rank_of(mine ^ distance), halves[upper], halves[not upper]))
+        begin, end = (middle, end) if upper else (begin, middle)
+    for partner, kept, given in exchanges:
+        steps += [Step(sends=(Send(given, partner),)), Step((Receive(kept, tuple(sorted((partner, rank)))),))]
+    for partner, kept, given in reversed(exchanges):
+        steps += [Step(sends=(Send(kept, partner),)), Step((Receive(given, (partner,)),))]
+    if mine < extra:
+        steps.append(Step(sends=(Send(whole, rank - 1),)))
+    return without_empty(steps)
+
+
+_cached_trees = cache(double_binary_tree)
+
+
+def _tree_steps(tree: Tree, pieces: list[Chunk], rank: int) -> list[tuple[int, Step]]:
+    """A rank's steps in one tree, up with all pieces and down again, each with the time at which it would happen if
+    all messages took as long and none had to wait for another."""
+    node, height = tree[rank], max(node.depth for node in tree)
+    above = () if node.parent is None else (node.parent,)
+    timed = []
+    for time, piece in enumerate(pieces):
+        fold = (Receive(piece, tuple(sorted((*node.children, rank)))),) if node.children else ()
+        timed.append((time + height - node.depth, Step(fold, tuple(Send(piece, parent) for parent in above))))
+        copy = tuple(Receive(piece, (parent,)) for parent in above)
+        timed.append((time + height + node.depth, Step(copy, tuple(Send(piece, child) for child in node.children))))
+    return timed
+
+
+def double_tree(num_ranks: int, num_elements: int, rank: int, *, pieces: int = 1) -> Steps:
+    """Half of the message up and down one binary tree, half of it the other, each in as many pieces as given.
+
+    An inner node folds its children's values and its own in the order of the ranks (round the ring, in the second tree
+    of an odd number of ranks). See `double_binary_tree` for the source.
+    """
+    check(num_ranks, num_elements, rank)
+    halves = blocks(Chunk(0, num_elements), 2)
+    timed = [
+        timed_step
+        for tree, half in zip(_cached_trees(num_ranks), halves, strict=True)
+        for timed_step in _tree_steps(tree, blocks(half, pieces), rank)
+    ]
+    return without_empty([step for _, step in sorted(timed, key=lambda pair: pair[0])])
+
+
+def two_level(
+    num_ranks: int, num_elements: int, rank: int, *, ranks_per_host: int = 8, between: Schedule = ring
+) -> Steps:
+    """A ring's reduce-scatter on every host, an all-reduce of each shard between the hosts, a ring's all-gather.
+
+    The i-th ranks of all hosts all-reduce shard i, by the algorithm `between`; all shards travel at the same time.
+
+    Raises:
+      ValueError: if the ranks cannot be split evenly between hosts.
+    """
+    check(num_ranks, num_elements, rank)
+    if ranks_per_host < 1 or num_ranks % ranks_per_host:
+        raise ValueError(f"{num_ranks} ranks do not fill hosts of {ranks_per_host}; give a divisor of {num_ranks}")
+    host, local = divmod(rank, ranks_per_host)
+    neighbours = range(host * ranks_per_host, (host + 1) * ranks_per_host)
+    counterparts = range(local, num_ranks, ranks_per_host)
+    shard = blocks(Chunk(0, num_elements), ranks_per_host)[local]
+    return [
+        *relabel(reduce_scatter(ranks_per_host, num_elements, local), neighbours, 0),
+        *relabel(between(len(counterparts), shard.size, host), counterparts, shard.begin),
+        *relabel(all_gather(ranks_per_host, num_elements, local), neighbours, 0),
+    ]
+
+
+ALGORITHMS: dict[str, Schedule] = {
+    "ring": ring,
+    "rank_ordered_ring": rank_ordered_ring,
+    "one_shot": one_shot,
+    "two_shot": two_shot,
+    "double_tree": double_tree,
+    "halving_doubling": halving_doubling,
+    "two_level": two_level,
+}

@@ -1,0 +1,119 @@
+"""Runs a schedule on numpy arrays, and counts what it sends."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jax_ring.schedule.steps import Chunk, Receive, Schedule, Send
+
+
+@dataclass
+class Message:
+    """One message, as it travelled from `source` to `to`."""
+
+    source: int
+    to: int
+    chunk: Chunk
+    folded: bool  # on arrival; else copied
+    sent: int  # time step in which it left
+    values: np.ndarray
+
+
+@dataclass
+class Run:
+    """What came of a schedule: the ranks' results, and every message."""
+
+    outputs: list[np.ndarray]
+    messages: list[Message] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """Time steps until all is done, where a message takes one step, and a link carries one message at a time."""
+        return max((message.sent + 1 for message in self.messages), default=0)
+
+    def bytes_per_link(self) -> Counter[tuple[int, int]]:
+        """Bytes sent from one rank to another, for each pair that exchanges any."""
+        return self._count(lambda message: (message.source, message.to))
+
+    def bytes_sent(self) -> list[int]:
+        """Bytes sent by each rank."""
+        counted = self._count(lambda message: message.source)
+        return [counted[rank] for rank in range(len(self.outputs))]
+
+    def bytes_received(self) -> list[int]:
+        """Bytes received by each rank."""
+        counted = self._count(lambda message: message.to)
+        return [counted[rank] for rank in range(len(self.outputs))]
+
+    def _count(self, key: Callable) -> Counter:
+        counter: Counter = Counter()
+        for message in self.messages:
+            counter[key(message)] += message.values.nbytes
+        return counter
+
+
+def run(schedule: Schedule, inputs: Sequence[np.ndarray], fold: Callable = np.add) -> Run:
+    """All-reduces one-dimensional arrays, one for each rank, by a schedule.
+
+    Args:
+      schedule: one of `jax_ring.schedule.ALGORITHMS`, or any other function of that kind.
+      inputs: what the ranks hold; alike in shape and dtype.
+      fold: of two arrays. One that does not commute, such as the concatenation of strings, shows the order.
+
+    Raises:
+      RuntimeError: if the schedule is none: a rank waits for a message that nobody sends, or one is left over.
+    """
+    p = len(inputs)
+    result = Run([np.array(x) for x in inputs])
+    steps = [deque(schedule(p, len(inputs[0]), rank)) for rank in range(p)]
+    clock = [0] * p
+    free: Counter[tuple[int, int]] = Counter()  # from which time on a link can carry the next message
+    inbox: dict[tuple[int, int], deque[Message]] = {}
+
+    def send(rank: int, send: Send) -> None:
+        link = rank, send.to
+        sent = max(clock[rank], free[link])
+        free[link] = sent + 1
+        values = result.outputs[rank][slice(*send.chunk)].copy()
+        message = Message(rank, send.to, send.chunk, False, sent, values)
+        result.messages.append(message)
+        inbox.setdefault(link, deque()).append(message)
+
+    def receive(rank: int, receive: Receive) -> None:
+        total = None
+        for source in receive.sources:
+            value = result.outputs[rank][slice(*receive.chunk)]
+            if source != rank:
+                message = inbox[source, rank].popleft()
+                if message.chunk != receive.chunk:
+                    raise RuntimeError(f"rank {rank} expects {receive.chunk} from {source}, which sent {message.chunk}")
+                message.folded = len(receive.sources) > 1
+                clock[rank] = max(clock[rank], message.sent + 1)
+                value = message.values
+            total = value if total is None else fold(total, value)
+        result.outputs[rank][slice(*receive.chunk)] = total
+
+    waiting = deque(range(p))
+    idle = 0  # ranks in a row that could not go on
+    while waiting and idle < len(waiting):
+        rank = waiting.popleft()
+        before = len(steps[rank])
+        while steps[rank]:
+            step = steps[rank][0]
+            sources = (s for r in step.receives for s in r.sources if s != rank)
+            if not all(inbox.get((source, rank)) for source in sources):
+                break
+            steps[rank].popleft()
+            for incoming in step.receives:
+                receive(rank, incoming)
+            for outgoing in step.sends:
+                send(rank, outgoing)
+        idle = idle + 1 if len(steps[rank]) == before > 0 else 0
+        if steps[rank]:
+            waiting.append(rank)
+    if waiting or any(inbox.values()):
+        left = {link: len(messages) for link, messages in inbox.items() if messages}
+        raise RuntimeError(f"ranks {sorted(waiting)} wait for messages that were not sent; never received: {left}")
+    return result

@@ -1,0 +1,141 @@
+"""Which links a message passes, and how long it takes when others pass them too."""
+
+import tomllib
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+
+from jax_ring.schedule.cost import Link
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Hosts of equal ranks, and a network between them; ranks fill hosts, and hosts fill groups, in their order.
+
+    Every message takes a latency, and the time of its busiest link: all bytes that pass the link in that step, divided
+    by its bandwidth. All bandwidths are those of one direction.
+    """
+
+    name: str
+    ranks_per_host: int
+    host_latency: float  # seconds
+    host_bandwidth: float  # bytes/s that a rank sends, and that it receives, within the host
+    network_latency: float  # seconds
+    nics_per_host: int
+    nic_bandwidth: float  # bytes/s
+    fold_bandwidth: float = np.inf  # bytes/s at which a rank folds what has come; infinite where it folds as it comes
+    shared_bandwidth: float = np.inf  # bytes/s of all messages on a host together, as over one bridge
+    hosts_per_group: int = 0  # hosts under the same leaf switches; 0: all
+    oversubscription: float = 1.0  # bandwidth of a leaf switch's hosts over that of its way up
+    rails: bool = False  # the i-th NICs of a group's hosts have a leaf switch of their own
+    striped: bool = False  # a message between hosts is spread over all NICs, as NCCL's channels do
+    source: str = ""  # of the figures
+
+    def host_link(self) -> Link:
+        """The class of links between two ranks of a host that is otherwise idle."""
+        return Link(self.host_latency, 1 / self.host_bandwidth, 1 / self.fold_bandwidth)
+
+    def network_link(self) -> Link:
+        """The class of links between two ranks of different hosts, where nothing else is sent."""
+        striped = min(self.nic_bandwidth * self.nics_per_host, self.host_bandwidth)
+        bandwidth = striped if self.striped else self.nic_bandwidth
+        return Link(self.network_latency, 1 / bandwidth, 1 / self.fold_bandwidth)
+
+    def slowest_link(self, num_ranks: int) -> Link:
+        """The class of links that a ring over these ranks waits for."""
+        return self.host_link() if num_ranks <= self.ranks_per_host else self.network_link()
+
+    def seconds(self, source: np.ndarray, to: np.ndarray, num_bytes: float) -> np.ndarray:
+        """Seconds that each message takes, when one of `num_bytes` goes from every `source` to every `to` at once."""
+        host, host_to = source // self.ranks_per_host, to // self.ranks_per_host
+        remote = host != host_to
+        busy = np.zeros(len(source))
+
+        def pass_links(keys: np.ndarray, mask: np.ndarray, bandwidth: float) -> None:
+            load = np.bincount(keys[mask]) * (num_bytes / bandwidth)
+            busy[mask] = np.maximum(busy[mask], load[keys[mask]])
+
+        # A message that is spread over all NICs goes to them through the host.
+        through_host = ~remote | self.striped
+        pass_links(source, through_host, self.host_bandwidth)
+        pass_links(to, through_host, self.host_bandwidth)
+        if np.isfinite(self.shared_bandwidth):
+            load = np.bincount(host) + np.bincount(host_to[remote], minlength=host.max() + 1)[: host.max() + 1]
+            busy = np.maximum(busy, load[host] * (num_bytes / self.shared_bandwidth))
+        if remote.any():
+            nics = 1 if self.striped else self.nics_per_host
+            bandwidth = self.nic_bandwidth * self.nics_per_host / nics
+            nic, nic_to = (x % self.ranks_per_host * nics // self.ranks_per_host for x in (source, to))
+            pass_links(host * nics + nic, remote, bandwidth)
+            pass_links(host_to * nics + nic_to, remote, bandwidth)
+            if self.hosts_per_group:
+                leaves = nics if self.rails else 1
+                leaf = host // self.hosts_per_group * leaves + (nic if self.rails else 0)
+                leaf_to = host_to // self.hosts_per_group * leaves + (nic_to if self.rails else 0)
+                up = self.hosts_per_group * self.nics_per_host * self.nic_bandwidth / leaves / self.oversubscription
+                pass_links(leaf, remote & (leaf != leaf_to), up)
+                pass_links(leaf_to, remote & (leaf != leaf_to), up)
+        return np.where(remote, self.network_latency, self.host_latency) + busy
+
+
+def names() -> list[str]:
+    """The topologies that come with this package."""
+    return sorted(p.name.removesuffix(".toml") for p in _folder().iterdir() if p.name.endswith(".toml"))
+
+
+def load(name_or_path: str) -> Topology:
+    """A topology of `names()`, or one described in a TOML file of one's own.
+
+    Latencies are given in microseconds (`host.latency_us`), bandwidths in GB/s (`host.gb_per_s`).
+
+    Raises:
+      ValueError: if the file lacks a key, has one that is not known, or a value that is not positive.
+    """
+    text = Path(name_or_path).read_text() if name_or_path.endswith(".toml") else _packaged(name_or_path)
+    data = tomllib.loads(text)
+    flat = {f"{table}.{key}": value for table in ("host", "network") for key, value in data.pop(table, {}).items()}
+    try:
+        topology = Topology(
+            name=data.pop("name"),
+            source=data.pop("source", ""),
+            fold_bandwidth=data.pop("fold_gb_per_s", np.inf) * 1e9,
+            ranks_per_host=flat.pop("host.ranks"),
+            host_latency=flat.pop("host.latency_us") * 1e-6,
+            host_bandwidth=flat.pop("host.gb_per_s") * 1e9,
+            shared_bandwidth=flat.pop("host.shared_gb_per_s", np.inf) * 1e9,
+            network_latency=flat.pop("network.latency_us") * 1e-6,
+            nics_per_host=flat.pop("network.nics_per_host"),
+            nic_bandwidth=flat.pop("network.nic_gb_per_s") * 1e9,
+            hosts_per_group=flat.pop("network.hosts_per_group", 0),
+            oversubscription=flat.pop("network.oversubscription", 1.0),
+            rails=flat.pop("network.rails", False),
+            striped=flat.pop("network.striped", False),
+        )
+    except KeyError as error:
+        raise ValueError(f"{name_or_path}: the topology has no {error.args[0]!r}") from error
+    if data or flat:
+        raise ValueError(f"{name_or_path}: unknown keys {sorted([*data, *flat])}")
+    positive = (
+        "ranks_per_host",
+        "host_bandwidth",
+        "nics_per_host",
+        "nic_bandwidth",
+        "fold_bandwidth",
+        "oversubscription",
+    )
+    for field in positive:
+        if not getattr(topology, field) > 0:
+            raise ValueError(f"{name_or_path}: {field} must be positive, got {getattr(topology, field)}")
+    return topology
+
+
+def _folder():
+    return resources.files("jax_ring.schedule") / "topologies"
+
+
+def _packaged(name: str) -> str:
+    if name not in names():
+        raise ValueError(f"no topology {name!r}: choose one of {', '.join(names())}, or give the path of a .toml file")
+    return (_folder() / f"{name}.toml").read_text()
