@@ -16,6 +16,7 @@ if jax.__version_info__ < OLDEST_JAX:
 try:
     from jax._src import config as _config
     from jax._src import core as _core
+    from jax._src import distributed as _distributed
     from jax._src.interpreters.pxla import axis_groups as _axis_groups
     from jax._src.lax import parallel as _parallel
     from jax.interpreters.mlir import SPMDAxisContext as SPMDAxisContext
@@ -151,6 +152,11 @@ def lower_lax_all_gather(ctx, operand, *, axes, axis_index_groups, axis_size, di
 def replica_groups(axis_context, axes: tuple) -> tuple[tuple[int, ...], ...]:
     """The groups of mesh positions that a collective over `axes` spans, each in rank order."""
     return tuple(tuple(int(i) for i in group) for group in _axis_groups(axis_context, axes))
+
+
+def key_value_store():
+    """What the processes of a program share: `key_value_set` and `blocking_key_value_get`."""
+    return _distributed.global_state.client
 
 
 def register_cpu_ffi_type(name: str, registration: dict) -> None:

@@ -45,6 +45,11 @@ def timeout_from(text: str) -> float:
     return seconds
 
 
+def timeout() -> float:
+    """Seconds that ranks and processes wait for each other."""
+    return timeout_from(os.environ.get(TIMEOUT_VARIABLE, "60"))
+
+
 def strict_from(text: str) -> bool:
     """Whether a call that no engine of ours serves is an error, from the text of `JAX_RING_STRICT`.
 
