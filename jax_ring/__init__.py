@@ -17,4 +17,6 @@ from jax_ring.gradients import grad as grad
 from jax_ring.gradients import reduce_in_backward as reduce_in_backward
 from jax_ring.gradients import value_and_grad as value_and_grad
 from jax_ring.gradients import weighted_pmean as weighted_pmean
+from jax_ring.replicas import assert_replicated as assert_replicated
+from jax_ring.replicas import broadcast_params as broadcast_params
 from jax_ring.runtime import __version__ as __version__

@@ -49,9 +49,8 @@ def compare(function: str, description: str, store: Store, key: str, process: in
             ) from error
         if theirs != description:
             pairs = itertools.zip_longest(description.splitlines(), theirs.splitlines(), fillvalue="nothing")
-            mine, other_line = next((a, b) for a, b in pairs if a != b)
+            differences = [f"{a.strip()!r} here, {b.strip()!r} there" for a, b in pairs if a != b]
             raise ValueError(
-                f"{function}: processes {process} and {other} are about to reduce different data. The first difference: "
-                f"{mine.strip()!r} in process {process}, {other_line.strip()!r} in process {other}. All processes must "
-                "have the same parameters, dtypes and options."
+                f"{function}: process {process}, here, and process {other} are about to reduce different data: "
+                f"{'; '.join(differences[:3])}. All processes must have the same parameters, dtypes and options."
             )

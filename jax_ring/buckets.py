@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_ring import _compat
 from jax_ring.agreement import check_agreement
-from jax_ring.arguments import AxisName, axes_of, check_named, split_axes
+from jax_ring.arguments import AxisName, axes_of, check_named, num_ranks, split_axes
 from jax_ring.implementations import implementation
 
 BUCKET_BYTES = 25 << 20
@@ -37,7 +37,7 @@ class BucketPlan:
 
     def __str__(self) -> str:
         total = sum(bucket.num_bytes for bucket in self.buckets)
-        lines = [f"{len(self.buckets)} buckets of {len(self.names)} leaves, {total} bytes"]
+        lines = [f"{len(self.names)} leaves of {total} bytes in {len(self.buckets)} buckets"]
         for i, bucket in enumerate(self.buckets):
             lines.append(f"bucket {i}: {bucket.num_bytes} bytes of {bucket.dtype}")
             lines += [f"  {self.names[leaf]}" for leaf in bucket.leaves]
@@ -119,7 +119,7 @@ class Reduction:
     def sum(self, function: str, tree: Any, axis_name: AxisName) -> Any:
         """The sums of leaves that already have the types in which they travel."""
         plan = plan_buckets(tree, self.bucket_bytes, self.first_bucket_bytes)
-        check_agreement(function, f"over {axis_name!r}\nfingerprint {plan.fingerprint}\n{plan}")
+        check_agreement(function, f"over {axis_name!r}\n{plan}\nfingerprint {plan.fingerprint}")
         psum = implementation(function, self.impl).psum
         leaves, structure = jax.tree.flatten(tree)
         for bucket in plan.buckets:
@@ -165,7 +165,7 @@ def sync_gradients(
     check_local("sync_gradients", tree, axis_name)
     tree = jax.tree.map(jnp.asarray, tree)
     sums = reduction.sum("sync_gradients", jax.tree.map(reduction.narrow, tree), axis_name)
-    return jax.tree.map(partial(_scaled, divisor=num_ranks(axis_name) if mean else 1), sums, tree)
+    return jax.tree.map(partial(_scaled, divisor=num_ranks(axes_of(axis_name)) if mean else 1), sums, tree)
 
 
 def sync_with_feedback(
@@ -194,7 +194,7 @@ def sync_with_feedback(
     wanted = jax.tree.map(jnp.add, tree, residual)
     sent = jax.tree.map(reduction.narrow, wanted)
     sums = reduction.sum("sync_with_feedback", sent, axis_name)
-    synced = jax.tree.map(partial(_scaled, divisor=num_ranks(axis_name) if mean else 1), sums, wanted)
+    synced = jax.tree.map(partial(_scaled, divisor=num_ranks(axes_of(axis_name)) if mean else 1), sums, wanted)
     return synced, jax.tree.map(lambda x, s: x - s.astype(x.dtype), wanted, sent)
 
 
@@ -202,11 +202,6 @@ def _scaled(total: jax.Array, like: jax.Array, *, divisor: int) -> jax.Array:
     """A sum as it came, in the type of the leaf that was sent."""
     total = total.astype(like.dtype) if jnp.issubdtype(like.dtype, jnp.floating) else total
     return total if divisor == 1 else total / divisor
-
-
-def num_ranks(axis_name: AxisName) -> int:
-    """The number of ranks along the axes."""
-    return math.prod(jax.lax.axis_size(axis) for axis in axes_of(axis_name))
 
 
 def check_local(function: str, tree: Any, axis_name: AxisName) -> None:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ring import _compat
-from jax_ring.arguments import AxisName, axes_of, check_named, split_axes
-from jax_ring.buckets import Reduction, num_ranks, sync_gradients
+from jax_ring.arguments import AxisName, axes_of, check_named, num_ranks, own_copy, split_axes
+from jax_ring.buckets import Reduction, sync_gradients
 from jax_ring.implementations import implementation
 from jax_ring.within_device import accumulator_dtype
 
@@ -51,21 +51,24 @@ def value_and_grad(
     reduction = Reduction(**options)
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
+    def copies(params):
+        return jax.tree.map(lambda x: own_copy(jnp.asarray(x), axis_name), params)
+
     def value_and_grad_of_mean(*args, **kwargs):
         check_named("value_and_grad", axes_of(axis_name))
         if not reduced_in_backward:
-            args = [
-                _own_copy(arg, axis_name) if i in numbers or i - len(args) in numbers else arg
-                for i, arg in enumerate(args)
-            ]
+            args = [copies(arg) if i in numbers or i - len(args) in numbers else arg for i, arg in enumerate(args)]
         out, grads = jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
         value, aux = out if has_aux else (out, None)
         # A value that is the same on all ranks counts once: their gradients are parts of it, which add up to its own.
         axes = _axes_of_difference(value, axis_name)
-        local = (None if reduced_in_backward else jax.tree.map(reduction.narrow, grads), value if axes else None)
+        local = (
+            None if reduced_in_backward else jax.tree.map(reduction.narrow, grads),
+            own_copy(value, axis_name) if axes else None,
+        )
         summed_grads, summed_value = reduction.sum("value_and_grad", local, axis_name)
         if axes:
-            value = summed_value / num_ranks(axis_name)
+            value = summed_value / num_ranks(axes_of(axis_name))
         if not reduced_in_backward:
             grads = jax.tree.map(lambda s, g: s.astype(g.dtype), summed_grads, grads)
         divisor = num_ranks(axes)
@@ -122,7 +125,7 @@ def reduce_in_backward(tree: Any, axis_name: AxisName, **options: Any) -> Any:
 
     @jax.custom_vjp
     def copies(tree):
-        return _own_copy(tree, axis_name)
+        return jax.tree.map(lambda x: own_copy(x, axis_name), tree)
 
     def forward(tree):
         return copies(tree), None
@@ -213,7 +216,7 @@ def weighted_pmean(x: Any, weight: Any, axis_name: AxisName, *, impl: str = "rin
     batch, if the weights are the numbers of examples. A rank of weight 0 does not count, even if its `x` is not finite.
 
     Args:
-      x: an array, or a pytree of arrays.
+      x: an array, or a pytree of arrays. Floats keep their dtype.
       weight: a scalar, not negative, not zero on all ranks.
       axis_name: as for `ring_psum`.
       impl: "ring" or "lax", as for `sync_gradients`.
@@ -225,25 +228,12 @@ def weighted_pmean(x: Any, weight: Any, axis_name: AxisName, *, impl: str = "rin
     weight = jnp.asarray(weight)
     # Not 0 * x, which is NaN for a mean over no examples; and of both branches of a where the gradient is taken.
     weighted = jax.tree.map(lambda x: jnp.where(weight == 0, jnp.zeros_like(x), x) * weight, x)
-    local = _own_copy((weighted, weight), axis_name)
+    local = jax.tree.map(lambda x: own_copy(x, axis_name), (weighted, weight))
     total, total_weight = implementation("weighted_pmean", impl).psum(local, axis_name)
-    return jax.tree.map(lambda t: t / total_weight, total)
+    return jax.tree.map(lambda t, x: (t / total_weight).astype(jnp.result_type(x, float(0))), total, x)
 
 
 # ---- Parts ----------------------------------------------------------------------------------------------------------
-
-
-def _own_copy(tree: Any, axis_name: AxisName) -> Any:
-    """The tree, typed as each rank's own, where vma is tracked."""
-
-    def cast(x):
-        x = jnp.asarray(x)
-        if not _compat.check_vma():
-            return x
-        axes = tuple(axis for axis in split_axes(axes_of(axis_name))[1] if axis not in _compat.varying_axes(x))
-        return lax.pcast(x, axes, to="varying") if axes else x
-
-    return jax.tree.map(cast, tree)
 
 
 def _axes_of_difference(x: jax.Array, axis_name: AxisName) -> tuple:
