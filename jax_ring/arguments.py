@@ -19,6 +19,7 @@ Groups = Sequence[Sequence[int]]
 
 
 def axes_of(axis_name: AxisName) -> tuple:
+    """The axes that an argument names, as a tuple."""
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
 
 
@@ -48,6 +49,7 @@ def _check_axes(function: str, axes: tuple, named: tuple) -> None:
 
 
 def check_named(function: str, axes: tuple) -> None:
+    """Refuses axes that are not bound, or positional, or named twice."""
     positional = tuple(axis for axis in axes if isinstance(axis, int))
     if positional:
         raise ValueError(f"{function} is over named axes, got the positional axes {positional}")
@@ -55,6 +57,7 @@ def check_named(function: str, axes: tuple) -> None:
 
 
 def check_groups(function: str, axis_index_groups: Groups | None, named: tuple) -> tuple[tuple[int, ...], ...] | None:
+    """The groups as tuples, which must hold every rank once."""
     if axis_index_groups is None:
         return None
     groups = tuple(tuple(map(operator.index, group)) for group in axis_index_groups)
@@ -79,6 +82,7 @@ def group_size(function: str, axes: tuple, groups: tuple[tuple[int, ...], ...] |
 
 
 def refuse_groups(function: str, groups) -> None:
+    """Refuses groups for a result that is invariant over the axis."""
     if groups is not None:
         raise NotImplementedError(
             f"{function}: axis_index_groups are not supported under shard_map(..., check_vma=True), because results "
@@ -88,6 +92,7 @@ def refuse_groups(function: str, groups) -> None:
 
 
 def check_root(function: str, axes: tuple, root: int) -> int:
+    """The root as a Python integer, which must be a rank."""
     root, size = operator.index(root), num_ranks(axes)
     if not 0 <= root < size:
         raise ValueError(f"{function}: root must be a rank of {axes}, that is 0 to {size - 1}, got {root}")
@@ -104,7 +109,7 @@ def canonical_dimension(function: str, name: str, dimension: int, ndim: int) -> 
 
 
 def check_reduction(function: str, axis_name: AxisName, axis_index_groups: Groups | None):
-    """All axes, the named ones, the positional ones, and the groups."""
+    """The axes of a reduction, the named ones among them, the positional ones, and the groups."""
     axes = _compat.skip_size_one_axes(axes_of(axis_name))
     positional = tuple(axis for axis in axes if isinstance(axis, int))
     named = tuple(axis for axis in axes if not isinstance(axis, int))
@@ -158,6 +163,8 @@ def belongs_to_lax(leaf, axes: tuple) -> bool:
 
 
 def no_namesake(function: str) -> Callable:
+    """What stands for the namesake in jax.lax of a function that has none: an error."""
+
     def refuse(leaf):
         raise TypeError(
             f"{function} takes arrays of numbers that are not marked as reduced or unreduced, got {jax.typeof(leaf)}. "

@@ -46,15 +46,15 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
     target, why_not = _who_serves(ctx, collective)
     if target is not None:
         return _emit(ctx, collective, target, operands, axes, axis_index_groups, options, **details)
-    chosen = options.chosen()
-    instead = (
-        f"{collective.function} over {axes} %s XLA's {collective.kind}{f', which knows no {chosen}' * bool(chosen)}"
-    )
+    xlas = collective.kind if collective.kind not in ("reduce", "broadcast") else "all_reduce"
+    ignored = f", which knows no {chosen}" if (chosen := options.chosen()) else ""
+    instead = f"XLA's {xlas}{ignored}: {why_not}"
     if runtime.STRICT:
         raise NotImplementedError(
-            f"{instead % 'would use'}: {why_not}. {runtime.STRICT_VARIABLE}=1 forbids it; unset that to allow it."
+            f"{collective.function} over {axes} would use {instead}. {runtime.STRICT_VARIABLE}=1 forbids it; unset "
+            "that to allow it."
         )
-    logger.info("%s: %s", instead % "uses", why_not)
+    logger.info("%s over %s uses %s", collective.function, axes, instead)
     return [
         result
         for operand, aval_in, aval_out in zip(operands, ctx.avals_in, ctx.avals_out, strict=True)

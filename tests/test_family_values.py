@@ -51,32 +51,39 @@ def test_as_the_namesake(collective, check_vma):
     assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@every_collective(lambda name, pair: name != "pmean")
-def test_bits(collective, dtype):
-    if dtype == "complex64" and not collective.differentiable:
-        pytest.skip("complex numbers have no order")
-    values = values_of(dtype)
-    assert_same_bits(results_of(collective.ours, values), collective.oracle(values))
+def check_bits(collective, dtypes):
+    """All dtypes as one tree, which is a call for each."""
+    values = {dtype: values_of(dtype) for dtype in dtypes if collective.differentiable or "complex" not in dtype}
+
+    def body(values):
+        results = collective.ours(jax.tree.map(lambda v: v[0], values), "i")
+        return jax.tree.map(lambda result: result[None], results)
+
+    f = sharded(body, check_vma=False)
+    assert num_calls(f, values) == len(values)
+    results = f(values)
+    for dtype, of_ranks in values.items():
+        assert_same_bits(results[dtype], collective.oracle(of_ranks))
 
 
-@pytest.mark.parametrize("dtype", ["float64", "int64", "uint64", "complex128"])
 @every_collective(lambda name, pair: name != "pmean")
-def test_bits_of_wide_types(collective, dtype):
-    if dtype == "complex128" and not collective.differentiable:
-        pytest.skip("complex numbers have no order")
+def test_bits(collective):
+    check_bits(collective, DTYPES)
+
+
+@every_collective(lambda name, pair: name != "pmean")
+def test_bits_of_wide_types(collective):
     with jax.enable_x64(True):
-        values = values_of(dtype)
-        assert_same_bits(results_of(collective.ours, values), collective.oracle(values))
+        check_bits(collective, ["float64", "int64", "uint64", "complex128"])
 
 
-@pytest.mark.parametrize("dtype", ["bool", "float16", "int8", "complex64", "float32"])
 @every_collective(lambda name, pair: not name.startswith("psum_scatter"))
-def test_type_as_the_namesake(collective, dtype, check_vma):
-    if dtype == "complex64" and not collective.differentiable:
-        pytest.skip("complex numbers have no order")
-    x = (X > 0) if dtype == "bool" else X.astype(dtype)
-    assert_matches_lax(lambda fun, x: fun(x, "i"), x, pair=collective[:2], check_vma=check_vma)
+def test_types_as_the_namesake(collective, check_vma):
+    def body(fun, x):
+        dtypes = ["float16", "int8", "float32", *["complex64"] * collective.differentiable]
+        return fun({"bool": x > 0, **{dtype: x.astype(dtype) for dtype in dtypes}}, "i")
+
+    assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)
 
 
 @every_collective(lambda name, pair: "gather" in name or name == "broadcast")
@@ -227,6 +234,14 @@ def test_mean_in_groups_of_different_sizes():
     groups = [[0, 1, 2], [3, 4, 5, 6, 7]]
     means = sharded(lambda x: FAMILY["pmean"].ours(x, "i", axis_index_groups=groups), check_vma=False)(np.arange(8.0))
     np.testing.assert_array_equal(means, [1, 1, 1, 5, 5, 5, 5, 5])
+
+
+@every_collective()
+def test_pmap(collective):
+    x = X.reshape(RANKS, *SHAPE)
+    results = [jax.pmap(lambda x, fun=fun: fun(x, "p"), axis_name="p")(x) for fun in collective[:2]]
+    np.testing.assert_array_equal(*results)
+    np.testing.assert_array_equal(results[0], collective.oracle(x))
 
 
 @every_collective()
