@@ -1,5 +1,6 @@
 """Collectives for JAX as XLA custom calls: bitwise reproducible, drop-ins for those of `jax.lax`."""
 
+from jax_ring import zero as zero
 from jax_ring.buckets import plan_buckets as plan_buckets
 from jax_ring.buckets import sync_gradients as sync_gradients
 from jax_ring.buckets import sync_with_feedback as sync_with_feedback
