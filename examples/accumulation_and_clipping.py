@@ -5,8 +5,8 @@
 All four runs see the same batches. "accumulated" takes them in micro-batches, in a fraction of the memory, and
 communicates once a step; its losses are those of "whole batch", and both are what one device would compute. "clipped
 too early" clips each device's own gradients before their mean is taken, and "every micro-batch clipped" those of each
-part. Since the norm of a mean is not the mean of the norms, these are other methods, whose outcome depends on the number
-of devices and parts. That may even be a better one: it is here, where a few examples are far off.
+part. Since the norm of a mean is not the mean of the norms, these are other methods, whose outcome depends on the
+number of devices and parts. That may even be a better one: it is here, where a few examples are far off.
 """
 
 import argparse

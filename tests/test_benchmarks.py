@@ -41,3 +41,10 @@ def test_train_step(tmp_path):
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == 2 * 2 * 4
     assert {row["ranks"] for row in rows} == {2}
+
+
+def test_reduction_place(tmp_path):
+    file = tmp_path / "rows.json"
+    run("reduction_place.py", "--devices", "2", "--steps", "2", "--json", str(file))
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 2 * 2 * 3
