@@ -105,11 +105,11 @@ def main() -> int:
             return optax.apply_updates(params, updates), state, value
 
         params = jax.device_put(init_params(jax.random.key(0)), jax.NamedSharding(mesh, P()))
-        state = optimizer.init(params)
+        state = jax.device_put(optimizer.init(params), jax.NamedSharding(mesh, P()))
         compiled = train_step.lower(params, state, x[0], y[0]).compile()
         losses = []
         for batch in track(range(args.steps), name, console=console):
-            params, state, value = train_step(params, state, x[batch], y[batch])
+            params, state, value = compiled(params, state, x[batch], y[batch])
             losses.append(float(value))
         final[name] = np.array(losses)
         calls = compiled.as_text().count('"jax_ring_all_reduce"' if args.impl == "ring" else " all-reduce(")

@@ -9,7 +9,6 @@ differentiated. With bfloat16 the matrix products and the gradients on the wire 
 
 import argparse
 import functools
-import os
 import pathlib
 import sys
 import sysconfig
@@ -143,13 +142,12 @@ def main() -> int:
     text = load_text()
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     params = init_params(jax.random.key(0), args.width, args.layers, args.context)
-    params = jax.device_put(params, jax.NamedSharding(mesh, P()))
     optimizer = optax.adam(optax.warmup_cosine_decay_schedule(0, 3e-3, args.steps // 10, args.steps))
-    opt_state = optimizer.init(params)
+    params, opt_state = jax.device_put((params, optimizer.init(params)), jax.NamedSharding(mesh, P()))
     reduction = {"impl": args.impl, "wire_dtype": args.dtype if args.dtype == "bfloat16" else None}
     train_step = make_train_step(mesh, optimizer, jnp.dtype(args.dtype), **reduction)
     size = sum(p.size for p in jax.tree.leaves(params))
-    console.print(f"{size} parameters, {len(text)} bytes of Python, {args.devices} of {os.cpu_count()} cores' devices")
+    console.print(f"{size} parameters, {len(text)} bytes of Python, {args.devices} CPU devices")
 
     rng = np.random.default_rng(0)
     columns = (

@@ -63,10 +63,9 @@ def test_parameter_server(tmp_path):
     assert plot.stat().st_size > 1000
 
 
-@pytest.mark.parametrize(("dtype", "impl"), [("float32", "ring"), ("bfloat16", "lax")])
-def test_train_gpt(dtype, impl):
+def test_train_gpt():
     size = ("--devices", "2", "--steps", "3", "--batch", "4", "--context", "8", "--width", "16", "--layers", "2")
-    text = run_small("train_gpt.py", *size, "--sample", "9", "--dtype", dtype, "--impl", impl)
+    text = run_small("train_gpt.py", *size, "--sample", "9", "--dtype", "bfloat16")
     assert 5 < float(re.search(r"Loss of the first step (\d\.\d+)", text)[1]) < 6
     assert "a sample" in text
 
