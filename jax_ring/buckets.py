@@ -37,7 +37,7 @@ class BucketPlan:
 
     def __str__(self) -> str:
         total = sum(bucket.num_bytes for bucket in self.buckets)
-        lines = [f"{len(self.names)} leaves of {total} bytes in {len(self.buckets)} buckets"]
+        lines = [f"leaves: {len(self.names)}, bytes: {total}, buckets: {len(self.buckets)}"]
         for i, bucket in enumerate(self.buckets):
             lines.append(f"bucket {i}: {bucket.num_bytes} bytes of {bucket.dtype}")
             lines += [f"  {self.names[leaf]}" for leaf in bucket.leaves]

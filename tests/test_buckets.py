@@ -64,7 +64,7 @@ def test_every_leaf_is_in_one_bucket():
 
 def test_plan_prints():
     assert str(plan_buckets({"w": struct(2, 3), "b": struct(3)})).splitlines() == [
-        "2 leaves of 36 bytes in 1 buckets",
+        "leaves: 2, bytes: 36, buckets: 1",
         "bucket 0: 36 bytes of float32",
         "  ['w']: float32[2,3]",
         "  ['b']: float32[3]",
