@@ -29,7 +29,8 @@ def split_axes(axes: tuple) -> tuple[tuple, tuple]:
     return tuple(axis for axis in axes if axis not in manual), tuple(axis for axis in axes if axis in manual)
 
 
-def _num_ranks(axes: tuple) -> int:
+def num_ranks(axes: tuple) -> int:
+    """The number of ranks along the axes together."""
     bound = _compat.bound_axis_sizes()
     return math.prod(bound[axis] for axis in axes)
 
@@ -60,7 +61,7 @@ def check_groups(function: str, axis_index_groups: Groups | None, named: tuple) 
     if axis_index_groups is None:
         return None
     groups = tuple(tuple(map(operator.index, group)) for group in axis_index_groups)
-    size = _num_ranks(named)
+    size = num_ranks(named)
     members = [rank for group in groups for rank in group]
     if len(members) != size or set(members) != set(range(size)) or not all(groups):
         raise ValueError(
@@ -72,7 +73,7 @@ def check_groups(function: str, axis_index_groups: Groups | None, named: tuple) 
 
 def group_size(function: str, axes: tuple, groups: tuple[tuple[int, ...], ...] | None) -> int:
     """Ranks in each group, which must be alike for results to have one shape."""
-    sizes = {_num_ranks(axes)} if groups is None else {len(group) for group in groups}
+    sizes = {num_ranks(axes)} if groups is None else {len(group) for group in groups}
     if len(sizes) > 1:
         raise ValueError(
             f"{function}: axis_index_groups must all be of one size, got {[list(group) for group in groups or ()]}"
@@ -92,7 +93,7 @@ def refuse_groups(function: str, groups) -> None:
 
 def check_root(function: str, axes: tuple, root: int) -> int:
     """The root as a Python integer, which must be a rank."""
-    root, size = operator.index(root), _num_ranks(axes)
+    root, size = operator.index(root), num_ranks(axes)
     if not 0 <= root < size:
         raise ValueError(f"{function}: root must be a rank of {axes}, that is 0 to {size - 1}, got {root}")
     return root
@@ -198,3 +199,11 @@ def as_varying(function: str, operand, axes: tuple, *, mixed: bool = True):
         "has been, a further sum would be too large by the number of ranks: leave those axes out. If every rank is "
         f'to contribute its own copy, cast it first: lax.pcast(x, {missing}, to="varying").'
     )
+
+
+def own_copy(x, axis_name: AxisName):
+    """The array, typed as each rank's own over all of the axes, where vma is tracked."""
+    if not _compat.check_vma():
+        return x
+    missing = tuple(axis for axis in split_axes(axes_of(axis_name))[1] if axis not in _compat.varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x

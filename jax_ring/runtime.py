@@ -75,7 +75,7 @@ def note_call_site(call: str, site: str) -> None:
 
 
 def timeout() -> float:
-    """Seconds that a rank waits for another."""
+    """Seconds that ranks and processes wait for each other."""
     return _ffi_cpu.deadline()
 
 

@@ -67,3 +67,10 @@ def test_train_step(tmp_path):
 
 def test_published_figures_are_those_of_the_docs():
     assert run("published.py") in (BENCHMARKS.parent / "docs/algorithms.md").read_text()
+
+
+def test_reduction_place(tmp_path):
+    file = tmp_path / "rows.json"
+    run("reduction_place.py", "--devices", "2", "--steps", "2", "--json", str(file))
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 2 * 2 * 3

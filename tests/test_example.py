@@ -1,4 +1,4 @@
-"""The examples: the main job, as the README runs it, and the others."""
+"""The examples: the main job as the README runs it, and the others with the least to do."""
 
 import pathlib
 import re
@@ -10,9 +10,9 @@ import pytest
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
 
-def run(*arguments, example="train_digits.py"):
+def run(*arguments, name="train_digits.py"):
     return subprocess.run(
-        [sys.executable, str(EXAMPLES / example), *arguments], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, timeout=240, check=False
     )
 
 
@@ -36,8 +36,48 @@ def test_refuses_what_it_cannot_do():
 
 
 def test_code_that_one_did_not_write():
-    result = run("--devices", "4", example="replace_psum.py")
+    result = run("--devices", "4", name="replace_psum.py")
     assert result.returncode == 0, result.stdout + result.stderr
     rows = [line.split("│")[2:4] for line in result.stdout.splitlines() if "the same bits" in line]
     # Calls by jax_ring and by XLA: as it is, with the name replaced, and under override_lax().
     assert [[int(cell) for cell in row] for row in rows] == [[0, 4], [2, 2], [4, 0]]
+
+
+def run_small(name, *arguments):
+    result = run(*arguments, name=name)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_accumulation_and_clipping():
+    text = run_small("accumulation_and_clipping.py", "--devices", "2", "--steps", "5", "--microbatches", "4")
+    memory = {line.split("│")[1].strip(): line for line in text.splitlines() if "KiB" in line}
+    whole, accumulated = (int(re.search(r"(\d+) KiB", memory[name])[1]) for name in ("whole batch", "accumulated"))
+    assert accumulated < whole / 2
+
+
+def test_zero():
+    # What it predicts it has to measure, or else it fails.
+    assert "ceil(17226 / 3) + 4 = 45940 bytes" in run_small("zero.py", "--devices", "3", "--epochs", "1")
+
+
+def test_parameter_server(tmp_path):
+    plot = tmp_path / "losses.png"
+    text = run_small("parameter_server.py", "--devices", "2", "--epochs", "2", "--plot", str(plot))
+    rows = {cells[1].strip(): cells for line in text.splitlines() if len(cells := line.split("│")) > 4}
+    losses = {name: float(cells[4]) for name, cells in rows.items()}
+    assert losses["ring"] == pytest.approx(losses["server"], rel=1e-3)
+    assert not losses["server, stale by 16"] < 2 * losses["server"]
+    assert plot.stat().st_size > 1000
+
+
+def test_train_gpt():
+    size = ("--devices", "2", "--steps", "3", "--batch", "4", "--context", "8", "--width", "16", "--layers", "2")
+    text = run_small("train_gpt.py", *size, "--sample", "9", "--dtype", "bfloat16")
+    assert 5 < float(re.search(r"Loss of the first step (\d\.\d+)", text)[1]) < 6
+    assert "a sample" in text
+
+
+def test_others_refuse_what_they_cannot_do():
+    assert "got 7" in run("--devices", "7", name="zero.py").stderr
+    assert "got 3 and 3" in run("--width", "3", "--steps", "3", name="train_gpt.py").stderr

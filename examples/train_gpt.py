@@ -1,0 +1,177 @@
+"""Trains a small GPT on the source code of Python's own library, a byte at a time, and lets it write some.
+
+    python examples/train_gpt.py [--devices 8] [--steps 200] [--dtype float32|bfloat16] [--impl ring|lax]
+
+Each device has a copy of the parameters and a part of each batch. The layers' parameters pass through
+`reduce_in_backward` where they are used, so that their gradients are summed while the layers before are still being
+differentiated. With bfloat16 the matrix products and the gradients on the wire have 16 bits, the parameters 32.
+"""
+
+import argparse
+import functools
+import pathlib
+import sys
+import sysconfig
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jax_ring import assert_replicated, reduce_in_backward, value_and_grad
+
+VOCABULARY = 256  # bytes
+HEADS = 4
+
+
+def load_text() -> np.ndarray:
+    files = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
+
+
+def init_params(key, width: int, layers: int, context: int):
+    def normal(*shape, scale=0.02):
+        nonlocal key
+        key, now = jax.random.split(key)
+        return scale * jax.random.normal(now, shape)
+
+    return {
+        "tokens": normal(VOCABULARY, width),
+        "places": normal(context, width),
+        "layers": {  # along the first dimension
+            "norm1": jnp.ones((layers, width)),
+            "qkv": normal(layers, width, 3 * width),
+            "join": normal(layers, width, width, scale=0.02 / np.sqrt(2 * layers)),
+            "norm2": jnp.ones((layers, width)),
+            "up": normal(layers, width, 4 * width),
+            "down": normal(layers, 4 * width, width, scale=0.02 / np.sqrt(2 * layers)),
+        },
+        "norm": jnp.ones(width),
+    }
+
+
+def normalized(x, scale):
+    return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def block(x, layer):
+    *batch, length, width = x.shape
+    qkv = normalized(x, layer["norm1"]) @ layer["qkv"]
+    q, k, v = jnp.moveaxis(qkv.reshape(*batch, length, 3, HEADS, width // HEADS), -3, 0)
+    attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    x = x + attended.reshape(x.shape) @ layer["join"]
+    return x + jax.nn.gelu(normalized(x, layer["norm2"]) @ layer["up"]) @ layer["down"]
+
+
+def logits(params, tokens, dtype=jnp.float32, hook=lambda params: params):
+    """Scores of the next byte at each place. `hook` is applied to parameters where they are used."""
+
+    def cast(params):
+        return jax.tree.map(lambda p: p.astype(dtype), hook(params))
+
+    ends = cast({name: params[name] for name in ("tokens", "places", "norm")})
+    x = ends["tokens"][tokens] + ends["places"][: tokens.shape[-1]]
+    x, _ = lax.scan(lambda x, layer: (block(x, cast(layer)), None), x, params["layers"])
+    return (normalized(x, ends["norm"]) @ ends["tokens"].T).astype(jnp.float32)
+
+
+def loss(params, tokens, **options):
+    """The mean, in nats, over all bytes but each row's first."""
+    scores = logits(params, tokens[:, :-1], **options)
+    return optax.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:]).mean()
+
+
+def make_train_step(mesh, optimizer, dtype=jnp.float32, **reduction):
+    """(params, optimizer's state, tokens) to new ones and the loss before. The tokens are split over "data"."""
+
+    def hook(params):
+        return reduce_in_backward(params, "data", **reduction)
+
+    local_loss = functools.partial(loss, dtype=dtype, hook=hook)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=(P(), P(), P()))
+    def train_step(params, opt_state, tokens):
+        value, grads = value_and_grad(local_loss, "data", reduced_in_backward=True, **reduction)(params, tokens)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return train_step
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def write(params, start, length: int, context: int, key):
+    """`length` bytes after `start`, drawn from what the model finds likely."""
+
+    def step(carry, key):
+        window, filled = carry
+        scores = logits(params, window)[filled - 1]
+        byte = jax.random.categorical(key, scores / 0.8).astype(window.dtype)
+        full = filled == context
+        window = jnp.where(full, jnp.roll(window, -1), window).at[jnp.where(full, context - 1, filled)].set(byte)
+        return (window, jnp.minimum(filled + 1, context)), byte
+
+    window = jnp.zeros(context, jnp.int32).at[: start.size].set(start)
+    return lax.scan(step, (window, start.size), jax.random.split(key, length))[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", type=int, default=8, help="a divisor of --batch (default: 8)")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=16, help="rows of a batch (default: 16)")
+    parser.add_argument("--context", type=int, default=64, help="bytes that the model sees (default: 64)")
+    parser.add_argument("--width", type=int, default=128, help=f"a multiple of {HEADS} (default: 128)")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--sample", type=int, default=400, help="bytes to write at the end (default: 400)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--impl", choices=["ring", "lax"], default="ring", help="who sums the gradients")
+    args = parser.parse_args()
+    if args.devices < 1 or args.batch % args.devices:
+        parser.error(f"--devices must divide the batch size {args.batch}, got {args.devices}")
+    if args.width % HEADS or args.steps < 1:
+        parser.error(f"--width must be a multiple of {HEADS}, and --steps positive; got {args.width} and {args.steps}")
+    jax.config.update("jax_num_cpu_devices", args.devices)
+    jax.config.update("jax_platforms", "cpu")
+
+    console = Console()
+    text = load_text()
+    mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+    params = init_params(jax.random.key(0), args.width, args.layers, args.context)
+    optimizer = optax.adam(optax.warmup_cosine_decay_schedule(0, 3e-3, args.steps // 10, args.steps))
+    params, opt_state = jax.device_put((params, optimizer.init(params)), jax.NamedSharding(mesh, P()))
+    reduction = {"impl": args.impl, "wire_dtype": args.dtype if args.dtype == "bfloat16" else None}
+    train_step = make_train_step(mesh, optimizer, jnp.dtype(args.dtype), **reduction)
+    size = sum(p.size for p in jax.tree.leaves(params))
+    console.print(f"{size} parameters, {len(text)} bytes of Python, {args.devices} CPU devices")
+
+    rng = np.random.default_rng(0)
+    columns = (
+        TextColumn(f"{args.impl}, {args.dtype}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.fields[status]}"),
+    )  # fmt: skip
+    losses = []
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("", total=args.steps, status="compiling")
+        for _ in range(args.steps):
+            starts = rng.integers(0, len(text) - args.context - 1, args.batch)
+            tokens = text[starts[:, None] + np.arange(args.context + 1)].astype(np.int32)
+            params, opt_state, value = train_step(params, opt_state, tokens)
+            losses.append(float(value))
+            progress.update(bar, advance=1, status=f"loss {losses[-1]:.3f} nats per byte")
+    assert_replicated(params)
+    console.print(f"Loss of the first step {losses[0]:.3f}, mean of the last ten {np.mean(losses[-10:]):.3f}.")
+
+    start = np.frombuffer(b"def ", np.uint8).astype(np.int32)
+    sample = write(jax.device_get(params), start, args.sample, args.context, jax.random.key(1))
+    console.rule("a sample")
+    console.print("def " + bytes(sample.astype(np.uint8).tolist()).decode("latin-1"), markup=False, highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

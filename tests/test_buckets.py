@@ -1,0 +1,308 @@
+"""Buckets of gradients: what is planned, that it changes no bit, and that processes which disagree find out."""
+
+import socket
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import TARGET, assert_same_bits, compiled_text, make_mesh, rank_fold, run_python, sharded
+from jax.sharding import PartitionSpec as P
+
+from jax_ring import agreement, plan_buckets, ring_pmean, sync_gradients, sync_with_feedback
+
+RANKS = 8
+KIB = 1 << 10
+
+
+def struct(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def gradients(seed=0):
+    """What the ranks hold, along a first dimension: leaves of several sizes and dtypes."""
+    rng = np.random.default_rng(seed)
+    shapes = [(300,), (7, 11), (), (1024,), (0, 3), (2, 3, 5)]
+    tree = {f"f{i}": rng.standard_normal((RANKS, *shape)).astype(np.float32) for i, shape in enumerate(shapes)}
+    return tree | {"half": rng.standard_normal((RANKS, 33)).astype(jnp.bfloat16)}
+
+
+EVERYWHERE = P()
+
+
+def on_ranks(fun, *, check_vma=True, out_specs=EVERYWHERE):
+    """`fun` of this rank's part of trees whose leaves hold all of them along the first dimension."""
+    return sharded(lambda *trees: fun(*jax.tree.map(lambda x: x[0], trees)), check_vma=check_vma, out_specs=out_specs)
+
+
+# ---- Plans ----------------------------------------------------------------------------------------------------------
+
+
+def test_reverse_order_and_sizes():
+    tree = [struct(256), struct(256), struct(128), struct(1000), struct(128), struct(128)]
+    plan = plan_buckets(tree, bucket_bytes=2 * KIB, first_bucket_bytes=KIB)
+    assert [bucket.leaves for bucket in plan.buckets] == [(5, 4), (3,), (2, 1), (0,)]
+    assert [bucket.num_bytes for bucket in plan.buckets] == [KIB, 4000, 1536, KIB]
+
+
+def test_one_dtype_in_a_bucket():
+    tree = [struct(4), struct(4, dtype=jnp.bfloat16), struct(4), struct(4, dtype=jnp.bfloat16)]
+    plan = plan_buckets(tree)
+    assert [(bucket.dtype.name, bucket.leaves) for bucket in plan.buckets] == [
+        ("bfloat16", (3, 1)),
+        ("float32", (2, 0)),
+    ]
+
+
+def test_every_leaf_is_in_one_bucket():
+    tree = [struct(n * 37 % 101, dtype=(jnp.float32, jnp.float16)[n % 2]) for n in range(50)]
+    for size in (1, 64, KIB, 1 << 40):
+        plan = plan_buckets(tree, size, size)
+        assert sorted(i for bucket in plan.buckets for i in bucket.leaves) == list(range(50))
+        assert all(bucket.num_bytes <= size or len(bucket.leaves) == 1 for bucket in plan.buckets if size > 1)
+
+
+def test_plan_prints():
+    assert str(plan_buckets({"w": struct(2, 3), "b": struct(3)})).splitlines() == [
+        "leaves: 2, bytes: 36, buckets: 1",
+        "bucket 0: 36 bytes of float32",
+        "  ['w']: float32[2,3]",
+        "  ['b']: float32[3]",
+    ]
+
+
+def test_fingerprints():
+    tree = {"w": struct(2, 3), "b": struct(3)}
+    same = plan_buckets({"b": np.ones(3, np.float32), "w": jnp.ones((2, 3))})
+    assert plan_buckets(tree).fingerprint == same.fingerprint
+    others = [
+        plan_buckets(tree, bucket_bytes=16),
+        plan_buckets(tree | {"w": struct(3, 2)}),
+        plan_buckets(tree | {"w": struct(2, 3, dtype=jnp.int32)}),
+        plan_buckets({"w": tree["w"], "c": tree["b"]}),
+    ]
+    assert len({same.fingerprint} | {plan.fingerprint for plan in others}) == 5
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (-1, 5)])
+def test_sizes_must_be_positive(sizes):
+    with pytest.raises(ValueError, match=f"must be positive, got {sizes[0]} and {sizes[1]}"):
+        plan_buckets([struct(2)], *sizes)
+
+
+# ---- Sums -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_means_and_sums(mean, check_vma):
+    tree = gradients()
+    synced = on_ranks(lambda g: sync_gradients(g, "i", mean=mean), check_vma=check_vma)(tree)
+    for name, values in tree.items():
+        assert_same_bits(synced[name], rank_fold(values) / np.asarray(RANKS if mean else 1, values.dtype))
+
+
+@pytest.mark.parametrize("impl", ["ring", "lax"])
+def test_bucket_size_does_not_change_a_bit(impl, check_vma):
+    tree = gradients()
+    results, calls = [], []
+    for size in (1, KIB, 1 << 20, 1 << 40):
+        sizes = {"bucket_bytes": size, "first_bucket_bytes": size}
+        f = on_ranks(lambda g, sizes=sizes: sync_gradients(g, "i", impl=impl, **sizes), check_vma=check_vma)
+        results.append(f(tree))
+        calls.append(compiled_text(f, tree).count(f'"{TARGET}"'))
+    for result in results[1:]:
+        jax.tree.map(assert_same_bits, result, results[0])
+    # The leaf without elements needs no call of its own.
+    assert calls == ([6, 5, 2, 2] if impl == "ring" else [0] * 4)
+
+
+def test_impls_agree(check_vma):
+    tree = {name: values for name, values in gradients().items() if values.dtype == np.float32}
+    ring, lax_ = (
+        on_ranks(lambda g, impl=impl: sync_gradients(g, "i", impl=impl), check_vma=check_vma)(tree)
+        for impl in ("ring", "lax")
+    )
+    jax.tree.map(assert_same_bits, ring, lax_)
+
+
+def test_nothing_is_concatenated():
+    text = compiled_text(on_ranks(lambda g: sync_gradients(g, "i")), gradients())
+    assert " concatenate(" not in text
+
+
+def test_several_axes(check_vma):
+    mesh = make_mesh((2, 4), ("a", "b"))
+    x = np.random.default_rng(0).standard_normal((8, 5)).astype(np.float32)
+    f = sharded(
+        lambda x: sync_gradients(x, ("a", "b")), mesh=mesh, in_specs=P(("a", "b")), out_specs=P(), check_vma=check_vma
+    )
+    assert_same_bits(f(x)[0], rank_fold(x) / np.float32(8))
+
+
+def test_over_a_vmap_axis():
+    x = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+    np.testing.assert_array_equal(
+        jax.vmap(lambda x: sync_gradients(x, "v"), axis_name="v")(x), np.tile(x.mean(0), (4, 1))
+    )
+
+
+def test_an_axis_of_one_rank(check_vma):
+    f = sharded(lambda x: sync_gradients(x, "i"), mesh=make_mesh((1,)), out_specs=P(), check_vma=check_vma)
+    np.testing.assert_array_equal(f(np.arange(3.0)), np.arange(3.0))
+
+
+# ---- What travels ---------------------------------------------------------------------------------------------------
+
+
+def test_wire_dtype(check_vma):
+    tree = gradients()
+    synced = on_ranks(lambda g: sync_gradients(g, "i", wire_dtype=jnp.bfloat16), check_vma=check_vma)(tree)
+    for name, values in tree.items():
+        total = rank_fold(values.astype(jnp.bfloat16)).astype(values.dtype)
+        assert_same_bits(synced[name], total / np.asarray(RANKS, values.dtype))
+
+
+def test_what_travels_is_narrow():
+    f = on_ranks(lambda g: sync_gradients(g, "i", wire_dtype=jnp.bfloat16))
+    call = next(line for line in compiled_text(f, gradients()).splitlines() if f'"{TARGET}"' in line)
+    assert "bf16[300]" in call
+    assert "f32[" not in call
+
+
+def test_feedback_makes_up_for_rounding():
+    """The error of one rounded mean is about 2^-9 of it; with feedback that of the sum of many steps does not grow."""
+    steps, x = 64, np.random.default_rng(0).standard_normal((RANKS, 1000)).astype(np.float32)
+    exact = x.astype(np.float64).mean(0)
+
+    def with_feedback(x):
+        def step(residual, _):
+            synced, residual = sync_with_feedback(x, residual, "i")
+            return residual, (synced, sync_gradients(x, "i", wire_dtype=jnp.bfloat16))
+
+        return jax.lax.scan(step, jnp.zeros_like(x), None, steps)[1]
+
+    fed, plain = (np.asarray(g, np.float64) for g in on_ranks(with_feedback)(x))
+    scale = np.abs(exact).mean()
+    one_step = np.abs(plain[0] - exact).mean() / scale
+    assert one_step < 2**-8
+    # Rounded alike in each step, plain gradients are off by the same amount after any number of steps.
+    assert np.abs(plain.mean(0) - exact).mean() / scale == pytest.approx(one_step)
+    assert np.abs(fed.mean(0) - exact).mean() / scale < one_step / 2
+
+
+def test_residual_is_what_was_not_sent(check_vma):
+    tree = gradients()
+    residuals = jax.tree.map(lambda x: (x * 2**-9).astype(x.dtype), tree)
+
+    def local(g, r):
+        return jax.tree.map(lambda x: x[None], sync_with_feedback(g, r, "i")[1])
+
+    kept = on_ranks(local, check_vma=check_vma, out_specs=P("i"))(tree, residuals)
+    for name, values in tree.items():
+        wanted = values + residuals[name]
+        assert_same_bits(kept[name], wanted - wanted.astype(jnp.bfloat16).astype(wanted.dtype))
+
+
+# ---- Errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_summed_gradients_are_refused():
+    def step(w, x):
+        grads = jax.grad(lambda w: (x @ w["w"]).sum())(w)  # summed already: w is the same on all ranks
+        return sync_gradients(grads, "i")
+
+    f = sharded(step, in_specs=(P(), P("i")), out_specs=P())
+    with pytest.raises(ValueError, match=r"the leaf at \['w'\].*is already the same on all ranks of \['i'\]") as error:
+        f({"w": np.ones(4, np.float32)}, np.ones((16, 4), np.float32))
+    assert "Use jax_ring.value_and_grad" in str(error.value)
+
+
+def test_ring_pmean_of_summed_gradients_is_that_of_lax():
+    """The trap, which a drop-in has to share with lax.pmean: what it gets is the sum, and it stays the sum."""
+    w, x = np.ones(4, np.float32), np.arange(64.0, dtype=np.float32).reshape(16, 4)
+
+    def step(pmean, w, x):
+        return pmean(jax.grad(lambda w: (x @ w).mean())(w), "i")
+
+    ring, lax_ = (
+        sharded(lambda w, x, pmean=pmean: step(pmean, w, x), in_specs=(P(), P("i")), out_specs=P())(w, x)
+        for pmean in (ring_pmean, jax.lax.pmean)
+    )
+    assert_same_bits(ring, lax_)
+    np.testing.assert_allclose(ring, RANKS * x.mean(0), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"impl": "nccl"}, ValueError, "impl must be one of 'ring', 'lax'; got 'nccl'"),
+        ({"wire_dtype": jnp.int8}, TypeError, "wire_dtype must be a floating-point dtype, got"),
+        ({"bucket_bytes": 0}, ValueError, "must be positive"),
+    ],
+)
+def test_wrong_options(options, error, message):
+    with pytest.raises(error, match=message):
+        on_ranks(lambda g: sync_gradients(g, "i", **options))(gradients())
+
+
+def test_unbound_axis():
+    with pytest.raises(NameError, match="sync_gradients: unbound axis name 'x'"):
+        on_ranks(lambda g: sync_gradients(g, "x"))(gradients())
+
+
+# ---- Processes ------------------------------------------------------------------------------------------------------
+
+
+def test_agreement():
+    values = {"k/1": b"a\nb\nc"}  # what the other process has left
+    store = values.__setitem__, values.__getitem__
+    agreement.compare("f", "a\nb\nc", store, "k", 0, 2)
+    with pytest.raises(
+        ValueError, match="process 0, here, and process 1 are about to reduce different data: 'x' here, 'b' there"
+    ):
+        agreement.compare("f", "a\nx\nc", store, "k", 0, 2)
+    with pytest.raises(ValueError, match="'d' here, 'nothing' there"):
+        agreement.compare("f", "a\nb\nc\nd", store, "k", 0, 2)
+    with pytest.raises(ValueError, match="process 2 has not traced this reduction within 60 s"):
+        agreement.compare("f", "a\nb\nc", store, "k", 0, 3)
+
+
+PROCESS = """
+import sys, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+from jax_ring import sync_gradients
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize("localhost:{port}", 2, {process})
+def step(x):
+    shape = {shape}
+    return sync_gradients({{"w": jnp.full(shape, 1 + x[0])}}, "i")["w"].sum()
+def over(devices, step=step):
+    f = jax.jit(jax.shard_map(step, mesh=Mesh(devices, ("i",)), in_specs=P("i"), out_specs=P()))
+    return f.trace(jax.ShapeDtypeStruct((len(devices),), jnp.float32))
+over(jax.local_devices())  # each by itself may do as it likes
+try:
+    over(jax.devices())
+    print("agreed")
+except ValueError as error:
+    print(error)
+jax.distributed.shutdown()
+"""
+
+
+@pytest.mark.parametrize("shapes", [((3,), (3,)), ((3,), (4,))], ids=["alike", "different"])
+def test_processes_compare_plans(shapes):
+    from concurrent.futures import ThreadPoolExecutor
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    programs = [PROCESS.format(port=port, process=i, shape=shape) for i, shape in enumerate(shapes)]
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda program: run_python(program, devices=2), programs))
+    for i, result in enumerate(results):
+        assert result.returncode == 0, result.stderr
+        if shapes[0] == shapes[1]:
+            assert result.stdout.strip() == "agreed"
+        else:
+            assert f"process {i}, here, and process {1 - i} are about to reduce different data" in result.stdout
+            assert "['w']: float32[3]" in result.stdout

@@ -1,0 +1,361 @@
+"""Gradients of replicated parameters: never too large, reduced where they are made, accumulated, clipped, weighted."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import SPLIT, TARGET, assert_same_bits, compiled_text, make_mesh, run_python, sharded
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jax_ring import (
+    accumulate_gradients,
+    allreduce_gradients,
+    grad,
+    reduce_in_backward,
+    ring_psum,
+    sync_gradients,
+    value_and_grad,
+    weighted_pmean,
+)
+
+RANKS, WIDTH, LAYERS = 4, 16, 3
+MESH = make_mesh((RANKS,))
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((32, WIDTH)).astype(np.float32)
+PARAMS = {
+    "layers": (RNG.standard_normal((LAYERS, WIDTH, WIDTH)) / 4).astype(np.float32),
+    "bias": RNG.standard_normal((LAYERS, WIDTH)).astype(np.float32),
+    "out": RNG.standard_normal(WIDTH).astype(np.float32),
+}
+EVERYWHERE = P()
+
+
+def loss(params, x, *, hook=lambda p: p):
+    """A mean over the examples; `hook` is applied to parameters where they are used."""
+    for i in range(LAYERS):
+        layer = hook({"w": params["layers"][i], "b": params["bias"][i]})
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+    return ((x @ hook(params["out"])) ** 2).mean()
+
+
+def scanned_loss(params, x, *, hook=lambda p: p):
+    def layer(x, params):
+        params = hook(params)
+        return jnp.tanh(x @ params["w"] + params["b"]), None
+
+    x, _ = lax.scan(layer, x, {"w": params["layers"], "b": params["bias"]})
+    return ((x @ hook(params["out"])) ** 2).mean()
+
+
+def assert_close(actual, expected, rtol=2e-6):
+    """Equal up to the rounding of sums of a few dozen terms, relative to the norm."""
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        a, e = np.asarray(a), np.asarray(e)
+        assert a.shape == e.shape
+        assert np.linalg.norm(a - e) <= rtol * np.linalg.norm(e)
+
+
+EXPECTED = jax.value_and_grad(loss)(PARAMS, X)
+
+
+def on_ranks(fun, check_vma, out_specs=EVERYWHERE, in_specs=(EVERYWHERE, SPLIT), mesh=MESH):
+    return sharded(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+
+
+# ---- value_and_grad -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def plain(impl, check_vma, function=loss):
+    """The compiled step, its value and its gradients."""
+    compiled = on_ranks(value_and_grad(function, "i", impl=impl), check_vma).lower(PARAMS, X).compile()
+    return compiled.as_text(), compiled(PARAMS, X)
+
+
+def test_is_the_gradient_of_the_whole_batch(check_vma):
+    (ring_text, ring), (lax_text, lax_) = plain("ring", check_vma), plain("lax", check_vma)
+    assert_close(ring, EXPECTED)
+    jax.tree.map(assert_same_bits, ring, lax_)
+    assert ring_text.count(f'"{TARGET}"') == 1
+    assert TARGET not in lax_text
+    assert "all-reduce" not in ring_text
+
+
+def test_grad_is_without_the_value(check_vma):
+    jax.tree.map(assert_same_bits, on_ranks(grad(loss, "i"), check_vma)(PARAMS, X), plain("ring", check_vma)[1][1])
+
+
+@pytest.mark.parametrize("pmean", [lax.pmean, lambda v, axis: weighted_pmean(v, 4.0, axis)], ids=["lax", "weighted"])
+def test_a_loss_that_is_reduced_already(pmean, check_vma):
+    f = on_ranks(value_and_grad(lambda p, x: pmean(loss(p, x), "i"), "i"), check_vma)
+    assert_close(f(PARAMS, X), EXPECTED)
+
+
+def test_a_part_that_is_reduced_already(check_vma):
+    def with_penalty(params, x):
+        return loss(params, x) + ring_psum((params["out"] ** 2).sum() / RANKS, "i")
+
+    expected = jax.value_and_grad(lambda p, x: loss(p, x) + (p["out"] ** 2).sum())(PARAMS, X)
+    assert_close(on_ranks(value_and_grad(with_penalty, "i"), check_vma)(PARAMS, X), expected)
+
+
+def test_several_axes(check_vma):
+    mesh = make_mesh((2, 2), ("a", "b"))
+    f = on_ranks(
+        value_and_grad(loss, ("a", "b")), check_vma, mesh=mesh, in_specs=(P(), P(("a", "b")))
+    )  # fmt: skip
+    assert_close(f(PARAMS, X), EXPECTED)
+    # Reduced over one of the axes by the loss itself.
+    half = on_ranks(
+        value_and_grad(lambda p, x: lax.pmean(loss(p, x), "a"), ("a", "b")),
+        check_vma, mesh=mesh, in_specs=(P(), P(("a", "b"))),
+    )  # fmt: skip
+    assert_close(half(PARAMS, X), EXPECTED)
+
+
+def test_beside_an_axis_of_the_model(check_vma):
+    """Data-parallel over one axis, columns of a weight over the other, of which each rank keeps its own gradient."""
+    mesh = make_mesh((2, 2), ("data", "model"))
+    w = RNG.standard_normal((WIDTH, 6)).astype(np.float32)
+
+    def columns(w, x):
+        return ((x @ w) ** 2).mean()
+
+    specs = (P(None, "model"), P("data"))
+    f = on_ranks(grad(columns, "data"), check_vma, mesh=mesh, in_specs=specs, out_specs=P(None, "model"))
+    # Each model rank's mean is over its half of the columns.
+    assert_close(f(w, X), 2 * jax.grad(columns)(w, X))
+
+
+def test_argnums_and_aux(check_vma):
+    def fun(x, w, b, *, power):
+        y = x @ w + b
+        return (y**power).mean(), {"count": jnp.arange(3), "largest": y.max()[None]}
+
+    w, b = PARAMS["layers"][0], PARAMS["bias"][0]
+    (value, aux), grads = on_ranks(
+        lambda x, w, b: value_and_grad(fun, "i", argnums=(1, -1), has_aux=True)(x, w, b, power=2),
+        check_vma, in_specs=(P("i"), P(), P()), out_specs=((P(), {"count": P(), "largest": P("i")}), P()),
+    )(X, w, b)  # fmt: skip
+    (expected_value, _), expected = jax.value_and_grad(fun, (1, 2), has_aux=True)(X, w, b, power=2)
+    assert_close((value, grads), (expected_value, expected))
+    np.testing.assert_allclose(aux["largest"], (X @ w + b).reshape(RANKS, -1).max(1), rtol=1e-6)
+    only, aux = on_ranks(
+        lambda x, w, b: grad(fun, "i", argnums=1, has_aux=True)(x, w, b, power=2),
+        check_vma, in_specs=(P("i"), P(), P()), out_specs=(P(), {"count": P(), "largest": P("i")}),
+    )(X, w, b)  # fmt: skip
+    assert_same_bits(only, grads[0])
+
+
+def test_unused_parameters_have_zeros(check_vma):
+    params = PARAMS | {"unused": np.ones(3, np.float32)}
+    _, grads = on_ranks(value_and_grad(loss, "i"), check_vma)(params, X)
+    np.testing.assert_array_equal(grads["unused"], np.zeros(3))
+
+
+def test_the_value_is_not_rounded_for_the_wire(check_vma):
+    value, grads = on_ranks(value_and_grad(loss, "i", wire_dtype=jnp.bfloat16), check_vma)(PARAMS, X)
+    assert_same_bits(value, plain("ring", check_vma)[1][0])
+    assert grads["out"].dtype == jnp.float32
+    assert_close(grads, EXPECTED[1], rtol=2**-7)
+
+
+def test_plain_jax_grad_is_refused_or_right(check_vma):
+    f = on_ranks(lambda p, x: sync_gradients(jax.grad(loss)(p, x), "i"), check_vma)
+    if check_vma:
+        with pytest.raises(ValueError, match=r"Use jax_ring\.value_and_grad"):
+            f(PARAMS, X)
+    else:
+        assert_close(f(PARAMS, X), EXPECTED[1])
+
+
+def test_unknown_options_are_refused_at_once():
+    with pytest.raises(TypeError, match="bucket_size"):
+        value_and_grad(loss, "i", bucket_size=3)
+    with pytest.raises(ValueError, match="impl must be one of"):
+        grad(loss, "i", impl="mpi")
+
+
+# ---- In the backward pass -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [loss, scanned_loss], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("impl", ["ring", "lax"])
+def test_reduced_in_backward(function, impl, check_vma):
+    hooked = functools.partial(function, hook=lambda p: reduce_in_backward(p, "i", impl=impl))
+    f = on_ranks(value_and_grad(hooked, "i", impl=impl, reduced_in_backward=True), check_vma)
+    assert_close(f(PARAMS, X), EXPECTED)
+    jax.tree.map(assert_same_bits, f(PARAMS, X), plain("ring", check_vma, function)[1])
+
+
+def test_reduced_in_backward_of_a_reduced_loss(check_vma):
+    hooked = functools.partial(loss, hook=lambda p: reduce_in_backward(p, "i"))
+    f = on_ranks(value_and_grad(lambda p, x: lax.pmean(hooked(p, x), "i"), "i", reduced_in_backward=True), check_vma)
+    assert_close(f(PARAMS, X), EXPECTED)
+
+
+def test_a_forgotten_hook_is_right_where_vma_is_tracked():
+    hooked = functools.partial(loss, hook=lambda p: reduce_in_backward(p, "i") if isinstance(p, dict) else p)
+    f = on_ranks(value_and_grad(hooked, "i", reduced_in_backward=True), True)
+    assert_close(f(PARAMS, X), EXPECTED)
+
+
+def test_reduced_under_remat(check_vma):
+    hooked = functools.partial(scanned_loss, hook=lambda p: reduce_in_backward(p, "i"))
+    f = on_ranks(value_and_grad(jax.checkpoint(hooked), "i", reduced_in_backward=True), check_vma)
+    assert_close(f(PARAMS, X), EXPECTED)
+
+
+def test_twice_reduced_is_refused():
+    hooked = functools.partial(loss, hook=lambda p: reduce_in_backward(p, "i"))
+    with pytest.raises(ValueError, match="pass reduced_in_backward=True"):
+        on_ranks(value_and_grad(hooked, "i"), True)(PARAMS, X)
+
+
+def order_of_matmuls_and_reductions(text: str) -> str:
+    """The schedule of the compiled program, a letter for each: m for a matrix product, r for a reduction."""
+    assert "is_scheduled=true" in text
+    return "".join(
+        "r" if f'"{TARGET}"' in line else "m" for line in text.splitlines() if f'"{TARGET}"' in line or " dot(" in line
+    )
+
+
+def test_where_the_reductions_are(check_vma):
+    """Unrolled: reductions among the products of the backward pass, where plain ones follow all of them."""
+    hooked = functools.partial(loss, hook=lambda p: reduce_in_backward(p, "i"))
+    f = on_ranks(value_and_grad(hooked, "i", reduced_in_backward=True), check_vma)
+    at_use = order_of_matmuls_and_reductions(compiled_text(f, PARAMS, X))
+    at_end = order_of_matmuls_and_reductions(plain("ring", check_vma)[0])
+    assert re.fullmatch("m+r", at_end)
+    assert at_use.count("r") == LAYERS + 2  # and the value
+    assert at_use.count("m") == at_end.count("m")
+    before_the_last = at_use.rstrip("r")
+    assert before_the_last.count("r") >= LAYERS - 1
+
+
+def test_reductions_in_a_scan_are_in_its_loop(check_vma):
+    hooked = functools.partial(scanned_loss, hook=lambda p: reduce_in_backward(p, "i"))
+    f = on_ranks(value_and_grad(hooked, "i", reduced_in_backward=True), check_vma)
+    in_loops = sum(
+        f'"{TARGET}"' in computation
+        for computation in re.split(r"\n\n", compiled_text(f, PARAMS, X))
+        if not computation.startswith("ENTRY")
+    )
+    assert in_loops == 1
+
+
+# ---- Micro-batches --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num", [1, 4])
+def test_accumulated(num, check_vma):
+    f = on_ranks(value_and_grad(accumulate_gradients(loss, num), "i"), check_vma)
+    assert_close(f(PARAMS, X), EXPECTED)
+    loops, entry = compiled_text(f, PARAMS, X).split("\nENTRY")
+    assert TARGET not in loops
+    assert entry.count(f'"{TARGET}"') == 1
+
+
+def test_accumulated_alone():
+    f = jax.jit(jax.value_and_grad(accumulate_gradients(loss, 4)))
+    assert_close(f(PARAMS, X), EXPECTED)
+    assert_close(accumulate_gradients(loss, 4)(PARAMS, X), EXPECTED[0])
+
+
+def test_accumulated_aux():
+    fun = accumulate_gradients(lambda p, x, y: (loss(p, x), y.sum()), 4, has_aux=True)
+    (value, aux), grads = jax.value_and_grad(fun, has_aux=True)(PARAMS, X, np.arange(8))
+    assert_close((value, grads), EXPECTED)
+    np.testing.assert_array_equal(aux, [1, 5, 9, 13])
+
+
+def test_accumulated_in_float32():
+    """Each of 512 micro-batches adds 1/512 to a sum near 1, which bfloat16 would round away from 256 on."""
+    w = jnp.ones((), jnp.bfloat16)
+    assert jax.grad(accumulate_gradients(lambda w, x: (w * x).mean(), 512))(w, jnp.ones(512, jnp.bfloat16)) == 1
+
+
+def test_accumulated_needs_the_memory_of_one():
+    wide = jax.tree.map(jnp.asarray, PARAMS)
+    x = np.zeros((1 << 14, WIDTH), np.float32)
+
+    def temporaries(fun):
+        return jax.jit(jax.grad(fun)).lower(wide, x).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(accumulate_gradients(loss, 16)) < temporaries(loss) / 4
+
+
+def test_accumulate_refuses():
+    with pytest.raises(ValueError, match=r"3 micro-batches do not divide .* of shape \(32, 16\)"):
+        accumulate_gradients(loss, 3)(PARAMS, X)
+    with pytest.raises(ValueError, match="must be at least 1, got 0"):
+        accumulate_gradients(loss, 0)
+
+
+# ---- optax ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_norm_of_the_mean_is_clipped(check_vma):
+    limit = 0.5 * float(optax.tree.norm(EXPECTED[1]))
+    optimizer = optax.chain(allreduce_gradients("i"), optax.clip_by_global_norm(limit), optax.sgd(1.0))
+
+    def step(params, x):
+        local = jax.tree.map(lambda p: lax.pcast(p, "i", to="varying"), params) if check_vma else params
+        updates, _ = optimizer.update(jax.grad(loss)(local, x), optimizer.init(params), params)
+        return updates
+
+    updates = on_ranks(step, check_vma)(PARAMS, X)
+    expected, _ = optax.clip_by_global_norm(limit).update(EXPECTED[1], optax.EmptyState())
+    assert_close(updates, jax.tree.map(lambda g: -g, expected))
+    assert float(optax.tree.norm(updates)) == pytest.approx(limit, rel=1e-6)
+
+
+def test_optax_is_needed_only_when_used():
+    result = run_python(
+        "import sys\nsys.modules['optax'] = None\nimport jax_ring\n"
+        "try:\n    jax_ring.allreduce_gradients('i')\nexcept ImportError as error:\n    print(error)"
+    )
+    assert "optax is not installed: pip install optax" in result.stdout, result.stderr
+
+
+def test_allreduce_gradients_refuses_wrong_options():
+    with pytest.raises(ValueError, match="impl must be one of"):
+        allreduce_gradients("i", impl="mpi")
+
+
+# ---- Uneven batches -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", ["ring", "lax"])
+def test_weighted_mean_of_uneven_batches(impl, check_vma):
+    """Ranks with 0 to 8 examples, padded to 8: the value and gradients are those of all examples together."""
+    counts = np.array([8, 1, 0, 5])
+    mask = (np.arange(8) < counts[:, None]).reshape(-1)
+
+    def masked(params, x, mask):
+        losses = jax.vmap(lambda row: loss(params, row[None]))(x)
+        local_mean = jnp.where(mask, losses, 0).sum() / mask.sum()  # 0 / 0 on rank 2
+        return weighted_pmean(local_mean, mask.sum(), "i", impl=impl)
+
+    f = on_ranks(value_and_grad(masked, "i", impl=impl), check_vma, in_specs=(P(), P("i"), P("i")))
+    value, grads = f(PARAMS, X, mask)
+    assert_close(value, loss(PARAMS, X[mask]))
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
+    expected = jax.grad(loss)(PARAMS, X[mask])
+    assert_close(grads, expected)
+
+
+def test_weighted_pmean_of_a_tree(check_vma):
+    x, w = X[:RANKS], np.arange(RANKS, dtype=np.float32)
+    f = on_ranks(
+        lambda x, w: weighted_pmean({"x": x[0], "half": x[0].astype(jnp.bfloat16)}, w[0], "i"),
+        check_vma, in_specs=P("i"),
+    )  # fmt: skip
+    mean = f(x, w)
+    np.testing.assert_allclose(mean["x"], np.average(x, 0, w), rtol=1e-6)
+    assert mean["half"].dtype == jnp.bfloat16

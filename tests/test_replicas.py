@@ -1,0 +1,92 @@
+"""Copies of parameters: made equal by a broadcast, and found where they differ."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_same_bits, make_mesh, sharded
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_ring import assert_replicated, broadcast_params
+
+RANKS = 4
+MESH = make_mesh((RANKS,))
+EVERYWHERE = P()
+
+
+def drifted(leaf, change):
+    """A replicated array of which each rank's copy has been changed by `change(rank, copy)`."""
+    copies = [change(rank, leaf.copy()) for rank in range(RANKS)]
+    arrays = [jax.device_put(copy, device) for copy, device in zip(copies, MESH.devices, strict=True)]
+    return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(MESH, EVERYWHERE), arrays)
+
+
+@pytest.mark.parametrize("impl", ["ring", "lax"])
+@pytest.mark.parametrize("root", [0, 2])
+def test_broadcast_params(root, impl, check_vma):
+    values = np.random.default_rng(0).standard_normal((RANKS, 6)).astype(np.float32)
+    values[:, 0], values[:, 1] = -0.0, np.nan
+    params = {"w": values, "n": np.arange(RANKS * 2).reshape(RANKS, 2), "h": values.astype(jnp.bfloat16)}
+
+    def body(params):
+        return broadcast_params(jax.tree.map(lambda x: x[0], params), "i", root=root, impl=impl)
+
+    result = sharded(body, mesh=MESH, out_specs=EVERYWHERE, check_vma=check_vma)(params)
+    assert_replicated(result)
+    for name, leaf in params.items():
+        assert_same_bits(result[name], jnp.asarray(leaf)[root])
+
+
+def test_equal_copies_pass():
+    value = np.array([np.nan, -0.0, 1.0], np.float32)
+    same = drifted(value, lambda rank, copy: copy)
+    assert_replicated({"a": same, "b": [np.ones(3), 3.0, None], "key": jax.random.key(0), "split": jnp.arange(4)})
+
+
+def test_the_leaf_the_ranks_and_the_index_are_named():
+    def change(rank, copy):
+        if rank in (1, 3):
+            copy[1, 2] += rank
+        return copy
+
+    tree = {"ok": jnp.ones(3), "layers": [{"w": drifted(np.zeros((2, 3), np.float32), change)}]}
+    with pytest.raises(AssertionError) as error:
+        assert_replicated(tree)
+    assert (
+        "assert_replicated: ['layers'][0]['w'], of type float32[2, 3], is not the same on all ranks: 1, 3 differ from "
+        "0. The first difference is at index (1, 2): 0.0 on rank 0, 1.0 on rank 1."
+    ) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [(np.float32(0), np.float32(-0.0)), (np.int8(1), np.int8(2)), (np.float32(np.nan), np.float32(1))],
+    ids=str,
+)
+def test_scalars_by_their_bits(value, other):
+    array = drifted(np.asarray(value), lambda rank, copy: np.asarray(other) if rank == 2 else copy)
+    with pytest.raises(AssertionError, match=r"2 differs from 0. The first difference is at index \(\)"):
+        assert_replicated(array)
+
+
+def test_shards_are_compared_with_their_copies():
+    mesh = make_mesh((2, 2), ("a", "b"))
+    sharding = NamedSharding(mesh, P("a"))
+    parts = [np.zeros(3), np.zeros(3), np.ones(3), np.array([1.0, 1.0, 2.0])]
+    arrays = [jax.device_put(x.astype(np.float32), d) for x, d in zip(parts, mesh.devices.flat, strict=True)]
+    array = jax.make_array_from_single_device_arrays((6,), sharding, arrays)
+    with pytest.raises(AssertionError, match=r"3 differs from 2. The first difference is at index \(2,\) of the shard"):
+        assert_replicated(array)
+    assert_replicated(jax.device_put(np.arange(6.0), sharding))
+
+
+def test_finds_what_shard_map_believes():
+    f = sharded(lambda x: x * 2, mesh=MESH, out_specs=EVERYWHERE, check_vma=False)
+    with pytest.raises(AssertionError, match="1, 2, 3 differ from 0"):
+        assert_replicated(f(jnp.arange(4.0)))
+
+
+def test_refuses_tracers():
+    with pytest.raises(TypeError, match="Call it outside jit"):
+        jax.jit(lambda x: assert_replicated(x))(1.0)
