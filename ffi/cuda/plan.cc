@@ -23,17 +23,14 @@ class Hash {
   uint32_t value_ = 2166136261u;
 };
 
-// The algorithm of a call in which each rank brings `bytes` bytes. An all-reduce has the choice; a ring reduces as
-// well.
+// The algorithm of a call in which each rank brings `bytes` bytes. Sums by an all-reduce have the choice; those for one
+// root can go round a ring as well.
 Algorithm algorithm_of(const CallSite& site, uint64_t bytes, int num_ranks) {
-  if (reduces_round_ring(site.plan) && site.op == Op::sum) return Algorithm::ring;
-  Algorithm wanted = Algorithm::two_shot;
-  if (site.plan.collective == Collective::all_reduce) {
-    wanted = site.algorithm.value_or(choose(bytes, num_ranks));
-  } else if (site.plan.collective == Collective::reduce) {
-    wanted = site.algorithm == Algorithm::ring ? Algorithm::ring : Algorithm::two_shot;
-  }
-  return wanted == Algorithm::ring && site.op != Op::sum ? Algorithm::two_shot : wanted;
+  if (site.op != Op::sum) return Algorithm::two_shot;
+  if (reduces_round_ring(site.plan)) return Algorithm::ring;
+  if (site.plan.collective == Collective::all_reduce) return site.algorithm.value_or(choose(bytes, num_ranks));
+  const bool round_ring = site.plan.collective == Collective::reduce && site.algorithm == Algorithm::ring;
+  return round_ring ? Algorithm::ring : Algorithm::two_shot;
 }
 
 // Sums of signed integers are those of unsigned ones.

@@ -12,7 +12,7 @@ namespace jax_ring {
 // Fills what this team would have written of a call that failed, and nothing else, for other teams may be through. With
 // ones in every bit, which is NaN in nearly every float type: nobody mistakes it for a result.
 template <class Team>
-JAX_RING_TEAM void poison(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team) {
+JAX_RING_TEAM_CALL void poison(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team) {
   const int p = self.num_ranks();
   const Pack ones{{~uint64_t{0}, ~uint64_t{0}}};
   if (reduces_round_ring(plan)) {
@@ -29,11 +29,11 @@ JAX_RING_TEAM void poison(const Endpoint& self, const Message& message, const Pl
   }
 }
 
-// Whether there is a use for the code of an algorithm. Sums of signed integers are those of unsigned ones, and an
-// extremum is the same in any order, so that it has no need of a ring.
+// Whether there is code for an algorithm. Sums of signed integers are those of unsigned ones. Extrema, which are the
+// same in any order, have the algorithm that is never far from the best: kernels are many, and take long to compile.
 template <class Element, class Op, Algorithm kAlgorithm>
 constexpr bool is_needed = std::is_same_v<typename FoldedAs<Element, Op>::type, Element> &&
-                           (std::is_same_v<Op, Sum> || kAlgorithm != Algorithm::ring);
+                           (std::is_same_v<Op, Sum> || kAlgorithm == Algorithm::two_shot);
 
 template <class Element, class Op, Algorithm kAlgorithm, class Team>
 JAX_RING_TEAM void run_team(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team, Op op) {

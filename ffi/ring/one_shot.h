@@ -28,8 +28,8 @@ JAX_RING_TEAM Line* lines(const Endpoint& self, int owner, int cta, int source, 
 // Sends this rank's packs, and two lines more. The header names the call. The other one is a line that the round leaves
 // unused, another one in every round, so that no line keeps its tag until the epochs have wrapped around.
 template <class Team>
-JAX_RING_TEAM void send(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
-                        uint32_t epoch) {
+JAX_RING_TEAM_CALL void send(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
+                             uint32_t epoch) {
   const int p = self.num_ranks();
   const uint64_t swept = epoch / 2 % self.capacity.num_lines();
   for (int step = 1; step < p; ++step) {
@@ -51,7 +51,7 @@ JAX_RING_TEAM void send(const Endpoint& self, const Message& message, PackRange 
 }
 
 // The pack that the lines hold, as soon as they have come.
-JAX_RING_TEAM bool receive(const Endpoint& self, Line* from, int source, int cta, uint32_t epoch, Pack* pack) {
+JAX_RING_TEAM_CALL bool receive(const Endpoint& self, Line* from, int source, int cta, uint32_t epoch, Pack* pack) {
   Line low, high;
   const bool ok = await(
       self,
@@ -67,7 +67,8 @@ JAX_RING_TEAM bool receive(const Endpoint& self, Line* from, int source, int cta
 
 // Whether every peer means the same call.
 template <class Team>
-JAX_RING_TEAM bool check_headers(const Endpoint& self, const Message& message, int cta, Team team, uint32_t epoch) {
+JAX_RING_TEAM_CALL bool check_headers(const Endpoint& self, const Message& message, int cta, Team team,
+                                      uint32_t epoch) {
   bool ok = true;
   for (int source = team.thread(); source < self.num_ranks(); source += team.size()) {
     if (source == self.rank) continue;

@@ -5,9 +5,12 @@
 // under the sanitizers.
 #if defined(__CUDACC__)
 #define JAX_RING_TEAM __device__ __forceinline__
+// For what does not depend on the element type: compiled once for all kernels of a file, which are many.
+#define JAX_RING_TEAM_CALL __device__ __noinline__
 #define JAX_RING_UNROLL _Pragma("unroll")
 #else
 #define JAX_RING_TEAM inline
+#define JAX_RING_TEAM_CALL inline
 #define JAX_RING_UNROLL
 #endif
 

@@ -94,7 +94,7 @@ struct Round {
 
 // Sends every part to its owner.
 template <class Team>
-JAX_RING_TEAM bool to_owners(const Round<Team>& round) {
+JAX_RING_TEAM_CALL bool to_owners(const Round<Team>& round) {
   const int rank = round.self.rank;
   for (int step = 1; round.roles.sends(rank) && step < round.num_ranks(); ++step) {
     const int owner = round.peer(step), block = round.roles.input_block(owner);
@@ -135,7 +135,7 @@ JAX_RING_TEAM bool from_owners(const Round<Team>& round, Op op) {
 
 // Takes the others' parts of the result.
 template <class Team>
-JAX_RING_TEAM void take(const Round<Team>& round) {
+JAX_RING_TEAM_CALL void take(const Round<Team>& round) {
   const Roles& roles = round.roles;
   if (roles.plan.collective == Collective::reduce && !roles.keeps(round.self.rank)) {
     return fill(round.message, round.range, 0, round.team, Pack{});

@@ -152,10 +152,8 @@ TEST_P(Family, ExtremaOfEveryDtype) {
   std::vector<PeerCall> calls;
   for (DType dtype : all_dtypes()) {
     for (Op op : {Op::max, Op::min}) {
-      for (Algorithm algorithm : {Algorithm::one_shot, Algorithm::two_shot}) {
-        const unsigned seed = static_cast<unsigned>(calls.size());
-        calls.push_back(PeerCall::random(dtype, algorithm, {}, GetParam(), {99}, seed, 0, op));
-      }
+      const unsigned seed = static_cast<unsigned>(calls.size());
+      calls.push_back(PeerCall::random(dtype, Algorithm::two_shot, {}, GetParam(), {99}, seed, 0, op));
     }
   }
   check(peers, std::move(calls));
