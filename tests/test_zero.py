@@ -1,5 +1,7 @@
 """The sharded optimizer: updates as without sharding, p times less state, saved and restored on other devices."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,18 +35,19 @@ def loss(params, x):
     return ((jnp.tanh(x @ params["w"]) @ params["half"].astype(x.dtype) + params["b"]) ** 2).mean() * params["scale"]
 
 
-def replicated_steps(tx, steps, check_vma, ranks=RANKS):
+@functools.cache
+def replicated_steps(tx, steps, check_vma):
     def step(params, state, x):
         _, grads = value_and_grad(loss, "i")(params, x)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     specs = (EVERYWHERE, EVERYWHERE, SPLIT)
-    f = sharded(step, mesh=make_mesh((ranks,)), in_specs=specs, out_specs=specs[:2], check_vma=check_vma)
-    params, state = PARAMS, tx.init(PARAMS)
+    f = sharded(step, mesh=make_mesh((RANKS,)), in_specs=specs, out_specs=specs[:2], check_vma=check_vma)
+    params, state = jax.device_put((PARAMS, tx.init(PARAMS)), NamedSharding(make_mesh((RANKS,)), EVERYWHERE))
     for _ in range(steps):
         params, state = f(params, state, X)
-    return params, state
+    return params
 
 
 class Sharded:
@@ -56,21 +59,19 @@ class Sharded:
         self.specs = self.optimizer.specs(PARAMS)
 
         def step(params, state, x):
-            if check_vma:
-                params = jax.tree.map(lambda p: lax.pcast(p, "i", to="varying"), params)
-            updates, state = self.optimizer.update(jax.grad(loss)(params, x), state, params)
-            return updates, state
+            own = jax.tree.map(lambda p: lax.pcast(p, "i", to="varying"), params) if check_vma else params
+            updates, state = self.optimizer.update(jax.grad(loss)(own, x), state, params)
+            return optax.apply_updates(params, updates), state
 
         common = {"mesh": self.mesh, "check_vma": check_vma}
         specs = (EVERYWHERE, self.specs, SPLIT)
-        self.update = sharded(step, in_specs=specs, out_specs=specs[:2], **common)
-        self.params = PARAMS
+        self.step = sharded(step, in_specs=specs, out_specs=specs[:2], **common)
+        self.params = jax.device_put(PARAMS, NamedSharding(self.mesh, EVERYWHERE))
         self.state = sharded(self.optimizer.init, in_specs=EVERYWHERE, out_specs=self.specs, **common)(PARAMS)
 
     def run(self, steps):
         for _ in range(steps):
-            updates, self.state = self.update(self.params, self.state, X)
-            self.params = optax.apply_updates(self.params, updates)
+            self.params, self.state = self.step(self.params, self.state, X)
         return self.params
 
 
@@ -92,7 +93,7 @@ def assert_close(actual, expected, steps=3):
 @pytest.mark.parametrize("stage", [1, 2])
 def test_updates_are_those_without_sharding(name, stage, check_vma):
     tx = OPTIMIZERS[name]
-    expected, _ = replicated_steps(tx, 3, check_vma)
+    expected = replicated_steps(tx, 3, check_vma)
     assert_close(Sharded(tx, check_vma, stage=stage).run(3), expected)
 
 
@@ -115,7 +116,7 @@ def test_state_is_p_times_smaller():
 def test_stage_2_scatters():
     for stage, scatters in ((1, 0), (2, 2)):
         training = Sharded(optax.adam(0.1), stage=stage)
-        text = compiled_text(training.update, PARAMS, training.state, X)
+        text = compiled_text(training.step, PARAMS, training.state, X)
         assert text.count('"jax_ring_reduce_scatter"') == scatters
         assert text.count('"jax_ring_all_reduce"') == 2 - scatters
         assert text.count('"jax_ring_all_gather"') == 2
@@ -123,7 +124,7 @@ def test_stage_2_scatters():
 
 def test_norm_of_the_whole_gradient_is_clipped(check_vma):
     limit = 0.01
-    expected, _ = replicated_steps(optax.chain(optax.clip_by_global_norm(limit), optax.sgd(1.0)), 2, check_vma)
+    expected = replicated_steps(optax.chain(optax.clip_by_global_norm(limit), optax.sgd(1.0)), 2, check_vma)
     clipped = optax.chain(zero.clip_by_global_norm(limit, "i"), optax.sgd(1.0))
     assert_close(Sharded(clipped, check_vma).run(2), expected, steps=2)
 
