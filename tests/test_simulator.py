@@ -55,6 +55,13 @@ def test_one_straggler_holds_up_the_ring():
     assert simulate("ring", 64, 1e6, ONE_HOST, Conditions(stragglers=1, slowdown=3)).max() == pytest.approx(3 * ideal)
 
 
+def test_everybody_waits_for_a_rank_that_is_late():
+    for name in simulator.PHASES:
+        done = simulate(name, 8, 1e3, HOSTS, ready=np.array([0] * 7 + [1.0]))
+        assert done.min() > 1, name
+        np.testing.assert_allclose(done.max(), 1 + simulate(name, 8, 1e3, HOSTS).max(), rtol=1e-4)
+
+
 def test_messages_share_links():
     source, to = np.array([0, 1, 2, 3]), np.array([4, 5, 6, 7])
     own_nics = HOSTS.seconds(source, to, 1e6)
@@ -116,6 +123,12 @@ def test_errors(tmp_path):
         file.write_text(text + line)
         with pytest.raises(ValueError, match=message):
             topology.load(str(file))
+
+
+def test_the_cost_model_by_hand():
+    model = fit.Model(2e-6, 1e-6, 2e-11, 6e-11, 1e7)
+    assert model.seconds(4, 1e6) == pytest.approx(2e-6 + 4e-6 + 4e6 * 2e-11)
+    assert model.seconds(4, 1e7) == pytest.approx(2e-6 + 4e-6 + 1e7 * 2e-11 + 3e7 * 6e-11)
 
 
 def test_fit_finds_the_parameters_again():

@@ -4,6 +4,7 @@ Each takes further arguments by keyword where the algorithm leaves a choice, and
 not exist. Messages without elements are not sent.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 from jax_ring.schedule.steps import Chunk, Receive, Schedule, Send, Step, Steps, blocks, check, relabel, without_empty
@@ -17,7 +18,7 @@ def _hop(chunk: Chunk, hop: int, num_ranks: int, rank: int, first: int, last: in
     return Step((Receive(chunk, sources),) if hop > first else (), (Send(chunk, right),) if hop < last else ())
 
 
-def _turn(block: list[Chunk], rank: int, first: int, last: int) -> Steps:
+def _turn(block: Sequence[Chunk], rank: int, first: int, last: int) -> Steps:
     """Hops `first` to `last` of all blocks, of which block i sets out from rank i+1."""
     p = len(block)
     return without_empty(
@@ -130,7 +131,7 @@ def halving_doubling(num_ranks: int, num_elements: int, rank: int) -> Steps:
 _cached_trees = cache(double_binary_tree)
 
 
-def _tree_steps(tree: Tree, pieces: list[Chunk], rank: int) -> list[tuple[int, Step]]:
+def _tree_steps(tree: Tree, pieces: Sequence[Chunk], rank: int) -> list[tuple[int, Step]]:
     """A rank's steps in one tree, up with all pieces and down again, each with the time at which it would happen if
     all messages took as long and none had to wait for another."""
     node, height = tree[rank], max(node.depth for node in tree)

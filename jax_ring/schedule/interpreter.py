@@ -72,28 +72,28 @@ def run(schedule: Schedule, inputs: Sequence[np.ndarray], fold: Callable = np.ad
     free: Counter[tuple[int, int]] = Counter()  # from which time on a link can carry the next message
     inbox: dict[tuple[int, int], deque[Message]] = {}
 
-    def send(rank: int, send: Send) -> None:
-        link = rank, send.to
+    def send(rank: int, item: Send) -> None:
+        link = rank, item.to
         sent = max(clock[rank], free[link])
         free[link] = sent + 1
-        values = result.outputs[rank][slice(*send.chunk)].copy()
-        message = Message(rank, send.to, send.chunk, False, sent, values)
+        values = result.outputs[rank][slice(*item.chunk)].copy()
+        message = Message(rank, item.to, item.chunk, False, sent, values)
         result.messages.append(message)
         inbox.setdefault(link, deque()).append(message)
 
-    def receive(rank: int, receive: Receive) -> None:
+    def receive(rank: int, item: Receive) -> None:
         total = None
-        for source in receive.sources:
-            value = result.outputs[rank][slice(*receive.chunk)]
+        for source in item.sources:
+            value = result.outputs[rank][slice(*item.chunk)]
             if source != rank:
                 message = inbox[source, rank].popleft()
-                if message.chunk != receive.chunk:
-                    raise RuntimeError(f"rank {rank} expects {receive.chunk} from {source}, which sent {message.chunk}")
-                message.folded = len(receive.sources) > 1
+                if message.chunk != item.chunk:
+                    raise RuntimeError(f"rank {rank} expects {item.chunk} from {source}, which sent {message.chunk}")
+                message.folded = len(item.sources) > 1
                 clock[rank] = max(clock[rank], message.sent + 1)
                 value = message.values
             total = value if total is None else fold(total, value)
-        result.outputs[rank][slice(*receive.chunk)] = total
+        result.outputs[rank][slice(*item.chunk)] = total
 
     waiting = deque(range(p))
     idle = 0  # ranks in a row that could not go on

@@ -1,6 +1,7 @@
 """What a schedule is made of: chunks of a message, and a rank's steps, each of which receives and then sends."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -46,11 +47,12 @@ Steps = list[Step]
 Schedule = Callable[[int, int, int], Steps]  # (ranks, elements, rank) -> the rank's steps
 
 
-def blocks(whole: Chunk, count: int) -> list[Chunk]:
+@lru_cache(1024)  # all ranks ask for the same ones
+def blocks(whole: Chunk, count: int) -> tuple[Chunk, ...]:
     """`count` chunks of equal size, of which the last ones are shorter, or empty, where that does not come out."""
     size = -(-whole.size // count)
     bounds = [min(whole.begin + i * size, whole.end) for i in range(count + 1)]
-    return [Chunk(*pair) for pair in pairwise(bounds)]
+    return tuple(Chunk(*pair) for pair in pairwise(bounds))
 
 
 def check(num_ranks: int, num_elements: int, rank: int) -> None:
