@@ -1,6 +1,6 @@
 """Trains a small GPT on the source code of Python's own library, a byte at a time, and lets it write some.
 
-    python examples/train_gpt.py [--devices 8] [--steps 200] [--dtype float32|bfloat16] [--impl ring|lax]
+    python examples/train_gpt.py [--devices 8] [--steps 600] [--dtype float32|bfloat16] [--impl ring|lax]
 
 Each device has a copy of the parameters and a part of each batch. The layers' parameters pass through
 `reduce_in_backward` where they are used, so that their gradients are summed while the layers before are still being
@@ -122,7 +122,7 @@ def write(params, start, length: int, context: int, key):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=8, help="a divisor of --batch (default: 8)")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=16, help="rows of a batch (default: 16)")
     parser.add_argument("--context", type=int, default=64, help="bytes that the model sees (default: 64)")
     parser.add_argument("--width", type=int, default=128, help=f"a multiple of {HEADS} (default: 128)")
