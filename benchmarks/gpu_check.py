@@ -55,7 +55,7 @@ def run_tests(dry: bool, file: str) -> dict:
     variables = os.environ | ({"JAX_RING_GPU_CHECK_BACKEND": "host"} if dry else {})
     # Warnings of a JAX that the project was not tested with are no errors here. One test at a time: a GPU is shared by
     # turns, and a rank that waits for one that has to wait for its turn is no test of speed or patience.
-    options = ["-q", "-W", "default", "-n", "0", f"--junitxml={log}"]
+    options = ["-q", "-W", "default", "-n", "auto" if dry else "0", f"--junitxml={log}"]
     command = [sys.executable, "-m", "pytest", *options, str(ROOT / "tests/gpu" / file)]
     ended = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True)
     print(ended.stdout[-3000:], ended.stderr[-2000:])

@@ -118,31 +118,8 @@ struct PeerCall {
 
 using TeamFunction = void (*)(const Endpoint&, const Message&, const Plan&, int cta, Dawdler team);
 
-template <class Element, class Operation, Algorithm kAlgorithm>
-TeamFunction team_function() {
-  if constexpr (is_needed<Element, Operation, kAlgorithm>) {
-    return [](const Endpoint& self, const Message& message, const Plan& plan, int cta, Dawdler team) {
-      run_team<Element, Operation, kAlgorithm>(self, message, plan, cta, team, Operation{});
-    };
-  }
-  return nullptr;
-}
-
 // The code for an element type, an operation and an algorithm, as the table of kernels has it on a GPU.
-inline TeamFunction team_function(DType dtype, Op op, Algorithm algorithm) {
-#define JAX_RING_ALGORITHMS(element, operation)                                                                        \
-  {team_function<element, operation, Algorithm::one_shot>(), team_function<element, operation, Algorithm::two_shot>(), \
-   team_function<element, operation, Algorithm::ring>()},
-#define JAX_RING_OPS(name, element) \
-  {JAX_RING_ALGORITHMS(element, Sum) JAX_RING_ALGORITHMS(element, Max) JAX_RING_ALGORITHMS(element, Min)},
-  static const TeamFunction table[][static_cast<int>(Op::count)][static_cast<int>(Algorithm::count)] = {
-      JAX_RING_FOR_EACH_DTYPE(JAX_RING_OPS)};
-#undef JAX_RING_OPS
-#undef JAX_RING_ALGORITHMS
-  const TeamFunction found = table[static_cast<int>(dtype)][static_cast<int>(op)][static_cast<int>(algorithm)];
-  if (found == nullptr) ADD_FAILURE() << "there is no code for " << name_of(dtype);
-  return found;
-}
+TeamFunction team_function(DType dtype, Op op, Algorithm algorithm);
 
 // The ranks' mailboxes and all that goes with them.
 class Peers {

@@ -1,0 +1,34 @@
+// peers.cc: the code of all kernels for threads of the host, compiled once for all tests that run it.
+#include "peers.h"
+
+namespace jax_ring::cpu::testing {
+namespace {
+
+template <class Element, class Operation, Algorithm kAlgorithm>
+TeamFunction team_function() {
+  if constexpr (is_needed<Element, Operation, kAlgorithm>) {
+    return [](const Endpoint& self, const Message& message, const Plan& plan, int cta, Dawdler team) {
+      run_team<Element, Operation, kAlgorithm>(self, message, plan, cta, team, Operation{});
+    };
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+TeamFunction team_function(DType dtype, Op op, Algorithm algorithm) {
+#define JAX_RING_ALGORITHMS(element, operation)                                                                        \
+  {team_function<element, operation, Algorithm::one_shot>(), team_function<element, operation, Algorithm::two_shot>(), \
+   team_function<element, operation, Algorithm::ring>()},
+#define JAX_RING_OPS(name, element) \
+  {JAX_RING_ALGORITHMS(element, Sum) JAX_RING_ALGORITHMS(element, Max) JAX_RING_ALGORITHMS(element, Min)},
+  static const TeamFunction table[][static_cast<int>(Op::count)][static_cast<int>(Algorithm::count)] = {
+      JAX_RING_FOR_EACH_DTYPE(JAX_RING_OPS)};
+#undef JAX_RING_OPS
+#undef JAX_RING_ALGORITHMS
+  const TeamFunction found = table[static_cast<int>(dtype)][static_cast<int>(op)][static_cast<int>(algorithm)];
+  if (found == nullptr) ADD_FAILURE() << "there is no code for " << name_of(dtype);
+  return found;
+}
+
+}  // namespace jax_ring::cpu::testing
