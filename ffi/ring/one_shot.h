@@ -51,7 +51,7 @@ JAX_RING_TEAM_CALL void send(const Endpoint& self, const Message& message, PackR
 }
 
 // The pack that the lines hold, as soon as they have come.
-JAX_RING_TEAM_CALL bool receive(const Endpoint& self, Line* from, int source, int cta, uint32_t epoch, Pack* pack) {
+JAX_RING_TEAM bool receive(const Endpoint& self, Line* from, int source, int cta, uint32_t epoch, Pack* pack) {
   Line low, high;
   const bool ok = await(
       self,
