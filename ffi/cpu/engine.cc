@@ -71,7 +71,7 @@ struct Work {
     const Inputs in{operands + sources.first, sources.count, from + begin};
     const Outputs out{results + receivers.first, receivers.count, to + begin};
     kernel(in, out, count, past_caches && can_go_past_caches(operands + receivers.first, out));
-    if (!zeros_elsewhere) return;
+    if (!zeros_elsewhere || count == 0) return;  // memset takes no null, which empty buffers may be at
     // After the fold, which may have read the same places.
     for (int rank = 0; rank < num_ranks; ++rank) {
       if (rank >= receivers.first && rank < receivers.first + receivers.count) continue;
