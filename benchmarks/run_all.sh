@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All measurements of docs/performance.md, into benchmarks/results/NAME. About 20 minutes on two cores. The rows of
+# All measurements of docs/performance.md, into benchmarks/results/NAME. About 15 minutes on two cores. The rows of
 # mpi4jax and torch.distributed need pip install '.[peers]'.
 #
 #   benchmarks/run_all.sh NAME [RUNS]
@@ -22,5 +22,6 @@ for run in $(seq "$runs"); do
     "$python" benchmarks/train_step.py --devices "$p" --json "$out/train_step-p$p-$run.json"
   done
 done
-"$python" benchmarks/allreduce.py --devices 8 -f 4 -n 12 --plot "$out/allreduce.png"
+"$python" benchmarks/allreduce.py --devices 8 -f 4 -n 12 --impl "ring_psum,ring_psum(ring),lax.psum,ppermute" \
+  --plot "$out/allreduce.png"
 "$python" benchmarks/summarize.py "$out"
