@@ -1,7 +1,9 @@
 // handler.cc: decodes the custom call, checks it, and hands it to the rendezvous and the engine.
 #include "cpu/handler.h"
 
+#include <algorithm>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -10,7 +12,10 @@
 
 #include "cpu/engine.h"
 #include "cpu/float_mode.h"
+#include "cpu/relay.h"
 #include "cpu/rendezvous.h"
+#include "hash.h"
+#include "shm/communicators.h"
 #include "xla_types.h"
 
 namespace jax_ring::cpu {
@@ -22,12 +27,54 @@ namespace ffi = xla::ffi;
 struct CallSite {
   static ffi::TypeId id;
   CallSite(ReplicaGroups groups, std::string call, Plan plan, Op op)
-      : rendezvous(std::move(groups), std::move(call)), plan(plan), op(op) {}
+      : rendezvous(std::move(groups), call), plan(plan), op(op), text(std::make_shared<std::string>(std::move(call))) {}
   Rendezvous rendezvous;
   Plan plan;
   Op op;
+  // Of groups that span several processes.
+  std::shared_ptr<const std::string> text;
+  std::optional<Algorithm> algorithm;
+  Hash hash;  // of what tells the call from others, in all processes alike
+  std::vector<std::shared_ptr<shm::Communicator>> communicators;  // by group; null if it does not, or has no rank here
 };
 ffi::TypeId CallSite::id = {};
+
+// An all-reduce of so many bytes over all ranks takes less time in one step, in which everybody folds all of it.
+constexpr size_t kOneShotBytes = 64 << 10;
+
+bool is_one_shot(const CallSite& site, const Message& message, int num_ranks) {
+  if (site.algorithm) return *site.algorithm == Algorithm::one_shot;
+  size_t count = 0;
+  for (size_t of_operand : message.counts) count += of_operand;
+  return count * element_size(message.dtype) * num_ranks <= kOneShotBytes;
+}
+
+// Equal calls of a program are told apart by the order in which its processes build them. `program` is its name and,
+// behind a '#', how often this process has built one of that name: not every process builds each as often.
+Hash identity_of(std::string_view call, std::string_view program, const Plan& plan, Op op,
+                 std::optional<Algorithm> algorithm) {
+  Hash hash;
+  hash.add(call).add(program.substr(0, program.rfind('#')));
+  hash.add(plan.collective).add(plan.order).add(plan.root).add(op).add(algorithm.value_or(Algorithm::count));
+  return hash.add(shm::Communicators::instance().count(std::string(program) + ": " + std::to_string(hash.value())));
+}
+
+void find_communicators(CallSite& site, ffi::Span<const int64_t> partitions, ffi::Span<const int64_t> processes,
+                        ffi::Span<const int64_t> group_sizes) {
+  auto& all = shm::Communicators::instance();
+  const int64_t self = all.process();
+  size_t next = 0;
+  for (int64_t size : group_sizes) {
+    std::vector<shm::Member> members;
+    size_t local = 0;
+    for (const size_t end = next + size; next < end; ++next) {
+      members.emplace_back(processes[next], partitions[next]);
+      local += processes[next] == self;
+    }
+    const bool spans = local > 0 && local < members.size();
+    site.communicators.push_back(spans ? all.of(members) : nullptr);
+  }
+}
 
 class XlaWorkers final : public Workers {
  public:
@@ -40,19 +87,44 @@ class XlaWorkers final : public Workers {
 };
 
 ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(std::string_view collective, std::string_view op, int64_t root,
-                                                    std::string_view /*algorithm*/, std::string_view order,
+                                                    std::string_view algorithm, std::string_view order,
                                                     ffi::Span<const int64_t> partitions,
-                                                    ffi::Span<const int64_t> group_sizes, std::string_view call) {
+                                                    ffi::Span<const int64_t> processes,
+                                                    ffi::Span<const int64_t> group_sizes, std::string_view call,
+                                                    std::string_view program) {
   try {
     const Plan plan{named<Collective>(collective, kCollectives), named<Order>(order, kOrders), static_cast<int>(root)};
     for (int64_t size : group_sizes) {
       if (root < 0 || root >= size) throw std::invalid_argument("jax_ring: the root is not in every group");
     }
-    ReplicaGroups groups({partitions.begin(), partitions.end()}, {group_sizes.begin(), group_sizes.end()});
-    return std::make_unique<CallSite>(std::move(groups), std::string(call), plan, named<Op>(op, kOps));
+    std::vector<bool> is_local;
+    for (int64_t process : processes) is_local.push_back(process == shm::Communicators::instance().process());
+    ReplicaGroups groups({partitions.begin(), partitions.end()}, {group_sizes.begin(), group_sizes.end()}, is_local);
+    auto site = std::make_unique<CallSite>(std::move(groups), std::string(call), plan, named<Op>(op, kOps));
+    site->algorithm = algorithm_of(algorithm);
+    find_communicators(*site, partitions, processes, group_sizes);
+    if (!program.empty()) site->hash = identity_of(call, program, plan, site->op, site->algorithm);
+    return site;
   } catch (const std::exception& error) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(error.what()));
   }
+}
+
+void run_between_processes(const CallSite& site, shm::Communicator& communicator, MeetingPtr meeting,
+                           const Message& message) {
+  Hash hash = site.hash;
+  hash.add(meeting->run_id).add(message.dtype);
+  for (size_t count : message.counts) hash.add(count);
+  const int num_ranks = meeting->num_ranks();
+  shm::Call call{std::move(meeting), message, hash.value(), is_one_shot(site, message, num_ranks), site.text};
+  meeting = communicator.submit(std::move(call));
+  if (meeting == nullptr) return;
+  const auto is_here = [](const Completion& done) { return static_cast<bool>(done); };
+  if (std::count_if(meeting->done.begin(), meeting->done.end(), is_here) > 1) {
+    return Relay::instance().tell(std::move(meeting));
+  }
+  // The one rank is that of this very call, whose future nobody has seen yet: nothing runs when it is told.
+  (*std::find_if(meeting->done.begin(), meeting->done.end(), is_here))(nullptr);
 }
 
 ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::BufferR0<ffi::U32> partition,
@@ -64,7 +136,9 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
       throw std::invalid_argument("jax_ring: a call needs one result for each of its operands");
     }
     const Element element = element_of(site->plan, args.get<ffi::AnyBuffer>(0)->element_type());
-    const int group_size = site->rendezvous.group_size(*partition.typed_data());
+    const ReplicaGroups& groups = site->rendezvous.groups();
+    const int group = groups.place(*partition.typed_data()).group;
+    const int group_size = groups.size(group);
     // Kept from call to call for the memory of their vectors.
     thread_local Message message;
     thread_local Participant participant;
@@ -94,9 +168,12 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
       }
     };
     auto meeting = site->rendezvous.arrive(run.run_id, *partition.typed_data(), std::move(participant));
-    if (meeting != nullptr) {
+    if (meeting == nullptr) return future;
+    if (site->communicators[group] == nullptr) {
       XlaWorkers workers(pool);
       run_collective(std::move(meeting), message, workers);
+    } else {
+      run_between_processes(*site, *site->communicators[group], std::move(meeting), message);
     }
   } catch (const std::exception& error) {
     promise.SetError(ffi::Error::Internal(error.what()));
@@ -112,8 +189,10 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                            .Attr<std::string_view>("algorithm")
                            .Attr<std::string_view>("order")
                            .Attr<ffi::Span<const int64_t>>("partitions")
+                           .Attr<ffi::Span<const int64_t>>("processes")
                            .Attr<ffi::Span<const int64_t>>("group_sizes")
-                           .Attr<std::string_view>("call"));
+                           .Attr<std::string_view>("call")
+                           .Attr<std::string_view>("program"));
 
 XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
                        ffi::Ffi::Bind()

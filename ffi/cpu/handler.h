@@ -15,9 +15,13 @@ namespace jax_ring::cpu {
 //   op           string: sum, max or min; of no effect where nothing is folded
 //   root         int64: the rank that a reduce or broadcast is about, else 0
 //   partitions   int64 array: the members of the replica groups, one group after the other, in rank order
+//   processes    int64 array: the process in which each of them lives
 //   group_sizes  int64 array: the size of each group
 //   call         string: what the call is, for error messages
-//   algorithm    string: auto, one_shot, two_shot or ring. Here one algorithm serves them all.
+//   program      string: empty in a program of one process; else the name of the program, '#', and a number for
+//   programs
+//                of that name in this process
+//   algorithm    string: auto, one_shot, two_shot or ring. Within a process one algorithm serves them all.
 //   order        string: rank or ring, the order in which values are folded
 XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame);

@@ -13,6 +13,7 @@
 #include "cpu/memory_limit.h"
 #include "cpu/watchdog.h"
 #include "ring/ring_schedule.h"
+#include "shm/communicators.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -69,6 +70,12 @@ NB_MODULE(_ffi_cpu, m) {
   m.def(
       "deadline", [] { return jax_ring::cpu::Watchdog::instance().deadline(); },
       "How long, in seconds, a call waits for the ranks that have not arrived.");
+
+  m.def(
+      "join",
+      [](int64_t process, const std::string& token) { jax_ring::shm::Communicators::instance().join(process, token); },
+      "process"_a, "token"_a, nb::call_guard<nb::gil_scoped_release>(),
+      "Tells which process this is, of those that know the token: they meet in memory of that name.");
 
   m.def("note_call_site", &jax_ring::note_call_site, "call"_a, "site"_a,
         "Notes where in the user's program a call was written, for the error of a rank that waits in vain.");

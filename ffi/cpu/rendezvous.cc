@@ -18,13 +18,20 @@ constexpr int64_t kLargestPartition = 1 << 24;  // far more than there are devic
 
 }  // namespace
 
-ReplicaGroups::ReplicaGroups(const std::vector<int64_t>& partitions, const std::vector<int64_t>& sizes) {
+ReplicaGroups::ReplicaGroups(const std::vector<int64_t>& partitions, const std::vector<int64_t>& sizes,
+                             const std::vector<bool>& is_local) {
+  if (!is_local.empty() && is_local.size() != partitions.size()) {
+    throw std::invalid_argument("replica groups: not every partition is said to be in a process");
+  }
   size_t next = 0;
   for (int64_t size : sizes) {
     if (size < 1 || next + size > partitions.size()) {
       throw std::invalid_argument("replica groups: the sizes do not match the number of partitions");
     }
     members_.emplace_back(partitions.begin() + next, partitions.begin() + next + size);
+    is_local_.emplace_back(size, true);
+    if (!is_local.empty()) is_local_.back().assign(is_local.begin() + next, is_local.begin() + next + size);
+    num_local_.push_back(static_cast<int>(std::count(is_local_.back().begin(), is_local_.back().end(), true)));
     next += size;
   }
   if (members_.empty() || next != partitions.size()) {
@@ -121,7 +128,7 @@ MeetingPtr Rendezvous::arrive(int64_t run_id, int64_t partition, Participant&& p
     meeting.outputs[operand * num_ranks + place.rank] = participant.outputs[operand];
   }
   meeting.done[place.rank] = std::move(participant.done);
-  if (++meeting.num_arrived < meeting.num_ranks()) return nullptr;
+  if (++meeting.num_arrived < groups_.num_local(place.group)) return nullptr;
   MeetingPtr complete = std::move(*found);
   open_.erase(found);
   return complete;
@@ -142,13 +149,15 @@ std::string Rendezvous::describe_absence(const Meeting& meeting, std::chrono::du
   int num_missing = 0;
   for (size_t rank = 0; rank < members.size(); ++rank) {
     group << (rank == 0 ? "" : ", ") << members[rank];
-    if (meeting.done[rank]) continue;
+    if (meeting.done[rank] || !groups_.is_local(meeting.group, static_cast<int>(rank))) continue;
     missing << (num_missing++ == 0 ? "" : ", ") << rank << " (mesh position " << members[rank] << ")";
   }
   std::ostringstream text;
-  text << call_ << called_at(call_) << ": " << meeting.num_arrived << " of " << members.size()
-       << " ranks arrived within " << deadline.count() << " s. Missing: rank" << (num_missing == 1 ? " " : "s ")
-       << missing.str() << " of the group of mesh positions [" << group.str()
+  const int expected = groups_.num_local(meeting.group);
+  text << call_ << called_at(call_) << ": " << meeting.num_arrived << " of " << expected << " ranks"
+       << (expected < static_cast<int>(members.size()) ? " of this process" : "") << " arrived within "
+       << deadline.count() << " s. Missing: rank" << (num_missing == 1 ? " " : "s ") << missing.str()
+       << " of the group of mesh positions [" << group.str()
        << "]. Every rank of a group must make the same calls: look for a branch or a loop whose condition differs "
           "between ranks (a lax.cond on lax.axis_index, say), or for an error on a missing rank. If the missing ranks "
           "are only slow, set JAX_RING_TIMEOUT_S to more seconds.";

@@ -30,7 +30,7 @@ struct Meeting {
   Clock::time_point began;
   std::vector<const void*> inputs;  // by operand, then rank, the ranks twice: a fold may begin with any of them
   std::vector<void*> outputs;       // by operand, then rank
-  std::vector<Completion> done;     // by rank; empty for those who are not here
+  std::vector<Completion> done;     // by rank; empty for those who are not here, or never will be
 
   int num_ranks() const { return static_cast<int>(done.size()); }
 };
@@ -62,23 +62,30 @@ class ReplicaGroups {
     int rank;
   };
 
-  // partitions: the groups' members one after the other; sizes: the length of each group.
+  // partitions: the groups' members one after the other; sizes: the length of each group. is_local: of each member,
+  // whether it is in this process, as all are if it is empty.
   // Throws std::invalid_argument unless the groups are non-empty and no partition is in two of them.
-  ReplicaGroups(const std::vector<int64_t>& partitions, const std::vector<int64_t>& sizes);
+  ReplicaGroups(const std::vector<int64_t>& partitions, const std::vector<int64_t>& sizes,
+                const std::vector<bool>& is_local = {});
 
   // Throws std::out_of_range when no group holds the partition.
   Place place(int64_t partition) const;
   const std::vector<int64_t>& members(int group) const { return members_[group]; }
   int size(int group) const { return static_cast<int>(members_[group].size()); }
+  bool is_local(int group, int rank) const { return is_local_[group][rank]; }
+  int num_local(int group) const { return num_local_[group]; }
 
  private:
   std::vector<std::vector<int64_t>> members_;
-  std::vector<Place> places_;  // by partition
+  std::vector<std::vector<bool>> is_local_;  // by group, then rank
+  std::vector<int> num_local_;               // by group
+  std::vector<Place> places_;                // by partition
 };
 
-// All the meetings of one call site. Calls are paired by (execution, order of each rank's calls): a rank joins the
-// oldest open meeting of its group and run that it has not joined yet. A rank's next call comes only after its last
-// one ended, that is, after everyone had arrived at it, so that in a loop there is one open meeting at a time.
+// All the meetings of one call site, of the ranks in this process. Calls are paired by (execution, order of each rank's
+// calls): a rank joins the oldest open meeting of its group and run that it has not joined yet. A rank's next call
+// comes only after its last one ended, that is, after everyone had arrived at it, so that in a loop there is one open
+// meeting at a time.
 class Rendezvous {
  public:
   // call: what the call is, for the error message (axis, message, call site).
@@ -88,10 +95,9 @@ class Rendezvous {
   Rendezvous(const Rendezvous&) = delete;
   Rendezvous& operator=(const Rendezvous&) = delete;
 
-  // Ranks in the group of a partition. Throws std::out_of_range when no group holds it.
-  int group_size(int64_t partition) const { return groups_.size(groups_.place(partition).group); }
+  const ReplicaGroups& groups() const { return groups_; }
 
-  // Adds the participant to its meeting. Returns the meeting if everyone is there now, and null otherwise;
+  // Adds the participant to its meeting. Returns the meeting if every rank of this process is there now, or else null;
   // the caller then owns the meeting and must complete every participant. Only `done` is moved from: the participant's
   // vectors stay with the caller, who may fill them again for its next call.
   // Throws std::invalid_argument when the participant has another number of operands than those already there.

@@ -45,6 +45,14 @@ void Watchdog::set_deadline(double seconds) {
   wake_.notify_all();
 }
 
+void Watchdog::note_failure(int64_t run_id, const std::string& why) {
+  std::lock_guard<std::mutex> lock(failures_mutex_);
+  if (failure_locked(run_id) != nullptr) return;
+  failures_.emplace_back(run_id, why);
+  if (failures_.size() > kFailuresKept) failures_.pop_front();
+  any_failure_.store(true, std::memory_order_release);
+}
+
 std::optional<std::string> Watchdog::failure(int64_t run_id) const {
   if (!any_failure_.load(std::memory_order_acquire)) return std::nullopt;
   std::lock_guard<std::mutex> lock(failures_mutex_);
@@ -84,15 +92,7 @@ void Watchdog::look_around() {
       }
     }
     if (late.empty()) return;
-    {
-      std::lock_guard<std::mutex> failures_lock(failures_mutex_);
-      for (size_t i = 0; i < late.size(); ++i) {
-        if (failure_locked(late[i]->run_id) != nullptr) continue;
-        failures_.emplace_back(late[i]->run_id, reasons[i]);
-        if (failures_.size() > kFailuresKept) failures_.pop_front();
-      }
-      any_failure_.store(true, std::memory_order_release);
-    }
+    for (size_t i = 0; i < late.size(); ++i) note_failure(late[i]->run_id, reasons[i]);
     // The same executions' other open meetings: nobody will complete them either.
     for (Rendezvous* rendezvous : watched_) {
       for (auto& meeting : rendezvous->take([&](const Meeting& m) { return failure(m.run_id).has_value(); })) {

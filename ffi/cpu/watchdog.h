@@ -30,6 +30,9 @@ class Watchdog {
   void set_deadline(double seconds);
   double deadline() const { return deadline_seconds_.load(std::memory_order_relaxed); }
 
+  // Notes that an execution has failed: its further calls fail as well, at once.
+  void note_failure(int64_t run_id, const std::string& why);
+
   // Why this execution has failed, if it has.
   std::optional<std::string> failure(int64_t run_id) const;
 

@@ -3,25 +3,10 @@
 
 #include <algorithm>
 
+#include "hash.h"
+
 namespace jax_ring::gpu {
 namespace {
-
-// FNV-1a: http://www.isthe.com/chongo/tech/comp/fnv/. Alike in all processes, unlike std::hash.
-class Hash {
- public:
-  Hash& add(const void* data, size_t size) {
-    for (size_t i = 0; i < size; ++i) value_ = (value_ ^ static_cast<const unsigned char*>(data)[i]) * 16777619u;
-    return *this;
-  }
-  template <class T>
-  Hash& add(const T& value) {
-    return add(&value, sizeof(value));
-  }
-  uint32_t value() const { return value_; }
-
- private:
-  uint32_t value_ = 2166136261u;
-};
 
 // The algorithm of a call in which each rank brings `bytes` bytes. Sums by an all-reduce have the choice; those for one
 // root can go round a ring as well.
@@ -52,7 +37,7 @@ DType folded_as(Op op, DType dtype) {
 
 }  // namespace
 
-uint32_t CallSite::fingerprint() const { return Hash().add(call.data(), call.size()).value(); }
+uint32_t CallSite::fingerprint() const { return Hash().add(call).value32(); }
 
 std::vector<Launch> launches_of(const Communicator& communicator, int rank, const CallSite& site, DType dtype,
                                 const std::vector<Buffer>& buffers, double deadline_seconds) {
@@ -88,7 +73,7 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
                               .add(site.plan.root)
                               .add(static_cast<uint64_t>(first))
                               .add(bytes)
-                              .value();
+                              .value32();
     launches.push_back(launch);
   }
   return launches;

@@ -19,24 +19,6 @@ namespace {
 constexpr int kRanks[] = {1, 2, 3, 4, 5, 8, 9, 16};
 constexpr int kFewRanks[] = {1, 3, 4, 9};  // where each costs much
 
-std::vector<Plan> all_plans(int num_ranks) {
-  std::vector<Plan> plans;
-  for (Order order : {Order::rank, Order::ring}) {
-    plans.push_back({Collective::all_reduce, order});
-    plans.push_back({Collective::reduce_scatter, order});
-    for (int root : {0, num_ranks / 2, num_ranks - 1}) plans.push_back({Collective::reduce, order, root});
-  }
-  plans.push_back({Collective::all_gather});
-  for (int root : {0, num_ranks / 2, num_ranks - 1}) plans.push_back({Collective::broadcast, Order::rank, root});
-  return plans;
-}
-
-std::string describe(const Plan& plan, int num_ranks, size_t count) {
-  return "collective " + std::to_string(static_cast<int>(plan.collective)) + ", order " +
-         std::to_string(static_cast<int>(plan.order)) + ", root " + std::to_string(plan.root) + ", " +
-         std::to_string(num_ranks) + " ranks, " + std::to_string(count) + " elements";
-}
-
 // The sizes of an operand around what might go wrong. Those of a reduce-scatter are multiples of the number of ranks.
 std::vector<size_t> counts_for(const Plan& plan, int num_ranks, size_t element_bytes) {
   const size_t p = num_ranks, pack = 16 / element_bytes;
@@ -147,17 +129,7 @@ void expect_collective(const Plan& plan, Op op, DType dtype, int num_ranks, cons
     SCOPED_TRACE(describe(plan, num_ranks, counts[operand]));
     for (int rank = 0; rank < num_ranks; ++rank) {
       const size_t results = result_count(plan, num_ranks, counts[operand]);
-      Bytes want(results * size);
-      std::vector<uint64_t> values;
-      for (size_t i = 0; i < results; ++i) {
-        const auto from = origin(plan, num_ranks, counts[operand], size, rank, i);
-        if (!from) continue;
-        values.clear();
-        for (int source : from->sources) {
-          values.push_back(element_bits(dtype, operands[operand][source].data(), from->index));
-        }
-        set_element(dtype, want.data(), i, scalar_fold(dtype, values, op));
-      }
+      const Bytes want = expected_result(plan, op, dtype, operands[operand], counts[operand], rank);
       const auto difference =
           first_difference(dtype, (in_place ? inputs : outputs)[operand][rank].data(), want.data(), results);
       ASSERT_FALSE(difference) << "rank " << rank << ", operand " << operand << ", element " << *difference;

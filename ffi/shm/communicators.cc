@@ -1,0 +1,92 @@
+// communicators.cc: makes each group's communicator once.
+#include "shm/communicators.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <stdexcept>
+
+#include "cpu/watchdog.h"
+#include "hash.h"
+#include "shm/shared_memory.h"
+
+namespace jax_ring::shm {
+namespace {
+
+// Of the order of a core's own cache, so that what is staged is read before it is driven out.
+constexpr size_t kStagingBytes = 256 << 10;
+constexpr size_t kResultBytes = 128 << 10;
+// For each rank of a process and each part of a collective, of which there are as many as ranks.
+constexpr size_t kLeastBytes = 256;
+
+Capacity capacity_of(const Group& group) {
+  size_t most = 0;
+  for (int process = 0; process < group.num_processes(); ++process) {
+    most = std::max(most, group.ranks_of(process).size());
+  }
+  return {std::max(kStagingBytes, group.num_ranks() * most * kLeastBytes), std::max(kResultBytes, most * kLeastBytes)};
+}
+
+std::string hex(uint64_t number) {
+  char text[17];
+  std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(number));
+  return text;
+}
+
+}  // namespace
+
+Communicators& Communicators::instance() {
+  // Never destroyed: threads may outlive main.
+  static auto* const all = new Communicators;
+  return *all;
+}
+
+void Communicators::join(int64_t process, const std::string& token) {
+  std::map<std::vector<Member>, std::shared_ptr<Communicator>> old;  // ended without the lock
+  std::lock_guard<std::mutex> lock(mutex_);
+  process_ = process;
+  if (token == token_) return;
+  token_ = token;
+  old.swap(by_members_);
+  counts_.clear();
+}
+
+int64_t Communicators::process() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return process_;
+}
+
+std::shared_ptr<Communicator> Communicators::of(const std::vector<Member>& members) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (token_.empty()) {
+    throw std::logic_error(
+        "this program is for several processes, and jax_ring does not know the others. It finds them when it lowers a "
+        "program: call jax.distributed.initialize() first, and do not load programs that were compiled elsewhere");
+  }
+  std::shared_ptr<Communicator>& found = by_members_[members];
+  if (found == nullptr) {
+    std::vector<int64_t> processes;
+    Hash hash;
+    for (const Member& member : members) {
+      processes.push_back(member.first);
+      hash.add(member.first).add(member.second);
+    }
+    Group group(processes, process_);
+    const Capacity capacity = capacity_of(group);
+    const bool first = group.self() == 0;
+    const int num_processes = group.num_processes();
+    const std::string name = "/jax_ring-" + token_ + "-" + hex(hash.value());
+    found = std::make_shared<Communicator>(
+        std::move(group), capacity, [name, capacity, first, num_processes](const Communicator::Stop& stop) {
+          return map_shared(name, Channel::bytes(num_processes, capacity), first, num_processes,
+                            cpu::Watchdog::instance().deadline(), stop);
+        });
+  }
+  return found;
+}
+
+int64_t Communicators::count(const std::string& key) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return counts_[key]++;
+}
+
+}  // namespace jax_ring::shm

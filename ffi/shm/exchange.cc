@@ -1,0 +1,200 @@
+// exchange.cc: stages, folds and hands out the pieces of each round.
+#include "shm/exchange.h"
+
+#include <cstring>
+#include <utility>
+
+#include "cpu/float_mode.h"
+
+namespace jax_ring::shm {
+namespace {
+
+// As in the engine for the ranks of one process.
+constexpr size_t kPastCacheBytes = 4 << 20;
+constexpr size_t kCacheLine = 64;
+
+bool are_aligned(const std::vector<void*>& outputs) {
+  for (const void* output : outputs) {
+    if (reinterpret_cast<uintptr_t>(output) % kCacheLine != 0) return false;
+  }
+  return true;
+}
+
+template <class Buffer>
+cpu::Places<Buffer> places(const std::vector<Buffer>& buffers) {
+  return {buffers.data(), static_cast<int>(buffers.size()), 0};
+}
+
+}  // namespace
+
+void Exchange::begin(Call&& call) {
+  call_ = std::move(call);
+  copy_ = cpu::fold_kernels().of(Op::sum, DType::u8);
+  kernel_ = cpu::fold_kernels().of(call_.message.op, call_.message.dtype);
+  element_bytes_ = cpu::element_size(call_.message.dtype);
+  size_t written = 0;
+  for (size_t count : call_.message.counts) {
+    written += result_count(call_.message.plan, group_.num_ranks(), count) * element_bytes_;
+  }
+  past_caches_ = written * group_.num_ranks() > kPastCacheBytes;
+  num_rounds_ = 0;
+  start_again();
+}
+
+void Exchange::start_again() {
+  rounds_.begin(call_.message, call_.one_shot);
+  has_next_ = rounds_.next(next_);
+  next_is_staged_ = false;
+  step_ = Step::stage;
+}
+
+bool Exchange::has_come(int process, const Channel& channel, uint32_t number) const {
+  if (process == group_.self()) return true;
+  if (step_ == Step::await_results) return channel.has_results(process, number);
+  return channel.has_staged(process, number, call_.id);
+}
+
+bool Exchange::lacks(int process, const Channel& channel, uint32_t first) const {
+  return process >= peer_ && !has_come(process, channel, first + num_rounds_);
+}
+
+bool Exchange::have_all_come(const Channel& channel, uint32_t number) {
+  for (; peer_ < group_.num_processes(); ++peer_, ++progress_) {
+    if (!has_come(peer_, channel, number)) return false;
+  }
+  return true;
+}
+
+Exchange::State Exchange::advance(Channel& channel, uint32_t first) {
+  const cpu::ScopedFloatMode exact(cpu::FloatMode::ieee());
+  for (;;) {
+    const uint32_t number = first + num_rounds_;
+    switch (step_) {
+      case Step::stage:
+        if (!has_next_) return State::done;
+        std::swap(round_, next_);
+        if (!std::exchange(next_is_staged_, false)) {
+          stage(channel, number, round_);
+          channel.announce_staged(number, call_.id);
+        }
+        has_next_ = rounds_.next(next_);
+        peer_ = 0;
+        step_ = Step::await_staged;
+        break;
+      case Step::await_staged:
+        if (!have_all_come(channel, number)) return State::waits;
+        if (rounds_.in_two_steps() && has_next_) {
+          // Now, so that the others find it when they are through with this round.
+          stage(channel, number + 1, next_);
+          channel.announce_staged(number + 1, call_.id);
+          next_is_staged_ = true;
+        }
+        fold(channel, number, round_);
+        if (rounds_.in_two_steps()) {
+          channel.announce_results(number);
+          peer_ = 0;
+          step_ = Step::await_results;
+          break;
+        }
+        channel.pass_results(number);
+        ++num_rounds_;
+        step_ = Step::stage;
+        break;
+      case Step::await_results:
+        if (!have_all_come(channel, number)) return State::waits;
+        take(channel, number, round_);
+        ++num_rounds_;
+        step_ = Step::stage;
+        break;
+    }
+  }
+}
+
+void Exchange::stage(Channel& channel, uint32_t number, const Round& round) const {
+  unsigned char* const staging = channel.staging(group_.self(), number);
+  for (size_t i = 0; i < round.pieces.size(); ++i) {
+    const Piece& piece = round.pieces[i];
+    if (piece.owner == group_.self()) continue;
+    unsigned char* to = staging + round.staged(i, group_.self(), group_.num_processes());
+    const void* const* inputs = &call_.meeting->inputs[piece.operand * 2 * group_.num_ranks()];
+    for (int s = 0; s < piece.part.sources.count; ++s) {
+      // In the order of the ranks, whatever the order of the fold.
+      const int rank = piece.part.sources.count == 1 ? piece.part.sources.first : s;
+      if (!group_.is_local(rank)) continue;
+      std::memcpy(to, static_cast<const char*>(inputs[rank]) + piece.part.from * element_bytes_,
+                  piece.part.count * element_bytes_);
+      to += piece.stride;
+    }
+  }
+}
+
+// Writes a result to the outputs.
+void Exchange::copy(const void* result, size_t count) const {
+  copy_({&result, 1, 0}, places(outputs_), count * element_bytes_, past_caches_ && are_aligned(outputs_));
+}
+
+void Exchange::fold(Channel& channel, uint32_t number, const Round& round) {
+  const int p = group_.num_ranks();
+  for (size_t i = 0; i < round.pieces.size(); ++i) {
+    const Piece& piece = round.pieces[i];
+    const Part& part = piece.part;
+    const void* const* inputs = &call_.meeting->inputs[piece.operand * 2 * p];
+    void* const* outputs = &call_.meeting->outputs[piece.operand * p];
+    const auto output = [&](int rank) { return static_cast<char*>(outputs[rank]) + part.to * element_bytes_; };
+    if (piece.owner == group_.self() || piece.owner == kEveryone) {
+      inputs_.clear();
+      for (int s = 0; s < part.sources.count; ++s) {
+        const int rank = (part.sources.first + s) % p;
+        if (group_.is_local(rank)) {
+          inputs_.push_back(static_cast<const char*>(inputs[rank]) + part.from * element_bytes_);
+          continue;
+        }
+        const int process = group_.process_of(rank);
+        const size_t index = part.sources.count == 1 ? 0 : group_.index_of(rank);
+        inputs_.push_back(channel.staging(process, number) + round.staged(i, process, group_.num_processes()) +
+                          index * piece.stride);
+      }
+      outputs_.clear();
+      bool in_place = false;
+      for (int r = part.receivers.first; r < part.receivers.first + part.receivers.count; ++r) {
+        if (!group_.is_local(r)) continue;
+        outputs_.push_back(output(r));
+        in_place = in_place || inputs[r] == outputs[r];
+      }
+      const bool past_caches = past_caches_ && !in_place && are_aligned(outputs_);
+      if (piece.owner != kEveryone && part.receivers.count > 1) {
+        unsigned char* const result = channel.results(group_.self(), number) + piece.result_at;
+        if (past_caches) {
+          // The others read the result at once, so that it stays in the caches; this process's ranks get a copy.
+          void* const results[] = {result};
+          kernel_(places(inputs_), {results, 1, 0}, part.count, false);
+          copy(result, part.count);
+          outputs_.clear();
+        } else {
+          outputs_.push_back(result);
+        }
+      }
+      if (!outputs_.empty()) kernel_(places(inputs_), places(outputs_), part.count, past_caches);
+    }
+    if (!part.zeros_elsewhere) continue;
+    for (int rank : group_.ranks_of(group_.self())) {
+      if (rank >= part.receivers.first && rank < part.receivers.first + part.receivers.count) continue;
+      std::memset(output(rank), 0, part.count * element_bytes_);
+    }
+  }
+}
+
+void Exchange::take(Channel& channel, uint32_t number, const Round& round) {
+  for (const Piece& piece : round.pieces) {
+    if (piece.owner == group_.self() || piece.owner == kEveryone) continue;
+    const void* result = channel.results(piece.owner, number) + piece.result_at;
+    outputs_.clear();
+    void* const* outputs = &call_.meeting->outputs[piece.operand * group_.num_ranks()];
+    for (int rank : group_.ranks_of(group_.self())) {
+      outputs_.push_back(static_cast<char*>(outputs[rank]) + piece.part.to * element_bytes_);
+    }
+    copy(result, piece.part.count);
+  }
+}
+
+}  // namespace jax_ring::shm

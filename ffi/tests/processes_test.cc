@@ -1,0 +1,317 @@
+// processes_test.cc: collectives between processes, here threads that share one piece of memory, against their
+// definitions; calls that come in different orders, and peers that do not come.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "cpu/relay.h"
+#include "cpu/watchdog.h"
+#include "origin.h"
+#include "shm/communicator.h"
+#include "shm/shared_memory.h"
+#include "support.h"
+
+namespace jax_ring::shm {
+namespace {
+
+using namespace cpu::testing;
+using cpu::element_size;
+using cpu::Meeting;
+using cpu::MeetingPtr;
+
+constexpr Capacity kSmall{4096, 2048};  // so that most calls take several rounds
+
+// The processes of a group, by the process of each rank.
+class Processes {
+ public:
+  explicit Processes(std::vector<int64_t> process_of_rank, Capacity capacity = kSmall, uint32_t first_round = 1)
+      : process_of_rank_(std::move(process_of_rank)) {
+    const int count = static_cast<int>(1 + *std::max_element(process_of_rank_.begin(), process_of_rank_.end()));
+    const size_t bytes = Channel::bytes(count, capacity);
+    Memory memory(static_cast<unsigned char*>(::operator new(bytes, std::align_val_t(4096))),
+                  [](unsigned char* block) { ::operator delete(block, std::align_val_t(4096)); });
+    std::memset(memory.get(), 0, bytes);
+    for (int64_t process = 0; process < count; ++process) {
+      Group group(process_of_rank_, process);
+      if (first_round != 1) {
+        Channel channel(memory.get(), count, group.self(), capacity);
+        channel.announce_staged(first_round - 1, 0);
+        channel.pass_results(first_round - 1);
+      }
+      communicators_.push_back(std::make_unique<Communicator>(
+          std::move(group), capacity, [memory](const Communicator::Stop&) { return memory; }, first_round));
+    }
+  }
+
+  int num_ranks() const { return static_cast<int>(process_of_rank_.size()); }
+  int count() const { return static_cast<int>(communicators_.size()); }
+  const Group& group(int process) const { return communicators_[process]->group(); }
+  Communicator& operator[](int process) { return *communicators_[process]; }
+  void end(int process) { communicators_[process].reset(); }
+
+ private:
+  std::vector<int64_t> process_of_rank_;
+  std::vector<std::unique_ptr<Communicator>> communicators_;
+};
+
+// One call, with the operands and results of all ranks.
+class TestCall {
+ public:
+  TestCall(const Plan& plan, Op op, DType dtype, int num_ranks, std::vector<size_t> counts, bool in_place,
+           bool one_shot, uint64_t id)
+      : message_{dtype, std::move(counts), plan, op},
+        num_ranks_(num_ranks),
+        one_shot_(one_shot),
+        in_place_(in_place),
+        id_(id),
+        told_(num_ranks) {
+    for (size_t count : message_.counts) {
+      operands_.push_back(random_elements(dtype, num_ranks, count, static_cast<unsigned>(count + id)));
+      inputs_.emplace_back();
+      outputs_.emplace_back();
+      for (const Bytes& of_rank : operands_.back()) {
+        inputs_.back().emplace_back(of_rank, 0);
+        outputs_.back().emplace_back(Bytes(result_count(plan, num_ranks, count) * element_size(dtype), 0xa5), 0);
+      }
+    }
+  }
+
+  // Brings the ranks of one process.
+  void submit(Communicator& communicator, uint64_t id) {
+    MeetingPtr meeting(new Meeting);
+    meeting->run_id = run_id_;
+    meeting->done.resize(num_ranks_);
+    const std::vector<int>& ranks = communicator.group().ranks_of(communicator.group().self());
+    for (int rank : ranks) meeting->done[rank] = told_[rank].completion();
+    const auto local = [&](int rank) { return communicator.group().is_local(rank); };
+    for (size_t operand = 0; operand < message_.counts.size(); ++operand) {
+      for (int i = 0; i < 2 * num_ranks_; ++i) {
+        const int rank = i % num_ranks_;
+        meeting->inputs.push_back(local(rank) ? inputs_[operand][rank].data() : nullptr);
+      }
+      for (int rank = 0; rank < num_ranks_; ++rank) {
+        meeting->outputs.push_back(local(rank) ? (in_place_ ? inputs_ : outputs_)[operand][rank].data() : nullptr);
+      }
+    }
+    const auto text = std::make_shared<std::string>("call " + std::to_string(id));
+    meeting = communicator.submit({std::move(meeting), message_, id, one_shot_, text});
+    if (meeting != nullptr) cpu::Relay::instance().tell(std::move(meeting));
+  }
+  void submit(Communicator& communicator) { submit(communicator, id_); }
+
+  const Told& told(int rank) const { return told_[rank]; }
+
+  void expect_results() {
+    for (const Told& of_rank : told_) {
+      ASSERT_TRUE(of_rank.wait());
+      ASSERT_EQ(of_rank.error(), "");
+    }
+    for (size_t operand = 0; operand < message_.counts.size(); ++operand) {
+      for (int rank = 0; rank < num_ranks_; ++rank) {
+        SCOPED_TRACE(describe(message_.plan, num_ranks_, message_.counts[operand]));
+        const Bytes want = expected_result(message_.plan, message_.op, message_.dtype, operands_[operand],
+                                           message_.counts[operand], rank);
+        const auto difference = first_difference(message_.dtype, (in_place_ ? inputs_ : outputs_)[operand][rank].data(),
+                                                 want.data(), want.size() / element_size(message_.dtype));
+        ASSERT_FALSE(difference) << "rank " << rank << ", operand " << operand << ", element " << *difference;
+      }
+    }
+  }
+
+ private:
+  cpu::Message message_;
+  int num_ranks_;
+  bool one_shot_, in_place_;
+  uint64_t id_;
+  int64_t run_id_ = next_run_id();
+  std::vector<std::vector<Bytes>> operands_;                 // by operand, then rank
+  std::vector<std::vector<OffsetBuffer>> inputs_, outputs_;  // likewise
+  std::vector<Told> told_;
+};
+
+// Runs one function for each process, each on a thread of its own.
+void on_all(int count, const std::function<void(int process)>& run) {
+  std::vector<std::thread> threads;
+  for (int process = 0; process < count; ++process) threads.emplace_back(run, process);
+  for (std::thread& thread : threads) thread.join();
+}
+
+const std::vector<std::vector<int64_t>> kLayouts = {
+    {0, 1}, {0, 0, 1}, {0, 1, 0, 1}, {0, 1, 2}, {0, 0, 0, 1, 2, 2}, {0, 1, 2, 3, 4},
+};
+
+class ProcessesTest : public ::testing::TestWithParam<DType> {};
+
+TEST_P(ProcessesTest, GiveWhatTheDefinitionsSay) {
+  uint64_t id = 0;
+  int turn = 0;
+  for (const auto& layout : kLayouts) {
+    // The count of rounds wraps around on the way.
+    Processes processes(layout, kSmall, 0xfffffff0u);
+    const int p = processes.num_ranks();
+    for (const Plan& plan : all_plans(p)) {
+      const size_t scatter = plan.collective == Collective::reduce_scatter ? p : 1;
+      const std::vector<size_t> counts{0, scatter, 3 * scatter, 17 * scatter, 1601 * scatter};
+      const bool same_size = plan.collective != Collective::reduce_scatter && plan.collective != Collective::all_gather;
+      for (bool one_shot : {false, true}) {
+        const Op op = static_cast<Op>(++turn % static_cast<int>(Op::count));
+        TestCall call(plan, op, GetParam(), p, counts, same_size && turn % 2 == 0, one_shot, ++id);
+        on_all(processes.count(), [&](int process) { call.submit(processes[process]); });
+        ASSERT_NO_FATAL_FAILURE(call.expect_results());
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(DTypes, ProcessesTest, ::testing::Values(DType::u8, DType::f32, DType::bf16, DType::f64),
+                         [](const auto& info) { return name_of(info.param); });
+
+// As long as the results go around the caches, and with the memory that is really used.
+TEST(Processes, LargeMessages) {
+  for (Order order : {Order::rank, Order::ring}) {
+    Processes processes({0, 0, 1}, {256 << 10, 128 << 10});
+    TestCall call({Collective::all_reduce, order}, Op::sum, DType::f32, 3, {700'001, 5}, false, false, 1);
+    on_all(2, [&](int process) { call.submit(processes[process]); });
+    ASSERT_NO_FATAL_FAILURE(call.expect_results());
+  }
+}
+
+// Calls that do not depend on each other become ready in another order in each process, at random moments.
+TEST(Processes, CallsInDifferentOrders) {
+  constexpr int kCalls = 12;
+  std::mt19937 random(7);
+  for (int repeat = 0; repeat < 100 / kSlowdown + 5; ++repeat) {
+    Processes processes(kLayouts[repeat % kLayouts.size()]);
+    const std::vector<Plan> plans = all_plans(processes.num_ranks());
+    std::vector<std::unique_ptr<TestCall>> calls;
+    for (int i = 0; i < kCalls; ++i) {
+      const std::vector<size_t> counts{processes.num_ranks() * (random() % 300)};
+      calls.push_back(std::make_unique<TestCall>(plans[random() % plans.size()], Op::sum, DType::f32,
+                                                 processes.num_ranks(), counts, false, random() % 2, i + 1));
+    }
+    const unsigned seed = random();
+    on_all(processes.count(), [&](int process) {
+      std::mt19937 own(seed + process);
+      std::vector<int> order(kCalls);
+      for (int i = 0; i < kCalls; ++i) order[i] = i;
+      std::shuffle(order.begin(), order.end(), own);
+      for (int i : order) {
+        if (own() % 3 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 300));
+        calls[i]->submit(processes[process]);
+      }
+    });
+    for (const auto& call : calls) ASSERT_NO_FATAL_FAILURE(call->expect_results());
+  }
+}
+
+// As in a compiled loop: each process makes its next call as soon as its last one has ended, the others or not.
+TEST(Processes, LoopsOfCalls) {
+  const int repeats = 2000 / kSlowdown;
+  for (const auto& layout : {kLayouts[0], kLayouts[3]}) {
+    Processes processes(layout);
+    const int p = processes.num_ranks();
+    std::vector<std::unique_ptr<TestCall>> calls;
+    for (int i = 0; i < repeats; ++i) {
+      const Plan plan = all_plans(p)[i % all_plans(p).size()];
+      calls.push_back(std::make_unique<TestCall>(plan, Op::sum, DType::f32, p, std::vector<size_t>{size_t(p) * (i % 5)},
+                                                 false, i % 3 == 0, i + 1));
+    }
+    on_all(processes.count(), [&](int process) {
+      for (auto& call : calls) {
+        call->submit(processes[process]);
+        for (int rank : processes.group(process).ranks_of(process)) ASSERT_TRUE(call->told(rank).wait());
+      }
+    });
+    for (const auto& call : calls) ASSERT_NO_FATAL_FAILURE(call->expect_results());
+  }
+}
+
+TestCall small_call(int num_ranks, uint64_t id) {
+  return TestCall({Collective::all_reduce}, Op::sum, DType::f32, num_ranks, {10}, false, false, id);
+}
+
+TEST(Processes, NameTheOneThatDoesNotCome) {
+  const ScopedDeadline deadline(0.3);
+  Processes processes({0, 1, 1, 2});
+  TestCall call = small_call(4, 1);
+  for (int process : {0, 2}) call.submit(processes[process]);
+  for (int rank : {0, 3}) {
+    ASSERT_TRUE(call.told(rank).wait());
+    EXPECT_NE(call.told(rank).error().find("Process 1 (ranks 1, 2) is stopped, or busy with something else"),
+              std::string::npos)
+        << call.told(rank).error();
+  }
+  // The group is of no use any more, which whoever comes too late learns at once.
+  const ScopedDeadline longer(60);
+  TestCall next = small_call(4, 2);
+  call.submit(processes[1]);
+  next.submit(processes[0]);
+  for (const auto& [told, rank] : {std::pair(&call.told(1), 1), std::pair(&next.told(0), 0)}) {
+    ASSERT_TRUE(told->wait()) << rank;
+    EXPECT_NE(told->error(), "");
+  }
+}
+
+TEST(Processes, NameBothCallsThatDoNotMatch) {
+  const ScopedDeadline deadline(0.4);
+  for (bool swapped : {false, true}) {
+    Processes processes({0, 1});
+    TestCall call = small_call(2, 1);
+    call.submit(processes[0], swapped ? 8 : 9);
+    call.submit(processes[1], swapped ? 9 : 8);
+    for (int rank : {0, 1}) {
+      ASSERT_TRUE(call.told(rank).wait());
+      const std::string error = call.told(rank).error();
+      EXPECT_NE(error.find("call 8"), std::string::npos) << error;
+      EXPECT_NE(error.find("call 9"), std::string::npos) << error;
+    }
+  }
+}
+
+TEST(Processes, AreReleasedWhileTheyWait) {
+  Processes processes({0, 1});
+  TestCall call = small_call(2, 1);
+  call.submit(processes[0]);
+  processes.end(0);
+  ASSERT_TRUE(call.told(0).wait());
+  EXPECT_NE(call.told(0).error().find("released"), std::string::npos);
+}
+
+TEST(Group, NumbersProcessesByTheirFirstRanks) {
+  const Group group({7, 3, 7, 5, 3}, 5);
+  EXPECT_EQ(group.num_processes(), 3);
+  EXPECT_EQ(group.self(), 2);
+  EXPECT_EQ(group.name_of(1), 3);
+  EXPECT_EQ(group.ranks_of(0), (std::vector<int>{0, 2}));
+  EXPECT_EQ(group.process_of(4), 1);
+  EXPECT_EQ(group.index_of(4), 1);
+  EXPECT_TRUE(group.is_local(3));
+  EXPECT_THROW(Group({0, 1}, 2), std::invalid_argument);
+}
+
+TEST(SharedMemory, HasNoNameOnceAllHaveIt) {
+  const std::string name = "/jax_ring-test-" + std::to_string(getpid());
+  const auto never = [] { return false; };
+  const Memory first = map_shared(name, 100, true, 2, 5, never);
+  const Memory second = map_shared(name, 100, false, 2, 5, never);
+  first.get()[99] = 42;
+  EXPECT_EQ(second.get()[99], 42);
+  EXPECT_THROW(map_shared(name, 100, false, 2, 0.05, never), std::runtime_error);
+  // Another one may be made under the name, and what it is about is not what was there before.
+  EXPECT_EQ(map_shared(name, 100, true, 2, 5, never).get()[99], 0);
+  // Its first process has let it go, without the others ever having come.
+  EXPECT_THROW(map_shared(name, 100, false, 2, 0.05, never), std::runtime_error);
+}
+
+}  // namespace
+}  // namespace jax_ring::shm
