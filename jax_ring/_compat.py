@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 from jax.extend import source_info_util as _source_info_util
+from jax.extend.mlir import ir as _ir
 
 OLDEST_JAX = (0, 10, 2)
 
@@ -207,15 +208,51 @@ def mesh_devices(mesh) -> list | None:
     return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
 
 
-def key_value_store(timeout_s: float) -> tuple:
-    """The table that all processes of `jax.distributed` share: publish(key, bytes), and fetch(key), which waits."""
+def module_name(lowering_context) -> str:
+    """The name of the module that is being lowered, such as jit_f."""
+    return _ir.StringAttr(lowering_context.module_context.module.operation.attributes["sym_name"]).value
+
+
+def is_distributed() -> bool:
+    """Whether `jax.distributed` is initialized now."""
+    return _distributed.global_state.client is not None
+
+
+def distributed_client():
+    """The client of the distributed runtime.
+
+    Raises:
+      RuntimeError: while `jax.distributed` is not initialized.
+    """
     client = _distributed.global_state.client
     if client is None:
         raise RuntimeError(
             f"jax_ring needs jax.distributed to be initialized in a program of {jax.process_count()} processes, so "
             "that they can find each other. Call jax.distributed.initialize() first."
         )
+    return client
+
+
+def distributed_process() -> int:
+    """The index of this process. Unlike `jax.process_index()` it needs no backend, and so waits for nobody."""
+    return _distributed.global_state.process_id
+
+
+def key_value_store(timeout_s: float) -> tuple:
+    """The table that all processes of `jax.distributed` share: publish(key, bytes), and fetch(key), which waits."""
+    client = distributed_client()
     return client.key_value_set_bytes, lambda key: client.blocking_key_value_get_bytes(key, int(timeout_s * 1000))
+
+
+def publish_once(key: str, value: str) -> str:
+    """Publishes a value unless another process has published one under that key; which one holds, without waiting."""
+    client = distributed_client()
+    try:
+        client.key_value_set(key, value)
+    except jax.errors.JaxRuntimeError:
+        # There is one, or the table is out of reach, which this then says.
+        return client.key_value_try_get(key)
+    return value
 
 
 def register_cpu_ffi_type(name: str, registration: dict) -> None:

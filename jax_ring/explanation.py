@@ -187,7 +187,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     members = lowering.replica_groups(axis_context, axes, params.get("axis_index_groups"))
     groups = tuple(tuple(int(i) for i in group) for group in members)
     sizes = [len(group) for group in groups]
-    served_by, why = _who_serves(name, axis_context, groups)
+    served_by, why = _who_serves(name, kind, axis_context, groups)
     options = params.get("options")
     algorithm = options.algorithm if options and served_by == "jax_ring" else ""
     # The message is the larger side of the call: the results of a gather, elsewhere the operands.
@@ -218,13 +218,13 @@ def _num_bytes(aval) -> int:
     return math.ceil(aval.size * bits / 8)
 
 
-def _who_serves(name: str, axis_context, groups: Sequence[Sequence[int]]) -> tuple[str, str]:
+def _who_serves(name: str, kind: str, axis_context, groups: Sequence[Sequence[int]]) -> tuple[str, str]:
     if all(len(group) == 1 for group in groups):
         return "nobody", "groups of one rank"
     if not name.startswith("ring_") and not override.is_overridden(name):
         return "XLA", "a collective of lax, not overridden"
-    engine, why_not = lowering.who_serves((_platform(axis_context.mesh),), axis_context, groups)
-    return ("XLA", why_not) if engine is None else ("jax_ring", "")
+    service = lowering.who_serves((_platform(axis_context.mesh),), axis_context, groups, kind)
+    return ("XLA", service.why_not) if service.engine is None else ("jax_ring", "")
 
 
 def _platform(mesh) -> str:

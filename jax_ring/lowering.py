@@ -13,7 +13,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from jax_ring import _compat, communicator, runtime
+from jax_ring import _compat, communicator, hosts, runtime
 
 logger = logging.getLogger("jax_ring")
 
@@ -41,18 +41,27 @@ class Collective(NamedTuple):
     lower_to_xla: Callable  # (ctx, operand, **params) to the results, for one operand
 
 
+class Service(NamedTuple):
+    """Who serves a call."""
+
+    engine: str | None  # "cpu" or "cuda"; None if XLA has to do it alone
+    levels: communicator.Levels | None  # what the engine serves, and what is left to XLA across hosts
+    why_not: str  # why no engine serves it
+
+
 def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, options, **details):
     """One custom call to an engine for all operands, or XLA's own collectives where no engine serves them.
 
     details: what else the collective's primitive has for parameters.
     """
     groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
-    engine, why_not = _who_serves(ctx, groups)
-    if engine is not None:
-        return _emit(ctx, collective, engine, groups, operands, axes, axis_index_groups, options, **details)
+    service = _who_serves(ctx, groups, collective.kind)
+    if service.engine is not None:
+        call = _describe(ctx, collective.function, axes, axis_index_groups)
+        return _emit(ctx, collective, service.engine, groups, operands, call, options, **details)
     xlas = collective.kind if collective.kind not in ("reduce", "broadcast") else "all_reduce"
     ignored = f", which knows no {chosen}" if (chosen := options.chosen()) else ""
-    instead = f"XLA's {xlas}{ignored}: {why_not}"
+    instead = f"XLA's {xlas}{ignored}: {service.why_not}"
     if runtime.STRICT:
         raise NotImplementedError(
             f"{collective.function} over {axes} would use {instead}. {runtime.STRICT_VARIABLE}=1 forbids it; unset "
@@ -69,20 +78,26 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
     ]  # fmt: skip
 
 
-def _who_serves(ctx, groups) -> tuple[str | None, str]:
+def _who_serves(ctx, groups, kind: str) -> Service:
     platforms = tuple(ctx.platforms or ctx.module_context.platforms)
-    return who_serves(platforms, ctx.module_context.axis_context, groups)
+    return who_serves(platforms, ctx.module_context.axis_context, groups, kind)
 
 
-def needs_call(ctx, axes, axis_index_groups) -> bool:
+def needs_call(ctx, axes, axis_index_groups, kind: str) -> bool:
     """Whether `lower` will make a custom call: an engine of ours serves it, and there is somebody to talk to."""
     groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
-    engine, _ = _who_serves(ctx, groups)
-    return engine is not None and any(len(group) > 1 for group in groups)
+    return _who_serves(ctx, groups, kind).engine is not None and any(len(group) > 1 for group in groups)
 
 
-def who_serves(platforms: tuple[str, ...], axis_context, groups) -> tuple[str | None, str]:
-    """The engine that serves a call, "cpu" or "cuda"; or none, and why XLA has to."""
+def who_serves(platforms: tuple[str, ...], axis_context, groups, kind: str) -> Service:
+    """Who serves a call of this kind in these groups of mesh positions."""
+    levels, why_not = _levels_served(platforms, axis_context, groups)
+    if levels is not None and levels.across:
+        why_not, levels = f"the ranks of a group are on {len(levels.across[0])} hosts", None
+    return Service(platforms[0] if levels is not None else None, levels, why_not)
+
+
+def _levels_served(platforms: tuple[str, ...], axis_context, groups) -> tuple[communicator.Levels | None, str]:
     if len(platforms) > 1 or platforms[0] not in PLATFORMS:
         return None, f"the program is lowered for {' and '.join(platforms)}"
     if not isinstance(axis_context, _compat.SPMDAxisContext):
@@ -90,12 +105,7 @@ def who_serves(platforms: tuple[str, ...], axis_context, groups) -> tuple[str | 
     automatic = set(axis_context.mesh.axis_names) - set(axis_context.manual_axes)
     if automatic:
         return None, f"the enclosing shard_map leaves the axes {sorted(map(str, automatic))} to the compiler"
-    if platforms == ("cuda",):
-        why_not = communicator.why_not_gpus(axis_context.mesh, groups)
-        return (None, why_not) if why_not else ("cuda", "")
-    if jax.process_count() > 1:
-        return None, f"the program runs in {jax.process_count()} processes"
-    return "cpu", ""
+    return communicator.levels_of(platforms[0], axis_context.mesh, groups)
 
 
 class Caller(NamedTuple):
@@ -106,17 +116,37 @@ class Caller(NamedTuple):
     attributes: dict
 
 
-def _caller_on_cpu(mesh, groups) -> Caller:
-    del mesh
+def _caller_on_cpu(ctx, groups) -> Caller:
     # The caller's mesh position is a run-time value: one program serves all devices.
     position = hlo.partition_id()
-    partitions = np.array([i for group in groups for i in group], np.int64)
-    return Caller([position], [jax.core.ShapedArray((), np.uint32)], {"partitions": partitions})
+    members = [i for group in groups for i in group]
+    processes = communicator.processes_of_cpus(ctx.module_context.axis_context.mesh)
+    assert processes is not None  # or the CPU engine would not serve the call
+    attributes = {
+        "partitions": np.array(members, np.int64),
+        "processes": np.array([processes[i] for i in members], np.int64),
+        "program": _program(ctx),
+    }
+    return Caller([position], [jax.core.ShapedArray((), np.uint32)], attributes)
 
 
-def _caller_on_cuda(mesh, groups) -> Caller:
+def _program(ctx) -> str:
+    """What names the program in all of its processes, so that each of its calls finds its like in the others.
+
+    It is counted by name, and not by all modules, for a process may compile other programs than the others do.
+    """
+    if jax.process_count() == 1:
+        return ""
+    notes = _compat.notes_on_module(ctx)
+    if "program" not in notes:
+        name = _compat.module_name(ctx)
+        notes["program"] = f"{name}#{hosts.next_lowering(name)}"
+    return notes["program"]
+
+
+def _caller_on_cuda(ctx, groups) -> Caller:
     # Here the handler knows its GPU, and the position would lie in the GPU's memory, which the host cannot see.
-    gpus = communicator.gpus_of(mesh)
+    gpus = communicator.gpus_of(ctx.module_context.axis_context.mesh)
     assert gpus is not None  # or the CUDA engine would not serve the call
     members = [gpus[i] for group in groups for i in group]
     processes = np.array([gpu.process for gpu in members], np.int64)
@@ -126,9 +156,7 @@ def _caller_on_cuda(mesh, groups) -> Caller:
 _CALLERS = {"cpu": _caller_on_cpu, "cuda": _caller_on_cuda}
 
 
-def _emit(
-    ctx, collective, engine, groups, operands, axes, axis_index_groups, options, *, root=0, axis_size=None, **layout
-):
+def _emit(ctx, collective, engine, groups, operands, call: str, options, *, root=0, axis_size=None, **layout):
     """The custom call, and around it the conversions of types and layouts for the engine.
 
     The engine sees contiguous blocks, one for each rank, along a first dimension that it adds to the result of an
@@ -155,11 +183,10 @@ def _emit(
         ]
 
     if all(len(group) == 1 for group in groups):
-        results = [_reshape(ctx, x, aval) for x, aval in zip(operands, avals_out, strict=True)]
+        results: Sequence = [_reshape(ctx, x, aval) for x, aval in zip(operands, avals_out, strict=True)]
     else:
-        call = _describe(ctx, collective.function, axes, axis_index_groups)
         runtime.note_call_site(call, _compat.call_site(ctx))
-        before, avals_before, attributes = _CALLERS[engine](ctx.module_context.axis_context.mesh, groups)
+        before, avals_before, attributes = _CALLERS[engine](ctx, groups)
         in_place = {
             len(before) + i: i for i, x in enumerate(operands) if not (scatters or gathers) and _may_overwrite(x)
         }

@@ -9,7 +9,7 @@ from typing import Self
 
 import jax
 
-from jax_ring import _compat, lowering
+from jax_ring import _compat, hosts, lowering
 from jax_ring.joining import lower_joined
 from jax_ring.options import Options
 
@@ -55,7 +55,7 @@ def _make_rule(function: str, kind: str, op: str, jaxs: Callable) -> Callable:
         groups = groups and tuple(tuple(map(operator.index, group)) for group in groups)
         collective = lowering.Collective(function, kind, op, lambda ctx, operand, **_: jaxs(ctx, operand, **params))
         emit = partial(lowering.lower, collective, axes=named, axis_index_groups=groups, options=Options(), **ours)
-        if kind != "all_reduce" or not lowering.needs_call(ctx, named, groups):
+        if kind != "all_reduce" or not lowering.needs_call(ctx, named, groups, kind):
             return emit(ctx, operand)
         return lower_joined(ctx, operand, (op, named, groups, ctx.avals_in[0].dtype), emit)
 
@@ -142,6 +142,7 @@ _here = _Here()
 def _open() -> None:
     global _num_open
     _refuse_if_tracing()
+    hosts.meet()  # as a call of ours would
     with _lock:
         if not _num_open:
             _register()

@@ -79,8 +79,12 @@ def timeout() -> float:
     return _ffi_cpu.deadline()
 
 
-def join_cuda_processes(process: int, publish, fetch) -> None:
-    """Tells the CUDA engine which process this is, and how it exchanges bytes with the others."""
+def join_processes(process: int, token: str, publish, fetch) -> None:
+    """Tells the engines which process this is, and how they meet those of the others.
+
+    token: random, and common to all processes. Publish and fetch exchange bytes with them.
+    """
+    _ffi_cpu.join(process, token)
     if ffi_cuda is not None:
         ffi_cuda.set_process(process, publish, fetch)
 

@@ -170,35 +170,3 @@ def test_gpus_of_a_mesh():
     assert communicator.gpus_of(mesh) == [Gpu(1, 1), Gpu(0, 0)]
     devices[0, 1] = device(0, "cpu")
     assert communicator.gpus_of(mesh) is None
-
-
-class Table:
-    """The key-value store of a program of two processes, in which the other one has published already."""
-
-    def __init__(self):
-        self.values = {"jax_ring/host/1": b"there"}
-
-    def publish(self, key, value):
-        assert key not in self.values
-        self.values[key] = value
-
-    def fetch(self, key):
-        return self.values[key]
-
-
-@pytest.mark.parametrize("own", [None, "here"])
-def test_hosts_are_told_apart(monkeypatch, own):
-    table, joined = Table(), []
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(communicator._compat, "key_value_store", lambda seconds: (table.publish, table.fetch))
-    monkeypatch.setattr(runtime, "join_cuda_processes", lambda process, *exchange: joined.append(process))
-    if own is not None:
-        monkeypatch.setenv("JAX_RING_HOST_ID", own)
-    communicator.host_of.cache_clear()
-    try:
-        assert communicator.host_of(1) == "there"
-        assert communicator.host_of(0) == table.values["jax_ring/host/0"].decode()
-        assert communicator.host_of(0) == (own or communicator.host_of(0)) != ""
-        assert joined == [0]
-    finally:
-        communicator.host_of.cache_clear()

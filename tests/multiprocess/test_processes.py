@@ -1,0 +1,42 @@
+"""The harness of the tests of several processes: what it starts, what it collects, and that it leaves nobody behind."""
+
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from processes import Processes, run
+
+
+def total(scale):
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+    x = jax.make_array_from_callback((4,), jax.NamedSharding(mesh, P("i")), lambda index: np.arange(4.0)[index] * scale)
+    out = jax.jit(jax.shard_map(lambda x: lax.psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P()))(x)
+    print(f"{jax.process_index()} {jnp.squeeze(out.addressable_data(0))} {os.environ['NAME']}")
+
+
+def test_everybody_runs_the_body():
+    results = run(total, 2, 2, arguments=[10], environment_of=[{"NAME": "a"}, {"NAME": "b"}])
+    # Gloo, which XLA uses between processes, writes lines of its own.
+    for line, result in zip(["0 60.0 a", "1 60.0 b"], results, strict=True):
+        assert line in result.stdout.splitlines()
+
+
+def test_an_exception_is_shown_and_a_stopped_process_ends_with_the_block():
+    source = "import processes, time\nprint('ready', flush=True)\nif processes.distributed['process_id'] == 0: 1 / 0\n"
+    with Processes(source + "time.sleep(1000)", 2, distributed=None) as program:
+        program.wait_until(1, "ready")
+        program.popen[1].send_signal(signal.SIGSTOP)
+        program.popen[0].wait(20)
+        failed, stopped = program.wait(timeout=0)
+        assert failed.returncode == 1
+        assert "ZeroDivisionError" in failed.stderr
+        assert stopped.returncode is None
+    assert program.popen[1].returncode == -signal.SIGKILL
+    with pytest.raises(AssertionError, match=r"\[0\] returned 1\n.*\[0\] ready(.|\n)*\[0\] ZeroDivisionError"):
+        run(source, 1, distributed=None)
