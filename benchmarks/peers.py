@@ -369,4 +369,7 @@ def _serve(name: str, folder: str, processes: str, devices: str, hosts: str, *re
 
 
 if __name__ == "__main__":
-    _serve(*sys.argv[1:])
+    # As a module: by its name the other side finds the classes of what it is sent.
+    import peers
+
+    peers._serve(*sys.argv[1:])

@@ -19,7 +19,7 @@ import numpy as np
 import report
 from allreduce import cases_of, check_messages, parser_of_messages
 from measure import Row, Spread
-from peers import BETWEEN_PROCESSES, Answer, Layout, Peer, Task, why_not
+from peers import BETWEEN_PROCESSES, Layout, Peer, Task, why_not
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -73,7 +73,7 @@ class Turns:
 
     def take(self) -> None:
         before = loopback_bytes()
-        answer: Answer = self.peer.measure(self.task)
+        answer = self.peer.measure(self.task)
         # Of the last turn: in the first one, programs are compiled and results checked.
         self.loopback = (loopback_bytes() - before) / answer.calls
         self.answers.append(answer)
