@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All measurements of docs/performance.md, into benchmarks/results/NAME. About 20 minutes on two cores. The rows of
+# All measurements of docs/performance.md, into benchmarks/results/NAME. About 45 minutes on two cores. The rows of
 # mpi4jax and torch.distributed need pip install '.[peers]'.
 #
 #   benchmarks/run_all.sh NAME [RUNS]

@@ -112,7 +112,7 @@ def processes_tables(runs: list[dict]) -> list[str]:
             cell[f"{name}, µs"].append(row["in_loop"]["median"])
             if ours is not None and row is not ours:
                 cell[f"{name} / ring_psum"].append(row["in_loop"]["median"] / max(ours["in_loop"]["median"], 1e-3))
-            if row["hosts"] > 1:
+            if row["hosts"] > 1 and row["xla_bytes"] is not None:
                 cell[f"{name}, bytes to XLA"].append(row["xla_bytes"])
                 cell[f"{name}, bytes on loopback"].append(row["loopback_bytes"])
     lines = []
