@@ -24,10 +24,9 @@ def size_of(text: str) -> int:
     return int(float(digits) * unit)
 
 
-def parse_arguments(implementations, peers) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+def parser_of_messages(description: str) -> argparse.ArgumentParser:
+    """The options of nccl-tests that say which messages are measured, and how often."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("-b", "--minbytes", type=size_of, default="4", help="smallest message of one rank")
     parser.add_argument("-e", "--maxbytes", type=size_of, default="64M", help="largest message of one rank")
     parser.add_argument("-f", "--stepfactor", type=int, default=4, help="from one size to the next")
@@ -36,11 +35,31 @@ def parse_arguments(implementations, peers) -> argparse.Namespace:
     parser.add_argument("-c", "--check", type=int, choices=(0, 1), default=1, help="check every result")
     parser.add_argument("-d", "--datatype", default="float32", help="a dtype, or several separated by commas")
     parser.add_argument("-o", "--op", choices=("sum",), default="sum")
+    parser.add_argument("--loop-seconds", type=float, default=0.1, help="about how long one jitted loop runs")
+    parser.add_argument("--json", metavar="FILE")
+    return parser
+
+
+def cases_of(arguments: argparse.Namespace) -> list[tuple[str, int]]:
+    """Every dtype with every size in bytes."""
+    sizes = []
+    size = arguments.minbytes
+    while size <= arguments.maxbytes:
+        sizes.append(size)
+        size *= arguments.stepfactor
+    return [(dtype, size) for dtype in arguments.datatype.split(",") for size in sizes]
+
+
+def check_messages(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.stepfactor < 2 or not 0 < arguments.minbytes <= arguments.maxbytes:
+        parser.error("needs 0 < minbytes <= maxbytes and stepfactor >= 2")
+
+
+def parse_arguments(implementations, peers) -> argparse.Namespace:
+    parser = parser_of_messages(__doc__.split("\n\n")[0])
     parser.add_argument("--devices", type=int, default=8, help="ranks")
     everything = [*implementations, *peers]
     parser.add_argument("--impl", default=",".join(everything), help="implementations, separated by commas")
-    parser.add_argument("--loop-seconds", type=float, default=0.1, help="about how long one jitted loop runs")
-    parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--csv", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE", help="of the first datatype")
     arguments = parser.parse_args()
@@ -52,8 +71,7 @@ def parse_arguments(implementations, peers) -> argparse.Namespace:
     arguments.ours = [name for name in arguments.impl if name in implementations]
     if not arguments.ours:
         parser.error(f"needs at least one of {list(implementations)}")
-    if arguments.stepfactor < 2 or not 0 < arguments.minbytes <= arguments.maxbytes:
-        parser.error("needs 0 < minbytes <= maxbytes and stepfactor >= 2")
+    check_messages(parser, arguments)
     return arguments
 
 
@@ -61,34 +79,28 @@ def main() -> int:
     import report
     from implementations import AXIS, IMPLEMENTATIONS
     from measure import Case, Row
-    from peers import PEERS, Peer, Task, why_not
+    from peers import PEERS, Layout, Peer, Task, why_not
 
     from jax_ring import _ffi_cpu
 
     arguments = parse_arguments(IMPLEMENTATIONS, PEERS)
     jax.config.update("jax_num_cpu_devices", arguments.devices)
     jax.config.update("jax_platforms", "cpu")
-    dtypes = arguments.datatype.split(",")
-    if any(jax.numpy.dtype(dtype).itemsize >= 8 for dtype in dtypes):
+    cases = cases_of(arguments)
+    if any(jax.numpy.dtype(dtype).itemsize >= 8 for dtype, _ in cases):
         jax.config.update("jax_enable_x64", True)
     mesh = jax.sharding.Mesh(jax.devices(), (AXIS,))
-
-    sizes = []
-    size = arguments.minbytes
-    while size <= arguments.maxbytes:
-        sizes.append(size)
-        size *= arguments.stepfactor
-    cases = [(dtype, size) for dtype in dtypes for size in sizes]
 
     machine = report.machine()
     print(f"# {machine['cpu']}, {machine['cores']} cores; JAX {machine['jax']}; {arguments.devices} CPU devices")
     print(report.header(), flush=True)
+    layout = Layout(mesh.size)
     peers = []
     for name in arguments.impl:
-        if name in PEERS and (reason := why_not(name)) is not None:
+        if name in PEERS and (reason := why_not(name, layout)) is not None:
             print(f"# {name}: left out: {reason}")
         elif name in PEERS:
-            peers.append(Peer(name, mesh.size))
+            peers.append(Peer(name, layout))
     rows = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

@@ -39,31 +39,82 @@ def line(row: Row) -> str:
     )
 
 
-def ratios(rows: list[Row], figure: str) -> dict[str, float]:
-    """Geometric mean of lax.psum's time over ring_psum's in each class of sizes; above 1, ring_psum is faster."""
+def times(rows: list[Row], name: str, figure: str) -> dict[tuple, float]:
+    """The medians of an implementation, by layout and message."""
+    return {
+        (r.processes, r.ranks, r.hosts, r.bytes, r.dtype): getattr(r, figure).median
+        for r in rows
+        if r.implementation == name
+    }
+
+
+def ratios(rows: list[Row], figure: str, other: str) -> dict[str, float]:
+    """Geometric mean of another's time over ring_psum's in each class of sizes; above 1, ring_psum is faster."""
     result = {}
+    ours, theirs = times(rows, "ring_psum", figure), times(rows, other, figure)
     for label, low, high in CLASSES:
-        times = {
-            name: {(r.ranks, r.bytes, r.dtype): getattr(r, figure).median for r in rows if r.implementation == name}
-            for name in ("ring_psum", "lax.psum")
-        }
         logs = [
-            math.log(theirs / times["ring_psum"][key])
-            for key, theirs in times["lax.psum"].items()
-            if low <= key[1] <= high and key in times["ring_psum"] and min(theirs, times["ring_psum"][key]) > 0
+            math.log(theirs[key] / ours[key])
+            for key in theirs
+            if low <= key[3] <= high and key in ours and min(theirs[key], ours[key]) > 0
         ]
         if logs:
             result[label] = math.exp(sum(logs) / len(logs))
     return result
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[Row], others: tuple[str, ...] = ("lax.psum",)) -> str:
+    lines = []
+    for other in others:
+        lines.append(
+            f"# {other}'s time / ring_psum's, geometric mean (small: to 4 KiB; medium: 64 KiB-1 MiB; large: 16 MiB on)"
+        )
+        for figure in ("in_loop", "out_of_place", "in_place"):
+            parts = [f"{label} {ratio:.2f}x" for label, ratio in ratios(rows, figure, other).items()]
+            lines.append(f"#   {figure.replace('_', ' '):>13}: {', '.join(parts) or 'no size in these classes'}")
+    return "\n".join(lines)
+
+
+def ratio_table(rows: list[Row], others: tuple[str, ...]) -> str:
+    """For each message of one layout, the time of others over that of ring_psum: in a jitted loop, and from Python."""
+    figures = [(other, figure) for figure in ("in_loop", "out_of_place") for other in others]
+    ours = {figure: times(rows, "ring_psum", figure) for _, figure in figures}
+    theirs = [times(rows, *pair) for pair in figures]
+    titles = [f"{other} ({'loop' if figure == 'in_loop' else 'Python'})" for other, figure in figures]
+    lines = [f"# time / ring_psum's\n#{'size (B)':>10} {'type':>9}" + "".join(f" {title:>19}" for title in titles)]
+    for key in ours["in_loop"]:
+        cells = [
+            f"{their[key] / ours[figure][key]:.3g}x" if key in their and ours[figure][key] > 0 else "-"
+            for (_, figure), their in zip(figures, theirs, strict=True)
+        ]
+        lines.append(f"#{key[3]:>10} {key[4]:>9}" + "".join(f" {cell:>19}" for cell in cells))
+    return "\n".join(lines)
+
+
+def crossing_table(rows: list[Row]) -> str:
+    """For each message, the bytes that each implementation hands to XLA's collectives and that the loopback carried."""
     lines = [
-        "# lax.psum's time / ring_psum's, geometric mean (small: to 4 KiB; medium: 64 KiB-1 MiB; large: 16 MiB on)"
+        "# bytes in one call: the operands of XLA's collectives in the compiled program, over all ranks; and all that\n"
+        "# went through this host's loopback interface, with headers and whatever else uses it",
+        f"#{'size (B)':>10} {'type':>9} {'implementation':>15} {'operands':>12} {'/ lax.psum':>11}"
+        f" {'loopback':>14} {'/ lax.psum':>11} {'time in a loop':>15} {'/ lax.psum':>11}",
     ]
-    for figure in ("in_loop", "out_of_place", "in_place"):
-        parts = [f"{label} {ratio:.2f}x" for label, ratio in ratios(rows, figure).items()]
-        lines.append(f"#   {figure.replace('_', ' '):>13}: {', '.join(parts) or 'no size in these classes'}")
+    flat = {(row.bytes, row.dtype): row for row in rows if row.implementation == "lax.psum"}
+    for row in rows:
+        if row.xla_bytes is None or (base := flat.get((row.bytes, row.dtype))) is None:
+            continue
+        pairs = (
+            (row.xla_bytes, base.xla_bytes),
+            (row.loopback_bytes, base.loopback_bytes),
+            (row.in_loop.median, base.in_loop.median),
+        )
+        (operands, part), (loopback, lo_part), (time, time_part) = (
+            (mine, f"{mine / theirs:.3f}" if theirs else "-") for mine, theirs in pairs
+        )
+        lines.append(
+            f"#{row.bytes:>10} {row.dtype:>9} {row.implementation:>15} {operands:>12} {part:>11}"
+            f" {loopback:>14.0f} {lo_part:>11} {time:>12.1f} us {time_part:>11}"
+        )
     return "\n".join(lines)
 
 

@@ -1,9 +1,10 @@
-"""Turns the JSON files of several runs of the benchmarks into one page of tables, and one plot.
+"""Turns the JSON files of several runs of the benchmarks into one page of tables.
 
     python benchmarks/summarize.py benchmarks/results/NAME
 
-Expects allreduce-*.json and train_step-*.json in the folder, and writes README.md and allreduce.png there. Figures are
-medians over the runs; a ratio is the median of the ratios within each run, with the lowest and the highest.
+Expects allreduce-*.json in the folder, and train_step-*.json, processes-*.json and two_level-*.json if there are any,
+and writes README.md there. Figures are medians over the runs; a ratio is the median of the ratios within each run, with
+the lowest and the highest.
 """
 
 import json
@@ -97,6 +98,45 @@ def peers_tables(runs: list[dict]) -> list[str]:
     return lines
 
 
+def processes_tables(runs: list[dict]) -> list[str]:
+    """Times per call in a loop between processes, those of others over ring_psum's, and the bytes that cross hosts."""
+    cells = defaultdict(lambda: defaultdict(list))  # (layout, bytes): figure: one value for each run
+    for run in runs:
+        rows = {
+            ((r["processes"], r["ranks"] // r["processes"], r["hosts"]), r["bytes"], r["implementation"]): r
+            for r in run["rows"]
+            if r["dtype"] == "float32"
+        }
+        for (layout, size, name), row in rows.items():
+            cell, ours = cells[layout, size], rows.get((layout, size, "ring_psum"))
+            cell[f"{name}, µs"].append(row["in_loop"]["median"])
+            if ours is not None and row is not ours:
+                cell[f"{name} / ring_psum"].append(row["in_loop"]["median"] / max(ours["in_loop"]["median"], 1e-3))
+            if row["hosts"] > 1 and row["xla_bytes"] is not None:
+                cell[f"{name}, bytes to XLA"].append(row["xla_bytes"])
+                cell[f"{name}, bytes on loopback"].append(row["loopback_bytes"])
+    lines = []
+    for layout in dict.fromkeys(layout for layout, _ in cells):
+        sizes = [size for one, size in cells if one == layout]
+        figures = list(dict.fromkeys(figure for size in sizes for figure in cells[layout, size]))
+        processes, devices, hosts = layout
+        lines += [
+            f"\n### float32, {processes} processes x {devices} ranks{f', told to be {hosts} hosts' * (hosts > 1)}\n",
+            f"| message | {' | '.join(figures)} |",
+            "|---:" * (1 + len(figures)) + "|",
+        ]
+        for size in sizes:
+            texts = [
+                "" if not (values := cells[layout, size][figure])
+                else spread(values) if "/ ring" in figure
+                else f"{statistics.median(values):,.0f}" if "bytes" in figure
+                else f"{statistics.median(values):.1f}"
+                for figure in figures
+            ]  # fmt: skip
+            lines.append(f"| {size_name(size)} | {' | '.join(texts)} |")
+    return lines
+
+
 def train_step_table(runs: list[dict]) -> list[str]:
     cells = defaultdict(lambda: defaultdict(list))
     for run in runs:
@@ -117,6 +157,7 @@ def train_step_table(runs: list[dict]) -> list[str]:
 def main() -> None:
     folder = pathlib.Path(sys.argv[1])
     allreduce, steps = load(folder, "allreduce-*.json"), load(folder, "train_step-*.json")
+    processes = load(folder, "processes-*.json") + load(folder, "two_level-*.json")
     machine = allreduce[0]["machine"]
     lines = [
         "# Measurements",
@@ -137,6 +178,13 @@ def main() -> None:
             "\nMeans over the ranks, medians over calls and runs. In a loop: calls one after the other, in a jitted "
             "loop less the same loop without them, and for torch.distributed in a Python loop.",
             *others,
+        ]
+    if processes:
+        lines += [
+            "\n## Between processes of one host",
+            "\nPer call in a jitted loop less the same loop without it (torch.distributed: in a Python loop); means "
+            "over the processes.",
+            *processes_tables(processes),
         ]
     if steps:
         lines += ["\n## A whole training step", *train_step_table(steps)]

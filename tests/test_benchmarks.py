@@ -57,6 +57,29 @@ def test_peers(peer, module, tmp_path):
         assert all(row["out_of_place"]["median"] > 0 for row in rows)
 
 
+def test_processes(tmp_path):
+    """Processes that are told to be on two hosts. Libraries with one rank in each process cannot take part."""
+    file = tmp_path / "rows.json"
+    text = run(
+        *("processes.py", "-b", "4", "-e", "1K", "-f", "256", "-n", "2", "-w", "1", "--rounds", "2"),
+        *("--layout", "2x2", "--hosts", "2", "--impl", "ring_psum,lax.psum,mpi4jax"),
+        *("--loop-seconds", "0.001", "--json", str(file)),
+    )
+    assert "# Out of bounds values: 0 OK" in text
+    assert "# mpi4jax: left out: " in text
+    assert "# ring_psum is served by " in text
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["implementation"], row["bytes"]) for row in rows] == [
+        (name, size) for size in (4, 1024) for name in ("ring_psum", "lax.psum")
+    ]
+    for row in rows:
+        assert (row["ranks"], row["processes"], row["hosts"], row["wrong"]) == (4, 2, 2, 0)
+        assert row["out_of_place"]["median"] > 0
+        # Every rank's message is an operand of XLA's all-reduce; ours must not give it more.
+        assert row["xla_bytes"] == 4 * row["bytes"] if row["implementation"] == "lax.psum" else row["xla_bytes"] > 0
+        assert row["xla_bytes"] <= 4 * row["bytes"]
+
+
 def test_train_step(tmp_path):
     file = tmp_path / "rows.json"
     run("train_step.py", "--devices", "2", "--steps", "2", "--json", str(file))

@@ -1,0 +1,161 @@
+"""Compares all-reduces between processes of this host, in the form of nccl-tests.
+
+    python benchmarks/processes.py -b 4 -e 64M -f 16 --layout 2x1,4x1
+    python benchmarks/processes.py -b 64K -e 16M -f 16 --layout 2x4 --hosts 2 --impl ring_psum,lax.psum
+
+Each implementation has processes of its own, `lax.psum` over the collectives that JAX is set to use (by default Gloo).
+They take turns, several for each size, so that they meet the same disturbances; times are means over the processes. A
+layout is PROCESSESxDEVICES. With --hosts the processes are told that they are on so many hosts (JAX_RING_HOST_ID), and
+the bytes that XLA's collectives are given, and those that pass the loopback interface, are counted besides.
+"""
+
+import argparse
+import os
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import report
+from allreduce import cases_of, check_messages, parser_of_messages
+from measure import Row, Spread
+from peers import BETWEEN_PROCESSES, Layout, Peer, Task, why_not
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jax_ring import _ffi_cpu
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = parser_of_messages(__doc__.split("\n\n")[0])
+    parser.add_argument("--layout", default="2x1,4x1", help="PROCESSESxDEVICES, several separated by commas")
+    parser.add_argument("--hosts", type=int, default=1, help="that the processes are told they are on")
+    parser.add_argument("--impl", default=",".join(BETWEEN_PROCESSES), help="implementations, separated by commas")
+    parser.add_argument("--rounds", type=int, default=4, help="turns of each implementation for a size")
+    arguments = parser.parse_args()
+    check_messages(parser, arguments)
+    arguments.impl = arguments.impl.split(",")
+    if unknown := set(arguments.impl) - set(BETWEEN_PROCESSES):
+        parser.error(f"unknown implementations {sorted(unknown)}; there are {list(BETWEEN_PROCESSES)}")
+    if not 1 <= arguments.rounds <= arguments.iters:
+        parser.error(f"--rounds must be from 1 to the number of timed runs, {arguments.iters}; got {arguments.rounds}")
+    try:
+        arguments.layouts = [
+            Layout(*(int(number) for number in text.split("x", 1)), arguments.hosts)
+            for text in arguments.layout.split(",")
+        ]
+    except (TypeError, ValueError):
+        parser.error(f"--layout must be like 2x1,2x4 (processes x devices), got {arguments.layout!r}")
+    for layout in arguments.layouts:
+        if min(layout.processes, layout.devices, layout.hosts) < 1 or layout.processes % layout.hosts:
+            parser.error(f"--layout needs positive numbers, and as many processes on each host; got {layout}")
+    return arguments
+
+
+def loopback_bytes() -> int:
+    """What the loopback interface of this host has received so far."""
+    for line in pathlib.Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[0])
+    return 0
+
+
+class Turns:
+    """What one implementation measured of one message, in several turns."""
+
+    def __init__(self, peer: Peer, count: int, dtype: str, arguments: argparse.Namespace):
+        self.peer, self.answers, self.loopback = peer, [], 0.0
+        self.task = Task(count, dtype, arguments.iters // arguments.rounds, arguments.warmup_iters, 0)
+        # As many calls as fit into the time, so that the loop's own start does not count.
+        once = float(np.median(peer.measure(self.task).seconds[0]))
+        self.task.times = int(np.clip(arguments.loop_seconds / once, 4, 2000))
+
+    def take(self) -> None:
+        before = loopback_bytes()
+        answer = self.peer.measure(self.task)
+        # Of the last turn: in the first one, programs are compiled and results checked.
+        self.loopback = (loopback_bytes() - before) / answer.calls
+        self.answers.append(answer)
+
+    def row(self, layout: Layout, itemsize: int, check: bool, limit: float) -> Row:
+        figures = [np.concatenate([answer.seconds[i] for answer in self.answers]) for i in range(3)]
+        answer, num_bytes = self.answers[-1], self.task.count * itemsize
+        return Row(
+            self.peer.name, layout.ranks, num_bytes, self.task.count, self.task.dtype,
+            *(Spread.of(seconds) for seconds in figures),
+            wrong=answer.wrong if check else -1, limit_us=limit * 1e6,
+            processes=layout.processes, hosts=layout.hosts, served_by=answer.served_by,
+            xla_bytes=None if answer.xla_bytes is None else answer.xla_bytes * layout.ranks,
+            loopback_bytes=self.loopback,
+        )  # fmt: skip
+
+
+def measure(peers: list[Peer], count: int, dtype: str, arguments: argparse.Namespace) -> list[Turns]:
+    """All implementations in turn, another one first each time. One that fails has ended, and is not asked again."""
+    turns: list[Turns] = []
+    for step in range(arguments.rounds + 1):
+        for peer in list(peers):
+            try:
+                if step == 0:
+                    turns.append(Turns(peer, count, dtype, arguments))
+                else:
+                    next(turn for turn in turns if turn.peer is peer).take()
+            except RuntimeError as error:
+                print(f"# {error}", flush=True)
+                turns = [turn for turn in turns if turn.peer is not peer]
+                peers.remove(peer)
+                peer.close()
+        peers.append(peers.pop(0))
+    return turns
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    cases = cases_of(arguments)
+    machine = report.machine()
+    print(f"# {machine['cpu']}, {machine['cores']} cores; JAX {machine['jax']}")
+    rows: list[Row] = []
+    for layout in arguments.layouts:
+        print(f"\n# {layout}\n{report.header()}", flush=True)
+        peers = []
+        for name in arguments.impl:
+            if (reason := why_not(name, layout)) is not None:
+                print(f"# {name}: left out: {reason}")
+            else:
+                peers.append(Peer(name, layout))
+        rows += measure_layout(layout, peers, cases, arguments)
+        for peer in peers:
+            peer.close()
+    wrong = sum(max(row.wrong, 0) for row in rows)
+    print(f"# Out of bounds values: {wrong} {'OK' if wrong == 0 else 'FAILED'}")
+    if arguments.json:
+        report.write_json(arguments.json, rows)
+    return 0 if rows and wrong == 0 else 1
+
+
+def measure_layout(layout: Layout, peers: list[Peer], cases: list, arguments: argparse.Namespace) -> list[Row]:
+    """Prints and returns the rows of one layout, and what follows from them."""
+    rows: list[Row] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        for dtype, size in progress.track(cases, description=str(layout)):
+            itemsize = jax.numpy.dtype(dtype).itemsize
+            count = max(1, size // itemsize)
+            limit = _ffi_cpu.fold_limit_seconds(layout.ranks, count * itemsize, os.cpu_count() or 1, 5)
+            turns = measure(peers, count, dtype, arguments) if peers else []
+            for turn in sorted(turns, key=lambda turn: arguments.impl.index(turn.peer.name)):
+                rows.append(turn.row(layout, itemsize, bool(arguments.check), limit))
+                print(report.line(rows[-1]), flush=True)
+    others = tuple(name for name in dict.fromkeys(row.implementation for row in rows) if name != "ring_psum")
+    for served_by in dict.fromkeys(row.served_by for row in rows if row.implementation == "ring_psum"):
+        print(f"# ring_psum is served by {served_by}")
+        print(report.ratio_table(rows, others))
+        print(report.summary(rows, others))
+    if layout.hosts > 1:
+        print(report.crossing_table(rows))
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

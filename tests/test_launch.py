@@ -1,0 +1,196 @@
+"""The launcher: what scripts find, whose output it is, and that nothing is left when something goes wrong."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jax_ring import launch
+
+# A shell that runs tests in the background has them ignore SIGINT, and so would all that they start.
+COMMAND = ["env", "--default-signal=INT", sys.executable, "-P", "-m", "jax_ring.launch"]
+# Prints the pid of each process, and waits; the lines after it are for the test.
+WAITS = """
+import os, signal, sys, time
+{}
+print("pid", os.getpid())
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text, name="script.py"):
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def start(*arguments, **options):
+    return subprocess.Popen(
+        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def run(*arguments, env=None):
+    result = subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=120, check=False, env=os.environ | (env or {})
+    )
+    return result.returncode, sorted(result.stdout.splitlines()), result.stderr
+
+
+def pids(launcher, count):
+    """The pids that so many processes of WAITS print."""
+    return [int(launcher.stdout.readline().split()[-1]) for _ in range(count)]
+
+
+def assert_gone(pids, seconds=10):
+    """Ended, or waiting for a parent that does not ask."""
+
+    def state(pid):
+        try:
+            return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return "gone"
+
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if state(pid) not in ("gone", "Z", "X")]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+def test_scripts_run_as_under_python(script):
+    script("value = 'of a module beside it'", "beside.py")
+    path = script(
+        """
+import os, sys
+assert "jax" not in sys.modules
+import beside
+names = ("PROCESS_ID", "NUM_PROCESSES", "LOCAL_DEVICE_IDS", "NUM_CPU_DEVICES")
+print(__name__, __file__ == sys.argv[0], sys.argv[1:], beside.value, *(os.environ["JAX_" + name] for name in names))
+print("no newline", end="", file=sys.stderr)
+"""
+    )
+    status, out, err = run("-n", "2", "--devices", "3", path, "-n", "x")
+    assert status == 0, err
+    found = "__main__ True ['-n', 'x'] of a module beside it"
+    assert out == [f"[0] {found} 0 2 0,1,2 3", f"[1] {found} 1 2 3,4,5 3"]
+    assert sorted(err.splitlines()) == ["[0] no newline", "[1] no newline"]
+
+
+def test_initialize_without_arguments(script):
+    """Processes that find each other, as many devices as they were given, and a sum over them all."""
+    path = script(
+        """
+import os
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax
+from jax.sharding import PartitionSpec as P
+jax.distributed.initialize()
+mesh = jax.make_mesh((jax.device_count(),), ("i",))
+own = 10.0**jax.process_index() * jax.numpy.ones(2)
+x = jax.make_array_from_process_local_data(jax.NamedSharding(mesh, P("i")), own)
+total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P()))(x)
+print(jax.process_count(), jax.local_device_count(), jax.device_count(), float(total[0]))
+"""
+    )
+    status, out, err = run("-n", "2", "--devices", "2", path)
+    assert status == 0, err
+    # Gloo writes lines of its own.
+    assert [line for line in out if "Gloo" not in line] == ["[0] 2 2 4 22.0", "[1] 2 2 4 22.0"]
+
+
+def test_lines_stay_whole(script):
+    path = script("import sys\nfor i in range(300): print('x' * i * 10, file=[sys.stdout, sys.stderr][i % 2])")
+    status, out, err = run("-n", "3", path)
+    assert status == 0
+    for stream, first in ((out, 0), (err.splitlines(), 1)):
+        expected = sorted(f"[{rank}] " + "x" * i * 10 for rank in range(3) for i in range(first, 300, 2))
+        assert sorted(stream) == expected
+
+
+@pytest.mark.parametrize(
+    ("dies", "status", "why"),
+    [
+        ("sys.exit(7)", 7, "ended with status 7"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 128 + 9, "was killed by SIGKILL"),
+        ("raise ValueError('bad batch')", 1, "ended with status 1"),
+    ],
+)
+def test_when_one_dies_the_others_end(script, dies, status, why):
+    path = script(WAITS.format(f"if os.environ['JAX_PROCESS_ID'] == '1': time.sleep(0.3); {dies}"))
+    result, out, err = run("-n", "3", path)
+    assert result == status
+    assert "jax_ring.launch: rank 1 (pid " in err
+    assert f"{why}; ending 0, 2 by SIGTERM" in err
+    assert ("bad batch" in err) == ("bad batch" in dies)
+    assert_gone([int(line.split()[-1]) for line in out])
+
+
+def test_who_does_not_end_is_killed_with_all_that_it_started(script):
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif os.environ['JAX_PROCESS_ID'] == '0': os.fork()"
+    launcher = start("-n", "2", "--grace", "0.2", script(WAITS.format(stubborn)))
+    started = pids(launcher, 3)
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert "received SIGTERM; ending 0, 1 by SIGTERM" in err
+    assert "killing 0, 1" in err
+    assert_gone(started)
+
+
+def test_signals_are_passed_on(script):
+    path = script(WAITS.format("signal.signal(signal.SIGINT, lambda *_: (print('interrupted'), sys.exit(0)))"))
+    launcher = start("-n", "2", path)
+    started = pids(launcher, 2)
+    launcher.send_signal(signal.SIGINT)
+    out, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 128 + signal.SIGINT, err
+    assert sorted(out.splitlines()) == ["[0] interrupted", "[1] interrupted"]
+    assert "killing" not in err
+    assert_gone(started)
+
+
+def test_no_orphans_of_a_killed_launcher(script):
+    launcher = start("-n", "2", script(WAITS.format("signal.signal(signal.SIGTERM, signal.SIG_IGN)")))
+    started = pids(launcher, 2)
+    launcher.kill()
+    launcher.communicate(timeout=30)
+    assert_gone(started)
+
+
+def test_nobody_reads_the_output(script):
+    launcher = start("-n", "2", script("import time\nwhile True: print('.'); time.sleep(0.01)"))
+    launcher.stdout.readline()
+    launcher.stdout.close()
+    assert launcher.wait(30) == 128 + signal.SIGPIPE
+    assert "received SIGPIPE; ending 0, 1 by SIGTERM" in launcher.stderr.read()
+    launcher.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "0", __file__], "-n must be at least 1, got 0"),
+        (["-n", "2", "--devices", "0", __file__], "--devices must be at least 1, got 0"),
+        (["-n", "2", "--grace", "nan", __file__], "--grace must be a number of seconds, got nan"),
+        (["-n", "2", "absent.py"], "there is no file 'absent.py' in "),
+        ([__file__], "-n/--processes"),
+    ],
+)
+def test_errors(capsys, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        launch.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ports_differ():
+    with launch.reserved_port() as one, launch.reserved_port() as other:
+        assert one != other
