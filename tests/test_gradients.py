@@ -17,10 +17,13 @@ from jax_ring import (
     allreduce_gradients,
     grad,
     reduce_in_backward,
+    ring_pmean,
     ring_psum,
     sync_gradients,
+    sync_with_feedback,
     value_and_grad,
     weighted_pmean,
+    zero,
 )
 
 RANKS, WIDTH, LAYERS = 4, 16, 3
@@ -168,13 +171,43 @@ def test_the_value_is_not_rounded_for_the_wire(check_vma):
     assert_close(grads, EXPECTED[1], rtol=2**-7)
 
 
-def test_plain_jax_grad_is_refused_or_right(check_vma):
-    f = on_ranks(lambda p, x: sync_gradients(jax.grad(loss)(p, x), "i"), check_vma)
+REDUCTIONS = {
+    "sync_gradients": lambda g: sync_gradients(g, "i"),
+    "sync_with_feedback": lambda g: sync_with_feedback(g, jax.tree.map(jnp.zeros_like, g), "i", wire_dtype=None)[0],
+    "allreduce_gradients": lambda g: allreduce_gradients("i").update(g, optax.EmptyState())[0],
+    "zero": lambda g: zero.sharded_optimizer(optax.sgd(-1.0), "i").update(g, optax.sgd(-1.0).init(g), g)[0],
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_plain_jax_grad_is_refused_or_right(name, check_vma):
+    f = on_ranks(lambda p, x: REDUCTIONS[name](jax.grad(loss)(p, x)), check_vma)
     if check_vma:
-        with pytest.raises(ValueError, match=r"Use jax_ring\.value_and_grad"):
+        with pytest.raises(ValueError, match=r"already the same on all ranks of \['i'\].*jax_ring\.value_and_grad"):
             f(PARAMS, X)
     else:
         assert_close(f(PARAMS, X), EXPECTED[1])
+
+
+@pytest.mark.parametrize("pmean", [ring_pmean, lax.pmean])
+def test_pmean_after_plain_jax_grad(pmean, check_vma):
+    """The trap, in which a drop-in has to be as lax.pmean is.
+
+    It cannot raise, because a gradient that has been summed already has the type of any value that the ranks share, of
+    which the mean is that value: a metric, or a loss that was reduced before. It does where such casts are forbidden.
+    """
+    f = on_ranks(lambda p, x: pmean(jax.grad(loss)(p, x), "i"), check_vma)
+    assert_close(f(PARAMS, X), jax.tree.map(lambda g: RANKS * g if check_vma else g, EXPECTED[1]))
+    assert (
+        on_ranks(lambda p, x: pmean(lax.pmean(x.sum(), "i"), "i"), check_vma)(PARAMS, np.ones_like(X)) == X.size / RANKS
+    )
+    if check_vma:
+        jax.config.update("jax_auto_pcast", False)
+        try:
+            with pytest.raises(ValueError):  # noqa: PT011, JAX's own wording
+                on_ranks(lambda p, g: pmean(g, "i"), True, in_specs=(P(), P()))(PARAMS, X)
+        finally:
+            jax.config.update("jax_auto_pcast", True)
 
 
 def test_unknown_options_are_refused_at_once():
