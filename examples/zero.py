@@ -108,6 +108,8 @@ def main() -> int:
             for start in range(0, len(order) - BATCH + 1, BATCH):
                 batch = order[start : start + BATCH]
                 params, state = train_step(params, state, train_images[batch], train_labels[batch])
+                # Hundreds of steps that nobody waits for can stall the dispatch of JAX 0.10 to CPU devices.
+                jax.block_until_ready(params)
         on_a_device = bytes_on_a_device(state)
         results[name] = jax.device_get(params), on_a_device
         _, distance = difference(results["replicated"][0], results[name][0])
