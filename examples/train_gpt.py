@@ -85,18 +85,19 @@ def loss(params, tokens, **options):
     return optax.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:]).mean()
 
 
-def make_train_step(mesh, optimizer, dtype=jnp.float32, **reduction):
+def make_train_step(mesh, optimizer, dtype=jnp.float32, in_backward=True, **reduction):
     """(params, optimizer's state, tokens) to new ones and the loss before. The tokens are split over "data"."""
 
     def hook(params):
-        return reduce_in_backward(params, "data", **reduction)
+        return reduce_in_backward(params, "data", **reduction) if in_backward else params
 
     local_loss = functools.partial(loss, dtype=dtype, hook=hook)
+    value_and_mean_grad = value_and_grad(local_loss, "data", reduced_in_backward=in_backward, **reduction)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=(P(), P(), P()))
     def train_step(params, opt_state, tokens):
-        value, grads = value_and_grad(local_loss, "data", reduced_in_backward=True, **reduction)(params, tokens)
+        value, grads = value_and_mean_grad(params, tokens)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 

@@ -1,6 +1,6 @@
 """Trains a network with Adam, its state on every device and divided among them, and compares memory and results.
 
-    python examples/zero.py [--devices 8] [--epochs 10] [--impl ring|lax]
+    python examples/zero.py [--devices 8] [--epochs 10] [--impl ring|lax] [--plot memory.png]
 
 Adam keeps two numbers for each parameter. With ZeRO each device keeps them for its part of the parameters alone and
 updates that part. Stage 1 sums all gradients on every device, stage 2 each device's part of them.
@@ -33,11 +33,45 @@ def replicated_adam(impl):
     return ADAM.init, update, lambda params: jax.tree.map(lambda _: P(), jax.eval_shape(ADAM.init, params))
 
 
+def make_state(mesh, init, specs, params):
+    return jax.jit(jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=specs))(params)
+
+
+def bytes_on_a_device(state) -> int:
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+
+
+def predicted_bytes(num_params: int, num_devices: int) -> int:
+    """Two float32 numbers for each parameter of a part, and a count."""
+    return 2 * 4 * -(-num_params // num_devices) + 4
+
+
+def plot_memory(file: str, params, num_params: int) -> None:
+    """Bytes of Adam's state on a device, as predicted and as measured, for every number of devices."""
+    from matplotlib import pyplot as plt
+
+    numbers = range(1, len(jax.devices()) + 1)
+    measured = []
+    for n in numbers:
+        optimizer = zero.sharded_optimizer(ADAM, "data")
+        mesh, params = jax.sharding.Mesh(jax.devices()[:n], ("data",)), jax.device_get(params)
+        measured.append(bytes_on_a_device(make_state(mesh, optimizer.init, optimizer.specs(params), params)))
+    plt.plot(numbers, [predicted_bytes(num_params, 1)] * len(numbers), "--", label="replicated")
+    plt.plot(numbers, [predicted_bytes(num_params, n) for n in numbers], label="ZeRO, predicted")
+    plt.plot(numbers, measured, "o", label="ZeRO, measured")
+    plt.xlabel("devices")
+    plt.ylabel("bytes of state on a device")
+    plt.ylim(bottom=0)
+    plt.legend()
+    plt.savefig(file)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=8, help=f"a divisor of the batch size, {BATCH} (default: 8)")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--impl", choices=["ring", "lax"], default="ring", help="whose collectives (default: ring)")
+    parser.add_argument("--plot", metavar="FILE", help="memory by number of devices; needs matplotlib")
     args = parser.parse_args()
     if args.devices < 1 or BATCH % args.devices or args.epochs < 1:
         parser.error(f"--devices must divide {BATCH}, and --epochs be positive; got {args.devices} and {args.epochs}")
@@ -57,7 +91,7 @@ def main() -> int:
     for name, (init, update, specs_of) in optimizers.items():
         params = jax.device_put(init_params(jax.random.key(0)), jax.NamedSharding(mesh, P()))
         specs = specs_of(params)
-        state = jax.jit(jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=specs))(params)
+        state = make_state(mesh, init, specs, params)
 
         @jax.jit
         @functools.partial(
@@ -74,7 +108,9 @@ def main() -> int:
             for start in range(0, len(order) - BATCH + 1, BATCH):
                 batch = order[start : start + BATCH]
                 params, state = train_step(params, state, train_images[batch], train_labels[batch])
-        on_a_device = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+                # Hundreds of steps that nobody waits for can stall the dispatch of JAX 0.10 to CPU devices.
+                jax.block_until_ready(params)
+        on_a_device = bytes_on_a_device(state)
         results[name] = jax.device_get(params), on_a_device
         _, distance = difference(results["replicated"][0], results[name][0])
         table.add_row(
@@ -84,8 +120,10 @@ def main() -> int:
     console.print(table)
 
     size = sum(p.size for p in jax.tree.leaves(params))
-    predicted = 2 * 4 * -(-size // args.devices) + 4  # two float32 numbers for each parameter of a part, and a count
+    predicted = predicted_bytes(size, args.devices)
     console.print(f"Predicted for ZeRO: 2 x 4 bytes x ceil({size} / {args.devices}) + 4 = {predicted} bytes.")
+    if args.plot:
+        plot_memory(args.plot, params, size)
     right = all(results[name][1] == predicted for name in ("ZeRO stage 1", "ZeRO stage 2"))
     return 0 if right and distance < 1e-3 else 1
 

@@ -16,6 +16,7 @@ from jax_ring.explanation import Explanation as Explanation
 from jax_ring.explanation import explain as explain
 from jax_ring.gradients import accumulate_gradients as accumulate_gradients
 from jax_ring.gradients import allreduce_gradients as allreduce_gradients
+from jax_ring.gradients import feedback_specs as feedback_specs
 from jax_ring.gradients import grad as grad
 from jax_ring.gradients import reduce_in_backward as reduce_in_backward
 from jax_ring.gradients import value_and_grad as value_and_grad

@@ -1,14 +1,25 @@
 """Parameters of which every data-parallel rank has a copy: made equal, and checked to be."""
 
+import hashlib
+import itertools
+import json
+import math
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ring import _compat, agreement, runtime
 from jax_ring.arguments import AxisName, axes_of, check_named
 from jax_ring.implementations import implementation
+
+# Digests compared at a time on the way to the first difference: four rounds for four thousand million elements.
+PARTS = 256
+
+_calls: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def broadcast_params(params: Any, axis_name: AxisName, *, root: int = 0, impl: str = "ring") -> Any:
@@ -31,51 +42,119 @@ def broadcast_params(params: Any, axis_name: AxisName, *, root: int = 0, impl: s
 
 
 def assert_replicated(tree: Any) -> None:
-    """Checks that the copies of each array on this process's devices are the same bits.
+    """Checks that the copies of each array on all its devices are the same bits, also those of other processes.
 
     Without vma tracking `shard_map` believes `out_specs=P()`, and a step that forgot to reduce something leaves copies
     that drift apart. Of an array that is sharded over some mesh axes and replicated over others, the copies of each
-    shard are compared. It copies everything to the host: call it now and then, outside `jit`.
+    shard are compared. It copies everything to the host: call it now and then, outside `jit`. Where arrays lie on
+    devices of several processes, all of these have to call it, in the same order and with the same tree; they exchange
+    digests, not the arrays.
 
     Args:
       tree: a pytree of `jax.Array`s. Other leaves have no copies.
 
     Raises:
-      AssertionError: if copies differ. It names the leaf, the ranks (places of devices in the array's sharding), the
-        first index at which they differ and what they have there.
+      AssertionError: if copies differ, in every process that has one. It names the leaf, the ranks (places of devices
+        in the array's sharding), the first index at which they differ and what they have there.
       TypeError: under `jit`, where there are no copies to look at.
+      ValueError: if another process does not call it within the deadline, or with other arrays.
     """
+    here: dict[str, jax.Array] = {}
+    across: dict[str, jax.Array] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path) or "the array"
         if isinstance(leaf, jax.core.Tracer):
             raise TypeError(f"assert_replicated: {name} is being traced. Call it outside jit, on the results.")
         if isinstance(leaf, jax.Array):
-            _assert_copies_equal(name, leaf)
+            array = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+            (here if array.is_fully_addressable else across)[name] = array
+    # What all of the processes find out comes first, so that nobody waits for one that has left with an error.
+    devices: list[Any] = [device for array in across.values() for device in array.sharding.device_set]
+    processes = sorted({device.process_index for device in devices})
+    if jax.process_index() in processes:
+        _assert_copies_equal(across, _gather_from(across, processes))
+    _assert_copies_equal(here, lambda value: [value])
 
 
-def _assert_copies_equal(name: str, array: jax.Array) -> None:
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
+def _gather_from(arrays: dict[str, jax.Array], processes: list[int]) -> Callable[[Any], list]:
+    """The function that takes what this process gives to what all of them do, for the processes of these arrays."""
+    exchange, process = _compat.key_value_store(runtime.timeout()), jax.process_index()
+    members = ",".join(map(str, processes))
+    key = f"jax_ring/replicas/{members}/{next(_calls[members])}"
+    types = "\n".join(f"{name}: {_type(array)}" for name, array in arrays.items())
+    agreement.compare("assert_replicated", types, exchange, key, process, processes)
+    rounds = itertools.count()
+
+    def gather(value):
+        values = agreement.gather(
+            "assert_replicated", json.dumps(value).encode(), exchange, f"{key}/{next(rounds)}", process, processes
+        )
+        return [json.loads(theirs) for _, theirs in values]
+
+    return gather
+
+
+def _assert_copies_equal(arrays: dict[str, jax.Array], gather: Callable[[Any], list]) -> None:
+    digests = [[(place, rank, _digest(copy)) for place, rank, copy in _copies(array)] for array in arrays.values()]
+    everyones = gather(digests)
+    for i, (name, array) in enumerate(arrays.items()):
+        by_place: dict[str, dict[int, str]] = defaultdict(dict)
+        for place, rank, digest in itertools.chain(*(theirs[i] for theirs in everyones)):
+            by_place[place][rank] = digest
+        for place, by_rank in by_place.items():
+            first = min(by_rank)
+            different = [rank for rank in sorted(by_rank) if by_rank[rank] != by_rank[first]]
+            if different:
+                raise AssertionError(_report(name, array, place, (first, *different), gather))
+
+
+def _report(name: str, array: jax.Array, place: str, ranks: tuple[int, ...], gather: Callable[[Any], list]) -> str:
+    """What is said of a shard of which all but the first of these ranks have copies that differ from the first's."""
+    first, *different = ranks
+    pair = {str(rank): copy for at, rank, copy in _copies(array) if at == place and rank in ranks[:2]}
+    shape = array.sharding.shard_shape(array.shape)
+    place_in_flat = _first_difference({rank: copy.reshape(-1) for rank, copy in pair.items()}, math.prod(shape), gather)
+    index = tuple(int(i) for i in np.unravel_index(place_in_flat, shape))
+    values = _merged(gather({rank: str(copy[index]) for rank, copy in pair.items()}))
+    of_shard = "" if shape == array.shape else f" of the shard {place}"
+    return (
+        f"assert_replicated: {name}, of type {_type(array)}, is not the same on all ranks: "
+        f"{', '.join(map(str, different))} {'differs' if len(different) == 1 else 'differ'} from {first}. "
+        f"The first difference is at index {index}{of_shard}: {values[str(first)]} on rank {first}, "
+        f"{values[str(different[0])]} on rank {different[0]}. Was everything reduced? With "
+        "shard_map(..., check_vma=True) JAX checks that when it traces."
+    )
+
+
+def _first_difference(pair: dict[str, np.ndarray], size: int, gather: Callable[[Any], list]) -> int:
+    """The first place at which two flat arrays differ, of which this process may have one, both or neither.
+
+    The range where it lies is cut into parts again and again, of which the digests are compared.
+    """
+    begin, end = 0, size
+    while end - begin > 1:
+        cuts = [*range(begin, end, math.ceil((end - begin) / PARTS)), end]
+        own = {rank: [_digest(x[a:b]) for a, b in itertools.pairwise(cuts)] for rank, x in pair.items()}
+        one, other = _merged(gather(own)).values()
+        part = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+        begin, end = cuts[part], cuts[part + 1]
+    return begin
+
+
+def _copies(array: jax.Array) -> Iterator[tuple[str, int, np.ndarray]]:
+    """Of the copies of shards that this process has: which part of the array it is, the rank, and the copy."""
     ranks = {device: rank for rank, device in enumerate(array.sharding.devices_indices_map(array.shape))}
-    copies = defaultdict(list)
-    for shard in sorted(array.addressable_shards, key=lambda shard: ranks[shard.device]):
-        copies[str(shard.index)].append((ranks[shard.device], np.asarray(shard.data)))
-    for place, ((first_rank, first), *others) in copies.items():
-        different = [(rank, copy) for rank, copy in others if copy.tobytes() != first.tobytes()]
-        if different:
-            which = ", ".join(str(rank) for rank, _ in different)
-            rank, copy = different[0]
-            index = tuple(int(i) for i in np.argwhere((_bits(first) != _bits(copy)).any(-1))[0])
-            of_shard = "" if first.shape == array.shape else f" of the shard {place}"
-            raise AssertionError(
-                f"assert_replicated: {name}, of type {array.dtype.name}{list(array.shape)}, is not the same on all "
-                f"ranks: {which} {'differs' if len(different) == 1 else 'differ'} from {first_rank}. "
-                f"The first difference is at index {index}{of_shard}: "
-                f"{first[index]!s} on rank {first_rank}, {copy[index]!s} on rank {rank}. Was everything reduced? With "
-                "shard_map(..., check_vma=True) JAX checks that when it traces."
-            )
+    for shard in array.addressable_shards:
+        yield str(shard.index), ranks[shard.device], np.asarray(shard.data)
 
 
-def _bits(x: np.ndarray) -> np.ndarray:
-    """The bytes of each element, along an additional dimension."""
-    return np.frombuffer(x.tobytes(), np.uint8).reshape(*x.shape, x.itemsize)
+def _merged(dicts: list[dict]) -> dict:
+    return {key: value for part in dicts for key, value in part.items()}
+
+
+def _digest(x: np.ndarray) -> str:
+    return hashlib.blake2b(x.tobytes(), digest_size=16).hexdigest()
+
+
+def _type(array: jax.Array) -> str:
+    return f"{array.dtype.name}{list(array.shape)}"

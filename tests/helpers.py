@@ -1,8 +1,10 @@
 """What many tests need: meshes, a one-line shard_map, the numpy oracle, and ways to look at compiled programs."""
 
+import concurrent.futures
 import contextlib
 import math
 import os
+import socket
 import subprocess
 import sys
 
@@ -98,6 +100,22 @@ def run_python(code: str, *, devices=8, timeout=120, **environment) -> subproces
         timeout=timeout,
         check=False,
     )
+
+
+def run_processes(code: str, values: list[dict], *, devices: int) -> list[str]:
+    """Runs a program in processes of one `jax.distributed`, and returns what each prints.
+
+    {port}, {processes}, {process} and, for each process, its `values` are filled in.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        common = {"port": free.getsockname()[1], "processes": len(values)}
+    programs = [code.format(process=i, **common, **own) for i, own in enumerate(values)]
+    with concurrent.futures.ThreadPoolExecutor(len(values)) as pool:
+        results = list(pool.map(lambda program: run_python(program, devices=devices), programs))
+    for result in results:
+        assert result.returncode == 0, result.stderr
+    return [result.stdout for result in results]
 
 
 def assert_same_trees(actual, expected, *, rtol=0.0) -> None:

@@ -1,5 +1,6 @@
 """The examples: the main job as the README runs it, and the others with the least to do."""
 
+import math
 import pathlib
 import re
 import subprocess
@@ -56,9 +57,12 @@ def test_accumulation_and_clipping():
     assert accumulated < whole / 2
 
 
-def test_zero():
+def test_zero(tmp_path):
     # What it predicts it has to measure, or else it fails.
-    assert "ceil(17226 / 3) + 4 = 45940 bytes" in run_small("zero.py", "--devices", "3", "--epochs", "1")
+    plot = tmp_path / "memory.png"
+    text = run_small("zero.py", "--devices", "3", "--epochs", "1", "--plot", str(plot))
+    assert "ceil(17226 / 3) + 4 = 45940 bytes" in text
+    assert plot.stat().st_size > 1000
 
 
 def test_parameter_server(tmp_path):
@@ -90,6 +94,20 @@ def test_multi_process():
     parameters = re.findall(r"^\[(\d)\] process \1 has parameters (\w+): as all others$", result.stdout, re.M)
     assert sorted(rank for rank, _ in parameters) == ["0", "1"]
     assert len({digest for _, digest in parameters}) == 1
+
+
+def test_ten_steps():
+    """Several buckets of 1 MiB, and one device's numbers up to rounding; the example says which bits are the same."""
+    text = run_small("ten_steps.py", "--layers", "2")
+    rows = [[cell.strip() for cell in line.split("│")[1:5]] for line in text.splitlines() if line.startswith("│")]
+    buckets = {name: (number, verdict) for name, number, _, verdict in rows}
+    assert buckets["all in one bucket"] == buckets["lax.psum"] == ("1", "the same bits")
+    assert buckets["buckets of 1 MiB"] == ("3", "the same bits")
+    assert buckets["buckets of 1 KiB"] == ("9", "the same bits")
+    assert 0 < float(buckets["on one device"][1].split()[0]) < 1e-5
+    first = float(re.search(r"first step:\s+(\d\.\d+)", text)[1])
+    assert first == pytest.approx(math.log(256), rel=0.02)
+    assert all(float(loss) < first - 1 for _, _, loss, _ in rows)
 
 
 def test_others_refuse_what_they_cannot_do():

@@ -15,12 +15,16 @@ from jax.sharding import PartitionSpec as P
 from jax_ring import (
     accumulate_gradients,
     allreduce_gradients,
+    feedback_specs,
     grad,
     reduce_in_backward,
+    ring_pmean,
     ring_psum,
     sync_gradients,
+    sync_with_feedback,
     value_and_grad,
     weighted_pmean,
+    zero,
 )
 
 RANKS, WIDTH, LAYERS = 4, 16, 3
@@ -168,13 +172,43 @@ def test_the_value_is_not_rounded_for_the_wire(check_vma):
     assert_close(grads, EXPECTED[1], rtol=2**-7)
 
 
-def test_plain_jax_grad_is_refused_or_right(check_vma):
-    f = on_ranks(lambda p, x: sync_gradients(jax.grad(loss)(p, x), "i"), check_vma)
+REDUCTIONS = {
+    "sync_gradients": lambda g: sync_gradients(g, "i"),
+    "sync_with_feedback": lambda g: sync_with_feedback(g, jax.tree.map(jnp.zeros_like, g), "i", wire_dtype=None)[0],
+    "allreduce_gradients": lambda g: allreduce_gradients("i").update(g, optax.EmptyState())[0],
+    "zero": lambda g: zero.sharded_optimizer(optax.sgd(-1.0), "i").update(g, optax.sgd(-1.0).init(g), g)[0],
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_plain_jax_grad_is_refused_or_right(name, check_vma):
+    f = on_ranks(lambda p, x: REDUCTIONS[name](jax.grad(loss)(p, x)), check_vma)
     if check_vma:
-        with pytest.raises(ValueError, match=r"Use jax_ring\.value_and_grad"):
+        with pytest.raises(ValueError, match=r"already the same on all ranks of \['i'\].*jax_ring\.value_and_grad"):
             f(PARAMS, X)
     else:
         assert_close(f(PARAMS, X), EXPECTED[1])
+
+
+@pytest.mark.parametrize("pmean", [ring_pmean, lax.pmean])
+def test_pmean_after_plain_jax_grad(pmean, check_vma):
+    """The trap, in which a drop-in has to be as lax.pmean is.
+
+    It cannot raise, because a gradient that has been summed already has the type of any value that the ranks share, of
+    which the mean is that value: a metric, or a loss that was reduced before. It does where such casts are forbidden.
+    """
+    f = on_ranks(lambda p, x: pmean(jax.grad(loss)(p, x), "i"), check_vma)
+    assert_close(f(PARAMS, X), jax.tree.map(lambda g: RANKS * g if check_vma else g, EXPECTED[1]))
+    assert (
+        on_ranks(lambda p, x: pmean(lax.pmean(x.sum(), "i"), "i"), check_vma)(PARAMS, np.ones_like(X)) == X.size / RANKS
+    )
+    if check_vma:
+        jax.config.update("jax_auto_pcast", False)
+        try:
+            with pytest.raises(ValueError):  # noqa: PT011, JAX's own wording
+                on_ranks(lambda p, g: pmean(g, "i"), True, in_specs=(P(), P()))(PARAMS, X)
+        finally:
+            jax.config.update("jax_auto_pcast", True)
 
 
 def test_unknown_options_are_refused_at_once():
@@ -321,6 +355,36 @@ def test_the_norm_of_the_mean_is_clipped(check_vma):
     assert float(optax.tree.norm(updates)) == pytest.approx(limit, rel=1e-6)
 
 
+def test_error_feedback_in_optax(check_vma):
+    """Many steps with gradients that stay as they are: rounded alike each time, or made up for in the next step.
+
+    The figures are those of docs/training.md: errors against float64, relative to the mean size of the gradient.
+    """
+    ranks, steps = 8, 64
+    x = np.random.default_rng(0).standard_normal((ranks, 1000)).astype(np.float32)
+    exact = x.astype(np.float64).mean(0)
+    mesh = make_mesh((ranks,))
+
+    def mean_of_steps(*num_steps, **options):
+        optimizer = optax.chain(allreduce_gradients("i", **options), optax.trace(1.0))  # sums what it is given
+        specs = feedback_specs(jax.eval_shape(optimizer.init, exact), "i")
+        state = on_ranks(optimizer.init, check_vma, in_specs=EVERYWHERE, out_specs=specs, mesh=mesh)(x[0])
+        common = {"mesh": mesh, "in_specs": (SPLIT, specs), "out_specs": (EVERYWHERE, specs)}
+        step = on_ranks(lambda x, state: optimizer.update(x[0], state), check_vma, **common)
+        sums = []
+        for _ in range(max(num_steps)):
+            total, state = step(x, state)
+            sums.append(np.asarray(total, np.float64))
+        return [np.abs(sums[n - 1] / n - exact).mean() / np.abs(exact).mean() for n in num_steps]
+
+    rounded = {"wire_dtype": jnp.bfloat16}
+    assert mean_of_steps(1) == pytest.approx([5e-8], rel=0.2)
+    assert mean_of_steps(1, steps, **rounded) == pytest.approx([2.2e-3, 2.2e-3], rel=0.05)
+    assert mean_of_steps(1, 8, steps, error_feedback=True, **rounded) == pytest.approx(
+        [2.2e-3, 6.6e-4, 4.3e-4], rel=0.05
+    )
+
+
 def test_optax_is_needed_only_when_used():
     result = run_python(
         "import sys\nsys.modules['optax'] = None\nimport jax_ring\n"
@@ -332,6 +396,8 @@ def test_optax_is_needed_only_when_used():
 def test_allreduce_gradients_refuses_wrong_options():
     with pytest.raises(ValueError, match="impl must be one of"):
         allreduce_gradients("i", impl="mpi")
+    with pytest.raises(ValueError, match="error_feedback makes up for rounding to wire_dtype, and there is none"):
+        allreduce_gradients("i", error_feedback=True)
 
 
 # ---- Uneven batches -------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits, make_mesh, sharded
+from helpers import assert_same_bits, make_mesh, run_processes, sharded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -90,3 +90,39 @@ def test_finds_what_shard_map_believes():
 def test_refuses_tracers():
     with pytest.raises(TypeError, match="Call it outside jit"):
         jax.jit(lambda x: assert_replicated(x))(1.0)
+
+
+PROCESS = """
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax_ring import assert_replicated
+jax.distributed.initialize("localhost:{port}", {processes}, {process})
+sharding = NamedSharding(Mesh(jax.devices(), ("i",)), P())
+def array(of_ranks):
+    copies = [jax.device_put(of_ranks[jax.devices().index(d)], d) for d in jax.local_devices()]
+    return jax.make_array_from_single_device_arrays(of_ranks[0].shape, sharding, copies)
+same = np.arange(3)
+large = [np.zeros((7, 100_000), np.float32) for _ in range(4)]
+assert_replicated({{"fine": array([same] * 4), "w": array(large), "here": jax.numpy.ones(2)}})
+large[2][5, 77_777:] = 1
+large[3][6, 1] = 2
+small = [np.float16(rank == 1) for rank in range(4)]
+for tree in ({{"fine": array([same] * 4), "w": array(large)}}, array(small), {{"w{process}": array(small)}}):
+    try:
+        assert_replicated(tree)
+    except (AssertionError, ValueError) as error:
+        print(error)
+jax.distributed.shutdown()
+"""
+
+
+def test_copies_of_other_processes():
+    for i, text in enumerate(run_processes(PROCESS, [{}, {}], devices=2)):
+        large, small, trees = text.splitlines()
+        assert (
+            "['w'], of type float32[7, 100000], is not the same on all ranks: 2, 3 differ from 0. "
+            "The first difference is at index (5, 77777): 0.0 on rank 0, 1.0 on rank 2."
+        ) in large
+        # Both are on the first process; the other one is told, too.
+        assert "1 differs from 0. The first difference is at index (): 0.0 on rank 0, 1.0 on rank 1." in small
+        assert f"process {i}, here, and process {1 - i} were given different data: \"['w{i}']: float16[]\"" in trees

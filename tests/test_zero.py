@@ -141,14 +141,16 @@ def test_restored_on_another_number_of_devices(ranks, tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "step", {"params": first.params, "state": first.state})
     second = Sharded(tx, ranks=ranks, loss=loss)
-    everywhere = NamedSharding(second.mesh, EVERYWHERE)
+    before = jax.sharding.AbstractMesh((RANKS,), ("i",))
+    init = jax.shard_map(second.optimizer.init, mesh=before, in_specs=EVERYWHERE, out_specs=second.specs)
+    on_host = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     saved = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere),
-        {"params": first.params, "state": first.state},
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_host),
+        {"params": second.params, "state": jax.eval_shape(init, PARAMS)},
     )
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "step", saved)
-    second.params = restored["params"]
+    second.params = jax.device_put(restored["params"], NamedSharding(second.mesh, EVERYWHERE))
     second.state = jax.device_put(
         second.optimizer.repartition(restored["state"], PARAMS, ranks),
         jax.tree.map(lambda spec: NamedSharding(second.mesh, spec), second.specs),
