@@ -199,6 +199,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     # The message is the larger side of the call: the results of a gather, elsewhere the operands.
     message = eqn.outvars if kind == "all_gather" else eqn.invars
     num_bytes = sum(_num_bytes(v.aval) for v in message)
+    across: float | None
     if levels is not None and levels.across:
         within, across = _bytes_on_two_levels(name, levels, [v.aval for v in message])
         sends = within + across
