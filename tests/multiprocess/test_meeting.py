@@ -36,18 +36,20 @@ def one_process_lowers():
     if jax.process_index() == 1:
         client.blocking_key_value_get("lowered", 60_000)
         return
-    devices = np.array(jax.devices()).reshape(2, 2)
-    assert attributes(lowered(Mesh(devices.T.reshape(4), "i"))) == [("[0, 1, 0, 1]", "jit_f#0")] * 2
-    # Within each process along one axis; and in one process alone.
-    assert attributes(lowered(Mesh(devices, ("j", "i")))) == [("[0, 0, 1, 1]", "jit_f#1")] * 2
-    assert attributes(lowered(Mesh(devices[1], "i"), "g")) == [("1", "jit_g#0")] * 2
+    try:
+        devices = np.array(jax.devices()).reshape(2, 2)
+        assert attributes(lowered(Mesh(devices.T.reshape(4), "i"))) == [("[0, 1, 0, 1]", "jit_f#0")] * 2
+        # Within each process along one axis; and in one process alone.
+        assert attributes(lowered(Mesh(devices, ("j", "i")))) == [("[0, 0, 1, 1]", "jit_f#1")] * 2
+        assert attributes(lowered(Mesh(devices[1], "i"), "g")) == [("1", "jit_g#0")] * 2
 
-    mapped = jax.shard_map(
-        lambda x: ring_psum(x, "i"), mesh=Mesh(devices.reshape(4), "i"), in_specs=P("i"), out_specs=P()
-    )
-    (call,) = explain(mapped, jax.ShapeDtypeStruct((8,), jnp.float32)).collectives
-    assert (call.served_by, call.wire_bytes_across_hosts) == ("jax_ring (shared memory, 2 processes)", 0)
-    client.key_value_set("lowered", "")
+        mapped = jax.shard_map(
+            lambda x: ring_psum(x, "i"), mesh=Mesh(devices.reshape(4), "i"), in_specs=P("i"), out_specs=P()
+        )
+        (call,) = explain(mapped, jax.ShapeDtypeStruct((8,), jnp.float32)).collectives
+        assert (call.served_by, call.wire_bytes_across_hosts) == ("jax_ring (shared memory, 2 processes)", 0)
+    finally:
+        client.key_value_set("lowered", "")
 
 
 def in_two_runtimes(ports):
