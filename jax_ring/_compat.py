@@ -36,6 +36,7 @@ try:
     _common_lowerings = _mlir._lowerings
     _platform_lowerings = _mlir._platform_specific_lowerings
     _uncacheable_primitives = _mlir._uncacheable_primitives
+    COLLECTIVE_CHANNEL_ID = _mlir.COLLECTIVE_CHANNEL_ID
     _trace_state_clean = _core.trace_state_clean
     pmax_p = _parallel.pmax_p
     pmin_p = _parallel.pmin_p

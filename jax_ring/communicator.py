@@ -29,6 +29,11 @@ class Levels(NamedTuple):
     across: Groups = ()
     num_processes: int = 1
 
+    @property
+    def num_hosts(self) -> int:
+        """On how many hosts each group lies."""
+        return len(self.across[0]) if self.across else 1
+
 
 def levels_of(engine: str, mesh, groups: Groups) -> tuple[Levels | None, str]:
     """How an engine, "cpu" or "cuda", serves groups of a mesh; or None, and why it cannot."""

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.source_info_util import summarize
 
-from jax_ring import _compat, lowering, override
+from jax_ring import _compat, lowering, override, two_level
+from jax_ring.communicator import Levels
 from jax_ring.compiled import Instruction, find_collectives
 from jax_ring.cost import wire_bytes
 
@@ -48,9 +49,12 @@ class Collective:
       times: how often it is called in one call of the function; None if that is known only when it runs, as in a
         while_loop or in a branch of a cond.
       algorithm: the option `algorithm` of a collective of ours; empty for one that XLA serves.
-      served_by: "jax_ring", "XLA", or "nobody" where each group is one rank.
+      served_by: "jax_ring", with the way between processes and hosts where a group has ranks in several, as in
+        "jax_ring (shared memory, 2 processes)" and "jax_ring within hosts, XLA across 2 hosts"; "XLA"; or "nobody"
+        where each group is one rank.
       why: why XLA, or nobody, serves it; else empty.
       wire_bytes: what a rank is predicted to send for one call, on average, in bytes.
+      wire_bytes_across_hosts: how much of that goes to other hosts; None where XLA serves the call, and picks the way.
       call_site: file, line and function.
     """
 
@@ -64,6 +68,7 @@ class Collective:
     served_by: str
     why: str
     wire_bytes: float
+    wire_bytes_across_hosts: float | None
     call_site: str
 
 
@@ -102,7 +107,8 @@ class Explanation:
                     f"{c.num_bytes:,}",
                     _times(c.times),
                     f"{c.served_by}{f' ({c.algorithm})' if c.algorithm else ''}{f': {c.why}' if c.why else ''}",
-                    f"{c.wire_bytes:,.0f}",
+                    f"{c.wire_bytes:,.0f}"
+                    + (f", {c.wire_bytes_across_hosts:,.0f} across hosts" if c.wire_bytes_across_hosts else ""),
                     c.call_site,
                 )
                 for c in self.collectives
@@ -187,12 +193,19 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     members = lowering.replica_groups(axis_context, axes, params.get("axis_index_groups"))
     groups = tuple(tuple(int(i) for i in group) for group in members)
     sizes = [len(group) for group in groups]
-    served_by, why = _who_serves(name, kind, axis_context, groups)
+    served_by, why, levels = _who_serves(name, kind, axis_context, groups)
     options = params.get("options")
-    algorithm = options.algorithm if options and served_by == "jax_ring" else ""
+    algorithm = options.algorithm if options and levels is not None else ""
     # The message is the larger side of the call: the results of a gather, elsewhere the operands.
     message = eqn.outvars if kind == "all_gather" else eqn.invars
     num_bytes = sum(_num_bytes(v.aval) for v in message)
+    across: float | None
+    if levels is not None and levels.across:
+        within, across = _bytes_on_two_levels(name, levels, [v.aval for v in message])
+        sends = within + across
+    else:
+        sends = wire_bytes(kind, num_bytes, sizes, algorithm)
+        across = None if served_by == "XLA" else 0.0
     return Collective(
         name=name,
         axes=axes,
@@ -203,7 +216,8 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
         algorithm=algorithm,
         served_by=served_by,
         why=why,
-        wire_bytes=wire_bytes(kind, num_bytes, sizes, algorithm),
+        wire_bytes=sends,
+        wire_bytes_across_hosts=across,
         call_site=summarize(eqn.source_info),
     )
 
@@ -218,13 +232,36 @@ def _num_bytes(aval) -> int:
     return math.ceil(aval.size * bits / 8)
 
 
-def _who_serves(name: str, kind: str, axis_context, groups: Sequence[Sequence[int]]) -> tuple[str, str]:
+def _bytes_on_two_levels(name: str, levels: Levels, avals: Sequence) -> tuple[float, float]:
+    """What a rank sends within its host, and to others, for an all-reduce that is split (see two_level.py)."""
+    op = "max" if "pmax" in name else "min" if "pmin" in name else "sum"
+    ranks, hosts = [len(levels.within[0])], [levels.num_hosts]
+    within = across = 0.0
+    for aval in avals:
+        types = two_level.types_of(op, aval.dtype)
+        shard = two_level.shard_size(aval.size, *ranks)
+        scattered, crossing, gathered = (_num_bytes(jax.core.ShapedArray((shard,), dtype)) for dtype in types)
+        within += wire_bytes("reduce_scatter", scattered * ranks[0], ranks)
+        within += wire_bytes("all_gather", gathered * ranks[0], ranks)
+        across += wire_bytes("all_reduce", crossing, hosts)
+    return within, across
+
+
+def _who_serves(name: str, kind: str, axis_context, groups: Sequence[Sequence[int]]) -> tuple[str, str, Levels | None]:
     if all(len(group) == 1 for group in groups):
-        return "nobody", "groups of one rank"
+        return "nobody", "groups of one rank", None
     if not name.startswith("ring_") and not override.is_overridden(name):
-        return "XLA", "a collective of lax, not overridden"
+        return "XLA", "a collective of lax, not overridden", None
     service = lowering.who_serves((_platform(axis_context.mesh),), axis_context, groups, kind)
-    return ("XLA", service.why_not) if service.engine is None else ("jax_ring", "")
+    levels = service.levels
+    if levels is None:
+        return "XLA", service.why_not, None
+    if levels.across:
+        return f"jax_ring within hosts, XLA across {levels.num_hosts} hosts", "", levels
+    if levels.num_processes > 1:
+        way = "shared memory" if service.engine == "cpu" else "CUDA IPC"
+        return f"jax_ring ({way}, {levels.num_processes} processes)", "", levels
+    return "jax_ring", "", levels
 
 
 def _platform(mesh) -> str:

@@ -13,7 +13,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from jax_ring import _compat, communicator, hosts, runtime
+from jax_ring import _compat, communicator, hosts, runtime, two_level
 
 logger = logging.getLogger("jax_ring")
 
@@ -44,9 +44,9 @@ class Collective(NamedTuple):
 class Service(NamedTuple):
     """Who serves a call."""
 
-    engine: str | None  # "cpu" or "cuda"; None if XLA has to do it alone
-    levels: communicator.Levels | None  # what the engine serves, and what is left to XLA across hosts
-    why_not: str  # why no engine serves it
+    levels: communicator.Levels | None  # what an engine serves, and what is left to XLA; None if XLA does it alone
+    engine: str = ""  # "cpu" or "cuda"
+    why_not: str = ""  # why no engine serves it
 
 
 def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, options, **details):
@@ -56,9 +56,11 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
     """
     groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
     service = _who_serves(ctx, groups, collective.kind)
-    if service.engine is not None:
+    if service.levels is not None:
+        if service.levels.across:
+            logger.info("%s over %s is XLA's between %d hosts", collective.function, axes, service.levels.num_hosts)
         call = _describe(ctx, collective.function, axes, axis_index_groups)
-        return _emit(ctx, collective, service.engine, groups, operands, call, options, **details)
+        return _emit(ctx, collective, service, operands, call, options, **details)
     xlas = collective.kind if collective.kind not in ("reduce", "broadcast") else "all_reduce"
     ignored = f", which knows no {chosen}" if (chosen := options.chosen()) else ""
     instead = f"XLA's {xlas}{ignored}: {service.why_not}"
@@ -83,18 +85,19 @@ def _who_serves(ctx, groups, kind: str) -> Service:
     return who_serves(platforms, ctx.module_context.axis_context, groups, kind)
 
 
-def needs_call(ctx, axes, axis_index_groups, kind: str) -> bool:
-    """Whether `lower` will make a custom call: an engine of ours serves it, and there is somebody to talk to."""
+def is_one_call(ctx, axes, axis_index_groups, kind: str) -> bool:
+    """Whether `lower` will make a custom call and no more: an engine of ours serves it, and has somebody to talk to."""
     groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
-    return _who_serves(ctx, groups, kind).engine is not None and any(len(group) > 1 for group in groups)
+    service = _who_serves(ctx, groups, kind)
+    return service.levels is not None and not service.levels.across and any(len(group) > 1 for group in groups)
 
 
 def who_serves(platforms: tuple[str, ...], axis_context, groups, kind: str) -> Service:
     """Who serves a call of this kind in these groups of mesh positions."""
     levels, why_not = _levels_served(platforms, axis_context, groups)
-    if levels is not None and levels.across:
-        why_not, levels = f"the ranks of a group are on {len(levels.across[0])} hosts", None
-    return Service(platforms[0] if levels is not None else None, levels, why_not)
+    if levels is not None and levels.across and kind != "all_reduce":
+        return Service(None, why_not=f"the ranks of a group are on {levels.num_hosts} hosts")
+    return Service(levels, platforms[0], why_not)
 
 
 def _levels_served(platforms: tuple[str, ...], axis_context, groups) -> tuple[communicator.Levels | None, str]:
@@ -156,7 +159,7 @@ def _caller_on_cuda(ctx, groups) -> Caller:
 _CALLERS = {"cpu": _caller_on_cpu, "cuda": _caller_on_cuda}
 
 
-def _emit(ctx, collective, engine, groups, operands, call: str, options, *, root=0, axis_size=None, **layout):
+def _emit(ctx, collective, service, operands, call: str, options, *, root=0, axis_size=None, **layout):
     """The custom call, and around it the conversions of types and layouts for the engine.
 
     The engine sees contiguous blocks, one for each rank, along a first dimension that it adds to the result of an
@@ -182,11 +185,14 @@ def _emit(ctx, collective, engine, groups, operands, call: str, options, *, root
             for x, aval in zip(operands, given, strict=True)
         ]
 
+    groups = service.levels.within
     if all(len(group) == 1 for group in groups):
         results: Sequence = [_reshape(ctx, x, aval) for x, aval in zip(operands, avals_out, strict=True)]
+    elif service.levels.across:
+        results = _emit_on_two_levels(ctx.replace(avals_in=avals_in), collective, service, operands, call, options)
     else:
         runtime.note_call_site(call, _compat.call_site(ctx))
-        before, avals_before, attributes = _CALLERS[engine](ctx, groups)
+        before, avals_before, attributes = _CALLERS[service.engine](ctx, groups)
         in_place = {
             len(before) + i: i for i, x in enumerate(operands) if not (scatters or gathers) and _may_overwrite(x)
         }
@@ -209,6 +215,39 @@ def _emit(ctx, collective, engine, groups, operands, call: str, options, *, root
     if wide is not None:
         results = [_convert(ctx, x, aval) for x, aval in zip(results, ctx.avals_out, strict=True)]
     return results
+
+
+def _emit_on_two_levels(ctx, collective, service, operands, call: str, options) -> list:
+    """An all-reduce that crosses hosts: ours within each, XLA's between them.
+
+    Each operand is cut into shards by itself. To copy them together first would move all of the data once more, and
+    save less than an element of padding for each operand and rank. One custom call takes them all as they are, and
+    XLA joins its own all-reduces.
+    """
+    num_shards = len(service.levels.within[0])
+    sizes = [two_level.shard_size(aval.size, num_shards) for aval in ctx.avals_in]
+    types = two_level.types_of(collective.op, ctx.avals_in[0].dtype)
+    within_hosts = service._replace(levels=communicator.Levels(service.levels.within))
+
+    def avals(dtype, *dimensions):
+        return [jax.core.ShapedArray((*dimensions, size), dtype) for size in sizes]
+
+    def within(kind: str, op: str, operands, avals_in, avals_out):
+        stage = f"{call}, of which the {kind.replace('_', '-')} within a host"
+        return _emit(
+            ctx.replace(avals_in=avals_in, avals_out=avals_out), collective._replace(kind=kind, op=op), within_hosts,
+            operands, stage, options, axis_size=num_shards, dimension=0, tiled=False,
+        )  # fmt: skip
+
+    whole, shards = avals(types.scattered, num_shards), avals(types.scattered)
+    values = [two_level.to_shards(ctx, x, aval) for x, aval in zip(operands, whole, strict=True)]
+    values = within("reduce_scatter", collective.op, values, whole, shards)
+    values = [
+        two_level.all_reduce_by_xla(ctx, collective.op, service.levels.across, x, aval, types)
+        for x, aval in zip(values, shards, strict=True)
+    ]
+    values = within("all_gather", "sum", values, avals(types.gathered), avals(types.gathered, num_shards))
+    return [two_level.from_shards(x, aval) for x, aval in zip(values, ctx.avals_in, strict=True)]
 
 
 # What `_emit` puts before a reduction's call.

@@ -55,7 +55,7 @@ def _make_rule(function: str, kind: str, op: str, jaxs: Callable) -> Callable:
         groups = groups and tuple(tuple(map(operator.index, group)) for group in groups)
         collective = lowering.Collective(function, kind, op, lambda ctx, operand, **_: jaxs(ctx, operand, **params))
         emit = partial(lowering.lower, collective, axes=named, axis_index_groups=groups, options=Options(), **ours)
-        if kind != "all_reduce" or not lowering.needs_call(ctx, named, groups, kind):
+        if kind != "all_reduce" or not lowering.is_one_call(ctx, named, groups, kind):
             return emit(ctx, operand)
         return lower_joined(ctx, operand, (op, named, groups, ctx.avals_in[0].dtype), emit)
 

@@ -1,6 +1,7 @@
 """Which GPU groups the CUDA engine serves, and what is lowered for them. No GPU is needed: programs are not run."""
 
 import logging
+import re
 from types import SimpleNamespace
 
 import jax
@@ -11,7 +12,7 @@ from helpers import TARGET, make_mesh, sharded
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import communicator, ring_psum, runtime
+from jax_ring import communicator, ring_all_gather, ring_psum, runtime
 from jax_ring.communicator import Gpu
 
 
@@ -92,9 +93,9 @@ def test_one_rank_needs_no_call():
 
 @pytest.fixture
 def expect_fallback(caplog):
-    def expect(why: str, **options):
+    def expect(why: str, *, ranks=8, **options):
         caplog.set_level(logging.INFO, "jax_ring")
-        text = lower(psum, jnp.ones(8), check_vma=False, **options)
+        text = lower(psum, jnp.ones(ranks), check_vma=False, **options)
         assert TARGET not in text
         assert "all_reduce" in text
         assert why in caplog.text
@@ -139,11 +140,47 @@ def test_too_many_ranks(monkeypatch, expect_fallback):
     expect_fallback("a group has 8 ranks, more than 7")
 
 
-@pytest.mark.usefixtures("engine")
-def test_several_hosts(monkeypatch, expect_fallback):
-    monkeypatch.setattr(communicator, "gpus_of", lambda mesh: [Gpu(d.id // 4, d.id % 4) for d in mesh.devices.flat])
+@pytest.fixture
+def two_hosts(monkeypatch, engine):
+    """Eight GPUs: 0, 1, 4 and 5 of the mesh on one host, the others on another one."""
+    gpus = lambda mesh: [Gpu(d.id // 2 % 2, d.id) for d in mesh.devices.flat]  # noqa: E731
+    monkeypatch.setattr(communicator, "gpus_of", gpus)
     monkeypatch.setattr(communicator, "host_of", lambda process: f"host {process}")
-    expect_fallback("the ranks of a group are on 2 hosts")
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_an_all_reduce_across_hosts_is_on_two_levels(caplog):
+    caplog.set_level(logging.INFO, "jax_ring")
+    text = lower(psum, jnp.ones((8, 3)), check_vma=False)
+    scatter, across, gather = re.findall(r"jax_ring_reduce_scatter|stablehlo.all_reduce|jax_ring_all_gather", text)
+    assert (scatter, across, gather) == ("jax_ring_reduce_scatter", "stablehlo.all_reduce", "jax_ring_all_gather")
+    assert text.count("devices = dense<[0, 1, 4, 5, 2, 3, 6, 7]>") == 2
+    assert text.count("group_sizes = dense<4>") == 2
+    assert "replica_groups = dense<[[0, 2], [1, 3], [4, 6], [5, 7]]>" in text
+    assert "tensor<1xf32>) -> tensor<1xf32>" in text  # of 3 elements in 4 shards
+    assert "'i', of which the reduce-scatter within a host" in text
+    assert "ring_psum over ('i',) is XLA's between 2 hosts" in caplog.text
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_other_collectives_across_hosts_are_xlas(caplog):
+    caplog.set_level(logging.INFO, "jax_ring")
+    text = lower(lambda x: ring_all_gather(x, "i"), jnp.ones(8), check_vma=False)
+    assert "@jax_ring" not in text
+    assert "the ranks of a group are on 2 hosts" in caplog.text
+
+
+@pytest.mark.usefixtures("two_hosts")
+@pytest.mark.parametrize(
+    ("devices", "why"),
+    [
+        ([0, 1, 4, 2, 3], "not all groups have equally many ranks on each of equally many hosts"),
+        ([0, 2], "the ranks of a group are on 2 hosts, each on its own"),
+    ],
+)
+def test_hosts_that_are_not_alike(expect_fallback, devices, why):
+    mesh = make_mesh((len(devices),), devices=[jax.devices()[i] for i in devices])
+    expect_fallback(why, mesh=mesh, ranks=len(devices))
 
 
 @pytest.mark.usefixtures("engine")

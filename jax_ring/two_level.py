@@ -1,0 +1,125 @@
+"""What an all-reduce across hosts has besides our calls within each: the shards, and XLA's all-reduce of them.
+
+The ranks of a host reduce-scatter (ours), so that each has the host's result for one shard of the message; ranks that
+have the same shard on different hosts all-reduce it (XLA's); then the ranks of a host all-gather (ours). This is the
+hierarchical all-reduce that NCCL's and MPI's users know. What leaves a host is one message in all, not one per rank.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo as hlo
+from jax.interpreters import mlir
+
+from jax_ring import _compat
+
+_COMBINE = {"sum": hlo.add, "max": hlo.maximum, "min": hlo.minimum}
+
+
+class Types(NamedTuple):
+    """The element types of the three steps."""
+
+    scattered: np.dtype
+    crossing: np.dtype
+    gathered: np.dtype
+
+
+def types_of(op: str, dtype) -> Types:
+    """The element types in which an all-reduce of `dtype` goes across hosts.
+
+    Sums of small floats are in float32 until they have been across, so that they are rounded once, here as elsewhere.
+    On CPU devices that costs the network nothing: XLA's own all-reduce of them is in float32, too. Extrema of floats
+    cross as integers that order as the floats do: XLA's of floats loses NaNs on CPU devices, and ours do not.
+    """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return Types(dtype, dtype, dtype)
+    is_double = jnp.finfo(dtype).bits == 64
+    if op != "sum":
+        return Types(dtype, np.dtype(np.int64 if is_double else np.int32), dtype)
+    accumulator = dtype if is_double else np.dtype(np.float32)
+    return Types(accumulator, accumulator, dtype)
+
+
+def shard_size(num_elements: int, num_shards: int) -> int:
+    """Elements of each shard, the last of which is padded."""
+    return math.ceil(num_elements / num_shards)
+
+
+def to_shards(ctx, x, aval):
+    """x, converted, flattened and padded, as an array of shape (number of shards, shard size), which is `aval`."""
+    num_elements = math.prod(ir.RankedTensorType(x.type).shape)
+    x = _convert(ctx, _reshape(x, (num_elements,)), aval.dtype)
+    if padding := aval.size - num_elements:
+        zero = mlir.ir_constant(np.zeros((), aval.dtype))
+        x = hlo.pad(x, zero, *(mlir.dense_int_array([n]) for n in (0, padding, 0)))
+    return _reshape(x, aval.shape)
+
+
+def from_shards(x, aval):
+    """The inverse of `to_shards`, conversion aside: an array of the shape of `aval`."""
+    x = _reshape(x, (math.prod(ir.RankedTensorType(x.type).shape),))
+    x = hlo.slice(x, *(mlir.dense_int_array([n]) for n in (0, aval.size, 1)))
+    return _reshape(x, aval.shape)
+
+
+def all_reduce_by_xla(ctx, op: str, groups, x, aval, types: Types):
+    """XLA's all-reduce of a shard, of type `aval`, in these groups of mesh positions; its result is to be gathered."""
+    if jnp.issubdtype(aval.dtype, jnp.floating) and op != "sum":
+        keys = jax.core.ShapedArray(aval.shape, types.crossing)
+        x = _inline(ctx, _to_keys, x, aval, keys, key_type=types.crossing, largest=op == "max")
+        x = _all_reduce(ctx, op, groups, x, types.crossing)
+        return _inline(ctx, _from_keys, x, keys, aval, dtype=types.gathered)
+    return _convert(ctx, _all_reduce(ctx, op, groups, x, types.crossing), types.gathered)
+
+
+def _all_reduce(ctx, op: str, groups, x, dtype):
+    # JAX's own rule takes its groups from axes of the mesh, across which hosts may lie in any way.
+    call = hlo.AllReduceOp(
+        [x.type],
+        [x],
+        replica_groups=mlir.dense_int_elements(groups),
+        channel_handle=hlo.ChannelHandle.get(_compat.COLLECTIVE_CHANNEL_ID, mlir.DEVICE_TO_DEVICE_TYPE),
+        use_global_device_ids=True,
+    )
+    scalar = mlir.aval_to_ir_type(ctx.module_context, jax.core.ShapedArray((), dtype))
+    block = call.regions[0].blocks.append(scalar, scalar)
+    with ir.InsertionPoint(block):
+        hlo.return_([_COMBINE[op](*block.arguments)])
+    return call.result
+
+
+def _reshape(x, shape: tuple[int, ...]):
+    return hlo.reshape(ir.RankedTensorType.get(shape, ir.RankedTensorType(x.type).element_type), x)
+
+
+def _convert(ctx, x, dtype):
+    aval = jax.core.ShapedArray(ir.RankedTensorType(x.type).shape, dtype)
+    to = mlir.aval_to_ir_type(ctx.module_context, aval)
+    return x if x.type == to else hlo.convert(to, x)
+
+
+def _to_keys(x, *, key_type, largest: bool):
+    """Integers that compare as the floats do, with -0 before +0, and NaN as the largest or the smallest of all."""
+    keys = lax.bitcast_convert_type(x.astype(f"float{key_type.itemsize * 8}"), key_type)
+    limits = jnp.iinfo(key_type)
+    # Those of negative floats run the other way.
+    keys = jnp.where(keys < 0, keys ^ limits.max, keys)
+    return jnp.where(jnp.isnan(x), limits.max if largest else limits.min, keys)
+
+
+def _from_keys(keys, *, dtype):
+    """The inverse of `_to_keys`. The integers next to the limits are those of NaNs as well."""
+    bits = jnp.where(keys < 0, keys ^ jnp.iinfo(keys.dtype).max, keys)
+    return lax.bitcast_convert_type(bits, f"float{bits.dtype.itemsize * 8}").astype(dtype)
+
+
+def _inline(ctx, fun, x, aval_in, aval_out, **params):
+    """The operations of fun(x) in the program that is being built."""
+    ctx = ctx.replace(primitive=None, avals_in=[aval_in], avals_out=[aval_out])
+    (result,) = mlir.lower_fun(fun, multiple_results=False)(ctx, x, **params)
+    return result

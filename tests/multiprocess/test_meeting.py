@@ -1,0 +1,83 @@
+"""How processes of one host find each other: what they tell, for whom they wait, and what the engine is told."""
+
+import re
+import socket
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import processes
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from processes import run
+
+
+def attributes(text: str) -> list[tuple[str, str]]:
+    """The processes of the ranks, and the name of the program, of each call in a lowered program."""
+    return re.findall(r'processes = dense<(.*?)>.*? program = "(.*?)"', text)
+
+
+def lowered(mesh, name="f"):
+    from jax_ring import ring_psum
+
+    def fun(x):
+        return ring_psum(ring_psum(x, "i") * x, mesh.axis_names)
+
+    fun.__name__ = name
+    mapped = jax.shard_map(fun, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False)
+    return jax.jit(mapped).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).as_text()
+
+
+def one_process_lowers():
+    """Process 1 has but imported jax_ring, and waits for process 0 to be done with its lowerings."""
+    from jax_ring import _compat, explain, ring_psum
+
+    client = _compat.distributed_client()
+    if jax.process_index() == 1:
+        client.blocking_key_value_get("lowered", 60_000)
+        return
+    try:
+        devices = np.array(jax.devices()).reshape(2, 2)
+        assert attributes(lowered(Mesh(devices.T.reshape(4), "i"))) == [("[0, 1, 0, 1]", "jit_f#0")] * 2
+        # Within each process along one axis; and in one process alone.
+        assert attributes(lowered(Mesh(devices, ("j", "i")))) == [("[0, 0, 1, 1]", "jit_f#1")] * 2
+        assert attributes(lowered(Mesh(devices[1], "i"), "g")) == [("1", "jit_g#0")] * 2
+
+        mapped = jax.shard_map(
+            lambda x: ring_psum(x, "i"), mesh=Mesh(devices.reshape(4), "i"), in_specs=P("i"), out_specs=P()
+        )
+        (call,) = explain(mapped, jax.ShapeDtypeStruct((8,), jnp.float32)).collectives
+        assert (call.served_by, call.wire_bytes_across_hosts) == ("jax_ring (shared memory, 2 processes)", 0)
+    finally:
+        client.key_value_set("lowered", "")
+
+
+def in_two_runtimes(ports):
+    """jax_ring is imported before jax.distributed is initialized, and outlives it."""
+    from jax_ring import _compat, hosts
+
+    tokens = []
+    for port in ports:
+        jax.distributed.initialize(**{**processes.distributed, "coordinator_address": f"127.0.0.1:{port}"})
+        assert attributes(lowered(Mesh(np.array(jax.devices()), "i"))) == [("[0, 1]", "jit_f#0")] * 2
+        tokens.append(_compat.distributed_client().key_value_try_get("jax_ring/token"))
+        assert {hosts.host_of(0), hosts.host_of(1)} == {hosts.host_of(0)}
+        jax.distributed.shutdown()
+        jax.extend.backend.clear_backends()
+    print("tokens", *tokens)
+
+
+def test_one_process_lowers():
+    run(one_process_lowers, 2, devices_each=2)
+
+
+def test_each_runtime_has_a_token_of_its_own():
+    with socket.socket() as one, socket.socket() as other:
+        ports = []
+        for unused in (one, other):
+            unused.bind(("127.0.0.1", 0))
+            ports.append(unused.getsockname()[1])
+    results = run(in_two_runtimes, 2, arguments=[ports], distributed=None)
+    here, there = (re.search(r"tokens (\w{32}) (\w{32})", result.stdout).groups() for result in results)
+    assert here == there
+    assert here[0] != here[1]

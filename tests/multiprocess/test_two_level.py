@@ -1,0 +1,218 @@
+"""All-reduces across hosts: two processes of four devices each, which are told to be hosts of their own."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import assert_same_bits, rank_fold
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from processes import run
+
+import jax_ring
+from jax_ring import explain, override_lax, ring_pmax, ring_pmean, ring_pmin, ring_psum
+
+RNG = np.random.default_rng(0)  # the same numbers in both processes
+HOST_A, HOST_B = {"JAX_RING_HOST_ID": "a"}, {"JAX_RING_HOST_ID": "b"}
+ON_TWO_HOSTS = "jax_ring within hosts, XLA across 2 hosts"
+
+
+def by_host():
+    return np.array(jax.devices()).reshape(2, 4)
+
+
+def on_mesh(fun, mesh, values, *, out_specs=None, **options):
+    """`fun`, mapped over a mesh whose axes split the first dimension of all values, and arrays of these values."""
+    spec = P(mesh.axis_names)
+    mapped = jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=spec if out_specs is None else out_specs, **options)
+    sharding = jax.NamedSharding(mesh, spec)
+    make = lambda v: jax.make_array_from_callback(v.shape, sharding, lambda index: v[index])  # noqa: E731
+    return jax.jit(mapped), jax.tree.map(make, values)
+
+
+def call(fun, mesh, values, **options):
+    fun, arrays = on_mesh(fun, mesh, values, **options)
+    return fun(arrays)
+
+
+def own_part(out) -> np.ndarray:
+    """What the devices of this process hold, along a new first dimension."""
+    return np.stack([np.asarray(shard.data) for shard in out.addressable_shards])
+
+
+def assert_own_parts(out, expected) -> None:
+    """Every device has the same, to the last bit."""
+    for part in own_part(out):
+        assert_same_bits(part, expected)
+
+
+def integers(*shape, dtype=np.float32):
+    """Numbers of which sums are exact, whatever their order."""
+    return RNG.integers(-5, 6, shape).astype(dtype)
+
+
+# ---- What each process runs -----------------------------------------------------------------------------------------
+
+
+def the_same_as_lax():
+    """For devices of the two hosts one after the other, in turns, on axes of their own, and in several groups."""
+    two_each = by_host().reshape(2, 2, 2).transpose(1, 0, 2)
+    values = {
+        "sizes that are no multiples of four": [integers(8, 3, 5), integers(8), integers(8, 0)],
+        "small": [integers(8, 9, dtype=dtype) for dtype in (jnp.bfloat16, np.int8, np.uint16, jnp.float8_e4m3fn)],
+        "int4": integers(8, 3).astype(jnp.int4),
+    }
+    for mesh, axes, check_vma in [
+        (Mesh(by_host().reshape(8), ("i",)), "i", True),
+        (Mesh(by_host().T.reshape(8), ("i",)), "i", False),
+        (Mesh(by_host().T, ("i", "host")), ("host", "i"), True),
+        (Mesh(two_each, ("j", "host", "i")), ("i", "host"), True),
+    ]:
+
+        def both(tree, axes=axes):
+            extrema = {"flags": [x > 0 for x in tree["small"][:1]], **tree}
+            ours = ring_psum(tree, axes), ring_pmax(extrema, axes), ring_pmin(extrema, axes), ring_pmean(tree, axes)
+            laxs = lax.psum(tree, axes), lax.pmax(extrema, axes), lax.pmin(extrema, axes), lax.pmean(tree, axes)
+            return ours, laxs
+
+        ours, laxs = call(both, mesh, values, check_vma=check_vma, out_specs=P("j") if "j" in mesh.axis_names else P())
+        jax.tree.map(lambda a, b: assert_same_bits(own_part(a), own_part(b)), ours, laxs)
+
+
+def floats():
+    """Rounded once, from float32; and no NaN is lost, nor the sign of a zero."""
+    mesh = Mesh(by_host().reshape(8), ("i",))
+    values = RNG.standard_normal((8, 1001)).astype(np.float32)
+    special = np.float32([[1, 0.0, -0.0, np.inf, -3]] * 7 + [[np.nan, -0.0, 0.0, -np.inf, -2]])
+    small = values.astype(jnp.bfloat16)
+
+    def body(tree):
+        values, small, special = tree
+        return (
+            ring_psum((values, small, small.astype(jnp.float16)), "i"),
+            ring_pmax(special, "i"),
+            ring_pmin(special, "i"),
+        )
+
+    sums, largest, smallest = call(body, mesh, (values, small, special), out_specs=P(None))
+    folds = lambda x: rank_fold(np.stack([rank_fold(x[:4].astype(np.float32)), rank_fold(x[4:].astype(np.float32))]))  # noqa: E731
+    assert_own_parts(sums[0], folds(values)[None])
+    assert_own_parts(sums[1], folds(small).astype(jnp.bfloat16)[None])
+    assert_own_parts(sums[2], folds(small.astype(np.float16)).astype(np.float16)[None])
+    assert_own_parts(largest, np.float32([[np.nan, 0.0, 0.0, np.inf, -2]]))
+    assert_own_parts(smallest, np.float32([[np.nan, -0.0, -0.0, -np.inf, -3]]))
+
+
+def transformations():
+    mesh = Mesh(by_host().T.reshape(8), ("i",))
+    values = integers(8, 3, 2)
+
+    def both(x):
+        loss = lambda psum: lambda x: (psum(x * x, "i") * x).sum()  # noqa: E731
+        batched = lambda psum: jax.vmap(lambda x: psum(x, "i"), in_axes=2, out_axes=1)(x)  # noqa: E731
+        return [(jax.grad(loss(psum))(x), batched(psum)) for psum in (ring_psum, lax.psum)]
+
+    ours, laxs = call(both, mesh, values, check_vma=False)
+    jax.tree.map(lambda a, b: assert_same_bits(own_part(a), own_part(b)), ours, laxs)
+
+
+def what_crosses():
+    """One call for all operands, an all-reduce of a quarter of the bytes, and another gather."""
+    mesh = Mesh(by_host().T.reshape(8), ("i",))
+    values = [integers(8, 16, 4), integers(8, 10)]
+    fun, arrays = on_mesh(lambda tree: ring_psum(tree, "i"), mesh, values)
+    found = explain(fun, arrays)
+    assert [(i.name, i.operands, i.group_sizes) for i in found.instructions] == [
+        ("jax_ring_reduce_scatter", ("f32[16]", "f32[3]"), (4, 4)),
+        ("all-reduce", ("f32[16]", "f32[3]"), (2, 2, 2, 2)),
+        ("jax_ring_all_gather", ("f32[4,16]", "f32[4,3]"), (4, 4)),
+    ]
+    (written,) = found.collectives
+    assert written.served_by == ON_TWO_HOSTS
+    assert written.why == ""
+    flat = explain(on_mesh(lambda x: lax.psum(x, "i"), mesh, values[0])[0], arrays[0]).instructions[0]
+    across = explain(on_mesh(lambda x: ring_psum(x, "i"), mesh, values[0])[0], arrays[0])
+    assert across.instructions[1].num_bytes * 4 == flat.num_bytes == 256
+    # Of a message of V bytes: 3/4 V in the reduce-scatter, as much in the all-gather; and a shard of V/4 crosses.
+    assert across.predicted_bytes == across.counted_bytes == 256 * (3 / 4 + 3 / 4 + 1 / 4)
+    assert across.collectives[0].wire_bytes_across_hosts == across.instructions[1].wire_bytes == 64
+    assert "64 across hosts" in str(across)
+    assert found.predicted_bytes == found.counted_bytes
+
+
+def instead_of_lax():
+    mesh = Mesh(by_host().reshape(8), ("i",))
+    fun, tree = on_mesh(lambda tree: lax.psum(tree, "i"), mesh, [integers(8, 3), integers(8, 5)], out_specs=P())
+    expected = fun(tree)
+    with override_lax():
+        assert {call.served_by for call in explain(fun, tree).collectives} == {ON_TWO_HOSTS}
+        out = fun(tree)
+    jax.tree.map(lambda a, b: assert_same_bits(own_part(a), own_part(b)), out, expected)
+
+
+def on_one_host_each():
+    """Groups that do not cross, in a program that does; and a mesh of the devices of one process."""
+    mesh = Mesh(by_host(), ("host", "i"))
+    values = integers(8, 3)
+    fun, arrays = on_mesh(lambda x: ring_psum(x, "i") + x, mesh, values)
+    assert explain(fun, arrays).collectives[0].served_by == "jax_ring"
+    expected = np.repeat(values.reshape(2, 4, 3).sum(1), 4, axis=0) + values
+    own = slice(4 * jax.process_index(), 4 * jax.process_index() + 4)
+    assert_same_bits(own_part(fun(arrays))[:, 0], expected[own])
+
+    alone = Mesh(by_host()[jax.process_index()], ("i",))
+    assert_own_parts(call(lambda x: ring_psum(x, "i"), alone, values[own], out_specs=P()), values[own].sum(0)[None])
+
+
+def left_to_xla():
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("jax_ring").addHandler(handler)
+    logging.getLogger("jax_ring").setLevel(logging.INFO)
+
+    def check(fun, mesh, values, expected, why, **options):
+        fun, arrays = on_mesh(fun, mesh, values, **options)
+        assert_own_parts(fun(arrays), expected)
+        (call,) = explain(fun, arrays).collectives
+        assert call.served_by == "XLA"
+        assert call.wire_bytes_across_hosts is None
+        assert why in call.why
+        assert why in messages[-1]
+
+    six = Mesh(by_host().reshape(8)[:6], ("i",))
+    values = integers(6, 5)
+    unequal = "the ranks of a group are on 2 hosts, and not all groups have equally many ranks on each"
+    check(lambda x: ring_psum(x, "i", order="ring"), six, values, values.sum(0)[None], unequal, out_specs=P())
+    assert "knows no order='ring'" in messages[-1]
+    one_each = Mesh(by_host()[:, 1], ("i",))
+    check(lambda x: ring_psum(x, "i"), one_each, values[:2], values[:2].sum(0)[None], "each on its own", out_specs=P())
+
+    eight = Mesh(by_host().reshape(8), ("i",))
+    values = integers(8, 8)
+    gathered = "the ranks of a group are on 2 hosts"
+    check(lambda x: jax_ring.ring_all_gather(x[0], "i")[None], eight, values, values[None], gathered)
+    uneven = [[0, 1, 4, 5], [2, 3], [6, 7]]
+    fun, arrays = on_mesh(lambda x: ring_psum(x, "i", axis_index_groups=uneven), eight, values, check_vma=False)
+    own = [sum(values[i] for group in uneven if rank in group for i in group) for rank in range(8)]
+    assert_same_bits(own_part(fun(arrays))[:, 0], np.stack(own)[4 * jax.process_index() :][:4])
+    # Where the mesh is not known when the program is lowered, neither are the processes.
+    sharding = jax.NamedSharding(eight, P("i"))
+    array = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+    mapped = jax.shard_map(lambda x: ring_psum(x, "i"), mesh=eight.abstract_mesh, in_specs=P("i"), out_specs=P())
+    assert_own_parts(jax.jit(mapped)(array), values.sum(0)[None])
+    assert "the mesh is abstract, so that it is not known which devices of 2 processes" in messages[-1]
+
+
+def on_two_hosts():
+    for part in (
+        the_same_as_lax, floats, transformations, what_crosses, instead_of_lax, on_one_host_each, left_to_xla
+    ):  # fmt: skip
+        part()
+        print(f"{part.__name__} is over")
+
+
+def test_two_hosts():
+    run(on_two_hosts, 2, devices_each=4, environment_of=[HOST_A, HOST_B])
