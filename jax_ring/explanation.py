@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.source_info_util import summarize
 
-from jax_ring import _compat, lowering, override
+from jax_ring import _compat, lowering, override, tuning
 from jax_ring.compiled import Instruction, find_collectives
 from jax_ring.cost import wire_bytes
+from jax_ring.options import Options
 
 # JAX's primitives and, with ring_ before their names, ours.
 _KINDS = {
@@ -48,6 +49,9 @@ class Collective:
       times: how often it is called in one call of the function; None if that is known only when it runs, as in a
         while_loop or in a branch of a cond.
       algorithm: the option `algorithm` of a collective of ours; empty for one that XLA serves.
+      chosen: the algorithms that "auto" comes to by the thresholds in force (`JAX_RING_TUNING`), several where groups
+        differ; empty where there is no choice: on CPU devices of one process, and for all but sums by an all-reduce.
+        More than 64 operands travel as several messages, each of which may go by another one.
       served_by: "jax_ring", "XLA", or "nobody" where each group is one rank.
       why: why XLA, or nobody, serves it; else empty.
       wire_bytes: what a rank is predicted to send for one call, on average, in bytes.
@@ -61,6 +65,7 @@ class Collective:
     num_bytes: int
     times: int | None
     algorithm: str
+    chosen: tuple[str, ...]
     served_by: str
     why: str
     wire_bytes: float
@@ -101,7 +106,7 @@ class Explanation:
                     _several(c.operands),
                     f"{c.num_bytes:,}",
                     _times(c.times),
-                    f"{c.served_by}{f' ({c.algorithm})' if c.algorithm else ''}{f': {c.why}' if c.why else ''}",
+                    f"{c.served_by}{_in_brackets(c)}{f': {c.why}' if c.why else ''}",
                     f"{c.wire_bytes:,.0f}",
                     c.call_site,
                 )
@@ -187,12 +192,16 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     members = lowering.replica_groups(axis_context, axes, params.get("axis_index_groups"))
     groups = tuple(tuple(int(i) for i in group) for group in members)
     sizes = [len(group) for group in groups]
-    served_by, why = _who_serves(name, axis_context, groups)
-    options = params.get("options")
-    algorithm = options.algorithm if options and served_by == "jax_ring" else ""
+    served_by, engine, why = _who_serves(name, axis_context, groups)
+    sums = kind == "all_reduce" and "psum" in name
+    options = params.get("options", Options() if sums else None)
+    algorithm = options.algorithm if options and engine else ""
     # The message is the larger side of the call: the results of a gather, elsewhere the operands.
     message = eqn.outvars if kind == "all_gather" else eqn.invars
     num_bytes = sum(_num_bytes(v.aval) for v in message)
+    by_group: list[str] = []
+    if sums and engine == "cuda" and options == Options():
+        by_group = [tuning.thresholds(engine, size).choose(num_bytes) for size in sizes]
     return Collective(
         name=name,
         axes=axes,
@@ -201,11 +210,17 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
         num_bytes=num_bytes,
         times=times,
         algorithm=algorithm,
+        chosen=tuple(dict.fromkeys(by_group)),
         served_by=served_by,
         why=why,
-        wire_bytes=wire_bytes(kind, num_bytes, sizes, algorithm),
+        wire_bytes=wire_bytes(kind, num_bytes, sizes, by_group or algorithm),
         call_site=summarize(eqn.source_info),
     )
+
+
+def _in_brackets(collective: Collective) -> str:
+    chosen = f": {', '.join(collective.chosen)}" if collective.chosen else ""
+    return f" ({collective.algorithm}{chosen})" if collective.algorithm else ""
 
 
 def _in_words(aval) -> str:
@@ -218,13 +233,14 @@ def _num_bytes(aval) -> int:
     return math.ceil(aval.size * bits / 8)
 
 
-def _who_serves(name: str, axis_context, groups: Sequence[Sequence[int]]) -> tuple[str, str]:
+def _who_serves(name: str, axis_context, groups: Sequence[Sequence[int]]) -> tuple[str, str | None, str]:
+    """Who, by which engine of ours, and why not by one."""
     if all(len(group) == 1 for group in groups):
-        return "nobody", "groups of one rank"
+        return "nobody", None, "groups of one rank"
     if not name.startswith("ring_") and not override.is_overridden(name):
-        return "XLA", "a collective of lax, not overridden"
+        return "XLA", None, "a collective of lax, not overridden"
     engine, why_not = lowering.who_serves((_platform(axis_context.mesh),), axis_context, groups)
-    return ("XLA", why_not) if engine is None else ("jax_ring", "")
+    return "XLA" if engine is None else "jax_ring", engine, why_not
 
 
 def _platform(mesh) -> str:

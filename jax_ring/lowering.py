@@ -13,12 +13,12 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from jax_ring import _compat, communicator, runtime
+from jax_ring import _compat, communicator, runtime, tuning
 
 logger = logging.getLogger("jax_ring")
 
 # The platforms that have an engine of ours.
-PLATFORMS = ("cpu", "cuda")
+PLATFORMS = tuning.PLATFORMS
 
 # Types that the engine does not read: XLA packs the integers of fewer than 8 bits, and these floats are too rare to
 # be worth a fold of their own. They are widened before the call and rounded once after it.
@@ -120,7 +120,18 @@ def _caller_on_cuda(mesh, groups) -> Caller:
     assert gpus is not None  # or the CUDA engine would not serve the call
     members = [gpus[i] for group in groups for i in group]
     processes = np.array([gpu.process for gpu in members], np.int64)
-    return Caller([], [], {"processes": processes, "devices": np.array([gpu.number for gpu in members], np.int64)})
+    thresholds = [tuning.thresholds("cuda", len(group)) for group in groups]
+    return Caller(
+        [],
+        [],
+        {
+            "processes": processes,
+            "devices": np.array([gpu.number for gpu in members], np.int64),
+            # The engine chooses when it knows what travels together.
+            "one_shot_bytes": np.array([t.one_shot for t in thresholds], np.int64),
+            "two_shot_bytes": np.array([t.two_shot for t in thresholds], np.int64),
+        },
+    )
 
 
 _CALLERS = {"cpu": _caller_on_cpu, "cuda": _caller_on_cuda}
