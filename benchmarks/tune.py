@@ -55,8 +55,10 @@ def tune(path: str, sizes: list[int], dtype: str, iterations: int, warmup: int, 
     """Writes the thresholds for this platform, for every number of ranks up to 64.
 
     Raises:
-      ValueError: if there are too few measurements, or a wrong result.
+      ValueError: if there are too few devices or measurements, or a wrong result.
     """
+    if len(jax.devices()) < 2:
+        raise ValueError(f"there is nothing to reduce between {len(jax.devices())} devices; --tune needs 2 or more")
     platform = PLATFORMS[jax.default_backend()]
     if platform == "cpu" and jax.process_count() == 1:
         print(

@@ -46,7 +46,9 @@ def read(path: str | os.PathLike) -> dict[str, dict[int, Thresholds]]:
 
     try:
         data = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise refuse(f"it cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise refuse(f"it is no JSON file: {error}") from error
     tables = data.get("thresholds") if isinstance(data, dict) else None
     if not isinstance(tables, dict):

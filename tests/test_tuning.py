@@ -175,7 +175,7 @@ def test_the_variable(tmp_path):
     file = tmp_path / "tuning.json"
     result = run_python("import jax_ring", JAX_RING_TUNING=str(file))
     assert "ValueError: JAX_RING_TUNING=" in result.stderr
-    assert "No such file" in result.stderr
+    assert "it cannot be read: No such file" in result.stderr
     tuning.write(file, {"cuda": TABLE})
     code = "from jax_ring import tuning\nprint(tuning.thresholds('cuda', 3), tuning.in_force())"
     result = run_python(code, JAX_RING_TUNING=str(file))
