@@ -6,6 +6,11 @@ Each size is timed out of place (called from Python), in place (with a donated a
 less the same loop without the collective. All implementations take turns, so that they meet the same disturbances.
 Other libraries, where they are installed (pip install '.[peers]'), run in processes of their own, size by size in turn
 with the rest; their times are means over the ranks. torch.distributed reduces in place only, and loops in Python.
+
+    python benchmarks/allreduce.py --platform cuda -b 1K -e 64M -f 4 --tune thresholds.json
+
+measures one-shot, two-shot and ring instead, on 2, 4, ... devices, and writes from which size on each is worth its
+while, for JAX_RING_TUNING.
 """
 
 import argparse
@@ -57,11 +62,13 @@ def check_messages(parser: argparse.ArgumentParser, arguments: argparse.Namespac
 
 def parse_arguments(implementations, peers) -> argparse.Namespace:
     parser = parser_of_messages(__doc__.split("\n\n")[0])
-    parser.add_argument("--devices", type=int, default=8, help="ranks")
+    parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--devices", type=int, default=8, help="ranks, on CPU; elsewhere, all that there are")
     everything = [*implementations, *peers]
     parser.add_argument("--impl", default=",".join(everything), help="implementations, separated by commas")
     parser.add_argument("--csv", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE", help="of the first datatype")
+    parser.add_argument("--tune", metavar="FILE", help="write thresholds of algorithm='auto' for JAX_RING_TUNING")
     arguments = parser.parse_args()
     arguments.impl = arguments.impl.split(",")
     unknown = set(arguments.impl) - set(everything)
@@ -80,19 +87,26 @@ def main() -> int:
     from implementations import AXIS, IMPLEMENTATIONS
     from measure import Case, Row
     from peers import PEERS, Layout, Peer, Task, why_not
+    from tune import tune
 
     from jax_ring import _ffi_cpu
 
     arguments = parse_arguments(IMPLEMENTATIONS, PEERS)
     jax.config.update("jax_num_cpu_devices", arguments.devices)
-    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", arguments.platform)
     cases = cases_of(arguments)
     if any(jax.numpy.dtype(dtype).itemsize >= 8 for dtype, _ in cases):
         jax.config.update("jax_enable_x64", True)
     mesh = jax.sharding.Mesh(jax.devices(), (AXIS,))
+    if arguments.tune:
+        sizes = sorted({size for _, size in cases})
+        tune(arguments.tune, sizes, cases[0][0], arguments.iters, arguments.warmup_iters, arguments.loop_seconds)
+        return 0
 
     machine = report.machine()
-    print(f"# {machine['cpu']}, {machine['cores']} cores; JAX {machine['jax']}; {arguments.devices} CPU devices")
+    print(
+        f"# {machine['cpu']}, {machine['cores']} cores; JAX {machine['jax']}; {mesh.size} {arguments.platform} devices"
+    )
     print(report.header(), flush=True)
     layout = Layout(mesh.size)
     peers = []
@@ -106,7 +120,8 @@ def main() -> int:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         for dtype, size in progress.track(cases, description="measuring"):
             count = max(1, size // jax.numpy.dtype(dtype).itemsize)
-            case = Case(mesh, count, dtype, arguments.ours, arguments.loop_seconds)
+            ours = {name: IMPLEMENTATIONS[name] for name in arguments.ours}
+            case = Case(mesh, count, dtype, ours, arguments.loop_seconds)
             limit = _ffi_cpu.fold_limit_seconds(mesh.size, count * case.dtype.itemsize, os.cpu_count() or 1, 5)
             results = {
                 name: (spreads, case.wrong(name) if arguments.check else -1)

@@ -30,3 +30,8 @@ IMPLEMENTATIONS = {
     "lax.psum": lambda x: lax.psum(x, AXIS),
     "ppermute": ppermute_ring,
 }
+
+# What `algorithm="auto"` has to choose from.
+ALGORITHMS = {
+    name: lambda x, name=name: ring_psum(x, AXIS, algorithm=name) for name in ("one_shot", "two_shot", "ring")
+}

@@ -2,12 +2,12 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from implementations import AXIS, IMPLEMENTATIONS
+from implementations import AXIS
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -90,8 +90,8 @@ def loop(reduce: Callable | None, times: int, x):
 class Case:
     """All implementations for one message, compiled and ready to be timed in turn."""
 
-    def __init__(self, mesh: Mesh, count: int, dtype, implementations: list[str], loop_seconds: float):
-        self.mesh, self.count, self.dtype, self.names = mesh, count, jnp.dtype(dtype), implementations
+    def __init__(self, mesh: Mesh, count: int, dtype, implementations: Mapping[str, Callable], loop_seconds: float):
+        self.mesh, self.count, self.dtype, self.names = mesh, count, jnp.dtype(dtype), list(implementations)
         sharding = NamedSharding(mesh, P(AXIS))
         self.values = rank_values(mesh.size, count, self.dtype)
         self.x = jax.device_put(self.values.reshape(-1), sharding)
@@ -100,15 +100,15 @@ class Case:
             mapped = jax.shard_map(fun, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
             return jax.jit(mapped, **options)
 
-        self.plain = {name: compiled(IMPLEMENTATIONS[name]) for name in implementations}
-        self.donating = {name: compiled(IMPLEMENTATIONS[name], donate_argnums=0) for name in implementations}
+        self.plain = {name: compiled(reduce) for name, reduce in implementations.items()}
+        self.donating = {name: compiled(reduce, donate_argnums=0) for name, reduce in implementations.items()}
         # As many calls as fit into the time, so that the loop's own start does not count; the same for all.
-        self.plain[implementations[0]](self.x).block_until_ready()
-        once = self._time_once(self.plain[implementations[0]], self.x)
-        self.times = int(np.clip(loop_seconds / once, 4, 2000))
-        reduces = {name: IMPLEMENTATIONS[name] for name in implementations} | {"": None}
+        first = self.plain[self.names[0]]
+        first(self.x).block_until_ready()
+        self.times = int(np.clip(loop_seconds / self._time_once(first, self.x), 4, 2000))
         self.loops = {
-            name: compiled(lambda x, reduce=reduce: loop(reduce, self.times, x)) for name, reduce in reduces.items()
+            name: compiled(lambda x, reduce=reduce: loop(reduce, self.times, x))
+            for name, reduce in {**implementations, "": None}.items()
         }
 
     @staticmethod

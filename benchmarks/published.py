@@ -4,35 +4,88 @@ python benchmarks/published.py
 """
 
 import pathlib
+import statistics
 import tomllib
+from typing import NamedTuple
 
-from jax_ring.schedule import cost, simulate, topology
+from jax_ring.schedule import cost, plots, topology
 
-ROLES = {"input": "bandwidth is from here", "prediction": "", "in_switch": "perhaps reduced in the switches"}
+ROLES = {"input": "input", "prediction": "", "in_switch": "in the switches"}
+NCCLS = ("ring", "two_level_tree")
 
 
-def rows() -> list[dict]:
-    """The published figures, each with the bus bandwidth simulated, in GB/s, and its relative error."""
+class Row(NamedTuple):
+    what: str
+    link: str
+    ranks: int
+    bytes: int
+    unit: str
+    measured: float
+    role: str
+    algorithm: str  # that was simulated
+    simulated: float
+
+    @property
+    def error(self) -> float:
+        """Simulated time over measured time, less one; a bandwidth's is that of the time it stands for."""
+        ratio = self.simulated / self.measured
+        return (1 / ratio if self.unit == "GB/s" else ratio) - 1
+
+
+def rows() -> list[Row]:
+    """The published figures, each with what the simulator says."""
     path = pathlib.Path(__file__).parent / "published.toml"
-    figures = tomllib.loads(path.read_text())["figure"]
-    for figure in figures:
-        ranks, size = figure["ranks"], figure["bytes"]
+    result = []
+    for figure in tomllib.loads(path.read_text())["figure"]:
         described = topology.load(figure["topology"])
-        seconds = simulate(figure["algorithm"], ranks, size, described, pieces=figure.get("pieces")).max()
-        figure["simulated"] = cost.busbw(ranks, size, float(seconds)) / 1e9
-        figure["error"] = figure["simulated"] / figure["busbw_gb_per_s"] - 1
-    return figures
+        for p, size, measured, role in figure["points"]:
+            names = NCCLS if figure["algorithm"] == "fastest" else (figure["algorithm"],)
+            seconds = {name: plots.seconds(name, p, size, described) for name in names}
+            best = min(seconds, key=lambda name: seconds[name])
+            unit = figure["unit"]
+            value = seconds[best] * 1e6 if unit == "us" else cost.busbw(p, size, seconds[best]) / 1e9
+            link = figure["source"].split(" ")[0]
+            result.append(Row(figure["what"], link, p, size, unit, measured, role, best, value))
+    return result
+
+
+def size_name(size: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size // unit} {name}"
+    return f"{size} B"
+
+
+def summary(found: list[Row]) -> list[str]:
+    """The errors of what no parameter was taken from, by kind."""
+    kinds = {
+        "up to 1 KiB": lambda row: row.bytes <= 1 << 10,
+        "1 MiB": lambda row: row.bytes == 1 << 20,
+        "larger": lambda row: row.bytes > 1 << 20,
+    }
+    lines = []
+    for kind, belongs in kinds.items():
+        errors = sorted((row.error for row in found if row.role == "prediction" and belongs(row)), key=abs)
+        median = statistics.median(map(abs, errors))
+        lines.append(f"{len(errors)} predictions of {kind}: median error {median:.0%}, largest {errors[-1]:+.0%}.")
+    return lines
 
 
 def main() -> None:
-    print("| published | GB/s | simulated as | GB/s | error | |\n|---|---:|---|---:|---:|---|")
-    for row in rows():
-        link = row["source"].split(" ")[0]
-        algorithm = row["algorithm"].replace("_", " ")
+    found = rows()
+    print("| published | ranks | message | measured | simulated as | simulated | error in time | |")
+    print("|---|---:|---:|---:|---|---:|---:|---|")
+    before = ""
+    for row in found:
+        unit = "µs" if row.unit == "us" else row.unit
+        what = f"[{row.what}]({row.link})" if row.what != before else "″"
+        before = row.what
         print(
-            f"| [{row['what']}]({link}) | {row['busbw_gb_per_s']:.0f} | {algorithm} | {row['simulated']:.0f}"
-            f" | {row['error']:+.0%} | {ROLES[row['role']]} |"
+            f"| {what} | {row.ranks} | {size_name(row.bytes)} | {row.measured:.4g} {unit} "
+            f"| {row.algorithm.replace('_', ' ')} | {row.simulated:.3g} | {row.error:+.0%} | {ROLES[row.role]} |"
         )
+    print()
+    print("\n".join(summary(found)))
 
 
 if __name__ == "__main__":

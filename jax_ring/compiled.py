@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jax_ring.cost import wire_bytes
+from jax_ring.tuning import Thresholds
 
 _KINDS = {
     "all-reduce": "all_reduce",
@@ -104,15 +105,33 @@ def _instruction(match: re.Match, target: re.Match | None, times: int | None, nu
     num_bytes = sum(_num_bytes(dtype, shape) for dtype, shape in arrays)
     if kind == "reduce_scatter":
         num_bytes *= max(sizes)
-    algorithm = re.search(r'\balgorithm = "(\w+)"', rest)
     return Instruction(
         name=target[1] if target else opcode,
         operands=tuple(f"{dtype}[{shape}]" for dtype, shape in arrays),
         num_bytes=num_bytes,
         group_sizes=sizes,
         times=times,
-        wire_bytes=wire_bytes(kind, num_bytes, sizes, algorithm[1] if algorithm else "auto"),
+        wire_bytes=wire_bytes(kind, num_bytes, sizes, _algorithms(rest, num_bytes, len(sizes))),
     )
+
+
+def _algorithms(attributes: str, num_bytes: int, num_groups: int) -> list[str]:
+    """That of each group."""
+    match = re.search(r'\balgorithm = "(\w+)"', attributes)
+    algorithm = match[1] if match else "auto"
+    limits = [_integers(name, attributes) for name in ("one_shot_bytes", "two_shot_bytes")]
+    if algorithm != "auto" or not all(limits) or 'op = "sum"' not in attributes or 'order = "rank"' not in attributes:
+        return [algorithm] * num_groups
+    return [Thresholds(*pair).choose(num_bytes) for pair in zip(*limits, strict=True)]
+
+
+def _integers(name: str, attributes: str) -> list[int]:
+    """The elements of an attribute; none if it is not there."""
+    match = re.search(rf"\b{name} = dense<\[?([\d, ]+)\]?> : tensor<(\d+)x", attributes)
+    if match is None:
+        return []
+    numbers = [int(n) for n in match[1].split(",")]
+    return numbers * int(match[2]) if len(numbers) == 1 else numbers
 
 
 def _num_bytes(dtype: str, shape: str) -> int:
@@ -122,9 +141,8 @@ def _num_bytes(dtype: str, shape: str) -> int:
 
 
 def _group_sizes(attributes: str, num_ranks: int) -> tuple[int, ...]:
-    if match := re.search(r"group_sizes = dense<\[?([\d, ]+)\]?> : tensor<(\d+)x", attributes):
-        sizes = [int(n) for n in match[1].split(",")]
-        return tuple(sizes * int(match[2]) if len(sizes) == 1 else sizes)
+    if sizes := _integers("group_sizes", attributes):
+        return tuple(sizes)
     if match := re.search(r"replica_groups=\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", attributes):
         return tuple(group.count(",") + 1 for group in match[1].split("},"))
     if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", attributes):

@@ -20,16 +20,20 @@ _MESSAGES = {
 }
 
 
-def wire_bytes(kind: str, num_bytes: int, group_sizes: Sequence[int], algorithm: str = "auto") -> float:
+def wire_bytes(kind: str, num_bytes: int, group_sizes: Sequence[int], algorithm: str | Sequence[str] = "auto") -> float:
     """Bytes that a rank sends for one collective, on average over all ranks.
 
     Args:
       kind: all_reduce, reduce_scatter, all_gather, all_to_all, reduce, broadcast or permute.
       num_bytes: the message, V.
       group_sizes: how many ranks each group has.
-      algorithm: that of an all-reduce. With "one_shot" every rank sends its whole message to every other one.
+      algorithm: that of an all-reduce, or of each group's. With "one_shot" every rank sends its whole message to every
+        other one.
     """
-    messages = _MESSAGES[kind]
-    if kind == "all_reduce" and algorithm == "one_shot":
-        messages = lambda p: p - 1  # noqa: E731
-    return num_bytes * sum(p * messages(p) for p in group_sizes if p > 1) / sum(group_sizes)
+    algorithms = [algorithm] * len(group_sizes) if isinstance(algorithm, str) else algorithm
+
+    def messages(p: int, algorithm: str) -> float:
+        return p - 1 if kind == "all_reduce" and algorithm == "one_shot" else _MESSAGES[kind](p)
+
+    total = sum(p * messages(p, a) for p, a in zip(group_sizes, algorithms, strict=True) if p > 1)
+    return num_bytes * total / sum(group_sizes)

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.source_info_util import summarize
 
-from jax_ring import _compat, lowering, override, two_level
+from jax_ring import _compat, lowering, override, tuning, two_level
 from jax_ring.communicator import Levels
 from jax_ring.compiled import Instruction, find_collectives
 from jax_ring.cost import wire_bytes
+from jax_ring.options import Options
 
 # JAX's primitives and, with ring_ before their names, ours.
 _KINDS = {
@@ -49,6 +50,9 @@ class Collective:
       times: how often it is called in one call of the function; None if that is known only when it runs, as in a
         while_loop or in a branch of a cond.
       algorithm: the option `algorithm` of a collective of ours; empty for one that XLA serves.
+      chosen: the algorithms that "auto" comes to by the thresholds in force (`JAX_RING_TUNING`), several where groups
+        differ; empty where there is no choice: on CPU devices of one process, and for all but sums by an all-reduce.
+        More than 64 operands travel as several messages, each of which may go by another one.
       served_by: "jax_ring", with the way between processes and hosts where a group has ranks in several, as in
         "jax_ring (shared memory, 2 processes)" and "jax_ring within hosts, XLA across 2 hosts"; "XLA"; or "nobody"
         where each group is one rank.
@@ -65,6 +69,7 @@ class Collective:
     num_bytes: int
     times: int | None
     algorithm: str
+    chosen: tuple[str, ...]
     served_by: str
     why: str
     wire_bytes: float
@@ -106,7 +111,7 @@ class Explanation:
                     _several(c.operands),
                     f"{c.num_bytes:,}",
                     _times(c.times),
-                    f"{c.served_by}{f' ({c.algorithm})' if c.algorithm else ''}{f': {c.why}' if c.why else ''}",
+                    f"{c.served_by}{_in_brackets(c)}{f': {c.why}' if c.why else ''}",
                     f"{c.wire_bytes:,.0f}"
                     + (f", {c.wire_bytes_across_hosts:,.0f} across hosts" if c.wire_bytes_across_hosts else ""),
                     c.call_site,
@@ -193,18 +198,22 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     members = lowering.replica_groups(axis_context, axes, params.get("axis_index_groups"))
     groups = tuple(tuple(int(i) for i in group) for group in members)
     sizes = [len(group) for group in groups]
-    served_by, why, levels = _who_serves(name, kind, axis_context, groups)
-    options = params.get("options")
-    algorithm = options.algorithm if options and levels is not None else ""
+    served_by, why, engine, levels = _who_serves(name, kind, axis_context, groups)
+    sums = kind == "all_reduce" and "psum" in name
+    options = params.get("options", Options() if sums else None)
+    algorithm = options.algorithm if options and engine else ""
     # The message is the larger side of the call: the results of a gather, elsewhere the operands.
     message = eqn.outvars if kind == "all_gather" else eqn.invars
     num_bytes = sum(_num_bytes(v.aval) for v in message)
+    by_group: list[str] = []
     across: float | None
     if levels is not None and levels.across:
         within, across = _bytes_on_two_levels(name, levels, [v.aval for v in message])
         sends = within + across
     else:
-        sends = wire_bytes(kind, num_bytes, sizes, algorithm)
+        if sums and levels is not None and engine and lowering.has_choice(engine, levels) and options == Options():
+            by_group = [tuning.thresholds(engine, size).choose(num_bytes) for size in sizes]
+        sends = wire_bytes(kind, num_bytes, sizes, by_group or algorithm)
         across = None if served_by == "XLA" else 0.0
     return Collective(
         name=name,
@@ -214,12 +223,18 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
         num_bytes=num_bytes,
         times=times,
         algorithm=algorithm,
+        chosen=tuple(dict.fromkeys(by_group)),
         served_by=served_by,
         why=why,
         wire_bytes=sends,
         wire_bytes_across_hosts=across,
         call_site=summarize(eqn.source_info),
     )
+
+
+def _in_brackets(collective: Collective) -> str:
+    chosen = f": {', '.join(collective.chosen)}" if collective.chosen else ""
+    return f" ({collective.algorithm}{chosen})" if collective.algorithm else ""
 
 
 def _in_words(aval) -> str:
@@ -247,21 +262,24 @@ def _bytes_on_two_levels(name: str, levels: Levels, avals: Sequence) -> tuple[fl
     return within, across
 
 
-def _who_serves(name: str, kind: str, axis_context, groups: Sequence[Sequence[int]]) -> tuple[str, str, Levels | None]:
+def _who_serves(
+    name: str, kind: str, axis_context, groups: Sequence[Sequence[int]]
+) -> tuple[str, str, str | None, Levels | None]:
+    """Who; why not an engine of ours; the engine, and what it serves."""
     if all(len(group) == 1 for group in groups):
-        return "nobody", "groups of one rank", None
+        return "nobody", "groups of one rank", None, None
     if not name.startswith("ring_") and not override.is_overridden(name):
-        return "XLA", "a collective of lax, not overridden", None
+        return "XLA", "a collective of lax, not overridden", None, None
     service = lowering.who_serves((_platform(axis_context.mesh),), axis_context, groups, kind)
     levels = service.levels
     if levels is None:
-        return "XLA", service.why_not, None
+        return "XLA", service.why_not, None, None
     if levels.across:
-        return f"jax_ring within hosts, XLA across {levels.num_hosts} hosts", "", levels
+        return f"jax_ring within hosts, XLA across {levels.num_hosts} hosts", "", service.engine, levels
     if levels.num_processes > 1:
         way = "shared memory" if service.engine == "cpu" else "CUDA IPC"
-        return f"jax_ring ({way}, {levels.num_processes} processes)", "", levels
-    return "jax_ring", "", levels
+        return f"jax_ring ({way}, {levels.num_processes} processes)", "", service.engine, levels
+    return "jax_ring", "", service.engine, levels
 
 
 def _platform(mesh) -> str:

@@ -13,12 +13,12 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from jax_ring import _compat, communicator, hosts, runtime, two_level
+from jax_ring import _compat, communicator, hosts, runtime, tuning, two_level
 
 logger = logging.getLogger("jax_ring")
 
 # The platforms that have an engine of ours.
-PLATFORMS = ("cpu", "cuda")
+PLATFORMS = tuning.PLATFORMS
 
 # Types that the engine does not read: XLA packs the integers of fewer than 8 bits, and these floats are too rare to
 # be worth a fold of their own. They are widened before the call and rounded once after it.
@@ -111,6 +111,11 @@ def _levels_served(platforms: tuple[str, ...], axis_context, groups) -> tuple[co
     return communicator.levels_of(platforms[0], axis_context.mesh, groups)
 
 
+def has_choice(engine: str, levels: communicator.Levels) -> bool:
+    """Whether an engine has several algorithms for a sum: on CPU devices only between processes."""
+    return engine == "cuda" or levels.num_processes > 1
+
+
 class Caller(NamedTuple):
     """How an engine is told the groups, and which of their members it is called for."""
 
@@ -193,6 +198,8 @@ def _emit(ctx, collective, service, operands, call: str, options, *, root=0, axi
     else:
         runtime.note_call_site(call, _compat.call_site(ctx))
         before, avals_before, attributes = _CALLERS[service.engine](ctx, groups)
+        # The engine chooses when it knows what travels together.
+        thresholds = [tuning.thresholds(service.engine, len(group)) for group in groups]
         in_place = {
             len(before) + i: i for i, x in enumerate(operands) if not (scatters or gathers) and _may_overwrite(x)
         }
@@ -206,6 +213,8 @@ def _emit(ctx, collective, service, operands, call: str, options, *, root=0, axi
             algorithm=options.algorithm,
             order=options.order,
             group_sizes=np.array([len(group) for group in groups], np.int64),
+            one_shot_bytes=np.array([t.one_shot for t in thresholds], np.int64),
+            two_shot_bytes=np.array([t.two_shot for t in thresholds], np.int64),
             call=call,
             **attributes,
         )

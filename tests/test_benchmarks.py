@@ -1,13 +1,17 @@
 """The benchmarks run and check their results; what they measure is not a test's business."""
 
 import csv
+import importlib
 import importlib.util
 import json
 import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+
+from jax_ring.schedule import topology
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 
@@ -88,8 +92,26 @@ def test_train_step(tmp_path):
     assert {row["ranks"] for row in rows} == {2}
 
 
-def test_published_figures_are_those_of_the_docs():
+def test_published_figures_are_those_of_the_docs(monkeypatch):
     assert run("published.py") in (BENCHMARKS.parent / "docs/algorithms.md").read_text()
+    # What is called input is where the parameters come from, and the rest is predicted from as little as that.
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    published = importlib.import_module("published")
+    rows = published.rows()
+    assert max(abs(row.error) for row in rows if row.role == "input") < 0.02
+    small = [abs(row.error) for row in rows if row.role == "prediction" and row.bytes <= 1024]
+    large = [abs(row.error) for row in rows if row.role == "prediction" and row.bytes > 1 << 20]
+    assert max(small + large) < 0.25
+
+
+def test_the_latencies_of_a100_are_those_of_a_line_through_the_inputs(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    rows = [row for row in importlib.import_module("published").rows() if row.what.startswith("A100, one host")]
+    inputs = [(2 * (row.ranks - 1), row.measured) for row in rows if row.role == "input"]
+    hop, launch = np.polyfit(*zip(*inputs, strict=True), 1)
+    described = topology.load("nvswitch8_a100")
+    assert described.host_latency * 1e6 == pytest.approx(hop, rel=1e-2)
+    assert described.launch_latency * 1e6 == pytest.approx(launch, rel=1e-2)
 
 
 def test_reduction_place(tmp_path):

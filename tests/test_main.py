@@ -41,6 +41,7 @@ def test_options_in_force():
     assert value_of("JAX_RING_TIMEOUT_S", text) == "'2.5': 2.5 seconds"
     assert value_of("JAX_RING_ISA", text) == "'baseline': baseline"
     assert value_of("JAX_RING_STRICT", text) == "'1': XLA's collectives are an error"
+    assert value_of("JAX_RING_TUNING", text) == "not set: the thresholds of algorithm='auto' are ours"
 
 
 def test_why_gpus_are_not_served(monkeypatch, tmp_path):

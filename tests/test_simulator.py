@@ -62,6 +62,12 @@ def test_everybody_waits_for_a_rank_that_is_late():
         np.testing.assert_allclose(done.max(), 1 + simulate(name, 8, 1e3, HOSTS).max(), rtol=1e-4)
 
 
+def test_a_call_takes_its_time():
+    late = replace(HOSTS, launch_latency=1e-3)
+    for name in simulator.PHASES:
+        assert simulate(name, 8, 1e3, late) == pytest.approx(simulate(name, 8, 1e3, HOSTS) + 1e-3)
+
+
 def test_messages_share_links():
     source, to = np.array([0, 1, 2, 3]), np.array([4, 5, 6, 7])
     own_nics = HOSTS.seconds(source, to, 1e6)
@@ -119,10 +125,14 @@ def test_errors(tmp_path):
         ("", "has no 'network.nic_gb_per_s'"),
         ("nic_gb_per_s = 1\nnics = 2", "unknown keys .'network.nics'."),
         ("nic_gb_per_s = -1", "nic_bandwidth must be positive"),
+        ("nic_gb_per_s = 1\n[extra]\nlaunch_us = 1", "unknown keys .'extra'."),
     ):
         file.write_text(text + line)
         with pytest.raises(ValueError, match=message):
             topology.load(str(file))
+    file.write_text("launch_us = -1\n" + text + "nic_gb_per_s = 1")
+    with pytest.raises(ValueError, match="launch_latency must not be negative"):
+        topology.load(str(file))
 
 
 def test_the_cost_model_by_hand():
@@ -148,7 +158,7 @@ def test_the_model_predicts_numbers_of_devices_that_it_was_not_fitted_on():
 
 
 def test_fit_needs_measurements():
-    with pytest.raises(ValueError, match="no in_loop of nobody in float32"):
+    with pytest.raises(ValueError, match="no in_loop of nobody in float32 among the measurements"):
         fit.read(MEASURED.glob("allreduce-p2-1.json"), implementation="nobody")
     with pytest.raises(ValueError, match="got 1 measurements, at least 5"):
         fit.fit([fit.Measurement(2, 4, 1e-6)])

@@ -183,7 +183,8 @@ class Ranks {
     std::vector<Work> work;
     for (size_t i = 0; i < buffers.size(); ++i) {
       work.push_back({device_of(i), gpu::launches_of(*communicator_, communicator_->local_ranks()[i], request.site,
-                                                     request.dtype, buffers[i], deadline_)});
+                                                     default_thresholds(communicator_->num_ranks()), request.dtype,
+                                                     buffers[i], deadline_)});
     }
     return work;
   }

@@ -34,19 +34,17 @@ struct CallSite {
   // Of groups that span several processes.
   std::shared_ptr<const std::string> text;
   std::optional<Algorithm> algorithm;
-  Hash hash;  // of what tells the call from others, in all processes alike
+  std::vector<Thresholds> thresholds;  // by group
+  Hash hash;                           // of what tells the call from others, in all processes alike
   std::vector<std::shared_ptr<shm::Communicator>> communicators;  // by group; null if it does not, or has no rank here
 };
 ffi::TypeId CallSite::id = {};
 
-// An all-reduce of so many bytes over all ranks takes less time in one step, in which everybody folds all of it.
-constexpr size_t kOneShotBytes = 64 << 10;
-
-bool is_one_shot(const CallSite& site, const Message& message, int num_ranks) {
-  if (site.algorithm) return *site.algorithm == Algorithm::one_shot;
+bool is_one_shot(const CallSite& site, const Message& message, int group) {
   size_t count = 0;
   for (size_t of_operand : message.counts) count += of_operand;
-  return count * element_size(message.dtype) * num_ranks <= kOneShotBytes;
+  const Algorithm chosen = choose(count * element_size(message.dtype), site.thresholds[group]);
+  return site.algorithm.value_or(chosen) == Algorithm::one_shot;
 }
 
 // Equal calls of a program are told apart by the order in which its processes build them. `program` is its name and,
@@ -86,22 +84,31 @@ class XlaWorkers final : public Workers {
   ffi::ThreadPool& pool_;
 };
 
-ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(std::string_view collective, std::string_view op, int64_t root,
-                                                    std::string_view algorithm, std::string_view order,
-                                                    ffi::Span<const int64_t> partitions,
-                                                    ffi::Span<const int64_t> processes,
-                                                    ffi::Span<const int64_t> group_sizes, std::string_view call,
-                                                    std::string_view program) {
+ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
+    std::string_view collective, std::string_view op, int64_t root, std::string_view algorithm, std::string_view order,
+    ffi::Span<const int64_t> partitions, ffi::Span<const int64_t> processes, ffi::Span<const int64_t> group_sizes,
+    ffi::Span<const int64_t> one_shot_bytes, ffi::Span<const int64_t> two_shot_bytes, std::string_view call,
+    std::string_view program) {
   try {
     const Plan plan{named<Collective>(collective, kCollectives), named<Order>(order, kOrders), static_cast<int>(root)};
     for (int64_t size : group_sizes) {
       if (root < 0 || root >= size) throw std::invalid_argument("jax_ring: the root is not in every group");
+    }
+    if (processes.size() != partitions.size()) {
+      throw std::invalid_argument("jax_ring: there are not as many processes as partitions");
     }
     std::vector<bool> is_local;
     for (int64_t process : processes) is_local.push_back(process == shm::Communicators::instance().process());
     ReplicaGroups groups({partitions.begin(), partitions.end()}, {group_sizes.begin(), group_sizes.end()}, is_local);
     auto site = std::make_unique<CallSite>(std::move(groups), std::string(call), plan, named<Op>(op, kOps));
     site->algorithm = algorithm_of(algorithm);
+    if (one_shot_bytes.size() != group_sizes.size() || two_shot_bytes.size() != group_sizes.size()) {
+      throw std::invalid_argument("jax_ring: there are not as many thresholds as groups");
+    }
+    for (size_t group = 0; group < group_sizes.size(); ++group) {
+      site->thresholds.push_back(
+          {static_cast<uint64_t>(one_shot_bytes[group]), static_cast<uint64_t>(two_shot_bytes[group])});
+    }
     find_communicators(*site, partitions, processes, group_sizes);
     if (!program.empty()) site->hash = identity_of(call, program, plan, site->op, site->algorithm);
     return site;
@@ -110,14 +117,15 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(std::string_view collective,
   }
 }
 
-void run_between_processes(const CallSite& site, shm::Communicator& communicator, MeetingPtr meeting,
-                           const Message& message) {
+void run_between_processes(const CallSite& site, MeetingPtr meeting, const Message& message) {
   Hash hash = site.hash;
   hash.add(meeting->run_id).add(message.dtype);
   for (size_t count : message.counts) hash.add(count);
-  const int num_ranks = meeting->num_ranks();
-  shm::Call call{std::move(meeting), message, hash.value(), is_one_shot(site, message, num_ranks), site.text};
-  meeting = communicator.submit(std::move(call));
+  const int group = meeting->group;
+  const bool one_shot = is_one_shot(site, message, group);
+  hash.add(one_shot);
+  shm::Call call{std::move(meeting), message, hash.value(), one_shot, site.text};
+  meeting = site.communicators[group]->submit(std::move(call));
   if (meeting == nullptr) return;
   const auto is_here = [](const Completion& done) { return static_cast<bool>(done); };
   if (std::count_if(meeting->done.begin(), meeting->done.end(), is_here) > 1) {
@@ -173,7 +181,7 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
       XlaWorkers workers(pool);
       run_collective(std::move(meeting), message, workers);
     } else {
-      run_between_processes(*site, *site->communicators[group], std::move(meeting), message);
+      run_between_processes(*site, std::move(meeting), message);
     }
   } catch (const std::exception& error) {
     promise.SetError(ffi::Error::Internal(error.what()));
@@ -191,6 +199,8 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                            .Attr<ffi::Span<const int64_t>>("partitions")
                            .Attr<ffi::Span<const int64_t>>("processes")
                            .Attr<ffi::Span<const int64_t>>("group_sizes")
+                           .Attr<ffi::Span<const int64_t>>("one_shot_bytes")
+                           .Attr<ffi::Span<const int64_t>>("two_shot_bytes")
                            .Attr<std::string_view>("call")
                            .Attr<std::string_view>("program"));
 

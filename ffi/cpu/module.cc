@@ -12,6 +12,7 @@
 #include "cpu/handler.h"
 #include "cpu/memory_limit.h"
 #include "cpu/watchdog.h"
+#include "ring/options.h"
 #include "ring/ring_schedule.h"
 #include "shm/communicators.h"
 
@@ -86,6 +87,23 @@ NB_MODULE(_ffi_cpu, m) {
 
   m.def("ring_hops", &ring_hops, "rank_order"_a, "num_ranks"_a, "rank"_a, "num_chunks"_a, "lag"_a,
         "The (chunk, hop) that a rank of the native ring handles at each step, in order.");
+
+  m.def(
+      "default_thresholds",
+      [](int num_ranks) {
+        const jax_ring::Thresholds thresholds = jax_ring::default_thresholds(num_ranks);
+        return std::make_pair(thresholds.one_shot, thresholds.two_shot);
+      },
+      "num_ranks"_a,
+      "The largest messages of a rank, in bytes, that go by one_shot and by two_shot if nobody says else.");
+
+  m.def(
+      "choose",
+      [](uint64_t num_bytes, uint64_t one_shot, uint64_t two_shot) {
+        constexpr const char* kNames[] = {"one_shot", "two_shot", "ring"};
+        return std::string(kNames[static_cast<int>(jax_ring::choose(num_bytes, {one_shot, two_shot}))]);
+      },
+      "num_bytes"_a, "one_shot"_a, "two_shot"_a, "The algorithm of an all-reduce between these thresholds.");
 
   m.def(
       "instruction_set", [] { return std::string(jax_ring::cpu::fold_kernels().instruction_set); },

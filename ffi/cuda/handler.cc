@@ -25,25 +25,32 @@ namespace ffi = xla::ffi;
 // One per call instruction and process; the runtime owns it.
 struct Instance {
   static ffi::TypeId id;
+  struct Group {
+    std::shared_ptr<Communicator> communicator;
+    Thresholds thresholds;
+  };
   CallSite site;
-  std::vector<std::shared_ptr<Communicator>> communicators;  // of the groups in which this process has GPUs
+  std::vector<Group> groups;  // those in which this process has GPUs
 };
 ffi::TypeId Instance::id = {};
 
 // Here and not in the first execution: making a communicator allocates memory, which waits for kernels that are
 // running, and one of those may be waiting for this rank.
-ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(std::string_view collective, std::string_view op, int64_t root,
-                                                    std::string_view algorithm, std::string_view order,
-                                                    ffi::Span<const int64_t> processes,
-                                                    ffi::Span<const int64_t> devices,
-                                                    ffi::Span<const int64_t> group_sizes, std::string_view call) {
+ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
+    std::string_view collective, std::string_view op, int64_t root, std::string_view algorithm, std::string_view order,
+    ffi::Span<const int64_t> processes, ffi::Span<const int64_t> devices, ffi::Span<const int64_t> group_sizes,
+    ffi::Span<const int64_t> one_shot_bytes, ffi::Span<const int64_t> two_shot_bytes, std::string_view call) {
   try {
     auto instance = std::make_unique<Instance>();
     const Plan plan{named<Collective>(collective, kCollectives), named<Order>(order, kOrders), static_cast<int>(root)};
     instance->site = {std::string(call), plan, named<Op>(op, kOps), algorithm_of(algorithm)};
     Communicators& all = Communicators::instance();
+    if (one_shot_bytes.size() != group_sizes.size() || two_shot_bytes.size() != group_sizes.size()) {
+      throw std::invalid_argument("thresholds: there must be one of each for each group");
+    }
     size_t next = 0;
-    for (int64_t size : group_sizes) {
+    for (size_t group = 0; group < group_sizes.size(); ++group) {
+      const int64_t size = group_sizes[group];
       if (root < 0 || root >= size) throw std::invalid_argument("the root is not in every group");
       if (size < 1 || next + size > processes.size() || processes.size() != devices.size()) {
         throw std::invalid_argument("replica groups: the sizes do not match the number of devices");
@@ -54,7 +61,10 @@ ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(std::string_view collective,
         members.push_back({processes[next], devices[next]});
         local = local || processes[next] == all.process();
       }
-      if (local) instance->communicators.push_back(all.of(members));
+      if (!local) continue;
+      const Thresholds thresholds{static_cast<uint64_t>(one_shot_bytes[group]),
+                                  static_cast<uint64_t>(two_shot_bytes[group])};
+      instance->groups.push_back({all.of(members), thresholds});
     }
     return instance;
   } catch (const std::exception& error) {
@@ -63,7 +73,7 @@ ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(std::string_view collective,
 }
 
 ffi::Error failure_of(const Instance& instance) {
-  for (const auto& communicator : instance.communicators) {
+  for (const auto& [communicator, thresholds] : instance.groups) {
     if (const auto failure = communicator->failure()) {
       const std::string& own = instance.site.call;
       const std::string call = failure->call == instance.site.fingerprint() ? own + called_at(own) : "an earlier call";
@@ -92,10 +102,10 @@ ffi::Error execute(Instance* instance, cudaStream_t stream, int32_t device, ffi:
       const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i);
       buffers.push_back({input.untyped_data(), (*rets.get<ffi::AnyBuffer>(i))->untyped_data(), input.size_bytes()});
     }
-    for (const auto& communicator : instance->communicators) {
+    for (const auto& [communicator, thresholds] : instance->groups) {
       const std::optional<int> rank = communicator->rank_of(device);
       if (!rank) continue;
-      for (const Launch& each : launches_of(*communicator, *rank, instance->site, element.dtype, buffers,
+      for (const Launch& each : launches_of(*communicator, *rank, instance->site, thresholds, element.dtype, buffers,
                                             Communicators::instance().deadline())) {
         const cudaError_t error = launch(each.kernel, each.call, stream);
         if (error != cudaSuccess) throw std::runtime_error(std::string("launch: ") + cudaGetErrorString(error));
@@ -118,6 +128,8 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                            .Attr<ffi::Span<const int64_t>>("processes")
                            .Attr<ffi::Span<const int64_t>>("devices")
                            .Attr<ffi::Span<const int64_t>>("group_sizes")
+                           .Attr<ffi::Span<const int64_t>>("one_shot_bytes")
+                           .Attr<ffi::Span<const int64_t>>("two_shot_bytes")
                            .Attr<std::string_view>("call"),
                        {ffi::Traits::kCmdBufferCompatible});
 

@@ -10,10 +10,10 @@ namespace {
 
 // The algorithm of a call in which each rank brings `bytes` bytes. Sums by an all-reduce have the choice; those for one
 // root can go round a ring as well.
-Algorithm algorithm_of(const CallSite& site, uint64_t bytes, int num_ranks) {
+Algorithm algorithm_of(const CallSite& site, uint64_t bytes, const Thresholds& thresholds) {
   if (site.op != Op::sum) return Algorithm::two_shot;
   if (reduces_round_ring(site.plan)) return Algorithm::ring;
-  if (site.plan.collective == Collective::all_reduce) return site.algorithm.value_or(choose(bytes, num_ranks));
+  if (site.plan.collective == Collective::all_reduce) return site.algorithm.value_or(choose(bytes, thresholds));
   const bool round_ring = site.plan.collective == Collective::reduce && site.algorithm == Algorithm::ring;
   return round_ring ? Algorithm::ring : Algorithm::two_shot;
 }
@@ -39,8 +39,9 @@ DType folded_as(Op op, DType dtype) {
 
 uint32_t CallSite::fingerprint() const { return Hash().add(call).value32(); }
 
-std::vector<Launch> launches_of(const Communicator& communicator, int rank, const CallSite& site, DType dtype,
-                                const std::vector<Buffer>& buffers, double deadline_seconds) {
+std::vector<Launch> launches_of(const Communicator& communicator, int rank, const CallSite& site,
+                                const Thresholds& thresholds, DType dtype, const std::vector<Buffer>& buffers,
+                                double deadline_seconds) {
   // The blocks of a ring are those of an operand, so that there each operand is a message of its own.
   const size_t most = reduces_round_ring(site.plan) ? 1 : kMaxOperands;
   const uint64_t blocks = site.plan.collective == Collective::reduce_scatter ? communicator.num_ranks() : 1;
@@ -60,7 +61,7 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
       bytes += block_bytes;
     }
     if (message.num_packs == 0) continue;
-    launch.kernel = {folded_as(site.op, dtype), site.op, algorithm_of(site, bytes, communicator.num_ranks())};
+    launch.kernel = {folded_as(site.op, dtype), site.op, algorithm_of(site, bytes, thresholds)};
     launch.call.plan = site.plan;
     launch.call.self = communicator.endpoint(rank, site.lane(), site.fingerprint(), deadline_seconds);
     message.fingerprint = Hash()

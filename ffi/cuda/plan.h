@@ -17,7 +17,7 @@ struct CallSite {
   std::string call;  // in words, for error messages
   Plan plan;
   Op op = Op::sum;
-  std::optional<Algorithm> algorithm;  // ours to choose if it is missing
+  std::optional<Algorithm> algorithm;  // by thresholds if it is missing
 
   // The same number on all ranks, and very likely another one for another call.
   uint32_t fingerprint() const;
@@ -36,8 +36,10 @@ struct Launch {
   Call call;
 };
 
-// The kernels to launch, one after the other. The buffers are those of `rank`, all of one dtype.
-std::vector<Launch> launches_of(const Communicator& communicator, int rank, const CallSite& site, DType dtype,
-                                const std::vector<Buffer>& buffers, double deadline_seconds);
+// The kernels to launch, one after the other. The buffers are those of `rank`, all of one dtype. The thresholds must be
+// those of the other ranks; where they are not, and choose another algorithm, both sides wait in vain.
+std::vector<Launch> launches_of(const Communicator& communicator, int rank, const CallSite& site,
+                                const Thresholds& thresholds, DType dtype, const std::vector<Buffer>& buffers,
+                                double deadline_seconds);
 
 }  // namespace jax_ring::gpu

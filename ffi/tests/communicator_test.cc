@@ -91,16 +91,20 @@ std::vector<Member> one_process(int num_ranks) {
   return members;
 }
 
-// Runs what the kernels of these ranks would, a thread for each team.
-void run(const Communicator& communicator, const CallSite& site, PeerCall& call) {
+// Runs what the kernels of these ranks would, a thread for each team. thresholds_of: by rank.
+void run(const Communicator& communicator, const CallSite& site, PeerCall& call,
+         const std::vector<Thresholds>& thresholds_of = {}, double deadline_seconds = 20) {
   std::vector<std::thread> threads;
   for (int rank : communicator.local_ranks()) {
     threads.emplace_back([&, rank] {
+      const Thresholds thresholds =
+          thresholds_of.empty() ? default_thresholds(communicator.num_ranks()) : thresholds_of[rank];
       std::vector<Buffer> buffers;
       for (size_t i = 0; i < call.counts.size(); ++i) {
         buffers.push_back({call.inputs[rank][i].data(), call.outputs[rank][i].data(), call.inputs[rank][i].size()});
       }
-      for (const Launch& launch : launches_of(communicator, rank, site, call.dtype, buffers, 20)) {
+      for (const Launch& launch :
+           launches_of(communicator, rank, site, thresholds, call.dtype, buffers, deadline_seconds)) {
         std::vector<std::thread> teams;
         for (int cta = 0; cta < communicator.capacity().num_ctas; ++cta) {
           teams.emplace_back([&, cta] {
@@ -198,7 +202,7 @@ TEST(Communicator, PutsFailuresIntoWords) {
   PeerCall call = PeerCall::random(DType::f32, Algorithm::two_shot, {}, 2, {100}, 1);
   const std::vector<Buffer> buffers = {{call.inputs[0][0].data(), call.outputs[0][0].data(), call.inputs[0][0].size()}};
   const CallSite site{"ring_psum of float32[100] over axis 'x'", {}, Op::sum, Algorithm::two_shot};
-  for (const Launch& launch : launches_of(communicator, 0, site, call.dtype, buffers, 0.05)) {
+  for (const Launch& launch : launches_of(communicator, 0, site, default_thresholds(2), call.dtype, buffers, 0.05)) {
     std::minstd_rand random(1);
     cpu::testing::team_function(launch.kernel.dtype, launch.kernel.op, launch.kernel.algorithm)(
         launch.call.self, launch.call.message, launch.call.plan, 0, Dawdler(random));
@@ -214,12 +218,31 @@ TEST(Communicator, PutsFailuresIntoWords) {
       << text;
 }
 
+TEST(Communicator, RanksWithOtherThresholdsFail) {
+  const std::vector<std::vector<Thresholds>> cases = {
+      {{0, 0}, {0, 1000}}, {{0, 1000}, {1000, 1000}}, {{1000, 1000}, {0, 0}}};
+  for (const std::vector<Thresholds>& thresholds : cases) {
+    HostMemory memory;
+    const Communicator communicator(one_process(2), 0, cpu::testing::small_capacity(2), "group", memory, {});
+    PeerCall call = PeerCall::random(DType::f32, Algorithm::two_shot, {}, 2, {100}, 1);
+    run(communicator, {"psum", {}, Op::sum, {}}, call, thresholds, 0.1);
+    EXPECT_TRUE(communicator.failure().has_value());
+    for (int rank = 0; rank < 2; ++rank) {
+      // Nobody takes a part of a result for a sum: each has ones in every bit.
+      const std::vector<unsigned char> poison(16, 0xff);
+      EXPECT_EQ(std::memcmp(call.outputs[rank][0].data(), poison.data(), poison.size()), 0) << rank;
+    }
+  }
+}
+
 TEST(Plan, TellsCallsApart) {
   HostMemory memory;
   const Communicator communicator(one_process(2), 0, default_capacity(2), "group", memory, {});
   float data[8] = {};
   const auto fingerprint = [&](const CallSite& site, DType dtype, uint64_t bytes) {
-    return launches_of(communicator, 0, site, dtype, {{data, data, bytes}}, 1).at(0).call.message.fingerprint;
+    return launches_of(communicator, 0, site, default_thresholds(2), dtype, {{data, data, bytes}}, 1)
+        .at(0)
+        .call.message.fingerprint;
   };
   const CallSite site{"psum", {}, Op::sum, Algorithm::ring};
   const CallSite in_ring_order{"psum", {Collective::all_reduce, Order::ring}, Op::sum, Algorithm::ring};
@@ -233,8 +256,9 @@ TEST(Plan, TellsCallsApart) {
 TEST(Plan, ChoosesAnAlgorithmThatCanDoIt) {
   HostMemory memory;
   const Communicator communicator(one_process(3), 0, default_capacity(3), "group", memory, {});
+  Thresholds thresholds = default_thresholds(3);
   const auto chosen = [&](const CallSite& site, uint64_t bytes, DType dtype = DType::f32) {
-    return launches_of(communicator, 0, site, dtype, {{nullptr, nullptr, bytes}}, 1).at(0).kernel;
+    return launches_of(communicator, 0, site, thresholds, dtype, {{nullptr, nullptr, bytes}}, 1).at(0).kernel;
   };
   const Plan all_reduce, ring_order{Collective::all_reduce, Order::ring}, gather{Collective::all_gather};
   // By the bytes that each rank would send to its peers.
@@ -246,12 +270,20 @@ TEST(Plan, ChoosesAnAlgorithmThatCanDoIt) {
   // Sums of signed integers are those of unsigned ones; their extrema are not.
   EXPECT_EQ(chosen({"", all_reduce, Op::sum, {}}, 4, DType::s32).dtype, DType::u32);
   EXPECT_EQ(chosen({"", all_reduce, Op::max, {}}, 4, DType::s32).dtype, DType::s32);
+  thresholds = {8, 16};
+  EXPECT_EQ(chosen({"", all_reduce, Op::sum, {}}, 8).algorithm, Algorithm::one_shot);
+  EXPECT_EQ(chosen({"", all_reduce, Op::sum, {}}, 12).algorithm, Algorithm::two_shot);
+  EXPECT_EQ(chosen({"", all_reduce, Op::sum, {}}, 16).algorithm, Algorithm::two_shot);
+  EXPECT_EQ(chosen({"", all_reduce, Op::sum, {}}, 20).algorithm, Algorithm::ring);
+  EXPECT_EQ(chosen({"", all_reduce, Op::sum, Algorithm::one_shot}, 20).algorithm, Algorithm::one_shot);
 }
 
 TEST(Plan, NothingToDoNeedsNoKernel) {
   HostMemory memory;
   const Communicator communicator(one_process(3), 0, default_capacity(3), "group", memory, {});
-  EXPECT_TRUE(launches_of(communicator, 0, {"psum", {}, Op::sum, {}}, DType::f32, {{nullptr, nullptr, 0}}, 1).empty());
+  EXPECT_TRUE(launches_of(communicator, 0, {"psum", {}, Op::sum, {}}, default_thresholds(3), DType::f32,
+                          {{nullptr, nullptr, 0}}, 1)
+                  .empty());
 }
 
 }  // namespace

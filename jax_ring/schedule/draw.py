@@ -122,15 +122,18 @@ def animate(schedule: Schedule, num_ranks: int, num_chunks: int, title: str, pat
 
     def cell(at: np.ndarray, chunk: int, ranks: frozenset[int], moving: bool) -> None:
         done = len(ranks) == num_ranks
+        color = _color(chunk, num_chunks)
+        ink = "white" if done and np.dot(color[:3], (0.3, 0.6, 0.1)) < 0.5 else "black"  # luminance
         corner = (at[0] - width / 2, at[1] - height / 2)
         axes.add_patch(
             plt.Rectangle(
-                corner, width, height, facecolor=_color(chunk, num_chunks), alpha=0.9 if done else 0.4,
+                corner, width, height, facecolor=color, alpha=0.9 if done else 0.4,
                 edgecolor="black", linewidth=1.6 if moving else 0.5, zorder=3 if moving else 1,
             )
         )  # fmt: skip
         if height > 0.06:
-            axes.text(*at, _label(ranks, num_ranks), ha="center", va="center", fontsize=7, zorder=4 if moving else 2)
+            label = _label(ranks, num_ranks)
+            axes.text(*at, label, ha="center", va="center", fontsize=7, color=ink, zorder=4 if moving else 2)
 
     def frame(number: int) -> None:
         step, part = divmod(number, FRAMES_PER_STEP)

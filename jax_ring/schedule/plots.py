@@ -99,6 +99,8 @@ def scaling_curve(topology: Topology, workload: Workload | None = None, conditio
     times.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds per step")
     efficiencies.set(xscale="log", ylim=(0, 105), xlabel="ranks", ylabel="% of one rank's speed, each")
     times.legend(fontsize=7)
+    times.yaxis.set_major_formatter("{x:g}")
+    times.yaxis.set_minor_formatter("{x:.1f}")
     for axes in (times, efficiencies):
         axes.grid(alpha=0.3)
     figure.suptitle(

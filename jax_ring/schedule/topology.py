@@ -31,6 +31,7 @@ class Topology:
     oversubscription: float = 1.0  # bandwidth of a leaf switch's hosts over that of its way up
     rails: bool = False  # the i-th NICs of a group's hosts have a leaf switch of their own
     striped: bool = False  # a message between hosts is spread over all NICs, as NCCL's channels do
+    launch_latency: float = 0.0  # seconds of every call, however many messages it has
     source: str = ""  # of the figures
 
     def host_link(self) -> Link:
@@ -91,7 +92,7 @@ def load(name_or_path: str) -> Topology:
     Latencies are given in microseconds (`host.latency_us`), bandwidths in GB/s (`host.gb_per_s`).
 
     Raises:
-      ValueError: if the file lacks a key, has one that is not known, or a value that is not positive.
+      ValueError: if the file lacks a key, has one that is not known, or a value that makes no sense.
     """
     text = Path(name_or_path).read_text() if name_or_path.endswith(".toml") else _packaged(name_or_path)
     data = tomllib.loads(text)
@@ -100,6 +101,7 @@ def load(name_or_path: str) -> Topology:
         topology = Topology(
             name=data.pop("name"),
             source=data.pop("source", ""),
+            launch_latency=data.pop("launch_us", 0.0) * 1e-6,
             fold_bandwidth=data.pop("fold_gb_per_s", np.inf) * 1e9,
             ranks_per_host=flat.pop("host.ranks"),
             host_latency=flat.pop("host.latency_us") * 1e-6,
@@ -128,6 +130,9 @@ def load(name_or_path: str) -> Topology:
     for field in positive:
         if not getattr(topology, field) > 0:
             raise ValueError(f"{name_or_path}: {field} must be positive, got {getattr(topology, field)}")
+    for field in ("launch_latency", "host_latency", "network_latency"):
+        if not getattr(topology, field) >= 0:
+            raise ValueError(f"{name_or_path}: {field} must not be negative, got {getattr(topology, field)}")
     return topology
 
 

@@ -1,0 +1,83 @@
+"""Measures the algorithms that "auto" chooses from, and where they cross: `benchmarks/allreduce.py --tune`."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import report
+from implementations import ALGORITHMS, AXIS
+from measure import Case, Row
+
+from jax_ring import tuning
+from jax_ring.schedule import fit
+
+PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}
+
+
+def rank_counts(devices: int) -> list[int]:
+    """Powers of two, and all."""
+    return sorted({1 << i for i in range(1, devices.bit_length())} | {devices})
+
+
+def measure(sizes: list[int], dtype: str, iterations: int, warmup: int, loop_seconds: float) -> list[dict]:
+    """A row for each algorithm, number of ranks and size."""
+    rows = []
+    for p in rank_counts(len(jax.devices())):
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:p]), (AXIS,))
+        for size in sizes:
+            count = max(1, size // jax.numpy.dtype(dtype).itemsize)
+            case = Case(mesh, count, dtype, ALGORITHMS, loop_seconds)
+            for name, spreads in case.run(iterations, warmup).items():
+                num_bytes = count * case.dtype.itemsize
+                wrong = case.wrong(name)
+                rows.append(Row(name, p, num_bytes, count, dtype, *spreads, wrong=wrong, limit_us=math.nan))
+                print(f"{p:>4} ranks {num_bytes:>12} bytes {name:>9} {rows[-1].in_loop.median:>10.1f} us", flush=True)
+    return [dataclasses.asdict(row) for row in rows]
+
+
+def lines_of(rows: list[dict], dtype: str) -> dict[str, fit.Line]:
+    """What was fitted to each algorithm; prints how well."""
+    lines = {}
+    for name in ALGORITHMS:
+        measured = fit.select(rows, implementation=name, dtype=dtype)
+        lines[name] = line = fit.fit_line(name, measured)
+        at = [(line.at(m.num_ranks), m) for m in measured]
+        errors = [abs((a + b * m.num_bytes) / m.seconds - 1) for (a, b), m in at]
+        print(
+            f"# {name}: {line.alpha * 1e6:.2f} us + {line.arrival * 1e6:.2f} us per rank + "
+            f"{line.beta * 1e9:.4g} ns per byte sent; median error {np.median(errors):.0%}, largest {max(errors):.0%}"
+        )
+    return lines
+
+
+def tune(path: str, sizes: list[int], dtype: str, iterations: int, warmup: int, loop_seconds: float) -> None:
+    """Writes the thresholds for this platform, for every number of ranks up to 64.
+
+    Raises:
+      ValueError: if there are too few devices or measurements, or a wrong result.
+    """
+    if len(jax.devices()) < 2:
+        raise ValueError(f"there is nothing to reduce between {len(jax.devices())} devices; --tune needs 2 or more")
+    platform = PLATFORMS[jax.default_backend()]
+    if platform == "cpu" and jax.process_count() == 1:
+        print(
+            "# CPU devices of one process: all algorithms are one and the same, and their thresholds are without effect"
+        )
+    rows = measure(sizes, dtype, iterations, warmup, loop_seconds)
+    if wrong := sum(row["wrong"] for row in rows):
+        raise ValueError(f"{wrong} values out of bounds: nothing is written")
+    lines = lines_of(rows, dtype)
+    measured = rank_counts(len(jax.devices()))
+    table = {p: fit.thresholds(lines, p) for p in sorted({*measured, 2, 4, 8, 16, 32, 64})}
+    tuning.write(
+        path,
+        {platform: table},
+        machine=report.machine(),
+        measured={"ranks": measured, "bytes": sizes, "dtype": dtype},
+        fitted={name: dataclasses.asdict(line) for name, line in lines.items()},
+    )
+    for p, thresholds in table.items():
+        limits = ("any size" if n == tuning.NO_LIMIT else f"{n} bytes" for n in thresholds)
+        print("# {:>3} ranks: one_shot up to {}, two_shot up to {}".format(p, *limits), end="")
+        print("" if p in measured else "  (by the fitted lines: not measured)")
