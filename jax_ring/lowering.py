@@ -199,7 +199,8 @@ def _emit(ctx, collective, service, operands, call: str, options, *, root=0, axi
         runtime.note_call_site(call, _compat.call_site(ctx))
         before, avals_before, attributes = _CALLERS[service.engine](ctx, groups)
         # The engine chooses when it knows what travels together.
-        thresholds = [tuning.thresholds(service.engine, len(group)) for group in groups]
+        choice = has_choice(service.engine, service.levels)
+        thresholds = [tuning.thresholds(service.engine, len(group)) for group in groups if choice]
         in_place = {
             len(before) + i: i for i, x in enumerate(operands) if not (scatters or gathers) and _may_overwrite(x)
         }

@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 from helpers import make_mesh, run_python, sharded
 
-from jax_ring import communicator, explain, explanation, ring_pmax, ring_psum, tuning
+from jax_ring import communicator, explain, explanation, ring_pmax, ring_psum, runtime, tuning
 from jax_ring.communicator import Gpu
 from jax_ring.compiled import find_collectives
 from jax_ring.schedule import fit
@@ -22,7 +23,8 @@ TABLE = {2: Thresholds(1000, 2000), 8: Thresholds(32, 64)}
 @pytest.fixture
 def gpus(monkeypatch):
     """CPU devices that pass for GPUs, as far as to what is lowered and explained for them."""
-    monkeypatch.setattr(communicator, "why_not_gpus", lambda mesh, groups: None)
+    engine = types.SimpleNamespace(unreachable=lambda devices: [], note_call_site=lambda call, site: None)
+    monkeypatch.setattr(runtime, "ffi_cuda", engine)
     monkeypatch.setattr(communicator, "gpus_of", lambda mesh: [Gpu(0, d.id) for d in mesh.devices.flat])
     monkeypatch.setattr(explanation, "_platform", lambda mesh: "cuda")
 

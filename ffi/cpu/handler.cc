@@ -34,7 +34,7 @@ struct CallSite {
   // Of groups that span several processes.
   std::shared_ptr<const std::string> text;
   std::optional<Algorithm> algorithm;
-  std::vector<Thresholds> thresholds;  // by group
+  std::vector<Thresholds> thresholds;  // by group; empty where none spans processes
   Hash hash;                           // of what tells the call from others, in all processes alike
   std::vector<std::shared_ptr<shm::Communicator>> communicators;  // by group; null if it does not, or has no rank here
 };
@@ -102,14 +102,17 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
     ReplicaGroups groups({partitions.begin(), partitions.end()}, {group_sizes.begin(), group_sizes.end()}, is_local);
     auto site = std::make_unique<CallSite>(std::move(groups), std::string(call), plan, named<Op>(op, kOps));
     site->algorithm = algorithm_of(algorithm);
-    if (one_shot_bytes.size() != group_sizes.size() || two_shot_bytes.size() != group_sizes.size()) {
-      throw std::invalid_argument("jax_ring: there are not as many thresholds as groups");
-    }
-    for (size_t group = 0; group < group_sizes.size(); ++group) {
-      site->thresholds.push_back(
-          {static_cast<uint64_t>(one_shot_bytes[group]), static_cast<uint64_t>(two_shot_bytes[group])});
-    }
     find_communicators(*site, partitions, processes, group_sizes);
+    const auto spans = [](const auto& communicator) { return communicator != nullptr; };
+    if (std::any_of(site->communicators.begin(), site->communicators.end(), spans)) {
+      if (one_shot_bytes.size() != group_sizes.size() || two_shot_bytes.size() != group_sizes.size()) {
+        throw std::invalid_argument("jax_ring: there are not as many thresholds as groups");
+      }
+      for (size_t group = 0; group < group_sizes.size(); ++group) {
+        site->thresholds.push_back(
+            {static_cast<uint64_t>(one_shot_bytes[group]), static_cast<uint64_t>(two_shot_bytes[group])});
+      }
+    }
     if (!program.empty()) site->hash = identity_of(call, program, plan, site->op, site->algorithm);
     return site;
   } catch (const std::exception& error) {

@@ -23,7 +23,8 @@ namespace jax_ring::cpu {
 //                of that name in this process
 //   algorithm    string: auto, one_shot, two_shot or ring. Within a process one algorithm serves them all.
 //   one_shot_bytes, two_shot_bytes
-//                int64 arrays: for each group, the largest messages for which auto is one_shot, or two_shot
+//                int64 arrays: for each group, the largest messages for which auto is one_shot, or two_shot. Empty
+//                where all groups are within processes.
 //   order        string: rank or ring, the order in which values are folded
 XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame);
