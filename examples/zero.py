@@ -56,13 +56,15 @@ def plot_memory(file: str, params, num_params: int) -> None:
         optimizer = zero.sharded_optimizer(ADAM, "data")
         mesh, params = jax.sharding.Mesh(jax.devices()[:n], ("data",)), jax.device_get(params)
         measured.append(bytes_on_a_device(make_state(mesh, optimizer.init, optimizer.specs(params), params)))
-    plt.plot(numbers, [predicted_bytes(num_params, 1)] * len(numbers), "--", label="replicated")
-    plt.plot(numbers, [predicted_bytes(num_params, n) for n in numbers], label="ZeRO, predicted")
+    predicted = [predicted_bytes(num_params, n) for n in numbers]
+    plt.plot(numbers, predicted[:1] * len(predicted), "--", label="replicated")
+    plt.plot(numbers, predicted, label="ZeRO, predicted")
     plt.plot(numbers, measured, "o", label="ZeRO, measured")
     plt.xlabel("devices")
     plt.ylabel("bytes of state on a device")
     plt.ylim(bottom=0)
     plt.legend()
+    plt.tight_layout()
     plt.savefig(file)
 
 
