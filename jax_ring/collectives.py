@@ -56,7 +56,7 @@ def ring_psum(
     The result is the fold `((x_0 + x_1) + x_2) + ...` over ranks 0, 1, ..., p-1, added in float32 for floats of 16
     bits and fewer and in the type itself otherwise, and rounded once. All ranks get the same bits. Leaves of one
     dtype are reduced by one custom call together, without being copied into one buffer first. Where XLA's all-reduce
-    serves the call (see docs/sharp_bits.md), and over a vmap axis, the order of adding is XLA's.
+    serves the call or a part of it (see docs/sharp_bits.md), and over a vmap axis, the order of adding is XLA's.
 
     Args:
       x: an array, or a pytree of arrays, of any shape and any dtype that `lax.psum` takes. Booleans are summed as

@@ -83,12 +83,13 @@ def processes_of_cpus(mesh) -> list[int] | None:
 
 
 def _processes_of_cpus(mesh) -> tuple[list[int] | None, str]:
-    abstract = (
-        f"the mesh is abstract, so that it is not known which devices of {jax.process_count()} processes will reduce "
-        "together"
-    )
     processes = processes_of_cpus(mesh)
-    return processes, "" if processes is not None else abstract
+    if processes is None:
+        return None, (
+            f"the mesh is abstract, so that it is not known which devices of {jax.process_count()} processes will "
+            "reduce together"
+        )
+    return processes, ""
 
 
 # ---- GPUs -----------------------------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ import os
 import pathlib
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import BinaryIO, TextIO
+from typing import IO, TextIO
 
 GRACE_SECONDS = 10.0
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -93,34 +94,34 @@ class Launch:
 
     def __init__(self, command: Sequence[str], environments: Sequence[dict[str, str]], grace: float):
         self.command, self.environments, self.grace = command, environments, grace
-        self.groups: list[int] = []  # by rank: the pid of a process, and the id of its group
-        self.running: set[int] = set()  # ranks
+        self.processes: list[subprocess.Popen] = []  # by rank
+        self.running: set[int] = set()  # ranks of whose end has not been heard
         # Rank and status of a process that ended, or None and the number of a signal to the launcher.
         self.events: asyncio.Queue[tuple[int | None, int]] = asyncio.Queue()
 
     async def run(self) -> int:
         """Starts the processes, sees to it that they end, and returns the exit status."""
-        tasks: list[asyncio.Task] = []
+        relays: list[asyncio.Task] = []
         self._receive_signals()
+        program = [sys.executable, "-P", str(pathlib.Path(__file__).with_name("_launched.py")), str(os.getpid())]
         try:
             for rank, env in enumerate(self.environments):
-                process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-P", str(pathlib.Path(__file__).with_name("_launched.py"))),
-                    *(str(os.getpid()), *self.command),
-                    env=env, process_group=0,
-                    stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+                process = subprocess.Popen(
+                    [*program, *self.command], env=env, process_group=0,
+                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 )  # fmt: skip
-                self.groups.append(process.pid)
+                self.processes.append(process)
                 self.running.add(rank)
-                tasks.append(asyncio.create_task(self._watch(rank, process)))
                 for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                     assert stream is not None
-                    tasks.append(asyncio.create_task(self._relay(stream, out, rank)))
+                    relays.append(asyncio.create_task(self._relay(stream, out, rank)))
             return await self._supervise()
         finally:
             self._send(signal.SIGKILL, self.running)
-            if tasks:
-                await asyncio.wait(tasks, timeout=_LAST_OUTPUT_SECONDS)
+            for process in self.processes:
+                process.wait()
+            if relays:
+                await asyncio.wait(relays, timeout=_LAST_OUTPUT_SECONDS)
 
     async def _supervise(self) -> int:
         while self.running:
@@ -130,18 +131,19 @@ class Launch:
                 passed_on = signal.SIGTERM if status == signal.SIGPIPE else status
                 return await self._end(passed_on, 128 + status, f"received {signal.Signals(status).name}")
             self.running.remove(rank)
+            name = f"rank {rank} (pid {self.processes[rank].pid})"
             if status > 0:
-                return await self._end(signal.SIGTERM, status, f"{self._name(rank)} ended with status {status}")
+                return await self._end(signal.SIGTERM, status, f"{name} ended with status {status}")
             if status < 0:
                 how = signal.Signals(-status).name
-                return await self._end(signal.SIGTERM, 128 - status, f"{self._name(rank)} was killed by {how}")
+                return await self._end(signal.SIGTERM, 128 - status, f"{name} was killed by {how}")
         return 0
 
     async def _end(self, signum: int, result: int, why: str) -> int:
         """Asks the processes that run to end, has those killed that do not within the grace period: the exit status."""
         if self.running:
-            why += f"; ending {', '.join(map(str, sorted(self.running)))} by {signal.Signals(signum).name}"
-        self._say(why)
+            why += f"; ending {_listed(self.running)} by {signal.Signals(signum).name}"
+        _say(why)
         self._send(signum, self.running)
         try:
             async with asyncio.timeout(self.grace):
@@ -153,46 +155,58 @@ class Launch:
         except TimeoutError:
             pass
         if self.running:
-            self._say(f"killing {', '.join(map(str, sorted(self.running)))}")
+            _say(f"killing {_listed(self.running)}")
         return result
 
     def _receive_signals(self) -> None:
         loop = asyncio.get_running_loop()
+        # Not asyncio's processes: they end when their output has ended, which others may hold open.
+        loop.add_signal_handler(signal.SIGCHLD, self._hear_of_ends)
         for signum in PASSED_ON:
             # Whoever started the launcher in the background, or under nohup, has it ignore some.
             if signal.getsignal(signum) != signal.SIG_IGN:
                 loop.add_signal_handler(signum, self.events.put_nowait, (None, signum))
 
+    def _hear_of_ends(self) -> None:
+        for rank, process in enumerate(self.processes):
+            if process.returncode is None and (status := process.poll()) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # what it has left behind
+                self.events.put_nowait((rank, status))
+
     def _send(self, signum: int, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.groups[rank], signum)
+            if self.processes[rank].returncode is None:
+                os.killpg(self.processes[rank].pid, signum)
 
-    async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
-        status = await process.wait()
-        self._send(signal.SIGKILL, [rank])  # what it has left behind
-        self.events.put_nowait((rank, status))
-
-    async def _relay(self, stream: asyncio.StreamReader, out: TextIO, rank: int) -> None:
+    async def _relay(self, stream: IO[bytes], out: TextIO, rank: int) -> None:
         label = f"[{rank}]".rjust(len(f"[{len(self.environments) - 1}]"))
         if out.isatty() and not os.environ.get("NO_COLOR"):
             label = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{label}\x1b[0m"
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), stream
+        )
         try:
-            await _copy_lines(stream, out.buffer, f"{label} ".encode())
+            await _copy_lines(reader, out.buffer, f"{label} ".encode())
         except BrokenPipeError:
             # Whoever read our output has gone: the end that a program without a launcher would meet.
             os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
             self.events.put_nowait((None, signal.SIGPIPE))
-
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} (pid {self.groups[rank]})"
-
-    def _say(self, text: str) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            print(f"jax_ring.launch: {text}", file=sys.stderr, flush=True)
+        finally:
+            transport.close()
 
 
-async def _copy_lines(stream: asyncio.StreamReader, out: BinaryIO, prefix: bytes) -> None:
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        print(f"jax_ring.launch: {text}", file=sys.stderr, flush=True)
+
+
+async def _copy_lines(stream: asyncio.StreamReader, out: IO[bytes], prefix: bytes) -> None:
     """Copies whole lines, so that those of different processes do not mix, and at the end what is left of one."""
 
     def write(text: bytes) -> None:

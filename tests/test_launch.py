@@ -145,6 +145,20 @@ def test_who_does_not_end_is_killed_with_all_that_it_started(script):
     assert_gone(started)
 
 
+@pytest.mark.parametrize("held_by", ["its group", "another session"])
+def test_who_dies_is_heard_of_although_its_output_is_held_open(script, held_by):
+    dies = "if os.fork(): time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)"
+    leaves = "os.setsid()" if held_by == "another session" else ""
+    launcher = start("-n", "1", script(WAITS.format(f"{dies}\n{leaves}")))
+    (left,) = pids(launcher, 1)
+    _, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert "was killed by SIGKILL" in err
+    if held_by == "another session":
+        os.kill(left, signal.SIGKILL)
+    assert_gone([left])
+
+
 def test_signals_are_passed_on(script):
     path = script(WAITS.format("signal.signal(signal.SIGINT, lambda *_: (print('interrupted'), sys.exit(0)))"))
     launcher = start("-n", "2", path)
