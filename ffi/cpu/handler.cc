@@ -36,6 +36,7 @@ struct CallSite {
   std::optional<Algorithm> algorithm;
   std::vector<Thresholds> thresholds;  // by group; empty where none spans processes
   Hash hash;                           // of what tells the call from others, in all processes alike
+  std::unique_ptr<shm::Launches> launches;
   std::vector<std::shared_ptr<shm::Communicator>> communicators;  // by group; null if it does not, or has no rank here
 };
 ffi::TypeId CallSite::id = {};
@@ -113,7 +114,10 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
             {static_cast<uint64_t>(one_shot_bytes[group]), static_cast<uint64_t>(two_shot_bytes[group])});
       }
     }
-    if (!program.empty()) site->hash = identity_of(call, program, plan, site->op, site->algorithm);
+    if (!program.empty()) {
+      site->hash = identity_of(call, program, plan, site->op, site->algorithm);
+      site->launches = std::make_unique<shm::Launches>(shm::Communicators::instance().runs(site->hash.value()));
+    }
     return site;
   } catch (const std::exception& error) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(error.what()));
@@ -122,7 +126,8 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
 
 void run_between_processes(const CallSite& site, MeetingPtr meeting, const Message& message) {
   Hash hash = site.hash;
-  hash.add(meeting->run_id).add(message.dtype);
+  const auto [run, launch] = site.launches->number(meeting->run_id);
+  hash.add(run).add(launch).add(message.dtype);
   for (size_t count : message.counts) hash.add(count);
   const int group = meeting->group;
   const bool one_shot = is_one_shot(site, message, group);

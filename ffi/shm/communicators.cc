@@ -49,6 +49,7 @@ void Communicators::join(int64_t process, const std::string& token) {
   token_ = token;
   old.swap(by_members_);
   counts_.clear();
+  runs_.clear();
 }
 
 int64_t Communicators::process() const {
@@ -88,6 +89,13 @@ std::shared_ptr<Communicator> Communicators::of(const std::vector<Member>& membe
 int64_t Communicators::count(const std::string& key) {
   std::lock_guard<std::mutex> lock(mutex_);
   return counts_[key]++;
+}
+
+std::shared_ptr<Runs> Communicators::runs(uint64_t identity) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::shared_ptr<Runs>& found = runs_[identity];
+  if (found == nullptr) found = std::make_shared<Runs>();
+  return found;
 }
 
 }  // namespace jax_ring::shm

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "shm/communicator.h"
+#include "shm/runs.h"
 
 namespace jax_ring::shm {
 
@@ -34,12 +35,16 @@ class Communicators {
   // the same order.
   int64_t count(const std::string& key);
 
+  // The executions of the calls with this identity.
+  std::shared_ptr<Runs> runs(uint64_t identity);
+
  private:
   mutable std::mutex mutex_;
   int64_t process_ = 0;
   std::string token_;
   std::map<std::vector<Member>, std::shared_ptr<Communicator>> by_members_;
   std::map<std::string, int64_t> counts_;
+  std::map<uint64_t, std::shared_ptr<Runs>> runs_;
 };
 
 }  // namespace jax_ring::shm

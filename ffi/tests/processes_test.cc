@@ -18,6 +18,7 @@
 #include "cpu/watchdog.h"
 #include "origin.h"
 #include "shm/communicator.h"
+#include "shm/runs.h"
 #include "shm/shared_memory.h"
 #include "support.h"
 
@@ -285,6 +286,18 @@ TEST(Processes, AreReleasedWhileTheyWait) {
   processes.end(0);
   ASSERT_TRUE(call.told(0).wait());
   EXPECT_NE(call.told(0).error().find("released"), std::string::npos);
+}
+
+TEST(Runs, AreNumberedInTheOrderInWhichTheyAreSeen) {
+  const auto runs = std::make_shared<Runs>();
+  Launches one(runs), other(runs);
+  using Number = std::pair<int64_t, uint32_t>;
+  EXPECT_EQ(one.number(2147483647), Number(0, 0));
+  EXPECT_EQ(other.number(5), Number(1, 0));
+  EXPECT_EQ(one.number(2147483647), Number(0, 0));
+  EXPECT_EQ(one.number(-2147483648), Number(2, 1));  // the runtime's numbers wrap around
+  // One launch did not come to the call, so that what it comes to is not taken for that.
+  EXPECT_EQ(other.number(7), Number(3, 2));
 }
 
 TEST(Group, NumbersProcessesByTheirFirstRanks) {

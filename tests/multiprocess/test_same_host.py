@@ -1,0 +1,158 @@
+"""Collectives between processes of one host: the bits of a single process, and calls that find their like."""
+
+import hashlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from processes import run
+
+RANKS = 8
+
+
+def put(mesh, full):
+    """An array with a row for each rank."""
+    return jax.make_array_from_callback(full.shape, NamedSharding(mesh, P(mesh.axis_names)), lambda index: full[index])
+
+
+def rows(x) -> dict[int, np.ndarray]:
+    """The rows of an array that are in this process."""
+    return {shard.index[0].start or 0: np.asarray(shard.data) for shard in x.addressable_shards}
+
+
+def values(count, dtype, seed=0):
+    random = np.random.default_rng(seed)
+    wide = random.normal(size=(RANKS, count)) * 10.0 ** random.integers(-3, 4, size=(RANKS, count))
+    return np.asarray(jnp.asarray(wide).astype(dtype))
+
+
+def family():
+    """Name and function of everything that is tried."""
+    from jax_ring import (
+        ring_all_gather,
+        ring_broadcast,
+        ring_pmax,
+        ring_pmean,
+        ring_pmin,
+        ring_psum,
+        ring_psum_scatter,
+        ring_reduce,
+    )
+
+    pairs = [[0, 7], [1, 6], [2, 5], [3, 4]]
+    return {
+        "psum": lambda x: ring_psum(x, "i"),
+        "psum, one-shot": lambda x: ring_psum(x, "i", algorithm="one_shot"),
+        "psum, two-shot": lambda x: ring_psum(x, "i", algorithm="two_shot"),
+        "psum, ring order": lambda x: ring_psum(x, "i", algorithm="ring", order="ring"),
+        "psum of a tree": lambda x: ring_psum({"a": x, "b": [x[:, :1], x * 2]}, "i")["b"][1],
+        "psum in groups": lambda x: ring_psum(x, "i", axis_index_groups=pairs),
+        "pmean": lambda x: ring_pmean(x, "i"),
+        "pmax": lambda x: ring_pmax(x, "i"),
+        "pmin": lambda x: ring_pmin(x, "i"),
+        "psum_scatter": lambda x: ring_psum_scatter(jnp.tile(x, (1, RANKS)), "i", scatter_dimension=1, tiled=True),
+        "all_gather": lambda x: ring_all_gather(x, "i", axis=1, tiled=True),
+        "reduce": lambda x: ring_reduce(x, "i", root=5),
+        "broadcast": lambda x: ring_broadcast(x, "i", root=3),
+        "grad": lambda x: jax.grad(lambda y: (ring_psum(y * y, "i") ** 2).sum())(x),
+        "in a loop": lambda x: lax.fori_loop(0, 5, lambda _, y: ring_psum(y, "i") * 0.125, x),
+        "nothing": lambda x: ring_psum(x[:, :0], "i").sum() + x,
+    }
+
+
+def digests():
+    """A digest of every rank's result of everything, by what it is of."""
+    import jax_ring
+
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+    found = {}
+    for dtype, counts in {"float32": (5, 4099, 300_001), "bfloat16": (4099,)}.items():
+        for count in counts:
+            x = put(mesh, values(count, dtype))
+            for name, fun in family().items():
+                if count > 5000 and name not in ("psum", "psum, ring order", "all_gather"):
+                    continue
+                mapped = jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))
+                for row, result in rows(mapped(x)).items():
+                    found[f"{name} of {dtype}[{count}], {row}"] = hashlib.md5(result.tobytes()).hexdigest()
+    # Sub-meshes: of one process, and of some ranks of each.
+    for name, ranks in {"first": range(2), "every other": range(0, RANKS, 2)}.items():
+        devices = np.array(jax.devices())[list(ranks)]
+        if jax.process_index() not in {device.process_index for device in devices}:
+            continue
+        part = Mesh(devices, ("i",))
+        x = put(part, values(77, "float32")[: len(ranks)])
+        mapped = jax.shard_map(lambda x: jax_ring.ring_psum(x, "i"), mesh=part, in_specs=P("i"), out_specs=P("i"))
+        for row, result in rows(jax.jit(mapped)(x)).items():
+            found[f"{name} ranks, {row}"] = hashlib.md5(result.tobytes()).hexdigest()
+    if jax.process_count() > 1:
+        mapped = jax.shard_map(lambda x: jax_ring.ring_psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+        (call,) = jax_ring.explain(mapped, jax.ShapeDtypeStruct((RANKS, 2), jnp.float32)).collectives
+        assert call.served_by == f"jax_ring (shared memory, {jax.process_count()} processes)"
+    for key, digest in found.items():
+        print(f"{key}: {digest}")
+
+
+def collected(results):
+    lines = [line for result in results for line in result.stdout.splitlines() if ": " in line]
+    return dict(line.rsplit(": ", 1) for line in lines if line.count(",") >= 1)
+
+
+@pytest.fixture(scope="module")
+def in_one_process():
+    return collected(run(digests, 1, devices_each=RANKS))
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_the_bits_of_one_process(num_processes, in_one_process):
+    assert len(in_one_process) > RANKS * 30
+    assert collected(run(digests, num_processes, devices_each=RANKS // num_processes)) == in_one_process
+
+
+def equal_calls():
+    """Equal calls that do not depend on each other, and that become ready in another order in each process."""
+    from jax_ring import ring_psum
+
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+    num_calls = 6
+
+    def delayed(x, call):
+        def wait(x):
+            # Forwards in one process, backwards in the other.
+            place = call if jax.process_index() == 0 else num_calls - 1 - call
+            time.sleep(0.05 * place)
+            return x
+
+        return jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    def fun(x):
+        return jnp.stack([ring_psum(delayed(x * (call + 1), call), "i") for call in range(num_calls)], axis=1)
+
+    full = np.arange(jax.device_count() * 3, dtype=np.float32).reshape(-1, 3)
+    x = put(mesh, full)
+    mapped = jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))
+    # On lines of their own, and after one process alone has compiled it: the executables are then not quite the same.
+    if jax.process_index() == 0:
+        mapped.lower(x).compile()
+        first = mapped(x)
+    else:
+        first = mapped(x)
+    # Several executions under way.
+    results = [first, *(mapped(x) for _ in range(3))]
+    for result in results:
+        for row in rows(result).values():
+            assert (row == full.sum(0) * np.arange(1, num_calls + 1)[:, None]).all(), row
+
+
+def test_equal_calls_in_different_orders():
+    run(equal_calls, 2, devices_each=1)
+    run(equal_calls, 2, devices_each=2)
+
+
+if __name__ == "__main__":
+    digests()
