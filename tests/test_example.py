@@ -87,11 +87,12 @@ def test_multi_process():
     command = [str(EXAMPLES / "multi_process.py"), "--epochs", "2"]
     result = subprocess.run([*launch, *command], capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "[0] processes: 2, devices: 4" in result.stdout
+    assert "processes: 2, devices: 4" in result.stdout
     assert " of 68,908 bytes is served by " in result.stdout
     first, last = (float(loss) for loss in re.findall(r"mean loss (\d\.\d+)", result.stdout))
     assert last < first / 2
-    parameters = re.findall(r"^\[(\d)\] process \1 has parameters (\w+): as all others$", result.stdout, re.M)
+    # Unanchored, since Gloo writes pieces of lines.
+    parameters = re.findall(r"process (\d) has parameters (\w+): as all others$", result.stdout, re.M)
     assert sorted(rank for rank, _ in parameters) == ["0", "1"]
     assert len({digest for _, digest in parameters}) == 1
 

@@ -102,8 +102,8 @@ print(jax.process_count(), jax.local_device_count(), jax.device_count(), float(t
     )
     status, out, err = run("-n", "2", "--devices", "2", path)
     assert status == 0, err
-    # Gloo writes lines of its own.
-    assert [line for line in out if "Gloo" not in line] == ["[0] 2 2 4 22.0", "[1] 2 2 4 22.0"]
+    # Gloo writes as well, in pieces of lines, which may stand before what the script writes.
+    assert [line[:3] for line in out if line.endswith("2 2 4 22.0")] == ["[0]", "[1]"], out
 
 
 def test_lines_stay_whole(script):
