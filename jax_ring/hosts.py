@@ -1,11 +1,12 @@
 """Which processes share a host, and what else they tell each other in the key-value store of `jax.distributed`."""
 
-import collections
 import itertools
 import os
 import pathlib
 import secrets
 import threading
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
 
@@ -14,28 +15,41 @@ from jax_ring import _compat, runtime
 HOST_VARIABLE = "JAX_RING_HOST_ID"
 
 
+class _Member(NamedTuple):
+    """What a process tells of itself: its host, and how many distributed runtimes it has been in before this one."""
+
+    host: str
+    num_runtimes: int
+
+    def in_words(self) -> bytes:
+        return f"{self.num_runtimes} {self.host}".encode()
+
+    @classmethod
+    def from_words(cls, words: bytes) -> "_Member":
+        num_runtimes, host = words.decode().split(" ", 1)
+        return cls(host, int(num_runtimes))
+
+
 class _Meeting:
     """What this process shares with the others of one distributed runtime. To make one tells them; it waits for none.
 
     Attributes:
       client: of the runtime. It is kept, so that that of a later runtime is known to be another one.
-      hosts: those that are known, by process.
-      lowerings: how many modules of each name have been lowered. Counted anew in each runtime, because other processes
-        of a later one may have been started for it.
+      members: those that are known, by process.
     """
 
     def __init__(self, client) -> None:
         self.client = client
         process = _compat.distributed_process()
-        self.hosts = {process: _own_host()}
-        self.lowerings: dict[str, itertools.count] = collections.defaultdict(itertools.count)
+        self.members = {process: _Member(_own_host(), next(_runtimes))}
         publish, fetch = _compat.key_value_store(runtime.timeout())
-        publish(_key(process), self.hosts[process].encode())
+        publish(_key(process), self.members[process].in_words())
         # Whoever comes first makes the token. It is a secret among the processes: what they share is named by it.
         token = _compat.publish_once("jax_ring/token", secrets.token_hex(16))
         runtime.join_processes(process, token, publish, fetch)
 
 
+_runtimes = itertools.count()
 _lock = threading.Lock()
 _meeting: _Meeting | None = None
 
@@ -73,23 +87,33 @@ def host_of(process: int) -> str:
     """
     if jax.process_count() == 1:
         return ""
-    hosts = _met().hosts
-    if process not in hosts:
+    return _member(process).host
+
+
+def history_of(processes: Iterable[int]) -> str:
+    """What tells this distributed runtime from earlier ones that some of the processes were in; "" in their first one.
+
+    It is the same in all of them. XLA numbers the executions of a program from the first one in the life of a process,
+    and goes by the program's text. Programs that contain this are numbered alike where a process was started later
+    than others, or failed where they did not.
+    """
+    before = [_member(process).num_runtimes for process in sorted(set(processes))]
+    return "@" + ",".join(map(str, before)) if any(before) else ""
+
+
+def _member(process: int) -> _Member:
+    members = _met().members
+    if process not in members:
         _, fetch = _compat.key_value_store(runtime.timeout())
         try:
-            hosts[process] = fetch(_key(process)).decode()
+            members[process] = _Member.from_words(fetch(_key(process)))
         except jax.errors.JaxRuntimeError as error:
             raise RuntimeError(
                 f"process {process} has not said within {runtime.timeout():g} s on which host it is. It does when it "
                 "imports jax_ring after jax.distributed.initialize(), or else when it traces its first collective of "
                 f"jax_ring: all processes must get there. {runtime.TIMEOUT_VARIABLE} is the time they have for it."
             ) from error
-    return hosts[process]
-
-
-def next_lowering(module: str) -> int:
-    """How many modules of that name this process has lowered before, for programs of several processes."""
-    return next(_met().lowerings[module])
+    return members[process]
 
 
 def _key(process: int) -> str:

@@ -125,22 +125,23 @@ def _caller_on_cpu(ctx, groups) -> Caller:
     attributes = {
         "partitions": np.array(members, np.int64),
         "processes": np.array([processes[i] for i in members], np.int64),
-        "program": _program(ctx),
+        "program": _program(ctx, processes),
     }
     return Caller([position], [jax.core.ShapedArray((), np.uint32)], attributes)
 
 
-def _program(ctx) -> str:
+def _program(ctx, processes: Sequence[int]) -> str:
     """What names the program in all of its processes, so that each of its calls finds its like in the others.
 
-    It is counted by name, and not by all modules, for a process may compile other programs than the others do.
+    The rest of what tells programs apart is XLA's number of the execution: it comes from the program's text, which is
+    why nothing that differs between processes, such as how often each has lowered it, may become a part of that.
     """
     if jax.process_count() == 1:
         return ""
     notes = _compat.notes_on_module(ctx)
     if "program" not in notes:
-        name = _compat.module_name(ctx)
-        notes["program"] = f"{name}#{hosts.next_lowering(name)}"
+        notes["program"] = _compat.module_name(ctx) + hosts.history_of(processes)
+        runtime.begin_program(notes["program"])
     return notes["program"]
 
 

@@ -89,6 +89,11 @@ def join_processes(process: int, token: str, publish, fetch) -> None:
         ffi_cuda.set_process(process, publish, fetch)
 
 
+def begin_program(program: str) -> None:
+    """Tells the CPU engine that a program of that name is being lowered, to be compiled next in this thread."""
+    _ffi_cpu.begin_program(program)
+
+
 def forget_gpu_groups() -> None:
     """Has programs compiled from now on form their GPU groups anew, which they must after a call in one has failed.
 

@@ -15,6 +15,7 @@
 #include "cpu/relay.h"
 #include "cpu/rendezvous.h"
 #include "hash.h"
+#include "shm/call_counts.h"
 #include "shm/communicators.h"
 #include "xla_types.h"
 
@@ -49,14 +50,12 @@ bool is_one_shot(const CallSite& site, const Message& message, int num_ranks) {
   return count * element_size(message.dtype) * num_ranks <= kOneShotBytes;
 }
 
-// Equal calls of a program are told apart by the order in which its processes build them. `program` is its name and,
-// behind a '#', how often this process has built one of that name: not every process builds each as often.
 Hash identity_of(std::string_view call, std::string_view program, const Plan& plan, Op op,
                  std::optional<Algorithm> algorithm) {
   Hash hash;
-  hash.add(call).add(program.substr(0, program.rfind('#')));
+  hash.add(call).add(program);
   hash.add(plan.collective).add(plan.order).add(plan.root).add(op).add(algorithm.value_or(Algorithm::count));
-  return hash.add(shm::Communicators::instance().count(std::string(program) + ": " + std::to_string(hash.value())));
+  return hash.add(shm::CallCounts::of_this_thread().next(std::string(program), hash.value()));
 }
 
 void find_communicators(CallSite& site, ffi::Span<const int64_t> partitions, ffi::Span<const int64_t> processes,

@@ -13,6 +13,7 @@
 #include "cpu/memory_limit.h"
 #include "cpu/watchdog.h"
 #include "ring/ring_schedule.h"
+#include "shm/call_counts.h"
 #include "shm/communicators.h"
 
 namespace nb = nanobind;
@@ -76,6 +77,11 @@ NB_MODULE(_ffi_cpu, m) {
       [](int64_t process, const std::string& token) { jax_ring::shm::Communicators::instance().join(process, token); },
       "process"_a, "token"_a, nb::call_guard<nb::gil_scoped_release>(),
       "Tells which process this is, of those that know the token: they meet in memory of that name.");
+
+  m.def(
+      "begin_program", [](const std::string& program) { jax_ring::shm::CallCounts::of_this_thread().begin(program); },
+      "program"_a,
+      "Tells that a program of that name is about to be compiled in this thread: its calls are counted anew.");
 
   m.def("note_call_site", &jax_ring::note_call_site, "call"_a, "site"_a,
         "Notes where in the user's program a call was written, for the error of a rank that waits in vain.");

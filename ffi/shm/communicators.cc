@@ -47,7 +47,6 @@ void Communicators::join(int64_t process, const std::string& token) {
   if (token == token_) return;
   token_ = token;
   old.swap(by_members_);
-  counts_.clear();
 }
 
 int64_t Communicators::process() const {
@@ -82,11 +81,6 @@ std::shared_ptr<Communicator> Communicators::of(const std::vector<Member>& membe
         });
   }
   return found;
-}
-
-int64_t Communicators::count(const std::string& key) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return counts_[key]++;
 }
 
 }  // namespace jax_ring::shm

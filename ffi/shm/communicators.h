@@ -30,16 +30,11 @@ class Communicators {
   // The communicator of these members, by rank. Throws std::logic_error before join().
   std::shared_ptr<Communicator> of(const std::vector<Member>& members);
 
-  // How often this has been asked before for the key. Tells equal calls of a program apart: all processes build them in
-  // the same order.
-  int64_t count(const std::string& key);
-
  private:
   mutable std::mutex mutex_;
   int64_t process_ = 0;
   std::string token_;
   std::map<std::vector<Member>, std::shared_ptr<Communicator>> by_members_;
-  std::map<std::string, int64_t> counts_;
 };
 
 }  // namespace jax_ring::shm
