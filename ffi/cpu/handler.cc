@@ -34,7 +34,8 @@ struct CallSite {
   // Of groups that span several processes.
   std::shared_ptr<const std::string> text;
   std::optional<Algorithm> algorithm;
-  Hash hash;  // of what tells the call from others, in all processes alike
+  uint64_t program = 0;  // a hash of its name
+  Hash hash;             // of what tells the call from others, in all processes alike
   std::vector<std::shared_ptr<shm::Communicator>> communicators;  // by group; null if it does not, or has no rank here
 };
 ffi::TypeId CallSite::id = {};
@@ -49,12 +50,14 @@ bool is_one_shot(const CallSite& site, const Message& message, int num_ranks) {
   return count * element_size(message.dtype) * num_ranks <= kOneShotBytes;
 }
 
-// Equal calls of a program are told apart by the order in which its processes build them. `program` is its name and,
-// behind a '#', how often this process has built one of that name: not every process builds each as often.
+// The name that a program has in all of its processes.
+std::string_view common_name(std::string_view program) { return program.substr(0, program.rfind('#')); }
+
+// Equal calls of a program are told apart by the order in which its processes build them.
 Hash identity_of(std::string_view call, std::string_view program, const Plan& plan, Op op,
                  std::optional<Algorithm> algorithm) {
   Hash hash;
-  hash.add(call).add(program.substr(0, program.rfind('#')));
+  hash.add(call).add(common_name(program));
   hash.add(plan.collective).add(plan.order).add(plan.root).add(op).add(algorithm.value_or(Algorithm::count));
   return hash.add(shm::Communicators::instance().count(std::string(program) + ": " + std::to_string(hash.value())));
 }
@@ -103,7 +106,10 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(std::string_view collective,
     auto site = std::make_unique<CallSite>(std::move(groups), std::string(call), plan, named<Op>(op, kOps));
     site->algorithm = algorithm_of(algorithm);
     find_communicators(*site, partitions, processes, group_sizes);
-    if (!program.empty()) site->hash = identity_of(call, program, plan, site->op, site->algorithm);
+    if (!program.empty()) {
+      site->program = Hash().add(common_name(program)).value();
+      site->hash = identity_of(call, program, plan, site->op, site->algorithm);
+    }
     return site;
   } catch (const std::exception& error) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(error.what()));
@@ -113,7 +119,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(std::string_view collective,
 void run_between_processes(const CallSite& site, shm::Communicator& communicator, MeetingPtr meeting,
                            const Message& message) {
   Hash hash = site.hash;
-  hash.add(meeting->run_id).add(message.dtype);
+  hash.add(communicator.number_of_run(site.program, meeting->run_id)).add(message.dtype);
   for (size_t count : message.counts) hash.add(count);
   const int num_ranks = meeting->num_ranks();
   shm::Call call{std::move(meeting), message, hash.value(), is_one_shot(site, message, num_ranks), site.text};

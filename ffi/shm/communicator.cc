@@ -51,6 +51,11 @@ Communicator::~Communicator() {
   fail("the group of processes was released while calls were waiting in it");
 }
 
+uint64_t Communicator::number_of_run(uint64_t program, int64_t run_id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return runs_.of(program, run_id);
+}
+
 cpu::MeetingPtr Communicator::submit(Call&& call) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (failure_) {

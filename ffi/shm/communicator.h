@@ -17,6 +17,7 @@
 #include "shm/channel.h"
 #include "shm/exchange.h"
 #include "shm/group.h"
+#include "shm/run_numbers.h"
 
 namespace jax_ring::shm {
 
@@ -42,6 +43,9 @@ class Communicator {
   Communicator& operator=(const Communicator&) = delete;
 
   const Group& group() const { return group_; }
+
+  // The number of an execution of a program, the same in all processes of the group.
+  uint64_t number_of_run(uint64_t program, int64_t run_id);
 
   // Takes a call over. If it ends before this returns, its meeting is given back, for the caller to tell its ranks;
   // otherwise the Relay tells them.
@@ -77,6 +81,7 @@ class Communicator {
   bool stop_ = false;
   bool driving_ = false;      // some thread carries calls out
   bool handed_over_ = false;  // ... and it is the communicator's own
+  RunNumbers runs_;
   std::deque<ExchangePtr> ready_;
   std::vector<ExchangePtr> spares_;
   std::optional<std::string> failure_;

@@ -18,6 +18,7 @@
 #include "cpu/watchdog.h"
 #include "origin.h"
 #include "shm/communicator.h"
+#include "shm/run_numbers.h"
 #include "shm/shared_memory.h"
 #include "support.h"
 
@@ -285,6 +286,16 @@ TEST(Processes, AreReleasedWhileTheyWait) {
   processes.end(0);
   ASSERT_TRUE(call.told(0).wait());
   EXPECT_NE(call.told(0).error().find("released"), std::string::npos);
+}
+
+TEST(RunNumbers, AreThoseInWhichRunsAreSeen) {
+  RunNumbers numbers;
+  EXPECT_EQ(numbers.of(1, -7), 0u);
+  EXPECT_EQ(numbers.of(1, -6), 1u);
+  EXPECT_EQ(numbers.of(2, -6), 0u);
+  EXPECT_EQ(numbers.of(1, -7), 0u);
+  for (int64_t run = 100; run < 5100; ++run) ASSERT_EQ(numbers.of(1, run), static_cast<uint64_t>(run - 98));
+  EXPECT_EQ(numbers.of(1, 5000), 4902u);
 }
 
 TEST(Group, NumbersProcessesByTheirFirstRanks) {
