@@ -8,6 +8,8 @@
 #include <cerrno>
 #include <csignal>
 #include <cstring>
+#include <fstream>
+#include <sstream>
 
 namespace jax_ring::shm {
 namespace {
@@ -18,6 +20,25 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free, "processes could not s
 int64_t pid_space() {
   struct stat status;
   return stat("/proc/self/ns/pid", &status) == 0 ? static_cast<int64_t>(status.st_ino) : 0;
+}
+
+struct Life {
+  char state;
+  int64_t began;  // of the process: tells it from a later one that has been given the same id
+};
+
+// Nothing where the system does not say.
+std::optional<Life> life_of(int64_t pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string text, skipped;
+  if (!std::getline(file, text)) return std::nullopt;
+  const size_t name_end = text.rfind(')');  // the name may hold anything
+  if (name_end == std::string::npos) return std::nullopt;
+  std::istringstream fields(text.substr(name_end + 1));
+  Life life;
+  fields >> life.state;
+  for (int field = 4; field < 22; ++field) fields >> skipped;
+  return fields >> life.began ? std::optional(life) : std::nullopt;
 }
 
 }  // namespace
@@ -63,7 +84,9 @@ void Channel::pass_results(uint32_t round) { area(self_).signals.results.store(r
 
 void Channel::say(const std::string& text) {
   Board& board = area(self_).board;
-  const size_t length = std::min(text.size(), sizeof(board.text));
+  size_t length = std::min(text.size(), sizeof(board.text));
+  const auto is_continued = [&] { return length < text.size() && (text[length] & 0xc0) == 0x80; };
+  while (is_continued()) --length;  // no half a character: a Python exception could not hold it
   board.length.store(0, std::memory_order_release);
   std::memcpy(board.text, text.data(), length);
   board.length.store(static_cast<uint32_t>(length), std::memory_order_release);
@@ -84,15 +107,23 @@ bool Channel::gave_up(int process) const { return area(process).signals.gave_up.
 
 void Channel::enter() {
   Board& board = area(self_).board;
+  const auto life = life_of(getpid());
+  board.began.store(life ? life->began : 0, std::memory_order_relaxed);
   board.pid_space.store(pid_space(), std::memory_order_relaxed);
   board.pid.store(getpid(), std::memory_order_release);
 }
+
+bool Channel::has_entered(int process) const { return area(process).board.pid.load(std::memory_order_acquire) != 0; }
 
 bool Channel::has_ended(int process) const {
   const Board& board = area(process).board;
   const int64_t pid = board.pid.load(std::memory_order_acquire);
   if (pid == 0 || board.pid_space.load(std::memory_order_relaxed) != pid_space()) return false;
-  return kill(static_cast<pid_t>(pid), 0) != 0 && errno == ESRCH;
+  if (kill(static_cast<pid_t>(pid), 0) != 0) return errno == ESRCH;
+  // One that was killed keeps its id until its parent looks.
+  const auto life = life_of(pid);
+  const int64_t began = board.began.load(std::memory_order_relaxed);
+  return life && (life->state == 'Z' || life->state == 'X' || (began != 0 && life->began != began));
 }
 
 uint32_t Channel::bell(int process) const { return area(process).signals.bell.load(std::memory_order_acquire); }

@@ -54,8 +54,9 @@ class Channel {
   void give_up();
   bool gave_up(int process) const;
 
-  // Notes who this process is, and whether `process` is known to have ended.
+  // Notes who this process is; whether `process` has; and whether it is known to have ended.
   void enter();
+  bool has_entered(int process) const;
   bool has_ended(int process) const;
 
   // Changes whenever a process announces something; and sleeping until it does.
@@ -73,7 +74,7 @@ class Channel {
     std::atomic<uint32_t> count;
   };
   struct alignas(128) Board {
-    std::atomic<int64_t> pid, pid_space;
+    std::atomic<int64_t> pid, pid_space, began;
     std::atomic<uint32_t> length;
     char text[1024];
   };

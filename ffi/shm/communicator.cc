@@ -75,7 +75,7 @@ cpu::MeetingPtr Communicator::submit(Call&& call) {
   driving_ = true;
   lock.unlock();
   take_next();
-  if (!advance_briefly()) {
+  if (has_failed() || !advance_briefly()) {
     lock.lock();
     hand_over();
     return nullptr;
@@ -99,8 +99,9 @@ void Communicator::work() {
   for (;;) {
     wake_.wait(lock, [this] { return stop_ || handed_over_; });
     if (stop_) return;
+    const bool is_new = channel_ == nullptr && !failure_;
     lock.unlock();
-    if (channel_ == nullptr) connect();
+    if (is_new) connect();
     drive();
     lock.lock();
   }
@@ -123,7 +124,7 @@ void Communicator::connect() {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!ready_.empty()) call = describe_call(ready_.front()->call()) + ": ";
     }
-    fail(call + error.what());
+    fail(call + error.what() + " (The group's first process, which makes its memory, is " + name_of(0) + ".)");
   }
 }
 
@@ -139,7 +140,7 @@ void Communicator::drive() {
       lock.unlock();
       if (!await_wanted()) continue;
     }
-    if (current_ == nullptr) continue;
+    if (current_ == nullptr || has_failed()) continue;
     if (advance_briefly()) {
       cpu::Relay::instance().tell(finish());
     } else if (is_displaced()) {
@@ -166,6 +167,18 @@ bool Communicator::take_next() {
   waiting_since_ = cpu::Clock::now();
   progress_ = current_->progress();
   return true;
+}
+
+// Whether the group has been given up by another process, before this one's part in the call has begun: then the call
+// fails here as well, even if it finds all that it needs.
+bool Communicator::has_failed() {
+  if (current_->has_begun()) return false;
+  for (int process = 0; process < group_.num_processes(); ++process) {
+    if (process == group_.self() || !channel_->gave_up(process)) continue;
+    fail(describe_call(current_->call()) + ": the group of processes is of no use any more. " + describe_peer(process));
+    return true;
+  }
+  return false;
 }
 
 // Whether the call is done. If it has to wait for longer than kBrief it is not.
@@ -218,7 +231,7 @@ void Communicator::wait_for_peer() {
   }
   if (is_displaced()) return;
   const auto waited = cpu::Clock::now() - waiting_since_;
-  if (waited > deadline() / 2) say_where();
+  if (waited > kNap) say_where();
   const bool ended = channel_->has_ended(peer), gave_up = channel_->gave_up(peer);
   if (waited > deadline() || ended || gave_up) {
     // It may have come before it ended.
@@ -239,7 +252,7 @@ void Communicator::wait_for_peer() {
 // Sleeps until the call that the first process wants may be ready. False if it is time to give up.
 bool Communicator::await_wanted() {
   const auto waited = cpu::Clock::now() - waiting_since_;
-  if (waited > deadline() / 2) say_where();
+  if (waited > kNap) say_where();
   if (waited > deadline() || channel_->has_ended(0) || channel_->gave_up(0)) {
     std::ostringstream text;
     {
@@ -294,6 +307,9 @@ void Communicator::fail(const std::string& why) {
   if (channel_ != nullptr) {
     if (!has_spoken_) channel_->say(why);
     channel_->give_up();
+    std::lock_guard<std::mutex> lock(mutex_);
+    channel_.reset();
+    memory_.reset();
   }
   for (ExchangePtr& exchange : failed) {
     cpu::MeetingPtr meeting = exchange->end();
@@ -304,14 +320,22 @@ void Communicator::fail(const std::string& why) {
 
 std::string Communicator::describe_call(const Call& call) const { return *call.text + called_at(*call.text); }
 
-std::string Communicator::describe_peer(int process) const {
+std::string Communicator::name_of(int process) const {
   std::ostringstream text;
   const std::vector<int>& ranks = group_.ranks_of(process);
-  text << "Process " << group_.name_of(process) << " (rank" << (ranks.size() == 1 ? " " : "s ");
+  text << "process " << group_.name_of(process) << " (rank" << (ranks.size() == 1 ? " " : "s ");
   for (size_t i = 0; i < ranks.size(); ++i) text << (i == 0 ? "" : ", ") << ranks[i];
-  text << ") ";
+  text << ")";
+  return text.str();
+}
+
+std::string Communicator::describe_peer(int process) const {
+  std::ostringstream text;
+  text << "P" << name_of(process).substr(1) << " ";
   const std::string said = channel_->said(process);
-  if (channel_->has_ended(process)) {
+  if (!channel_->has_entered(process)) {
+    text << "has not made a call in this group yet.";
+  } else if (channel_->has_ended(process)) {
     text << "has ended.";
   } else if (channel_->gave_up(process)) {
     text << "has given up. It said: " << (said.empty() ? "nothing" : said) << ".";

@@ -57,6 +57,7 @@ class Communicator {
   void work();
   void connect();
   void drive();
+  bool has_failed();
   bool advance_briefly();
   bool is_displaced() const;
   void give_way();
@@ -67,6 +68,7 @@ class Communicator {
   void hand_over();
   void fail(const std::string& why);
   std::string describe_absence(const Exchange& exchange) const;
+  std::string name_of(int process) const;
   std::string describe_peer(int process) const;
   std::string describe_call(const Call& call) const;
   void say_where();

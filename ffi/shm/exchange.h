@@ -36,6 +36,7 @@ class Exchange {
   // Goes back to the beginning. Only while it waits to begin.
   void start_again();
 
+  bool has_begun() const { return num_rounds_ > 0 || step_ != Step::stage; }
   // Whether no other process has been seen to make this call.
   bool waits_to_begin() const { return num_rounds_ == 0 && step_ == Step::await_staged && peer_ == 0; }
   // The process that it waits for; and whether `process` is one of those that it will have to wait for at this step.

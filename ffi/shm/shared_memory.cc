@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstring>
 #include <new>
+#include <sstream>
 #include <stdexcept>
 #include <thread>
 
@@ -54,7 +55,11 @@ Memory create(const std::string& name, size_t bytes) {
   if (file.get() < 0) fail("shm_open of " + name, errno);
   try {
     // All of it now: memory that is lacking later would end the process.
-    if (const int error = posix_fallocate(file.get(), 0, static_cast<off_t>(bytes))) {
+    int error;
+    do {
+      error = posix_fallocate(file.get(), 0, static_cast<off_t>(bytes));
+    } while (error == EINTR);
+    if (error != 0) {
       fail("jax_ring needs " + std::to_string(bytes >> 10) +
                " KiB of shared memory for a group of processes (/dev/shm, " +
                "of which a container can be given more: docker run --shm-size)",
@@ -91,19 +96,21 @@ Memory map_shared(const std::string& name, size_t bytes, bool first, int num_pro
   while (memory == nullptr) {
     memory = find(name, whole);
     if (memory != nullptr) break;
-    if (stop()) throw std::runtime_error("the group of processes was released while it was being formed");
+    if (stop()) throw std::runtime_error("the group of processes was released while it was being formed.");
     if (std::chrono::steady_clock::now() > end) {
-      throw std::runtime_error("the group's first process did not come within " + std::to_string(deadline_seconds) +
-                               " s");
+      shm_unlink(name.c_str());  // it may have ended while it created it
+      std::ostringstream text;
+      text << "the group's first process did not come within " << deadline_seconds << " s, or it has given up.";
+      throw std::runtime_error(text.str());
     }
     std::this_thread::sleep_for(kPause);
   }
   auto& header = *reinterpret_cast<Header*>(memory.get());
   if (header.num_mapped.fetch_add(1) + 1 == static_cast<uint32_t>(num_processes)) shm_unlink(name.c_str());
-  // Should not all of them come, the first one takes the name away when it gives up.
+  // Should not all of them come, the name goes with whoever gives up first.
   unsigned char* const usable = memory.get() + kHeaderBytes;
-  return {usable, [memory, name, first](unsigned char*) mutable {
-            if (first) shm_unlink(name.c_str());
+  return {usable, [memory, name](unsigned char*) mutable {
+            shm_unlink(name.c_str());
             memory.reset();
           }};
 }

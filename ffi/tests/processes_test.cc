@@ -1,10 +1,15 @@
 // processes_test.cc: collectives between processes, here threads that share one piece of memory, against their
 // definitions; calls that come in different orders, and peers that do not come.
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <csignal>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -241,25 +246,45 @@ TestCall small_call(int num_ranks, uint64_t id) {
   return TestCall({Collective::all_reduce}, Op::sum, DType::f32, num_ranks, {10}, false, false, id);
 }
 
+void expect_in(const std::string& words, const std::string& error) {
+  EXPECT_NE(error.find(words), std::string::npos) << error;
+}
+
 TEST(Processes, NameTheOneThatDoesNotCome) {
   const ScopedDeadline deadline(0.3);
-  Processes processes({0, 1, 1, 2});
-  TestCall call = small_call(4, 1);
-  for (int process : {0, 2}) call.submit(processes[process]);
-  for (int rank : {0, 3}) {
-    ASSERT_TRUE(call.told(rank).wait());
-    EXPECT_NE(call.told(rank).error().find("Process 1 (ranks 1, 2) is stopped, or busy with something else"),
-              std::string::npos)
-        << call.told(rank).error();
+  for (bool came_before : {false, true}) {
+    Processes processes({0, 1, 1, 2});
+    if (came_before) {
+      TestCall first = small_call(4, 7);
+      for (int process : {0, 1, 2}) first.submit(processes[process]);
+      first.expect_results();
+    }
+    TestCall call = small_call(4, 1);
+    for (int process : {0, 2}) call.submit(processes[process]);
+    for (int rank : {0, 3}) {
+      ASSERT_TRUE(call.told(rank).wait());
+      expect_in(came_before ? "Process 1 (ranks 1, 2) is stopped, or busy with something else"
+                            : "Process 1 (ranks 1, 2) has not made a call in this group yet",
+                call.told(rank).error());
+    }
   }
-  // The group is of no use any more, which whoever comes too late learns at once.
-  const ScopedDeadline longer(60);
-  TestCall next = small_call(4, 2);
-  call.submit(processes[1]);
-  next.submit(processes[0]);
-  for (const auto& [told, rank] : {std::pair(&call.told(1), 1), std::pair(&next.told(0), 0)}) {
-    ASSERT_TRUE(told->wait()) << rank;
-    EXPECT_NE(told->error(), "");
+}
+
+// What others have staged before they gave up is still there, and must not become the result of one alone.
+TEST(Processes, WhoComesTooLateFailsAsWell) {
+  for (bool one_shot : {false, true}) {
+    ScopedDeadline deadline(0.2);
+    Processes processes({0, 1});
+    TestCall call({Collective::all_reduce}, Op::sum, DType::f32, 2, {10}, false, one_shot, 1), next = small_call(2, 2);
+    call.submit(processes[0]);
+    ASSERT_TRUE(call.told(0).wait());
+    const ScopedDeadline longer(60);
+    call.submit(processes[1]);
+    next.submit(processes[0]);
+    ASSERT_TRUE(call.told(1).wait());
+    expect_in("of no use any more. Process 0 (rank 0) has given up. It said: call 1", call.told(1).error());
+    ASSERT_TRUE(next.told(0).wait());
+    expect_in("Process 1 (rank 1)", next.told(0).error());
   }
 }
 
@@ -286,6 +311,48 @@ TEST(Processes, AreReleasedWhileTheyWait) {
   processes.end(0);
   ASSERT_TRUE(call.told(0).wait());
   EXPECT_NE(call.told(0).error().find("released"), std::string::npos);
+}
+
+// As a process of its own, which ends at a certain point.
+TEST(Channel, SeesThatAProcessHasEnded) {
+  const size_t bytes = Channel::bytes(2, kSmall);
+  void* const shared = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(shared, MAP_FAILED);
+  Channel channel(static_cast<unsigned char*>(shared), 2, 0, kSmall);
+  EXPECT_FALSE(channel.has_entered(1));
+  EXPECT_FALSE(channel.has_ended(1));
+  const pid_t child = fork();
+  if (child == 0) {
+    Channel(static_cast<unsigned char*>(shared), 2, 1, kSmall).enter();
+    for (;;) pause();
+  }
+  while (!channel.has_entered(1)) std::this_thread::yield();
+  EXPECT_FALSE(channel.has_ended(1));
+  kill(child, SIGSTOP);
+  EXPECT_FALSE(channel.has_ended(1));
+  kill(child, SIGKILL);
+  siginfo_t info;
+  ASSERT_EQ(waitid(P_PID, child, &info, WEXITED | WNOWAIT), 0);
+  EXPECT_TRUE(channel.has_ended(1)) << "its parent has not taken notice of its end";
+  ASSERT_EQ(waitpid(child, nullptr, 0), child);
+  EXPECT_TRUE(channel.has_ended(1));
+  munmap(shared, bytes);
+}
+
+TEST(Channel, CutsWhatIsSaidBetweenCharacters) {
+  std::vector<unsigned char> memory(Channel::bytes(1, kSmall) + 128);
+  auto* const aligned = memory.data() + (128 - reinterpret_cast<uintptr_t>(memory.data()) % 128);
+  Channel channel(aligned, 1, 0, kSmall);
+  const std::string two_bytes = "\xc3\xa9";
+  for (const std::string& before : {std::string(), std::string("x")}) {
+    std::string text = before;
+    while (text.size() < 2000) text += two_bytes;
+    channel.say(text);
+    const std::string said = channel.said(0);
+    EXPECT_EQ((said.size() - before.size()) % 2, 0u);
+    EXPECT_GT(said.size(), 1000u);
+    EXPECT_EQ(said, text.substr(0, said.size()));
+  }
 }
 
 TEST(RunNumbers, AreThoseInWhichRunsAreSeen) {
@@ -322,6 +389,18 @@ TEST(SharedMemory, HasNoNameOnceAllHaveIt) {
   EXPECT_EQ(map_shared(name, 100, true, 2, 5, never).get()[99], 0);
   // Its first process has let it go, without the others ever having come.
   EXPECT_THROW(map_shared(name, 100, false, 2, 0.05, never), std::runtime_error);
+}
+
+TEST(SharedMemory, LeavesNoNameIfNotAllCome) {
+  const std::string name = "/jax_ring-test-" + std::to_string(getpid()), file = "/dev/shm" + name;
+  const auto never = [] { return false; };
+  Memory first = map_shared(name, 100, true, 3, 5, never), second = map_shared(name, 100, false, 3, 5, never);
+  struct stat status;
+  ASSERT_EQ(stat(file.c_str(), &status), 0);
+  EXPECT_EQ(status.st_mode & 0777, 0600u);
+  EXPECT_EQ(status.st_uid, geteuid());
+  second.reset();  // the first to give up, or the one that has seen the first one end
+  EXPECT_NE(stat(file.c_str(), &status), 0);
 }
 
 }  // namespace
