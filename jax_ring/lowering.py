@@ -139,16 +139,12 @@ def _caller_on_cpu(ctx, groups) -> Caller:
 
 
 def _program(ctx) -> str:
-    """What names the program in all of its processes, so that each of its calls finds its like in the others.
-
-    It is counted by name, and not by all modules, for a process may compile other programs than the others do.
-    """
+    """What names the program in all of its processes, so that each of its calls finds its like in the others."""
     if jax.process_count() == 1:
         return ""
     notes = _compat.notes_on_module(ctx)
     if "program" not in notes:
-        name = _compat.module_name(ctx)
-        notes["program"] = f"{name}#{hosts.next_lowering(name)}"
+        notes["program"] = hosts.name_program(_compat.module_name(ctx), _compat.module_text(ctx))
     return notes["program"]
 
 

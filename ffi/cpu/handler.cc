@@ -48,8 +48,8 @@ bool is_one_shot(const CallSite& site, const Message& message, int group) {
   return site.algorithm.value_or(chosen) == Algorithm::one_shot;
 }
 
-// Equal calls of a program are told apart by the order in which its processes build them. `program` is its name and,
-// behind a '#', how often this process has built one of that name: not every process builds each as often.
+// Equal calls of a program are told apart by the order in which its processes build them. `program` is the name that it
+// has in all of them and, behind a '#', how often this process has built it: not every process builds it as often.
 Hash identity_of(std::string_view call, std::string_view program, const Plan& plan, Op op,
                  std::optional<Algorithm> algorithm) {
   Hash hash;

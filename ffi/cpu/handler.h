@@ -18,9 +18,8 @@ namespace jax_ring::cpu {
 //   processes    int64 array: the process in which each of them lives
 //   group_sizes  int64 array: the size of each group
 //   call         string: what the call is, for error messages
-//   program      string: empty in a program of one process; else the name of the program, '#', and a number for
-//   programs
-//                of that name in this process
+//   program      string: empty in a program of one process; else the name of the program in all of its processes,
+//                '#', and a number for each time that this process has lowered it
 //   algorithm    string: auto, one_shot, two_shot or ring. Within a process one algorithm serves them all.
 //   one_shot_bytes, two_shot_bytes
 //                int64 arrays: for each group, the largest messages for which auto is one_shot, or two_shot. Empty
