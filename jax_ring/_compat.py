@@ -214,12 +214,6 @@ def module_name(lowering_context) -> str:
     return _ir.StringAttr(lowering_context.module_context.module.operation.attributes["sym_name"]).value
 
 
-def module_text(lowering_context) -> str:
-    """What there is of the module that is being lowered, without places in the source and without large constants."""
-    module = lowering_context.module_context.module.operation
-    return module.get_asm(large_elements_limit=16, enable_debug_info=False, assume_verified=True)
-
-
 def is_distributed() -> bool:
     """Whether `jax.distributed` is initialized now."""
     return _distributed.global_state.client is not None

@@ -1,7 +1,6 @@
 """Which processes share a host, and what else they tell each other in the key-value store of `jax.distributed`."""
 
 import collections
-import hashlib
 import itertools
 import os
 import pathlib
@@ -21,15 +20,15 @@ class _Meeting:
     Attributes:
       client: of the runtime. It is kept, so that that of a later runtime is known to be another one.
       hosts: those that are known, by process.
-      programs: those that have been lowered: by name, then by what is known of their text, with a count of how often.
-        Anew in each runtime, because other processes of a later one may have been started for it.
+      lowerings: how many modules of each name have been lowered. Counted anew in each runtime, because other processes
+        of a later one may have been started for it.
     """
 
     def __init__(self, client) -> None:
         self.client = client
         process = _compat.distributed_process()
         self.hosts = {process: _own_host()}
-        self.programs: dict[str, dict[bytes, tuple[int, itertools.count]]] = collections.defaultdict(dict)
+        self.lowerings: dict[str, itertools.count] = collections.defaultdict(itertools.count)
         publish, fetch = _compat.key_value_store(runtime.timeout())
         publish(_key(process), self.hosts[process].encode())
         # Whoever comes first makes the token. It is a secret among the processes: what they share is named by it.
@@ -88,16 +87,9 @@ def host_of(process: int) -> str:
     return hosts[process]
 
 
-def name_program(module: str, text: str) -> str:
-    """A name for a program that is being lowered: the same in all processes up to '#', behind which it is counted.
-
-    It is numbered among the different ones of a module's name, in the order of lowering. One that is lowered again,
-    which a single process may do to look at it, is known by its text.
-    """
-    programs = _met().programs[module]
-    seen = hashlib.sha256(text.encode()).digest()
-    number, lowerings = programs.setdefault(seen, (len(programs), itertools.count()))
-    return f"{module}.{number}#{next(lowerings)}"
+def next_lowering(module: str) -> int:
+    """How many modules of that name this process has lowered before, for programs of several processes."""
+    return next(_met().lowerings[module])
 
 
 def _key(process: int) -> str:

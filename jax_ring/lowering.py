@@ -139,12 +139,17 @@ def _caller_on_cpu(ctx, groups) -> Caller:
 
 
 def _program(ctx) -> str:
-    """What names the program in all of its processes, so that each of its calls finds its like in the others."""
+    """What names the program in all of its processes, so that each of its calls finds its like in the others.
+
+    Up to the '#' it is the same in all of them. What follows counts programs of that name, of which a process may lower
+    more than the others do: to look at one, or to run one by itself.
+    """
     if jax.process_count() == 1:
         return ""
     notes = _compat.notes_on_module(ctx)
     if "program" not in notes:
-        notes["program"] = hosts.name_program(_compat.module_name(ctx), _compat.module_text(ctx))
+        name = _compat.module_name(ctx)
+        notes["program"] = f"{name}#{hosts.next_lowering(name)}"
     return notes["program"]
 
 

@@ -72,18 +72,18 @@ def test_what_containers_may_not_have_in_common_tells_hosts_apart(monkeypatch, t
     assert hosts._own_host() != hosts._own_host()  # nothing is known: nobody is on this host
 
 
-def test_each_runtime_has_a_token_and_names_of_its_own(runtime_of):
+def test_each_runtime_has_a_token_and_a_count_of_its_own(runtime_of):
     first = Client()
     joined = runtime_of(first)
     hosts.meet()
-    assert [hosts.name_program("jit_f", text) for text in "aba"] == ["jit_f.0#0", "jit_f.1#0", "jit_f.0#1"]
-    assert hosts.name_program("jit_g", "b") == "jit_g.0#0"
+    assert [hosts.next_lowering("jit_f") for _ in range(3)] == [0, 1, 2]
+    assert hosts.next_lowering("jit_g") == 0
     runtime_of(None)
     assert hosts.meet() is None
     with pytest.raises(RuntimeError, match=r"in a program of 2 processes.*jax.distributed.initialize"):
         hosts.host_of(1)
     runtime_of(Client())
-    assert hosts.name_program("jit_f", "c") == "jit_f.0#0"
+    assert hosts.next_lowering("jit_f") == 0
     assert len(set(joined)) == 2
 
 
