@@ -23,6 +23,13 @@ namespace {
 
 namespace ffi = xla::ffi;
 
+// A group that spans several processes.
+struct Spanning {
+  std::shared_ptr<shm::Communicator> communicator;
+  Thresholds thresholds;
+  std::unique_ptr<shm::Launches> launches;  // those that this group takes part in
+};
+
 // One per call instruction and process; the runtime owns it.
 struct CallSite {
   static ffi::TypeId id;
@@ -31,20 +38,18 @@ struct CallSite {
   Rendezvous rendezvous;
   Plan plan;
   Op op;
-  // Of groups that span several processes.
+  // For groups that span several processes.
   std::shared_ptr<const std::string> text;
   std::optional<Algorithm> algorithm;
-  std::vector<Thresholds> thresholds;  // by group; empty where none spans processes
-  Hash hash;                           // of what tells the call from others, in all processes alike
-  std::unique_ptr<shm::Launches> launches;
-  std::vector<std::shared_ptr<shm::Communicator>> communicators;  // by group; null if it does not, or has no rank here
+  Hash hash;                                    // of what tells the call from others, in all processes alike
+  std::vector<std::optional<Spanning>> groups;  // nothing if one does not span several, or has no rank here
 };
 ffi::TypeId CallSite::id = {};
 
-bool is_one_shot(const CallSite& site, const Message& message, int group) {
+bool is_one_shot(const CallSite& site, const Message& message, const Thresholds& thresholds) {
   size_t count = 0;
   for (size_t of_operand : message.counts) count += of_operand;
-  const Algorithm chosen = choose(count * element_size(message.dtype), site.thresholds[group]);
+  const Algorithm chosen = choose(count * element_size(message.dtype), thresholds);
   return site.algorithm.value_or(chosen) == Algorithm::one_shot;
 }
 
@@ -59,19 +64,28 @@ Hash identity_of(std::string_view call, std::string_view program, const Plan& pl
 }
 
 void find_communicators(CallSite& site, ffi::Span<const int64_t> partitions, ffi::Span<const int64_t> processes,
-                        ffi::Span<const int64_t> group_sizes) {
+                        ffi::Span<const int64_t> group_sizes, ffi::Span<const int64_t> one_shot_bytes,
+                        ffi::Span<const int64_t> two_shot_bytes) {
   auto& all = shm::Communicators::instance();
   const int64_t self = all.process();
   size_t next = 0;
-  for (int64_t size : group_sizes) {
+  for (size_t group = 0; group < group_sizes.size(); ++group) {
     std::vector<shm::Member> members;
+    Hash hash = site.hash;
     size_t local = 0;
-    for (const size_t end = next + size; next < end; ++next) {
+    for (const size_t end = next + group_sizes[group]; next < end; ++next) {
       members.emplace_back(processes[next], partitions[next]);
+      hash.add(processes[next]).add(partitions[next]);
       local += processes[next] == self;
     }
-    const bool spans = local > 0 && local < members.size();
-    site.communicators.push_back(spans ? all.of(members) : nullptr);
+    site.groups.emplace_back();
+    if (local == 0 || local == members.size()) continue;
+    if (one_shot_bytes.size() != group_sizes.size() || two_shot_bytes.size() != group_sizes.size()) {
+      throw std::invalid_argument("jax_ring: there are not as many thresholds as groups");
+    }
+    const Thresholds thresholds{static_cast<uint64_t>(one_shot_bytes[group]),
+                                static_cast<uint64_t>(two_shot_bytes[group])};
+    site.groups.back() = {all.of(members), thresholds, std::make_unique<shm::Launches>(all.runs(hash.value()))};
   }
 }
 
@@ -103,37 +117,21 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
     ReplicaGroups groups({partitions.begin(), partitions.end()}, {group_sizes.begin(), group_sizes.end()}, is_local);
     auto site = std::make_unique<CallSite>(std::move(groups), std::string(call), plan, named<Op>(op, kOps));
     site->algorithm = algorithm_of(algorithm);
-    find_communicators(*site, partitions, processes, group_sizes);
-    const auto spans = [](const auto& communicator) { return communicator != nullptr; };
-    if (std::any_of(site->communicators.begin(), site->communicators.end(), spans)) {
-      if (one_shot_bytes.size() != group_sizes.size() || two_shot_bytes.size() != group_sizes.size()) {
-        throw std::invalid_argument("jax_ring: there are not as many thresholds as groups");
-      }
-      for (size_t group = 0; group < group_sizes.size(); ++group) {
-        site->thresholds.push_back(
-            {static_cast<uint64_t>(one_shot_bytes[group]), static_cast<uint64_t>(two_shot_bytes[group])});
-      }
-    }
-    if (!program.empty()) {
-      site->hash = identity_of(call, program, plan, site->op, site->algorithm);
-      site->launches = std::make_unique<shm::Launches>(shm::Communicators::instance().runs(site->hash.value()));
-    }
+    if (!program.empty()) site->hash = identity_of(call, program, plan, site->op, site->algorithm);
+    find_communicators(*site, partitions, processes, group_sizes, one_shot_bytes, two_shot_bytes);
     return site;
   } catch (const std::exception& error) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(error.what()));
   }
 }
 
-void run_between_processes(const CallSite& site, MeetingPtr meeting, const Message& message) {
+void run_between_processes(const CallSite& site, const Spanning& group, MeetingPtr meeting, const Message& message) {
+  const auto [run, launch] = group.launches->number(meeting->run_id);
+  const bool one_shot = is_one_shot(site, message, group.thresholds);
   Hash hash = site.hash;
-  const auto [run, launch] = site.launches->number(meeting->run_id);
-  hash.add(run).add(launch).add(message.dtype);
+  hash.add(run).add(launch).add(message.dtype).add(one_shot);
   for (size_t count : message.counts) hash.add(count);
-  const int group = meeting->group;
-  const bool one_shot = is_one_shot(site, message, group);
-  hash.add(one_shot);
-  shm::Call call{std::move(meeting), message, hash.value(), one_shot, site.text};
-  meeting = site.communicators[group]->submit(std::move(call));
+  meeting = group.communicator->submit({std::move(meeting), message, hash.value(), one_shot, site.text});
   if (meeting == nullptr) return;
   const auto is_here = [](const Completion& done) { return static_cast<bool>(done); };
   if (std::count_if(meeting->done.begin(), meeting->done.end(), is_here) > 1) {
@@ -185,11 +183,11 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
     };
     auto meeting = site->rendezvous.arrive(run.run_id, *partition.typed_data(), std::move(participant));
     if (meeting == nullptr) return future;
-    if (site->communicators[group] == nullptr) {
+    if (const std::optional<Spanning>& spanning = site->groups[group]) {
+      run_between_processes(*site, *spanning, std::move(meeting), message);
+    } else {
       XlaWorkers workers(pool);
       run_collective(std::move(meeting), message, workers);
-    } else {
-      run_between_processes(*site, std::move(meeting), message);
     }
   } catch (const std::exception& error) {
     promise.SetError(ffi::Error::Internal(error.what()));

@@ -35,7 +35,7 @@ class Communicators {
   // the same order.
   int64_t count(const std::string& key);
 
-  // The executions of the calls with this identity.
+  // The executions of the calls with this identity, in a group.
   std::shared_ptr<Runs> runs(uint64_t identity);
 
  private:

@@ -18,7 +18,7 @@ namespace jax_ring::shm {
 class Runs {
  public:
   // How many other executions had been seen when this one was seen first. Equal calls in programs of the same name
-  // count together.
+  // count together, but not those of different groups, which not all processes have to be in.
   int64_t number(int64_t run_id) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found =

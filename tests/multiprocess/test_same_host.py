@@ -80,8 +80,9 @@ def digests():
                 mapped = jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))
                 for row, result in rows(mapped(x)).items():
                     found[f"{name} of {dtype}[{count}], {row}"] = hashlib.md5(result.tobytes()).hexdigest()
-    # Sub-meshes: of one process, and of some ranks of each.
-    for name, ranks in {"first": range(2), "every other": range(0, RANKS, 2)}.items():
+    # Sub-meshes: of one process, of some ranks of each, and of different processes, not all of which see each call.
+    halves = {"first half": range(4), "first and last": (0, 1, 6, 7)}
+    for name, ranks in {"first": range(2), "every other": range(0, RANKS, 2), **halves}.items():
         devices = np.array(jax.devices())[list(ranks)]
         if jax.process_index() not in {device.process_index for device in devices}:
             continue
