@@ -7,6 +7,7 @@ import os
 import pathlib
 import secrets
 import threading
+from collections.abc import Sequence
 
 import jax
 
@@ -88,12 +89,13 @@ def host_of(process: int) -> str:
     return hosts[process]
 
 
-def name_program(module: str, text: str) -> str:
+def name_program(module: str, processes: Sequence[int], text: str) -> str:
     """A name for a program that is being lowered: the same in all processes up to '#', behind which it is counted.
 
-    It is numbered among the different ones of a module's name, in the order of lowering. One that is lowered again,
-    which a single process may do to look at it, is known by its text.
+    It is numbered among the different ones of a module's name that the same processes take part in, and so lower, in
+    the order of lowering. One that is lowered again, which a single process may do to look at it, is known by its text.
     """
+    module += f"({','.join(map(str, sorted(set(processes))))})"
     programs = _met().programs[module]
     seen = hashlib.sha256(text.encode()).digest()
     number, lowerings = programs.setdefault(seen, (len(programs), itertools.count()))

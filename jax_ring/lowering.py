@@ -125,18 +125,18 @@ def _caller_on_cpu(ctx, groups) -> Caller:
     attributes = {
         "partitions": np.array(members, np.int64),
         "processes": np.array([processes[i] for i in members], np.int64),
-        "program": _program(ctx),
+        "program": _program(ctx, processes),
     }
     return Caller([position], [jax.core.ShapedArray((), np.uint32)], attributes)
 
 
-def _program(ctx) -> str:
+def _program(ctx, processes: Sequence[int]) -> str:
     """What names the program in all of its processes, so that each of its calls finds its like in the others."""
     if jax.process_count() == 1:
         return ""
     notes = _compat.notes_on_module(ctx)
     if "program" not in notes:
-        notes["program"] = hosts.name_program(_compat.module_name(ctx), _compat.module_text(ctx))
+        notes["program"] = hosts.name_program(_compat.module_name(ctx), processes, _compat.module_text(ctx))
     return notes["program"]
 
 

@@ -76,14 +76,17 @@ def test_each_runtime_has_a_token_and_names_of_its_own(runtime_of):
     first = Client()
     joined = runtime_of(first)
     hosts.meet()
-    assert [hosts.name_program("jit_f", text) for text in "aba"] == ["jit_f.0#0", "jit_f.1#0", "jit_f.0#1"]
-    assert hosts.name_program("jit_g", "b") == "jit_g.0#0"
+    named = [hosts.name_program("jit_f", [1, 0, 1], text) for text in "aba"]
+    assert named == ["jit_f(0,1).0#0", "jit_f(0,1).1#0", "jit_f(0,1).0#1"]
+    # What others do not take part in is not counted.
+    assert hosts.name_program("jit_f", [0, 2], "b") == "jit_f(0,2).0#0"
+    assert hosts.name_program("jit_g", [0, 1], "b") == "jit_g(0,1).0#0"
     runtime_of(None)
     assert hosts.meet() is None
     with pytest.raises(RuntimeError, match=r"in a program of 2 processes.*jax.distributed.initialize"):
         hosts.host_of(1)
     runtime_of(Client())
-    assert hosts.name_program("jit_f", "c") == "jit_f.0#0"
+    assert hosts.name_program("jit_f", [0, 1], "c") == "jit_f(0,1).0#0"
     assert len(set(joined)) == 2
 
 
