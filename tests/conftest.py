@@ -17,15 +17,29 @@ def pytest_addoption(parser):
         action="store_true",
         help="run the tests that compare with lax, with lax's functions under override_lax() in the place of ours",
     )
+    parser.addoption(
+        "--soak",
+        type=float,
+        default=0,
+        metavar="SECONDS",
+        help="how long to run random programs of several processes, some of which are stopped or killed; default: two",
+    )
 
 
 def pytest_configure(config):
     # A hang that pytest-timeout cannot interrupt (in native code, without the GIL) still ends, with all stacks.
-    faulthandler.dump_traceback_later(3000, exit=True)
+    faulthandler.dump_traceback_later(3000 + config.getoption("--soak"), exit=True)
     if config.getoption("--override-lax"):
         import overriding
 
         overriding.replace_ours_by_lax()
+
+
+def pytest_terminal_summary(terminalreporter):
+    for report in terminalreporter.getreports("passed"):
+        for name, text in report.user_properties:
+            if name == "soak":
+                terminalreporter.write_line(text)
 
 
 def pytest_collection_modifyitems(config, items):

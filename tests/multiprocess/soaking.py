@@ -1,0 +1,178 @@
+"""What each process of the soak test does: random collectives at random moments, results checked to the last bit."""
+
+import functools
+import os
+import pathlib
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+PROGRAMS = 10
+REPEATS = 20  # of the call in a loop
+DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8")
+# What a process may gain once it has run every program; what is looked for would gain with each call.
+MOST_GROWTH = {"MiB": 24, "files": 4, "threads": 6, "segments": 0}
+
+
+class Program(NamedTuple):
+    """A compiled program, operands for it, and what each mesh position is to get from them."""
+
+    run: Callable
+    operands: list[jax.Array]
+    expected: list[np.ndarray]  # by operands, then result, then mesh position
+    num_calls: int
+
+
+def soak(seed: int, num_rounds: int, folder: str) -> None:
+    """Prints "began", what came of it, and how many calls this process has made; then waits to be let go."""
+    shared, own = np.random.default_rng(seed), np.random.default_rng([seed, jax.process_index()])
+    programs = [program for _ in range(PROGRAMS) if (program := make_program(shared, own))]
+    num_calls, before, outcome = 0, None, "done"
+    print("began", flush=True)
+    try:
+        for number in range(num_rounds):
+            # All processes choose the same ones; who has no rank in one goes on.
+            chosen = [int(i) for i in shared.integers(PROGRAMS, size=shared.integers(1, 6))]
+            which = [int(i) for i in shared.integers(2, size=len(chosen))]
+            nap(own)
+            launched = [
+                (programs[i], k, programs[i].run(programs[i].operands[k]))
+                for i, k in zip(chosen, which, strict=True)
+                if programs[i].operands
+            ]
+            for program, k, results in launched:
+                check(results, program.expected[k])
+                num_calls += program.num_calls
+            if number % 20 == 0:
+                print(f"calls {num_calls}", flush=True)
+            if number == num_rounds // 3:
+                before = resources()
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if "DEADLINE_EXCEEDED" not in str(error) and "Error dispatching computation" not in str(error):
+            raise
+        outcome = f"failed: {str(error).splitlines()[0]}"
+        np.testing.assert_array_equal(jax.jit(lambda x: x * 2)(jnp.arange(3)), [0, 2, 4])
+    else:
+        assert before is not None
+        growth = {name: after - before[name] for name, after in resources().items()}
+        assert all(growth[name] <= most for name, most in MOST_GROWTH.items()), growth
+        print(f"growth {growth}", flush=True)
+    print(f"calls {num_calls}\n{outcome}", flush=True)
+    # JAX's coordinator is the last to go.
+    while not os.path.exists(pathlib.Path(folder, "last" if jax.process_index() == 0 else "end")):
+        time.sleep(0.02)
+
+
+def make_program(shared, own) -> Program:
+    from family import extremum, on_root
+    from helpers import rank_fold, ring_fold
+
+    import jax_ring
+
+    devices = [jax.devices()[i] for i in shared.permutation(len(jax.devices()))]
+    devices = devices[: shared.integers(2, len(devices), endpoint=True)]
+    ranks, mesh = len(devices), Mesh(np.array(devices), ("i",))
+    dtype = jnp.dtype(DTYPES[shared.integers(len(DTYPES))])
+    shape = (ranks, int(shared.choice([0, 1, 7, 300, 5000, 40_000])))
+    root = int(shared.integers(ranks))
+    algorithm = ("auto", "one_shot", "two_shot", "ring")[shared.integers(4)]
+    ring = algorithm == "ring" and bool(shared.integers(2))
+    cut = int(shared.integers(1, ranks)) if shared.integers(2) else ranks
+    order = [int(i) for i in shared.permutation(ranks)]
+    groups = [group for group in (order[:cut], order[cut:]) if group]
+
+    def by_groups(fold):
+        def of(values):
+            result = np.empty_like(values)
+            for group in groups:
+                result[group] = fold(values[group])
+            return result
+
+        return of
+
+    call, oracle = [
+        (
+            functools.partial(jax_ring.ring_psum, order="ring" if ring else "rank"),
+            lambda values: np.stack([(ring_fold if ring else rank_fold)(values)] * ranks),
+        ),
+        (functools.partial(jax_ring.ring_psum, axis_index_groups=groups), by_groups(rank_fold)),
+        (
+            functools.partial(jax_ring.ring_pmax, axis_index_groups=groups),
+            by_groups(lambda values: extremum(values, np.maximum)),
+        ),
+        (jax_ring.ring_psum_scatter, lambda values: rank_fold(values)),
+        (jax_ring.ring_all_gather, lambda values: np.stack([values] * ranks)),
+        (functools.partial(jax_ring.ring_reduce, root=root), lambda values: on_root(rank_fold(values), root, ranks)),
+        (functools.partial(jax_ring.ring_broadcast, root=root), lambda values: np.stack([values[root]] * ranks)),
+    ][shared.integers(7)]
+    call = functools.partial(call, axis_name="i", algorithm=algorithm)
+    kind = ("plain", "several", "loop")[shared.integers(3)]
+    if kind == "loop" and oracle(np.zeros((ranks, *shape), dtype)).shape[1:] != shape:
+        kind = "several"
+    copies = {"plain": 1, "several": 4, "loop": 1}[kind]
+    halve = dtype.type(0.5) if jnp.issubdtype(dtype, jnp.floating) else dtype.type(1)
+
+    def late(x, i):
+        """x + i, after a while. JAX may wait for ever where a callback looks at its argument."""
+
+        def callback(_):
+            nap(own)
+            return dtype.type(i)
+
+        return x + jax.pure_callback(callback, jax.ShapeDtypeStruct((), dtype), jnp.sum(x))
+
+    def body(x):
+        x = x[0]
+        if kind == "loop":
+            return [lax.fori_loop(0, REPEATS, lambda _, x: call(x * halve), x)[None]]
+        xs = [late(x, i) for i in range(copies)] if kind == "several" else [x]
+        return [call(x)[None] for x in xs]
+
+    def expect(values):
+        if kind == "loop":
+            for _ in range(REPEATS):
+                values = oracle(values * halve)
+            return [values]
+        return [oracle((values + dtype.type(i)).astype(dtype)) for i in range(copies)]
+
+    data = [shared.standard_normal((ranks, *shape)) * 40 for _ in range(2)]
+    here = {device.process_index for device in devices}
+    if jax.process_index() not in here:
+        return Program(body, [], [], 0)
+    values = [np.abs(of).astype(dtype) if dtype.kind == "u" else of.astype(dtype) for of in data]
+    sharding = jax.NamedSharding(mesh, P("i"))
+    operands = [jax.make_array_from_callback(of.shape, sharding, lambda index, of=of: of[index]) for of in values]
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))
+    with np.errstate(all="ignore"):
+        expected = [expect(of) for of in values]
+    return Program(run, operands, expected, copies * (REPEATS if kind == "loop" else 1))
+
+
+def check(results, expected) -> None:
+    from helpers import assert_same_bits
+
+    for result, want in zip(results, expected, strict=True):
+        for shard in result.addressable_shards:
+            assert_same_bits(shard.data, want[shard.index])
+
+
+def nap(own) -> None:
+    """Most often none at all."""
+    time.sleep(max(0.0, own.exponential(0.004) - 0.004))
+
+
+def resources() -> dict[str, float]:
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "MiB": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "segments": pathlib.Path("/proc/self/maps").read_text().count("/dev/shm/jax_ring"),
+    }

@@ -1,0 +1,82 @@
+"""Random collectives in random layouts of processes, some of which are stopped or killed: `pytest --soak SECONDS`."""
+
+import collections
+import glob
+import re
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processes import Processes, in_words
+from soaking import soak
+
+DEADLINE = 4.0
+PATIENCE = 60.0
+LAYOUTS = [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (4, 2)]  # processes, devices of each
+EVENTS = ("none", "brief stop", "kill", "long stop")
+
+
+@pytest.mark.timeout(0)  # the harness sets limits
+def test_soak(request, record_property):
+    seconds = request.config.getoption("--soak")
+    long = seconds > 0
+    seed = int(time.time()) if long else 20
+    random = np.random.default_rng(seed)
+    counts = collections.Counter()
+    until = time.monotonic() + seconds
+    number = 0
+    while time.monotonic() < until or number < 2:
+        # The short form: one program that runs well, and one that does not.
+        event = EVENTS[random.integers(len(EVENTS))] if long else ("brief stop", "kill")[number]
+        layout = LAYOUTS[random.integers(len(LAYOUTS))] if long else ((2, 2), (3, 1))[number]
+        counts.update(run_program(random, layout, event, 600 if long else 60))
+        number += 1
+    record_property("soak", f"soak (seed {seed}): " + ", ".join(f"{counts[name]} {name}" for name in counts))
+
+
+def run_program(random, layout, event: str, num_rounds: int) -> dict[str, int]:
+    """One program from its start to its end, in which one event happens."""
+    num_processes, devices_each = layout
+    fails = event in ("kill", "long stop")
+    seed = int(random.integers(2**31))
+    segments = set(glob.glob("/dev/shm/jax_ring*"))
+    environment = {"JAX_RING_TIMEOUT_S": str(DEADLINE), "JAX_ENABLE_RECOVERABILITY": "1"}
+    # JAX ends all processes with its coordinator, process 0.
+    victim = int(random.integers(1 if event == "kill" else 0, num_processes))
+    told = f"{layout}, {event} of {victim}, seed {seed}"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Processes(
+            soak, num_processes, devices_each, arguments=[seed, 10**9 if fails else num_rounds, folder],
+            environment=environment,
+        ) as program,
+    ):  # fmt: skip
+        for process in range(num_processes):
+            program.wait_until(process, "began", timeout=PATIENCE)
+        time.sleep(random.uniform(0, 3))
+        if event == "kill":
+            program.popen[victim].send_signal(signal.SIGKILL)
+        elif event != "none":
+            program.popen[victim].send_signal(signal.SIGSTOP)
+            time.sleep(random.uniform(0, DEADLINE / 4) if event == "brief stop" else 2 * DEADLINE)
+            program.popen[victim].send_signal(signal.SIGCONT)
+        others = [i for i in range(num_processes) if event != "kill" or i != victim]
+        for process in others:
+            program.wait_until(process, "failed:" if fails else "done", timeout=PATIENCE)
+        Path(folder, "end").touch()
+        for process in others[1:]:
+            program.popen[process].wait(PATIENCE)
+        Path(folder, "last").touch()
+        program.popen[0].wait(PATIENCE)
+        program.kill()
+        results = [program.result(i) for i in range(num_processes)]
+    output = f"{told}\n{in_words(results)}"
+    assert all(results[i].returncode == 0 for i in others), output
+    calls = [int(re.findall(r"^calls (\d+)$", result.stdout, re.MULTILINE)[-1]) for result in results]
+    left = set(glob.glob("/dev/shm/jax_ring*")) - segments
+    assert not left, f"{output}\n{left}"
+    plural = {"none": "undisturbed programs", "kill": "kills survived"}.get(event, f"{event}s survived")
+    return {"calls checked": sum(calls), "programs": 1, plural: 1}
