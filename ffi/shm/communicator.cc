@@ -14,8 +14,10 @@
 namespace jax_ring::shm {
 namespace {
 
-// How long a thread of the runtime looks for the others before it leaves: of the order of what a collective takes.
-constexpr std::chrono::microseconds kBrief(50);
+// How long a thread of the runtime looks for the others before it leaves. To hand a call over takes tens of
+// microseconds: with a quarter of this time, four processes on two cores do so in every tenth call, which doubles the
+// time of small ones.
+constexpr std::chrono::microseconds kBrief(200);
 // Looks in a row, and then one for each turn that other threads get.
 constexpr int kSpins = 200;
 constexpr int kSpinsPerLookAtClock = 8;
