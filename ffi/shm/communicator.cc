@@ -94,8 +94,8 @@ void Communicator::hand_over() {
 void Communicator::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [this] { return stop_ || handed_over_; });
-    if (stop_) return;
+    wake_.wait(lock, [this] { return stop_ || handed_over_ || failure_; });
+    if (stop_ || !handed_over_) return;
     const bool is_new = channel_ == nullptr && !failure_;
     lock.unlock();
     if (is_new) connect();

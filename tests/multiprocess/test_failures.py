@@ -1,0 +1,321 @@
+"""Processes that fail or disagree: who waits for them gets an error that names them, and goes on; no sum is wrong."""
+
+import glob
+import os
+import pathlib
+import signal
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from processes import Processes, run
+
+DEADLINE = 1.5
+PATIENCE = DEADLINE + 10  # of a machine that has more to do
+ENVIRONMENT = {"JAX_RING_TIMEOUT_S": str(DEADLINE)}
+
+
+def mapped(f, mesh):
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))
+
+
+def values(mesh, shape=(3,), dtype=np.float32):
+    """(ranks, *shape), of which each rank holds its row."""
+    whole = np.arange(mesh.size * np.prod(shape), dtype=dtype).reshape(mesh.size, *shape)
+    return jax.make_array_from_callback(whole.shape, jax.NamedSharding(mesh, P("i")), lambda index: whole[index])
+
+
+def total(x):
+    from jax_ring import ring_psum
+
+    return ring_psum(x, "i")
+
+
+def check_total(mesh):
+    x = values(mesh)
+    expected = np.arange(mesh.size * 3, dtype=np.float32).reshape(mesh.size, 3).sum(0)
+    for shard in mapped(total, mesh)(x).addressable_shards:
+        np.testing.assert_array_equal(shard.data[0], expected)
+
+
+def check_alone():
+    np.testing.assert_array_equal(jax.jit(lambda x: x * 2)(jnp.arange(3)), [0, 2, 4])
+
+
+def error_of(f, *arguments) -> str:
+    """The text of the error that a call ends with, in time."""
+    began = time.monotonic()
+    # JAX raises the one where a program is launched, and the other where its result is waited for.
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="DEADLINE_EXCEEDED") as raised:
+        jax.block_until_ready(f(*arguments))
+    assert time.monotonic() - began < PATIENCE
+    check_alone()
+    return str(raised.value)
+
+
+def token() -> str:
+    from jax_ring import _compat
+
+    return _compat.distributed_client().key_value_try_get("jax_ring/token")
+
+
+def segments(of: str) -> list[str]:
+    return glob.glob(f"/dev/shm/jax_ring-{of}*")
+
+
+def wait_for(path) -> None:
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+
+# ---- Processes that stop, are killed, or leave -----------------------------------------------------------------------
+
+
+def outlive_the_others(folder):
+    """Process 0 is JAX's coordinator alone, since nobody outlives that. Of 1, 2 and 3 one after the other fails."""
+    folder, me = pathlib.Path(folder), jax.process_index()
+    by_process = {device.process_index: device for device in jax.devices()}
+    everybody, reverse, two = (
+        Mesh([by_process[i] for i in members], ("i",)) for members in ([1, 2, 3], [3, 2, 1], [2, 3])
+    )
+    if me == 0:
+        import jax_ring  # noqa: F401, which says where this process is
+
+        print(f"token {token()}", flush=True)
+        wait_for(folder / "end")
+        return
+    check_total(everybody)
+    print("ready", flush=True)
+    wait_for(folder / "stopped" if me != 3 else folder / "continued")
+    error = error_of(mapped(total, everybody), values(everybody))
+    # Once a group has failed it fails at once.
+    assert mapped_fails_at_once(everybody)
+    if me == 3:
+        assert "has given up" in error, error
+    else:
+        assert f"ring_psum of float32[1,3] over axis 'i', called at {__file__}" in error, error
+        assert "(total)" in error, error
+        assert "Process 3 (rank 2) is stopped, or busy with something else." in error, error
+    print("resumed", flush=True)
+    check_total(reverse)  # another group: its memory is its own
+    add = mapped(total, reverse)
+    x = values(reverse)
+    if me == 1:
+        while True:
+            add(x).block_until_ready()
+            print("adds", flush=True)
+
+    def add_for_ever(x):
+        while True:
+            x = jax.block_until_ready(add(x))
+
+    error = error_of(add_for_ever, x)
+    assert "Process 1 (rank 2) has ended." in error or "has given up" in error, error
+    check_total(two)
+    if me == 3:
+        wait_for(folder / "leave")
+        sys.exit(0)
+    print("survived", flush=True)
+    error = error_of(mapped(total, two), values(two))
+    assert "Process 3 (rank 1) " in error, error
+    assert "has ended" in error or "busy with something else" in error, error
+    jax.distributed.shutdown()
+
+
+def mapped_fails_at_once(mesh) -> bool:
+    began = time.monotonic()
+    error_of(mapped(total, mesh), values(mesh))
+    return time.monotonic() - began < DEADLINE
+
+
+def test_a_process_is_stopped_another_killed_and_a_third_leaves(tmp_path):
+    # Without the first setting JAX waits for the dead when it shuts down, and then ends all processes.
+    environment = {**ENVIRONMENT, "JAX_ENABLE_RECOVERABILITY": "1"}
+    with Processes(outlive_the_others, 4, arguments=[str(tmp_path)], environment=environment) as program:
+        program.wait_until(0, "token")
+        own = program.result(0).stdout.split("token ")[1].split()[0]
+        for process in (1, 2, 3):
+            program.wait_until(process, "ready")
+        assert segments(own) == []
+        program.popen[3].send_signal(signal.SIGSTOP)
+        (tmp_path / "stopped").touch()
+        for process in (1, 2):
+            program.wait_until(process, "resumed")
+        program.popen[3].send_signal(signal.SIGCONT)
+        (tmp_path / "continued").touch()
+        program.wait_until(1, "adds")
+        program.popen[1].send_signal(signal.SIGKILL)  # in the middle of a call, and not reaped
+        program.wait_until(2, "survived")
+        (tmp_path / "leave").touch()
+        ended = program.popen[2].wait(PATIENCE)
+        (tmp_path / "end").touch()
+        results = program.wait(PATIENCE)
+        program.kill()
+    assert [result.returncode for result in results] == [0, -signal.SIGKILL, 0, 0], results
+    assert ended == 0
+    assert segments(own) == []
+
+
+# ---- Processes that make other calls, and what is left of them -------------------------------------------------------
+
+
+def disagree(folder):
+    import processes
+
+    from jax_ring import ring_pmax, ring_psum
+
+    me = jax.process_index()
+    # The processes of the ranks: each makes a group of its own, which fails without the others.
+    layouts = ["10", "01", "001", "010", "011", "100", "101", "110"]
+
+    def group():
+        local = [iter(jax.local_devices(process_index=process)) for process in (0, 1)]
+        return Mesh(np.array([next(local[int(process)]) for process in layouts.pop()]), ("i",))
+
+    check_total(group())
+
+    # What each of the two processes does; and what both are told.
+    mesh = group()
+    f = mapped(total, mesh)
+    small, large = values(mesh), values(mesh, (5,))
+    error = error_of(f, (small, large)[me])
+    assert "float32[1,3]" in error, error
+    assert "float32[1,5]" in error, error
+
+    mesh = group()
+    f = mapped(total, mesh)
+    error = error_of(f, values(mesh, dtype=(np.float32, np.int32)[me]))
+    assert "float32[1,3]" in error, error
+    assert "int32[1,3]" in error, error
+
+    mesh = group()
+    error = error_of(mapped((total, lambda x: ring_pmax(x, "i"))[me], mesh), values(mesh))
+    assert "ring_psum of" in error, error
+    assert "ring_pmax of" in error, error
+
+    mesh = group()
+    renamed = Mesh(mesh.devices, ("j",))
+    x = jax.device_put(values(mesh), jax.NamedSharding((mesh, renamed)[me], P("ij"[me])))
+    over_j = jax.shard_map(lambda x: ring_psum(x, "j"), mesh=renamed, in_specs=P("j"), out_specs=P("j"))
+    error = error_of((mapped(total, mesh), jax.jit(over_j))[me], x)
+    assert "over axis 'i'" in error, error
+    assert "over axis 'j'" in error, error
+
+    mesh = group()
+    calls = [(mapped(total, mesh), values(mesh)), (mapped(lambda x: ring_pmax(x, "i"), mesh), values(mesh))]
+    error = error_of(*calls[me])  # the one does this first, the other that
+    assert "ring_psum of" in error, error
+    assert "ring_pmax of" in error, error
+
+    # None at all: of a group that is still to be formed, and that has a name until then.
+    mesh = group()
+    if me == 0:
+        error = error_of(mapped(total, mesh), values(mesh))
+        assert "Process 1 (rank" in error, error
+        assert ") has not made a call in this group yet." in error, error
+        assert segments(token()) == []
+    else:
+        while not (found := segments(token())):
+            time.sleep(0.001)
+        assert [os.stat(path).st_mode & 0o777 for path in found] == [0o600]
+    # The same, when it is the first process that does not come, which is to make the memory.
+    mesh = group()
+    if me == 0:
+        error = error_of(mapped(total, mesh), values(mesh))
+        assert "is process 1 (rank 0)" in error, error
+
+    # After all of this the processes form their groups anew.
+    del calls, x, small, large, f
+    address, port = processes.distributed["coordinator_address"].split(":")
+    for again in (1, 2):
+        jax.distributed.shutdown()
+        jax.clear_caches()
+        jax.extend.backend.clear_backends()
+        jax.distributed.initialize(**{**processes.distributed, "coordinator_address": f"{address}:{int(port) + again}"})
+        everybody = Mesh(np.array(jax.devices()), ("i",))
+        check_total(everybody)
+        # And one that is as good as one that has failed.
+        check_total(Mesh([jax.local_devices(process_index=0)[0], jax.local_devices(process_index=1)[0]], ("i",)))
+    # Those of the last two groups. (JAX leaves some threads and files of each runtime behind, of its own.)
+    assert pathlib.Path("/proc/self/maps").read_text().count("/dev/shm/jax_ring") == 2
+    print(f"token {token()}", flush=True)
+    time.sleep(1000)
+
+
+def test_processes_that_disagree_and_begin_anew(tmp_path):
+    with Processes(disagree, 2, 4, arguments=[str(tmp_path)], environment=ENVIRONMENT) as program:
+        for process in (0, 1):
+            program.wait_until(process, "token", timeout=100)
+        own = program.result(0).stdout.split("token ")[1].split()[0]
+        # JAX's coordinator: JAX itself ends the others, as soon as they see that it is gone.
+        program.popen[0].send_signal(signal.SIGKILL)
+        assert program.popen[1].wait(60) == -signal.SIGABRT
+        assert segments(own) == []
+        assert "JAX distributed service detected fatal errors" in program.result(1).stderr
+
+
+# ---- Processes that agree, though not on when ------------------------------------------------------------------------
+
+
+def take_different_orders():
+    from jax_ring import ring_psum
+
+    me, ranks = jax.process_index(), len(jax.devices())
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+    delays = np.random.default_rng(me)
+
+    def late(_):  # JAX may wait for ever where a callback looks at its argument
+        time.sleep(delays.uniform(0, 0.03))
+        return np.float32(1)
+
+    def delayed(x):
+        return x * jax.pure_callback(late, jax.ShapeDtypeStruct((), np.float32), jnp.sum(x))
+
+    @jax.jit
+    def shared(x):  # lowered once, and inlined where it is called
+        return ring_psum(x, "i")
+
+    def equal_calls(x):
+        delayed_ones = [delayed(x * factor) for factor in range(1, 9)]
+        return [ring_psum(y, "i") for y in delayed_ones[:4]] + [shared(y) for y in delayed_ones[4:]]
+
+    def scaled_by(factor):
+        def scaled(x):
+            return ring_psum(delayed(x) * factor, "i")
+
+        return mapped(scaled, mesh)
+
+    def check(results, factors):
+        for result, factor in zip(results, factors, strict=True):
+            for shard in result.addressable_shards:
+                np.testing.assert_array_equal(shard.data[0], factor * expected)
+
+    x = values(mesh)
+    expected = np.arange(3 * ranks, dtype=np.float32).reshape(ranks, 3).sum(0)
+    independent = mapped(equal_calls, mesh)
+    several = [scaled_by(factor) for factor in (1, 2, 4)]  # of one name
+    if me == 0:
+        assert independent.lower(x).compile().as_text().count("jax_ring_all_reduce") >= 8
+        jax.jit(lambda x: independent(x)[0] + 1).lower(x).compile()
+        independent.lower(values(mesh, (7,))).compile()
+        jax.clear_caches()
+        several[2].lower(x)
+    for _ in range(3):
+        check(independent(x), range(1, 9))
+        # Many in flight at a time; from another line of the source in each process.
+        launches = (
+            lambda: [f(x) for f in several for _ in range(3)],
+            lambda: [f(x) for f in several for _ in range(3)],
+        )
+        results = launches[me]()
+        check(results, [factor for factor in (1, 2, 4) for _ in range(3)])
+
+
+@pytest.mark.parametrize("devices_each", [1, 2])
+def test_equal_calls_in_different_orders(devices_each):
+    run(take_different_orders, 2, devices_each, environment={"JAX_RING_TIMEOUT_S": "20"})
