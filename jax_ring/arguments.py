@@ -2,6 +2,7 @@
 
 import math
 import operator
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 
@@ -33,6 +34,31 @@ def num_ranks(axes: tuple) -> int:
     """The number of ranks along the axes together."""
     bound = _compat.bound_axis_sizes()
     return math.prod(bound[axis] for axis in axes)
+
+
+def axes_of_difference(x: jax.Array, axis_name: AxisName) -> tuple:
+    """Those of the axes over which x differs between ranks; all, where vma is not tracked or the axes are vmap's."""
+    axes = _compat.skip_size_one_axes(axes_of(axis_name))
+    if not _compat.check_vma():
+        return axes
+    _, tracked = split_axes(axes)
+    return tuple(axis for axis in axes if axis not in tracked or axis in _compat.varying_axes(x))
+
+
+def warn_of_equal_values(function: str, x, axis_name: AxisName) -> None:
+    """Warns of a mean over ranks that all have the same value: most likely a gradient that JAX has summed already."""
+    axes = _compat.skip_size_one_axes(axes_of(axis_name))
+    leaves = [leaf for leaf in jax.tree.leaves(x) if isinstance(leaf, jax.core.Tracer)]
+    equal = [leaf for leaf in leaves if axes and not axes_of_difference(leaf, axes)]
+    if equal:
+        warnings.warn(
+            f"{function} over {axes}: a value of type {jax.typeof(equal[0])} is the same on all {num_ranks(axes)} "
+            "ranks already, so that its mean is the value itself. If it is a gradient with respect to replicated "
+            f"parameters, JAX has summed it over the ranks, and what you want is {num_ranks(axes)} times smaller: use "
+            f"jax_ring.value_and_grad, or cast the parameters before jax.grad, with jax.lax.pcast(params, {axes}, "
+            f"to='varying'). Otherwise leave {function} out.",
+            stacklevel=3,
+        )
 
 
 def _check_axes(function: str, axes: tuple, named: tuple) -> None:

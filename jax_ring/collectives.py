@@ -33,6 +33,7 @@ from jax_ring.arguments import (
     no_namesake,
     refuse_groups,
     split_axes,
+    warn_of_equal_values,
 )
 from jax_ring.options import Options, make_options
 
@@ -102,9 +103,13 @@ def ring_pmean(
 
     Arguments, errors and the order of adding are those of `ring_psum`. Means of integers and booleans are floats. In
     groups of different sizes each sum is divided by the size of its own group (`lax.pmean` uses that of the first).
+
+    Warns:
+      UserWarning: if JAX knows that `x` is the same on all ranks, as a gradient is that it has summed already.
     """
     options = make_options("ring_pmean", algorithm, order)
     total = _psum("ring_pmean", x, axis_name, axis_index_groups, options)
+    warn_of_equal_values("ring_pmean", x, axis_name)
     count = _psum("ring_pmean", 1, axis_name, axis_index_groups, options)
     return jax.tree.map(lambda leaf: leaf / count, total)
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_ring import _compat
-from jax_ring.arguments import AxisName, axes_of, check_named, num_ranks, own_copy, split_axes
+from jax_ring.arguments import AxisName, axes_of, axes_of_difference, check_named, num_ranks, own_copy
 from jax_ring.buckets import Reduction, sync_gradients, sync_with_feedback
 from jax_ring.implementations import implementation
 from jax_ring.within_device import accumulator_dtype
@@ -62,7 +62,7 @@ def value_and_grad(
         out, grads = jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
         value, aux = out if has_aux else (out, None)
         # A value that is the same on all ranks counts once: their gradients are parts of it, which add up to its own.
-        axes = _axes_of_difference(value, axis_name)
+        axes = axes_of_difference(value, axis_name)
         local = (
             None if reduced_in_backward else jax.tree.map(reduction.narrow, grads),
             own_copy(value, axis_name) if axes else None,
@@ -116,7 +116,7 @@ def reduce_in_backward(tree: Any, axis_name: AxisName, **options: Any) -> Any:
     check_named("reduce_in_backward", axes_of(axis_name))
     reduction = Reduction(**options)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if _axes_of_difference(leaf, axis_name) and _compat.check_vma():
+        if axes_of_difference(leaf, axis_name) and _compat.check_vma():
             raise ValueError(
                 f"reduce_in_backward: the leaf at {jax.tree_util.keystr(path) or 'the root'}, of type "
                 f"{jax.typeof(leaf)}, varies over {axis_name!r}; only replicated parameters can be given a common "
@@ -284,15 +284,6 @@ def weighted_pmean(x: Any, weight: Any, axis_name: AxisName, *, impl: str = "rin
 
 
 # ---- Parts ----------------------------------------------------------------------------------------------------------
-
-
-def _axes_of_difference(x: jax.Array, axis_name: AxisName) -> tuple:
-    """Those of the axes over which x differs between ranks; all, where vma is not tracked or the axes are vmap's."""
-    axes = _compat.skip_size_one_axes(axes_of(axis_name))
-    if not _compat.check_vma():
-        return axes
-    _, tracked = split_axes(axes)
-    return tuple(axis for axis in axes if axis not in tracked or axis in _compat.varying_axes(x))
 
 
 def _split(num_microbatches: int, path, x: jax.Array) -> jax.Array:
