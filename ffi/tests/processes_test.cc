@@ -40,7 +40,9 @@ constexpr Capacity kSmall{4096, 2048};  // so that most calls take several round
 // The processes of a group, by the process of each rank.
 class Processes {
  public:
-  explicit Processes(std::vector<int64_t> process_of_rank, Capacity capacity = kSmall, uint32_t first_round = 1)
+  // rounds_without_results: before the first round.
+  explicit Processes(std::vector<int64_t> process_of_rank, Capacity capacity = kSmall, uint32_t first_round = 1,
+                     uint32_t rounds_without_results = 0)
       : process_of_rank_(std::move(process_of_rank)) {
     const int count = static_cast<int>(1 + *std::max_element(process_of_rank_.begin(), process_of_rank_.end()));
     const size_t bytes = Channel::bytes(count, capacity);
@@ -52,7 +54,7 @@ class Processes {
       if (first_round != 1) {
         Channel channel(memory.get(), count, group.self(), capacity);
         channel.announce_staged(first_round - 1, 0);
-        channel.pass_results(first_round - 1);
+        channel.pass_results(first_round - 1 - rounds_without_results);
       }
       communicators_.push_back(std::make_unique<Communicator>(
           std::move(group), capacity, [memory](const Communicator::Stop&) { return memory; }, first_round));
@@ -302,6 +304,43 @@ TEST(Processes, NameBothCallsThatDoNotMatch) {
       EXPECT_NE(error.find("call 9"), std::string::npos) << error;
     }
   }
+}
+
+// Of calls that have no results to hand out the count of results must go on, or it would lie ahead half a turn later.
+TEST(Processes, ManyRoundsWithoutResults) {
+  Processes processes({0, 1}, kSmall, 5, 0x7ffffff0u);
+  for (bool one_shot : {true, false}) {
+    TestCall call({Collective::all_reduce}, Op::sum, DType::f64, 2, {20'000}, false, one_shot, one_shot);
+    on_all(2, [&](int process) { call.submit(processes[process]); });
+    ASSERT_NO_FATAL_FAILURE(call.expect_results());
+  }
+}
+
+// The deadline is for each of the others, not for all of them together.
+TEST(Processes, ComeOneAfterTheOther) {
+  const ScopedDeadline deadline(2);
+  Processes processes({0, 1, 2});
+  TestCall call = small_call(3, 1);
+  for (int process : {0, 1, 2}) {
+    if (process > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+    call.submit(processes[process]);
+  }
+  call.expect_results();
+}
+
+TEST(Processes, SeeAtOnceThatOneHasGivenUp) {
+  Processes processes({0, 1, 2});
+  TestCall first = small_call(3, 1), call = small_call(3, 2);
+  for (int process : {0, 1, 2}) first.submit(processes[process]);
+  first.expect_results();
+  for (int process : {0, 2}) call.submit(processes[process]);
+  const auto began = cpu::Clock::now();
+  processes.end(1);
+  for (int rank : {0, 2}) {
+    ASSERT_TRUE(call.told(rank).wait());
+    expect_in("has given up", call.told(rank).error());
+  }
+  EXPECT_LT(cpu::Clock::now() - began, std::chrono::seconds(30)) << "of a deadline of 60";
 }
 
 TEST(Processes, AreReleasedWhileTheyWait) {

@@ -17,8 +17,10 @@ from jax.sharding import PartitionSpec as P
 PROGRAMS = 10
 REPEATS = 20  # of the call in a loop
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8")
-# What a process may gain once it has run every program; what is looked for would gain with each call.
-MOST_GROWTH = {"MiB": 24, "files": 4, "threads": 6, "segments": 0}
+# What a process may gain in the last two thirds of its rounds. What is looked for would gain with each call, of which
+# there are thousands; the threads that tell ranks may become as many as there are calls of local ranks at a time.
+IN_FLIGHT, COPIES = 5, 4
+MOST_GROWTH = {"MiB": 24, "files": 4, "threads": IN_FLIGHT * COPIES * 3, "segments": 0}
 
 
 class Program(NamedTuple):
@@ -39,7 +41,7 @@ def soak(seed: int, num_rounds: int, folder: str) -> None:
     try:
         for number in range(num_rounds):
             # All processes choose the same ones; who has no rank in one goes on.
-            chosen = [int(i) for i in shared.integers(PROGRAMS, size=shared.integers(1, 6))]
+            chosen = [int(i) for i in shared.integers(PROGRAMS, size=shared.integers(1, IN_FLIGHT, endpoint=True))]
             which = [int(i) for i in shared.integers(2, size=len(chosen))]
             nap(own)
             launched = [
@@ -116,7 +118,7 @@ def make_program(shared, own) -> Program:
     kind = ("plain", "several", "loop")[shared.integers(3)]
     if kind == "loop" and oracle(np.zeros((ranks, *shape), dtype)).shape[1:] != shape:
         kind = "several"
-    copies = {"plain": 1, "several": 4, "loop": 1}[kind]
+    copies = {"plain": 1, "several": COPIES, "loop": 1}[kind]
     halve = dtype.type(0.5) if jnp.issubdtype(dtype, jnp.floating) else dtype.type(1)
 
     def late(x, i):

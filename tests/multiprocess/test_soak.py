@@ -44,8 +44,8 @@ def run_program(random, layout, event: str, num_rounds: int) -> dict[str, int]:
     seed = int(random.integers(2**31))
     segments = set(glob.glob("/dev/shm/jax_ring*"))
     environment = {"JAX_RING_TIMEOUT_S": str(DEADLINE), "JAX_ENABLE_RECOVERABILITY": "1"}
-    # JAX ends all processes with its coordinator, process 0.
-    victim = int(random.integers(1 if event == "kill" else 0, num_processes))
+    # JAX's coordinator is in process 0: JAX ends all processes with it, and answers nobody while it is stopped.
+    victim = int(random.integers(1 if fails else 0, num_processes))
     told = f"{layout}, {event} of {victim}, seed {seed}"
     with (
         tempfile.TemporaryDirectory() as folder,
