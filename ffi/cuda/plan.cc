@@ -37,7 +37,7 @@ DType folded_as(Op op, DType dtype) {
 
 }  // namespace
 
-uint32_t CallSite::fingerprint() const { return Hash().add(call).value32(); }
+uint32_t CallSite::fingerprint() const { return Hash().add(std::string_view(call)).value32(); }
 
 std::vector<Launch> launches_of(const Communicator& communicator, int rank, const CallSite& site,
                                 const Thresholds& thresholds, DType dtype, const std::vector<Buffer>& buffers,
