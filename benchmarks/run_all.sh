@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All measurements of docs/performance.md, into benchmarks/results/NAME. About 45 minutes on two cores. The rows of
+# All measurements of docs/performance.md, into benchmarks/results/NAME. About 25 minutes on two cores. The rows of
 # mpi4jax and torch.distributed need pip install '.[peers]'.
 #
 #   benchmarks/run_all.sh NAME [RUNS]
@@ -18,8 +18,8 @@ for run in $(seq "$runs"); do
   done
   "$python" benchmarks/allreduce.py --devices 8 -b 64K -e 16M -f 16 -n 12 -d bfloat16,float16,float8_e4m3fn,int32 \
     --impl ring_psum,lax.psum --json "$out/allreduce-dtypes-$run.json"
-  "$python" benchmarks/processes.py --layout 2x1,4x1 -f 16 -n 12 --json "$out/processes-$run.json"
-  "$python" benchmarks/processes.py --layout 2x4 --hosts 2 -b 64K -e 16M -f 16 -n 12 --impl ring_psum,lax.psum \
+  "$python" benchmarks/processes.py --layout 2x1,4x1 -b 4 -e 64M -f 64 -n 6 --json "$out/processes-$run.json"
+  "$python" benchmarks/processes.py --layout 2x4 --hosts 2 -b 64K -e 16M -f 16 -n 6 --impl ring_psum,lax.psum \
     --json "$out/two_level-$run.json"
   for p in 4 8; do
     "$python" benchmarks/train_step.py --devices "$p" --json "$out/train_step-p$p-$run.json"
