@@ -188,7 +188,7 @@ class JaxProcesses:
     def __init__(self, folder: str, layout: Layout):
         import jax
 
-        from jax_ring.hosts import HOST_VARIABLE
+        from jax_ring.distributed.discovery import HOST_VARIABLE
 
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_enable_x64", True)

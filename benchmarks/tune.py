@@ -9,7 +9,7 @@ import report
 from implementations import ALGORITHMS, AXIS
 from measure import Case, Row
 
-from jax_ring import tuning
+from jax_ring.lowering import tuning
 from jax_ring.schedule import fit
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}

@@ -9,7 +9,9 @@ import jax
 import jaxlib
 import numpy as np
 
-from jax_ring import _ffi_cpu, hosts, runtime, tuning
+from jax_ring import _ffi_cpu, runtime
+from jax_ring.distributed import discovery
+from jax_ring.lowering import tuning
 
 DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
@@ -67,7 +69,7 @@ def environment() -> dict[str, str]:
     in_force = {
         runtime.TIMEOUT_VARIABLE: f"{_ffi_cpu.deadline():g} seconds",
         "JAX_RING_ISA": _ffi_cpu.instruction_set(),
-        hosts.HOST_VARIABLE: "the name of this host, by which processes find who shares it",
+        discovery.HOST_VARIABLE: "the name of this host, by which processes find who shares it",
         tuning.VARIABLE: tuning.in_force(),
         runtime.STRICT_VARIABLE: "XLA's collectives are an error" if runtime.STRICT else "XLA's collectives may serve",
     }

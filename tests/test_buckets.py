@@ -7,7 +7,8 @@ import pytest
 from helpers import TARGET, assert_same_bits, compiled_text, make_mesh, rank_fold, run_processes, sharded
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import agreement, plan_buckets, sync_gradients, sync_with_feedback
+from jax_ring import plan_buckets, sync_gradients, sync_with_feedback
+from jax_ring.distributed import agreement
 
 RANKS = 8
 KIB = 1 << 10

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jax_ring import launch
+from jax_ring.distributed import launcher
 
 # A shell that runs tests in the background has them ignore SIGINT, and so would all that they start.
 COMMAND = ["env", "--default-signal=INT", sys.executable, "-P", "-m", "jax_ring.launch"]
@@ -200,11 +200,11 @@ def test_nobody_reads_the_output(script):
 )
 def test_errors(capsys, arguments, message):
     with pytest.raises(SystemExit) as stopped:
-        launch.main(arguments)
+        launcher.main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_ports_differ():
-    with launch.reserved_port() as one, launch.reserved_port() as other:
+    with launcher.reserved_port() as one, launcher.reserved_port() as other:
         assert one != other

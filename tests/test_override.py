@@ -13,7 +13,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import _compat, override, override_lax
+from jax_ring import _compat, override_lax
+from jax_ring.lowering import override
 
 RANKS = 8
 MESH = make_mesh((RANKS,))

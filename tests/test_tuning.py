@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import pytest
 from helpers import make_mesh, run_python, sharded
 
-from jax_ring import communicator, explain, explanation, ring_pmax, ring_psum, runtime, tuning
-from jax_ring.communicator import Gpu
-from jax_ring.compiled import find_collectives
+from jax_ring import explain, ring_pmax, ring_psum, runtime
+from jax_ring.inspect import explanation
+from jax_ring.inspect.compiled import find_collectives
+from jax_ring.lowering import reach, tuning
+from jax_ring.lowering.reach import Gpu
+from jax_ring.lowering.tuning import NO_LIMIT, Thresholds
 from jax_ring.schedule import fit
-from jax_ring.tuning import NO_LIMIT, Thresholds
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 TABLE = {2: Thresholds(1000, 2000), 8: Thresholds(32, 64)}
@@ -25,7 +27,7 @@ def gpus(monkeypatch):
     """CPU devices that pass for GPUs, as far as to what is lowered and explained for them."""
     engine = types.SimpleNamespace(unreachable=lambda devices: [], note_call_site=lambda call, site: None)
     monkeypatch.setattr(runtime, "ffi_cuda", engine)
-    monkeypatch.setattr(communicator, "gpus_of", lambda mesh: [Gpu(0, d.id) for d in mesh.devices.flat])
+    monkeypatch.setattr(reach, "gpus_of", lambda mesh: [Gpu(0, d.id) for d in mesh.devices.flat])
     monkeypatch.setattr(explanation, "_platform", lambda mesh: "cuda")
 
 
@@ -179,7 +181,7 @@ def test_the_variable(tmp_path):
     assert "ValueError: JAX_RING_TUNING=" in result.stderr
     assert "it cannot be read: No such file" in result.stderr
     tuning.write(file, {"cuda": TABLE})
-    code = "from jax_ring import tuning\nprint(tuning.thresholds('cuda', 3), tuning.in_force())"
+    code = "from jax_ring.lowering import tuning\nprint(tuning.thresholds('cuda', 3), tuning.in_force())"
     result = run_python(code, JAX_RING_TUNING=str(file))
     assert result.stdout.strip() == (
         "Thresholds(one_shot=1000, two_shot=2000) thresholds of algorithm='auto' for cuda with 2, 8 ranks"

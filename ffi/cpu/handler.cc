@@ -14,9 +14,9 @@
 #include "cpu/float_mode.h"
 #include "cpu/relay.h"
 #include "cpu/rendezvous.h"
-#include "hash.h"
+#include "common/hash.h"
 #include "shm/communicators.h"
-#include "xla_types.h"
+#include "common/xla_types.h"
 
 namespace jax_ring::cpu {
 namespace {

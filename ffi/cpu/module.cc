@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "call_sites.h"
+#include "common/call_sites.h"
 #include "cpu/fold_kernels.h"
 #include "cpu/handler.h"
 #include "cpu/memory_limit.h"

@@ -11,11 +11,11 @@
 #include <utility>
 #include <vector>
 
-#include "call_sites.h"
+#include "common/call_sites.h"
 #include "cuda/communicators.h"
 #include "cuda/kernels.h"
 #include "cuda/plan.h"
-#include "xla_types.h"
+#include "common/xla_types.h"
 
 namespace jax_ring::gpu {
 namespace {

@@ -8,7 +8,7 @@
 
 #include <utility>
 
-#include "call_sites.h"
+#include "common/call_sites.h"
 #include "cuda/communicators.h"
 #include "cuda/handler.h"
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "hash.h"
+#include "common/hash.h"
 
 namespace jax_ring::gpu {
 namespace {

@@ -7,7 +7,7 @@
 #include <sstream>
 #include <utility>
 
-#include "call_sites.h"
+#include "common/call_sites.h"
 #include "cpu/relay.h"
 #include "cpu/watchdog.h"
 

@@ -6,7 +6,7 @@
 #include <stdexcept>
 
 #include "cpu/watchdog.h"
-#include "hash.h"
+#include "common/hash.h"
 #include "shm/shared_memory.h"
 
 namespace jax_ring::shm {

@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "call_sites.h"
+#include "common/call_sites.h"
 #include "cpu/watchdog.h"
 #include "support.h"
 

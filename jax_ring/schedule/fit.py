@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jax_ring.lowering.tuning import NO_LIMIT, Thresholds
 from jax_ring.schedule import cost
-from jax_ring.tuning import NO_LIMIT, Thresholds
 
 
 class Measurement(NamedTuple):

@@ -8,7 +8,8 @@ from helpers import assert_same_bits, make_mesh, num_calls, rank_fold, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import joining, override_lax
+from jax_ring import override_lax
+from jax_ring.lowering import combiner
 
 RANKS = 4
 MESH = make_mesh((RANKS,))
@@ -137,9 +138,9 @@ def test_a_call_outside_is_not_joined_with_one_inside(inner, check_vma):
 
 
 def test_large_calls_do_not_grow(monkeypatch):
-    monkeypatch.setattr(joining, "ENOUGH_BYTES", 16)
+    monkeypatch.setattr(combiner, "ENOUGH_BYTES", 16)
     check(lambda x: psum([x * k for k in range(6)]), calls=3)
-    monkeypatch.setattr(joining, "ENOUGH_OPERANDS", 1)
+    monkeypatch.setattr(combiner, "ENOUGH_OPERANDS", 1)
     check(lambda x: psum([x * k for k in range(6)]), calls=6)
 
 

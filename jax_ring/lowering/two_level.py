@@ -17,6 +17,8 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
 from jax_ring import _compat
+from jax_ring.lowering import custom_call, ops, reach
+from jax_ring.lowering.service import Service
 
 _COMBINE = {"sum": hlo.add, "max": hlo.maximum, "min": hlo.minimum}
 
@@ -45,6 +47,41 @@ def types_of(op: str, dtype) -> Types:
     return Types(accumulator, accumulator, dtype)
 
 
+def emit(ctx, operands, *, kind: str, op: str, service: Service, call: str, options) -> list:
+    """An all-reduce that crosses hosts: ours within each, XLA's between them.
+
+    Each operand is cut into shards by itself. To copy them together first would move all of the data once more, and
+    save less than an element of padding for each operand and rank. One custom call takes them all as they are, and
+    XLA joins its own all-reduces.
+    """
+    assert kind == "all_reduce"
+    assert service.levels is not None
+    num_shards = len(service.levels.within[0])
+    sizes = [shard_size(aval.size, num_shards) for aval in ctx.avals_in]
+    types = types_of(op, ctx.avals_in[0].dtype)
+    within_hosts = service._replace(levels=reach.Levels(service.levels.within))
+
+    def avals(dtype, *dimensions):
+        return [jax.core.ShapedArray((*dimensions, size), dtype) for size in sizes]
+
+    def within(kind: str, op: str, operands, avals_in, avals_out):
+        return custom_call.emit(
+            ctx.replace(avals_in=avals_in, avals_out=avals_out), operands, kind=kind, op=op, service=within_hosts,
+            call=f"{call}, of which the {kind.replace('_', '-')} within a host", options=options,
+            axis_size=num_shards, dimension=0, tiled=False,
+        )  # fmt: skip
+
+    whole, shards = avals(types.scattered, num_shards), avals(types.scattered)
+    values = [to_shards(ctx, x, aval) for x, aval in zip(operands, whole, strict=True)]
+    values = within("reduce_scatter", op, values, whole, shards)
+    values = [
+        all_reduce_by_xla(ctx, op, service.levels.across, x, aval, types)
+        for x, aval in zip(values, shards, strict=True)
+    ]
+    values = within("all_gather", "sum", values, avals(types.gathered), avals(types.gathered, num_shards))
+    return [from_shards(x, aval) for x, aval in zip(values, ctx.avals_in, strict=True)]
+
+
 def shard_size(num_elements: int, num_shards: int) -> int:
     """Elements of each shard, the last of which is padded."""
     return math.ceil(num_elements / num_shards)
@@ -53,28 +90,28 @@ def shard_size(num_elements: int, num_shards: int) -> int:
 def to_shards(ctx, x, aval):
     """x, converted, flattened and padded, as an array of shape (number of shards, shard size), which is `aval`."""
     num_elements = math.prod(ir.RankedTensorType(x.type).shape)
-    x = _convert(ctx, _reshape(x, (num_elements,)), aval.dtype)
+    x = ops.convert(ctx, ops.reshape(x, (num_elements,)), aval.dtype)
     if padding := aval.size - num_elements:
         zero = mlir.ir_constant(np.zeros((), aval.dtype))
         x = hlo.pad(x, zero, *(mlir.dense_int_array([n]) for n in (0, padding, 0)))
-    return _reshape(x, aval.shape)
+    return ops.reshape(x, aval.shape)
 
 
 def from_shards(x, aval):
     """The inverse of `to_shards`, conversion aside: an array of the shape of `aval`."""
-    x = _reshape(x, (math.prod(ir.RankedTensorType(x.type).shape),))
+    x = ops.reshape(x, (math.prod(ir.RankedTensorType(x.type).shape),))
     x = hlo.slice(x, *(mlir.dense_int_array([n]) for n in (0, aval.size, 1)))
-    return _reshape(x, aval.shape)
+    return ops.reshape(x, aval.shape)
 
 
 def all_reduce_by_xla(ctx, op: str, groups, x, aval, types: Types):
     """XLA's all-reduce of a shard, of type `aval`, in these groups of mesh positions; its result is to be gathered."""
     if jnp.issubdtype(aval.dtype, jnp.floating) and op != "sum":
         keys = jax.core.ShapedArray(aval.shape, types.crossing)
-        x = _inline(ctx, _to_keys, x, aval, keys, key_type=types.crossing, largest=op == "max")
+        x = ops.inline(ctx, _to_keys, x, aval, keys, key_type=types.crossing, largest=op == "max")
         x = _all_reduce(ctx, op, groups, x, types.crossing)
-        return _inline(ctx, _from_keys, x, keys, aval, dtype=types.gathered)
-    return _convert(ctx, _all_reduce(ctx, op, groups, x, types.crossing), types.gathered)
+        return ops.inline(ctx, _from_keys, x, keys, aval, dtype=types.gathered)
+    return ops.convert(ctx, _all_reduce(ctx, op, groups, x, types.crossing), types.gathered)
 
 
 def _all_reduce(ctx, op: str, groups, x, dtype):
@@ -93,16 +130,6 @@ def _all_reduce(ctx, op: str, groups, x, dtype):
     return call.result
 
 
-def _reshape(x, shape: tuple[int, ...]):
-    return hlo.reshape(ir.RankedTensorType.get(shape, ir.RankedTensorType(x.type).element_type), x)
-
-
-def _convert(ctx, x, dtype):
-    aval = jax.core.ShapedArray(ir.RankedTensorType(x.type).shape, dtype)
-    to = mlir.aval_to_ir_type(ctx.module_context, aval)
-    return x if x.type == to else hlo.convert(to, x)
-
-
 def _to_keys(x, *, key_type, largest: bool):
     """Integers that compare as the floats do, with -0 before +0, and NaN as the largest or the smallest of all."""
     keys = lax.bitcast_convert_type(x.astype(f"float{key_type.itemsize * 8}"), key_type)
@@ -116,10 +143,3 @@ def _from_keys(keys, *, dtype):
     """The inverse of `_to_keys`. The integers next to the limits are those of NaNs as well."""
     bits = jnp.where(keys < 0, keys ^ jnp.iinfo(keys.dtype).max, keys)
     return lax.bitcast_convert_type(bits, f"float{bits.dtype.itemsize * 8}").astype(dtype)
-
-
-def _inline(ctx, fun, x, aval_in, aval_out, **params):
-    """The operations of fun(x) in the program that is being built."""
-    ctx = ctx.replace(primitive=None, avals_in=[aval_in], avals_out=[aval_out])
-    (result,) = mlir.lower_fun(fun, multiple_results=False)(ctx, x, **params)
-    return result

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.source_info_util import summarize
 
-from jax_ring import _compat, lowering, override, tuning, two_level
-from jax_ring.communicator import Levels
-from jax_ring.compiled import Instruction, find_collectives
-from jax_ring.cost import wire_bytes
+from jax_ring import _compat
+from jax_ring.inspect.compiled import Instruction, find_collectives
+from jax_ring.inspect.wire_bytes import wire_bytes
+from jax_ring.lowering import override, service, tuning, two_level
+from jax_ring.lowering.reach import Levels
 from jax_ring.options import Options
 
 # JAX's primitives and, with ring_ before their names, ours.
@@ -195,7 +196,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     kind = _KINDS[name.removeprefix("ring_")]
     axes = params.get("axes", params.get("axis_name"))
     axes = tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if not isinstance(axis, int))
-    members = lowering.replica_groups(axis_context, axes, params.get("axis_index_groups"))
+    members = service.replica_groups(axis_context, axes, params.get("axis_index_groups"))
     groups = tuple(tuple(int(i) for i in group) for group in members)
     sizes = [len(group) for group in groups]
     served_by, why, engine, levels = _who_serves(name, kind, axis_context, groups)
@@ -211,7 +212,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
         within, across = _bytes_on_two_levels(name, levels, [v.aval for v in message])
         sends = within + across
     else:
-        if sums and levels is not None and engine and lowering.has_choice(engine, levels) and options == Options():
+        if sums and levels is not None and engine and service.has_choice(engine, levels) and options == Options():
             by_group = [tuning.thresholds(engine, size).choose(num_bytes) for size in sizes]
         sends = wire_bytes(kind, num_bytes, sizes, by_group or algorithm)
         across = None if served_by == "XLA" else 0.0
@@ -270,16 +271,16 @@ def _who_serves(
         return "nobody", "groups of one rank", None, None
     if not name.startswith("ring_") and not override.is_overridden(name):
         return "XLA", "a collective of lax, not overridden", None, None
-    service = lowering.who_serves((_platform(axis_context.mesh),), axis_context, groups, kind)
-    levels = service.levels
+    found = service.who_serves((_platform(axis_context.mesh),), axis_context, groups, kind)
+    levels = found.levels
     if levels is None:
-        return "XLA", service.why_not, None, None
+        return "XLA", found.why_not, None, None
     if levels.across:
-        return f"jax_ring within hosts, XLA across {levels.num_hosts} hosts", "", service.engine, levels
+        return f"jax_ring within hosts, XLA across {levels.num_hosts} hosts", "", found.engine, levels
     if levels.num_processes > 1:
-        way = "shared memory" if service.engine == "cpu" else "CUDA IPC"
-        return f"jax_ring ({way}, {levels.num_processes} processes)", "", service.engine, levels
-    return "jax_ring", "", service.engine, levels
+        way = "shared memory" if found.engine == "cpu" else "CUDA IPC"
+        return f"jax_ring ({way}, {levels.num_processes} processes)", "", found.engine, levels
+    return "jax_ring", "", found.engine, levels
 
 
 def _platform(mesh) -> str:

@@ -9,8 +9,13 @@ from typing import Self
 
 import jax
 
-from jax_ring import _compat, hosts, lowering
-from jax_ring.joining import lower_joined
+from jax_ring import _compat
+from jax_ring.distributed import discovery
+from jax_ring.lowering import tuning
+from jax_ring.lowering.combiner import lower_joined
+from jax_ring.lowering.rule import Collective
+from jax_ring.lowering.rule import lower as lower_ours
+from jax_ring.lowering.service import is_one_call
 from jax_ring.options import Options
 
 # Whether the override is on in this thread. It is a part of the key of all of JAX's caches, from traced functions to
@@ -53,9 +58,9 @@ def _make_rule(function: str, kind: str, op: str, jaxs: Callable) -> Callable:
             return [operand]
         # In one form, whatever containers and integers they came in, so that equal calls merge.
         groups = groups and tuple(tuple(map(operator.index, group)) for group in groups)
-        collective = lowering.Collective(function, kind, op, lambda ctx, operand, **_: jaxs(ctx, operand, **params))
-        emit = partial(lowering.lower, collective, axes=named, axis_index_groups=groups, options=Options(), **ours)
-        if kind != "all_reduce" or not lowering.is_one_call(ctx, named, groups, kind):
+        collective = Collective(function, kind, op, lambda ctx, operand, **_: jaxs(ctx, operand, **params))
+        emit = partial(lower_ours, collective, axes=named, axis_index_groups=groups, options=Options(), **ours)
+        if kind != "all_reduce" or not is_one_call(ctx, named, groups, kind):
             return emit(ctx, operand)
         return lower_joined(ctx, operand, (op, named, groups, ctx.avals_in[0].dtype), emit)
 
@@ -142,7 +147,7 @@ _here = _Here()
 def _open() -> None:
     global _num_open
     _refuse_if_tracing()
-    hosts.meet()  # as a call of ours would
+    discovery.meet()  # as a call of ours would
     with _lock:
         if not _num_open:
             _register()
@@ -174,5 +179,5 @@ def _refuse_if_tracing() -> None:
 
 def _register() -> None:
     for primitive, ours in _OURS.items():
-        undo = _compat.replace_lowering(primitive, lowering.PLATFORMS, partial(_make_rule, *ours))
+        undo = _compat.replace_lowering(primitive, tuning.PLATFORMS, partial(_make_rule, *ours))
         _registered.callback(undo)

@@ -16,8 +16,10 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_ring import _compat, lowering, within_device
-from jax_ring.lowering import Collective
+from jax_ring import _compat
+from jax_ring.collectives import vmap_axis
+from jax_ring.lowering.fallback import lower_broadcast_to_xla, lower_reduce_to_xla
+from jax_ring.lowering.rule import Collective, lower
 
 # ---- The template ---------------------------------------------------------------------------------------------------
 
@@ -55,7 +57,7 @@ def _make_primitive(name: str, collective: Collective, rules: Rules) -> Primitiv
     batching.fancy_primitive_batchers[primitive] = partial(_batch, primitive, collective.function, rules)
     _compat.register_dead_code_rule(primitive, _dead_code)
     # Not cacheable: a cached lowering does not know where in the user's program the call stands.
-    mlir.register_lowering(primitive, partial(lowering.lower, collective), cacheable=False)
+    mlir.register_lowering(primitive, partial(lower, collective), cacheable=False)
     return primitive
 
 
@@ -181,13 +183,13 @@ def _reduction(op: str, lax_primitive, over_batch: Callable, transposes: tuple) 
 ring_psum_p: Primitive
 ring_psum_invariant_p: Primitive
 ring_psum_p, ring_psum_invariant_p = _reduction(
-    "sum", _compat.psum_p, within_device.psum,
+    "sum", _compat.psum_p, vmap_axis.psum,
     # Without vma tracking JAX treats psum as its own transpose.
     (lambda cotangents, params: ring_psum_p.bind(*cotangents, **params), _as_varying),
 )  # fmt: skip
 # JAX has no derivatives of these.
-ring_pmax_p, ring_pmax_invariant_p = _reduction("max", _compat.pmax_p, within_device.pmax, (None, None))
-ring_pmin_p, ring_pmin_invariant_p = _reduction("min", _compat.pmin_p, within_device.pmin, (None, None))
+ring_pmax_p, ring_pmax_invariant_p = _reduction("max", _compat.pmax_p, vmap_axis.pmax, (None, None))
+ring_pmin_p, ring_pmin_invariant_p = _reduction("min", _compat.pmin_p, vmap_axis.pmin, (None, None))
 
 ring_psum_scatter_p: Primitive = _make_primitive(
     "ring_psum_scatter",
@@ -195,7 +197,7 @@ ring_psum_scatter_p: Primitive = _make_primitive(
     Rules(
         _compat.abstract_reduce_scatter,
         lambda cotangents, params: ring_all_gather_p.bind(*cotangents, **params),
-        within_device.psum_scatter,
+        vmap_axis.psum_scatter,
         added_dimensions=-1,
     ),
 )
@@ -203,7 +205,7 @@ ring_psum_scatter_p: Primitive = _make_primitive(
 _GATHER = Rules(
     _compat.abstract_all_gather,
     lambda cotangents, params: ring_psum_scatter_p.bind(*cotangents, **params),
-    within_device.all_gather,
+    vmap_axis.all_gather,
     added_dimensions=1,
 )
 ring_all_gather_p: Primitive
@@ -223,18 +225,18 @@ def _abstract_rooted(abstract_eval: Callable, aval, *, root, **params):
 
 ring_reduce_p: Primitive = _make_primitive(
     "ring_reduce",
-    Collective("ring_reduce", "reduce", "sum", lowering.lower_reduce_to_xla),
-    Rules(partial(_abstract_rooted, _compat.abstract_psum), _from_root, within_device.reduce),
+    Collective("ring_reduce", "reduce", "sum", lower_reduce_to_xla),
+    Rules(partial(_abstract_rooted, _compat.abstract_psum), _from_root, vmap_axis.reduce),
 )
 
 _BROADCAST = Rules(
     partial(_abstract_rooted, _compat.abstract_psum),
     lambda cotangents, params: ring_reduce_p.bind(*cotangents, **params),
-    within_device.broadcast,
+    vmap_axis.broadcast,
 )
 ring_broadcast_p, ring_broadcast_invariant_p = _pair(
     "ring_broadcast",
-    Collective("ring_broadcast", "broadcast", "sum", lowering.lower_broadcast_to_xla),
+    Collective("ring_broadcast", "broadcast", "sum", lower_broadcast_to_xla),
     _BROADCAST,
     _BROADCAST._replace(
         abstract_eval=partial(_abstract_rooted, _compat.abstract_psum_invariant), transpose=_only_on_root

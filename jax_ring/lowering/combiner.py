@@ -10,7 +10,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from jax_ring import _compat, lowering
+from jax_ring import _compat
 
 # A call of this size does not grow: one call less would save a few microseconds, in milliseconds.
 ENOUGH_BYTES = 25 << 20
@@ -47,7 +47,7 @@ class _Call:
             handle.operation.operands[0] = result
             handle.operation.move_after(self.results[-1].owner)
         if before:
-            lowering.erase(before)
+            _erase(before)
         result_type = mlir.aval_to_ir_type(ctx.module_context, ctx.avals_out[0])
         self.handles.append(hlo.ReshapeOp(result_type, self.results[-1]))
         return self.handles[-1].result
@@ -65,3 +65,23 @@ def lower_joined(ctx, operand, key: Hashable, emit: Callable) -> list:
     if key not in calls or calls[key].is_closed(block):
         calls[key] = _Call(block)
     return [calls[key].add(ctx, operand, emit)]
+
+
+# What the lowering rule puts before a reduction's call.
+_PREPARATIONS = ("stablehlo.partition_id", "stablehlo.convert")
+
+
+def _erase(results) -> None:
+    """Takes a reduction's call, whose results nothing uses, out of the program again, with what was made for it."""
+    owners = [result.owner.operation for result in results]
+    if owners[0].name == "stablehlo.convert":
+        converts, owners = owners, [convert.operands[0].owner.operation for convert in owners]
+        for convert in converts:
+            convert.erase()
+    call = owners[0]
+    inputs = list(call.operands)
+    call.erase()
+    for value in inputs:
+        made = not isinstance(value.owner, ir.Block) and value.owner.operation.name in _PREPARATIONS
+        if made and next(iter(value.uses), None) is None:
+            value.owner.operation.erase()

@@ -12,8 +12,9 @@ from helpers import TARGET, make_mesh, sharded
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import communicator, ring_all_gather, ring_psum, runtime
-from jax_ring.communicator import Gpu
+from jax_ring import ring_all_gather, ring_psum, runtime
+from jax_ring.lowering import reach
+from jax_ring.lowering.reach import Gpu
 
 
 class Engine:
@@ -35,7 +36,7 @@ def engine(monkeypatch):
     engine = Engine()
     monkeypatch.setattr(runtime, "ffi_cuda", engine)
     monkeypatch.setattr(
-        communicator,
+        reach,
         "gpus_of",
         lambda mesh: [Gpu(0, 100 - d.id) for d in mesh.devices.flat] if isinstance(mesh, Mesh) else None,
     )
@@ -66,7 +67,7 @@ def test_the_call_site_is_noted(engine):
     lower(psum, jnp.ones(8), check_vma=False)
     call, site = engine.noted
     assert call == "ring_psum of float32[1] over axis 'i'"
-    assert "test_communicator.py" in site
+    assert "test_reach.py" in site
 
 
 @pytest.mark.usefixtures("engine")
@@ -136,7 +137,7 @@ def test_no_peer_access_between_groups_does_not_matter(engine):
 
 @pytest.mark.usefixtures("engine")
 def test_too_many_ranks(monkeypatch, expect_fallback):
-    monkeypatch.setattr(communicator, "_MOST_RANKS", 7)
+    monkeypatch.setattr(reach, "_MOST_RANKS", 7)
     expect_fallback("a group has 8 ranks, more than 7")
 
 
@@ -144,8 +145,8 @@ def test_too_many_ranks(monkeypatch, expect_fallback):
 def two_hosts(monkeypatch, engine):
     """Eight GPUs: 0, 1, 4 and 5 of the mesh on one host, the others on another one."""
     gpus = lambda mesh: [Gpu(d.id // 2 % 2, d.id) for d in mesh.devices.flat]  # noqa: E731
-    monkeypatch.setattr(communicator, "gpus_of", gpus)
-    monkeypatch.setattr(communicator, "host_of", lambda process: f"host {process}")
+    monkeypatch.setattr(reach, "gpus_of", gpus)
+    monkeypatch.setattr(reach, "host_of", lambda process: f"host {process}")
 
 
 @pytest.mark.usefixtures("two_hosts")
@@ -186,8 +187,8 @@ def test_hosts_that_are_not_alike(expect_fallback, devices, why):
 
 @pytest.mark.usefixtures("engine")
 def test_several_processes_of_one_host(monkeypatch):
-    monkeypatch.setattr(communicator, "gpus_of", lambda mesh: [Gpu(d.id // 4, d.id % 4) for d in mesh.devices.flat])
-    monkeypatch.setattr(communicator, "host_of", lambda process: "host")
+    monkeypatch.setattr(reach, "gpus_of", lambda mesh: [Gpu(d.id // 4, d.id % 4) for d in mesh.devices.flat])
+    monkeypatch.setattr(reach, "host_of", lambda process: "host")
     text = lower(psum, jnp.ones(8), check_vma=False)
     assert "processes = dense<[0, 0, 0, 0, 1, 1, 1, 1]>" in text
     assert "devices = dense<[0, 1, 2, 3, 0, 1, 2, 3]>" in text
@@ -205,6 +206,6 @@ def test_gpus_of_a_mesh():
     mesh = object.__new__(Mesh)
     devices = np.array([[device(3, "gpu"), device(0, "gpu")]])
     object.__setattr__(mesh, "devices", devices)
-    assert communicator.gpus_of(mesh) == [Gpu(1, 1), Gpu(0, 0)]
+    assert reach.gpus_of(mesh) == [Gpu(1, 1), Gpu(0, 0)]
     devices[0, 1] = device(0, "cpu")
-    assert communicator.gpus_of(mesh) is None
+    assert reach.gpus_of(mesh) is None

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ring import _compat, agreement, runtime
-from jax_ring.arguments import AxisName, axes_of, check_named
-from jax_ring.implementations import implementation
+from jax_ring import _compat, runtime
+from jax_ring.collectives.axes import AxisName, axes_of, check_named
+from jax_ring.distributed import agreement
+from jax_ring.training.implementations import implementation
 
 # Digests compared at a time on the way to the first difference: four rounds for four thousand million elements.
 PARTS = 256

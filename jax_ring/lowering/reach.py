@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 
 from jax_ring import _compat, runtime
-from jax_ring.hosts import host_of
+from jax_ring.distributed.discovery import host_of
 
 # As many as a kernel's arguments have room for (kMaxRanks in ffi/ring/endpoint.h).
 _MOST_RANKS = 64

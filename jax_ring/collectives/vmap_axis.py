@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ring.lowering import merge_dimensions, split_dimension
+from jax_ring.lowering.layout import merge_dimensions, split_dimension
 
 
 def accumulator_dtype(dtype) -> jnp.dtype:

@@ -3,7 +3,8 @@
 import jax
 import pytest
 
-from jax_ring import _compat, hosts, runtime
+from jax_ring import _compat, runtime
+from jax_ring.distributed import discovery
 
 
 class Client:
@@ -32,7 +33,7 @@ class Client:
 def runtime_of(monkeypatch):
     """Makes this process number 0 of two, with a client of its own; returns what its engines were told."""
     joined = []
-    monkeypatch.setattr(hosts, "_meeting", None)
+    monkeypatch.setattr(discovery, "_meeting", None)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(runtime, "join_processes", lambda process, token, *exchange: joined.append((process, token)))
 
@@ -51,51 +52,51 @@ def test_hosts_are_told_apart(runtime_of, monkeypatch, own):
         monkeypatch.setenv("JAX_RING_HOST_ID", own)
     client = Client({"jax_ring/host/1": b"there"})
     joined = runtime_of(client)
-    hosts.meet()
-    assert hosts.host_of(0) == client.values["jax_ring/host/0"].decode() != ""
-    assert hosts.host_of(0) == (own or hosts.host_of(0))
-    assert hosts.host_of(1) == "there"
+    discovery.meet()
+    assert discovery.host_of(0) == client.values["jax_ring/host/0"].decode() != ""
+    assert discovery.host_of(0) == (own or discovery.host_of(0))
+    assert discovery.host_of(1) == "there"
     assert joined == [(0, client.values["jax_ring/token"])]
     assert len(bytes.fromhex(joined[0][1])) == 16
 
 
 def test_what_containers_may_not_have_in_common_tells_hosts_apart(monkeypatch, tmp_path):
-    own = hosts._own_host()
-    assert hosts._own_host() == own
-    stat = hosts.os.stat
-    monkeypatch.setattr(hosts.os, "stat", lambda path: stat(tmp_path))  # the /dev/shm of another container
-    assert hosts._own_host() != own
+    own = discovery._own_host()
+    assert discovery._own_host() == own
+    stat = discovery.os.stat
+    monkeypatch.setattr(discovery.os, "stat", lambda path: stat(tmp_path))  # the /dev/shm of another container
+    assert discovery._own_host() != own
     monkeypatch.undo()
-    monkeypatch.setattr(hosts.os, "geteuid", lambda: 12345)
-    assert hosts._own_host() != own
-    monkeypatch.setattr(hosts.pathlib.Path, "read_text", lambda path: (_ for _ in ()).throw(PermissionError(path)))
-    assert hosts._own_host() != hosts._own_host()  # nothing is known: nobody is on this host
+    monkeypatch.setattr(discovery.os, "geteuid", lambda: 12345)
+    assert discovery._own_host() != own
+    monkeypatch.setattr(discovery.pathlib.Path, "read_text", lambda path: (_ for _ in ()).throw(PermissionError(path)))
+    assert discovery._own_host() != discovery._own_host()  # nothing is known: nobody is on this host
 
 
 def test_each_runtime_has_a_token_and_a_count_of_its_own(runtime_of):
     first = Client()
     joined = runtime_of(first)
-    hosts.meet()
-    assert [hosts.next_lowering("jit_f") for _ in range(3)] == [0, 1, 2]
-    assert hosts.next_lowering("jit_g") == 0
+    discovery.meet()
+    assert [discovery.next_lowering("jit_f") for _ in range(3)] == [0, 1, 2]
+    assert discovery.next_lowering("jit_g") == 0
     runtime_of(None)
-    assert hosts.meet() is None
+    assert discovery.meet() is None
     with pytest.raises(RuntimeError, match=r"in a program of 2 processes.*jax.distributed.initialize"):
-        hosts.host_of(1)
+        discovery.host_of(1)
     runtime_of(Client())
-    assert hosts.next_lowering("jit_f") == 0
+    assert discovery.next_lowering("jit_f") == 0
     assert len(set(joined)) == 2
 
 
 def test_the_first_process_makes_the_token(runtime_of):
     client = Client({"jax_ring/token": "made by process 1"})
     assert runtime_of(client) == []
-    hosts.meet()
-    hosts.meet()
+    discovery.meet()
+    discovery.meet()
     assert runtime_of(client) == [(0, "made by process 1")]
 
 
 def test_a_process_that_does_not_tell(runtime_of):
     runtime_of(Client())
     with pytest.raises(RuntimeError, match=r"process 1 has not said within 60 s on which host it is.*JAX_RING_TIMEOUT"):
-        hosts.host_of(1)
+        discovery.host_of(1)

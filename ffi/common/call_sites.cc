@@ -1,5 +1,5 @@
 // call_sites.cc: the table of call sites.
-#include "call_sites.h"
+#include "common/call_sites.h"
 
 #include <algorithm>
 #include <map>

@@ -54,14 +54,15 @@ def one_process_lowers():
 
 def in_two_runtimes(ports):
     """jax_ring is imported before jax.distributed is initialized, and outlives it."""
-    from jax_ring import _compat, hosts
+    from jax_ring import _compat
+    from jax_ring.distributed import discovery
 
     tokens = []
     for port in ports:
         jax.distributed.initialize(**{**processes.distributed, "coordinator_address": f"127.0.0.1:{port}"})
         assert attributes(lowered(Mesh(np.array(jax.devices()), "i"))) == [("[0, 1]", "jit_f#0")] * 2
         tokens.append(_compat.distributed_client().key_value_try_get("jax_ring/token"))
-        assert {hosts.host_of(0), hosts.host_of(1)} == {hosts.host_of(0)}
+        assert {discovery.host_of(0), discovery.host_of(1)} == {discovery.host_of(0)}
         jax.distributed.shutdown()
         jax.extend.backend.clear_backends()
     print("tokens", *tokens)

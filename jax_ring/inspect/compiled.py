@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jax_ring.cost import wire_bytes
-from jax_ring.tuning import Thresholds
+from jax_ring.inspect.wire_bytes import wire_bytes
+from jax_ring.lowering.tuning import Thresholds
 
 _KINDS = {
     "all-reduce": "all_reduce",

@@ -1,0 +1,10 @@
+"""What a user calls: drop-ins for the collectives of `jax.lax`, and the JAX primitives behind them."""
+
+from jax_ring.collectives.reductions import ring_pmax as ring_pmax
+from jax_ring.collectives.reductions import ring_pmean as ring_pmean
+from jax_ring.collectives.reductions import ring_pmin as ring_pmin
+from jax_ring.collectives.reductions import ring_psum as ring_psum
+from jax_ring.collectives.rooted import ring_broadcast as ring_broadcast
+from jax_ring.collectives.rooted import ring_reduce as ring_reduce
+from jax_ring.collectives.scatter_gather import ring_all_gather as ring_all_gather
+from jax_ring.collectives.scatter_gather import ring_psum_scatter as ring_psum_scatter

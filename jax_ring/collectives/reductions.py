@@ -1,0 +1,184 @@
+"""Reductions of which every rank gets the result: sum, mean, maximum and minimum."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+
+# JAX's own, whoever is put in their place later: `jax.lax.psum = ring_psum` is one way to replace them.
+from jax.lax import pmax as lax_pmax
+from jax.lax import pmin as lax_pmin
+from jax.lax import psum as lax_psum
+
+from jax_ring import _compat
+from jax_ring.collectives import primitives
+from jax_ring.collectives.axes import AxisName, Groups, check_reduction, refuse_groups, split_axes, warn_of_equal_values
+from jax_ring.collectives.leaves import as_varying, belongs_to_lax, counted, fused
+from jax_ring.options import Options, make_options
+
+Pair = tuple[Primitive, Primitive]  # without and with vma tracking
+
+_PSUM: Pair = (primitives.ring_psum_p, primitives.ring_psum_invariant_p)
+_PMAX: Pair = (primitives.ring_pmax_p, primitives.ring_pmax_invariant_p)
+_PMIN: Pair = (primitives.ring_pmin_p, primitives.ring_pmin_invariant_p)
+
+
+def ring_psum(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups | None = None,
+    algorithm: str = "auto",
+    order: str = "rank",
+) -> Any:
+    """Sums `x` over the ranks of a mapped axis; every rank gets the sum. A drop-in for `jax.lax.psum`.
+
+    The result is the fold `((x_0 + x_1) + x_2) + ...` over ranks 0, 1, ..., p-1, added in float32 for floats of 16
+    bits and fewer and in the type itself otherwise, and rounded once. All ranks get the same bits. Leaves of one
+    dtype are reduced by one custom call together, without being copied into one buffer first. Where XLA's all-reduce
+    serves the call or a part of it (see docs/sharp_bits.md), and over a vmap axis, the order of adding is XLA's.
+
+    Args:
+      x: an array, or a pytree of arrays, of any shape and any dtype that `lax.psum` takes. Booleans are summed as
+        int32. A Python number or another constant is multiplied by the number of ranks, or of those in a group,
+        without communication.
+      axis_name: the name of a `shard_map`, `vmap` or `pmap` axis, or a sequence of names. With several, rank r is
+        the row-major index over them in the order given. Without vma tracking, integers among them name positional
+        axes of `x`, which are summed on each device first.
+      axis_index_groups: a list of lists of ranks: the sum is then taken within each group. Together they must hold
+        every rank exactly once; their sizes may differ. Only under `shard_map(..., check_vma=False)` and `pmap`.
+      algorithm: "auto", "one_shot", "two_shot" or "ring": how the engine moves the data. It changes the speed, never
+        the result; on CPU devices there is one algorithm, and it changes nothing.
+      order: "rank" is the fold above. "ring" is the order of a ring reduce-scatter, which needs the least bandwidth
+        of an interconnect without all-to-all links: each operand, flattened, is cut into packs of 16 bytes and the
+        packs into p equal blocks of ceil(packs / p), of which the last may be shorter or empty; block i is folded
+        over ranks i+1, i+2, ..., i (modulo p), rank i's value being added last. Accumulator and rounding are the same,
+        and so is the result on every rank and platform. It needs algorithm "auto" or "ring".
+
+    Returns:
+      A pytree like `x`. With vma tracking (`check_vma=True`) the sums are invariant over the axis.
+
+    Raises:
+      NameError: if no enclosing transformation binds an axis of that name.
+      ValueError: if `axis_index_groups` do not partition the ranks, if an axis is named twice, if `x` varies over
+        only some of the axes, or if `algorithm` or `order` is none of those listed or they do not go together.
+      NotImplementedError: for `axis_index_groups` with vma tracking, or over a `vmap` axis.
+      TypeError: if a leaf is not a valid JAX type.
+      jax.errors.JaxRuntimeError: when the program runs, if a rank of the group does not make the call within
+        `JAX_RING_TIMEOUT_S` seconds (60 by default).
+    """
+    return _psum("ring_psum", x, axis_name, axis_index_groups, make_options("ring_psum", algorithm, order))
+
+
+def ring_pmean(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups | None = None,
+    algorithm: str = "auto",
+    order: str = "rank",
+) -> Any:
+    """The mean of `x` over the ranks of a mapped axis: `ring_psum`, divided. A drop-in for `jax.lax.pmean`.
+
+    Arguments, errors and the order of adding are those of `ring_psum`. Means of integers and booleans are floats. In
+    groups of different sizes each sum is divided by the size of its own group (`lax.pmean` uses that of the first).
+
+    Warns:
+      UserWarning: if JAX knows that `x` is the same on all ranks, as a gradient is that it has summed already.
+    """
+    options = make_options("ring_pmean", algorithm, order)
+    total = _psum("ring_pmean", x, axis_name, axis_index_groups, options)
+    warn_of_equal_values("ring_pmean", x, axis_name)
+    count = _psum("ring_pmean", 1, axis_name, axis_index_groups, options)
+    return jax.tree.map(lambda leaf: leaf / count, total)
+
+
+def ring_pmax(x: Any, axis_name: AxisName, *, axis_index_groups: Groups | None = None, algorithm: str = "auto") -> Any:
+    """The maximum of `x` over the ranks of a mapped axis, element by element. A drop-in for `jax.lax.pmax`.
+
+    Arguments and errors are those of `ring_psum`, except that booleans stay booleans and that `x` may vary over only
+    some of the axes. A NaN on any rank makes the result NaN, and +0 is larger than -0, as in `jnp.maximum`; XLA's own
+    all-reduce on CPU devices loses NaNs. Like `lax.pmax` it has no derivative: stop the gradient of its operand.
+
+    Raises:
+      TypeError: for complex numbers, which have no order.
+    """
+    return _extremum("ring_pmax", _PMAX, lax_pmax, x, axis_name, axis_index_groups, algorithm)
+
+
+def ring_pmin(x: Any, axis_name: AxisName, *, axis_index_groups: Groups | None = None, algorithm: str = "auto") -> Any:
+    """The minimum of `x` over the ranks of a mapped axis, element by element. A drop-in for `jax.lax.pmin`.
+
+    All else is as for `ring_pmax`.
+    """
+    return _extremum("ring_pmin", _PMIN, lax_pmin, x, axis_name, axis_index_groups, algorithm)
+
+
+# ---- All-reduces ----------------------------------------------------------------------------------------------------
+
+
+def _psum(function: str, x, axis_name: AxisName, axis_index_groups: Groups | None, options: Options):
+    axes, named, positional, groups = check_reduction(function, axis_name, axis_index_groups)
+    if not axes:
+        return x
+    uneven = groups is not None and len({len(group) for group in groups}) > 1
+
+    def left_to_lax(leaf):
+        # lax.psum multiplies a constant by the size of the first group, on all ranks: a sum only if all are of one.
+        return not (isinstance(leaf, jax.core.Tracer) or uneven) or belongs_to_lax(leaf, named)
+
+    def namesake(leaf):
+        return lax_psum(leaf, axes, axis_index_groups=groups)
+
+    def operand(leaf):
+        leaf = jnp.asarray(leaf)
+        leaf = counted(lax_psum(leaf, positional) if positional else leaf)
+        return as_varying(function, leaf, named, mixed=False), None
+
+    def run(operands, _):
+        return _all_reduce(function, _PSUM, operands, named, axis_index_groups=groups, options=options)
+
+    return fused(x, left_to_lax, namesake, operand, run)
+
+
+def _extremum(
+    function: str, pair: Pair, namesake: Callable, x, axis_name: AxisName, axis_index_groups: Groups | None, algorithm
+):
+    options = make_options(function, algorithm)
+    axes, named, positional, groups = check_reduction(function, axis_name, axis_index_groups)
+    if not axes:
+        return x
+
+    def operand(leaf):
+        leaf = jnp.asarray(leaf)
+        if jnp.iscomplexobj(leaf):
+            raise TypeError(
+                f"{function}: complex numbers have no order, got {jax.typeof(leaf)}. Compare jnp.abs(x), or the real "
+                "and imaginary parts each."
+            )
+        return as_varying(function, namesake(leaf, positional) if positional else leaf, named), None
+
+    def run(operands, _):
+        return _all_reduce(function, pair, operands, named, axis_index_groups=groups, options=options)
+
+    to_lax = partial(namesake, axis_name=axes, axis_index_groups=groups)
+    return fused(x, partial(belongs_to_lax, axes=named), to_lax, operand, run)
+
+
+def _all_reduce(function: str, pair: Pair, operands: list, axes: tuple, *, axis_index_groups, **params) -> Sequence:
+    """Binds one of a pair of primitives over named axes, or each of them over some."""
+    plain, invariant = pair
+    if not axes:
+        return operands
+    if not _compat.check_vma():
+        return plain.bind(*operands, axes=axes, axis_index_groups=axis_index_groups, **params)
+    refuse_groups(function, axis_index_groups)
+    batch_axes, mesh_axes = split_axes(axes)
+    if batch_axes:
+        operands = plain.bind(*operands, axes=batch_axes, axis_index_groups=None, **params)
+    if mesh_axes:
+        operands = invariant.bind(*operands, axes=mesh_axes, axis_index_groups=None, **params)
+    return operands

@@ -1,0 +1,33 @@
+"""The collectives that XLA has no namesake of, where XLA serves them: made from its all-reduce."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import mlir
+
+
+def lower_reduce_to_xla(ctx, operand, *, axes, axis_index_groups, root):
+    """Lowers a reduce where only XLA's collectives are at hand, as a psum of which only the root keeps the result."""
+    del axis_index_groups
+
+    def reduce(x):
+        return jnp.where(lax.axis_index(axes) == root, lax.psum(x, axes), jnp.zeros_like(x))
+
+    return mlir.lower_fun(reduce, multiple_results=False)(ctx, operand)
+
+
+def lower_broadcast_to_xla(ctx, operand, *, axes, axis_index_groups, root):
+    """Lowers a broadcast where only XLA's collectives are at hand, as a psum to which the others add zero."""
+    del axis_index_groups
+
+    def broadcast(x):
+        # Integers, because 0.0 + -0.0 is 0.0.
+        if jnp.iscomplexobj(x):
+            return lax.complex(broadcast(x.real), broadcast(x.imag))
+        if x.dtype == jnp.bool_:
+            return broadcast(x.astype(jnp.uint8)).astype(x.dtype)
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            bits = lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
+            return lax.bitcast_convert_type(broadcast(bits), x.dtype)
+        return lax.psum(jnp.where(lax.axis_index(axes) == root, x, jnp.zeros_like(x)), axes)
+
+    return mlir.lower_fun(broadcast, multiple_results=False)(ctx, operand)

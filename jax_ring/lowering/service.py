@@ -1,0 +1,60 @@
+"""Who serves a call: an engine of ours, XLA's own collective, or both, one within hosts and one across them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jax_ring import _compat
+from jax_ring.lowering import reach, tuning
+
+
+class Service(NamedTuple):
+    """Who serves a call."""
+
+    levels: reach.Levels | None  # what an engine serves, and what is left to XLA; None if XLA does it alone
+    engine: str = ""  # "cpu" or "cuda"
+    why_not: str = ""  # why no engine serves it
+
+
+def service_of(ctx, groups, kind: str) -> Service:
+    """Who serves the call that is being lowered."""
+    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
+    return who_serves(platforms, ctx.module_context.axis_context, groups, kind)
+
+
+def is_one_call(ctx, axes, axis_index_groups, kind: str) -> bool:
+    """Whether `lower` will make a custom call and no more: an engine of ours serves it, and has somebody to talk to."""
+    groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
+    service = service_of(ctx, groups, kind)
+    return service.levels is not None and not service.levels.across and any(len(group) > 1 for group in groups)
+
+
+def who_serves(platforms: tuple[str, ...], axis_context, groups, kind: str) -> Service:
+    """Who serves a call of this kind in these groups of mesh positions."""
+    levels, why_not = _levels_served(platforms, axis_context, groups)
+    if levels is not None and levels.across and kind != "all_reduce":
+        return Service(None, why_not=f"the ranks of a group are on {levels.num_hosts} hosts")
+    return Service(levels, platforms[0], why_not)
+
+
+def _levels_served(platforms: tuple[str, ...], axis_context, groups) -> tuple[reach.Levels | None, str]:
+    if len(platforms) > 1 or platforms[0] not in tuning.PLATFORMS:
+        return None, f"the program is lowered for {' and '.join(platforms)}"
+    if not isinstance(axis_context, _compat.SPMDAxisContext):
+        return None, f"its axes belong to {type(axis_context).__name__}, not to a shard_map"
+    automatic = set(axis_context.mesh.axis_names) - set(axis_context.manual_axes)
+    if automatic:
+        return None, f"the enclosing shard_map leaves the axes {sorted(map(str, automatic))} to the compiler"
+    return reach.levels_of(platforms[0], axis_context.mesh, groups)
+
+
+def has_choice(engine: str, levels: reach.Levels) -> bool:
+    """Whether an engine has several algorithms for a sum: on CPU devices only between processes."""
+    return engine == "cuda" or levels.num_processes > 1
+
+
+def replica_groups(axis_context, axes, axis_index_groups) -> Sequence[Sequence[int]]:
+    """The groups of mesh positions within which a call over `axes` communicates, each in rank order."""
+    groups = _compat.replica_groups(axis_context, axes)
+    if axis_index_groups is None:
+        return groups
+    return [[group[i] for i in members] for group in groups for members in axis_index_groups]

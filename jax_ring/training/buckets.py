@@ -1,0 +1,90 @@
+"""Which gradients travel together: buckets that are planned when the program is traced."""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+BUCKET_BYTES = 25 << 20
+FIRST_BUCKET_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Leaves of one dtype that travel together."""
+
+    dtype: np.dtype
+    leaves: tuple[int, ...]  # places in jax.tree.leaves, in the order in which the backward pass makes them
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Which leaves of a tree travel together; made by `plan_buckets`. Prints as a table."""
+
+    names: tuple[str, ...]  # of the leaves: their paths and types
+    buckets: tuple[Bucket, ...]
+
+    def __str__(self) -> str:
+        total = sum(bucket.num_bytes for bucket in self.buckets)
+        lines = [f"leaves: {len(self.names)}, bytes: {total}, buckets: {len(self.buckets)}"]
+        for i, bucket in enumerate(self.buckets):
+            lines.append(f"bucket {i}: {bucket.num_bytes} bytes of {bucket.dtype}")
+            lines += [f"  {self.names[leaf]}" for leaf in bucket.leaves]
+        return "\n".join(lines)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal plans, and for no others, in all processes."""
+        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
+
+
+def plan_buckets(
+    tree: Any, bucket_bytes: int = BUCKET_BYTES, first_bucket_bytes: int = FIRST_BUCKET_BYTES
+) -> BucketPlan:
+    """Decides which leaves of a tree of gradients travel together.
+
+    Leaves are taken in the reverse order of `jax.tree.leaves`, because the backward pass makes the gradients of the
+    last parameters first; each goes into the open bucket of its dtype, or opens a new one if it would make that too
+    large. A leaf is never split. The plan depends on shapes, dtypes and sizes alone, so it is the same on all ranks.
+
+    Args:
+      tree: a pytree of arrays or `jax.ShapeDtypeStruct`s.
+      bucket_bytes: bytes that a bucket holds at most; a larger leaf has a bucket of its own.
+      first_bucket_bytes: the same for the first bucket of each dtype: a small one starts early.
+
+    Raises:
+      ValueError: if a size is not positive.
+    """
+    if bucket_bytes <= 0 or first_bucket_bytes <= 0:
+        raise ValueError(
+            "plan_buckets: bucket_bytes and first_bucket_bytes must be positive, got "
+            f"{bucket_bytes} and {first_bucket_bytes}"
+        )
+    paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
+    names = tuple(
+        f"{jax.tree_util.keystr(path) or 'the array'}: {leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+        for path, leaf in paths_and_leaves
+    )
+    contents: list[list[int]] = []
+    sizes: list[int] = []
+    dtypes: list[np.dtype] = []
+    open_bucket: dict[np.dtype, int] = {}
+    limits: dict[np.dtype, int] = {}
+    for i, (_, leaf) in reversed(list(enumerate(paths_and_leaves))):
+        dtype, size = np.dtype(leaf.dtype), math.prod(leaf.shape) * leaf.dtype.itemsize
+        k = open_bucket.get(dtype)
+        if k is None or sizes[k] + size > limits[dtype]:
+            limits[dtype] = bucket_bytes if k is not None else min(first_bucket_bytes, bucket_bytes)
+            k = open_bucket[dtype] = len(contents)
+            contents.append([])
+            sizes.append(0)
+            dtypes.append(dtype)
+        contents[k].append(i)
+        sizes[k] += size
+    buckets = tuple(Bucket(*fields) for fields in zip(dtypes, map(tuple, contents), sizes, strict=True))
+    return BucketPlan(names, buckets)
