@@ -1,5 +1,6 @@
 """Collectives for JAX as XLA custom calls: bitwise reproducible, drop-ins for those of `jax.lax`."""
 
+import jax_ring.runtime as _runtime  # first: its errors say what is wrong with the installation
 from jax_ring import zero
 from jax_ring.collectives import (
     ring_all_gather,
@@ -13,7 +14,6 @@ from jax_ring.collectives import (
 )
 from jax_ring.inspect import Collective, Explanation, Instruction, explain
 from jax_ring.lowering.override import Override, override_lax
-from jax_ring.runtime import __version__ as __version__
 from jax_ring.training import (
     Bucket,
     BucketPlan,
@@ -32,6 +32,8 @@ from jax_ring.training import (
     value_and_grad,
     weighted_pmean,
 )
+
+__version__ = _runtime.__version__
 
 __all__ = [
     "Bucket",
@@ -69,5 +71,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    # Importing a submodule binds its name here, wanted or not.
+    # Without this, every submodule that has been imported would be listed as well.
     return sorted([*__all__, "__version__"])

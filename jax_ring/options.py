@@ -1,36 +1,45 @@
-"""The options of a collective: which algorithm runs it, and in which order its values are folded."""
+"""The options of a collective: which algorithm moves the data, and in which order values are folded."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
-ALGORITHMS = ("auto", "one_shot", "two_shot", "ring")
-ORDERS = ("rank", "ring")
+Algorithm = Literal["auto", "one_shot", "two_shot", "ring"]
+Order = Literal["rank", "ring"]
+
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 class Options(NamedTuple):
-    """Options of one call, alike on all ranks; hashable, since they are parameters of the primitive."""
+    """Options of one call. They are parameters of the primitive, so they are hashable and the same on all ranks."""
 
-    algorithm: str = "auto"
-    order: str = "rank"
+    algorithm: Algorithm = "auto"
+    order: Order = "rank"
 
-    def chosen(self) -> str:
-        """Those that are not the default, as they are written in a call; empty if all are."""
+    def non_default(self) -> str:
+        """The options that differ from the default, written as keyword arguments; empty if none does."""
         return ", ".join(
             f"{name}={value!r}" for name, value in self._asdict().items() if value != self._field_defaults[name]
         )
 
 
-def make_options(function: str, algorithm: str = "auto", order: str = "rank") -> Options:
-    """The options as given to `function`.
+def check_choice(function: str, name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises ValueError unless `value`, the argument `name` of `function`, is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+
+
+def make_options(function: str, algorithm: Algorithm = "auto", order: Order = "rank") -> Options:
+    """The options of a call of `function`.
 
     Raises:
-      ValueError: if one is none of its choices, or the algorithm cannot fold in that order.
+      ValueError: if an option is none of its choices, or if the algorithm cannot fold in that order.
     """
-    for name, value, choices in (("algorithm", algorithm, ALGORITHMS), ("order", order, ORDERS)):
-        if value not in choices:
-            raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+    check_choice(function, "algorithm", algorithm, ALGORITHMS)
+    check_choice(function, "order", order, ORDERS)
     if order == "ring" and algorithm not in ("auto", "ring"):
         raise ValueError(
-            f"{function}: order='ring' needs algorithm='ring' or 'auto', since no other algorithm folds in that "
+            f"{function}: order='ring' needs algorithm='ring' or 'auto', because no other algorithm folds in that "
             f"order; got algorithm={algorithm!r}. With order='rank' every algorithm gives the same result."
         )
     return Options(algorithm, order)

@@ -3,17 +3,29 @@
 import importlib.metadata
 import math
 import os
+import pathlib
+import sys
 
 import jax
 
-from jax_ring import _compat as _compat  # first: it says so when this JAX is not supported
+from jax_ring import _compat as _compat  # first, because it raises if this JAX is not supported
+from jax_ring._fingerprint import fingerprint
+
+_PROJECT = pathlib.Path(__file__).parent.parent  # in the source tree; site-packages when installed as a wheel
+_IN_SOURCE_TREE = (_PROJECT / "ffi" / "CMakeLists.txt").is_file() and (_PROJECT / "pyproject.toml").is_file()
+_BUILD = f"{sys.executable} -m pip install --editable '{_PROJECT}'"
 
 try:
     import jax_ring._ffi_cpu as _ffi_cpu
 except ImportError as error:
+    if _IN_SOURCE_TREE:
+        raise ImportError(
+            f"jax_ring is imported from its source tree {_PROJECT}, and its native module is not built for this "
+            f"Python: {error}. Build it with: {_BUILD}"
+        ) from error
     raise ImportError(
-        f"jax_ring's native module does not load from {os.path.dirname(__file__)}: {error}. If this is the source "
-        "tree, build it with `pip install .` and run from another folder, or with `pip install --editable .`."
+        f"jax_ring's native module does not load from {os.path.dirname(__file__)}: {error}. Install jax_ring again "
+        "with this Python."
     ) from error
 
 try:
@@ -22,11 +34,26 @@ try:
     why_no_cuda = ""
 except ImportError as error:
     ffi_cuda = None
-    why_no_cuda = f"{error}. Install it again with JAX_RING_CUDA=ON, where nvcc is, to build it."
+    why_no_cuda = f"{error}. To build it, install jax_ring with JAX_RING_CUDA=ON on a machine with nvcc."
+
+
+def _check_not_stale(module) -> None:
+    """Raises ImportError if a native module was built from other sources than those of the source tree."""
+    built_from = module.fingerprint() if hasattr(module, "fingerprint") else "none"
+    if _IN_SOURCE_TREE and built_from != (found := fingerprint(_PROJECT / "ffi")):
+        raise ImportError(
+            f"{module.__file__} is not built from the native sources in {_PROJECT / 'ffi'}: its fingerprint is "
+            f"{built_from}, theirs is {found}. Rebuild it with: {_BUILD}"
+        )
+
+
+for _module in (_ffi_cpu, ffi_cuda):
+    if _module is not None:
+        _check_not_stale(_module)
 
 __version__ = importlib.metadata.version("jax-ring")
 
-# The custom call of each collective. One handler serves them all; the names are for those who read HLO.
+# The custom call of each collective. One handler serves them all; the names make HLO readable.
 TARGETS = {
     collective: f"jax_ring_{collective}"
     for collective in ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast")
@@ -36,7 +63,7 @@ STRICT_VARIABLE = "JAX_RING_STRICT"
 
 
 def timeout_from(text: str) -> float:
-    """Seconds that a call waits for ranks that have not arrived, from the text of `JAX_RING_TIMEOUT_S`.
+    """Parses `JAX_RING_TIMEOUT_S`: seconds that a call waits for missing ranks.
 
     Raises:
       ValueError: if the text is not a positive, finite number.
@@ -48,13 +75,13 @@ def timeout_from(text: str) -> float:
     if not (0 < seconds < math.inf):
         raise ValueError(
             f"{TIMEOUT_VARIABLE} must be a positive number of seconds, got {text!r}. "
-            "Unset it for the default, or use a large number to wait for long."
+            "Unset it for the default of 60, or use a large number to wait longer."
         )
     return seconds
 
 
 def strict_from(text: str) -> bool:
-    """Whether a call that no engine of ours serves is an error, from the text of `JAX_RING_STRICT`.
+    """Parses `JAX_RING_STRICT`: whether a call that falls back to XLA's collective is an error.
 
     Raises:
       ValueError: if the text is neither 1 nor 0.
@@ -68,7 +95,7 @@ STRICT = strict_from(os.environ.get(STRICT_VARIABLE, ""))
 
 
 def note_call_site(call: str, site: str) -> None:
-    """Remembers that the call described by `call` was written at `site`, for the error of a rank that waits in vain."""
+    """Records that the call described by `call` was written at `site`, for the error when a rank is missing."""
     for module in (_ffi_cpu, ffi_cuda):
         if site and module is not None:
             module.note_call_site(call, site)
@@ -80,9 +107,10 @@ def timeout() -> float:
 
 
 def join_processes(process: int, token: str, publish, fetch) -> None:
-    """Tells the engines which process this is, and how they meet those of the others.
+    """Passes the engines the index of this process, and the means to reach the other processes.
 
-    token: random, and common to all processes. Publish and fetch exchange bytes with them.
+    token: a random string that all processes share; it names their shared memory.
+    publish, fetch: the key-value store of `jax.distributed`, as of `_compat.key_value_store`.
     """
     _ffi_cpu.join(process, token)
     if ffi_cuda is not None:
@@ -90,9 +118,9 @@ def join_processes(process: int, token: str, publish, fetch) -> None:
 
 
 def forget_gpu_groups() -> None:
-    """Has programs compiled from now on form their GPU groups anew, which they must after a call in one has failed.
+    """Drops all GPU groups, so that programs compiled afterwards form new ones. Needed after a call has failed.
 
-    To be called in all processes, together with `jax.clear_caches()`, when no program is running.
+    Call it in all processes, together with `jax.clear_caches()`, while no program is running.
     """
     if ffi_cuda is not None:
         ffi_cuda.forget_groups()
@@ -104,7 +132,7 @@ def _register() -> None:
     for target in TARGETS.values():
         jax.ffi.register_ffi_target(target, handlers, platform="cpu")
     if ffi_cuda is not None:
-        # Here JAX waits for the CUDA client with both, and hands over types before handlers.
+        # JAX queues both until the CUDA client exists, and registers types before handlers.
         jax.ffi.register_ffi_type("jax_ring_instance", ffi_cuda.instance_type(), platform="CUDA")
         for target in TARGETS.values():
             jax.ffi.register_ffi_target(target, ffi_cuda.collective_handlers(), platform="CUDA")

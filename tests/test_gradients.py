@@ -199,7 +199,7 @@ def test_pmean_after_plain_jax_grad(pmean, check_vma):
     which the mean is that value: a metric, or a loss that was reduced before. It does where such casts are forbidden.
     But ours warns.
     """
-    warns = pytest.warns(UserWarning, match=r"the same on all 4 ranks already.*jax_ring\.value_and_grad")
+    warns = pytest.warns(UserWarning, match=r"already the same on all 4 ranks.*jax_ring\.value_and_grad")
     f = on_ranks(lambda p, x: pmean(jax.grad(loss)(p, x), "i"), check_vma)
     g = on_ranks(lambda p, x: pmean(lax.pmean(x.sum(), "i"), "i"), check_vma)
     with warns if check_vma and pmean is ring_pmean else contextlib.nullcontext():
@@ -400,7 +400,7 @@ def test_optax_is_needed_only_when_used():
 def test_allreduce_gradients_refuses_wrong_options():
     with pytest.raises(ValueError, match="impl must be one of"):
         allreduce_gradients("i", impl="mpi")
-    with pytest.raises(ValueError, match="error_feedback makes up for rounding to wire_dtype, and there is none"):
+    with pytest.raises(ValueError, match="error_feedback corrects the rounding to wire_dtype, and wire_dtype is None"):
         allreduce_gradients("i", error_feedback=True)
 
 

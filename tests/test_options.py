@@ -161,8 +161,8 @@ def test_refused_when_traced(options, message, check_vma):
 
 def test_defaults_and_words():
     assert make_options("f") == Options() == ("auto", "rank")
-    assert Options().chosen() == ""
-    assert Options("ring", "ring").chosen() == "algorithm='ring', order='ring'"
+    assert Options().non_default() == ""
+    assert Options("ring", "ring").non_default() == "algorithm='ring', order='ring'"
 
 
 def on_a_partly_manual_mesh(**options):

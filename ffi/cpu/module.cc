@@ -65,6 +65,9 @@ NB_MODULE(_ffi_cpu, m) {
       "The type of the handlers' state, as jax.ffi.register_ffi_type takes it.");
 
   m.def(
+      "fingerprint", [] { return JAX_RING_FINGERPRINT; }, "The fingerprint of the sources that this was built from.");
+
+  m.def(
       "set_deadline", [](double seconds) { jax_ring::cpu::Watchdog::instance().set_deadline(seconds); }, "seconds"_a,
       "Sets how long, in seconds, a call waits for the ranks that have not arrived.");
 

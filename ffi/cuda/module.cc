@@ -98,6 +98,9 @@ NB_MODULE(_ffi_cuda, m) {
         "Notes where in the user's program a call was written, for the error of a rank that waits in vain.");
 
   m.def(
+      "fingerprint", [] { return JAX_RING_FINGERPRINT; }, "The fingerprint of the sources that this was built from.");
+
+  m.def(
       "set_deadline", [](double seconds) { Communicators::instance().set_deadline(seconds); }, "seconds"_a,
       "Sets how long, in seconds, a GPU waits for a peer.");
 

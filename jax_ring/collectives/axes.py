@@ -1,4 +1,4 @@
-"""Which axes, groups and ranks a call names, and the errors where they are wrong."""
+"""Checks the axes, groups and ranks that a call names."""
 
 import math
 import operator
@@ -15,24 +15,24 @@ Groups = Sequence[Sequence[int]]
 
 
 def axes_of(axis_name: AxisName) -> tuple:
-    """The axes that an argument names, as a tuple."""
+    """The argument `axis_name` as a tuple of axes."""
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
 
 
 def split_axes(axes: tuple) -> tuple[tuple, tuple]:
-    """The axes of `vmap`, and those of a mesh. vma is about the latter: over the former values do not "vary"."""
+    """Splits axes into those of `vmap` and those of a mesh, which are the ones that vma tracks."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(axis for axis in axes if axis not in manual), tuple(axis for axis in axes if axis in manual)
 
 
 def num_ranks(axes: tuple) -> int:
-    """The number of ranks along the axes together."""
+    """The product of the axes' sizes."""
     bound = _compat.bound_axis_sizes()
     return math.prod(bound[axis] for axis in axes)
 
 
 def axes_of_difference(x: jax.Array, axis_name: AxisName) -> tuple:
-    """Those of the axes over which x differs between ranks; all, where vma is not tracked or the axes are vmap's."""
+    """The axes over which x may differ between ranks: all vmap axes, and all mesh axes if vma is not tracked."""
     axes = _compat.skip_size_one_axes(axes_of(axis_name))
     if not _compat.check_vma():
         return axes
@@ -41,17 +41,17 @@ def axes_of_difference(x: jax.Array, axis_name: AxisName) -> tuple:
 
 
 def warn_of_equal_values(function: str, x, axis_name: AxisName) -> None:
-    """Warns of a mean over ranks that all have the same value: most likely a gradient that JAX has summed already."""
+    """Warns of a mean over equal values, which is most likely a gradient that JAX has already summed."""
     axes = _compat.skip_size_one_axes(axes_of(axis_name))
     leaves = [leaf for leaf in jax.tree.leaves(x) if isinstance(leaf, jax.core.Tracer)]
     equal = [leaf for leaf in leaves if axes and not axes_of_difference(leaf, axes)]
     if equal:
         warnings.warn(
-            f"{function} over {axes}: a value of type {jax.typeof(equal[0])} is the same on all {num_ranks(axes)} "
-            "ranks already, so that its mean is the value itself. If it is a gradient with respect to replicated "
-            f"parameters, JAX has summed it over the ranks, and what you want is {num_ranks(axes)} times smaller: use "
-            f"jax_ring.value_and_grad, or cast the parameters before jax.grad, with jax.lax.pcast(params, {axes}, "
-            f"to='varying'). Otherwise leave {function} out.",
+            f"{function} over {axes}: a value of type {jax.typeof(equal[0])} is already the same on all "
+            f"{num_ranks(axes)} ranks, so its mean is the value itself. If it is a gradient with respect to replicated "
+            f"parameters, JAX has summed it over the ranks, and it is {num_ranks(axes)} times too large: use "
+            f"jax_ring.value_and_grad, or cast the parameters before jax.grad with jax.lax.pcast(params, {axes}, "
+            f"to='varying'). Otherwise drop {function}.",
             stacklevel=3,
         )
 
@@ -70,7 +70,7 @@ def _check_axes(function: str, axes: tuple, named: tuple) -> None:
 
 
 def check_named(function: str, axes: tuple) -> None:
-    """Refuses axes that are not bound, or positional, or named twice."""
+    """Raises unless every axis is a bound, named axis and occurs once."""
     positional = tuple(axis for axis in axes if isinstance(axis, int))
     if positional:
         raise ValueError(f"{function} is over named axes, got the positional axes {positional}")
@@ -78,7 +78,7 @@ def check_named(function: str, axes: tuple) -> None:
 
 
 def check_groups(function: str, axis_index_groups: Groups | None, named: tuple) -> tuple[tuple[int, ...], ...] | None:
-    """The groups as tuples, which must hold every rank once."""
+    """The groups as tuples. Raises unless they partition the ranks."""
     if axis_index_groups is None:
         return None
     groups = tuple(tuple(map(operator.index, group)) for group in axis_index_groups)
@@ -93,7 +93,7 @@ def check_groups(function: str, axis_index_groups: Groups | None, named: tuple) 
 
 
 def group_size(function: str, axes: tuple, groups: tuple[tuple[int, ...], ...] | None) -> int:
-    """Ranks in each group, which must be alike for results to have one shape."""
+    """The size of the groups. Raises unless they all have one size, because results must have one shape."""
     sizes = {num_ranks(axes)} if groups is None else {len(group) for group in groups}
     if len(sizes) > 1:
         raise ValueError(
@@ -103,7 +103,7 @@ def group_size(function: str, axes: tuple, groups: tuple[tuple[int, ...], ...] |
 
 
 def refuse_groups(function: str, groups) -> None:
-    """Refuses groups for a result that is invariant over the axis."""
+    """Raises if there are groups: their results differ, so they are not invariant over the axis."""
     if groups is not None:
         raise NotImplementedError(
             f"{function}: axis_index_groups are not supported under shard_map(..., check_vma=True), because results "
@@ -113,7 +113,7 @@ def refuse_groups(function: str, groups) -> None:
 
 
 def check_root(function: str, axes: tuple, root: int) -> int:
-    """The root as a Python integer, which must be a rank."""
+    """The root as a Python integer. Raises unless it is a rank."""
     root, size = operator.index(root), num_ranks(axes)
     if not 0 <= root < size:
         raise ValueError(f"{function}: root must be a rank of {axes}, that is 0 to {size - 1}, got {root}")
@@ -121,7 +121,7 @@ def check_root(function: str, axes: tuple, root: int) -> int:
 
 
 def canonical_dimension(function: str, name: str, dimension: int, ndim: int) -> int:
-    """The dimension counted from the front."""
+    """The dimension, counted from the front. Raises if it is out of bounds."""
     if not -ndim <= dimension < ndim:
         raise np.exceptions.AxisError(
             f"{function}: {name} {dimension} is out of bounds for an array of dimension {ndim}"
@@ -130,7 +130,7 @@ def canonical_dimension(function: str, name: str, dimension: int, ndim: int) -> 
 
 
 def check_reduction(function: str, axis_name: AxisName, axis_index_groups: Groups | None):
-    """The axes of a reduction, the named ones among them, the positional ones, and the groups."""
+    """Checks the axes and groups of a reduction: (all axes, named axes, positional axes, groups)."""
     axes = _compat.skip_size_one_axes(axes_of(axis_name))
     positional = tuple(axis for axis in axes if isinstance(axis, int))
     named = tuple(axis for axis in axes if not isinstance(axis, int))

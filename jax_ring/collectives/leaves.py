@@ -1,4 +1,4 @@
-"""The arrays of a call: leaves of a pytree, grouped by dtype, and typed as values that differ between ranks."""
+"""The operands of a call: the leaves of a pytree, grouped by dtype and cast to the types that the primitives take."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,13 +13,14 @@ from jax_ring.distributed import discovery
 
 
 def fused(tree, left_to_lax: Callable, namesake: Callable, to_operand: Callable, run: Callable):
-    """A collective over the leaves of a tree, those that one call can carry together in one call.
+    """Runs a collective over the leaves of a tree, with one call for all leaves that can share one.
 
-    left_to_lax: (leaf) to whether its namesake in jax.lax takes it, since it needs no communication of ours.
-    to_operand: (leaf) to the array that takes part, and what operands of one call must have in common besides dtype.
-    run: (operands, what they have in common) to their results.
+    left_to_lax: (leaf) -> whether `namesake` handles the leaf instead.
+    namesake: (leaf) -> result, by the function of the same name in `jax.lax`.
+    to_operand: (leaf) -> (operand, key). Operands of equal dtype and key share a call.
+    run: (operands, key) -> results.
     """
-    discovery.meet()  # the lowering of another process may be waiting for this one
+    discovery.meet()  # the lowering in another process may be waiting for it
     leaves, structure = jax.tree.flatten(tree)
     together = defaultdict(list)
     for i, leaf in enumerate(leaves):
@@ -36,7 +37,7 @@ def fused(tree, left_to_lax: Callable, namesake: Callable, to_operand: Callable,
 
 
 def belongs_to_lax(leaf, axes: tuple) -> bool:
-    """Whether a leaf is one that the engines cannot take: no number, or partly reduced."""
+    """Whether the engines cannot take a leaf: it has an extended dtype, or is marked as reduced or unreduced."""
     if not isinstance(leaf, jax.Array):
         return False
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
@@ -45,7 +46,7 @@ def belongs_to_lax(leaf, axes: tuple) -> bool:
 
 
 def no_namesake(function: str) -> Callable:
-    """What stands for the namesake in jax.lax of a function that has none: an error."""
+    """The `namesake` of a function that `jax.lax` does not have: it raises TypeError."""
 
     def refuse(leaf):
         raise TypeError(
@@ -57,14 +58,14 @@ def no_namesake(function: str) -> Callable:
 
 
 def counted(leaf):
-    """Booleans as the integers that lax.psum adds in their place."""
+    """x, with booleans as int32, which is what lax.psum adds."""
     return leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
 
 
 def as_varying(function: str, operand, axes: tuple, *, mixed: bool = True):
-    """The operand cast, as JAX does it implicitly, to one that varies over all of the axes, where vma is tracked.
+    """Casts the operand to one that varies over all of the axes, as JAX does implicitly. No-op without vma tracking.
 
-    mixed: whether it may vary over some of the axes already.
+    mixed: whether an operand that varies over only some of the axes is accepted.
     """
     if not _compat.check_vma():
         return operand
@@ -77,14 +78,14 @@ def as_varying(function: str, operand, axes: tuple, *, mixed: bool = True):
         return lax.pcast(operand, missing, to="varying")
     raise ValueError(
         f"{function} over {axes} got an operand of type {jax.typeof(operand)}, which is the same on all ranks of "
-        f"{missing}. If it has been summed over them already, as the gradient with respect to a replicated parameter "
-        "has been, a further sum would be too large by the number of ranks: leave those axes out. If every rank is "
-        f'to contribute its own copy, cast it first: lax.pcast(x, {missing}, to="varying").'
+        f"{missing}. If it has already been summed over them, like the gradient of a replicated parameter, another sum "
+        "would be too large by the number of ranks: leave those axes out. If every rank should contribute its copy, "
+        f'cast it first: lax.pcast(x, {missing}, to="varying").'
     )
 
 
 def own_copy(x, axis_name: AxisName):
-    """The array, typed as each rank's own over all of the axes, where vma is tracked."""
+    """x, cast to a value that varies over all of the axes. No-op without vma tracking."""
     if not _compat.check_vma():
         return x
     missing = tuple(axis for axis in split_axes(axes_of(axis_name))[1] if axis not in _compat.varying_axes(x))

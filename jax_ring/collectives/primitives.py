@@ -1,8 +1,8 @@
 """The primitives: type, jvp, transpose, batching and dead-code rules, all from one template.
 
-They take any number of operands of one dtype and treat each of them alike, so that a whole tree is one custom call.
-Those whose result is the same on all ranks come in pairs, as JAX's psum does: `ring_x_p`, of which the result has the
-operand's type, is used without vma tracking and over vmap axes; `ring_x_invariant_p` (varying to invariant) with it.
+Each takes any number of operands of one dtype, so that a whole tree is one custom call. Primitives whose result is the
+same on all ranks come in pairs, as JAX's psum does: `ring_x_p`, whose result has the operand's type, for code without
+vma tracking and for vmap axes; `ring_x_invariant_p`, from varying to invariant, for mesh axes with vma tracking.
 """
 
 from collections import defaultdict
@@ -25,18 +25,21 @@ from jax_ring.lowering.rule import Collective, lower
 
 
 class Rules(NamedTuple):
-    """In what the primitives differ."""
+    """The rules in which the primitives differ.
 
-    # (aval, **params) to (aval, effects), for one operand. Options are not among the params.
+    Attributes:
+      abstract_eval: (aval, **params) -> (aval, effects), for one operand; `options` is not among the params.
+      transpose: (cotangents, params) -> the operands' cotangents; None if the collective is not linear.
+      over_vmap_axis: (x, batch dimension, axis size, **details) -> (result, batch dimension), as in vmap_axis.py;
+        details are the params that not every primitive has.
+      separable: whether the collective over several axes equals the collective over one axis after the other.
+      added_dimensions: number of dimensions of the result less that of the operand, unless `tiled`.
+    """
+
     abstract_eval: Callable
-    # (cotangents, params) to the operands' cotangents, if the collective is linear.
     transpose: Callable | None
-    # (x, batch dimension or None, axis size, **details) to (result, its batch dimension or None): the collective over
-    # a vmap axis, which lies within a device. details: the params that are not in every primitive.
-    within_device: Callable
-    # Whether the collective over several axes is one over each of them in turn.
+    over_vmap_axis: Callable
     separable: bool = False
-    # How many dimensions the result has more than the operand, unless it is `tiled`.
     added_dimensions: int = 0
 
 
@@ -45,7 +48,7 @@ def _make_primitive(name: str, collective: Collective, rules: Rules) -> Primitiv
     primitive.multiple_results = True
 
     def abstract_eval(*avals, options, **params):
-        del options  # they change no type
+        del options  # do not affect the types
         results = [rules.abstract_eval(aval, **params) for aval in avals]
         return [aval for aval, _ in results], set().union(*(effects for _, effects in results))
 
@@ -56,14 +59,14 @@ def _make_primitive(name: str, collective: Collective, rules: Rules) -> Primitiv
         ad.primitive_transposes[primitive] = partial(_transpose, rules.transpose)
     batching.fancy_primitive_batchers[primitive] = partial(_batch, primitive, collective.function, rules)
     _compat.register_dead_code_rule(primitive, _dead_code)
-    # Not cacheable: a cached lowering does not know where in the user's program the call stands.
+    # Not cacheable, because a cached lowering does not know the user's source line of the call.
     mlir.register_lowering(primitive, partial(lower, collective), cacheable=False)
     return primitive
 
 
 def _linear_jvp(primitive: Primitive, primals: Sequence, tangents: Sequence, **params):
     out = primitive.bind(*primals, **params)
-    # A symbolic zero stays one: it needs no communication.
+    # Symbolic zeros need no communication.
     nonzero = [tangent for tangent in tangents if type(tangent) is not ad.Zero]
     done = iter(primitive.bind(*nonzero, **params) if nonzero else [])
     out_tangents = [
@@ -95,12 +98,12 @@ def _batch(primitive, function: str, rules: Rules, axis_data, operands, dims, *,
     rest = tuple(axis for axis in axes if axis != axis_data.name)
     if rest and not rules.separable:
         raise NotImplementedError(
-            f"{function} over {axes}, of which {axis_data.name!r} is a vmap axis: only a single axis is supported "
-            "there. Use one call for each axis, or map them all over devices with shard_map."
+            f"{function} over {axes} includes the vmap axis {axis_data.name!r}, which must be the only axis. Use one "
+            "call for each axis, or map them all over devices with shard_map."
         )
     details = {name: value for name, value in params.items() if name not in ("options", "axis_size")}
     results = [
-        rules.within_device(x, d, axis_data.size, **details) for x, d in zip(operands, dims, strict=True)
+        rules.over_vmap_axis(x, d, axis_data.size, **details) for x, d in zip(operands, dims, strict=True)
     ]  # fmt: skip
     values, result_dims = [value for value, _ in results], [dim for _, dim in results]
     if rest:
@@ -111,7 +114,7 @@ def _batch(primitive, function: str, rules: Rules, axis_data, operands, dims, *,
 def _batch_other_axis(bind: Callable, rules: Rules, operands: Sequence, dims: Sequence, **params):
     if "dimension" not in params:
         return bind(*operands, **params), dims
-    # The batch dimension moves the one that is scattered or gathered, and is moved by it.
+    # A batch dimension in front shifts the scattered or gathered dimension; one behind is shifted by it.
     dimension, added = params.pop("dimension"), 0 if params["tiled"] else rules.added_dimensions
     by_dimension, results, result_dims = defaultdict(list), [None] * len(operands), [None] * len(operands)
     for i, dim in enumerate(dims):
@@ -140,7 +143,7 @@ def _as_varying(cotangents, params):
 
 
 def _own_blocks(cotangents, params):
-    """The transpose of an all-gather with an invariant result: as in JAX, each rank takes the block that it gave."""
+    """The transpose of an all-gather with an invariant result: as in JAX, each rank slices out its own block."""
     axes, dimension, size, tiled = (params[name] for name in ("axes", "dimension", "axis_size", "tiled"))
     rank = lax.axis_index(axes)
     blocks = []
@@ -158,8 +161,8 @@ def _only_on_root(cotangents, params):
 
 
 def _from_root(cotangents, params):
-    """The transpose of a reduce: what the others got are constants."""
-    # Where vma is tracked the cotangents vary over the axes, and a broadcast's result would not.
+    """The transpose of a reduce: a broadcast, because the results of the other ranks are constant zeros."""
+    # With vma tracking the cotangents vary over the axes, but the result of a broadcast is invariant.
     if not all(_compat.varying_axes(ct).issuperset(params["axes"]) for ct in cotangents):
         return ring_broadcast_p.bind(*cotangents, **params)
     return _as_varying(ring_broadcast_invariant_p.bind(*cotangents, **params), params)
@@ -184,10 +187,10 @@ ring_psum_p: Primitive
 ring_psum_invariant_p: Primitive
 ring_psum_p, ring_psum_invariant_p = _reduction(
     "sum", _compat.psum_p, vmap_axis.psum,
-    # Without vma tracking JAX treats psum as its own transpose.
+    # Without vma tracking JAX makes psum its own transpose.
     (lambda cotangents, params: ring_psum_p.bind(*cotangents, **params), _as_varying),
 )  # fmt: skip
-# JAX has no derivatives of these.
+# JAX defines no derivatives of these.
 ring_pmax_p, ring_pmax_invariant_p = _reduction("max", _compat.pmax_p, vmap_axis.pmax, (None, None))
 ring_pmin_p, ring_pmin_invariant_p = _reduction("min", _compat.pmin_p, vmap_axis.pmin, (None, None))
 
@@ -219,7 +222,7 @@ ring_all_gather_p, ring_all_gather_invariant_p = _pair(
 
 
 def _abstract_rooted(abstract_eval: Callable, aval, *, root, **params):
-    del root  # it changes no type
+    del root  # does not affect the types
     return abstract_eval(aval, **params)
 
 

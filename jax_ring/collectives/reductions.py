@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,9 @@ from jax_ring import _compat
 from jax_ring.collectives import primitives
 from jax_ring.collectives.axes import AxisName, Groups, check_reduction, refuse_groups, split_axes, warn_of_equal_values
 from jax_ring.collectives.leaves import as_varying, belongs_to_lax, counted, fused
-from jax_ring.options import Options, make_options
+from jax_ring.options import Algorithm, Options, Order, make_options
+
+T = TypeVar("T")  # a pytree: results have the structure of the argument
 
 Pair = tuple[Primitive, Primitive]  # without and with vma tracking
 
@@ -27,39 +29,39 @@ _PMIN: Pair = (primitives.ring_pmin_p, primitives.ring_pmin_invariant_p)
 
 
 def ring_psum(
-    x: Any,
+    x: T,
     axis_name: AxisName,
     *,
     axis_index_groups: Groups | None = None,
-    algorithm: str = "auto",
-    order: str = "rank",
-) -> Any:
+    algorithm: Algorithm = "auto",
+    order: Order = "rank",
+) -> T:
     """Sums `x` over the ranks of a mapped axis; every rank gets the sum. A drop-in for `jax.lax.psum`.
 
-    The result is the fold `((x_0 + x_1) + x_2) + ...` over ranks 0, 1, ..., p-1, added in float32 for floats of 16
-    bits and fewer and in the type itself otherwise, and rounded once. All ranks get the same bits. Leaves of one
-    dtype are reduced by one custom call together, without being copied into one buffer first. Where XLA's all-reduce
-    serves the call or a part of it (see docs/sharp_bits.md), and over a vmap axis, the order of adding is XLA's.
+    The result is the fold `((x_0 + x_1) + x_2) + ...` over ranks 0, 1, ..., p-1. Floats of 16 bits and fewer are added
+    in float32, all other types in themselves; the sum is rounded once. All ranks get the same bits. One custom call
+    reduces all leaves of one dtype, without copying them into one buffer first. Where XLA's all-reduce serves the call
+    or a part of it (see docs/sharp_bits.md), and over a vmap axis, XLA chooses the order.
 
     Args:
       x: an array, or a pytree of arrays, of any shape and any dtype that `lax.psum` takes. Booleans are summed as
-        int32. A Python number or another constant is multiplied by the number of ranks, or of those in a group,
-        without communication.
+        int32. A Python number or another constant is multiplied by the size of the group, without communication.
       axis_name: the name of a `shard_map`, `vmap` or `pmap` axis, or a sequence of names. With several, rank r is
         the row-major index over them in the order given. Without vma tracking, integers among them name positional
-        axes of `x`, which are summed on each device first.
-      axis_index_groups: a list of lists of ranks: the sum is then taken within each group. Together they must hold
-        every rank exactly once; their sizes may differ. Only under `shard_map(..., check_vma=False)` and `pmap`.
+        axes of `x`, which each device sums first.
+      axis_index_groups: a list of lists of ranks; the sum is then taken within each group. The groups must partition
+        the ranks; their sizes may differ. Only under `shard_map(..., check_vma=False)` and `pmap`.
       algorithm: "auto", "one_shot", "two_shot" or "ring": how the engine moves the data. It changes the speed, never
-        the result; on CPU devices there is one algorithm, and it changes nothing.
+        the result. CPU devices of one process have only one algorithm.
       order: "rank" is the fold above. "ring" is the order of a ring reduce-scatter, which needs the least bandwidth
-        of an interconnect without all-to-all links: each operand, flattened, is cut into packs of 16 bytes and the
-        packs into p equal blocks of ceil(packs / p), of which the last may be shorter or empty; block i is folded
-        over ranks i+1, i+2, ..., i (modulo p), rank i's value being added last. Accumulator and rounding are the same,
-        and so is the result on every rank and platform. It needs algorithm "auto" or "ring".
+        on an interconnect without all-to-all links. Each operand is flattened and cut into packs of 16 bytes, and the
+        packs into p equal blocks of ceil(packs / p); the last block may be shorter or empty. Block i is folded over
+        ranks i+1, i+2, ..., i (modulo p), so rank i's value is added last. Accumulator and rounding are the same, and
+        so is the result on every rank and platform. Needs algorithm "auto" or "ring".
 
     Returns:
-      A pytree like `x`. With vma tracking (`check_vma=True`) the sums are invariant over the axis.
+      A pytree like `x`, of the same shapes and dtypes. With vma tracking (`check_vma=True`) the sums are invariant
+      over the axis.
 
     Raises:
       NameError: if no enclosing transformation binds an axis of that name.
@@ -67,27 +69,27 @@ def ring_psum(
         only some of the axes, or if `algorithm` or `order` is none of those listed or they do not go together.
       NotImplementedError: for `axis_index_groups` with vma tracking, or over a `vmap` axis.
       TypeError: if a leaf is not a valid JAX type.
-      jax.errors.JaxRuntimeError: when the program runs, if a rank of the group does not make the call within
-        `JAX_RING_TIMEOUT_S` seconds (60 by default).
+      jax.errors.JaxRuntimeError: at run time, if a rank of the group does not arrive within `JAX_RING_TIMEOUT_S`
+        seconds (60 by default).
     """
     return _psum("ring_psum", x, axis_name, axis_index_groups, make_options("ring_psum", algorithm, order))
 
 
 def ring_pmean(
-    x: Any,
+    x: T,
     axis_name: AxisName,
     *,
     axis_index_groups: Groups | None = None,
-    algorithm: str = "auto",
-    order: str = "rank",
-) -> Any:
+    algorithm: Algorithm = "auto",
+    order: Order = "rank",
+) -> T:
     """The mean of `x` over the ranks of a mapped axis: `ring_psum`, divided. A drop-in for `jax.lax.pmean`.
 
-    Arguments, errors and the order of adding are those of `ring_psum`. Means of integers and booleans are floats. In
-    groups of different sizes each sum is divided by the size of its own group (`lax.pmean` uses that of the first).
+    Arguments, errors and order are those of `ring_psum`. Means of integers and booleans are floats. In groups of
+    different sizes each sum is divided by the size of its own group (`lax.pmean` uses the size of the first).
 
     Warns:
-      UserWarning: if JAX knows that `x` is the same on all ranks, as a gradient is that it has summed already.
+      UserWarning: if JAX knows that `x` is already the same on all ranks, like a gradient that it has summed.
     """
     options = make_options("ring_pmean", algorithm, order)
     total = _psum("ring_pmean", x, axis_name, axis_index_groups, options)
@@ -96,12 +98,14 @@ def ring_pmean(
     return jax.tree.map(lambda leaf: leaf / count, total)
 
 
-def ring_pmax(x: Any, axis_name: AxisName, *, axis_index_groups: Groups | None = None, algorithm: str = "auto") -> Any:
+def ring_pmax(
+    x: T, axis_name: AxisName, *, axis_index_groups: Groups | None = None, algorithm: Algorithm = "auto"
+) -> T:
     """The maximum of `x` over the ranks of a mapped axis, element by element. A drop-in for `jax.lax.pmax`.
 
     Arguments and errors are those of `ring_psum`, except that booleans stay booleans and that `x` may vary over only
-    some of the axes. A NaN on any rank makes the result NaN, and +0 is larger than -0, as in `jnp.maximum`; XLA's own
-    all-reduce on CPU devices loses NaNs. Like `lax.pmax` it has no derivative: stop the gradient of its operand.
+    some of the axes. A NaN on any rank makes the result NaN, and +0 is larger than -0, as in `jnp.maximum`; XLA's
+    all-reduce on CPU devices drops NaNs. Like `lax.pmax` it has no derivative: stop the gradient of its operand.
 
     Raises:
       TypeError: for complex numbers, which have no order.
@@ -109,10 +113,12 @@ def ring_pmax(x: Any, axis_name: AxisName, *, axis_index_groups: Groups | None =
     return _extremum("ring_pmax", _PMAX, lax_pmax, x, axis_name, axis_index_groups, algorithm)
 
 
-def ring_pmin(x: Any, axis_name: AxisName, *, axis_index_groups: Groups | None = None, algorithm: str = "auto") -> Any:
+def ring_pmin(
+    x: T, axis_name: AxisName, *, axis_index_groups: Groups | None = None, algorithm: Algorithm = "auto"
+) -> T:
     """The minimum of `x` over the ranks of a mapped axis, element by element. A drop-in for `jax.lax.pmin`.
 
-    All else is as for `ring_pmax`.
+    Everything else is as for `ring_pmax`.
     """
     return _extremum("ring_pmin", _PMIN, lax_pmin, x, axis_name, axis_index_groups, algorithm)
 
@@ -120,14 +126,14 @@ def ring_pmin(x: Any, axis_name: AxisName, *, axis_index_groups: Groups | None =
 # ---- All-reduces ----------------------------------------------------------------------------------------------------
 
 
-def _psum(function: str, x, axis_name: AxisName, axis_index_groups: Groups | None, options: Options):
+def _psum(function: str, x: Any, axis_name: AxisName, axis_index_groups: Groups | None, options: Options):
     axes, named, positional, groups = check_reduction(function, axis_name, axis_index_groups)
     if not axes:
         return x
     uneven = groups is not None and len({len(group) for group in groups}) > 1
 
     def left_to_lax(leaf):
-        # lax.psum multiplies a constant by the size of the first group, on all ranks: a sum only if all are of one.
+        # lax.psum multiplies a constant by the size of the first group, which is wrong for groups of other sizes.
         return not (isinstance(leaf, jax.core.Tracer) or uneven) or belongs_to_lax(leaf, named)
 
     def namesake(leaf):
@@ -169,7 +175,7 @@ def _extremum(
 
 
 def _all_reduce(function: str, pair: Pair, operands: list, axes: tuple, *, axis_index_groups, **params) -> Sequence:
-    """Binds one of a pair of primitives over named axes, or each of them over some."""
+    """Binds the plain primitive over vmap axes, and the one that the vma mode needs over mesh axes."""
     plain, invariant = pair
     if not axes:
         return operands

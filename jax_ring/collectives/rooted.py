@@ -1,7 +1,7 @@
 """Collectives with a root: a sum for one rank alone, and a broadcast from one rank."""
 
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import jax.numpy as jnp
 
@@ -9,25 +9,27 @@ from jax_ring import _compat
 from jax_ring.collectives import primitives
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, check_root, split_axes
 from jax_ring.collectives.leaves import as_varying, belongs_to_lax, counted, fused, no_namesake
-from jax_ring.options import make_options
+from jax_ring.options import Algorithm, Order, make_options
+
+T = TypeVar("T")  # a pytree: results have the structure of the argument
 
 
-def ring_reduce(x: Any, axis_name: AxisName, *, root: int = 0, algorithm: str = "auto", order: str = "rank") -> Any:
-    """Sums `x` over the ranks of a mapped axis, for rank `root` alone; the others get zeros.
+def ring_reduce(x: T, axis_name: AxisName, *, root: int = 0, algorithm: Algorithm = "auto", order: Order = "rank") -> T:
+    """Sums `x` over the ranks of a mapped axis, for rank `root` only; the others get zeros.
 
     The sum has the bits that `ring_psum` gives. The transpose is `ring_broadcast`.
 
     Args:
       x: an array, or a pytree of arrays, as for `ring_psum`. Booleans are summed as int32.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
-      root: the rank that gets the sum, a Python integer from 0 to p-1, alike on all ranks.
+      root: the rank that gets the sum: a Python integer from 0 to p-1, the same on all ranks.
       algorithm, order: as for `ring_psum`.
 
     Returns:
       A pytree like `x`. With vma tracking it varies over the axis.
 
     Raises:
-      ValueError: if there is no rank `root`, besides the cases of `ring_psum`.
+      ValueError: if there is no rank `root`, and as `ring_psum`.
       NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
     function, options = "ring_reduce", make_options("ring_reduce", algorithm, order)
@@ -46,22 +48,22 @@ def ring_reduce(x: Any, axis_name: AxisName, *, root: int = 0, algorithm: str = 
     return fused(x, partial(belongs_to_lax, axes=axes), no_namesake(function), operand, run)
 
 
-def ring_broadcast(x: Any, axis_name: AxisName, *, root: int = 0, algorithm: str = "auto") -> Any:
-    """Gives every rank of a mapped axis what rank `root` has in `x`.
+def ring_broadcast(x: T, axis_name: AxisName, *, root: int = 0, algorithm: Algorithm = "auto") -> T:
+    """Sends `x` from rank `root` to every rank of a mapped axis.
 
     The bits are not changed, NaNs included. The transpose is `ring_reduce`.
 
     Args:
       x: an array, or a pytree of arrays, of any dtype.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
-      root: the rank whose value it is, a Python integer from 0 to p-1, alike on all ranks.
+      root: the rank whose value is sent: a Python integer from 0 to p-1, the same on all ranks.
       algorithm: as for `ring_psum`.
 
     Returns:
       A pytree like `x`. With vma tracking it is invariant over the axis.
 
     Raises:
-      ValueError: if there is no rank `root`, besides the cases of `ring_psum`.
+      ValueError: if there is no rank `root`, and as `ring_psum`.
       NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
     function, options = "ring_broadcast", make_options("ring_broadcast", algorithm)
@@ -75,7 +77,7 @@ def ring_broadcast(x: Any, axis_name: AxisName, *, root: int = 0, algorithm: str
         return as_varying(function, jnp.asarray(leaf), axes), None
 
     def run(operands, _):
-        # Values do not vary over a vmap axis in the sense of vma.
+        # vma tracks mesh axes only.
         tracked = _compat.check_vma() and not split_axes(axes)[0]
         broadcast = primitives.ring_broadcast_invariant_p if tracked else primitives.ring_broadcast_p
         return broadcast.bind(*operands, axes=axes, axis_index_groups=None, root=root, options=options)

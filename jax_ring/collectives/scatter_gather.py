@@ -1,7 +1,7 @@
 """The two halves of an all-reduce: a sum of which each rank keeps a block, and a gather of blocks."""
 
 from functools import partial
-from typing import Any
+from typing import Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,38 +24,43 @@ from jax_ring.collectives.axes import (
     split_axes,
 )
 from jax_ring.collectives.leaves import as_varying, belongs_to_lax, fused
-from jax_ring.options import make_options
+from jax_ring.options import Algorithm, Order, check_choice, make_options
+
+T = TypeVar("T")  # a pytree: results have the structure of the argument
+
+To = Literal["varying", "invarying", "reduced"]
 
 
 def ring_psum_scatter(
-    x: Any,
+    x: T,
     axis_name: AxisName,
     *,
     scatter_dimension: int = 0,
     axis_index_groups: Groups | None = None,
     tiled: bool = False,
-    algorithm: str = "auto",
-    order: str = "rank",
-) -> Any:
+    algorithm: Algorithm = "auto",
+    order: Order = "rank",
+) -> T:
     """Like `ring_psum`, but rank r of p keeps only block r of the sum. A drop-in for `jax.lax.psum_scatter`.
 
-    Each element is the fold over ranks 0, 1, ..., p-1 that `ring_psum` promises, with the same bits; with
+    Each element is the fold over ranks 0, 1, ..., p-1 that `ring_psum` promises, with the same bits. With
     `order="ring"` block r is folded over ranks r+1, r+2, ..., r. The transpose is `ring_all_gather`.
 
     Args:
       x: an array, or a pytree of arrays, of any dtype that can be added.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
-      scatter_dimension: the dimension of `x` that is split: of p elements, or of a multiple of p if `tiled`.
-      axis_index_groups: a list of lists of ranks, all of one length; "rank r of p" is then that in its group.
-      tiled: whether a block keeps `scatter_dimension`, with 1/p of its elements. It is removed otherwise.
+      scatter_dimension: the dimension of `x` to split. It has p elements, or a multiple of p if `tiled`.
+      axis_index_groups: a list of lists of ranks, all of one length; r and p then count within the group.
+      tiled: whether a block keeps `scatter_dimension`, with 1/p of its elements. Otherwise the dimension is removed.
       algorithm, order: as for `ring_psum`.
 
     Returns:
-      A pytree like `x` with a smaller dimension, or one dimension less. With vma tracking it varies over the axis.
+      A pytree like `x`, with `scatter_dimension` p times smaller, or removed. With vma tracking it varies over the
+      axis.
 
     Raises:
-      ValueError: if `scatter_dimension` does not exist or its size does not suit the number of ranks, besides the
-        cases of `ring_psum`.
+      ValueError: if `scatter_dimension` does not exist or its size does not fit the number of ranks, and as
+        `ring_psum`.
       NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
     function, options = "ring_psum_scatter", make_options("ring_psum_scatter", algorithm, order)
@@ -74,9 +79,7 @@ def ring_psum_scatter(
         return leaf, canonical_dimension(function, "scatter_dimension", scatter_dimension, leaf.ndim)
 
     def namesake(leaf):
-        return lax_psum_scatter(
-            leaf, axes, scatter_dimension=scatter_dimension, axis_index_groups=groups, tiled=tiled
-        )  # fmt: skip
+        return lax_psum_scatter(leaf, axes, scatter_dimension=scatter_dimension, axis_index_groups=groups, tiled=tiled)
 
     def run(operands, dimension):
         return primitives.ring_psum_scatter_p.bind(
@@ -88,15 +91,15 @@ def ring_psum_scatter(
 
 
 def ring_all_gather(
-    x: Any,
+    x: T,
     axis_name: AxisName,
     *,
     axis_index_groups: Groups | None = None,
     axis: int = 0,
     tiled: bool = False,
-    to: str = "varying",
-    algorithm: str = "auto",
-) -> Any:
+    to: To = "varying",
+    algorithm: Algorithm = "auto",
+) -> T:
     """Gathers `x` from the ranks of a mapped axis; every rank gets all of it. A drop-in for `jax.lax.all_gather`.
 
     The bits of `x` are not changed, NaNs included. The transpose is `ring_psum_scatter`.
@@ -106,23 +109,22 @@ def ring_all_gather(
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
       axis_index_groups: a list of lists of ranks, all of one length: ranks then gather within their group.
       axis: the dimension of the result along which the ranks' blocks lie.
-      tiled: whether blocks are concatenated along `axis`, which then is a dimension of `x`. They are stacked along a
-        new dimension otherwise.
-      to: with vma tracking, "varying", or "invarying" for a result that is invariant over the axis, which makes the
-        transpose a slice, without communication; "reduced" is left to `lax.all_gather`. Without vma tracking
-        "invarying" is "varying", as in JAX 0.12.
+      tiled: whether to concatenate the blocks along `axis`, a dimension of `x`. Otherwise they are stacked along a new
+        dimension.
+      to: with vma tracking, "varying", or "invarying" for a result that is invariant over the axis; its transpose is a
+        slice, without communication. "reduced" calls `lax.all_gather`. Without vma tracking "invarying" is the same as
+        "varying", as in JAX 0.12.
       algorithm: as for `ring_psum`.
 
     Returns:
       A pytree like `x` with an additional dimension of p elements, or p times as many elements along `axis`.
 
     Raises:
-      ValueError: if `axis` does not exist or `to` is none of those listed, besides the cases of `ring_psum`.
+      ValueError: if `axis` does not exist or `to` is none of those listed, and as `ring_psum`.
       NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
     function, options = "ring_all_gather", make_options("ring_all_gather", algorithm)
-    if to not in ("varying", "invarying", "reduced"):
-        raise ValueError(f"{function}: to must be 'varying', 'invarying' or 'reduced', got {to!r}")
+    check_choice(function, "to", to, get_args(To))
     axes = axes_of(axis_name)
     if not axes:
         return x

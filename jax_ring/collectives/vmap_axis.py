@@ -1,7 +1,7 @@
-"""The collectives over a `vmap` axis, which lies within a device: local computations along a batch dimension.
+"""Collectives over a `vmap` axis: local computations along a batch dimension, because the axis is within a device.
 
-Each takes an operand, its batch dimension (None if it is the same for the whole batch), the size of the batch and the
-collective's own parameters, and returns the result with its batch dimension (None if all of the batch get the same).
+Each takes an operand, its batch dimension (None if unbatched), the size of the batch and the collective's own
+parameters, and returns the result with its batch dimension (None if it is the same for the whole batch).
 """
 
 import jax
@@ -12,7 +12,7 @@ from jax_ring.lowering.layout import merge_dimensions, split_dimension
 
 
 def accumulator_dtype(dtype) -> jnp.dtype:
-    """The dtype in which values of `dtype` are added: float32 for floats of 16 bits and fewer, else wide enough."""
+    """The dtype in which values of `dtype` are added: at least float32 for floats, at least int32 for integers."""
     if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
         return jnp.dtype(jnp.float32)
     if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 32:
@@ -44,7 +44,7 @@ def pmin(x, dim, size):
 
 
 def psum_scatter(x, dim, size, *, dimension, tiled):
-    """The sum of the batch, of which member i keeps block i along `dimension`."""
+    """The sum of the batch; member i keeps block i along `dimension`."""
     total = _sum(x, dim, size)
     return split_dimension(total, dimension, size) if tiled else total, dimension
 
@@ -59,7 +59,7 @@ def all_gather(x, dim, size, *, dimension, tiled):
 
 
 def reduce(x, dim, size, *, root):
-    """The sum of the batch for member `root`, zeros for the others."""
+    """The sum of the batch for member `root`, and zeros for the others."""
     total = _sum(x, dim, size)
     return jnp.zeros((size, *total.shape), total.dtype).at[root].set(total), 0
 

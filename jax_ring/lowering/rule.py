@@ -50,7 +50,7 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
         emit = partial(emit, kind=collective.kind, op=collective.op, service=service, call=call, options=options)
         return _widened(ctx, operands, partial(emit, **details))
     xlas = collective.kind if collective.kind not in ("reduce", "broadcast") else "all_reduce"
-    ignored = f", which knows no {chosen}" if (chosen := options.chosen()) else ""
+    ignored = f", which knows no {chosen}" if (chosen := options.non_default()) else ""
     instead = f"XLA's {xlas}{ignored}: {service.why_not}"
     if runtime.STRICT:
         raise NotImplementedError(

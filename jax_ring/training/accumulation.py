@@ -1,4 +1,4 @@
-"""A loss that is computed and differentiated one micro-batch at a time."""
+"""Gradient accumulation: a loss that is computed and differentiated one micro-batch at a time."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,21 +11,26 @@ from jax import lax
 from jax_ring.collectives.vmap_axis import accumulator_dtype
 
 
-def accumulate_gradients(fun: Callable, num_microbatches: int, *, has_aux: bool = False) -> Callable:
-    """The same loss, computed and differentiated one micro-batch at a time, in the memory of one.
+def accumulate_gradients(
+    fun: Callable[..., Any], num_microbatches: int, *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """The same loss, computed and differentiated one micro-batch at a time, in the memory of one micro-batch.
 
-    The result is a function like `fun`, to be differentiated by `value_and_grad` with respect to its first argument:
-    its value is the mean of `fun` over the micro-batches, and so are its gradients, which are added in a scan, in
-    float32 if they have 16 bits or fewer. They are reduced over the ranks once, after it.
+    Differentiate the result with `value_and_grad`, with respect to its first argument. Its value is the mean of `fun`
+    over the micro-batches, and its gradients are the mean of the gradients. They are added in a scan, in float32 if
+    they have 16 bits or fewer, and reduced over the ranks once, after the scan.
 
         value_and_grad(accumulate_gradients(loss, 4), "data")(params, images, labels)
 
     Args:
-      fun: a function of parameters and data, whose value is a mean over the data. It must not communicate if the ranks
-        are to communicate once.
-      num_microbatches: into how many parts the data is cut: of every leaf of the arguments after the first, part k is
-        block k along the first dimension.
-      has_aux: whether `fun` returns a pair, whose second part is stacked over the micro-batches.
+      fun: a function of parameters and data, whose value is a mean over the data. If it communicates, it does so for
+        every micro-batch.
+      num_microbatches: the number of parts. Every leaf of the arguments after the first is split into so many equal
+        blocks along its first dimension.
+      has_aux: whether `fun` returns a pair. Its second part is stacked over the micro-batches.
+
+    Returns:
+      A function with the arguments of `fun`.
 
     Raises:
       ValueError: if `num_microbatches` is not positive or does not divide the first dimension of the data.
@@ -36,7 +41,7 @@ def accumulate_gradients(fun: Callable, num_microbatches: int, *, has_aux: bool 
     def accumulated(params, *data):
         microbatches = jax.tree_util.tree_map_with_path(partial(_split, num_microbatches), data)
 
-        # Closing over the data says that nothing is differentiated with respect to it; JAX refuses if it is.
+        # Closing over the data makes it a constant: JAX raises if something differentiates with respect to it.
         @jax.custom_vjp
         def mean(params):
             values, aux = lax.map(lambda data: _as_pair(fun(params, *data), has_aux), microbatches)

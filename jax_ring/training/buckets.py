@@ -1,4 +1,4 @@
-"""Which gradients travel together: buckets that are planned when the program is traced."""
+"""Buckets: which gradients are reduced by one call. They are planned at trace time."""
 
 import hashlib
 import math
@@ -15,18 +15,29 @@ FIRST_BUCKET_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Bucket:
-    """Leaves of one dtype that travel together."""
+    """Leaves of one dtype that are reduced by one call.
+
+    Attributes:
+      dtype: of the leaves.
+      leaves: their positions in `jax.tree.leaves`, in the order in which the backward pass computes them.
+      num_bytes: their size.
+    """
 
     dtype: np.dtype
-    leaves: tuple[int, ...]  # places in jax.tree.leaves, in the order in which the backward pass makes them
+    leaves: tuple[int, ...]
     num_bytes: int
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Which leaves of a tree travel together; made by `plan_buckets`. Prints as a table."""
+    """The result of `plan_buckets`. Prints as a table.
 
-    names: tuple[str, ...]  # of the leaves: their paths and types
+    Attributes:
+      names: paths and types of the leaves, in the order of `jax.tree.leaves`.
+      buckets: in the order in which they are reduced.
+    """
+
+    names: tuple[str, ...]
     buckets: tuple[Bucket, ...]
 
     def __str__(self) -> str:
@@ -39,23 +50,23 @@ class BucketPlan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal plans, and for no others, in all processes."""
+        """A hash of the plan, the same in all processes."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
 
 def plan_buckets(
     tree: Any, bucket_bytes: int = BUCKET_BYTES, first_bucket_bytes: int = FIRST_BUCKET_BYTES
 ) -> BucketPlan:
-    """Decides which leaves of a tree of gradients travel together.
+    """Plans which leaves of a tree of gradients share a bucket.
 
-    Leaves are taken in the reverse order of `jax.tree.leaves`, because the backward pass makes the gradients of the
-    last parameters first; each goes into the open bucket of its dtype, or opens a new one if it would make that too
-    large. A leaf is never split. The plan depends on shapes, dtypes and sizes alone, so it is the same on all ranks.
+    Leaves are taken in the reverse order of `jax.tree.leaves`, because the backward pass computes the gradients of the
+    last parameters first. Each leaf is added to the open bucket of its dtype, or opens a new one if that would become
+    too large. A leaf is never split. The plan depends only on shapes, dtypes and sizes, so it is the same on all ranks.
 
     Args:
       tree: a pytree of arrays or `jax.ShapeDtypeStruct`s.
-      bucket_bytes: bytes that a bucket holds at most; a larger leaf has a bucket of its own.
-      first_bucket_bytes: the same for the first bucket of each dtype: a small one starts early.
+      bucket_bytes: the most bytes in a bucket; a larger leaf has a bucket of its own.
+      first_bucket_bytes: the same for the first bucket of each dtype. A small one starts early.
 
     Raises:
       ValueError: if a size is not positive.

@@ -1,30 +1,40 @@
-"""The choice that all of the training layer offers: collectives of this library, or those of `jax.lax`."""
+"""The option `impl` of the training layer: the collectives of this library, or those of `jax.lax`."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 from jax import lax
 
 from jax_ring import collectives
+from jax_ring.options import check_choice
+
+Impl = Literal["ring", "lax"]
 
 
 class Implementation(NamedTuple):
-    """What the training layer is made of. Every member takes (tree, axis_name)."""
+    """The collectives that the training layer calls, each as (tree, axis_name) -> tree.
+
+    Attributes:
+      psum: the sum.
+      psum_scatter: the sum, scattered in tiles along dimension 0.
+      all_gather: the inverse layout; with vma tracking the result is invariant over the axis.
+      broadcast: takes the keyword argument `root` as well.
+    """
 
     psum: Callable
-    psum_scatter: Callable  # along dimension 0, tiled
-    all_gather: Callable  # the same, back; with vma tracking, to a result that is invariant over the axis
-    broadcast: Callable  # takes root= as well
+    psum_scatter: Callable
+    all_gather: Callable
+    broadcast: Callable
 
 
 def _lax_broadcast(tree: Any, axis_name, *, root: int) -> Any:
-    # jax.lax has none that keeps all bits and is invariant over the axis.
+    # jax.lax has no broadcast that keeps all bits and is invariant over the axis.
     return jax.tree.map(lambda x: lax.all_gather(x, axis_name, to="invarying")[root], tree)
 
 
-IMPLEMENTATIONS = {
+_IMPLEMENTATIONS: dict[Impl, Implementation] = {
     "ring": Implementation(
         collectives.ring_psum,
         partial(collectives.ring_psum_scatter, tiled=True),
@@ -40,12 +50,11 @@ IMPLEMENTATIONS = {
 }
 
 
-def implementation(function: str, impl: str) -> Implementation:
-    """That of the given name, for a call of `function`.
+def implementation(function: str, impl: Impl) -> Implementation:
+    """The implementation that the argument `impl` of `function` names.
 
     Raises:
-      ValueError: if there is none.
+      ValueError: if it is none of the choices.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"{function}: impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}; got {impl!r}")
-    return IMPLEMENTATIONS[impl]
+    check_choice(function, "impl", impl, get_args(Impl))
+    return _IMPLEMENTATIONS[impl]

@@ -1,4 +1,4 @@
-"""Parameters of which every data-parallel rank has a copy: made equal, and checked to be."""
+"""Replicated parameters: sent from one rank to all, and checked to be equal."""
 
 import hashlib
 import itertools
@@ -6,7 +6,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +15,23 @@ import numpy as np
 from jax_ring import _compat, runtime
 from jax_ring.collectives.axes import AxisName, axes_of, check_named
 from jax_ring.distributed import agreement
-from jax_ring.training.implementations import implementation
+from jax_ring.training.implementations import Impl, implementation
 
-# Digests compared at a time on the way to the first difference: four rounds for four thousand million elements.
+# Digests per round of the search for the first difference: four rounds for 4 billion elements.
 PARTS = 256
+
+T = TypeVar("T")  # a pytree: results have the structure of the argument
 
 _calls: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
-def broadcast_params(params: Any, axis_name: AxisName, *, root: int = 0, impl: str = "ring") -> Any:
-    """Gives every rank of a mapped axis the parameters of rank `root`, bit for bit.
+def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0, impl: Impl = "ring") -> T:
+    """Sends the parameters of rank `root` to every rank of a mapped axis, bit for bit.
 
     Args:
       params: a pytree of arrays of any dtype.
       axis_name, root: as for `ring_broadcast`.
-      impl: "ring" or "lax". `jax.lax` has no broadcast; there, all ranks' copies are gathered and one is taken.
+      impl: "ring" or "lax". `jax.lax` has no broadcast: "lax" gathers the copies of all ranks and takes one.
 
     Returns:
       A pytree like `params`, with vma tracking invariant over the axis.
@@ -43,22 +45,21 @@ def broadcast_params(params: Any, axis_name: AxisName, *, root: int = 0, impl: s
 
 
 def assert_replicated(tree: Any) -> None:
-    """Checks that the copies of each array on all its devices are the same bits, also those of other processes.
+    """Checks that the copies of each array have the same bits on all its devices, those of other processes included.
 
-    Without vma tracking `shard_map` believes `out_specs=P()`, and a step that forgot to reduce something leaves copies
-    that drift apart. Of an array that is sharded over some mesh axes and replicated over others, the copies of each
-    shard are compared. It copies everything to the host: call it now and then, outside `jit`. Where arrays lie on
-    devices of several processes, all of these have to call it, in the same order and with the same tree; they exchange
-    digests, not the arrays.
+    Without vma tracking `shard_map` trusts `out_specs=P()`: a step that forgets a reduction leaves copies that drift
+    apart. If an array is sharded over some mesh axes and replicated over others, the copies of each shard are compared.
+    Everything is copied to the host, so call it now and then, outside `jit`. If arrays are on devices of several
+    processes, all of these must call it, in the same order and with the same tree. They exchange digests, not arrays.
 
     Args:
-      tree: a pytree of `jax.Array`s. Other leaves have no copies.
+      tree: a pytree of `jax.Array`s. Other leaves are ignored.
 
     Raises:
-      AssertionError: if copies differ, in every process that has one. It names the leaf, the ranks (places of devices
-        in the array's sharding), the first index at which they differ and what they have there.
-      TypeError: under `jit`, where there are no copies to look at.
-      ValueError: if another process does not call it within the deadline, or with other arrays.
+      AssertionError: if copies differ, in every process that has one. It names the leaf, the ranks (positions of
+        devices in the array's sharding), the first index at which they differ, and both values.
+      TypeError: under `jit`, where there are no copies to compare.
+      ValueError: if another process does not call it within the deadline, or calls it with other arrays.
     """
     here: dict[str, jax.Array] = {}
     across: dict[str, jax.Array] = {}
@@ -69,7 +70,7 @@ def assert_replicated(tree: Any) -> None:
         if isinstance(leaf, jax.Array):
             array = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
             (here if array.is_fully_addressable else across)[name] = array
-    # What all of the processes find out comes first, so that nobody waits for one that has left with an error.
+    # First the checks that all processes make together: a local failure would leave the others waiting.
     devices: list[Any] = [device for array in across.values() for device in array.sharding.device_set]
     processes = sorted({device.process_index for device in devices})
     if jax.process_index() in processes:
@@ -78,7 +79,7 @@ def assert_replicated(tree: Any) -> None:
 
 
 def _gather_from(arrays: dict[str, jax.Array], processes: list[int]) -> Callable[[Any], list]:
-    """The function that takes what this process gives to what all of them do, for the processes of these arrays."""
+    """Returns gather(value): the values that all processes of these arrays pass to it, in the order of processes."""
     exchange, process = _compat.key_value_store(runtime.timeout()), jax.process_index()
     members = ",".join(map(str, processes))
     key = f"jax_ring/replicas/{members}/{next(_calls[members])}"
@@ -110,7 +111,7 @@ def _assert_copies_equal(arrays: dict[str, jax.Array], gather: Callable[[Any], l
 
 
 def _report(name: str, array: jax.Array, place: str, ranks: tuple[int, ...], gather: Callable[[Any], list]) -> str:
-    """What is said of a shard of which all but the first of these ranks have copies that differ from the first's."""
+    """The error text for a shard where the copies of `ranks[1:]` differ from that of `ranks[0]`."""
     first, *different = ranks
     pair = {str(rank): copy for at, rank, copy in _copies(array) if at == place and rank in ranks[:2]}
     shape = array.sharding.shard_shape(array.shape)
@@ -122,15 +123,15 @@ def _report(name: str, array: jax.Array, place: str, ranks: tuple[int, ...], gat
         f"assert_replicated: {name}, of type {_type(array)}, is not the same on all ranks: "
         f"{', '.join(map(str, different))} {'differs' if len(different) == 1 else 'differ'} from {first}. "
         f"The first difference is at index {index}{of_shard}: {values[str(first)]} on rank {first}, "
-        f"{values[str(different[0])]} on rank {different[0]}. Was everything reduced? With "
-        "shard_map(..., check_vma=True) JAX checks that when it traces."
+        f"{values[str(different[0])]} on rank {different[0]}. A reduction may be missing: "
+        "shard_map(..., check_vma=True) checks that at trace time."
     )
 
 
 def _first_difference(pair: dict[str, np.ndarray], size: int, gather: Callable[[Any], list]) -> int:
-    """The first place at which two flat arrays differ, of which this process may have one, both or neither.
+    """The first index at which two flat arrays differ. This process may have one, both or neither of them.
 
-    The range where it lies is cut into parts again and again, of which the digests are compared.
+    Splits the range into parts, compares their digests, and goes on within the first part that differs.
     """
     begin, end = 0, size
     while end - begin > 1:
@@ -143,7 +144,7 @@ def _first_difference(pair: dict[str, np.ndarray], size: int, gather: Callable[[
 
 
 def _copies(array: jax.Array) -> Iterator[tuple[str, int, np.ndarray]]:
-    """Of the copies of shards that this process has: which part of the array it is, the rank, and the copy."""
+    """The copies of shards in this process: (the part of the array, as text; rank; copy)."""
     ranks = {device: rank for rank, device in enumerate(array.sharding.devices_indices_map(array.shape))}
     for shard in array.addressable_shards:
         yield str(shard.index), ranks[shard.device], np.asarray(shard.data)

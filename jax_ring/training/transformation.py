@@ -1,6 +1,8 @@
 """The reduction of gradients as an optax transformation."""
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -8,32 +10,38 @@ from jax.sharding import PartitionSpec
 
 from jax_ring.collectives.axes import AxisName, axes_of
 from jax_ring.collectives.leaves import own_copy
-from jax_ring.training.sync import Reduction, sync_gradients, sync_with_feedback
+from jax_ring.training.sync import Reduction, ReductionOptions
+
+if TYPE_CHECKING:
+    import optax
 
 
 class FeedbackState(NamedTuple):
     """The state of `allreduce_gradients(..., error_feedback=True)`."""
 
-    # What rounding took from this rank's gradients and is still to be sent: like them, with a first dimension of 1,
-    # along which `shard_map` puts those of all ranks together.
+    # This rank's rounding errors, which are still to be sent: a pytree like the gradients, with an additional first
+    # dimension of 1, along which `shard_map` concatenates those of all ranks.
     residual: Any
 
 
-def allreduce_gradients(axis_name: AxisName, *, mean: bool = True, error_feedback: bool = False, **options: Any):
+def allreduce_gradients(
+    axis_name: AxisName, *, mean: bool = True, error_feedback: bool = False, **options: Unpack[ReductionOptions]
+) -> optax.GradientTransformation:
     """An optax `GradientTransformation` that replaces this rank's gradients by their mean over the ranks.
 
-    It comes first in an `optax.chain`: `clip_by_global_norm` after it clips the norm of the mean, which is what one
-    device with the whole batch would clip.
+    Put it first in an `optax.chain`. `clip_by_global_norm` after it clips the norm of the mean, as one device with the
+    whole batch would.
 
     Args:
-      error_feedback: whether what rounding to `wire_dtype` takes from a rank's gradients is added to those of its next
-        step, as by `sync_with_feedback`. The optimizer then has a state that differs between ranks, so that it enters
-        and leaves `shard_map` by `feedback_specs`, and its `init` is called inside. Otherwise there is none.
       axis_name, mean, **options: as for `sync_gradients`.
+      error_feedback: whether to add the error of rounding a rank's gradients to `wire_dtype` to its gradients of the
+        next step, as `sync_with_feedback` does. The optimizer then has a state that differs between ranks: it enters
+        and leaves `shard_map` by `feedback_specs`, and `init` is called inside. Otherwise there is no state.
 
     Raises:
       ImportError: if optax is not installed.
-      ValueError: if there is `error_feedback`, but no `wire_dtype` to make up for.
+      ValueError: if `error_feedback` is given without `wire_dtype`.
+      TypeError: for an unknown option.
     """
     try:
         import optax
@@ -42,13 +50,13 @@ def allreduce_gradients(axis_name: AxisName, *, mean: bool = True, error_feedbac
             "allreduce_gradients makes an optax transformation, and optax is not installed: pip install optax. "
             "Without it, call jax_ring.sync_gradients."
         ) from error
-    reduction = Reduction(**options)  # refuses wrong options here rather than in the first step
+    reduction = Reduction.of("allreduce_gradients", options)
     if not error_feedback:
-        return optax.stateless(lambda updates, params: sync_gradients(updates, axis_name, mean=mean, **options))
+        return optax.stateless(lambda updates, params: reduction.synced(updates, axis_name, mean))
     if reduction.wire_dtype is None:
         raise ValueError(
-            "allreduce_gradients: error_feedback makes up for rounding to wire_dtype, and there is none. Pass, say, "
-            "wire_dtype=jnp.bfloat16."
+            "allreduce_gradients: error_feedback corrects the rounding to wire_dtype, and wire_dtype is None. Pass, "
+            "say, wire_dtype=jnp.bfloat16."
         )
 
     def init(params):
@@ -57,7 +65,7 @@ def allreduce_gradients(axis_name: AxisName, *, mean: bool = True, error_feedbac
     def update(updates, state, params=None):
         del params
         residual = jax.tree.map(lambda r: r[0], state.residual)
-        synced, residual = sync_with_feedback(updates, residual, axis_name, mean=mean, **options)
+        synced, residual = reduction.synced_with_feedback(updates, residual, axis_name, mean)
         return synced, FeedbackState(jax.tree.map(lambda r: r[None], residual))
 
     return optax.GradientTransformation(init, update)
@@ -70,7 +78,7 @@ def feedback_specs(state: Any, axis_name: AxisName) -> Any:
         specs = feedback_specs(jax.eval_shape(optimizer.init, params), "data")
         state = jax.jit(jax.shard_map(optimizer.init, mesh=mesh, in_specs=P(), out_specs=specs))(params)
 
-    What was rounded off differs between ranks; the rest of the state is the same on all of them.
+    The rounding errors differ between ranks; the rest of the state is the same on all of them.
     """
 
     def is_feedback(node):

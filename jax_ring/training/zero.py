@@ -1,12 +1,14 @@
-"""ZeRO: an optimizer whose state, and the work on it, is divided among the data-parallel ranks.
+"""ZeRO: an optimizer that is sharded over the data-parallel ranks.
 
 Stages 1 and 2 of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020):
-parameters are replicated, each rank holds the optimizer's state for one of p equal parts of them, updates that part,
-and gathers the updates of the others.
+parameters are replicated. Each rank holds the optimizer state for one of p equal parts of them, updates that part, and
+gathers the updates of the other parts.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,55 +18,67 @@ from jax.sharding import PartitionSpec
 
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks
 from jax_ring.collectives.leaves import own_copy
-from jax_ring.training.implementations import implementation
+from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.sync import check_local, sync_gradients
+
+if TYPE_CHECKING:
+    import optax
+
+Stage = Literal[1, 2]
 
 
 class ShardedOptimizer(NamedTuple):
-    """What `sharded_optimizer` returns. `init` and `update` are called inside `shard_map`."""
+    """The result of `sharded_optimizer`. Call `init` and `update` inside `shard_map`, the others outside.
 
-    # (params) to this rank's state.
+    Attributes:
+      init: (params) -> this rank's state.
+      update: (gradients, state, params) -> (updates of all parameters, the same on all ranks; this rank's state).
+      specs: (params) -> the PartitionSpecs of the state, for `in_specs` and `out_specs`.
+      repartition: (state, params, num_ranks) -> the state, sharded over that many ranks.
+    """
+
     init: Callable[[Any], Any]
-    # (gradients, state, params) to the updates of all parameters, the same on all ranks, and this rank's state.
     update: Callable[[Any, Any, Any], tuple[Any, Any]]
-    # (params) to the PartitionSpecs of the state, for in_specs and out_specs.
     specs: Callable[[Any], Any]
-    # (state, params, num_ranks) to the state as it is divided among that many ranks; outside shard_map.
     repartition: Callable[[Any, Any, int], Any]
 
 
-def sharded_optimizer(tx: Any, axis_name: AxisName, *, stage: int = 2, impl: str = "ring") -> ShardedOptimizer:
-    """Divides an optax optimizer among the ranks of a mapped axis: each holds 1/p of its state.
+def sharded_optimizer(
+    tx: optax.GradientTransformation, axis_name: AxisName, *, stage: Stage = 2, impl: Impl = "ring"
+) -> ShardedOptimizer:
+    """Shards an optax optimizer over the ranks of a mapped axis: each holds 1/p of its state.
 
-    Parameters and gradients are laid out, for each dtype, as one vector in the order of `jax.tree.leaves`, filled up
-    with zeros to a multiple of p elements, of which rank r updates the r-th of p equal parts. `tx` is given vectors, in
-    a dictionary by the name of their dtype; whatever treats every element alike, by itself, comes out as without
-    sharding. What does not (`clip_by_global_norm`, masks, LARS) does not belong here; `clip_by_global_norm` has a
-    counterpart in this module.
+    Parameters and gradients of each dtype are concatenated to one vector, in the order of `jax.tree.leaves`, and padded
+    with zeros to a multiple of p elements. Rank r updates the r-th of p equal parts. `tx` gets these parts in a
+    dictionary, by the name of their dtype. An elementwise `tx` gives the same results as without sharding. One that is
+    not elementwise (`clip_by_global_norm`, masks, LARS) gives wrong results; for `clip_by_global_norm` use the one of
+    this module.
 
         optimizer = zero.sharded_optimizer(optax.adam(1e-3), "data")
         specs = optimizer.specs(params)
         state = jax.jit(jax.shard_map(optimizer.init, mesh=mesh, in_specs=P(), out_specs=specs))(params)
-        # in a train step, under shard_map with in_specs and out_specs that have `specs` for the state:
+        # in a train step, under shard_map with `specs` in in_specs and out_specs for the state:
         updates, state = optimizer.update(gradients, state, params)
         params = optax.apply_updates(params, updates)
 
     Args:
       tx: an elementwise optax `GradientTransformation`.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
-      stage: 2 reduces the gradients in such a way that each rank gets only the part it updates (`ring_psum_scatter`);
-        1 gives every rank all of them, as `sync_gradients` does, for those who look at them. The updates are the same.
+      stage: 2 reduces the gradients so that each rank gets only the part that it updates (`ring_psum_scatter`); 1
+        gives every rank all gradients, as `sync_gradients` does. The updates are the same.
       impl: "ring" or "lax", as for `sync_gradients`.
 
     Returns:
-      A `ShardedOptimizer`. `update` takes this rank's own gradients, not reduced yet, and applies `tx` to their mean.
+      A `ShardedOptimizer`. Its `update` takes this rank's gradients, not reduced yet, and applies `tx` to their mean.
 
     Raises:
-      ValueError: if `stage` is neither 1 nor 2, or `impl` is none of its choices; by `update`, with vma tracking, if
-        gradients are the same on all ranks, because they have been summed already.
+      ValueError: if `stage` is neither 1 nor 2, or `impl` is none of its choices; from `update`, with vma tracking, if
+        gradients are already the same on all ranks, because they have been summed before.
     """
     if stage not in (1, 2):
-        raise ValueError(f"sharded_optimizer: stage must be 1 or 2, got {stage!r}; parameters are not sharded")
+        raise ValueError(
+            f"sharded_optimizer: stage must be 1 or 2, got {stage!r}; stage 3, sharded parameters, is not supported"
+        )
     run = implementation("sharded_optimizer", impl)
 
     def init(params):
@@ -93,10 +107,14 @@ def sharded_optimizer(tx: Any, axis_name: AxisName, *, stage: int = 2, impl: str
     return ShardedOptimizer(init, update, specs, repartition)
 
 
-def clip_by_global_norm(max_norm: float, axis_name: AxisName, *, impl: str = "ring"):
-    """`optax.clip_by_global_norm` for use within a sharded optimizer: `optax.chain(clip_by_global_norm(...), adam)`.
+def clip_by_global_norm(max_norm: float, axis_name: AxisName, *, impl: Impl = "ring") -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` for a sharded optimizer: `optax.chain(clip_by_global_norm(...), adam)`.
 
-    The squares of the ranks' parts are added over the axis, so that the norm is that of the whole mean gradient.
+    The squares of the ranks' parts are added over the axis, so the norm is that of the whole mean gradient.
+
+    Args:
+      max_norm: the largest norm that is not clipped.
+      axis_name, impl: as for `sharded_optimizer`.
     """
     import optax
 
@@ -113,7 +131,7 @@ def clip_by_global_norm(max_norm: float, axis_name: AxisName, *, impl: str = "ri
 
 
 def _by_dtype(tree: Any) -> dict[str, list[int]]:
-    """The places in jax.tree.leaves of the leaves of each dtype."""
+    """For each dtype, the positions of its leaves in jax.tree.leaves."""
     places: dict[str, list[int]] = {}
     for i, leaf in enumerate(jax.tree.leaves(tree)):
         places.setdefault(np.dtype(leaf.dtype).name, []).append(i)
@@ -142,7 +160,7 @@ def _unflat(vectors: dict[str, jax.Array], like: Any) -> Any:
 
 
 def _whole(tx: Any, params: Any) -> Any:
-    """Shapes and dtypes of the state of one rank alone."""
+    """Shapes and dtypes of the state for a single rank."""
     return jax.eval_shape(lambda params: tx.init(_flat(params, 1)), params)
 
 
@@ -152,5 +170,5 @@ def _own_part(vectors: dict[str, jax.Array], axis_name: AxisName) -> dict[str, j
 
 
 def _vary(state: Any, axis_name: AxisName) -> Any:
-    """The state's vectors typed as varying over the axis even where they are zeros, so that the type never changes."""
+    """Casts the state's vectors to varying over the axis. Zeros are invariant otherwise, and the type would change."""
     return jax.tree.map(lambda x: own_copy(x, axis_name) if x.ndim else x, state)

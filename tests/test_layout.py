@@ -1,0 +1,96 @@
+"""The packages of jax_ring: imports go one way between them, and the public names are the documented ones."""
+
+import ast
+import importlib
+import pathlib
+import types
+
+import pytest
+from helpers import run_python
+
+import jax_ring
+
+PACKAGE = pathlib.Path(jax_ring.__file__).parent
+
+# A module may import from its own package and from those of lower layers.
+LAYERS = [
+    {"_compat", "_fingerprint", "_ffi_cpu", "_ffi_cuda"},
+    {"options", "runtime"},
+    {"distributed"},
+    {"lowering"},
+    {"collectives", "inspect", "schedule"},
+    {"training"},
+    {"zero", "launch", "__main__"},
+    {"__init__"},
+]
+LAYER_OF = {name: i for i, names in enumerate(LAYERS) for name in names}
+
+
+def part_of(path: pathlib.Path) -> str:
+    """The package, or the module outside of any package, that a file belongs to."""
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imported_parts(path: pathlib.Path) -> set[str]:
+    """The packages of jax_ring, or modules outside of any package, that a file imports from, at any place in it."""
+    parts = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        else:
+            continue
+        parts |= {module.split(".")[1] for module in modules if module.startswith("jax_ring.")}
+    return parts
+
+
+def test_imports_between_packages_go_one_way():
+    files = list(PACKAGE.rglob("*.py"))
+    assert {part_of(path) for path in files} <= set(LAYER_OF)
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports {part}"
+        for path in files
+        for part in imported_parts(path) - {part_of(path)}
+        if LAYER_OF[part] >= LAYER_OF[part_of(path)]
+    ]
+    assert not wrong
+    # The rule would hold for a package that nothing imports: that the chain exists is a part of it.
+    for upper, lower in (("training", "collectives"), ("collectives", "lowering"), ("lowering", "distributed")):
+        assert any(lower in imported_parts(path) for path in (PACKAGE / upper).glob("*.py"))
+
+
+def test_every_file_says_what_it_is_for():
+    for path in PACKAGE.rglob("*.py"):
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
+
+
+def test_dir_shows_public_names_only():
+    assert dir(jax_ring) == sorted([*jax_ring.__all__, "__version__"])
+    modules = [name for name in dir(jax_ring) if isinstance(getattr(jax_ring, name), types.ModuleType)]
+    assert modules == ["zero"]
+
+
+def test_star_import_brings_public_names_only():
+    namespace = {}
+    exec("from jax_ring import *", namespace)
+    assert set(namespace) - {"__builtins__"} == set(jax_ring.__all__)
+
+
+@pytest.mark.parametrize("name", ["BucketPlan", "Explanation", "FeedbackState", "Override", "ShardedOptimizer"])
+def test_types_of_results_are_public(name):
+    assert isinstance(getattr(jax_ring, name), type)
+    assert name in jax_ring.__all__
+
+
+def test_documented_module_paths_work():
+    zero = importlib.import_module("jax_ring.zero")
+    assert zero is jax_ring.zero
+    assert dir(importlib.import_module("jax_ring.schedule"))
+    assert callable(importlib.import_module("jax_ring.launch").main)
+    # In a program that imports nothing but jax_ring.
+    result = run_python("import jax_ring\njax_ring.runtime.forget_gpu_groups()\nprint(jax_ring.zero.sharded_optimizer)")
+    assert result.returncode == 0, result.stderr
+    assert "sharded_optimizer" in result.stdout

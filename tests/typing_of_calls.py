@@ -1,0 +1,56 @@
+"""A user's program for mypy: see test_typing.py. Lines that mypy must refuse name the code of its error."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jax_ring
+from jax_ring import ring_all_gather, ring_pmax, ring_pmean, ring_psum, ring_psum_scatter, sync_gradients, zero
+
+x: jax.Array = jnp.ones(8)
+tree: dict[str, jax.Array] = {"a": x}
+
+# The type of the argument comes back.
+total: jax.Array = ring_psum(x, "i", algorithm="one_shot", order="rank")
+sums: dict[str, jax.Array] = ring_psum(tree, "i")
+means: dict[str, jax.Array] = ring_pmean(tree, ("i", "j"))
+block: jax.Array = ring_psum_scatter(x, "i", tiled=True)
+whole: tuple[jax.Array, int] = ring_all_gather((x, 1), "i", to="invarying")
+synced: dict[str, jax.Array] = sync_gradients(tree, "i", wire_dtype=jnp.bfloat16)
+copies: dict[str, jax.Array] = jax_ring.broadcast_params(tree, "i", root=1, impl="lax")
+number: int = ring_psum(x, "i")  # refused: assignment
+other: list[jax.Array] = ring_psum(tree, "i")  # refused: arg-type
+
+# Options with fixed choices.
+ring_psum(x, "i", algorithm="oneshot")  # refused: arg-type
+ring_psum(x, "i", order="tree_order")  # refused: arg-type
+ring_pmax(x, "i", algorithm="fast")  # refused: arg-type
+ring_all_gather(x, "i", to="invariant")  # refused: arg-type
+sync_gradients(tree, "i", impl="nccl")  # refused: arg-type
+ring_psum(x, "i", algorithms="ring")  # refused: call-arg
+
+
+def loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
+    return (params["a"] * batch).sum()
+
+
+# Options that are passed on.
+step: Callable[[dict[str, jax.Array], jax.Array], tuple[Any, Any]] = jax_ring.value_and_grad(
+    loss, "i", bucket_bytes=1 << 20, wire_dtype=jnp.bfloat16
+)
+step(tree, x)
+step(x)  # refused: call-arg, arg-type
+jax_ring.value_and_grad(loss, "i")(tree)  # refused: call-arg
+jax_ring.value_and_grad(loss, "i", bucket_byte=1 << 20)  # refused: call-arg
+jax_ring.grad(loss, "i", impl="gloo")  # refused: arg-type
+jax_ring.reduce_in_backward(tree, "i", wire_dtyp=jnp.bfloat16)  # refused: call-arg
+jax_ring.allreduce_gradients("i", error_feedback=True, bucket_bytes="1 MiB")  # refused: arg-type
+jax_ring.sync_with_feedback(tree, tree, "i", first_bucket_byte=1)  # refused: call-arg
+optimizer: jax_ring.ShardedOptimizer = zero.sharded_optimizer(optax.adam(1e-3), "i", stage=1)
+zero.sharded_optimizer(optax.adam(1e-3), "i", stage=3)  # refused: arg-type
+plan: jax_ring.BucketPlan = jax_ring.plan_buckets(tree)
+found: jax_ring.Explanation = jax_ring.explain(loss, tree, x)
+override: jax_ring.Override = jax_ring.override_lax()
