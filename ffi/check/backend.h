@@ -11,7 +11,7 @@
 namespace jax_ring::check {
 
 // How the kernels of several ranks get to run at the same time.
-enum class How {
+enum class LaunchMode {
   together,  // one launch for all ranks
   streams,   // a launch on a stream of its own for each rank
   graphs,    // as streams, but recorded and replayed
@@ -32,7 +32,7 @@ class Backend {
   virtual void copy_out(void* to_host, const void* from, size_t bytes) = 0;
 
   // Runs the ranks' work `repeats` times and waits until it has ended. Returns the seconds that all of that took.
-  virtual double run(const std::vector<Work>& ranks, How how, int repeats) = 0;
+  virtual double run(const std::vector<Work>& ranks, LaunchMode how, int repeats) = 0;
 
   // Seconds that copying so many bytes within the memory of a device takes.
   virtual double copy_seconds(int device, size_t bytes, int repeats) = 0;

@@ -72,9 +72,10 @@ class CudaBackend final : public Backend {
     check(cudaMemcpy(to_host, from, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy from the device");
   }
 
-  double run(const std::vector<Work>& ranks, How how, int repeats) override {
+  double run(const std::vector<Work>& ranks, LaunchMode how, int repeats) override {
     check(cudaSetDevice(ranks.at(0).device), "cudaSetDevice");
-    return how == How::together ? run_together(ranks, repeats) : run_on_streams(ranks, how == How::graphs, repeats);
+    return how == LaunchMode::together ? run_together(ranks, repeats)
+                                       : run_on_streams(ranks, how == LaunchMode::graphs, repeats);
   }
 
   double copy_seconds(int device, size_t bytes, int repeats) override {

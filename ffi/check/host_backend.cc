@@ -31,8 +31,8 @@ class SharedMemory final : public gpu::PeerMemory {
   void release(int, void* memory) override { forget(memory); }
   void* allocate_on_host(size_t bytes) override { return allocate(0, bytes); }
   void release_on_host(void* memory) override { forget(memory); }
-  bool can_reach(int, int) override { return true; }
-  void reach(int, int) override {}
+  bool can_access(int, int) override { return true; }
+  void enable_access(int, int) override {}
 
   std::string export_handle(int, void* memory) override {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -146,7 +146,7 @@ class HostBackend final : public Backend {
   void copy_out(void* to_host, const void* from, size_t bytes) override { std::memcpy(to_host, from, bytes); }
 
   // All ways of launching are alike here.
-  double run(const std::vector<Work>& ranks, How, int repeats) override {
+  double run(const std::vector<Work>& ranks, LaunchMode, int repeats) override {
     const auto begin = std::chrono::steady_clock::now();
     std::vector<std::thread> teams;
     for (const Work& work : ranks) {

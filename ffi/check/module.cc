@@ -27,7 +27,7 @@ namespace jax_ring::check {
 namespace {
 
 template <class Value>
-Value choice(const char* what, const std::map<std::string, Value>& choices, const std::string& name) {
+Value lookup(const char* what, const std::map<std::string, Value>& choices, const std::string& name) {
   const auto found = choices.find(name);
   if (found == choices.end()) throw std::invalid_argument(std::string("unknown ") + what + " " + name);
   return found->second;
@@ -46,7 +46,7 @@ const std::map<std::string, DType>& dtypes() {
 struct Request {
   gpu::CallSite site;
   DType dtype;
-  How how;
+  LaunchMode how;
 };
 
 Request request_of(const std::string& collective, const std::string& op, int root, const std::string& dtype,
@@ -55,26 +55,28 @@ Request request_of(const std::string& collective, const std::string& op, int roo
                                                                       {"one_shot", Algorithm::one_shot},
                                                                       {"two_shot", Algorithm::two_shot},
                                                                       {"ring", Algorithm::ring}};
-  const Plan plan{choice<Collective>("collective",
+  const Plan plan{lookup<Collective>("collective",
                                      {{"all_reduce", Collective::all_reduce},
                                       {"reduce_scatter", Collective::reduce_scatter},
                                       {"all_gather", Collective::all_gather},
                                       {"reduce", Collective::reduce},
                                       {"broadcast", Collective::broadcast}},
                                      collective),
-                  choice<Order>("order", {{"rank", Order::rank}, {"ring", Order::ring}}, order), root};
-  return {{"check", plan, choice<Op>("operation", {{"sum", Op::sum}, {"max", Op::max}, {"min", Op::min}}, op),
-           choice("algorithm", algorithms, algorithm)},
-          choice("dtype", dtypes(), dtype),
-          choice<How>("way of launching",
-                      {{"together", How::together}, {"streams", How::streams}, {"graphs", How::graphs}}, how)};
+                  lookup<Order>("order", {{"rank", Order::rank}, {"ring", Order::ring}}, order), root};
+  return {
+      {"check", plan, lookup<Op>("operation", {{"sum", Op::sum}, {"max", Op::max}, {"min", Op::min}}, op),
+       lookup("algorithm", algorithms, algorithm)},
+      lookup("dtype", dtypes(), dtype),
+      lookup<LaunchMode>(
+          "way of launching",
+          {{"together", LaunchMode::together}, {"streams", LaunchMode::streams}, {"graphs", LaunchMode::graphs}}, how)};
 }
 
 // The ranks of this process in a group.
 class Ranks {
  public:
   Ranks(const std::string& backend, std::vector<std::pair<int64_t, int64_t>> members, int64_t process,
-        const std::string& name, double deadline_seconds, gpu::Exchange exchange)
+        const std::string& name, double deadline_seconds, gpu::KeyValueStore store)
       : backend_(backend == "cuda" ? cuda_backend() : host_backend()), deadline_(deadline_seconds) {
     if (backend != "cuda" && backend != "host") throw std::invalid_argument("unknown backend " + backend);
     std::vector<gpu::Member> group;
@@ -82,7 +84,7 @@ class Ranks {
     Capacity capacity = gpu::default_capacity(static_cast<int>(group.size()));
     if (backend == "host") capacity.num_ctas = 1;  // a thread each
     members_ = group;
-    communicator_.emplace(std::move(group), process, capacity, name, backend_->memory(), exchange);
+    communicator_.emplace(std::move(group), process, capacity, name, backend_->memory(), store);
   }
 
   // inputs: by rank of this process, then operand. The results are arranged alike.
@@ -219,17 +221,17 @@ NB_MODULE(_gpu_check, m) {
              const std::string& name, double deadline,
              std::function<void(const std::string&, const nb::bytes&)> publish,
              std::function<nb::bytes(const std::string&)> fetch) {
-            jax_ring::gpu::Exchange exchange;
+            jax_ring::gpu::KeyValueStore store;
             if (publish) {
-              exchange.publish = [publish](const std::string& key, const std::string& value) {
+              store.publish = [publish](const std::string& key, const std::string& value) {
                 publish(key, nb::bytes(value.data(), value.size()));
               };
-              exchange.fetch = [fetch](const std::string& key) {
+              store.fetch = [fetch](const std::string& key) {
                 const nb::bytes value = fetch(key);
                 return std::string(value.c_str(), value.size());
               };
             }
-            new (self) Ranks(backend, std::move(members), process, name, deadline, std::move(exchange));
+            new (self) Ranks(backend, std::move(members), process, name, deadline, std::move(store));
           },
           "backend"_a, "members"_a, "process"_a = 0, "name"_a = "check", "deadline"_a = 20.0, "publish"_a = nb::none(),
           "fetch"_a = nb::none(),

@@ -15,12 +15,12 @@
 namespace jax_ring {
 
 // The engines' element type for XLA's, and how many of theirs one element of XLA's is.
-struct Element {
+struct EngineType {
   DType dtype;
-  size_t per_element;
+  size_t per_xla_element;
 };
 
-inline Element element_of(xla::ffi::DataType dtype) {
+inline EngineType engine_type_of(xla::ffi::DataType dtype) {
   switch (dtype) {
     case xla::ffi::PRED:
     case xla::ffi::U8:
@@ -71,11 +71,11 @@ inline Element element_of(xla::ffi::DataType dtype) {
 }
 
 // What is only moved is moved as bytes.
-inline Element element_of(const Plan& plan, xla::ffi::DataType dtype) {
+inline EngineType engine_type_of(const Plan& plan, xla::ffi::DataType dtype) {
   if (plan.collective == Collective::all_gather || plan.collective == Collective::broadcast) {
     return {DType::u8, xla::ffi::ByteWidth(dtype)};
   }
-  return element_of(dtype);
+  return engine_type_of(dtype);
 }
 
 // The value of an attribute, by its name among `names`, in the order of the enumeration.

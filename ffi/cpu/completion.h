@@ -16,32 +16,32 @@ class Completion {
   Completion() = default;
 
   template <class F, class = std::enable_if_t<!std::is_same_v<F, Completion>>>
-  Completion(F tell) : operations_(&kOperations<F>) {
+  Completion(F callback) : operations_(&kOperations<F>) {
     static_assert(sizeof(F) <= kCapacity && alignof(F) <= alignof(void*), "it must fit in place");
     static_assert(std::is_nothrow_move_constructible_v<F>);
-    new (place_) F(std::move(tell));
+    new (storage_) F(std::move(callback));
   }
 
-  Completion(Completion&& other) noexcept { take(other); }
+  Completion(Completion&& other) noexcept { move_from(other); }
   Completion& operator=(Completion&& other) noexcept {
     if (this != &other) {
       reset();
-      take(other);
+      move_from(other);
     }
     return *this;
   }
   ~Completion() { reset(); }
 
   explicit operator bool() const { return operations_ != nullptr; }
-  void operator()(const std::string* error) { operations_->call(place_, error); }
+  void operator()(const std::string* error) { operations_->invoke(storage_, error); }
 
  private:
   static constexpr size_t kCapacity = 4 * sizeof(void*);
 
   struct Operations {
-    void (*call)(void* at, const std::string* error);
+    void (*invoke)(void* at, const std::string* error);
     void (*move)(void* from, void* to);  // and ends the one moved from
-    void (*end)(void* at);
+    void (*destroy)(void* at);
   };
 
   template <class F>
@@ -54,16 +54,16 @@ class Completion {
       [](void* at) { static_cast<F*>(at)->~F(); },
   };
 
-  void take(Completion& other) {
+  void move_from(Completion& other) {
     operations_ = std::exchange(other.operations_, nullptr);
-    if (operations_ != nullptr) operations_->move(other.place_, place_);
+    if (operations_ != nullptr) operations_->move(other.storage_, storage_);
   }
   void reset() {
-    if (operations_ != nullptr) std::exchange(operations_, nullptr)->end(place_);
+    if (operations_ != nullptr) std::exchange(operations_, nullptr)->destroy(storage_);
   }
 
   const Operations* operations_ = nullptr;
-  alignas(void*) unsigned char place_[kCapacity];
+  alignas(void*) unsigned char storage_[kCapacity];
 };
 
 }  // namespace jax_ring::cpu

@@ -1,4 +1,4 @@
-// engine.h: carries out the collective of a complete meeting.
+// engine.h: carries out the collective of a complete rendezvous.
 #pragma once
 
 #include <cstddef>
@@ -30,6 +30,6 @@ struct Message {
 // Runs the collective, and has the participants told by the Relay. Returns at once or after having done a part of the
 // work; never waits for another thread. The meeting's buffers must stay valid until its participants are told. Ends the
 // process if memory for its few words of bookkeeping runs out: the ranks would wait for ever.
-void run_collective(MeetingPtr meeting, const Message& message, Workers& workers) noexcept;
+void run_collective(RendezvousPtr rendezvous, const Message& message, Workers& workers) noexcept;
 
 }  // namespace jax_ring::cpu

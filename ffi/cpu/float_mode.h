@@ -35,7 +35,7 @@ class FloatMode {
 #endif
   }
 
-  void use() const {
+  void set() const {
 #if defined(__x86_64__)
     _mm_setcsr(static_cast<unsigned>(word_));
 #else
@@ -52,8 +52,8 @@ class FloatMode {
 // computed it, so the mode is set for a stretch of code, and set back after it.
 class ScopedFloatMode {
  public:
-  explicit ScopedFloatMode(FloatMode mode) : saved_(FloatMode::current()) { mode.use(); }
-  ~ScopedFloatMode() { saved_.use(); }
+  explicit ScopedFloatMode(FloatMode mode) : saved_(FloatMode::current()) { mode.set(); }
+  ~ScopedFloatMode() { saved_.set(); }
   ScopedFloatMode(const ScopedFloatMode&) = delete;
   ScopedFloatMode& operator=(const ScopedFloatMode&) = delete;
 

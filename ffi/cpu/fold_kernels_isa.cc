@@ -66,12 +66,12 @@ size_t fold_blocks(const Inputs& inputs, const Outputs& outputs, size_t at, size
 }
 
 template <class Element, class Op>
-void fold(const Inputs& inputs, const Outputs& outputs, size_t count, bool past_cache) {
+void fold(const Inputs& inputs, const Outputs& outputs, size_t count, bool streaming) {
   using Lanes = Vector<kRegisterBytes / sizeof(typename Element::Accumulator)>;
   // Enough that a block covers whole cache lines of every rank, few enough that the accumulators stay in registers.
   constexpr int kVectors = 4;
   size_t at = 0;
-  if (past_cache) {
+  if (streaming) {
     at = fold_blocks<Element, Op, Lanes, kVectors, true>(inputs, outputs, at, count);
 #if defined(__x86_64__)
     _mm_sfence();  // streaming stores are not ordered with the store that tells the others

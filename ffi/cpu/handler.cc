@@ -1,4 +1,4 @@
-// handler.cc: decodes the custom call, checks it, and hands it to the rendezvous and the engine.
+// handler.cc: decodes the custom call, checks it, and hands it to the rendezvous_map and the engine.
 #include "cpu/handler.h"
 
 #include <algorithm>
@@ -10,13 +10,13 @@
 #include <utility>
 #include <vector>
 
+#include "common/hash.h"
+#include "common/xla_types.h"
+#include "cpu/completion_threads.h"
 #include "cpu/engine.h"
 #include "cpu/float_mode.h"
-#include "cpu/relay.h"
 #include "cpu/rendezvous.h"
-#include "common/hash.h"
 #include "shm/communicators.h"
-#include "common/xla_types.h"
 
 namespace jax_ring::cpu {
 namespace {
@@ -27,15 +27,18 @@ namespace ffi = xla::ffi;
 struct Spanning {
   std::shared_ptr<shm::Communicator> communicator;
   Thresholds thresholds;
-  std::unique_ptr<shm::Launches> launches;  // those that this group takes part in
+  std::unique_ptr<shm::LaunchIds> launch_ids;  // those that this group takes part in
 };
 
 // One per call instruction and process; the runtime owns it.
 struct CallSite {
   static ffi::TypeId id;
   CallSite(ReplicaGroups groups, std::string call, Plan plan, Op op)
-      : rendezvous(std::move(groups), call), plan(plan), op(op), text(std::make_shared<std::string>(std::move(call))) {}
-  Rendezvous rendezvous;
+      : rendezvous_map(std::move(groups), call),
+        plan(plan),
+        op(op),
+        text(std::make_shared<std::string>(std::move(call))) {}
+  RendezvousMap rendezvous_map;
   Plan plan;
   Op op;
   // For groups that span several processes.
@@ -60,7 +63,8 @@ Hash identity_of(std::string_view call, std::string_view program, const Plan& pl
   Hash hash;
   hash.add(call).add(program.substr(0, program.rfind('#')));
   hash.add(plan.collective).add(plan.order).add(plan.root).add(op).add(algorithm.value_or(Algorithm::count));
-  return hash.add(shm::Communicators::instance().count(std::string(program) + ": " + std::to_string(hash.value())));
+  return hash.add(
+      shm::Communicators::instance().next_index(std::string(program) + ": " + std::to_string(hash.value())));
 }
 
 void find_communicators(CallSite& site, ffi::Span<const int64_t> partitions, ffi::Span<const int64_t> processes,
@@ -85,7 +89,8 @@ void find_communicators(CallSite& site, ffi::Span<const int64_t> partitions, ffi
     }
     const Thresholds thresholds{static_cast<uint64_t>(one_shot_bytes[group]),
                                 static_cast<uint64_t>(two_shot_bytes[group])};
-    site.groups.back() = {all.of(members), thresholds, std::make_unique<shm::Launches>(all.runs(hash.value()))};
+    site.groups.back() = {all.get_or_create(members), thresholds,
+                          std::make_unique<shm::LaunchIds>(all.run_counter(hash.value()))};
   }
 }
 
@@ -125,20 +130,21 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
   }
 }
 
-void run_between_processes(const CallSite& site, const Spanning& group, MeetingPtr meeting, const Message& message) {
-  const auto [run, launch] = group.launches->number(meeting->run_id);
+void run_between_processes(const CallSite& site, const Spanning& group, RendezvousPtr rendezvous,
+                           const Message& message) {
+  const auto [run, launch] = group.launch_ids->get(rendezvous->run_id);
   const bool one_shot = is_one_shot(site, message, group.thresholds);
   Hash hash = site.hash;
   hash.add(run).add(launch).add(message.dtype).add(one_shot);
   for (size_t count : message.counts) hash.add(count);
-  meeting = group.communicator->submit({std::move(meeting), message, hash.value(), one_shot, site.text});
-  if (meeting == nullptr) return;
+  rendezvous = group.communicator->submit({std::move(rendezvous), message, hash.value(), one_shot, site.text});
+  if (rendezvous == nullptr) return;
   const auto is_here = [](const Completion& done) { return static_cast<bool>(done); };
-  if (std::count_if(meeting->done.begin(), meeting->done.end(), is_here) > 1) {
-    return Relay::instance().tell(std::move(meeting));
+  if (std::count_if(rendezvous->done.begin(), rendezvous->done.end(), is_here) > 1) {
+    return CompletionThreads::instance().complete(std::move(rendezvous));
   }
   // The one rank is that of this very call, whose future nobody has seen yet: nothing runs when it is told.
-  (*std::find_if(meeting->done.begin(), meeting->done.end(), is_here))(nullptr);
+  (*std::find_if(rendezvous->done.begin(), rendezvous->done.end(), is_here))(nullptr);
 }
 
 ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::BufferR0<ffi::U32> partition,
@@ -149,14 +155,14 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
     if (args.size() == 0 || args.size() != rets.size()) {
       throw std::invalid_argument("jax_ring: a call needs one result for each of its operands");
     }
-    const Element element = element_of(site->plan, args.get<ffi::AnyBuffer>(0)->element_type());
-    const ReplicaGroups& groups = site->rendezvous.groups();
+    const EngineType type = engine_type_of(site->plan, args.get<ffi::AnyBuffer>(0)->element_type());
+    const ReplicaGroups& groups = site->rendezvous_map.groups();
     const int group = groups.place(*partition.typed_data()).group;
     const int group_size = groups.size(group);
     // Kept from call to call for the memory of their vectors.
     thread_local Message message;
     thread_local Participant participant;
-    message.dtype = element.dtype;
+    message.dtype = type.dtype;
     message.plan = site->plan;
     message.op = site->op;
     message.counts.clear();
@@ -168,7 +174,7 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
       if (output.element_count() != result_count(site->plan, group_size, input.element_count())) {
         throw std::invalid_argument("jax_ring: a result is not as large as its operand and the group ask for");
       }
-      message.counts.push_back(input.element_count() * element.per_element);
+      message.counts.push_back(input.element_count() * type.per_xla_element);
       participant.inputs.push_back(input.untyped_data());
       participant.outputs.push_back(output.untyped_data());
     }
@@ -181,13 +187,13 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
         promise.SetError(ffi::Error(ffi::ErrorCode::kDeadlineExceeded, *error));
       }
     };
-    auto meeting = site->rendezvous.arrive(run.run_id, *partition.typed_data(), std::move(participant));
-    if (meeting == nullptr) return future;
+    auto rendezvous = site->rendezvous_map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
+    if (rendezvous == nullptr) return future;
     if (const std::optional<Spanning>& spanning = site->groups[group]) {
-      run_between_processes(*site, *spanning, std::move(meeting), message);
+      run_between_processes(*site, *spanning, std::move(rendezvous), message);
     } else {
       XlaWorkers workers(pool);
-      run_collective(std::move(meeting), message, workers);
+      run_collective(std::move(rendezvous), message, workers);
     }
   } catch (const std::exception& error) {
     promise.SetError(ffi::Error::Internal(error.what()));

@@ -9,8 +9,8 @@
 
 #include "common/call_sites.h"
 #include "cpu/fold_kernels.h"
+#include "cpu/fold_limit.h"
 #include "cpu/handler.h"
-#include "cpu/memory_limit.h"
 #include "cpu/watchdog.h"
 #include "ring/options.h"
 #include "ring/ring_schedule.h"

@@ -23,11 +23,11 @@ struct Participant {
 };
 
 // One call of one group in one execution, while its ranks arrive and then while it is worked on.
-struct Meeting {
+struct Rendezvous {
   int64_t run_id = 0;
   int group = 0;
   int num_arrived = 0;
-  Clock::time_point began;
+  Clock::time_point start_time;
   std::vector<const void*> inputs;  // by operand, then rank, the ranks twice: a fold may begin with any of them
   std::vector<void*> outputs;       // by operand, then rank
   std::vector<Completion> done;     // by rank; empty for those who are not here, or never will be
@@ -37,22 +37,22 @@ struct Meeting {
 
 // The meetings of a call site that have ended, kept for their memory: a call that is made again allocates none. Shared
 // with the meetings that are still going on, which may outlive the call site.
-class SpareMeetings {
+class RendezvousPool {
  public:
-  std::unique_ptr<Meeting> take();
-  void put(std::unique_ptr<Meeting> meeting);
+  std::unique_ptr<Rendezvous> acquire();
+  void release(std::unique_ptr<Rendezvous> rendezvous);
 
  private:
   std::mutex mutex_;
-  std::vector<std::unique_ptr<Meeting>> spares_;
+  std::vector<std::unique_ptr<Rendezvous>> free_;
 };
 
 // Owns a meeting. When it ends the meeting goes back to the spares, or is freed if it belongs to none.
-struct EndMeeting {
-  std::shared_ptr<SpareMeetings> spares;
-  void operator()(Meeting* meeting) const;
+struct ReturnToPool {
+  std::shared_ptr<RendezvousPool> pool;
+  void operator()(Rendezvous* rendezvous) const;
 };
-using MeetingPtr = std::unique_ptr<Meeting, EndMeeting>;
+using RendezvousPtr = std::unique_ptr<Rendezvous, ReturnToPool>;
 
 // The replica groups of a call: which partitions (mesh positions) reduce together, in rank order.
 class ReplicaGroups {
@@ -86,14 +86,14 @@ class ReplicaGroups {
 // calls): a rank joins the oldest open meeting of its group and run that it has not joined yet. A rank's next call
 // comes only after its last one ended, that is, after everyone had arrived at it, so that in a loop there is one open
 // meeting at a time.
-class Rendezvous {
+class RendezvousMap {
  public:
   // call: what the call is, for the error message (axis, message, call site).
-  Rendezvous(ReplicaGroups groups, std::string call);
+  RendezvousMap(ReplicaGroups groups, std::string call);
   // Fails the meetings that are still open.
-  ~Rendezvous();
-  Rendezvous(const Rendezvous&) = delete;
-  Rendezvous& operator=(const Rendezvous&) = delete;
+  ~RendezvousMap();
+  RendezvousMap(const RendezvousMap&) = delete;
+  RendezvousMap& operator=(const RendezvousMap&) = delete;
 
   const ReplicaGroups& groups() const { return groups_; }
 
@@ -101,20 +101,20 @@ class Rendezvous {
   // the caller then owns the meeting and must complete every participant. Only `done` is moved from: the participant's
   // vectors stay with the caller, who may fill them again for its next call.
   // Throws std::invalid_argument when the participant has another number of operands than those already there.
-  MeetingPtr arrive(int64_t run_id, int64_t partition, Participant&& participant);
+  RendezvousPtr arrive(int64_t run_id, int64_t partition, Participant&& participant);
 
   // Takes out the open meetings that `expired` selects.
-  std::vector<MeetingPtr> take(const std::function<bool(const Meeting&)>& expired);
+  std::vector<RendezvousPtr> remove_if(const std::function<bool(const Rendezvous&)>& predicate);
 
   // Who is missing from the meeting, in words for a Python user.
-  std::string describe_absence(const Meeting& meeting, std::chrono::duration<double> deadline) const;
+  std::string describe_missing_ranks(const Rendezvous& rendezvous, std::chrono::duration<double> deadline) const;
 
  private:
   const ReplicaGroups groups_;
   const std::string call_;
-  const std::shared_ptr<SpareMeetings> spares_ = std::make_shared<SpareMeetings>();
+  const std::shared_ptr<RendezvousPool> pool_ = std::make_shared<RendezvousPool>();
   std::mutex mutex_;
-  std::vector<MeetingPtr> open_;  // oldest first
+  std::vector<RendezvousPtr> open_;  // oldest first
 };
 
 }  // namespace jax_ring::cpu

@@ -1,4 +1,4 @@
-// watchdog.h: ends every meeting that is not complete by its deadline.
+// watchdog.h: ends every rendezvous that is not complete by its deadline.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@
 
 namespace jax_ring::cpu {
 
-class Rendezvous;
+class RendezvousMap;
 
 // One for the process. Its thread starts with the first rendezvous and looks around a few times per deadline, so that
 // a call pays for no timer. Once one call of an execution has failed, all its calls fail, at once and with the same
@@ -23,15 +23,15 @@ class Watchdog {
  public:
   static Watchdog& instance();
 
-  void watch(Rendezvous* rendezvous);
-  void forget(Rendezvous* rendezvous);
+  void watch(RendezvousMap* rendezvous_map);
+  void unwatch(RendezvousMap* rendezvous_map);
 
   // Seconds that a call waits for its ranks; must be positive and finite.
   void set_deadline(double seconds);
   double deadline() const { return deadline_seconds_.load(std::memory_order_relaxed); }
 
   // Notes that an execution has failed: its further calls fail as well, at once.
-  void note_failure(int64_t run_id, const std::string& why);
+  void record_failure(int64_t run_id, const std::string& why);
 
   // Why this execution has failed, if it has.
   std::optional<std::string> failure(int64_t run_id) const;
@@ -39,13 +39,13 @@ class Watchdog {
  private:
   Watchdog() = default;
   void run();
-  void look_around();
+  void check_deadlines();
   const std::string* failure_locked(int64_t run_id) const;
 
   std::atomic<double> deadline_seconds_{60.0};
 
   std::mutex watched_mutex_;  // held while rendezvous are looked at, so that none is destroyed meanwhile
-  std::vector<Rendezvous*> watched_;
+  std::vector<RendezvousMap*> watched_;
   bool started_ = false;
   std::condition_variable wake_;
 

@@ -26,7 +26,7 @@ inline bool operator<(const Member& a, const Member& b) {
 }
 
 // How processes find each other: a table of byte strings that all of them can write and read.
-struct Exchange {
+struct KeyValueStore {
   std::function<void(const std::string& key, const std::string& value)> publish;
   std::function<std::string(const std::string& key)> fetch;  // waits until it is there
 };
@@ -43,7 +43,7 @@ class Communicator {
   // members: by rank. name: unique to the group, and the same in all of its processes.
   // Throws std::runtime_error if the members cannot reach each other's memory, or do not answer.
   Communicator(std::vector<Member> members, int64_t process, const Capacity& capacity, const std::string& name,
-               PeerMemory& memory, const Exchange& exchange);
+               PeerMemory& memory, const KeyValueStore& store);
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -67,13 +67,13 @@ class Communicator {
 
  private:
   // What a rank of this process owns.
-  struct Local {
+  struct LocalRank {
     std::vector<unsigned char*> mailboxes;  // everybody's, as this rank sees them
     unsigned char* counters = nullptr;      // Progress for each lane and team, then one word: whether it has failed
     Failure* failure = nullptr;
   };
 
-  void connect(const std::string& name, const Exchange& exchange);
+  void connect(const std::string& name, const KeyValueStore& store);
   void release() noexcept;
 
   const std::vector<Member> members_;
@@ -81,7 +81,7 @@ class Communicator {
   const Capacity capacity_;
   PeerMemory& memory_;
   std::vector<int> local_ranks_;
-  std::map<int, Local> local_;  // by rank
+  std::map<int, LocalRank> local_;  // by rank
 };
 
 }  // namespace jax_ring::gpu

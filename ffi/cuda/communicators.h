@@ -18,24 +18,24 @@ class Communicators {
   static Communicators& instance();
 
   // Who this process is, and how it meets the others. Without others there is nothing to exchange.
-  void set_process(int64_t process, Exchange exchange);
+  void set_process(int64_t process, KeyValueStore store);
   int64_t process() const;
 
   void set_deadline(double seconds);
   double deadline() const;
 
   // The communicator of these members.
-  std::shared_ptr<Communicator> of(const std::vector<Member>& members);
+  std::shared_ptr<Communicator> get_or_create(const std::vector<Member>& members);
 
   // Makes new communicators from now on, as is necessary after a failure. All processes must do so together.
-  void forget();
+  void reset();
 
  private:
   mutable std::mutex mutex_;
   int64_t process_ = 0;
   double deadline_ = 60;
   int64_t generation_ = 0;
-  Exchange exchange_;
+  KeyValueStore store_;
   std::unique_ptr<PeerMemory> memory_;
   std::map<std::vector<Member>, std::shared_ptr<Communicator>> by_members_;
 };

@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "common/call_sites.h"
+#include "common/xla_types.h"
 #include "cuda/communicators.h"
 #include "cuda/kernels.h"
 #include "cuda/plan.h"
-#include "common/xla_types.h"
 
 namespace jax_ring::gpu {
 namespace {
@@ -64,7 +64,7 @@ ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
       if (!local) continue;
       const Thresholds thresholds{static_cast<uint64_t>(one_shot_bytes[group]),
                                   static_cast<uint64_t>(two_shot_bytes[group])};
-      instance->groups.push_back({all.of(members), thresholds});
+      instance->groups.push_back({all.get_or_create(members), thresholds});
     }
     return instance;
   } catch (const std::exception& error) {
@@ -96,7 +96,7 @@ ffi::Error execute(Instance* instance, cudaStream_t stream, int32_t device, ffi:
       throw std::invalid_argument("needs one result for each of its operands");
     }
     if (ffi::Error error = failure_of(*instance); error.failure()) return error;
-    const Element element = element_of(instance->site.plan, args.get<ffi::AnyBuffer>(0)->element_type());
+    const EngineType type = engine_type_of(instance->site.plan, args.get<ffi::AnyBuffer>(0)->element_type());
     std::vector<Buffer> buffers;
     for (size_t i = 0; i < args.size(); ++i) {
       const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i);
@@ -105,7 +105,7 @@ ffi::Error execute(Instance* instance, cudaStream_t stream, int32_t device, ffi:
     for (const auto& [communicator, thresholds] : instance->groups) {
       const std::optional<int> rank = communicator->rank_of(device);
       if (!rank) continue;
-      for (const Launch& each : launches_of(*communicator, *rank, instance->site, thresholds, element.dtype, buffers,
+      for (const Launch& each : launches_of(*communicator, *rank, instance->site, thresholds, type.dtype, buffers,
                                             Communicators::instance().deadline())) {
         const cudaError_t error = launch(each.kernel, each.call, stream);
         if (error != cudaSuccess) throw std::runtime_error(std::string("launch: ") + cudaGetErrorString(error));

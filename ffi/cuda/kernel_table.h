@@ -7,7 +7,7 @@ namespace jax_ring::gpu {
 
 constexpr int kThreadsPerCta = 512;
 
-using Kernel = void (*)(Call only, const Call* calls);
+using Kernel = void (*)(Call single, const Call* calls);
 
 // By operation and algorithm; null where there is no use for one.
 struct KernelTable {

@@ -67,7 +67,7 @@ NB_MODULE(_ffi_cuda, m) {
         const auto memory = jax_ring::gpu::cuda_peer_memory();
         for (int device : devices) {
           for (int peer : devices) {
-            if (!memory->can_reach(device, peer)) pairs.emplace_back(device, peer);
+            if (!memory->can_access(device, peer)) pairs.emplace_back(device, peer);
           }
         }
         return pairs;
@@ -78,17 +78,17 @@ NB_MODULE(_ffi_cuda, m) {
       "set_process",
       [](int process, std::function<void(const std::string&, const nb::bytes&)> publish,
          std::function<nb::bytes(const std::string&)> fetch) {
-        jax_ring::gpu::Exchange exchange;
-        exchange.publish = [publish = std::move(publish)](const std::string& key, const std::string& value) {
+        jax_ring::gpu::KeyValueStore store;
+        store.publish = [publish = std::move(publish)](const std::string& key, const std::string& value) {
           const nb::gil_scoped_acquire gil;
           publish(key, nb::bytes(value.data(), value.size()));
         };
-        exchange.fetch = [fetch = std::move(fetch)](const std::string& key) {
+        store.fetch = [fetch = std::move(fetch)](const std::string& key) {
           const nb::gil_scoped_acquire gil;
           const nb::bytes value = fetch(key);
           return std::string(value.c_str(), value.size());
         };
-        Communicators::instance().set_process(process, std::move(exchange));
+        Communicators::instance().set_process(process, std::move(store));
       },
       "process"_a, "publish"_a, "fetch"_a,
       "Which process this is, and how it exchanges byte strings with the others: publish(key, value), and fetch(key), "
@@ -102,6 +102,6 @@ NB_MODULE(_ffi_cuda, m) {
       "Sets how long, in seconds, a GPU waits for a peer.");
 
   m.def(
-      "forget_groups", [] { Communicators::instance().forget(); }, nb::call_guard<nb::gil_scoped_release>(),
+      "forget_groups", [] { Communicators::instance().reset(); }, nb::call_guard<nb::gil_scoped_release>(),
       "Has programs compiled from now on form their groups anew, as is necessary after one has failed.");
 }

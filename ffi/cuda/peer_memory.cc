@@ -57,14 +57,14 @@ class CudaPeerMemory final : public PeerMemory {
 
   void release_on_host(void* memory) override { cudaFreeHost(memory); }
 
-  bool can_reach(int device, int peer) override {
+  bool can_access(int device, int peer) override {
     if (device == peer) return true;
     int can = 0;
     check(cudaDeviceCanAccessPeer(&can, device, peer), "cudaDeviceCanAccessPeer");
     return can != 0;
   }
 
-  void reach(int device, int peer) override {
+  void enable_access(int device, int peer) override {
     if (device == peer) return;
     const OnDevice on(device);
     const cudaError_t error = cudaDeviceEnablePeerAccess(peer, 0);

@@ -22,8 +22,8 @@ class PeerMemory {
   virtual void release_on_host(void* memory) = 0;
 
   // Whether one device can be given access to the other's memory, and giving it.
-  virtual bool can_reach(int device, int peer) = 0;
-  virtual void reach(int device, int peer) = 0;
+  virtual bool can_access(int device, int peer) = 0;
+  virtual void enable_access(int device, int peer) = 0;
 
   // What another process needs to reach this memory; and reaching it, from `device`.
   virtual std::string export_handle(int device, void* memory) = 0;

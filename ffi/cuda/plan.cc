@@ -12,10 +12,10 @@ namespace {
 // root can go round a ring as well.
 Algorithm algorithm_of(const CallSite& site, uint64_t bytes, const Thresholds& thresholds) {
   if (site.op != Op::sum) return Algorithm::two_shot;
-  if (reduces_round_ring(site.plan)) return Algorithm::ring;
+  if (requires_ring(site.plan)) return Algorithm::ring;
   if (site.plan.collective == Collective::all_reduce) return site.algorithm.value_or(choose(bytes, thresholds));
-  const bool round_ring = site.plan.collective == Collective::reduce && site.algorithm == Algorithm::ring;
-  return round_ring ? Algorithm::ring : Algorithm::two_shot;
+  const bool uses_ring = site.plan.collective == Collective::reduce && site.algorithm == Algorithm::ring;
+  return uses_ring ? Algorithm::ring : Algorithm::two_shot;
 }
 
 // Sums of signed integers are those of unsigned ones.
@@ -43,7 +43,7 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
                                 const Thresholds& thresholds, DType dtype, const std::vector<Buffer>& buffers,
                                 double deadline_seconds) {
   // The blocks of a ring are those of an operand, so that there each operand is a message of its own.
-  const size_t most = reduces_round_ring(site.plan) ? 1 : kMaxOperands;
+  const size_t most = requires_ring(site.plan) ? 1 : kMaxOperands;
   const uint64_t blocks = site.plan.collective == Collective::reduce_scatter ? communicator.num_ranks() : 1;
   std::vector<Launch> launches;
   for (size_t first = 0; first < buffers.size(); first += most) {

@@ -15,7 +15,7 @@ template <class Team>
 JAX_RING_TEAM_CALL void poison(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team) {
   const int p = self.num_ranks();
   const Pack ones{{~uint64_t{0}, ~uint64_t{0}}};
-  if (reduces_round_ring(plan)) {
+  if (requires_ring(plan)) {
     const uint64_t block = ceil_div(message.num_packs, p);
     const PackRange share = share_of({0, block}, cta, self.capacity.num_ctas);
     for (int i = 0; i < p; ++i) {

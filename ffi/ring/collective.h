@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "ring/schedule.h"
+#include "ring/blocks.h"
 
 namespace jax_ring {
 
@@ -24,13 +24,13 @@ struct Plan {
 
 // Whether the blocks of a ring are those of the whole operand, each with an order of its own, so that only a ring
 // serves.
-JAX_RING_INLINE bool reduces_round_ring(const Plan& plan) {
+JAX_RING_INLINE bool requires_ring(const Plan& plan) {
   return plan.order == Order::ring &&
          (plan.collective == Collective::all_reduce || plan.collective == Collective::reduce);
 }
 
 // `count` ranks from `first` on, around the ring.
-struct Ranks {
+struct RankRange {
   int first;
   int count;
 };
@@ -38,9 +38,9 @@ struct Ranks {
 // One part of a collective: elements [from, from + count) of the sources' operands are folded, in the order of the
 // sources, into elements [to, to + count) of the receivers' results.
 struct Part {
-  Ranks sources;
+  RankRange sources;
   size_t from;
-  Ranks receivers;
+  RankRange receivers;
   size_t to;
   size_t count;
   bool zeros_elsewhere = false;  // whether the other ranks' results are zero there
@@ -58,7 +58,7 @@ JAX_RING_INLINE Part gather_block(int num_ranks, int i, Range block) {
 }
 
 // Both halves, one after the other.
-JAX_RING_INLINE Part then(Part first, Part second) {
+JAX_RING_INLINE Part compose(Part first, Part second) {
   return {first.sources, first.from, second.receivers, second.to, first.count};
 }
 
@@ -88,7 +88,7 @@ JAX_RING_INLINE Part part_of(const Plan& plan, int num_ranks, size_t count, size
     case Collective::reduce: {
       const bool whole = num_parts(plan, num_ranks) == 1;
       const Range block = whole ? Range{0, count} : ring_block(count, element_bytes, num_ranks, i);
-      Part part = then(scatter_block(plan.order, num_ranks, i, block), gather_block(num_ranks, i, block));
+      Part part = compose(scatter_block(plan.order, num_ranks, i, block), gather_block(num_ranks, i, block));
       if (plan.collective == Collective::reduce) {
         part.receivers = {plan.root, 1};
         part.zeros_elsewhere = true;

@@ -10,7 +10,7 @@ namespace jax_ring {
 // Where a rank was when it waited in vain.
 enum class Step : uint32_t { one_shot, reduce_scatter, all_gather, ring_receive, ring_send, count };
 
-enum class FailureKind : uint32_t { none, absent, mismatch };
+enum class FailureKind : uint32_t { none, timeout, mismatch };
 
 // The first failure of a rank, in memory of the host that the GPU can write. `kind` is written last.
 struct Failure {

@@ -36,7 +36,8 @@ struct Link {
     if (team.thread() == 0) {
       uint64_t* head = self.flag(self.rank, FlagKind::head, cta, 0);
       const uint32_t needed = sent + 1 - static_cast<uint32_t>(self.capacity.num_slots);
-      ok = await(self, [&] { return !is_before(epoch_of(peek(head)), needed); }, Step::ring_send, next(), needed, cta);
+      ok = await(
+          self, [&] { return !is_before(epoch_of(load_flag(head)), needed); }, Step::ring_send, next(), needed, cta);
     }
     return team.all(ok);
   }
@@ -47,8 +48,8 @@ struct Link {
     if (team.thread() == 0) {
       uint64_t* tail = self.flag(self.rank, FlagKind::tail, cta, 0);
       ok = await(
-          self, [&] { return is_before(received, epoch_of(peek(tail))); }, Step::ring_receive, previous(), received + 1,
-          cta);
+          self, [&] { return is_before(received, epoch_of(load_flag(tail))); }, Step::ring_receive, previous(),
+          received + 1, cta);
       // The flag may be of a later call already, so that each item says whose it is.
       if (ok && slot(self.rank, received)->word[0] != fingerprint) {
         fail(self, FailureKind::mismatch, Step::ring_receive, previous(), received + 1, cta);
@@ -69,15 +70,16 @@ struct Link {
     if (team.thread() != 0) return;
     if (sends) {
       slot(next(), sent - 1)->word[0] = fingerprint;
-      post(self.flag(next(), FlagKind::tail, cta, 0), sent);
+      post_flag(self.flag(next(), FlagKind::tail, cta, 0), sent);
     }
-    if (receives) post(self.flag(previous(), FlagKind::head, cta, 0), received);
+    if (receives) post_flag(self.flag(previous(), FlagKind::head, cta, 0), received);
   }
 };
 
 // Does one hop with the packs of one chunk. False if a neighbour did not come.
 template <class Element, class Op, class Team>
-JAX_RING_TEAM bool do_hop(const Message& message, Hop hop, PackRange chunk, bool keeps, Link<Team>& link, Op op) {
+JAX_RING_TEAM bool run_hop(const Message& message, Hop hop, PackRange chunk, bool keeps_result, Link<Team>& link,
+                           Op op) {
   constexpr int kPartial = PackFold<Element>::kPacks;
   constexpr int kFoldsInFlight = 2;
   if (hop.receives() && !link.await_item()) return false;
@@ -88,7 +90,7 @@ JAX_RING_TEAM bool do_hop(const Message& message, Hop hop, PackRange chunk, bool
     for_each_pack<kCopiesInFlight>(
         message, chunk, link.team, [&](const Operand&, uint64_t, uint64_t place) { return in[place]; },
         [&](const Operand& operand, uint64_t index, uint64_t place, Pack pack) {
-          output_pack(operand, index, keeps ? pack : Pack{});
+          output_pack(operand, index, keeps_result ? pack : Pack{});
           if (hop.sends()) out[place] = pack;
         });
   } else {
@@ -108,7 +110,7 @@ JAX_RING_TEAM bool do_hop(const Message& message, Hop hop, PackRange chunk, bool
         [&](const Operand& operand, uint64_t index, uint64_t place, const PackFold<Element>& fold) {
           if (!hop.has_result()) return fold.save(out + kPartial * place);
           const Pack result = fold.result();
-          output_pack(operand, index, keeps ? result : Pack{});
+          output_pack(operand, index, keeps_result ? result : Pack{});
           out[place] = result;
         });
   }
@@ -143,7 +145,7 @@ struct Chunks {
 template <class Element, class Op, class Team>
 JAX_RING_TEAM bool reduce(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team, Op op) {
   const Order order = plan.order;
-  const bool keeps = plan.collective == Collective::all_reduce || self.rank == plan.root;
+  const bool keeps_result = plan.collective == Collective::all_reduce || self.rank == plan.root;
   Progress& progress = self.progress[cta];
   const Capacity& capacity = self.capacity;
   const int p = self.num_ranks();
@@ -160,7 +162,7 @@ JAX_RING_TEAM bool reduce(const Endpoint& self, const Message& message, const Pl
   for (uint64_t step = 0; ok && step < schedule.num_steps(); ++step) {
     const Hop hop = schedule.step(step);
     if (!hop.exists() || chunks[hop.chunk].size() == 0) continue;
-    ok = do_hop<Element>(message, hop, chunks[hop.chunk], keeps, link, op);
+    ok = run_hop<Element>(message, hop, chunks[hop.chunk], keeps_result, link, op);
   }
   if (ok && team.thread() == 0) {
     progress.sent = link.sent;

@@ -29,10 +29,12 @@ JAX_RING_INLINE uint32_t epoch_of(uint64_t flag) { return static_cast<uint32_t>(
 JAX_RING_INLINE uint32_t fingerprint_of(uint64_t flag) { return static_cast<uint32_t>(flag >> 32); }
 
 // Sets a flag. Whoever sees it sees all that this thread wrote, and saw of its team's writes, before.
-JAX_RING_TEAM void post(uint64_t* flag, uint64_t value) {
+JAX_RING_TEAM void post_flag(uint64_t* flag, uint64_t value) {
   SystemAtomic<uint64_t>(*flag).store(value, cuda::memory_order_release);
 }
-JAX_RING_TEAM uint64_t peek(uint64_t* flag) { return SystemAtomic<uint64_t>(*flag).load(cuda::memory_order_acquire); }
+JAX_RING_TEAM uint64_t load_flag(uint64_t* flag) {
+  return SystemAtomic<uint64_t>(*flag).load(cuda::memory_order_acquire);
+}
 
 JAX_RING_TEAM void store_line(Line* to, Line line) {
 #if defined(__CUDACC__)
@@ -82,9 +84,9 @@ JAX_RING_TEAM void fail(const Endpoint& self, FailureKind kind, Step step, int p
 
 // Looking at the clock, and at whether another team has failed, costs more than looking at the flag.
 #if defined(__CUDACC__)
-constexpr uint32_t kSpinsPerLook = 1024;
+constexpr uint32_t kSpinsPerCheck = 1024;
 #else
-constexpr uint32_t kSpinsPerLook = 16;
+constexpr uint32_t kSpinsPerCheck = 16;
 #endif
 
 // Waits until ready(); false if that takes longer than the deadline, or if this rank has failed meanwhile. All waits
@@ -93,12 +95,12 @@ template <class Ready>
 JAX_RING_TEAM bool await(const Endpoint& self, Ready ready, Step step, int peer, uint32_t epoch, int cta) {
   uint64_t since = 0;
   for (uint32_t spins = 1; !ready(); ++spins) {
-    if (spins % kSpinsPerLook != 0) continue;
+    if (spins % kSpinsPerCheck != 0) continue;
     if (SystemAtomic<uint32_t>(*self.failed).load(cuda::memory_order_relaxed) != 0) return false;
     const uint64_t now = now_ns();
     if (since == 0) since = now;
     if (now - since > self.deadline_ns) {
-      fail(self, FailureKind::absent, step, peer, epoch, cta);
+      fail(self, FailureKind::timeout, step, peer, epoch, cta);
       return false;
     }
 #if !defined(__CUDACC__)
@@ -115,7 +117,7 @@ JAX_RING_TEAM bool await_epoch(const Endpoint& self, FlagKind kind, uint64_t exp
   if (!await(
           self,
           [&] {
-            seen = peek(flag);
+            seen = load_flag(flag);
             return epoch_of(seen) == epoch_of(expected);
           },
           step, peer, epoch_of(expected), cta)) {

@@ -44,7 +44,7 @@ struct Roles {
     return plan.collective != Collective::reduce_scatter;
   }
   // Whether an owner keeps its part as a result of its own.
-  JAX_RING_INLINE bool keeps(int owner) const {
+  JAX_RING_INLINE bool keeps_result(int owner) const {
     return receives(owner) || plan.collective == Collective::reduce_scatter;
   }
 };
@@ -75,10 +75,10 @@ struct Round {
   JAX_RING_TEAM uint64_t flag() const { return flag_value(message.fingerprint, number); }
 
   // Tells all peers that what this rank wrote for them is there.
-  JAX_RING_TEAM void announce(FlagKind kind) const {
+  JAX_RING_TEAM void signal_peers(FlagKind kind) const {
     team.sync();
     for (int step = 1 + team.thread(); step < num_ranks(); step += team.size()) {
-      post(self.flag(peer(step), kind, cta, self.rank), flag());
+      post_flag(self.flag(peer(step), kind, cta, self.rank), flag());
     }
   }
 
@@ -94,7 +94,7 @@ struct Round {
 
 // Sends every part to its owner.
 template <class Team>
-JAX_RING_TEAM_CALL bool to_owners(const Round<Team>& round) {
+JAX_RING_TEAM_CALL bool send_to_owners(const Round<Team>& round) {
   const int rank = round.self.rank;
   for (int step = 1; round.roles.sends(rank) && step < round.num_ranks(); ++step) {
     const int owner = round.peer(step), block = round.roles.input_block(owner);
@@ -104,13 +104,13 @@ JAX_RING_TEAM_CALL bool to_owners(const Round<Team>& round) {
         [&](const Operand& operand, uint64_t index, uint64_t) { return input_pack(operand, index, block); },
         [&](const Operand&, uint64_t, uint64_t place, Pack pack) { to[place] = pack; });
   }
-  round.announce(FlagKind::scattered);
+  round.signal_peers(FlagKind::scattered);
   return round.await_all(FlagKind::scattered, Step::reduce_scatter);
 }
 
 // Folds this rank's part, keeps the result and sends it on, all in one go.
 template <class Element, class Op, class Team>
-JAX_RING_TEAM bool from_owners(const Round<Team>& round, Op op) {
+JAX_RING_TEAM bool fold_and_send(const Round<Team>& round, Op op) {
   const Roles& roles = round.roles;
   const int rank = round.self.rank, p = round.num_ranks(), root = roles.plan.root;
   const int first = roles.first_rank(p, rank), in = roles.input_block(rank), out = roles.output_block(rank);
@@ -124,20 +124,20 @@ JAX_RING_TEAM bool from_owners(const Round<Team>& round, Op op) {
         return fold_packs<Element>(p, [&](int i) { return from((first + i) % p); }, op);
       },
       [&](const Operand& operand, uint64_t index, uint64_t place, Pack pack) {
-        if (roles.keeps(rank)) output_pack(operand, index, pack, out);
+        if (roles.keeps_result(rank)) output_pack(operand, index, pack, out);
         for (int step = 1; step < p; ++step) {
           if (roles.receives(round.peer(step))) round.gather_buffer(round.peer(step), rank)[place] = pack;
         }
       });
-  round.announce(FlagKind::gathered);
+  round.signal_peers(FlagKind::gathered);
   return round.await_all(FlagKind::gathered, Step::all_gather);
 }
 
 // Takes the others' parts of the result.
 template <class Team>
-JAX_RING_TEAM_CALL void take(const Round<Team>& round) {
+JAX_RING_TEAM_CALL void copy_results(const Round<Team>& round) {
   const Roles& roles = round.roles;
-  if (roles.plan.collective == Collective::reduce && !roles.keeps(round.self.rank)) {
+  if (roles.plan.collective == Collective::reduce && !roles.keeps_result(round.self.rank)) {
     return fill(round.message, round.range, 0, round.team, Pack{});
   }
   for (int step = 1; roles.receives(round.self.rank) && step < round.num_ranks(); ++step) {
@@ -162,8 +162,8 @@ JAX_RING_TEAM bool run(const Endpoint& self, const Message& message, const Plan&
   for (uint64_t begin = share.begin; ok && begin < share.end; begin += round_packs) {
     const PackRange range{begin, smaller(begin + round_packs, share.end)};
     const Round<Team> round{self, message, roles, range, cta, team, ++number};
-    ok = to_owners(round) && from_owners<Element>(round, op);
-    if (ok) take(round);
+    ok = send_to_owners(round) && fold_and_send<Element>(round, op);
+    if (ok) copy_results(round);
   }
   if (ok && team.thread() == 0) progress.round = number;
   return ok;

@@ -35,53 +35,53 @@ class Channel {
 
   // Tells the others that this process has staged a round, of which call. It may stage the same round again, for
   // another call, as long as not everybody has staged that round for the same call.
-  void announce_staged(uint32_t round, uint64_t call);
+  void signal_staged(uint32_t round, uint64_t call);
   bool has_staged(int process, uint32_t round, uint64_t call) const;
   // The call for which a process has staged the round, if it has.
-  std::optional<uint64_t> call_of(int process, uint32_t round) const;
+  std::optional<uint64_t> staged_call(int process, uint32_t round) const;
 
-  void announce_results(uint32_t round);
+  void signal_results(uint32_t round);
   bool has_results(int process, uint32_t round) const;
   // Instead, of a round that has none: a count that stood still would seem to be ahead once the others have gone half
   // way round.
-  void pass_results(uint32_t round);
+  void skip_results(uint32_t round);
 
   // What this process says of itself when others wait for it: cut to what there is room for.
-  void say(const std::string& text);
-  std::string said(int process) const;
+  void post_status(const std::string& text);
+  std::string status_of(int process) const;
 
   // Ends the group for everybody.
-  void give_up();
-  bool gave_up(int process) const;
+  void abort();
+  bool has_aborted(int process) const;
 
   // Notes who this process is; whether `process` has; and whether it is known to have ended.
-  void enter();
-  bool has_entered(int process) const;
-  bool has_ended(int process) const;
+  void join();
+  bool has_joined(int process) const;
+  bool has_exited(int process) const;
 
   // Changes whenever a process announces something; and sleeping until it does.
-  uint32_t bell(int process) const;
-  void sleep(int process, uint32_t seen, std::chrono::nanoseconds longest) const;
+  uint32_t doorbell(int process) const;
+  void wait_doorbell(int process, uint32_t seen, std::chrono::nanoseconds timeout) const;
 
  private:
   // Written by its process alone. Everything that is polled lies in one line.
   struct alignas(128) Signals {
-    std::atomic<uint32_t> bell, staged, results, gave_up;
+    std::atomic<uint32_t> doorbell, staged, results, aborted;
     std::atomic<uint64_t> calls[2];  // of the rounds of even and of odd number
   };
   // Written by those who wait for the process.
-  struct alignas(128) Sleepers {
+  struct alignas(128) Waiters {
     std::atomic<uint32_t> count;
   };
-  struct alignas(128) Board {
-    std::atomic<int64_t> pid, pid_space, began;
+  struct alignas(128) Status {
+    std::atomic<int64_t> pid, pid_namespace, start_time;
     std::atomic<uint32_t> length;
     char text[1024];
   };
   struct Area {
     Signals signals;
-    Sleepers sleepers;
-    Board board;
+    Waiters waiters;
+    Status status;
   };
 
   Area& area(int process) const { return *reinterpret_cast<Area*>(memory_ + process * area_bytes(capacity_)); }
@@ -92,7 +92,7 @@ class Channel {
   static size_t area_bytes(const Capacity& capacity) {
     return sizeof(Area) + 2 * (capacity.staging + capacity.results);
   }
-  void ring_bell();
+  void ring_doorbell();
 
   unsigned char* const memory_;
   const int num_processes_, self_;

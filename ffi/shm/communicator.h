@@ -45,42 +45,42 @@ class Communicator {
 
   // Takes a call over. If it ends before this returns, its meeting is given back, for the caller to tell its ranks;
   // otherwise the Relay tells them.
-  cpu::MeetingPtr submit(Call&& call);
+  cpu::RendezvousPtr submit(Call&& call);
 
  private:
   using ExchangePtr = std::unique_ptr<Exchange>;
 
-  void work();
+  void run_progress_thread();
   void connect();
-  void drive();
-  bool has_failed();
-  bool advance_briefly();
-  bool is_displaced() const;
-  void give_way();
-  bool take_next();
+  void progress_calls();
+  bool abort_if_peer_aborted();
+  bool poll_current();
+  bool is_preempted() const;
+  void requeue_current();
+  bool select_next();
   void wait_for_peer();
-  bool await_wanted();
-  cpu::MeetingPtr finish();
-  void hand_over();
-  void fail(const std::string& why);
-  std::string describe_absence(const Exchange& exchange) const;
+  bool wait_for_leader_call();
+  cpu::RendezvousPtr finish();
+  void hand_over_to_progress_thread();
+  void abort(const std::string& why);
+  std::string describe_missing_processes(const Exchange& exchange) const;
   std::string name_of(int process) const;
   std::string describe_peer(int process) const;
   std::string describe_call(const Call& call) const;
-  void say_where();
+  void post_current_call();
 
   const Group group_;
   const Capacity capacity_;
   const Connect connect_;
-  const bool crowded_;  // more processes than processors
+  const bool oversubscribed_;  // more processes than processors
 
   std::mutex mutex_;
   std::condition_variable wake_;
   bool stop_ = false;
-  bool driving_ = false;      // some thread carries calls out
-  bool handed_over_ = false;  // ... and it is the communicator's own
+  bool busy_ = false;                // some thread carries calls out
+  bool on_progress_thread_ = false;  // ... and it is the communicator's own
   std::deque<ExchangePtr> ready_;
-  std::vector<ExchangePtr> spares_;
+  std::vector<ExchangePtr> free_;
   std::optional<std::string> failure_;
   std::thread thread_;
 
@@ -89,10 +89,10 @@ class Communicator {
   std::unique_ptr<Channel> channel_;
   uint32_t next_round_;
   ExchangePtr current_;
-  std::optional<uint64_t> wanted_;  // the first process's call, if it is not ready here yet
+  std::optional<uint64_t> leader_call_;  // the first process's call, if it is not ready here yet
   cpu::Clock::time_point waiting_since_;
-  uint64_t progress_ = 0;  // of the current call when it began to wait
-  bool has_spoken_ = false;
+  uint64_t steps_at_wait_start_ = 0;  // of the current call when it began to wait
+  bool has_posted_status_ = false;
 };
 
 }  // namespace jax_ring::shm

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "shm/communicator.h"
-#include "shm/runs.h"
+#include "shm/launch_ids.h"
 
 namespace jax_ring::shm {
 
@@ -29,22 +29,22 @@ class Communicators {
   int64_t process() const;
 
   // The communicator of these members, by rank. Throws std::logic_error before join().
-  std::shared_ptr<Communicator> of(const std::vector<Member>& members);
+  std::shared_ptr<Communicator> get_or_create(const std::vector<Member>& members);
 
   // How often this has been asked before for the key. Tells equal calls of a program apart: all processes build them in
   // the same order.
-  int64_t count(const std::string& key);
+  int64_t next_index(const std::string& key);
 
   // The executions of the calls with this identity, in a group.
-  std::shared_ptr<Runs> runs(uint64_t identity);
+  std::shared_ptr<RunCounter> run_counter(uint64_t identity);
 
  private:
   mutable std::mutex mutex_;
   int64_t process_ = 0;
   std::string token_;
   std::map<std::vector<Member>, std::shared_ptr<Communicator>> by_members_;
-  std::map<std::string, int64_t> counts_;
-  std::map<uint64_t, std::shared_ptr<Runs>> runs_;
+  std::map<std::string, int64_t> next_indices_;
+  std::map<uint64_t, std::shared_ptr<RunCounter>> run_counters_;
 };
 
 }  // namespace jax_ring::shm

@@ -21,15 +21,15 @@ namespace jax_ring::shm {
 static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == 4);
 
 // Sleeps while the word is `seen`, until a wake or for `longest`. May return for no reason.
-inline void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, std::chrono::nanoseconds longest) {
+inline void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, std::chrono::nanoseconds timeout) {
 #if defined(__linux__)
   timespec time;
-  time.tv_sec = longest.count() / 1'000'000'000;
-  time.tv_nsec = longest.count() % 1'000'000'000;
+  time.tv_sec = timeout.count() / 1'000'000'000;
+  time.tv_nsec = timeout.count() % 1'000'000'000;
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &time, nullptr, 0);
 #else
   // No system call for it that works between processes: look again soon.
-  if (word.load() == seen) std::this_thread::sleep_for(std::min(longest, std::chrono::nanoseconds(50'000)));
+  if (word.load() == seen) std::this_thread::sleep_for(std::min(timeout, std::chrono::nanoseconds(50'000)));
 #endif
 }
 

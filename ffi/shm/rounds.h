@@ -55,7 +55,7 @@ class Rounds {
   bool next(Round& round);
 
   // Whether the owners of pieces have to hand out their results.
-  bool in_two_steps() const { return in_two_steps_; }
+  bool publishes_results() const { return publishes_results_; }
 
  private:
   struct Owned {
@@ -63,10 +63,10 @@ class Rounds {
     int owner;
   };
 
-  void take_operand();
+  void partition_operand();
   int owner_of(const Part& part, int index) const;
   int num_sources(const Part& part, int process) const;
-  bool hands_out(const Owned& owned) const { return owned.owner != kEveryone && owned.part.receivers.count > 1; }
+  bool publishes_result(const Owned& owned) const { return owned.owner != kEveryone && owned.part.receivers.count > 1; }
   size_t chunk_bytes() const;
   bool add_slice(Round& round);
 
@@ -74,7 +74,7 @@ class Rounds {
   const Capacity capacity_;
   const cpu::Message* message_ = nullptr;
   bool one_shot_ = false;
-  bool in_two_steps_ = false;
+  bool publishes_results_ = false;
   size_t operand_ = 0;
   std::vector<Owned> parts_;                                             // of the operand
   size_t offset_ = 0;                                                    // of the next slice, in each part

@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
+#include "cpu/completion_threads.h"
 #include "cpu/engine.h"
-#include "cpu/relay.h"
 #include "cpu/rendezvous.h"
 #include "support.h"
 
@@ -47,7 +47,7 @@ class NoWorkers final : public Workers {
 // Ranks that make one call after the other, each from within the telling of its last one, as in a compiled loop.
 class Loop {
  public:
-  explicit Loop(int num_ranks) : ranks_(num_ranks), rendezvous_(groups(num_ranks), "test") {
+  explicit Loop(int num_ranks) : ranks_(num_ranks), rendezvous_map_(groups(num_ranks), "test") {
     for (Rank& rank : ranks_) {
       for (size_t count : message_.counts) rank.buffers.emplace_back(count, 1.0f);
     }
@@ -60,7 +60,7 @@ class Loop {
       ranks_[rank].calls_left = calls;
       call(rank, running);
     }
-    const Clock::time_point limit = Clock::now() + kPatience;
+    const Clock::time_point limit = Clock::now() + kTestTimeout;
     while (running > 0) {
       if (Clock::now() > limit) return false;
       std::this_thread::yield();
@@ -94,8 +94,8 @@ class Loop {
       rank.participant.outputs.push_back(buffer.data());
     }
     rank.participant.done = [this, index, &running](const std::string*) { call(index, running); };
-    if (MeetingPtr meeting = rendezvous_.arrive(run_id_, index, std::move(rank.participant))) {
-      run_collective(std::move(meeting), message_, workers_);
+    if (RendezvousPtr rendezvous = rendezvous_map_.arrive(run_id_, index, std::move(rank.participant))) {
+      run_collective(std::move(rendezvous), message_, workers_);
     }
   }
 
@@ -103,27 +103,27 @@ class Loop {
   const int64_t run_id_ = next_run_id();
   std::vector<Rank> ranks_;
   NoWorkers workers_;
-  Rendezvous rendezvous_;
+  RendezvousMap rendezvous_map_;
 };
 
 // More threads than the calls below can need at once: on a busy machine the relay may start some at any time.
-void start_relay_threads() {
+void start_completion_threads() {
   constexpr int kThreads = 64;
   std::atomic<int> arrived{0}, left{0};
-  MeetingPtr meeting(new Meeting);
+  RendezvousPtr rendezvous(new Rendezvous);
   for (int rank = 0; rank < kThreads; ++rank) {
-    meeting->done.emplace_back([&](const std::string*) {
+    rendezvous->done.emplace_back([&](const std::string*) {
       ++arrived;
       while (arrived < kThreads) std::this_thread::yield();
       ++left;
     });
   }
-  Relay::instance().tell(std::move(meeting));
+  CompletionThreads::instance().complete(std::move(rendezvous));
   while (left < kThreads) std::this_thread::yield();
 }
 
 TEST(Allocation, NoneInAWarmLoop) {
-  start_relay_threads();
+  start_completion_threads();
   for (int num_ranks : {1, 2, 8}) {
     Loop loop(num_ranks);
     // A thread that is held up while it tells a rank keeps its meeting from the next call, which then makes one more.

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "cpu/engine.h"
-#include "origin.h"
+#include "reference.h"
 #include "support.h"
 
 namespace jax_ring::cpu::testing {
@@ -105,9 +105,9 @@ void expect_collective(const Plan& plan, Op op, DType dtype, int num_ranks, cons
   const size_t size = element_size(dtype);
   std::vector<std::vector<Bytes>> operands;                // by operand, then rank
   std::vector<std::vector<OffsetBuffer>> inputs, outputs;  // likewise
-  std::vector<Told> told(num_ranks);
-  MeetingPtr meeting(new Meeting);
-  meeting->num_arrived = num_ranks;
+  std::vector<Outcome> outcomes(num_ranks);
+  RendezvousPtr rendezvous(new Rendezvous);
+  rendezvous->num_arrived = num_ranks;
   for (size_t count : counts) {
     operands.push_back(random_elements(dtype, num_ranks, count, static_cast<unsigned>(count + num_ranks)));
     inputs.emplace_back();
@@ -116,14 +116,14 @@ void expect_collective(const Plan& plan, Op op, DType dtype, int num_ranks, cons
       inputs.back().emplace_back(of_rank, 0);
       outputs.back().emplace_back(Bytes(result_count(plan, num_ranks, count) * size, 0xa5), 0);
     }
-    for (int i = 0; i < 2 * num_ranks; ++i) meeting->inputs.push_back(inputs.back()[i % num_ranks].data());
-    for (OffsetBuffer& output : (in_place ? inputs : outputs).back()) meeting->outputs.push_back(output.data());
+    for (int i = 0; i < 2 * num_ranks; ++i) rendezvous->inputs.push_back(inputs.back()[i % num_ranks].data());
+    for (OffsetBuffer& output : (in_place ? inputs : outputs).back()) rendezvous->outputs.push_back(output.data());
   }
-  for (const Told& of_rank : told) meeting->done.push_back(of_rank.completion());
+  for (const Outcome& of_rank : outcomes) rendezvous->done.push_back(of_rank.completion());
   {
     Threads workers;
-    run_collective(std::move(meeting), {dtype, counts, plan, op}, workers);
-    for (const Told& of_rank : told) ASSERT_TRUE(of_rank.wait());
+    run_collective(std::move(rendezvous), {dtype, counts, plan, op}, workers);
+    for (const Outcome& of_rank : outcomes) ASSERT_TRUE(of_rank.wait());
   }
   for (size_t operand = 0; operand < counts.size(); ++operand) {
     SCOPED_TRACE(describe(plan, num_ranks, counts[operand]));

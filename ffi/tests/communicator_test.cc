@@ -20,7 +20,7 @@ namespace jax_ring::gpu {
 namespace {
 
 using cpu::testing::Bytes;
-using cpu::testing::Dawdler;
+using cpu::testing::JitteryTeam;
 using cpu::testing::PeerCall;
 
 class HostMemory final : public PeerMemory {
@@ -29,8 +29,8 @@ class HostMemory final : public PeerMemory {
   void release(int, void* memory) override { give_back(memory); }
   void* allocate_on_host(size_t bytes) override { return allocate(0, bytes); }
   void release_on_host(void* memory) override { give_back(memory); }
-  bool can_reach(int device, int peer) override { return severed.count({device, peer}) == 0; }
-  void reach(int device, int peer) override { reached.insert({device, peer}); }
+  bool can_access(int device, int peer) override { return severed.count({device, peer}) == 0; }
+  void enable_access(int device, int peer) override { access_enabled.insert({device, peer}); }
   std::string export_handle(int, void* memory) override {
     return std::string(reinterpret_cast<const char*>(&memory), sizeof(memory));
   }
@@ -43,7 +43,7 @@ class HostMemory final : public PeerMemory {
   void close_handle(int, void*) override { --imported; }
   void warm_up(int device) override { warm.insert(device); }
 
-  std::set<std::pair<int, int>> severed, reached;
+  std::set<std::pair<int, int>> severed, access_enabled;
   std::set<int> warm;
   int imported = 0;
   size_t allocated() const { return allocated_.size(); }
@@ -63,7 +63,7 @@ class HostMemory final : public PeerMemory {
 // A table as the processes of a program share one.
 class Table {
  public:
-  Exchange exchange() {
+  KeyValueStore store() {
     return {[this](const std::string& key, const std::string& value) {
               std::lock_guard<std::mutex> lock(mutex_);
               EXPECT_TRUE(values_.emplace(key, value).second) << key << " is published twice";
@@ -71,13 +71,13 @@ class Table {
             },
             [this](const std::string& key) {
               std::unique_lock<std::mutex> lock(mutex_);
-              if (!changed_.wait_for(lock, patience, [&] { return values_.count(key) > 0; })) {
+              if (!changed_.wait_for(lock, timeout, [&] { return values_.count(key) > 0; })) {
                 throw std::runtime_error("nobody published " + key);
               }
               return values_[key];
             }};
   }
-  std::chrono::duration<double> patience = cpu::testing::kPatience;
+  std::chrono::duration<double> timeout = cpu::testing::kTestTimeout;
 
  private:
   std::mutex mutex_;
@@ -110,7 +110,7 @@ void run(const Communicator& communicator, const CallSite& site, PeerCall& call,
           teams.emplace_back([&, cta] {
             std::minstd_rand random(static_cast<unsigned>(cta + 1));
             cpu::testing::team_function(launch.kernel.dtype, launch.kernel.op, launch.kernel.algorithm)(
-                launch.call.self, launch.call.message, launch.call.plan, cta, Dawdler(random));
+                launch.call.self, launch.call.message, launch.call.plan, cta, JitteryTeam(random));
           });
         }
         for (std::thread& team : teams) team.join();
@@ -125,7 +125,7 @@ TEST(Communicator, ReducesInOneProcess) {
   {
     const Communicator communicator(one_process(3), 0, cpu::testing::small_capacity(3), "group", memory, {});
     EXPECT_EQ(memory.warm, (std::set<int>{0, 1, 2}));
-    EXPECT_EQ(memory.reached.size(), 6u);
+    EXPECT_EQ(memory.access_enabled.size(), 6u);
     for (const std::optional<Algorithm> algorithm : {std::optional<Algorithm>(), {Algorithm::ring}}) {
       for (Order order : {Order::rank, Order::ring}) {
         std::vector<size_t> counts;  // more operands than one message takes
@@ -151,7 +151,7 @@ TEST(Communicator, ReducesBetweenTwoProcesses) {
   for (int process = 0; process < 2; ++process) {
     processes.emplace_back([&, process] {
       communicators[process] = std::make_unique<Communicator>(members, process, cpu::testing::small_capacity(3),
-                                                              "group", memories[process], table.exchange());
+                                                              "group", memories[process], table.store());
       run(*communicators[process], {"psum", {}, Op::sum, Algorithm::two_shot}, call);
     });
   }
@@ -184,8 +184,8 @@ TEST(Communicator, SaysWhoHasNoAccessToWhom) {
 TEST(Communicator, GivesEverythingBackIfAProcessDoesNotAnswer) {
   HostMemory memory;
   Table table;
-  table.patience = std::chrono::milliseconds(50);
-  EXPECT_THROW(Communicator({{0, 0}, {1, 0}}, 0, cpu::testing::small_capacity(2), "group", memory, table.exchange()),
+  table.timeout = std::chrono::milliseconds(50);
+  EXPECT_THROW(Communicator({{0, 0}, {1, 0}}, 0, cpu::testing::small_capacity(2), "group", memory, table.store()),
                std::runtime_error);
   EXPECT_EQ(memory.allocated(), 0u);
 }
@@ -205,7 +205,7 @@ TEST(Communicator, PutsFailuresIntoWords) {
   for (const Launch& launch : launches_of(communicator, 0, site, default_thresholds(2), call.dtype, buffers, 0.05)) {
     std::minstd_rand random(1);
     cpu::testing::team_function(launch.kernel.dtype, launch.kernel.op, launch.kernel.algorithm)(
-        launch.call.self, launch.call.message, launch.call.plan, 0, Dawdler(random));
+        launch.call.self, launch.call.message, launch.call.plan, 0, JitteryTeam(random));
   }
   const std::optional<Failure> failure = communicator.failure();
   ASSERT_TRUE(failure.has_value());

@@ -80,9 +80,9 @@ class Pool final : public Workers {
 };
 
 // Threads that do not come: what is scheduled waits until the test runs it, or for ever.
-class Absent final : public Workers {
+class DeferredWorkers final : public Workers {
  public:
-  explicit Absent(int num_threads) : num_threads_(num_threads) {}
+  explicit DeferredWorkers(int num_threads) : num_threads_(num_threads) {}
   int num_threads() const override { return num_threads_; }
   void schedule(std::function<void()> task) override { tasks.push_back(std::move(task)); }
   std::vector<std::function<void()>> tasks;
@@ -153,7 +153,7 @@ class Call {
  public:
   // in_place: results go to the buffers of the operands. offset: where buffers begin, in elements past an aligned
   // place.
-  Call(const Problem& problem, bool in_place, size_t offset = 0) : problem_(problem), told_(problem.num_ranks) {
+  Call(const Problem& problem, bool in_place, size_t offset = 0) : problem_(problem), outcomes_(problem.num_ranks) {
     offset *= element_size(problem.dtype);
     for (const auto& operand : problem.operands) {
       inputs_.emplace_back();
@@ -172,24 +172,24 @@ class Call {
       result.inputs.push_back(inputs_[operand][rank].data());
       result.outputs.push_back(this->result(operand, rank).data());
     }
-    result.done = told_[rank].completion();
+    result.done = outcomes_[rank].completion();
     return result;
   }
 
-  MeetingPtr meeting() {
-    MeetingPtr meeting(new Meeting);
-    meeting->num_arrived = problem_.num_ranks;
+  RendezvousPtr rendezvous() {
+    RendezvousPtr rendezvous(new Rendezvous);
+    rendezvous->num_arrived = problem_.num_ranks;
     for (size_t operand = 0; operand < inputs_.size(); ++operand) {
       const int num_ranks = problem_.num_ranks;
-      for (int i = 0; i < 2 * num_ranks; ++i) meeting->inputs.push_back(inputs_[operand][i % num_ranks].data());
-      for (int rank = 0; rank < num_ranks; ++rank) meeting->outputs.push_back(result(operand, rank).data());
+      for (int i = 0; i < 2 * num_ranks; ++i) rendezvous->inputs.push_back(inputs_[operand][i % num_ranks].data());
+      for (int rank = 0; rank < num_ranks; ++rank) rendezvous->outputs.push_back(result(operand, rank).data());
     }
-    for (const Told& told : told_) meeting->done.emplace_back(told.completion());
-    return meeting;
+    for (const Outcome& outcome : outcomes_) rendezvous->done.emplace_back(outcome.completion());
+    return rendezvous;
   }
 
   bool wait() const {
-    for (const Told& rank : told_) {
+    for (const Outcome& rank : outcomes_) {
       if (!rank.wait()) return false;
     }
     return true;
@@ -199,8 +199,8 @@ class Call {
   void expect_right() {
     ASSERT_TRUE(wait());
     for (int rank = 0; rank < problem_.num_ranks; ++rank) {
-      EXPECT_EQ(told_[rank].times(), 1) << "rank " << rank;
-      EXPECT_EQ(told_[rank].error(), "") << "rank " << rank;
+      EXPECT_EQ(outcomes_[rank].times(), 1) << "rank " << rank;
+      EXPECT_EQ(outcomes_[rank].error(), "") << "rank " << rank;
       for (size_t operand = 0; operand < inputs_.size(); ++operand) {
         const Bytes& want = problem_.results[operand];
         OffsetBuffer& got = result(operand, rank);
@@ -221,7 +221,7 @@ class Call {
 
   const Problem& problem_;
   std::vector<std::vector<OffsetBuffer>> inputs_, outputs_;
-  std::vector<Told> told_;
+  std::vector<Outcome> outcomes_;
   bool in_place_;
 };
 
@@ -230,7 +230,7 @@ void expect_all_reduce(const Problem& problem, int num_threads, bool in_place, s
   Call call(problem, in_place, offset);
   {
     Pool pool(num_threads);
-    run_collective(call.meeting(), problem.message(), pool);
+    run_collective(call.rendezvous(), problem.message(), pool);
     ASSERT_TRUE(call.wait());
   }
   call.expect_right();
@@ -308,7 +308,7 @@ TEST(AllReduce, ManyConcurrentMeetings) {
                               Problem(DType::bf16, {count_for(DType::bf16, kSize, kLargeBytes)}, kSize),
                               Problem(DType::u64, {1}, kSize),
                               Problem(DType::f64, {count_for(DType::f64, kSize, 2 * kLargeBytes), 3}, kSize)};
-  Rendezvous rendezvous(ReplicaGroups({2, 0, 1}, {kSize}), "test");
+  RendezvousMap rendezvous_map(ReplicaGroups({2, 0, 1}, {kSize}), "test");
   std::vector<std::vector<std::unique_ptr<Call>>> done(kRuns);
   for (auto& of_run : done) {
     for (int i = 0; i < calls; ++i) of_run.push_back(std::make_unique<Call>(problems[i % 4], i % 3 == 0));
@@ -324,8 +324,8 @@ TEST(AllReduce, ManyConcurrentMeetings) {
           for (int i = 0; i < calls; ++i) {
             Call& call = *done[run][i];
             const int64_t partition = (rank + 2) % kSize;  // groups' members are 2, 0, 1
-            if (auto meeting = rendezvous.arrive(run_id, partition, call.participant(rank))) {
-              run_collective(std::move(meeting), problems[i % 4].message(), pool);
+            if (auto rendezvous = rendezvous_map.arrive(run_id, partition, call.participant(rank))) {
+              run_collective(std::move(rendezvous), problems[i % 4].message(), pool);
             }
             if (!call.wait()) {
               ++hangs;
@@ -346,8 +346,8 @@ TEST(AllReduce, ManyConcurrentMeetings) {
 TEST(AllReduce, SmallMessagesWakeNoThread) {
   const Problem problem(DType::f32, {1000}, 4);
   Call call(problem, false);
-  Absent workers(8);
-  run_collective(call.meeting(), problem.message(), workers);
+  DeferredWorkers workers(8);
+  run_collective(call.rendezvous(), problem.message(), workers);
   EXPECT_TRUE(workers.tasks.empty());
   call.expect_right();
 }
@@ -356,10 +356,10 @@ TEST(AllReduce, SmallMessagesWakeNoThread) {
 // and touch nothing: by then the buffers are gone.
 TEST(AllReduce, DoesNotDependOnItsWorkers) {
   const Problem problem(DType::f32, {count_for(DType::f32, 4, 4 * kLargeBytes)}, 4);
-  Absent workers(4);
+  DeferredWorkers workers(4);
   {
     Call call(problem, false);
-    run_collective(call.meeting(), problem.message(), workers);
+    run_collective(call.rendezvous(), problem.message(), workers);
     EXPECT_EQ(workers.tasks.size(), 3u);  // the caller is the fourth
     call.expect_right();
   }
@@ -371,8 +371,8 @@ TEST(AllReduce, WakesNoMoreThreadsThanThereAreChunks) {
   // 16 ranks: large in all, though each operand is a chunk of 128 KiB and a bit.
   const Problem problem(DType::f32, {32769}, 16);
   Call call(problem, false);
-  Absent workers(8);
-  run_collective(call.meeting(), problem.message(), workers);
+  DeferredWorkers workers(8);
+  run_collective(call.rendezvous(), problem.message(), workers);
   EXPECT_EQ(workers.tasks.size(), 1u);
   call.expect_right();
 }
@@ -383,24 +383,25 @@ TEST(AllReduce, TouchesNoBufferAfterTelling) {
   const size_t count = count_for(DType::f32, kSize, 2 * kLargeBytes);
   for (int round = 0; round < 200 / kSlowdown; ++round) {
     Pool pool(3);
-    Told told[kSize];
-    MeetingPtr meeting(new Meeting);
-    meeting->num_arrived = kSize;
-    meeting->inputs.resize(2 * kSize);
+    Outcome outcomes[kSize];
+    RendezvousPtr rendezvous(new Rendezvous);
+    rendezvous->num_arrived = kSize;
+    rendezvous->inputs.resize(2 * kSize);
     for (int rank = 0; rank < kSize; ++rank) {
       auto input = std::make_shared<std::vector<float>>(count, 1.0f);
       auto output = std::make_shared<std::vector<float>>(count);
-      meeting->inputs[rank] = meeting->inputs[rank + kSize] = input->data();
-      meeting->outputs.push_back(output->data());
-      const auto free_then_tell = [input, output, tell = told[rank].completion()](const std::string* error) mutable {
+      rendezvous->inputs[rank] = rendezvous->inputs[rank + kSize] = input->data();
+      rendezvous->outputs.push_back(output->data());
+      const auto free_then_complete = [input, output,
+                                       complete = outcomes[rank].completion()](const std::string* error) mutable {
         input.reset();
         output.reset();
-        tell(error);
+        complete(error);
       };
-      meeting->done.emplace_back(std::function<void(const std::string*)>(free_then_tell));
+      rendezvous->done.emplace_back(std::function<void(const std::string*)>(free_then_complete));
     }
-    run_collective(std::move(meeting), {DType::f32, {count}}, pool);
-    for (const Told& one : told) ASSERT_TRUE(one.wait());
+    run_collective(std::move(rendezvous), {DType::f32, {count}}, pool);
+    for (const Outcome& one : outcomes) ASSERT_TRUE(one.wait());
   }
 }
 
@@ -435,7 +436,7 @@ TEST(AllReduce, ResultDoesNotDependOnTheThreadsFloatMode) {
             Pool pool(2, [mode] { _mm_setcsr(_mm_getcsr() | mode); });
             const FloatMode of_caller(mode);
             const unsigned before = _mm_getcsr() & kControl;
-            run_collective(call.meeting(), problem->message(), pool);
+            run_collective(call.rendezvous(), problem->message(), pool);
             EXPECT_EQ(_mm_getcsr() & kControl, before) << "the caller's mode was not restored";
             ASSERT_TRUE(call.wait());
           }
@@ -457,15 +458,15 @@ TEST(AllReduce, RestoresTheWorkersFloatMode) {
       ++looked;
       changed += (_mm_getcsr() & kFlush) != want;
     };
-    auto meeting = call.meeting();
-    for (Completion& done : meeting->done) {
-      done = [look, tell = std::make_shared<Completion>(std::move(done))](const std::string* error) {
+    auto rendezvous = call.rendezvous();
+    for (Completion& done : rendezvous->done) {
+      done = [look, complete = std::make_shared<Completion>(std::move(done))](const std::string* error) {
         look(kFlush);
-        (*tell)(error);
+        (*complete)(error);
       };
     }
     const FloatMode of_caller(kFlush);
-    run_collective(std::move(meeting), problem.message(), pool);
+    run_collective(std::move(rendezvous), problem.message(), pool);
     ASSERT_TRUE(call.wait());
     for (int i = 0; i < 12; ++i) pool.schedule([look] { look(kFlush); });
   }

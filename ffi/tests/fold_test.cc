@@ -43,7 +43,7 @@ constexpr size_t kLongest = 1000 + 3079;
 
 enum class Aliasing { none, every_rank, odd_ranks };
 // Where the results lie, and whether they are written past the caches, which needs aligned ones.
-enum class Writing { unaligned, aligned, aligned_past_cache };
+enum class Writing { unaligned, aligned, aligned_streaming };
 
 constexpr unsigned char kUntouched = 0xa5;
 
@@ -73,8 +73,8 @@ class FoldKernelTest : public ::testing::TestWithParam<DType> {
       out_pointers.push_back(aliased(rank) ? in[rank].data() : out[rank].data());
     }
 
-    kernels.of(op, dtype)({in_pointers.data(), num_ranks, begin}, {out_pointers.data(), num_ranks, begin}, count,
-                          writing == Writing::aligned_past_cache);
+    kernels.get(op, dtype)({in_pointers.data(), num_ranks, begin}, {out_pointers.data(), num_ranks, begin}, count,
+                           writing == Writing::aligned_streaming);
 
     for (int rank = 0; rank < num_ranks; ++rank) {
       const unsigned char* got = static_cast<const unsigned char*>(out_pointers[rank]);
@@ -107,7 +107,7 @@ TEST_P(FoldKernelTest, AgreesWithScalarFold) {
       for (size_t count : kCounts) {
         for (size_t begin : kBegins) {
           for (Aliasing aliasing : {Aliasing::none, Aliasing::every_rank, Aliasing::odd_ranks}) {
-            for (Writing writing : {Writing::unaligned, Writing::aligned, Writing::aligned_past_cache}) {
+            for (Writing writing : {Writing::unaligned, Writing::aligned, Writing::aligned_streaming}) {
               // Only some of the combinations, other ones for other ranks and kernels.
               if (++combination % (kSlowdown > 1 ? 31 : 2) != 0) continue;
               SCOPED_TRACE(::testing::Message()
@@ -139,7 +139,7 @@ TEST_P(FoldKernelTest, PlacesAndNumbersOfBuffersMayDiffer) {
           std::vector<void*> out;
           for (const Bytes& input : inputs) in.push_back(input.data());
           for (Bytes& output : outputs) out.push_back(output.data());
-          kernels->of(op, dtype)({in.data(), num_inputs, kFrom}, {out.data(), num_outputs, kTo}, kCount, false);
+          kernels->get(op, dtype)({in.data(), num_inputs, kFrom}, {out.data(), num_outputs, kTo}, kCount, false);
           const Bytes folds = scalar_fold(dtype, in, kLength, op);
           const Bytes untouched(kLength * size, kUntouched);
           for (const Bytes& output : outputs) {
@@ -169,7 +169,7 @@ void expect_fold(DType dtype, const std::vector<uint64_t>& by_rank, uint64_t wan
       outputs.push_back(buffers[rank].data());
     }
     const int num_ranks = static_cast<int>(by_rank.size());
-    kernels->of(op, dtype)({inputs.data(), num_ranks, 0}, {outputs.data(), num_ranks, 0}, kCount, false);
+    kernels->get(op, dtype)({inputs.data(), num_ranks, 0}, {outputs.data(), num_ranks, 0}, kCount, false);
     for (const Bytes& buffer : buffers) {
       for (size_t i = 0; i < kCount; ++i) {
         ASSERT_EQ(element_bits(dtype, buffer.data(), i), want)

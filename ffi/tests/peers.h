@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "origin.h"
+#include "reference.h"
 #include "ring/algorithm.h"
 #include "support.h"
 
@@ -29,17 +29,17 @@ inline Capacity small_capacity(int num_ranks) {
 }
 
 // A team of one thread that dawdles at every place where it could meet another rank.
-class Dawdler : public Solo {
+class JitteryTeam : public Solo {
  public:
-  explicit Dawdler(std::minstd_rand& random) : random_(&random) {}
-  void sync() const { dawdle(); }
+  explicit JitteryTeam(std::minstd_rand& random) : random_(&random) {}
+  void sync() const { random_delay(); }
   bool all(bool mine) const {
-    dawdle();
+    random_delay();
     return mine;
   }
 
  private:
-  void dawdle() const {
+  void random_delay() const {
     const unsigned dice = (*random_)() % 8;
     if (dice == 0) std::this_thread::sleep_for(std::chrono::microseconds((*random_)() % 200));
     if (dice < 4) std::this_thread::yield();
@@ -116,7 +116,7 @@ struct PeerCall {
   }
 };
 
-using TeamFunction = void (*)(const Endpoint&, const Message&, const Plan&, int cta, Dawdler team);
+using TeamFunction = void (*)(const Endpoint&, const Message&, const Plan&, int cta, JitteryTeam team);
 
 // The code for an element type, an operation and an algorithm, as the table of kernels has it on a GPU.
 TeamFunction team_function(DType dtype, Op op, Algorithm algorithm);
@@ -160,7 +160,7 @@ class Peers {
         threads.emplace_back([&, rank, cta] {
           const Endpoint self = endpoint(rank, deadline_seconds);
           std::minstd_rand random(static_cast<unsigned>(1000 * rank + cta));
-          const Dawdler team(random);
+          const JitteryTeam team(random);
           for (PeerCall& call : calls) {
             const Message message = call.message(rank);
             team_function(call.dtype, call.op, call.algorithm)(self, message, call.plan, cta, team);

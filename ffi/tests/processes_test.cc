@@ -19,11 +19,11 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/relay.h"
+#include "cpu/completion_threads.h"
 #include "cpu/watchdog.h"
-#include "origin.h"
+#include "reference.h"
 #include "shm/communicator.h"
-#include "shm/runs.h"
+#include "shm/launch_ids.h"
 #include "shm/shared_memory.h"
 #include "support.h"
 
@@ -32,8 +32,8 @@ namespace {
 
 using namespace cpu::testing;
 using cpu::element_size;
-using cpu::Meeting;
-using cpu::MeetingPtr;
+using cpu::Rendezvous;
+using cpu::RendezvousPtr;
 
 constexpr Capacity kSmall{4096, 2048};  // so that most calls take several rounds
 
@@ -53,8 +53,8 @@ class Processes {
       Group group(process_of_rank_, process);
       if (first_round != 1) {
         Channel channel(memory.get(), count, group.self(), capacity);
-        channel.announce_staged(first_round - 1, 0);
-        channel.pass_results(first_round - 1 - rounds_without_results);
+        channel.signal_staged(first_round - 1, 0);
+        channel.skip_results(first_round - 1 - rounds_without_results);
       }
       communicators_.push_back(std::make_unique<Communicator>(
           std::move(group), capacity, [memory](const Communicator::Stop&) { return memory; }, first_round));
@@ -82,7 +82,7 @@ class TestCall {
         one_shot_(one_shot),
         in_place_(in_place),
         id_(id),
-        told_(num_ranks) {
+        outcomes_(num_ranks) {
     for (size_t count : message_.counts) {
       operands_.push_back(random_elements(dtype, num_ranks, count, static_cast<unsigned>(count + id)));
       inputs_.emplace_back();
@@ -96,31 +96,31 @@ class TestCall {
 
   // Brings the ranks of one process.
   void submit(Communicator& communicator, uint64_t id) {
-    MeetingPtr meeting(new Meeting);
-    meeting->run_id = run_id_;
-    meeting->done.resize(num_ranks_);
+    RendezvousPtr rendezvous(new Rendezvous);
+    rendezvous->run_id = run_id_;
+    rendezvous->done.resize(num_ranks_);
     const std::vector<int>& ranks = communicator.group().ranks_of(communicator.group().self());
-    for (int rank : ranks) meeting->done[rank] = told_[rank].completion();
+    for (int rank : ranks) rendezvous->done[rank] = outcomes_[rank].completion();
     const auto local = [&](int rank) { return communicator.group().is_local(rank); };
     for (size_t operand = 0; operand < message_.counts.size(); ++operand) {
       for (int i = 0; i < 2 * num_ranks_; ++i) {
         const int rank = i % num_ranks_;
-        meeting->inputs.push_back(local(rank) ? inputs_[operand][rank].data() : nullptr);
+        rendezvous->inputs.push_back(local(rank) ? inputs_[operand][rank].data() : nullptr);
       }
       for (int rank = 0; rank < num_ranks_; ++rank) {
-        meeting->outputs.push_back(local(rank) ? (in_place_ ? inputs_ : outputs_)[operand][rank].data() : nullptr);
+        rendezvous->outputs.push_back(local(rank) ? (in_place_ ? inputs_ : outputs_)[operand][rank].data() : nullptr);
       }
     }
     const auto text = std::make_shared<std::string>("call " + std::to_string(id));
-    meeting = communicator.submit({std::move(meeting), message_, id, one_shot_, text});
-    if (meeting != nullptr) cpu::Relay::instance().tell(std::move(meeting));
+    rendezvous = communicator.submit({std::move(rendezvous), message_, id, one_shot_, text});
+    if (rendezvous != nullptr) cpu::CompletionThreads::instance().complete(std::move(rendezvous));
   }
   void submit(Communicator& communicator) { submit(communicator, id_); }
 
-  const Told& told(int rank) const { return told_[rank]; }
+  const Outcome& outcome(int rank) const { return outcomes_[rank]; }
 
   void expect_results() {
-    for (const Told& of_rank : told_) {
+    for (const Outcome& of_rank : outcomes_) {
       ASSERT_TRUE(of_rank.wait());
       ASSERT_EQ(of_rank.error(), "");
     }
@@ -144,7 +144,7 @@ class TestCall {
   int64_t run_id_ = next_run_id();
   std::vector<std::vector<Bytes>> operands_;                 // by operand, then rank
   std::vector<std::vector<OffsetBuffer>> inputs_, outputs_;  // likewise
-  std::vector<Told> told_;
+  std::vector<Outcome> outcomes_;
 };
 
 // Runs one function for each process, each on a thread of its own.
@@ -237,7 +237,7 @@ TEST(Processes, LoopsOfCalls) {
     on_all(processes.count(), [&](int process) {
       for (auto& call : calls) {
         call->submit(processes[process]);
-        for (int rank : processes.group(process).ranks_of(process)) ASSERT_TRUE(call->told(rank).wait());
+        for (int rank : processes.group(process).ranks_of(process)) ASSERT_TRUE(call->outcome(rank).wait());
       }
     });
     for (const auto& call : calls) ASSERT_NO_FATAL_FAILURE(call->expect_results());
@@ -264,10 +264,10 @@ TEST(Processes, NameTheOneThatDoesNotCome) {
     TestCall call = small_call(4, 1);
     for (int process : {0, 2}) call.submit(processes[process]);
     for (int rank : {0, 3}) {
-      ASSERT_TRUE(call.told(rank).wait());
+      ASSERT_TRUE(call.outcome(rank).wait());
       expect_in(came_before ? "Process 1 (ranks 1, 2) is stopped, or busy with something else"
                             : "Process 1 (ranks 1, 2) has not made a call in this group yet",
-                call.told(rank).error());
+                call.outcome(rank).error());
     }
   }
 }
@@ -279,14 +279,14 @@ TEST(Processes, WhoComesTooLateFailsAsWell) {
     Processes processes({0, 1});
     TestCall call({Collective::all_reduce}, Op::sum, DType::f32, 2, {10}, false, one_shot, 1), next = small_call(2, 2);
     call.submit(processes[0]);
-    ASSERT_TRUE(call.told(0).wait());
+    ASSERT_TRUE(call.outcome(0).wait());
     const ScopedDeadline longer(60);
     call.submit(processes[1]);
     next.submit(processes[0]);
-    ASSERT_TRUE(call.told(1).wait());
-    expect_in("of no use any more. Process 0 (rank 0) has given up. It said: call 1", call.told(1).error());
-    ASSERT_TRUE(next.told(0).wait());
-    expect_in("Process 1 (rank 1)", next.told(0).error());
+    ASSERT_TRUE(call.outcome(1).wait());
+    expect_in("of no use any more. Process 0 (rank 0) has given up. It said: call 1", call.outcome(1).error());
+    ASSERT_TRUE(next.outcome(0).wait());
+    expect_in("Process 1 (rank 1)", next.outcome(0).error());
   }
 }
 
@@ -298,8 +298,8 @@ TEST(Processes, NameBothCallsThatDoNotMatch) {
     call.submit(processes[0], swapped ? 8 : 9);
     call.submit(processes[1], swapped ? 9 : 8);
     for (int rank : {0, 1}) {
-      ASSERT_TRUE(call.told(rank).wait());
-      const std::string error = call.told(rank).error();
+      ASSERT_TRUE(call.outcome(rank).wait());
+      const std::string error = call.outcome(rank).error();
       EXPECT_NE(error.find("call 8"), std::string::npos) << error;
       EXPECT_NE(error.find("call 9"), std::string::npos) << error;
     }
@@ -337,8 +337,8 @@ TEST(Processes, SeeAtOnceThatOneHasGivenUp) {
   const auto began = cpu::Clock::now();
   processes.end(1);
   for (int rank : {0, 2}) {
-    ASSERT_TRUE(call.told(rank).wait());
-    expect_in("has given up", call.told(rank).error());
+    ASSERT_TRUE(call.outcome(rank).wait());
+    expect_in("has given up", call.outcome(rank).error());
   }
   EXPECT_LT(cpu::Clock::now() - began, std::chrono::seconds(30)) << "of a deadline of 60";
 }
@@ -348,20 +348,20 @@ TEST(Processes, AreReleasedWhileTheyWait) {
   TestCall call = small_call(2, 1);
   call.submit(processes[0]);
   processes.end(0);
-  ASSERT_TRUE(call.told(0).wait());
-  EXPECT_NE(call.told(0).error().find("released"), std::string::npos);
+  ASSERT_TRUE(call.outcome(0).wait());
+  EXPECT_NE(call.outcome(0).error().find("released"), std::string::npos);
 }
 
-TEST(Runs, AreNumberedInTheOrderInWhichTheyAreSeen) {
-  const auto runs = std::make_shared<Runs>();
-  Launches one(runs), other(runs);
+TEST(RunCounter, AreNumberedInTheOrderInWhichTheyAreSeen) {
+  const auto runs = std::make_shared<RunCounter>();
+  LaunchIds one(runs), other(runs);
   using Number = std::pair<int64_t, uint32_t>;
-  EXPECT_EQ(one.number(2147483647), Number(0, 0));
-  EXPECT_EQ(other.number(5), Number(1, 0));
-  EXPECT_EQ(one.number(2147483647), Number(0, 0));
-  EXPECT_EQ(one.number(-2147483648), Number(2, 1));  // the runtime's numbers wrap around
+  EXPECT_EQ(one.get(2147483647), Number(0, 0));
+  EXPECT_EQ(other.get(5), Number(1, 0));
+  EXPECT_EQ(one.get(2147483647), Number(0, 0));
+  EXPECT_EQ(one.get(-2147483648), Number(2, 1));  // the runtime's numbers wrap around
   // One launch did not come to the call, so that what it comes to is not taken for that.
-  EXPECT_EQ(other.number(7), Number(3, 2));
+  EXPECT_EQ(other.get(7), Number(3, 2));
 }
 
 // As a process of its own, which ends at a certain point.
@@ -370,23 +370,23 @@ TEST(Channel, SeesThatAProcessHasEnded) {
   void* const shared = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(shared, MAP_FAILED);
   Channel channel(static_cast<unsigned char*>(shared), 2, 0, kSmall);
-  EXPECT_FALSE(channel.has_entered(1));
-  EXPECT_FALSE(channel.has_ended(1));
+  EXPECT_FALSE(channel.has_joined(1));
+  EXPECT_FALSE(channel.has_exited(1));
   const pid_t child = fork();
   if (child == 0) {
-    Channel(static_cast<unsigned char*>(shared), 2, 1, kSmall).enter();
+    Channel(static_cast<unsigned char*>(shared), 2, 1, kSmall).join();
     for (;;) pause();
   }
-  while (!channel.has_entered(1)) std::this_thread::yield();
-  EXPECT_FALSE(channel.has_ended(1));
+  while (!channel.has_joined(1)) std::this_thread::yield();
+  EXPECT_FALSE(channel.has_exited(1));
   kill(child, SIGSTOP);
-  EXPECT_FALSE(channel.has_ended(1));
+  EXPECT_FALSE(channel.has_exited(1));
   kill(child, SIGKILL);
   siginfo_t info;
   ASSERT_EQ(waitid(P_PID, child, &info, WEXITED | WNOWAIT), 0);
-  EXPECT_TRUE(channel.has_ended(1)) << "its parent has not taken notice of its end";
+  EXPECT_TRUE(channel.has_exited(1)) << "its parent has not taken notice of its end";
   ASSERT_EQ(waitpid(child, nullptr, 0), child);
-  EXPECT_TRUE(channel.has_ended(1));
+  EXPECT_TRUE(channel.has_exited(1));
   munmap(shared, bytes);
 }
 
@@ -398,11 +398,11 @@ TEST(Channel, CutsWhatIsSaidBetweenCharacters) {
   for (const std::string& before : {std::string(), std::string("x")}) {
     std::string text = before;
     while (text.size() < 2000) text += two_bytes;
-    channel.say(text);
-    const std::string said = channel.said(0);
-    EXPECT_EQ((said.size() - before.size()) % 2, 0u);
-    EXPECT_GT(said.size(), 1000u);
-    EXPECT_EQ(said, text.substr(0, said.size()));
+    channel.post_status(text);
+    const std::string status = channel.status_of(0);
+    EXPECT_EQ((status.size() - before.size()) % 2, 0u);
+    EXPECT_GT(status.size(), 1000u);
+    EXPECT_EQ(status, text.substr(0, status.size()));
   }
 }
 
@@ -410,10 +410,10 @@ TEST(Group, NumbersProcessesByTheirFirstRanks) {
   const Group group({7, 3, 7, 5, 3}, 5);
   EXPECT_EQ(group.num_processes(), 3);
   EXPECT_EQ(group.self(), 2);
-  EXPECT_EQ(group.name_of(1), 3);
+  EXPECT_EQ(group.process_id(1), 3);
   EXPECT_EQ(group.ranks_of(0), (std::vector<int>{0, 2}));
   EXPECT_EQ(group.process_of(4), 1);
-  EXPECT_EQ(group.index_of(4), 1);
+  EXPECT_EQ(group.local_index(4), 1);
   EXPECT_TRUE(group.is_local(3));
   EXPECT_THROW(Group({0, 1}, 2), std::invalid_argument);
 }

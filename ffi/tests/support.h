@@ -41,7 +41,7 @@ inline void PrintTo(DType dtype, std::ostream* out) {
 namespace jax_ring::cpu::testing {
 
 // No test waits longer than this for anything: a hang is a failure, not a stalled build.
-constexpr std::chrono::seconds kPatience{20};
+constexpr std::chrono::seconds kTestTimeout{20};
 
 // Sanitizers cost a factor of ten or so; loops that only add certainty get shorter under them.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
@@ -367,10 +367,10 @@ inline int64_t next_run_id() {
 
 // What one participant is told. A completion keeps its state alive, so that a late second telling does no harm but is
 // seen.
-class Told {
+class Outcome {
  public:
-  Told() = default;
-  Told(Told&&) = default;
+  Outcome() = default;
+  Outcome(Outcome&&) = default;
 
   std::function<void(const std::string* error)> completion() const {
     return [state = state_](const std::string* error) {
@@ -381,9 +381,9 @@ class Told {
   }
 
   // Whether the participant is told in time.
-  bool wait(std::chrono::duration<double> patience = kPatience) const {
+  bool wait(std::chrono::duration<double> timeout = kTestTimeout) const {
     std::unique_lock<std::mutex> lock(state_->mutex);
-    return state_->changed.wait_for(lock, patience, [&] { return state_->times > 0; });
+    return state_->changed.wait_for(lock, timeout, [&] { return state_->times > 0; });
   }
 
   int times() const {

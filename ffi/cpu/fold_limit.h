@@ -1,4 +1,4 @@
-// memory_limit.h: what the machine's memory allows, as the yardstick of the benchmark.
+// fold_limit.h: what the machine's memory allows, as the yardstick of the benchmark.
 #pragma once
 
 #include <cstddef>

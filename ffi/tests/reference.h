@@ -1,4 +1,4 @@
-// origin.h: the definitions of the collectives, one element of a result at a time, and all of them to try.
+// reference.h: the definitions of the collectives, one element of a result at a time, and all of them to try.
 #pragma once
 
 #include <cstddef>

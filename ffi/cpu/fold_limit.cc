@@ -1,5 +1,5 @@
-// memory_limit.cc: times the bare fold.
-#include "cpu/memory_limit.h"
+// fold_limit.cc: times the bare fold.
+#include "cpu/fold_limit.h"
 
 #include <algorithm>
 #include <chrono>
@@ -40,15 +40,15 @@ double fold_limit_seconds(int num_ranks, size_t num_bytes, int num_threads, int 
   const size_t count = num_bytes / sizeof(float);
   const size_t line = 64 / sizeof(float);
   const size_t part = (count / num_threads + line - 1) / line * line;
-  const FoldKernel kernel = fold_kernels().of(Op::sum, DType::f32);
+  const FoldKernel kernel = fold_kernels().get(Op::sum, DType::f32);
 
   double least = std::numeric_limits<double>::infinity();
-  for (bool past_cache : {false, true}) {
+  for (bool streaming : {false, true}) {
     const auto fold_part = [&](int thread, int times) {
       const size_t begin = std::min(thread * part, count);
       for (int i = 0; i < times; ++i) {
         kernel({inputs.data(), num_ranks, begin}, {outputs.data(), num_ranks, begin}, std::min(part, count - begin),
-               past_cache);
+               streaming);
       }
     };
     // Small folds are repeated within a measurement, so that starting the threads does not count.

@@ -1,5 +1,5 @@
-// schedule_test.cc: blocks of a ring and chunks of a message cover every element once, and nothing else.
-#include "ring/schedule.h"
+// blocks_test.cc: blocks of a ring and chunks of a message cover every element once, and nothing else.
+#include "ring/blocks.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-// relay.h: tells the ranks of a meeting that it has ended, on threads that can afford what follows.
+// completion_threads.h: tells the ranks of a rendezvous that it has ended, on threads that can afford what follows.
 #pragma once
 
 #include <chrono>
@@ -23,44 +23,44 @@ namespace jax_ring::cpu {
 //
 // One for the process. Its threads are its own, since those of XLA's pool must not be blocked; there are as many as
 // were ever needed at once.
-class Relay {
+class CompletionThreads {
  public:
-  static constexpr std::chrono::microseconds kPatience{100};
+  static constexpr std::chrono::microseconds kStragglerDelay{100};
 
-  static Relay& instance();
+  static CompletionThreads& instance();
 
   // Completes all participants of the meeting that have not been told yet, with the error if there is one. Returns
   // without waiting for any of them.
-  void tell(MeetingPtr meeting, std::optional<std::string> error = std::nullopt);
+  void complete(RendezvousPtr rendezvous, std::optional<std::string> error = std::nullopt);
 
  private:
-  struct Telling {
-    MeetingPtr meeting;
+  struct Pending {
+    RendezvousPtr rendezvous;
     std::optional<std::string> error;
-    int next = 0;              // the next rank
-    int num_tellers = 0;       // threads that are telling its ranks
-    bool shared = false;       // it takes too long: any thread may take the next rank
-    Clock::time_point called;  // when the latest telling began
+    int next = 0;                  // the next rank
+    int num_threads = 0;           // threads that are telling its ranks
+    bool fan_out = false;          // it takes too long: any thread may take the next rank
+    Clock::time_point last_start;  // when the latest telling began
 
-    bool all_called() const { return next == meeting->num_ranks(); }
+    bool all_started() const { return next == rendezvous->num_ranks(); }
   };
 
-  Relay() = default;
+  CompletionThreads() = default;
   void work();
-  void watch();
-  void tell_ranks(Telling& telling, std::unique_lock<std::mutex>& lock);
-  void call_worker();
+  void watch_stragglers();
+  void run_completions(Pending& pending, std::unique_lock<std::mutex>& lock);
+  void wake_worker();
 
-  std::mutex mutex_;             // guards all below; never held while a rank is told
-  std::list<Telling> tellings_;  // those that have not ended
-  std::list<Telling> spares_;    // ended ones, whose nodes the next tellings take
+  std::mutex mutex_;            // guards all below; never held while a rank is told
+  std::list<Pending> pending_;  // those that have not ended
+  std::list<Pending> free_;     // ended ones, whose nodes the next tellings take
   int idle_workers_ = 0;
-  int called_workers_ = 0;  // idle ones that have been woken and are not running yet
-  std::condition_variable work_;
+  int woken_workers_ = 0;  // idle ones that have been woken and are not running yet
+  std::condition_variable work_available_;
   bool watcher_started_ = false;
   bool watcher_asleep_ = false;
   Clock::time_point last_use_;
-  std::condition_variable watch_;
+  std::condition_variable watcher_wake_;
 };
 
 }  // namespace jax_ring::cpu

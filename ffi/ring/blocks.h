@@ -1,4 +1,4 @@
-// schedule.h: the blocks of a ring, and how a message is cut into chunks, each folded by one worker.
+// blocks.h: the blocks of a ring, and how a message is cut into chunks, each folded by one worker.
 #pragma once
 
 #include <algorithm>
