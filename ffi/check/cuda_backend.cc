@@ -1,4 +1,4 @@
-// cuda_backend.cc: ranks on GPUs, several of them on one if need be.
+// cuda_backend.cc: ranks on GPUs; several may share one.
 #include <cuda_runtime_api.h>
 
 #include <stdexcept>
@@ -36,7 +36,7 @@ double seconds_between(const Event& begin, const Event& end) {
   return milliseconds / 1e3;
 }
 
-// A rank's kernels, recorded.
+// A rank's kernels, captured as a CUDA graph.
 class Graph {
  public:
   Graph(cudaStream_t stream, const Work& work) {

@@ -42,7 +42,7 @@ const std::map<std::string, DType>& dtypes() {
   return all;
 }
 
-// A call, as the functions below take it from Python.
+// A call, as described by the arguments from Python.
 struct Request {
   gpu::CallSite site;
   DType dtype;
@@ -68,7 +68,7 @@ Request request_of(const std::string& collective, const std::string& op, int roo
        lookup("algorithm", algorithms, algorithm)},
       lookup("dtype", dtypes(), dtype),
       lookup<LaunchMode>(
-          "way of launching",
+          "launch mode",
           {{"together", LaunchMode::together}, {"streams", LaunchMode::streams}, {"graphs", LaunchMode::graphs}}, how)};
 }
 
@@ -82,12 +82,12 @@ class Ranks {
     std::vector<gpu::Member> group;
     for (const auto& [owner, device] : members) group.push_back({owner, device});
     Capacity capacity = gpu::default_capacity(static_cast<int>(group.size()));
-    if (backend == "host") capacity.num_ctas = 1;  // a thread each
+    if (backend == "host") capacity.num_ctas = 1;  // one thread per rank
     members_ = group;
     communicator_.emplace(std::move(group), process, capacity, name, backend_->memory(), store);
   }
 
-  // inputs: by rank of this process, then operand. The results are arranged alike.
+  // inputs: by rank of this process, then operand. The results have the same layout.
   std::vector<std::vector<nb::bytes>> run(const std::vector<std::vector<nb::bytes>>& inputs, const Request& request,
                                           int repeats) {
     std::vector<std::vector<gpu::Buffer>> buffers;
@@ -119,7 +119,7 @@ class Ranks {
   std::vector<double> seconds(size_t num_bytes, const Request& request, int repeats, int samples) {
     const nb::gil_scoped_release without_gil;
     std::vector<std::vector<gpu::Buffer>> buffers;
-    // Small numbers: whatever the type, sums of them are numbers. Not zeros, which move faster than real data.
+    // Small numbers: sums of them are finite in every type. Not zeros, which move faster than real data.
     std::string data(num_bytes, '\0');
     std::minstd_rand random(1);
     for (char& byte : data) byte = static_cast<char>(random() % 16);
@@ -137,7 +137,7 @@ class Ranks {
     return times;
   }
 
-  // As if so many rounds had gone before; they wrap around after 2^32.
+  // Sets the round counters, which wrap around after 2^32 rounds.
   void start_from(uint32_t first) {
     const Capacity& capacity = communicator_->capacity();
     const std::vector<Progress> progress(capacity.num_ctas, Progress{first, first, first, first});
@@ -153,7 +153,7 @@ class Ranks {
     }
   }
 
-  // The first failure in words; empty if there was none.
+  // The first failure as text; empty if there was none.
   std::string failure() const {
     const auto failure = communicator_->failure();
     return failure ? communicator_->describe(*failure, "check", deadline_) : "";
@@ -169,7 +169,7 @@ class Ranks {
   }
 
   gpu::Buffer allocate(int device, size_t input_bytes, size_t output_bytes) {
-    // At least a byte: an operand may be empty, an allocation may not.
+    // At least one byte: an operand may be empty, an allocation may not.
     return {backend_->memory().allocate(device, input_bytes + 1), backend_->memory().allocate(device, output_bytes + 1),
             input_bytes};
   }
@@ -256,8 +256,8 @@ NB_MODULE(_gpu_check, m) {
           },
           "num_bytes"_a, "dtype"_a = "f32", "algorithm"_a = "auto", "order"_a = "rank", "how"_a = "together",
           "repeats"_a = 20, "samples"_a = 10, "collective"_a = "all_reduce", "Seconds per call, by sample.")
-      .def("start_from", &Ranks::start_from, "first"_a, "Sets the counters of rounds, as if so many had gone before.")
-      .def("failure", &Ranks::failure, "The first failure in words; empty if there was none.")
+      .def("start_from", &Ranks::start_from, "first"_a, "Sets the round counters, as if this many rounds had been run.")
+      .def("failure", &Ranks::failure, "The first failure as text; empty if there was none.")
       .def("copy_seconds", &Ranks::copy_seconds, "num_bytes"_a, "repeats"_a,
-           "Seconds that `repeats` copies of so many bytes within a device take.");
+           "Seconds that `repeats` copies of `num_bytes` bytes within a device take.");
 }

@@ -1,4 +1,4 @@
-// completion.h: whom to tell that a call has ended: a callable kept in place, so that no call allocates memory for it.
+// completion.h: the callback that completes a rank's call. Stored in place, so that no call allocates memory for it.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@
 
 namespace jax_ring::cpu {
 
-// Tells a rank that its call has ended; the error is null when the result has been written. Like a move-only
-// std::function<void(const std::string* error)>, whose own room is too small for what a rank needs to be told.
+// Completes one rank's call; the error is null if the result has been written. Like a move-only
+// std::function<void(const std::string* error)>, whose in-place buffer is too small for the handler's callback.
 class Completion {
  public:
   Completion() = default;
@@ -40,7 +40,7 @@ class Completion {
 
   struct Operations {
     void (*invoke)(void* at, const std::string* error);
-    void (*move)(void* from, void* to);  // and ends the one moved from
+    void (*move)(void* from, void* to);  // and destroys the source
     void (*destroy)(void* at);
   };
 

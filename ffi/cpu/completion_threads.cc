@@ -1,4 +1,4 @@
-// completion_threads.cc: the threads that tell, and the one that sees when a pending takes long.
+// completion_threads.cc: the threads that run completions, and the watcher that detects slow ones.
 #include "cpu/completion_threads.h"
 
 #include <algorithm>
@@ -13,8 +13,8 @@
 namespace jax_ring::cpu {
 namespace {
 
-// The watcher looks around every kPatience for this long after the last use, and then sleeps until it is woken: in a
-// loop of collectives nobody pays for waking it.
+// After the last use the watcher keeps checking every kStragglerDelay for this long. Then it sleeps until woken. A loop
+// of collectives thus never pays for waking it.
 constexpr std::chrono::milliseconds kWatcherIdleTime(20);
 
 thread_local bool is_completion_thread = false;
@@ -35,7 +35,7 @@ void CompletionThreads::complete(RendezvousPtr rendezvous, std::optional<std::st
   pending.error = std::move(error);
   pending_.splice(pending_.end(), free_, std::prev(free_.end()));
   last_use_ = pending.last_start = Clock::now();
-  // A worker that comes here from within a telling is about to return and will find this one.
+  // A completion that gets here is about to return; its thread then picks up this entry itself.
   if (!is_completion_thread) wake_worker();
   if (!watcher_started_) {
     watcher_started_ = true;
@@ -74,7 +74,7 @@ void CompletionThreads::work() {
   is_completion_thread = true;
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    // A new thread starts here as an idle one that has been called.
+    // A new thread starts here as an idle one that has been woken.
     work_available_.wait(lock, [this] { return woken_workers_ > 0; });
     --woken_workers_;
     --idle_workers_;
@@ -85,7 +85,7 @@ void CompletionThreads::work() {
       if (found == pending_.end()) break;
       run_completions(*found, lock);
       if (found->num_threads > 0) continue;
-      *found = Pending();  // which ends the meeting
+      *found = Pending();  // returns the rendezvous to its pool
       free_.splice(free_.end(), pending_, found);
     }
     ++idle_workers_;
@@ -95,7 +95,7 @@ void CompletionThreads::work() {
 
 void CompletionThreads::watch_stragglers() {
 #if defined(__linux__)
-  prctl(PR_SET_TIMERSLACK, 1000UL);  // nanoseconds; the default alone would be half of kPatience
+  prctl(PR_SET_TIMERSLACK, 1000UL);  // nanoseconds; the default slack is half of kStragglerDelay
 #endif
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {

@@ -1,4 +1,4 @@
-// completion_threads.h: tells the ranks of a rendezvous that it has ended, on threads that can afford what follows.
+// completion_threads.h: runs the completions of a rendezvous on threads that may block.
 #pragma once
 
 #include <chrono>
@@ -12,35 +12,34 @@
 
 namespace jax_ring::cpu {
 
-// Telling a rank runs the rest of its program, up to its next wait, before it returns. That may take long, and it may
-// block: one of XLA's own collectives blocks until all ranks are there, also those that have not been told yet. So
+// A completion runs the rank's program up to its next wait before it returns. This may take long, and it may block: one
+// of XLA's own collectives blocks until all ranks have arrived, including ranks whose completions have not run yet. So
 //
-//   - nobody tells from within a handler or while holding a lock: meetings are handed to this relay's threads;
-//   - one thread tells the ranks of a meeting in turn, which is fastest where little follows (a loop of small
-//     collectives then runs on this thread alone, without any switch between threads);
-//   - if a telling has not returned after kPatience, each of the ranks that are left gets a thread of its own, as XLA
-//     gives each device one.
+//   - completions never run inside a handler or under a lock; they are queued for the threads of this class;
+//   - one thread runs the completions of a rendezvous in turn. This is fastest when little work follows: a loop of
+//     small collectives then runs on this thread alone, without a context switch;
+//   - if a completion has not returned after kStragglerDelay, each remaining rank gets a thread of its own, as in XLA,
+//     where each device has one.
 //
-// One for the process. Its threads are its own, since those of XLA's pool must not be blocked; there are as many as
-// were ever needed at once.
+// One instance per process. It has its own threads because those of XLA's pool must not block. Their number is the most
+// that were ever needed at the same time.
 class CompletionThreads {
  public:
   static constexpr std::chrono::microseconds kStragglerDelay{100};
 
   static CompletionThreads& instance();
 
-  // Completes all participants of the meeting that have not been told yet, with the error if there is one. Returns
-  // without waiting for any of them.
+  // Runs the remaining completions of the rendezvous, with the error if there is one. Returns without waiting for them.
   void complete(RendezvousPtr rendezvous, std::optional<std::string> error = std::nullopt);
 
  private:
   struct Pending {
     RendezvousPtr rendezvous;
     std::optional<std::string> error;
-    int next = 0;                  // the next rank
-    int num_threads = 0;           // threads that are telling its ranks
-    bool fan_out = false;          // it takes too long: any thread may take the next rank
-    Clock::time_point last_start;  // when the latest telling began
+    int next = 0;                  // rank whose completion runs next
+    int num_threads = 0;           // threads that are running completions of this rendezvous
+    bool fan_out = false;          // a completion is slow: any thread may take the next rank
+    Clock::time_point last_start;  // when the latest completion started
 
     bool all_started() const { return next == rendezvous->num_ranks(); }
   };
@@ -51,11 +50,11 @@ class CompletionThreads {
   void run_completions(Pending& pending, std::unique_lock<std::mutex>& lock);
   void wake_worker();
 
-  std::mutex mutex_;            // guards all below; never held while a rank is told
-  std::list<Pending> pending_;  // those that have not ended
-  std::list<Pending> free_;     // ended ones, whose nodes the next tellings take
+  std::mutex mutex_;            // guards everything below; never held while a completion runs
+  std::list<Pending> pending_;  // not finished yet, oldest first
+  std::list<Pending> free_;     // finished; their list nodes are reused
   int idle_workers_ = 0;
-  int woken_workers_ = 0;  // idle ones that have been woken and are not running yet
+  int woken_workers_ = 0;  // woken, but not running yet; included in idle_workers_
   std::condition_variable work_available_;
   bool watcher_started_ = false;
   bool watcher_asleep_ = false;

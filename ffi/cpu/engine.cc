@@ -1,4 +1,4 @@
-// engine.cc: splits a collective over threads that take chunks as they become free.
+// engine.cc: splits a collective into chunks that the threads of a pool take as they become free.
 #include "cpu/engine.h"
 
 #include <algorithm>
@@ -16,20 +16,21 @@ namespace jax_ring::cpu {
 namespace {
 
 constexpr size_t kCacheLine = 64;
-// A chunk is large beside the cost of taking it and small beside the message. Bytes of one rank's operand.
+// Bytes of one rank's operand: large compared with the cost of taking a chunk, small compared with the message.
 constexpr size_t kChunkBytes = 128 << 10;
 // Below this many bytes read and written, waking another thread costs more than it saves.
 constexpr size_t kParallelBytes = 2 << 20;
-// Results of more bytes than this, over all ranks, would drive each other out of the caches: write them around.
+// Results of more bytes than this, over all ranks, would evict each other from the caches. They are written with
+// streaming stores.
 constexpr size_t kStreamingBytes = 4 << 20;
 
-// A part of one of the operands.
+// One part of one operand.
 struct OperandPart {
   size_t operand;
   Part part;
 };
 
-// Calls visit(share) for all parts of all operands.
+// Calls visit(operand_part) for all parts of all operands.
 template <class Visit>
 void for_each_part(const Message& message, int num_ranks, Visit visit) {
   for (size_t operand = 0; operand < message.counts.size(); ++operand) {
@@ -40,7 +41,7 @@ void for_each_part(const Message& message, int num_ranks, Visit visit) {
   }
 }
 
-// What a collective moves, over all ranks.
+// Bytes that a collective reads and writes, over all ranks.
 struct Traffic {
   size_t bytes_read = 0;
   size_t bytes_written = 0;
@@ -62,9 +63,9 @@ struct Work {
   RendezvousPtr rendezvous;
   FoldKernel kernel;
   size_t element_bytes;
-  bool streaming;  // where the results allow it
+  bool streaming;  // if the buffers allow it, see can_stream()
 
-  // Elements [begin, begin + count) of a part.
+  // Executes elements [begin, begin + count) of a part.
   void execute(const OperandPart& operand_part, size_t begin, size_t count) const {
     const int num_ranks = rendezvous->num_ranks();
     const void* const* operands = &rendezvous->inputs[operand_part.operand * 2 * num_ranks];
@@ -73,16 +74,16 @@ struct Work {
     const Inputs in{operands + sources.first, sources.count, from + begin};
     const Outputs out{results + receivers.first, receivers.count, to + begin};
     kernel(in, out, count, streaming && can_stream(operands + receivers.first, out));
-    if (!zeros_elsewhere || count == 0) return;  // memset takes no null, which empty buffers may be at
-    // After the fold, which may have read the same places.
+    if (!zeros_elsewhere || count == 0) return;  // empty buffers may be null, which memset does not allow
+    // After the fold, which may have read the same memory.
     for (int rank = 0; rank < num_ranks; ++rank) {
       if (rank >= receivers.first && rank < receivers.first + receivers.count) continue;
       std::memset(static_cast<char*>(results[rank]) + out.begin * element_bytes, 0, count * element_bytes);
     }
   }
 
-  // Whether results can be written around the caches, and should be. Not where they overwrite the inputs, whose lines
-  // have just been read; and only whole lines can be.
+  // Whether streaming stores are possible and worthwhile. They are not where results overwrite inputs, whose lines have
+  // just been read into the cache, and they need whole cache lines.
   bool can_stream(const void* const* inputs, const Outputs& out) const {
     for (int i = 0; i < out.count; ++i) {
       const auto address = reinterpret_cast<uintptr_t>(out.buffers[i]) + out.begin * element_bytes;
@@ -92,14 +93,14 @@ struct Work {
   }
 };
 
-// Work that is shared by several threads.
+// The work of one call, shared by several threads.
 struct ParallelWork {
   ParallelWork(Work work, const Message& message)
       : work(std::move(work)),
         parts(parts_of(message, this->work.rendezvous->num_ranks())),
         schedule(counts_of(parts), kChunkBytes / this->work.element_bytes) {}
 
-  // Takes chunks until none is left. True if this thread was the one to end the last.
+  // Takes chunks until none is left. Returns true on the thread that finished the last one.
   bool run() {
     size_t done = 0;
     {
@@ -109,7 +110,7 @@ struct ParallelWork {
         work.execute(parts[chunk.part], chunk.begin, chunk.count);
       }
     }
-    // The release pairs with the acquire of whoever comes last, so that all results are visible to all ranks.
+    // acq_rel: the release publishes this thread's results, the acquire makes all results visible to the last thread.
     return done > 0 && chunks_done.fetch_add(done, std::memory_order_acq_rel) + done == schedule.size();
   }
 
@@ -140,7 +141,7 @@ void run_collective(RendezvousPtr rendezvous, const Message& message, Workers& w
   Work work{std::move(rendezvous), fold_kernels().get(message.op, message.dtype), element_size(message.dtype),
             traffic.bytes_written > kStreamingBytes};
   if (traffic.bytes_read + traffic.bytes_written < kParallelBytes) {
-    // On this thread alone, without the bookkeeping of work that is shared.
+    // On this thread alone, without the bookkeeping of shared work.
     {
       const ScopedFloatMode exact(FloatMode::ieee());
       for_each_part(message, num_ranks,

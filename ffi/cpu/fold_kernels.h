@@ -1,4 +1,4 @@
-// fold_kernels.h: the fold of p host buffers into p host buffers, for the widest instruction set of this CPU.
+// fold_kernels.h: folds p host buffers into p host buffers, with the widest instruction set of this CPU.
 #pragma once
 
 #include <cstddef>
@@ -17,9 +17,9 @@ struct BufferSlices {
 using Inputs = BufferSlices<const void*>;
 using Outputs = BufferSlices<void*>;
 
-// Folds `count` elements of the inputs, in the order of the inputs, and writes the result to each of the outputs. An
-// output may be the same place in the same buffer as an input. With `past_cache` the results are written around the
-// caches, if the CPU can; the outputs must then be aligned to 64 bytes.
+// Folds `count` elements of the inputs, in the order of the inputs, and writes the result to each output. An output may
+// be the same memory as an input. With `streaming` the results are written with streaming stores if the CPU has them;
+// the outputs must then be aligned to 64 bytes.
 using FoldKernel = void (*)(const Inputs& inputs, const Outputs& outputs, size_t count, bool streaming);
 
 struct FoldKernels {
@@ -29,7 +29,7 @@ struct FoldKernels {
   FoldKernel get(Op op, DType dtype) const { return kernels[static_cast<int>(op)][static_cast<int>(dtype)]; }
 };
 
-// The kernels for this machine, chosen once. JAX_RING_ISA (baseline, avx2, avx512) asks for a smaller set.
+// The kernels for this machine, chosen once. JAX_RING_ISA (baseline, avx2, avx512) requests a smaller instruction set.
 const FoldKernels& fold_kernels();
 
 // Bytes of one element.

@@ -1,4 +1,4 @@
-// fold_limit.cc: times the bare fold.
+// fold_limit.cc: times the fold kernel on plain threads.
 #include "cpu/fold_limit.h"
 
 #include <algorithm>
@@ -23,7 +23,7 @@ using Buffer = std::unique_ptr<float, Free>;
 
 Buffer make_buffer(size_t num_bytes) {
   Buffer buffer(static_cast<float*>(std::aligned_alloc(kPage, (num_bytes + kPage - 1) / kPage * kPage)));
-  std::fill_n(buffer.get(), num_bytes / sizeof(float), 0.0f);  // so that its pages exist
+  std::fill_n(buffer.get(), num_bytes / sizeof(float), 0.0f);  // touches every page
   return buffer;
 }
 
@@ -51,7 +51,7 @@ double fold_limit_seconds(int num_ranks, size_t num_bytes, int num_threads, int 
                streaming);
       }
     };
-    // Small folds are repeated within a measurement, so that starting the threads does not count.
+    // Small folds are repeated within a measurement, so that the cost of starting threads is negligible.
     const int times =
         static_cast<int>(std::clamp<size_t>((size_t{32} << 20) / std::max<size_t>(num_bytes, 1), 1, 20000));
     for (int repeat = 0; repeat < repeats; ++repeat) {

@@ -1,4 +1,4 @@
-// handler.cc: decodes the custom call, checks it, and hands it to the rendezvous_map and the engine.
+// handler.cc: decodes and checks the custom call, and passes it to the rendezvous and the engine.
 #include "cpu/handler.h"
 
 #include <algorithm>
@@ -24,13 +24,13 @@ namespace {
 namespace ffi = xla::ffi;
 
 // A group that spans several processes.
-struct Spanning {
+struct CrossProcessGroup {
   std::shared_ptr<shm::Communicator> communicator;
   Thresholds thresholds;
-  std::unique_ptr<shm::LaunchIds> launch_ids;  // those that this group takes part in
+  std::unique_ptr<shm::LaunchIds> launch_ids;  // of this call in this group
 };
 
-// One per call instruction and process; the runtime owns it.
+// One per call instruction and process, owned by the runtime.
 struct CallSite {
   static ffi::TypeId id;
   CallSite(ReplicaGroups groups, std::string call, Plan plan, Op op)
@@ -44,8 +44,9 @@ struct CallSite {
   // For groups that span several processes.
   std::shared_ptr<const std::string> text;
   std::optional<Algorithm> algorithm;
-  Hash hash;                                    // of what tells the call from others, in all processes alike
-  std::vector<std::optional<Spanning>> groups;  // nothing if one does not span several, or has no rank here
+  Hash hash;  // of what identifies the call, the same in all processes
+  std::vector<std::optional<CrossProcessGroup>>
+      groups;  // nullopt if a group is within one process, or has no rank here
 };
 ffi::TypeId CallSite::id = {};
 
@@ -56,8 +57,8 @@ bool is_one_shot(const CallSite& site, const Message& message, const Thresholds&
   return site.algorithm.value_or(chosen) == Algorithm::one_shot;
 }
 
-// Equal calls of a program are told apart by the order in which its processes build them. `program` is the name that it
-// has in all of them and, behind a '#', how often this process has built it: not every process builds it as often.
+// Equal calls of a program are distinguished by the order in which a process builds them. `program` is the program's
+// name, the same in all processes, then '#' and how often this process has lowered it, which differs between processes.
 Hash identity_of(std::string_view call, std::string_view program, const Plan& plan, Op op,
                  std::optional<Algorithm> algorithm) {
   Hash hash;
@@ -85,7 +86,7 @@ void find_communicators(CallSite& site, ffi::Span<const int64_t> partitions, ffi
     site.groups.emplace_back();
     if (local == 0 || local == members.size()) continue;
     if (one_shot_bytes.size() != group_sizes.size() || two_shot_bytes.size() != group_sizes.size()) {
-      throw std::invalid_argument("jax_ring: there are not as many thresholds as groups");
+      throw std::invalid_argument("jax_ring: there must be one threshold of each kind per group");
     }
     const Thresholds thresholds{static_cast<uint64_t>(one_shot_bytes[group]),
                                 static_cast<uint64_t>(two_shot_bytes[group])};
@@ -115,7 +116,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
       if (root < 0 || root >= size) throw std::invalid_argument("jax_ring: the root is not in every group");
     }
     if (processes.size() != partitions.size()) {
-      throw std::invalid_argument("jax_ring: there are not as many processes as partitions");
+      throw std::invalid_argument("jax_ring: there must be one process per partition");
     }
     std::vector<bool> is_local;
     for (int64_t process : processes) is_local.push_back(process == shm::Communicators::instance().process());
@@ -130,7 +131,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
   }
 }
 
-void run_between_processes(const CallSite& site, const Spanning& group, RendezvousPtr rendezvous,
+void run_between_processes(const CallSite& site, const CrossProcessGroup& group, RendezvousPtr rendezvous,
                            const Message& message) {
   const auto [run, launch] = group.launch_ids->get(rendezvous->run_id);
   const bool one_shot = is_one_shot(site, message, group.thresholds);
@@ -139,12 +140,12 @@ void run_between_processes(const CallSite& site, const Spanning& group, Rendezvo
   for (size_t count : message.counts) hash.add(count);
   rendezvous = group.communicator->submit({std::move(rendezvous), message, hash.value(), one_shot, site.text});
   if (rendezvous == nullptr) return;
-  const auto is_here = [](const Completion& done) { return static_cast<bool>(done); };
-  if (std::count_if(rendezvous->done.begin(), rendezvous->done.end(), is_here) > 1) {
+  const auto has_completion = [](const Completion& done) { return static_cast<bool>(done); };
+  if (std::count_if(rendezvous->done.begin(), rendezvous->done.end(), has_completion) > 1) {
     return CompletionThreads::instance().complete(std::move(rendezvous));
   }
-  // The one rank is that of this very call, whose future nobody has seen yet: nothing runs when it is told.
-  (*std::find_if(rendezvous->done.begin(), rendezvous->done.end(), is_here))(nullptr);
+  // The only local rank is the caller, and nothing waits on its future yet: completing it here runs no other code.
+  (*std::find_if(rendezvous->done.begin(), rendezvous->done.end(), has_completion))(nullptr);
 }
 
 ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::BufferR0<ffi::U32> partition,
@@ -153,13 +154,13 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
   ffi::Future future(promise);
   try {
     if (args.size() == 0 || args.size() != rets.size()) {
-      throw std::invalid_argument("jax_ring: a call needs one result for each of its operands");
+      throw std::invalid_argument("jax_ring: a call needs one result per operand, and at least one operand");
     }
     const EngineType type = engine_type_of(site->plan, args.get<ffi::AnyBuffer>(0)->element_type());
     const ReplicaGroups& groups = site->rendezvous_map.groups();
     const int group = groups.place(*partition.typed_data()).group;
     const int group_size = groups.size(group);
-    // Kept from call to call for the memory of their vectors.
+    // Reused from call to call, so that their vectors keep their memory.
     thread_local Message message;
     thread_local Participant participant;
     message.dtype = type.dtype;
@@ -172,13 +173,13 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
       const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i);
       ffi::AnyBuffer output = **rets.get<ffi::AnyBuffer>(i);
       if (output.element_count() != result_count(site->plan, group_size, input.element_count())) {
-        throw std::invalid_argument("jax_ring: a result is not as large as its operand and the group ask for");
+        throw std::invalid_argument("jax_ring: the size of a result does not match its operand and the group size");
       }
       message.counts.push_back(input.element_count() * type.per_xla_element);
       participant.inputs.push_back(input.untyped_data());
       participant.outputs.push_back(output.untyped_data());
     }
-    // What follows on this rank may run on another thread, and must compute there as it would have here.
+    // The completion may run on another thread, and the rank's program must compute there as it would have here.
     participant.done = [promise, mode = FloatMode::current()](const std::string* error) mutable {
       const ScopedFloatMode as_before(mode);
       if (error == nullptr) {
@@ -189,8 +190,8 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
     };
     auto rendezvous = site->rendezvous_map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
     if (rendezvous == nullptr) return future;
-    if (const std::optional<Spanning>& spanning = site->groups[group]) {
-      run_between_processes(*site, *spanning, std::move(rendezvous), message);
+    if (const std::optional<CrossProcessGroup>& cross_process = site->groups[group]) {
+      run_between_processes(*site, *cross_process, std::move(rendezvous), message);
     } else {
       XlaWorkers workers(pool);
       run_collective(std::move(rendezvous), message, workers);

@@ -1,4 +1,4 @@
-// rendezvous.cc: pairing of arrivals, and the words for those who did not come.
+// rendezvous.cc: matches arrivals to rendezvous, and describes missing ranks.
 #include "cpu/rendezvous.h"
 
 #include <algorithm>
@@ -14,14 +14,14 @@
 namespace jax_ring::cpu {
 namespace {
 
-constexpr int64_t kLargestPartition = 1 << 24;  // far more than there are devices; a larger one is garbage
+constexpr int64_t kLargestPartition = 1 << 24;  // far more than there are devices: catches corrupt input
 
 }  // namespace
 
 ReplicaGroups::ReplicaGroups(const std::vector<int64_t>& partitions, const std::vector<int64_t>& sizes,
                              const std::vector<bool>& is_local) {
   if (!is_local.empty() && is_local.size() != partitions.size()) {
-    throw std::invalid_argument("replica groups: not every partition is said to be in a process");
+    throw std::invalid_argument("replica groups: is_local must have one entry per partition");
   }
   size_t next = 0;
   for (int64_t size : sizes) {
@@ -99,10 +99,10 @@ RendezvousPtr RendezvousMap::arrive(int64_t run_id, int64_t partition, Participa
   const size_t num_ranks = groups_.size(place.group);
   const size_t num_operands = participant.inputs.size();
   std::unique_lock<std::mutex> lock(mutex_);
-  // Looked up under the lock, so that the watchdog either finds this meeting or has told us of its verdict.
+  // Checked under the lock: the watchdog either finds this rendezvous in the map, or has recorded the failure before.
   if (std::optional<std::string> failure = Watchdog::instance().failure(run_id)) {
     lock.unlock();
-    // Moved first: what the rank does next may be a call that fills the participant again.
+    // Moved first: the completion may run the rank's next call, which refills the participant.
     Completion done = std::move(participant.done);
     done(&*failure);
     return nullptr;

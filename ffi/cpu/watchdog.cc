@@ -1,4 +1,4 @@
-// watchdog.cc: the thread that looks for expired meetings.
+// watchdog.cc: the thread that fails expired rendezvous.
 #include "cpu/watchdog.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace jax_ring::cpu {
 namespace {
 
-// Executions are numbered once and never again, so that old failures can be forgotten.
+// Run ids are never reused, so old failures can be dropped.
 constexpr size_t kMaxFailures = 256;
 constexpr double kChecksPerDeadline = 10;
 constexpr double kMaxCheckInterval = 10;  // seconds
@@ -94,7 +94,7 @@ void Watchdog::check_deadlines() {
     }
     if (expired.empty()) return;
     for (size_t i = 0; i < expired.size(); ++i) record_failure(expired[i]->run_id, reasons[i]);
-    // The same executions' other open meetings: nobody will complete them either.
+    // The other open rendezvous of the same executions cannot complete either.
     for (RendezvousMap* rendezvous_map : watched_) {
       for (auto& rendezvous :
            rendezvous_map->remove_if([&](const Rendezvous& m) { return failure(m.run_id).has_value(); })) {

@@ -1,4 +1,4 @@
-// communicator.cc: allocates mailboxes, exchanges them, and puts failures into words.
+// communicator.cc: allocates mailboxes, exchanges their handles, and describes failures.
 #include "cuda/communicator.h"
 
 #include <algorithm>
@@ -42,7 +42,7 @@ Capacity default_capacity(int num_ranks) {
   capacity.one_shot_packs = 128;
   capacity.part_packs = 2048;
   capacity.slot_packs = 2048;
-  // The results follow the partial folds at this distance, and a chain needs p chunks under way to keep all links busy.
+  // Results follow the partial folds at this distance, and a chain needs p chunks in flight to keep all links busy.
   capacity.num_slots = num_ranks <= 8 ? 8 : num_ranks <= 16 ? 16 : num_ranks <= 32 ? 32 : 64;
   return capacity;
 }
@@ -138,7 +138,7 @@ Endpoint Communicator::endpoint(int rank, int lane, uint32_t call, double deadli
 
 std::optional<Failure> Communicator::failure() const {
   for (const auto& [rank, local] : local_) {
-    // Written by the GPU, and last of the record.
+    // Written by the GPU, as the last field of the record.
     const uint32_t kind = __atomic_load_n(&local.failure->kind, __ATOMIC_ACQUIRE);
     if (kind != static_cast<uint32_t>(FailureKind::none)) return *local.failure;
   }
@@ -158,14 +158,14 @@ std::string Communicator::describe(const Failure& failure, const std::string& ca
   } else {
     text << member(failure.rank) << " waited " << deadline_seconds << " s for " << member(failure.peer);
   }
-  text
-      << ", in step: " << name_of(static_cast<Step>(failure.step)) << ", epoch " << failure.epoch << ", team "
-      << failure.cta
-      << ". Every rank of a group must make the same calls in the same order: look for a branch or a loop whose "
-         "condition differs between ranks, or for an error on the missing rank. If it is only slow, set "
-         "JAX_RING_TIMEOUT_S to more seconds. The results of this call, and of later ones, are not valid, and the "
-         "group cannot go on: restart the program, or call jax.clear_caches() and jax_ring.runtime.forget_gpu_groups() "
-         "in all processes.";
+  text << ", in step: " << name_of(static_cast<Step>(failure.step)) << ", epoch " << failure.epoch << ", team "
+       << failure.cta
+       << ". Every rank of a group must make the same calls in the same order: look for a branch or a loop whose "
+          "condition differs between ranks, or for an error on the missing rank. If it is only slow, set "
+          "JAX_RING_TIMEOUT_S to more seconds. The results of this call, and of later ones, are not valid, and the "
+          "group cannot be used again: restart the program, or call jax.clear_caches() and "
+          "jax_ring.runtime.forget_gpu_groups() "
+          "in all processes.";
   return text.str();
 }
 

@@ -1,4 +1,4 @@
-// communicators.cc: makes each group's communicator once.
+// communicators.cc: creates each group's communicator once.
 #include "cuda/communicators.h"
 
 #include <sstream>
@@ -7,7 +7,8 @@
 namespace jax_ring::gpu {
 
 Communicators& Communicators::instance() {
-  static auto* const all = new Communicators;  // outlives the CUDA runtime, which is gone when statics are destroyed
+  static auto* const all =
+      new Communicators;  // never destroyed: the CUDA runtime shuts down before static destructors run
   return *all;
 }
 

@@ -22,7 +22,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// One per call instruction and process; the runtime owns it.
+// One per call instruction and process, owned by the runtime.
 struct Instance {
   static ffi::TypeId id;
   struct Group {
@@ -30,12 +30,12 @@ struct Instance {
     Thresholds thresholds;
   };
   CallSite site;
-  std::vector<Group> groups;  // those in which this process has GPUs
+  std::vector<Group> groups;  // those that have GPUs of this process
 };
 ffi::TypeId Instance::id = {};
 
-// Here and not in the first execution: making a communicator allocates memory, which waits for kernels that are
-// running, and one of those may be waiting for this rank.
+// Here and not in the first execution: creating a communicator allocates memory, which waits for running kernels, and
+// one of those may be waiting for this rank.
 ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
     std::string_view collective, std::string_view op, int64_t root, std::string_view algorithm, std::string_view order,
     ffi::Span<const int64_t> processes, ffi::Span<const int64_t> devices, ffi::Span<const int64_t> group_sizes,
@@ -46,7 +46,7 @@ ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
     instance->site = {std::string(call), plan, named<Op>(op, kOps), algorithm_of(algorithm)};
     Communicators& all = Communicators::instance();
     if (one_shot_bytes.size() != group_sizes.size() || two_shot_bytes.size() != group_sizes.size()) {
-      throw std::invalid_argument("thresholds: there must be one of each for each group");
+      throw std::invalid_argument("there must be one threshold of each kind per group");
     }
     size_t next = 0;
     for (size_t group = 0; group < group_sizes.size(); ++group) {
@@ -84,7 +84,7 @@ ffi::Error failure_of(const Instance& instance) {
   return ffi::Error::Success();
 }
 
-// Runs before every execution, also of one that replays a recorded graph, of which the host sees nothing else.
+// Runs before every execution, including the replay of a CUDA graph, of which the host sees nothing else.
 ffi::Error initialize(Instance* instance, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
   return failure_of(*instance);
 }
@@ -93,7 +93,7 @@ ffi::Error execute(Instance* instance, cudaStream_t stream, int32_t device, ffi:
                    ffi::RemainingRets rets, ffi::Dictionary /*seen by instantiate*/) {
   try {
     if (args.size() == 0 || args.size() != rets.size()) {
-      throw std::invalid_argument("needs one result for each of its operands");
+      throw std::invalid_argument("a call needs one result per operand, and at least one operand");
     }
     if (ffi::Error error = failure_of(*instance); error.failure()) return error;
     const EngineType type = engine_type_of(instance->site.plan, args.get<ffi::AnyBuffer>(0)->element_type());

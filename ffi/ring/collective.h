@@ -1,4 +1,4 @@
-// collective.h: what each collective does, in parts: whose operands are folded, and whose results that becomes.
+// collective.h: each collective as a list of parts: whose operands are folded, and who receives the result.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace jax_ring {
 enum class Collective : int {
   all_reduce,      // the fold of all operands, for every rank
   reduce_scatter,  // rank r gets the fold of the r-th of p equal blocks of the operands
-  all_gather,      // every rank gets all operands, one after the other
+  all_gather,      // every rank gets all operands, concatenated in rank order
   reduce,          // the fold of all operands for the root, zeros for the others
   broadcast,       // the root's operand, for every rank
 };
@@ -22,14 +22,13 @@ struct Plan {
   int root = 0;  // of reduce and broadcast
 };
 
-// Whether the blocks of a ring are those of the whole operand, each with an order of its own, so that only a ring
-// serves.
+// Whether the fold order depends on the blocks of the whole operand, which only the ring algorithm implements.
 JAX_RING_INLINE bool requires_ring(const Plan& plan) {
   return plan.order == Order::ring &&
          (plan.collective == Collective::all_reduce || plan.collective == Collective::reduce);
 }
 
-// `count` ranks from `first` on, around the ring.
+// `count` ranks starting at `first`, around the ring.
 struct RankRange {
   int first;
   int count;
@@ -57,12 +56,12 @@ JAX_RING_INLINE Part gather_block(int num_ranks, int i, Range block) {
   return {{i, 1}, 0, {0, num_ranks}, block.begin, block.count};
 }
 
-// Both halves, one after the other.
+// Both halves in sequence.
 JAX_RING_INLINE Part compose(Part first, Part second) {
   return {first.sources, first.from, second.receivers, second.to, first.count};
 }
 
-// Parts of each operand. Where all its elements are folded alike there is one part, to be cut as an engine likes.
+// Number of parts of each operand. It is one if all elements are folded alike; an engine may cut it anywhere.
 JAX_RING_INLINE int num_parts(const Plan& plan, int num_ranks) {
   switch (plan.collective) {
     case Collective::reduce_scatter:

@@ -1,8 +1,7 @@
-// ring.h: all-reduce, and reduce, round a ring: each rank sends to the next alone, as ring_schedule.h says, and never
-// more than what fits into the slots there. For ranks that do not all reach each other, and for messages too large to
-// care for latency.
+// ring.h: all-reduce and reduce around a ring. Each rank sends to the next one only, as ring_schedule.h says, and never
+// more than fits into its slots. For ranks without all-to-all access, and for messages too large for latency to matter.
 //
-// Partial folds travel in the accumulator's type, so that a result is rounded once here as well.
+// Partial folds are sent in the accumulator's type, so that a result is rounded once here as well.
 #pragma once
 
 #include "ring/collective.h"
@@ -13,7 +12,7 @@
 namespace jax_ring {
 namespace ring {
 
-// One team's place in the ring: the slots to its right, which it fills, and its own, which it empties.
+// One team's position in the ring: the slots of the next rank, which it fills, and its own, which it drains.
 template <class Team>
 struct Link {
   const Endpoint& self;
@@ -50,7 +49,7 @@ struct Link {
       ok = await(
           self, [&] { return is_before(received, epoch_of(load_flag(tail))); }, Step::ring_receive, previous(),
           received + 1, cta);
-      // The flag may be of a later call already, so that each item says whose it is.
+      // The flag may already belong to a later call, so each item carries its call's fingerprint.
       if (ok && slot(self.rank, received)->word[0] != fingerprint) {
         fail(self, FailureKind::mismatch, Step::ring_receive, previous(), received + 1, cta);
         ok = false;
@@ -62,7 +61,7 @@ struct Link {
   JAX_RING_TEAM Pack* outgoing() const { return slot(next(), sent) + 1; }
   JAX_RING_TEAM const Pack* incoming() const { return slot(self.rank, received) + 1; }
 
-  // Ends a hop: hands over what was written, gives back what was read.
+  // Ends a hop: publishes what was written, and frees the slot that was read.
   JAX_RING_TEAM void finish(bool sends, bool receives) {
     team.sync();
     sent += sends;
@@ -76,7 +75,7 @@ struct Link {
   }
 };
 
-// Does one hop with the packs of one chunk. False if a neighbour did not come.
+// Executes one hop on the packs of one chunk. Returns false if a wait for a neighbour failed.
 template <class Element, class Op, class Team>
 JAX_RING_TEAM bool run_hop(const Message& message, Hop hop, PackRange chunk, bool keeps_result, Link<Team>& link,
                            Op op) {
@@ -123,8 +122,8 @@ struct Chunks {
   Order order;
   int num_ranks;
   uint64_t num_packs;  // of the message
-  uint64_t block;      // packs of each of the num_ranks blocks of the message, the last ones aside
-  PackRange share;     // this team's: of every block, or with Order::rank of the message
+  uint64_t block;      // packs per block of the message; the last blocks may be shorter
+  PackRange share;     // of this team: within each block, or with Order::rank within the message
   uint64_t chunk_packs;
 
   JAX_RING_INLINE uint64_t count() const {
@@ -140,8 +139,8 @@ struct Chunks {
   }
 };
 
-// Reduces the team's share of the message, for all ranks or for the root. False if a neighbour did not come; the rank's
-// failure then says which.
+// Reduces the team's share of the message, for all ranks or for the root. Returns false if a wait for a neighbour
+// failed; the rank's failure record names it.
 template <class Element, class Op, class Team>
 JAX_RING_TEAM bool reduce(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team, Op op) {
   const Order order = plan.order;

@@ -1,11 +1,11 @@
-// two_shot.h: collectives in two steps, where every rank reaches every other: to the owners, then from the owners.
+// two_shot.h: collectives in two steps, for ranks that all reach each other: scatter to the owners, gather from them.
 //
-// An all-reduce is a reduce-scatter, then an all-gather. In each round rank i owns the i-th part of the message.
-// Everybody sends it to i, i folds it and sends the result to everybody. Each rank sends 2(p-1)/p of the message, as
-// round a ring, in 2 steps instead of 2(p-1). The other collectives leave out senders, the fold, or receivers.
+// An all-reduce is a reduce-scatter followed by an all-gather. In each round rank i owns the i-th part of the message.
+// All ranks send this part to i, which folds it and sends the result to all. Each rank sends 2(p-1)/p of the message,
+// as in a ring, but in 2 steps instead of 2(p-1). The other collectives leave out senders, the fold, or receivers.
 //
-// One buffer for each peer and step is enough: a rank announces its next step when it has read what the last one
-// brought, and nobody writes before everybody has announced.
+// One buffer per peer and step is enough: a rank signals its next step only after it has read the data of the last one,
+// and no rank writes before all have signalled.
 #pragma once
 
 #include "ring/collective.h"
@@ -15,7 +15,7 @@
 namespace jax_ring {
 namespace two_shot {
 
-// Who sends, folds and keeps what in a collective.
+// Which ranks send, fold and keep results in a collective.
 struct Roles {
   Plan plan;
 
@@ -26,7 +26,7 @@ struct Roles {
   JAX_RING_INLINE int input_block(int owner) const { return plan.collective == Collective::reduce_scatter ? owner : 0; }
   JAX_RING_INLINE int output_block(int owner) const { return plan.collective == Collective::all_gather ? owner : 0; }
 
-  // The ranks that send to the owners; in an all-gather the owners have what they need.
+  // The ranks that send to the owners. In an all-gather the owners already have the data.
   JAX_RING_INLINE bool sends(int rank) const {
     if (plan.collective == Collective::broadcast) return rank == plan.root;
     return plan.collective != Collective::all_gather;
@@ -34,7 +34,7 @@ struct Roles {
   JAX_RING_INLINE bool folds() const {
     return plan.collective != Collective::broadcast && plan.collective != Collective::all_gather;
   }
-  // Where the fold for an owner begins.
+  // The rank at which the fold for an owner starts.
   JAX_RING_INLINE int first_rank(int num_ranks, int owner) const {
     return plan.order == Order::ring ? ring_first_rank(num_ranks, owner) : 0;
   }
@@ -43,13 +43,13 @@ struct Roles {
     if (plan.collective == Collective::reduce) return rank == plan.root;
     return plan.collective != Collective::reduce_scatter;
   }
-  // Whether an owner keeps its part as a result of its own.
+  // Whether an owner keeps its part as its own result.
   JAX_RING_INLINE bool keeps_result(int owner) const {
     return receives(owner) || plan.collective == Collective::reduce_scatter;
   }
 };
 
-// What one team does in one round.
+// One team's work in one round.
 template <class Team>
 struct Round {
   const Endpoint& self;
@@ -64,7 +64,7 @@ struct Round {
   JAX_RING_TEAM PackRange part(int owner) const {
     return roles.have_blocks() ? range : share_of(range, owner, num_ranks());
   }
-  // The rank that comes `step` after this one: if all began with rank 0, its links would be the bottleneck.
+  // The rank `step` places after this one: if all started with rank 0, its links would be the bottleneck.
   JAX_RING_TEAM int peer(int step) const { return (self.rank + step) % num_ranks(); }
   JAX_RING_TEAM Pack* scatter_buffer(int owner, int source) const {
     return reinterpret_cast<Pack*>(self.mailbox[owner] + self.capacity.scatter(cta, source));
@@ -74,7 +74,7 @@ struct Round {
   }
   JAX_RING_TEAM uint64_t flag() const { return flag_value(message.fingerprint, number); }
 
-  // Tells all peers that what this rank wrote for them is there.
+  // Signals all peers that the data this rank wrote for them is complete.
   JAX_RING_TEAM void signal_peers(FlagKind kind) const {
     team.sync();
     for (int step = 1 + team.thread(); step < num_ranks(); step += team.size()) {
@@ -82,7 +82,7 @@ struct Round {
     }
   }
 
-  // Waits until all peers have announced.
+  // Waits for the signals of all peers.
   JAX_RING_TEAM bool await_all(FlagKind kind, Step where) const {
     bool ok = true;
     for (int step = 1 + team.thread(); ok && step < num_ranks(); step += team.size()) {
@@ -92,7 +92,7 @@ struct Round {
   }
 };
 
-// Sends every part to its owner.
+// Sends each part to its owner.
 template <class Team>
 JAX_RING_TEAM_CALL bool send_to_owners(const Round<Team>& round) {
   const int rank = round.self.rank;
@@ -108,7 +108,7 @@ JAX_RING_TEAM_CALL bool send_to_owners(const Round<Team>& round) {
   return round.await_all(FlagKind::scattered, Step::reduce_scatter);
 }
 
-// Folds this rank's part, keeps the result and sends it on, all in one go.
+// Folds this rank's part, keeps the result and sends it, in one pass.
 template <class Element, class Op, class Team>
 JAX_RING_TEAM bool fold_and_send(const Round<Team>& round, Op op) {
   const Roles& roles = round.roles;
@@ -133,7 +133,7 @@ JAX_RING_TEAM bool fold_and_send(const Round<Team>& round, Op op) {
   return round.await_all(FlagKind::gathered, Step::all_gather);
 }
 
-// Takes the others' parts of the result.
+// Copies the peers' parts of the result to the outputs.
 template <class Team>
 JAX_RING_TEAM_CALL void copy_results(const Round<Team>& round) {
   const Roles& roles = round.roles;
@@ -150,7 +150,7 @@ JAX_RING_TEAM_CALL void copy_results(const Round<Team>& round) {
   }
 }
 
-// Runs the team's share of a collective. False if a peer did not come; the rank's failure then says which.
+// Runs the team's share of a collective. Returns false if a wait failed; the rank's failure record names the peer.
 template <class Element, class Op, class Team>
 JAX_RING_TEAM bool run(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team, Op op) {
   Progress& progress = self.progress[cta];

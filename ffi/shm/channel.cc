@@ -1,4 +1,4 @@
-// channel.cc: the signals between processes, and what they say of themselves.
+// channel.cc: the signals between processes, and the status each one posts.
 #include "shm/channel.h"
 
 #include <sys/stat.h>
@@ -16,7 +16,7 @@ namespace {
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "processes could not share them");
 
-// What tells the namespaces of process ids apart: the same id means another process in another one.
+// Identifies the pid namespace: the same pid in another namespace is another process.
 int64_t pid_namespace() {
   struct stat status;
   return stat("/proc/self/ns/pid", &status) == 0 ? static_cast<int64_t>(status.st_ino) : 0;
@@ -24,15 +24,15 @@ int64_t pid_namespace() {
 
 struct ProcessStat {
   char state;
-  int64_t start_time;  // of the process: tells it from a later one that has been given the same id
+  int64_t start_time;  // distinguishes the process from a later one with the same pid
 };
 
-// Nothing where the system does not say.
+// nullopt if /proc has no such entry.
 std::optional<ProcessStat> read_process_stat(int64_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string text, skipped;
   if (!std::getline(file, text)) return std::nullopt;
-  const size_t name_end = text.rfind(')');  // the name may hold anything
+  const size_t name_end = text.rfind(')');  // the name may contain anything, including ')'
   if (name_end == std::string::npos) return std::nullopt;
   std::istringstream fields(text.substr(name_end + 1));
   ProcessStat stat;
@@ -50,14 +50,15 @@ Channel::Channel(unsigned char* memory, int num_processes, int self, const Capac
 
 void Channel::ring_doorbell() {
   Area& own = area(self_);
-  // Both in one order for all processes: either a sleeper is seen here, or it sees the new bell and does not sleep.
+  // seq_cst on both sides: either this process sees the waiter, or the waiter sees the new doorbell value and does not
+  // sleep.
   own.signals.doorbell.fetch_add(1, std::memory_order_seq_cst);
   if (own.waiters.count.load(std::memory_order_seq_cst) != 0) futex_wake(own.signals.doorbell);
 }
 
 void Channel::signal_staged(uint32_t round, uint64_t call) {
   Signals& signals = area(self_).signals;
-  // Released on its own as well: of a round that is staged again nothing else changes.
+  // The call needs its own release: when a round is staged again, it is the only word that changes.
   signals.calls[round % 2].store(call, std::memory_order_release);
   signals.staged.store(round, std::memory_order_release);
   ring_doorbell();
@@ -88,7 +89,7 @@ void Channel::post_status(const std::string& text) {
   Status& status = area(self_).status;
   size_t length = std::min(text.size(), sizeof(status.text));
   const auto is_continued = [&] { return length < text.size() && (text[length] & 0xc0) == 0x80; };
-  while (is_continued()) --length;  // no half a character: a Python exception could not hold it
+  while (is_continued()) --length;  // never half a UTF-8 character, which a Python exception could not hold
   status.length.store(0, std::memory_order_release);
   std::memcpy(status.text, text.data(), length);
   status.length.store(static_cast<uint32_t>(length), std::memory_order_release);
@@ -124,7 +125,7 @@ bool Channel::has_exited(int process) const {
   const int64_t pid = status.pid.load(std::memory_order_acquire);
   if (pid == 0 || status.pid_namespace.load(std::memory_order_relaxed) != pid_namespace()) return false;
   if (kill(static_cast<pid_t>(pid), 0) != 0) return errno == ESRCH;
-  // One that was killed keeps its id until its parent looks.
+  // A killed process keeps its pid until its parent reaps it.
   const auto stat = read_process_stat(pid);
   const int64_t start_time = status.start_time.load(std::memory_order_relaxed);
   return stat && (stat->state == 'Z' || stat->state == 'X' || (start_time != 0 && stat->start_time != start_time));

@@ -1,4 +1,4 @@
-// communicator.cc: drives the exchanges, by turns, and waits.
+// communicator.cc: runs the exchanges one at a time, and waits for the peers.
 #include "shm/communicator.h"
 
 #include <sched.h>
@@ -14,17 +14,17 @@
 namespace jax_ring::shm {
 namespace {
 
-// How long a thread of the runtime looks for the others before it leaves. To hand a call over takes tens of
-// microseconds: with a quarter of this time, four processes on two cores do so in every tenth call, which doubles the
-// time of small ones.
+// How long a thread of the runtime polls for its peers before it hands the call to the progress thread. A hand-over
+// takes tens of microseconds: with a quarter of this time, four processes on two cores hand over every tenth call,
+// which doubles the latency of small calls.
 constexpr std::chrono::microseconds kPollTime(200);
-// Looks in a row, and then one for each turn that other threads get.
+// Polls back to back, followed by one poll per sched_yield().
 constexpr int kSpins = 200;
 constexpr int kYieldsPerClockRead = 8;
-// A sleeper looks around this often, because nobody wakes it when a process ends.
+// Poll interval of a sleeping thread, which nothing wakes when a process exits.
 constexpr std::chrono::milliseconds kPollInterval(20);
 
-void pause_briefly() {
+void cpu_relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -66,7 +66,7 @@ cpu::RendezvousPtr Communicator::submit(Call&& call) {
   ready_.push_back(std::move(exchange));
   if (busy_ || channel_ == nullptr) {
     if (!busy_) hand_over_to_progress_thread();
-    wake_.notify_one();  // it may wait for this call
+    wake_.notify_one();  // it may be waiting for this call
     return nullptr;
   }
   busy_ = true;
@@ -84,7 +84,7 @@ cpu::RendezvousPtr Communicator::submit(Call&& call) {
   return rendezvous;
 }
 
-// With the lock held, by whoever drives, or if nobody does.
+// Requires mutex_. Called by the thread that runs calls, or while there is none.
 void Communicator::hand_over_to_progress_thread() {
   busy_ = on_progress_thread_ = true;
   if (!thread_.joinable()) thread_ = std::thread([this] { run_progress_thread(); });
@@ -112,7 +112,7 @@ void Communicator::connect() {
     });
     auto channel = std::make_unique<Channel>(memory.get(), group_.num_processes(), group_.self(), capacity_);
     channel->join();
-    std::lock_guard<std::mutex> lock(mutex_);  // submit() looks at it
+    std::lock_guard<std::mutex> lock(mutex_);  // submit() reads channel_
     memory_ = std::move(memory);
     channel_ = std::move(channel);
   } catch (const std::exception& error) {
@@ -121,11 +121,11 @@ void Communicator::connect() {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!ready_.empty()) call = describe_call(ready_.front()->call()) + ": ";
     }
-    abort(call + error.what() + " (The group's first process, which makes its memory, is " + name_of(0) + ".)");
+    abort(call + error.what() + " (The group's first process, which creates its memory, is " + name_of(0) + ".)");
   }
 }
 
-// Carries calls out until there is none left, or until the group is released.
+// Runs calls until none is left, or until the group is released.
 void Communicator::progress_calls() {
   for (;;) {
     if (current_ == nullptr && !select_next()) {
@@ -148,7 +148,7 @@ void Communicator::progress_calls() {
   }
 }
 
-// The call to go on with: the one that the first process wants, or the one that has been ready for longest.
+// Selects the call to run: the leader's, or else the one that has been ready longest.
 bool Communicator::select_next() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (stop_) return false;
@@ -166,26 +166,26 @@ bool Communicator::select_next() {
   return true;
 }
 
-// Whether the group has been given up by another process, before this one's part in the call has begun: then the call
-// fails here as well, even if it finds all that it needs.
+// Whether another process has aborted the group before this one started the call. The call then fails here as well,
+// even if all its inputs are there.
 bool Communicator::abort_if_peer_aborted() {
   if (current_->has_started()) return false;
   for (int process = 0; process < group_.num_processes(); ++process) {
     if (process == group_.self() || !channel_->has_aborted(process)) continue;
-    abort(describe_call(current_->call()) + ": the group of processes is of no use any more. " +
+    abort(describe_call(current_->call()) + ": this group of processes can no longer be used. " +
           describe_peer(process));
     return true;
   }
   return false;
 }
 
-// Whether the call is done. If it has to wait for longer than kBrief it is not.
+// Advances the current call, polling for up to kPollTime. Returns whether it is done.
 bool Communicator::poll_current() {
   const auto is_done = [this] { return current_->advance(*channel_, next_round_) == Exchange::State::done; };
   if (is_done()) return true;
   if (!oversubscribed_) {
     for (int i = 0; i < kSpins; ++i) {
-      pause_briefly();
+      cpu_relax();
       if (is_done()) return true;
     }
   }
@@ -206,7 +206,7 @@ bool Communicator::is_preempted() const {
   return other && *other != current_->call().id;
 }
 
-// Puts the current call back, for the one that the first process has begun.
+// Puts the current call back, in favour of the one that the leader has started.
 void Communicator::requeue_current() {
   std::lock_guard<std::mutex> lock(mutex_);
   leader_call_ = channel_->staged_call(0, next_round_);
@@ -215,7 +215,7 @@ void Communicator::requeue_current() {
   waiting_since_ = cpu::Clock::now();
 }
 
-// Sleeps until the process that the call waits for does something.
+// Sleeps until the peer that the call waits for signals.
 void Communicator::wait_for_peer() {
   const int peer = current_->awaited_peer();
   const uint32_t seen = channel_->doorbell(peer);
@@ -232,7 +232,7 @@ void Communicator::wait_for_peer() {
   if (waited > kPollInterval) post_current_call();
   const bool exited = channel_->has_exited(peer), aborted = channel_->has_aborted(peer);
   if (waited > deadline() || exited || aborted) {
-    // It may have come before it ended.
+    // It may have signalled before it exited.
     if (current_->advance(*channel_, next_round_) == Exchange::State::done) {
       return cpu::CompletionThreads::instance().complete(finish());
     }
@@ -247,7 +247,8 @@ void Communicator::wait_for_peer() {
   }
 }
 
-// Sleeps until the call that the first process wants may be ready. False if it is time to give up.
+// Sleeps until the leader's call may be ready, or aborts the group once the deadline has passed. Returns false: the
+// caller selects again.
 bool Communicator::wait_for_leader_call() {
   const auto waited = cpu::Clock::now() - waiting_since_;
   if (waited > kPollInterval) post_current_call();
@@ -258,8 +259,8 @@ bool Communicator::wait_for_leader_call() {
       if (ready_.empty()) return false;
       text << describe_call(ready_.front()->call());
     }
-    text << ": process " << group_.process_id(0) << " makes another call, for which process "
-         << group_.process_id(group_.self()) << " did not come within " << deadline().count() << " s. "
+    text << ": process " << group_.process_id(0) << " makes another call, which process "
+         << group_.process_id(group_.self()) << " did not make within " << deadline().count() << " s. "
          << describe_peer(0) << " All processes must make the same calls in the same order, with the same shapes and "
          << "dtypes: look for a branch or a loop whose condition differs between them.";
     abort(text.str());
@@ -291,7 +292,7 @@ void Communicator::post_current_call() {
   channel_->post_status(text);
 }
 
-// Ends all calls, now and from now on: who has waited in vain no longer knows how far the others are.
+// Fails all calls, now and in future: after a timeout this process no longer knows how far its peers are.
 void Communicator::abort(const std::string& why) {
   std::vector<ExchangePtr> failed;
   {
@@ -336,7 +337,7 @@ std::string Communicator::describe_peer(int process) const {
   } else if (channel_->has_exited(process)) {
     text << "has ended.";
   } else if (channel_->has_aborted(process)) {
-    text << "has given up. It said: " << (status.empty() ? "nothing" : status) << ".";
+    text << "has aborted the group. Last status: " << (status.empty() ? "none" : status) << ".";
   } else if (!status.empty()) {
     text << "waits in another call: " << status << ".";
   } else {
@@ -357,8 +358,7 @@ std::string Communicator::describe_missing_processes(const Exchange& exchange) c
        << num_missing << " of the group's " << group_.num_processes() << " processes, for up to " << deadline().count()
        << " s." << peers.str()
        << " Every process must make the same calls: look for an error or an early exit there, and for a branch or a "
-          "loop "
-          "whose condition differs between processes. If the others are only slow, set JAX_RING_TIMEOUT_S to more "
+          "loop whose condition differs between processes. If the others are only slow, set JAX_RING_TIMEOUT_S to more "
           "seconds.";
   return text.str();
 }

@@ -1,5 +1,5 @@
-// communicator.h: the processes of a group: in which order they carry their calls out, on which threads, and what is
-// said when one of them does not come.
+// communicator.h: runs the calls of a group of processes: in which order, on which thread, and how failures are
+// reported.
 #pragma once
 
 #include <chrono>
@@ -22,29 +22,29 @@ namespace jax_ring::shm {
 
 using Memory = std::shared_ptr<unsigned char>;  // unmapped with its last owner
 
-// One process's side of a group. The calls of a group are carried out one after the other, in an order that its first
-// process chooses: that in which they become ready there. The others begin with what they have ready, so that nothing
-// is lost where all agree, and turn to the first process's call where that is another one.
+// One process's side of a group. The calls of a group run one after the other, in the order in which they become ready
+// in the group's first process, the leader. The other processes start with whatever call is ready, so that nothing is
+// lost if they agree, and switch to the leader's call if it is another one.
 //
-// Calls are carried out on the thread that brings them as long as the others are prompt, and then by a thread of the
-// communicator's own, which sleeps while it waits: a thread of the runtime must not be held up.
+// A call runs on the thread that submits it as long as the peers are prompt. Otherwise the communicator's progress
+// thread takes over and sleeps while it waits, because a thread of the runtime must not block.
 class Communicator {
  public:
-  // connect: maps the group's memory, of Channel::bytes(). Called once, on the communicator's thread. May throw, with
-  // the reason, and has to when stop() turns true.
+  // connect: maps the group's memory, of Channel::bytes(). Called once, on the progress thread. Throws, with the
+  // reason, if that fails, and when stop() becomes true.
   using Stop = std::function<bool()>;
   using Connect = std::function<Memory(const Stop& stop)>;
-  // first_round: of the channel, the same for all.
+  // first_round: the channel's first round, the same in all processes.
   Communicator(Group group, const Capacity& capacity, Connect connect, uint32_t first_round = 1);
-  // Fails the calls that are under way.
+  // Fails the calls that are pending.
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
   const Group& group() const { return group_; }
 
-  // Takes a call over. If it ends before this returns, its meeting is given back, for the caller to tell its ranks;
-  // otherwise the Relay tells them.
+  // Takes ownership of a call. If it completes before this returns, its rendezvous is returned and the caller completes
+  // the ranks. Otherwise null is returned and CompletionThreads completes them.
   cpu::RendezvousPtr submit(Call&& call);
 
  private:
@@ -77,21 +77,21 @@ class Communicator {
   std::mutex mutex_;
   std::condition_variable wake_;
   bool stop_ = false;
-  bool busy_ = false;                // some thread carries calls out
-  bool on_progress_thread_ = false;  // ... and it is the communicator's own
+  bool busy_ = false;                // some thread is running calls
+  bool on_progress_thread_ = false;  // ... and it is the progress thread
   std::deque<ExchangePtr> ready_;
   std::vector<ExchangePtr> free_;
   std::optional<std::string> failure_;
   std::thread thread_;
 
-  // Of whoever drives.
+  // Owned by the thread that runs calls.
   Memory memory_;
   std::unique_ptr<Channel> channel_;
   uint32_t next_round_;
   ExchangePtr current_;
-  std::optional<uint64_t> leader_call_;  // the first process's call, if it is not ready here yet
+  std::optional<uint64_t> leader_call_;  // the leader's call, if it is not ready here yet
   cpu::Clock::time_point waiting_since_;
-  uint64_t steps_at_wait_start_ = 0;  // of the current call when it began to wait
+  uint64_t steps_at_wait_start_ = 0;  // of the current call
   bool has_posted_status_ = false;
 };
 

@@ -1,4 +1,4 @@
-// communicators.cc: makes each group's communicator once.
+// communicators.cc: creates each group's communicator once.
 #include "shm/communicators.h"
 
 #include <algorithm>
@@ -12,11 +12,11 @@
 namespace jax_ring::shm {
 namespace {
 
-// Of the order of a core's own cache, so that what is staged is read before it is driven out. Half of it costs a tenth
-// more at 1 MiB; twice as much gains little, and /dev/shm may be small.
+// About the size of a core's private cache, so that staged values are read before they are evicted. Half of it costs
+// 10% at 1 MiB; twice as much gains little, and /dev/shm may be small.
 constexpr size_t kStagingBytes = 512 << 10;
 constexpr size_t kResultBytes = 256 << 10;
-// For each rank of a process and each part of a collective, of which there are as many as ranks.
+// Per rank of a process and part of a collective; there are as many parts as ranks.
 constexpr size_t kMinBytesPerRank = 256;
 
 Capacity capacity_of(const Group& group) {
@@ -43,7 +43,7 @@ Communicators& Communicators::instance() {
 }
 
 void Communicators::join(int64_t process, const std::string& token) {
-  std::map<std::vector<Member>, std::shared_ptr<Communicator>> old;  // ended without the lock
+  std::map<std::vector<Member>, std::shared_ptr<Communicator>> old;  // destroyed after the lock is released
   std::lock_guard<std::mutex> lock(mutex_);
   process_ = process;
   if (token == token_) return;
@@ -62,8 +62,9 @@ std::shared_ptr<Communicator> Communicators::get_or_create(const std::vector<Mem
   std::lock_guard<std::mutex> lock(mutex_);
   if (token_.empty()) {
     throw std::logic_error(
-        "this program is for several processes, and jax_ring does not know the others. It finds them when it lowers a "
-        "program: call jax.distributed.initialize() first, and do not load programs that were compiled elsewhere");
+        "this program is for several processes, and jax_ring does not know the others. It discovers them when it "
+        "lowers a program: call jax.distributed.initialize() first, and do not load programs that were compiled "
+        "elsewhere");
   }
   std::shared_ptr<Communicator>& found = by_members_[members];
   if (found == nullptr) {

@@ -1,4 +1,4 @@
-// exchange.cc: stages, folds and hands out the pieces of each round.
+// exchange.cc: stages, folds and publishes the pieces of each round.
 #include "shm/exchange.h"
 
 #include <cstring>
@@ -9,7 +9,7 @@
 namespace jax_ring::shm {
 namespace {
 
-// As in the engine for the ranks of one process.
+// As in cpu/engine.cc.
 constexpr size_t kStreamingBytes = 4 << 20;
 constexpr size_t kCacheLine = 64;
 
@@ -84,7 +84,7 @@ Exchange::State Exchange::advance(Channel& channel, uint32_t first) {
       case Step::await_staged:
         if (!have_all_arrived(channel, number)) return State::waiting;
         if (rounds_.publishes_results() && has_next_) {
-          // Now, so that the others find it when they are through with this round.
+          // Now, so that the peers find it as soon as they finish this round.
           stage(channel, number + 1, next_);
           channel.signal_staged(number + 1, call_.id);
           next_is_staged_ = true;
@@ -118,7 +118,7 @@ void Exchange::stage(Channel& channel, uint32_t number, const Round& round) cons
     unsigned char* to = staging + round.staged(i, group_.self(), group_.num_processes());
     const void* const* inputs = &call_.rendezvous->inputs[piece.operand * 2 * group_.num_ranks()];
     for (int s = 0; s < piece.part.sources.count; ++s) {
-      // In the order of the ranks, whatever the order of the fold.
+      // In rank order, whatever the order of the fold.
       const int rank = piece.part.sources.count == 1 ? piece.part.sources.first : s;
       if (!group_.is_local(rank)) continue;
       std::memcpy(to, static_cast<const char*>(inputs[rank]) + piece.part.from * element_bytes_,
@@ -128,7 +128,7 @@ void Exchange::stage(Channel& channel, uint32_t number, const Round& round) cons
   }
 }
 
-// Writes a result to the outputs.
+// Copies a result to the outputs.
 void Exchange::write_outputs(const void* result, size_t count) const {
   copy_({&result, 1, 0}, slices(outputs_), count * element_bytes_, streaming_ && are_aligned(outputs_));
 }
@@ -165,7 +165,7 @@ void Exchange::fold(Channel& channel, uint32_t number, const Round& round) {
       if (piece.owner != kEveryone && part.receivers.count > 1) {
         unsigned char* const result = channel.results(group_.self(), number) + piece.result_at;
         if (streaming) {
-          // The others read the result at once, so that it stays in the caches; this process's ranks get a copy.
+          // The peers read the result at once, so it should stay in the cache. The local ranks get a copy.
           void* const results[] = {result};
           kernel_(slices(inputs_), {results, 1, 0}, part.count, false);
           write_outputs(result, part.count);

@@ -1,4 +1,4 @@
-// group.h: which of a group's ranks live in which process.
+// group.h: which process each rank of a group is in.
 #pragma once
 
 #include <algorithm>
@@ -8,10 +8,11 @@
 
 namespace jax_ring::shm {
 
-// A group's processes are numbered from 0, in the order of their first ranks.
+// The processes of a group are numbered from 0, in the order of their first ranks.
 class Group {
  public:
-  // processes: of each rank, as the runtime numbers them. self: this process, which has one of the ranks at least.
+  // processes: the runtime's id of each rank's process. self: the id of this process, which must have at least one
+  // rank.
   Group(const std::vector<int64_t>& processes, int64_t self) {
     for (int rank = 0; rank < static_cast<int>(processes.size()); ++rank) {
       const auto found = std::find(process_ids_.begin(), process_ids_.end(), processes[rank]);
@@ -37,7 +38,7 @@ class Group {
   int local_index(int rank) const { return local_index_[rank]; }  // among the ranks of its process
   const std::vector<int>& ranks_of(int process) const { return ranks_[process]; }
   bool is_local(int rank) const { return process_[rank] == self_; }
-  int64_t process_id(int process) const { return process_ids_[process]; }  // the runtime's number
+  int64_t process_id(int process) const { return process_ids_[process]; }  // the runtime's id
 
  private:
   std::vector<int> process_, local_index_;  // by rank

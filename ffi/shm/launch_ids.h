@@ -1,4 +1,4 @@
-// launch_ids.h: numbers the executions of a call alike in all processes.
+// launch_ids.h: identifies the executions of a call by the same numbers in all processes.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,13 @@
 
 namespace jax_ring::shm {
 
-// The runtime numbers the launches of an executable from a hash of it on, which is another one where processes differ
-// in as little as a line number. What is alike is how many launches there have been: programs of several devices run
-// one after the other, in the order of their launches.
+// The runtime numbers the launches of an executable starting from a hash of the executable, and a single different line
+// number changes the hash. The number of launches is the same in all processes: programs of several devices run one
+// after the other, in launch order.
 class RunCounter {
  public:
-  // How many other executions had been seen when this one was seen first. Equal calls in programs of the same name
-  // count together, but not those of different groups, which not all processes have to be in.
+  // How many other executions were seen before this one. Equal calls in programs of the same name share a counter.
+  // Different groups do not, since a process need not be in all of them.
   int64_t index_of(int64_t run_id) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found =
@@ -30,7 +30,7 @@ class RunCounter {
   }
 
  private:
-  static constexpr size_t kMaxRecent = 64;  // far more than are under way at a time
+  static constexpr size_t kMaxRecent = 64;  // far more than run at the same time
   std::mutex mutex_;
   int64_t next_ = 0;
   std::deque<std::pair<int64_t, int64_t>> recent_;
@@ -41,9 +41,9 @@ class LaunchIds {
  public:
   explicit LaunchIds(std::shared_ptr<RunCounter> runs) : runs_(std::move(runs)) {}
 
-  // What is alike in all processes for the execution, and for no other one of a call of this identity. The second
-  // number counts the launches since the first execution: should one have ended in this process before it came to the
-  // call, its further executions are not taken for those before them.
+  // Identifies an execution among all those of calls with this identity, with the same numbers in all processes. The
+  // second number counts launches since the first execution: if a launch ended in this process before it reached the
+  // call, later executions are not mistaken for earlier ones.
   std::pair<int64_t, uint32_t> get(int64_t run_id) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!first_) first_ = run_id;

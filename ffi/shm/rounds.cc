@@ -1,4 +1,4 @@
-// rounds.cc: cuts a collective into pieces, and packs these into rounds.
+// rounds.cc: cuts a collective into pieces, and packs them into rounds.
 #include "shm/rounds.h"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ void Rounds::begin(const cpu::Message& message, bool one_shot) {
   partition_operand();
   publishes_results_ =
       std::any_of(parts_.begin(), parts_.end(), [&](const Owned& owned) { return publishes_result(owned); });
-  // The same for all operands, whose parts differ by their sizes alone.
+  // The same for all operands, whose parts differ only in size.
   chunk_ = std::max<size_t>(1, chunk_bytes() / cpu::element_size(message.dtype));
 }
 
@@ -53,7 +53,7 @@ void Rounds::partition_operand() {
       parts_.push_back({part, owner});
       continue;
     }
-    // All of it is folded alike, so that everybody can have an even share.
+    // All elements are folded alike, so every process gets an equal share.
     const size_t line = kCacheLine / element_bytes, lines = (count + line - 1) / line;
     const size_t each = (lines + group_.num_processes() - 1) / group_.num_processes() * line;
     for (int process = 0; process < group_.num_processes(); ++process) {
@@ -83,7 +83,7 @@ size_t Rounds::chunk_bytes() const {
   return bytes / kCacheLine * kCacheLine;
 }
 
-// The next elements of all parts of the operand, if the round has room for them.
+// Adds the next elements of all parts of the operand, if the round has room for them.
 bool Rounds::add_slice(Round& round) {
   const size_t element_bytes = cpu::element_size(message_->dtype);
   const size_t before = round.pieces.size();

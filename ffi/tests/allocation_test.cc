@@ -1,4 +1,4 @@
-// allocation_test.cc: a small call that has been made before allocates nothing between arriving and being told.
+// allocation_test.cc: a small call that is repeated allocates nothing between arrival and completion.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace {
 std::atomic<long> num_allocations{0};
 }  // namespace
 
-// Replaced for the whole test program; the other forms of new end in these.
+// Replaced for the whole test program; the other forms of new call these.
 void* operator new(size_t size) {
   num_allocations.fetch_add(1, std::memory_order_relaxed);
   if (void* memory = std::malloc(size)) return memory;
@@ -44,7 +44,7 @@ class NoWorkers final : public Workers {
   void schedule(std::function<void()>) override { FAIL() << "a small message woke a thread"; }
 };
 
-// Ranks that make one call after the other, each from within the telling of its last one, as in a compiled loop.
+// Ranks that make one call after the other, each from the completion of the last one, as in a compiled loop.
 class Loop {
  public:
   explicit Loop(int num_ranks) : ranks_(num_ranks), rendezvous_map_(groups(num_ranks), "test") {
@@ -53,7 +53,7 @@ class Loop {
     }
   }
 
-  // Whether all ranks get through so many calls.
+  // Whether all ranks complete this many calls.
   bool run(int calls) {
     std::atomic<int> running{static_cast<int>(ranks_.size())};
     for (size_t rank = 0; rank < ranks_.size(); ++rank) {
@@ -106,7 +106,7 @@ class Loop {
   RendezvousMap rendezvous_map_;
 };
 
-// More threads than the calls below can need at once: on a busy machine the relay may start some at any time.
+// More threads than the calls below can need at once: on a busy machine CompletionThreads may start some at any time.
 void start_completion_threads() {
   constexpr int kThreads = 64;
   std::atomic<int> arrived{0}, left{0};
@@ -126,8 +126,9 @@ TEST(Allocation, NoneInAWarmLoop) {
   start_completion_threads();
   for (int num_ranks : {1, 2, 8}) {
     Loop loop(num_ranks);
-    // A thread that is held up while it tells a rank keeps its meeting from the next call, which then makes one more.
-    // That adds a few to some rounds on a busy machine; an allocation of every call would add a thousand to all.
+    // A thread that is preempted during a completion holds its rendezvous back from the next call, which then allocates
+    // one more. This adds a few allocations to some rounds on a busy machine; an allocation in every call would add a
+    // thousand to all rounds.
     long fewest = std::numeric_limits<long>::max();
     for (int round = 0; round < 20 && fewest > 0; ++round) {
       const long before = num_allocations;

@@ -1,5 +1,4 @@
-// completion_threads_test.cc: tests of the relay: what a rank does once it is completed never keeps another one from
-// being completed.
+// completion_threads_test.cc: what a rank does in its completion never delays another rank's completion.
 #include "cpu/completion_threads.h"
 
 #include <gtest/gtest.h>
@@ -16,7 +15,7 @@ namespace {
 
 using testing::kTestTimeout;
 
-// Whether the condition comes to hold within the time that a test waits.
+// Whether the condition becomes true within kTestTimeout.
 template <class Condition>
 bool eventually(Condition condition) {
   const Clock::time_point limit = Clock::now() + kTestTimeout;
@@ -27,7 +26,7 @@ bool eventually(Condition condition) {
   return true;
 }
 
-// A meeting of ranks that run `follow(rank)` when they are told.
+// A rendezvous of ranks whose completions run `follow(rank, error)`.
 template <class Follow>
 RendezvousPtr rendezvous_of(int num_ranks, Follow follow) {
   RendezvousPtr rendezvous(new Rendezvous);
@@ -38,7 +37,7 @@ RendezvousPtr rendezvous_of(int num_ranks, Follow follow) {
   return rendezvous;
 }
 
-TEST(CompletionThreads, TellsEveryRankOnce) {
+TEST(CompletionThreads, CompletesEveryRankOnce) {
   std::atomic<int> completed[5] = {};
   std::atomic<int> errors{0};
   CompletionThreads::instance().complete(rendezvous_of(5, [&](int rank, const std::string* error) {
@@ -55,7 +54,7 @@ TEST(CompletionThreads, TellsEveryRankOnce) {
   EXPECT_EQ(errors, 0);
 }
 
-TEST(CompletionThreads, PassesTheErrorOnAndLeavesOutTheAbsent) {
+TEST(CompletionThreads, PassesTheErrorAndSkipsMissingRanks) {
   std::atomic<int> completed{0};
   auto rendezvous = rendezvous_of(4, [&](int rank, const std::string* error) {
     EXPECT_NE(rank, 2);
@@ -68,8 +67,8 @@ TEST(CompletionThreads, PassesTheErrorOnAndLeavesOutTheAbsent) {
   EXPECT_TRUE(eventually([&] { return completed == 3; }));
 }
 
-// What a collective of XLA's does: every rank blocks until all have come.
-TEST(CompletionThreads, RanksMayBlockUntilAllHaveBeenTold) {
+// As in XLA's own collectives: every rank blocks until all have arrived.
+TEST(CompletionThreads, RanksMayBlockUntilAllHaveCompleted) {
   for (int num_ranks : {2, 8, 33}) {
     for (int round = 0; round < 5; ++round) {
       std::atomic<int> arrived{0}, left{0};
@@ -83,8 +82,8 @@ TEST(CompletionThreads, RanksMayBlockUntilAllHaveBeenTold) {
   }
 }
 
-// One blocked program does not keep another one from going on, nor a second meeting of the same thread.
-TEST(CompletionThreads, ABlockedRankDelaysNoOtherMeeting) {
+// A blocked rank delays neither another rendezvous nor one that was completed from the same thread.
+TEST(CompletionThreads, ABlockedRankDelaysNoOtherRendezvous) {
   std::atomic<bool> release{false};
   std::atomic<int> blocked{0}, others{0};
   CompletionThreads::instance().complete(rendezvous_of(1, [&](int, const std::string*) {
@@ -99,7 +98,7 @@ TEST(CompletionThreads, ABlockedRankDelaysNoOtherMeeting) {
   EXPECT_TRUE(eventually([&] { return blocked == 1; }));
 }
 
-// A loop of collectives with nothing between them stays on few threads: it pays for no switches.
+// A loop of collectives with no work in between stays on few threads, without context switches.
 TEST(CompletionThreads, QuickRanksShareAThread) {
   constexpr int kNumRendezvous = 200;
   std::mutex mutex;
@@ -111,7 +110,7 @@ TEST(CompletionThreads, QuickRanksShareAThread) {
         std::lock_guard<std::mutex> lock(mutex);
         threads.insert(std::this_thread::get_id());
       }
-      ++completed;  // last: the test may then end
+      ++completed;  // last: the test may return after it
     }));
     ASSERT_TRUE(eventually([&] { return completed == 4 * (i + 1); }));
   }

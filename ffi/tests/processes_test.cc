@@ -1,5 +1,5 @@
-// processes_test.cc: collectives between processes, here threads that share one piece of memory, against their
-// definitions; calls that come in different orders, and peers that do not come.
+// processes_test.cc: collectives between processes, simulated by threads that share one block of memory, against the
+// definitions; calls in different orders, and missing peers.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -37,10 +37,10 @@ using cpu::RendezvousPtr;
 
 constexpr Capacity kSmall{4096, 2048};  // so that most calls take several rounds
 
-// The processes of a group, by the process of each rank.
+// The processes of a group, given the process of each rank.
 class Processes {
  public:
-  // rounds_without_results: before the first round.
+  // rounds_without_results: how many rounds the count of results is behind at the start.
   explicit Processes(std::vector<int64_t> process_of_rank, Capacity capacity = kSmall, uint32_t first_round = 1,
                      uint32_t rounds_without_results = 0)
       : process_of_rank_(std::move(process_of_rank)) {
@@ -94,7 +94,7 @@ class TestCall {
     }
   }
 
-  // Brings the ranks of one process.
+  // Submits the call for the ranks of one process.
   void submit(Communicator& communicator, uint64_t id) {
     RendezvousPtr rendezvous(new Rendezvous);
     rendezvous->run_id = run_id_;
@@ -147,7 +147,7 @@ class TestCall {
   std::vector<Outcome> outcomes_;
 };
 
-// Runs one function for each process, each on a thread of its own.
+// Runs one function per process, each on its own thread.
 void on_all(int count, const std::function<void(int process)>& run) {
   std::vector<std::thread> threads;
   for (int process = 0; process < count; ++process) threads.emplace_back(run, process);
@@ -160,11 +160,11 @@ const std::vector<std::vector<int64_t>> kLayouts = {
 
 class ProcessesTest : public ::testing::TestWithParam<DType> {};
 
-TEST_P(ProcessesTest, GiveWhatTheDefinitionsSay) {
+TEST_P(ProcessesTest, MatchesTheDefinitions) {
   uint64_t id = 0;
   int turn = 0;
   for (const auto& layout : kLayouts) {
-    // The count of rounds wraps around on the way.
+    // The round counter wraps around on the way.
     Processes processes(layout, kSmall, 0xfffffff0u);
     const int p = processes.num_ranks();
     for (const Plan& plan : all_plans(p)) {
@@ -184,7 +184,7 @@ TEST_P(ProcessesTest, GiveWhatTheDefinitionsSay) {
 INSTANTIATE_TEST_SUITE_P(DTypes, ProcessesTest, ::testing::Values(DType::u8, DType::f32, DType::bf16, DType::f64),
                          [](const auto& info) { return name_of(info.param); });
 
-// As long as the results go around the caches, and with the memory that is really used.
+// Large enough for streaming stores, and with the real size of the shared memory.
 TEST(Processes, LargeMessages) {
   for (Order order : {Order::rank, Order::ring}) {
     Processes processes({0, 0, 1}, {256 << 10, 128 << 10});
@@ -194,7 +194,7 @@ TEST(Processes, LargeMessages) {
   }
 }
 
-// Calls that do not depend on each other become ready in another order in each process, at random moments.
+// Independent calls become ready in a different order in each process, at random times.
 TEST(Processes, CallsInDifferentOrders) {
   constexpr int kCalls = 12;
   std::mt19937 random(7);
@@ -222,7 +222,8 @@ TEST(Processes, CallsInDifferentOrders) {
   }
 }
 
-// As in a compiled loop: each process makes its next call as soon as its last one has ended, the others or not.
+// As in a compiled loop: each process makes its next call as soon as its last one completes, whether or not the others
+// are done.
 TEST(Processes, LoopsOfCalls) {
   const int repeats = 2000 / kSlowdown;
   for (const auto& layout : {kLayouts[0], kLayouts[3]}) {
@@ -248,15 +249,15 @@ TestCall small_call(int num_ranks, uint64_t id) {
   return TestCall({Collective::all_reduce}, Op::sum, DType::f32, num_ranks, {10}, false, false, id);
 }
 
-void expect_in(const std::string& words, const std::string& error) {
-  EXPECT_NE(error.find(words), std::string::npos) << error;
+void expect_in(const std::string& expected, const std::string& error) {
+  EXPECT_NE(error.find(expected), std::string::npos) << error;
 }
 
-TEST(Processes, NameTheOneThatDoesNotCome) {
+TEST(Processes, MissingProcessIsNamed) {
   const ScopedDeadline deadline(0.3);
-  for (bool came_before : {false, true}) {
+  for (bool made_a_call : {false, true}) {
     Processes processes({0, 1, 1, 2});
-    if (came_before) {
+    if (made_a_call) {
       TestCall first = small_call(4, 7);
       for (int process : {0, 1, 2}) first.submit(processes[process]);
       first.expect_results();
@@ -265,15 +266,15 @@ TEST(Processes, NameTheOneThatDoesNotCome) {
     for (int process : {0, 2}) call.submit(processes[process]);
     for (int rank : {0, 3}) {
       ASSERT_TRUE(call.outcome(rank).wait());
-      expect_in(came_before ? "Process 1 (ranks 1, 2) is stopped, or busy with something else"
+      expect_in(made_a_call ? "Process 1 (ranks 1, 2) is stopped, or busy with something else"
                             : "Process 1 (ranks 1, 2) has not made a call in this group yet",
                 call.outcome(rank).error());
     }
   }
 }
 
-// What others have staged before they gave up is still there, and must not become the result of one alone.
-TEST(Processes, WhoComesTooLateFailsAsWell) {
+// What others staged before they aborted is still there. It must not become the result of one process alone.
+TEST(Processes, LateProcessFailsAsWell) {
   for (bool one_shot : {false, true}) {
     ScopedDeadline deadline(0.2);
     Processes processes({0, 1});
@@ -284,13 +285,14 @@ TEST(Processes, WhoComesTooLateFailsAsWell) {
     call.submit(processes[1]);
     next.submit(processes[0]);
     ASSERT_TRUE(call.outcome(1).wait());
-    expect_in("of no use any more. Process 0 (rank 0) has given up. It said: call 1", call.outcome(1).error());
+    expect_in("can no longer be used. Process 0 (rank 0) has aborted the group. Last status: call 1",
+              call.outcome(1).error());
     ASSERT_TRUE(next.outcome(0).wait());
     expect_in("Process 1 (rank 1)", next.outcome(0).error());
   }
 }
 
-TEST(Processes, NameBothCallsThatDoNotMatch) {
+TEST(Processes, MismatchNamesBothCalls) {
   const ScopedDeadline deadline(0.4);
   for (bool swapped : {false, true}) {
     Processes processes({0, 1});
@@ -306,7 +308,7 @@ TEST(Processes, NameBothCallsThatDoNotMatch) {
   }
 }
 
-// Of calls that have no results to hand out the count of results must go on, or it would lie ahead half a turn later.
+// The count of results must advance in rounds without results, or it would compare as ahead after 2^31 rounds.
 TEST(Processes, ManyRoundsWithoutResults) {
   Processes processes({0, 1}, kSmall, 5, 0x7ffffff0u);
   for (bool one_shot : {true, false}) {
@@ -316,8 +318,8 @@ TEST(Processes, ManyRoundsWithoutResults) {
   }
 }
 
-// The deadline is for each of the others, not for all of them together.
-TEST(Processes, ComeOneAfterTheOther) {
+// The deadline applies to each of the peers, not to all of them together.
+TEST(Processes, ArriveOneAfterTheOther) {
   const ScopedDeadline deadline(2);
   Processes processes({0, 1, 2});
   TestCall call = small_call(3, 1);
@@ -328,7 +330,7 @@ TEST(Processes, ComeOneAfterTheOther) {
   call.expect_results();
 }
 
-TEST(Processes, SeeAtOnceThatOneHasGivenUp) {
+TEST(Processes, AbortIsSeenAtOnce) {
   Processes processes({0, 1, 2});
   TestCall first = small_call(3, 1), call = small_call(3, 2);
   for (int process : {0, 1, 2}) first.submit(processes[process]);
@@ -338,12 +340,12 @@ TEST(Processes, SeeAtOnceThatOneHasGivenUp) {
   processes.end(1);
   for (int rank : {0, 2}) {
     ASSERT_TRUE(call.outcome(rank).wait());
-    expect_in("has given up", call.outcome(rank).error());
+    expect_in("has aborted the group", call.outcome(rank).error());
   }
   EXPECT_LT(cpu::Clock::now() - began, std::chrono::seconds(30)) << "of a deadline of 60";
 }
 
-TEST(Processes, AreReleasedWhileTheyWait) {
+TEST(Processes, ReleasedWhileWaiting) {
   Processes processes({0, 1});
   TestCall call = small_call(2, 1);
   call.submit(processes[0]);
@@ -352,20 +354,20 @@ TEST(Processes, AreReleasedWhileTheyWait) {
   EXPECT_NE(call.outcome(0).error().find("released"), std::string::npos);
 }
 
-TEST(RunCounter, AreNumberedInTheOrderInWhichTheyAreSeen) {
+TEST(LaunchIds, CountInOrderOfFirstUse) {
   const auto runs = std::make_shared<RunCounter>();
   LaunchIds one(runs), other(runs);
   using Number = std::pair<int64_t, uint32_t>;
   EXPECT_EQ(one.get(2147483647), Number(0, 0));
   EXPECT_EQ(other.get(5), Number(1, 0));
   EXPECT_EQ(one.get(2147483647), Number(0, 0));
-  EXPECT_EQ(one.get(-2147483648), Number(2, 1));  // the runtime's numbers wrap around
-  // One launch did not come to the call, so that what it comes to is not taken for that.
+  EXPECT_EQ(one.get(-2147483648), Number(2, 1));  // run ids wrap around
+  // One launch did not reach the call; the next one must not be mistaken for it.
   EXPECT_EQ(other.get(7), Number(3, 2));
 }
 
-// As a process of its own, which ends at a certain point.
-TEST(Channel, SeesThatAProcessHasEnded) {
+// In a process of its own, which exits at a known point.
+TEST(Channel, SeesThatAProcessHasExited) {
   const size_t bytes = Channel::bytes(2, kSmall);
   void* const shared = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(shared, MAP_FAILED);
@@ -384,13 +386,13 @@ TEST(Channel, SeesThatAProcessHasEnded) {
   kill(child, SIGKILL);
   siginfo_t info;
   ASSERT_EQ(waitid(P_PID, child, &info, WEXITED | WNOWAIT), 0);
-  EXPECT_TRUE(channel.has_exited(1)) << "its parent has not taken notice of its end";
+  EXPECT_TRUE(channel.has_exited(1)) << "its parent has not reaped it yet";
   ASSERT_EQ(waitpid(child, nullptr, 0), child);
   EXPECT_TRUE(channel.has_exited(1));
   munmap(shared, bytes);
 }
 
-TEST(Channel, CutsWhatIsSaidBetweenCharacters) {
+TEST(Channel, TruncatesTheStatusBetweenCharacters) {
   std::vector<unsigned char> memory(Channel::bytes(1, kSmall) + 128);
   auto* const aligned = memory.data() + (128 - reinterpret_cast<uintptr_t>(memory.data()) % 128);
   Channel channel(aligned, 1, 0, kSmall);
@@ -418,7 +420,7 @@ TEST(Group, NumbersProcessesByTheirFirstRanks) {
   EXPECT_THROW(Group({0, 1}, 2), std::invalid_argument);
 }
 
-TEST(SharedMemory, HasNoNameOnceAllHaveIt) {
+TEST(SharedMemory, HasNoNameOnceAllHaveMappedIt) {
   const std::string name = "/jax_ring-test-" + std::to_string(getpid());
   const auto never = [] { return false; };
   const Memory first = map_shared(name, 100, true, 2, 5, never);
@@ -426,13 +428,13 @@ TEST(SharedMemory, HasNoNameOnceAllHaveIt) {
   first.get()[99] = 42;
   EXPECT_EQ(second.get()[99], 42);
   EXPECT_THROW(map_shared(name, 100, false, 2, 0.05, never), std::runtime_error);
-  // Another one may be made under the name, and what it is about is not what was there before.
+  // New memory can be created under the same name, and does not contain the old data.
   EXPECT_EQ(map_shared(name, 100, true, 2, 5, never).get()[99], 0);
-  // Its first process has let it go, without the others ever having come.
+  // Its first process has released it before any other mapped it.
   EXPECT_THROW(map_shared(name, 100, false, 2, 0.05, never), std::runtime_error);
 }
 
-TEST(SharedMemory, LeavesNoNameIfNotAllCome) {
+TEST(SharedMemory, LeavesNoNameIfAProcessIsMissing) {
   const std::string name = "/jax_ring-test-" + std::to_string(getpid()), file = "/dev/shm" + name;
   const auto never = [] { return false; };
   Memory first = map_shared(name, 100, true, 3, 5, never), second = map_shared(name, 100, false, 3, 5, never);
@@ -440,7 +442,7 @@ TEST(SharedMemory, LeavesNoNameIfNotAllCome) {
   ASSERT_EQ(stat(file.c_str(), &status), 0);
   EXPECT_EQ(status.st_mode & 0777, 0600u);
   EXPECT_EQ(status.st_uid, geteuid());
-  second.reset();  // the first to give up, or the one that has seen the first one end
+  second.reset();  // the first one to release it unlinks the name
   EXPECT_NE(stat(file.c_str(), &status), 0);
 }
 

@@ -1,4 +1,4 @@
-// rendezvous_test.cc: ranks that make the same call meet, all of them are outcomes once, and late ones are named.
+// rendezvous_test.cc: ranks that make the same call share a rendezvous, complete once, and missing ranks are named.
 #include "cpu/rendezvous.h"
 
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@ using Partitions = std::vector<int64_t>;
 
 // ---- Replica groups -----------------------------------------------------------------------------------------------
 
-TEST(ReplicaGroups, GiveEveryPartitionItsPlace) {
+TEST(ReplicaGroups, LocateEveryPartition) {
   const ReplicaGroups groups({5, 0, 3, 7, 1, 2}, {3, 1, 2});
   EXPECT_EQ(groups.size(0), 3);
   EXPECT_EQ(groups.size(1), 1);
@@ -48,7 +48,7 @@ TEST(ReplicaGroups, PartitionsOutsideEveryGroup) {
   }
 }
 
-TEST(ReplicaGroups, RefuseWhatIsNoPartitionIntoGroups) {
+TEST(ReplicaGroups, RejectInvalidGroups) {
   struct Case {
     const char* what;
     Partitions partitions, sizes;
@@ -70,9 +70,9 @@ TEST(ReplicaGroups, RefuseWhatIsNoPartitionIntoGroups) {
   for (const Case& c : cases) EXPECT_THROW(ReplicaGroups(c.partitions, c.sizes), std::invalid_argument) << c.what;
 }
 
-// ---- Meeting ------------------------------------------------------------------------------------------------------
+// ---- RendezvousMap ------------------------------------------------------------------------------------------------
 
-// A participant that carries a number in place of a buffer's address, so that a meeting shows who is in it.
+// A participant with a number in place of a buffer's address, so that a rendezvous shows who is in it.
 Participant participant(uintptr_t number, const Outcome& outcome) {
   Participant result;
   result.inputs = {reinterpret_cast<const void*>(number)};
@@ -102,14 +102,14 @@ void random_delay(std::mt19937& random) {
   }
 }
 
-// One thread for each (run, partition), each making `calls` calls at one rendezvous. Whoever completes a meeting checks
-// that it holds exactly its group's ranks, in rank order, each in the same of its calls.
+// One thread for each (run, partition), each making `calls` calls through one map. The thread that completes a
+// rendezvous checks that it contains exactly its group's ranks, in rank order, each in the same call.
 struct Traffic {
   Partitions partitions, sizes;
   int runs = 1;
   int calls = 100;
   bool delays = false;
-  bool wait_for_each_call = true;  // as the runtime does; otherwise a fast rank is many calls ahead
+  bool wait_for_each_call = true;  // as the runtime does; otherwise a fast rank gets many calls ahead
 
   void run() {
     const ReplicaGroups groups(partitions, sizes);
@@ -170,7 +170,7 @@ struct Traffic {
   }
 };
 
-TEST(RendezvousMap, OneRankMeetsItself) {
+TEST(RendezvousMap, OneRankCompletesAlone) {
   RendezvousMap rendezvous_map(ReplicaGroups({4}, {1}), "test");
   const Outcome outcome;
   auto rendezvous = rendezvous_map.arrive(next_run_id(), 4, participant(1, outcome));
@@ -179,7 +179,7 @@ TEST(RendezvousMap, OneRankMeetsItself) {
   EXPECT_EQ(outcome.times(), 1);
 }
 
-TEST(RendezvousMap, LastToArriveGetsTheMeeting) {
+TEST(RendezvousMap, LastToArriveGetsTheRendezvous) {
   RendezvousMap rendezvous_map(ReplicaGroups({2, 0, 1}, {3}), "test");
   const int64_t run = next_run_id();
   Outcome outcomes[3];
@@ -195,21 +195,21 @@ TEST(RendezvousMap, LastToArriveGetsTheMeeting) {
   for (const Outcome& one : outcomes) EXPECT_EQ(one.times(), 0);
 }
 
-TEST(RendezvousMap, RefusesAnUnknownPartition) {
+TEST(RendezvousMap, RejectsAnUnknownPartition) {
   RendezvousMap rendezvous_map(ReplicaGroups({0, 1}, {2}), "test");
   const Outcome outcome;
   EXPECT_THROW(rendezvous_map.arrive(next_run_id(), 2, participant(0, outcome)), std::out_of_range);
   EXPECT_TRUE(rendezvous_map.remove_if([](const Rendezvous&) { return true; }).empty());
 }
 
-TEST(RendezvousMap, ARankThatCallsAgainOpensASecondMeeting) {
+TEST(RendezvousMap, ARankThatCallsAgainOpensASecondRendezvous) {
   RendezvousMap rendezvous_map(ReplicaGroups({0, 1}, {2}), "test");
   const int64_t run = next_run_id();
   const Outcome outcome;
   EXPECT_EQ(rendezvous_map.arrive(run, 0, participant(1, outcome)), nullptr);
   EXPECT_EQ(rendezvous_map.arrive(run, 0, participant(2, outcome)), nullptr);
   EXPECT_EQ(rendezvous_map.arrive(run, 0, participant(3, outcome)), nullptr);
-  for (uintptr_t call : {1, 2, 3}) {  // the other rank finds them oldest first
+  for (uintptr_t call : {1, 2, 3}) {  // the other rank joins them oldest first
     auto rendezvous = rendezvous_map.arrive(run, 1, participant(call + 10, outcome));
     ASSERT_NE(rendezvous, nullptr);
     EXPECT_EQ(number_of(*rendezvous, 0), call);
@@ -234,7 +234,7 @@ TEST(RendezvousMap, RunsAndGroupsDoNotMix) {
   EXPECT_EQ(rendezvous_map.remove_if([](const Rendezvous&) { return true; }).size(), 3u);
 }
 
-TEST(RendezvousMap, TakeLeavesTheOthersInOrder) {
+TEST(RendezvousMap, RemoveLeavesTheOthersInOrder) {
   RendezvousMap rendezvous_map(ReplicaGroups({0, 1}, {2}), "test");
   const int64_t keep = next_run_id(), remove = next_run_id();
   const Outcome outcome;
@@ -253,7 +253,7 @@ TEST(RendezvousMap, TakeLeavesTheOthersInOrder) {
   }
 }
 
-TEST(RendezvousMap, ThreadsMeetInALoop) { Traffic{{0, 1, 2, 3}, {4}, 1, 2000 / kSlowdown}.run(); }
+TEST(RendezvousMap, ThreadsInALoop) { Traffic{{0, 1, 2, 3}, {4}, 1, 2000 / kSlowdown}.run(); }
 
 TEST(RendezvousMap, UnevenGroupsInAnyOrder) { Traffic{{6, 2, 0, 9, 5, 1, 3}, {1, 4, 2}, 1, 500 / kSlowdown}.run(); }
 
@@ -265,10 +265,10 @@ TEST(RendezvousMap, RanksRunAhead) { Traffic{{0, 1, 2, 3, 4}, {3, 2}, 2, 500 / k
 
 // ---- Deadlines ----------------------------------------------------------------------------------------------------
 
-// As long as a deadline can be for a test, and as short as a loaded machine allows.
+// As long as a test can afford, and as short as a loaded machine allows.
 constexpr double kDeadline = 0.3;
 
-TEST(Deadline, FailsThoseWhoWaitAndNamesThoseWhoAreMissing) {
+TEST(Deadline, FailsWaitingRanksAndNamesMissingOnes) {
   const ScopedDeadline deadline(kDeadline);
   RendezvousMap rendezvous_map(ReplicaGroups({7, 3, 5, 0}, {3, 1}), "all_reduce over 'dp'");
   const int64_t run = next_run_id();
@@ -281,10 +281,10 @@ TEST(Deadline, FailsThoseWhoWaitAndNamesThoseWhoAreMissing) {
   EXPECT_GE(std::chrono::duration<double>(Clock::now() - began).count(), kDeadline);
   const std::string error = first.error();
   EXPECT_EQ(third.error(), error);
-  for (const char* words :
+  for (const char* expected :
        {"all_reduce over 'dp': 2 of 3 ranks arrived within 0.3 s.",
         "Missing: rank 1 (mesh position 3) of the group of mesh positions [7, 3, 5].", "JAX_RING_TIMEOUT_S"}) {
-    EXPECT_NE(error.find(words), std::string::npos) << error;
+    EXPECT_NE(error.find(expected), std::string::npos) << error;
   }
   EXPECT_EQ(first.times(), 1);
   EXPECT_EQ(third.times(), 1);
@@ -296,11 +296,11 @@ TEST(Deadline, NamesSeveralMissingRanks) {
   const Outcome outcome;
   EXPECT_EQ(rendezvous_map.arrive(next_run_id(), 2, participant(0, outcome)), nullptr);
   ASSERT_TRUE(outcome.wait());
-  const std::string words = "Missing: ranks 0 (mesh position 0), 1 (mesh position 1), 3 (mesh position 3) of the";
-  EXPECT_NE(outcome.error().find(words), std::string::npos) << outcome.error();
+  const std::string expected = "Missing: ranks 0 (mesh position 0), 1 (mesh position 1), 3 (mesh position 3) of the";
+  EXPECT_NE(outcome.error().find(expected), std::string::npos) << outcome.error();
 }
 
-TEST(Deadline, SaysWhereTheCallWasWritten) {
+TEST(Deadline, NamesTheCallSites) {
   const ScopedDeadline deadline(kDeadline);
   const std::string call = "a call written in several places";
   for (const char* site : {"a.py:1", "b.py:2", "a.py:1"}) note_call_site(call, site);
@@ -343,14 +343,14 @@ TEST(Deadline, AFailedRunFailsAllItsCalls) {
   const Outcome late, open_elsewhere, too_late, its_peer;
   EXPECT_EQ(first.arrive(run, 0, participant(0, late)), nullptr);
   std::this_thread::sleep_for(std::chrono::duration<double>(kDeadline));
-  // Half the deadline behind: it fails with the first, not for its own lateness.
+  // Opened after half the deadline: it fails with the first one, not at its own deadline.
   EXPECT_EQ(second.arrive(run, 1, participant(0, open_elsewhere)), nullptr);
   ASSERT_TRUE(late.wait());
   EXPECT_NE(late.error().find("first call"), std::string::npos) << late.error();
   ASSERT_TRUE(open_elsewhere.wait(std::chrono::duration<double>(kDeadline / 2)));
   EXPECT_EQ(open_elsewhere.error(), late.error());
 
-  // The missing rank arrives after all, at either call: told at once, and nobody's partner.
+  // The missing rank arrives at either call after all: it fails at once and joins no rendezvous.
   for (RendezvousMap* rendezvous_map : {&first, &second}) {
     for (int64_t partition : {1, 0}) {
       const Outcome outcome;
@@ -366,13 +366,13 @@ TEST(Deadline, AFailedRunFailsAllItsCalls) {
   EXPECT_NE(first.arrive(next, 1, participant(0, its_peer)), nullptr);
 }
 
-TEST(Deadline, ANewDeadlineHoldsAtOnce) {
+TEST(Deadline, ANewDeadlineTakesEffectAtOnce) {
   Outcome outcome;
   RendezvousMap rendezvous_map(ReplicaGroups({0, 1}, {2}), "test");
   const ScopedDeadline deadline(300);
   EXPECT_EQ(rendezvous_map.arrive(next_run_id(), 0, participant(0, outcome)), nullptr);
   EXPECT_FALSE(outcome.wait(std::chrono::duration<double>(kDeadline)));
-  Watchdog::instance().set_deadline(kDeadline);  // a shorter one holds at once, also for those who wait already
+  Watchdog::instance().set_deadline(kDeadline);  // a shorter one takes effect at once, also for ranks that already wait
   EXPECT_TRUE(outcome.wait(std::chrono::seconds(2)));
 }
 
@@ -384,7 +384,7 @@ TEST(Deadline, CallingBackIntoTheRendezvousIsAllowed) {
   Participant calls_again = participant(0, outer);
   calls_again.done = [&](const std::string* error) {
     rendezvous_map.arrive(run, 0, participant(0, inner));
-    // What runs next on a rank may also be another program's first call.
+    // A completion may also run another program's first call.
     const RendezvousMap another(ReplicaGroups({0}, {1}), "test");
     outer.completion()(error);
   };
@@ -394,8 +394,8 @@ TEST(Deadline, CallingBackIntoTheRendezvousIsAllowed) {
   EXPECT_EQ(inner.error(), outer.error());
 }
 
-// Ranks arrive around the moment of their deadline: whatever wins, each is told once, and a meeting is either
-// complete or failed for all.
+// Ranks arrive around their deadline. Either way each rank completes once, and a rendezvous either succeeds or fails
+// for all of its ranks.
 TEST(Deadline, RacesWithArrivals) {
   const ScopedDeadline deadline(0.002);
   RendezvousMap rendezvous_map(ReplicaGroups({0, 1, 2}, {3}), "test");
@@ -431,8 +431,8 @@ TEST(Deadline, RacesWithArrivals) {
   EXPECT_EQ(successes, completed);
 }
 
-// The runtime destroys call sites, with their rendezvous, while the watchdog looks at others.
-TEST(Deadline, RendezvousComeAndGoWhileTheWatchdogLooks) {
+// The runtime destroys call sites, with their maps, while the watchdog checks others.
+TEST(Deadline, MapsAreCreatedAndDestroyedDuringChecks) {
   const ScopedDeadline deadline(0.0005);
   std::vector<std::thread> threads;
   std::atomic<int> completed_twice{0};
