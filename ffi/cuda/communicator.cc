@@ -164,8 +164,7 @@ std::string Communicator::describe(const Failure& failure, const std::string& ca
           "condition differs between ranks, or for an error on the missing rank. If it is only slow, set "
           "JAX_RING_TIMEOUT_S to more seconds. The results of this call, and of later ones, are not valid, and the "
           "group cannot be used again: restart the program, or call jax.clear_caches() and "
-          "jax_ring.runtime.forget_gpu_groups() "
-          "in all processes.";
+          "jax_ring.runtime.forget_gpu_groups() in all processes.";
   return text.str();
 }
 

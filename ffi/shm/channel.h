@@ -64,12 +64,12 @@ class Channel {
   void wait_doorbell(int process, uint32_t seen, std::chrono::nanoseconds timeout) const;
 
  private:
-  // Written by this process alone. Everything that is polled is in one line.
+  // Written only by the process that owns the area. Everything that is polled is in one line.
   struct alignas(128) Signals {
     std::atomic<uint32_t> doorbell, staged, results, aborted;
     std::atomic<uint64_t> calls[2];  // of the latest even and odd round
   };
-  // Written by the processes that wait for this one.
+  // Written by the processes that wait for the owner.
   struct alignas(128) Waiters {
     std::atomic<uint32_t> count;
   };

@@ -64,12 +64,12 @@ cpu::RendezvousPtr Communicator::submit(Call&& call) {
   free_.pop_back();
   exchange->begin(std::move(call));
   ready_.push_back(std::move(exchange));
-  if (busy_ || channel_ == nullptr) {
-    if (!busy_) hand_over_to_progress_thread();
+  if (running_calls_ || channel_ == nullptr) {
+    if (!running_calls_) hand_over_to_progress_thread();
     wake_.notify_one();  // it may be waiting for this call
     return nullptr;
   }
-  busy_ = true;
+  running_calls_ = true;
   lock.unlock();
   select_next();
   if (abort_if_peer_aborted() || !poll_current()) {
@@ -79,14 +79,14 @@ cpu::RendezvousPtr Communicator::submit(Call&& call) {
   }
   cpu::RendezvousPtr rendezvous = finish();
   lock.lock();
-  busy_ = false;
+  running_calls_ = false;
   if (!ready_.empty()) hand_over_to_progress_thread();
   return rendezvous;
 }
 
 // Requires mutex_. Called by the thread that runs calls, or while there is none.
 void Communicator::hand_over_to_progress_thread() {
-  busy_ = on_progress_thread_ = true;
+  running_calls_ = on_progress_thread_ = true;
   if (!thread_.joinable()) thread_ = std::thread([this] { run_progress_thread(); });
   wake_.notify_one();
 }
@@ -131,7 +131,7 @@ void Communicator::progress_calls() {
     if (current_ == nullptr && !select_next()) {
       std::unique_lock<std::mutex> lock(mutex_);
       if (stop_ || ready_.empty()) {
-        busy_ = on_progress_thread_ = false;
+        running_calls_ = on_progress_thread_ = false;
         return;
       }
       lock.unlock();
@@ -201,7 +201,7 @@ bool Communicator::poll_current() {
 }
 
 bool Communicator::is_preempted() const {
-  if (group_.self() == 0 || !current_->no_peer_has_staged()) return false;
+  if (group_.self() == 0 || !current_->is_waiting_for_leader()) return false;
   const auto other = channel_->staged_call(0, next_round_);
   return other && *other != current_->call().id;
 }

@@ -33,12 +33,12 @@ class Exchange {
   // Advances. `first` is the channel's round for the call's first round.
   State advance(Channel& channel, uint32_t first);
 
-  // Starts over. Only allowed while no_peer_has_staged().
+  // Starts over. Only allowed while is_waiting_for_leader().
   void restart();
 
   bool has_started() const { return num_rounds_ > 0 || step_ != Step::stage; }
-  // Whether no other process is known to have made this call.
-  bool no_peer_has_staged() const { return num_rounds_ == 0 && step_ == Step::await_staged && peer_ == 0; }
+  // Whether it waits for the group's first process to stage the first round.
+  bool is_waiting_for_leader() const { return num_rounds_ == 0 && step_ == Step::await_staged && peer_ == 0; }
   // The process that it waits for, and whether the current step still waits for `process`.
   int awaited_peer() const { return peer_; }
   bool is_missing(int process, const Channel& channel, uint32_t first) const;

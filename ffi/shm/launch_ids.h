@@ -12,9 +12,9 @@
 
 namespace jax_ring::shm {
 
-// The runtime numbers the launches of an executable starting from a hash of the executable, and a single different line
-// number changes the hash. The number of launches is the same in all processes: programs of several devices run one
-// after the other, in launch order.
+// The runtime numbers the launches of an executable starting from a hash of it, which may differ between processes: one
+// different line number is enough. The number of launches is the same in all processes: programs of several devices run
+// one after the other, in launch order.
 class RunCounter {
  public:
   // How many other executions were seen before this one. Equal calls in programs of the same name share a counter.
