@@ -1,4 +1,4 @@
-// backend.h: where the ranks of a check run: on GPUs, or, to rehearse it, on threads of the host.
+// backend.h: where the ranks of a check run: on GPUs, or on threads of the host for a dry run.
 #pragma once
 
 #include <cstddef>
@@ -10,11 +10,11 @@
 
 namespace jax_ring::check {
 
-// How the kernels of several ranks get to run at the same time.
-enum class How {
+// How the kernels of several ranks are launched so that they run concurrently.
+enum class LaunchMode {
   together,  // one launch for all ranks
-  streams,   // a launch on a stream of its own for each rank
-  graphs,    // as streams, but recorded and replayed
+  streams,   // one launch per rank, on a stream of its own
+  graphs,    // as streams, but captured in graphs and replayed
 };
 
 // One rank's kernels.
@@ -31,16 +31,16 @@ class Backend {
   virtual void copy_in(void* to, const void* from_host, size_t bytes) = 0;
   virtual void copy_out(void* to_host, const void* from, size_t bytes) = 0;
 
-  // Runs the ranks' work `repeats` times and waits until it has ended. Returns the seconds that all of that took.
-  virtual double run(const std::vector<Work>& ranks, How how, int repeats) = 0;
+  // Runs the ranks' work `repeats` times, waits for it, and returns the seconds it took in all.
+  virtual double run(const std::vector<Work>& ranks, LaunchMode how, int repeats) = 0;
 
-  // Seconds that copying so many bytes within the memory of a device takes.
+  // Seconds that `repeats` copies of `bytes` bytes within a device's memory take.
   virtual double copy_seconds(int device, size_t bytes, int repeats) = 0;
 };
 
 std::unique_ptr<Backend> cuda_backend();
 
-// Threads in the place of teams, and shared memory of the host in the place of that of GPUs.
+// Threads in place of CTAs, and POSIX shared memory in place of GPU memory.
 std::unique_ptr<Backend> host_backend();
 
 }  // namespace jax_ring::check

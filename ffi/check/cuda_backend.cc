@@ -1,4 +1,4 @@
-// cuda_backend.cc: ranks on GPUs, several of them on one if need be.
+// cuda_backend.cc: ranks on GPUs; several may share one.
 #include <cuda_runtime_api.h>
 
 #include <stdexcept>
@@ -36,7 +36,7 @@ double seconds_between(const Event& begin, const Event& end) {
   return milliseconds / 1e3;
 }
 
-// A rank's kernels, recorded.
+// A rank's kernels, captured as a CUDA graph.
 class Graph {
  public:
   Graph(cudaStream_t stream, const Work& work) {
@@ -72,9 +72,10 @@ class CudaBackend final : public Backend {
     check(cudaMemcpy(to_host, from, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy from the device");
   }
 
-  double run(const std::vector<Work>& ranks, How how, int repeats) override {
+  double run(const std::vector<Work>& ranks, LaunchMode how, int repeats) override {
     check(cudaSetDevice(ranks.at(0).device), "cudaSetDevice");
-    return how == How::together ? run_together(ranks, repeats) : run_on_streams(ranks, how == How::graphs, repeats);
+    return how == LaunchMode::together ? run_together(ranks, repeats)
+                                       : run_on_streams(ranks, how == LaunchMode::graphs, repeats);
   }
 
   double copy_seconds(int device, size_t bytes, int repeats) override {

@@ -1,4 +1,4 @@
-// host_backend.cc: ranks on threads of the host, which meet in POSIX shared memory, also between processes.
+// host_backend.cc: ranks on threads of the host, with mailboxes in POSIX shared memory, within and between processes.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -25,14 +25,14 @@ class SharedMemory final : public gpu::PeerMemory {
     const std::string name = "/jax_ring_check_" + std::to_string(getpid()) + "_" + std::to_string(next_.fetch_add(1));
     const int file = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
     if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0) fail("shm_open of " + name);
-    return remember(map(file, bytes), {name, bytes, true});
+    return track(map(file, bytes), {name, bytes, true});
   }
 
-  void release(int, void* memory) override { forget(memory); }
+  void release(int, void* memory) override { unmap(memory); }
   void* allocate_on_host(size_t bytes) override { return allocate(0, bytes); }
-  void release_on_host(void* memory) override { forget(memory); }
-  bool can_reach(int, int) override { return true; }
-  void reach(int, int) override {}
+  void release_on_host(void* memory) override { unmap(memory); }
+  bool can_access(int, int) override { return true; }
+  void enable_access(int, int) override {}
 
   std::string export_handle(int, void* memory) override {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -46,17 +46,17 @@ class SharedMemory final : public gpu::PeerMemory {
     const std::string name = handle.substr(space + 1);
     const int file = shm_open(name.c_str(), O_RDWR, 0600);
     if (file < 0) fail("shm_open of " + name);
-    return remember(map(file, bytes), {name, bytes, false});
+    return track(map(file, bytes), {name, bytes, false});
   }
 
-  void close_handle(int, void* memory) override { forget(memory); }
+  void close_handle(int, void* memory) override { unmap(memory); }
   void warm_up(int) override {}
 
  private:
   struct Segment {
     std::string name;
     size_t bytes;
-    bool own;
+    bool owned;
   };
 
   [[noreturn]] static void fail(const std::string& what) {
@@ -70,18 +70,18 @@ class SharedMemory final : public gpu::PeerMemory {
     return memory;
   }
 
-  void* remember(void* memory, Segment segment) {
+  void* track(void* memory, Segment segment) {
     std::lock_guard<std::mutex> lock(mutex_);
     segments_[memory] = std::move(segment);
     return memory;
   }
 
-  void forget(void* memory) {
+  void unmap(void* memory) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = segments_.find(memory);
     if (found == segments_.end()) return;
     munmap(memory, found->second.bytes);
-    if (found->second.own) shm_unlink(found->second.name.c_str());
+    if (found->second.owned) shm_unlink(found->second.name.c_str());
     segments_.erase(found);
   }
 
@@ -145,8 +145,8 @@ class HostBackend final : public Backend {
   void copy_in(void* to, const void* from_host, size_t bytes) override { std::memcpy(to, from_host, bytes); }
   void copy_out(void* to_host, const void* from, size_t bytes) override { std::memcpy(to_host, from, bytes); }
 
-  // All ways of launching are alike here.
-  double run(const std::vector<Work>& ranks, How, int repeats) override {
+  // All launch modes are the same here.
+  double run(const std::vector<Work>& ranks, LaunchMode, int repeats) override {
     const auto begin = std::chrono::steady_clock::now();
     std::vector<std::thread> teams;
     for (const Work& work : ranks) {

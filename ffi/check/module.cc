@@ -27,7 +27,7 @@ namespace jax_ring::check {
 namespace {
 
 template <class Value>
-Value choice(const char* what, const std::map<std::string, Value>& choices, const std::string& name) {
+Value lookup(const char* what, const std::map<std::string, Value>& choices, const std::string& name) {
   const auto found = choices.find(name);
   if (found == choices.end()) throw std::invalid_argument(std::string("unknown ") + what + " " + name);
   return found->second;
@@ -42,11 +42,11 @@ const std::map<std::string, DType>& dtypes() {
   return all;
 }
 
-// A call, as the functions below take it from Python.
+// A call, as described by the arguments from Python.
 struct Request {
   gpu::CallSite site;
   DType dtype;
-  How how;
+  LaunchMode how;
 };
 
 Request request_of(const std::string& collective, const std::string& op, int root, const std::string& dtype,
@@ -55,37 +55,39 @@ Request request_of(const std::string& collective, const std::string& op, int roo
                                                                       {"one_shot", Algorithm::one_shot},
                                                                       {"two_shot", Algorithm::two_shot},
                                                                       {"ring", Algorithm::ring}};
-  const Plan plan{choice<Collective>("collective",
+  const Plan plan{lookup<Collective>("collective",
                                      {{"all_reduce", Collective::all_reduce},
                                       {"reduce_scatter", Collective::reduce_scatter},
                                       {"all_gather", Collective::all_gather},
                                       {"reduce", Collective::reduce},
                                       {"broadcast", Collective::broadcast}},
                                      collective),
-                  choice<Order>("order", {{"rank", Order::rank}, {"ring", Order::ring}}, order), root};
-  return {{"check", plan, choice<Op>("operation", {{"sum", Op::sum}, {"max", Op::max}, {"min", Op::min}}, op),
-           choice("algorithm", algorithms, algorithm)},
-          choice("dtype", dtypes(), dtype),
-          choice<How>("way of launching",
-                      {{"together", How::together}, {"streams", How::streams}, {"graphs", How::graphs}}, how)};
+                  lookup<Order>("order", {{"rank", Order::rank}, {"ring", Order::ring}}, order), root};
+  return {
+      {"check", plan, lookup<Op>("operation", {{"sum", Op::sum}, {"max", Op::max}, {"min", Op::min}}, op),
+       lookup("algorithm", algorithms, algorithm)},
+      lookup("dtype", dtypes(), dtype),
+      lookup<LaunchMode>(
+          "launch mode",
+          {{"together", LaunchMode::together}, {"streams", LaunchMode::streams}, {"graphs", LaunchMode::graphs}}, how)};
 }
 
 // The ranks of this process in a group.
 class Ranks {
  public:
   Ranks(const std::string& backend, std::vector<std::pair<int64_t, int64_t>> members, int64_t process,
-        const std::string& name, double deadline_seconds, gpu::Exchange exchange)
+        const std::string& name, double deadline_seconds, gpu::KeyValueStore store)
       : backend_(backend == "cuda" ? cuda_backend() : host_backend()), deadline_(deadline_seconds) {
     if (backend != "cuda" && backend != "host") throw std::invalid_argument("unknown backend " + backend);
     std::vector<gpu::Member> group;
     for (const auto& [owner, device] : members) group.push_back({owner, device});
     Capacity capacity = gpu::default_capacity(static_cast<int>(group.size()));
-    if (backend == "host") capacity.num_ctas = 1;  // a thread each
+    if (backend == "host") capacity.num_ctas = 1;  // one thread per rank
     members_ = group;
-    communicator_.emplace(std::move(group), process, capacity, name, backend_->memory(), exchange);
+    communicator_.emplace(std::move(group), process, capacity, name, backend_->memory(), store);
   }
 
-  // inputs: by rank of this process, then operand. The results are arranged alike.
+  // inputs: by rank of this process, then operand. The results have the same layout.
   std::vector<std::vector<nb::bytes>> run(const std::vector<std::vector<nb::bytes>>& inputs, const Request& request,
                                           int repeats) {
     std::vector<std::vector<gpu::Buffer>> buffers;
@@ -117,7 +119,7 @@ class Ranks {
   std::vector<double> seconds(size_t num_bytes, const Request& request, int repeats, int samples) {
     const nb::gil_scoped_release without_gil;
     std::vector<std::vector<gpu::Buffer>> buffers;
-    // Small numbers: whatever the type, sums of them are numbers. Not zeros, which move faster than real data.
+    // Small numbers: sums of them are finite in every type. Not zeros, which move faster than real data.
     std::string data(num_bytes, '\0');
     std::minstd_rand random(1);
     for (char& byte : data) byte = static_cast<char>(random() % 16);
@@ -135,7 +137,7 @@ class Ranks {
     return times;
   }
 
-  // As if so many rounds had gone before; they wrap around after 2^32.
+  // Sets the round counters, which wrap around after 2^32 rounds.
   void start_from(uint32_t first) {
     const Capacity& capacity = communicator_->capacity();
     const std::vector<Progress> progress(capacity.num_ctas, Progress{first, first, first, first});
@@ -151,7 +153,7 @@ class Ranks {
     }
   }
 
-  // The first failure in words; empty if there was none.
+  // The first failure as text; empty if there was none.
   std::string failure() const {
     const auto failure = communicator_->failure();
     return failure ? communicator_->describe(*failure, "check", deadline_) : "";
@@ -167,7 +169,7 @@ class Ranks {
   }
 
   gpu::Buffer allocate(int device, size_t input_bytes, size_t output_bytes) {
-    // At least a byte: an operand may be empty, an allocation may not.
+    // At least one byte: an operand may be empty, an allocation may not.
     return {backend_->memory().allocate(device, input_bytes + 1), backend_->memory().allocate(device, output_bytes + 1),
             input_bytes};
   }
@@ -219,17 +221,17 @@ NB_MODULE(_gpu_check, m) {
              const std::string& name, double deadline,
              std::function<void(const std::string&, const nb::bytes&)> publish,
              std::function<nb::bytes(const std::string&)> fetch) {
-            jax_ring::gpu::Exchange exchange;
+            jax_ring::gpu::KeyValueStore store;
             if (publish) {
-              exchange.publish = [publish](const std::string& key, const std::string& value) {
+              store.publish = [publish](const std::string& key, const std::string& value) {
                 publish(key, nb::bytes(value.data(), value.size()));
               };
-              exchange.fetch = [fetch](const std::string& key) {
+              store.fetch = [fetch](const std::string& key) {
                 const nb::bytes value = fetch(key);
                 return std::string(value.c_str(), value.size());
               };
             }
-            new (self) Ranks(backend, std::move(members), process, name, deadline, std::move(exchange));
+            new (self) Ranks(backend, std::move(members), process, name, deadline, std::move(store));
           },
           "backend"_a, "members"_a, "process"_a = 0, "name"_a = "check", "deadline"_a = 20.0, "publish"_a = nb::none(),
           "fetch"_a = nb::none(),
@@ -254,8 +256,8 @@ NB_MODULE(_gpu_check, m) {
           },
           "num_bytes"_a, "dtype"_a = "f32", "algorithm"_a = "auto", "order"_a = "rank", "how"_a = "together",
           "repeats"_a = 20, "samples"_a = 10, "collective"_a = "all_reduce", "Seconds per call, by sample.")
-      .def("start_from", &Ranks::start_from, "first"_a, "Sets the counters of rounds, as if so many had gone before.")
-      .def("failure", &Ranks::failure, "The first failure in words; empty if there was none.")
+      .def("start_from", &Ranks::start_from, "first"_a, "Sets the round counters, as if this many rounds had been run.")
+      .def("failure", &Ranks::failure, "The first failure as text; empty if there was none.")
       .def("copy_seconds", &Ranks::copy_seconds, "num_bytes"_a, "repeats"_a,
-           "Seconds that `repeats` copies of so many bytes within a device take.");
+           "Seconds that `repeats` copies of `num_bytes` bytes within a device take.");
 }

@@ -9,8 +9,8 @@
 namespace jax_ring {
 namespace {
 
-// Equal calls from more places than a message can usefully list.
-constexpr size_t kSitesKept = 4;
+// A message that lists more sites than this does not help.
+constexpr size_t kMaxSites = 4;
 
 std::mutex mutex;
 std::map<std::string, std::vector<std::string>>& table() {
@@ -23,7 +23,7 @@ std::map<std::string, std::vector<std::string>>& table() {
 void note_call_site(const std::string& call, const std::string& site) {
   std::lock_guard<std::mutex> lock(mutex);
   std::vector<std::string>& sites = table()[call];
-  if (sites.size() < kSitesKept && std::find(sites.begin(), sites.end(), site) == sites.end()) sites.push_back(site);
+  if (sites.size() < kMaxSites && std::find(sites.begin(), sites.end(), site) == sites.end()) sites.push_back(site);
 }
 
 std::string called_at(const std::string& call) {

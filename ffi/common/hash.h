@@ -1,4 +1,4 @@
-// hash.h: a hash that comes out the same in all processes, unlike std::hash.
+// hash.h: a hash that is the same in all processes, unlike std::hash.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ class Hash {
     return add(std::string_view(reinterpret_cast<const char*>(&value), sizeof(value)));
   }
   uint64_t value() const { return value_; }
-  // Folded, which uses all of it.
+  // Both halves, XORed.
   uint32_t value32() const { return static_cast<uint32_t>(value_ >> 32 ^ value_); }
 
  private:

@@ -1,4 +1,4 @@
-// xla_types.h: XLA's names of element types and options, decoded for the engines.
+// xla_types.h: maps XLA's element types and attribute strings to those of the engines.
 #pragma once
 
 #include <cstddef>
@@ -14,13 +14,13 @@
 
 namespace jax_ring {
 
-// The engines' element type for XLA's, and how many of theirs one element of XLA's is.
-struct Element {
+// The engines' element type for an XLA element type. A complex number is two reals; data that is only moved is bytes.
+struct EngineType {
   DType dtype;
-  size_t per_element;
+  size_t per_xla_element;
 };
 
-inline Element element_of(xla::ffi::DataType dtype) {
+inline EngineType engine_type_of(xla::ffi::DataType dtype) {
   switch (dtype) {
     case xla::ffi::PRED:
     case xla::ffi::U8:
@@ -70,15 +70,15 @@ inline Element element_of(xla::ffi::DataType dtype) {
   }
 }
 
-// What is only moved is moved as bytes.
-inline Element element_of(const Plan& plan, xla::ffi::DataType dtype) {
+// Gathers and broadcasts do no arithmetic, so they move bytes.
+inline EngineType engine_type_of(const Plan& plan, xla::ffi::DataType dtype) {
   if (plan.collective == Collective::all_gather || plan.collective == Collective::broadcast) {
     return {DType::u8, xla::ffi::ByteWidth(dtype)};
   }
-  return element_of(dtype);
+  return engine_type_of(dtype);
 }
 
-// The value of an attribute, by its name among `names`, in the order of the enumeration.
+// The enumerator whose name is `name`; `names` lists them in the order of the enumeration.
 template <class Enum, size_t kCount>
 Enum named(std::string_view name, const std::string_view (&names)[kCount]) {
   for (size_t i = 0; i < kCount; ++i) {
@@ -92,7 +92,7 @@ inline constexpr std::string_view kCollectives[] = {"all_reduce", "reduce_scatte
 inline constexpr std::string_view kOps[] = {"sum", "max", "min"};
 inline constexpr std::string_view kOrders[] = {"rank", "ring"};
 
-// The algorithm; none if the choice is left to us.
+// The requested algorithm; none if the engine chooses.
 inline std::optional<Algorithm> algorithm_of(std::string_view name) {
   constexpr std::string_view kAlgorithms[] = {"one_shot", "two_shot", "ring"};
   if (name == "auto") return std::nullopt;

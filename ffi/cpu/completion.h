@@ -1,4 +1,4 @@
-// completion.h: whom to tell that a call has ended: a callable kept in place, so that no call allocates memory for it.
+// completion.h: the callback that completes a rank's call. Stored in place, so that no call allocates memory for it.
 #pragma once
 
 #include <cstddef>
@@ -9,39 +9,39 @@
 
 namespace jax_ring::cpu {
 
-// Tells a rank that its call has ended; the error is null when the result has been written. Like a move-only
-// std::function<void(const std::string* error)>, whose own room is too small for what a rank needs to be told.
+// Completes one rank's call; the error is null if the result has been written. Like a move-only
+// std::function<void(const std::string* error)>, whose in-place buffer is too small for the handler's callback.
 class Completion {
  public:
   Completion() = default;
 
   template <class F, class = std::enable_if_t<!std::is_same_v<F, Completion>>>
-  Completion(F tell) : operations_(&kOperations<F>) {
+  Completion(F callback) : operations_(&kOperations<F>) {
     static_assert(sizeof(F) <= kCapacity && alignof(F) <= alignof(void*), "it must fit in place");
     static_assert(std::is_nothrow_move_constructible_v<F>);
-    new (place_) F(std::move(tell));
+    new (storage_) F(std::move(callback));
   }
 
-  Completion(Completion&& other) noexcept { take(other); }
+  Completion(Completion&& other) noexcept { move_from(other); }
   Completion& operator=(Completion&& other) noexcept {
     if (this != &other) {
       reset();
-      take(other);
+      move_from(other);
     }
     return *this;
   }
   ~Completion() { reset(); }
 
   explicit operator bool() const { return operations_ != nullptr; }
-  void operator()(const std::string* error) { operations_->call(place_, error); }
+  void operator()(const std::string* error) { operations_->invoke(storage_, error); }
 
  private:
   static constexpr size_t kCapacity = 4 * sizeof(void*);
 
   struct Operations {
-    void (*call)(void* at, const std::string* error);
-    void (*move)(void* from, void* to);  // and ends the one moved from
-    void (*end)(void* at);
+    void (*invoke)(void* at, const std::string* error);
+    void (*move)(void* from, void* to);  // and destroys the source
+    void (*destroy)(void* at);
   };
 
   template <class F>
@@ -54,16 +54,16 @@ class Completion {
       [](void* at) { static_cast<F*>(at)->~F(); },
   };
 
-  void take(Completion& other) {
+  void move_from(Completion& other) {
     operations_ = std::exchange(other.operations_, nullptr);
-    if (operations_ != nullptr) operations_->move(other.place_, place_);
+    if (operations_ != nullptr) operations_->move(other.storage_, storage_);
   }
   void reset() {
-    if (operations_ != nullptr) std::exchange(operations_, nullptr)->end(place_);
+    if (operations_ != nullptr) std::exchange(operations_, nullptr)->destroy(storage_);
   }
 
   const Operations* operations_ = nullptr;
-  alignas(void*) unsigned char place_[kCapacity];
+  alignas(void*) unsigned char storage_[kCapacity];
 };
 
 }  // namespace jax_ring::cpu

@@ -1,4 +1,4 @@
-// engine.h: carries out the collective of a complete meeting.
+// engine.h: executes the collective of a complete rendezvous.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace jax_ring::cpu {
 
-// Threads that the work may be spread over.
+// The threads that share the work: XLA's pool, or a test's.
 class Workers {
  public:
   virtual ~Workers() = default;
@@ -27,9 +27,10 @@ struct Message {
   Op op = Op::sum;
 };
 
-// Runs the collective, and has the participants told by the Relay. Returns at once or after having done a part of the
-// work; never waits for another thread. The meeting's buffers must stay valid until its participants are told. Ends the
-// process if memory for its few words of bookkeeping runs out: the ranks would wait for ever.
-void run_collective(MeetingPtr meeting, const Message& message, Workers& workers) noexcept;
+// Executes the collective and queues the ranks' completions on CompletionThreads. Returns at once or after doing part
+// of the work, and never waits for another thread. The buffers of the rendezvous must stay valid until its completions
+// have run. Terminates the process if the little memory for bookkeeping cannot be allocated: the ranks would wait
+// forever.
+void run_collective(RendezvousPtr rendezvous, const Message& message, Workers& workers) noexcept;
 
 }  // namespace jax_ring::cpu

@@ -1,4 +1,4 @@
-// float_mode.h: the processor's treatment of floats, kept the same whatever thread the work runs on.
+// float_mode.h: the floating-point mode of a thread, so that results do not depend on the thread that computes them.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace jax_ring::cpu {
 
-// How the processor treats floats on the calling thread: rounding, and whether subnormal numbers are flushed to zero.
+// The floating-point mode of the calling thread: rounding, and whether subnormal numbers are flushed to zero.
 class FloatMode {
  public:
   static FloatMode current() {
@@ -20,7 +20,7 @@ class FloatMode {
     asm volatile("mrs %0, fpcr" : "=r"(word));
     return FloatMode(word);
 #else
-#error "jax_ring: unknown processor; say here how it is told not to flush subnormal numbers"
+#error "jax_ring: unsupported processor: add how its floating-point control register is read and written"
 #endif
   }
 
@@ -35,7 +35,7 @@ class FloatMode {
 #endif
   }
 
-  void use() const {
+  void set() const {
 #if defined(__x86_64__)
     _mm_setcsr(static_cast<unsigned>(word_));
 #else
@@ -48,12 +48,12 @@ class FloatMode {
   uint64_t word_;
 };
 
-// Some of the runtime's threads flush subnormal numbers and others do not. A result must not depend on the thread that
-// computed it, so the mode is set for a stretch of code, and set back after it.
+// Sets the mode for a scope and restores it. Some of XLA's threads flush subnormal numbers and others do not, and a
+// result must not depend on the thread that computed it.
 class ScopedFloatMode {
  public:
-  explicit ScopedFloatMode(FloatMode mode) : saved_(FloatMode::current()) { mode.use(); }
-  ~ScopedFloatMode() { saved_.use(); }
+  explicit ScopedFloatMode(FloatMode mode) : saved_(FloatMode::current()) { mode.set(); }
+  ~ScopedFloatMode() { saved_.set(); }
   ScopedFloatMode(const ScopedFloatMode&) = delete;
   ScopedFloatMode& operator=(const ScopedFloatMode&) = delete;
 

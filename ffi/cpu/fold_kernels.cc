@@ -16,7 +16,7 @@ namespace {
 
 const FoldKernels& choose() {
 #if defined(__x86_64__)
-  // Asking for less than the machine has is how a test, or a doubt, compares instruction sets.
+  // A smaller instruction set can be requested, to compare them in tests and when debugging.
   const char* asked = std::getenv("JAX_RING_ISA");
   const std::string_view limit = asked != nullptr ? asked : "";
   __builtin_cpu_init();

@@ -1,4 +1,4 @@
-// fold_kernels.h: the fold of p host buffers into p host buffers, for the widest instruction set of this CPU.
+// fold_kernels.h: folds p host buffers into p host buffers, with the widest instruction set of this CPU.
 #pragma once
 
 #include <cstddef>
@@ -9,27 +9,27 @@ namespace jax_ring::cpu {
 
 // Elements from `begin` on of each of `count` buffers.
 template <class Buffer>
-struct Places {
+struct BufferSlices {
   const Buffer* buffers;
   int count;
   size_t begin;
 };
-using Inputs = Places<const void*>;
-using Outputs = Places<void*>;
+using Inputs = BufferSlices<const void*>;
+using Outputs = BufferSlices<void*>;
 
-// Folds `count` elements of the inputs, in the order of the inputs, and writes the result to each of the outputs. An
-// output may be the same place in the same buffer as an input. With `past_cache` the results are written around the
-// caches, if the CPU can; the outputs must then be aligned to 64 bytes.
-using FoldKernel = void (*)(const Inputs& inputs, const Outputs& outputs, size_t count, bool past_cache);
+// Folds `count` elements of the inputs, in the order of the inputs, and writes the result to each output. An output may
+// be the same memory as an input. With `streaming` the results are written with streaming stores if the CPU has them;
+// the outputs must then be aligned to 64 bytes.
+using FoldKernel = void (*)(const Inputs& inputs, const Outputs& outputs, size_t count, bool streaming);
 
 struct FoldKernels {
   const char* instruction_set;
   FoldKernel kernels[static_cast<int>(Op::count)][static_cast<int>(DType::count)];
 
-  FoldKernel of(Op op, DType dtype) const { return kernels[static_cast<int>(op)][static_cast<int>(dtype)]; }
+  FoldKernel get(Op op, DType dtype) const { return kernels[static_cast<int>(op)][static_cast<int>(dtype)]; }
 };
 
-// The kernels for this machine, chosen once. JAX_RING_ISA (baseline, avx2, avx512) asks for a smaller set.
+// The kernels for this machine, chosen once. JAX_RING_ISA (baseline, avx2, avx512) requests a smaller instruction set.
 const FoldKernels& fold_kernels();
 
 // Bytes of one element.

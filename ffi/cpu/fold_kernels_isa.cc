@@ -17,7 +17,7 @@ constexpr int kRegisterBytes = 32;
 constexpr int kRegisterBytes = 16;
 #endif
 
-// A streaming store writes past the cache, and saves reading the line that it is about to overwrite.
+// A streaming store bypasses the cache, which saves reading the line that is about to be overwritten.
 template <class V>
 JAX_RING_INLINE void stream(void* to, V value) {
 #if defined(__AVX512F__)
@@ -34,7 +34,8 @@ JAX_RING_INLINE void stream(void* to, V value) {
   __builtin_memcpy(to, &value, sizeof(value));
 }
 
-// Folds blocks of `kVectors` registers from element `at` on, as long as a whole block fits; returns where it stopped.
+// Folds blocks of `kVectors` registers from element `at` on while a whole block fits. Returns the first element that is
+// left.
 template <class Element, class Op, class Lanes, int kVectors, bool kStream>
 size_t fold_blocks(const Inputs& inputs, const Outputs& outputs, size_t at, size_t end) {
   using Storage = typename Element::Storage;
@@ -66,15 +67,15 @@ size_t fold_blocks(const Inputs& inputs, const Outputs& outputs, size_t at, size
 }
 
 template <class Element, class Op>
-void fold(const Inputs& inputs, const Outputs& outputs, size_t count, bool past_cache) {
+void fold(const Inputs& inputs, const Outputs& outputs, size_t count, bool streaming) {
   using Lanes = Vector<kRegisterBytes / sizeof(typename Element::Accumulator)>;
-  // Enough that a block covers whole cache lines of every rank, few enough that the accumulators stay in registers.
+  // Enough for a block to cover whole cache lines of every rank, few enough for the accumulators to stay in registers.
   constexpr int kVectors = 4;
   size_t at = 0;
-  if (past_cache) {
+  if (streaming) {
     at = fold_blocks<Element, Op, Lanes, kVectors, true>(inputs, outputs, at, count);
 #if defined(__x86_64__)
-    _mm_sfence();  // streaming stores are not ordered with the store that tells the others
+    _mm_sfence();  // streaming stores are not ordered with the store that signals completion
 #endif
   }
   at = fold_blocks<Element, Op, Lanes, kVectors, false>(inputs, outputs, at, count);

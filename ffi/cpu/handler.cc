@@ -1,4 +1,4 @@
-// handler.cc: decodes the custom call, checks it, and hands it to the rendezvous and the engine.
+// handler.cc: decodes and checks the custom call, and passes it to the rendezvous and the engine.
 #include "cpu/handler.h"
 
 #include <algorithm>
@@ -10,13 +10,13 @@
 #include <utility>
 #include <vector>
 
+#include "common/hash.h"
+#include "common/xla_types.h"
+#include "cpu/completion_threads.h"
 #include "cpu/engine.h"
 #include "cpu/float_mode.h"
-#include "cpu/relay.h"
 #include "cpu/rendezvous.h"
-#include "common/hash.h"
 #include "shm/communicators.h"
-#include "common/xla_types.h"
 
 namespace jax_ring::cpu {
 namespace {
@@ -24,25 +24,29 @@ namespace {
 namespace ffi = xla::ffi;
 
 // A group that spans several processes.
-struct Spanning {
+struct CrossProcessGroup {
   std::shared_ptr<shm::Communicator> communicator;
   Thresholds thresholds;
-  std::unique_ptr<shm::Launches> launches;  // those that this group takes part in
+  std::unique_ptr<shm::LaunchIds> launch_ids;  // of this call in this group
 };
 
-// One per call instruction and process; the runtime owns it.
+// One per call instruction and process, owned by the runtime.
 struct CallSite {
   static ffi::TypeId id;
   CallSite(ReplicaGroups groups, std::string call, Plan plan, Op op)
-      : rendezvous(std::move(groups), call), plan(plan), op(op), text(std::make_shared<std::string>(std::move(call))) {}
-  Rendezvous rendezvous;
+      : rendezvous_map(std::move(groups), call),
+        plan(plan),
+        op(op),
+        text(std::make_shared<std::string>(std::move(call))) {}
+  RendezvousMap rendezvous_map;
   Plan plan;
   Op op;
   // For groups that span several processes.
   std::shared_ptr<const std::string> text;
   std::optional<Algorithm> algorithm;
-  Hash hash;                                    // of what tells the call from others, in all processes alike
-  std::vector<std::optional<Spanning>> groups;  // nothing if one does not span several, or has no rank here
+  Hash hash;  // of what identifies the call, the same in all processes
+  std::vector<std::optional<CrossProcessGroup>>
+      groups;  // nullopt if a group is within one process, or has no rank here
 };
 ffi::TypeId CallSite::id = {};
 
@@ -53,14 +57,15 @@ bool is_one_shot(const CallSite& site, const Message& message, const Thresholds&
   return site.algorithm.value_or(chosen) == Algorithm::one_shot;
 }
 
-// Equal calls of a program are told apart by the order in which its processes build them. `program` is the name that it
-// has in all of them and, behind a '#', how often this process has built it: not every process builds it as often.
+// Equal calls of a program are distinguished by the order in which a process builds them. `program` is the program's
+// name, the same in all processes, then '#' and how often this process has lowered it, which differs between processes.
 Hash identity_of(std::string_view call, std::string_view program, const Plan& plan, Op op,
                  std::optional<Algorithm> algorithm) {
   Hash hash;
   hash.add(call).add(program.substr(0, program.rfind('#')));
   hash.add(plan.collective).add(plan.order).add(plan.root).add(op).add(algorithm.value_or(Algorithm::count));
-  return hash.add(shm::Communicators::instance().count(std::string(program) + ": " + std::to_string(hash.value())));
+  return hash.add(
+      shm::Communicators::instance().next_index(std::string(program) + ": " + std::to_string(hash.value())));
 }
 
 void find_communicators(CallSite& site, ffi::Span<const int64_t> partitions, ffi::Span<const int64_t> processes,
@@ -81,11 +86,12 @@ void find_communicators(CallSite& site, ffi::Span<const int64_t> partitions, ffi
     site.groups.emplace_back();
     if (local == 0 || local == members.size()) continue;
     if (one_shot_bytes.size() != group_sizes.size() || two_shot_bytes.size() != group_sizes.size()) {
-      throw std::invalid_argument("jax_ring: there are not as many thresholds as groups");
+      throw std::invalid_argument("jax_ring: there must be one threshold of each kind per group");
     }
     const Thresholds thresholds{static_cast<uint64_t>(one_shot_bytes[group]),
                                 static_cast<uint64_t>(two_shot_bytes[group])};
-    site.groups.back() = {all.of(members), thresholds, std::make_unique<shm::Launches>(all.runs(hash.value()))};
+    site.groups.back() = {all.get_or_create(members), thresholds,
+                          std::make_unique<shm::LaunchIds>(all.run_counter(hash.value()))};
   }
 }
 
@@ -110,7 +116,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
       if (root < 0 || root >= size) throw std::invalid_argument("jax_ring: the root is not in every group");
     }
     if (processes.size() != partitions.size()) {
-      throw std::invalid_argument("jax_ring: there are not as many processes as partitions");
+      throw std::invalid_argument("jax_ring: there must be one process per partition");
     }
     std::vector<bool> is_local;
     for (int64_t process : processes) is_local.push_back(process == shm::Communicators::instance().process());
@@ -125,20 +131,21 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
   }
 }
 
-void run_between_processes(const CallSite& site, const Spanning& group, MeetingPtr meeting, const Message& message) {
-  const auto [run, launch] = group.launches->number(meeting->run_id);
+void run_between_processes(const CallSite& site, const CrossProcessGroup& group, RendezvousPtr rendezvous,
+                           const Message& message) {
+  const auto [run, launch] = group.launch_ids->get(rendezvous->run_id);
   const bool one_shot = is_one_shot(site, message, group.thresholds);
   Hash hash = site.hash;
   hash.add(run).add(launch).add(message.dtype).add(one_shot);
   for (size_t count : message.counts) hash.add(count);
-  meeting = group.communicator->submit({std::move(meeting), message, hash.value(), one_shot, site.text});
-  if (meeting == nullptr) return;
-  const auto is_here = [](const Completion& done) { return static_cast<bool>(done); };
-  if (std::count_if(meeting->done.begin(), meeting->done.end(), is_here) > 1) {
-    return Relay::instance().tell(std::move(meeting));
+  rendezvous = group.communicator->submit({std::move(rendezvous), message, hash.value(), one_shot, site.text});
+  if (rendezvous == nullptr) return;
+  const auto has_completion = [](const Completion& done) { return static_cast<bool>(done); };
+  if (std::count_if(rendezvous->done.begin(), rendezvous->done.end(), has_completion) > 1) {
+    return CompletionThreads::instance().complete(std::move(rendezvous));
   }
-  // The one rank is that of this very call, whose future nobody has seen yet: nothing runs when it is told.
-  (*std::find_if(meeting->done.begin(), meeting->done.end(), is_here))(nullptr);
+  // The only local rank is the caller, and nothing waits on its future yet: completing it here runs no other code.
+  (*std::find_if(rendezvous->done.begin(), rendezvous->done.end(), has_completion))(nullptr);
 }
 
 ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::BufferR0<ffi::U32> partition,
@@ -147,16 +154,16 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
   ffi::Future future(promise);
   try {
     if (args.size() == 0 || args.size() != rets.size()) {
-      throw std::invalid_argument("jax_ring: a call needs one result for each of its operands");
+      throw std::invalid_argument("jax_ring: a call needs one result per operand, and at least one operand");
     }
-    const Element element = element_of(site->plan, args.get<ffi::AnyBuffer>(0)->element_type());
-    const ReplicaGroups& groups = site->rendezvous.groups();
+    const EngineType type = engine_type_of(site->plan, args.get<ffi::AnyBuffer>(0)->element_type());
+    const ReplicaGroups& groups = site->rendezvous_map.groups();
     const int group = groups.place(*partition.typed_data()).group;
     const int group_size = groups.size(group);
-    // Kept from call to call for the memory of their vectors.
+    // Reused from call to call, so that their vectors keep their memory.
     thread_local Message message;
     thread_local Participant participant;
-    message.dtype = element.dtype;
+    message.dtype = type.dtype;
     message.plan = site->plan;
     message.op = site->op;
     message.counts.clear();
@@ -166,13 +173,13 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
       const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i);
       ffi::AnyBuffer output = **rets.get<ffi::AnyBuffer>(i);
       if (output.element_count() != result_count(site->plan, group_size, input.element_count())) {
-        throw std::invalid_argument("jax_ring: a result is not as large as its operand and the group ask for");
+        throw std::invalid_argument("jax_ring: the size of a result does not match its operand and the group size");
       }
-      message.counts.push_back(input.element_count() * element.per_element);
+      message.counts.push_back(input.element_count() * type.per_xla_element);
       participant.inputs.push_back(input.untyped_data());
       participant.outputs.push_back(output.untyped_data());
     }
-    // What follows on this rank may run on another thread, and must compute there as it would have here.
+    // The completion may run on another thread, and the rank's program must compute there as it would have here.
     participant.done = [promise, mode = FloatMode::current()](const std::string* error) mutable {
       const ScopedFloatMode as_before(mode);
       if (error == nullptr) {
@@ -181,13 +188,13 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
         promise.SetError(ffi::Error(ffi::ErrorCode::kDeadlineExceeded, *error));
       }
     };
-    auto meeting = site->rendezvous.arrive(run.run_id, *partition.typed_data(), std::move(participant));
-    if (meeting == nullptr) return future;
-    if (const std::optional<Spanning>& spanning = site->groups[group]) {
-      run_between_processes(*site, *spanning, std::move(meeting), message);
+    auto rendezvous = site->rendezvous_map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
+    if (rendezvous == nullptr) return future;
+    if (const std::optional<CrossProcessGroup>& cross_process = site->groups[group]) {
+      run_between_processes(*site, *cross_process, std::move(rendezvous), message);
     } else {
       XlaWorkers workers(pool);
-      run_collective(std::move(meeting), message, workers);
+      run_collective(std::move(rendezvous), message, workers);
     }
   } catch (const std::exception& error) {
     promise.SetError(ffi::Error::Internal(error.what()));

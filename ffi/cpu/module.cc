@@ -9,8 +9,8 @@
 
 #include "common/call_sites.h"
 #include "cpu/fold_kernels.h"
+#include "cpu/fold_limit.h"
 #include "cpu/handler.h"
-#include "cpu/memory_limit.h"
 #include "cpu/watchdog.h"
 #include "ring/options.h"
 #include "ring/ring_schedule.h"
@@ -26,7 +26,7 @@ nb::capsule capsule_of(T* pointer) {
   return nb::capsule(reinterpret_cast<void*>(pointer));
 }
 
-// (chunk, hop) at each step that does something.
+// (chunk, hop) at each step that is not idle.
 std::vector<std::pair<uint64_t, int>> ring_hops(bool rank_order, int num_ranks, int rank, uint64_t num_chunks,
                                                 uint64_t lag) {
   const jax_ring::Order order = rank_order ? jax_ring::Order::rank : jax_ring::Order::ring;
@@ -52,7 +52,7 @@ NB_MODULE(_ffi_cpu, m) {
         stages["execute"] = capsule_of(&jax_ring::cpu::collective_execute);
         return stages;
       },
-      "The custom calls' handlers, one capsule for each stage, as jax.ffi.register_ffi_target takes them.");
+      "The handlers of the custom calls, one capsule per stage, for jax.ffi.register_ffi_target.");
 
   m.def(
       "call_site_type",
@@ -62,27 +62,27 @@ NB_MODULE(_ffi_cpu, m) {
         type["type_info"] = capsule_of(jax_ring::cpu::call_site_type_info());
         return type;
       },
-      "The type of the handlers' state, as jax.ffi.register_ffi_type takes it.");
+      "The type of the handlers' state, for jax.ffi.register_ffi_type.");
 
   m.def(
       "fingerprint", [] { return JAX_RING_FINGERPRINT; }, "The fingerprint of the sources that this was built from.");
 
   m.def(
       "set_deadline", [](double seconds) { jax_ring::cpu::Watchdog::instance().set_deadline(seconds); }, "seconds"_a,
-      "Sets how long, in seconds, a call waits for the ranks that have not arrived.");
+      "Sets how many seconds a call waits for missing ranks.");
 
   m.def(
       "deadline", [] { return jax_ring::cpu::Watchdog::instance().deadline(); },
-      "How long, in seconds, a call waits for the ranks that have not arrived.");
+      "The seconds that a call waits for missing ranks.");
 
   m.def(
       "join",
       [](int64_t process, const std::string& token) { jax_ring::shm::Communicators::instance().join(process, token); },
       "process"_a, "token"_a, nb::call_guard<nb::gil_scoped_release>(),
-      "Tells which process this is, of those that know the token: they meet in memory of that name.");
+      "Sets the id of this process among those that share the token, which names their shared memory.");
 
   m.def("note_call_site", &jax_ring::note_call_site, "call"_a, "site"_a,
-        "Notes where in the user's program a call was written, for the error of a rank that waits in vain.");
+        "Records where in the user's program a call was written, for error messages.");
 
   m.def("fold_limit_seconds", &jax_ring::cpu::fold_limit_seconds, "num_ranks"_a, "num_bytes"_a, "num_threads"_a,
         "repeats"_a, nb::call_guard<nb::gil_scoped_release>(),
@@ -98,7 +98,7 @@ NB_MODULE(_ffi_cpu, m) {
         return std::make_pair(thresholds.one_shot, thresholds.two_shot);
       },
       "num_ranks"_a,
-      "The largest messages of a rank, in bytes, that go by one_shot and by two_shot if nobody says else.");
+      "The default thresholds: the largest messages of a rank, in bytes, for one_shot and for two_shot.");
 
   m.def(
       "choose",
@@ -106,7 +106,7 @@ NB_MODULE(_ffi_cpu, m) {
         constexpr const char* kNames[] = {"one_shot", "two_shot", "ring"};
         return std::string(kNames[static_cast<int>(jax_ring::choose(num_bytes, {one_shot, two_shot}))]);
       },
-      "num_bytes"_a, "one_shot"_a, "two_shot"_a, "The algorithm of an all-reduce between these thresholds.");
+      "num_bytes"_a, "one_shot"_a, "two_shot"_a, "The algorithm of an all-reduce with these thresholds.");
 
   m.def(
       "instruction_set", [] { return std::string(jax_ring::cpu::fold_kernels().instruction_set); },

@@ -1,4 +1,4 @@
-// rendezvous.cc: pairing of arrivals, and the words for those who did not come.
+// rendezvous.cc: matches arrivals to rendezvous, and describes missing ranks.
 #include "cpu/rendezvous.h"
 
 #include <algorithm>
@@ -8,20 +8,20 @@
 #include <utility>
 
 #include "common/call_sites.h"
-#include "cpu/relay.h"
+#include "cpu/completion_threads.h"
 #include "cpu/watchdog.h"
 
 namespace jax_ring::cpu {
 namespace {
 
-constexpr int64_t kLargestPartition = 1 << 24;  // far more than there are devices; a larger one is garbage
+constexpr int64_t kLargestPartition = 1 << 24;  // far more than there are devices: catches corrupt input
 
 }  // namespace
 
 ReplicaGroups::ReplicaGroups(const std::vector<int64_t>& partitions, const std::vector<int64_t>& sizes,
                              const std::vector<bool>& is_local) {
   if (!is_local.empty() && is_local.size() != partitions.size()) {
-    throw std::invalid_argument("replica groups: not every partition is said to be in a process");
+    throw std::invalid_argument("replica groups: is_local must have one entry per partition");
   }
   size_t next = 0;
   for (int64_t size : sizes) {
@@ -59,102 +59,105 @@ ReplicaGroups::Place ReplicaGroups::place(int64_t partition) const {
   return places_[partition];
 }
 
-std::unique_ptr<Meeting> SpareMeetings::take() {
+std::unique_ptr<Rendezvous> RendezvousPool::acquire() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (spares_.empty()) return std::make_unique<Meeting>();
-  std::unique_ptr<Meeting> meeting = std::move(spares_.back());
-  spares_.pop_back();
-  return meeting;
+  if (free_.empty()) return std::make_unique<Rendezvous>();
+  std::unique_ptr<Rendezvous> rendezvous = std::move(free_.back());
+  free_.pop_back();
+  return rendezvous;
 }
 
-void SpareMeetings::put(std::unique_ptr<Meeting> meeting) {
-  meeting->num_arrived = 0;
-  meeting->inputs.clear();
-  meeting->outputs.clear();
-  meeting->done.clear();
+void RendezvousPool::release(std::unique_ptr<Rendezvous> rendezvous) {
+  rendezvous->num_arrived = 0;
+  rendezvous->inputs.clear();
+  rendezvous->outputs.clear();
+  rendezvous->done.clear();
   std::lock_guard<std::mutex> lock(mutex_);
-  spares_.push_back(std::move(meeting));
+  free_.push_back(std::move(rendezvous));
 }
 
-void EndMeeting::operator()(Meeting* meeting) const {
-  std::unique_ptr<Meeting> owned(meeting);
-  if (spares != nullptr) spares->put(std::move(owned));
+void ReturnToPool::operator()(Rendezvous* rendezvous) const {
+  std::unique_ptr<Rendezvous> owned(rendezvous);
+  if (pool != nullptr) pool->release(std::move(owned));
 }
 
-Rendezvous::Rendezvous(ReplicaGroups groups, std::string call) : groups_(std::move(groups)), call_(std::move(call)) {
+RendezvousMap::RendezvousMap(ReplicaGroups groups, std::string call)
+    : groups_(std::move(groups)), call_(std::move(call)) {
   Watchdog::instance().watch(this);
 }
 
-Rendezvous::~Rendezvous() {
-  Watchdog::instance().forget(this);
-  for (auto& meeting : open_) {
-    Relay::instance().tell(std::move(meeting), call_ + ": the program was released while ranks were waiting in it.");
+RendezvousMap::~RendezvousMap() {
+  Watchdog::instance().unwatch(this);
+  for (auto& rendezvous : open_) {
+    CompletionThreads::instance().complete(std::move(rendezvous),
+                                           call_ + ": the program was released while ranks were waiting in it.");
   }
 }
 
-MeetingPtr Rendezvous::arrive(int64_t run_id, int64_t partition, Participant&& participant) {
+RendezvousPtr RendezvousMap::arrive(int64_t run_id, int64_t partition, Participant&& participant) {
   const ReplicaGroups::Place place = groups_.place(partition);
   const size_t num_ranks = groups_.size(place.group);
   const size_t num_operands = participant.inputs.size();
   std::unique_lock<std::mutex> lock(mutex_);
-  // Looked up under the lock, so that the watchdog either finds this meeting or has told us of its verdict.
+  // Checked under the lock: the watchdog either finds this rendezvous in the map, or has recorded the failure before.
   if (std::optional<std::string> failure = Watchdog::instance().failure(run_id)) {
     lock.unlock();
-    // Moved first: what the rank does next may be a call that fills the participant again.
+    // Moved first: the completion may run the rank's next call, which refills the participant.
     Completion done = std::move(participant.done);
     done(&*failure);
     return nullptr;
   }
-  auto found = std::find_if(open_.begin(), open_.end(), [&](const MeetingPtr& meeting) {
-    return meeting->run_id == run_id && meeting->group == place.group && !meeting->done[place.rank];
+  auto found = std::find_if(open_.begin(), open_.end(), [&](const RendezvousPtr& rendezvous) {
+    return rendezvous->run_id == run_id && rendezvous->group == place.group && !rendezvous->done[place.rank];
   });
   if (found == open_.end()) {
-    MeetingPtr meeting(spares_->take().release(), {spares_});
-    meeting->run_id = run_id;
-    meeting->group = place.group;
-    meeting->began = Clock::now();
-    meeting->inputs.resize(2 * num_operands * num_ranks);
-    meeting->outputs.resize(num_operands * num_ranks);
-    meeting->done.resize(num_ranks);
-    found = open_.insert(open_.end(), std::move(meeting));
+    RendezvousPtr rendezvous(pool_->acquire().release(), {pool_});
+    rendezvous->run_id = run_id;
+    rendezvous->group = place.group;
+    rendezvous->start_time = Clock::now();
+    rendezvous->inputs.resize(2 * num_operands * num_ranks);
+    rendezvous->outputs.resize(num_operands * num_ranks);
+    rendezvous->done.resize(num_ranks);
+    found = open_.insert(open_.end(), std::move(rendezvous));
   }
-  Meeting& meeting = **found;
-  if (meeting.outputs.size() != num_operands * num_ranks) {
+  Rendezvous& rendezvous = **found;
+  if (rendezvous.outputs.size() != num_operands * num_ranks) {
     throw std::invalid_argument(call_ + ": the ranks have different numbers of operands");
   }
   for (size_t operand = 0; operand < num_operands; ++operand) {
-    const void** inputs = &meeting.inputs[2 * operand * num_ranks];
+    const void** inputs = &rendezvous.inputs[2 * operand * num_ranks];
     inputs[place.rank] = inputs[place.rank + num_ranks] = participant.inputs[operand];
-    meeting.outputs[operand * num_ranks + place.rank] = participant.outputs[operand];
+    rendezvous.outputs[operand * num_ranks + place.rank] = participant.outputs[operand];
   }
-  meeting.done[place.rank] = std::move(participant.done);
-  if (++meeting.num_arrived < groups_.num_local(place.group)) return nullptr;
-  MeetingPtr complete = std::move(*found);
+  rendezvous.done[place.rank] = std::move(participant.done);
+  if (++rendezvous.num_arrived < groups_.num_local(place.group)) return nullptr;
+  RendezvousPtr complete = std::move(*found);
   open_.erase(found);
   return complete;
 }
 
-std::vector<MeetingPtr> Rendezvous::take(const std::function<bool(const Meeting&)>& expired) {
+std::vector<RendezvousPtr> RendezvousMap::remove_if(const std::function<bool(const Rendezvous&)>& predicate) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto first =
-      std::stable_partition(open_.begin(), open_.end(), [&](const MeetingPtr& meeting) { return !expired(*meeting); });
-  std::vector<MeetingPtr> taken(std::make_move_iterator(first), std::make_move_iterator(open_.end()));
+  const auto first = std::stable_partition(open_.begin(), open_.end(),
+                                           [&](const RendezvousPtr& rendezvous) { return !predicate(*rendezvous); });
+  std::vector<RendezvousPtr> removed(std::make_move_iterator(first), std::make_move_iterator(open_.end()));
   open_.erase(first, open_.end());
-  return taken;
+  return removed;
 }
 
-std::string Rendezvous::describe_absence(const Meeting& meeting, std::chrono::duration<double> deadline) const {
-  const std::vector<int64_t>& members = groups_.members(meeting.group);
+std::string RendezvousMap::describe_missing_ranks(const Rendezvous& rendezvous,
+                                                  std::chrono::duration<double> deadline) const {
+  const std::vector<int64_t>& members = groups_.members(rendezvous.group);
   std::ostringstream missing, group;
   int num_missing = 0;
   for (size_t rank = 0; rank < members.size(); ++rank) {
     group << (rank == 0 ? "" : ", ") << members[rank];
-    if (meeting.done[rank] || !groups_.is_local(meeting.group, static_cast<int>(rank))) continue;
+    if (rendezvous.done[rank] || !groups_.is_local(rendezvous.group, static_cast<int>(rank))) continue;
     missing << (num_missing++ == 0 ? "" : ", ") << rank << " (mesh position " << members[rank] << ")";
   }
   std::ostringstream text;
-  const int expected = groups_.num_local(meeting.group);
-  text << call_ << called_at(call_) << ": " << meeting.num_arrived << " of " << expected << " ranks"
+  const int expected = groups_.num_local(rendezvous.group);
+  text << call_ << called_at(call_) << ": " << rendezvous.num_arrived << " of " << expected << " ranks"
        << (expected < static_cast<int>(members.size()) ? " of this process" : "") << " arrived within "
        << deadline.count() << " s. Missing: rank" << (num_missing == 1 ? " " : "s ") << missing.str()
        << " of the group of mesh positions [" << group.str()

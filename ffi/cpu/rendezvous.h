@@ -1,4 +1,4 @@
-// rendezvous.h: brings together the ranks that make the same call, without blocking any of them.
+// rendezvous.h: collects the ranks that make the same call, without blocking any of them.
 #pragma once
 
 #include <chrono>
@@ -15,44 +15,44 @@ namespace jax_ring::cpu {
 
 using Clock = std::chrono::steady_clock;
 
-// One rank's part in a call: where its operands are, where the results go, whom to tell.
+// One rank's contribution to a call: its operands, its results, and the callback that completes it.
 struct Participant {
   std::vector<const void*> inputs;
-  std::vector<void*> outputs;  // as many
+  std::vector<void*> outputs;  // one per input
   Completion done;             // not empty
 };
 
-// One call of one group in one execution, while its ranks arrive and then while it is worked on.
-struct Meeting {
+// All ranks of one group in one call of one execution, from the first arrival until the last completion.
+struct Rendezvous {
   int64_t run_id = 0;
   int group = 0;
   int num_arrived = 0;
-  Clock::time_point began;
-  std::vector<const void*> inputs;  // by operand, then rank, the ranks twice: a fold may begin with any of them
+  Clock::time_point start_time;
+  std::vector<const void*> inputs;  // by operand, then rank; ranks twice, since a fold may start at any of them
   std::vector<void*> outputs;       // by operand, then rank
-  std::vector<Completion> done;     // by rank; empty for those who are not here, or never will be
+  std::vector<Completion> done;     // by rank; empty for ranks that have not arrived, or are in another process
 
   int num_ranks() const { return static_cast<int>(done.size()); }
 };
 
-// The meetings of a call site that have ended, kept for their memory: a call that is made again allocates none. Shared
-// with the meetings that are still going on, which may outlive the call site.
-class SpareMeetings {
+// The finished rendezvous of a call site, whose memory is reused: a repeated call allocates none. Shared with the
+// rendezvous in use, which may outlive the call site.
+class RendezvousPool {
  public:
-  std::unique_ptr<Meeting> take();
-  void put(std::unique_ptr<Meeting> meeting);
+  std::unique_ptr<Rendezvous> acquire();
+  void release(std::unique_ptr<Rendezvous> rendezvous);
 
  private:
   std::mutex mutex_;
-  std::vector<std::unique_ptr<Meeting>> spares_;
+  std::vector<std::unique_ptr<Rendezvous>> free_;
 };
 
-// Owns a meeting. When it ends the meeting goes back to the spares, or is freed if it belongs to none.
-struct EndMeeting {
-  std::shared_ptr<SpareMeetings> spares;
-  void operator()(Meeting* meeting) const;
+// Deleter: returns a rendezvous to its pool, or frees it if it has none.
+struct ReturnToPool {
+  std::shared_ptr<RendezvousPool> pool;
+  void operator()(Rendezvous* rendezvous) const;
 };
-using MeetingPtr = std::unique_ptr<Meeting, EndMeeting>;
+using RendezvousPtr = std::unique_ptr<Rendezvous, ReturnToPool>;
 
 // The replica groups of a call: which partitions (mesh positions) reduce together, in rank order.
 class ReplicaGroups {
@@ -62,13 +62,13 @@ class ReplicaGroups {
     int rank;
   };
 
-  // partitions: the groups' members one after the other; sizes: the length of each group. is_local: of each member,
-  // whether it is in this process, as all are if it is empty.
-  // Throws std::invalid_argument unless the groups are non-empty and no partition is in two of them.
+  // partitions: the members of all groups, one group after the other. sizes: the size of each group. is_local: whether
+  // each member is in this process; empty means all are.
+  // Throws std::invalid_argument unless all groups are non-empty and no partition is in two of them.
   ReplicaGroups(const std::vector<int64_t>& partitions, const std::vector<int64_t>& sizes,
                 const std::vector<bool>& is_local = {});
 
-  // Throws std::out_of_range when no group holds the partition.
+  // Throws std::out_of_range if no group contains the partition.
   Place place(int64_t partition) const;
   const std::vector<int64_t>& members(int group) const { return members_[group]; }
   int size(int group) const { return static_cast<int>(members_[group].size()); }
@@ -82,39 +82,38 @@ class ReplicaGroups {
   std::vector<Place> places_;                // by partition
 };
 
-// All the meetings of one call site, of the ranks in this process. Calls are paired by (execution, order of each rank's
-// calls): a rank joins the oldest open meeting of its group and run that it has not joined yet. A rank's next call
-// comes only after its last one ended, that is, after everyone had arrived at it, so that in a loop there is one open
-// meeting at a time.
-class Rendezvous {
+// The open rendezvous of one call site, for the ranks of this process. A rank joins the oldest open rendezvous of its
+// group and run that it has not joined yet. Its next call comes only after its last one completed, that is, after every
+// rank had arrived there, so a loop has one open rendezvous at a time.
+class RendezvousMap {
  public:
-  // call: what the call is, for the error message (axis, message, call site).
-  Rendezvous(ReplicaGroups groups, std::string call);
-  // Fails the meetings that are still open.
-  ~Rendezvous();
-  Rendezvous(const Rendezvous&) = delete;
-  Rendezvous& operator=(const Rendezvous&) = delete;
+  // call: description of the call for error messages (axis, message).
+  RendezvousMap(ReplicaGroups groups, std::string call);
+  // Fails the open rendezvous.
+  ~RendezvousMap();
+  RendezvousMap(const RendezvousMap&) = delete;
+  RendezvousMap& operator=(const RendezvousMap&) = delete;
 
   const ReplicaGroups& groups() const { return groups_; }
 
-  // Adds the participant to its meeting. Returns the meeting if every rank of this process is there now, or else null;
-  // the caller then owns the meeting and must complete every participant. Only `done` is moved from: the participant's
-  // vectors stay with the caller, who may fill them again for its next call.
-  // Throws std::invalid_argument when the participant has another number of operands than those already there.
-  MeetingPtr arrive(int64_t run_id, int64_t partition, Participant&& participant);
+  // Adds the participant to its rendezvous. Returns the rendezvous if it was the last rank of this process to arrive,
+  // else null. The caller then owns the rendezvous and must complete every participant. Only `done` is moved from: the
+  // participant's vectors stay with the caller, which may refill them for its next call.
+  // Throws std::invalid_argument if the participant has another number of operands than those before it.
+  RendezvousPtr arrive(int64_t run_id, int64_t partition, Participant&& participant);
 
-  // Takes out the open meetings that `expired` selects.
-  std::vector<MeetingPtr> take(const std::function<bool(const Meeting&)>& expired);
+  // Removes and returns the open rendezvous that satisfy the predicate.
+  std::vector<RendezvousPtr> remove_if(const std::function<bool(const Rendezvous&)>& predicate);
 
-  // Who is missing from the meeting, in words for a Python user.
-  std::string describe_absence(const Meeting& meeting, std::chrono::duration<double> deadline) const;
+  // The error message that names the ranks missing from the rendezvous.
+  std::string describe_missing_ranks(const Rendezvous& rendezvous, std::chrono::duration<double> deadline) const;
 
  private:
   const ReplicaGroups groups_;
   const std::string call_;
-  const std::shared_ptr<SpareMeetings> spares_ = std::make_shared<SpareMeetings>();
+  const std::shared_ptr<RendezvousPool> pool_ = std::make_shared<RendezvousPool>();
   std::mutex mutex_;
-  std::vector<MeetingPtr> open_;  // oldest first
+  std::vector<RendezvousPtr> open_;  // oldest first
 };
 
 }  // namespace jax_ring::cpu

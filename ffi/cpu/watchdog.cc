@@ -1,19 +1,19 @@
-// watchdog.cc: the thread that looks for late meetings.
+// watchdog.cc: the thread that fails expired rendezvous.
 #include "cpu/watchdog.h"
 
 #include <algorithm>
 #include <thread>
 
-#include "cpu/relay.h"
+#include "cpu/completion_threads.h"
 #include "cpu/rendezvous.h"
 
 namespace jax_ring::cpu {
 namespace {
 
-// Executions are numbered once and never again, so that old failures can be forgotten.
-constexpr size_t kFailuresKept = 256;
-constexpr double kLooksPerDeadline = 10;
-constexpr double kLongestPause = 10;  // seconds
+// Run ids are never reused, so old failures can be dropped.
+constexpr size_t kMaxFailures = 256;
+constexpr double kChecksPerDeadline = 10;
+constexpr double kMaxCheckInterval = 10;  // seconds
 
 }  // namespace
 
@@ -23,18 +23,18 @@ Watchdog& Watchdog::instance() {
   return *watchdog;
 }
 
-void Watchdog::watch(Rendezvous* rendezvous) {
+void Watchdog::watch(RendezvousMap* rendezvous_map) {
   std::lock_guard<std::mutex> lock(watched_mutex_);
-  watched_.push_back(rendezvous);
+  watched_.push_back(rendezvous_map);
   if (!started_) {
     started_ = true;
     std::thread([this] { run(); }).detach();
   }
 }
 
-void Watchdog::forget(Rendezvous* rendezvous) {
+void Watchdog::unwatch(RendezvousMap* rendezvous_map) {
   std::lock_guard<std::mutex> lock(watched_mutex_);
-  watched_.erase(std::remove(watched_.begin(), watched_.end(), rendezvous), watched_.end());
+  watched_.erase(std::remove(watched_.begin(), watched_.end(), rendezvous_map), watched_.end());
 }
 
 void Watchdog::set_deadline(double seconds) {
@@ -45,11 +45,11 @@ void Watchdog::set_deadline(double seconds) {
   wake_.notify_all();
 }
 
-void Watchdog::note_failure(int64_t run_id, const std::string& why) {
+void Watchdog::record_failure(int64_t run_id, const std::string& why) {
   std::lock_guard<std::mutex> lock(failures_mutex_);
   if (failure_locked(run_id) != nullptr) return;
   failures_.emplace_back(run_id, why);
-  if (failures_.size() > kFailuresKept) failures_.pop_front();
+  if (failures_.size() > kMaxFailures) failures_.pop_front();
   any_failure_.store(true, std::memory_order_release);
 }
 
@@ -70,38 +70,41 @@ const std::string* Watchdog::failure_locked(int64_t run_id) const {
 void Watchdog::run() {
   std::unique_lock<std::mutex> lock(watched_mutex_);
   for (;;) {
-    const std::chrono::duration<double> pause(std::min(deadline() / kLooksPerDeadline, kLongestPause));
-    wake_.wait_for(lock, pause);
+    const std::chrono::duration<double> interval(std::min(deadline() / kChecksPerDeadline, kMaxCheckInterval));
+    wake_.wait_for(lock, interval);
     lock.unlock();
-    look_around();
+    check_deadlines();
     lock.lock();
   }
 }
 
-void Watchdog::look_around() {
-  std::vector<MeetingPtr> late;
+void Watchdog::check_deadlines() {
+  std::vector<RendezvousPtr> expired;
   std::vector<std::string> reasons;
   {
     std::lock_guard<std::mutex> lock(watched_mutex_);
     const auto limit = std::chrono::duration<double>(deadline());
     const auto now = Clock::now();
-    for (Rendezvous* rendezvous : watched_) {
-      for (auto& meeting : rendezvous->take([&](const Meeting& m) { return now - m.began >= limit; })) {
-        reasons.push_back(rendezvous->describe_absence(*meeting, limit));
-        late.push_back(std::move(meeting));
+    for (RendezvousMap* rendezvous_map : watched_) {
+      for (auto& rendezvous :
+           rendezvous_map->remove_if([&](const Rendezvous& m) { return now - m.start_time >= limit; })) {
+        reasons.push_back(rendezvous_map->describe_missing_ranks(*rendezvous, limit));
+        expired.push_back(std::move(rendezvous));
       }
     }
-    if (late.empty()) return;
-    for (size_t i = 0; i < late.size(); ++i) note_failure(late[i]->run_id, reasons[i]);
-    // The same executions' other open meetings: nobody will complete them either.
-    for (Rendezvous* rendezvous : watched_) {
-      for (auto& meeting : rendezvous->take([&](const Meeting& m) { return failure(m.run_id).has_value(); })) {
-        reasons.push_back(*failure(meeting->run_id));
-        late.push_back(std::move(meeting));
+    if (expired.empty()) return;
+    for (size_t i = 0; i < expired.size(); ++i) record_failure(expired[i]->run_id, reasons[i]);
+    // The other open rendezvous of the same executions cannot complete either.
+    for (RendezvousMap* rendezvous_map : watched_) {
+      for (auto& rendezvous :
+           rendezvous_map->remove_if([&](const Rendezvous& m) { return failure(m.run_id).has_value(); })) {
+        reasons.push_back(*failure(rendezvous->run_id));
+        expired.push_back(std::move(rendezvous));
       }
     }
   }
-  for (size_t i = 0; i < late.size(); ++i) Relay::instance().tell(std::move(late[i]), std::move(reasons[i]));
+  for (size_t i = 0; i < expired.size(); ++i)
+    CompletionThreads::instance().complete(std::move(expired[i]), std::move(reasons[i]));
 }
 
 }  // namespace jax_ring::cpu

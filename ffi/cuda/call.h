@@ -8,14 +8,14 @@
 
 namespace jax_ring::gpu {
 
-// Which kernel.
+// Selects a kernel.
 struct KernelKey {
   DType dtype;
   Op op;
   Algorithm algorithm;
 };
 
-// All that a kernel is told; copied into its parameters, so that a recorded graph needs no memory of ours to live on.
+// Everything that a kernel needs. Passed by value in its parameters, so that a captured graph holds no pointer to it.
 struct Call {
   Endpoint self;
   Message message;

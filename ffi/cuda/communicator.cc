@@ -1,4 +1,4 @@
-// communicator.cc: allocates mailboxes, exchanges them, and puts failures into words.
+// communicator.cc: allocates mailboxes, exchanges their handles, and describes failures.
 #include "cuda/communicator.h"
 
 #include <algorithm>
@@ -42,13 +42,13 @@ Capacity default_capacity(int num_ranks) {
   capacity.one_shot_packs = 128;
   capacity.part_packs = 2048;
   capacity.slot_packs = 2048;
-  // The results follow the partial folds at this distance, and a chain needs p chunks under way to keep all links busy.
+  // Results follow the partial folds at this distance, and a chain needs p chunks in flight to keep all links busy.
   capacity.num_slots = num_ranks <= 8 ? 8 : num_ranks <= 16 ? 16 : num_ranks <= 32 ? 32 : 64;
   return capacity;
 }
 
 Communicator::Communicator(std::vector<Member> members, int64_t process, const Capacity& capacity,
-                           const std::string& name, PeerMemory& memory, const Exchange& exchange)
+                           const std::string& name, PeerMemory& memory, const KeyValueStore& store)
     : members_(std::move(members)), process_(process), capacity_(capacity), memory_(memory) {
   if (members_.empty() || num_ranks() > kMaxRanks) {
     throw std::runtime_error("a group has between 1 and " + std::to_string(kMaxRanks) + " GPUs, got " +
@@ -58,7 +58,7 @@ Communicator::Communicator(std::vector<Member> members, int64_t process, const C
     if (members_[rank].process == process_) local_ranks_.push_back(rank);
   }
   try {
-    connect(name, exchange);
+    connect(name, store);
   } catch (...) {
     release();
     throw;
@@ -67,19 +67,19 @@ Communicator::Communicator(std::vector<Member> members, int64_t process, const C
 
 Communicator::~Communicator() { release(); }
 
-void Communicator::connect(const std::string& name, const Exchange& exchange) {
+void Communicator::connect(const std::string& name, const KeyValueStore& store) {
   const auto key = [&](int rank) { return name + "/mailbox/" + std::to_string(rank); };
   const bool alone = static_cast<int>(local_ranks_.size()) == num_ranks();
   for (int rank : local_ranks_) {
     const int device = static_cast<int>(members_[rank].device);
-    Local& local = local_[rank];
+    LocalRank& local = local_[rank];
     local.mailboxes.resize(num_ranks());
     memory_.warm_up(device);
     local.mailboxes[rank] = static_cast<unsigned char*>(memory_.allocate(device, kLanes * capacity_.bytes()));
     local.counters =
         static_cast<unsigned char*>(memory_.allocate(device, progress_bytes(capacity_) + sizeof(uint32_t)));
     local.failure = static_cast<Failure*>(memory_.allocate_on_host(sizeof(Failure)));
-    if (!alone) exchange.publish(key(rank), memory_.export_handle(device, local.mailboxes[rank]));
+    if (!alone) store.publish(key(rank), memory_.export_handle(device, local.mailboxes[rank]));
   }
   for (int rank : local_ranks_) {
     const int device = static_cast<int>(members_[rank].device);
@@ -88,13 +88,13 @@ void Communicator::connect(const std::string& name, const Exchange& exchange) {
       const Member& other = members_[peer];
       if (other.process != process_) {
         local_[rank].mailboxes[peer] =
-            static_cast<unsigned char*>(memory_.import_handle(device, exchange.fetch(key(peer))));
+            static_cast<unsigned char*>(memory_.import_handle(device, store.fetch(key(peer))));
         continue;
       }
-      if (!memory_.can_reach(device, static_cast<int>(other.device))) {
+      if (!memory_.can_access(device, static_cast<int>(other.device))) {
         throw std::runtime_error(name_of(members_[rank]) + " has no peer access to " + name_of(other));
       }
-      memory_.reach(device, static_cast<int>(other.device));
+      memory_.enable_access(device, static_cast<int>(other.device));
       local_[rank].mailboxes[peer] = local_[peer].mailboxes[peer];
     }
   }
@@ -123,7 +123,7 @@ std::optional<int> Communicator::rank_of(int64_t device) const {
 }
 
 Endpoint Communicator::endpoint(int rank, int lane, uint32_t call, double deadline_seconds) const {
-  const Local& local = local_.at(rank);
+  const LocalRank& local = local_.at(rank);
   Endpoint self{};
   self.capacity = capacity_;
   self.rank = rank;
@@ -138,7 +138,7 @@ Endpoint Communicator::endpoint(int rank, int lane, uint32_t call, double deadli
 
 std::optional<Failure> Communicator::failure() const {
   for (const auto& [rank, local] : local_) {
-    // Written by the GPU, and last of the record.
+    // Written by the GPU, as the last field of the record.
     const uint32_t kind = __atomic_load_n(&local.failure->kind, __ATOMIC_ACQUIRE);
     if (kind != static_cast<uint32_t>(FailureKind::none)) return *local.failure;
   }
@@ -158,14 +158,13 @@ std::string Communicator::describe(const Failure& failure, const std::string& ca
   } else {
     text << member(failure.rank) << " waited " << deadline_seconds << " s for " << member(failure.peer);
   }
-  text
-      << ", in step: " << name_of(static_cast<Step>(failure.step)) << ", epoch " << failure.epoch << ", team "
-      << failure.cta
-      << ". Every rank of a group must make the same calls in the same order: look for a branch or a loop whose "
-         "condition differs between ranks, or for an error on the missing rank. If it is only slow, set "
-         "JAX_RING_TIMEOUT_S to more seconds. The results of this call, and of later ones, are not valid, and the "
-         "group cannot go on: restart the program, or call jax.clear_caches() and jax_ring.runtime.forget_gpu_groups() "
-         "in all processes.";
+  text << ", in step: " << name_of(static_cast<Step>(failure.step)) << ", epoch " << failure.epoch << ", team "
+       << failure.cta
+       << ". Every rank of a group must make the same calls in the same order: look for a branch or a loop whose "
+          "condition differs between ranks, or for an error on the missing rank. If it is only slow, set "
+          "JAX_RING_TIMEOUT_S to more seconds. The results of this call, and of later ones, are not valid, and the "
+          "group cannot be used again: restart the program, or call jax.clear_caches() and "
+          "jax_ring.runtime.forget_gpu_groups() in all processes.";
   return text.str();
 }
 

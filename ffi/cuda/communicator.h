@@ -1,4 +1,4 @@
-// communicator.h: a group of GPUs that reduce together: their mailboxes, who reaches whom, and what went wrong.
+// communicator.h: a group of GPUs that reduce together: their mailboxes, peer access, and failures.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@
 
 namespace jax_ring::gpu {
 
-// A GPU among those of all processes.
+// A GPU of any process.
 struct Member {
   int64_t process;
-  int64_t device;  // among those of its process
+  int64_t device;  // index among the GPUs of its process
 };
 
 inline bool operator==(const Member& a, const Member& b) { return a.process == b.process && a.device == b.device; }
@@ -25,25 +25,25 @@ inline bool operator<(const Member& a, const Member& b) {
   return a.process != b.process ? a.process < b.process : a.device < b.device;
 }
 
-// How processes find each other: a table of byte strings that all of them can write and read.
-struct Exchange {
+// A table of byte strings that all processes can read and write, by which they exchange memory handles.
+struct KeyValueStore {
   std::function<void(const std::string& key, const std::string& value)> publish;
-  std::function<std::string(const std::string& key)> fetch;  // waits until it is there
+  std::function<std::string(const std::string& key)> fetch;  // blocks until the key exists
 };
 
-// Calls that may be under way at a time without knowing of each other, because they come in different lanes.
+// Calls in different lanes have separate mailboxes, so that independent calls may run concurrently.
 constexpr int kLanes = 4;
 
-// The sizes of a mailbox for a group of this many ranks.
+// The mailbox sizes for a group of this many ranks.
 Capacity default_capacity(int num_ranks);
 
-// The shares of this process in a group. Its GPUs keep their mailboxes as long as it lives.
+// This process's side of a group. It owns the mailboxes of this process's GPUs.
 class Communicator {
  public:
   // members: by rank. name: unique to the group, and the same in all of its processes.
-  // Throws std::runtime_error if the members cannot reach each other's memory, or do not answer.
+  // Throws std::runtime_error if members cannot access each other's memory, or a process does not publish its handles.
   Communicator(std::vector<Member> members, int64_t process, const Capacity& capacity, const std::string& name,
-               PeerMemory& memory, const Exchange& exchange);
+               PeerMemory& memory, const KeyValueStore& store);
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -55,25 +55,25 @@ class Communicator {
   // The rank of a GPU of this process, if it is a member.
   std::optional<int> rank_of(int64_t device) const;
 
-  // What the kernel of a rank of this process is told. call: comes back in the record of a failure.
+  // The kernel's view of the group, for a rank of this process. call: stored in the record of a failure.
   Endpoint endpoint(int rank, int lane, uint32_t call, double deadline_seconds) const;
 
-  // The first failure of a rank of this process, if there was one. A group in which a rank has failed has lost count of
-  // its messages, and cannot be used again.
+  // The first failure of a rank of this process, if any. After a failure the ranks' counters disagree, and the group
+  // cannot be used again.
   std::optional<Failure> failure() const;
 
-  // The failure in words. call: what `failure.call` stands for.
+  // The failure as text. call: description of `failure.call`.
   std::string describe(const Failure& failure, const std::string& call, double deadline_seconds) const;
 
  private:
   // What a rank of this process owns.
-  struct Local {
-    std::vector<unsigned char*> mailboxes;  // everybody's, as this rank sees them
-    unsigned char* counters = nullptr;      // Progress for each lane and team, then one word: whether it has failed
+  struct LocalRank {
+    std::vector<unsigned char*> mailboxes;  // of all ranks, at the addresses where this rank maps them
+    unsigned char* counters = nullptr;  // Progress for each lane and team, then one word: whether the rank has failed
     Failure* failure = nullptr;
   };
 
-  void connect(const std::string& name, const Exchange& exchange);
+  void connect(const std::string& name, const KeyValueStore& store);
   void release() noexcept;
 
   const std::vector<Member> members_;
@@ -81,7 +81,7 @@ class Communicator {
   const Capacity capacity_;
   PeerMemory& memory_;
   std::vector<int> local_ranks_;
-  std::map<int, Local> local_;  // by rank
+  std::map<int, LocalRank> local_;  // by rank
 };
 
 }  // namespace jax_ring::gpu

@@ -1,4 +1,4 @@
-// communicators.cc: makes each group's communicator once.
+// communicators.cc: creates each group's communicator once.
 #include "cuda/communicators.h"
 
 #include <sstream>
@@ -7,14 +7,15 @@
 namespace jax_ring::gpu {
 
 Communicators& Communicators::instance() {
-  static auto* const all = new Communicators;  // outlives the CUDA runtime, which is gone when statics are destroyed
+  static auto* const all =
+      new Communicators;  // never destroyed: the CUDA runtime shuts down before static destructors run
   return *all;
 }
 
-void Communicators::set_process(int64_t process, Exchange exchange) {
+void Communicators::set_process(int64_t process, KeyValueStore store) {
   std::lock_guard<std::mutex> lock(mutex_);
   process_ = process;
-  exchange_ = std::move(exchange);
+  store_ = std::move(store);
 }
 
 int64_t Communicators::process() const {
@@ -32,7 +33,7 @@ double Communicators::deadline() const {
   return deadline_;
 }
 
-std::shared_ptr<Communicator> Communicators::of(const std::vector<Member>& members) {
+std::shared_ptr<Communicator> Communicators::get_or_create(const std::vector<Member>& members) {
   std::lock_guard<std::mutex> lock(mutex_);
   std::shared_ptr<Communicator>& found = by_members_[members];
   if (found == nullptr) {
@@ -41,12 +42,12 @@ std::shared_ptr<Communicator> Communicators::of(const std::vector<Member>& membe
     name << "jax_ring/" << generation_;
     for (const Member& member : members) name << "/" << member.process << "." << member.device;
     found = std::make_shared<Communicator>(members, process_, default_capacity(static_cast<int>(members.size())),
-                                           name.str(), *memory_, exchange_);
+                                           name.str(), *memory_, store_);
   }
   return found;
 }
 
-void Communicators::forget() {
+void Communicators::reset() {
   std::lock_guard<std::mutex> lock(mutex_);
   by_members_.clear();
   ++generation_;

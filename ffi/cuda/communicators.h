@@ -1,4 +1,4 @@
-// communicators.h: the GPU groups of this process, and what they have in common.
+// communicators.h: the communicators of this process, one per group of GPUs.
 #pragma once
 
 #include <cstdint>
@@ -12,30 +12,30 @@
 
 namespace jax_ring::gpu {
 
-// The communicators of this process, made when they are first asked for.
+// Communicators are created on first use.
 class Communicators {
  public:
   static Communicators& instance();
 
-  // Who this process is, and how it meets the others. Without others there is nothing to exchange.
-  void set_process(int64_t process, Exchange exchange);
+  // The id of this process, and how it exchanges memory handles with the others. A single process needs no store.
+  void set_process(int64_t process, KeyValueStore store);
   int64_t process() const;
 
   void set_deadline(double seconds);
   double deadline() const;
 
-  // The communicator of these members.
-  std::shared_ptr<Communicator> of(const std::vector<Member>& members);
+  // The communicator of these members, by rank.
+  std::shared_ptr<Communicator> get_or_create(const std::vector<Member>& members);
 
-  // Makes new communicators from now on, as is necessary after a failure. All processes must do so together.
-  void forget();
+  // Drops all communicators, so that later programs create new ones; needed after a failure. All processes must do so.
+  void reset();
 
  private:
   mutable std::mutex mutex_;
   int64_t process_ = 0;
   double deadline_ = 60;
   int64_t generation_ = 0;
-  Exchange exchange_;
+  KeyValueStore store_;
   std::unique_ptr<PeerMemory> memory_;
   std::map<std::vector<Member>, std::shared_ptr<Communicator>> by_members_;
 };

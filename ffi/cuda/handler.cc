@@ -12,17 +12,17 @@
 #include <vector>
 
 #include "common/call_sites.h"
+#include "common/xla_types.h"
 #include "cuda/communicators.h"
 #include "cuda/kernels.h"
 #include "cuda/plan.h"
-#include "common/xla_types.h"
 
 namespace jax_ring::gpu {
 namespace {
 
 namespace ffi = xla::ffi;
 
-// One per call instruction and process; the runtime owns it.
+// One per call instruction and process, owned by the runtime.
 struct Instance {
   static ffi::TypeId id;
   struct Group {
@@ -30,12 +30,12 @@ struct Instance {
     Thresholds thresholds;
   };
   CallSite site;
-  std::vector<Group> groups;  // those in which this process has GPUs
+  std::vector<Group> groups;  // those that have GPUs of this process
 };
 ffi::TypeId Instance::id = {};
 
-// Here and not in the first execution: making a communicator allocates memory, which waits for kernels that are
-// running, and one of those may be waiting for this rank.
+// Here and not in the first execution: creating a communicator allocates memory, which waits for running kernels, and
+// one of those may be waiting for this rank.
 ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
     std::string_view collective, std::string_view op, int64_t root, std::string_view algorithm, std::string_view order,
     ffi::Span<const int64_t> processes, ffi::Span<const int64_t> devices, ffi::Span<const int64_t> group_sizes,
@@ -46,7 +46,7 @@ ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
     instance->site = {std::string(call), plan, named<Op>(op, kOps), algorithm_of(algorithm)};
     Communicators& all = Communicators::instance();
     if (one_shot_bytes.size() != group_sizes.size() || two_shot_bytes.size() != group_sizes.size()) {
-      throw std::invalid_argument("thresholds: there must be one of each for each group");
+      throw std::invalid_argument("there must be one threshold of each kind per group");
     }
     size_t next = 0;
     for (size_t group = 0; group < group_sizes.size(); ++group) {
@@ -64,7 +64,7 @@ ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
       if (!local) continue;
       const Thresholds thresholds{static_cast<uint64_t>(one_shot_bytes[group]),
                                   static_cast<uint64_t>(two_shot_bytes[group])};
-      instance->groups.push_back({all.of(members), thresholds});
+      instance->groups.push_back({all.get_or_create(members), thresholds});
     }
     return instance;
   } catch (const std::exception& error) {
@@ -84,7 +84,7 @@ ffi::Error failure_of(const Instance& instance) {
   return ffi::Error::Success();
 }
 
-// Runs before every execution, also of one that replays a recorded graph, of which the host sees nothing else.
+// Runs before every execution, including the replay of a CUDA graph, of which the host sees nothing else.
 ffi::Error initialize(Instance* instance, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
   return failure_of(*instance);
 }
@@ -93,10 +93,10 @@ ffi::Error execute(Instance* instance, cudaStream_t stream, int32_t device, ffi:
                    ffi::RemainingRets rets, ffi::Dictionary /*seen by instantiate*/) {
   try {
     if (args.size() == 0 || args.size() != rets.size()) {
-      throw std::invalid_argument("needs one result for each of its operands");
+      throw std::invalid_argument("a call needs one result per operand, and at least one operand");
     }
     if (ffi::Error error = failure_of(*instance); error.failure()) return error;
-    const Element element = element_of(instance->site.plan, args.get<ffi::AnyBuffer>(0)->element_type());
+    const EngineType type = engine_type_of(instance->site.plan, args.get<ffi::AnyBuffer>(0)->element_type());
     std::vector<Buffer> buffers;
     for (size_t i = 0; i < args.size(); ++i) {
       const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i);
@@ -105,7 +105,7 @@ ffi::Error execute(Instance* instance, cudaStream_t stream, int32_t device, ffi:
     for (const auto& [communicator, thresholds] : instance->groups) {
       const std::optional<int> rank = communicator->rank_of(device);
       if (!rank) continue;
-      for (const Launch& each : launches_of(*communicator, *rank, instance->site, thresholds, element.dtype, buffers,
+      for (const Launch& each : launches_of(*communicator, *rank, instance->site, thresholds, type.dtype, buffers,
                                             Communicators::instance().deadline())) {
         const cudaError_t error = launch(each.kernel, each.call, stream);
         if (error != cudaSuccess) throw std::runtime_error(std::string("launch: ") + cudaGetErrorString(error));

@@ -8,22 +8,24 @@ namespace jax_ring::gpu {
 // Stages of the custom calls `jax_ring_*` on CUDA.
 //
 // Operands: all of one dtype.
-// Results:  one for each operand, of the same dtype, and of the size that the collective gives it.
+// Results:  one per operand, of the same dtype, and of the size that the collective gives.
 // Attributes:
 //   collective   string: all_reduce, reduce_scatter, all_gather, reduce or broadcast
 //   op           string: sum, max or min
-//   root         int64: a rank; of reduce and broadcast
+//   root         int64: the root of a reduce or broadcast
 //   algorithm    string: auto, one_shot, two_shot or ring
 //   order        string: rank or ring, the order in which values are folded
 //   processes    int64 array: the process of each member of the replica groups, group after group, in rank order
-//   devices      int64 array: which of its process's GPUs each of them is
+//   devices      int64 array: the index of each member among the GPUs of its process
 //   group_sizes  int64 array: the size of each group
-//   call         string: what the call is, for error messages; the same on all ranks
+//   one_shot_bytes, two_shot_bytes
+//                int64 arrays: for each group, the largest message for which auto selects one_shot, or two_shot
+//   call         string: description of the call, for error messages; the same on all ranks
 XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_initialize(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame);
 
-// The type of the state that all devices of a process share for one call instruction.
+// The type of the state of one call instruction, shared by all devices of a process.
 XLA_FFI_TypeId* instance_type_id();
 XLA_FFI_TypeInfo* instance_type_info();
 

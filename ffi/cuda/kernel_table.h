@@ -7,9 +7,9 @@ namespace jax_ring::gpu {
 
 constexpr int kThreadsPerCta = 512;
 
-using Kernel = void (*)(Call only, const Call* calls);
+using Kernel = void (*)(Call single, const Call* calls);
 
-// By operation and algorithm; null where there is no use for one.
+// By operation and algorithm; null where the combination is not used.
 struct KernelTable {
   Kernel kernel[static_cast<int>(Op::count)][static_cast<int>(Algorithm::count)];
 };

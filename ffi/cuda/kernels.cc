@@ -33,9 +33,9 @@ cudaError_t launch(const KernelKey& key, const Call& call, cudaStream_t stream) 
 }
 
 cudaError_t launch_together(const KernelKey& key, const Call* calls, int num_ranks, int num_ctas, cudaStream_t stream) {
-  Call only{};
-  only.self.capacity.num_ctas = num_ctas;
-  return launch_kernel(key, only, calls, num_ranks * num_ctas, stream);
+  Call single{};
+  single.self.capacity.num_ctas = num_ctas;
+  return launch_kernel(key, single, calls, num_ranks * num_ctas, stream);
 }
 
 cudaError_t load_kernels() {

@@ -1,4 +1,4 @@
-// kernels.h: launches the all-reduce of one rank on its GPU.
+// kernels.h: launches the kernels of one rank on its GPU.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,12 +10,12 @@ namespace jax_ring::gpu {
 // Runs the call on the stream's device.
 cudaError_t launch(const KernelKey& key, const Call& call, cudaStream_t stream);
 
-// Runs the calls of several ranks, an array in the device's memory, as one kernel: ranks that wait for each other must
-// run at the same time, and one kernel is the surest way to that on one GPU. For tests and measurements.
+// Runs the calls of several ranks, an array in device memory, as one kernel: ranks that wait for each other must run
+// concurrently, and on one GPU a single kernel is the most reliable way. For tests and measurements.
 cudaError_t launch_together(const KernelKey& key, const Call* calls, int num_ranks, int num_ctas, cudaStream_t stream);
 
-// Loads all kernels on the current device. To be done before the first launch: loading one later may wait for a kernel
-// that waits for this rank.
+// Loads all kernels on the current device. Must precede the first launch: loading a kernel later may wait for a running
+// kernel that waits for this rank.
 cudaError_t load_kernels();
 
 }  // namespace jax_ring::gpu

@@ -7,9 +7,9 @@ namespace {
 
 template <class Element, class Op, Algorithm kAlgorithm>
 __global__ void __launch_bounds__(kThreadsPerCta)
-    collective_kernel(const __grid_constant__ Call only, const Call* calls) {
-  const int num_ctas = only.self.capacity.num_ctas;
-  const Call& call = calls == nullptr ? only : calls[blockIdx.x / num_ctas];
+    collective_kernel(const __grid_constant__ Call single, const Call* calls) {
+  const int num_ctas = single.self.capacity.num_ctas;
+  const Call& call = calls == nullptr ? single : calls[blockIdx.x / num_ctas];
   run_team<Element, Op, kAlgorithm>(call.self, call.message, call.plan, blockIdx.x % num_ctas, Cta{}, Op{});
 }
 

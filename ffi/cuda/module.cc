@@ -1,4 +1,4 @@
-// module.cc: the Python module `_ffi_cuda`: the handlers as capsules, and what a GPU group needs to know.
+// module.cc: the Python module `_ffi_cuda`: the handlers as capsules, and the setup of GPU groups.
 #include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/function.h>
@@ -27,7 +27,7 @@ nb::capsule capsule_of(T* pointer) {
 }  // namespace
 
 NB_MODULE(_ffi_cuda, m) {
-  m.doc() = "The CUDA engine of jax_ring: XLA FFI handlers, and how GPUs meet.";
+  m.doc() = "The CUDA engine of jax_ring: XLA FFI handlers, and the setup of GPU groups.";
 
   m.def(
       "collective_handlers",
@@ -38,7 +38,7 @@ NB_MODULE(_ffi_cuda, m) {
         stages["execute"] = capsule_of(&jax_ring::gpu::collective_execute);
         return stages;
       },
-      "The custom calls' handlers, one capsule for each stage, as jax.ffi.register_ffi_target takes them.");
+      "The handlers of the custom calls, one capsule per stage, for jax.ffi.register_ffi_target.");
 
   m.def(
       "instance_type",
@@ -48,7 +48,7 @@ NB_MODULE(_ffi_cuda, m) {
         type["type_info"] = capsule_of(jax_ring::gpu::instance_type_info());
         return type;
       },
-      "The type of the handlers' state, as jax.ffi.register_ffi_type takes it.");
+      "The type of the handlers' state, for jax.ffi.register_ffi_type.");
 
   m.def(
       "device_count",
@@ -58,7 +58,7 @@ NB_MODULE(_ffi_cuda, m) {
         return std::make_pair(error == cudaSuccess ? count : 0,
                               std::string(error == cudaSuccess ? "" : cudaGetErrorString(error)));
       },
-      "The number of GPUs that this process sees, and, if it is zero because of an error, which one.");
+      "The number of GPUs that this process sees, and the error text if CUDA reports one, else an empty string.");
 
   m.def(
       "unreachable",
@@ -67,44 +67,45 @@ NB_MODULE(_ffi_cuda, m) {
         const auto memory = jax_ring::gpu::cuda_peer_memory();
         for (int device : devices) {
           for (int peer : devices) {
-            if (!memory->can_reach(device, peer)) pairs.emplace_back(device, peer);
+            if (!memory->can_access(device, peer)) pairs.emplace_back(device, peer);
           }
         }
         return pairs;
       },
-      "devices"_a, "The pairs of these GPUs of this process of which the first has no access to the other's memory.");
+      "devices"_a,
+      "The pairs (device, peer) of these GPUs of this process in which the device cannot access the peer's memory.");
 
   m.def(
       "set_process",
       [](int process, std::function<void(const std::string&, const nb::bytes&)> publish,
          std::function<nb::bytes(const std::string&)> fetch) {
-        jax_ring::gpu::Exchange exchange;
-        exchange.publish = [publish = std::move(publish)](const std::string& key, const std::string& value) {
+        jax_ring::gpu::KeyValueStore store;
+        store.publish = [publish = std::move(publish)](const std::string& key, const std::string& value) {
           const nb::gil_scoped_acquire gil;
           publish(key, nb::bytes(value.data(), value.size()));
         };
-        exchange.fetch = [fetch = std::move(fetch)](const std::string& key) {
+        store.fetch = [fetch = std::move(fetch)](const std::string& key) {
           const nb::gil_scoped_acquire gil;
           const nb::bytes value = fetch(key);
           return std::string(value.c_str(), value.size());
         };
-        Communicators::instance().set_process(process, std::move(exchange));
+        Communicators::instance().set_process(process, std::move(store));
       },
       "process"_a, "publish"_a, "fetch"_a,
-      "Which process this is, and how it exchanges byte strings with the others: publish(key, value), and fetch(key), "
-      "which waits until there is one.");
+      "Sets the id of this process, and how it exchanges byte strings with the others: publish(key, value), and "
+      "fetch(key), which blocks until the key exists.");
 
   m.def("note_call_site", &jax_ring::note_call_site, "call"_a, "site"_a,
-        "Notes where in the user's program a call was written, for the error of a rank that waits in vain.");
+        "Records where in the user's program a call was written, for error messages.");
 
   m.def(
       "fingerprint", [] { return JAX_RING_FINGERPRINT; }, "The fingerprint of the sources that this was built from.");
 
   m.def(
       "set_deadline", [](double seconds) { Communicators::instance().set_deadline(seconds); }, "seconds"_a,
-      "Sets how long, in seconds, a GPU waits for a peer.");
+      "Sets how many seconds a GPU waits for a peer.");
 
   m.def(
-      "forget_groups", [] { Communicators::instance().forget(); }, nb::call_guard<nb::gil_scoped_release>(),
-      "Has programs compiled from now on form their groups anew, as is necessary after one has failed.");
+      "forget_groups", [] { Communicators::instance().reset(); }, nb::call_guard<nb::gil_scoped_release>(),
+      "Makes programs compiled from now on create new groups, which is necessary after a group has failed.");
 }

@@ -16,7 +16,7 @@ void check(cudaError_t error, const char* what) {
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error) + " (" + cudaGetErrorName(error) + ")");
 }
 
-// Makes a device the calling thread's current one, and the one before it again at the end.
+// Makes a device current on the calling thread, and restores the previous one.
 class OnDevice {
  public:
   explicit OnDevice(int device) {
@@ -33,7 +33,7 @@ class OnDevice {
 
 class CudaPeerMemory final : public PeerMemory {
  public:
-  // Not from a memory pool: handles to pool memory are of another kind.
+  // Not from a memory pool, whose handles are of another kind.
   void* allocate(int device, size_t bytes) override {
     const OnDevice on(device);
     void* memory = nullptr;
@@ -57,19 +57,19 @@ class CudaPeerMemory final : public PeerMemory {
 
   void release_on_host(void* memory) override { cudaFreeHost(memory); }
 
-  bool can_reach(int device, int peer) override {
+  bool can_access(int device, int peer) override {
     if (device == peer) return true;
     int can = 0;
     check(cudaDeviceCanAccessPeer(&can, device, peer), "cudaDeviceCanAccessPeer");
     return can != 0;
   }
 
-  void reach(int device, int peer) override {
+  void enable_access(int device, int peer) override {
     if (device == peer) return;
     const OnDevice on(device);
     const cudaError_t error = cudaDeviceEnablePeerAccess(peer, 0);
     if (error == cudaErrorPeerAccessAlreadyEnabled) {
-      cudaGetLastError();  // XLA enables it as well; the error would otherwise be found by someone else's check
+      cudaGetLastError();  // XLA enables it as well; clear the error, or a later check elsewhere would report it
       return;
     }
     check(error, "cudaDeviceEnablePeerAccess");
@@ -84,7 +84,7 @@ class CudaPeerMemory final : public PeerMemory {
 
   void* import_handle(int device, const std::string& exported) override {
     cudaIpcMemHandle_t handle;
-    if (exported.size() != sizeof(handle)) throw std::runtime_error("a peer sent no handle of CUDA memory");
+    if (exported.size() != sizeof(handle)) throw std::runtime_error("a peer published an invalid CUDA memory handle");
     std::memcpy(&handle, exported.data(), sizeof(handle));
     const OnDevice on(device);
     void* memory = nullptr;

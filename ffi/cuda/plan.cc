@@ -1,4 +1,4 @@
-// plan.cc: packs operands into messages, and chooses their algorithm.
+// plan.cc: packs operands into messages, and selects their algorithm.
 #include "cuda/plan.h"
 
 #include <algorithm>
@@ -8,17 +8,17 @@
 namespace jax_ring::gpu {
 namespace {
 
-// The algorithm of a call in which each rank brings `bytes` bytes. Sums by an all-reduce have the choice; those for one
-// root can go round a ring as well.
+// The algorithm of a call with `bytes` bytes per rank. The caller may choose it for a sum by all-reduce; a sum for one
+// root may use the ring instead of two-shot.
 Algorithm algorithm_of(const CallSite& site, uint64_t bytes, const Thresholds& thresholds) {
   if (site.op != Op::sum) return Algorithm::two_shot;
-  if (reduces_round_ring(site.plan)) return Algorithm::ring;
+  if (requires_ring(site.plan)) return Algorithm::ring;
   if (site.plan.collective == Collective::all_reduce) return site.algorithm.value_or(choose(bytes, thresholds));
-  const bool round_ring = site.plan.collective == Collective::reduce && site.algorithm == Algorithm::ring;
-  return round_ring ? Algorithm::ring : Algorithm::two_shot;
+  const bool uses_ring = site.plan.collective == Collective::reduce && site.algorithm == Algorithm::ring;
+  return uses_ring ? Algorithm::ring : Algorithm::two_shot;
 }
 
-// Sums of signed integers are those of unsigned ones.
+// Sums of signed integers use the unsigned type.
 DType folded_as(Op op, DType dtype) {
   if (op != Op::sum) return dtype;
   switch (dtype) {
@@ -42,8 +42,8 @@ uint32_t CallSite::fingerprint() const { return Hash().add(std::string_view(call
 std::vector<Launch> launches_of(const Communicator& communicator, int rank, const CallSite& site,
                                 const Thresholds& thresholds, DType dtype, const std::vector<Buffer>& buffers,
                                 double deadline_seconds) {
-  // The blocks of a ring are those of an operand, so that there each operand is a message of its own.
-  const size_t most = reduces_round_ring(site.plan) ? 1 : kMaxOperands;
+  // The blocks of a ring are those of one operand, so each operand is a message of its own there.
+  const size_t most = requires_ring(site.plan) ? 1 : kMaxOperands;
   const uint64_t blocks = site.plan.collective == Collective::reduce_scatter ? communicator.num_ranks() : 1;
   std::vector<Launch> launches;
   for (size_t first = 0; first < buffers.size(); first += most) {

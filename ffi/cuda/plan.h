@@ -1,4 +1,4 @@
-// plan.h: the kernels of one rank in one collective: which algorithm, with which arguments.
+// plan.h: the kernel launches of one rank in one collective.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@ namespace jax_ring::gpu {
 
 // What all ranks of a call agree on.
 struct CallSite {
-  std::string call;  // in words, for error messages
+  std::string call;  // description, for error messages
   Plan plan;
   Op op = Op::sum;
-  std::optional<Algorithm> algorithm;  // by thresholds if it is missing
+  std::optional<Algorithm> algorithm;  // selected by the thresholds if missing
 
-  // The same number on all ranks, and very likely another one for another call.
+  // The same number on all ranks, and very likely a different one for a different call.
   uint32_t fingerprint() const;
   int lane() const { return static_cast<int>(fingerprint() % kLanes); }
 };
@@ -36,8 +36,8 @@ struct Launch {
   Call call;
 };
 
-// The kernels to launch, one after the other. The buffers are those of `rank`, all of one dtype. The thresholds must be
-// those of the other ranks; where they are not, and choose another algorithm, both sides wait in vain.
+// The kernels to launch, in order. The buffers are those of `rank`, all of one dtype. The thresholds must be the same
+// on all ranks: ranks that select different algorithms time out.
 std::vector<Launch> launches_of(const Communicator& communicator, int rank, const CallSite& site,
                                 const Thresholds& thresholds, DType dtype, const std::vector<Buffer>& buffers,
                                 double deadline_seconds);

@@ -1,4 +1,4 @@
-// algorithm.h: the part of one team in a collective, by any algorithm.
+// algorithm.h: runs one team's share of a collective, with any algorithm.
 #pragma once
 
 #include <type_traits>
@@ -9,13 +9,13 @@
 
 namespace jax_ring {
 
-// Fills what this team would have written of a call that failed, and nothing else, for other teams may be through. With
-// ones in every bit, which is NaN in nearly every float type: nobody mistakes it for a result.
+// Fills what this team would have written in a call that failed, and nothing else, since other teams may have
+// succeeded. All bits are ones, which is NaN in nearly every float type and cannot be mistaken for a result.
 template <class Team>
 JAX_RING_TEAM_CALL void poison(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team) {
   const int p = self.num_ranks();
   const Pack ones{{~uint64_t{0}, ~uint64_t{0}}};
-  if (reduces_round_ring(plan)) {
+  if (requires_ring(plan)) {
     const uint64_t block = ceil_div(message.num_packs, p);
     const PackRange share = share_of({0, block}, cta, self.capacity.num_ctas);
     for (int i = 0; i < p; ++i) {
@@ -29,15 +29,15 @@ JAX_RING_TEAM_CALL void poison(const Endpoint& self, const Message& message, con
   }
 }
 
-// Whether there is code for an algorithm. Sums of signed integers are those of unsigned ones. Extrema, which are the
-// same in any order, have the algorithm that is never far from the best: kernels are many, and take long to compile.
+// Which kernels exist. Sums of signed integers use the unsigned kernels. Extrema, whose order does not matter, exist
+// only for the algorithm that is never far from the best: there are many kernels, and they take long to compile.
 template <class Element, class Op, Algorithm kAlgorithm>
 constexpr bool is_needed = std::is_same_v<typename FoldedAs<Element, Op>::type, Element> &&
                            (std::is_same_v<Op, Sum> || kAlgorithm == Algorithm::two_shot);
 
 template <class Element, class Op, Algorithm kAlgorithm, class Team>
 JAX_RING_TEAM void run_team(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team, Op op) {
-  // A rank that has failed once no longer knows how far the others are.
+  // After a failure a rank no longer knows how far its peers are.
   bool ok = team.all(SystemAtomic<uint32_t>(*self.failed).load(cuda::memory_order_relaxed) == 0);
   if constexpr (kAlgorithm == Algorithm::one_shot) {
     ok = ok && one_shot::all_reduce<Element>(self, message, cta, team, op);

@@ -1,16 +1,16 @@
-// collective.h: what each collective does, in parts: whose operands are folded, and whose results that becomes.
+// collective.h: each collective as a list of parts: whose operands are folded, and who receives the result.
 #pragma once
 
 #include <cstddef>
 
-#include "ring/schedule.h"
+#include "ring/blocks.h"
 
 namespace jax_ring {
 
 enum class Collective : int {
   all_reduce,      // the fold of all operands, for every rank
   reduce_scatter,  // rank r gets the fold of the r-th of p equal blocks of the operands
-  all_gather,      // every rank gets all operands, one after the other
+  all_gather,      // every rank gets all operands, concatenated in rank order
   reduce,          // the fold of all operands for the root, zeros for the others
   broadcast,       // the root's operand, for every rank
 };
@@ -22,15 +22,14 @@ struct Plan {
   int root = 0;  // of reduce and broadcast
 };
 
-// Whether the blocks of a ring are those of the whole operand, each with an order of its own, so that only a ring
-// serves.
-JAX_RING_INLINE bool reduces_round_ring(const Plan& plan) {
+// Whether the fold order depends on the blocks of the whole operand, which only the ring algorithm implements.
+JAX_RING_INLINE bool requires_ring(const Plan& plan) {
   return plan.order == Order::ring &&
          (plan.collective == Collective::all_reduce || plan.collective == Collective::reduce);
 }
 
-// `count` ranks from `first` on, around the ring.
-struct Ranks {
+// `count` ranks starting at `first`, around the ring.
+struct RankRange {
   int first;
   int count;
 };
@@ -38,9 +37,9 @@ struct Ranks {
 // One part of a collective: elements [from, from + count) of the sources' operands are folded, in the order of the
 // sources, into elements [to, to + count) of the receivers' results.
 struct Part {
-  Ranks sources;
+  RankRange sources;
   size_t from;
-  Ranks receivers;
+  RankRange receivers;
   size_t to;
   size_t count;
   bool zeros_elsewhere = false;  // whether the other ranks' results are zero there
@@ -57,12 +56,12 @@ JAX_RING_INLINE Part gather_block(int num_ranks, int i, Range block) {
   return {{i, 1}, 0, {0, num_ranks}, block.begin, block.count};
 }
 
-// Both halves, one after the other.
-JAX_RING_INLINE Part then(Part first, Part second) {
+// Both halves in sequence.
+JAX_RING_INLINE Part compose(Part first, Part second) {
   return {first.sources, first.from, second.receivers, second.to, first.count};
 }
 
-// Parts of each operand. Where all its elements are folded alike there is one part, to be cut as an engine likes.
+// Number of parts of each operand. It is one if all elements are folded alike; an engine may cut it anywhere.
 JAX_RING_INLINE int num_parts(const Plan& plan, int num_ranks) {
   switch (plan.collective) {
     case Collective::reduce_scatter:
@@ -88,7 +87,7 @@ JAX_RING_INLINE Part part_of(const Plan& plan, int num_ranks, size_t count, size
     case Collective::reduce: {
       const bool whole = num_parts(plan, num_ranks) == 1;
       const Range block = whole ? Range{0, count} : ring_block(count, element_bytes, num_ranks, i);
-      Part part = then(scatter_block(plan.order, num_ranks, i, block), gather_block(num_ranks, i, block));
+      Part part = compose(scatter_block(plan.order, num_ranks, i, block), gather_block(num_ranks, i, block));
       if (plan.collective == Collective::reduce) {
         part.receivers = {plan.root, 1};
         part.zeros_elsewhere = true;

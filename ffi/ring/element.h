@@ -8,8 +8,8 @@
 #define JAX_RING_INLINE __host__ __device__ __forceinline__
 #define JAX_RING_LAMBDA
 #else
-// Always inlined, so that no out-of-line copy compiled for one instruction set can be picked by the
-// linker for code that must run on a smaller one.
+// Always inlined: the linker must not pick an out-of-line copy, compiled for a larger instruction set, for code that
+// runs on a smaller one.
 #define JAX_RING_INLINE inline __attribute__((always_inline))
 #define JAX_RING_LAMBDA __attribute__((always_inline))
 #endif
@@ -24,7 +24,7 @@ JAX_RING_INLINE To bit_cast(From from) {
   return to;
 }
 
-// The formulas below hold for one value and for a vector of values alike: they are written over `Lanes`.
+// The formulas below are written over `Lanes`, and hold for one value as well as for a vector.
 
 // One value at a time.
 struct Scalar {
@@ -53,7 +53,7 @@ struct Vector {
 };
 #endif
 
-// Types that are their own accumulator. Complex numbers travel as twice as many reals.
+// Types that are their own accumulator. A complex number is stored as two reals.
 template <class T>
 struct Native {
   using Storage = T;
@@ -82,15 +82,15 @@ struct BFloat16 {
   static JAX_RING_INLINE typename Lanes::template Of<uint16_t> narrow(typename Lanes::template Of<float> x) {
     using U32 = typename Lanes::template Of<uint32_t>;
     const U32 bits = bit_cast<U32>(x);
-    // Round to nearest, ties to even. The carry out of the mantissa is the next exponent, and past
-    // the largest finite number it is infinity, as it should be.
+    // Round to nearest, ties to even. A carry out of the mantissa increments the exponent, and past the largest finite
+    // number this gives infinity, as it should.
     const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    // One NaN: which sign the sum of two NaNs has is up to the order in which an instruction takes its operands.
+    // One canonical NaN: the sign of the sum of two NaNs would depend on the operand order of the instruction.
     return Lanes::template convert<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? bits * 0u + 0x7fc0u : rounded);
   }
 };
 
-// What the top of a small float's range means.
+// The meaning of the top of a small float's range.
 enum class Specials {
   ieee,        // an all-ones exponent is infinity or NaN
   finite,      // "fn": no infinity; all ones is NaN
@@ -143,7 +143,7 @@ struct SmallFloat {
     return bit_cast<F32>(bits | (code & kSign) << kSignShift);
   }
 
-  // Round to nearest, ties to even; past the largest finite number, infinity or else NaN.
+  // Round to nearest, ties to even. Overflow gives infinity, or NaN in a type without infinity.
   template <class Lanes = Scalar>
   static JAX_RING_INLINE typename Lanes::template Of<Storage> narrow(typename Lanes::template Of<float> x) {
     using U32 = typename Lanes::template Of<uint32_t>;
@@ -161,10 +161,10 @@ struct SmallFloat {
     U32 code = magnitude < kSmallestNormal ? subnormal : normal;
     constexpr uint32_t kOverflow = kSpecials == Specials::ieee ? kInfinity : kNaN;
     code = code > kLargest ? code * 0u + kOverflow : code;
-    // A type without negative zero has no use for the sign of zero, nor of the NaN in its place.
+    // A type without negative zero has only one zero and one NaN, without a sign.
     const U32 with_sign =
         kSpecials == Specials::finite_nuz ? (code == 0u || code == kNaN ? code : code | sign) : U32(code | sign);
-    // One NaN: which sign the sum of two NaNs has is up to the order in which an instruction takes its operands.
+    // One canonical NaN: the sign of the sum of two NaNs would depend on the operand order of the instruction.
     return Lanes::template convert<Storage>(magnitude > 0x7f800000u ? code * 0u + kNaN : with_sign);
   }
 };

@@ -1,4 +1,4 @@
-// endpoint.h: what a rank knows of its group: everybody's mailbox, how far it has come, and where it reports a failure.
+// endpoint.h: a rank's view of its group: all mailboxes, its progress, and where it reports a failure.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +7,12 @@
 
 namespace jax_ring {
 
-// Where a rank was when it waited in vain.
+// Where a rank was waiting when it failed.
 enum class Step : uint32_t { one_shot, reduce_scatter, all_gather, ring_receive, ring_send, count };
 
-enum class FailureKind : uint32_t { none, absent, mismatch };
+enum class FailureKind : uint32_t { none, timeout, mismatch };
 
-// The first failure of a rank, in memory of the host that the GPU can write. `kind` is written last.
+// The first failure of a rank, in host memory that the GPU can write. `kind` is written last.
 struct Failure {
   uint32_t kind;
   uint32_t step;
@@ -23,25 +23,25 @@ struct Failure {
   uint32_t cta;
 };
 
-// How far each team of a rank has come, in all calls so far. In the rank's own memory and not in the host's, since a
-// recorded graph of kernels is replayed without the host. They wrap around.
+// How far each team of a rank is, over all calls so far. In device memory and not in the host's, since a CUDA graph is
+// replayed without the host. The counters wrap around.
 struct Progress {
   uint32_t one_shot_epoch;
   uint32_t round;     // of the two-shot algorithm
-  uint32_t sent;      // items, round the ring
-  uint32_t received;  // items
+  uint32_t sent;      // items sent around the ring
+  uint32_t received;  // items received around the ring
 };
 
 constexpr int kMaxRanks = 64;
 
-// All that a rank knows of its group.
+// All that a rank knows about its group.
 struct Endpoint {
   Capacity capacity;
   int rank;
-  uint32_t call;                      // for the record of a failure
-  unsigned char* mailbox[kMaxRanks];  // everybody's, at the address where this rank sees it
+  uint32_t call;                      // copied into the record of a failure
+  unsigned char* mailbox[kMaxRanks];  // of all ranks, at the addresses where this rank maps them
   Progress* progress;                 // by team
-  uint32_t* failed;                   // set as soon as one team of this rank has failed
+  uint32_t* failed;                   // set once any team of this rank has failed
   Failure* failure;
   uint64_t deadline_ns;
 

@@ -7,7 +7,7 @@
 
 namespace jax_ring {
 
-// The element types that the engine reads. Adding a type is a line here.
+// The element types of the engine. Adding a type is one line here.
 #define JAX_RING_FOR_EACH_DTYPE(X)    \
   X(s8, Native<int8_t>)               \
   X(s16, Native<int16_t>)             \
@@ -36,7 +36,7 @@ enum class DType : int {
       count
 };
 
-// The operations, which take two values or two vectors of values.
+// The operations, on two values or two vectors.
 #define JAX_RING_FOR_EACH_OP(X) \
   X(sum, Sum)                   \
   X(max, Max)                   \
@@ -62,8 +62,8 @@ struct Sum {
   }
 };
 
-// The larger and the smaller of two. For floats these are maximum and minimum of IEEE 754-2019, as XLA's are where it
-// computes one element from two: NaN if either is NaN, and -0 is smaller than +0.
+// Maximum and minimum. For floats these are the maximum and minimum of IEEE 754-2019, as in XLA's elementwise
+// operations: NaN if either is NaN, and -0 is smaller than +0.
 struct Max {
   template <class A>
   JAX_RING_INLINE A operator()(A a, A b) const {
@@ -90,8 +90,8 @@ struct Min {
   }
 };
 
-// The element type that an operation works on: sums of signed integers are those of unsigned ones, which have the same
-// bits, since wrapping is then defined.
+// The element type that an operation computes in. Sums of signed integers use the unsigned type: the bits are the same,
+// and overflow is defined.
 template <class Element, class Op>
 struct FoldedAs {
   using type = Element;
@@ -102,13 +102,13 @@ struct FoldedAs<Native<T>, Sum> {
       Native<typename std::conditional_t<std::is_integral_v<T>, std::make_unsigned<T>, std::common_type<T>>::type>;
 };
 
-// The fold so far at kVectors neighbouring places, each a value or a vector of values.
+// A partial fold at kVectors neighbouring places, each a value or a vector of values.
 template <class Element, class Lanes, int kVectors>
 struct Partial {
   typename Lanes::template Of<typename Element::Accumulator> value[kVectors];
 
-  // The accumulator starts as the first rank's value, not as zero, so that the sum of negative zeros stays negative.
-  // load(v) gives the v-th value as stored.
+  // The accumulator starts with the first rank's value, not with zero, so that a sum of negative zeros stays negative.
+  // load(v) returns the v-th value as stored.
   template <class Load>
   JAX_RING_INLINE void start(Load load) {
     for (int v = 0; v < kVectors; ++v) value[v] = Element::template widen<Lanes>(load(v));
@@ -119,7 +119,7 @@ struct Partial {
     for (int v = 0; v < kVectors; ++v) value[v] = op(value[v], Element::template widen<Lanes>(load(v)));
   }
 
-  // store(v, value) takes the result, rounded here and nowhere else.
+  // store(v, value) receives the result, rounded here and nowhere else.
   template <class Store>
   JAX_RING_INLINE void finish(Store store) const {
     for (int v = 0; v < kVectors; ++v) store(v, Element::template narrow<Lanes>(value[v]));

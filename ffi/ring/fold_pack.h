@@ -1,4 +1,4 @@
-// fold_pack.h: the fold over ranks, a pack at a time.
+// fold_pack.h: the fold over ranks, one pack at a time.
 #pragma once
 
 #include "ring/fold.h"
@@ -16,12 +16,12 @@ struct Elements {
   JAX_RING_INLINE typename Element::Storage operator()(int v) const { return value[v]; }
 };
 
-// The fold so far at the places of one pack.
+// A partial fold at the places of one pack.
 template <class Element>
 struct PackFold {
   Partial<Element, Scalar, kPerPack<Element>> partial;
 
-  // Packs that it takes on its way to the next rank: an accumulator may be wider than what it adds up.
+  // Packs that a partial fold takes when sent to the next rank: an accumulator may be wider than its elements.
   static constexpr int kPacks = static_cast<int>(sizeof(partial) / kPackBytes);
 
   JAX_RING_INLINE void start(const Pack& pack) { partial.start(Elements<Element>::of(pack)); }
@@ -39,10 +39,10 @@ struct PackFold {
   JAX_RING_INLINE void restore(const Pack* from) { memcpy(&partial, from, sizeof(partial)); }
 };
 
-// Ranks whose packs are loaded together, beside the first: the latency of memory is then paid once for all of them.
+// Ranks, besides the first, whose packs are loaded together, so that the memory latency is paid once for all of them.
 constexpr int kRanksInFlight = 7;
 
-// The fold over ranks 0, 1, ..., p-1. load(rank) gives the rank's pack.
+// The fold over ranks 0, 1, ..., p-1. load(rank) returns the rank's pack.
 template <class Element, class Op, class Load>
 JAX_RING_INLINE Pack fold_packs(int num_ranks, Load load, Op op) {
   PackFold<Element> fold;

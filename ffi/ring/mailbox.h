@@ -1,4 +1,4 @@
-// mailbox.h: the memory of a rank that its peers write into, and where in it everything lies.
+// mailbox.h: the memory of a rank that its peers write into, and its layout.
 #pragma once
 
 #include <cstddef>
@@ -8,34 +8,34 @@
 
 namespace jax_ring {
 
-// Flags of different writers are this far apart, so that no two of them share a cache line.
+// Distance between the flags of different writers, so that no two share a cache line.
 constexpr size_t kFlagBytes = 128;
 
-// A line of the one-shot algorithm: 4 bytes of data and 4 of tag in each word. A word is written at once or not at all,
-// so whoever finds the tag of this call in it has its data as well, and needs no flag.
+// A line of the one-shot algorithm: 4 bytes of data and 4 of tag in each word. A word is written atomically, so a
+// reader that sees the tag of this call has the data as well, and needs no flag.
 struct alignas(16) Line {
   uint64_t word[2];
 };
 
 constexpr uint64_t kLinesPerPack = 2;
 
-// What a rank announces by a flag. The first two have a flag for each peer, the others one for the neighbour.
+// What a flag signals. The first two exist per peer, the others once, for the neighbour.
 enum class FlagKind : int {
-  scattered,  // the peer's values for my part of the message are here
-  gathered,   // the peer's part of the result is here
-  tail,       // the previous rank has put so many items into my slots
-  head,       // the next rank has taken so many items out of its slots
+  scattered,  // the peer's values for this rank's part have arrived
+  gathered,   // the peer's part of the result has arrived
+  tail,       // number of items that the previous rank has put into this rank's slots
+  head,       // number of items that the next rank has taken out of its slots
 };
 
-// The sizes that all ranks of a group agree on. Work is split over `num_ctas` teams, each with a mailbox of its own
-// within the mailbox: a team waits only for the teams of its own number.
+// The sizes that all ranks of a group agree on. The work is split over `num_ctas` teams, each with its own section of
+// the mailbox: a team waits only for the teams with its own index.
 struct Capacity {
   int num_ranks;
   int num_ctas;
   uint64_t one_shot_packs;  // of one rank's message, in each round
   uint64_t part_packs;      // of one rank's part of a two-shot round
   uint64_t slot_packs;      // of one slot of the ring
-  uint64_t num_slots;       // of the ring; a power of two, so that counting them survives a wrap-around
+  uint64_t num_slots;       // of the ring; a power of two, so that slot indices survive a wrap-around of the counters
 
   JAX_RING_INLINE size_t flags_bytes() const {
     return static_cast<size_t>(num_ctas) * (2 * static_cast<size_t>(num_ranks) + 2) * kFlagBytes;
@@ -61,7 +61,7 @@ struct Capacity {
     return (cta * per_cta + index) * kFlagBytes;
   }
 
-  // One-shot: the lines from `source`, a header first. Two sets take turns.
+  // One-shot: the lines written by `source`, header first. Two sets alternate.
   JAX_RING_INLINE uint64_t num_lines() const { return 1 + kLinesPerPack * one_shot_packs; }
   JAX_RING_INLINE size_t lines(int parity, int cta, int source) const {
     const size_t set = (static_cast<size_t>(parity) * num_ctas + cta) * num_ranks + source;
@@ -69,19 +69,19 @@ struct Capacity {
   }
   JAX_RING_INLINE size_t lines_end() const { return lines(2, 0, 0); }
 
-  // Two-shot: what `source` sent of my part, and the result of the part that `source` owns.
+  // Two-shot: the values that `source` sent for this rank's part, and the result of the part that `source` owns.
   JAX_RING_INLINE size_t scatter(int cta, int source) const {
     return lines_end() + (static_cast<size_t>(cta) * num_ranks + source) * part_packs * kPackBytes;
   }
   JAX_RING_INLINE size_t gather(int cta, int source) const { return scatter(num_ctas + cta, source); }
   JAX_RING_INLINE size_t gather_end() const { return scatter(2 * num_ctas, 0); }
 
-  // Ring: slots that the previous rank fills in turn, each with a pack in front that says whose it is.
+  // Ring: slots that the previous rank fills in turn, each preceded by a pack with the fingerprint of its call.
   JAX_RING_INLINE size_t slot(int cta, uint64_t index) const {
     return gather_end() + (cta * num_slots + index) * (1 + slot_packs) * kPackBytes;
   }
 
-  // Of one whole mailbox.
+  // Size of one mailbox.
   JAX_RING_INLINE size_t bytes() const { return slot(num_ctas, 0); }
 };
 

@@ -1,8 +1,9 @@
-// one_shot.h: all-reduce of small messages in one step: everybody sends everything to everybody, and folds it.
+// one_shot.h: all-reduce of small messages in one step: every rank sends its message to all ranks, and folds all of
+// them.
 //
-// Data and the tag of the round travel in the same words (as in NCCL's LL protocol), so that there is no flag to wait
-// for and no fence: p-1 sends and a poll. Two sets of lines take turns. A rank writes a set again two rounds later, and
-// it is then through with the round between, for which every peer has sent after it had read this set.
+// Data and the tag of the round travel in the same words (as in NCCL's LL protocol), so there is no flag to wait for
+// and no fence: p-1 sends and a poll. Two sets of lines alternate. A rank rewrites a set two rounds later, when it has
+// finished the round in between, for which every peer sent its data only after reading this set.
 #pragma once
 
 #include "ring/fold_pack.h"
@@ -25,8 +26,8 @@ JAX_RING_TEAM Line* lines(const Endpoint& self, int owner, int cta, int source, 
   return reinterpret_cast<Line*>(self.mailbox[owner] + offset);
 }
 
-// Sends this rank's packs, and two lines more. The header names the call. The other one is a line that the round leaves
-// unused, another one in every round, so that no line keeps its tag until the epochs have wrapped around.
+// Sends this rank's packs and two more lines. One is the header, which identifies the call. The other is a line that
+// this round does not use, a different one each round, so that no line keeps its tag until the epochs wrap around.
 template <class Team>
 JAX_RING_TEAM_CALL void send(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
                              uint32_t epoch) {
@@ -50,7 +51,7 @@ JAX_RING_TEAM_CALL void send(const Endpoint& self, const Message& message, PackR
       });
 }
 
-// The pack that the lines hold, as soon as they have come.
+// Waits for the pack in these lines.
 JAX_RING_TEAM bool receive(const Endpoint& self, Line* from, int source, int cta, uint32_t epoch, Pack* pack) {
   Line low, high;
   const bool ok = await(
@@ -65,7 +66,7 @@ JAX_RING_TEAM bool receive(const Endpoint& self, Line* from, int source, int cta
   return ok;
 }
 
-// Whether every peer means the same call.
+// Whether every peer makes the same call.
 template <class Team>
 JAX_RING_TEAM_CALL bool check_headers(const Endpoint& self, const Message& message, int cta, Team team,
                                       uint32_t epoch) {
@@ -88,7 +89,7 @@ JAX_RING_TEAM_CALL bool check_headers(const Endpoint& self, const Message& messa
   return ok;
 }
 
-// Folds what has come from all ranks into the output.
+// Folds the packs of all ranks into the output.
 template <class Element, class Op, class Team>
 JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
                         uint32_t epoch, Op op) {
@@ -110,7 +111,8 @@ JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange 
   return ok;
 }
 
-// All-reduces the team's share of the message. False if a peer did not come; the rank's failure then says which.
+// All-reduces the team's share of the message. Returns false if a wait failed; the rank's failure record names the
+// peer.
 template <class Element, class Op, class Team>
 JAX_RING_TEAM bool all_reduce(const Endpoint& self, const Message& message, int cta, Team team, Op op) {
   Progress& progress = self.progress[cta];
@@ -123,7 +125,7 @@ JAX_RING_TEAM bool all_reduce(const Endpoint& self, const Message& message, int 
     send(self, message, range, cta, team, epoch);
     ok = check_headers(self, message, cta, team, epoch);
     ok = fold<Element>(self, message, range, cta, team, epoch, op) && ok;
-    // A thread that has nothing to do in the next round must not announce it while another still reads this one.
+    // A thread without work in the next round must not announce it while another thread still reads this one.
     ok = team.all(ok);
   }
   if (ok && team.thread() == 0) progress.one_shot_epoch = epoch;

@@ -19,9 +19,8 @@ static_assert(sizeof(Pack) == kPackBytes);
 template <class Element>
 constexpr int kPerPack = static_cast<int>(kPackBytes / sizeof(typename Element::Storage));
 
-// One operand of a message on one rank. Its packs stand behind those of the operands before it, the last one padded.
-// Where the ranks' parts are blocks of their own, there are `bytes` in each block, and the blocks lie one after
-// another.
+// One operand of a message on one rank. Its packs follow those of the operands before it; the last one is padded. In
+// collectives with one block per rank, `bytes` is the size of a block, and the blocks are contiguous.
 struct Operand {
   const unsigned char* input;
   unsigned char* output;  // may be `input`
@@ -29,14 +28,14 @@ struct Operand {
   uint64_t first_pack;
 };
 
-// So many that the arguments of a kernel fit into the space that every GPU has for them.
+// Limited by the space for kernel arguments that every GPU has.
 constexpr int kMaxOperands = 64;
 
-// What one rank brings to a call. All but the addresses is the same on all ranks.
+// One rank's side of a call. All but the addresses is the same on all ranks.
 struct Message {
   uint64_t num_packs;
   uint32_t num_operands;
-  uint32_t fingerprint;  // differs, very likely, between calls that do not belong together
+  uint32_t fingerprint;  // very likely differs between calls that do not match
   Operand operands[kMaxOperands];
 };
 
@@ -50,7 +49,7 @@ struct PackRange {
 JAX_RING_INLINE uint64_t ceil_div(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
 JAX_RING_INLINE uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-// The share of the index-th of `parts` workers in `range`; shares are contiguous and differ by the last alone.
+// The share of worker `index` of `parts` in `range`. Shares are contiguous and of equal size, except for the last ones.
 JAX_RING_INLINE PackRange share_of(PackRange range, uint64_t index, uint64_t parts) {
   const uint64_t each = ceil_div(range.size(), parts);
   const uint64_t begin = smaller(range.begin + index * each, range.end);
@@ -59,7 +58,7 @@ JAX_RING_INLINE PackRange share_of(PackRange range, uint64_t index, uint64_t par
 
 JAX_RING_INLINE bool is_aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % kPackBytes == 0; }
 
-// The index-th pack of a buffer of `bytes` bytes; what lies past its end reads as zero.
+// The index-th pack of a buffer of `bytes` bytes, padded with zeros past the end.
 JAX_RING_INLINE Pack load_pack(const unsigned char* buffer, uint64_t bytes, uint64_t index) {
   const unsigned char* from = buffer + index * kPackBytes;
   const uint64_t valid = smaller(bytes - index * kPackBytes, kPackBytes);
@@ -71,7 +70,7 @@ JAX_RING_INLINE Pack load_pack(const unsigned char* buffer, uint64_t bytes, uint
   return pack;
 }
 
-// Writes the index-th pack of a buffer of `bytes` bytes, without what would lie past its end.
+// Writes the index-th pack of a buffer of `bytes` bytes, up to its end.
 JAX_RING_INLINE void store_pack(unsigned char* buffer, uint64_t bytes, uint64_t index, Pack pack) {
   unsigned char* to = buffer + index * kPackBytes;
   const uint64_t valid = smaller(bytes - index * kPackBytes, kPackBytes);
@@ -84,12 +83,12 @@ JAX_RING_INLINE void store_pack(unsigned char* buffer, uint64_t bytes, uint64_t 
   for (uint64_t i = 0; i < valid; ++i) to[i] = copy[i];
 }
 
-// Packs that a thread copies at a time: a GPU hides the latency of its memory by the number of loads under way.
+// Packs that a thread copies at a time: loads in flight hide the latency of GPU memory.
 constexpr int kCopiesInFlight = 4;
 
-// Moves every pack of `range` that lies in the message: store(operand, index, place, value) gets what
-// load(operand, index, place) gave, where the index counts from the beginning of the operand and the place from that of
-// the range. Each thread loads kInFlight packs before it stores them.
+// Visits every pack of `range` that lies in the message: store(operand, index, place, value) receives the result of
+// load(operand, index, place), where `index` counts from the start of the operand and `place` from the start of the
+// range. Each thread loads kInFlight packs before it stores them.
 template <int kInFlight, class Team, class Load, class Store>
 JAX_RING_TEAM void for_each_pack(const Message& message, PackRange range, Team team, Load load, Store store) {
   for (uint32_t i = 0; i < message.num_operands; ++i) {
@@ -119,7 +118,7 @@ JAX_RING_TEAM void for_each_pack(const Message& message, PackRange range, Team t
   }
 }
 
-// How values of loads and stores above are found in the operands.
+// Load and store functions for operands.
 JAX_RING_INLINE Pack input_pack(const Operand& operand, uint64_t index, int block = 0) {
   return load_pack(operand.input + block * operand.bytes, operand.bytes, index);
 }
@@ -127,7 +126,7 @@ JAX_RING_INLINE void output_pack(const Operand& operand, uint64_t index, Pack pa
   store_pack(operand.output + block * operand.bytes, operand.bytes, index, pack);
 }
 
-// Writes the same pack everywhere in a part of the outputs.
+// Fills a part of the outputs with copies of one pack.
 template <class Team>
 JAX_RING_TEAM void fill(const Message& message, PackRange range, int block, Team team, Pack value) {
   for_each_pack<1>(

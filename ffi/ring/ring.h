@@ -1,8 +1,7 @@
-// ring.h: all-reduce, and reduce, round a ring: each rank sends to the next alone, as ring_schedule.h says, and never
-// more than what fits into the slots there. For ranks that do not all reach each other, and for messages too large to
-// care for latency.
+// ring.h: all-reduce and reduce around a ring. Each rank sends to the next one only, as ring_schedule.h says, and never
+// more than fits into its slots. For ranks without all-to-all access, and for messages too large for latency to matter.
 //
-// Partial folds travel in the accumulator's type, so that a result is rounded once here as well.
+// Partial folds are sent in the accumulator's type, so that a result is rounded once here as well.
 #pragma once
 
 #include "ring/collective.h"
@@ -13,7 +12,7 @@
 namespace jax_ring {
 namespace ring {
 
-// One team's place in the ring: the slots to its right, which it fills, and its own, which it empties.
+// One team's position in the ring: the slots of the next rank, which it fills, and its own, which it drains.
 template <class Team>
 struct Link {
   const Endpoint& self;
@@ -36,7 +35,8 @@ struct Link {
     if (team.thread() == 0) {
       uint64_t* head = self.flag(self.rank, FlagKind::head, cta, 0);
       const uint32_t needed = sent + 1 - static_cast<uint32_t>(self.capacity.num_slots);
-      ok = await(self, [&] { return !is_before(epoch_of(peek(head)), needed); }, Step::ring_send, next(), needed, cta);
+      ok = await(
+          self, [&] { return !is_before(epoch_of(load_flag(head)), needed); }, Step::ring_send, next(), needed, cta);
     }
     return team.all(ok);
   }
@@ -47,9 +47,9 @@ struct Link {
     if (team.thread() == 0) {
       uint64_t* tail = self.flag(self.rank, FlagKind::tail, cta, 0);
       ok = await(
-          self, [&] { return is_before(received, epoch_of(peek(tail))); }, Step::ring_receive, previous(), received + 1,
-          cta);
-      // The flag may be of a later call already, so that each item says whose it is.
+          self, [&] { return is_before(received, epoch_of(load_flag(tail))); }, Step::ring_receive, previous(),
+          received + 1, cta);
+      // The flag may already belong to a later call, so each item carries its call's fingerprint.
       if (ok && slot(self.rank, received)->word[0] != fingerprint) {
         fail(self, FailureKind::mismatch, Step::ring_receive, previous(), received + 1, cta);
         ok = false;
@@ -61,7 +61,7 @@ struct Link {
   JAX_RING_TEAM Pack* outgoing() const { return slot(next(), sent) + 1; }
   JAX_RING_TEAM const Pack* incoming() const { return slot(self.rank, received) + 1; }
 
-  // Ends a hop: hands over what was written, gives back what was read.
+  // Ends a hop: publishes what was written, and frees the slot that was read.
   JAX_RING_TEAM void finish(bool sends, bool receives) {
     team.sync();
     sent += sends;
@@ -69,15 +69,16 @@ struct Link {
     if (team.thread() != 0) return;
     if (sends) {
       slot(next(), sent - 1)->word[0] = fingerprint;
-      post(self.flag(next(), FlagKind::tail, cta, 0), sent);
+      post_flag(self.flag(next(), FlagKind::tail, cta, 0), sent);
     }
-    if (receives) post(self.flag(previous(), FlagKind::head, cta, 0), received);
+    if (receives) post_flag(self.flag(previous(), FlagKind::head, cta, 0), received);
   }
 };
 
-// Does one hop with the packs of one chunk. False if a neighbour did not come.
+// Executes one hop on the packs of one chunk. Returns false if a wait for a neighbour failed.
 template <class Element, class Op, class Team>
-JAX_RING_TEAM bool do_hop(const Message& message, Hop hop, PackRange chunk, bool keeps, Link<Team>& link, Op op) {
+JAX_RING_TEAM bool run_hop(const Message& message, Hop hop, PackRange chunk, bool keeps_result, Link<Team>& link,
+                           Op op) {
   constexpr int kPartial = PackFold<Element>::kPacks;
   constexpr int kFoldsInFlight = 2;
   if (hop.receives() && !link.await_item()) return false;
@@ -88,7 +89,7 @@ JAX_RING_TEAM bool do_hop(const Message& message, Hop hop, PackRange chunk, bool
     for_each_pack<kCopiesInFlight>(
         message, chunk, link.team, [&](const Operand&, uint64_t, uint64_t place) { return in[place]; },
         [&](const Operand& operand, uint64_t index, uint64_t place, Pack pack) {
-          output_pack(operand, index, keeps ? pack : Pack{});
+          output_pack(operand, index, keeps_result ? pack : Pack{});
           if (hop.sends()) out[place] = pack;
         });
   } else {
@@ -108,7 +109,7 @@ JAX_RING_TEAM bool do_hop(const Message& message, Hop hop, PackRange chunk, bool
         [&](const Operand& operand, uint64_t index, uint64_t place, const PackFold<Element>& fold) {
           if (!hop.has_result()) return fold.save(out + kPartial * place);
           const Pack result = fold.result();
-          output_pack(operand, index, keeps ? result : Pack{});
+          output_pack(operand, index, keeps_result ? result : Pack{});
           out[place] = result;
         });
   }
@@ -121,8 +122,8 @@ struct Chunks {
   Order order;
   int num_ranks;
   uint64_t num_packs;  // of the message
-  uint64_t block;      // packs of each of the num_ranks blocks of the message, the last ones aside
-  PackRange share;     // this team's: of every block, or with Order::rank of the message
+  uint64_t block;      // packs per block of the message; the last blocks may be shorter
+  PackRange share;     // of this team: within each block, or with Order::rank within the message
   uint64_t chunk_packs;
 
   JAX_RING_INLINE uint64_t count() const {
@@ -138,12 +139,12 @@ struct Chunks {
   }
 };
 
-// Reduces the team's share of the message, for all ranks or for the root. False if a neighbour did not come; the rank's
-// failure then says which.
+// Reduces the team's share of the message, for all ranks or for the root. Returns false if a wait for a neighbour
+// failed; the rank's failure record names it.
 template <class Element, class Op, class Team>
 JAX_RING_TEAM bool reduce(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team, Op op) {
   const Order order = plan.order;
-  const bool keeps = plan.collective == Collective::all_reduce || self.rank == plan.root;
+  const bool keeps_result = plan.collective == Collective::all_reduce || self.rank == plan.root;
   Progress& progress = self.progress[cta];
   const Capacity& capacity = self.capacity;
   const int p = self.num_ranks();
@@ -160,7 +161,7 @@ JAX_RING_TEAM bool reduce(const Endpoint& self, const Message& message, const Pl
   for (uint64_t step = 0; ok && step < schedule.num_steps(); ++step) {
     const Hop hop = schedule.step(step);
     if (!hop.exists() || chunks[hop.chunk].size() == 0) continue;
-    ok = do_hop<Element>(message, hop, chunks[hop.chunk], keeps, link, op);
+    ok = run_hop<Element>(message, hop, chunks[hop.chunk], keeps_result, link, op);
   }
   if (ok && team.thread() == 0) {
     progress.sent = link.sent;

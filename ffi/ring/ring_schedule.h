@@ -1,15 +1,14 @@
-// ring_schedule.h: which chunk a rank handles at which step of a ring, and what it does with it.
+// ring_schedule.h: which chunk a rank handles at each step of a ring, and what it does with it.
 //
-// A chunk goes round the ring twice, from its first rank on: first as a partial fold (reduce-scatter: p-1 steps), to
-// which each rank adds its own values, then as the result (all-gather: p-1 steps), of which each rank keeps a copy.
-// That makes 2p-1 hops, numbered from 0, of which the p-th ends the one and begins the other. The orders differ in
-// where a chunk begins:
+// A chunk travels around the ring twice, starting at its first rank: first as a partial fold (reduce-scatter: p-1
+// steps), to which each rank adds its own values, then as the result (all-gather: p-1 steps), of which each rank keeps
+// a copy. That makes 2p-1 hops, numbered from 0; the p-th ends the first pass and begins the second. The orders differ
+// in where a chunk starts:
 //
-//   Order::ring   block i of the message begins at rank i+1 and is complete at rank i: the classical ring, in which all
+//   Order::ring   block i of the message starts at rank i+1 and is complete at rank i: the classical ring, in which all
 //                 links are busy all the time.
-//   Order::rank   every chunk begins at rank 0 and is complete at rank p-1: a chain, so that the fold is in the order
-//   of
-//                 the ranks. The chunks follow each other closely, and the results come round `lag` chunks behind.
+//   Order::rank   every chunk starts at rank 0 and is complete at rank p-1: a chain, so that the fold is in rank order.
+//                 Chunks follow each other closely, and the results follow `lag` chunks behind.
 #pragma once
 
 #include <cstdint>
@@ -18,13 +17,13 @@
 
 namespace jax_ring {
 
-// What a rank does with a chunk when it comes by.
+// What a rank does with one chunk at one step.
 struct Hop {
   uint64_t chunk;
-  int index;  // of the hop on the chunk's way
+  int index;  // of the hop, counted from the chunk's first rank
   int num_ranks;
 
-  // Hops that do nothing keep the schedule regular.
+  // Idle hops keep the schedule regular.
   JAX_RING_INLINE bool exists() const { return index >= 0; }
   JAX_RING_INLINE bool receives() const { return index > 0; }
   JAX_RING_INLINE bool folds() const { return index < num_ranks; }             // adds this rank's values
@@ -33,14 +32,14 @@ struct Hop {
   JAX_RING_INLINE bool sends() const { return index < 2 * num_ranks - 2; }
 };
 
-// All hops of one rank, in order. Along a link the receiver takes chunks in the order in which the sender sends them.
+// All hops of one rank, in order. Along a link, chunks are received in the order in which they are sent.
 struct RingSchedule {
   Order order;
   int num_ranks;
   int rank;
   uint64_t num_chunks;  // Order::ring: a multiple of num_ranks; chunk c is a piece of block c % num_ranks
-  uint64_t lag;  // Order::rank: less than a link has slots, so that the last rank, which waits for no one else, never
-                 // finds its link full; then the others do not either, one after the other
+  uint64_t lag;  // Order::rank: less than the slots of a link, so that the last rank, which waits for no other rank,
+                 // never finds its link full; by induction, neither do the others
 
   JAX_RING_INLINE uint64_t num_steps() const {
     return order == Order::ring ? num_chunks / num_ranks * (2 * num_ranks - 1)
@@ -54,7 +53,7 @@ struct RingSchedule {
       const int block = (rank - index - 1 + 2 * num_ranks) % num_ranks;
       return {loop * num_ranks + block, index, num_ranks};
     }
-    // Each turn has a chunk on its first way round, and then one on its second.
+    // Each turn handles one chunk on its first pass, then one on its second.
     const uint64_t turn = step / 2;
     if (step % 2 == 0) return {turn, turn < num_chunks ? rank : -1, num_ranks};
     return {turn - lag, turn >= lag && rank < num_ranks - 1 ? rank + num_ranks : -1, num_ranks};

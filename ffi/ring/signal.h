@@ -1,4 +1,4 @@
-// signal.h: how ranks tell each other how far they are, and the one function in which all of them wait.
+// signal.h: the flags by which ranks signal their progress, and the one function in which they wait.
 #pragma once
 
 #include <cstdint>
@@ -14,25 +14,28 @@
 
 namespace jax_ring {
 
-// The protocols are written against libcu++, which has one set of atomics for host and device.
+// The protocols use libcu++, which has one set of atomics for host and device.
 template <class T>
 using SystemAtomic = cuda::atomic_ref<T, cuda::thread_scope_system>;
 
-// Whether a comes before b, of counters that wrap around.
+// Whether a comes before b, for counters that wrap around.
 JAX_RING_INLINE bool is_before(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; }
 
-// A flag tells which call it belongs to and how far its writer is.
+// A flag identifies the call, and how far its writer is.
 JAX_RING_INLINE uint64_t flag_value(uint32_t fingerprint, uint32_t epoch) {
   return static_cast<uint64_t>(fingerprint) << 32 | epoch;
 }
 JAX_RING_INLINE uint32_t epoch_of(uint64_t flag) { return static_cast<uint32_t>(flag); }
 JAX_RING_INLINE uint32_t fingerprint_of(uint64_t flag) { return static_cast<uint32_t>(flag >> 32); }
 
-// Sets a flag. Whoever sees it sees all that this thread wrote, and saw of its team's writes, before.
-JAX_RING_TEAM void post(uint64_t* flag, uint64_t value) {
+// Sets a flag with release semantics. A rank that sees it also sees everything that this thread wrote before, and
+// everything that this thread had seen of its team's writes.
+JAX_RING_TEAM void post_flag(uint64_t* flag, uint64_t value) {
   SystemAtomic<uint64_t>(*flag).store(value, cuda::memory_order_release);
 }
-JAX_RING_TEAM uint64_t peek(uint64_t* flag) { return SystemAtomic<uint64_t>(*flag).load(cuda::memory_order_acquire); }
+JAX_RING_TEAM uint64_t load_flag(uint64_t* flag) {
+  return SystemAtomic<uint64_t>(*flag).load(cuda::memory_order_acquire);
+}
 
 JAX_RING_TEAM void store_line(Line* to, Line line) {
 #if defined(__CUDACC__)
@@ -67,7 +70,7 @@ JAX_RING_TEAM uint64_t now_ns() {
 #endif
 }
 
-// Records a failure, unless this rank has failed already: the first one is the cause of the others.
+// Records a failure unless this rank has already failed: the first failure is the cause of the later ones.
 JAX_RING_TEAM void fail(const Endpoint& self, FailureKind kind, Step step, int peer, uint32_t epoch, int cta) {
   if (SystemAtomic<uint32_t>(*self.failed).exchange(1, cuda::memory_order_acq_rel) != 0) return;
   Failure* record = self.failure;
@@ -80,25 +83,25 @@ JAX_RING_TEAM void fail(const Endpoint& self, FailureKind kind, Step step, int p
   SystemAtomic<uint32_t>(record->kind).store(static_cast<uint32_t>(kind), cuda::memory_order_release);
 }
 
-// Looking at the clock, and at whether another team has failed, costs more than looking at the flag.
+// Reading the clock, and whether another team has failed, costs more than reading the flag.
 #if defined(__CUDACC__)
-constexpr uint32_t kSpinsPerLook = 1024;
+constexpr uint32_t kSpinsPerCheck = 1024;
 #else
-constexpr uint32_t kSpinsPerLook = 16;
+constexpr uint32_t kSpinsPerCheck = 16;
 #endif
 
-// Waits until ready(); false if that takes longer than the deadline, or if this rank has failed meanwhile. All waits
-// for a peer are made here.
+// Waits until ready(). Returns false if the deadline passes or this rank fails in the meantime. Every wait for a peer
+// is made here.
 template <class Ready>
 JAX_RING_TEAM bool await(const Endpoint& self, Ready ready, Step step, int peer, uint32_t epoch, int cta) {
   uint64_t since = 0;
   for (uint32_t spins = 1; !ready(); ++spins) {
-    if (spins % kSpinsPerLook != 0) continue;
+    if (spins % kSpinsPerCheck != 0) continue;
     if (SystemAtomic<uint32_t>(*self.failed).load(cuda::memory_order_relaxed) != 0) return false;
     const uint64_t now = now_ns();
     if (since == 0) since = now;
     if (now - since > self.deadline_ns) {
-      fail(self, FailureKind::absent, step, peer, epoch, cta);
+      fail(self, FailureKind::timeout, step, peer, epoch, cta);
       return false;
     }
 #if !defined(__CUDACC__)
@@ -108,14 +111,14 @@ JAX_RING_TEAM bool await(const Endpoint& self, Ready ready, Step step, int peer,
   return true;
 }
 
-// Waits until the peer's flag says this epoch, and checks that it means the same call.
+// Waits until the peer's flag reaches this epoch, and checks that it belongs to the same call.
 JAX_RING_TEAM bool await_epoch(const Endpoint& self, FlagKind kind, uint64_t expected, Step step, int peer, int cta) {
   uint64_t* flag = self.flag(self.rank, kind, cta, peer);
   uint64_t seen = 0;
   if (!await(
           self,
           [&] {
-            seen = peek(flag);
+            seen = load_flag(flag);
             return epoch_of(seen) == epoch_of(expected);
           },
           step, peer, epoch_of(expected), cta)) {

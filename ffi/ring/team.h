@@ -1,11 +1,11 @@
 // team.h: the threads that work on one slice of a message together: a CTA on a GPU, a single thread on the host.
 #pragma once
 
-// Functions of a whole team run on the GPU where there is one, and on the host otherwise: as an engine of its own, and
-// under the sanitizers.
+// Team functions run on the GPU in the CUDA engine, and on the host in tests, under the sanitizers and in the GPU
+// check.
 #if defined(__CUDACC__)
 #define JAX_RING_TEAM __device__ __forceinline__
-// For what does not depend on the element type: compiled once for all kernels of a file, which are many.
+// For code that does not depend on the element type: compiled once for the many kernels of a file.
 #define JAX_RING_TEAM_CALL __device__ __noinline__
 #define JAX_RING_UNROLL _Pragma("unroll")
 #else
@@ -20,9 +20,9 @@ namespace jax_ring {
 struct Cta {
   JAX_RING_TEAM int thread() const { return static_cast<int>(threadIdx.x); }
   JAX_RING_TEAM int size() const { return static_cast<int>(blockDim.x); }
-  // Everybody has come here, and sees what the others wrote before.
+  // A barrier: all threads have arrived, and see what the others wrote before it.
   JAX_RING_TEAM void sync() const { __syncthreads(); }
-  // As sync(); true on all threads if it was true on all.
+  // As sync(); true on all threads if `mine` is true on all of them.
   JAX_RING_TEAM bool all(bool mine) const { return __syncthreads_and(mine) != 0; }
 };
 #else

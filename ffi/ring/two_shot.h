@@ -1,11 +1,11 @@
-// two_shot.h: collectives in two steps, where every rank reaches every other: to the owners, then from the owners.
+// two_shot.h: collectives in two steps, for ranks that all reach each other: scatter to the owners, gather from them.
 //
-// An all-reduce is a reduce-scatter, then an all-gather. In each round rank i owns the i-th part of the message.
-// Everybody sends it to i, i folds it and sends the result to everybody. Each rank sends 2(p-1)/p of the message, as
-// round a ring, in 2 steps instead of 2(p-1). The other collectives leave out senders, the fold, or receivers.
+// An all-reduce is a reduce-scatter followed by an all-gather. In each round rank i owns the i-th part of the message.
+// All ranks send this part to i, which folds it and sends the result to all. Each rank sends 2(p-1)/p of the message,
+// as in a ring, but in 2 steps instead of 2(p-1). The other collectives leave out senders, the fold, or receivers.
 //
-// One buffer for each peer and step is enough: a rank announces its next step when it has read what the last one
-// brought, and nobody writes before everybody has announced.
+// One buffer per peer and step is enough: a rank signals its next step only after it has read the data of the last one,
+// and no rank writes before all have signalled.
 #pragma once
 
 #include "ring/collective.h"
@@ -15,7 +15,7 @@
 namespace jax_ring {
 namespace two_shot {
 
-// Who sends, folds and keeps what in a collective.
+// Which ranks send, fold and keep results in a collective.
 struct Roles {
   Plan plan;
 
@@ -26,7 +26,7 @@ struct Roles {
   JAX_RING_INLINE int input_block(int owner) const { return plan.collective == Collective::reduce_scatter ? owner : 0; }
   JAX_RING_INLINE int output_block(int owner) const { return plan.collective == Collective::all_gather ? owner : 0; }
 
-  // The ranks that send to the owners; in an all-gather the owners have what they need.
+  // The ranks that send to the owners. In an all-gather the owners already have the data.
   JAX_RING_INLINE bool sends(int rank) const {
     if (plan.collective == Collective::broadcast) return rank == plan.root;
     return plan.collective != Collective::all_gather;
@@ -34,7 +34,7 @@ struct Roles {
   JAX_RING_INLINE bool folds() const {
     return plan.collective != Collective::broadcast && plan.collective != Collective::all_gather;
   }
-  // Where the fold for an owner begins.
+  // The rank at which the fold for an owner starts.
   JAX_RING_INLINE int first_rank(int num_ranks, int owner) const {
     return plan.order == Order::ring ? ring_first_rank(num_ranks, owner) : 0;
   }
@@ -43,13 +43,13 @@ struct Roles {
     if (plan.collective == Collective::reduce) return rank == plan.root;
     return plan.collective != Collective::reduce_scatter;
   }
-  // Whether an owner keeps its part as a result of its own.
-  JAX_RING_INLINE bool keeps(int owner) const {
+  // Whether an owner keeps its part as its own result.
+  JAX_RING_INLINE bool keeps_result(int owner) const {
     return receives(owner) || plan.collective == Collective::reduce_scatter;
   }
 };
 
-// What one team does in one round.
+// One team's work in one round.
 template <class Team>
 struct Round {
   const Endpoint& self;
@@ -64,7 +64,7 @@ struct Round {
   JAX_RING_TEAM PackRange part(int owner) const {
     return roles.have_blocks() ? range : share_of(range, owner, num_ranks());
   }
-  // The rank that comes `step` after this one: if all began with rank 0, its links would be the bottleneck.
+  // The rank `step` places after this one: if all started with rank 0, its links would be the bottleneck.
   JAX_RING_TEAM int peer(int step) const { return (self.rank + step) % num_ranks(); }
   JAX_RING_TEAM Pack* scatter_buffer(int owner, int source) const {
     return reinterpret_cast<Pack*>(self.mailbox[owner] + self.capacity.scatter(cta, source));
@@ -74,15 +74,15 @@ struct Round {
   }
   JAX_RING_TEAM uint64_t flag() const { return flag_value(message.fingerprint, number); }
 
-  // Tells all peers that what this rank wrote for them is there.
-  JAX_RING_TEAM void announce(FlagKind kind) const {
+  // Signals all peers that the data this rank wrote for them is complete.
+  JAX_RING_TEAM void signal_peers(FlagKind kind) const {
     team.sync();
     for (int step = 1 + team.thread(); step < num_ranks(); step += team.size()) {
-      post(self.flag(peer(step), kind, cta, self.rank), flag());
+      post_flag(self.flag(peer(step), kind, cta, self.rank), flag());
     }
   }
 
-  // Waits until all peers have announced.
+  // Waits for the signals of all peers.
   JAX_RING_TEAM bool await_all(FlagKind kind, Step where) const {
     bool ok = true;
     for (int step = 1 + team.thread(); ok && step < num_ranks(); step += team.size()) {
@@ -92,9 +92,9 @@ struct Round {
   }
 };
 
-// Sends every part to its owner.
+// Sends each part to its owner.
 template <class Team>
-JAX_RING_TEAM_CALL bool to_owners(const Round<Team>& round) {
+JAX_RING_TEAM_CALL bool send_to_owners(const Round<Team>& round) {
   const int rank = round.self.rank;
   for (int step = 1; round.roles.sends(rank) && step < round.num_ranks(); ++step) {
     const int owner = round.peer(step), block = round.roles.input_block(owner);
@@ -104,13 +104,13 @@ JAX_RING_TEAM_CALL bool to_owners(const Round<Team>& round) {
         [&](const Operand& operand, uint64_t index, uint64_t) { return input_pack(operand, index, block); },
         [&](const Operand&, uint64_t, uint64_t place, Pack pack) { to[place] = pack; });
   }
-  round.announce(FlagKind::scattered);
+  round.signal_peers(FlagKind::scattered);
   return round.await_all(FlagKind::scattered, Step::reduce_scatter);
 }
 
-// Folds this rank's part, keeps the result and sends it on, all in one go.
+// Folds this rank's part, keeps the result and sends it, in one pass.
 template <class Element, class Op, class Team>
-JAX_RING_TEAM bool from_owners(const Round<Team>& round, Op op) {
+JAX_RING_TEAM bool fold_and_send(const Round<Team>& round, Op op) {
   const Roles& roles = round.roles;
   const int rank = round.self.rank, p = round.num_ranks(), root = roles.plan.root;
   const int first = roles.first_rank(p, rank), in = roles.input_block(rank), out = roles.output_block(rank);
@@ -124,20 +124,20 @@ JAX_RING_TEAM bool from_owners(const Round<Team>& round, Op op) {
         return fold_packs<Element>(p, [&](int i) { return from((first + i) % p); }, op);
       },
       [&](const Operand& operand, uint64_t index, uint64_t place, Pack pack) {
-        if (roles.keeps(rank)) output_pack(operand, index, pack, out);
+        if (roles.keeps_result(rank)) output_pack(operand, index, pack, out);
         for (int step = 1; step < p; ++step) {
           if (roles.receives(round.peer(step))) round.gather_buffer(round.peer(step), rank)[place] = pack;
         }
       });
-  round.announce(FlagKind::gathered);
+  round.signal_peers(FlagKind::gathered);
   return round.await_all(FlagKind::gathered, Step::all_gather);
 }
 
-// Takes the others' parts of the result.
+// Copies the peers' parts of the result to the outputs.
 template <class Team>
-JAX_RING_TEAM_CALL void take(const Round<Team>& round) {
+JAX_RING_TEAM_CALL void copy_results(const Round<Team>& round) {
   const Roles& roles = round.roles;
-  if (roles.plan.collective == Collective::reduce && !roles.keeps(round.self.rank)) {
+  if (roles.plan.collective == Collective::reduce && !roles.keeps_result(round.self.rank)) {
     return fill(round.message, round.range, 0, round.team, Pack{});
   }
   for (int step = 1; roles.receives(round.self.rank) && step < round.num_ranks(); ++step) {
@@ -150,7 +150,7 @@ JAX_RING_TEAM_CALL void take(const Round<Team>& round) {
   }
 }
 
-// Runs the team's share of a collective. False if a peer did not come; the rank's failure then says which.
+// Runs the team's share of a collective. Returns false if a wait failed; the rank's failure record names the peer.
 template <class Element, class Op, class Team>
 JAX_RING_TEAM bool run(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team, Op op) {
   Progress& progress = self.progress[cta];
@@ -162,8 +162,8 @@ JAX_RING_TEAM bool run(const Endpoint& self, const Message& message, const Plan&
   for (uint64_t begin = share.begin; ok && begin < share.end; begin += round_packs) {
     const PackRange range{begin, smaller(begin + round_packs, share.end)};
     const Round<Team> round{self, message, roles, range, cta, team, ++number};
-    ok = to_owners(round) && from_owners<Element>(round, op);
-    if (ok) take(round);
+    ok = send_to_owners(round) && fold_and_send<Element>(round, op);
+    if (ok) copy_results(round);
   }
   if (ok && team.thread() == 0) progress.round = number;
   return ok;

@@ -1,4 +1,4 @@
-// channel.h: the memory that the processes of a group share: what each has staged, its results, and how far it is.
+// channel.h: the shared memory of a group of processes: staged values, results, and the signals between them.
 #pragma once
 
 #include <atomic>
@@ -17,13 +17,13 @@ namespace jax_ring::shm {
 // Rounds are counted from 1, over all calls, and the count may wrap around.
 inline bool is_before(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; }
 
-// A view of the memory for one of its processes. Zeroed memory is a channel in which nothing has happened yet.
+// One process's view of the memory. Zeroed memory is a channel before its first round.
 //
-// Two sets of staging and of results take turns. That is safe as long as a process
-//   - stages a round when it is through with the last but one, and everybody has staged the last one, or has handed out
-//     the results of the last but one;
-//   - writes results when everybody has staged the round, and stages a call's first round when it is through with the
-//     call before.
+// Two sets of staging and results alternate. This is safe as long as a process
+//   - stages round n only after it has finished round n-2, and after every process has staged round n-1 or published
+//     its results of round n-2;
+//   - writes results only after every process has staged the round, and stages the first round of a call only after it
+//     has finished the call before.
 class Channel {
  public:
   static size_t bytes(int num_processes, const Capacity& capacity);
@@ -33,55 +33,55 @@ class Channel {
   unsigned char* staging(int process, uint32_t round) const { return set(process, round); }
   unsigned char* results(int process, uint32_t round) const { return set(process, round) + capacity_.staging; }
 
-  // Tells the others that this process has staged a round, of which call. It may stage the same round again, for
-  // another call, as long as not everybody has staged that round for the same call.
-  void announce_staged(uint32_t round, uint64_t call);
+  // Publishes that this process has staged a round, and for which call. It may stage the same round again for another
+  // call until every process has staged that round for the same call.
+  void signal_staged(uint32_t round, uint64_t call);
   bool has_staged(int process, uint32_t round, uint64_t call) const;
   // The call for which a process has staged the round, if it has.
-  std::optional<uint64_t> call_of(int process, uint32_t round) const;
+  std::optional<uint64_t> staged_call(int process, uint32_t round) const;
 
-  void announce_results(uint32_t round);
+  void signal_results(uint32_t round);
   bool has_results(int process, uint32_t round) const;
-  // Instead, of a round that has none: a count that stood still would seem to be ahead once the others have gone half
-  // way round.
-  void pass_results(uint32_t round);
+  // Used instead in a round without results: a count that stood still would compare as ahead once the others had
+  // advanced by 2^31.
+  void skip_results(uint32_t round);
 
-  // What this process says of itself when others wait for it: cut to what there is room for.
-  void say(const std::string& text);
-  std::string said(int process) const;
+  // The text that other processes report when they wait for this one, truncated to the space there is.
+  void post_status(const std::string& text);
+  std::string status_of(int process) const;
 
-  // Ends the group for everybody.
-  void give_up();
-  bool gave_up(int process) const;
+  // Aborts the group for all processes.
+  void abort();
+  bool has_aborted(int process) const;
 
-  // Notes who this process is; whether `process` has; and whether it is known to have ended.
-  void enter();
-  bool has_entered(int process) const;
-  bool has_ended(int process) const;
+  // Publishes this process's identity; whether `process` has done so; and whether it is known to have exited.
+  void join();
+  bool has_joined(int process) const;
+  bool has_exited(int process) const;
 
-  // Changes whenever a process announces something; and sleeping until it does.
-  uint32_t bell(int process) const;
-  void sleep(int process, uint32_t seen, std::chrono::nanoseconds longest) const;
+  // A count that changes with every signal of `process`, and a wait for it to change.
+  uint32_t doorbell(int process) const;
+  void wait_doorbell(int process, uint32_t seen, std::chrono::nanoseconds timeout) const;
 
  private:
-  // Written by its process alone. Everything that is polled lies in one line.
+  // Written only by the process that owns the area. Everything that is polled is in one line.
   struct alignas(128) Signals {
-    std::atomic<uint32_t> bell, staged, results, gave_up;
-    std::atomic<uint64_t> calls[2];  // of the rounds of even and of odd number
+    std::atomic<uint32_t> doorbell, staged, results, aborted;
+    std::atomic<uint64_t> calls[2];  // of the latest even and odd round
   };
-  // Written by those who wait for the process.
-  struct alignas(128) Sleepers {
+  // Written by the processes that wait for the owner.
+  struct alignas(128) Waiters {
     std::atomic<uint32_t> count;
   };
-  struct alignas(128) Board {
-    std::atomic<int64_t> pid, pid_space, began;
+  struct alignas(128) Status {
+    std::atomic<int64_t> pid, pid_namespace, start_time;
     std::atomic<uint32_t> length;
     char text[1024];
   };
   struct Area {
     Signals signals;
-    Sleepers sleepers;
-    Board board;
+    Waiters waiters;
+    Status status;
   };
 
   Area& area(int process) const { return *reinterpret_cast<Area*>(memory_ + process * area_bytes(capacity_)); }
@@ -92,7 +92,7 @@ class Channel {
   static size_t area_bytes(const Capacity& capacity) {
     return sizeof(Area) + 2 * (capacity.staging + capacity.results);
   }
-  void ring_bell();
+  void ring_doorbell();
 
   unsigned char* const memory_;
   const int num_processes_, self_;

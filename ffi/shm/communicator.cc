@@ -1,4 +1,4 @@
-// communicator.cc: drives the exchanges, by turns, and waits.
+// communicator.cc: runs the exchanges one at a time, and waits for the peers.
 #include "shm/communicator.h"
 
 #include <sched.h>
@@ -8,23 +8,23 @@
 #include <utility>
 
 #include "common/call_sites.h"
-#include "cpu/relay.h"
+#include "cpu/completion_threads.h"
 #include "cpu/watchdog.h"
 
 namespace jax_ring::shm {
 namespace {
 
-// How long a thread of the runtime looks for the others before it leaves. To hand a call over takes tens of
-// microseconds: with a quarter of this time, four processes on two cores do so in every tenth call, which doubles the
-// time of small ones.
-constexpr std::chrono::microseconds kBrief(200);
-// Looks in a row, and then one for each turn that other threads get.
+// How long a thread of the runtime polls for its peers before it hands the call to the progress thread. A hand-over
+// takes tens of microseconds: with a quarter of this time, four processes on two cores hand over every tenth call,
+// which doubles the latency of small calls.
+constexpr std::chrono::microseconds kPollTime(200);
+// Polls back to back, followed by one poll per sched_yield().
 constexpr int kSpins = 200;
-constexpr int kSpinsPerLookAtClock = 8;
-// A sleeper looks around this often, because nobody wakes it when a process ends.
-constexpr std::chrono::milliseconds kNap(20);
+constexpr int kYieldsPerClockRead = 8;
+// Poll interval of a sleeping thread, which nothing wakes when a process exits.
+constexpr std::chrono::milliseconds kPollInterval(20);
 
-void pause_briefly() {
+void cpu_relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -40,7 +40,7 @@ Communicator::Communicator(Group group, const Capacity& capacity, Connect connec
     : group_(std::move(group)),
       capacity_(capacity),
       connect_(std::move(connect)),
-      crowded_(group_.num_processes() > static_cast<int>(std::thread::hardware_concurrency())),
+      oversubscribed_(group_.num_processes() > static_cast<int>(std::thread::hardware_concurrency())),
       next_round_(first_round) {}
 
 Communicator::~Communicator() {
@@ -50,56 +50,56 @@ Communicator::~Communicator() {
   }
   wake_.notify_all();
   if (thread_.joinable()) thread_.join();
-  fail("the group of processes was released while calls were waiting in it");
+  abort("the group of processes was released while calls were waiting in it");
 }
 
-cpu::MeetingPtr Communicator::submit(Call&& call) {
+cpu::RendezvousPtr Communicator::submit(Call&& call) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (failure_) {
-    cpu::Relay::instance().tell(std::move(call.meeting), failure_);
+    cpu::CompletionThreads::instance().complete(std::move(call.rendezvous), failure_);
     return nullptr;
   }
-  if (spares_.empty()) spares_.push_back(std::make_unique<Exchange>(group_, capacity_));
-  ExchangePtr exchange = std::move(spares_.back());
-  spares_.pop_back();
+  if (free_.empty()) free_.push_back(std::make_unique<Exchange>(group_, capacity_));
+  ExchangePtr exchange = std::move(free_.back());
+  free_.pop_back();
   exchange->begin(std::move(call));
   ready_.push_back(std::move(exchange));
-  if (driving_ || channel_ == nullptr) {
-    if (!driving_) hand_over();
-    wake_.notify_one();  // it may wait for this call
+  if (running_calls_ || channel_ == nullptr) {
+    if (!running_calls_) hand_over_to_progress_thread();
+    wake_.notify_one();  // it may be waiting for this call
     return nullptr;
   }
-  driving_ = true;
+  running_calls_ = true;
   lock.unlock();
-  take_next();
-  if (has_failed() || !advance_briefly()) {
+  select_next();
+  if (abort_if_peer_aborted() || !poll_current()) {
     lock.lock();
-    hand_over();
+    hand_over_to_progress_thread();
     return nullptr;
   }
-  cpu::MeetingPtr meeting = finish();
+  cpu::RendezvousPtr rendezvous = finish();
   lock.lock();
-  driving_ = false;
-  if (!ready_.empty()) hand_over();
-  return meeting;
+  running_calls_ = false;
+  if (!ready_.empty()) hand_over_to_progress_thread();
+  return rendezvous;
 }
 
-// With the lock held, by whoever drives, or if nobody does.
-void Communicator::hand_over() {
-  driving_ = handed_over_ = true;
-  if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
+// Requires mutex_. Called by the thread that runs calls, or while there is none.
+void Communicator::hand_over_to_progress_thread() {
+  running_calls_ = on_progress_thread_ = true;
+  if (!thread_.joinable()) thread_ = std::thread([this] { run_progress_thread(); });
   wake_.notify_one();
 }
 
-void Communicator::work() {
+void Communicator::run_progress_thread() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [this] { return stop_ || handed_over_ || failure_; });
-    if (stop_ || !handed_over_) return;
+    wake_.wait(lock, [this] { return stop_ || on_progress_thread_ || failure_; });
+    if (stop_ || !on_progress_thread_) return;
     const bool is_new = channel_ == nullptr && !failure_;
     lock.unlock();
     if (is_new) connect();
-    drive();
+    progress_calls();
     lock.lock();
   }
 }
@@ -111,8 +111,8 @@ void Communicator::connect() {
       return stop_;
     });
     auto channel = std::make_unique<Channel>(memory.get(), group_.num_processes(), group_.self(), capacity_);
-    channel->enter();
-    std::lock_guard<std::mutex> lock(mutex_);  // submit() looks at it
+    channel->join();
+    std::lock_guard<std::mutex> lock(mutex_);  // submit() reads channel_
     memory_ = std::move(memory);
     channel_ = std::move(channel);
   } catch (const std::exception& error) {
@@ -121,77 +121,78 @@ void Communicator::connect() {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!ready_.empty()) call = describe_call(ready_.front()->call()) + ": ";
     }
-    fail(call + error.what() + " (The group's first process, which makes its memory, is " + name_of(0) + ".)");
+    abort(call + error.what() + " (The group's first process, which creates its memory, is " + name_of(0) + ".)");
   }
 }
 
-// Carries calls out until there is none left, or until the group is released.
-void Communicator::drive() {
+// Runs calls until none is left, or until the group is released.
+void Communicator::progress_calls() {
   for (;;) {
-    if (current_ == nullptr && !take_next()) {
+    if (current_ == nullptr && !select_next()) {
       std::unique_lock<std::mutex> lock(mutex_);
       if (stop_ || ready_.empty()) {
-        driving_ = handed_over_ = false;
+        running_calls_ = on_progress_thread_ = false;
         return;
       }
       lock.unlock();
-      if (!await_wanted()) continue;
+      if (!wait_for_leader_call()) continue;
     }
-    if (current_ == nullptr || has_failed()) continue;
-    if (advance_briefly()) {
-      cpu::Relay::instance().tell(finish());
-    } else if (is_displaced()) {
-      give_way();
+    if (current_ == nullptr || abort_if_peer_aborted()) continue;
+    if (poll_current()) {
+      cpu::CompletionThreads::instance().complete(finish());
+    } else if (is_preempted()) {
+      requeue_current();
     } else {
       wait_for_peer();
     }
   }
 }
 
-// The call to go on with: the one that the first process wants, or the one that has been ready for longest.
-bool Communicator::take_next() {
+// Selects the call to run: the leader's, or else the one that has been ready longest.
+bool Communicator::select_next() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (stop_) return false;
   auto found = ready_.begin();
-  if (wanted_) {
+  if (leader_call_) {
     found = std::find_if(ready_.begin(), ready_.end(),
-                         [&](const ExchangePtr& exchange) { return exchange->call().id == *wanted_; });
+                         [&](const ExchangePtr& exchange) { return exchange->call().id == *leader_call_; });
   }
   if (found == ready_.end()) return false;
   current_ = std::move(*found);
   ready_.erase(found);
-  wanted_.reset();
+  leader_call_.reset();
   waiting_since_ = cpu::Clock::now();
-  progress_ = current_->progress();
+  steps_at_wait_start_ = current_->num_steps();
   return true;
 }
 
-// Whether the group has been given up by another process, before this one's part in the call has begun: then the call
-// fails here as well, even if it finds all that it needs.
-bool Communicator::has_failed() {
-  if (current_->has_begun()) return false;
+// Whether another process has aborted the group before this one started the call. The call then fails here as well,
+// even if all its inputs are there.
+bool Communicator::abort_if_peer_aborted() {
+  if (current_->has_started()) return false;
   for (int process = 0; process < group_.num_processes(); ++process) {
-    if (process == group_.self() || !channel_->gave_up(process)) continue;
-    fail(describe_call(current_->call()) + ": the group of processes is of no use any more. " + describe_peer(process));
+    if (process == group_.self() || !channel_->has_aborted(process)) continue;
+    abort(describe_call(current_->call()) + ": this group of processes can no longer be used. " +
+          describe_peer(process));
     return true;
   }
   return false;
 }
 
-// Whether the call is done. If it has to wait for longer than kBrief it is not.
-bool Communicator::advance_briefly() {
+// Advances the current call, polling for up to kPollTime. Returns whether it is done.
+bool Communicator::poll_current() {
   const auto is_done = [this] { return current_->advance(*channel_, next_round_) == Exchange::State::done; };
   if (is_done()) return true;
-  if (!crowded_) {
+  if (!oversubscribed_) {
     for (int i = 0; i < kSpins; ++i) {
-      pause_briefly();
+      cpu_relax();
       if (is_done()) return true;
     }
   }
-  const auto end = cpu::Clock::now() + kBrief;
+  const auto end = cpu::Clock::now() + kPollTime;
   do {
-    for (int i = 0; i < kSpinsPerLookAtClock; ++i) {
-      if (is_displaced()) return false;
+    for (int i = 0; i < kYieldsPerClockRead; ++i) {
+      if (is_preempted()) return false;
       sched_yield();
       if (is_done()) return true;
     }
@@ -199,87 +200,88 @@ bool Communicator::advance_briefly() {
   return false;
 }
 
-bool Communicator::is_displaced() const {
-  if (group_.self() == 0 || !current_->waits_to_begin()) return false;
-  const auto other = channel_->call_of(0, next_round_);
+bool Communicator::is_preempted() const {
+  if (group_.self() == 0 || !current_->is_waiting_for_leader()) return false;
+  const auto other = channel_->staged_call(0, next_round_);
   return other && *other != current_->call().id;
 }
 
-// Puts the current call back, for the one that the first process has begun.
-void Communicator::give_way() {
+// Puts the current call back, in favour of the one that the leader has started.
+void Communicator::requeue_current() {
   std::lock_guard<std::mutex> lock(mutex_);
-  wanted_ = channel_->call_of(0, next_round_);
-  current_->start_again();
+  leader_call_ = channel_->staged_call(0, next_round_);
+  current_->restart();
   ready_.push_front(std::move(current_));
   waiting_since_ = cpu::Clock::now();
 }
 
-// Sleeps until the process that the call waits for does something.
+// Sleeps until the peer that the call waits for signals.
 void Communicator::wait_for_peer() {
-  const int peer = current_->waits_for();
-  const uint32_t seen = channel_->bell(peer);
+  const int peer = current_->awaited_peer();
+  const uint32_t seen = channel_->doorbell(peer);
   if (current_->advance(*channel_, next_round_) == Exchange::State::done) {
-    return cpu::Relay::instance().tell(finish());
+    return cpu::CompletionThreads::instance().complete(finish());
   }
-  if (current_->progress() != progress_) {
-    progress_ = current_->progress();
+  if (current_->num_steps() != steps_at_wait_start_) {
+    steps_at_wait_start_ = current_->num_steps();
     waiting_since_ = cpu::Clock::now();
     return;
   }
-  if (is_displaced()) return;
+  if (is_preempted()) return;
   const auto waited = cpu::Clock::now() - waiting_since_;
-  if (waited > kNap) say_where();
-  const bool ended = channel_->has_ended(peer), gave_up = channel_->gave_up(peer);
-  if (waited > deadline() || ended || gave_up) {
-    // It may have come before it ended.
+  if (waited > kPollInterval) post_current_call();
+  const bool exited = channel_->has_exited(peer), aborted = channel_->has_aborted(peer);
+  if (waited > deadline() || exited || aborted) {
+    // It may have signalled before it exited.
     if (current_->advance(*channel_, next_round_) == Exchange::State::done) {
-      return cpu::Relay::instance().tell(finish());
+      return cpu::CompletionThreads::instance().complete(finish());
     }
-    if (current_->progress() != progress_) return;
-    return fail(describe_absence(*current_));
+    if (current_->num_steps() != steps_at_wait_start_) return;
+    return abort(describe_missing_processes(*current_));
   }
-  channel_->sleep(peer, seen, kNap);
+  channel_->wait_doorbell(peer, seen, kPollInterval);
   std::unique_lock<std::mutex> lock(mutex_);
   if (stop_) {
     lock.unlock();
-    fail("the group of processes was released while calls were waiting in it");
+    abort("the group of processes was released while calls were waiting in it");
   }
 }
 
-// Sleeps until the call that the first process wants may be ready. False if it is time to give up.
-bool Communicator::await_wanted() {
+// Sleeps until the leader's call may be ready, or aborts the group once the deadline has passed. Returns false: the
+// caller selects again.
+bool Communicator::wait_for_leader_call() {
   const auto waited = cpu::Clock::now() - waiting_since_;
-  if (waited > kNap) say_where();
-  if (waited > deadline() || channel_->has_ended(0) || channel_->gave_up(0)) {
+  if (waited > kPollInterval) post_current_call();
+  if (waited > deadline() || channel_->has_exited(0) || channel_->has_aborted(0)) {
     std::ostringstream text;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (ready_.empty()) return false;
       text << describe_call(ready_.front()->call());
     }
-    text << ": process " << group_.name_of(0) << " makes another call, for which process "
-         << group_.name_of(group_.self()) << " did not come within " << deadline().count() << " s. " << describe_peer(0)
-         << " All processes must make the same calls in the same order, with the same shapes and "
+    text << ": process " << group_.process_id(0) << " makes another call, which process "
+         << group_.process_id(group_.self()) << " did not make within " << deadline().count() << " s. "
+         << describe_peer(0) << " All processes must make the same calls in the same order, with the same shapes and "
          << "dtypes: look for a branch or a loop whose condition differs between them.";
-    fail(text.str());
+    abort(text.str());
     return false;
   }
   std::unique_lock<std::mutex> lock(mutex_);
-  wake_.wait_for(lock, kNap);
+  wake_.wait_for(lock, kPollInterval);
   return false;
 }
 
-cpu::MeetingPtr Communicator::finish() {
+cpu::RendezvousPtr Communicator::finish() {
   next_round_ += current_->num_rounds();
-  cpu::MeetingPtr meeting = current_->end();
-  if (std::exchange(has_spoken_, false)) channel_->say("");
+  cpu::RendezvousPtr rendezvous = current_->release();
+  if (std::exchange(has_posted_status_, false)) channel_->post_status("");
   std::lock_guard<std::mutex> lock(mutex_);
-  spares_.push_back(std::move(current_));
-  return meeting;
+  free_.push_back(std::move(current_));
+  return rendezvous;
 }
 
-void Communicator::say_where() {
-  if (std::exchange(has_spoken_, true)) return;
+void Communicator::post_current_call() {
+  if (std::exchange(has_posted_status_, true)) return;
   std::string text;
   if (current_ != nullptr) {
     text = describe_call(current_->call());
@@ -287,11 +289,11 @@ void Communicator::say_where() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!ready_.empty()) text = describe_call(ready_.front()->call());
   }
-  channel_->say(text);
+  channel_->post_status(text);
 }
 
-// Ends all calls, now and from now on: who has waited in vain no longer knows how far the others are.
-void Communicator::fail(const std::string& why) {
+// Fails all calls, now and in future: after a timeout this process no longer knows how far its peers are.
+void Communicator::abort(const std::string& why) {
   std::vector<ExchangePtr> failed;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -299,19 +301,19 @@ void Communicator::fail(const std::string& why) {
     if (current_ != nullptr) failed.push_back(std::move(current_));
     for (ExchangePtr& exchange : ready_) failed.push_back(std::move(exchange));
     ready_.clear();
-    wanted_.reset();
+    leader_call_.reset();
   }
   if (channel_ != nullptr) {
-    if (!has_spoken_) channel_->say(why);
-    channel_->give_up();
+    if (!has_posted_status_) channel_->post_status(why);
+    channel_->abort();
     std::lock_guard<std::mutex> lock(mutex_);
     channel_.reset();
     memory_.reset();
   }
   for (ExchangePtr& exchange : failed) {
-    cpu::MeetingPtr meeting = exchange->end();
-    cpu::Watchdog::instance().note_failure(meeting->run_id, *failure_);
-    cpu::Relay::instance().tell(std::move(meeting), *failure_);
+    cpu::RendezvousPtr rendezvous = exchange->release();
+    cpu::Watchdog::instance().record_failure(rendezvous->run_id, *failure_);
+    cpu::CompletionThreads::instance().complete(std::move(rendezvous), *failure_);
   }
 }
 
@@ -320,7 +322,7 @@ std::string Communicator::describe_call(const Call& call) const { return *call.t
 std::string Communicator::name_of(int process) const {
   std::ostringstream text;
   const std::vector<int>& ranks = group_.ranks_of(process);
-  text << "process " << group_.name_of(process) << " (rank" << (ranks.size() == 1 ? " " : "s ");
+  text << "process " << group_.process_id(process) << " (rank" << (ranks.size() == 1 ? " " : "s ");
   for (size_t i = 0; i < ranks.size(); ++i) text << (i == 0 ? "" : ", ") << ranks[i];
   text << ")";
   return text.str();
@@ -329,35 +331,34 @@ std::string Communicator::name_of(int process) const {
 std::string Communicator::describe_peer(int process) const {
   std::ostringstream text;
   text << "P" << name_of(process).substr(1) << " ";
-  const std::string said = channel_->said(process);
-  if (!channel_->has_entered(process)) {
+  const std::string status = channel_->status_of(process);
+  if (!channel_->has_joined(process)) {
     text << "has not made a call in this group yet.";
-  } else if (channel_->has_ended(process)) {
+  } else if (channel_->has_exited(process)) {
     text << "has ended.";
-  } else if (channel_->gave_up(process)) {
-    text << "has given up. It said: " << (said.empty() ? "nothing" : said) << ".";
-  } else if (!said.empty()) {
-    text << "waits in another call: " << said << ".";
+  } else if (channel_->has_aborted(process)) {
+    text << "has aborted the group. Last status: " << (status.empty() ? "none" : status) << ".";
+  } else if (!status.empty()) {
+    text << "waits in another call: " << status << ".";
   } else {
     text << "is stopped, or busy with something else.";
   }
   return text.str();
 }
 
-std::string Communicator::describe_absence(const Exchange& exchange) const {
+std::string Communicator::describe_missing_processes(const Exchange& exchange) const {
   std::ostringstream text, peers;
   int num_missing = 0;
   for (int process = 0; process < group_.num_processes(); ++process) {
-    if (!exchange.lacks(process, *channel_, next_round_)) continue;
+    if (!exchange.is_missing(process, *channel_, next_round_)) continue;
     ++num_missing;
     peers << " " << describe_peer(process);
   }
-  text << describe_call(exchange.call()) << ": process " << group_.name_of(group_.self()) << " waited for "
+  text << describe_call(exchange.call()) << ": process " << group_.process_id(group_.self()) << " waited for "
        << num_missing << " of the group's " << group_.num_processes() << " processes, for up to " << deadline().count()
        << " s." << peers.str()
        << " Every process must make the same calls: look for an error or an early exit there, and for a branch or a "
-          "loop "
-          "whose condition differs between processes. If the others are only slow, set JAX_RING_TIMEOUT_S to more "
+          "loop whose condition differs between processes. If the others are only slow, set JAX_RING_TIMEOUT_S to more "
           "seconds.";
   return text.str();
 }

@@ -1,5 +1,5 @@
-// communicator.h: the processes of a group: in which order they carry their calls out, on which threads, and what is
-// said when one of them does not come.
+// communicator.h: runs the calls of a group of processes: in which order, on which thread, and how failures are
+// reported.
 #pragma once
 
 #include <chrono>
@@ -22,77 +22,77 @@ namespace jax_ring::shm {
 
 using Memory = std::shared_ptr<unsigned char>;  // unmapped with its last owner
 
-// One process's side of a group. The calls of a group are carried out one after the other, in an order that its first
-// process chooses: that in which they become ready there. The others begin with what they have ready, so that nothing
-// is lost where all agree, and turn to the first process's call where that is another one.
+// One process's side of a group. The calls of a group run one after the other, in the order in which they become ready
+// in the group's first process, the leader. The other processes start with whatever call is ready, so that nothing is
+// lost if they agree, and switch to the leader's call if it is another one.
 //
-// Calls are carried out on the thread that brings them as long as the others are prompt, and then by a thread of the
-// communicator's own, which sleeps while it waits: a thread of the runtime must not be held up.
+// A call runs on the thread that submits it as long as the peers are prompt. Otherwise the communicator's progress
+// thread takes over and sleeps while it waits, because a thread of the runtime must not block.
 class Communicator {
  public:
-  // connect: maps the group's memory, of Channel::bytes(). Called once, on the communicator's thread. May throw, with
-  // the reason, and has to when stop() turns true.
+  // connect: maps the group's memory, of Channel::bytes(). Called once, on the progress thread. Throws, with the
+  // reason, if that fails, and when stop() becomes true.
   using Stop = std::function<bool()>;
   using Connect = std::function<Memory(const Stop& stop)>;
-  // first_round: of the channel, the same for all.
+  // first_round: the channel's first round, the same in all processes.
   Communicator(Group group, const Capacity& capacity, Connect connect, uint32_t first_round = 1);
-  // Fails the calls that are under way.
+  // Fails the calls that are pending.
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
   const Group& group() const { return group_; }
 
-  // Takes a call over. If it ends before this returns, its meeting is given back, for the caller to tell its ranks;
-  // otherwise the Relay tells them.
-  cpu::MeetingPtr submit(Call&& call);
+  // Takes ownership of a call. If it completes before this returns, its rendezvous is returned and the caller completes
+  // the ranks. Otherwise null is returned and CompletionThreads completes them.
+  cpu::RendezvousPtr submit(Call&& call);
 
  private:
   using ExchangePtr = std::unique_ptr<Exchange>;
 
-  void work();
+  void run_progress_thread();
   void connect();
-  void drive();
-  bool has_failed();
-  bool advance_briefly();
-  bool is_displaced() const;
-  void give_way();
-  bool take_next();
+  void progress_calls();
+  bool abort_if_peer_aborted();
+  bool poll_current();
+  bool is_preempted() const;
+  void requeue_current();
+  bool select_next();
   void wait_for_peer();
-  bool await_wanted();
-  cpu::MeetingPtr finish();
-  void hand_over();
-  void fail(const std::string& why);
-  std::string describe_absence(const Exchange& exchange) const;
+  bool wait_for_leader_call();
+  cpu::RendezvousPtr finish();
+  void hand_over_to_progress_thread();
+  void abort(const std::string& why);
+  std::string describe_missing_processes(const Exchange& exchange) const;
   std::string name_of(int process) const;
   std::string describe_peer(int process) const;
   std::string describe_call(const Call& call) const;
-  void say_where();
+  void post_current_call();
 
   const Group group_;
   const Capacity capacity_;
   const Connect connect_;
-  const bool crowded_;  // more processes than processors
+  const bool oversubscribed_;  // more processes than processors
 
   std::mutex mutex_;
   std::condition_variable wake_;
   bool stop_ = false;
-  bool driving_ = false;      // some thread carries calls out
-  bool handed_over_ = false;  // ... and it is the communicator's own
+  bool running_calls_ = false;       // on some thread
+  bool on_progress_thread_ = false;  // ... namely on the progress thread
   std::deque<ExchangePtr> ready_;
-  std::vector<ExchangePtr> spares_;
+  std::vector<ExchangePtr> free_;
   std::optional<std::string> failure_;
   std::thread thread_;
 
-  // Of whoever drives.
+  // Owned by the thread that runs calls.
   Memory memory_;
   std::unique_ptr<Channel> channel_;
   uint32_t next_round_;
   ExchangePtr current_;
-  std::optional<uint64_t> wanted_;  // the first process's call, if it is not ready here yet
+  std::optional<uint64_t> leader_call_;  // the leader's call, if it is not ready here yet
   cpu::Clock::time_point waiting_since_;
-  uint64_t progress_ = 0;  // of the current call when it began to wait
-  bool has_spoken_ = false;
+  uint64_t steps_at_wait_start_ = 0;  // of the current call
+  bool has_posted_status_ = false;
 };
 
 }  // namespace jax_ring::shm

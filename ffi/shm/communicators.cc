@@ -1,30 +1,31 @@
-// communicators.cc: makes each group's communicator once.
+// communicators.cc: creates each group's communicator once.
 #include "shm/communicators.h"
 
 #include <algorithm>
 #include <cstdio>
 #include <stdexcept>
 
-#include "cpu/watchdog.h"
 #include "common/hash.h"
+#include "cpu/watchdog.h"
 #include "shm/shared_memory.h"
 
 namespace jax_ring::shm {
 namespace {
 
-// Of the order of a core's own cache, so that what is staged is read before it is driven out. Half of it costs a tenth
-// more at 1 MiB; twice as much gains little, and /dev/shm may be small.
+// About the size of a core's private cache, so that staged values are read before they are evicted. Half of it costs
+// 10% at 1 MiB; twice as much gains little, and /dev/shm may be small.
 constexpr size_t kStagingBytes = 512 << 10;
 constexpr size_t kResultBytes = 256 << 10;
-// For each rank of a process and each part of a collective, of which there are as many as ranks.
-constexpr size_t kLeastBytes = 256;
+// Per rank of a process and part of a collective; there are as many parts as ranks.
+constexpr size_t kMinBytesPerRank = 256;
 
 Capacity capacity_of(const Group& group) {
   size_t most = 0;
   for (int process = 0; process < group.num_processes(); ++process) {
     most = std::max(most, group.ranks_of(process).size());
   }
-  return {std::max(kStagingBytes, group.num_ranks() * most * kLeastBytes), std::max(kResultBytes, most * kLeastBytes)};
+  return {std::max(kStagingBytes, group.num_ranks() * most * kMinBytesPerRank),
+          std::max(kResultBytes, most * kMinBytesPerRank)};
 }
 
 std::string hex(uint64_t number) {
@@ -42,14 +43,14 @@ Communicators& Communicators::instance() {
 }
 
 void Communicators::join(int64_t process, const std::string& token) {
-  std::map<std::vector<Member>, std::shared_ptr<Communicator>> old;  // ended without the lock
+  std::map<std::vector<Member>, std::shared_ptr<Communicator>> old;  // destroyed after the lock is released
   std::lock_guard<std::mutex> lock(mutex_);
   process_ = process;
   if (token == token_) return;
   token_ = token;
   old.swap(by_members_);
-  counts_.clear();
-  runs_.clear();
+  next_indices_.clear();
+  run_counters_.clear();
 }
 
 int64_t Communicators::process() const {
@@ -57,12 +58,13 @@ int64_t Communicators::process() const {
   return process_;
 }
 
-std::shared_ptr<Communicator> Communicators::of(const std::vector<Member>& members) {
+std::shared_ptr<Communicator> Communicators::get_or_create(const std::vector<Member>& members) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (token_.empty()) {
     throw std::logic_error(
-        "this program is for several processes, and jax_ring does not know the others. It finds them when it lowers a "
-        "program: call jax.distributed.initialize() first, and do not load programs that were compiled elsewhere");
+        "this program is for several processes, and jax_ring does not know the others. It discovers them when it "
+        "lowers a program: call jax.distributed.initialize() first, and do not load programs that were compiled "
+        "elsewhere");
   }
   std::shared_ptr<Communicator>& found = by_members_[members];
   if (found == nullptr) {
@@ -86,15 +88,15 @@ std::shared_ptr<Communicator> Communicators::of(const std::vector<Member>& membe
   return found;
 }
 
-int64_t Communicators::count(const std::string& key) {
+int64_t Communicators::next_index(const std::string& key) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return counts_[key]++;
+  return next_indices_[key]++;
 }
 
-std::shared_ptr<Runs> Communicators::runs(uint64_t identity) {
+std::shared_ptr<RunCounter> Communicators::run_counter(uint64_t identity) {
   std::lock_guard<std::mutex> lock(mutex_);
-  std::shared_ptr<Runs>& found = runs_[identity];
-  if (found == nullptr) found = std::make_shared<Runs>();
+  std::shared_ptr<RunCounter>& found = run_counters_[identity];
+  if (found == nullptr) found = std::make_shared<RunCounter>();
   return found;
 }
 

@@ -1,4 +1,4 @@
-// exchange.cc: stages, folds and hands out the pieces of each round.
+// exchange.cc: stages, folds and publishes the pieces of each round.
 #include "shm/exchange.h"
 
 #include <cstring>
@@ -9,8 +9,8 @@
 namespace jax_ring::shm {
 namespace {
 
-// As in the engine for the ranks of one process.
-constexpr size_t kPastCacheBytes = 4 << 20;
+// As in cpu/engine.cc.
+constexpr size_t kStreamingBytes = 4 << 20;
 constexpr size_t kCacheLine = 64;
 
 bool are_aligned(const std::vector<void*>& outputs) {
@@ -21,7 +21,7 @@ bool are_aligned(const std::vector<void*>& outputs) {
 }
 
 template <class Buffer>
-cpu::Places<Buffer> places(const std::vector<Buffer>& buffers) {
+cpu::BufferSlices<Buffer> slices(const std::vector<Buffer>& buffers) {
   return {buffers.data(), static_cast<int>(buffers.size()), 0};
 }
 
@@ -29,38 +29,38 @@ cpu::Places<Buffer> places(const std::vector<Buffer>& buffers) {
 
 void Exchange::begin(Call&& call) {
   call_ = std::move(call);
-  copy_ = cpu::fold_kernels().of(Op::sum, DType::u8);
-  kernel_ = cpu::fold_kernels().of(call_.message.op, call_.message.dtype);
+  copy_ = cpu::fold_kernels().get(Op::sum, DType::u8);
+  kernel_ = cpu::fold_kernels().get(call_.message.op, call_.message.dtype);
   element_bytes_ = cpu::element_size(call_.message.dtype);
   size_t written = 0;
   for (size_t count : call_.message.counts) {
     written += result_count(call_.message.plan, group_.num_ranks(), count) * element_bytes_;
   }
-  past_caches_ = written * group_.num_ranks() > kPastCacheBytes;
+  streaming_ = written * group_.num_ranks() > kStreamingBytes;
   num_rounds_ = 0;
-  start_again();
+  restart();
 }
 
-void Exchange::start_again() {
+void Exchange::restart() {
   rounds_.begin(call_.message, call_.one_shot);
   has_next_ = rounds_.next(next_);
   next_is_staged_ = false;
   step_ = Step::stage;
 }
 
-bool Exchange::has_come(int process, const Channel& channel, uint32_t number) const {
+bool Exchange::has_arrived(int process, const Channel& channel, uint32_t number) const {
   if (process == group_.self()) return true;
   if (step_ == Step::await_results) return channel.has_results(process, number);
   return channel.has_staged(process, number, call_.id);
 }
 
-bool Exchange::lacks(int process, const Channel& channel, uint32_t first) const {
-  return process >= peer_ && !has_come(process, channel, first + num_rounds_);
+bool Exchange::is_missing(int process, const Channel& channel, uint32_t first) const {
+  return process >= peer_ && !has_arrived(process, channel, first + num_rounds_);
 }
 
-bool Exchange::have_all_come(const Channel& channel, uint32_t number) {
-  for (; peer_ < group_.num_processes(); ++peer_, ++progress_) {
-    if (!has_come(peer_, channel, number)) return false;
+bool Exchange::have_all_arrived(const Channel& channel, uint32_t number) {
+  for (; peer_ < group_.num_processes(); ++peer_, ++num_steps_) {
+    if (!has_arrived(peer_, channel, number)) return false;
   }
   return true;
 }
@@ -75,34 +75,34 @@ Exchange::State Exchange::advance(Channel& channel, uint32_t first) {
         std::swap(round_, next_);
         if (!std::exchange(next_is_staged_, false)) {
           stage(channel, number, round_);
-          channel.announce_staged(number, call_.id);
+          channel.signal_staged(number, call_.id);
         }
         has_next_ = rounds_.next(next_);
         peer_ = 0;
         step_ = Step::await_staged;
         break;
       case Step::await_staged:
-        if (!have_all_come(channel, number)) return State::waits;
-        if (rounds_.in_two_steps() && has_next_) {
-          // Now, so that the others find it when they are through with this round.
+        if (!have_all_arrived(channel, number)) return State::waiting;
+        if (rounds_.publishes_results() && has_next_) {
+          // Now, so that the peers find it as soon as they finish this round.
           stage(channel, number + 1, next_);
-          channel.announce_staged(number + 1, call_.id);
+          channel.signal_staged(number + 1, call_.id);
           next_is_staged_ = true;
         }
         fold(channel, number, round_);
-        if (rounds_.in_two_steps()) {
-          channel.announce_results(number);
+        if (rounds_.publishes_results()) {
+          channel.signal_results(number);
           peer_ = 0;
           step_ = Step::await_results;
           break;
         }
-        channel.pass_results(number);
+        channel.skip_results(number);
         ++num_rounds_;
         step_ = Step::stage;
         break;
       case Step::await_results:
-        if (!have_all_come(channel, number)) return State::waits;
-        take(channel, number, round_);
+        if (!have_all_arrived(channel, number)) return State::waiting;
+        copy_results(channel, number, round_);
         ++num_rounds_;
         step_ = Step::stage;
         break;
@@ -116,9 +116,9 @@ void Exchange::stage(Channel& channel, uint32_t number, const Round& round) cons
     const Piece& piece = round.pieces[i];
     if (piece.owner == group_.self()) continue;
     unsigned char* to = staging + round.staged(i, group_.self(), group_.num_processes());
-    const void* const* inputs = &call_.meeting->inputs[piece.operand * 2 * group_.num_ranks()];
+    const void* const* inputs = &call_.rendezvous->inputs[piece.operand * 2 * group_.num_ranks()];
     for (int s = 0; s < piece.part.sources.count; ++s) {
-      // In the order of the ranks, whatever the order of the fold.
+      // In rank order, whatever the order of the fold.
       const int rank = piece.part.sources.count == 1 ? piece.part.sources.first : s;
       if (!group_.is_local(rank)) continue;
       std::memcpy(to, static_cast<const char*>(inputs[rank]) + piece.part.from * element_bytes_,
@@ -128,9 +128,9 @@ void Exchange::stage(Channel& channel, uint32_t number, const Round& round) cons
   }
 }
 
-// Writes a result to the outputs.
-void Exchange::copy(const void* result, size_t count) const {
-  copy_({&result, 1, 0}, places(outputs_), count * element_bytes_, past_caches_ && are_aligned(outputs_));
+// Copies a result to the outputs.
+void Exchange::write_outputs(const void* result, size_t count) const {
+  copy_({&result, 1, 0}, slices(outputs_), count * element_bytes_, streaming_ && are_aligned(outputs_));
 }
 
 void Exchange::fold(Channel& channel, uint32_t number, const Round& round) {
@@ -138,8 +138,8 @@ void Exchange::fold(Channel& channel, uint32_t number, const Round& round) {
   for (size_t i = 0; i < round.pieces.size(); ++i) {
     const Piece& piece = round.pieces[i];
     const Part& part = piece.part;
-    const void* const* inputs = &call_.meeting->inputs[piece.operand * 2 * p];
-    void* const* outputs = &call_.meeting->outputs[piece.operand * p];
+    const void* const* inputs = &call_.rendezvous->inputs[piece.operand * 2 * p];
+    void* const* outputs = &call_.rendezvous->outputs[piece.operand * p];
     const auto output = [&](int rank) { return static_cast<char*>(outputs[rank]) + part.to * element_bytes_; };
     if (piece.owner == group_.self() || piece.owner == kEveryone) {
       inputs_.clear();
@@ -150,7 +150,7 @@ void Exchange::fold(Channel& channel, uint32_t number, const Round& round) {
           continue;
         }
         const int process = group_.process_of(rank);
-        const size_t index = part.sources.count == 1 ? 0 : group_.index_of(rank);
+        const size_t index = part.sources.count == 1 ? 0 : group_.local_index(rank);
         inputs_.push_back(channel.staging(process, number) + round.staged(i, process, group_.num_processes()) +
                           index * piece.stride);
       }
@@ -161,20 +161,20 @@ void Exchange::fold(Channel& channel, uint32_t number, const Round& round) {
         outputs_.push_back(output(r));
         in_place = in_place || inputs[r] == outputs[r];
       }
-      const bool past_caches = past_caches_ && !in_place && are_aligned(outputs_);
+      const bool streaming = streaming_ && !in_place && are_aligned(outputs_);
       if (piece.owner != kEveryone && part.receivers.count > 1) {
         unsigned char* const result = channel.results(group_.self(), number) + piece.result_at;
-        if (past_caches) {
-          // The others read the result at once, so that it stays in the caches; this process's ranks get a copy.
+        if (streaming) {
+          // The peers read the result at once, so it should stay in the cache. The local ranks get a copy.
           void* const results[] = {result};
-          kernel_(places(inputs_), {results, 1, 0}, part.count, false);
-          copy(result, part.count);
+          kernel_(slices(inputs_), {results, 1, 0}, part.count, false);
+          write_outputs(result, part.count);
           outputs_.clear();
         } else {
           outputs_.push_back(result);
         }
       }
-      if (!outputs_.empty()) kernel_(places(inputs_), places(outputs_), part.count, past_caches);
+      if (!outputs_.empty()) kernel_(slices(inputs_), slices(outputs_), part.count, streaming);
     }
     if (!part.zeros_elsewhere) continue;
     for (int rank : group_.ranks_of(group_.self())) {
@@ -184,16 +184,16 @@ void Exchange::fold(Channel& channel, uint32_t number, const Round& round) {
   }
 }
 
-void Exchange::take(Channel& channel, uint32_t number, const Round& round) {
+void Exchange::copy_results(Channel& channel, uint32_t number, const Round& round) {
   for (const Piece& piece : round.pieces) {
     if (piece.owner == group_.self() || piece.owner == kEveryone) continue;
     const void* result = channel.results(piece.owner, number) + piece.result_at;
     outputs_.clear();
-    void* const* outputs = &call_.meeting->outputs[piece.operand * group_.num_ranks()];
+    void* const* outputs = &call_.rendezvous->outputs[piece.operand * group_.num_ranks()];
     for (int rank : group_.ranks_of(group_.self())) {
       outputs_.push_back(static_cast<char*>(outputs[rank]) + piece.part.to * element_bytes_);
     }
-    copy(result, piece.part.count);
+    write_outputs(result, piece.part.count);
   }
 }
 

@@ -1,4 +1,4 @@
-// exchange.h: the part of one process in one collective of a group of processes.
+// exchange.h: one process's side of one collective, as a state machine that never blocks.
 #pragma once
 
 #include <cstdint>
@@ -14,66 +14,66 @@ namespace jax_ring::shm {
 
 // A call for which all ranks of this process have arrived.
 struct Call {
-  cpu::MeetingPtr meeting;  // of all ranks of the group; the buffers of those elsewhere are not set
+  cpu::RendezvousPtr rendezvous;  // of the whole group; only the buffers of local ranks are set
   cpu::Message message;
-  uint64_t id = 0;  // the same in all processes, and of no other call that may be under way
+  uint64_t id = 0;  // the same in all processes, and unique among the calls that may be pending
   bool one_shot = false;
-  std::shared_ptr<const std::string> text;  // what it is, for error messages
+  std::shared_ptr<const std::string> text;  // description, for error messages
 };
 
-// Carries a call out as far as it can without waiting.
+// Advances a call as far as possible without waiting.
 class Exchange {
  public:
-  enum class State { done, waits };
+  enum class State { done, waiting };
 
   Exchange(const Group& group, const Capacity& capacity) : group_(group), rounds_(group, capacity) {}
 
   void begin(Call&& call);
 
-  // Goes on; the call's first round is round `first` of the channel.
+  // Advances. `first` is the channel's round for the call's first round.
   State advance(Channel& channel, uint32_t first);
 
-  // Goes back to the beginning. Only while it waits to begin.
-  void start_again();
+  // Starts over. Only allowed while is_waiting_for_leader().
+  void restart();
 
-  bool has_begun() const { return num_rounds_ > 0 || step_ != Step::stage; }
-  // Whether no other process has been seen to make this call.
-  bool waits_to_begin() const { return num_rounds_ == 0 && step_ == Step::await_staged && peer_ == 0; }
-  // The process that it waits for; and whether `process` is one of those that it will have to wait for at this step.
-  int waits_for() const { return peer_; }
-  bool lacks(int process, const Channel& channel, uint32_t first) const;
-  // Changes whenever it gets a step further.
-  uint64_t progress() const { return progress_; }
+  bool has_started() const { return num_rounds_ > 0 || step_ != Step::stage; }
+  // Whether it waits for the group's first process to stage the first round.
+  bool is_waiting_for_leader() const { return num_rounds_ == 0 && step_ == Step::await_staged && peer_ == 0; }
+  // The process that it waits for, and whether the current step still waits for `process`.
+  int awaited_peer() const { return peer_; }
+  bool is_missing(int process, const Channel& channel, uint32_t first) const;
+  // Grows with every step; unchanged means no progress.
+  uint64_t num_steps() const { return num_steps_; }
 
-  // Rounds that it took, when it is done.
+  // Rounds that the call took, once it is done.
   uint32_t num_rounds() const { return num_rounds_; }
   const Call& call() const { return call_; }
-  cpu::MeetingPtr end() { return std::move(call_.meeting); }
+  cpu::RendezvousPtr release() { return std::move(call_.rendezvous); }
 
  private:
   enum class Step { stage, await_staged, await_results };
 
   void stage(Channel& channel, uint32_t number, const Round& round) const;
   void fold(Channel& channel, uint32_t number, const Round& round);
-  void take(Channel& channel, uint32_t number, const Round& round);
-  void copy(const void* result, size_t count) const;
-  bool has_come(int process, const Channel& channel, uint32_t number) const;
-  bool have_all_come(const Channel& channel, uint32_t number);
+  void copy_results(Channel& channel, uint32_t number, const Round& round);
+  void write_outputs(const void* result, size_t count) const;
+  bool has_arrived(int process, const Channel& channel, uint32_t number) const;
+  bool have_all_arrived(const Channel& channel, uint32_t number);
 
   const Group& group_;
   Call call_;
   Rounds rounds_;
   cpu::FoldKernel kernel_ = nullptr, copy_ = nullptr;
   size_t element_bytes_ = 0;
-  bool past_caches_ = false;
+  bool streaming_ = false;
 
   Round round_, next_;
   bool has_next_ = false;
   bool next_is_staged_ = false;
-  uint32_t num_rounds_ = 0;  // that are over
+  uint32_t num_rounds_ = 0;  // finished
   Step step_ = Step::stage;
-  int peer_ = 0;  // the processes before it have come
-  uint64_t progress_ = 0;
+  int peer_ = 0;  // all processes before it have arrived
+  uint64_t num_steps_ = 0;
   std::vector<const void*> inputs_;
   std::vector<void*> outputs_;
 };

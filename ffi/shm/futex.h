@@ -1,4 +1,4 @@
-// futex.h: sleeping until a word changes that other processes may write.
+// futex.h: waits for a change of a word that other processes may write.
 #pragma once
 
 #include <atomic>
@@ -20,20 +20,20 @@ namespace jax_ring::shm {
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == 4);
 
-// Sleeps while the word is `seen`, until a wake or for `longest`. May return for no reason.
-inline void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, std::chrono::nanoseconds longest) {
+// Sleeps while the word equals `seen`, until a wake or the timeout. May return spuriously.
+inline void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, std::chrono::nanoseconds timeout) {
 #if defined(__linux__)
   timespec time;
-  time.tv_sec = longest.count() / 1'000'000'000;
-  time.tv_nsec = longest.count() % 1'000'000'000;
+  time.tv_sec = timeout.count() / 1'000'000'000;
+  time.tv_nsec = timeout.count() % 1'000'000'000;
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &time, nullptr, 0);
 #else
-  // No system call for it that works between processes: look again soon.
-  if (word.load() == seen) std::this_thread::sleep_for(std::min(longest, std::chrono::nanoseconds(50'000)));
+  // There is no such system call between processes: poll.
+  if (word.load() == seen) std::this_thread::sleep_for(std::min(timeout, std::chrono::nanoseconds(50'000)));
 #endif
 }
 
-// Wakes all who sleep on the word.
+// Wakes all threads that wait on the word.
 inline void futex_wake(std::atomic<uint32_t>& word) {
 #if defined(__linux__)
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);

@@ -1,4 +1,4 @@
-// rounds.cc: cuts a collective into pieces, and packs these into rounds.
+// rounds.cc: cuts a collective into pieces, and packs them into rounds.
 #include "shm/rounds.h"
 
 #include <algorithm>
@@ -21,11 +21,12 @@ void Rounds::begin(const cpu::Message& message, bool one_shot) {
   one_shot_ = one_shot;
   operand_ = 0;
   offset_ = 0;
-  in_two_steps_ = false;
+  publishes_results_ = false;
   if (message.counts.empty()) return;
-  take_operand();
-  in_two_steps_ = std::any_of(parts_.begin(), parts_.end(), [&](const Owned& owned) { return hands_out(owned); });
-  // The same for all operands, whose parts differ by their sizes alone.
+  partition_operand();
+  publishes_results_ =
+      std::any_of(parts_.begin(), parts_.end(), [&](const Owned& owned) { return publishes_result(owned); });
+  // The same for all operands, whose parts differ only in size.
   chunk_ = std::max<size_t>(1, chunk_bytes() / cpu::element_size(message.dtype));
 }
 
@@ -40,7 +41,7 @@ int Rounds::owner_of(const Part& part, int index) const {
   return one_shot_ ? kEveryone : index;
 }
 
-void Rounds::take_operand() {
+void Rounds::partition_operand() {
   const int p = group_.num_ranks();
   const size_t element_bytes = cpu::element_size(message_->dtype), count = message_->counts[operand_];
   const int num = num_parts(message_->plan, p);
@@ -52,7 +53,7 @@ void Rounds::take_operand() {
       parts_.push_back({part, owner});
       continue;
     }
-    // All of it is folded alike, so that everybody can have an even share.
+    // All elements are folded alike, so every process gets an equal share.
     const size_t line = kCacheLine / element_bytes, lines = (count + line - 1) / line;
     const size_t each = (lines + group_.num_processes() - 1) / group_.num_processes() * line;
     for (int process = 0; process < group_.num_processes(); ++process) {
@@ -72,7 +73,7 @@ size_t Rounds::chunk_bytes() const {
     size_t staged = 0, results = 0;
     for (const Owned& owned : parts_) {
       if (owned.owner != process) staged += num_sources(owned.part, process);
-      if (owned.owner == process && hands_out(owned)) ++results;
+      if (owned.owner == process && publishes_result(owned)) ++results;
     }
     most_staged = std::max(most_staged, staged);
     most_results = std::max(most_results, results);
@@ -82,7 +83,7 @@ size_t Rounds::chunk_bytes() const {
   return bytes / kCacheLine * kCacheLine;
 }
 
-// The next elements of all parts of the operand, if the round has room for them.
+// Adds the next elements of all parts of the operand, if the round has room for them.
 bool Rounds::add_slice(Round& round) {
   const size_t element_bytes = cpu::element_size(message_->dtype);
   const size_t before = round.pieces.size();
@@ -99,7 +100,7 @@ bool Rounds::add_slice(Round& round) {
       round.staged_at.push_back(staging_[process]);
       if (owned.owner != process) staging_[process] += num_sources(owned.part, process) * piece.stride;
     }
-    if (hands_out(owned)) {
+    if (publishes_result(owned)) {
       piece.result_at = results_[owned.owner];
       results_[owned.owner] += piece.stride;
     }
@@ -124,12 +125,12 @@ bool Rounds::next(Round& round) {
   staging_used_.assign(group_.num_processes(), 0);
   results_used_.assign(group_.num_processes(), 0);
   while (operand_ < message_->counts.size()) {
-    const bool is_through =
+    const bool is_complete =
         std::all_of(parts_.begin(), parts_.end(), [&](const Owned& owned) { return offset_ >= owned.part.count; });
-    if (is_through) {
+    if (is_complete) {
       if (++operand_ == message_->counts.size()) break;
       offset_ = 0;
-      take_operand();
+      partition_operand();
       continue;
     }
     if (!add_slice(round)) break;

@@ -1,4 +1,4 @@
-// shared_memory.cc: creates, finds and maps it.
+// shared_memory.cc: creates, opens and maps the memory.
 #include "shm/shared_memory.h"
 
 #include <fcntl.h>
@@ -18,13 +18,13 @@
 namespace jax_ring::shm {
 namespace {
 
-// In front of the memory, on a page of its own.
+// Before the usable memory, on a page of its own.
 struct Header {
   std::atomic<uint32_t> num_mapped;
 };
 constexpr size_t kHeaderBytes = 4096;
 
-constexpr std::chrono::milliseconds kPause(1);
+constexpr std::chrono::milliseconds kPollInterval(1);
 
 class File {
  public:
@@ -54,15 +54,15 @@ Memory create(const std::string& name, size_t bytes) {
   const File file(shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
   if (file.get() < 0) fail("shm_open of " + name, errno);
   try {
-    // All of it now: memory that is lacking later would end the process.
+    // Reserves all of it now: running out of memory on a later access would kill the process.
     int error;
     do {
       error = posix_fallocate(file.get(), 0, static_cast<off_t>(bytes));
     } while (error == EINTR);
     if (error != 0) {
       fail("jax_ring needs " + std::to_string(bytes >> 10) +
-               " KiB of shared memory for a group of processes (/dev/shm, " +
-               "of which a container can be given more: docker run --shm-size)",
+               " KiB of shared memory for a group of processes (/dev/shm; in a container, raise it with "
+               "docker run --shm-size)",
            error);
     }
     return map(file, bytes);
@@ -72,7 +72,7 @@ Memory create(const std::string& name, size_t bytes) {
   }
 }
 
-// Null if it is not there yet.
+// Null if it does not exist yet.
 Memory find(const std::string& name, size_t bytes) {
   const File file(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
   if (file.get() < 0) {
@@ -82,7 +82,7 @@ Memory find(const std::string& name, size_t bytes) {
   struct stat status;
   if (fstat(file.get(), &status) != 0) fail("fstat of " + name, errno);
   if (status.st_uid != geteuid()) throw std::runtime_error(name + " belongs to another user");
-  if (static_cast<size_t>(status.st_size) < bytes) return nullptr;  // it is being created
+  if (static_cast<size_t>(status.st_size) < bytes) return nullptr;  // still being created
   return map(file, bytes);
 }
 
@@ -96,18 +96,19 @@ Memory map_shared(const std::string& name, size_t bytes, bool first, int num_pro
   while (memory == nullptr) {
     memory = find(name, whole);
     if (memory != nullptr) break;
-    if (stop()) throw std::runtime_error("the group of processes was released while it was being formed.");
+    if (stop()) throw std::runtime_error("the group of processes was released while it was being created.");
     if (std::chrono::steady_clock::now() > end) {
-      shm_unlink(name.c_str());  // it may have ended while it created it
+      shm_unlink(name.c_str());  // the first process may have exited while creating it
       std::ostringstream text;
-      text << "the group's first process did not come within " << deadline_seconds << " s, or it has given up.";
+      text << "the group's first process did not create the shared memory within " << deadline_seconds
+           << " s, or has already released it.";
       throw std::runtime_error(text.str());
     }
-    std::this_thread::sleep_for(kPause);
+    std::this_thread::sleep_for(kPollInterval);
   }
   auto& header = *reinterpret_cast<Header*>(memory.get());
   if (header.num_mapped.fetch_add(1) + 1 == static_cast<uint32_t>(num_processes)) shm_unlink(name.c_str());
-  // Should not all of them come, the name goes with whoever gives up first.
+  // If not all processes map it, the first one to release it unlinks the name.
   unsigned char* const usable = memory.get() + kHeaderBytes;
   return {usable, [memory, name](unsigned char*) mutable {
             shm_unlink(name.c_str());

@@ -1,4 +1,4 @@
-// shared_memory.h: the memory of a group of processes, in POSIX shared memory without a name as soon as all have it.
+// shared_memory.h: maps POSIX shared memory for a group of processes, and unlinks its name once all have mapped it.
 #pragma once
 
 #include <cstddef>
@@ -8,13 +8,12 @@
 
 namespace jax_ring::shm {
 
-// Maps `bytes` zeroed bytes that the processes of a group share; with `first` it creates them, for the user's own
-// processes alone. Returns when it is mapped here, and the one that is last to map it takes the name away, so that
-// nothing is left behind however the processes end.
+// Maps `bytes` zeroed bytes that the processes of a group share. With `first` it creates them, accessible to this user
+// only. The last process to map the memory unlinks the name, so that nothing is left behind however the processes exit.
 //
-// name: as of shm_open, and secret enough that nobody else comes to use it.
-// Throws std::runtime_error, with the reason, when there is no room, when the first process has not created it within
-// `deadline_seconds`, or when stop() turns true.
+// name: for shm_open; secret enough that no other program uses it.
+// Throws std::runtime_error, with the reason, if there is no space, if the first process has not created the memory
+// within `deadline_seconds`, or when stop() becomes true.
 Memory map_shared(const std::string& name, size_t bytes, bool first, int num_processes, double deadline_seconds,
                   const Communicator::Stop& stop);
 

@@ -1,4 +1,4 @@
-// algorithm_test.cc: one-shot, two-shot and ring collectives between threads, by the code that the GPU's kernels run.
+// algorithm_test.cc: one-shot, two-shot and ring collectives between threads, with the code of the GPU kernels.
 #include "ring/algorithm.h"
 
 #include <gtest/gtest.h>
@@ -12,25 +12,25 @@
 namespace jax_ring::cpu::testing {
 namespace {
 
-struct Way {
+struct Variant {
   Algorithm algorithm;
   Order order;
   const char* name;
   Plan plan() const { return {Collective::all_reduce, order}; }
 };
 
-const Way kWays[] = {
+const Variant kVariants[] = {
     {Algorithm::one_shot, Order::rank, "one_shot"},
     {Algorithm::two_shot, Order::rank, "two_shot"},
     {Algorithm::ring, Order::rank, "ring_in_rank_order"},
     {Algorithm::ring, Order::ring, "ring"},
 };
 
-void PrintTo(const Way& way, std::ostream* out) { *out << way.name; }
+void PrintTo(const Variant& variant, std::ostream* out) { *out << variant.name; }
 
 constexpr int kRanks[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16};
 
-// Runs the calls one after the other without a pause, and checks them all.
+// Runs the calls back to back, and checks them all.
 void check(Peers& peers, std::vector<PeerCall> calls) {
   std::vector<std::vector<std::vector<Bytes>>> expected;
   for (PeerCall& call : calls) expected.push_back(call.expected());
@@ -38,16 +38,16 @@ void check(Peers& peers, std::vector<PeerCall> calls) {
   for (size_t i = 0; i < calls.size(); ++i) expect_results(calls[i], expected[i]);
 }
 
-class AllReduce : public ::testing::TestWithParam<std::tuple<Way, int>> {
+class AllReduce : public ::testing::TestWithParam<std::tuple<Variant, int>> {
  protected:
-  Way way() const { return std::get<0>(GetParam()); }
+  Variant variant() const { return std::get<0>(GetParam()); }
   int num_ranks() const { return std::get<1>(GetParam()); }
   PeerCall call(DType dtype, std::vector<size_t> counts, unsigned seed, size_t offset = 0) const {
-    return PeerCall::random(dtype, way().algorithm, way().plan(), num_ranks(), std::move(counts), seed, offset);
+    return PeerCall::random(dtype, variant().algorithm, variant().plan(), num_ranks(), std::move(counts), seed, offset);
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(, AllReduce, ::testing::Combine(::testing::ValuesIn(kWays), ::testing::ValuesIn(kRanks)),
+INSTANTIATE_TEST_SUITE_P(, AllReduce, ::testing::Combine(::testing::ValuesIn(kVariants), ::testing::ValuesIn(kRanks)),
                          [](const auto& info) {
                            return std::string(std::get<0>(info.param).name) + "_" +
                                   std::to_string(std::get<1>(info.param)) + "_ranks";
@@ -77,7 +77,7 @@ TEST_P(AllReduce, EveryDtype) {
   Peers peers(small_capacity(num_ranks()));
   std::vector<PeerCall> calls;
   for (DType dtype : all_dtypes()) {
-    if (is_signed_integer(dtype)) continue;  // summed as unsigned ones
+    if (is_signed_integer(dtype)) continue;  // summed as unsigned
     calls.push_back(call(dtype, {333}, static_cast<unsigned>(calls.size())));
   }
   check(peers, std::move(calls));
@@ -100,11 +100,11 @@ TEST_P(AllReduce, CountersWrapAround) {
   std::vector<PeerCall> calls;
   for (unsigned i = 0; i < 12; ++i) calls.push_back(call(DType::u32, {60 + i}, i));
   check(peers, std::move(calls));
-  if (num_ranks() == 1 && way().algorithm == Algorithm::ring) return;  // sends nothing
+  if (num_ranks() == 1 && variant().algorithm == Algorithm::ring) return;  // sends nothing
   const Progress& progress = peers.progress(0, 0);
-  const uint32_t counter = way().algorithm == Algorithm::one_shot   ? progress.one_shot_epoch
-                           : way().algorithm == Algorithm::two_shot ? progress.round
-                                                                    : progress.sent;
+  const uint32_t counter = variant().algorithm == Algorithm::one_shot   ? progress.one_shot_epoch
+                           : variant().algorithm == Algorithm::two_shot ? progress.round
+                                                                        : progress.sent;
   EXPECT_LT(counter, 1u << 20) << "the counter has not wrapped around";
 }
 
@@ -118,10 +118,10 @@ std::vector<Plan> two_step_plans(int num_ranks) {
           {Collective::broadcast, Order::rank, num_ranks / 2}};
 }
 
-class Family : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(, Family, ::testing::ValuesIn(kRanks));
+class TwoStep : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(, TwoStep, ::testing::ValuesIn(kRanks));
 
-TEST_P(Family, SizesAroundEveryBoundary) {
+TEST_P(TwoStep, SizesAroundEveryBoundary) {
   const size_t p = GetParam();
   const Capacity capacity = small_capacity(GetParam());
   const size_t round = capacity.part_packs * kPackBytes / sizeof(float) * capacity.num_ctas;
@@ -137,7 +137,7 @@ TEST_P(Family, SizesAroundEveryBoundary) {
   check(peers, std::move(calls));
 }
 
-TEST_P(Family, ReduceRoundARing) {
+TEST_P(TwoStep, ReduceAroundARing) {
   Peers peers(small_capacity(GetParam()));
   std::vector<PeerCall> calls;
   for (Order order : {Order::rank, Order::ring}) {
@@ -147,7 +147,7 @@ TEST_P(Family, ReduceRoundARing) {
   check(peers, std::move(calls));
 }
 
-TEST_P(Family, ExtremaOfEveryDtype) {
+TEST_P(TwoStep, ExtremaOfEveryDtype) {
   Peers peers(small_capacity(GetParam()));
   std::vector<PeerCall> calls;
   for (DType dtype : all_dtypes()) {
@@ -161,22 +161,22 @@ TEST_P(Family, ExtremaOfEveryDtype) {
 
 // ---- All algorithms in one mailbox
 
-TEST(Mailbox, TheAlgorithmsTakeTurns) {
+TEST(Mailbox, AlgorithmsAlternate) {
   for (int num_ranks : {2, 3, 5}) {
     Peers peers(small_capacity(num_ranks));
     std::vector<PeerCall> calls;
     for (unsigned i = 0; i < 60; ++i) {
       const Plan plan = two_step_plans(num_ranks)[i % 5];
       calls.push_back(PeerCall::random(DType::f32, Algorithm::two_shot, plan, num_ranks, {i % 7 * num_ranks}, i));
-      const Way& way = kWays[(i * i + i / 4) % 4];
-      calls.push_back(PeerCall::random(DType::f32, way.algorithm, way.plan(), num_ranks, {(i * 37) % 300}, i));
+      const Variant& variant = kVariants[(i * i + i / 4) % 4];
+      calls.push_back(PeerCall::random(DType::f32, variant.algorithm, variant.plan(), num_ranks, {(i * 37) % 300}, i));
     }
     check(peers, std::move(calls));
   }
 }
 
 // In ring order each operand is a call of its own.
-TEST(Mailbox, ManyOperandsTravelInOneCall) {
+TEST(Mailbox, ManyOperandsInOneCall) {
   std::vector<size_t> counts;
   for (size_t i = 0; i < kMaxOperands; ++i) counts.push_back(i * i % 97);
   for (int num_ranks : {1, 2, 3, 8}) {
@@ -221,7 +221,7 @@ TEST(Mailbox, PartsDoNotOverlap) {
 }
 
 TEST(OneShot, NoLineKeepsItsTagForLong) {
-  // A line of an old call that is still there when the epochs have wrapped around would pass for a new one.
+  // A stale line with the tag of an earlier call would be taken for a new one once the epochs have wrapped around.
   Capacity capacity = small_capacity(2);
   capacity.num_ctas = 1;
   Peers peers(capacity);
@@ -246,12 +246,12 @@ TEST(OneShot, NoLineKeepsItsTagForLong) {
 
 // ---- Failures
 
-class Fails : public ::testing::TestWithParam<Way> {};
-INSTANTIATE_TEST_SUITE_P(, Fails, ::testing::ValuesIn(kWays),
+class Fails : public ::testing::TestWithParam<Variant> {};
+INSTANTIATE_TEST_SUITE_P(, Fails, ::testing::ValuesIn(kVariants),
                          [](const auto& info) { return std::string(info.param.name); });
 
-TEST_P(Fails, NamesTheRankThatDoesNotCome) {
-  const int absent = 2;
+TEST_P(Fails, NamesTheMissingRank) {
+  const int missing = 2;
   Peers peers(small_capacity(4));
   std::vector<PeerCall> calls;
   calls.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().plan(), 4, {500}, 1));
@@ -262,21 +262,21 @@ TEST_P(Fails, NamesTheRankThatDoesNotCome) {
   bool named = false;
   for (int rank : {0, 1, 3}) {
     const Failure& failure = peers.failure(rank);
-    EXPECT_EQ(failure.kind, static_cast<uint32_t>(FailureKind::absent)) << rank;
+    EXPECT_EQ(failure.kind, static_cast<uint32_t>(FailureKind::timeout)) << rank;
     EXPECT_EQ(failure.rank, rank);
     EXPECT_EQ(failure.call, 7u);
     EXPECT_GT(failure.epoch, 0u);
-    named = named || failure.peer == absent;
-    // Nothing that could be taken for a result: some outputs are marked, the others were not reached.
+    named = named || failure.peer == missing;
+    // Nothing that could be taken for a result: some outputs are poisoned, the others untouched.
     OffsetBuffer& output = calls[0].outputs[rank][0];
     EXPECT_TRUE(std::all_of(output.data(), output.data() + output.size(), [](unsigned char b) { return b == 0xff; }))
         << rank;
   }
   EXPECT_TRUE(named);
-  EXPECT_EQ(peers.failure(absent).kind, static_cast<uint32_t>(FailureKind::none));
+  EXPECT_EQ(peers.failure(missing).kind, static_cast<uint32_t>(FailureKind::none));
 }
 
-TEST_P(Fails, AFailedRankDoesNotGoOn) {
+TEST_P(Fails, AFailedRankStaysFailed) {
   Peers peers(small_capacity(2));
   std::vector<PeerCall> calls;
   for (unsigned i = 0; i < 3; ++i) {
@@ -284,15 +284,15 @@ TEST_P(Fails, AFailedRankDoesNotGoOn) {
   }
   peers.run(calls, {0}, 0.2);
   const uint32_t epoch = peers.failure(0).epoch;
-  // Its peer comes late. It must not take up where the first one is lost.
+  // Its peer is late. It must not continue where the first rank failed.
   peers.run(calls, {0, 1}, 0.2);
   EXPECT_EQ(peers.failure(0).epoch, epoch);
   EXPECT_EQ(calls[2].outputs[0][0].data()[0], 0xff);
 }
 
-TEST_P(Fails, TellsCallsThatDoNotBelongTogether) {
+TEST_P(Fails, DetectsMismatchedCalls) {
   Peers peers(small_capacity(2));
-  // The ranks bring different calls of one size: without the check the sum of the two would be the result.
+  // The ranks make different calls of the same size: without the check the result would be the sum of both.
   std::vector<PeerCall> one, other;
   one.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().plan(), 2, {300}, 1));
   other.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().plan(), 2, {300}, 2));

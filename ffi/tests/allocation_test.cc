@@ -1,4 +1,4 @@
-// allocation_test.cc: a small call that has been made before allocates nothing between arriving and being told.
+// allocation_test.cc: a small call that is repeated allocates nothing between arrival and completion.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
+#include "cpu/completion_threads.h"
 #include "cpu/engine.h"
-#include "cpu/relay.h"
 #include "cpu/rendezvous.h"
 #include "support.h"
 
@@ -18,7 +18,7 @@ namespace {
 std::atomic<long> num_allocations{0};
 }  // namespace
 
-// Replaced for the whole test program; the other forms of new end in these.
+// Replaced for the whole test program; the other forms of new call these.
 void* operator new(size_t size) {
   num_allocations.fetch_add(1, std::memory_order_relaxed);
   if (void* memory = std::malloc(size)) return memory;
@@ -44,23 +44,23 @@ class NoWorkers final : public Workers {
   void schedule(std::function<void()>) override { FAIL() << "a small message woke a thread"; }
 };
 
-// Ranks that make one call after the other, each from within the telling of its last one, as in a compiled loop.
+// Ranks that make one call after the other, each from the completion of the last one, as in a compiled loop.
 class Loop {
  public:
-  explicit Loop(int num_ranks) : ranks_(num_ranks), rendezvous_(groups(num_ranks), "test") {
+  explicit Loop(int num_ranks) : ranks_(num_ranks), rendezvous_map_(groups(num_ranks), "test") {
     for (Rank& rank : ranks_) {
       for (size_t count : message_.counts) rank.buffers.emplace_back(count, 1.0f);
     }
   }
 
-  // Whether all ranks get through so many calls.
+  // Whether all ranks complete this many calls.
   bool run(int calls) {
     std::atomic<int> running{static_cast<int>(ranks_.size())};
     for (size_t rank = 0; rank < ranks_.size(); ++rank) {
       ranks_[rank].calls_left = calls;
       call(rank, running);
     }
-    const Clock::time_point limit = Clock::now() + kPatience;
+    const Clock::time_point limit = Clock::now() + kTestTimeout;
     while (running > 0) {
       if (Clock::now() > limit) return false;
       std::this_thread::yield();
@@ -94,8 +94,8 @@ class Loop {
       rank.participant.outputs.push_back(buffer.data());
     }
     rank.participant.done = [this, index, &running](const std::string*) { call(index, running); };
-    if (MeetingPtr meeting = rendezvous_.arrive(run_id_, index, std::move(rank.participant))) {
-      run_collective(std::move(meeting), message_, workers_);
+    if (RendezvousPtr rendezvous = rendezvous_map_.arrive(run_id_, index, std::move(rank.participant))) {
+      run_collective(std::move(rendezvous), message_, workers_);
     }
   }
 
@@ -103,31 +103,32 @@ class Loop {
   const int64_t run_id_ = next_run_id();
   std::vector<Rank> ranks_;
   NoWorkers workers_;
-  Rendezvous rendezvous_;
+  RendezvousMap rendezvous_map_;
 };
 
-// More threads than the calls below can need at once: on a busy machine the relay may start some at any time.
-void start_relay_threads() {
+// More threads than the calls below can need at once: on a busy machine CompletionThreads may start some at any time.
+void start_completion_threads() {
   constexpr int kThreads = 64;
   std::atomic<int> arrived{0}, left{0};
-  MeetingPtr meeting(new Meeting);
+  RendezvousPtr rendezvous(new Rendezvous);
   for (int rank = 0; rank < kThreads; ++rank) {
-    meeting->done.emplace_back([&](const std::string*) {
+    rendezvous->done.emplace_back([&](const std::string*) {
       ++arrived;
       while (arrived < kThreads) std::this_thread::yield();
       ++left;
     });
   }
-  Relay::instance().tell(std::move(meeting));
+  CompletionThreads::instance().complete(std::move(rendezvous));
   while (left < kThreads) std::this_thread::yield();
 }
 
 TEST(Allocation, NoneInAWarmLoop) {
-  start_relay_threads();
+  start_completion_threads();
   for (int num_ranks : {1, 2, 8}) {
     Loop loop(num_ranks);
-    // A thread that is held up while it tells a rank keeps its meeting from the next call, which then makes one more.
-    // That adds a few to some rounds on a busy machine; an allocation of every call would add a thousand to all.
+    // A thread that is preempted during a completion holds its rendezvous back from the next call, which then allocates
+    // one more. This adds a few allocations to some rounds on a busy machine; an allocation in every call would add a
+    // thousand to all rounds.
     long fewest = std::numeric_limits<long>::max();
     for (int round = 0; round < 20 && fewest > 0; ++round) {
       const long before = num_allocations;

@@ -1,4 +1,4 @@
-// collective_test.cc: the description of each collective, and what the engine makes of it, against their definitions.
+// collective_test.cc: each collective's parts, and the engine's results, against the definitions.
 #include "ring/collective.h"
 
 #include <gtest/gtest.h>
@@ -10,16 +10,16 @@
 #include <vector>
 
 #include "cpu/engine.h"
-#include "origin.h"
+#include "reference.h"
 #include "support.h"
 
 namespace jax_ring::cpu::testing {
 namespace {
 
 constexpr int kRanks[] = {1, 2, 3, 4, 5, 8, 9, 16};
-constexpr int kFewRanks[] = {1, 3, 4, 9};  // where each costs much
+constexpr int kFewRanks[] = {1, 3, 4, 9};  // for expensive tests
 
-// The sizes of an operand around what might go wrong. Those of a reduce-scatter are multiples of the number of ranks.
+// Operand sizes around the edges. Those of a reduce-scatter are multiples of the number of ranks.
 std::vector<size_t> counts_for(const Plan& plan, int num_ranks, size_t element_bytes) {
   const size_t p = num_ranks, pack = 16 / element_bytes;
   std::vector<size_t> counts{0, 1, p - 1, p, p + 1, pack, p * pack - 1, p * pack, p * pack + 1, 211};
@@ -70,7 +70,7 @@ TEST(Parts, EveryElementHasItsOriginOnce) {
 
 TEST(Parts, ARingAllReduceIsAReduceScatterAndAnAllGather) {
   constexpr int kSize = 4;
-  constexpr size_t kCount = 64;  // blocks of 16, as many for the packs as for the ranks
+  constexpr size_t kCount = 64;  // blocks of 16, whether divided by packs or by ranks
   for (int i = 0; i < kSize; ++i) {
     const Part whole = part_of({Collective::all_reduce, Order::ring}, kSize, kCount, 4, i);
     const Part scatter = part_of({Collective::reduce_scatter, Order::ring}, kSize, kCount, 4, i);
@@ -86,7 +86,7 @@ TEST(Parts, ARingAllReduceIsAReduceScatterAndAnAllGather) {
   }
 }
 
-// A thread for each task.
+// One thread per task.
 class Threads final : public Workers {
  public:
   ~Threads() override {
@@ -99,15 +99,15 @@ class Threads final : public Workers {
   std::vector<std::thread> threads_;
 };
 
-// Runs one collective on random operands, and checks every rank's results, and that nothing is written beside them.
+// Runs one collective on random operands and checks every rank's results.
 void expect_collective(const Plan& plan, Op op, DType dtype, int num_ranks, const std::vector<size_t>& counts,
                        bool in_place) {
   const size_t size = element_size(dtype);
   std::vector<std::vector<Bytes>> operands;                // by operand, then rank
   std::vector<std::vector<OffsetBuffer>> inputs, outputs;  // likewise
-  std::vector<Told> told(num_ranks);
-  MeetingPtr meeting(new Meeting);
-  meeting->num_arrived = num_ranks;
+  std::vector<Outcome> outcomes(num_ranks);
+  RendezvousPtr rendezvous(new Rendezvous);
+  rendezvous->num_arrived = num_ranks;
   for (size_t count : counts) {
     operands.push_back(random_elements(dtype, num_ranks, count, static_cast<unsigned>(count + num_ranks)));
     inputs.emplace_back();
@@ -116,14 +116,14 @@ void expect_collective(const Plan& plan, Op op, DType dtype, int num_ranks, cons
       inputs.back().emplace_back(of_rank, 0);
       outputs.back().emplace_back(Bytes(result_count(plan, num_ranks, count) * size, 0xa5), 0);
     }
-    for (int i = 0; i < 2 * num_ranks; ++i) meeting->inputs.push_back(inputs.back()[i % num_ranks].data());
-    for (OffsetBuffer& output : (in_place ? inputs : outputs).back()) meeting->outputs.push_back(output.data());
+    for (int i = 0; i < 2 * num_ranks; ++i) rendezvous->inputs.push_back(inputs.back()[i % num_ranks].data());
+    for (OffsetBuffer& output : (in_place ? inputs : outputs).back()) rendezvous->outputs.push_back(output.data());
   }
-  for (const Told& of_rank : told) meeting->done.push_back(of_rank.completion());
+  for (const Outcome& of_rank : outcomes) rendezvous->done.push_back(of_rank.completion());
   {
     Threads workers;
-    run_collective(std::move(meeting), {dtype, counts, plan, op}, workers);
-    for (const Told& of_rank : told) ASSERT_TRUE(of_rank.wait());
+    run_collective(std::move(rendezvous), {dtype, counts, plan, op}, workers);
+    for (const Outcome& of_rank : outcomes) ASSERT_TRUE(of_rank.wait());
   }
   for (size_t operand = 0; operand < counts.size(); ++operand) {
     SCOPED_TRACE(describe(plan, num_ranks, counts[operand]));
@@ -139,7 +139,7 @@ void expect_collective(const Plan& plan, Op op, DType dtype, int num_ranks, cons
 
 class CollectiveTest : public ::testing::TestWithParam<DType> {};
 
-TEST_P(CollectiveTest, GivesWhatItsDefinitionSays) {
+TEST_P(CollectiveTest, MatchesItsDefinition) {
   int turn = 0;
   for (int num_ranks : kFewRanks) {
     for (const Plan& plan : all_plans(num_ranks)) {
@@ -161,7 +161,7 @@ INSTANTIATE_TEST_SUITE_P(DTypes, CollectiveTest,
                          ::testing::Values(DType::u8, DType::s16, DType::f32, DType::bf16, DType::f64),
                          [](const auto& info) { return name_of(info.param); });
 
-// Larger than a chunk, than what one thread does alone, and than the caches.
+// Larger than a chunk, than the limit for a single thread, and than the caches.
 TEST(Collective, LargeMessages) {
   constexpr int kSize = 4;
   for (const Plan& plan : all_plans(kSize)) {

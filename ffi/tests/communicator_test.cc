@@ -1,4 +1,4 @@
-// communicator_test.cc: groups of GPUs that are not there: memory of the host in their place, and two processes in one.
+// communicator_test.cc: groups of GPUs, simulated in host memory, with two processes in one.
 #include "cuda/communicator.h"
 
 #include <gtest/gtest.h>
@@ -20,17 +20,17 @@ namespace jax_ring::gpu {
 namespace {
 
 using cpu::testing::Bytes;
-using cpu::testing::Dawdler;
+using cpu::testing::JitteryTeam;
 using cpu::testing::PeerCall;
 
 class HostMemory final : public PeerMemory {
  public:
   void* allocate(int, size_t bytes) override { return keep(::operator new(bytes, std::align_val_t(128)), bytes); }
-  void release(int, void* memory) override { give_back(memory); }
+  void release(int, void* memory) override { free_memory(memory); }
   void* allocate_on_host(size_t bytes) override { return allocate(0, bytes); }
-  void release_on_host(void* memory) override { give_back(memory); }
-  bool can_reach(int device, int peer) override { return severed.count({device, peer}) == 0; }
-  void reach(int device, int peer) override { reached.insert({device, peer}); }
+  void release_on_host(void* memory) override { free_memory(memory); }
+  bool can_access(int device, int peer) override { return severed.count({device, peer}) == 0; }
+  void enable_access(int device, int peer) override { access_enabled.insert({device, peer}); }
   std::string export_handle(int, void* memory) override {
     return std::string(reinterpret_cast<const char*>(&memory), sizeof(memory));
   }
@@ -43,7 +43,7 @@ class HostMemory final : public PeerMemory {
   void close_handle(int, void*) override { --imported; }
   void warm_up(int device) override { warm.insert(device); }
 
-  std::set<std::pair<int, int>> severed, reached;
+  std::set<std::pair<int, int>> severed, access_enabled;
   std::set<int> warm;
   int imported = 0;
   size_t allocated() const { return allocated_.size(); }
@@ -53,17 +53,17 @@ class HostMemory final : public PeerMemory {
     allocated_.insert(memory);
     return std::memset(memory, 0, bytes);
   }
-  void give_back(void* memory) {
+  void free_memory(void* memory) {
     EXPECT_EQ(allocated_.erase(memory), 1u);
     ::operator delete(memory, std::align_val_t(128));
   }
   std::set<void*> allocated_;
 };
 
-// A table as the processes of a program share one.
+// A key-value store as the processes of a program share one.
 class Table {
  public:
-  Exchange exchange() {
+  KeyValueStore store() {
     return {[this](const std::string& key, const std::string& value) {
               std::lock_guard<std::mutex> lock(mutex_);
               EXPECT_TRUE(values_.emplace(key, value).second) << key << " is published twice";
@@ -71,13 +71,13 @@ class Table {
             },
             [this](const std::string& key) {
               std::unique_lock<std::mutex> lock(mutex_);
-              if (!changed_.wait_for(lock, patience, [&] { return values_.count(key) > 0; })) {
-                throw std::runtime_error("nobody published " + key);
+              if (!changed_.wait_for(lock, timeout, [&] { return values_.count(key) > 0; })) {
+                throw std::runtime_error("no process published " + key);
               }
               return values_[key];
             }};
   }
-  std::chrono::duration<double> patience = cpu::testing::kPatience;
+  std::chrono::duration<double> timeout = cpu::testing::kTestTimeout;
 
  private:
   std::mutex mutex_;
@@ -91,7 +91,7 @@ std::vector<Member> one_process(int num_ranks) {
   return members;
 }
 
-// Runs what the kernels of these ranks would, a thread for each team. thresholds_of: by rank.
+// Runs what the kernels of these ranks would run, one thread per team. thresholds_of: by rank.
 void run(const Communicator& communicator, const CallSite& site, PeerCall& call,
          const std::vector<Thresholds>& thresholds_of = {}, double deadline_seconds = 20) {
   std::vector<std::thread> threads;
@@ -110,7 +110,7 @@ void run(const Communicator& communicator, const CallSite& site, PeerCall& call,
           teams.emplace_back([&, cta] {
             std::minstd_rand random(static_cast<unsigned>(cta + 1));
             cpu::testing::team_function(launch.kernel.dtype, launch.kernel.op, launch.kernel.algorithm)(
-                launch.call.self, launch.call.message, launch.call.plan, cta, Dawdler(random));
+                launch.call.self, launch.call.message, launch.call.plan, cta, JitteryTeam(random));
           });
         }
         for (std::thread& team : teams) team.join();
@@ -125,10 +125,10 @@ TEST(Communicator, ReducesInOneProcess) {
   {
     const Communicator communicator(one_process(3), 0, cpu::testing::small_capacity(3), "group", memory, {});
     EXPECT_EQ(memory.warm, (std::set<int>{0, 1, 2}));
-    EXPECT_EQ(memory.reached.size(), 6u);
+    EXPECT_EQ(memory.access_enabled.size(), 6u);
     for (const std::optional<Algorithm> algorithm : {std::optional<Algorithm>(), {Algorithm::ring}}) {
       for (Order order : {Order::rank, Order::ring}) {
-        std::vector<size_t> counts;  // more operands than one message takes
+        std::vector<size_t> counts;  // more operands than fit into one message
         for (size_t i = 0; i < kMaxOperands + 3; ++i) counts.push_back(i % 7 * 13);
         PeerCall call = PeerCall::random(DType::f32, Algorithm::ring, {Collective::all_reduce, order}, 3, counts, 1);
         run(communicator, {"psum", call.plan, Op::sum, algorithm}, call);
@@ -141,7 +141,7 @@ TEST(Communicator, ReducesInOneProcess) {
 }
 
 TEST(Communicator, ReducesBetweenTwoProcesses) {
-  // Ranks of the two take turns, and their numbers of GPUs differ.
+  // The ranks of the two processes alternate, and one process has more GPUs.
   const std::vector<Member> members = {{0, 0}, {1, 0}, {0, 1}};
   HostMemory memories[2];
   Table table;
@@ -151,7 +151,7 @@ TEST(Communicator, ReducesBetweenTwoProcesses) {
   for (int process = 0; process < 2; ++process) {
     processes.emplace_back([&, process] {
       communicators[process] = std::make_unique<Communicator>(members, process, cpu::testing::small_capacity(3),
-                                                              "group", memories[process], table.exchange());
+                                                              "group", memories[process], table.store());
       run(*communicators[process], {"psum", {}, Op::sum, Algorithm::two_shot}, call);
     });
   }
@@ -169,7 +169,7 @@ TEST(Communicator, ReducesBetweenTwoProcesses) {
   }
 }
 
-TEST(Communicator, SaysWhoHasNoAccessToWhom) {
+TEST(Communicator, NamesThePairWithoutPeerAccess) {
   HostMemory memory;
   memory.severed.insert({1, 2});
   try {
@@ -181,11 +181,11 @@ TEST(Communicator, SaysWhoHasNoAccessToWhom) {
   EXPECT_EQ(memory.allocated(), 0u);
 }
 
-TEST(Communicator, GivesEverythingBackIfAProcessDoesNotAnswer) {
+TEST(Communicator, ReleasesEverythingIfAProcessDoesNotAnswer) {
   HostMemory memory;
   Table table;
-  table.patience = std::chrono::milliseconds(50);
-  EXPECT_THROW(Communicator({{0, 0}, {1, 0}}, 0, cpu::testing::small_capacity(2), "group", memory, table.exchange()),
+  table.timeout = std::chrono::milliseconds(50);
+  EXPECT_THROW(Communicator({{0, 0}, {1, 0}}, 0, cpu::testing::small_capacity(2), "group", memory, table.store()),
                std::runtime_error);
   EXPECT_EQ(memory.allocated(), 0u);
 }
@@ -196,7 +196,7 @@ TEST(Communicator, TooManyRanks) {
                std::runtime_error);
 }
 
-TEST(Communicator, PutsFailuresIntoWords) {
+TEST(Communicator, DescribesFailures) {
   HostMemory memory;
   const Communicator communicator(one_process(2), 0, cpu::testing::small_capacity(2), "group", memory, {});
   PeerCall call = PeerCall::random(DType::f32, Algorithm::two_shot, {}, 2, {100}, 1);
@@ -205,7 +205,7 @@ TEST(Communicator, PutsFailuresIntoWords) {
   for (const Launch& launch : launches_of(communicator, 0, site, default_thresholds(2), call.dtype, buffers, 0.05)) {
     std::minstd_rand random(1);
     cpu::testing::team_function(launch.kernel.dtype, launch.kernel.op, launch.kernel.algorithm)(
-        launch.call.self, launch.call.message, launch.call.plan, 0, Dawdler(random));
+        launch.call.self, launch.call.message, launch.call.plan, 0, JitteryTeam(random));
   }
   const std::optional<Failure> failure = communicator.failure();
   ASSERT_TRUE(failure.has_value());
@@ -218,7 +218,7 @@ TEST(Communicator, PutsFailuresIntoWords) {
       << text;
 }
 
-TEST(Communicator, RanksWithOtherThresholdsFail) {
+TEST(Communicator, DifferentThresholdsFail) {
   const std::vector<std::vector<Thresholds>> cases = {
       {{0, 0}, {0, 1000}}, {{0, 1000}, {1000, 1000}}, {{1000, 1000}, {0, 0}}};
   for (const std::vector<Thresholds>& thresholds : cases) {
@@ -228,14 +228,14 @@ TEST(Communicator, RanksWithOtherThresholdsFail) {
     run(communicator, {"psum", {}, Op::sum, {}}, call, thresholds, 0.1);
     EXPECT_TRUE(communicator.failure().has_value());
     for (int rank = 0; rank < 2; ++rank) {
-      // Nobody takes a part of a result for a sum: each has ones in every bit.
+      // No rank may take a partial result for a sum: all bits are ones.
       const std::vector<unsigned char> poison(16, 0xff);
       EXPECT_EQ(std::memcmp(call.outputs[rank][0].data(), poison.data(), poison.size()), 0) << rank;
     }
   }
 }
 
-TEST(Plan, TellsCallsApart) {
+TEST(Plan, FingerprintsDiffer) {
   HostMemory memory;
   const Communicator communicator(one_process(2), 0, default_capacity(2), "group", memory, {});
   float data[8] = {};
@@ -253,7 +253,7 @@ TEST(Plan, TellsCallsApart) {
   EXPECT_NE(fingerprint(site, DType::f32, 32), fingerprint({"psum2", {}, Op::sum, Algorithm::ring}, DType::f32, 32));
 }
 
-TEST(Plan, ChoosesAnAlgorithmThatCanDoIt) {
+TEST(Plan, SelectsASupportedAlgorithm) {
   HostMemory memory;
   const Communicator communicator(one_process(3), 0, default_capacity(3), "group", memory, {});
   Thresholds thresholds = default_thresholds(3);
@@ -267,7 +267,7 @@ TEST(Plan, ChoosesAnAlgorithmThatCanDoIt) {
   EXPECT_EQ(chosen({"", ring_order, Op::sum, {}}, 4).algorithm, Algorithm::ring);
   EXPECT_EQ(chosen({"", gather, Op::sum, Algorithm::one_shot}, 4).algorithm, Algorithm::two_shot);
   EXPECT_EQ(chosen({"", all_reduce, Op::max, Algorithm::ring}, 4).algorithm, Algorithm::two_shot);
-  // Sums of signed integers are those of unsigned ones; their extrema are not.
+  // Sums of signed integers use the unsigned type; their extrema do not.
   EXPECT_EQ(chosen({"", all_reduce, Op::sum, {}}, 4, DType::s32).dtype, DType::u32);
   EXPECT_EQ(chosen({"", all_reduce, Op::max, {}}, 4, DType::s32).dtype, DType::s32);
   thresholds = {8, 16};

@@ -14,7 +14,7 @@
 namespace jax_ring::cpu::testing {
 namespace {
 
-// Calls Element::widen and Element::narrow of a dtype that is known only when the test runs.
+// Calls Element::widen and Element::narrow for a dtype known only at run time.
 float widen(DType dtype, uint32_t code) {
   switch (dtype) {
 #define JAX_RING_WIDEN(name, element) \
@@ -53,7 +53,7 @@ class SmallFloatTest : public ::testing::TestWithParam<DType> {
   DType dtype() const { return GetParam(); }
   const SmallFloatReference& reference() const { return SmallFloatReference::of(dtype()); }
 
-  // Checks one rounding, and says whether it was right, so that a loop can stop at the first that was not.
+  // Checks one rounding and returns the result, so that a loop can stop at the first error.
   ::testing::AssertionResult rounds_right(float value) const {
     const uint32_t got = narrow(dtype(), value), want = reference().encode(value);
     if (got == want || (reference().is_nan(got) && reference().is_nan(want))) return ::testing::AssertionSuccess();
@@ -93,7 +93,7 @@ TEST_P(SmallFloatTest, RoundsToNearestEvenAroundEveryMidpoint) {
     const double below = reference().magnitude(code), above = reference().magnitude(code + 1);
     const float midpoint = static_cast<float>((below + above) / 2);
     if (static_cast<double>(midpoint) == (below + above) / 2) {
-      // Said here once more without the reference's search: down, to even, up.
+      // Checked once more without the reference's search: down, to even, up.
       const uint32_t even = code % 2 == 0 ? code : code + 1;
       if (code < reference().largest()) {
         ASSERT_EQ(narrow(dtype(), std::nextafter(midpoint, 0.0f)), code);
@@ -120,14 +120,14 @@ TEST_P(SmallFloatTest, SpecialValues) {
     for (float value : {huge, -huge}) {
       const uint32_t code = narrow(dtype(), value);
       if (ieee) {
-        // The code after the largest finite one; bfloat16 too rounds float32's largest number up to it.
+        // The code after the largest finite one; bfloat16 rounds float32's largest number up to it, too.
         EXPECT_EQ(code, (largest + 1) | (value < 0 ? sign : 0)) << value;
       } else {
         EXPECT_TRUE(reference().is_nan(code)) << value << " became " << code;
       }
     }
   }
-  // Quiet, signalling, with the least and the greatest payload, of either sign.
+  // Quiet and signalling, with the smallest and the largest payload, of either sign.
   for (uint32_t bits : {0x7fc00000u, 0x7f800001u, 0x7f8000ffu, 0x7fbfffffu, 0x7fffffffu, 0x7f810000u}) {
     EXPECT_TRUE(reference().is_nan(narrow(dtype(), bit_cast<float>(bits)))) << std::hex << bits;
     EXPECT_TRUE(reference().is_nan(narrow(dtype(), bit_cast<float>(bits | 0x80000000u)))) << std::hex << bits;
@@ -136,14 +136,14 @@ TEST_P(SmallFloatTest, SpecialValues) {
   EXPECT_EQ(narrow(dtype(), 0.0f), 0u);
   const uint32_t negative_zero = reference().format().top == Top::fnuz ? 0 : sign;
   EXPECT_EQ(narrow(dtype(), -0.0f), negative_zero);
-  // Numbers below half the smallest subnormal keep their sign, too, where there is a negative zero.
+  // Numbers below half the smallest subnormal keep their sign where there is a negative zero.
   EXPECT_EQ(narrow(dtype(), -std::numeric_limits<float>::denorm_min()), negative_zero);
 }
 
 TEST_P(SmallFloatTest, RandomNumbers) {
   std::mt19937 random(static_cast<unsigned>(dtype()));
   const Format& format = reference().format();
-  // Half of them anywhere, half within the exponents where the format has something to decide.
+  // Half of them anywhere, half at exponents where rounding matters.
   const int low = std::max(1, 127 - format.bias - format.mantissa_bits - 2);
   const int high = std::min(254, 127 - format.bias + (1 << format.exponent_bits) + 1);
   const int trials = 2000000 / kSlowdown;
@@ -163,7 +163,7 @@ INSTANTIATE_TEST_SUITE_P(Formats, SmallFloatTest, ::testing::ValuesIn([] {
                          }()),
                          dtype_name);
 
-// Landmarks from the formats' specifications, as a check of the reference itself.
+// Known values from the formats' specifications, as a check of the reference itself.
 TEST(SmallFloatReference, Landmarks) {
   const auto largest = [](DType dtype) {
     const SmallFloatReference& reference = SmallFloatReference::of(dtype);
@@ -191,7 +191,7 @@ TEST(SmallFloatReference, Landmarks) {
   EXPECT_EQ(smallest(DType::f8e5m2fnuz), std::ldexp(1.0, -17));
 }
 
-// A type that is its own accumulator passes through, whatever its bits say.
+// A type that is its own accumulator passes through unchanged.
 TEST(NativeElement, PassesThrough) {
   EXPECT_EQ(Native<uint8_t>::narrow(Native<uint8_t>::widen(0xff)), 0xff);
   EXPECT_EQ(Native<uint64_t>::narrow(Native<uint64_t>::widen(~uint64_t{0})), ~uint64_t{0});

@@ -1,4 +1,4 @@
-// engine_test.cc: an all-reduce from arrival to result, on pools of threads, for every dtype and number of ranks.
+// engine_test.cc: an all-reduce from arrival to result, on thread pools, for every dtype and number of ranks.
 #include "cpu/engine.h"
 
 #include <gtest/gtest.h>
@@ -25,10 +25,10 @@ namespace {
 
 constexpr int kRanks[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16};
 
-// A pool of threads as the runtime has one. The destructor ends what was scheduled and joins.
+// A thread pool like the runtime's. The destructor finishes what was scheduled, and joins.
 class Pool final : public Workers {
  public:
-  // on_start runs first on every thread, to put it in a state that the engine must cope with.
+  // on_start runs first on every thread, to put it in a state that the engine must handle.
   explicit Pool(int num_threads, std::function<void()> on_start = [] {}) {
     for (int i = 0; i < num_threads; ++i) {
       threads_.emplace_back([this, on_start] {
@@ -79,10 +79,10 @@ class Pool final : public Workers {
   std::vector<std::thread> threads_;
 };
 
-// Threads that do not come: what is scheduled waits until the test runs it, or for ever.
-class Absent final : public Workers {
+// Workers that run nothing by themselves: the test runs the scheduled tasks, or drops them.
+class DeferredWorkers final : public Workers {
  public:
-  explicit Absent(int num_threads) : num_threads_(num_threads) {}
+  explicit DeferredWorkers(int num_threads) : num_threads_(num_threads) {}
   int num_threads() const override { return num_threads_; }
   void schedule(std::function<void()> task) override { tasks.push_back(std::move(task)); }
   std::vector<std::function<void()>> tasks;
@@ -91,7 +91,7 @@ class Absent final : public Workers {
   int num_threads_;
 };
 
-// The operands of all ranks and the results that they should give.
+// The operands of all ranks and the expected results.
 struct Problem {
   Problem(DType dtype, std::vector<size_t> counts, int num_ranks, unsigned seed = 0, Order order = Order::rank)
       : dtype(dtype), counts(std::move(counts)), num_ranks(num_ranks), order(order) {
@@ -102,7 +102,7 @@ struct Problem {
     finish();
   }
 
-  // Every rank's value in every element.
+  // One value per rank, in every element.
   Problem(DType dtype, size_t count, const std::vector<uint64_t>& by_rank)
       : dtype(dtype), counts{count}, num_ranks(static_cast<int>(by_rank.size())) {
     operands.emplace_back(num_ranks, Bytes(count * element_size(dtype)));
@@ -122,7 +122,7 @@ struct Problem {
   std::vector<Bytes> results;                // by operand
 
  private:
-  // As a ring of ranks would add: element by element, from the rank after the owner of the element's block on.
+  // As a ring of ranks would add: element by element, starting at the rank after the owner of the element's block.
   Bytes ring_fold(const std::vector<const void*>& inputs, size_t count) const {
     const size_t pack = 16 / element_size(dtype);
     const size_t packs_per_block = ((count + pack - 1) / pack + num_ranks - 1) / num_ranks;
@@ -148,12 +148,11 @@ struct Problem {
   }
 };
 
-// One call on a problem: fresh buffers, and what each rank is told.
+// One call on a problem: fresh buffers, and the outcome of each rank.
 class Call {
  public:
-  // in_place: results go to the buffers of the operands. offset: where buffers begin, in elements past an aligned
-  // place.
-  Call(const Problem& problem, bool in_place, size_t offset = 0) : problem_(problem), told_(problem.num_ranks) {
+  // in_place: results overwrite the operands. offset: where buffers start, in elements past an aligned address.
+  Call(const Problem& problem, bool in_place, size_t offset = 0) : problem_(problem), outcomes_(problem.num_ranks) {
     offset *= element_size(problem.dtype);
     for (const auto& operand : problem.operands) {
       inputs_.emplace_back();
@@ -172,35 +171,35 @@ class Call {
       result.inputs.push_back(inputs_[operand][rank].data());
       result.outputs.push_back(this->result(operand, rank).data());
     }
-    result.done = told_[rank].completion();
+    result.done = outcomes_[rank].completion();
     return result;
   }
 
-  MeetingPtr meeting() {
-    MeetingPtr meeting(new Meeting);
-    meeting->num_arrived = problem_.num_ranks;
+  RendezvousPtr rendezvous() {
+    RendezvousPtr rendezvous(new Rendezvous);
+    rendezvous->num_arrived = problem_.num_ranks;
     for (size_t operand = 0; operand < inputs_.size(); ++operand) {
       const int num_ranks = problem_.num_ranks;
-      for (int i = 0; i < 2 * num_ranks; ++i) meeting->inputs.push_back(inputs_[operand][i % num_ranks].data());
-      for (int rank = 0; rank < num_ranks; ++rank) meeting->outputs.push_back(result(operand, rank).data());
+      for (int i = 0; i < 2 * num_ranks; ++i) rendezvous->inputs.push_back(inputs_[operand][i % num_ranks].data());
+      for (int rank = 0; rank < num_ranks; ++rank) rendezvous->outputs.push_back(result(operand, rank).data());
     }
-    for (const Told& told : told_) meeting->done.emplace_back(told.completion());
-    return meeting;
+    for (const Outcome& outcome : outcomes_) rendezvous->done.emplace_back(outcome.completion());
+    return rendezvous;
   }
 
   bool wait() const {
-    for (const Told& rank : told_) {
+    for (const Outcome& rank : outcomes_) {
       if (!rank.wait()) return false;
     }
     return true;
   }
 
-  // Waits until all ranks have been told, and looks at what they got.
+  // Waits for all ranks, and checks their results.
   void expect_right() {
     ASSERT_TRUE(wait());
     for (int rank = 0; rank < problem_.num_ranks; ++rank) {
-      EXPECT_EQ(told_[rank].times(), 1) << "rank " << rank;
-      EXPECT_EQ(told_[rank].error(), "") << "rank " << rank;
+      EXPECT_EQ(outcomes_[rank].times(), 1) << "rank " << rank;
+      EXPECT_EQ(outcomes_[rank].error(), "") << "rank " << rank;
       for (size_t operand = 0; operand < inputs_.size(); ++operand) {
         const Bytes& want = problem_.results[operand];
         OffsetBuffer& got = result(operand, rank);
@@ -221,22 +220,22 @@ class Call {
 
   const Problem& problem_;
   std::vector<std::vector<OffsetBuffer>> inputs_, outputs_;
-  std::vector<Told> told_;
+  std::vector<Outcome> outcomes_;
   bool in_place_;
 };
 
-// Runs a call on `num_threads` threads, the caller being one more, and checks it after they have all ended.
+// Runs a call on `num_threads` threads plus the caller, and checks it once all have finished.
 void expect_all_reduce(const Problem& problem, int num_threads, bool in_place, size_t offset = 0) {
   Call call(problem, in_place, offset);
   {
     Pool pool(num_threads);
-    run_collective(call.meeting(), problem.message(), pool);
+    run_collective(call.rendezvous(), problem.message(), pool);
     ASSERT_TRUE(call.wait());
   }
   call.expect_right();
 }
 
-// Elements of one operand with which `num_ranks` ranks read and write `bytes` in all.
+// Elements per operand for which `num_ranks` ranks read and write `bytes` in all.
 size_t count_for(DType dtype, int num_ranks, size_t bytes) { return bytes / (2 * num_ranks * element_size(dtype)) + 1; }
 
 // More than the engine does on one thread (kParallelBytes).
@@ -288,7 +287,7 @@ TEST(AllReduce, NoOperands) {
   ASSERT_NO_FATAL_FAILURE(expect_all_reduce(problem, 2, false));
 }
 
-// Results of more than the caches hold, which may be written past them only where they are aligned.
+// Results larger than the caches. They may be written with streaming stores only where they are aligned.
 TEST(AllReduce, ResultsLargerThanTheCaches) {
   for (DType dtype : {DType::f32, DType::bf16}) {
     for (Order order : {Order::rank, Order::ring}) {
@@ -301,14 +300,14 @@ TEST(AllReduce, ResultsLargerThanTheCaches) {
 }
 
 // Ranks as threads, one pool for all, several executions at once, many calls: as in a running program.
-TEST(AllReduce, ManyConcurrentMeetings) {
+TEST(AllReduce, ManyConcurrentRendezvous) {
   constexpr int kRuns = 3, kSize = 3;
   const int calls = 200 / kSlowdown;
   const Problem problems[] = {Problem(DType::f32, {5, 0, 300}, kSize),
                               Problem(DType::bf16, {count_for(DType::bf16, kSize, kLargeBytes)}, kSize),
                               Problem(DType::u64, {1}, kSize),
                               Problem(DType::f64, {count_for(DType::f64, kSize, 2 * kLargeBytes), 3}, kSize)};
-  Rendezvous rendezvous(ReplicaGroups({2, 0, 1}, {kSize}), "test");
+  RendezvousMap rendezvous_map(ReplicaGroups({2, 0, 1}, {kSize}), "test");
   std::vector<std::vector<std::unique_ptr<Call>>> done(kRuns);
   for (auto& of_run : done) {
     for (int i = 0; i < calls; ++i) of_run.push_back(std::make_unique<Call>(problems[i % 4], i % 3 == 0));
@@ -323,9 +322,9 @@ TEST(AllReduce, ManyConcurrentMeetings) {
         ranks.emplace_back([&, run, run_id, rank] {
           for (int i = 0; i < calls; ++i) {
             Call& call = *done[run][i];
-            const int64_t partition = (rank + 2) % kSize;  // groups' members are 2, 0, 1
-            if (auto meeting = rendezvous.arrive(run_id, partition, call.participant(rank))) {
-              run_collective(std::move(meeting), problems[i % 4].message(), pool);
+            const int64_t partition = (rank + 2) % kSize;  // the group's members are 2, 0, 1
+            if (auto rendezvous = rendezvous_map.arrive(run_id, partition, call.participant(rank))) {
+              run_collective(std::move(rendezvous), problems[i % 4].message(), pool);
             }
             if (!call.wait()) {
               ++hangs;
@@ -346,20 +345,20 @@ TEST(AllReduce, ManyConcurrentMeetings) {
 TEST(AllReduce, SmallMessagesWakeNoThread) {
   const Problem problem(DType::f32, {1000}, 4);
   Call call(problem, false);
-  Absent workers(8);
-  run_collective(call.meeting(), problem.message(), workers);
+  DeferredWorkers workers(8);
+  run_collective(call.rendezvous(), problem.message(), workers);
   EXPECT_TRUE(workers.tasks.empty());
   call.expect_right();
 }
 
-// The caller does what the others leave, so that a busy pool delays nobody; those who come too late find nothing to do
-// and touch nothing: by then the buffers are gone.
+// The caller does what the workers leave, so that a busy pool delays nothing. Late workers find nothing to do and touch
+// nothing: the buffers no longer exist.
 TEST(AllReduce, DoesNotDependOnItsWorkers) {
   const Problem problem(DType::f32, {count_for(DType::f32, 4, 4 * kLargeBytes)}, 4);
-  Absent workers(4);
+  DeferredWorkers workers(4);
   {
     Call call(problem, false);
-    run_collective(call.meeting(), problem.message(), workers);
+    run_collective(call.rendezvous(), problem.message(), workers);
     EXPECT_EQ(workers.tasks.size(), 3u);  // the caller is the fourth
     call.expect_right();
   }
@@ -368,39 +367,40 @@ TEST(AllReduce, DoesNotDependOnItsWorkers) {
 }
 
 TEST(AllReduce, WakesNoMoreThreadsThanThereAreChunks) {
-  // 16 ranks: large in all, though each operand is a chunk of 128 KiB and a bit.
+  // 16 ranks: large in total, though each operand is just over one chunk of 128 KiB.
   const Problem problem(DType::f32, {32769}, 16);
   Call call(problem, false);
-  Absent workers(8);
-  run_collective(call.meeting(), problem.message(), workers);
+  DeferredWorkers workers(8);
+  run_collective(call.rendezvous(), problem.message(), workers);
   EXPECT_EQ(workers.tasks.size(), 1u);
   call.expect_right();
 }
 
-// Each rank frees its buffers the moment it is told, as the runtime may.
-TEST(AllReduce, TouchesNoBufferAfterTelling) {
+// Each rank frees its buffers as soon as it completes, as the runtime may.
+TEST(AllReduce, TouchesNoBufferAfterCompletion) {
   constexpr int kSize = 4;
   const size_t count = count_for(DType::f32, kSize, 2 * kLargeBytes);
   for (int round = 0; round < 200 / kSlowdown; ++round) {
     Pool pool(3);
-    Told told[kSize];
-    MeetingPtr meeting(new Meeting);
-    meeting->num_arrived = kSize;
-    meeting->inputs.resize(2 * kSize);
+    Outcome outcomes[kSize];
+    RendezvousPtr rendezvous(new Rendezvous);
+    rendezvous->num_arrived = kSize;
+    rendezvous->inputs.resize(2 * kSize);
     for (int rank = 0; rank < kSize; ++rank) {
       auto input = std::make_shared<std::vector<float>>(count, 1.0f);
       auto output = std::make_shared<std::vector<float>>(count);
-      meeting->inputs[rank] = meeting->inputs[rank + kSize] = input->data();
-      meeting->outputs.push_back(output->data());
-      const auto free_then_tell = [input, output, tell = told[rank].completion()](const std::string* error) mutable {
+      rendezvous->inputs[rank] = rendezvous->inputs[rank + kSize] = input->data();
+      rendezvous->outputs.push_back(output->data());
+      const auto free_then_complete = [input, output,
+                                       complete = outcomes[rank].completion()](const std::string* error) mutable {
         input.reset();
         output.reset();
-        tell(error);
+        complete(error);
       };
-      meeting->done.emplace_back(std::function<void(const std::string*)>(free_then_tell));
+      rendezvous->done.emplace_back(std::function<void(const std::string*)>(free_then_complete));
     }
-    run_collective(std::move(meeting), {DType::f32, {count}}, pool);
-    for (const Told& one : told) ASSERT_TRUE(one.wait());
+    run_collective(std::move(rendezvous), {DType::f32, {count}}, pool);
+    for (const Outcome& one : outcomes) ASSERT_TRUE(one.wait());
   }
 }
 
@@ -408,9 +408,9 @@ TEST(AllReduce, TouchesNoBufferAfterTelling) {
 
 constexpr unsigned kFlush = 0x8040;  // flush to zero, denormals are zero
 constexpr unsigned kRoundUp = 0x4000;
-constexpr unsigned kControl = 0xffc0;  // what is not a sticky exception flag
+constexpr unsigned kControl = 0xffc0;  // everything but the sticky exception flags
 
-// Puts the calling thread in another floating-point mode for as long as the object lives.
+// Sets another floating-point mode on the calling thread for a scope.
 class FloatMode {
  public:
   explicit FloatMode(unsigned bits) : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | bits); }
@@ -424,7 +424,7 @@ TEST(AllReduce, ResultDoesNotDependOnTheThreadsFloatMode) {
   for (DType dtype : all_dtypes()) {
     for (size_t bytes : {size_t{1000}, kLargeBytes}) {
       SCOPED_TRACE(::testing::Message() << name_of(dtype) << ", " << bytes << " bytes");
-      // Random numbers for rounding, then subnormals alone: 1 + 2 of the smallest.
+      // Random numbers test rounding; then subnormals only: 1 + 2 times the smallest.
       const Problem random(dtype, {count_for(dtype, 3, bytes)}, 3);
       const Problem subnormal(dtype, count_for(dtype, 2, bytes), std::vector<uint64_t>{1, 2});
       ASSERT_EQ(element_bits(dtype, subnormal.results[0].data(), 0), 3u);
@@ -435,7 +435,7 @@ TEST(AllReduce, ResultDoesNotDependOnTheThreadsFloatMode) {
             Pool pool(2, [mode] { _mm_setcsr(_mm_getcsr() | mode); });
             const FloatMode of_caller(mode);
             const unsigned before = _mm_getcsr() & kControl;
-            run_collective(call.meeting(), problem->message(), pool);
+            run_collective(call.rendezvous(), problem->message(), pool);
             EXPECT_EQ(_mm_getcsr() & kControl, before) << "the caller's mode was not restored";
             ASSERT_TRUE(call.wait());
           }
@@ -446,30 +446,30 @@ TEST(AllReduce, ResultDoesNotDependOnTheThreadsFloatMode) {
   }
 }
 
-// What a worker does next is not the engine's business: it gets its mode back, and ranks are told in that mode.
+// A worker gets its own mode back, and completions run in that mode.
 TEST(AllReduce, RestoresTheWorkersFloatMode) {
   const Problem problem(DType::f32, {count_for(DType::f32, 2, 4 * kLargeBytes)}, 2);
   Call call(problem, false);
-  std::atomic<int> changed{0}, looked{0};
+  std::atomic<int> changed{0}, num_checked{0};
   {
     Pool pool(3, [] { _mm_setcsr(_mm_getcsr() | kFlush); });
-    const auto look = [&](unsigned want) {
-      ++looked;
+    const auto check_mode = [&](unsigned want) {
+      ++num_checked;
       changed += (_mm_getcsr() & kFlush) != want;
     };
-    auto meeting = call.meeting();
-    for (Completion& done : meeting->done) {
-      done = [look, tell = std::make_shared<Completion>(std::move(done))](const std::string* error) {
-        look(kFlush);
-        (*tell)(error);
+    auto rendezvous = call.rendezvous();
+    for (Completion& done : rendezvous->done) {
+      done = [check_mode, complete = std::make_shared<Completion>(std::move(done))](const std::string* error) {
+        check_mode(kFlush);
+        (*complete)(error);
       };
     }
     const FloatMode of_caller(kFlush);
-    run_collective(std::move(meeting), problem.message(), pool);
+    run_collective(std::move(rendezvous), problem.message(), pool);
     ASSERT_TRUE(call.wait());
-    for (int i = 0; i < 12; ++i) pool.schedule([look] { look(kFlush); });
+    for (int i = 0; i < 12; ++i) pool.schedule([check_mode] { check_mode(kFlush); });
   }
-  EXPECT_EQ(looked, 14);
+  EXPECT_EQ(num_checked, 14);
   EXPECT_EQ(changed, 0);
   call.expect_right();
 }

@@ -1,4 +1,4 @@
-// fold_test.cc: the kernels of every instruction set give, bit for bit, what a plain scalar fold gives.
+// fold_test.cc: the kernels of every instruction set give the same bits as a plain scalar fold.
 #include "ring/fold.h"
 
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 
 namespace jax_ring::cpu {
 
-// Not in a header: only fold_kernels.cc chooses among them.
+// Not in a header: only fold_kernels.cc selects among them.
 extern const FoldKernels fold_kernels_baseline;
 #if defined(__x86_64__)
 extern const FoldKernels fold_kernels_avx2;
@@ -22,7 +22,7 @@ extern const FoldKernels fold_kernels_avx512;
 namespace testing {
 namespace {
 
-// The instruction sets that this CPU has, smallest first.
+// The instruction sets of this CPU, smallest first.
 std::vector<const FoldKernels*> runnable_kernels() {
   std::vector<const FoldKernels*> kernels = {&fold_kernels_baseline};
 #if defined(__x86_64__)
@@ -36,20 +36,20 @@ std::vector<const FoldKernels*> runnable_kernels() {
 }
 
 constexpr int kRanks[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16};
-// Around the lengths of one and several registers, and around some tiles'.
+// Around the lengths of one and several registers, and of some tiles.
 constexpr size_t kCounts[] = {0, 1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 255, 256, 257, 1023, 1024, 1025, 2049, 3079};
 constexpr size_t kBegins[] = {0, 1, 1000};
 constexpr size_t kLongest = 1000 + 3079;
 
 enum class Aliasing { none, every_rank, odd_ranks };
-// Where the results lie, and whether they are written past the caches, which needs aligned ones.
-enum class Writing { unaligned, aligned, aligned_past_cache };
+// Where the results are, and whether they are written with streaming stores, which need aligned outputs.
+enum class Writing { unaligned, aligned, aligned_streaming };
 
 constexpr unsigned char kUntouched = 0xa5;
 
 class FoldKernelTest : public ::testing::TestWithParam<DType> {
  protected:
-  // Runs one kernel on fresh copies of the inputs and checks all of every buffer, also what should not have changed.
+  // Runs one kernel on fresh copies of the inputs and checks all of every buffer, including what must not change.
   void check(const FoldKernels& kernels, const std::vector<Bytes>& inputs, const Bytes& want, size_t begin,
              size_t count, Aliasing aliasing, Writing writing, Op op) {
     const DType dtype = GetParam();
@@ -60,7 +60,7 @@ class FoldKernelTest : public ::testing::TestWithParam<DType> {
     std::vector<void*> out_pointers;
     const Bytes untouched(inputs[0].size(), kUntouched);
     for (int rank = 0; rank < num_ranks; ++rank) {
-      // Unaligned is a multiple of the element's size and of nothing more. Aligned is where the range begins.
+      // Unaligned is a multiple of the element's size and no more. Aligned is where the range starts.
       const size_t aligned = (kAlignment - begin * size % kAlignment) % kAlignment;
       in.emplace_back(inputs[rank], writing == Writing::unaligned ? (rank % 3) * size : aligned);
       out.emplace_back(untouched, writing == Writing::unaligned ? (rank % 5) * size : aligned);
@@ -73,8 +73,8 @@ class FoldKernelTest : public ::testing::TestWithParam<DType> {
       out_pointers.push_back(aliased(rank) ? in[rank].data() : out[rank].data());
     }
 
-    kernels.of(op, dtype)({in_pointers.data(), num_ranks, begin}, {out_pointers.data(), num_ranks, begin}, count,
-                          writing == Writing::aligned_past_cache);
+    kernels.get(op, dtype)({in_pointers.data(), num_ranks, begin}, {out_pointers.data(), num_ranks, begin}, count,
+                           writing == Writing::aligned_streaming);
 
     for (int rank = 0; rank < num_ranks; ++rank) {
       const unsigned char* got = static_cast<const unsigned char*>(out_pointers[rank]);
@@ -97,7 +97,7 @@ TEST_P(FoldKernelTest, AgreesWithScalarFold) {
   const DType dtype = GetParam();
   int combination = 0;
   for (int num_ranks : kRanks) {
-    // The operations take turns, so that each meets each number of ranks in some dtype, and each dtype.
+    // The operations alternate, so that each is tested with each number of ranks in some dtype, and with each dtype.
     const Op op = static_cast<Op>((num_ranks + static_cast<int>(dtype)) % static_cast<int>(Op::count));
     const std::vector<Bytes> inputs = random_elements(dtype, num_ranks, kLongest, static_cast<unsigned>(num_ranks));
     std::vector<const void*> pointers;
@@ -107,8 +107,8 @@ TEST_P(FoldKernelTest, AgreesWithScalarFold) {
       for (size_t count : kCounts) {
         for (size_t begin : kBegins) {
           for (Aliasing aliasing : {Aliasing::none, Aliasing::every_rank, Aliasing::odd_ranks}) {
-            for (Writing writing : {Writing::unaligned, Writing::aligned, Writing::aligned_past_cache}) {
-              // Only some of the combinations, other ones for other ranks and kernels.
+            for (Writing writing : {Writing::unaligned, Writing::aligned, Writing::aligned_streaming}) {
+              // A subset of the combinations, different for each number of ranks and kernel.
               if (++combination % (kSlowdown > 1 ? 31 : 2) != 0) continue;
               SCOPED_TRACE(::testing::Message()
                            << kernels->instruction_set << ", " << num_ranks << " ranks, begin " << begin << ", count "
@@ -123,7 +123,7 @@ TEST_P(FoldKernelTest, AgreesWithScalarFold) {
   }
 }
 
-// Results may go to other places than operands come from, and to more or fewer buffers.
+// Results may be elsewhere than operands, and in more or fewer buffers.
 TEST_P(FoldKernelTest, PlacesAndNumbersOfBuffersMayDiffer) {
   const DType dtype = GetParam();
   const size_t size = element_size(dtype);
@@ -139,7 +139,7 @@ TEST_P(FoldKernelTest, PlacesAndNumbersOfBuffersMayDiffer) {
           std::vector<void*> out;
           for (const Bytes& input : inputs) in.push_back(input.data());
           for (Bytes& output : outputs) out.push_back(output.data());
-          kernels->of(op, dtype)({in.data(), num_inputs, kFrom}, {out.data(), num_outputs, kTo}, kCount, false);
+          kernels->get(op, dtype)({in.data(), num_inputs, kFrom}, {out.data(), num_outputs, kTo}, kCount, false);
           const Bytes folds = scalar_fold(dtype, in, kLength, op);
           const Bytes untouched(kLength * size, kUntouched);
           for (const Bytes& output : outputs) {
@@ -158,7 +158,7 @@ INSTANTIATE_TEST_SUITE_P(DTypes, FoldKernelTest, ::testing::ValuesIn(all_dtypes(
 // The fold of one element per rank, on every instruction set.
 void expect_fold(DType dtype, const std::vector<uint64_t>& by_rank, uint64_t want, Op op = Op::sum) {
   for (const FoldKernels* kernels : runnable_kernels()) {
-    // Enough of them that vector code computes some, and the scalar rest others.
+    // Enough that vector code computes some of them, and the scalar remainder others.
     constexpr size_t kCount = 300;
     std::vector<Bytes> buffers(by_rank.size(), Bytes(kCount * element_size(dtype)));
     std::vector<const void*> inputs;
@@ -169,7 +169,7 @@ void expect_fold(DType dtype, const std::vector<uint64_t>& by_rank, uint64_t wan
       outputs.push_back(buffers[rank].data());
     }
     const int num_ranks = static_cast<int>(by_rank.size());
-    kernels->of(op, dtype)({inputs.data(), num_ranks, 0}, {outputs.data(), num_ranks, 0}, kCount, false);
+    kernels->get(op, dtype)({inputs.data(), num_ranks, 0}, {outputs.data(), num_ranks, 0}, kCount, false);
     for (const Bytes& buffer : buffers) {
       for (size_t i = 0; i < kCount; ++i) {
         ASSERT_EQ(element_bits(dtype, buffer.data(), i), want)
@@ -185,7 +185,7 @@ std::vector<uint64_t> elements_of(DType dtype, const std::vector<double>& values
   return bits;
 }
 
-// What follows could be read off the test above, but says in numbers what the meaning is.
+// The test above implies what follows; these state the meaning in numbers.
 
 TEST(FoldMeaning, LargestAndSmallest) {
   for (DType dtype : {DType::s8, DType::s16, DType::s32, DType::s64, DType::bf16, DType::f16, DType::f32, DType::f64}) {
@@ -193,7 +193,7 @@ TEST(FoldMeaning, LargestAndSmallest) {
     expect_fold(dtype, values, values[0], Op::max);
     expect_fold(dtype, values, masked(dtype, values[1]), Op::min);
   }
-  // The same bits mean another number where there is no sign.
+  // The same bits are another number in an unsigned type.
   expect_fold(DType::u8, {3, 251, 2}, 251, Op::max);
   expect_fold(DType::s8, {3, 251, 2}, 3, Op::max);
 }
@@ -252,7 +252,7 @@ TEST(FoldMeaning, OneRankGetsItsOwnBits) {
   }
 }
 
-// Run by ctest once for each value of JAX_RING_ISA, and once without.
+// Run by ctest once per value of JAX_RING_ISA, and once without.
 TEST(ChosenKernels, AreTheWidestThatWereAskedFor) {
   const char* asked = std::getenv("JAX_RING_ISA");
   std::string want;

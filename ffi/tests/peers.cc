@@ -7,7 +7,7 @@ namespace {
 template <class Element, class Operation, Algorithm kAlgorithm>
 TeamFunction team_function() {
   if constexpr (is_needed<Element, Operation, kAlgorithm>) {
-    return [](const Endpoint& self, const Message& message, const Plan& plan, int cta, Dawdler team) {
+    return [](const Endpoint& self, const Message& message, const Plan& plan, int cta, JitteryTeam team) {
       run_team<Element, Operation, kAlgorithm>(self, message, plan, cta, team, Operation{});
     };
   }

@@ -1,5 +1,4 @@
-// peers.h: a group of ranks in one process, a thread for each team of each rank, that runs the code of the GPU's
-// kernels.
+// peers.h: a group of ranks in one process that runs the code of the GPU kernels, one thread per team of each rank.
 #pragma once
 
 #include <cstring>
@@ -9,14 +8,14 @@
 #include <utility>
 #include <vector>
 
-#include "origin.h"
+#include "reference.h"
 #include "ring/algorithm.h"
 #include "support.h"
 
 namespace jax_ring::cpu::testing {
 
-// Small, so that little data goes through every part of a mailbox many times.
-// Teams do not know of each other, and many threads on few cores make the tests slow: two teams where ranks are few.
+// Small, so that little data uses every part of a mailbox many times.
+// Teams are independent, and many threads on few cores make the tests slow: two teams only where ranks are few.
 inline Capacity small_capacity(int num_ranks) {
   Capacity capacity{};
   capacity.num_ranks = num_ranks;
@@ -28,18 +27,18 @@ inline Capacity small_capacity(int num_ranks) {
   return capacity;
 }
 
-// A team of one thread that dawdles at every place where it could meet another rank.
-class Dawdler : public Solo {
+// A team of one thread that delays randomly wherever it could interact with another rank.
+class JitteryTeam : public Solo {
  public:
-  explicit Dawdler(std::minstd_rand& random) : random_(&random) {}
-  void sync() const { dawdle(); }
+  explicit JitteryTeam(std::minstd_rand& random) : random_(&random) {}
+  void sync() const { random_delay(); }
   bool all(bool mine) const {
-    dawdle();
+    random_delay();
     return mine;
   }
 
  private:
-  void dawdle() const {
+  void random_delay() const {
     const unsigned dice = (*random_)() % 8;
     if (dice == 0) std::this_thread::sleep_for(std::chrono::microseconds((*random_)() % 200));
     if (dice < 4) std::this_thread::yield();
@@ -47,7 +46,7 @@ class Dawdler : public Solo {
   std::minstd_rand* random_;
 };
 
-// One call: what each rank brings, and where its results go.
+// One call: each rank's operands and results.
 struct PeerCall {
   DType dtype;
   Op op;
@@ -56,7 +55,7 @@ struct PeerCall {
   uint32_t fingerprint;
   std::vector<size_t> counts;                      // elements of each operand
   std::vector<std::vector<OffsetBuffer>> inputs;   // by rank, then operand
-  std::vector<std::vector<OffsetBuffer>> outputs;  // the same
+  std::vector<std::vector<OffsetBuffer>> outputs;  // likewise
   bool in_place = false;
 
   // Operands of these sizes with random elements, `offset` bytes off their natural alignment.
@@ -92,7 +91,7 @@ struct PeerCall {
     return message;
   }
 
-  // What each rank must get, by rank and operand, from the definitions.
+  // The expected results by rank and operand, from the definitions.
   std::vector<std::vector<Bytes>> expected() {
     std::vector<std::vector<Bytes>> results(num_ranks());
     for (int rank = 0; rank < num_ranks(); ++rank) {
@@ -116,15 +115,15 @@ struct PeerCall {
   }
 };
 
-using TeamFunction = void (*)(const Endpoint&, const Message&, const Plan&, int cta, Dawdler team);
+using TeamFunction = void (*)(const Endpoint&, const Message&, const Plan&, int cta, JitteryTeam team);
 
-// The code for an element type, an operation and an algorithm, as the table of kernels has it on a GPU.
+// The code for an element type, an operation and an algorithm, as in the GPU's table of kernels.
 TeamFunction team_function(DType dtype, Op op, Algorithm algorithm);
 
-// The ranks' mailboxes and all that goes with them.
+// The ranks' mailboxes and the state that goes with them.
 class Peers {
  public:
-  // first: what all counters start from. They wrap around in the long run, which a test cannot wait for.
+  // first: the initial value of all counters. They wrap around eventually, which a test cannot wait for.
   explicit Peers(Capacity capacity, uint32_t first = 0)
       : capacity_(capacity),
         mailboxes_(capacity.num_ranks, Bytes(capacity.bytes())),
@@ -152,7 +151,7 @@ class Peers {
     return self;
   }
 
-  // Each team of each of these ranks makes the calls one after the other, and waits for nobody in between.
+  // Each team of each of these ranks makes the calls one after the other, without a barrier in between.
   void run(std::vector<PeerCall>& calls, const std::vector<int>& ranks, double deadline_seconds = 60) {
     std::vector<std::thread> threads;
     for (int rank : ranks) {
@@ -160,7 +159,7 @@ class Peers {
         threads.emplace_back([&, rank, cta] {
           const Endpoint self = endpoint(rank, deadline_seconds);
           std::minstd_rand random(static_cast<unsigned>(1000 * rank + cta));
-          const Dawdler team(random);
+          const JitteryTeam team(random);
           for (PeerCall& call : calls) {
             const Message message = call.message(rank);
             team_function(call.dtype, call.op, call.algorithm)(self, message, call.plan, cta, team);

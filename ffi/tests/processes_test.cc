@@ -1,5 +1,5 @@
-// processes_test.cc: collectives between processes, here threads that share one piece of memory, against their
-// definitions; calls that come in different orders, and peers that do not come.
+// processes_test.cc: collectives between processes, simulated by threads that share one block of memory, against the
+// definitions; calls in different orders, and missing peers.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -19,11 +19,11 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/relay.h"
+#include "cpu/completion_threads.h"
 #include "cpu/watchdog.h"
-#include "origin.h"
+#include "reference.h"
 #include "shm/communicator.h"
-#include "shm/runs.h"
+#include "shm/launch_ids.h"
 #include "shm/shared_memory.h"
 #include "support.h"
 
@@ -32,15 +32,15 @@ namespace {
 
 using namespace cpu::testing;
 using cpu::element_size;
-using cpu::Meeting;
-using cpu::MeetingPtr;
+using cpu::Rendezvous;
+using cpu::RendezvousPtr;
 
 constexpr Capacity kSmall{4096, 2048};  // so that most calls take several rounds
 
-// The processes of a group, by the process of each rank.
+// The processes of a group, given the process of each rank.
 class Processes {
  public:
-  // rounds_without_results: before the first round.
+  // rounds_without_results: how many rounds the count of results is behind at the start.
   explicit Processes(std::vector<int64_t> process_of_rank, Capacity capacity = kSmall, uint32_t first_round = 1,
                      uint32_t rounds_without_results = 0)
       : process_of_rank_(std::move(process_of_rank)) {
@@ -53,8 +53,8 @@ class Processes {
       Group group(process_of_rank_, process);
       if (first_round != 1) {
         Channel channel(memory.get(), count, group.self(), capacity);
-        channel.announce_staged(first_round - 1, 0);
-        channel.pass_results(first_round - 1 - rounds_without_results);
+        channel.signal_staged(first_round - 1, 0);
+        channel.skip_results(first_round - 1 - rounds_without_results);
       }
       communicators_.push_back(std::make_unique<Communicator>(
           std::move(group), capacity, [memory](const Communicator::Stop&) { return memory; }, first_round));
@@ -82,7 +82,7 @@ class TestCall {
         one_shot_(one_shot),
         in_place_(in_place),
         id_(id),
-        told_(num_ranks) {
+        outcomes_(num_ranks) {
     for (size_t count : message_.counts) {
       operands_.push_back(random_elements(dtype, num_ranks, count, static_cast<unsigned>(count + id)));
       inputs_.emplace_back();
@@ -94,33 +94,33 @@ class TestCall {
     }
   }
 
-  // Brings the ranks of one process.
+  // Submits the call for the ranks of one process.
   void submit(Communicator& communicator, uint64_t id) {
-    MeetingPtr meeting(new Meeting);
-    meeting->run_id = run_id_;
-    meeting->done.resize(num_ranks_);
+    RendezvousPtr rendezvous(new Rendezvous);
+    rendezvous->run_id = run_id_;
+    rendezvous->done.resize(num_ranks_);
     const std::vector<int>& ranks = communicator.group().ranks_of(communicator.group().self());
-    for (int rank : ranks) meeting->done[rank] = told_[rank].completion();
+    for (int rank : ranks) rendezvous->done[rank] = outcomes_[rank].completion();
     const auto local = [&](int rank) { return communicator.group().is_local(rank); };
     for (size_t operand = 0; operand < message_.counts.size(); ++operand) {
       for (int i = 0; i < 2 * num_ranks_; ++i) {
         const int rank = i % num_ranks_;
-        meeting->inputs.push_back(local(rank) ? inputs_[operand][rank].data() : nullptr);
+        rendezvous->inputs.push_back(local(rank) ? inputs_[operand][rank].data() : nullptr);
       }
       for (int rank = 0; rank < num_ranks_; ++rank) {
-        meeting->outputs.push_back(local(rank) ? (in_place_ ? inputs_ : outputs_)[operand][rank].data() : nullptr);
+        rendezvous->outputs.push_back(local(rank) ? (in_place_ ? inputs_ : outputs_)[operand][rank].data() : nullptr);
       }
     }
     const auto text = std::make_shared<std::string>("call " + std::to_string(id));
-    meeting = communicator.submit({std::move(meeting), message_, id, one_shot_, text});
-    if (meeting != nullptr) cpu::Relay::instance().tell(std::move(meeting));
+    rendezvous = communicator.submit({std::move(rendezvous), message_, id, one_shot_, text});
+    if (rendezvous != nullptr) cpu::CompletionThreads::instance().complete(std::move(rendezvous));
   }
   void submit(Communicator& communicator) { submit(communicator, id_); }
 
-  const Told& told(int rank) const { return told_[rank]; }
+  const Outcome& outcome(int rank) const { return outcomes_[rank]; }
 
   void expect_results() {
-    for (const Told& of_rank : told_) {
+    for (const Outcome& of_rank : outcomes_) {
       ASSERT_TRUE(of_rank.wait());
       ASSERT_EQ(of_rank.error(), "");
     }
@@ -144,10 +144,10 @@ class TestCall {
   int64_t run_id_ = next_run_id();
   std::vector<std::vector<Bytes>> operands_;                 // by operand, then rank
   std::vector<std::vector<OffsetBuffer>> inputs_, outputs_;  // likewise
-  std::vector<Told> told_;
+  std::vector<Outcome> outcomes_;
 };
 
-// Runs one function for each process, each on a thread of its own.
+// Runs one function per process, each on its own thread.
 void on_all(int count, const std::function<void(int process)>& run) {
   std::vector<std::thread> threads;
   for (int process = 0; process < count; ++process) threads.emplace_back(run, process);
@@ -160,11 +160,11 @@ const std::vector<std::vector<int64_t>> kLayouts = {
 
 class ProcessesTest : public ::testing::TestWithParam<DType> {};
 
-TEST_P(ProcessesTest, GiveWhatTheDefinitionsSay) {
+TEST_P(ProcessesTest, MatchesTheDefinitions) {
   uint64_t id = 0;
   int turn = 0;
   for (const auto& layout : kLayouts) {
-    // The count of rounds wraps around on the way.
+    // The round counter wraps around on the way.
     Processes processes(layout, kSmall, 0xfffffff0u);
     const int p = processes.num_ranks();
     for (const Plan& plan : all_plans(p)) {
@@ -184,7 +184,7 @@ TEST_P(ProcessesTest, GiveWhatTheDefinitionsSay) {
 INSTANTIATE_TEST_SUITE_P(DTypes, ProcessesTest, ::testing::Values(DType::u8, DType::f32, DType::bf16, DType::f64),
                          [](const auto& info) { return name_of(info.param); });
 
-// As long as the results go around the caches, and with the memory that is really used.
+// Large enough for streaming stores, and with the real size of the shared memory.
 TEST(Processes, LargeMessages) {
   for (Order order : {Order::rank, Order::ring}) {
     Processes processes({0, 0, 1}, {256 << 10, 128 << 10});
@@ -194,7 +194,7 @@ TEST(Processes, LargeMessages) {
   }
 }
 
-// Calls that do not depend on each other become ready in another order in each process, at random moments.
+// Independent calls become ready in a different order in each process, at random times.
 TEST(Processes, CallsInDifferentOrders) {
   constexpr int kCalls = 12;
   std::mt19937 random(7);
@@ -222,7 +222,8 @@ TEST(Processes, CallsInDifferentOrders) {
   }
 }
 
-// As in a compiled loop: each process makes its next call as soon as its last one has ended, the others or not.
+// As in a compiled loop: each process makes its next call as soon as its last one completes, whether or not the others
+// are done.
 TEST(Processes, LoopsOfCalls) {
   const int repeats = 2000 / kSlowdown;
   for (const auto& layout : {kLayouts[0], kLayouts[3]}) {
@@ -237,7 +238,7 @@ TEST(Processes, LoopsOfCalls) {
     on_all(processes.count(), [&](int process) {
       for (auto& call : calls) {
         call->submit(processes[process]);
-        for (int rank : processes.group(process).ranks_of(process)) ASSERT_TRUE(call->told(rank).wait());
+        for (int rank : processes.group(process).ranks_of(process)) ASSERT_TRUE(call->outcome(rank).wait());
       }
     });
     for (const auto& call : calls) ASSERT_NO_FATAL_FAILURE(call->expect_results());
@@ -248,15 +249,15 @@ TestCall small_call(int num_ranks, uint64_t id) {
   return TestCall({Collective::all_reduce}, Op::sum, DType::f32, num_ranks, {10}, false, false, id);
 }
 
-void expect_in(const std::string& words, const std::string& error) {
-  EXPECT_NE(error.find(words), std::string::npos) << error;
+void expect_in(const std::string& expected, const std::string& error) {
+  EXPECT_NE(error.find(expected), std::string::npos) << error;
 }
 
-TEST(Processes, NameTheOneThatDoesNotCome) {
+TEST(Processes, MissingProcessIsNamed) {
   const ScopedDeadline deadline(0.3);
-  for (bool came_before : {false, true}) {
+  for (bool made_a_call : {false, true}) {
     Processes processes({0, 1, 1, 2});
-    if (came_before) {
+    if (made_a_call) {
       TestCall first = small_call(4, 7);
       for (int process : {0, 1, 2}) first.submit(processes[process]);
       first.expect_results();
@@ -264,33 +265,34 @@ TEST(Processes, NameTheOneThatDoesNotCome) {
     TestCall call = small_call(4, 1);
     for (int process : {0, 2}) call.submit(processes[process]);
     for (int rank : {0, 3}) {
-      ASSERT_TRUE(call.told(rank).wait());
-      expect_in(came_before ? "Process 1 (ranks 1, 2) is stopped, or busy with something else"
+      ASSERT_TRUE(call.outcome(rank).wait());
+      expect_in(made_a_call ? "Process 1 (ranks 1, 2) is stopped, or busy with something else"
                             : "Process 1 (ranks 1, 2) has not made a call in this group yet",
-                call.told(rank).error());
+                call.outcome(rank).error());
     }
   }
 }
 
-// What others have staged before they gave up is still there, and must not become the result of one alone.
-TEST(Processes, WhoComesTooLateFailsAsWell) {
+// What others staged before they aborted is still there. It must not become the result of one process alone.
+TEST(Processes, LateProcessFailsAsWell) {
   for (bool one_shot : {false, true}) {
     ScopedDeadline deadline(0.2);
     Processes processes({0, 1});
     TestCall call({Collective::all_reduce}, Op::sum, DType::f32, 2, {10}, false, one_shot, 1), next = small_call(2, 2);
     call.submit(processes[0]);
-    ASSERT_TRUE(call.told(0).wait());
+    ASSERT_TRUE(call.outcome(0).wait());
     const ScopedDeadline longer(60);
     call.submit(processes[1]);
     next.submit(processes[0]);
-    ASSERT_TRUE(call.told(1).wait());
-    expect_in("of no use any more. Process 0 (rank 0) has given up. It said: call 1", call.told(1).error());
-    ASSERT_TRUE(next.told(0).wait());
-    expect_in("Process 1 (rank 1)", next.told(0).error());
+    ASSERT_TRUE(call.outcome(1).wait());
+    expect_in("can no longer be used. Process 0 (rank 0) has aborted the group. Last status: call 1",
+              call.outcome(1).error());
+    ASSERT_TRUE(next.outcome(0).wait());
+    expect_in("Process 1 (rank 1)", next.outcome(0).error());
   }
 }
 
-TEST(Processes, NameBothCallsThatDoNotMatch) {
+TEST(Processes, MismatchNamesBothCalls) {
   const ScopedDeadline deadline(0.4);
   for (bool swapped : {false, true}) {
     Processes processes({0, 1});
@@ -298,15 +300,15 @@ TEST(Processes, NameBothCallsThatDoNotMatch) {
     call.submit(processes[0], swapped ? 8 : 9);
     call.submit(processes[1], swapped ? 9 : 8);
     for (int rank : {0, 1}) {
-      ASSERT_TRUE(call.told(rank).wait());
-      const std::string error = call.told(rank).error();
+      ASSERT_TRUE(call.outcome(rank).wait());
+      const std::string error = call.outcome(rank).error();
       EXPECT_NE(error.find("call 8"), std::string::npos) << error;
       EXPECT_NE(error.find("call 9"), std::string::npos) << error;
     }
   }
 }
 
-// Of calls that have no results to hand out the count of results must go on, or it would lie ahead half a turn later.
+// The count of results must advance in rounds without results, or it would compare as ahead after 2^31 rounds.
 TEST(Processes, ManyRoundsWithoutResults) {
   Processes processes({0, 1}, kSmall, 5, 0x7ffffff0u);
   for (bool one_shot : {true, false}) {
@@ -316,8 +318,8 @@ TEST(Processes, ManyRoundsWithoutResults) {
   }
 }
 
-// The deadline is for each of the others, not for all of them together.
-TEST(Processes, ComeOneAfterTheOther) {
+// The deadline applies to each of the peers, not to all of them together.
+TEST(Processes, ArriveOneAfterTheOther) {
   const ScopedDeadline deadline(2);
   Processes processes({0, 1, 2});
   TestCall call = small_call(3, 1);
@@ -328,7 +330,7 @@ TEST(Processes, ComeOneAfterTheOther) {
   call.expect_results();
 }
 
-TEST(Processes, SeeAtOnceThatOneHasGivenUp) {
+TEST(Processes, AbortIsSeenAtOnce) {
   Processes processes({0, 1, 2});
   TestCall first = small_call(3, 1), call = small_call(3, 2);
   for (int process : {0, 1, 2}) first.submit(processes[process]);
@@ -337,60 +339,60 @@ TEST(Processes, SeeAtOnceThatOneHasGivenUp) {
   const auto began = cpu::Clock::now();
   processes.end(1);
   for (int rank : {0, 2}) {
-    ASSERT_TRUE(call.told(rank).wait());
-    expect_in("has given up", call.told(rank).error());
+    ASSERT_TRUE(call.outcome(rank).wait());
+    expect_in("has aborted the group", call.outcome(rank).error());
   }
   EXPECT_LT(cpu::Clock::now() - began, std::chrono::seconds(30)) << "of a deadline of 60";
 }
 
-TEST(Processes, AreReleasedWhileTheyWait) {
+TEST(Processes, ReleasedWhileWaiting) {
   Processes processes({0, 1});
   TestCall call = small_call(2, 1);
   call.submit(processes[0]);
   processes.end(0);
-  ASSERT_TRUE(call.told(0).wait());
-  EXPECT_NE(call.told(0).error().find("released"), std::string::npos);
+  ASSERT_TRUE(call.outcome(0).wait());
+  EXPECT_NE(call.outcome(0).error().find("released"), std::string::npos);
 }
 
-TEST(Runs, AreNumberedInTheOrderInWhichTheyAreSeen) {
-  const auto runs = std::make_shared<Runs>();
-  Launches one(runs), other(runs);
+TEST(LaunchIds, CountInOrderOfFirstUse) {
+  const auto runs = std::make_shared<RunCounter>();
+  LaunchIds one(runs), other(runs);
   using Number = std::pair<int64_t, uint32_t>;
-  EXPECT_EQ(one.number(2147483647), Number(0, 0));
-  EXPECT_EQ(other.number(5), Number(1, 0));
-  EXPECT_EQ(one.number(2147483647), Number(0, 0));
-  EXPECT_EQ(one.number(-2147483648), Number(2, 1));  // the runtime's numbers wrap around
-  // One launch did not come to the call, so that what it comes to is not taken for that.
-  EXPECT_EQ(other.number(7), Number(3, 2));
+  EXPECT_EQ(one.get(2147483647), Number(0, 0));
+  EXPECT_EQ(other.get(5), Number(1, 0));
+  EXPECT_EQ(one.get(2147483647), Number(0, 0));
+  EXPECT_EQ(one.get(-2147483648), Number(2, 1));  // run ids wrap around
+  // One launch did not reach the call; the next one must not be mistaken for it.
+  EXPECT_EQ(other.get(7), Number(3, 2));
 }
 
-// As a process of its own, which ends at a certain point.
-TEST(Channel, SeesThatAProcessHasEnded) {
+// In a process of its own, which exits at a known point.
+TEST(Channel, SeesThatAProcessHasExited) {
   const size_t bytes = Channel::bytes(2, kSmall);
   void* const shared = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(shared, MAP_FAILED);
   Channel channel(static_cast<unsigned char*>(shared), 2, 0, kSmall);
-  EXPECT_FALSE(channel.has_entered(1));
-  EXPECT_FALSE(channel.has_ended(1));
+  EXPECT_FALSE(channel.has_joined(1));
+  EXPECT_FALSE(channel.has_exited(1));
   const pid_t child = fork();
   if (child == 0) {
-    Channel(static_cast<unsigned char*>(shared), 2, 1, kSmall).enter();
+    Channel(static_cast<unsigned char*>(shared), 2, 1, kSmall).join();
     for (;;) pause();
   }
-  while (!channel.has_entered(1)) std::this_thread::yield();
-  EXPECT_FALSE(channel.has_ended(1));
+  while (!channel.has_joined(1)) std::this_thread::yield();
+  EXPECT_FALSE(channel.has_exited(1));
   kill(child, SIGSTOP);
-  EXPECT_FALSE(channel.has_ended(1));
+  EXPECT_FALSE(channel.has_exited(1));
   kill(child, SIGKILL);
   siginfo_t info;
   ASSERT_EQ(waitid(P_PID, child, &info, WEXITED | WNOWAIT), 0);
-  EXPECT_TRUE(channel.has_ended(1)) << "its parent has not taken notice of its end";
+  EXPECT_TRUE(channel.has_exited(1)) << "its parent has not reaped it yet";
   ASSERT_EQ(waitpid(child, nullptr, 0), child);
-  EXPECT_TRUE(channel.has_ended(1));
+  EXPECT_TRUE(channel.has_exited(1));
   munmap(shared, bytes);
 }
 
-TEST(Channel, CutsWhatIsSaidBetweenCharacters) {
+TEST(Channel, TruncatesTheStatusBetweenCharacters) {
   std::vector<unsigned char> memory(Channel::bytes(1, kSmall) + 128);
   auto* const aligned = memory.data() + (128 - reinterpret_cast<uintptr_t>(memory.data()) % 128);
   Channel channel(aligned, 1, 0, kSmall);
@@ -398,11 +400,11 @@ TEST(Channel, CutsWhatIsSaidBetweenCharacters) {
   for (const std::string& before : {std::string(), std::string("x")}) {
     std::string text = before;
     while (text.size() < 2000) text += two_bytes;
-    channel.say(text);
-    const std::string said = channel.said(0);
-    EXPECT_EQ((said.size() - before.size()) % 2, 0u);
-    EXPECT_GT(said.size(), 1000u);
-    EXPECT_EQ(said, text.substr(0, said.size()));
+    channel.post_status(text);
+    const std::string status = channel.status_of(0);
+    EXPECT_EQ((status.size() - before.size()) % 2, 0u);
+    EXPECT_GT(status.size(), 1000u);
+    EXPECT_EQ(status, text.substr(0, status.size()));
   }
 }
 
@@ -410,15 +412,15 @@ TEST(Group, NumbersProcessesByTheirFirstRanks) {
   const Group group({7, 3, 7, 5, 3}, 5);
   EXPECT_EQ(group.num_processes(), 3);
   EXPECT_EQ(group.self(), 2);
-  EXPECT_EQ(group.name_of(1), 3);
+  EXPECT_EQ(group.process_id(1), 3);
   EXPECT_EQ(group.ranks_of(0), (std::vector<int>{0, 2}));
   EXPECT_EQ(group.process_of(4), 1);
-  EXPECT_EQ(group.index_of(4), 1);
+  EXPECT_EQ(group.local_index(4), 1);
   EXPECT_TRUE(group.is_local(3));
   EXPECT_THROW(Group({0, 1}, 2), std::invalid_argument);
 }
 
-TEST(SharedMemory, HasNoNameOnceAllHaveIt) {
+TEST(SharedMemory, HasNoNameOnceAllHaveMappedIt) {
   const std::string name = "/jax_ring-test-" + std::to_string(getpid());
   const auto never = [] { return false; };
   const Memory first = map_shared(name, 100, true, 2, 5, never);
@@ -426,13 +428,13 @@ TEST(SharedMemory, HasNoNameOnceAllHaveIt) {
   first.get()[99] = 42;
   EXPECT_EQ(second.get()[99], 42);
   EXPECT_THROW(map_shared(name, 100, false, 2, 0.05, never), std::runtime_error);
-  // Another one may be made under the name, and what it is about is not what was there before.
+  // New memory can be created under the same name, and does not contain the old data.
   EXPECT_EQ(map_shared(name, 100, true, 2, 5, never).get()[99], 0);
-  // Its first process has let it go, without the others ever having come.
+  // Its first process has released it before any other mapped it.
   EXPECT_THROW(map_shared(name, 100, false, 2, 0.05, never), std::runtime_error);
 }
 
-TEST(SharedMemory, LeavesNoNameIfNotAllCome) {
+TEST(SharedMemory, LeavesNoNameIfAProcessIsMissing) {
   const std::string name = "/jax_ring-test-" + std::to_string(getpid()), file = "/dev/shm" + name;
   const auto never = [] { return false; };
   Memory first = map_shared(name, 100, true, 3, 5, never), second = map_shared(name, 100, false, 3, 5, never);
@@ -440,7 +442,7 @@ TEST(SharedMemory, LeavesNoNameIfNotAllCome) {
   ASSERT_EQ(stat(file.c_str(), &status), 0);
   EXPECT_EQ(status.st_mode & 0777, 0600u);
   EXPECT_EQ(status.st_uid, geteuid());
-  second.reset();  // the first to give up, or the one that has seen the first one end
+  second.reset();  // the first one to release it unlinks the name
   EXPECT_NE(stat(file.c_str(), &status), 0);
 }
 

@@ -1,4 +1,4 @@
-// ring_schedule_test.cc: every chunk meets every rank in the right order, and links carry chunks in one order.
+// ring_schedule_test.cc: every chunk visits the ranks in the right order, and each link is first-in, first-out.
 #include "ring/ring_schedule.h"
 
 #include <gtest/gtest.h>
@@ -36,7 +36,7 @@ TEST_P(Schedule, EveryChunkIsFoldedOnceByEachRankAndReachesEachRank) {
       ASSERT_LT(hop.chunk, num_chunks);
       if (hop.folds()) {
         ++folded[hop.chunk][rank];
-        // Where a chunk begins is what the orders are.
+        // The orders differ in where a chunk starts.
         const uint64_t first = order() == Order::rank ? 0 : (hop.chunk % p + 1) % p;
         EXPECT_EQ((first + hop.index) % p, static_cast<uint64_t>(rank));
       }
@@ -49,7 +49,7 @@ TEST_P(Schedule, EveryChunkIsFoldedOnceByEachRankAndReachesEachRank) {
   }
 }
 
-TEST_P(Schedule, LinksCarryChunksInTheOrderInWhichTheyAreTaken) {
+TEST_P(Schedule, LinksAreFirstInFirstOut) {
   for (int rank = 0; rank < num_ranks(); ++rank) {
     std::deque<std::pair<uint64_t, int>> link;
     const RingSchedule sender = of(rank, 2 * num_ranks()), receiver = of((rank + 1) % num_ranks(), 2 * num_ranks());
@@ -68,11 +68,11 @@ TEST_P(Schedule, LinksCarryChunksInTheOrderInWhichTheyAreTaken) {
   }
 }
 
-TEST_P(Schedule, EndsWithTheFewestSlots) {
-  // All ranks take turns, each as far as it comes; a link holds one chunk more than the results lag behind.
+TEST_P(Schedule, CompletesWithTheFewestSlots) {
+  // The ranks take turns, each running as far as it can. A link has one slot more than the lag of the results.
   const RingSchedule any = of(0, 4 * num_ranks());
   const size_t num_slots = any.lag + 1;
-  std::vector<size_t> on_link(num_ranks());  // chunks between a rank and the next
+  std::vector<size_t> on_link(num_ranks());  // chunks in flight between a rank and the next
   std::vector<uint64_t> at(num_ranks());
   for (bool moved = true; moved;) {
     moved = false;
@@ -93,7 +93,7 @@ TEST_P(Schedule, EndsWithTheFewestSlots) {
 }
 
 TEST(ClassicalRing, SendsTwoTimesAllChunksButOne) {
-  // Reduce-scatter and all-gather: p-1 chunks each, of p in the message.
+  // Reduce-scatter and all-gather send p-1 of the message's p chunks each.
   for (int p = 2; p < 17; ++p) {
     int sends = 0;
     const RingSchedule schedule{Order::ring, p, 0, static_cast<uint64_t>(p), 3};

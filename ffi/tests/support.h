@@ -1,4 +1,4 @@
-// support.h: what the native tests share: references written from the formats' definitions, data, and timed waits.
+// support.h: shared by the native tests: references written from the definitions of the formats, data, timed waits.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -28,7 +28,7 @@
 
 namespace jax_ring {
 
-// GoogleTest's names of parameters.
+// Parameter names in GoogleTest's output.
 inline void PrintTo(DType dtype, std::ostream* out) {
 #define JAX_RING_NAME(name, element) #name,
   static const char* const names[] = {JAX_RING_FOR_EACH_DTYPE(JAX_RING_NAME)};
@@ -40,10 +40,10 @@ inline void PrintTo(DType dtype, std::ostream* out) {
 
 namespace jax_ring::cpu::testing {
 
-// No test waits longer than this for anything: a hang is a failure, not a stalled build.
-constexpr std::chrono::seconds kPatience{20};
+// No test waits longer than this: a hang is a failure, not a stalled build.
+constexpr std::chrono::seconds kTestTimeout{20};
 
-// Sanitizers cost a factor of ten or so; loops that only add certainty get shorter under them.
+// Sanitizers cost a factor of about ten; loops that only add certainty are shorter under them.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 constexpr int kSlowdown = 10;
 #else
@@ -67,7 +67,7 @@ inline std::string dtype_name(const ::testing::TestParamInfo<DType>& info) { ret
 
 // ---- Small floats, from their definitions -------------------------------------------------------------------------
 
-// What a format does with the codes that IEEE 754 gives to infinity, NaN and negative zero.
+// What a format does with the codes that are infinity, NaN and negative zero in IEEE 754.
 enum class Top {
   ieee,  // all-ones exponent: infinity if the mantissa is zero, else NaN
   fn,    // only all ones is NaN; there is no infinity
@@ -93,14 +93,14 @@ inline const std::vector<Format>& small_formats() {
   return formats;
 }
 
-// A format as the list of its values in double precision, where every one of them, and every midpoint between two,
-// is exact. Rounding is then a search in the list, which shares no arithmetic with the code under test.
+// A format as the list of its values in double precision, in which every value and every midpoint between two is exact.
+// Rounding is then a search in the list, which shares no arithmetic with the code under test.
 class SmallFloatReference {
  public:
   explicit SmallFloatReference(const Format& format)
       : format_(format), sign_(1u << (format.exponent_bits + format.mantissa_bits)) {
     const uint32_t per_binade = 1u << format.mantissa_bits;
-    // One value past the last code: where overflow begins is decided by the midpoint below it.
+    // One value past the last code: the midpoint below it is the threshold of overflow.
     for (uint32_t code = 0; code <= sign_; ++code) {
       const int exponent = static_cast<int>(code / per_binade);
       const double fraction = static_cast<double>(code % per_binade) / per_binade;
@@ -137,7 +137,7 @@ class SmallFloatReference {
   }
 
   uint32_t num_codes() const { return 2 * sign_; }
-  uint32_t sign() const { return sign_; }        // the bit of the sign
+  uint32_t sign() const { return sign_; }        // the sign bit
   uint32_t largest() const { return largest_; }  // code of the largest finite number
   const Format& format() const { return format_; }
 
@@ -165,10 +165,10 @@ class SmallFloatReference {
   // The same from a table, for loops over many elements.
   float decoded(uint32_t code) const { return decoded_[code]; }
 
-  // Value of the code as if every code were finite; `code` may be one past the last one.
+  // The value of the code as if every code were finite; `code` may be one past the last one.
   double magnitude(uint32_t code) const { return magnitudes_[code]; }
 
-  // Nearest code, ties to the even one; past the range, infinity or else NaN. A NaN keeps its sign if it can.
+  // The nearest code, ties to even; past the range, infinity or else NaN. A NaN keeps its sign if the format allows.
   uint32_t encode(float value) const {
     const uint32_t sign = std::signbit(value) ? sign_ : 0;
     if (std::isnan(value)) return nan_ | sign;
@@ -218,8 +218,8 @@ struct AlignedAllocator {
 // Elements as bytes, so that buffers of every dtype have one type.
 using Bytes = std::vector<unsigned char, AlignedAllocator<unsigned char>>;
 
-// A copy of `content` that begins `offset` bytes past an aligned address. It ends where its memory ends, so that
-// AddressSanitizer sees what is read past the end.
+// A copy of `content` that starts `offset` bytes past an aligned address. The allocation ends with it, so that
+// AddressSanitizer reports reads past the end.
 class OffsetBuffer {
  public:
   OffsetBuffer(const Bytes& content, size_t offset) : bytes_(offset + content.size()), offset_(offset) {
@@ -261,7 +261,7 @@ inline bool is_nan_element(DType dtype, uint64_t bits) {
   return is_small(dtype) && SmallFloatReference::of(dtype).is_nan(static_cast<uint32_t>(bits));
 }
 
-// The bits of an element of this type alone.
+// The bits that an element of this type has.
 inline uint64_t masked(DType dtype, uint64_t bits) {
   const int num_bits = static_cast<int>(8 * element_size(dtype));
   return num_bits == 64 ? bits : bits & ((uint64_t{1} << num_bits) - 1);
@@ -280,7 +280,8 @@ T scalar_step(Op op, T a, T b) {
   return a_is_less == (op == Op::min) ? a : b;
 }
 
-// What a fold promises, one element at a time: from the first value on, in the accumulator type, rounded once.
+// The definition of a fold, one element at a time: starting with the first value, in the accumulator type, rounded
+// once.
 inline uint64_t scalar_fold(DType dtype, const std::vector<uint64_t>& by_rank, Op op = Op::sum) {
   const auto fold = [&](auto value_of) {
     auto result = value_of(by_rank[0]);
@@ -295,7 +296,7 @@ inline uint64_t scalar_fold(DType dtype, const std::vector<uint64_t>& by_rank, O
     const SmallFloatReference& reference = SmallFloatReference::of(dtype);
     return reference.encode(fold([&](uint64_t bits) { return reference.decoded(static_cast<uint32_t>(bits)); }));
   }
-  // Moving the sign to the top and flipping it makes the order of signed integers that of unsigned ones.
+  // With the sign bit shifted to the top and flipped, signed integers compare as unsigned ones do.
   const int shift = 64 - static_cast<int>(8 * element_size(dtype));
   const uint64_t flip = is_signed_integer(dtype) ? uint64_t{1} << 63 : 0;
   uint64_t result = by_rank[0];
@@ -321,8 +322,8 @@ inline Bytes scalar_fold(DType dtype, const std::vector<const void*>& inputs, si
   return result;
 }
 
-// Index of the first element that differs, if any does. All NaNs count as one: which payload and sign survives when two
-// NaNs are added is the compiler's choice of operand order.
+// Index of the first element that differs, if any. All NaNs are equal: the payload and sign of a sum of two NaNs depend
+// on the compiler's operand order.
 inline std::optional<size_t> first_difference(DType dtype, const void* got, const void* want, size_t count) {
   if (count == 0 || std::memcmp(got, want, count * element_size(dtype)) == 0) return std::nullopt;
   for (size_t i = 0; i < count; ++i) {
@@ -332,8 +333,8 @@ inline std::optional<size_t> first_difference(DType dtype, const void* got, cons
   return std::nullopt;
 }
 
-// Every rank's elements. The kind of number changes with the index, alike on all ranks, so that sums of subnormals stay
-// subnormal and sums of negative zeros stay zeros.
+// Every rank's elements. The kind of number depends on the index and is the same on all ranks, so that sums of
+// subnormals stay subnormal and sums of negative zeros stay zero.
 inline std::vector<Bytes> random_elements(DType dtype, int num_ranks, size_t count, unsigned seed) {
   std::mt19937_64 random(seed);
   std::normal_distribution<double> normal(0, 3);
@@ -359,18 +360,18 @@ inline std::vector<Bytes> random_elements(DType dtype, int num_ranks, size_t cou
 
 // ---- Calls and waits ----------------------------------------------------------------------------------------------
 
-// A number for an execution that no other test of the process has used: failures are remembered by it.
+// A run id that no other test of the process has used: the watchdog remembers failed ones.
 inline int64_t next_run_id() {
   static std::atomic<int64_t> next{1};
   return next.fetch_add(1);
 }
 
-// What one participant is told. A completion keeps its state alive, so that a late second telling does no harm but is
-// seen.
-class Told {
+// What one participant's completion received. The completion keeps the state alive, so that a late second call is
+// harmless, but counted.
+class Outcome {
  public:
-  Told() = default;
-  Told(Told&&) = default;
+  Outcome() = default;
+  Outcome(Outcome&&) = default;
 
   std::function<void(const std::string* error)> completion() const {
     return [state = state_](const std::string* error) {
@@ -380,10 +381,10 @@ class Told {
     };
   }
 
-  // Whether the participant is told in time.
-  bool wait(std::chrono::duration<double> patience = kPatience) const {
+  // Whether the completion runs in time.
+  bool wait(std::chrono::duration<double> timeout = kTestTimeout) const {
     std::unique_lock<std::mutex> lock(state_->mutex);
-    return state_->changed.wait_for(lock, patience, [&] { return state_->times > 0; });
+    return state_->changed.wait_for(lock, timeout, [&] { return state_->times > 0; });
   }
 
   int times() const {
@@ -407,7 +408,7 @@ class Told {
   std::shared_ptr<State> state_ = std::make_shared<State>();
 };
 
-// Another deadline for as long as this object lives.
+// Sets the deadline for a scope.
 class ScopedDeadline {
  public:
   explicit ScopedDeadline(double seconds) : before_(Watchdog::instance().deadline()) {

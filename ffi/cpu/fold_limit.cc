@@ -1,5 +1,5 @@
-// memory_limit.cc: times the bare fold.
-#include "cpu/memory_limit.h"
+// fold_limit.cc: times the fold kernel on plain threads.
+#include "cpu/fold_limit.h"
 
 #include <algorithm>
 #include <chrono>
@@ -23,7 +23,7 @@ using Buffer = std::unique_ptr<float, Free>;
 
 Buffer make_buffer(size_t num_bytes) {
   Buffer buffer(static_cast<float*>(std::aligned_alloc(kPage, (num_bytes + kPage - 1) / kPage * kPage)));
-  std::fill_n(buffer.get(), num_bytes / sizeof(float), 0.0f);  // so that its pages exist
+  std::fill_n(buffer.get(), num_bytes / sizeof(float), 0.0f);  // touches every page
   return buffer;
 }
 
@@ -40,18 +40,18 @@ double fold_limit_seconds(int num_ranks, size_t num_bytes, int num_threads, int 
   const size_t count = num_bytes / sizeof(float);
   const size_t line = 64 / sizeof(float);
   const size_t part = (count / num_threads + line - 1) / line * line;
-  const FoldKernel kernel = fold_kernels().of(Op::sum, DType::f32);
+  const FoldKernel kernel = fold_kernels().get(Op::sum, DType::f32);
 
   double least = std::numeric_limits<double>::infinity();
-  for (bool past_cache : {false, true}) {
+  for (bool streaming : {false, true}) {
     const auto fold_part = [&](int thread, int times) {
       const size_t begin = std::min(thread * part, count);
       for (int i = 0; i < times; ++i) {
         kernel({inputs.data(), num_ranks, begin}, {outputs.data(), num_ranks, begin}, std::min(part, count - begin),
-               past_cache);
+               streaming);
       }
     };
-    // Small folds are repeated within a measurement, so that starting the threads does not count.
+    // Small folds are repeated within a measurement, so that the cost of starting threads is negligible.
     const int times =
         static_cast<int>(std::clamp<size_t>((size_t{32} << 20) / std::max<size_t>(num_bytes, 1), 1, 20000));
     for (int repeat = 0; repeat < repeats; ++repeat) {

@@ -1,5 +1,5 @@
-// schedule_test.cc: blocks of a ring and chunks of a message cover every element once, and nothing else.
-#include "ring/schedule.h"
+// blocks_test.cc: the blocks of a ring and the chunks of a message cover every element exactly once.
+#include "ring/blocks.h"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 namespace jax_ring {
 namespace {
 
-// Walks the chunks in order and checks everything that the header promises.
+// Visits the chunks in order and checks everything that the header promises.
 void expect_exact_cover(const std::vector<size_t>& counts, size_t chunk_elements) {
   SCOPED_TRACE(::testing::Message() << "counts " << ::testing::PrintToString(counts) << ", chunks of "
                                     << chunk_elements);
@@ -22,7 +22,7 @@ void expect_exact_cover(const std::vector<size_t>& counts, size_t chunk_elements
     ASSERT_LT(chunk.part, counts.size());
     ASSERT_GE(chunk.part, last_part) << "chunk " << index;
     last_part = chunk.part;
-    // In order and without gap or overlap: each chunk begins where the part's last one ended.
+    // In order, without gaps or overlaps: each chunk starts where the last one of its part ended.
     ASSERT_EQ(chunk.begin, covered[chunk.part]) << "chunk " << index;
     ASSERT_EQ(chunk.begin % longest, 0u) << "chunk " << index;
     ASSERT_GE(chunk.count, 1u) << "chunk " << index;
@@ -54,7 +54,7 @@ TEST(RingBlock, BlocksCoverTheOperandInOrder) {
 }
 
 TEST(RingBlock, KnownBlocks) {
-  // 10 floats are 3 packs: one each for the first three of four ranks, the third with half a pack.
+  // 10 floats are 3 packs: one for each of the first three of four ranks, and the third pack is half full.
   EXPECT_EQ(ring_block(10, 4, 4, 0).begin, 0u);
   EXPECT_EQ(ring_block(10, 4, 4, 1).begin, 4u);
   EXPECT_EQ(ring_block(10, 4, 4, 2).begin, 8u);

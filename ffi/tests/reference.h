@@ -1,4 +1,4 @@
-// origin.h: the definitions of the collectives, one element of a result at a time, and all of them to try.
+// reference.h: the definitions of the collectives, one element of a result at a time, and a list of plans to test.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace jax_ring::cpu::testing {
 
-// Where one element of a result comes from: these ranks' operands, in this order, at this index.
+// Where one element of a result comes from: the operands of these ranks, in this order, at this index.
 struct Origin {
   std::vector<int> sources;
   size_t index;
@@ -23,7 +23,7 @@ inline std::vector<int> from_rank_on(int first, int num_ranks) {
   return ranks;
 }
 
-// The definitions of the collectives. None: the element is zero.
+// The definitions of the collectives. nullopt: the element is zero.
 inline std::optional<Origin> origin(const Plan& plan, int num_ranks, size_t count, size_t element_bytes, int rank,
                                     size_t i) {
   const size_t pack = 16 / element_bytes;

@@ -1,0 +1,118 @@
+// completion_threads.cc: the threads that run completions, and the watcher that detects slow ones.
+#include "cpu/completion_threads.h"
+
+#include <algorithm>
+#include <iterator>
+#include <thread>
+#include <utility>
+
+#if defined(__linux__)
+#include <sys/prctl.h>
+#endif
+
+namespace jax_ring::cpu {
+namespace {
+
+// After the last use the watcher keeps checking every kStragglerDelay for this long. Then it sleeps until woken. A loop
+// of collectives thus never pays for waking it.
+constexpr std::chrono::milliseconds kWatcherIdleTime(20);
+
+thread_local bool is_completion_thread = false;
+
+}  // namespace
+
+CompletionThreads& CompletionThreads::instance() {
+  // Never destroyed: its threads may outlive main.
+  static CompletionThreads* const threads = new CompletionThreads;
+  return *threads;
+}
+
+void CompletionThreads::complete(RendezvousPtr rendezvous, std::optional<std::string> error) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (free_.empty()) free_.emplace_back();
+  Pending& pending = free_.back();
+  pending.rendezvous = std::move(rendezvous);
+  pending.error = std::move(error);
+  pending_.splice(pending_.end(), free_, std::prev(free_.end()));
+  last_use_ = pending.last_start = Clock::now();
+  // A completion that gets here is about to return; its thread then picks up this entry itself.
+  if (!is_completion_thread) wake_worker();
+  if (!watcher_started_) {
+    watcher_started_ = true;
+    std::thread([this] { watch_stragglers(); }).detach();
+  } else if (watcher_asleep_) {
+    watcher_asleep_ = false;
+    watcher_wake_.notify_one();
+  }
+}
+
+void CompletionThreads::wake_worker() {
+  if (woken_workers_ < idle_workers_) {
+    ++woken_workers_;
+    work_available_.notify_one();
+  } else {
+    ++idle_workers_;
+    ++woken_workers_;
+    std::thread([this] { work(); }).detach();
+  }
+}
+
+void CompletionThreads::run_completions(Pending& pending, std::unique_lock<std::mutex>& lock) {
+  ++pending.num_threads;
+  while (!pending.all_started()) {
+    Completion done = std::move(pending.rendezvous->done[pending.next++]);
+    if (!done) continue;
+    pending.last_start = Clock::now();
+    lock.unlock();
+    done(pending.error ? &*pending.error : nullptr);
+    lock.lock();
+  }
+  --pending.num_threads;
+}
+
+void CompletionThreads::work() {
+  is_completion_thread = true;
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    // A new thread starts here as an idle one that has been woken.
+    work_available_.wait(lock, [this] { return woken_workers_ > 0; });
+    --woken_workers_;
+    --idle_workers_;
+    for (;;) {
+      const auto found = std::find_if(pending_.begin(), pending_.end(), [](const Pending& pending) {
+        return pending.num_threads == 0 || (pending.fan_out && !pending.all_started());
+      });
+      if (found == pending_.end()) break;
+      run_completions(*found, lock);
+      if (found->num_threads > 0) continue;
+      *found = Pending();  // returns the rendezvous to its pool
+      free_.splice(free_.end(), pending_, found);
+    }
+    ++idle_workers_;
+    last_use_ = Clock::now();
+  }
+}
+
+void CompletionThreads::watch_stragglers() {
+#if defined(__linux__)
+  prctl(PR_SET_TIMERSLACK, 1000UL);  // nanoseconds; the default slack is half of kStragglerDelay
+#endif
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    watcher_wake_.wait_for(lock, kStragglerDelay);
+    const Clock::time_point now = Clock::now();
+    for (Pending& pending : pending_) {
+      if (pending.fan_out || now - pending.last_start < kStragglerDelay) continue;
+      pending.fan_out = true;
+      for (int rank = pending.next; rank < pending.rendezvous->num_ranks(); ++rank) wake_worker();
+    }
+    const bool all_started =
+        std::all_of(pending_.begin(), pending_.end(), [](const Pending& pending) { return pending.all_started(); });
+    if (all_started && now - last_use_ > kWatcherIdleTime) {
+      watcher_asleep_ = true;
+      watcher_wake_.wait(lock, [this] { return !watcher_asleep_; });
+    }
+  }
+}
+
+}  // namespace jax_ring::cpu

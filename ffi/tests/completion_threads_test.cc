@@ -1,0 +1,122 @@
+// completion_threads_test.cc: what a rank does in its completion never delays another rank's completion.
+#include "cpu/completion_threads.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "tests/support.h"
+
+namespace jax_ring::cpu {
+namespace {
+
+using testing::kTestTimeout;
+
+// Whether the condition becomes true within kTestTimeout.
+template <class Condition>
+bool eventually(Condition condition) {
+  const Clock::time_point limit = Clock::now() + kTestTimeout;
+  while (!condition()) {
+    if (Clock::now() > limit) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
+// A rendezvous of ranks whose completions run `follow(rank, error)`.
+template <class Follow>
+RendezvousPtr rendezvous_of(int num_ranks, Follow follow) {
+  RendezvousPtr rendezvous(new Rendezvous);
+  rendezvous->num_arrived = num_ranks;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    rendezvous->done.emplace_back([rank, follow](const std::string* error) { follow(rank, error); });
+  }
+  return rendezvous;
+}
+
+TEST(CompletionThreads, CompletesEveryRankOnce) {
+  std::atomic<int> completed[5] = {};
+  std::atomic<int> errors{0};
+  CompletionThreads::instance().complete(rendezvous_of(5, [&](int rank, const std::string* error) {
+    if (error != nullptr) ++errors;
+    ++completed[rank];
+  }));
+  ASSERT_TRUE(eventually([&] {
+    for (auto& times : completed) {
+      if (times == 0) return false;
+    }
+    return true;
+  }));
+  for (auto& times : completed) EXPECT_EQ(times, 1);
+  EXPECT_EQ(errors, 0);
+}
+
+TEST(CompletionThreads, PassesTheErrorAndSkipsMissingRanks) {
+  std::atomic<int> completed{0};
+  auto rendezvous = rendezvous_of(4, [&](int rank, const std::string* error) {
+    EXPECT_NE(rank, 2);
+    ASSERT_NE(error, nullptr);
+    EXPECT_EQ(*error, "rank 2 is missing");
+    ++completed;
+  });
+  rendezvous->done[2] = Completion();
+  CompletionThreads::instance().complete(std::move(rendezvous), "rank 2 is missing");
+  EXPECT_TRUE(eventually([&] { return completed == 3; }));
+}
+
+// As in XLA's own collectives: every rank blocks until all have arrived.
+TEST(CompletionThreads, RanksMayBlockUntilAllHaveCompleted) {
+  for (int num_ranks : {2, 8, 33}) {
+    for (int round = 0; round < 5; ++round) {
+      std::atomic<int> arrived{0}, left{0};
+      CompletionThreads::instance().complete(rendezvous_of(num_ranks, [&](int, const std::string*) {
+        ++arrived;
+        EXPECT_TRUE(eventually([&] { return arrived == num_ranks; }));
+        ++left;
+      }));
+      ASSERT_TRUE(eventually([&] { return left == num_ranks; }));
+    }
+  }
+}
+
+// A blocked rank delays neither another rendezvous nor one that was completed from the same thread.
+TEST(CompletionThreads, ABlockedRankDelaysNoOtherRendezvous) {
+  std::atomic<bool> release{false};
+  std::atomic<int> blocked{0}, others{0};
+  CompletionThreads::instance().complete(rendezvous_of(1, [&](int, const std::string*) {
+    CompletionThreads::instance().complete(rendezvous_of(3, [&](int, const std::string*) { ++others; }));
+    EXPECT_TRUE(eventually([&] { return release.load(); }));
+    ++blocked;
+  }));
+  CompletionThreads::instance().complete(rendezvous_of(3, [&](int, const std::string*) { ++others; }));
+  EXPECT_TRUE(eventually([&] { return others == 6; }));
+  EXPECT_EQ(blocked, 0);
+  release = true;
+  EXPECT_TRUE(eventually([&] { return blocked == 1; }));
+}
+
+// A loop of collectives with no work in between stays on few threads, without context switches.
+TEST(CompletionThreads, QuickRanksShareAThread) {
+  constexpr int kNumRendezvous = 200;
+  std::mutex mutex;
+  std::set<std::thread::id> threads;
+  std::atomic<int> completed{0};
+  for (int i = 0; i < kNumRendezvous; ++i) {
+    CompletionThreads::instance().complete(rendezvous_of(4, [&](int, const std::string*) {
+      {
+        std::lock_guard<std::mutex> lock(mutex);
+        threads.insert(std::this_thread::get_id());
+      }
+      ++completed;  // last: the test may return after it
+    }));
+    ASSERT_TRUE(eventually([&] { return completed == 4 * (i + 1); }));
+  }
+  EXPECT_FALSE(threads.count(std::this_thread::get_id()));
+  EXPECT_LT(static_cast<int>(threads.size()), kNumRendezvous);
+}
+
+}  // namespace
+}  // namespace jax_ring::cpu
