@@ -107,6 +107,11 @@ ffi::Error execute(Instance* instance, cudaStream_t stream, int32_t device, ffi:
       if (!rank) continue;
       for (const Launch& each : launches_of(*communicator, *rank, instance->site, thresholds, type.dtype, buffers,
                                             Communicators::instance().deadline())) {
+        if (!has_kernel(each.kernel)) {
+          throw std::runtime_error(
+              "this build of jax_ring has no GPU kernels for the operands' dtype. Build it again "
+              "without JAX_RING_CUDA_DTYPES.");
+        }
         const cudaError_t error = launch(each.kernel, each.call, stream);
         if (error != cudaSuccess) throw std::runtime_error(std::string("launch: ") + cudaGetErrorString(error));
       }

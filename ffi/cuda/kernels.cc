@@ -17,9 +17,12 @@ const KernelTable* const kTables[] = {
 #undef JAX_RING_TABLE
 };
 
+Kernel kernel_of(const KernelKey& key) {
+  return kTables[static_cast<int>(key.dtype)]->kernel[static_cast<int>(key.op)][static_cast<int>(key.algorithm)];
+}
+
 cudaError_t launch_kernel(const KernelKey& key, const Call& call, const Call* calls, int grid, cudaStream_t stream) {
-  const Kernel kernel =
-      kTables[static_cast<int>(key.dtype)]->kernel[static_cast<int>(key.op)][static_cast<int>(key.algorithm)];
+  const Kernel kernel = kernel_of(key);
   if (kernel == nullptr) return cudaErrorInvalidDeviceFunction;
   void* arguments[] = {const_cast<Call*>(&call), &calls};
   return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(grid), dim3(kThreadsPerCta), arguments, 0,
@@ -27,6 +30,8 @@ cudaError_t launch_kernel(const KernelKey& key, const Call& call, const Call* ca
 }
 
 }  // namespace
+
+bool has_kernel(const KernelKey& key) { return kernel_of(key) != nullptr; }
 
 cudaError_t launch(const KernelKey& key, const Call& call, cudaStream_t stream) {
   return launch_kernel(key, call, nullptr, call.self.capacity.num_ctas, stream);

@@ -7,6 +7,9 @@
 
 namespace jax_ring::gpu {
 
+// Whether this build has the kernel. A build for development may leave out some types (JAX_RING_CUDA_DTYPES).
+bool has_kernel(const KernelKey& key);
+
 // Runs the call on the stream's device.
 cudaError_t launch(const KernelKey& key, const Call& call, cudaStream_t stream);
 
