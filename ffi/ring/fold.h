@@ -102,7 +102,7 @@ struct FoldedAs<Native<T>, Sum> {
       Native<typename std::conditional_t<std::is_integral_v<T>, std::make_unsigned<T>, std::common_type<T>>::type>;
 };
 
-// A partial fold at kVectors neighbouring places, each a value or a vector of values.
+// A partial fold at kVectors neighboring places, each a value or a vector of values.
 template <class Element, class Lanes, int kVectors>
 struct Partial {
   typename Lanes::template Of<typename Element::Accumulator> value[kVectors];

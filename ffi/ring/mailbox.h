@@ -19,7 +19,7 @@ struct alignas(16) Line {
 
 constexpr uint64_t kLinesPerPack = 2;
 
-// What a flag signals. The first two exist per peer, the others once, for the neighbour.
+// What a flag signals. The first two exist per peer, the others once, for the neighbor.
 enum class FlagKind : int {
   scattered,  // the peer's values for this rank's part have arrived
   gathered,   // the peer's part of the result has arrived

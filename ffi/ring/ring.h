@@ -75,7 +75,7 @@ struct Link {
   }
 };
 
-// Executes one hop on the packs of one chunk. Returns false if a wait for a neighbour failed.
+// Executes one hop on the packs of one chunk. Returns false if a wait for a neighbor failed.
 template <class Element, class Op, class Team>
 JAX_RING_TEAM bool run_hop(const Message& message, Hop hop, PackRange chunk, bool keeps_result, Link<Team>& link,
                            Op op) {
@@ -139,7 +139,7 @@ struct Chunks {
   }
 };
 
-// Reduces the team's share of the message, for all ranks or for the root. Returns false if a wait for a neighbour
+// Reduces the team's share of the message, for all ranks or for the root. Returns false if a wait for a neighbor
 // failed; the rank's failure record names it.
 template <class Element, class Op, class Team>
 JAX_RING_TEAM bool reduce(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team, Op op) {

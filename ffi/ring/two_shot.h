@@ -5,7 +5,7 @@
 // as in a ring, but in 2 steps instead of 2(p-1). The other collectives leave out senders, the fold, or receivers.
 //
 // One buffer per peer and step is enough: a rank signals its next step only after it has read the data of the last one,
-// and no rank writes before all have signalled.
+// and no rank writes before all have signaled.
 #pragma once
 
 #include "ring/collective.h"

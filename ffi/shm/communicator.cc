@@ -206,7 +206,7 @@ bool Communicator::is_preempted() const {
   return other && *other != current_->call().id;
 }
 
-// Puts the current call back, in favour of the one that the leader has started.
+// Puts the current call back, in favor of the one that the leader has started.
 void Communicator::requeue_current() {
   std::lock_guard<std::mutex> lock(mutex_);
   leader_call_ = channel_->staged_call(0, next_round_);
@@ -232,7 +232,7 @@ void Communicator::wait_for_peer() {
   if (waited > kPollInterval) post_current_call();
   const bool exited = channel_->has_exited(peer), aborted = channel_->has_aborted(peer);
   if (waited > deadline() || exited || aborted) {
-    // It may have signalled before it exited.
+    // It may have signaled before it exited.
     if (current_->advance(*channel_, next_round_) == Exchange::State::done) {
       return cpu::CompletionThreads::instance().complete(finish());
     }

@@ -127,7 +127,7 @@ TEST_P(SmallFloatTest, SpecialValues) {
       }
     }
   }
-  // Quiet and signalling, with the smallest and the largest payload, of either sign.
+  // Quiet and signaling, with the smallest and the largest payload, of either sign.
   for (uint32_t bits : {0x7fc00000u, 0x7f800001u, 0x7f8000ffu, 0x7fbfffffu, 0x7fffffffu, 0x7f810000u}) {
     EXPECT_TRUE(reference().is_nan(narrow(dtype(), bit_cast<float>(bits)))) << std::hex << bits;
     EXPECT_TRUE(reference().is_nan(narrow(dtype(), bit_cast<float>(bits | 0x80000000u)))) << std::hex << bits;

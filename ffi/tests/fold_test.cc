@@ -247,8 +247,8 @@ TEST(FoldMeaning, IntegersWrap) {
 
 TEST(FoldMeaning, OneRankGetsItsOwnBits) {
   for (DType dtype : {DType::f32, DType::f64}) {
-    const uint64_t signalling = dtype == DType::f32 ? 0xff800001u : 0xfff0000000000001u;
-    expect_fold(dtype, {signalling}, signalling);
+    const uint64_t signaling = dtype == DType::f32 ? 0xff800001u : 0xfff0000000000001u;
+    expect_fold(dtype, {signaling}, signaling);
   }
 }
 
