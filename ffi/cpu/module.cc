@@ -13,7 +13,7 @@
 #include "cpu/handler.h"
 #include "cpu/watchdog.h"
 #include "ring/options.h"
-#include "ring/ring_schedule.h"
+#include "ring/schedule.h"
 #include "shm/communicators.h"
 
 namespace nb = nanobind;

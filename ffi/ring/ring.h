@@ -1,4 +1,4 @@
-// ring.h: all-reduce and reduce around a ring. Each rank sends to the next one only, as ring_schedule.h says, and never
+// ring.h: all-reduce and reduce around a ring. Each rank sends to the next one only, as schedule.h says, and never
 // more than fits into its slots. For ranks without all-to-all access, and for messages too large for latency to matter.
 //
 // Partial folds are sent in the accumulator's type, so that a result is rounded once here as well.
@@ -6,7 +6,7 @@
 
 #include "ring/collective.h"
 #include "ring/fold_pack.h"
-#include "ring/ring_schedule.h"
+#include "ring/schedule.h"
 #include "ring/signal.h"
 
 namespace jax_ring {

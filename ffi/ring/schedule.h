@@ -1,4 +1,4 @@
-// ring_schedule.h: which chunk a rank handles at each step of a ring, and what it does with it.
+// schedule.h: which chunk a rank handles at each step of a ring, and what it does with it.
 //
 // A chunk travels around the ring twice, starting at its first rank: first as a partial fold (reduce-scatter: p-1
 // steps), to which each rank adds its own values, then as the result (all-gather: p-1 steps), of which each rank keeps

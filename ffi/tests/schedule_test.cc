@@ -1,5 +1,5 @@
-// ring_schedule_test.cc: every chunk visits the ranks in the right order, and each link is first-in, first-out.
-#include "ring/ring_schedule.h"
+// schedule_test.cc: every chunk visits the ranks in the right order, and each link is first-in, first-out.
+#include "ring/schedule.h"
 
 #include <gtest/gtest.h>
 
