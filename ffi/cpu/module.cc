@@ -64,8 +64,7 @@ NB_MODULE(_ffi_cpu, m) {
       },
       "The type of the handlers' state, for jax.ffi.register_ffi_type.");
 
-  m.def(
-      "fingerprint", [] { return JAX_RING_FINGERPRINT; }, "The fingerprint of the sources that this was built from.");
+  m.def("fingerprint", [] { return JAX_RING_FINGERPRINT; }, "The fingerprint of the sources that this was built from.");
 
   m.def(
       "set_deadline", [](double seconds) { jax_ring::cpu::Watchdog::instance().set_deadline(seconds); }, "seconds"_a,

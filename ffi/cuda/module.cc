@@ -98,8 +98,7 @@ NB_MODULE(_ffi_cuda, m) {
   m.def("note_call_site", &jax_ring::note_call_site, "call"_a, "site"_a,
         "Records where in the user's program a call was written, for error messages.");
 
-  m.def(
-      "fingerprint", [] { return JAX_RING_FINGERPRINT; }, "The fingerprint of the sources that this was built from.");
+  m.def("fingerprint", [] { return JAX_RING_FINGERPRINT; }, "The fingerprint of the sources that this was built from.");
 
   m.def(
       "set_deadline", [](double seconds) { Communicators::instance().set_deadline(seconds); }, "seconds"_a,
