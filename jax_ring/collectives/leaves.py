@@ -19,7 +19,7 @@ def fused(tree, left_to_lax: Callable, namesake: Callable, to_operand: Callable,
     to_operand: (leaf) to the array that takes part, and what operands of one call must have in common besides dtype.
     run: (operands, what they have in common) to their results.
     """
-    discovery.meet()  # the lowering of another process may be waiting for this one
+    discovery.publish()  # the lowering of another process may be waiting for this one
     leaves, structure = jax.tree.flatten(tree)
     together = defaultdict(list)
     for i, leaf in enumerate(leaves):

@@ -147,7 +147,7 @@ _here = _Here()
 def _open() -> None:
     global _num_open
     _refuse_if_tracing()
-    discovery.meet()  # as a call of ours would
+    discovery.publish()  # other processes may be waiting for this host
     with _lock:
         if not _num_open:
             _register()
