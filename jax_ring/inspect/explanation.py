@@ -144,7 +144,7 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
     """Lists the collectives of a function, who serves each of them, and the bytes they send.
 
     The function is traced and compiled, but not run. Collectives of jax_ring and of `jax.lax` are found in nested
-    functions, loops, branches and `shard_map` alike. Under `override_lax()`, those of `jax.lax` are reported as the
+    functions, loops, branches and `shard_map`. Under `override_lax()`, those of `jax.lax` are reported as the
     override lowers them.
 
     Args:

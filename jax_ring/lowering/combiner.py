@@ -56,7 +56,7 @@ class _CombinedCall:
 def lower_combined(ctx, operand, key: Hashable, emit: Callable) -> list:
     """Emits the call for one operand, combined with the previous call of the same key if its results are unused.
 
-    The combined call stands in the place of the later one. All ranks run the same program, so all combine alike.
+    The combined call takes the place of the later one. All ranks run the same program, so all combine the same calls.
 
     Args:
       ctx: the lowering context of the equation.

@@ -119,7 +119,7 @@ def _encode_groups_for_cpu(ctx, groups) -> EncodedGroups:
 
 
 def _program_name(ctx) -> str:
-    """Names the program alike in all of its processes, so that its calls can be matched across them.
+    """A name of the program that is the same in all its processes, so that calls can be matched across them.
 
     The part before the '#' is the same everywhere. The part after it counts the programs of that name; a process may
     lower more of them than the others, to print one or to run one alone.

@@ -95,7 +95,7 @@ def _processes_of_cpus(mesh) -> tuple[list[int] | None, str]:
 
 
 class Gpu(NamedTuple):
-    """Identifies a GPU alike in all processes.
+    """Identifies a GPU across processes.
 
     Attributes:
       process: the process that owns it.

@@ -28,7 +28,7 @@ def service_of(ctx, groups, kind: str) -> Service:
 
 
 def is_single_custom_call(ctx, axes, axis_index_groups, kind: str) -> bool:
-    """Whether `lower` emits one custom call and no other collective: an engine serves it, and it communicates."""
+    """Whether `lower` emits exactly one collective, a custom call."""
     groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
     service = service_of(ctx, groups, kind)
     return service.levels is not None and not service.levels.across and any(len(group) > 1 for group in groups)
