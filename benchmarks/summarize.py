@@ -1,10 +1,10 @@
-"""Turns the JSON files of several runs of the benchmarks into one page of tables.
+"""Summarizes the JSON files of several benchmark runs as one page of tables.
 
     python benchmarks/summarize.py benchmarks/results/NAME
 
-Expects allreduce-*.json in the folder, and train_step-*.json, processes-*.json and two_level-*.json if there are any,
-and writes README.md there. Figures are medians over the runs; a ratio is the median of the ratios within each run, with
-the lowest and the highest.
+Reads allreduce-*.json and, if present, train_step-*.json, processes-*.json and two_level-*.json in the folder, and
+writes README.md there. Figures are medians over the runs. A ratio is the median of the ratios of the runs, with the
+lowest and the highest.
 """
 
 import json
@@ -32,22 +32,22 @@ def spread(values: list[float]) -> str:
 
 
 def allreduce_tables(runs: list[dict], dtype: str) -> list[str]:
-    """One table for each number of ranks: times per call, and how much faster than lax.psum."""
-    cells = defaultdict(lambda: defaultdict(list))  # (ranks, bytes): figure: one value for each run
+    """One table per number of ranks: times per call, and lax.psum's times over them."""
+    cells = defaultdict(lambda: defaultdict(list))  # (ranks, bytes): figure: values by run
     for run in runs:
         rows = {(r["ranks"], r["bytes"], r["implementation"]): r for r in run["rows"] if r["dtype"] == dtype}
-        for (ranks, size, name), ours in rows.items():
-            theirs = rows.get((ranks, size, "lax.psum"))
-            if name != "ring_psum" or theirs is None:
+        for (ranks, size, name), ring in rows.items():
+            lax = rows.get((ranks, size, "lax.psum"))
+            if name != "ring_psum" or lax is None:
                 continue
             cell = cells[ranks, size]
             for figure in ("in_loop", "out_of_place", "in_place"):
-                mine = max(ours[figure]["median"], 1e-3)
-                cell[figure].append(mine)
-                cell[f"{figure} ratio"].append(theirs[figure]["median"] / mine)
-            cell["limit"].append(ours["limit_us"] / max(ours["in_loop"]["median"], 1e-3))
-            cell["limit out"].append(ours["limit_us"] / max(ours["out_of_place"]["median"], 1e-3))
-            cell["wrong"].append(ours["wrong"] + theirs["wrong"])
+                ring_us = max(ring[figure]["median"], 1e-3)
+                cell[figure].append(ring_us)
+                cell[f"{figure} ratio"].append(lax[figure]["median"] / ring_us)
+            cell["limit"].append(ring["limit_us"] / max(ring["in_loop"]["median"], 1e-3))
+            cell["limit out"].append(ring["limit_us"] / max(ring["out_of_place"]["median"], 1e-3))
+            cell["wrong"].append(ring["wrong"] + lax["wrong"])
     lines = []
     for ranks in sorted({ranks for ranks, _ in cells}):
         lines += [
@@ -70,8 +70,8 @@ def allreduce_tables(runs: list[dict], dtype: str) -> list[str]:
 
 
 def peers_tables(runs: list[dict]) -> list[str]:
-    """Times of the libraries that run one process for each rank, beside ring_psum's in the same run."""
-    cells = defaultdict(lambda: defaultdict(list))  # (ranks, bytes, figure): implementation: one value for each run
+    """Times of the libraries that run one process per rank, and of ring_psum in the same runs."""
+    cells = defaultdict(lambda: defaultdict(list))  # (ranks, bytes, figure): implementation: values by run
     for run in runs:
         names = dict.fromkeys(row["implementation"] for row in run["rows"])
         peers = [name for name in names if name in PEERS]
@@ -99,8 +99,8 @@ def peers_tables(runs: list[dict]) -> list[str]:
 
 
 def processes_tables(runs: list[dict]) -> list[str]:
-    """Times per call in a loop between processes, those of others over ring_psum's, and the bytes that cross hosts."""
-    cells = defaultdict(lambda: defaultdict(list))  # (layout, bytes): figure: one value for each run
+    """Times per call in a loop between processes, ratios to ring_psum, and bytes that cross hosts."""
+    cells = defaultdict(lambda: defaultdict(list))  # (layout, bytes): figure: values by run
     for run in runs:
         rows = {
             ((r["processes"], r["ranks"] // r["processes"], r["hosts"]), r["bytes"], r["implementation"]): r
@@ -108,10 +108,10 @@ def processes_tables(runs: list[dict]) -> list[str]:
             if r["dtype"] == "float32"
         }
         for (layout, size, name), row in rows.items():
-            cell, ours = cells[layout, size], rows.get((layout, size, "ring_psum"))
+            cell, ring = cells[layout, size], rows.get((layout, size, "ring_psum"))
             cell[f"{name}, µs"].append(row["in_loop"]["median"])
-            if ours is not None and row is not ours:
-                cell[f"{name} / ring_psum"].append(row["in_loop"]["median"] / max(ours["in_loop"]["median"], 1e-3))
+            if ring is not None and row is not ring:
+                cell[f"{name} / ring_psum"].append(row["in_loop"]["median"] / max(ring["in_loop"]["median"], 1e-3))
             if row["hosts"] > 1 and row["xla_bytes"] is not None:
                 cell[f"{name}, bytes to XLA"].append(row["xla_bytes"])
                 cell[f"{name}, bytes on loopback"].append(row["loopback_bytes"])
@@ -121,7 +121,7 @@ def processes_tables(runs: list[dict]) -> list[str]:
         figures = list(dict.fromkeys(figure for size in sizes for figure in cells[layout, size]))
         processes, devices, hosts = layout
         lines += [
-            f"\n### float32, {processes} processes x {devices} ranks{f', told to be {hosts} hosts' * (hosts > 1)}\n",
+            f"\n### float32, {processes} processes x {devices} ranks{f', as {hosts} hosts' * (hosts > 1)}\n",
             f"| message | {' | '.join(figures)} |",
             "|---:" * (1 + len(figures)) + "|",
         ]
@@ -174,7 +174,7 @@ def main() -> None:
     others = peers_tables(allreduce)
     if others:
         lines += [
-            "\n## Libraries that run a process for each rank",
+            "\n## Libraries that run one process per rank",
             "\nMeans over the ranks, medians over calls and runs. In a loop: calls one after the other, in a jitted "
             "loop less the same loop without them, and for torch.distributed in a Python loop.",
             *others,
