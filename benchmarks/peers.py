@@ -71,7 +71,7 @@ class Calls:
 
 
 @dataclasses.dataclass
-class Answer:
+class Measurement:
     """The measurements of one process: seconds of each call out of place, in place and within a loop, and more."""
 
     seconds: list[np.ndarray]
@@ -282,7 +282,7 @@ class Peer:
             ]
             self.connections = [Connection(server.accept()[0].detach()) for _ in range(layout.processes)]
 
-    def measure(self, task: Task) -> Answer:
+    def measure(self, task: Task) -> Measurement:
         """The time of each call as the mean over processes, and the wrong elements of all of them.
 
         Raises:
@@ -291,22 +291,22 @@ class Peer:
         try:
             for connection in self.connections:
                 connection.send(task)
-            answers = [connection.recv() for connection in self.connections]
+            measurements = [connection.recv() for connection in self.connections]
         except (EOFError, OSError) as error:
-            answers = [error]
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise RuntimeError(f"{self.name} failed at {task.count} elements of {task.dtype}: {answer!r}")
+            measurements = [error]
+        for measurement in measurements:
+            if isinstance(measurement, Exception):
+                raise RuntimeError(f"{self.name} failed at {task.count} elements of {task.dtype}: {measurement!r}")
         return dataclasses.replace(
-            answers[0],
-            seconds=[np.mean(figures, axis=0) for figures in zip(*(a.seconds for a in answers), strict=True)],
-            wrong=sum(answer.wrong for answer in answers),
+            measurements[0],
+            seconds=[np.mean(figures, axis=0) for figures in zip(*(a.seconds for a in measurements), strict=True)],
+            wrong=sum(measurement.wrong for measurement in measurements),
         )
 
     def run(self, task: Task) -> tuple[tuple[Spread, Spread, Spread], int]:
         """The spreads out of place, in place and in a loop, and the number of wrong elements. Raises as `measure`."""
-        answer = self.measure(task)
-        return tuple(Spread.of(seconds) for seconds in answer.seconds), answer.wrong
+        measurement = self.measure(task)
+        return tuple(Spread.of(seconds) for seconds in measurement.seconds), measurement.wrong
 
     def close(self) -> None:
         for connection in self.connections:
@@ -363,7 +363,7 @@ def _serve(name: str, folder: str, processes: str, devices: str, hosts: str, *re
                     message = (task.count, task.dtype, task.times)
                     del values, own
                 seconds, num_calls = _measure(calls, task)
-                connection.send(Answer(seconds, wrong, num_calls, calls.served_by, calls.xla_bytes))
+                connection.send(Measurement(seconds, wrong, num_calls, calls.served_by, calls.xla_bytes))
             except Exception as error:
                 connection.send(error)
 

@@ -65,7 +65,7 @@ class Rounds:
     """The measurements of one message by one implementation, over several rounds."""
 
     def __init__(self, peer: Peer, count: int, dtype: str, arguments: argparse.Namespace):
-        self.peer, self.answers, self.loopback = peer, [], 0.0
+        self.peer, self.measurements, self.loopback = peer, [], 0.0
         self.task = Task(count, dtype, arguments.iters // arguments.rounds, arguments.warmup_iters, 0)
         # Many calls amortize the launch of the loop.
         once = float(np.median(peer.measure(self.task).seconds[0]))
@@ -73,20 +73,20 @@ class Rounds:
 
     def measure(self) -> None:
         before = loopback_bytes()
-        answer = self.peer.measure(self.task)
+        measurement = self.peer.measure(self.task)
         # The last round counts: the first one also compiles programs and checks results.
-        self.loopback = (loopback_bytes() - before) / answer.calls
-        self.answers.append(answer)
+        self.loopback = (loopback_bytes() - before) / measurement.calls
+        self.measurements.append(measurement)
 
     def row(self, layout: Layout, itemsize: int, check: bool, limit: float) -> Row:
-        figures = [np.concatenate([answer.seconds[i] for answer in self.answers]) for i in range(3)]
-        answer, num_bytes = self.answers[-1], self.task.count * itemsize
+        figures = [np.concatenate([measurement.seconds[i] for measurement in self.measurements]) for i in range(3)]
+        measurement, num_bytes = self.measurements[-1], self.task.count * itemsize
         return Row(
             self.peer.name, layout.ranks, num_bytes, self.task.count, self.task.dtype,
             *(Spread.of(seconds) for seconds in figures),
-            wrong=answer.wrong if check else -1, limit_us=limit * 1e6,
-            processes=layout.processes, hosts=layout.hosts, served_by=answer.served_by,
-            xla_bytes=None if answer.xla_bytes is None else answer.xla_bytes * layout.ranks,
+            wrong=measurement.wrong if check else -1, limit_us=limit * 1e6,
+            processes=layout.processes, hosts=layout.hosts, served_by=measurement.served_by,
+            xla_bytes=None if measurement.xla_bytes is None else measurement.xla_bytes * layout.ranks,
             loopback_bytes=self.loopback,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Checks that the processes of a program are about to make the same calls, by exchanging descriptions on the host."""
+"""Checks that all processes make the same calls, by comparing descriptions in the key-value store."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence

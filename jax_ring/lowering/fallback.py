@@ -1,4 +1,4 @@
-"""Lowers reduce and broadcast to XLA's all-reduce where no engine serves them, since XLA has neither of them."""
+"""Lowers reduce and broadcast to XLA's all-reduce where no engine serves them."""
 
 import jax.numpy as jnp
 from jax import lax
