@@ -3,14 +3,14 @@
     python benchmarks/allreduce.py -b 4 -e 64M -f 4 --devices 8 --plot allreduce.png
 
 Each size is timed out of place (called from Python), in place (with a donated argument), and inside a jitted loop,
-less the same loop without the collective. All implementations take turns, so that they meet the same disturbances.
-Other libraries, where they are installed (pip install '.[peers]'), run in processes of their own, size by size in turn
-with the rest; their times are means over the ranks. torch.distributed reduces in place only, and loops in Python.
+less the same loop without the collective. The implementations are interleaved, so that noise affects all of them. Other
+libraries, if installed (pip install '.[peers]'), run in processes of their own, interleaved by size; their times are
+means over the ranks. torch.distributed reduces in place only, and its loop is in Python.
 
     python benchmarks/allreduce.py --platform cuda -b 1K -e 64M -f 4 --tune thresholds.json
 
-measures one-shot, two-shot and ring instead, on 2, 4, ... devices, and writes from which size on each is worth its
-while, for JAX_RING_TUNING.
+measures one-shot, two-shot and ring instead, on 2, 4, ... devices, and writes the sizes at which "auto" should switch
+between them, for JAX_RING_TUNING.
 """
 
 import argparse
@@ -23,24 +23,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def size_of(text: str) -> int:
-    """Bytes, from a number that may end in K, M or G."""
+    """Parses a number of bytes that may end in K, M or G."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     digits, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1)
     return int(float(digits) * unit)
 
 
 def parser_of_messages(description: str) -> argparse.ArgumentParser:
-    """The options of nccl-tests that say which messages are measured, and how often."""
+    """The options of nccl-tests that select the messages and the number of runs."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("-b", "--minbytes", type=size_of, default="4", help="smallest message of one rank")
     parser.add_argument("-e", "--maxbytes", type=size_of, default="64M", help="largest message of one rank")
-    parser.add_argument("-f", "--stepfactor", type=int, default=4, help="from one size to the next")
+    parser.add_argument("-f", "--stepfactor", type=int, default=4, help="factor between sizes")
     parser.add_argument("-n", "--iters", type=int, default=20, help="timed runs")
-    parser.add_argument("-w", "--warmup_iters", type=int, default=3, help="runs before these")
+    parser.add_argument("-w", "--warmup_iters", type=int, default=3, help="untimed runs before these")
     parser.add_argument("-c", "--check", type=int, choices=(0, 1), default=1, help="check every result")
     parser.add_argument("-d", "--datatype", default="float32", help="a dtype, or several separated by commas")
     parser.add_argument("-o", "--op", choices=("sum",), default="sum")
-    parser.add_argument("--loop-seconds", type=float, default=0.1, help="about how long one jitted loop runs")
+    parser.add_argument("--loop-seconds", type=float, default=0.1, help="approximate duration of one jitted loop")
     parser.add_argument("--json", metavar="FILE")
     return parser
 
@@ -63,20 +63,20 @@ def check_messages(parser: argparse.ArgumentParser, arguments: argparse.Namespac
 def parse_arguments(implementations, peers) -> argparse.Namespace:
     parser = parser_of_messages(__doc__.split("\n\n")[0])
     parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--devices", type=int, default=8, help="ranks, on CPU; elsewhere, all that there are")
-    everything = [*implementations, *peers]
-    parser.add_argument("--impl", default=",".join(everything), help="implementations, separated by commas")
+    parser.add_argument("--devices", type=int, default=8, help="number of CPU devices; other platforms use all")
+    choices = [*implementations, *peers]
+    parser.add_argument("--impl", default=",".join(choices), help="implementations, separated by commas")
     parser.add_argument("--csv", metavar="FILE")
-    parser.add_argument("--plot", metavar="FILE", help="of the first datatype")
+    parser.add_argument("--plot", metavar="FILE", help="plot the first datatype")
     parser.add_argument("--tune", metavar="FILE", help="write thresholds of algorithm='auto' for JAX_RING_TUNING")
     arguments = parser.parse_args()
     arguments.impl = arguments.impl.split(",")
-    unknown = set(arguments.impl) - set(everything)
+    unknown = set(arguments.impl) - set(choices)
     if unknown:
-        parser.error(f"unknown implementations {sorted(unknown)}; there are {everything}")
-    # The peers wait for what sets the pace: how many calls a loop has.
-    arguments.ours = [name for name in arguments.impl if name in implementations]
-    if not arguments.ours:
+        parser.error(f"unknown implementations {sorted(unknown)}; choose from {choices}")
+    # The implementations in this process determine the number of calls in a loop, also for the peers.
+    arguments.in_process = [name for name in arguments.impl if name in implementations]
+    if not arguments.in_process:
         parser.error(f"needs at least one of {list(implementations)}")
     check_messages(parser, arguments)
     return arguments
@@ -120,8 +120,8 @@ def main() -> int:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         for dtype, size in progress.track(cases, description="measuring"):
             count = max(1, size // jax.numpy.dtype(dtype).itemsize)
-            ours = {name: IMPLEMENTATIONS[name] for name in arguments.ours}
-            case = Case(mesh, count, dtype, ours, arguments.loop_seconds)
+            in_process = {name: IMPLEMENTATIONS[name] for name in arguments.in_process}
+            case = Case(mesh, count, dtype, in_process, arguments.loop_seconds)
             limit = _ffi_cpu.fold_limit_seconds(mesh.size, count * case.dtype.itemsize, os.cpu_count() or 1, 5)
             results = {
                 name: (spreads, case.wrong(name) if arguments.check else -1)

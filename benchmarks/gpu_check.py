@@ -1,4 +1,4 @@
-"""The parts of the GPU check, and its report. Run by gpu_check.sh, which builds what it needs."""
+"""Runs the parts of the GPU check and writes its report. Use gpu_check.sh, which builds the package first."""
 
 import argparse
 import json
@@ -11,16 +11,16 @@ import sys
 import time
 import xml.etree.ElementTree as xml
 
-WAYS = [("one_shot", "rank"), ("two_shot", "rank"), ("ring", "rank"), ("ring", "ring")]
+VARIANTS = [("one_shot", "rank"), ("two_shot", "rank"), ("ring", "rank"), ("ring", "ring")]
 RANKS = [2, 4, 8]
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-# ---- Parts. Each takes whether it is a rehearsal, and returns what goes into the JSON.
+# ---- Parts. Each takes whether this is a dry run, and returns its section of the JSON file.
 
 
 def machine(dry: bool) -> dict:
-    """What the figures were measured on."""
+    """Describes the hardware and software."""
     import jax
     import jaxlib
 
@@ -28,7 +28,7 @@ def machine(dry: bool) -> dict:
 
     count, why = runtime.ffi_cuda.device_count()
     if count == 0 and not dry:
-        raise SystemExit(f"there is no GPU ({why}); rehearse the check with --dry")
+        raise SystemExit(f"there is no GPU ({why}); use --dry for a dry run")
 
     def first_line(*command: str) -> str:
         try:
@@ -38,7 +38,7 @@ def machine(dry: bool) -> dict:
 
     query = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total,compute_cap", "--format=csv,noheader")
     return {
-        "gpu": "none: a rehearsal on threads of the host" if dry else first_line(*query),
+        "gpu": "none: a dry run on threads of the host" if dry else first_line(*query),
         "nvcc": first_line("nvcc", "--version"),
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
@@ -49,16 +49,16 @@ def machine(dry: bool) -> dict:
 
 
 def run_tests(dry: bool, file: str) -> dict:
-    """Runs one file of tests/gpu, and counts how they ended."""
+    """Runs one file of tests/gpu, and counts the outcomes."""
     log = ROOT / "build" / f"{file}.xml"
     log.parent.mkdir(exist_ok=True)
     variables = os.environ | ({"JAX_RING_GPU_CHECK_BACKEND": "host"} if dry else {})
-    # Warnings of a JAX that the project was not tested with are no errors here. One test at a time: a GPU is shared by
-    # turns, and a rank that waits for one that has to wait for its turn is no test of speed or patience.
+    # -W default: warnings of an untested version of JAX do not fail tests. One test at a time: processes share a
+    # GPU in time slices, so that tests in parallel would make ranks wait for slices, not for each other.
     options = ["-q", "-W", "default", "-n", "auto" if dry else "0", f"--junitxml={log}"]
     command = [sys.executable, "-m", "pytest", *options, str(ROOT / "tests/gpu" / file)]
-    ended = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True)
-    print(ended.stdout[-3000:], ended.stderr[-2000:])
+    completed = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True)
+    print(completed.stdout[-3000:], completed.stderr[-2000:])
     suite = next(xml.parse(log).getroot().iter("testsuite"))
     counts = {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
     if counts["skipped"] == counts["tests"]:
@@ -80,7 +80,7 @@ def through_jax(dry: bool) -> dict:
     return run_tests(dry, "test_jax.py")
 
 
-SANITIZED = """
+SANITIZED_PROGRAM = """
 from jax_ring import _gpu_check
 import os
 group = _gpu_check.Ranks({backend!r}, [(0, 0)] * 3, deadline=300.0)
@@ -92,33 +92,33 @@ assert group.failure() == "", group.failure()
 
 
 def sanitizers(dry: bool) -> dict:
-    """compute-sanitizer on small calls of every algorithm: accesses out of bounds, and reads of unset memory."""
-    program = SANITIZED.format(backend="host" if dry else "cuda")
+    """Runs compute-sanitizer on small calls of each algorithm: memcheck and initcheck."""
+    program = SANITIZED_PROGRAM.format(backend="host" if dry else "cuda")
     if dry:
         subprocess.run([sys.executable, "-c", program], check=True)
         return {"not_done": "there is no GPU"}
-    found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    if not pathlib.Path(found).exists():
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not pathlib.Path(sanitizer).exists():
         return {"not_done": "compute-sanitizer is not installed"}
     results = {}
     for tool in ("memcheck", "initcheck"):
-        command = [found, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", program]
+        command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", program]
         try:
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=150)
+            completed = subprocess.run(command, capture_output=True, text=True, timeout=150)
         except subprocess.TimeoutExpired:
             results[tool] = "not finished within 150 s"
             continue
-        lines = [line for line in ended.stdout.splitlines() if "ERROR SUMMARY" in line or "not supported" in line]
-        results[tool] = f"exit status {ended.returncode}: {' '.join(lines[-1:])}"
+        lines = [line for line in completed.stdout.splitlines() if "ERROR SUMMARY" in line or "not supported" in line]
+        results[tool] = f"exit status {completed.returncode}: {' '.join(lines[-1:])}"
     return results
 
 
 def traffic(p: int, num_bytes: int, algorithm: str) -> float:
-    """Bytes that an all-reduce between p ranks moves within one memory, by reading and writing, over all ranks.
+    """Bytes that an all-reduce between p ranks reads and writes in one memory, over all ranks.
 
-    Each rank reads its operand and writes its result. one_shot: it also writes 2 bytes for each byte to each peer, and
-    reads as many. two_shot: (p-1)/p of the message are written to peers and read by them, twice. ring: the same, as
-    p-1 chunks of 1/p in each direction; in the order of ranks the whole message goes over every link but one, twice.
+    Each rank reads its operand and writes its result. one_shot: it also writes 2 bytes per byte to each peer, and reads
+    as many. two_shot: (p-1)/p of the message are written to peers and read by them, twice. ring: the same, as p-1
+    chunks of 1/p in each direction; in rank order the whole message goes over each link but one, twice.
     """
     shares = {
         "one_shot": 2 * 2 * (p - 1),
@@ -130,19 +130,19 @@ def traffic(p: int, num_bytes: int, algorithm: str) -> float:
 
 
 def measure(dry: bool) -> dict:
-    """Time of one call between ranks on one GPU, in one launch, beside what the memory allows."""
+    """Times one call between ranks on one GPU, in one launch, relative to the memory bandwidth."""
     from jax_ring import _gpu_check
 
     backend = "host" if dry else "cuda"
     sizes = [1 << 12] if dry else [4, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26]
-    copied = (1 << 20) if dry else (1 << 32)
-    seconds = _gpu_check.Ranks(backend, [(0, 0)]).copy_seconds(copied, 5) / 5
-    memory = 2 * copied / seconds  # read and written
+    copied_bytes = (1 << 20) if dry else (1 << 32)
+    seconds = _gpu_check.Ranks(backend, [(0, 0)]).copy_seconds(copied_bytes, 5) / 5
+    memory_bandwidth = 2 * copied_bytes / seconds  # a copy reads and writes
     rows = []
     for p in [2] if dry else RANKS:
         group = _gpu_check.Ranks(backend, [(0, 0)] * p)
         for num_bytes in sizes:
-            for algorithm, order in WAYS:
+            for algorithm, order in VARIANTS:
                 if algorithm == "one_shot" and num_bytes > 1 << 20:
                     continue
                 name = algorithm if algorithm != "ring" else f"ring, {order} order"
@@ -155,15 +155,15 @@ def measure(dry: bool) -> dict:
                     "ranks": p, "bytes": num_bytes, "algorithm": name, "us": median * 1e6,
                     "us_least": min(samples) * 1e6, "us_most": max(samples) * 1e6,
                     "algbw_GBps": num_bytes / median / 1e9, "busbw_GBps": num_bytes / median * 2 * (p - 1) / p / 1e9,
-                    "of_memory": traffic(p, num_bytes, name) / median / memory,
+                    "of_memory": traffic(p, num_bytes, name) / median / memory_bandwidth,
                 })  # fmt: skip
                 assert group.failure() == "", group.failure()
         print(f"{p} ranks measured")
-    return {"copy_GBps": memory / 1e9, "rows": rows}
+    return {"copy_GBps": memory_bandwidth / 1e9, "rows": rows}
 
 
 def xla(dry: bool) -> dict:
-    """The same work by XLA: a psum over a vmap axis of the stacked array, so that every rank has a sum of its own."""
+    """Times the same work by XLA: a psum over a vmap axis of the stacked array, with a result per rank."""
     import jax
     import jax.numpy as jnp
     from jax import lax
@@ -172,7 +172,7 @@ def xla(dry: bool) -> dict:
     for p in [2] if dry else RANKS:
         for num_bytes in [1 << 12] if dry else [1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 26]:
             x = jax.random.normal(jax.random.key(0), (p, num_bytes // 4), jnp.float32)
-            # Subtracting keeps the loop from running away, and each rank's result apart from the others'.
+            # The subtraction keeps values bounded, and the results of the ranks different.
             repeats = max(1, min(100, (1 << 26) // num_bytes))
             psum = jax.vmap(lambda x: x - lax.psum(x, "i"), axis_name="i")
             loop = jax.jit(lambda x, psum=psum, n=repeats: lax.fori_loop(0, n, lambda _, x: psum(x) * 0.5, x))
@@ -198,9 +198,9 @@ PARTS = {part.__name__: part for part in (machine, modes, processes, through_jax
 def report(results: dict, dry: bool) -> str:
     lines = ["# GPU check", ""]
     if dry:
-        lines += ["**A rehearsal on threads of the host: it shows that the check works, and nothing about a GPU.**", ""]
+        lines += ["**A dry run on threads of the host: it shows that the check works, and nothing about a GPU.**", ""]
     lines += [f"- {name}: {value}" for name, value in results.get("machine", {}).items()]
-    lines += ["", "Several ranks share one GPU: the figures are of its memory, not of links between GPUs.", ""]
+    lines += ["", "Several ranks share one GPU: the figures measure its memory, not links between GPUs.", ""]
     lines += ["## Tests", "", "| | run | failed | skipped |", "|---|---|---|---|"]
     for name in ("modes", "processes", "through_jax"):
         if counts := results.get(name):
@@ -219,7 +219,7 @@ def report(results: dict, dry: bool) -> str:
     measured = results.get("measure", {})
     if rows := measured.get("rows"):
         lines += ["", "## Time of one call, all ranks in one launch, float32", ""]
-        lines += [f"A copy within the memory: {measured['copy_GBps']:.0f} GB/s, read and written together.", ""]
+        lines += [f"A copy within device memory: {measured['copy_GBps']:.0f} GB/s, reads and writes together.", ""]
         lines += ["| ranks | bytes | algorithm | µs | least to most | algbw GB/s | of the memory's rate |"]
         lines += ["|---|---|---|---|---|---|---|"]
         lines += [
@@ -233,26 +233,28 @@ def report(results: dict, dry: bool) -> str:
             key = row["ranks"], row["bytes"]
             best[key] = min(row["us"], best.get(key, row["us"]))
         lines += ["", "## The same work by XLA: psum over a vmap axis, in a loop", ""]
-        lines += ["| ranks | bytes | µs | ours, the fastest | ratio |", "|---|---|---|---|---|"]
+        lines += ["| ranks | bytes | µs | jax_ring, fastest | ratio |", "|---|---|---|---|---|"]
         for row in rows:
-            ours = best.get((row["ranks"], row["bytes"]))
-            beside = f"{ours:.1f} | {row['us'] / ours:.2f}" if ours else "not measured | "
-            lines.append(f"| {row['ranks']} | {row['bytes']} | {row['us']:.1f} | {beside} |")
+            jax_ring_us = best.get((row["ranks"], row["bytes"]))
+            cells = f"{jax_ring_us:.1f} | {row['us'] / jax_ring_us:.2f}" if jax_ring_us else "not measured | "
+            lines.append(f"| {row['ranks']} | {row['bytes']} | {row['us']:.1f} | {cells} |")
     errors = {name: part["error"] for name, part in results.items() if "error" in part}
     if errors:
-        lines += ["", "## Parts that ended in an error", ""]
+        lines += ["", "## Parts that failed with an error", ""]
         lines += [f"- {name}: {error}" for name, error in errors.items()]
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dry", action="store_true", help="rehearse without a GPU")
+    parser.add_argument("--dry", action="store_true", help="run without a GPU, on threads of the host")
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"one of {', '.join(PARTS)}; all that are missing")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"one of {', '.join(PARTS)}; by default all that are missing"
+    )
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - set(PARTS):
-        parser.error(f"unknown parts {sorted(unknown)}; there are {list(PARTS)}")
+        parser.error(f"unknown parts {sorted(unknown)}; choose from {list(PARTS)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     file = arguments.out / "results.json"
     results = json.loads(file.read_text()) if file.exists() else {}
@@ -261,7 +263,7 @@ def main() -> int:
         begin = time.perf_counter()
         try:
             results[name] = PARTS[name](arguments.dry)
-        except Exception as error:  # the other parts are worth having
+        except Exception as error:  # run the other parts anyway
             results[name] = {"error": f"{type(error).__name__}: {error}"}
         results[name]["seconds"] = round(time.perf_counter() - begin, 1)
         file.write_text(json.dumps(results, indent=1) + "\n")

@@ -3,9 +3,9 @@
 #
 #   benchmarks/gpu_check.sh [--dry] [--out FOLDER] [PART ...]
 #
-# Needs Python with JAX, nanobind, scikit-build-core, pytest and CMake, and nvcc, but no network. Parts that are done are
-# not done again, so that what was interrupted is taken up by the same command; naming parts runs these anew. With --dry
-# everything is rehearsed without a GPU, on threads of the host.
+# Needs Python with JAX, nanobind, scikit-build-core, pytest and CMake, and nvcc, but no network. Completed parts are
+# skipped, so that the same command resumes an interrupted run; parts that are named run again. --dry runs everything
+# without a GPU, on threads of the host.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -22,17 +22,22 @@ done
 out=${out:-build/gpu_check${dry:+_dry}}
 site=$PWD/build/gpu_check_site
 
-if [ ! -e "$site/.built" ] || [ -n "$(find ffi jax_ring pyproject.toml -newer "$site/.built" -type f -print -quit)" ]; then
+dtypes=${JAX_RING_CUDA_DTYPES:-all}
+changed() { find ffi jax_ring pyproject.toml -newer "$site/.built" -type f -not -path '*/__pycache__/*' -print -quit; }
+if [ "$(cat "$site/.built" 2>/dev/null)" != "$dtypes" ] || [ -n "$(changed)" ]; then
   echo "== build ($("$python" --version))"
   rm -rf "$site"
-  # For one kind of GPU, which takes a third of the time: the one at hand, or a common one.
+  # For one compute capability, which takes a third of the build time: that of this GPU, or a common one.
   capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1 | tr -d .) || true
   JAX_RING_CUDA=ON "$python" -m pip install --quiet --no-index --no-deps --no-build-isolation --target "$site" . \
     -C cmake.define.JAX_RING_GPU_CHECK=ON -C cmake.define.CMAKE_CUDA_ARCHITECTURES="${capability:-90}"
-  touch "$site/.built"
-  rm -f "$out/results.json"  # those of another build
+  # Where jax_ring is installed in editable mode, its import hook would find the source tree before this build.
+  echo 'import sys; sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]' \
+    >"$site/sitecustomize.py"
+  echo "$dtypes" >"$site/.built"
+  rm -f "$out/results.json"  # measured with another build
 fi
 
-# Not from the source tree, whose jax_ring/ has no native modules.
+# PYTHONSAFEPATH keeps the source tree off the path: its jax_ring/ has no native modules.
 PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 \
   "$python" benchmarks/gpu_check.py $dry --out "$out" "${parts[@]}"

@@ -1,4 +1,4 @@
-"""Times one all-reduce in the ways that matter: called from Python, with donation, and inside a compiled loop."""
+"""Times an all-reduce called from Python, with a donated argument, and inside a compiled loop."""
 
 import dataclasses
 import time
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 @dataclasses.dataclass
 class Spread:
-    """Microseconds of many runs."""
+    """Median and percentiles of many runs, in microseconds."""
 
     median: float
     p10: float
@@ -39,12 +39,12 @@ class Row:
     in_place: Spread
     in_loop: Spread
     wrong: int
-    limit_us: float  # of a float32 message of as many bytes
+    limit_us: float  # time of a bare fold of a float32 message of as many bytes
     processes: int = 1
     hosts: int = 1
     served_by: str = ""
-    xla_bytes: int | None = None  # the operands of XLA's collectives in one call, over all ranks
-    loopback_bytes: float | None = None  # through the loopback interface, for one call
+    xla_bytes: int | None = None  # operands of XLA's collectives in one call, over all ranks
+    loopback_bytes: float | None = None  # through the loopback interface in one call
 
     def bandwidths(self, microseconds: float) -> tuple[float, float]:
         """algbw and busbw in GB/s, as nccl-tests defines them: bytes / time, and that times 2 (p - 1) / p."""
@@ -53,7 +53,7 @@ class Row:
 
 
 def rank_values(ranks: int, count: int, dtype) -> np.ndarray:
-    """Every rank's message, as an array of shape (ranks, count); the same in every process."""
+    """The messages of all ranks, of shape (ranks, count); the same in all processes."""
     rng, dtype = np.random.default_rng(0), jnp.dtype(dtype)
     if dtype.kind in "iu":
         return rng.integers(-3, 4, (ranks, count)).astype(dtype)
@@ -61,12 +61,12 @@ def rank_values(ranks: int, count: int, dtype) -> np.ndarray:
 
 
 def count_wrong(values: np.ndarray, results: np.ndarray) -> int:
-    """How many elements, over all results, are further from the exact sum than p - 1 roundings explain."""
+    """The number of elements, over all results, that differ from the exact sum by more than p - 1 roundings."""
     dtype = values.dtype
     if dtype.kind in "iu":
         return int(np.sum(results != values.sum(0, dtype=dtype)))
     wrong = 0
-    # In pieces: several processes do this at once, and float64 copies of large messages would fill the memory.
+    # In pieces: several processes do this at once, and whole float64 copies of large messages would exhaust memory.
     for begin in range(0, values.shape[1], 1 << 20):
         piece = slice(begin, begin + (1 << 20))
         terms = values[:, piece].astype(np.float64)
@@ -76,19 +76,19 @@ def count_wrong(values: np.ndarray, results: np.ndarray) -> int:
 
 
 def loop(reduce: Callable | None, times: int, x):
-    """`times` all-reduces in a row, each of whose results is used, or the same loop without them."""
+    """`times` all-reduces in a row, each with its result used, or the same loop without all-reduces."""
     bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
 
     def body(_, x):
         x = reduce(x) if reduce else x
-        # A use that costs little in every dtype: XLA computes with small floats in many instructions.
+        # A use that is cheap in every dtype. Arithmetic on small floats takes XLA many instructions.
         return lax.bitcast_convert_type(lax.bitcast_convert_type(x, bits) ^ jnp.ones((), bits), x.dtype)
 
     return lax.fori_loop(0, times, body, x)
 
 
 class Case:
-    """All implementations for one message, compiled and ready to be timed in turn."""
+    """The compiled implementations for one message size."""
 
     def __init__(self, mesh: Mesh, count: int, dtype, implementations: Mapping[str, Callable], loop_seconds: float):
         self.mesh, self.count, self.dtype, self.names = mesh, count, jnp.dtype(dtype), list(implementations)
@@ -102,7 +102,7 @@ class Case:
 
         self.plain = {name: compiled(reduce) for name, reduce in implementations.items()}
         self.donating = {name: compiled(reduce, donate_argnums=0) for name, reduce in implementations.items()}
-        # As many calls as fit into the time, so that the loop's own start does not count; the same for all.
+        # Many calls amortize the launch of the loop. The number is the same for all implementations.
         first = self.plain[self.names[0]]
         first(self.x).block_until_ready()
         self.times = int(np.clip(loop_seconds / self._time_once(first, self.x), 4, 2000))
@@ -118,16 +118,16 @@ class Case:
         return time.perf_counter() - begin
 
     def wrong(self, name: str) -> int:
-        """How many elements of the result are wrong, over all ranks."""
+        """The number of wrong elements in the results of all ranks."""
         return count_wrong(self.values, np.asarray(self.plain[name](self.x)).reshape(self.mesh.size, -1))
 
     def run(self, iterations: int, warmup: int) -> dict[str, tuple[Spread, Spread, Spread]]:
-        """Times all implementations in turn, so that a disturbance of the machine hits all of them."""
+        """Times the implementations interleaved, so that noise affects all of them."""
         plain = {name: [] for name in self.names}
         donating = {name: [] for name in self.names}
-        looping = {name: [] for name in self.loops}
+        in_loop = {name: [] for name in self.loops}
         for i in range(warmup + iterations):
-            # Another one goes first each time.
+            # Rotate, so that each implementation is first in turn.
             order = self.names[i % len(self.names) :] + self.names[: i % len(self.names)]
             for name in order:
                 seconds = self._time_once(self.plain[name], self.x)
@@ -140,13 +140,13 @@ class Case:
             for name in [*self.names, ""]:
                 seconds = self._time_once(self.loops[name], self.x)
                 if i >= 1:
-                    looping[name].append(seconds / self.times)
-        empty = float(np.median(looping[""]))
+                    in_loop[name].append(seconds / self.times)
+        empty = float(np.median(in_loop[""]))
         return {
             name: (
                 Spread.of(plain[name]),
                 Spread.of(donating[name]),
-                Spread.of([seconds - empty for seconds in looping[name]]),
+                Spread.of([seconds - empty for seconds in in_loop[name]]),
             )
             for name in self.names
         }

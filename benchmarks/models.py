@@ -1,4 +1,4 @@
-"""The two models whose training steps are timed: an MLP and a small GPT, as parameters and a loss."""
+"""The models of the training-step benchmark, an MLP and a small GPT, as parameters and a loss."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ def _normal(rng, shape, dtype):
 
 
 def mlp(dtype, *, width=512, layers=4, batch=32):
-    """Returns (parameters, loss, batch of one device). About `layers * width**2` parameters."""
+    """An MLP of about `layers * width**2` parameters. Returns (parameters, loss, batch of one device)."""
     rng = np.random.default_rng(0)
     params = [{"w": _normal(rng, (width, width), dtype), "b": jnp.zeros(width, dtype)} for _ in range(layers)]
 
@@ -24,7 +24,7 @@ def mlp(dtype, *, width=512, layers=4, batch=32):
 
 
 def gpt(dtype, *, width=128, layers=4, heads=4, length=64, vocabulary=128, batch=4):
-    """A decoder-only transformer with learned positions. About `12 * layers * width**2` parameters."""
+    """A decoder-only transformer of about `12 * layers * width**2` parameters. Returns the same as `mlp`."""
     rng = np.random.default_rng(0)
 
     def block():

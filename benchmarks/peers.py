@@ -1,7 +1,7 @@
-"""All-reduces between processes of this host: mpi4jax, torch.distributed, and JAX's processes with ours and XLA's.
+"""All-reduces between processes of this host: mpi4jax, torch.distributed, and JAX with jax_ring's or XLA's collectives.
 
-The processes of a library are started once. While something else is measured they wait in a read, which costs nothing.
-Run as a program, this file is such a process.
+The processes of a library are started once. While others are measured, they block in a read and use no CPU time. Run as
+a program, this file is one of these processes.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from measure import Spread, count_wrong, loop, rank_values
 from jax_ring import explain
 
 START_SECONDS = 120
-HOW_TO_INSTALL = "pip install '.[peers]' (mpi4jax also needs an MPI: apt-get install openmpi-bin libopenmpi-dev)"
+INSTALL_HINT = "pip install '.[peers]' (mpi4jax also needs an MPI: apt-get install openmpi-bin libopenmpi-dev)"
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How many processes there are, with how many ranks each, and on how many hosts they are told to be."""
+    """The number of processes, ranks per process, and hosts as set by `JAX_RING_HOST_ID`."""
 
     processes: int
     devices: int = 1
@@ -40,13 +40,13 @@ class Layout:
         return self.processes * self.devices
 
     def __str__(self) -> str:
-        hosts = f" on {self.hosts} hosts (so they are told)" if self.hosts > 1 else ""
+        hosts = f" on {self.hosts} hosts (by JAX_RING_HOST_ID)" if self.hosts > 1 else ""
         return f"{self.processes} processes x {self.devices} ranks{hosts}"
 
 
 @dataclasses.dataclass
 class Task:
-    """What every rank measures; `times` is the number of calls in a jitted loop, 0 to leave the loop out."""
+    """One measurement. `times` is the number of calls in a jitted loop, or 0 to skip the loop."""
 
     count: int
     dtype: str
@@ -57,32 +57,32 @@ class Task:
 
 @dataclasses.dataclass
 class Calls:
-    """One message in a library: functions that return when the call, or the loop, has ended."""
+    """One message size in a library, as functions that return when the call or the loop has completed."""
 
     out_of_place: Callable[[], None]
     in_place: Callable[[], None]
     before_in_place: Callable[[], None]  # not timed
     loop: Callable[[], None]
     empty_loop: Callable[[], None]
-    times: int  # calls in the loop
+    times: int  # calls per loop
     results: np.ndarray  # (ranks of this process, elements)
     served_by: str = ""
     xla_bytes: int | None = None  # the operands of XLA's collectives in one call on one rank
 
 
 @dataclasses.dataclass
-class Answer:
-    """Seconds of each call out of place, in place and within a loop, and what else was found about them."""
+class Measurement:
+    """The measurements of one process: seconds of each call out of place, in place and within a loop, and more."""
 
     seconds: list[np.ndarray]
-    wrong: int
-    calls: int  # that were made of one rank
+    wrong: int  # elements
+    calls: int  # per rank
     served_by: str
     xla_bytes: int | None
 
 
 class Torch:
-    """torch.distributed with Gloo. Its all_reduce is always in place; its loop is one in Python, without a start."""
+    """torch.distributed with Gloo. Its all_reduce is always in place, and its loop is in Python."""
 
     name, modules, programs = "torch/Gloo", ("torch",), ()
 
@@ -107,22 +107,22 @@ class Torch:
         tensor = self.torch.from_numpy(x.view(f"int{8 * x.itemsize}").copy()).view(dtype)
         reduce = self.torch.distributed.all_reduce
 
-        # The time of one call in a loop of few: there is no start of a program to make up for.
-        few = min(times, 100)
+        # Fewer calls suffice, since there is no launch of a program to amortize.
+        times = min(times, 100)
 
         def loop():
-            for _ in range(few):
+            for _ in range(times):
                 reduce(tensor)
 
         reduce(tensor)
         result = tensor.view(getattr(self.torch, f"int{8 * x.itemsize}")).numpy().copy().view(x.dtype)
         return Calls(
-            lambda: reduce(tensor), lambda: reduce(tensor), lambda: None, loop, lambda: None, few, result[None]
+            lambda: reduce(tensor), lambda: reduce(tensor), lambda: None, loop, lambda: None, times, result[None]
         )
 
 
 class Mpi4jax:
-    """mpi4jax over the MPI that is installed, jitted like the rest."""
+    """mpi4jax over the installed MPI, jitted."""
 
     name, modules, programs = "mpi4jax", ("mpi4jax", "mpi4py"), ("mpirun",)
 
@@ -132,7 +132,7 @@ class Mpi4jax:
     def commands(command: list[str], layout: Layout) -> list[list[str]]:
         ranks = layout.processes
         options = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        # Processes may use any core, as the threads of the others do. More ranks than cores would be refused.
+        # Processes may use any core, as the threads of the others do. By default mpirun rejects more ranks than cores.
         options += ["--bind-to", "none"] + (["--oversubscribe"] if ranks > (os.cpu_count() or 1) else [])
         return [["mpirun", *options, "-n", str(ranks), *command]]
 
@@ -153,7 +153,7 @@ class Mpi4jax:
             return mpi4jax.allreduce(x, op=self.mpi.SUM, comm=comm)
 
         plain, donating = jax.jit(reduce), jax.jit(reduce, donate_argnums=0)
-        looping, empty = (jax.jit(lambda x, f=f: loop(f, times, x)) for f in (reduce, None))
+        in_loop, empty = (jax.jit(lambda x, f=f: loop(f, times, x)) for f in (reduce, None))
         x = jax.device_put(own[0])
         donated = [x]
 
@@ -165,7 +165,7 @@ class Mpi4jax:
             lambda: plain(x).block_until_ready(),
             lambda: donating(donated[0]).block_until_ready(),
             copy,
-            lambda: looping(x).block_until_ready(),
+            lambda: in_loop(x).block_until_ready(),
             lambda: empty(x).block_until_ready(),
             times,
             np.asarray(plain(x))[None],
@@ -173,7 +173,7 @@ class Mpi4jax:
 
 
 class JaxProcesses:
-    """An all-reduce of `implementations.py`, in processes of a `jax.distributed` of its own, jitted like the rest."""
+    """An all-reduce of `implementations.py` between processes of `jax.distributed`, jitted."""
 
     name: str
     modules, programs = ("jax",), ()
@@ -211,28 +211,28 @@ class JaxProcesses:
             )
 
         plain, donating = compiled(reduce), compiled(reduce, donate_argnums=0)
-        looping, empty = (compiled(lambda x, f=f: loop(f, times, x)) for f in (reduce, None))
+        in_loop, empty = (compiled(lambda x, f=f: loop(f, times, x)) for f in (reduce, None))
         x, small = global_array(own), global_array(own[:, :1])
         donated = [x]
 
         def copy():
             donated[0] = jax.block_until_ready(x + 0)
-            plain(small).block_until_ready()  # in the place of a barrier
+            plain(small).block_until_ready()  # as a barrier
 
         shards = sorted(plain(x).addressable_shards, key=lambda shard: shard.index[0].start)
         explanation = explain(plain, x)
         (collective,) = explanation.collectives
-        xlas = [i for i in explanation.instructions if not i.name.startswith("jax_ring_")]
+        xla_instructions = [i for i in explanation.instructions if not i.name.startswith("jax_ring_")]
         return Calls(
             lambda: plain(x).block_until_ready(),
             lambda: donating(donated[0]).block_until_ready(),
             copy,
-            lambda: looping(x).block_until_ready(),
+            lambda: in_loop(x).block_until_ready(),
             lambda: empty(x).block_until_ready(),
             times,
             np.stack([np.asarray(shard.data) for shard in shards]),
             f"{collective.served_by}{f': {collective.why}' if collective.why else ''}",
-            sum(instruction.num_bytes for instruction in xlas),
+            sum(instruction.num_bytes for instruction in xla_instructions),
         )
 
 
@@ -249,14 +249,14 @@ BETWEEN_PROCESSES = {library.name: library for library in (RingPsum, LaxPsum)} |
 
 
 def why_not(name: str, layout: Layout) -> str | None:
-    """Why the library cannot be measured here, if it cannot."""
+    """Why the library cannot be measured here; None if it can."""
     library = BETWEEN_PROCESSES[name]
     missing = [module for module in library.modules if importlib.util.find_spec(module) is None]
     missing += [program for program in library.programs if shutil.which(program) is None]
     if missing:
-        return f"{', '.join(missing)} not found; {HOW_TO_INSTALL}"
+        return f"{', '.join(missing)} not found; {INSTALL_HINT}"
     if not library.several_devices and layout.devices > 1:
-        return "it has one rank in each process"
+        return "it supports one rank per process only"
     return None
 
 
@@ -269,48 +269,48 @@ class Peer:
         path = os.path.join(self.folder.name, "socket")
         numbers = map(str, dataclasses.astuple(layout))
         command = [sys.executable, os.path.abspath(__file__), name, self.folder.name, *numbers]
-        # One thread for each rank, as there is for each device of the others.
+        # One thread per rank, like one per device in the other implementations.
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(path)
             server.listen(layout.processes)
             server.settimeout(START_SECONDS)
             self.processes = [
-                # What they say is not a part of the table.
+                # Their output must not mix with the table.
                 subprocess.Popen(one, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr)
                 for one in BETWEEN_PROCESSES[name].commands(command, layout)
             ]
             self.connections = [Connection(server.accept()[0].detach()) for _ in range(layout.processes)]
 
-    def measure(self, task: Task) -> Answer:
-        """The times of each call, each a mean over the processes, and the wrong elements of them all.
+    def measure(self, task: Task) -> Measurement:
+        """The time of each call as the mean over processes, and the wrong elements of all of them.
 
         Raises:
-          RuntimeError: if a process failed, for a dtype that the library does not reduce, say.
+          RuntimeError: if a process failed, for example on a dtype that the library does not support.
         """
         try:
             for connection in self.connections:
                 connection.send(task)
-            answers = [connection.recv() for connection in self.connections]
+            measurements = [connection.recv() for connection in self.connections]
         except (EOFError, OSError) as error:
-            answers = [error]
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise RuntimeError(f"{self.name} failed at {task.count} elements of {task.dtype}: {answer!r}")
+            measurements = [error]
+        for measurement in measurements:
+            if isinstance(measurement, Exception):
+                raise RuntimeError(f"{self.name} failed at {task.count} elements of {task.dtype}: {measurement!r}")
         return dataclasses.replace(
-            answers[0],
-            seconds=[np.mean(figures, axis=0) for figures in zip(*(a.seconds for a in answers), strict=True)],
-            wrong=sum(answer.wrong for answer in answers),
+            measurements[0],
+            seconds=[np.mean(figures, axis=0) for figures in zip(*(a.seconds for a in measurements), strict=True)],
+            wrong=sum(measurement.wrong for measurement in measurements),
         )
 
     def run(self, task: Task) -> tuple[tuple[Spread, Spread, Spread], int]:
-        """The spreads out of place, in place and in a loop, and the wrong elements. Raises as `measure`."""
-        answer = self.measure(task)
-        return tuple(Spread.of(seconds) for seconds in answer.seconds), answer.wrong
+        """The spreads out of place, in place and in a loop, and the number of wrong elements. Raises as `measure`."""
+        measurement = self.measure(task)
+        return tuple(Spread.of(seconds) for seconds in measurement.seconds), measurement.wrong
 
     def close(self) -> None:
         for connection in self.connections:
-            # Those of a library that failed are gone.
+            # The processes of a library that failed have exited.
             with contextlib.suppress(OSError):
                 connection.send(None)
         for process in self.processes:
@@ -319,7 +319,7 @@ class Peer:
 
 
 def _measure(calls: Calls, task: Task) -> tuple[list[np.ndarray], int]:
-    """Seconds of each call out of place, in place and within a loop, and how many calls were made."""
+    """Seconds of each call out of place, in place and within a loop, and the number of calls made."""
 
     def seconds(run) -> float:
         begin = time.perf_counter()
@@ -336,10 +336,10 @@ def _measure(calls: Calls, task: Task) -> tuple[list[np.ndarray], int]:
             in_place.append(donated)
     loops = 1 + max(3, task.iterations // 4) if task.times else 0
     for i in range(loops):
-        looped, idle = seconds(calls.loop), seconds(calls.empty_loop)
+        looped, empty_looped = seconds(calls.loop), seconds(calls.empty_loop)
         if i >= 1:
             in_loop.append(looped / calls.times)
-            empty.append(idle / calls.times)
+            empty.append(empty_looped / calls.times)
     in_loop = np.array(in_loop) - np.median(empty or 0)
     return [np.array(out_of_place), np.array(in_place), in_loop], 2 * (
         task.warmup + task.iterations
@@ -353,7 +353,7 @@ def _serve(name: str, folder: str, processes: str, devices: str, hosts: str, *re
     with Client(os.path.join(folder, "socket")) as connection:
         while (task := connection.recv()) is not None:
             try:
-                # The same message comes again where libraries take turns.
+                # Interleaved libraries measure the same message repeatedly.
                 if message != (task.count, task.dtype, task.times):
                     message = calls = None
                     values = rank_values(layout.ranks, task.count, task.dtype)
@@ -362,14 +362,14 @@ def _serve(name: str, folder: str, processes: str, devices: str, hosts: str, *re
                     wrong = count_wrong(values, calls.results)
                     message = (task.count, task.dtype, task.times)
                     del values, own
-                seconds, made = _measure(calls, task)
-                connection.send(Answer(seconds, wrong, made, calls.served_by, calls.xla_bytes))
+                seconds, num_calls = _measure(calls, task)
+                connection.send(Measurement(seconds, wrong, num_calls, calls.served_by, calls.xla_bytes))
             except Exception as error:
                 connection.send(error)
 
 
 if __name__ == "__main__":
-    # As a module: by its name the other side finds the classes of what it is sent.
+    # Imported as a module, so that pickles name their classes peers.*, not __main__.*.
     import peers
 
     peers._serve(*sys.argv[1:])

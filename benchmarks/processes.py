@@ -3,10 +3,10 @@
     python benchmarks/processes.py -b 4 -e 64M -f 16 --layout 2x1,4x1
     python benchmarks/processes.py -b 64K -e 16M -f 16 --layout 2x4 --hosts 2 --impl ring_psum,lax.psum
 
-Each implementation has processes of its own, `lax.psum` over the collectives that JAX is set to use (by default Gloo).
-They take turns, several for each size, so that they meet the same disturbances; times are means over the processes. A
-layout is PROCESSESxDEVICES. With --hosts the processes are told that they are on so many hosts (JAX_RING_HOST_ID), and
-the bytes that XLA's collectives are given, and those that pass the loopback interface, are counted besides.
+Each implementation has processes of its own; `lax.psum` uses the collectives that JAX is configured for (by default
+Gloo). They are interleaved in several rounds per size, so that noise affects all of them. Times are means over the
+processes. A layout is PROCESSESxDEVICES. With --hosts, JAX_RING_HOST_ID divides the processes into that many hosts, and
+the operand bytes of XLA's collectives and the bytes through the loopback interface are counted as well.
 """
 
 import argparse
@@ -29,14 +29,14 @@ from jax_ring import _ffi_cpu
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of_messages(__doc__.split("\n\n")[0])
     parser.add_argument("--layout", default="2x1,4x1", help="PROCESSESxDEVICES, several separated by commas")
-    parser.add_argument("--hosts", type=int, default=1, help="that the processes are told they are on")
+    parser.add_argument("--hosts", type=int, default=1, help="number of hosts to divide the processes into")
     parser.add_argument("--impl", default=",".join(BETWEEN_PROCESSES), help="implementations, separated by commas")
-    parser.add_argument("--rounds", type=int, default=4, help="turns of each implementation for a size")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds per size")
     arguments = parser.parse_args()
     check_messages(parser, arguments)
     arguments.impl = arguments.impl.split(",")
     if unknown := set(arguments.impl) - set(BETWEEN_PROCESSES):
-        parser.error(f"unknown implementations {sorted(unknown)}; there are {list(BETWEEN_PROCESSES)}")
+        parser.error(f"unknown implementations {sorted(unknown)}; choose from {list(BETWEEN_PROCESSES)}")
     if not 1 <= arguments.rounds <= arguments.iters:
         parser.error(f"--rounds must be from 1 to the number of timed runs, {arguments.iters}; got {arguments.rounds}")
     try:
@@ -48,12 +48,12 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--layout must be like 2x1,2x4 (processes x devices), got {arguments.layout!r}")
     for layout in arguments.layouts:
         if min(layout.processes, layout.devices, layout.hosts) < 1 or layout.processes % layout.hosts:
-            parser.error(f"--layout needs positive numbers, and as many processes on each host; got {layout}")
+            parser.error(f"--layout needs positive numbers and the same number of processes on each host, got {layout}")
     return arguments
 
 
 def loopback_bytes() -> int:
-    """What the loopback interface of this host has received so far."""
+    """Bytes that the loopback interface of this host has received so far."""
     for line in pathlib.Path("/proc/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == "lo":
@@ -61,53 +61,53 @@ def loopback_bytes() -> int:
     return 0
 
 
-class Turns:
-    """What one implementation measured of one message, in several turns."""
+class Rounds:
+    """The measurements of one message by one implementation, over several rounds."""
 
     def __init__(self, peer: Peer, count: int, dtype: str, arguments: argparse.Namespace):
-        self.peer, self.answers, self.loopback = peer, [], 0.0
+        self.peer, self.measurements, self.loopback = peer, [], 0.0
         self.task = Task(count, dtype, arguments.iters // arguments.rounds, arguments.warmup_iters, 0)
-        # As many calls as fit into the time, so that the loop's own start does not count.
+        # Many calls amortize the launch of the loop.
         once = float(np.median(peer.measure(self.task).seconds[0]))
         self.task.times = int(np.clip(arguments.loop_seconds / once, 4, 2000))
 
-    def take(self) -> None:
+    def measure(self) -> None:
         before = loopback_bytes()
-        answer = self.peer.measure(self.task)
-        # Of the last turn: in the first one, programs are compiled and results checked.
-        self.loopback = (loopback_bytes() - before) / answer.calls
-        self.answers.append(answer)
+        measurement = self.peer.measure(self.task)
+        # The last round counts: the first one also compiles programs and checks results.
+        self.loopback = (loopback_bytes() - before) / measurement.calls
+        self.measurements.append(measurement)
 
     def row(self, layout: Layout, itemsize: int, check: bool, limit: float) -> Row:
-        figures = [np.concatenate([answer.seconds[i] for answer in self.answers]) for i in range(3)]
-        answer, num_bytes = self.answers[-1], self.task.count * itemsize
+        figures = [np.concatenate([measurement.seconds[i] for measurement in self.measurements]) for i in range(3)]
+        measurement, num_bytes = self.measurements[-1], self.task.count * itemsize
         return Row(
             self.peer.name, layout.ranks, num_bytes, self.task.count, self.task.dtype,
             *(Spread.of(seconds) for seconds in figures),
-            wrong=answer.wrong if check else -1, limit_us=limit * 1e6,
-            processes=layout.processes, hosts=layout.hosts, served_by=answer.served_by,
-            xla_bytes=None if answer.xla_bytes is None else answer.xla_bytes * layout.ranks,
+            wrong=measurement.wrong if check else -1, limit_us=limit * 1e6,
+            processes=layout.processes, hosts=layout.hosts, served_by=measurement.served_by,
+            xla_bytes=None if measurement.xla_bytes is None else measurement.xla_bytes * layout.ranks,
             loopback_bytes=self.loopback,
         )  # fmt: skip
 
 
-def measure(peers: list[Peer], count: int, dtype: str, arguments: argparse.Namespace) -> list[Turns]:
-    """All implementations in turn, another one first each time. One that fails has ended, and is not asked again."""
-    turns: list[Turns] = []
+def measure(peers: list[Peer], count: int, dtype: str, arguments: argparse.Namespace) -> list[Rounds]:
+    """Measures the implementations interleaved, each first in turn. One that fails is closed and removed."""
+    rounds: list[Rounds] = []
     for step in range(arguments.rounds + 1):
         for peer in list(peers):
             try:
                 if step == 0:
-                    turns.append(Turns(peer, count, dtype, arguments))
+                    rounds.append(Rounds(peer, count, dtype, arguments))
                 else:
-                    next(turn for turn in turns if turn.peer is peer).take()
+                    next(one for one in rounds if one.peer is peer).measure()
             except RuntimeError as error:
                 print(f"# {error}", flush=True)
-                turns = [turn for turn in turns if turn.peer is not peer]
+                rounds = [one for one in rounds if one.peer is not peer]
                 peers.remove(peer)
                 peer.close()
         peers.append(peers.pop(0))
-    return turns
+    return rounds
 
 
 def main() -> int:
@@ -135,7 +135,7 @@ def main() -> int:
 
 
 def measure_layout(layout: Layout, peers: list[Peer], cases: list, arguments: argparse.Namespace) -> list[Row]:
-    """Prints and returns the rows of one layout, and what follows from them."""
+    """Prints the rows of one layout and their summary, and returns the rows."""
     rows: list[Row] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -143,9 +143,9 @@ def measure_layout(layout: Layout, peers: list[Peer], cases: list, arguments: ar
             itemsize = jax.numpy.dtype(dtype).itemsize
             count = max(1, size // itemsize)
             limit = _ffi_cpu.fold_limit_seconds(layout.ranks, count * itemsize, os.cpu_count() or 1, 5)
-            turns = measure(peers, count, dtype, arguments) if peers else []
-            for turn in sorted(turns, key=lambda turn: arguments.impl.index(turn.peer.name)):
-                rows.append(turn.row(layout, itemsize, bool(arguments.check), limit))
+            measured = measure(peers, count, dtype, arguments) if peers else []
+            for rounds in sorted(measured, key=lambda rounds: arguments.impl.index(rounds.peer.name)):
+                rows.append(rounds.row(layout, itemsize, bool(arguments.check), limit))
                 print(report.line(rows[-1]), flush=True)
     others = tuple(name for name in dict.fromkeys(row.implementation for row in rows) if name != "ring_psum")
     for served_by in dict.fromkeys(row.served_by for row in rows if row.implementation == "ring_psum"):

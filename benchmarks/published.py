@@ -1,4 +1,4 @@
-"""Holds the simulator against all-reduces that others measured, and prints the table of docs/algorithms.md.
+"""Compares the simulator with published measurements, and prints the table of docs/algorithms.md.
 
 python benchmarks/published.py
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jax_ring.schedule import cost, plots, topology
 
 ROLES = {"input": "input", "prediction": "", "in_switch": "in the switches"}
-NCCLS = ("ring", "two_level_tree")
+NCCL_CANDIDATES = ("ring", "two_level_tree")
 
 
 class Row(NamedTuple):
@@ -22,25 +22,25 @@ class Row(NamedTuple):
     unit: str
     measured: float
     role: str
-    algorithm: str  # that was simulated
+    algorithm: str  # as simulated
     simulated: float
 
     @property
     def error(self) -> float:
-        """Simulated time over measured time, less one; a bandwidth's is that of the time it stands for."""
+        """Simulated over measured time, less one. Bandwidths are compared as times."""
         ratio = self.simulated / self.measured
         return (1 / ratio if self.unit == "GB/s" else ratio) - 1
 
 
 def rows() -> list[Row]:
-    """The published figures, each with what the simulator says."""
+    """The published figures, each with the simulated value."""
     path = pathlib.Path(__file__).parent / "published.toml"
     result = []
     for figure in tomllib.loads(path.read_text())["figure"]:
-        described = topology.load(figure["topology"])
+        loaded = topology.load(figure["topology"])
         for p, size, measured, role in figure["points"]:
-            names = NCCLS if figure["algorithm"] == "fastest" else (figure["algorithm"],)
-            seconds = {name: plots.seconds(name, p, size, described) for name in names}
+            names = NCCL_CANDIDATES if figure["algorithm"] == "fastest" else (figure["algorithm"],)
+            seconds = {name: plots.seconds(name, p, size, loaded) for name in names}
             best = min(seconds, key=lambda name: seconds[name])
             unit = figure["unit"]
             value = seconds[best] * 1e6 if unit == "us" else cost.busbw(p, size, seconds[best]) / 1e9
@@ -57,15 +57,15 @@ def size_name(size: int) -> str:
 
 
 def summary(found: list[Row]) -> list[str]:
-    """The errors of what no parameter was taken from, by kind."""
+    """The errors of the predictions, that is of the figures from which no parameter was taken, by message size."""
     kinds = {
         "up to 1 KiB": lambda row: row.bytes <= 1 << 10,
         "1 MiB": lambda row: row.bytes == 1 << 20,
         "larger": lambda row: row.bytes > 1 << 20,
     }
     lines = []
-    for kind, belongs in kinds.items():
-        errors = sorted((row.error for row in found if row.role == "prediction" and belongs(row)), key=abs)
+    for kind, is_of_kind in kinds.items():
+        errors = sorted((row.error for row in found if row.role == "prediction" and is_of_kind(row)), key=abs)
         median = statistics.median(map(abs, errors))
         lines.append(f"{len(errors)} predictions of {kind}: median error {median:.0%}, largest {errors[-1]:+.0%}.")
     return lines
@@ -75,11 +75,11 @@ def main() -> None:
     found = rows()
     print("| published | ranks | message | measured | simulated as | simulated | error in time | |")
     print("|---|---:|---:|---:|---|---:|---:|---|")
-    before = ""
+    previous = ""
     for row in found:
         unit = "µs" if row.unit == "us" else row.unit
-        what = f"[{row.what}]({row.link})" if row.what != before else "″"
-        before = row.what
+        what = f"[{row.what}]({row.link})" if row.what != previous else "″"
+        previous = row.what
         print(
             f"| {what} | {row.ranks} | {size_name(row.bytes)} | {row.measured:.4g} {unit} "
             f"| {row.algorithm.replace('_', ' ')} | {row.simulated:.3g} | {row.error:+.0%} | {ROLES[row.role]} |"

@@ -1,10 +1,10 @@
-"""Times training steps on CPU devices by where the gradients are reduced: after the backward pass or within it.
+"""Times training steps on CPU devices with gradients reduced after the backward pass or within it.
 
     python benchmarks/reduction_place.py --devices 8 --json reduction_place.json
 
-"one call" sums everything at once, "buckets" in buckets of 1 MiB, "in backward" each layer's gradients where they are
-made. All variants take turns. On CPU devices, which have no engine besides their cores to sum while they compute, there
-is little to hide: the figures say what the place costs or gains there, not what it would on a GPU.
+"one call" reduces all gradients at once, "buckets" in buckets of 1 MiB, "in backward" those of each layer as soon as
+they exist. The variants are interleaved. CPU devices compute and reduce on the same cores, so there is little to
+overlap: the figures show the cost or gain on CPU devices, not on GPUs.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def make_step(mesh, loss, variant: str, impl: str):
 
 
 def measure(mesh, model: str, steps: int) -> dict[tuple[str, str], list[float]]:
-    """Milliseconds of each step, for each implementation and place."""
+    """Milliseconds of each step, by implementation and variant."""
     rng = np.random.default_rng(0)
     weights = (rng.standard_normal((LAYERS, WIDTH, WIDTH)) / np.sqrt(WIDTH)).astype(np.float32)
     loss, params = (scanned, weights) if model == "scanned" else (unrolled, list(weights))

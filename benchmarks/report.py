@@ -1,4 +1,4 @@
-"""The benchmark's results as a table in the form of nccl-tests, as JSON and CSV, as a summary and as a plot."""
+"""Formats benchmark results as a table in the form of nccl-tests, as JSON, CSV, a summary and a plot."""
 
 import csv
 import dataclasses
@@ -40,7 +40,7 @@ def line(row: Row) -> str:
 
 
 def times(rows: list[Row], name: str, figure: str) -> dict[tuple, float]:
-    """The medians of an implementation, by layout and message."""
+    """The median times of an implementation, by layout and message."""
     return {
         (r.processes, r.ranks, r.hosts, r.bytes, r.dtype): getattr(r, figure).median
         for r in rows
@@ -49,14 +49,14 @@ def times(rows: list[Row], name: str, figure: str) -> dict[tuple, float]:
 
 
 def ratios(rows: list[Row], figure: str, other: str) -> dict[str, float]:
-    """Geometric mean of another's time over ring_psum's in each class of sizes; above 1, ring_psum is faster."""
+    """Geometric mean of another time over ring_psum's, by class of sizes. Above 1, ring_psum is faster."""
     result = {}
-    ours, theirs = times(rows, "ring_psum", figure), times(rows, other, figure)
+    ring, other_times = times(rows, "ring_psum", figure), times(rows, other, figure)
     for label, low, high in CLASSES:
         logs = [
-            math.log(theirs[key] / ours[key])
-            for key in theirs
-            if low <= key[3] <= high and key in ours and min(theirs[key], ours[key]) > 0
+            math.log(other_times[key] / ring[key])
+            for key in other_times
+            if low <= key[3] <= high and key in ring and min(other_times[key], ring[key]) > 0
         ]
         if logs:
             result[label] = math.exp(sum(logs) / len(logs))
@@ -76,32 +76,32 @@ def summary(rows: list[Row], others: tuple[str, ...] = ("lax.psum",)) -> str:
 
 
 def ratio_table(rows: list[Row], others: tuple[str, ...]) -> str:
-    """For each message of one layout, the time of others over that of ring_psum: in a jitted loop, and from Python."""
+    """A table of the times of others over that of ring_psum, by message: in a jitted loop, and from Python."""
     figures = [(other, figure) for figure in ("in_loop", "out_of_place") for other in others]
-    ours = {figure: times(rows, "ring_psum", figure) for _, figure in figures}
-    theirs = [times(rows, *pair) for pair in figures]
+    ring = {figure: times(rows, "ring_psum", figure) for _, figure in figures}
+    compared = [times(rows, *pair) for pair in figures]
     titles = [f"{other} ({'loop' if figure == 'in_loop' else 'Python'})" for other, figure in figures]
     lines = [f"# time / ring_psum's\n#{'size (B)':>10} {'type':>9}" + "".join(f" {title:>19}" for title in titles)]
-    for key in ours["in_loop"]:
+    for key in ring["in_loop"]:
         cells = [
-            f"{their[key] / ours[figure][key]:.3g}x" if key in their and ours[figure][key] > 0 else "-"
-            for (_, figure), their in zip(figures, theirs, strict=True)
+            f"{time[key] / ring[figure][key]:.3g}x" if key in time and ring[figure][key] > 0 else "-"
+            for (_, figure), time in zip(figures, compared, strict=True)
         ]
         lines.append(f"#{key[3]:>10} {key[4]:>9}" + "".join(f" {cell:>19}" for cell in cells))
     return "\n".join(lines)
 
 
 def crossing_table(rows: list[Row]) -> str:
-    """For each message, the bytes that each implementation hands to XLA's collectives and that the loopback carried."""
+    """A table of the bytes that go to XLA's collectives and through the loopback interface, by message."""
     lines = [
         "# bytes in one call: the operands of XLA's collectives in the compiled program, over all ranks; and all that\n"
-        "# went through this host's loopback interface, with headers and whatever else uses it",
+        "# went through this host's loopback interface, with headers and other traffic",
         f"#{'size (B)':>10} {'type':>9} {'implementation':>15} {'operands':>12} {'/ lax.psum':>11}"
         f" {'loopback':>14} {'/ lax.psum':>11} {'time in a loop':>15} {'/ lax.psum':>11}",
     ]
-    flat = {(row.bytes, row.dtype): row for row in rows if row.implementation == "lax.psum"}
+    baselines = {(row.bytes, row.dtype): row for row in rows if row.implementation == "lax.psum"}
     for row in rows:
-        if row.xla_bytes is None or (base := flat.get((row.bytes, row.dtype))) is None:
+        if row.xla_bytes is None or (base := baselines.get((row.bytes, row.dtype))) is None:
             continue
         pairs = (
             (row.xla_bytes, base.xla_bytes),
@@ -109,7 +109,7 @@ def crossing_table(rows: list[Row]) -> str:
             (row.in_loop.median, base.in_loop.median),
         )
         (operands, part), (loopback, lo_part), (time, time_part) = (
-            (mine, f"{mine / theirs:.3f}" if theirs else "-") for mine, theirs in pairs
+            (value, f"{value / base_value:.3f}" if base_value else "-") for value, base_value in pairs
         )
         lines.append(
             f"#{row.bytes:>10} {row.dtype:>9} {row.implementation:>15} {operands:>12} {part:>11}"
@@ -119,7 +119,7 @@ def crossing_table(rows: list[Row]) -> str:
 
 
 def machine() -> dict:
-    """What the figures were measured on."""
+    """Describes the hardware and software."""
     model = next(
         (text.split(":", 1)[1].strip() for text in _lines("/proc/cpuinfo") if text.startswith("model name")), "unknown"
     )
@@ -162,7 +162,7 @@ def write_csv(path: str, rows: list[Row]) -> None:
 
 
 def plot(path: str, rows: list[Row]) -> None:
-    """Time and bandwidth per call inside a jitted loop against message size, with the machine's limit."""
+    """Plots time and bandwidth per call in a jitted loop over message size, with the memory limit."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -171,19 +171,19 @@ def plot(path: str, rows: list[Row]) -> None:
     figure, (times, bandwidths) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
     names = list(dict.fromkeys(row.implementation for row in rows))
     for name in names:
-        mine = [row for row in rows if row.implementation == name and row.in_loop.median > 0]
-        sizes = [row.bytes for row in mine]
-        (curve,) = times.plot(sizes, [row.in_loop.median for row in mine], marker="o", label=name)
+        rows_of_name = [row for row in rows if row.implementation == name and row.in_loop.median > 0]
+        sizes = [row.bytes for row in rows_of_name]
+        (curve,) = times.plot(sizes, [row.in_loop.median for row in rows_of_name], marker="o", label=name)
         times.fill_between(
             sizes,
-            [max(row.in_loop.p10, 1e-2) for row in mine],
-            [row.in_loop.p90 for row in mine],
+            [max(row.in_loop.p10, 1e-2) for row in rows_of_name],
+            [row.in_loop.p90 for row in rows_of_name],
             alpha=0.2,
             color=curve.get_color(),
         )
-        bandwidths.plot(sizes, [row.bandwidths(row.in_loop.median)[1] for row in mine], marker="o", label=name)
-    one_each = {row.bytes: row for row in rows}
-    limit = sorted(one_each.values(), key=lambda row: row.bytes)
+        bandwidths.plot(sizes, [row.bandwidths(row.in_loop.median)[1] for row in rows_of_name], marker="o", label=name)
+    by_size = {row.bytes: row for row in rows}
+    limit = sorted(by_size.values(), key=lambda row: row.bytes)
     times.plot([r.bytes for r in limit], [r.limit_us for r in limit], "k--", label="memory limit (float32)")
     bandwidths.plot([r.bytes for r in limit], [r.bandwidths(r.limit_us)[1] for r in limit], "k--", label="memory limit")
     crossover = _crossover(rows)
@@ -200,7 +200,7 @@ def plot(path: str, rows: list[Row]) -> None:
 
 
 def _crossover(rows: list[Row]) -> int | None:
-    """The first size from which lax.psum is faster at every larger size, if there is one."""
+    """The smallest size from which lax.psum is faster at every size, if there is one."""
     times = {(row.implementation, row.bytes): row.in_loop.median for row in rows}
     sizes = sorted({row.bytes for row in rows})
     crossover = None

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All measurements of docs/performance.md, into benchmarks/results/NAME. About 25 minutes on two cores. The rows of
-# mpi4jax and torch.distributed need pip install '.[peers]'.
+# Runs all measurements of docs/performance.md and writes them to benchmarks/results/NAME. Takes about 25 minutes on two
+# cores. The rows of mpi4jax and torch.distributed need pip install '.[peers]'.
 #
 #   benchmarks/run_all.sh NAME [RUNS]
 set -euo pipefail
@@ -11,7 +11,7 @@ runs=${2:-3}
 mkdir -p "$out"
 for run in $(seq "$runs"); do
   for p in 2 4 8 16; do
-    # More processes than twice the cores would measure the scheduler.
+    # With more processes than twice the cores, the benchmark would measure the scheduler.
     peers=$([ "$p" -le 4 ] && echo ",mpi4jax,torch/Gloo" || true)
     "$python" benchmarks/allreduce.py --devices "$p" -b 16 -e 16M -f 16 -n 12 --impl "ring_psum,lax.psum$peers" \
       --json "$out/allreduce-p$p-$run.json"

@@ -1,10 +1,10 @@
-"""Turns the JSON files of several runs of the benchmarks into one page of tables.
+"""Summarizes the JSON files of several benchmark runs as one page of tables.
 
     python benchmarks/summarize.py benchmarks/results/NAME
 
-Expects allreduce-*.json in the folder, and train_step-*.json, processes-*.json and two_level-*.json if there are any,
-and writes README.md there. Figures are medians over the runs; a ratio is the median of the ratios within each run, with
-the lowest and the highest.
+Reads allreduce-*.json and, if present, train_step-*.json, processes-*.json and two_level-*.json in the folder, and
+writes README.md there. Figures are medians over the runs. A ratio is the median of the ratios of the runs, with the
+lowest and the highest.
 """
 
 import json
@@ -32,22 +32,22 @@ def spread(values: list[float]) -> str:
 
 
 def allreduce_tables(runs: list[dict], dtype: str) -> list[str]:
-    """One table for each number of ranks: times per call, and how much faster than lax.psum."""
-    cells = defaultdict(lambda: defaultdict(list))  # (ranks, bytes): figure: one value for each run
+    """One table per number of ranks: times per call, and lax.psum's times over them."""
+    cells = defaultdict(lambda: defaultdict(list))  # (ranks, bytes): figure: values by run
     for run in runs:
         rows = {(r["ranks"], r["bytes"], r["implementation"]): r for r in run["rows"] if r["dtype"] == dtype}
-        for (ranks, size, name), ours in rows.items():
-            theirs = rows.get((ranks, size, "lax.psum"))
-            if name != "ring_psum" or theirs is None:
+        for (ranks, size, name), ring in rows.items():
+            lax = rows.get((ranks, size, "lax.psum"))
+            if name != "ring_psum" or lax is None:
                 continue
             cell = cells[ranks, size]
             for figure in ("in_loop", "out_of_place", "in_place"):
-                mine = max(ours[figure]["median"], 1e-3)
-                cell[figure].append(mine)
-                cell[f"{figure} ratio"].append(theirs[figure]["median"] / mine)
-            cell["limit"].append(ours["limit_us"] / max(ours["in_loop"]["median"], 1e-3))
-            cell["limit out"].append(ours["limit_us"] / max(ours["out_of_place"]["median"], 1e-3))
-            cell["wrong"].append(ours["wrong"] + theirs["wrong"])
+                ring_us = max(ring[figure]["median"], 1e-3)
+                cell[figure].append(ring_us)
+                cell[f"{figure} ratio"].append(lax[figure]["median"] / ring_us)
+            cell["limit"].append(ring["limit_us"] / max(ring["in_loop"]["median"], 1e-3))
+            cell["limit out"].append(ring["limit_us"] / max(ring["out_of_place"]["median"], 1e-3))
+            cell["wrong"].append(ring["wrong"] + lax["wrong"])
     lines = []
     for ranks in sorted({ranks for ranks, _ in cells}):
         lines += [
@@ -65,13 +65,13 @@ def allreduce_tables(runs: list[dict], dtype: str) -> list[str]:
                 f"| {middle['limit out']:.0%} | {middle['in_place']:.0f} | {spread(cell['in_place ratio'])} |"
             )
         wrong = sum(sum(cell["wrong"]) for (p, _), cell in cells.items() if p == ranks)
-        lines.append(f"\nValues out of bounds, of both implementations together: {wrong}.")
+        lines.append(f"\nValues out of bounds, ring_psum and lax.psum: {wrong}.")
     return lines
 
 
 def peers_tables(runs: list[dict]) -> list[str]:
-    """Times of the libraries that run one process for each rank, beside ring_psum's in the same run."""
-    cells = defaultdict(lambda: defaultdict(list))  # (ranks, bytes, figure): implementation: one value for each run
+    """Times of the libraries that run one process per rank, and of ring_psum in the same runs."""
+    cells = defaultdict(lambda: defaultdict(list))  # (ranks, bytes, figure): implementation: values by run
     for run in runs:
         names = dict.fromkeys(row["implementation"] for row in run["rows"])
         peers = [name for name in names if name in PEERS]
@@ -99,8 +99,8 @@ def peers_tables(runs: list[dict]) -> list[str]:
 
 
 def processes_tables(runs: list[dict]) -> list[str]:
-    """Times per call in a loop between processes, those of others over ring_psum's, and the bytes that cross hosts."""
-    cells = defaultdict(lambda: defaultdict(list))  # (layout, bytes): figure: one value for each run
+    """Times per call in a loop between processes, ratios to ring_psum, and bytes that cross hosts."""
+    cells = defaultdict(lambda: defaultdict(list))  # (layout, bytes): figure: values by run
     for run in runs:
         rows = {
             ((r["processes"], r["ranks"] // r["processes"], r["hosts"]), r["bytes"], r["implementation"]): r
@@ -108,10 +108,10 @@ def processes_tables(runs: list[dict]) -> list[str]:
             if r["dtype"] == "float32"
         }
         for (layout, size, name), row in rows.items():
-            cell, ours = cells[layout, size], rows.get((layout, size, "ring_psum"))
+            cell, ring = cells[layout, size], rows.get((layout, size, "ring_psum"))
             cell[f"{name}, µs"].append(row["in_loop"]["median"])
-            if ours is not None and row is not ours:
-                cell[f"{name} / ring_psum"].append(row["in_loop"]["median"] / max(ours["in_loop"]["median"], 1e-3))
+            if ring is not None and row is not ring:
+                cell[f"{name} / ring_psum"].append(row["in_loop"]["median"] / max(ring["in_loop"]["median"], 1e-3))
             if row["hosts"] > 1 and row["xla_bytes"] is not None:
                 cell[f"{name}, bytes to XLA"].append(row["xla_bytes"])
                 cell[f"{name}, bytes on loopback"].append(row["loopback_bytes"])
@@ -121,7 +121,7 @@ def processes_tables(runs: list[dict]) -> list[str]:
         figures = list(dict.fromkeys(figure for size in sizes for figure in cells[layout, size]))
         processes, devices, hosts = layout
         lines += [
-            f"\n### float32, {processes} processes x {devices} ranks{f', told to be {hosts} hosts' * (hosts > 1)}\n",
+            f"\n### float32, {processes} processes x {devices} ranks{f', configured as {hosts} hosts' * (hosts > 1)}\n",
             f"| message | {' | '.join(figures)} |",
             "|---:" * (1 + len(figures)) + "|",
         ]
@@ -145,7 +145,7 @@ def train_step_table(runs: list[dict]) -> list[str]:
             cell["ms"].append(row["median_ms"])
             cell["speedup"].append(row["speedup"])
     lines = [
-        "\n| p | model | dtype | gradients summed by | ms per step | faster than lax.psum |",
+        "\n| p | model | dtype | gradients summed by | ms per step | lax.psum fused / this |",
         "|--:|---|---|---|--:|--:|",
     ]
     for (ranks, model, dtype, variant), cell in cells.items():
@@ -163,10 +163,9 @@ def main() -> None:
         "# Measurements",
         f"\n{machine['cpu']}, {machine['cores']} cores, {machine['system']}; Python {machine['python']}, "
         f"JAX {machine['jax']}. Written by `benchmarks/summarize.py` from the JSON files beside this page.",
-        "\nTimes are medians; a ratio is lax.psum's time over ring_psum's in the same run: its median over the runs, "
-        "and in brackets the lowest and the highest. The limit is a bare fold of float32 by one thread per core, "
-        "without any runtime, in the same run. CPU devices share one memory, so all this is about memory, not a "
-        "network.",
+        "\nTimes are medians. A ratio is lax.psum's time over ring_psum's in the same run: the median of the runs, with "
+        "the lowest and the highest in brackets. The limit is a bare fold of float32 by one thread per core, without a "
+        "runtime, in the same run. CPU devices share one memory: this is about memory, not a network.",
         "\n## All-reduce",
     ]
     for dtype in dict.fromkeys(row["dtype"] for run in allreduce for row in run["rows"]):
@@ -174,15 +173,15 @@ def main() -> None:
     others = peers_tables(allreduce)
     if others:
         lines += [
-            "\n## Libraries that run a process for each rank",
-            "\nMeans over the ranks, medians over calls and runs. In a loop: calls one after the other, in a jitted "
-            "loop less the same loop without them, and for torch.distributed in a Python loop.",
+            "\n## Libraries that run one process per rank",
+            "\nMeans over the ranks, medians over calls and runs. Loop: back-to-back calls in a jitted loop, minus the "
+            "same loop without them; for torch.distributed in a Python loop.",
             *others,
         ]
     if processes:
         lines += [
             "\n## Between processes of one host",
-            "\nPer call in a jitted loop less the same loop without it (torch.distributed: in a Python loop); means "
+            "\nPer call in a jitted loop, minus the same loop without it (torch.distributed: in a Python loop). Means "
             "over the processes.",
             *processes_tables(processes),
         ]

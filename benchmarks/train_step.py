@@ -1,9 +1,9 @@
-"""Times a whole data-parallel training step on CPU devices: gradients summed by ring_psum or by lax.psum.
+"""Times a data-parallel training step on CPU devices, with gradients reduced by ring_psum or by lax.psum.
 
     python benchmarks/train_step.py --devices 8 --json train_step.json
 
-"fused" sums the whole tree of gradients in one call, "per leaf" each gradient in a call of its own. XLA merges its own
-all-reduces, so that these two are the same program for lax.psum. All variants take turns.
+"fused" reduces the tree of gradients in one call, "per leaf" with one call per gradient. XLA combines its own
+all-reduces, so both are the same program with lax.psum. The variants are interleaved.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def make_step(mesh, loss, psum, fused: bool):
 
 
 def measure(mesh, model: str, dtype: str, steps: int) -> dict[str, list[float]]:
-    """Milliseconds of each step, for each variant."""
+    """Milliseconds of each step, by variant."""
     from models import MODELS
 
     from jax_ring import ring_psum

@@ -1,4 +1,4 @@
-"""Measures the algorithms that "auto" chooses from, and where they cross: `benchmarks/allreduce.py --tune`."""
+"""Measures the thresholds of `algorithm="auto"`, for `benchmarks/allreduce.py --tune`."""
 
 import dataclasses
 import math
@@ -16,12 +16,12 @@ PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}
 
 
 def rank_counts(devices: int) -> list[int]:
-    """Powers of two, and all."""
+    """The powers of two up to `devices`, and `devices`."""
     return sorted({1 << i for i in range(1, devices.bit_length())} | {devices})
 
 
 def measure(sizes: list[int], dtype: str, iterations: int, warmup: int, loop_seconds: float) -> list[dict]:
-    """A row for each algorithm, number of ranks and size."""
+    """Measures one row per algorithm, number of ranks and size."""
     rows = []
     for p in rank_counts(len(jax.devices())):
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:p]), (AXIS,))
@@ -37,12 +37,12 @@ def measure(sizes: list[int], dtype: str, iterations: int, warmup: int, loop_sec
 
 
 def lines_of(rows: list[dict], dtype: str) -> dict[str, fit.Line]:
-    """What was fitted to each algorithm; prints how well."""
+    """Fits a line to each algorithm, and prints its errors."""
     lines = {}
     for name in ALGORITHMS:
-        measured = fit.select(rows, implementation=name, dtype=dtype)
-        lines[name] = line = fit.fit_line(name, measured)
-        at = [(line.at(m.num_ranks), m) for m in measured]
+        measurements = fit.select(rows, implementation=name, dtype=dtype)
+        lines[name] = line = fit.fit_line(name, measurements)
+        at = [(line.at(m.num_ranks), m) for m in measurements]
         errors = [abs((a + b * m.num_bytes) / m.seconds - 1) for (a, b), m in at]
         print(
             f"# {name}: {line.alpha * 1e6:.2f} us + {line.arrival * 1e6:.2f} us per rank + "
@@ -52,18 +52,16 @@ def lines_of(rows: list[dict], dtype: str) -> dict[str, fit.Line]:
 
 
 def tune(path: str, sizes: list[int], dtype: str, iterations: int, warmup: int, loop_seconds: float) -> None:
-    """Writes the thresholds for this platform, for every number of ranks up to 64.
+    """Measures and writes the thresholds for this platform, for numbers of ranks up to 64.
 
     Raises:
-      ValueError: if there are too few devices or measurements, or a wrong result.
+      ValueError: if there are too few devices or measurements, or a result is wrong.
     """
     if len(jax.devices()) < 2:
-        raise ValueError(f"there is nothing to reduce between {len(jax.devices())} devices; --tune needs 2 or more")
+        raise ValueError(f"--tune needs 2 devices or more, got {len(jax.devices())}")
     platform = PLATFORMS[jax.default_backend()]
     if platform == "cpu" and jax.process_count() == 1:
-        print(
-            "# CPU devices of one process: all algorithms are one and the same, and their thresholds are without effect"
-        )
+        print("# CPU devices of one process: all algorithms are the same, so the thresholds have no effect")
     rows = measure(sizes, dtype, iterations, warmup, loop_seconds)
     if wrong := sum(row["wrong"] for row in rows):
         raise ValueError(f"{wrong} values out of bounds: nothing is written")
@@ -80,4 +78,4 @@ def tune(path: str, sizes: list[int], dtype: str, iterations: int, warmup: int, 
     for p, thresholds in table.items():
         limits = ("any size" if n == tuning.NO_LIMIT else f"{n} bytes" for n in thresholds)
         print("# {:>3} ranks: one_shot up to {}, two_shot up to {}".format(p, *limits), end="")
-        print("" if p in measured else "  (by the fitted lines: not measured)")
+        print("" if p in measured else "  (from the fitted lines, not measured)")

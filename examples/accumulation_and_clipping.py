@@ -1,12 +1,12 @@
-"""Gradients accumulated over micro-batches and clipped, before and after they are reduced.
+"""Accumulates gradients over micro-batches, and clips them before or after they are reduced.
 
     python examples/accumulation_and_clipping.py [--devices 4] [--steps 300] [--microbatches 8] [--impl ring|lax]
 
-All four runs see the same batches. "accumulated" takes them in micro-batches, in a fraction of the memory, and
-communicates once a step; its losses are those of "whole batch", and both are what one device would compute. "clipped
-too early" clips each device's own gradients before their mean is taken, and "every micro-batch clipped" those of each
-part. Since the norm of a mean is not the mean of the norms, these are other methods, whose outcome depends on the
-number of devices and parts. That may even be a better one: it is here, where a few examples are far off.
+All four runs see the same batches. "accumulated" uses micro-batches, which take a fraction of the memory, and reduces
+once per step. Its losses equal those of "whole batch", and both equal those of one device. "clipped too early" clips
+the gradients of each device before their mean is taken, and "every micro-batch clipped" those of each micro-batch. The
+norm of a mean is not the mean of the norms, so these are different methods, whose results depend on the number of
+devices and micro-batches. They may even be better, as they are here, where a few examples are outliers.
 """
 
 import argparse
@@ -28,9 +28,9 @@ BATCH, WIDTH, LIMIT = 512, 64, 0.3
 
 
 def make_data(rng, steps: int):
-    """A regression with a few examples that are far off, whose gradients are what clipping is for.
+    """A regression with a few outliers, whose gradients need clipping.
 
-    One batch for each step, and one without noise, held out.
+    Returns one batch per step, and one held-out batch without noise.
     """
     truth = rng.standard_normal((WIDTH, 1)) / np.sqrt(WIDTH)
     x = rng.standard_normal((steps + 1, BATCH, WIDTH))
@@ -54,14 +54,14 @@ def clip(grads):
 
 
 def with_early_clipping(fun, axis_name, impl, num_parts):
-    """The mean over ranks, and over parts of each rank's batch, of gradients that have been clipped one by one."""
+    """The mean over ranks, and over parts of each rank's batch, of gradients that are clipped separately."""
 
     def value_and_grad_of(params, x, y):
         local = jax.tree.map(lambda p: jax.lax.pcast(p, axis_name, to="varying"), params)
         parts = [a.reshape(num_parts, -1, a.shape[-1]) for a in (x, y)]
         values, grads = jax.lax.map(lambda part: jax.value_and_grad(fun)(local, *part), tuple(parts))
-        mine = values.mean(), jax.tree.map(lambda g: g.mean(0), jax.vmap(clip)(grads))
-        return sync_gradients(mine, axis_name, impl=impl)
+        local_means = values.mean(), jax.tree.map(lambda g: g.mean(0), jax.vmap(clip)(grads))
+        return sync_gradients(local_means, axis_name, impl=impl)
 
     return value_and_grad_of
 
@@ -71,7 +71,7 @@ def main() -> int:
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--impl", choices=["ring", "lax"], default="ring", help="who sums the gradients")
+    parser.add_argument("--impl", choices=["ring", "lax"], default="ring", help="implementation of the collectives")
     args = parser.parse_args()
     if min(args.devices, args.microbatches, args.steps) < 1 or BATCH % (args.devices * args.microbatches):
         parser.error(
@@ -82,11 +82,11 @@ def main() -> int:
     jax.config.update("jax_platforms", "cpu")
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     plain = optax.sgd(0.3, momentum=0.9)
-    right = optax.chain(optax.clip_by_global_norm(LIMIT), plain)
+    clipped = optax.chain(optax.clip_by_global_norm(LIMIT), plain)
     accumulated = value_and_grad(accumulate_gradients(loss, args.microbatches), "data", impl=args.impl)
     runs = {
-        "whole batch": (value_and_grad(loss, "data", impl=args.impl), right),
-        "accumulated": (accumulated, right),
+        "whole batch": (value_and_grad(loss, "data", impl=args.impl), clipped),
+        "accumulated": (accumulated, clipped),
         "clipped too early": (with_early_clipping(loss, "data", args.impl, 1), plain),
         "every micro-batch clipped": (with_early_clipping(loss, "data", args.impl, args.microbatches), plain),
     }

@@ -1,10 +1,10 @@
-"""Trains a small network on handwritten digits in several processes, each of which has its own part of the data.
+"""Trains a small network on handwritten digits in several processes, each with its own part of the data.
 
     python -m jax_ring.launch -n 4 examples/multi_process.py [--epochs 10] [--impl ring|lax]
 
-The step is that of train_digits.py: it does not know of processes. What is new is around it. Every process runs this
-whole program, and calls the same jitted functions in the same order; arrays span the devices of all processes, and each
-process provides and sees what is on its own. Without the launcher it is one process, that has all the data.
+The training step is that of train_digits.py; it does not depend on processes. Each process runs this whole program, and
+calls the same jitted functions in the same order. Arrays span the devices of all processes, and each process provides
+and sees the shards on its own devices. Without the launcher, a single process has all the data.
 """
 
 import argparse
@@ -27,43 +27,43 @@ def init(key):
 
 
 def own_batches(images, labels, mesh, rng):
-    """Global batches, of which this process makes its part from its own examples, in an order of its own."""
+    """Global batches, to which this process contributes a part from its own examples, in its own random order."""
     examples, size = len(labels) // jax.process_count(), BATCH // jax.process_count()
     own = slice(jax.process_index() * examples, (jax.process_index() + 1) * examples)
     images, labels = images[own], labels[own]
     order = rng.permutation(examples)
     for start in range(0, examples - size + 1, size):
         batch = order[start : start + size]
-        # Of shape (BATCH, ...), made of the parts in the order of the processes.
+        # Of shape (BATCH, ...): the parts in process order.
         yield tuple(
             jax.make_array_from_process_local_data(jax.NamedSharding(mesh, P("data")), part[batch])
             for part in (images, labels)
         )
 
 
-def all_have(params):
-    """Whether all processes have the same bits, and a digest of those of this one."""
+def same_on_all_processes(params):
+    """Whether all processes have the same bits, and a digest of the bits of this process."""
     digest = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)))
-    everyones = multihost_utils.process_allgather(np.frombuffer(digest.digest(), np.uint8))
-    return len({part.tobytes() for part in everyones.reshape(jax.process_count(), -1)}) == 1, digest.hexdigest()
+    digests = multihost_utils.process_allgather(np.frombuffer(digest.digest(), np.uint8))
+    return len({part.tobytes() for part in digests.reshape(jax.process_count(), -1)}) == 1, digest.hexdigest()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--impl", choices=["ring", "lax"], default="ring", help="who sums the gradients")
+    parser.add_argument("--impl", choices=["ring", "lax"], default="ring", help="implementation of the collectives")
     args = parser.parse_args()
-    # Before anything else of JAX. Under Slurm and Open MPI this needs no arguments either.
+    # Before any other use of JAX. Under Slurm and Open MPI, too, this needs no arguments.
     if "JAX_NUM_PROCESSES" in os.environ:
         jax.distributed.initialize()
     if BATCH % jax.device_count():
-        parser.error(f"the number of devices must divide the batch size {BATCH}, and is {jax.device_count()}")
+        parser.error(f"the number of devices must divide the batch size {BATCH}, got {jax.device_count()}")
 
-    def say(text):
+    def print_once(text):
         if jax.process_index() == 0:
             print(text)
 
-    # Devices of all processes, those of a process next to each other.
+    # The devices of all processes, ordered by process.
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     train_images, test_images, train_labels, test_labels = load_data()
     params, opt_state = jax.jit(init, out_shardings=jax.NamedSharding(mesh, P()))(jax.random.key(0))
@@ -71,23 +71,24 @@ def main():
     rng = np.random.default_rng(jax.process_index())
 
     images, labels = next(own_batches(train_images, train_labels, mesh, rng))
-    say(f"processes: {jax.process_count()}, devices: {jax.device_count()}")
+    print_once(f"processes: {jax.process_count()}, devices: {jax.device_count()}")
     for collective in jax_ring.explain(train_step, params, opt_state, images, labels).collectives:
         why = f": {collective.why}" if collective.why else ""
-        say(f"{collective.name} of {collective.num_bytes:,} bytes is served by {collective.served_by}{why}")
+        print_once(f"{collective.name} of {collective.num_bytes:,} bytes is served by {collective.served_by}{why}")
 
     for epoch in range(args.epochs):
         losses = []
         for images, labels in own_batches(train_images, train_labels, mesh, rng):
             params, opt_state, loss = train_step(params, opt_state, images, labels)
             losses.append(float(loss))
-        say(f"epoch {epoch + 1}: mean loss {np.mean(losses):.4f}")
-    # Every process takes part in this as well: the parameters are arrays of them all.
+        print_once(f"epoch {epoch + 1}: mean loss {np.mean(losses):.4f}")
+    # All processes must call this as well, since the parameters span all of them.
     held_out = float(accuracy(params, test_images, test_labels))
-    say(f"held-out accuracy {held_out:.2%}")
+    print_once(f"held-out accuracy {held_out:.2%}")
 
-    same, digest = all_have(params)
-    print(f"process {jax.process_index()} has parameters {digest[:16]}: {'as all' if same else 'NOT as all'} others")
+    same, digest = same_on_all_processes(params)
+    verdict = "the same on all processes" if same else "NOT the same on all processes"
+    print(f"process {jax.process_index()} has parameters {digest[:16]}, {verdict}")
     return 0 if same else 1
 
 

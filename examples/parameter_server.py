@@ -1,11 +1,11 @@
-"""A parameter server, which the ring replaces: on one device all gradients arrive, and from it all parameters leave.
+"""Compares data-parallel training on a ring with a parameter server, synchronous and with stale gradients.
 
     python examples/parameter_server.py [--devices 8] [--epochs 8] [--rate 0.2] [--plot losses.png]
 
-"server" sums the gradients on rank 0 (`ring_reduce`), updates there, and broadcasts; every step waits for it. "stale by
-k" lets the devices run ahead: their gradients are those of the parameters of k steps ago, as in asynchronous training,
-where k is about the number of workers. At a rate of learning that suits k = 0, larger k oscillate and then diverge; the
-rate that is stable falls as 1/k. "ring" is plain data-parallel training.
+"server" reduces the gradients to rank 0 (`ring_reduce`), updates the parameters there, and broadcasts them; each step
+waits for it. "stale by k" takes gradients at the parameters of k steps ago, as in asynchronous training, where k is
+about the number of workers. At a learning rate that suits k = 0, training oscillates and then diverges with larger k:
+the largest stable rate falls as 1/k. "ring" is plain data-parallel training.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def make_server_step(mesh, rate: float):
     def step(params, at, images, labels):
         at = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), at)
         value, grads = jax.value_and_grad(loss)(at, images, labels)
-        grads = ring_reduce(grads, "data", root=0)  # zeros on the others, whose parameters are not used
+        grads = ring_reduce(grads, "data", root=0)  # zeros on the other ranks, whose parameters are unused
         params = jax.tree.map(lambda p, g: p - rate / mesh.size * g, params, grads)
         return ring_broadcast(params, "data", root=0), ring_pmean(value, "data")
 
@@ -45,7 +45,7 @@ def make_server_step(mesh, rate: float):
 
 
 def compiled(mesh, step):
-    """(parameters, those at which gradients are taken, images, labels) to parameters and loss."""
+    """Jits a step: (parameters, parameters to take gradients at, images, labels) to (parameters, loss)."""
     specs = (P(), P(), P("data"), P("data"))
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(P(), P())))
 
@@ -54,8 +54,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=8, help=f"a divisor of the batch size, {BATCH} (default: 8)")
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--rate", type=float, default=0.2, help="of learning (default: 0.2)")
-    parser.add_argument("--plot", metavar="FILE", help="the losses as curves; needs matplotlib")
+    parser.add_argument("--rate", type=float, default=0.2, help="learning rate (default: 0.2)")
+    parser.add_argument("--plot", metavar="FILE", help="plot the losses; needs matplotlib")
     args = parser.parse_args()
     if args.devices < 1 or BATCH % args.devices or args.epochs < 1:
         parser.error(f"--devices must divide {BATCH}, and --epochs be positive; got {args.devices} and {args.epochs}")
@@ -68,7 +68,7 @@ def main() -> int:
     server = make_server_step(mesh, args.rate)
     runs = {"ring": (make_ring_step(mesh, args.rate), 0), "server": (server, 0)}
     runs |= {f"server, stale by {k}": (server, k) for k in (2, 4, 8, 16)}
-    # In and out of the busiest rank in a step, for V bytes of parameters, where every message goes over a link.
+    # Bytes in and out of the busiest rank in a step, if each message goes over one link.
     busiest = dict.fromkeys(runs, 2 * (p - 1) * volume) | {"ring": 4 * volume * (p - 1) // p}
 
     console = Console()
@@ -91,7 +91,7 @@ def main() -> int:
         last = np.mean(losses[-(len(images) // BATCH) :])
         table.add_row(name, f"{busiest[name]}", f"{1e3 * np.median(times):.2f}", f"{last:.4f}")
     console.print(table)
-    console.print("Time is that of one memory, which all devices share; bytes are what links would have to carry.")
+    console.print("Times are of CPU devices, which share one memory. Bytes are what links would have to carry.")
     if args.plot:
         from matplotlib import pyplot as plt
 

@@ -1,11 +1,11 @@
-"""Two ways of using jax_ring in code that one did not write.
+"""Two ways to use jax_ring in third-party code.
 
     python examples/replace_psum.py [--devices 8]
 
-The code is `TheirTrainer`, as one finds them in libraries: it calls `psum` somewhere inside, and it leaves other sums
-to differentiation. The first way, replacing the name `psum` in the module that calls it, gets what goes through that
-name. The second, `override_lax()`, gets everything, since it is about how JAX's collectives are lowered, and not about
-who calls them. Both train to the same result.
+`ThirdPartyTrainer` stands for a trainer of a library: it calls `psum` internally, and leaves other sums to
+differentiation. The first way replaces the name `psum` in the module that calls it, and covers the calls by that name.
+The second, `override_lax()`, covers all of them, since it changes how JAX's collectives are lowered. Both train to the
+same result.
 """
 
 import argparse
@@ -27,14 +27,14 @@ import jax_ring
 STEPS = 20
 
 
-class TheirTrainer:
-    """Linear regression with normalised features, data-parallel. Imagine that it came with `pip install`."""
+class ThirdPartyTrainer:
+    """Data-parallel linear regression with normalised features. Imagine that it is an installed package."""
 
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
 
     def __init__(self, mesh):
-        # A new function for each trainer, so that it is traced with the names as they are then.
-        step = functools.partial(TheirTrainer._step, self)
+        # A new function for each trainer, so that jit traces it again, with the current meaning of `psum`.
+        step = functools.partial(ThirdPartyTrainer._step, self)
         self.step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P()))
 
     def _step(self, state, x, y):
@@ -45,7 +45,7 @@ class TheirTrainer:
         def loss(params):
             return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
-        # The parameters are the same on all devices, so that differentiation sums these gradients over them.
+        # The parameters are the same on all devices, so differentiation sums these gradients over the devices.
         value, grads = jax.value_and_grad(loss)(params)
         grads = jax.tree.map(lambda g: g / num_devices, grads)
         updates, opt_state = self.optimizer.update(grads, opt_state, params)
@@ -57,8 +57,8 @@ class TheirTrainer:
 
 
 def train(mesh, data):
-    """Trains, and returns the parameters, the last loss, and what jax_ring.explain() finds in a step."""
-    trainer = TheirTrainer(mesh)
+    """Trains, and returns the parameters, the last loss, and the result of jax_ring.explain() for a step."""
+    trainer = ThirdPartyTrainer(mesh)
     state = trainer.init(data[0].shape[1])
     for _ in range(STEPS):
         state, loss = trainer.step(state, *data)
@@ -78,30 +78,31 @@ def main():
     x = rng.standard_normal((240, 5)).astype(np.float32) + 3
     data = x, (x @ np.arange(5) + 1).astype(np.float32)
 
-    results = {"as it is": train(mesh, data)}
+    results = {"unchanged": train(mesh, data)}
 
-    # Ours has the signature of lax.psum, so that it can stand under that name.
-    their_module = sys.modules[TheirTrainer.__module__]
-    with mock.patch.object(their_module, "psum", jax_ring.ring_psum):
+    # ring_psum has the signature of lax.psum, so it can replace it.
+    trainer_module = sys.modules[ThirdPartyTrainer.__module__]
+    with mock.patch.object(trainer_module, "psum", jax_ring.ring_psum):
         results["with the name psum replaced"] = train(mesh, data)
 
     with jax_ring.override_lax():
         results["under override_lax()"] = train(mesh, data)
-        everything = results["under override_lax()"][2]
+        explanation_of_override = results["under override_lax()"][2]
 
     table = Table("the training", "calls by jax_ring", "by XLA", "loss", "parameters")
-    expected = results["as it is"][0]
+    expected = results["unchanged"][0]
     same = True
     for name, (params, loss, explanation) in results.items():
-        ours = sum(call.served_by == "jax_ring" for call in explanation.collectives)
-        equal = all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (params, expected)), strict=True))
-        same &= equal
-        xlas = len(explanation.collectives) - ours
-        table.add_row(name, str(ours), str(xlas), f"{loss:.4f}", "the same bits" if equal else "other bits")
+        by_ring = sum(call.served_by == "jax_ring" for call in explanation.collectives)
+        same_bits = all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (params, expected)), strict=True))
+        same &= same_bits
+        by_xla = len(explanation.collectives) - by_ring
+        bits = "the same bits" if same_bits else "different bits"
+        table.add_row(name, str(by_ring), str(by_xla), f"{loss:.4f}", bits)
     console = Console()
     console.print(table)
     console.print("Under override_lax(), jax_ring.explain() shows, for one step:\n", style="bold")
-    print(everything)
+    print(explanation_of_override)
     return 0 if same else 1
 
 

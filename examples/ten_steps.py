@@ -1,11 +1,11 @@
-"""Ten steps of the GPT with Adam on eight devices, and what does not depend on who sums the gradients, and how.
+"""Runs ten steps of the GPT with Adam on eight devices, and compares the ways to reduce the gradients.
 
     python examples/ten_steps.py [--devices 8] [--steps 10] [--width 128] [--layers 4]
 
-All runs begin with the same parameters and see the same batches of text. In float32 neither buckets nor `lax.psum`
-change a bit. One device that takes the whole batch adds the examples' gradients in another order, so that it comes out
-different by rounding, of which Adam, which divides each gradient by its size, loses none. With the reductions in the
-backward pass, the compiler sees another program, which it may round in another way, or not.
+All runs start from the same parameters and see the same batches of text. In float32, neither buckets nor `lax.psum`
+change a bit. A single device with the whole batch adds the gradients of the examples in a different order, so its
+result differs by rounding; Adam divides each gradient by its size, so these differences do not shrink. With the
+reductions in the backward pass, the compiler sees a different program, which may round differently.
 """
 
 import argparse
@@ -40,12 +40,12 @@ RUNS = {
 
 
 def make_batches(steps: int, context: int) -> np.ndarray:
-    """For each step, rows of the text that follow each other."""
+    """For each step, consecutive rows of the text."""
     return train_gpt.load_text()[: steps * BATCH * (context + 1)].reshape(steps, BATCH, -1).astype(np.int32)
 
 
 def num_buckets(params, in_backward=False, impl="ring", **sizes) -> int:
-    """How many are planned, where the whole tree is reduced together."""
+    """The number of planned buckets; 0 if gradients are reduced in the backward pass."""
     return 0 if in_backward else len(plan_buckets(params, **sizes).buckets)
 
 
@@ -53,7 +53,7 @@ def train(params, batches, num_devices: int, in_backward=False, **reduction):
     """The loss of each step, and the parameters after the last."""
     mesh = jax.sharding.Mesh(jax.devices()[:num_devices], ("data",))
     train_step = train_gpt.make_train_step(mesh, OPTIMIZER, in_backward=in_backward, **reduction)
-    copy = jax.tree.map(np.array, params)  # the step gives its arguments' memory to its results
+    copy = jax.tree.map(np.array, params)  # the step donates its arguments
     params, state = jax.device_put((copy, OPTIMIZER.init(copy)), jax.NamedSharding(mesh, P()))
     losses = []
     for tokens in batches:
@@ -76,7 +76,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=8, help=f"a divisor of the batch size, {BATCH} (default: 8)")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--width", type=int, default=128, help="of the model (default: 128)")
+    parser.add_argument("--width", type=int, default=128, help="width of the model (default: 128)")
     parser.add_argument("--layers", type=int, default=4)
     args = parser.parse_args()
     if args.devices < 1 or BATCH % args.devices or args.steps < 1:
@@ -96,26 +96,26 @@ def main() -> int:
         for name, (devices, options) in track(runs.items(), "training", console=console)
     }
 
-    alone_losses, alone = results.pop("one device, whole batch")
+    single_losses, single = results.pop("one device, whole batch")
     losses, params = next(iter(results.values()))
-    difference = distance(params, alone)
-    norm = distance(alone, jax.tree.map(np.zeros_like, alone))
+    difference = distance(params, single)
+    norm = distance(single, jax.tree.map(np.zeros_like, single))
     table = Table("gradients summed", "buckets", f"loss of step {args.steps}", "compared with the first")
     for name, (some_losses, some) in results.items():
         same = same_bits((some_losses, some), (losses, params))
         verdict = "the same bits" if same else f"{distance(some, params) / norm:.1e} of the norm"
         table.add_row(name, str(num_buckets(initial, **RUNS[name]) or "by layer"), f"{some_losses[-1]:.6f}", verdict)
-    table.add_row("on one device", "", f"{alone_losses[-1]:.6f}", f"{difference / norm:.1e} of the norm")
+    table.add_row("on one device", "", f"{single_losses[-1]:.6f}", f"{difference / norm:.1e} of the norm")
     console.print(table)
-    moved, of_losses = difference / distance(alone, initial), np.abs(losses / alone_losses - 1).max()
+    moved, of_losses = difference / distance(single, initial), np.abs(losses / single_losses - 1).max()
     console.print(
-        f"On one device the parameters differ by {difference / norm:.1e} of their norm, which is {moved:.1e} of how "
-        f"far they have moved, and the losses by at most {of_losses:.1e} of them. The loss of the first step: "
+        f"On one device the parameters differ by {difference / norm:.1e} of their norm, which is {moved:.1e} of the "
+        f"distance they have moved, and the losses by at most {of_losses:.1e}, relatively. The loss of the first step: "
         f"{losses[0]:.3f}."
     )
     buckets_and_impls = [result for name, result in results.items() if "in_backward" not in RUNS[name]]
-    right = all(same_bits(result, (losses, params)) for result in buckets_and_impls) and difference / norm < 1e-5
-    return 0 if right else 1
+    passed = all(same_bits(result, (losses, params)) for result in buckets_and_impls) and difference / norm < 1e-5
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Trains a small network on handwritten digits over several CPU devices, every gradient summed by ring_psum.
+"""Trains a small network on handwritten digits on several CPU devices, with gradients reduced by ring_psum.
 
     python examples/train_digits.py [--devices 8] [--epochs 30] [--impl ring|lax]
 
 Each device holds a copy of the parameters and a part of each batch. It computes the gradient of its part; the mean of
-these gradients over the devices is the gradient of the whole batch. At the end the same training is done again with
-the other implementation and on one device alone, to show that nothing was lost on the way.
+these gradients over the devices is the gradient of the whole batch. Then the training is repeated with the other
+implementation and on a single device, to compare the results.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def make_train_step(mesh, impl):
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=(P(), P(), P()))
     def train_step(params, opt_state, images, labels):
-        # The loss and all gradients travel in one call. With jax.value_and_grad they would be wrong: see
+        # Loss and gradients are reduced in one call. jax.value_and_grad would return wrong gradients here: see
         # docs/sharp_bits.md.
         mean_loss, grads = value_and_grad(loss, "data", impl=impl)(params, images, labels)
         updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
@@ -114,7 +114,7 @@ def main():
     parser.add_argument("--devices", type=int, default=8, help=f"a divisor of the batch size, {BATCH} (default: 8)")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument(
-        "--impl", choices=["ring", "lax"], default="ring", help="who sums the gradients (default: ring)"
+        "--impl", choices=["ring", "lax"], default="ring", help="implementation of the collectives (default: ring)"
     )
     args = parser.parse_args()
     if args.devices < 1 or BATCH % args.devices:
@@ -128,14 +128,14 @@ def main():
     data = load_data()
     console.print(f"{len(data[0])} images to train on, {len(data[1])} held out; {args.devices} CPU devices")
     params, held_out, compiled = train(args.devices, args.impl, args.epochs, data, console)
-    ours, xlas = compiled.count('"jax_ring_all_reduce"'), compiled.count(" all-reduce(")
-    console.print(f"The compiled step calls jax_ring's all-reduce {ours}x and XLA's {xlas}x.")
+    num_ring, num_xla = compiled.count('"jax_ring_all_reduce"'), compiled.count(" all-reduce(")
+    console.print(f"The compiled step calls jax_ring's all-reduce {num_ring}x and XLA's {num_xla}x.")
 
     other = "lax" if args.impl == "ring" else "ring"
     other_params, other_held_out, _ = train(args.devices, other, args.epochs, data, console)
-    alone_params, alone_held_out, _ = train(1, args.impl, args.epochs, data, console)
+    single_params, single_held_out, _ = train(1, args.impl, args.epochs, data, console)
     same_bits, other_distance = difference(params, other_params)
-    _, alone_distance = difference(params, alone_params)
+    _, single_distance = difference(params, single_params)
 
     table = Table("training", "held-out accuracy", "parameters compared with the first")
     table.add_row(f"{args.impl} on {args.devices} devices", f"{held_out:.2%}", "")
@@ -144,10 +144,12 @@ def main():
         "the same bits" if same_bits else f"differ by {other_distance:.1e} of their norm",
     )  # fmt: skip
     table.add_row(
-        f"{args.impl} on 1 device", f"{alone_held_out:.2%}", f"differ by {alone_distance:.1e} of their norm (rounding)"
+        f"{args.impl} on 1 device",
+        f"{single_held_out:.2%}",
+        f"differ by {single_distance:.1e} of their norm (rounding)",
     )
     console.print(table)
-    return 0 if same_bits and alone_distance < 1e-4 else 1
+    return 0 if same_bits and single_distance < 1e-4 else 1
 
 
 if __name__ == "__main__":

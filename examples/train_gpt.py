@@ -1,10 +1,10 @@
-"""Trains a small GPT on the source code of Python's own library, a byte at a time, and lets it write some.
+"""Trains a small byte-level GPT on the source code of Python's standard library, and prints a sample.
 
     python examples/train_gpt.py [--devices 8] [--steps 600] [--dtype float32|bfloat16] [--impl ring|lax]
 
-Each device has a copy of the parameters and a part of each batch. The layers' parameters pass through
-`reduce_in_backward` where they are used, so that their gradients are summed while the layers before are still being
-differentiated. With bfloat16 the matrix products and the gradients on the wire have 16 bits, the parameters 32.
+Each device has a copy of the parameters and a part of each batch. The parameters of a layer pass through
+`reduce_in_backward` where they are used, so that their gradients are reduced while earlier layers are still in the
+backward pass. With bfloat16, matrix products and gradients on the wire have 16 bits, parameters 32.
 """
 
 import argparse
@@ -41,11 +41,11 @@ def init_params(key, width: int, layers: int, context: int):
 
     return {
         "tokens": normal(VOCABULARY, width),
-        "places": normal(context, width),
-        "layers": {  # along the first dimension
+        "positions": normal(context, width),
+        "layers": {  # stacked along the first dimension
             "norm1": jnp.ones((layers, width)),
             "qkv": normal(layers, width, 3 * width),
-            "join": normal(layers, width, width, scale=0.02 / np.sqrt(2 * layers)),
+            "merge_heads": normal(layers, width, width, scale=0.02 / np.sqrt(2 * layers)),
             "norm2": jnp.ones((layers, width)),
             "up": normal(layers, width, 4 * width),
             "down": normal(layers, 4 * width, width, scale=0.02 / np.sqrt(2 * layers)),
@@ -63,30 +63,30 @@ def block(x, layer):
     qkv = normalized(x, layer["norm1"]) @ layer["qkv"]
     q, k, v = jnp.moveaxis(qkv.reshape(*batch, length, 3, HEADS, width // HEADS), -3, 0)
     attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    x = x + attended.reshape(x.shape) @ layer["join"]
+    x = x + attended.reshape(x.shape) @ layer["merge_heads"]
     return x + jax.nn.gelu(normalized(x, layer["norm2"]) @ layer["up"]) @ layer["down"]
 
 
 def logits(params, tokens, dtype=jnp.float32, hook=lambda params: params):
-    """Scores of the next byte at each place. `hook` is applied to parameters where they are used."""
+    """Logits of the next byte at each position. `hook` is applied to parameters where they are used."""
 
     def cast(params):
         return jax.tree.map(lambda p: p.astype(dtype), hook(params))
 
-    ends = cast({name: params[name] for name in ("tokens", "places", "norm")})
-    x = ends["tokens"][tokens] + ends["places"][: tokens.shape[-1]]
+    outer = cast({name: params[name] for name in ("tokens", "positions", "norm")})
+    x = outer["tokens"][tokens] + outer["positions"][: tokens.shape[-1]]
     x, _ = lax.scan(lambda x, layer: (block(x, cast(layer)), None), x, params["layers"])
-    return (normalized(x, ends["norm"]) @ ends["tokens"].T).astype(jnp.float32)
+    return (normalized(x, outer["norm"]) @ outer["tokens"].T).astype(jnp.float32)
 
 
 def loss(params, tokens, **options):
-    """The mean, in nats, over all bytes but each row's first."""
+    """The mean loss in nats over all bytes but the first of each row."""
     scores = logits(params, tokens[:, :-1], **options)
     return optax.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:]).mean()
 
 
 def make_train_step(mesh, optimizer, dtype=jnp.float32, in_backward=True, **reduction):
-    """(params, optimizer's state, tokens) to new ones and the loss before. The tokens are split over "data"."""
+    """A step from (params, opt_state, tokens) to (params, opt_state, loss). The tokens are split over "data"."""
 
     def hook(params):
         return reduce_in_backward(params, "data", **reduction) if in_backward else params
@@ -105,8 +105,8 @@ def make_train_step(mesh, optimizer, dtype=jnp.float32, in_backward=True, **redu
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def write(params, start, length: int, context: int, key):
-    """`length` bytes after `start`, drawn from what the model finds likely."""
+def sample_bytes(params, start, length: int, context: int, key):
+    """Samples `length` bytes after `start`, at temperature 0.8."""
 
     def step(carry, key):
         window, filled = carry
@@ -124,13 +124,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=8, help="a divisor of --batch (default: 8)")
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--batch", type=int, default=16, help="rows of a batch (default: 16)")
-    parser.add_argument("--context", type=int, default=64, help="bytes that the model sees (default: 64)")
-    parser.add_argument("--width", type=int, default=128, help=f"a multiple of {HEADS} (default: 128)")
+    parser.add_argument("--batch", type=int, default=16, help="rows per batch (default: 16)")
+    parser.add_argument("--context", type=int, default=64, help="context length in bytes (default: 64)")
+    parser.add_argument("--width", type=int, default=128, help=f"model width, a multiple of {HEADS} (default: 128)")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--sample", type=int, default=400, help="bytes to write at the end (default: 400)")
+    parser.add_argument("--sample", type=int, default=400, help="bytes to sample at the end (default: 400)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--impl", choices=["ring", "lax"], default="ring", help="who sums the gradients")
+    parser.add_argument("--impl", choices=["ring", "lax"], default="ring", help="implementation of the collectives")
     args = parser.parse_args()
     if args.devices < 1 or args.batch % args.devices:
         parser.error(f"--devices must divide the batch size {args.batch}, got {args.devices}")
@@ -168,7 +168,7 @@ def main() -> int:
     console.print(f"Loss of the first step {losses[0]:.3f}, mean of the last ten {np.mean(losses[-10:]):.3f}.")
 
     start = np.frombuffer(b"def ", np.uint8).astype(np.int32)
-    sample = write(jax.device_get(params), start, args.sample, args.context, jax.random.key(1))
+    sample = sample_bytes(jax.device_get(params), start, args.sample, args.context, jax.random.key(1))
     console.rule("a sample")
     console.print("def " + bytes(sample.astype(np.uint8).tolist()).decode("latin-1"), markup=False, highlight=False)
     return 0

@@ -1,9 +1,9 @@
-"""Trains a network with Adam, its state on every device and divided among them, and compares memory and results.
+"""Trains a network with Adam, with replicated and with sharded optimizer state, and compares memory and results.
 
     python examples/zero.py [--devices 8] [--epochs 10] [--impl ring|lax] [--plot memory.png]
 
-Adam keeps two numbers for each parameter. With ZeRO each device keeps them for its part of the parameters alone and
-updates that part. Stage 1 sums all gradients on every device, stage 2 each device's part of them.
+Adam keeps two numbers per parameter. With ZeRO, each device keeps them for its shard of the parameters only, and
+updates that shard. Stage 1 all-reduces the gradients; stage 2 reduce-scatters them.
 """
 
 import argparse
@@ -25,7 +25,7 @@ ADAM = optax.adam(2e-3)
 
 
 def replicated_adam(impl):
-    """In the form of `zero.ShardedOptimizer`: the state is the same on all devices."""
+    """Adam with the interface of `zero.ShardedOptimizer`, and the same state on all devices."""
 
     def update(grads, state, params):
         return ADAM.update(sync_gradients(grads, "data", impl=impl), state, params)
@@ -42,12 +42,12 @@ def bytes_on_a_device(state) -> int:
 
 
 def predicted_bytes(num_params: int, num_devices: int) -> int:
-    """Two float32 numbers for each parameter of a part, and a count."""
+    """Two float32 numbers per parameter of a shard, and the step count."""
     return 2 * 4 * -(-num_params // num_devices) + 4
 
 
 def plot_memory(file: str, params, num_params: int) -> None:
-    """Bytes of Adam's state on a device, as predicted and as measured, for every number of devices."""
+    """Plots bytes of Adam's state on a device, predicted and measured, by number of devices."""
     from matplotlib import pyplot as plt
 
     numbers = range(1, len(jax.devices()) + 1)
@@ -72,8 +72,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=8, help=f"a divisor of the batch size, {BATCH} (default: 8)")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--impl", choices=["ring", "lax"], default="ring", help="whose collectives (default: ring)")
-    parser.add_argument("--plot", metavar="FILE", help="memory by number of devices; needs matplotlib")
+    parser.add_argument("--impl", choices=["ring", "lax"], default="ring", help="implementation of the collectives")
+    parser.add_argument("--plot", metavar="FILE", help="plot memory by number of devices; needs matplotlib")
     args = parser.parse_args()
     if args.devices < 1 or BATCH % args.devices or args.epochs < 1:
         parser.error(f"--devices must divide {BATCH}, and --epochs be positive; got {args.devices} and {args.epochs}")
@@ -110,7 +110,7 @@ def main() -> int:
             for start in range(0, len(order) - BATCH + 1, BATCH):
                 batch = order[start : start + BATCH]
                 params, state = train_step(params, state, train_images[batch], train_labels[batch])
-                # Hundreds of steps that nobody waits for can stall the dispatch of JAX 0.10 to CPU devices.
+                # Hundreds of unfinished steps can stall the dispatch of JAX 0.10 to CPU devices.
                 jax.block_until_ready(params)
         on_a_device = bytes_on_a_device(state)
         results[name] = jax.device_get(params), on_a_device
@@ -126,8 +126,8 @@ def main() -> int:
     console.print(f"Predicted for ZeRO: 2 x 4 bytes x ceil({size} / {args.devices}) + 4 = {predicted} bytes.")
     if args.plot:
         plot_memory(args.plot, params, size)
-    right = all(results[name][1] == predicted for name in ("ZeRO stage 1", "ZeRO stage 2"))
-    return 0 if right and distance < 1e-3 else 1
+    as_predicted = all(results[name][1] == predicted for name in ("ZeRO stage 1", "ZeRO stage 2"))
+    return 0 if as_predicted and distance < 1e-3 else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m jax_ring`: what is installed, what it runs on, the options in force, and whether GPUs can be served."""
+"""`python -m jax_ring`: prints versions, devices, native modules, options, and which platforms can be served."""
 
 import os
 import pathlib
@@ -66,21 +66,21 @@ def native_modules() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    in_force = {
+    values = {
         runtime.TIMEOUT_VARIABLE: f"{_ffi_cpu.deadline():g} seconds",
         "JAX_RING_ISA": _ffi_cpu.instruction_set(),
-        discovery.HOST_VARIABLE: "the name of this host, by which processes find who shares it",
-        tuning.VARIABLE: tuning.in_force(),
-        runtime.STRICT_VARIABLE: "XLA's collectives are an error" if runtime.STRICT else "XLA's collectives may serve",
+        discovery.HOST_VARIABLE: "name of this host; processes of equal names share memory",
+        tuning.VARIABLE: tuning.describe(),
+        runtime.STRICT_VARIABLE: f"fallback to XLA's collectives is {'an error' if runtime.STRICT else 'allowed'}",
     }
     return {
         name: f"{os.environ[name]!r}: {value}" if name in os.environ else f"not set: {value}"
-        for name, value in in_force.items()
+        for name, value in values.items()
     }
 
 
 def served(platform: str) -> str:
-    """Whether calls on a platform's devices are served by this library here, and if not, why not."""
+    """Whether jax_ring can serve calls on a platform's devices here, and if not, why."""
     reasons = list(_reasons_against(platform))
     return "no: " + "; ".join(reasons) if reasons else "yes"
 
@@ -92,7 +92,7 @@ def _reasons_against(platform: str) -> Iterator[str]:
         else:
             count, why_none = runtime.ffi_cuda.device_count()
             if count == 0:
-                yield f"the CUDA runtime finds no GPU ({why_none or 'none is there'})"
+                yield f"the CUDA runtime finds no GPU ({why_none or 'there is none'})"
         if not DRIVER.exists():
             yield f"there is no NVIDIA driver ({DRIVER} does not exist)"
     if not _devices_of(platform):

@@ -1,4 +1,4 @@
-"""Every name of JAX that is private or differs between versions, and nothing else."""
+"""The only module that uses names of JAX that are private or differ between versions."""
 
 import dataclasses
 import pathlib
@@ -12,7 +12,7 @@ OLDEST_JAX = (0, 10, 2)
 
 if jax.__version_info__ < OLDEST_JAX:
     raise ImportError(
-        f"jax_ring needs JAX {'.'.join(map(str, OLDEST_JAX))} or newer, and found {jax.__version__}. "
+        f"jax_ring needs JAX {'.'.join(map(str, OLDEST_JAX))} or newer, found {jax.__version__}. "
         "Upgrade with: pip install --upgrade jax"
     )
 
@@ -46,12 +46,12 @@ try:
     _lax_rules = {p: _common_lowerings[p].rule for p in (psum_p, pmax_p, pmin_p, reduce_scatter_p, all_gather_p)}
 except (ImportError, AttributeError, KeyError) as error:
     raise ImportError(
-        f"jax_ring does not know JAX {jax.__version__}: {error}. "
-        "Upgrade jax_ring, or install a JAX that it was tested with (see its README)."
+        f"jax_ring does not support JAX {jax.__version__}: {error}. "
+        "Upgrade jax_ring, or install a version of JAX that it was tested with (see its README)."
     ) from error
 
 
-# JAX then names the user's line, not ours, in error messages and in the metadata of compiled programs.
+# So that error messages and the metadata of compiled programs name the user's line, not one of this package.
 _source_info_util.register_exclusion(str(pathlib.Path(__file__).parent))
 
 
@@ -67,12 +67,12 @@ def check_vma() -> bool:
 
 
 def auto_pcast() -> bool:
-    """Whether JAX casts a replicated operand of a collective to a varying one by itself."""
+    """Whether JAX automatically casts a replicated operand of a collective to a varying one."""
     return _auto_pcast.value
 
 
 def skip_size_one_axes(axes: tuple) -> tuple:
-    """The axes without those of size one, where JAX is set to leave them out of types."""
+    """Drops the axes of size one, if JAX is configured to leave them out of types."""
     return _skip_size_one_axes(axes)
 
 
@@ -82,7 +82,7 @@ def bound_axis_sizes() -> dict:
 
 
 def varying_axes(x) -> frozenset:
-    """The mesh axes over which x differs between devices. Empty unless check_vma()."""
+    """The mesh axes over which x varies. Empty unless check_vma()."""
     return jax.typeof(x).mat.varying
 
 
@@ -95,7 +95,7 @@ def partially_reduced_axes(x) -> frozenset:
 def abstract_psum(aval, *, axes, axis_index_groups):
     """JAX's own checks and effects for a psum that keeps its operand's type."""
     out, effects = psum_p.abstract_eval(aval, axes=axes, axis_index_groups=axis_index_groups)
-    # JAX's rule is for code without vma tracking and drops it; ours may also be called with it.
+    # JAX's rule is for code without vma tracking and drops the type; this one may also be called with it.
     return out.update(sharding=aval.sharding, manual_axis_type=aval.mat), effects
 
 
@@ -107,7 +107,7 @@ def abstract_psum_invariant(aval, *, axes, axis_index_groups):
 
 def abstract_reduce_scatter(aval, *, axes, axis_index_groups, axis_size, dimension, tiled):
     """JAX's own checks and effects for a psum_scatter, whose result varies as its operand does."""
-    # JAX's rule refuses vmap axes where it tracks vma. Ours is for operands that have been cast before.
+    # JAX's rule rejects vmap axes while it tracks vma. The operands here have already been cast.
     with _check_vma(False):
         out, effects = reduce_scatter_p.abstract_eval(
             aval, axis_name=axes, axis_index_groups=axis_index_groups, axis_size=axis_size,
@@ -160,36 +160,36 @@ def lower_lax_all_gather(ctx, operand, *, axes, axis_index_groups, axis_size, di
 def replace_lowering(primitive, platforms: tuple[str, ...], make_rule: Callable) -> Callable[[], None]:
     """Replaces the lowering of one of JAX's primitives for some platforms, and returns a function that undoes it.
 
-    A rule that JAX has for all platforms together stays one: split by platform, it would turn into a conditional in
-    programs for several platforms, which JAX (up to 0.12) fails to make for primitives that are not cacheable. Such
-    programs go to make_rule's rule as well, which tells them apart by `ctx`.
+    A rule that JAX registers for all platforms stays one rule. If it were split by platform, a program for several
+    platforms would need a conditional, which JAX (up to 0.12) fails to build for primitives that are not cacheable.
+    Programs for several platforms therefore reach the new rule as well; it recognises them by `ctx`.
 
-    make_rule: (JAX's rule) to the rule that takes its place.
+    make_rule: (JAX's rule) to the rule that replaces it.
     """
     registries = [_common_lowerings, *(_platform_lowerings[platform] for platform in platforms)]
-    before = [(registry, registry[primitive]) for registry in registries if primitive in registry]
-    for registry, entry in before:
+    originals = [(registry, registry[primitive]) for registry in registries if primitive in registry]
+    for registry, entry in originals:
         registry[primitive] = dataclasses.replace(entry, rule=make_rule(entry.rule))
-    # For the reason that our own primitives are not: a cached lowering does not know where the call stands.
-    cacheable = primitive not in _uncacheable_primitives
+    # As for the ring_ primitives: a cached lowering does not know the call site.
+    was_cacheable = primitive not in _uncacheable_primitives
     _uncacheable_primitives.add(primitive)
 
     def undo() -> None:
-        for registry, entry in before:
+        for registry, entry in originals:
             registry[primitive] = entry
-        if cacheable:
+        if was_cacheable:
             _uncacheable_primitives.discard(primitive)
 
     return undo
 
 
-def notes_on_module(lowering_context) -> dict:
-    """A dictionary for notes of ours, which lives as long as the lowering of one module."""
+def module_state(lowering_context) -> dict:
+    """A dictionary of jax_ring's own, which lives as long as the lowering of one module."""
     return lowering_context.module_context.cached_primitive_lowerings.setdefault("jax_ring", {})
 
 
 def is_tracing() -> bool:
-    """Whether some function is being traced in this thread."""
+    """Whether this thread is tracing a function."""
     return not _trace_state_clean()
 
 
@@ -228,44 +228,44 @@ def distributed_client():
     client = _distributed.global_state.client
     if client is None:
         raise RuntimeError(
-            f"jax_ring needs jax.distributed to be initialized in a program of {jax.process_count()} processes, so "
-            "that they can find each other. Call jax.distributed.initialize() first."
+            f"jax_ring needs jax.distributed in a program of {jax.process_count()} processes, to find out "
+            "which of them share a host. Call jax.distributed.initialize() first."
         )
     return client
 
 
 def distributed_process() -> int:
-    """The index of this process. Unlike `jax.process_index()` it needs no backend, and so waits for nobody."""
+    """The index of this process. Unlike `jax.process_index()` it does not create a backend, and does not block."""
     return _distributed.global_state.process_id
 
 
 def key_value_store(timeout_s: float) -> tuple:
-    """The table that all processes of `jax.distributed` share: publish(key, bytes), and fetch(key), which waits."""
+    """The key-value store of `jax.distributed`: publish(key, bytes), and fetch(key), which blocks up to `timeout_s`."""
     client = distributed_client()
     return client.key_value_set_bytes, lambda key: client.blocking_key_value_get_bytes(key, int(timeout_s * 1000))
 
 
 def publish_once(key: str, value: str) -> str:
-    """Publishes a value unless another process has published one under that key; which one holds, without waiting."""
+    """Publishes a value unless the key has one already. Returns the value of the key, without blocking."""
     client = distributed_client()
     try:
         client.key_value_set(key, value)
     except jax.errors.JaxRuntimeError:
-        # There is one, or the table is out of reach, which this then says.
+        # Either the key has a value, or the store is unreachable, in which case this raises.
         return client.key_value_try_get(key)
     return value
 
 
 def register_cpu_ffi_type(name: str, registration: dict) -> None:
-    """Registers the type of an FFI handler's state, now.
+    """Registers the type of an FFI handler's state immediately.
 
-    `jax.ffi.register_ffi_type` waits for the CPU client, and then hands over the handlers before the types, which
-    XLA refuses. Creating the client here instead would freeze the number of devices when jax_ring is imported.
+    `jax.ffi.register_ffi_type` defers the registration until the CPU client exists, and then registers handlers before
+    types, which XLA rejects. Creating the client here would fix the number of devices when jax_ring is imported.
     """
     _register_custom_type(name, registration)
 
 
 def register_dead_code_rule(primitive, rule) -> None:
     """Registers how an equation shrinks when only some of its outputs are used: (used_outputs, eqn)."""
-    # JAX 0.12 passes the liveness of the inputs as well, between the two.
+    # JAX 0.12 inserts the liveness of the inputs between the two.
     _dce_rules[primitive] = lambda used_outputs, *rest: rule(used_outputs, rest[-1])

@@ -242,12 +242,12 @@ def test_agreement():
     store = values.__setitem__, values.__getitem__
     agreement.compare("f", "a\nb\nc", store, "k", 0, range(2))
     with pytest.raises(
-        ValueError, match="process 0, here, and process 1 were given different data: 'x' here, 'b' there"
+        ValueError, match=r"process 0 \(here\) and process 1 \(there\) were given different data: 'x' here, 'b' there"
     ):
         agreement.compare("f", "a\nx\nc", store, "k", 0, range(2))
     with pytest.raises(ValueError, match="'d' here, 'nothing' there"):
         agreement.compare("f", "a\nb\nc\nd", store, "k", 0, range(2))
-    with pytest.raises(ValueError, match="process 2 has not come to this call within 60 s"):
+    with pytest.raises(ValueError, match="process 2 did not reach this call within 60 s"):
         agreement.compare("f", "a\nb\nc", store, "k", 0, range(3))
 
 
@@ -280,5 +280,5 @@ def test_processes_compare_plans(shapes):
         if shapes[0] == shapes[1]:
             assert text.strip() == "agreed"
         else:
-            assert f"process {i}, here, and process {1 - i} were given different data" in text
+            assert f"process {i} (here) and process {1 - i} (there) were given different data" in text
             assert "['w']: float32[3]" in text

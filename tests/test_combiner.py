@@ -138,9 +138,9 @@ def test_a_call_outside_is_not_joined_with_one_inside(inner, check_vma):
 
 
 def test_large_calls_do_not_grow(monkeypatch):
-    monkeypatch.setattr(combiner, "ENOUGH_BYTES", 16)
+    monkeypatch.setattr(combiner, "COMBINE_THRESHOLD_BYTES", 16)
     check(lambda x: psum([x * k for k in range(6)]), calls=3)
-    monkeypatch.setattr(combiner, "ENOUGH_OPERANDS", 1)
+    monkeypatch.setattr(combiner, "COMBINE_THRESHOLD_COUNT", 1)
     check(lambda x: psum([x * k for k in range(6)]), calls=6)
 
 

@@ -33,7 +33,7 @@ class Client:
 def runtime_of(monkeypatch):
     """Makes this process number 0 of two, with a client of its own; returns what its engines were told."""
     joined = []
-    monkeypatch.setattr(discovery, "_meeting", None)
+    monkeypatch.setattr(discovery, "_membership", None)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(runtime, "join_processes", lambda process, token, *exchange: joined.append((process, token)))
 
@@ -52,7 +52,7 @@ def test_hosts_are_told_apart(runtime_of, monkeypatch, own):
         monkeypatch.setenv("JAX_RING_HOST_ID", own)
     client = Client({"jax_ring/host/1": b"there"})
     joined = runtime_of(client)
-    discovery.meet()
+    discovery.publish()
     assert discovery.host_of(0) == client.values["jax_ring/host/0"].decode() != ""
     assert discovery.host_of(0) == (own or discovery.host_of(0))
     assert discovery.host_of(1) == "there"
@@ -76,11 +76,11 @@ def test_what_containers_may_not_have_in_common_tells_hosts_apart(monkeypatch, t
 def test_each_runtime_has_a_token_and_a_count_of_its_own(runtime_of):
     first = Client()
     joined = runtime_of(first)
-    discovery.meet()
+    discovery.publish()
     assert [discovery.next_lowering("jit_f") for _ in range(3)] == [0, 1, 2]
     assert discovery.next_lowering("jit_g") == 0
     runtime_of(None)
-    assert discovery.meet() is None
+    assert discovery.publish() is None
     with pytest.raises(RuntimeError, match=r"in a program of 2 processes.*jax.distributed.initialize"):
         discovery.host_of(1)
     runtime_of(Client())
@@ -91,12 +91,12 @@ def test_each_runtime_has_a_token_and_a_count_of_its_own(runtime_of):
 def test_the_first_process_makes_the_token(runtime_of):
     client = Client({"jax_ring/token": "made by process 1"})
     assert runtime_of(client) == []
-    discovery.meet()
-    discovery.meet()
+    discovery.publish()
+    discovery.publish()
     assert runtime_of(client) == [(0, "made by process 1")]
 
 
 def test_a_process_that_does_not_tell(runtime_of):
     runtime_of(Client())
-    with pytest.raises(RuntimeError, match=r"process 1 has not said within 60 s on which host it is.*JAX_RING_TIMEOUT"):
+    with pytest.raises(RuntimeError, match=r"process 1 did not publish its host within 60 s.*JAX_RING_TIMEOUT"):
         discovery.host_of(1)

@@ -92,7 +92,7 @@ def test_multi_process():
     first, last = (float(loss) for loss in re.findall(r"mean loss (\d\.\d+)", result.stdout))
     assert last < first / 2
     # Unanchored, since Gloo writes pieces of lines.
-    parameters = re.findall(r"process (\d) has parameters (\w+): as all others$", result.stdout, re.M)
+    parameters = re.findall(r"process (\d) has parameters (\w+), the same on all processes$", result.stdout, re.M)
     assert sorted(rank for rank, _ in parameters) == ["0", "1"]
     assert len({digest for _, digest in parameters}) == 1
 

@@ -200,7 +200,7 @@ def test_why_xla_serves_ours():
 
 def test_groups_of_one_need_nobody():
     found = explained(lambda x: ring_psum(x, "i", axis_index_groups=[[k] for k in range(RANKS)]))
-    assert only(found.collectives).served_by == "nobody"
+    assert only(found.collectives).served_by == "none"
     assert found.predicted_bytes == found.counted_bytes == 0
 
 

@@ -118,9 +118,9 @@ def test_lines_stay_whole(script):
 @pytest.mark.parametrize(
     ("dies", "status", "why"),
     [
-        ("sys.exit(7)", 7, "ended with status 7"),
+        ("sys.exit(7)", 7, "exited with status 7"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 128 + 9, "was killed by SIGKILL"),
-        ("raise ValueError('bad batch')", 1, "ended with status 1"),
+        ("raise ValueError('bad batch')", 1, "exited with status 1"),
     ],
 )
 def test_when_one_dies_the_others_end(script, dies, status, why):
@@ -128,7 +128,7 @@ def test_when_one_dies_the_others_end(script, dies, status, why):
     result, out, err = run("-n", "3", path)
     assert result == status
     assert "jax_ring.launch: rank 1 (pid " in err
-    assert f"{why}; ending 0, 2 by SIGTERM" in err
+    assert f"{why}; sending SIGTERM to ranks 0, 2" in err
     assert ("bad batch" in err) == ("bad batch" in dies)
     assert_gone([int(line.split()[-1]) for line in out])
 
@@ -140,8 +140,8 @@ def test_who_does_not_end_is_killed_with_all_that_it_started(script):
     launcher.send_signal(signal.SIGTERM)
     _, err = launcher.communicate(timeout=30)
     assert launcher.returncode == 128 + signal.SIGTERM
-    assert "received SIGTERM; ending 0, 1 by SIGTERM" in err
-    assert "killing 0, 1" in err
+    assert "received SIGTERM; sending SIGTERM to ranks 0, 1" in err
+    assert "killing ranks 0, 1" in err
     assert_gone(started)
 
 
@@ -184,7 +184,7 @@ def test_nobody_reads_the_output(script):
     launcher.stdout.readline()
     launcher.stdout.close()
     assert launcher.wait(30) == 128 + signal.SIGPIPE
-    assert "received SIGPIPE; ending 0, 1 by SIGTERM" in launcher.stderr.read()
+    assert "received SIGPIPE; sending SIGTERM to ranks 0, 1" in launcher.stderr.read()
     launcher.stderr.close()
 
 

@@ -40,8 +40,8 @@ def test_options_in_force():
     text = run(JAX_RING_TIMEOUT_S="2.5", JAX_RING_ISA="baseline", JAX_RING_STRICT="1")
     assert value_of("JAX_RING_TIMEOUT_S", text) == "'2.5': 2.5 seconds"
     assert value_of("JAX_RING_ISA", text) == "'baseline': baseline"
-    assert value_of("JAX_RING_STRICT", text) == "'1': XLA's collectives are an error"
-    assert value_of("JAX_RING_TUNING", text) == "not set: the thresholds of algorithm='auto' are ours"
+    assert value_of("JAX_RING_STRICT", text) == "'1': fallback to XLA's collectives is an error"
+    assert value_of("JAX_RING_TUNING", text) == "not set: built-in thresholds for algorithm='auto'"
 
 
 def test_why_gpus_are_not_served(monkeypatch, tmp_path):

@@ -52,7 +52,7 @@ def test_maps_and_curves(tmp_path):
     assert names[0] == names[2] == "one_shot"
     assert names[4] == "halving_doubling"
     assert names[5] in ("ring", "two_level")
-    draw.save(plots.crossover_map(hosts, most_ranks=16), tmp_path / "map.svg")
+    draw.save(plots.crossover_map(hosts, max_ranks=16), tmp_path / "map.svg")
     main("fit", *sorted(MEASURED.glob("allreduce-p*.json")), "--draw", tmp_path / "fit.svg")
     main("simulate", "two_level", "--ranks", 64)
     assert (tmp_path / "fit.svg").stat().st_size > 1000

@@ -112,7 +112,7 @@ def test_without_the_engine(monkeypatch, expect_fallback):
 
 def test_devices_that_are_no_gpus(monkeypatch, expect_fallback):
     monkeypatch.setattr(runtime, "ffi_cuda", Engine())
-    expect_fallback("the mesh is abstract, or not of GPUs")
+    expect_fallback("the mesh is abstract or not of GPUs")
 
 
 @pytest.mark.usefixtures("engine")
@@ -137,8 +137,8 @@ def test_no_peer_access_between_groups_does_not_matter(engine):
 
 @pytest.mark.usefixtures("engine")
 def test_too_many_ranks(monkeypatch, expect_fallback):
-    monkeypatch.setattr(reach, "_MOST_RANKS", 7)
-    expect_fallback("a group has 8 ranks, more than 7")
+    monkeypatch.setattr(reach, "_MAX_RANKS", 7)
+    expect_fallback("a group has 8 ranks, and the CUDA engine serves at most 7")
 
 
 @pytest.fixture
@@ -160,8 +160,8 @@ def test_an_all_reduce_across_hosts_is_on_two_levels(caplog, monkeypatch):
     assert text.count("group_sizes = dense<4>") == 2
     assert "replica_groups = dense<[[0, 2], [1, 3], [4, 6], [5, 7]]>" in text
     assert "tensor<1xf32>) -> tensor<1xf32>" in text  # of 3 elements in 4 shards
-    assert "'i', of which the reduce-scatter within a host" in text
-    assert "ring_psum over ('i',) is XLA's between 2 hosts" in caplog.text
+    assert "'i' (reduce-scatter within a host)" in text
+    assert "ring_psum over ('i',) is served by XLA between 2 hosts" in caplog.text
 
 
 @pytest.mark.usefixtures("two_hosts")
@@ -176,8 +176,8 @@ def test_other_collectives_across_hosts_are_xlas(caplog):
 @pytest.mark.parametrize(
     ("devices", "why"),
     [
-        ([0, 1, 4, 2, 3], "not all groups have equally many ranks on each of equally many hosts"),
-        ([0, 2], "the ranks of a group are on 2 hosts, each on its own"),
+        ([0, 1, 4, 2, 3], "with unequal numbers of ranks per host or of hosts per group"),
+        ([0, 2], "the ranks of a group are on 2 hosts, one rank on each"),
     ],
 )
 def test_hosts_that_are_not_alike(expect_fallback, devices, why):

@@ -125,4 +125,4 @@ def test_copies_of_other_processes():
         ) in large
         # Both are on the first process; the other one is told, too.
         assert "1 differs from 0. The first difference is at index (): 0.0 on rank 0, 1.0 on rank 1." in small
-        assert f"process {i}, here, and process {1 - i} were given different data: \"['w{i}']: float16[]\"" in trees
+        assert f"{i} (here) and process {1 - i} (there) were given different data: \"['w{i}']: float16[]\"" in trees

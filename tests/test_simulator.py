@@ -158,7 +158,7 @@ def test_the_model_predicts_numbers_of_devices_that_it_was_not_fitted_on():
 
 
 def test_fit_needs_measurements():
-    with pytest.raises(ValueError, match="no in_loop of nobody in float32 among the measurements"):
+    with pytest.raises(ValueError, match="the measurements have no in_loop of nobody in float32"):
         fit.read(MEASURED.glob("allreduce-p2-1.json"), implementation="nobody")
     with pytest.raises(ValueError, match="got 1 measurements, at least 5"):
         fit.fit([fit.Measurement(2, 4, 1e-6)])

@@ -48,7 +48,7 @@ def test_what_is_chosen():
 
 
 def test_of_ranks_that_the_file_does_not_have(monkeypatch):
-    monkeypatch.setattr(tuning, "IN_FORCE", {"cuda": {4: Thresholds(4, 4), 8: Thresholds(8, 8)}})
+    monkeypatch.setattr(tuning, "ACTIVE", {"cuda": {4: Thresholds(4, 4), 8: Thresholds(8, 8)}})
     assert [tuning.thresholds("cuda", p).one_shot for p in (2, 4, 7, 8, 64)] == [4, 4, 4, 8, 8]
     # 256 KiB are sent by each rank, whatever the number of ranks.
     assert [tuning.thresholds("cpu", p).one_shot for p in (2, 3, 8)] == [262144, 131072, 37449]
@@ -60,7 +60,7 @@ def test_thresholds_are_attributes(monkeypatch):
     text = lowered()
     assert "one_shot_bytes = dense<37449>" in text
     assert f"two_shot_bytes = dense<{NO_LIMIT}>" in text
-    monkeypatch.setattr(tuning, "IN_FORCE", {"cuda": TABLE})
+    monkeypatch.setattr(tuning, "ACTIVE", {"cuda": TABLE})
     mesh = make_mesh((4, 2), ("j", "i"))
     assert "one_shot_bytes = dense<1000> : tensor<4xi64>" in lowered(mesh=mesh)
     assert "one_shot_bytes = dense<32> : tensor<1xi64>" in lowered()
@@ -68,7 +68,7 @@ def test_thresholds_are_attributes(monkeypatch):
 
 @pytest.mark.usefixtures("gpus")
 def test_explain_says_what_is_chosen(monkeypatch):
-    monkeypatch.setattr(tuning, "IN_FORCE", {"cuda": TABLE})
+    monkeypatch.setattr(tuning, "ACTIVE", {"cuda": TABLE})
 
     def chosen(elements, collective=psum, **options):
         (found,) = explain(
@@ -143,10 +143,10 @@ def test_what_is_written_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("{", "it is no JSON file: Expecting property name"),
+        ("{", "it is not a JSON file: Expecting property name"),
         ("[]", 'there must be an object with the key "thresholds"'),
-        ('{"thresholds": {"tpu": {}}}', "thresholds are for cpu or cuda, and not for tpu"),
-        ('{"thresholds": {"cuda": {}}}', "thresholds for cuda must be an object, with a key for each number of ranks"),
+        ('{"thresholds": {"tpu": {}}}', "unknown platforms: tpu; thresholds are for cpu or cuda"),
+        ('{"thresholds": {"cuda": {}}}', "thresholds for cuda must be an object with a key for each number of ranks"),
         ('{"thresholds": {"cuda": {"1": {}}}}', "cuda: a number of ranks must be 2 or more, got '1'"),
         (
             '{"thresholds": {"cuda": {"8": {"one_shot": 1}}}}',
@@ -181,10 +181,10 @@ def test_the_variable(tmp_path):
     assert "ValueError: JAX_RING_TUNING=" in result.stderr
     assert "it cannot be read: No such file" in result.stderr
     tuning.write(file, {"cuda": TABLE})
-    code = "from jax_ring.lowering import tuning\nprint(tuning.thresholds('cuda', 3), tuning.in_force())"
+    code = "from jax_ring.lowering import tuning\nprint(tuning.thresholds('cuda', 3), tuning.describe())"
     result = run_python(code, JAX_RING_TUNING=str(file))
     assert result.stdout.strip() == (
-        "Thresholds(one_shot=1000, two_shot=2000) thresholds of algorithm='auto' for cuda with 2, 8 ranks"
+        "Thresholds(one_shot=1000, two_shot=2000) thresholds for algorithm='auto' on cuda with 2, 8 ranks"
     ), result.stderr
 
 
@@ -196,7 +196,7 @@ def test_the_benchmark_writes_a_file(tmp_path):
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "of one process: all algorithms are one and the same" in result.stdout
+    assert "of one process: all algorithms are the same" in result.stdout
     found = tuning.read(file)
     assert sorted(found["cpu"]) == [2, 3, 4, 8, 16, 32, 64]
     data = json.loads(file.read_text())

@@ -20,7 +20,7 @@ def fused(tree, left_to_lax: Callable, namesake: Callable, to_operand: Callable,
     to_operand: (leaf) -> (operand, key). Operands of equal dtype and key share a call.
     run: (operands, key) -> results.
     """
-    discovery.meet()  # the lowering in another process may be waiting for it
+    discovery.publish()  # the lowering in another process may be waiting for it
     leaves, structure = jax.tree.flatten(tree)
     together = defaultdict(list)
     for i, leaf in enumerate(leaves):

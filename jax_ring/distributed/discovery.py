@@ -1,4 +1,4 @@
-"""Which processes share a host, and what else they tell each other in the key-value store of `jax.distributed`."""
+"""Finds out which processes share a host, through the key-value store of `jax.distributed`."""
 
 import collections
 import itertools
@@ -14,14 +14,14 @@ from jax_ring import _compat, runtime
 HOST_VARIABLE = "JAX_RING_HOST_ID"
 
 
-class _Meeting:
-    """What this process shares with the others of one distributed runtime. To make one tells them; it waits for none.
+class _Membership:
+    """This process as a member of one distributed runtime. Construction publishes its host and does not block.
 
     Attributes:
-      client: of the runtime. It is kept, so that that of a later runtime is known to be another one.
-      hosts: those that are known, by process.
-      lowerings: how many modules of each name have been lowered. Counted anew in each runtime, because other processes
-        of a later one may have been started for it.
+      client: the client of the runtime, kept to recognise a later runtime by its other client.
+      hosts: the known host ids, by process.
+      lowerings: counters of the modules lowered so far, by module name. They restart with each runtime, because the
+        other processes of a later runtime may have just been started.
     """
 
     def __init__(self, client) -> None:
@@ -29,67 +29,68 @@ class _Meeting:
         process = _compat.distributed_process()
         self.hosts = {process: _own_host()}
         self.lowerings: dict[str, itertools.count] = collections.defaultdict(itertools.count)
-        publish, fetch = _compat.key_value_store(runtime.timeout())
-        publish(_key(process), self.hosts[process].encode())
-        # Whoever comes first makes the token. It is a secret among the processes: what they share is named by it.
+        put, get = _compat.key_value_store(runtime.timeout())
+        put(_key(process), self.hosts[process].encode())
+        # The first process to publish a token wins. Shared resources are named by it, so other programs must not
+        # be able to guess it.
         token = _compat.publish_once("jax_ring/token", secrets.token_hex(16))
-        runtime.join_processes(process, token, publish, fetch)
+        runtime.join_processes(process, token, put, get)
 
 
 _lock = threading.Lock()
-_meeting: _Meeting | None = None
+_membership: _Membership | None = None
 
 
-def meet() -> _Meeting | None:
-    """Tells the other processes on which host this one is, once in each distributed runtime; None if there is none.
+def publish() -> _Membership | None:
+    """Publishes the host of this process, once per distributed runtime; returns None if there is no runtime.
 
-    To be called as soon as there may be one, since others may be waiting for the answer.
+    Call it as early as a runtime may exist, since other processes may be waiting for the host.
     """
-    global _meeting
+    global _membership
     with _lock:
         if not _compat.is_distributed():
-            _meeting = None
-        elif _meeting is None or _meeting.client is not _compat.distributed_client():
-            _meeting = _Meeting(_compat.distributed_client())
-        return _meeting
+            _membership = None
+        elif _membership is None or _membership.client is not _compat.distributed_client():
+            _membership = _Membership(_compat.distributed_client())
+        return _membership
 
 
-def _met() -> _Meeting:
-    _compat.distributed_client()  # which says so if there is none
-    meeting = meet()
-    assert meeting is not None
-    return meeting
+def _current_membership() -> _Membership:
+    _compat.distributed_client()  # raises an error with advice if there is no runtime
+    membership = publish()
+    assert membership is not None
+    return membership
 
 
 def host_of(process: int) -> str:
-    """What tells the host of a process from others, in the sense that processes of one host can share memory.
+    """The host id of a process. Processes with equal ids can share memory.
 
-    It is what `JAX_RING_HOST_ID` says there. Otherwise it consists of the boot id of the kernel; of the file system
-    that is mounted at /dev/shm, which containers of one machine may or may not have in common; and of the user, since
-    segments are readable by their owner alone. Where the kernel has no boot id, each process is a host of its own.
+    The id is the value of `JAX_RING_HOST_ID` in that process, if set. Otherwise it is made of the boot id of the
+    kernel; the file system mounted at /dev/shm, which containers of one machine may or may not share; and the user,
+    since only the owner can read a segment. Without a boot id, each process is a host of its own.
 
     Raises:
-      RuntimeError: if the process has not told within the deadline.
+      RuntimeError: if the process does not publish its host within the deadline.
     """
     if jax.process_count() == 1:
         return ""
-    hosts = _met().hosts
+    hosts = _current_membership().hosts
     if process not in hosts:
-        _, fetch = _compat.key_value_store(runtime.timeout())
+        _, get = _compat.key_value_store(runtime.timeout())
         try:
-            hosts[process] = fetch(_key(process)).decode()
+            hosts[process] = get(_key(process)).decode()
         except jax.errors.JaxRuntimeError as error:
             raise RuntimeError(
-                f"process {process} has not said within {runtime.timeout():g} s on which host it is. It does when it "
-                "imports jax_ring after jax.distributed.initialize(), or else when it traces its first collective of "
-                f"jax_ring: all processes must get there. {runtime.TIMEOUT_VARIABLE} is the time they have for it."
+                f"process {process} did not publish its host within {runtime.timeout():g} s. A process does so when it "
+                "imports jax_ring after jax.distributed.initialize(), or else when it traces its first jax_ring "
+                f"collective; every process must get that far. {runtime.TIMEOUT_VARIABLE} sets the time limit."
             ) from error
     return hosts[process]
 
 
 def next_lowering(module: str) -> int:
-    """How many modules of that name this process has lowered before, for programs of several processes."""
-    return next(_met().lowerings[module])
+    """The number of modules of that name that this process has lowered before, in programs of several processes."""
+    return next(_current_membership().lowerings[module])
 
 
 def _key(process: int) -> str:
@@ -107,5 +108,5 @@ def _own_host() -> str:
     return f"{boot_id}/{shared_memory.st_dev}:{shared_memory.st_ino}/{os.geteuid()}"
 
 
-# What is told now need not be waited for later.
-meet()
+# At import, so that other processes rarely have to wait for this one.
+publish()

@@ -1,7 +1,7 @@
-"""What `jax_ring.launch` runs as each process: the user's script, tied to the launcher and told which process it is.
+"""Runs the user's script in a process of `jax_ring.launch`, with `jax.distributed.initialize` needing no arguments.
 
-It is run by its path, not as a module of this package, whose import brings JAX: scripts set options in the environment
-before they import JAX, and must find it not imported yet.
+The launcher runs this file by its path, not as a module. Importing the package would import JAX, and scripts set
+environment variables before they import JAX.
 """
 
 import ctypes
@@ -16,36 +16,36 @@ import sys
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
-def die_with(launcher: int) -> None:
-    """Has the kernel kill this process when the launcher is gone, even if that had no time to do it itself."""
+def die_with_parent(launcher_pid: int) -> None:
+    """Makes the kernel kill this process when the launcher exits, even if the launcher was killed itself."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    # It may have gone before.
-    if os.getppid() != launcher:
+    # The launcher may have exited before the call above.
+    if os.getppid() != launcher_pid:
         raise SystemExit(128 + signal.SIGKILL)
 
 
-def complete(initialize):
-    """`jax.distributed.initialize`, with the count and the number of processes from the environment.
+def with_environment_defaults(initialize):
+    """`jax.distributed.initialize`, with the number of processes and the process id taken from the environment.
 
-    JAX looks there for the coordinator's address and the local devices only.
+    JAX itself reads only the coordinator's address and the local device ids from there.
     """
 
     @functools.wraps(initialize)
-    def completed(coordinator_address=None, num_processes=None, process_id=None, *rest, **options):
+    def initialize_with_defaults(coordinator_address=None, num_processes=None, process_id=None, *rest, **options):
         if num_processes is None:
             num_processes = int(os.environ["JAX_NUM_PROCESSES"])
         if process_id is None:
             process_id = int(os.environ["JAX_PROCESS_ID"])
         return initialize(coordinator_address, num_processes, process_id, *rest, **options)
 
-    return completed
+    return initialize_with_defaults
 
 
-class CompletesInitialize(importlib.abc.MetaPathFinder):
-    """Replaces `jax.distributed.initialize` when, and if, the script imports JAX."""
+class InitializePatcher(importlib.abc.MetaPathFinder):
+    """Replaces `jax.distributed.initialize` when the script imports JAX, if it does."""
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname != "jax.distributed":
@@ -58,18 +58,18 @@ class CompletesInitialize(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             execute(module)
-            module.initialize = complete(module.initialize)
+            module.initialize = with_environment_defaults(module.initialize)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def main(launcher: str, *command: str) -> None:
-    die_with(int(launcher))
-    sys.meta_path.insert(0, CompletesInitialize())
+def main(launcher_pid: str, *command: str) -> None:
+    die_with_parent(int(launcher_pid))
+    sys.meta_path.insert(0, InitializePatcher())
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # as on a terminal
     sys.argv[:] = command
-    # As Python itself does for a script.
+    # As Python does for a script.
     sys.path.insert(0, os.path.dirname(os.path.realpath(command[0])))
     runpy.run_path(command[0], run_name="__main__")
 

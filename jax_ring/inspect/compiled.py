@@ -1,4 +1,4 @@
-"""Finds the collectives in a compiled program: what is left of them, and added to them, by the compiler."""
+"""Finds the collectives in the HLO text of a compiled program."""
 
 import math
 import re
@@ -33,12 +33,12 @@ class Instruction:
     """A collective of the compiled program.
 
     Attributes:
-      name: its opcode in HLO, or the target of a custom call.
+      name: the HLO opcode, or the target of a custom call.
       operands: type and shape of each array, as in HLO.
-      num_bytes: the message of one call, in bytes.
-      group_sizes: how many ranks each group has.
-      times: how often it runs in one call of the program; None if that is known only when it runs.
-      wire_bytes: what a rank sends for one call, on average, in bytes.
+      num_bytes: the message size of one call in bytes.
+      group_sizes: the number of ranks in each group.
+      times: the number of calls in one run of the program; None if it is known only at run time.
+      wire_bytes: the bytes that a rank sends in one call, on average.
     """
 
     name: str
@@ -50,14 +50,14 @@ class Instruction:
 
 
 def find_collectives(hlo: str) -> list[Instruction]:
-    """The collectives in the text of a compiled program, in the order of its computations."""
+    """The collectives in the HLO text of a compiled program, in the order of its computations."""
     match = re.search(r"num_partitions=(\d+)", hlo)
     num_ranks = int(match[1]) if match else 1
-    computations, entry = _split(hlo)
+    computations, entry = _parse_computations(hlo)
     return list(_walk(computations, entry, 1, num_ranks))
 
 
-def _split(hlo: str) -> tuple[dict[str, list[str]], str]:
+def _parse_computations(hlo: str) -> tuple[dict[str, list[str]], str]:
     computations: dict[str, list[str]] = {}
     entry, lines = "", []
     for line in hlo.splitlines():
@@ -80,13 +80,13 @@ def _walk(computations: dict, name: str, times: int | None, num_ranks: int) -> I
             yield _instruction(match, target, times, num_ranks)
             continue
         for role, called in _CALLED.findall(match["rest"]):
-            yield from _walk(computations, called, _trips(role, match["rest"], times), num_ranks)
-        for several, one in _BRANCHES.findall(match["rest"]):
-            for called in re.findall(r"[\w.\-]+", several or one):
+            yield from _walk(computations, called, _times_called(role, match["rest"], times), num_ranks)
+        for branches, branch in _BRANCHES.findall(match["rest"]):
+            for called in re.findall(r"[\w.\-]+", branches or branch):
                 yield from _walk(computations, called, None, num_ranks)
 
 
-def _trips(role: str, attributes: str, times: int | None) -> int | None:
+def _times_called(role: str, attributes: str, times: int | None) -> int | None:
     if role not in ("condition", "body"):
         return times
     count = _TRIP_COUNT.search(attributes)
@@ -116,7 +116,7 @@ def _instruction(match: re.Match, target: re.Match | None, times: int | None, nu
 
 
 def _algorithms(attributes: str, num_bytes: int, num_groups: int) -> list[str]:
-    """That of each group."""
+    """The algorithm of each group."""
     match = re.search(r'\balgorithm = "(\w+)"', attributes)
     algorithm = match[1] if match else "auto"
     limits = [_integers(name, attributes) for name in ("one_shot_bytes", "two_shot_bytes")]
@@ -126,7 +126,7 @@ def _algorithms(attributes: str, num_bytes: int, num_groups: int) -> list[str]:
 
 
 def _integers(name: str, attributes: str) -> list[int]:
-    """The elements of an attribute; none if it is not there."""
+    """The elements of an attribute; empty if the attribute is missing."""
     match = re.search(rf"\b{name} = dense<\[?([\d, ]+)\]?> : tensor<(\d+)x", attributes)
     if match is None:
         return []

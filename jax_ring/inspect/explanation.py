@@ -1,4 +1,4 @@
-"""`explain()`: the collectives of a function, who serves each of them, and what they put on the wire."""
+"""`explain()`: lists the collectives of a function, who serves each of them, and the bytes they send."""
 
 import io
 import math
@@ -18,7 +18,7 @@ from jax_ring.lowering import override, service, tuning, two_level
 from jax_ring.lowering.reach import Levels
 from jax_ring.options import Options
 
-# JAX's primitives and, with ring_ before their names, ours.
+# By primitive of JAX; those of jax_ring have the same names with the prefix ring_.
 _KINDS = {
     "psum": "all_reduce",
     "psum_invariant": "all_reduce",
@@ -40,26 +40,26 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective as the function was written, or as differentiation made it.
+    """A collective as written in the function, or as inserted by differentiation.
 
     Attributes:
-      name: the primitive's: ring_psum, psum, psum_invariant, ...
+      name: the name of the primitive: ring_psum, psum, psum_invariant, ...
       axes: the names of the mesh axes over which it communicates.
-      groups: the mesh positions that communicate with each other.
-      operands: dtype and shape of each operand, on one rank.
-      num_bytes: the message of one call, in bytes: the operands, or for all_gather the results.
-      times: how often it is called in one call of the function; None if that is known only when it runs, as in a
-        while_loop or in a branch of a cond.
-      algorithm: the option `algorithm` of a collective of ours; empty for one that XLA serves.
-      chosen: the algorithms that "auto" comes to by the thresholds in force (`JAX_RING_TUNING`), several where groups
-        differ; empty where there is no choice: on CPU devices of one process, and for all but sums by an all-reduce.
-        More than 64 operands travel as several messages, each of which may go by another one.
-      served_by: "jax_ring", with the way between processes and hosts where a group has ranks in several, as in
-        "jax_ring (shared memory, 2 processes)" and "jax_ring within hosts, XLA across 2 hosts"; "XLA"; or "nobody"
-        where each group is one rank.
-      why: why XLA, or nobody, serves it; else empty.
-      wire_bytes: what a rank is predicted to send for one call, on average, in bytes.
-      wire_bytes_across_hosts: how much of that goes to other hosts; None where XLA serves the call, and picks the way.
+      groups: the groups of mesh positions that communicate with each other.
+      operands: dtype and shape of each operand on one rank.
+      num_bytes: the message size of one call in bytes: of the operands, or for all_gather of the results.
+      times: the number of calls in one call of the function; None if it is known only at run time, as in a while_loop
+        or in a branch of a cond.
+      algorithm: the option `algorithm`; empty if XLA serves the call.
+      chosen: the algorithms that "auto" selects by the active thresholds (`JAX_RING_TUNING`), several if groups differ.
+        Empty if there is no choice: on CPU devices of one process, and for anything but a sum by an all-reduce. More
+        than 64 operands are sent as several messages, each of which may use a different algorithm.
+      served_by: "jax_ring"; if a group spans processes or hosts, with the transport, as in
+        "jax_ring (shared memory, 2 processes)" or "jax_ring within hosts, XLA across 2 hosts"; "XLA"; or "none" if
+        each group is one rank.
+      why: the reason if it is served by XLA or by none; else empty.
+      wire_bytes: the predicted bytes that a rank sends in one call, on average.
+      wire_bytes_across_hosts: the part of them that goes to other hosts; None if XLA serves the call.
       call_site: file, line and function.
     """
 
@@ -80,11 +80,11 @@ class Collective:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain()` found. As text (`str`), two tables: the function as written, and as compiled.
+    """The result of `explain()`. `str` of it has two tables: the collectives as written, and as compiled.
 
     Attributes:
-      collectives: those of the function. What the compiler's partitioner inserts is not among them.
-      instructions: those of the compiled program: equal ones merged, dead ones gone, the partitioner's included.
+      collectives: those of the function, without those that the compiler's partitioner inserts.
+      instructions: those of the compiled program, after merging and dead-code elimination, with the partitioner's.
     """
 
     collectives: tuple[Collective, ...]
@@ -92,13 +92,13 @@ class Explanation:
 
     @property
     def predicted_bytes(self) -> float | None:
-        """What a rank sends in one call of the function, by the formulas; None if a number of calls is unknown."""
-        return None if _any_unknown(self.collectives) else _sent(self.collectives)
+        """Bytes that a rank sends in one call of the function, by formula; None if a number of calls is unknown."""
+        return None if _has_unknown_count(self.collectives) else _total_wire_bytes(self.collectives)
 
     @property
     def counted_bytes(self) -> float | None:
-        """The same, counted in the compiled program."""
-        return None if _any_unknown(self.instructions) else _sent(self.instructions)
+        """Bytes that a rank sends in one call of the compiled program; None if a number of calls is unknown."""
+        return None if _has_unknown_count(self.instructions) else _total_wire_bytes(self.instructions)
 
     def __str__(self) -> str:
         written = _table(
@@ -108,11 +108,11 @@ class Explanation:
                 (
                     c.name,
                     ", ".join(map(str, c.axes)),
-                    _several(map(len, c.groups)),
-                    _several(c.operands),
+                    _abbreviate(map(len, c.groups)),
+                    _abbreviate(c.operands),
                     f"{c.num_bytes:,}",
-                    _times(c.times),
-                    f"{c.served_by}{_in_brackets(c)}{f': {c.why}' if c.why else ''}",
+                    _count_text(c.times),
+                    f"{c.served_by}{_algorithm_text(c)}{f': {c.why}' if c.why else ''}",
                     f"{c.wire_bytes:,.0f}"
                     + (f", {c.wire_bytes_across_hosts:,.0f} across hosts" if c.wire_bytes_across_hosts else ""),
                     c.call_site,
@@ -126,41 +126,39 @@ class Explanation:
             [
                 (
                     i.name,
-                    _several(i.group_sizes),
-                    _several(i.operands),
+                    _abbreviate(i.group_sizes),
+                    _abbreviate(i.operands),
                     f"{i.num_bytes:,}",
-                    _times(i.times),
+                    _count_text(i.times),
                     f"{i.wire_bytes:,.0f}",
                 )
                 for i in self.instructions
             ],
         )
-        predicted, counted = (
-            f"at least {_sent(found):,.0f}" if _any_unknown(found) else f"{_sent(found):,.0f}"
-            for found in (self.collectives, self.instructions)
-        )
+        predicted, counted = _total_text(self.collectives), _total_text(self.instructions)
         totals = f"Each rank sends, in bytes: {predicted} predicted, {counted} counted in the compiled program."
         return f"{written}\n{compiled}\n{totals}"
 
 
 def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
-    """Finds the collectives in a function, who serves each of them, and the bytes that they put on the wire.
+    """Lists the collectives of a function, who serves each of them, and the bytes they send.
 
-    The function is traced and compiled, and not run. Collectives of this library and of `jax.lax` are found in nested
-    functions, loops, branches and `shard_map` alike. Under `override_lax()` it tells who serves those of lax then.
+    The function is traced and compiled, but not run. Collectives of jax_ring and of `jax.lax` are found in nested
+    functions, loops, branches and `shard_map`. Under `override_lax()`, those of `jax.lax` are reported as the
+    override lowers them.
 
     Args:
       fn: a function, jitted or not.
-      *args: what `fn` would be called with: arrays, or `jax.ShapeDtypeStruct`s in their place.
-      **kwargs: the same, by name.
+      *args: the arguments of `fn`: arrays, or `jax.ShapeDtypeStruct`s in their place.
+      **kwargs: the keyword arguments of `fn`.
 
     Raises:
-      whatever tracing and compiling `fn` with these arguments raises.
+      Any exception that tracing or compiling `fn` with these arguments raises.
     """
     traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*args, **kwargs)
     compiled = traced.lower().compile()
     return Explanation(
-        tuple(_walk(_open(traced.jaxpr), None, 1)),
+        tuple(_walk(_as_jaxpr(traced.jaxpr), None, 1)),
         tuple(find_collectives(compiled.as_text() or "")),
     )
 
@@ -170,17 +168,17 @@ def _walk(jaxpr: core.Jaxpr, axis_context, times: int | None) -> Iterator[Collec
         name = eqn.primitive.name
         if name.removeprefix("ring_") in _KINDS and axis_context is not None:
             yield _collective(eqn, axis_context, times)
-        within = _compat.axis_context_within(eqn.params) if name == "shard_map" else axis_context
+        inner_context = _compat.axis_context_within(eqn.params) if name == "shard_map" else axis_context
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(inner):
-                yield from _walk(_open(inner), within, _times_within(eqn, times))
+                yield from _walk(_as_jaxpr(inner), inner_context, _times_within(eqn, times))
 
 
 def _is_jaxpr(value) -> bool:
     return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
 
 
-def _open(jaxpr) -> core.Jaxpr:
+def _as_jaxpr(jaxpr) -> core.Jaxpr:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -209,7 +207,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     by_group: list[str] = []
     across: float | None
     if levels is not None and levels.across:
-        within, across = _bytes_on_two_levels(name, levels, [v.aval for v in message])
+        within, across = _two_level_wire_bytes(name, levels, [v.aval for v in message])
         sends = within + across
     else:
         if sums and levels is not None and engine and service.has_choice(engine, levels) and options == Options():
@@ -220,7 +218,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
         name=name,
         axes=axes,
         groups=groups,
-        operands=tuple(_in_words(v.aval) for v in eqn.invars),
+        operands=tuple(_aval_text(v.aval) for v in eqn.invars),
         num_bytes=num_bytes,
         times=times,
         algorithm=algorithm,
@@ -233,12 +231,12 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     )
 
 
-def _in_brackets(collective: Collective) -> str:
+def _algorithm_text(collective: Collective) -> str:
     chosen = f": {', '.join(collective.chosen)}" if collective.chosen else ""
     return f" ({collective.algorithm}{chosen})" if collective.algorithm else ""
 
 
-def _in_words(aval) -> str:
+def _aval_text(aval) -> str:
     return f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]"
 
 
@@ -248,8 +246,8 @@ def _num_bytes(aval) -> int:
     return math.ceil(aval.size * bits / 8)
 
 
-def _bytes_on_two_levels(name: str, levels: Levels, avals: Sequence) -> tuple[float, float]:
-    """What a rank sends within its host, and to others, for an all-reduce that is split (see two_level.py)."""
+def _two_level_wire_bytes(name: str, levels: Levels, avals: Sequence) -> tuple[float, float]:
+    """Bytes that a rank sends within its host, and to other hosts, for an all-reduce on two levels (two_level.py)."""
     op = "max" if "pmax" in name else "min" if "pmin" in name else "sum"
     ranks, hosts = [len(levels.within[0])], [levels.num_hosts]
     within = across = 0.0
@@ -266,9 +264,9 @@ def _bytes_on_two_levels(name: str, levels: Levels, avals: Sequence) -> tuple[fl
 def _who_serves(
     name: str, kind: str, axis_context, groups: Sequence[Sequence[int]]
 ) -> tuple[str, str, str | None, Levels | None]:
-    """Who; why not an engine of ours; the engine, and what it serves."""
+    """Returns `Collective.served_by` and `Collective.why`, and the engine and the groups it serves, if any."""
     if all(len(group) == 1 for group in groups):
-        return "nobody", "groups of one rank", None, None
+        return "none", "groups of one rank", None, None
     if not name.startswith("ring_") and not override.is_overridden(name):
         return "XLA", "a collective of lax, not overridden", None, None
     found = service.who_serves((_platform(axis_context.mesh),), axis_context, groups, kind)
@@ -278,34 +276,39 @@ def _who_serves(
     if levels.across:
         return f"jax_ring within hosts, XLA across {levels.num_hosts} hosts", "", found.engine, levels
     if levels.num_processes > 1:
-        way = "shared memory" if found.engine == "cpu" else "CUDA IPC"
-        return f"jax_ring ({way}, {levels.num_processes} processes)", "", found.engine, levels
+        transport = "shared memory" if found.engine == "cpu" else "CUDA IPC"
+        return f"jax_ring ({transport}, {levels.num_processes} processes)", "", found.engine, levels
     return "jax_ring", "", found.engine, levels
 
 
 def _platform(mesh) -> str:
-    # An abstract mesh is of no platform: the program is then for the default one, or for that of its arguments.
+    # An abstract mesh has no platform. The program is then lowered for the default one, or for that of its arguments.
     platform = mesh.devices.flat[0].platform if isinstance(mesh, jax.sharding.Mesh) else jax.default_backend()
     return "cuda" if platform == "gpu" else platform
 
 
-def _any_unknown(collectives: Sequence[Collective] | Sequence[Instruction]) -> bool:
+def _has_unknown_count(collectives: Sequence[Collective] | Sequence[Instruction]) -> bool:
     return any(collective.times is None for collective in collectives)
 
 
-def _sent(collectives: Sequence[Collective] | Sequence[Instruction]) -> float:
+def _total_wire_bytes(collectives: Sequence[Collective] | Sequence[Instruction]) -> float:
     return sum(collective.wire_bytes * (collective.times or 0) for collective in collectives)
 
 
-def _several(values) -> str:
+def _total_text(collectives: Sequence[Collective] | Sequence[Instruction]) -> str:
+    at_least = "at least " if _has_unknown_count(collectives) else ""
+    return f"{at_least}{_total_wire_bytes(collectives):,.0f}"
+
+
+def _abbreviate(values) -> str:
     values = list(map(str, values))
     if len(set(values)) == 1:
         return values[0] if len(values) == 1 else f"{len(values)} x {values[0]}"
     return ", ".join(values[:3]) + (f" and {len(values) - 3} more" if len(values) > 3 else "")
 
 
-def _times(times: int | None) -> str:
-    return "?" if times is None else str(times)
+def _count_text(count: int | None) -> str:
+    return "?" if count is None else str(count)
 
 
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

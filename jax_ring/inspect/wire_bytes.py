@@ -1,19 +1,19 @@
-"""What a collective puts on the wire: closed formulas, for the predictions of `explain()`.
+"""Closed formulas for the bytes that a collective sends, used by `explain()`.
 
-V is the message in the sense of nccl-tests: what each rank contributes to an all-reduce or a reduce-scatter, and what
-each rank gets from an all-gather. The formulas for rings are those of Patarasuk and Yuan, "Bandwidth optimal all-reduce
-algorithms for clusters of workstations" (2009); two-shot moves as much.
+V is the message size as nccl-tests defines it: of the operand of an all-reduce or a reduce-scatter, and of the result
+of an all-gather, on one rank. The formulas for rings are those of Patarasuk and Yuan, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations" (2009); two-shot sends as much.
 """
 
 from collections.abc import Sequence
 
-# By kind: a rank's messages in units of V, in a group of p ranks.
-_MESSAGES = {
+# By kind: what a rank sends in a group of p ranks, in units of V, on average.
+_SENT_MESSAGES = {
     "all_reduce": lambda p: 2 * (p - 1) / p,
     "reduce_scatter": lambda p: (p - 1) / p,
     "all_gather": lambda p: (p - 1) / p,
     "all_to_all": lambda p: (p - 1) / p,
-    # One rank of p has nothing to send.
+    # One of the p ranks sends nothing.
     "reduce": lambda p: (p - 1) / p,
     "broadcast": lambda p: (p - 1) / p,
     "permute": lambda p: 1,
@@ -21,19 +21,19 @@ _MESSAGES = {
 
 
 def wire_bytes(kind: str, num_bytes: int, group_sizes: Sequence[int], algorithm: str | Sequence[str] = "auto") -> float:
-    """Bytes that a rank sends for one collective, on average over all ranks.
+    """Bytes that a rank sends in one call of a collective, on average over all ranks.
 
     Args:
       kind: all_reduce, reduce_scatter, all_gather, all_to_all, reduce, broadcast or permute.
-      num_bytes: the message, V.
-      group_sizes: how many ranks each group has.
-      algorithm: that of an all-reduce, or of each group's. With "one_shot" every rank sends its whole message to every
-        other one.
+      num_bytes: the message size V, in bytes.
+      group_sizes: the number of ranks in each group.
+      algorithm: of an all-reduce, for all groups or one per group. With "one_shot" each rank sends its whole message to
+        every other rank.
     """
     algorithms = [algorithm] * len(group_sizes) if isinstance(algorithm, str) else algorithm
 
-    def messages(p: int, algorithm: str) -> float:
-        return p - 1 if kind == "all_reduce" and algorithm == "one_shot" else _MESSAGES[kind](p)
+    def sent_messages(p: int, algorithm: str) -> float:
+        return p - 1 if kind == "all_reduce" and algorithm == "one_shot" else _SENT_MESSAGES[kind](p)
 
-    total = sum(p * messages(p, a) for p, a in zip(group_sizes, algorithms, strict=True) if p > 1)
+    total = sum(p * sent_messages(p, a) for p, a in zip(group_sizes, algorithms, strict=True) if p > 1)
     return num_bytes * total / sum(group_sizes)

@@ -1,1 +1,1 @@
-"""From a primitive to HLO: who serves a call, the custom call to an engine, and XLA's collectives where it has none."""
+"""Lowers the primitives to HLO: to custom calls of an engine, or to XLA's collectives where no engine serves a call."""

@@ -1,4 +1,4 @@
-"""The custom call to an engine: its operands and attributes, and the transposes around it."""
+"""Emits the custom call to an engine: its operands and attributes, and the transposes around it."""
 
 import math
 from collections.abc import Sequence
@@ -18,10 +18,11 @@ from jax_ring.lowering.service import Service, has_choice
 def emit(
     ctx, operands, *, kind: str, op: str, service: Service, call: str, options, root=0, axis_size=None, **dimensions
 ) -> Sequence:
-    """One custom call for all operands.
+    """Emits one custom call for all operands, and returns its results.
 
-    The engine sees contiguous blocks, one for each rank, along a first dimension that it adds to the result of an
-    all-gather and takes from the operand of a reduce-scatter. Where the user wants another, the data is moved here.
+    The engine scatters and gathers contiguous blocks, one per rank, along a leading dimension: it removes that
+    dimension from the operand of a reduce-scatter, and adds it to the result of an all-gather. For other dimensions
+    the data is transposed here.
     """
     assert service.levels is not None
     scatters, gathers = kind == "reduce_scatter", kind == "all_gather"
@@ -44,16 +45,18 @@ def emit(
         results: Sequence = [ops.reshape(x, aval.shape) for x, aval in zip(operands, avals_out, strict=True)]
     else:
         runtime.note_call_site(call, _compat.call_site(ctx))
-        before, avals_before, attributes = _CALLERS[service.engine](ctx, groups)
-        # The engine chooses when it knows what travels together.
-        choice = has_choice(service.engine, service.levels)
-        thresholds = [tuning.thresholds(service.engine, len(group)) for group in groups if choice]
-        in_place = {
-            len(before) + i: i for i, x in enumerate(operands) if not (scatters or gathers) and _may_overwrite(x)
+        encoded = _GROUP_ENCODERS[service.engine](ctx, groups)
+        # The engine picks the algorithm at run time, when it knows the size of each message.
+        has_thresholds = has_choice(service.engine, service.levels)
+        thresholds = [tuning.thresholds(service.engine, len(group)) for group in groups if has_thresholds]
+        aliases = {
+            len(encoded.operands) + i: i
+            for i, x in enumerate(operands)
+            if not (scatters or gathers) and _should_alias(x)
         }
-        results = jax.ffi.ffi_lowering(runtime.TARGETS[kind], operand_output_aliases=in_place)(
-            ctx.replace(avals_in=[*avals_before, *avals_in], avals_out=avals_out),
-            *before,
+        results = jax.ffi.ffi_lowering(runtime.TARGETS[kind], operand_output_aliases=aliases)(
+            ctx.replace(avals_in=[*encoded.avals, *avals_in], avals_out=avals_out),
+            *encoded.operands,
             *operands,
             collective=kind,
             op=op,
@@ -64,7 +67,7 @@ def emit(
             one_shot_bytes=np.array([t.one_shot for t in thresholds], np.int64),
             two_shot_bytes=np.array([t.two_shot for t in thresholds], np.int64),
             call=call,
-            **attributes,
+            **encoded.attributes,
         )
 
     if gathers:
@@ -76,7 +79,7 @@ def emit(
 
 
 def describe(ctx, function: str, axes, axis_index_groups) -> str:
-    """The call in words, for the error of a rank that waits in vain. The same for equal calls, so that they merge."""
+    """Describes the call in timeout errors. Equal calls have equal descriptions, so that XLA can merge them."""
     shapes = [f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]" for aval in ctx.avals_in]
     message = ", ".join(shapes[:4]) + (f" and {len(shapes) - 4} more" if len(shapes) > 4 else "")
     axis = f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {axes!r}"
@@ -84,76 +87,83 @@ def describe(ctx, function: str, axes, axis_index_groups) -> str:
     return f"{function} of {message} over {axis}{groups}"
 
 
-# ---- Who makes the call ---------------------------------------------------------------------------------------------
+# ---- Groups ---------------------------------------------------------------------------------------------------------
 
 
-class Caller(NamedTuple):
-    """How an engine is told the groups, and which of their members it is called for."""
+class EncodedGroups(NamedTuple):
+    """The groups of a call in the form that an engine expects, and how the engine identifies its caller in them.
 
-    operands: list  # that come before the user's
+    Attributes:
+      operands: of the custom call, before the user's operands.
+      avals: the types of these operands.
+      attributes: of the custom call.
+    """
+
+    operands: list
     avals: list
     attributes: dict
 
 
-def _caller_on_cpu(ctx, groups) -> Caller:
-    # The caller's mesh position is a run-time value: one program serves all devices.
+def _encode_groups_for_cpu(ctx, groups) -> EncodedGroups:
+    # The mesh position is a run-time value, since all devices run the same program.
     position = hlo.partition_id()
     members = [i for group in groups for i in group]
     processes = reach.processes_of_cpus(ctx.module_context.axis_context.mesh)
-    assert processes is not None  # or the CPU engine would not serve the call
+    assert processes is not None  # checked by reach.levels_of
     attributes = {
         "partitions": np.array(members, np.int64),
         "processes": np.array([processes[i] for i in members], np.int64),
-        "program": _program(ctx),
+        "program": _program_name(ctx),
     }
-    return Caller([position], [jax.core.ShapedArray((), np.uint32)], attributes)
+    return EncodedGroups([position], [jax.core.ShapedArray((), np.uint32)], attributes)
 
 
-def _program(ctx) -> str:
-    """What names the program in all of its processes, so that each of its calls finds its like in the others.
+def _program_name(ctx) -> str:
+    """A name of the program that is the same in all its processes, so that calls can be matched across them.
 
-    Up to the '#' it is the same in all of them. What follows counts programs of that name, of which a process may lower
-    more than the others do: to look at one, or to run one by itself.
+    The part before the '#' is the same everywhere. The part after it counts the programs of that name; a process may
+    lower more of them than the others, to print one or to run one alone.
     """
     if jax.process_count() == 1:
         return ""
-    notes = _compat.notes_on_module(ctx)
-    if "program" not in notes:
+    state = _compat.module_state(ctx)
+    if "program" not in state:
         name = _compat.module_name(ctx)
-        notes["program"] = f"{name}#{discovery.next_lowering(name)}"
-    return notes["program"]
+        state["program"] = f"{name}#{discovery.next_lowering(name)}"
+    return state["program"]
 
 
-def _caller_on_cuda(ctx, groups) -> Caller:
-    # Here the handler knows its GPU, and the position would lie in the GPU's memory, which the host cannot see.
+def _encode_groups_for_cuda(ctx, groups) -> EncodedGroups:
+    # The handler knows its GPU. A mesh position would be in device memory, which the host cannot read.
     gpus = reach.gpus_of(ctx.module_context.axis_context.mesh)
-    assert gpus is not None  # or the CUDA engine would not serve the call
+    assert gpus is not None  # checked by reach.levels_of
     members = [gpus[i] for group in groups for i in group]
     processes = np.array([gpu.process for gpu in members], np.int64)
-    return Caller([], [], {"processes": processes, "devices": np.array([gpu.number for gpu in members], np.int64)})
+    devices = np.array([gpu.local_id for gpu in members], np.int64)
+    return EncodedGroups([], [], {"processes": processes, "devices": devices})
 
 
-_CALLERS = {"cpu": _caller_on_cpu, "cuda": _caller_on_cuda}
+_GROUP_ENCODERS = {"cpu": _encode_groups_for_cpu, "cuda": _encode_groups_for_cuda}
 
 
-# ---- In place -------------------------------------------------------------------------------------------------------
+# ---- Aliasing -------------------------------------------------------------------------------------------------------
 
-# Operations whose result is their operand's buffer under another shape, if both have as many elements.
-_RESHAPES = ("stablehlo.reshape", "stablehlo.broadcast_in_dim")
+# Ops whose result is a bitcast of the operand, if both have the same number of elements.
+_RESHAPE_OPS = ("stablehlo.reshape", "stablehlo.broadcast_in_dim")
 
 
-def _may_overwrite(value) -> bool:
-    """Whether the result should take its operand's buffer, which saves memory and the traffic to it.
+def _should_alias(value) -> bool:
+    """Whether the result should alias the operand's buffer, which saves memory and memory traffic.
 
-    It should, unless the operand is an argument of the shard_map, whose buffer may be the caller's: it would have to be
-    copied first. The compiler sees to it that a value which is needed later is copied, so this is about speed alone.
+    It should not if the operand is an argument of the shard_map: its buffer may belong to the caller, and XLA would
+    copy it first. XLA also copies a value that is used later, so aliasing affects speed only.
     """
     owner = value.owner
     if isinstance(owner, ir.Block):
         return owner.owner.operation.name != "sdy.manual_computation"
     operands = owner.operation.operands
-    if owner.operation.name in _RESHAPES and _num_elements(operands[0]) == _num_elements(value):
-        return _may_overwrite(operands[0])
+    if owner.operation.name in _RESHAPE_OPS and _num_elements(operands[0]) == _num_elements(value):
+        return _should_alias(operands[0])
     return True
 
 

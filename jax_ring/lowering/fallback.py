@@ -1,4 +1,4 @@
-"""The collectives that XLA has no namesake of, where XLA serves them: made from its all-reduce."""
+"""Lowers reduce and broadcast to XLA's all-reduce where no engine serves them."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,7 +6,7 @@ from jax.interpreters import mlir
 
 
 def lower_reduce_to_xla(ctx, operand, *, axes, axis_index_groups, root):
-    """Lowers a reduce where only XLA's collectives are at hand, as a psum of which only the root keeps the result."""
+    """Lowers a reduce to a psum whose result only the root keeps. The others get zeros."""
     del axis_index_groups
 
     def reduce(x):
@@ -16,11 +16,11 @@ def lower_reduce_to_xla(ctx, operand, *, axes, axis_index_groups, root):
 
 
 def lower_broadcast_to_xla(ctx, operand, *, axes, axis_index_groups, root):
-    """Lowers a broadcast where only XLA's collectives are at hand, as a psum to which the others add zero."""
+    """Lowers a broadcast to a psum to which all ranks but the root contribute zeros."""
     del axis_index_groups
 
     def broadcast(x):
-        # Integers, because 0.0 + -0.0 is 0.0.
+        # As integers, because 0.0 + -0.0 is 0.0.
         if jnp.iscomplexobj(x):
             return lax.complex(broadcast(x.real), broadcast(x.imag))
         if x.dtype == jnp.bool_:

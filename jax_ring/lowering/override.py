@@ -1,4 +1,4 @@
-"""`override_lax()`: JAX's own collectives lower to this library, by lowerings of ours for its primitives."""
+"""`override_lax()`: makes JAX's own collectives lower to jax_ring, by replacing the lowerings of its primitives."""
 
 import contextlib
 import operator
@@ -12,20 +12,20 @@ import jax
 from jax_ring import _compat
 from jax_ring.distributed import discovery
 from jax_ring.lowering import tuning
-from jax_ring.lowering.combiner import lower_joined
+from jax_ring.lowering.combiner import lower_combined
 from jax_ring.lowering.rule import Collective
-from jax_ring.lowering.rule import lower as lower_ours
-from jax_ring.lowering.service import is_one_call
+from jax_ring.lowering.rule import lower as lower_to_engine
+from jax_ring.lowering.service import is_single_custom_call
 from jax_ring.options import Options
 
-# Whether the override is on in this thread. It is a part of the key of all of JAX's caches, from traced functions to
-# compiled programs, so that what was lowered with it is never taken for what was lowered without. Made when this
-# module is imported, because JAX does not allow it while other threads trace.
-_on = jax.make_user_context(False)
+# Whether the override is on in this thread. A user context is part of the key of all of JAX's caches, from traced
+# functions to compiled programs, so that programs lowered with and without the override never mix. JAX does not allow
+# creating one while other threads trace, so it is created at import.
+_enabled = jax.make_user_context(False)
 
 
-# JAX's primitives: the function to name in messages, the kind of collective, and how values become one.
-_OURS = {
+# JAX's primitives: the function to name in messages, the kind of collective, and the reduction.
+_OVERRIDDEN = {
     _compat.psum_p: ("lax.psum", "all_reduce", "sum"),
     _compat.psum_invariant_p: ("lax.psum", "all_reduce", "sum"),
     _compat.pmax_p: ("lax.pmax", "all_reduce", "max"),
@@ -35,70 +35,72 @@ _OURS = {
     _compat.all_gather_invariant_p: ("lax.all_gather", "all_gather", "sum"),
 }
 
-# Parameters that our primitives call by another name.
-_RENAMED = {"axis_name": "axes", "scatter_dimension": "dimension", "all_gather_dimension": "dimension"}
+# Parameters that have other names in the primitives of jax_ring.
+_RENAMED_PARAMS = {"axis_name": "axes", "scatter_dimension": "dimension", "all_gather_dimension": "dimension"}
 
 
-def _make_rule(function: str, kind: str, op: str, jaxs: Callable) -> Callable:
-    """A lowering that is ours where the override is on, in this thread, and JAX's own elsewhere."""
+def _make_rule(function: str, kind: str, op: str, jax_rule: Callable) -> Callable:
+    """A rule that lowers to jax_ring if the override is on in this thread, and by JAX's own rule if not."""
 
     def lower(ctx, operand, **params):
-        # Random keys, which can be gathered, are no arrays to the engine.
-        if not _on.value or jax.dtypes.issubdtype(ctx.avals_in[0].dtype, jax.dtypes.extended):
-            return jaxs(ctx, operand, **params)
-        ours = {_RENAMED.get(name, name): value for name, value in params.items()}
-        axes, groups = ours.pop("axes"), ours.pop("axis_index_groups", None)
+        # Random keys can be gathered, but the engines do not support them.
+        if not _enabled.value or jax.dtypes.issubdtype(ctx.avals_in[0].dtype, jax.dtypes.extended):
+            return jax_rule(ctx, operand, **params)
+        engine_params = {_RENAMED_PARAMS.get(name, name): value for name, value in params.items()}
+        axes, groups = engine_params.pop("axes"), engine_params.pop("axis_index_groups", None)
         named = tuple(axis for axis in axes if not isinstance(axis, int))
         if len(named) < len(axes):
-            # Reduced on each device, which JAX's rule does on the way to its own collective.
+            # Positional axes are reduced on each device, by JAX's rule.
             positional = tuple(axis for axis in axes if isinstance(axis, int))
-            (operand,) = jaxs(ctx, operand, axes=positional, axis_index_groups=None)
+            (operand,) = jax_rule(ctx, operand, axes=positional, axis_index_groups=None)
             ctx, params = ctx.replace(avals_in=ctx.avals_out), {**params, "axes": named}
         if not named:
             return [operand]
-        # In one form, whatever containers and integers they came in, so that equal calls merge.
+        # Normalized, so that equal calls have equal keys and are combined.
         groups = groups and tuple(tuple(map(operator.index, group)) for group in groups)
-        collective = Collective(function, kind, op, lambda ctx, operand, **_: jaxs(ctx, operand, **params))
-        emit = partial(lower_ours, collective, axes=named, axis_index_groups=groups, options=Options(), **ours)
-        if kind != "all_reduce" or not is_one_call(ctx, named, groups, kind):
+        collective = Collective(function, kind, op, lambda ctx, operand, **_: jax_rule(ctx, operand, **params))
+        emit = partial(
+            lower_to_engine, collective, axes=named, axis_index_groups=groups, options=Options(), **engine_params
+        )
+        if kind != "all_reduce" or not is_single_custom_call(ctx, named, groups, kind):
             return emit(ctx, operand)
-        return lower_joined(ctx, operand, (op, named, groups, ctx.avals_in[0].dtype), emit)
+        return lower_combined(ctx, operand, (op, named, groups, ctx.avals_in[0].dtype), emit)
 
     return lower
 
 
 def is_overridden(primitive_name: str) -> bool:
-    """Whether JAX's primitive of that name lowers to this library now, in this thread."""
-    return _on.value and any(primitive.name == primitive_name for primitive in _OURS)
+    """Whether JAX's primitive of that name currently lowers to jax_ring in this thread."""
+    return _enabled.value and any(primitive.name == primitive_name for primitive in _OVERRIDDEN)
 
 
 class Override:
-    """What `override_lax()` returns: it is on until `close()`, or until the end of the `with` block that it heads."""
+    """An active override, until `close()` or the end of its `with` block. Returned by `override_lax()`."""
 
     def __init__(self) -> None:
         self._thread = threading.current_thread()
         self._closed = False
-        _open()
+        _enable()
 
     def close(self) -> None:
-        """Switches this override off. Further calls do nothing.
+        """Ends this override. Further calls do nothing.
 
         Raises:
-          RuntimeError: in another thread than the one that switched it on, or in a function that is being traced.
+          RuntimeError: in a thread other than the one that opened it, or in a function that is being traced.
         """
         if self._closed:
             return
         if threading.current_thread() is not self._thread:
             raise RuntimeError(
-                f"override_lax() is on in thread {self._thread.name!r} alone and must be closed there, "
+                f"override_lax() was opened in thread {self._thread.name!r} and must be closed there, "
                 f"not in {threading.current_thread().name!r}"
             )
-        _close()
+        _disable()
         self._closed = True
 
     def __enter__(self) -> Self:
         if self._closed:
-            raise RuntimeError("this override of lax is closed: call override_lax() again")
+            raise RuntimeError("this override is closed: call override_lax() again")
         return self
 
     def __exit__(self, *exception) -> None:
@@ -106,34 +108,34 @@ class Override:
 
 
 def override_lax() -> Override:
-    """Makes `lax.psum` and its kin lower to this library, in this thread, from now on.
+    """Makes the collectives of `jax.lax` lower to jax_ring in this thread.
 
-    As a call it stays on until the returned object's `close()`, or for good; as a context manager until the end of
-    the block:
+    A plain call is in effect until `close()` of the returned object, if ever; a context manager until the end of its
+    block:
 
         override_lax()                  # at the top of a script
 
-        with override_lax():            # or around what is to use it
+        with override_lax():            # or around the code that should use jax_ring
             train_step(params, batch)
 
-    Everything that is compiled in that time uses the engine of this library where `ring_psum` would: code that one
-    did not write, and the sums that differentiation inserts under `shard_map(..., check_vma=True)`. What counts is
-    when, and in which thread, a program is lowered, which for a jitted function is when it is called. Types, errors
-    and rules of transformation stay JAX's own. Functions that were compiled before are compiled again, and found as
-    they were afterwards; no cache is cleared. Overrides nest, and are closed in any order.
+    Programs lowered in this time use jax_ring's engine wherever `ring_psum` would. That includes third-party code, and
+    the sums that differentiation inserts under `shard_map(..., check_vma=True)`. A jitted function is lowered when it
+    is called, in the calling thread. Types, errors and transformation rules remain those of JAX. Functions that were
+    compiled before are compiled again; their earlier programs stay cached for use after the override. Overrides nest,
+    and can be closed in any order.
 
     Raises:
-      RuntimeError: in a function that is being traced: it is lowered later, when the override may be off.
+      RuntimeError: in a function that is being traced. It is lowered later, when the override may be closed.
     """
     return Override()
 
 
 _lock = threading.Lock()
-_num_open = 0  # in all threads: while it is not zero, our lowerings are registered
-_registered = contextlib.ExitStack()
+_num_open = 0  # in all threads; the replaced lowerings are registered while it is positive
+_registrations = contextlib.ExitStack()
 
 
-class _Here(threading.local):
+class _ThreadOverrides(threading.local):
     """The overrides of one thread."""
 
     def __init__(self) -> None:
@@ -141,43 +143,43 @@ class _Here(threading.local):
         self.context = contextlib.ExitStack()
 
 
-_here = _Here()
+_thread_overrides = _ThreadOverrides()
 
 
-def _open() -> None:
+def _enable() -> None:
     global _num_open
-    _refuse_if_tracing()
-    discovery.meet()  # as a call of ours would
+    _check_not_tracing()
+    discovery.publish()  # other processes may be waiting for this host
     with _lock:
         if not _num_open:
             _register()
         _num_open += 1
-    if not _here.num_open:
-        _here.context.enter_context(_on(True))
-    _here.num_open += 1
+    if not _thread_overrides.num_open:
+        _thread_overrides.context.enter_context(_enabled(True))
+    _thread_overrides.num_open += 1
 
 
-def _close() -> None:
+def _disable() -> None:
     global _num_open
-    _refuse_if_tracing()
-    _here.num_open -= 1
-    if not _here.num_open:
-        _here.context.close()
+    _check_not_tracing()
+    _thread_overrides.num_open -= 1
+    if not _thread_overrides.num_open:
+        _thread_overrides.context.close()
     with _lock:
         _num_open -= 1
         if not _num_open:
-            _registered.close()
+            _registrations.close()
 
 
-def _refuse_if_tracing() -> None:
+def _check_not_tracing() -> None:
     if _compat.is_tracing():
         raise RuntimeError(
-            "override_lax() was switched in a function that is being traced. It is about how programs are lowered, "
-            "which comes after tracing: switch it around the call of the outermost jitted function."
+            "override_lax() was opened or closed in a function that is being traced. It affects lowering, which "
+            "happens after tracing: use it around the call of the outermost jitted function."
         )
 
 
 def _register() -> None:
-    for primitive, ours in _OURS.items():
-        undo = _compat.replace_lowering(primitive, tuning.PLATFORMS, partial(_make_rule, *ours))
-        _registered.callback(undo)
+    for primitive, description in _OVERRIDDEN.items():
+        undo = _compat.replace_lowering(primitive, tuning.PLATFORMS, partial(_make_rule, *description))
+        _registrations.callback(undo)

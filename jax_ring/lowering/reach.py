@@ -1,4 +1,4 @@
-"""Which devices can reach each other's memory: what an engine serves of a call's groups, and what is left to XLA."""
+"""Finds out which devices can reach each other's memory, and splits groups that cross hosts between engine and XLA."""
 
 import collections
 from collections.abc import Callable, Sequence
@@ -9,20 +9,20 @@ import jax
 from jax_ring import _compat, runtime
 from jax_ring.distributed.discovery import host_of
 
-# As many as a kernel's arguments have room for (kMaxRanks in ffi/ring/endpoint.h).
-_MOST_RANKS = 64
+# The kernel arguments have room for this many (kMaxRanks in ffi/ring/endpoint.h).
+_MAX_RANKS = 64
 
 Groups = Sequence[Sequence[int]]  # of mesh positions
 
 
 class Levels(NamedTuple):
-    """How the groups of a call lie on hosts.
+    """How the groups of a call are split between hosts.
 
     Attributes:
-      within: what an engine serves: the groups themselves, or where they cross hosts, those ranks of each group that
-        are on one host, all equally many, in the order of their ranks.
-      across: where groups cross hosts, what is left to XLA: the i-th ranks of all hosts of a group. Else empty.
-      num_processes: the largest number of processes that a group of `within` has ranks in.
+      within: the groups that an engine serves. If the groups of the call cross hosts, these are their parts on each
+        host, all of the same size, in rank order; else the groups themselves.
+      across: the groups that XLA serves: the i-th ranks of all parts of a group. Empty if no group crosses hosts.
+      num_processes: the largest number of processes in one group of `within`.
     """
 
     within: Groups
@@ -31,23 +31,23 @@ class Levels(NamedTuple):
 
     @property
     def num_hosts(self) -> int:
-        """On how many hosts each group lies."""
+        """The number of hosts that each group spans."""
         return len(self.across[0]) if self.across else 1
 
 
 def levels_of(engine: str, mesh, groups: Groups) -> tuple[Levels | None, str]:
-    """How an engine, "cpu" or "cuda", serves groups of a mesh; or None, and why it cannot."""
+    """How an engine, "cpu" or "cuda", serves these groups of a mesh; or None and the reason why it cannot."""
     processes, why_not = _PLATFORMS[engine].processes_of(mesh)
     if processes is None:
         return None, why_not
-    levels, why_not = _split(processes, groups)
+    levels, why_not = _split_by_host(processes, groups)
     if levels is not None:
         why_not = _PLATFORMS[engine].why_unreachable(mesh, levels.within)
     return (None, why_not) if why_not else (levels, "")
 
 
-def _split(processes: Sequence[int], groups: Groups) -> tuple[Levels | None, str]:
-    """processes: of each mesh position."""
+def _split_by_host(processes: Sequence[int], groups: Groups) -> tuple[Levels | None, str]:
+    """processes: the process of each mesh position."""
     within: list[Sequence[int]] = []
     across: list[Sequence[int]] = []
     num_hosts = []
@@ -63,11 +63,11 @@ def _split(processes: Sequence[int], groups: Groups) -> tuple[Levels | None, str
     if max(num_hosts) == 1:
         return Levels(groups, (), num_processes), ""
     crosses = f"the ranks of a group are on {max(num_hosts)} hosts"
-    # All ranks run one program, in which the parts have one size.
+    # All ranks run the same program, in which all parts have the same size.
     if len({len(part) for part in within}) > 1 or len(set(num_hosts)) > 1:
-        return None, f"{crosses}, and not all groups have equally many ranks on each of equally many hosts"
+        return None, f"{crosses}, with unequal numbers of ranks per host or of hosts per group"
     if len(within[0]) == 1:
-        return None, f"{crosses}, each on its own"
+        return None, f"{crosses}, one rank on each"
     return Levels(within, across, num_processes), ""
 
 
@@ -75,7 +75,7 @@ def _split(processes: Sequence[int], groups: Groups) -> tuple[Levels | None, str
 
 
 def processes_of_cpus(mesh) -> list[int] | None:
-    """The process of each mesh position; None if that is not known yet."""
+    """The process of each mesh position; None if it is not known yet."""
     devices = _compat.mesh_devices(mesh)
     if devices is not None:
         return [device.process_index for device in devices]
@@ -86,8 +86,7 @@ def _processes_of_cpus(mesh) -> tuple[list[int] | None, str]:
     processes = processes_of_cpus(mesh)
     if processes is None:
         return None, (
-            f"the mesh is abstract, so that it is not known which devices of {jax.process_count()} processes will "
-            "reduce together"
+            f"the mesh is abstract, so the devices of {jax.process_count()} processes in each group are not known"
         )
     return processes, ""
 
@@ -96,14 +95,19 @@ def _processes_of_cpus(mesh) -> tuple[list[int] | None, str]:
 
 
 class Gpu(NamedTuple):
-    """A GPU by its process and its number among those that the process sees: the same in all processes."""
+    """Identifies a GPU across processes.
+
+    Attributes:
+      process: the process that owns it.
+      local_id: its index among the GPUs visible to that process.
+    """
 
     process: int
-    number: int
+    local_id: int
 
 
 def gpus_of(mesh) -> list[Gpu] | None:
-    """The GPUs of a mesh, by mesh position; None if its devices are not known yet, or are no GPUs."""
+    """The GPUs of a mesh, by mesh position; None if its devices are not known yet, or not all are GPUs."""
     devices = _compat.mesh_devices(mesh)
     if devices is None or any(device.platform != "gpu" for device in devices):
         return None
@@ -115,27 +119,34 @@ def _processes_of_gpus(mesh) -> tuple[list[int] | None, str]:
         return None, f"jax_ring was built without its CUDA engine: {runtime.why_no_cuda}"
     gpus = gpus_of(mesh)
     if gpus is None:
-        return None, "the mesh is abstract, or not of GPUs, so that it is not known which ones will reduce together"
+        return None, "the mesh is abstract or not of GPUs, so the GPUs in each group are not known"
     return [gpu.process for gpu in gpus], ""
 
 
 def _why_unreachable_gpus(mesh, groups: Groups) -> str:
     gpus = gpus_of(mesh)
-    assert gpus is not None  # or their processes would not be known
+    assert gpus is not None  # checked by _processes_of_gpus
     assert runtime.ffi_cuda is not None
     largest = max(len(group) for group in groups)
-    if largest > _MOST_RANKS:
-        return f"a group has {largest} ranks, more than {_MOST_RANKS}"
+    if largest > _MAX_RANKS:
+        return f"a group has {largest} ranks, and the CUDA engine serves at most {_MAX_RANKS}"
     for group in groups:
-        own = [gpus[position].number for position in group if gpus[position].process == jax.process_index()]
+        own = [gpus[position].local_id for position in group if gpus[position].process == jax.process_index()]
         if pairs := runtime.ffi_cuda.unreachable(own):
             return f"GPU {pairs[0][0]} has no peer access to GPU {pairs[0][1]}"
     return ""
 
 
 class _Platform(NamedTuple):
-    processes_of: Callable  # (mesh) to the process of each mesh position, or to None, and why they are not known
-    why_unreachable: Callable  # (mesh, groups) to why the ranks of a group cannot reach each other on one host, or ""
+    """What differs between engines.
+
+    Attributes:
+      processes_of: (mesh) to (the process of each mesh position, ""), or (None, why they are not known).
+      why_unreachable: (mesh, groups) to why the ranks of a group on one host cannot reach each other, or "".
+    """
+
+    processes_of: Callable
+    why_unreachable: Callable
 
 
 _PLATFORMS = {

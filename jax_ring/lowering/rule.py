@@ -1,4 +1,4 @@
-"""The lowering rule of every primitive: finds out who serves the call, and emits it."""
+"""The lowering rule of all primitives: decides who serves a call, and emits it."""
 
 import logging
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from jax_ring.lowering.service import replica_groups, service_of
 
 logger = logging.getLogger("jax_ring")
 
-# Types that the engine does not read: XLA packs the integers of fewer than 8 bits, and these floats are too rare to
-# be worth a fold of their own. They are widened before the call and rounded once after it.
+# Dtypes that the engines do not support: XLA packs integers of fewer than 8 bits, and these floats are too rare to
+# justify folds of their own. They are converted before the call, and rounded once after it.
 _WIDENED = {
     "int2": jnp.int8,
     "int4": jnp.int8,
@@ -27,49 +27,61 @@ _WIDENED = {
 
 
 class Collective(NamedTuple):
-    """What is to be lowered."""
+    """A collective to lower.
 
-    function: str  # the public function, for messages
-    kind: str  # a key of runtime.TARGETS
-    op: str  # how values of several ranks become one: "sum", "max" or "min"
-    lower_to_xla: Callable  # (ctx, operand, **params) to the results, for one operand
+    Attributes:
+      function: the name of the public function, for messages.
+      kind: a key of `runtime.TARGETS`.
+      op: the reduction: "sum", "max" or "min".
+      lower_to_xla: (ctx, operand, **params) to the results for one operand, by XLA's collectives.
+    """
+
+    function: str
+    kind: str
+    op: str
+    lower_to_xla: Callable
 
 
-def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, options, **details):
-    """One custom call to an engine for all operands, or XLA's own collectives where no engine serves them.
+def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, options, **params):
+    """Emits one custom call to an engine for all operands, or XLA's collectives where no engine serves the call.
 
-    details: what else the collective's primitive has for parameters.
+    params: the remaining parameters of the primitive.
+
+    Raises:
+      NotImplementedError: if no engine serves the call and `JAX_RING_STRICT` is 1.
     """
     groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
     service = service_of(ctx, groups, collective.kind)
     if service.levels is not None:
         if service.levels.across:
-            logger.info("%s over %s is XLA's between %d hosts", collective.function, axes, service.levels.num_hosts)
+            logger.info(
+                "%s over %s is served by XLA between %d hosts", collective.function, axes, service.levels.num_hosts
+            )
         call = custom_call.describe(ctx, collective.function, axes, axis_index_groups)
         emit = two_level.emit if service.levels.across else custom_call.emit
         emit = partial(emit, kind=collective.kind, op=collective.op, service=service, call=call, options=options)
-        return _widened(ctx, operands, partial(emit, **details))
-    xlas = collective.kind if collective.kind not in ("reduce", "broadcast") else "all_reduce"
-    ignored = f", which knows no {chosen}" if (chosen := options.non_default()) else ""
-    instead = f"XLA's {xlas}{ignored}: {service.why_not}"
+        return _emit_widened(ctx, operands, partial(emit, **params))
+    xla_kind = collective.kind if collective.kind not in ("reduce", "broadcast") else "all_reduce"
+    ignored = f", which ignores {chosen}" if (chosen := options.non_default()) else ""
+    fallback = f"XLA's {xla_kind}{ignored}: {service.why_not}"
     if runtime.STRICT:
         raise NotImplementedError(
-            f"{collective.function} over {axes} would use {instead}. {runtime.STRICT_VARIABLE}=1 forbids it; unset "
-            "that to allow it."
+            f"{collective.function} over {axes} would use {fallback}. {runtime.STRICT_VARIABLE}=1 forbids it; unset "
+            "the variable to allow it."
         )
-    logger.info("%s over %s uses %s", collective.function, axes, instead)
+    logger.info("%s over %s uses %s", collective.function, axes, fallback)
     return [
         result
         for operand, aval_in, aval_out in zip(operands, ctx.avals_in, ctx.avals_out, strict=True)
         for result in collective.lower_to_xla(
             ctx.replace(avals_in=[aval_in], avals_out=[aval_out]), operand, axes=axes,
-            axis_index_groups=axis_index_groups, **details,
+            axis_index_groups=axis_index_groups, **params,
         )
     ]  # fmt: skip
 
 
-def _widened(ctx, operands, emit: Callable):
-    """The results of `emit(ctx, operands)`, converted where the engine does not read the operands' dtype."""
+def _emit_widened(ctx, operands, emit: Callable):
+    """The results of `emit(ctx, operands)`, with conversions around it if the engines do not support the dtype."""
     dtype = _WIDENED.get(ctx.avals_in[0].dtype.name)
     if dtype is None:
         return emit(ctx, operands)

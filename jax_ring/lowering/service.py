@@ -1,4 +1,4 @@
-"""Who serves a call: an engine of ours, XLA's own collective, or both, one within hosts and one across them."""
+"""Decides who serves a call: an engine, XLA's collective, or both, the engine within hosts and XLA across them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,21 +8,27 @@ from jax_ring.lowering import reach, tuning
 
 
 class Service(NamedTuple):
-    """Who serves a call."""
+    """Who serves a call.
 
-    levels: reach.Levels | None  # what an engine serves, and what is left to XLA; None if XLA does it alone
-    engine: str = ""  # "cpu" or "cuda"
-    why_not: str = ""  # why no engine serves it
+    Attributes:
+      levels: the groups that an engine serves, and those that XLA serves; None if XLA serves the whole call.
+      engine: "cpu" or "cuda".
+      why_not: why no engine serves the call, if `levels` is None.
+    """
+
+    levels: reach.Levels | None
+    engine: str = ""
+    why_not: str = ""
 
 
 def service_of(ctx, groups, kind: str) -> Service:
-    """Who serves the call that is being lowered."""
+    """Who serves the call under lowering."""
     platforms = tuple(ctx.platforms or ctx.module_context.platforms)
     return who_serves(platforms, ctx.module_context.axis_context, groups, kind)
 
 
-def is_one_call(ctx, axes, axis_index_groups, kind: str) -> bool:
-    """Whether `lower` will make a custom call and no more: an engine of ours serves it, and has somebody to talk to."""
+def is_single_custom_call(ctx, axes, axis_index_groups, kind: str) -> bool:
+    """Whether `lower` emits exactly one collective, a custom call."""
     groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
     service = service_of(ctx, groups, kind)
     return service.levels is not None and not service.levels.across and any(len(group) > 1 for group in groups)
@@ -48,7 +54,7 @@ def _levels_served(platforms: tuple[str, ...], axis_context, groups) -> tuple[re
 
 
 def has_choice(engine: str, levels: reach.Levels) -> bool:
-    """Whether an engine has several algorithms for a sum: on CPU devices only between processes."""
+    """Whether the engine has several algorithms for a sum. The CPU engine has, but only between processes."""
     return engine == "cuda" or levels.num_processes > 1
 
 

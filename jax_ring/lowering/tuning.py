@@ -1,4 +1,4 @@
-"""What `algorithm="auto"` stands for: thresholds between algorithms, ours or those of a file (`JAX_RING_TUNING`)."""
+"""The thresholds by which `algorithm="auto"` chooses: built-in, or read from a file (`JAX_RING_TUNING`)."""
 
 import json
 import os
@@ -10,18 +10,23 @@ from jax_ring.runtime import _ffi_cpu
 
 VARIABLE = "JAX_RING_TUNING"
 PLATFORMS = ("cpu", "cuda")
-# Every size is below this one: the threshold of an algorithm that never gives way to the next.
+# As a threshold: the algorithm is chosen for messages of any size.
 NO_LIMIT = (1 << 63) - 1
 
 
 class Thresholds(NamedTuple):
-    """The largest messages of a rank, in bytes, that go by one-shot, and, above those, by two-shot. A ring follows."""
+    """The largest message of a rank, in bytes, for which each algorithm is chosen. Above both, a ring is.
+
+    Attributes:
+      one_shot: the limit of one-shot.
+      two_shot: the limit of two-shot, for messages above that of one-shot.
+    """
 
     one_shot: int
     two_shot: int
 
     def choose(self, num_bytes: int) -> str:
-        """The algorithm for a message of so many bytes. It is the engine itself that answers."""
+        """The algorithm that the engine chooses for a message of `num_bytes`."""
         return _ffi_cpu.choose(num_bytes, self.one_shot, self.two_shot)
 
 
@@ -29,43 +34,43 @@ Tuning = Mapping[str, Mapping[int, Thresholds]]  # by platform, then number of r
 
 
 def read(path: str | os.PathLike) -> dict[str, dict[int, Thresholds]]:
-    """The thresholds in a file that `benchmarks/allreduce.py --tune` wrote.
+    """Reads the thresholds from a file that `benchmarks/allreduce.py --tune` wrote.
 
-    It is JSON with a key "thresholds": {platform: {number of ranks: {"one_shot": bytes, "two_shot": bytes}}}, where
-    null in the place of the bytes means: of any size. Other keys are for people to read.
+    The file is JSON: {"thresholds": {platform: {number of ranks: {"one_shot": bytes, "two_shot": bytes}}}}, where null
+    stands for no limit. Other keys are ignored.
 
     Raises:
-      ValueError: if the file cannot be read, or is not of that form.
+      ValueError: if the file cannot be read, or is malformed.
     """
 
-    def refuse(why: str) -> ValueError:
+    def invalid(why: str) -> ValueError:
         return ValueError(
-            f"{VARIABLE}={os.fspath(path)!r}: {why}. Write it anew with benchmarks/allreduce.py --tune, or unset the "
+            f"{VARIABLE}={os.fspath(path)!r}: {why}. Regenerate it with benchmarks/allreduce.py --tune, or unset the "
             "variable."
         )
 
     try:
         data = json.loads(Path(path).read_text())
     except OSError as error:
-        raise refuse(f"it cannot be read: {error.strerror}") from error
+        raise invalid(f"it cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise refuse(f"it is no JSON file: {error}") from error
+        raise invalid(f"it is not a JSON file: {error}") from error
     tables = data.get("thresholds") if isinstance(data, dict) else None
     if not isinstance(tables, dict):
-        raise refuse('there must be an object with the key "thresholds"')
+        raise invalid('there must be an object with the key "thresholds"')
     if unknown := sorted(set(tables) - set(PLATFORMS)):
-        raise refuse(f"thresholds are for {' or '.join(PLATFORMS)}, and not for {', '.join(unknown)}")
+        raise invalid(f"unknown platforms: {', '.join(unknown)}; thresholds are for {' or '.join(PLATFORMS)}")
     result: dict[str, dict[int, Thresholds]] = {}
     for platform, table in tables.items():
         if not isinstance(table, dict) or not table:
-            raise refuse(f"the thresholds for {platform} must be an object, with a key for each number of ranks")
+            raise invalid(f"the thresholds for {platform} must be an object with a key for each number of ranks")
         for ranks, entry in table.items():
             if not ranks.isdecimal() or int(ranks) < 2:
-                raise refuse(f"{platform}: a number of ranks must be 2 or more, got {ranks!r}")
+                raise invalid(f"{platform}: a number of ranks must be 2 or more, got {ranks!r}")
             try:
                 result.setdefault(platform, {})[int(ranks)] = _thresholds(entry)
             except ValueError as error:
-                raise refuse(f"{platform}, {ranks} ranks: {error}") from error
+                raise invalid(f"{platform}, {ranks} ranks: {error}") from error
     return result
 
 
@@ -82,7 +87,7 @@ def _thresholds(entry: Any) -> Thresholds:
 
 
 def write(path: str | os.PathLike, tuning: Tuning, **about: Any) -> None:
-    """Writes a file for `read`. about: what else to put in it."""
+    """Writes a file for `read`. `about` adds further keys to it."""
     tables = {
         platform: {
             str(ranks): {name: None if value >= NO_LIMIT else value for name, value in thresholds._asdict().items()}
@@ -93,26 +98,27 @@ def write(path: str | os.PathLike, tuning: Tuning, **about: Any) -> None:
     Path(path).write_text(json.dumps({"thresholds": tables, **about}, indent=1) + "\n")
 
 
-IN_FORCE: Tuning = read(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else {}
+ACTIVE: Tuning = read(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else {}
 
 
 def thresholds(platform: str, num_ranks: int) -> Thresholds:
-    """Those in force for groups of `num_ranks` on a platform, "cpu" or "cuda".
+    """The active thresholds for groups of `num_ranks` on a platform, "cpu" or "cuda".
 
-    Where the file has none for this number of ranks, those for the next smaller one, or else for the smallest; where it
-    has none for the platform, or there is no file, ours. All processes of a program must have the same.
+    If the file has no entry for this number of ranks, the one for the next smaller number applies, or else the one for
+    the smallest. If it has none for the platform, or there is no file, the built-in thresholds apply. They must be the
+    same in all processes of a program.
     """
-    table = IN_FORCE.get(platform)
+    table = ACTIVE.get(platform)
     if not table:
         return Thresholds(*_ffi_cpu.default_thresholds(num_ranks))
-    found = table[max((p for p in table if p <= num_ranks), default=min(table))]
-    # Ranks on CPU devices have the memory that they share, and no neighbours.
-    return found._replace(two_shot=NO_LIMIT) if platform == "cpu" else found
+    entry = table[max((p for p in table if p <= num_ranks), default=min(table))]
+    # CPU devices share one memory and have no neighbours, so a ring is never chosen.
+    return entry._replace(two_shot=NO_LIMIT) if platform == "cpu" else entry
 
 
-def in_force() -> str:
-    """In words, what is in force."""
-    if not IN_FORCE:
-        return "the thresholds of algorithm='auto' are ours"
-    tables = (f"{platform} with {', '.join(map(str, sorted(table)))} ranks" for platform, table in IN_FORCE.items())
-    return f"thresholds of algorithm='auto' for {' and '.join(tables)}"
+def describe() -> str:
+    """Describes the active thresholds."""
+    if not ACTIVE:
+        return "built-in thresholds for algorithm='auto'"
+    tables = (f"{platform} with {', '.join(map(str, sorted(table)))} ranks" for platform, table in ACTIVE.items())
+    return f"thresholds for algorithm='auto' on {' and '.join(tables)}"

@@ -1,8 +1,8 @@
-"""What an all-reduce across hosts has besides our calls within each: the shards, and XLA's all-reduce of them.
+"""The hierarchical all-reduce across hosts: jax_ring's collectives within each host, XLA's all-reduce between hosts.
 
-The ranks of a host reduce-scatter (ours), so that each has the host's result for one shard of the message; ranks that
-have the same shard on different hosts all-reduce it (XLA's); then the ranks of a host all-gather (ours). This is the
-hierarchical all-reduce that NCCL's and MPI's users know. What leaves a host is one message in all, not one per rank.
+The ranks of a host reduce-scatter, after which each has the host's result for one shard of the message. The ranks with
+the same shard on different hosts all-reduce it, served by XLA. Then the ranks of a host all-gather. In
+total one message leaves each host, not one per rank.
 """
 
 import math
@@ -20,11 +20,11 @@ from jax_ring import _compat
 from jax_ring.lowering import custom_call, ops, reach
 from jax_ring.lowering.service import Service
 
-_COMBINE = {"sum": hlo.add, "max": hlo.maximum, "min": hlo.minimum}
+_REDUCERS = {"sum": hlo.add, "max": hlo.maximum, "min": hlo.minimum}
 
 
 class Types(NamedTuple):
-    """The element types of the three steps."""
+    """The element types of the reduce-scatter, the all-reduce across hosts, and the all-gather."""
 
     scattered: np.dtype
     crossing: np.dtype
@@ -32,11 +32,11 @@ class Types(NamedTuple):
 
 
 def types_of(op: str, dtype) -> Types:
-    """The element types in which an all-reduce of `dtype` goes across hosts.
+    """The element types of the steps of an all-reduce of `dtype` across hosts.
 
-    Sums of small floats are in float32 until they have been across, so that they are rounded once, here as elsewhere.
-    On CPU devices that costs the network nothing: XLA's own all-reduce of them is in float32, too. Extrema of floats
-    cross as integers that order as the floats do: XLA's of floats loses NaNs on CPU devices, and ours do not.
+    Sums of small floats stay in float32 until they have crossed, so that they are rounded once, as on one host. On CPU
+    devices this adds no network traffic, since XLA's all-reduce of them is in float32, too. Maxima and minima of floats
+    cross as integers of the same order, because XLA's all-reduce of floats drops NaNs on CPU devices.
     """
     if not jnp.issubdtype(dtype, jnp.floating):
         return Types(dtype, dtype, dtype)
@@ -48,11 +48,11 @@ def types_of(op: str, dtype) -> Types:
 
 
 def emit(ctx, operands, *, kind: str, op: str, service: Service, call: str, options) -> list:
-    """An all-reduce that crosses hosts: ours within each, XLA's between them.
+    """Emits an all-reduce that crosses hosts, and returns its results.
 
-    Each operand is cut into shards by itself. To copy them together first would move all of the data once more, and
-    save less than an element of padding for each operand and rank. One custom call takes them all as they are, and
-    XLA joins its own all-reduces.
+    Each operand is sharded separately. Concatenating them first would copy all of the data once more, and save less
+    than one element of padding per operand and rank. One custom call takes all operands, and XLA combines its own
+    all-reduces.
     """
     assert kind == "all_reduce"
     assert service.levels is not None
@@ -67,28 +67,28 @@ def emit(ctx, operands, *, kind: str, op: str, service: Service, call: str, opti
     def within(kind: str, op: str, operands, avals_in, avals_out):
         return custom_call.emit(
             ctx.replace(avals_in=avals_in, avals_out=avals_out), operands, kind=kind, op=op, service=within_hosts,
-            call=f"{call}, of which the {kind.replace('_', '-')} within a host", options=options,
+            call=f"{call} ({kind.replace('_', '-')} within a host)", options=options,
             axis_size=num_shards, dimension=0, tiled=False,
         )  # fmt: skip
 
-    whole, shards = avals(types.scattered, num_shards), avals(types.scattered)
-    values = [to_shards(ctx, x, aval) for x, aval in zip(operands, whole, strict=True)]
-    values = within("reduce_scatter", op, values, whole, shards)
+    full_avals, shard_avals = avals(types.scattered, num_shards), avals(types.scattered)
+    values = [to_shards(ctx, x, aval) for x, aval in zip(operands, full_avals, strict=True)]
+    values = within("reduce_scatter", op, values, full_avals, shard_avals)
     values = [
         all_reduce_by_xla(ctx, op, service.levels.across, x, aval, types)
-        for x, aval in zip(values, shards, strict=True)
+        for x, aval in zip(values, shard_avals, strict=True)
     ]
     values = within("all_gather", "sum", values, avals(types.gathered), avals(types.gathered, num_shards))
     return [from_shards(x, aval) for x, aval in zip(values, ctx.avals_in, strict=True)]
 
 
 def shard_size(num_elements: int, num_shards: int) -> int:
-    """Elements of each shard, the last of which is padded."""
+    """The number of elements of each shard. The last shard is padded."""
     return math.ceil(num_elements / num_shards)
 
 
 def to_shards(ctx, x, aval):
-    """x, converted, flattened and padded, as an array of shape (number of shards, shard size), which is `aval`."""
+    """x converted, flattened and padded to the type and shape of `aval`, (number of shards, shard size)."""
     num_elements = math.prod(ir.RankedTensorType(x.type).shape)
     x = ops.convert(ctx, ops.reshape(x, (num_elements,)), aval.dtype)
     if padding := aval.size - num_elements:
@@ -98,24 +98,24 @@ def to_shards(ctx, x, aval):
 
 
 def from_shards(x, aval):
-    """The inverse of `to_shards`, conversion aside: an array of the shape of `aval`."""
+    """The inverse of `to_shards`, without the conversion: an array of the shape of `aval`."""
     x = ops.reshape(x, (math.prod(ir.RankedTensorType(x.type).shape),))
     x = hlo.slice(x, *(mlir.dense_int_array([n]) for n in (0, aval.size, 1)))
     return ops.reshape(x, aval.shape)
 
 
 def all_reduce_by_xla(ctx, op: str, groups, x, aval, types: Types):
-    """XLA's all-reduce of a shard, of type `aval`, in these groups of mesh positions; its result is to be gathered."""
+    """XLA's all-reduce of a shard of type `aval` in groups of mesh positions, converted to `types.gathered`."""
     if jnp.issubdtype(aval.dtype, jnp.floating) and op != "sum":
         keys = jax.core.ShapedArray(aval.shape, types.crossing)
-        x = ops.inline(ctx, _to_keys, x, aval, keys, key_type=types.crossing, largest=op == "max")
+        x = ops.inline(ctx, _to_ordered_integers, x, aval, keys, key_type=types.crossing, largest=op == "max")
         x = _all_reduce(ctx, op, groups, x, types.crossing)
-        return ops.inline(ctx, _from_keys, x, keys, aval, dtype=types.gathered)
+        return ops.inline(ctx, _from_ordered_integers, x, keys, aval, dtype=types.gathered)
     return ops.convert(ctx, _all_reduce(ctx, op, groups, x, types.crossing), types.gathered)
 
 
 def _all_reduce(ctx, op: str, groups, x, dtype):
-    # JAX's own rule takes its groups from axes of the mesh, across which hosts may lie in any way.
+    # JAX's rule derives the groups from mesh axes, but hosts need not be aligned with these.
     call = hlo.AllReduceOp(
         [x.type],
         [x],
@@ -126,20 +126,20 @@ def _all_reduce(ctx, op: str, groups, x, dtype):
     scalar = mlir.aval_to_ir_type(ctx.module_context, jax.core.ShapedArray((), dtype))
     block = call.regions[0].blocks.append(scalar, scalar)
     with ir.InsertionPoint(block):
-        hlo.return_([_COMBINE[op](*block.arguments)])
+        hlo.return_([_REDUCERS[op](*block.arguments)])
     return call.result
 
 
-def _to_keys(x, *, key_type, largest: bool):
-    """Integers that compare as the floats do, with -0 before +0, and NaN as the largest or the smallest of all."""
+def _to_ordered_integers(x, *, key_type, largest: bool):
+    """Integers that compare as the floats do, with -0 below +0, and NaN as the largest or the smallest value."""
     keys = lax.bitcast_convert_type(x.astype(f"float{key_type.itemsize * 8}"), key_type)
     limits = jnp.iinfo(key_type)
-    # Those of negative floats run the other way.
+    # The bits of negative floats order in reverse.
     keys = jnp.where(keys < 0, keys ^ limits.max, keys)
     return jnp.where(jnp.isnan(x), limits.max if largest else limits.min, keys)
 
 
-def _from_keys(keys, *, dtype):
-    """The inverse of `_to_keys`. The integers next to the limits are those of NaNs as well."""
+def _from_ordered_integers(keys, *, dtype):
+    """The inverse of `_to_ordered_integers`. The limits decode to NaN."""
     bits = jnp.where(keys < 0, keys ^ jnp.iinfo(keys.dtype).max, keys)
     return lax.bitcast_convert_type(bits, f"float{bits.dtype.itemsize * 8}").astype(dtype)

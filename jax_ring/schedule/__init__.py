@@ -1,4 +1,4 @@
-"""All-reduces on paper: their schedules, what they send, what they cost, and how they scale."""
+"""Models of all-reduce algorithms: schedules, an interpreter, cost formulas, and a simulator of topologies."""
 
 from jax_ring.schedule.algorithms import ALGORITHMS as ALGORITHMS
 from jax_ring.schedule.algorithms import all_gather as all_gather

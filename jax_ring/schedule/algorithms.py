@@ -1,7 +1,7 @@
-"""Schedules of all-reduces: pure functions from (ranks, elements, rank) to the rank's steps.
+"""Schedules of all-reduce algorithms: pure functions from (ranks, elements, rank) to the rank's steps.
 
-Each takes further arguments by keyword where the algorithm leaves a choice, and raises ValueError for a rank that does
-not exist. Messages without elements are not sent.
+Parameters of an algorithm are keyword arguments. All functions raise ValueError for a rank out of range. Empty messages
+are not sent.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from jax_ring.schedule.trees import Tree, double_binary_tree
 
 
 def _hop(chunk: Chunk, hop: int, num_ranks: int, rank: int, first: int, last: int) -> Step:
-    """What a rank does with a chunk that goes round the ring, folded by the first p ranks and copied by the others."""
+    """A rank's step for hop `hop` of a chunk around the ring. Hops up to p-1 fold the chunk, later ones copy it."""
     left, right = (rank - 1) % num_ranks, (rank + 1) % num_ranks
     sources = (left, rank) if hop < num_ranks else (left,)
     return Step((Receive(chunk, sources),) if hop > first else (), (Send(chunk, right),) if hop < last else ())
 
 
-def _turn(block: Sequence[Chunk], rank: int, first: int, last: int) -> Steps:
-    """Hops `first` to `last` of all blocks, of which block i sets out from rank i+1."""
+def _ring_hops(block: Sequence[Chunk], rank: int, first: int, last: int) -> Steps:
+    """Hops `first` to `last` of all blocks around the ring. Block i starts at rank i+1."""
     p = len(block)
     return without_empty(
         [_hop(block[(rank - hop - 1) % p], hop, p, rank, first, last) for hop in range(first, last + 1)]
@@ -27,48 +27,50 @@ def _turn(block: Sequence[Chunk], rank: int, first: int, last: int) -> Steps:
 
 
 def reduce_scatter(num_ranks: int, num_elements: int, rank: int) -> Steps:
-    """The first round of the ring: block i sets out from rank i+1 and, folded by all, ends at rank i."""
+    """The first round of the ring: block i starts at rank i+1, is folded by each rank in turn, and ends at rank i."""
     check(num_ranks, num_elements, rank)
-    return _turn(blocks(Chunk(0, num_elements), num_ranks), rank, 0, num_ranks - 1)
+    return _ring_hops(blocks(Chunk(0, num_elements), num_ranks), rank, 0, num_ranks - 1)
 
 
 def all_gather(num_ranks: int, num_elements: int, rank: int) -> Steps:
-    """The second round of the ring: block i sets out from rank i, and all others copy it."""
+    """The second round of the ring: block i starts at rank i, and each other rank copies it."""
     check(num_ranks, num_elements, rank)
-    return _turn(blocks(Chunk(0, num_elements), num_ranks), rank, num_ranks - 1, 2 * num_ranks - 2)
+    return _ring_hops(blocks(Chunk(0, num_elements), num_ranks), rank, num_ranks - 1, 2 * num_ranks - 2)
 
 
 def ring(num_ranks: int, num_elements: int, rank: int, *, pieces: int = 1) -> Steps:
-    """The rotated ring: both rounds, with all links busy all the time. Block i is folded over ranks i+1, i+2, ..., i.
+    """The ring: both rounds, with all links busy all the time. Block i is folded over ranks i+1, i+2, ..., i.
 
-    With several pieces, each block is cut into as many, and both rounds are done for each of them in turn.
+    Each block is cut into `pieces` pieces, and both rounds run for one piece after the other.
 
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009).
     """
     check(num_ranks, num_elements, rank)
     block = [blocks(b, pieces) for b in blocks(Chunk(0, num_elements), num_ranks)]
-    return [step for piece in range(pieces) for step in _turn([b[piece] for b in block], rank, 0, 2 * num_ranks - 2)]
+    return [
+        step for piece in range(pieces) for step in _ring_hops([b[piece] for b in block], rank, 0, 2 * num_ranks - 2)
+    ]
 
 
 def rank_ordered_ring(num_ranks: int, num_elements: int, rank: int, *, pieces: int = 8, lag: int = 7) -> Steps:
-    """A chain of all ranks that folds the pieces one after the other, and their results round the ring.
+    """A chain of all ranks that folds one piece after the other, and a second round that distributes the results.
 
-    Every rank takes turns: a piece on its way to the end of the chain, then a result `lag` pieces behind.
+    Each rank alternates between a piece on its way to the end of the chain and a result `lag` pieces behind it.
     """
     check(num_ranks, num_elements, rank)
     last = 2 * num_ranks - 2
     piece = blocks(Chunk(0, num_elements), pieces)
     steps = []
-    for turn in range(pieces + lag):
-        if turn < pieces:
-            steps.append(_hop(piece[turn], rank, num_ranks, rank, 0, last))
-        if turn >= lag and rank < num_ranks - 1:
-            steps.append(_hop(piece[turn - lag], rank + num_ranks, num_ranks, rank, 0, last))
+    for i in range(pieces + lag):
+        if i < pieces:
+            steps.append(_hop(piece[i], rank, num_ranks, rank, 0, last))
+        if i >= lag and rank < num_ranks - 1:
+            steps.append(_hop(piece[i - lag], rank + num_ranks, num_ranks, rank, 0, last))
     return without_empty(steps)
 
 
 def one_shot(num_ranks: int, num_elements: int, rank: int) -> Steps:
-    """Everybody sends everything to everybody, and folds what comes in the order of the ranks."""
+    """Each rank sends its whole message to every other rank, and folds all messages in rank order."""
     check(num_ranks, num_elements, rank)
     whole = Chunk(0, num_elements)
     peers = [(rank + i) % num_ranks for i in range(1, num_ranks)]
@@ -78,7 +80,7 @@ def one_shot(num_ranks: int, num_elements: int, rank: int) -> Steps:
 
 
 def two_shot(num_ranks: int, num_elements: int, rank: int) -> Steps:
-    """Everybody sends block i to rank i, which folds it in the order of the ranks and sends the result to everybody."""
+    """Each rank sends block i to rank i, which folds it in rank order and sends the result to every other rank."""
     check(num_ranks, num_elements, rank)
     block = blocks(Chunk(0, num_elements), num_ranks)
     peers = [(rank + i) % num_ranks for i in range(1, num_ranks)]
@@ -92,10 +94,10 @@ def two_shot(num_ranks: int, num_elements: int, rank: int) -> Steps:
 
 
 def halving_doubling(num_ranks: int, num_elements: int, rank: int) -> Steps:
-    """Recursive vector halving, then doubling: ranks exchange half of what is left with ever more distant partners.
+    """Recursive vector halving, then doubling: ranks exchange ever smaller halves with ever more distant partners.
 
-    Where p is no power of two, p', the largest that is smaller, take part: of the first 2(p-p') ranks the odd ones,
-    each of which folds in its left neighbour's message first and hands it the result at the end.
+    If p is not a power of two, only p' ranks take part, the largest power of two below p. Of the first 2(p-p') ranks
+    these are the odd ones; each first folds in the message of its left neighbour, and sends it the result at the end.
 
     Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19 (2005).
     """
@@ -132,8 +134,7 @@ _cached_trees = cache(double_binary_tree)
 
 
 def _tree_steps(tree: Tree, pieces: Sequence[Chunk], rank: int) -> list[tuple[int, Step]]:
-    """A rank's steps in one tree, up with all pieces and down again, each with the time at which it would happen if
-    all messages took as long and none had to wait for another."""
+    """A rank's steps in one tree, for all pieces up and down, each with its time if every message took one step."""
     node, height = tree[rank], max(node.depth for node in tree)
     above = () if node.parent is None else (node.parent,)
     timed = []
@@ -146,10 +147,10 @@ def _tree_steps(tree: Tree, pieces: Sequence[Chunk], rank: int) -> list[tuple[in
 
 
 def double_tree(num_ranks: int, num_elements: int, rank: int, *, pieces: int = 1) -> Steps:
-    """Half of the message up and down one binary tree, half of it the other, each in as many pieces as given.
+    """Reduces and broadcasts half of the message over each of two binary trees, in `pieces` pieces per half.
 
-    An inner node folds its children's values and its own in the order of the ranks (round the ring, in the second tree
-    of an odd number of ranks). See `double_binary_tree` for the source.
+    An inner node folds its children's values and its own in rank order (in the second tree of an odd number of ranks,
+    in the order of the ring). See `double_binary_tree` for the source.
     """
     check(num_ranks, num_elements, rank)
     halves = blocks(Chunk(0, num_elements), 2)
@@ -164,12 +165,12 @@ def double_tree(num_ranks: int, num_elements: int, rank: int, *, pieces: int = 1
 def two_level(
     num_ranks: int, num_elements: int, rank: int, *, ranks_per_host: int = 8, between: Schedule = ring
 ) -> Steps:
-    """A ring's reduce-scatter on every host, an all-reduce of each shard between the hosts, a ring's all-gather.
+    """A ring reduce-scatter on each host, an all-reduce of each shard between hosts, and a ring all-gather.
 
-    The i-th ranks of all hosts all-reduce shard i, by the algorithm `between`; all shards travel at the same time.
+    The i-th ranks of all hosts all-reduce shard i by the algorithm `between`, all shards at the same time.
 
     Raises:
-      ValueError: if the ranks cannot be split evenly between hosts.
+      ValueError: if `ranks_per_host` does not divide the number of ranks.
     """
     check(num_ranks, num_elements, rank)
     if ranks_per_host < 1 or num_ranks % ranks_per_host:

@@ -1,4 +1,4 @@
-"""Four figures on what is often said of all-reduces and of data parallelism, and is wrong."""
+"""Four plots that refute common claims about all-reduces and data parallelism."""
 
 import numpy as np
 
@@ -7,15 +7,15 @@ from jax_ring.schedule.draw import pyplot
 from jax_ring.schedule.simulator import Conditions, simulate
 from jax_ring.schedule.topology import Topology
 
-# Bytes per parameter that Adam in mixed precision keeps: 16-bit parameters and gradients, 32-bit parameters and two
+# Bytes per parameter of Adam in mixed precision: 16-bit parameters and gradients, 32-bit parameters and two
 # moments. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020.
 PARAMETERS, GRADIENTS, OPTIMIZER = 2, 2, 12
-LINE_RATE = 450.0  # GB/s each way, of NVLink 4
-IN_SWITCH = 480.0  # GB/s of bus bandwidth, published for 8 H100; see benchmarks/published.toml
+NVLINK_GB_PER_S = 450.0  # NVLink 4, in each direction
+SHARP_BUSBW = 480.0  # GB/s, published for 8 H100; see benchmarks/published.toml
 
 
 def claims(topology: Topology):
-    """A figure of four panels: what p costs, what a switch can do, what a straggler does, and what memory is needed."""
+    """A figure of four panels: the cost of p, in-switch reduction, stragglers, and memory per parameter."""
     figure, panels = pyplot().subplots(2, 2, figsize=(10, 7), layout="constrained")
     for draw_panel, axes in zip((_ranks, _switch, _stragglers, _memory), panels.flat, strict=True):
         draw_panel(axes, topology)
@@ -35,9 +35,9 @@ def _ranks(axes, topology: Topology) -> None:
 
 def _switch(axes, topology: Topology) -> None:
     ranks = np.arange(2, 17)
-    axes.plot(ranks, np.full(len(ranks), LINE_RATE), label="from rank to rank: at most the line rate")
-    axes.plot(ranks, LINE_RATE * 2 * (ranks - 1) / ranks, label="reduced in the switch: a message out, one back")
-    axes.plot([8], [IN_SWITCH], "ko", label="published, 8 H100 with NVLink SHARP")
+    axes.plot(ranks, np.full(len(ranks), NVLINK_GB_PER_S), label="from rank to rank: at most the line rate")
+    axes.plot(ranks, NVLINK_GB_PER_S * 2 * (ranks - 1) / ranks, label="reduced in the switch: a message out, one back")
+    axes.plot([8], [SHARP_BUSBW], "ko", label="published, 8 H100 with NVLink SHARP")
     axes.set(ylim=(0, 1000), xlabel="ranks", ylabel="bus bandwidth, GB/s", title='"Nothing beats a ring"')
 
 
@@ -55,14 +55,14 @@ def _stragglers(axes, topology: Topology) -> None:
 
 def _memory(axes, topology: Topology) -> None:
     ranks = 2.0 ** np.arange(11)
-    kept = {
+    bytes_per_parameter = {  # (replicated, sharded)
         "data parallel": (PARAMETERS + GRADIENTS + OPTIMIZER, 0),
         "ZeRO-1: optimizer state split": (PARAMETERS + GRADIENTS, OPTIMIZER),
         "ZeRO-2: gradients too": (PARAMETERS, GRADIENTS + OPTIMIZER),
         "ZeRO-3: parameters too": (0, PARAMETERS + GRADIENTS + OPTIMIZER),
     }
-    for label, (whole, split) in kept.items():
-        axes.plot(ranks, whole + split / ranks, label=label)
+    for label, (replicated, sharded) in bytes_per_parameter.items():
+        axes.plot(ranks, replicated + sharded / ranks, label=label)
     axes.set(
         xscale="log", xlabel="ranks", ylabel="bytes per parameter on each rank",
         title='"Data parallelism trains larger models"',

@@ -1,8 +1,8 @@
-"""What an all-reduce costs on a network whose links are all alike: closed formulas.
+"""Closed formulas for the cost of an all-reduce on a network of equal links.
 
 The model is that of Hockney ("The communication challenge for MPP", Parallel Computing 20, 1994): a message of m bytes
-takes alpha + m beta, and folding it gamma m more. A rank sends and receives at the same time, and shares its bandwidth
-between the messages of one step. The formulas are those of
+takes alpha + m beta seconds, and folding it another gamma m. A rank sends and receives at the same time, and divides
+its bandwidth between the messages of one step. The formulas are those of
 
   Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19 (2005);
   Chan, Heimlich, Purkayastha and van de Geijn, "Collective communication: theory, practice, and experience", CCPE 19
@@ -18,22 +18,34 @@ from typing import NamedTuple
 
 
 class Link(NamedTuple):
-    """A class of links."""
+    """The parameters of a class of links: latency, inverse bandwidth, and fold time.
 
-    alpha: float  # seconds that a message takes, however short
-    beta: float  # seconds per byte
-    gamma: float = 0.0  # seconds to fold a byte
+    Attributes:
+      alpha: seconds per message.
+      beta: seconds per byte sent.
+      gamma: seconds per byte folded.
+    """
+
+    alpha: float
+    beta: float
+    gamma: float = 0.0
 
 
 class Terms(NamedTuple):
-    """What is done one after the other, on the longest way through an all-reduce."""
+    """The costs on the critical path of an all-reduce.
 
-    steps: float  # messages
-    sent: float  # bytes
-    folded: float  # bytes
+    Attributes:
+      steps: messages.
+      sent: bytes.
+      folded: bytes.
+    """
+
+    steps: float
+    sent: float
+    folded: float
 
     def seconds(self, link: Link) -> float:
-        """How long that takes on links of this class."""
+        """The time on links of this class."""
         return self.steps * link.alpha + self.sent * link.beta + self.folded * link.gamma
 
 
@@ -48,12 +60,12 @@ def all_gather(p: int, n: float) -> Terms:
 
 
 def ring(p: int, n: float) -> Terms:
-    """Both rounds. No all-reduce from rank to rank sends less than its 2(p-1)n/p bytes (Patarasuk and Yuan)."""
+    """Both rounds. 2(p-1)n/p bytes are the least that an all-reduce between ranks can send (Patarasuk and Yuan)."""
     return Terms(2 * (p - 1), 2 * (p - 1) * n / p, (p - 1) * n / p)
 
 
 def rank_ordered_ring(p: int, n: float, pieces: int = 8) -> Terms:
-    """2(p-1) hops for the first piece, and one step for each other, or two, where results share links with partials."""
+    """2(p-1) hops for the first piece, and one step per further piece, or two if results share links with partials."""
     if p == 1:
         return Terms(0, 0, 0)
     steps = 2 * (p - 1) + pieces - 1 if p == 2 else max(2 * (p - 1) + pieces - 1, 2 * pieces + p - 3)
@@ -71,7 +83,7 @@ def two_shot(p: int, n: float) -> Terms:
 
 
 def halving_doubling(p: int, n: float) -> Terms:
-    """2 log2(p') steps between the p' ranks that take part, and two whole messages more where p' is not p."""
+    """2 log2(p') steps between the p' ranks that take part, and two whole messages more if p' is not p."""
     power = 1 << (p.bit_length() - 1)
     extra = int(power != p)
     sent = 2 * (power - 1) * n / power
@@ -79,10 +91,10 @@ def halving_doubling(p: int, n: float) -> Terms:
 
 
 def double_tree(p: int, n: float, pieces: int = 1) -> Terms:
-    """Up and down two trees of height floor(log2 p); then each further piece, of which a rank sends 2n/pieces bytes.
+    """Up and down two trees of height floor(log2 p), then the further pieces, 2n/pieces bytes sent for each.
 
-    An inner node hears from two children at a time, so that each level costs twice half a piece; the root of a tree of
-    2^k ranks has one child only, and with fewer than four ranks none is as busy.
+    An inner node receives from two children at a time, so that each level costs twice half a piece. The root of a tree
+    of 2^k ranks has only one child, and with fewer than four ranks no rank is as busy.
     """
     height = p.bit_length() - 1
     if height == 0:
@@ -104,18 +116,18 @@ FORMULAS: dict[str, Callable[..., Terms]] = {
 
 
 def two_level_seconds(p: int, n: float, ranks_per_host: int, host: Link, network: Link, between=ring) -> float:
-    """Both rounds of a ring on the host, and between them an all-reduce of n/ranks_per_host bytes between hosts."""
+    """Seconds of both rounds of a ring on each host, and an all-reduce of n/ranks_per_host bytes between hosts."""
     on_host = reduce_scatter(ranks_per_host, n).seconds(host) + all_gather(ranks_per_host, n).seconds(host)
     return on_host + between(p // ranks_per_host, n / ranks_per_host).seconds(network)
 
 
-def best_pieces(algorithm: str, p: int, n: float, link: Link, most: int = 1024) -> int:
-    """In how many pieces a chain or a tree is fastest: where the derivative of its formula is zero, rounded."""
+def best_pieces(algorithm: str, p: int, n: float, link: Link, max_pieces: int = 1024) -> int:
+    """The number of pieces for which a chain or a tree is fastest: the zero of its formula's derivative, rounded."""
     hops = 2 * (p - 1) if algorithm == "rank_ordered_ring" else 2 * (p.bit_length() - 1)
-    pieces = math.sqrt(max(hops - 2, 0) * n * link.beta / link.alpha) if link.alpha > 0 else most
-    return max(1, min(most, round(pieces)))
+    pieces = math.sqrt(max(hops - 2, 0) * n * link.beta / link.alpha) if link.alpha > 0 else max_pieces
+    return max(1, min(max_pieces, round(pieces)))
 
 
 def busbw(p: int, n: float, seconds: float) -> float:
-    """Bytes per second as nccl-tests' "bus bandwidth": what a ring would have to carry on each link."""
+    """The "bus bandwidth" of nccl-tests in bytes/s: what a ring would carry on each link."""
     return 2 * (p - 1) / p * n / seconds

@@ -1,4 +1,4 @@
-"""Draws a schedule: as a diagram of ranks and time, and as an animation of the chunks that travel."""
+"""Draws a schedule as a diagram of ranks and time, and as an animation of the moving chunks."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def pyplot():
     except ImportError as error:
         raise ImportError("pictures need matplotlib: pip install 'jax-ring[pictures]'") from error
     matplotlib.use("Agg")
-    # Text stays text, and nothing in an SVG depends on when it was drawn.
+    # In an SVG, text stays text, and ids do not change from run to run.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "jax_ring", "font.size": 9})
     from matplotlib import pyplot
 
@@ -29,14 +29,14 @@ def pyplot():
 
 
 def save(figure, path: str | Path) -> None:
-    """Writes and closes a figure; what kind of file, the ending says."""
+    """Writes a figure in the format of the file name's extension, and closes it."""
     svg = str(path).endswith(".svg")
     figure.savefig(path, metadata={"Date": None} if svg else None, dpi=110)
     pyplot().close(figure)
 
 
 def traced(schedule: Schedule, num_ranks: int, num_chunks: int) -> Run:
-    """Runs the schedule on messages of `num_chunks` elements, of which each says which ranks are folded into it."""
+    """Runs the schedule on messages of `num_chunks` elements, each the set of the ranks folded into it."""
     inputs = [np.array([frozenset([rank])] * num_chunks + [None], object)[:-1] for rank in range(num_ranks)]
 
     def union(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -50,9 +50,9 @@ def _color(chunk: float, num_chunks: int):
 
 
 def diagram(schedule: Schedule, num_ranks: int, num_chunks: int, title: str):
-    """A figure with a column for each rank, time going down, and an arrow for each message.
+    """A figure with a column for each rank, time from top to bottom, and an arrow for each message.
 
-    The color says which chunk it is; an arrow is solid if the chunk is folded on arrival and dashed if it is copied.
+    The color identifies the chunk. An arrow is solid if the chunk is folded on arrival, and dashed if it is copied.
     """
     messages = traced(schedule, num_ranks, num_chunks).messages
     steps = max((m.sent + 1 for m in messages), default=0)
@@ -90,7 +90,7 @@ def _label(ranks: frozenset[int], num_ranks: int) -> str:
 
 
 def _states(result: Run, num_ranks: int, num_chunks: int) -> list[list[list[frozenset[int]]]]:
-    """What each rank has of each chunk, before the first step and after each."""
+    """By step, rank and chunk: the ranks folded into the chunk, before the first step and after each."""
     state = [[frozenset([rank]) for _ in range(num_chunks)] for rank in range(num_ranks)]
     states = [[list(row) for row in state]]
     for step in range(result.steps):
@@ -102,9 +102,9 @@ def _states(result: Run, num_ranks: int, num_chunks: int) -> list[list[list[froz
 
 
 def animate(schedule: Schedule, num_ranks: int, num_chunks: int, title: str, path: str | Path) -> None:
-    """Writes a GIF of the ranks in a circle, each with its chunks, and of the chunks that travel between them.
+    """Writes a GIF of the ranks in a circle, each with its chunks, and of the chunks that move between them.
 
-    A chunk says which ranks are folded into it (with more than five ranks: how many).
+    The label of a chunk lists the ranks folded into it (with more than five ranks: their number).
     """
     plt = pyplot()
     from matplotlib.animation import FuncAnimation, PillowWriter
@@ -142,13 +142,13 @@ def animate(schedule: Schedule, num_ranks: int, num_chunks: int, title: str, pat
             for chunk in range(num_chunks):
                 cell(place(rank, chunk), chunk, states[step][rank][chunk], moving=False)
             axes.text(*(center[rank] * (1 + 0.55 / radius)), f"rank {rank}", ha="center", va="center")
-        travelled = part / (FRAMES_PER_STEP - 1)
+        progress = part / (FRAMES_PER_STEP - 1)
         for message in (m for m in result.messages if m.sent == step):
             for chunk, ranks in zip(range(*message.chunk), message.values, strict=True):
-                at = (1 - travelled) * place(message.source, chunk) + travelled * place(message.to, chunk)
+                at = (1 - progress) * place(message.source, chunk) + progress * place(message.to, chunk)
                 cell(at, chunk, ranks, moving=True)
-        doing = _doing([m for m in result.messages if m.sent == step])
-        axes.set_title(f"{title}\n" + (f"step {step + 1} of {result.steps}: {doing}" if doing else "done"))
+        action = _action_text([m for m in result.messages if m.sent == step])
+        axes.set_title(f"{title}\n" + (f"step {step + 1} of {result.steps}: {action}" if action else "done"))
         axes.set(xlim=(-radius - 0.8, radius + 0.8), ylim=(-radius - 0.8, radius + 0.8), aspect="equal")
         axes.axis("off")
 
@@ -157,6 +157,6 @@ def animate(schedule: Schedule, num_ranks: int, num_chunks: int, title: str, pat
     plt.close(figure)
 
 
-def _doing(messages: list[Message]) -> str:
+def _action_text(messages: list[Message]) -> str:
     kinds = {"fold" if message.folded else "copy" for message in messages}
     return " and ".join(sorted(kinds, reverse=True))

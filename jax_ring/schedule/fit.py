@@ -1,14 +1,14 @@
-"""Fits cost models to what `benchmarks/allreduce.py` measured, and says how far off they are, and what to choose.
+"""Fits cost models to measurements of `benchmarks/allreduce.py`, and derives the thresholds of `algorithm="auto"`.
 
-On CPU devices nothing travels: the ranks arrive one after the other, and then the message is folded in memory. So the
-links are the levels of the memory. A call of p ranks with n bytes each takes
+CPU devices share their memory, so nothing is sent: the ranks arrive one after the other, and then the message is folded
+in memory. The levels of the memory take the place of links. A call of p ranks with n bytes each takes
 
     alpha + arrival p + beta min(pn, cache) + beta' max(pn - cache, 0)
 
-seconds: beta' is the cost of a byte beyond those that the caches hold, and `cache` is fitted like the others.
+seconds. beta' is the cost of a byte beyond those that the caches hold; `cache` is fitted as well.
 
-Where the algorithms differ, each has a line of its own, over the bytes that its formula says a rank sends: `Line`.
-Where two of them cross is a threshold of `algorithm="auto"`.
+Where the algorithms differ, a `Line` is fitted to each, over the bytes that its formula says a rank sends. Two lines
+cross at a threshold of `algorithm="auto"`.
 """
 
 import json
@@ -25,10 +25,10 @@ from jax_ring.schedule import cost
 
 
 class Measurement(NamedTuple):
-    """The median of one figure of the benchmark."""
+    """A measured all-reduce: the median time for one number of ranks and one message size per rank."""
 
     num_ranks: int
-    num_bytes: int  # of one rank's message
+    num_bytes: int
     seconds: float
 
 
@@ -39,10 +39,10 @@ def read(
     dtype: str = "float32",
     figure: str = "in_loop",
 ) -> list[Measurement]:
-    """What files of `benchmarks/allreduce.py --json` say; of several runs of a case the median.
+    """Reads measurements from files of `benchmarks/allreduce.py --json`. Repeated cases are reduced to their median.
 
     Raises:
-      ValueError: if there is no such measurement in them.
+      ValueError: if the files have no such measurement.
     """
     rows = [row for path in paths for row in json.loads(Path(path).read_text())["rows"]]
     return select(rows, implementation=implementation, dtype=dtype, figure=figure)
@@ -51,39 +51,47 @@ def read(
 def select(
     rows: Iterable[Mapping], *, implementation: str, dtype: str = "float32", figure: str = "in_loop"
 ) -> list[Measurement]:
-    """What rows of the benchmark say of an implementation; of several of a case the median.
+    """The measurements of one implementation in rows of the benchmark. Repeated cases are reduced to their median.
 
     Raises:
-      ValueError: if they say nothing.
+      ValueError: if the rows have no such measurement.
     """
     seconds: dict[tuple[int, int], list[float]] = {}
     for row in rows:
         if (row["implementation"], row["dtype"]) == (implementation, dtype) and row[figure]["median"] > 0:
             seconds.setdefault((row["ranks"], row["bytes"]), []).append(row[figure]["median"] * 1e-6)
     if not seconds:
-        raise ValueError(f"no {figure} of {implementation} in {dtype} among the measurements")
+        raise ValueError(f"the measurements have no {figure} of {implementation} in {dtype}")
     return [Measurement(*key, float(np.median(values))) for key, values in sorted(seconds.items())]
 
 
 @dataclass(frozen=True)
 class Model:
-    """Seconds of an all-reduce on CPU devices; see the module's description."""
+    """The cost model of an all-reduce on CPU devices; see the docstring of the module.
 
-    alpha: float  # seconds
-    arrival: float  # seconds for each rank
-    beta: float  # seconds per byte of all messages together that the caches hold
-    beta_memory: float  # seconds per byte beyond
-    cache: float  # bytes
+    Attributes:
+      alpha: seconds per call.
+      arrival: seconds per rank.
+      beta: seconds per byte, of all messages together, that the caches hold.
+      beta_memory: seconds per byte beyond those.
+      cache: bytes that the caches hold.
+    """
+
+    alpha: float
+    arrival: float
+    beta: float
+    beta_memory: float
+    cache: float
 
     def seconds(self, num_ranks: int, num_bytes: float) -> float:
-        """Of one call, with messages of `num_bytes` each."""
+        """The predicted time of one call with messages of `num_bytes` each."""
         return float(_terms(num_ranks, num_bytes, self.cache) @ self._coefficients())
 
     def _coefficients(self) -> np.ndarray:
         return np.array([self.alpha, self.arrival, self.beta, self.beta_memory])
 
     def errors(self, measurements: Sequence[Measurement]) -> np.ndarray:
-        """Predicted over measured, less one, for each measurement."""
+        """The relative error, predicted / measured - 1, of each measurement."""
         return np.array([self.seconds(m.num_ranks, m.num_bytes) / m.seconds - 1 for m in measurements])
 
 
@@ -93,7 +101,7 @@ def _terms(num_ranks: int, num_bytes: float, cache: float) -> np.ndarray:
 
 
 def _non_negative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """x >= 0 that minimizes |ax - b|: with few unknowns every set of those that are zero can be tried."""
+    """x >= 0 that minimizes |ax - b|, by trying each subset of the unknowns; there are few."""
     best, result = np.inf, np.zeros(a.shape[1])
     for chosen in range(1, 1 << a.shape[1]):
         columns = [i for i in range(a.shape[1]) if chosen >> i & 1]
@@ -119,7 +127,7 @@ def fit(measurements: Sequence[Measurement]) -> Model:
     best, result = np.inf, None
     for cache in totals:
         rows = np.array([_terms(m.num_ranks, m.num_bytes, cache) for m in measurements])
-        # In units of each column's largest entry, which the solver can tell from zero.
+        # Scaled by the largest entry of each column, so that the solver does not take small columns for zero.
         scale = np.maximum(rows.max(0), 1)
         relative = rows / scale / seconds[:, None]
         x = _non_negative_least_squares(relative, np.ones(len(seconds)))
@@ -133,23 +141,29 @@ def fit(measurements: Sequence[Measurement]) -> Model:
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds of an all-reduce by one algorithm, alpha + arrival p + beta (bytes that a rank sends).
+    """The cost model of one algorithm: alpha + arrival p + beta (bytes that a rank sends).
 
-    Folding is in beta, since what is folded is in proportion to what is sent.
+    beta includes folding, since the bytes folded are proportional to the bytes sent.
+
+    Attributes:
+      algorithm: a key of `SENT_BYTES`.
+      alpha: seconds per call.
+      arrival: seconds per rank.
+      beta: seconds per byte that a rank sends.
     """
 
-    algorithm: str  # one of ENGINES
-    alpha: float  # seconds
-    arrival: float  # seconds for each rank
-    beta: float  # seconds per byte
+    algorithm: str
+    alpha: float
+    arrival: float
+    beta: float
 
     def at(self, num_ranks: int) -> tuple[float, float]:
-        """Seconds of an empty message, and of each byte of a message."""
-        return self.alpha + self.arrival * num_ranks, self.beta * ENGINES[self.algorithm](num_ranks)
+        """For this number of ranks: seconds of an empty message, and seconds per byte of a message."""
+        return self.alpha + self.arrival * num_ranks, self.beta * SENT_BYTES[self.algorithm](num_ranks)
 
 
-# Bytes that a rank sends for each byte of its message. A ring in many pieces sends them all, and their results.
-ENGINES = {
+# By algorithm: bytes that a rank of p sends per byte of its message. A ring in many pieces sends all and their results.
+SENT_BYTES = {
     "one_shot": lambda p: cost.one_shot(p, 1).sent,
     "two_shot": lambda p: cost.two_shot(p, 1).sent,
     "ring": lambda p: 2.0,
@@ -165,31 +179,31 @@ def fit_line(algorithm: str, measurements: Sequence[Measurement]) -> Line:
     if len(measurements) < 3:
         raise ValueError(f"a line has 3 parameters; got {len(measurements)} measurements, at least 3 are needed")
     seconds = np.array([m.seconds for m in measurements])
-    rows = np.array([[1, m.num_ranks, ENGINES[algorithm](m.num_ranks) * m.num_bytes] for m in measurements])
+    rows = np.array([[1, m.num_ranks, SENT_BYTES[algorithm](m.num_ranks) * m.num_bytes] for m in measurements])
     scale = np.maximum(rows.max(0), 1)
     x = _non_negative_least_squares(rows / scale / seconds[:, None], np.ones(len(seconds)))
     return Line(algorithm, *(x / scale).tolist())
 
 
 def thresholds(lines: Mapping[str, Line], num_ranks: int) -> Thresholds:
-    """Up to which message one-shot is no slower than two-shot, and two-shot, or one-shot, than a ring."""
+    """The largest messages for which one-shot is no slower than two-shot, and two-shot or one-shot than a ring."""
     one_shot = _crossing(lines["one_shot"].at(num_ranks), lines["two_shot"].at(num_ranks))
     two_shot = _crossing(lines["two_shot"].at(num_ranks), lines["ring"].at(num_ranks))
     return Thresholds(one_shot, max(one_shot, two_shot))
 
 
 def _crossing(first: tuple[float, float], second: tuple[float, float]) -> int:
-    """The largest message up to which the first line is nowhere above the second one; 0 if it begins there."""
-    (a, per_byte), (b, other_per_byte) = first, second
+    """The largest message up to which the first line is not above the second; 0 if it starts above it."""
+    (a, a_per_byte), (b, b_per_byte) = first, second
     if a > b:
         return 0
-    if per_byte <= other_per_byte:
+    if a_per_byte <= b_per_byte:
         return NO_LIMIT
-    return math.floor((b - a) / (per_byte - other_per_byte))
+    return math.floor((b - a) / (a_per_byte - b_per_byte))
 
 
 def leave_out_each(measurements: Sequence[Measurement]) -> dict[int, tuple[Model, np.ndarray]]:
-    """For each number of ranks, the model fitted to all others, and its errors where it was not fitted."""
+    """For each number of ranks: the model fitted to all other numbers, and its errors on this one."""
     result = {}
     for p in sorted({m.num_ranks for m in measurements}):
         model = fit([m for m in measurements if m.num_ranks != p])

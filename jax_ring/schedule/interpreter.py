@@ -1,4 +1,4 @@
-"""Runs a schedule on numpy arrays, and counts what it sends."""
+"""Runs a schedule on numpy arrays, and counts steps and bytes."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -11,30 +11,37 @@ from jax_ring.schedule.steps import Chunk, Receive, Schedule, Send
 
 @dataclass
 class Message:
-    """One message, as it travelled from `source` to `to`."""
+    """A message that was sent from rank `source` to rank `to`.
+
+    Attributes:
+      chunk: the elements that it carries.
+      folded: whether the receiver folds it, rather than copies it.
+      sent: the time step in which it is sent.
+      values: the elements' values.
+    """
 
     source: int
     to: int
     chunk: Chunk
-    folded: bool  # on arrival; else copied
-    sent: int  # time step in which it left
+    folded: bool
+    sent: int
     values: np.ndarray
 
 
 @dataclass
 class Run:
-    """What came of a schedule: the ranks' results, and every message."""
+    """The outcome of a schedule: the result of each rank, and all messages."""
 
     outputs: list[np.ndarray]
     messages: list[Message] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
-        """Time steps until all is done, where a message takes one step, and a link carries one message at a time."""
+        """Time steps until completion, if a message takes one step and a link carries one message at a time."""
         return max((message.sent + 1 for message in self.messages), default=0)
 
     def bytes_per_link(self) -> Counter[tuple[int, int]]:
-        """Bytes sent from one rank to another, for each pair that exchanges any."""
+        """Bytes sent over each link, by (source, destination)."""
         return self._count(lambda message: (message.source, message.to))
 
     def bytes_sent(self) -> list[int]:
@@ -55,21 +62,21 @@ class Run:
 
 
 def run(schedule: Schedule, inputs: Sequence[np.ndarray], fold: Callable = np.add) -> Run:
-    """All-reduces one-dimensional arrays, one for each rank, by a schedule.
+    """All-reduces one-dimensional arrays, one per rank, by a schedule.
 
     Args:
-      schedule: one of `jax_ring.schedule.ALGORITHMS`, or any other function of that kind.
-      inputs: what the ranks hold; alike in shape and dtype.
-      fold: of two arrays. One that does not commute, such as the concatenation of strings, shows the order.
+      schedule: one of `jax_ring.schedule.ALGORITHMS`, or another function of this type.
+      inputs: the operands of the ranks, equal in shape and dtype.
+      fold: combines two arrays. A fold that does not commute, such as concatenation of strings, shows the order.
 
     Raises:
-      RuntimeError: if the schedule is none: a rank waits for a message that nobody sends, or one is left over.
+      RuntimeError: if the schedule is invalid: a rank waits for a message that is never sent, or one is not received.
     """
     p = len(inputs)
     result = Run([np.array(x) for x in inputs])
     steps = [deque(schedule(p, len(inputs[0]), rank)) for rank in range(p)]
     clock = [0] * p
-    free: Counter[tuple[int, int]] = Counter()  # from which time on a link can carry the next message
+    free: Counter[tuple[int, int]] = Counter()  # the time step from which each link is free
     inbox: dict[tuple[int, int], deque[Message]] = {}
 
     def send(rank: int, item: Send) -> None:
@@ -96,8 +103,8 @@ def run(schedule: Schedule, inputs: Sequence[np.ndarray], fold: Callable = np.ad
         result.outputs[rank][slice(*item.chunk)] = total
 
     waiting = deque(range(p))
-    idle = 0  # ranks in a row that could not go on
-    while waiting and idle < len(waiting):
+    blocked = 0  # ranks in a row that made no progress
+    while waiting and blocked < len(waiting):
         rank = waiting.popleft()
         before = len(steps[rank])
         while steps[rank]:
@@ -110,10 +117,12 @@ def run(schedule: Schedule, inputs: Sequence[np.ndarray], fold: Callable = np.ad
                 receive(rank, incoming)
             for outgoing in step.sends:
                 send(rank, outgoing)
-        idle = idle + 1 if len(steps[rank]) == before > 0 else 0
+        blocked = blocked + 1 if len(steps[rank]) == before > 0 else 0
         if steps[rank]:
             waiting.append(rank)
     if waiting or any(inbox.values()):
-        left = {link: len(messages) for link, messages in inbox.items() if messages}
-        raise RuntimeError(f"ranks {sorted(waiting)} wait for messages that were not sent; never received: {left}")
+        unreceived = {link: len(messages) for link, messages in inbox.items() if messages}
+        raise RuntimeError(
+            f"ranks {sorted(waiting)} wait for messages that were not sent; never received: {unreceived}"
+        )
     return result

@@ -1,4 +1,4 @@
-"""Plots of the cost model and of the simulator: which algorithm is fastest where, and how a training step scales."""
+"""Plots of the simulator and of fitted models: the fastest algorithm by size and ranks, and the scaling of a step."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,43 +12,43 @@ from jax_ring.schedule.topology import Topology
 from jax_ring.schedule.training import Workload, step_seconds
 
 COMPARED = ("one_shot", "two_shot", "halving_doubling", "double_tree", "ring", "two_level", "two_level_tree")
-PIECES = (1, 4, 16)  # of two levels
+TWO_LEVEL_PIECES = (1, 4, 16)
 
 
-def rank_counts(topology: Topology, most: int) -> list[int]:
-    """Powers of two that fit on a host, then full hosts, in powers of two, up to `most` ranks."""
+def rank_counts(topology: Topology, max_ranks: int) -> list[int]:
+    """Powers of two that fit on a host, then powers of two of full hosts, up to `max_ranks` ranks."""
     on_host = [1 << i for i in range(1, topology.ranks_per_host.bit_length()) if 1 << i < topology.ranks_per_host]
     hosts = [topology.ranks_per_host << i for i in range(20)]
-    return [p for p in on_host + hosts if p <= most]
+    return [p for p in on_host + hosts if p <= max_ranks]
 
 
 def seconds(algorithm: str, p: int, n: float, topology: Topology, conditions: Conditions | None = None) -> float:
-    """Of one all-reduce; of two levels in the best number of pieces of a few."""
-    pieces = PIECES if algorithm.startswith("two_level") and p > topology.ranks_per_host else (None,)
+    """The simulated time of one all-reduce. On two levels, the best of `TWO_LEVEL_PIECES`."""
+    pieces = TWO_LEVEL_PIECES if algorithm.startswith("two_level") and p > topology.ranks_per_host else (None,)
     return min(float(simulate(algorithm, p, n, topology, conditions, pieces=m).max()) for m in pieces)
 
 
 def fastest(topology: Topology, ranks: Sequence[int], sizes: Sequence[float]) -> np.ndarray:
     """The index in COMPARED of the fastest algorithm, by ranks and sizes.
 
-    On a host two levels are a ring. Beyond it one-shot and two-shot are left out: a rank would send to all others at
-    once, and what that costs a NIC for each message the model does not know.
+    Within a host, two levels are a ring and left out. Beyond a host, one-shot and two-shot are left out: a rank would
+    send to all others at once, and the model does not include the cost of a message to a NIC.
     """
     result = np.zeros((len(ranks), len(sizes)), int)
     for i, p in enumerate(ranks):
-        left_out = ("two_level", "two_level_tree") if p <= topology.ranks_per_host else ("one_shot", "two_shot")
+        excluded = ("two_level", "two_level_tree") if p <= topology.ranks_per_host else ("one_shot", "two_shot")
         for j, n in enumerate(sizes):
-            times = [np.inf if a in left_out else seconds(a, p, n, topology) for a in COMPARED]
+            times = [np.inf if a in excluded else seconds(a, p, n, topology) for a in COMPARED]
             result[i, j] = int(np.argmin(times))
     return result
 
 
-def crossover_map(topology: Topology, most_ranks: int = 65536):
+def crossover_map(topology: Topology, max_ranks: int = 65536):
     """A figure of the fastest algorithm by message size and number of ranks."""
     plt = pyplot()
     from matplotlib.colors import BoundaryNorm, ListedColormap
 
-    ranks = rank_counts(topology, most_ranks)
+    ranks = rank_counts(topology, max_ranks)
     sizes = [float(1 << i) for i in range(10, 35, 2)]
     colors = ListedColormap(plt.get_cmap("Set2").colors[: len(COMPARED)])
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
@@ -110,12 +110,12 @@ def scaling_curve(topology: Topology, workload: Workload | None = None, conditio
 
 
 def fit_plot(measurements: Sequence[fit.Measurement], title: str):
-    """A figure of what was measured, and what the model says that was fitted to the other numbers of ranks."""
+    """A figure of the measurements, and of the model fitted to the other numbers of ranks."""
     figure, axes = pyplot().subplots(figsize=(6, 4), layout="constrained")
     for p, (model, _) in fit.leave_out_each(measurements).items():
-        mine = [m for m in measurements if m.num_ranks == p]
-        (points,) = axes.plot([m.num_bytes for m in mine], [m.seconds * 1e6 for m in mine], "o", label=f"p = {p}")
-        sizes = np.geomspace(mine[0].num_bytes, mine[-1].num_bytes, 100)
+        of_p = [m for m in measurements if m.num_ranks == p]
+        (points,) = axes.plot([m.num_bytes for m in of_p], [m.seconds * 1e6 for m in of_p], "o", label=f"p = {p}")
+        sizes = np.geomspace(of_p[0].num_bytes, of_p[-1].num_bytes, 100)
         axes.plot(sizes, [model.seconds(p, n) * 1e6 for n in sizes], color=points.get_color())
     axes.set(xscale="log", yscale="log", xlabel="message of each rank, bytes", ylabel="µs per call", title=title)
     axes.legend(title="points: measured\nlines: fitted to the others", fontsize=8)

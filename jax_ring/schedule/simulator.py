@@ -1,12 +1,12 @@
-"""How long an all-reduce takes on a described topology, for up to 100,000 ranks, with jitter and stragglers.
+"""Simulates the time of an all-reduce on a topology, for up to 100,000 ranks, with jitter and stragglers.
 
-An all-reduce is a list of phases. Each takes the times at which the ranks are ready to those at which they are done;
-all of its arithmetic is over arrays of ranks. A rank does a hop when it and the rank before it have done theirs.
-Messages that travel in the same step share the links, as `Topology.seconds` says.
+An all-reduce is a list of phases. A phase maps the times at which the ranks are ready to the times at which they are
+done, in array operations over ranks. A rank starts a hop when it and the previous rank have finished their last ones.
+Messages of the same step share the links, as `Topology.seconds` describes.
 
-There is no queue of events, and so no library of them: what a rank waits for is known from the schedule, so that a step
-of all ranks is one array operation. A ring of 100,000 ranks has 2 10^10 messages; an event for each, at a microsecond,
-would take hours. Nor is there a graph: a message's path follows from the numbers of its ends.
+There is no event queue. The schedule determines what a rank waits for, so a step of all ranks is one array operation. A
+ring of 100,000 ranks has 2 10^10 messages; one event for each, at a microsecond, would take hours. There is no network
+graph either: the path of a message follows from the numbers of its ranks.
 """
 
 import math
@@ -20,15 +20,18 @@ from jax_ring.schedule.cost import best_pieces
 from jax_ring.schedule.topology import Topology
 from jax_ring.schedule.trees import double_binary_tree
 
-MOST_PAIRS = 1 << 24
+MAX_PAIRS = 1 << 24
 
 
 @dataclass
 class Conditions:
-    """What makes real ranks different from each other.
+    """Deviations from equal ranks.
 
-    jitter: mean, in seconds, of an exponentially distributed delay of every hop of every rank.
-    stragglers: ranks, drawn at random, whose hops take `slowdown` times as long.
+    Attributes:
+      jitter: mean in seconds of the exponentially distributed delay of each hop.
+      stragglers: the number of ranks, drawn at random, whose hops take `slowdown` times as long.
+      slowdown: the factor for stragglers.
+      seed: of the random numbers.
     """
 
     jitter: float = 0.0
@@ -39,41 +42,41 @@ class Conditions:
 
 @dataclass
 class Machine:
-    """A topology under conditions, for one number of ranks."""
+    """A topology under given conditions, for one number of ranks."""
 
     topology: Topology
     num_ranks: int
     conditions: Conditions
     rng: np.random.Generator = field(init=False)
-    slow: np.ndarray = field(init=False)  # by rank: what its hops' times are multiplied by
+    slowdown: np.ndarray = field(init=False)  # factor on the time of each rank's hops
     noise_pool: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.conditions.seed)
-        self.slow = np.ones(self.num_ranks)
+        self.slowdown = np.ones(self.num_ranks)
         chosen = self.rng.choice(self.num_ranks, min(self.conditions.stragglers, self.num_ranks), replace=False)
-        self.slow[chosen] = self.conditions.slowdown
+        self.slowdown[chosen] = self.conditions.slowdown
         self.noise_pool = self.rng.exponential(self.conditions.jitter, (1 << 18) + self.num_ranks)
 
     def noise(self, count: int) -> np.ndarray:
-        """Delays of `count` hops. A window of a pool, at a random place: drawing them anew would take most of the time.
+        """Random delays of `count` hops, where `count` is at most the number of ranks.
 
-        `count` is at most the number of ranks.
+        They are a random window of a pool, because drawing new ones would take most of the time.
         """
         begin = self.rng.integers(len(self.noise_pool) - count)
         return self.noise_pool[begin : begin + count]
 
     def hop_seconds(self, source: np.ndarray, to: np.ndarray, num_bytes: float, folds: bool) -> np.ndarray:
-        """Seconds of each hop of a step, jitter aside."""
+        """Seconds of each hop of a step, without jitter."""
         seconds = self.topology.seconds(source, to, num_bytes)
         if folds:
             seconds = seconds + num_bytes / self.topology.fold_bandwidth
-        return seconds * self.slow[to]
+        return seconds * self.slowdown[to]
 
 
 @dataclass
 class Rings:
-    """Rings along one axis of a grid of ranks, all turning at once: each hop is from the rank before along the axis."""
+    """Simultaneous rings along one axis of a grid of ranks. Each hop is from the previous rank along the axis."""
 
     grid: tuple[int, int]
     axis: int
@@ -82,12 +85,12 @@ class Rings:
     hops: int
 
     def hop(self, machine: Machine) -> np.ndarray:
-        """Seconds of each rank's hops."""
+        """Seconds of one hop, by rank."""
         ranks = np.arange(machine.num_ranks).reshape(self.grid)
         return machine.hop_seconds(np.roll(ranks, 1, self.axis).ravel(), ranks.ravel(), self.num_bytes, self.folds)
 
-    def busy(self, machine: Machine) -> float:
-        """Seconds for which the busiest link is."""
+    def busy_seconds(self, machine: Machine) -> float:
+        """Seconds for which the busiest link is occupied."""
         return self.hops * (float(self.hop(machine).max()) + machine.conditions.jitter) if self.hops else 0.0
 
     def done(self, ready: np.ndarray, machine: Machine) -> np.ndarray:
@@ -95,13 +98,13 @@ class Rings:
             return ready
         hop = self.hop(machine)
         if machine.conditions.jitter == 0 and np.ptp(ready) == 0:
-            # The slowest hop holds up all others. Ranks that finish a little earlier are taken to finish with it.
+            # The slowest hop holds up all others. Ranks that finish slightly earlier are counted as finishing with it.
             return np.full_like(ready, ready[0] + self.hops * hop.max())
         return self.step_by_step(ready, hop, machine)
 
     def step_by_step(self, ready: np.ndarray, hop: np.ndarray, machine: Machine) -> np.ndarray:
-        """The same without any shortcut."""
-        # Axis 0 becomes the one that the rings run along; the two buffers are used in turn.
+        """`done` without the shortcut for equal start times."""
+        # The rings run along axis 0. The two buffers alternate.
         now = np.ascontiguousarray(np.moveaxis(ready.reshape(self.grid), self.axis, 0))
         hop = np.ascontiguousarray(np.moveaxis(hop.reshape(self.grid), self.axis, 0))
         new = np.empty_like(now)
@@ -118,7 +121,7 @@ class Rings:
 
 @dataclass
 class Exchange:
-    """One step: a message from every `source` to every `to`, which may each occur several times."""
+    """One step: a message from each `source` to the `to` at the same index. Ranks may occur several times."""
 
     source: np.ndarray
     to: np.ndarray
@@ -132,7 +135,7 @@ class Exchange:
         np.maximum.at(done, self.to, arrived)
         count = np.bincount(self.to, minlength=machine.num_ranks)
         if self.folds:
-            done += count * (self.num_bytes / machine.topology.fold_bandwidth) * machine.slow
+            done += count * (self.num_bytes / machine.topology.fold_bandwidth) * machine.slowdown
         if machine.conditions.jitter > 0:
             done += np.where(count > 0, machine.noise(machine.num_ranks), 0)
         return done
@@ -140,9 +143,14 @@ class Exchange:
 
 @dataclass
 class Chain:
-    """Pieces that are folded along the chain of all ranks, one behind the other, and whose results then go round."""
+    """A pipeline of pieces that are folded along the chain of all ranks, and whose results go around once more.
 
-    num_bytes: float  # of a piece
+    Attributes:
+      num_bytes: the size of a piece.
+      pieces: the number of pieces.
+    """
+
+    num_bytes: float
     pieces: int
 
     def done(self, ready: np.ndarray, machine: Machine) -> np.ndarray:
@@ -152,7 +160,7 @@ class Chain:
         copy = machine.hop_seconds(source, to, self.num_bytes, False)[path[:-1]]
         fold = machine.hop_seconds(source, to, self.num_bytes, True)[path[:-1]]
         hop = np.where(np.arange(len(copy)) < p - 1, fold, copy)
-        # From the time on when results come round, all links carry both, so that a piece more costs two hops.
+        # As soon as results go around, all links carry both, so that each further piece costs two hops.
         pieces = self.pieces if p == 2 else min(self.pieces, p)
         index = np.arange(pieces)
         at = np.full(pieces, ready[0])
@@ -176,29 +184,35 @@ def _tree_edges(num_ranks: int) -> np.ndarray:
 
 @dataclass
 class Trees:
-    """Double binary trees, one pair over each row of `groups`, up and down which the pieces follow each other."""
+    """Double binary trees, one pair over each row of `groups`, with the pieces pipelined up and down.
 
-    groups: np.ndarray  # of ranks
-    num_bytes: float  # of a piece, of which each tree carries half
+    Attributes:
+      groups: ranks, of shape (number of groups, ranks in each).
+      num_bytes: the size of a piece, half of which goes over each tree.
+      pieces: the number of pieces.
+    """
+
+    groups: np.ndarray
+    num_bytes: float
     pieces: int
 
     def edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(child, parent, depth of the child), of all trees together."""
+        """(child, parent, depth of the child) of the edges of all trees."""
         child, parent, depth = _tree_edges(self.groups.shape[1])
         return self.groups[:, child].ravel(), self.groups[:, parent].ravel(), np.tile(depth, len(self.groups))
 
     def spacing(self, machine: Machine) -> float:
-        """Seconds between two pieces: in which the busiest rank can send all that it sends of a piece."""
+        """Seconds between two pieces: the time in which the busiest rank sends and folds its share of a piece."""
         child, parent, _ = self.edges()
         if len(child) == 0:
             return 0.0
         half = self.num_bytes / 2
         both = machine.hop_seconds(np.r_[child, parent], np.r_[parent, child], half, False)
         folds = np.bincount(parent, minlength=machine.num_ranks) * half / machine.topology.fold_bandwidth
-        return float(both.max() + (folds * machine.slow).max()) + machine.conditions.jitter
+        return float(both.max() + (folds * machine.slowdown).max()) + machine.conditions.jitter
 
-    def busy(self, machine: Machine) -> float:
-        """Seconds for which the busiest rank is."""
+    def busy_seconds(self, machine: Machine) -> float:
+        """Seconds for which the busiest rank is occupied."""
         return self.pieces * self.spacing(machine)
 
     def done(self, ready: np.ndarray, machine: Machine) -> np.ndarray:
@@ -216,9 +230,9 @@ class Trees:
 
 @dataclass
 class TwoLevels:
-    """Pieces that go through a phase on the hosts, one between them, and one on the hosts again.
+    """A pipeline of pieces through a phase within hosts, one between hosts, and another one within hosts.
 
-    Hosts and network work at the same time, on different pieces.
+    Hosts and network work on different pieces at the same time.
     """
 
     on_host: tuple[Rings, Rings]
@@ -229,8 +243,8 @@ class TwoLevels:
         first, last = self.on_host
         for phase in (first, *self.between, last):
             ready = phase.done(ready, machine)
-        on_host = first.busy(machine) + last.busy(machine)
-        between = sum(phase.busy(machine) for phase in self.between)
+        on_host = first.busy_seconds(machine) + last.busy_seconds(machine)
+        between = sum(phase.busy_seconds(machine) for phase in self.between)
         return ready + (self.pieces - 1) * max(on_host, between)
 
 
@@ -247,10 +261,8 @@ def _rank_ordered_ring(p: int, n: float, topology: Topology, pieces: int | None)
 
 
 def _all_pairs(p: int, n: float, folds: bool) -> Exchange:
-    if p * p > MOST_PAIRS:
-        raise ValueError(
-            f"all pairs of {p} ranks are too many to simulate; there may be {math.isqrt(MOST_PAIRS)} ranks"
-        )
+    if p * p > MAX_PAIRS:
+        raise ValueError(f"all pairs of {p} ranks are too many to simulate; the limit is {math.isqrt(MAX_PAIRS)} ranks")
     source, to = np.nonzero(~np.eye(p, dtype=bool))
     return Exchange(source, to, n, folds)
 
@@ -268,13 +280,18 @@ def _halving_doubling(p: int, n: float, topology: Topology, pieces: int | None) 
     extra = p - power
     number = np.arange(power)
     rank = np.where(number < extra, 2 * number + 1, number + extra)
-    idle = 2 * np.arange(extra)
+    extra_ranks = 2 * np.arange(extra)
     distances = [1 << i for i in range(power.bit_length() - 1)]
     halving = [Exchange(rank[number ^ d], rank, n / (2 * d), True) for d in distances]
     doubling = [Exchange(rank[number ^ d], rank, n / (2 * d), False) for d in reversed(distances)]
     if extra == 0:
         return [*halving, *doubling]
-    return [Exchange(idle, idle + 1, n, True), *halving, *doubling, Exchange(idle + 1, idle, n, False)]
+    return [
+        Exchange(extra_ranks, extra_ranks + 1, n, True),
+        *halving,
+        *doubling,
+        Exchange(extra_ranks + 1, extra_ranks, n, False),
+    ]
 
 
 def _double_tree(p: int, n: float, topology: Topology, pieces: int | None) -> list[Phase]:
@@ -323,20 +340,20 @@ def simulate(
     pieces: int | None = None,
     ready: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The time, in seconds, at which each rank has the result; the last of them is the time of the all-reduce.
+    """The times in seconds at which each rank has the result. Their maximum is the time of the all-reduce.
 
     Args:
       algorithm: one of `PHASES`.
-      num_ranks: up to about 100,000; 4096 for `one_shot` and `two_shot`, whose messages are as many as pairs of ranks.
-      num_bytes: of each rank's message.
+      num_ranks: up to about 100,000; up to 4096 for `one_shot` and `two_shot`, which send a message per pair of ranks.
+      num_bytes: message size of each rank.
       topology: see `load`.
       conditions: jitter and stragglers; none by default.
-      pieces: in which the message is cut, so that several are on their way. Unless given, the best by the closed
-        formula for a chain and a tree, and one for two levels. The others send what they have at once.
-      ready: when each rank begins; all at 0 unless given.
+      pieces: the number of pieces of a pipelined algorithm. By default the best by the closed formula for a chain and
+        a tree, and one for two levels. The other algorithms ignore it.
+      ready: the start time of each rank; by default all 0.
 
     Raises:
-      ValueError: if there is no such algorithm, or it cannot run on so many ranks.
+      ValueError: if there is no such algorithm, or it does not support this number of ranks.
     """
     if algorithm not in PHASES:
         raise ValueError(f"no algorithm {algorithm!r}: choose one of {', '.join(PHASES)}")

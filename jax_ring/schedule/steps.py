@@ -1,4 +1,4 @@
-"""What a schedule is made of: chunks of a message, and a rank's steps, each of which receives and then sends."""
+"""The elements of a schedule: chunks of a message, and a rank's steps, each of which receives and then sends."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -14,15 +14,15 @@ class Chunk(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return self.end - self.begin
 
 
 class Receive(NamedTuple):
-    """Makes a chunk the fold of what `sources` have of it, from the first to the last.
+    """Replaces a chunk by the fold of the values that `sources` have of it, in this order.
 
-    A rank's own number among its sources stands for the value that it has. So `(left, me)` folds what comes from the
-    left with one's own, `(0, 1, 2, 3)` is a fold in the order of the ranks, and one source alone is a copy.
+    The receiving rank among the sources stands for its own value. So `(left, rank)` folds the value from the left with
+    its own, `(0, 1, 2, 3)` folds in rank order, and a single other source is a copy.
     """
 
     chunk: Chunk
@@ -30,14 +30,14 @@ class Receive(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Sends the chunk, as it is by then, to a rank."""
+    """Sends the current value of the chunk to a rank."""
 
     chunk: Chunk
     to: int
 
 
 class Step(NamedTuple):
-    """Receives, all at once, and then sends, all at once."""
+    """All receives at once, then all sends at once."""
 
     receives: tuple[Receive, ...] = ()
     sends: tuple[Send, ...] = ()
@@ -47,16 +47,16 @@ Steps = list[Step]
 Schedule = Callable[[int, int, int], Steps]  # (ranks, elements, rank) -> the rank's steps
 
 
-@lru_cache(1024)  # all ranks ask for the same ones
+@lru_cache(1024)  # the same for all ranks
 def blocks(whole: Chunk, count: int) -> tuple[Chunk, ...]:
-    """`count` chunks of equal size, of which the last ones are shorter, or empty, where that does not come out."""
+    """`count` chunks of equal size. If `count` does not divide the size, the last ones are shorter, or empty."""
     size = -(-whole.size // count)
     bounds = [min(whole.begin + i * size, whole.end) for i in range(count + 1)]
     return tuple(Chunk(*pair) for pair in pairwise(bounds))
 
 
 def check(num_ranks: int, num_elements: int, rank: int) -> None:
-    """Raises ValueError if there is no such rank, or no such message."""
+    """Raises ValueError if the rank is out of range, or the number of elements negative."""
     if num_ranks < 1 or not 0 <= rank < num_ranks:
         raise ValueError(f"there must be at least one rank, and 0 <= rank < ranks; got rank {rank} of {num_ranks}")
     if num_elements < 0:
@@ -64,7 +64,7 @@ def check(num_ranks: int, num_elements: int, rank: int) -> None:
 
 
 def without_empty(steps: Steps) -> Steps:
-    """The steps without the messages that carry nothing; both ends of such a message leave it out."""
+    """The steps without empty messages. Both ends of such a message drop it."""
     kept = (
         Step(tuple(r for r in step.receives if r.chunk.size > 0), tuple(s for s in step.sends if s.chunk.size > 0))
         for step in steps
@@ -73,7 +73,7 @@ def without_empty(steps: Steps) -> Steps:
 
 
 def relabel(steps: Steps, ranks: Sequence[int], begin: int) -> Steps:
-    """A group's steps in a larger one, where its rank i is `ranks[i]` and its message begins at `begin`."""
+    """The steps of a group within a larger one, where its rank i is `ranks[i]` and its message begins at `begin`."""
 
     def moved(chunk: Chunk) -> Chunk:
         return Chunk(chunk.begin + begin, chunk.end + begin)

@@ -1,4 +1,4 @@
-"""Which links a message passes, and how long it takes when others pass them too."""
+"""Describes the links of hosts and network, and the time of messages that share them."""
 
 import tomllib
 from dataclasses import dataclass
@@ -12,56 +12,56 @@ from jax_ring.schedule.cost import Link
 
 @dataclass(frozen=True)
 class Topology:
-    """Hosts of equal ranks, and a network between them; ranks fill hosts, and hosts fill groups, in their order.
+    """Hosts with equal numbers of ranks, and a network between them. Ranks fill hosts, and hosts fill groups, in order.
 
-    Every message takes a latency, and the time of its busiest link: all bytes that pass the link in that step, divided
-    by its bandwidth. All bandwidths are those of one direction.
+    A message takes a latency plus the time of its busiest link: all bytes over the link in that step, divided by its
+    bandwidth. All bandwidths are per direction.
     """
 
     name: str
     ranks_per_host: int
     host_latency: float  # seconds
-    host_bandwidth: float  # bytes/s that a rank sends, and that it receives, within the host
+    host_bandwidth: float  # bytes/s per rank within the host
     network_latency: float  # seconds
     nics_per_host: int
     nic_bandwidth: float  # bytes/s
-    fold_bandwidth: float = np.inf  # bytes/s at which a rank folds what has come; infinite where it folds as it comes
-    shared_bandwidth: float = np.inf  # bytes/s of all messages on a host together, as over one bridge
-    hosts_per_group: int = 0  # hosts under the same leaf switches; 0: all
-    oversubscription: float = 1.0  # bandwidth of a leaf switch's hosts over that of its way up
-    rails: bool = False  # the i-th NICs of a group's hosts have a leaf switch of their own
-    striped: bool = False  # a message between hosts is spread over all NICs, as NCCL's channels do
-    launch_latency: float = 0.0  # seconds of every call, however many messages it has
-    source: str = ""  # of the figures
+    fold_bandwidth: float = np.inf  # bytes/s of folding; infinite if a rank folds while it receives
+    shared_bandwidth: float = np.inf  # bytes/s of all messages of a host together, as over a bridge
+    hosts_per_group: int = 0  # hosts under the same leaf switches; 0 for all
+    oversubscription: float = 1.0  # bandwidth to the hosts of a leaf switch over that of its uplinks
+    rails: bool = False  # the i-th NICs of the hosts of a group share a leaf switch
+    striped: bool = False  # a message between hosts uses all NICs, as with NCCL's channels
+    launch_latency: float = 0.0  # seconds per call
+    source: str = ""  # where the figures come from
 
     def host_link(self) -> Link:
-        """The class of links between two ranks of a host that is otherwise idle."""
+        """The link between two ranks of an otherwise idle host."""
         return Link(self.host_latency, 1 / self.host_bandwidth, 1 / self.fold_bandwidth)
 
     def network_link(self) -> Link:
-        """The class of links between two ranks of different hosts, where nothing else is sent."""
+        """The link between two ranks of different, otherwise idle hosts."""
         striped = min(self.nic_bandwidth * self.nics_per_host, self.host_bandwidth)
         bandwidth = striped if self.striped else self.nic_bandwidth
         return Link(self.network_latency, 1 / bandwidth, 1 / self.fold_bandwidth)
 
     def slowest_link(self, num_ranks: int) -> Link:
-        """The class of links that a ring over these ranks waits for."""
+        """The slowest link of a ring over this number of ranks."""
         return self.host_link() if num_ranks <= self.ranks_per_host else self.network_link()
 
     def seconds(self, source: np.ndarray, to: np.ndarray, num_bytes: float) -> np.ndarray:
-        """Seconds that each message takes, when one of `num_bytes` goes from every `source` to every `to` at once."""
+        """Seconds of each message, if messages of `num_bytes` go from each `source` to its `to` at the same time."""
         host, host_to = source // self.ranks_per_host, to // self.ranks_per_host
         remote = host != host_to
         busy = np.zeros(len(source))
 
-        def pass_links(keys: np.ndarray, mask: np.ndarray, bandwidth: float) -> None:
+        def add_load(keys: np.ndarray, mask: np.ndarray, bandwidth: float) -> None:
             load = np.bincount(keys[mask]) * (num_bytes / bandwidth)
             busy[mask] = np.maximum(busy[mask], load[keys[mask]])
 
-        # A message that is spread over all NICs goes to them through the host.
+        # A striped message reaches the NICs over the links within the host.
         through_host = ~remote | self.striped
-        pass_links(source, through_host, self.host_bandwidth)
-        pass_links(to, through_host, self.host_bandwidth)
+        add_load(source, through_host, self.host_bandwidth)
+        add_load(to, through_host, self.host_bandwidth)
         if np.isfinite(self.shared_bandwidth):
             load = np.bincount(host) + np.bincount(host_to[remote], minlength=host.max() + 1)[: host.max() + 1]
             busy = np.maximum(busy, load[host] * (num_bytes / self.shared_bandwidth))
@@ -69,30 +69,30 @@ class Topology:
             nics = 1 if self.striped else self.nics_per_host
             bandwidth = self.nic_bandwidth * self.nics_per_host / nics
             nic, nic_to = (x % self.ranks_per_host * nics // self.ranks_per_host for x in (source, to))
-            pass_links(host * nics + nic, remote, bandwidth)
-            pass_links(host_to * nics + nic_to, remote, bandwidth)
+            add_load(host * nics + nic, remote, bandwidth)
+            add_load(host_to * nics + nic_to, remote, bandwidth)
             if self.hosts_per_group:
                 leaves = nics if self.rails else 1
                 leaf = host // self.hosts_per_group * leaves + (nic if self.rails else 0)
                 leaf_to = host_to // self.hosts_per_group * leaves + (nic_to if self.rails else 0)
                 up = self.hosts_per_group * self.nics_per_host * self.nic_bandwidth / leaves / self.oversubscription
-                pass_links(leaf, remote & (leaf != leaf_to), up)
-                pass_links(leaf_to, remote & (leaf != leaf_to), up)
+                add_load(leaf, remote & (leaf != leaf_to), up)
+                add_load(leaf_to, remote & (leaf != leaf_to), up)
         return np.where(remote, self.network_latency, self.host_latency) + busy
 
 
 def names() -> list[str]:
-    """The topologies that come with this package."""
+    """The names of the packaged topologies."""
     return sorted(p.name.removesuffix(".toml") for p in _folder().iterdir() if p.name.endswith(".toml"))
 
 
 def load(name_or_path: str) -> Topology:
-    """A topology of `names()`, or one described in a TOML file of one's own.
+    """Loads a topology of `names()`, or one from the path of a TOML file.
 
-    Latencies are given in microseconds (`host.latency_us`), bandwidths in GB/s (`host.gb_per_s`).
+    Latencies are in microseconds (`host.latency_us`), bandwidths in GB/s (`host.gb_per_s`).
 
     Raises:
-      ValueError: if the file lacks a key, has one that is not known, or a value that makes no sense.
+      ValueError: if a key is missing or unknown, or a value is out of range.
     """
     text = Path(name_or_path).read_text() if name_or_path.endswith(".toml") else _packaged(name_or_path)
     data = tomllib.loads(text)

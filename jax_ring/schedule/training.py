@@ -1,4 +1,4 @@
-"""How long a data-parallel training step takes on so many ranks, with and without overlap."""
+"""The time of a data-parallel training step, with and without overlap of computation and communication."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Workload:
-    """A model whose gradients are all-reduced once per step; every rank has a batch of its own, whatever their number.
+    """A model whose gradients are all-reduced once per step, with a fixed batch per rank.
 
     The default is a GPT of 1.3 billion parameters, 8192 tokens per rank, at 400 TFLOP/s, with 16-bit gradients. Six
     floating-point operations per parameter and token: two forward, four backward.
@@ -21,28 +21,28 @@ class Workload:
 
     @property
     def forward(self) -> float:
-        """Seconds."""
+        """Seconds of the forward pass."""
         return 2 * self.parameters * self.tokens / self.flops
 
     @property
     def backward(self) -> float:
-        """Seconds."""
+        """Seconds of the backward pass."""
         return 2 * self.forward
 
     @property
     def gradient_bytes(self) -> float:
-        """Of one rank."""
+        """Bytes of the gradients of one rank."""
         return self.parameters * self.bytes_per_gradient
 
 
 def step_seconds(workload: Workload, all_reduce: Callable[[float], float], buckets: int, overlap: bool) -> float:
-    """Of one step whose gradients are all-reduced in equal buckets, one after the other.
+    """The time of one step whose gradients are all-reduced in equal buckets, one after the other.
 
     Args:
-      workload: what is trained.
-      all_reduce: seconds that an all-reduce of so many bytes takes.
-      buckets: how many there are. Bucket i of b is ready when (i+1)/b of the backward pass are done.
-      overlap: whether a bucket is sent when it is ready, or after the whole backward pass.
+      workload: the model and its batch.
+      all_reduce: (bytes) to the seconds of an all-reduce.
+      buckets: the number of buckets. Bucket i of b is ready after (i+1)/b of the backward pass.
+      overlap: whether a bucket is sent when it is ready, rather than after the backward pass.
     """
     compute = workload.forward + workload.backward
     each = all_reduce(workload.gradient_bytes / buckets)

@@ -1,24 +1,24 @@
-"""The two binary trees of the double-tree all-reduce."""
+"""Builds the two binary trees of the double-tree all-reduce."""
 
 from typing import NamedTuple
 
 
 class Node(NamedTuple):
-    """A rank's place in a tree."""
+    """A rank's position in a tree: parent, children in rank order, and depth (0 at the root)."""
 
     parent: int | None
-    children: tuple[int, ...]  # by rank
-    depth: int  # 0 at the root
+    children: tuple[int, ...]
+    depth: int
 
 
 Tree = list[Node]  # by rank
 
 
 def inorder_tree(num_ranks: int) -> Tree:
-    """The binary tree that numbers its nodes from left to right, and whose leaves are the even ranks.
+    """The binary tree whose in-order traversal visits the ranks in order, and whose leaves are the even ranks.
 
-    Its root is the largest power of two less one; to the left of it all levels are full, and to the right is a smaller
-    such tree. Its height is floor(log2 p).
+    The root is 2^floor(log2 p) - 1. Its left subtree is full; its right subtree is a smaller tree of the same kind. The
+    height is floor(log2 p).
     """
     parent: list[int | None] = [None] * num_ranks
     children: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -40,9 +40,9 @@ def inorder_tree(num_ranks: int) -> Tree:
 
 
 def double_binary_tree(num_ranks: int) -> tuple[Tree, Tree]:
-    """Two trees over the same ranks, of which no rank is an inner node in both, so that each can carry half a message.
+    """Two trees over the same ranks. No rank is an inner node of both, so each can carry half of a message.
 
-    The second is the first one's mirror image, or, where the number of ranks is odd, the first one shifted by a rank.
+    The second is the mirror image of the first, or, if the number of ranks is odd, the first shifted by one rank.
     Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
     Computing 35 (2009).
     """
