@@ -163,9 +163,9 @@ def main() -> None:
         "# Measurements",
         f"\n{machine['cpu']}, {machine['cores']} cores, {machine['system']}; Python {machine['python']}, "
         f"JAX {machine['jax']}. Written by `benchmarks/summarize.py` from the JSON files beside this page.",
-        "\nTimes are medians. A ratio is lax.psum's time over ring_psum's in the same run: the median of the runs, with "
-        "the lowest and the highest in brackets. The limit is a bare fold of float32 by one thread per core, without a "
-        "runtime, in the same run. CPU devices share one memory: this is about memory, not a network.",
+        "\nTimes are medians. A ratio is lax.psum's time over ring_psum's in the same run: the median of the runs, "
+        "with the lowest and the highest in brackets. The limit is a bare fold of float32 by one thread per core, "
+        "without a runtime, in the same run. CPU devices share one memory: this is about memory, not a network.",
         "\n## All-reduce",
     ]
     for dtype in dict.fromkeys(row["dtype"] for run in allreduce for row in run["rows"]):
