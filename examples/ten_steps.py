@@ -54,12 +54,13 @@ def train(params, batches, num_devices: int, in_backward=False, **reduction):
     mesh = jax.sharding.Mesh(jax.devices()[:num_devices], ("data",))
     train_step = train_gpt.make_train_step(mesh, OPTIMIZER, in_backward=in_backward, **reduction)
     copy = jax.tree.map(np.array, params)  # the step donates its arguments
-    params, state = jax.device_put((copy, OPTIMIZER.init(copy)), jax.NamedSharding(mesh, P()))
+    state = train_gpt.TrainState(params=copy, opt_state=OPTIMIZER.init(copy))
+    state = jax.device_put(state, jax.NamedSharding(mesh, P()))
     losses = []
     for tokens in batches:
-        params, state, value = train_step(params, state, tokens)
+        state, value = train_step(state, tokens)
         losses.append(float(value))
-    return np.array(losses), jax.device_get(params)
+    return np.array(losses), jax.device_get(state.params)
 
 
 def same_bits(a, b) -> bool:

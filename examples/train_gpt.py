@@ -13,6 +13,7 @@ import pathlib
 import sys
 import sysconfig
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,12 +29,20 @@ VOCABULARY = 256  # bytes
 HEADS = 4
 
 
+@chex.dataclass(frozen=True)
+class TrainState:
+    """What a step updates: a pytree, which jit donates and shard_map replicates as a whole."""
+
+    params: chex.ArrayTree
+    opt_state: optax.OptState
+
+
 def load_text() -> np.ndarray:
     files = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
 
 
-def init_params(key, width: int, layers: int, context: int):
+def init_params(key: chex.PRNGKey, width: int, layers: int, context: int) -> chex.ArrayTree:
     def normal(*shape, scale=0.02):
         nonlocal key
         key, now = jax.random.split(key)
@@ -54,11 +63,11 @@ def init_params(key, width: int, layers: int, context: int):
     }
 
 
-def normalized(x, scale):
+def normalized(x: chex.Array, scale: chex.Array) -> chex.Array:
     return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
 
 
-def block(x, layer):
+def block(x: chex.Array, layer: chex.ArrayTree) -> chex.Array:
     *batch, length, width = x.shape
     qkv = normalized(x, layer["norm1"]) @ layer["qkv"]
     q, k, v = jnp.moveaxis(qkv.reshape(*batch, length, 3, HEADS, width // HEADS), -3, 0)
@@ -67,7 +76,7 @@ def block(x, layer):
     return x + jax.nn.gelu(normalized(x, layer["norm2"]) @ layer["up"]) @ layer["down"]
 
 
-def logits(params, tokens, dtype=jnp.float32, hook=lambda params: params):
+def logits(params: chex.ArrayTree, tokens: chex.Array, dtype=jnp.float32, hook=lambda params: params) -> chex.Array:
     """Logits of the next byte at each position. `hook` is applied to parameters where they are used."""
 
     def cast(params):
@@ -79,14 +88,14 @@ def logits(params, tokens, dtype=jnp.float32, hook=lambda params: params):
     return (normalized(x, outer["norm"]) @ outer["tokens"].T).astype(jnp.float32)
 
 
-def loss(params, tokens, **options):
+def loss(params: chex.ArrayTree, tokens: chex.Array, **options) -> chex.Scalar:
     """The mean loss in nats over all bytes but the first of each row."""
     scores = logits(params, tokens[:, :-1], **options)
     return optax.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:]).mean()
 
 
 def make_train_step(mesh, optimizer, dtype=jnp.float32, in_backward=True, **reduction):
-    """A step from (params, opt_state, tokens) to (params, opt_state, loss). The tokens are split over "data"."""
+    """A step from (state, tokens) to (state, loss). The tokens are split over "data"."""
 
     def hook(params):
         return reduce_in_backward(params, "data", **reduction) if in_backward else params
@@ -94,18 +103,18 @@ def make_train_step(mesh, optimizer, dtype=jnp.float32, in_backward=True, **redu
     local_loss = functools.partial(loss, dtype=dtype, hook=hook)
     value_and_mean_grad = value_and_grad(local_loss, "data", reduced_in_backward=in_backward, **reduction)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=(P(), P(), P()))
-    def train_step(params, opt_state, tokens):
-        value, grads = value_and_mean_grad(params, tokens)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
+    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P()))
+    def train_step(state: TrainState, tokens: chex.Array) -> tuple[TrainState, chex.Scalar]:
+        value, grads = value_and_mean_grad(state.params, tokens)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        return TrainState(params=optax.apply_updates(state.params, updates), opt_state=opt_state), value
 
     return train_step
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def sample_bytes(params, start, length: int, context: int, key):
+def sample_bytes(params: chex.ArrayTree, start: chex.Array, length: int, context: int, key: chex.PRNGKey) -> chex.Array:
     """Samples `length` bytes after `start`, at temperature 0.8."""
 
     def step(carry, key):
@@ -144,7 +153,8 @@ def main() -> int:
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     params = init_params(jax.random.key(0), args.width, args.layers, args.context)
     optimizer = optax.adam(optax.warmup_cosine_decay_schedule(0, 3e-3, args.steps // 10, args.steps))
-    params, opt_state = jax.device_put((params, optimizer.init(params)), jax.NamedSharding(mesh, P()))
+    state = TrainState(params=params, opt_state=optimizer.init(params))
+    state = jax.device_put(state, jax.NamedSharding(mesh, P()))
     reduction = {"impl": args.impl, "wire_dtype": args.dtype if args.dtype == "bfloat16" else None}
     train_step = make_train_step(mesh, optimizer, jnp.dtype(args.dtype), **reduction)
     size = sum(p.size for p in jax.tree.leaves(params))
@@ -161,14 +171,14 @@ def main() -> int:
         for _ in range(args.steps):
             starts = rng.integers(0, len(text) - args.context - 1, args.batch)
             tokens = text[starts[:, None] + np.arange(args.context + 1)].astype(np.int32)
-            params, opt_state, value = train_step(params, opt_state, tokens)
+            state, value = train_step(state, tokens)
             losses.append(float(value))
             progress.update(bar, advance=1, status=f"loss {losses[-1]:.3f} nats per byte")
-    assert_replicated(params)
+    assert_replicated(state.params)
     console.print(f"Loss of the first step {losses[0]:.3f}, mean of the last ten {np.mean(losses[-10:]):.3f}.")
 
     start = np.frombuffer(b"def ", np.uint8).astype(np.int32)
-    sample = sample_bytes(jax.device_get(params), start, args.sample, args.context, jax.random.key(1))
+    sample = sample_bytes(jax.device_get(state.params), start, args.sample, args.context, jax.random.key(1))
     console.rule("a sample")
     console.print("def " + bytes(sample.astype(np.uint8).tolist()).decode("latin-1"), markup=False, highlight=False)
     return 0

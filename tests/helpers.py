@@ -64,19 +64,22 @@ def ring_fold(values) -> np.ndarray:
 
 
 def assert_same_bits(actual, expected) -> None:
-    """Equal to the last bit, signs of zeros included; any NaN equals any other."""
-    actual, expected = np.asarray(actual), np.asarray(expected)
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    if not np.array_equal(actual.tobytes(), expected.tobytes()):
-        both_nan = (actual != actual) & (expected != expected)
-        unsigned = np.dtype(f"u{actual.dtype.itemsize}") if actual.dtype.itemsize <= 8 else None
-        if unsigned is None or actual.dtype.kind == "c":
-            np.testing.assert_array_equal(actual, expected)
-        else:
-            np.testing.assert_array_equal(
-                np.where(both_nan, 0, actual.view(unsigned)), np.where(both_nan, 0, expected.view(unsigned))
-            )
+    """Trees have the same containers, dtypes, shapes and bits, signs of zeros included; any NaN equals any other."""
+    import chex  # here, because the GPU check imports this module and needs no chex
+
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    chex.assert_trees_all_equal(jax.tree.map(bits_of, actual), jax.tree.map(bits_of, expected), strict=True)
+
+
+def bits_of(x) -> np.ndarray:
+    """The bits of an array as unsigned integers, with one pattern for all NaN."""
+    x = np.array(x)
+    if x.dtype.kind == "c":
+        x = np.stack([x.real, x.imag])
+    is_nan = x != x
+    if is_nan.any():
+        x[is_nan] = np.nan
+    return x.view(f"u{x.dtype.itemsize}")
 
 
 def compiled_text(fun, *args) -> str:
@@ -119,13 +122,12 @@ def run_processes(code: str, values: list[dict], *, devices: int) -> list[str]:
 
 
 def assert_same_trees(actual, expected, *, rtol=0.0) -> None:
-    """The same containers, dtypes, shapes and values."""
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        a, e = np.asarray(a), np.asarray(e)
-        assert a.dtype == e.dtype
-        assert a.shape == e.shape
-        np.testing.assert_allclose(a, e, rtol=rtol)
+    """Trees have the same containers, dtypes and shapes, and the same values up to rtol; NaN equals NaN."""
+    import chex
+
+    # strict=True alone does not tell bfloat16 from float32: chex compares both as float32.
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    chex.assert_trees_all_close(actual, expected, rtol=rtol)
 
 
 def ours_and_lax(ours, jaxs):

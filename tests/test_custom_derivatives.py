@@ -1,5 +1,6 @@
 """ring_psum within functions that have derivative rules of their own, in the function and in the rules."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,7 +71,7 @@ def test_value_and_grad_outside_of_shard_map(custom, check_vma):
         f = sharded(lambda x: custom(psum)(x) * x, mesh=MESH, check_vma=check_vma)
         return jax.grad(lambda x: jnp.sum(f(x) * T))(X)
 
-    np.testing.assert_array_equal(gradient(ring_psum), gradient(lax.psum))
+    chex.assert_trees_all_equal(gradient(ring_psum), gradient(lax.psum), strict=True)
 
 
 def test_jvp(check_vma):
@@ -142,6 +143,4 @@ def test_a_custom_rule_around_constants_needs_no_call(check_vma):
     scaled.defjvp(lambda primals, tangents: (scaled(*primals), tangents[0] * ring_psum(2.0, "i")))
     f = sharded(lambda x, t: jax.jvp(scaled, (x,), (t,)), mesh=MESH, check_vma=check_vma)
     assert num_calls(f, X, T) == 0
-    primal, tangent = f(X, T)
-    np.testing.assert_array_equal(primal, 4 * X)
-    np.testing.assert_array_equal(tangent, 8 * T)
+    chex.assert_trees_all_equal(f(X, T), (4 * X, 8 * T), strict=True)

@@ -1,5 +1,6 @@
 """What is refused, by which exception, and that the message says what was wrong and what to do."""
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -57,13 +58,14 @@ def test_all_bound_axes_are_listed(check_vma):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("compile", [jax.jit, lambda f: f], ids=["jit", "eager"])
-def test_outside_of_every_map(compile):
-    for psum in (ring_psum, lax.psum):
-        with pytest.raises(NameError):
-            compile(lambda x, psum=psum: psum(x, "i"))(X)
-    with pytest.raises(NameError, match="bound here: none"):
-        compile(lambda x: ring_psum(x, "i"))(X)
+class OutsideOfEveryMap(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_unbound_axis(self):
+        for psum in (ring_psum, lax.psum):
+            with pytest.raises(NameError):
+                self.variant(lambda x, psum=psum: psum(x, "i"))(X)
+        with pytest.raises(NameError, match="bound here: none"):
+            self.variant(lambda x: ring_psum(x, "i"))(X)
 
 
 def test_under_a_vmap_without_a_name():

@@ -1,5 +1,6 @@
 """Reverse-mode differentiation, and the gradient of a replicated parameter, which is summed already."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -217,5 +218,4 @@ def test_summing_a_summed_gradient_again_does_as_lax_does():
 
         return on_mesh(body, True, in_specs=(P(), P("i")), out_specs=P())(W, DATA)
 
-    np.testing.assert_array_equal(twice(ring_psum), twice(lax.psum))
-    np.testing.assert_array_equal(twice(ring_psum), RANKS * DATA.sum())
+    chex.assert_trees_all_equal(twice(ring_psum), twice(lax.psum), RANKS * DATA.sum(), strict=True)

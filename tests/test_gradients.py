@@ -4,6 +4,7 @@ import contextlib
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,10 +63,14 @@ deep_loss = functools.partial(loss, layers=LAYERS)
 
 def assert_close(actual, expected, rtol=2e-6):
     """Equal up to the rounding of sums of a few dozen terms, relative to the norm."""
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        a, e = np.asarray(a), np.asarray(e)
-        assert a.shape == e.shape
-        assert np.linalg.norm(a - e) <= rtol * np.linalg.norm(e)
+    chex.assert_trees_all_equal_shapes(actual, expected)
+    norm = np.linalg.norm
+    chex.assert_trees_all_equal_comparator(
+        lambda a, e: norm(np.subtract(a, e)) <= rtol * norm(e),
+        lambda a, e: f"norm of the difference {norm(np.subtract(a, e))}, norm {norm(e)}, {rtol=}",
+        actual,
+        expected,
+    )
 
 
 EXPECTED = jax.jit(jax.value_and_grad(loss))(PARAMS, X)
@@ -89,14 +94,14 @@ def plain(impl, check_vma, function=loss):
 def test_is_the_gradient_of_the_whole_batch(check_vma):
     (ring_text, ring), (lax_text, lax_) = plain("ring", check_vma), plain("lax", check_vma)
     assert_close(ring, EXPECTED)
-    jax.tree.map(assert_same_bits, ring, lax_)
+    assert_same_bits(ring, lax_)
     assert ring_text.count(f'"{TARGET}"') == 1
     assert TARGET not in lax_text
     assert "all-reduce" not in ring_text
 
 
 def test_grad_is_without_the_value(check_vma):
-    jax.tree.map(assert_same_bits, on_ranks(grad(loss, "i"), check_vma)(PARAMS, X), plain("ring", check_vma)[1][1])
+    assert_same_bits(on_ranks(grad(loss, "i"), check_vma)(PARAMS, X), plain("ring", check_vma)[1][1])
 
 
 def test_a_loss_that_is_reduced_already(check_vma):
@@ -169,7 +174,7 @@ def test_unused_parameters_have_zeros(check_vma):
 def test_the_value_is_not_rounded_for_the_wire(check_vma):
     value, grads = on_ranks(value_and_grad(loss, "i", wire_dtype=jnp.bfloat16), check_vma)(PARAMS, X)
     assert_same_bits(value, plain("ring", check_vma)[1][0])
-    assert grads["out"].dtype == jnp.float32
+    chex.assert_trees_all_equal_dtypes(grads, PARAMS)
     assert_close(grads, EXPECTED[1], rtol=2**-7)
 
 
@@ -234,7 +239,7 @@ def test_reduced_in_backward(function, impl, check_vma):
     hooked = functools.partial(function, hook=lambda p: reduce_in_backward(p, "i", impl=impl))
     f = on_ranks(value_and_grad(hooked, "i", impl=impl, reduced_in_backward=True), check_vma)
     assert_close(f(PARAMS, X), EXPECTED_DEEP)
-    jax.tree.map(assert_same_bits, f(PARAMS, X), plain("ring", check_vma, function)[1])
+    assert_same_bits(f(PARAMS, X), plain("ring", check_vma, function)[1])
 
 
 def test_reduced_in_backward_of_a_reduced_loss(check_vma):
@@ -420,7 +425,7 @@ def test_weighted_mean_of_uneven_batches(check_vma):
     f = on_ranks(value_and_grad(masked, "i"), check_vma, in_specs=(P(), P("i"), P("i")))
     value, grads = f(PARAMS, X, mask)
     assert_close(value, loss(PARAMS, X[mask]))
-    assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
+    chex.assert_tree_all_finite(grads)
     expected = jax.grad(loss)(PARAMS, X[mask])
     assert_close(grads, expected)
 

@@ -1,5 +1,6 @@
 """Forward-mode differentiation: the sum of the tangents, and no call for tangents that are zero."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,9 +27,8 @@ def test_jvp_is_the_sum_of_tangents(check_vma):
         lambda x, t: jax.jvp(lambda x: ring_psum(x * x, "i"), (x,), (t,)),
         mesh=MESH, in_specs=P("i"), out_specs=P(), check_vma=check_vma,
     )  # fmt: skip
-    primal, tangent = f(X, T)
-    np.testing.assert_array_equal(primal, (X * X).reshape(4, 2).sum(0))
-    np.testing.assert_array_equal(tangent, (2 * X * T).reshape(4, 2).sum(0))
+    expected = tuple(of_ranks.reshape(4, 2).sum(0) for of_ranks in (X * X, 2 * X * T))
+    chex.assert_trees_all_equal(f(X, T), expected, strict=True)
 
 
 def test_jvp(check_vma):
@@ -80,8 +80,7 @@ def test_jvp_outside_of_shard_map(check_vma):
         f = sharded(lambda x: cubic(psum, x), mesh=MESH, check_vma=check_vma)
         return jax.jvp(f, (X,), (T,))
 
-    for ours, theirs in zip(jvp(ring_psum), jvp(lax.psum), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    chex.assert_trees_all_equal(jvp(ring_psum), jvp(lax.psum), strict=True)
 
 
 def test_jvp_with_respect_to_some_leaves(check_vma):

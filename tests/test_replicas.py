@@ -34,8 +34,7 @@ def test_broadcast_params(root, impl, check_vma):
 
     result = sharded(body, mesh=MESH, out_specs=EVERYWHERE, check_vma=check_vma)(params)
     assert_replicated(result)
-    for name, leaf in params.items():
-        assert_same_bits(result[name], jnp.asarray(leaf)[root])
+    assert_same_bits(result, jax.tree.map(lambda leaf: jnp.asarray(leaf)[root], params))
 
 
 def test_equal_copies_pass():

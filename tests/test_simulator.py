@@ -3,6 +3,7 @@
 import pathlib
 from dataclasses import astuple, replace
 
+import chex
 import numpy as np
 import pytest
 
@@ -103,7 +104,7 @@ def test_a_hundred_thousand_ranks():
     hosts = topology.load("nvswitch8")
     ring = simulate("ring", 100_000, 1 << 30, hosts)
     two_level = simulate("two_level_tree", 100_000, 1 << 30, hosts)
-    assert ring.shape == two_level.shape == (100_000,)
+    chex.assert_shape([ring, two_level], (100_000,))
     assert ring.max() > 2 * (100_000 - 1) * hosts.network_latency
     assert two_level.max() < ring.max() / 50
 

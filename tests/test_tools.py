@@ -1,5 +1,6 @@
 """JAX's tools: export, checkify, debugging of NaN, donation, shapes, jaxprs, compiling ahead of time."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,9 +88,8 @@ def test_checkify_within_shard_map(check_vma):
 
     f = sharded(body, mesh=MESH, check_vma=check_vma)
     for x, fails in ((X, SUM.sum() <= 0), (-X, -SUM.sum() <= 0)):
-        out, failed = f(x)
-        np.testing.assert_array_equal(out, np.tile(x.reshape(RANKS, 2).sum(0), RANKS))
-        np.testing.assert_array_equal(failed, [fails] * RANKS)
+        expected = np.tile(x.reshape(RANKS, 2).sum(0), RANKS), np.array([fails] * RANKS)
+        chex.assert_trees_all_equal(f(x), expected, strict=True)
 
 
 def test_checkify_around_shard_map():
@@ -152,9 +152,8 @@ def test_the_operand_is_used_after_the_call(check_vma):
         a = ring_psum(y, "i")
         return y - a, ring_psum(y * y, "i") + y
 
-    first, second = sharded(body, mesh=MESH, check_vma=check_vma)(X)
-    np.testing.assert_array_equal(first, 2 * X - np.tile(2 * SUM, RANKS))
-    np.testing.assert_array_equal(second, np.tile((4 * X * X).reshape(RANKS, 2).sum(0), RANKS) + 2 * X)
+    expected = 2 * X - np.tile(2 * SUM, RANKS), np.tile((4 * X * X).reshape(RANKS, 2).sum(0), RANKS) + 2 * X
+    chex.assert_trees_all_equal(sharded(body, mesh=MESH, check_vma=check_vma)(X), expected, strict=True)
 
 
 # What a program is, without running it.
@@ -163,7 +162,7 @@ def test_the_operand_is_used_after_the_call(check_vma):
 def test_eval_shape(check_vma):
     tree = {"a": jax.ShapeDtypeStruct((8, 3), jnp.bfloat16), "b": jax.ShapeDtypeStruct((4,), jnp.bool_)}
     ours, theirs = (jax.eval_shape(total(check_vma, psum), tree) for psum in (ring_psum, lax.psum))
-    assert jax.tree.map(lambda s: (s.shape, s.dtype), ours) == jax.tree.map(lambda s: (s.shape, s.dtype), theirs)
+    chex.assert_trees_all_equal_shapes_and_dtypes(ours, theirs)
     assert ours["b"].dtype == jnp.int32
 
 

@@ -78,7 +78,7 @@ def the_same_as_lax():
             return ours, laxs
 
         ours, laxs = call(both, mesh, values, check_vma=check_vma, out_specs=P("j") if "j" in mesh.axis_names else P())
-        jax.tree.map(lambda a, b: assert_same_bits(own_part(a), own_part(b)), ours, laxs)
+        assert_same_bits(*jax.tree.map(own_part, (ours, laxs)))
 
 
 def floats():
@@ -115,7 +115,7 @@ def transformations():
         return [(jax.grad(loss(psum))(x), batched(psum)) for psum in (ring_psum, lax.psum)]
 
     ours, laxs = call(both, mesh, values, check_vma=False)
-    jax.tree.map(lambda a, b: assert_same_bits(own_part(a), own_part(b)), ours, laxs)
+    assert_same_bits(*jax.tree.map(own_part, (ours, laxs)))
 
 
 def what_crosses():
@@ -149,7 +149,7 @@ def instead_of_lax():
     with override_lax():
         assert {call.served_by for call in explain(fun, tree).collectives} == {ON_TWO_HOSTS}
         out = fun(tree)
-    jax.tree.map(lambda a, b: assert_same_bits(own_part(a), own_part(b)), out, expected)
+    assert_same_bits(*jax.tree.map(own_part, (out, expected)))
 
 
 def on_one_host_each():
