@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-# JAX's own, whoever is put in their place later: `jax.lax.psum = ring_psum` is one way to replace them.
+# Bound here because users may replace them: `jax.lax.psum = ring_psum` is one way to use this library.
 from jax.lax import pmax as lax_pmax
 from jax.lax import pmin as lax_pmin
 from jax.lax import psum as lax_psum

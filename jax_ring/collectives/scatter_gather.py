@@ -6,7 +6,7 @@ from typing import Literal, TypeVar, get_args
 import jax
 import jax.numpy as jnp
 
-# JAX's own, whoever is put in their place later.
+# Bound here because users may replace them in `jax.lax`.
 from jax.lax import all_gather as lax_all_gather
 from jax.lax import psum_scatter as lax_psum_scatter
 
