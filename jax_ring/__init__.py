@@ -1,6 +1,18 @@
 """Collectives for JAX as XLA custom calls: bitwise reproducible, drop-ins for those of `jax.lax`."""
 
-import jax_ring.runtime as _runtime  # first: its errors say what is wrong with the installation
+import sys
+
+# First, because its errors say what is wrong with the installation.
+try:
+    import jax_ring.runtime as _runtime
+except ModuleNotFoundError as error:
+    if error.name != "jax":
+        raise
+    raise ImportError(
+        f"jax_ring needs JAX, which this Python ({sys.executable}) does not have. Use the Python of the environment "
+        "that jax_ring is installed in, such as .venv/bin/python; its README has the command that makes one."
+    ) from error
+
 from jax_ring import zero
 from jax_ring.collectives import (
     ring_all_gather,

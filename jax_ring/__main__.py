@@ -68,7 +68,7 @@ def native_modules() -> dict[str, str]:
 def environment() -> dict[str, str]:
     values = {
         runtime.TIMEOUT_VARIABLE: f"{_ffi_cpu.deadline():g} seconds",
-        "JAX_RING_ISA": _ffi_cpu.instruction_set(),
+        runtime.ISA_VARIABLE: _ffi_cpu.instruction_set(),
         discovery.HOST_VARIABLE: "name of this host; processes of equal names share memory",
         tuning.VARIABLE: tuning.describe(),
         runtime.STRICT_VARIABLE: f"fallback to XLA's collectives is {'an error' if runtime.STRICT else 'allowed'}",

@@ -42,8 +42,8 @@ def _check_not_stale(module) -> None:
     built_from = module.fingerprint() if hasattr(module, "fingerprint") else "none"
     if _IN_SOURCE_TREE and built_from != (found := fingerprint(_PROJECT / "ffi")):
         raise ImportError(
-            f"{module.__file__} is not built from the native sources in {_PROJECT / 'ffi'}: its fingerprint is "
-            f"{built_from}, theirs is {found}. Rebuild it with: {_BUILD}"
+            f"{module.__file__} is not built from the native sources in {_PROJECT / 'ffi'}, which have changed since: "
+            f"its fingerprint is {built_from}, theirs is {found}. Rebuild it with: {_BUILD}"
         )
 
 
@@ -60,6 +60,7 @@ TARGETS = {
 }
 TIMEOUT_VARIABLE = "JAX_RING_TIMEOUT_S"
 STRICT_VARIABLE = "JAX_RING_STRICT"
+ISA_VARIABLE = "JAX_RING_ISA"
 
 
 def timeout_from(text: str) -> float:
@@ -93,6 +94,10 @@ def strict_from(text: str) -> bool:
 
 STRICT = strict_from(os.environ.get(STRICT_VARIABLE, ""))
 
+# The engine reads it. A name that it does not know would be ignored there.
+if (_isa := os.environ.get(ISA_VARIABLE, "")) not in ("", "baseline", "avx2", "avx512"):
+    raise ValueError(f"{ISA_VARIABLE} must be baseline, avx2 or avx512, got {_isa!r}. Unset it for the best one.")
+
 
 def note_call_site(call: str, site: str) -> None:
     """Records that the call described by `call` was written at `site`, for the error when a rank is missing."""
@@ -118,7 +123,7 @@ def join_processes(process: int, token: str, publish, fetch) -> None:
 
 
 def forget_gpu_groups() -> None:
-    """Drops all GPU groups, so that programs compiled afterwards form new ones. Needed after a call has failed.
+    """Drops all GPU groups, so that programs compiled afterwards form new ones. Call it after a GPU call has failed.
 
     Call it in all processes, together with `jax.clear_caches()`, while no program is running.
     """

@@ -55,8 +55,8 @@ def ring_psum(
         the result. CPU devices of one process have only one algorithm.
       order: "rank" is the fold above. "ring" is the order of a ring reduce-scatter, which needs the least bandwidth
         on an interconnect without all-to-all links. Each operand is flattened and cut into packs of 16 bytes, and the
-        packs into p equal blocks of ceil(packs / p); the last block may be shorter or empty. Block i is folded over
-        ranks i+1, i+2, ..., i (modulo p), so rank i's value is added last. Accumulator and rounding are the same, and
+        packs into p blocks of ceil(packs / p); the last blocks may be shorter or empty. Block i is folded over ranks
+        i+1, i+2, ..., i (modulo p), so rank i's value is added last. Accumulator and rounding are the same, and
         so is the result on every rank and platform. Needs algorithm "auto" or "ring".
 
     Returns:
@@ -70,7 +70,7 @@ def ring_psum(
       NotImplementedError: for `axis_index_groups` with vma tracking, or over a `vmap` axis.
       TypeError: if a leaf is not a valid JAX type.
       jax.errors.JaxRuntimeError: at run time, if a rank of the group does not arrive within `JAX_RING_TIMEOUT_S`
-        seconds (60 by default).
+        seconds (60 by default). `jax.Array.block_until_ready` raises it as a ValueError.
     """
     return _psum("ring_psum", x, axis_name, axis_index_groups, make_options("ring_psum", algorithm, order))
 

@@ -1,4 +1,4 @@
-"""The lowering rule of all primitives: decides who serves a call, and emits it."""
+"""The lowering rule of all primitives: emits the call for the engine that serves it, or for XLA."""
 
 import logging
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from jax_ring.lowering.service import replica_groups, service_of
 
 logger = logging.getLogger("jax_ring")
 
-# Dtypes that the engines do not support: XLA packs integers of fewer than 8 bits, and these floats are too rare to
-# justify folds of their own. They are converted before the call, and rounded once after it.
+# Dtypes that the engines do not support: XLA packs integers of fewer than 8 bits, and these floats are too rarely
+# used to have kernels. They are converted before the call, and rounded once after it.
 _WIDENED = {
     "int2": jnp.int8,
     "int4": jnp.int8,

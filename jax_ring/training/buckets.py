@@ -54,6 +54,15 @@ class BucketPlan:
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
 
+def check_bucket_bytes(function: str, bucket_bytes: Any, first_bucket_bytes: Any) -> None:
+    """Raises unless both sizes, arguments of `function`, are positive integers."""
+    for name, value in (("bucket_bytes", bucket_bytes), ("first_bucket_bytes", first_bucket_bytes)):
+        if not isinstance(value, int | np.integer):
+            raise TypeError(f"{function}: {name} must be a whole number of bytes, got {value!r}")
+        if value <= 0:
+            raise ValueError(f"{function}: {name} must be positive, got {value}")
+
+
 def plan_buckets(
     tree: Any, bucket_bytes: int = BUCKET_BYTES, first_bucket_bytes: int = FIRST_BUCKET_BYTES
 ) -> BucketPlan:
@@ -70,12 +79,9 @@ def plan_buckets(
 
     Raises:
       ValueError: if a size is not positive.
+      TypeError: if a size is not an integer.
     """
-    if bucket_bytes <= 0 or first_bucket_bytes <= 0:
-        raise ValueError(
-            "plan_buckets: bucket_bytes and first_bucket_bytes must be positive, got "
-            f"{bucket_bytes} and {first_bucket_bytes}"
-        )
+    check_bucket_bytes("plan_buckets", bucket_bytes, first_bucket_bytes)
     paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
     names = tuple(
         f"{jax.tree_util.keystr(path) or 'the array'}: {leaf.dtype}[{','.join(map(str, leaf.shape))}]"

@@ -48,7 +48,8 @@ def assert_replicated(tree: Any) -> None:
     """Checks that the copies of each array have the same bits on all its devices, those of other processes included.
 
     Without vma tracking `shard_map` trusts `out_specs=P()`: a step that forgets a reduction leaves copies that drift
-    apart. If an array is sharded over some mesh axes and replicated over others, the copies of each shard are compared.
+    apart. If an array is sharded over some mesh axes and replicated over others, the copies of each shard are compared;
+    an array without copies passes.
     Everything is copied to the host, so call it now and then, outside `jit`. If arrays are on devices of several
     processes, all of these must call it, in the same order and with the same tree. They exchange digests, not arrays.
 

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks, split_axes
 from jax_ring.distributed.agreement import check_agreement
-from jax_ring.training.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, plan_buckets
+from jax_ring.training.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, check_bucket_bytes, plan_buckets
 from jax_ring.training.implementations import Impl, implementation
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
@@ -27,7 +27,7 @@ class BucketOptions(TypedDict, total=False):
 
 
 class ReductionOptions(BucketOptions, total=False):
-    """The same, with the dtype on the wire."""
+    """`BucketOptions` and `wire_dtype`."""
 
     wire_dtype: DTypeLike | None
 
@@ -61,6 +61,7 @@ class Reduction:
         implementation(self.function, self.impl)
         if self.wire_dtype is not None and not jnp.issubdtype(self.wire_dtype, jnp.floating):
             raise TypeError(f"{self.function}: wire_dtype must be a floating-point dtype, got {self.wire_dtype!r}")
+        check_bucket_bytes(self.function, self.bucket_bytes, self.first_bucket_bytes)
 
     def narrow(self, x: jax.Array) -> jax.Array:
         """A leaf as it is sent: floats wider than `wire_dtype` are rounded to it."""
