@@ -1,4 +1,4 @@
-"""The family of collectives, each beside its namesake in jax.lax, or what lax makes of it, and its numpy oracle."""
+"""Every collective of jax_ring, paired with its lax equivalent and a numpy oracle."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,21 +13,21 @@ from jax import lax
 
 import jax_ring
 
-# Each rank's operand: 8 ranks can scatter either dimension.
+# Of each rank's operand. Both dimensions are divisible by 8 ranks.
 SHAPE = (RANKS, 2 * RANKS)
 
 
 class Pair(NamedTuple):
-    """Two functions (x, axis_name, **more arguments), and what they should give."""
+    """A collective, its lax equivalent, both called as f(x, axis_name, **kwargs), and the expected results."""
 
     ours: Callable
     theirs: Callable
-    oracle: Callable  # the operands of all ranks, stacked, to their results, stacked
+    oracle: Callable  # maps the stacked operands of all ranks to their stacked results
     differentiable: bool = True
 
 
 def vary(x, axis_name):
-    """x as a value that varies over the axis, where that is tracked."""
+    """x cast to vary over the axes; x itself without vma tracking."""
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     missing = tuple(axis for axis in axes if axis in manual and axis not in jax.typeof(x).mat.varying)
@@ -55,7 +55,7 @@ def extremum(values, better):
     wide = values if values.dtype.itemsize >= 4 else values.astype(np.float32)
     result = better.reduce(wide, axis=0)
     if wide.dtype.kind == "f":
-        # Of zeros, the largest is negative if all are, and the smallest if any is.
+        # The maximum of zeros is -0 if all are -0, and the minimum if any is.
         if better is np.maximum:
             negative = (np.signbit(wide) | (wide != 0)).all(0)
         else:
@@ -124,7 +124,7 @@ FAMILY = {
 
 
 def every_collective(where: Callable[[str, Pair], bool] = lambda name, pair: True):
-    """Runs a test with every collective of the family for which `where(name, pair)` holds."""
+    """Parametrizes a test over the collectives for which `where(name, pair)` holds."""
     chosen = {name: pair for name, pair in FAMILY.items() if where(name, pair)}
     return pytest.mark.parametrize("collective", chosen.values(), ids=chosen.keys())
 

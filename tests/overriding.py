@@ -1,14 +1,14 @@
-"""Runs the tests with lax under override_lax() in the place of our functions, for the option --override-lax."""
+"""For --override-lax: replaces the ring_ functions by those of lax, under override_lax()."""
 
 import jax
 
 import jax_ring
 
-override = None  # the one that is on
+override = None  # the active handle of override_lax()
 
 
 def replace_ours_by_lax() -> None:
-    """To be called before any test imports our functions."""
+    """Must be called before any test imports the ring_ functions."""
     global override
     for name in ("psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather"):
         setattr(jax_ring, f"ring_{name}", getattr(jax.lax, name))

@@ -1,4 +1,4 @@
-"""Calls under override_lax() that are joined into one, and those that cannot be."""
+"""The combiner: which calls under override_lax() are combined into one, and which are not."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def psum(x):
 
 
 def check(body, *, calls, **options):
-    """Under the override, `body` has so many calls, and the results that it has without."""
+    """Asserts that `body` under the override makes `calls` calls, with the same results as without it."""
     f = sharded(body, mesh=MESH, **{"out_specs": P(), **options})
     expected = f(X)
     with override_lax():
@@ -101,7 +101,7 @@ def test_types_that_are_widened(dtype):
     f = sharded(body, mesh=MESH, out_specs=P())
     with override_lax():
         assert num_calls(f, values) == 1
-        # Nothing is left of the call for the first operand alone: a type is widened once for each.
+        # The call for the first operand alone is gone, and each operand is widened once.
         text = f.lower(values).as_text()
         assert text.count("@jax_ring_all_reduce") == text.count("stablehlo.partition_id") == 1
         assert text.count("stablehlo.convert") == 6

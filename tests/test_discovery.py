@@ -1,4 +1,4 @@
-"""What processes tell each other about their hosts. Those of others are played by a table."""
+"""What processes publish about their hosts. A fake key-value store stands in for the other processes."""
 
 import jax
 import pytest
@@ -8,7 +8,7 @@ from jax_ring.distributed import discovery
 
 
 class Client:
-    """A client of the key-value store, in which others have published already."""
+    """A fake client of the key-value store, with values that other processes have published."""
 
     def __init__(self, published=()):
         self.values = dict(published)
@@ -31,7 +31,7 @@ class Client:
 
 @pytest.fixture
 def runtime_of(monkeypatch):
-    """Makes this process number 0 of two, with a client of its own; returns what its engines were told."""
+    """Makes this process 0 of two, with the given client. Returns the (process, token) pairs passed to the engines."""
     joined = []
     monkeypatch.setattr(discovery, "_membership", None)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
@@ -64,13 +64,13 @@ def test_what_containers_may_not_have_in_common_tells_hosts_apart(monkeypatch, t
     own = discovery._own_host()
     assert discovery._own_host() == own
     stat = discovery.os.stat
-    monkeypatch.setattr(discovery.os, "stat", lambda path: stat(tmp_path))  # the /dev/shm of another container
+    monkeypatch.setattr(discovery.os, "stat", lambda path: stat(tmp_path))  # as the /dev/shm of another container
     assert discovery._own_host() != own
     monkeypatch.undo()
     monkeypatch.setattr(discovery.os, "geteuid", lambda: 12345)
     assert discovery._own_host() != own
     monkeypatch.setattr(discovery.pathlib.Path, "read_text", lambda path: (_ for _ in ()).throw(PermissionError(path)))
-    assert discovery._own_host() != discovery._own_host()  # nothing is known: nobody is on this host
+    assert discovery._own_host() != discovery._own_host()  # unknown, so different from every host
 
 
 def test_each_runtime_has_a_token_and_a_count_of_its_own(runtime_of):

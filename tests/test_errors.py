@@ -1,4 +1,4 @@
-"""What is refused, by which exception, and that the message says what was wrong and what to do."""
+"""Invalid arguments of ring_psum: the exception, and a message that says what was wrong and what to do."""
 
 import chex
 import jax
@@ -18,14 +18,14 @@ X = np.arange(8, dtype=np.float32)
 
 def run(fun, check_vma, *, mesh=MESH, in_specs=SPLIT):
     def body(x):
-        # The results are used, so that nothing is left out as dead code.
+        # Use the results, so that the call is not dead code.
         return jax.tree.map(lambda leaf: leaf, fun(x))
 
     return sharded(body, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=check_vma)(X)
 
 
 def refused(fun, exception, message, check_vma, *, lax_too=True, **options):
-    """fun(psum, x) raises this exception with ring_psum, and with lax.psum where that does not end in an assertion."""
+    """Asserts that fun(psum, x) raises with ring_psum, and with lax.psum too if lax_too."""
     with pytest.raises(exception, match=message):
         run(lambda x: fun(ring_psum, x), check_vma, **options)
     if lax_too:
@@ -35,7 +35,7 @@ def refused(fun, exception, message, check_vma, *, lax_too=True, **options):
 
 @pytest.mark.parametrize("name", ["j", None, 2.5, ("a",)], ids=str)
 def test_unbound_axis(name, check_vma):
-    # A tuple is a sequence of names, so that the last is the name 'a'.
+    # A tuple is a sequence of names; ("a",) names the axis 'a'.
     refused(
         lambda psum, x: psum(x, name), NameError,
         r"ring_psum: unbound axis name .*bound here: 'i'. Call it under jax.shard_map", check_vma,
@@ -76,7 +76,7 @@ def test_under_a_vmap_without_a_name():
 
 @pytest.mark.parametrize("axes", [("i", "i"), ["i", "i"]], ids=str)
 def test_axis_named_twice(axes, check_vma):
-    # lax.psum is not asked: it ends the process on some versions of JAX.
+    # Not compared with lax.psum, which crashes the process on some versions of JAX.
     refused(
         lambda psum, x: psum(x, axes), ValueError, r"each axis may be named once, got \('i', 'i'\)", check_vma,
         lax_too=False,
@@ -118,7 +118,7 @@ def test_the_remedy_works():
 
 @pytest.mark.parametrize("axes", [0, (0,), ("i", 0), (0, "i")], ids=str)
 def test_positional_axes_with_vma_tracking(axes):
-    # With none but positional axes lax.psum ends in an assertion.
+    # With only positional axes, lax.psum fails with an AssertionError.
     refused(
         lambda psum, x: psum(x, axes), ValueError, r"positional axes \(0,\).*check_vma=True.*Use jnp.sum", True,
         lax_too=isinstance(axes, tuple) and "i" in axes,

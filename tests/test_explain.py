@@ -1,4 +1,4 @@
-"""jax_ring.explain: the collectives of a function, who serves them, and their bytes, predicted and counted."""
+"""jax_ring.explain: the collectives of a function, what serves them, and their predicted and counted bytes."""
 
 import sys
 
@@ -76,7 +76,7 @@ def test_groups_and_several_axes():
     assert both.axes == ("i", "j")
     assert both.groups == (tuple(range(8)),)
     assert uneven.groups == ((0, 3), (1,), (2,), (4, 7), (5,), (6,))
-    # Half of the ranks are in groups of two, each of which sends its 8 bytes; the others send nothing.
+    # Half of the ranks are in groups of two, and send 8 bytes each; the others send nothing.
     assert uneven.wire_bytes == 4
     assert columns.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert found.predicted_bytes == found.counted_bytes
@@ -145,7 +145,7 @@ def test_the_family(name, check_vma):
     assert call.name.removesuffix("_invariant") == f"ring_{name}"
     assert call.served_by == "jax_ring"
     assert found.predicted_bytes == found.counted_bytes == call.wire_bytes
-    # Gathers and scatters are of 8 times the 8 bytes that each rank has of its own.
+    # A gather or scatter has 8 times the 8 bytes of each rank.
     volume = 64 if name in ("psum_scatter", "all_gather") else 8
     assert call.num_bytes == volume
     assert call.wire_bytes == volume * 7 / 8 * (2 if name in ("psum", "pmax", "pmin") else 1)
@@ -160,7 +160,7 @@ def test_mesh_of_the_context():
 
 
 def test_nested_shard_maps(check_vma):
-    # The inner one leaves no axis to the compiler, since the outer one has taken the other.
+    # The inner shard_map leaves no axis to the compiler, because the outer axis is already manual.
     def outer(x):
         options = {"in_specs": P("j"), "out_specs": P("j"), "axis_names": {"j"}, "check_vma": check_vma}
         return ring_psum(jax.shard_map(lambda x: ring_psum(x, "j") + x, **options)(x), "i")
@@ -240,7 +240,7 @@ def test_no_collectives():
     assert "0 predicted, 0 counted" in str(found)
 
 
-# The parts: HLO in its other forms, and the formulas.
+# Forms of HLO, and formulas.
 
 
 def test_forms_of_hlo():
@@ -272,7 +272,7 @@ def test_formulas(ranks):
     volume = 840
     scatter = wire_bytes("reduce_scatter", volume, [ranks])
     assert scatter == pytest.approx(volume * (ranks - 1) / ranks)
-    # A ring's all-reduce is a reduce-scatter followed by an all-gather.
+    # A ring all-reduce is a reduce-scatter followed by an all-gather.
     assert wire_bytes("all_reduce", volume, [ranks]) == scatter + wire_bytes("all_gather", volume, [ranks])
     assert wire_bytes("all_reduce", volume, [ranks], "one_shot") == volume * (ranks - 1)
     assert wire_bytes("all_reduce", volume, [ranks] * 5) == wire_bytes("all_reduce", volume, [ranks])

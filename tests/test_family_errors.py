@@ -1,4 +1,4 @@
-"""What the family refuses, by which exception, and in which words."""
+"""Invalid arguments of the collectives: exceptions and messages."""
 
 import inspect
 
@@ -150,7 +150,7 @@ def test_keys(fun):
     refused(lambda x: fun(jax.random.key(x[0, 0].astype(int)), "i"), TypeError, "key_data", False)
 
 
-# Where no engine of ours serves.
+# Fallback to XLA.
 
 
 @every_collective()
@@ -173,7 +173,7 @@ def test_partly_manual_falls_back(collective, check_vma, caplog):
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "float16", "float32", "complex64"])
 def test_broadcast_by_xla_keeps_zeros(dtype):
-    # XLA has no broadcast here: it is a sum, to which nobody else must add anything that changes -0.
+    # The fallback is a sum, in which the other ranks must not change -0.
     mesh = make_mesh((8, 2), ("i", "j"))
     x = np.where(X > 0, 1.0, -0.0).astype(jnp.dtype(dtype))
     f = jax.shard_map(

@@ -1,4 +1,4 @@
-"""Derivatives of the family: those of the namesakes, and none where they have none."""
+"""Derivatives of the collectives: the same as those of lax; pmax and pmin have none."""
 
 import chex
 import jax
@@ -15,7 +15,7 @@ X = (np.arange(RANKS * np.prod(SHAPE)) % 5 - 2).astype(np.float32).reshape(RANKS
 
 
 def comparable(name, pair):
-    """Without vma tracking, JAX 0.10's all_gather to "invarying" has the derivative of the form for it."""
+    """Without vma tracking, all_gather(to="invarying") of JAX 0.10 has the derivative of the tracked form."""
     return pair.differentiable and ("invarying" not in name or jax.__version_info__ >= (0, 12))
 
 
@@ -24,7 +24,7 @@ compared = every_collective(comparable)
 
 
 def loss(fun, x):
-    """A scalar of each rank that depends on all ranks' x in different ways."""
+    """A scalar per rank that depends on the x of each rank with different weights."""
     y = vary(fun(x * x, "i"), "i")
     weights = jnp.arange(y.size, dtype=y.dtype).reshape(y.shape) % 3 + lax.axis_index("i")
     return jnp.sum(weights * y * y)
@@ -90,7 +90,7 @@ def test_gradient_from_outside_of_the_map(collective, check_vma):
     ids=["psum_scatter", "all_gather", "reduce", "broadcast"],
 )
 def test_transposes(forward, backward):
-    # Each is the other's transpose, and a call of ours as well.
+    # The transpose is a call of the engine as well.
     def body(x):
         y, pull = jax.vjp(forward, x)
         return pull(jnp.cos(y))[0]
@@ -146,7 +146,7 @@ def test_extrema_of_constants_in_a_differentiated_function(check_vma):
 
 @every_collective(lambda name, pair: name.startswith(("psum_scatter", "all_gather")) and comparable(name, pair))
 def test_gradient_of_one_of_a_tree(collective, check_vma):
-    # The others' tangents and cotangents are symbolic zeros.
+    # The tangents and cotangents of the other leaves are symbolic zeros.
     def body(fun, x):
         def f(x):
             out = fun({"a": x, "b": 2 * lax.stop_gradient(x), "c": 3 * x}, "i")

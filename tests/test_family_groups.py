@@ -1,4 +1,4 @@
-"""axis_index_groups of the family."""
+"""axis_index_groups of all collectives."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ring import ring_psum_scatter
 
-# Operands that ranks of groups of 2, 4 and 8 can scatter.
+# Operands that groups of 2, 4 and 8 ranks can scatter.
 X = (np.arange(RANKS * 8 * 16) % 7 - 3).astype(np.float32).reshape(RANKS * 8, 16)
 GROUPS = {
     "all": [[7, 6, 5, 4, 3, 2, 1, 0]],
@@ -23,7 +23,7 @@ grouped = every_collective(takes_groups)
 
 
 def operand(collective, x, groups):
-    """An untiled scatter needs a dimension as large as the group."""
+    """x, or as many rows as the group has ranks for an untiled scatter."""
     return x[: len(groups[0])] if collective is FAMILY["psum_scatter"] else x
 
 

@@ -1,4 +1,4 @@
-"""Trees of the family: one call for what can travel together, none for what nobody uses."""
+"""Pytrees in all collectives: one call for all leaves of a dtype, and none for unused results."""
 
 import chex
 import jax
@@ -42,7 +42,7 @@ def test_the_hlo_names_the_collective(collective, check_vma):
         "ring_psum_scatter": "reducescatter", "ring_all_gather": "allgather", "ring_reduce": "reduce",
         "ring_broadcast": "broadcast",
     }.get(name, "allreduce")  # fmt: skip
-    # None of XLA's.
+    # No collective of XLA.
     assert not [op for op in ("all-reduce(", "reduce-scatter(", "all-gather(") if op in text]
 
 
@@ -77,7 +77,7 @@ def test_maximum_and_minimum_do_not_merge(check_vma):
 
 @pytest.mark.parametrize("fun", [ring_all_gather, lax.all_gather], ids=["ours", "lax"])
 def test_leaves_of_different_ranks_and_one_negative_axis(fun, check_vma):
-    # The last axis is another one in each leaf, so that they are calls of their own.
+    # axis=-1 is a different axis in each leaf, so each leaf is a separate call.
     def body(x):
         out = fun({"matrix": x, "vector": x[0], "scalar": x[0, 0]}, "i", axis=-1)
         return jax.tree.map(lambda y: y.reshape(-1, RANKS), out)
@@ -113,7 +113,7 @@ def test_constants_are_moved(collective, check_vma):
 
 
 def test_layout_is_a_copy_only_where_it_must_be():
-    # Along the first dimension the engine writes the result itself.
+    # Along the first dimension, the engine writes the final layout itself.
     for fun in (lambda x: ring_all_gather(x, "i", tiled=True), lambda x: ring_psum_scatter(x, "i", tiled=True)):
         text = compiled_text(sharded(fun, check_vma=False), X)
         assert "transpose" not in text

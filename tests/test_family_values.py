@@ -1,4 +1,4 @@
-"""The family's results: the types and values of their namesakes, and the bits that are promised."""
+"""Results of all collectives: types and values match lax, and bits match the specified fold."""
 
 import chex
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ring import ring_all_gather, ring_broadcast, ring_pmax, ring_pmin, ring_psum, ring_psum_scatter, ring_reduce
 
-# Small integers, of which all sums are exact.
+# Small integers, whose sums are exact.
 X = (np.arange(RANKS * np.prod(SHAPE)) % 7 - 3).astype(np.float32).reshape(RANKS * SHAPE[0], SHAPE[1])
 
 DTYPES = [
@@ -23,7 +23,7 @@ DTYPES = [
 
 
 def values_of(name, seed=0):
-    """Operands of all ranks over the range of the dtype, with different signs and magnitudes."""
+    """Operands of all ranks, with different signs and magnitudes over the range of the dtype."""
     rng = np.random.default_rng(seed)
     dtype = np.dtype(getattr(ml_dtypes, name, name))
     if "int" in name:
@@ -37,7 +37,7 @@ def values_of(name, seed=0):
 
 
 def results_of(collective, values, check_vma=False, **options):
-    """What each rank gets if rank r has values[r]."""
+    """The results of all ranks, stacked, if the operand of rank r is values[r]."""
     f = sharded(lambda v: collective(v[0], "i", **options)[None], mesh=make_mesh((len(values),)), check_vma=check_vma)
     if values.size:
         assert num_calls(f, values) == 1
@@ -53,7 +53,7 @@ def test_as_the_namesake(collective, check_vma):
 
 
 def check_bits(collective, dtypes):
-    """All dtypes as one tree, which is a call for each."""
+    """Asserts that a tree with a leaf of each dtype matches the oracle bit for bit, with one call per dtype."""
     values = {dtype: values_of(dtype) for dtype in dtypes if collective.differentiable or "complex" not in dtype}
 
     def body(values):
@@ -87,7 +87,7 @@ def test_types_as_the_namesake(collective, check_vma):
 
 @every_collective(lambda name, pair: "gather" in name or name == "broadcast")
 def test_moved_bits_are_not_touched(collective):
-    # Every NaN, which a conversion would make one.
+    # Includes all NaN patterns, which a conversion would merge.
     codes = np.arange(RANKS * np.prod(SHAPE), dtype=np.uint16).reshape(RANKS, *SHAPE) + 0x7F00
     moved = results_of(collective.ours, codes.view(ml_dtypes.bfloat16)).view(np.uint16)
     np.testing.assert_array_equal(moved, collective.oracle(codes))
@@ -95,7 +95,7 @@ def test_moved_bits_are_not_touched(collective):
 
 @every_collective(adds)
 def test_sums_are_the_same_fold_everywhere(collective):
-    # 1e8 + 1 is 1e8 in float32: who was added when can be seen.
+    # 1e8 + 1 is 1e8 in float32, so the order of additions is visible.
     values = np.ones((RANKS, *SHAPE), np.float32)
     values[0], values[1] = 1e8, -1e8
     results = results_of(collective.ours, values)
@@ -113,7 +113,7 @@ def test_parts_of_a_sum_have_its_bits():
 
 
 def test_ring_order_of_a_scatter():
-    # Block r is folded from rank r + 1 on, whatever its size.
+    # Block r is folded from rank r + 1 on, for any size.
     values = values_of("float32")
     scattered = results_of(ring_psum_scatter, values, order="ring")
     for rank in range(RANKS):

@@ -1,4 +1,4 @@
-"""The family under vmap: batches of collectives, and collectives over the batch itself."""
+"""All collectives under vmap: batched calls, and collectives over the vmap axis."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ X = (np.arange(3 * RANKS * np.prod(SHAPE)) % 7 - 3).astype(np.float32).reshape(R
 @every_collective()
 def test_batch_of_calls(collective, in_axis, out_axis, check_vma):
     if collective.theirs is FAMILY["psum_scatter"].theirs and in_axis:
-        pytest.skip("lax.psum_scatter, not tiled, loses a batch dimension that comes after the scattered one")
+        pytest.skip("untiled lax.psum_scatter drops a batch dimension after the scattered one")
 
     def body(fun, x):
         x = jnp.moveaxis(x, 2, in_axis)
@@ -25,7 +25,7 @@ def test_batch_of_calls(collective, in_axis, out_axis, check_vma):
 
 @pytest.mark.parametrize("in_axis", [0, 1, 2])
 def test_batch_of_scatters(in_axis, check_vma):
-    # As one by one, since lax is no guide here.
+    # Compared with unbatched calls, because lax is wrong here.
     fun = FAMILY["psum_scatter"].ours
 
     def body(x):
@@ -53,11 +53,11 @@ def test_batched_and_unbatched_operands(collective, check_vma):
         return jax.vmap(one, (2, None), {"x": -1, "y": None, "z": -1})(x, x[:, :, 0])
 
     if collective.theirs is FAMILY["psum_scatter"].theirs:
-        pytest.skip("lax.psum_scatter, not tiled, loses a batch dimension that comes after the scattered one")
+        pytest.skip("untiled lax.psum_scatter drops a batch dimension after the scattered one")
     assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)
 
 
-# Over the batch: no communication.
+# Over the vmap axis: no communication.
 
 BATCH = X[: RANKS * RANKS, :, 0].reshape(RANKS, *SHAPE)
 
@@ -85,7 +85,7 @@ def test_unbatched_operand(collective):
 
 @every_collective(lambda name, pair: pair.differentiable)
 def test_gradient_over_the_batch(collective):
-    # As the gradient of the same function over devices.
+    # Equal to the gradient of the same function over devices.
     def total(x, axis):
         y = collective.ours(x * x, axis)
         return jnp.sum(y * y)
@@ -106,7 +106,7 @@ def test_over_the_batch_and_a_mesh_axis(name):
 
 @every_collective()
 def test_over_the_batch_with_vma_tracking(collective):
-    # lax refuses some of this with an assertion.
+    # Not compared with lax, which fails with an AssertionError for some of these.
     def body(x):
         y = jax.vmap(lambda x: collective.ours(x, "v"), axis_name="v")(x)
         assert jax.typeof(y).mat.varying == {"i"}

@@ -1,4 +1,4 @@
-"""Gradients of replicated parameters: never too large, reduced where they are made, accumulated, clipped, weighted."""
+"""Gradients of replicated parameters: reduced once, in the backward pass, accumulated, clipped and weighted."""
 
 import contextlib
 import functools
@@ -42,7 +42,7 @@ EVERYWHERE = P()
 
 
 def loss(params, x, *, hook=lambda p: p, layers=1):
-    """A mean over the examples; `hook` is applied to parameters where they are used."""
+    """A mean over the examples; `hook` is applied to parameters at their use."""
     for i in range(layers):
         layer = hook({"w": params["layers"][i], "b": params["bias"][i]})
         x = jnp.tanh(x @ layer["w"] + layer["b"])
@@ -62,7 +62,7 @@ deep_loss = functools.partial(loss, layers=LAYERS)
 
 
 def assert_close(actual, expected, rtol=2e-6):
-    """Equal up to the rounding of sums of a few dozen terms, relative to the norm."""
+    """Asserts equality up to rtol of the norm, which covers the rounding of sums of a few dozen terms."""
     chex.assert_trees_all_equal_shapes(actual, expected)
     norm = np.linalg.norm
     chex.assert_trees_all_equal_comparator(
@@ -86,7 +86,7 @@ def on_ranks(fun, check_vma, out_specs=EVERYWHERE, in_specs=(EVERYWHERE, SPLIT),
 
 @functools.cache
 def plain(impl, check_vma, function=loss):
-    """The compiled step, its value and its gradients."""
+    """The HLO of value_and_grad(function), and its value and gradients."""
     compiled = on_ranks(value_and_grad(function, "i", impl=impl), check_vma).lower(PARAMS, X).compile()
     return compiled.as_text(), compiled(PARAMS, X)
 
@@ -123,7 +123,7 @@ def test_several_axes(check_vma):
         value_and_grad(loss, ("a", "b")), check_vma, mesh=mesh, in_specs=(P(), P(("a", "b")))
     )  # fmt: skip
     assert_close(f(PARAMS, X), EXPECTED)
-    # Reduced over one of the axes by the loss itself.
+    # The loss itself reduces over one of the axes.
     half = on_ranks(
         value_and_grad(lambda p, x: lax.pmean(loss(p, x), "a"), ("a", "b")),
         check_vma, mesh=mesh, in_specs=(P(), P(("a", "b"))),
@@ -132,7 +132,7 @@ def test_several_axes(check_vma):
 
 
 def test_beside_an_axis_of_the_model(check_vma):
-    """Data-parallel over one axis, columns of a weight over the other, of which each rank keeps its own gradient."""
+    """Data-parallel over one axis. The columns of a weight are sharded over the other, and so is their gradient."""
     mesh = make_mesh((2, 2), ("data", "model"))
     w = RNG.standard_normal((WIDTH, 6)).astype(np.float32)
 
@@ -141,7 +141,7 @@ def test_beside_an_axis_of_the_model(check_vma):
 
     specs = (P(None, "model"), P("data"))
     f = on_ranks(grad(columns, "data"), check_vma, mesh=mesh, in_specs=specs, out_specs=P(None, "model"))
-    # Each model rank's mean is over its half of the columns.
+    # Each model-parallel rank takes the mean over its half of the columns.
     assert_close(f(w, X), 2 * jax.grad(columns)(w, X))
 
 
@@ -198,11 +198,10 @@ def test_plain_jax_grad_is_refused_or_right(name, check_vma):
 
 @pytest.mark.parametrize("pmean", [ring_pmean, lax.pmean])
 def test_pmean_after_plain_jax_grad(pmean, check_vma):
-    """The trap, in which a drop-in has to be as lax.pmean is.
+    """ring_pmean must do what lax.pmean does, although the result is wrong: the gradient is already summed.
 
-    It cannot raise, because a gradient that has been summed already has the type of any value that the ranks share, of
-    which the mean is that value: a metric, or a loss that was reduced before. It does where such casts are forbidden.
-    But ours warns.
+    It cannot raise, because the type of a summed gradient is that of any replicated value, such as a metric or a
+    reduced loss, whose mean is the value itself. It warns instead, and raises if jax_auto_pcast is off.
     """
     warns = pytest.warns(UserWarning, match=r"already the same on all 4 ranks.*jax_ring\.value_and_grad")
     f = on_ranks(lambda p, x: pmean(jax.grad(loss)(p, x), "i"), check_vma)
@@ -214,7 +213,7 @@ def test_pmean_after_plain_jax_grad(pmean, check_vma):
     if check_vma:
         jax.config.update("jax_auto_pcast", False)
         try:
-            with pytest.raises(ValueError):  # noqa: PT011, JAX's own wording
+            with pytest.raises(ValueError):  # noqa: PT011, the message is JAX's
                 on_ranks(lambda p, g: pmean(g, "i"), True, in_specs=(P(), P()))(PARAMS, X)
         finally:
             jax.config.update("jax_auto_pcast", True)
@@ -267,7 +266,7 @@ def test_twice_reduced_is_refused():
 
 
 def order_of_matmuls_and_reductions(text: str) -> str:
-    """The schedule of the compiled program, a letter for each: m for a matrix product, r for a reduction."""
+    """The schedule of the compiled program: m for a matrix product, r for a reduction."""
     assert "is_scheduled=true" in text
     return "".join(
         "r" if f'"{TARGET}"' in line else "m" for line in text.splitlines() if f'"{TARGET}"' in line or " dot(" in line
@@ -275,13 +274,13 @@ def order_of_matmuls_and_reductions(text: str) -> str:
 
 
 def test_where_the_reductions_are(check_vma):
-    """Unrolled: reductions among the products of the backward pass, where plain ones follow all of them."""
+    """Hooked reductions are scheduled among the products of the backward pass; plain ones follow all products."""
     hooked = functools.partial(deep_loss, hook=lambda p: reduce_in_backward(p, "i"))
     f = on_ranks(value_and_grad(hooked, "i", reduced_in_backward=True), check_vma)
     at_use = order_of_matmuls_and_reductions(compiled_text(f, PARAMS, X))
     at_end = order_of_matmuls_and_reductions(plain("ring", check_vma, deep_loss)[0])
     assert re.fullmatch("m+r", at_end)
-    assert at_use.count("r") == LAYERS + 2  # and the value
+    assert at_use.count("r") == LAYERS + 2  # the layers, `out`, and the value
     assert at_use.count("m") == at_end.count("m")
     before_the_last = at_use.rstrip("r")
     assert before_the_last.count("r") >= LAYERS - 1
@@ -324,7 +323,7 @@ def test_accumulated_aux():
 
 
 def test_accumulated_in_float32():
-    """Each of 512 micro-batches adds 1/512 to a sum near 1, which bfloat16 would round away from 256 on."""
+    """512 micro-batches add 1/512 each. In bfloat16, the sum would stop growing after 256 of them."""
     w = jnp.ones((), jnp.bfloat16)
     assert jax.grad(accumulate_gradients(lambda w, x: (w * x).mean(), 512))(w, jnp.ones(512, jnp.bfloat16)) == 1
 
@@ -365,9 +364,9 @@ def test_the_norm_of_the_mean_is_clipped(check_vma):
 
 
 def test_error_feedback_in_optax(check_vma):
-    """Many steps with gradients that stay as they are: rounded alike each time, or made up for in the next step.
+    """Many steps with constant gradients, with and without error feedback.
 
-    The figures are those of docs/training.md: errors against float64, relative to the mean size of the gradient.
+    The figures are in docs/training.md: errors against float64, relative to the mean magnitude of the gradient.
     """
     ranks, steps = 8, 64
     x = np.random.default_rng(0).standard_normal((ranks, 1000)).astype(np.float32)
@@ -375,7 +374,7 @@ def test_error_feedback_in_optax(check_vma):
     mesh = make_mesh((ranks,))
 
     def mean_of_steps(*num_steps, **options):
-        optimizer = optax.chain(allreduce_gradients("i", **options), optax.trace(1.0))  # sums what it is given
+        optimizer = optax.chain(allreduce_gradients("i", **options), optax.trace(1.0))  # trace sums the updates
         specs = feedback_specs(jax.eval_shape(optimizer.init, exact), "i")
         state = on_ranks(optimizer.init, check_vma, in_specs=EVERYWHERE, out_specs=specs, mesh=mesh)(x[0])
         common = {"mesh": mesh, "in_specs": (SPLIT, specs), "out_specs": (EVERYWHERE, specs)}
@@ -413,13 +412,13 @@ def test_allreduce_gradients_refuses_wrong_options():
 
 
 def test_weighted_mean_of_uneven_batches(check_vma):
-    """Ranks with 0 to 8 examples, padded to 8: the value and gradients are those of all examples together."""
+    """Ranks have 0 to 8 examples, padded to 8. The value and gradients equal those of the whole batch."""
     counts = np.array([8, 1, 0, 5])
     mask = (np.arange(8) < counts[:, None]).reshape(-1)
 
     def masked(params, x, mask):
         losses = jax.vmap(lambda row: loss(params, row[None]))(x)
-        local_mean = jnp.where(mask, losses, 0).sum() / mask.sum()  # 0 / 0 on rank 2
+        local_mean = jnp.where(mask, losses, 0).sum() / mask.sum()  # NaN on rank 2
         return weighted_pmean(local_mean, mask.sum(), "i", impl="ring" if check_vma else "lax")
 
     f = on_ranks(value_and_grad(masked, "i"), check_vma, in_specs=(P(), P("i"), P("i")))

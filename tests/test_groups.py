@@ -1,4 +1,4 @@
-"""axis_index_groups: sums within parts of an axis."""
+"""axis_index_groups of ring_psum."""
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +103,7 @@ def test_different_groups_in_one_program():
         return psum(columns, "i") + psum(x, "i", axis_index_groups=[[0, 1, 2], [3, 4, 5]])
 
     assert_matches_lax(body, X, mesh=MESH, check_vma=False)
-    # Equal calls merge, of whatever container their groups are; others do not.
+    # Calls with equal groups merge, whatever the container type of the groups.
     equal = lambda x: psum_in([[0, 1, 2], [3, 4, 5]])(x) * psum_in(np.arange(6).reshape(2, 3))(x)  # noqa: E731
     other = lambda x: psum_in([[0, 1, 2], [3, 4, 5]])(x) * psum_in([[0, 1, 2, 3], [4, 5]])(x)  # noqa: E731
     assert num_calls(sharded(equal, mesh=MESH, check_vma=False), X) == 1
@@ -112,7 +112,7 @@ def test_different_groups_in_one_program():
 
 @pytest.mark.parametrize("groups", EVEN.values(), ids=EVEN.keys())
 def test_constants(groups):
-    # A constant is multiplied by the size of the first group, as lax does: of use only where they are of one size.
+    # As in lax, a constant is multiplied by the size of the first group, which is correct for groups of equal size.
     f = sharded(lambda x: x * psum_in(groups)(1), mesh=MESH, check_vma=False)
     np.testing.assert_array_equal(f(X), X * len(groups[0]))
     assert num_calls(f, X) == 0
@@ -143,7 +143,7 @@ def test_malformed(groups, check_vma):
     "kind", ["repeated_in_two", "repeated_in_one", "repeated_for_missing", "too_large", "negative"]
 )
 def test_malformed_as_lax(kind):
-    # lax.psum finds these; what it does not find, it runs with.
+    # lax.psum detects only these, and runs with the others.
     for psum in (ring_psum, lax.psum):
         f = sharded(lambda x, psum=psum: psum(x, "i", axis_index_groups=MALFORMED[kind]), mesh=MESH, check_vma=False)
         with pytest.raises(ValueError, match="axis_index_groups must"):
@@ -177,7 +177,7 @@ def test_not_with_positional_axes():
 
 
 def test_constants_count_the_ranks_of_their_own_group():
-    # lax.psum gives every rank the size of the first group.
+    # lax.psum returns the size of the first group on every rank.
     groups = [[0, 1, 2], [3, 4, 5, 6, 7]]
 
     def sizes(x):

@@ -1,4 +1,4 @@
-"""What the assertions of helpers.py accept and reject."""
+"""The assertions of helpers.py accept equal trees and reject different ones."""
 
 from collections import OrderedDict
 

@@ -1,4 +1,4 @@
-"""Forward-mode differentiation: the sum of the tangents, and no call for tangents that are zero."""
+"""Forward-mode differentiation: the sum of the tangents, and no call for zero tangents."""
 
 import chex
 import jax
@@ -17,7 +17,7 @@ T = np.arange(8, dtype=np.float32)[::-1] - 2
 
 
 def cubic(psum, x):
-    """Varies, sums and uses the sum twice; exact on small integers."""
+    """Uses the sum twice, once with x; exact for small integers."""
     total = psum(x * x, "i")
     return total * x + total
 
@@ -112,7 +112,7 @@ def test_jvp_of_integer_leaves(check_vma):
     [
         (lambda x, t: ring_psum(x, "i"), 1),
         (lambda x, t: jax.jvp(lambda x: ring_psum(x, "i"), (x,), (t,)), 2),
-        # The operand does not depend on the input: its tangent is a symbolic zero.
+        # The operand does not depend on the input, so its tangent is a symbolic zero.
         (lambda x, t: jax.jvp(lambda y: ring_psum(x, "i") + y, (x,), (t,)), 1),
         (lambda x, t: jax.jvp(lambda x: ring_psum(lax.stop_gradient(x), "i") + x, (x,), (t,)), 1),
         (lambda x, t: jax.jvp(lambda x: (ring_psum(x.astype(jnp.int32), "i"), x)[1:], (x,), (t,)), 0),
@@ -123,10 +123,10 @@ def test_jvp_of_integer_leaves(check_vma):
 )
 def test_number_of_calls(fun, calls, check_vma):
     def used(x, t):
-        # The last term varies over the axis, whatever the others do.
+        # Adding x makes the result vary over the axis.
         return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(fun(x, t)) if leaf.dtype == x.dtype)[None] + x
 
-    # Dead calls are gone after compilation.
+    # Counted after compilation, which removes dead calls.
     assert num_calls(sharded(used, mesh=MESH, check_vma=check_vma), X, T) == calls
 
 

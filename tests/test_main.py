@@ -1,4 +1,4 @@
-"""`python -m jax_ring` says what is installed and what is in force."""
+"""`python -m jax_ring` reports what is installed and which options are active."""
 
 import os
 import subprocess

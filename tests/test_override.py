@@ -1,4 +1,4 @@
-"""override_lax(): JAX's own collectives by our engine while it is on, and nothing of it before, after or elsewhere."""
+"""override_lax(): JAX's own collectives use the engine while it is active, and only then and in that thread."""
 
 import contextlib
 import threading
@@ -20,7 +20,7 @@ from jax_ring.lowering import override
 RANKS = 8
 MESH = make_mesh((RANKS,))
 
-# Sums that tell who added: ours is rounded once, XLA's after each step, where 2048 + 1 is 2048 again.
+# The total shows what served the call: the engine rounds once, XLA after each addition, where 2048 + 1 is 2048.
 X = np.array([2048] + [1] * (RANKS - 1), np.float16)
 OURS, XLAS = 2056, 2048
 
@@ -34,11 +34,11 @@ def total(check_vma=True, body=psum_i):
 
 
 def served_by(text: str) -> tuple[int, int]:
-    """How many calls a program in text makes to our engine, and to XLA's all-reduce."""
+    """The number of calls of the engine, and of XLA's all-reduce, in the text of a program."""
     return text.count(f'"{TARGET}"') + text.count(f"@{TARGET}"), text.count(" all-reduce(") + text.count(".all_reduce")
 
 
-# What is lowered while it is on, and only that, is ours.
+# What is lowered while the override is active.
 
 
 def test_a_compiled_function_never_mixes_the_two(check_vma):
@@ -80,7 +80,7 @@ def test_trees(mean, check_vma):
 
     f = total(check_vma, body)
     with override_lax():
-        # One call for each dtype, as with ring_psum: booleans are added as int32.
+        # One call per dtype, as with ring_psum. Booleans are summed as int32.
         assert served_by(f.lower(X).compile().as_text()) == (3, 0)
         out = f(X)
     scale = 1 / RANKS if mean else 1
@@ -89,7 +89,7 @@ def test_trees(mean, check_vma):
 
 
 def test_sums_that_differentiation_inserts():
-    # The gradient with respect to a replicated value is summed by the transpose of a cast, not by a function's call.
+    # The gradient of a replicated value is summed by the transpose of a cast, without a call of lax.psum.
     def body(w, x):
         return jax.grad(lambda w: (w * x).sum())(w)
 
@@ -155,7 +155,7 @@ def test_gathers_that_are_invariant():
 
 
 def test_gathered_keys():
-    # Values of an extended type are no arrays to the engine.
+    # The engine does not support extended dtypes.
     def body(x):
         keys = jax.random.split(jax.random.key(x[0].astype(int)), 1)
         return jax.random.key_data(lax.all_gather(keys, "i", tiled=True))
@@ -218,7 +218,7 @@ def test_what_the_engine_does_not_serve_is_xlas():
         np.testing.assert_array_equal(f(x), x.reshape(4, 2).sum(0))
 
 
-# Programs that are lowered, compiled or exported first and called later.
+# Programs that are lowered, compiled or exported, and called later.
 
 
 def test_ahead_of_time_programs_stay_what_they_are():
@@ -239,7 +239,7 @@ def test_export():
     allowed = [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
     with override_lax():
         ours = jax.export.export(total(), disabled_checks=allowed)(x)
-        # One program for platforms with and without an engine of ours uses XLA's all_reduce on all of them.
+        # A program for several platforms, of which only some have an engine, uses XLA's all_reduce on all of them.
         both = jax.export.export(total(), platforms=("cpu", "cuda"))(x)
         other = jax.export.export(total(), platforms=("tpu",))(x)
     assert served_by(ours.mlir_module()) == (1, 0)
@@ -262,7 +262,7 @@ def test_a_pullback_is_lowered_where_it_is_called(check_vma):
     np.testing.assert_array_equal(pullback(x)[0], expected[0])
 
 
-# Off again exactly as before.
+# Closing restores the previous state.
 
 
 def lowerings():
@@ -357,7 +357,7 @@ def test_on_in_one_thread_alone():
 
 
 def test_programs_are_never_half_and_half():
-    # Threads that switch it on and off while others lower programs with many sums.
+    # Some threads toggle the override while others lower programs with many sums.
     start = threading.Barrier(4)
 
     def lower_many(context, expected):

@@ -1,4 +1,4 @@
-"""The older way to name an axis of devices."""
+"""ring_psum under pmap."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def mapped(fun, **options):
 
 
 def for_both(fun, *args, **options):
-    """fun(psum, *args), mapped over the devices, gives the same with ours and with JAX's."""
+    """Asserts that fun(psum, *args) under pmap gives the same with ring_psum and lax.psum; returns the result."""
     ours, theirs = (
         mapped(lambda *args, psum=psum: fun(psum, *args), **options)(*args)
         for psum in ours_and_lax(ring_psum, lax.psum)
@@ -81,7 +81,7 @@ def test_broadcast_argument():
 
 
 def test_a_training_step():
-    """The classical use: gradients of replicated parameters, summed by hand."""
+    """The classic use: an explicit sum of the gradients of replicated parameters."""
 
     def step(psum, w, x):
         gradient = jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)

@@ -1,4 +1,4 @@
-"""Which GPU groups the CUDA engine serves, and what is lowered for them. No GPU is needed: programs are not run."""
+"""Which GPU groups the CUDA engine serves, and what is lowered for them. Needs no GPU: programs are not run."""
 
 import logging
 import re
@@ -18,7 +18,7 @@ from jax_ring.lowering.reach import Gpu
 
 
 class Engine:
-    """In the place of the native module."""
+    """A fake of the native CUDA module."""
 
     def __init__(self, severed=()):
         self.severed = set(severed)
@@ -32,7 +32,7 @@ class Engine:
 
 @pytest.fixture
 def engine(monkeypatch):
-    """A CUDA engine, and CPU devices that pass for GPUs in reverse."""
+    """A fake CUDA engine, with CPU device d as GPU 100 - d."""
     engine = Engine()
     monkeypatch.setattr(runtime, "ffi_cuda", engine)
     monkeypatch.setattr(
@@ -131,7 +131,7 @@ def test_no_peer_access(engine, expect_fallback):
 
 def test_no_peer_access_between_groups_does_not_matter(engine):
     engine.severed.add((100, 99))
-    mesh = make_mesh((2, 2), ("i", "j"))  # 100 and 98 reduce together, and 99 and 97
+    mesh = make_mesh((2, 2), ("i", "j"))  # the groups are GPUs 100 and 98, and 99 and 97
     assert TARGET in lower(psum, jnp.ones((2, 2)), mesh=mesh, in_specs=P("i", "j"), out_specs=P("i", "j"))
 
 
@@ -143,7 +143,7 @@ def test_too_many_ranks(monkeypatch, expect_fallback):
 
 @pytest.fixture
 def two_hosts(monkeypatch, engine):
-    """Eight GPUs: 0, 1, 4 and 5 of the mesh on one host, the others on another one."""
+    """Eight GPUs: 0, 1, 4 and 5 are on one host, the others on a second one."""
     gpus = lambda mesh: [Gpu(d.id // 2 % 2, d.id) for d in mesh.devices.flat]  # noqa: E731
     monkeypatch.setattr(reach, "gpus_of", gpus)
     monkeypatch.setattr(reach, "host_of", lambda process: f"host {process}")
@@ -151,7 +151,7 @@ def two_hosts(monkeypatch, engine):
 
 @pytest.mark.usefixtures("two_hosts")
 def test_an_all_reduce_across_hosts_is_on_two_levels(caplog, monkeypatch):
-    monkeypatch.setattr(runtime, "STRICT", True)  # it is no fallback
+    monkeypatch.setattr(runtime, "STRICT", True)  # the two-level form is not a fallback
     caplog.set_level(logging.INFO, "jax_ring")
     text = lower(psum, jnp.ones((8, 3)), check_vma=False)
     scatter, across, gather = re.findall(r"jax_ring_reduce_scatter|stablehlo.all_reduce|jax_ring_all_gather", text)
@@ -159,7 +159,7 @@ def test_an_all_reduce_across_hosts_is_on_two_levels(caplog, monkeypatch):
     assert text.count("devices = dense<[0, 1, 4, 5, 2, 3, 6, 7]>") == 2
     assert text.count("group_sizes = dense<4>") == 2
     assert "replica_groups = dense<[[0, 2], [1, 3], [4, 6], [5, 7]]>" in text
-    assert "tensor<1xf32>) -> tensor<1xf32>" in text  # of 3 elements in 4 shards
+    assert "tensor<1xf32>) -> tensor<1xf32>" in text  # 3 elements in 4 shards
     assert "'i' (reduce-scatter within a host)" in text
     assert "ring_psum over ('i',) is served by XLA between 2 hosts" in caplog.text
 

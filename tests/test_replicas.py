@@ -1,4 +1,4 @@
-"""Copies of parameters: made equal by a broadcast, and found where they differ."""
+"""broadcast_params makes the copies of parameters equal; assert_replicated finds copies that differ."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ EVERYWHERE = P()
 
 
 def drifted(leaf, change):
-    """A replicated array of which each rank's copy has been changed by `change(rank, copy)`."""
+    """A replicated array whose copy on each rank is `change(rank, copy)`."""
     copies = [change(rank, leaf.copy()) for rank in range(RANKS)]
     arrays = [jax.device_put(copy, device) for copy, device in zip(copies, MESH.devices, strict=True)]
     return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(MESH, EVERYWHERE), arrays)
@@ -122,6 +122,6 @@ def test_copies_of_other_processes():
             "['w'], of type float32[7, 100000], is not the same on all ranks: 2, 3 differ from 0. "
             "The first difference is at index (5, 77777): 0.0 on rank 0, 1.0 on rank 2."
         ) in large
-        # Both are on the first process; the other one is told, too.
+        # Both copies are on process 0; process 1 raises as well.
         assert "1 differs from 0. The first difference is at index (): 0.0 on rank 0, 1.0 on rank 1." in small
         assert f"{i} (here) and process {1 - i} (there) were given different data: \"['w{i}']: float16[]\"" in trees

@@ -1,4 +1,4 @@
-"""Pytrees: every container, one call for all leaves of a dtype, and what needs no call."""
+"""Pytrees: every container, one call for all leaves of a dtype, and constants that need no call."""
 
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ CONTAINERS = {
 @pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS.keys())
 def test_containers(make, check_vma):
     def body(psum, x):
-        # A sum is the same on all ranks: with the axis in front of it, it can leave any shard_map.
+        # The new first dimension makes the result valid for both out_specs.
         return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], psum(make(x), "i"))
 
     assert_matches_lax(body, X, mesh=MESH, out_specs=P(None) if check_vma else P("i"), check_vma=check_vma)
@@ -131,7 +131,7 @@ def test_constants_need_no_call(constant, check_vma):
 
 
 def test_python_int_stays_one():
-    # The usual way to ask for the size of an axis: a number at trace time.
+    # psum(1, axis) is the usual way to get the size of an axis at trace time.
     sizes = []
     sharded(lambda x: (sizes.append(ring_psum(1, "i")), x)[1], mesh=MESH)(X)
     assert sizes == [RANKS]
@@ -139,7 +139,7 @@ def test_python_int_stays_one():
 
 
 def test_concrete_array_is_a_constant(check_vma):
-    # An array that exists when the function is traced, not an argument of it.
+    # A closed-over array, not an argument.
     constant = jnp.arange(3.0)
     f = sharded(lambda x: ring_psum(constant, "i"), mesh=MESH, out_specs=P(), check_vma=check_vma)
     np.testing.assert_array_equal(f(X), RANKS * np.arange(3))
@@ -155,7 +155,7 @@ def test_shapes_of_few_elements(shape, check_vma):
 
 
 def test_positional_axes_of_a_tree():
-    # As in lax: without vma tracking, integers are axes of the operand itself.
+    # As in lax, integers are axes of the operand; only without vma tracking.
     for axes in (0, (0,), ("i", 0), (1, "i", 0), (0, 1)):
 
         def body(psum, x, axes=axes):

@@ -1,4 +1,4 @@
-"""Batching: over axes that are not summed, over those that are, and over both together with a mesh axis."""
+"""ring_psum under vmap: over other axes, over the vmap axis, and over the vmap axis together with a mesh axis."""
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,11 @@ Y = X[::-1] + 1
 
 
 def for_both(make):
-    """make(psum) gives the same tree for ours and for JAX's."""
+    """Asserts that make(psum) gives the same tree with ring_psum and lax.psum."""
     assert_same_trees(make(ring_psum), make(lax.psum))
 
 
-# Over an axis that the collective does not name.
+# The collective does not name the vmap axis.
 
 
 @pytest.mark.parametrize("in_axes", [0, 1, -1, (0, None), (None, 1), (2, 0)], ids=str)
@@ -96,7 +96,7 @@ def test_spmd_axis_name(check_vma):
     for_both(make)
 
 
-# Over the axis that is summed: a reduction on the device.
+# The collective names the vmap axis: a reduction on the device.
 
 
 @pytest.mark.parametrize("in_axes", [0, 1, 2, -1])
@@ -144,7 +144,7 @@ def test_named_axis_dtypes(dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
 def test_low_precision_sums_in_a_wide_accumulator(dtype):
-    # 1 + 256 * 2^-8 in the type itself stays at 1, where every addend is below half a unit in the last place.
+    # Each addend is below half a ULP of 1 and would be lost in the dtype itself.
     tiny = jnp.finfo(dtype).eps / 4
     x = np.full(17, tiny, dtype)
     x[0] = 1
@@ -170,11 +170,11 @@ def test_groups_over_a_named_axis_raise():
         jax.vmap(lambda v: ring_psum(v, "b", axis_index_groups=groups), axis_name="b")(X)
 
 
-# Over both kinds of axis, within shard_map.
+# Named vmap axes within shard_map.
 
 
 def assert_matches_untracked_lax(fun, check_vma):
-    """As lax.psum without vma tracking: with it, lax.psum fails at a bare assertion for vmap axes."""
+    """Compares with lax.psum without vma tracking; with it, lax.psum fails with an AssertionError for vmap axes."""
     ours = sharded(lambda x: fun(ring_psum, x), mesh=MESH, check_vma=check_vma)
     theirs = sharded(lambda x: fun(lax.psum, x), mesh=MESH, check_vma=False)
     assert_same_trees(ours(X), theirs(X))
@@ -207,7 +207,7 @@ def test_named_axis_together_with_a_mesh_axis(axes, check_vma):
 
 @pytest.mark.parametrize("axes", [("b", "i"), ("i", "b")], ids=str)
 def test_named_and_mesh_axis_as_lax(axes):
-    # lax.psum refuses the mix under vma tracking.
+    # lax.psum rejects this under vma tracking.
     def body(psum, x):
         return jax.vmap(lambda v: psum(v * v, axes) + v, 1, 1, axis_name="b")(x)
 
@@ -224,7 +224,7 @@ def test_mixed_axes_of_low_precision(dtype):
     assert_same_trees(f(x), x.astype(np.float32).sum(keepdims=True)[0].astype(x.dtype))
 
 
-# With derivatives.
+# Derivatives.
 
 
 def loss(psum, axes, v, w):
@@ -258,7 +258,7 @@ def test_grad_and_vmap_over_a_named_axis(transform, check_vma):
 def test_grad_and_vmap_over_both(transform, axes, check_vma):
     if not check_vma:
         assert_matches_untracked_lax(lambda psum, x: transform(psum, axes, x), check_vma)
-    # One sum over both is the sum over the batch and then over the mesh, which lax has in neither order under vma.
+    # A sum over both axes equals the sum over the batch and then over the mesh. lax supports neither under vma.
     in_turn = lambda v, _: ring_psum(ring_psum(v, "b"), "i")  # noqa: E731
     f, g = (
         sharded(lambda x, psum=psum: transform(psum, axes, x), mesh=MESH, check_vma=check_vma)

@@ -1,4 +1,4 @@
-"""The sharded optimizer: updates as without sharding, p times less state, saved and restored on other devices."""
+"""The sharded optimizer: the same updates with 1/p of the state, restored on other numbers of devices."""
 
 import functools
 
@@ -51,7 +51,7 @@ def replicated_steps(tx, steps, check_vma):
 
 
 class Sharded:
-    """Training with a sharded optimizer, which can be stopped and gone on with on another number of ranks."""
+    """Training with a sharded optimizer, which can continue on another number of ranks."""
 
     def __init__(self, tx, check_vma=True, ranks=RANKS, loss=loss, **options):
         self.mesh = make_mesh((ranks,))
@@ -76,9 +76,9 @@ class Sharded:
 
 
 def assert_close(actual, expected, steps=3):
-    """Equal but for the rounding of each step's update, which compilers may fuse differently.
+    """Asserts equality up to the rounding of each step, in which compilers may fuse operations differently.
 
-    Relative to all parameters of a dtype, since a difference in one reaches the gradients of all others.
+    The tolerance is relative to all parameters of a dtype, because a difference in one reaches all gradients.
     """
     for dtype in (jnp.float32, jnp.bfloat16):
         begin, a, e = (
@@ -108,7 +108,7 @@ def test_state_is_p_times_smaller():
     training = Sharded(optax.adam(0.1))
     state = jax.tree.leaves(training.state)
     measured = sum(leaf.addressable_shards[0].data.nbytes for leaf in state)
-    # Two moments of 39 float32 parameters and 15 bfloat16 ones, cut into four with padding, and a count.
+    # Two moments of 39 float32 and 15 bfloat16 parameters in four padded shards, and a step count.
     assert measured == 2 * (10 * 4 + 4 * 2) + 4
     assert {leaf.sharding.device_set == set(training.mesh.devices) for leaf in state} == {True}
 
@@ -132,7 +132,7 @@ def test_norm_of_the_whole_gradient_is_clipped(check_vma):
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_restored_on_another_number_of_devices(ranks, tmp_path):
     def loss(params, x):
-        """Its gradients are exact, so that all that can differ is the optimizer."""
+        """Has exact gradients, so only the optimizer can differ."""
         return sum((p * jnp.arange(1, 1 + p.size, dtype=p.dtype).reshape(p.shape)).sum() for p in params.values())
 
     tx = OPTIMIZERS["adamw"]

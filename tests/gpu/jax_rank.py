@@ -1,4 +1,4 @@
-"""One process of test_jax.py: jax_rank.py COORDINATOR PROCESSES PROCESS PART."""
+"""A process of test_jax.py. Usage: jax_rank.py COORDINATOR NUM_PROCESSES PROCESS_ID PART"""
 
 import sys
 
@@ -15,7 +15,7 @@ TARGET = "jax_ring_all_reduce"
 
 
 def from_all(mesh, make):
-    """The array whose row r is make(r); each process makes its own."""
+    """An array with row r equal to make(r). Each process makes only its own row."""
     shape = (mesh.size, *make(0).shape)
     return jax.make_array_from_callback(shape, NamedSharding(mesh, P("i")), lambda at: make(at[0].start)[None])
 
@@ -41,7 +41,7 @@ def check_sums(mesh) -> None:
         assert TARGET in hlo, hlo
         assert "all-reduce" not in hlo, hlo
         np.testing.assert_array_equal(own(psum(x))[0].view(np.uint32), want.view(np.uint32))
-    # In a loop, whose body a GPU's runtime may record as a graph; a gradient; a tree of two dtypes.
+    # A loop, whose body XLA may capture as a CUDA graph; a gradient; a tree of two dtypes.
     loop = mapped(mesh, lambda x: lax.fori_loop(0, 20, lambda _, y: ring_psum(y, "i") / mesh.size, x))
     np.testing.assert_allclose(own(loop(x))[0], want / mesh.size, rtol=1e-4, atol=1e-6)
     square = mapped(mesh, jax.grad(lambda x: jnp.sum(ring_psum(x, "i") ** 2)))
@@ -59,12 +59,12 @@ def skip_a_call(mesh) -> None:
         return lax.cond(lax.axis_index("i") == 0, lambda x: ring_psum(x, "i"), lambda x: x, x)
 
     call = mapped(mesh, some_call)
-    for _ in range(2):  # the first call fails on the GPU; the next one says so
+    for _ in range(2):  # the first call fails on the GPU; the second one reports the error
         try:
             jax.block_until_ready(call(x))
         except jax.errors.JaxRuntimeError as error:
             print("JaxRuntimeError:", error)
-    print("the process goes on:", jnp.arange(3).sum())
+    print("the process continues:", jnp.arange(3).sum())
 
 
 def main(coordinator: str, count: str, process: str, part: str) -> None:

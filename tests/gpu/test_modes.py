@@ -1,4 +1,4 @@
-"""All-reduce between ranks on one GPU: in one launch, on streams, and replayed from graphs."""
+"""Collectives between ranks on one GPU: in one launch, on separate streams, and replayed from CUDA graphs."""
 
 import ml_dtypes
 import numpy as np
@@ -30,7 +30,7 @@ def random(dtype, shape, seed=0) -> np.ndarray:
 
 
 def reduce(group, operands, dtype="f32", **options) -> list[np.ndarray]:
-    """The results of operands whose first axis is the rank, arranged alike."""
+    """All-reduces operands of shape (ranks, ...); the results have the same shape."""
     inputs = [[operand[rank].tobytes() for operand in operands] for rank in range(len(operands[0]))]
     results = group.run(inputs, dtype, **options)
     assert group.failure() == ""
@@ -109,7 +109,7 @@ def test_against_float64(ranks, algorithm, order):
     operand = random(np.float32, (8, 50_000))
     (got,) = reduce(ranks(8), [operand], algorithm=algorithm, order=order)
     exact = operand.astype(np.float64).sum(0)
-    # Seven additions, each of which rounds by at most half a unit in the last place of a partial sum.
+    # Seven additions; each rounds by at most half a ULP of a partial sum.
     bound = 7 * 2.0**-24 * np.abs(operand).sum(0)
     assert np.all(np.abs(got.astype(np.float64) - exact) <= bound)
 

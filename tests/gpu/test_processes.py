@@ -1,4 +1,4 @@
-"""All-reduce between processes that share one GPU, and what happens when one of them is not there."""
+"""All-reduce between processes that share one GPU, with and without a missing rank."""
 
 import multiprocessing
 import time
@@ -11,7 +11,7 @@ PROCESSES = [2, 4]
 
 
 class Table:
-    """The byte strings that processes exchange to find each other's memory."""
+    """The key-value store through which processes exchange the handles of their memory."""
 
     def __init__(self, shared):
         self.shared = shared
@@ -28,7 +28,7 @@ class Table:
 
 
 def run_rank(backend, process, count, shared, absent, algorithm, results):
-    """What each process does: some all-reduces of data that it makes from its rank, then one that a rank may miss."""
+    """Body of each process: some all-reduces, then one in which rank `absent` does not take part."""
     from jax_ring import _gpu_check
 
     table = Table(shared)
@@ -42,7 +42,7 @@ def run_rank(backend, process, count, shared, absent, algorithm, results):
     if absent is not None and process != absent:
         group.run([[data(process, 1000).tobytes()]], "f32", algorithm, how="streams")
     results.put((process, outputs, group.failure()))
-    # Its memory must outlive the others' use of it.
+    # The other processes may still use this one's memory.
     while results_wanted(shared):
         time.sleep(0.01)
 

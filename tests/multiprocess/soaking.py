@@ -1,4 +1,4 @@
-"""What each process of the soak test does: random collectives at random moments, results checked to the last bit."""
+"""Body of each process of the soak test: random collectives with random delays, checked bit for bit."""
 
 import functools
 import os
@@ -17,30 +17,30 @@ from jax.sharding import PartitionSpec as P
 PROGRAMS = 10
 REPEATS = 20  # of the call in a loop
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8")
-# What a process may gain in the last two thirds of its rounds. What is looked for would gain with each call, of which
-# there are thousands; the threads that tell ranks may become as many as there are calls of local ranks at a time.
+# Limits for the growth of a process in the last two thirds of its rounds. A leak grows with each of thousands of calls;
+# the completion threads are bounded by the calls of local ranks that are in flight.
 IN_FLIGHT, COPIES = 5, 4
 MOST_GROWTH = {"MiB": 24, "files": 4, "threads": IN_FLIGHT * COPIES * 3, "segments": 0}
 
 
 class Program(NamedTuple):
-    """A compiled program, operands for it, and what each mesh position is to get from them."""
+    """A compiled program, its operands, and the expected results."""
 
     run: Callable
     operands: list[jax.Array]
-    expected: list[np.ndarray]  # by operands, then result, then mesh position
+    expected: list[np.ndarray]  # indexed by operand, result and mesh position
     num_calls: int
 
 
 def soak(seed: int, num_rounds: int, folder: str) -> None:
-    """Prints "began", what came of it, and how many calls this process has made; then waits to be let go."""
+    """Prints "began", the outcome and the number of calls, then waits for the parent before it exits."""
     shared, own = np.random.default_rng(seed), np.random.default_rng([seed, jax.process_index()])
     programs = [program for _ in range(PROGRAMS) if (program := make_program(shared, own))]
     num_calls, before, outcome = 0, None, "done"
     print("began", flush=True)
     try:
         for number in range(num_rounds):
-            # All processes choose the same ones; who has no rank in one goes on.
+            # All processes choose the same programs. A process without a rank in one of them skips it.
             chosen = [int(i) for i in shared.integers(PROGRAMS, size=shared.integers(1, IN_FLIGHT, endpoint=True))]
             which = [int(i) for i in shared.integers(2, size=len(chosen))]
             nap(own)
@@ -67,7 +67,7 @@ def soak(seed: int, num_rounds: int, folder: str) -> None:
         assert all(growth[name] <= most for name, most in MOST_GROWTH.items()), growth
         print(f"growth {growth}", flush=True)
     print(f"calls {num_calls}\n{outcome}", flush=True)
-    # JAX's coordinator is the last to go.
+    # Process 0 runs JAX's coordinator, so it must exit last.
     while not os.path.exists(pathlib.Path(folder, "last" if jax.process_index() == 0 else "end")):
         time.sleep(0.02)
 
@@ -122,7 +122,7 @@ def make_program(shared, own) -> Program:
     halve = dtype.type(0.5) if jnp.issubdtype(dtype, jnp.floating) else dtype.type(1)
 
     def late(x, i):
-        """x + i, after a while. JAX may wait for ever where a callback looks at its argument."""
+        """x + i, after a random delay. The callback ignores its argument: converting it may deadlock in JAX."""
 
         def callback(_):
             nap(own)
@@ -166,7 +166,7 @@ def check(results, expected) -> None:
 
 
 def nap(own) -> None:
-    """Most often none at all."""
+    """Sleeps for a random time, most often 0."""
     time.sleep(max(0.0, own.exponential(0.004) - 0.004))
 
 

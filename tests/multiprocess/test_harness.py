@@ -1,4 +1,4 @@
-"""The harness of the tests of several processes: what it starts, what it collects, and that it leaves nobody behind."""
+"""The multi-process harness: it starts processes, collects their output, and leaves none running."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def total(scale):
 
 def test_everybody_runs_the_body():
     results = run(total, 2, 2, arguments=[10], environment_of=[{"NAME": "a"}, {"NAME": "b"}])
-    # Gloo, which XLA uses between processes, writes lines of its own.
+    # XLA uses Gloo between processes, which also writes to stdout.
     for line, result in zip(["0 60.0 a", "1 60.0 b"], results, strict=True):
         assert line in result.stdout.splitlines()
 

@@ -1,4 +1,4 @@
-"""How processes of one host find each other: what they tell, for whom they wait, and what the engine is told."""
+"""Discovery between the processes of a host: what each publishes, waits for, and passes to the engine."""
 
 import re
 import socket
@@ -13,7 +13,7 @@ from processes import run
 
 
 def attributes(text: str) -> list[tuple[str, str]]:
-    """The processes of the ranks, and the name of the program, of each call in a lowered program."""
+    """For each call in a lowered program: the processes of its ranks, and the name of the program."""
     return re.findall(r'processes = dense<(.*?)>.*? program = "(.*?)"', text)
 
 
@@ -29,7 +29,7 @@ def lowered(mesh, name="f"):
 
 
 def one_process_lowers():
-    """Process 1 has but imported jax_ring, and waits for process 0 to be done with its lowerings."""
+    """Process 1 only imports jax_ring, and waits until process 0 has lowered its programs."""
     from jax_ring import _compat, explain, ring_psum
 
     client = _compat.distributed_client()
@@ -39,7 +39,7 @@ def one_process_lowers():
     try:
         devices = np.array(jax.devices()).reshape(2, 2)
         assert attributes(lowered(Mesh(devices.T.reshape(4), "i"))) == [("[0, 1, 0, 1]", "jit_f#0")] * 2
-        # Within each process along one axis; and in one process alone.
+        # Groups within each process, and a mesh of one process.
         assert attributes(lowered(Mesh(devices, ("j", "i")))) == [("[0, 0, 1, 1]", "jit_f#1")] * 2
         assert attributes(lowered(Mesh(devices[1], "i"), "g")) == [("1", "jit_g#0")] * 2
 
@@ -53,7 +53,7 @@ def one_process_lowers():
 
 
 def in_two_runtimes(ports):
-    """jax_ring is imported before jax.distributed is initialized, and outlives it."""
+    """jax_ring is imported before jax.distributed is initialized, and stays imported after its shutdown."""
     from jax_ring import _compat
     from jax_ring.distributed import discovery
 

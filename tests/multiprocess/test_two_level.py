@@ -1,4 +1,4 @@
-"""All-reduces across hosts: two processes of four devices each, which are told to be hosts of their own."""
+"""All-reduce across hosts: two processes of four devices each, with a different JAX_RING_HOST_ID."""
 
 import logging
 
@@ -24,7 +24,7 @@ def by_host():
 
 
 def on_mesh(fun, mesh, values, *, out_specs=None, **options):
-    """`fun`, mapped over a mesh whose axes split the first dimension of all values, and arrays of these values."""
+    """`fun` under jit and shard_map, and `values` as arrays whose first dimension is sharded over all mesh axes."""
     spec = P(mesh.axis_names)
     mapped = jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=spec if out_specs is None else out_specs, **options)
     sharding = jax.NamedSharding(mesh, spec)
@@ -38,26 +38,26 @@ def call(fun, mesh, values, **options):
 
 
 def own_part(out) -> np.ndarray:
-    """What the devices of this process hold, along a new first dimension."""
+    """The shards of this process, stacked."""
     return np.stack([np.asarray(shard.data) for shard in out.addressable_shards])
 
 
 def assert_own_parts(out, expected) -> None:
-    """Every device has the same, to the last bit."""
+    """Asserts that every device of this process holds `expected`, bit for bit."""
     for part in own_part(out):
         assert_same_bits(part, expected)
 
 
 def integers(*shape, dtype=np.float32):
-    """Numbers of which sums are exact, whatever their order."""
+    """Small integers, whose sums are exact in any order."""
     return RNG.integers(-5, 6, shape).astype(dtype)
 
 
-# ---- What each process runs -----------------------------------------------------------------------------------------
+# ---- Run in each process --------------------------------------------------------------------------------------------
 
 
 def the_same_as_lax():
-    """For devices of the two hosts one after the other, in turns, on axes of their own, and in several groups."""
+    """With the hosts consecutive, interleaved, along their own mesh axis, and in several groups."""
     two_each = by_host().reshape(2, 2, 2).transpose(1, 0, 2)
     values = {
         "sizes that are no multiples of four": [integers(8, 3, 5), integers(8), integers(8, 0)],
@@ -82,7 +82,7 @@ def the_same_as_lax():
 
 
 def floats():
-    """Rounded once, from float32; and no NaN is lost, nor the sign of a zero."""
+    """Sums are rounded once, from float32. NaNs and signs of zeros are kept."""
     mesh = Mesh(by_host().reshape(8), ("i",))
     values = RNG.standard_normal((8, 1001)).astype(np.float32)
     special = np.float32([[1, 0.0, -0.0, np.inf, -3]] * 7 + [[np.nan, -0.0, 0.0, -np.inf, -2]])
@@ -119,7 +119,7 @@ def transformations():
 
 
 def what_crosses():
-    """One call for all operands, an all-reduce of a quarter of the bytes, and another gather."""
+    """All operands share a reduce-scatter, an all-reduce of a quarter of the bytes, and an all-gather."""
     mesh = Mesh(by_host().T.reshape(8), ("i",))
     values = [integers(8, 16, 4), integers(8, 10)]
     fun, arrays = on_mesh(lambda tree: ring_psum(tree, "i"), mesh, values)
@@ -135,7 +135,7 @@ def what_crosses():
     flat = explain(on_mesh(lambda x: lax.psum(x, "i"), mesh, values[0])[0], arrays[0]).instructions[0]
     across = explain(on_mesh(lambda x: ring_psum(x, "i"), mesh, values[0])[0], arrays[0])
     assert across.instructions[1].num_bytes * 4 == flat.num_bytes == 256
-    # Of a message of V bytes: 3/4 V in the reduce-scatter, as much in the all-gather; and a shard of V/4 crosses.
+    # For a message of V bytes: 3/4 V in the reduce-scatter, 3/4 V in the all-gather, and a shard of V/4 across hosts.
     assert across.predicted_bytes == across.counted_bytes == 256 * (3 / 4 + 3 / 4 + 1 / 4)
     assert across.collectives[0].wire_bytes_across_hosts == across.instructions[1].wire_bytes == 64
     assert "64 across hosts" in str(across)
@@ -153,7 +153,7 @@ def instead_of_lax():
 
 
 def on_one_host_each():
-    """Groups that do not cross, in a program that does; and a mesh of the devices of one process."""
+    """Groups within each host of a two-host mesh, and a mesh of one process."""
     mesh = Mesh(by_host(), ("host", "i"))
     values = integers(8, 3)
     fun, arrays = on_mesh(lambda x: ring_psum(x, "i") + x, mesh, values)
@@ -198,7 +198,7 @@ def left_to_xla():
     fun, arrays = on_mesh(lambda x: ring_psum(x, "i", axis_index_groups=uneven), eight, values, check_vma=False)
     own = [sum(values[i] for group in uneven if rank in group for i in group) for rank in range(8)]
     assert_same_bits(own_part(fun(arrays))[:, 0], np.stack(own)[4 * jax.process_index() :][:4])
-    # Where the mesh is not known when the program is lowered, neither are the processes.
+    # An abstract mesh does not reveal the processes at lowering.
     sharding = jax.NamedSharding(eight, P("i"))
     array = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
     mapped = jax.shard_map(lambda x: ring_psum(x, "i"), mesh=eight.abstract_mesh, in_specs=P("i"), out_specs=P())
@@ -211,7 +211,7 @@ def on_two_hosts():
         the_same_as_lax, floats, transformations, what_crosses, instead_of_lax, on_one_host_each, left_to_xla
     ):  # fmt: skip
         part()
-        print(f"{part.__name__} is over")
+        print(f"{part.__name__} passed")
 
 
 def test_two_hosts():
