@@ -30,9 +30,9 @@ def pytest_configure(config):
     # pytest-timeout cannot interrupt native code that holds the GIL. This dumps all stacks and exits.
     faulthandler.dump_traceback_later(3000 + config.getoption("--soak"), exit=True)
     if config.getoption("--override-lax"):
-        import overriding
+        import override_option
 
-        overriding.replace_ours_by_lax()
+        override_option.replace_ring_functions()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -11,7 +11,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import overriding
+import override_option
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jax_ring import override_lax, ring_psum
 
 TARGET = "jax_ring_all_reduce"
-ANY_TARGET = "jax_ring_"
+TARGET_PREFIX = "jax_ring_"
 RANKS = 8
 
 
@@ -29,10 +29,10 @@ def make_mesh(shape=(RANKS,), names=("i",), *, devices=None) -> Mesh:
     return Mesh(np.array(devices[: int(np.prod(shape))]).reshape(shape), names)
 
 
-SPLIT = P("i")
+SHARDED = P("i")
 
 
-def sharded(fun, *, mesh=None, in_specs=SPLIT, out_specs=SPLIT, check_vma=True, jit=True):
+def sharded(fun, *, mesh=None, in_specs=SHARDED, out_specs=SHARDED, check_vma=True, jit=True):
     """`fun` under shard_map and, unless jit=False, jit."""
     mapped = jax.shard_map(fun, mesh=mesh or make_mesh(), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
     return jax.jit(mapped) if jit else mapped
@@ -64,7 +64,7 @@ def ring_fold(values) -> np.ndarray:
 
 
 def assert_same_bits(actual, expected) -> None:
-    """Asserts that trees have the same containers, dtypes, shapes and bits, including signs of zeros. NaN equals NaN."""
+    """Asserts that trees have the same containers, dtypes, shapes and bits, with signs of zeros. NaN equals NaN."""
     import chex  # imported here: the GPU check imports this module without chex installed
 
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
@@ -89,7 +89,7 @@ def compiled_text(fun, *args) -> str:
 
 def num_calls(fun, *args) -> int:
     """The number of jax_ring custom calls in the optimized HLO, after CSE and dead code elimination."""
-    return compiled_text(fun, *args).count(f'custom_call_target="{ANY_TARGET}')
+    return compiled_text(fun, *args).count(f'custom_call_target="{TARGET_PREFIX}')
 
 
 def run_python(code: str, *, devices=8, timeout=120, **environment) -> subprocess.CompletedProcess:
@@ -130,20 +130,20 @@ def assert_same_trees(actual, expected, *, rtol=0.0) -> None:
     chex.assert_trees_all_close(actual, expected, rtol=rtol)
 
 
-def ours_and_lax(ours, jaxs):
+def ours_and_lax(ours, theirs):
     """Yields `ours`, then `theirs`. The caller must trace, lower and call each one before it asks for the next.
 
     With --override-lax, `ours` is lax's function as well, and the override is off while `theirs` is in use.
     """
     yield ours
-    with lax_itself():
-        yield jaxs
+    with without_override():
+        yield theirs
 
 
 @contextlib.contextmanager
-def lax_itself():
+def without_override():
     """Restores JAX's own lowerings for the block, for --override-lax."""
-    override = overriding.override
+    override = override_option.override
     if override is None:
         yield
         return
@@ -151,7 +151,7 @@ def lax_itself():
     try:
         yield
     finally:
-        overriding.override = override_lax()
+        override_option.override = override_lax()
 
 
 def assert_matches_lax(fun, *args, pair=(ring_psum, lax.psum), rtol=0.0, **options) -> None:

@@ -92,7 +92,7 @@ def test_train_step(tmp_path):
     assert {row["ranks"] for row in rows} == {2}
 
 
-def test_published_figures_are_those_of_the_docs(monkeypatch):
+def test_docs_have_the_published_figures(monkeypatch):
     assert run("published.py") in (BENCHMARKS.parent / "docs/algorithms.md").read_text()
     # The parameters are derived from the rows with role "input"; the other rows are predictions.
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -104,7 +104,7 @@ def test_published_figures_are_those_of_the_docs(monkeypatch):
     assert max(small + large) < 0.25
 
 
-def test_the_latencies_of_a100_are_those_of_a_line_through_the_inputs(monkeypatch):
+def test_a100_latencies_are_fitted_to_the_inputs(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     rows = [row for row in importlib.import_module("published").rows() if row.what.startswith("A100, one host")]
     inputs = [(2 * (row.ranks - 1), row.measured) for row in rows if row.role == "input"]

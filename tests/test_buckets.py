@@ -26,10 +26,10 @@ def gradients(seed=0):
     return tree | {"half": rng.standard_normal((RANKS, 33)).astype(jnp.bfloat16)}
 
 
-EVERYWHERE = P()
+REPLICATED = P()
 
 
-def on_ranks(fun, *, check_vma=True, out_specs=EVERYWHERE):
+def on_ranks(fun, *, check_vma=True, out_specs=REPLICATED):
     """`fun` on each rank's part of trees with leaves of shape (ranks, ...)."""
     return sharded(lambda *trees: fun(*jax.tree.map(lambda x: x[0], trees)), check_vma=check_vma, out_specs=out_specs)
 
@@ -61,7 +61,7 @@ def test_every_leaf_is_in_one_bucket():
         assert all(bucket.num_bytes <= size or len(bucket.leaves) == 1 for bucket in plan.buckets if size > 1)
 
 
-def test_plan_prints():
+def test_plan_as_text():
     assert str(plan_buckets({"w": struct(2, 3), "b": struct(3)})).splitlines() == [
         "leaves: 2, bytes: 36, buckets: 1",
         "bucket 0: 36 bytes of float32",
@@ -101,7 +101,7 @@ def test_means_and_sums(mean, check_vma):
 
 
 @pytest.mark.parametrize("impl", ["ring", "lax"])
-def test_bucket_size_does_not_change_a_bit(impl, check_vma):
+def test_bucket_size_does_not_change_bits(impl, check_vma):
     tree = gradients()
     results, calls = [], []
     for size in (1, KIB, 1 << 20, 1 << 40):
@@ -163,14 +163,14 @@ def test_wire_dtype(check_vma):
     assert_same_bits(synced, jax.tree.map(mean_of, tree))
 
 
-def test_what_travels_is_narrow():
+def test_buckets_are_sent_in_the_wire_dtype():
     f = on_ranks(lambda g: sync_gradients(g, "i", wire_dtype=jnp.bfloat16))
     call = next(line for line in compiled_text(f, gradients()).splitlines() if f'"{TARGET}"' in line)
     assert "bf16[300]" in call
     assert "f32[" not in call
 
 
-def test_feedback_makes_up_for_rounding():
+def test_feedback_compensates_rounding():
     """The relative error of one rounded mean is about 2^-9. With feedback, the error of a sum stays bounded."""
     steps, x = 64, np.random.default_rng(0).standard_normal((RANKS, 1000)).astype(np.float32)
     exact = x.astype(np.float64).mean(0)

@@ -134,7 +134,7 @@ def test_switch(index, check_vma):
     matches_lax(body, X, np.int32(index), check_vma=check_vma, in_specs=(P("i"), P()))
 
 
-def test_cond_over_groups_that_decide_for_themselves():
+def test_cond_whose_predicate_differs_between_groups():
     # A sum over "i" only needs a predicate that is equal within each group.
     mesh = make_mesh((2, 2), ("g", "i"))
 
@@ -249,7 +249,7 @@ def test_vmap_of_cond_with_a_batched_predicate(check_vma):
     matches_lax(body, X, check_vma=check_vma)
 
 
-def test_a_call_that_does_not_change_in_the_loop_is_made_once(check_vma):
+def test_a_loop_invariant_call_is_hoisted(check_vma):
     def body(x):
         return lax.fori_loop(0, 50, lambda k, v: v + ring_psum(x, "i"), x)
 
@@ -261,7 +261,7 @@ def test_a_call_that_does_not_change_in_the_loop_is_made_once(check_vma):
     np.testing.assert_array_equal(f(X), X + 50 * np.tile(X.reshape(RANKS, 2).sum(0), RANKS))
 
 
-def test_two_calls_per_iteration_keep_apart(check_vma):
+def test_two_calls_per_iteration_do_not_mix(check_vma):
     def body(psum, x):
         def step(k, state):
             a, b = state

@@ -78,7 +78,7 @@ check_health()
 """)
 
 
-def test_the_ranks_left_behind_do_not_wait_again():
+def test_ranks_of_a_failed_call_do_not_wait_again():
     # Rank 3 skips the first call, and waits in the second one for ranks that have failed. It must not wait for a second
     # deadline. The deadline is long compared with the delays of a busy machine.
     run(
@@ -116,7 +116,7 @@ check_health()
 """)
 
 
-def test_failing_again_and_again():
+def test_repeated_failures():
     run(
         """
 f = skipped_by([5])

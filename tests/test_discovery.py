@@ -47,7 +47,7 @@ def runtime_of(monkeypatch):
 
 
 @pytest.mark.parametrize("own", [None, "here"])
-def test_hosts_are_told_apart(runtime_of, monkeypatch, own):
+def test_hosts_are_distinguished(runtime_of, monkeypatch, own):
     if own is not None:
         monkeypatch.setenv("JAX_RING_HOST_ID", own)
     client = Client({"jax_ring/host/1": b"there"})
@@ -60,7 +60,7 @@ def test_hosts_are_told_apart(runtime_of, monkeypatch, own):
     assert len(bytes.fromhex(joined[0][1])) == 16
 
 
-def test_what_containers_may_not_have_in_common_tells_hosts_apart(monkeypatch, tmp_path):
+def test_containers_without_shared_resources_are_different_hosts(monkeypatch, tmp_path):
     own = discovery._own_host()
     assert discovery._own_host() == own
     stat = discovery.os.stat
@@ -73,7 +73,7 @@ def test_what_containers_may_not_have_in_common_tells_hosts_apart(monkeypatch, t
     assert discovery._own_host() != discovery._own_host()  # unknown, so different from every host
 
 
-def test_each_runtime_has_a_token_and_a_count_of_its_own(runtime_of):
+def test_each_runtime_has_its_own_token_and_counts(runtime_of):
     first = Client()
     joined = runtime_of(first)
     discovery.publish()
@@ -88,7 +88,7 @@ def test_each_runtime_has_a_token_and_a_count_of_its_own(runtime_of):
     assert len(set(joined)) == 2
 
 
-def test_the_first_process_makes_the_token(runtime_of):
+def test_the_first_process_sets_the_token(runtime_of):
     client = Client({"jax_ring/token": "made by process 1"})
     assert runtime_of(client) == []
     discovery.publish()
@@ -96,7 +96,7 @@ def test_the_first_process_makes_the_token(runtime_of):
     assert runtime_of(client) == [(0, "made by process 1")]
 
 
-def test_a_process_that_does_not_tell(runtime_of):
+def test_a_process_that_does_not_publish_its_host(runtime_of):
     runtime_of(Client())
     with pytest.raises(RuntimeError, match=r"process 1 did not publish its host within 60 s.*JAX_RING_TIMEOUT"):
         discovery.host_of(1)

@@ -172,7 +172,7 @@ def test_large_messages_of_narrow_types():
 
 
 @pytest.mark.parametrize("leaf", ["text", "key"])
-def test_no_sum_of_what_is_not_a_number(leaf, check_vma):
+def test_non_numeric_leaves_raise_as_in_lax(leaf, check_vma):
     x = np.arange(4, dtype=np.uint32)
     raised = []
     for psum in (ring_psum, lax.psum):

@@ -18,7 +18,7 @@ def run(*arguments, name="train_digits.py"):
 
 
 @pytest.mark.parametrize("impl", ["ring", "lax"])
-def test_trains_and_agrees(impl):
+def test_train_digits(impl):
     result = run("--impl", impl)
     assert result.returncode == 0, result.stdout + result.stderr
     calls = {"ring": "jax_ring's all-reduce 1x and XLA's 0x", "lax": "jax_ring's all-reduce 0x and XLA's 1x"}
@@ -30,13 +30,13 @@ def test_trains_and_agrees(impl):
     assert min(accuracies) > 95
 
 
-def test_refuses_what_it_cannot_do():
+def test_invalid_options_are_rejected():
     result = run("--devices", "7")
     assert result.returncode == 2
     assert "--devices must divide the batch size 120, got 7" in result.stderr
 
 
-def test_code_that_one_did_not_write():
+def test_replace_psum():
     result = run("--devices", "4", name="replace_psum.py")
     assert result.returncode == 0, result.stdout + result.stderr
     rows = [line.split("│")[2:4] for line in result.stdout.splitlines() if "the same bits" in line]
@@ -98,7 +98,7 @@ def test_multi_process():
 
 
 def test_ten_steps():
-    """Several buckets of 1 MiB, the losses of a single device up to rounding, bit equality as the example reports it."""
+    """Several buckets of 1 MiB, the losses of a single device up to rounding, and bit equality as reported."""
     text = run_small("ten_steps.py", "--layers", "2")
     rows = [[cell.strip() for cell in line.split("│")[1:5]] for line in text.splitlines() if line.startswith("│")]
     buckets = {name: (number, verdict) for name, number, _, verdict in rows}
@@ -111,6 +111,6 @@ def test_ten_steps():
     assert all(float(loss) < first - 1 for _, _, loss, _ in rows)
 
 
-def test_others_refuse_what_they_cannot_do():
+def test_invalid_options_of_other_examples_are_rejected():
     assert "got 7" in run("--devices", "7", name="zero.py").stderr
     assert "got 3 and 3" in run("--width", "3", "--steps", "3", name="train_gpt.py").stderr

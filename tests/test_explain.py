@@ -51,7 +51,7 @@ def test_one_call(check_vma):
     assert found.predicted_bytes == found.counted_bytes == 14
 
 
-def test_a_function_that_is_not_jitted_and_shapes_in_place_of_arrays():
+def test_unjitted_function_and_abstract_arguments():
     f = jax.shard_map(lambda x, scale: ring_psum(x * scale, "i"), mesh=MESH, in_specs=(P("i"), P()), out_specs=P())
     found = explain(lambda x, *, scale: f(x, scale), jax.ShapeDtypeStruct((16,), jnp.bfloat16), scale=2.0)
     assert found.predicted_bytes == found.counted_bytes == 7
@@ -127,7 +127,7 @@ def test_collectives_of_lax():
     assert all(call.served_by == "XLA" and "not overridden" in call.why for call in by_name.values())
 
 
-OURS = {
+RING_COLLECTIVES = {
     "psum": lambda x: jax_ring.ring_psum(x, "i"),
     "pmax": lambda x: jax_ring.ring_pmax(x, "i"),
     "pmin": lambda x: jax_ring.ring_pmin(x, "i"),
@@ -138,9 +138,9 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", RING_COLLECTIVES)
 def test_the_family(name, check_vma):
-    found = explained(OURS[name], check_vma=check_vma)
+    found = explained(RING_COLLECTIVES[name], check_vma=check_vma)
     call = only(found.collectives)
     assert call.name.removesuffix("_invariant") == f"ring_{name}"
     assert call.served_by == "jax_ring"
@@ -173,7 +173,7 @@ def test_nested_shard_maps(check_vma):
     assert (outer.axes, outer.served_by) == (("i",), "XLA")
 
 
-def test_who_serves_under_the_override():
+def test_served_by_under_the_override():
     body = lambda x: lax.psum(x, "i")  # noqa: E731
     with override_lax():
         found = explained(body)
@@ -190,7 +190,7 @@ def test_sums_that_differentiation_inserts():
     assert only(found.collectives).name == "psum_invariant"
 
 
-def test_why_xla_serves_ours():
+def test_reason_for_the_fallback():
     mesh = make_mesh((4, 2), ("i", "auto"))
     f = jax.jit(jax.shard_map(lambda x: ring_psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P(), axis_names={"i"}))
     call = only(explain(f, X).collectives)
@@ -198,13 +198,13 @@ def test_why_xla_serves_ours():
     assert "leaves the axes ['auto'] to the compiler" in call.why
 
 
-def test_groups_of_one_need_nobody():
+def test_groups_of_one_need_no_communication():
     found = explained(lambda x: ring_psum(x, "i", axis_index_groups=[[k] for k in range(RANKS)]))
     assert only(found.collectives).served_by == "none"
     assert found.predicted_bytes == found.counted_bytes == 0
 
 
-def test_what_the_partitioner_inserts_is_in_the_program_alone():
+def test_collectives_of_the_partitioner_are_instructions_only():
     x = jax.ShapeDtypeStruct((16,), jnp.float32, sharding=NamedSharding(MESH, P("i")))
     found = explain(jax.jit(jnp.sum), x)
     assert found.collectives == ()

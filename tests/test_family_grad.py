@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from family import FAMILY, SHAPE, every_collective, vary
+from collectives import COLLECTIVES, SHAPE, every_collective, vary
 from helpers import RANKS, assert_matches_lax, num_calls, sharded
 from jax import lax
 
@@ -103,7 +103,7 @@ def test_transposes(forward, backward):
 
 @pytest.mark.parametrize("name", ["psum_scatter", "all_gather", "reduce", "broadcast"])
 def test_transposing_twice_is_the_function(name):
-    fun = FAMILY[name].ours
+    fun = COLLECTIVES[name].ring
 
     def body(x):
         transpose = jax.linear_transpose(lambda x: fun(x, "i"), x)
@@ -113,8 +113,8 @@ def test_transposing_twice_is_the_function(name):
     assert not np.any(sharded(body, check_vma=False)(X))
 
 
-def test_invariant_results_need_no_communication_back():
-    for fun in (FAMILY["all_gather_invarying"].ours, FAMILY["broadcast"].ours, FAMILY["psum"].ours):
+def test_invariant_results_need_no_call_in_the_backward_pass():
+    for fun in (COLLECTIVES["all_gather_invarying"].ring, COLLECTIVES["broadcast"].ring, COLLECTIVES["psum"].ring):
 
         def body(x, fun=fun):
             y, pull = jax.vjp(lambda x: fun(x, "i"), x)
@@ -125,7 +125,7 @@ def test_invariant_results_need_no_communication_back():
 
 @pytest.mark.parametrize("name", ["pmax", "pmin"])
 def test_extrema_have_no_derivative(name, check_vma):
-    for fun in FAMILY[name][:2]:
+    for fun in COLLECTIVES[name][:2]:
         for derivative in (
             jax.grad(lambda x, fun=fun: jnp.sum(fun(x, "i"))),
             lambda x, fun=fun: jax.jvp(lambda x: fun(x, "i"), (x,), (x,)),
@@ -145,7 +145,7 @@ def test_extrema_of_constants_in_a_differentiated_function(check_vma):
 
 
 @every_collective(lambda name, pair: name.startswith(("psum_scatter", "all_gather")) and comparable(name, pair))
-def test_gradient_of_one_of_a_tree(collective, check_vma):
+def test_gradient_of_one_leaf(collective, check_vma):
     # The tangents and cotangents of the other leaves are symbolic zeros.
     def body(fun, x):
         def f(x):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from family import FAMILY, SHAPE, adds, every_collective, vary
+from collectives import COLLECTIVES, SHAPE, every_collective, is_sum, vary
 from helpers import RANKS, assert_matches_lax, assert_same_bits, make_mesh, num_calls, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -45,7 +45,7 @@ def results_of(collective, values, check_vma=False, **options):
 
 
 @every_collective()
-def test_as_the_namesake(collective, check_vma):
+def test_matches_lax(collective, check_vma):
     def body(fun, x):
         return fun(x, "i"), fun(x.astype(jnp.int32), "i"), vary(fun(x - 1, "i"), "i")
 
@@ -57,7 +57,7 @@ def check_bits(collective, dtypes):
     values = {dtype: values_of(dtype) for dtype in dtypes if collective.differentiable or "complex" not in dtype}
 
     def body(values):
-        results = collective.ours(jax.tree.map(lambda v: v[0], values), "i")
+        results = collective.ring(jax.tree.map(lambda v: v[0], values), "i")
         return jax.tree.map(lambda result: result[None], results)
 
     f = sharded(body, check_vma=False)
@@ -77,7 +77,7 @@ def test_bits_of_wide_types(collective):
 
 
 @every_collective(lambda name, pair: not name.startswith("psum_scatter"))
-def test_types_as_the_namesake(collective, check_vma):
+def test_types_match_lax(collective, check_vma):
     def body(fun, x):
         dtypes = ["float16", "int8", "float32", *["complex64"] * collective.differentiable]
         return fun({"bool": x > 0, **{dtype: x.astype(dtype) for dtype in dtypes}}, "i")
@@ -86,25 +86,25 @@ def test_types_as_the_namesake(collective, check_vma):
 
 
 @every_collective(lambda name, pair: "gather" in name or name == "broadcast")
-def test_moved_bits_are_not_touched(collective):
+def test_moved_bits_are_unchanged(collective):
     # Includes all NaN patterns, which a conversion would merge.
     codes = np.arange(RANKS * np.prod(SHAPE), dtype=np.uint16).reshape(RANKS, *SHAPE) + 0x7F00
-    moved = results_of(collective.ours, codes.view(ml_dtypes.bfloat16)).view(np.uint16)
+    moved = results_of(collective.ring, codes.view(ml_dtypes.bfloat16)).view(np.uint16)
     np.testing.assert_array_equal(moved, collective.oracle(codes))
 
 
-@every_collective(adds)
+@every_collective(is_sum)
 def test_sums_are_the_same_fold_everywhere(collective):
     # 1e8 + 1 is 1e8 in float32, so the order of additions is visible.
     values = np.ones((RANKS, *SHAPE), np.float32)
     values[0], values[1] = 1e8, -1e8
-    results = results_of(collective.ours, values)
+    results = results_of(collective.ring, values)
     assert set(np.unique(results)) <= {0, 6 / 8, 6}
     values[[1, 7]] = values[[7, 1]]
-    assert set(np.unique(results_of(collective.ours, values))) == {0}
+    assert set(np.unique(results_of(collective.ring, values))) == {0}
 
 
-def test_parts_of_a_sum_have_its_bits():
+def test_parts_of_a_sum_have_the_same_bits():
     values = values_of("bfloat16")
     total = results_of(ring_psum, values)[0]
     scattered = results_of(ring_psum_scatter, values, tiled=True)
@@ -150,9 +150,9 @@ def test_extrema_of_zeros_and_nans(dtype):
 def test_shapes(shape, check_vma):
     values = np.random.default_rng(0).standard_normal((RANKS, *shape)).astype(np.float32)
     for name in ("psum", "pmax", "all_gather", "reduce", "broadcast"):
-        assert_same_bits(results_of(FAMILY[name].ours, values, check_vma), FAMILY[name].oracle(values))
+        assert_same_bits(results_of(COLLECTIVES[name].ring, values, check_vma), COLLECTIVES[name].oracle(values))
     stacked = np.stack([values] * RANKS, axis=1)
-    assert_same_bits(results_of(ring_psum_scatter, stacked, check_vma), FAMILY["psum_scatter"].oracle(stacked))
+    assert_same_bits(results_of(ring_psum_scatter, stacked, check_vma), COLLECTIVES["psum_scatter"].oracle(stacked))
 
 
 @pytest.mark.parametrize("dimension", [0, 1, 2, -1, -2])
@@ -183,8 +183,8 @@ def test_every_root(root, check_vma):
 @every_collective()
 def test_one_rank(collective, check_vma):
     x = X[:8, :8]
-    one = {"root": 0} if "root" in getattr(collective.ours, "keywords", {}) else {}
-    if "scatter_dimension" in getattr(collective.ours, "keywords", {}) and not collective.ours.keywords["tiled"]:
+    one = {"root": 0} if "root" in getattr(collective.ring, "keywords", {}) else {}
+    if "scatter_dimension" in getattr(collective.ring, "keywords", {}) and not collective.ring.keywords["tiled"]:
         x = x[:1]
 
     def body(fun, x):
@@ -222,7 +222,7 @@ def test_operand_that_is_the_same_on_all_ranks(collective, check_vma):
 
 
 def test_positional_axes():
-    for pair in (FAMILY["pmax"], FAMILY["pmin"], FAMILY["psum"]):
+    for pair in (COLLECTIVES["pmax"], COLLECTIVES["pmin"], COLLECTIVES["psum"]):
         for axes in (("i", 0), (1, "i"), (0,)):
             assert_matches_lax(
                 lambda fun, x, axes=axes: fun(x, axes) + x[0, 0], X, pair=pair[:2], check_vma=False
@@ -231,7 +231,9 @@ def test_positional_axes():
 
 def test_mean_in_groups_of_different_sizes():
     groups = [[0, 1, 2], [3, 4, 5, 6, 7]]
-    means = sharded(lambda x: FAMILY["pmean"].ours(x, "i", axis_index_groups=groups), check_vma=False)(np.arange(8.0))
+    means = sharded(lambda x: COLLECTIVES["pmean"].ring(x, "i", axis_index_groups=groups), check_vma=False)(
+        np.arange(8.0)
+    )
     np.testing.assert_array_equal(means, [1, 1, 1, 5, 5, 5, 5, 5])
 
 

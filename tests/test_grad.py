@@ -86,7 +86,7 @@ def test_grad_of_grad(check_vma):
 
 
 @pytest.mark.parametrize("transform", [jax.jacrev, jax.jacfwd, jax.hessian])
-def test_whole_derivatives_outside_of_shard_map(transform, check_vma):
+def test_jacobians_outside_of_shard_map(transform, check_vma):
     def derivative(psum):
         f = on_mesh(lambda x: jnp.sum(cubic(psum, x), keepdims=True), check_vma)
         return jax.jit(transform(f))(X)
@@ -128,7 +128,7 @@ def test_grad_of_a_tree_of_mixed_dtypes(check_vma):
     assert_matches_lax(body, X, mesh=MESH, check_vma=check_vma)
 
 
-def test_grad_beside_integer_leaves(check_vma):
+def test_grad_with_integer_leaves(check_vma):
     def body(psum, x):
         def f(params):
             total = psum(params, "i")
@@ -209,7 +209,7 @@ def test_a_cast_before_grad_gives_local_gradients_to_sum():
     np.testing.assert_array_equal(total.reshape(-1), np.full(RANKS, DATA.sum()))
 
 
-def test_summing_a_summed_gradient_again_does_as_lax_does():
+def test_summing_a_summed_gradient_again_matches_lax():
     """lax.psum silently casts an invariant operand to a varying one, so the result is RANKS times too large."""
 
     def twice(psum):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import SPLIT, TARGET, assert_same_bits, compiled_text, make_mesh, run_python, sharded
+from helpers import SHARDED, TARGET, assert_same_bits, compiled_text, make_mesh, run_python, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -38,7 +38,7 @@ PARAMS = {
     "bias": RNG.standard_normal((LAYERS, WIDTH)).astype(np.float32),
     "out": RNG.standard_normal(WIDTH).astype(np.float32),
 }
-EVERYWHERE = P()
+REPLICATED = P()
 
 
 def loss(params, x, *, hook=lambda p: p, layers=1):
@@ -77,7 +77,7 @@ EXPECTED = jax.jit(jax.value_and_grad(loss))(PARAMS, X)
 EXPECTED_DEEP = jax.jit(jax.value_and_grad(deep_loss))(PARAMS, X)
 
 
-def on_ranks(fun, check_vma, out_specs=EVERYWHERE, in_specs=(EVERYWHERE, SPLIT), mesh=MESH):
+def on_ranks(fun, check_vma, out_specs=REPLICATED, in_specs=(REPLICATED, SHARDED), mesh=MESH):
     return sharded(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
@@ -100,16 +100,16 @@ def test_is_the_gradient_of_the_whole_batch(check_vma):
     assert "all-reduce" not in ring_text
 
 
-def test_grad_is_without_the_value(check_vma):
+def test_grad_returns_no_value(check_vma):
     assert_same_bits(on_ranks(grad(loss, "i"), check_vma)(PARAMS, X), plain("ring", check_vma)[1][1])
 
 
-def test_a_loss_that_is_reduced_already(check_vma):
+def test_already_reduced_loss(check_vma):
     f = on_ranks(value_and_grad(lambda p, x: lax.pmean(loss(p, x), "i"), "i"), check_vma)
     assert_close(f(PARAMS, X), EXPECTED)
 
 
-def test_a_part_that_is_reduced_already(check_vma):
+def test_partly_reduced_loss(check_vma):
     def with_penalty(params, x):
         return loss(params, x) + ring_psum((params["out"] ** 2).sum() / RANKS, "i")
 
@@ -131,7 +131,7 @@ def test_several_axes(check_vma):
     assert_close(half(PARAMS, X), EXPECTED)
 
 
-def test_beside_an_axis_of_the_model(check_vma):
+def test_with_a_model_parallel_axis(check_vma):
     """Data-parallel over one axis. The columns of a weight are sharded over the other, and so is their gradient."""
     mesh = make_mesh((2, 2), ("data", "model"))
     w = RNG.standard_normal((WIDTH, 6)).astype(np.float32)
@@ -165,7 +165,7 @@ def test_argnums_and_aux(check_vma):
     assert_same_bits(only, grads[0])
 
 
-def test_unused_parameters_have_zeros(check_vma):
+def test_unused_parameters_have_zero_gradients(check_vma):
     params = PARAMS | {"unused": np.ones(3, np.float32)}
     _, grads = on_ranks(value_and_grad(loss, "i"), check_vma)(params, X)
     np.testing.assert_array_equal(grads["unused"], np.zeros(3))
@@ -187,7 +187,7 @@ REDUCTIONS = {
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_plain_jax_grad_is_refused_or_right(name, check_vma):
+def test_plain_jax_grad_is_refused_or_correct(name, check_vma):
     f = on_ranks(lambda p, x: REDUCTIONS[name](jax.grad(loss)(p, x)), check_vma)
     if check_vma:
         with pytest.raises(ValueError, match=r"already the same on all ranks of \['i'\].*jax_ring\.value_and_grad"):
@@ -247,7 +247,7 @@ def test_reduced_in_backward_of_a_reduced_loss(check_vma):
     assert_close(f(PARAMS, X), EXPECTED)
 
 
-def test_a_forgotten_hook_is_right_where_vma_is_tracked():
+def test_a_missing_hook_is_correct_with_vma_tracking():
     hooked = functools.partial(loss, hook=lambda p: reduce_in_backward(p, "i") if isinstance(p, dict) else p)
     f = on_ranks(value_and_grad(hooked, "i", reduced_in_backward=True), True)
     assert_close(f(PARAMS, X), EXPECTED)
@@ -259,7 +259,7 @@ def test_reduced_under_remat(check_vma):
     assert_close(f(PARAMS, X), EXPECTED_DEEP)
 
 
-def test_twice_reduced_is_refused():
+def test_reducing_twice_is_refused():
     hooked = functools.partial(loss, hook=lambda p: reduce_in_backward(p, "i"))
     with pytest.raises(ValueError, match="pass reduced_in_backward=True"):
         on_ranks(value_and_grad(hooked, "i"), True)(PARAMS, X)
@@ -273,7 +273,7 @@ def order_of_matmuls_and_reductions(text: str) -> str:
     )
 
 
-def test_where_the_reductions_are(check_vma):
+def test_reductions_are_among_the_products(check_vma):
     """Hooked reductions are scheduled among the products of the backward pass; plain ones follow all products."""
     hooked = functools.partial(deep_loss, hook=lambda p: reduce_in_backward(p, "i"))
     f = on_ranks(value_and_grad(hooked, "i", reduced_in_backward=True), check_vma)
@@ -309,7 +309,7 @@ def test_accumulated(num, check_vma):
     assert entry.count(f'"{TARGET}"') == 1
 
 
-def test_accumulated_alone():
+def test_accumulated_without_a_mesh():
     f = jax.jit(jax.value_and_grad(accumulate_gradients(loss, 4)))
     assert_close(f(PARAMS, X), EXPECTED)
     assert_close(accumulate_gradients(loss, 4)(PARAMS, X), EXPECTED[0])
@@ -328,7 +328,7 @@ def test_accumulated_in_float32():
     assert jax.grad(accumulate_gradients(lambda w, x: (w * x).mean(), 512))(w, jnp.ones(512, jnp.bfloat16)) == 1
 
 
-def test_accumulated_needs_the_memory_of_one():
+def test_accumulation_uses_less_memory():
     wide = jax.tree.map(jnp.asarray, PARAMS)
     x = np.zeros((1 << 14, WIDTH), np.float32)
 
@@ -338,7 +338,7 @@ def test_accumulated_needs_the_memory_of_one():
     assert temporaries(accumulate_gradients(loss, 16)) < temporaries(loss) / 4
 
 
-def test_accumulate_refuses():
+def test_accumulate_rejects_invalid_sizes():
     with pytest.raises(ValueError, match=r"3 micro-batches do not divide .* of shape \(32, 16\)"):
         accumulate_gradients(loss, 3)(PARAMS, X)
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
@@ -376,8 +376,8 @@ def test_error_feedback_in_optax(check_vma):
     def mean_of_steps(*num_steps, **options):
         optimizer = optax.chain(allreduce_gradients("i", **options), optax.trace(1.0))  # trace sums the updates
         specs = feedback_specs(jax.eval_shape(optimizer.init, exact), "i")
-        state = on_ranks(optimizer.init, check_vma, in_specs=EVERYWHERE, out_specs=specs, mesh=mesh)(x[0])
-        common = {"mesh": mesh, "in_specs": (SPLIT, specs), "out_specs": (EVERYWHERE, specs)}
+        state = on_ranks(optimizer.init, check_vma, in_specs=REPLICATED, out_specs=specs, mesh=mesh)(x[0])
+        common = {"mesh": mesh, "in_specs": (SHARDED, specs), "out_specs": (REPLICATED, specs)}
         step = on_ranks(lambda x, state: optimizer.update(x[0], state), check_vma, **common)
         sums = []
         for _ in range(max(num_steps)):

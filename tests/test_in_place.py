@@ -22,7 +22,7 @@ def test_a_computed_value_is_overwritten():
     np.testing.assert_array_equal(f(X), 2 * TOTAL)
 
 
-def test_an_argument_is_not():
+def test_an_argument_is_not_overwritten():
     for f in (lambda x: ring_psum(x, "i"), lambda x: ring_psum(x[None], "i")[0]):
         f = sharded(f, check_vma=False)
         x = X + 0

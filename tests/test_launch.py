@@ -123,7 +123,7 @@ def test_lines_stay_whole(script):
         ("raise ValueError('bad batch')", 1, "exited with status 1"),
     ],
 )
-def test_when_one_dies_the_others_end(script, dies, status, why):
+def test_a_failed_process_terminates_the_others(script, dies, status, why):
     path = script(WAITS.format(f"if os.environ['JAX_PROCESS_ID'] == '1': time.sleep(0.3); {dies}"))
     result, out, err = run("-n", "3", path)
     assert result == status
@@ -133,7 +133,7 @@ def test_when_one_dies_the_others_end(script, dies, status, why):
     assert_gone([int(line.split()[-1]) for line in out])
 
 
-def test_who_does_not_end_is_killed_with_all_that_it_started(script):
+def test_processes_that_ignore_sigterm_are_killed_with_their_children(script):
     stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif os.environ['JAX_PROCESS_ID'] == '0': os.fork()"
     launcher = start("-n", "2", "--grace", "0.2", script(WAITS.format(stubborn)))
     started = pids(launcher, 3)
@@ -146,7 +146,7 @@ def test_who_does_not_end_is_killed_with_all_that_it_started(script):
 
 
 @pytest.mark.parametrize("held_by", ["its group", "another session"])
-def test_who_dies_is_heard_of_although_its_output_is_held_open(script, held_by):
+def test_a_death_is_noticed_while_its_output_is_held_open(script, held_by):
     dies = "if os.fork(): time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)"
     leaves = "os.setsid()" if held_by == "another session" else ""
     launcher = start("-n", "1", script(WAITS.format(f"{dies}\n{leaves}")))
@@ -179,7 +179,7 @@ def test_no_orphans_of_a_killed_launcher(script):
     assert_gone(started)
 
 
-def test_nobody_reads_the_output(script):
+def test_closed_output_pipe(script):
     launcher = start("-n", "2", script("import time\nwhile True: print('.'); time.sleep(0.01)"))
     launcher.stdout.readline()
     launcher.stdout.close()

@@ -50,7 +50,7 @@ def test_ranks_are_in_mesh_order_not_device_order():
 
 
 @pytest.mark.parametrize("first", [0, 5, 12])
-def test_part_of_the_devices(first, check_vma):
+def test_subset_of_the_devices(first, check_vma):
     mesh = make_mesh((4,), devices=jax.devices()[first:])
     assert_matches_lax(lambda psum, x: fold_of_indices(psum, x, "i"), X, mesh=mesh, check_vma=check_vma)
 
@@ -206,7 +206,7 @@ def test_nested_shard_map(check_vma):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_partly_manual_falls_back_and_says_so(kind, check_vma, caplog):
+def test_partly_manual_falls_back_and_logs(kind, check_vma, caplog):
     mesh = jax.make_mesh((2, 4), ("i", "j"), axis_types=(kind, kind))
     x = jax.device_put(X.reshape(2, 8), NamedSharding(mesh, P("i", "j")))
 

@@ -44,12 +44,12 @@ def test_ring_order(dtype, ranks):
     counts = {0, 1, ranks - 1, ranks, ranks + 1, pack - 1, pack + 1, ranks * pack - 1, ranks * pack + 1, 1003}
     values = {str(count): np.asarray(values_of(jnp.dtype(dtype), (ranks, count), count)) for count in sorted(counts)}
     totals = psum_of_ranks(values, order="ring")
-    for count, of_ranks in values.items():
+    for count, operands in values.items():
         for total in totals[count]:
-            assert_same_bits(total, ring_fold(of_ranks))
+            assert_same_bits(total, ring_fold(operands))
 
 
-def test_ring_order_is_another_one():
+def test_ring_order_differs_from_rank_order():
     # Otherwise the tests of the ring order would prove nothing.
     values = np.asarray(values_of("float32", (8, 1003)))
     assert np.any(ring_fold(values) != rank_fold(values))
@@ -129,7 +129,7 @@ def test_options_over_a_vmap_axis():
     np.testing.assert_array_equal(total, np.tile(x.sum(0), (4, 1)))
 
 
-def test_calls_with_other_options_are_other_calls(check_vma):
+def test_calls_with_different_options_do_not_merge(check_vma):
     def body(x):
         return ring_psum(x, "i") + ring_psum(x, "i", order="ring")
 
@@ -158,7 +158,7 @@ def test_refused_when_traced(options, message, check_vma):
         jax.make_jaxpr(f)(jnp.arange(8.0))
 
 
-def test_defaults_and_words():
+def test_defaults_and_text():
     assert make_options("f") == Options() == ("auto", "rank")
     assert Options().non_default() == ""
     assert Options("ring", "ring").non_default() == "algorithm='ring', order='ring'"
@@ -173,7 +173,7 @@ def on_a_partly_manual_mesh(**options):
     return jax.jit(f), jnp.arange(8.0)
 
 
-def test_fallback_says_which_options_it_ignores(caplog):
+def test_fallback_logs_ignored_options(caplog):
     for options, words in (({}, "uses XLA's all_reduce: the"), ({"order": "ring"}, "ignores order='ring': the")):
         f, x = on_a_partly_manual_mesh(**options)
         with caplog.at_level(logging.INFO, logger="jax_ring"):

@@ -53,7 +53,7 @@ def test_import_does_not_start_a_backend():
     assert result.stdout.strip() == "3", result.stderr
 
 
-def test_too_old_a_jax_is_refused():
+def test_an_old_jax_is_refused():
     result = run_python("jax.__version_info__ = (0, 9, 1); jax.__version__ = '0.9.1'\nimport jax_ring")
     assert "ImportError: jax_ring needs JAX 0.10.2 or newer, and found 0.9.1" in result.stderr
     assert "pip install --upgrade jax" in result.stderr
@@ -86,12 +86,12 @@ print(_ffi_cpu.instruction_set(), digest.hexdigest())
     assert len(set(digests)) == 1
 
 
-def test_mesh_helper_uses_a_part_of_the_devices():
+def test_mesh_helper_leaves_devices_out():
     # The meshes of the tests leave out devices on purpose.
     assert make_mesh().size < len(jax.devices())
 
 
-def test_ours_under_the_names_of_lax(monkeypatch):
+def test_ring_functions_under_the_names_of_lax(monkeypatch):
     # The ring_ functions call those of lax for constants, and must not call themselves when lax is patched.
     for name in ("psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather"):
         monkeypatch.setattr(lax, name, getattr(jax_ring, f"ring_{name}"))

@@ -16,7 +16,7 @@ def main(*arguments):
     command.main(command.parser().parse_args([str(argument) for argument in arguments]))
 
 
-def test_the_animation_opens_and_has_all_steps(tmp_path):
+def test_the_animation_has_all_steps(tmp_path):
     from PIL import Image
 
     file = tmp_path / "ring.gif"

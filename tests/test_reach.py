@@ -17,14 +17,14 @@ from jax_ring.lowering import reach
 from jax_ring.lowering.reach import Gpu
 
 
-class Engine:
+class FakeEngine:
     """A fake of the native CUDA module."""
 
     def __init__(self, severed=()):
         self.severed = set(severed)
 
     def note_call_site(self, call, site):
-        self.noted = call, site
+        self.recorded = call, site
 
     def unreachable(self, devices):
         return [(a, b) for a in devices for b in devices if (a, b) in self.severed]
@@ -33,7 +33,7 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch):
     """A fake CUDA engine, with CPU device d as GPU 100 - d."""
-    engine = Engine()
+    engine = FakeEngine()
     monkeypatch.setattr(runtime, "ffi_cuda", engine)
     monkeypatch.setattr(
         reach,
@@ -63,9 +63,9 @@ def test_groups_are_attributes(check_vma):
     assert "group_sizes = dense<2>" in text
 
 
-def test_the_call_site_is_noted(engine):
+def test_the_call_site_is_recorded(engine):
     lower(psum, jnp.ones(8), check_vma=False)
-    call, site = engine.noted
+    call, site = engine.recorded
     assert call == "ring_psum of float32[1] over axis 'i'"
     assert "test_reach.py" in site
 
@@ -110,8 +110,8 @@ def test_without_the_engine(monkeypatch, expect_fallback):
     expect_fallback("jax_ring was built without its CUDA engine: it was not built")
 
 
-def test_devices_that_are_no_gpus(monkeypatch, expect_fallback):
-    monkeypatch.setattr(runtime, "ffi_cuda", Engine())
+def test_devices_that_are_not_gpus(monkeypatch, expect_fallback):
+    monkeypatch.setattr(runtime, "ffi_cuda", FakeEngine())
     expect_fallback("the mesh is abstract or not of GPUs")
 
 
@@ -150,7 +150,7 @@ def two_hosts(monkeypatch, engine):
 
 
 @pytest.mark.usefixtures("two_hosts")
-def test_an_all_reduce_across_hosts_is_on_two_levels(caplog, monkeypatch):
+def test_all_reduce_across_hosts_is_two_level(caplog, monkeypatch):
     monkeypatch.setattr(runtime, "STRICT", True)  # the two-level form is not a fallback
     caplog.set_level(logging.INFO, "jax_ring")
     text = lower(psum, jnp.ones((8, 3)), check_vma=False)
@@ -165,7 +165,7 @@ def test_an_all_reduce_across_hosts_is_on_two_levels(caplog, monkeypatch):
 
 
 @pytest.mark.usefixtures("two_hosts")
-def test_other_collectives_across_hosts_are_xlas(caplog):
+def test_other_collectives_across_hosts_are_served_by_xla(caplog):
     caplog.set_level(logging.INFO, "jax_ring")
     text = lower(lambda x: ring_all_gather(x, "i"), jnp.ones(8), check_vma=False)
     assert "@jax_ring" not in text
@@ -180,7 +180,7 @@ def test_other_collectives_across_hosts_are_xlas(caplog):
         ([0, 2], "the ranks of a group are on 2 hosts, one rank on each"),
     ],
 )
-def test_hosts_that_are_not_alike(expect_fallback, devices, why):
+def test_unequal_hosts(expect_fallback, devices, why):
     mesh = make_mesh((len(devices),), devices=[jax.devices()[i] for i in devices])
     expect_fallback(why, mesh=mesh, ranks=len(devices))
 

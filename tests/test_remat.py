@@ -59,7 +59,7 @@ def test_gradient(policy, check_vma):
 
 
 @every_policy
-def test_as_many_sums_are_computed_again_as_of_lax(policy, check_vma):
+def test_as_many_sums_are_recomputed_as_with_lax(policy, check_vma):
     def sums(psum):
         counts = []
 

@@ -12,14 +12,14 @@ from jax_ring import assert_replicated, broadcast_params
 
 RANKS = 4
 MESH = make_mesh((RANKS,))
-EVERYWHERE = P()
+REPLICATED = P()
 
 
 def drifted(leaf, change):
     """A replicated array whose copy on each rank is `change(rank, copy)`."""
     copies = [change(rank, leaf.copy()) for rank in range(RANKS)]
     arrays = [jax.device_put(copy, device) for copy, device in zip(copies, MESH.devices, strict=True)]
-    return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(MESH, EVERYWHERE), arrays)
+    return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(MESH, REPLICATED), arrays)
 
 
 @pytest.mark.parametrize("impl", ["ring", "lax"])
@@ -32,7 +32,7 @@ def test_broadcast_params(root, impl, check_vma):
     def body(params):
         return broadcast_params(jax.tree.map(lambda x: x[0], params), "i", root=root, impl=impl)
 
-    result = sharded(body, mesh=MESH, out_specs=EVERYWHERE, check_vma=check_vma)(params)
+    result = sharded(body, mesh=MESH, out_specs=REPLICATED, check_vma=check_vma)(params)
     assert_replicated(result)
     assert_same_bits(result, jax.tree.map(lambda leaf: jnp.asarray(leaf)[root], params))
 
@@ -80,8 +80,8 @@ def test_shards_are_compared_with_their_copies():
     assert_replicated(jax.device_put(np.arange(6.0), sharding))
 
 
-def test_finds_what_shard_map_believes():
-    f = sharded(lambda x: x * 2, mesh=MESH, out_specs=EVERYWHERE, check_vma=False)
+def test_finds_wrong_out_specs():
+    f = sharded(lambda x: x * 2, mesh=MESH, out_specs=REPLICATED, check_vma=False)
     with pytest.raises(AssertionError, match="1, 2, 3 differ from 0"):
         assert_replicated(f(jnp.arange(4.0)))
 

@@ -38,7 +38,7 @@ def test_all_ranks_get_the_sum(p):
 
 
 @pytest.mark.parametrize("p", RANKS)
-def test_steps_and_bytes_are_those_of_the_formulas(p):
+def test_steps_and_bytes_match_the_formulas(p):
     n = 64 * p
     power = 1 << (p.bit_length() - 1)
     inputs = np.zeros((p, n), np.int8)
@@ -75,14 +75,14 @@ def test_steps_and_bytes_are_those_of_the_formulas(p):
 
 
 @pytest.mark.parametrize("p", [2, 3, 8, 13])
-def test_total_traffic_is_least_whatever_the_size(p):
+def test_total_traffic_is_minimal_for_any_size(p):
     for n in (1, p - 1, p, 7 * p + 3):
         for name in ("ring", "rank_ordered_ring", "two_shot", "double_tree", "halving_doubling"):
             run = schedule.run(schedule.ALGORITHMS[name], np.zeros((p, n), np.int8))
             assert sum(run.bytes_sent()) == 2 * (p - 1) * n, name
 
 
-def test_a_ring_uses_each_of_its_links_alike():
+def test_a_ring_loads_its_links_equally():
     links = schedule.run(schedule.ring, np.zeros((6, 60), np.int8)).bytes_per_link()
     assert links == {(r, (r + 1) % 6): 2 * 5 * 10 for r in range(6)}
 

@@ -51,19 +51,19 @@ def test_jitter_is_worse_than_its_mean():
     assert (delayed - ideal) / (2 * (p - 1) * jitter) == pytest.approx(2, rel=0.02)
 
 
-def test_one_straggler_holds_up_the_ring():
+def test_one_straggler_slows_down_the_ring():
     ideal = simulate("ring", 64, 1e6, ONE_HOST).max()
     assert simulate("ring", 64, 1e6, ONE_HOST, Conditions(stragglers=1, slowdown=3)).max() == pytest.approx(3 * ideal)
 
 
-def test_everybody_waits_for_a_rank_that_is_late():
+def test_all_ranks_wait_for_the_last_one():
     for name in simulator.PHASES:
         done = simulate(name, 8, 1e3, HOSTS, ready=np.array([0] * 7 + [1.0]))
         assert done.min() > 1, name
         np.testing.assert_allclose(done.max(), 1 + simulate(name, 8, 1e3, HOSTS).max(), rtol=1e-4)
 
 
-def test_a_call_takes_its_time():
+def test_launch_latency_is_added():
     late = replace(HOSTS, launch_latency=1e-3)
     for name in simulator.PHASES:
         assert simulate(name, 8, 1e3, late) == pytest.approx(simulate(name, 8, 1e3, HOSTS) + 1e-3)
@@ -142,14 +142,14 @@ def test_the_cost_model_by_hand():
     assert model.seconds(4, 1e7) == pytest.approx(2e-6 + 4e-6 + 1e7 * 2e-11 + 3e7 * 6e-11)
 
 
-def test_fit_finds_the_parameters_again():
+def test_fit_recovers_the_parameters():
     model = fit.Model(2e-6, 1e-6, 2e-11, 6e-11, float(1 << 24))
     cases = [(p, n) for p in (2, 4, 8) for n in (16, 4096, 1 << 16, 1 << 20, 1 << 22, 1 << 24)]
     found = fit.fit([fit.Measurement(p, n, model.seconds(p, n)) for p, n in cases])
     assert astuple(found) == pytest.approx(astuple(model))
 
 
-def test_the_model_predicts_numbers_of_devices_that_it_was_not_fitted_on():
+def test_the_model_predicts_held_out_device_counts():
     measured = fit.read(sorted(MEASURED.glob("allreduce-p*.json")))
     assert sorted({m.num_ranks for m in measured}) == [2, 4, 8, 16]
     held_out = fit.leave_out_each(measured)

@@ -257,7 +257,7 @@ def test_beside_a_collective_of_xla(other, check_vma):
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
-def test_a_collective_of_xla_stays_one(other, check_vma):
+def test_a_collective_of_xla_is_not_replaced(other, check_vma):
     f = sharded(lambda x: beside(other)(ring_psum, x), mesh=make_mesh((8,)), check_vma=check_vma)
     assert num_calls(f, X) == 2
 

@@ -21,9 +21,9 @@ def test_flax_with_batch_norm_and_clipping(check_vma):
     assert num_all_reduces(train_step)[0] == 0
     with override_lax():
         state, losses = train(train_step, STEPS)
-        ours, xlas = num_all_reduces(train_step)
-    assert ours
-    assert not xlas
+        by_engine, by_xla = num_all_reduces(train_step)
+    assert by_engine
+    assert not by_xla
     # Bit for bit, because XLA:CPU sums float32 in rank order as well.
     assert losses == expected_losses
     assert_same_bits(state, expected_state)

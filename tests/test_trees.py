@@ -95,7 +95,7 @@ def test_one_call_for_each_dtype(dtypes, check_vma):
     assert calls_lowered(body, check_vma) == len(dtypes)
 
 
-def test_bool_joins_int32(check_vma):
+def test_bool_shares_the_call_of_int32(check_vma):
     def body(x):
         return ring_psum({"b": x > 0, "n": x.astype(jnp.int32)}, "i")
 
@@ -104,7 +104,7 @@ def test_bool_joins_int32(check_vma):
     chex.assert_trees_all_equal(total["b"], (X > 0).reshape(RANKS, 2).sum(0, dtype=np.int32), strict=True)
 
 
-def test_fusing_does_not_change_a_bit(check_vma):
+def test_fusing_does_not_change_bits(check_vma):
     values = np.random.default_rng(0).standard_normal((RANKS, 3, 1001)).astype(np.float32)
 
     def body(v):
@@ -130,7 +130,7 @@ def test_constants_need_no_call(constant, check_vma):
     assert num_calls(f, X) == 0
 
 
-def test_python_int_stays_one():
+def test_python_int_stays_concrete():
     # psum(1, axis) is the usual way to get the size of an axis at trace time.
     sizes = []
     sharded(lambda x: (sizes.append(ring_psum(1, "i")), x)[1], mesh=MESH)(X)
@@ -182,7 +182,7 @@ def test_equal_calls_merge(check_vma):
     assert num_calls(sharded(other, mesh=MESH, out_specs=P(), check_vma=check_vma), X) == 2
 
 
-def test_dead_calls_vanish(check_vma):
+def test_dead_calls_are_removed(check_vma):
     def body(x):
         ring_psum(x * x, "i")
         return ring_psum((x, x + 1), "i")[1]
@@ -191,7 +191,7 @@ def test_dead_calls_vanish(check_vma):
     assert num_calls(sharded(lambda x: (ring_psum(x, "i"), x)[1], mesh=MESH, check_vma=check_vma), X) == 0
 
 
-def test_nothing_is_left_to_xla(check_vma):
+def test_no_all_reduce_of_xla_is_left(check_vma):
     def body(x):
         tree = {"f": x, "n": x.astype(jnp.int32), "h": x.astype(jnp.bfloat16), "b": x > 0, "z": x + 1j}
         return ring_psum(tree, "i")

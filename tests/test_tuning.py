@@ -40,14 +40,14 @@ def lowered(**options):
     return f.trace(jnp.ones(8)).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_what_is_chosen():
+def test_choice_by_size():
     assert [Thresholds(8, 16).choose(n) for n in (0, 8, 9, 16, 17)] == [
         "one_shot", "one_shot", "two_shot", "two_shot", "ring"
     ]  # fmt: skip
     assert Thresholds(0, NO_LIMIT).choose(1 << 62) == "two_shot"
 
 
-def test_of_ranks_that_the_file_does_not_have(monkeypatch):
+def test_rank_counts_that_are_not_in_the_file(monkeypatch):
     monkeypatch.setattr(tuning, "ACTIVE", {"cuda": {4: Thresholds(4, 4), 8: Thresholds(8, 8)}})
     assert [tuning.thresholds("cuda", p).one_shot for p in (2, 4, 7, 8, 64)] == [4, 4, 4, 8, 8]
     # The built-in threshold is 256 KiB sent per rank, for any number of ranks.
@@ -67,7 +67,7 @@ def test_thresholds_are_attributes(monkeypatch):
 
 
 @pytest.mark.usefixtures("gpus")
-def test_explain_says_what_is_chosen(monkeypatch):
+def test_explain_reports_the_choice(monkeypatch):
     monkeypatch.setattr(tuning, "ACTIVE", {"cuda": TABLE})
 
     def chosen(elements, collective=psum, **options):
@@ -92,7 +92,7 @@ def test_explain_says_what_is_chosen(monkeypatch):
     assert "jax_ring (auto: one_shot)" in text
 
 
-def test_explain_on_cpu_devices_has_nothing_to_choose():
+def test_explain_reports_no_choice_on_cpu():
     (found,) = explain(sharded(psum, check_vma=False), jnp.ones(64)).collectives
     assert (found.algorithm, found.chosen) == ("auto", ())
 
@@ -111,7 +111,7 @@ def test_bytes_are_counted_by_the_thresholds_in_the_program():
     assert extrema.wire_bytes == (2 * 36 + 4 * 36 * 1.5) / 6
 
 
-def test_lines_cross_where_they_were_made_to():
+def test_thresholds_are_where_the_lines_cross():
     lines = {
         "one_shot": fit.Line("one_shot", 2e-6, 1e-7, 3e-11),
         "two_shot": fit.Line("two_shot", 5e-6, 2e-7, 2e-11),
@@ -132,7 +132,7 @@ def test_lines_cross_where_they_were_made_to():
         fit.fit_line("ring", [fit.Measurement(2, 4, 1e-6)])
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_write_and_read(tmp_path):
     file = tmp_path / "tuning.json"
     tables = {"cpu": {2: Thresholds(0, NO_LIMIT)}, "cuda": TABLE}
     tuning.write(file, tables, machine={"cpu": "one"})
@@ -175,7 +175,7 @@ def test_bad_files_are_refused(text, why, tmp_path):
     assert "benchmarks/allreduce.py --tune" in str(error.value)
 
 
-def test_the_variable(tmp_path):
+def test_environment_variable(tmp_path):
     file = tmp_path / "tuning.json"
     result = run_python("import jax_ring", JAX_RING_TUNING=str(file))
     assert "ValueError: JAX_RING_TUNING=" in result.stderr

@@ -15,7 +15,7 @@ X = np.arange(48, dtype=np.float32).reshape(4, 2, 6) - 20
 Y = X[::-1] + 1
 
 
-def for_both(make):
+def assert_same_as_lax(make):
     """Asserts that make(psum) gives the same tree with ring_psum and lax.psum."""
     assert_same_trees(make(ring_psum), make(lax.psum))
 
@@ -79,7 +79,7 @@ def test_vmap_outside_of_shard_map(in_axes, check_vma):
         f = sharded(lambda v: psum(v * v, "i") + v, mesh=MESH, check_vma=check_vma)
         return jax.vmap(f, in_axes)(X)
 
-    for_both(make)
+    assert_same_as_lax(make)
 
 
 def test_spmd_axis_name(check_vma):
@@ -93,7 +93,7 @@ def test_spmd_axis_name(check_vma):
         assert "b" in str(out.sharding.spec)
         return out
 
-    for_both(make)
+    assert_same_as_lax(make)
 
 
 # The collective names the vmap axis: a reduction on the device.
@@ -103,17 +103,17 @@ def test_spmd_axis_name(check_vma):
 def test_named_axis(in_axes):
     f = jax.vmap(lambda v: ring_psum(v, "b"), in_axes, axis_name="b")
     np.testing.assert_array_equal(f(X), np.broadcast_to(X.sum(in_axes), f(X).shape))
-    for_both(lambda psum: jax.vmap(lambda v: psum((v, v * v), "b"), in_axes, axis_name="b")(X))
+    assert_same_as_lax(lambda psum: jax.vmap(lambda v: psum((v, v * v), "b"), in_axes, axis_name="b")(X))
     assert num_calls(f, X) == 0
 
 
 def test_named_axis_out_axes_none():
-    for_both(lambda psum: jax.vmap(lambda v: psum(v, "b"), axis_name="b", out_axes=None)(X))
+    assert_same_as_lax(lambda psum: jax.vmap(lambda v: psum(v, "b"), axis_name="b", out_axes=None)(X))
 
 
 def test_named_axis_with_unbatched_operand():
-    for_both(lambda psum: jax.vmap(lambda v, w: v + psum(w, "b"), (0, None), axis_name="b")(X, X[0]))
-    for_both(lambda psum: jax.vmap(lambda v, w: psum((v, w), "b"), (0, None), axis_name="b")(X, X[0]))
+    assert_same_as_lax(lambda psum: jax.vmap(lambda v, w: v + psum(w, "b"), (0, None), axis_name="b")(X, X[0]))
+    assert_same_as_lax(lambda psum: jax.vmap(lambda v, w: psum((v, w), "b"), (0, None), axis_name="b")(X, X[0]))
 
 
 def test_two_named_axes():
@@ -123,7 +123,7 @@ def test_two_named_axes():
             inner = jax.vmap(lambda v: psum(v * v, axes) + v, axis_name="b")
             return jax.vmap(inner, axis_name="a")(X)
 
-        for_both(make)
+        assert_same_as_lax(make)
 
 
 def test_collectives_over_both_of_two_named_axes():
@@ -133,13 +133,13 @@ def test_collectives_over_both_of_two_named_axes():
 
         return jax.jit(jax.vmap(jax.vmap(f, axis_name="b"), axis_name="a", in_axes=1))(X)
 
-    for_both(make)
+    assert_same_as_lax(make)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64, jnp.float16, jnp.bfloat16], ids=str)
 def test_named_axis_dtypes(dtype):
     x = (np.arange(12).reshape(4, 3) % 5).astype(dtype)
-    for_both(lambda psum: jax.vmap(lambda v: psum(v, "b"), axis_name="b")(x))
+    assert_same_as_lax(lambda psum: jax.vmap(lambda v: psum(v, "b"), axis_name="b")(x))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
@@ -240,20 +240,20 @@ def grad_of_vmap(psum, axes, x):
     return jax.grad(lambda x: jnp.sum(f(x, x[:, 0])))(x)
 
 
-both_ways = pytest.mark.parametrize("transform", [vmap_of_grad, grad_of_vmap])
+both_orders = pytest.mark.parametrize("transform", [vmap_of_grad, grad_of_vmap])
 
 
-@both_ways
+@both_orders
 def test_grad_and_vmap_over_a_mesh_axis(transform, check_vma):
     assert_matches_lax(lambda psum, x: transform(psum, "i", x), X, mesh=MESH, check_vma=check_vma)
 
 
-@both_ways
+@both_orders
 def test_grad_and_vmap_over_a_named_axis(transform, check_vma):
     assert_matches_untracked_lax(lambda psum, x: transform(psum, "b", x), check_vma)
 
 
-@both_ways
+@both_orders
 @pytest.mark.parametrize("axes", [("i", "b"), ("b", "i")], ids=str)
 def test_grad_and_vmap_over_both(transform, axes, check_vma):
     if not check_vma:
@@ -268,8 +268,8 @@ def test_grad_and_vmap_over_both(transform, axes, check_vma):
 
 
 def test_vmap_of_grad_over_a_named_axis_outside_of_shard_map():
-    for_both(lambda psum: jax.vmap(jax.grad(lambda v: loss(psum, "b", v, v)), axis_name="b")(X))
-    for_both(lambda psum: jax.vmap(jax.grad(lambda v: loss(psum, "b", v, X[0])), axis_name="b")(X))
+    assert_same_as_lax(lambda psum: jax.vmap(jax.grad(lambda v: loss(psum, "b", v, v)), axis_name="b")(X))
+    assert_same_as_lax(lambda psum: jax.vmap(jax.grad(lambda v: loss(psum, "b", v, X[0])), axis_name="b")(X))
 
 
 def test_jvp_over_a_named_axis():
@@ -277,4 +277,4 @@ def test_jvp_over_a_named_axis():
         f = lambda v, t: jax.jvp(lambda v: psum(v * v, "b") * v, (v,), (t,))  # noqa: E731
         return jax.vmap(f, axis_name="b")(X, Y)
 
-    for_both(make)
+    assert_same_as_lax(make)

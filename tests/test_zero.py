@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from helpers import SPLIT, assert_same_bits, compiled_text, make_mesh, sharded
+from helpers import SHARDED, assert_same_bits, compiled_text, make_mesh, sharded
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jax_ring import value_and_grad, zero
 
 RANKS = 4
-EVERYWHERE = P()
+REPLICATED = P()
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((48, 7)).astype(np.float32)
 PARAMS = {
@@ -42,9 +42,9 @@ def replicated_steps(tx, steps, check_vma):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    specs = (EVERYWHERE, EVERYWHERE, SPLIT)
+    specs = (REPLICATED, REPLICATED, SHARDED)
     f = sharded(step, mesh=make_mesh((RANKS,)), in_specs=specs, out_specs=specs[:2], check_vma=check_vma)
-    params, state = jax.device_put((PARAMS, tx.init(PARAMS)), NamedSharding(make_mesh((RANKS,)), EVERYWHERE))
+    params, state = jax.device_put((PARAMS, tx.init(PARAMS)), NamedSharding(make_mesh((RANKS,)), REPLICATED))
     for _ in range(steps):
         params, state = f(params, state, X)
     return params
@@ -64,10 +64,10 @@ class Sharded:
             return optax.apply_updates(params, updates), state
 
         common = {"mesh": self.mesh, "check_vma": check_vma}
-        specs = (EVERYWHERE, self.specs, SPLIT)
+        specs = (REPLICATED, self.specs, SHARDED)
         self.step = sharded(step, in_specs=specs, out_specs=specs[:2], **common)
-        self.params = jax.device_put(PARAMS, NamedSharding(self.mesh, EVERYWHERE))
-        self.state = sharded(self.optimizer.init, in_specs=EVERYWHERE, out_specs=self.specs, **common)(PARAMS)
+        self.params = jax.device_put(PARAMS, NamedSharding(self.mesh, REPLICATED))
+        self.state = sharded(self.optimizer.init, in_specs=REPLICATED, out_specs=self.specs, **common)(PARAMS)
 
     def run(self, steps):
         for _ in range(steps):
@@ -91,7 +91,7 @@ def assert_close(actual, expected, steps=3):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("stage", [1, 2])
-def test_updates_are_those_without_sharding(name, stage, check_vma):
+def test_updates_match_the_unsharded_optimizer(name, stage, check_vma):
     tx = OPTIMIZERS[name]
     expected = replicated_steps(tx, 3, check_vma)
     assert_close(Sharded(tx, check_vma, stage=stage).run(3), expected)
@@ -142,7 +142,7 @@ def test_restored_on_another_number_of_devices(ranks, tmp_path):
         checkpointer.save(tmp_path / "step", {"params": first.params, "state": first.state})
     second = Sharded(tx, ranks=ranks, loss=loss)
     before = jax.sharding.AbstractMesh((RANKS,), ("i",))
-    init = jax.shard_map(second.optimizer.init, mesh=before, in_specs=EVERYWHERE, out_specs=second.specs)
+    init = jax.shard_map(second.optimizer.init, mesh=before, in_specs=REPLICATED, out_specs=second.specs)
     on_host = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     saved = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_host),
@@ -150,7 +150,7 @@ def test_restored_on_another_number_of_devices(ranks, tmp_path):
     )
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "step", saved)
-    second.params = jax.device_put(restored["params"], NamedSharding(second.mesh, EVERYWHERE))
+    second.params = jax.device_put(restored["params"], NamedSharding(second.mesh, REPLICATED))
     second.state = jax.device_put(
         second.optimizer.repartition(restored["state"], PARAMS, ranks),
         jax.tree.map(lambda spec: NamedSharding(second.mesh, spec), second.specs),
@@ -167,7 +167,7 @@ def test_summed_gradients_are_refused():
         return optimizer.update(jax.grad(loss)(params, x), optimizer.init(params), params)[0]
 
     with pytest.raises(ValueError, match=r"sharded_optimizer: the leaf at \['b'\].* is already the same on all ranks"):
-        sharded(step, mesh=make_mesh((RANKS,)), in_specs=(EVERYWHERE, SPLIT), out_specs=EVERYWHERE)(PARAMS, X)
+        sharded(step, mesh=make_mesh((RANKS,)), in_specs=(REPLICATED, SHARDED), out_specs=REPLICATED)(PARAMS, X)
 
 
 @pytest.mark.parametrize(

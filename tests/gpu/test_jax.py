@@ -27,25 +27,25 @@ def run_ranks(backend, count: int, part: str, **environment) -> list[subprocess.
         )
         for i in range(count)
     ]  # fmt: skip
-    ended = []
+    completed = []
     for worker in workers:
         try:
             output, _ = worker.communicate(timeout=200)
         except subprocess.TimeoutExpired:
             worker.kill()
             output = worker.communicate()[0] + "\n(killed: timed out)"
-        ended.append(subprocess.CompletedProcess(worker.args, worker.returncode, output))
-    return ended
+        completed.append(subprocess.CompletedProcess(worker.args, worker.returncode, output))
+    return completed
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_sums_gradients_loops_and_trees(backend, count):
-    for ended in run_ranks(backend, count, "sums"):
-        assert ended.returncode == 0, ended.stdout
-        assert "all sums are right" in ended.stdout, ended.stdout
+    for completed in run_ranks(backend, count, "sums"):
+        assert completed.returncode == 0, completed.stdout
+        assert "all sums are right" in completed.stdout, completed.stdout
 
 
-def test_a_rank_that_skips_the_call_is_an_exception_on_the_others(backend):
+def test_a_skipped_call_raises_on_the_other_ranks(backend):
     if backend == "host":
         pytest.skip("CPU devices use the CPU engine: tests/multiprocess/test_failures.py")
     first, second = run_ranks(backend, 2, "skip", JAX_RING_TIMEOUT_S="3")

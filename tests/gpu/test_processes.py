@@ -43,7 +43,7 @@ def run_rank(backend, process, count, shared, absent, algorithm, results):
         group.run([[data(process, 1000).tobytes()]], "f32", algorithm, how="streams")
     results.put((process, outputs, group.failure()))
     # The other processes may still use this one's memory.
-    while results_wanted(shared):
+    while memory_is_needed(shared):
         time.sleep(0.01)
 
 
@@ -51,7 +51,7 @@ def data(process: int, size: int) -> np.ndarray:
     return np.random.default_rng(process).normal(size=size).astype(np.float32)
 
 
-def results_wanted(shared) -> bool:
+def memory_is_needed(shared) -> bool:
     return "done" not in shared
 
 
@@ -66,8 +66,8 @@ def run_processes(backend, count, algorithm, absent=None):
         for worker in workers:
             worker.start()
         try:
-            ended = (results.get(timeout=120) for _ in range(count))
-            return {process: (outputs, failure) for process, outputs, failure in ended}
+            completed = (results.get(timeout=120) for _ in range(count))
+            return {process: (outputs, failure) for process, outputs, failure in completed}
         finally:
             shared["done"] = True
             for worker in workers:
@@ -87,7 +87,7 @@ def test_sums(backend, count, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring"])
-def test_the_others_are_told_of_a_rank_that_does_not_come(backend, algorithm):
+def test_a_rank_that_does_not_arrive_is_named(backend, algorithm):
     absent = 1
     by_process = run_processes(backend, 3, algorithm, absent)
     waited_for = [f"rank {absent} (GPU 0 of process {absent})" in failure for _, failure in by_process.values()]

@@ -139,10 +139,10 @@ class Processes:
         until = time.monotonic() + timeout
         while text not in self.result(process).stdout:
             if time.monotonic() > until or self.popen[process].poll() is not None:
-                everybody = [self.result(i) for i in range(len(self.popen))]
-                if text in everybody[process].stdout:
+                results = [self.result(i) for i in range(len(self.popen))]
+                if text in results[process].stdout:
                     return
-                raise AssertionError(f"process {process} has not written {text!r}\n{in_words(everybody)}")
+                raise AssertionError(f"process {process} has not written {text!r}\n{as_text(results)}")
             time.sleep(0.02)
 
     def _file(self, process: int, name: str) -> pathlib.Path:
@@ -158,17 +158,17 @@ def run(body: Callable | str, num_processes: int, devices_each: int = 1, *, time
     with Processes(body, num_processes, devices_each, **options) as program:
         results = program.wait(timeout)
         program.kill()
-    assert all(result.returncode == 0 for result in results), "\n" + in_words(results)
+    assert all(result.returncode == 0 for result in results), "\n" + as_text(results)
     return results
 
 
-def in_words(results: Sequence[Result]) -> str:
+def as_text(results: Sequence[Result]) -> str:
     """The output of all processes; each line is prefixed with the process index."""
     lines = []
     for process, result in enumerate(results):
-        ended = "is still running" if result.returncode is None else f"returned {result.returncode}"
+        status = "is still running" if result.returncode is None else f"returned {result.returncode}"
         written = [*result.stdout.splitlines(), *result.stderr.splitlines()]
-        lines += [f"[{process}] {line}" for line in (ended, *written)]
+        lines += [f"[{process}] {line}" for line in (status, *written)]
     return "\n".join(lines)
 
 

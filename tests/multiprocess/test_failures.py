@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from processes import Processes, run
 
 DEADLINE = 1.5
-PATIENCE = DEADLINE + 10  # slack for a loaded machine
+TIME_LIMIT = DEADLINE + 10  # slack for a loaded machine
 ENVIRONMENT = {"JAX_RING_TIMEOUT_S": str(DEADLINE)}
 
 
@@ -53,7 +53,7 @@ def error_of(f, *arguments) -> str:
     # JAX raises one of them at launch, and the other when the result is awaited.
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="DEADLINE_EXCEEDED") as raised:
         jax.block_until_ready(f(*arguments))
-    assert time.monotonic() - began < PATIENCE
+    assert time.monotonic() - began < TIME_LIMIT
     check_alone()
     return str(raised.value)
 
@@ -64,8 +64,8 @@ def token() -> str:
     return _compat.distributed_client().key_value_try_get("jax_ring/token")
 
 
-def segments(of: str) -> list[str]:
-    return glob.glob(f"/dev/shm/jax_ring-{of}*")
+def segments(job_token: str) -> list[str]:
+    return glob.glob(f"/dev/shm/jax_ring-{job_token}*")
 
 
 def wait_for(path) -> None:
@@ -76,11 +76,11 @@ def wait_for(path) -> None:
 # ---- Stopped, killed and exited processes ----------------------------------------------------------------------------
 
 
-def outlive_the_others(folder):
+def fail_in_turn(folder):
     """Process 0 only runs JAX's coordinator, because no process survives that. Processes 1, 2 and 3 fail in turn."""
     folder, me = pathlib.Path(folder), jax.process_index()
     by_process = {device.process_index: device for device in jax.devices()}
-    everybody, reverse, two = (
+    whole_mesh, reverse, two = (
         Mesh([by_process[i] for i in members], ("i",)) for members in ([1, 2, 3], [3, 2, 1], [2, 3])
     )
     if me == 0:
@@ -89,12 +89,12 @@ def outlive_the_others(folder):
         print(f"token {token()}", flush=True)
         wait_for(folder / "end")
         return
-    check_total(everybody)
+    check_total(whole_mesh)
     print("ready", flush=True)
     wait_for(folder / "stopped" if me != 3 else folder / "continued")
-    error = error_of(mapped(total, everybody), values(everybody))
+    error = error_of(mapped(total, whole_mesh), values(whole_mesh))
     # Later calls in a failed group fail immediately.
-    assert mapped_fails_at_once(everybody)
+    assert fails_immediately(whole_mesh)
     if me == 3:
         assert "has aborted the group" in error, error
     else:
@@ -110,11 +110,11 @@ def outlive_the_others(folder):
             add(x).block_until_ready()
             print("adds", flush=True)
 
-    def add_for_ever(x):
+    def add_forever(x):
         while True:
             x = jax.block_until_ready(add(x))
 
-    error = error_of(add_for_ever, x)
+    error = error_of(add_forever, x)
     assert "Process 1 (rank 2) has ended." in error or "has aborted the group" in error, error
     check_total(two)
     if me == 3:
@@ -127,21 +127,21 @@ def outlive_the_others(folder):
     jax.distributed.shutdown()
 
 
-def mapped_fails_at_once(mesh) -> bool:
+def fails_immediately(mesh) -> bool:
     began = time.monotonic()
     error_of(mapped(total, mesh), values(mesh))
     return time.monotonic() - began < DEADLINE
 
 
-def test_a_process_is_stopped_another_killed_and_a_third_leaves(tmp_path):
+def test_stopped_killed_and_exited_processes_are_named(tmp_path):
     # Without JAX_ENABLE_RECOVERABILITY, JAX waits for dead processes at shutdown, and then terminates all others.
     environment = {**ENVIRONMENT, "JAX_ENABLE_RECOVERABILITY": "1"}
-    with Processes(outlive_the_others, 4, arguments=[str(tmp_path)], environment=environment) as program:
+    with Processes(fail_in_turn, 4, arguments=[str(tmp_path)], environment=environment) as program:
         program.wait_until(0, "token")
-        own = program.result(0).stdout.split("token ")[1].split()[0]
+        job_token = program.result(0).stdout.split("token ")[1].split()[0]
         for process in (1, 2, 3):
             program.wait_until(process, "ready")
-        assert segments(own) == []
+        assert segments(job_token) == []
         program.popen[3].send_signal(signal.SIGSTOP)
         (tmp_path / "stopped").touch()
         for process in (1, 2):
@@ -152,19 +152,19 @@ def test_a_process_is_stopped_another_killed_and_a_third_leaves(tmp_path):
         program.popen[1].send_signal(signal.SIGKILL)  # during a call; stays a zombie
         program.wait_until(2, "survived")
         (tmp_path / "leave").touch()
-        ended = program.popen[2].wait(PATIENCE)
+        survivor_status = program.popen[2].wait(TIME_LIMIT)
         (tmp_path / "end").touch()
-        results = program.wait(PATIENCE)
+        results = program.wait(TIME_LIMIT)
         program.kill()
     assert [result.returncode for result in results] == [0, -signal.SIGKILL, 0, 0], results
-    assert ended == 0
-    assert segments(own) == []
+    assert survivor_status == 0
+    assert segments(job_token) == []
 
 
 # ---- Mismatched calls, and cleanup -----------------------------------------------------------------------------------
 
 
-def disagree(folder):
+def make_mismatched_calls(folder):
     import processes
 
     from jax_ring import ring_pmax, ring_psum
@@ -237,8 +237,8 @@ def disagree(folder):
         jax.clear_caches()
         jax.extend.backend.clear_backends()
         jax.distributed.initialize(**{**processes.distributed, "coordinator_address": f"{address}:{int(port) + again}"})
-        everybody = Mesh(np.array(jax.devices()), ("i",))
-        check_total(everybody)
+        whole_mesh = Mesh(np.array(jax.devices()), ("i",))
+        check_total(whole_mesh)
         # With the same layout as a group that failed.
         check_total(Mesh([jax.local_devices(process_index=0)[0], jax.local_devices(process_index=1)[0]], ("i",)))
     # Only the segments of the last two groups are mapped. (JAX itself leaks some threads and files of each runtime.)
@@ -247,15 +247,15 @@ def disagree(folder):
     time.sleep(1000)
 
 
-def test_processes_that_disagree_and_begin_anew(tmp_path):
-    with Processes(disagree, 2, 4, arguments=[str(tmp_path)], environment=ENVIRONMENT) as program:
+def test_mismatched_calls_and_reinitialization(tmp_path):
+    with Processes(make_mismatched_calls, 2, 4, arguments=[str(tmp_path)], environment=ENVIRONMENT) as program:
         for process in (0, 1):
             program.wait_until(process, "token", timeout=100)
-        own = program.result(0).stdout.split("token ")[1].split()[0]
+        job_token = program.result(0).stdout.split("token ")[1].split()[0]
         # Process 0 runs JAX's coordinator. JAX aborts the other processes when they notice that it is gone.
         program.popen[0].send_signal(signal.SIGKILL)
         assert program.popen[1].wait(60) == -signal.SIGABRT
-        assert segments(own) == []
+        assert segments(job_token) == []
         assert "JAX distributed service detected fatal errors" in program.result(1).stderr
 
 
@@ -269,12 +269,12 @@ def take_different_orders():
     mesh = Mesh(np.array(jax.devices()), ("i",))
     delays = np.random.default_rng(me)
 
-    def late(_):  # ignores its argument: converting it may deadlock in JAX
+    def wait(_):  # ignores its argument: converting it may deadlock in JAX
         time.sleep(delays.uniform(0, 0.03))
         return np.float32(1)
 
     def delayed(x):
-        return x * jax.pure_callback(late, jax.ShapeDtypeStruct((), np.float32), jnp.sum(x))
+        return x * jax.pure_callback(wait, jax.ShapeDtypeStruct((), np.float32), jnp.sum(x))
 
     @jax.jit
     def shared(x):  # lowered once, and inlined at each call

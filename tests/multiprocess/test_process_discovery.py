@@ -28,7 +28,7 @@ def lowered(mesh, name="f"):
     return jax.jit(mapped).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).as_text()
 
 
-def one_process_lowers():
+def lower_in_one_process():
     """Process 1 only imports jax_ring, and waits until process 0 has lowered its programs."""
     from jax_ring import _compat, explain, ring_psum
 
@@ -52,7 +52,7 @@ def one_process_lowers():
         client.key_value_set("lowered", "")
 
 
-def in_two_runtimes(ports):
+def initialize_twice(ports):
     """jax_ring is imported before jax.distributed is initialized, and stays imported after its shutdown."""
     from jax_ring import _compat
     from jax_ring.distributed import discovery
@@ -68,17 +68,17 @@ def in_two_runtimes(ports):
     print("tokens", *tokens)
 
 
-def test_one_process_lowers():
-    run(one_process_lowers, 2, devices_each=2)
+def test_only_one_process_lowers():
+    run(lower_in_one_process, 2, devices_each=2)
 
 
-def test_each_runtime_has_a_token_of_its_own():
+def test_each_runtime_has_its_own_token():
     with socket.socket() as one, socket.socket() as other:
         ports = []
         for unused in (one, other):
             unused.bind(("127.0.0.1", 0))
             ports.append(unused.getsockname()[1])
-    results = run(in_two_runtimes, 2, arguments=[ports], distributed=None)
+    results = run(initialize_twice, 2, arguments=[ports], distributed=None)
     here, there = (re.search(r"tokens (\w{32}) (\w{32})", result.stdout).groups() for result in results)
     assert here == there
     assert here[0] != here[1]

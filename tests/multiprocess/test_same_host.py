@@ -31,7 +31,7 @@ def values(count, dtype, seed=0):
     return np.asarray(jnp.asarray(wide).astype(dtype))
 
 
-def family():
+def functions():
     """The tested functions, by name."""
     from jax_ring import (
         ring_all_gather,
@@ -70,16 +70,16 @@ def digests():
     import jax_ring
 
     mesh = Mesh(np.array(jax.devices()), ("i",))
-    found = {}
+    digest_of = {}
     for dtype, counts in {"float32": (5, 4099, 300_001), "bfloat16": (4099,)}.items():
         for count in counts:
             x = put(mesh, values(count, dtype))
-            for name, fun in family().items():
+            for name, fun in functions().items():
                 if count > 5000 and name not in ("psum", "psum, ring order", "all_gather"):
                     continue
                 mapped = jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))
                 for row, result in rows(mapped(x)).items():
-                    found[f"{name} of {dtype}[{count}], {row}"] = hashlib.md5(result.tobytes()).hexdigest()
+                    digest_of[f"{name} of {dtype}[{count}], {row}"] = hashlib.md5(result.tobytes()).hexdigest()
     # Sub-meshes: of one process, of some ranks of each process, and of a subset of the processes.
     halves = {"first half": range(4), "first and last": (0, 1, 6, 7)}
     for name, ranks in {"first": range(2), "every other": range(0, RANKS, 2), **halves}.items():
@@ -90,12 +90,12 @@ def digests():
         x = put(part, values(77, "float32")[: len(ranks)])
         mapped = jax.shard_map(lambda x: jax_ring.ring_psum(x, "i"), mesh=part, in_specs=P("i"), out_specs=P("i"))
         for row, result in rows(jax.jit(mapped)(x)).items():
-            found[f"{name} ranks, {row}"] = hashlib.md5(result.tobytes()).hexdigest()
+            digest_of[f"{name} ranks, {row}"] = hashlib.md5(result.tobytes()).hexdigest()
     if jax.process_count() > 1:
         mapped = jax.shard_map(lambda x: jax_ring.ring_psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P("i"))
         (call,) = jax_ring.explain(mapped, jax.ShapeDtypeStruct((RANKS, 2), jnp.float32)).collectives
         assert call.served_by == f"jax_ring (shared memory, {jax.process_count()} processes)"
-    for key, digest in found.items():
+    for key, digest in digest_of.items():
         print(f"{key}: {digest}")
 
 
@@ -110,7 +110,7 @@ def in_one_process():
 
 
 @pytest.mark.parametrize("num_processes", [2, 4])
-def test_the_bits_of_one_process(num_processes, in_one_process):
+def test_same_bits_as_one_process(num_processes, in_one_process):
     assert len(in_one_process) > RANKS * 30
     assert collected(run(digests, num_processes, devices_each=RANKS // num_processes)) == in_one_process
 

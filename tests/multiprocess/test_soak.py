@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import Processes, in_words
-from soaking import soak
+from processes import Processes, as_text
+from random_programs import soak
 
 DEADLINE = 4.0
-PATIENCE = 60.0
+STEP_TIMEOUT = 60.0
 LAYOUTS = [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (4, 2)]  # (processes, devices per process)
 EVENTS = ("none", "brief stop", "kill", "long stop")
 
@@ -46,7 +46,7 @@ def run_program(random, layout, event: str, num_rounds: int) -> dict[str, int]:
     environment = {"JAX_RING_TIMEOUT_S": str(DEADLINE), "JAX_ENABLE_RECOVERABILITY": "1"}
     # Process 0 runs JAX's coordinator: JAX terminates all processes if it dies, and stalls them while it is stopped.
     victim = int(random.integers(1 if fails else 0, num_processes))
-    told = f"{layout}, {event} of {victim}, seed {seed}"
+    description = f"{layout}, {event} of {victim}, seed {seed}"
     with (
         tempfile.TemporaryDirectory() as folder,
         Processes(
@@ -55,7 +55,7 @@ def run_program(random, layout, event: str, num_rounds: int) -> dict[str, int]:
         ) as program,
     ):  # fmt: skip
         for process in range(num_processes):
-            program.wait_until(process, "began", timeout=PATIENCE)
+            program.wait_until(process, "began", timeout=STEP_TIMEOUT)
         time.sleep(random.uniform(0, 3))
         if event == "kill":
             program.popen[victim].send_signal(signal.SIGKILL)
@@ -63,20 +63,20 @@ def run_program(random, layout, event: str, num_rounds: int) -> dict[str, int]:
             program.popen[victim].send_signal(signal.SIGSTOP)
             time.sleep(random.uniform(0, DEADLINE / 4) if event == "brief stop" else 2 * DEADLINE)
             program.popen[victim].send_signal(signal.SIGCONT)
-        others = [i for i in range(num_processes) if event != "kill" or i != victim]
-        for process in others:
-            program.wait_until(process, "failed:" if fails else "done", timeout=PATIENCE)
+        survivors = [i for i in range(num_processes) if event != "kill" or i != victim]
+        for process in survivors:
+            program.wait_until(process, "failed:" if fails else "done", timeout=STEP_TIMEOUT)
         Path(folder, "end").touch()
-        for process in others[1:]:
-            program.popen[process].wait(PATIENCE)
+        for process in survivors[1:]:
+            program.popen[process].wait(STEP_TIMEOUT)
         Path(folder, "last").touch()
-        program.popen[0].wait(PATIENCE)
+        program.popen[0].wait(STEP_TIMEOUT)
         program.kill()
         results = [program.result(i) for i in range(num_processes)]
-    output = f"{told}\n{in_words(results)}"
-    assert all(results[i].returncode == 0 for i in others), output
+    output = f"{description}\n{as_text(results)}"
+    assert all(results[i].returncode == 0 for i in survivors), output
     calls = [int(re.findall(r"^calls (\d+)$", result.stdout, re.MULTILINE)[-1]) for result in results]
-    left = set(glob.glob("/dev/shm/jax_ring*")) - segments
-    assert not left, f"{output}\n{left}"
+    leaked = set(glob.glob("/dev/shm/jax_ring*")) - segments
+    assert not leaked, f"{output}\n{leaked}"
     plural = {"none": "undisturbed programs", "kill": "kills survived"}.get(event, f"{event}s survived")
     return {"calls checked": sum(calls), "programs": 1, plural: 1}

@@ -20,8 +20,8 @@ SHAPE = (RANKS, 2 * RANKS)
 class Pair(NamedTuple):
     """A collective, its lax equivalent, both called as f(x, axis_name, **kwargs), and the expected results."""
 
-    ours: Callable
-    theirs: Callable
+    ring: Callable
+    lax: Callable
     oracle: Callable  # maps the stacked operands of all ranks to their stacked results
     differentiable: bool = True
 
@@ -46,7 +46,7 @@ def lax_broadcast(x, axis_name, *, root):
     return jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), lax.psum(masked, axis_name), x)
 
 
-def everywhere(result, ranks=RANKS):
+def replicated(result, ranks=RANKS):
     return np.stack([result] * ranks)
 
 
@@ -61,7 +61,7 @@ def extremum(values, better):
         else:
             negative = (np.signbit(wide) & (wide == 0)).any(0)
         result = np.where(result == 0, np.where(negative, -0.0, 0.0).astype(wide.dtype), result)
-    return everywhere(result.astype(values.dtype), len(values))
+    return replicated(result.astype(values.dtype), len(values))
 
 
 def blocks(total, dimension, tiled, ranks):
@@ -70,7 +70,7 @@ def blocks(total, dimension, tiled, ranks):
 
 
 def gathered(values, axis, tiled):
-    return everywhere(np.concatenate(values, axis) if tiled else np.stack(values, axis), len(values))
+    return replicated(np.concatenate(values, axis) if tiled else np.stack(values, axis), len(values))
 
 
 def on_root(total, root, ranks):
@@ -97,9 +97,9 @@ def gather(axis, tiled, **more) -> Pair:
     )
 
 
-FAMILY = {
-    "psum": Pair(jax_ring.ring_psum, lax.psum, lambda values: everywhere(rank_fold(values), len(values))),
-    "pmean": Pair(jax_ring.ring_pmean, lax.pmean, lambda values: everywhere(rank_fold(values) / len(values))),
+COLLECTIVES = {
+    "psum": Pair(jax_ring.ring_psum, lax.psum, lambda values: replicated(rank_fold(values), len(values))),
+    "pmean": Pair(jax_ring.ring_pmean, lax.pmean, lambda values: replicated(rank_fold(values) / len(values))),
     "pmax": Pair(jax_ring.ring_pmax, lax.pmax, lambda values: extremum(values, np.maximum), differentiable=False),
     "pmin": Pair(jax_ring.ring_pmin, lax.pmin, lambda values: extremum(values, np.minimum), differentiable=False),
     "psum_scatter": scatter(0, False),
@@ -118,20 +118,20 @@ FAMILY = {
         lambda values: on_root(rank_fold(values), 3, len(values)),
     ),
     "broadcast": Pair(
-        partial(jax_ring.ring_broadcast, root=5), partial(lax_broadcast, root=5), lambda values: everywhere(values[5])
+        partial(jax_ring.ring_broadcast, root=5), partial(lax_broadcast, root=5), lambda values: replicated(values[5])
     ),
 }
 
 
 def every_collective(where: Callable[[str, Pair], bool] = lambda name, pair: True):
     """Parametrizes a test over the collectives for which `where(name, pair)` holds."""
-    chosen = {name: pair for name, pair in FAMILY.items() if where(name, pair)}
+    chosen = {name: pair for name, pair in COLLECTIVES.items() if where(name, pair)}
     return pytest.mark.parametrize("collective", chosen.values(), ids=chosen.keys())
 
 
-def adds(name: str, pair: Pair) -> bool:
+def is_sum(name: str, pair: Pair) -> bool:
     return name.startswith(("psum", "pmean", "reduce"))
 
 
-def takes_groups(name: str, pair: Pair) -> bool:
+def supports_groups(name: str, pair: Pair) -> bool:
     return name not in ("reduce", "broadcast") and "invarying" not in name

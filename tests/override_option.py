@@ -7,7 +7,7 @@ import jax_ring
 override = None  # the active handle of override_lax()
 
 
-def replace_ours_by_lax() -> None:
+def replace_ring_functions() -> None:
     """Must be called before any test imports the ring_ functions."""
     global override
     for name in ("psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather"):
