@@ -15,7 +15,7 @@ MESH = make_mesh((RANKS,))
 REPLICATED = P()
 
 
-def drifted(leaf, change):
+def with_copies(leaf, change):
     """A replicated array whose copy on each rank is `change(rank, copy)`."""
     copies = [change(rank, leaf.copy()) for rank in range(RANKS)]
     arrays = [jax.device_put(copy, device) for copy, device in zip(copies, MESH.devices, strict=True)]
@@ -39,7 +39,7 @@ def test_broadcast_params(root, impl, check_vma):
 
 def test_equal_copies_pass():
     value = np.array([np.nan, -0.0, 1.0], np.float32)
-    same = drifted(value, lambda rank, copy: copy)
+    same = with_copies(value, lambda rank, copy: copy)
     assert_replicated({"a": same, "b": [np.ones(3), 3.0, None], "key": jax.random.key(0), "split": jnp.arange(4)})
 
 
@@ -49,7 +49,7 @@ def test_the_leaf_the_ranks_and_the_index_are_named():
             copy[1, 2] += rank
         return copy
 
-    tree = {"ok": jnp.ones(3), "layers": [{"w": drifted(np.zeros((2, 3), np.float32), change)}]}
+    tree = {"ok": jnp.ones(3), "layers": [{"w": with_copies(np.zeros((2, 3), np.float32), change)}]}
     with pytest.raises(AssertionError) as error:
         assert_replicated(tree)
     assert (
@@ -64,7 +64,7 @@ def test_the_leaf_the_ranks_and_the_index_are_named():
     ids=str,
 )
 def test_scalars_by_their_bits(value, other):
-    array = drifted(np.asarray(value), lambda rank, copy: np.asarray(other) if rank == 2 else copy)
+    array = with_copies(np.asarray(value), lambda rank, copy: np.asarray(other) if rank == 2 else copy)
     with pytest.raises(AssertionError, match=r"2 differs from 0. The first difference is at index \(\)"):
         assert_replicated(array)
 

@@ -221,7 +221,7 @@ def test_named_scopes_reach_the_program():
     assert "my_layer" in line
 
 
-def test_debug_print_beside_a_call(check_vma, capfd):
+def test_debug_print_with_a_call(check_vma, capfd):
     def body(x):
         y = ring_psum(x, "i")
         jax.debug.print("sum {}", y[0])
@@ -240,7 +240,7 @@ OTHERS = {
 }
 
 
-def beside(other):
+def mixed_with(other):
     """A function that mixes psum with a collective of XLA, which blocks the thread it runs on."""
 
     def body(psum, x):
@@ -252,17 +252,17 @@ def beside(other):
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
-def test_beside_a_collective_of_xla(other, check_vma):
-    assert_matches_lax(beside(other), X, mesh=make_mesh((8,)), check_vma=check_vma)
+def test_together_with_a_collective_of_xla(other, check_vma):
+    assert_matches_lax(mixed_with(other), X, mesh=make_mesh((8,)), check_vma=check_vma)
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
 def test_a_collective_of_xla_is_not_replaced(other, check_vma):
-    f = sharded(lambda x: beside(other)(ring_psum, x), mesh=make_mesh((8,)), check_vma=check_vma)
+    f = sharded(lambda x: mixed_with(other)(ring_psum, x), mesh=make_mesh((8,)), check_vma=check_vma)
     assert num_calls(f, X) == 2
 
 
-def test_beside_a_collective_of_xla_in_a_loop(check_vma):
+def test_together_with_a_collective_of_xla_in_a_loop(check_vma):
     def body(x):
         return lax.fori_loop(0, 100, lambda k, v: jnp.mod(lax.psum(ring_psum(v, "i") + x, "i"), 5) + x, x)
 

@@ -47,7 +47,7 @@ def test_nested(check_vma):
     assert_matches_lax(body, X, mesh=MESH, check_vma=check_vma)
 
 
-def test_unbatched_operand_makes_a_call_of_its_own_size(check_vma):
+def test_an_unbatched_operand_is_not_broadcast(check_vma):
     def f(x, y):
         return jax.vmap(lambda a: a + ring_psum(y, "i"))(x)
 
@@ -206,7 +206,7 @@ def test_named_axis_together_with_a_mesh_axis(axes, check_vma):
 
 
 @pytest.mark.parametrize("axes", [("b", "i"), ("i", "b")], ids=str)
-def test_named_and_mesh_axis_as_lax(axes):
+def test_named_and_mesh_axis_matches_lax(axes):
     # lax.psum rejects this under vma tracking.
     def body(psum, x):
         return jax.vmap(lambda v: psum(v * v, axes) + v, 1, 1, axis_name="b")(x)
