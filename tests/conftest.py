@@ -1,4 +1,4 @@
-"""Devices and time limits for all tests, and the option that runs them with lax under override_lax()."""
+"""Devices, time limits and command-line options for all tests."""
 
 import faulthandler
 import pathlib
@@ -7,7 +7,7 @@ import types
 import jax
 import pytest
 
-# More devices than cores, and more than most tests use, so that those run on a part of the machine's devices.
+# More devices than most tests use, so that most meshes leave some devices out.
 jax.config.update("jax_num_cpu_devices", 16)
 
 
@@ -15,24 +15,24 @@ def pytest_addoption(parser):
     parser.addoption(
         "--override-lax",
         action="store_true",
-        help="run the tests that compare with lax, with lax's functions under override_lax() in the place of ours",
+        help="run only the tests that compare with lax, with lax under override_lax() in place of the ring_ functions",
     )
     parser.addoption(
         "--soak",
         type=float,
         default=0,
         metavar="SECONDS",
-        help="how long to run random programs of several processes, some of which are stopped or killed; default: two",
+        help="how long test_soak runs random multi-process programs; by default it runs two programs",
     )
 
 
 def pytest_configure(config):
-    # A hang that pytest-timeout cannot interrupt (in native code, without the GIL) still ends, with all stacks.
+    # pytest-timeout cannot interrupt native code that holds the GIL. This dumps all stacks and exits.
     faulthandler.dump_traceback_later(3000 + config.getoption("--soak"), exit=True)
     if config.getoption("--override-lax"):
-        import overriding
+        import override_option
 
-        overriding.replace_ours_by_lax()
+        override_option.replace_ring_functions()
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _compares_with_lax(function):
-    """Whether a test gets to `helpers.ours_and_lax`, itself or by functions that it calls."""
+    """Whether a test calls `helpers.ours_and_lax`, directly or through functions of the tests."""
     codes = [function.__code__]
     names = set()
     while codes:
@@ -69,5 +69,5 @@ def _compares_with_lax(function):
 
 @pytest.fixture(params=[True, False], ids=["vma", "no_vma"])
 def check_vma(request):
-    """Both modes of shard_map: with and without tracking of the axes that values vary over."""
+    """Both modes of shard_map: with and without tracking of varying manual axes."""
     return request.param

@@ -1,8 +1,8 @@
-"""A data-parallel training script as one finds them, which knows nothing of jax_ring: flax, BatchNorm, optax.
+"""A typical data-parallel training script with flax, BatchNorm and optax, written without jax_ring.
 
-Run by test_training_script.py. The statistics of BatchNorm are those of the batch on all devices (`lax.pmean`, called
-by flax), gradients are clipped by their norm, and there are the two usual ways to average them: by name, or, with
-`check_vma=True`, by the sum that differentiation inserts for parameters that all devices share.
+Used by test_training_script.py. flax averages the statistics of BatchNorm over all devices with `lax.pmean`, and
+gradients are clipped by their global norm. They are averaged explicitly with check_vma=False, and by the psum that
+differentiation inserts for replicated parameters with check_vma=True.
 """
 
 import functools
@@ -67,7 +67,7 @@ def batches(number, size=32):
 
 
 def train(train_step, steps):
-    """Returns the state after training, and the loss of each step."""
+    """Returns the final state and the loss of each step."""
     state, losses = init_state(), []
     for images, labels in batches(steps):
         state, loss = train_step(state, images, labels)

@@ -1,4 +1,4 @@
-"""What many tests need: meshes, a one-line shard_map, the numpy oracle, and ways to look at compiled programs."""
+"""Shared by all tests: meshes, shard_map in one line, numpy oracles, assertions, inspection of compiled programs."""
 
 import concurrent.futures
 import contextlib
@@ -11,7 +11,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import overriding
+import override_option
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -19,27 +19,27 @@ from jax.sharding import PartitionSpec as P
 from jax_ring import override_lax, ring_psum
 
 TARGET = "jax_ring_all_reduce"
-ANY_TARGET = "jax_ring_"
+TARGET_PREFIX = "jax_ring_"
 RANKS = 8
 
 
 def make_mesh(shape=(RANKS,), names=("i",), *, devices=None) -> Mesh:
-    """A mesh over the first devices, or over those given."""
+    """A mesh over the first of `devices`; by default of all devices."""
     devices = jax.devices() if devices is None else devices
     return Mesh(np.array(devices[: int(np.prod(shape))]).reshape(shape), names)
 
 
-SPLIT = P("i")
+SHARDED = P("i")
 
 
-def sharded(fun, *, mesh=None, in_specs=SPLIT, out_specs=SPLIT, check_vma=True, jit=True):
-    """`fun` mapped over the mesh and compiled."""
+def sharded(fun, *, mesh=None, in_specs=SHARDED, out_specs=SHARDED, check_vma=True, jit=True):
+    """`fun` under shard_map and, unless jit=False, jit."""
     mapped = jax.shard_map(fun, mesh=mesh or make_mesh(), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
     return jax.jit(mapped) if jit else mapped
 
 
 def rank_fold(values, axis=0) -> np.ndarray:
-    """The left-to-right fold over ranks that ring_psum promises, in its accumulator, rounded once."""
+    """The sum that ring_psum specifies: a left-to-right fold over ranks, in the accumulator's dtype, rounded once."""
     values = np.moveaxis(np.asarray(values), axis, 0)
     dtype = values.dtype
     small_float = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
@@ -51,7 +51,7 @@ def rank_fold(values, axis=0) -> np.ndarray:
 
 
 def ring_fold(values) -> np.ndarray:
-    """The sum with order="ring" of what the ranks, along the first axis, hold: each block in an order of its own."""
+    """The sum over the first axis (ranks) with order="ring": block i is folded from rank i + 1 on."""
     values = np.asarray(values)
     ranks, flat = len(values), values.reshape(len(values), -1)
     pack = 16 // values.dtype.itemsize
@@ -64,15 +64,15 @@ def ring_fold(values) -> np.ndarray:
 
 
 def assert_same_bits(actual, expected) -> None:
-    """Trees have the same containers, dtypes, shapes and bits, signs of zeros included; any NaN equals any other."""
-    import chex  # here, because the GPU check imports this module and needs no chex
+    """Asserts that trees have the same containers, dtypes, shapes and bits, with signs of zeros. NaN equals NaN."""
+    import chex  # imported here: the GPU check imports this module without chex installed
 
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     chex.assert_trees_all_equal(jax.tree.map(bits_of, actual), jax.tree.map(bits_of, expected), strict=True)
 
 
 def bits_of(x) -> np.ndarray:
-    """The bits of an array as unsigned integers, with one pattern for all NaN."""
+    """The bits of an array as unsigned integers, with one pattern for all NaNs."""
     x = np.array(x)
     if x.dtype.kind == "c":
         x = np.stack([x.real, x.imag])
@@ -88,12 +88,12 @@ def compiled_text(fun, *args) -> str:
 
 
 def num_calls(fun, *args) -> int:
-    """How many calls of the engine the compiled program makes, equal ones merged and dead ones gone."""
-    return compiled_text(fun, *args).count(f'custom_call_target="{ANY_TARGET}')
+    """The number of jax_ring custom calls in the optimized HLO, after CSE and dead code elimination."""
+    return compiled_text(fun, *args).count(f'custom_call_target="{TARGET_PREFIX}')
 
 
 def run_python(code: str, *, devices=8, timeout=120, **environment) -> subprocess.CompletedProcess:
-    """Runs a program in a fresh interpreter, for what one process can do only once (time limits, import errors)."""
+    """Runs a program in a fresh interpreter, with `environment` added to the environment variables."""
     prelude = f"import jax\njax.config.update('jax_num_cpu_devices', {devices})\n"
     return subprocess.run(
         [sys.executable, "-P", "-c", prelude + code],  # -P: the installed package, not the source tree
@@ -106,9 +106,9 @@ def run_python(code: str, *, devices=8, timeout=120, **environment) -> subproces
 
 
 def run_processes(code: str, values: list[dict], *, devices: int) -> list[str]:
-    """Runs a program in processes of one `jax.distributed`, and returns what each prints.
+    """Runs a program in several processes under `jax.distributed`, and returns the stdout of each.
 
-    {port}, {processes}, {process} and, for each process, its `values` are filled in.
+    `code` is formatted with port, processes, process and the `values` of each process.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -122,28 +122,28 @@ def run_processes(code: str, values: list[dict], *, devices: int) -> list[str]:
 
 
 def assert_same_trees(actual, expected, *, rtol=0.0) -> None:
-    """Trees have the same containers, dtypes and shapes, and the same values up to rtol; NaN equals NaN."""
+    """Asserts that trees have the same containers, dtypes and shapes, and equal values up to rtol; NaN equals NaN."""
     import chex
 
-    # strict=True alone does not tell bfloat16 from float32: chex compares both as float32.
+    # Even with strict=True, chex compares bfloat16 as float32, so check the dtypes first.
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     chex.assert_trees_all_close(actual, expected, rtol=rtol)
 
 
-def ours_and_lax(ours, jaxs):
-    """Yields `ours`, and then `jaxs`, to be traced, lowered and called before the next one is asked for.
+def ours_and_lax(ours, theirs):
+    """Yields `ours`, then `theirs`. The caller must trace, lower and call each one before it asks for the next.
 
-    With the option --override-lax, `ours` is lax's function too, and the override is off while `jaxs` is in use.
+    With --override-lax, `ours` is lax's function as well, and the override is off while `theirs` is in use.
     """
     yield ours
-    with lax_itself():
-        yield jaxs
+    with without_override():
+        yield theirs
 
 
 @contextlib.contextmanager
-def lax_itself():
-    """JAX's own lowerings, also with the option --override-lax."""
-    override = overriding.override
+def without_override():
+    """Restores JAX's own lowerings for the block, for --override-lax."""
+    override = override_option.override
     if override is None:
         yield
         return
@@ -151,14 +151,14 @@ def lax_itself():
     try:
         yield
     finally:
-        overriding.override = override_lax()
+        override_option.override = override_lax()
 
 
 def assert_matches_lax(fun, *args, pair=(ring_psum, lax.psum), rtol=0.0, **options) -> None:
-    """`fun(collective, *args)`, mapped over the mesh, has the same results and types with either of the pair.
+    """Asserts that `fun(collective, *args)` under shard_map has the same results and types for both of `pair`.
 
-    The types hold the axes over which a value varies. Sums of small integers are exact, whatever their order; rtol is
-    for functions of which not all steps are exact.
+    Types include the varying manual axes. Sums of small integers are exact in any order; rtol is for functions that
+    round.
     """
     results, types = [], []
     for collective in ours_and_lax(*pair):

@@ -1,4 +1,4 @@
-"""The benchmarks run and check their results; what they measure is not a test's business."""
+"""The benchmarks run, and their results are correct. Measured times are not tested."""
 
 import csv
 import importlib
@@ -45,7 +45,7 @@ def test_allreduce(tmp_path):
 
 @pytest.mark.parametrize(("peer", "module"), [("torch/Gloo", "torch"), ("mpi4jax", "mpi4jax")])
 def test_peers(peer, module, tmp_path):
-    """A peer that is installed has rows like everyone else's; one that is not is a line that says what to install."""
+    """An installed peer has rows in the results. For a missing one, a line says what to install."""
     file = tmp_path / "rows.json"
     text = run(
         *("allreduce.py", "-b", "4", "-e", "1K", "-f", "256", "-n", "2", "-w", "1", "--devices", "2"),
@@ -62,7 +62,7 @@ def test_peers(peer, module, tmp_path):
 
 
 def test_processes(tmp_path):
-    """Processes that are told to be on two hosts. Libraries with one rank in each process cannot take part."""
+    """Two hosts are simulated. Libraries that support only one rank per process are left out."""
     file = tmp_path / "rows.json"
     text = run(
         *("processes.py", "-b", "4", "-e", "1K", "-f", "256", "-n", "2", "-w", "1", "--rounds", "2"),
@@ -79,7 +79,7 @@ def test_processes(tmp_path):
     for row in rows:
         assert (row["ranks"], row["processes"], row["hosts"], row["wrong"]) == (4, 2, 2, 0)
         assert row["out_of_place"]["median"] > 0
-        # Every rank's message is an operand of XLA's all-reduce; ours must not give it more.
+        # lax.psum passes every rank's message to XLA's all-reduce; ring_psum must not pass more.
         assert row["xla_bytes"] == 4 * row["bytes"] if row["implementation"] == "lax.psum" else row["xla_bytes"] > 0
         assert row["xla_bytes"] <= 4 * row["bytes"]
 
@@ -92,9 +92,9 @@ def test_train_step(tmp_path):
     assert {row["ranks"] for row in rows} == {2}
 
 
-def test_published_figures_are_those_of_the_docs(monkeypatch):
+def test_docs_have_the_published_figures(monkeypatch):
     assert run("published.py") in (BENCHMARKS.parent / "docs/algorithms.md").read_text()
-    # What is called input is where the parameters come from, and the rest is predicted from as little as that.
+    # The parameters are derived from the rows with role "input"; the other rows are predictions.
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     published = importlib.import_module("published")
     rows = published.rows()
@@ -104,7 +104,7 @@ def test_published_figures_are_those_of_the_docs(monkeypatch):
     assert max(small + large) < 0.25
 
 
-def test_the_latencies_of_a100_are_those_of_a_line_through_the_inputs(monkeypatch):
+def test_a100_latencies_are_fitted_to_the_inputs(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     rows = [row for row in importlib.import_module("published").rows() if row.what.startswith("A100, one host")]
     inputs = [(2 * (row.ranks - 1), row.measured) for row in rows if row.role == "input"]

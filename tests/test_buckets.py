@@ -1,4 +1,4 @@
-"""Buckets of gradients: what is planned, that it changes no bit, and that processes which disagree find out."""
+"""Gradient buckets: plans, bit-identical results, and errors when the plans of processes differ."""
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +19,18 @@ def struct(*shape, dtype=jnp.float32):
 
 
 def gradients(seed=0):
-    """What the ranks hold, along a first dimension: leaves of several sizes and dtypes."""
+    """Leaves of several sizes and dtypes, of shape (ranks, ...)."""
     rng = np.random.default_rng(seed)
     shapes = [(300,), (7, 11), (), (1024,), (0, 3), (2, 3, 5)]
     tree = {f"f{i}": rng.standard_normal((RANKS, *shape)).astype(np.float32) for i, shape in enumerate(shapes)}
     return tree | {"half": rng.standard_normal((RANKS, 33)).astype(jnp.bfloat16)}
 
 
-EVERYWHERE = P()
+REPLICATED = P()
 
 
-def on_ranks(fun, *, check_vma=True, out_specs=EVERYWHERE):
-    """`fun` of this rank's part of trees whose leaves hold all of them along the first dimension."""
+def on_ranks(fun, *, check_vma=True, out_specs=REPLICATED):
+    """`fun` on each rank's part of trees with leaves of shape (ranks, ...)."""
     return sharded(lambda *trees: fun(*jax.tree.map(lambda x: x[0], trees)), check_vma=check_vma, out_specs=out_specs)
 
 
@@ -61,7 +61,7 @@ def test_every_leaf_is_in_one_bucket():
         assert all(bucket.num_bytes <= size or len(bucket.leaves) == 1 for bucket in plan.buckets if size > 1)
 
 
-def test_plan_prints():
+def test_plan_as_text():
     assert str(plan_buckets({"w": struct(2, 3), "b": struct(3)})).splitlines() == [
         "leaves: 2, bytes: 36, buckets: 1",
         "bucket 0: 36 bytes of float32",
@@ -101,7 +101,7 @@ def test_means_and_sums(mean, check_vma):
 
 
 @pytest.mark.parametrize("impl", ["ring", "lax"])
-def test_bucket_size_does_not_change_a_bit(impl, check_vma):
+def test_bucket_size_does_not_change_bits(impl, check_vma):
     tree = gradients()
     results, calls = [], []
     for size in (1, KIB, 1 << 20, 1 << 40):
@@ -111,7 +111,7 @@ def test_bucket_size_does_not_change_a_bit(impl, check_vma):
         calls.append(compiled_text(f, tree).count(f'"{TARGET}"'))
     for result in results[1:]:
         assert_same_bits(result, results[0])
-    # The leaf without elements needs no call of its own.
+    # The leaf without elements needs no call.
     assert calls == ([6, 5, 2, 2] if impl == "ring" else [0] * 4)
 
 
@@ -150,7 +150,7 @@ def test_an_axis_of_one_rank(check_vma):
     np.testing.assert_array_equal(f(np.arange(3.0)), np.arange(3.0))
 
 
-# ---- What travels ---------------------------------------------------------------------------------------------------
+# ---- Wire dtype and error feedback ----------------------------------------------------------------------------------
 
 
 def test_wire_dtype(check_vma):
@@ -163,15 +163,15 @@ def test_wire_dtype(check_vma):
     assert_same_bits(synced, jax.tree.map(mean_of, tree))
 
 
-def test_what_travels_is_narrow():
+def test_buckets_are_sent_in_the_wire_dtype():
     f = on_ranks(lambda g: sync_gradients(g, "i", wire_dtype=jnp.bfloat16))
     call = next(line for line in compiled_text(f, gradients()).splitlines() if f'"{TARGET}"' in line)
     assert "bf16[300]" in call
     assert "f32[" not in call
 
 
-def test_feedback_makes_up_for_rounding():
-    """The error of one rounded mean is about 2^-9 of it; with feedback that of the sum of many steps does not grow."""
+def test_feedback_compensates_rounding():
+    """The relative error of one rounded mean is about 2^-9. With feedback, the error of a sum stays bounded."""
     steps, x = 64, np.random.default_rng(0).standard_normal((RANKS, 1000)).astype(np.float32)
     exact = x.astype(np.float64).mean(0)
 
@@ -186,7 +186,7 @@ def test_feedback_makes_up_for_rounding():
     scale = np.abs(exact).mean()
     one_step = np.abs(plain[0] - exact).mean() / scale
     assert one_step < 2**-8
-    # Rounded alike in each step, plain gradients are off by the same amount after any number of steps.
+    # Without feedback, each step is rounded in the same way, so the relative error does not shrink.
     assert np.abs(plain.mean(0) - exact).mean() / scale == pytest.approx(one_step)
     assert np.abs(fed.mean(0) - exact).mean() / scale < one_step / 2
 
@@ -208,7 +208,7 @@ def test_residual_is_what_was_not_sent(check_vma):
 
 def test_summed_gradients_are_refused():
     def step(w, x):
-        grads = jax.grad(lambda w: (x @ w["w"]).sum())(w)  # summed already: w is the same on all ranks
+        grads = jax.grad(lambda w: (x @ w["w"]).sum())(w)  # already summed, because w is replicated
         return sync_gradients(grads, "i")
 
     f = sharded(step, in_specs=(P(), P("i")), out_specs=P())
@@ -239,7 +239,7 @@ def test_unbound_axis():
 
 
 def test_agreement():
-    values = {"k/1": b"a\nb\nc"}  # what the other process has left
+    values = {"k/1": b"a\nb\nc"}  # published by the other process
     store = values.__setitem__, values.__getitem__
     agreement.compare("f", "a\nb\nc", store, "k", 0, range(2))
     with pytest.raises(
@@ -264,7 +264,7 @@ def step(x):
 def over(devices, step=step):
     f = jax.jit(jax.shard_map(step, mesh=Mesh(devices, ("i",)), in_specs=P("i"), out_specs=P()))
     return f.trace(jax.ShapeDtypeStruct((len(devices),), jnp.float32))
-over(jax.local_devices())  # each by itself may do as it likes
+over(jax.local_devices())  # local meshes are not compared
 try:
     over(jax.devices())
     print("agreed")

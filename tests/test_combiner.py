@@ -1,4 +1,4 @@
-"""Calls under override_lax() that are joined into one, and those that cannot be."""
+"""The combiner: which calls under override_lax() are combined into one, and which are not."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def psum(x):
 
 
 def check(body, *, calls, **options):
-    """Under the override, `body` has so many calls, and the results that it has without."""
+    """Asserts that `body` under the override makes `calls` calls, with the same results as without it."""
     f = sharded(body, mesh=MESH, **{"out_specs": P(), **options})
     expected = f(X)
     with override_lax():
@@ -51,7 +51,7 @@ def test_gradients_of_layers_are_one_call():
         assert_same_bits(f(weights, X), expected)
 
 
-def test_a_result_that_is_used_ends_a_call():
+def test_using_a_result_closes_the_combined_call():
     check(lambda x: psum(psum(x) * x), calls=2)
 
     def body(x):
@@ -62,11 +62,11 @@ def test_a_result_that_is_used_ends_a_call():
     check(body, calls=2)
 
 
-def test_other_work_in_between_does_not():
+def test_unrelated_work_does_not_close_the_combined_call():
     check(lambda x: [psum(x), jnp.sin(x).sum() + psum(x * x), psum(jnp.cos(x))], calls=2, check_vma=False)
 
 
-def test_equal_operands_travel_once():
+def test_equal_operands_are_sent_once():
     def body(x):
         y = x + 1
         return psum(y), psum(x), psum(y)
@@ -80,7 +80,7 @@ def test_equal_operands_travel_once():
         np.testing.assert_array_equal(f(X)[0], f(X)[2])
 
 
-def test_only_what_is_alike(check_vma):
+def test_only_compatible_calls_are_combined(check_vma):
     check(lambda x: [lax.psum(x, "i"), lax.pmax(x, "i"), lax.pmin(x, "i")], calls=3, check_vma=False, out_specs=P("i"))
     check(lambda x: psum([x, x.astype(jnp.int32), x * 2, x > 0]), calls=2, check_vma=check_vma)
     groups = [[0, 1], [2, 3]]
@@ -91,7 +91,7 @@ def test_only_what_is_alike(check_vma):
 
 
 @pytest.mark.parametrize("dtype", [jnp.int4, jnp.float8_e8m0fnu], ids=lambda d: d.__name__)
-def test_types_that_are_widened(dtype):
+def test_widened_dtypes_are_combined(dtype):
     values = np.ones((RANKS, 3)).astype(dtype)
 
     def body(x):
@@ -101,7 +101,7 @@ def test_types_that_are_widened(dtype):
     f = sharded(body, mesh=MESH, out_specs=P())
     with override_lax():
         assert num_calls(f, values) == 1
-        # Nothing is left of the call for the first operand alone: a type is widened once for each.
+        # The call for the first operand alone is gone, and each operand is widened once.
         text = f.lower(values).as_text()
         assert text.count("@jax_ring_all_reduce") == text.count("stablehlo.partition_id") == 1
         assert text.count("stablehlo.convert") == 6
@@ -109,7 +109,7 @@ def test_types_that_are_widened(dtype):
             np.testing.assert_array_equal(total, rank_fold(values.astype(np.float32))[None, : total.shape[1]])
 
 
-def test_blocks_are_not_crossed(check_vma):
+def test_calls_are_not_combined_across_blocks(check_vma):
     def body(x):
         def step(carry, _):
             return sum(psum((carry, carry * 2))) / 8 + x, psum(carry)
@@ -125,7 +125,7 @@ def test_blocks_are_not_crossed(check_vma):
 
 
 @pytest.mark.parametrize("inner", ["scan", "jit"])
-def test_a_call_outside_is_not_joined_with_one_inside(inner, check_vma):
+def test_a_call_outside_is_not_combined_with_one_inside(inner, check_vma):
     def body(x):
         outside = psum(x)
         if inner == "scan":
@@ -137,7 +137,7 @@ def test_a_call_outside_is_not_joined_with_one_inside(inner, check_vma):
     check(body, calls=2, out_specs=P("i"), check_vma=check_vma)
 
 
-def test_large_calls_do_not_grow(monkeypatch):
+def test_thresholds_limit_a_combined_call(monkeypatch):
     monkeypatch.setattr(combiner, "COMBINE_THRESHOLD_BYTES", 16)
     check(lambda x: psum([x * k for k in range(6)]), calls=3)
     monkeypatch.setattr(combiner, "COMBINE_THRESHOLD_COUNT", 1)
@@ -148,7 +148,7 @@ def test_dead_results(check_vma):
     check(lambda x: psum([x * k for k in range(6)])[4], calls=1, check_vma=check_vma)
 
 
-def test_what_xla_serves_is_left_to_its_own_combiner():
+def test_calls_served_by_xla_are_left_to_its_combiner():
     mesh = make_mesh((2, 2), ("i", "auto"))
     body = lambda x: psum([x, x + 1])  # noqa: E731
     f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P(), axis_names={"i"}))

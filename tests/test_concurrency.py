@@ -1,4 +1,4 @@
-"""Several calls at once: in one program, in several programs, from several threads; each must get its own operands."""
+"""Concurrent calls in one program, in several programs and from several threads must not mix their operands."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -26,12 +26,12 @@ def expected(x, ranks=4):
 
 
 def total_on(mesh, scale=1.0):
-    """A sum whose program differs for each scale."""
+    """A sum, compiled to a different program for each scale."""
     return sharded(lambda x: ring_psum(x * scale, "i"), mesh=mesh, out_specs=P())
 
 
-def in_threads(*jobs):
-    """Runs the jobs at once, starting together; raises what any of them raises."""
+def run_concurrently(*jobs):
+    """Starts all jobs at the same time, and returns their results or raises their first error."""
     start = threading.Barrier(len(jobs))
 
     def run(job):
@@ -43,7 +43,7 @@ def in_threads(*jobs):
 
 
 def test_different_calls_in_flight(check_vma):
-    # None depends on another, so that the ranks may meet at them in different orders.
+    # The calls are independent, so ranks may arrive at them in different orders.
     def body(x):
         return [ring_psum(x * k, "i") for k in range(1, 21)]
 
@@ -66,8 +66,8 @@ def test_calls_of_different_sizes_in_flight(check_vma):
             np.testing.assert_array_equal(total, np.tile(expected(x), total.size // 2))
 
 
-def test_identical_calls_kept_apart(check_vma):
-    # One lowering serves all of them, since they are calls of one function that is not inlined.
+def test_identical_calls_do_not_mix(check_vma):
+    # All calls share one lowering, because `step` is not inlined.
     step = jax.jit(lambda x: jnp.mod(ring_psum(x, "i"), 1024))
 
     def body(x):
@@ -115,8 +115,8 @@ def test_calls_over_different_axes_in_flight(check_vma):
             np.testing.assert_array_equal(total, np.broadcast_to(want, grid.shape).reshape(-1))
 
 
-def test_executions_follow_each_other_without_waiting():
-    # A few in flight only: JAX itself stalls on hundreds of launches that nobody waits for.
+def test_several_executions_in_flight():
+    # Only a few in flight: JAX itself stalls after hundreds of launches whose results are not awaited.
     f = total_on(MESH)
     xs = [values(seed) for seed in range(40)]
     for start in range(0, len(xs), 8):
@@ -136,17 +136,17 @@ def repeat(f, seeds, ranks=4, scale=1):
 
 def test_two_programs_at_once():
     f, g = total_on(MESH, 1), total_on(MESH, 2)
-    in_threads(repeat(f, range(300)), repeat(g, range(1000, 1300), scale=2))
+    run_concurrently(repeat(f, range(300)), repeat(g, range(1000, 1300), scale=2))
 
 
 def test_one_program_from_several_threads():
     f = total_on(MESH)
     f(values(0))
-    in_threads(*(repeat(f, range(k * 1000, k * 1000 + 150)) for k in range(4)))
+    run_concurrently(*(repeat(f, range(k * 1000, k * 1000 + 150)) for k in range(4)))
 
 
 def test_compiling_in_several_threads():
-    # A fresh program each time: instantiation and execution of different programs overlap.
+    # Each job compiles new programs, so that compilation and execution of different programs overlap.
     def job(k):
         def run():
             for n in range(6):
@@ -154,20 +154,20 @@ def test_compiling_in_several_threads():
 
         return run
 
-    in_threads(*map(job, range(1, 4)))
+    run_concurrently(*map(job, range(1, 4)))
 
 
-def test_two_parts_of_the_machine_at_once():
+def test_disjoint_meshes_at_once():
     devices = jax.devices()
     f = total_on(make_mesh((4,), devices=devices[:4]))
     g = total_on(make_mesh((4,), devices=devices[4:8]))
-    in_threads(repeat(f, range(300)), repeat(g, range(1000, 1300)))
+    run_concurrently(repeat(f, range(300)), repeat(g, range(1000, 1300)))
 
 
-def test_overlapping_parts_of_the_machine():
+def test_overlapping_meshes_at_once():
     devices = jax.devices()
     meshes = [make_mesh((4,), devices=devices[k : k + 4]) for k in range(3)]
-    in_threads(*(repeat(total_on(mesh), range(100 * k, 100 * k + 100)) for k, mesh in enumerate(meshes)))
+    run_concurrently(*(repeat(total_on(mesh), range(100 * k, 100 * k + 100)) for k, mesh in enumerate(meshes)))
 
 
 def test_loops_at_once():
@@ -192,12 +192,12 @@ def test_loops_at_once():
 
         return run
 
-    in_threads(job(1), job(2), job(3))
+    run_concurrently(job(1), job(2), job(3))
 
 
 @pytest.mark.parametrize("ranks", [2, 16])
 def test_ten_thousand_calls(ranks):
-    # Each adds the ranks' counters, which only agree if every rank made every call before.
+    # Each call sums the counters of the ranks, which agree only if every rank has made every earlier call.
     def body(x):
         def step(k, v):
             return ring_psum(v, "i") / ranks + 1 + 0 * v

@@ -1,4 +1,4 @@
-"""Calls within loops and branches. A predicate must be the same on all ranks, as for every collective."""
+"""Calls in loops and branches. As for every collective, predicates must be equal on all ranks of a group."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def matches_lax(fun, *args, check_vma, **options):
     assert_matches_lax(fun, *args, mesh=MESH, check_vma=check_vma, **options)
 
 
-# Division by a power of two is exact, and keeps a loop's values small.
+# Exact, because RANKS is a power of two. Keeps the values in loops small.
 def mean(psum, x):
     return psum(x, "i") / RANKS
 
@@ -61,7 +61,7 @@ def test_fori_loop(iterations, check_vma):
 
 
 def test_a_fixed_point_is_kept_for_a_thousand_iterations(check_vma):
-    # The mean over ranks of equal values is that value; a wrong pairing of calls would show.
+    # The mean of equal values is that value. Mismatched calls would change it.
     def body(x):
         start = ring_psum(x, "i")
 
@@ -93,7 +93,7 @@ def test_while_loop_with_a_sum_in_the_body(check_vma):
 
         return lax.while_loop(lambda s: s[0] < 220, step, (0, x))[1]
 
-    # 220 steps are not exact, though each is an addition of a few numbers of one size.
+    # 220 steps are not exact.
     matches_lax(body, X, check_vma=check_vma, rtol=1e-5)
 
 
@@ -117,7 +117,7 @@ def test_cond_with_different_sums_in_both_branches(taken, check_vma):
 
 
 def test_cond_on_a_sum(check_vma):
-    # The predicate is computed by a collective, and so is uniform.
+    # The predicate is the result of a collective, so it is equal on all ranks.
     def body(psum, x):
         return lax.cond(psum(x.sum(), "i") > 0, lambda x: psum(x, "i") * x, lambda x: psum(x * x, "i") - x, x)
 
@@ -134,14 +134,14 @@ def test_switch(index, check_vma):
     matches_lax(body, X, np.int32(index), check_vma=check_vma, in_specs=(P("i"), P()))
 
 
-def test_cond_over_groups_that_decide_for_themselves():
-    # Uniform within each group of a mesh axis, which is all that a sum over the other axis needs.
+def test_cond_whose_predicate_differs_between_groups():
+    # A sum over "i" only needs a predicate that is equal within each group.
     mesh = make_mesh((2, 2), ("g", "i"))
 
     def body(psum, x):
         return lax.cond(lax.axis_index("g") == 0, lambda x: psum(x, "i") + x, lambda x: x * 3, x)
 
-    # XLA's all_reduce spans all groups at once and would wait for the other branch for ever, so lax is no oracle here.
+    # Not compared with lax: XLA's all_reduce spans all groups, and would wait forever for the other branch.
     f = sharded(
         lambda x: body(ring_psum, x), mesh=mesh, in_specs=P(("g", "i")), out_specs=P(("g", "i"))
     )  # fmt: skip
@@ -198,7 +198,7 @@ def test_grad_through_scan(check_vma):
 
 
 def test_grad_through_scan_with_sums_of_constants_of_the_loop(check_vma):
-    # Of the operands, one is known forwards and the other is linear: partial evaluation splits the call's uses.
+    # One operand is known in the forward pass and the other is linear: partial evaluation splits the call.
     def body(psum, x):
         def loss(w):
             def step(carry, v):
@@ -241,7 +241,7 @@ def test_vmap_of_scan(check_vma):
 
 
 def test_vmap_of_cond_with_a_batched_predicate(check_vma):
-    # The branches become a select, so that both sums are taken.
+    # vmap turns the cond into a select, which evaluates both sums.
     def body(psum, x):
         f = lambda v: lax.cond(v > 0, lambda v: psum(v, "i") + v, lambda v: v - psum(v * v, "i"), v)  # noqa: E731
         return jax.vmap(f)(x)
@@ -249,19 +249,19 @@ def test_vmap_of_cond_with_a_batched_predicate(check_vma):
     matches_lax(body, X, check_vma=check_vma)
 
 
-def test_a_call_that_does_not_change_in_the_loop_is_made_once(check_vma):
+def test_a_loop_invariant_call_is_hoisted(check_vma):
     def body(x):
         return lax.fori_loop(0, 50, lambda k, v: v + ring_psum(x, "i"), x)
 
     f = mapped(body, check_vma)
     assert num_calls(f, X) == 1
     text = f.lower(X).compile().as_text()
-    # Hoisted out of the loop: it stands in the entry computation.
+    # Hoisted out of the loop into the entry computation.
     assert f'custom_call_target="{TARGET}"' in text[text.index("\nENTRY") :]
     np.testing.assert_array_equal(f(X), X + 50 * np.tile(X.reshape(RANKS, 2).sum(0), RANKS))
 
 
-def test_two_calls_per_iteration_keep_apart(check_vma):
+def test_two_calls_per_iteration_do_not_mix(check_vma):
     def body(psum, x):
         def step(k, state):
             a, b = state

@@ -1,4 +1,4 @@
-"""ring_psum within functions that have derivative rules of their own, in the function and in the rules."""
+"""ring_psum in functions with custom_jvp and custom_vjp, and in their rules."""
 
 import chex
 import jax
@@ -16,7 +16,7 @@ T = np.arange(8, dtype=np.float32)[::-1] - 2
 
 
 def with_custom_jvp(psum):
-    """The sum of squares, with three times its derivative so that the rule is seen to be used."""
+    """The sum of squares. Its rule returns three times the derivative, to show that the rule is used."""
 
     @jax.custom_jvp
     def f(x):
@@ -31,7 +31,7 @@ def with_custom_jvp(psum):
 
 
 def with_custom_vjp(psum):
-    """As above by a reverse rule, with a sum in the function, forwards and backwards."""
+    """The same as a custom_vjp, with sums in the function, its forward rule and its backward rule."""
 
     @jax.custom_vjp
     def f(x):
@@ -119,7 +119,7 @@ def test_nondifferentiable_argument(check_vma):
 
 
 def test_a_reverse_rule_that_sums_the_gradient(check_vma):
-    """The usual way to reduce at the point of use: the identity forwards, a sum backwards."""
+    """The usual way to reduce gradients at the point of use: identity forward, sum backward."""
 
     def body(psum, x, t):
         @jax.custom_vjp

@@ -1,4 +1,4 @@
-"""A rank that does not make the call: an error that names it, on time, and a process that goes on."""
+"""A missing rank: the call times out with an error that names the rank, and the process continues."""
 
 import pytest
 from helpers import run_python
@@ -78,9 +78,9 @@ check_health()
 """)
 
 
-def test_the_ranks_left_behind_do_not_wait_again():
-    # Rank 3 skips the first call and waits in the second one for ranks that have failed. It must not add a second
-    # deadline to the first, let alone wait for ever. The deadline is long beside what a busy machine may add.
+def test_ranks_of_a_failed_call_do_not_wait_again():
+    # Rank 3 skips the first call, and waits in the second one for ranks that have failed. It must not wait for a second
+    # deadline. The deadline is long compared with the delays of a busy machine.
     run(
         """
 skip = skipped_by([3])
@@ -101,7 +101,7 @@ check_health()
 
 
 def test_other_programs_are_not_disturbed():
-    # While one program waits for its deadline, another one on the same devices runs to its end.
+    # While one program waits for its deadline, another one on the same devices completes.
     run("""
 import threading
 errors = []
@@ -116,7 +116,7 @@ check_health()
 """)
 
 
-def test_failing_again_and_again():
+def test_repeated_failures():
     run(
         """
 f = skipped_by([5])

@@ -1,4 +1,4 @@
-"""What processes tell each other about their hosts. Those of others are played by a table."""
+"""What processes publish about their hosts. A fake key-value store stands in for the other processes."""
 
 import jax
 import pytest
@@ -8,7 +8,7 @@ from jax_ring.distributed import discovery
 
 
 class Client:
-    """A client of the key-value store, in which others have published already."""
+    """A fake client of the key-value store, with values that other processes have published."""
 
     def __init__(self, published=()):
         self.values = dict(published)
@@ -31,7 +31,7 @@ class Client:
 
 @pytest.fixture
 def runtime_of(monkeypatch):
-    """Makes this process number 0 of two, with a client of its own; returns what its engines were told."""
+    """Makes this process 0 of two, with the given client. Returns the (process, token) pairs passed to the engines."""
     joined = []
     monkeypatch.setattr(discovery, "_membership", None)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
@@ -47,7 +47,7 @@ def runtime_of(monkeypatch):
 
 
 @pytest.mark.parametrize("own", [None, "here"])
-def test_hosts_are_told_apart(runtime_of, monkeypatch, own):
+def test_hosts_are_distinguished(runtime_of, monkeypatch, own):
     if own is not None:
         monkeypatch.setenv("JAX_RING_HOST_ID", own)
     client = Client({"jax_ring/host/1": b"there"})
@@ -60,20 +60,20 @@ def test_hosts_are_told_apart(runtime_of, monkeypatch, own):
     assert len(bytes.fromhex(joined[0][1])) == 16
 
 
-def test_what_containers_may_not_have_in_common_tells_hosts_apart(monkeypatch, tmp_path):
+def test_containers_without_shared_resources_are_different_hosts(monkeypatch, tmp_path):
     own = discovery._own_host()
     assert discovery._own_host() == own
     stat = discovery.os.stat
-    monkeypatch.setattr(discovery.os, "stat", lambda path: stat(tmp_path))  # the /dev/shm of another container
+    monkeypatch.setattr(discovery.os, "stat", lambda path: stat(tmp_path))  # as the /dev/shm of another container
     assert discovery._own_host() != own
     monkeypatch.undo()
     monkeypatch.setattr(discovery.os, "geteuid", lambda: 12345)
     assert discovery._own_host() != own
     monkeypatch.setattr(discovery.pathlib.Path, "read_text", lambda path: (_ for _ in ()).throw(PermissionError(path)))
-    assert discovery._own_host() != discovery._own_host()  # nothing is known: nobody is on this host
+    assert discovery._own_host() != discovery._own_host()  # unknown, so different from every host
 
 
-def test_each_runtime_has_a_token_and_a_count_of_its_own(runtime_of):
+def test_each_runtime_has_its_own_token_and_counts(runtime_of):
     first = Client()
     joined = runtime_of(first)
     discovery.publish()
@@ -88,7 +88,7 @@ def test_each_runtime_has_a_token_and_a_count_of_its_own(runtime_of):
     assert len(set(joined)) == 2
 
 
-def test_the_first_process_makes_the_token(runtime_of):
+def test_the_first_process_sets_the_token(runtime_of):
     client = Client({"jax_ring/token": "made by process 1"})
     assert runtime_of(client) == []
     discovery.publish()
@@ -96,7 +96,7 @@ def test_the_first_process_makes_the_token(runtime_of):
     assert runtime_of(client) == [(0, "made by process 1")]
 
 
-def test_a_process_that_does_not_tell(runtime_of):
+def test_a_process_that_does_not_publish_its_host(runtime_of):
     runtime_of(Client())
     with pytest.raises(RuntimeError, match=r"process 1 did not publish its host within 60 s.*JAX_RING_TIMEOUT"):
         discovery.host_of(1)

@@ -1,4 +1,4 @@
-"""Every dtype that lax.psum takes, and a few more: added in the promised accumulator, rounded once."""
+"""Every dtype that lax.psum accepts, and some more: summed in the specified accumulator, rounded once."""
 
 import chex
 import jax
@@ -33,7 +33,7 @@ def as_dtype(name) -> np.dtype:
 
 
 def values_of(name, shape, seed=0):
-    """Values over the whole range for integers, of mixed magnitude for floats."""
+    """Integers over their full range; floats of mixed magnitudes."""
     rng = np.random.default_rng(seed)
     dtype = as_dtype(name)
     if "int" in name:
@@ -78,7 +78,7 @@ def test_bool_becomes_int32(check_vma):
 
 @pytest.mark.parametrize("name", [*INTEGERS, "float32", "float16", "bfloat16", "complex64", "bool"])
 def test_same_type_as_lax(name, check_vma):
-    # Small integers: exact in every one of these types, so that values are the same too.
+    # Small integers are exact in all of these dtypes, so the values match as well.
     x = (np.arange(16) % 4).astype(as_dtype(name))
     assert_matches_lax(lambda psum, x: psum((x, x[:1]), "i"), x, out_specs=P(), check_vma=check_vma)
 
@@ -123,7 +123,7 @@ def test_every_code_of_sixteen_bits(name):
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn"])
 def test_rounded_once(name, check_vma):
-    # Seven addends that each vanish beside 1 in the type itself, and together do not.
+    # Each of seven addends is lost when it is added to 1 in the dtype itself, but their sum is not.
     values = np.full((RANKS, 3), float(ml_dtypes.finfo(as_dtype(name)).eps) / 4, as_dtype(name))
     values[0] = 1
     total = sum_over_ranks(values, check_vma)
@@ -165,14 +165,14 @@ def test_gradients_keep_the_dtype(name, check_vma):
 
 
 def test_large_messages_of_narrow_types():
-    # Large enough for several threads and vectors of every width, with a rest that fills none of them.
+    # Large enough for several threads, with a remainder that fills no vector of any width.
     for name in ("bfloat16", "float16", "float8_e5m2", "int8", "complex64"):
         values = values_of(name, (4, 400_003))
         assert_same_bits(sum_over_ranks(values, False), rank_fold(values))
 
 
 @pytest.mark.parametrize("leaf", ["text", "key"])
-def test_no_sum_of_what_is_not_a_number(leaf, check_vma):
+def test_non_numeric_leaves_raise_as_in_lax(leaf, check_vma):
     x = np.arange(4, dtype=np.uint32)
     raised = []
     for psum in (ring_psum, lax.psum):

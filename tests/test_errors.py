@@ -1,4 +1,4 @@
-"""What is refused, by which exception, and that the message says what was wrong and what to do."""
+"""Invalid arguments of ring_psum: the exception, and a message that says what was wrong and what to do."""
 
 import chex
 import jax
@@ -12,53 +12,53 @@ from jax_ring import ring_psum
 
 MESH = make_mesh((4,))
 GRID = make_mesh((2, 2), ("i", "j"))
-SPLIT = P("i")
+SHARDED = P("i")
 X = np.arange(8, dtype=np.float32)
 
 
-def run(fun, check_vma, *, mesh=MESH, in_specs=SPLIT):
+def run(fun, check_vma, *, mesh=MESH, in_specs=SHARDED):
     def body(x):
-        # The results are used, so that nothing is left out as dead code.
+        # Use the results, so that the call is not dead code.
         return jax.tree.map(lambda leaf: leaf, fun(x))
 
     return sharded(body, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=check_vma)(X)
 
 
-def refused(fun, exception, message, check_vma, *, lax_too=True, **options):
-    """fun(psum, x) raises this exception with ring_psum, and with lax.psum where that does not end in an assertion."""
+def rejects(fun, exception, message, check_vma, *, lax_raises=True, **options):
+    """Asserts that fun(psum, x) raises with ring_psum, and with lax.psum too if lax_raises."""
     with pytest.raises(exception, match=message):
         run(lambda x: fun(ring_psum, x), check_vma, **options)
-    if lax_too:
+    if lax_raises:
         with pytest.raises(exception):
             run(lambda x: fun(lax.psum, x), check_vma, **options)
 
 
 @pytest.mark.parametrize("name", ["j", None, 2.5, ("a",)], ids=str)
 def test_unbound_axis(name, check_vma):
-    # A tuple is a sequence of names, so that the last is the name 'a'.
-    refused(
+    # A tuple is a sequence of names; ("a",) names the axis 'a'.
+    rejects(
         lambda psum, x: psum(x, name), NameError,
         r"ring_psum: unbound axis name .*bound here: 'i'. Call it under jax.shard_map", check_vma,
-        lax_too=not check_vma,
+        lax_raises=not check_vma,
     )  # fmt: skip
 
 
 def test_unbound_axis_among_bound_ones(check_vma):
-    refused(lambda psum, x: psum(x, ("i", "k")), NameError, "'k'", check_vma, lax_too=not check_vma)
+    rejects(lambda psum, x: psum(x, ("i", "k")), NameError, "'k'", check_vma, lax_raises=not check_vma)
 
 
 def test_unbound_axis_for_a_constant(check_vma):
-    refused(lambda psum, x: psum(1, "k") * x, NameError, "'k'", check_vma)
+    rejects(lambda psum, x: psum(1, "k") * x, NameError, "'k'", check_vma)
 
 
 def test_all_bound_axes_are_listed(check_vma):
-    refused(
+    rejects(
         lambda psum, x: psum(x, "k"), NameError, "bound here: 'i', 'j'", check_vma,
-        lax_too=not check_vma, mesh=GRID, in_specs=P(("i", "j")),
+        lax_raises=not check_vma, mesh=GRID, in_specs=P(("i", "j")),
     )  # fmt: skip
 
 
-class OutsideOfEveryMap(chex.TestCase):
+class OutsideOfAnyMap(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True)
     def test_unbound_axis(self):
         for psum in (ring_psum, lax.psum):
@@ -76,17 +76,17 @@ def test_under_a_vmap_without_a_name():
 
 @pytest.mark.parametrize("axes", [("i", "i"), ["i", "i"]], ids=str)
 def test_axis_named_twice(axes, check_vma):
-    # lax.psum is not asked: it ends the process on some versions of JAX.
-    refused(
+    # Not compared with lax.psum, which crashes the process on some versions of JAX.
+    rejects(
         lambda psum, x: psum(x, axes), ValueError, r"each axis may be named once, got \('i', 'i'\)", check_vma,
-        lax_too=False,
+        lax_raises=False,
     )  # fmt: skip
 
 
 def test_axis_named_twice_among_others(check_vma):
-    refused(
+    rejects(
         lambda psum, x: psum(x, ("i", "j", "i")), ValueError, "named once", check_vma,
-        lax_too=False, mesh=GRID, in_specs=P(("i", "j")),
+        lax_raises=False, mesh=GRID, in_specs=P(("i", "j")),
     )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def test_axis_named_twice_among_others(check_vma):
 @pytest.mark.parametrize("varying", ["i", "j"])
 def test_operand_that_varies_over_some_of_the_axes(axes, varying):
     other = "j" if varying == "i" else "i"
-    refused(
+    rejects(
         lambda psum, x: psum(x, axes), ValueError,
         rf"{{V:{varying}}}, which is the same on all ranks of \('{other}',\)"
         rf".*already.*leave those axes out.*lax.pcast\(x, \('{other}',\), to=\"varying\"\)",
@@ -102,14 +102,14 @@ def test_operand_that_varies_over_some_of_the_axes(axes, varying):
     )  # fmt: skip
 
 
-def test_such_an_operand_among_others():
+def test_partly_varying_leaf_among_others():
     def body(psum, x):
         return psum({"fine": lax.pcast(x, "j", to="varying"), "not": x}, ("i", "j"))
 
-    refused(body, ValueError, "the same on all ranks", True, mesh=GRID, in_specs=P("i"))
+    rejects(body, ValueError, "the same on all ranks", True, mesh=GRID, in_specs=P("i"))
 
 
-def test_the_remedy_works():
+def test_the_suggested_pcast_works():
     total = run(
         lambda x: ring_psum(lax.pcast(x, ("j",), to="varying"), ("i", "j")), True, mesh=GRID, in_specs=P("i")
     )  # fmt: skip
@@ -118,22 +118,22 @@ def test_the_remedy_works():
 
 @pytest.mark.parametrize("axes", [0, (0,), ("i", 0), (0, "i")], ids=str)
 def test_positional_axes_with_vma_tracking(axes):
-    # With none but positional axes lax.psum ends in an assertion.
-    refused(
+    # With only positional axes, lax.psum fails with an AssertionError.
+    rejects(
         lambda psum, x: psum(x, axes), ValueError, r"positional axes \(0,\).*check_vma=True.*Use jnp.sum", True,
-        lax_too=isinstance(axes, tuple) and "i" in axes,
+        lax_raises=isinstance(axes, tuple) and "i" in axes,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("axis", [1, -1])
 def test_positional_axis_out_of_range(axis):
-    refused(lambda psum, x: psum(x, ("i", axis)), ValueError, "out-of-bounds", False)
+    rejects(lambda psum, x: psum(x, ("i", axis)), ValueError, "out-of-bounds", False)
 
 
 @pytest.mark.parametrize("leaf", ["text", object(), np.array(["a"]), b"bytes"], ids=["str", "object", "array", "bytes"])
-def test_leaf_that_is_no_array(leaf, check_vma):
-    refused(lambda psum, x: psum(leaf, "i"), TypeError, "valid JAX", check_vma)
-    refused(lambda psum, x: psum({"a": x, "b": [leaf]}, "i"), TypeError, "valid JAX", check_vma)
+def test_leaf_that_is_not_an_array(leaf, check_vma):
+    rejects(lambda psum, x: psum(leaf, "i"), TypeError, "valid JAX", check_vma)
+    rejects(lambda psum, x: psum({"a": x, "b": [leaf]}, "i"), TypeError, "valid JAX", check_vma)
 
 
 def test_random_key(check_vma):
@@ -150,14 +150,14 @@ def test_random_key(check_vma):
 
 @pytest.mark.parametrize("axis", [{"i"}, {}, [["i"]]], ids=str)
 def test_axis_name_that_cannot_be_hashed(axis, check_vma):
-    refused(lambda psum, x: psum(x, axis), TypeError, "hash", check_vma)
+    rejects(lambda psum, x: psum(x, axis), TypeError, "hash", check_vma)
 
 
 def test_groups_are_keyword_only(check_vma):
-    refused(lambda psum, x: psum(x, "i", [[0, 1, 2, 3]]), TypeError, "positional argument", check_vma)
+    rejects(lambda psum, x: psum(x, "i", [[0, 1, 2, 3]]), TypeError, "positional argument", check_vma)
 
 
-def test_no_axis_is_no_sum(check_vma):
+def test_no_axes_return_the_tree(check_vma):
     for axes in ((), []):
         tree = {"x": X, "text": "left alone"}
         assert ring_psum(tree, axes) is tree
@@ -166,5 +166,5 @@ def test_no_axis_is_no_sum(check_vma):
 
 def test_an_error_leaves_nothing_behind(check_vma):
     for _ in range(3):
-        refused(lambda psum, x: psum(x, "k"), NameError, "'k'", check_vma, lax_too=False)
+        rejects(lambda psum, x: psum(x, "k"), NameError, "'k'", check_vma, lax_raises=False)
         np.testing.assert_array_equal(run(lambda x: ring_psum(x, "i"), check_vma), X.reshape(4, 2).sum(0))

@@ -1,4 +1,4 @@
-"""The examples: the main job as the README runs it, and the others with the least to do."""
+"""The examples: train_digits.py as the README runs it, the others with small sizes."""
 
 import math
 import pathlib
@@ -18,7 +18,7 @@ def run(*arguments, name="train_digits.py"):
 
 
 @pytest.mark.parametrize("impl", ["ring", "lax"])
-def test_trains_and_agrees(impl):
+def test_train_digits(impl):
     result = run("--impl", impl)
     assert result.returncode == 0, result.stdout + result.stderr
     calls = {"ring": "jax_ring's all-reduce 1x and XLA's 0x", "lax": "jax_ring's all-reduce 0x and XLA's 1x"}
@@ -30,17 +30,17 @@ def test_trains_and_agrees(impl):
     assert min(accuracies) > 95
 
 
-def test_refuses_what_it_cannot_do():
+def test_invalid_options_are_rejected():
     result = run("--devices", "7")
     assert result.returncode == 2
     assert "--devices must divide the batch size 120, got 7" in result.stderr
 
 
-def test_code_that_one_did_not_write():
+def test_replace_psum():
     result = run("--devices", "4", name="replace_psum.py")
     assert result.returncode == 0, result.stdout + result.stderr
     rows = [line.split("│")[2:4] for line in result.stdout.splitlines() if "the same bits" in line]
-    # Calls by jax_ring and by XLA: as it is, with the name replaced, and under override_lax().
+    # Calls served by jax_ring and by XLA: unchanged, with the name replaced, and under override_lax().
     assert [[int(cell) for cell in row] for row in rows] == [[0, 4], [2, 2], [4, 0]]
 
 
@@ -58,7 +58,7 @@ def test_accumulation_and_clipping():
 
 
 def test_zero(tmp_path):
-    # What it predicts it has to measure, or else it fails.
+    # The example fails if its measurement differs from its prediction.
     plot = tmp_path / "memory.png"
     text = run_small("zero.py", "--devices", "3", "--epochs", "1", "--plot", str(plot))
     assert "ceil(17226 / 3) + 4 = 45940 bytes" in text
@@ -91,14 +91,14 @@ def test_multi_process():
     assert " of 68,908 bytes is served by " in result.stdout
     first, last = (float(loss) for loss in re.findall(r"mean loss (\d\.\d+)", result.stdout))
     assert last < first / 2
-    # Unanchored, since Gloo writes pieces of lines.
+    # Not anchored at the start of a line, because Gloo writes partial lines.
     parameters = re.findall(r"process (\d) has parameters (\w+), the same on all processes$", result.stdout, re.M)
     assert sorted(rank for rank, _ in parameters) == ["0", "1"]
     assert len({digest for _, digest in parameters}) == 1
 
 
 def test_ten_steps():
-    """Several buckets of 1 MiB, and one device's numbers up to rounding; the example says which bits are the same."""
+    """Several buckets of 1 MiB, the losses of a single device up to rounding, and bit equality as reported."""
     text = run_small("ten_steps.py", "--layers", "2")
     rows = [[cell.strip() for cell in line.split("│")[1:5]] for line in text.splitlines() if line.startswith("│")]
     buckets = {name: (number, verdict) for name, number, _, verdict in rows}
@@ -111,6 +111,6 @@ def test_ten_steps():
     assert all(float(loss) < first - 1 for _, _, loss, _ in rows)
 
 
-def test_others_refuse_what_they_cannot_do():
+def test_invalid_options_of_other_examples_are_rejected():
     assert "got 7" in run("--devices", "7", name="zero.py").stderr
     assert "got 3 and 3" in run("--width", "3", "--steps", "3", name="train_gpt.py").stderr

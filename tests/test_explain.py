@@ -1,4 +1,4 @@
-"""jax_ring.explain: the collectives of a function, who serves them, and their bytes, predicted and counted."""
+"""jax_ring.explain: the collectives of a function, what serves them, and their predicted and counted bytes."""
 
 import sys
 
@@ -51,7 +51,7 @@ def test_one_call(check_vma):
     assert found.predicted_bytes == found.counted_bytes == 14
 
 
-def test_a_function_that_is_not_jitted_and_shapes_in_place_of_arrays():
+def test_unjitted_function_and_abstract_arguments():
     f = jax.shard_map(lambda x, scale: ring_psum(x * scale, "i"), mesh=MESH, in_specs=(P("i"), P()), out_specs=P())
     found = explain(lambda x, *, scale: f(x, scale), jax.ShapeDtypeStruct((16,), jnp.bfloat16), scale=2.0)
     assert found.predicted_bytes == found.counted_bytes == 7
@@ -76,7 +76,7 @@ def test_groups_and_several_axes():
     assert both.axes == ("i", "j")
     assert both.groups == (tuple(range(8)),)
     assert uneven.groups == ((0, 3), (1,), (2,), (4, 7), (5,), (6,))
-    # Half of the ranks are in groups of two, each of which sends its 8 bytes; the others send nothing.
+    # Half of the ranks are in groups of two, and send 8 bytes each; the others send nothing.
     assert uneven.wire_bytes == 4
     assert columns.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert found.predicted_bytes == found.counted_bytes
@@ -127,7 +127,7 @@ def test_collectives_of_lax():
     assert all(call.served_by == "XLA" and "not overridden" in call.why for call in by_name.values())
 
 
-OURS = {
+RING_COLLECTIVES = {
     "psum": lambda x: jax_ring.ring_psum(x, "i"),
     "pmax": lambda x: jax_ring.ring_pmax(x, "i"),
     "pmin": lambda x: jax_ring.ring_pmin(x, "i"),
@@ -138,14 +138,14 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", RING_COLLECTIVES)
 def test_the_family(name, check_vma):
-    found = explained(OURS[name], check_vma=check_vma)
+    found = explained(RING_COLLECTIVES[name], check_vma=check_vma)
     call = only(found.collectives)
     assert call.name.removesuffix("_invariant") == f"ring_{name}"
     assert call.served_by == "jax_ring"
     assert found.predicted_bytes == found.counted_bytes == call.wire_bytes
-    # Gathers and scatters are of 8 times the 8 bytes that each rank has of its own.
+    # A gather or scatter has 8 times the 8 bytes of each rank.
     volume = 64 if name in ("psum_scatter", "all_gather") else 8
     assert call.num_bytes == volume
     assert call.wire_bytes == volume * 7 / 8 * (2 if name in ("psum", "pmax", "pmin") else 1)
@@ -160,7 +160,7 @@ def test_mesh_of_the_context():
 
 
 def test_nested_shard_maps(check_vma):
-    # The inner one leaves no axis to the compiler, since the outer one has taken the other.
+    # The inner shard_map leaves no axis to the compiler, because the outer axis is already manual.
     def outer(x):
         options = {"in_specs": P("j"), "out_specs": P("j"), "axis_names": {"j"}, "check_vma": check_vma}
         return ring_psum(jax.shard_map(lambda x: ring_psum(x, "j") + x, **options)(x), "i")
@@ -173,7 +173,7 @@ def test_nested_shard_maps(check_vma):
     assert (outer.axes, outer.served_by) == (("i",), "XLA")
 
 
-def test_who_serves_under_the_override():
+def test_served_by_under_the_override():
     body = lambda x: lax.psum(x, "i")  # noqa: E731
     with override_lax():
         found = explained(body)
@@ -190,7 +190,7 @@ def test_sums_that_differentiation_inserts():
     assert only(found.collectives).name == "psum_invariant"
 
 
-def test_why_xla_serves_ours():
+def test_reason_for_the_fallback():
     mesh = make_mesh((4, 2), ("i", "auto"))
     f = jax.jit(jax.shard_map(lambda x: ring_psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P(), axis_names={"i"}))
     call = only(explain(f, X).collectives)
@@ -198,13 +198,13 @@ def test_why_xla_serves_ours():
     assert "leaves the axes ['auto'] to the compiler" in call.why
 
 
-def test_groups_of_one_need_nobody():
+def test_groups_of_one_need_no_communication():
     found = explained(lambda x: ring_psum(x, "i", axis_index_groups=[[k] for k in range(RANKS)]))
     assert only(found.collectives).served_by == "none"
     assert found.predicted_bytes == found.counted_bytes == 0
 
 
-def test_what_the_partitioner_inserts_is_in_the_program_alone():
+def test_collectives_of_the_partitioner_are_instructions_only():
     x = jax.ShapeDtypeStruct((16,), jnp.float32, sharding=NamedSharding(MESH, P("i")))
     found = explain(jax.jit(jnp.sum), x)
     assert found.collectives == ()
@@ -240,7 +240,7 @@ def test_no_collectives():
     assert "0 predicted, 0 counted" in str(found)
 
 
-# The parts: HLO in its other forms, and the formulas.
+# Forms of HLO, and formulas.
 
 
 def test_forms_of_hlo():
@@ -272,7 +272,7 @@ def test_formulas(ranks):
     volume = 840
     scatter = wire_bytes("reduce_scatter", volume, [ranks])
     assert scatter == pytest.approx(volume * (ranks - 1) / ranks)
-    # A ring's all-reduce is a reduce-scatter followed by an all-gather.
+    # A ring all-reduce is a reduce-scatter followed by an all-gather.
     assert wire_bytes("all_reduce", volume, [ranks]) == scatter + wire_bytes("all_gather", volume, [ranks])
     assert wire_bytes("all_reduce", volume, [ranks], "one_shot") == volume * (ranks - 1)
     assert wire_bytes("all_reduce", volume, [ranks] * 5) == wire_bytes("all_reduce", volume, [ranks])

@@ -1,4 +1,4 @@
-"""What the family refuses, by which exception, and in which words."""
+"""Invalid arguments of the collectives: exceptions and messages."""
 
 import inspect
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from family import FAMILY, SHAPE, every_collective, vary
+from collectives import COLLECTIVES, SHAPE, every_collective, vary
 from helpers import RANKS, assert_same_trees, make_mesh, num_calls, run_python, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -15,7 +15,7 @@ import jax_ring
 from jax_ring import ring_all_gather, ring_broadcast, ring_pmax, ring_pmin, ring_psum_scatter, ring_reduce
 
 X = (np.arange(RANKS * np.prod(SHAPE)) % 7 - 3).astype(np.float32).reshape(RANKS * SHAPE[0], SHAPE[1])
-NAMESAKES = {
+LAX_EQUIVALENTS = {
     jax_ring.ring_psum: lax.psum,
     jax_ring.ring_pmean: lax.pmean,
     jax_ring.ring_pmax: lax.pmax,
@@ -25,7 +25,7 @@ NAMESAKES = {
 }
 
 
-@pytest.mark.parametrize(("ours", "theirs"), NAMESAKES.items(), ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("ours", "theirs"), LAX_EQUIVALENTS.items(), ids=lambda f: f.__name__)
 def test_signatures(ours, theirs):
     ours, theirs = (list(inspect.signature(f).parameters.values()) for f in (ours, theirs))
     own = ours[len(theirs) :]
@@ -34,74 +34,74 @@ def test_signatures(ours, theirs):
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in own)
 
 
-def refused(fun, exception, message, check_vma):
+def rejects(fun, exception, message, check_vma):
     with pytest.raises(exception, match=message):
         jax.make_jaxpr(sharded(fun, check_vma=check_vma))(X)
 
 
 @every_collective()
 def test_unbound_axis(collective, check_vma):
-    refused(lambda x: collective.ours(x, "k"), NameError, r"ring_.*: unbound axis name 'k'.*bound here: 'i'", check_vma)
+    rejects(lambda x: collective.ring(x, "k"), NameError, r"ring_.*: unbound axis name 'k'.*bound here: 'i'", check_vma)
 
 
 @every_collective()
 def test_axis_named_twice(collective, check_vma):
-    refused(lambda x: collective.ours(x, ("i", "i")), ValueError, "ring_.*named once", check_vma)
+    rejects(lambda x: collective.ring(x, ("i", "i")), ValueError, "ring_.*named once", check_vma)
 
 
 @every_collective(lambda name, pair: not name.startswith(("psum", "pm")) or "scatter" in name)
 def test_positional_axes(collective, check_vma):
-    refused(lambda x: collective.ours(x, ("i", 0)), ValueError, r"ring_.*over named axes.*\(0,\)", check_vma)
+    rejects(lambda x: collective.ring(x, ("i", 0)), ValueError, r"ring_.*over named axes.*\(0,\)", check_vma)
 
 
 @every_collective()
-def test_no_axis_is_no_collective(collective):
+def test_no_axes_return_the_tree(collective):
     tree = {"x": X, "text": "left alone"}
-    if collective is not FAMILY["pmean"]:
-        assert collective.ours(tree, ()) is tree
+    if collective is not COLLECTIVES["pmean"]:
+        assert collective.ring(tree, ()) is tree
 
 
 @every_collective()
 def test_unknown_algorithm(collective, check_vma):
-    refused(lambda x: collective.ours(x, "i", algorithm="best"), ValueError, "ring_.*algorithm must be one", check_vma)
+    rejects(lambda x: collective.ring(x, "i", algorithm="best"), ValueError, "ring_.*algorithm must be one", check_vma)
 
 
 @every_collective(lambda name, pair: name not in ("pmax", "pmin", "broadcast") and "gather" not in name)
 def test_unknown_order(collective, check_vma):
-    refused(lambda x: collective.ours(x, "i", order="best"), ValueError, "ring_.*order must be one", check_vma)
+    rejects(lambda x: collective.ring(x, "i", order="best"), ValueError, "ring_.*order must be one", check_vma)
 
 
 @pytest.mark.parametrize("root", [-1, RANKS, 100])
 @pytest.mark.parametrize("fun", [ring_reduce, ring_broadcast])
-def test_no_such_root(fun, root, check_vma):
-    refused(
+def test_root_out_of_range(fun, root, check_vma):
+    rejects(
         lambda x: fun(x, "i", root=root), ValueError, rf"root must be a rank of \('i',\), that is 0 to 7, got {root}",
         check_vma,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("fun", [ring_reduce, ring_broadcast])
-def test_root_is_a_python_integer(fun, check_vma):
-    refused(lambda x: fun(x, "i", root=1.5), TypeError, "integer", check_vma)
-    refused(lambda x: fun(x, "i", root=lax.axis_index("i")), TypeError, "index", check_vma)
+def test_root_must_be_a_python_integer(fun, check_vma):
+    rejects(lambda x: fun(x, "i", root=1.5), TypeError, "integer", check_vma)
+    rejects(lambda x: fun(x, "i", root=lax.axis_index("i")), TypeError, "index", check_vma)
 
 
 @pytest.mark.parametrize("dimension", [2, 7, -3])
-def test_no_such_dimension(dimension, check_vma):
+def test_dimension_out_of_range(dimension, check_vma):
     for fun in (ring_psum_scatter, lax.psum_scatter):
-        refused(lambda x, f=fun: f(x, "i", scatter_dimension=dimension), (ValueError, IndexError), "out of", check_vma)
-    refused(
+        rejects(lambda x, f=fun: f(x, "i", scatter_dimension=dimension), (ValueError, IndexError), "out of", check_vma)
+    rejects(
         lambda x: ring_psum_scatter(x, "i", scatter_dimension=dimension), ValueError,
         f"scatter_dimension {dimension} is out of bounds for an array of dimension 2", check_vma,
     )  # fmt: skip
     for fun in (ring_all_gather, lax.all_gather):
-        refused(lambda x, f=fun: f(x, "i", axis=dimension, tiled=True), ValueError, "out of bounds", check_vma)
+        rejects(lambda x, f=fun: f(x, "i", axis=dimension, tiled=True), ValueError, "out of bounds", check_vma)
 
 
 def test_dimension_of_the_wrong_size(check_vma):
     for fun in (ring_psum_scatter, lax.psum_scatter):
-        refused(lambda x, f=fun: f(x[:5], "i"), ValueError, "size 5 must match", check_vma)
-        refused(lambda x, f=fun: f(x[:5], "i", tiled=True), ValueError, "size 5 must be divisible", check_vma)
+        rejects(lambda x, f=fun: f(x[:5], "i"), ValueError, "size 5 must match", check_vma)
+        rejects(lambda x, f=fun: f(x[:5], "i", tiled=True), ValueError, "size 5 must be divisible", check_vma)
 
 
 def test_scatter_of_booleans(check_vma):
@@ -112,33 +112,33 @@ def test_scatter_of_booleans(check_vma):
 
 def test_extrema_of_complex_numbers(check_vma):
     for fun in (ring_pmax, ring_pmin):
-        refused(lambda x, f=fun: f(x + 1j, "i"), TypeError, r"complex numbers have no order, got complex64", check_vma)
+        rejects(lambda x, f=fun: f(x + 1j, "i"), TypeError, r"complex numbers have no order, got complex64", check_vma)
 
 
-def test_where_to_gather(check_vma):
+def test_unknown_gather_destination(check_vma):
     for fun in (ring_all_gather, lax.all_gather):
-        refused(lambda x, f=fun: f(x, "i", to="elsewhere"), ValueError, "to", check_vma)
+        rejects(lambda x, f=fun: f(x, "i", to="elsewhere"), ValueError, "to", check_vma)
 
 
 @pytest.mark.parametrize("leaf", ["text", object()], ids=["str", "object"])
 @every_collective()
-def test_leaf_that_is_no_array(collective, leaf, check_vma):
-    refused(lambda x: collective.ours({"a": x, "b": leaf}, "i"), TypeError, "valid JAX", check_vma)
+def test_leaf_that_is_not_an_array(collective, leaf, check_vma):
+    rejects(lambda x: collective.ring({"a": x, "b": leaf}, "i"), TypeError, "valid JAX", check_vma)
 
 
 @every_collective(lambda name, pair: name in ("psum", "psum_scatter", "reduce"))
-def test_sum_of_what_varies_over_some_axes(collective):
+def test_sum_of_a_partly_varying_operand(collective):
     mesh = make_mesh((4, 2), ("i", "j"))
-    f = sharded(lambda x: collective.ours(x[:8], ("i", "j")), mesh=mesh)
+    f = sharded(lambda x: collective.ring(x[:8], ("i", "j")), mesh=mesh)
     with pytest.raises(ValueError, match=r"the same on all ranks of \('j',\).*lax.pcast"):
         f(X)
 
 
 @every_collective(lambda name, pair: name in ("pmax", "pmin", "all_gather", "broadcast"))
-def test_what_does_not_add_may_vary_over_some_axes(collective):
+def test_operands_that_are_not_summed_may_vary_over_some_axes(collective):
     mesh = make_mesh((4, 2), ("i", "j"))
     axes = ("i", "j")
-    out = sharded(lambda x: vary(collective.ours(x, axes), axes), mesh=mesh, out_specs=P(axes))(X)
+    out = sharded(lambda x: vary(collective.ring(x, axes), axes), mesh=mesh, out_specs=P(axes))(X)
     ranks = np.repeat(X.reshape(4, -1, SHAPE[1]), 2, axis=0)
     np.testing.assert_array_equal(
         np.asarray(out).reshape(8, *np.shape(collective.oracle(ranks))[1:]), collective.oracle(ranks)
@@ -146,11 +146,11 @@ def test_what_does_not_add_may_vary_over_some_axes(collective):
 
 
 @pytest.mark.parametrize("fun", [ring_reduce, ring_broadcast])
-def test_keys(fun):
-    refused(lambda x: fun(jax.random.key(x[0, 0].astype(int)), "i"), TypeError, "key_data", False)
+def test_random_keys(fun):
+    rejects(lambda x: fun(jax.random.key(x[0, 0].astype(int)), "i"), TypeError, "key_data", False)
 
 
-# Where no engine of ours serves.
+# Fallback to XLA.
 
 
 @every_collective()
@@ -165,15 +165,15 @@ def test_partly_manual_falls_back(collective, check_vma, caplog):
         return jax.jit(f)
 
     with caplog.at_level("INFO", logger="jax_ring"):
-        ours = make(collective.ours)(X)
+        ours = make(collective.ring)(X)
     assert "uses XLA's" in caplog.records[-1].getMessage()
-    assert_same_trees(ours, make(collective.theirs)(X))
-    assert num_calls(make(collective.ours), X) == 0
+    assert_same_trees(ours, make(collective.lax)(X))
+    assert num_calls(make(collective.ring), X) == 0
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "float16", "float32", "complex64"])
-def test_broadcast_by_xla_keeps_zeros(dtype):
-    # XLA has no broadcast here: it is a sum, to which nobody else must add anything that changes -0.
+def test_broadcast_by_xla_keeps_negative_zeros(dtype):
+    # The fallback is a sum, in which the other ranks must not change -0.
     mesh = make_mesh((8, 2), ("i", "j"))
     x = np.where(X > 0, 1.0, -0.0).astype(jnp.dtype(dtype))
     f = jax.shard_map(

@@ -1,11 +1,11 @@
-"""Derivatives of the family: those of the namesakes, and none where they have none."""
+"""Derivatives of the collectives: the same as those of lax; pmax and pmin have none."""
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from family import FAMILY, SHAPE, every_collective, vary
+from collectives import COLLECTIVES, SHAPE, every_collective, vary
 from helpers import RANKS, assert_matches_lax, num_calls, sharded
 from jax import lax
 
@@ -15,7 +15,7 @@ X = (np.arange(RANKS * np.prod(SHAPE)) % 5 - 2).astype(np.float32).reshape(RANKS
 
 
 def comparable(name, pair):
-    """Without vma tracking, JAX 0.10's all_gather to "invarying" has the derivative of the form for it."""
+    """Without vma tracking, all_gather(to="invarying") of JAX 0.10 has the derivative of the tracked form."""
     return pair.differentiable and ("invarying" not in name or jax.__version_info__ >= (0, 12))
 
 
@@ -24,7 +24,7 @@ compared = every_collective(comparable)
 
 
 def loss(fun, x):
-    """A scalar of each rank that depends on all ranks' x in different ways."""
+    """A scalar per rank that depends on the x of each rank with different weights."""
     y = vary(fun(x * x, "i"), "i")
     weights = jnp.arange(y.size, dtype=y.dtype).reshape(y.shape) % 3 + lax.axis_index("i")
     return jnp.sum(weights * y * y)
@@ -90,7 +90,7 @@ def test_gradient_from_outside_of_the_map(collective, check_vma):
     ids=["psum_scatter", "all_gather", "reduce", "broadcast"],
 )
 def test_transposes(forward, backward):
-    # Each is the other's transpose, and a call of ours as well.
+    # The transpose is a call of the engine as well.
     def body(x):
         y, pull = jax.vjp(forward, x)
         return pull(jnp.cos(y))[0]
@@ -103,7 +103,7 @@ def test_transposes(forward, backward):
 
 @pytest.mark.parametrize("name", ["psum_scatter", "all_gather", "reduce", "broadcast"])
 def test_transposing_twice_is_the_function(name):
-    fun = FAMILY[name].ours
+    fun = COLLECTIVES[name].ring
 
     def body(x):
         transpose = jax.linear_transpose(lambda x: fun(x, "i"), x)
@@ -113,8 +113,8 @@ def test_transposing_twice_is_the_function(name):
     assert not np.any(sharded(body, check_vma=False)(X))
 
 
-def test_invariant_results_need_no_communication_back():
-    for fun in (FAMILY["all_gather_invarying"].ours, FAMILY["broadcast"].ours, FAMILY["psum"].ours):
+def test_invariant_results_need_no_call_in_the_backward_pass():
+    for fun in (COLLECTIVES["all_gather_invarying"].ring, COLLECTIVES["broadcast"].ring, COLLECTIVES["psum"].ring):
 
         def body(x, fun=fun):
             y, pull = jax.vjp(lambda x: fun(x, "i"), x)
@@ -125,7 +125,7 @@ def test_invariant_results_need_no_communication_back():
 
 @pytest.mark.parametrize("name", ["pmax", "pmin"])
 def test_extrema_have_no_derivative(name, check_vma):
-    for fun in FAMILY[name][:2]:
+    for fun in COLLECTIVES[name][:2]:
         for derivative in (
             jax.grad(lambda x, fun=fun: jnp.sum(fun(x, "i"))),
             lambda x, fun=fun: jax.jvp(lambda x: fun(x, "i"), (x,), (x,)),
@@ -145,8 +145,8 @@ def test_extrema_of_constants_in_a_differentiated_function(check_vma):
 
 
 @every_collective(lambda name, pair: name.startswith(("psum_scatter", "all_gather")) and comparable(name, pair))
-def test_gradient_of_one_of_a_tree(collective, check_vma):
-    # The others' tangents and cotangents are symbolic zeros.
+def test_gradient_of_one_leaf(collective, check_vma):
+    # The tangents and cotangents of the other leaves are symbolic zeros.
     def body(fun, x):
         def f(x):
             out = fun({"a": x, "b": 2 * lax.stop_gradient(x), "c": 3 * x}, "i")

@@ -1,16 +1,16 @@
-"""axis_index_groups of the family."""
+"""axis_index_groups of all collectives."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from family import FAMILY, every_collective, takes_groups
+from collectives import COLLECTIVES, every_collective, supports_groups
 from helpers import RANKS, assert_matches_lax, assert_same_bits, make_mesh, num_calls, sharded
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import ring_psum_scatter
 
-# Operands that ranks of groups of 2, 4 and 8 can scatter.
+# Operands that groups of 2, 4 and 8 ranks can scatter.
 X = (np.arange(RANKS * 8 * 16) % 7 - 3).astype(np.float32).reshape(RANKS * 8, 16)
 GROUPS = {
     "all": [[7, 6, 5, 4, 3, 2, 1, 0]],
@@ -19,17 +19,17 @@ GROUPS = {
     "pairs": ((0, 7), (6, 1), (2, 5), (3, 4)),
 }
 UNEVEN = [[0, 1, 2], [3, 4, 5, 6, 7]]
-grouped = every_collective(takes_groups)
+grouped = every_collective(supports_groups)
 
 
 def operand(collective, x, groups):
-    """An untiled scatter needs a dimension as large as the group."""
-    return x[: len(groups[0])] if collective is FAMILY["psum_scatter"] else x
+    """x, or as many rows as the group has ranks for an untiled scatter."""
+    return x[: len(groups[0])] if collective is COLLECTIVES["psum_scatter"] else x
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
 @grouped
-def test_as_the_namesake(collective, groups):
+def test_matches_lax(collective, groups):
     def body(fun, x):
         x = operand(collective, x, groups)
         f = lambda x: fun({"a": x, "b": x + 1}, "i", axis_index_groups=groups)  # noqa: E731
@@ -41,7 +41,7 @@ def test_as_the_namesake(collective, groups):
     assert_matches_lax(body, X, pair=collective[:2], check_vma=False)
 
 
-@every_collective(lambda name, pair: name.startswith(("psum_scatter", "all_gather")) and takes_groups(name, pair))
+@every_collective(lambda name, pair: name.startswith(("psum_scatter", "all_gather")) and supports_groups(name, pair))
 def test_with_vma_tracking(collective):
     # Results that vary may differ between groups.
     groups = GROUPS["permuted"]
@@ -53,41 +53,41 @@ def test_with_vma_tracking(collective):
 
 
 @every_collective(lambda name, pair: name in ("psum", "pmean", "pmax", "pmin"))
-def test_reductions_not_with_vma_tracking(collective):
+def test_reductions_require_check_vma_false(collective):
     with pytest.raises(NotImplementedError, match=r"not invariant over the axis.*Use check_vma=False"):
-        sharded(lambda x: collective.ours(x, "i", axis_index_groups=GROUPS["pairs"]))(X)
+        sharded(lambda x: collective.ring(x, "i", axis_index_groups=GROUPS["pairs"]))(X)
 
 
 @every_collective(lambda name, pair: name in ("psum", "pmax", "pmin"))
 def test_reductions_in_groups_of_different_sizes(collective):
     values = np.random.default_rng(0).standard_normal((RANKS, 5)).astype(np.float32)
-    f = sharded(lambda x: collective.ours(x, "i", axis_index_groups=UNEVEN), check_vma=False)
+    f = sharded(lambda x: collective.ring(x, "i", axis_index_groups=UNEVEN), check_vma=False)
     results = np.asarray(f(values))
     for group in UNEVEN:
         for rank in group:
             assert_same_bits(results[rank], collective.oracle(values[group])[0])
 
 
-@every_collective(lambda name, pair: name.startswith(("psum_scatter", "all_gather")) and takes_groups(name, pair))
+@every_collective(lambda name, pair: name.startswith(("psum_scatter", "all_gather")) and supports_groups(name, pair))
 def test_results_of_different_sizes_are_refused(collective):
     for fun in collective[:2]:
         with pytest.raises(ValueError, match=r"must all be of one size|must match|must be divisible|replica id"):
             sharded(lambda x, fun=fun: fun(x[:3], "i", axis_index_groups=UNEVEN), check_vma=False)(X)
     with pytest.raises(ValueError, match=r"one size, got \[\[0, 1, 2\], \[3, 4, 5, 6, 7\]\]"):
-        sharded(lambda x: collective.ours(x, "i", axis_index_groups=UNEVEN), check_vma=False)(X)
+        sharded(lambda x: collective.ring(x, "i", axis_index_groups=UNEVEN), check_vma=False)(X)
 
 
 @pytest.mark.parametrize("groups", [[[0, 1, 2, 3], [4, 5, 6, 6]], [[0, 1, 2, 3]], []], ids=str)
 @grouped
-def test_malformed(collective, groups, check_vma):
+def test_malformed_groups(collective, groups, check_vma):
     with pytest.raises(ValueError, match=r"ring_.*must hold every rank of .* exactly once, that is 0 to 7"):
-        sharded(lambda x: collective.ours(x, "i", axis_index_groups=groups), check_vma=check_vma)(X)
+        sharded(lambda x: collective.ring(x, "i", axis_index_groups=groups), check_vma=check_vma)(X)
 
 
 @grouped
 def test_groups_of_one_need_no_call(collective):
     groups = [[i] for i in range(RANKS)]
-    body = lambda x: collective.ours(operand(collective, x, groups), "i", axis_index_groups=groups)  # noqa: E731
+    body = lambda x: collective.ring(operand(collective, x, groups), "i", axis_index_groups=groups)  # noqa: E731
     assert num_calls(sharded(body, check_vma=False), X) == 0
     assert_matches_lax(
         lambda fun, x: fun(operand(collective, x, groups), "i", axis_index_groups=groups), X,

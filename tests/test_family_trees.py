@@ -1,11 +1,11 @@
-"""Trees of the family: one call for what can travel together, none for what nobody uses."""
+"""Pytrees in all collectives: one call for all leaves of a dtype, and none for unused results."""
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from family import SHAPE, every_collective, vary
+from collectives import SHAPE, every_collective, vary
 from helpers import RANKS, assert_matches_lax, compiled_text, num_calls, sharded
 from jax import lax
 
@@ -21,7 +21,7 @@ def tree_of(x):
 
 
 @every_collective()
-def test_as_the_namesake(collective, check_vma):
+def test_matches_lax(collective, check_vma):
     def body(fun, x):
         return jax.tree.map(lambda y: vary(y, "i"), fun(tree_of(x), "i"))
 
@@ -30,26 +30,26 @@ def test_as_the_namesake(collective, check_vma):
 
 @every_collective()
 def test_one_call_for_each_dtype(collective, check_vma):
-    assert num_calls(sharded(lambda x: collective.ours(tree_of(x), "i"), check_vma=check_vma), X) == 3
+    assert num_calls(sharded(lambda x: collective.ring(tree_of(x), "i"), check_vma=check_vma), X) == 3
 
 
 @every_collective()
 def test_the_hlo_names_the_collective(collective, check_vma):
-    text = compiled_text(sharded(lambda x: collective.ours(x, "i"), check_vma=check_vma), X)
+    text = compiled_text(sharded(lambda x: collective.ring(x, "i"), check_vma=check_vma), X)
     (kind,) = [kind for kind in KINDS if f'"jax_ring_{kind}"' in text]
-    name = getattr(collective.ours, "func", collective.ours).__name__
+    name = getattr(collective.ring, "func", collective.ring).__name__
     assert kind.replace("_", "") in {
         "ring_psum_scatter": "reducescatter", "ring_all_gather": "allgather", "ring_reduce": "reduce",
         "ring_broadcast": "broadcast",
     }.get(name, "allreduce")  # fmt: skip
-    # None of XLA's.
+    # No collective of XLA.
     assert not [op for op in ("all-reduce(", "reduce-scatter(", "all-gather(") if op in text]
 
 
 @every_collective()
 def test_unused_results_cost_nothing(collective, check_vma):
     def body(x):
-        out = collective.ours({"used": x, "unused": x + 1, "other": x.astype(jnp.int32)}, "i")
+        out = collective.ring({"used": x, "unused": x + 1, "other": x.astype(jnp.int32)}, "i")
         return out["used"]
 
     f = sharded(body, check_vma=check_vma)
@@ -61,7 +61,7 @@ def test_unused_results_cost_nothing(collective, check_vma):
 @every_collective()
 def test_equal_calls_merge_and_others_do_not(collective, check_vma):
     def body(x):
-        return collective.ours(x, "i"), collective.ours(x, "i"), collective.ours(x + 1, "i")
+        return collective.ring(x, "i"), collective.ring(x, "i"), collective.ring(x + 1, "i")
 
     assert num_calls(sharded(body, check_vma=check_vma), X) == 2
 
@@ -75,9 +75,9 @@ def test_maximum_and_minimum_do_not_merge(check_vma):
     chex.assert_trees_all_equal(of_one_rank, (values.max(0), values.min(0), values.sum(0)), strict=True)
 
 
-@pytest.mark.parametrize("fun", [ring_all_gather, lax.all_gather], ids=["ours", "lax"])
+@pytest.mark.parametrize("fun", [ring_all_gather, lax.all_gather], ids=["ring", "lax"])
 def test_leaves_of_different_ranks_and_one_negative_axis(fun, check_vma):
-    # The last axis is another one in each leaf, so that they are calls of their own.
+    # axis=-1 is a different axis in each leaf, so each leaf is a separate call.
     def body(x):
         out = fun({"matrix": x, "vector": x[0], "scalar": x[0, 0]}, "i", axis=-1)
         return jax.tree.map(lambda y: y.reshape(-1, RANKS), out)
@@ -105,15 +105,15 @@ def test_constants(collective, check_vma):
 
 
 @every_collective(lambda name, pair: "all_gather" in name)
-def test_constants_are_moved(collective, check_vma):
+def test_constants_are_gathered(collective, check_vma):
     def body(fun, x):
         return x, vary(fun(np.ones((2, 3), np.float32), "i"), "i")
 
     assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)
 
 
-def test_layout_is_a_copy_only_where_it_must_be():
-    # Along the first dimension the engine writes the result itself.
+def test_no_copy_along_the_first_dimension():
+    # Along the first dimension, the engine writes the final layout itself.
     for fun in (lambda x: ring_all_gather(x, "i", tiled=True), lambda x: ring_psum_scatter(x, "i", tiled=True)):
         text = compiled_text(sharded(fun, check_vma=False), X)
         assert "transpose" not in text

@@ -1,4 +1,4 @@
-"""The family's results: the types and values of their namesakes, and the bits that are promised."""
+"""Results of all collectives: types and values match lax, and bits match the specified fold."""
 
 import chex
 import jax
@@ -6,14 +6,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from family import FAMILY, SHAPE, adds, every_collective, vary
+from collectives import COLLECTIVES, SHAPE, every_collective, is_sum, vary
 from helpers import RANKS, assert_matches_lax, assert_same_bits, make_mesh, num_calls, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import ring_all_gather, ring_broadcast, ring_pmax, ring_pmin, ring_psum, ring_psum_scatter, ring_reduce
 
-# Small integers, of which all sums are exact.
+# Small integers, whose sums are exact.
 X = (np.arange(RANKS * np.prod(SHAPE)) % 7 - 3).astype(np.float32).reshape(RANKS * SHAPE[0], SHAPE[1])
 
 DTYPES = [
@@ -23,7 +23,7 @@ DTYPES = [
 
 
 def values_of(name, seed=0):
-    """Operands of all ranks over the range of the dtype, with different signs and magnitudes."""
+    """Operands of all ranks, with different signs and magnitudes over the range of the dtype."""
     rng = np.random.default_rng(seed)
     dtype = np.dtype(getattr(ml_dtypes, name, name))
     if "int" in name:
@@ -37,7 +37,7 @@ def values_of(name, seed=0):
 
 
 def results_of(collective, values, check_vma=False, **options):
-    """What each rank gets if rank r has values[r]."""
+    """The results of all ranks, stacked, if the operand of rank r is values[r]."""
     f = sharded(lambda v: collective(v[0], "i", **options)[None], mesh=make_mesh((len(values),)), check_vma=check_vma)
     if values.size:
         assert num_calls(f, values) == 1
@@ -45,7 +45,7 @@ def results_of(collective, values, check_vma=False, **options):
 
 
 @every_collective()
-def test_as_the_namesake(collective, check_vma):
+def test_matches_lax(collective, check_vma):
     def body(fun, x):
         return fun(x, "i"), fun(x.astype(jnp.int32), "i"), vary(fun(x - 1, "i"), "i")
 
@@ -53,11 +53,11 @@ def test_as_the_namesake(collective, check_vma):
 
 
 def check_bits(collective, dtypes):
-    """All dtypes as one tree, which is a call for each."""
+    """Asserts that a tree with a leaf of each dtype matches the oracle bit for bit, with one call per dtype."""
     values = {dtype: values_of(dtype) for dtype in dtypes if collective.differentiable or "complex" not in dtype}
 
     def body(values):
-        results = collective.ours(jax.tree.map(lambda v: v[0], values), "i")
+        results = collective.ring(jax.tree.map(lambda v: v[0], values), "i")
         return jax.tree.map(lambda result: result[None], results)
 
     f = sharded(body, check_vma=False)
@@ -77,7 +77,7 @@ def test_bits_of_wide_types(collective):
 
 
 @every_collective(lambda name, pair: not name.startswith("psum_scatter"))
-def test_types_as_the_namesake(collective, check_vma):
+def test_types_match_lax(collective, check_vma):
     def body(fun, x):
         dtypes = ["float16", "int8", "float32", *["complex64"] * collective.differentiable]
         return fun({"bool": x > 0, **{dtype: x.astype(dtype) for dtype in dtypes}}, "i")
@@ -86,25 +86,25 @@ def test_types_as_the_namesake(collective, check_vma):
 
 
 @every_collective(lambda name, pair: "gather" in name or name == "broadcast")
-def test_moved_bits_are_not_touched(collective):
-    # Every NaN, which a conversion would make one.
+def test_moved_bits_are_unchanged(collective):
+    # Includes all NaN patterns, which a conversion would merge.
     codes = np.arange(RANKS * np.prod(SHAPE), dtype=np.uint16).reshape(RANKS, *SHAPE) + 0x7F00
-    moved = results_of(collective.ours, codes.view(ml_dtypes.bfloat16)).view(np.uint16)
+    moved = results_of(collective.ring, codes.view(ml_dtypes.bfloat16)).view(np.uint16)
     np.testing.assert_array_equal(moved, collective.oracle(codes))
 
 
-@every_collective(adds)
+@every_collective(is_sum)
 def test_sums_are_the_same_fold_everywhere(collective):
-    # 1e8 + 1 is 1e8 in float32: who was added when can be seen.
+    # 1e8 + 1 is 1e8 in float32, so the order of additions is visible.
     values = np.ones((RANKS, *SHAPE), np.float32)
     values[0], values[1] = 1e8, -1e8
-    results = results_of(collective.ours, values)
+    results = results_of(collective.ring, values)
     assert set(np.unique(results)) <= {0, 6 / 8, 6}
     values[[1, 7]] = values[[7, 1]]
-    assert set(np.unique(results_of(collective.ours, values))) == {0}
+    assert set(np.unique(results_of(collective.ring, values))) == {0}
 
 
-def test_parts_of_a_sum_have_its_bits():
+def test_parts_of_a_sum_have_the_same_bits():
     values = values_of("bfloat16")
     total = results_of(ring_psum, values)[0]
     scattered = results_of(ring_psum_scatter, values, tiled=True)
@@ -113,7 +113,7 @@ def test_parts_of_a_sum_have_its_bits():
 
 
 def test_ring_order_of_a_scatter():
-    # Block r is folded from rank r + 1 on, whatever its size.
+    # Block r is folded from rank r + 1 on, for any size.
     values = values_of("float32")
     scattered = results_of(ring_psum_scatter, values, order="ring")
     for rank in range(RANKS):
@@ -150,9 +150,9 @@ def test_extrema_of_zeros_and_nans(dtype):
 def test_shapes(shape, check_vma):
     values = np.random.default_rng(0).standard_normal((RANKS, *shape)).astype(np.float32)
     for name in ("psum", "pmax", "all_gather", "reduce", "broadcast"):
-        assert_same_bits(results_of(FAMILY[name].ours, values, check_vma), FAMILY[name].oracle(values))
+        assert_same_bits(results_of(COLLECTIVES[name].ring, values, check_vma), COLLECTIVES[name].oracle(values))
     stacked = np.stack([values] * RANKS, axis=1)
-    assert_same_bits(results_of(ring_psum_scatter, stacked, check_vma), FAMILY["psum_scatter"].oracle(stacked))
+    assert_same_bits(results_of(ring_psum_scatter, stacked, check_vma), COLLECTIVES["psum_scatter"].oracle(stacked))
 
 
 @pytest.mark.parametrize("dimension", [0, 1, 2, -1, -2])
@@ -183,8 +183,8 @@ def test_every_root(root, check_vma):
 @every_collective()
 def test_one_rank(collective, check_vma):
     x = X[:8, :8]
-    one = {"root": 0} if "root" in getattr(collective.ours, "keywords", {}) else {}
-    if "scatter_dimension" in getattr(collective.ours, "keywords", {}) and not collective.ours.keywords["tiled"]:
+    one = {"root": 0} if "root" in getattr(collective.ring, "keywords", {}) else {}
+    if "scatter_dimension" in getattr(collective.ring, "keywords", {}) and not collective.ring.keywords["tiled"]:
         x = x[:1]
 
     def body(fun, x):
@@ -222,7 +222,7 @@ def test_operand_that_is_the_same_on_all_ranks(collective, check_vma):
 
 
 def test_positional_axes():
-    for pair in (FAMILY["pmax"], FAMILY["pmin"], FAMILY["psum"]):
+    for pair in (COLLECTIVES["pmax"], COLLECTIVES["pmin"], COLLECTIVES["psum"]):
         for axes in (("i", 0), (1, "i"), (0,)):
             assert_matches_lax(
                 lambda fun, x, axes=axes: fun(x, axes) + x[0, 0], X, pair=pair[:2], check_vma=False
@@ -231,7 +231,9 @@ def test_positional_axes():
 
 def test_mean_in_groups_of_different_sizes():
     groups = [[0, 1, 2], [3, 4, 5, 6, 7]]
-    means = sharded(lambda x: FAMILY["pmean"].ours(x, "i", axis_index_groups=groups), check_vma=False)(np.arange(8.0))
+    means = sharded(lambda x: COLLECTIVES["pmean"].ring(x, "i", axis_index_groups=groups), check_vma=False)(
+        np.arange(8.0)
+    )
     np.testing.assert_array_equal(means, [1, 1, 1, 5, 5, 5, 5, 5])
 
 

@@ -1,10 +1,10 @@
-"""The family under vmap: batches of collectives, and collectives over the batch itself."""
+"""All collectives under vmap: batched calls, and collectives over the vmap axis."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from family import FAMILY, SHAPE, every_collective, vary
+from collectives import COLLECTIVES, SHAPE, every_collective, vary
 from helpers import RANKS, assert_matches_lax, assert_same_trees, make_mesh, num_calls, sharded
 
 X = (np.arange(3 * RANKS * np.prod(SHAPE)) % 7 - 3).astype(np.float32).reshape(RANKS * SHAPE[0], SHAPE[1], 3)
@@ -13,8 +13,8 @@ X = (np.arange(3 * RANKS * np.prod(SHAPE)) % 7 - 3).astype(np.float32).reshape(R
 @pytest.mark.parametrize(("in_axis", "out_axis"), [(0, 0), (1, -1), (2, 0)])
 @every_collective()
 def test_batch_of_calls(collective, in_axis, out_axis, check_vma):
-    if collective.theirs is FAMILY["psum_scatter"].theirs and in_axis:
-        pytest.skip("lax.psum_scatter, not tiled, loses a batch dimension that comes after the scattered one")
+    if collective.lax is COLLECTIVES["psum_scatter"].lax and in_axis:
+        pytest.skip("untiled lax.psum_scatter drops a batch dimension after the scattered one")
 
     def body(fun, x):
         x = jnp.moveaxis(x, 2, in_axis)
@@ -25,8 +25,8 @@ def test_batch_of_calls(collective, in_axis, out_axis, check_vma):
 
 @pytest.mark.parametrize("in_axis", [0, 1, 2])
 def test_batch_of_scatters(in_axis, check_vma):
-    # As one by one, since lax is no guide here.
-    fun = FAMILY["psum_scatter"].ours
+    # Compared with unbatched calls, because lax is wrong here.
+    fun = COLLECTIVES["psum_scatter"].ring
 
     def body(x):
         batched = jax.vmap(lambda x: fun(x, "i"), in_axis)(jnp.moveaxis(x, 2, in_axis))
@@ -38,7 +38,7 @@ def test_batch_of_scatters(in_axis, check_vma):
 @every_collective()
 def test_one_call_for_a_batch_of_trees(collective, check_vma):
     def body(x):
-        one = lambda x: collective.ours({"a": x, "b": 2 * x}, "i")  # noqa: E731
+        one = lambda x: collective.ring({"a": x, "b": 2 * x}, "i")  # noqa: E731
         return jax.tree.map(lambda y: vary(y, "i"), jax.vmap(one, 2, -1)(x))
 
     assert num_calls(sharded(body, check_vma=check_vma), X) == 1
@@ -52,12 +52,12 @@ def test_batched_and_unbatched_operands(collective, check_vma):
 
         return jax.vmap(one, (2, None), {"x": -1, "y": None, "z": -1})(x, x[:, :, 0])
 
-    if collective.theirs is FAMILY["psum_scatter"].theirs:
-        pytest.skip("lax.psum_scatter, not tiled, loses a batch dimension that comes after the scattered one")
+    if collective.lax is COLLECTIVES["psum_scatter"].lax:
+        pytest.skip("untiled lax.psum_scatter drops a batch dimension after the scattered one")
     assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)
 
 
-# Over the batch: no communication.
+# Over the vmap axis: no communication.
 
 BATCH = X[: RANKS * RANKS, :, 0].reshape(RANKS, *SHAPE)
 
@@ -66,28 +66,28 @@ BATCH = X[: RANKS * RANKS, :, 0].reshape(RANKS, *SHAPE)
 @every_collective()
 def test_over_the_batch(collective, in_axis):
     batch = jnp.moveaxis(BATCH, 0, in_axis)
-    f = lambda batch: jax.vmap(lambda x: collective.ours(x, "v"), in_axis, axis_name="v")(batch)  # noqa: E731
+    f = lambda batch: jax.vmap(lambda x: collective.ring(x, "v"), in_axis, axis_name="v")(batch)  # noqa: E731
     np.testing.assert_array_equal(f(batch), collective.oracle(BATCH))
     assert num_calls(f, batch) == 0
 
 
 @every_collective(lambda name, pair: "all_gather" not in name)
-def test_over_the_batch_as_the_namesake(collective):
+def test_over_the_batch_matches_lax(collective):
     results = [jax.vmap(lambda x, fun=fun: fun(x, "v"), axis_name="v")(BATCH) for fun in collective[:2]]
     assert_same_trees(*results)
 
 
 @every_collective()
 def test_unbatched_operand(collective):
-    f = jax.vmap(lambda x, y: (x, collective.ours(y, "v")), (0, None), axis_name="v")
+    f = jax.vmap(lambda x, y: (x, collective.ring(y, "v")), (0, None), axis_name="v")
     np.testing.assert_array_equal(f(BATCH, BATCH[0])[1], collective.oracle(np.stack([BATCH[0]] * RANKS)))
 
 
 @every_collective(lambda name, pair: pair.differentiable)
 def test_gradient_over_the_batch(collective):
-    # As the gradient of the same function over devices.
+    # Equal to the gradient of the same function over devices.
     def total(x, axis):
-        y = collective.ours(x * x, axis)
+        y = collective.ring(x * x, axis)
         return jnp.sum(y * y)
 
     on_devices = sharded(lambda x: jax.grad(lambda x: total(x[0], "i"))(x), check_vma=False)(BATCH)
@@ -101,14 +101,14 @@ def test_over_the_batch_and_a_mesh_axis(name):
         g = jax.vmap(lambda x: fun(x, ("i", "v")), 2, axis_name="v")
         return f(x) - g(x) + f(x)
 
-    assert_matches_lax(body, X, pair=FAMILY[name][:2], out_specs=jax.P(None, "i"), check_vma=False)
+    assert_matches_lax(body, X, pair=COLLECTIVES[name][:2], out_specs=jax.P(None, "i"), check_vma=False)
 
 
 @every_collective()
 def test_over_the_batch_with_vma_tracking(collective):
-    # lax refuses some of this with an assertion.
+    # Not compared with lax, which fails with an AssertionError for some of these.
     def body(x):
-        y = jax.vmap(lambda x: collective.ours(x, "v"), axis_name="v")(x)
+        y = jax.vmap(lambda x: collective.ring(x, "v"), axis_name="v")(x)
         assert jax.typeof(y).mat.varying == {"i"}
         return y
 
@@ -119,14 +119,14 @@ def test_over_the_batch_with_vma_tracking(collective):
 
 
 @every_collective(lambda name, pair: not name.startswith(("psum", "pm")) or "scatter" in name)
-def test_not_over_the_batch_and_a_mesh_axis(collective):
-    f = sharded(lambda x: jax.vmap(lambda x: collective.ours(x, ("i", "v")), 2, axis_name="v")(x), check_vma=False)
+def test_batch_and_mesh_axis_together_are_refused(collective):
+    f = sharded(lambda x: jax.vmap(lambda x: collective.ring(x, ("i", "v")), 2, axis_name="v")(x), check_vma=False)
     with pytest.raises((NotImplementedError, ValueError), match="ring_"):
         f(X)
 
 
 @every_collective(lambda name, pair: name in ("pmax", "pmin", "psum_scatter", "all_gather"))
-def test_no_groups_over_the_batch(collective):
+def test_groups_over_the_batch_are_refused(collective):
     groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
     for fun in collective[:2]:
         f = jax.vmap(

@@ -1,4 +1,4 @@
-"""Reverse-mode differentiation, and the gradient of a replicated parameter, which is summed already."""
+"""Reverse-mode differentiation, including gradients of replicated parameters, which are already summed."""
 
 import chex
 import jax
@@ -19,7 +19,7 @@ REPLICATED = P(None)
 
 
 def cubic(psum, x):
-    """Varies, sums and uses the sum twice; exact on small integers."""
+    """Uses the sum twice, once with x; exact for small integers."""
     total = psum(x * x, "i")
     return total * x + total
 
@@ -54,8 +54,8 @@ def test_grad_with_auxiliary_output(check_vma):
 
 
 def test_grad_of_the_sum_with_vma(check_vma):
-    # With vma tracking the sum is one number, whose derivative in each rank's operand is one. Without it every
-    # rank's copy counts as an output, so that the derivative is the number of ranks. Both are lax's conventions.
+    # With vma tracking, the sum is one output, whose derivative in each operand is 1. Without it, the copy of every
+    # rank counts as an output, so the derivative is the number of ranks. lax has the same conventions.
     f = on_mesh(lambda x: jax.grad(lambda x: jnp.sum(ring_psum(x, "i")))(x), check_vma)
     np.testing.assert_array_equal(f(X), np.full(8, 1 if check_vma else RANKS))
 
@@ -86,7 +86,7 @@ def test_grad_of_grad(check_vma):
 
 
 @pytest.mark.parametrize("transform", [jax.jacrev, jax.jacfwd, jax.hessian])
-def test_whole_derivatives_outside_of_shard_map(transform, check_vma):
+def test_jacobians_outside_of_shard_map(transform, check_vma):
     def derivative(psum):
         f = on_mesh(lambda x: jnp.sum(cubic(psum, x), keepdims=True), check_vma)
         return jax.jit(transform(f))(X)
@@ -128,7 +128,7 @@ def test_grad_of_a_tree_of_mixed_dtypes(check_vma):
     assert_matches_lax(body, X, mesh=MESH, check_vma=check_vma)
 
 
-def test_grad_beside_integer_leaves(check_vma):
+def test_grad_with_integer_leaves(check_vma):
     def body(psum, x):
         def f(params):
             total = psum(params, "i")
@@ -163,18 +163,18 @@ def test_grad_over_two_axes(check_vma):
 
 
 def test_fused_cotangents_are_one_call():
-    # Without vma tracking psum transposes to psum: three leaves forwards and three backwards, one call each.
+    # Without vma tracking, psum transposes to psum: one call for three leaves forward, and one backward.
     def f(x):
         total = ring_psum((x, x * x, x * x * x), "i")
         return jnp.sum(total[0] * total[1] * total[2])
 
     assert num_calls(on_mesh(lambda x: jax.grad(f)(x), False), X) == 2
-    # With it psum transposes to a cast, which costs nothing.
+    # With vma tracking, psum transposes to a cast, which is free.
     assert num_calls(on_mesh(lambda x: jax.grad(f)(x), True), X) == 1
 
 
-# The gradient with respect to a replicated parameter. The parameter w is invariant, the data x varies, and the local
-# loss is w * x, so that the local gradient is x and the sum of them is x.sum().
+# Gradients of a replicated parameter w: x varies and the local loss is w * x, so the local gradient is x and the summed
+# one is x.sum().
 DATA = np.arange(1, RANKS + 1, dtype=np.float32)
 W = np.float32(2)
 
@@ -209,8 +209,8 @@ def test_a_cast_before_grad_gives_local_gradients_to_sum():
     np.testing.assert_array_equal(total.reshape(-1), np.full(RANKS, DATA.sum()))
 
 
-def test_summing_a_summed_gradient_again_does_as_lax_does():
-    """lax.psum casts an invariant operand to a varying one without a word, so that the result is p times too large."""
+def test_summing_a_summed_gradient_again_matches_lax():
+    """lax.psum silently casts an invariant operand to a varying one, so the result is RANKS times too large."""
 
     def twice(psum):
         def body(w, x):

@@ -1,4 +1,4 @@
-"""Gradients of replicated parameters: never too large, reduced where they are made, accumulated, clipped, weighted."""
+"""Gradients of replicated parameters: reduced once, in the backward pass, accumulated, clipped and weighted."""
 
 import contextlib
 import functools
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import SPLIT, TARGET, assert_same_bits, compiled_text, make_mesh, run_python, sharded
+from helpers import SHARDED, TARGET, assert_same_bits, compiled_text, make_mesh, run_python, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -38,11 +38,11 @@ PARAMS = {
     "bias": RNG.standard_normal((LAYERS, WIDTH)).astype(np.float32),
     "out": RNG.standard_normal(WIDTH).astype(np.float32),
 }
-EVERYWHERE = P()
+REPLICATED = P()
 
 
 def loss(params, x, *, hook=lambda p: p, layers=1):
-    """A mean over the examples; `hook` is applied to parameters where they are used."""
+    """A mean over the examples; `hook` is applied to parameters at their use."""
     for i in range(layers):
         layer = hook({"w": params["layers"][i], "b": params["bias"][i]})
         x = jnp.tanh(x @ layer["w"] + layer["b"])
@@ -62,7 +62,7 @@ deep_loss = functools.partial(loss, layers=LAYERS)
 
 
 def assert_close(actual, expected, rtol=2e-6):
-    """Equal up to the rounding of sums of a few dozen terms, relative to the norm."""
+    """Asserts equality up to rtol of the norm, which covers the rounding of sums of a few dozen terms."""
     chex.assert_trees_all_equal_shapes(actual, expected)
     norm = np.linalg.norm
     chex.assert_trees_all_equal_comparator(
@@ -77,7 +77,7 @@ EXPECTED = jax.jit(jax.value_and_grad(loss))(PARAMS, X)
 EXPECTED_DEEP = jax.jit(jax.value_and_grad(deep_loss))(PARAMS, X)
 
 
-def on_ranks(fun, check_vma, out_specs=EVERYWHERE, in_specs=(EVERYWHERE, SPLIT), mesh=MESH):
+def on_ranks(fun, check_vma, out_specs=REPLICATED, in_specs=(REPLICATED, SHARDED), mesh=MESH):
     return sharded(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
@@ -86,7 +86,7 @@ def on_ranks(fun, check_vma, out_specs=EVERYWHERE, in_specs=(EVERYWHERE, SPLIT),
 
 @functools.cache
 def plain(impl, check_vma, function=loss):
-    """The compiled step, its value and its gradients."""
+    """The HLO of value_and_grad(function), and its value and gradients."""
     compiled = on_ranks(value_and_grad(function, "i", impl=impl), check_vma).lower(PARAMS, X).compile()
     return compiled.as_text(), compiled(PARAMS, X)
 
@@ -100,16 +100,16 @@ def test_is_the_gradient_of_the_whole_batch(check_vma):
     assert "all-reduce" not in ring_text
 
 
-def test_grad_is_without_the_value(check_vma):
+def test_grad_returns_no_value(check_vma):
     assert_same_bits(on_ranks(grad(loss, "i"), check_vma)(PARAMS, X), plain("ring", check_vma)[1][1])
 
 
-def test_a_loss_that_is_reduced_already(check_vma):
+def test_already_reduced_loss(check_vma):
     f = on_ranks(value_and_grad(lambda p, x: lax.pmean(loss(p, x), "i"), "i"), check_vma)
     assert_close(f(PARAMS, X), EXPECTED)
 
 
-def test_a_part_that_is_reduced_already(check_vma):
+def test_partly_reduced_loss(check_vma):
     def with_penalty(params, x):
         return loss(params, x) + ring_psum((params["out"] ** 2).sum() / RANKS, "i")
 
@@ -123,7 +123,7 @@ def test_several_axes(check_vma):
         value_and_grad(loss, ("a", "b")), check_vma, mesh=mesh, in_specs=(P(), P(("a", "b")))
     )  # fmt: skip
     assert_close(f(PARAMS, X), EXPECTED)
-    # Reduced over one of the axes by the loss itself.
+    # The loss itself reduces over one of the axes.
     half = on_ranks(
         value_and_grad(lambda p, x: lax.pmean(loss(p, x), "a"), ("a", "b")),
         check_vma, mesh=mesh, in_specs=(P(), P(("a", "b"))),
@@ -131,8 +131,8 @@ def test_several_axes(check_vma):
     assert_close(half(PARAMS, X), EXPECTED)
 
 
-def test_beside_an_axis_of_the_model(check_vma):
-    """Data-parallel over one axis, columns of a weight over the other, of which each rank keeps its own gradient."""
+def test_with_a_model_parallel_axis(check_vma):
+    """Data-parallel over one axis. The columns of a weight are sharded over the other, and so is their gradient."""
     mesh = make_mesh((2, 2), ("data", "model"))
     w = RNG.standard_normal((WIDTH, 6)).astype(np.float32)
 
@@ -141,7 +141,7 @@ def test_beside_an_axis_of_the_model(check_vma):
 
     specs = (P(None, "model"), P("data"))
     f = on_ranks(grad(columns, "data"), check_vma, mesh=mesh, in_specs=specs, out_specs=P(None, "model"))
-    # Each model rank's mean is over its half of the columns.
+    # Each model-parallel rank takes the mean over its half of the columns.
     assert_close(f(w, X), 2 * jax.grad(columns)(w, X))
 
 
@@ -165,7 +165,7 @@ def test_argnums_and_aux(check_vma):
     assert_same_bits(only, grads[0])
 
 
-def test_unused_parameters_have_zeros(check_vma):
+def test_unused_parameters_have_zero_gradients(check_vma):
     params = PARAMS | {"unused": np.ones(3, np.float32)}
     _, grads = on_ranks(value_and_grad(loss, "i"), check_vma)(params, X)
     np.testing.assert_array_equal(grads["unused"], np.zeros(3))
@@ -187,7 +187,7 @@ REDUCTIONS = {
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_plain_jax_grad_is_refused_or_right(name, check_vma):
+def test_plain_jax_grad_is_refused_or_correct(name, check_vma):
     f = on_ranks(lambda p, x: REDUCTIONS[name](jax.grad(loss)(p, x)), check_vma)
     if check_vma:
         with pytest.raises(ValueError, match=r"already the same on all ranks of \['i'\].*jax_ring\.value_and_grad"):
@@ -198,11 +198,10 @@ def test_plain_jax_grad_is_refused_or_right(name, check_vma):
 
 @pytest.mark.parametrize("pmean", [ring_pmean, lax.pmean])
 def test_pmean_after_plain_jax_grad(pmean, check_vma):
-    """The trap, in which a drop-in has to be as lax.pmean is.
+    """ring_pmean must do what lax.pmean does, although the result is wrong: the gradient is already summed.
 
-    It cannot raise, because a gradient that has been summed already has the type of any value that the ranks share, of
-    which the mean is that value: a metric, or a loss that was reduced before. It does where such casts are forbidden.
-    But ours warns.
+    It cannot raise, because the type of a summed gradient is that of any replicated value, such as a metric or a
+    reduced loss, whose mean is the value itself. It warns instead, and raises if jax_auto_pcast is off.
     """
     warns = pytest.warns(UserWarning, match=r"already the same on all 4 ranks.*jax_ring\.value_and_grad")
     f = on_ranks(lambda p, x: pmean(jax.grad(loss)(p, x), "i"), check_vma)
@@ -214,7 +213,7 @@ def test_pmean_after_plain_jax_grad(pmean, check_vma):
     if check_vma:
         jax.config.update("jax_auto_pcast", False)
         try:
-            with pytest.raises(ValueError):  # noqa: PT011, JAX's own wording
+            with pytest.raises(ValueError):  # noqa: PT011, the message is JAX's
                 on_ranks(lambda p, g: pmean(g, "i"), True, in_specs=(P(), P()))(PARAMS, X)
         finally:
             jax.config.update("jax_auto_pcast", True)
@@ -248,7 +247,7 @@ def test_reduced_in_backward_of_a_reduced_loss(check_vma):
     assert_close(f(PARAMS, X), EXPECTED)
 
 
-def test_a_forgotten_hook_is_right_where_vma_is_tracked():
+def test_a_missing_hook_is_correct_with_vma_tracking():
     hooked = functools.partial(loss, hook=lambda p: reduce_in_backward(p, "i") if isinstance(p, dict) else p)
     f = on_ranks(value_and_grad(hooked, "i", reduced_in_backward=True), True)
     assert_close(f(PARAMS, X), EXPECTED)
@@ -260,28 +259,28 @@ def test_reduced_under_remat(check_vma):
     assert_close(f(PARAMS, X), EXPECTED_DEEP)
 
 
-def test_twice_reduced_is_refused():
+def test_reducing_twice_is_refused():
     hooked = functools.partial(loss, hook=lambda p: reduce_in_backward(p, "i"))
     with pytest.raises(ValueError, match="pass reduced_in_backward=True"):
         on_ranks(value_and_grad(hooked, "i"), True)(PARAMS, X)
 
 
 def order_of_matmuls_and_reductions(text: str) -> str:
-    """The schedule of the compiled program, a letter for each: m for a matrix product, r for a reduction."""
+    """The schedule of the compiled program: m for a matrix product, r for a reduction."""
     assert "is_scheduled=true" in text
     return "".join(
         "r" if f'"{TARGET}"' in line else "m" for line in text.splitlines() if f'"{TARGET}"' in line or " dot(" in line
     )
 
 
-def test_where_the_reductions_are(check_vma):
-    """Unrolled: reductions among the products of the backward pass, where plain ones follow all of them."""
+def test_reductions_are_among_the_products(check_vma):
+    """Hooked reductions are scheduled among the products of the backward pass; plain ones follow all products."""
     hooked = functools.partial(deep_loss, hook=lambda p: reduce_in_backward(p, "i"))
     f = on_ranks(value_and_grad(hooked, "i", reduced_in_backward=True), check_vma)
     at_use = order_of_matmuls_and_reductions(compiled_text(f, PARAMS, X))
     at_end = order_of_matmuls_and_reductions(plain("ring", check_vma, deep_loss)[0])
     assert re.fullmatch("m+r", at_end)
-    assert at_use.count("r") == LAYERS + 2  # and the value
+    assert at_use.count("r") == LAYERS + 2  # the layers, `out`, and the value
     assert at_use.count("m") == at_end.count("m")
     before_the_last = at_use.rstrip("r")
     assert before_the_last.count("r") >= LAYERS - 1
@@ -310,7 +309,7 @@ def test_accumulated(num, check_vma):
     assert entry.count(f'"{TARGET}"') == 1
 
 
-def test_accumulated_alone():
+def test_accumulated_without_a_mesh():
     f = jax.jit(jax.value_and_grad(accumulate_gradients(loss, 4)))
     assert_close(f(PARAMS, X), EXPECTED)
     assert_close(accumulate_gradients(loss, 4)(PARAMS, X), EXPECTED[0])
@@ -324,12 +323,12 @@ def test_accumulated_aux():
 
 
 def test_accumulated_in_float32():
-    """Each of 512 micro-batches adds 1/512 to a sum near 1, which bfloat16 would round away from 256 on."""
+    """512 micro-batches add 1/512 each. In bfloat16, the sum would stop growing after 256 of them."""
     w = jnp.ones((), jnp.bfloat16)
     assert jax.grad(accumulate_gradients(lambda w, x: (w * x).mean(), 512))(w, jnp.ones(512, jnp.bfloat16)) == 1
 
 
-def test_accumulated_needs_the_memory_of_one():
+def test_accumulation_uses_less_memory():
     wide = jax.tree.map(jnp.asarray, PARAMS)
     x = np.zeros((1 << 14, WIDTH), np.float32)
 
@@ -339,7 +338,7 @@ def test_accumulated_needs_the_memory_of_one():
     assert temporaries(accumulate_gradients(loss, 16)) < temporaries(loss) / 4
 
 
-def test_accumulate_refuses():
+def test_accumulate_rejects_invalid_sizes():
     with pytest.raises(ValueError, match=r"3 micro-batches do not divide .* of shape \(32, 16\)"):
         accumulate_gradients(loss, 3)(PARAMS, X)
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
@@ -365,9 +364,9 @@ def test_the_norm_of_the_mean_is_clipped(check_vma):
 
 
 def test_error_feedback_in_optax(check_vma):
-    """Many steps with gradients that stay as they are: rounded alike each time, or made up for in the next step.
+    """Many steps with constant gradients, with and without error feedback.
 
-    The figures are those of docs/training.md: errors against float64, relative to the mean size of the gradient.
+    The figures are in docs/training.md: errors against float64, relative to the mean magnitude of the gradient.
     """
     ranks, steps = 8, 64
     x = np.random.default_rng(0).standard_normal((ranks, 1000)).astype(np.float32)
@@ -375,10 +374,10 @@ def test_error_feedback_in_optax(check_vma):
     mesh = make_mesh((ranks,))
 
     def mean_of_steps(*num_steps, **options):
-        optimizer = optax.chain(allreduce_gradients("i", **options), optax.trace(1.0))  # sums what it is given
+        optimizer = optax.chain(allreduce_gradients("i", **options), optax.trace(1.0))  # trace sums the updates
         specs = feedback_specs(jax.eval_shape(optimizer.init, exact), "i")
-        state = on_ranks(optimizer.init, check_vma, in_specs=EVERYWHERE, out_specs=specs, mesh=mesh)(x[0])
-        common = {"mesh": mesh, "in_specs": (SPLIT, specs), "out_specs": (EVERYWHERE, specs)}
+        state = on_ranks(optimizer.init, check_vma, in_specs=REPLICATED, out_specs=specs, mesh=mesh)(x[0])
+        common = {"mesh": mesh, "in_specs": (SHARDED, specs), "out_specs": (REPLICATED, specs)}
         step = on_ranks(lambda x, state: optimizer.update(x[0], state), check_vma, **common)
         sums = []
         for _ in range(max(num_steps)):
@@ -413,13 +412,13 @@ def test_allreduce_gradients_refuses_wrong_options():
 
 
 def test_weighted_mean_of_uneven_batches(check_vma):
-    """Ranks with 0 to 8 examples, padded to 8: the value and gradients are those of all examples together."""
+    """Ranks have 0 to 8 examples, padded to 8. The value and gradients equal those of the whole batch."""
     counts = np.array([8, 1, 0, 5])
     mask = (np.arange(8) < counts[:, None]).reshape(-1)
 
     def masked(params, x, mask):
         losses = jax.vmap(lambda row: loss(params, row[None]))(x)
-        local_mean = jnp.where(mask, losses, 0).sum() / mask.sum()  # 0 / 0 on rank 2
+        local_mean = jnp.where(mask, losses, 0).sum() / mask.sum()  # NaN on rank 2
         return weighted_pmean(local_mean, mask.sum(), "i", impl="ring" if check_vma else "lax")
 
     f = on_ranks(value_and_grad(masked, "i"), check_vma, in_specs=(P(), P("i"), P("i")))

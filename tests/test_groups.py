@@ -1,4 +1,4 @@
-"""axis_index_groups: sums within parts of an axis."""
+"""axis_index_groups of ring_psum."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def test_sum_of_each_group(groups):
 
 
 @every_group
-def test_as_lax(groups):
+def test_matches_lax(groups):
     def body(psum, x):
         return psum({"a": x, "b": x > 0}, "i", axis_index_groups=groups)
 
@@ -103,7 +103,7 @@ def test_different_groups_in_one_program():
         return psum(columns, "i") + psum(x, "i", axis_index_groups=[[0, 1, 2], [3, 4, 5]])
 
     assert_matches_lax(body, X, mesh=MESH, check_vma=False)
-    # Equal calls merge, of whatever container their groups are; others do not.
+    # Calls with equal groups merge, whatever the container type of the groups.
     equal = lambda x: psum_in([[0, 1, 2], [3, 4, 5]])(x) * psum_in(np.arange(6).reshape(2, 3))(x)  # noqa: E731
     other = lambda x: psum_in([[0, 1, 2], [3, 4, 5]])(x) * psum_in([[0, 1, 2, 3], [4, 5]])(x)  # noqa: E731
     assert num_calls(sharded(equal, mesh=MESH, check_vma=False), X) == 1
@@ -112,7 +112,7 @@ def test_different_groups_in_one_program():
 
 @pytest.mark.parametrize("groups", EVEN.values(), ids=EVEN.keys())
 def test_constants(groups):
-    # A constant is multiplied by the size of the first group, as lax does: of use only where they are of one size.
+    # As in lax, a constant is multiplied by the size of the first group, which is correct for groups of equal size.
     f = sharded(lambda x: x * psum_in(groups)(1), mesh=MESH, check_vma=False)
     np.testing.assert_array_equal(f(X), X * len(groups[0]))
     assert num_calls(f, X) == 0
@@ -132,7 +132,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("groups", MALFORMED.values(), ids=MALFORMED.keys())
-def test_malformed(groups, check_vma):
+def test_malformed_groups(groups, check_vma):
     message = r"axis_index_groups must hold every rank of \('i',\) exactly once, that is 0 to 5"
     with pytest.raises(ValueError, match=message) as error:
         sharded(psum_in(groups), mesh=MESH, check_vma=check_vma)(X)
@@ -142,8 +142,8 @@ def test_malformed(groups, check_vma):
 @pytest.mark.parametrize(
     "kind", ["repeated_in_two", "repeated_in_one", "repeated_for_missing", "too_large", "negative"]
 )
-def test_malformed_as_lax(kind):
-    # lax.psum finds these; what it does not find, it runs with.
+def test_malformed_groups_raise_as_in_lax(kind):
+    # lax.psum detects only these, and runs with the others.
     for psum in (ring_psum, lax.psum):
         f = sharded(lambda x, psum=psum: psum(x, "i", axis_index_groups=MALFORMED[kind]), mesh=MESH, check_vma=False)
         with pytest.raises(ValueError, match="axis_index_groups must"):
@@ -158,7 +158,7 @@ def test_not_a_list_of_lists(groups):
             f(X)
 
 
-def test_not_with_vma_tracking():
+def test_groups_require_check_vma_false():
     for psum in (ring_psum, lax.psum):
         f = sharded(lambda x, psum=psum: psum(x, "i", axis_index_groups=EVEN["halves"]), mesh=MESH)
         with pytest.raises(NotImplementedError):
@@ -167,7 +167,7 @@ def test_not_with_vma_tracking():
         sharded(psum_in(EVEN["halves"]), mesh=MESH)(X)
 
 
-def test_not_with_positional_axes():
+def test_positional_axes_are_refused():
     for psum in (ring_psum, lax.psum):
         f = sharded(
             lambda x, psum=psum: psum(x, ("i", 0), axis_index_groups=EVEN["halves"]), mesh=MESH, check_vma=False
@@ -177,7 +177,7 @@ def test_not_with_positional_axes():
 
 
 def test_constants_count_the_ranks_of_their_own_group():
-    # lax.psum gives every rank the size of the first group.
+    # lax.psum returns the size of the first group on every rank.
     groups = [[0, 1, 2], [3, 4, 5, 6, 7]]
 
     def sizes(x):
@@ -194,7 +194,7 @@ def test_groups_of_one_need_no_call():
     np.testing.assert_array_equal(f(jnp.arange(8.0)), np.arange(8.0))
 
 
-def test_constants_need_no_communication_under_vma_either():
+def test_constants_need_no_communication_with_vma_tracking():
     groups = [[0, 1], [2, 3], [4, 5], [6, 7]]
     for psum in (ring_psum, lax.psum):
         f = sharded(lambda x, psum=psum: x * psum(1, "i", axis_index_groups=groups))

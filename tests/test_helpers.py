@@ -1,4 +1,4 @@
-"""What the assertions of helpers.py accept and reject."""
+"""The assertions of helpers.py accept equal trees and reject different ones."""
 
 from collections import OrderedDict
 
@@ -37,7 +37,7 @@ def test_accepts(check):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e5m2, jnp.complex64], ids=lambda d: d.__name__)
-def test_only_bits_tell_signs_of_zeros(dtype):
+def test_only_bits_distinguish_signs_of_zeros(dtype):
     plus, minus = X.astype(dtype), NEGATIVE_ZERO.astype(dtype)
     assert_same_trees(plus, minus)
     with pytest.raises(AssertionError):

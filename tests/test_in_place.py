@@ -1,4 +1,4 @@
-"""The sum takes the buffer of a value that the program computed, and leaves the caller's arrays alone."""
+"""ring_psum reuses the buffer of a computed operand, and never overwrites the caller's arrays."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +22,7 @@ def test_a_computed_value_is_overwritten():
     np.testing.assert_array_equal(f(X), 2 * TOTAL)
 
 
-def test_an_argument_is_not():
+def test_an_argument_is_not_overwritten():
     for f in (lambda x: ring_psum(x, "i"), lambda x: ring_psum(x[None], "i")[0]):
         f = sharded(f, check_vma=False)
         x = X + 0
@@ -58,7 +58,7 @@ def test_loop_variables_are_overwritten_and_the_argument_is_kept():
 
 
 def test_large_messages_in_and_out_of_place():
-    # Beyond the size at which results are written around the caches.
+    # Above the size from which results are written with streaming stores.
     x = jnp.ones(8 * (1 << 20)) * jnp.arange(8.0).repeat(1 << 20)
     np.testing.assert_array_equal(sharded(lambda x: ring_psum(x, "i"), check_vma=False)(x), np.full(x.shape, 28.0))
     np.testing.assert_array_equal(sharded(lambda x: ring_psum(-x, "i"), check_vma=False)(x), np.full(x.shape, -28.0))

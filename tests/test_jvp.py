@@ -1,4 +1,4 @@
-"""Forward-mode differentiation: the sum of the tangents, and no call for tangents that are zero."""
+"""Forward-mode differentiation: the sum of the tangents, and no call for zero tangents."""
 
 import chex
 import jax
@@ -17,7 +17,7 @@ T = np.arange(8, dtype=np.float32)[::-1] - 2
 
 
 def cubic(psum, x):
-    """Varies, sums and uses the sum twice; exact on small integers."""
+    """Uses the sum twice, once with x; exact for small integers."""
     total = psum(x * x, "i")
     return total * x + total
 
@@ -27,7 +27,7 @@ def test_jvp_is_the_sum_of_tangents(check_vma):
         lambda x, t: jax.jvp(lambda x: ring_psum(x * x, "i"), (x,), (t,)),
         mesh=MESH, in_specs=P("i"), out_specs=P(), check_vma=check_vma,
     )  # fmt: skip
-    expected = tuple(of_ranks.reshape(4, 2).sum(0) for of_ranks in (X * X, 2 * X * T))
+    expected = tuple(values.reshape(4, 2).sum(0) for values in (X * X, 2 * X * T))
     chex.assert_trees_all_equal(f(X, T), expected, strict=True)
 
 
@@ -112,7 +112,7 @@ def test_jvp_of_integer_leaves(check_vma):
     [
         (lambda x, t: ring_psum(x, "i"), 1),
         (lambda x, t: jax.jvp(lambda x: ring_psum(x, "i"), (x,), (t,)), 2),
-        # The operand does not depend on the input: its tangent is a symbolic zero.
+        # The operand does not depend on the input, so its tangent is a symbolic zero.
         (lambda x, t: jax.jvp(lambda y: ring_psum(x, "i") + y, (x,), (t,)), 1),
         (lambda x, t: jax.jvp(lambda x: ring_psum(lax.stop_gradient(x), "i") + x, (x,), (t,)), 1),
         (lambda x, t: jax.jvp(lambda x: (ring_psum(x.astype(jnp.int32), "i"), x)[1:], (x,), (t,)), 0),
@@ -123,14 +123,14 @@ def test_jvp_of_integer_leaves(check_vma):
 )
 def test_number_of_calls(fun, calls, check_vma):
     def used(x, t):
-        # The last term varies over the axis, whatever the others do.
+        # Adding x makes the result vary over the axis.
         return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(fun(x, t)) if leaf.dtype == x.dtype)[None] + x
 
-    # Dead calls are gone after compilation.
+    # Counted after compilation, which removes dead calls.
     assert num_calls(sharded(used, mesh=MESH, check_vma=check_vma), X, T) == calls
 
 
-def test_zero_tangents_of_a_tree_keep_their_operands_out(check_vma):
+def test_operands_of_zero_tangents_are_dropped(check_vma):
     def tangent_equations(x, t):
         jaxpr = jax.make_jaxpr(lambda x, t: jax.jvp(lambda y: ring_psum((x, y, x), "i"), (x,), (t,))[1][1])(x, t)
         operands.extend(len(e.invars) for e in jaxpr.eqns if e.primitive.name.startswith("ring_psum"))

@@ -1,4 +1,4 @@
-"""The launcher: what scripts find, whose output it is, and that nothing is left when something goes wrong."""
+"""The launcher: the environment of scripts, labeled output, signals, and cleanup after failures."""
 
 import os
 import pathlib
@@ -11,9 +11,9 @@ import pytest
 
 from jax_ring.distributed import launcher
 
-# A shell that runs tests in the background has them ignore SIGINT, and so would all that they start.
+# Background jobs of a shell ignore SIGINT, and child processes inherit that.
 COMMAND = ["env", "--default-signal=INT", sys.executable, "-P", "-m", "jax_ring.launch"]
-# Prints the pid of each process, and waits; the lines after it are for the test.
+# Runs the code of a test, prints the pid of the process, and waits.
 WAITS = """
 import os, signal, sys, time
 {}
@@ -46,12 +46,12 @@ def run(*arguments, env=None):
 
 
 def pids(launcher, count):
-    """The pids that so many processes of WAITS print."""
+    """The pids that `count` processes of WAITS print."""
     return [int(launcher.stdout.readline().split()[-1]) for _ in range(count)]
 
 
 def assert_gone(pids, seconds=10):
-    """Ended, or waiting for a parent that does not ask."""
+    """Asserts that all processes exit within `seconds`, or are zombies."""
 
     def state(pid):
         try:
@@ -85,7 +85,7 @@ print("no newline", end="", file=sys.stderr)
 
 
 def test_initialize_without_arguments(script):
-    """Processes that find each other, as many devices as they were given, and a sum over them all."""
+    """jax.distributed.initialize() finds all processes and devices; a psum over all devices."""
     path = script(
         """
 import os
@@ -102,7 +102,7 @@ print(jax.process_count(), jax.local_device_count(), jax.device_count(), float(t
     )
     status, out, err = run("-n", "2", "--devices", "2", path)
     assert status == 0, err
-    # Gloo writes as well, in pieces of lines, which may stand before what the script writes.
+    # Gloo may write partial lines before the output of the script.
     assert [line[:3] for line in out if line.endswith("2 2 4 22.0")] == ["[0]", "[1]"], out
 
 
@@ -123,7 +123,7 @@ def test_lines_stay_whole(script):
         ("raise ValueError('bad batch')", 1, "exited with status 1"),
     ],
 )
-def test_when_one_dies_the_others_end(script, dies, status, why):
+def test_a_failed_process_terminates_the_others(script, dies, status, why):
     path = script(WAITS.format(f"if os.environ['JAX_PROCESS_ID'] == '1': time.sleep(0.3); {dies}"))
     result, out, err = run("-n", "3", path)
     assert result == status
@@ -133,7 +133,7 @@ def test_when_one_dies_the_others_end(script, dies, status, why):
     assert_gone([int(line.split()[-1]) for line in out])
 
 
-def test_who_does_not_end_is_killed_with_all_that_it_started(script):
+def test_processes_that_ignore_sigterm_are_killed_with_their_children(script):
     stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif os.environ['JAX_PROCESS_ID'] == '0': os.fork()"
     launcher = start("-n", "2", "--grace", "0.2", script(WAITS.format(stubborn)))
     started = pids(launcher, 3)
@@ -146,7 +146,7 @@ def test_who_does_not_end_is_killed_with_all_that_it_started(script):
 
 
 @pytest.mark.parametrize("held_by", ["its group", "another session"])
-def test_who_dies_is_heard_of_although_its_output_is_held_open(script, held_by):
+def test_a_death_is_noticed_while_its_output_is_held_open(script, held_by):
     dies = "if os.fork(): time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)"
     leaves = "os.setsid()" if held_by == "another session" else ""
     launcher = start("-n", "1", script(WAITS.format(f"{dies}\n{leaves}")))
@@ -179,7 +179,7 @@ def test_no_orphans_of_a_killed_launcher(script):
     assert_gone(started)
 
 
-def test_nobody_reads_the_output(script):
+def test_closed_output_pipe(script):
     launcher = start("-n", "2", script("import time\nwhile True: print('.'); time.sleep(0.01)"))
     launcher.stdout.readline()
     launcher.stdout.close()

@@ -1,4 +1,4 @@
-"""`python -m jax_ring` says what is installed and what is in force."""
+"""`python -m jax_ring` reports what is installed and which options are active."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def test_report():
     assert text.rstrip().splitlines()[-2].split() == ["cpu", "yes"]
 
 
-def test_options_in_force():
+def test_active_options():
     text = run(JAX_RING_TIMEOUT_S="2.5", JAX_RING_ISA="baseline", JAX_RING_STRICT="1")
     assert value_of("JAX_RING_TIMEOUT_S", text) == "'2.5': 2.5 seconds"
     assert value_of("JAX_RING_ISA", text) == "'baseline': baseline"

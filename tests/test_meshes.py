@@ -1,4 +1,4 @@
-"""Every kind of mesh and of shard_map: the ranks and groups that a call finds must be those of the axis it names."""
+"""Every kind of mesh and of shard_map: calls must use the ranks and groups of the axes they name."""
 
 import logging
 
@@ -18,7 +18,7 @@ X = np.arange(16, dtype=np.float32) - 5
 
 
 def fold_of_indices(psum, x, axes):
-    """A sum that a wrong group changes, beside the rank that made it."""
+    """A sum that includes the axis index, so that wrong groups change it."""
     return psum(x * x + lax.axis_index(axes if isinstance(axes, str) else axes[0]), axes) + x
 
 
@@ -39,7 +39,7 @@ def test_permuted_devices(order, shape, check_vma):
 
 
 def test_ranks_are_in_mesh_order_not_device_order():
-    # 1e8 swallows a small addend in float32, so that the order of ranks shows in the sum.
+    # 1e8 + 3 rounds to 1e8 in float32, so the sum depends on the order of ranks.
     values = np.array([1e8, 3, -1e8, 3], np.float32)
     for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
         mesh = make_mesh((4,), devices=[jax.devices()[d] for d in order])
@@ -50,7 +50,7 @@ def test_ranks_are_in_mesh_order_not_device_order():
 
 
 @pytest.mark.parametrize("first", [0, 5, 12])
-def test_part_of_the_devices(first, check_vma):
+def test_subset_of_the_devices(first, check_vma):
     mesh = make_mesh((4,), devices=jax.devices()[first:])
     assert_matches_lax(lambda psum, x: fold_of_indices(psum, x, "i"), X, mesh=mesh, check_vma=check_vma)
 
@@ -69,7 +69,7 @@ def test_axes_of_a_three_dimensional_mesh(axes, check_vma):
 
 @pytest.mark.parametrize("axes", [("i", "j"), ("j", "i")], ids=str)
 def test_the_order_of_axes_is_the_order_of_ranks(axes, check_vma):
-    # Row-major over the axes in the order given: the fold over them shows it.
+    # Ranks are row-major over the axes in the given order. The fold depends on that order.
     values = np.array([1e8, 3, -1e8, 3], np.float32)
     mesh = make_mesh((2, 2), ("i", "j"))
     f = sharded(lambda x: ring_psum(x, axes), mesh=mesh, in_specs=P(axes), out_specs=P(), check_vma=check_vma)
@@ -148,7 +148,7 @@ def test_set_mesh(order, check_vma):
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto, AxisType.Manual], ids=str)
 def test_axis_types(kind, check_vma):
-    # jax.make_mesh makes Explicit axes unless it is told otherwise; a Manual one is what shard_map makes of them.
+    # The default of jax.make_mesh is Explicit. shard_map turns those axes into Manual ones.
     if kind is AxisType.Manual:
         mesh = jax.make_mesh((4,), ("i",))
         assert mesh.axis_types == (AxisType.Explicit,)
@@ -179,7 +179,7 @@ def test_within_a_larger_automatically_partitioned_program(check_vma):
     assert_same_trees(make(ring_psum), make(lax.psum))
 
 
-# Programs that shard_map alone does not describe.
+# Nested, partly manual, eager and ahead-of-time programs.
 
 
 def nested(psum, mesh, check_vma):
@@ -201,12 +201,12 @@ def test_nested_shard_map(check_vma):
     with jax.set_mesh(mesh):
         ours, theirs = nested(ring_psum, mesh, check_vma), nested(lax.psum, mesh, check_vma)
         assert_same_trees(ours(x), theirs(x))
-        # The inner call is under manual axes alone; the outer one has an automatic axis beside its own.
+        # For the inner call all axes are manual. The outer call has an automatic axis, so it falls back.
         assert num_calls(ours, x) == 1
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_partly_manual_falls_back_and_says_so(kind, check_vma, caplog):
+def test_partly_manual_falls_back_and_logs(kind, check_vma, caplog):
     mesh = jax.make_mesh((2, 4), ("i", "j"), axis_types=(kind, kind))
     x = jax.device_put(X.reshape(2, 8), NamedSharding(mesh, P("i", "j")))
 
@@ -274,7 +274,7 @@ def test_lowering_from_shapes_alone(check_vma):
 
 
 def test_one_function_on_several_meshes(check_vma):
-    # Each mesh has its own executable; the traced function is the same.
+    # Each mesh has its own executable of the same function.
     body = lambda x: ring_psum(x, "i")  # noqa: E731
     devices = jax.devices()
     for mesh in (

@@ -1,4 +1,4 @@
-"""The options of a collective: the order of the fold, bit for bit, and which choices are taken and refused."""
+"""The options of a collective: the order of the fold, bit for bit, and valid and invalid choices."""
 
 import logging
 
@@ -17,7 +17,7 @@ DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "complex64", "int32
 
 
 def values_of(dtype, shape, seed=0):
-    """Values whose sum depends on its order: of either sign and very different magnitudes."""
+    """Values of both signs and very different magnitudes, whose sum depends on the order."""
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(shape) * 2.0 ** rng.integers(-6, 6, shape)
     if np.dtype(dtype).kind == "c":
@@ -26,7 +26,7 @@ def values_of(dtype, shape, seed=0):
 
 
 def psum_of_ranks(values, **options):
-    """ring_psum where rank r holds values[r], of every leaf; returns every rank's result, stacked."""
+    """ring_psum where rank r holds leaf[r] of each leaf. Returns the results of all ranks, stacked."""
     ranks = len(jax.tree.leaves(values)[0])
 
     def body(values):
@@ -39,24 +39,24 @@ def psum_of_ranks(values, **options):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ring_order(dtype, ranks):
-    # Around the number of ranks, a pack of 16 bytes, and a pack for each rank.
+    # Counts around the number of ranks, one pack of 16 bytes, and one pack per rank.
     pack = 16 // jnp.dtype(dtype).itemsize
     counts = {0, 1, ranks - 1, ranks, ranks + 1, pack - 1, pack + 1, ranks * pack - 1, ranks * pack + 1, 1003}
     values = {str(count): np.asarray(values_of(jnp.dtype(dtype), (ranks, count), count)) for count in sorted(counts)}
     totals = psum_of_ranks(values, order="ring")
-    for count, of_ranks in values.items():
+    for count, operands in values.items():
         for total in totals[count]:
-            assert_same_bits(total, ring_fold(of_ranks))
+            assert_same_bits(total, ring_fold(operands))
 
 
-def test_ring_order_is_another_one():
-    # Else the tests above could not tell the two apart.
+def test_ring_order_differs_from_rank_order():
+    # Otherwise the tests of the ring order would prove nothing.
     values = np.asarray(values_of("float32", (8, 1003)))
     assert np.any(ring_fold(values) != rank_fold(values))
 
 
 def test_known_ring_order():
-    # One pack for each of 3 ranks. 1e8 + 1 is 1e8 in float32: what is left shows who came last.
+    # One pack per rank, for 3 ranks. 1e8 + 1 is 1e8 in float32, so the result shows the order of the fold.
     values = np.repeat(np.array([[1e8], [-1e8], [1]], np.float32), 12, axis=1)
     (total, *_) = psum_of_ranks(values, order="ring")
     # Block 0: (-1e8 + 1) + 1e8; block 1: (1 + 1e8) - 1e8; block 2: (1e8 - 1e8) + 1.
@@ -72,7 +72,7 @@ def test_ring_order_of_64_bits():
 
 
 def test_ring_order_of_a_large_message():
-    # Larger than a chunk, than what one thread folds, and than the caches.
+    # Larger than a chunk, than the part that one thread folds, and than the caches.
     for count in (40_003, 500_009):
         values = np.asarray(values_of("float32", (4, count)))
         for total in psum_of_ranks(values, order="ring"):
@@ -118,7 +118,7 @@ def test_options_under_transformations(check_vma):
     text = str(jax.make_jaxpr(sharded(lambda x: body(x, **options), check_vma=check_vma, jit=False))(x))
     calls = "".join(text.split()).count("options=Options(algorithm='ring',order='ring')")
     assert calls == text.count("ring_psum") > 3
-    # The batched operand is one operand: the blocks of its ring are cut from all of it.
+    # A batched operand is one operand: its ring blocks span the whole batch.
     batched = sharded(lambda x: body(x, **options)[2], check_vma=check_vma)(x)
     assert_same_bits(np.asarray(batched)[:3, 0], ring_fold(np.moveaxis(x[:, None], 2, 1))[:, 0])
 
@@ -129,7 +129,7 @@ def test_options_over_a_vmap_axis():
     np.testing.assert_array_equal(total, np.tile(x.sum(0), (4, 1)))
 
 
-def test_calls_with_other_options_are_other_calls(check_vma):
+def test_calls_with_different_options_do_not_merge(check_vma):
     def body(x):
         return ring_psum(x, "i") + ring_psum(x, "i", order="ring")
 
@@ -158,14 +158,14 @@ def test_refused_when_traced(options, message, check_vma):
         jax.make_jaxpr(f)(jnp.arange(8.0))
 
 
-def test_defaults_and_words():
+def test_defaults_and_text():
     assert make_options("f") == Options() == ("auto", "rank")
     assert Options().non_default() == ""
     assert Options("ring", "ring").non_default() == "algorithm='ring', order='ring'"
 
 
 def on_a_partly_manual_mesh(**options):
-    """A function that no engine serves, and its operand."""
+    """A function that falls back to XLA, and its operand."""
     mesh = make_mesh((2, 2), ("i", "j"))
     f = jax.shard_map(
         lambda x: ring_psum(x, "i", **options), mesh=mesh, in_specs=P("i"), out_specs=P(), axis_names={"i"}
@@ -173,7 +173,7 @@ def on_a_partly_manual_mesh(**options):
     return jax.jit(f), jnp.arange(8.0)
 
 
-def test_fallback_says_which_options_it_ignores(caplog):
+def test_fallback_logs_ignored_options(caplog):
     for options, words in (({}, "uses XLA's all_reduce: the"), ({"order": "ring"}, "ignores order='ring': the")):
         f, x = on_a_partly_manual_mesh(**options)
         with caplog.at_level(logging.INFO, logger="jax_ring"):
@@ -197,7 +197,7 @@ print(total(axis_names={"i"})(x))
 
 def test_strict_forbids_the_fallback():
     result = run_python(STRICT, devices=4, JAX_RING_STRICT="1")
-    assert "[ 4.  6.  8. 10.]" in result.stdout  # what the engine serves is served
+    assert "[ 4.  6.  8. 10.]" in result.stdout  # the call that needs no fallback
     assert result.returncode != 0
     assert "NotImplementedError: ring_psum over ('i',) would use XLA's all_reduce: the enclosing" in result.stderr
     assert "JAX_RING_STRICT=1 forbids it" in result.stderr
@@ -216,7 +216,7 @@ def test_strict_is_0_or_1():
 
 
 def test_in_place_with_ring_order():
-    # A computed operand is summed in its own buffer; blocks are read and written at the same places.
+    # A computed operand is summed in its own buffer: blocks are read and written at the same offsets.
     values = np.asarray(values_of("float32", (8, 1003)))
     f = sharded(lambda x: ring_psum(jnp.sin(x), "i", order="ring"), out_specs=P())
     assert "output_to_operand_aliasing" in compiled_text(f, values)

@@ -1,4 +1,4 @@
-"""override_lax(): JAX's own collectives by our engine while it is on, and nothing of it before, after or elsewhere."""
+"""override_lax(): JAX's own collectives use the engine while it is active, and only then and in that thread."""
 
 import contextlib
 import threading
@@ -20,9 +20,9 @@ from jax_ring.lowering import override
 RANKS = 8
 MESH = make_mesh((RANKS,))
 
-# Sums that tell who added: ours is rounded once, XLA's after each step, where 2048 + 1 is 2048 again.
+# The total shows what served the call: the engine rounds once, XLA after each addition, where 2048 + 1 is 2048.
 X = np.array([2048] + [1] * (RANKS - 1), np.float16)
-OURS, XLAS = 2056, 2048
+ENGINE_TOTAL, XLA_TOTAL = 2056, 2048
 
 
 def psum_i(x):
@@ -34,24 +34,24 @@ def total(check_vma=True, body=psum_i):
 
 
 def served_by(text: str) -> tuple[int, int]:
-    """How many calls a program in text makes to our engine, and to XLA's all-reduce."""
+    """The number of calls of the engine, and of XLA's all-reduce, in the text of a program."""
     return text.count(f'"{TARGET}"') + text.count(f"@{TARGET}"), text.count(" all-reduce(") + text.count(".all_reduce")
 
 
-# What is lowered while it is on, and only that, is ours.
+# What is lowered while the override is active.
 
 
-def test_a_compiled_function_never_mixes_the_two(check_vma):
+def test_a_compiled_function_does_not_outlive_the_override(check_vma):
     f = total(check_vma)
     for _ in range(3):
-        assert f(X) == XLAS
+        assert f(X) == XLA_TOTAL
         with override_lax():
-            assert f(X) == OURS
+            assert f(X) == ENGINE_TOTAL
             assert served_by(f.lower(X).compile().as_text()) == (1, 0)
         assert served_by(f.lower(X).compile().as_text()) == (0, 1)
 
 
-def test_compiled_functions_are_found_again():
+def test_traces_are_cached():
     chex.clear_trace_counter()
     f = total(body=chex.assert_max_traces(psum_i, n=2))
     for _ in range(3):
@@ -60,16 +60,16 @@ def test_compiled_functions_are_found_again():
             f(X)
 
 
-def test_as_a_call():
+def test_open_and_close():
     f = total()
     handle = override_lax()
     try:
-        assert f(X) == OURS
+        assert f(X) == ENGINE_TOTAL
     finally:
         handle.close()
-    assert f(X) == XLAS
+    assert f(X) == XLA_TOTAL
     handle.close()
-    assert f(X) == XLAS
+    assert f(X) == XLA_TOTAL
 
 
 @pytest.mark.parametrize("mean", [False, True], ids=["psum", "pmean"])
@@ -80,24 +80,24 @@ def test_trees(mean, check_vma):
 
     f = total(check_vma, body)
     with override_lax():
-        # One call for each dtype, as with ring_psum: booleans are added as int32.
+        # One call per dtype, as with ring_psum. Booleans are summed as int32.
         assert served_by(f.lower(X).compile().as_text()) == (3, 0)
         out = f(X)
     scale = 1 / RANKS if mean else 1
-    expected = {"f": OURS, "n": 2055, "b": 1, "z": 2055 + 8j, "one": RANKS}
+    expected = {"f": ENGINE_TOTAL, "n": 2055, "b": 1, "z": 2055 + 8j, "one": RANKS}
     chex.assert_trees_all_equal(out, {name: scale * value for name, value in expected.items()})
 
 
 def test_sums_that_differentiation_inserts():
-    # The gradient with respect to a replicated value is summed by the transpose of a cast, not by a function's call.
+    # The gradient of a replicated value is summed by the transpose of a cast, without a call of lax.psum.
     def body(w, x):
         return jax.grad(lambda w: (w * x).sum())(w)
 
     f = sharded(body, mesh=MESH, in_specs=(P(), P("i")), out_specs=P())
     one = jnp.ones((), X.dtype)
-    assert f(one, X) == XLAS
+    assert f(one, X) == XLA_TOTAL
     with override_lax():
-        assert f(one, X) == OURS
+        assert f(one, X) == ENGINE_TOTAL
         assert served_by(f.lower(one, X).compile().as_text()) == (1, 0)
 
 
@@ -111,12 +111,12 @@ def test_within_control_flow_and_transformations(check_vma):
 
     f = total(check_vma, body)
     with override_lax():
-        ours, xlas = served_by(f.lower(X).compile().as_text())
-    assert ours
-    assert not xlas
+        by_engine, by_xla = served_by(f.lower(X).compile().as_text())
+    assert by_engine
+    assert not by_xla
 
 
-FAMILY = {
+COLLECTIVES = {
     "pmax": lambda x: lax.pmax(x, "i"),
     "pmin": lambda x: lax.pmin(x, "i"),
     "psum_scatter": lambda x: lax.psum_scatter(jnp.outer(jnp.arange(16, dtype=x.dtype), x), "i", tiled=True),
@@ -128,7 +128,7 @@ FAMILY = {
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("body", FAMILY.values(), ids=FAMILY.keys())
+@pytest.mark.parametrize("body", COLLECTIVES.values(), ids=COLLECTIVES.keys())
 def test_the_family(body, dtype, check_vma):
     x = (np.arange(16) % 3).astype(dtype)
     f = sharded(body, mesh=MESH, check_vma=check_vma)
@@ -140,7 +140,7 @@ def test_the_family(body, dtype, check_vma):
     assert not any(f" {name}(" in text for name in ("all-reduce", "reduce-scatter", "all-gather"))
 
 
-def test_gathers_that_are_invariant():
+def test_invariant_all_gather():
     gather = _compat.all_gather_invariant_p
 
     def body(x):
@@ -155,7 +155,7 @@ def test_gathers_that_are_invariant():
 
 
 def test_gathered_keys():
-    # Values of an extended type are no arrays to the engine.
+    # The engine does not support extended dtypes.
     def body(x):
         keys = jax.random.split(jax.random.key(x[0].astype(int)), 1)
         return jax.random.key_data(lax.all_gather(keys, "i", tiled=True))
@@ -188,17 +188,17 @@ def test_groups():
 def test_without_jit(check_vma):
     mapped = jax.shard_map(psum_i, mesh=MESH, in_specs=P("i"), out_specs=P(), check_vma=check_vma)
     for _ in range(2):
-        assert mapped(X) == XLAS
+        assert mapped(X) == XLA_TOTAL
         with override_lax():
-            assert mapped(X) == OURS
+            assert mapped(X) == ENGINE_TOTAL
 
 
 def test_pmap():
     f = jax.pmap(psum_i, axis_name="i")
     for _ in range(2):
-        assert f(X)[3] == XLAS
+        assert f(X)[3] == XLA_TOTAL
         with override_lax():
-            assert f(X)[3] == OURS
+            assert f(X)[3] == ENGINE_TOTAL
 
 
 def test_over_a_vmap_axis_nothing_is_lowered():
@@ -208,7 +208,7 @@ def test_over_a_vmap_axis_nothing_is_lowered():
         np.testing.assert_array_equal(f(X), expected)
 
 
-def test_what_the_engine_does_not_serve_is_xlas():
+def test_fallback_to_xla():
     mesh = make_mesh((4, 2), ("i", "auto"))
     body = lambda x: lax.psum(x, "i")  # noqa: E731
     f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P(), axis_names={"i"}))
@@ -218,35 +218,35 @@ def test_what_the_engine_does_not_serve_is_xlas():
         np.testing.assert_array_equal(f(x), x.reshape(4, 2).sum(0))
 
 
-# Programs that are lowered, compiled or exported first and called later.
+# Programs that are lowered, compiled or exported, and called later.
 
 
-def test_ahead_of_time_programs_stay_what_they_are():
+def test_ahead_of_time_programs_do_not_change():
     f = total()
     traced = f.trace(X)
     with override_lax():
-        ours = traced.lower().compile()
-        assert traced.lower().compile()(X) == OURS
-    xlas = traced.lower().compile()
+        by_engine = traced.lower().compile()
+        assert traced.lower().compile()(X) == ENGINE_TOTAL
+    by_xla = traced.lower().compile()
     for context in (contextlib.nullcontext, override_lax):
         with context():
-            assert ours(X) == OURS
-            assert xlas(X) == XLAS
+            assert by_engine(X) == ENGINE_TOTAL
+            assert by_xla(X) == XLA_TOTAL
 
 
 def test_export():
     x = jax.device_put(X, NamedSharding(MESH, P("i")))
     allowed = [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
     with override_lax():
-        ours = jax.export.export(total(), disabled_checks=allowed)(x)
-        # One program for platforms with and without an engine of ours uses XLA's all_reduce on all of them.
+        by_engine = jax.export.export(total(), disabled_checks=allowed)(x)
+        # A program for several platforms, of which only some have an engine, uses XLA's all_reduce on all of them.
         both = jax.export.export(total(), platforms=("cpu", "cuda"))(x)
         other = jax.export.export(total(), platforms=("tpu",))(x)
-    assert served_by(ours.mlir_module()) == (1, 0)
+    assert served_by(by_engine.mlir_module()) == (1, 0)
     assert served_by(both.mlir_module()) == served_by(other.mlir_module()) == (0, 1)
-    assert jax.jit(ours.call)(x) == OURS
+    assert jax.jit(by_engine.call)(x) == ENGINE_TOTAL
     with override_lax():
-        assert jax.jit(both.call)(x) == XLAS
+        assert jax.jit(both.call)(x) == XLA_TOTAL
 
 
 def test_a_pullback_is_lowered_where_it_is_called(check_vma):
@@ -262,7 +262,7 @@ def test_a_pullback_is_lowered_where_it_is_called(check_vma):
     np.testing.assert_array_equal(pullback(x)[0], expected[0])
 
 
-# Off again exactly as before.
+# Closing restores the previous state.
 
 
 def lowerings():
@@ -287,7 +287,7 @@ def test_an_exception_leaves_nothing_behind():
     with pytest.raises(ValueError, match="evenly divisible"), override_lax():
         f(X[:3])
     assert lowerings() == before
-    assert f(X) == XLAS
+    assert f(X) == XLA_TOTAL
 
 
 def test_nesting():
@@ -295,9 +295,9 @@ def test_nesting():
     f = total()
     with override_lax():
         with override_lax():
-            assert f(X) == OURS
-        assert f(X) == OURS
-    assert f(X) == XLAS
+            assert f(X) == ENGINE_TOTAL
+        assert f(X) == ENGINE_TOTAL
+    assert f(X) == XLA_TOTAL
     assert lowerings() == before
 
 
@@ -306,12 +306,12 @@ def test_closed_in_any_order():
     first, second = override_lax(), override_lax()
     first.close()
     first.close()
-    assert f(X) == OURS
+    assert f(X) == ENGINE_TOTAL
     second.close()
-    assert f(X) == XLAS
+    assert f(X) == XLA_TOTAL
 
 
-def test_a_closed_override_is_not_entered_again():
+def test_a_closed_override_cannot_be_reentered():
     handle = override_lax()
     with handle:
         pass
@@ -334,8 +334,8 @@ def test_refused_while_tracing():
 
         with pytest.raises(RuntimeError, match="being traced"):
             total(body=closing)(X)
-        assert total()(X) == OURS
-    assert total()(X) == XLAS
+        assert total()(X) == ENGINE_TOTAL
+    assert total()(X) == XLA_TOTAL
 
 
 # Threads.
@@ -346,18 +346,18 @@ def in_thread(job):
         return pool.submit(job).result(timeout=120)
 
 
-def test_on_in_one_thread_alone():
+def test_active_in_one_thread_only():
     f = total()
     with override_lax() as handle:
-        assert f(X) == OURS
-        assert in_thread(lambda: f(X)) == XLAS
+        assert f(X) == ENGINE_TOTAL
+        assert in_thread(lambda: f(X)) == XLA_TOTAL
         with pytest.raises(RuntimeError, match="was opened in thread 'MainThread'"):
             in_thread(handle.close)
-        assert f(X) == OURS
+        assert f(X) == ENGINE_TOTAL
 
 
-def test_programs_are_never_half_and_half():
-    # Threads that switch it on and off while others lower programs with many sums.
+def test_concurrent_lowerings_do_not_mix():
+    # Some threads toggle the override while others lower programs with many sums.
     start = threading.Barrier(4)
 
     def lower_many(context, expected):
@@ -367,12 +367,12 @@ def test_programs_are_never_half_and_half():
             with context():
                 text = f.lower(X).as_text()
                 assert f(X)[0] == expected
-            assert served_by(text) == ((1, 0) if expected == OURS else (0, 20))
+            assert served_by(text) == ((1, 0) if expected == ENGINE_TOTAL else (0, 20))
 
     before = lowerings()
     with ThreadPoolExecutor(4) as pool:
         jobs = [
-            pool.submit(lower_many, override_lax if on else contextlib.nullcontext, OURS if on else XLAS)
+            pool.submit(lower_many, override_lax if on else contextlib.nullcontext, ENGINE_TOTAL if on else XLA_TOTAL)
             for on in (True, False, True, False)
         ]
         for job in jobs:

@@ -1,4 +1,4 @@
-"""The installed package: the handler loads and runs, the stubs are right, and a wrong JAX is refused with words."""
+"""The installed package: the handler runs, the type stubs match, and unsupported versions of JAX raise ImportError."""
 
 import importlib.metadata
 import importlib.resources
@@ -16,7 +16,7 @@ from jax_ring import _ffi_cpu, ring_psum
 
 
 def test_the_handler_runs():
-    # Registering a handler proves nothing: XLA checks its version and its types when a program first uses it.
+    # XLA checks the API version and the types of a handler only when a program first uses it.
     f = sharded(lambda x: ring_psum(x, "i"), out_specs=P())
     x = jnp.arange(16.0)
     text = compiled_text(f, x)
@@ -46,14 +46,14 @@ def test_typing_files_are_installed():
 
 
 def test_import_does_not_start_a_backend():
-    # Otherwise the number of devices could no longer be chosen after the import.
+    # Otherwise the number of devices could not be set after the import.
     result = run_python(
         "import jax_ring\nimport jax\njax.config.update('jax_num_cpu_devices', 3)\nprint(len(jax.devices()))"
     )
     assert result.stdout.strip() == "3", result.stderr
 
 
-def test_too_old_a_jax_is_refused():
+def test_an_old_jax_is_refused():
     result = run_python("jax.__version_info__ = (0, 9, 1); jax.__version__ = '0.9.1'\nimport jax_ring")
     assert "ImportError: jax_ring needs JAX 0.10.2 or newer, found 0.9.1" in result.stderr
     assert "pip install --upgrade jax" in result.stderr
@@ -86,13 +86,13 @@ print(_ffi_cpu.instruction_set(), digest.hexdigest())
     assert len(set(digests)) == 1
 
 
-def test_mesh_helper_uses_a_part_of_the_devices():
-    # The tests' meshes leave devices out on purpose; this fails if that is lost.
+def test_mesh_helper_leaves_devices_out():
+    # The meshes of the tests leave out devices on purpose.
     assert make_mesh().size < len(jax.devices())
 
 
-def test_ours_under_the_names_of_lax(monkeypatch):
-    # A find-and-replace in a running program; ours call lax's for constants, and must not call themselves.
+def test_ring_functions_under_the_names_of_lax(monkeypatch):
+    # The ring_ functions call those of lax for constants, and must not call themselves when lax is patched.
     for name in ("psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather"):
         monkeypatch.setattr(lax, name, getattr(jax_ring, f"ring_{name}"))
 

@@ -1,4 +1,4 @@
-"""The pictures of schedules are drawn, and show what the schedules do."""
+"""Diagrams, animations and plots of schedules."""
 
 import pathlib
 import sys
@@ -16,7 +16,7 @@ def main(*arguments):
     command.main(command.parser().parse_args([str(argument) for argument in arguments]))
 
 
-def test_the_animation_opens_and_has_all_steps(tmp_path):
+def test_the_animation_has_all_steps(tmp_path):
     from PIL import Image
 
     file = tmp_path / "ring.gif"
@@ -30,7 +30,7 @@ def test_the_animation_opens_and_has_all_steps(tmp_path):
 def test_the_animated_states_are_those_of_a_ring():
     states = draw._states(draw.traced(schedule.ring, 4, 4), 4, 4)
     assert len(states) == 7
-    # Block 0 sets out from rank 1; block 3, from rank 0.
+    # Block 0 starts at rank 1, block 3 at rank 0.
     assert [states[step][step + 1][0] for step in range(3)] == [{1}, {1, 2}, {1, 2, 3}]
     assert states[1][1] == [{1}, {1}, {1}, {0, 1}]
     complete = [[sum(len(ranks) == 4 for ranks in chunks) for chunks in state] for state in states]

@@ -1,4 +1,4 @@
-"""The older way to name an axis of devices."""
+"""ring_psum under pmap."""
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ def mapped(fun, **options):
     return jax.pmap(fun, axis_name="i", devices=jax.devices()[:RANKS], **options)
 
 
-def for_both(fun, *args, **options):
-    """fun(psum, *args), mapped over the devices, gives the same with ours and with JAX's."""
+def assert_same_as_lax(fun, *args, **options):
+    """Asserts that fun(psum, *args) under pmap gives the same with ring_psum and lax.psum; returns the result."""
     ours, theirs = (
         mapped(lambda *args, psum=psum: fun(psum, *args), **options)(*args)
         for psum in ours_and_lax(ring_psum, lax.psum)
@@ -28,28 +28,28 @@ def for_both(fun, *args, **options):
 
 
 def test_sum():
-    total = for_both(lambda psum, x: psum(x, "i"), X)
+    total = assert_same_as_lax(lambda psum, x: psum(x, "i"), X)
     np.testing.assert_array_equal(total, np.broadcast_to(X.sum(0), X.shape))
 
 
-def test_it_is_a_call_of_the_engine():
+def test_served_by_the_engine():
     assert num_calls(mapped(lambda x: ring_psum((x, x * x), "i")), X) == 1
 
 
 def test_tree_with_constants():
-    for_both(lambda psum, x: psum({"x": x, "n": 1, "b": x > 0, "k": (x.astype(jnp.int8), None)}, "i"), X)
+    assert_same_as_lax(lambda psum, x: psum({"x": x, "n": 1, "b": x > 0, "k": (x.astype(jnp.int8), None)}, "i"), X)
 
 
 @pytest.mark.parametrize("groups", [[[0, 1], [2, 3]], [[3, 0], [2, 1]], [[2], [0], [1], [3]]], ids=str)
 def test_groups(groups):
-    total = for_both(lambda psum, x: psum(x, "i", axis_index_groups=groups), X)
+    total = assert_same_as_lax(lambda psum, x: psum(x, "i", axis_index_groups=groups), X)
     for group in groups:
         for rank in group:
             np.testing.assert_array_equal(total[rank], X[group].sum(0))
 
 
 def test_gradient_inside():
-    for_both(lambda psum, x: jax.grad(lambda x: jnp.sum(psum(x * x, "i") * x))(x), X)
+    assert_same_as_lax(lambda psum, x: jax.grad(lambda x: jnp.sum(psum(x * x, "i") * x))(x), X)
 
 
 def test_gradient_outside():
@@ -61,7 +61,7 @@ def test_gradient_outside():
 
 
 def test_jvp_inside():
-    for_both(lambda psum, x: jax.jvp(lambda x: psum(x * x, "i") * x, (x,), (x + 1,)), X)
+    assert_same_as_lax(lambda psum, x: jax.jvp(lambda x: psum(x * x, "i") * x, (x,), (x + 1,)), X)
 
 
 def test_vmap_inside():
@@ -69,25 +69,25 @@ def test_vmap_inside():
         one = jax.vmap(lambda v: psum(v, "i") + v)(x)
         return one + jax.vmap(lambda v: psum(v, ("b", "i")), axis_name="b")(x)
 
-    for_both(body, X)
+    assert_same_as_lax(body, X)
 
 
 def test_loop_inside():
-    for_both(lambda psum, x: lax.fori_loop(0, 100, lambda k, v: jnp.mod(psum(v + k, "i"), 9) + x, x), X)
+    assert_same_as_lax(lambda psum, x: lax.fori_loop(0, 100, lambda k, v: jnp.mod(psum(v + k, "i"), 9) + x, x), X)
 
 
 def test_broadcast_argument():
-    for_both(lambda psum, x, y: psum(x * y, "i") + psum(y, "i"), X, X[0], in_axes=(0, None))
+    assert_same_as_lax(lambda psum, x, y: psum(x * y, "i") + psum(y, "i"), X, X[0], in_axes=(0, None))
 
 
 def test_a_training_step():
-    """The classical use: gradients of replicated parameters, summed by hand."""
+    """The classic use: an explicit sum of the gradients of replicated parameters."""
 
     def step(psum, w, x):
         gradient = jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
         return w - psum(gradient, "i") / 8
 
-    for_both(step, np.ones((RANKS, 3, 2), np.float32), X)
+    assert_same_as_lax(step, np.ones((RANKS, 3, 2), np.float32), X)
 
 
 def test_unbound_axis():

@@ -1,4 +1,4 @@
-"""Which GPU groups the CUDA engine serves, and what is lowered for them. No GPU is needed: programs are not run."""
+"""Which GPU groups the CUDA engine serves, and what is lowered for them. Needs no GPU: programs are not run."""
 
 import logging
 import re
@@ -17,14 +17,14 @@ from jax_ring.lowering import reach
 from jax_ring.lowering.reach import Gpu
 
 
-class Engine:
-    """In the place of the native module."""
+class FakeEngine:
+    """A fake of the native CUDA module."""
 
     def __init__(self, severed=()):
         self.severed = set(severed)
 
     def note_call_site(self, call, site):
-        self.noted = call, site
+        self.recorded = call, site
 
     def unreachable(self, devices):
         return [(a, b) for a in devices for b in devices if (a, b) in self.severed]
@@ -32,8 +32,8 @@ class Engine:
 
 @pytest.fixture
 def engine(monkeypatch):
-    """A CUDA engine, and CPU devices that pass for GPUs in reverse."""
-    engine = Engine()
+    """A fake CUDA engine, with CPU device d as GPU 100 - d."""
+    engine = FakeEngine()
     monkeypatch.setattr(runtime, "ffi_cuda", engine)
     monkeypatch.setattr(
         reach,
@@ -63,9 +63,9 @@ def test_groups_are_attributes(check_vma):
     assert "group_sizes = dense<2>" in text
 
 
-def test_the_call_site_is_noted(engine):
+def test_the_call_site_is_recorded(engine):
     lower(psum, jnp.ones(8), check_vma=False)
-    call, site = engine.noted
+    call, site = engine.recorded
     assert call == "ring_psum of float32[1] over axis 'i'"
     assert "test_reach.py" in site
 
@@ -110,8 +110,8 @@ def test_without_the_engine(monkeypatch, expect_fallback):
     expect_fallback("jax_ring was built without its CUDA engine: it was not built")
 
 
-def test_devices_that_are_no_gpus(monkeypatch, expect_fallback):
-    monkeypatch.setattr(runtime, "ffi_cuda", Engine())
+def test_devices_that_are_not_gpus(monkeypatch, expect_fallback):
+    monkeypatch.setattr(runtime, "ffi_cuda", FakeEngine())
     expect_fallback("the mesh is abstract or not of GPUs")
 
 
@@ -131,7 +131,7 @@ def test_no_peer_access(engine, expect_fallback):
 
 def test_no_peer_access_between_groups_does_not_matter(engine):
     engine.severed.add((100, 99))
-    mesh = make_mesh((2, 2), ("i", "j"))  # 100 and 98 reduce together, and 99 and 97
+    mesh = make_mesh((2, 2), ("i", "j"))  # the groups are GPUs 100 and 98, and 99 and 97
     assert TARGET in lower(psum, jnp.ones((2, 2)), mesh=mesh, in_specs=P("i", "j"), out_specs=P("i", "j"))
 
 
@@ -143,15 +143,15 @@ def test_too_many_ranks(monkeypatch, expect_fallback):
 
 @pytest.fixture
 def two_hosts(monkeypatch, engine):
-    """Eight GPUs: 0, 1, 4 and 5 of the mesh on one host, the others on another one."""
+    """Eight GPUs: 0, 1, 4 and 5 are on one host, the others on a second one."""
     gpus = lambda mesh: [Gpu(d.id // 2 % 2, d.id) for d in mesh.devices.flat]  # noqa: E731
     monkeypatch.setattr(reach, "gpus_of", gpus)
     monkeypatch.setattr(reach, "host_of", lambda process: f"host {process}")
 
 
 @pytest.mark.usefixtures("two_hosts")
-def test_an_all_reduce_across_hosts_is_on_two_levels(caplog, monkeypatch):
-    monkeypatch.setattr(runtime, "STRICT", True)  # it is no fallback
+def test_all_reduce_across_hosts_is_two_level(caplog, monkeypatch):
+    monkeypatch.setattr(runtime, "STRICT", True)  # the two-level form is not a fallback
     caplog.set_level(logging.INFO, "jax_ring")
     text = lower(psum, jnp.ones((8, 3)), check_vma=False)
     scatter, across, gather = re.findall(r"jax_ring_reduce_scatter|stablehlo.all_reduce|jax_ring_all_gather", text)
@@ -159,13 +159,13 @@ def test_an_all_reduce_across_hosts_is_on_two_levels(caplog, monkeypatch):
     assert text.count("devices = dense<[0, 1, 4, 5, 2, 3, 6, 7]>") == 2
     assert text.count("group_sizes = dense<4>") == 2
     assert "replica_groups = dense<[[0, 2], [1, 3], [4, 6], [5, 7]]>" in text
-    assert "tensor<1xf32>) -> tensor<1xf32>" in text  # of 3 elements in 4 shards
+    assert "tensor<1xf32>) -> tensor<1xf32>" in text  # 3 elements in 4 shards
     assert "'i' (reduce-scatter within a host)" in text
     assert "ring_psum over ('i',) is served by XLA between 2 hosts" in caplog.text
 
 
 @pytest.mark.usefixtures("two_hosts")
-def test_other_collectives_across_hosts_are_xlas(caplog):
+def test_other_collectives_across_hosts_are_served_by_xla(caplog):
     caplog.set_level(logging.INFO, "jax_ring")
     text = lower(lambda x: ring_all_gather(x, "i"), jnp.ones(8), check_vma=False)
     assert "@jax_ring" not in text
@@ -180,7 +180,7 @@ def test_other_collectives_across_hosts_are_xlas(caplog):
         ([0, 2], "the ranks of a group are on 2 hosts, one rank on each"),
     ],
 )
-def test_hosts_that_are_not_alike(expect_fallback, devices, why):
+def test_unequal_hosts(expect_fallback, devices, why):
     mesh = make_mesh((len(devices),), devices=[jax.devices()[i] for i in devices])
     expect_fallback(why, mesh=mesh, ranks=len(devices))
 

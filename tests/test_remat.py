@@ -1,4 +1,4 @@
-"""Rematerialisation under every policy, and what is left of a fused call when only some of its results are used."""
+"""Rematerialization under every policy, and dead code elimination of fused calls."""
 
 import re
 
@@ -42,7 +42,7 @@ every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES
 
 
 def block(psum, x):
-    """A layer with a product, sums before and after it, and a named result; exact on small integers."""
+    """A layer with sums before and after a product, and a named result; exact for small integers."""
     total, squares = psum((x, x * x), "i")
     product = jnp.outer(total, x) @ (squares - x)
     total = checkpoint_name(psum(product, "i"), "total")
@@ -59,7 +59,7 @@ def test_gradient(policy, check_vma):
 
 
 @every_policy
-def test_as_many_sums_are_computed_again_as_of_lax(policy, check_vma):
+def test_as_many_sums_are_recomputed_as_with_lax(policy, check_vma):
     def sums(psum):
         counts = []
 
@@ -72,7 +72,7 @@ def test_as_many_sums_are_computed_again_as_of_lax(policy, check_vma):
         sharded(body, mesh=MESH, check_vma=check_vma)(X)
         return counts
 
-    # With vma tracking, the transposes of JAX's own casts are sums too, and JAX's for both.
+    # With vma tracking, the transposes of JAX's own casts are counted as well; they are the same for both.
     assert sums(ring_psum) == sums(lax.psum)
     assert min(sums(ring_psum)) >= 2
 
@@ -84,7 +84,7 @@ def test_number_of_calls(policy, calls):
         value, gradient = jax.value_and_grad(lambda x: jnp.sum(f(x)))(x)
         return value + gradient
 
-    # Before compilation: XLA:CPU drops the barriers that keep the second call from being merged with the first.
+    # Counted before compilation: XLA:CPU drops the barriers that keep the two calls from being merged.
     assert len(descriptions(body, True)) == calls
 
 
@@ -106,7 +106,7 @@ def test_checkpoint_of_vmap_and_vmap_of_checkpoint(check_vma):
 
 
 def descriptions(body, check_vma) -> list[str]:
-    """What the calls of the lowered program say they are."""
+    """The `call` attribute of each call in the lowered program."""
     text = sharded(body, mesh=MESH, check_vma=check_vma).lower(X).as_text()
     return re.findall(r'call = "([^"]*)"', text)
 
@@ -123,7 +123,7 @@ def test_unused_results_of_a_tree_are_dropped(check_vma):
 
 
 def test_dead_code_rule(check_vma):
-    """Dead results take their operands with them, and a dead call its equation."""
+    """Dead results remove their operands, and a dead call its equation."""
 
     def operands(used):
         left = []

@@ -1,4 +1,4 @@
-"""Copies of parameters: made equal by a broadcast, and found where they differ."""
+"""broadcast_params makes the copies of parameters equal; assert_replicated finds copies that differ."""
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,14 @@ from jax_ring import assert_replicated, broadcast_params
 
 RANKS = 4
 MESH = make_mesh((RANKS,))
-EVERYWHERE = P()
+REPLICATED = P()
 
 
-def drifted(leaf, change):
-    """A replicated array of which each rank's copy has been changed by `change(rank, copy)`."""
+def with_copies(leaf, change):
+    """A replicated array whose copy on each rank is `change(rank, copy)`."""
     copies = [change(rank, leaf.copy()) for rank in range(RANKS)]
     arrays = [jax.device_put(copy, device) for copy, device in zip(copies, MESH.devices, strict=True)]
-    return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(MESH, EVERYWHERE), arrays)
+    return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(MESH, REPLICATED), arrays)
 
 
 @pytest.mark.parametrize("impl", ["ring", "lax"])
@@ -32,14 +32,14 @@ def test_broadcast_params(root, impl, check_vma):
     def body(params):
         return broadcast_params(jax.tree.map(lambda x: x[0], params), "i", root=root, impl=impl)
 
-    result = sharded(body, mesh=MESH, out_specs=EVERYWHERE, check_vma=check_vma)(params)
+    result = sharded(body, mesh=MESH, out_specs=REPLICATED, check_vma=check_vma)(params)
     assert_replicated(result)
     assert_same_bits(result, jax.tree.map(lambda leaf: jnp.asarray(leaf)[root], params))
 
 
 def test_equal_copies_pass():
     value = np.array([np.nan, -0.0, 1.0], np.float32)
-    same = drifted(value, lambda rank, copy: copy)
+    same = with_copies(value, lambda rank, copy: copy)
     assert_replicated({"a": same, "b": [np.ones(3), 3.0, None], "key": jax.random.key(0), "split": jnp.arange(4)})
 
 
@@ -49,7 +49,7 @@ def test_the_leaf_the_ranks_and_the_index_are_named():
             copy[1, 2] += rank
         return copy
 
-    tree = {"ok": jnp.ones(3), "layers": [{"w": drifted(np.zeros((2, 3), np.float32), change)}]}
+    tree = {"ok": jnp.ones(3), "layers": [{"w": with_copies(np.zeros((2, 3), np.float32), change)}]}
     with pytest.raises(AssertionError) as error:
         assert_replicated(tree)
     assert (
@@ -64,7 +64,7 @@ def test_the_leaf_the_ranks_and_the_index_are_named():
     ids=str,
 )
 def test_scalars_by_their_bits(value, other):
-    array = drifted(np.asarray(value), lambda rank, copy: np.asarray(other) if rank == 2 else copy)
+    array = with_copies(np.asarray(value), lambda rank, copy: np.asarray(other) if rank == 2 else copy)
     with pytest.raises(AssertionError, match=r"2 differs from 0. The first difference is at index \(\)"):
         assert_replicated(array)
 
@@ -80,8 +80,8 @@ def test_shards_are_compared_with_their_copies():
     assert_replicated(jax.device_put(np.arange(6.0), sharding))
 
 
-def test_finds_what_shard_map_believes():
-    f = sharded(lambda x: x * 2, mesh=MESH, out_specs=EVERYWHERE, check_vma=False)
+def test_finds_wrong_out_specs():
+    f = sharded(lambda x: x * 2, mesh=MESH, out_specs=REPLICATED, check_vma=False)
     with pytest.raises(AssertionError, match="1, 2, 3 differ from 0"):
         assert_replicated(f(jnp.arange(4.0)))
 
@@ -122,6 +122,6 @@ def test_copies_of_other_processes():
             "['w'], of type float32[7, 100000], is not the same on all ranks: 2, 3 differ from 0. "
             "The first difference is at index (5, 77777): 0.0 on rank 0, 1.0 on rank 2."
         ) in large
-        # Both are on the first process; the other one is told, too.
+        # Both copies are on process 0; process 1 raises as well.
         assert "1 differs from 0. The first difference is at index (): 0.0 on rank 0, 1.0 on rank 1." in small
         assert f"{i} (here) and process {1 - i} (there) were given different data: \"['w{i}']: float16[]\"" in trees

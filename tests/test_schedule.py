@@ -1,4 +1,4 @@
-"""Every schedule is an all-reduce, sends what its formula says, and folds in the order that it promises."""
+"""Every schedule is an all-reduce, sends as many bytes as its formula says, and folds in its specified order."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ RANKS = range(1, 65)
 
 
 def variants(p):
-    """All schedules for p ranks, with the choices that they leave."""
+    """All schedules for p ranks, with their options."""
     for name, algorithm in schedule.ALGORITHMS.items():
         if name != "two_level":
             yield name, algorithm
@@ -29,7 +29,7 @@ def variants(p):
 
 @pytest.mark.parametrize("p", RANKS)
 def test_all_ranks_get_the_sum(p):
-    # Blocks of two sizes, and fewer elements than there are ranks.
+    # Blocks of two sizes, and fewer elements than ranks.
     for n in (p + 1, p // 2):
         inputs = np.random.default_rng(p).integers(-99, 99, (p, n))
         for name, algorithm in variants(p):
@@ -38,7 +38,7 @@ def test_all_ranks_get_the_sum(p):
 
 
 @pytest.mark.parametrize("p", RANKS)
-def test_steps_and_bytes_are_those_of_the_formulas(p):
+def test_steps_and_bytes_match_the_formulas(p):
     n = 64 * p
     power = 1 << (p.bit_length() - 1)
     inputs = np.zeros((p, n), np.int8)
@@ -58,7 +58,7 @@ def test_steps_and_bytes_are_those_of_the_formulas(p):
     if p == power:
         assert run.bytes_sent() == [terms.sent] * p
     else:
-        # A rank on the longest way sends a message less and receives one more, in the step before the first.
+        # In the extra first step, a rank on the critical path receives one message more and sends one less.
         odd = 2 * n * (power - 1) // power + n
         assert max(run.bytes_sent()) == max(run.bytes_received()) == odd == terms.sent - n
     assert run.steps == terms.steps
@@ -75,14 +75,14 @@ def test_steps_and_bytes_are_those_of_the_formulas(p):
 
 
 @pytest.mark.parametrize("p", [2, 3, 8, 13])
-def test_total_traffic_is_least_whatever_the_size(p):
+def test_total_traffic_is_minimal_for_any_size(p):
     for n in (1, p - 1, p, 7 * p + 3):
         for name in ("ring", "rank_ordered_ring", "two_shot", "double_tree", "halving_doubling"):
             run = schedule.run(schedule.ALGORITHMS[name], np.zeros((p, n), np.int8))
             assert sum(run.bytes_sent()) == 2 * (p - 1) * n, name
 
 
-def test_a_ring_uses_each_of_its_links_alike():
+def test_a_ring_loads_its_links_equally():
     links = schedule.run(schedule.ring, np.zeros((6, 60), np.int8)).bytes_per_link()
     assert links == {(r, (r + 1) % 6): 2 * 5 * 10 for r in range(6)}
 
@@ -97,7 +97,7 @@ def test_two_levels_send_a_shard_between_hosts():
 
 
 def fold_order(algorithm, p):
-    """How the first element of each of p blocks is put together, in brackets."""
+    """The order of the fold of each of p blocks, as a parenthesized expression."""
 
     def join(a, b):
         return np.array([f"({x}{y})" for x, y in zip(a, b, strict=True)], object)
@@ -125,7 +125,7 @@ def test_no_rank_is_an_inner_node_of_both_trees(p):
 
 
 def native_events(p, rank, blocks, pieces, *, rank_order, lag):
-    """What the native engine's ring receives and sends, in its order."""
+    """The receives and sends of the ring of the native engine, in its order."""
     left, right = (rank - 1) % p, (rank + 1) % p
     for chunk, hop in _ffi_cpu.ring_hops(rank_order, p, rank, pieces if rank_order else p * pieces, lag):
         where = blocks[chunk] if rank_order else blocks[chunk % p * pieces + chunk // p]

@@ -1,4 +1,4 @@
-"""The simulator agrees with the closed formulas where there are any, and the cost model with what was measured."""
+"""The simulator agrees with the closed-form costs, and the cost model with the measurements."""
 
 import pathlib
 from dataclasses import astuple, replace
@@ -34,7 +34,7 @@ def test_closed_form_of_two_levels():
 def test_a_ring_over_hosts_waits_for_its_slowest_hop():
     expected = cost.ring(12, 1e6).seconds(HOSTS.network_link())
     assert simulate("ring", 12, 1e6, HOSTS).max() == pytest.approx(expected, rel=1e-9)
-    # The shortcut that is taken without jitter is as exact as all steps one by one.
+    # The shortcut for zero jitter gives the same result as simulating each step.
     machine = simulator.Machine(HOSTS, 12, Conditions())
     round_ = simulator.Rings((12, 1), 0, 1e6 / 12, True, 11)
     stepped = round_.step_by_step(np.zeros(12), round_.hop(machine), machine)
@@ -43,27 +43,27 @@ def test_a_ring_over_hosts_waits_for_its_slowest_hop():
 
 
 def test_jitter_is_worse_than_its_mean():
-    # Each step waits for the later of two ranks. The longest of all ways through exponential delays of mean 1 is twice
-    # as long as their number (last-passage percolation from a line: Johansson, Comm. Math. Phys. 209, 2000).
+    # Each step waits for the later of two ranks. The longest path through n exponential delays of mean 1 has length 2n
+    # (last-passage percolation from a line: Johansson, Comm. Math. Phys. 209, 2000).
     p, jitter = 4096, 1e-3
     ideal = simulate("ring", p, 0, ONE_HOST).max()
     delayed = simulate("ring", p, 0, ONE_HOST, Conditions(jitter=jitter)).max()
     assert (delayed - ideal) / (2 * (p - 1) * jitter) == pytest.approx(2, rel=0.02)
 
 
-def test_one_straggler_holds_up_the_ring():
+def test_one_straggler_slows_down_the_ring():
     ideal = simulate("ring", 64, 1e6, ONE_HOST).max()
     assert simulate("ring", 64, 1e6, ONE_HOST, Conditions(stragglers=1, slowdown=3)).max() == pytest.approx(3 * ideal)
 
 
-def test_everybody_waits_for_a_rank_that_is_late():
+def test_all_ranks_wait_for_the_last_one():
     for name in simulator.PHASES:
         done = simulate(name, 8, 1e3, HOSTS, ready=np.array([0] * 7 + [1.0]))
         assert done.min() > 1, name
         np.testing.assert_allclose(done.max(), 1 + simulate(name, 8, 1e3, HOSTS).max(), rtol=1e-4)
 
 
-def test_a_call_takes_its_time():
+def test_launch_latency_is_added():
     late = replace(HOSTS, launch_latency=1e-3)
     for name in simulator.PHASES:
         assert simulate(name, 8, 1e3, late) == pytest.approx(simulate(name, 8, 1e3, HOSTS) + 1e-3)
@@ -74,16 +74,16 @@ def test_messages_share_links():
     own_nics = HOSTS.seconds(source, to, 1e6)
     np.testing.assert_allclose(own_nics, 5e-6 + 1e6 / 5e8)
     np.testing.assert_allclose(replace(HOSTS, nics_per_host=1).seconds(source, to, 1e6), 5e-6 + 4e6 / 5e8)
-    # Spread over all NICs, a message is as fast as the four together, or as it comes to them through the host.
+    # Striped over all NICs, a message is limited by the sum of the four, or by the bandwidth within the host.
     striped = replace(HOSTS, striped=True, host_bandwidth=9e9)
     np.testing.assert_allclose(striped.seconds(source[:1], to[:1], 1e6), 5e-6 + 1e6 / 2e9)
     striped = replace(HOSTS, striped=True, host_bandwidth=1e9)
     np.testing.assert_allclose(striped.seconds(source[:1], to[:1], 1e6), 5e-6 + 1e6 / 1e9)
-    # Two hosts under each leaf switch, whose way up has a quarter of their bandwidth: eight messages go up it.
+    # Two hosts per leaf switch, whose uplink has a quarter of their bandwidth and carries eight messages.
     tree = replace(HOSTS, hosts_per_group=2, oversubscription=4.0)
     np.testing.assert_allclose(tree.seconds(source, to, 1e6), own_nics)
     np.testing.assert_allclose(tree.seconds(np.arange(8), np.arange(8, 16), 1e6), 5e-6 + 8e6 / (8 * 5e8 / 4))
-    # A rail's leaf switch serves the NICs of one number; to another rail a message goes further up.
+    # The leaf switch of a rail connects the NICs with the same index. Messages to another rail go through the spine.
     rails = replace(HOSTS, hosts_per_group=2, oversubscription=4.0, rails=True)
     np.testing.assert_allclose(rails.seconds(source, to, 1e6), own_nics)
     np.testing.assert_allclose(rails.seconds(source[:1], to[1:2], 1e6), 5e-6 + 1e6 / (2 * 5e8 / 4))
@@ -142,14 +142,14 @@ def test_the_cost_model_by_hand():
     assert model.seconds(4, 1e7) == pytest.approx(2e-6 + 4e-6 + 1e7 * 2e-11 + 3e7 * 6e-11)
 
 
-def test_fit_finds_the_parameters_again():
+def test_fit_recovers_the_parameters():
     model = fit.Model(2e-6, 1e-6, 2e-11, 6e-11, float(1 << 24))
     cases = [(p, n) for p in (2, 4, 8) for n in (16, 4096, 1 << 16, 1 << 20, 1 << 22, 1 << 24)]
     found = fit.fit([fit.Measurement(p, n, model.seconds(p, n)) for p, n in cases])
     assert astuple(found) == pytest.approx(astuple(model))
 
 
-def test_the_model_predicts_numbers_of_devices_that_it_was_not_fitted_on():
+def test_the_model_predicts_held_out_device_counts():
     measured = fit.read(sorted(MEASURED.glob("allreduce-p*.json")))
     assert sorted({m.num_ranks for m in measured}) == [2, 4, 8, 16]
     held_out = fit.leave_out_each(measured)

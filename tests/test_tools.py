@@ -1,4 +1,4 @@
-"""JAX's tools: export, checkify, debugging of NaN, donation, shapes, jaxprs, compiling ahead of time."""
+"""JAX's tools: export, checkify, NaN debugging, donation, eval_shape, jaxprs and ahead-of-time compilation."""
 
 import chex
 import jax
@@ -18,7 +18,7 @@ MESH = make_mesh((RANKS,))
 X = np.arange(8, dtype=np.float32) - 3
 SUM = X.reshape(RANKS, 2).sum(0)
 
-# jax.export refuses a custom call whose stability it has not been promised.
+# jax.export rejects custom calls without a stability guarantee.
 ALLOWED = [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
 
 
@@ -50,7 +50,7 @@ def test_export_round_trip(check_vma):
 
 
 def test_export_for_several_platforms(check_vma):
-    # One program for platforms with and without an engine of ours uses XLA's all_reduce on all of them.
+    # A program for several platforms, of which only some have an engine, uses XLA's all_reduce on all of them.
     exported = jax.export.export(total(check_vma), platforms=("cpu", "cuda"))(on_device())
     assert exported.platforms == ("cpu", "cuda")
     module = exported.mlir_module()
@@ -82,7 +82,7 @@ def test_checkify_within_shard_map(check_vma):
             return y
 
         error, out = checkify.checkify(check)(x)
-        # An error is a value of its own type; what is left of it after the map is whether there is one.
+        # Only whether there is an error can leave the shard_map, not the error itself.
         failed = jax.tree.leaves(error)[0]
         return out + 0 * x, failed[None] | (x[:1] > 1e9)
 
@@ -101,7 +101,7 @@ def test_checkify_around_shard_map():
 
 
 def test_debug_nans(check_vma):
-    # Infinities of both signs make a NaN that no operand holds: it comes out of the sum.
+    # The sum of infinities of both signs is NaN, although no operand holds a NaN.
     x = X.copy()
     x[0], x[2] = np.inf, -np.inf
     f = total(check_vma)
@@ -146,7 +146,7 @@ def test_an_operand_that_is_not_donated_is_kept(check_vma):
 
 
 def test_the_operand_is_used_after_the_call(check_vma):
-    # A result written into a buffer that is still needed would show.
+    # Fails if a result is written into a buffer that is still needed.
     def body(x):
         y = x * 2
         a = ring_psum(y, "i")
@@ -156,7 +156,7 @@ def test_the_operand_is_used_after_the_call(check_vma):
     chex.assert_trees_all_equal(sharded(body, mesh=MESH, check_vma=check_vma)(X), expected, strict=True)
 
 
-# What a program is, without running it.
+# Inspection of programs without running them.
 
 
 def test_eval_shape(check_vma):
@@ -221,7 +221,7 @@ def test_named_scopes_reach_the_program():
     assert "my_layer" in line
 
 
-def test_debug_print_beside_a_call(check_vma, capfd):
+def test_debug_print_with_a_call(check_vma, capfd):
     def body(x):
         y = ring_psum(x, "i")
         jax.debug.print("sum {}", y[0])
@@ -240,8 +240,8 @@ OTHERS = {
 }
 
 
-def beside(other):
-    """A function of calls of ours and of XLA's collectives, which block the threads that they run on."""
+def mixed_with(other):
+    """A function that mixes psum with a collective of XLA, which blocks the thread it runs on."""
 
     def body(psum, x):
         y = psum(x, "i") + x
@@ -252,17 +252,17 @@ def beside(other):
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
-def test_beside_a_collective_of_xla(other, check_vma):
-    assert_matches_lax(beside(other), X, mesh=make_mesh((8,)), check_vma=check_vma)
+def test_together_with_a_collective_of_xla(other, check_vma):
+    assert_matches_lax(mixed_with(other), X, mesh=make_mesh((8,)), check_vma=check_vma)
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
-def test_a_collective_of_xla_stays_one(other, check_vma):
-    f = sharded(lambda x: beside(other)(ring_psum, x), mesh=make_mesh((8,)), check_vma=check_vma)
+def test_a_collective_of_xla_is_not_replaced(other, check_vma):
+    f = sharded(lambda x: mixed_with(other)(ring_psum, x), mesh=make_mesh((8,)), check_vma=check_vma)
     assert num_calls(f, X) == 2
 
 
-def test_beside_a_collective_of_xla_in_a_loop(check_vma):
+def test_together_with_a_collective_of_xla_in_a_loop(check_vma):
     def body(x):
         return lax.fori_loop(0, 100, lambda k, v: jnp.mod(lax.psum(ring_psum(v, "i") + x, "i"), 5) + x, x)
 

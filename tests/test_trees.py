@@ -1,4 +1,4 @@
-"""Pytrees: every container, one call for all leaves of a dtype, and what needs no call."""
+"""Pytrees: every container, one call for all leaves of a dtype, and constants that need no call."""
 
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ CONTAINERS = {
 @pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS.keys())
 def test_containers(make, check_vma):
     def body(psum, x):
-        # A sum is the same on all ranks: with the axis in front of it, it can leave any shard_map.
+        # The new first dimension makes the result valid for both out_specs.
         return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], psum(make(x), "i"))
 
     assert_matches_lax(body, X, mesh=MESH, out_specs=P(None) if check_vma else P("i"), check_vma=check_vma)
@@ -95,7 +95,7 @@ def test_one_call_for_each_dtype(dtypes, check_vma):
     assert calls_lowered(body, check_vma) == len(dtypes)
 
 
-def test_bool_joins_int32(check_vma):
+def test_bool_shares_the_call_of_int32(check_vma):
     def body(x):
         return ring_psum({"b": x > 0, "n": x.astype(jnp.int32)}, "i")
 
@@ -104,7 +104,7 @@ def test_bool_joins_int32(check_vma):
     chex.assert_trees_all_equal(total["b"], (X > 0).reshape(RANKS, 2).sum(0, dtype=np.int32), strict=True)
 
 
-def test_fusing_does_not_change_a_bit(check_vma):
+def test_fusing_does_not_change_bits(check_vma):
     values = np.random.default_rng(0).standard_normal((RANKS, 3, 1001)).astype(np.float32)
 
     def body(v):
@@ -130,8 +130,8 @@ def test_constants_need_no_call(constant, check_vma):
     assert num_calls(f, X) == 0
 
 
-def test_python_int_stays_one():
-    # The usual way to ask for the size of an axis: a number at trace time.
+def test_python_int_stays_concrete():
+    # psum(1, axis) is the usual way to get the size of an axis at trace time.
     sizes = []
     sharded(lambda x: (sizes.append(ring_psum(1, "i")), x)[1], mesh=MESH)(X)
     assert sizes == [RANKS]
@@ -139,7 +139,7 @@ def test_python_int_stays_one():
 
 
 def test_concrete_array_is_a_constant(check_vma):
-    # An array that exists when the function is traced, not an argument of it.
+    # A closed-over array, not an argument.
     constant = jnp.arange(3.0)
     f = sharded(lambda x: ring_psum(constant, "i"), mesh=MESH, out_specs=P(), check_vma=check_vma)
     np.testing.assert_array_equal(f(X), RANKS * np.arange(3))
@@ -155,7 +155,7 @@ def test_shapes_of_few_elements(shape, check_vma):
 
 
 def test_positional_axes_of_a_tree():
-    # As in lax: without vma tracking, integers are axes of the operand itself.
+    # As in lax, integers are axes of the operand; only without vma tracking.
     for axes in (0, (0,), ("i", 0), (1, "i", 0), (0, 1)):
 
         def body(psum, x, axes=axes):
@@ -182,7 +182,7 @@ def test_equal_calls_merge(check_vma):
     assert num_calls(sharded(other, mesh=MESH, out_specs=P(), check_vma=check_vma), X) == 2
 
 
-def test_dead_calls_vanish(check_vma):
+def test_dead_calls_are_removed(check_vma):
     def body(x):
         ring_psum(x * x, "i")
         return ring_psum((x, x + 1), "i")[1]
@@ -191,7 +191,7 @@ def test_dead_calls_vanish(check_vma):
     assert num_calls(sharded(lambda x: (ring_psum(x, "i"), x)[1], mesh=MESH, check_vma=check_vma), X) == 0
 
 
-def test_nothing_is_left_to_xla(check_vma):
+def test_no_all_reduce_of_xla_is_left(check_vma):
     def body(x):
         tree = {"f": x, "n": x.astype(jnp.int32), "h": x.astype(jnp.bfloat16), "b": x > 0, "z": x + 1j}
         return ring_psum(tree, "i")

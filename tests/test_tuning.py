@@ -1,4 +1,4 @@
-"""The thresholds of algorithm="auto": those of a file reach the program and explain(), and a bad file is refused."""
+"""The thresholds of algorithm="auto": a tuning file reaches the program and explain(); invalid files are refused."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ TABLE = {2: Thresholds(1000, 2000), 8: Thresholds(32, 64)}
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """CPU devices that pass for GPUs, as far as to what is lowered and explained for them."""
+    """Makes CPU devices look like GPUs to the lowering and to explain()."""
     engine = types.SimpleNamespace(unreachable=lambda devices: [], note_call_site=lambda call, site: None)
     monkeypatch.setattr(runtime, "ffi_cuda", engine)
     monkeypatch.setattr(reach, "gpus_of", lambda mesh: [Gpu(0, d.id) for d in mesh.devices.flat])
@@ -40,17 +40,17 @@ def lowered(**options):
     return f.trace(jnp.ones(8)).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_what_is_chosen():
+def test_choice_by_size():
     assert [Thresholds(8, 16).choose(n) for n in (0, 8, 9, 16, 17)] == [
         "one_shot", "one_shot", "two_shot", "two_shot", "ring"
     ]  # fmt: skip
     assert Thresholds(0, NO_LIMIT).choose(1 << 62) == "two_shot"
 
 
-def test_of_ranks_that_the_file_does_not_have(monkeypatch):
+def test_rank_counts_that_are_not_in_the_file(monkeypatch):
     monkeypatch.setattr(tuning, "ACTIVE", {"cuda": {4: Thresholds(4, 4), 8: Thresholds(8, 8)}})
     assert [tuning.thresholds("cuda", p).one_shot for p in (2, 4, 7, 8, 64)] == [4, 4, 4, 8, 8]
-    # 256 KiB are sent by each rank, whatever the number of ranks.
+    # The built-in threshold is 256 KiB sent per rank, for any number of ranks.
     assert [tuning.thresholds("cpu", p).one_shot for p in (2, 3, 8)] == [262144, 131072, 37449]
     assert tuning.thresholds("cpu", 8).two_shot == NO_LIMIT
 
@@ -67,7 +67,7 @@ def test_thresholds_are_attributes(monkeypatch):
 
 
 @pytest.mark.usefixtures("gpus")
-def test_explain_says_what_is_chosen(monkeypatch):
+def test_explain_reports_the_choice(monkeypatch):
     monkeypatch.setattr(tuning, "ACTIVE", {"cuda": TABLE})
 
     def chosen(elements, collective=psum, **options):
@@ -81,18 +81,18 @@ def test_explain_says_what_is_chosen(monkeypatch):
     assert chosen(9).chosen == ("two_shot",)
     assert chosen(9).wire_bytes == 36 * 2 * 7 / 8
     assert chosen(17).chosen == ("ring",)
-    # Where nothing is chosen by size.
+    # No choice by size.
     assert chosen(8, algorithm="two_shot").chosen == ()
     assert chosen(8, order="ring").chosen == ()
     assert chosen(8, lambda x: ring_pmax(x, "i")).chosen == ()
-    # Of groups of different sizes each has its own: four ranks of eight send 32 bytes to one, the others nothing.
+    # Groups of different sizes choose separately: four of eight ranks send 32 bytes to one peer, the others nothing.
     groups = {"axis_index_groups": [[0, 1], [2, 3], [4], [5], [6], [7]]}
     assert chosen(8, **groups).wire_bytes == 32 * 4 / 8
     text = str(explain(sharded(psum, check_vma=False), jnp.ones(64)))
     assert "jax_ring (auto: one_shot)" in text
 
 
-def test_explain_on_cpu_devices_has_nothing_to_choose():
+def test_explain_reports_no_choice_on_cpu():
     (found,) = explain(sharded(psum, check_vma=False), jnp.ones(64)).collectives
     assert (found.algorithm, found.chosen) == ("auto", ())
 
@@ -105,13 +105,13 @@ def test_bytes_are_counted_by_the_thresholds_in_the_program():
     )
     text = "HloModule jit_f, num_partitions=6\n\nENTRY %main (p: f32[9]) -> f32[9] {{\n" + call + "\n}}\n"
     (found,) = find_collectives(text.format(op="sum"))
-    # 36 bytes: two ranks by one-shot, four by two-shot.
+    # 36 bytes: two ranks use one-shot, four use two-shot.
     assert found.wire_bytes == (2 * 36 + 4 * 36 * 1.5) / 6
     (extrema,) = find_collectives(text.format(op="max"))
     assert extrema.wire_bytes == (2 * 36 + 4 * 36 * 1.5) / 6
 
 
-def test_lines_cross_where_they_were_made_to():
+def test_thresholds_are_where_the_lines_cross():
     lines = {
         "one_shot": fit.Line("one_shot", 2e-6, 1e-7, 3e-11),
         "two_shot": fit.Line("two_shot", 5e-6, 2e-7, 2e-11),
@@ -123,7 +123,7 @@ def test_lines_cross_where_they_were_made_to():
         found = fit.fit_line(name, at)
         assert (found.alpha, found.arrival, found.beta) == pytest.approx((line.alpha, line.arrival, line.beta))
     one_shot, two_shot = fit.thresholds(lines, 8)
-    # 2.8 + 7 * 3e-5 n = 6.6 + 1.75 * 2e-5 n, and 6.6 + 3.5e-5 n = 41 + 2e-5 n, in microseconds.
+    # In microseconds: 2.8 + 7 * 3e-5 n = 6.6 + 1.75 * 2e-5 n, and 6.6 + 3.5e-5 n = 41 + 2e-5 n.
     assert (one_shot, two_shot) == (int(3.8 / 17.5e-5), int(34.4 / 1.5e-5))
     assert fit.thresholds({**lines, "one_shot": fit.Line("one_shot", 1e-3, 0, 0)}, 8).one_shot == 0
     never = fit.thresholds({**lines, "ring": fit.Line("ring", 1, 0, 1)}, 8)
@@ -132,7 +132,7 @@ def test_lines_cross_where_they_were_made_to():
         fit.fit_line("ring", [fit.Measurement(2, 4, 1e-6)])
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_write_and_read(tmp_path):
     file = tmp_path / "tuning.json"
     tables = {"cpu": {2: Thresholds(0, NO_LIMIT)}, "cuda": TABLE}
     tuning.write(file, tables, machine={"cpu": "one"})
@@ -175,7 +175,7 @@ def test_bad_files_are_refused(text, why, tmp_path):
     assert "benchmarks/allreduce.py --tune" in str(error.value)
 
 
-def test_the_variable(tmp_path):
+def test_environment_variable(tmp_path):
     file = tmp_path / "tuning.json"
     result = run_python("import jax_ring", JAX_RING_TUNING=str(file))
     assert "ValueError: JAX_RING_TUNING=" in result.stderr

@@ -1,4 +1,4 @@
-"""The sums themselves: against float64, and against the promised fold bit for bit."""
+"""Sums compared with float64, and bit for bit with the specified fold."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def random_values(dtype, shape, seed=0):
 
 
 def psum_of_ranks(values, *, mesh=None, groups=None):
-    """ring_psum where rank r holds values[r]; returns every rank's result, stacked."""
+    """ring_psum where rank r holds values[r]. Returns the results of all ranks, stacked."""
     mesh = mesh or make_mesh((len(values),))
     f = sharded(
         lambda v: ring_psum(v[0], "i", axis_index_groups=groups)[None],
@@ -39,7 +39,7 @@ def psum_of_ranks(values, *, mesh=None, groups=None):
 def test_against_float64(shape):
     values = random_values(np.float32, (RANKS, *shape))
     exact = values.astype(np.float64).sum(0)
-    # p - 1 additions, each within half a unit in the last place of a partial sum.
+    # RANKS - 1 additions; each rounds by at most half a ULP of a partial sum.
     bound = (RANKS - 1) * np.finfo(np.float32).eps / 2 * np.abs(values.astype(np.float64)).sum(0) + 1e-45
     for result in psum_of_ranks(values):
         assert np.all(np.abs(result - exact) <= bound)
@@ -69,14 +69,14 @@ def test_groups_are_independent(data):
     values = random_values(np.float32, (ranks, 5), seed=ranks)
     results = psum_of_ranks(values, groups=groups)
     for group in groups:
-        # The order within a group is the order in which it was written.
+        # The fold of a group follows the order of its list.
         expected = rank_fold(values[group])
         for rank in group:
             assert_same_bits(results[rank], expected)
 
 
 def test_large_and_unaligned_messages_use_the_same_fold():
-    # Large enough to be split over threads; the odd start makes every rank's block end within a vector.
+    # Large enough for several threads. The odd size makes each rank's block end within a vector.
     values = random_values(np.float32, (RANKS, 300_007))
     for result in psum_of_ranks(values):
         assert_same_bits(result, rank_fold(values))

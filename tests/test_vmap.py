@@ -1,4 +1,4 @@
-"""Batching: over axes that are not summed, over those that are, and over both together with a mesh axis."""
+"""ring_psum under vmap: over other axes, over the vmap axis, and over the vmap axis together with a mesh axis."""
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,12 @@ X = np.arange(48, dtype=np.float32).reshape(4, 2, 6) - 20
 Y = X[::-1] + 1
 
 
-def for_both(make):
-    """make(psum) gives the same tree for ours and for JAX's."""
+def assert_same_as_lax(make):
+    """Asserts that make(psum) gives the same tree with ring_psum and lax.psum."""
     assert_same_trees(make(ring_psum), make(lax.psum))
 
 
-# Over an axis that the collective does not name.
+# The collective does not name the vmap axis.
 
 
 @pytest.mark.parametrize("in_axes", [0, 1, -1, (0, None), (None, 1), (2, 0)], ids=str)
@@ -47,7 +47,7 @@ def test_nested(check_vma):
     assert_matches_lax(body, X, mesh=MESH, check_vma=check_vma)
 
 
-def test_unbatched_operand_makes_a_call_of_its_own_size(check_vma):
+def test_an_unbatched_operand_is_not_broadcast(check_vma):
     def f(x, y):
         return jax.vmap(lambda a: a + ring_psum(y, "i"))(x)
 
@@ -79,7 +79,7 @@ def test_vmap_outside_of_shard_map(in_axes, check_vma):
         f = sharded(lambda v: psum(v * v, "i") + v, mesh=MESH, check_vma=check_vma)
         return jax.vmap(f, in_axes)(X)
 
-    for_both(make)
+    assert_same_as_lax(make)
 
 
 def test_spmd_axis_name(check_vma):
@@ -93,27 +93,27 @@ def test_spmd_axis_name(check_vma):
         assert "b" in str(out.sharding.spec)
         return out
 
-    for_both(make)
+    assert_same_as_lax(make)
 
 
-# Over the axis that is summed: a reduction on the device.
+# The collective names the vmap axis: a reduction on the device.
 
 
 @pytest.mark.parametrize("in_axes", [0, 1, 2, -1])
 def test_named_axis(in_axes):
     f = jax.vmap(lambda v: ring_psum(v, "b"), in_axes, axis_name="b")
     np.testing.assert_array_equal(f(X), np.broadcast_to(X.sum(in_axes), f(X).shape))
-    for_both(lambda psum: jax.vmap(lambda v: psum((v, v * v), "b"), in_axes, axis_name="b")(X))
+    assert_same_as_lax(lambda psum: jax.vmap(lambda v: psum((v, v * v), "b"), in_axes, axis_name="b")(X))
     assert num_calls(f, X) == 0
 
 
 def test_named_axis_out_axes_none():
-    for_both(lambda psum: jax.vmap(lambda v: psum(v, "b"), axis_name="b", out_axes=None)(X))
+    assert_same_as_lax(lambda psum: jax.vmap(lambda v: psum(v, "b"), axis_name="b", out_axes=None)(X))
 
 
 def test_named_axis_with_unbatched_operand():
-    for_both(lambda psum: jax.vmap(lambda v, w: v + psum(w, "b"), (0, None), axis_name="b")(X, X[0]))
-    for_both(lambda psum: jax.vmap(lambda v, w: psum((v, w), "b"), (0, None), axis_name="b")(X, X[0]))
+    assert_same_as_lax(lambda psum: jax.vmap(lambda v, w: v + psum(w, "b"), (0, None), axis_name="b")(X, X[0]))
+    assert_same_as_lax(lambda psum: jax.vmap(lambda v, w: psum((v, w), "b"), (0, None), axis_name="b")(X, X[0]))
 
 
 def test_two_named_axes():
@@ -123,7 +123,7 @@ def test_two_named_axes():
             inner = jax.vmap(lambda v: psum(v * v, axes) + v, axis_name="b")
             return jax.vmap(inner, axis_name="a")(X)
 
-        for_both(make)
+        assert_same_as_lax(make)
 
 
 def test_collectives_over_both_of_two_named_axes():
@@ -133,18 +133,18 @@ def test_collectives_over_both_of_two_named_axes():
 
         return jax.jit(jax.vmap(jax.vmap(f, axis_name="b"), axis_name="a", in_axes=1))(X)
 
-    for_both(make)
+    assert_same_as_lax(make)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64, jnp.float16, jnp.bfloat16], ids=str)
 def test_named_axis_dtypes(dtype):
     x = (np.arange(12).reshape(4, 3) % 5).astype(dtype)
-    for_both(lambda psum: jax.vmap(lambda v: psum(v, "b"), axis_name="b")(x))
+    assert_same_as_lax(lambda psum: jax.vmap(lambda v: psum(v, "b"), axis_name="b")(x))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
 def test_low_precision_sums_in_a_wide_accumulator(dtype):
-    # 1 + 256 * 2^-8 in the type itself stays at 1, where every addend is below half a unit in the last place.
+    # Each addend is below half a ULP of 1 and would be lost in the dtype itself.
     tiny = jnp.finfo(dtype).eps / 4
     x = np.full(17, tiny, dtype)
     x[0] = 1
@@ -170,11 +170,11 @@ def test_groups_over_a_named_axis_raise():
         jax.vmap(lambda v: ring_psum(v, "b", axis_index_groups=groups), axis_name="b")(X)
 
 
-# Over both kinds of axis, within shard_map.
+# Named vmap axes within shard_map.
 
 
 def assert_matches_untracked_lax(fun, check_vma):
-    """As lax.psum without vma tracking: with it, lax.psum fails at a bare assertion for vmap axes."""
+    """Compares with lax.psum without vma tracking; with it, lax.psum fails with an AssertionError for vmap axes."""
     ours = sharded(lambda x: fun(ring_psum, x), mesh=MESH, check_vma=check_vma)
     theirs = sharded(lambda x: fun(lax.psum, x), mesh=MESH, check_vma=False)
     assert_same_trees(ours(X), theirs(X))
@@ -206,8 +206,8 @@ def test_named_axis_together_with_a_mesh_axis(axes, check_vma):
 
 
 @pytest.mark.parametrize("axes", [("b", "i"), ("i", "b")], ids=str)
-def test_named_and_mesh_axis_as_lax(axes):
-    # lax.psum refuses the mix under vma tracking.
+def test_named_and_mesh_axis_matches_lax(axes):
+    # lax.psum rejects this under vma tracking.
     def body(psum, x):
         return jax.vmap(lambda v: psum(v * v, axes) + v, 1, 1, axis_name="b")(x)
 
@@ -224,7 +224,7 @@ def test_mixed_axes_of_low_precision(dtype):
     assert_same_trees(f(x), x.astype(np.float32).sum(keepdims=True)[0].astype(x.dtype))
 
 
-# With derivatives.
+# Derivatives.
 
 
 def loss(psum, axes, v, w):
@@ -240,25 +240,25 @@ def grad_of_vmap(psum, axes, x):
     return jax.grad(lambda x: jnp.sum(f(x, x[:, 0])))(x)
 
 
-both_ways = pytest.mark.parametrize("transform", [vmap_of_grad, grad_of_vmap])
+both_orders = pytest.mark.parametrize("transform", [vmap_of_grad, grad_of_vmap])
 
 
-@both_ways
+@both_orders
 def test_grad_and_vmap_over_a_mesh_axis(transform, check_vma):
     assert_matches_lax(lambda psum, x: transform(psum, "i", x), X, mesh=MESH, check_vma=check_vma)
 
 
-@both_ways
+@both_orders
 def test_grad_and_vmap_over_a_named_axis(transform, check_vma):
     assert_matches_untracked_lax(lambda psum, x: transform(psum, "b", x), check_vma)
 
 
-@both_ways
+@both_orders
 @pytest.mark.parametrize("axes", [("i", "b"), ("b", "i")], ids=str)
 def test_grad_and_vmap_over_both(transform, axes, check_vma):
     if not check_vma:
         assert_matches_untracked_lax(lambda psum, x: transform(psum, axes, x), check_vma)
-    # One sum over both is the sum over the batch and then over the mesh, which lax has in neither order under vma.
+    # A sum over both axes equals the sum over the batch and then over the mesh. lax supports neither under vma.
     in_turn = lambda v, _: ring_psum(ring_psum(v, "b"), "i")  # noqa: E731
     f, g = (
         sharded(lambda x, psum=psum: transform(psum, axes, x), mesh=MESH, check_vma=check_vma)
@@ -268,8 +268,8 @@ def test_grad_and_vmap_over_both(transform, axes, check_vma):
 
 
 def test_vmap_of_grad_over_a_named_axis_outside_of_shard_map():
-    for_both(lambda psum: jax.vmap(jax.grad(lambda v: loss(psum, "b", v, v)), axis_name="b")(X))
-    for_both(lambda psum: jax.vmap(jax.grad(lambda v: loss(psum, "b", v, X[0])), axis_name="b")(X))
+    assert_same_as_lax(lambda psum: jax.vmap(jax.grad(lambda v: loss(psum, "b", v, v)), axis_name="b")(X))
+    assert_same_as_lax(lambda psum: jax.vmap(jax.grad(lambda v: loss(psum, "b", v, X[0])), axis_name="b")(X))
 
 
 def test_jvp_over_a_named_axis():
@@ -277,4 +277,4 @@ def test_jvp_over_a_named_axis():
         f = lambda v, t: jax.jvp(lambda v: psum(v * v, "b") * v, (v,), (t,))  # noqa: E731
         return jax.vmap(f, axis_name="b")(X, Y)
 
-    for_both(make)
+    assert_same_as_lax(make)

@@ -1,4 +1,4 @@
-"""The sharded optimizer: updates as without sharding, p times less state, saved and restored on other devices."""
+"""The sharded optimizer: the same updates with 1/p of the state, restored on other numbers of devices."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from helpers import SPLIT, assert_same_bits, compiled_text, make_mesh, sharded
+from helpers import SHARDED, assert_same_bits, compiled_text, make_mesh, sharded
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jax_ring import value_and_grad, zero
 
 RANKS = 4
-EVERYWHERE = P()
+REPLICATED = P()
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((48, 7)).astype(np.float32)
 PARAMS = {
@@ -42,16 +42,16 @@ def replicated_steps(tx, steps, check_vma):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    specs = (EVERYWHERE, EVERYWHERE, SPLIT)
+    specs = (REPLICATED, REPLICATED, SHARDED)
     f = sharded(step, mesh=make_mesh((RANKS,)), in_specs=specs, out_specs=specs[:2], check_vma=check_vma)
-    params, state = jax.device_put((PARAMS, tx.init(PARAMS)), NamedSharding(make_mesh((RANKS,)), EVERYWHERE))
+    params, state = jax.device_put((PARAMS, tx.init(PARAMS)), NamedSharding(make_mesh((RANKS,)), REPLICATED))
     for _ in range(steps):
         params, state = f(params, state, X)
     return params
 
 
 class Sharded:
-    """Training with a sharded optimizer, which can be stopped and gone on with on another number of ranks."""
+    """Training with a sharded optimizer, which can continue on another number of ranks."""
 
     def __init__(self, tx, check_vma=True, ranks=RANKS, loss=loss, **options):
         self.mesh = make_mesh((ranks,))
@@ -64,10 +64,10 @@ class Sharded:
             return optax.apply_updates(params, updates), state
 
         common = {"mesh": self.mesh, "check_vma": check_vma}
-        specs = (EVERYWHERE, self.specs, SPLIT)
+        specs = (REPLICATED, self.specs, SHARDED)
         self.step = sharded(step, in_specs=specs, out_specs=specs[:2], **common)
-        self.params = jax.device_put(PARAMS, NamedSharding(self.mesh, EVERYWHERE))
-        self.state = sharded(self.optimizer.init, in_specs=EVERYWHERE, out_specs=self.specs, **common)(PARAMS)
+        self.params = jax.device_put(PARAMS, NamedSharding(self.mesh, REPLICATED))
+        self.state = sharded(self.optimizer.init, in_specs=REPLICATED, out_specs=self.specs, **common)(PARAMS)
 
     def run(self, steps):
         for _ in range(steps):
@@ -76,9 +76,9 @@ class Sharded:
 
 
 def assert_close(actual, expected, steps=3):
-    """Equal but for the rounding of each step's update, which compilers may fuse differently.
+    """Asserts equality up to the rounding of each step, in which compilers may fuse operations differently.
 
-    Relative to all parameters of a dtype, since a difference in one reaches the gradients of all others.
+    The tolerance is relative to all parameters of a dtype, because a difference in one reaches all gradients.
     """
     for dtype in (jnp.float32, jnp.bfloat16):
         begin, a, e = (
@@ -91,7 +91,7 @@ def assert_close(actual, expected, steps=3):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("stage", [1, 2])
-def test_updates_are_those_without_sharding(name, stage, check_vma):
+def test_updates_match_the_unsharded_optimizer(name, stage, check_vma):
     tx = OPTIMIZERS[name]
     expected = replicated_steps(tx, 3, check_vma)
     assert_close(Sharded(tx, check_vma, stage=stage).run(3), expected)
@@ -108,7 +108,7 @@ def test_state_is_p_times_smaller():
     training = Sharded(optax.adam(0.1))
     state = jax.tree.leaves(training.state)
     measured = sum(leaf.addressable_shards[0].data.nbytes for leaf in state)
-    # Two moments of 39 float32 parameters and 15 bfloat16 ones, cut into four with padding, and a count.
+    # Two moments of 39 float32 and 15 bfloat16 parameters in four padded shards, and a step count.
     assert measured == 2 * (10 * 4 + 4 * 2) + 4
     assert {leaf.sharding.device_set == set(training.mesh.devices) for leaf in state} == {True}
 
@@ -132,7 +132,7 @@ def test_norm_of_the_whole_gradient_is_clipped(check_vma):
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_restored_on_another_number_of_devices(ranks, tmp_path):
     def loss(params, x):
-        """Its gradients are exact, so that all that can differ is the optimizer."""
+        """Has exact gradients, so only the optimizer can differ."""
         return sum((p * jnp.arange(1, 1 + p.size, dtype=p.dtype).reshape(p.shape)).sum() for p in params.values())
 
     tx = OPTIMIZERS["adamw"]
@@ -142,7 +142,7 @@ def test_restored_on_another_number_of_devices(ranks, tmp_path):
         checkpointer.save(tmp_path / "step", {"params": first.params, "state": first.state})
     second = Sharded(tx, ranks=ranks, loss=loss)
     before = jax.sharding.AbstractMesh((RANKS,), ("i",))
-    init = jax.shard_map(second.optimizer.init, mesh=before, in_specs=EVERYWHERE, out_specs=second.specs)
+    init = jax.shard_map(second.optimizer.init, mesh=before, in_specs=REPLICATED, out_specs=second.specs)
     on_host = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     saved = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_host),
@@ -150,7 +150,7 @@ def test_restored_on_another_number_of_devices(ranks, tmp_path):
     )
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "step", saved)
-    second.params = jax.device_put(restored["params"], NamedSharding(second.mesh, EVERYWHERE))
+    second.params = jax.device_put(restored["params"], NamedSharding(second.mesh, REPLICATED))
     second.state = jax.device_put(
         second.optimizer.repartition(restored["state"], PARAMS, ranks),
         jax.tree.map(lambda spec: NamedSharding(second.mesh, spec), second.specs),
@@ -167,7 +167,7 @@ def test_summed_gradients_are_refused():
         return optimizer.update(jax.grad(loss)(params, x), optimizer.init(params), params)[0]
 
     with pytest.raises(ValueError, match=r"sharded_optimizer: the leaf at \['b'\].* is already the same on all ranks"):
-        sharded(step, mesh=make_mesh((RANKS,)), in_specs=(EVERYWHERE, SPLIT), out_specs=EVERYWHERE)(PARAMS, X)
+        sharded(step, mesh=make_mesh((RANKS,)), in_specs=(REPLICATED, SHARDED), out_specs=REPLICATED)(PARAMS, X)
 
 
 @pytest.mark.parametrize(

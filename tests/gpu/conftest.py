@@ -1,7 +1,7 @@
-"""Where the tests of the CUDA engine run: on a GPU, or, to rehearse them, on threads of the host.
+"""Runs the tests of the CUDA engine on a GPU or, as a rehearsal, on threads of the host.
 
-They need the module of the GPU check, which benchmarks/gpu_check.sh builds. JAX_RING_GPU_CHECK_BACKEND=host rehearses
-them without a GPU: the same tests, and the same algorithms, but neither kernels nor memory of a GPU.
+They need the module that benchmarks/gpu_check.sh builds. JAX_RING_GPU_CHECK_BACKEND=host selects the rehearsal: the
+same tests and algorithms, but no GPU kernels and no GPU memory.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ from jax_ring import runtime
 
 
 def check_backend() -> str | None:
-    """ "cuda" or "host"; None, if the tests cannot run."""
+    """Returns "cuda", "host", or None if the tests cannot run."""
     if os.environ.get("JAX_RING_GPU_CHECK_BACKEND") == "host":
         import jax_ring._gpu_check  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""One process of test_jax.py: jax_rank.py COORDINATOR PROCESSES PROCESS PART."""
+"""A process of test_jax.py. Usage: jax_rank.py COORDINATOR NUM_PROCESSES PROCESS_ID PART"""
 
 import sys
 
@@ -14,13 +14,13 @@ from jax_ring import ring_psum
 TARGET = "jax_ring_all_reduce"
 
 
-def from_all(mesh, make):
-    """The array whose row r is make(r); each process makes its own."""
+def make_global_array(mesh, make):
+    """An array with row r equal to make(r). Each process makes only its own row."""
     shape = (mesh.size, *make(0).shape)
     return jax.make_array_from_callback(shape, NamedSharding(mesh, P("i")), lambda at: make(at[0].start)[None])
 
 
-def own(x) -> np.ndarray:
+def local_shard(x) -> np.ndarray:
     return np.asarray(x.addressable_shards[0].data)
 
 
@@ -34,37 +34,37 @@ def check_sums(mesh) -> None:
     want = rows[0]
     for row in rows[1:]:
         want = want + row
-    x = from_all(mesh, make)
+    x = make_global_array(mesh, make)
     for algorithm in ("auto", "one_shot", "two_shot", "ring"):
         psum = mapped(mesh, lambda x, a=algorithm: ring_psum(x, "i", algorithm=a))
         hlo = psum.lower(x).compile().as_text()
         assert TARGET in hlo, hlo
         assert "all-reduce" not in hlo, hlo
-        np.testing.assert_array_equal(own(psum(x))[0].view(np.uint32), want.view(np.uint32))
-    # In a loop, whose body a GPU's runtime may record as a graph; a gradient; a tree of two dtypes.
+        np.testing.assert_array_equal(local_shard(psum(x))[0].view(np.uint32), want.view(np.uint32))
+    # A loop, whose body XLA may capture as a CUDA graph; a gradient; a tree of two dtypes.
     loop = mapped(mesh, lambda x: lax.fori_loop(0, 20, lambda _, y: ring_psum(y, "i") / mesh.size, x))
-    np.testing.assert_allclose(own(loop(x))[0], want / mesh.size, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(local_shard(loop(x))[0], want / mesh.size, rtol=1e-4, atol=1e-6)
     square = mapped(mesh, jax.grad(lambda x: jnp.sum(ring_psum(x, "i") ** 2)))
-    np.testing.assert_allclose(own(square(x))[0], 2 * mesh.size * want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(local_shard(square(x))[0], 2 * mesh.size * want, rtol=1e-5, atol=1e-5)
     tree = mapped(mesh, lambda x: ring_psum({"a": x, "b": x.astype(jnp.bfloat16), "c": x[:, :7]}, "i"))(x)
-    np.testing.assert_allclose(own(tree["c"])[0], want[:7], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(local_shard(tree["c"])[0], want[:7], rtol=1e-5, atol=1e-6)
     assert tree["b"].dtype == jnp.bfloat16
     print("all sums are right")
 
 
 def skip_a_call(mesh) -> None:
-    x = from_all(mesh, lambda rank: np.ones((4,), np.float32))
+    x = make_global_array(mesh, lambda rank: np.ones((4,), np.float32))
 
     def some_call(x):
         return lax.cond(lax.axis_index("i") == 0, lambda x: ring_psum(x, "i"), lambda x: x, x)
 
     call = mapped(mesh, some_call)
-    for _ in range(2):  # the first call fails on the GPU; the next one says so
+    for _ in range(2):  # the first call fails on the GPU; the second one reports the error
         try:
             jax.block_until_ready(call(x))
         except jax.errors.JaxRuntimeError as error:
             print("JaxRuntimeError:", error)
-    print("the process goes on:", jnp.arange(3).sum())
+    print("the process continues:", jnp.arange(3).sum())
 
 
 def main(coordinator: str, count: str, process: str, part: str) -> None:

@@ -1,12 +1,12 @@
-"""All-reduce between ranks on one GPU: in one launch, on streams, and replayed from graphs."""
+"""Collectives between ranks on one GPU: in one launch, on separate streams, and replayed from CUDA graphs."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 from helpers import rank_fold, ring_fold
 
-WAYS = [("one_shot", "rank"), ("two_shot", "rank"), ("ring", "rank"), ("ring", "ring")]
-HOW = ["together", "streams", "graphs"]
+VARIANTS = [("one_shot", "rank"), ("two_shot", "rank"), ("ring", "rank"), ("ring", "ring")]
+MODES = ["together", "streams", "graphs"]
 DTYPES = {
     "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64,
     "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64,
@@ -30,17 +30,17 @@ def random(dtype, shape, seed=0) -> np.ndarray:
 
 
 def reduce(group, operands, dtype="f32", **options) -> list[np.ndarray]:
-    """The results of operands whose first axis is the rank, arranged alike."""
+    """All-reduces operands of shape (ranks, ...); the results have the same shape."""
     inputs = [[operand[rank].tobytes() for operand in operands] for rank in range(len(operands[0]))]
     results = group.run(inputs, dtype, **options)
     assert group.failure() == ""
     return [
-        np.stack([np.frombuffer(of_rank[i], operand.dtype).reshape(operand.shape[1:]) for of_rank in results])
+        np.stack([np.frombuffer(result[i], operand.dtype).reshape(operand.shape[1:]) for result in results])
         for i, operand in enumerate(operands)
     ]
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", MODES)
 @pytest.mark.parametrize("p", [2, 3, 8])
 def test_the_family(ranks, p, how):
     group = ranks(p)
@@ -52,7 +52,7 @@ def test_the_family(ranks, p, how):
             inputs = [[row.tobytes()] for row in operand]
             outputs = group.run(inputs, collective=collective, **options, **details)
             assert group.failure() == ""
-            return [np.frombuffer(of_rank[0], np.float32) for of_rank in outputs]
+            return [np.frombuffer(result[0], np.float32) for result in outputs]
 
         for got in results(x, "all_gather"):
             np.testing.assert_array_equal(got, x.reshape(-1))
@@ -72,12 +72,12 @@ def test_the_family(ranks, p, how):
 
 def expect_sum(got: np.ndarray, operand: np.ndarray, order: str) -> None:
     want = rank_fold(operand) if order == "rank" else ring_fold(operand)
-    for rank, of_rank in enumerate(got):
-        np.testing.assert_array_equal(of_rank.view(np.uint8), want.view(np.uint8), err_msg=f"rank {rank}")
+    for rank, result in enumerate(got):
+        np.testing.assert_array_equal(result.view(np.uint8), want.view(np.uint8), err_msg=f"rank {rank}")
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize(("algorithm", "order"), WAYS)
+@pytest.mark.parametrize("how", MODES)
+@pytest.mark.parametrize(("algorithm", "order"), VARIANTS)
 @pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
 def test_sizes_around_boundaries(ranks, p, algorithm, order, how):
     group = ranks(p)
@@ -88,33 +88,33 @@ def test_sizes_around_boundaries(ranks, p, algorithm, order, how):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("algorithm", "order"), WAYS)
+@pytest.mark.parametrize(("algorithm", "order"), VARIANTS)
 def test_every_dtype(ranks, algorithm, order, dtype):
     operand = random(DTYPES[dtype], (8, 70_003))
     (got,) = reduce(ranks(8), [operand], dtype, algorithm=algorithm, order=order)
     expect_sum(got, operand, order)
 
 
-def test_all_dtypes_are_tried():
+def test_all_dtypes_are_covered():
     from jax_ring import _gpu_check
 
     assert set(DTYPES) == set(_gpu_check.dtypes())
 
 
-test_all_dtypes_are_tried = pytest.mark.usefixtures("backend")(test_all_dtypes_are_tried)
+test_all_dtypes_are_covered = pytest.mark.usefixtures("backend")(test_all_dtypes_are_covered)
 
 
-@pytest.mark.parametrize(("algorithm", "order"), WAYS)
+@pytest.mark.parametrize(("algorithm", "order"), VARIANTS)
 def test_against_float64(ranks, algorithm, order):
     operand = random(np.float32, (8, 50_000))
     (got,) = reduce(ranks(8), [operand], algorithm=algorithm, order=order)
     exact = operand.astype(np.float64).sum(0)
-    # Seven additions, each of which rounds by at most half a unit in the last place of a partial sum.
+    # Seven additions; each rounds by at most half a ULP of a partial sum.
     bound = 7 * 2.0**-24 * np.abs(operand).sum(0)
     assert np.all(np.abs(got.astype(np.float64) - exact) <= bound)
 
 
-@pytest.mark.parametrize(("algorithm", "order"), WAYS)
+@pytest.mark.parametrize(("algorithm", "order"), VARIANTS)
 def test_trees_and_repeated_calls(ranks, algorithm, order):
     operands = [random(np.float32, (4, size), size) for size in [*range(80), 40_000]]
     for got, operand in zip(
@@ -123,7 +123,7 @@ def test_trees_and_repeated_calls(ranks, algorithm, order):
         expect_sum(got, operand, order)
 
 
-@pytest.mark.parametrize(("algorithm", "order"), WAYS)
+@pytest.mark.parametrize(("algorithm", "order"), VARIANTS)
 def test_counters_wrap_around(ranks, algorithm, order):
     group = ranks(3)
     group.start_from(2**32 - 5)
@@ -133,14 +133,14 @@ def test_counters_wrap_around(ranks, algorithm, order):
         expect_sum(got, operand, order)
 
 
-def test_a_larger_message_than_all_buffers(ranks):
+def test_a_message_larger_than_all_buffers(ranks):
     operand = random(np.float32, (2, 20_000_003))
-    for algorithm, order in WAYS:
+    for algorithm, order in VARIANTS:
         (got,) = reduce(ranks(2), [operand], algorithm=algorithm, order=order)
         expect_sum(got, operand, order)
 
 
-def test_the_cpu_engine_gives_the_same_bits(ranks):
+def test_same_bits_as_the_cpu_engine(ranks):
     import jax
     from helpers import make_mesh, sharded
 

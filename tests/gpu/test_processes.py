@@ -1,4 +1,4 @@
-"""All-reduce between processes that share one GPU, and what happens when one of them is not there."""
+"""All-reduce between processes that share one GPU, with and without a missing rank."""
 
 import multiprocessing
 import time
@@ -11,7 +11,7 @@ PROCESSES = [2, 4]
 
 
 class Table:
-    """The byte strings that processes exchange to find each other's memory."""
+    """The key-value store through which processes exchange the handles of their memory."""
 
     def __init__(self, shared):
         self.shared = shared
@@ -28,7 +28,7 @@ class Table:
 
 
 def run_rank(backend, process, count, shared, absent, algorithm, results):
-    """What each process does: some all-reduces of data that it makes from its rank, then one that a rank may miss."""
+    """Body of each process: some all-reduces, then one in which rank `absent` does not take part."""
     from jax_ring import _gpu_check
 
     table = Table(shared)
@@ -42,8 +42,8 @@ def run_rank(backend, process, count, shared, absent, algorithm, results):
     if absent is not None and process != absent:
         group.run([[data(process, 1000).tobytes()]], "f32", algorithm, how="streams")
     results.put((process, outputs, group.failure()))
-    # Its memory must outlive the others' use of it.
-    while results_wanted(shared):
+    # The other processes may still use this one's memory.
+    while memory_is_needed(shared):
         time.sleep(0.01)
 
 
@@ -51,7 +51,7 @@ def data(process: int, size: int) -> np.ndarray:
     return np.random.default_rng(process).normal(size=size).astype(np.float32)
 
 
-def results_wanted(shared) -> bool:
+def memory_is_needed(shared) -> bool:
     return "done" not in shared
 
 
@@ -66,8 +66,8 @@ def run_processes(backend, count, algorithm, absent=None):
         for worker in workers:
             worker.start()
         try:
-            ended = (results.get(timeout=120) for _ in range(count))
-            return {process: (outputs, failure) for process, outputs, failure in ended}
+            completed = (results.get(timeout=120) for _ in range(count))
+            return {process: (outputs, failure) for process, outputs, failure in completed}
         finally:
             shared["done"] = True
             for worker in workers:
@@ -87,7 +87,7 @@ def test_sums(backend, count, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring"])
-def test_the_others_are_told_of_a_rank_that_does_not_come(backend, algorithm):
+def test_a_rank_that_does_not_arrive_is_named(backend, algorithm):
     absent = 1
     by_process = run_processes(backend, 3, algorithm, absent)
     waited_for = [f"rank {absent} (GPU 0 of process {absent})" in failure for _, failure in by_process.values()]

@@ -1,11 +1,11 @@
-"""Programs of several processes: starts them under jax.distributed on this machine, and collects how each one ended.
+"""Starts programs of several processes under jax.distributed on this machine, and collects their results.
 
-def body(scale):                              # at the top of a test's module; runs in every process
+def body(scale):                              # at the top level of a test module; runs in every process
     ...
 
-run(body, 2, devices_each=4, arguments=[3])   # waits, and fails with everybody's output unless all return
+run(body, 2, devices_each=4, arguments=[3])   # waits; fails with the output of all processes unless all return 0
 
-with Processes(body, 2) as program:           # for what does not end well
+with Processes(body, 2) as program:           # for processes that are stopped, killed or fail
     program.wait_until(1, "ready")
     program.popen[1].send_signal(signal.SIGSTOP)
     results = program.wait(timeout=30)
@@ -30,7 +30,7 @@ _HERE = pathlib.Path(__file__).resolve()
 
 
 class Result(NamedTuple):
-    """How a process ended. returncode: as in `subprocess`, and None if it was still running when the time was up."""
+    """The outcome of a process. returncode is None if the process was still running at the timeout."""
 
     returncode: int | None
     stdout: str
@@ -38,18 +38,18 @@ class Result(NamedTuple):
 
 
 class Processes:
-    """The processes of one program, which are all killed when the `with` block is left.
+    """The processes of one program. Leaving the `with` block kills all of them.
 
     Args:
-      body: a function at the top of a module, which is imported in each process after `jax.distributed` has been
-        initialized; or the source of a program.
-      num_processes: how many there are.
-      devices_each: the CPU devices of each.
-      arguments: of the function; anything that JSON can hold.
-      environment: variables for all of them, in addition to those of this process.
-      environment_of: variables for each of them, in turn.
-      distributed: further arguments of `jax.distributed.initialize`; None to leave that to the body, which finds
-        coordinator_address, num_processes and process_id in the dictionary `processes.distributed`.
+      body: a function at the top level of a module, which each process imports after `jax.distributed.initialize`;
+        or the source of a program.
+      num_processes: the number of processes.
+      devices_each: the number of CPU devices of each process.
+      arguments: arguments of the function; must be serializable as JSON.
+      environment: environment variables for all processes, added to those of this process.
+      environment_of: environment variables for each process.
+      distributed: further arguments of `jax.distributed.initialize`; None if the body calls it, with
+        coordinator_address, num_processes and process_id from the dictionary `processes.distributed`.
 
     Attributes:
       popen: the processes, by process index.
@@ -87,19 +87,19 @@ class Processes:
             }
             variables = {
                 "JAX_PLATFORMS": "cpu",
-                "PYTHONUNBUFFERED": "1",  # what a process wrote before it was killed is wanted as well
+                "PYTHONUNBUFFERED": "1",  # keeps the output of killed processes
                 **(environment or {}),
                 **(environment_of or [{}] * num_processes)[process],
             }
             with open(self._file(process, "stdout"), "w") as stdout, open(self._file(process, "stderr"), "w") as stderr:
                 self.popen.append(
                     subprocess.Popen(
-                        [sys.executable, "-P", str(_HERE), json.dumps(task)],  # -P: the installed package
+                        [sys.executable, "-P", str(_HERE), json.dumps(task)],  # -P: import the installed package
                         env={**os.environ, **variables},
                         stdin=subprocess.DEVNULL,
                         stdout=stdout,
                         stderr=stderr,
-                        start_new_session=True,  # so that what a process starts ends with it
+                        start_new_session=True,  # killpg reaches the children of the process as well
                     )
                 )
 
@@ -111,14 +111,14 @@ class Processes:
         self._folder.cleanup()
 
     def kill(self) -> None:
-        """Kills those that are still running, stopped ones too."""
+        """Kills all processes that are still running, including stopped ones."""
         for process in self.popen:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def wait(self, timeout: float = 120.0) -> list[Result]:
-        """How each process ended, once all have, or once `timeout` seconds are over; those that run then go on."""
+        """Waits up to `timeout` seconds for all processes; does not kill those that are still running."""
         until = time.monotonic() + timeout
         for process in self.popen:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -126,23 +126,23 @@ class Processes:
         return [self.result(process) for process in range(len(self.popen))]
 
     def result(self, process: int) -> Result:
-        """What one process has written until now, and how it ended if it did."""
+        """The output of a process so far, and its exit status if it has exited."""
         written = (self._file(process, name).read_text(errors="replace") for name in ("stdout", "stderr"))
         return Result(self.popen[process].poll(), *written)
 
     def wait_until(self, process: int, text: str, timeout: float = 60.0) -> None:
-        """Waits until a process has written `text` to stdout.
+        """Waits until a process writes `text` to stdout.
 
         Raises:
-          AssertionError: if it has not after `timeout` seconds, or ends without.
+          AssertionError: if it does not within `timeout` seconds, or exits first.
         """
         until = time.monotonic() + timeout
         while text not in self.result(process).stdout:
             if time.monotonic() > until or self.popen[process].poll() is not None:
-                everybody = [self.result(i) for i in range(len(self.popen))]
-                if text in everybody[process].stdout:
+                results = [self.result(i) for i in range(len(self.popen))]
+                if text in results[process].stdout:
                     return
-                raise AssertionError(f"process {process} has not written {text!r}\n{in_words(everybody)}")
+                raise AssertionError(f"process {process} has not written {text!r}\n{as_text(results)}")
             time.sleep(0.02)
 
     def _file(self, process: int, name: str) -> pathlib.Path:
@@ -150,34 +150,34 @@ class Processes:
 
 
 def run(body: Callable | str, num_processes: int, devices_each: int = 1, *, timeout=120.0, **options) -> list[Result]:
-    """Runs a program to its end, and returns what each process wrote. See `Processes` for the other arguments.
+    """Runs a program to completion, and returns the results. See `Processes` for the other arguments.
 
     Raises:
-      AssertionError: unless every process returns 0 within `timeout` seconds; with the output of all of them.
+      AssertionError: if a process does not return 0 within `timeout` seconds; shows the output of all processes.
     """
     with Processes(body, num_processes, devices_each, **options) as program:
         results = program.wait(timeout)
         program.kill()
-    assert all(result.returncode == 0 for result in results), "\n" + in_words(results)
+    assert all(result.returncode == 0 for result in results), "\n" + as_text(results)
     return results
 
 
-def in_words(results: Sequence[Result]) -> str:
-    """Everybody's output, each line after the index of its process."""
+def as_text(results: Sequence[Result]) -> str:
+    """The output of all processes; each line is prefixed with the process index."""
     lines = []
     for process, result in enumerate(results):
-        ended = "is still running" if result.returncode is None else f"returned {result.returncode}"
+        status = "is still running" if result.returncode is None else f"returned {result.returncode}"
         written = [*result.stdout.splitlines(), *result.stderr.splitlines()]
-        lines += [f"[{process}] {line}" for line in (ended, *written)]
+        lines += [f"[{process}] {line}" for line in (status, *written)]
     return "\n".join(lines)
 
 
-# In a program that leaves the initialization to its body: the arguments for it.
+# The arguments of jax.distributed.initialize, for programs that call it in their body.
 distributed: dict = {}
 
 
 def _main(task: dict) -> None:
-    """What each process does."""
+    """Entry point of each process."""
     import jax
 
     sys.path[:0] = [str(_HERE.parent), str(_HERE.parent.parent)]

@@ -1,4 +1,4 @@
-"""Processes that fail or disagree: who waits for them gets an error that names them, and goes on; no sum is wrong."""
+"""Failed and mismatched processes: their peers get an error that names them, and continue; no result is wrong."""
 
 import glob
 import os
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from processes import Processes, run
 
 DEADLINE = 1.5
-PATIENCE = DEADLINE + 10  # of a machine that has more to do
+TIME_LIMIT = DEADLINE + 10  # slack for a loaded machine
 ENVIRONMENT = {"JAX_RING_TIMEOUT_S": str(DEADLINE)}
 
 
@@ -25,7 +25,7 @@ def mapped(f, mesh):
 
 
 def values(mesh, shape=(3,), dtype=np.float32):
-    """(ranks, *shape), of which each rank holds its row."""
+    """An array of shape (ranks, *shape), with one row on each rank."""
     whole = np.arange(mesh.size * np.prod(shape), dtype=dtype).reshape(mesh.size, *shape)
     return jax.make_array_from_callback(whole.shape, jax.NamedSharding(mesh, P("i")), lambda index: whole[index])
 
@@ -48,12 +48,12 @@ def check_alone():
 
 
 def error_of(f, *arguments) -> str:
-    """The text of the error that a call ends with, in time."""
+    """The message of the error that a call raises; asserts that it is raised in time."""
     began = time.monotonic()
-    # JAX raises the one where a program is launched, and the other where its result is waited for.
+    # JAX raises one of them at launch, and the other when the result is awaited.
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="DEADLINE_EXCEEDED") as raised:
         jax.block_until_ready(f(*arguments))
-    assert time.monotonic() - began < PATIENCE
+    assert time.monotonic() - began < TIME_LIMIT
     check_alone()
     return str(raised.value)
 
@@ -64,8 +64,8 @@ def token() -> str:
     return _compat.distributed_client().key_value_try_get("jax_ring/token")
 
 
-def segments(of: str) -> list[str]:
-    return glob.glob(f"/dev/shm/jax_ring-{of}*")
+def segments(job_token: str) -> list[str]:
+    return glob.glob(f"/dev/shm/jax_ring-{job_token}*")
 
 
 def wait_for(path) -> None:
@@ -73,28 +73,28 @@ def wait_for(path) -> None:
         time.sleep(0.01)
 
 
-# ---- Processes that stop, are killed, or leave -----------------------------------------------------------------------
+# ---- Stopped, killed and exited processes ----------------------------------------------------------------------------
 
 
-def outlive_the_others(folder):
-    """Process 0 is JAX's coordinator alone, since nobody outlives that. Of 1, 2 and 3 one after the other fails."""
+def fail_in_turn(folder):
+    """Process 0 only runs JAX's coordinator, because no process survives that. Processes 1, 2 and 3 fail in turn."""
     folder, me = pathlib.Path(folder), jax.process_index()
     by_process = {device.process_index: device for device in jax.devices()}
-    everybody, reverse, two = (
+    whole_mesh, reverse, two = (
         Mesh([by_process[i] for i in members], ("i",)) for members in ([1, 2, 3], [3, 2, 1], [2, 3])
     )
     if me == 0:
-        import jax_ring  # noqa: F401, which says where this process is
+        import jax_ring  # noqa: F401, the import publishes the host of this process
 
         print(f"token {token()}", flush=True)
         wait_for(folder / "end")
         return
-    check_total(everybody)
+    check_total(whole_mesh)
     print("ready", flush=True)
     wait_for(folder / "stopped" if me != 3 else folder / "continued")
-    error = error_of(mapped(total, everybody), values(everybody))
-    # Once a group has failed it fails at once.
-    assert mapped_fails_at_once(everybody)
+    error = error_of(mapped(total, whole_mesh), values(whole_mesh))
+    # Later calls in a failed group fail immediately.
+    assert fails_immediately(whole_mesh)
     if me == 3:
         assert "has aborted the group" in error, error
     else:
@@ -102,7 +102,7 @@ def outlive_the_others(folder):
         assert "(total)" in error, error
         assert "Process 3 (rank 2) is stopped, or busy with something else." in error, error
     print("resumed", flush=True)
-    check_total(reverse)  # another group: its memory is its own
+    check_total(reverse)  # a new group, with its own memory
     add = mapped(total, reverse)
     x = values(reverse)
     if me == 1:
@@ -110,11 +110,11 @@ def outlive_the_others(folder):
             add(x).block_until_ready()
             print("adds", flush=True)
 
-    def add_for_ever(x):
+    def add_forever(x):
         while True:
             x = jax.block_until_ready(add(x))
 
-    error = error_of(add_for_ever, x)
+    error = error_of(add_forever, x)
     assert "Process 1 (rank 2) has ended." in error or "has aborted the group" in error, error
     check_total(two)
     if me == 3:
@@ -127,21 +127,21 @@ def outlive_the_others(folder):
     jax.distributed.shutdown()
 
 
-def mapped_fails_at_once(mesh) -> bool:
+def fails_immediately(mesh) -> bool:
     began = time.monotonic()
     error_of(mapped(total, mesh), values(mesh))
     return time.monotonic() - began < DEADLINE
 
 
-def test_a_process_is_stopped_another_killed_and_a_third_leaves(tmp_path):
-    # Without the first setting JAX waits for the dead when it shuts down, and then ends all processes.
+def test_stopped_killed_and_exited_processes_are_named(tmp_path):
+    # Without JAX_ENABLE_RECOVERABILITY, JAX waits for dead processes at shutdown, and then terminates all others.
     environment = {**ENVIRONMENT, "JAX_ENABLE_RECOVERABILITY": "1"}
-    with Processes(outlive_the_others, 4, arguments=[str(tmp_path)], environment=environment) as program:
+    with Processes(fail_in_turn, 4, arguments=[str(tmp_path)], environment=environment) as program:
         program.wait_until(0, "token")
-        own = program.result(0).stdout.split("token ")[1].split()[0]
+        job_token = program.result(0).stdout.split("token ")[1].split()[0]
         for process in (1, 2, 3):
             program.wait_until(process, "ready")
-        assert segments(own) == []
+        assert segments(job_token) == []
         program.popen[3].send_signal(signal.SIGSTOP)
         (tmp_path / "stopped").touch()
         for process in (1, 2):
@@ -149,28 +149,28 @@ def test_a_process_is_stopped_another_killed_and_a_third_leaves(tmp_path):
         program.popen[3].send_signal(signal.SIGCONT)
         (tmp_path / "continued").touch()
         program.wait_until(1, "adds")
-        program.popen[1].send_signal(signal.SIGKILL)  # in the middle of a call, and not reaped
+        program.popen[1].send_signal(signal.SIGKILL)  # during a call; stays a zombie
         program.wait_until(2, "survived")
         (tmp_path / "leave").touch()
-        ended = program.popen[2].wait(PATIENCE)
+        survivor_status = program.popen[2].wait(TIME_LIMIT)
         (tmp_path / "end").touch()
-        results = program.wait(PATIENCE)
+        results = program.wait(TIME_LIMIT)
         program.kill()
     assert [result.returncode for result in results] == [0, -signal.SIGKILL, 0, 0], results
-    assert ended == 0
-    assert segments(own) == []
+    assert survivor_status == 0
+    assert segments(job_token) == []
 
 
-# ---- Processes that make other calls, and what is left of them -------------------------------------------------------
+# ---- Mismatched calls, and cleanup -----------------------------------------------------------------------------------
 
 
-def disagree(folder):
+def make_mismatched_calls(folder):
     import processes
 
     from jax_ring import ring_pmax, ring_psum
 
     me = jax.process_index()
-    # The processes of the ranks: each makes a group of its own, which fails without the others.
+    # The process of each rank. Each layout forms its own group, which fails independently of the others.
     layouts = ["10", "01", "001", "010", "011", "100", "101", "110"]
 
     def group():
@@ -179,7 +179,7 @@ def disagree(folder):
 
     check_total(group())
 
-    # What each of the two processes does; and what both are told.
+    # Each case: the call of each process, and the error that both get.
     mesh = group()
     f = mapped(total, mesh)
     small, large = values(mesh), values(mesh, (5,))
@@ -208,11 +208,11 @@ def disagree(folder):
 
     mesh = group()
     calls = [(mapped(total, mesh), values(mesh)), (mapped(lambda x: ring_pmax(x, "i"), mesh), values(mesh))]
-    error = error_of(*calls[me])  # the one does this first, the other that
+    error = error_of(*calls[me])  # the processes make the calls in different orders
     assert "ring_psum of" in error, error
     assert "ring_pmax of" in error, error
 
-    # None at all: of a group that is still to be formed, and that has a name until then.
+    # Process 1 makes no call. The group is never formed, so its segment stays linked until the timeout.
     mesh = group()
     if me == 0:
         error = error_of(mapped(total, mesh), values(mesh))
@@ -223,13 +223,13 @@ def disagree(folder):
         while not (found := segments(token())):
             time.sleep(0.001)
         assert [os.stat(path).st_mode & 0o777 for path in found] == [0o600]
-    # The same, when it is the first process that does not come, which is to make the memory.
+    # The same with the first process missing, which creates the segment.
     mesh = group()
     if me == 0:
         error = error_of(mapped(total, mesh), values(mesh))
         assert "is process 1 (rank 0)" in error, error
 
-    # After all of this the processes form their groups anew.
+    # After reinitialization, the processes form new groups.
     del calls, x, small, large, f
     address, port = processes.distributed["coordinator_address"].split(":")
     for again in (1, 2):
@@ -237,29 +237,29 @@ def disagree(folder):
         jax.clear_caches()
         jax.extend.backend.clear_backends()
         jax.distributed.initialize(**{**processes.distributed, "coordinator_address": f"{address}:{int(port) + again}"})
-        everybody = Mesh(np.array(jax.devices()), ("i",))
-        check_total(everybody)
-        # And one that is as good as one that has failed.
+        whole_mesh = Mesh(np.array(jax.devices()), ("i",))
+        check_total(whole_mesh)
+        # With the same layout as a group that failed.
         check_total(Mesh([jax.local_devices(process_index=0)[0], jax.local_devices(process_index=1)[0]], ("i",)))
-    # Those of the last two groups. (JAX leaves some threads and files of each runtime behind, of its own.)
+    # Only the segments of the last two groups are mapped. (JAX itself leaks some threads and files of each runtime.)
     assert pathlib.Path("/proc/self/maps").read_text().count("/dev/shm/jax_ring") == 2
     print(f"token {token()}", flush=True)
     time.sleep(1000)
 
 
-def test_processes_that_disagree_and_begin_anew(tmp_path):
-    with Processes(disagree, 2, 4, arguments=[str(tmp_path)], environment=ENVIRONMENT) as program:
+def test_mismatched_calls_and_reinitialization(tmp_path):
+    with Processes(make_mismatched_calls, 2, 4, arguments=[str(tmp_path)], environment=ENVIRONMENT) as program:
         for process in (0, 1):
             program.wait_until(process, "token", timeout=100)
-        own = program.result(0).stdout.split("token ")[1].split()[0]
-        # JAX's coordinator: JAX itself ends the others, as soon as they see that it is gone.
+        job_token = program.result(0).stdout.split("token ")[1].split()[0]
+        # Process 0 runs JAX's coordinator. JAX aborts the other processes when they notice that it is gone.
         program.popen[0].send_signal(signal.SIGKILL)
         assert program.popen[1].wait(60) == -signal.SIGABRT
-        assert segments(own) == []
+        assert segments(job_token) == []
         assert "JAX distributed service detected fatal errors" in program.result(1).stderr
 
 
-# ---- Processes that agree, though not on when ------------------------------------------------------------------------
+# ---- Calls in different orders ---------------------------------------------------------------------------------------
 
 
 def take_different_orders():
@@ -269,15 +269,15 @@ def take_different_orders():
     mesh = Mesh(np.array(jax.devices()), ("i",))
     delays = np.random.default_rng(me)
 
-    def late(_):  # JAX may wait for ever where a callback looks at its argument
+    def wait(_):  # ignores its argument: converting it may deadlock in JAX
         time.sleep(delays.uniform(0, 0.03))
         return np.float32(1)
 
     def delayed(x):
-        return x * jax.pure_callback(late, jax.ShapeDtypeStruct((), np.float32), jnp.sum(x))
+        return x * jax.pure_callback(wait, jax.ShapeDtypeStruct((), np.float32), jnp.sum(x))
 
     @jax.jit
-    def shared(x):  # lowered once, and inlined where it is called
+    def shared(x):  # lowered once, and inlined at each call
         return ring_psum(x, "i")
 
     def equal_calls(x):
@@ -298,7 +298,7 @@ def take_different_orders():
     x = values(mesh)
     expected = np.arange(3 * ranks, dtype=np.float32).reshape(ranks, 3).sum(0)
     independent = mapped(equal_calls, mesh)
-    several = [scaled_by(factor) for factor in (1, 2, 4)]  # of one name
+    several = [scaled_by(factor) for factor in (1, 2, 4)]  # with the same name
     if me == 0:
         assert independent.lower(x).compile().as_text().count("jax_ring_all_reduce") >= 8
         jax.jit(lambda x: independent(x)[0] + 1).lower(x).compile()
@@ -307,7 +307,7 @@ def take_different_orders():
         several[2].lower(x)
     for _ in range(3):
         check(independent(x), range(1, 9))
-        # Many in flight at a time; from another line of the source in each process.
+        # Many in flight at once, and launched from a different source line in each process.
         launches = (
             lambda: [f(x) for f in several for _ in range(3)],
             lambda: [f(x) for f in several for _ in range(3)],

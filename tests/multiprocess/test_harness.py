@@ -1,4 +1,4 @@
-"""The harness of the tests of several processes: what it starts, what it collects, and that it leaves nobody behind."""
+"""The multi-process harness: it starts processes, collects their output, and leaves none running."""
 
 import os
 import signal
@@ -20,14 +20,14 @@ def total(scale):
     print(f"{jax.process_index()} {jnp.squeeze(out.addressable_data(0))} {os.environ['NAME']}")
 
 
-def test_everybody_runs_the_body():
+def test_every_process_runs_the_body():
     results = run(total, 2, 2, arguments=[10], environment_of=[{"NAME": "a"}, {"NAME": "b"}])
-    # Gloo, which XLA uses between processes, writes lines of its own.
+    # XLA uses Gloo between processes, which also writes to stdout.
     for line, result in zip(["0 60.0 a", "1 60.0 b"], results, strict=True):
         assert line in result.stdout.splitlines()
 
 
-def test_an_exception_is_shown_and_a_stopped_process_ends_with_the_block():
+def test_exceptions_are_reported_and_stopped_processes_are_killed():
     source = "import processes, time\nprint('ready', flush=True)\nif processes.distributed['process_id'] == 0: 1 / 0\n"
     with Processes(source + "time.sleep(1000)", 2, distributed=None) as program:
         program.wait_until(1, "ready")

@@ -1,4 +1,4 @@
-"""How processes of one host find each other: what they tell, for whom they wait, and what the engine is told."""
+"""Discovery between the processes of a host: what each publishes, waits for, and passes to the engine."""
 
 import re
 import socket
@@ -13,7 +13,7 @@ from processes import run
 
 
 def attributes(text: str) -> list[tuple[str, str]]:
-    """The processes of the ranks, and the name of the program, of each call in a lowered program."""
+    """For each call in a lowered program: the processes of its ranks, and the name of the program."""
     return re.findall(r'processes = dense<(.*?)>.*? program = "(.*?)"', text)
 
 
@@ -28,8 +28,8 @@ def lowered(mesh, name="f"):
     return jax.jit(mapped).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).as_text()
 
 
-def one_process_lowers():
-    """Process 1 has but imported jax_ring, and waits for process 0 to be done with its lowerings."""
+def lower_in_one_process():
+    """Process 1 only imports jax_ring, and waits until process 0 has lowered its programs."""
     from jax_ring import _compat, explain, ring_psum
 
     client = _compat.distributed_client()
@@ -39,7 +39,7 @@ def one_process_lowers():
     try:
         devices = np.array(jax.devices()).reshape(2, 2)
         assert attributes(lowered(Mesh(devices.T.reshape(4), "i"))) == [("[0, 1, 0, 1]", "jit_f#0")] * 2
-        # Within each process along one axis; and in one process alone.
+        # Groups within each process, and a mesh of one process.
         assert attributes(lowered(Mesh(devices, ("j", "i")))) == [("[0, 0, 1, 1]", "jit_f#1")] * 2
         assert attributes(lowered(Mesh(devices[1], "i"), "g")) == [("1", "jit_g#0")] * 2
 
@@ -52,8 +52,8 @@ def one_process_lowers():
         client.key_value_set("lowered", "")
 
 
-def in_two_runtimes(ports):
-    """jax_ring is imported before jax.distributed is initialized, and outlives it."""
+def initialize_twice(ports):
+    """jax_ring is imported before jax.distributed is initialized, and stays imported after its shutdown."""
     from jax_ring import _compat
     from jax_ring.distributed import discovery
 
@@ -68,17 +68,17 @@ def in_two_runtimes(ports):
     print("tokens", *tokens)
 
 
-def test_one_process_lowers():
-    run(one_process_lowers, 2, devices_each=2)
+def test_only_one_process_lowers():
+    run(lower_in_one_process, 2, devices_each=2)
 
 
-def test_each_runtime_has_a_token_of_its_own():
+def test_each_runtime_has_its_own_token():
     with socket.socket() as one, socket.socket() as other:
         ports = []
         for unused in (one, other):
             unused.bind(("127.0.0.1", 0))
             ports.append(unused.getsockname()[1])
-    results = run(in_two_runtimes, 2, arguments=[ports], distributed=None)
+    results = run(initialize_twice, 2, arguments=[ports], distributed=None)
     here, there = (re.search(r"tokens (\w{32}) (\w{32})", result.stdout).groups() for result in results)
     assert here == there
     assert here[0] != here[1]

@@ -1,4 +1,4 @@
-"""Collectives between processes of one host: the bits of a single process, and calls that find their like."""
+"""Collectives between processes of one host: the same bits as in a single process, and matching of equal calls."""
 
 import hashlib
 import time
@@ -16,12 +16,12 @@ RANKS = 8
 
 
 def put(mesh, full):
-    """An array with a row for each rank."""
+    """The array `full`, with one row on each rank."""
     return jax.make_array_from_callback(full.shape, NamedSharding(mesh, P(mesh.axis_names)), lambda index: full[index])
 
 
 def rows(x) -> dict[int, np.ndarray]:
-    """The rows of an array that are in this process."""
+    """The rows of an array that this process holds, by row index."""
     return {shard.index[0].start or 0: np.asarray(shard.data) for shard in x.addressable_shards}
 
 
@@ -31,8 +31,8 @@ def values(count, dtype, seed=0):
     return np.asarray(jnp.asarray(wide).astype(dtype))
 
 
-def family():
-    """Name and function of everything that is tried."""
+def functions():
+    """The tested functions, by name."""
     from jax_ring import (
         ring_all_gather,
         ring_broadcast,
@@ -66,21 +66,21 @@ def family():
 
 
 def digests():
-    """A digest of every rank's result of everything, by what it is of."""
+    """Prints a digest of each rank's result of each function, dtype and size."""
     import jax_ring
 
     mesh = Mesh(np.array(jax.devices()), ("i",))
-    found = {}
+    digest_of = {}
     for dtype, counts in {"float32": (5, 4099, 300_001), "bfloat16": (4099,)}.items():
         for count in counts:
             x = put(mesh, values(count, dtype))
-            for name, fun in family().items():
+            for name, fun in functions().items():
                 if count > 5000 and name not in ("psum", "psum, ring order", "all_gather"):
                     continue
                 mapped = jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))
                 for row, result in rows(mapped(x)).items():
-                    found[f"{name} of {dtype}[{count}], {row}"] = hashlib.md5(result.tobytes()).hexdigest()
-    # Sub-meshes: of one process, of some ranks of each, and of different processes, not all of which see each call.
+                    digest_of[f"{name} of {dtype}[{count}], {row}"] = hashlib.md5(result.tobytes()).hexdigest()
+    # Sub-meshes: of one process, of some ranks of each process, and of a subset of the processes.
     halves = {"first half": range(4), "first and last": (0, 1, 6, 7)}
     for name, ranks in {"first": range(2), "every other": range(0, RANKS, 2), **halves}.items():
         devices = np.array(jax.devices())[list(ranks)]
@@ -90,12 +90,12 @@ def digests():
         x = put(part, values(77, "float32")[: len(ranks)])
         mapped = jax.shard_map(lambda x: jax_ring.ring_psum(x, "i"), mesh=part, in_specs=P("i"), out_specs=P("i"))
         for row, result in rows(jax.jit(mapped)(x)).items():
-            found[f"{name} ranks, {row}"] = hashlib.md5(result.tobytes()).hexdigest()
+            digest_of[f"{name} ranks, {row}"] = hashlib.md5(result.tobytes()).hexdigest()
     if jax.process_count() > 1:
         mapped = jax.shard_map(lambda x: jax_ring.ring_psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P("i"))
         (call,) = jax_ring.explain(mapped, jax.ShapeDtypeStruct((RANKS, 2), jnp.float32)).collectives
         assert call.served_by == f"jax_ring (shared memory, {jax.process_count()} processes)"
-    for key, digest in found.items():
+    for key, digest in digest_of.items():
         print(f"{key}: {digest}")
 
 
@@ -110,13 +110,13 @@ def in_one_process():
 
 
 @pytest.mark.parametrize("num_processes", [2, 4])
-def test_the_bits_of_one_process(num_processes, in_one_process):
+def test_same_bits_as_one_process(num_processes, in_one_process):
     assert len(in_one_process) > RANKS * 30
     assert collected(run(digests, num_processes, devices_each=RANKS // num_processes)) == in_one_process
 
 
 def equal_calls():
-    """Equal calls that do not depend on each other, and that become ready in another order in each process."""
+    """Independent equal calls that become ready in a different order in each process."""
     from jax_ring import ring_psum
 
     mesh = Mesh(np.array(jax.devices()), ("i",))
@@ -124,7 +124,7 @@ def equal_calls():
 
     def delayed(x, call):
         def wait(x):
-            # Forwards in one process, backwards in the other.
+            # In order in one process, in reverse order in the other.
             place = call if jax.process_index() == 0 else num_calls - 1 - call
             time.sleep(0.05 * place)
             return x
@@ -137,13 +137,13 @@ def equal_calls():
     full = np.arange(jax.device_count() * 3, dtype=np.float32).reshape(-1, 3)
     x = put(mesh, full)
     mapped = jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))
-    # On lines of their own, and after one process alone has compiled it: the executables are then not quite the same.
+    # Called on different lines, and compiled ahead of time in one process only, so that the executables differ.
     if jax.process_index() == 0:
         mapped.lower(x).compile()
         first = mapped(x)
     else:
         first = mapped(x)
-    # Several executions under way.
+    # Several executions in flight.
     results = [first, *(mapped(x) for _ in range(3))]
     for result in results:
         for row in rows(result).values():

@@ -1,4 +1,4 @@
-"""Random collectives in random layouts of processes, some of which are stopped or killed: `pytest --soak SECONDS`."""
+"""Random collectives in random process layouts; processes are stopped and killed. Run with `pytest --soak SECONDS`."""
 
 import collections
 import glob
@@ -10,16 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import Processes, in_words
-from soaking import soak
+from processes import Processes, as_text
+from random_programs import soak
 
 DEADLINE = 4.0
-PATIENCE = 60.0
-LAYOUTS = [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (4, 2)]  # processes, devices of each
+STEP_TIMEOUT = 60.0
+LAYOUTS = [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (4, 2)]  # (processes, devices per process)
 EVENTS = ("none", "brief stop", "kill", "long stop")
 
 
-@pytest.mark.timeout(0)  # the harness sets limits
+@pytest.mark.timeout(0)  # run_program has its own timeouts
 def test_soak(request, record_property):
     seconds = request.config.getoption("--soak")
     long = seconds > 0
@@ -29,7 +29,7 @@ def test_soak(request, record_property):
     until = time.monotonic() + seconds
     number = 0
     while time.monotonic() < until or number < 2:
-        # The short form: one program that runs well, and one that does not.
+        # The short form runs one program that succeeds and one that fails.
         event = EVENTS[random.integers(len(EVENTS))] if long else ("brief stop", "kill")[number]
         layout = LAYOUTS[random.integers(len(LAYOUTS))] if long else ((2, 2), (3, 1))[number]
         counts.update(run_program(random, layout, event, 600 if long else 60))
@@ -38,15 +38,15 @@ def test_soak(request, record_property):
 
 
 def run_program(random, layout, event: str, num_rounds: int) -> dict[str, int]:
-    """One program from its start to its end, in which one event happens."""
+    """Runs a program, disturbs it with one event, and returns the counts for the summary."""
     num_processes, devices_each = layout
     fails = event in ("kill", "long stop")
     seed = int(random.integers(2**31))
     segments = set(glob.glob("/dev/shm/jax_ring*"))
     environment = {"JAX_RING_TIMEOUT_S": str(DEADLINE), "JAX_ENABLE_RECOVERABILITY": "1"}
-    # JAX's coordinator is in process 0: JAX ends all processes with it, and answers nobody while it is stopped.
+    # Process 0 runs JAX's coordinator: JAX terminates all processes if it dies, and stalls them while it is stopped.
     victim = int(random.integers(1 if fails else 0, num_processes))
-    told = f"{layout}, {event} of {victim}, seed {seed}"
+    description = f"{layout}, {event} of {victim}, seed {seed}"
     with (
         tempfile.TemporaryDirectory() as folder,
         Processes(
@@ -55,7 +55,7 @@ def run_program(random, layout, event: str, num_rounds: int) -> dict[str, int]:
         ) as program,
     ):  # fmt: skip
         for process in range(num_processes):
-            program.wait_until(process, "began", timeout=PATIENCE)
+            program.wait_until(process, "began", timeout=STEP_TIMEOUT)
         time.sleep(random.uniform(0, 3))
         if event == "kill":
             program.popen[victim].send_signal(signal.SIGKILL)
@@ -63,20 +63,20 @@ def run_program(random, layout, event: str, num_rounds: int) -> dict[str, int]:
             program.popen[victim].send_signal(signal.SIGSTOP)
             time.sleep(random.uniform(0, DEADLINE / 4) if event == "brief stop" else 2 * DEADLINE)
             program.popen[victim].send_signal(signal.SIGCONT)
-        others = [i for i in range(num_processes) if event != "kill" or i != victim]
-        for process in others:
-            program.wait_until(process, "failed:" if fails else "done", timeout=PATIENCE)
+        survivors = [i for i in range(num_processes) if event != "kill" or i != victim]
+        for process in survivors:
+            program.wait_until(process, "failed:" if fails else "done", timeout=STEP_TIMEOUT)
         Path(folder, "end").touch()
-        for process in others[1:]:
-            program.popen[process].wait(PATIENCE)
+        for process in survivors[1:]:
+            program.popen[process].wait(STEP_TIMEOUT)
         Path(folder, "last").touch()
-        program.popen[0].wait(PATIENCE)
+        program.popen[0].wait(STEP_TIMEOUT)
         program.kill()
         results = [program.result(i) for i in range(num_processes)]
-    output = f"{told}\n{in_words(results)}"
-    assert all(results[i].returncode == 0 for i in others), output
+    output = f"{description}\n{as_text(results)}"
+    assert all(results[i].returncode == 0 for i in survivors), output
     calls = [int(re.findall(r"^calls (\d+)$", result.stdout, re.MULTILINE)[-1]) for result in results]
-    left = set(glob.glob("/dev/shm/jax_ring*")) - segments
-    assert not left, f"{output}\n{left}"
+    leaked = set(glob.glob("/dev/shm/jax_ring*")) - segments
+    assert not leaked, f"{output}\n{leaked}"
     plural = {"none": "undisturbed programs", "kill": "kills survived"}.get(event, f"{event}s survived")
     return {"calls checked": sum(calls), "programs": 1, plural: 1}

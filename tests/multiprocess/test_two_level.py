@@ -1,4 +1,4 @@
-"""All-reduces across hosts: two processes of four devices each, which are told to be hosts of their own."""
+"""All-reduce across hosts: two processes of four devices each, with a different JAX_RING_HOST_ID."""
 
 import logging
 
@@ -24,7 +24,7 @@ def by_host():
 
 
 def on_mesh(fun, mesh, values, *, out_specs=None, **options):
-    """`fun`, mapped over a mesh whose axes split the first dimension of all values, and arrays of these values."""
+    """`fun` under jit and shard_map, and `values` as arrays whose first dimension is sharded over all mesh axes."""
     spec = P(mesh.axis_names)
     mapped = jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=spec if out_specs is None else out_specs, **options)
     sharding = jax.NamedSharding(mesh, spec)
@@ -37,27 +37,27 @@ def call(fun, mesh, values, **options):
     return fun(arrays)
 
 
-def own_part(out) -> np.ndarray:
-    """What the devices of this process hold, along a new first dimension."""
+def local_shards(out) -> np.ndarray:
+    """The shards of this process, stacked."""
     return np.stack([np.asarray(shard.data) for shard in out.addressable_shards])
 
 
-def assert_own_parts(out, expected) -> None:
-    """Every device has the same, to the last bit."""
-    for part in own_part(out):
+def assert_local_shards(out, expected) -> None:
+    """Asserts that every device of this process holds `expected`, bit for bit."""
+    for part in local_shards(out):
         assert_same_bits(part, expected)
 
 
 def integers(*shape, dtype=np.float32):
-    """Numbers of which sums are exact, whatever their order."""
+    """Small integers, whose sums are exact in any order."""
     return RNG.integers(-5, 6, shape).astype(dtype)
 
 
-# ---- What each process runs -----------------------------------------------------------------------------------------
+# ---- Run in each process --------------------------------------------------------------------------------------------
 
 
-def the_same_as_lax():
-    """For devices of the two hosts one after the other, in turns, on axes of their own, and in several groups."""
+def same_as_lax():
+    """With the hosts consecutive, interleaved, along their own mesh axis, and in several groups."""
     two_each = by_host().reshape(2, 2, 2).transpose(1, 0, 2)
     values = {
         "sizes that are no multiples of four": [integers(8, 3, 5), integers(8), integers(8, 0)],
@@ -74,15 +74,17 @@ def the_same_as_lax():
         def both(tree, axes=axes):
             extrema = {"flags": [x > 0 for x in tree["small"][:1]], **tree}
             ours = ring_psum(tree, axes), ring_pmax(extrema, axes), ring_pmin(extrema, axes), ring_pmean(tree, axes)
-            laxs = lax.psum(tree, axes), lax.pmax(extrema, axes), lax.pmin(extrema, axes), lax.pmean(tree, axes)
-            return ours, laxs
+            theirs = lax.psum(tree, axes), lax.pmax(extrema, axes), lax.pmin(extrema, axes), lax.pmean(tree, axes)
+            return ours, theirs
 
-        ours, laxs = call(both, mesh, values, check_vma=check_vma, out_specs=P("j") if "j" in mesh.axis_names else P())
-        assert_same_bits(*jax.tree.map(own_part, (ours, laxs)))
+        ours, theirs = call(
+            both, mesh, values, check_vma=check_vma, out_specs=P("j") if "j" in mesh.axis_names else P()
+        )
+        assert_same_bits(*jax.tree.map(local_shards, (ours, theirs)))
 
 
-def floats():
-    """Rounded once, from float32; and no NaN is lost, nor the sign of a zero."""
+def float_rounding():
+    """Sums are rounded once, from float32. NaNs and signs of zeros are kept."""
     mesh = Mesh(by_host().reshape(8), ("i",))
     values = RNG.standard_normal((8, 1001)).astype(np.float32)
     special = np.float32([[1, 0.0, -0.0, np.inf, -3]] * 7 + [[np.nan, -0.0, 0.0, -np.inf, -2]])
@@ -98,11 +100,11 @@ def floats():
 
     sums, largest, smallest = call(body, mesh, (values, small, special), out_specs=P(None))
     folds = lambda x: rank_fold(np.stack([rank_fold(x[:4].astype(np.float32)), rank_fold(x[4:].astype(np.float32))]))  # noqa: E731
-    assert_own_parts(sums[0], folds(values)[None])
-    assert_own_parts(sums[1], folds(small).astype(jnp.bfloat16)[None])
-    assert_own_parts(sums[2], folds(small.astype(np.float16)).astype(np.float16)[None])
-    assert_own_parts(largest, np.float32([[np.nan, 0.0, 0.0, np.inf, -2]]))
-    assert_own_parts(smallest, np.float32([[np.nan, -0.0, -0.0, -np.inf, -3]]))
+    assert_local_shards(sums[0], folds(values)[None])
+    assert_local_shards(sums[1], folds(small).astype(jnp.bfloat16)[None])
+    assert_local_shards(sums[2], folds(small.astype(np.float16)).astype(np.float16)[None])
+    assert_local_shards(largest, np.float32([[np.nan, 0.0, 0.0, np.inf, -2]]))
+    assert_local_shards(smallest, np.float32([[np.nan, -0.0, -0.0, -np.inf, -3]]))
 
 
 def transformations():
@@ -114,12 +116,12 @@ def transformations():
         batched = lambda psum: jax.vmap(lambda x: psum(x, "i"), in_axes=2, out_axes=1)(x)  # noqa: E731
         return [(jax.grad(loss(psum))(x), batched(psum)) for psum in (ring_psum, lax.psum)]
 
-    ours, laxs = call(both, mesh, values, check_vma=False)
-    assert_same_bits(*jax.tree.map(own_part, (ours, laxs)))
+    ours, theirs = call(both, mesh, values, check_vma=False)
+    assert_same_bits(*jax.tree.map(local_shards, (ours, theirs)))
 
 
-def what_crosses():
-    """One call for all operands, an all-reduce of a quarter of the bytes, and another gather."""
+def traffic_across_hosts():
+    """All operands share a reduce-scatter, an all-reduce of a quarter of the bytes, and an all-gather."""
     mesh = Mesh(by_host().T.reshape(8), ("i",))
     values = [integers(8, 16, 4), integers(8, 10)]
     fun, arrays = on_mesh(lambda tree: ring_psum(tree, "i"), mesh, values)
@@ -135,38 +137,38 @@ def what_crosses():
     flat = explain(on_mesh(lambda x: lax.psum(x, "i"), mesh, values[0])[0], arrays[0]).instructions[0]
     across = explain(on_mesh(lambda x: ring_psum(x, "i"), mesh, values[0])[0], arrays[0])
     assert across.instructions[1].num_bytes * 4 == flat.num_bytes == 256
-    # Of a message of V bytes: 3/4 V in the reduce-scatter, as much in the all-gather; and a shard of V/4 crosses.
+    # For a message of V bytes: 3/4 V in the reduce-scatter, 3/4 V in the all-gather, and a shard of V/4 across hosts.
     assert across.predicted_bytes == across.counted_bytes == 256 * (3 / 4 + 3 / 4 + 1 / 4)
     assert across.collectives[0].wire_bytes_across_hosts == across.instructions[1].wire_bytes == 64
     assert "64 across hosts" in str(across)
     assert found.predicted_bytes == found.counted_bytes
 
 
-def instead_of_lax():
+def under_override_lax():
     mesh = Mesh(by_host().reshape(8), ("i",))
     fun, tree = on_mesh(lambda tree: lax.psum(tree, "i"), mesh, [integers(8, 3), integers(8, 5)], out_specs=P())
     expected = fun(tree)
     with override_lax():
         assert {call.served_by for call in explain(fun, tree).collectives} == {ON_TWO_HOSTS}
         out = fun(tree)
-    assert_same_bits(*jax.tree.map(own_part, (out, expected)))
+    assert_same_bits(*jax.tree.map(local_shards, (out, expected)))
 
 
-def on_one_host_each():
-    """Groups that do not cross, in a program that does; and a mesh of the devices of one process."""
+def groups_within_hosts():
+    """Groups within each host of a two-host mesh, and a mesh of one process."""
     mesh = Mesh(by_host(), ("host", "i"))
     values = integers(8, 3)
     fun, arrays = on_mesh(lambda x: ring_psum(x, "i") + x, mesh, values)
     assert explain(fun, arrays).collectives[0].served_by == "jax_ring"
     expected = np.repeat(values.reshape(2, 4, 3).sum(1), 4, axis=0) + values
     own = slice(4 * jax.process_index(), 4 * jax.process_index() + 4)
-    assert_same_bits(own_part(fun(arrays))[:, 0], expected[own])
+    assert_same_bits(local_shards(fun(arrays))[:, 0], expected[own])
 
     alone = Mesh(by_host()[jax.process_index()], ("i",))
-    assert_own_parts(call(lambda x: ring_psum(x, "i"), alone, values[own], out_specs=P()), values[own].sum(0)[None])
+    assert_local_shards(call(lambda x: ring_psum(x, "i"), alone, values[own], out_specs=P()), values[own].sum(0)[None])
 
 
-def left_to_xla():
+def fallback_to_xla():
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -175,7 +177,7 @@ def left_to_xla():
 
     def check(fun, mesh, values, expected, why, **options):
         fun, arrays = on_mesh(fun, mesh, values, **options)
-        assert_own_parts(fun(arrays), expected)
+        assert_local_shards(fun(arrays), expected)
         (call,) = explain(fun, arrays).collectives
         assert call.served_by == "XLA"
         assert call.wire_bytes_across_hosts is None
@@ -197,22 +199,23 @@ def left_to_xla():
     uneven = [[0, 1, 4, 5], [2, 3], [6, 7]]
     fun, arrays = on_mesh(lambda x: ring_psum(x, "i", axis_index_groups=uneven), eight, values, check_vma=False)
     own = [sum(values[i] for group in uneven if rank in group for i in group) for rank in range(8)]
-    assert_same_bits(own_part(fun(arrays))[:, 0], np.stack(own)[4 * jax.process_index() :][:4])
-    # Where the mesh is not known when the program is lowered, neither are the processes.
+    assert_same_bits(local_shards(fun(arrays))[:, 0], np.stack(own)[4 * jax.process_index() :][:4])
+    # An abstract mesh does not reveal the processes at lowering.
     sharding = jax.NamedSharding(eight, P("i"))
     array = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
     mapped = jax.shard_map(lambda x: ring_psum(x, "i"), mesh=eight.abstract_mesh, in_specs=P("i"), out_specs=P())
-    assert_own_parts(jax.jit(mapped)(array), values.sum(0)[None])
+    assert_local_shards(jax.jit(mapped)(array), values.sum(0)[None])
     assert "the mesh is abstract, so the devices of 2 processes" in messages[-1]
 
 
-def on_two_hosts():
+def run_all_parts():
     for part in (
-        the_same_as_lax, floats, transformations, what_crosses, instead_of_lax, on_one_host_each, left_to_xla
+        same_as_lax, float_rounding, transformations, traffic_across_hosts, under_override_lax, groups_within_hosts,
+        fallback_to_xla,
     ):  # fmt: skip
         part()
-        print(f"{part.__name__} is over")
+        print(f"{part.__name__} passed")
 
 
 def test_two_hosts():
-    run(on_two_hosts, 2, devices_each=4, environment_of=[HOST_A, HOST_B])
+    run(run_all_parts, 2, devices_each=4, environment_of=[HOST_A, HOST_B])

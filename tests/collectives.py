@@ -1,4 +1,4 @@
-"""The family of collectives, each beside its namesake in jax.lax, or what lax makes of it, and its numpy oracle."""
+"""Every collective of jax_ring, paired with its lax equivalent and a numpy oracle."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,21 +13,21 @@ from jax import lax
 
 import jax_ring
 
-# Each rank's operand: 8 ranks can scatter either dimension.
+# Of each rank's operand. Both dimensions are divisible by 8 ranks.
 SHAPE = (RANKS, 2 * RANKS)
 
 
 class Pair(NamedTuple):
-    """Two functions (x, axis_name, **more arguments), and what they should give."""
+    """A collective, its lax equivalent, both called as f(x, axis_name, **kwargs), and the expected results."""
 
-    ours: Callable
-    theirs: Callable
-    oracle: Callable  # the operands of all ranks, stacked, to their results, stacked
+    ring: Callable
+    lax: Callable
+    oracle: Callable  # maps the stacked operands of all ranks to their stacked results
     differentiable: bool = True
 
 
 def vary(x, axis_name):
-    """x as a value that varies over the axis, where that is tracked."""
+    """x cast to vary over the axes; x itself without vma tracking."""
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     missing = tuple(axis for axis in axes if axis in manual and axis not in jax.typeof(x).mat.varying)
@@ -46,7 +46,7 @@ def lax_broadcast(x, axis_name, *, root):
     return jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), lax.psum(masked, axis_name), x)
 
 
-def everywhere(result, ranks=RANKS):
+def replicated(result, ranks=RANKS):
     return np.stack([result] * ranks)
 
 
@@ -55,13 +55,13 @@ def extremum(values, better):
     wide = values if values.dtype.itemsize >= 4 else values.astype(np.float32)
     result = better.reduce(wide, axis=0)
     if wide.dtype.kind == "f":
-        # Of zeros, the largest is negative if all are, and the smallest if any is.
+        # The maximum of zeros is -0 if all are -0, and the minimum if any is.
         if better is np.maximum:
             negative = (np.signbit(wide) | (wide != 0)).all(0)
         else:
             negative = (np.signbit(wide) & (wide == 0)).any(0)
         result = np.where(result == 0, np.where(negative, -0.0, 0.0).astype(wide.dtype), result)
-    return everywhere(result.astype(values.dtype), len(values))
+    return replicated(result.astype(values.dtype), len(values))
 
 
 def blocks(total, dimension, tiled, ranks):
@@ -70,7 +70,7 @@ def blocks(total, dimension, tiled, ranks):
 
 
 def gathered(values, axis, tiled):
-    return everywhere(np.concatenate(values, axis) if tiled else np.stack(values, axis), len(values))
+    return replicated(np.concatenate(values, axis) if tiled else np.stack(values, axis), len(values))
 
 
 def on_root(total, root, ranks):
@@ -97,9 +97,9 @@ def gather(axis, tiled, **more) -> Pair:
     )
 
 
-FAMILY = {
-    "psum": Pair(jax_ring.ring_psum, lax.psum, lambda values: everywhere(rank_fold(values), len(values))),
-    "pmean": Pair(jax_ring.ring_pmean, lax.pmean, lambda values: everywhere(rank_fold(values) / len(values))),
+COLLECTIVES = {
+    "psum": Pair(jax_ring.ring_psum, lax.psum, lambda values: replicated(rank_fold(values), len(values))),
+    "pmean": Pair(jax_ring.ring_pmean, lax.pmean, lambda values: replicated(rank_fold(values) / len(values))),
     "pmax": Pair(jax_ring.ring_pmax, lax.pmax, lambda values: extremum(values, np.maximum), differentiable=False),
     "pmin": Pair(jax_ring.ring_pmin, lax.pmin, lambda values: extremum(values, np.minimum), differentiable=False),
     "psum_scatter": scatter(0, False),
@@ -118,20 +118,20 @@ FAMILY = {
         lambda values: on_root(rank_fold(values), 3, len(values)),
     ),
     "broadcast": Pair(
-        partial(jax_ring.ring_broadcast, root=5), partial(lax_broadcast, root=5), lambda values: everywhere(values[5])
+        partial(jax_ring.ring_broadcast, root=5), partial(lax_broadcast, root=5), lambda values: replicated(values[5])
     ),
 }
 
 
 def every_collective(where: Callable[[str, Pair], bool] = lambda name, pair: True):
-    """Runs a test with every collective of the family for which `where(name, pair)` holds."""
-    chosen = {name: pair for name, pair in FAMILY.items() if where(name, pair)}
+    """Parametrizes a test over the collectives for which `where(name, pair)` holds."""
+    chosen = {name: pair for name, pair in COLLECTIVES.items() if where(name, pair)}
     return pytest.mark.parametrize("collective", chosen.values(), ids=chosen.keys())
 
 
-def adds(name: str, pair: Pair) -> bool:
+def is_sum(name: str, pair: Pair) -> bool:
     return name.startswith(("psum", "pmean", "reduce"))
 
 
-def takes_groups(name: str, pair: Pair) -> bool:
+def supports_groups(name: str, pair: Pair) -> bool:
     return name not in ("reduce", "broadcast") and "invarying" not in name

@@ -1,4 +1,4 @@
-"""What each process of the soak test does: random collectives at random moments, results checked to the last bit."""
+"""Body of each process of the soak test: random collectives with random delays, checked bit for bit."""
 
 import functools
 import os
@@ -17,33 +17,33 @@ from jax.sharding import PartitionSpec as P
 PROGRAMS = 10
 REPEATS = 20  # of the call in a loop
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8")
-# What a process may gain in the last two thirds of its rounds. What is looked for would gain with each call, of which
-# there are thousands; the threads that tell ranks may become as many as there are calls of local ranks at a time.
+# Limits for the growth of a process in the last two thirds of its rounds. A leak grows with each of thousands of calls;
+# the completion threads are bounded by the calls of local ranks that are in flight.
 IN_FLIGHT, COPIES = 5, 4
-MOST_GROWTH = {"MiB": 24, "files": 4, "threads": IN_FLIGHT * COPIES * 3, "segments": 0}
+MAX_GROWTH = {"MiB": 24, "files": 4, "threads": IN_FLIGHT * COPIES * 3, "segments": 0}
 
 
 class Program(NamedTuple):
-    """A compiled program, operands for it, and what each mesh position is to get from them."""
+    """A compiled program, its operands, and the expected results."""
 
     run: Callable
     operands: list[jax.Array]
-    expected: list[np.ndarray]  # by operands, then result, then mesh position
+    expected: list[np.ndarray]  # indexed by operand, result and mesh position
     num_calls: int
 
 
 def soak(seed: int, num_rounds: int, folder: str) -> None:
-    """Prints "began", what came of it, and how many calls this process has made; then waits to be let go."""
+    """Prints "began", the outcome and the number of calls, then waits for the parent before it exits."""
     shared, own = np.random.default_rng(seed), np.random.default_rng([seed, jax.process_index()])
     programs = [program for _ in range(PROGRAMS) if (program := make_program(shared, own))]
     num_calls, before, outcome = 0, None, "done"
     print("began", flush=True)
     try:
         for number in range(num_rounds):
-            # All processes choose the same ones; who has no rank in one goes on.
+            # All processes choose the same programs. A process without a rank in one of them skips it.
             chosen = [int(i) for i in shared.integers(PROGRAMS, size=shared.integers(1, IN_FLIGHT, endpoint=True))]
             which = [int(i) for i in shared.integers(2, size=len(chosen))]
-            nap(own)
+            random_delay(own)
             launched = [
                 (programs[i], k, programs[i].run(programs[i].operands[k]))
                 for i, k in zip(chosen, which, strict=True)
@@ -64,16 +64,16 @@ def soak(seed: int, num_rounds: int, folder: str) -> None:
     else:
         assert before is not None
         growth = {name: after - before[name] for name, after in resources().items()}
-        assert all(growth[name] <= most for name, most in MOST_GROWTH.items()), growth
+        assert all(growth[name] <= limit for name, limit in MAX_GROWTH.items()), growth
         print(f"growth {growth}", flush=True)
     print(f"calls {num_calls}\n{outcome}", flush=True)
-    # JAX's coordinator is the last to go.
+    # Process 0 runs JAX's coordinator, so it must exit last.
     while not os.path.exists(pathlib.Path(folder, "last" if jax.process_index() == 0 else "end")):
         time.sleep(0.02)
 
 
 def make_program(shared, own) -> Program:
-    from family import extremum, on_root
+    from collectives import extremum, on_root
     from helpers import rank_fold, ring_fold
 
     import jax_ring
@@ -91,13 +91,13 @@ def make_program(shared, own) -> Program:
     groups = [group for group in (order[:cut], order[cut:]) if group]
 
     def by_groups(fold):
-        def of(values):
+        def grouped(values):
             result = np.empty_like(values)
             for group in groups:
                 result[group] = fold(values[group])
             return result
 
-        return of
+        return grouped
 
     call, oracle = [
         (
@@ -121,11 +121,11 @@ def make_program(shared, own) -> Program:
     copies = {"plain": 1, "several": COPIES, "loop": 1}[kind]
     halve = dtype.type(0.5) if jnp.issubdtype(dtype, jnp.floating) else dtype.type(1)
 
-    def late(x, i):
-        """x + i, after a while. JAX may wait for ever where a callback looks at its argument."""
+    def delayed(x, i):
+        """x + i, after a random delay. The callback ignores its argument: converting it may deadlock in JAX."""
 
         def callback(_):
-            nap(own)
+            random_delay(own)
             return dtype.type(i)
 
         return x + jax.pure_callback(callback, jax.ShapeDtypeStruct((), dtype), jnp.sum(x))
@@ -134,7 +134,7 @@ def make_program(shared, own) -> Program:
         x = x[0]
         if kind == "loop":
             return [lax.fori_loop(0, REPEATS, lambda _, x: call(x * halve), x)[None]]
-        xs = [late(x, i) for i in range(copies)] if kind == "several" else [x]
+        xs = [delayed(x, i) for i in range(copies)] if kind == "several" else [x]
         return [call(x)[None] for x in xs]
 
     def expect(values):
@@ -145,15 +145,17 @@ def make_program(shared, own) -> Program:
         return [oracle((values + dtype.type(i)).astype(dtype)) for i in range(copies)]
 
     data = [shared.standard_normal((ranks, *shape)) * 40 for _ in range(2)]
-    here = {device.process_index for device in devices}
-    if jax.process_index() not in here:
+    participants = {device.process_index for device in devices}
+    if jax.process_index() not in participants:
         return Program(body, [], [], 0)
-    values = [np.abs(of).astype(dtype) if dtype.kind == "u" else of.astype(dtype) for of in data]
+    values = [np.abs(array).astype(dtype) if dtype.kind == "u" else array.astype(dtype) for array in data]
     sharding = jax.NamedSharding(mesh, P("i"))
-    operands = [jax.make_array_from_callback(of.shape, sharding, lambda index, of=of: of[index]) for of in values]
+    operands = [
+        jax.make_array_from_callback(array.shape, sharding, lambda index, array=array: array[index]) for array in values
+    ]
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))
     with np.errstate(all="ignore"):
-        expected = [expect(of) for of in values]
+        expected = [expect(array) for array in values]
     return Program(run, operands, expected, copies * (REPEATS if kind == "loop" else 1))
 
 
@@ -165,8 +167,8 @@ def check(results, expected) -> None:
             assert_same_bits(shard.data, want[shard.index])
 
 
-def nap(own) -> None:
-    """Most often none at all."""
+def random_delay(own) -> None:
+    """Sleeps for a random time, most often 0."""
     time.sleep(max(0.0, own.exponential(0.004) - 0.004))
 
 
