@@ -4,8 +4,8 @@
 
 Each size is timed out of place (called from Python), in place (with a donated argument), and inside a jitted loop,
 less the same loop without the collective. The implementations are interleaved, so that noise affects all of them. Other
-libraries, if installed (pip install '.[peers]'), run in processes of their own, interleaved by size; their times are
-means over the ranks. torch.distributed reduces in place only, and its loop is in Python.
+libraries, if installed (pip install --editable '.[peers]'), run in processes of their own, interleaved by size; their
+times are means over the ranks. torch.distributed reduces in place only, and its loop is in Python.
 
     python benchmarks/allreduce.py --platform cuda -b 1K -e 64M -f 4 --tune thresholds.json
 

@@ -24,7 +24,9 @@ from measure import Spread, count_wrong, loop, rank_values
 from jax_ring import explain
 
 START_SECONDS = 120
-INSTALL_HINT = "pip install '.[peers]' (mpi4jax also needs an MPI: apt-get install openmpi-bin libopenmpi-dev)"
+INSTALL_HINT = (
+    "pip install --editable '.[peers]' (mpi4jax also needs an MPI: apt-get install openmpi-bin libopenmpi-dev)"
+)
 
 
 @dataclasses.dataclass(frozen=True)

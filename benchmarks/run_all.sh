@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs all measurements of docs/performance.md and writes them to benchmarks/results/NAME. Takes about 25 minutes on two
-# cores. The rows of mpi4jax and torch.distributed need pip install '.[peers]'.
+# cores. The rows of mpi4jax and torch.distributed need pip install --editable '.[peers]'.
 #
 #   benchmarks/run_all.sh NAME [RUNS]
 set -euo pipefail

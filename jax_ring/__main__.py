@@ -1,5 +1,6 @@
-"""`python -m jax_ring`: prints versions, devices, native modules, options, and which platforms can be served."""
+"""`python -m jax_ring`: Prints versions, devices, native modules, options, and which platforms can be served."""
 
+import argparse
 import os
 import pathlib
 import platform
@@ -17,6 +18,7 @@ DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="python -m jax_ring", description=(__doc__ or "").partition(": ")[2]).parse_args()
     sections = {
         "versions": versions(),
         "devices": devices(),
@@ -69,7 +71,7 @@ def environment() -> dict[str, str]:
     values = {
         runtime.TIMEOUT_VARIABLE: f"{_ffi_cpu.deadline():g} seconds",
         runtime.ISA_VARIABLE: _ffi_cpu.instruction_set(),
-        discovery.HOST_VARIABLE: "name of this host; processes of equal names share memory",
+        discovery.HOST_VARIABLE: "hosts are told apart by boot id, /dev/shm and user",
         tuning.VARIABLE: tuning.describe(),
         runtime.STRICT_VARIABLE: f"fallback to XLA's collectives is {'an error' if runtime.STRICT else 'allowed'}",
     }

@@ -276,3 +276,8 @@ def test_formulas(ranks):
     assert wire_bytes("all_reduce", volume, [ranks]) == scatter + wire_bytes("all_gather", volume, [ranks])
     assert wire_bytes("all_reduce", volume, [ranks], "one_shot") == volume * (ranks - 1)
     assert wire_bytes("all_reduce", volume, [ranks] * 5) == wire_bytes("all_reduce", volume, [ranks])
+
+
+def test_a_result_in_the_place_of_the_function_is_refused():
+    with pytest.raises(TypeError, match=r"explain: pass a function and its arguments, as in explain\(f, x\)"):
+        explain(jnp.ones(3))

@@ -196,6 +196,7 @@ def test_closed_output_pipe(script):
         (["-n", "2", "--grace", "nan", __file__], "--grace must be a number of seconds, got nan"),
         (["-n", "2", "absent.py"], "there is no file 'absent.py' in "),
         ([__file__], "-n/--processes"),
+        (["-n", "2"], "the following arguments are required: script\n"),
     ],
 )
 def test_errors(capsys, arguments, message):
@@ -203,6 +204,13 @@ def test_errors(capsys, arguments, message):
         launcher.main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_help_says_what_it_does(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        launcher.main(["--help"])
+    assert stopped.value.code == 0
+    assert "Runs a script as several processes of" in capsys.readouterr().out
 
 
 def test_ports_differ():

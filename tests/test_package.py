@@ -3,6 +3,8 @@
 import importlib.metadata
 import importlib.resources
 import inspect
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +65,17 @@ def test_an_unknown_jax_is_refused():
     result = run_python("import jax._src.lax.parallel as p\ndel p._maybe_skip_one_sized_axes\nimport jax_ring")
     assert "ImportError: jax_ring does not support JAX" in result.stderr
     assert "_maybe_skip_one_sized_axes" in result.stderr
+
+
+def test_a_python_without_jax_is_reported():
+    code = "import sys; sys.modules['jax'] = None; import jax_ring"
+    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert f"ImportError: jax_ring needs JAX, which this Python ({sys.executable}) does not have" in result.stderr
+
+
+def test_an_unknown_instruction_set_is_refused():
+    result = run_python("import jax_ring", JAX_RING_ISA="neon")
+    assert "JAX_RING_ISA must be baseline, avx2 or avx512, got 'neon'" in result.stderr
 
 
 def test_every_instruction_set_gives_the_same_bits():

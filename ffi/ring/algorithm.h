@@ -29,8 +29,9 @@ JAX_RING_TEAM_CALL void poison(const Endpoint& self, const Message& message, con
   }
 }
 
-// Which kernels exist. Sums of signed integers use the unsigned kernels. Extrema, whose order does not matter, exist
-// only for the algorithm that is never far from the best: there are many kernels, and they take long to compile.
+// Which kernels exist. Sums of signed integers use the unsigned kernels. Maxima and minima, whose order does not
+// matter, have only two-shot kernels, which are never far from the best: there are many kernels, and they take long to
+// compile.
 template <class Element, class Op, Algorithm kAlgorithm>
 constexpr bool is_needed = std::is_same_v<typename FoldedAs<Element, Op>::type, Element> &&
                            (std::is_same_v<Op, Sum> || kAlgorithm == Algorithm::two_shot);

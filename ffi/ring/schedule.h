@@ -38,8 +38,9 @@ struct RingSchedule {
   int num_ranks;
   int rank;
   uint64_t num_chunks;  // Order::ring: a multiple of num_ranks; chunk c is a piece of block c % num_ranks
-  uint64_t lag;  // Order::rank: less than the slots of a link, so that the last rank, which waits for no other rank,
-                 // never finds its link full; by induction, neither do the others
+  // Order::rank: less than the slots of a link. The last rank waits for no other rank, so its link is never full; by
+  // induction no link is.
+  uint64_t lag;
 
   JAX_RING_INLINE uint64_t num_steps() const {
     return order == Order::ring ? num_chunks / num_ranks * (2 * num_ranks - 1)

@@ -64,7 +64,7 @@ struct Round {
   JAX_RING_TEAM PackRange part(int owner) const {
     return roles.have_blocks() ? range : share_of(range, owner, num_ranks());
   }
-  // The rank `step` places after this one: if all started with rank 0, its links would be the bottleneck.
+  // The rank `step` places after this one, so that not all ranks start with rank 0, whose links would be a bottleneck.
   JAX_RING_TEAM int peer(int step) const { return (self.rank + step) % num_ranks(); }
   JAX_RING_TEAM Pack* scatter_buffer(int owner, int source) const {
     return reinterpret_cast<Pack*>(self.mailbox[owner] + self.capacity.scatter(cta, source));

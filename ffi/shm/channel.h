@@ -42,8 +42,8 @@ class Channel {
 
   void signal_results(uint32_t round);
   bool has_results(int process, uint32_t round) const;
-  // Used instead in a round without results: a count that stood still would compare as ahead once the others had
-  // advanced by 2^31.
+  // Used instead in a round without results. Without it the count would fall 2^31 rounds behind the others, and then
+  // compare as ahead of them.
   void skip_results(uint32_t round);
 
   // The text that other processes report when they wait for this one, truncated to the space there is.

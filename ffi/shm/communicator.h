@@ -77,8 +77,8 @@ class Communicator {
   std::mutex mutex_;
   std::condition_variable wake_;
   bool stop_ = false;
-  bool running_calls_ = false;       // on some thread
-  bool on_progress_thread_ = false;  // ... namely on the progress thread
+  bool running_calls_ = false;       // some thread is running calls
+  bool on_progress_thread_ = false;  // and it is the progress thread
   std::deque<ExchangePtr> ready_;
   std::vector<ExchangePtr> free_;
   std::optional<std::string> failure_;

@@ -44,7 +44,7 @@ _membership: _Membership | None = None
 def publish() -> _Membership | None:
     """Publishes the host of this process, once per distributed runtime; returns None if there is no runtime.
 
-    Call it as early as a runtime may exist, since other processes may be waiting for the host.
+    Call it as soon as `jax.distributed` may be initialized, since other processes may be waiting for the host.
     """
     global _membership
     with _lock:

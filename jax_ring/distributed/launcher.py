@@ -1,4 +1,4 @@
-"""`python -m jax_ring.launch -n 4 script.py`: runs a script as several processes of `jax.distributed` on this host.
+"""`python -m jax_ring.launch -n 4 script.py`: Runs a script as several processes of `jax.distributed` on this host.
 
 In the script, `jax.distributed.initialize()` needs no arguments. Each line of output is prefixed with the rank of its
 process. When a process fails, the launcher terminates the others and exits with the status of the failed one. It
@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m jax_ring.launch", description=(__doc__ or "").partition("\n\n")[2], allow_abbrev=False
-    )
+        prog="python -m jax_ring.launch", description=(__doc__ or "").partition(": ")[2], allow_abbrev=False,
+    )  # fmt: skip
     parser.add_argument("-n", "--processes", type=int, required=True, help="number of processes")
     parser.add_argument(
         "--devices", type=int, help="devices per process: CPU devices, or GPUs that no other process uses (default: 1)"
@@ -49,7 +49,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="time that processes have to exit before they are killed (default: %(default)g)",
     )  # fmt: skip
     parser.add_argument("script", help="a Python file")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    rest.required = False  # argparse would list them among those that are missing
     options = parser.parse_args(arguments)
     if options.processes < 1:
         parser.error(f"-n must be at least 1, got {options.processes}")
@@ -58,7 +59,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not options.grace >= 0:
         parser.error(f"--grace must be a number of seconds, got {options.grace}")
     if not pathlib.Path(options.script).is_file():
-        parser.error(f"there is no file {options.script!r} in {os.getcwd()}; put the options of the launcher before it")
+        parser.error(
+            f"there is no file {options.script!r} in {os.getcwd()}; options of the launcher go before the script"
+        )
     return options
 
 

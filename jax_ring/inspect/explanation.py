@@ -153,11 +153,12 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
       **kwargs: the keyword arguments of `fn`.
 
     Raises:
+      TypeError: if `fn` is not callable.
       Any exception that tracing or compiling `fn` with these arguments raises.
     """
     if not callable(fn):
         raise TypeError(
-            f"explain: pass a function and its arguments, as in explain(f, x), and not a result; got {type(fn).__name__}"
+            f"explain: pass a function and its arguments, as in explain(f, x), not a result; got {type(fn).__name__}"
         )
     traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*args, **kwargs)
     compiled = traced.lower().compile()
