@@ -71,7 +71,11 @@ def environment() -> dict[str, str]:
     values = {
         runtime.TIMEOUT_VARIABLE: f"{_ffi_cpu.deadline():g} seconds",
         runtime.ISA_VARIABLE: _ffi_cpu.instruction_set(),
-        discovery.HOST_VARIABLE: "hosts are told apart by boot id, /dev/shm and user",
+        discovery.HOST_VARIABLE: (
+            "processes with equal names share memory"
+            if os.environ.get(discovery.HOST_VARIABLE)
+            else "hosts are told apart by boot id, /dev/shm and user"
+        ),
         tuning.VARIABLE: tuning.describe(),
         runtime.STRICT_VARIABLE: f"fallback to XLA's collectives is {'an error' if runtime.STRICT else 'allowed'}",
     }
