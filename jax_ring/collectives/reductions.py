@@ -85,17 +85,19 @@ def ring_pmean(
 ) -> T:
     """The mean of `x` over the ranks of a mapped axis: `ring_psum`, divided. A drop-in for `jax.lax.pmean`.
 
-    Arguments, errors and order are those of `ring_psum`. Means of integers and booleans are floats. In groups of
-    different sizes each sum is divided by the size of its own group (`lax.pmean` uses the size of the first).
+    Arguments, errors and order are those of `ring_psum`. Means of integers and booleans are floats, but as in
+    `lax.pmean` integers are added in their own dtype, where a sum wraps around that does not fit. Only integers of 2
+    bits, which `lax.pmean` does not take, are added as int32. In groups of different sizes each sum is divided by the
+    size of its own group (`lax.pmean` uses the size of the first).
 
     Warns:
       UserWarning: if JAX knows that `x` is already the same on all ranks, like a gradient that it has summed.
     """
     options = make_options("ring_pmean", algorithm, order)
-    total = _psum("ring_pmean", x, axis_name, axis_index_groups, options)
+    total = _psum("ring_pmean", jax.tree.map(_averageable, x), axis_name, axis_index_groups, options)
     warn_of_equal_values("ring_pmean", x, axis_name)
     count = _psum("ring_pmean", 1, axis_name, axis_index_groups, options)
-    return jax.tree.map(lambda leaf: leaf / count, total)
+    return jax.tree.map(partial(_divided, count=count), total)
 
 
 def ring_pmax(
@@ -124,6 +126,19 @@ def ring_pmin(
 
 
 # ---- All-reduces ----------------------------------------------------------------------------------------------------
+
+
+def _averageable(leaf):
+    """A leaf of a mean. JAX has no float type for integers of 2 bits, which hardly hold a sum either."""
+    return leaf.astype(jnp.int32) if getattr(leaf, "dtype", None) in (jnp.int2, jnp.uint2) else leaf
+
+
+def _divided(total, count):
+    if not isinstance(count, jax.Array):
+        return total / count
+    # The groups differ in size. Two arrays would promote to another type than an array and a Python number do.
+    total = total / 1
+    return total / count.astype(total.dtype)
 
 
 def _psum(function: str, x: Any, axis_name: AxisName, axis_index_groups: Groups | None, options: Options):
