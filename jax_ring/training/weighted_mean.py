@@ -1,12 +1,15 @@
 """`weighted_pmean`: the mean over ranks that hold uneven parts of a batch."""
 
+from functools import reduce
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_ring.collectives.axes import AxisName, axes_of, check_named
 from jax_ring.collectives.leaves import own_copy
+from jax_ring.collectives.vmap_axis import accumulator_dtype
 from jax_ring.training.implementations import Impl, implementation
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
@@ -18,19 +21,75 @@ def weighted_pmean(x: T, weight: Any, axis_name: AxisName, *, impl: Impl = "ring
     For batches that are split unevenly: with the numbers of examples as weights, the weighted mean of the ranks' means
     is the mean over the whole batch. The value of a rank of weight 0 does not count, even if it is not finite.
 
+    Its gradient does not count either if the derivatives of `x` on that rank are finite. Those of `total / 0` are not,
+    and 0, the cotangent that `x` gets here, times infinity is NaN, on all ranks once the gradients are reduced. So
+    compute the mean of a rank that may have no examples as `total / jnp.maximum(num_examples, 1)`.
+
+    Products and sums are float32, or float64 for `x` or a float weight of 64 bits. They must be finite there.
+
     Args:
-      x: an array, or a pytree of arrays. Floats keep their dtype.
-      weight: this rank's weight, a scalar: not negative, and not zero on all ranks.
+      x: an array, or a pytree of arrays. Floats keep their dtype; integers and booleans have float means.
+      weight: this rank's weight, a scalar of any real dtype: not negative, and not zero on all ranks, which gives NaN.
       axis_name: as for `ring_psum`.
       impl: "ring" or "lax", as for `sync_gradients`.
 
     Raises:
+      ValueError: if `weight` is a constant that is zero, so on all ranks, or negative.
+      TypeError: if `weight` is not a real number.
       NameError, TypeError, ValueError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
     check_named("weighted_pmean", axes_of(axis_name))
-    weight = jnp.asarray(weight)
-    # Not 0 * x, which is NaN for a mean over no examples.
-    weighted = jax.tree.map(lambda x: jnp.where(weight == 0, jnp.zeros_like(x), x) * weight, x)
-    local = jax.tree.map(lambda x: own_copy(x, axis_name), (weighted, weight))
-    total, total_weight = implementation("weighted_pmean", impl).psum(local, axis_name)
-    return jax.tree.map(lambda t, x: (t / total_weight).astype(jnp.result_type(x, float(0))), total, x)
+    psum = implementation("weighted_pmean", impl).psum
+    weight = _checked(weight)
+    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
+    dtypes = [_accumulator(leaf.dtype, weight.dtype) for leaf in leaves]
+    # One sum of weights serves all leaves.
+    weight = weight.astype(reduce(jnp.promote_types, map(_real, dtypes), _real(jnp.float32)))
+    products = [
+        _product(leaf.astype(dtype), weight.astype(_real(dtype))) for leaf, dtype in zip(leaves, dtypes, strict=True)
+    ]
+    totals, total_weight = psum(jax.tree.map(lambda x: own_copy(x, axis_name), (products, weight)), axis_name)
+    means = [
+        (total / total_weight.astype(_real(total.dtype))).astype(_mean_dtype(leaf.dtype))
+        for total, leaf in zip(totals, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, means)
+
+
+def _checked(weight: Any) -> jax.Array:
+    """The weight as an array. Raises if no mean has it."""
+    array = jnp.asarray(weight)
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
+        raise TypeError(
+            f"weighted_pmean: weight must be a real number, got {array.dtype}. Pass the number of examples of this "
+            "rank."
+        )
+    if not isinstance(weight, jax.core.Tracer):  # a constant is the same on all ranks
+        constant = np.asarray(weight)
+        if (constant < 0).any():
+            raise ValueError(f"weighted_pmean: weight must not be negative, got {constant}")
+        if not constant.any():
+            raise ValueError(
+                f"weighted_pmean: weight is {constant} on all ranks, because it is a constant: the sum of the weights "
+                "would be 0. Pass the number of examples of each rank."
+            )
+    return array
+
+
+def _accumulator(dtype, weight_dtype) -> jnp.dtype:
+    """The dtype in which products of values and weights are added."""
+    wide = accumulator_dtype(weight_dtype) if jnp.issubdtype(weight_dtype, jnp.floating) else jnp.dtype(jnp.float32)
+    return jnp.promote_types(accumulator_dtype(_mean_dtype(dtype)), wide)
+
+
+def _mean_dtype(dtype) -> jnp.dtype:
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.result_type(float)
+
+
+def _real(dtype) -> jnp.dtype:
+    return jnp.finfo(dtype).dtype
+
+
+def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    # 0 times the NaN of a mean over no examples would be NaN. A finite value stays, for the gradient of the weight.
+    return jnp.where((weight == 0) & ~jnp.isfinite(x), jnp.zeros_like(x), x) * weight
