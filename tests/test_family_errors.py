@@ -145,9 +145,8 @@ def test_operands_that_are_not_summed_may_vary_over_some_axes(collective):
     )
 
 
-@pytest.mark.parametrize("fun", [ring_reduce, ring_broadcast])
-def test_random_keys(fun):
-    rejects(lambda x: fun(jax.random.key(x[0, 0].astype(int)), "i"), TypeError, "key_data", False)
+def test_sum_of_random_keys():
+    rejects(lambda x: ring_reduce(jax.random.key(x[0, 0].astype(int)), "i"), TypeError, "key_data", False)
 
 
 # Fallback to XLA.

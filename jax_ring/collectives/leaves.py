@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,30 +18,46 @@ def fused(tree, left_to_lax: Callable, namesake: Callable, to_operand: Callable,
 
     left_to_lax: (leaf) -> whether `namesake` handles the leaf instead.
     namesake: (leaf) -> result, by the function of the same name in `jax.lax`.
-    to_operand: (leaf) -> (operand, key). Operands of equal dtype and key share a call.
+    to_operand: (leaf) -> (operand, key). Operands of equal dtype and key share a call. Random keys, which only
+      collectives that move data leave here, become their bits.
     run: (operands, key) -> results.
     """
     discovery.publish()  # the lowering in another process may be waiting for it
     leaves, structure = jax.tree.flatten(tree)
-    together = defaultdict(list)
+    together, from_bits = defaultdict(list), {}
     for i, leaf in enumerate(leaves):
         if left_to_lax(leaf):
             leaves[i] = namesake(leaf)
         else:
-            leaves[i], common = to_operand(leaf)
+            operand, common = to_operand(leaf)
+            leaves[i], from_bits[i] = bits_of_keys(operand)
             together[leaves[i].dtype, common].append(i)
     for (_, common), members in together.items():
         results = run([leaves[i] for i in members], common)
         for i, result in zip(members, results, strict=True):
-            leaves[i] = result
+            leaves[i] = from_bits[i](result)
     return jax.tree.unflatten(structure, leaves)
 
 
-def belongs_to_lax(leaf, axes: tuple) -> bool:
-    """Whether the engines cannot take a leaf: it has an extended dtype, or is marked as reduced or unreduced."""
+def bits_of_keys(x: jax.Array) -> tuple[jax.Array, Callable]:
+    """The bits of random keys, with one more dimension, and a function from such bits to keys. Else x, unchanged."""
+    if not _are_keys(x):
+        return x, lambda bits: bits
+    return jax.random.key_data(x), partial(jax.random.wrap_key_data, impl=jax.random.key_impl(x))
+
+
+def _are_keys(x: jax.Array) -> bool:
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def belongs_to_lax(leaf, axes: tuple, *, moved: bool = False) -> bool:
+    """Whether the engines cannot take a leaf: it has an extended dtype, or is marked as reduced or unreduced.
+
+    moved: whether the collective does not add, so that it can take random keys.
+    """
     if not isinstance(leaf, jax.Array):
         return False
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) and not (moved and _are_keys(leaf)):
         return True
     return not _compat.partially_reduced_axes(leaf).isdisjoint(axes)
 

@@ -54,7 +54,7 @@ def ring_broadcast(x: T, axis_name: AxisName, *, root: int = 0, algorithm: Algor
     The bits are not changed, NaNs included. The transpose is `ring_reduce`.
 
     Args:
-      x: an array, or a pytree of arrays, of any dtype.
+      x: an array, or a pytree of arrays, of any dtype. Random keys (`jax.random.key`) are sent as their bits.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
       root: the rank whose value is sent: a Python integer from 0 to p-1, the same on all ranks.
       algorithm: as for `ring_psum`.
@@ -82,4 +82,4 @@ def ring_broadcast(x: T, axis_name: AxisName, *, root: int = 0, algorithm: Algor
         broadcast = primitives.ring_broadcast_invariant_p if tracked else primitives.ring_broadcast_p
         return broadcast.bind(*operands, axes=axes, axis_index_groups=None, root=root, options=options)
 
-    return fused(x, partial(belongs_to_lax, axes=axes), no_namesake(function), operand, run)
+    return fused(x, partial(belongs_to_lax, axes=axes, moved=True), no_namesake(function), operand, run)

@@ -105,7 +105,7 @@ def ring_all_gather(
     The bits of `x` are not changed, NaNs included. The transpose is `ring_psum_scatter`.
 
     Args:
-      x: an array, or a pytree of arrays, of any dtype.
+      x: an array, or a pytree of arrays, of any dtype. Random keys (`jax.random.key`) are sent as their bits.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
       axis_index_groups: a list of lists of ranks, all of one length: ranks then gather within their group.
       axis: the dimension of the result along which the ranks' blocks lie.
@@ -152,4 +152,4 @@ def ring_all_gather(
             options=options,
         )  # fmt: skip
 
-    return fused(x, partial(belongs_to_lax, axes=axes), namesake, operand, run)
+    return fused(x, partial(belongs_to_lax, axes=axes, moved=True), namesake, operand, run)

@@ -8,6 +8,7 @@ import jax
 from jax import lax
 
 from jax_ring import collectives
+from jax_ring.collectives.leaves import bits_of_keys
 from jax_ring.options import check_choice
 
 Impl = Literal["ring", "lax"]
@@ -31,7 +32,11 @@ class Implementation(NamedTuple):
 
 def _lax_broadcast(tree: Any, axis_name, *, root: int) -> Any:
     # jax.lax has no broadcast that keeps all bits and is invariant over the axis.
-    return jax.tree.map(lambda x: lax.all_gather(x, axis_name, to="invarying")[root], tree)
+    def broadcast(x):
+        bits, from_bits = bits_of_keys(x)  # up to JAX 0.12 an untiled all_gather of keys cannot be lowered
+        return from_bits(lax.all_gather(bits, axis_name, to="invarying")[root])
+
+    return jax.tree.map(broadcast, tree)
 
 
 _IMPLEMENTATIONS: dict[Impl, Implementation] = {

@@ -29,7 +29,7 @@ def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0, impl: Imp
     """Sends the parameters of rank `root` to every rank of a mapped axis, bit for bit.
 
     Args:
-      params: a pytree of arrays of any dtype.
+      params: a pytree of arrays of any dtype, random keys (`jax.random.key`) among them.
       axis_name, root: as for `ring_broadcast`.
       impl: "ring" or "lax". `jax.lax` has no broadcast: "lax" gathers the copies of all ranks and takes one.
 
