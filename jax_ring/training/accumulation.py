@@ -1,18 +1,20 @@
 """Gradient accumulation: a loss that is computed and differentiated one micro-batch at a time."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from jax_ring.collectives.axes import canonical_dimension
 from jax_ring.collectives.vmap_axis import accumulator_dtype
+from jax_ring.lowering.layout import split_dimension
 
 
 def accumulate_gradients(
-    fun: Callable[..., Any], num_microbatches: int, *, has_aux: bool = False
+    fun: Callable[..., Any], num_microbatches: int, *, in_axes: Any = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
     """The same loss, computed and differentiated one micro-batch at a time, in the memory of one micro-batch.
 
@@ -21,44 +23,84 @@ def accumulate_gradients(
     they have 16 bits or fewer, and reduced over the ranks once, after the scan.
 
         value_and_grad(accumulate_gradients(loss, 4), "data")(params, images, labels)
+        value_and_grad(accumulate_gradients(loss, 4, in_axes=(0, 0, None)), "data")(params, images, labels, scale)
 
     Args:
       fun: a function of parameters and data, whose value is a mean over the data. If it communicates, it does so for
         every micro-batch.
-      num_microbatches: the number of parts. Every leaf of the arguments after the first is split into so many equal
-        blocks along its first dimension.
+      num_microbatches: the number of parts into which the data is split.
+      in_axes: which dimension of the arguments after the first is split, into so many equal blocks: an integer for all
+        of them, or a tuple with one entry for each. An entry is an integer, None for an argument that every micro-batch
+        gets whole, or a pytree prefix of the argument with these as leaves, as in `jax.vmap`. The dimension stays, with
+        the size of a block. Keyword arguments are always passed whole, and need not be arrays. A random key that is
+        passed whole draws the same numbers in every micro-batch; a batch of keys can be split.
       has_aux: whether `fun` returns a pair. Its second part is stacked over the micro-batches.
 
     Returns:
-      A function with the arguments of `fun`.
+      A function with the arguments of `fun`. Only the first one can be differentiated, with `allow_int=True` if it has
+      integer leaves.
 
     Raises:
-      ValueError: if `num_microbatches` is not positive or does not divide the first dimension of the data.
+      ValueError: if `num_microbatches` is not positive or does not divide the dimensions of the data, and if `in_axes`
+        does not fit the arguments, or leaves none of them to be split.
+      TypeError: if a leaf of `in_axes` is neither an integer nor None.
     """
     if num_microbatches < 1:
         raise ValueError(f"accumulate_gradients: num_microbatches must be at least 1, got {num_microbatches}")
+    if not all(axis is None or type(axis) is int for axis in jax.tree.leaves(in_axes, is_leaf=_is_none)):
+        raise TypeError(
+            "accumulate_gradients: in_axes must be an int, None, or a tuple with an entry for each argument after the "
+            f"parameters, whose leaves are ints or None; got {in_axes!r}"
+        )
 
-    def accumulated(params, *data):
-        microbatches = jax.tree_util.tree_map_with_path(partial(_split, num_microbatches), data)
+    def accumulated(params, *data, **whole):
+        paths, structure = jax.tree.flatten_with_path(data)
+        axes = _axes_of_leaves(in_axes, data)
+        blocks = [
+            leaf if axis is None else _split(num_microbatches, path, leaf, axis)
+            for (path, leaf), axis in zip(paths, axes, strict=True)
+        ]
+        split = [i for i, axis in enumerate(axes) if axis is not None]
+        if not split:
+            raise ValueError(
+                f"accumulate_gradients: in_axes splits no argument into {num_microbatches} micro-batches. Pass data as "
+                "positional arguments after the parameters; keyword arguments are passed whole."
+            )
+
+        def of_microbatch(params, own):
+            leaves = list(blocks)
+            for i, block in zip(split, own, strict=True):
+                leaves[i] = block
+            return fun(params, *jax.tree.unflatten(structure, leaves), **whole)
+
+        microbatches = [blocks[i] for i in split]
 
         # Closing over the data makes it a constant: JAX raises if something differentiates with respect to it.
         @jax.custom_vjp
         def mean(params):
-            values, aux = lax.map(lambda data: _as_pair(fun(params, *data), has_aux), microbatches)
+            values, aux = lax.map(lambda own: _as_pair(of_microbatch(params, own), has_aux), microbatches)
             return values.mean(), aux
 
         def forward(params):
-            def step(total, data):
-                out, grads = jax.value_and_grad(fun, has_aux=has_aux)(params, *data)
-                return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), _as_pair(out, has_aux)
+            def step(totals, own):
+                out, grads = jax.value_and_grad(of_microbatch, has_aux=has_aux, allow_int=True)(params, own)
+                added = [t + g.astype(t.dtype) for t, g in zip(totals, _of_inexact(params, grads), strict=True)]
+                return added, _as_pair(out, has_aux)
 
-            zeros = jax.tree.map(lambda p: jnp.zeros_like(p, accumulator_dtype(p.dtype)), params)
-            total, (values, aux) = lax.scan(step, zeros, microbatches)
-            return (values.mean(), aux), total
+            zeros = [jnp.zeros_like(p, accumulator_dtype(p.dtype)) for p in _of_inexact(params, params)]
+            totals, (values, aux) = lax.scan(step, zeros, microbatches)
+            return (values.mean(), aux), totals
 
-        def backward(total, cotangents):
-            scale = cotangents[0] / num_microbatches
-            return (jax.tree.map(lambda t, p: (t * scale.astype(t.dtype)).astype(p.dtype), total, params),)
+        def backward(totals, cotangents):
+            scale, rest = cotangents[0] / num_microbatches, iter(totals)
+
+            def gradient(p):
+                if not _is_inexact(p):
+                    return np.zeros(p.shape, jax.dtypes.float0)
+                total = next(rest)
+                return (total * scale.astype(total.dtype)).astype(p.dtype)
+
+            return (jax.tree.map(gradient, params),)
 
         mean.defvjp(forward, backward)
         value, aux = mean(params)
@@ -67,13 +109,58 @@ def accumulate_gradients(
     return accumulated
 
 
-def _split(num_microbatches: int, path, x: jax.Array) -> jax.Array:
-    if not x.ndim or x.shape[0] % num_microbatches:
+def _axes_of_leaves(in_axes: Any, data: tuple) -> list[int | None]:
+    """The axis of each leaf of the data."""
+    entries = list(in_axes) if isinstance(in_axes, tuple | list) else [in_axes] * len(data)
+    if len(entries) != len(data):
         raise ValueError(
-            f"accumulate_gradients: {num_microbatches} micro-batches do not divide the first dimension of the data at "
-            f"{jax.tree_util.keystr(path)}, of shape {x.shape}"
+            f"accumulate_gradients: in_axes has {len(entries)} entries for the {len(data)} arguments after the "
+            f"parameters: {in_axes}"
         )
-    return x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
+    axes: list[int | None] = []
+
+    def note(axis, part):
+        axes.extend([axis] * len(jax.tree.leaves(part)))
+
+    for i, (entry, argument) in enumerate(zip(entries, data, strict=True)):
+        try:
+            jax.tree.map(note, entry, argument, is_leaf=_is_none)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"accumulate_gradients: in_axes[{i}] is {entry}, which is not a prefix of the argument: {error}"
+            ) from None
+    return axes
+
+
+def _split(num_microbatches: int, path, x: Any, axis: int) -> Any:
+    """The blocks of x along `axis`, stacked along a new first dimension."""
+    where, shape = jax.tree_util.keystr(path), jnp.shape(x)
+    if not shape:
+        raise ValueError(
+            f"accumulate_gradients: the argument at {where} is a scalar, which cannot be split. To give it to every "
+            "micro-batch, give it None in in_axes, or pass it as a keyword argument."
+        )
+    dimension = canonical_dimension("accumulate_gradients", f"in_axes{where}:", axis, len(shape))
+    if shape[dimension] % num_microbatches:
+        raise ValueError(
+            f"accumulate_gradients: {num_microbatches} micro-batches do not divide dimension {axis} of the argument at "
+            f"{where}, of shape {shape}"
+        )
+    return jnp.moveaxis(split_dimension(x, dimension, num_microbatches), dimension, 0)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _of_inexact(params: Any, tree: Any) -> list:
+    """The leaves of a tree like `params` at which `params` has floats or complex numbers."""
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(tree), strict=True)
+    return [leaf for p, leaf in pairs if _is_inexact(p)]
 
 
 def _as_pair(out: Any, has_aux: bool) -> tuple:
