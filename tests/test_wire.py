@@ -93,6 +93,14 @@ def test_the_largest_mean():
         assert not np.isfinite(mean).any(), name
 
 
+def test_the_smallest_gradient():
+    half = {name: RANKS * float(ml_dtypes.finfo(name).smallest_subnormal) / 2 for name in NARROW}
+    means = on_ranks(lambda tree: {name: sync_gradients(x, "i", wire=name) for name, x in tree.items()})
+    for factor, expected in ((0.99, 0), (1.01, 2)):
+        for name, mean in means({name: per_rank(factor * x) for name, x in half.items()}).items():
+            np.testing.assert_array_equal(mean, np.float32(expected * half[name]), name)
+
+
 def test_nan_and_infinity_reach_all_ranks(check_vma):
     x = np.ones((RANKS, 4), np.float32)
     x[3, 1:] = np.nan, np.inf, -np.inf

@@ -175,13 +175,16 @@ def sync_gradients(
     depend on the buckets, bit for bit.
 
     Args:
-      tree: a pytree of this rank's gradients. Its structure, shapes and dtypes are the same on all ranks.
+      tree: a pytree of this rank's gradients. Its structure, shapes and dtypes are the same on all ranks. Gradients of
+        integers (dtype float0) have no value and come back as they are.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
       mean: whether to divide the sum by the number of ranks.
       impl: "ring" for the collectives of jax_ring, "lax" for those of `jax.lax`.
       wire: a floating-point dtype. Wider floats are rounded to it before they are sent, and so is their sum,
         which is then cast back to the dtype of the leaf. Half the traffic for a loss of precision; see
-        `sync_with_feedback`.
+        `sync_with_feedback`. A type with less range than float32, such as float16, is sent divided by the number of
+        ranks if `mean` is set, also for gradients that have such a type themselves: the mean overflows only if it, or a
+        rank's own part of it, is not in the range of the type. docs/training.md has the ranges.
       wire_dtype: the same argument by its first name.
       bucket_bytes, first_bucket_bytes: as for `plan_buckets`, counted in the dtypes that are sent.
 
@@ -192,7 +195,7 @@ def sync_gradients(
       ValueError: with vma tracking, if a leaf is already the same on all ranks, because its gradients have then been
         summed before (by JAX, if they are with respect to a replicated parameter); and in a program of several
         processes, if their plans differ.
-      TypeError: if `wire` is not a floating-point dtype, or has been given by both names.
+      TypeError: if `wire` is not a floating-point dtype with a zero, a sign and NaN, or has been given by both names.
       NameError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
     options: ReductionOptions = {
@@ -208,7 +211,9 @@ def sync_with_feedback(
     """`sync_gradients` with a narrow `wire`; adds the rounding error of each step to the next one.
 
     This is the error feedback of Seide et al., "1-Bit Stochastic Gradient Descent" (2014): each rank keeps the part of
-    its gradients that was not sent. The error of rounding the sum itself to `wire` is not fed back.
+    its gradients that was not sent. The error of rounding the sum itself to `wire` is not fed back. Of a value that is
+    too large, as much is sent as leaves room for those of the other ranks, and the rest in later steps. An infinite
+    gradient or NaN reaches all ranks in its step and leaves a residual of zero.
 
     Args:
       tree: as for `sync_gradients`.
@@ -218,7 +223,7 @@ def sync_with_feedback(
       **options: as for `sync_gradients`; `wire` is bfloat16 by default.
 
     Returns:
-      The gradients, and the residual for the next step.
+      The gradients, in their dtypes, and the residual for the next step, in its own.
 
     Raises:
       ValueError, TypeError, NameError, jax.errors.JaxRuntimeError: as `sync_gradients`.
@@ -227,6 +232,13 @@ def sync_with_feedback(
         options["wire"] = jnp.bfloat16
     reduced = Reduction.of("sync_with_feedback", options).synced(tree, axis_name, mean, residual)
     return reduced.tree, reduced.residual
+
+
+_HINTS = {
+    "allreduce_gradients": " If optax.MultiSteps has added them up, its sums have to vary as well: pass its state "
+    "through shard_map by jax_ring.feedback_specs, or cast what init returned inside: "
+    'state._replace(acc_grads=lax.pcast(state.acc_grads, axis_name, to="varying")).'
+}
 
 
 def check_local(function: str, tree: Any, axis_name: AxisName) -> None:
@@ -243,5 +255,5 @@ def check_local(function: str, tree: Any, axis_name: AxisName) -> None:
                 f"already the same on all ranks of {same_over}. JAX sums gradients with respect to replicated "
                 "parameters before returning them, and a second reduction would make them too large by the number of "
                 "ranks. Use jax_ring.value_and_grad instead of jax.value_and_grad, or cast the parameters before "
-                f'differentiating: lax.pcast(params, {same_over}, to="varying").'
+                f'differentiating: lax.pcast(params, {same_over}, to="varying").{_HINTS.get(function, "")}'
             )
