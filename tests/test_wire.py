@@ -220,6 +220,22 @@ def test_a_residual_of_higher_precision(check_vma):
     assert_same_bits(residual, np.full((RANKS, 2), 2.0**-12, np.float32))
 
 
+def test_float16_gradients_and_a_residual_of_float32():
+    """The sum of the ranks' gradients and residuals is out of the range of float16, and their mean is not."""
+    f = on_ranks(lambda g, r: sync_with_feedback(g, r, "i", wire=None)[0])
+    assert_same_bits(f(per_rank(1e4, np.float16), per_rank(8)), np.full(3, 10008, np.float16))
+
+
+def test_a_sum_with_feedback_is_sent_in_parts():
+    f = on_ranks(
+        lambda x: sync_with_feedback(x, jnp.zeros_like(x), "i", wire=jnp.float16, mean=False),
+        out_specs=(REPLICATED, P("i")),
+    )
+    total, residual = f(per_rank(1e4))
+    assert np.isfinite(total).all()
+    np.testing.assert_array_equal(RANKS * (1e4 - residual.reshape(RANKS, 3)[0]), total)
+
+
 def test_underflow_is_made_up_for():
     """A gradient that is too small for the wire arrives once enough of it has accumulated."""
     ((means, _),) = steps_with_feedback({"float16": np.full(64, 1e-7)}).values()

@@ -169,7 +169,8 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
     reduction of a layer's gradients then starts as soon as they are computed, before those of the earlier layers. With
     vma tracking JAX sums the gradients of replicated parameters itself, by XLA's all-reduce; this is the same sum, by
     `ring_psum`, in buckets, and in both modes. Differentiate with `value_and_grad(..., reduced_in_backward=True)`: it
-    turns the sum into a mean. Without vma tracking pass every parameter through here: others stay unreduced.
+    turns the sum into a mean. Without vma tracking pass every parameter through here: others stay unreduced. The sums
+    are not for `sync_gradients`, `allreduce_gradients` or `zero`, which would sum them again.
 
     Args:
       tree: a pytree of parameters, replicated over the axis.

@@ -108,7 +108,7 @@ class Reduction:
         wanted = numbers if residual is None else jax.tree.map(jnp.add, numbers, _numbers(tree, residual))
         scales = jax.tree.map(lambda x: self.wire.scale_of(x, divisor, headroom or divisor), wanted)
         count = num_ranks(axes_of(axis_name))
-        # What does not fit is sent later, if there is a later.
+        # With a residual, what does not fit is sent in a later step.
         send = partial(self.wire.sent, saturate_for=0 if residual is None else count)
         sent = jax.tree.map(send, wanted, scales)
         value_scales = jax.tree.map(lambda x: UNCHANGED.scale_of(x, count, count), value)
