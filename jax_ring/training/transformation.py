@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     import optax
 
 
+class LocalGradients(NamedTuple):
+    """The state of `allreduce_gradients` without error feedback. It has no leaves; `feedback_specs` looks for it."""
+
+
 class FeedbackState(NamedTuple):
     """The state of `allreduce_gradients(..., error_feedback=True)`."""
 
@@ -30,17 +34,19 @@ def allreduce_gradients(
     """An optax `GradientTransformation` that replaces this rank's gradients by their mean over the ranks.
 
     Put it first in an `optax.chain`. `clip_by_global_norm` after it clips the norm of the mean, as one device with the
-    whole batch would.
+    whole batch would. A wrapper that decides by the gradients whether to update, such as `optax.apply_if_finite`, goes
+    after it as well: around it, each rank would decide by its own gradients, and leave the others waiting.
 
     Args:
       axis_name, mean, **options: as for `sync_gradients`.
-      error_feedback: whether to add the error of rounding a rank's gradients to `wire_dtype` to its gradients of the
+      error_feedback: whether to add the error of rounding a rank's gradients to `wire` to its gradients of the
         next step, as `sync_with_feedback` does. The optimizer then has a state that differs between ranks: it enters
-        and leaves `shard_map` by `feedback_specs`, and `init` is called inside. Otherwise there is no state.
+        and leaves `shard_map` by `feedback_specs`, and `init` is called inside. So has one in `optax.MultiSteps`.
+        Otherwise the state has no leaves.
 
     Raises:
       ImportError: if optax is not installed.
-      ValueError: if `error_feedback` is given without `wire_dtype`.
+      ValueError: if `error_feedback` is given without `wire`; from `update`, as `sync_gradients`.
       TypeError: for an unknown option.
     """
     try:
@@ -52,11 +58,16 @@ def allreduce_gradients(
         ) from error
     reduction = Reduction.of("allreduce_gradients", options)
     if not error_feedback:
-        return optax.stateless(lambda updates, params: reduction.synced(updates, axis_name, mean))
-    if reduction.wire_dtype is None:
+
+        def reduce(updates, state, params=None):
+            del params
+            return reduction.synced(updates, axis_name, mean).tree, state
+
+        return optax.GradientTransformation(lambda params: LocalGradients(), reduce)
+    if reduction.wire.dtype is None:
         raise ValueError(
-            "allreduce_gradients: error_feedback corrects the rounding to wire_dtype, and wire_dtype is None. Pass, "
-            "say, wire_dtype=jnp.bfloat16."
+            "allreduce_gradients: error_feedback corrects the rounding to wire, and wire is None. Pass, "
+            "say, wire=jnp.bfloat16."
         )
 
     def init(params):
@@ -65,24 +76,60 @@ def allreduce_gradients(
     def update(updates, state, params=None):
         del params
         residual = jax.tree.map(lambda r: r[0], state.residual)
-        synced, residual = reduction.synced_with_feedback(updates, residual, axis_name, mean)
-        return synced, FeedbackState(jax.tree.map(lambda r: r[None], residual))
+        reduced = reduction.synced(updates, axis_name, mean, residual)
+        return reduced.tree, FeedbackState(jax.tree.map(lambda r: r[None], reduced.residual))
 
     return optax.GradientTransformation(init, update)
 
 
 def feedback_specs(state: Any, axis_name: AxisName) -> Any:
-    """The PartitionSpecs, for `in_specs` and `out_specs`, of the state of an optax optimizer with error feedback.
+    """The PartitionSpecs, for `in_specs` and `out_specs`, of an optax state of which parts differ between ranks.
 
-        optimizer = optax.chain(allreduce_gradients("data", wire_dtype=jnp.bfloat16, error_feedback=True), adam)
+        optimizer = optax.chain(allreduce_gradients("data", wire=jnp.bfloat16, error_feedback=True), adam)
         specs = feedback_specs(jax.eval_shape(optimizer.init, params), "data")
         state = jax.jit(jax.shard_map(optimizer.init, mesh=mesh, in_specs=P(), out_specs=specs))(params)
 
-    The rounding errors differ between ranks; the rest of the state is the same on all of them.
-    """
+    What differs between ranks is each rank's own part along the first dimension: the rounding errors, and the sums of
+    `optax.MultiSteps(optax.chain(allreduce_gradients(...), ...), k)`, which adds gradients before they are reduced. The
+    rest of the state is the same on all ranks.
 
-    def is_feedback(node):
-        return isinstance(node, FeedbackState)
+    Raises:
+      ValueError: for such a sum of a parameter without dimensions.
+    """
+    import optax
 
     own = PartitionSpec(axes_of(axis_name))
-    return jax.tree.map(lambda node: own if is_feedback(node) else PartitionSpec(), state, is_leaf=is_feedback)
+
+    def adds_local_gradients(node):
+        return isinstance(node, optax.MultiStepsState) and any(
+            map(_reduces, jax.tree.leaves(node.inner_opt_state, is_leaf=_reduces))
+        )
+
+    def own_part(path, leaf):
+        if leaf.ndim:
+            return own
+        raise ValueError(
+            "feedback_specs: optax.MultiSteps adds each rank's gradients, and that at "
+            f"{jax.tree_util.keystr(path)} has no dimension along which those of all ranks could be stored. Give the "
+            "parameter the shape (1,), or reduce "
+            "before adding: optax.chain(allreduce_gradients(...), optax.MultiSteps(...).gradient_transformation()) "
+            "reduces as often, and its state is the same on all ranks."
+        )
+
+    def specs(node):
+        if isinstance(node, FeedbackState):
+            return own
+        if not adds_local_gradients(node):
+            return PartitionSpec()
+        rest = jax.tree.map(lambda _: PartitionSpec(), node)
+        sums = jax.tree_util.tree_map_with_path(own_part, node.acc_grads)
+        return rest._replace(acc_grads=sums, inner_opt_state=feedback_specs(node.inner_opt_state, axis_name))
+
+    return jax.tree.map(
+        specs, state, is_leaf=lambda node: isinstance(node, FeedbackState) or adds_local_gradients(node)
+    )
+
+
+def _reduces(node: Any) -> bool:
+    """Whether this part of an optimizer's state is that of `allreduce_gradients`."""
+    return isinstance(node, LocalGradients | FeedbackState)
