@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Callable
 
 import jax
+import jaxlib.version as _jaxlib_version
 from jax.extend import source_info_util as _source_info_util
 from jax.extend.mlir import ir as _ir
 
@@ -50,6 +51,11 @@ except (ImportError, AttributeError, KeyError) as error:
         "Upgrade jax_ring, or install a version of JAX that it was tested with (see its README)."
     ) from error
 
+
+# Gloo's reduce-scatter returns wrong sums in jaxlib before 0.12, with no error: a rank can overwrite what it is still
+# sending. Large blocks show it, of 16 MiB and more on one machine. XLA uses Gloo once jax.distributed is initialized,
+# also between devices of one process.
+WRONG_REDUCE_SCATTER_ON_CPU = _jaxlib_version.__version_info__ < (0, 12)
 
 # So that error messages and the metadata of compiled programs name the user's line, not one of this package.
 _source_info_util.register_exclusion(str(pathlib.Path(__file__).parent))

@@ -217,7 +217,9 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     else:
         if sums and levels is not None and engine and service.has_choice(engine, levels) and options == Options():
             by_group = [tuning.thresholds(engine, size).choose(num_bytes) for size in sizes]
-        sends = wire_bytes(kind, num_bytes, sizes, by_group or algorithm)
+        falls_back = served_by == "XLA" and _belongs_to_jax_ring(name)
+        sent_as = service.kind_by_xla(kind, (_platform(axis_context.mesh),)) if falls_back else kind
+        sends = wire_bytes(sent_as, num_bytes, sizes, by_group or algorithm)
         across = None if served_by == "XLA" else 0.0
     return Collective(
         name=name,
@@ -266,13 +268,18 @@ def _two_level_wire_bytes(name: str, levels: Levels, avals: Sequence) -> tuple[f
     return within, across
 
 
+def _belongs_to_jax_ring(name: str) -> bool:
+    """Whether jax_ring lowers this primitive: its own, and those of JAX under `override_lax()`."""
+    return name.startswith("ring_") or override.is_overridden(name)
+
+
 def _who_serves(
     name: str, kind: str, axis_context, groups: Sequence[Sequence[int]]
 ) -> tuple[str, str, str | None, Levels | None]:
     """Returns `Collective.served_by` and `Collective.why`, and the engine and the groups it serves, if any."""
     if all(len(group) == 1 for group in groups):
         return "none", "groups of one rank", None, None
-    if not name.startswith("ring_") and not override.is_overridden(name):
+    if not _belongs_to_jax_ring(name):
         return "XLA", "a collective of lax, not overridden", None, None
     found = service.who_serves((_platform(axis_context.mesh),), axis_context, groups, kind)
     levels = found.levels

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_ring import runtime
-from jax_ring.lowering import custom_call, ops, two_level
-from jax_ring.lowering.service import replica_groups, service_of
+from jax_ring.lowering import custom_call, fallback, ops, two_level
+from jax_ring.lowering.service import kind_by_xla, platforms_of, replica_groups, service_of
 
 logger = logging.getLogger("jax_ring")
 
@@ -61,19 +61,21 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
         emit = two_level.emit if service.levels.across else custom_call.emit
         emit = partial(emit, kind=collective.kind, op=collective.op, service=service, call=call, options=options)
         return _emit_widened(ctx, operands, partial(emit, **params))
-    xla_kind = collective.kind if collective.kind not in ("reduce", "broadcast") else "all_reduce"
+    xla_kind = kind_by_xla(collective.kind, platforms_of(ctx))
     ignored = f", which ignores {chosen}" if (chosen := options.non_default()) else ""
-    fallback = f"XLA's {xla_kind}{ignored}: {service.why_not}"
+    by_xla = f"XLA's {xla_kind}{ignored}: {service.why_not}"
     if runtime.STRICT:
         raise NotImplementedError(
-            f"{collective.function} over {axes} would use {fallback}. {runtime.STRICT_VARIABLE}=1 forbids it; unset "
+            f"{collective.function} over {axes} would use {by_xla}. {runtime.STRICT_VARIABLE}=1 forbids it; unset "
             "the variable to allow it."
         )
-    logger.info("%s over %s uses %s", collective.function, axes, fallback)
+    logger.info("%s over %s uses %s", collective.function, axes, by_xla)
+    avoids_reduce_scatter = (collective.kind, xla_kind) == ("reduce_scatter", "all_reduce")
+    lower_to_xla = fallback.lower_psum_scatter_to_all_reduce if avoids_reduce_scatter else collective.lower_to_xla
     return [
         result
         for operand, aval_in, aval_out in zip(operands, ctx.avals_in, ctx.avals_out, strict=True)
-        for result in collective.lower_to_xla(
+        for result in lower_to_xla(
             ctx.replace(avals_in=[aval_in], avals_out=[aval_out]), operand, axes=axes,
             axis_index_groups=axis_index_groups, **params,
         )

@@ -23,8 +23,12 @@ class Service(NamedTuple):
 
 def service_of(ctx, groups, kind: str) -> Service:
     """Who serves the call under lowering."""
-    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
-    return who_serves(platforms, ctx.module_context.axis_context, groups, kind)
+    return who_serves(platforms_of(ctx), ctx.module_context.axis_context, groups, kind)
+
+
+def platforms_of(ctx) -> tuple[str, ...]:
+    """The platforms for which the call under lowering is lowered."""
+    return tuple(ctx.platforms or ctx.module_context.platforms)
 
 
 def is_single_custom_call(ctx, axes, axis_index_groups, kind: str) -> bool:
@@ -51,6 +55,15 @@ def _levels_served(platforms: tuple[str, ...], axis_context, groups) -> tuple[re
     if automatic:
         return None, f"the enclosing shard_map leaves the axes {sorted(map(str, automatic))} to the compiler"
     return reach.levels_of(platforms[0], axis_context.mesh, groups)
+
+
+def kind_by_xla(kind: str, platforms: Sequence[str]) -> str:
+    """The kind of XLA's collective to which a call of this kind lowers where no engine serves it."""
+    if kind in ("reduce", "broadcast"):
+        return "all_reduce"  # XLA has neither
+    if kind == "reduce_scatter" and "cpu" in platforms and _compat.WRONG_REDUCE_SCATTER_ON_CPU:
+        return "all_reduce"
+    return kind
 
 
 def has_choice(engine: str, levels: reach.Levels) -> bool:
