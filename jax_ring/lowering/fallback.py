@@ -3,10 +3,13 @@
 The all-reduce is emitted by JAX's rule, not traced as a `lax.psum`, which `override_lax()` would lower to jax_ring.
 """
 
-import jax
+import functools
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.mlir.dialects import stablehlo as hlo
 
 from jax_ring import _compat
 from jax_ring.lowering import ops
@@ -24,43 +27,59 @@ def lower_reduce_to_xla(ctx, operand, *, axes, axis_index_groups, root):
     del axis_index_groups
     (aval,) = ctx.avals_in
 
-    def keep_on_root(total):
-        return jnp.where(lax.axis_index(axes) == root, total, jnp.zeros_like(total))
+    def on_root(total):
+        if jnp.iscomplexobj(total):
+            return lax.complex(on_root(total.real), on_root(total.imag))
+        return _from_bits(_or_zeros(_to_bits(total), axes, root), total.dtype)
 
     total = _all_reduce(ctx, operand, aval, axes=axes)
-    return [ops.inline(ctx, keep_on_root, total, aval, ctx.avals_out[0])]
+    return [ops.inline(ctx, on_root, total, aval, ctx.avals_out[0])]
 
 
 def lower_broadcast_to_xla(ctx, operand, *, axes, axis_index_groups, root):
     """Lowers a broadcast to an all-reduce to which all ranks but the root contribute zeros."""
-    del axis_index_groups
     (aval,) = ctx.avals_in
-
-    def bits_of_root(x):
-        bits = _to_bits(x)
-        return jnp.where(lax.axis_index(axes) == root, bits, jnp.zeros_like(bits))
-
-    bits_aval = jax.eval_shape(_to_bits, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-    bits_aval = jax.core.ShapedArray(bits_aval.shape, bits_aval.dtype)
-    bits = ops.inline(ctx, bits_of_root, operand, aval, bits_aval)
+    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        part = aval.update(dtype=jnp.finfo(aval.dtype).dtype)
+        lower = partial(
+            lower_broadcast_to_xla, ctx.replace(avals_in=[part], avals_out=[part]),
+            axes=axes, axis_index_groups=axis_index_groups, root=root,
+        )  # fmt: skip
+        return [hlo.complex(*lower(hlo.real(operand)), *lower(hlo.imag(operand)))]
+    # As integers, because 0.0 + -0.0 is 0.0.
+    bits_aval = aval.update(dtype=_bits_dtype(aval.dtype))
+    bits = ops.inline(ctx, lambda x: _or_zeros(_to_bits(x), axes, root), operand, aval, bits_aval)
     bits = _all_reduce(ctx, bits, bits_aval, axes=axes)
-    return [ops.inline(ctx, _from_bits, bits, bits_aval, ctx.avals_out[0], dtype=aval.dtype)]
+    return [ops.inline(ctx, partial(_from_bits, dtype=aval.dtype), bits, bits_aval, aval)]
+
+
+def _or_zeros(bits, axes, root):
+    """The integers on the root, and zeros elsewhere."""
+    # For shapes that are symbolic: in a shard_map, jaxlib crashes on the scalar conversions that `==` can insert.
+    coordinates = np.unravel_index(root, [lax.axis_size(axis) for axis in axes])
+    is_root = [lax.eq(lax.axis_index(axis), np.int32(c)) for axis, c in zip(axes, coordinates, strict=True)]
+    return lax.select(functools.reduce(lax.bitwise_and, is_root), bits, _zeros_like(bits))
+
+
+def _zeros_like(bits):
+    # In a shard_map, JAX cannot compile a constant of symbolic shape.
+    return lax.bitwise_xor(bits, bits)
+
+
+def _bits_dtype(dtype):
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
+    return jnp.dtype(jnp.uint8) if dtype == jnp.bool_ else dtype
 
 
 def _to_bits(x):
-    """The bits of x as integers, because 0.0 + -0.0 is 0.0. Those of a complex number are two."""
-    if jnp.iscomplexobj(x):
-        return jnp.stack([_to_bits(x.real), _to_bits(x.imag)])
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
-    return x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+    to = _bits_dtype(x.dtype)
+    return lax.bitcast_convert_type(x, to) if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(to)
 
 
-def _from_bits(bits, *, dtype):
-    """The inverse of `_to_bits`."""
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        part = np.finfo(dtype).dtype
-        return lax.complex(_from_bits(bits[0], dtype=part), _from_bits(bits[1], dtype=part))
+def _from_bits(bits, dtype):
+    if dtype == jnp.bool_:
+        return lax.ne(bits, _zeros_like(bits))
     return lax.bitcast_convert_type(bits, dtype) if jnp.issubdtype(dtype, jnp.floating) else bits.astype(dtype)
 
 

@@ -23,6 +23,10 @@ class Service(NamedTuple):
 
 def service_of(ctx, groups, kind: str) -> Service:
     """Who serves the call under lowering."""
+    if symbols := _compat.symbolic_dimensions(ctx):
+        # Whatever the shapes of this call: JAX refines all of the program at once.
+        why_not = f"JAX does not refine the symbolic dimensions {', '.join(symbols)} of a program with custom calls"
+        return Service(None, why_not=why_not)
     return who_serves(platforms_of(ctx), ctx.module_context.axis_context, groups, kind)
 
 
