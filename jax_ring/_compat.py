@@ -21,6 +21,7 @@ try:
     from jax._src import config as _config
     from jax._src import core as _core
     from jax._src import distributed as _distributed
+    from jax._src import source_info_util as _frames
     from jax._src.interpreters import mlir as _mlir
     from jax._src.interpreters.pxla import axis_groups as _axis_groups
     from jax._src.lax import parallel as _parallel
@@ -28,6 +29,7 @@ try:
     from jax.interpreters.partial_eval import dce_rules as _dce_rules
     from jaxlib import xla_client as _xla_client
 
+    _user_frame = _frames.user_frame
     psum_p = _parallel.psum_p
     psum_invariant_p = _parallel.psum_invariant_p
     _check_vma = _config._check_vma
@@ -65,6 +67,12 @@ def call_site(lowering_context) -> str:
     """File, line and function of the user's call that is being lowered; empty if they are not known."""
     source = _source_info_util.new_source_info().replace(traceback=lowering_context.traceback)
     return _source_info_util.summarize(source)
+
+
+def call_location(lowering_context) -> tuple[str, int]:
+    """File and line of the user's call that is being lowered; ("<unknown>", 0) if they are not known."""
+    frame = _user_frame(lowering_context.traceback)
+    return (frame.file_name, frame.start_line) if frame else ("<unknown>", 0)
 
 
 def check_vma() -> bool:

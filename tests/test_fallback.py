@@ -55,6 +55,7 @@ def scatter(psum_scatter, axes, options):
 
 
 # JAX refuses groups with check_vma=True.
+@pytest.mark.filterwarnings("ignore:override_lax")
 @pytest.mark.parametrize(
     ("form", "check_vma"), [(form, vma) for form in SCATTERS for vma in (True, False) if form != "groups" or not vma]
 )

@@ -14,11 +14,13 @@ class Service(NamedTuple):
       levels: the groups that an engine serves, and those that XLA serves; None if XLA serves the whole call.
       engine: "cpu" or "cuda".
       why_not: why no engine serves the call, if `levels` is None.
+      automatic_axes: if that is the reason, the mesh axes that the enclosing shard_map leaves to the compiler.
     """
 
     levels: reach.Levels | None
     engine: str = ""
     why_not: str = ""
+    automatic_axes: tuple[str, ...] = ()
 
 
 def service_of(ctx, groups, kind: str) -> Service:
@@ -35,30 +37,24 @@ def platforms_of(ctx) -> tuple[str, ...]:
     return tuple(ctx.platforms or ctx.module_context.platforms)
 
 
-def is_single_custom_call(ctx, axes, axis_index_groups, kind: str) -> bool:
+def is_single_custom_call(service: Service, groups) -> bool:
     """Whether `lower` emits exactly one collective, a custom call."""
-    groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
-    service = service_of(ctx, groups, kind)
     return service.levels is not None and not service.levels.across and any(len(group) > 1 for group in groups)
 
 
 def who_serves(platforms: tuple[str, ...], axis_context, groups, kind: str) -> Service:
     """Who serves a call of this kind in these groups of mesh positions."""
-    levels, why_not = _levels_served(platforms, axis_context, groups)
+    if len(platforms) > 1 or platforms[0] not in tuning.PLATFORMS:
+        return Service(None, why_not=f"the program is lowered for {' and '.join(platforms)}")
+    if not isinstance(axis_context, _compat.SPMDAxisContext):
+        return Service(None, why_not=f"its axes belong to {type(axis_context).__name__}, not to a shard_map")
+    if automatic := sorted(map(str, set(axis_context.mesh.axis_names) - set(axis_context.manual_axes))):
+        why_not = f"the enclosing shard_map leaves the axes {automatic} to the compiler"
+        return Service(None, why_not=why_not, automatic_axes=tuple(automatic))
+    levels, why_not = reach.levels_of(platforms[0], axis_context.mesh, groups)
     if levels is not None and levels.across and kind != "all_reduce":
         return Service(None, why_not=f"the ranks of a group are on {levels.num_hosts} hosts")
     return Service(levels, platforms[0], why_not)
-
-
-def _levels_served(platforms: tuple[str, ...], axis_context, groups) -> tuple[reach.Levels | None, str]:
-    if len(platforms) > 1 or platforms[0] not in tuning.PLATFORMS:
-        return None, f"the program is lowered for {' and '.join(platforms)}"
-    if not isinstance(axis_context, _compat.SPMDAxisContext):
-        return None, f"its axes belong to {type(axis_context).__name__}, not to a shard_map"
-    automatic = set(axis_context.mesh.axis_names) - set(axis_context.manual_axes)
-    if automatic:
-        return None, f"the enclosing shard_map leaves the axes {sorted(map(str, automatic))} to the compiler"
-    return reach.levels_of(platforms[0], axis_context.mesh, groups)
 
 
 def kind_by_xla(kind: str, platforms: Sequence[str]) -> str:
