@@ -197,6 +197,23 @@ def replace_lowering(primitive, platforms: tuple[str, ...], make_rule: Callable)
     return undo
 
 
+# Primitives that are not named after the function that binds them, apart from the suffix _invariant.
+_FUNCTION_NAMES = {
+    "reduce_scatter": "psum_scatter",
+    "unreduced_reduce_scatter": "psum_scatter",
+    "unreduced_psum": "psum",
+    "unreduced_pmax": "pmax",
+    "unreduced_pmin": "pmin",
+    "all_gather_reduced": "all_gather",
+}
+
+
+def function_name(primitive) -> str:
+    """The name of the function that one calls to bind a collective's primitive: psum for psum_invariant."""
+    name = primitive.name.removesuffix("_invariant")
+    return _FUNCTION_NAMES.get(name, name)
+
+
 def module_state(lowering_context) -> dict:
     """A dictionary of jax_ring's own, which lives as long as the lowering of one module."""
     return lowering_context.module_context.cached_primitive_lowerings.setdefault("jax_ring", {})
