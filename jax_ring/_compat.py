@@ -219,13 +219,6 @@ def module_state(lowering_context) -> dict:
     return lowering_context.module_context.cached_primitive_lowerings.setdefault("jax_ring", {})
 
 
-def symbolic_dimensions(lowering_context) -> tuple[str, ...]:
-    """The names of the symbolic dimensions of the program that is being lowered; empty unless it is for export."""
-    names = lowering_context.module_context.shape_poly_state.dim_vars
-    # A program for several platforms has an argument of this name, which tells the platform.
-    return tuple(name for name in names if name != "_platform_index")
-
-
 def is_tracing() -> bool:
     """Whether this thread is tracing a function."""
     return not _trace_state_clean()

@@ -1,4 +1,4 @@
-"""jax.export: with static shapes an engine serves the calls; with symbolic ones, and for several platforms, XLA."""
+"""jax.export: an engine serves calls of static shapes; XLA those of symbolic ones, and all for several platforms."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,6 @@ def both(x):
 BODIES = {
     "psum": lambda x: ring_psum(x, "i"),
     "psum of a tree": lambda x: sum(ring_psum([x, lax.floor(x), x.astype(jnp.int32)], ("i", "j")), start=x),
-    "psum of a static shape": lambda x: lax.concatenate([x, ring_psum(lax.reduce_max(x, (0,)), "i")[None]], 0),
     "psum in groups": lambda x: ring_psum(x, "i", axis_index_groups=[[0, 1, 3], [2]]),
     "pmax": lambda x: ring_pmax(x, ("i", "j")),
     "pmin of bfloat16": lambda x: ring_pmin(x.astype(jnp.bfloat16), "i"),
@@ -93,8 +92,19 @@ def test_symbolic_shapes(name, check_vma, monkeypatch, caplog):
     with caplog.at_level("INFO", logger="jax_ring"):
         program = exported(f, b, 2 * RANKS)
     assert "uses XLA's" in caplog.text
-    assert "JAX does not refine the symbolic dimensions b of a program with custom calls" in caplog.text
+    assert "JAX does not refine custom calls of a symbolic shape, here (" in caplog.text
     assert "jax_ring_" not in program.mlir_module()
+    assert_same_values(program, f)
+
+
+def test_a_static_operand_among_symbolic_shapes(check_vma):
+    def body(x):
+        return lax.concatenate([x, ring_psum(lax.reduce_max(x, (0,)), "i")[None]], 0)
+
+    f = mapped(body, check_vma)
+    (b,) = jax.export.symbolic_shape("b")
+    program = exported(f, b, 2 * RANKS)
+    assert "jax_ring_all_reduce" in program.mlir_module()
     assert_same_values(program, f)
 
 
@@ -110,7 +120,9 @@ def test_symbolic_shapes_under_the_override(check_vma):
 def test_strict_refuses_symbolic_shapes(monkeypatch):
     monkeypatch.setattr(runtime, "STRICT", True)
     (b,) = jax.export.symbolic_shape("b")
-    with pytest.raises(NotImplementedError, match=r"ring_psum over \('i',\) .*symbolic dimensions b.*JAX_RING_STRICT"):
+    with pytest.raises(
+        NotImplementedError, match=r"ring_psum over \('i',\) .*symbolic shape.*\(b, 2\).*JAX_RING_STRICT"
+    ):
         exported(mapped(BODIES["psum"], check_vma=True), b, 2 * RANKS)
 
 
@@ -118,11 +130,11 @@ def test_a_wrong_reduce_scatter_is_refused(monkeypatch):
     monkeypatch.setattr(_compat, "WRONG_REDUCE_SCATTER_ON_CPU", True)
     (b,) = jax.export.symbolic_shape("b")
     f = mapped(BODIES["psum_scatter"], check_vma=False)
-    with pytest.raises(NotImplementedError, match=r"ring_psum_scatter over \('i',\).*dimensions b.*jaxlib 0.12"):
+    with pytest.raises(NotImplementedError, match=r"ring_psum_scatter over \('i',\).*\(4\*b, 2\).*jaxlib 0.12"):
         exported(f, b, 2 * RANKS)
     with (
         override_lax(),
-        pytest.raises(NotImplementedError, match=r"lax.psum_scatter over \('i',\).*dimensions b"),
+        pytest.raises(NotImplementedError, match=r"lax.psum_scatter over \('i',\).*\(4\*b, 2\)"),
     ):
         exported(mapped(lambda x: lax.psum_scatter(x, "i", tiled=True), check_vma=False), 4 * b, 2 * RANKS)
 

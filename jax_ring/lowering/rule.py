@@ -8,9 +8,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ring import _compat, runtime
+from jax_ring import runtime
 from jax_ring.lowering import custom_call, fallback, ops, two_level
-from jax_ring.lowering.service import kind_by_xla, platforms_of, replica_groups, service_of
+from jax_ring.lowering.service import kind_by_xla, platforms_of, replica_groups, service_of, symbolic_shapes
 
 logger = logging.getLogger("jax_ring")
 
@@ -79,16 +79,16 @@ def _fall_back(collective: Collective, ctx, operands, why_not: str, options, *, 
         )
     logger.info("%s over %s uses %s", collective.function, axes, by_xla)
     lower_to_xla = collective.lower_to_xla
-    symbols = _compat.symbolic_dimensions(ctx)
+    shapes = symbolic_shapes(ctx)
     if (collective.kind, kind) == ("reduce_scatter", "all_reduce"):
-        if symbols:
+        if shapes:
             raise NotImplementedError(
-                f"{collective.function} over {axes} in a program with the symbolic dimensions {', '.join(symbols)}: "
-                "XLA's reduce-scatter in this jaxlib can return wrong sums on CPU devices, and the all-reduce that "
-                "replaces it needs static shapes. Install jaxlib 0.12 or newer, or export with static shapes."
+                f"{collective.function} over {axes} of the symbolic shape {shapes[0]}: XLA's reduce-scatter in this "
+                "jaxlib can return wrong sums on CPU devices, and the all-reduce that replaces it needs static shapes. "
+                "Install jaxlib 0.12 or newer, or export with static shapes."
             )
         lower_to_xla = fallback.lower_psum_scatter_to_all_reduce
-    if symbols and axis_index_groups is None and "axis_size" in params:
+    if shapes and axis_index_groups is None and "axis_size" in params:
         # jaxlib 0.12 cannot infer the result's size from mesh axes.
         axis_index_groups = (tuple(range(params["axis_size"])),)
     return [

@@ -25,11 +25,16 @@ class Service(NamedTuple):
 
 def service_of(ctx, groups, kind: str) -> Service:
     """Who serves the call under lowering."""
-    if symbols := _compat.symbolic_dimensions(ctx):
-        # Whatever the shapes of this call: JAX refines all of the program at once.
-        why_not = f"JAX does not refine the symbolic dimensions {', '.join(symbols)} of a program with custom calls"
+    if shapes := symbolic_shapes(ctx):
+        why_not = f"in a shard_map, JAX does not refine custom calls of a symbolic shape, here {shapes[0]}"
         return Service(None, why_not=why_not)
     return who_serves(platforms_of(ctx), ctx.module_context.axis_context, groups, kind)
+
+
+def symbolic_shapes(ctx) -> list[str]:
+    """The shapes of the operands that have symbolic dimensions, in a program that `jax.export` lowers."""
+    shapes = [aval.shape for aval in ctx.avals_in]
+    return [f"({', '.join(map(str, shape))})" for shape in shapes if not all(isinstance(n, int) for n in shape)]
 
 
 def platforms_of(ctx) -> tuple[str, ...]:
