@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Callable
 
 import jax
+import jaxlib.version as _jaxlib_version
 from jax.extend import source_info_util as _source_info_util
 from jax.extend.mlir import ir as _ir
 
@@ -20,6 +21,7 @@ try:
     from jax._src import config as _config
     from jax._src import core as _core
     from jax._src import distributed as _distributed
+    from jax._src import source_info_util as _frames
     from jax._src.interpreters import mlir as _mlir
     from jax._src.interpreters.pxla import axis_groups as _axis_groups
     from jax._src.lax import parallel as _parallel
@@ -27,6 +29,7 @@ try:
     from jax.interpreters.partial_eval import dce_rules as _dce_rules
     from jaxlib import xla_client as _xla_client
 
+    _user_frame = _frames.user_frame
     psum_p = _parallel.psum_p
     psum_invariant_p = _parallel.psum_invariant_p
     _check_vma = _config._check_vma
@@ -51,6 +54,11 @@ except (ImportError, AttributeError, KeyError) as error:
     ) from error
 
 
+# Gloo's reduce-scatter returns wrong sums in jaxlib before 0.12, with no error: a rank can overwrite what it is still
+# sending. Large blocks show it, of 16 MiB and more on one machine. XLA uses Gloo once jax.distributed is initialized,
+# also between devices of one process.
+WRONG_REDUCE_SCATTER_ON_CPU = _jaxlib_version.__version_info__ < (0, 12)
+
 # So that error messages and the metadata of compiled programs name the user's line, not one of this package.
 _source_info_util.register_exclusion(str(pathlib.Path(__file__).parent))
 
@@ -59,6 +67,12 @@ def call_site(lowering_context) -> str:
     """File, line and function of the user's call that is being lowered; empty if they are not known."""
     source = _source_info_util.new_source_info().replace(traceback=lowering_context.traceback)
     return _source_info_util.summarize(source)
+
+
+def call_location(lowering_context) -> tuple[str, int]:
+    """File and line of the user's call that is being lowered; ("<unknown>", 0) if they are not known."""
+    frame = _user_frame(lowering_context.traceback)
+    return (frame.file_name, frame.start_line) if frame else ("<unknown>", 0)
 
 
 def check_vma() -> bool:
@@ -181,6 +195,23 @@ def replace_lowering(primitive, platforms: tuple[str, ...], make_rule: Callable)
             _uncacheable_primitives.discard(primitive)
 
     return undo
+
+
+# Primitives that are not named after the function that binds them, apart from the suffix _invariant.
+_FUNCTION_NAMES = {
+    "reduce_scatter": "psum_scatter",
+    "unreduced_reduce_scatter": "psum_scatter",
+    "unreduced_psum": "psum",
+    "unreduced_pmax": "pmax",
+    "unreduced_pmin": "pmin",
+    "all_gather_reduced": "all_gather",
+}
+
+
+def function_name(primitive) -> str:
+    """The name of the function that one calls to bind a collective's primitive: psum for psum_invariant."""
+    name = primitive.name.removesuffix("_invariant")
+    return _FUNCTION_NAMES.get(name, name)
 
 
 def module_state(lowering_context) -> dict:

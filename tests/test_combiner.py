@@ -148,6 +148,7 @@ def test_dead_results(check_vma):
     check(lambda x: psum([x * k for k in range(6)])[4], calls=1, check_vma=check_vma)
 
 
+@pytest.mark.filterwarnings("ignore:override_lax")
 def test_calls_served_by_xla_are_left_to_its_combiner():
     mesh = make_mesh((2, 2), ("i", "auto"))
     body = lambda x: psum([x, x + 1])  # noqa: E731

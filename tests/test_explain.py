@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import make_mesh, sharded
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ring
@@ -34,7 +34,7 @@ def only(items):
 def test_one_call(check_vma):
     found = explained(lambda x: ring_psum(x, "i") * x, check_vma=check_vma)
     call = only(found.collectives)
-    assert call.name == ("ring_psum_invariant" if check_vma else "ring_psum")
+    assert call.name == "ring_psum"
     assert call.axes == ("i",)
     assert call.groups == (tuple(range(RANKS)),)
     assert call.operands == ("float32[2]",)
@@ -111,20 +111,51 @@ def test_custom_derivatives_and_nested_functions():
     assert explained(lambda x: jax.jit(f)(x)).predicted_bytes == 14
 
 
-def test_collectives_of_lax():
+def test_collectives_of_lax(check_vma):
     def body(x):
         x = lax.pmax(x, "i") + lax.psum(x, "i")
         x = x + lax.all_gather(x, "i").sum(0) + lax.ppermute(x, "i", [(k, (k + 1) % RANKS) for k in range(RANKS)])
         x = jnp.tile(x, RANKS) + lax.all_to_all(jnp.tile(x, RANKS), "i", 0, 0, tiled=True)
         return lax.psum_scatter(x, "i", tiled=True)
 
-    found = explained(body)
+    found = explained(body, check_vma=check_vma)
+    assert "invariant" not in str(found)
     by_name = {call.name: call for call in found.collectives}
     assert {name: call.wire_bytes for name, call in by_name.items()} == {
-        "pmax": 14, "psum": 14, "all_gather": 56, "ppermute": 8, "all_to_all": 56, "reduce_scatter": 56
+        "pmax": 14, "psum": 14, "all_gather": 56, "ppermute": 8, "all_to_all": 56, "psum_scatter": 56
     }  # fmt: skip
     assert found.predicted_bytes == found.counted_bytes
     assert all(call.served_by == "XLA" and "not overridden" in call.why for call in by_name.values())
+
+
+# Collectives of lax whose primitives have other names than the functions, and those that ring_ functions leave to lax.
+OTHER_NAMES = {
+    "psum of unreduced": ("psum", P(), lambda x: lax.psum(lax.pcast(x, "i", to="unreduced"), "i")),
+    "ring_psum of unreduced": ("psum", P(), lambda x: ring_psum(lax.pcast(x, "i", to="unreduced"), "i")),
+    "psum_scatter of unreduced": ("psum_scatter", P("i"),
+                                  lambda x: lax.psum_scatter(lax.pcast(x, "i", to="unreduced"), "i", tiled=True)),
+    "all_gather to invarying": ("all_gather", P(), lambda x: lax.all_gather(x, "i", tiled=True, to="invarying")),
+    "all_gather to reduced": ("all_gather", P(reduced={"i"}),
+                              lambda x: jax_ring.ring_all_gather(x, "i", tiled=True, to="reduced")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHER_NAMES)
+def test_collectives_are_named_after_functions(case):
+    function, out_specs, body = OTHER_NAMES[case]
+    mesh = jax.make_mesh((RANKS,), ("i",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(np.arange(64, dtype=np.float32), NamedSharding(mesh, P("i")))
+    with jax.set_mesh(mesh):
+        found = explained(body, x, mesh=mesh, out_specs=out_specs, check_vma=True)
+    assert only(found.collectives).name == function
+    assert found.predicted_bytes == found.counted_bytes > 0
+
+
+def test_a_local_reduction_is_no_collective():
+    def body(x):
+        return lax.reduce(x, np.float32(0), lambda a, b: 2 * a + b, (0,))[None]  # its primitive is "reduce"
+
+    assert explained(body).collectives == ()
 
 
 RING_COLLECTIVES = {
@@ -142,7 +173,7 @@ RING_COLLECTIVES = {
 def test_the_family(name, check_vma):
     found = explained(RING_COLLECTIVES[name], check_vma=check_vma)
     call = only(found.collectives)
-    assert call.name.removesuffix("_invariant") == f"ring_{name}"
+    assert call.name == f"ring_{name}"
     assert call.served_by == "jax_ring"
     assert found.predicted_bytes == found.counted_bytes == call.wire_bytes
     # A gather or scatter has 8 times the 8 bytes of each rank.
@@ -187,7 +218,7 @@ def test_sums_that_differentiation_inserts():
         return jax.grad(lambda w: (w * x).sum())(w)
 
     found = explained(body, 1.0, X, in_specs=(P(), P("i")), out_specs=P(), check_vma=True)
-    assert only(found.collectives).name == "psum_invariant"
+    assert only(found.collectives).name == "psum"
 
 
 def test_reason_for_the_fallback():

@@ -1,6 +1,7 @@
 """override_lax(): JAX's own collectives use the engine while it is active, and only then and in that thread."""
 
 import contextlib
+import inspect
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import _compat, override_lax
+from jax_ring import _compat, override_lax, ring_psum, runtime
 from jax_ring.lowering import override
 
 RANKS = 8
@@ -208,14 +209,47 @@ def test_over_a_vmap_axis_nothing_is_lowered():
         np.testing.assert_array_equal(f(X), expected)
 
 
-def test_fallback_to_xla():
-    mesh = make_mesh((4, 2), ("i", "auto"))
-    body = lambda x: lax.psum(x, "i")  # noqa: E731
-    f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P(), axis_names={"i"}))
+def partly_manual(body):
+    mesh = make_mesh((2, 2, 2), ("i", "j", "auto"))
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(("i", "j")), out_specs=P("j"), axis_names={"i", "j"}))
+
+
+def test_partly_manual_stays_with_xla_and_warns_once(monkeypatch):
+    monkeypatch.setattr(override, "_has_warned", False)
     x = np.arange(8, dtype=np.float32)
     with override_lax():
-        assert served_by(f.lower(x).compile().as_text())[0] == 0
-        np.testing.assert_array_equal(f(x), x.reshape(4, 2).sum(0))
+        f = partly_manual(psum_i)
+        with pytest.warns(UserWarning, match=r"lax.psum over \('i',\)") as caught:
+            text = f.lower(x).compile().as_text()
+        assert served_by(text)[0] == 0
+        np.testing.assert_array_equal(f(x), x.reshape(2, 4).sum(0))
+        # Not for other calls: warnings are errors in these tests.
+        np.testing.assert_array_equal(partly_manual(lambda x: lax.pmax(x, "i"))(x), x[4:])
+    (warning,) = caught
+    assert "manual over ['i', 'j'] and leaves the axes ['auto'] to the compiler" in str(warning.message)
+    lines, first = inspect.getsourcelines(psum_i)
+    assert warning.filename == __file__
+    assert lines[warning.lineno - first] == '    return lax.psum(x, "i")\n'
+
+
+def test_no_warning_for_what_is_served_or_of_jax_ring(monkeypatch):
+    monkeypatch.setattr(override, "_has_warned", False)
+    x = np.arange(8, dtype=np.float32)
+    partly_manual(psum_i)(x)
+    with override_lax():
+        total()(X)
+        partly_manual(lambda x: ring_psum(x, "i"))(x)
+        jax.export.export(total(), platforms=("cpu", "cuda"))(jax.device_put(X, NamedSharding(MESH, P("i"))))
+
+
+def test_strict_makes_partly_manual_an_error(monkeypatch):
+    monkeypatch.setattr(override, "_has_warned", False)
+    monkeypatch.setattr(runtime, "STRICT", True)
+    with (
+        override_lax(),
+        pytest.raises(NotImplementedError, match=r"lax.psum over \('i',\) .*leaves the axes \['auto'\].*STRICT"),
+    ):
+        partly_manual(psum_i)(np.arange(8, dtype=np.float32))
 
 
 # Programs that are lowered, compiled or exported, and called later.

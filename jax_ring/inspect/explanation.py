@@ -18,23 +18,17 @@ from jax_ring.lowering import override, service, tuning, two_level
 from jax_ring.lowering.reach import Levels
 from jax_ring.options import Options
 
-# By primitive of JAX; those of jax_ring have the same names with the prefix ring_.
+# By function of jax.lax; those of jax_ring have the same names with the prefix ring_.
 _KINDS = {
     "psum": "all_reduce",
-    "psum_invariant": "all_reduce",
     "pmax": "all_reduce",
-    "pmax_invariant": "all_reduce",
     "pmin": "all_reduce",
-    "pmin_invariant": "all_reduce",
     "psum_scatter": "reduce_scatter",
-    "reduce_scatter": "reduce_scatter",
     "all_gather": "all_gather",
-    "all_gather_invariant": "all_gather",
-    "reduce": "reduce",
-    "broadcast": "broadcast",
-    "broadcast_invariant": "broadcast",
     "ppermute": "permute",
     "all_to_all": "all_to_all",
+    "ring_reduce": "reduce",  # lax.reduce is no collective
+    "ring_broadcast": "broadcast",
 }
 
 
@@ -43,7 +37,7 @@ class Collective:
     """A collective as written in the function, or as inserted by differentiation.
 
     Attributes:
-      name: the name of the primitive: ring_psum, psum, psum_invariant, ...
+      name: the name of the function that one calls for it: ring_psum, psum, psum_scatter, ... A pmean is a psum.
       axes: the names of the mesh axes over which it communicates.
       groups: the groups of mesh positions that communicate with each other.
       operands: dtype and shape of each operand on one rank.
@@ -170,13 +164,18 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
 
 def _walk(jaxpr: core.Jaxpr, axis_context, times: int | None) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name.removeprefix("ring_") in _KINDS and axis_context is not None:
+        if axis_context is not None and _kind_of(_compat.function_name(eqn.primitive)):
             yield _collective(eqn, axis_context, times)
-        inner_context = _compat.axis_context_within(eqn.params) if name == "shard_map" else axis_context
+        is_shard_map = eqn.primitive.name == "shard_map"
+        inner_context = _compat.axis_context_within(eqn.params) if is_shard_map else axis_context
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(inner):
                 yield from _walk(_as_jaxpr(inner), inner_context, _times_within(eqn, times))
+
+
+def _kind_of(function: str) -> str | None:
+    """The kind of collective, as of `wire_bytes`; None if the function is no collective."""
+    return _KINDS.get(function) or _KINDS.get(function.removeprefix("ring_"))
 
 
 def _is_jaxpr(value) -> bool:
@@ -195,14 +194,15 @@ def _times_within(eqn: core.JaxprEqn, times: int | None) -> int | None:
 
 def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collective:
     params = eqn.params
-    name = eqn.primitive.name
-    kind = _KINDS[name.removeprefix("ring_")]
+    name = _compat.function_name(eqn.primitive)
+    kind = _kind_of(name)
+    assert kind is not None
     axes = params.get("axes", params.get("axis_name"))
     axes = tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if not isinstance(axis, int))
     members = service.replica_groups(axis_context, axes, params.get("axis_index_groups"))
     groups = tuple(tuple(int(i) for i in group) for group in members)
     sizes = [len(group) for group in groups]
-    served_by, why, engine, levels = _who_serves(name, kind, axis_context, groups)
+    served_by, why, engine, levels = _who_serves(eqn.primitive.name, kind, axis_context, groups)
     sums = kind == "all_reduce" and "psum" in name
     options = params.get("options", Options() if sums else None)
     algorithm = options.algorithm if options and engine else ""
@@ -217,7 +217,9 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     else:
         if sums and levels is not None and engine and service.has_choice(engine, levels) and options == Options():
             by_group = [tuning.thresholds(engine, size).choose(num_bytes) for size in sizes]
-        sends = wire_bytes(kind, num_bytes, sizes, by_group or algorithm)
+        falls_back = served_by == "XLA" and _belongs_to_jax_ring(eqn.primitive.name)
+        sent_as = service.kind_by_xla(kind, (_platform(axis_context.mesh),)) if falls_back else kind
+        sends = wire_bytes(sent_as, num_bytes, sizes, by_group or algorithm)
         across = None if served_by == "XLA" else 0.0
     return Collective(
         name=name,
@@ -266,13 +268,18 @@ def _two_level_wire_bytes(name: str, levels: Levels, avals: Sequence) -> tuple[f
     return within, across
 
 
+def _belongs_to_jax_ring(primitive_name: str) -> bool:
+    """Whether jax_ring lowers this primitive: its own, and those of JAX under `override_lax()`."""
+    return primitive_name.startswith("ring_") or override.is_overridden(primitive_name)
+
+
 def _who_serves(
-    name: str, kind: str, axis_context, groups: Sequence[Sequence[int]]
+    primitive_name: str, kind: str, axis_context, groups: Sequence[Sequence[int]]
 ) -> tuple[str, str, str | None, Levels | None]:
     """Returns `Collective.served_by` and `Collective.why`, and the engine and the groups it serves, if any."""
     if all(len(group) == 1 for group in groups):
         return "none", "groups of one rank", None, None
-    if not name.startswith("ring_") and not override.is_overridden(name):
+    if not _belongs_to_jax_ring(primitive_name):
         return "XLA", "a collective of lax, not overridden", None, None
     found = service.who_serves((_platform(axis_context.mesh),), axis_context, groups, kind)
     levels = found.levels

@@ -1,33 +1,100 @@
-"""Lowers reduce and broadcast to XLA's all-reduce where no engine serves them."""
+"""Lowers collectives to XLA's all-reduce: those that XLA lacks, and those that it gets wrong.
+
+The all-reduce is emitted by JAX's rule, not traced as a `lax.psum`, which `override_lax()` would lower to jax_ring.
+"""
+
+import functools
+from functools import partial
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.interpreters import mlir
+from jax.extend.mlir.dialects import stablehlo as hlo
+
+from jax_ring import _compat
+from jax_ring.lowering import ops
+
+
+def _all_reduce(ctx, operand, aval, *, axes, axis_index_groups=None):
+    """XLA's all-reduce of an operand of type `aval`."""
+    ctx = ctx.replace(avals_in=[aval], avals_out=[aval])
+    (total,) = _compat.lower_lax_reduction(_compat.psum_p, ctx, operand, axes=axes, axis_index_groups=axis_index_groups)
+    return total
 
 
 def lower_reduce_to_xla(ctx, operand, *, axes, axis_index_groups, root):
-    """Lowers a reduce to a psum whose result only the root keeps. The others get zeros."""
+    """Lowers a reduce to an all-reduce whose result only the root keeps. The others get zeros."""
     del axis_index_groups
+    (aval,) = ctx.avals_in
 
-    def reduce(x):
-        return jnp.where(lax.axis_index(axes) == root, lax.psum(x, axes), jnp.zeros_like(x))
+    def on_root(total):
+        if jnp.iscomplexobj(total):
+            return lax.complex(on_root(total.real), on_root(total.imag))
+        return _from_bits(_or_zeros(_to_bits(total), axes, root), total.dtype)
 
-    return mlir.lower_fun(reduce, multiple_results=False)(ctx, operand)
+    total = _all_reduce(ctx, operand, aval, axes=axes)
+    return [ops.inline(ctx, on_root, total, aval, ctx.avals_out[0])]
 
 
 def lower_broadcast_to_xla(ctx, operand, *, axes, axis_index_groups, root):
-    """Lowers a broadcast to a psum to which all ranks but the root contribute zeros."""
-    del axis_index_groups
+    """Lowers a broadcast to an all-reduce to which all ranks but the root contribute zeros."""
+    (aval,) = ctx.avals_in
+    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        part = aval.update(dtype=jnp.finfo(aval.dtype).dtype)
+        lower = partial(
+            lower_broadcast_to_xla, ctx.replace(avals_in=[part], avals_out=[part]),
+            axes=axes, axis_index_groups=axis_index_groups, root=root,
+        )  # fmt: skip
+        return [hlo.complex(*lower(hlo.real(operand)), *lower(hlo.imag(operand)))]
+    # As integers, because 0.0 + -0.0 is 0.0.
+    bits_aval = aval.update(dtype=_bits_dtype(aval.dtype))
+    bits = ops.inline(ctx, lambda x: _or_zeros(_to_bits(x), axes, root), operand, aval, bits_aval)
+    bits = _all_reduce(ctx, bits, bits_aval, axes=axes)
+    return [ops.inline(ctx, partial(_from_bits, dtype=aval.dtype), bits, bits_aval, aval)]
 
-    def broadcast(x):
-        # As integers, because 0.0 + -0.0 is 0.0.
-        if jnp.iscomplexobj(x):
-            return lax.complex(broadcast(x.real), broadcast(x.imag))
-        if x.dtype == jnp.bool_:
-            return broadcast(x.astype(jnp.uint8)).astype(x.dtype)
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            bits = lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
-            return lax.bitcast_convert_type(broadcast(bits), x.dtype)
-        return lax.psum(jnp.where(lax.axis_index(axes) == root, x, jnp.zeros_like(x)), axes)
 
-    return mlir.lower_fun(broadcast, multiple_results=False)(ctx, operand)
+def _or_zeros(bits, axes, root):
+    """The integers on the root, and zeros elsewhere."""
+    # For shapes that are symbolic: in a shard_map, jaxlib crashes on the scalar conversions that `==` can insert.
+    coordinates = np.unravel_index(root, [lax.axis_size(axis) for axis in axes])
+    is_root = [lax.eq(lax.axis_index(axis), np.int32(c)) for axis, c in zip(axes, coordinates, strict=True)]
+    return lax.select(functools.reduce(lax.bitwise_and, is_root), bits, _zeros_like(bits))
+
+
+def _zeros_like(bits):
+    # In a shard_map, JAX cannot compile a constant of symbolic shape.
+    return lax.bitwise_xor(bits, bits)
+
+
+def _bits_dtype(dtype):
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
+    return jnp.dtype(jnp.uint8) if dtype == jnp.bool_ else dtype
+
+
+def _to_bits(x):
+    to = _bits_dtype(x.dtype)
+    return lax.bitcast_convert_type(x, to) if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(to)
+
+
+def _from_bits(bits, dtype):
+    if dtype == jnp.bool_:
+        return lax.ne(bits, _zeros_like(bits))
+    return lax.bitcast_convert_type(bits, dtype) if jnp.issubdtype(dtype, jnp.floating) else bits.astype(dtype)
+
+
+def lower_psum_scatter_to_all_reduce(ctx, operand, *, axes, axis_index_groups, axis_size, dimension, tiled):
+    """Lowers a psum_scatter to an all-reduce of which each rank keeps its block."""
+    (aval,) = ctx.avals_in
+
+    def own_block(total):
+        rank = lax.axis_index(axes)
+        if axis_index_groups is not None:
+            rank_in_group = {member: i for group in axis_index_groups for i, member in enumerate(group)}
+            rank = jnp.array([rank_in_group[i] for i in range(len(rank_in_group))])[rank]
+        size = total.shape[dimension] // axis_size
+        block = lax.dynamic_slice_in_dim(total, rank * size, size, dimension)
+        return block if tiled else lax.squeeze(block, [dimension])
+
+    total = _all_reduce(ctx, operand, aval, axes=axes, axis_index_groups=axis_index_groups)
+    return [ops.inline(ctx, own_block, total, aval, ctx.avals_out[0])]

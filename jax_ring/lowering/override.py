@@ -3,19 +3,20 @@
 import contextlib
 import operator
 import threading
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Self
 
 import jax
 
-from jax_ring import _compat
+from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery
 from jax_ring.lowering import tuning
 from jax_ring.lowering.combiner import lower_combined
 from jax_ring.lowering.rule import Collective
 from jax_ring.lowering.rule import lower as lower_to_engine
-from jax_ring.lowering.service import is_single_custom_call
+from jax_ring.lowering.service import is_single_custom_call, replica_groups, service_of
 from jax_ring.options import Options
 
 # Whether the override is on in this thread. A user context is part of the key of all of JAX's caches, from traced
@@ -62,11 +63,35 @@ def _make_rule(function: str, kind: str, op: str, jax_rule: Callable) -> Callabl
         emit = partial(
             lower_to_engine, collective, axes=named, axis_index_groups=groups, options=Options(), **engine_params
         )
-        if kind != "all_reduce" or not is_single_custom_call(ctx, named, groups, kind):
+        members = replica_groups(ctx.module_context.axis_context, named, groups)
+        service = service_of(ctx, members, kind)
+        if service.automatic_axes:
+            _warn_of_automatic_axes(ctx, function, named, service.automatic_axes)
+        if kind != "all_reduce" or not is_single_custom_call(service, members):
             return emit(ctx, operand)
         return lower_combined(ctx, operand, (op, named, groups, ctx.avals_in[0].dtype), emit)
 
     return lower
+
+
+_has_warned = False  # of automatic axes, in this process
+
+
+def _warn_of_automatic_axes(ctx, function: str, axes: tuple, automatic: tuple[str, ...]) -> None:
+    """Warns of the first call that the override does not reach because its shard_map is manual over some axes only."""
+    global _has_warned
+    if _has_warned or runtime.STRICT:  # JAX_RING_STRICT makes it an error
+        return
+    _has_warned = True
+    file, line = _compat.call_location(ctx)
+    manual = sorted(map(str, ctx.module_context.axis_context.manual_axes))
+    warnings.warn_explicit(
+        f"override_lax() does not reach {function} over {axes}: the enclosing shard_map is manual over {manual} and "
+        f"leaves the axes {list(automatic)} to the compiler, so XLA serves the call. If nothing in it depends on these "
+        "axes, make them manual too: leave out axis_names. This warning is given once per process; jax_ring.explain() "
+        f"lists all such calls, and {runtime.STRICT_VARIABLE}=1 makes them an error.",
+        UserWarning, file, line,
+    )  # fmt: skip
 
 
 def is_overridden(primitive_name: str) -> bool:
@@ -123,6 +148,8 @@ def override_lax() -> Override:
     is called, in the calling thread. Types, errors and transformation rules remain those of JAX. Functions that were
     compiled before are compiled again; their earlier programs stay cached for use after the override. Overrides nest,
     and can be closed in any order.
+
+    A `UserWarning` at the first call in a partial-manual `shard_map`, once per process, says that XLA serves it.
 
     Raises:
       RuntimeError: in a function that is being traced. It is lowered later, when the override may be closed.

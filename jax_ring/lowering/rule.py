@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_ring import runtime
-from jax_ring.lowering import custom_call, ops, two_level
-from jax_ring.lowering.service import replica_groups, service_of
+from jax_ring.lowering import custom_call, fallback, ops, two_level
+from jax_ring.lowering.service import kind_by_xla, platforms_of, replica_groups, service_of, symbolic_shapes
 
 logger = logging.getLogger("jax_ring")
 
@@ -48,7 +48,7 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
     params: the remaining parameters of the primitive.
 
     Raises:
-      NotImplementedError: if no engine serves the call and `JAX_RING_STRICT` is 1.
+      NotImplementedError: if no engine serves the call, and `JAX_RING_STRICT` is 1 or XLA's collective could be wrong.
     """
     groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
     service = service_of(ctx, groups, collective.kind)
@@ -61,19 +61,40 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
         emit = two_level.emit if service.levels.across else custom_call.emit
         emit = partial(emit, kind=collective.kind, op=collective.op, service=service, call=call, options=options)
         return _emit_widened(ctx, operands, partial(emit, **params))
-    xla_kind = collective.kind if collective.kind not in ("reduce", "broadcast") else "all_reduce"
+    return _fall_back(
+        collective, ctx, operands, service.why_not, options,
+        axes=axes, axis_index_groups=axis_index_groups, **params,
+    )  # fmt: skip
+
+
+def _fall_back(collective: Collective, ctx, operands, why_not: str, options, *, axes, axis_index_groups, **params):
+    """Emits XLA's collective for each operand."""
+    kind = kind_by_xla(collective.kind, platforms_of(ctx))
     ignored = f", which ignores {chosen}" if (chosen := options.non_default()) else ""
-    fallback = f"XLA's {xla_kind}{ignored}: {service.why_not}"
+    by_xla = f"XLA's {kind}{ignored}: {why_not}"
     if runtime.STRICT:
         raise NotImplementedError(
-            f"{collective.function} over {axes} would use {fallback}. {runtime.STRICT_VARIABLE}=1 forbids it; unset "
+            f"{collective.function} over {axes} would use {by_xla}. {runtime.STRICT_VARIABLE}=1 forbids it; unset "
             "the variable to allow it."
         )
-    logger.info("%s over %s uses %s", collective.function, axes, fallback)
+    logger.info("%s over %s uses %s", collective.function, axes, by_xla)
+    lower_to_xla = collective.lower_to_xla
+    shapes = symbolic_shapes(ctx)
+    if (collective.kind, kind) == ("reduce_scatter", "all_reduce"):
+        if shapes:
+            raise NotImplementedError(
+                f"{collective.function} over {axes} of the symbolic shape {shapes[0]}: XLA's reduce-scatter in this "
+                "jaxlib can return wrong sums on CPU devices, and the all-reduce that replaces it needs static shapes. "
+                "Install jaxlib 0.12 or newer, or export with static shapes."
+            )
+        lower_to_xla = fallback.lower_psum_scatter_to_all_reduce
+    if shapes and axis_index_groups is None and "axis_size" in params:
+        # jaxlib 0.12 cannot infer the result's size from mesh axes.
+        axis_index_groups = (tuple(range(params["axis_size"])),)
     return [
         result
         for operand, aval_in, aval_out in zip(operands, ctx.avals_in, ctx.avals_out, strict=True)
-        for result in collective.lower_to_xla(
+        for result in lower_to_xla(
             ctx.replace(avals_in=[aval_in], avals_out=[aval_out]), operand, axes=axes,
             axis_index_groups=axis_index_groups, **params,
         )

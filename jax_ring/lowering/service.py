@@ -14,43 +14,61 @@ class Service(NamedTuple):
       levels: the groups that an engine serves, and those that XLA serves; None if XLA serves the whole call.
       engine: "cpu" or "cuda".
       why_not: why no engine serves the call, if `levels` is None.
+      automatic_axes: if that is the reason, the mesh axes that the enclosing shard_map leaves to the compiler.
     """
 
     levels: reach.Levels | None
     engine: str = ""
     why_not: str = ""
+    automatic_axes: tuple[str, ...] = ()
 
 
 def service_of(ctx, groups, kind: str) -> Service:
     """Who serves the call under lowering."""
-    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
-    return who_serves(platforms, ctx.module_context.axis_context, groups, kind)
+    if shapes := symbolic_shapes(ctx):
+        why_not = f"in a shard_map, JAX does not refine custom calls of a symbolic shape, here {shapes[0]}"
+        return Service(None, why_not=why_not)
+    return who_serves(platforms_of(ctx), ctx.module_context.axis_context, groups, kind)
 
 
-def is_single_custom_call(ctx, axes, axis_index_groups, kind: str) -> bool:
+def symbolic_shapes(ctx) -> list[str]:
+    """The shapes of the operands that have symbolic dimensions, in a program that `jax.export` lowers."""
+    shapes = [aval.shape for aval in ctx.avals_in]
+    return [f"({', '.join(map(str, shape))})" for shape in shapes if not all(isinstance(n, int) for n in shape)]
+
+
+def platforms_of(ctx) -> tuple[str, ...]:
+    """The platforms for which the call under lowering is lowered."""
+    return tuple(ctx.platforms or ctx.module_context.platforms)
+
+
+def is_single_custom_call(service: Service, groups) -> bool:
     """Whether `lower` emits exactly one collective, a custom call."""
-    groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
-    service = service_of(ctx, groups, kind)
     return service.levels is not None and not service.levels.across and any(len(group) > 1 for group in groups)
 
 
 def who_serves(platforms: tuple[str, ...], axis_context, groups, kind: str) -> Service:
     """Who serves a call of this kind in these groups of mesh positions."""
-    levels, why_not = _levels_served(platforms, axis_context, groups)
+    if len(platforms) > 1 or platforms[0] not in tuning.PLATFORMS:
+        return Service(None, why_not=f"the program is lowered for {' and '.join(platforms)}")
+    if not isinstance(axis_context, _compat.SPMDAxisContext):
+        return Service(None, why_not=f"its axes belong to {type(axis_context).__name__}, not to a shard_map")
+    if automatic := sorted(map(str, set(axis_context.mesh.axis_names) - set(axis_context.manual_axes))):
+        why_not = f"the enclosing shard_map leaves the axes {automatic} to the compiler"
+        return Service(None, why_not=why_not, automatic_axes=tuple(automatic))
+    levels, why_not = reach.levels_of(platforms[0], axis_context.mesh, groups)
     if levels is not None and levels.across and kind != "all_reduce":
         return Service(None, why_not=f"the ranks of a group are on {levels.num_hosts} hosts")
     return Service(levels, platforms[0], why_not)
 
 
-def _levels_served(platforms: tuple[str, ...], axis_context, groups) -> tuple[reach.Levels | None, str]:
-    if len(platforms) > 1 or platforms[0] not in tuning.PLATFORMS:
-        return None, f"the program is lowered for {' and '.join(platforms)}"
-    if not isinstance(axis_context, _compat.SPMDAxisContext):
-        return None, f"its axes belong to {type(axis_context).__name__}, not to a shard_map"
-    automatic = set(axis_context.mesh.axis_names) - set(axis_context.manual_axes)
-    if automatic:
-        return None, f"the enclosing shard_map leaves the axes {sorted(map(str, automatic))} to the compiler"
-    return reach.levels_of(platforms[0], axis_context.mesh, groups)
+def kind_by_xla(kind: str, platforms: Sequence[str]) -> str:
+    """The kind of XLA's collective to which a call of this kind lowers where no engine serves it."""
+    if kind in ("reduce", "broadcast"):
+        return "all_reduce"  # XLA has neither
+    if kind == "reduce_scatter" and "cpu" in platforms and _compat.WRONG_REDUCE_SCATTER_ON_CPU:
+        return "all_reduce"
+    return kind
 
 
 def has_choice(engine: str, levels: reach.Levels) -> bool:

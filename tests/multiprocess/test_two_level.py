@@ -12,7 +12,16 @@ from jax.sharding import PartitionSpec as P
 from processes import run
 
 import jax_ring
-from jax_ring import explain, override_lax, ring_pmax, ring_pmean, ring_pmin, ring_psum
+from jax_ring import (
+    _compat,
+    explain,
+    override_lax,
+    ring_pmax,
+    ring_pmean,
+    ring_pmin,
+    ring_psum,
+    ring_psum_scatter,
+)
 
 RNG = np.random.default_rng(0)  # the same numbers in both processes
 HOST_A, HOST_B = {"JAX_RING_HOST_ID": "a"}, {"JAX_RING_HOST_ID": "b"}
@@ -208,10 +217,33 @@ def fallback_to_xla():
     assert "the mesh is abstract, so the devices of 2 processes" in messages[-1]
 
 
+def large_psum_scatters():
+    """Blocks of 32 MiB, for which Gloo's reduce-scatter of older jaxlibs returns wrong sums."""
+    mesh = Mesh(by_host().T, ("i", "host"))
+    block = 8 << 20
+
+    def num_wrong(psum_scatter, repetition):
+        rank = lax.axis_index("host")
+        x = jnp.arange(2 * block, dtype=jnp.int32) * (rank + 1) + repetition
+        expected = 3 * (rank * block + jnp.arange(block, dtype=jnp.int32)) + 2 * repetition
+        return jnp.sum(psum_scatter(x, "host", tiled=True) != expected)[None]
+
+    def check(psum_scatter, repetition):
+        body = lambda repetition: num_wrong(psum_scatter, repetition)  # noqa: E731
+        fun = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(mesh.axis_names), check_vma=False))
+        has_reduce_scatter = "reduce-scatter(" in fun.lower(repetition).compile().as_text()
+        assert has_reduce_scatter != _compat.WRONG_REDUCE_SCATTER_ON_CPU
+        assert_local_shards(fun(repetition), np.zeros(1, np.int32))
+
+    check(ring_psum_scatter, 1)
+    with override_lax():
+        check(lax.psum_scatter, 2)
+
+
 def run_all_parts():
     for part in (
         same_as_lax, float_rounding, transformations, traffic_across_hosts, under_override_lax, groups_within_hosts,
-        fallback_to_xla,
+        fallback_to_xla, large_psum_scatters,
     ):  # fmt: skip
         part()
         print(f"{part.__name__} passed")
