@@ -99,13 +99,6 @@ if (_isa := os.environ.get(ISA_VARIABLE, "")) not in ("", "baseline", "avx2", "a
     raise ValueError(f"{ISA_VARIABLE} must be baseline, avx2 or avx512, got {_isa!r}. Unset it for the best one.")
 
 
-def note_call_site(call: str, site: str) -> None:
-    """Records that the call described by `call` was written at `site`, for the error when a rank is missing."""
-    for module in (_ffi_cpu, ffi_cuda):
-        if site and module is not None:
-            module.note_call_site(call, site)
-
-
 def timeout() -> float:
     """Seconds that ranks and processes wait for each other."""
     return _ffi_cpu.deadline()

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/describe.h"
 #include "common/hash.h"
 #include "common/xla_types.h"
 #include "cpu/completion_threads.h"
@@ -33,16 +34,16 @@ struct CrossProcessGroup {
 // One per call instruction and process, owned by the runtime.
 struct CallSite {
   static ffi::TypeId id;
-  CallSite(ReplicaGroups groups, std::string call, Plan plan, Op op)
-      : rendezvous_map(std::move(groups), call),
+  CallSite(ReplicaGroups groups, std::string text, Plan plan, Op op)
+      : rendezvous_map(std::move(groups), text),
         plan(plan),
         op(op),
-        text(std::make_shared<std::string>(std::move(call))) {}
+        text(std::make_shared<std::string>(std::move(text))) {}
   RendezvousMap rendezvous_map;
   Plan plan;
   Op op;
   // For groups that span several processes.
-  std::shared_ptr<const std::string> text;
+  std::shared_ptr<const std::string> text;  // for error messages
   std::optional<Algorithm> algorithm;
   Hash hash;  // of what identifies the call, the same in all processes
   std::vector<std::optional<CrossProcessGroup>>
@@ -109,7 +110,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
     std::string_view collective, std::string_view op, int64_t root, std::string_view algorithm, std::string_view order,
     ffi::Span<const int64_t> partitions, ffi::Span<const int64_t> processes, ffi::Span<const int64_t> group_sizes,
     ffi::Span<const int64_t> one_shot_bytes, ffi::Span<const int64_t> two_shot_bytes, std::string_view call,
-    std::string_view program) {
+    std::string_view lines, std::string_view program) {
   try {
     const Plan plan{named<Collective>(collective, kCollectives), named<Order>(order, kOrders), static_cast<int>(root)};
     for (int64_t size : group_sizes) {
@@ -121,7 +122,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
     std::vector<bool> is_local;
     for (int64_t process : processes) is_local.push_back(process == shm::Communicators::instance().process());
     ReplicaGroups groups({partitions.begin(), partitions.end()}, {group_sizes.begin(), group_sizes.end()}, is_local);
-    auto site = std::make_unique<CallSite>(std::move(groups), std::string(call), plan, named<Op>(op, kOps));
+    auto site = std::make_unique<CallSite>(std::move(groups), describe(call, lines), plan, named<Op>(op, kOps));
     site->algorithm = algorithm_of(algorithm);
     if (!program.empty()) site->hash = identity_of(call, program, plan, site->op, site->algorithm);
     find_communicators(*site, partitions, processes, group_sizes, one_shot_bytes, two_shot_bytes);
@@ -215,6 +216,7 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                            .Attr<ffi::Span<const int64_t>>("one_shot_bytes")
                            .Attr<ffi::Span<const int64_t>>("two_shot_bytes")
                            .Attr<std::string_view>("call")
+                           .Attr<std::string_view>("site")
                            .Attr<std::string_view>("program"));
 
 XLA_FFI_DEFINE_HANDLER(execute_handler, execute,

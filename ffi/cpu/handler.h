@@ -18,6 +18,8 @@ namespace jax_ring::cpu {
 //   processes    int64 array: the process of each member
 //   group_sizes  int64 array: the size of each group
 //   call         string: description of the call, for error messages
+//   site         string: the lines of the user's program that it serves, for error messages alone: no part of what
+//                identifies a call. May be empty.
 //   program      string: empty in a program of one process. Else the name of the program, the same in all processes,
 //                '#', and how often this process has lowered it.
 //   algorithm    string: auto, one_shot, two_shot or ring. No effect within a process, where there is one algorithm.

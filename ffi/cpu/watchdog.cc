@@ -85,14 +85,31 @@ void Watchdog::check_deadlines() {
     std::lock_guard<std::mutex> lock(watched_mutex_);
     const auto limit = std::chrono::duration<double>(deadline());
     const auto now = Clock::now();
+    std::vector<RendezvousMap*> maps;  // of each expired rendezvous
     for (RendezvousMap* rendezvous_map : watched_) {
       for (auto& rendezvous :
            rendezvous_map->remove_if([&](const Rendezvous& m) { return now - m.start_time >= limit; })) {
-        reasons.push_back(rendezvous_map->describe_missing_ranks(*rendezvous, limit));
         expired.push_back(std::move(rendezvous));
+        maps.push_back(rendezvous_map);
       }
     }
     if (expired.empty()) return;
+    // The call other than that of `except` in which a partition waits: expired as well, or still open.
+    const auto call_of = [&](int64_t run_id, int64_t partition, const RendezvousMap* except) -> const std::string* {
+      for (size_t i = 0; i < expired.size(); ++i) {
+        if (maps[i] != except && expired[i]->run_id == run_id && maps[i]->has_arrived(*expired[i], partition)) {
+          return &maps[i]->call();
+        }
+      }
+      for (RendezvousMap* other : watched_) {
+        if (other != except && other->is_waiting(run_id, partition)) return &other->call();
+      }
+      return nullptr;
+    };
+    for (size_t i = 0; i < expired.size(); ++i) {
+      reasons.push_back(maps[i]->describe_missing_ranks(
+          *expired[i], limit, [&](int64_t partition) { return call_of(expired[i]->run_id, partition, maps[i]); }));
+    }
     for (size_t i = 0; i < expired.size(); ++i) record_failure(expired[i]->run_id, reasons[i]);
     // The other open rendezvous of the same executions cannot complete either.
     for (RendezvousMap* rendezvous_map : watched_) {
