@@ -24,6 +24,7 @@ try:
     from jax._src.interpreters import mlir as _mlir
     from jax._src.interpreters.pxla import axis_groups as _axis_groups
     from jax._src.lax import parallel as _parallel
+    from jax._src.shard_map import shard_map_p as shard_map_p
     from jax._src.source_info_util import user_frame as _user_frame
     from jax.interpreters.mlir import SPMDAxisContext as SPMDAxisContext
     from jax.interpreters.partial_eval import dce_rules as _dce_rules
@@ -196,6 +197,17 @@ def replace_lowering(primitive, platforms: tuple[str, ...], make_rule: Callable)
 def module_state(lowering_context) -> dict:
     """A dictionary of jax_ring's own, which lives as long as the lowering of one module."""
     return lowering_context.module_context.cached_primitive_lowerings.setdefault("jax_ring", {})
+
+
+def is_exported(lowering_context) -> bool:
+    """Whether the module is lowered for `jax.export`."""
+    return lowering_context.module_context.lowering_parameters.for_export
+
+
+def called_function(lowering_context, call):
+    """The function that a func.call calls."""
+    name = _ir.FlatSymbolRefAttr(call.attributes["callee"]).value
+    return lowering_context.module_context.symbol_table[name].operation
 
 
 def is_tracing() -> bool:

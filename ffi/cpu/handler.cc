@@ -106,6 +106,12 @@ class XlaWorkers final : public Workers {
   ffi::ThreadPool& pool_;
 };
 
+std::vector<bool> are_local(ffi::Span<const int64_t> processes) {
+  std::vector<bool> local;
+  for (int64_t process : processes) local.push_back(process == shm::Communicators::instance().process());
+  return local;
+}
+
 ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
     std::string_view collective, std::string_view op, int64_t root, std::string_view algorithm, std::string_view order,
     ffi::Span<const int64_t> partitions, ffi::Span<const int64_t> processes, ffi::Span<const int64_t> group_sizes,
@@ -119,9 +125,8 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
     if (processes.size() != partitions.size()) {
       throw std::invalid_argument("jax_ring: there must be one process per partition");
     }
-    std::vector<bool> is_local;
-    for (int64_t process : processes) is_local.push_back(process == shm::Communicators::instance().process());
-    ReplicaGroups groups({partitions.begin(), partitions.end()}, {group_sizes.begin(), group_sizes.end()}, is_local);
+    ReplicaGroups groups({partitions.begin(), partitions.end()}, {group_sizes.begin(), group_sizes.end()},
+                         are_local(processes));
     auto site = std::make_unique<CallSite>(std::move(groups), describe(call, lines), plan, named<Op>(op, kOps));
     site->algorithm = algorithm_of(algorithm);
     if (!program.empty()) site->hash = identity_of(call, program, plan, site->op, site->algorithm);
@@ -147,6 +152,18 @@ void run_between_processes(const CallSite& site, const CrossProcessGroup& group,
   }
   // The only local rank is the caller, and nothing waits on its future yet: completing it here runs no other code.
   (*std::find_if(rendezvous->done.begin(), rendezvous->done.end(), has_completion))(nullptr);
+}
+
+// The completion may run on another thread, and the rank's program must compute there as it would have here.
+Completion completion_of(const ffi::Promise& to_complete) {
+  return [promise = to_complete, mode = FloatMode::current()](const std::string* error) mutable {
+    const ScopedFloatMode as_before(mode);
+    if (error == nullptr) {
+      promise.SetAvailable();
+    } else {
+      promise.SetError(ffi::Error(ffi::ErrorCode::kDeadlineExceeded, *error));
+    }
+  };
 }
 
 ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::BufferR0<ffi::U32> partition,
@@ -180,15 +197,7 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
       participant.inputs.push_back(input.untyped_data());
       participant.outputs.push_back(output.untyped_data());
     }
-    // The completion may run on another thread, and the rank's program must compute there as it would have here.
-    participant.done = [promise, mode = FloatMode::current()](const std::string* error) mutable {
-      const ScopedFloatMode as_before(mode);
-      if (error == nullptr) {
-        promise.SetAvailable();
-      } else {
-        promise.SetError(ffi::Error(ffi::ErrorCode::kDeadlineExceeded, *error));
-      }
-    };
+    participant.done = completion_of(promise);
     auto rendezvous = site->rendezvous_map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
     if (rendezvous == nullptr) return future;
     if (const std::optional<CrossProcessGroup>& cross_process = site->groups[group]) {
@@ -197,6 +206,33 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
       XlaWorkers workers(pool);
       run_collective(std::move(rendezvous), message, workers);
     }
+  } catch (const std::exception& error) {
+    promise.SetError(ffi::Error::Internal(error.what()));
+  }
+  return future;
+}
+
+// A barrier of the ranks of this process. It has the state of a call, for the sake of one FFI type.
+ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate_barrier(ffi::Span<const int64_t> partitions,
+                                                            ffi::Span<const int64_t> processes) {
+  try {
+    ReplicaGroups groups({partitions.begin(), partitions.end()}, {static_cast<int64_t>(partitions.size())},
+                         are_local(processes));
+    return std::make_unique<CallSite>(std::move(groups), "", Plan{}, Op::sum);
+  } catch (const std::exception& error) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument(error.what()));
+  }
+}
+
+ffi::Future execute_barrier(CallSite* site, ffi::RunId run, ffi::BufferR0<ffi::U32> partition,
+                            ffi::RemainingArgs /*awaited*/, ffi::Dictionary /*seen by instantiate_barrier*/) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  try {
+    Participant participant;
+    participant.done = completion_of(promise);
+    auto rendezvous = site->rendezvous_map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
+    if (rendezvous != nullptr) CompletionThreads::instance().complete(std::move(rendezvous));
   } catch (const std::exception& error) {
     promise.SetError(ffi::Error::Internal(error.what()));
   }
@@ -229,7 +265,23 @@ XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
                            .RemainingRets()
                            .Attrs());
 
+XLA_FFI_DEFINE_HANDLER(instantiate_barrier_handler, instantiate_barrier,
+                       ffi::Ffi::BindInstantiate()
+                           .Attr<ffi::Span<const int64_t>>("partitions")
+                           .Attr<ffi::Span<const int64_t>>("processes"));
+
+XLA_FFI_DEFINE_HANDLER(execute_barrier_handler, execute_barrier,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::State<CallSite>>()
+                           .Ctx<ffi::RunId>()
+                           .Arg<ffi::BufferR0<ffi::U32>>()
+                           .RemainingArgs()
+                           .Attrs());
+
 }  // namespace
+
+XLA_FFI_Error* barrier_instantiate(XLA_FFI_CallFrame* call_frame) { return instantiate_barrier_handler(call_frame); }
+XLA_FFI_Error* barrier_execute(XLA_FFI_CallFrame* call_frame) { return execute_barrier_handler(call_frame); }
 
 XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame) { return instantiate_handler(call_frame); }
 XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame) { return execute_handler(call_frame); }

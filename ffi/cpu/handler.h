@@ -30,6 +30,16 @@ namespace jax_ring::cpu {
 XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame);
 
+// Stages of `jax_ring.barrier`, which ends a program whose ranks may leave out a call: a rank completes it when all
+// ranks of this process have, and all fail if a call of the execution fails.
+//
+// Operands: the caller's partition id (uint32 scalar), then any values to wait for. Results: none.
+// Attributes:
+//   partitions   int64 array: all ranks
+//   processes    int64 array: the process of each
+XLA_FFI_Error* barrier_instantiate(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* barrier_execute(XLA_FFI_CallFrame* call_frame);
+
 // The type of the state of one call instruction, shared by all devices of a process.
 XLA_FFI_TypeId* call_site_type_id();
 XLA_FFI_TypeInfo* call_site_type_info();

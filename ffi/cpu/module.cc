@@ -54,6 +54,16 @@ NB_MODULE(_ffi_cpu, m) {
       "The handlers of the custom calls, one capsule per stage, for jax.ffi.register_ffi_target.");
 
   m.def(
+      "barrier_handlers",
+      [] {
+        nb::typed<nb::dict, nb::str, nb::object> stages;
+        stages["instantiate"] = capsule_of(&jax_ring::cpu::barrier_instantiate);
+        stages["execute"] = capsule_of(&jax_ring::cpu::barrier_execute);
+        return stages;
+      },
+      "The handlers of the barrier, one capsule per stage, for jax.ffi.register_ffi_target.");
+
+  m.def(
       "call_site_type",
       [] {
         nb::typed<nb::dict, nb::str, nb::object> type;

@@ -168,16 +168,20 @@ bool RendezvousMap::is_waiting(int64_t run_id, int64_t partition) {
   });
 }
 
+std::string RendezvousMap::place() const {
+  return call_.empty() ? "at the end of the program, without having made this call" : "in another call: " + call_;
+}
+
 std::string RendezvousMap::describe_missing_ranks(const Rendezvous& rendezvous, std::chrono::duration<double> deadline,
-                                                  const OtherCall& other_call) const {
+                                                  const OtherPlace& other_place) const {
   const std::vector<int64_t>& members = groups_.members(rendezvous.group);
   std::vector<std::string> group, missing;
-  std::map<std::string, std::vector<std::string>> elsewhere;  // the ranks that wait in another call, by call
+  std::map<std::string, std::vector<std::string>> elsewhere;  // the ranks that wait in other places
   for (size_t rank = 0; rank < members.size(); ++rank) {
     group.push_back(std::to_string(members[rank]));
     if (rendezvous.done[rank] || !groups_.is_local(rendezvous.group, static_cast<int>(rank))) continue;
     missing.push_back(std::to_string(rank) + " (mesh position " + group.back() + ")");
-    if (const std::string* other = other_call(members[rank])) elsewhere[*other].push_back(std::to_string(rank));
+    if (const auto place = other_place(members[rank])) elsewhere[*place].push_back(std::to_string(rank));
   }
   std::ostringstream text;
   const int expected = groups_.num_local(rendezvous.group);
@@ -185,9 +189,9 @@ std::string RendezvousMap::describe_missing_ranks(const Rendezvous& rendezvous, 
        << (expected < static_cast<int>(members.size()) ? " of this process" : "") << " arrived within "
        << deadline.count() << " s. Missing: rank" << (missing.size() == 1 ? " " : "s ") << join(missing)
        << " of the group of mesh positions [" << join(group) << "].";
-  for (const auto& [other, ranks] : elsewhere) {
-    text << (ranks.size() == 1 ? " Rank " : " Ranks ") << join(ranks) << (ranks.size() == 1 ? " waits" : " wait")
-         << " in another call: " << other << ".";
+  for (const auto& [place, ranks] : elsewhere) {
+    text << (ranks.size() == 1 ? " Rank " : " Ranks ") << join(ranks) << (ranks.size() == 1 ? " waits " : " wait ")
+         << place << ".";
   }
   text
       << " Every rank of a group must make the same calls: look for a branch or a loop whose condition differs between "

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -88,7 +89,8 @@ class ReplicaGroups {
 // rank had arrived there, so a loop has one open rendezvous at a time.
 class RendezvousMap {
  public:
-  // call: description of the call for error messages (axis, message, lines).
+  // call: description of the call for error messages (axis, message, lines). Empty for a barrier at the end of a
+  // program: it has no deadline, because ranks may arrive there at any time, and fails with its execution.
   RendezvousMap(ReplicaGroups groups, std::string call);
   // Fails the open rendezvous.
   ~RendezvousMap();
@@ -111,13 +113,15 @@ class RendezvousMap {
   // Whether it waits in one of the open rendezvous of the run.
   bool is_waiting(int64_t run_id, int64_t partition);
 
-  const std::string& call() const { return call_; }
+  bool has_deadline() const { return !call_.empty(); }
+  // Where its ranks wait, for error messages of other calls.
+  std::string place() const;
 
   // The error message that names the ranks missing from the rendezvous.
-  // other_call: the call in which a partition waits instead; null if it waits in none.
-  using OtherCall = std::function<const std::string*(int64_t partition)>;
+  // other_place: where a partition waits instead; nullopt if that is unknown.
+  using OtherPlace = std::function<std::optional<std::string>(int64_t partition)>;
   std::string describe_missing_ranks(const Rendezvous& rendezvous, std::chrono::duration<double> deadline,
-                                     const OtherCall& other_call) const;
+                                     const OtherPlace& other_place) const;
 
  private:
   const ReplicaGroups groups_;

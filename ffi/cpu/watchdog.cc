@@ -87,6 +87,7 @@ void Watchdog::check_deadlines() {
     const auto now = Clock::now();
     std::vector<RendezvousMap*> maps;  // of each expired rendezvous
     for (RendezvousMap* rendezvous_map : watched_) {
+      if (!rendezvous_map->has_deadline()) continue;
       for (auto& rendezvous :
            rendezvous_map->remove_if([&](const Rendezvous& m) { return now - m.start_time >= limit; })) {
         expired.push_back(std::move(rendezvous));
@@ -94,21 +95,22 @@ void Watchdog::check_deadlines() {
       }
     }
     if (expired.empty()) return;
-    // The call other than that of `except` in which a partition waits: expired as well, or still open.
-    const auto call_of = [&](int64_t run_id, int64_t partition, const RendezvousMap* except) -> const std::string* {
+    // Where a partition waits, other than in the call of `except`: in one that has expired as well, or is still open.
+    const auto place_of = [&](int64_t run_id, int64_t partition,
+                              const RendezvousMap* except) -> std::optional<std::string> {
       for (size_t i = 0; i < expired.size(); ++i) {
         if (maps[i] != except && expired[i]->run_id == run_id && maps[i]->has_arrived(*expired[i], partition)) {
-          return &maps[i]->call();
+          return maps[i]->place();
         }
       }
       for (RendezvousMap* other : watched_) {
-        if (other != except && other->is_waiting(run_id, partition)) return &other->call();
+        if (other != except && other->is_waiting(run_id, partition)) return other->place();
       }
-      return nullptr;
+      return std::nullopt;
     };
     for (size_t i = 0; i < expired.size(); ++i) {
       reasons.push_back(maps[i]->describe_missing_ranks(
-          *expired[i], limit, [&](int64_t partition) { return call_of(expired[i]->run_id, partition, maps[i]); }));
+          *expired[i], limit, [&](int64_t partition) { return place_of(expired[i]->run_id, partition, maps[i]); }));
     }
     for (size_t i = 0; i < expired.size(); ++i) record_failure(expired[i]->run_id, reasons[i]);
     // The other open rendezvous of the same executions cannot complete either.

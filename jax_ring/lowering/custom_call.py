@@ -11,7 +11,7 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery
-from jax_ring.lowering import call_sites, layout, ops, reach, tuning
+from jax_ring.lowering import barrier, call_sites, layout, ops, reach, tuning
 from jax_ring.lowering.service import Service, has_choice
 
 
@@ -69,6 +69,7 @@ def emit(
             **encoded.attributes,
         )
         call_sites.write(ctx, results)
+        barrier.note(ctx, results)
 
     if gathers:
         results = [
