@@ -114,37 +114,38 @@ class _Table:
 
     def _operation(self, operation: ir.Operation) -> int:
         """The number of an operation: its kind, attributes, types and operands, but not what its regions do."""
-        for operand in operation.operands:
+        operands = list(operation.operands)
+        for operand in operands:
             self._value(operand)
-        return self._operation_of_known(operation, operation.operands)
+        return self._operation_on(operation, operands)
 
-    def _operation_of_known(self, operation: ir.Operation, operands) -> int:
+    def _operation_on(self, operation: ir.Operation, operands: list) -> int:
+        """Requires that the numbers of the operands are known."""
         types = tuple([result.type for result in operation.results])
         numbers = tuple([self._values[operand] for operand in operands])
         return self._number((operation.name, _attributes(operation), types, numbers))
 
     def _value(self, value: ir.Value) -> int:
         """The number of the expression that computes a value."""
-        pending = [value]  # not recursive: programs are deeper than Python's stack
-        while pending:
-            value_ = pending[-1]
-            inputs = _inputs(value_)
+        pending = [] if value in self._values else [(value, *_origin(value))]
+        while pending:  # not recursive: programs are deeper than Python's stack
+            value_, origin, inputs = pending[-1]
             if unknown := [operand for operand in inputs if operand not in self._values]:
-                pending.extend(unknown)
+                pending.extend([(operand, *_origin(operand)) for operand in unknown])
             else:
-                self._values[pending.pop()] = self._number(self._expression(value_, inputs))
+                pending.pop()
+                self._values[value_] = self._number(self._expression(value_, origin, inputs))
         return self._values[value]
 
-    def _expression(self, value: ir.Value, inputs) -> Hashable:
-        """Requires that the numbers of the inputs are known."""
-        if not isinstance(value.owner, ir.Block):
-            return "result", ir.OpResult(value).result_number, self._operation_of_known(value.owner.operation, inputs)
-        index, owner = ir.BlockArgument(value).arg_number, value.owner.owner.operation
-        if owner.name == "sdy.manual_computation":  # the body of a shard_map
+    def _expression(self, value: ir.Value, origin: ir.Operation, inputs: list) -> Hashable:
+        if isinstance(value, ir.OpResult):
+            return "result", value.result_number, self._operation_on(origin, inputs)
+        index = ir.BlockArgument(value).arg_number
+        if origin.name == "sdy.manual_computation":  # the body of a shard_map
             return "shard", value.type, self._values[inputs[0]]
-        if owner.name != "func.func":  # a loop
-            return "argument", index, self._operation_of_known(owner, inputs)
-        return "argument", index, value.type if _is_shared(owner) else value.owner
+        if origin.name != "func.func":  # a loop
+            return "argument", index, self._operation_on(origin, inputs)
+        return "argument", index, value.type if _is_shared(origin) else value.owner
 
     def _branch(self, call: ir.Operation) -> Hashable:
         """The loops and branches that a call is in: calls in unlike ones do not merge."""
@@ -160,9 +161,10 @@ class _Table:
 
 def _attributes(operation: ir.Operation) -> tuple:
     """The attributes of an operation that tell it from others."""
-    if operation.name == "func.call":
+    attributes = operation.attributes
+    if not len(attributes) or operation.name == "func.call":
         return ()  # not the name of the function: two functions may do the same
-    named = dict(_named(operation.attributes))
+    named = dict(_named(attributes))
     if operation.name == "stablehlo.custom_call" and (of_engine := named.pop(_ATTRIBUTES, None)) is not None:
         named.update(pair for pair in _named(ir.DictAttr(of_engine)) if pair[0] != "site")
     return tuple(named.items())
@@ -172,14 +174,15 @@ def _named(attributes) -> list[tuple[str, ir.Attribute]]:
     return [(attributes[i].name, attributes[i].attr) for i in range(len(attributes))]
 
 
-def _inputs(value: ir.Value):
-    """The values of which a value is computed, as far as they are compared."""
-    if not isinstance(value.owner, ir.Block):
-        return value.owner.operation.operands
-    owner = value.owner.owner.operation
+def _origin(value: ir.Value) -> tuple[ir.Operation, list]:
+    """The operation that computes a value, or whose regions have it as an argument; and the values to compare."""
+    if isinstance(value, ir.OpResult):
+        operation = value.owner.operation
+        return operation, list(operation.operands)
+    owner = ir.BlockArgument(value).owner.owner.operation
     if owner.name == "sdy.manual_computation":
-        return [owner.operands[ir.BlockArgument(value).arg_number]]
-    return [] if owner.name == "func.func" else owner.operands
+        return owner, [owner.operands[ir.BlockArgument(value).arg_number]]
+    return owner, [] if owner.name == "func.func" else list(owner.operands)
 
 
 def _is_shared(function: ir.Operation) -> bool:
