@@ -146,6 +146,28 @@ np.testing.assert_array_equal(found[8:], np.tile(np.asarray(x[8:]).reshape(4, 2)
     assert result.returncode == 0, result.stderr
 
 
+def test_an_error_of_one_rank_is_raised():
+    result = run_python(
+        RUN
+        + """
+def fail():
+    raise RuntimeError("no such file")
+def f(x):
+    x = lax.cond(lax.axis_index("i") < 4, lambda x: ring_psum(x, "i"), lambda x: x, x)
+    read = lambda: jax.pure_callback(fail, jax.ShapeDtypeStruct((), np.float32))
+    return x + lax.cond((lax.axis_index("i") == 2) & (lax.axis_index("group") == 0), read, lambda: np.float32(0))
+try:
+    jax.block_until_ready(mapped(f)(x))
+except (jax.errors.JaxRuntimeError, ValueError) as error:
+    assert "no such file" in str(error), error
+else:
+    raise AssertionError("no error")
+""",
+        JAX_RING_TIMEOUT_S="0.5",
+    )
+    assert result.returncode == 0, result.stderr
+
+
 def test_programs_that_depend_on_a_failed_one_fail_too():
     # They contain a collective of XLA, which would wait for the ranks that failed, and then end the process.
     result = run_python(

@@ -168,6 +168,11 @@ bool RendezvousMap::is_waiting(int64_t run_id, int64_t partition) {
   });
 }
 
+void RendezvousMap::add_open_runs(std::set<int64_t>& runs) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const RendezvousPtr& rendezvous : open_) runs.insert(rendezvous->run_id);
+}
+
 std::string RendezvousMap::place() const {
   return call_.empty() ? "at the end of the program, without having made this call" : "in another call: " + call_;
 }

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -90,7 +91,7 @@ class ReplicaGroups {
 class RendezvousMap {
  public:
   // call: description of the call for error messages (axis, message, lines). Empty for a barrier at the end of a
-  // program: it has no deadline, because ranks may arrive there at any time, and fails with its execution.
+  // program, which fails with its execution, and has no deadline: a rank may arrive there at any time.
   RendezvousMap(ReplicaGroups groups, std::string call);
   // Fails the open rendezvous.
   ~RendezvousMap();
@@ -112,6 +113,8 @@ class RendezvousMap {
   bool has_arrived(const Rendezvous& rendezvous, int64_t partition) const;
   // Whether it waits in one of the open rendezvous of the run.
   bool is_waiting(int64_t run_id, int64_t partition);
+  // Adds the runs that have open rendezvous.
+  void add_open_runs(std::set<int64_t>& runs);
 
   bool has_deadline() const { return !call_.empty(); }
   // Where its ranks wait, for error messages of other calls.

@@ -317,6 +317,36 @@ TEST(Deadline, NamesTheCallInWhichAMissingRankWaits) {
   }
 }
 
+TEST(Barrier, FailsWithItsRun) {
+  const ScopedDeadline deadline(kDeadline);
+  RendezvousMap call(ReplicaGroups({0, 1, 2}, {3}), "call"), barrier(ReplicaGroups({0, 1, 2}, {3}), "");
+  const int64_t run = next_run_id(), other_run = next_run_id();
+  Outcome outcomes[3];
+  EXPECT_EQ(barrier.arrive(run, 1, participant(1, outcomes[1])), nullptr);
+  EXPECT_EQ(call.arrive(run, 0, participant(0, outcomes[0])), nullptr);
+  ASSERT_TRUE(outcomes[0].wait() && outcomes[1].wait());
+  for (const Outcome* outcome : {&outcomes[0], &outcomes[1]}) {
+    EXPECT_NE(outcome->error().find("Rank 1 waits at the end of the program, without having made this call."),
+              std::string::npos)
+        << outcome->error();
+  }
+  // A communicator fails a run without a deadline.
+  EXPECT_EQ(barrier.arrive(other_run, 2, participant(2, outcomes[2])), nullptr);
+  Watchdog::instance().record_failure(other_run, "failed elsewhere");
+  ASSERT_TRUE(outcomes[2].wait());
+  EXPECT_EQ(outcomes[2].error(), "failed elsewhere");
+}
+
+// A rank that has failed for reasons of its own never arrives.
+TEST(Barrier, LetsRanksGoOnThatNoCallWaitsFor) {
+  const ScopedDeadline deadline(kDeadline);
+  RendezvousMap barrier(ReplicaGroups({0, 1}, {2}), "");
+  const Outcome outcome;
+  EXPECT_EQ(barrier.arrive(next_run_id(), 1, participant(1, outcome)), nullptr);
+  ASSERT_TRUE(outcome.wait());
+  EXPECT_EQ(outcome.error(), "");
+}
+
 TEST(Deadline, OtherRunsGoOn) {
   const ScopedDeadline deadline(kDeadline);
   RendezvousMap rendezvous_map(ReplicaGroups({0, 1}, {2}), "test");

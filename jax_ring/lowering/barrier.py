@@ -28,10 +28,10 @@ def note(ctx, results) -> None:
 def _lower_shard_map(jax_rule, ctx, *operands, **params):
     results = jax_rule(ctx, *operands, **params)
     if _compat.module_state(ctx).get(_NEEDED) and _covers_whole_mesh(ctx, params):
-        block = ir.InsertionPoint.current.block
-        bodies = [op.operation for op in block.operations if op.operation.name == "sdy.manual_computation"]
-        if bodies and _has_optional_call(ctx, bodies[-1], False):
-            _end_with_barrier(ctx, bodies[-1], params)
+        body = next((value.owner.operation for value in results if isinstance(value, ir.OpResult)), None)
+        # A mesh of one rank has no such operation.
+        if body and body.name == "sdy.manual_computation" and _has_optional_call(ctx, body, False, set()):
+            _end_with_barrier(ctx, body, params)
     return results
 
 
@@ -43,10 +43,11 @@ def _covers_whole_mesh(ctx, params: dict) -> bool:
     return is_for_cpu and not is_nested and set(params["newly_manual_axes"]) == set(mesh.axis_names)
 
 
-def _has_optional_call(ctx, operation: ir.Operation, is_optional: bool) -> bool:
+def _has_optional_call(ctx, operation: ir.Operation, is_optional: bool, without: set) -> bool:
     """Whether there are calls in branches, or in loops whose length is only known at run time.
 
     is_optional: whether the operation itself is in one.
+    without: the functions that are known to have none, and whether these were.
     """
     for region in operation.regions:
         for block in region:
@@ -58,9 +59,13 @@ def _has_optional_call(ctx, operation: ir.Operation, is_optional: bool) -> bool:
                     if is_optional and target in runtime.TARGETS.values():
                         return True
                 elif name == "func.call":
-                    if _has_optional_call(ctx, _compat.called_function(ctx, child), is_optional):
+                    key = (child.attributes["callee"], is_optional)
+                    if key in without:
+                        continue
+                    if _has_optional_call(ctx, _compat.called_function(ctx, child), is_optional, without):
                         return True
-                elif _has_optional_call(ctx, child, is_optional or _is_conditional(child)):
+                    without.add(key)
+                elif _has_optional_call(ctx, child, is_optional or _is_conditional(child), without):
                     return True
     return False
 
