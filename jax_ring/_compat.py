@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Callable
 
 import jax
@@ -25,6 +26,8 @@ try:
     from jax._src.interpreters import mlir as _mlir
     from jax._src.interpreters.pxla import axis_groups as _axis_groups
     from jax._src.lax import parallel as _parallel
+    from jax._src.shard_map import shard_map_p as shard_map_p
+    from jax._src.source_info_util import user_frame as _user_frame
     from jax.interpreters.mlir import SPMDAxisContext as SPMDAxisContext
     from jax.interpreters.partial_eval import dce_rules as _dce_rules
     from jaxlib import xla_client as _xla_client
@@ -34,6 +37,7 @@ try:
     psum_invariant_p = _parallel.psum_invariant_p
     _check_vma = _config._check_vma
     _auto_pcast = _config.auto_pcast
+    _source_file_pattern = _config.hlo_source_file_canonicalization_regex
     _skip_size_one_axes = _parallel._maybe_skip_one_sized_axes
     _register_custom_type = _xla_client._xla.register_custom_type
     _common_lowerings = _mlir._lowerings
@@ -64,9 +68,16 @@ _source_info_util.register_exclusion(str(pathlib.Path(__file__).parent))
 
 
 def call_site(lowering_context) -> str:
-    """File, line and function of the user's call that is being lowered; empty if they are not known."""
-    source = _source_info_util.new_source_info().replace(traceback=lowering_context.traceback)
-    return _source_info_util.summarize(source)
+    """File, line and function of the user's call that is being lowered; empty if they are not known.
+
+    As in the metadata of compiled programs, `jax_hlo_source_file_canonicalization_regex` shortens the name of the file.
+    """
+    frame = _user_frame(lowering_context.traceback)
+    if frame is None:
+        return ""
+    pattern = _source_file_pattern.value
+    file_name = re.sub(pattern, "", frame.file_name) if pattern else frame.file_name
+    return f"{file_name}:{frame.start_line} ({frame.function_name})"
 
 
 def call_location(lowering_context) -> tuple[str, int]:
@@ -217,6 +228,17 @@ def function_name(primitive) -> str:
 def module_state(lowering_context) -> dict:
     """A dictionary of jax_ring's own, which lives as long as the lowering of one module."""
     return lowering_context.module_context.cached_primitive_lowerings.setdefault("jax_ring", {})
+
+
+def is_exported(lowering_context) -> bool:
+    """Whether the module is lowered for `jax.export`."""
+    return lowering_context.module_context.lowering_parameters.for_export
+
+
+def called_function(lowering_context, call):
+    """The function that a func.call calls."""
+    name = _ir.FlatSymbolRefAttr(call.attributes["callee"]).value
+    return lowering_context.module_context.symbol_table[name].operation
 
 
 def is_tracing() -> bool:

@@ -58,6 +58,8 @@ TARGETS = {
     collective: f"jax_ring_{collective}"
     for collective in ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast")
 }
+# Another prefix than theirs: it is no collective.
+BARRIER_TARGET = "jax_ring.barrier"
 TIMEOUT_VARIABLE = "JAX_RING_TIMEOUT_S"
 STRICT_VARIABLE = "JAX_RING_STRICT"
 ISA_VARIABLE = "JAX_RING_ISA"
@@ -99,13 +101,6 @@ if (_isa := os.environ.get(ISA_VARIABLE, "")) not in ("", "baseline", "avx2", "a
     raise ValueError(f"{ISA_VARIABLE} must be baseline, avx2 or avx512, got {_isa!r}. Unset it for the best one.")
 
 
-def note_call_site(call: str, site: str) -> None:
-    """Records that the call described by `call` was written at `site`, for the error when a rank is missing."""
-    for module in (_ffi_cpu, ffi_cuda):
-        if site and module is not None:
-            module.note_call_site(call, site)
-
-
 def timeout() -> float:
     """Seconds that ranks and processes wait for each other."""
     return _ffi_cpu.deadline()
@@ -136,6 +131,7 @@ def _register() -> None:
     handlers = _ffi_cpu.collective_handlers()
     for target in TARGETS.values():
         jax.ffi.register_ffi_target(target, handlers, platform="cpu")
+    jax.ffi.register_ffi_target(BARRIER_TARGET, _ffi_cpu.barrier_handlers(), platform="cpu")
     if ffi_cuda is not None:
         # JAX queues both until the CUDA client exists, and registers types before handlers.
         jax.ffi.register_ffi_type("jax_ring_instance", ffi_cuda.instance_type(), platform="CUDA")

@@ -48,15 +48,55 @@ def run(body: str, **environment) -> None:
 def test_names_axis_message_missing_rank_and_call_site():
     run("""
 text, seconds = error_of(skipped_by([3]), x)
-assert "DEADLINE_EXCEEDED" in text
-assert "ring_psum of float32[2,3] over axis 'data'" in text
+assert text.startswith("DEADLINE_EXCEEDED: ring_psum of float32[2,3] over axis 'data', called at <string>:"), text
 assert "7 of 8 ranks arrived within 1.5 s" in text
 assert "Missing: rank 3 (mesh position 3)" in text
 assert "(skipped_by.<locals>.f.<locals>.call)" in text
+assert "waits in" not in text
 assert "JAX_RING_TIMEOUT_S" in text
 assert seconds >= 1.5, seconds
 check_health()
 """)
+
+
+LAYERS = r"""
+import re
+from jax_ring import ring_pmax
+
+def model(file_name, **layers):
+    # Layers with equal calls, each on its own line of a file.
+    names = dict(globals())
+    layers = {f"f{i}": layers.get(f"f{i}", "ring_psum(x, 'data')") for i in range(60)}
+    source = "\n".join(f"def {name}(x): return jnp.tanh({call})" for name, call in layers.items())
+    exec(compile(source, file_name, "exec"), names)
+    def f(x):
+        for name in layers:
+            x = names[name](x)
+        return x
+    return mapped(f)
+"""
+
+
+def test_names_the_line_of_the_call_at_fault_and_what_the_missing_ranks_do_instead():
+    run(
+        LAYERS
+        + r"""
+jax.block_until_ready(model("before.py")(x))
+text, _ = error_of(model("now.py", f40="lax.cond(jnp.isin(lax.axis_index('data'), jnp.array([3, 5])),"
+                                       "lambda x: ring_pmax(x, 'data'), lambda x: x, x)"), x)
+of_most = "ring_psum of float32[2,3] over axis 'data', called at now.py:42 (f41)"
+of_two = "ring_pmax of float32[2,3] over axis 'data', called at now.py:41 (f40.<locals>.<lambda>)"
+assert "before.py" not in text
+assert len(re.findall(r"now.py:\d+", text)) == 2
+# It is an error of one of the ranks.
+if text.startswith(f"DEADLINE_EXCEEDED: {of_most}: 6 of 8 ranks arrived"):
+    assert f"Ranks 3, 5 wait in another call: {of_two}." in text
+else:
+    assert text.startswith(f"DEADLINE_EXCEEDED: {of_two}: 2 of 8 ranks arrived"), text
+    assert f"Ranks 0, 1, 2, 4, 6, 7 wait in another call: {of_most}." in text
+check_health()
+"""
+    )
 
 
 def test_names_all_missing_ranks():

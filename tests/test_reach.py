@@ -23,9 +23,6 @@ class FakeEngine:
     def __init__(self, severed=()):
         self.severed = set(severed)
 
-    def note_call_site(self, call, site):
-        self.recorded = call, site
-
     def unreachable(self, devices):
         return [(a, b) for a in devices for b in devices if (a, b) in self.severed]
 
@@ -63,11 +60,11 @@ def test_groups_are_attributes(check_vma):
     assert "group_sizes = dense<2>" in text
 
 
-def test_the_call_site_is_recorded(engine):
-    lower(psum, jnp.ones(8), check_vma=False)
-    call, site = engine.recorded
-    assert call == "ring_psum of float32[1] over axis 'i'"
-    assert "test_reach.py" in site
+@pytest.mark.usefixtures("engine")
+def test_the_call_and_its_line_are_attributes():
+    text = lower(psum, jnp.ones(8), check_vma=False)
+    assert """call = "ring_psum of float32[1] over axis 'i'\"""" in text
+    assert f'site = "{__file__}:{psum.__code__.co_firstlineno + 1} (psum)"' in text
 
 
 @pytest.mark.usefixtures("engine")

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/describe.h"
 #include "common/hash.h"
 #include "common/xla_types.h"
 #include "cpu/completion_threads.h"
@@ -33,16 +34,16 @@ struct CrossProcessGroup {
 // One per call instruction and process, owned by the runtime.
 struct CallSite {
   static ffi::TypeId id;
-  CallSite(ReplicaGroups groups, std::string call, Plan plan, Op op)
-      : rendezvous_map(std::move(groups), call),
+  CallSite(ReplicaGroups groups, std::string text, Plan plan, Op op)
+      : rendezvous_map(std::move(groups), text),
         plan(plan),
         op(op),
-        text(std::make_shared<std::string>(std::move(call))) {}
+        text(std::make_shared<std::string>(std::move(text))) {}
   RendezvousMap rendezvous_map;
   Plan plan;
   Op op;
   // For groups that span several processes.
-  std::shared_ptr<const std::string> text;
+  std::shared_ptr<const std::string> text;  // for error messages
   std::optional<Algorithm> algorithm;
   Hash hash;  // of what identifies the call, the same in all processes
   std::vector<std::optional<CrossProcessGroup>>
@@ -105,11 +106,17 @@ class XlaWorkers final : public Workers {
   ffi::ThreadPool& pool_;
 };
 
+std::vector<bool> are_local(ffi::Span<const int64_t> processes) {
+  std::vector<bool> local;
+  for (int64_t process : processes) local.push_back(process == shm::Communicators::instance().process());
+  return local;
+}
+
 ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
     std::string_view collective, std::string_view op, int64_t root, std::string_view algorithm, std::string_view order,
     ffi::Span<const int64_t> partitions, ffi::Span<const int64_t> processes, ffi::Span<const int64_t> group_sizes,
     ffi::Span<const int64_t> one_shot_bytes, ffi::Span<const int64_t> two_shot_bytes, std::string_view call,
-    std::string_view program) {
+    std::string_view lines, std::string_view program) {
   try {
     const Plan plan{named<Collective>(collective, kCollectives), named<Order>(order, kOrders), static_cast<int>(root)};
     for (int64_t size : group_sizes) {
@@ -118,10 +125,9 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
     if (processes.size() != partitions.size()) {
       throw std::invalid_argument("jax_ring: there must be one process per partition");
     }
-    std::vector<bool> is_local;
-    for (int64_t process : processes) is_local.push_back(process == shm::Communicators::instance().process());
-    ReplicaGroups groups({partitions.begin(), partitions.end()}, {group_sizes.begin(), group_sizes.end()}, is_local);
-    auto site = std::make_unique<CallSite>(std::move(groups), std::string(call), plan, named<Op>(op, kOps));
+    ReplicaGroups groups({partitions.begin(), partitions.end()}, {group_sizes.begin(), group_sizes.end()},
+                         are_local(processes));
+    auto site = std::make_unique<CallSite>(std::move(groups), describe(call, lines), plan, named<Op>(op, kOps));
     site->algorithm = algorithm_of(algorithm);
     if (!program.empty()) site->hash = identity_of(call, program, plan, site->op, site->algorithm);
     find_communicators(*site, partitions, processes, group_sizes, one_shot_bytes, two_shot_bytes);
@@ -146,6 +152,18 @@ void run_between_processes(const CallSite& site, const CrossProcessGroup& group,
   }
   // The only local rank is the caller, and nothing waits on its future yet: completing it here runs no other code.
   (*std::find_if(rendezvous->done.begin(), rendezvous->done.end(), has_completion))(nullptr);
+}
+
+// The completion may run on another thread, and the rank's program must compute there as it would have here.
+Completion completion_of(const ffi::Promise& to_complete) {
+  return [promise = to_complete, mode = FloatMode::current()](const std::string* error) mutable {
+    const ScopedFloatMode as_before(mode);
+    if (error == nullptr) {
+      promise.SetAvailable();
+    } else {
+      promise.SetError(ffi::Error(ffi::ErrorCode::kDeadlineExceeded, *error));
+    }
+  };
 }
 
 ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::BufferR0<ffi::U32> partition,
@@ -179,15 +197,7 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
       participant.inputs.push_back(input.untyped_data());
       participant.outputs.push_back(output.untyped_data());
     }
-    // The completion may run on another thread, and the rank's program must compute there as it would have here.
-    participant.done = [promise, mode = FloatMode::current()](const std::string* error) mutable {
-      const ScopedFloatMode as_before(mode);
-      if (error == nullptr) {
-        promise.SetAvailable();
-      } else {
-        promise.SetError(ffi::Error(ffi::ErrorCode::kDeadlineExceeded, *error));
-      }
-    };
+    participant.done = completion_of(promise);
     auto rendezvous = site->rendezvous_map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
     if (rendezvous == nullptr) return future;
     if (const std::optional<CrossProcessGroup>& cross_process = site->groups[group]) {
@@ -196,6 +206,33 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
       XlaWorkers workers(pool);
       run_collective(std::move(rendezvous), message, workers);
     }
+  } catch (const std::exception& error) {
+    promise.SetError(ffi::Error::Internal(error.what()));
+  }
+  return future;
+}
+
+// A barrier of the ranks of this process. It has the state of a call, for the sake of one FFI type.
+ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate_barrier(ffi::Span<const int64_t> partitions,
+                                                            ffi::Span<const int64_t> processes) {
+  try {
+    ReplicaGroups groups({partitions.begin(), partitions.end()}, {static_cast<int64_t>(partitions.size())},
+                         are_local(processes));
+    return std::make_unique<CallSite>(std::move(groups), "", Plan{}, Op::sum);
+  } catch (const std::exception& error) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument(error.what()));
+  }
+}
+
+ffi::Future execute_barrier(CallSite* site, ffi::RunId run, ffi::BufferR0<ffi::U32> partition,
+                            ffi::RemainingArgs /*awaited*/, ffi::Dictionary /*seen by instantiate_barrier*/) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  try {
+    Participant participant;
+    participant.done = completion_of(promise);
+    auto rendezvous = site->rendezvous_map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
+    if (rendezvous != nullptr) CompletionThreads::instance().complete(std::move(rendezvous));
   } catch (const std::exception& error) {
     promise.SetError(ffi::Error::Internal(error.what()));
   }
@@ -215,6 +252,7 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                            .Attr<ffi::Span<const int64_t>>("one_shot_bytes")
                            .Attr<ffi::Span<const int64_t>>("two_shot_bytes")
                            .Attr<std::string_view>("call")
+                           .Attr<std::string_view>("site")
                            .Attr<std::string_view>("program"));
 
 XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
@@ -227,7 +265,23 @@ XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
                            .RemainingRets()
                            .Attrs());
 
+XLA_FFI_DEFINE_HANDLER(instantiate_barrier_handler, instantiate_barrier,
+                       ffi::Ffi::BindInstantiate()
+                           .Attr<ffi::Span<const int64_t>>("partitions")
+                           .Attr<ffi::Span<const int64_t>>("processes"));
+
+XLA_FFI_DEFINE_HANDLER(execute_barrier_handler, execute_barrier,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::State<CallSite>>()
+                           .Ctx<ffi::RunId>()
+                           .Arg<ffi::BufferR0<ffi::U32>>()
+                           .RemainingArgs()
+                           .Attrs());
+
 }  // namespace
+
+XLA_FFI_Error* barrier_instantiate(XLA_FFI_CallFrame* call_frame) { return instantiate_barrier_handler(call_frame); }
+XLA_FFI_Error* barrier_execute(XLA_FFI_CallFrame* call_frame) { return execute_barrier_handler(call_frame); }
 
 XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame) { return instantiate_handler(call_frame); }
 XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame) { return execute_handler(call_frame); }

@@ -18,6 +18,8 @@ namespace jax_ring::cpu {
 //   processes    int64 array: the process of each member
 //   group_sizes  int64 array: the size of each group
 //   call         string: description of the call, for error messages
+//   site         string: the lines of the user's program that it serves, for error messages alone: no part of what
+//                identifies a call. May be empty.
 //   program      string: empty in a program of one process. Else the name of the program, the same in all processes,
 //                '#', and how often this process has lowered it.
 //   algorithm    string: auto, one_shot, two_shot or ring. No effect within a process, where there is one algorithm.
@@ -27,6 +29,16 @@ namespace jax_ring::cpu {
 //   order        string: rank or ring, the order in which values are folded
 XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame);
+
+// Stages of `jax_ring.barrier`, which ends a program whose ranks may leave out a call: a rank completes it when all
+// ranks of this process have, and all fail if a call of the execution fails.
+//
+// Operands: the caller's partition id (uint32 scalar), then any values to wait for. Results: none.
+// Attributes:
+//   partitions   int64 array: all ranks
+//   processes    int64 array: the process of each
+XLA_FFI_Error* barrier_instantiate(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* barrier_execute(XLA_FFI_CallFrame* call_frame);
 
 // The type of the state of one call instruction, shared by all devices of a process.
 XLA_FFI_TypeId* call_site_type_id();

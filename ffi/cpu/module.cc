@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "common/call_sites.h"
 #include "cpu/fold_kernels.h"
 #include "cpu/fold_limit.h"
 #include "cpu/handler.h"
@@ -55,6 +54,16 @@ NB_MODULE(_ffi_cpu, m) {
       "The handlers of the custom calls, one capsule per stage, for jax.ffi.register_ffi_target.");
 
   m.def(
+      "barrier_handlers",
+      [] {
+        nb::typed<nb::dict, nb::str, nb::object> stages;
+        stages["instantiate"] = capsule_of(&jax_ring::cpu::barrier_instantiate);
+        stages["execute"] = capsule_of(&jax_ring::cpu::barrier_execute);
+        return stages;
+      },
+      "The handlers of the barrier, one capsule per stage, for jax.ffi.register_ffi_target.");
+
+  m.def(
       "call_site_type",
       [] {
         nb::typed<nb::dict, nb::str, nb::object> type;
@@ -79,9 +88,6 @@ NB_MODULE(_ffi_cpu, m) {
       [](int64_t process, const std::string& token) { jax_ring::shm::Communicators::instance().join(process, token); },
       "process"_a, "token"_a, nb::call_guard<nb::gil_scoped_release>(),
       "Sets the id of this process among those that share the token, which names their shared memory.");
-
-  m.def("note_call_site", &jax_ring::note_call_site, "call"_a, "site"_a,
-        "Records where in the user's program a call was written, for error messages.");
 
   m.def("fold_limit_seconds", &jax_ring::cpu::fold_limit_seconds, "num_ranks"_a, "num_bytes"_a, "num_threads"_a,
         "repeats"_a, nb::call_guard<nb::gil_scoped_release>(),

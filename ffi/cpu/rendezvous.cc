@@ -2,12 +2,12 @@
 #include "cpu/rendezvous.h"
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <utility>
 
-#include "common/call_sites.h"
 #include "cpu/completion_threads.h"
 #include "cpu/watchdog.h"
 
@@ -15,6 +15,12 @@ namespace jax_ring::cpu {
 namespace {
 
 constexpr int64_t kLargestPartition = 1 << 24;  // far more than there are devices: catches corrupt input
+
+std::string join(const std::vector<std::string>& parts) {
+  std::string text;
+  for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
+  return text;
+}
 
 }  // namespace
 
@@ -52,8 +58,12 @@ ReplicaGroups::ReplicaGroups(const std::vector<int64_t>& partitions, const std::
   }
 }
 
+bool ReplicaGroups::contains(int64_t partition) const {
+  return partition >= 0 && partition < static_cast<int64_t>(places_.size()) && places_[partition].group >= 0;
+}
+
 ReplicaGroups::Place ReplicaGroups::place(int64_t partition) const {
-  if (partition < 0 || partition >= static_cast<int64_t>(places_.size()) || places_[partition].group < 0) {
+  if (!contains(partition)) {
     throw std::out_of_range("partition " + std::to_string(partition) + " is in none of the call's replica groups");
   }
   return places_[partition];
@@ -145,25 +155,53 @@ std::vector<RendezvousPtr> RendezvousMap::remove_if(const std::function<bool(con
   return removed;
 }
 
-std::string RendezvousMap::describe_missing_ranks(const Rendezvous& rendezvous,
-                                                  std::chrono::duration<double> deadline) const {
+bool RendezvousMap::has_arrived(const Rendezvous& rendezvous, int64_t partition) const {
+  if (!groups_.contains(partition)) return false;
+  const ReplicaGroups::Place place = groups_.place(partition);
+  return rendezvous.group == place.group && rendezvous.done[place.rank];
+}
+
+bool RendezvousMap::is_waiting(int64_t run_id, int64_t partition) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(open_.begin(), open_.end(), [&](const RendezvousPtr& rendezvous) {
+    return rendezvous->run_id == run_id && has_arrived(*rendezvous, partition);
+  });
+}
+
+void RendezvousMap::add_open_runs(std::set<int64_t>& runs) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const RendezvousPtr& rendezvous : open_) runs.insert(rendezvous->run_id);
+}
+
+std::string RendezvousMap::place() const {
+  return call_.empty() ? "at the end of the program, without having made this call" : "in another call: " + call_;
+}
+
+std::string RendezvousMap::describe_missing_ranks(const Rendezvous& rendezvous, std::chrono::duration<double> deadline,
+                                                  const OtherPlace& other_place) const {
   const std::vector<int64_t>& members = groups_.members(rendezvous.group);
-  std::ostringstream missing, group;
-  int num_missing = 0;
+  std::vector<std::string> group, missing;
+  std::map<std::string, std::vector<std::string>> elsewhere;  // the ranks that wait in other places
   for (size_t rank = 0; rank < members.size(); ++rank) {
-    group << (rank == 0 ? "" : ", ") << members[rank];
+    group.push_back(std::to_string(members[rank]));
     if (rendezvous.done[rank] || !groups_.is_local(rendezvous.group, static_cast<int>(rank))) continue;
-    missing << (num_missing++ == 0 ? "" : ", ") << rank << " (mesh position " << members[rank] << ")";
+    missing.push_back(std::to_string(rank) + " (mesh position " + group.back() + ")");
+    if (const auto place = other_place(members[rank])) elsewhere[*place].push_back(std::to_string(rank));
   }
   std::ostringstream text;
   const int expected = groups_.num_local(rendezvous.group);
-  text << call_ << called_at(call_) << ": " << rendezvous.num_arrived << " of " << expected << " ranks"
+  text << call_ << ": " << rendezvous.num_arrived << " of " << expected << " ranks"
        << (expected < static_cast<int>(members.size()) ? " of this process" : "") << " arrived within "
-       << deadline.count() << " s. Missing: rank" << (num_missing == 1 ? " " : "s ") << missing.str()
-       << " of the group of mesh positions [" << group.str()
-       << "]. Every rank of a group must make the same calls: look for a branch or a loop whose condition differs "
-          "between ranks (a lax.cond on lax.axis_index, say), or for an error on a missing rank. If the missing ranks "
-          "are only slow, set JAX_RING_TIMEOUT_S to more seconds.";
+       << deadline.count() << " s. Missing: rank" << (missing.size() == 1 ? " " : "s ") << join(missing)
+       << " of the group of mesh positions [" << join(group) << "].";
+  for (const auto& [place, ranks] : elsewhere) {
+    text << (ranks.size() == 1 ? " Rank " : " Ranks ") << join(ranks) << (ranks.size() == 1 ? " waits " : " wait ")
+         << place << ".";
+  }
+  text
+      << " Every rank of a group must make the same calls: look for a branch or a loop whose condition differs between "
+         "ranks (a lax.cond on lax.axis_index, say), or for an error on a missing rank. If the missing ranks are only "
+         "slow, set JAX_RING_TIMEOUT_S to more seconds.";
   return text.str();
 }
 

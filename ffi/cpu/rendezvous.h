@@ -6,6 +6,8 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -70,6 +72,7 @@ class ReplicaGroups {
 
   // Throws std::out_of_range if no group contains the partition.
   Place place(int64_t partition) const;
+  bool contains(int64_t partition) const;
   const std::vector<int64_t>& members(int group) const { return members_[group]; }
   int size(int group) const { return static_cast<int>(members_[group].size()); }
   bool is_local(int group, int rank) const { return is_local_[group][rank]; }
@@ -87,7 +90,8 @@ class ReplicaGroups {
 // rank had arrived there, so a loop has one open rendezvous at a time.
 class RendezvousMap {
  public:
-  // call: description of the call for error messages (axis, message).
+  // call: description of the call for error messages (axis, message, lines). Empty for a barrier at the end of a
+  // program, which fails with its execution, and has no deadline: a rank may arrive there at any time.
   RendezvousMap(ReplicaGroups groups, std::string call);
   // Fails the open rendezvous.
   ~RendezvousMap();
@@ -105,8 +109,22 @@ class RendezvousMap {
   // Removes and returns the open rendezvous that satisfy the predicate.
   std::vector<RendezvousPtr> remove_if(const std::function<bool(const Rendezvous&)>& predicate);
 
+  // Whether the partition has arrived in this rendezvous, which is or was in this map.
+  bool has_arrived(const Rendezvous& rendezvous, int64_t partition) const;
+  // Whether it waits in one of the open rendezvous of the run.
+  bool is_waiting(int64_t run_id, int64_t partition);
+  // Adds the runs that have open rendezvous.
+  void add_open_runs(std::set<int64_t>& runs);
+
+  bool has_deadline() const { return !call_.empty(); }
+  // Where its ranks wait, for error messages of other calls.
+  std::string place() const;
+
   // The error message that names the ranks missing from the rendezvous.
-  std::string describe_missing_ranks(const Rendezvous& rendezvous, std::chrono::duration<double> deadline) const;
+  // other_place: where a partition waits instead; nullopt if that is unknown.
+  using OtherPlace = std::function<std::optional<std::string>(int64_t partition)>;
+  std::string describe_missing_ranks(const Rendezvous& rendezvous, std::chrono::duration<double> deadline,
+                                     const OtherPlace& other_place) const;
 
  private:
   const ReplicaGroups groups_;

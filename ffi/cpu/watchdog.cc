@@ -2,6 +2,7 @@
 #include "cpu/watchdog.h"
 
 #include <algorithm>
+#include <set>
 #include <thread>
 
 #include "cpu/completion_threads.h"
@@ -14,6 +15,8 @@ namespace {
 constexpr size_t kMaxFailures = 256;
 constexpr double kChecksPerDeadline = 10;
 constexpr double kMaxCheckInterval = 10;  // seconds
+// A barrier outlasts the calls that its missing ranks may be waiting in.
+constexpr int kDeadlinesOfBarrier = 2;
 
 }  // namespace
 
@@ -85,16 +88,34 @@ void Watchdog::check_deadlines() {
     std::lock_guard<std::mutex> lock(watched_mutex_);
     const auto limit = std::chrono::duration<double>(deadline());
     const auto now = Clock::now();
+    std::vector<RendezvousMap*> maps;  // of each expired rendezvous
     for (RendezvousMap* rendezvous_map : watched_) {
+      if (!rendezvous_map->has_deadline()) continue;
       for (auto& rendezvous :
            rendezvous_map->remove_if([&](const Rendezvous& m) { return now - m.start_time >= limit; })) {
-        reasons.push_back(rendezvous_map->describe_missing_ranks(*rendezvous, limit));
         expired.push_back(std::move(rendezvous));
+        maps.push_back(rendezvous_map);
       }
     }
-    if (expired.empty()) return;
+    // Where a partition waits, other than in the call of `except`: in one that has expired as well, or is still open.
+    const auto place_of = [&](int64_t run_id, int64_t partition,
+                              const RendezvousMap* except) -> std::optional<std::string> {
+      for (size_t i = 0; i < expired.size(); ++i) {
+        if (maps[i] != except && expired[i]->run_id == run_id && maps[i]->has_arrived(*expired[i], partition)) {
+          return maps[i]->place();
+        }
+      }
+      for (RendezvousMap* other : watched_) {
+        if (other != except && other->is_waiting(run_id, partition)) return other->place();
+      }
+      return std::nullopt;
+    };
+    for (size_t i = 0; i < expired.size(); ++i) {
+      reasons.push_back(maps[i]->describe_missing_ranks(
+          *expired[i], limit, [&](int64_t partition) { return place_of(expired[i]->run_id, partition, maps[i]); }));
+    }
     for (size_t i = 0; i < expired.size(); ++i) record_failure(expired[i]->run_id, reasons[i]);
-    // The other open rendezvous of the same executions cannot complete either.
+    // The other open rendezvous of failed executions cannot complete either. A communicator may have failed them.
     for (RendezvousMap* rendezvous_map : watched_) {
       for (auto& rendezvous :
            rendezvous_map->remove_if([&](const Rendezvous& m) { return failure(m.run_id).has_value(); })) {
@@ -102,9 +123,27 @@ void Watchdog::check_deadlines() {
         expired.push_back(std::move(rendezvous));
       }
     }
+    release_barriers(kDeadlinesOfBarrier * limit);
   }
   for (size_t i = 0; i < expired.size(); ++i)
     CompletionThreads::instance().complete(std::move(expired[i]), std::move(reasons[i]));
+}
+
+// Lets the ranks go on that have waited at a barrier for so long, if none of the others waits in a call: these may be
+// computing, or have failed for reasons of their own.
+void Watchdog::release_barriers(std::chrono::duration<double> limit) {
+  const auto now = Clock::now();
+  std::set<int64_t> waiting;
+  for (RendezvousMap* rendezvous_map : watched_) {
+    if (rendezvous_map->has_deadline()) rendezvous_map->add_open_runs(waiting);
+  }
+  for (RendezvousMap* rendezvous_map : watched_) {
+    if (rendezvous_map->has_deadline()) continue;
+    for (auto& rendezvous : rendezvous_map->remove_if(
+             [&](const Rendezvous& m) { return now - m.start_time >= limit && waiting.count(m.run_id) == 0; })) {
+      CompletionThreads::instance().complete(std::move(rendezvous));
+    }
+  }
 }
 
 }  // namespace jax_ring::cpu

@@ -40,6 +40,7 @@ class Watchdog {
   Watchdog() = default;
   void run();
   void check_deadlines();
+  void release_barriers(std::chrono::duration<double> limit);  // requires watched_mutex_
   const std::string* failure_locked(int64_t run_id) const;
 
   std::atomic<double> deadline_seconds_{60.0};

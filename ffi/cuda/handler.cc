@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "common/call_sites.h"
+#include "common/describe.h"
 #include "common/xla_types.h"
 #include "cuda/communicators.h"
 #include "cuda/kernels.h"
@@ -30,6 +30,7 @@ struct Instance {
     Thresholds thresholds;
   };
   CallSite site;
+  std::string text;           // for error messages
   std::vector<Group> groups;  // those that have GPUs of this process
 };
 ffi::TypeId Instance::id = {};
@@ -39,11 +40,13 @@ ffi::TypeId Instance::id = {};
 ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
     std::string_view collective, std::string_view op, int64_t root, std::string_view algorithm, std::string_view order,
     ffi::Span<const int64_t> processes, ffi::Span<const int64_t> devices, ffi::Span<const int64_t> group_sizes,
-    ffi::Span<const int64_t> one_shot_bytes, ffi::Span<const int64_t> two_shot_bytes, std::string_view call) {
+    ffi::Span<const int64_t> one_shot_bytes, ffi::Span<const int64_t> two_shot_bytes, std::string_view call,
+    std::string_view lines) {
   try {
     auto instance = std::make_unique<Instance>();
     const Plan plan{named<Collective>(collective, kCollectives), named<Order>(order, kOrders), static_cast<int>(root)};
     instance->site = {std::string(call), plan, named<Op>(op, kOps), algorithm_of(algorithm)};
+    instance->text = describe(call, lines);
     Communicators& all = Communicators::instance();
     if (one_shot_bytes.size() != group_sizes.size() || two_shot_bytes.size() != group_sizes.size()) {
       throw std::invalid_argument("there must be one threshold of each kind per group");
@@ -68,15 +71,14 @@ ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
     }
     return instance;
   } catch (const std::exception& error) {
-    return ffi::Unexpected(ffi::Error::Internal(std::string(call) + ": " + error.what()));
+    return ffi::Unexpected(ffi::Error::Internal(describe(call, lines) + ": " + error.what()));
   }
 }
 
 ffi::Error failure_of(const Instance& instance) {
   for (const auto& [communicator, thresholds] : instance.groups) {
     if (const auto failure = communicator->failure()) {
-      const std::string& own = instance.site.call;
-      const std::string call = failure->call == instance.site.fingerprint() ? own + called_at(own) : "an earlier call";
+      const std::string call = failure->call == instance.site.fingerprint() ? instance.text : "an earlier call";
       return ffi::Error(ffi::ErrorCode::kDeadlineExceeded,
                         communicator->describe(*failure, call, Communicators::instance().deadline()));
     }
@@ -119,7 +121,7 @@ ffi::Error execute(Instance* instance, cudaStream_t stream, int32_t device, ffi:
     }
     throw std::out_of_range("GPU " + std::to_string(device) + " is in none of the call's replica groups");
   } catch (const std::exception& error) {
-    return ffi::Error::Internal(instance->site.call + ": " + error.what());
+    return ffi::Error::Internal(instance->text + ": " + error.what());
   }
 }
 
@@ -135,7 +137,8 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                            .Attr<ffi::Span<const int64_t>>("group_sizes")
                            .Attr<ffi::Span<const int64_t>>("one_shot_bytes")
                            .Attr<ffi::Span<const int64_t>>("two_shot_bytes")
-                           .Attr<std::string_view>("call"),
+                           .Attr<std::string_view>("call")
+                           .Attr<std::string_view>("site"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize,

@@ -21,6 +21,7 @@ namespace jax_ring::gpu {
 //   one_shot_bytes, two_shot_bytes
 //                int64 arrays: for each group, the largest message for which auto selects one_shot, or two_shot
 //   call         string: description of the call, for error messages; the same on all ranks
+//   site         string: the lines of the user's program that it serves, for error messages alone. May be empty.
 XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_initialize(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame);

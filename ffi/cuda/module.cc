@@ -8,7 +8,6 @@
 
 #include <utility>
 
-#include "common/call_sites.h"
 #include "cuda/communicators.h"
 #include "cuda/handler.h"
 
@@ -94,9 +93,6 @@ NB_MODULE(_ffi_cuda, m) {
       "process"_a, "publish"_a, "fetch"_a,
       "Sets the id of this process, and how it exchanges byte strings with the others: publish(key, value), and "
       "fetch(key), which blocks until the key exists.");
-
-  m.def("note_call_site", &jax_ring::note_call_site, "call"_a, "site"_a,
-        "Records where in the user's program a call was written, for error messages.");
 
   m.def("fingerprint", [] { return JAX_RING_FINGERPRINT; }, "The fingerprint of the sources that this was built from.");
 

@@ -7,7 +7,6 @@
 #include <sstream>
 #include <utility>
 
-#include "common/call_sites.h"
 #include "cpu/completion_threads.h"
 #include "cpu/watchdog.h"
 
@@ -119,7 +118,7 @@ void Communicator::connect() {
     std::string call;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (!ready_.empty()) call = describe_call(ready_.front()->call()) + ": ";
+      if (!ready_.empty()) call = *ready_.front()->call().text + ": ";
     }
     abort(call + error.what() + " (The group's first process, which creates its memory, is " + name_of(0) + ".)");
   }
@@ -172,8 +171,7 @@ bool Communicator::abort_if_peer_aborted() {
   if (current_->has_started()) return false;
   for (int process = 0; process < group_.num_processes(); ++process) {
     if (process == group_.self() || !channel_->has_aborted(process)) continue;
-    abort(describe_call(current_->call()) + ": this group of processes can no longer be used. " +
-          describe_peer(process));
+    abort(*current_->call().text + ": this group of processes can no longer be used. " + describe_peer(process));
     return true;
   }
   return false;
@@ -257,7 +255,7 @@ bool Communicator::wait_for_leader_call() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (ready_.empty()) return false;
-      text << describe_call(ready_.front()->call());
+      text << *ready_.front()->call().text;
     }
     text << ": process " << group_.process_id(0) << " makes another call, which process "
          << group_.process_id(group_.self()) << " did not make within " << deadline().count() << " s. "
@@ -284,10 +282,10 @@ void Communicator::post_current_call() {
   if (std::exchange(has_posted_status_, true)) return;
   std::string text;
   if (current_ != nullptr) {
-    text = describe_call(current_->call());
+    text = *current_->call().text;
   } else {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!ready_.empty()) text = describe_call(ready_.front()->call());
+    if (!ready_.empty()) text = *ready_.front()->call().text;
   }
   channel_->post_status(text);
 }
@@ -316,8 +314,6 @@ void Communicator::abort(const std::string& why) {
     cpu::CompletionThreads::instance().complete(std::move(rendezvous), *failure_);
   }
 }
-
-std::string Communicator::describe_call(const Call& call) const { return *call.text + called_at(*call.text); }
 
 std::string Communicator::name_of(int process) const {
   std::ostringstream text;
@@ -354,9 +350,9 @@ std::string Communicator::describe_missing_processes(const Exchange& exchange) c
     ++num_missing;
     peers << " " << describe_peer(process);
   }
-  text << describe_call(exchange.call()) << ": process " << group_.process_id(group_.self()) << " waited for "
-       << num_missing << " of the group's " << group_.num_processes() << " processes, for up to " << deadline().count()
-       << " s." << peers.str()
+  text << *exchange.call().text << ": process " << group_.process_id(group_.self()) << " waited for " << num_missing
+       << " of the group's " << group_.num_processes() << " processes, for up to " << deadline().count() << " s."
+       << peers.str()
        << " Every process must make the same calls: look for an error or an early exit there, and for a branch or a "
           "loop whose condition differs between processes. If the others are only slow, set JAX_RING_TIMEOUT_S to more "
           "seconds.";

@@ -66,7 +66,6 @@ class Communicator {
   std::string describe_missing_processes(const Exchange& exchange) const;
   std::string name_of(int process) const;
   std::string describe_peer(int process) const;
-  std::string describe_call(const Call& call) const;
   void post_current_call();
 
   const Group group_;

@@ -11,6 +11,7 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
 from jax_ring import _compat
+from jax_ring.lowering import call_sites
 
 # Combining a call of this size saves a few microseconds of a few milliseconds.
 COMBINE_THRESHOLD_BYTES = 25 << 20
@@ -47,7 +48,7 @@ class _CombinedCall:
             placeholder.operation.operands[0] = result
             placeholder.operation.move_after(self.results[-1].owner)
         if replaced:
-            _erase(replaced)
+            call_sites.write(ctx, _call_of(self.results).results, _erase(ctx, replaced))
         result_type = mlir.aval_to_ir_type(ctx.module_context, ctx.avals_out[0])
         self.placeholders.append(hlo.ReshapeOp(result_type, self.results[-1]))
         return self.placeholders[-1].result
@@ -75,17 +76,27 @@ def lower_combined(ctx, operand, key: Hashable, emit: Callable) -> list:
 _PREPARATION_OPS = ("stablehlo.partition_id", "stablehlo.convert")
 
 
-def _erase(results) -> None:
-    """Erases a reduction's call whose results are unused, and the ops that were emitted to prepare it."""
-    owners = [result.owner.operation for result in results]
-    if owners[0].name == "stablehlo.convert":
-        converts, owners = owners, [convert.operands[0].owner.operation for convert in owners]
-        for convert in converts:
-            convert.erase()
-    call = owners[0]
+def _call_of(results):
+    """The call with these results, which may be conversions of its own."""
+    owner = results[0].owner
+    return (owner.operands[0].owner if owner.operation.name == "stablehlo.convert" else owner).operation
+
+
+def _erase(ctx, results) -> call_sites.Lines:
+    """Erases a reduction's call whose results are unused, and the ops that were emitted to prepare it.
+
+    Returns the lines that it served.
+    """
+    call = _call_of(results)
+    for result in results:
+        if result.owner.operation != call:
+            result.owner.operation.erase()
     inputs = list(call.operands)
+    lines = call_sites.forget(ctx, call)
     call.erase()
     for value in inputs:
         is_preparation = not isinstance(value.owner, ir.Block) and value.owner.operation.name in _PREPARATION_OPS
         if is_preparation and next(iter(value.uses), None) is None:
+            call_sites.forget(ctx, value.owner.operation)
             value.owner.operation.erase()
+    return lines

@@ -11,7 +11,7 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery
-from jax_ring.lowering import layout, ops, reach, tuning
+from jax_ring.lowering import barrier, call_sites, layout, ops, reach, tuning
 from jax_ring.lowering.service import Service, has_choice
 
 
@@ -44,7 +44,6 @@ def emit(
     if all(len(group) == 1 for group in groups):
         results: Sequence = [ops.reshape(x, aval.shape) for x, aval in zip(operands, avals_out, strict=True)]
     else:
-        runtime.note_call_site(call, _compat.call_site(ctx))
         encoded = _GROUP_ENCODERS[service.engine](ctx, groups)
         # The engine picks the algorithm at run time, when it knows the size of each message.
         has_thresholds = has_choice(service.engine, service.levels)
@@ -69,6 +68,8 @@ def emit(
             call=call,
             **encoded.attributes,
         )
+        call_sites.write(ctx, results)
+        barrier.note(ctx, results)
 
     if gathers:
         results = [
@@ -79,7 +80,7 @@ def emit(
 
 
 def describe(ctx, function: str, axes, axis_index_groups) -> str:
-    """Describes the call in timeout errors. Equal calls have equal descriptions, so that XLA can merge them."""
+    """Describes the call in timeout errors, without its line: equal calls have equal descriptions."""
     shapes = [f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]" for aval in ctx.avals_in]
     message = ", ".join(shapes[:4]) + (f" and {len(shapes) - 4} more" if len(shapes) > 4 else "")
     axis = f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {axes!r}"

@@ -1,0 +1,209 @@
+"""Writes into each custom call the source lines that it serves, for the error when a rank is missing.
+
+XLA merges calls whose operands and attributes are equal. A line in an attribute would prevent that, so calls that are
+equal up to their lines all get the same attribute, which names the lines of all of them. Whether they are is known from
+the expressions that compute their operands: operations, constants and arguments, as the compiler sees them.
+
+A function that is lowered once and called from several places is compared without knowing what it is called with: its
+arguments count as equal to those of other functions, by position and type. The bodies of loops, branches and other
+operations with functions inside are compared with themselves alone.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable
+
+from jax.extend.mlir import ir
+
+from jax_ring import _compat
+
+# A text with more lines than this does not help.
+_MAX_PLACES = 16
+_MAX_LINES_OF_CALL = 4
+Lines = tuple[str, ...]  # those that one call serves
+
+_ATTRIBUTES = "mhlo.backend_config"  # where the attributes of a custom call are
+
+
+def write(ctx, results, lines: Lines = ()) -> None:
+    """Writes the attribute `site` of a custom call that has just been emitted.
+
+    Args:
+      ctx: the lowering context, whose line is that of the call.
+      results: those of the custom call, which has all other attributes.
+      lines: further ones that it serves, if calls have been combined.
+    """
+    table = _compat.module_state(ctx).setdefault("call sites", _Table())
+    table.add(results[0].owner.operation, tuple(dict.fromkeys((*lines, _compat.call_site(ctx)))))
+
+
+def forget(ctx, operation: ir.Operation) -> Lines:
+    """Forgets an operation that is about to be erased, and returns the lines that it served."""
+    return _compat.module_state(ctx).setdefault("call sites", _Table()).remove(operation)
+
+
+class _Together:
+    """Calls with one attribute `site`, which names the lines of all."""
+
+    def __init__(self) -> None:
+        self.calls: dict[ir.Value, tuple[ir.Operation, Lines]] = {}  # by first result
+        self._places: Counter[Lines] = Counter()
+
+    def has_only(self, lines: Lines) -> bool:
+        return not self.calls or list(self._places) == [lines]
+
+    def add(self, call: ir.Operation, lines: Lines) -> None:
+        self.calls[call.results[0]] = call, lines
+        self._places[lines] += 1
+        is_news = self._places[lines] == 1 and len(self._places) <= _MAX_PLACES + 1
+        self._write([each for each, _ in self.calls.values()] if is_news else [call])
+
+    def remove(self, result: ir.Value) -> Lines:
+        _, lines = self.calls.pop(result)
+        self._places[lines] -= 1
+        if not self._places[lines]:
+            del self._places[lines]
+            self._write([each for each, _ in self.calls.values()])
+        return lines
+
+    def _write(self, calls: list[ir.Operation]) -> None:
+        if calls:
+            site = ir.StringAttr.get(_text(list(self._places)))
+        for call in calls:
+            attributes = dict(_named(ir.DictAttr(call.attributes[_ATTRIBUTES])))
+            call.attributes[_ATTRIBUTES] = ir.DictAttr.get({**attributes, "site": site})
+
+
+class _Table:
+    """The calls of one module, by the expressions that they compute. Expressions are numbered: equal ones alike.
+
+    Looking at expressions costs time. Calls that differ in an attribute or a type, and those of one line, need none.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._values: dict[ir.Value, int] = {}
+        self._alike: dict[int, _Together | None] = {}  # by attributes and types; None: told apart by expression
+        self._equal: defaultdict[int, _Together] = defaultdict(_Together)  # by expression
+        self._of_call: dict[ir.Value, _Together] = {}  # by first result
+
+    def add(self, call: ir.Operation, lines: Lines) -> None:
+        self.remove(call)
+        types = tuple([value.type for value in (*call.operands, *call.results)])
+        signature = self._number((_attributes(call), types))
+        alike = self._alike.setdefault(signature, _Together())
+        if alike is not None and alike.has_only(lines):
+            return self._join(alike, call, lines)
+        self._alike[signature] = None
+        for each, its_lines in (*(alike.calls.values() if alike else ()), (call, lines)):
+            number = self._number((self._operation(each), self._branch(each)))
+            self._join(self._equal[number], each, its_lines)
+
+    def _join(self, together: _Together, call: ir.Operation, lines: Lines) -> None:
+        self._of_call[call.results[0]] = together
+        together.add(call, lines)
+
+    def remove(self, operation: ir.Operation) -> Lines:
+        # Another operation may get the address of this one, by which MLIR's values are compared.
+        for result in operation.results:
+            self._values.pop(result, None)
+        together = self._of_call.pop(operation.results[0], None)
+        return together.remove(operation.results[0]) if together else ()
+
+    def _number(self, expression: Hashable) -> int:
+        return self._numbers.setdefault(expression, len(self._numbers))
+
+    def _operation(self, operation: ir.Operation) -> int:
+        """The number of an operation: its kind, attributes, types and operands, but not what its regions do."""
+        operands = list(operation.operands)
+        for operand in operands:
+            self._value(operand)
+        return self._operation_on(operation, operands)
+
+    def _operation_on(self, operation: ir.Operation, operands: list) -> int:
+        """Requires that the numbers of the operands are known."""
+        types = tuple([result.type for result in operation.results])
+        numbers = tuple([self._values[operand] for operand in operands])
+        return self._number((operation.name, _attributes(operation), types, numbers))
+
+    def _value(self, value: ir.Value) -> int:
+        """The number of the expression that computes a value."""
+        pending = [] if value in self._values else [(value, *_origin(value))]
+        while pending:  # not recursive: programs are deeper than Python's stack
+            value_, origin, inputs = pending[-1]
+            if unknown := [operand for operand in inputs if operand not in self._values]:
+                pending.extend([(operand, *_origin(operand)) for operand in unknown])
+            else:
+                pending.pop()
+                self._values[value_] = self._number(self._expression(value_, origin, inputs))
+        return self._values[value]
+
+    def _expression(self, value: ir.Value, origin: ir.Operation, inputs: list) -> Hashable:
+        if isinstance(value, ir.OpResult):
+            return "result", value.result_number, self._operation_on(origin, inputs)
+        index = ir.BlockArgument(value).arg_number
+        if origin.name == "sdy.manual_computation":  # the body of a shard_map
+            return "shard", value.type, self._values[inputs[0]]
+        if origin.name != "func.func":  # a loop
+            return "argument", index, self._operation_on(origin, inputs)
+        return "argument", index, value.type if _is_shared(origin) else value.owner
+
+    def _branch(self, call: ir.Operation) -> Hashable:
+        """The loops and branches that a call is in: calls in unlike ones do not merge."""
+        path: list[Hashable] = []
+        block = ir.InsertionPoint(call).block
+        while (owner := block.owner.operation).name not in ("func.func", "sdy.manual_computation"):
+            path.append((self._operation(owner), [region == block.region for region in owner.regions].index(True)))
+            block = ir.InsertionPoint(owner).block
+        if owner.parent is None:
+            path.append(block)
+        return tuple(path)
+
+
+def _attributes(operation: ir.Operation) -> tuple:
+    """The attributes of an operation that tell it from others."""
+    attributes = operation.attributes
+    if not len(attributes) or operation.name == "func.call":
+        return ()  # not the name of the function: two functions may do the same
+    named = dict(_named(attributes))
+    if operation.name == "stablehlo.custom_call" and (of_engine := named.pop(_ATTRIBUTES, None)) is not None:
+        named.update(pair for pair in _named(ir.DictAttr(of_engine)) if pair[0] != "site")
+    return tuple(named.items())
+
+
+def _named(attributes) -> list[tuple[str, ir.Attribute]]:
+    return [(attributes[i].name, attributes[i].attr) for i in range(len(attributes))]
+
+
+def _origin(value: ir.Value) -> tuple[ir.Operation, list]:
+    """The operation that computes a value, or whose regions have it as an argument; and the values to compare."""
+    if isinstance(value, ir.OpResult):
+        operation = value.owner.operation
+        return operation, list(operation.operands)
+    owner = ir.BlockArgument(value).owner.owner.operation
+    if owner.name == "sdy.manual_computation":
+        return owner, [owner.operands[ir.BlockArgument(value).arg_number]]
+    return owner, [] if owner.name == "func.func" else list(owner.operands)
+
+
+def _is_shared(function: ir.Operation) -> bool:
+    """Whether a function may be called from several places, so that its arguments have no expressions.
+
+    One that has no parent is a draft: JAX copies its body to where it is used, with the attributes of that moment.
+    """
+    return function.parent is not None and ir.StringAttr(function.attributes["sym_name"]).value != "main"
+
+
+def _text(places: list[Lines]) -> str:
+    """The lines of equal calls, as errors name them."""
+    texts = [_text_of_call(lines) for lines in places]
+    if len(texts) == 1:
+        return texts[0]
+    if len(texts) > _MAX_PLACES:
+        return f"one of more than {_MAX_PLACES} places, such as {', '.join(texts[:_MAX_PLACES])}"
+    return f"one of {len(texts)} places: {', '.join(texts[:-1])} or {texts[-1]}"
+
+
+def _text_of_call(lines: Lines) -> str:
+    if len(lines) > _MAX_LINES_OF_CALL:
+        return f"{', '.join(lines[:_MAX_LINES_OF_CALL])} and {len(lines) - _MAX_LINES_OF_CALL} more places"
+    return " and ".join(lines)
