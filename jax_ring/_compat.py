@@ -182,7 +182,9 @@ def lower_lax_all_gather(ctx, operand, *, axes, axis_index_groups, axis_size, di
     )  # fmt: skip
 
 
-def replace_lowering(primitive, platforms: tuple[str, ...], make_rule: Callable) -> Callable[[], None]:
+def replace_lowering(
+    primitive, platforms: tuple[str, ...], make_rule: Callable, *, cacheable: bool
+) -> Callable[[], None]:
     """Replaces the lowering of one of JAX's primitives for some platforms, and returns a function that undoes it.
 
     A rule that JAX registers for all platforms stays one rule. If it were split by platform, a program for several
@@ -190,19 +192,20 @@ def replace_lowering(primitive, platforms: tuple[str, ...], make_rule: Callable)
     Programs for several platforms therefore reach the new rule as well; it recognises them by `ctx`.
 
     make_rule: (JAX's rule) to the rule that replaces it.
+    cacheable: whether equal equations may be lowered once. A cached lowering does not know the call site.
     """
     registries = [_common_lowerings, *(_platform_lowerings[platform] for platform in platforms)]
     originals = [(registry, registry[primitive]) for registry in registries if primitive in registry]
     for registry, entry in originals:
         registry[primitive] = dataclasses.replace(entry, rule=make_rule(entry.rule))
-    # As for the ring_ primitives: a cached lowering does not know the call site.
-    was_cacheable = primitive not in _uncacheable_primitives
-    _uncacheable_primitives.add(primitive)
+    changes_caching = not cacheable and primitive not in _uncacheable_primitives
+    if changes_caching:
+        _uncacheable_primitives.add(primitive)
 
     def undo() -> None:
         for registry, entry in originals:
             registry[primitive] = entry
-        if was_cacheable:
+        if changes_caching:
             _uncacheable_primitives.discard(primitive)
 
     return undo

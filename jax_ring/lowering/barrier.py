@@ -121,4 +121,6 @@ def _end_with_barrier(ctx, body: ir.Operation, params: dict) -> None:
         )
 
 
-_compat.replace_lowering(_compat.shard_map_p, ("cpu",), lambda jax_rule: partial(_lower_shard_map, jax_rule))
+_compat.replace_lowering(
+    _compat.shard_map_p, ("cpu",), lambda jax_rule: partial(_lower_shard_map, jax_rule), cacheable=True
+)

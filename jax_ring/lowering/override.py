@@ -208,5 +208,5 @@ def _check_not_tracing() -> None:
 
 def _register() -> None:
     for primitive, description in _OVERRIDDEN.items():
-        undo = _compat.replace_lowering(primitive, tuning.PLATFORMS, partial(_make_rule, *description))
+        undo = _compat.replace_lowering(primitive, tuning.PLATFORMS, partial(_make_rule, *description), cacheable=False)
         _registrations.callback(undo)
