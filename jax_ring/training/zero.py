@@ -7,40 +7,15 @@ gathers the updates of the other parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.sharding import PartitionSpec
-
-from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks
-from jax_ring.collectives.leaves import own_copy
+from jax_ring.collectives.axes import AxisName
+from jax_ring.training.flat_layout import flat_layout
 from jax_ring.training.implementations import Impl, implementation
-from jax_ring.training.sync import check_local, sync_gradients
+from jax_ring.training.sharded_optimizer import ShardedOptimizer, Stage
 
 if TYPE_CHECKING:
     import optax
-
-Stage = Literal[1, 2]
-
-
-class ShardedOptimizer(NamedTuple):
-    """The result of `sharded_optimizer`. Call `init` and `update` inside `shard_map`, the others outside.
-
-    Attributes:
-      init: (params) -> this rank's state.
-      update: (gradients, state, params) -> (updates of all parameters, the same on all ranks; this rank's state).
-      specs: (params) -> the PartitionSpecs of the state, for `in_specs` and `out_specs`.
-      repartition: (state, params, num_ranks) -> the state, sharded over that many ranks.
-    """
-
-    init: Callable[[Any], Any]
-    update: Callable[[Any, Any, Any], tuple[Any, Any]]
-    specs: Callable[[Any], Any]
-    repartition: Callable[[Any, Any, int], Any]
 
 
 def sharded_optimizer(
@@ -79,96 +54,5 @@ def sharded_optimizer(
         raise ValueError(
             f"sharded_optimizer: stage must be 1 or 2, got {stage!r}; stage 3, sharded parameters, is not supported"
         )
-    run = implementation("sharded_optimizer", impl)
-
-    def init(params):
-        check_named("sharded_optimizer", axes_of(axis_name))
-        return _vary(tx.init(_own_part(_flat(params, num_ranks(axes_of(axis_name))), axis_name)), axis_name)
-
-    def update(gradients, state, params):
-        check_local("sharded_optimizer", gradients, axis_name)
-        p = num_ranks(axes_of(axis_name))
-        if stage == 1:
-            means = _own_part(_flat(sync_gradients(gradients, axis_name, impl=impl), p), axis_name)
-        else:
-            means = jax.tree.map(lambda g: g / p, run.psum_scatter(_flat(gradients, p), axis_name))
-        updates, state = tx.update(means, state, _own_part(_flat(params, p), axis_name))
-        return _unflat(run.all_gather(updates, axis_name), params), _vary(state, axis_name)
-
-    def specs(params):
-        return jax.tree.map(lambda x: PartitionSpec(axis_name) if x.ndim else PartitionSpec(), _whole(tx, params))
-
-    def repartition(state, params, num_ranks):
-        def cut_and_fill(like, x):
-            return _padded(x[: like.size], num_ranks) if like.ndim else x
-
-        return jax.tree.map(cut_and_fill, _whole(tx, params), state)
-
-    return ShardedOptimizer(init, update, specs, repartition)
-
-
-def clip_by_global_norm(max_norm: float, axis_name: AxisName, *, impl: Impl = "ring") -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` for a sharded optimizer: `optax.chain(clip_by_global_norm(...), adam)`.
-
-    The squares of the ranks' parts are added over the axis, so the norm is that of the whole mean gradient.
-
-    Args:
-      max_norm: the largest norm that is not clipped.
-      axis_name, impl: as for `sharded_optimizer`.
-    """
-    import optax
-
-    def update(updates, params):
-        del params
-        squares = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(updates))
-        norm = jnp.sqrt(implementation("clip_by_global_norm", impl).psum(squares, axis_name))
-        return jax.tree.map(lambda g: jnp.where(norm < max_norm, g, g / norm.astype(g.dtype) * max_norm), updates)
-
-    return optax.stateless(update)
-
-
-# ---- The layout -----------------------------------------------------------------------------------------------------
-
-
-def _by_dtype(tree: Any) -> dict[str, list[int]]:
-    """For each dtype, the positions of its leaves in jax.tree.leaves."""
-    places: dict[str, list[int]] = {}
-    for i, leaf in enumerate(jax.tree.leaves(tree)):
-        places.setdefault(np.dtype(leaf.dtype).name, []).append(i)
-    return places
-
-
-def _flat(tree: Any, num_ranks: int) -> dict[str, jax.Array]:
-    leaves = jax.tree.leaves(tree)
-    return {
-        dtype: _padded(jnp.concatenate([leaves[i].reshape(-1) for i in places]), num_ranks)
-        for dtype, places in _by_dtype(tree).items()
-    }
-
-
-def _padded(vector: jax.Array, num_ranks: int) -> jax.Array:
-    return jnp.pad(vector, (0, -vector.size % num_ranks))
-
-
-def _unflat(vectors: dict[str, jax.Array], like: Any) -> Any:
-    leaves, structure = jax.tree.flatten(like)
-    for dtype, places in _by_dtype(like).items():
-        ends = np.cumsum([leaves[i].size for i in places])
-        for i, end in zip(places, ends, strict=True):
-            leaves[i] = vectors[dtype][end - leaves[i].size : end].reshape(leaves[i].shape)
-    return jax.tree.unflatten(structure, leaves)
-
-
-def _whole(tx: Any, params: Any) -> Any:
-    """Shapes and dtypes of the state for a single rank."""
-    return jax.eval_shape(lambda params: tx.init(_flat(params, 1)), params)
-
-
-def _own_part(vectors: dict[str, jax.Array], axis_name: AxisName) -> dict[str, jax.Array]:
-    rank, p = lax.axis_index(axis_name), num_ranks(axes_of(axis_name))
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, rank * (x.size // p), x.size // p), vectors)
-
-
-def _vary(state: Any, axis_name: AxisName) -> Any:
-    """Casts the state's vectors to varying over the axis. Zeros are invariant otherwise, and the type would change."""
-    return jax.tree.map(lambda x: own_copy(x, axis_name) if x.ndim else x, state)
+    implementation("sharded_optimizer", impl)
+    return flat_layout(tx, axis_name, stage=stage, impl=impl)
