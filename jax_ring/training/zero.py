@@ -7,19 +7,28 @@ gathers the updates of the other parts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from jax_ring.collectives.axes import AxisName
+from jax_ring.options import check_choice
 from jax_ring.training.flat_layout import flat_layout
 from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.parameter_layout import parameter_layout
 from jax_ring.training.sharded_optimizer import ShardedOptimizer, Stage
 
 if TYPE_CHECKING:
     import optax
 
+Layout = Literal["flat", "parameter"]
+
 
 def sharded_optimizer(
-    tx: optax.GradientTransformation, axis_name: AxisName, *, stage: Stage = 2, impl: Impl = "ring"
+    tx: optax.GradientTransformation,
+    axis_name: AxisName,
+    *,
+    stage: Stage = 2,
+    impl: Impl = "ring",
+    layout: Layout = "flat",
 ) -> ShardedOptimizer:
     """Shards an optax optimizer over the ranks of a mapped axis: each holds 1/p of its state.
 
@@ -55,4 +64,6 @@ def sharded_optimizer(
             f"sharded_optimizer: stage must be 1 or 2, got {stage!r}; stage 3, sharded parameters, is not supported"
         )
     implementation("sharded_optimizer", impl)
-    return flat_layout(tx, axis_name, stage=stage, impl=impl)
+    check_choice("sharded_optimizer", "layout", layout, get_args(Layout))
+    make = flat_layout if layout == "flat" else parameter_layout
+    return make(tx, axis_name, stage=stage, impl=impl)
