@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
 
 from jax_ring.collectives.axes import AxisName, axes_of
 from jax_ring.training.implementations import Impl, implementation
@@ -52,6 +53,7 @@ class _Given(NamedTuple):
     axis_name: AxisName
     norms: Sequence[jax.Array]
     requests: list[NormRequest]
+    trace: object
 
 
 _given: ContextVar[_Given | None] = ContextVar("norms_given", default=None)
@@ -63,12 +65,12 @@ def norms_given(axis_name: AxisName, norms: Sequence[jax.Array]) -> Iterator[lis
 
     Args:
       axis_name: of the sharded optimizer.
-      norms: the results, in the order in which they are asked for. Ones are returned when there are no more.
+      norms: the results, in the order in which they are asked for. The result is 1 when there are no more.
 
     Yields:
       The list of requests, to which each adds one.
     """
-    given = _Given(axis_name, norms, [])
+    given = _Given(axis_name, norms, [], get_opaque_trace_state())
     token = _given.set(given)
     try:
         yield given.requests
@@ -84,6 +86,12 @@ def _global_norm(leaves: Sequence[jax.Array], axis_name: AxisName, impl: Impl) -
         raise ValueError(
             f"clip_by_global_norm is over {axis_name!r}, within a sharded_optimizer over {given.axis_name!r}: with "
             "layout='parameter' both must name the same axes"
+        )
+    if get_opaque_trace_state() != given.trace:
+        raise ValueError(
+            "clip_by_global_norm: with layout='parameter' it cannot be within a transformation that applies another one "
+            "under a condition, as optax.MultiSteps does, or under jit. Chain it outside of that; to accumulate "
+            "gradients use jax_ring.accumulate_gradients."
         )
     index = len(given.requests)
     given.requests.append(NormRequest(leaves, impl))

@@ -65,7 +65,8 @@ def parameter_layout(
         traced.check_state(plan.owners, params, has_gradient)
         gradient_blocks = Blocks(local, plan.pieces)
         if stage == 1:
-            means = [jnp.reshape(x, -1) for x in sync_gradients(local, axis_name, impl=impl)]
+            synced = sync_gradients(local, axis_name, impl=impl)
+            means = [own_copy(jnp.reshape(x, -1), axis_name) for x in synced]
         else:
             means = jax.tree.map(lambda g: g / p, run.psum_scatter(gradient_blocks.pack_all(local), axis_name))
 

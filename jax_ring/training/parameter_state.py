@@ -118,7 +118,13 @@ def plan_state(tx: optax.GradientTransformation, shapes: Shapes, num_ranks: int,
     params = shapes.params
     leaves = jax.tree.leaves(params)
     state = jax.eval_shape(tx.init, params)
-    traced = trace_update(tx, leaves, state, params, axis_name)
+    while True:
+        traced = trace_update(tx, leaves, state, params, axis_name)
+        # A state may get a wider type in the first step, as that of bfloat16 parameters with float32 hyperparameters.
+        wider = traced.state_after(state)
+        if jax.tree.map(_type, wider) == jax.tree.map(_type, state):
+            break
+        state = wider
     pieces = balance(leaves, num_ranks, traced.may_cut)
     owners = traced.state_owners()
     arrays = jax.tree.leaves(state)
@@ -131,3 +137,7 @@ def plan_state(tx: optax.GradientTransformation, shapes: Shapes, num_ranks: int,
 
     ranks = [[part for piece in pieces for part in states_of(piece)] for pieces in pieces]
     return Plan(pieces, Blocks(arrays, ranks), jax.tree.structure(state), owners)
+
+
+def _type(x) -> tuple:
+    return x.shape, x.dtype

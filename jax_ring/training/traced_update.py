@@ -53,6 +53,15 @@ class TracedUpdate:
         """Shapes and dtypes of the updates."""
         return self.closed.out_avals[: self.num_leaves]
 
+    def state_after(self, state: Any) -> Any:
+        """The types of the state after the update; those that all parameters share are as in `state`."""
+        after = self.closed.out_avals[self.num_leaves : self.num_leaves + self.num_states]
+        leaves = [
+            x if owner is None or x.shape != new.shape else jax.ShapeDtypeStruct(new.shape, new.dtype)
+            for x, new, owner in zip(jax.tree.leaves(state), after, self.state_owners(), strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
     def check_state(self, owners: tuple[int | None, ...], params: Any, has_gradient: Sequence[bool]) -> None:
         """Raises unless the state has the owners of the plan, and keeps its shapes and dtypes."""
         if self.state_owners() != owners:
@@ -226,12 +235,6 @@ def _traced(update, inputs) -> core.ClosedJaxpr:
         if "unbound axis" not in str(error):
             raise
         raise ValueError(_collective_text(str(error), "")) from error
-    except jax.errors.UnexpectedTracerError as error:
-        raise ValueError(
-            "sharded_optimizer: zero.clip_by_global_norm cannot be within a transformation that applies another one "
-            "under a condition (optax.MultiSteps, apply_if_finite) with layout='parameter'. To accumulate gradients use "
-            "jax_ring.accumulate_gradients."
-        ) from error
 
 
 def _refuse_collectives(jaxpr) -> None:
