@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
-from helpers import SHARDED, make_mesh, sharded
+from helpers import SHARDED, assert_same_bits, make_mesh, sharded
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import ring_psum, zero
+from jax_ring import explain, ring_psum, zero
 
 REPLICATED = P()
 RNG = np.random.default_rng(0)
@@ -74,7 +75,8 @@ def expected_steps(tx, ranks=4):
 
 
 class Sharded:
-    def __init__(self, tx, ranks, check_vma=True, **options):
+    def __init__(self, tx, ranks, check_vma=True, batch=BATCH, **options):
+        self.batch = batch
         self.mesh = make_mesh((ranks,))
         self.optimizer = zero.sharded_optimizer(tx, "i", layout="parameter", **options)
         self.specs = self.optimizer.specs(PARAMS)
@@ -92,7 +94,7 @@ class Sharded:
 
     def run(self, steps=3):
         for _ in range(steps):
-            self.params, self.state = self.step(self.params, self.state, BATCH)
+            self.params, self.state = self.step(self.params, self.state, self.batch)
         return self.params
 
 
@@ -191,3 +193,164 @@ def test_norm_over_another_axis_is_refused():
     tx = zero.clip_by_global_norm(1.0, "j")
     with pytest.raises(ValueError, match="clip_by_global_norm is over 'j', within a sharded_optimizer over 'i'"):
         zero.sharded_optimizer(tx, "i", layout="parameter").specs(PARAMS)
+
+
+def test_whole_parameters_unless_elementwise():
+    muon = zero.sharded_optimizer(optax.contrib.muon(0.1), "i", layout="parameter").shares(PARAMS, 4)
+    lamb = zero.sharded_optimizer(optax.lamb(0.1), "i", layout="parameter").shares(PARAMS, 4)
+    adam = zero.sharded_optimizer(optax.adam(0.1), "i", layout="parameter").shares(PARAMS, 4)
+    for shares in (muon, lamb):
+        assert shares.parameters == (
+            ("['embedding']",), ("['layer']['w']",), ("['half']", "['scale']"), ("['layer']['b']",),
+        )  # fmt: skip
+        assert shares.elements == (96, 24, 12 + 1, 6)
+        assert shares.padding == 4 * (96 + 12) / 139
+    # Two float32 moments for the embedding with lamb, one with muon.
+    assert lamb.state_bytes == (2 * 96 * 4, 2 * 24 * 4, 2 * (12 * 2 + 4), 2 * 6 * 4)
+    assert lamb.allocated_bytes == 2 * (96 * 4 + 12 * 2) + 4
+    assert muon.state_bytes == (96 * 4, 24 * 4, 12 * 2 + 2 * 4, 2 * 6 * 4)
+    # The embedding is cut into three pieces, and the bfloat16 elements into four.
+    assert adam.elements == (32 + 3, 32 + 3, 32 + 3, 31 + 3)
+    assert "['embedding'][32:64 of 96]" in str(adam)
+    assert adam.allocated_bytes == 2 * (32 * 4 + 3 * 2) + 4
+
+
+def test_cut_parameters_update_as_whole_ones(check_vma):
+    def tx(clip):
+        decay = optax.adamw(0.1, weight_decay=0.1, mask=matrices)
+        return optax.chain(clip(0.1), optax.MultiSteps(decay, 2).gradient_transformation())
+
+    training = Sharded(tx(lambda limit: zero.clip_by_global_norm(limit, "i")), 8, check_vma)
+    cut = [path for paths in training.optimizer.shares(PARAMS, 8).parameters for path in paths if "embedding" in path]
+    assert len(cut) == 6
+    assert_close(training.run(), expected_steps(tx(clip_in_float32), 8))
+
+
+def test_state_and_bytes_per_rank():
+    training = Sharded(OPTIMIZERS["lamb"], 4)
+    shares = training.optimizer.shares(PARAMS, 4)
+    state = jax.tree.leaves(training.state)
+    assert sum(leaf.addressable_shards[0].data.nbytes for leaf in state) == shares.allocated_bytes
+    # A reduce-scatter and an all-gather of p blocks: each rank sends p - 1.
+    block_bytes = 96 * 4 + 12 * 2
+    explanation = explain(training.step, training.params, training.state, BATCH)
+    assert explanation.predicted_bytes == explanation.counted_bytes == 2 * 3 * block_bytes
+
+
+@pytest.mark.parametrize("name", ["labels", "schedule"])
+def test_state_of_another_number_of_ranks(name):
+    """The state moves between numbers of ranks without a change, and training goes on as if it had not moved."""
+    batch = np.ones_like(BATCH)  # the same gradients on all ranks
+    first, second = Sharded(OPTIMIZERS[name], 2, batch=batch), Sharded(OPTIMIZERS[name], 8, batch=batch)
+    first.run()
+    moved = second.optimizer.repartition(first.state, PARAMS, 8)
+    assert_same_bits(first.optimizer.repartition(moved, PARAMS, 2), first.state)
+    assert jax.tree.map(jnp.shape, moved) == jax.tree.map(jnp.shape, second.state)
+    second.state = jax.device_put(moved, jax.tree.map(lambda spec: NamedSharding(second.mesh, spec), second.specs))
+    second.params = jax.device_put(first.params, NamedSharding(second.mesh, REPLICATED))
+    assert_close(second.run(1), first.run(1))
+    with pytest.raises(ValueError, match="state.*shape.*pass through `repartition` first"):
+        first.state = second.state
+        first.run(1)
+
+
+def test_hyperparameters_can_be_set():
+    training = Sharded(optax.inject_hyperparams(optax.sgd)(0.1), 2)
+    training.state = optax.tree.set(training.state, learning_rate=jnp.float32(0))
+    before = training.params
+    assert_same_bits(training.run(1), before)
+
+
+def test_saved_and_restored(tmp_path):
+    training = Sharded(OPTIMIZERS["lamb"], 2)
+    training.run(1)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", training.state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "state", training.state)
+    assert_same_bits(restored, training.state)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_bfloat16_gradients_of_float32_parameters(stage):
+    params = {name: PARAMS[name] for name in ("embedding", "scale")}
+    tx = optax.chain(optax.trace(0.9), optax.scale_by_trust_ratio(), optax.scale(-0.1))
+    optimizer = zero.sharded_optimizer(tx, "i", layout="parameter", stage=stage)
+    grads = jax.tree.map(lambda x: jnp.sin(x).astype(jnp.bfloat16), params)
+
+    def step(params):
+        local = jax.tree.map(lambda x: lax.pcast(x, "i", to="varying"), grads)
+        return optimizer.update(local, optimizer.init(params), params)[0]
+
+    updates = sharded(step, mesh=make_mesh((2,)), in_specs=REPLICATED, out_specs=REPLICATED)(params)
+    expected, _ = jax.jit(lambda p: tx.update(grads, tx.init(p), p))(params)
+    assert jax.tree.map(jnp.result_type, updates) == jax.tree.map(jnp.result_type, expected)
+    assert_close(updates, expected)
+
+
+def test_float32_gradients_of_bfloat16_parameters_are_refused():
+    optimizer = zero.sharded_optimizer(optax.adam(0.1), "i", layout="parameter")
+
+    def step(params):
+        grads = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    f = sharded(step, mesh=make_mesh((2,)), in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False)
+    with pytest.raises(TypeError, match=r"state of \['half'\] from bfloat16\[3,4\] to float32.*Cast the gradients"):
+        f(PARAMS)
+
+
+def test_parameters_without_gradients_keep_their_values():
+    params = {"w": PARAMS["embedding"], "steps": np.arange(5)}
+    optimizer = zero.sharded_optimizer(optax.lamb(0.1), "i", layout="parameter")
+
+    def step(params):
+        loss = jax.grad(lambda params: (params["w"] ** 2).sum(), allow_int=True)
+        own = params | {"w": lax.pcast(params["w"], "i", to="varying")}
+        state = optimizer.init(params)
+        updates, state = optimizer.update(loss(own), state, params)
+        return optax.apply_updates(params, updates), state
+
+    specs = optimizer.specs(params)
+    f = sharded(step, mesh=make_mesh((2,)), in_specs=REPLICATED, out_specs=(REPLICATED, specs))
+    new, _ = f(params)
+    np.testing.assert_array_equal(new["steps"], params["steps"])
+    assert (new["w"] != params["w"]).all()
+
+
+def test_gradients_of_another_tree_are_refused():
+    optimizer = zero.sharded_optimizer(optax.lamb(0.1), "i", layout="parameter")
+
+    def step(params):
+        transposed = params | {"half": params["half"].T}
+        return optimizer.update(transposed, optimizer.init(params), params)[0]
+
+    f = sharded(step, mesh=make_mesh((2,)), in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False)
+    with pytest.raises(ValueError, match=r"gradients, the leaf at \['half'\] has shape \(4, 3\)"):
+        f(PARAMS)
+
+
+@pytest.mark.parametrize("params", [{}, {"none": np.zeros((0, 3), np.float32), "w": np.ones(3, np.float32)}])
+def test_empty_trees_and_parameters(params):
+    optimizer = zero.sharded_optimizer(optax.lamb(0.1), "i", layout="parameter")
+
+    def step(params):
+        return optimizer.update(params, optimizer.init(params), params)
+
+    out_specs = (REPLICATED, optimizer.specs(params))
+    f = sharded(step, mesh=make_mesh((2,)), in_specs=REPLICATED, out_specs=out_specs, check_vma=False)
+    updates, _ = f(params)
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+
+
+def test_two_axes():
+    params = {name: PARAMS[name] for name in ("embedding", "layer")}
+    tx = optax.lamb(0.1)
+    optimizer = zero.sharded_optimizer(tx, ("i", "j"), layout="parameter")
+
+    def step(params):
+        own = jax.tree.map(lambda x: lax.pcast(x, ("i", "j"), to="varying"), params)
+        return optimizer.update(own, optimizer.init(params), params)[0]
+
+    updates = sharded(step, mesh=make_mesh((2, 2), ("i", "j")), in_specs=REPLICATED, out_specs=REPLICATED)(params)
+    assert_close(updates, jax.jit(lambda p: tx.update(p, tx.init(p), p)[0])(params))

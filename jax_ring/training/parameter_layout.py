@@ -132,7 +132,10 @@ def parameter_layout(
         blocks = after.pack_all([whole.get(k) for k in range(len(after.arrays))])
         return ParameterState(state.shared, {name: jnp.reshape(x, (num_ranks, -1)) for name, x in blocks.items()})
 
-    return ShardedOptimizer(init, update, specs, repartition)
+    def shares(params, num_ranks):
+        return plan_for(Shapes.of(params), num_ranks).shares(params)
+
+    return ShardedOptimizer(init, update, specs, repartition, shares)
 
 
 def _on_each_rank(function: Callable[[int], Any], plan: Plan, axis_name: AxisName) -> Any:

@@ -33,6 +33,40 @@ class ParameterState(NamedTuple):
     own: dict[str, jax.Array]
 
 
+@dataclass(frozen=True)
+class Shares:
+    """What each rank owns with `layout="parameter"`. `str` of it is a table.
+
+    Attributes:
+      parameters: for each rank the paths of its parameters, with the elements of those that are cut.
+      elements: for each rank the number of elements of its parameters.
+      state_bytes: for each rank the bytes of its own part of the state.
+      shared_bytes: the bytes of what all ranks hold a copy of.
+      allocated_bytes: the bytes of state that every rank allocates: `shared_bytes` and what the fullest rank needs.
+      padding: gradients and updates are sent in blocks of the size of the fullest rank's. The elements of all blocks,
+        divided by those of the parameters: 1 if all ranks own the same number of each dtype.
+    """
+
+    parameters: tuple[tuple[str, ...], ...]
+    elements: tuple[int, ...]
+    state_bytes: tuple[int, ...]
+    shared_bytes: int
+    allocated_bytes: int
+    padding: float
+
+    def __str__(self) -> str:
+        rows = zip(self.elements, self.state_bytes, self.parameters, strict=True)
+        lines = [f"{rank:4} {own:12,} {size:15,}  {', '.join(paths)}" for rank, (own, size, paths) in enumerate(rows)]
+        return "\n".join(
+            [
+                "rank     elements  bytes of state  parameters",
+                *lines,
+                f"each rank allocates {self.allocated_bytes:,} bytes of state; gradients and updates are sent with "
+                f"{self.padding:.3f} times their elements",
+            ]
+        )
+
+
 class Shapes(NamedTuple):
     """Structure, shapes and dtypes of the parameters, as a key of a cache."""
 
@@ -96,10 +130,8 @@ class Plan:
 
     def check(self, state: ParameterState, num_ranks: int) -> None:
         """Raises ValueError unless a state, of one rank or of all, is one of this plan."""
-        shared = [jax.ShapeDtypeStruct(self.state.arrays[k].shape, self.state.arrays[k].dtype) for k in self.shared]
-        own = {name: jnp.zeros((num_ranks, size)) for name, size in self.state.sizes.items()}
-        like = jax.eval_shape(lambda: own)
-        expected = self.pack_state(shared, {})._replace(own=like)
+        own = {name: jax.ShapeDtypeStruct((num_ranks, size), name) for name, size in self.state.sizes.items()}
+        expected = self.pack_state([self.state.arrays[k] for k in self.shared], {})._replace(own=own)
         remedy = " A state that was made for another number of ranks has to pass through `repartition` first."
         check_same_tree("state", state, expected, likes="state that init makes here", remedy=remedy)
 
@@ -111,6 +143,28 @@ class Plan:
 
         leaves = [shared[k] if k in shared else varying(x) for k, x in enumerate(self.state.arrays)]
         return jax.tree.unflatten(self.structure, leaves)
+
+
+    def shares(self, params: Any) -> Shares:
+        """What each rank owns."""
+        paths = [jax.tree_util.keystr(path) or "the root" for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        leaves = [jax.ShapeDtypeStruct(*leaf) for leaf in Shapes.of(params).leaves]
+        blocks = Blocks(leaves, self.pieces)
+
+        def name(piece):
+            cut = piece.stop - piece.start < leaves[piece.leaf].size
+            return paths[piece.leaf] + (f"[{piece.start}:{piece.stop} of {leaves[piece.leaf].size}]" if cut else "")
+
+        arrays = [self.state.arrays[k] for k in self.shared]
+        shared_bytes = sum(x.size * x.dtype.itemsize for x in arrays)
+        return Shares(
+            parameters=tuple(tuple(map(name, pieces)) for pieces in self.pieces),
+            elements=tuple(sum(piece.stop - piece.start for piece in pieces) for pieces in self.pieces),
+            state_bytes=tuple(self.state.used_bytes),
+            shared_bytes=shared_bytes,
+            allocated_bytes=shared_bytes + self.state.block_bytes,
+            padding=len(self.pieces) * sum(blocks.sizes.values()) / max(1, sum(x.size for x in leaves)),
+        )
 
 
 def plan_state(tx: optax.GradientTransformation, shapes: Shapes, num_ranks: int, axis_name: AxisName) -> Plan:
