@@ -185,7 +185,9 @@ def test_collectives_within_the_optimizer_are_refused():
 
 def test_norm_under_a_condition_is_refused():
     steps = optax.MultiSteps(zero.clip_by_global_norm(1.0, "i"), 2).gradient_transformation()
-    with pytest.raises(ValueError, match="clip_by_global_norm: with .* cannot be within .*MultiSteps.*accumulate_gradients"):
+    with pytest.raises(
+        ValueError, match="clip_by_global_norm: with .* cannot be within .*MultiSteps.*accumulate_gradients"
+    ):
         zero.sharded_optimizer(steps, "i", layout="parameter").specs(PARAMS)
 
 

@@ -99,7 +99,9 @@ def parameter_layout(
         def on_rank(rank):
             inputs = inputs_of(rank)
             results = inputs.compute(
-                lambda leaf: [leaf, *(traced.num_leaves + k for k in plan.states_of(leaf))] if has_gradient[leaf] else []
+                lambda leaf: (
+                    [leaf, *(traced.num_leaves + k for k in plan.states_of(leaf))] if has_gradient[leaf] else []
+                )
             )
             updates, states = [], []
             for piece, kept, values in zip(plan.pieces[rank], inputs.states_by_piece(), results, strict=True):

@@ -18,7 +18,9 @@ class Piece(NamedTuple):
     stop: int
 
 
-def balance(leaves: Sequence[jax.ShapeDtypeStruct], num_ranks: int, may_cut: Callable[[int], bool]) -> list[list[Piece]]:
+def balance(
+    leaves: Sequence[jax.ShapeDtypeStruct], num_ranks: int, may_cut: Callable[[int], bool]
+) -> list[list[Piece]]:
     """The pieces of each rank. Ranks without any come last.
 
     The largest piece goes first, each to the rank that has least of its dtype (the greedy algorithm of Graham, "Bounds
@@ -68,7 +70,9 @@ class Blocks:
     def sizes(self) -> dict[str, int]:
         """The elements of a block, by the name of its dtype."""
         used = [self._used(rank) for rank in range(len(self.ranks))]
-        return {name: max(sizes.get(name, 0) for sizes in used) for name in sorted({k for sizes in used for k in sizes})}
+        return {
+            name: max(sizes.get(name, 0) for sizes in used) for name in sorted({k for sizes in used for k in sizes})
+        }
 
     @property
     def used_bytes(self) -> list[int]:

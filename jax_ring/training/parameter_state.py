@@ -144,7 +144,6 @@ class Plan:
         leaves = [shared[k] if k in shared else varying(x) for k, x in enumerate(self.state.arrays)]
         return jax.tree.unflatten(self.structure, leaves)
 
-
     def shares(self, params: Any) -> Shares:
         """What each rank owns."""
         paths = [jax.tree_util.keystr(path) or "the root" for path, _ in jax.tree_util.tree_leaves_with_path(params)]
