@@ -7,11 +7,14 @@ gathers the updates of the other parts.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jax_ring.collectives.axes import AxisName
+from jax_ring.training.elementwise import ElementwiseCheck
 from jax_ring.training.flat_layout import flat_layout
 from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.optax_parts import is_transformation
 from jax_ring.training.sharded_optimizer import ShardedOptimizer, Stage
 
 if TYPE_CHECKING:
@@ -55,4 +58,11 @@ def sharded_optimizer(
             f"sharded_optimizer: stage must be 1 or 2, got {stage!r}; stage 3, sharded parameters, is not supported"
         )
     implementation("sharded_optimizer", impl)
-    return flat_layout(tx, axis_name, stage=stage, impl=impl)
+    if not is_transformation(tx):
+        raise TypeError(
+            f"sharded_optimizer: tx must be an optax GradientTransformation, such as optax.adam(1e-3); got {tx!r}"
+        )
+    # The probe runs under vmap, for which lax's invariant all_gather is not made.
+    check = ElementwiseCheck(tx, partial(flat_layout, axis_name=axis_name, stage=2, impl="ring"), axis_name)
+    check.check_outside()
+    return check.checked(flat_layout(tx, axis_name, stage=stage, impl=impl))
