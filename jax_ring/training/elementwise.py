@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_named
+from jax_ring.training.expressions import expressions_of, primitives_of
 from jax_ring.training.optax_parts import name_of, parts_of
 from jax_ring.training.separability import Layout, Verdict, apart, compare_with_whole
 from jax_ring.training.sharded_optimizer import ShardedOptimizer
-from jax_ring.training.traced_program import contains, program_of
 
 # The axes over which the optimizer with a certain `update` has been found to be elementwise.
 _elementwise_over: WeakKeyDictionary[Callable, set[tuple]] = WeakKeyDictionary()
@@ -67,8 +67,10 @@ class ElementwiseCheck:
         axis_sizes = {self._axes[0]: 2, **{axis: 1 for axis in (*self._axes[1:], *bound) if axis != self._axes[0]}}
         elementwise = _elementwise_over.setdefault(self._tx.update, set())
         if tuple(axis_sizes) not in elementwise:
-            apart(partial(self._check_tree, _OTHER_SHAPES, axis_sizes))
+            # In an order in which each names the fault best: a mean over a leaf depends on its size as well.
+            apart(partial(self._check_tree, _OTHER_DIMENSIONS, axis_sizes))
             apart(partial(self._check_values, axis_sizes))
+            apart(partial(self._check_tree, _OTHER_SIZES, axis_sizes))
             elementwise.add(tuple(axis_sizes))
         for tree in trees:
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
@@ -78,6 +80,8 @@ class ElementwiseCheck:
                 self._known_trees.add(key)
 
     def _check_values(self, axis_sizes: dict[Any, int]) -> None:
+        axis_env = _axis_env(axis_sizes)
+
         def compare(tx: Any) -> Verdict:
             return compare_with_whole(tx, self._layout, axis_sizes)
 
@@ -86,7 +90,7 @@ class ElementwiseCheck:
         except Exception as error:
             _refuse_what_fails(self._tx, error)
         difference, tx = verdict.difference, self._tx
-        if difference is None and (not verdict.has_moved or contains(_steps(tx, _VECTORS, axis_sizes), "cond")):
+        if difference is None and (not verdict.has_moved or "cond" in primitives_of(*_step(tx, _VECTORS), **axis_env)):
             # Perhaps a part has not been used yet, as with optax.MultiSteps.
             for part in parts_of(tx):
                 difference = _difference(compare, part)
@@ -97,10 +101,10 @@ class ElementwiseCheck:
             _refuse(_blamed(tx, lambda part: _difference(compare, part) is not None), difference)
 
     def _check_tree(self, params: Any, axis_sizes: dict[Any, int]) -> None:
-        vectors = _anonymous(params)
+        vectors, axis_env = _anonymous(params), _axis_env(axis_sizes)
 
         def looks_at_leaves(tx: Any) -> bool:
-            return _steps(tx, params, axis_sizes) != _steps(tx, vectors, axis_sizes)
+            return expressions_of(*_step(tx, params), **axis_env) != expressions_of(*_step(tx, vectors), **axis_env)
 
         try:
             looks = looks_at_leaves(self._tx)
@@ -113,29 +117,32 @@ class ElementwiseCheck:
             )
 
 
-def _steps(tx: Any, params: Any, axis_sizes: dict[Any, int]) -> tuple:
-    """The operations of init and update."""
+def _step(tx: Any, params: Any) -> tuple:
+    """A function that makes the state and the first updates, and its arguments."""
 
     def run(gradients, params):
         return tx.update(gradients, tx.init(params), params)
 
-    return program_of(run, params, params, axis_env=list(dict.fromkeys(axis_sizes, 1).items()))
+    return run, params, params
 
 
-def _vector(size: int, dtype: Any = jnp.float32) -> Any:
-    return jax.ShapeDtypeStruct((size,), dtype)
+def _axis_env(axis_sizes: dict[Any, int]) -> dict[str, Any]:
+    return {"axis_env": [(axis, 1) for axis in axis_sizes]}
+
+
+def _shape(*shape: int, dtype: Any = jnp.float32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _anonymous(params: Any) -> dict[str, Any]:
     """The leaves in the same order, as vectors of one size."""
-    return {f"{i:08}": _vector(7, leaf.dtype) for i, leaf in enumerate(jax.tree.leaves(params))}
+    return {f"{i:08}": _shape(_SIZE, dtype=leaf.dtype) for i, leaf in enumerate(jax.tree.leaves(params))}
 
 
-_OTHER_SHAPES = {
-    "a": {"b": jax.ShapeDtypeStruct((4, 5), jnp.float32), "c": jax.ShapeDtypeStruct((2, 3, 2, 4), jnp.float32)},
-    "d": _vector(1 << 24),
-}
-_VECTORS = _anonymous(_OTHER_SHAPES)
+_SIZE = 7
+_OTHER_DIMENSIONS = {"a": {"b": _shape(_SIZE, 1), "c": _shape(1, 1, _SIZE, 1)}, "d": _shape(_SIZE)}
+_OTHER_SIZES = {"a": {"b": _shape(4, 5), "c": _shape(2, 3, 2, 4)}, "d": _shape(1 << 24)}
+_VECTORS = _anonymous(_OTHER_SIZES)
 
 
 def _difference(compare: Callable[[Any], Verdict], part: Any) -> str | None:

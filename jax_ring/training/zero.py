@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jax_ring.collectives.axes import AxisName
+from jax_ring.collectives.axes import AxisName, axes_of
 from jax_ring.training.elementwise import ElementwiseCheck
 from jax_ring.training.flat_layout import flat_layout
 from jax_ring.training.implementations import Impl, implementation
@@ -62,7 +62,8 @@ def sharded_optimizer(
         raise TypeError(
             f"sharded_optimizer: tx must be an optax GradientTransformation, such as optax.adam(1e-3); got {tx!r}"
         )
-    # The probe runs under vmap, for which lax's invariant all_gather is not made.
-    check = ElementwiseCheck(tx, partial(flat_layout, axis_name=axis_name, stage=2, impl="ring"), axis_name)
+    # The probe runs under vmap, where a scatter takes one axis, and lax has no invariant gather.
+    probed = partial(flat_layout, axis_name=axes_of(axis_name)[0], stage=2, impl="ring")
+    check = ElementwiseCheck(tx, probed, axis_name)
     check.check_outside()
     return check.checked(flat_layout(tx, axis_name, stage=stage, impl=impl))
