@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_ring.collectives.axes import AxisName
+from jax_ring import _compat
+from jax_ring.collectives.axes import AxisName, axes_of, check_named, split_axes
 from jax_ring.training.implementations import Impl, implementation
 
 if TYPE_CHECKING:
@@ -17,18 +18,53 @@ if TYPE_CHECKING:
 def clip_by_global_norm(max_norm: float, axis_name: AxisName, *, impl: Impl = "ring") -> optax.GradientTransformation:
     """`optax.clip_by_global_norm` for a sharded optimizer: `optax.chain(clip_by_global_norm(...), adam)`.
 
-    The squares of the ranks' parts are added over the axis, so the norm is that of the whole mean gradient.
+    The squares of the ranks' parts are added over the axis, so the norm is that of the whole mean gradient. It is
+    computed in float32, or in the dtype of the gradients if that is wider. Gradients that every rank has whole need
+    `optax.clip_by_global_norm`: here each copy would count.
 
     Args:
       max_norm: the largest norm that is not clipped.
       axis_name, impl: as for `sharded_optimizer`.
+
+    Returns:
+      An optax `GradientTransformation`.
+
+    Raises:
+      ValueError: if `impl` is none of its choices; from `update`, with vma tracking, if gradients are the same on all
+        ranks.
+      NameError: from `update`, if an axis is not bound.
     """
     import optax
 
+    psum = implementation("clip_by_global_norm", impl).psum
+
     def update(updates, params):
         del params
-        squares = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(updates))
-        norm = jnp.sqrt(implementation("clip_by_global_norm", impl).psum(squares, axis_name))
-        return jax.tree.map(lambda g: jnp.where(norm < max_norm, g, g / norm.astype(g.dtype) * max_norm), updates)
+        _check_cut(updates, axis_name)
+        wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), updates)
+        squares = [jnp.sum(jnp.square(jnp.abs(g))) for g in jax.tree.leaves(wide)]
+        norm = jnp.sqrt(psum(sum(squares[1:], start=squares[0]), axis_name)) if squares else jnp.zeros(())
+
+        def clip(g, wide):
+            return jnp.where(norm < max_norm, g, (wide / norm * max_norm).astype(g.dtype))
+
+        return jax.tree.map(clip, updates, wide)
 
     return optax.stateless(update)
+
+
+def _check_cut(updates: Any, axis_name: AxisName) -> None:
+    """Raises ValueError for updates whose type says that every rank has the same ones."""
+    axes = axes_of(axis_name)
+    check_named("clip_by_global_norm", axes)
+    if not _compat.check_vma():
+        return
+    _, tracked = split_axes(_compat.skip_size_one_axes(axes))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+        if tracked and _compat.varying_axes(leaf).isdisjoint(tracked):
+            raise ValueError(
+                f"clip_by_global_norm: the leaf at {jax.tree_util.keystr(path) or 'the root'}, of type "
+                f"{jax.typeof(leaf)}, is the same on all ranks of {list(tracked)}, so its square would count once for "
+                "each rank. This function is for the parts that ranks have within zero.sharded_optimizer; elsewhere "
+                "use optax.clip_by_global_norm."
+            )
