@@ -20,6 +20,7 @@ try:
     from jax._src import config as _config
     from jax._src import core as _core
     from jax._src import distributed as _distributed
+    from jax._src import xla_bridge as _xla_bridge
     from jax._src.interpreters import mlir as _mlir
     from jax._src.interpreters.pxla import axis_groups as _axis_groups
     from jax._src.lax import parallel as _parallel
@@ -39,6 +40,7 @@ try:
     _uncacheable_primitives = _mlir._uncacheable_primitives
     COLLECTIVE_CHANNEL_ID = _mlir.COLLECTIVE_CHANNEL_ID
     _trace_state_clean = _core.trace_state_clean
+    _backends_are_initialized = _xla_bridge.backends_are_initialized
     pmax_p = _parallel.pmax_p
     pmin_p = _parallel.pmin_p
     reduce_scatter_p = _parallel.reduce_scatter_p
@@ -192,6 +194,11 @@ def module_state(lowering_context) -> dict:
 def is_tracing() -> bool:
     """Whether this thread is tracing a function."""
     return not _trace_state_clean()
+
+
+def has_backend() -> bool:
+    """Whether JAX has started a backend, after which the number of devices and of processes is fixed."""
+    return _backends_are_initialized()
 
 
 def axis_context_within(shard_map_params: dict):

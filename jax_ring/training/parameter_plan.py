@@ -1,5 +1,6 @@
-"""Which rank owns which parameters, and how it packs what belongs to them into vectors of the same size on all ranks."""
+"""Which rank owns which parameters, and how ranks pack what belongs to theirs into blocks of the same size."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ def balance(
     Args:
       leaves: shapes and dtypes of the parameters.
       num_ranks: p.
-      may_cut: (index of a leaf) -> whether it may be cut into pieces. Called for leaves that are larger than their share.
+      may_cut: (index of a leaf) -> whether it may be cut into pieces. Called for leaves that exceed their share.
     """
     totals: defaultdict[Any, int] = defaultdict(int)
     for leaf in leaves:
@@ -39,8 +40,8 @@ def balance(
         share = -(-totals[leaf.dtype] // num_ranks)
         count = -(-leaf.size // share) if leaf.size > share and may_cut(i) else 1
         ends = [leaf.size * k // count for k in range(count + 1)]
-        pieces += [Piece(i, *bounds) for bounds in zip(ends, ends[1:], strict=False)]
-    of_dtype = [defaultdict(int) for _ in range(num_ranks)]
+        pieces += [Piece(i, *bounds) for bounds in itertools.pairwise(ends)]
+    of_dtype: list[defaultdict[Any, int]] = [defaultdict(int) for _ in range(num_ranks)]
     num_bytes = [0] * num_ranks
     ranks: list[list[Piece]] = [[] for _ in range(num_ranks)]
     for piece in sorted(pieces, key=lambda piece: (piece.start - piece.stop, piece)):
@@ -108,7 +109,7 @@ class Blocks:
 
     def pack_all(self, arrays: Sequence[jax.Array | None]) -> dict[str, jax.Array]:
         """The blocks of all ranks, one after the other, from whole arrays. None for one without pieces."""
-        flat = [None if x is None else jnp.reshape(x, -1) for x in arrays]
+        flat = {i: jnp.reshape(x, -1) for i, x in enumerate(arrays) if x is not None}
         ranks = [
             self.pack(rank, [flat[piece.leaf][piece.start : piece.stop] for piece in pieces])
             for rank, pieces in enumerate(self.ranks)

@@ -7,12 +7,15 @@ gathers the updates of the other parts.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Literal, get_args
 
-from jax_ring.collectives.axes import AxisName
+from jax_ring.collectives.axes import AxisName, axes_of
 from jax_ring.options import check_choice
+from jax_ring.training.elementwise import ElementwiseCheck
 from jax_ring.training.flat_layout import flat_layout
 from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.optax_parts import is_transformation
 from jax_ring.training.parameter_layout import parameter_layout
 from jax_ring.training.sharded_optimizer import ShardedOptimizer, Stage
 
@@ -64,6 +67,15 @@ def sharded_optimizer(
             f"sharded_optimizer: stage must be 1 or 2, got {stage!r}; stage 3, sharded parameters, is not supported"
         )
     implementation("sharded_optimizer", impl)
+    if not is_transformation(tx):
+        raise TypeError(
+            f"sharded_optimizer: tx must be an optax GradientTransformation, such as optax.adam(1e-3); got {tx!r}"
+        )
     check_choice("sharded_optimizer", "layout", layout, get_args(Layout))
-    make = flat_layout if layout == "flat" else parameter_layout
-    return make(tx, axis_name, stage=stage, impl=impl)
+    if layout == "parameter":
+        return parameter_layout(tx, axis_name, stage=stage, impl=impl)
+    # The probe runs under vmap, where a scatter takes one axis, and lax has no invariant gather.
+    probed = partial(flat_layout, axis_name=axes_of(axis_name)[0], stage=2, impl="ring")
+    check = ElementwiseCheck(tx, probed, axis_name)
+    check.check_outside()
+    return check.checked(flat_layout(tx, axis_name, stage=stage, impl=impl))
