@@ -120,7 +120,10 @@ def test_updates_match_the_unsharded_optimizer(number, name):
     assert_close(Sharded(OPTIMIZERS[name], 4, **options).run(), expected_steps(OPTIMIZERS[name]))
 
 
-@pytest.mark.parametrize(("ranks", "stage", "impl"), [(1, 2, "ring"), (2, 1, "lax"), (8, 1, "ring"), (8, 2, "lax")])
+@pytest.mark.parametrize(
+    ("ranks", "stage", "impl", "check_vma"),
+    [(1, 2, "ring", True), (2, 1, "lax", False), (8, 1, "ring", True), (8, 2, "lax", True), (8, 2, "ring", False)],
+)
 def test_any_number_of_ranks(ranks, stage, impl, check_vma):
     tx = OPTIMIZERS["labels"]
     assert_close(Sharded(tx, ranks, check_vma, stage=stage, impl=impl).run(), expected_steps(tx, ranks))
@@ -136,13 +139,13 @@ def clip_in_float32(limit):
     return optax.stateless(update)
 
 
-@pytest.mark.parametrize("place", ["first", "last", "some parameters"])
+@pytest.mark.parametrize(("place", "check_vma"), [("first", True), ("first", False), ("some parameters", True)])
 def test_norm_of_the_whole_gradient_is_clipped(place, check_vma):
     def tx(clip):
         rest = optax.sgd(0.5, momentum=0.9)
         if place == "some parameters":
             return optax.chain(optax.masked(clip, matrices), rest)
-        return optax.chain(*(clip, rest) if place == "first" else (rest, clip))
+        return optax.chain(clip, rest)
 
     ours, theirs = tx(zero.clip_by_global_norm(0.1, "i")), tx(clip_in_float32(0.1))
     assert_close(Sharded(ours, 4, check_vma).run(), expected_steps(theirs))
@@ -219,18 +222,18 @@ def test_whole_parameters_unless_elementwise():
     assert adam.allocated_bytes == 2 * (32 * 4 + 3 * 2) + 4
 
 
-def test_cut_parameters_update_as_whole_ones(check_vma):
+def test_cut_parameters_update_as_whole_ones():
     def tx(clip):
         return optax.chain(clip(0.1), optax.MultiSteps(decayed(matrices), 2).gradient_transformation())
 
-    training = Sharded(tx(lambda limit: zero.clip_by_global_norm(limit, "i")), 8, check_vma)
+    training = Sharded(tx(lambda limit: zero.clip_by_global_norm(limit, "i")), 8)
     cut = [path for paths in training.optimizer.shares(PARAMS, 8).parameters for path in paths if "embedding" in path]
     assert len(cut) == 6
     assert_close(training.run(), expected_steps(tx(clip_in_float32), 8))
 
 
 def test_state_and_bytes_per_rank():
-    training = Sharded(OPTIMIZERS["lamb"], 4)
+    training = Sharded(optax.chain(optax.trace(0.9), optax.clip_by_block_rms(1.0)), 4)
     shares = training.optimizer.shares(PARAMS, 4)
     state = jax.tree.leaves(training.state)
     assert sum(leaf.addressable_shards[0].data.nbytes for leaf in state) == shares.allocated_bytes
@@ -240,11 +243,11 @@ def test_state_and_bytes_per_rank():
     assert explanation.predicted_bytes == explanation.counted_bytes == 2 * 3 * block_bytes
 
 
-@pytest.mark.parametrize("name", ["labels", "schedule"])
-def test_state_of_another_number_of_ranks(name):
+def test_state_of_another_number_of_ranks():
     """The state moves between numbers of ranks without a change, and training goes on as if it had not moved."""
+    tx = OPTIMIZERS["schedule"]  # cuts some parameters on 8 ranks
     batch = np.ones_like(BATCH)  # the same gradients on all ranks
-    first, second = Sharded(OPTIMIZERS[name], 2, batch=batch), Sharded(OPTIMIZERS[name], 8, batch=batch)
+    first, second = Sharded(tx, 2, batch=batch), Sharded(tx, 8, batch=batch)
     first.run()
     moved = second.optimizer.repartition(first.state, PARAMS, 8)
     assert_same_bits(first.optimizer.repartition(moved, PARAMS, 2), first.state)
@@ -265,7 +268,7 @@ def test_hyperparameters_can_be_set():
 
 
 def test_saved_and_restored(tmp_path):
-    training = Sharded(OPTIMIZERS["lamb"], 2)
+    training = Sharded(OPTIMIZERS["block rms"], 2)
     training.run(1)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", training.state)

@@ -1,5 +1,6 @@
 """Which rank owns which parameters, and how ranks pack what belongs to theirs into blocks of the same size."""
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -67,7 +68,7 @@ class Blocks:
     arrays: Sequence[jax.ShapeDtypeStruct]
     ranks: Sequence[Sequence[Piece]]
 
-    @property
+    @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """The elements of a block, by the name of its dtype."""
         used = [self._used(rank) for rank in range(len(self.ranks))]

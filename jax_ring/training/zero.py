@@ -54,6 +54,9 @@ def sharded_optimizer(
       stage: 2 reduces the gradients so that each rank gets only the part that it updates (`ring_psum_scatter`); 1
         gives every rank all gradients, as `sync_gradients` does. The updates are the same.
       impl: "ring" or "lax", as for `sync_gradients`.
+      layout: "flat", as above; or "parameter", where ranks own whole parameters, so that masks, labels and optimizers
+        that need whole parameters (LAMB, LARS, Adafactor, Muon) give the results that they give without sharding.
+        Parameters are balanced by size, and large ones cut where `tx` is elementwise. The state is a `ParameterState`.
 
     Returns:
       A `ShardedOptimizer`. Its `update` takes this rank's gradients, not reduced yet, and applies `tx` to their mean.
