@@ -25,6 +25,7 @@ try:
     from jax._src.interpreters.pxla import axis_groups as _axis_groups
     from jax._src.lax import parallel as _parallel
     from jax.interpreters.mlir import SPMDAxisContext as SPMDAxisContext
+    from jax.interpreters.partial_eval import dce_jaxpr as _dce_jaxpr
     from jax.interpreters.partial_eval import dce_rules as _dce_rules
     from jaxlib import xla_client as _xla_client
 
@@ -276,3 +277,26 @@ def register_dead_code_rule(primitive, rule) -> None:
     """Registers how an equation shrinks when only some of its outputs are used: (used_outputs, eqn)."""
     # JAX 0.12 inserts the liveness of the inputs between the two.
     _dce_rules[primitive] = lambda used_outputs, *rest: rule(used_outputs, rest[-1])
+
+
+def dead_code_eliminated(jaxpr, used_outputs: list[bool]) -> tuple:
+    """The jaxpr for some of its outputs only: (jaxpr, which inputs it still takes)."""
+    return _dce_jaxpr(jaxpr, used_outputs)
+
+
+def frames(eqn) -> list:
+    """The stack frames of an equation, the innermost first, with function_name, file_name and line_num."""
+    traceback = eqn.source_info.traceback
+    return [] if traceback is None else list(traceback.frames)
+
+
+def rank_dependent_axes(jaxpr) -> set:
+    """The named axes of the collectives, and of `axis_index`, anywhere in a jaxpr."""
+    return {effect.name for effect in jaxpr.effects if isinstance(effect, _core.NamedAxisEffect)}
+
+
+def bind_equation(eqn, operands: list) -> list:
+    """The results of an equation for these operands, as `jax.core.eval_jaxpr` computes them."""
+    with eqn.ctx.manager:
+        results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return list(results) if eqn.primitive.multiple_results else [results]

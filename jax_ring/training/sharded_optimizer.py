@@ -24,12 +24,15 @@ class ShardedOptimizer(NamedTuple):
       update: (gradients, state, params) -> (updates of all parameters, the same on all ranks; this rank's state).
       specs: (params) -> the PartitionSpecs of the state, for `in_specs` and `out_specs`.
       repartition: (state, params, num_ranks) -> the state, sharded over that many ranks.
+      shares: (params, num_ranks) -> what each rank owns, with `layout="parameter"`; else None, as all ranks own the
+        same number of elements.
     """
 
     init: Callable[[Any], Any]
     update: Callable[[Any, Any, Any], tuple[Any, Any]]
     specs: Callable[[Any], Any]
     repartition: Callable[[Any, Any, int], Any]
+    shares: Callable[[Any, int], Any] | None = None
 
 
 def gradient_leaves(gradients: Any, params: Any, axis_name: AxisName) -> tuple[list[jax.Array], list[bool]]:

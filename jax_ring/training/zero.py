@@ -8,29 +8,44 @@ gathers the updates of the other parts.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from jax_ring.collectives.axes import AxisName, axes_of
+from jax_ring.options import check_choice
 from jax_ring.training.elementwise import ElementwiseCheck
 from jax_ring.training.flat_layout import flat_layout
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.optax_parts import is_transformation
+from jax_ring.training.parameter_layout import parameter_layout
 from jax_ring.training.sharded_optimizer import ShardedOptimizer, Stage
 
 if TYPE_CHECKING:
     import optax
 
+Layout = Literal["flat", "parameter"]
+
 
 def sharded_optimizer(
-    tx: optax.GradientTransformation, axis_name: AxisName, *, stage: Stage = 2, impl: Impl = "ring"
+    tx: optax.GradientTransformation,
+    axis_name: AxisName,
+    *,
+    stage: Stage = 2,
+    impl: Impl = "ring",
+    layout: Layout = "flat",
 ) -> ShardedOptimizer:
     """Shards an optax optimizer over the ranks of a mapped axis: each holds 1/p of its state.
 
-    Parameters and gradients of each dtype are concatenated to one vector, in the order of `jax.tree.leaves`, and padded
-    with zeros to a multiple of p elements. Rank r updates the r-th of p equal parts. `tx` gets these parts in a
-    dictionary, by the name of their dtype. An elementwise `tx` gives the same results as without sharding. One that is
-    not elementwise (`clip_by_global_norm`, masks, LARS) gives wrong results; for `clip_by_global_norm` use the one of
-    this module.
+    With `layout="flat"` parameters and gradients of each dtype are concatenated to one vector, in the order of
+    `jax.tree.leaves`, and padded with zeros to a multiple of p elements. Rank r updates the r-th of p equal parts. `tx`
+    gets these parts in a dictionary, by the name of the parameters' dtype. This is right for an elementwise `tx`; any
+    other is refused. To find out, `tx` is run on a few small vectors and matrices, whole and cut, when this function is
+    called (or at the first use, if JAX has not started its backend, or if `tx` names other axes), and its operations on
+    the parameters are traced when they are first seen. To clip by the norm of all gradients, use `clip_by_global_norm`
+    of this module.
+
+    Gradients may have another dtype than their parameters, and travel in it; where those of one vector have several,
+    they are promoted. Updates have the dtypes that optax gives. Integer parameters may have no gradient (float0, from
+    `allow_int=True`): their updates are zero.
 
         optimizer = zero.sharded_optimizer(optax.adam(1e-3), "data")
         specs = optimizer.specs(params)
@@ -40,28 +55,35 @@ def sharded_optimizer(
         params = optax.apply_updates(params, updates)
 
     Args:
-      tx: an elementwise optax `GradientTransformation`.
+      tx: an optax `GradientTransformation`; with `layout="flat"` an elementwise one.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
       stage: 2 reduces the gradients so that each rank gets only the part that it updates (`ring_psum_scatter`); 1
         gives every rank all gradients, as `sync_gradients` does. The updates are the same.
       impl: "ring" or "lax", as for `sync_gradients`.
+      layout: "flat", or "parameter", which gives each rank whole parameters: for every other `tx`.
 
     Returns:
       A `ShardedOptimizer`. Its `update` takes this rank's gradients, not reduced yet, and applies `tx` to their mean.
 
     Raises:
-      ValueError: if `stage` is neither 1 nor 2, or `impl` is none of its choices; from `update`, with vma tracking, if
-        gradients are already the same on all ranks, because they have been summed before.
+      TypeError: if `tx` has no `init` and `update`.
+      ValueError: if `stage`, `impl` or `layout` is none of its choices, or if `tx` cannot be sharded like this: also
+        from `init`, `update` and `specs`, where the parameters are known. From `update`, if the tree or the shapes of
+        the gradients are not those of the parameters, or those of the state not the ones that `init` makes; and with
+        vma tracking, if gradients are already the same on all ranks, because they have been summed before.
     """
     if stage not in (1, 2):
         raise ValueError(
             f"sharded_optimizer: stage must be 1 or 2, got {stage!r}; stage 3, sharded parameters, is not supported"
         )
     implementation("sharded_optimizer", impl)
+    check_choice("sharded_optimizer", "layout", layout, get_args(Layout))
     if not is_transformation(tx):
         raise TypeError(
             f"sharded_optimizer: tx must be an optax GradientTransformation, such as optax.adam(1e-3); got {tx!r}"
         )
+    if layout == "parameter":
+        return parameter_layout(tx, axis_name, stage=stage, impl=impl)
     # The probe runs under vmap, where a scatter takes one axis, and lax has no invariant gather.
     probed = partial(flat_layout, axis_name=axes_of(axis_name)[0], stage=2, impl="ring")
     check = ElementwiseCheck(tx, probed, axis_name)
