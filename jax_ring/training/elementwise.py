@@ -48,7 +48,7 @@ class ElementwiseCheck:
             self.check_outside(params)
             return plain.specs(params)
 
-        return ShardedOptimizer(init, update, specs, plain.repartition)
+        return plain._replace(init=init, update=update, specs=specs)
 
     def check_outside(self, *params: Any) -> None:
         """Checks where the axes are not bound. An optimizer that names others has to wait until they are."""

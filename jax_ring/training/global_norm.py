@@ -42,25 +42,25 @@ def clip_by_global_norm(max_norm: float, axis_name: AxisName, *, impl: Impl = "r
 
     def update(updates, params):
         del params
-        wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), updates)
-        leaves = jax.tree.leaves(wide)
+        leaves = jax.tree.leaves(updates)
         norm = given_norm(leaves, axis_name, impl)
         if norm is None:
             _check_cut(updates, axis_name)
-            norm = jnp.sqrt(psum(sum_of_squares(leaves), axis_name)) if leaves else jnp.zeros(())
+            norm = jnp.sqrt(psum(sum_of_squares(leaves), axis_name))
 
-        def clip(g, wide):
+        def clip(g):
+            wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
             return jnp.where(norm < max_norm, g, (wide / norm * max_norm).astype(g.dtype))
 
-        return jax.tree.map(clip, updates, wide)
+        return jax.tree.map(clip, updates)
 
     return optax.stateless(update)
 
 
 def sum_of_squares(leaves: Sequence[jax.Array]) -> jax.Array:
-    """The sum of the squares of all elements of one or more leaves, in the widest of their dtypes."""
-    squares = [jnp.sum(jnp.square(jnp.abs(x))) for x in leaves]
-    return sum(squares[1:], start=squares[0])
+    """The sum of the squares of all elements, as a float32, or wider if a leaf is."""
+    wide = [jnp.abs(x).astype(jnp.promote_types(jnp.abs(x).dtype, jnp.float32)) for x in leaves]
+    return sum((jnp.sum(jnp.square(x)) for x in wide), jnp.zeros((), jnp.float32))
 
 
 def _check_cut(updates: Any, axis_name: AxisName) -> None:

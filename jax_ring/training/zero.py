@@ -35,11 +35,17 @@ def sharded_optimizer(
 ) -> ShardedOptimizer:
     """Shards an optax optimizer over the ranks of a mapped axis: each holds 1/p of its state.
 
-    Parameters and gradients of each dtype are concatenated to one vector, in the order of `jax.tree.leaves`, and padded
-    with zeros to a multiple of p elements. Rank r updates the r-th of p equal parts. `tx` gets these parts in a
-    dictionary, by the name of their dtype. An elementwise `tx` gives the same results as without sharding. One that is
-    not elementwise (`clip_by_global_norm`, masks, LARS) gives wrong results; for `clip_by_global_norm` use the one of
-    this module.
+    With `layout="flat"` parameters and gradients of each dtype are concatenated to one vector, in the order of
+    `jax.tree.leaves`, and padded with zeros to a multiple of p elements. Rank r updates the r-th of p equal parts. `tx`
+    gets these parts in a dictionary, by the name of the parameters' dtype. This is right for an elementwise `tx`; any
+    other is refused. To find out, `tx` is run on a few small vectors and matrices, whole and cut, when this function is
+    called (or at the first use, if JAX has not started its backend, or if `tx` names other axes), and its operations on
+    the parameters are traced when they are first seen. To clip by the norm of all gradients, use `clip_by_global_norm`
+    of this module.
+
+    Gradients may have another dtype than their parameters, and travel in it; where those of one vector have several,
+    they are promoted. Updates have the dtypes that optax gives. Integer parameters may have no gradient (float0, from
+    `allow_int=True`): their updates are zero.
 
         optimizer = zero.sharded_optimizer(optax.adam(1e-3), "data")
         specs = optimizer.specs(params)
@@ -49,7 +55,7 @@ def sharded_optimizer(
         params = optax.apply_updates(params, updates)
 
     Args:
-      tx: an elementwise optax `GradientTransformation`.
+      tx: an optax `GradientTransformation`; with `layout="flat"` an elementwise one.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
       stage: 2 reduces the gradients so that each rank gets only the part that it updates (`ring_psum_scatter`); 1
         gives every rank all gradients, as `sync_gradients` does. The updates are the same.
@@ -62,8 +68,11 @@ def sharded_optimizer(
       A `ShardedOptimizer`. Its `update` takes this rank's gradients, not reduced yet, and applies `tx` to their mean.
 
     Raises:
-      ValueError: if `stage` is neither 1 nor 2, or `impl` is none of its choices; from `update`, with vma tracking, if
-        gradients are already the same on all ranks, because they have been summed before.
+      TypeError: if `tx` has no `init` and `update`.
+      ValueError: if `stage`, `impl` or `layout` is none of its choices, or if `tx` cannot be sharded like this: also
+        from `init`, `update` and `specs`, where the parameters are known. From `update`, if the tree or the shapes of
+        the gradients are not those of the parameters, or those of the state not the ones that `init` makes; and with
+        vma tracking, if gradients are already the same on all ranks, because they have been summed before.
     """
     if stage not in (1, 2):
         raise ValueError(
