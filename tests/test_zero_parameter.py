@@ -165,7 +165,8 @@ def test_two_norms():
         (optax.clip_by_global_norm(1.0), "clip_by_global_norm"),
         (optax.normalize_by_update_norm(), "normalize_by_update_norm"),
         (optax.apply_if_finite(optax.sgd(0.1), 2), "apply_if_finite"),
-        (optax.contrib.prodigy(), "scale_by_prodigy|prodigy"),
+        (optax.contrib.prodigy(), "prodigy"),
+        (optax.contrib.dadapt_adamw(0.1), "dadapt_adamw"),  # several steps later, through the state
         (optax.MultiSteps(optax.clip_by_global_norm(1.0), 2).gradient_transformation(), "clip_by_global_norm"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -360,3 +361,8 @@ def test_two_axes():
 
     updates = sharded(step, mesh=make_mesh((2, 2), ("i", "j")), in_specs=REPLICATED, out_specs=REPLICATED)(params)
     assert_close(updates, jax.jit(lambda p: tx.update(p, tx.init(p), p)[0])(params))
+
+
+def test_wrong_layout():
+    with pytest.raises(ValueError, match=r"layout must be one of .*flat.*parameter.*got 'rows'"):
+        zero.sharded_optimizer(optax.sgd(1.0), "i", layout="rows")

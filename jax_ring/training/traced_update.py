@@ -190,12 +190,8 @@ def _owners(jaxpr, params, num_states: int) -> tuple[int | None, ...]:
     paths = [jax.tree_util.keystr(path) or "the root" for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     n = len(paths)
     all_leaves = (1 << n) - 1
-
-    def seeds(states):
-        rest = len(jaxpr.invars) - n - num_states
-        return [1 << i for i in range(n)] + states + [0] * rest
-
-    masks = data_flow.dependences(jaxpr, seeds([1 << n + k for k in range(num_states)]))
+    inputs = [1 << i if i < n + num_states else 0 for i in range(len(jaxpr.invars))]
+    masks = data_flow.dependences(jaxpr, inputs)
     # What a leaf of the state needs may have come into it through another one, some steps ago.
     needs = masks[n : n + num_states]
     while True:
@@ -203,7 +199,6 @@ def _owners(jaxpr, params, num_states: int) -> tuple[int | None, ...]:
         if through == needs:
             break
         needs = through
-    states = [mask & all_leaves for mask in needs]
     owners = []
     for i, mask in enumerate(masks):
         leaves = (mask | _through_states(mask, needs, n)) & all_leaves
@@ -213,7 +208,7 @@ def _owners(jaxpr, params, num_states: int) -> tuple[int | None, ...]:
             named = [path for j, path in enumerate(paths) if leaves >> j & 1]
             what = f"the update of {paths[i]}" if i < n else "its state" if i < n + num_states else "a norm"
             more = f" and {len(named) - 4} more" if len(named) > 4 else ""
-            place = _text(_where_leaves_meet(jaxpr, i, seeds(states)))
+            place = _text(_where_leaves_meet(jaxpr, i, n))
             raise ValueError(
                 "sharded_optimizer: with layout='parameter' each parameter is updated by the rank that owns it, but "
                 f"{what} needs the gradients of {', '.join(named[:4])}{more}{place}. {_REMEDY}"
@@ -232,14 +227,18 @@ def _through_states(mask: int, needs: list[int], n: int) -> int:
     return found
 
 
-def _where_leaves_meet(jaxpr, output: int, seeds: list[int]) -> tuple[str, str]:
-    """The place of the first equation on the way to an output that needs several parameters."""
-    thin, used = _compat.dead_code_eliminated(jaxpr, [i == output for i in range(len(jaxpr.outvars))])
-    found = []
+def _where_leaves_meet(jaxpr, output: int, n: int) -> tuple[str, str]:
+    """The place of the first equation that needs several of the n gradients: on the way to an output, or anywhere."""
+    for used_outputs in ([i == output for i in range(len(jaxpr.outvars))], [True] * len(jaxpr.outvars)):
+        thin, used = _compat.dead_code_eliminated(jaxpr, used_outputs)
+        found: list = []
 
-    def visit(eqn, operands, results):
-        if max((m.bit_count() for m in results), default=0) > 1 >= max((m.bit_count() for m in operands), default=0):
-            found.append(eqn)
+        def visit(eqn, operands, results, found=found):
+            if max(map(int.bit_count, results), default=0) > 1 >= max(map(int.bit_count, operands), default=0):
+                found.append(eqn)
 
-    data_flow.dependences(thin, [seed for seed, kept in zip(seeds, used, strict=True) if kept], visit)
-    return data_flow.place_of(found[0]) if found else ("", "")
+        seeds = [1 << i if i < n else 0 for i in range(len(jaxpr.invars))]
+        data_flow.dependences(thin, [seed for seed, kept in zip(seeds, used, strict=True) if kept], visit)
+        if found:
+            return data_flow.place_of(found[0])
+    return "", ""
