@@ -110,8 +110,8 @@ def _global_norm(updates: Any, axis_name: AxisName, impl: Impl) -> jax.Array:
         )
     if get_opaque_trace_state() != given.trace:
         raise ValueError(
-            "clip_by_global_norm: with layout='parameter' it cannot be within a transformation that applies "
-            "another one under a condition, as optax.MultiSteps does, or under jit. Chain it outside of that; to accumulate "
+            "clip_by_global_norm: with layout='parameter' it cannot be within a transformation that applies another "
+            "one under a condition, as optax.MultiSteps does, or under jit. Chain it outside of that; to accumulate "
             "gradients use jax_ring.accumulate_gradients."
         )
     index = len(given.requests)
