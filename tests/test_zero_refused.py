@@ -50,7 +50,10 @@ REFUSED = {
     "apply_if_finite": (optax.apply_if_finite(optax.sgd(0.1), 3), "apply_if_finite is not"),
     "ndim mask": (optax.adamw(0.1, mask=ndim_mask), r"masked \(in chain\) treats parameters by.*shapes"),
     "size mask": (optax.adamw(0.1, mask=size_mask), r"masked \(in chain\) treats parameters by.*sizes"),
-    "mask of this tree": (optax.adamw(0.1, mask={"w": True}), "chain fails for parameters of another tree: ValueError"),
+    "mask of this tree": (
+        optax.adamw(0.1, mask={"w": True}),
+        "chain fails when it is tried on other parameters: ValueError",
+    ),
     "hyperparameters": (optax.inject_hyperparams(optax.lars)(0.1), "inject_hyperparams is not"),
     "a part that is not used yet": (
         optax.chain(
@@ -171,11 +174,23 @@ def test_a_traced_learning_rate():
 
 
 @pytest.mark.parametrize(
-    "context", [jax.debug_nans(True), jax.numpy_rank_promotion("raise"), jax.transfer_guard("disallow")]
+    ("name", "value"),
+    [
+        ("jax_debug_nans", True),
+        ("jax_numpy_rank_promotion", "raise"),
+        ("jax_numpy_dtype_promotion", "strict"),
+        ("jax_transfer_guard", "disallow"),
+    ],
 )
-def test_settings_of_jax(context):
-    with context:
-        zero.sharded_optimizer(optax.adam(0.1, b1=0.8), "i")
+def test_settings_of_jax(name, value):
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        zero.sharded_optimizer(optax.sgd(0.1, momentum=0.8), "i")
+        with pytest.raises(ValueError, match="normalize_by_update_norm is not elementwise"):
+            zero.sharded_optimizer(optax.normalize_by_update_norm(), "i")
+    finally:
+        jax.config.update(name, before)
 
 
 def test_the_backend_is_not_started():

@@ -175,6 +175,6 @@ def _refuse_what_fails(tx: Any, error: Exception) -> NoReturn:
             "function. For hyperparameters that change, use optax.inject_hyperparams, which keeps them in the state."
         ) from error
     raise ValueError(
-        f"sharded_optimizer: {name_of(tx)} fails for parameters of another tree: {type(error).__name__}: {error}\n"
+        f"sharded_optimizer: {name_of(tx)} fails when it is tried on other parameters: {type(error).__name__}: {error}\n"
         f"{_REMEDY}"
     ) from error
