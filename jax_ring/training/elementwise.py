@@ -127,14 +127,12 @@ _OTHER_DIMENSIONS = {"a": {"b": _shape(_SIZE, 1), "c": _shape(1, 1, _SIZE, 1)}, 
 _OTHER_SIZES = {"a": {"b": _shape(4, 5), "c": _shape(2, 3, 2, 4)}, "d": _shape(1 << 24)}
 _VECTORS = _anonymous(_OTHER_SIZES)
 
-
 _LOOKS = "treats parameters by their names, places, shapes or sizes, as a mask does"
 _REMEDY = (
     "With layout='flat' each rank gives the optimizer an equal part of one vector for each dtype. Use "
     "layout='parameter', which keeps parameters whole; to clip by the norm of all gradients, "
     "jax_ring.zero.clip_by_global_norm over the same axes."
 )
-
 
 # (transformation) -> its fault or None, and whether its parts may have faults that it hides.
 _Test = Callable[[Any], tuple[str | None, bool]]
@@ -174,7 +172,5 @@ def _refuse_what_fails(tx: Any, error: Exception) -> NoReturn:
             "cannot be tried out, and whether it is elementwise is not known. Make the optimizer outside of the traced "
             "function. For hyperparameters that change, use optax.inject_hyperparams, which keeps them in the state."
         ) from error
-    raise ValueError(
-        f"sharded_optimizer: {name_of(tx)} fails when it is tried on other parameters: {type(error).__name__}: {error}\n"
-        f"{_REMEDY}"
-    ) from error
+    fault = f"fails when it is tried on other parameters: {type(error).__name__}: {error}"
+    raise ValueError(f"sharded_optimizer: {name_of(tx)} {fault}\n{_REMEDY}") from error
