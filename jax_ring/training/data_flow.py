@@ -15,13 +15,14 @@ from jax_ring import _compat
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
 
 # Equations whose results at an index depend on the operands at that index only, or on scalars.
-_ELEMENTWISE = set(
-    "abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos cosh "
-    "digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt "
-    "max min mul ne neg nextafter not optimization_barrier or pcast population_count pow pvary reduce_precision rem "
-    "round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square "
-    "stop_gradient sub tan tanh xor".split()
-)
+_ELEMENTWISE = {
+    "abs", "acos", "acosh", "add", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp",
+    "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp",
+    "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt",
+    "max", "min", "mul", "ne", "neg", "nextafter", "not", "optimization_barrier", "or", "pcast", "population_count",
+    "pow", "pvary", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+}  # fmt: skip
 
 
 class NotElementwise(Exception):
@@ -158,7 +159,7 @@ def _evaluate_equation(eqn, values, shape, cut) -> list:
     if not any(isinstance(x, Piece) for x in values):
         return _compat.bind_equation(eqn, values)
     if (called := _called(eqn)) is not None:
-        consts = next((p.consts for p in eqn.params.values() if isinstance(p, core.ClosedJaxpr)), [])
+        consts: Sequence = next((p.consts for p in eqn.params.values() if isinstance(p, core.ClosedJaxpr)), [])
         return _evaluate(called, consts, values, shape, cut)
     if eqn.primitive.name == "cond" and not isinstance(values[0], Piece):
         return _evaluate_cond(eqn, values, shape, cut)

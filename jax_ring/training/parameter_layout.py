@@ -16,11 +16,12 @@ from jax_ring.collectives.leaves import own_copy
 from jax_ring.training import data_flow
 from jax_ring.training.global_norm import sum_of_squares
 from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.own_update import OwnInputs
 from jax_ring.training.parameter_plan import Blocks
 from jax_ring.training.parameter_state import ParameterState, Plan, Shapes, plan_state
 from jax_ring.training.sharded_optimizer import ShardedOptimizer, Stage, gradient_leaves
 from jax_ring.training.sync import sync_gradients
-from jax_ring.training.traced_update import OwnInputs, trace_update
+from jax_ring.training.traced_update import trace_update
 
 if TYPE_CHECKING:
     import optax
@@ -89,7 +90,7 @@ def parameter_layout(
                 parts = [x for of_piece in values for x in of_piece]
                 if rank == 0:  # what needs no gradient is nobody's
                     parts += inputs.compute_shared([i for i in request.leaves if traced.owners[i] is None])
-                return sum_of_squares(parts)
+                return sum_of_squares([jnp.zeros((), request.dtype), *parts])
 
             norm_impl = implementation("clip_by_global_norm", request.impl)
             norms.append(jnp.sqrt(norm_impl.psum(_on_each_rank(squares, plan, axis_name), axis_name)))
@@ -99,7 +100,9 @@ def parameter_layout(
         def on_rank(rank):
             inputs = inputs_of(rank)
             results = inputs.compute(
-                lambda leaf: [leaf, *(traced.num_leaves + k for k in plan.states_of(leaf))] if has_gradient[leaf] else []
+                lambda leaf: (
+                    [leaf, *(traced.num_leaves + k for k in plan.states_of(leaf))] if has_gradient[leaf] else []
+                )
             )
             updates, states = [], []
             for piece, kept, values in zip(plan.pieces[rank], inputs.states_by_piece(), results, strict=True):
@@ -112,7 +115,7 @@ def parameter_layout(
         updates, new_own = _on_each_rank(on_rank, plan, axis_name)
         whole = update_blocks.unpack_all(run.all_gather(updates, axis_name))
         shared_inputs = OwnInputs(traced, [], [], [], shared, params, tuple(norms))
-        new_shared = shared_inputs.compute_shared([traced.num_leaves + k for k in plan.shared])
+        new_shared = shared_inputs.compute_shared(traced.new_states(plan.shared))
         updates = jax.tree.unflatten(jax.tree.structure(params), [whole[i] for i in range(traced.num_leaves)])
         return updates, plan.pack_state(new_shared, new_own)
 

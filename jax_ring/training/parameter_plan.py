@@ -1,5 +1,7 @@
-"""Which rank owns which parameters, and how it packs what belongs to them into vectors of the same size on all ranks."""
+"""Which rank owns which parameters, and how ranks pack what belongs to theirs into blocks of the same size."""
 
+import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,9 @@ class Piece(NamedTuple):
     stop: int
 
 
-def balance(leaves: Sequence[jax.ShapeDtypeStruct], num_ranks: int, may_cut: Callable[[int], bool]) -> list[list[Piece]]:
+def balance(
+    leaves: Sequence[jax.ShapeDtypeStruct], num_ranks: int, may_cut: Callable[[int], bool]
+) -> list[list[Piece]]:
     """The pieces of each rank. Ranks without any come last.
 
     The largest piece goes first, each to the rank that has least of its dtype (the greedy algorithm of Graham, "Bounds
@@ -27,7 +31,7 @@ def balance(leaves: Sequence[jax.ShapeDtypeStruct], num_ranks: int, may_cut: Cal
     Args:
       leaves: shapes and dtypes of the parameters.
       num_ranks: p.
-      may_cut: (index of a leaf) -> whether it may be cut into pieces. Called for leaves that are larger than their share.
+      may_cut: (index of a leaf) -> whether it may be cut into pieces. Called for leaves that exceed their share.
     """
     totals: defaultdict[Any, int] = defaultdict(int)
     for leaf in leaves:
@@ -37,8 +41,8 @@ def balance(leaves: Sequence[jax.ShapeDtypeStruct], num_ranks: int, may_cut: Cal
         share = -(-totals[leaf.dtype] // num_ranks)
         count = -(-leaf.size // share) if leaf.size > share and may_cut(i) else 1
         ends = [leaf.size * k // count for k in range(count + 1)]
-        pieces += [Piece(i, *bounds) for bounds in zip(ends, ends[1:], strict=False)]
-    of_dtype = [defaultdict(int) for _ in range(num_ranks)]
+        pieces += [Piece(i, *bounds) for bounds in itertools.pairwise(ends)]
+    of_dtype: list[defaultdict[Any, int]] = [defaultdict(int) for _ in range(num_ranks)]
     num_bytes = [0] * num_ranks
     ranks: list[list[Piece]] = [[] for _ in range(num_ranks)]
     for piece in sorted(pieces, key=lambda piece: (piece.start - piece.stop, piece)):
@@ -64,11 +68,13 @@ class Blocks:
     arrays: Sequence[jax.ShapeDtypeStruct]
     ranks: Sequence[Sequence[Piece]]
 
-    @property
+    @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """The elements of a block, by the name of its dtype."""
         used = [self._used(rank) for rank in range(len(self.ranks))]
-        return {name: max(sizes.get(name, 0) for sizes in used) for name in sorted({k for sizes in used for k in sizes})}
+        return {
+            name: max(sizes.get(name, 0) for sizes in used) for name in sorted({k for sizes in used for k in sizes})
+        }
 
     @property
     def used_bytes(self) -> list[int]:
@@ -104,7 +110,7 @@ class Blocks:
 
     def pack_all(self, arrays: Sequence[jax.Array | None]) -> dict[str, jax.Array]:
         """The blocks of all ranks, one after the other, from whole arrays. None for one without pieces."""
-        flat = [None if x is None else jnp.reshape(x, -1) for x in arrays]
+        flat = {i: jnp.reshape(x, -1) for i, x in enumerate(arrays) if x is not None}
         ranks = [
             self.pack(rank, [flat[piece.leaf][piece.start : piece.stop] for piece in pieces])
             for rank, pieces in enumerate(self.ranks)

@@ -130,7 +130,7 @@ class Plan:
 
     def check(self, state: ParameterState, num_ranks: int) -> None:
         """Raises ValueError unless a state, of one rank or of all, is one of this plan."""
-        own = {name: jax.ShapeDtypeStruct((num_ranks, size), name) for name, size in self.state.sizes.items()}
+        own: Any = {name: jax.ShapeDtypeStruct((num_ranks, size), name) for name, size in self.state.sizes.items()}
         expected = self.pack_state([self.state.arrays[k] for k in self.shared], {})._replace(own=own)
         remedy = " A state that was made for another number of ranks has to pass through `repartition` first."
         check_same_tree("state", state, expected, likes="state that init makes here", remedy=remedy)
@@ -143,7 +143,6 @@ class Plan:
 
         leaves = [shared[k] if k in shared else varying(x) for k, x in enumerate(self.state.arrays)]
         return jax.tree.unflatten(self.structure, leaves)
-
 
     def shares(self, params: Any) -> Shares:
         """What each rank owns."""

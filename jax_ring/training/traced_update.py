@@ -13,15 +13,14 @@ from jax.extend import core
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName
 from jax_ring.training import data_flow
-from jax_ring.training.global_norm import NormRequest, norms_given
-from jax_ring.training.parameter_plan import Piece
+from jax_ring.training.given_norms import NormRequest, norms_given
 
 if TYPE_CHECKING:
     import optax
 
 _REMEDY = (
-    "For the norm of the whole gradient use zero.clip_by_global_norm. What else needs several parameters at once cannot "
-    "be sharded: use optax.chain(allreduce_gradients(...), ...), with the whole state on every rank."
+    "For the norm of the whole gradient use zero.clip_by_global_norm. What else needs several parameters at once "
+    "cannot be sharded: use optax.chain(allreduce_gradients(...), ...), with the whole state on every rank."
 )
 
 
@@ -52,6 +51,10 @@ class TracedUpdate:
     def update_types(self) -> list:
         """Shapes and dtypes of the updates."""
         return self.closed.out_avals[: self.num_leaves]
+
+    def new_states(self, indices: Sequence[int]) -> list[int]:
+        """The outputs that are these leaves of the new state."""
+        return [self.num_leaves + k for k in indices]
 
     def state_after(self, state: Any) -> Any:
         """The types of the state after the update; those that all parameters share are as in `state`."""
@@ -101,80 +104,6 @@ class TracedUpdate:
         return True
 
 
-@dataclass(frozen=True)
-class OwnInputs:
-    """What a rank knows when it computes its outputs of a traced update.
-
-    Attributes:
-      traced: the update.
-      pieces: of the parameters that the rank owns.
-      gradients: for each piece, flat.
-      states: for each piece those of the leaves of the state that belong to its parameter, flat, in one list.
-      shared: the other leaves of the state, by index.
-      params: all parameters.
-      norms: those that are known.
-    """
-
-    traced: TracedUpdate
-    pieces: Sequence[Piece]
-    gradients: Sequence[jax.Array]
-    states: Sequence[jax.Array]
-    shared: dict[int, Any]
-    params: Any
-    norms: Sequence[jax.Array]
-
-    def states_by_piece(self) -> list[list[jax.Array]]:
-        """The states of each piece."""
-        rest = iter(self.states)
-        return [[next(rest) for _ in self._states_of(piece.leaf)] for piece in self.pieces]
-
-    def compute_shared(self, outputs: Sequence[int]) -> list[jax.Array]:
-        """Outputs that need nobody's gradient."""
-        return data_flow.compute(self.traced.closed, outputs, self._inputs({}))
-
-    def compute(self, wanted: Callable[[int], list[int]]) -> list[list[jax.Array]]:
-        """For each piece the outputs `wanted` of its parameter; those of a piece that is not the whole are flat."""
-        traced, avals = self.traced, self.traced.closed.in_avals
-        results: dict[int, list] = {}
-        together: dict[int, Any] = {}
-        for i, (piece, gradient, states) in enumerate(
-            zip(self.pieces, self.gradients, self.states_by_piece(), strict=True)
-        ):
-            indices = [piece.leaf, *(traced.num_leaves + k for k in self._states_of(piece.leaf))]
-            known = {j: x.astype(avals[j].dtype) for j, x in zip(indices, [gradient, *states], strict=True)}
-            shape = avals[piece.leaf].shape
-            if gradient.size == avals[piece.leaf].size:
-                together |= {j: jnp.reshape(x, avals[j].shape) for j, x in known.items()}
-                continue
-            of_params = traced.num_leaves + traced.num_states + piece.leaf
-            known[of_params] = jnp.reshape(jax.tree.leaves(self.params)[piece.leaf], -1)[piece.start : piece.stop]
-            inputs = self._inputs({j: data_flow.Piece(x) for j, x in known.items()})
-            results[i] = data_flow.compute_piece(
-                traced.closed, wanted(piece.leaf), inputs, shape, piece.start, piece.stop
-            )
-        # One call for all whole parameters, so that what they have in common is computed once.
-        whole = [i for i in range(len(self.pieces)) if i not in results]
-        outputs = [wanted(self.pieces[i].leaf) for i in whole]
-        values = iter(data_flow.compute(traced.closed, sum(outputs, []), self._inputs(together)))
-        results |= {i: [next(values) for _ in of_piece] for i, of_piece in zip(whole, outputs, strict=True)}
-        return [results[i] for i in range(len(self.pieces))]
-
-    def _states_of(self, leaf: int) -> list[int]:
-        return [k for k, owner in enumerate(self.traced.state_owners()) if owner == leaf]
-
-    def _inputs(self, known: dict[int, Any]) -> list:
-        """The inputs of the jaxpr; None for those that are not known here."""
-        first_param = self.traced.num_leaves + self.traced.num_states
-        params = jax.tree.leaves(self.params)
-        known = (
-            {self.traced.num_leaves + k: x for k, x in self.shared.items()}
-            | {first_param + i: x for i, x in enumerate(params)}
-            | {first_param + len(params) + i: x for i, x in enumerate(self.norms)}
-            | known
-        )
-        return [known.get(i) for i in range(len(self.traced.closed.in_avals))]
-
-
 def trace_update(
     tx: optax.GradientTransformation, gradients: Sequence, state: Any, params: Any, axis_name: AxisName
 ) -> TracedUpdate:
@@ -193,24 +122,20 @@ def trace_update(
     """
     structure, leaves = jax.tree.structure(params), jax.tree.leaves(params)
     state_structure, states = jax.tree.structure(state), jax.tree.leaves(state)
-    num_norms = 1  # inputs for those that tx asks for: most often one, or it is traced again
-    while True:
-        requests: list[NormRequest] = []
 
-        def update(*inputs, num_norms=num_norms, requests=requests):
-            ends = [len(leaves), len(leaves) + len(states), len(inputs) - num_norms]
-            gradients, state, params = (
-                jax.tree.unflatten(structure, inputs[: ends[0]]),
-                jax.tree.unflatten(state_structure, inputs[ends[0] : ends[1]]),
-                jax.tree.unflatten(structure, inputs[ends[1] : ends[2]]),
-            )
-            with norms_given(axis_name, inputs[ends[2] :]) as asked:
+    def traced_with(norm_dtypes: Sequence) -> tuple[core.ClosedJaxpr, list[NormRequest]]:
+        requests = []
+
+        def update(gradients, states, leaves, norms):
+            params = jax.tree.unflatten(structure, leaves)
+            gradients, state = jax.tree.unflatten(structure, gradients), jax.tree.unflatten(state_structure, states)
+            with norms_given(axis_name, norms) as asked:
                 updates, new_state = tx.update(gradients, state, params)
-            if jax.tree.structure(updates) != structure or jax.tree.structure(new_state) != state_structure:
+            found = jax.tree.structure((updates, new_state))
+            if found != jax.tree.structure((params, state)):
                 raise ValueError(
-                    "sharded_optimizer: tx.update returned trees of other structures than its arguments: updates "
-                    f"{jax.tree.structure(updates)} and state {jax.tree.structure(new_state)}, instead of {structure} "
-                    f"and {state_structure}"
+                    "sharded_optimizer: tx.update returned updates and a state of other structures than the parameters "
+                    f"and the state: {found} instead of {jax.tree.structure((params, state))}"
                 )
             outputs = [*jax.tree.leaves(updates), *jax.tree.leaves(new_state)]
             for request in asked:
@@ -218,17 +143,21 @@ def trace_update(
                 outputs += request.leaves
             return outputs
 
-        norms = [jax.ShapeDtypeStruct((), jnp.float32)] * num_norms
-        closed = _traced(update, [*gradients, *states, *leaves, *norms])
-        if len(requests) <= num_norms:
-            break
-        num_norms = len(requests)
+        norms = [jax.ShapeDtypeStruct((), dtype) for dtype in norm_dtypes]
+        return _traced(update, gradients, states, leaves, norms), requests
+
+    # Most often there is one norm or none. Otherwise it is known after the first trace what the inputs are.
+    given: list[Any] = [jnp.dtype(jnp.float32)]
+    closed, requests = traced_with(given)
+    wanted = [request.dtype for request in requests]
+    if wanted != given[: len(wanted)]:
+        closed, requests = traced_with(wanted)
     _refuse_collectives(closed.jaxpr)
     owners = _owners(closed.jaxpr, params, len(states))
     return TracedUpdate(closed, len(leaves), len(states), owners, tuple(requests))
 
 
-def _traced(update, inputs) -> core.ClosedJaxpr:
+def _traced(update: Callable, *inputs: Any) -> core.ClosedJaxpr:
     try:
         return jax.make_jaxpr(update)(*inputs)
     except NameError as error:
@@ -261,12 +190,8 @@ def _owners(jaxpr, params, num_states: int) -> tuple[int | None, ...]:
     paths = [jax.tree_util.keystr(path) or "the root" for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     n = len(paths)
     all_leaves = (1 << n) - 1
-
-    def seeds(states):
-        rest = len(jaxpr.invars) - n - num_states
-        return [1 << i for i in range(n)] + states + [0] * rest
-
-    masks = data_flow.dependences(jaxpr, seeds([1 << n + k for k in range(num_states)]))
+    inputs = [1 << i if i < n + num_states else 0 for i in range(len(jaxpr.invars))]
+    masks = data_flow.dependences(jaxpr, inputs)
     # What a leaf of the state needs may have come into it through another one, some steps ago.
     needs = masks[n : n + num_states]
     while True:
@@ -274,7 +199,6 @@ def _owners(jaxpr, params, num_states: int) -> tuple[int | None, ...]:
         if through == needs:
             break
         needs = through
-    states = [mask & all_leaves for mask in needs]
     owners = []
     for i, mask in enumerate(masks):
         leaves = (mask | _through_states(mask, needs, n)) & all_leaves
@@ -284,7 +208,7 @@ def _owners(jaxpr, params, num_states: int) -> tuple[int | None, ...]:
             named = [path for j, path in enumerate(paths) if leaves >> j & 1]
             what = f"the update of {paths[i]}" if i < n else "its state" if i < n + num_states else "a norm"
             more = f" and {len(named) - 4} more" if len(named) > 4 else ""
-            place = _text(_where_leaves_meet(jaxpr, i, seeds(states)))
+            place = _text(_where_leaves_meet(jaxpr, i, n))
             raise ValueError(
                 "sharded_optimizer: with layout='parameter' each parameter is updated by the rank that owns it, but "
                 f"{what} needs the gradients of {', '.join(named[:4])}{more}{place}. {_REMEDY}"
@@ -303,14 +227,18 @@ def _through_states(mask: int, needs: list[int], n: int) -> int:
     return found
 
 
-def _where_leaves_meet(jaxpr, output: int, seeds: list[int]) -> tuple[str, str]:
-    """The place of the first equation on the way to an output that needs several parameters."""
-    thin, used = _compat.dead_code_eliminated(jaxpr, [i == output for i in range(len(jaxpr.outvars))])
-    found = []
+def _where_leaves_meet(jaxpr, output: int, n: int) -> tuple[str, str]:
+    """The place of the first equation that needs several of the n gradients: on the way to an output, or anywhere."""
+    for used_outputs in ([i == output for i in range(len(jaxpr.outvars))], [True] * len(jaxpr.outvars)):
+        thin, used = _compat.dead_code_eliminated(jaxpr, used_outputs)
+        found: list = []
 
-    def visit(eqn, operands, results):
-        if max((m.bit_count() for m in results), default=0) > 1 >= max((m.bit_count() for m in operands), default=0):
-            found.append(eqn)
+        def visit(eqn, operands, results, found=found):
+            if max(map(int.bit_count, results), default=0) > 1 >= max(map(int.bit_count, operands), default=0):
+                found.append(eqn)
 
-    data_flow.dependences(thin, [seed for seed, kept in zip(seeds, used, strict=True) if kept], visit)
-    return data_flow.place_of(found[0]) if found else ("", "")
+        seeds = [1 << i if i < n else 0 for i in range(len(jaxpr.invars))]
+        data_flow.dependences(thin, [seed for seed, kept in zip(seeds, used, strict=True) if kept], visit)
+        if found:
+            return data_flow.place_of(found[0])
+    return "", ""

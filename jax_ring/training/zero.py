@@ -60,7 +60,9 @@ def sharded_optimizer(
       stage: 2 reduces the gradients so that each rank gets only the part that it updates (`ring_psum_scatter`); 1
         gives every rank all gradients, as `sync_gradients` does. The updates are the same.
       impl: "ring" or "lax", as for `sync_gradients`.
-      layout: "flat", or "parameter", which gives each rank whole parameters: for every other `tx`.
+      layout: "flat", as above; or "parameter", where ranks own whole parameters, so that masks, labels and optimizers
+        that need whole parameters (LAMB, LARS, Adafactor, Muon) give the results that they give without sharding.
+        Parameters are balanced by size, and large ones cut where `tx` is elementwise. The state is a `ParameterState`.
 
     Returns:
       A `ShardedOptimizer`. Its `update` takes this rank's gradients, not reduced yet, and applies `tx` to their mean.
@@ -77,11 +79,11 @@ def sharded_optimizer(
             f"sharded_optimizer: stage must be 1 or 2, got {stage!r}; stage 3, sharded parameters, is not supported"
         )
     implementation("sharded_optimizer", impl)
-    check_choice("sharded_optimizer", "layout", layout, get_args(Layout))
     if not is_transformation(tx):
         raise TypeError(
             f"sharded_optimizer: tx must be an optax GradientTransformation, such as optax.adam(1e-3); got {tx!r}"
         )
+    check_choice("sharded_optimizer", "layout", layout, get_args(Layout))
     if layout == "parameter":
         return parameter_layout(tx, axis_name, stage=stage, impl=impl)
 
