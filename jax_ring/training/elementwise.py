@@ -14,7 +14,7 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_named
 from jax_ring.training.expressions import expressions_of, primitives_of
 from jax_ring.training.optax_parts import name_of, parts_of
-from jax_ring.training.separability import Layout, Verdict, apart, compare_with_whole
+from jax_ring.training.separability import Layout, apart, compare_with_whole
 from jax_ring.training.sharded_optimizer import ShardedOptimizer
 
 # The axes over which the optimizer with a certain `update` has been found to be elementwise.
@@ -29,8 +29,9 @@ class ElementwiseCheck:
     second finds masks and labels.
     """
 
-    def __init__(self, tx: Any, layout: Layout, axis_name: AxisName):
-        self._tx, self._layout, self._axes = tx, layout, axes_of(axis_name)
+    def __init__(self, tx: Any, layout_over: Callable[[Any], Layout], axis_name: AxisName):
+        """layout_over: (axis) -> the layout over that axis alone."""
+        self._tx, self._layout_over, self._axes = tx, layout_over, axes_of(axis_name)
         self._known_trees: set[Any] = set()
 
     def checked(self, plain: ShardedOptimizer) -> ShardedOptimizer:
@@ -64,57 +65,43 @@ class ElementwiseCheck:
         self._check((params,), tuple(_compat.bound_axis_sizes()))
 
     def _check(self, trees: tuple, bound: tuple) -> None:
-        axis_sizes = {self._axes[0]: 2, **{axis: 1 for axis in (*self._axes[1:], *bound) if axis != self._axes[0]}}
-        elementwise = _elementwise_over.setdefault(self._tx.update, set())
-        if tuple(axis_sizes) not in elementwise:
+        found = _elementwise_over.setdefault(self._tx.update, set())
+        if self._axes not in found:
             # In an order in which each names the fault best: a mean over a leaf depends on its size as well.
-            apart(partial(self._check_tree, _OTHER_DIMENSIONS, axis_sizes))
-            apart(partial(self._check_values, axis_sizes))
-            apart(partial(self._check_tree, _OTHER_SIZES, axis_sizes))
-            elementwise.add(tuple(axis_sizes))
+            self._check_tree(_OTHER_DIMENSIONS, bound)
+            for axis in self._axes:
+                self._check_values(axis, bound)
+            self._check_tree(_OTHER_SIZES, bound)
+            found.add(self._axes)
         for tree in trees:
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
             key = (jax.tree.structure(shapes), tuple((x.shape, x.dtype) for x in jax.tree.leaves(shapes)))
             if key not in self._known_trees:
-                apart(partial(self._check_tree, shapes, axis_sizes))
+                self._check_tree(shapes, bound)
                 self._known_trees.add(key)
 
-    def _check_values(self, axis_sizes: dict[Any, int]) -> None:
-        axis_env = _axis_env(axis_sizes)
+    def _check_values(self, axis: Any, bound: tuple) -> None:
+        axis_sizes = {axis: 2, **{other: 1 for other in (*self._axes, *bound) if other != axis}}
 
-        def compare(tx: Any) -> Verdict:
-            return compare_with_whole(tx, self._layout, axis_sizes)
+        def test(tx: Any) -> tuple[str | None, bool]:
+            verdict = compare_with_whole(tx, self._layout_over(axis), axis_sizes)
+            # A part that has not been used yet, as in optax.MultiSteps, has to be tried by itself.
+            may_hide = not verdict.has_moved or "cond" in primitives_of(*_step(tx, _VECTORS), **self._axis_env(bound))
+            return verdict.difference, may_hide
 
-        try:
-            verdict = compare(self._tx)
-        except Exception as error:
-            _refuse_what_fails(self._tx, error)
-        difference, tx = verdict.difference, self._tx
-        if difference is None and (not verdict.has_moved or "cond" in primitives_of(*_step(tx, _VECTORS), **axis_env)):
-            # Perhaps a part has not been used yet, as with optax.MultiSteps.
-            for part in parts_of(tx):
-                difference = _difference(compare, part)
-                if difference is not None:
-                    tx = part
-                    break
-        if difference is not None:
-            _refuse(_blamed(tx, lambda part: _difference(compare, part) is not None), difference)
+        apart(partial(_refuse_if, test, self._tx))
 
-    def _check_tree(self, params: Any, axis_sizes: dict[Any, int]) -> None:
-        vectors, axis_env = _anonymous(params), _axis_env(axis_sizes)
+    def _check_tree(self, params: Any, bound: tuple) -> None:
+        axis_env = self._axis_env(bound)
 
-        def looks_at_leaves(tx: Any) -> bool:
-            return expressions_of(*_step(tx, params), **axis_env) != expressions_of(*_step(tx, vectors), **axis_env)
+        def test(tx: Any) -> tuple[str | None, bool]:
+            own, others = (expressions_of(*_step(tx, x), **axis_env) for x in (params, _anonymous(params)))
+            return None if own == others else _LOOKS, False
 
-        try:
-            looks = looks_at_leaves(self._tx)
-        except Exception as error:
-            _refuse_what_fails(self._tx, error)
-        if looks:
-            _refuse(
-                _blamed(self._tx, lambda part: _succeeds(looks_at_leaves, part)),
-                "treats parameters by their names, places, shapes or sizes, as a mask does",
-            )
+        apart(partial(_refuse_if, test, self._tx))
+
+    def _axis_env(self, bound: tuple) -> dict[str, Any]:
+        return {"axis_env": [(axis, 1) for axis in dict.fromkeys((*self._axes, *bound))]}
 
 
 def _step(tx: Any, params: Any) -> tuple:
@@ -124,10 +111,6 @@ def _step(tx: Any, params: Any) -> tuple:
         return tx.update(gradients, tx.init(params), params)
 
     return run, params, params
-
-
-def _axis_env(axis_sizes: dict[Any, int]) -> dict[str, Any]:
-    return {"axis_env": [(axis, 1) for axis in axis_sizes]}
 
 
 def _shape(*shape: int, dtype: Any = jnp.float32) -> Any:
@@ -144,40 +127,40 @@ _OTHER_DIMENSIONS = {"a": {"b": _shape(_SIZE, 1), "c": _shape(1, 1, _SIZE, 1)}, 
 _OTHER_SIZES = {"a": {"b": _shape(4, 5), "c": _shape(2, 3, 2, 4)}, "d": _shape(1 << 24)}
 _VECTORS = _anonymous(_OTHER_SIZES)
 
-
-def _difference(compare: Callable[[Any], Verdict], part: Any) -> str | None:
-    try:
-        return compare(part).difference
-    except Exception:  # some parts only work within the whole
-        return None
-
-
-def _succeeds(test: Callable[[Any], bool], part: Any) -> bool:
-    try:
-        return test(part)
-    except Exception:
-        return False
-
-
-def _blamed(tx: Any, is_at_fault: Callable[[Any], bool]) -> str:
-    """The innermost part that is at fault by itself, and those that contain it."""
-    names = [name_of(tx)]
-    while at_fault := next(filter(is_at_fault, parts_of(tx)), None):
-        tx = at_fault
-        names.append(name_of(tx))
-    innermost, *others = dict.fromkeys(reversed(names))
-    return f"{innermost} (in {', in '.join(others)})" if others else innermost
-
-
+_LOOKS = "treats parameters by their names, places, shapes or sizes, as a mask does"
 _REMEDY = (
     "With layout='flat' each rank gives the optimizer an equal part of one vector for each dtype. Use "
     "layout='parameter', which keeps parameters whole; to clip by the norm of all gradients, "
-    "jax_ring.zero.clip_by_global_norm."
+    "jax_ring.zero.clip_by_global_norm over the same axes."
 )
 
+# (transformation) -> its fault or None, and whether its parts may have faults that it hides.
+_Test = Callable[[Any], tuple[str | None, bool]]
 
-def _refuse(name: str, fault: str) -> NoReturn:
-    raise ValueError(f"sharded_optimizer: {name} {fault}, so it cannot be sharded like this. {_REMEDY}")
+
+def _refuse_if(test: _Test, tx: Any) -> None:
+    try:
+        found = _fault(test, tx)
+    except Exception as error:
+        _refuse_what_fails(tx, error)
+    if found is not None:
+        names, fault = found
+        innermost, *others = dict.fromkeys(names)
+        within = f" (in {', in '.join(others)})" if others else ""
+        raise ValueError(f"sharded_optimizer: {innermost}{within} {fault}. It cannot be sharded like this. {_REMEDY}")
+
+
+def _fault(test: _Test, tx: Any) -> tuple[tuple[str, ...], str] | None:
+    """The fault of the innermost part that has one by itself, and the names of this part and of those around it."""
+    fault, may_hide = test(tx)
+    for part in parts_of(tx) if fault or may_hide else ():
+        try:
+            inner = _fault(test, part)
+        except Exception:  # some parts only work within the whole
+            continue
+        if inner is not None:
+            return (*inner[0], name_of(tx)), inner[1]
+    return ((name_of(tx),), fault) if fault else None
 
 
 def _refuse_what_fails(tx: Any, error: Exception) -> NoReturn:
@@ -189,7 +172,5 @@ def _refuse_what_fails(tx: Any, error: Exception) -> NoReturn:
             "cannot be tried out, and whether it is elementwise is not known. Make the optimizer outside of the traced "
             "function. For hyperparameters that change, use optax.inject_hyperparams, which keeps them in the state."
         ) from error
-    raise ValueError(
-        f"sharded_optimizer: {name_of(tx)} fails for parameters of another tree: {type(error).__name__}: {error}\n"
-        f"{_REMEDY}"
-    ) from error
+    fault = f"fails when it is tried on other parameters: {type(error).__name__}: {error}"
+    raise ValueError(f"sharded_optimizer: {name_of(tx)} {fault}\n{_REMEDY}") from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Literal, get_args
 
-from jax_ring.collectives.axes import AxisName, axes_of
+from jax_ring.collectives.axes import AxisName
 from jax_ring.options import check_choice
 from jax_ring.training.elementwise import ElementwiseCheck
 from jax_ring.training.flat_layout import flat_layout
@@ -86,8 +86,11 @@ def sharded_optimizer(
     check_choice("sharded_optimizer", "layout", layout, get_args(Layout))
     if layout == "parameter":
         return parameter_layout(tx, axis_name, stage=stage, impl=impl)
-    # The probe runs under vmap, where a scatter takes one axis, and lax has no invariant gather.
-    probed = partial(flat_layout, axis_name=axes_of(axis_name)[0], stage=2, impl="ring")
-    check = ElementwiseCheck(tx, probed, axis_name)
+
+    def probed_over(axis):
+        # The probe runs under vmap, where a scatter takes one axis, and lax has no invariant gather.
+        return partial(flat_layout, axis_name=axis, stage=2, impl="ring")
+
+    check = ElementwiseCheck(tx, probed_over, axis_name)
     check.check_outside()
     return check.checked(flat_layout(tx, axis_name, stage=stage, impl=impl))
