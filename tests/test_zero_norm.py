@@ -50,6 +50,13 @@ def test_gradients_that_are_not_cut_are_refused():
         clipped(whole, 1.0, in_specs=P())
 
 
+def test_gradients_that_one_of_the_axes_does_not_cut_are_refused():
+    tx = zero.clip_by_global_norm(1.0, ("i", "j"))
+    f = sharded(lambda g: tx.update(g, None)[0], mesh=make_mesh((2, 2), ("i", "j")))
+    with pytest.raises(ValueError, match=r"clip_by_global_norm: .*at the root.*same on all ranks of \['j'\]"):
+        f(np.ones(4, np.float32))
+
+
 def test_outside_of_the_axis():
     tx = zero.clip_by_global_norm(1.0, "i")
     with pytest.raises(NameError, match="clip_by_global_norm: unbound axis name 'i'"):

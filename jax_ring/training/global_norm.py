@@ -71,10 +71,11 @@ def _check_cut(updates: Any, axis_name: AxisName) -> None:
         return
     _, tracked = split_axes(_compat.skip_size_one_axes(axes))
     for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
-        if tracked and _compat.varying_axes(leaf).isdisjoint(tracked):
+        same_over = [axis for axis in tracked if axis not in _compat.varying_axes(leaf)]
+        if same_over:
             raise ValueError(
                 f"clip_by_global_norm: the leaf at {jax.tree_util.keystr(path) or 'the root'}, of type "
-                f"{jax.typeof(leaf)}, is the same on all ranks of {list(tracked)}, so its square would count once for "
+                f"{jax.typeof(leaf)}, is the same on all ranks of {same_over}, so its square would count once for "
                 "each rank. This function is for the parts that ranks have within zero.sharded_optimizer; elsewhere "
                 "use optax.clip_by_global_norm."
             )
