@@ -23,12 +23,14 @@ try:
     from jax._src import core as _core
     from jax._src import distributed as _distributed
     from jax._src import source_info_util as _frames
+    from jax._src import xla_bridge as _xla_bridge
     from jax._src.interpreters import mlir as _mlir
     from jax._src.interpreters.pxla import axis_groups as _axis_groups
     from jax._src.lax import parallel as _parallel
     from jax._src.shard_map import shard_map_p as shard_map_p
     from jax._src.source_info_util import user_frame as _user_frame
     from jax.interpreters.mlir import SPMDAxisContext as SPMDAxisContext
+    from jax.interpreters.partial_eval import dce_jaxpr as _dce_jaxpr
     from jax.interpreters.partial_eval import dce_rules as _dce_rules
     from jaxlib import xla_client as _xla_client
 
@@ -45,6 +47,7 @@ try:
     _uncacheable_primitives = _mlir._uncacheable_primitives
     COLLECTIVE_CHANNEL_ID = _mlir.COLLECTIVE_CHANNEL_ID
     _trace_state_clean = _core.trace_state_clean
+    _backends_are_initialized = _xla_bridge.backends_are_initialized
     pmax_p = _parallel.pmax_p
     pmin_p = _parallel.pmin_p
     reduce_scatter_p = _parallel.reduce_scatter_p
@@ -249,6 +252,11 @@ def is_tracing() -> bool:
     return not _trace_state_clean()
 
 
+def has_backend() -> bool:
+    """Whether JAX has started a backend, after which the number of devices and of processes is fixed."""
+    return _backends_are_initialized()
+
+
 def axis_context_within(shard_map_params: dict):
     """The axis context in which the body of a shard_map is lowered, from the parameters of its equation."""
     mesh = shard_map_params["mesh"]
@@ -325,3 +333,26 @@ def register_dead_code_rule(primitive, rule) -> None:
     """Registers how an equation shrinks when only some of its outputs are used: (used_outputs, eqn)."""
     # JAX 0.12 inserts the liveness of the inputs between the two.
     _dce_rules[primitive] = lambda used_outputs, *rest: rule(used_outputs, rest[-1])
+
+
+def dead_code_eliminated(jaxpr, used_outputs: list[bool]) -> tuple:
+    """The jaxpr for some of its outputs only: (jaxpr, which inputs it still takes)."""
+    return _dce_jaxpr(jaxpr, used_outputs)
+
+
+def frames(eqn) -> list:
+    """The stack frames of an equation, the innermost first, with function_name, file_name and line_num."""
+    traceback = eqn.source_info.traceback
+    return [] if traceback is None else list(traceback.frames)
+
+
+def rank_dependent_axes(jaxpr) -> set:
+    """The named axes of the collectives, and of `axis_index`, anywhere in a jaxpr."""
+    return {effect.name for effect in jaxpr.effects if isinstance(effect, _core.NamedAxisEffect)}
+
+
+def bind_equation(eqn, operands: list) -> list:
+    """The results of an equation for these operands, as `jax.core.eval_jaxpr` computes them."""
+    with eqn.ctx.manager:
+        results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return list(results) if eqn.primitive.multiple_results else [results]

@@ -1,0 +1,191 @@
+"""Data flow of a traced function: which outputs depend on which inputs, and the parts that some outputs need."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from jax_ring import _compat
+
+# Equations that call their one jaxpr once, with their own operands and results.
+_CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
+
+# Equations whose results at an index depend on the operands at that index only, or on scalars.
+_ELEMENTWISE = {
+    "abs", "acos", "acosh", "add", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp",
+    "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp",
+    "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt",
+    "max", "min", "mul", "ne", "neg", "nextafter", "not", "optimization_barrier", "or", "pcast", "population_count",
+    "pow", "pvary", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+}  # fmt: skip
+
+
+class NotElementwise(Exception):
+    """An equation mixes the elements of an array that is to be cut into pieces."""
+
+
+class Piece(NamedTuple):
+    """A value that stands for elements `start` to `stop` of a flattened array."""
+
+    value: Any
+
+
+def dependences(
+    jaxpr: core.Jaxpr, masks: Sequence[int], visit: Callable[[core.JaxprEqn, list[int], list[int]], None] | None = None
+) -> list[int]:
+    """For each output the union of the masks of the inputs that it may depend on. Masks are sets of bits.
+
+    Equations are seen as a whole, except for calls and `cond`, which are followed inside.
+
+    Args:
+      jaxpr: the traced function.
+      masks: one per input.
+      visit: called with every equation that is not a call, and the masks of its operands and results.
+    """
+    known = dict(zip(jaxpr.invars, masks, strict=True))
+
+    def mask_of(atom):
+        return 0 if isinstance(atom, core.Literal) else known.get(atom, 0)
+
+    for eqn in jaxpr.eqns:
+        operands = [mask_of(atom) for atom in eqn.invars]
+        if (called := _called(eqn)) is not None:
+            # JAX caches what it traced for a call, so equations inside may name the place of another call.
+            results = dependences(called, operands)
+        elif eqn.primitive.name == "cond":
+            branches = [dependences(branch.jaxpr, operands[1:], visit) for branch in eqn.params["branches"]]
+            results = [_union([operands[0], *masks]) for masks in zip(*branches, strict=True)]
+        else:
+            results = [_union(operands)] * len(eqn.outvars)
+        if visit is not None:
+            visit(eqn, operands, results)
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [mask_of(atom) for atom in jaxpr.outvars]
+
+
+def compute(closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[Any]) -> list:
+    """Some outputs of a traced function, by the equations that they need.
+
+    Args:
+      closed: the traced function.
+      outputs: the indices of the outputs.
+      inputs: one per input; None for an input that the outputs do not depend on.
+    """
+    if not outputs:
+        return []
+    thin, operands = _thinned(closed, outputs, inputs)
+    return _in_order(outputs, jax.core.eval_jaxpr(thin, closed.consts, *operands))
+
+
+def compute_piece(
+    closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[Any], shape: tuple, start: int, stop: int
+) -> list:
+    """As `compute`, for elements `start` to `stop` of flattened outputs of one shape.
+
+    Args:
+      closed, outputs: as for `compute`.
+      inputs: as for `compute`; or a `Piece` of an array of that shape.
+      shape: the shape of the outputs.
+      start, stop: which of their elements.
+
+    Raises:
+      NotElementwise: if an equation cannot be computed for a piece alone.
+    """
+    thin, operands = _thinned(closed, outputs, inputs)
+
+    def cut(x):
+        return x if isinstance(x, Piece) else Piece(jnp.reshape(x, -1)[start:stop])
+
+    results = _evaluate(thin, closed.consts, operands, shape, cut)
+    return _in_order(outputs, [cut(x).value for x in results])
+
+
+def place_of(eqn: core.JaxprEqn) -> tuple[str, str]:
+    """The transformation that an equation comes from, by the name of its factory, and the file and line."""
+    frames = [frame for frame in _compat.frames(eqn) if "/jax/" not in frame.file_name]
+    if not frames:
+        return "", ""
+    inside = [f.function_name.split(".<locals>.") for f in frames]
+    names = [names[0] for names in inside if len(names) > 1 and "update" in names[-1]]
+    name, frame = names[0] if names else "", frames[0]
+    return name, f"{'/'.join(frame.file_name.split('/')[-3:])}:{frame.line_num}"
+
+
+def _called(eqn) -> core.Jaxpr | None:
+    """The jaxpr of an equation that is nothing but a call."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    called = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    return getattr(called, "jaxpr", called)
+
+
+def _union(masks) -> int:
+    union = 0
+    for mask in masks:
+        union |= mask
+    return union
+
+
+def _thinned(closed, outputs, inputs):
+    thin, used = _compat.dead_code_eliminated(closed.jaxpr, [i in outputs for i in range(len(closed.out_avals))])
+    operands = [
+        jnp.zeros(aval.shape, aval.dtype) if x is None else x
+        for x, aval, needed in zip(inputs, closed.in_avals, used, strict=True)
+        if needed
+    ]
+    return thin, operands
+
+
+def _in_order(outputs, results) -> list:
+    by_output = dict(zip(sorted(outputs), results, strict=True))
+    return [by_output[i] for i in outputs]
+
+
+def _evaluate(jaxpr, consts, operands, shape, cut) -> list:
+    """Evaluates a jaxpr on whole values and pieces."""
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
+    for eqn in jaxpr.eqns:
+        values = [x.val if isinstance(x, core.Literal) else known[x] for x in eqn.invars]
+        known.update(zip(eqn.outvars, _evaluate_equation(eqn, values, shape, cut), strict=True))
+    return [x.val if isinstance(x, core.Literal) else known[x] for x in jaxpr.outvars]
+
+
+def _evaluate_equation(eqn, values, shape, cut) -> list:
+    if not any(isinstance(x, Piece) for x in values):
+        return _compat.bind_equation(eqn, values)
+    if (called := _called(eqn)) is not None:
+        consts: Sequence = next((p.consts for p in eqn.params.values() if isinstance(p, core.ClosedJaxpr)), [])
+        return _evaluate(called, consts, values, shape, cut)
+    if eqn.primitive.name == "cond" and not isinstance(values[0], Piece):
+        return _evaluate_cond(eqn, values, shape, cut)
+    if eqn.primitive.name in _ELEMENTWISE and all(x.aval.shape == shape for x in eqn.outvars):
+        pieces = [cut(x).value if isinstance(x, Piece) or jnp.ndim(x) else x for x in values]
+        return [Piece(x) for x in _compat.bind_equation(eqn, pieces)]
+    raise NotElementwise(eqn.primitive.name)
+
+
+def _value(x):
+    return x.value if isinstance(x, Piece) else x
+
+
+def _evaluate_cond(eqn, values, shape, cut) -> list:
+    """A `cond` on a whole value, with pieces among its operands. All of its results of that shape become pieces."""
+    index, *operands = values
+    are_pieces = [x.aval.shape == shape for x in eqn.outvars]
+    were_pieces = [isinstance(x, Piece) for x in operands]
+
+    def run(branch, *operands):
+        operands = [Piece(x) if piece else x for x, piece in zip(operands, were_pieces, strict=True)]
+        results = _evaluate(branch.jaxpr, branch.consts, operands, shape, cut)
+        if any(isinstance(x, Piece) and not piece for x, piece in zip(results, are_pieces, strict=True)):
+            raise NotElementwise("cond")
+        return [cut(x).value if piece else x for x, piece in zip(results, are_pieces, strict=True)]
+
+    branches = [partial(run, branch) for branch in eqn.params["branches"]]
+    results = lax.switch(index, branches, *map(_value, operands))
+    return [Piece(x) if piece else x for x, piece in zip(results, are_pieces, strict=True)]

@@ -1,0 +1,82 @@
+"""Norms over all parameters, for a transformation that is traced once though each rank owns only some of them."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
+
+from jax_ring.collectives.axes import AxisName, axes_of
+from jax_ring.training.implementations import Impl
+
+
+class NormRequest(NamedTuple):
+    """A norm that a transformation has asked for.
+
+    Attributes:
+      leaves: of what; values of the trace, or whatever stands for them.
+      impl: the implementation of the sum over the ranks.
+      dtype: of the norm.
+    """
+
+    leaves: Any
+    impl: Impl
+    dtype: Any
+
+
+class _Given(NamedTuple):
+    axis_name: AxisName
+    norms: Sequence[jax.Array]
+    requests: list[NormRequest]
+    trace: object
+
+
+_given: ContextVar[_Given | None] = ContextVar("given_norms", default=None)
+
+
+@contextlib.contextmanager
+def norms_given(axis_name: AxisName, norms: Sequence[jax.Array]) -> Iterator[list[NormRequest]]:
+    """In the block `given_norm` returns these norms, in the order in which it is called; 1 when there are no more.
+
+    Args:
+      axis_name: of the sharded optimizer.
+      norms: scalars.
+
+    Yields:
+      The list of requests, to which each call adds one.
+    """
+    given = _Given(axis_name, norms, [], get_opaque_trace_state())
+    token = _given.set(given)
+    try:
+        yield given.requests
+    finally:
+        _given.reset(token)
+
+
+def given_norm(leaves: Sequence[jax.Array], axis_name: AxisName, impl: Impl) -> jax.Array | None:
+    """The norm of all leaves of all ranks; None outside of `norms_given`, where the caller computes it.
+
+    Raises:
+      ValueError: within `norms_given`, if it is over other axes, or the call is within a nested trace.
+    """
+    given = _given.get()
+    if given is None:
+        return None
+    if axes_of(axis_name) != axes_of(given.axis_name):
+        raise ValueError(
+            f"clip_by_global_norm is over {axis_name!r}, within a sharded_optimizer over {given.axis_name!r}: with "
+            "layout='parameter' both must name the same axes"
+        )
+    if get_opaque_trace_state() != given.trace:
+        raise ValueError(
+            "clip_by_global_norm: with layout='parameter' it cannot be within a transformation that applies another "
+            "one under a condition, as optax.MultiSteps does, or under jit. Chain it outside of that; to accumulate "
+            "gradients use jax_ring.accumulate_gradients."
+        )
+    index = len(given.requests)
+    dtype = jnp.finfo(jnp.result_type(jnp.float32, *leaves)).dtype  # that of the absolute values, for complex leaves
+    given.requests.append(NormRequest(list(leaves), impl, dtype))
+    return given.norms[index].astype(dtype) if index < len(given.norms) else jnp.ones((), dtype)

@@ -1,0 +1,81 @@
+"""Clipping by the norm of the whole gradient, of which each rank of a sharded optimizer has a part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ring import _compat
+from jax_ring.collectives.axes import AxisName, axes_of, check_named, split_axes
+from jax_ring.training.given_norms import given_norm
+from jax_ring.training.implementations import Impl, implementation
+
+if TYPE_CHECKING:
+    import optax
+
+
+def clip_by_global_norm(max_norm: float, axis_name: AxisName, *, impl: Impl = "ring") -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` for a sharded optimizer: `optax.chain(clip_by_global_norm(...), adam)`.
+
+    The squares of the ranks' parts are added over the axis, so the norm is that of the whole mean gradient. It is
+    computed in float32, or in the dtype of the gradients if that is wider. Gradients that every rank has whole need
+    `optax.clip_by_global_norm`: here each copy would count.
+
+    Args:
+      max_norm: the largest norm that is not clipped.
+      axis_name, impl: as for `sharded_optimizer`.
+
+    Returns:
+      An optax `GradientTransformation`.
+
+    Raises:
+      ValueError: if `impl` is none of its choices; from `update`, with vma tracking, if gradients are the same on all
+        ranks.
+      NameError: from `update`, if an axis is not bound.
+    """
+    import optax
+
+    psum = implementation("clip_by_global_norm", impl).psum
+
+    def update(updates, params):
+        del params
+        leaves = jax.tree.leaves(updates)
+        norm = given_norm(leaves, axis_name, impl)
+        if norm is None:
+            _check_cut(updates, axis_name)
+            norm = jnp.sqrt(psum(sum_of_squares(leaves), axis_name))
+
+        def clip(g):
+            wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+            return jnp.where(norm < max_norm, g, (wide / norm * max_norm).astype(g.dtype))
+
+        return jax.tree.map(clip, updates)
+
+    return optax.stateless(update)
+
+
+def sum_of_squares(leaves: Sequence[jax.Array]) -> jax.Array:
+    """The sum of the squares of all elements, as a float32, or wider if a leaf is."""
+    wide = [jnp.abs(x).astype(jnp.promote_types(jnp.abs(x).dtype, jnp.float32)) for x in leaves]
+    return sum((jnp.sum(jnp.square(x)) for x in wide), jnp.zeros((), jnp.float32))
+
+
+def _check_cut(updates: Any, axis_name: AxisName) -> None:
+    """Raises ValueError for updates whose type says that every rank has the same ones."""
+    axes = axes_of(axis_name)
+    check_named("clip_by_global_norm", axes)
+    if not _compat.check_vma():
+        return
+    _, tracked = split_axes(_compat.skip_size_one_axes(axes))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+        same_over = [axis for axis in tracked if axis not in _compat.varying_axes(leaf)]
+        if same_over:
+            raise ValueError(
+                f"clip_by_global_norm: the leaf at {jax.tree_util.keystr(path) or 'the root'}, of type "
+                f"{jax.typeof(leaf)}, is the same on all ranks of {same_over}, so its square would count once for "
+                "each rank. This function is for the parts that ranks have within zero.sharded_optimizer; elsewhere "
+                "use optax.clip_by_global_norm."
+            )

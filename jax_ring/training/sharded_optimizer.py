@@ -1,0 +1,99 @@
+"""What the layouts of a sharded optimizer have in common: its interface, its checks, and how leaves are grouped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ring.collectives.axes import AxisName
+from jax_ring.collectives.leaves import own_copy
+from jax_ring.training.sync import check_local
+
+Stage = Literal[1, 2]
+
+
+class ShardedOptimizer(NamedTuple):
+    """The result of `sharded_optimizer`. Call `init` and `update` inside `shard_map`, the others outside.
+
+    Attributes:
+      init: (params) -> this rank's state.
+      update: (gradients, state, params) -> (updates of all parameters, the same on all ranks; this rank's state).
+      specs: (params) -> the PartitionSpecs of the state, for `in_specs` and `out_specs`.
+      repartition: (state, params, num_ranks) -> the state, sharded over that many ranks.
+      shares: (params, num_ranks) -> what each rank owns, with `layout="parameter"`; else None, as all ranks own the
+        same number of elements.
+    """
+
+    init: Callable[[Any], Any]
+    update: Callable[[Any, Any, Any], tuple[Any, Any]]
+    specs: Callable[[Any], Any]
+    repartition: Callable[[Any, Any, int], Any]
+    shares: Callable[[Any, int], Any] | None = None
+
+
+def gradient_leaves(gradients: Any, params: Any, axis_name: AxisName) -> tuple[list[jax.Array], list[bool]]:
+    """The gradients' leaves, in the order of the parameters', and for each whether its parameter has a gradient.
+
+    Integer parameters have none: `jax.grad(..., allow_int=True)` returns dtype float0. They get zeros here.
+
+    Raises:
+      ValueError: if structures or shapes differ, or if gradients are already the same on all ranks.
+    """
+    check_same_tree("gradients", gradients, params)
+    leaves, likes = jax.tree.leaves(gradients), jax.tree.leaves(params)
+    has_gradient = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]
+    structure = jax.tree.structure(params)
+    present = [leaf if has else None for leaf, has in zip(leaves, has_gradient, strict=True)]
+    check_local("sharded_optimizer", jax.tree.unflatten(structure, present), axis_name)
+    leaves = [
+        jnp.asarray(leaf) if has else own_copy(jnp.zeros_like(like), axis_name)
+        for leaf, like, has in zip(leaves, likes, has_gradient, strict=True)
+    ]
+    return leaves, has_gradient
+
+
+def check_same_tree(name: str, tree: Any, like: Any, *, likes: str = "parameters", remedy: str = "") -> None:
+    """Raises ValueError unless a tree, the argument `name` of `update`, has the structure and the shapes of another."""
+    leaves, expected = map(jax.tree_util.tree_leaves_with_path, (tree, like))
+    structure: Any = jax.tree.structure(tree)
+    like_structure: Any = jax.tree.structure(like)
+    if structure != like_structure:
+        paths, expected_paths = ([jax.tree_util.keystr(path) for path, _ in x] for x in (leaves, expected))
+        missing = [path for path in expected_paths if path not in paths]
+        extra = [path for path in paths if path not in expected_paths]
+        difference = (
+            f"there is none at {', '.join(missing[:4])}" if missing else "",
+            f"the {likes} have nothing at {', '.join(extra[:4])}" if extra else "",
+        )
+        raise ValueError(
+            f"sharded_optimizer: the tree of the {name} is not that of the {likes}: "
+            f"{'; '.join(filter(None, difference)) or f'{structure} instead of {like_structure}'}.{remedy}"
+        )
+    for (path, leaf), (_, other) in zip(leaves, expected, strict=True):
+        if jnp.shape(leaf) != jnp.shape(other):
+            raise ValueError(
+                f"sharded_optimizer: in the {name}, the leaf at {jax.tree_util.keystr(path) or 'the root'} has shape "
+                f"{jnp.shape(leaf)}; the shape in the {likes} is {jnp.shape(other)}.{remedy}"
+            )
+
+
+def by_dtype(tree: Any) -> dict[str, list[int]]:
+    """For each dtype, the positions of its leaves in jax.tree.leaves."""
+    places: dict[str, list[int]] = {}
+    for i, leaf in enumerate(jax.tree.leaves(tree)):
+        places.setdefault(np.dtype(jnp.result_type(leaf)).name, []).append(i)
+    return places
+
+
+def padded(vector: jax.Array, num_ranks: int) -> jax.Array:
+    """The vector, with zeros up to a multiple of the number of ranks."""
+    return jnp.pad(vector, (0, -vector.size % num_ranks))
+
+
+def vary(state: Any, axis_name: AxisName) -> Any:
+    """Casts the state's vectors to varying over the axis. Zeros are invariant otherwise, and the type would change."""
+    return jax.tree.map(lambda x: own_copy(x, axis_name) if x.ndim else x, state)

@@ -1,0 +1,68 @@
+"""zero.clip_by_global_norm: the norm of gradients of which each rank has a part."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import SHARDED, assert_same_trees, make_mesh, sharded
+from jax.sharding import PartitionSpec as P
+
+from jax_ring import zero
+
+RANKS = 2
+
+
+def clipped(parts, limit, *, in_specs=SHARDED, check_vma=True):
+    """The parts after clipping. They are cut over the ranks."""
+    tx = zero.clip_by_global_norm(limit, "i")
+    f = sharded(lambda g: tx.update(g, tx.init(g))[0], mesh=make_mesh((RANKS,)), in_specs=in_specs, check_vma=check_vma)
+    return f(parts)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float16", "bfloat16", "float32"])
+def test_the_norm_is_that_of_optax(dtype, check_vma):
+    parts = {"a": jnp.array([300, 400], dtype), "b": jnp.array([0, 1200], dtype)}
+    if dtype == "complex64":
+        parts["b"] = parts["b"] * 1j
+    tx = optax.clip_by_global_norm(13.0)
+    # optax squares in the dtype of the gradients, which overflows in float16.
+    wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(dtype, jnp.float32)), parts)
+    expected = jax.tree.map(lambda x: x.astype(dtype), tx.update(wide, tx.init(wide))[0])
+    rtol = float(4 * jnp.finfo(dtype).eps)
+    assert_same_trees(clipped(parts, 13.0, check_vma=check_vma), expected, rtol=rtol)
+    assert_same_trees(clipped(parts, 1400.0, check_vma=check_vma), parts)
+
+
+def test_a_norm_of_float64():
+    with jax.enable_x64(True):
+        parts = np.array([3.0, 4 + 1e-10])
+        limit = 5.0
+        expected = parts / np.linalg.norm(parts) * limit
+        np.testing.assert_allclose(clipped(parts, limit), expected, rtol=1e-15)
+
+
+def test_gradients_that_are_not_cut_are_refused():
+    whole = {"a": np.ones(4, np.float32)}
+    with pytest.raises(
+        ValueError, match=r"clip_by_global_norm: .*\['a'\].*same on all ranks.*optax.clip_by_global_norm"
+    ):
+        clipped(whole, 1.0, in_specs=P())
+
+
+def test_gradients_that_one_of_the_axes_does_not_cut_are_refused():
+    tx = zero.clip_by_global_norm(1.0, ("i", "j"))
+    f = sharded(lambda g: tx.update(g, None)[0], mesh=make_mesh((2, 2), ("i", "j")))
+    with pytest.raises(ValueError, match=r"clip_by_global_norm: .*at the root.*same on all ranks of \['j'\]"):
+        f(np.ones(4, np.float32))
+
+
+def test_outside_of_the_axis():
+    tx = zero.clip_by_global_norm(1.0, "i")
+    with pytest.raises(NameError, match="clip_by_global_norm: unbound axis name 'i'"):
+        tx.update({"a": np.ones(4, np.float32)}, tx.init(None))
+
+
+def test_wrong_options():
+    with pytest.raises(ValueError, match="clip_by_global_norm: impl must be one of"):
+        zero.clip_by_global_norm(1.0, "i", impl="mpi")
