@@ -22,7 +22,6 @@ try:
     from jax._src import config as _config
     from jax._src import core as _core
     from jax._src import distributed as _distributed
-    from jax._src import source_info_util as _frames
     from jax._src import xla_bridge as _xla_bridge
     from jax._src.interpreters import mlir as _mlir
     from jax._src.interpreters.pxla import axis_groups as _axis_groups
@@ -34,7 +33,6 @@ try:
     from jax.interpreters.partial_eval import dce_rules as _dce_rules
     from jaxlib import xla_client as _xla_client
 
-    _user_frame = _frames.user_frame
     psum_p = _parallel.psum_p
     psum_invariant_p = _parallel.psum_invariant_p
     _check_vma = _config._check_vma
