@@ -25,6 +25,10 @@ PARAMS = {
 }
 
 
+NAMES = tuple(PARAMS)
+SOME_NAMES = ("embedding", "layer")  # for optimizers that take long to compile
+
+
 def matrices(params):
     return jax.tree.map(lambda x: x.ndim > 1, params)
 
@@ -62,7 +66,7 @@ def gradients_of(params, x):
 
 
 @functools.cache
-def expected_steps(tx, ranks=4):
+def expected_steps(tx, ranks=4, names=NAMES):
     """Three steps of the optimizer itself, with the mean of the ranks' gradients."""
 
     @jax.jit
@@ -72,18 +76,20 @@ def expected_steps(tx, ranks=4):
         updates, state = tx.update(mean, state, params)
         return optax.apply_updates(params, updates), state
 
-    params, state = PARAMS, tx.init(PARAMS)
+    params = {name: PARAMS[name] for name in names}
+    state = tx.init(params)
     for _ in range(3):
         params, state = step(params, state)
     return params
 
 
 class Sharded:
-    def __init__(self, tx, ranks, check_vma=True, batch=BATCH, **options):
+    def __init__(self, tx, ranks, check_vma=True, batch=BATCH, names=NAMES, **options):
         self.batch = batch
         self.mesh = make_mesh((ranks,))
         self.optimizer = zero.sharded_optimizer(tx, "i", layout="parameter", **options)
-        self.specs = self.optimizer.specs(PARAMS)
+        initial = {name: PARAMS[name] for name in names}
+        self.specs = self.optimizer.specs(initial)
 
         def step(params, state, x):
             own = jax.tree.map(lambda p: lax.pcast(p, "i", to="varying"), params) if check_vma else params
@@ -93,8 +99,8 @@ class Sharded:
         common = {"mesh": self.mesh, "check_vma": check_vma}
         specs = (REPLICATED, self.specs, SHARDED)
         self.step = sharded(step, in_specs=specs, out_specs=specs[:2], **common)
-        self.params = jax.device_put(PARAMS, NamedSharding(self.mesh, REPLICATED))
-        self.state = sharded(self.optimizer.init, in_specs=REPLICATED, out_specs=self.specs, **common)(PARAMS)
+        self.params = jax.device_put(initial, NamedSharding(self.mesh, REPLICATED))
+        self.state = sharded(self.optimizer.init, in_specs=REPLICATED, out_specs=self.specs, **common)(initial)
 
     def run(self, steps=3):
         for _ in range(steps):
@@ -117,7 +123,9 @@ def assert_close(actual, expected):
 @pytest.mark.parametrize(("number", "name"), list(enumerate(OPTIMIZERS)))
 def test_updates_match_the_unsharded_optimizer(number, name):
     options = {"check_vma": number % 2 == 0, "stage": 1 + number // 2 % 2, "impl": ("ring", "lax")[number // 4 % 2]}
-    assert_close(Sharded(OPTIMIZERS[name], 4, **options).run(), expected_steps(OPTIMIZERS[name]))
+    names = SOME_NAMES if name in ("adafactor", "lamb", "lars", "muon", "noise", "adaptive clip") else NAMES
+    tx = OPTIMIZERS[name]
+    assert_close(Sharded(tx, 4, names=names, **options).run(), expected_steps(tx, names=names))
 
 
 @pytest.mark.parametrize(
