@@ -404,7 +404,7 @@ def test_optax_is_needed_only_when_used():
 def test_allreduce_gradients_refuses_wrong_options():
     with pytest.raises(ValueError, match="impl must be one of"):
         allreduce_gradients("i", impl="mpi")
-    with pytest.raises(ValueError, match="error_feedback corrects the rounding to wire_dtype, and wire_dtype is None"):
+    with pytest.raises(ValueError, match="error_feedback corrects the rounding to wire, and wire is None"):
         allreduce_gradients("i", error_feedback=True)
 
 

@@ -79,7 +79,7 @@ def test_a_wrong_option_is_reported_by_the_public_function(function):
 def test_a_similar_option_is_suggested():
     with pytest.raises(TypeError, match="Did you mean 'bucket_bytes'"):
         jax_ring.value_and_grad(loss, "i", bucket_byte=1)
-    with pytest.raises(TypeError, match="The options are impl, bucket_bytes, first_bucket_bytes, wire_dtype"):
+    with pytest.raises(TypeError, match="The options are impl, bucket_bytes, first_bucket_bytes, wire, wire_dtype"):
         jax_ring.value_and_grad(loss, "i", lr=1)
 
 

@@ -38,8 +38,8 @@ def value_and_grad(
       has_aux: whether `fun` returns a pair. Its second part is returned unchanged, by each rank its own.
       reduced_in_backward: whether `fun` passes all its parameters through `reduce_in_backward`, which leaves only the
         value to reduce.
-      **options: `impl`, `wire_dtype`, `bucket_bytes` and `first_bucket_bytes`, as for `sync_gradients`. The value is
-        never rounded to `wire_dtype`.
+      **options: `impl`, `wire`, `bucket_bytes` and `first_bucket_bytes`, as for `sync_gradients`. The value is
+        never rounded to `wire`.
 
     Returns:
       A function with the arguments of `fun` that returns what `jax.value_and_grad(fun)` does. The value and the
@@ -98,17 +98,14 @@ def _value_and_grad(
         value, aux = out if has_aux else (out, None)
         # A value that is the same on all ranks counts once: the ranks' gradients are parts of it, which add up.
         axes = axes_of_difference(value, axis_name)
-        local = (
-            None if reduced_in_backward else jax.tree.map(reduction.narrow, grads),
-            own_copy(value, axis_name) if axes else None,
-        )
-        summed_grads, summed_value = reduction.sum(local, axis_name)
+        divisor, every = num_ranks(axes), num_ranks(axes_of(axis_name))
+        local_value = own_copy(value, axis_name) if axes else None
+        reduced = reduction.reduce(None if reduced_in_backward else grads, axis_name, divisor, value=local_value)
         if axes:
-            value = summed_value / num_ranks(axes_of(axis_name))
+            value = reduced.value / every
         if not reduced_in_backward:
-            grads = jax.tree.map(lambda s, g: s.astype(g.dtype), summed_grads, grads)
-        divisor = num_ranks(axes)
-        if divisor > 1:
+            grads = reduced.tree
+        elif divisor > 1:
             grads = jax.tree.map(lambda g: g / divisor, grads)
         return ((value, aux) if has_aux else value), grads
 
@@ -154,8 +151,7 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
         return copies(tree), None
 
     def backward(_, cotangents):
-        sums = reduction.sum(jax.tree.map(reduction.narrow, cotangents), axis_name)
-        return (jax.tree.map(lambda s, ct: s.astype(ct.dtype), sums, cotangents),)
+        return (reduction.reduce(cotangents, axis_name, 1).tree,)
 
     copies.defvjp(forward, backward)
     return copies(tree)

@@ -3,7 +3,7 @@
 import difflib
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, TypedDict, TypeVar, Unpack
+from typing import Any, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks,
 from jax_ring.distributed.agreement import check_agreement
 from jax_ring.training.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, check_bucket_bytes, plan_buckets
 from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.wire import UNCHANGED, FloatWire, float_wire
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
 
@@ -27,9 +28,24 @@ class BucketOptions(TypedDict, total=False):
 
 
 class ReductionOptions(BucketOptions, total=False):
-    """`BucketOptions` and `wire_dtype`."""
+    """`BucketOptions`, and how gradients are sent."""
 
-    wire_dtype: DTypeLike | None
+    wire: DTypeLike | None
+    wire_dtype: DTypeLike | None  # the same, by its first name
+
+
+class Reduced(NamedTuple):
+    """The result of `Reduction.reduce`.
+
+    Attributes:
+      tree: the sums over the ranks, divided, in the dtypes of the leaves.
+      residual: the part of this rank's leaves that was not sent; None unless a residual was given.
+      value: the sums of the argument `value`, neither rounded nor divided.
+    """
+
+    tree: Any
+    residual: Any
+    value: Any
 
 
 @dataclass(frozen=True)
@@ -38,7 +54,7 @@ class Reduction:
 
     function: str
     impl: Impl = "ring"
-    wire_dtype: DTypeLike | None = None
+    wire: FloatWire = UNCHANGED
     bucket_bytes: int = BUCKET_BYTES
     first_bucket_bytes: int = FIRST_BUCKET_BYTES
 
@@ -55,21 +71,48 @@ class Reduction:
                 similar = difflib.get_close_matches(name, known, n=1)
                 hint = f"Did you mean {similar[0]!r}?" if similar else f"The options are {', '.join(known)}."
                 raise TypeError(f"{function}() got an unexpected keyword argument {name!r}. {hint}")
-        return cls(function, **options)
+        wire, alias = options.get("wire"), options.get("wire_dtype")
+        if wire is not None and alias is not None:
+            raise TypeError(
+                f"{function}: wire={wire!r} and wire_dtype={alias!r} are two names of one argument; pass only wire"
+            )
+        name, dtype = ("wire", wire) if alias is None else ("wire_dtype", alias)
+        others: Any = {name: value for name, value in options.items() if name in BucketOptions.__annotations__}
+        return cls(function, wire=float_wire(function, name, dtype), **others)
 
     def __post_init__(self):
         implementation(self.function, self.impl)
-        if self.wire_dtype is not None and not jnp.issubdtype(self.wire_dtype, jnp.floating):
-            raise TypeError(f"{self.function}: wire_dtype must be a floating-point dtype, got {self.wire_dtype!r}")
         check_bucket_bytes(self.function, self.bucket_bytes, self.first_bucket_bytes)
 
-    def narrow(self, x: jax.Array) -> jax.Array:
-        """A leaf as it is sent: floats wider than `wire_dtype` are rounded to it."""
-        if self.wire_dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        return x.astype(self.wire_dtype) if jnp.finfo(self.wire_dtype).bits < jnp.finfo(x.dtype).bits else x
+    def reduce(
+        self,
+        tree: Any,
+        axis_name: AxisName,
+        divisor: int,
+        *,
+        headroom: int = 0,
+        residual: Any = None,
+        value: Any = None,
+    ) -> Reduced:
+        """The sums over the ranks of the leaves of `tree`, divided by `divisor`. The wire is decided here.
 
-    def sum(self, tree: Any, axis_name: AxisName) -> Any:
+        Args:
+          divisor: the number of ranks for a mean, 1 for a sum.
+          headroom: how many ranks' values have to fit the range of the wire together; by default `divisor`.
+          residual: a tree like `tree`, to be added to it.
+          value: a tree that is summed in the same buckets, but always sent as it is.
+        """
+        wanted = tree if residual is None else jax.tree.map(jnp.add, tree, residual)
+        scales = jax.tree.map(lambda x: self.wire.scale_of(x, headroom or divisor), wanted)
+        sent = jax.tree.map(partial(self.wire.sent, saturate=residual is not None), wanted, scales)
+        sums, value = self._sum((sent, value), axis_name)
+        received = jax.tree.map(partial(self.wire.received, divisor=divisor), sums, tree, scales)
+        if residual is not None:
+            lost = jax.tree.map(self.wire.lost, wanted, sent, scales)
+            residual = jax.tree.map(lambda x, like: x.astype(like.dtype), lost, residual)
+        return Reduced(received, residual, value)
+
+    def _sum(self, tree: Any, axis_name: AxisName) -> Any:
         """The sums over the ranks of leaves that already have the dtypes in which they are sent."""
         plan = plan_buckets(tree, self.bucket_bytes, self.first_bucket_bytes)
         check_agreement(self.function, f"over {axis_name!r}\n{plan}\nfingerprint {plan.fingerprint}")
@@ -81,21 +124,11 @@ class Reduction:
                 leaves[i] = total
         return jax.tree.unflatten(structure, leaves)
 
-    def synced(self, tree: Any, axis_name: AxisName, mean: bool) -> Any:
-        """The sums or means of this rank's gradients, in their own dtypes."""
+    def synced(self, tree: Any, axis_name: AxisName, mean: bool, residual: Any = None) -> Reduced:
+        """The sums or means of this rank's gradients."""
         check_local(self.function, tree, axis_name)
-        tree = jax.tree.map(jnp.asarray, tree)
-        sums = self.sum(jax.tree.map(self.narrow, tree), axis_name)
-        return jax.tree.map(partial(_scaled, divisor=num_ranks(axes_of(axis_name)) if mean else 1), sums, tree)
-
-    def synced_with_feedback(self, tree: Any, residual: Any, axis_name: AxisName, mean: bool) -> tuple[Any, Any]:
-        """The same for the gradients plus the residual of the last step; and the residual of this step."""
-        check_local(self.function, tree, axis_name)
-        wanted = jax.tree.map(jnp.add, tree, residual)
-        sent = jax.tree.map(self.narrow, wanted)
-        sums = self.sum(sent, axis_name)
-        synced = jax.tree.map(partial(_scaled, divisor=num_ranks(axes_of(axis_name)) if mean else 1), sums, wanted)
-        return synced, jax.tree.map(lambda x, s: x - s.astype(x.dtype), wanted, sent)
+        divisor = num_ranks(axes_of(axis_name)) if mean else 1
+        return self.reduce(jax.tree.map(jnp.asarray, tree), axis_name, divisor, residual=residual)
 
 
 def sync_gradients(
@@ -104,6 +137,7 @@ def sync_gradients(
     *,
     mean: bool = True,
     impl: Impl = "ring",
+    wire: DTypeLike | None = None,
     wire_dtype: DTypeLike | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
@@ -118,9 +152,10 @@ def sync_gradients(
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
       mean: whether to divide the sum by the number of ranks.
       impl: "ring" for the collectives of jax_ring, "lax" for those of `jax.lax`.
-      wire_dtype: a floating-point dtype. Wider floats are rounded to it before they are sent, and so is their sum,
+      wire: a floating-point dtype. Wider floats are rounded to it before they are sent, and so is their sum,
         which is then cast back to the dtype of the leaf. Half the traffic for a loss of precision; see
         `sync_with_feedback`.
+      wire_dtype: the same argument by its first name.
       bucket_bytes, first_bucket_bytes: as for `plan_buckets`, counted in the dtypes that are sent.
 
     Returns:
@@ -130,33 +165,30 @@ def sync_gradients(
       ValueError: with vma tracking, if a leaf is already the same on all ranks, because its gradients have then been
         summed before (by JAX, if they are with respect to a replicated parameter); and in a program of several
         processes, if their plans differ.
-      TypeError: if `wire_dtype` is not a floating-point dtype.
+      TypeError: if `wire` is not a floating-point dtype, or has been given by both names.
       NameError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
-    reduction = Reduction("sync_gradients", impl, wire_dtype, bucket_bytes, first_bucket_bytes)
-    return reduction.synced(tree, axis_name, mean)
+    options: ReductionOptions = {
+        "impl": impl, "wire": wire, "wire_dtype": wire_dtype,
+        "bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes,
+    }  # fmt: skip
+    return Reduction.of("sync_gradients", options).synced(tree, axis_name, mean).tree
 
 
 def sync_with_feedback(
-    tree: T,
-    residual: T,
-    axis_name: AxisName,
-    *,
-    wire_dtype: DTypeLike = jnp.bfloat16,
-    mean: bool = True,
-    **options: Unpack[BucketOptions],
+    tree: T, residual: T, axis_name: AxisName, *, mean: bool = True, **options: Unpack[ReductionOptions]
 ) -> tuple[T, T]:
-    """`sync_gradients` with a narrow `wire_dtype`; adds the rounding error of each step to the next one.
+    """`sync_gradients` with a narrow `wire`; adds the rounding error of each step to the next one.
 
     This is the error feedback of Seide et al., "1-Bit Stochastic Gradient Descent" (2014): each rank keeps the part of
-    its gradients that was not sent. The error of rounding the sum itself to `wire_dtype` is not fed back.
+    its gradients that was not sent. The error of rounding the sum itself to `wire` is not fed back.
 
     Args:
       tree: as for `sync_gradients`.
       residual: the second result of the previous step; zeros like the gradients in the first step. It differs between
         ranks, so it leaves a `shard_map` by `out_specs=P(axis_name)`.
-      axis_name, wire_dtype, mean: as for `sync_gradients`.
-      **options: `impl`, `bucket_bytes` and `first_bucket_bytes`, as for `sync_gradients`.
+      axis_name, mean: as for `sync_gradients`.
+      **options: as for `sync_gradients`; `wire` is bfloat16 by default.
 
     Returns:
       The gradients, and the residual for the next step.
@@ -164,14 +196,10 @@ def sync_with_feedback(
     Raises:
       ValueError, TypeError, NameError, jax.errors.JaxRuntimeError: as `sync_gradients`.
     """
-    reduction = Reduction.of("sync_with_feedback", {**options, "wire_dtype": wire_dtype})
-    return reduction.synced_with_feedback(tree, residual, axis_name, mean)
-
-
-def _scaled(total: jax.Array, like: jax.Array, *, divisor: int) -> jax.Array:
-    """A sum, divided and cast to the dtype of the leaf; sums of integers keep theirs."""
-    total = total.astype(like.dtype) if jnp.issubdtype(like.dtype, jnp.floating) else total
-    return total if divisor == 1 else total / divisor
+    if not {"wire", "wire_dtype"} & {*options}:
+        options["wire"] = jnp.bfloat16
+    reduced = Reduction.of("sync_with_feedback", options).synced(tree, axis_name, mean, residual)
+    return reduced.tree, reduced.residual
 
 
 def check_local(function: str, tree: Any, axis_name: AxisName) -> None:

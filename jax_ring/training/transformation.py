@@ -34,13 +34,13 @@ def allreduce_gradients(
 
     Args:
       axis_name, mean, **options: as for `sync_gradients`.
-      error_feedback: whether to add the error of rounding a rank's gradients to `wire_dtype` to its gradients of the
+      error_feedback: whether to add the error of rounding a rank's gradients to `wire` to its gradients of the
         next step, as `sync_with_feedback` does. The optimizer then has a state that differs between ranks: it enters
         and leaves `shard_map` by `feedback_specs`, and `init` is called inside. Otherwise there is no state.
 
     Raises:
       ImportError: if optax is not installed.
-      ValueError: if `error_feedback` is given without `wire_dtype`.
+      ValueError: if `error_feedback` is given without `wire`.
       TypeError: for an unknown option.
     """
     try:
@@ -52,11 +52,11 @@ def allreduce_gradients(
         ) from error
     reduction = Reduction.of("allreduce_gradients", options)
     if not error_feedback:
-        return optax.stateless(lambda updates, params: reduction.synced(updates, axis_name, mean))
-    if reduction.wire_dtype is None:
+        return optax.stateless(lambda updates, params: reduction.synced(updates, axis_name, mean).tree)
+    if reduction.wire.dtype is None:
         raise ValueError(
-            "allreduce_gradients: error_feedback corrects the rounding to wire_dtype, and wire_dtype is None. Pass, "
-            "say, wire_dtype=jnp.bfloat16."
+            "allreduce_gradients: error_feedback corrects the rounding to wire, and wire is None. Pass, "
+            "say, wire=jnp.bfloat16."
         )
 
     def init(params):
@@ -65,8 +65,8 @@ def allreduce_gradients(
     def update(updates, state, params=None):
         del params
         residual = jax.tree.map(lambda r: r[0], state.residual)
-        synced, residual = reduction.synced_with_feedback(updates, residual, axis_name, mean)
-        return synced, FeedbackState(jax.tree.map(lambda r: r[None], residual))
+        reduced = reduction.synced(updates, axis_name, mean, residual)
+        return reduced.tree, FeedbackState(jax.tree.map(lambda r: r[None], reduced.residual))
 
     return optax.GradientTransformation(init, update)
 
@@ -74,7 +74,7 @@ def allreduce_gradients(
 def feedback_specs(state: Any, axis_name: AxisName) -> Any:
     """The PartitionSpecs, for `in_specs` and `out_specs`, of the state of an optax optimizer with error feedback.
 
-        optimizer = optax.chain(allreduce_gradients("data", wire_dtype=jnp.bfloat16, error_feedback=True), adam)
+        optimizer = optax.chain(allreduce_gradients("data", wire=jnp.bfloat16, error_feedback=True), adam)
         specs = feedback_specs(jax.eval_shape(optimizer.init, params), "data")
         state = jax.jit(jax.shard_map(optimizer.init, mesh=mesh, in_specs=P(), out_specs=specs))(params)
 
