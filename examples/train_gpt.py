@@ -1,6 +1,6 @@
 """Trains a small byte-level GPT on the source code of Python's standard library, and prints a sample.
 
-    python examples/train_gpt.py [--devices 8] [--steps 600] [--dtype float32|bfloat16] [--impl ring|lax]
+    python examples/train_gpt.py [--devices 8] [--steps 600] [--dtype float32|bfloat16] [--wire int8] [--impl ring|lax]
 
 Each device has a copy of the parameters and a part of each batch. The parameters of a layer pass through
 `reduce_in_backward` where they are used, so that their gradients are reduced while earlier layers are still in the
@@ -139,6 +139,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--sample", type=int, default=400, help="bytes to sample at the end (default: 400)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--wire", help="how gradients are sent: a dtype, or int8 for 8-bit blocks (default: as --dtype)")
     parser.add_argument("--impl", choices=["ring", "lax"], default="ring", help="implementation of the collectives")
     args = parser.parse_args()
     if args.devices < 1 or args.batch % args.devices:
@@ -155,7 +156,7 @@ def main() -> int:
     optimizer = optax.adam(optax.warmup_cosine_decay_schedule(0, 3e-3, args.steps // 10, args.steps))
     state = TrainState(params=params, opt_state=optimizer.init(params))
     state = jax.device_put(state, jax.NamedSharding(mesh, P()))
-    reduction = {"impl": args.impl, "wire_dtype": args.dtype if args.dtype == "bfloat16" else None}
+    reduction = {"impl": args.impl, "wire": args.wire or (args.dtype if args.dtype == "bfloat16" else None)}
     train_step = make_train_step(mesh, optimizer, jnp.dtype(args.dtype), **reduction)
     size = sum(p.size for p in jax.tree.leaves(params))
     console.print(f"{size} parameters, {len(text)} bytes of Python, {args.devices} CPU devices")

@@ -6,6 +6,7 @@ their sum. The scheme is that of ZeRO++ (Wang et al., 2023) and of EQuARX (Ahmed
 
 import logging
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,17 +85,17 @@ def _by_host(x: jax.Array, *key_data: jax.Array, axes: tuple, key_impl, levels: 
     groups_within, groups_across = (tuple(map(tuple, groups)) for groups in (levels.within, levels.across))
     rank, host = (_index_in_group(groups)[lax.axis_index(axes)] for groups in (groups_within, groups_across))
     num_shards = len(groups_within[0])
-    within = partial(
-        dict, axes=axes, axis_index_groups=groups_within, axis_size=num_shards, dimension=0, tiled=False,
-        options=Options(),
-    )  # fmt: skip
+    within: dict[str, Any] = {
+        "axes": axes, "axis_index_groups": groups_within, "axis_size": num_shards, "dimension": 0, "tiled": False,
+        "options": Options(),
+    }  # fmt: skip
     shards = _padded(x, num_shards * levels.num_hosts * int8.BLOCK).reshape(num_shards, -1)
-    (shard,) = ring_psum_scatter_p.bind(shards, **within())
+    (shard,) = ring_psum_scatter_p.bind(shards, **within)
     packets, shard_error = _reduce_scatter(
         shard, _keys(key_data, key_impl), axes, groups_across, levels.num_hosts, host
     )
     packets = lax.all_gather(packets, axes, axis_index_groups=groups_across)
-    (packets,) = ring_all_gather_p.bind(packets, **within())
+    (packets,) = ring_all_gather_p.bind(packets, **within)
     error = jnp.where(jnp.arange(num_shards)[:, None] == rank, shard_error, 0)
     return _values(packets, x), error.reshape(-1)[: x.size]
 

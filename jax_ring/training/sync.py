@@ -1,7 +1,7 @@
 """Sums of gradients over data-parallel ranks, one bucket at a time."""
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
@@ -14,6 +14,7 @@ from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks,
 from jax_ring.distributed.agreement import check_agreement
 from jax_ring.training.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, check_bucket_bytes, plan_buckets
 from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.quantized import Int8Wire, int8_wire, merge, partition, reduce_in_blocks
 from jax_ring.training.wire import UNCHANGED, FloatWire, float_wire
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
@@ -32,6 +33,7 @@ class ReductionOptions(BucketOptions, total=False):
 
     wire: DTypeLike | None
     wire_dtype: DTypeLike | None  # the same, by its first name
+    key: jax.Array | None
 
 
 class Reduced(NamedTuple):
@@ -54,7 +56,7 @@ class Reduction:
 
     function: str
     impl: Impl = "ring"
-    wire: FloatWire = UNCHANGED
+    wire: FloatWire | Int8Wire = UNCHANGED
     bucket_bytes: int = BUCKET_BYTES
     first_bucket_bytes: int = FIRST_BUCKET_BYTES
 
@@ -78,7 +80,7 @@ class Reduction:
             )
         name, dtype = ("wire", wire) if alias is None else ("wire_dtype", alias)
         others: Any = {name: value for name, value in options.items() if name in BucketOptions.__annotations__}
-        return cls(function, wire=float_wire(function, name, dtype), **others)
+        return cls(function, wire=_wire_of(function, name, dtype, options.get("key")), **others)
 
     def __post_init__(self):
         implementation(self.function, self.impl)
@@ -102,15 +104,33 @@ class Reduction:
           residual: a tree like `tree`, to be added to it.
           value: a tree that is summed in the same buckets, but always sent as it is.
         """
+        wire = self.wire
+        if isinstance(wire, Int8Wire):
+            return self._reduce_in_blocks(wire, tree, axis_name, divisor, residual, value)
         wanted = tree if residual is None else jax.tree.map(jnp.add, tree, residual)
-        scales = jax.tree.map(lambda x: self.wire.scale_of(x, headroom or divisor), wanted)
-        sent = jax.tree.map(partial(self.wire.sent, saturate=residual is not None), wanted, scales)
+        scales = jax.tree.map(lambda x: wire.scale_of(x, headroom or divisor), wanted)
+        sent = jax.tree.map(partial(wire.sent, saturate=residual is not None), wanted, scales)
         sums, value = self._sum((sent, value), axis_name)
-        received = jax.tree.map(partial(self.wire.received, divisor=divisor), sums, tree, scales)
+        received = jax.tree.map(partial(wire.received, divisor=divisor), sums, tree, scales)
         if residual is not None:
-            lost = jax.tree.map(self.wire.lost, wanted, sent, scales)
+            lost = jax.tree.map(wire.lost, wanted, sent, scales)
             residual = jax.tree.map(lambda x, like: x.astype(like.dtype), lost, residual)
         return Reduced(received, residual, value)
+
+    def _reduce_in_blocks(
+        self, wire: Int8Wire, tree: Any, axis_name: AxisName, divisor: int, residual: Any, value: Any
+    ) -> Reduced:
+        """`reduce` for wire="int8". Leaves that are not sent in blocks are reduced as without a wire."""
+        in_blocks = jax.tree.map(wire.takes, tree)
+        trees = [None if t is None else partition(t, in_blocks) for t in (tree, residual)]
+        (chosen, others), (chosen_residual, other_residual) = (pair or (None, None) for pair in trees)
+        rest = replace(self, wire=UNCHANGED).reduce(others, axis_name, divisor, residual=other_residual, value=value)
+        sums, errors = reduce_in_blocks(
+            self.function, wire, chosen, chosen_residual, axis_name, divisor, by_host=self.impl == "ring",
+            bucket_bytes=self.bucket_bytes, first_bucket_bytes=self.first_bucket_bytes,
+        )  # fmt: skip
+        new_residual = None if residual is None else merge(errors, rest.residual)
+        return Reduced(merge(sums, rest.tree), new_residual, rest.value)
 
     def _sum(self, tree: Any, axis_name: AxisName) -> Any:
         """The sums over the ranks of leaves that already have the dtypes in which they are sent."""
@@ -131,6 +151,17 @@ class Reduction:
         return self.reduce(jax.tree.map(jnp.asarray, tree), axis_name, divisor, residual=residual)
 
 
+def _wire_of(function: str, name: str, dtype: DTypeLike | None, key: Any) -> FloatWire | Int8Wire:
+    if dtype is not None and jnp.dtype(dtype) == jnp.int8:
+        return int8_wire(function, key)
+    if key is not None:
+        raise ValueError(
+            f"{function}: key is for stochastic rounding, which only wire='int8' has, and {name} is {dtype!r}. Leave "
+            "key out, or pass wire='int8'."
+        )
+    return float_wire(function, name, dtype)
+
+
 def sync_gradients(
     tree: T,
     axis_name: AxisName,
@@ -139,6 +170,7 @@ def sync_gradients(
     impl: Impl = "ring",
     wire: DTypeLike | None = None,
     wire_dtype: DTypeLike | None = None,
+    key: jax.Array | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
 ) -> T:
@@ -169,7 +201,7 @@ def sync_gradients(
       NameError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
     options: ReductionOptions = {
-        "impl": impl, "wire": wire, "wire_dtype": wire_dtype,
+        "impl": impl, "wire": wire, "wire_dtype": wire_dtype, "key": key,
         "bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes,
     }  # fmt: skip
     return Reduction.of("sync_gradients", options).synced(tree, axis_name, mean).tree

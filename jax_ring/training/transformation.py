@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import jax
@@ -10,18 +11,25 @@ from jax.sharding import PartitionSpec
 
 from jax_ring.collectives.axes import AxisName, axes_of
 from jax_ring.collectives.leaves import own_copy
+from jax_ring.training.quantized import Int8Wire
 from jax_ring.training.sync import Reduction, ReductionOptions
+from jax_ring.training.wire import UNCHANGED
 
 if TYPE_CHECKING:
     import optax
 
 
 class FeedbackState(NamedTuple):
-    """The state of `allreduce_gradients(..., error_feedback=True)`."""
+    """The state of `allreduce_gradients` with `error_feedback`, a `key`, or both.
 
-    # This rank's rounding errors, which are still to be sent: a pytree like the gradients, with an additional first
-    # dimension of 1, along which `shard_map` concatenates those of all ranks.
+    Attributes:
+      residual: this rank's rounding errors, which are still to be sent: a pytree like the gradients, with an additional
+        first dimension of 1, along which `shard_map` concatenates those of all ranks; None without `error_feedback`.
+      key: for the next step, the same on all ranks; None without `key`.
+    """
+
     residual: Any
+    key: jax.Array | None = None
 
 
 def allreduce_gradients(
@@ -33,10 +41,11 @@ def allreduce_gradients(
     whole batch would.
 
     Args:
-      axis_name, mean, **options: as for `sync_gradients`.
+      axis_name, mean, **options: as for `sync_gradients`. A `key` is split in every step, and the state holds the next;
+        with neither a key nor `error_feedback` there is no state.
       error_feedback: whether to add the error of rounding a rank's gradients to `wire` to its gradients of the
         next step, as `sync_with_feedback` does. The optimizer then has a state that differs between ranks: it enters
-        and leaves `shard_map` by `feedback_specs`, and `init` is called inside. Otherwise there is no state.
+        and leaves `shard_map` by `feedback_specs`, and `init` is called inside.
 
     Raises:
       ImportError: if optax is not installed.
@@ -51,22 +60,31 @@ def allreduce_gradients(
             "Without it, call jax_ring.sync_gradients."
         ) from error
     reduction = Reduction.of("allreduce_gradients", options)
-    if not error_feedback:
+    if not error_feedback and options.get("key") is None:
         return optax.stateless(lambda updates, params: reduction.synced(updates, axis_name, mean).tree)
-    if reduction.wire.dtype is None:
+    if reduction.wire == UNCHANGED:
         raise ValueError(
             "allreduce_gradients: error_feedback corrects the rounding to wire, and wire is None. Pass, "
             "say, wire=jnp.bfloat16."
         )
 
     def init(params):
-        return FeedbackState(jax.tree.map(lambda p: own_copy(jnp.zeros((1, *p.shape), p.dtype), axis_name), params))
+        residual = None
+        if error_feedback:
+            residual = jax.tree.map(lambda p: own_copy(jnp.zeros((1, *p.shape), p.dtype), axis_name), params)
+        key = options.get("key")
+        # Not the key itself, which the caller still has when a step donates the state.
+        return FeedbackState(residual, None if key is None else jax.random.fold_in(key, 0))
 
     def update(updates, state, params=None):
         del params
+        now, next_key = reduction, None
+        if state.key is not None:
+            key, next_key = jax.random.split(state.key)
+            now = replace(reduction, wire=Int8Wire(key))
         residual = jax.tree.map(lambda r: r[0], state.residual)
-        reduced = reduction.synced(updates, axis_name, mean, residual)
-        return reduced.tree, FeedbackState(jax.tree.map(lambda r: r[None], reduced.residual))
+        reduced = now.synced(updates, axis_name, mean, residual)
+        return reduced.tree, FeedbackState(jax.tree.map(lambda r: r[None], reduced.residual), next_key)
 
     return optax.GradientTransformation(init, update)
 
@@ -81,8 +99,11 @@ def feedback_specs(state: Any, axis_name: AxisName) -> Any:
     The rounding errors differ between ranks; the rest of the state is the same on all of them.
     """
 
-    def is_feedback(node):
-        return isinstance(node, FeedbackState)
-
     own = PartitionSpec(axes_of(axis_name))
-    return jax.tree.map(lambda node: own if is_feedback(node) else PartitionSpec(), state, is_leaf=is_feedback)
+
+    def specs(node):
+        if not isinstance(node, FeedbackState):
+            return PartitionSpec()
+        return FeedbackState(jax.tree.map(lambda _: own, node.residual), None if node.key is None else PartitionSpec())
+
+    return jax.tree.map(specs, state, is_leaf=lambda node: isinstance(node, FeedbackState))

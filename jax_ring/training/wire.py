@@ -73,7 +73,7 @@ def float_wire(function: str, name: str, dtype: DTypeLike | None) -> FloatWire:
     if dtype is None:
         return UNCHANGED
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{function}: {name} must be a floating-point dtype, got {dtype!r}")
+        raise TypeError(f"{function}: {name} must be a floating-point dtype or 'int8', got {dtype!r}")
     return FloatWire(jnp.dtype(dtype))
 
 
