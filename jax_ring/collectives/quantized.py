@@ -83,7 +83,8 @@ def _by_host(x: jax.Array, *key_data: jax.Array, axes: tuple, key_impl, levels: 
     if x.ndim > 1:
         return jax.vmap(partial(_by_host, axes=axes, key_impl=key_impl, levels=levels))(x, *key_data)
     groups_within, groups_across = (tuple(map(tuple, groups)) for groups in (levels.within, levels.across))
-    rank, host = (_index_in_group(groups)[lax.axis_index(axes)] for groups in (groups_within, groups_across))
+    position = lax.axis_index(axes)
+    rank, host = (_index_in_group(groups)[position] for groups in (groups_within, groups_across))
     num_shards = len(groups_within[0])
     within: dict[str, Any] = {
         "axes": axes, "axis_index_groups": groups_within, "axis_size": num_shards, "dimension": 0, "tiled": False,
@@ -128,12 +129,12 @@ def _keys(key_data: tuple, key_impl) -> tuple:
     return tuple(jax.random.fold_in(key, stage) for stage in (1, 2))
 
 
-def _index_in_group(groups) -> np.ndarray:
+def _index_in_group(groups) -> jax.Array:
     """For each mesh position, its index in its group."""
     indices = np.zeros(sum(map(len, groups)), np.int32)
     for group in groups:
         indices[list(group)] = range(len(group))
-    return indices
+    return jnp.asarray(indices)
 
 
 # ---- The primitive --------------------------------------------------------------------------------------------------

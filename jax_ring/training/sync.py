@@ -177,7 +177,7 @@ def sync_gradients(
     """The mean over data-parallel ranks of the gradients that each rank has computed.
 
     Each bucket of `plan_buckets` is one call of `ring_psum`, which reads its leaves in place. The result does not
-    depend on the buckets, bit for bit.
+    depend on the buckets, bit for bit, except with `wire="int8"`.
 
     Args:
       tree: a pytree of this rank's gradients. Its structure, shapes and dtypes are the same on all ranks.
@@ -186,8 +186,14 @@ def sync_gradients(
       impl: "ring" for the collectives of jax_ring, "lax" for those of `jax.lax`.
       wire: a floating-point dtype. Wider floats are rounded to it before they are sent, and so is their sum,
         which is then cast back to the dtype of the leaf. Half the traffic for a loss of precision; see
-        `sync_with_feedback`.
+        `sync_with_feedback`. Or "int8": floats of more than 8 bits are sent as blocks of 256 8-bit integers with a
+        common float32 scale, about a quarter of the bytes of float32. The leaves of a bucket are packed in float32
+        before blocks are cut. The ranks' blocks are exchanged by XLA's all-to-all, added in float32 in rank order,
+        rounded again, and gathered. Across hosts, the ranks of a host first add in float32, and only what crosses is
+        rounded. Blocks depend on the buckets, and so does the result.
       wire_dtype: the same argument by its first name.
+      key: a random key, the same on all ranks and another in every step, for stochastic rounding with wire="int8": the
+        expected value of the result is then the sum. By default blocks are rounded to nearest, ties to even.
       bucket_bytes, first_bucket_bytes: as for `plan_buckets`, counted in the dtypes that are sent.
 
     Returns:
@@ -196,8 +202,9 @@ def sync_gradients(
     Raises:
       ValueError: with vma tracking, if a leaf is already the same on all ranks, because its gradients have then been
         summed before (by JAX, if they are with respect to a replicated parameter); and in a program of several
-        processes, if their plans differ.
-      TypeError: if `wire` is not a floating-point dtype, or has been given by both names.
+        processes, if their plans differ. Also for a `key` with another wire than "int8".
+      TypeError: if `wire` is neither a floating-point dtype nor "int8", or has been given by both names; if `key` is
+        not a random key.
       NameError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
     options: ReductionOptions = {
@@ -213,7 +220,8 @@ def sync_with_feedback(
     """`sync_gradients` with a narrow `wire`; adds the rounding error of each step to the next one.
 
     This is the error feedback of Seide et al., "1-Bit Stochastic Gradient Descent" (2014): each rank keeps the part of
-    its gradients that was not sent. The error of rounding the sum itself to `wire` is not fed back.
+    its gradients that was not sent. The error of rounding the sum itself to `wire` is not fed back, except with
+    `wire="int8"`, where the rank that rounds a part of the sum keeps that error, too.
 
     Args:
       tree: as for `sync_gradients`.

@@ -57,7 +57,7 @@ def only_what_crosses_is_rounded():
         # Each rank of a host owns one shard, and the residual is zero elsewhere.
         residuals = local_shards(residual)[:, 0]
         assert_same_bits(residuals.sum(0, dtype=np.float32), errors[jax.process_index()])
-        shards = np.pad(residuals, ((0, 0), (0, -SIZE % 4))).reshape(4, 4, -1) != 0
+        shards = np.pad(residuals, ((0, 0), (0, -SIZE % (8 * int8.BLOCK)))).reshape(4, 4, -1) != 0
         assert (shards.any(-1) == np.eye(4, dtype=bool)).all()
 
 
@@ -67,7 +67,7 @@ def other_mesh_axes():
     values = {"x": np.tile(integers(8, 1) * 126, (1, 300)).astype(np.float32), "n": integers(8, 2, dtype=np.int32)}
     fun = lambda tree: sync_gradients(tree, ("i", "host"), wire="int8", mean=False)  # noqa: E731
     out = call(fun, mesh, values, out_specs=P("j"))
-    sums = jax.tree.map(lambda x: x.reshape(2, 4, -1).sum(1), values)  # exact
+    sums = jax.tree.map(lambda x: x.reshape(2, 4, -1).sum(1, dtype=x.dtype), values)  # exact
     mine = jax.tree.map(lambda x: np.repeat(x, 2, 0)[:, None].reshape(4, 1, -1), sums)
     assert_same_bits(jax.tree.map(local_shards, out), mine)
 
