@@ -177,7 +177,7 @@ def _note_fallback(function: str, axes: tuple, why: str) -> None:
 def _batch(axis_data, operands, dims, *, axes, function, **params):
     if axis_data.name not in axes:
         rows = [
-            jnp.broadcast_to(x, (axis_data.size, *x.shape)) if d is batching.not_mapped else jnp.moveaxis(x, d, 0)
+            jnp.broadcast_to(x, (axis_data.size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
             for x, d in zip(operands, dims, strict=True)
         ]
         return quantized_psum_p.bind(*rows, axes=axes, function=function, **params), [0, 0]
@@ -188,7 +188,7 @@ def _batch(axis_data, operands, dims, *, axes, function, **params):
         )
     fun = partial(_on_one_level, axes=axes, key_impl=params["key_impl"])
     total, error = jax.vmap(fun, dims, axis_name=axis_data.name, axis_size=axis_data.size)(*operands)
-    return [total[0], error], [batching.not_mapped, 0]
+    return [total[0], error], [None, 0]
 
 
 quantized_psum_p.def_effectful_abstract_eval(_abstract_eval)

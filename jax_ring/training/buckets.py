@@ -70,7 +70,8 @@ def plan_buckets(
 
     Leaves are taken in the reverse order of `jax.tree.leaves`, because the backward pass computes the gradients of the
     last parameters first. Each leaf is added to the open bucket of its dtype, or opens a new one if that would become
-    too large. A leaf is never split. The plan depends only on shapes, dtypes and sizes, so it is the same on all ranks.
+    too large. A leaf is never split. Gradients of integers (float0) have no value and no bucket. The plan depends only
+    on shapes, dtypes and sizes, so it is the same on all ranks.
 
     Args:
       tree: a pytree of arrays or `jax.ShapeDtypeStruct`s.
@@ -93,6 +94,8 @@ def plan_buckets(
     open_bucket: dict[np.dtype, int] = {}
     limits: dict[np.dtype, int] = {}
     for i, (_, leaf) in reversed(list(enumerate(paths_and_leaves))):
+        if leaf.dtype == jax.dtypes.float0:
+            continue
         dtype, size = np.dtype(leaf.dtype), math.prod(leaf.shape) * leaf.dtype.itemsize
         k = open_bucket.get(dtype)
         if k is None or sizes[k] + size > limits[dtype]:

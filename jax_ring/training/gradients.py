@@ -1,5 +1,6 @@
 """Gradients of replicated parameters inside `shard_map`: `value_and_grad`, `grad` and `reduce_in_backward`."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, Unpack
 
@@ -10,10 +11,15 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, axes_of_difference, check_named, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.training.quantized import Int8Wire
-from jax_ring.training.sync import Reduction, ReductionOptions
+from jax_ring.training.sync import Reduction, ReductionOptions, is_float0
 
 P = ParamSpec("P")
 T = TypeVar("T")  # a pytree: results have the structure of the argument
+
+# Without vma tracking, the axes over which the enclosing `value_and_grad` will sum the gradients of the function that
+# is being traced. A user context is part of the key of JAX's caches, so that a jitted layer is traced once more there.
+# JAX does not allow creating one while other threads trace, so it is created at import.
+_summed_later = jax.make_user_context(frozenset())
 
 
 def value_and_grad(
@@ -22,6 +28,8 @@ def value_and_grad(
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
     reduced_in_backward: bool = False,
     **options: Unpack[ReductionOptions],
 ) -> Callable[P, tuple[Any, Any]]:
@@ -37,6 +45,7 @@ def value_and_grad(
       argnums: which arguments are parameters, replicated over the axis. The gradients of a leaf that differs between
         ranks are averaged too.
       has_aux: whether `fun` returns a pair. Its second part is returned unchanged, by each rank its own.
+      holomorphic, allow_int: as for `jax.value_and_grad`. Gradients of integers have dtype float0.
       reduced_in_backward: whether `fun` passes all its parameters through `reduce_in_backward`, which leaves only the
         value to reduce.
       **options: `impl`, `wire`, `key`, `bucket_bytes` and `first_bucket_bytes`, as for `sync_gradients`. The value is
@@ -50,7 +59,8 @@ def value_and_grad(
       NameError, TypeError, ValueError, jax.errors.JaxRuntimeError: as `sync_gradients` and `jax.value_and_grad`.
     """
     reduction = Reduction.of("value_and_grad", options)
-    return _value_and_grad(reduction, fun, axis_name, argnums, has_aux, reduced_in_backward)
+    local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
+    return _of_mean(reduction, local, axis_name, argnums, has_aux, reduced_in_backward)
 
 
 def grad(
@@ -59,6 +69,8 @@ def grad(
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
     reduced_in_backward: bool = False,
     **options: Unpack[ReductionOptions],
 ) -> Callable[P, Any]:
@@ -68,7 +80,8 @@ def grad(
     the gradients and the auxiliary data.
     """
     reduction = Reduction.of("grad", options)
-    with_value = _value_and_grad(reduction, fun, axis_name, argnums, has_aux, reduced_in_backward)
+    local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
+    with_value = _of_mean(reduction, local, axis_name, argnums, has_aux, reduced_in_backward)
 
     def grad_of_mean(*args: P.args, **kwargs: P.kwargs) -> Any:
         value, grads = with_value(*args, **kwargs)
@@ -77,9 +90,9 @@ def grad(
     return grad_of_mean
 
 
-def _value_and_grad(
+def _of_mean(
     reduction: Reduction,
-    fun: Callable[P, Any],
+    local: Callable[P, Any],
     axis_name: AxisName,
     argnums: int | Sequence[int],
     has_aux: bool,
@@ -97,19 +110,20 @@ def _value_and_grad(
         arguments: Sequence[Any] = args
         if not reduced_in_backward:
             arguments = [copies(x) if i in numbers or i - len(args) in numbers else x for i, x in enumerate(args)]
-        out, grads = jax.value_and_grad(fun, argnums, has_aux)(*arguments, **kwargs)
+        with _noted(axis_name, reduced_in_backward):
+            out, grads = local(*arguments, **kwargs)
         value, aux = out if has_aux else (out, None)
         # A value that is the same on all ranks counts once: the ranks' gradients are parts of it, which add up.
         axes = axes_of_difference(value, axis_name)
-        divisor, every = num_ranks(axes), num_ranks(axes_of(axis_name))
+        divisor = num_ranks(axes)
         local_value = own_copy(value, axis_name) if axes else None
         reduced = reduction.reduce(None if reduced_in_backward else grads, axis_name, divisor, value=local_value)
         if axes:
-            value = reduced.value / every
+            value = reduced.value
         if not reduced_in_backward:
             grads = reduced.tree
         elif divisor > 1:
-            grads = jax.tree.map(lambda g: g / divisor, grads)
+            grads = jax.tree.map(lambda g: g if is_float0(g) else g / divisor, grads)
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad_of_mean
@@ -122,6 +136,38 @@ def _refuse_key(reduction: Reduction) -> None:
             "has no effect: in a scan, it would be the same for every layer. Leave key out, or reduce after the "
             "backward pass."
         )
+
+
+def _noted(axis_name: AxisName, reduced_in_backward: bool) -> contextlib.AbstractContextManager:
+    """For the time of tracing a loss: who sums its gradients over these axes. With vma tracking, types tell."""
+    if _compat.check_vma():
+        return contextlib.nullcontext()
+    axes = frozenset(axes_of(axis_name))
+    return _summed_later(_summed_later.value - axes if reduced_in_backward else _summed_later.value | axes)
+
+
+def _check_summed_once(tree: Any, axis_name: AxisName) -> None:
+    """Raises ValueError if gradients that `reduce_in_backward` sums would be summed again, or are not all one sum."""
+    advice = (
+        "Inside jax_ring.value_and_grad pass reduced_in_backward=True to it, which then leaves the parameters as they "
+        "are."
+    )
+    twice = [axis for axis in axes_of(axis_name) if axis in _summed_later.value]
+    if twice:
+        raise ValueError(
+            f"reduce_in_backward over {axis_name!r}: the enclosing jax_ring.value_and_grad or grad sums the gradients "
+            f"over {twice} as well, which would make them too large by the number of ranks, "
+            f"{num_ranks(tuple(twice))}. {advice}"
+        )
+    if not _compat.check_vma():
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if axes_of_difference(leaf, axis_name):
+            raise ValueError(
+                f"reduce_in_backward: the leaf at {jax.tree_util.keystr(path) or 'the root'}, of type "
+                f"{jax.typeof(leaf)}, varies over {axis_name!r}; only replicated parameters have one gradient for all "
+                f"ranks. {advice}"
+            )
 
 
 def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[ReductionOptions]) -> T:
@@ -141,21 +187,14 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
       A pytree like `tree`, with the same values.
 
     Raises:
-      ValueError: with vma tracking, if a leaf varies over the axis: its gradients cannot be the same on all ranks. Also
-        if `key` is given, which would be the same in every step of a scan.
+      ValueError: inside `value_and_grad` or `grad` without `reduced_in_backward=True`, which would sum twice; with vma
+        tracking, if a leaf varies over the axis; and for a `key`, which would be the same in every step of a scan.
       NameError, TypeError, jax.errors.JaxRuntimeError: as `sync_gradients`.
     """
     check_named("reduce_in_backward", axes_of(axis_name))
     reduction = Reduction.of("reduce_in_backward", options)
     _refuse_key(reduction)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if axes_of_difference(leaf, axis_name) and _compat.check_vma():
-            raise ValueError(
-                f"reduce_in_backward: the leaf at {jax.tree_util.keystr(path) or 'the root'}, of type "
-                f"{jax.typeof(leaf)}, varies over {axis_name!r}; only replicated parameters have one gradient for all "
-                "ranks. Inside jax_ring.value_and_grad pass reduced_in_backward=True to it, which then leaves the "
-                "parameters as they are."
-            )
+    _check_summed_once(tree, axis_name)
 
     @jax.custom_vjp
     def copies(tree):
@@ -165,7 +204,7 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
         return copies(tree), None
 
     def backward(_, cotangents):
-        return (reduction.reduce(cotangents, axis_name, 1).tree,)
+        return (reduction.reduce(cotangents, axis_name, 1, headroom=num_ranks(axes_of(axis_name))).tree,)
 
     copies.defvjp(forward, backward)
     return copies(tree)

@@ -27,6 +27,14 @@ class Int8Wire:
         return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits > 8 and x.size > 0
 
 
+def is_int8(dtype: Any) -> bool:
+    """Whether the argument `wire` asks for blocks: "int8", or the dtype of that name."""
+    try:
+        return dtype is not None and jnp.dtype(dtype) == jnp.int8
+    except TypeError:
+        return False
+
+
 def int8_wire(function: str, key: Any) -> Int8Wire:
     """The wire for the argument `key` of `function`.
 

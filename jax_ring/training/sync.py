@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ring import _compat
@@ -14,7 +15,7 @@ from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks,
 from jax_ring.distributed.agreement import check_agreement
 from jax_ring.training.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, check_bucket_bytes, plan_buckets
 from jax_ring.training.implementations import Impl, implementation
-from jax_ring.training.quantized import Int8Wire, int8_wire, merge, partition, reduce_in_blocks
+from jax_ring.training.quantized import Int8Wire, int8_wire, is_int8, merge, partition, reduce_in_blocks
 from jax_ring.training.wire import UNCHANGED, FloatWire, float_wire
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
@@ -42,7 +43,7 @@ class Reduced(NamedTuple):
     Attributes:
       tree: the sums over the ranks, divided, in the dtypes of the leaves.
       residual: the part of this rank's leaves that was not sent; None unless a residual was given.
-      value: the sums of the argument `value`, neither rounded nor divided.
+      value: the means of the argument `value`.
     """
 
     tree: Any
@@ -99,23 +100,34 @@ class Reduction:
         """The sums over the ranks of the leaves of `tree`, divided by `divisor`. The wire is decided here.
 
         Args:
+          tree: gradients. Those of integers, of dtype float0, have no value and are not sent.
           divisor: the number of ranks for a mean, 1 for a sum.
-          headroom: how many ranks' values have to fit the range of the wire together; by default `divisor`.
+          headroom: how many ranks' values must fit the range of the wire together; by default `divisor`.
           residual: a tree like `tree`, to be added to it.
-          value: a tree that is summed in the same buckets, but always sent as it is.
+          value: a tree of which the mean is taken, in the same buckets, and never rounded.
         """
         wire = self.wire
         if isinstance(wire, Int8Wire):
             return self._reduce_in_blocks(wire, tree, axis_name, divisor, residual, value)
-        wanted = tree if residual is None else jax.tree.map(jnp.add, tree, residual)
-        scales = jax.tree.map(lambda x: wire.scale_of(x, headroom or divisor), wanted)
-        sent = jax.tree.map(partial(wire.sent, saturate=residual is not None), wanted, scales)
-        sums, value = self._sum((sent, value), axis_name)
-        received = jax.tree.map(partial(wire.received, divisor=divisor), sums, tree, scales)
+        numbers = _numbers(tree, tree)
+        wanted = numbers if residual is None else jax.tree.map(jnp.add, numbers, _numbers(tree, residual))
+        scales = jax.tree.map(lambda x: wire.scale_of(x, divisor, headroom or divisor), wanted)
+        count = num_ranks(axes_of(axis_name))
+        # What does not fit is sent later, if there is a later.
+        send = partial(wire.sent, saturate_for=0 if residual is None else count)
+        sent = jax.tree.map(send, wanted, scales)
+        value_scales = jax.tree.map(lambda x: UNCHANGED.scale_of(x, count, count), value)
+        sums, value_sums = self._sum((sent, jax.tree.map(UNCHANGED.sent, value, value_scales)), axis_name)
+        value = jax.tree.map(partial(UNCHANGED.received, divisor=count), value_sums, value, value_scales)
+
+        received = jax.tree.map(partial(wire.received, divisor=divisor), sums, numbers, scales)
+        # Made here, because a float0 that varies over the axis has the wrong type for a mean.
+        float0 = jax.tree.map(lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0), tree)
         if residual is not None:
-            lost = jax.tree.map(wire.lost, wanted, sent, scales)
-            residual = jax.tree.map(lambda x, like: x.astype(like.dtype), lost, residual)
-        return Reduced(received, residual, value)
+            unsent = jax.tree.map(wire.unsent, wanted, sent, scales)
+            unsent = jax.tree.map(lambda x, like: x.astype(like.dtype), unsent, _numbers(tree, residual))
+            residual = _filled(unsent, residual)
+        return Reduced(_filled(received, float0), residual, value)
 
     def _reduce_in_blocks(
         self, wire: Int8Wire, tree: Any, axis_name: AxisName, divisor: int, residual: Any, value: Any
@@ -152,7 +164,7 @@ class Reduction:
 
 
 def _wire_of(function: str, name: str, dtype: DTypeLike | None, key: Any) -> FloatWire | Int8Wire:
-    if dtype is not None and jnp.dtype(dtype) == jnp.int8:
+    if is_int8(dtype):
         return int8_wire(function, key)
     if key is not None:
         raise ValueError(
@@ -160,6 +172,21 @@ def _wire_of(function: str, name: str, dtype: DTypeLike | None, key: Any) -> Flo
             "key out, or pass wire='int8'."
         )
     return float_wire(function, name, dtype)
+
+
+def is_float0(x: Any) -> bool:
+    """Whether `x` is the gradient of an integer, which has no value."""
+    return getattr(x, "dtype", None) == jax.dtypes.float0
+
+
+def _numbers(gradients: Any, tree: Any) -> Any:
+    """`tree` without the leaves whose gradients have no value."""
+    return jax.tree.map(lambda g, x: None if is_float0(g) else x, gradients, tree)
+
+
+def _filled(tree: Any, whole: Any) -> Any:
+    """`tree`, with the leaves of `whole` where it has none."""
+    return jax.tree.map(lambda x, own: x if own is None else own, whole, tree)
 
 
 def sync_gradients(
@@ -248,7 +275,7 @@ def check_local(function: str, tree: Any, axis_name: AxisName) -> None:
     if not _compat.check_vma():
         return
     _, axes = split_axes(_compat.skip_size_one_axes(axes_of(axis_name)))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(_numbers(tree, tree)):
         same_over = [axis for axis in axes if axis not in _compat.varying_axes(leaf)]
         if same_over:
             raise ValueError(

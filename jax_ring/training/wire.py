@@ -1,7 +1,6 @@
 """How a leaf is sent: the dtype on the wire, and the division that keeps a mean in its range."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,21 +28,30 @@ class FloatWire:
             return x.dtype
         return self.dtype if jnp.finfo(self.dtype).bits < jnp.finfo(x.dtype).bits else x.dtype
 
-    def scale_of(self, x: jax.Array, num_ranks: int) -> int:
-        """By which number `x` is divided before it is sent, if the sum of `num_ranks` values has to fit."""
+    def scale_of(self, x: jax.Array, divisor: int, headroom: int) -> int:
+        """By which number `x` is divided before it is sent, if the sum will be divided by `divisor`.
+
+        headroom: the same where the sum is multiplied again, in a dtype that has more range than the one on the wire.
+        """
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return 1
+        dtype = self.dtype_of(x)
         enough = max(jnp.finfo(jnp.float32).maxexp, jnp.finfo(x.dtype).maxexp)
-        return num_ranks if jnp.finfo(self.dtype_of(x)).maxexp < enough else 1
+        if jnp.finfo(dtype).maxexp >= enough:
+            return 1
+        return divisor if dtype == x.dtype else headroom
 
-    def sent(self, x: jax.Array, scale: int, *, saturate: bool = False) -> jax.Array:
-        """What is sent for `x`. Finite values outside of the range become the largest ones if `saturate` is set."""
+    def sent(self, x: jax.Array, scale: int, *, saturate_for: int = 0) -> jax.Array:
+        """What is sent for `x`.
+
+        saturate_for: if positive, finite values are limited so that the sum of so many fits the dtype on the wire.
+        """
         dtype = self.dtype_of(x)
         x = x if scale == 1 else x / scale
         if dtype == x.dtype:
             return x
-        if saturate:
-            largest = jnp.finfo(dtype).max.astype(x.dtype)
+        if saturate_for:
+            largest = _largest_of(dtype, saturate_for).astype(x.dtype)
             x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
         return x.astype(dtype)
 
@@ -55,10 +63,17 @@ class FloatWire:
         total = total if scale == 1 else total * scale
         return total if divisor == 1 else total / divisor
 
-    def lost(self, x: jax.Array, sent: jax.Array, scale: int) -> jax.Array:
-        """The part of `x` that is not in `sent`; 0 where `x` is not finite."""
+    def unsent(self, x: jax.Array, sent: jax.Array, scale: int) -> jax.Array:
+        """The part of `x` that is not in `sent`; 0 where `x` is not finite, so that the next step recovers."""
         told = sent.astype(x.dtype)
         return jnp.where(jnp.isfinite(x), x - (told if scale == 1 else told * scale), jnp.zeros_like(x))
+
+
+def _largest_of(dtype: np.dtype, count: int) -> np.ndarray:
+    """The largest number of a dtype of which the sum of `count` is in its range."""
+    largest = float(jnp.finfo(dtype).max) / count
+    rounded = np.asarray(largest, dtype)
+    return rounded if float(rounded) <= largest else np.nextafter(rounded, np.zeros((), dtype))
 
 
 UNCHANGED = FloatWire()  # every leaf in its own dtype
@@ -68,15 +83,22 @@ def float_wire(function: str, name: str, dtype: DTypeLike | None) -> FloatWire:
     """The wire for the argument `name` of `function`.
 
     Raises:
-      TypeError: if `dtype` is not a floating-point dtype.
+      TypeError: if `dtype` is not a floating-point dtype, or one in which some gradients would become other numbers.
     """
     if dtype is None:
         return UNCHANGED
-    if not jnp.issubdtype(dtype, jnp.floating):
+    try:
+        wire = jnp.dtype(dtype)
+    except TypeError:
+        wire = None
+    if wire is None or not jnp.issubdtype(wire, jnp.floating):
         raise TypeError(f"{function}: {name} must be a floating-point dtype or 'int8', got {dtype!r}")
-    return FloatWire(jnp.dtype(dtype))
-
-
-def is_float0(x: Any) -> bool:
-    """Whether `x` is the gradient of an integer, which has no value and is never sent."""
-    return getattr(x, "dtype", None) == jax.dtypes.float0
+    needed = np.array([0, -1, np.nan], np.float32)
+    if not np.array_equal(needed, found := needed.astype(wire).astype(np.float32), equal_nan=True):
+        changed = ~np.isclose(needed, found, rtol=0, atol=0, equal_nan=True)
+        becomes = ", ".join(f"{x:g} as {y:g}" for x, y in zip(needed[changed], found[changed], strict=True))
+        raise TypeError(
+            f"{function}: {name} must have a zero, a sign and NaN, so that no gradient becomes another number; {wire} "
+            f"would send {becomes}. Pass float8_e5m2, float8_e4m3fn, float16 or bfloat16."
+        )
+    return FloatWire(wire)

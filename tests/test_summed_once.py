@@ -1,0 +1,128 @@
+"""reduce_in_backward inside a value_and_grad that sums gradients too: refused, also where JAX has traced it before."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import make_mesh, sharded
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jax_ring import grad, reduce_in_backward, value_and_grad
+
+RANKS = 4
+MESH = make_mesh((RANKS,))
+W = np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3)
+X = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
+REPLICATED, SPLIT = P(), (P(), P("i"))
+
+
+def plain_loss(w, x):
+    return (jnp.tanh(x @ w) ** 2).mean()
+
+
+EXPECTED = jax.value_and_grad(plain_loss)(W, X)
+
+
+def on_ranks(fun, check_vma=False, in_specs=SPLIT, **options):
+    return sharded(fun, mesh=MESH, check_vma=check_vma, in_specs=in_specs, out_specs=REPLICATED, **options)
+
+
+def layer(w, x):
+    return jnp.tanh(x @ reduce_in_backward(w, "i"))
+
+
+def scanned(w, x):
+    return lax.scan(lambda x, w: (layer(w, x), None), x, w[None])[0]
+
+
+def stored(w, x):
+    """The same function object for every call, so that JAX finds its trace."""
+    return lax.scan(_stored_step, x, w[None])[0]
+
+
+def _stored_step(x, w):
+    return layer(w, x), None
+
+
+LAYERS = {
+    "plain": layer,
+    "jitted": jax.jit(layer),
+    "scanned": scanned,
+    "scanned by one function": stored,
+    "rematerialised": jax.checkpoint(layer),
+    "rematerialised and jitted": jax.jit(jax.checkpoint(jax.jit(layer))),
+    "in a branch": lambda w, x: lax.cond(x.sum() > 1e9, lambda w, x: x, layer, w, x),
+    "vmapped": lambda w, x: jax.vmap(lambda row: layer(w, row[None])[0])(x),
+}
+
+
+def loss_of(name):
+    return lambda w, x: (LAYERS[name](w, x) ** 2).mean()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_summing_twice_is_refused(name, check_vma):
+    loss = loss_of(name)
+    right = on_ranks(value_and_grad(loss, "i", reduced_in_backward=True), check_vma)
+    forward = on_ranks(lambda w, x: lax.pmean(loss(w, x), "i"), check_vma)
+    # Traced before without value_and_grad, and with the right one.
+    np.testing.assert_allclose(forward(W, X), EXPECTED[0], rtol=1e-6)
+    for actual, expected in zip(right(W, X), EXPECTED, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
+    for function in (value_and_grad, grad):
+        with pytest.raises(ValueError, match=r"^reduce_in_backward.*pass reduced_in_backward=True"):
+            on_ranks(function(loss, "i"), check_vma)(W, X)
+    # And the right one still is, afterwards.
+    gradient = on_ranks(grad(loss, "i", reduced_in_backward=True), check_vma)(W, X)
+    np.testing.assert_allclose(gradient, EXPECTED[1], rtol=1e-5, atol=1e-7)
+
+
+def test_the_error_says_how_wrong_it_would_be():
+    with pytest.raises(ValueError, match=r"sums the gradients over \['i'\] as well.*the number of ranks, 4\."):
+        on_ranks(value_and_grad(loss_of("plain"), "i"))(W, X)
+
+
+def test_without_jit():
+    with pytest.raises(ValueError, match="pass reduced_in_backward=True"):
+        on_ranks(value_and_grad(loss_of("plain"), "i"), jit=False)(W, X)
+
+
+def test_over_a_vmap_axis():
+    parts = X.reshape(RANKS, -1, 3)
+    run = functools.partial(jax.vmap, axis_name="i", in_axes=(None, 0))
+    gradient = run(grad(loss_of("plain"), "i", reduced_in_backward=True))(W, parts)
+    np.testing.assert_allclose(gradient, np.stack([EXPECTED[1]] * RANKS), rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match="pass reduced_in_backward=True"):
+        run(grad(loss_of("plain"), "i"))(W, parts)
+
+
+def test_only_the_axes_that_are_summed_count():
+    """Summed over one axis in the backward pass, and over the other after it."""
+    mesh = make_mesh((2, 2), ("a", "b"))
+
+    def loss(w, x):
+        return (jnp.tanh(x @ reduce_in_backward(w, "a")) ** 2).mean() / 2  # the sum over two ranks is their mean
+
+    f = sharded(grad(loss, "b"), mesh=mesh, check_vma=False, in_specs=(P(), P(("a", "b"))), out_specs=P())
+    np.testing.assert_allclose(f(W, X), EXPECTED[1], rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match=r"over \['a'\] as well"):
+        sharded(grad(loss, ("a", "b")), mesh=mesh, check_vma=False, in_specs=(P(), P(("a", "b"))), out_specs=P())(W, X)
+
+
+def test_the_innermost_decides():
+    """A gradient inside a loss: the inner function has its own answer, and the outer one its own again after it."""
+
+    def outer(v, w, x, *, hook):
+        inner = grad(loss_of("plain"), "i", reduced_in_backward=True)(w, x)
+        return (hook(v) * lax.stop_gradient(inner)).sum()
+
+    def gradient(hook):
+        f = grad(functools.partial(outer, hook=hook), "i")
+        return on_ranks(f, in_specs=(P(), P(), P("i")))(np.ones_like(W), W, X)
+
+    np.testing.assert_allclose(gradient(lambda v: v), EXPECTED[1], rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match="pass reduced_in_backward=True"):
+        gradient(lambda v: reduce_in_backward(v, "i"))
