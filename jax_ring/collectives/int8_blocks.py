@@ -1,8 +1,5 @@
 """Floats as blocks of 8-bit integers with a common scale, and back."""
 
-import functools
-import operator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,15 +67,14 @@ def rounding_error(blocks: jax.Array, packets: jax.Array) -> jax.Array:
 
 def fold(packets: jax.Array) -> jax.Array:
     """The sum over the first dimension, int8[ranks, ..., 260] to float32[..., 256], from the first rank to the last."""
-    blocks = decode(packets)
-    return functools.reduce(operator.add, (blocks[rank] for rank in range(len(blocks))))
+    return lax.scan(lambda total, packet: (total + decode(packet), None), decode(packets[0]), packets[1:])[0]
 
 
 def _scale_of(largest: jax.Array) -> jax.Array:
-    bits = lax.bitcast_convert_type(largest / _LARGEST, jnp.int32)
-    # Rounded up, so that no code exceeds 126.
-    scale = lax.bitcast_convert_type((bits + _CLEARED) & ~_CLEARED, jnp.float32)
-    return jnp.clip(scale, _SMALLEST_SCALE, _LARGEST_SCALE)
+    """The smallest scale of which 126 reach `largest`, whichever way the compiler rounds the division."""
+    bits = lax.bitcast_convert_type(largest / _LARGEST, jnp.int32) & ~_CLEARED
+    below, above = (lax.bitcast_convert_type(b, jnp.float32) for b in (bits, bits + _CLEARED + 1))
+    return jnp.clip(jnp.where(below * _LARGEST < largest, above, below), _SMALLEST_SCALE, _LARGEST_SCALE)
 
 
 def _noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
