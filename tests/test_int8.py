@@ -353,7 +353,7 @@ def test_optax_without_feedback():
     second, state = step(VALUES, state)
     assert (first != second).any()
     stateless = allreduce_gradients("i", wire="int8")
-    assert stateless.init(VALUES[0]) == optax.EmptyState()
+    assert not jax.tree.leaves(stateless.init(VALUES[0]))
 
 
 def test_feedback_corrects_constant_gradients():

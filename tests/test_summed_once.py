@@ -126,3 +126,26 @@ def test_the_innermost_decides():
     np.testing.assert_allclose(gradient(lambda v: v), EXPECTED[1], rtol=1e-5, atol=1e-7)
     with pytest.raises(ValueError, match="pass reduced_in_backward=True"):
         gradient(lambda v: reduce_in_backward(v, "i"))
+
+
+# ---- A sum over another axis ----------------------------------------------------------------------------------------
+
+
+def test_a_sum_over_another_axis(check_vma):
+    """Right with vma tracking. Without it JAX makes it too large by the size of that axis, unless that is named too."""
+    mesh = make_mesh((2, 2), ("a", "b"))
+
+    def loss(w, x):
+        return lax.psum(plain_loss(w, x) / 2, "b")
+
+    def gradient(axes):
+        specs = {"in_specs": (P(), P(("a", "b"))), "out_specs": P()}
+        return sharded(grad(loss, axes), mesh=mesh, check_vma=check_vma, **specs)(W, X)
+
+    np.testing.assert_allclose(gradient(("a", "b")), EXPECTED[1], rtol=1e-5, atol=1e-7)
+    if check_vma:
+        np.testing.assert_allclose(gradient("a"), EXPECTED[1], rtol=1e-5, atol=1e-7)
+        return
+    # Each rank has the gradient of its own part of the data over "b".
+    parts = np.stack([jax.grad(plain_loss)(W, part) for part in X.reshape(4, -1, 3)]).reshape(2, 2, 3, 3)
+    np.testing.assert_allclose(gradient("a"), 2 * parts.mean(0)[0] / 2, rtol=1e-5, atol=1e-7)

@@ -93,6 +93,14 @@ def test_the_largest_mean():
         assert not np.isfinite(mean).any(), name
 
 
+def test_the_smallest_gradient():
+    half = {name: RANKS * float(ml_dtypes.finfo(name).smallest_subnormal) / 2 for name in NARROW}
+    means = on_ranks(lambda tree: {name: sync_gradients(x, "i", wire=name) for name, x in tree.items()})
+    for factor, expected in ((0.99, 0), (1.01, 2)):
+        for name, mean in means({name: per_rank(factor * x) for name, x in half.items()}).items():
+            np.testing.assert_array_equal(mean, np.float32(expected * half[name]), name)
+
+
 def test_nan_and_infinity_reach_all_ranks(check_vma):
     x = np.ones((RANKS, 4), np.float32)
     x[3, 1:] = np.nan, np.inf, -np.inf
@@ -210,6 +218,22 @@ def test_a_residual_of_higher_precision(check_vma):
     mean, residual = f(np.ones((RANKS, 2), jnp.bfloat16), np.full((RANKS, 2), 2.0**-12, np.float32))
     assert_same_bits(mean, np.ones(2, jnp.bfloat16))
     assert_same_bits(residual, np.full((RANKS, 2), 2.0**-12, np.float32))
+
+
+def test_float16_gradients_and_a_residual_of_float32():
+    """The sum of the ranks' gradients and residuals is out of the range of float16, and their mean is not."""
+    f = on_ranks(lambda g, r: sync_with_feedback(g, r, "i", wire=None)[0])
+    assert_same_bits(f(per_rank(1e4, np.float16), per_rank(8)), np.full(3, 10008, np.float16))
+
+
+def test_a_sum_with_feedback_is_sent_in_parts():
+    f = on_ranks(
+        lambda x: sync_with_feedback(x, jnp.zeros_like(x), "i", wire=jnp.float16, mean=False),
+        out_specs=(REPLICATED, P("i")),
+    )
+    total, residual = f(per_rank(1e4))
+    assert np.isfinite(total).all()
+    np.testing.assert_array_equal(RANKS * (1e4 - residual.reshape(RANKS, 3)[0]), total)
 
 
 def test_underflow_is_made_up_for():

@@ -20,6 +20,7 @@ means: dict[str, jax.Array] = ring_pmean(tree, ("i", "j"))
 block: jax.Array = ring_psum_scatter(x, "i", tiled=True)
 whole: tuple[jax.Array, int] = ring_all_gather((x, 1), "i", to="invarying")
 synced: dict[str, jax.Array] = sync_gradients(tree, "i", wire_dtype=jnp.bfloat16)
+sent: dict[str, jax.Array] = sync_gradients(tree, "i", wire="bfloat16")
 copies: dict[str, jax.Array] = jax_ring.broadcast_params(tree, "i", root=1, impl="lax")
 number: int = ring_psum(x, "i")  # refused: assignment
 other: list[jax.Array] = ring_psum(tree, "i")  # refused: arg-type
@@ -41,6 +42,10 @@ def loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
 step: Callable[[dict[str, jax.Array], jax.Array], tuple[Any, Any]] = jax_ring.value_and_grad(
     loss, "i", bucket_bytes=1 << 20, wire_dtype=jnp.bfloat16
 )
+jax_ring.grad(loss, "i", wire=jnp.float16, allow_int=True, holomorphic=False)
+jax_ring.grad(loss, "i", wire=3)  # refused: arg-type
+jax_ring.allreduce_gradients("i", wire="float16", error_feedback=True)
+jax_ring.sync_with_feedback(tree, tree, "i", wire=jnp.float16)
 step(tree, x)
 step(x)  # refused: call-arg, arg-type
 jax_ring.value_and_grad(loss, "i")(tree)  # refused: call-arg

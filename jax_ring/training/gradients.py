@@ -36,8 +36,12 @@ def value_and_grad(
     """`jax.value_and_grad` for a loss of which each data-parallel rank computes its part.
 
     It differentiates the mean of `fun` over the ranks with respect to parameters that all ranks share. If `fun` has
-    reduced its value itself (by `weighted_pmean`, say), it differentiates that value. Both are right with vma tracking
-    (`check_vma=True`) and without.
+    reduced its value over the axis itself (by `weighted_pmean`, say), it differentiates that value. Both are right with
+    vma tracking (`check_vma=True`) and without.
+
+    A sum within `fun` over an axis that is not in `axis_name` needs vma tracking. Without it JAX makes `psum` its own
+    transpose, so that gradients through the sum are too large by the size of that axis, as in `jax.value_and_grad`. If
+    the parameters are replicated over that axis too, naming it in `axis_name` makes them right.
 
     Args:
       fun: a function of parameters and this rank's data. Returns a scalar, or a scalar and auxiliary data.
@@ -177,7 +181,8 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
     reduction of a layer's gradients then starts as soon as they are computed, before those of the earlier layers. With
     vma tracking JAX sums the gradients of replicated parameters itself, by XLA's all-reduce; this is the same sum, by
     `ring_psum`, in buckets, and in both modes. Differentiate with `value_and_grad(..., reduced_in_backward=True)`: it
-    turns the sum into a mean. Without vma tracking pass every parameter through here: others stay unreduced.
+    turns the sum into a mean. Without vma tracking pass every parameter through here: others stay unreduced. The sums
+    are not for `sync_gradients`, `allreduce_gradients` or `zero`, which would sum them again.
 
     Args:
       tree: a pytree of parameters, replicated over the axis.

@@ -113,7 +113,7 @@ class Reduction:
         wanted = numbers if residual is None else jax.tree.map(jnp.add, numbers, _numbers(tree, residual))
         scales = jax.tree.map(lambda x: wire.scale_of(x, divisor, headroom or divisor), wanted)
         count = num_ranks(axes_of(axis_name))
-        # What does not fit is sent later, if there is a later.
+        # With a residual, what does not fit is sent in a later step.
         send = partial(wire.sent, saturate_for=0 if residual is None else count)
         sent = jax.tree.map(send, wanted, scales)
         value_scales = jax.tree.map(lambda x: UNCHANGED.scale_of(x, count, count), value)
@@ -207,17 +207,20 @@ def sync_gradients(
     depend on the buckets, bit for bit, except with `wire="int8"`.
 
     Args:
-      tree: a pytree of this rank's gradients. Its structure, shapes and dtypes are the same on all ranks.
+      tree: a pytree of this rank's gradients. Its structure, shapes and dtypes are the same on all ranks. Gradients of
+        integers (dtype float0) have no value and come back as they are.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
       mean: whether to divide the sum by the number of ranks.
       impl: "ring" for the collectives of jax_ring, "lax" for those of `jax.lax`.
       wire: a floating-point dtype. Wider floats are rounded to it before they are sent, and so is their sum,
         which is then cast back to the dtype of the leaf. Half the traffic for a loss of precision; see
-        `sync_with_feedback`. Or "int8": floats of more than 8 bits are sent as blocks of 256 8-bit integers with a
-        common float32 scale, about a quarter of the bytes of float32. The leaves of a bucket are packed in float32
-        before blocks are cut. The ranks' blocks are exchanged by XLA's all-to-all, added in float32 in rank order,
-        rounded again, and gathered. Across hosts, the ranks of a host first add in float32, and only what crosses is
-        rounded. Blocks depend on the buckets, and so does the result.
+        `sync_with_feedback`. A type with less range than float32, such as float16, is sent divided by the number of
+        ranks if `mean` is set, also for gradients that have such a type themselves: the mean overflows only if it, or a
+        rank's own part of it, is not in the range of the type. docs/training.md has the ranges.
+        Or "int8": floats of more than 8 bits are sent as blocks of 256 8-bit integers with a common float32 scale. The
+        leaves of a bucket are packed in float32 before blocks are cut. XLA's all-to-all exchanges the ranks' blocks,
+        which are added in float32 in rank order, rounded again, and gathered. Across hosts, the ranks of a host first
+        add in float32, and only what crosses is rounded.
       wire_dtype: the same argument by its first name.
       key: a random key, the same on all ranks and another in every step, for stochastic rounding with wire="int8": the
         expected value of the result is then the sum. By default blocks are rounded to nearest, ties to even.
@@ -230,8 +233,8 @@ def sync_gradients(
       ValueError: with vma tracking, if a leaf is already the same on all ranks, because its gradients have then been
         summed before (by JAX, if they are with respect to a replicated parameter); and in a program of several
         processes, if their plans differ. Also for a `key` with another wire than "int8".
-      TypeError: if `wire` is neither a floating-point dtype nor "int8", or has been given by both names; if `key` is
-        not a random key.
+      TypeError: if `wire` is neither "int8" nor a floating-point dtype with a zero, a sign and NaN, or is given by both
+        of its names; if `key` is not a random key.
       NameError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
     options: ReductionOptions = {
@@ -248,7 +251,9 @@ def sync_with_feedback(
 
     This is the error feedback of Seide et al., "1-Bit Stochastic Gradient Descent" (2014): each rank keeps the part of
     its gradients that was not sent. The error of rounding the sum itself to `wire` is not fed back, except with
-    `wire="int8"`, where the rank that rounds a part of the sum keeps that error, too.
+    `wire="int8"`, where the rank that rounds a part of the sum keeps that error, too. Of a value that is too large, as
+    much is sent as leaves room for those of the other ranks, and the rest in later steps. An infinite gradient or NaN
+    reaches all ranks in its step and leaves a residual of zero.
 
     Args:
       tree: as for `sync_gradients`.
@@ -258,7 +263,7 @@ def sync_with_feedback(
       **options: as for `sync_gradients`; `wire` is bfloat16 by default.
 
     Returns:
-      The gradients, and the residual for the next step.
+      The gradients, in their dtypes, and the residual for the next step, in its own.
 
     Raises:
       ValueError, TypeError, NameError, jax.errors.JaxRuntimeError: as `sync_gradients`.
@@ -267,6 +272,13 @@ def sync_with_feedback(
         options["wire"] = jnp.bfloat16
     reduced = Reduction.of("sync_with_feedback", options).synced(tree, axis_name, mean, residual)
     return reduced.tree, reduced.residual
+
+
+_HINTS = {
+    "allreduce_gradients": " If optax.MultiSteps has added them up, its sums have to vary as well: pass its state "
+    "through shard_map by jax_ring.feedback_specs, or cast what init returned inside: "
+    'state._replace(acc_grads=lax.pcast(state.acc_grads, axis_name, to="varying")).'
+}
 
 
 def check_local(function: str, tree: Any, axis_name: AxisName) -> None:
@@ -283,5 +295,5 @@ def check_local(function: str, tree: Any, axis_name: AxisName) -> None:
                 f"already the same on all ranks of {same_over}. JAX sums gradients with respect to replicated "
                 "parameters before returning them, and a second reduction would make them too large by the number of "
                 "ranks. Use jax_ring.value_and_grad instead of jax.value_and_grad, or cast the parameters before "
-                f'differentiating: lax.pcast(params, {same_over}, to="varying").'
+                f'differentiating: lax.pcast(params, {same_over}, to="varying").{_HINTS.get(function, "")}'
             )

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     import optax
 
 
+class LocalGradients(NamedTuple):
+    """The state of `allreduce_gradients` without error feedback. It has no leaves; `feedback_specs` looks for it."""
+
+
 class FeedbackState(NamedTuple):
     """The state of `allreduce_gradients` with `error_feedback`, a `key`, or both.
 
@@ -38,18 +42,19 @@ def allreduce_gradients(
     """An optax `GradientTransformation` that replaces this rank's gradients by their mean over the ranks.
 
     Put it first in an `optax.chain`. `clip_by_global_norm` after it clips the norm of the mean, as one device with the
-    whole batch would.
+    whole batch would. A wrapper that decides by the gradients whether to update, such as `optax.apply_if_finite`, goes
+    after it as well: around it, each rank would decide by its own gradients, and leave the others waiting.
 
     Args:
-      axis_name, mean, **options: as for `sync_gradients`. A `key` is split in every step, and the state holds the next;
-        with neither a key nor `error_feedback` there is no state.
+      axis_name, mean, **options: as for `sync_gradients`. A `key` is split in every step, and the state holds the next.
+        With neither a key nor `error_feedback` the state has no leaves.
       error_feedback: whether to add the error of rounding a rank's gradients to `wire` to its gradients of the
         next step, as `sync_with_feedback` does. The optimizer then has a state that differs between ranks: it enters
-        and leaves `shard_map` by `feedback_specs`, and `init` is called inside.
+        and leaves `shard_map` by `feedback_specs`, and `init` is called inside. So has one in `optax.MultiSteps`.
 
     Raises:
       ImportError: if optax is not installed.
-      ValueError: if `error_feedback` is given without `wire`.
+      ValueError: if `error_feedback` is given without `wire`; from `update`, as `sync_gradients`.
       TypeError: for an unknown option.
     """
     try:
@@ -61,7 +66,12 @@ def allreduce_gradients(
         ) from error
     reduction = Reduction.of("allreduce_gradients", options)
     if not error_feedback and options.get("key") is None:
-        return optax.stateless(lambda updates, params: reduction.synced(updates, axis_name, mean).tree)
+
+        def reduce(updates, state, params=None):
+            del params
+            return reduction.synced(updates, axis_name, mean).tree, state
+
+        return optax.GradientTransformation(lambda params: LocalGradients(), reduce)
     if reduction.wire == UNCHANGED:
         raise ValueError(
             "allreduce_gradients: error_feedback corrects the rounding to wire, and wire is None. Pass, "
@@ -90,20 +100,54 @@ def allreduce_gradients(
 
 
 def feedback_specs(state: Any, axis_name: AxisName) -> Any:
-    """The PartitionSpecs, for `in_specs` and `out_specs`, of the state of an optax optimizer with error feedback.
+    """The PartitionSpecs, for `in_specs` and `out_specs`, of an optax state of which parts differ between ranks.
 
         optimizer = optax.chain(allreduce_gradients("data", wire=jnp.bfloat16, error_feedback=True), adam)
         specs = feedback_specs(jax.eval_shape(optimizer.init, params), "data")
         state = jax.jit(jax.shard_map(optimizer.init, mesh=mesh, in_specs=P(), out_specs=specs))(params)
 
-    The rounding errors differ between ranks; the rest of the state is the same on all of them.
+    What differs between ranks is each rank's own part along the first dimension: the rounding errors, and the sums of
+    `optax.MultiSteps(optax.chain(allreduce_gradients(...), ...), k)`, which adds gradients before they are reduced. The
+    rest of the state is the same on all ranks.
+
+    Raises:
+      ValueError: for such a sum of a parameter without dimensions.
     """
+    import optax
 
     own = PartitionSpec(axes_of(axis_name))
 
-    def specs(node):
-        if not isinstance(node, FeedbackState):
-            return PartitionSpec()
-        return FeedbackState(jax.tree.map(lambda _: own, node.residual), None if node.key is None else PartitionSpec())
+    def adds_local_gradients(node):
+        return isinstance(node, optax.MultiStepsState) and any(
+            map(_reduces, jax.tree.leaves(node.inner_opt_state, is_leaf=_reduces))
+        )
 
-    return jax.tree.map(specs, state, is_leaf=lambda node: isinstance(node, FeedbackState))
+    def own_part(path, leaf):
+        if leaf.ndim:
+            return own
+        raise ValueError(
+            "feedback_specs: optax.MultiSteps adds each rank's gradients, and that at "
+            f"{jax.tree_util.keystr(path)} has no dimension along which those of all ranks could be stored. Give the "
+            "parameter the shape (1,), or reduce "
+            "before adding: optax.chain(allreduce_gradients(...), optax.MultiSteps(...).gradient_transformation()) "
+            "reduces as often, and its state is the same on all ranks."
+        )
+
+    def specs(node):
+        if isinstance(node, FeedbackState):
+            residual = jax.tree.map(lambda _: own, node.residual)
+            return FeedbackState(residual, None if node.key is None else PartitionSpec())
+        if not adds_local_gradients(node):
+            return PartitionSpec()
+        rest = jax.tree.map(lambda _: PartitionSpec(), node)
+        sums = jax.tree_util.tree_map_with_path(own_part, node.acc_grads)
+        return rest._replace(acc_grads=sums, inner_opt_state=feedback_specs(node.inner_opt_state, axis_name))
+
+    return jax.tree.map(
+        specs, state, is_leaf=lambda node: isinstance(node, FeedbackState) or adds_local_gradients(node)
+    )
+
+
+def _reduces(node: Any) -> bool:
+    """Whether this part of an optimizer's state is that of `allreduce_gradients`."""
+    return isinstance(node, LocalGradients | FeedbackState)

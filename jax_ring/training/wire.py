@@ -57,11 +57,15 @@ class FloatWire:
 
     def received(self, total: jax.Array, like: jax.Array, scale: int, divisor: int) -> jax.Array:
         """The sum of what is sent, multiplied by `scale` / `divisor`, in the dtype of `like`; integers keep theirs."""
-        total = total.astype(like.dtype) if jnp.issubdtype(like.dtype, jnp.floating) else total
-        if scale == divisor:
-            return total
-        total = total if scale == 1 else total * scale
-        return total if divisor == 1 else total / divisor
+        if not jnp.issubdtype(like.dtype, jnp.floating):
+            return total if divisor == 1 else total / divisor
+        # In the wider of the two types: a sum may be out of the range of the leaf although the mean is not.
+        wide = like.dtype if jnp.finfo(like.dtype).bits >= jnp.finfo(total.dtype).bits else total.dtype
+        total = total.astype(wide)
+        if scale != divisor:
+            total = total if scale == 1 else total * scale
+            total = total if divisor == 1 else total / divisor
+        return total.astype(like.dtype)
 
     def unsent(self, x: jax.Array, sent: jax.Array, scale: int) -> jax.Array:
         """The part of `x` that is not in `sent`; 0 where `x` is not finite, so that the next step recovers."""
