@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--elements", type=int, default=1 << 16, help="gradients of each rank (default: 65536)")
     parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--gradients", choices=[*GRADIENTS], nargs="*", default=[*GRADIENTS])
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", arguments.devices)
     jax.config.update("jax_platforms", "cpu")
@@ -72,8 +73,8 @@ def main() -> None:
         )
     )
     print("|---|---|---|---|---|---|")
-    for name, make in GRADIENTS.items():
-        gradients = make(np.random.default_rng(0), shape).astype(np.float32)
+    for name in arguments.gradients:
+        gradients = GRADIENTS[name](np.random.default_rng(0), shape).astype(np.float32)
         for wire, stochastic in [*((wire, False) for wire in WIRES), ("int8", True)]:
             measure = functools.partial(errors, mesh, gradients, arguments.steps, wire=wire, stochastic=stochastic)
             figures = [*measure(), measure(feedback=True)[1]] if wire else measure()
