@@ -395,6 +395,13 @@ def test_vmap_axis():
         )(VALUES)
 
 
+def test_derivatives_are_refused():
+    f = lambda x: sync_gradients(x, "i", wire="int8")  # noqa: E731
+    for over_ranks in (jax.vmap(f, axis_name="i"), sharded(lambda x: f(x[0])[None], check_vma=False)):
+        with pytest.raises(NotImplementedError, match="sync_gradients with wire='int8' has no derivative"):
+            jax.jvp(over_ranks, (VALUES[:, :9],), (VALUES[:, :9],))
+
+
 def test_pmap():
     few = VALUES[:4, :300]
     f = jax.pmap(lambda x: sync_gradients(x, "i", wire="int8", mean=False), axis_name="i")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from jax_ring import _compat, runtime
 from jax_ring.collectives import int8_blocks as int8
@@ -174,6 +174,11 @@ def _note_fallback(function: str, axes: tuple, why: str) -> None:
     logger.info("%s", text)
 
 
+def _refuse_jvp(primals, tangents, *, function, **params):
+    # The derivative of rounding is zero, which nobody wants.
+    raise NotImplementedError(f"{function} with wire='int8' has no derivative. Differentiate before reducing.")
+
+
 def _batch(axis_data, operands, dims, *, axes, function, **params):
     if axis_data.name not in axes:
         rows = [
@@ -187,11 +192,14 @@ def _batch(axis_data, operands, dims, *, axes, function, **params):
             "only axis. Map them all over devices with shard_map."
         )
     fun = partial(_on_one_level, axes=axes, key_impl=params["key_impl"])
-    total, error = jax.vmap(fun, dims, axis_name=axis_data.name, axis_size=axis_data.size)(*operands)
+    over_axis = jax.custom_jvp(jax.vmap(fun, dims, axis_name=axis_data.name, axis_size=axis_data.size))
+    over_axis.defjvp(partial(_refuse_jvp, function=function))
+    total, error = over_axis(*operands)
     return [total[0], error], [None, 0]
 
 
 quantized_psum_p.def_effectful_abstract_eval(_abstract_eval)
 quantized_psum_p.def_impl(lambda *operands, **params: jax.jit(partial(quantized_psum_p.bind, **params))(*operands))
+ad.primitive_jvps[quantized_psum_p] = _refuse_jvp
 batching.fancy_primitive_batchers[quantized_psum_p] = _batch
 mlir.register_lowering(quantized_psum_p, _lower, cacheable=False)
