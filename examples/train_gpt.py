@@ -1,10 +1,11 @@
 """Trains a small byte-level GPT on the source code of Python's standard library, and prints a sample.
 
-    python examples/train_gpt.py [--devices 8] [--steps 600] [--dtype float32|bfloat16] [--impl ring|lax]
+    python examples/train_gpt.py [--devices 8] [--steps 600] [--dtype float32|bfloat16] [--impl ring|lax] [--wire int8]
 
 Each device has a copy of the parameters and a part of each batch. The parameters of a layer pass through
 `reduce_in_backward` where they are used, so that their gradients are reduced while earlier layers are still in the
-backward pass. With bfloat16, matrix products and gradients on the wire have 16 bits, parameters 32.
+backward pass. With bfloat16, matrix products and gradients on the wire have 16 bits, parameters 32. With --wire the
+gradients are reduced after the backward pass, rounded to that type, and each step sends what rounding removed before.
 """
 
 import argparse
@@ -23,7 +24,14 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jax_ring import assert_replicated, reduce_in_backward, value_and_grad
+from jax_ring import (
+    allreduce_gradients,
+    assert_replicated,
+    feedback_specs,
+    reduce_in_backward,
+    ring_pmean,
+    value_and_grad,
+)
 
 VOCABULARY = 256  # bytes
 HEADS = 4
@@ -113,6 +121,22 @@ def make_train_step(mesh, optimizer, dtype=jnp.float32, in_backward=True, **redu
     return train_step
 
 
+def make_feedback_step(mesh, optimizer, opt_specs, dtype=jnp.float32):
+    """The same for an optimizer that reduces gradients with error feedback, so that its state differs between ranks."""
+    specs = TrainState(params=P(), opt_state=opt_specs)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P()))
+    def train_step(state: TrainState, tokens: chex.Array) -> tuple[TrainState, chex.Scalar]:
+        local = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), state.params)
+        value, grads = jax.value_and_grad(functools.partial(loss, dtype=dtype))(local, tokens)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        state = TrainState(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+        return state, ring_pmean(value, "data")
+
+    return train_step
+
+
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def sample_bytes(params: chex.ArrayTree, start: chex.Array, length: int, context: int, key: chex.PRNGKey) -> chex.Array:
     """Samples `length` bytes after `start`, at temperature 0.8."""
@@ -139,6 +163,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--sample", type=int, default=400, help="bytes to sample at the end (default: 400)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--wire", help="send gradients in this dtype with error feedback, such as int8 (8-bit blocks)")
     parser.add_argument("--impl", choices=["ring", "lax"], default="ring", help="implementation of the collectives")
     args = parser.parse_args()
     if args.devices < 1 or args.batch % args.devices:
@@ -153,16 +178,24 @@ def main() -> int:
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     params = init_params(jax.random.key(0), args.width, args.layers, args.context)
     optimizer = optax.adam(optax.warmup_cosine_decay_schedule(0, 3e-3, args.steps // 10, args.steps))
-    state = TrainState(params=params, opt_state=optimizer.init(params))
-    state = jax.device_put(state, jax.NamedSharding(mesh, P()))
-    reduction = {"impl": args.impl, "wire_dtype": args.dtype if args.dtype == "bfloat16" else None}
-    train_step = make_train_step(mesh, optimizer, jnp.dtype(args.dtype), **reduction)
+    params = jax.device_put(params, jax.NamedSharding(mesh, P()))
+    if args.wire:
+        reduce = allreduce_gradients("data", wire=args.wire, error_feedback=True, impl=args.impl)
+        optimizer = optax.chain(reduce, optimizer)
+        specs = feedback_specs(jax.eval_shape(optimizer.init, params), "data")
+        opt_state = jax.jit(jax.shard_map(optimizer.init, mesh=mesh, in_specs=P(), out_specs=specs))(params)
+        train_step = make_feedback_step(mesh, optimizer, specs, jnp.dtype(args.dtype))
+    else:
+        opt_state = jax.device_put(optimizer.init(params), jax.NamedSharding(mesh, P()))
+        reduction = {"impl": args.impl, "wire": args.dtype if args.dtype == "bfloat16" else None}
+        train_step = make_train_step(mesh, optimizer, jnp.dtype(args.dtype), **reduction)
+    state = TrainState(params=params, opt_state=opt_state)
     size = sum(p.size for p in jax.tree.leaves(params))
     console.print(f"{size} parameters, {len(text)} bytes of Python, {args.devices} CPU devices")
 
     rng = np.random.default_rng(0)
     columns = (
-        TextColumn(f"{args.impl}, {args.dtype}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn(f"{args.impl}, {args.wire or args.dtype}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("{task.fields[status]}"),
     )  # fmt: skip
     losses = []

@@ -92,6 +92,11 @@ def check_vma() -> bool:
     return _check_vma.value
 
 
+def without_vma():
+    """A context in which functions are traced without vma tracking."""
+    return _check_vma(False)
+
+
 def auto_pcast() -> bool:
     """Whether JAX automatically casts a replicated operand of a collective to a varying one."""
     return _auto_pcast.value

@@ -114,6 +114,14 @@ def test_a100_latencies_are_fitted_to_the_inputs(monkeypatch):
     assert described.launch_latency * 1e6 == pytest.approx(launch, rel=1e-2)
 
 
+def test_wire_error():
+    text = run("wire_error.py", "--devices", "2", "--elements", "512", "--steps", "2", "--gradients", "normal")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| normal")]
+    one_step = {row[1]: float(row[3]) for row in rows}
+    assert one_step["float32"] < one_step["bfloat16"] < one_step["int8"] < one_step["float8_e4m3fn"]
+    assert {row[1]: row[2] for row in rows}["int8"] == "0.254"
+
+
 def test_reduction_place(tmp_path):
     file = tmp_path / "rows.json"
     run("reduction_place.py", "--devices", "2", "--steps", "2", "--json", str(file))

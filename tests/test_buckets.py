@@ -221,7 +221,7 @@ def test_summed_gradients_are_refused():
     ("options", "error", "message"),
     [
         ({"impl": "nccl"}, ValueError, "impl must be one of 'ring', 'lax'; got 'nccl'"),
-        ({"wire_dtype": jnp.int8}, TypeError, "wire_dtype must be a floating-point dtype, got"),
+        ({"wire_dtype": jnp.int16}, TypeError, "wire_dtype must be a floating-point dtype or 'int8', got"),
         ({"bucket_bytes": 0}, ValueError, "must be positive"),
     ],
 )

@@ -75,9 +75,10 @@ def test_parameter_server(tmp_path):
     assert plot.stat().st_size > 1000
 
 
-def test_train_gpt():
+@pytest.mark.parametrize("reduction", ["--dtype=bfloat16", "--wire=int8"])
+def test_train_gpt(reduction):
     size = ("--devices", "2", "--steps", "3", "--batch", "4", "--context", "8", "--width", "16", "--layers", "2")
-    text = run_small("train_gpt.py", *size, "--sample", "9", "--dtype", "bfloat16")
+    text = run_small("train_gpt.py", *size, "--sample", "9", reduction)
     assert 5 < float(re.search(r"Loss of the first step (\d\.\d+)", text)[1]) < 6
     assert "a sample" in text
 

@@ -269,9 +269,9 @@ def test_feedback_in_optax_recovers(check_vma):
         ("float8_e8m0fnu", "must have a zero, a sign and NaN.*would send 0 as nan, -1 as nan"),
         ("float4_e2m1fn", "must have a zero, a sign and NaN.*would send nan as -?0"),
         (ml_dtypes.float6_e2m3fn, "must have a zero, a sign and NaN.*would send nan as"),
-        (jnp.int16, "must be a floating-point dtype, got"),
-        (jnp.complex64, "must be a floating-point dtype, got"),
-        ("float17", "must be a floating-point dtype, got 'float17'"),
+        (jnp.int16, "must be a floating-point dtype or 'int8', got"),
+        (jnp.complex64, "must be a floating-point dtype or 'int8', got"),
+        ("float17", "must be a floating-point dtype or 'int8', got 'float17'"),
     ],
 )
 def test_types_that_cannot_be_on_the_wire(function, name, dtype, message):

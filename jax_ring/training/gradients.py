@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, axes_of_difference, check_named, num_ranks
 from jax_ring.collectives.leaves import own_copy
+from jax_ring.training.quantized import Int8Wire
 from jax_ring.training.sync import Reduction, ReductionOptions, is_float0
 
 P = ParamSpec("P")
@@ -51,8 +52,8 @@ def value_and_grad(
       holomorphic, allow_int: as for `jax.value_and_grad`. Gradients of integers have dtype float0.
       reduced_in_backward: whether `fun` passes all its parameters through `reduce_in_backward`, which leaves only the
         value to reduce.
-      **options: `impl`, `wire`, `bucket_bytes` and `first_bucket_bytes`, as for `sync_gradients`. The value is
-        never rounded to `wire`.
+      **options: `impl`, `wire`, `key`, `bucket_bytes` and `first_bucket_bytes`, as for `sync_gradients`. The value is
+        never rounded to `wire`. A key is for one step, so pass it where `value_and_grad` is called in the step.
 
     Returns:
       A function with the arguments of `fun` that returns what `jax.value_and_grad(fun)` does. The value and the
@@ -102,6 +103,8 @@ def _of_mean(
     reduced_in_backward: bool,
 ) -> Callable[P, tuple[Any, Any]]:
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if reduced_in_backward:
+        _refuse_key(reduction)
 
     def copies(params):
         return jax.tree.map(lambda x: own_copy(jnp.asarray(x), axis_name), params)
@@ -128,6 +131,15 @@ def _of_mean(
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad_of_mean
+
+
+def _refuse_key(reduction: Reduction) -> None:
+    if isinstance(reduction.wire, Int8Wire) and reduction.wire.key is not None:
+        raise ValueError(
+            f"{reduction.function}: gradients that are reduced in the backward pass are rounded to nearest, and a key "
+            "has no effect: in a scan, it would be the same for every layer. Leave key out, or reduce after the "
+            "backward pass."
+        )
 
 
 def _noted(axis_name: AxisName, reduced_in_backward: bool) -> contextlib.AbstractContextManager:
@@ -174,18 +186,19 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
 
     Args:
       tree: a pytree of parameters, replicated over the axis.
-      axis_name, **options: as for `value_and_grad`.
+      axis_name, **options: as for `value_and_grad`, without `key`.
 
     Returns:
       A pytree like `tree`, with the same values.
 
     Raises:
-      ValueError: inside `value_and_grad` or `grad` without `reduced_in_backward=True`, which would sum twice; and with
-        vma tracking, if a leaf varies over the axis: its gradients cannot be the same on all ranks.
+      ValueError: inside `value_and_grad` or `grad` without `reduced_in_backward=True`, which would sum twice; with vma
+        tracking, if a leaf varies over the axis; and for a `key`, which would be the same in every step of a scan.
       NameError, TypeError, jax.errors.JaxRuntimeError: as `sync_gradients`.
     """
     check_named("reduce_in_backward", axes_of(axis_name))
     reduction = Reduction.of("reduce_in_backward", options)
+    _refuse_key(reduction)
     _check_summed_once(tree, axis_name)
 
     @jax.custom_vjp

@@ -1,7 +1,7 @@
 """Sums of gradients over data-parallel ranks, one bucket at a time."""
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
@@ -15,6 +15,7 @@ from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks,
 from jax_ring.distributed.agreement import check_agreement
 from jax_ring.training.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, check_bucket_bytes, plan_buckets
 from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.quantized import Int8Wire, int8_wire, is_int8, merge, partition, reduce_in_blocks
 from jax_ring.training.wire import UNCHANGED, FloatWire, float_wire
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
@@ -33,6 +34,7 @@ class ReductionOptions(BucketOptions, total=False):
 
     wire: DTypeLike | None
     wire_dtype: DTypeLike | None  # the same, by its first name
+    key: jax.Array | None
 
 
 class Reduced(NamedTuple):
@@ -55,7 +57,7 @@ class Reduction:
 
     function: str
     impl: Impl = "ring"
-    wire: FloatWire = UNCHANGED
+    wire: FloatWire | Int8Wire = UNCHANGED
     bucket_bytes: int = BUCKET_BYTES
     first_bucket_bytes: int = FIRST_BUCKET_BYTES
 
@@ -79,7 +81,7 @@ class Reduction:
             )
         name, dtype = ("wire", wire) if alias is None else ("wire_dtype", alias)
         others: Any = {name: value for name, value in options.items() if name in BucketOptions.__annotations__}
-        return cls(function, wire=float_wire(function, name, dtype), **others)
+        return cls(function, wire=_wire_of(function, name, dtype, options.get("key")), **others)
 
     def __post_init__(self):
         implementation(self.function, self.impl)
@@ -104,25 +106,43 @@ class Reduction:
           residual: a tree like `tree`, to be added to it.
           value: a tree of which the mean is taken, in the same buckets, and never rounded.
         """
+        wire = self.wire
+        if isinstance(wire, Int8Wire):
+            return self._reduce_in_blocks(wire, tree, axis_name, divisor, residual, value)
         numbers = _numbers(tree, tree)
         wanted = numbers if residual is None else jax.tree.map(jnp.add, numbers, _numbers(tree, residual))
-        scales = jax.tree.map(lambda x: self.wire.scale_of(x, divisor, headroom or divisor), wanted)
+        scales = jax.tree.map(lambda x: wire.scale_of(x, divisor, headroom or divisor), wanted)
         count = num_ranks(axes_of(axis_name))
         # With a residual, what does not fit is sent in a later step.
-        send = partial(self.wire.sent, saturate_for=0 if residual is None else count)
+        send = partial(wire.sent, saturate_for=0 if residual is None else count)
         sent = jax.tree.map(send, wanted, scales)
         value_scales = jax.tree.map(lambda x: UNCHANGED.scale_of(x, count, count), value)
         sums, value_sums = self._sum((sent, jax.tree.map(UNCHANGED.sent, value, value_scales)), axis_name)
         value = jax.tree.map(partial(UNCHANGED.received, divisor=count), value_sums, value, value_scales)
 
-        received = jax.tree.map(partial(self.wire.received, divisor=divisor), sums, numbers, scales)
+        received = jax.tree.map(partial(wire.received, divisor=divisor), sums, numbers, scales)
         # Made here, because a float0 that varies over the axis has the wrong type for a mean.
         float0 = jax.tree.map(lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0), tree)
         if residual is not None:
-            unsent = jax.tree.map(self.wire.unsent, wanted, sent, scales)
+            unsent = jax.tree.map(wire.unsent, wanted, sent, scales)
             unsent = jax.tree.map(lambda x, like: x.astype(like.dtype), unsent, _numbers(tree, residual))
             residual = _filled(unsent, residual)
         return Reduced(_filled(received, float0), residual, value)
+
+    def _reduce_in_blocks(
+        self, wire: Int8Wire, tree: Any, axis_name: AxisName, divisor: int, residual: Any, value: Any
+    ) -> Reduced:
+        """`reduce` for wire="int8". Leaves that are not sent in blocks are reduced as without a wire."""
+        in_blocks = jax.tree.map(wire.takes, tree)
+        trees = [None if t is None else partition(t, in_blocks) for t in (tree, residual)]
+        (chosen, others), (chosen_residual, other_residual) = (pair or (None, None) for pair in trees)
+        rest = replace(self, wire=UNCHANGED).reduce(others, axis_name, divisor, residual=other_residual, value=value)
+        sums, errors = reduce_in_blocks(
+            self.function, wire, chosen, chosen_residual, axis_name, divisor, by_host=self.impl == "ring",
+            bucket_bytes=self.bucket_bytes, first_bucket_bytes=self.first_bucket_bytes,
+        )  # fmt: skip
+        new_residual = None if residual is None else merge(errors, rest.residual)
+        return Reduced(merge(sums, rest.tree), new_residual, rest.value)
 
     def _sum(self, tree: Any, axis_name: AxisName) -> Any:
         """The sums over the ranks of leaves that already have the dtypes in which they are sent."""
@@ -141,6 +161,17 @@ class Reduction:
         check_local(self.function, tree, axis_name)
         divisor = num_ranks(axes_of(axis_name)) if mean else 1
         return self.reduce(jax.tree.map(jnp.asarray, tree), axis_name, divisor, residual=residual)
+
+
+def _wire_of(function: str, name: str, dtype: DTypeLike | None, key: Any) -> FloatWire | Int8Wire:
+    if is_int8(dtype):
+        return int8_wire(function, key)
+    if key is not None:
+        raise ValueError(
+            f"{function}: key is for stochastic rounding, which only wire='int8' has, and {name} is {dtype!r}. Leave "
+            "key out, or pass wire='int8'."
+        )
+    return float_wire(function, name, dtype)
 
 
 def is_float0(x: Any) -> bool:
@@ -166,13 +197,14 @@ def sync_gradients(
     impl: Impl = "ring",
     wire: DTypeLike | None = None,
     wire_dtype: DTypeLike | None = None,
+    key: jax.Array | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
 ) -> T:
     """The mean over data-parallel ranks of the gradients that each rank has computed.
 
     Each bucket of `plan_buckets` is one call of `ring_psum`, which reads its leaves in place. The result does not
-    depend on the buckets, bit for bit.
+    depend on the buckets, bit for bit, except with `wire="int8"`.
 
     Args:
       tree: a pytree of this rank's gradients. Its structure, shapes and dtypes are the same on all ranks. Gradients of
@@ -185,7 +217,13 @@ def sync_gradients(
         `sync_with_feedback`. A type with less range than float32, such as float16, is sent divided by the number of
         ranks if `mean` is set, also for gradients that have such a type themselves: the mean overflows only if it, or a
         rank's own part of it, is not in the range of the type. docs/training.md has the ranges.
+        Or "int8": floats of more than 8 bits are sent as blocks of 256 8-bit integers with a common float32 scale. The
+        leaves of a bucket are packed in float32 before blocks are cut. XLA's all-to-all exchanges the ranks' blocks,
+        which are added in float32 in rank order, rounded again, and gathered. Across hosts, the ranks of a host first
+        add in float32, and only what crosses is rounded.
       wire_dtype: the same argument by its first name.
+      key: a random key, the same on all ranks and another in every step, for stochastic rounding with wire="int8": the
+        expected value of the result is then the sum. By default blocks are rounded to nearest, ties to even.
       bucket_bytes, first_bucket_bytes: as for `plan_buckets`, counted in the dtypes that are sent.
 
     Returns:
@@ -194,12 +232,13 @@ def sync_gradients(
     Raises:
       ValueError: with vma tracking, if a leaf is already the same on all ranks, because its gradients have then been
         summed before (by JAX, if they are with respect to a replicated parameter); and in a program of several
-        processes, if their plans differ.
-      TypeError: if `wire` is not a floating-point dtype with a zero, a sign and NaN, or has been given by both names.
+        processes, if their plans differ. Also for a `key` with another wire than "int8".
+      TypeError: if `wire` is neither "int8" nor a floating-point dtype with a zero, a sign and NaN, or is given by both
+        of its names; if `key` is not a random key.
       NameError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
     options: ReductionOptions = {
-        "impl": impl, "wire": wire, "wire_dtype": wire_dtype,
+        "impl": impl, "wire": wire, "wire_dtype": wire_dtype, "key": key,
         "bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes,
     }  # fmt: skip
     return Reduction.of("sync_gradients", options).synced(tree, axis_name, mean).tree
@@ -211,9 +250,10 @@ def sync_with_feedback(
     """`sync_gradients` with a narrow `wire`; adds the rounding error of each step to the next one.
 
     This is the error feedback of Seide et al., "1-Bit Stochastic Gradient Descent" (2014): each rank keeps the part of
-    its gradients that was not sent. The error of rounding the sum itself to `wire` is not fed back. Of a value that is
-    too large, as much is sent as leaves room for those of the other ranks, and the rest in later steps. An infinite
-    gradient or NaN reaches all ranks in its step and leaves a residual of zero.
+    its gradients that was not sent. The error of rounding the sum itself to `wire` is not fed back, except with
+    `wire="int8"`, where the rank that rounds a part of the sum keeps that error, too. Of a value that is too large, as
+    much is sent as leaves room for those of the other ranks, and the rest in later steps. An infinite gradient or NaN
+    reaches all ranks in its step and leaves a residual of zero.
 
     Args:
       tree: as for `sync_gradients`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import jax
@@ -10,7 +11,9 @@ from jax.sharding import PartitionSpec
 
 from jax_ring.collectives.axes import AxisName, axes_of
 from jax_ring.collectives.leaves import own_copy
+from jax_ring.training.quantized import Int8Wire
 from jax_ring.training.sync import Reduction, ReductionOptions
+from jax_ring.training.wire import UNCHANGED
 
 if TYPE_CHECKING:
     import optax
@@ -21,11 +24,16 @@ class LocalGradients(NamedTuple):
 
 
 class FeedbackState(NamedTuple):
-    """The state of `allreduce_gradients(..., error_feedback=True)`."""
+    """The state of `allreduce_gradients` with `error_feedback`, a `key`, or both.
 
-    # This rank's rounding errors, which are still to be sent: a pytree like the gradients, with an additional first
-    # dimension of 1, along which `shard_map` concatenates those of all ranks.
+    Attributes:
+      residual: this rank's rounding errors, which are still to be sent: a pytree like the gradients, with an additional
+        first dimension of 1, along which `shard_map` concatenates those of all ranks; None without `error_feedback`.
+      key: for the next step, the same on all ranks; None without `key`.
+    """
+
     residual: Any
+    key: jax.Array | None = None
 
 
 def allreduce_gradients(
@@ -38,11 +46,11 @@ def allreduce_gradients(
     after it as well: around it, each rank would decide by its own gradients, and leave the others waiting.
 
     Args:
-      axis_name, mean, **options: as for `sync_gradients`.
+      axis_name, mean, **options: as for `sync_gradients`. A `key` is split in every step, and the state holds the next.
+        With neither a key nor `error_feedback` the state has no leaves.
       error_feedback: whether to add the error of rounding a rank's gradients to `wire` to its gradients of the
         next step, as `sync_with_feedback` does. The optimizer then has a state that differs between ranks: it enters
         and leaves `shard_map` by `feedback_specs`, and `init` is called inside. So has one in `optax.MultiSteps`.
-        Otherwise the state has no leaves.
 
     Raises:
       ImportError: if optax is not installed.
@@ -57,27 +65,36 @@ def allreduce_gradients(
             "Without it, call jax_ring.sync_gradients."
         ) from error
     reduction = Reduction.of("allreduce_gradients", options)
-    if not error_feedback:
+    if not error_feedback and options.get("key") is None:
 
         def reduce(updates, state, params=None):
             del params
             return reduction.synced(updates, axis_name, mean).tree, state
 
         return optax.GradientTransformation(lambda params: LocalGradients(), reduce)
-    if reduction.wire.dtype is None:
+    if reduction.wire == UNCHANGED:
         raise ValueError(
             "allreduce_gradients: error_feedback corrects the rounding to wire, and wire is None. Pass, "
             "say, wire=jnp.bfloat16."
         )
 
     def init(params):
-        return FeedbackState(jax.tree.map(lambda p: own_copy(jnp.zeros((1, *p.shape), p.dtype), axis_name), params))
+        residual = None
+        if error_feedback:
+            residual = jax.tree.map(lambda p: own_copy(jnp.zeros((1, *p.shape), p.dtype), axis_name), params)
+        key = options.get("key")
+        # Not the key itself, which the caller still has when a step donates the state.
+        return FeedbackState(residual, None if key is None else jax.random.fold_in(key, 0))
 
     def update(updates, state, params=None):
         del params
+        now, next_key = reduction, None
+        if state.key is not None:
+            key, next_key = jax.random.split(state.key)
+            now = replace(reduction, wire=Int8Wire(key))
         residual = jax.tree.map(lambda r: r[0], state.residual)
-        reduced = reduction.synced(updates, axis_name, mean, residual)
-        return reduced.tree, FeedbackState(jax.tree.map(lambda r: r[None], reduced.residual))
+        reduced = now.synced(updates, axis_name, mean, residual)
+        return reduced.tree, FeedbackState(jax.tree.map(lambda r: r[None], reduced.residual), next_key)
 
     return optax.GradientTransformation(init, update)
 
@@ -118,7 +135,8 @@ def feedback_specs(state: Any, axis_name: AxisName) -> Any:
 
     def specs(node):
         if isinstance(node, FeedbackState):
-            return own
+            residual = jax.tree.map(lambda _: own, node.residual)
+            return FeedbackState(residual, None if node.key is None else PartitionSpec())
         if not adds_local_gradients(node):
             return PartitionSpec()
         rest = jax.tree.map(lambda _: PartitionSpec(), node)

@@ -96,7 +96,7 @@ def float_wire(function: str, name: str, dtype: DTypeLike | None) -> FloatWire:
     except TypeError:
         wire = None
     if wire is None or not jnp.issubdtype(wire, jnp.floating):
-        raise TypeError(f"{function}: {name} must be a floating-point dtype, got {dtype!r}")
+        raise TypeError(f"{function}: {name} must be a floating-point dtype or 'int8', got {dtype!r}")
     needed = np.array([0, -1, np.nan], np.float32)
     if not np.array_equal(needed, found := needed.astype(wire).astype(np.float32), equal_nan=True):
         changed = ~np.isclose(needed, found, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,82 @@
+"""Floats as blocks of 8-bit integers with a common scale, and back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+BLOCK = 256  # elements
+PACKET = BLOCK + 4  # bytes: a block's codes and its scale
+
+# The codes of finite values are -126 to 126. The others are:
+_LARGEST, _INFINITY, _NAN = 126, 127, -128
+
+# A scale has 17 significant bits and a code has 7, so that their product is exact in float32. A sum of products is then
+# the same whether or not the compiler contracts a product and an addition into one rounding.
+_CLEARED = 0x7F
+
+
+def _at_17_bits(value: float) -> np.float32:
+    """The largest float32 of 17 significant bits that is not above `value`."""
+    rounded = np.float32(value)
+    down = rounded if rounded <= value else np.nextafter(rounded, np.float32(0))
+    return (down.view(np.int32) & np.int32(~_CLEARED)).view(np.float32)
+
+
+# Multiples of the smallest scale, and their sums, are never subnormal: some of XLA's threads flush those to zero.
+_SMALLEST_SCALE = np.float32(2.0**-104)
+_LARGEST_SCALE = _at_17_bits(float(np.finfo(np.float32).max) / _LARGEST)
+
+
+def encode(blocks: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    """Rounds blocks to packets.
+
+    The scale is the block's largest magnitude, infinities and NaNs apart, divided by 126. These have codes of their
+    own, so that they do not affect the other elements.
+
+    Args:
+      blocks: float32[..., 256].
+      key: for stochastic rounding, up or down with probabilities that make the expected value that of the element. By
+        default to the nearest code, ties to even.
+
+    Returns:
+      int8[..., 260]: the codes, and the bytes of the scale.
+    """
+    finite = jnp.isfinite(blocks)
+    scale = _scale_of(jnp.max(jnp.where(finite, jnp.abs(blocks), 0), axis=-1, keepdims=True))
+    codes = blocks / scale
+    codes = jnp.round(codes) if key is None else jnp.floor(codes + _noise(key, blocks.shape))
+    codes = jnp.clip(codes, -_LARGEST, _LARGEST)
+    special = jnp.where(jnp.isnan(blocks), _NAN, jnp.sign(blocks) * _INFINITY)
+    codes = jnp.where(finite, codes, special).astype(jnp.int8)
+    return jnp.concatenate([codes, jnp.squeeze(lax.bitcast_convert_type(scale, jnp.int8), -2)], axis=-1)
+
+
+def decode(packets: jax.Array) -> jax.Array:
+    """The values of packets, int8[..., 260], as blocks, float32[..., 256]."""
+    codes = packets[..., :BLOCK].astype(jnp.float32)
+    scale = lax.bitcast_convert_type(packets[..., BLOCK:], jnp.float32)[..., None]
+    special = jnp.where(codes == _NAN, jnp.nan, jnp.sign(codes) * jnp.inf)
+    return jnp.where(jnp.abs(codes) > _LARGEST, special, codes * scale)
+
+
+def rounding_error(blocks: jax.Array, packets: jax.Array) -> jax.Array:
+    """What encoding removed: blocks less what their packets decode to. Zero for infinities and NaNs."""
+    return jnp.where(jnp.isfinite(blocks), blocks - decode(packets), 0)
+
+
+def fold(packets: jax.Array) -> jax.Array:
+    """The sum over the first dimension, int8[ranks, ..., 260] to float32[..., 256], from the first rank to the last."""
+    return lax.scan(lambda total, packet: (total + decode(packet), None), decode(packets[0]), packets[1:])[0]
+
+
+def _scale_of(largest: jax.Array) -> jax.Array:
+    """The smallest scale of which 126 reach `largest`, whichever way the compiler rounds the division."""
+    bits = lax.bitcast_convert_type(largest / _LARGEST, jnp.int32) & ~_CLEARED
+    below, above = (lax.bitcast_convert_type(b, jnp.float32) for b in (bits, bits + _CLEARED + 1))
+    return jnp.clip(jnp.where(below * _LARGEST < largest, above, below), _SMALLEST_SCALE, _LARGEST_SCALE)
+
+
+def _noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Uniform numbers between 0 and 1. Added to an integer up to 126, none is rounded to the next one."""
+    return (jax.random.bits(key, shape, jnp.uint16).astype(jnp.float32) + 0.5) / (1 << 16)

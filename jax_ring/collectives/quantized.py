@@ -1,0 +1,205 @@
+"""The sum over ranks that sends 8-bit blocks: all-to-all, sum in float32, all-gather.
+
+Values are rounded twice however many ranks there are: by the rank that contributes them, and by the rank that owns
+their sum. The scheme is that of ZeRO++ (Wang et al., 2023) and of EQuARX (Ahmed et al., 2025).
+"""
+
+import logging
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_ring import _compat, runtime
+from jax_ring.collectives import int8_blocks as int8
+from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks, split_axes
+from jax_ring.collectives.leaves import as_varying
+from jax_ring.collectives.primitives import ring_all_gather_p, ring_psum_scatter_p
+from jax_ring.distributed import discovery
+from jax_ring.lowering.reach import Levels
+from jax_ring.lowering.service import replica_groups, service_of
+from jax_ring.options import Options
+
+logger = logging.getLogger("jax_ring")
+
+
+def quantized_psum(
+    function: str, x: jax.Array, axis_name: AxisName, *, key: jax.Array | None = None, by_host: bool = True
+) -> tuple[jax.Array, jax.Array]:
+    """The sum of `x` over the ranks, sent in 8 bits per element; and what is missing from it.
+
+    Args:
+      function: the public function that the user called, for errors.
+      x: float32[n].
+      axis_name: the name of a mapped axis, or a sequence of names.
+      key: for stochastic rounding, the same on all ranks; None for rounding to nearest.
+      by_host: whether to sum within each host first, in float32, and to round only what crosses hosts.
+
+    Returns:
+      The sum, the same on all ranks, and this rank's rounding error, a float32[n]. The sum of `x` is, up to rounding in
+      float32, the first result plus the sum of the second over the ranks. Where the sum of `x` is not finite, the first
+      is the same infinity or NaN, and the second 0.
+    """
+    discovery.publish()  # the lowering in another process may be waiting for it
+    axes = _compat.skip_size_one_axes(axes_of(axis_name))
+    if not axes:
+        return x, jnp.zeros_like(x)
+    check_named(function, axes)
+    operands = [as_varying(function, x, axes, mixed=False)]
+    key_impl = None
+    if key is not None:
+        key = jax.random.fold_in(key, lax.axis_index(axes))
+        key_impl = jax.random.key_impl(key)
+        operands.append(as_varying(function, jax.random.key_data(key), axes))
+    # As for the pairs in primitives.py.
+    invariant = _compat.check_vma() and bool(split_axes(axes)[1])
+    total, error = quantized_psum_p.bind(
+        *operands, function=function, axes=axes, key_impl=key_impl, by_host=by_host, invariant=invariant
+    )
+    return total, error
+
+
+# ---- The algorithm --------------------------------------------------------------------------------------------------
+
+
+def _on_one_level(x: jax.Array, *key_data: jax.Array, axes: tuple, key_impl):
+    """The results of `quantized_psum` for float32[..., n], row by row, exchanged between all ranks."""
+    if x.ndim > 1:
+        return jax.vmap(partial(_on_one_level, axes=axes, key_impl=key_impl))(x, *key_data)
+    packets, error = _reduce_scatter(x, _keys(key_data, key_impl), axes, None, num_ranks(axes), lax.axis_index(axes))
+    return _values(lax.all_gather(packets, axes), x), error
+
+
+def _by_host(x: jax.Array, *key_data: jax.Array, axes: tuple, key_impl, levels: Levels):
+    """The same, exchanged between the ranks of different hosts that own the same shard of their host's sum.
+
+    axes: those of the whole mesh, so that the ranks are the mesh positions of `levels`.
+    """
+    if x.ndim > 1:
+        return jax.vmap(partial(_by_host, axes=axes, key_impl=key_impl, levels=levels))(x, *key_data)
+    groups_within, groups_across = (tuple(map(tuple, groups)) for groups in (levels.within, levels.across))
+    position = lax.axis_index(axes)
+    rank, host = (_index_in_group(groups)[position] for groups in (groups_within, groups_across))
+    num_shards = len(groups_within[0])
+    within: dict[str, Any] = {
+        "axes": axes, "axis_index_groups": groups_within, "axis_size": num_shards, "dimension": 0, "tiled": False,
+        "options": Options(),
+    }  # fmt: skip
+    shards = _padded(x, num_shards * levels.num_hosts * int8.BLOCK).reshape(num_shards, -1)
+    (shard,) = ring_psum_scatter_p.bind(shards, **within)
+    packets, shard_error = _reduce_scatter(
+        shard, _keys(key_data, key_impl), axes, groups_across, levels.num_hosts, host
+    )
+    packets = lax.all_gather(packets, axes, axis_index_groups=groups_across)
+    (packets,) = ring_all_gather_p.bind(packets, **within)
+    error = jnp.where(jnp.arange(num_shards)[:, None] == rank, shard_error, 0)
+    return _values(packets, x), error.reshape(-1)[: x.size]
+
+
+def _reduce_scatter(x: jax.Array, keys: tuple, axes: tuple, groups, num_ranks: int, rank: jax.Array):
+    """The packets of this rank's part of the sum of x, and this rank's rounding error, an array like x."""
+    blocks = _padded(x, num_ranks * int8.BLOCK).reshape(num_ranks, -1, int8.BLOCK)
+    packets = int8.encode(blocks, keys[0])
+    received = lax.all_to_all(packets, axes, 0, 0, axis_index_groups=groups)
+    total = int8.fold(received)
+    total_packets = int8.encode(total, keys[1])
+    is_own = jnp.arange(num_ranks)[:, None, None] == rank
+    error = int8.rounding_error(blocks, packets) + jnp.where(is_own, int8.rounding_error(total, total_packets), 0)
+    return total_packets, error.reshape(-1)[: x.size]
+
+
+def _padded(x: jax.Array, multiple: int) -> jax.Array:
+    return jnp.pad(x, (0, -x.size % multiple))
+
+
+def _values(packets: jax.Array, like: jax.Array) -> jax.Array:
+    return int8.decode(packets).reshape(-1)[: like.size]
+
+
+def _keys(key_data: tuple, key_impl) -> tuple:
+    """The keys of the two stages."""
+    if not key_data:
+        return None, None
+    key = jax.random.wrap_key_data(*key_data, impl=key_impl)
+    return tuple(jax.random.fold_in(key, stage) for stage in (1, 2))
+
+
+def _index_in_group(groups) -> jax.Array:
+    """For each mesh position, its index in its group."""
+    indices = np.zeros(sum(map(len, groups)), np.int32)
+    for group in groups:
+        indices[list(group)] = range(len(group))
+    return jnp.asarray(indices)
+
+
+# ---- The primitive --------------------------------------------------------------------------------------------------
+
+# A primitive, because which ranks share a host is known only when it is lowered.
+quantized_psum_p = Primitive("ring_quantized_psum")
+quantized_psum_p.multiple_results = True
+
+
+def _abstract_eval(x, *key_data, axes, invariant, **params):
+    del key_data, params  # do not affect the types
+    abstract_psum = _compat.abstract_psum_invariant if invariant else _compat.abstract_psum
+    total, effects = abstract_psum(x, axes=axes, axis_index_groups=None)
+    return [total, x], effects
+
+
+def _lower(ctx, *operands, function, axes, key_impl, by_host, invariant):
+    del invariant  # affects only the types
+    axis_context = ctx.module_context.axis_context
+    fun = partial(_on_one_level, axes=axes, key_impl=key_impl)
+    if by_host:
+        service = service_of(ctx, replica_groups(axis_context, axes, None), "all_reduce")
+        if service.levels is None and jax.process_count() > 1:
+            _note_fallback(function, axes, service.why_not)
+        elif service.levels is not None and service.levels.across:
+            logger.info("%s over %s rounds only what crosses %d hosts", function, axes, service.levels.num_hosts)
+            fun = partial(_by_host, axes=axis_context.mesh.axis_names, key_impl=key_impl, levels=service.levels)
+    with _compat.without_vma():
+        avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+        return mlir.lower_fun(fun)(ctx.replace(avals_in=avals), *operands)
+
+
+def _note_fallback(function: str, axes: tuple, why: str) -> None:
+    text = f"{function} over {axes} rounds the values of every rank, and XLA exchanges them: {why}"
+    if runtime.STRICT:
+        raise NotImplementedError(f"{text}. {runtime.STRICT_VARIABLE}=1 forbids it; unset the variable to allow it.")
+    logger.info("%s", text)
+
+
+def _refuse_jvp(primals, tangents, *, function, **params):
+    # The derivative of rounding is zero, which nobody wants.
+    raise NotImplementedError(f"{function} with wire='int8' has no derivative. Differentiate before reducing.")
+
+
+def _batch(axis_data, operands, dims, *, axes, function, **params):
+    if axis_data.name not in axes:
+        rows = [
+            jnp.broadcast_to(x, (axis_data.size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+            for x, d in zip(operands, dims, strict=True)
+        ]
+        return quantized_psum_p.bind(*rows, axes=axes, function=function, **params), [0, 0]
+    if len(axes) > 1:
+        raise NotImplementedError(
+            f"{function} with wire='int8' over {axes} includes the vmap axis {axis_data.name!r}, which must be the "
+            "only axis. Map them all over devices with shard_map."
+        )
+    fun = partial(_on_one_level, axes=axes, key_impl=params["key_impl"])
+    over_axis = jax.custom_jvp(jax.vmap(fun, dims, axis_name=axis_data.name, axis_size=axis_data.size))
+    over_axis.defjvp(partial(_refuse_jvp, function=function))
+    total, error = over_axis(*operands)
+    return [total[0], error], [None, 0]
+
+
+quantized_psum_p.def_effectful_abstract_eval(_abstract_eval)
+quantized_psum_p.def_impl(lambda *operands, **params: jax.jit(partial(quantized_psum_p.bind, **params))(*operands))
+ad.primitive_jvps[quantized_psum_p] = _refuse_jvp
+batching.fancy_primitive_batchers[quantized_psum_p] = _batch
+mlir.register_lowering(quantized_psum_p, _lower, cacheable=False)

@@ -1,0 +1,108 @@
+"""Gradients as 8-bit blocks: which leaves, how they are packed into buckets, and what is fed back."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ring.collectives.axes import AxisName
+from jax_ring.collectives.quantized import quantized_psum
+from jax_ring.distributed.agreement import check_agreement
+from jax_ring.training.buckets import plan_buckets
+
+
+@dataclass(frozen=True)
+class Int8Wire:
+    """Sends floats of more than 8 bits as blocks of 8-bit integers, and all other leaves as they are.
+
+    Attributes:
+      key: for stochastic rounding, the same on all ranks; None rounds to nearest.
+    """
+
+    key: jax.Array | None = None
+
+    def takes(self, x: Any) -> bool:
+        """Whether the leaf `x` is sent in blocks."""
+        return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits > 8 and x.size > 0
+
+
+def is_int8(dtype: Any) -> bool:
+    """Whether the argument `wire` asks for blocks: "int8", or the dtype of that name."""
+    try:
+        return dtype is not None and jnp.dtype(dtype) == jnp.int8
+    except TypeError:
+        return False
+
+
+def int8_wire(function: str, key: Any) -> Int8Wire:
+    """The wire for the argument `key` of `function`.
+
+    Raises:
+      TypeError: unless it is one random key, of `jax.random.key` or `jax.random.PRNGKey`, or None.
+    """
+    dtype, ndim = getattr(key, "dtype", None), getattr(key, "ndim", None)
+    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and ndim == 0
+    if key is not None and not is_typed and not (dtype == jnp.uint32 and ndim == 1):
+        got = jax.typeof(key) if isinstance(key, jax.Array) else repr(key)
+        raise TypeError(f"{function}: key must be one random key, such as jax.random.key(0), got {got}")
+    return Int8Wire(key)
+
+
+def reduce_in_blocks(
+    function: str,
+    wire: Int8Wire,
+    tree: Any,
+    residual: Any,
+    axis_name: AxisName,
+    divisor: int,
+    *,
+    by_host: bool,
+    **bucket_sizes: int,
+) -> tuple[Any, Any]:
+    """The sums over the ranks, divided in float32, and this rank's rounding errors.
+
+    The leaves of a bucket are concatenated in float32 before blocks are cut, so that a block may have parts of several
+    leaves.
+
+    Args:
+      function: the public function that the user called, for errors.
+      tree: leaves that the wire takes.
+      residual: None, or a tree like `tree` to be added to it, in float32.
+      by_host: as for `quantized_psum`.
+      **bucket_sizes: as for `plan_buckets`, counted in the bytes of the codes.
+
+    Returns:
+      Two trees in the dtypes of `tree` and of `residual`; the second is None if `residual` is.
+    """
+    likes, structure = jax.tree.flatten(tree)
+    leaves = [x.astype(jnp.float32) for x in likes]
+    if residual is not None:
+        leaves = [x + r.astype(jnp.float32) for x, r in zip(leaves, jax.tree.leaves(residual), strict=True)]
+    plan = plan_buckets(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int8), tree), **bucket_sizes)
+    check_agreement(function, f"over {axis_name!r} in blocks\n{plan}\nfingerprint {plan.fingerprint}")
+    sums, errors = list(leaves), list(leaves)
+    for number, bucket in enumerate(plan.buckets):
+        packed = jnp.concatenate([leaves[i].reshape(-1) for i in bucket.leaves])
+        key = None if wire.key is None else jax.random.fold_in(wire.key, number)
+        results = quantized_psum(function, packed, axis_name, key=key, by_host=by_host)
+        begin = 0
+        for i in bucket.leaves:
+            part = slice(begin, begin := begin + leaves[i].size)
+            sums[i], errors[i] = (result[part].reshape(leaves[i].shape) for result in results)
+    sums = [(s if divisor == 1 else s / divisor).astype(like.dtype) for s, like in zip(sums, likes, strict=True)]
+    if residual is None:
+        return jax.tree.unflatten(structure, sums), None
+    errors = [e.astype(r.dtype) for e, r in zip(errors, jax.tree.leaves(residual), strict=True)]
+    return jax.tree.unflatten(structure, sums), jax.tree.unflatten(structure, errors)
+
+
+def partition(tree: Any, chosen: Any) -> tuple[Any, Any]:
+    """Two trees with the leaves for which `chosen` is true, and with the others; None in place of the rest."""
+    first = jax.tree.map(lambda x, c: x if c else None, tree, chosen)
+    return first, jax.tree.map(lambda x, c: None if c else x, tree, chosen)
+
+
+def merge(first: Any, second: Any) -> Any:
+    """The tree of which `partition` returned the parts."""
+    return jax.tree.map(lambda x, y: y if x is None else x, first, second, is_leaf=lambda x: x is None)
