@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_named
-from jax_ring.training.expressions import expressions_of, primitives_of
-from jax_ring.training.optax_parts import name_of, parts_of
-from jax_ring.training.separability import Layout, apart, compare_with_whole
-from jax_ring.training.sharded_optimizer import ShardedOptimizer
+from jax_ring.training.zero.expressions import expressions_of, primitives_of
+from jax_ring.training.zero.interface import ShardedOptimizer
+from jax_ring.training.zero.optax_parts import name_of, parts_of
+from jax_ring.training.zero.separability import Layout, apart, compare_with_whole
 
 # The axes over which the optimizer with a certain `update` has been found to be elementwise.
 _elementwise_over: WeakKeyDictionary[Callable, set[tuple]] = WeakKeyDictionary()

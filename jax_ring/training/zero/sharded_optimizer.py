@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from jax_ring.collectives.axes import AxisName
 from jax_ring.options import check_choice
-from jax_ring.training.elementwise import ElementwiseCheck
-from jax_ring.training.flat_layout import flat_layout
 from jax_ring.training.implementations import Impl, implementation
-from jax_ring.training.optax_parts import is_transformation
-from jax_ring.training.parameter_layout import parameter_layout
-from jax_ring.training.sharded_optimizer import ShardedOptimizer, Stage
+from jax_ring.training.zero.elementwise import ElementwiseCheck
+from jax_ring.training.zero.flat_layout import flat_layout
+from jax_ring.training.zero.interface import ShardedOptimizer, Stage
+from jax_ring.training.zero.optax_parts import is_transformation
+from jax_ring.training.zero.parameter_layout import parameter_layout
 
 if TYPE_CHECKING:
     import optax

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from jax_ring.collectives.axes import AxisName
 from jax_ring.collectives.leaves import own_copy
-from jax_ring.training.parameter_plan import Blocks, Piece, balance
-from jax_ring.training.sharded_optimizer import check_same_tree
-from jax_ring.training.traced_update import trace_update
+from jax_ring.training.zero.interface import check_same_tree
+from jax_ring.training.zero.parameter_plan import Blocks, Piece, balance
+from jax_ring.training.zero.traced_update import trace_update
 
 if TYPE_CHECKING:
     import optax

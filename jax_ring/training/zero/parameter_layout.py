@@ -13,15 +13,15 @@ from jax.sharding import PartitionSpec
 
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks
 from jax_ring.collectives.leaves import own_copy
-from jax_ring.training import data_flow
-from jax_ring.training.global_norm import sum_of_squares
 from jax_ring.training.implementations import Impl, implementation
-from jax_ring.training.own_update import OwnInputs
-from jax_ring.training.parameter_plan import Blocks
-from jax_ring.training.parameter_state import ParameterState, Plan, Shapes, plan_state
-from jax_ring.training.sharded_optimizer import ShardedOptimizer, Stage, gradient_leaves
 from jax_ring.training.sync import sync_gradients
-from jax_ring.training.traced_update import trace_update
+from jax_ring.training.zero import data_flow
+from jax_ring.training.zero.global_norm import sum_of_squares
+from jax_ring.training.zero.interface import ShardedOptimizer, Stage, gradient_leaves
+from jax_ring.training.zero.own_update import OwnInputs
+from jax_ring.training.zero.parameter_plan import Blocks
+from jax_ring.training.zero.parameter_state import ParameterState, Plan, Shapes, plan_state
+from jax_ring.training.zero.traced_update import trace_update
 
 if TYPE_CHECKING:
     import optax

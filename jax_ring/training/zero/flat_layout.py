@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec
 
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks
 from jax_ring.training.implementations import Impl, implementation
-from jax_ring.training.sharded_optimizer import (
+from jax_ring.training.sync import sync_gradients
+from jax_ring.training.zero.interface import (
     ShardedOptimizer,
     Stage,
     by_dtype,
@@ -21,7 +22,6 @@ from jax_ring.training.sharded_optimizer import (
     padded,
     vary,
 )
-from jax_ring.training.sync import sync_gradients
 
 if TYPE_CHECKING:
     import optax

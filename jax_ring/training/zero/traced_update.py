@@ -12,8 +12,8 @@ from jax.extend import core
 
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName
-from jax_ring.training import data_flow
-from jax_ring.training.given_norms import NormRequest, norms_given
+from jax_ring.training.zero import data_flow
+from jax_ring.training.zero.given_norms import NormRequest, norms_given
 
 if TYPE_CHECKING:
     import optax

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ring.training.sharded_optimizer import ShardedOptimizer
+from jax_ring.training.zero.interface import ShardedOptimizer
 
 T = TypeVar("T")
 Layout = Callable[[Any], ShardedOptimizer]

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ring.training import data_flow
-from jax_ring.training.parameter_plan import Piece
-from jax_ring.training.traced_update import TracedUpdate
+from jax_ring.training.zero import data_flow
+from jax_ring.training.zero.parameter_plan import Piece
+from jax_ring.training.zero.traced_update import TracedUpdate
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, split_axes
-from jax_ring.training.given_norms import given_norm
 from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.zero.given_norms import given_norm
 
 if TYPE_CHECKING:
     import optax
