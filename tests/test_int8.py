@@ -269,9 +269,18 @@ def test_bytes():
             sharded(lambda x: sync_gradients(x[0], "i", **options), out_specs=P()),
             np.zeros((RANKS, 1 << 14), np.float32),
         )
+        assert found.predicted_bytes == found.counted_bytes
         return found.counted_bytes
 
     assert sent(wire="int8") / sent() == 260 / 1024
+
+
+def test_explain_lists_the_steps():
+    fun = sharded(lambda x: sync_gradients(x[0], "i", wire="int8", key=jax.random.key(0)), out_specs=P())
+    found = explain(fun, np.zeros((RANKS, 1 << 14), np.float32))
+    assert [call.name for call in found.collectives] == ["all_to_all", "all_gather"]
+    assert all("test_int8.py" in call.call_site for call in found.collectives)
+    assert found.predicted_bytes == found.counted_bytes > 0
 
 
 # ---- Functions that take it -----------------------------------------------------------------------------------------

@@ -21,8 +21,9 @@ from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks,
 from jax_ring.collectives.leaves import as_varying
 from jax_ring.collectives.primitives import ring_all_gather_p, ring_psum_scatter_p
 from jax_ring.distributed import discovery
+from jax_ring.lowering import composed
 from jax_ring.lowering.reach import Levels
-from jax_ring.lowering.service import replica_groups, service_of
+from jax_ring.lowering.service import Service, platforms_of, replica_groups, who_serves
 from jax_ring.options import Options
 
 logger = logging.getLogger("jax_ring")
@@ -151,27 +152,40 @@ def _abstract_eval(x, *key_data, axes, invariant, **params):
     return [total, x], effects
 
 
-def _lower(ctx, *operands, function, axes, key_impl, by_host, invariant):
-    del invariant  # affects only the types
-    axis_context = ctx.module_context.axis_context
-    fun = partial(_on_one_level, axes=axes, key_impl=key_impl)
+def _steps(platforms, axis_context, *, axes, key_impl, by_host, **params):
+    """The function that computes the results, by the collectives to which this primitive is lowered."""
+    del params  # do not affect the results
     if by_host:
-        service = service_of(ctx, replica_groups(axis_context, axes, None), "all_reduce")
-        if service.levels is None and jax.process_count() > 1:
-            _note_fallback(function, axes, service.why_not)
-        elif service.levels is not None and service.levels.across:
-            logger.info("%s over %s rounds only what crosses %d hosts", function, axes, service.levels.num_hosts)
-            fun = partial(_by_host, axes=axis_context.mesh.axis_names, key_impl=key_impl, levels=service.levels)
+        levels = _service(platforms, axis_context, axes).levels
+        if levels is not None and levels.across:
+            return partial(_by_host, axes=axis_context.mesh.axis_names, key_impl=key_impl, levels=levels)
+    return partial(_on_one_level, axes=axes, key_impl=key_impl)
+
+
+def _service(platforms, axis_context, axes: tuple) -> Service:
+    return who_serves(platforms, axis_context, replica_groups(axis_context, axes, None), "all_reduce")
+
+
+def _lower(ctx, *operands, **params):
+    platforms, axis_context = platforms_of(ctx), ctx.module_context.axis_context
+    if params["by_host"]:
+        _note_service(params["function"], params["axes"], _service(platforms, axis_context, params["axes"]))
     with _compat.without_vma():
         avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
-        return mlir.lower_fun(fun)(ctx.replace(avals_in=avals), *operands)
+        return mlir.lower_fun(_steps(platforms, axis_context, **params))(ctx.replace(avals_in=avals), *operands)
 
 
-def _note_fallback(function: str, axes: tuple, why: str) -> None:
-    text = f"{function} over {axes} rounds the values of every rank, and XLA exchanges them: {why}"
-    if runtime.STRICT:
-        raise NotImplementedError(f"{text}. {runtime.STRICT_VARIABLE}=1 forbids it; unset the variable to allow it.")
-    logger.info("%s", text)
+def _note_service(function: str, axes: tuple, service: Service) -> None:
+    if service.levels is not None:
+        if service.levels.across:
+            logger.info("%s over %s rounds only what crosses %d hosts", function, axes, service.levels.num_hosts)
+    elif jax.process_count() > 1:
+        text = f"{function} over {axes} rounds the values of every rank, and XLA exchanges them: {service.why_not}"
+        if runtime.STRICT:
+            raise NotImplementedError(
+                f"{text}. {runtime.STRICT_VARIABLE}=1 forbids it; unset the variable to allow it."
+            )
+        logger.info("%s", text)
 
 
 def _refuse_jvp(primals, tangents, *, function, **params):
@@ -203,3 +217,4 @@ quantized_psum_p.def_impl(lambda *operands, **params: jax.jit(partial(quantized_
 ad.primitive_jvps[quantized_psum_p] = _refuse_jvp
 batching.fancy_primitive_batchers[quantized_psum_p] = _batch
 mlir.register_lowering(quantized_psum_p, _lower, cacheable=False)
+composed.STEPS[quantized_psum_p] = _steps

@@ -3,7 +3,7 @@
 import io
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax.extend.source_info_util import summarize
 from jax_ring import _compat
 from jax_ring.inspect.compiled import Instruction, find_collectives
 from jax_ring.inspect.wire_bytes import wire_bytes
-from jax_ring.lowering import override, service, tuning, two_level
+from jax_ring.lowering import composed, override, service, tuning, two_level
 from jax_ring.lowering.reach import Levels
 from jax_ring.options import Options
 
@@ -166,11 +166,24 @@ def _walk(jaxpr: core.Jaxpr, axis_context, times: int | None) -> Iterator[Collec
     for eqn in jaxpr.eqns:
         if axis_context is not None and _kind_of(_compat.function_name(eqn.primitive)):
             yield _collective(eqn, axis_context, times)
+        if axis_context is not None and eqn.primitive in composed.STEPS:
+            yield from _steps(eqn, axis_context, times)
         is_shard_map = eqn.primitive.name == "shard_map"
         inner_context = _compat.axis_context_within(eqn.params) if is_shard_map else axis_context
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(inner):
                 yield from _walk(_as_jaxpr(inner), inner_context, _times_within(eqn, times))
+
+
+def _steps(eqn: core.JaxprEqn, axis_context, times: int | None) -> Iterator[Collective]:
+    """The collectives of a call that consists of several, at the user's line."""
+    mesh = axis_context.mesh
+    run = composed.STEPS[eqn.primitive]((_platform(mesh),), axis_context, **eqn.params)
+    with _compat.without_vma():
+        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+        traced = jax.make_jaxpr(run, axis_env=list(mesh.shape.items()))(*avals)
+    for step in _walk(traced.jaxpr, axis_context, times):
+        yield replace(step, call_site=summarize(eqn.source_info))
 
 
 def _kind_of(function: str) -> str | None:

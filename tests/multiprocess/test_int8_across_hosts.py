@@ -79,7 +79,9 @@ def bytes_across_hosts():
 
     def crossing(**options):
         fun, arrays = on_mesh(lambda x: sync_gradients(x[0], "i", **options), mesh, values, out_specs=P())
-        found = explain(fun, arrays).instructions
+        explanation = explain(fun, arrays)
+        assert explanation.predicted_bytes == explanation.counted_bytes
+        found = explanation.instructions
         assert {i.name: set(i.group_sizes) for i in found if i.name.startswith("jax_ring")} == {
             "jax_ring_reduce_scatter": {4},
             "jax_ring_all_gather": {4},
