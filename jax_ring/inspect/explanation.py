@@ -179,9 +179,10 @@ def _steps(eqn: core.JaxprEqn, axis_context, times: int | None) -> Iterator[Coll
     """The collectives of a call that consists of several, at the user's line."""
     mesh = axis_context.mesh
     run = composed.STEPS[eqn.primitive]((_platform(mesh),), axis_context, **eqn.params)
+    avals: list[Any] = [v.aval for v in eqn.invars]
     with _compat.without_vma():
-        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-        traced = jax.make_jaxpr(run, axis_env=list(mesh.shape.items()))(*avals)
+        types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        traced = jax.make_jaxpr(run, axis_env=list(mesh.shape.items()))(*types)
     for step in _walk(traced.jaxpr, axis_context, times):
         yield replace(step, call_site=summarize(eqn.source_info))
 
