@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ring/fold.h"
+#include "ring/memory.h"
 #include "ring/pack.h"
 
 namespace jax_ring {
@@ -35,8 +36,19 @@ struct PackFold {
     return rounded.pack();
   }
 
-  JAX_RING_INLINE void save(Pack* to) const { memcpy(to, &partial, sizeof(partial)); }
-  JAX_RING_INLINE void restore(const Pack* from) { memcpy(&partial, from, sizeof(partial)); }
+  // As packs in a mailbox.
+  JAX_RING_TEAM void save(Pack* to) const {
+    Pack packs[kPacks];
+    memcpy(packs, &partial, sizeof(partial));
+    JAX_RING_UNROLL
+    for (int i = 0; i < kPacks; ++i) write_pack(to + i, packs[i]);
+  }
+  JAX_RING_TEAM void restore(const Pack* from) {
+    Pack packs[kPacks];
+    JAX_RING_UNROLL
+    for (int i = 0; i < kPacks; ++i) packs[i] = read_pack(from + i);
+    memcpy(&partial, packs, sizeof(partial));
+  }
 };
 
 // Ranks, besides the first, whose packs are loaded together, so that the memory latency is paid once for all of them.

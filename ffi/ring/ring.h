@@ -50,7 +50,7 @@ struct Link {
           self, [&] { return is_before(received, epoch_of(load_flag(tail))); }, Step::ring_receive, previous(),
           received + 1, cta);
       // The flag may already belong to a later call, so each item carries its call's fingerprint.
-      if (ok && slot(self.rank, received)->word[0] != fingerprint) {
+      if (ok && read_word(slot(self.rank, received)->word) != fingerprint) {
         fail(self, FailureKind::mismatch, Step::ring_receive, previous(), received + 1, cta);
         ok = false;
       }
@@ -68,7 +68,7 @@ struct Link {
     received += receives;
     if (team.thread() != 0) return;
     if (sends) {
-      slot(next(), sent - 1)->word[0] = fingerprint;
+      write_word(slot(next(), sent - 1)->word, fingerprint);
       post_flag(self.flag(next(), FlagKind::tail, cta, 0), sent);
     }
     if (receives) post_flag(self.flag(previous(), FlagKind::head, cta, 0), received);
@@ -87,10 +87,10 @@ JAX_RING_TEAM bool run_hop(const Message& message, Hop hop, PackRange chunk, boo
   Pack* out = link.outgoing();
   if (hop.receives_result()) {
     for_each_pack<kCopiesInFlight>(
-        message, chunk, link.team, [&](const Operand&, uint64_t, uint64_t place) { return in[place]; },
+        message, chunk, link.team, [&](const Operand&, uint64_t, uint64_t place) { return read_pack(in + place); },
         [&](const Operand& operand, uint64_t index, uint64_t place, Pack pack) {
           output_pack(operand, index, keeps_result ? pack : Pack{});
-          if (hop.sends()) out[place] = pack;
+          if (hop.sends()) write_pack(out + place, pack);
         });
   } else {
     for_each_pack<kFoldsInFlight>(
@@ -110,7 +110,7 @@ JAX_RING_TEAM bool run_hop(const Message& message, Hop hop, PackRange chunk, boo
           if (!hop.has_result()) return fold.save(out + kPartial * place);
           const Pack result = fold.result();
           output_pack(operand, index, keeps_result ? result : Pack{});
-          out[place] = result;
+          write_pack(out + place, result);
         });
   }
   link.finish(hop.sends(), hop.receives());

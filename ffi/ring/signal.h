@@ -2,9 +2,9 @@
 #pragma once
 
 #include <cstdint>
-#include <cuda/atomic>
 
 #include "ring/endpoint.h"
+#include "ring/memory.h"
 
 #if !defined(__CUDACC__)
 #include <sched.h>
@@ -13,10 +13,6 @@
 #endif
 
 namespace jax_ring {
-
-// The protocols use libcu++, which has one set of atomics for host and device.
-template <class T>
-using SystemAtomic = cuda::atomic_ref<T, cuda::thread_scope_system>;
 
 // Whether a comes before b, for counters that wrap around.
 JAX_RING_INLINE bool is_before(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; }
@@ -27,37 +23,6 @@ JAX_RING_INLINE uint64_t flag_value(uint32_t fingerprint, uint32_t epoch) {
 }
 JAX_RING_INLINE uint32_t epoch_of(uint64_t flag) { return static_cast<uint32_t>(flag); }
 JAX_RING_INLINE uint32_t fingerprint_of(uint64_t flag) { return static_cast<uint32_t>(flag >> 32); }
-
-// Sets a flag with release semantics. A rank that sees it also sees everything that this thread wrote before, and
-// everything that this thread had seen of its team's writes.
-JAX_RING_TEAM void post_flag(uint64_t* flag, uint64_t value) {
-  SystemAtomic<uint64_t>(*flag).store(value, cuda::memory_order_release);
-}
-JAX_RING_TEAM uint64_t load_flag(uint64_t* flag) {
-  return SystemAtomic<uint64_t>(*flag).load(cuda::memory_order_acquire);
-}
-
-JAX_RING_TEAM void store_line(Line* to, Line line) {
-#if defined(__CUDACC__)
-  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(line.word[0]), "l"(line.word[1])
-               : "memory");
-#else
-  for (int i = 0; i < 2; ++i) SystemAtomic<uint64_t>(to->word[i]).store(line.word[i], cuda::memory_order_relaxed);
-#endif
-}
-
-JAX_RING_TEAM Line load_line(Line* from) {
-  Line line;
-#if defined(__CUDACC__)
-  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];"
-               : "=l"(line.word[0]), "=l"(line.word[1])
-               : "l"(from)
-               : "memory");
-#else
-  for (int i = 0; i < 2; ++i) line.word[i] = SystemAtomic<uint64_t>(from->word[i]).load(cuda::memory_order_relaxed);
-#endif
-  return line;
-}
 
 JAX_RING_TEAM uint64_t now_ns() {
 #if defined(__CUDACC__)

@@ -102,7 +102,7 @@ JAX_RING_TEAM_CALL bool send_to_owners(const Round<Team>& round) {
     for_each_pack<kCopiesInFlight>(
         round.message, round.part(owner), round.team,
         [&](const Operand& operand, uint64_t index, uint64_t) { return input_pack(operand, index, block); },
-        [&](const Operand&, uint64_t, uint64_t place, Pack pack) { to[place] = pack; });
+        [&](const Operand&, uint64_t, uint64_t place, Pack pack) { write_pack(to + place, pack); });
   }
   round.signal_peers(FlagKind::scattered);
   return round.await_all(FlagKind::scattered, Step::reduce_scatter);
@@ -118,7 +118,8 @@ JAX_RING_TEAM bool fold_and_send(const Round<Team>& round, Op op) {
       round.message, round.part(rank), round.team,
       [&](const Operand& operand, uint64_t index, uint64_t place) {
         const auto from = [&](int source) {
-          return source == rank ? input_pack(operand, index, in) : round.scatter_buffer(rank, source)[place];
+          return source == rank ? input_pack(operand, index, in)
+                                : read_pack(round.scatter_buffer(rank, source) + place);
         };
         if (!roles.folds()) return from(roles.plan.collective == Collective::broadcast ? root : rank);
         return fold_packs<Element>(p, [&](int i) { return from((first + i) % p); }, op);
@@ -126,7 +127,7 @@ JAX_RING_TEAM bool fold_and_send(const Round<Team>& round, Op op) {
       [&](const Operand& operand, uint64_t index, uint64_t place, Pack pack) {
         if (roles.keeps_result(rank)) output_pack(operand, index, pack, out);
         for (int step = 1; step < p; ++step) {
-          if (roles.receives(round.peer(step))) round.gather_buffer(round.peer(step), rank)[place] = pack;
+          if (roles.receives(round.peer(step))) write_pack(round.gather_buffer(round.peer(step), rank) + place, pack);
         }
       });
   round.signal_peers(FlagKind::gathered);
@@ -145,7 +146,7 @@ JAX_RING_TEAM_CALL void copy_results(const Round<Team>& round) {
     const Pack* from = round.gather_buffer(round.self.rank, owner);
     for_each_pack<kCopiesInFlight>(
         round.message, round.part(owner), round.team,
-        [&](const Operand&, uint64_t, uint64_t place) { return from[place]; },
+        [&](const Operand&, uint64_t, uint64_t place) { return read_pack(from + place); },
         [&](const Operand& operand, uint64_t index, uint64_t, Pack pack) { output_pack(operand, index, pack, block); });
   }
 }

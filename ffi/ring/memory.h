@@ -1,0 +1,56 @@
+// memory.h: how ranks read and write the memory that they share: flags, lines and packs.
+//
+// Every access to a mailbox is one of these functions, so that a model of memory can take their place.
+#pragma once
+
+#include <cstdint>
+#include <cuda/atomic>
+
+#include "ring/mailbox.h"
+
+namespace jax_ring {
+
+// The protocols use libcu++, which has one set of atomics for host and device.
+template <class T>
+using SystemAtomic = cuda::atomic_ref<T, cuda::thread_scope_system>;
+
+// Sets a flag with release semantics. A rank that sees it also sees everything that this thread wrote before, and
+// everything that this thread had seen of its team's writes.
+JAX_RING_TEAM void post_flag(uint64_t* flag, uint64_t value) {
+  SystemAtomic<uint64_t>(*flag).store(value, cuda::memory_order_release);
+}
+JAX_RING_TEAM uint64_t load_flag(uint64_t* flag) {
+  return SystemAtomic<uint64_t>(*flag).load(cuda::memory_order_acquire);
+}
+
+JAX_RING_TEAM void store_line(Line* to, Line line) {
+#if defined(__CUDACC__)
+  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(line.word[0]), "l"(line.word[1])
+               : "memory");
+#else
+  for (int i = 0; i < 2; ++i) SystemAtomic<uint64_t>(to->word[i]).store(line.word[i], cuda::memory_order_relaxed);
+#endif
+}
+
+JAX_RING_TEAM Line load_line(Line* from) {
+  Line line;
+#if defined(__CUDACC__)
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];"
+               : "=l"(line.word[0]), "=l"(line.word[1])
+               : "l"(from)
+               : "memory");
+#else
+  for (int i = 0; i < 2; ++i) line.word[i] = SystemAtomic<uint64_t>(from->word[i]).load(cuda::memory_order_relaxed);
+#endif
+  return line;
+}
+
+// Packs in a mailbox. Plain accesses: a flag orders them.
+JAX_RING_TEAM Pack read_pack(const Pack* from) { return *from; }
+JAX_RING_TEAM void write_pack(Pack* to, Pack pack) { *to = pack; }
+
+// A word of a mailbox that a flag orders, as it does packs.
+JAX_RING_TEAM uint64_t read_word(const uint64_t* from) { return *from; }
+JAX_RING_TEAM void write_word(uint64_t* to, uint64_t word) { *to = word; }
+
+}  // namespace jax_ring
