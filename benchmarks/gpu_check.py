@@ -26,7 +26,7 @@ def machine(dry: bool) -> dict:
 
     from jax_ring import _gpu_check, runtime  # noqa: F401
 
-    count, why = runtime.ffi_cuda.device_count()
+    count, why = runtime.cuda_kernels.device_count()
     if count == 0 and not dry:
         raise SystemExit(f"there is no GPU ({why}); use --dry for a dry run")
 

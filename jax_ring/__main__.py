@@ -63,7 +63,7 @@ def _devices_of(name: str) -> list:
 def native_modules() -> dict[str, str]:
     return {
         "_ffi_cpu": f"loaded, instruction set {_ffi_cpu.instruction_set()}",
-        "_ffi_cuda": f"not loaded: {runtime.why_no_cuda}" if runtime.why_no_cuda else "loaded",
+        "_cuda_kernels": f"not loaded: {runtime.why_no_cuda}" if runtime.why_no_cuda else "loaded",
     }
 
 
@@ -93,10 +93,10 @@ def served(platform: str) -> str:
 
 def _reasons_against(platform: str) -> Iterator[str]:
     if platform == "cuda":
-        if runtime.ffi_cuda is None:
-            yield f"the CUDA engine is not loaded ({runtime.why_no_cuda})"
+        if runtime.cuda_kernels is None:
+            yield f"the CUDA kernels are not loaded ({runtime.why_no_cuda})"
         else:
-            count, why_none = runtime.ffi_cuda.device_count()
+            count, why_none = runtime.cuda_kernels.device_count()
             if count == 0:
                 yield f"the CUDA runtime finds no GPU ({why_none or 'there is none'})"
         if not DRIVER.exists():

@@ -17,6 +17,7 @@ _BUILD = f"{sys.executable} -m pip install --editable '{_PROJECT}'"
 
 try:
     import jax_ring._ffi_cpu as _ffi_cpu
+    import jax_ring._ffi_cuda as ffi_cuda
 except ImportError as error:
     if _IN_SOURCE_TREE:
         raise ImportError(
@@ -29,11 +30,11 @@ except ImportError as error:
     ) from error
 
 try:
-    import jax_ring._ffi_cuda as ffi_cuda
+    import jax_ring._cuda_kernels as cuda_kernels
 
     why_no_cuda = ""
 except ImportError as error:
-    ffi_cuda = None
+    cuda_kernels = None
     why_no_cuda = f"{error}. To build it, install jax_ring with JAX_RING_CUDA=ON on a machine with nvcc."
 
 
@@ -47,7 +48,7 @@ def _check_not_stale(module) -> None:
         )
 
 
-for _module in (_ffi_cpu, ffi_cuda):
+for _module in (_ffi_cpu, ffi_cuda, cuda_kernels):
     if _module is not None:
         _check_not_stale(_module)
 
@@ -113,8 +114,7 @@ def join_processes(process: int, token: str, publish, fetch) -> None:
     publish, fetch: the key-value store of `jax.distributed`, as of `_compat.key_value_store`.
     """
     _ffi_cpu.join(process, token)
-    if ffi_cuda is not None:
-        ffi_cuda.set_process(process, publish, fetch)
+    ffi_cuda.set_process(process, publish, fetch)
 
 
 def forget_gpu_groups() -> None:
@@ -122,8 +122,7 @@ def forget_gpu_groups() -> None:
 
     Call it in all processes, together with `jax.clear_caches()`, while no program is running.
     """
-    if ffi_cuda is not None:
-        ffi_cuda.forget_groups()
+    ffi_cuda.forget_groups()
 
 
 def _register() -> None:
@@ -132,16 +131,16 @@ def _register() -> None:
     for target in TARGETS.values():
         jax.ffi.register_ffi_target(target, handlers, platform="cpu")
     jax.ffi.register_ffi_target(BARRIER_TARGET, _ffi_cpu.barrier_handlers(), platform="cpu")
-    if ffi_cuda is not None:
-        # JAX queues both until the CUDA client exists, and registers types before handlers.
-        jax.ffi.register_ffi_type("jax_ring_instance", ffi_cuda.instance_type(), platform="CUDA")
-        for target in TARGETS.values():
-            jax.ffi.register_ffi_target(target, ffi_cuda.collective_handlers(), platform="CUDA")
+    # JAX queues both until the CUDA client exists, and registers types before handlers.
+    jax.ffi.register_ffi_type("jax_ring_instance", ffi_cuda.instance_type(), platform="CUDA")
+    for target in TARGETS.values():
+        jax.ffi.register_ffi_target(target, ffi_cuda.collective_handlers(), platform="CUDA")
+    if cuda_kernels is not None:
+        ffi_cuda.set_gpus(cuda_kernels.gpus())
     if TIMEOUT_VARIABLE in os.environ:
         seconds = timeout_from(os.environ[TIMEOUT_VARIABLE])
         _ffi_cpu.set_deadline(seconds)
-        if ffi_cuda is not None:
-            ffi_cuda.set_deadline(seconds)
+        ffi_cuda.set_deadline(seconds)
 
 
 _register()

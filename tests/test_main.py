@@ -49,10 +49,10 @@ def test_active_options():
 
 def test_why_gpus_are_not_served(monkeypatch, tmp_path):
     monkeypatch.setattr(report, "DRIVER", tmp_path / "version")
-    monkeypatch.setattr(runtime, "ffi_cuda", None)
+    monkeypatch.setattr(runtime, "cuda_kernels", None)
     monkeypatch.setattr(runtime, "why_no_cuda", "it was not built")
     assert "there is no NVIDIA driver" in report.served("cuda")
-    assert "the CUDA engine is not loaded (it was not built)" in report.served("cuda")
+    assert "the CUDA kernels are not loaded (it was not built)" in report.served("cuda")
     (tmp_path / "version").write_text("")
     assert "there is no NVIDIA driver" not in report.served("cuda")
 

@@ -31,7 +31,7 @@ class FakeEngine:
 def engine(monkeypatch):
     """A fake CUDA engine, with CPU device d as GPU 100 - d."""
     engine = FakeEngine()
-    monkeypatch.setattr(runtime, "ffi_cuda", engine)
+    monkeypatch.setattr(runtime, "cuda_kernels", engine)
     monkeypatch.setattr(
         reach,
         "gpus_of",
@@ -102,13 +102,13 @@ def expect_fallback(caplog):
 
 
 def test_without_the_engine(monkeypatch, expect_fallback):
-    monkeypatch.setattr(runtime, "ffi_cuda", None)
+    monkeypatch.setattr(runtime, "cuda_kernels", None)
     monkeypatch.setattr(runtime, "why_no_cuda", "it was not built")
     expect_fallback("jax_ring was built without its CUDA engine: it was not built")
 
 
 def test_devices_that_are_not_gpus(monkeypatch, expect_fallback):
-    monkeypatch.setattr(runtime, "ffi_cuda", FakeEngine())
+    monkeypatch.setattr(runtime, "cuda_kernels", FakeEngine())
     expect_fallback("the mesh is abstract or not of GPUs")
 
 
@@ -192,7 +192,7 @@ def test_several_processes_of_one_host(monkeypatch):
 
 
 def test_strict_makes_the_fallback_an_error(monkeypatch):
-    monkeypatch.setattr(runtime, "ffi_cuda", None)
+    monkeypatch.setattr(runtime, "cuda_kernels", None)
     monkeypatch.setattr(runtime, "STRICT", True)
     with pytest.raises(NotImplementedError, match=r"without its CUDA engine.*JAX_RING_STRICT=1 forbids it"):
         lower(psum, jnp.ones(8), check_vma=False)

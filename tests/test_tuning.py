@@ -26,7 +26,7 @@ TABLE = {2: Thresholds(1000, 2000), 8: Thresholds(32, 64)}
 def gpus(monkeypatch):
     """Makes CPU devices look like GPUs to the lowering and to explain()."""
     engine = types.SimpleNamespace(unreachable=lambda devices: [])
-    monkeypatch.setattr(runtime, "ffi_cuda", engine)
+    monkeypatch.setattr(runtime, "cuda_kernels", engine)
     monkeypatch.setattr(reach, "gpus_of", lambda mesh: [Gpu(0, d.id) for d in mesh.devices.flat])
     monkeypatch.setattr(explanation, "_platform", lambda mesh: "cuda")
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "check/backend.h"
+#include "cuda/gpus.h"
 #include "cuda/kernels.h"
 
 namespace jax_ring::check {
@@ -148,7 +149,7 @@ class CudaBackend final : public Backend {
     return seconds_between(begin, end);
   }
 
-  std::unique_ptr<gpu::PeerMemory> memory_ = gpu::cuda_peer_memory();
+  std::unique_ptr<gpu::Gpus> memory_ = gpu::cuda_gpus();
 };
 
 }  // namespace

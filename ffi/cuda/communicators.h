@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "cuda/communicator.h"
-#include "cuda/peer_memory.h"
+#include "cuda/gpus.h"
 
 namespace jax_ring::gpu {
 
@@ -20,6 +20,11 @@ class Communicators {
   // The id of this process, and how it exchanges memory handles with the others. A single process needs no store.
   void set_process(int64_t process, KeyValueStore store);
   int64_t process() const;
+
+  // The GPUs of this machine. Without them, programs can be compiled but not run.
+  void set_gpus(Gpus* gpus);
+  // Throws std::runtime_error if there are none.
+  Gpus& gpus() const;
 
   void set_deadline(double seconds);
   double deadline() const;
@@ -36,7 +41,7 @@ class Communicators {
   double deadline_ = 60;
   int64_t generation_ = 0;
   KeyValueStore store_;
-  std::unique_ptr<PeerMemory> memory_;
+  Gpus* gpus_ = nullptr;
   std::map<std::vector<Member>, std::shared_ptr<Communicator>> by_members_;
 };
 

@@ -1,9 +1,8 @@
 // handler.cc: decodes the custom call, checks it, and launches the kernels of its plan.
 #include "cuda/handler.h"
 
-#include <cuda_runtime_api.h>
-
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -14,7 +13,6 @@
 #include "common/describe.h"
 #include "common/xla_types.h"
 #include "cuda/communicators.h"
-#include "cuda/kernels.h"
 #include "cuda/plan.h"
 
 namespace jax_ring::gpu {
@@ -26,27 +24,30 @@ namespace ffi = xla::ffi;
 struct Instance {
   static ffi::TypeId id;
   struct Group {
-    std::shared_ptr<Communicator> communicator;
+    std::vector<Member> members;
     Thresholds thresholds;
+    std::shared_ptr<Communicator> communicator;  // from the first execution on
   };
   CallSite site;
   std::string text;           // for error messages
   std::vector<Group> groups;  // those that have GPUs of this process
+  std::mutex mutex;
 };
 ffi::TypeId Instance::id = {};
 
-// Here and not in the first execution: creating a communicator allocates memory, which waits for running kernels, and
-// one of those may be waiting for this rank.
+// Compiles for GPUs that may be elsewhere, so it decodes and checks, and touches none.
 ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
     std::string_view collective, std::string_view op, int64_t root, std::string_view algorithm, std::string_view order,
     ffi::Span<const int64_t> processes, ffi::Span<const int64_t> devices, ffi::Span<const int64_t> group_sizes,
     ffi::Span<const int64_t> one_shot_bytes, ffi::Span<const int64_t> two_shot_bytes, std::string_view call,
-    std::string_view lines) {
+    std::string_view lines, int64_t lane) {
   try {
     auto instance = std::make_unique<Instance>();
     const Plan plan{named<Collective>(collective, kCollectives), named<Order>(order, kOrders), static_cast<int>(root)};
     instance->site = {std::string(call), plan, named<Op>(op, kOps), algorithm_of(algorithm)};
     instance->text = describe(call, lines);
+    if (lane < 0 || lane >= kLanes) throw std::invalid_argument("there is no lane " + std::to_string(lane));
+    instance->site.lane = static_cast<int>(lane);
     Communicators& all = Communicators::instance();
     if (one_shot_bytes.size() != group_sizes.size() || two_shot_bytes.size() != group_sizes.size()) {
       throw std::invalid_argument("there must be one threshold of each kind per group");
@@ -67,7 +68,7 @@ ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
       if (!local) continue;
       const Thresholds thresholds{static_cast<uint64_t>(one_shot_bytes[group]),
                                   static_cast<uint64_t>(two_shot_bytes[group])};
-      instance->groups.push_back({all.get_or_create(members), thresholds});
+      instance->groups.push_back({std::move(members), thresholds, nullptr});
     }
     return instance;
   } catch (const std::exception& error) {
@@ -76,7 +77,8 @@ ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
 }
 
 ffi::Error failure_of(const Instance& instance) {
-  for (const auto& [communicator, thresholds] : instance.groups) {
+  for (const auto& [members, thresholds, communicator] : instance.groups) {
+    if (communicator == nullptr) continue;
     if (const auto failure = communicator->failure()) {
       const std::string call = failure->call == instance.site.fingerprint() ? instance.text : "an earlier call";
       return ffi::Error(ffi::ErrorCode::kDeadlineExceeded,
@@ -88,11 +90,21 @@ ffi::Error failure_of(const Instance& instance) {
 
 // Runs before every execution, including the replay of a CUDA graph, of which the host sees nothing else.
 ffi::Error initialize(Instance* instance, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+  try {
+    const std::lock_guard<std::mutex> lock(instance->mutex);
+    for (Instance::Group& group : instance->groups) {
+      if (group.communicator == nullptr) {
+        group.communicator = Communicators::instance().get_or_create(group.members);
+      }
+    }
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(instance->text + ": " + error.what());
+  }
   return failure_of(*instance);
 }
 
-ffi::Error execute(Instance* instance, cudaStream_t stream, int32_t device, ffi::RemainingArgs args,
-                   ffi::RemainingRets rets, ffi::Dictionary /*seen by instantiate*/) {
+ffi::Error execute(Instance* instance, Stream stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   ffi::Dictionary /*seen by instantiate*/) {
   try {
     if (args.size() == 0 || args.size() != rets.size()) {
       throw std::invalid_argument("a call needs one result per operand, and at least one operand");
@@ -104,18 +116,18 @@ ffi::Error execute(Instance* instance, cudaStream_t stream, int32_t device, ffi:
       const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i);
       buffers.push_back({input.untyped_data(), (*rets.get<ffi::AnyBuffer>(i))->untyped_data(), input.size_bytes()});
     }
-    for (const auto& [communicator, thresholds] : instance->groups) {
+    for (const auto& [members, thresholds, communicator] : instance->groups) {
       const std::optional<int> rank = communicator->rank_of(device);
       if (!rank) continue;
       for (const Launch& each : launches_of(*communicator, *rank, instance->site, thresholds, type.dtype, buffers,
                                             Communicators::instance().deadline())) {
-        if (!has_kernel(each.kernel)) {
+        Gpus& gpus = Communicators::instance().gpus();
+        if (!gpus.has_kernel(each.kernel)) {
           throw std::runtime_error(
               "this build of jax_ring has no GPU kernels for the operands' dtype. Build it again "
               "without JAX_RING_CUDA_DTYPES.");
         }
-        const cudaError_t error = launch(each.kernel, each.call, stream);
-        if (error != cudaSuccess) throw std::runtime_error(std::string("launch: ") + cudaGetErrorString(error));
+        gpus.launch(each.kernel, each.call, stream);
       }
       return ffi::Error::Success();
     }
@@ -138,7 +150,8 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                            .Attr<ffi::Span<const int64_t>>("one_shot_bytes")
                            .Attr<ffi::Span<const int64_t>>("two_shot_bytes")
                            .Attr<std::string_view>("call")
-                           .Attr<std::string_view>("site"),
+                           .Attr<std::string_view>("site")
+                           .Attr<int64_t>("lane"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize,
@@ -148,7 +161,7 @@ XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize,
 XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::State<Instance>>()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Ctx<ffi::PlatformStream<Stream>>()
                            .Ctx<ffi::DeviceOrdinal>()
                            .RemainingArgs()
                            .RemainingRets()

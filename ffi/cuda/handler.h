@@ -16,11 +16,12 @@ namespace jax_ring::gpu {
 //   algorithm    string: auto, one_shot, two_shot or ring
 //   order        string: rank or ring, the order in which values are folded
 //   processes    int64 array: the process of each member of the replica groups, group after group, in rank order
-//   devices      int64 array: the index of each member among the GPUs of its process
+//   devices      int64 array: the id of each member, which is unique among the GPUs of all processes
 //   group_sizes  int64 array: the size of each group
 //   one_shot_bytes, two_shot_bytes
 //                int64 arrays: for each group, the largest message for which auto selects one_shot, or two_shot
 //   call         string: description of the call, for error messages; the same on all ranks
+//   lane         int64: calls that may run at the same time have different ones, below kLanes
 //   site         string: the lines of the user's program that it serves, for error messages alone. May be empty.
 XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_initialize(XLA_FFI_CallFrame* call_frame);

@@ -1,10 +1,7 @@
-// module.cc: the Python module `_ffi_cuda`: the handlers as capsules, and the setup of GPU groups.
-#include <cuda_runtime_api.h>
+// module.cc: the Python module `_ffi_cuda`: the handlers as capsules, and the setup of GPU groups. It needs no CUDA.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/function.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <utility>
 
@@ -50,31 +47,6 @@ NB_MODULE(_ffi_cuda, m) {
       "The type of the handlers' state, for jax.ffi.register_ffi_type.");
 
   m.def(
-      "device_count",
-      [] {
-        int count = 0;
-        const cudaError_t error = cudaGetDeviceCount(&count);
-        return std::make_pair(error == cudaSuccess ? count : 0,
-                              std::string(error == cudaSuccess ? "" : cudaGetErrorString(error)));
-      },
-      "The number of GPUs that this process sees, and the error text if CUDA reports one, else an empty string.");
-
-  m.def(
-      "unreachable",
-      [](const std::vector<int>& devices) {
-        std::vector<std::pair<int, int>> pairs;
-        const auto memory = jax_ring::gpu::cuda_peer_memory();
-        for (int device : devices) {
-          for (int peer : devices) {
-            if (!memory->can_access(device, peer)) pairs.emplace_back(device, peer);
-          }
-        }
-        return pairs;
-      },
-      "devices"_a,
-      "The pairs (device, peer) of these GPUs of this process in which the device cannot access the peer's memory.");
-
-  m.def(
       "set_process",
       [](int process, std::function<void(const std::string&, const nb::bytes&)> publish,
          std::function<nb::bytes(const std::string&)> fetch) {
@@ -95,6 +67,13 @@ NB_MODULE(_ffi_cuda, m) {
       "fetch(key), which blocks until the key exists.");
 
   m.def("fingerprint", [] { return JAX_RING_FINGERPRINT; }, "The fingerprint of the sources that this was built from.");
+
+  m.def(
+      "set_gpus",
+      [](const nb::capsule& gpus) {
+        Communicators::instance().set_gpus(static_cast<jax_ring::gpu::Gpus*>(gpus.data()));
+      },
+      "gpus"_a, "Sets the GPUs of this machine, from the module of the kernels.");
 
   m.def(
       "set_deadline", [](double seconds) { Communicators::instance().set_deadline(seconds); }, "seconds"_a,

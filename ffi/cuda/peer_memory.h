@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <memory>
 #include <string>
 
 namespace jax_ring::gpu {
@@ -33,8 +32,5 @@ class PeerMemory {
   // Does everything whose first use must not happen while another rank waits.
   virtual void warm_up(int device) = 0;
 };
-
-// The GPUs of this machine, through the CUDA runtime.
-std::unique_ptr<PeerMemory> cuda_peer_memory();
 
 }  // namespace jax_ring::gpu

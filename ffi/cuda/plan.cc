@@ -63,7 +63,7 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
     if (message.num_packs == 0) continue;
     launch.kernel = {folded_as(site.op, dtype), site.op, algorithm_of(site, bytes, thresholds)};
     launch.call.plan = site.plan;
-    launch.call.self = communicator.endpoint(rank, site.lane(), site.fingerprint(), deadline_seconds);
+    launch.call.self = communicator.endpoint(rank, site.lane, site.fingerprint(), deadline_seconds);
     message.fingerprint = Hash()
                               .add(site.fingerprint())
                               .add(launch.kernel.dtype)

@@ -18,10 +18,10 @@ struct CallSite {
   Plan plan;
   Op op = Op::sum;
   std::optional<Algorithm> algorithm;  // selected by the thresholds if missing
+  int lane = 0;                        // of the mailboxes; calls that may run concurrently have different ones
 
   // The same number on all ranks, and very likely a different one for a different call.
   uint32_t fingerprint() const;
-  int lane() const { return static_cast<int>(fingerprint() % kLanes); }
 };
 
 // An operand of one rank.

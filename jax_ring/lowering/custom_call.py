@@ -141,7 +141,7 @@ def _encode_groups_for_cuda(ctx, groups) -> EncodedGroups:
     members = [gpus[i] for group in groups for i in group]
     processes = np.array([gpu.process for gpu in members], np.int64)
     devices = np.array([gpu.local_id for gpu in members], np.int64)
-    return EncodedGroups([], [], {"processes": processes, "devices": devices})
+    return EncodedGroups([], [], {"processes": processes, "devices": devices, "lane": np.int64(0)})
 
 
 _GROUP_ENCODERS = {"cpu": _encode_groups_for_cpu, "cuda": _encode_groups_for_cuda}

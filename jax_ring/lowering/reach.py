@@ -115,8 +115,8 @@ def gpus_of(mesh) -> list[Gpu] | None:
 
 
 def _processes_of_gpus(mesh) -> tuple[list[int] | None, str]:
-    if runtime.ffi_cuda is None:
-        return None, f"jax_ring was built without its CUDA engine: {runtime.why_no_cuda}"
+    if runtime.cuda_kernels is None:
+        return None, f"jax_ring was built without its CUDA kernels: {runtime.why_no_cuda}"
     gpus = gpus_of(mesh)
     if gpus is None:
         return None, "the mesh is abstract or not of GPUs, so the GPUs in each group are not known"
@@ -126,13 +126,13 @@ def _processes_of_gpus(mesh) -> tuple[list[int] | None, str]:
 def _why_unreachable_gpus(mesh, groups: Groups) -> str:
     gpus = gpus_of(mesh)
     assert gpus is not None  # checked by _processes_of_gpus
-    assert runtime.ffi_cuda is not None
+    assert runtime.cuda_kernels is not None
     largest = max(len(group) for group in groups)
     if largest > _MAX_RANKS:
         return f"a group has {largest} ranks, and the CUDA engine serves at most {_MAX_RANKS}"
     for group in groups:
         own = [gpus[position].local_id for position in group if gpus[position].process == jax.process_index()]
-        if pairs := runtime.ffi_cuda.unreachable(own):
+        if pairs := runtime.cuda_kernels.unreachable(own):
             return f"GPU {pairs[0][0]} has no peer access to GPU {pairs[0][1]}"
     return ""
 

@@ -20,7 +20,7 @@ def check_backend() -> str | None:
         return "host"
     if importlib.util.find_spec("jax_ring._gpu_check") is None:
         return None
-    return "cuda" if runtime.ffi_cuda.device_count()[0] > 0 else None
+    return "cuda" if runtime.cuda_kernels.device_count()[0] > 0 else None
 
 
 @pytest.fixture(scope="session")

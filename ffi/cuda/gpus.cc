@@ -1,5 +1,5 @@
-// peer_memory.cc: the CUDA runtime's calls behind PeerMemory.
-#include "cuda/peer_memory.h"
+// gpus.cc: the calls of the CUDA runtime behind Gpus.
+#include "cuda/gpus.h"
 
 #include <cuda_runtime_api.h>
 
@@ -31,7 +31,7 @@ class OnDevice {
   int before_ = 0;
 };
 
-class CudaPeerMemory final : public PeerMemory {
+class CudaGpus final : public Gpus {
  public:
   // Not from a memory pool, whose handles are of another kind.
   void* allocate(int device, size_t bytes) override {
@@ -101,10 +101,16 @@ class CudaPeerMemory final : public PeerMemory {
     const OnDevice on(device);
     check(load_kernels(), "loading the kernels");
   }
+
+  bool has_kernel(const KernelKey& key) const override { return gpu::has_kernel(key); }
+
+  void launch(const KernelKey& key, const Call& call, Stream stream) override {
+    check(gpu::launch(key, call, static_cast<cudaStream_t>(stream)), "launch");
+  }
 };
 
 }  // namespace
 
-std::unique_ptr<PeerMemory> cuda_peer_memory() { return std::make_unique<CudaPeerMemory>(); }
+std::unique_ptr<Gpus> cuda_gpus() { return std::make_unique<CudaGpus>(); }
 
 }  // namespace jax_ring::gpu
