@@ -104,7 +104,7 @@ def expect_fallback(caplog):
 def test_without_the_engine(monkeypatch, expect_fallback):
     monkeypatch.setattr(runtime, "cuda_kernels", None)
     monkeypatch.setattr(runtime, "why_no_cuda", "it was not built")
-    expect_fallback("jax_ring was built without its CUDA engine: it was not built")
+    expect_fallback("jax_ring was built without its CUDA kernels: it was not built")
 
 
 def test_devices_that_are_not_gpus(monkeypatch, expect_fallback):
@@ -194,7 +194,7 @@ def test_several_processes_of_one_host(monkeypatch):
 def test_strict_makes_the_fallback_an_error(monkeypatch):
     monkeypatch.setattr(runtime, "cuda_kernels", None)
     monkeypatch.setattr(runtime, "STRICT", True)
-    with pytest.raises(NotImplementedError, match=r"without its CUDA engine.*JAX_RING_STRICT=1 forbids it"):
+    with pytest.raises(NotImplementedError, match=r"without its CUDA kernels.*JAX_RING_STRICT=1 forbids it"):
         lower(psum, jnp.ones(8), check_vma=False)
 
 
