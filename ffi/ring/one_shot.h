@@ -128,7 +128,8 @@ JAX_RING_TEAM bool all_reduce(const Endpoint& self, const Message& message, int 
     // A thread without work in the next round must not announce it while another thread still reads this one.
     ok = team.all(ok);
   }
-  if (ok && team.thread() == 0) progress.one_shot_epoch = epoch;
+  // Without a round there was no barrier since the others read it.
+  if (ok && share.size() > 0 && team.thread() == 0) progress.one_shot_epoch = epoch;
   return ok;
 }
 

@@ -163,7 +163,8 @@ JAX_RING_TEAM bool reduce(const Endpoint& self, const Message& message, const Pl
     if (!hop.exists() || chunks[hop.chunk].size() == 0) continue;
     ok = run_hop<Element>(message, hop, chunks[hop.chunk], keeps_result, link, op);
   }
-  if (ok && team.thread() == 0) {
+  // Without a hop there was no barrier since the others read it.
+  if (ok && team.thread() == 0 && (link.sent != progress.sent || link.received != progress.received)) {
     progress.sent = link.sent;
     progress.received = link.received;
   }

@@ -166,7 +166,8 @@ JAX_RING_TEAM bool run(const Endpoint& self, const Message& message, const Plan&
     ok = send_to_owners(round) && fold_and_send<Element>(round, op);
     if (ok) copy_results(round);
   }
-  if (ok && team.thread() == 0) progress.round = number;
+  // Without a round there was no barrier since the others read it.
+  if (ok && share.size() > 0 && team.thread() == 0) progress.round = number;
   return ok;
 }
 
