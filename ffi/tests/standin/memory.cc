@@ -209,7 +209,7 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
 
 cudaError_t cudaFree(void* memory) {
   return unsafe_call("cudaFree", [&] {
-    required_gpu("cudaFree");
+    wait_for_gpu(required_gpu("cudaFree"));
     return Memory::instance().release(Allocation::device, memory, "cudaFree");
   });
 }
@@ -222,7 +222,7 @@ cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned int) {
 
 cudaError_t cudaFreeHost(void* memory) {
   return unsafe_call("cudaFreeHost", [&] {
-    required_gpu("cudaFreeHost");
+    wait_for_gpu(required_gpu("cudaFreeHost"));
     return Memory::instance().release(Allocation::host, memory, "cudaFreeHost");
   });
 }
@@ -241,7 +241,7 @@ cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsig
 
 cudaError_t cudaIpcCloseMemHandle(void* memory) {
   return unsafe_call("cudaIpcCloseMemHandle", [&] {
-    required_gpu("cudaIpcCloseMemHandle");
+    wait_for_gpu(required_gpu("cudaIpcCloseMemHandle"));
     return Memory::instance().release(Allocation::imported, memory, "cudaIpcCloseMemHandle");
   });
 }

@@ -18,7 +18,8 @@ using cpu::testing::OffsetBuffer;
 
 // A collective, and its operands.
 struct CallSpec {
-  std::vector<gpu::Member> members;  // by rank
+  std::vector<gpu::Member> members;  // group after group, in rank order
+  int num_groups = 1;                // of equal size
   Plan plan = {};
   std::vector<size_t> counts = {1000};
   DType dtype = DType::f32;
@@ -49,25 +50,31 @@ class Call {
   // Compiles the call. Throws std::runtime_error with the handler's message.
   void instantiate();
   Instruction& instruction() { return *instruction_; }
-  // The rank of a GPU of this process.
-  int rank_of(int process, int64_t device) const;
-  Invocation invocation(int rank, int gpu, cudaStream_t stream, int64_t run_id);
-  void expect_result(int rank);
-  bool is_poisoned(int rank);
+  int group_size() const { return static_cast<int>(what_.members.size()) / what_.num_groups; }
+  // The place of a GPU among the members; -1: none.
+  int place_of(int process, int64_t device) const;
+  Invocation invocation(int place, int gpu, cudaStream_t stream, int64_t run_id);
+  void expect_result(int place);
+  bool is_poisoned(int place);
   void clear_results();
   const CallSpec& what() const { return what_; }
 
  private:
   CallSpec what_;
-  std::vector<std::vector<Bytes>> operands_;        // by operand, then rank
-  std::vector<std::vector<OffsetBuffer>> inputs_;   // by rank, then operand
+  std::vector<std::vector<Bytes>> operands_;        // by operand, then place
+  std::vector<std::vector<OffsetBuffer>> inputs_;   // by place, then operand
   std::vector<std::vector<OffsetBuffer>> outputs_;  // likewise
   std::unique_ptr<Instruction> instruction_;
 };
 
 enum class Mode {
   stream,    // calls are executed on XLA's stream
-  recorded,  // XLA records the calls as a graph in the first run, and launches it in all
+  recorded,  // XLA records the calls as a graph in the second run, and launches it from then on
+};
+
+// What else XLA does in a run, on each GPU's thread.
+struct Hooks {
+  std::function<void(int gpu)> before_initialize, before_execute;
 };
 
 // A program that all GPUs of the process run at the same time.
@@ -77,22 +84,22 @@ class Program {
   Program(int process, Gpus& gpus, std::vector<Call*> calls, Mode mode = Mode::stream);
   ~Program();
 
-  // Runs it once on these GPUs, or on all; returns each GPU's first error, or an empty string. It returns when
-  // the streams are idle. before_execution: called by each GPU's thread between initialize and execute.
-  std::vector<std::string> run(std::vector<int> on = {}, std::function<void(int gpu)> before_execution = {});
+  // Runs it once on these GPUs, or on all, and waits for them. Returns each GPU's first error, or an empty string.
+  std::vector<std::string> run(const std::vector<int>& on = {}, const Hooks& hooks = {});
 
   // As run(), and all GPUs must succeed, with the right results.
-  void run_and_check();
+  void run_and_check(const Hooks& hooks = {});
 
  private:
-  std::string run_on(int gpu, int64_t run_id, const std::function<void(int gpu)>& before_execution);
+  std::string run_on(int gpu, int64_t run_id, const Hooks& hooks);
   std::string execute_all(int gpu, int64_t run_id, cudaStream_t stream);
 
   int process_;
   Gpus& gpus_;
   std::vector<Call*> calls_;
   Mode mode_;
-  std::vector<cudaGraphExec_t> graphs_;  // by GPU
+  std::vector<int> runs_;                // by GPU
+  std::vector<cudaGraphExec_t> graphs_;  // likewise
 };
 
 }  // namespace jax_ring::standin

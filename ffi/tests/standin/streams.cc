@@ -74,6 +74,14 @@ cudaError_t enter_wait(const char* function) {
 }
 
 }  // namespace
+
+void wait_for_gpu(int gpu) {
+  const std::lock_guard<std::mutex> lock(streams_mutex);
+  for (CUstream_st* stream : all_streams) {
+    if (stream->gpu == gpu) stream->wait();
+  }
+}
+
 }  // namespace jax_ring::standin
 
 using namespace jax_ring::standin;
@@ -179,11 +187,7 @@ cudaError_t cudaDeviceSynchronize() {
   machine.violate("cudaDeviceSynchronize, which waits for every kernel of the GPU");
   const cudaError_t error = enter_wait("cudaDeviceSynchronize");
   if (error != cudaSuccess) return Machine::leave(error);
-  const int gpu = required_gpu("cudaDeviceSynchronize");
-  const std::lock_guard<std::mutex> lock(streams_mutex);
-  for (CUstream_st* stream : all_streams) {
-    if (stream->gpu == gpu) stream->wait();
-  }
+  wait_for_gpu(required_gpu("cudaDeviceSynchronize"));
   return cudaSuccess;
 }
 

@@ -27,6 +27,9 @@ struct BoundKernel {
 };
 BoundKernel bind_kernel(const void* kernel, void** arguments);
 
+// Waits until all streams of a GPU are idle, as cudaFree does.
+void wait_for_gpu(int gpu);
+
 }  // namespace jax_ring::standin
 
 // The runtime's opaque types.
