@@ -38,7 +38,7 @@ constexpr bool is_needed = std::is_same_v<typename FoldedAs<Element, Op>::type, 
 
 // Starts a call. False if it must not run: this rank has failed before, or its lane is busy.
 template <class Team>
-JAX_RING_TEAM_CALL bool start(const Endpoint& self, int cta, Team team) {
+JAX_RING_TEAM bool start(const Endpoint& self, int cta, Team team) {
   bool ok = true;
   if (team.thread() == 0) {
     // After a failure a rank no longer knows how far its peers are.
@@ -53,7 +53,7 @@ JAX_RING_TEAM_CALL bool start(const Endpoint& self, int cta, Team team) {
 
 // Ends a call that has started. One that has not started leaves the lane to the call that runs there.
 template <class Team>
-JAX_RING_TEAM_CALL void finish(const Endpoint& self, int cta, Team team) {
+JAX_RING_TEAM void finish(const Endpoint& self, int cta, Team team) {
   team.sync();
   if (team.thread() == 0) give_back(&self.progress[cta].busy);
 }
