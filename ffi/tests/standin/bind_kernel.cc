@@ -15,9 +15,6 @@ void reach(const gpu::Call& call, std::vector<const void*>& reached) {
   if (self.num_ranks() > 0) reached.insert(reached.end(), {self.progress, self.failed, self.failure});
 }
 
-// Ranks that are launched together: their calls are in memory that a test keeps.
-void reach(const gpu::Call*, std::vector<const void*>&) {}
-
 template <class... Arguments, size_t... kIndex>
 std::tuple<Arguments...> copies_of(void (*)(Arguments...), void** arguments, std::index_sequence<kIndex...>) {
   return {*static_cast<Arguments*>(arguments[kIndex])...};

@@ -173,6 +173,13 @@ void Memory::unpin(const std::vector<const void*>& addresses) {
   }
 }
 
+std::vector<const void*> Memory::addresses() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<const void*> all;
+  for (const auto& [base, allocation] : by_base_) all.push_back(base);
+  return all;
+}
+
 size_t Memory::count() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return by_base_.size();

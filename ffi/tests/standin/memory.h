@@ -52,6 +52,7 @@ class Memory {
 
   // Allocations that have not been released.
   size_t count() const;
+  std::vector<const void*> addresses() const;
 
  private:
   Allocation* find(const void* address);  // with mutex_ held

@@ -115,7 +115,8 @@ TEST_P(Schedules, AreAllFine) {
     Hardware hardware{GetParam()};
     hardware.seed = seed;
     hardware.threads_per_cta = seed % 3 == 0 ? 2 : 1;
-    hardware.driver_waits_for_kernels = seed % 2 == 0;
+    const Mode mode = seed % 5 == 0 ? Mode::recorded : Mode::stream;
+    hardware.driver_waits_for_kernels = mode == Mode::stream;
     start(hardware);
     {
       std::deque<Call> calls;
@@ -125,8 +126,8 @@ TEST_P(Schedules, AreAllFine) {
         what.lane = static_cast<int>((seed + calls.size()) % 3);
         calls.emplace_back(what, seed);
       }
-      Program program(0, *gpus_, pointers(calls), seed % 5 == 0 ? Mode::recorded : Mode::stream);
-      for (int run = 0; run < (seed % 5 == 0 ? 3 : 1); ++run) program.run_and_check();
+      Program program(0, *gpus_, pointers(calls), mode);
+      for (int run = 0; run < (mode == Mode::recorded ? 3 : 1); ++run) program.run_and_check();
     }
     ASSERT_FALSE(HasFailure()) << "seed " << seed;
     TearDown();
