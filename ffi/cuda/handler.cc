@@ -56,7 +56,7 @@ struct Instance {
   std::array<std::atomic<const Rank*>, kMaxOrdinals> rank_of{};
 
   std::mutex mutex;  // of what follows, and of the groups; nothing is waited for under it
-  std::unique_ptr<FirstRun> initialized;
+  std::unique_ptr<FirstRun> initializing, initialized;
   std::vector<std::unique_ptr<const Rank>> ranks;
 };
 ffi::TypeId Instance::id = {};
@@ -151,8 +151,9 @@ ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
 // The driver can make an allocation, the loading of a kernel or the creation of a CUDA graph wait for a running kernel,
 // which may be one that waits for the very GPU that allocates. XLA therefore lets the ranks of a process wait for each
 // other around its own collectives, but not around custom calls. Here they do, in the first runs of a call:
-// - every GPU of this process that takes part in the call has connected and loaded all kernels, and XLA has initialized
-//   it up to this call, before any leaves `initialize`;
+// - every GPU of this process that takes part in the call has launched all of the programs before, so that their
+//   kernels end by themselves, before any connects;
+// - every one has connected and loaded all kernels before any leaves `initialize`;
 // - in each group, XLA has initialized every GPU of this process for the whole program, which includes the creation of
 //   CUDA graphs, before any launches the call; and every one has launched it before any goes on to what follows.
 //
@@ -162,11 +163,11 @@ ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
 // the kernel's deadline ends it with an error. XLA_FLAGS=--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN
 // keeps custom calls out of graphs.
 
-// Builds what the GPUs of this process share, in the first execution.
-FirstRun& initialized_of(Instance& instance) {
+// Builds the points where the GPUs of this process wait for each other, in the first execution.
+void find_ranks_of_this_process(Instance& instance) {
   const int64_t process = Communicators::instance().process();
   const std::lock_guard<std::mutex> lock(instance.mutex);
-  if (instance.initialized != nullptr) return *instance.initialized;
+  if (instance.initialized != nullptr) return;
   std::vector<std::string> all;
   for (Instance::Group& group : instance.groups) {
     std::vector<std::string> names;
@@ -178,8 +179,8 @@ FirstRun& initialized_of(Instance& instance) {
     group.launching = std::make_unique<FirstRun>("ready to launch " + instance.text, names);
     group.launched = std::make_unique<FirstRun>("done with launching " + instance.text, names);
   }
-  instance.initialized = std::make_unique<FirstRun>("initialized for " + instance.text, all);
-  return *instance.initialized;
+  instance.initializing = std::make_unique<FirstRun>("ready to connect for " + instance.text, all);
+  instance.initialized = std::make_unique<FirstRun>("connected for " + instance.text, all);
 }
 
 // Where this GPU is in the call. Touches no GPU.
@@ -247,30 +248,37 @@ ffi::Error state_of(const Instance& instance, const Instance::Rank& rank) {
 
 ffi::Error initialize(Instance* instance, ffi::RunId run, int32_t ordinal, ffi::RemainingArgs, ffi::RemainingRets,
                       ffi::Dictionary) {
+  if (ordinal < 0 || ordinal >= kMaxOrdinals) {
+    return ffi::Error::Internal(instance->text + ": the CUDA ordinal " + std::to_string(ordinal) + " is not below " +
+                                std::to_string(kMaxOrdinals));
+  }
   Communicators& all = Communicators::instance();
-  std::optional<Instance::Rank> found;
-  FirstRun* initialized = nullptr;
+  int index = -1;
+  const auto fail = [&](const std::string& why) {
+    if (index < 0) return;
+    instance->initializing->fail(run.run_id, index, why);
+    instance->initialized->fail(run.run_id, index, why);
+  };
   try {
-    if (ordinal < 0 || ordinal >= kMaxOrdinals) {
-      throw std::out_of_range("the CUDA ordinal " + std::to_string(ordinal) + " is not below " +
-                              std::to_string(kMaxOrdinals));
-    }
     const Instance::Rank* rank = instance->rank_of[ordinal].load(std::memory_order_acquire);
-    if (rank == nullptr) {
-      initialized = &initialized_of(*instance);
-      found = find_rank(*instance, all.device_ids().id_of(ordinal));
-      rank = connect(*instance, *found, ordinal);
+    if (rank != nullptr) {
+      index = rank->index;
+      instance->initializing->arrive_and_wait(run.run_id, index, all.deadline());
+    } else {
+      find_ranks_of_this_process(*instance);
+      const Instance::Rank found = find_rank(*instance, all.device_ids().id_of(ordinal));
+      index = found.index;
+      instance->initializing->arrive_and_wait(run.run_id, index, all.deadline());
+      rank = connect(*instance, found, ordinal);
     }
-    found = *rank;
-    initialized = instance->initialized.get();
     if (ffi::Error error = state_of(*instance, *rank); error.failure()) {
-      initialized->fail(run.run_id, rank->index, error.message());
+      fail(error.message());
       return error;
     }
-    initialized->arrive_and_wait(run.run_id, rank->index, all.deadline());
+    instance->initialized->arrive_and_wait(run.run_id, index, all.deadline());
     return ffi::Error::Success();
   } catch (const std::exception& error) {
-    if (found && initialized != nullptr) initialized->fail(run.run_id, found->index, error.what());
+    fail(error.what());
     return ffi::Error::Internal(instance->text + ": " + error.what());
   }
 }
