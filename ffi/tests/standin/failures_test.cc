@@ -72,7 +72,7 @@ TEST_F(Failures, ALaunchThatFails) {
   {
     Call call({members()}, 1);
     Program program(0, *gpus_, {&call});
-    program.run_and_check();
+    program.warm_up();
     Machine::instance().fail("cudaLaunchKernel", cudaErrorLaunchOutOfResources);
     const std::vector<std::string> errors = program.run();
     EXPECT_TRUE(says(errors[0] + errors[1], "cudaErrorLaunchOutOfResources"));
@@ -108,7 +108,7 @@ TEST_F(Failures, OfTheLastStepCanBeRead) {
   start({2}, 0.3);
   Call call({members()}, 1);
   Program program(0, *gpus_, {&call});
-  program.run_and_check();
+  program.warm_up();
   EXPECT_EQ(engine().failures(), std::vector<std::string>{});
   EXPECT_EQ(program.run({0})[0], "");
   EXPECT_TRUE(call.is_poisoned(call.place_of(0, id_of_gpu(0, 0))));

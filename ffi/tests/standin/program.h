@@ -90,6 +90,9 @@ class Program {
   // As run(), and all GPUs must succeed, with the right results.
   void run_and_check(const Hooks& hooks = {});
 
+  // Runs it until GPUs no longer wait for each other on the host, as they do in its first runs.
+  void warm_up();
+
  private:
   std::string run_on(int gpu, int64_t run_id, const Hooks& hooks);
   std::string execute_all(int gpu, int64_t run_id, cudaStream_t stream);
