@@ -32,11 +32,11 @@ void allocate_as_xla() {
   EXPECT_EQ(cudaFree(memory), cudaSuccess);
 }
 
-// A task that a test adds to a stream, to hold up what follows.
+// A task that a test adds to a stream, to hold up what follows. It may be one that still writes to some memory.
 class Gate {
  public:
-  void block(cudaStream_t stream) {
-    stream->enqueue({[opened = opened_] { opened.wait_for(std::chrono::seconds(60)); }, {}});
+  void block(cudaStream_t stream, std::vector<const void*> written = {}) {
+    stream->enqueue({[opened = opened_] { opened.wait_for(std::chrono::seconds(60)); }, std::move(written)});
   }
   void open() { open_.set_value(); }
 
@@ -330,37 +330,22 @@ TEST_F(Faults, AProgramOfAForgottenGroupSaysSo) {
   for (const std::string& error : program.run()) EXPECT_TRUE(says(error, "jax.clear_caches()"));
 }
 
-// A kernel of one GPU may still post to another GPU that is done. So may one that has not started.
+// The last posts of a kernel may land when the GPU that they go to is done.
 TEST_F(Faults, MemoryOutlivesThePostsToIt) {
-  for (const char* algorithm : {"one_shot", "two_shot", "ring"}) {
-    start({2});
-    auto made = std::make_unique<Call>(spec(members(), algorithm), 1);
-    Call& call = *made;
-    {
-      Program program(0, *gpus_, {&call});
-      program.warm_up();
-    }
-    Gate gate;
-    gate.block(gpus_->stream(1));
-    std::thread opener([&] {
-      std::this_thread::sleep_for(milliseconds(100));
-      gate.open();
-    });
-    for (int gpu : {0, 1}) {
-      set_current_gpu(gpu);
-      const Invocation invocation = call.invocation(gpu, gpu, gpus_->stream(gpu), 1000 + gpu);
-      EXPECT_EQ(call.instruction().initialize(invocation), "");
-      EXPECT_EQ(call.instruction().execute(invocation), "");
-    }
-    set_current_gpu(-1);
-    engine().reset();  // the kernel of GPU 1 has not started
-    opener.join();
-    for (int gpu : {0, 1}) EXPECT_TRUE(gpus_->stream(gpu)->wait());
-    call.expect_result(0);
-    call.expect_result(1);
-    made.reset();
-    TearDown();
+  start({2});
+  auto call = std::make_unique<Call>(spec(members()), 1);
+  {
+    Program program(0, *gpus_, {call.get()});
+    program.warm_up();
   }
+  Gate gate;
+  gate.block(gpus_->stream(1), Memory::instance().addresses());
+  std::thread opener([&] {
+    std::this_thread::sleep_for(milliseconds(100));
+    gate.open();
+  });
+  engine().reset();
+  opener.join();
 }
 
 }  // namespace
