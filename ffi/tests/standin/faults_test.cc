@@ -18,6 +18,8 @@ namespace {
 using std::chrono::milliseconds;
 using Faults = StandinTest;
 
+constexpr size_t kMailboxBytes = 1 << 20;  // at least; other allocations are smaller
+
 CallSpec spec(std::vector<gpu::Member> members, const char* algorithm = "two_shot", int lane = 0) {
   CallSpec what{std::move(members)};
   what.algorithm = algorithm;
@@ -339,7 +341,7 @@ TEST_F(Faults, MemoryOutlivesThePostsToIt) {
     program.warm_up();
   }
   Gate gate;
-  gate.block(gpus_->stream(1), Memory::instance().addresses());
+  gate.block(gpus_->stream(1), Memory::instance().addresses(kMailboxBytes));
   std::thread opener([&] {
     std::this_thread::sleep_for(milliseconds(100));
     gate.open();

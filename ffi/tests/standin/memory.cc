@@ -173,10 +173,12 @@ void Memory::unpin(const std::vector<const void*>& addresses) {
   }
 }
 
-std::vector<const void*> Memory::addresses() const {
+std::vector<const void*> Memory::addresses(size_t at_least) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<const void*> all;
-  for (const auto& [base, allocation] : by_base_) all.push_back(base);
+  for (const auto& [base, allocation] : by_base_) {
+    if (allocation.bytes >= at_least) all.push_back(base);
+  }
   return all;
 }
 

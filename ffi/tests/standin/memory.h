@@ -52,7 +52,8 @@ class Memory {
 
   // Allocations that have not been released.
   size_t count() const;
-  std::vector<const void*> addresses() const;
+  // Those of at least so many bytes.
+  std::vector<const void*> addresses(size_t at_least) const;
 
  private:
   Allocation* find(const void* address);  // with mutex_ held

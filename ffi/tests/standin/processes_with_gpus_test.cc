@@ -258,7 +258,7 @@ TEST(Processes, MemoryOutlivesThePostsOfAnotherProcess) {
         EXPECT_EQ(call.instruction().initialize(invocation), "");
         set_current_gpu(1);
         EXPECT_EQ(call.instruction().execute(invocation), "");
-        std::vector<const void*> held = Memory::instance().addresses();
+        std::vector<const void*> held = Memory::instance().addresses(1 << 20);  // mailboxes
         process.gpus().stream(1)->enqueue({[wait] { wait.wait_for(std::chrono::seconds(30)); }, held});
         set_current_gpu(-1);
         shared.meet(0, 2);
