@@ -335,9 +335,9 @@ TEST_F(Faults, AProgramOfAForgottenGroupSaysSo) {
 // The last posts of a kernel may land when the GPU that they go to is done.
 TEST_F(Faults, MemoryOutlivesThePostsToIt) {
   start({2});
-  auto call = std::make_unique<Call>(spec(members()), 1);
   {
-    Program program(0, *gpus_, {call.get()});
+    Call call(spec(members()), 1);
+    Program program(0, *gpus_, {&call});
     program.warm_up();
   }
   Gate gate;
