@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 Algorithm = Literal["auto", "one_shot", "two_shot", "ring"]
-Order = Literal["rank", "ring"]
+Order = Literal["rank", "ring", "any"]
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -16,11 +16,14 @@ class Options(NamedTuple):
     algorithm: Algorithm = "auto"
     order: Order = "rank"
 
-    def non_default(self) -> str:
-        """The options that differ from the default, written as keyword arguments; empty if none does."""
-        return ", ".join(
-            f"{name}={value!r}" for name, value in self._asdict().items() if value != self._field_defaults[name]
-        )
+    def ignored_by_xla(self) -> str:
+        """The options that XLA's collectives do not follow, written as keyword arguments; empty if there are none."""
+        followed = {"algorithm": ("auto",), "order": ("rank", "any")}  # the default, and what any order satisfies
+        return ", ".join(f"{name}={value!r}" for name, value in self._asdict().items() if value not in followed[name])
+
+    def algorithm_depends_on_size(self) -> bool:
+        """Whether a GPU engine chooses the algorithm of a sum by the size of the message."""
+        return self.algorithm == "auto" and self.order != "ring"
 
 
 def check_choice(function: str, name: str, value: Any, choices: Sequence[str]) -> None:
@@ -40,6 +43,7 @@ def make_options(function: str, algorithm: Algorithm = "auto", order: Order = "r
     if order == "ring" and algorithm not in ("auto", "ring"):
         raise ValueError(
             f"{function}: order='ring' needs algorithm='ring' or 'auto', because no other algorithm folds in that "
-            f"order; got algorithm={algorithm!r}. With order='rank' every algorithm gives the same result."
+            f"order; got algorithm={algorithm!r}. With order='rank' every algorithm gives the same result, and with "
+            "order='any' the engine takes an order that suits the algorithm."
         )
     return Options(algorithm, order)

@@ -84,6 +84,7 @@ def test_explain_reports_the_choice(monkeypatch):
     # No choice by size.
     assert chosen(8, algorithm="two_shot").chosen == ()
     assert chosen(8, order="ring").chosen == ()
+    assert chosen(9, order="any").chosen == ("two_shot",)
     assert chosen(8, lambda x: ring_pmax(x, "i")).chosen == ()
     # Groups of different sizes choose separately: four of eight ranks send 32 bytes to one peer, the others nothing.
     groups = {"axis_index_groups": [[0, 1], [2, 3], [4], [5], [6], [7]]}
@@ -107,6 +108,9 @@ def test_bytes_are_counted_by_the_thresholds_in_the_program():
     (found,) = find_collectives(text.format(op="sum"))
     # 36 bytes: two ranks use one-shot, four use two-shot.
     assert found.wire_bytes == (2 * 36 + 4 * 36 * 1.5) / 6
+    assert find_collectives(text.format(op="sum").replace('"rank"', '"any"')) == [found]
+    (in_a_ring,) = find_collectives(text.format(op="sum").replace('"rank"', '"ring"'))
+    assert in_a_ring.wire_bytes == (2 * 36 + 4 * 36 * 1.5) / 6
     (extrema,) = find_collectives(text.format(op="max"))
     assert extrema.wire_bytes == (2 * 36 + 4 * 36 * 1.5) / 6
 

@@ -14,7 +14,7 @@ namespace jax_ring::gpu {
 //   op           string: sum, max or min
 //   root         int64: the root of a reduce or broadcast
 //   algorithm    string: auto, one_shot, two_shot or ring
-//   order        string: rank or ring, the order in which values are folded
+//   order        string: rank, ring or any, the order in which values are folded
 //   processes    int64 array: the process of each member of the replica groups, group after group, in rank order
 //   devices      int64 array: the id of each member, which is unique among the GPUs of all processes
 //   group_sizes  int64 array: the size of each group

@@ -120,7 +120,7 @@ def _algorithms(attributes: str, num_bytes: int, num_groups: int) -> list[str]:
     match = re.search(r'\balgorithm = "(\w+)"', attributes)
     algorithm = match[1] if match else "auto"
     limits = [_integers(name, attributes) for name in ("one_shot_bytes", "two_shot_bytes")]
-    if algorithm != "auto" or not all(limits) or 'op = "sum"' not in attributes or 'order = "rank"' not in attributes:
+    if algorithm != "auto" or not all(limits) or 'op = "sum"' not in attributes or 'order = "ring"' in attributes:
         return [algorithm] * num_groups
     return [Thresholds(*pair).choose(num_bytes) for pair in zip(*limits, strict=True)]
 
