@@ -1,12 +1,14 @@
 // cuda_backend.cc: ranks on GPUs; several may share one.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
 #include "check/backend.h"
 #include "cuda/gpus.h"
-#include "cuda/kernels.h"
+#include "cuda/kernel_table.h"
 
 namespace jax_ring::check {
 namespace {
@@ -72,6 +74,23 @@ class CudaBackend final : public Backend {
   void copy_out(void* to_host, const void* from, size_t bytes) override {
     check(cudaMemcpy(to_host, from, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy from the device");
   }
+
+  int resident_ctas(int device) override {
+    check(cudaSetDevice(device), "cudaSetDevice");
+    int processors = 0;
+    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+    int least = std::numeric_limits<int>::max();
+    for (const void* kernel : gpu::built_kernels()) {
+      int per_processor = 0;
+      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kernel, gpu::kThreadsPerCta, 0),
+            "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+      least = std::min(least, per_processor * processors);
+    }
+    return least;
+  }
+
+  // Every type has its own kernel for maxima. Sums of signed integers use the unsigned kernel.
+  bool has_kernels(DType dtype) override { return gpu::has_kernel({dtype, Op::max, Algorithm::two_shot}); }
 
   double run(const std::vector<Work>& ranks, LaunchMode how, int repeats) override {
     check(cudaSetDevice(ranks.at(0).device), "cudaSetDevice");

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -144,6 +145,10 @@ class HostBackend final : public Backend {
   gpu::PeerMemory& memory() override { return memory_; }
   void copy_in(void* to, const void* from_host, size_t bytes) override { std::memcpy(to, from_host, bytes); }
   void copy_out(void* to_host, const void* from, size_t bytes) override { std::memcpy(to_host, from, bytes); }
+
+  // The threads of all ranks make progress, however many there are.
+  int resident_ctas(int) override { return std::numeric_limits<int>::max(); }
+  bool has_kernels(DType) override { return true; }
 
   // All launch modes are the same here.
   double run(const std::vector<Work>& ranks, LaunchMode, int repeats) override {

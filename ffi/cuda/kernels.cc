@@ -43,16 +43,23 @@ cudaError_t launch_together(const KernelKey& key, const Call* calls, int num_ran
   return launch_kernel(key, single, calls, num_ranks * num_ctas, stream);
 }
 
-cudaError_t load_kernels() {
+std::vector<const void*> built_kernels() {
+  std::vector<const void*> kernels;
   for (const KernelTable* table : kTables) {
     for (const auto& by_algorithm : table->kernel) {
       for (const Kernel kernel : by_algorithm) {
-        if (kernel == nullptr) continue;
-        cudaFuncAttributes attributes;
-        const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
-        if (error != cudaSuccess) return error;
+        if (kernel != nullptr) kernels.push_back(reinterpret_cast<const void*>(kernel));
       }
     }
+  }
+  return kernels;
+}
+
+cudaError_t load_kernels() {
+  for (const void* kernel : built_kernels()) {
+    cudaFuncAttributes attributes;
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }
