@@ -109,7 +109,9 @@ class Ranks {
       capacity.num_ctas = ctas_of_each(capacity.num_ctas, ranks, backend_->resident_ctas(static_cast<int>(device)));
     }
     members_ = group;
-    communicator_.emplace(std::move(group), process, capacity, name, backend_->memory(), store);
+    communicator_.emplace(std::move(group), process, capacity, name, backend_->memory(),
+                          std::make_shared<const gpu::KeyValueStore>(std::move(store)));
+    for (int lane = 0; lane < gpu::kLanes; ++lane) communicator_->connect(lane, deadline_seconds);
   }
 
   // inputs: by rank of this process, then operand. The results have the same layout.

@@ -1,0 +1,48 @@
+// first_run.h: the ranks of one process wait for each other in the first run of a call.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace jax_ring::gpu {
+
+// A point that no rank passes before all ranks have reached it once, in the same run. From then on nobody waits.
+class FirstRun {
+ public:
+  // what: what the ranks have done when they are here; ranks: their names. Both for errors.
+  FirstRun(std::string what, std::vector<std::string> ranks);
+
+  // Waits for the others. Throws std::runtime_error if one of them fails in this run, or does not arrive in time.
+  // run: identifies an execution of the program, in which each rank takes part.
+  void arrive_and_wait(int64_t run, int rank, double deadline_seconds);
+
+  // This rank will not arrive in this run: the others must not wait for it.
+  void fail(int64_t run, int rank, const std::string& why);
+
+  bool is_done() const { return done_.load(std::memory_order_acquire); }
+
+ private:
+  struct Run {
+    std::set<int> arrived;
+    std::string error;
+    int num_waiting = 0;
+  };
+
+  void drop_old_runs();
+  std::string missing(const Run& run) const;
+
+  const std::string what_;
+  const std::vector<std::string> ranks_;
+  std::atomic<bool> done_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<int64_t, Run> runs_;
+};
+
+}  // namespace jax_ring::gpu
