@@ -20,6 +20,8 @@ const char* name_of(Step step) {
       return "ring, for the next chunk";
     case Step::ring_send:
       return "ring, for a free slot";
+    case Step::start:
+      return "start of the call";
     case Step::count:
       break;
   }
@@ -109,6 +111,10 @@ std::string Communicator::describe(const Failure& failure, const std::string& ca
   if (failure.kind == static_cast<uint32_t>(FailureKind::mismatch)) {
     text << member(failure.rank) << " and " << member(failure.peer)
          << " made different calls at the same time (other shapes, another dtype, or another place in the program)";
+  } else if (failure.kind == static_cast<uint32_t>(FailureKind::busy)) {
+    text << member(failure.rank)
+         << " started this call while another one of the group still ran in the same lane. Calls that may run at the "
+            "same time need different lanes";
   } else {
     text << member(failure.rank) << " waited " << deadline_seconds << " s for " << member(failure.peer);
   }

@@ -29,8 +29,8 @@ JAX_RING_TEAM Line* lines(const Endpoint& self, int owner, int cta, int source, 
 // Sends this rank's packs and two more lines. One is the header, which identifies the call. The other is a line that
 // this round does not use, a different one each round, so that no line keeps its tag until the epochs wrap around.
 template <class Team>
-JAX_RING_TEAM_CALL void send(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
-                             uint32_t epoch) {
+JAX_RING_TEAM void send(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
+                        uint32_t epoch) {
   const int p = self.num_ranks();
   const uint64_t swept = epoch / 2 % self.capacity.num_lines();
   for (int step = 1; step < p; ++step) {
@@ -41,10 +41,11 @@ JAX_RING_TEAM_CALL void send(const Endpoint& self, const Message& message, PackR
     }
   }
   for_each_pack<1>(
-      message, range, team, [](const Operand& operand, uint64_t index, uint64_t) { return input_pack(operand, index); },
-      [&](const Operand&, uint64_t, uint64_t place, Pack pack) {
+      message, RangeWalk{range}, team,
+      [](const Operand& operand, uint64_t index, const Spot&) { return input_pack(operand, index); },
+      [&](const Operand&, uint64_t, const Spot& spot, Pack pack) {
         for (int step = 1; step < p; ++step) {
-          Line* to = lines(self, (self.rank + step) % p, cta, self.rank, epoch) + 1 + kLinesPerPack * place;
+          Line* to = lines(self, (self.rank + step) % p, cta, self.rank, epoch) + 1 + kLinesPerPack * spot.place;
           store_line(to, tagged(pack.word[0], epoch));
           store_line(to + 1, tagged(pack.word[1], epoch));
         }
@@ -68,8 +69,7 @@ JAX_RING_TEAM bool receive(const Endpoint& self, Line* from, int source, int cta
 
 // Whether every peer makes the same call.
 template <class Team>
-JAX_RING_TEAM_CALL bool check_headers(const Endpoint& self, const Message& message, int cta, Team team,
-                                      uint32_t epoch) {
+JAX_RING_TEAM bool check_headers(const Endpoint& self, const Message& message, int cta, Team team, uint32_t epoch) {
   bool ok = true;
   for (int source = team.thread(); source < self.num_ranks(); source += team.size()) {
     if (source == self.rank) continue;
@@ -95,13 +95,14 @@ JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange 
                         uint32_t epoch, Op op) {
   bool ok = true;
   for_each_pack<1>(
-      message, range, team, [](const Operand& operand, uint64_t index, uint64_t) { return input_pack(operand, index); },
-      [&](const Operand& operand, uint64_t index, uint64_t place, Pack mine) {
+      message, RangeWalk{range}, team,
+      [](const Operand& operand, uint64_t index, const Spot&) { return input_pack(operand, index); },
+      [&](const Operand& operand, uint64_t index, const Spot& spot, Pack mine) {
         const Pack result = fold_packs<Element>(
             self.num_ranks(),
             [&](int source) {
               Pack pack = mine;
-              Line* from = lines(self, self.rank, cta, source, epoch) + 1 + kLinesPerPack * place;
+              Line* from = lines(self, self.rank, cta, source, epoch) + 1 + kLinesPerPack * spot.place;
               if (source != self.rank && ok) ok = receive(self, from, source, cta, epoch, &pack);
               return pack;
             },

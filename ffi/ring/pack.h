@@ -58,71 +58,117 @@ JAX_RING_INLINE PackRange share_of(PackRange range, uint64_t index, uint64_t par
 
 JAX_RING_INLINE bool is_aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % kPackBytes == 0; }
 
+// A pack that its buffer holds only a part of, or not at a multiple of the pack size. Out of line, since it is rare.
+JAX_RING_TEAM_CALL Pack load_odd_pack(const unsigned char* from, uint64_t valid) {
+  Pack pack{};
+  JAX_RING_UNROLL
+  for (uint64_t i = 0; i < kPackBytes; ++i) {
+    if (i < valid) pack.word[i / 8] |= uint64_t{from[i]} << (8 * (i % 8));
+  }
+  return pack;
+}
+JAX_RING_TEAM_CALL void store_odd_pack(unsigned char* to, uint64_t valid, Pack pack) {
+  JAX_RING_UNROLL
+  for (uint64_t i = 0; i < kPackBytes; ++i) {
+    if (i < valid) to[i] = static_cast<unsigned char>(pack.word[i / 8] >> (8 * (i % 8)));
+  }
+}
+
 // The index-th pack of a buffer of `bytes` bytes, padded with zeros past the end.
-JAX_RING_INLINE Pack load_pack(const unsigned char* buffer, uint64_t bytes, uint64_t index) {
+JAX_RING_TEAM Pack load_pack(const unsigned char* buffer, uint64_t bytes, uint64_t index) {
   const unsigned char* from = buffer + index * kPackBytes;
   const uint64_t valid = smaller(bytes - index * kPackBytes, kPackBytes);
   if (valid == kPackBytes && is_aligned(buffer)) return *reinterpret_cast<const Pack*>(from);
-  unsigned char copy[kPackBytes] = {};
-  for (uint64_t i = 0; i < valid; ++i) copy[i] = from[i];
-  Pack pack;
-  memcpy(&pack, copy, kPackBytes);
-  return pack;
+  return load_odd_pack(from, valid);
 }
 
 // Writes the index-th pack of a buffer of `bytes` bytes, up to its end.
-JAX_RING_INLINE void store_pack(unsigned char* buffer, uint64_t bytes, uint64_t index, Pack pack) {
+JAX_RING_TEAM void store_pack(unsigned char* buffer, uint64_t bytes, uint64_t index, Pack pack) {
   unsigned char* to = buffer + index * kPackBytes;
   const uint64_t valid = smaller(bytes - index * kPackBytes, kPackBytes);
   if (valid == kPackBytes && is_aligned(buffer)) {
     *reinterpret_cast<Pack*>(to) = pack;
-    return;
+  } else {
+    store_odd_pack(to, valid, pack);
   }
-  unsigned char copy[kPackBytes];
-  memcpy(copy, &pack, kPackBytes);
-  for (uint64_t i = 0; i < valid; ++i) to[i] = copy[i];
 }
 
 // Packs that a thread copies at a time: loads in flight hide the latency of GPU memory.
 constexpr int kCopiesInFlight = 4;
 
-// Visits every pack of `range` that lies in the message: store(operand, index, place, value) receives the result of
-// load(operand, index, place), where `index` counts from the start of the operand and `place` from the start of the
-// range. Each thread loads kInFlight packs before it stores them.
-template <int kInFlight, class Team, class Load, class Store>
-JAX_RING_TEAM void for_each_pack(const Message& message, PackRange range, Team team, Load load, Store store) {
-  for (uint32_t i = 0; i < message.num_operands; ++i) {
-    const Operand& operand = message.operands[i];
-    const uint64_t end_of_operand = operand.first_pack + ceil_div(operand.bytes, kPackBytes);
-    const uint64_t begin = range.begin > operand.first_pack ? range.begin : operand.first_pack;
-    const uint64_t end = smaller(range.end, end_of_operand);
-    uint64_t at = begin + team.thread();
-    const uint64_t stride = team.size();
-    for (; at + (kInFlight - 1) * stride < end; at += kInFlight * stride) {
-      decltype(load(operand, uint64_t{}, uint64_t{})) values[kInFlight];
-      JAX_RING_UNROLL
-      for (int u = 0; u < kInFlight; ++u) {
-        const uint64_t pack = at + u * stride;
-        values[u] = load(operand, pack - operand.first_pack, pack - range.begin);
-      }
-      JAX_RING_UNROLL
-      for (int u = 0; u < kInFlight; ++u) {
-        const uint64_t pack = at + u * stride;
-        store(operand, pack - operand.first_pack, pack - range.begin, values[u]);
-      }
+// A pack of a message, its place in the buffer of a mailbox, and the rank whose part it belongs to, if any.
+struct Spot {
+  uint64_t pack;
+  uint64_t place;
+  int owner;
+};
+
+// A walk is a numbered list of packs to visit, in which some numbers may be empty. This one visits a range.
+struct RangeWalk {
+  PackRange range;
+
+  JAX_RING_TEAM uint64_t size() const { return range.size(); }
+  // The i-th pack. False if there is none of this number.
+  JAX_RING_TEAM bool get(uint64_t i, Spot* spot) const {
+    *spot = {range.begin + i, i, 0};
+    return true;
+  }
+};
+
+// Finds the operand of a pack. A thread visits nearly all packs in order, so that it seldom searches for long.
+struct OperandFinder {
+  const Message& message;
+  uint32_t operand;
+  uint64_t begin, end;  // its packs
+
+  JAX_RING_TEAM explicit OperandFinder(const Message& all) : message(all) { enter(0); }
+  JAX_RING_TEAM void enter(uint32_t i) {
+    operand = i;
+    begin = message.operands[i].first_pack;
+    end = begin + ceil_div(message.operands[i].bytes, kPackBytes);
+  }
+  JAX_RING_TEAM void find(uint64_t pack) {
+    if (pack < begin) enter(0);
+    while (pack >= end) enter(operand + 1);
+  }
+};
+
+// Visits the packs of a walk: store(operand, index, spot, value) receives the result of load(operand, index, spot),
+// where `index` counts from the start of the operand. Each thread loads kInFlight packs before it stores them. All
+// threads have work even if operands or parts are small: the walk does not stop between them.
+template <int kInFlight, class Walk, class Team, class Load, class Store>
+JAX_RING_TEAM void for_each_pack(const Message& message, const Walk& walk, Team team, Load load, Store store) {
+  OperandFinder finder(message);
+  const uint64_t size = walk.size(), stride = team.size();
+  JAX_RING_NO_UNROLL
+  for (uint64_t at = team.thread(); at < size; at += kInFlight * stride) {
+    decltype(load(message.operands[0], uint64_t{}, Spot{})) values[kInFlight];
+    bool exists[kInFlight];
+    uint32_t operands[kInFlight];
+    uint64_t indices[kInFlight];
+    Spot spots[kInFlight];
+    JAX_RING_UNROLL
+    for (int u = 0; u < kInFlight; ++u) {
+      const uint64_t i = at + u * stride;
+      exists[u] = i < size && walk.get(i, &spots[u]);
+      if (!exists[u]) continue;
+      finder.find(spots[u].pack);
+      operands[u] = finder.operand;
+      indices[u] = spots[u].pack - finder.begin;
+      values[u] = load(message.operands[operands[u]], indices[u], spots[u]);
     }
-    for (; at < end; at += stride) {
-      const uint64_t index = at - operand.first_pack, place = at - range.begin;
-      store(operand, index, place, load(operand, index, place));
+    JAX_RING_UNROLL
+    for (int u = 0; u < kInFlight; ++u) {
+      if (exists[u]) store(message.operands[operands[u]], indices[u], spots[u], values[u]);
     }
   }
 }
 
 // Load and store functions for operands.
-JAX_RING_INLINE Pack input_pack(const Operand& operand, uint64_t index, int block = 0) {
+JAX_RING_TEAM Pack input_pack(const Operand& operand, uint64_t index, int block = 0) {
   return load_pack(operand.input + block * operand.bytes, operand.bytes, index);
 }
-JAX_RING_INLINE void output_pack(const Operand& operand, uint64_t index, Pack pack, int block = 0) {
+JAX_RING_TEAM void output_pack(const Operand& operand, uint64_t index, Pack pack, int block = 0) {
   store_pack(operand.output + block * operand.bytes, operand.bytes, index, pack);
 }
 
@@ -130,8 +176,10 @@ JAX_RING_INLINE void output_pack(const Operand& operand, uint64_t index, Pack pa
 template <class Team>
 JAX_RING_TEAM void fill(const Message& message, PackRange range, int block, Team team, Pack value) {
   for_each_pack<1>(
-      message, range, team, [&](const Operand&, uint64_t, uint64_t) { return value; },
-      [&](const Operand& operand, uint64_t index, uint64_t, Pack pack) { output_pack(operand, index, pack, block); });
+      message, RangeWalk{range}, team, [&](const Operand&, uint64_t, const Spot&) { return value; },
+      [&](const Operand& operand, uint64_t index, const Spot&, Pack pack) {
+        output_pack(operand, index, pack, block);
+      });
 }
 
 }  // namespace jax_ring

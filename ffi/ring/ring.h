@@ -87,30 +87,31 @@ JAX_RING_TEAM bool run_hop(const Message& message, Hop hop, PackRange chunk, boo
   Pack* out = link.outgoing();
   if (hop.receives_result()) {
     for_each_pack<kCopiesInFlight>(
-        message, chunk, link.team, [&](const Operand&, uint64_t, uint64_t place) { return read_pack(in + place); },
-        [&](const Operand& operand, uint64_t index, uint64_t place, Pack pack) {
+        message, RangeWalk{chunk}, link.team,
+        [&](const Operand&, uint64_t, const Spot& spot) { return read_pack(in + spot.place); },
+        [&](const Operand& operand, uint64_t index, const Spot& spot, Pack pack) {
           output_pack(operand, index, keeps_result ? pack : Pack{});
-          if (hop.sends()) write_pack(out + place, pack);
+          if (hop.sends()) write_pack(out + spot.place, pack);
         });
   } else {
     for_each_pack<kFoldsInFlight>(
-        message, chunk, link.team,
-        [&](const Operand& operand, uint64_t index, uint64_t place) {
+        message, RangeWalk{chunk}, link.team,
+        [&](const Operand& operand, uint64_t index, const Spot& spot) {
           const Pack mine = input_pack(operand, index);
           PackFold<Element> fold;
           if (hop.receives()) {
-            fold.restore(in + kPartial * place);
+            fold.restore(in + kPartial * spot.place);
             fold.add(mine, op);
           } else {
             fold.start(mine);
           }
           return fold;
         },
-        [&](const Operand& operand, uint64_t index, uint64_t place, const PackFold<Element>& fold) {
-          if (!hop.has_result()) return fold.save(out + kPartial * place);
+        [&](const Operand& operand, uint64_t index, const Spot& spot, const PackFold<Element>& fold) {
+          if (!hop.has_result()) return fold.save(out + kPartial * spot.place);
           const Pack result = fold.result();
           output_pack(operand, index, keeps_result ? result : Pack{});
-          write_pack(out + place, result);
+          write_pack(out + spot.place, result);
         });
   }
   link.finish(hop.sends(), hop.receives());

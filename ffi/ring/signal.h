@@ -36,8 +36,8 @@ JAX_RING_TEAM uint64_t now_ns() {
 }
 
 // Records a failure unless this rank has already failed: the first failure is the cause of the later ones.
-JAX_RING_TEAM void fail(const Endpoint& self, FailureKind kind, Step step, int peer, uint32_t epoch, int cta) {
-  if (SystemAtomic<uint32_t>(*self.failed).exchange(1, cuda::memory_order_acq_rel) != 0) return;
+JAX_RING_TEAM_CALL void fail(const Endpoint& self, FailureKind kind, Step step, int peer, uint32_t epoch, int cta) {
+  if (SystemAtomic<uint32_t>(*self.failed).exchange(1, cuda::memory_order_relaxed) != 0) return;
   Failure* record = self.failure;
   record->step = static_cast<uint32_t>(step);
   record->rank = self.rank;

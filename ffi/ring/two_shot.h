@@ -94,15 +94,15 @@ struct Round {
 
 // Sends each part to its owner.
 template <class Team>
-JAX_RING_TEAM_CALL bool send_to_owners(const Round<Team>& round) {
+JAX_RING_TEAM bool send_to_owners(const Round<Team>& round) {
   const int rank = round.self.rank;
   for (int step = 1; round.roles.sends(rank) && step < round.num_ranks(); ++step) {
     const int owner = round.peer(step), block = round.roles.input_block(owner);
     Pack* to = round.scatter_buffer(owner, rank);
     for_each_pack<kCopiesInFlight>(
-        round.message, round.part(owner), round.team,
-        [&](const Operand& operand, uint64_t index, uint64_t) { return input_pack(operand, index, block); },
-        [&](const Operand&, uint64_t, uint64_t place, Pack pack) { write_pack(to + place, pack); });
+        round.message, RangeWalk{round.part(owner)}, round.team,
+        [&](const Operand& operand, uint64_t index, const Spot&) { return input_pack(operand, index, block); },
+        [&](const Operand&, uint64_t, const Spot& spot, Pack pack) { write_pack(to + spot.place, pack); });
   }
   round.signal_peers(FlagKind::scattered);
   return round.await_all(FlagKind::scattered, Step::reduce_scatter);
@@ -115,19 +115,20 @@ JAX_RING_TEAM bool fold_and_send(const Round<Team>& round, Op op) {
   const int rank = round.self.rank, p = round.num_ranks(), root = roles.plan.root;
   const int first = roles.first_rank(p, rank), in = roles.input_block(rank), out = roles.output_block(rank);
   for_each_pack<1>(
-      round.message, round.part(rank), round.team,
-      [&](const Operand& operand, uint64_t index, uint64_t place) {
+      round.message, RangeWalk{round.part(rank)}, round.team,
+      [&](const Operand& operand, uint64_t index, const Spot& spot) {
         const auto from = [&](int source) {
           return source == rank ? input_pack(operand, index, in)
-                                : read_pack(round.scatter_buffer(rank, source) + place);
+                                : read_pack(round.scatter_buffer(rank, source) + spot.place);
         };
         if (!roles.folds()) return from(roles.plan.collective == Collective::broadcast ? root : rank);
         return fold_packs<Element>(p, [&](int i) { return from((first + i) % p); }, op);
       },
-      [&](const Operand& operand, uint64_t index, uint64_t place, Pack pack) {
+      [&](const Operand& operand, uint64_t index, const Spot& spot, Pack pack) {
         if (roles.keeps_result(rank)) output_pack(operand, index, pack, out);
         for (int step = 1; step < p; ++step) {
-          if (roles.receives(round.peer(step))) write_pack(round.gather_buffer(round.peer(step), rank) + place, pack);
+          if (roles.receives(round.peer(step)))
+            write_pack(round.gather_buffer(round.peer(step), rank) + spot.place, pack);
         }
       });
   round.signal_peers(FlagKind::gathered);
@@ -136,7 +137,7 @@ JAX_RING_TEAM bool fold_and_send(const Round<Team>& round, Op op) {
 
 // Copies the peers' parts of the result to the outputs.
 template <class Team>
-JAX_RING_TEAM_CALL void copy_results(const Round<Team>& round) {
+JAX_RING_TEAM void copy_results(const Round<Team>& round) {
   const Roles& roles = round.roles;
   if (roles.plan.collective == Collective::reduce && !roles.keeps_result(round.self.rank)) {
     return fill(round.message, round.range, 0, round.team, Pack{});
@@ -145,9 +146,11 @@ JAX_RING_TEAM_CALL void copy_results(const Round<Team>& round) {
     const int owner = round.peer(step), block = roles.output_block(owner);
     const Pack* from = round.gather_buffer(round.self.rank, owner);
     for_each_pack<kCopiesInFlight>(
-        round.message, round.part(owner), round.team,
-        [&](const Operand&, uint64_t, uint64_t place) { return read_pack(from + place); },
-        [&](const Operand& operand, uint64_t index, uint64_t, Pack pack) { output_pack(operand, index, pack, block); });
+        round.message, RangeWalk{round.part(owner)}, round.team,
+        [&](const Operand&, uint64_t, const Spot& spot) { return read_pack(from + spot.place); },
+        [&](const Operand& operand, uint64_t index, const Spot&, Pack pack) {
+          output_pack(operand, index, pack, block);
+        });
   }
 }
 
