@@ -1,6 +1,7 @@
 """ring_psum through JAX on GPUs: several processes share one GPU, and each is one rank of the mesh."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -75,8 +76,9 @@ def test_a_group_connects_beside_a_running_loop(backend):
 def test_a_skipped_call_raises_on_the_other_ranks(backend):
     if backend == "host":
         pytest.skip("CPU devices use the CPU engine: tests/multiprocess/test_failures.py")
-    first, second = run_ranks(backend, 2, "skip", JAX_RING_TIMEOUT_S="3")
+    first, second = run_ranks(backend, 2, "skip", JAX_RING_TIMEOUT_S="5")
     assert "JaxRuntimeError" in first.stdout, first.stdout
-    assert "rank 0 (GPU 0 of process 0) waited 3 s for rank 1 (GPU 0 of process 1)" in first.stdout, first.stdout
+    waited = r"rank 0 \(GPU \d of process 0\) waited 5 s for rank 1 \(GPU \d of process 1\)"
+    assert re.search(waited, first.stdout), first.stdout
     assert "the process continues" in first.stdout, first.stdout
     assert second.returncode == 0, second.stdout

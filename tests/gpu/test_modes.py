@@ -154,7 +154,8 @@ def test_counters_wrap_around(ranks, algorithm, order):
 
 
 def test_a_message_larger_than_all_buffers(ranks):
-    operand = random(np.float32, (2, 20_000_003))
+    # 5 MB for each team, which is more than its buffers hold: 80 MB for 16 teams.
+    operand = random(np.float32, (2, 1_250_000 * ranks(2).num_ctas + 3))
     for algorithm, order in VARIANTS:
         (got,) = reduce(ranks(2), [operand], algorithm=algorithm, order=order)
         expect_sum(got, operand, order)
