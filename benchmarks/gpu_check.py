@@ -17,17 +17,23 @@ from gpu_check_parts import PARTS
 from gpu_check_report import explanation, has_failed, report
 
 
-def run_part(name: str, dry: bool, out: pathlib.Path, limit: float) -> dict:
+def run_part(name: str, dry: bool, limit: float) -> dict:
     """Runs a part in a process of its own, and kills it and what it started after `limit` seconds."""
+    log = gpu_check_parts.log_of(name)
+    log.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         result = pathlib.Path(folder) / "result.json"
-        command = [sys.executable, __file__, "--part", name, "--result", str(result), "--out", str(out)]
-        status = run_limited(command + ["--dry"] * dry, limit)
-        if status is None:
-            return {"error": f"not finished within {limit:.0f} s{_last_test(out, name)}"}
-        if not result.exists():
-            return {"error": f"ended with exit status {status} and no result{_last_test(out, name)}"}
-        return json.loads(result.read_text())
+        status = run_limited(
+            [sys.executable, __file__, "--part", name, "--result", str(result)] + ["--dry"] * dry, limit
+        )
+        found = json.loads(result.read_text()) if status is not None and result.exists() else {}
+    if status is None:
+        found["error"] = f"not finished within {limit:.0f} s"
+    elif not found:
+        found["error"] = f"ended with exit status {status} and no result"
+    if has_failed(found) and log.exists():
+        found["log"] = log.read_text()[-6000:]  # its end names the test that was running
+    return found
 
 
 def run_limited(command: list[str], limit: float) -> int | None:
@@ -46,17 +52,10 @@ def run_limited(command: list[str], limit: float) -> int | None:
             process.wait()
 
 
-def _last_test(out: pathlib.Path, name: str) -> str:
-    """The test that was running, from the log of a part that runs tests."""
-    log = gpu_check_parts.log_of(out, name)
-    tests = [line for line in log.read_text().splitlines() if "::" in line] if log.exists() else []
-    return f"; last test: {tests[-1]}" if tests else ""
-
-
-def run_here(name: str, dry: bool, out: pathlib.Path, result: pathlib.Path) -> None:
+def run_here(name: str, dry: bool, result: pathlib.Path) -> None:
     """Runs a part in this process, and writes its result."""
     try:
-        found = PARTS[name].run(gpu_check_parts.Context(dry, out, name))
+        found = PARTS[name].run(gpu_check_parts.Context(dry, name))
     except Exception as error:  # the report shows it
         found = {"error": f"{type(error).__name__}: {error}"}
     result.write_text(json.dumps(found))
@@ -65,7 +64,7 @@ def run_here(name: str, dry: bool, out: pathlib.Path, result: pathlib.Path) -> N
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry", action="store_true", help="run without a GPU, on threads of the host")
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=pathlib.Path, help="the folder of the report")
     parser.add_argument("--seconds", type=float, default=0, help="begin no part after this time; the next run goes on")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # run in this process
     parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
@@ -74,15 +73,18 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     if arguments.part:
-        run_here(arguments.part, arguments.dry, arguments.out, arguments.result)
+        run_here(arguments.part, arguments.dry, arguments.result)
         return 0
+    if arguments.out is None:
+        parser.error("--out is missing")
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"unknown parts {sorted(unknown)}; choose from {list(PARTS)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     file = arguments.out / "results.json"
     results = json.loads(file.read_text()) if file.exists() else {}
     begin = time.monotonic()
-    for name in arguments.parts or [name for name in PARTS if name not in results or "error" in results[name]]:
+    names = arguments.parts or [name for name in PARTS if name not in results or has_failed(results[name])]
+    for name in names:
         passed = time.monotonic() - begin
         limit = PARTS[name].limit * (4 if arguments.dry else 1)  # a dry run shares its cores with others
         if arguments.seconds:
@@ -91,16 +93,16 @@ def main() -> int:
             print(f"== {name}: not begun, because the {arguments.seconds:.0f} s are over; run the same command again")
             continue
         print(f"== {name} ({passed:.0f} s; at most {limit:.0f} s)", flush=True)
-        results[name] = run_part(name, arguments.dry, arguments.out, limit)
+        results[name] = run_part(name, arguments.dry, limit)
         results[name]["seconds"] = round(time.monotonic() - begin - passed, 1)
         file.write_text(json.dumps(results, indent=1) + "\n")
         (arguments.out / "README.md").write_text(report(results, arguments.dry))
         if has_failed(results[name]):
-            print(explanation(name, results[name]), flush=True)
+            print(results[name].get("log", ""), explanation(name, results[name]), sep="\n", flush=True)
             if name == "machine":
                 break  # there is nothing to check
     print(report(results, arguments.dry))
-    return 1 if any(map(has_failed, results.values())) or set(PARTS) - set(results) else 0
+    return 1 if any(map(has_failed, results.values())) or set(names) - set(results) else 0
 
 
 if __name__ == "__main__":

@@ -17,10 +17,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 class Context(NamedTuple):
-    """What a part is told: whether this is a dry run, the folder of the report, and its own name."""
+    """What a part is told: whether this is a dry run, and its own name."""
 
     dry: bool
-    out: pathlib.Path
     part: str
 
     @property
@@ -95,9 +94,11 @@ def first_calls(context: Context) -> dict:
     return {"right": done}
 
 
-def log_of(out: pathlib.Path, part: str) -> pathlib.Path:
-    """Where the output of the tests of a part is written as they run."""
-    return out / f"{part}.log"
+def log_of(part: str) -> pathlib.Path:
+    """Where the output of the programs that a part runs is written."""
+    folder = ROOT / "build/gpu_check_logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{part}.log"
 
 
 def part_of_tests(
@@ -111,7 +112,8 @@ def part_of_tests(
     def run(context: Context) -> dict:
         if context.dry and not_dry:
             return {"not_done": not_dry}
-        log, outcomes = log_of(context.out, context.part), context.out / f"{context.part}.xml"
+        log = log_of(context.part)
+        outcomes = log.with_suffix(".xml")
         variables = os.environ | ({"JAX_RING_GPU_CHECK_BACKEND": "host"} if context.dry else {})
         if not jax_on_gpu:
             variables["JAX_PLATFORMS"] = "cpu"  # where JAX starts on the GPU, it takes most of its memory
@@ -123,8 +125,6 @@ def part_of_tests(
         command = [sys.executable, "-m", "pytest", *options, str(ROOT / "tests/gpu" / file)]
         with log.open("w") as output:
             subprocess.run(command, env=variables, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-        text = log.read_text()
-        print(text[text.rfind("\n====") :] if "FAILED" not in text else text[-6000:])
         return _outcomes(outcomes, file)
 
     return run
@@ -166,7 +166,7 @@ def sanitizer(tool: str) -> Callable[[Context], dict]:
         command = [found, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", program]
         completed = subprocess.run(command, capture_output=True, text=True)
         output = completed.stdout + completed.stderr
-        (context.out / f"{context.part}.log").write_text(output)
+        log_of(context.part).write_text(output)
         summary = " ".join(re.findall(r".*(?:ERROR SUMMARY|[Nn]ot supported).*", output)[-1:]).strip("= ")
         if re.search("[Nn]ot supported", output):
             return {"not_done": summary}
@@ -208,7 +208,7 @@ def profile(context: Context) -> dict:
     options = ["--csv", "--clock-control", "none", "--target-processes", "all", "--metrics", ",".join(METRICS)]
     completed = subprocess.run([ncu, *options, sys.executable, "-c", program], capture_output=True, text=True)
     output = completed.stdout + completed.stderr
-    (context.out / "profile.log").write_text(output)
+    log_of(context.part).write_text(output)
     if "ERR_NVGPUCTRPERM" in output:
         return {"not_done": "this user may not read the GPU's counters (ERR_NVGPUCTRPERM)"}
     launches = gpu_check_measure.metrics_of_launches(completed.stdout)

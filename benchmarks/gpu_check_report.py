@@ -66,6 +66,8 @@ def report(results: dict, dry: bool) -> str:
     parts = [part for part in MEANING if part in results]  # in order, however often they were run
     if first := next((part for part in parts if has_failed(results[part])), None):
         lines += ["## The first part that failed", "", explanation(first, results[first]), ""]
+        if log := results[first].get("log"):
+            lines += ["The end of its output:", "", "```", log.strip()[-3000:], "```", ""]
     lines += _tests(results)
     lines += ["", "## Single calls and sanitizers", ""]
     for name in ("first_calls", "memcheck", "initcheck"):

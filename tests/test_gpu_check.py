@@ -47,8 +47,9 @@ def test_the_first_failure_is_explained():
     assert "2 calls of 4 bytes are right" in text
     assert "Skipped in boundaries: no kernels of f64" in text
     assert "The first part that failed" not in report({"boundaries": PASSED}, dry=False)
-    hung = {"first_calls": {"error": "not finished within 60 s"}}
+    hung = {"first_calls": {"error": "not finished within 60 s", "log": "test_x[3-streams]"}}
     assert "first_calls: not finished within 60 s\nThe smallest call fails" in report(hung, dry=False)
+    assert "```\ntest_x[3-streams]\n```" in report(hung, dry=False)
     assert has_failed(hung["first_calls"])
     assert not has_failed(PASSED)
 

@@ -76,7 +76,7 @@ def compile_beside_a_loop(mesh) -> None:
     """A thread compiles, connects and runs a call of another group while a loop of calls runs."""
     x = make_global_array(mesh, lambda rank: np.full((1003,), rank, np.float32))
     backwards = [list(range(mesh.size))[::-1]]  # the same GPUs, but another group
-    loop = mapped(mesh, lambda x: lax.fori_loop(0, 500, lambda _, y: ring_psum(y, "i") / mesh.size, x))
+    loop = mapped(mesh, lambda x: lax.fori_loop(0, 200, lambda _, y: ring_psum(y, "i") / mesh.size, x))
     other = mapped(mesh, lambda x: ring_psum(x, "i", axis_index_groups=backwards))
     loop(x).block_until_ready()
     results = []
