@@ -125,6 +125,20 @@ def forget_gpu_groups() -> None:
     ffi_cuda.forget_groups()
 
 
+def check_gpu_groups() -> None:
+    """Raises an error if a GPU call of this process has failed.
+
+    A kernel cannot raise, and JAX does not ask a custom call whether it succeeded: `jax.block_until_ready` returns the
+    results of a call that failed, all bits of which are ones. The next call of its group raises the error. Call this
+    after the last one, when its results are ready.
+
+    Raises:
+      jax.errors.JaxRuntimeError: with the rank, the peer and the call of each failure.
+    """
+    if text := ffi_cuda.failure():
+        raise jax.errors.JaxRuntimeError(text)
+
+
 def _register() -> None:
     _compat.register_cpu_ffi_type("jax_ring_call_site", _ffi_cpu.call_site_type())
     handlers = _ffi_cpu.collective_handlers()

@@ -58,7 +58,7 @@ class Communicator {
   void name_call(uint32_t call, const std::string& text);
 
   // The first failure of a rank of this process in any lane, if any. After a failure the ranks' counters disagree, and
-  // the group cannot be used again. Does not lock.
+  // the group cannot be used again. May be called at any time.
   std::optional<Failure> failure() const;
 
   // The failure as text. call: description of `failure.call`.

@@ -59,28 +59,23 @@ void Communicators::connect(Communicator& communicator, int lane) {
   communicator.connect(lane, deadline());
   if (communicator.is_in_one_process()) return;
   // Every process of this group has told its handles in this generation. Before, it closed what it had in earlier ones,
-  // so nobody maps that memory of this process any more.
-  std::vector<std::shared_ptr<Communicator>> unused;
+  // so nobody maps that memory of this process any more. It is freed later, when no program is running: freeing waits
+  // for the work of a GPU, which may be a kernel that waits for the GPU of this thread.
   const std::set<int64_t> processes = processes_of(communicator);
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (communicator.is_retired()) return;
-    const auto in_use = [&](const Retired& each) {
-      const std::set<int64_t> theirs = processes_of(*each.communicator);
-      return each.runtime != runtime_ ||
-             !std::includes(processes.begin(), processes.end(), theirs.begin(), theirs.end());
-    };
-    const auto first = std::partition(retired_.begin(), retired_.end(), in_use);
-    for (auto each = first; each != retired_.end(); ++each) unused.push_back(std::move(each->communicator));
-    retired_.erase(first, retired_.end());
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (communicator.is_retired()) return;
+  for (Retired& each : retired_) {
+    const std::set<int64_t> theirs = processes_of(*each.communicator);
+    if (each.runtime == runtime_ && std::includes(processes.begin(), processes.end(), theirs.begin(), theirs.end())) {
+      each.is_mapped = false;
+    }
   }
-  for (const auto& each : unused) each->free_all();
 }
 
-// Closes first and counts afterwards, so that no process can be told of a generation before the one that precedes it is
+// Closes first and counts afterwards, so that no process can be told of a generation before those that precede it are
 // closed.
 void Communicators::reset() {
-  for (const auto& each : all()) each->retire();
+  retire_all();
   std::map<std::vector<Member>, std::shared_ptr<Communicator>> old;
   uint64_t runtime;
   {
@@ -89,11 +84,11 @@ void Communicators::reset() {
     runtime = runtime_;
     ++generation_;
   }
-  retire(std::move(old), runtime);
+  keep(old, runtime);
 }
 
 void Communicators::set_process(int64_t process, KeyValueStore store) {
-  for (const auto& each : all()) each->retire();
+  retire_all();
   auto shared = std::make_shared<const KeyValueStore>(std::move(store));
   std::map<std::vector<Member>, std::shared_ptr<Communicator>> old;
   uint64_t runtime;
@@ -106,15 +101,29 @@ void Communicators::set_process(int64_t process, KeyValueStore store) {
     generation_ = 0;
   }
   device_ids_.forget();
-  retire(std::move(old), runtime);
+  keep(old, runtime);
 }
 
-void Communicators::retire(std::map<std::vector<Member>, std::shared_ptr<Communicator>> old, uint64_t runtime) {
+// Frees, too, what an earlier call has left and nobody maps any more.
+void Communicators::retire_all() {
+  for (const auto& each : all()) each->retire();
+  std::vector<std::shared_ptr<Communicator>> unused;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto first =
+        std::partition(retired_.begin(), retired_.end(), [](const Retired& each) { return each.is_mapped; });
+    for (auto each = first; each != retired_.end(); ++each) unused.push_back(std::move(each->communicator));
+    retired_.erase(first, retired_.end());
+  }
+  for (const auto& each : unused) each->free_all();
+}
+
+// Keeps alive what other processes may map, which a destructor would free. Processes of an earlier runtime say nothing
+// any more, so what those map stays until this process exits.
+void Communicators::keep(const std::map<std::vector<Member>, std::shared_ptr<Communicator>>& old, uint64_t runtime) {
   for (const auto& [members, communicator] : old) {
     communicator->retire();
     if (communicator->is_in_one_process()) continue;
-    // Kept alive here, since its destructor would free what other processes may map. Processes of an earlier runtime
-    // say nothing any more, so theirs stays until this process exits.
     const std::lock_guard<std::mutex> lock(mutex_);
     retired_.push_back({communicator, runtime});
   }

@@ -55,9 +55,11 @@ class Communicators {
   struct Retired {
     std::shared_ptr<Communicator> communicator;
     uint64_t runtime;
+    bool is_mapped = true;  // as far as this process knows
   };
 
-  void retire(std::map<std::vector<Member>, std::shared_ptr<Communicator>> all, uint64_t runtime);
+  void retire_all();
+  void keep(const std::map<std::vector<Member>, std::shared_ptr<Communicator>>& old, uint64_t runtime);
   std::vector<std::shared_ptr<Communicator>> all() const;
 
   std::atomic<int64_t> process_{0};

@@ -4,6 +4,7 @@
 #include <map>
 #include <set>
 #include <stdexcept>
+#include <utility>
 
 #include "cuda/deadline.h"
 
@@ -36,9 +37,6 @@ Connection::Connection(const Group& group, int lane, PeerMemory& memory, std::sh
 Connection::~Connection() {
   close();
   free_all();
-  for (LocalRank& local : local_) {
-    if (local.failure != nullptr) memory_.release_on_host(local.ordinal, local.failure);
-  }
 }
 
 // ---- Connecting -----------------------------------------------------------------------------------------------------
@@ -213,7 +211,9 @@ Endpoint Connection::endpoint(int rank, uint32_t call, double deadline_seconds) 
 
 std::optional<Failure> Connection::failure() const {
   if (!is_connected()) return std::nullopt;
+  const std::lock_guard<std::mutex> lock(records_mutex_);
   for (const LocalRank& local : local_) {
+    if (local.failure == nullptr) continue;  // closed meanwhile
     // Written by the GPU, as the last field of the record.
     const uint32_t kind = __atomic_load_n(&local.failure->kind, __ATOMIC_ACQUIRE);
     if (kind != static_cast<uint32_t>(FailureKind::none)) return *local.failure;
@@ -250,6 +250,12 @@ void Connection::release() noexcept {
     }
     unsigned char*& own = local.mailboxes[local.rank];
     if (alone && own != nullptr) memory_.release(local.ordinal, std::exchange(own, nullptr));
+    Failure* record;
+    {
+      const std::lock_guard<std::mutex> lock(records_mutex_);
+      record = std::exchange(local.failure, nullptr);
+    }
+    if (record != nullptr) memory_.release_on_host(local.ordinal, record);
   }
 }
 

@@ -36,14 +36,14 @@ class Connection {
   // Must be connected.
   Endpoint endpoint(int rank, uint32_t call, double deadline_seconds) const;
 
-  // The first failure of a rank of this process, if any. Does not lock.
+  // The first failure of a rank of this process, if any. May be called at any time.
   std::optional<Failure> failure() const;
 
   // Ends the connection for good, when this process launches no more calls in it. Waits for the work of this process's
   // GPUs, then unmaps the peers' memory. Memory that GPUs of other processes may still write stays, until `free_all`.
   void close() noexcept;
 
-  // Frees everything. The other processes must have closed theirs.
+  // Frees what `close` left. The other processes must have closed theirs.
   void free_all() noexcept;
 
  private:
@@ -55,7 +55,7 @@ class Connection {
     std::vector<unsigned char*> mailboxes;  // of all ranks
     std::vector<std::string> imported;      // by rank: the handle that is mapped as mailboxes[rank]
     unsigned char* counters = nullptr;      // Progress by team, then one word: whether the rank has failed
-    Failure* failure = nullptr;             // lives as long as this object, so that it can be read at any time
+    Failure* failure = nullptr;             // guarded by records_mutex_ once connected
   };
 
   void try_to_connect();
@@ -72,6 +72,7 @@ class Connection {
   // Changed by the thread that connects, alone; and by close(), when no thread connects.
   std::vector<LocalRank> local_;
   std::atomic<bool> connected_{false};
+  mutable std::mutex records_mutex_;
 
   enum class State { idle, connecting, connected, closed };
   std::mutex mutex_;  // of what follows; never held while anything is done with it

@@ -1,4 +1,4 @@
-// first_run.h: the ranks of one process wait for each other in the first run of a call.
+// first_run.h: the ranks of one process wait for each other in the first runs of a call.
 #pragma once
 
 #include <atomic>
@@ -12,14 +12,21 @@
 
 namespace jax_ring::gpu {
 
-// A point that no rank passes before all ranks have reached it once, in the same run. From then on nobody waits.
+// How many: XLA runs a program once, and creates its CUDA graphs in the second run.
+constexpr size_t kFirstRuns = 2;
+
+// A point that no rank passes, in each of the first runs that reach it, before all ranks have reached it in that run.
+// From then on nobody waits.
 class FirstRun {
  public:
   // what: what the ranks have done when they are here; ranks: their names. Both for errors.
   FirstRun(std::string what, std::vector<std::string> ranks);
 
+  // This rank is here, and need not wait. run: identifies an execution of the program, in which every rank takes part.
+  // May be repeated.
+  void arrive(int64_t run, int rank);
+
   // Waits for the others. Throws std::runtime_error if one of them fails in this run, or does not arrive in time.
-  // run: identifies an execution of the program, in which each rank takes part.
   void arrive_and_wait(int64_t run, int rank, double deadline_seconds);
 
   // This rank will not arrive in this run: the others must not wait for it.
@@ -34,7 +41,10 @@ class FirstRun {
     int num_waiting = 0;
   };
 
-  void drop_old_runs();
+  bool is_over(int64_t run) const;
+  Run* find_or_open(int64_t run);
+  bool add(int64_t run, Run& here, int rank);
+  void drop_failed_runs();
   std::string missing(const Run& run) const;
 
   const std::string what_;
@@ -42,7 +52,8 @@ class FirstRun {
   std::atomic<bool> done_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::map<int64_t, Run> runs_;
+  std::map<int64_t, Run> open_;  // and those that failed, so that a rank that comes late hears of it
+  std::set<int64_t> completed_;
 };
 
 }  // namespace jax_ring::gpu

@@ -56,7 +56,7 @@ struct Instance {
   std::array<std::atomic<const Rank*>, kMaxOrdinals> rank_of{};
 
   std::mutex mutex;  // of what follows, and of the groups; nothing is waited for under it
-  std::unique_ptr<FirstRun> initialized;
+  std::unique_ptr<FirstRun> initializing, initialized;
   std::vector<std::unique_ptr<const Rank>> ranks;
 };
 ffi::TypeId Instance::id = {};
@@ -148,23 +148,26 @@ ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
 
 // Runs before every execution on every GPU, including the replay of a CUDA graph, of which the host sees nothing else.
 //
-// What is guaranteed before a kernel runs that waits for a peer. In the first execution of a call, every GPU of this
-// process that takes part in it has connected and loaded all kernels, and XLA has initialized it up to this call,
-// before any leaves `initialize`. In each group, every GPU of this process has been initialized for the whole program
-// before any launches the call, and every one has launched it before any goes on to what follows, which may allocate.
-// The driver can make an allocation, or the loading of a kernel, wait for a kernel that waits for this very GPU; XLA
-// orders its own collectives so, in the first call of each, but not custom calls.
+// The driver can make an allocation, the loading of a kernel or the creation of a CUDA graph wait for a running kernel,
+// which may be one that waits for the very GPU that allocates. XLA therefore lets the ranks of a process wait for each
+// other around its own collectives, but not around custom calls. Here they do, in the first runs of a call:
+// - every GPU of this process that takes part in the call has launched all of the programs before, so that their
+//   kernels end by themselves, before any connects;
+// - every one has connected and loaded all kernels before any leaves `initialize`;
+// - in each group, XLA has initialized every GPU of this process for the whole program, which includes the creation of
+//   CUDA graphs, before any launches the call; and every one has launched it before any goes on to what follows.
 //
-// What is not: XLA runs a program once before it records its calls in CUDA graphs, so the guarantees hold for that run.
-// It records later, at a time of its own for each GPU, and a recorded call is launched without the host's being told.
-// So a GPU may replay while another one of this process still instantiates its graph. If the driver made that wait, the
-// kernel's deadline would end it, with an error.
+// That holds for calls that XLA launches itself, in the first run of a program all of them. From the second run on, it
+// may record a call in a CUDA graph, while it initializes the GPU. It launches the graph without the host's being told,
+// so a GPU may replay its graph while another one of this process still creates its own. If the driver makes that wait,
+// the kernel's deadline ends it with an error. XLA_FLAGS=--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN
+// keeps custom calls out of graphs.
 
-// Builds what the GPUs of this process share, in the first execution.
-FirstRun& initialized_of(Instance& instance) {
+// Builds the points where the GPUs of this process wait for each other, in the first execution.
+void find_ranks_of_this_process(Instance& instance) {
   const int64_t process = Communicators::instance().process();
   const std::lock_guard<std::mutex> lock(instance.mutex);
-  if (instance.initialized != nullptr) return *instance.initialized;
+  if (instance.initialized != nullptr) return;
   std::vector<std::string> all;
   for (Instance::Group& group : instance.groups) {
     std::vector<std::string> names;
@@ -176,8 +179,8 @@ FirstRun& initialized_of(Instance& instance) {
     group.launching = std::make_unique<FirstRun>("ready to launch " + instance.text, names);
     group.launched = std::make_unique<FirstRun>("done with launching " + instance.text, names);
   }
-  instance.initialized = std::make_unique<FirstRun>("initialized for " + instance.text, all);
-  return *instance.initialized;
+  instance.initializing = std::make_unique<FirstRun>("ready to connect for " + instance.text, all);
+  instance.initialized = std::make_unique<FirstRun>("connected for " + instance.text, all);
 }
 
 // Where this GPU is in the call. Touches no GPU.
@@ -245,27 +248,37 @@ ffi::Error state_of(const Instance& instance, const Instance::Rank& rank) {
 
 ffi::Error initialize(Instance* instance, ffi::RunId run, int32_t ordinal, ffi::RemainingArgs, ffi::RemainingRets,
                       ffi::Dictionary) {
+  if (ordinal < 0 || ordinal >= kMaxOrdinals) {
+    return ffi::Error::Internal(instance->text + ": the CUDA ordinal " + std::to_string(ordinal) + " is not below " +
+                                std::to_string(kMaxOrdinals));
+  }
   Communicators& all = Communicators::instance();
-  std::optional<Instance::Rank> found;
-  FirstRun* initialized = nullptr;
+  int index = -1;
+  const auto fail = [&](const std::string& why) {
+    if (index < 0) return;
+    instance->initializing->fail(run.run_id, index, why);
+    instance->initialized->fail(run.run_id, index, why);
+  };
   try {
-    if (ordinal < 0 || ordinal >= kMaxOrdinals) {
-      throw std::out_of_range("the CUDA ordinal " + std::to_string(ordinal) + " is not below " +
-                              std::to_string(kMaxOrdinals));
-    }
     const Instance::Rank* rank = instance->rank_of[ordinal].load(std::memory_order_acquire);
-    if (rank == nullptr) {
-      initialized = &initialized_of(*instance);
-      found = find_rank(*instance, all.device_ids().id_of(ordinal));
-      rank = connect(*instance, *found, ordinal);
+    if (rank != nullptr) {
+      index = rank->index;
+      instance->initializing->arrive_and_wait(run.run_id, index, all.deadline());
+    } else {
+      find_ranks_of_this_process(*instance);
+      const Instance::Rank found = find_rank(*instance, all.device_ids().id_of(ordinal));
+      index = found.index;
+      instance->initializing->arrive_and_wait(run.run_id, index, all.deadline());
+      rank = connect(*instance, found, ordinal);
     }
-    if (ffi::Error error = state_of(*instance, *rank); error.failure()) return error;
-    found = *rank;
-    initialized = instance->initialized.get();
-    initialized->arrive_and_wait(run.run_id, rank->index, all.deadline());
+    if (ffi::Error error = state_of(*instance, *rank); error.failure()) {
+      fail(error.message());
+      return error;
+    }
+    instance->initialized->arrive_and_wait(run.run_id, index, all.deadline());
     return ffi::Error::Success();
   } catch (const std::exception& error) {
-    if (found && initialized != nullptr) initialized->fail(run.run_id, found->index, error.what());
+    fail(error.what());
     return ffi::Error::Internal(instance->text + ": " + error.what());
   }
 }
@@ -298,8 +311,8 @@ void launch(const Instance& instance, const Instance::Rank& rank, Stream stream,
   for (const Launch& each : launches) gpus.launch(each.kernel, each.call, stream);
 }
 
-// Waits for no connection. It waits for other ranks in the first run alone, and not while XLA records: nothing runs
-// then, and other GPUs may record at another time.
+// Waits for no connection. It waits for other ranks in the first runs alone, and not while XLA records: nothing runs
+// then, and another GPU may not record in this run.
 ffi::Error execute(Instance* instance, ffi::RunId run, Stream stream, int32_t ordinal, ffi::RemainingArgs args,
                    ffi::RemainingRets rets, ffi::Dictionary /*seen by instantiate*/) {
   const Instance::Rank* rank =
@@ -309,17 +322,30 @@ ffi::Error execute(Instance* instance, ffi::RunId run, Stream stream, int32_t or
                                 ", which has not been initialized");
   }
   FirstRun &launching = *rank->group->launching, &launched = *rank->group->launched;
+  const auto fail = [&](const std::string& why) {
+    launching.fail(run.run_id, rank->local, why);
+    launched.fail(run.run_id, rank->local, why);
+  };
   try {
-    if (ffi::Error error = state_of(*instance, *rank); error.failure()) return error;
+    if (ffi::Error error = state_of(*instance, *rank); error.failure()) {
+      fail(error.message());
+      return error;
+    }
     const Communicators& all = Communicators::instance();
-    const bool waits = !launched.is_done() && !all.gpus().is_capturing(stream);
-    if (waits) launching.arrive_and_wait(run.run_id, rank->local, all.deadline());
+    if (launched.is_done()) {
+      launch(*instance, *rank, stream, args, rets);
+      return ffi::Error::Success();
+    }
+    const bool waits = !all.gpus().is_capturing(stream);
+    const auto meet = [&](FirstRun& point) {
+      waits ? point.arrive_and_wait(run.run_id, rank->local, all.deadline()) : point.arrive(run.run_id, rank->local);
+    };
+    meet(launching);
     launch(*instance, *rank, stream, args, rets);
-    if (waits) launched.arrive_and_wait(run.run_id, rank->local, all.deadline());
+    meet(launched);
     return ffi::Error::Success();
   } catch (const std::exception& error) {
-    launching.fail(run.run_id, rank->local, error.what());
-    launched.fail(run.run_id, rank->local, error.what());
+    fail(error.what());
     return ffi::Error::Internal(instance->text + ": " + error.what());
   }
 }

@@ -14,8 +14,8 @@ namespace jax_ring::gpu {
 Watcher::Watcher(std::function<void()> look)
     : thread_([this, look = std::move(look)] {
         std::unique_lock<std::mutex> lock(mutex_);
-        while (!stopping_) {
-          changed_.wait_for(lock, std::chrono::milliseconds(300), [&] { return stopping_; });
+        for (bool last = false; !last;) {
+          last = changed_.wait_for(lock, std::chrono::milliseconds(300), [&] { return stopping_; });
           lock.unlock();
           look();
           lock.lock();

@@ -443,10 +443,12 @@ TEST(Connection, WaitsForItsGpusBeforeItGivesUpMemoryThatTheyWrite) {
   memories[0].events.clear();
   communicators[0]->retire();
   // Releasing memory waits for the device. Its mailboxes stay, since the other process still writes them.
-  EXPECT_EQ(memories[0].events, (std::vector<std::string>{"release 0", "release 1", "close 0", "close 1"}));
+  EXPECT_EQ(memories[0].events, (std::vector<std::string>{"release 0", "release 1", "close 0", "release on host",
+                                                          "close 1", "release on host"}));
+  EXPECT_EQ(memories[0].allocated(), 2u);
   communicators[1]->retire();
   communicators[0]->free_all();
-  EXPECT_EQ(memories[0].allocated(), 2u);  // the records of failures, which may be read as long as the group exists
+  EXPECT_EQ(memories[0].allocated(), 0u);
 }
 
 // ---- All groups of a process ----------------------------------------------------------------------------------------
@@ -520,11 +522,14 @@ TEST(Communicators, ForgettingClosesAndTheNextGroupFrees) {
   EXPECT_TRUE(old->is_retired());
   EXPECT_EQ(a.memory.imported, 0);
   // The other process may not have forgotten yet, and its kernels may write to this one's mailbox.
-  EXPECT_EQ(a.memory.allocated(), 2u);
+  EXPECT_EQ(a.memory.allocated(), 1u);
   b.all.reset();
   in_both(a, b, [](Process& each) { each.connect(kPair); });
   EXPECT_NE(a.all.get_or_create(kPair), old);
-  EXPECT_EQ(a.memory.allocated(), of_one_group + 1);  // and the record of failures of `old`
+  // Now it has. But freeing waits for a GPU, so that it must wait until no program is running.
+  EXPECT_EQ(a.memory.allocated(), of_one_group + 1);
+  a.all.reset();
+  EXPECT_EQ(a.memory.allocated(), 1u);
 }
 
 TEST(Communicators, ANewRuntimeForgetsTheGroupsOfTheOldOne) {
@@ -622,8 +627,30 @@ TEST(FirstRun, NobodyPassesBeforeTheLast) {
     });
   }
   for (std::thread& rank : ranks) rank.join();
+  point.arrive_and_wait(1, 0, 0);  // repeated, as in a loop
+  EXPECT_FALSE(point.is_done());
+}
+
+TEST(FirstRun, LaterRunsDoNotWait) {
+  FirstRun point("ready", {"GPU 0", "GPU 1"});
+  for (int run = 1; run <= 2; ++run) {
+    EXPECT_FALSE(point.is_done());
+    std::thread other([&] { point.arrive_and_wait(run, 1, kSeconds); });
+    point.arrive_and_wait(run, 0, kSeconds);
+    other.join();
+  }
   EXPECT_TRUE(point.is_done());
-  point.arrive_and_wait(2, 0, kSeconds);  // later runs do not wait
+  point.arrive_and_wait(3, 0, 0);
+}
+
+TEST(FirstRun, ARankThatRecordsDoesNotWaitAndIsNotWaitedFor) {
+  FirstRun point("ready", {"GPU 0", "GPU 1"});
+  point.arrive(1, 0);
+  point.arrive(1, 1);
+  point.arrive(2, 0);
+  point.arrive_and_wait(3, 0, 0);  // two runs have begun, so this one is not among the first
+  point.arrive_and_wait(2, 1, kSeconds);
+  EXPECT_TRUE(point.is_done());
 }
 
 TEST(FirstRun, ASingleRankDoesNotWait) {
@@ -636,7 +663,7 @@ TEST(FirstRun, ASingleRankDoesNotWait) {
 TEST(FirstRun, NamesTheMissing) {
   FirstRun point("ready to launch psum", {"GPU 0", "GPU 1", "GPU 2"});
   const std::string error = error_of([&] { point.arrive_and_wait(1, 1, 0.02); });
-  EXPECT_CONTAINS(error, "for GPU 0, GPU 2 to be ready to launch psum");
+  EXPECT_CONTAINS(error, "waited 0.02 s in the first run for GPU 0, GPU 2 to be ready to launch psum");
   EXPECT_CONTAINS(error, "JAX_RING_TIMEOUT_S");
   // A rank that comes late in this run does not launch what nobody will answer. The next run is not affected.
   EXPECT_EQ(error_of([&] { point.arrive_and_wait(1, 0, kSeconds); }), error);
@@ -656,14 +683,16 @@ TEST(FirstRun, AFailureEndsTheWait) {
 }
 
 TEST(FirstRun, RunsAtTheSameTime) {
-  // Rank 1 passes in run 2 and never arrives in run 1, where rank 0 waits.
   FirstRun point("ready", {"GPU 0", "GPU 1"});
   std::thread first([&] { point.arrive_and_wait(1, 0, kSeconds); });
   std::thread second([&] { point.arrive_and_wait(2, 0, kSeconds); });
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   point.arrive_and_wait(2, 1, kSeconds);
-  first.join();
   second.join();
+  EXPECT_FALSE(point.is_done());
+  point.arrive_and_wait(1, 1, kSeconds);
+  first.join();
+  EXPECT_TRUE(point.is_done());
 }
 
 TEST(FirstRun, RemembersFewFailedRuns) {
@@ -682,6 +711,26 @@ TEST(Watcher, LooksUntilTheEnd) {
   const int before = looks;
   std::this_thread::sleep_for(std::chrono::milliseconds(10));
   EXPECT_EQ(looks, before);
+}
+
+TEST(Watcher, ReportsAFailureThatNoCallRaises) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto program = [] {
+    static HostMemory memory;
+    Communicators& all = Communicators::instance();
+    all.set_gpus(&memory);
+    const std::shared_ptr<Communicator> communicator = all.get_or_create(one_process(2));
+    all.connect(*communicator, 0);
+    communicator->name_call(77, "psum in the last step");
+    start_reporting_failures();
+    Failure* const record = communicator->endpoint(1, 0, 77, 60).failure;
+    record->rank = 1;
+    record->call = 77;
+    __atomic_store_n(&record->kind, static_cast<uint32_t>(FailureKind::timeout), __ATOMIC_RELEASE);
+    std::exit(0);
+  };
+  EXPECT_EXIT(program(), ::testing::ExitedWithCode(0),
+              "jax_ring: psum in the last step: rank 1 .* waited 60 s for rank 0");
 }
 
 // ---- Failures -------------------------------------------------------------------------------------------------------
