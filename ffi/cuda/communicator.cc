@@ -30,18 +30,6 @@ const char* name_of(Step step) {
 
 }  // namespace
 
-Capacity default_capacity(int num_ranks) {
-  Capacity capacity{};
-  capacity.num_ranks = num_ranks;
-  capacity.num_ctas = 16;
-  capacity.one_shot_packs = 128;
-  capacity.part_packs = 2048;
-  capacity.slot_packs = 2048;
-  // Results follow the partial folds at this distance, and a chain needs p chunks in flight to keep all links busy.
-  capacity.num_slots = num_ranks <= 8 ? 8 : num_ranks <= 16 ? 16 : num_ranks <= 32 ? 32 : 64;
-  return capacity;
-}
-
 Communicator::Communicator(std::vector<Member> members, int64_t process, const Capacity& capacity,
                            const std::string& name, PeerMemory& memory, std::shared_ptr<const KeyValueStore> store,
                            std::map<int64_t, int> ordinals)

@@ -14,6 +14,7 @@
 #include "cuda/connection.h"
 #include "cuda/group.h"
 #include "cuda/peer_memory.h"
+#include "ring/capacity.h"
 #include "ring/endpoint.h"
 
 namespace jax_ring::gpu {
@@ -21,8 +22,7 @@ namespace jax_ring::gpu {
 // Calls in different lanes have separate mailboxes, so that independent calls may run concurrently.
 constexpr int kLanes = 4;
 
-// The mailbox sizes for a group of this many ranks.
-Capacity default_capacity(int num_ranks);
+using jax_ring::default_capacity;
 
 // This process's side of a group. A lane takes memory from the time when it is connected.
 class Communicator {

@@ -32,7 +32,7 @@ struct Failure {
 // replayed without the host. The counters wrap around.
 struct Progress {
   uint32_t one_shot_epoch;
-  uint32_t round;     // of the two-shot algorithm
+  uint32_t round;     // steps of the two-shot algorithm
   uint32_t sent;      // items sent around the ring
   uint32_t received;  // items received around the ring
   // Whether a call runs now. Two at a time would read the same counters, send under the same tags, and take each

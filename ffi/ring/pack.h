@@ -74,24 +74,52 @@ JAX_RING_TEAM_CALL void store_odd_pack(unsigned char* to, uint64_t valid, Pack p
   }
 }
 
-// The index-th pack of a buffer of `bytes` bytes, padded with zeros past the end.
-JAX_RING_TEAM Pack load_pack(const unsigned char* buffer, uint64_t bytes, uint64_t index) {
-  const unsigned char* from = buffer + index * kPackBytes;
-  const uint64_t valid = smaller(bytes - index * kPackBytes, kPackBytes);
-  if (valid == kPackBytes && is_aligned(buffer)) return *reinterpret_cast<const Pack*>(from);
-  return load_odd_pack(from, valid);
-}
+// An operand of a message, and the packs that it has there. What decides about each pack is kept in registers.
+struct OperandView {
+  const Message& message;
+  uint32_t number;
+  uint64_t begin, end;  // its packs
+  uint64_t whole;       // packs that can be loaded and stored in one piece
 
-// Writes the index-th pack of a buffer of `bytes` bytes, up to its end.
-JAX_RING_TEAM void store_pack(unsigned char* buffer, uint64_t bytes, uint64_t index, Pack pack) {
-  unsigned char* to = buffer + index * kPackBytes;
-  const uint64_t valid = smaller(bytes - index * kPackBytes, kPackBytes);
-  if (valid == kPackBytes && is_aligned(buffer)) {
-    *reinterpret_cast<Pack*>(to) = pack;
-  } else {
-    store_odd_pack(to, valid, pack);
+  JAX_RING_TEAM explicit OperandView(const Message& all) : message(all) { enter(0); }
+  JAX_RING_TEAM void enter(uint32_t i) {
+    const Operand& operand = message.operands[i];
+    number = i;
+    begin = operand.first_pack;
+    end = begin + ceil_div(operand.bytes, kPackBytes);
+    whole = is_aligned(operand.input) && is_aligned(operand.output) ? operand.bytes / kPackBytes : 0;
   }
-}
+
+  JAX_RING_TEAM bool has(uint64_t pack) const { return pack >= begin && pack < end; }
+  // Finds the operand of a pack. A thread visits nearly all packs in order, so that it seldom searches for long.
+  JAX_RING_TEAM void find(uint64_t pack) {
+    if (pack < begin) enter(0);
+    JAX_RING_NO_UNROLL
+    while (pack >= end) enter(number + 1);
+  }
+
+  JAX_RING_TEAM bool is_whole(uint64_t index, int block) const {
+    return index < whole && (block == 0 || message.operands[number].bytes % kPackBytes == 0);
+  }
+
+  // The index-th pack of the operand, or of one of its blocks, padded with zeros past the end.
+  JAX_RING_TEAM Pack load(uint64_t index, int block = 0) const {
+    const Operand& operand = message.operands[number];
+    const unsigned char* from = operand.input + block * operand.bytes + index * kPackBytes;
+    if (is_whole(index, block)) return *reinterpret_cast<const Pack*>(from);
+    return load_odd_pack(from, smaller(operand.bytes - index * kPackBytes, kPackBytes));
+  }
+  // Writes the index-th pack of the result, up to its end.
+  JAX_RING_TEAM void store(uint64_t index, Pack pack, int block = 0) const {
+    const Operand& operand = message.operands[number];
+    unsigned char* to = operand.output + block * operand.bytes + index * kPackBytes;
+    if (is_whole(index, block)) {
+      *reinterpret_cast<Pack*>(to) = pack;
+    } else {
+      store_odd_pack(to, smaller(operand.bytes - index * kPackBytes, kPackBytes), pack);
+    }
+  }
+};
 
 // Packs that a thread copies at a time: loads in flight hide the latency of GPU memory.
 constexpr int kCopiesInFlight = 4;
@@ -99,87 +127,66 @@ constexpr int kCopiesInFlight = 4;
 // A pack of a message, its place in the buffer of a mailbox, and the rank whose part it belongs to, if any.
 struct Spot {
   uint64_t pack;
-  uint64_t place;
+  uint32_t place;
   int owner;
 };
 
-// A walk is a numbered list of packs to visit, in which some numbers may be empty. This one visits a range.
+// A walk is a list of packs that the threads of a team visit in turn. This one is a range.
 struct RangeWalk {
-  PackRange range;
+  uint64_t begin;
+  uint32_t size;
+  uint32_t at = 0;
 
-  JAX_RING_TEAM uint64_t size() const { return range.size(); }
-  // The i-th pack. False if there is none of this number.
-  JAX_RING_TEAM bool get(uint64_t i, Spot* spot) const {
-    *spot = {range.begin + i, i, 0};
+  JAX_RING_TEAM explicit RangeWalk(PackRange range) : begin(range.begin), size(static_cast<uint32_t>(range.size())) {}
+  JAX_RING_TEAM void start(uint32_t thread) { at = thread; }
+  JAX_RING_TEAM void advance(uint32_t threads) { at += threads; }
+  JAX_RING_TEAM bool has_more() const { return at < size; }
+  // The pack of this thread. False if the list has a gap here.
+  JAX_RING_TEAM bool get(Spot* spot) const {
+    *spot = {begin + at, at, 0};
     return true;
   }
 };
 
-// Finds the operand of a pack. A thread visits nearly all packs in order, so that it seldom searches for long.
-struct OperandFinder {
-  const Message& message;
-  uint32_t operand;
-  uint64_t begin, end;  // its packs
-
-  JAX_RING_TEAM explicit OperandFinder(const Message& all) : message(all) { enter(0); }
-  JAX_RING_TEAM void enter(uint32_t i) {
-    operand = i;
-    begin = message.operands[i].first_pack;
-    end = begin + ceil_div(message.operands[i].bytes, kPackBytes);
-  }
-  JAX_RING_TEAM void find(uint64_t pack) {
-    if (pack < begin) enter(0);
-    while (pack >= end) enter(operand + 1);
-  }
-};
-
 // Visits the packs of a walk: store(operand, index, spot, value) receives the result of load(operand, index, spot),
-// where `index` counts from the start of the operand. Each thread loads kInFlight packs before it stores them. All
-// threads have work even if operands or parts are small: the walk does not stop between them.
+// where `index` counts from the start of the operand. A thread loads up to kInFlight packs, all of one operand, before
+// it stores them. Small operands do not leave threads without work: each finds the operand of its own packs.
 template <int kInFlight, class Walk, class Team, class Load, class Store>
-JAX_RING_TEAM void for_each_pack(const Message& message, const Walk& walk, Team team, Load load, Store store) {
-  OperandFinder finder(message);
-  const uint64_t size = walk.size(), stride = team.size();
+JAX_RING_TEAM void for_each_pack(const Message& message, Walk walk, Team team, Load load, Store store) {
+  OperandView operand(message);
+  walk.start(team.thread());
   JAX_RING_NO_UNROLL
-  for (uint64_t at = team.thread(); at < size; at += kInFlight * stride) {
-    decltype(load(message.operands[0], uint64_t{}, Spot{})) values[kInFlight];
-    bool exists[kInFlight];
-    uint32_t operands[kInFlight];
-    uint64_t indices[kInFlight];
+  while (walk.has_more()) {
+    decltype(load(operand, uint64_t{}, Spot{})) values[kInFlight];
     Spot spots[kInFlight];
+    bool loaded[kInFlight];
+    bool same_operand = true;
     JAX_RING_UNROLL
     for (int u = 0; u < kInFlight; ++u) {
-      const uint64_t i = at + u * stride;
-      exists[u] = i < size && walk.get(i, &spots[u]);
-      if (!exists[u]) continue;
-      finder.find(spots[u].pack);
-      operands[u] = finder.operand;
-      indices[u] = spots[u].pack - finder.begin;
-      values[u] = load(message.operands[operands[u]], indices[u], spots[u]);
+      loaded[u] = same_operand && walk.has_more() && walk.get(&spots[u]);
+      if (loaded[u] && !operand.has(spots[u].pack)) {
+        if (u == 0) {
+          operand.find(spots[u].pack);
+        } else {
+          loaded[u] = same_operand = false;
+        }
+      }
+      if (loaded[u]) values[u] = load(operand, spots[u].pack - operand.begin, spots[u]);
+      if (same_operand) walk.advance(team.size());
     }
     JAX_RING_UNROLL
     for (int u = 0; u < kInFlight; ++u) {
-      if (exists[u]) store(message.operands[operands[u]], indices[u], spots[u], values[u]);
+      if (loaded[u]) store(operand, spots[u].pack - operand.begin, spots[u], values[u]);
     }
   }
-}
-
-// Load and store functions for operands.
-JAX_RING_TEAM Pack input_pack(const Operand& operand, uint64_t index, int block = 0) {
-  return load_pack(operand.input + block * operand.bytes, operand.bytes, index);
-}
-JAX_RING_TEAM void output_pack(const Operand& operand, uint64_t index, Pack pack, int block = 0) {
-  store_pack(operand.output + block * operand.bytes, operand.bytes, index, pack);
 }
 
 // Fills a part of the outputs with copies of one pack.
 template <class Team>
 JAX_RING_TEAM void fill(const Message& message, PackRange range, int block, Team team, Pack value) {
   for_each_pack<1>(
-      message, RangeWalk{range}, team, [&](const Operand&, uint64_t, const Spot&) { return value; },
-      [&](const Operand& operand, uint64_t index, const Spot&, Pack pack) {
-        output_pack(operand, index, pack, block);
-      });
+      message, RangeWalk(range), team, [&](const OperandView&, uint64_t, const Spot&) { return value; },
+      [&](const OperandView& operand, uint64_t index, const Spot&, Pack pack) { operand.store(index, pack, block); });
 }
 
 }  // namespace jax_ring
