@@ -40,6 +40,7 @@ try:
     _source_file_pattern = _config.hlo_source_file_canonicalization_regex
     _skip_size_one_axes = _parallel._maybe_skip_one_sized_axes
     _register_custom_type = _xla_client._xla.register_custom_type
+    _CompileOnlyClient = _xla_client._xla.CompileOnlyPyClient
     _common_lowerings = _mlir._lowerings
     _platform_lowerings = _mlir._platform_specific_lowerings
     _uncacheable_primitives = _mlir._uncacheable_primitives
@@ -274,6 +275,11 @@ def replica_groups(axis_context, axes: tuple) -> tuple[tuple[int, ...], ...]:
 def mesh_devices(mesh) -> list | None:
     """The devices of a mesh, by mesh position; None for an abstract mesh."""
     return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
+
+
+def is_compile_only(device) -> bool:
+    """Whether a device is one of `jax.experimental.topologies`, which is not there."""
+    return isinstance(device.client, _CompileOnlyClient)
 
 
 def module_name(lowering_context) -> str:

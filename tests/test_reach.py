@@ -184,11 +184,11 @@ def test_unequal_hosts(expect_fallback, devices, why):
 
 @pytest.mark.usefixtures("engine")
 def test_several_processes_of_one_host(monkeypatch):
-    monkeypatch.setattr(reach, "gpus_of", lambda mesh: [Gpu(d.id // 4, d.id % 4) for d in mesh.devices.flat])
+    monkeypatch.setattr(reach, "gpus_of", lambda mesh: [Gpu(d.id // 4, d.id) for d in mesh.devices.flat])
     monkeypatch.setattr(reach, "host_of", lambda process: "host")
     text = lower(psum, jnp.ones(8), check_vma=False)
     assert "processes = dense<[0, 0, 0, 0, 1, 1, 1, 1]>" in text
-    assert "devices = dense<[0, 1, 2, 3, 0, 1, 2, 3]>" in text
+    assert "devices = dense<[0, 1, 2, 3, 4, 5, 6, 7]>" in text
 
 
 def test_strict_makes_the_fallback_an_error(monkeypatch):

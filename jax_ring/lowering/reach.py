@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 
 from jax_ring import _compat, runtime
+from jax_ring.distributed.assumed_hosts import are_assumed, assumed_host_of
 from jax_ring.distributed.discovery import host_of
 
 # The kernel arguments have room for this many (kMaxRanks in ffi/ring/endpoint.h).
@@ -40,13 +41,22 @@ def levels_of(engine: str, mesh, groups: Groups) -> tuple[Levels | None, str]:
     processes, why_not = _PLATFORMS[engine].processes_of(mesh)
     if processes is None:
         return None, why_not
-    levels, why_not = _split_by_host(processes, groups)
+    is_elsewhere = is_compile_only(mesh)
+    levels, why_not = _split_by_host(processes, groups, assumed_host_of if is_elsewhere else host_of)
     if levels is not None:
         why_not = _PLATFORMS[engine].why_unreachable(mesh, levels.within)
+    elif is_elsewhere and not are_assumed():
+        why_not += "; each process counts as a host, unless jax_ring.assume_hosts() says which of them share one"
     return (None, why_not) if why_not else (levels, "")
 
 
-def _split_by_host(processes: Sequence[int], groups: Groups) -> tuple[Levels | None, str]:
+def is_compile_only(mesh) -> bool:
+    """Whether the devices of a mesh are not there, so that a program is only compiled for them."""
+    devices = _compat.mesh_devices(mesh)
+    return devices is not None and any(map(_compat.is_compile_only, devices))
+
+
+def _split_by_host(processes: Sequence[int], groups: Groups, host_of: Callable) -> tuple[Levels | None, str]:
     """processes: the process of each mesh position."""
     within: list[Sequence[int]] = []
     across: list[Sequence[int]] = []
@@ -99,11 +109,11 @@ class Gpu(NamedTuple):
 
     Attributes:
       process: the process that owns it.
-      local_id: its index among the GPUs visible to that process.
+      id: the id of the JAX device. Unlike its local id, every process knows it.
     """
 
     process: int
-    local_id: int
+    id: int
 
 
 def gpus_of(mesh) -> list[Gpu] | None:
@@ -111,11 +121,11 @@ def gpus_of(mesh) -> list[Gpu] | None:
     devices = _compat.mesh_devices(mesh)
     if devices is None or any(device.platform != "gpu" for device in devices):
         return None
-    return [Gpu(device.process_index, device.local_hardware_id) for device in devices]
+    return [Gpu(device.process_index, device.id) for device in devices]
 
 
 def _processes_of_gpus(mesh) -> tuple[list[int] | None, str]:
-    if runtime.cuda_kernels is None:
+    if runtime.cuda_kernels is None and not is_compile_only(mesh):
         return None, f"jax_ring was built without its CUDA kernels: {runtime.why_no_cuda}"
     gpus = gpus_of(mesh)
     if gpus is None:
@@ -126,12 +136,15 @@ def _processes_of_gpus(mesh) -> tuple[list[int] | None, str]:
 def _why_unreachable_gpus(mesh, groups: Groups) -> str:
     gpus = gpus_of(mesh)
     assert gpus is not None  # checked by _processes_of_gpus
-    assert runtime.cuda_kernels is not None
     largest = max(len(group) for group in groups)
     if largest > _MAX_RANKS:
         return f"a group has {largest} ranks, and the CUDA engine serves at most {_MAX_RANKS}"
+    if is_compile_only(mesh):
+        return ""  # it will be checked when the program runs
+    assert runtime.cuda_kernels is not None
+    devices = mesh.devices.flat
     for group in groups:
-        own = [gpus[position].local_id for position in group if gpus[position].process == jax.process_index()]
+        own = [devices[i].local_hardware_id for i in group if gpus[i].process == jax.process_index()]
         if pairs := runtime.cuda_kernels.unreachable(own):
             return f"GPU {pairs[0][0]} has no peer access to GPU {pairs[0][1]}"
     return ""
