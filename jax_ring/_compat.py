@@ -47,6 +47,8 @@ try:
     COLLECTIVE_CHANNEL_ID = _mlir.COLLECTIVE_CHANNEL_ID
     _trace_state_clean = _core.trace_state_clean
     _backends_are_initialized = _xla_bridge.backends_are_initialized
+    _register_plugin_callbacks = _xla_bridge.register_plugin_callbacks
+    _visible_gpus = _xla_bridge.CUDA_VISIBLE_DEVICES
     pmax_p = _parallel.pmax_p
     pmin_p = _parallel.pmin_p
     reduce_scatter_p = _parallel.reduce_scatter_p
@@ -259,6 +261,30 @@ def is_tracing() -> bool:
 def has_backend() -> bool:
     """Whether JAX has started a backend, after which the number of devices and of processes is fixed."""
     return _backends_are_initialized()
+
+
+def call_with_plugins(function: Callable[[], None]) -> None:
+    """Calls a function as soon as JAX has loaded a plugin, such as that of CUDA: before it starts the backends, or now.
+
+    The function is called once for each plugin. JAX holds a lock meanwhile, so the function must not start a backend.
+    """
+    _register_plugin_callbacks(lambda c_api: function())
+
+
+def visible_gpus() -> tuple[int, ...] | None:
+    """The CUDA ordinals of the GPUs that JAX may use in this process; None for all that CUDA shows."""
+    return None if _visible_gpus.value == "all" else tuple(map(int, _visible_gpus.value.split(",")))
+
+
+def local_gpu_ids() -> dict[int, int]:
+    """The id of the JAX device of each GPU of this process, by its CUDA ordinal."""
+    return {device.local_hardware_id: device.id for device in jax.local_devices(backend="cuda")}
+
+
+def devices_of_process(device) -> list:
+    """All devices of the process and the backend of a device, also those in no mesh, in the order of their ids."""
+    peers = [other for other in device.client.devices() if other.process_index == device.process_index]
+    return sorted(peers, key=lambda other: other.id)
 
 
 def axis_context_within(shard_map_params: dict):

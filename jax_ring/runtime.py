@@ -63,6 +63,7 @@ TARGETS = {
 BARRIER_TARGET = "jax_ring.barrier"
 TIMEOUT_VARIABLE = "JAX_RING_TIMEOUT_S"
 STRICT_VARIABLE = "JAX_RING_STRICT"
+SHARED_GPU_VARIABLE = "JAX_RING_SHARED_GPU"
 ISA_VARIABLE = "JAX_RING_ISA"
 
 
@@ -95,7 +96,19 @@ def strict_from(text: str) -> bool:
     return text == "1"
 
 
+def shared_gpu_from(text: str) -> bool:
+    """Parses `JAX_RING_SHARED_GPU`: whether ranks of several processes may be on one GPU.
+
+    Raises:
+      ValueError: if the text is neither 1 nor 0.
+    """
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{SHARED_GPU_VARIABLE} must be 1 (ranks may share a GPU) or 0, got {text!r}")
+    return text == "1"
+
+
 STRICT = strict_from(os.environ.get(STRICT_VARIABLE, ""))
+SHARED_GPU = shared_gpu_from(os.environ.get(SHARED_GPU_VARIABLE, ""))
 
 # The engine reads it. A name that it does not know would be ignored there.
 if (_isa := os.environ.get(ISA_VARIABLE, "")) not in ("", "baseline", "avx2", "avx512"):
@@ -137,6 +150,8 @@ def _register() -> None:
         jax.ffi.register_ffi_target(target, ffi_cuda.collective_handlers(), platform="CUDA")
     if cuda_kernels is not None:
         ffi_cuda.set_gpus(cuda_kernels.gpus())
+    if hasattr(ffi_cuda, "set_device_ids"):
+        ffi_cuda.set_device_ids(_compat.local_gpu_ids)
     if TIMEOUT_VARIABLE in os.environ:
         seconds = timeout_from(os.environ[TIMEOUT_VARIABLE])
         _ffi_cpu.set_deadline(seconds)

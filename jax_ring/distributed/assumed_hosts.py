@@ -38,9 +38,7 @@ def assume_hosts(hosts: Mapping[int, int | str]) -> Iterator[None]:
         raise TypeError(f"assume_hosts: pass a mapping from process to host, as in {{0: 0, 1: 0}}; got {hosts!r}")
     for process, host in hosts.items():
         if type(process) is not int or type(host) not in (int, str):
-            raise TypeError(
-                f"assume_hosts: a process is an int, and a host an int or a str, got {process!r}: {host!r}"
-            )
+            raise TypeError(f"assume_hosts: a process is an int, and a host an int or a str, got {process!r}: {host!r}")
         if process < 0:
             raise ValueError(f"assume_hosts: processes are numbered from 0, got {process}")
     if not hosts:

@@ -1,14 +1,16 @@
 """Finds out which devices can reach each other's memory, and splits groups that cross hosts between engine and XLA."""
 
 import collections
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 
 from jax_ring import _compat, runtime
+from jax_ring.distributed import discovery
 from jax_ring.distributed.assumed_hosts import are_assumed, assumed_host_of
-from jax_ring.distributed.discovery import host_of
+from jax_ring.distributed.gpus import Identity
 
 # The kernel arguments have room for this many (kMaxRanks in ffi/ring/endpoint.h).
 _MAX_RANKS = 64
@@ -42,7 +44,7 @@ def levels_of(engine: str, mesh, groups: Groups) -> tuple[Levels | None, str]:
     if processes is None:
         return None, why_not
     is_elsewhere = is_compile_only(mesh)
-    levels, why_not = _split_by_host(processes, groups, assumed_host_of if is_elsewhere else host_of)
+    levels, why_not = _split_by_host(processes, groups, assumed_host_of if is_elsewhere else discovery.host_of)
     if levels is not None:
         why_not = _PLATFORMS[engine].why_unreachable(mesh, levels.within)
     elif is_elsewhere and not are_assumed():
@@ -119,14 +121,16 @@ class Gpu(NamedTuple):
 def gpus_of(mesh) -> list[Gpu] | None:
     """The GPUs of a mesh, by mesh position; None if its devices are not known yet, or not all are GPUs."""
     devices = _compat.mesh_devices(mesh)
-    if devices is None or any(device.platform != "gpu" for device in devices):
+    if devices is None or not all(map(_is_gpu, devices)):
         return None
     return [Gpu(device.process_index, device.id) for device in devices]
 
 
+def _is_gpu(device) -> bool:
+    return device.platform == "gpu"
+
+
 def _processes_of_gpus(mesh) -> tuple[list[int] | None, str]:
-    if runtime.cuda_kernels is None and not is_compile_only(mesh):
-        return None, f"jax_ring was built without its CUDA kernels: {runtime.why_no_cuda}"
     gpus = gpus_of(mesh)
     if gpus is None:
         return None, "the mesh is abstract or not of GPUs, so the GPUs in each group are not known"
@@ -134,20 +138,38 @@ def _processes_of_gpus(mesh) -> tuple[list[int] | None, str]:
 
 
 def _why_unreachable_gpus(mesh, groups: Groups) -> str:
-    gpus = gpus_of(mesh)
-    assert gpus is not None  # checked by _processes_of_gpus
     largest = max(len(group) for group in groups)
     if largest > _MAX_RANKS:
         return f"a group has {largest} ranks, and the CUDA engine serves at most {_MAX_RANKS}"
     if is_compile_only(mesh):
-        return ""  # it will be checked when the program runs
-    assert runtime.cuda_kernels is not None
-    devices = mesh.devices.flat
+        return ""  # nothing is known of their links
+    devices = _compat.mesh_devices(mesh)
+    assert devices is not None  # checked by _processes_of_gpus
+    # Only what all processes know may decide, so that all lower the same program.
+    members = {position: devices[position] for group in groups if len(group) > 1 for position in group}
+    published = discovery.gpus_of(sorted({device.process_index for device in members.values()}))
+    for process, gpus in published.items():
+        if gpus.why_not:
+            return gpus.why_not if jax.process_count() == 1 else f"in process {process}, {gpus.why_not}"
+    identities = {}
+    for position, device in members.items():
+        peers, own = _compat.devices_of_process(device), published[device.process_index].own
+        if len(peers) != len(own):
+            return f"process {device.process_index} has {len(peers)} GPUs by JAX, and {len(own)} by CUDA"
+        identities[position] = own[peers.index(device)]
+    severed = {pair for gpus in published.values() for pair in gpus.severed}
     for group in groups:
-        own = [devices[i].local_hardware_id for i in group if gpus[i].process == jax.process_index()]
-        if pairs := runtime.cuda_kernels.unreachable(own):
-            return f"GPU {pairs[0][0]} has no peer access to GPU {pairs[0][1]}"
+        for one, other in itertools.permutations(group, 2):
+            here, there = identities[one], identities[other]
+            is_shared = here.shares_gpu_with(there) and not runtime.SHARED_GPU
+            if is_shared or (here, there) in severed:
+                what = "is on the same GPU as" if is_shared else "has no peer access to"
+                return f"{_name_of(devices[one], here)} {what} {_name_of(devices[other], there)}"
     return ""
+
+
+def _name_of(device, identity: Identity) -> str:
+    return f"device {device.id} ({identity.uuid} at {identity.bus_id}, process {device.process_index})"
 
 
 class _Platform(NamedTuple):
