@@ -28,9 +28,9 @@ class SharedMemory final : public gpu::PeerMemory {
     return track(map(file, bytes), {name, bytes, true});
   }
 
-  void release(int, void* memory) override { unmap(memory); }
-  void* allocate_on_host(size_t bytes) override { return allocate(0, bytes); }
-  void release_on_host(void* memory) override { unmap(memory); }
+  void release(int, void* memory) noexcept override { unmap(memory); }
+  void* allocate_on_host(int, size_t bytes) override { return allocate(0, bytes); }
+  void release_on_host(int, void* memory) noexcept override { unmap(memory); }
   bool can_access(int, int) override { return true; }
   void enable_access(int, int) override {}
 
@@ -49,7 +49,7 @@ class SharedMemory final : public gpu::PeerMemory {
     return track(map(file, bytes), {name, bytes, false});
   }
 
-  void close_handle(int, void* memory) override { unmap(memory); }
+  void close_handle(int, void* memory) noexcept override { unmap(memory); }
   void warm_up(int) override {}
 
  private:

@@ -84,7 +84,9 @@ class Ranks {
     Capacity capacity = gpu::default_capacity(static_cast<int>(group.size()));
     if (backend == "host") capacity.num_ctas = 1;  // one thread per rank
     members_ = group;
-    communicator_.emplace(std::move(group), process, capacity, name, backend_->memory(), store);
+    communicator_.emplace(std::move(group), process, capacity, name, backend_->memory(),
+                          std::make_shared<const gpu::KeyValueStore>(std::move(store)));
+    for (int lane = 0; lane < gpu::kLanes; ++lane) communicator_->connect(lane, deadline_seconds);
   }
 
   // inputs: by rank of this process, then operand. The results have the same layout.
