@@ -63,6 +63,7 @@ TARGETS = {
 BARRIER_TARGET = "jax_ring.barrier"
 TIMEOUT_VARIABLE = "JAX_RING_TIMEOUT_S"
 STRICT_VARIABLE = "JAX_RING_STRICT"
+SHARED_GPU_VARIABLE = "JAX_RING_SHARED_GPU"
 ISA_VARIABLE = "JAX_RING_ISA"
 
 
@@ -84,18 +85,20 @@ def timeout_from(text: str) -> float:
     return seconds
 
 
-def strict_from(text: str) -> bool:
-    """Parses `JAX_RING_STRICT`: whether a call that falls back to XLA's collective is an error.
+def flag_from(variable: str, text: str, meaning: str) -> bool:
+    """Parses the text of an environment variable that is 1 or 0; the default, an empty text, is 0.
 
     Raises:
-      ValueError: if the text is neither 1 nor 0.
+      ValueError: if the text is neither 1 nor 0. Says what 1 means.
     """
     if text not in ("", "0", "1"):
-        raise ValueError(f"{STRICT_VARIABLE} must be 1 (no fallback to XLA's collectives) or 0, got {text!r}")
+        raise ValueError(f"{variable} must be 1 ({meaning}) or 0, got {text!r}")
     return text == "1"
 
 
-STRICT = strict_from(os.environ.get(STRICT_VARIABLE, ""))
+STRICT = flag_from(STRICT_VARIABLE, os.environ.get(STRICT_VARIABLE, ""), "no fallback to XLA's collectives")
+# On one GPU, processes wait for each other's time slices, so this is for tests.
+SHARED_GPU = flag_from(SHARED_GPU_VARIABLE, os.environ.get(SHARED_GPU_VARIABLE, ""), "ranks may share a GPU")
 
 # The engine reads it. A name that it does not know would be ignored there.
 if (_isa := os.environ.get(ISA_VARIABLE, "")) not in ("", "baseline", "avx2", "avx512"):
@@ -151,6 +154,8 @@ def _register() -> None:
         jax.ffi.register_ffi_target(target, ffi_cuda.collective_handlers(), platform="CUDA")
     if cuda_kernels is not None:
         ffi_cuda.set_gpus(cuda_kernels.gpus())
+    if hasattr(ffi_cuda, "set_device_ids"):
+        ffi_cuda.set_device_ids(_compat.local_gpu_ids)
     if TIMEOUT_VARIABLE in os.environ:
         seconds = timeout_from(os.environ[TIMEOUT_VARIABLE])
         _ffi_cpu.set_deadline(seconds)

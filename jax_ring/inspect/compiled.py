@@ -12,9 +12,11 @@ _KINDS = {
     "all-reduce": "all_reduce",
     "all-reduce-start": "all_reduce",
     "reduce-scatter": "reduce_scatter",
+    "reduce-scatter-start": "reduce_scatter",
     "all-gather": "all_gather",
     "all-gather-start": "all_gather",
     "all-to-all": "all_to_all",
+    "all-to-all-start": "all_to_all",
     "collective-permute": "permute",
     "collective-permute-start": "permute",
 }
@@ -99,8 +101,10 @@ def _instruction(match: re.Match, target: re.Match | None, times: int | None, nu
     opcode, rest = match["opcode"], match["rest"]
     kind = _KINDS[opcode] if target is None else target[1].removeprefix("jax_ring_")
     arrays = _ARRAY.findall(match["type"])
-    if opcode.endswith("-start") and len(arrays) > 1 and kind != "all_reduce":
-        arrays = arrays[len(arrays) // 2 :]  # the operands come first
+    # The operands come first. In an all-reduce they are the results, and listed apart only by newer versions of XLA.
+    has_operands = kind != "all_reduce" or match["type"].startswith("((")
+    if opcode.endswith("-start") and len(arrays) > 1 and has_operands:
+        arrays = arrays[len(arrays) // 2 :]
     sizes = _group_sizes(rest, num_ranks)
     num_bytes = sum(_num_bytes(dtype, shape) for dtype, shape in arrays)
     if kind == "reduce_scatter":

@@ -140,7 +140,7 @@ def _encode_groups_for_cuda(ctx, groups) -> EncodedGroups:
     assert gpus is not None  # checked by reach.levels_of
     members = [gpus[i] for group in groups for i in group]
     processes = np.array([gpu.process for gpu in members], np.int64)
-    devices = np.array([gpu.local_id for gpu in members], np.int64)
+    devices = np.array([gpu.id for gpu in members], np.int64)
     return EncodedGroups([], [], {"processes": processes, "devices": devices, "lane": np.int64(0)})
 
 
