@@ -27,8 +27,8 @@ cudaError_t launch(const KernelKey& key, const Call& call, cudaStream_t stream) 
   const Kernel kernel = kernel_of(key);
   if (kernel == nullptr) return cudaErrorInvalidDeviceFunction;
   void* arguments[] = {const_cast<Call*>(&call)};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(call.self.capacity.num_ctas),
-                          dim3(kThreadsPerCta), arguments, 0, stream);
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(num_teams(call)), dim3(kThreadsPerCta), arguments,
+                          0, stream);
 }
 
 std::vector<const void*> built_kernels() {

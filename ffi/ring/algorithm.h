@@ -51,10 +51,10 @@ JAX_RING_TEAM bool start(const Endpoint& self, int cta, Team team) {
   return team.all(ok);
 }
 
-// Ends a call that has started. One that has not started leaves the lane to the call that runs there.
+// Ends a call that has started. One that has not started leaves the lane to the call that runs there. All threads have
+// met at a barrier since they last used a mailbox or the counters: an algorithm ends with one, also if it fails.
 template <class Team>
 JAX_RING_TEAM void finish(const Endpoint& self, int cta, Team team) {
-  team.sync();
   if (team.thread() == 0) give_back(&self.progress[cta].busy);
 }
 

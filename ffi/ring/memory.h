@@ -42,15 +42,18 @@ JAX_RING_TEAM void store_line(Line* to, Line line) {
 #endif
 }
 
+// The line at from[kOffset]. An offset in the instruction needs no register for an address of its own.
+template <int kOffset = 0>
 JAX_RING_TEAM Line load_line(Line* from) {
   Line line;
 #if defined(__CUDACC__)
-  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];"
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2 + %3];"
                : "=l"(line.word[0]), "=l"(line.word[1])
-               : "l"(from)
+               : "l"(from), "n"(kOffset * sizeof(Line))
                : "memory");
 #else
-  for (int i = 0; i < 2; ++i) line.word[i] = SystemAtomic<uint64_t>(from->word[i]).load(cuda::memory_order_relaxed);
+  for (int i = 0; i < 2; ++i)
+    line.word[i] = SystemAtomic<uint64_t>(from[kOffset].word[i]).load(cuda::memory_order_relaxed);
 #endif
   return line;
 }

@@ -88,7 +88,7 @@ JAX_RING_TEAM bool receive(const Endpoint& self, int first, uint32_t place, int 
     for (int i = 0; i < kPeersInFlight; ++i) {
       if (!exists(i)) continue;
       received[i][0] = load_line(line(i));
-      received[i][1] = load_line(line(i) + 1);
+      received[i][1] = load_line<1>(line(i));
     }
     bool complete = true;
     JAX_RING_UNROLL

@@ -157,8 +157,9 @@ JAX_RING_TEAM void for_each_pack(const Message& message, Walk walk, Team team, L
   walk.start(team.thread());
   JAX_RING_NO_UNROLL
   while (walk.has_more()) {
-    decltype(load(operand, uint64_t{}, Spot{})) values[kInFlight];
-    Spot spots[kInFlight];
+    // Initialized, or their registers would be occupied from the start of the kernel.
+    decltype(load(operand, uint64_t{}, Spot{})) values[kInFlight] = {};
+    Spot spots[kInFlight] = {};
     bool loaded[kInFlight];
     bool same_operand = true;
     JAX_RING_UNROLL

@@ -255,6 +255,7 @@ JAX_RING_TEAM bool run(const Endpoint& self, const Message& message, const Plan&
     if (step > 1) copy_results(worker, step - 2);
     if (step <= num_rounds) worker.signal_peers(++number);
   }
+  team.sync();  // the last results have been copied
   if (ok && team.thread() == 0) progress.round = number;
   return ok;
 }
