@@ -154,8 +154,7 @@ def _register() -> None:
         jax.ffi.register_ffi_target(target, ffi_cuda.collective_handlers(), platform="CUDA")
     if cuda_kernels is not None:
         ffi_cuda.set_gpus(cuda_kernels.gpus())
-    if hasattr(ffi_cuda, "set_device_ids"):
-        ffi_cuda.set_device_ids(_compat.local_gpu_ids)
+    ffi_cuda.set_device_ids(_compat.local_gpu_ids)
     if TIMEOUT_VARIABLE in os.environ:
         seconds = timeout_from(os.environ[TIMEOUT_VARIABLE])
         _ffi_cpu.set_deadline(seconds)
