@@ -18,8 +18,8 @@ class Options(NamedTuple):
 
     def ignored_by_xla(self) -> str:
         """The options that XLA's collectives do not follow, written as keyword arguments; empty if there are none."""
-        followed = {"algorithm": ("auto",), "order": ("rank", "any")}  # the default, and what any order satisfies
-        return ", ".join(f"{name}={value!r}" for name, value in self._asdict().items() if value not in followed[name])
+        ignored = {"algorithm": self.algorithm != "auto", "order": self.order not in ("rank", "any")}
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in ignored if ignored[name])
 
     def algorithm_depends_on_size(self) -> bool:
         """Whether a GPU engine chooses the algorithm of a sum by the size of the message."""
