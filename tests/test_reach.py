@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from fake_gpus import FakeKernels, pretend_gpus
 from helpers import TARGET, make_mesh, sharded
 from jax.sharding import PartitionSpec as P
 
@@ -15,25 +16,9 @@ from jax_ring.lowering import reach
 from jax_ring.lowering.reach import Gpu
 
 
-class FakeKernels:
-    """A fake of the native module of kernels, on a machine of 16 GPUs; CPU device d is GPU d."""
-
-    def __init__(self):
-        self.severed = set()
-        self.gpus = [(f"0000:{i:02x}:00.0", f"GPU-{i}") for i in range(16)]
-
-    def identities(self):
-        return self.gpus
-
-    def unreachable(self, ordinals):
-        return [(a, b) for a in ordinals for b in ordinals if (a, b) in self.severed]
-
-
 @pytest.fixture
 def engine(monkeypatch):
-    monkeypatch.setattr(reach, "_is_gpu", lambda device: True)
-    monkeypatch.setattr(runtime, "cuda_kernels", FakeKernels())
-    return runtime.cuda_kernels
+    return pretend_gpus(monkeypatch)
 
 
 def lower(fun, *args, **options):

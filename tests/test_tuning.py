@@ -3,18 +3,17 @@
 import json
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from fake_gpus import pretend_gpus
 from helpers import make_mesh, run_python, sharded
 
-from jax_ring import explain, ring_pmax, ring_psum, runtime
+from jax_ring import explain, ring_pmax, ring_psum
 from jax_ring.inspect import explanation
 from jax_ring.inspect.compiled import find_collectives
-from jax_ring.lowering import reach, tuning
-from jax_ring.lowering.reach import Gpu
+from jax_ring.lowering import tuning
 from jax_ring.lowering.tuning import NO_LIMIT, Thresholds
 from jax_ring.schedule import fit
 
@@ -25,9 +24,7 @@ TABLE = {2: Thresholds(1000, 2000), 8: Thresholds(32, 64)}
 @pytest.fixture
 def gpus(monkeypatch):
     """Makes CPU devices look like GPUs to the lowering and to explain()."""
-    engine = types.SimpleNamespace(unreachable=lambda devices: [])
-    monkeypatch.setattr(runtime, "cuda_kernels", engine)
-    monkeypatch.setattr(reach, "gpus_of", lambda mesh: [Gpu(0, d.id) for d in mesh.devices.flat])
+    pretend_gpus(monkeypatch)
     monkeypatch.setattr(explanation, "_platform", lambda mesh: "cuda")
 
 

@@ -55,7 +55,7 @@ def levels_of(engine: str, mesh, groups: Groups) -> tuple[Levels | None, str]:
 def is_compile_only(mesh) -> bool:
     """Whether the devices of a mesh are not there, so that a program is only compiled for them."""
     devices = _compat.mesh_devices(mesh)
-    return devices is not None and any(map(_compat.is_compile_only, devices))
+    return devices is not None and _compat.is_compile_only(devices[0])
 
 
 def _split_by_host(processes: Sequence[int], groups: Groups, host_of: Callable) -> tuple[Levels | None, str]:

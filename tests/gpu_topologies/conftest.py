@@ -13,19 +13,25 @@ from jax.experimental import topologies
 HERE = pathlib.Path(__file__).parent
 
 
-def why_not() -> str:
-    """Why these tests cannot run here, or ""."""
+def what_is_missing() -> str:
+    """What these tests need and this machine lacks, or ""."""
     if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         return "needs JAX's CUDA plugin: see docs/compile_for_gpus.md"
     if shutil.which("ptxas") is None and not pathlib.Path("/usr/local/cuda/bin/ptxas").exists():
         return "needs ptxas and libdevice of a CUDA toolkit"
-    if not jax.config.jax_platforms:
-        jax.config.update("jax_platforms", "cpu")  # else the plugin insists on NVIDIA's libraries
-    try:
-        describe("1x1x1")
-    except NotImplementedError:  # other tests have started JAX, which has refused the plugin then
-        return "needs a session of its own, or JAX_PLATFORMS=cpu: pytest tests/gpu_topologies"
     return ""
+
+
+def stop(why: str) -> None:
+    # For CI, where a skipped test would pass unnoticed.
+    if os.environ.get("JAX_RING_TEST_TOPOLOGIES") == "1":
+        pytest.fail(why)
+    pytest.skip(why, allow_module_level=True)
+
+
+def pytest_pycollect_makemodule():
+    if why := what_is_missing():
+        stop(why)  # the folder, so that one line says so
 
 
 @functools.cache
@@ -37,10 +43,12 @@ def describe(shape: str, gpu="h100"):
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiler():
-    if why := why_not():
-        # For CI, where a skipped test would pass unnoticed.
-        stop = pytest.fail if os.environ.get("JAX_RING_TEST_TOPOLOGIES") == "1" else pytest.skip
-        stop(why)
+    if not jax.config.jax_platforms:
+        jax.config.update("jax_platforms", "cpu")  # else the plugin insists on NVIDIA's libraries
+    try:
+        describe("1x1x1")
+    except NotImplementedError:  # other tests have started JAX, which has refused the plugin then
+        stop("needs a session of its own, or JAX_PLATFORMS=cpu: pytest tests/gpu_topologies")
 
 
 @pytest.fixture(scope="session")
