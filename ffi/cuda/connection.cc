@@ -90,11 +90,7 @@ void Connection::try_to_connect() {
   std::vector<std::string> own = {std::to_string(group_.capacity.bytes())};
   try {
     for (LocalRank& local : local_) {
-      allocate(local);
-      if (others.empty()) continue;
-      if (local.handle.empty()) {
-        local.handle = memory_.export_handle(local.ordinal, local.mailboxes[local.rank]);
-      }
+      set_up(local, !others.empty());
       own.push_back(local.handle);
     }
   } catch (const std::exception& error) {
@@ -129,7 +125,7 @@ void Connection::try_to_connect() {
   for (int64_t process : others) handshake_.ask(Phase::connected, process);
 }
 
-void Connection::allocate(LocalRank& local) {
+void Connection::set_up(LocalRank& local, bool exports) {
   const std::string name = name_of(group_.members[local.rank]);
   try {
     unsigned char*& mailbox = local.mailboxes[local.rank];
@@ -144,6 +140,7 @@ void Connection::allocate(LocalRank& local) {
     if (local.failure == nullptr) {
       local.failure = static_cast<Failure*>(memory_.allocate_on_host(local.ordinal, sizeof(Failure)));
     }
+    if (exports && local.handle.empty()) local.handle = memory_.export_handle(local.ordinal, mailbox);
   } catch (const std::exception& error) {
     throw std::runtime_error(name + " could not set up its mailbox of " + std::to_string(group_.capacity.bytes()) +
                              " bytes: " + error.what() +

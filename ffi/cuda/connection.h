@@ -59,7 +59,7 @@ class Connection {
   };
 
   void try_to_connect();
-  void allocate(LocalRank& local);
+  void set_up(LocalRank& local, bool exports);
   void map_peers();
   void import(LocalRank& local, int peer, const std::string& handle);
   void release() noexcept;

@@ -48,6 +48,7 @@ class HostMemory final : public Gpus {
   bool can_access(int device, int peer) override { return severed.count({device, peer}) == 0; }
   void enable_access(int device, int peer) override { access_enabled.insert({device, peer}); }
   std::string export_handle(int, void* memory) override {
+    if (!export_error.empty()) throw std::runtime_error(export_error);
     return std::string(reinterpret_cast<const char*>(&memory), sizeof(memory));
   }
   void* import_handle(int device, const std::string& handle) override {
@@ -74,7 +75,7 @@ class HostMemory final : public Gpus {
   std::set<int> warm;
   int imported = 0;
   int num_allocations_left = -1;  // without limit
-  std::string import_error;
+  std::string export_error, import_error;
   std::vector<std::string> events;
   size_t allocated() const {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -328,20 +329,22 @@ TEST(Connection, GoesOnAfterATimeout) {
 }
 
 TEST(Connection, AnErrorReachesTheOtherProcessAndTheNextAttemptSucceeds) {
-  for (int step = 0; step < 3; ++step) {
+  for (int step = 0; step < 4; ++step) {
     Pair pair;
     HostMemory& memory = pair.memories[1];
     if (step == 0) memory.num_allocations_left = 0;
     if (step == 1) memory.num_allocations_left = 1;
-    if (step == 2) memory.import_error = "invalid argument";
+    if (step == 2) memory.export_error = "invalid argument";
+    if (step == 3) memory.import_error = "invalid argument";
     for (int attempt = 0; attempt < 2; ++attempt) {
       const std::vector<std::string> errors = pair.connect();
-      EXPECT_CONTAINS(errors[1], step < 2 ? "GPU 1 of process 1 could not set up its mailbox"
+      EXPECT_CONTAINS(errors[1], step < 3 ? "GPU 1 of process 1 could not set up its mailbox"
                                           : "GPU 1 of process 1 cannot map the memory of GPU 0 of process 0");
       EXPECT_CONTAINS(errors[1], step < 2 ? "out of memory" : "invalid argument");
       EXPECT_EQ(errors[0], "process 1 failed: " + errors[1]);
     }
     memory.num_allocations_left = -1;
+    memory.export_error.clear();
     memory.import_error.clear();
     EXPECT_EQ(pair.connect(), (std::vector<std::string>{"", ""}));
     EXPECT_EQ(pair.memories[0].imported, 1);
