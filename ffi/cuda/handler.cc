@@ -369,22 +369,28 @@ XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize,
                            .Attrs(),
                        {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::State<Instance>>()
-                           .Ctx<ffi::RunId>()
-                           .Ctx<ffi::PlatformStream<Stream>>()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs(),
-                       {ffi::Traits::kCmdBufferCompatible});
+auto execution() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::State<Instance>>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::PlatformStream<Stream>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
+}
+
+XLA_FFI_DEFINE_HANDLER(execute_handler, execute, execution(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(execute_unrecorded_handler, execute, execution());
 
 }  // namespace
 
 XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame) { return instantiate_handler(call_frame); }
 XLA_FFI_Error* collective_initialize(XLA_FFI_CallFrame* call_frame) { return initialize_handler(call_frame); }
 XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame) { return execute_handler(call_frame); }
+XLA_FFI_Error* collective_execute_unrecorded(XLA_FFI_CallFrame* call_frame) {
+  return execute_unrecorded_handler(call_frame);
+}
 
 XLA_FFI_TypeId* instance_type_id() { return &Instance::id; }
 

@@ -26,6 +26,9 @@ namespace jax_ring::gpu {
 XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_initialize(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame);
+// The same for calls that XLA must not record in a CUDA graph, which has no streams: calls of one lane that are on one
+// stream could run at the same time.
+XLA_FFI_Error* collective_execute_unrecorded(XLA_FFI_CallFrame* call_frame);
 
 // The type of the state of one call instruction, shared by all devices of a process.
 XLA_FFI_TypeId* instance_type_id();

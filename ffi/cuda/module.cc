@@ -41,14 +41,17 @@ NB_MODULE(_ffi_cuda, m) {
 
   m.def(
       "collective_handlers",
-      [] {
+      [](bool recorded) {
         nb::typed<nb::dict, nb::str, nb::object> stages;
         stages["instantiate"] = capsule_of(&jax_ring::gpu::collective_instantiate);
         stages["initialize"] = capsule_of(&jax_ring::gpu::collective_initialize);
-        stages["execute"] = capsule_of(&jax_ring::gpu::collective_execute);
+        stages["execute"] =
+            capsule_of(recorded ? &jax_ring::gpu::collective_execute : &jax_ring::gpu::collective_execute_unrecorded);
         return stages;
       },
-      "The handlers of the custom calls, one capsule per stage, for jax.ffi.register_ffi_target.");
+      "recorded"_a = true,
+      "The handlers of the custom calls, one capsule per stage, for jax.ffi.register_ffi_target. "
+      "recorded: whether XLA may record the calls in a CUDA graph.");
 
   m.def(
       "instance_type",
