@@ -9,6 +9,7 @@ import jax
 import jaxlib.version as _jaxlib_version
 from jax.extend import source_info_util as _source_info_util
 from jax.extend.mlir import ir as _ir
+from jax.extend.mlir.dialects import func as _func
 
 OLDEST_JAX = (0, 10, 2)
 
@@ -251,6 +252,22 @@ def called_function(lowering_context, call):
     """The function that a func.call calls."""
     name = _ir.FlatSymbolRefAttr(call.attributes["callee"]).value
     return lowering_context.module_context.symbol_table[name].operation
+
+
+def new_function(lowering_context, name: str, operand_types: list, result_types: list):
+    """A private function of the module, without a body yet. It gets another name if there is one of this name."""
+    module = lowering_context.module_context
+    function = _func.FuncOp(name, _ir.FunctionType.get(operand_types, result_types), ip=module.ip)
+    function.attributes["sym_visibility"] = _ir.StringAttr.get("private")
+    module.symbol_table.insert(function)
+    return function
+
+
+def stream_of(lowering_context) -> str:
+    """The GPU stream that the user has chosen for an equation by `compute_on("gpu_stream:...")`; empty by default."""
+    eqn_context = lowering_context.jaxpr_eqn_ctx
+    kind, _, name = ((eqn_context and eqn_context.compute_type) or "").partition(":")
+    return name.lower() if kind == "gpu_stream" else ""  # XLA ignores the case of names
 
 
 def is_tracing() -> bool:

@@ -1,6 +1,8 @@
-"""The options of a collective: which algorithm moves the data, and in which order values are folded."""
+"""The options of a collective: which algorithm moves the data, in which order values are folded, on which stream."""
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 Algorithm = Literal["auto", "one_shot", "two_shot", "ring"]
@@ -15,12 +17,28 @@ class Options(NamedTuple):
 
     algorithm: Algorithm = "auto"
     order: Order = "rank"
+    overlap: bool = False  # whether a GPU runs the call on XLA's collective stream, beside the main one
 
     def non_default(self) -> str:
-        """The options that differ from the default, written as keyword arguments; empty if none does."""
+        """The options of the user's call that differ from the default, as keyword arguments; empty if none does."""
         return ", ".join(
-            f"{name}={value!r}" for name, value in self._asdict().items() if value != self._field_defaults[name]
+            f"{name}={value!r}"
+            for name, value in self._asdict().items()
+            if name != "overlap" and value != self._field_defaults[name]
         )
+
+
+_overlap = contextvars.ContextVar("overlap", default=False)
+
+
+@contextlib.contextmanager
+def overlapped(overlap: bool) -> Iterator[None]:
+    """For the collectives that are called within: whether a GPU runs them beside its computation."""
+    token = _overlap.set(overlap)
+    try:
+        yield
+    finally:
+        _overlap.reset(token)
 
 
 def check_choice(function: str, name: str, value: Any, choices: Sequence[str]) -> None:
@@ -42,4 +60,4 @@ def make_options(function: str, algorithm: Algorithm = "auto", order: Order = "r
             f"{function}: order='ring' needs algorithm='ring' or 'auto', because no other algorithm folds in that "
             f"order; got algorithm={algorithm!r}. With order='rank' every algorithm gives the same result."
         )
-    return Options(algorithm, order)
+    return Options(algorithm, order, _overlap.get())

@@ -59,6 +59,9 @@ TARGETS = {
     collective: f"jax_ring_{collective}"
     for collective in ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast")
 }
+# The same on a GPU's other streams. XLA must not record these in a CUDA graph, where calls of one stream could run at
+# the same time. It does not record its own collectives either, by default.
+ASYNC_TARGETS = {collective: f"{target}_async" for collective, target in TARGETS.items()}
 # Another prefix than theirs: it is no collective.
 BARRIER_TARGET = "jax_ring.barrier"
 TIMEOUT_VARIABLE = "JAX_RING_TIMEOUT_S"
@@ -136,8 +139,9 @@ def _register() -> None:
     jax.ffi.register_ffi_target(BARRIER_TARGET, _ffi_cpu.barrier_handlers(), platform="cpu")
     # JAX queues both until the CUDA client exists, and registers types before handlers.
     jax.ffi.register_ffi_type("jax_ring_instance", ffi_cuda.instance_type(), platform="CUDA")
-    for target in TARGETS.values():
-        jax.ffi.register_ffi_target(target, ffi_cuda.collective_handlers(), platform="CUDA")
+    for targets, recorded in ((TARGETS, True), (ASYNC_TARGETS, False)):
+        for target in targets.values():
+            jax.ffi.register_ffi_target(target, ffi_cuda.collective_handlers(recorded), platform="CUDA")
     if cuda_kernels is not None:
         ffi_cuda.set_gpus(cuda_kernels.gpus())
     if hasattr(ffi_cuda, "set_device_ids"):

@@ -116,7 +116,7 @@ def test_options_under_transformations(check_vma):
         return gradient, vary(jax.jvp(f, (x,), (x,))[1]), vary(jax.vmap(f, in_axes=1)(x))
 
     text = str(jax.make_jaxpr(sharded(lambda x: body(x, **options), check_vma=check_vma, jit=False))(x))
-    calls = "".join(text.split()).count("options=Options(algorithm='ring',order='ring')")
+    calls = "".join(text.split()).count("options=Options(algorithm='ring',order='ring',overlap=False)")
     assert calls == text.count("ring_psum") > 3
     # A batched operand is one operand: its ring blocks span the whole batch.
     batched = sharded(lambda x: body(x, **options)[2], check_vma=check_vma)(x)
@@ -159,7 +159,7 @@ def test_refused_when_traced(options, message, check_vma):
 
 
 def test_defaults_and_text():
-    assert make_options("f") == Options() == ("auto", "rank")
+    assert make_options("f") == Options() == ("auto", "rank", False)
     assert Options().non_default() == ""
     assert Options("ring", "ring").non_default() == "algorithm='ring', order='ring'"
 

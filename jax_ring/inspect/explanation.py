@@ -220,6 +220,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     sums = kind == "all_reduce" and "psum" in name
     options = params.get("options", Options() if sums else None)
     algorithm = options.algorithm if options and engine else ""
+    is_default = options is not None and not options.non_default()
     # The message is the larger side of the call: the results of a gather, elsewhere the operands.
     message = eqn.outvars if kind == "all_gather" else eqn.invars
     num_bytes = sum(_num_bytes(v.aval) for v in message)
@@ -229,7 +230,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
         within, across = _two_level_wire_bytes(name, levels, [v.aval for v in message])
         sends = within + across
     else:
-        if sums and levels is not None and engine and service.has_choice(engine, levels) and options == Options():
+        if sums and levels is not None and engine and service.has_choice(engine, levels) and is_default:
             by_group = [tuning.thresholds(engine, size).choose(num_bytes) for size in sizes]
         falls_back = served_by == "XLA" and _belongs_to_jax_ring(eqn.primitive.name)
         sent_as = service.kind_by_xla(kind, (_platform(axis_context.mesh),)) if falls_back else kind
