@@ -55,11 +55,12 @@ def find_collectives(hlo: str) -> list[Instruction]:
     """The collectives in the HLO text of a compiled program, in the order of its computations."""
     match = re.search(r"num_partitions=(\d+)", hlo)
     num_ranks = int(match[1]) if match else 1
-    computations, entry = _parse_computations(hlo)
+    computations, entry = parse_computations(hlo)
     return list(_walk(computations, entry, 1, num_ranks))
 
 
-def _parse_computations(hlo: str) -> tuple[dict[str, list[str]], str]:
+def parse_computations(hlo: str) -> tuple[dict[str, list[str]], str]:
+    """The lines of each computation, by name, and the name of the entry computation."""
     computations: dict[str, list[str]] = {}
     entry, lines = "", []
     for line in hlo.splitlines():
@@ -99,7 +100,7 @@ def _times_called(role: str, attributes: str, times: int | None) -> int | None:
 
 def _instruction(match: re.Match, target: re.Match | None, times: int | None, num_ranks: int) -> Instruction:
     opcode, rest = match["opcode"], match["rest"]
-    kind = _KINDS[opcode] if target is None else target[1].removeprefix("jax_ring_")
+    kind = _KINDS[opcode] if target is None else target[1].removeprefix("jax_ring_").removesuffix("_async")
     arrays = _ARRAY.findall(match["type"])
     # The operands come first. In an all-reduce they are the results, and listed apart only by newer versions of XLA.
     has_operands = kind != "all_reduce" or match["type"].startswith("((")
