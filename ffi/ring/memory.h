@@ -7,6 +7,7 @@
 #include <cuda/atomic>
 
 #include "ring/mailbox.h"
+#include "ring/watch.h"
 
 namespace jax_ring {
 
@@ -46,11 +47,23 @@ JAX_RING_TEAM Line load_line(Line* from) {
 }
 
 // Packs in a mailbox. Plain accesses: a flag orders them.
-JAX_RING_TEAM Pack read_pack(const Pack* from) { return *from; }
-JAX_RING_TEAM void write_pack(Pack* to, Pack pack) { *to = pack; }
+JAX_RING_TEAM Pack read_pack(const Pack* from) {
+  watch_read(from, sizeof(*from));
+  return *from;
+}
+JAX_RING_TEAM void write_pack(Pack* to, Pack pack) {
+  watch_write(to, sizeof(*to));
+  *to = pack;
+}
 
 // A word of a mailbox that a flag orders, as it does packs.
-JAX_RING_TEAM uint64_t read_word(const uint64_t* from) { return *from; }
-JAX_RING_TEAM void write_word(uint64_t* to, uint64_t word) { *to = word; }
+JAX_RING_TEAM uint64_t read_word(const uint64_t* from) {
+  watch_read(from, sizeof(*from));
+  return *from;
+}
+JAX_RING_TEAM void write_word(uint64_t* to, uint64_t word) {
+  watch_write(to, sizeof(*to));
+  *to = word;
+}
 
 }  // namespace jax_ring

@@ -7,6 +7,7 @@
 #include "ring/element.h"
 #include "ring/options.h"
 #include "ring/team.h"
+#include "ring/watch.h"
 
 namespace jax_ring {
 
@@ -62,6 +63,7 @@ JAX_RING_INLINE bool is_aligned(const void* address) { return reinterpret_cast<u
 JAX_RING_INLINE Pack load_pack(const unsigned char* buffer, uint64_t bytes, uint64_t index) {
   const unsigned char* from = buffer + index * kPackBytes;
   const uint64_t valid = smaller(bytes - index * kPackBytes, kPackBytes);
+  watch_read(from, valid);
   if (valid == kPackBytes && is_aligned(buffer)) return *reinterpret_cast<const Pack*>(from);
   unsigned char copy[kPackBytes] = {};
   for (uint64_t i = 0; i < valid; ++i) copy[i] = from[i];
@@ -74,6 +76,7 @@ JAX_RING_INLINE Pack load_pack(const unsigned char* buffer, uint64_t bytes, uint
 JAX_RING_INLINE void store_pack(unsigned char* buffer, uint64_t bytes, uint64_t index, Pack pack) {
   unsigned char* to = buffer + index * kPackBytes;
   const uint64_t valid = smaller(bytes - index * kPackBytes, kPackBytes);
+  watch_write(to, valid);
   if (valid == kPackBytes && is_aligned(buffer)) {
     *reinterpret_cast<Pack*>(to) = pack;
     return;

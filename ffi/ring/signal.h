@@ -60,7 +60,7 @@ constexpr uint32_t kSpinsPerCheck = 16;
 template <class Ready>
 JAX_RING_TEAM bool await(const Endpoint& self, Ready ready, Step step, int peer, uint32_t epoch, int cta) {
   uint64_t since = 0;
-  for (uint32_t spins = 1; !ready(); ++spins) {
+  for (uint32_t spins = 1; !poll(ready); ++spins) {
     if (spins % kSpinsPerCheck != 0) continue;
     if (SystemAtomic<uint32_t>(*self.failed).load(cuda::memory_order_relaxed) != 0) return false;
     const uint64_t now = now_ns();
