@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "model/explorer.h"
+#include "model/futex.h"
 
 namespace jax_ring::model {
 namespace {
@@ -198,6 +199,8 @@ void ordered(const void* object, const std::string& what, const std::function<bo
   explorer->ordered(object, what, enabled, perform);
 }
 void block(const std::string& what, const std::function<bool()>& enabled) { explorer->block(what, enabled); }
+void futex_wait(const void* word, uint32_t seen) { explorer->futex_wait(word, seen); }
+void futex_wake(const void* word) { explorer->futex_wake(word); }
 int choose(int count) { return explorer->choose(count); }
 bool is_quiet() { return explorer->is_quiet(); }
 int this_thread() { return explorer->this_thread(); }

@@ -73,6 +73,7 @@ Explorer::End Explorer::execute(const std::function<void()>& scenario) {
   memory_.clear();
   threads_.clear();
   checks_.clear();
+  futexes_.clear();
   depth_ = 0;
   current_ = last_ordered_ = -1;
   preemptions_ = 0;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <deque>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -71,6 +72,8 @@ class Explorer {
   void ordered(const void* object, const std::string& what, const std::function<bool()>& enabled,
                const std::function<void()>& perform);
   void block(const std::string& what, const std::function<bool()>& enabled);
+  void futex_wait(const void* word, uint32_t seen);
+  void futex_wake(const void* word);
   int choose(int count) { return decide(count, false); }
   bool is_quiet() const { return is_quiet_; }
   int this_thread() const { return current_; }
@@ -102,6 +105,12 @@ class Explorer {
   void note_store(size_t location, const ThreadMemory& memory, int thread);
   std::string describe_threads() const;
 
+  struct Futex {
+    std::vector<int> sleepers;
+    Knowledge given;  // by those that woke
+    Clock cause;
+  };
+
   const Options options_;
   std::minstd_rand random_;
   Outcome outcome_;
@@ -112,6 +121,7 @@ class Explorer {
   std::vector<std::unique_ptr<Thread>> threads_;
   std::deque<Fiber> fibers_;
   std::vector<std::function<void()>> checks_;
+  std::map<const void*, Futex> futexes_;
   int current_ = -1;
   bool in_fiber_ = false, is_quiet_ = false;
   int last_ordered_ = -1, preemptions_ = 0;
