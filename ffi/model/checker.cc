@@ -11,13 +11,17 @@ namespace jax_ring::model {
 namespace {
 
 Explorer* explorer = nullptr;  // the only one that runs
+uint64_t num_executions = 0;
 
 }  // namespace
 
 Outcome explore(const Options& options, const std::function<void()>& scenario) {
   Explorer local(options);
   explorer = &local;
-  Outcome outcome = local.run(scenario);
+  Outcome outcome = local.run([&] {
+    ++num_executions;
+    scenario();
+  });
   explorer = nullptr;
   return outcome;
 }
@@ -166,12 +170,14 @@ void Explorer::plain(const void* at, size_t bytes, bool writes) {
 
 void Explorer::ordered(const void* object, const std::string& what, const std::function<bool()>& enabled,
                        const std::function<void()>& perform) {
+  if (current_ < 0) return perform();
   Thread& thread = *threads_[current_];
   thread.pending = {Pending::Kind::ordered, nullptr, &enabled, &perform, object, what};
   thread.fiber->wait();
 }
 
 void Explorer::block(const std::string& what, const std::function<bool()>& enabled) {
+  if (current_ < 0) return;
   Thread& thread = *threads_[current_];
   thread.pending = {Pending::Kind::blocked, nullptr, &enabled, nullptr, &thread, what};
   thread.fiber->wait();
@@ -203,7 +209,8 @@ void futex_wait(const void* word, uint32_t seen) { explorer->futex_wait(word, se
 void futex_wake(const void* word) { explorer->futex_wake(word); }
 int choose(int count) { return explorer->choose(count); }
 bool is_quiet() { return explorer->is_quiet(); }
-int this_thread() { return explorer->this_thread(); }
+int this_thread() { return explorer == nullptr ? -1 : explorer->this_thread(); }
+uint64_t execution() { return num_executions; }
 
 struct Baton::State {
   Knowledge given;

@@ -82,8 +82,10 @@ class Baton {
   State* state_;
 };
 
-// The running thread, from 0.
+// The running thread, from 0; -1 while a scenario sets up or checks.
 int this_thread();
+// Counts the executions, from 1.
+uint64_t execution();
 
 // All threads arrive, and know what the others did before.
 class Barrier {

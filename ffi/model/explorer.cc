@@ -8,6 +8,8 @@ namespace {
 
 // How often a thread may read the same overwritten message of a location, one time after the other.
 constexpr int kStaleReads = 2;
+// Of an execution. None of the scenarios needs nearly as many.
+constexpr int kMaxSteps = 20000;
 // One in so many reads is postponed, in random executions.
 constexpr unsigned kPostponedReads = 8;
 
@@ -70,22 +72,26 @@ int Explorer::decide(int count, bool is_read) {
 }
 
 Explorer::End Explorer::execute(const std::function<void()>& scenario) {
-  memory_.clear();
+  current_ = last_ordered_ = -1;
+  // What the last execution has captured goes before the next begins. A destructor may spawn threads, which never run.
   threads_.clear();
   checks_.clear();
+  threads_.clear();
+  for (Fiber& fiber : fibers_) fiber.reset({});
+  memory_.clear();
   futexes_.clear();
   depth_ = 0;
-  current_ = last_ordered_ = -1;
   preemptions_ = 0;
   is_quiet_ = in_fiber_ = false;
   evaluation_ = Evaluation::none;
   failure_.clear();
   try {
     scenario();
-    for (;;) {
+    for (int step = 0;; ++step) {
+      if (step == kMaxSteps) fail("livelock: no end after " + std::to_string(step) + " steps");
       if (options_.exhaustive ? run_fibers() || run_reads() || run_ordered() : step_randomly()) continue;
       if (is_redundant()) return End::redundant;
-      if (is_quiet_) return finish();
+      if (is_quiet_ || is_over()) return finish();
       is_quiet_ = true;  // lets a timeout pass
     }
   } catch (const Failed&) {
@@ -335,11 +341,17 @@ bool Explorer::is_redundant() {
   return false;
 }
 
+// Whether all threads that have to end have done so.
+bool Explorer::is_over() const {
+  for (const auto& thread : threads_) {
+    if (!thread->is_daemon && thread->pending.kind != Pending::Kind::ended) return false;
+  }
+  return true;
+}
+
 // Called when no thread can go on, not even by a timeout.
 Explorer::End Explorer::finish() {
-  bool is_over = true;
-  for (const auto& thread : threads_) is_over = is_over && (thread->is_daemon || thread->pending.kind == Pending::Kind::ended);
-  if (!is_over) {
+  if (!is_over()) {
     failure_ = "deadlock";
     return End::failed;
   }

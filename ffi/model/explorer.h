@@ -74,7 +74,7 @@ class Explorer {
   void block(const std::string& what, const std::function<bool()>& enabled);
   void futex_wait(const void* word, uint32_t seen);
   void futex_wake(const void* word);
-  int choose(int count) { return decide(count, false); }
+  int choose(int count) { return current_ < 0 ? 0 : decide(count, false); }
   bool is_quiet() const { return is_quiet_; }
   int this_thread() const { return current_; }
   Memory& memory() { return memory_; }
@@ -90,6 +90,7 @@ class Explorer {
   bool run_reads();
   bool run_ordered();
   bool is_redundant();
+  bool is_over() const;
   End finish();
   bool step_randomly();
   bool advance_tree();
