@@ -7,6 +7,7 @@
 #include "check/backend.h"
 #include "cuda/gpus.h"
 #include "cuda/kernels.h"
+#include "cuda/together.h"
 
 namespace jax_ring::check {
 namespace {

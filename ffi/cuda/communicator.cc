@@ -27,6 +27,8 @@ const char* name_of(Step step) {
       return "ring, for the next chunk";
     case Step::ring_send:
       return "ring, for a free slot";
+    case Step::start:
+      return "start of the call";
     case Step::count:
       break;
   }
@@ -34,18 +36,6 @@ const char* name_of(Step step) {
 }
 
 }  // namespace
-
-Capacity default_capacity(int num_ranks) {
-  Capacity capacity{};
-  capacity.num_ranks = num_ranks;
-  capacity.num_ctas = 16;
-  capacity.one_shot_packs = 128;
-  capacity.part_packs = 2048;
-  capacity.slot_packs = 2048;
-  // Results follow the partial folds at this distance, and a chain needs p chunks in flight to keep all links busy.
-  capacity.num_slots = num_ranks <= 8 ? 8 : num_ranks <= 16 ? 16 : num_ranks <= 32 ? 32 : 64;
-  return capacity;
-}
 
 Communicator::Communicator(std::vector<Member> members, int64_t process, const Capacity& capacity,
                            const std::string& name, PeerMemory& memory, const KeyValueStore& store)
@@ -155,6 +145,10 @@ std::string Communicator::describe(const Failure& failure, const std::string& ca
   if (failure.kind == static_cast<uint32_t>(FailureKind::mismatch)) {
     text << member(failure.rank) << " and " << member(failure.peer)
          << " made different calls at the same time (other shapes, another dtype, or another place in the program)";
+  } else if (failure.kind == static_cast<uint32_t>(FailureKind::busy)) {
+    text << member(failure.rank)
+         << " started this call while another one of the group still ran in the same lane. Calls that may run at the "
+            "same time need different lanes";
   } else {
     text << member(failure.rank) << " waited " << deadline_seconds << " s for " << member(failure.peer);
   }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cuda/peer_memory.h"
+#include "ring/capacity.h"
 #include "ring/endpoint.h"
 
 namespace jax_ring::gpu {
@@ -34,8 +35,7 @@ struct KeyValueStore {
 // Calls in different lanes have separate mailboxes, so that independent calls may run concurrently.
 constexpr int kLanes = 4;
 
-// The mailbox sizes for a group of this many ranks.
-Capacity default_capacity(int num_ranks);
+using jax_ring::default_capacity;
 
 // This process's side of a group. It owns the mailboxes of this process's GPUs.
 class Communicator {

@@ -15,6 +15,16 @@ namespace jax_ring {
 template <class T>
 using SystemAtomic = cuda::atomic_ref<T, cuda::thread_scope_system>;
 
+// For what only the kernels of one rank use, in its own memory: this costs less.
+template <class T>
+using DeviceAtomic = cuda::atomic_ref<T, cuda::thread_scope_device>;
+
+// Takes what one call at a time may use. False if another has it. Who takes it sees all that the last one did with it.
+JAX_RING_TEAM bool try_take(uint32_t* busy) {
+  return DeviceAtomic<uint32_t>(*busy).exchange(1, cuda::memory_order_acquire) == 0;
+}
+JAX_RING_TEAM void give_back(uint32_t* busy) { DeviceAtomic<uint32_t>(*busy).store(0, cuda::memory_order_release); }
+
 // Sets a flag with release semantics. A rank that sees it also sees everything that this thread wrote before, and
 // everything that this thread had seen of its team's writes.
 JAX_RING_TEAM void post_flag(uint64_t* flag, uint64_t value) {
@@ -33,15 +43,18 @@ JAX_RING_TEAM void store_line(Line* to, Line line) {
 #endif
 }
 
+// The line at from[kOffset]. An offset in the instruction needs no register for an address of its own.
+template <int kOffset = 0>
 JAX_RING_TEAM Line load_line(Line* from) {
   Line line;
 #if defined(__CUDACC__)
-  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];"
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2 + %3];"
                : "=l"(line.word[0]), "=l"(line.word[1])
-               : "l"(from)
+               : "l"(from), "n"(kOffset * sizeof(Line))
                : "memory");
 #else
-  for (int i = 0; i < 2; ++i) line.word[i] = SystemAtomic<uint64_t>(from->word[i]).load(cuda::memory_order_relaxed);
+  for (int i = 0; i < 2; ++i)
+    line.word[i] = SystemAtomic<uint64_t>(from[kOffset].word[i]).load(cuda::memory_order_relaxed);
 #endif
   return line;
 }

@@ -2,8 +2,9 @@
 // them.
 //
 // Data and the tag of the round travel in the same words (as in NCCL's LL protocol), so there is no flag to wait for
-// and no fence: p-1 sends and a poll. Two sets of lines alternate. A rank rewrites a set two rounds later, when it has
-// finished the round in between, for which every peer sent its data only after reading this set.
+// and no fence: p-1 sends and a poll. A message up to the default threshold is exchanged in one round. Two sets of
+// lines alternate. A rank rewrites a set two rounds later, when it has finished the round in between, for which every
+// peer sent its data only after reading this set.
 #pragma once
 
 #include "ring/fold_pack.h"
@@ -29,58 +30,43 @@ JAX_RING_TEAM Line* lines(const Endpoint& self, int owner, int cta, int source, 
 // Sends this rank's packs and two more lines. One is the header, which identifies the call. The other is a line that
 // this round does not use, a different one each round, so that no line keeps its tag until the epochs wrap around.
 template <class Team>
-JAX_RING_TEAM_CALL void send(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
-                             uint32_t epoch) {
+JAX_RING_TEAM void send(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
+                        uint32_t epoch) {
   const int p = self.num_ranks();
   const uint64_t swept = epoch / 2 % self.capacity.num_lines();
-  for (int step = 1; step < p; ++step) {
-    Line* to = lines(self, (self.rank + step) % p, cta, self.rank, epoch);
-    if (team.thread() == 0) {
-      store_line(to, tagged(message.fingerprint, epoch));
-      if (swept > kLinesPerPack * range.size()) store_line(to + swept, tagged(0, epoch));
-    }
+  // From the last thread on: the first ones have packs to send.
+  for (int step = team.size() - team.thread(); step < p; step += team.size()) {
+    Line* to = lines(self, modulo(self.rank + step, p), cta, self.rank, epoch);
+    store_line(to, tagged(message.fingerprint, epoch));
+    if (swept > kLinesPerPack * range.size()) store_line(to + swept, tagged(0, epoch));
   }
   for_each_pack<1>(
-      message, range, team, [](const Operand& operand, uint64_t index, uint64_t) { return input_pack(operand, index); },
-      [&](const Operand&, uint64_t, uint64_t place, Pack pack) {
+      message, RangeWalk(range), team,
+      [](const OperandView& operand, uint64_t index, const Spot&) { return operand.load(index); },
+      [&](const OperandView&, uint64_t, const Spot& spot, Pack pack) {
         for (int step = 1; step < p; ++step) {
-          Line* to = lines(self, (self.rank + step) % p, cta, self.rank, epoch) + 1 + kLinesPerPack * place;
+          Line* to = lines(self, modulo(self.rank + step, p), cta, self.rank, epoch) + 1 + kLinesPerPack * spot.place;
           store_line(to, tagged(pack.word[0], epoch));
           store_line(to + 1, tagged(pack.word[1], epoch));
         }
       });
 }
 
-// Waits for the pack in these lines.
-JAX_RING_TEAM bool receive(const Endpoint& self, Line* from, int source, int cta, uint32_t epoch, Pack* pack) {
-  Line low, high;
-  const bool ok = await(
-      self,
-      [&] {
-        low = load_line(from);
-        high = load_line(from + 1);
-        return has_tag(low, epoch) && has_tag(high, epoch);
-      },
-      Step::one_shot, source, epoch, cta);
-  *pack = {{data_of(low), data_of(high)}};
-  return ok;
-}
-
-// Whether every peer makes the same call.
+// Waits until every peer has announced the same call, before any wait for data that another call would not send.
 template <class Team>
-JAX_RING_TEAM_CALL bool check_headers(const Endpoint& self, const Message& message, int cta, Team team,
-                                      uint32_t epoch) {
+JAX_RING_TEAM bool check_headers(const Endpoint& self, const Message& message, int cta, Team team, uint32_t epoch) {
   bool ok = true;
-  for (int source = team.thread(); source < self.num_ranks(); source += team.size()) {
+  // From the last thread on: the first ones have packs to fold.
+  for (int source = team.size() - 1 - team.thread(); ok && source < self.num_ranks(); source += team.size()) {
     if (source == self.rank) continue;
     Line header;
-    ok = ok && await(
-                   self,
-                   [&] {
-                     header = load_line(lines(self, self.rank, cta, source, epoch));
-                     return has_tag(header, epoch);
-                   },
-                   Step::one_shot, source, epoch, cta);
+    ok = await(
+        self,
+        [&] {
+          header = load_line(lines(self, self.rank, cta, source, epoch));
+          return has_tag(header, epoch);
+        },
+        Step::one_shot, [&] { return source; }, epoch, cta);
     if (ok && data_of(header) != message.fingerprint) {
       fail(self, FailureKind::mismatch, Step::one_shot, source, epoch, cta);
       ok = false;
@@ -89,24 +75,53 @@ JAX_RING_TEAM_CALL bool check_headers(const Endpoint& self, const Message& messa
   return ok;
 }
 
+// Waits for the packs at one place from some peers. All lines are loaded before any is tested, so that their latencies
+// overlap.
+JAX_RING_TEAM bool receive(const Endpoint& self, int first, uint32_t place, int cta, uint32_t epoch, PeerPacks* packs) {
+  Line* const from_rank_0 = lines(self, self.rank, cta, 0, epoch) + 1 + kLinesPerPack * place;
+  const uint32_t lines_per_rank = static_cast<uint32_t>(self.capacity.num_lines());
+  const auto exists = [&](int i) { return first + i < self.num_ranks() - 1; };
+  const auto line = [&](int i) { return from_rank_0 + lines_per_rank * place_of_peer(first + i, self.rank); };
+  const auto is_ready = [&] {
+    Line received[kPeersInFlight][kLinesPerPack] = {};
+    JAX_RING_UNROLL
+    for (int i = 0; i < kPeersInFlight; ++i) {
+      if (!exists(i)) continue;
+      received[i][0] = load_line(line(i));
+      received[i][1] = load_line<1>(line(i));
+    }
+    bool complete = true;
+    JAX_RING_UNROLL
+    for (int i = 0; i < kPeersInFlight; ++i) {
+      packs->pack[i] = {{data_of(received[i][0]), data_of(received[i][1])}};
+      complete = complete && (!exists(i) || (has_tag(received[i][0], epoch) && has_tag(received[i][1], epoch)));
+    }
+    return complete;
+  };
+  const auto missing = [&] {
+    int i = 0;
+    JAX_RING_NO_UNROLL
+    while (exists(i + 1) && has_tag(load_line(line(i)), epoch) && has_tag(load_line(line(i) + 1), epoch)) ++i;
+    return place_of_peer(first + i, self.rank);
+  };
+  return await(self, is_ready, Step::one_shot, missing, epoch, cta);
+}
+
 // Folds the packs of all ranks into the output.
 template <class Element, class Op, class Team>
 JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
                         uint32_t epoch, Op op) {
   bool ok = true;
   for_each_pack<1>(
-      message, range, team, [](const Operand& operand, uint64_t index, uint64_t) { return input_pack(operand, index); },
-      [&](const Operand& operand, uint64_t index, uint64_t place, Pack mine) {
-        const Pack result = fold_packs<Element>(
-            self.num_ranks(),
-            [&](int source) {
-              Pack pack = mine;
-              Line* from = lines(self, self.rank, cta, source, epoch) + 1 + kLinesPerPack * place;
-              if (source != self.rank && ok) ok = receive(self, from, source, cta, epoch, &pack);
-              return pack;
-            },
-            op);
-        output_pack(operand, index, result);
+      message, RangeWalk(range), team,
+      [](const OperandView& operand, uint64_t index, const Spot&) { return operand.load(index); },
+      [&](const OperandView& operand, uint64_t index, const Spot& spot, Pack mine) {
+        const auto load = [&](int first) {
+          PeerPacks packs{};
+          if (ok) ok = receive(self, first, spot.place, cta, epoch, &packs);
+          return packs;
+        };
+        operand.store(index, fold_packs<Element>(self.num_ranks(), self.rank, mine, load, op));
       });
   return ok;
 }
@@ -128,7 +143,8 @@ JAX_RING_TEAM bool all_reduce(const Endpoint& self, const Message& message, int 
     // A thread without work in the next round must not announce it while another thread still reads this one.
     ok = team.all(ok);
   }
-  if (ok && team.thread() == 0) progress.one_shot_epoch = epoch;
+  // A team without work has met at no barrier, behind which all its threads would have read the epoch.
+  if (ok && share.size() > 0 && team.thread() == 0) progress.one_shot_epoch = epoch;
   return ok;
 }
 

@@ -198,12 +198,16 @@ TEST(Mailbox, PartsDoNotOverlap) {
     for (int cta = 0; cta < capacity.num_ctas; ++cta) {
       for (FlagKind kind : {FlagKind::tail, FlagKind::head}) parts.push_back({capacity.flag(kind, cta, 0), kFlagBytes});
       for (int peer = 0; peer < num_ranks; ++peer) {
-        parts.push_back({capacity.flag(FlagKind::scattered, cta, peer), kFlagBytes});
-        parts.push_back({capacity.flag(FlagKind::gathered, cta, peer), kFlagBytes});
+        parts.push_back({capacity.flag(FlagKind::even, cta, peer), kFlagBytes});
+        parts.push_back({capacity.flag(FlagKind::odd, cta, peer), kFlagBytes});
         parts.push_back({capacity.lines(0, cta, peer), capacity.num_lines() * sizeof(Line)});
         parts.push_back({capacity.lines(1, cta, peer), capacity.num_lines() * sizeof(Line)});
-        parts.push_back({capacity.scatter(cta, peer), capacity.part_packs * kPackBytes});
-        parts.push_back({capacity.gather(cta, peer), capacity.part_packs * kPackBytes});
+        for (int buffer = 0; buffer < kScatterBuffers; ++buffer) {
+          parts.push_back({capacity.scatter(buffer, cta, peer), capacity.part_packs * kPackBytes});
+        }
+        for (int buffer = 0; buffer < kGatherBuffers; ++buffer) {
+          parts.push_back({capacity.gather(buffer, cta, peer), capacity.part_packs * kPackBytes});
+        }
       }
       for (uint64_t i = 0; i < capacity.num_slots; ++i) {
         parts.push_back({capacity.slot(cta, i), (1 + capacity.slot_packs) * kPackBytes});
