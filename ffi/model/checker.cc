@@ -16,12 +16,15 @@ uint64_t num_executions = 0;
 }  // namespace
 
 Outcome explore(const Options& options, const std::function<void()>& scenario) {
-  Explorer local(options);
-  explorer = &local;
-  Outcome outcome = local.run([&] {
-    ++num_executions;
-    scenario();
-  });
+  Outcome outcome;
+  {
+    Explorer local(options);
+    explorer = &local;
+    outcome = local.run([&] {
+      ++num_executions;
+      scenario();
+    });
+  }
   explorer = nullptr;
   return outcome;
 }

@@ -171,7 +171,7 @@ std::vector<NamedScenario> scenarios() {
       {"2 ranks, 2 calls, timeouts", exhaustive, completes({2, 2, false, false, false, 2})},
       {"2 ranks, completions that block", exhaustive, completes({2, 1, true, false, false, 1})},
       {"2 ranks, 2 calls, a failure", exhaustive, completes({2, 2, false, true})},
-      {"2 ranks, a pause, completions that block", random, completes({2, 2, true, false, true, 2})},
+      {"2 ranks, a pause, completions that block", random, completes({2, 2, true, false, true})},
       {"3 ranks, a call", exhaustive, completes({3, 1})},
       {"3 ranks, completions that block", exhaustive, completes({3, 1, true})},
       {"3 ranks, 3 calls, completions that block", random, completes({3, 3, true, false, false, 3})},

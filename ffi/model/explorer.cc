@@ -71,15 +71,20 @@ int Explorer::decide(int count, bool is_read) {
   return decision.chosen;
 }
 
-Explorer::End Explorer::execute(const std::function<void()>& scenario) {
-  current_ = last_ordered_ = -1;
-  // What the last execution has captured goes before the next begins. A destructor may spawn threads, which never run.
+// Ends an execution: what it has captured goes before the next begins.
+void Explorer::forget() {
+  current_ = -1;
   threads_.clear();
   checks_.clear();
-  threads_.clear();
+  threads_.clear();  // a destructor may have spawned threads, which never run
   for (Fiber& fiber : fibers_) fiber.reset({});
   memory_.clear();
   futexes_.clear();
+}
+
+Explorer::End Explorer::execute(const std::function<void()>& scenario) {
+  forget();
+  last_ordered_ = -1;
   depth_ = 0;
   preemptions_ = 0;
   is_quiet_ = in_fiber_ = false;

@@ -57,6 +57,8 @@ class Explorer {
  public:
   explicit Explorer(const Options& options) : options_(options), random_(options.seed) {}
 
+  ~Explorer() { forget(); }
+
   Outcome run(const std::function<void()>& scenario);
 
   // The functions of checker.h.
@@ -86,6 +88,7 @@ class Explorer {
   struct Failed {};
 
   End execute(const std::function<void()>& scenario);
+  void forget();
   bool run_fibers();
   bool run_reads();
   bool run_ordered();

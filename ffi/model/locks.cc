@@ -41,7 +41,11 @@ SteadyClock::time_point SteadyClock::now() { return time_point(time_now().now); 
 
 void SteadyClock::sleep(duration time) {
   ordered(
-      &time_now(), "sleeps", [] { return is_quiet(); }, [&] { time_now().now += time; });
+      &time_now(), "sleeps", [] { return is_quiet(); },
+      [&] {
+        time_now().now += time;
+        ++time_now().early_timeouts;
+      });
 }
 
 void allow_early_timeouts(int count) { time_now().early_timeouts = count; }

@@ -31,7 +31,7 @@ struct SteadyClock {
   using time_point = std::chrono::time_point<SteadyClock>;
   static constexpr bool is_steady = true;
   static time_point now();
-  // Waits until no thread can go on, and then for so long.
+  // Waits until no thread can go on, and then for so long, in which a timed wait may time out.
   static void sleep(duration time);
 };
 

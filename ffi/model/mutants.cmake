@@ -11,11 +11,11 @@ jax_ring_mutant(ring_model load_relaxed ring/memory.h
   "order of ranks, 2 ranks x 1" "data race")
 jax_ring_mutant(ring_model two_shot_post_without_sync ring/two_shot.h
   [==[    team.sync();
-    for (int step]==] [==[    for (int step]==]
+    JAX_RING_NO_UNROLL]==] [==[]==]
   "two-shot, 2 ranks x 2" "data race")
 jax_ring_mutant(ring_model two_shot_wait_without_all ring/two_shot.h
   [==[return team.all(ok);]==] [==[return ok;]==]
-  "two-shot, 3 ranks x 2" "data race")
+  "two-shot, 2 ranks x 2" "data race")
 jax_ring_mutant(ring_model ring_finish_without_sync ring/ring.h
   [==[    team.sync();
     sent += sends;]==] [==[    sent += sends;]==]
@@ -24,7 +24,7 @@ jax_ring_mutant(ring_model ring_finish_without_sync ring/ring.h
 # One-shot: lines and their tags.
 jax_ring_mutant(ring_model one_shot_without_all ring/one_shot.h
   [==[    ok = team.all(ok);]==] [==[]==]
-  "one-shot, 2 ranks x 2" "(wrong result|deadlock|two threads)")
+  "one-shot, 3 ranks x 2" "(wrong result|deadlock|two threads)")
 jax_ring_mutant(ring_model one_shot_one_set ring/one_shot.h
   [==[static_cast<int>(epoch % 2)]==] [==[0]==]
   "one-shot, 2 ranks x 1" "(wrong result|deadlock)")
@@ -42,9 +42,19 @@ jax_ring_mutant(ring_model one_shot_without_header ring/one_shot.h
 jax_ring_mutant(ring_model two_shot_without_fingerprint ring/signal.h
   [==[if (seen == expected) return true;]==] [==[return true;]==]
   "different calls" "a mismatch was not reported")
-jax_ring_mutant(ring_model two_shot_buffer_a_round_early ring/two_shot.h
-  [==[return round.await_all(FlagKind::gathered, Step::all_gather);]==] [==[return true;]==]
+jax_ring_mutant(ring_model two_shot_scatters_a_round_early ring/mailbox.h
+  [==[constexpr int kScatterBuffers = 3;]==] [==[constexpr int kScatterBuffers = 2;]==]
   "two-shot, 2 ranks x 1" "data race")
+jax_ring_mutant(ring_model two_shot_gathers_a_round_early ring/mailbox.h
+  [==[constexpr int kGatherBuffers = 2;]==] [==[constexpr int kGatherBuffers = 1;]==]
+  "two-shot, 2 ranks x 1" "data race")
+jax_ring_mutant(ring_model two_shot_one_flag ring/two_shot.h
+  [==[return number % 2 == 0 ? FlagKind::even : FlagKind::odd;]==] [==[return FlagKind::even;]==]
+  "two-shot, 2 ranks x 1" "deadlock")
+jax_ring_mutant(ring_model two_shot_copies_a_step_early ring/two_shot.h
+  [==[if (step > 1) copy_results(worker, step - 2);]==]
+  [==[if (step > 0 && step <= num_rounds) copy_results(worker, step - 1);]==]
+  "two-shot, 2 ranks x 1" "(data race|wrong result)")
 jax_ring_mutant(ring_model two_shot_round_forgotten ring/two_shot.h
   [==[if (ok && team.thread() == 0) progress.round = number;]==] [==[]==]
   "two-shot, 2 ranks x 1" "a rank has failed")
@@ -119,9 +129,12 @@ jax_ring_mutant(shm_model compares_without_wrap shm/channel.h
   "2 rounds in one step" "(data race|deadlock|wrong result)")
 
 # The rendezvous of the ranks of a process, and the relay of completions.
-jax_ring_mutant(cpu_model nobody_is_woken cpu/completion_threads.cc
-  [==[if (!is_completion_thread) wake_worker();]==] [==[]==]
-  "2 ranks, 3 calls" "deadlock")
+jax_ring_mutant(cpu_model idle_worker_not_notified cpu/completion_threads.cc
+  [==[    work_available_.notify_one();]==] [==[]==]
+  "2 ranks, 3 calls" "(deadlock|livelock)")
+jax_ring_mutant(cpu_model error_lost cpu/completion_threads.cc
+  [==[  pending.error = std::move(error);]==] [==[  pending.error = std::nullopt;]==]
+  "2 ranks, 2 calls, a failure" "(wrong result|data race)")
 jax_ring_mutant(cpu_model idle_workers_miscounted cpu/completion_threads.cc
   [==[    --idle_workers_;]==] [==[]==]
   "completions that block" "(deadlock|livelock)")
@@ -145,6 +158,3 @@ jax_ring_mutant(cpu_model failure_checked_before_the_lock cpu/rendezvous.cc
   std::unique_lock<Mutex> lock(mutex_);
   if (failure) {]==]
   "2 ranks, 2 calls, a failure" "deadlock")
-jax_ring_mutant(cpu_model joins_a_rendezvous_twice cpu/rendezvous.cc
-  [==[rendezvous->group == place.group && !rendezvous->done[place.rank];]==] [==[rendezvous->group == place.group;]==]
-  "2 ranks, 3 calls" "(deadlock|wrong result|data race)")

@@ -303,7 +303,7 @@ std::vector<NamedScenario> scenarios() {
     const std::string size = ", " + std::to_string(ranks) + " ranks x " + std::to_string(threads);
     list.push_back({"one-shot" + size, exhaustive, succeeds(ranks, threads, rounds(Algorithm::one_shot, all_reduce, 3))});
     list.push_back({"two-shot" + size, exhaustive,
-                    succeeds(ranks, threads, rounds(Algorithm::two_shot, all_reduce, 2 * ranks * threads + 1))});
+                    succeeds(ranks, threads, rounds(Algorithm::two_shot, all_reduce, 5 * ranks * threads + 1))});
     list.push_back({"two-shot collectives" + size, exhaustive, succeeds(ranks, threads, all_collectives(ranks))});
     // A ring has many executions, as a rank may be as far ahead as there are slots.
     for (Order order : {Order::rank, Order::ring}) {
