@@ -49,7 +49,7 @@ class CompletionThreads {
   void run_completions(Pending& pending, std::unique_lock<Mutex>& lock);
   void wake_worker();
 
-  Mutex mutex_;            // guards everything below; never held while a completion runs
+  Mutex mutex_;                 // guards everything below; never held while a completion runs
   std::list<Pending> pending_;  // not finished yet, oldest first
   std::list<Pending> free_;     // finished; their list nodes are reused
   int idle_workers_ = 0;

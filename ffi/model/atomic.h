@@ -20,7 +20,9 @@ class AtomicAt {
   explicit AtomicAt(T* at) : at_(at) {}
 
   T load(Order order = std::memory_order_seq_cst) const { return from_bits(model::load(at_, sizeof(T), order)); }
-  void store(T value, Order order = std::memory_order_seq_cst) const { model::store(at_, sizeof(T), to_bits(value), order); }
+  void store(T value, Order order = std::memory_order_seq_cst) const {
+    model::store(at_, sizeof(T), to_bits(value), order);
+  }
   T exchange(T value, Order order = std::memory_order_seq_cst) const {
     return change(order, [value](T) { return value; });
   }
@@ -50,8 +52,7 @@ class AtomicAt {
   }
   template <class Change>
   T change(Order order, Change change) const {
-    return from_bits(modify(
-        at_, sizeof(T), [&](uint64_t bits) { return to_bits(change(from_bits(bits))); }, order));
+    return from_bits(modify(at_, sizeof(T), [&](uint64_t bits) { return to_bits(change(from_bits(bits))); }, order));
   }
 
   T* at_;

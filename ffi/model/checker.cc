@@ -187,9 +187,7 @@ void Explorer::block(const std::string& what, const std::function<bool()>& enabl
 }
 
 void spawn(const std::string& name, std::function<void()> body) { explorer->spawn(name, std::move(body), false); }
-void spawn_daemon(const std::string& name, std::function<void()> body) {
-  explorer->spawn(name, std::move(body), true);
-}
+void spawn_daemon(const std::string& name, std::function<void()> body) { explorer->spawn(name, std::move(body), true); }
 void at_end(std::function<void()> check) { explorer->at_end(std::move(check)); }
 void fail(const std::string& why) { explorer->fail(why); }
 void name_memory(const void* at, size_t bytes, const std::string& text) { explorer->memory().name(at, bytes, text); }

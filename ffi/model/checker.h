@@ -48,8 +48,8 @@ void store(void* at, int bytes, uint64_t value, std::memory_order order);
 // Stores change(value) and returns the value.
 uint64_t modify(void* at, int bytes, const std::function<uint64_t(uint64_t)>& change, std::memory_order order);
 void fence(std::memory_order order);
-// Much time passes: this thread no longer reads what is overwritten by now. (Without synchronization it may, for ever, in
-// the words of C++, and there only "should" not.)
+// Much time passes: this thread no longer reads what is overwritten by now. (Without synchronization it may, for ever,
+// in the words of C++, and there only "should" not.)
 void see_latest();
 void plain_read(const void* at, size_t bytes);
 void plain_write(const void* at, size_t bytes);

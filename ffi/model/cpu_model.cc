@@ -22,7 +22,9 @@ model::Atomic<uint32_t>* recorded = nullptr;
 }  // namespace
 
 // In place of cpu/watchdog.cc: a failure that a thread of the model records.
-Watchdog& Watchdog::instance() { return immortal([] { return new Watchdog; }); }
+Watchdog& Watchdog::instance() {
+  return immortal([] { return new Watchdog; });
+}
 void Watchdog::watch(RendezvousMap*) {}
 void Watchdog::unwatch(RendezvousMap*) {}
 std::optional<std::string> Watchdog::failure(int64_t) const {
@@ -52,7 +54,8 @@ class Process {
       : program_(program), map_(groups(program.num_ranks), "call"), ranks_(program.num_ranks) {
     recorded = &failed_;
     for (Rank& rank : ranks_) rank.results.resize(program.num_calls);
-    for (int i = 0; i < program.num_ranks; ++i) model::name_memory(&ranks_[i], sizeof(Rank), "rank " + std::to_string(i));
+    for (int i = 0; i < program.num_ranks; ++i)
+      model::name_memory(&ranks_[i], sizeof(Rank), "rank " + std::to_string(i));
     model::allow_early_timeouts(program.early_timeouts);
   }
   ~Process() { recorded = nullptr; }

@@ -49,7 +49,7 @@ struct Thread {
   // The locations that the read depends on, and the number of their messages when it was last evaluated.
   std::vector<Load> watched;
   bool is_evaluated = false;
-  std::vector<Load> postponed;  // the read must see a message that is not older than these
+  std::vector<Load> postponed;                  // the read must see a message that is not older than these
   std::vector<std::pair<uint32_t, int>> stale;  // by location: the last message read, and how often
 };
 

@@ -95,8 +95,7 @@ void ConditionVariable::notify_one() {
 }
 
 void ConditionVariable::notify_all() {
-  ordered(
-      this, "notifies all threads", [] { return true; }, [&] { waiters_.clear(); });
+  ordered(this, "notifies all threads", [] { return true; }, [&] { waiters_.clear(); });
 }
 
 }  // namespace jax_ring::model

@@ -35,8 +35,8 @@ struct SteadyClock {
   static void sleep(duration time);
 };
 
-// No wait returns without a reason, but a timed one may time out at once, as often as the scenario says, and whenever no
-// thread can go on otherwise.
+// No wait returns without a reason, but a timed one may time out at once, as often as the scenario says, and whenever
+// no thread can go on otherwise.
 class ConditionVariable {
  public:
   template <class Ready>

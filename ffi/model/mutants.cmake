@@ -129,9 +129,6 @@ jax_ring_mutant(shm_model compares_without_wrap shm/channel.h
   "2 rounds in one step" "(data race|deadlock|wrong result)")
 
 # The rendezvous of the ranks of a process, and the relay of completions.
-jax_ring_mutant(cpu_model idle_worker_not_notified cpu/completion_threads.cc
-  [==[    work_available_.notify_one();]==] [==[]==]
-  "2 ranks, 3 calls" "(deadlock|livelock)")
 jax_ring_mutant(cpu_model error_lost cpu/completion_threads.cc
   [==[  pending.error = std::move(error);]==] [==[  pending.error = std::nullopt;]==]
   "2 ranks, 2 calls, a failure" "(wrong result|data race)")

@@ -301,7 +301,8 @@ std::vector<NamedScenario> scenarios() {
   std::vector<NamedScenario> list;
   for (const auto& [ranks, threads] : {std::pair{2, 1}, {2, 2}, {3, 1}, {3, 2}}) {
     const std::string size = ", " + std::to_string(ranks) + " ranks x " + std::to_string(threads);
-    list.push_back({"one-shot" + size, exhaustive, succeeds(ranks, threads, rounds(Algorithm::one_shot, all_reduce, 3))});
+    list.push_back(
+        {"one-shot" + size, exhaustive, succeeds(ranks, threads, rounds(Algorithm::one_shot, all_reduce, 3))});
     list.push_back({"two-shot" + size, exhaustive,
                     succeeds(ranks, threads, rounds(Algorithm::two_shot, all_reduce, 5 * ranks * threads + 1))});
     list.push_back({"two-shot collectives" + size, exhaustive, succeeds(ranks, threads, all_collectives(ranks))});

@@ -1,5 +1,5 @@
-// futex.h: atomics that processes share, and waits for a change of one. The model checker has a header of this name that
-// takes the place of this one.
+// futex.h: atomics that processes share, and waits for a change of one. The model checker has a header of this name
+// that takes the place of this one.
 #pragma once
 
 #include <atomic>
