@@ -54,12 +54,15 @@ struct PackFold {
 // i mod p for i < 2p, without a division.
 JAX_RING_TEAM int modulo(int i, int p) { return i < p ? i : i - p; }
 
-// Peers whose packs are loaded together, so that the memory latency is paid once for all of them.
-constexpr int kPeersInFlight = 7;
+// Peers whose packs are loaded together, so that the memory latency is paid once for all of them. The accumulators of
+// small types leave registers for fewer.
+template <class Element>
+constexpr int kPeersInFlight = PackFold<Element>::kPacks <= 2 ? 7 : 4;
 
 // The packs of some peers, in the order of the fold.
+template <int kCount>
 struct PeerPacks {
-  Pack pack[kPeersInFlight];
+  Pack pack[kCount];
 };
 
 // The place in the fold of its i-th peer, where this rank has `own` place.
@@ -69,12 +72,13 @@ JAX_RING_TEAM int place_of_peer(int i, int own) { return i < own ? i : i + 1; }
 // peers from `first` on.
 template <class Element, class Op, class Load>
 JAX_RING_TEAM Pack fold_packs(int num_ranks, int own, Pack mine, Load load, Op op) {
+  constexpr int kInFlight = kPeersInFlight<Element>;
   PackFold<Element> fold{};
   JAX_RING_NO_UNROLL
-  for (int first = 0; first < num_ranks - 1; first += kPeersInFlight) {
-    const PeerPacks peers = load(first);
+  for (int first = 0; first < num_ranks - 1; first += kInFlight) {
+    const PeerPacks<kInFlight> peers = load(first);
     JAX_RING_UNROLL
-    for (int i = 0; i < kPeersInFlight; ++i) {
+    for (int i = 0; i < kInFlight; ++i) {
       const int peer = first + i;
       if (peer >= num_ranks - 1) continue;
       if (i == 0 && first == 0) {

@@ -8,6 +8,13 @@
 
 namespace jax_ring {
 
+// A rank may free its mailbox only when the last calls of all its peers have ended: some of what they write is not
+// waited for, and may arrive after the owner's own last call. In one-shot that is the line that a round sweeps, and in
+// the ring the flag `head`, by which the next rank frees a slot. (A call of two-shot has seen all that was written for
+// it.) A call that fails waits for nothing. So before the memory is freed, each rank waits for its own kernels, and
+// then all ranks for each other; after a failure they cannot, and the memory of a rank that others may still reach is
+// better kept.
+
 // Distance between the flags of different writers, so that no two share a cache line.
 constexpr size_t kFlagBytes = 128;
 

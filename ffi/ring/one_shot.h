@@ -75,33 +75,49 @@ JAX_RING_TEAM bool check_headers(const Endpoint& self, const Message& message, i
   return ok;
 }
 
+// The same value, of which the compiler does not know that it stays the same. It computes what depends on it where it
+// is needed, and not ahead of a loop, where the results would occupy registers all along.
+JAX_RING_TEAM uint32_t unknown(uint32_t value) {
+#if defined(__CUDACC__)
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+
 // Waits for the packs at one place from some peers. All lines are loaded before any is tested, so that their latencies
 // overlap.
-JAX_RING_TEAM bool receive(const Endpoint& self, int first, uint32_t place, int cta, uint32_t epoch, PeerPacks* packs) {
+template <int kCount>
+JAX_RING_TEAM bool receive(const Endpoint& self, int first, uint32_t place, int cta, uint32_t epoch,
+                           PeerPacks<kCount>* packs) {
   Line* const from_rank_0 = lines(self, self.rank, cta, 0, epoch) + 1 + kLinesPerPack * place;
   const uint32_t lines_per_rank = static_cast<uint32_t>(self.capacity.num_lines());
   const auto exists = [&](int i) { return first + i < self.num_ranks() - 1; };
-  const auto line = [&](int i) { return from_rank_0 + lines_per_rank * place_of_peer(first + i, self.rank); };
+  const auto line = [&](int i, uint32_t stride) { return from_rank_0 + stride * place_of_peer(first + i, self.rank); };
   const auto is_ready = [&] {
-    Line received[kPeersInFlight][kLinesPerPack] = {};
+    const uint32_t stride = unknown(lines_per_rank);
+    Line received[kCount][kLinesPerPack] = {};
     JAX_RING_UNROLL
-    for (int i = 0; i < kPeersInFlight; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       if (!exists(i)) continue;
-      received[i][0] = load_line(line(i));
-      received[i][1] = load_line<1>(line(i));
+      received[i][0] = load_line(line(i, stride));
+      received[i][1] = load_line<1>(line(i, stride));
     }
     bool complete = true;
     JAX_RING_UNROLL
-    for (int i = 0; i < kPeersInFlight; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       packs->pack[i] = {{data_of(received[i][0]), data_of(received[i][1])}};
       complete = complete && (!exists(i) || (has_tag(received[i][0], epoch) && has_tag(received[i][1], epoch)));
     }
     return complete;
   };
   const auto missing = [&] {
+    const auto has_arrived = [&](int i) {
+      Line* from = line(i, lines_per_rank);
+      return has_tag(load_line(from), epoch) && has_tag(load_line<1>(from), epoch);
+    };
     int i = 0;
     JAX_RING_NO_UNROLL
-    while (exists(i + 1) && has_tag(load_line(line(i)), epoch) && has_tag(load_line(line(i) + 1), epoch)) ++i;
+    while (exists(i + 1) && has_arrived(i)) ++i;
     return place_of_peer(first + i, self.rank);
   };
   return await(self, is_ready, Step::one_shot, missing, epoch, cta);
@@ -117,7 +133,7 @@ JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange 
       [](const OperandView& operand, uint64_t index, const Spot&) { return operand.load(index); },
       [&](const OperandView& operand, uint64_t index, const Spot& spot, Pack mine) {
         const auto load = [&](int first) {
-          PeerPacks packs{};
+          PeerPacks<kPeersInFlight<Element>> packs{};
           if (ok) ok = receive(self, first, spot.place, cta, epoch, &packs);
           return packs;
         };
@@ -130,21 +146,24 @@ JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange 
 // peer.
 template <class Element, class Op, class Team>
 JAX_RING_TEAM bool all_reduce(const Endpoint& self, const Message& message, int cta, Team team, Op op) {
+  const PackRange share = share_of({0, message.num_packs}, cta, self.capacity.num_ctas);
+  // A team without work meets at no barrier, behind which all its threads would have read the epoch.
+  if (share.size() == 0) return true;
   Progress& progress = self.progress[cta];
   uint32_t epoch = progress.one_shot_epoch;
-  const PackRange share = share_of({0, message.num_packs}, cta, self.capacity.num_ctas);
+  const uint32_t round_packs = static_cast<uint32_t>(self.capacity.one_shot_packs);
   bool ok = true;
-  for (uint64_t begin = share.begin; ok && begin < share.end; begin += self.capacity.one_shot_packs) {
+  JAX_RING_NO_UNROLL
+  for (PackRange rest = share; ok && rest.begin < rest.end; rest.begin += round_packs) {
     ++epoch;
-    const PackRange range{begin, smaller(begin + self.capacity.one_shot_packs, share.end)};
+    const PackRange range{rest.begin, smaller(rest.begin + round_packs, rest.end)};
     send(self, message, range, cta, team, epoch);
     ok = check_headers(self, message, cta, team, epoch);
     ok = fold<Element>(self, message, range, cta, team, epoch, op) && ok;
     // A thread without work in the next round must not announce it while another thread still reads this one.
     ok = team.all(ok);
   }
-  // A team without work has met at no barrier, behind which all its threads would have read the epoch.
-  if (ok && share.size() > 0 && team.thread() == 0) progress.one_shot_epoch = epoch;
+  if (ok && team.thread() == 0) progress.one_shot_epoch = epoch;
   return ok;
 }
 

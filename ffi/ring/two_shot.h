@@ -193,9 +193,9 @@ JAX_RING_TEAM void fold_and_send(const Worker<Team>& worker, uint32_t round, Op 
         const Pack mine = operand.load(index, in);
         if (!roles.folds()) return mine;
         const auto load = [&](int first) {
-          PeerPacks packs{};
+          PeerPacks<kPeersInFlight<Element>> packs{};
           JAX_RING_UNROLL
-          for (int i = 0; i < kPeersInFlight; ++i) {
+          for (int i = 0; i < kPeersInFlight<Element>; ++i) {
             if (first + i >= p - 1) continue;
             const int source = modulo(first_rank + place_of_peer(first + i, own), p);
             packs.pack[i] = read_pack(received + source * part_packs + spot.place);
