@@ -2,6 +2,7 @@
 #include "model/checker.h"
 
 #include <cstring>
+#include <sstream>
 #include <utility>
 
 #include "model/explorer.h"
@@ -52,6 +53,30 @@ void Explorer::fail(const std::string& why) {
   }
   if (!in_fiber_) throw Failed{};
   for (;;) threads_[current_]->fiber->wait();  // is not resumed
+}
+
+std::string Explorer::describe_threads() const {
+  std::ostringstream text;
+  for (const auto& thread : threads_) {
+    text << "  " << thread->name << ": ";
+    switch (thread->pending.kind) {
+      case Pending::Kind::ended:
+        text << "has ended";
+        break;
+      case Pending::Kind::read:
+        text << "reads";
+        for (const Load& load : thread->watched) {
+          const Location& location = const_cast<Explorer*>(this)->memory_[load.location];
+          text << " [" << memory_.describe(location.address) << " = " << std::hex << location.messages.back().value
+               << std::dec << "]";
+        }
+        break;
+      default:
+        text << (thread->pending.what.empty() ? "runs" : thread->pending.what);
+    }
+    text << "\n";
+  }
+  return text.str();
 }
 
 // Begins an event of the running thread.

@@ -380,28 +380,4 @@ bool Explorer::would_end_waiting(int index) {
   return !holds;
 }
 
-std::string Explorer::describe_threads() const {
-  std::ostringstream text;
-  for (const auto& thread : threads_) {
-    text << "  " << thread->name << ": ";
-    switch (thread->pending.kind) {
-      case Pending::Kind::ended:
-        text << "has ended";
-        break;
-      case Pending::Kind::read:
-        text << "reads";
-        for (const Load& load : thread->watched) {
-          const Location& location = const_cast<Explorer*>(this)->memory_[load.location];
-          text << " [" << memory_.describe(location.address) << " = " << std::hex << location.messages.back().value
-               << std::dec << "]";
-        }
-        break;
-      default:
-        text << (thread->pending.what.empty() ? "runs" : thread->pending.what);
-    }
-    text << "\n";
-  }
-  return text.str();
-}
-
 }  // namespace jax_ring::model

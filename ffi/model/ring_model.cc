@@ -332,6 +332,7 @@ std::vector<NamedScenario> scenarios() {
     mixed.push_back({Algorithm::ring, i % 2 == 0 ? ring_order : all_reduce, 4});
     mixed.push_back({Algorithm::two_shot, all_reduce, 7});
   }
+  random.max_executions = 300;
   list.push_back({"all algorithms, 3 ranks x 2 teams x 2", random, succeeds(3, 2, mixed, 2, 4)});
   return list;
 }

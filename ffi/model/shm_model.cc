@@ -221,7 +221,7 @@ std::function<void()> succeeds(int num_processes, std::vector<TestCall> calls,
 std::vector<NamedScenario> scenarios() {
   Options exhaustive, random;
   random.exhaustive = false;
-  random.max_executions = 3000;
+  random.max_executions = 1000;
   const TestCall one_step{{}, true, 1}, two_steps{{}, false, 32};
   const TestCall scatter{{Collective::reduce_scatter}, false, 16}, gather{{Collective::all_gather}, false, 1};
   return {
