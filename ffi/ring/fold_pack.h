@@ -57,7 +57,7 @@ JAX_RING_TEAM int modulo(int i, int p) { return i < p ? i : i - p; }
 // Peers whose packs are loaded together, so that the memory latency is paid once for all of them. The accumulators of
 // small types leave registers for fewer.
 template <class Element>
-constexpr int kPeersInFlight = PackFold<Element>::kPacks <= 2 ? 7 : 4;
+constexpr int kPeersInFlight = kPerPack<Element> <= 8 ? 7 : 4;
 
 // The packs of some peers, in the order of the fold.
 template <int kCount>
