@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Draws the pictures of docs/algorithms.md anew, in docs/images. Needs jax_ring[pictures] installed.
+# Draws the pictures of the documentation anew, in docs/images. Needs jax_ring[pictures] installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -19,3 +19,5 @@ done
 ring scaling --draw docs/images/scaling.svg
 ring claims --draw docs/images/claims.svg
 ring fit benchmarks/results/cpu-2-cores/allreduce-p*.json --draw docs/images/fit.svg
+# Of docs/gpu.md. Needs JAX's CUDA plugin and a CUDA toolkit, and no GPU.
+"$python" -P benchmarks/overlap.py --draw docs/images/overlap.svg

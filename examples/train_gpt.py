@@ -84,15 +84,21 @@ def block(x: chex.Array, layer: chex.ArrayTree) -> chex.Array:
     return x + jax.nn.gelu(normalized(x, layer["norm2"]) @ layer["up"]) @ layer["down"]
 
 
-def logits(params: chex.ArrayTree, tokens: chex.Array, dtype=jnp.float32, hook=lambda params: params) -> chex.Array:
-    """Logits of the next byte at each position. `hook` is applied to parameters where they are used."""
+def logits(
+    params: chex.ArrayTree, tokens: chex.Array, dtype=jnp.float32, hook=lambda params: params, unroll: int = 1
+) -> chex.Array:
+    """Logits of the next byte at each position.
+
+    `hook` is applied to parameters where they are used. So many layers as `unroll` says are compiled one after the
+    other: on GPUs, the gradients of one can then be reduced beside the backward pass of the next.
+    """
 
     def cast(params):
         return jax.tree.map(lambda p: p.astype(dtype), hook(params))
 
     outer = cast({name: params[name] for name in ("tokens", "positions", "norm")})
     x = outer["tokens"][tokens] + outer["positions"][: tokens.shape[-1]]
-    x, _ = lax.scan(lambda x, layer: (block(x, cast(layer)), None), x, params["layers"])
+    x, _ = lax.scan(lambda x, layer: (block(x, cast(layer)), None), x, params["layers"], unroll=unroll)
     return (normalized(x, outer["norm"]) @ outer["tokens"].T).astype(jnp.float32)
 
 
@@ -102,13 +108,13 @@ def loss(params: chex.ArrayTree, tokens: chex.Array, **options) -> chex.Scalar:
     return optax.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:]).mean()
 
 
-def make_train_step(mesh, optimizer, dtype=jnp.float32, in_backward=True, **reduction):
+def make_train_step(mesh, optimizer, dtype=jnp.float32, in_backward=True, unroll=1, **reduction):
     """A step from (state, tokens) to (state, loss). The tokens are split over "data"."""
 
     def hook(params):
         return reduce_in_backward(params, "data", **reduction) if in_backward else params
 
-    local_loss = functools.partial(loss, dtype=dtype, hook=hook)
+    local_loss = functools.partial(loss, dtype=dtype, hook=hook, unroll=unroll)
     value_and_mean_grad = value_and_grad(local_loss, "data", reduced_in_backward=in_backward, **reduction)
 
     @functools.partial(jax.jit, donate_argnums=0)

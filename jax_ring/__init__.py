@@ -24,6 +24,7 @@ from jax_ring.collectives import (
     ring_psum_scatter,
     ring_reduce,
 )
+from jax_ring.distributed.assumed_hosts import assume_hosts
 from jax_ring.inspect import Collective, Explanation, Instruction, explain
 from jax_ring.lowering.override import Override, override_lax
 from jax_ring.training import (
@@ -59,6 +60,7 @@ __all__ = [
     "accumulate_gradients",
     "allreduce_gradients",
     "assert_replicated",
+    "assume_hosts",
     "broadcast_params",
     "explain",
     "feedback_specs",

@@ -77,6 +77,7 @@ def environment() -> dict[str, str]:
             else "hosts are told apart by boot id, /dev/shm and user"
         ),
         tuning.VARIABLE: tuning.describe(),
+        runtime.SHARED_GPU_VARIABLE: f"processes {'may' if runtime.SHARED_GPU else 'may not'} share a GPU",
         runtime.STRICT_VARIABLE: f"fallback to XLA's collectives is {'an error' if runtime.STRICT else 'allowed'}",
     }
     return {

@@ -9,6 +9,7 @@ import jax
 import jaxlib.version as _jaxlib_version
 from jax.extend import source_info_util as _source_info_util
 from jax.extend.mlir import ir as _ir
+from jax.extend.mlir.dialects import func as _func
 
 OLDEST_JAX = (0, 10, 2)
 
@@ -40,12 +41,15 @@ try:
     _source_file_pattern = _config.hlo_source_file_canonicalization_regex
     _skip_size_one_axes = _parallel._maybe_skip_one_sized_axes
     _register_custom_type = _xla_client._xla.register_custom_type
+    _CompileOnlyClient = _xla_client._xla.CompileOnlyPyClient
     _common_lowerings = _mlir._lowerings
     _platform_lowerings = _mlir._platform_specific_lowerings
     _uncacheable_primitives = _mlir._uncacheable_primitives
     COLLECTIVE_CHANNEL_ID = _mlir.COLLECTIVE_CHANNEL_ID
     _trace_state_clean = _core.trace_state_clean
     _backends_are_initialized = _xla_bridge.backends_are_initialized
+    _register_plugin_callbacks = _xla_bridge.register_plugin_callbacks
+    _visible_gpus = _xla_bridge.CUDA_VISIBLE_DEVICES
     pmax_p = _parallel.pmax_p
     pmin_p = _parallel.pmin_p
     reduce_scatter_p = _parallel.reduce_scatter_p
@@ -250,6 +254,22 @@ def called_function(lowering_context, call):
     return lowering_context.module_context.symbol_table[name].operation
 
 
+def new_function(lowering_context, name: str, operand_types: list, result_types: list):
+    """A private function of the module, without a body yet. It gets another name if there is one of this name."""
+    module = lowering_context.module_context
+    function = _func.FuncOp(name, _ir.FunctionType.get(operand_types, result_types), ip=module.ip)
+    function.attributes["sym_visibility"] = _ir.StringAttr.get("private")
+    module.symbol_table.insert(function)
+    return function
+
+
+def stream_of(lowering_context) -> str:
+    """The GPU stream that the user has chosen for an equation by `compute_on("gpu_stream:...")`; empty by default."""
+    eqn_context = lowering_context.jaxpr_eqn_ctx
+    kind, _, name = ((eqn_context and eqn_context.compute_type) or "").partition(":")
+    return name.lower() if kind == "gpu_stream" else ""  # XLA ignores the case of names
+
+
 def is_tracing() -> bool:
     """Whether this thread is tracing a function."""
     return not _trace_state_clean()
@@ -258,6 +278,30 @@ def is_tracing() -> bool:
 def has_backend() -> bool:
     """Whether JAX has started a backend, after which the number of devices and of processes is fixed."""
     return _backends_are_initialized()
+
+
+def call_with_plugins(function: Callable[[], None]) -> None:
+    """Calls a function as soon as JAX has loaded a plugin, such as that of CUDA: before it starts the backends, or now.
+
+    The function is called once for each plugin. JAX holds a lock meanwhile, so the function must not start a backend.
+    """
+    _register_plugin_callbacks(lambda c_api: function())
+
+
+def visible_gpus() -> tuple[int, ...] | None:
+    """The CUDA ordinals of the GPUs that JAX may use in this process; None for all that CUDA shows."""
+    return None if _visible_gpus.value == "all" else tuple(map(int, _visible_gpus.value.split(",")))
+
+
+def local_gpu_ids() -> dict[int, int]:
+    """The id of the JAX device of each GPU of this process, by its CUDA ordinal."""
+    return {device.local_hardware_id: device.id for device in jax.local_devices(backend="cuda")}
+
+
+def devices_of_process(device) -> list:
+    """All devices of the process and the backend of a device, also those in no mesh, in the order of their ids."""
+    peers = [other for other in device.client.devices() if other.process_index == device.process_index]
+    return sorted(peers, key=lambda other: other.id)
 
 
 def axis_context_within(shard_map_params: dict):
@@ -274,6 +318,11 @@ def replica_groups(axis_context, axes: tuple) -> tuple[tuple[int, ...], ...]:
 def mesh_devices(mesh) -> list | None:
     """The devices of a mesh, by mesh position; None for an abstract mesh."""
     return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
+
+
+def is_compile_only(device) -> bool:
+    """Whether a device is one of `jax.experimental.topologies`, which is not there."""
+    return isinstance(device.client, _CompileOnlyClient)
 
 
 def module_name(lowering_context) -> str:

@@ -1,10 +1,12 @@
-"""The options of a collective: which algorithm moves the data, and in which order values are folded."""
+"""The options of a collective: which algorithm moves the data, in which order values are folded, on which stream."""
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 Algorithm = Literal["auto", "one_shot", "two_shot", "ring"]
-Order = Literal["rank", "ring"]
+Order = Literal["rank", "ring", "any"]
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -15,12 +17,29 @@ class Options(NamedTuple):
 
     algorithm: Algorithm = "auto"
     order: Order = "rank"
+    overlap: bool = False  # whether a GPU runs the call on XLA's collective stream, beside the main one
 
-    def non_default(self) -> str:
-        """The options that differ from the default, written as keyword arguments; empty if none does."""
-        return ", ".join(
-            f"{name}={value!r}" for name, value in self._asdict().items() if value != self._field_defaults[name]
-        )
+    def ignored_by_xla(self) -> str:
+        """The options that XLA's collectives do not follow, written as keyword arguments; empty if there are none."""
+        ignored = {"algorithm": self.algorithm != "auto", "order": self.order not in ("rank", "any")}
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in ignored if ignored[name])
+
+    def algorithm_depends_on_size(self) -> bool:
+        """Whether a GPU engine chooses the algorithm of a sum by the size of the message."""
+        return self.algorithm == "auto" and self.order != "ring"
+
+
+_overlap = contextvars.ContextVar("overlap", default=False)
+
+
+@contextlib.contextmanager
+def overlapped(overlap: bool) -> Iterator[None]:
+    """For the collectives that are called within: whether a GPU runs them beside its computation."""
+    token = _overlap.set(overlap)
+    try:
+        yield
+    finally:
+        _overlap.reset(token)
 
 
 def check_choice(function: str, name: str, value: Any, choices: Sequence[str]) -> None:
@@ -40,6 +59,7 @@ def make_options(function: str, algorithm: Algorithm = "auto", order: Order = "r
     if order == "ring" and algorithm not in ("auto", "ring"):
         raise ValueError(
             f"{function}: order='ring' needs algorithm='ring' or 'auto', because no other algorithm folds in that "
-            f"order; got algorithm={algorithm!r}. With order='rank' every algorithm gives the same result."
+            f"order; got algorithm={algorithm!r}. With order='rank' every algorithm gives the same result, and with "
+            "order='any' the engine takes an order that suits the algorithm."
         )
-    return Options(algorithm, order)
+    return Options(algorithm, order, _overlap.get())

@@ -59,10 +59,14 @@ TARGETS = {
     collective: f"jax_ring_{collective}"
     for collective in ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast")
 }
+# The same on a GPU's other streams. XLA must not record these in a CUDA graph, where calls of one stream could run at
+# the same time. It does not record its own collectives either, by default.
+ASYNC_TARGETS = {collective: f"{target}_async" for collective, target in TARGETS.items()}
 # Another prefix than theirs: it is no collective.
 BARRIER_TARGET = "jax_ring.barrier"
 TIMEOUT_VARIABLE = "JAX_RING_TIMEOUT_S"
 STRICT_VARIABLE = "JAX_RING_STRICT"
+SHARED_GPU_VARIABLE = "JAX_RING_SHARED_GPU"
 ISA_VARIABLE = "JAX_RING_ISA"
 
 
@@ -84,18 +88,20 @@ def timeout_from(text: str) -> float:
     return seconds
 
 
-def strict_from(text: str) -> bool:
-    """Parses `JAX_RING_STRICT`: whether a call that falls back to XLA's collective is an error.
+def flag_from(variable: str, text: str, meaning: str) -> bool:
+    """Parses the text of an environment variable that is 1 or 0; the default, an empty text, is 0.
 
     Raises:
-      ValueError: if the text is neither 1 nor 0.
+      ValueError: if the text is neither 1 nor 0. Says what 1 means.
     """
     if text not in ("", "0", "1"):
-        raise ValueError(f"{STRICT_VARIABLE} must be 1 (no fallback to XLA's collectives) or 0, got {text!r}")
+        raise ValueError(f"{variable} must be 1 ({meaning}) or 0, got {text!r}")
     return text == "1"
 
 
-STRICT = strict_from(os.environ.get(STRICT_VARIABLE, ""))
+STRICT = flag_from(STRICT_VARIABLE, os.environ.get(STRICT_VARIABLE, ""), "no fallback to XLA's collectives")
+# On one GPU, processes wait for each other's time slices, so this is for tests.
+SHARED_GPU = flag_from(SHARED_GPU_VARIABLE, os.environ.get(SHARED_GPU_VARIABLE, ""), "ranks may share a GPU")
 
 # The engine reads it. A name that it does not know would be ignored there.
 if (_isa := os.environ.get(ISA_VARIABLE, "")) not in ("", "baseline", "avx2", "avx512"):
@@ -125,6 +131,20 @@ def forget_gpu_groups() -> None:
     ffi_cuda.forget_groups()
 
 
+def check_gpu_groups() -> None:
+    """Raises an error if a GPU call of this process has failed.
+
+    A kernel cannot raise, and JAX does not ask a custom call whether it succeeded: `jax.block_until_ready` returns the
+    results of a call that failed, all bits of which are ones. The next call of its group raises the error. Call this
+    after the last one, when its results are ready.
+
+    Raises:
+      jax.errors.JaxRuntimeError: with the rank, the peer and the call of each failure.
+    """
+    if text := ffi_cuda.failure():
+        raise jax.errors.JaxRuntimeError(text)
+
+
 def _register() -> None:
     _compat.register_cpu_ffi_type("jax_ring_call_site", _ffi_cpu.call_site_type())
     handlers = _ffi_cpu.collective_handlers()
@@ -133,10 +153,12 @@ def _register() -> None:
     jax.ffi.register_ffi_target(BARRIER_TARGET, _ffi_cpu.barrier_handlers(), platform="cpu")
     # JAX queues both until the CUDA client exists, and registers types before handlers.
     jax.ffi.register_ffi_type("jax_ring_instance", ffi_cuda.instance_type(), platform="CUDA")
-    for target in TARGETS.values():
-        jax.ffi.register_ffi_target(target, ffi_cuda.collective_handlers(), platform="CUDA")
+    for targets, recorded in ((TARGETS, True), (ASYNC_TARGETS, False)):
+        for target in targets.values():
+            jax.ffi.register_ffi_target(target, ffi_cuda.collective_handlers(recorded), platform="CUDA")
     if cuda_kernels is not None:
         ffi_cuda.set_gpus(cuda_kernels.gpus())
+    ffi_cuda.set_device_ids(_compat.local_gpu_ids)
     if TIMEOUT_VARIABLE in os.environ:
         seconds = timeout_from(os.environ[TIMEOUT_VARIABLE])
         _ffi_cpu.set_deadline(seconds)

@@ -5,6 +5,7 @@ import pytest
 
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery
+from jax_ring.distributed.gpus import Gpus, Identity
 
 
 class Client:
@@ -12,6 +13,7 @@ class Client:
 
     def __init__(self, published=()):
         self.values = dict(published)
+        self.waits = []
 
     def key_value_set(self, key, value):
         if key in self.values:
@@ -24,6 +26,7 @@ class Client:
         return self.values[key]
 
     def blocking_key_value_get_bytes(self, key, timeout_ms):
+        self.waits.append(timeout_ms)
         if key not in self.values:
             raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key} after {timeout_ms} ms")
         return self.values[key]
@@ -34,6 +37,7 @@ def runtime_of(monkeypatch):
     """Makes this process 0 of two, with the given client. Returns the (process, token) pairs passed to the engines."""
     joined = []
     monkeypatch.setattr(discovery, "_membership", None)
+    monkeypatch.setattr(discovery, "_has_plugins", False)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(runtime, "join_processes", lambda process, token, *exchange: joined.append((process, token)))
 
@@ -100,3 +104,82 @@ def test_a_process_that_does_not_publish_its_host(runtime_of):
     runtime_of(Client())
     with pytest.raises(RuntimeError, match=r"process 1 did not publish its host within 60 s.*JAX_RING_TIMEOUT"):
         discovery.host_of(1)
+
+
+class FakeKernels:
+    """A fake of the native module of kernels, with two GPUs without peer access."""
+
+    def __init__(self):
+        self.looks = 0
+
+    def identities(self):
+        self.looks += 1
+        return [("0000:01:00.0", "a"), ("0000:02:00.0", "b")]
+
+    def unreachable(self, ordinals):
+        return [(0, 1)] if len(ordinals) == 2 else []
+
+
+ONE, TWO = Identity("0000:01:00.0", "a"), Identity("0000:02:00.0", "b")
+GPUS = Gpus((ONE, TWO), frozenset({(ONE, TWO)}))
+
+
+def test_gpus_are_published_as_soon_as_jax_may_use_them(runtime_of, monkeypatch):
+    kernels = FakeKernels()
+    monkeypatch.setattr(runtime, "cuda_kernels", kernels)
+    client = Client()
+    runtime_of(client)
+    discovery.publish()
+    assert "jax_ring/gpus/0" not in client.values  # the program may still choose its GPUs
+    assert kernels.looks == 0
+    discovery._publish_with_plugins()  # as JAX calls it
+    assert Gpus.from_bytes(client.values["jax_ring/gpus/0"]) == GPUS
+    discovery.publish()
+    later = Client()
+    runtime_of(later)
+    discovery.publish()  # an earlier start of JAX counts
+    assert Gpus.from_bytes(later.values["jax_ring/gpus/0"]) == GPUS
+    assert kernels.looks == 1
+
+
+def test_without_kernels_no_gpus_are_published(runtime_of, monkeypatch):
+    monkeypatch.setattr(runtime, "cuda_kernels", None)
+    client = Client()
+    runtime_of(client)
+    discovery._publish_with_plugins()
+    assert set(client.values) == {"jax_ring/host/0", "jax_ring/token"}
+
+
+def test_gpus_of_other_processes_are_fetched_once(runtime_of, monkeypatch):
+    monkeypatch.setattr(runtime, "cuda_kernels", FakeKernels())
+    client = Client({"jax_ring/gpus/1": Gpus((TWO,)).to_bytes()})
+    runtime_of(client)
+    for _ in range(2):
+        assert discovery.gpus_of([0, 1]) == {0: GPUS, 1: Gpus((TWO,))}
+    assert len(client.waits) == 1
+
+
+def test_all_processes_have_one_deadline(runtime_of, monkeypatch):
+    monkeypatch.setattr(runtime, "cuda_kernels", FakeKernels())
+    client = Client({f"jax_ring/gpus/{process}": Gpus((TWO,)).to_bytes() for process in (1, 2)})
+    runtime_of(client)
+    monkeypatch.setattr(discovery.time, "monotonic", lambda: 100.0 + 25 * len(client.waits))  # each takes 25 s
+    with pytest.raises(RuntimeError, match=r"process 3 did not publish its GPUs within 60 s.*JAX_RING_TIMEOUT_S"):
+        discovery.gpus_of([0, 1, 2, 3])
+    assert client.waits == [60_000, 35_000, 10_000]
+
+
+def test_a_process_that_serves_no_gpus_waits_for_no_other(runtime_of, monkeypatch):
+    monkeypatch.setattr(runtime, "cuda_kernels", None)
+    client = Client()
+    runtime_of(client)
+    (gpus,) = discovery.gpus_of([0, 1]).values()
+    assert "without its CUDA kernels" in gpus.why_not
+    assert client.waits == []
+    assert Gpus.from_bytes(client.values["jax_ring/gpus/0"]) == gpus  # others need not wait for this one
+
+
+def test_one_process_needs_no_store(monkeypatch):
+    monkeypatch.setattr(runtime, "cuda_kernels", FakeKernels())
+    monkeypatch.setattr(_compat, "key_value_store", None)
+    assert discovery.gpus_of([0]) == {0: GPUS}

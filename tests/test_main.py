@@ -41,8 +41,10 @@ def test_active_options():
     assert value_of("JAX_RING_TIMEOUT_S", text) == "'2.5': 2.5 seconds"
     assert value_of("JAX_RING_ISA", text) == "'baseline': baseline"
     assert value_of("JAX_RING_STRICT", text) == "'1': fallback to XLA's collectives is an error"
+    assert value_of("JAX_RING_SHARED_GPU", text) == "not set: processes may not share a GPU"
     assert value_of("JAX_RING_HOST_ID", text) == "not set: hosts are told apart by boot id, /dev/shm and user"
-    named = run(JAX_RING_HOST_ID="here")
+    named = run(JAX_RING_HOST_ID="here", JAX_RING_SHARED_GPU="1")
+    assert value_of("JAX_RING_SHARED_GPU", named) == "'1': processes may share a GPU"
     assert value_of("JAX_RING_HOST_ID", named) == "'here': processes with equal names share memory"
     assert value_of("JAX_RING_TUNING", text) == "not set: built-in thresholds for algorithm='auto'"
 

@@ -10,7 +10,7 @@ from helpers import assert_same_bits, compiled_text, make_mesh, num_calls, rank_
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import ring_psum
+from jax_ring import ring_pmean, ring_psum, ring_psum_scatter, ring_reduce
 from jax_ring.options import ALGORITHMS, ORDERS, Options, make_options
 
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "complex64", "int32", "uint8"]
@@ -94,13 +94,33 @@ def test_ring_order_in_groups():
             assert_same_bits(totals[rank], ring_fold(values[group]))
 
 
+def test_any_order_is_rank_order_on_cpu_devices():
+    values = {"a": values_of("float32", (8, 1003)), "b": values_of("bfloat16", (8, 77))}
+    for algorithm in ALGORITHMS:
+        totals = psum_of_ranks(values, algorithm=algorithm, order="any")
+        for rank in range(8):
+            assert_same_bits(
+                jax.tree.map(lambda total, rank=rank: total[rank], totals), jax.tree.map(rank_fold, values)
+            )
+
+
+def test_any_order_in_the_family():
+    values = np.asarray(values_of("float32", (8, 8, 5)))
+    scattered = sharded(lambda x: ring_psum_scatter(x[0], "i", order="any")[None], check_vma=False)(values)
+    assert_same_bits(np.asarray(scattered), rank_fold(values))
+    mean = sharded(lambda x: ring_pmean(x[0], "i", order="any")[None], check_vma=False)(values)
+    assert_same_bits(np.asarray(mean)[3], rank_fold(values) / np.float32(8))
+    reduced = sharded(lambda x: ring_reduce(x[0], "i", root=2, order="any")[None], check_vma=False)(values)
+    assert_same_bits(np.asarray(reduced)[2], rank_fold(values))
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_no_algorithm_changes_the_result(algorithm, order):
     if order == "ring" and algorithm not in ("auto", "ring"):
         pytest.skip("refused")
     values = np.asarray(values_of("bfloat16", (8, 321)))
-    expected = {"rank": rank_fold, "ring": ring_fold}[order](values)
+    expected = {"rank": rank_fold, "ring": ring_fold, "any": rank_fold}[order](values)
     for total in psum_of_ranks(values, algorithm=algorithm, order=order):
         assert_same_bits(total, expected)
 
@@ -116,7 +136,7 @@ def test_options_under_transformations(check_vma):
         return gradient, vary(jax.jvp(f, (x,), (x,))[1]), vary(jax.vmap(f, in_axes=1)(x))
 
     text = str(jax.make_jaxpr(sharded(lambda x: body(x, **options), check_vma=check_vma, jit=False))(x))
-    calls = "".join(text.split()).count("options=Options(algorithm='ring',order='ring')")
+    calls = "".join(text.split()).count("options=Options(algorithm='ring',order='ring',overlap=False)")
     assert calls == text.count("ring_psum") > 3
     # A batched operand is one operand: its ring blocks span the whole batch.
     batched = sharded(lambda x: body(x, **options)[2], check_vma=check_vma)(x)
@@ -145,7 +165,7 @@ def test_calls_with_different_options_do_not_merge(check_vma):
     [
         ({"algorithm": "tree"}, r"algorithm must be one of 'auto', 'one_shot', 'two_shot', 'ring'; got 'tree'"),
         ({"algorithm": None}, r"algorithm must be one of .*; got None"),
-        ({"order": "any"}, r"order must be one of 'rank', 'ring'; got 'any'"),
+        ({"order": "fast"}, r"order must be one of 'rank', 'ring', 'any'; got 'fast'"),
         ({"order": ["ring"]}, r"order must be one of .*; got \['ring'\]"),
         ({"order": "ring", "algorithm": "one_shot"}, r"order='ring' needs algorithm='ring' or 'auto'.*'one_shot'"),
         ({"order": "ring", "algorithm": "two_shot"}, r"order='ring' needs algorithm='ring' or 'auto'.*'two_shot'"),
@@ -159,9 +179,10 @@ def test_refused_when_traced(options, message, check_vma):
 
 
 def test_defaults_and_text():
-    assert make_options("f") == Options() == ("auto", "rank")
-    assert Options().non_default() == ""
-    assert Options("ring", "ring").non_default() == "algorithm='ring', order='ring'"
+    assert make_options("f") == Options() == ("auto", "rank", False)
+    assert Options().ignored_by_xla() == Options("auto", "any").ignored_by_xla() == ""
+    assert Options("ring", "ring").ignored_by_xla() == "algorithm='ring', order='ring'"
+    assert Options("two_shot", "any").ignored_by_xla() == "algorithm='two_shot'"
 
 
 def on_a_partly_manual_mesh(**options):
@@ -174,7 +195,12 @@ def on_a_partly_manual_mesh(**options):
 
 
 def test_fallback_logs_ignored_options(caplog):
-    for options, words in (({}, "uses XLA's all_reduce: the"), ({"order": "ring"}, "ignores order='ring': the")):
+    ignored_or_not = [
+        ({}, "uses XLA's all_reduce: the"),
+        ({"order": "ring"}, "ignores order='ring': the"),
+        ({"order": "any"}, "uses XLA's all_reduce: the"),  # XLA's order is one
+    ]
+    for options, words in ignored_or_not:
         f, x = on_a_partly_manual_mesh(**options)
         with caplog.at_level(logging.INFO, logger="jax_ring"):
             np.testing.assert_array_equal(f(x), np.arange(8.0).reshape(2, 4).sum(0))

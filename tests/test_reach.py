@@ -2,42 +2,23 @@
 
 import logging
 import re
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from fake_gpus import FakeKernels, pretend_gpus
 from helpers import TARGET, make_mesh, sharded
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import ring_all_gather, ring_psum, runtime
+from jax_ring import _compat, ring_all_gather, ring_psum, runtime
+from jax_ring.distributed import discovery
 from jax_ring.lowering import reach
 from jax_ring.lowering.reach import Gpu
 
 
-class FakeEngine:
-    """A fake of the native CUDA module."""
-
-    def __init__(self, severed=()):
-        self.severed = set(severed)
-
-    def unreachable(self, devices):
-        return [(a, b) for a in devices for b in devices if (a, b) in self.severed]
-
-
 @pytest.fixture
 def engine(monkeypatch):
-    """A fake CUDA engine, with CPU device d as GPU 100 - d."""
-    engine = FakeEngine()
-    monkeypatch.setattr(runtime, "cuda_kernels", engine)
-    monkeypatch.setattr(
-        reach,
-        "gpus_of",
-        lambda mesh: [Gpu(0, 100 - d.id) for d in mesh.devices.flat] if isinstance(mesh, Mesh) else None,
-    )
-    return engine
+    return pretend_gpus(monkeypatch)
 
 
 def lower(fun, *args, **options):
@@ -55,7 +36,7 @@ def test_groups_are_attributes(check_vma):
     assert TARGET in text
     assert "partition_id" not in text
     # Groups along the first axis: positions 0 and 2, and 1 and 3.
-    assert "devices = dense<[97, 100, 99, 98]>" in text
+    assert "devices = dense<[3, 0, 1, 2]>" in text
     assert "processes = dense<0>" in text
     assert "group_sizes = dense<2>" in text
 
@@ -101,14 +82,15 @@ def expect_fallback(caplog):
     return expect
 
 
-def test_without_the_engine(monkeypatch, expect_fallback):
+@pytest.mark.usefixtures("engine")
+def test_without_the_kernels(monkeypatch, expect_fallback):
     monkeypatch.setattr(runtime, "cuda_kernels", None)
     monkeypatch.setattr(runtime, "why_no_cuda", "it was not built")
     expect_fallback("jax_ring was built without its CUDA kernels: it was not built")
 
 
 def test_devices_that_are_not_gpus(monkeypatch, expect_fallback):
-    monkeypatch.setattr(runtime, "cuda_kernels", FakeEngine())
+    monkeypatch.setattr(runtime, "cuda_kernels", FakeKernels())
     expect_fallback("the mesh is abstract or not of GPUs")
 
 
@@ -122,14 +104,48 @@ def test_an_abstract_mesh(caplog):
 
 
 def test_no_peer_access(engine, expect_fallback):
-    engine.severed.add((98, 95))
-    expect_fallback("GPU 98 has no peer access to GPU 95")
+    engine.severed.add((2, 5))
+    expect_fallback(
+        "device 2 (GPU-2 at 0000:02:00.0, process 0) has no peer access to device 5 (GPU-5 at 0000:05:00.0, process 0)"
+    )
 
 
 def test_no_peer_access_between_groups_does_not_matter(engine):
-    engine.severed.add((100, 99))
-    mesh = make_mesh((2, 2), ("i", "j"))  # the groups are GPUs 100 and 98, and 99 and 97
+    engine.severed.add((0, 1))
+    mesh = make_mesh((2, 2), ("i", "j"))  # the groups are GPUs 0 and 2, and 1 and 3
     assert TARGET in lower(psum, jnp.ones((2, 2)), mesh=mesh, in_specs=P("i", "j"), out_specs=P("i", "j"))
+
+
+def test_ranks_on_one_gpu(engine, expect_fallback, monkeypatch):
+    engine.gpus[6] = ("0000:03:00.0", "MIG-6")  # another slice of GPU 3
+    expect_fallback(
+        "device 3 (GPU-3 at 0000:03:00.0, process 0) is on the same GPU as device 6 (MIG-6 at 0000:03:00.0, process 0)"
+    )
+    monkeypatch.setattr(runtime, "SHARED_GPU", True)
+    assert TARGET in lower(psum, jnp.ones(8), check_vma=False)
+
+
+def test_gpus_that_jax_may_not_use(engine, expect_fallback, monkeypatch):
+    """JAX numbers the GPUs that it may use, in the order of CUDA; the others do not count."""
+    engine.severed |= {(2, 1), (2, 3)}
+    engine.gpus.append(("0000:10:00.0", "GPU-16"))
+    monkeypatch.setattr(_compat, "visible_gpus", lambda: (16, *range(2, 15), 0, 15))
+    expect_fallback(
+        "device 1 (GPU-2 at 0000:02:00.0, process 0) has no peer access to device 2 (GPU-3 at 0000:03:00.0, process 0)"
+    )
+
+
+def test_gpus_that_jax_does_not_know(engine, expect_fallback):
+    engine.gpus.pop()
+    expect_fallback("process 0 has 16 GPUs by JAX, and 15 by CUDA")
+
+
+def test_a_broken_driver(engine, expect_fallback, monkeypatch):
+    def identities():
+        raise RuntimeError("CUDA driver version is insufficient")
+
+    monkeypatch.setattr(engine, "identities", identities)
+    expect_fallback("the CUDA runtime cannot list the GPUs: CUDA driver version is insufficient")
 
 
 @pytest.mark.usefixtures("engine")
@@ -143,7 +159,7 @@ def two_hosts(monkeypatch, engine):
     """Eight GPUs: 0, 1, 4 and 5 are on one host, the others on a second one."""
     gpus = lambda mesh: [Gpu(d.id // 2 % 2, d.id) for d in mesh.devices.flat]  # noqa: E731
     monkeypatch.setattr(reach, "gpus_of", gpus)
-    monkeypatch.setattr(reach, "host_of", lambda process: f"host {process}")
+    monkeypatch.setattr(discovery, "host_of", lambda process: f"host {process}")
 
 
 @pytest.mark.usefixtures("two_hosts")
@@ -184,13 +200,14 @@ def test_unequal_hosts(expect_fallback, devices, why):
 
 @pytest.mark.usefixtures("engine")
 def test_several_processes_of_one_host(monkeypatch):
-    monkeypatch.setattr(reach, "gpus_of", lambda mesh: [Gpu(d.id // 4, d.id % 4) for d in mesh.devices.flat])
-    monkeypatch.setattr(reach, "host_of", lambda process: "host")
+    monkeypatch.setattr(reach, "gpus_of", lambda mesh: [Gpu(d.id // 4, d.id) for d in mesh.devices.flat])
+    monkeypatch.setattr(discovery, "host_of", lambda process: "host")
     text = lower(psum, jnp.ones(8), check_vma=False)
     assert "processes = dense<[0, 0, 0, 0, 1, 1, 1, 1]>" in text
-    assert "devices = dense<[0, 1, 2, 3, 0, 1, 2, 3]>" in text
+    assert "devices = dense<[0, 1, 2, 3, 4, 5, 6, 7]>" in text
 
 
+@pytest.mark.usefixtures("engine")
 def test_strict_makes_the_fallback_an_error(monkeypatch):
     monkeypatch.setattr(runtime, "cuda_kernels", None)
     monkeypatch.setattr(runtime, "STRICT", True)
@@ -198,11 +215,10 @@ def test_strict_makes_the_fallback_an_error(monkeypatch):
         lower(psum, jnp.ones(8), check_vma=False)
 
 
-def test_gpus_of_a_mesh():
-    device = lambda i, platform: SimpleNamespace(process_index=i // 2, local_hardware_id=i % 2, platform=platform)  # noqa: E731
-    mesh = object.__new__(Mesh)
-    devices = np.array([[device(3, "gpu"), device(0, "gpu")]])
-    object.__setattr__(mesh, "devices", devices)
-    assert reach.gpus_of(mesh) == [Gpu(1, 1), Gpu(0, 0)]
-    devices[0, 1] = device(0, "cpu")
+def test_gpus_of_a_mesh(monkeypatch):
+    mesh = make_mesh((2,), devices=[jax.devices()[i] for i in (3, 0)])
+    assert reach.gpus_of(mesh) is None
+    monkeypatch.setattr(reach, "_is_gpu", lambda device: True)
+    assert reach.gpus_of(mesh) == [Gpu(0, 3), Gpu(0, 0)]
+    monkeypatch.setattr(reach, "_is_gpu", lambda device: device.id == 3)
     assert reach.gpus_of(mesh) is None

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from jax_ring import _ffi_cpu
+from jax_ring import _ffi_cpu, _ffi_cuda
 from jax_ring._fingerprint import fingerprint
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -52,7 +52,8 @@ def source_tree(tmp_path):
     for folder in ("jax_ring", "ffi"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    shutil.copy(_ffi_cpu.__file__, tmp_path / "jax_ring")
+    for module in (_ffi_cpu, _ffi_cuda):
+        shutil.copy(module.__file__, tmp_path / "jax_ring")
     return tmp_path
 
 

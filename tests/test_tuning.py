@@ -3,18 +3,17 @@
 import json
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from fake_gpus import pretend_gpus
 from helpers import make_mesh, run_python, sharded
 
-from jax_ring import explain, ring_pmax, ring_psum, runtime
+from jax_ring import explain, ring_pmax, ring_psum
 from jax_ring.inspect import explanation
 from jax_ring.inspect.compiled import find_collectives
-from jax_ring.lowering import reach, tuning
-from jax_ring.lowering.reach import Gpu
+from jax_ring.lowering import tuning
 from jax_ring.lowering.tuning import NO_LIMIT, Thresholds
 from jax_ring.schedule import fit
 
@@ -25,9 +24,7 @@ TABLE = {2: Thresholds(1000, 2000), 8: Thresholds(32, 64)}
 @pytest.fixture
 def gpus(monkeypatch):
     """Makes CPU devices look like GPUs to the lowering and to explain()."""
-    engine = types.SimpleNamespace(unreachable=lambda devices: [])
-    monkeypatch.setattr(runtime, "cuda_kernels", engine)
-    monkeypatch.setattr(reach, "gpus_of", lambda mesh: [Gpu(0, d.id) for d in mesh.devices.flat])
+    pretend_gpus(monkeypatch)
     monkeypatch.setattr(explanation, "_platform", lambda mesh: "cuda")
 
 
@@ -84,6 +81,7 @@ def test_explain_reports_the_choice(monkeypatch):
     # No choice by size.
     assert chosen(8, algorithm="two_shot").chosen == ()
     assert chosen(8, order="ring").chosen == ()
+    assert chosen(9, order="any").chosen == ("two_shot",)
     assert chosen(8, lambda x: ring_pmax(x, "i")).chosen == ()
     # Groups of different sizes choose separately: four of eight ranks send 32 bytes to one peer, the others nothing.
     groups = {"axis_index_groups": [[0, 1], [2, 3], [4], [5], [6], [7]]}
@@ -107,6 +105,9 @@ def test_bytes_are_counted_by_the_thresholds_in_the_program():
     (found,) = find_collectives(text.format(op="sum"))
     # 36 bytes: two ranks use one-shot, four use two-shot.
     assert found.wire_bytes == (2 * 36 + 4 * 36 * 1.5) / 6
+    assert find_collectives(text.format(op="sum").replace('"rank"', '"any"')) == [found]
+    (in_a_ring,) = find_collectives(text.format(op="sum").replace('"rank"', '"ring"'))
+    assert in_a_ring.wire_bytes == (2 * 36 + 4 * 36 * 1.5) / 6
     (extrema,) = find_collectives(text.format(op="max"))
     assert extrema.wire_bytes == (2 * 36 + 4 * 36 * 1.5) / 6
 

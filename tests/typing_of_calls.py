@@ -15,6 +15,7 @@ tree: dict[str, jax.Array] = {"a": x}
 
 # The type of the argument comes back.
 total: jax.Array = ring_psum(x, "i", algorithm="one_shot", order="rank")
+fastest: jax.Array = ring_psum(x, "i", order="any")
 sums: dict[str, jax.Array] = ring_psum(tree, "i")
 means: dict[str, jax.Array] = ring_pmean(tree, ("i", "j"))
 block: jax.Array = ring_psum_scatter(x, "i", tiled=True)

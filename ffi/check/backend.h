@@ -34,6 +34,13 @@ class Backend {
   // Runs the ranks' work `repeats` times, waits for it, and returns the seconds it took in all.
   virtual double run(const std::vector<Work>& ranks, LaunchMode how, int repeats) = 0;
 
+  // The CTAs of any one kernel that the device runs at the same time. Ranks wait for each other, so that those of all
+  // ranks on the device must not be more.
+  virtual int resident_ctas(int device) = 0;
+
+  // Whether this build has kernels of the type.
+  virtual bool has_kernels(DType dtype) = 0;
+
   // Seconds that `repeats` copies of `bytes` bytes within a device's memory take.
   virtual double copy_seconds(int device, size_t bytes, int repeats) = 0;
 };

@@ -1,12 +1,15 @@
 // cuda_backend.cc: ranks on GPUs; several may share one.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
 #include "check/backend.h"
 #include "cuda/gpus.h"
 #include "cuda/kernels.h"
+#include "cuda/together.h"
 
 namespace jax_ring::check {
 namespace {
@@ -73,6 +76,25 @@ class CudaBackend final : public Backend {
     check(cudaMemcpy(to_host, from, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy from the device");
   }
 
+  int resident_ctas(int device) override {
+    check(cudaSetDevice(device), "cudaSetDevice");
+    int processors = 0;
+    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+    int least = std::numeric_limits<int>::max();
+    for_each_together(
+        [&](const gpu::KernelKey& key) { least = std::min(least, gpu::most_teams_at_once(key, device)); });
+    for (const void* kernel : gpu::built_kernels()) {
+      int per_processor = 0;
+      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kernel, gpu::kThreadsPerCta, 0),
+            "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+      least = std::min(least, per_processor * processors);
+    }
+    return least;
+  }
+
+  // Every type has its own kernel for maxima; sums of signed integers use the unsigned one.
+  bool has_kernels(DType dtype) override { return gpu::has_kernel({dtype, Op::max, Algorithm::two_shot}); }
+
   double run(const std::vector<Work>& ranks, LaunchMode how, int repeats) override {
     check(cudaSetDevice(ranks.at(0).device), "cudaSetDevice");
     return how == LaunchMode::together ? run_together(ranks, repeats)
@@ -97,6 +119,18 @@ class CudaBackend final : public Backend {
   }
 
  private:
+  template <class Use>
+  static void for_each_together(Use use) {
+    for (int dtype = 0; dtype < static_cast<int>(DType::count); ++dtype) {
+      for (int op = 0; op < static_cast<int>(Op::count); ++op) {
+        for (int algorithm = 0; algorithm < static_cast<int>(Algorithm::count); ++algorithm) {
+          const gpu::KernelKey key{static_cast<DType>(dtype), static_cast<Op>(op), static_cast<Algorithm>(algorithm)};
+          if (gpu::has_kernel(key)) use(key);
+        }
+      }
+    }
+  }
+
   double run_together(const std::vector<Work>& ranks, int repeats) {
     const size_t num_launches = ranks[0].launches.size();
     const int device = ranks[0].device, num_ranks = static_cast<int>(ranks.size());

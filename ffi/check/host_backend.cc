@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <deque>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -28,9 +30,9 @@ class SharedMemory final : public gpu::PeerMemory {
     return track(map(file, bytes), {name, bytes, true});
   }
 
-  void release(int, void* memory) override { unmap(memory); }
-  void* allocate_on_host(size_t bytes) override { return allocate(0, bytes); }
-  void release_on_host(void* memory) override { unmap(memory); }
+  void release(int, void* memory) noexcept override { unmap(memory); }
+  void* allocate_on_host(int, size_t bytes) override { return allocate(0, bytes); }
+  void release_on_host(int, void* memory) noexcept override { unmap(memory); }
   bool can_access(int, int) override { return true; }
   void enable_access(int, int) override {}
 
@@ -49,7 +51,7 @@ class SharedMemory final : public gpu::PeerMemory {
     return track(map(file, bytes), {name, bytes, false});
   }
 
-  void close_handle(int, void* memory) override { unmap(memory); }
+  void close_handle(int, void* memory) noexcept override { unmap(memory); }
   void warm_up(int) override {}
 
  private:
@@ -92,13 +94,16 @@ class SharedMemory final : public gpu::PeerMemory {
 
 std::atomic<int> SharedMemory::next_{0};
 
-using Kernel = void (*)(const gpu::Call& call, int cta);
+// Several, so that a dry run takes the paths of a team as well.
+constexpr int kThreadsPerTeam = 2;
+
+using Kernel = void (*)(const gpu::Call& call, int cta, HostTeam team);
 
 template <class Element, class Operation, Algorithm kAlgorithm>
 constexpr Kernel kernel_of() {
   if constexpr (is_needed<Element, Operation, kAlgorithm>) {
-    return [](const gpu::Call& call, int cta) {
-      run_team<Element, Operation, kAlgorithm>(call.self, call.message, call.plan, cta, Solo{}, Operation{});
+    return [](const gpu::Call& call, int cta, HostTeam team) {
+      run_team<Element, Operation, kAlgorithm>(call.self, call.message, call.plan, cta, team, Operation{});
     };
   }
   return nullptr;
@@ -145,21 +150,32 @@ class HostBackend final : public Backend {
   void copy_in(void* to, const void* from_host, size_t bytes) override { std::memcpy(to, from_host, bytes); }
   void copy_out(void* to_host, const void* from, size_t bytes) override { std::memcpy(to_host, from, bytes); }
 
+  // The threads of all ranks make progress, however many there are.
+  int resident_ctas(int) override { return std::numeric_limits<int>::max(); }
+  bool has_kernels(DType) override { return true; }
+
   // All launch modes are the same here.
   double run(const std::vector<Work>& ranks, LaunchMode, int repeats) override {
     const auto begin = std::chrono::steady_clock::now();
-    std::vector<std::thread> teams;
+    std::vector<std::thread> threads;
+    std::deque<HostBarrier> barriers;
     for (const Work& work : ranks) {
       if (work.launches.empty()) continue;
       for (int cta = 0; cta < work.launches[0].call.self.capacity.num_ctas; ++cta) {
-        teams.emplace_back([&work, cta, repeats] {
-          for (int i = 0; i < repeats; ++i) {
-            for (const gpu::Launch& launch : work.launches) kernel_of(launch.kernel)(launch.call, cta);
-          }
-        });
+        HostBarrier& barrier = barriers.emplace_back(kThreadsPerTeam);
+        for (int thread = 0; thread < kThreadsPerTeam; ++thread) {
+          threads.emplace_back([&work, cta, repeats, team = HostTeam{&barrier, thread}] {
+            for (int i = 0; i < repeats; ++i) {
+              for (const gpu::Launch& launch : work.launches) {
+                kernel_of(launch.kernel)(launch.call, cta, team);
+                team.sync();  // the end of a kernel
+              }
+            }
+          });
+        }
       }
     }
-    for (std::thread& team : teams) team.join();
+    for (std::thread& thread : threads) thread.join();
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
 

@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -62,7 +63,8 @@ Request request_of(const std::string& collective, const std::string& op, int roo
                                       {"reduce", Collective::reduce},
                                       {"broadcast", Collective::broadcast}},
                                      collective),
-                  lookup<Order>("order", {{"rank", Order::rank}, {"ring", Order::ring}}, order), root};
+                  lookup<Order>("order", {{"rank", Order::rank}, {"ring", Order::ring}, {"any", Order::any}}, order),
+                  root};
   return {
       {"check", plan, lookup<Op>("operation", {{"sum", Op::sum}, {"max", Op::max}, {"min", Op::min}}, op),
        lookup("algorithm", algorithms, algorithm)},
@@ -72,19 +74,44 @@ Request request_of(const std::string& collective, const std::string& op, int roo
           {{"together", LaunchMode::together}, {"streams", LaunchMode::streams}, {"graphs", LaunchMode::graphs}}, how)};
 }
 
+std::unique_ptr<Backend> backend_named(const std::string& name) {
+  if (name == "cuda") return cuda_backend();
+  if (name == "host") return host_backend();
+  throw std::invalid_argument("the backend is cuda or host, got " + name);
+}
+
+// The CTAs of each rank where `ranks` ranks share a GPU that runs `resident` CTAs at the same time: at most `wanted`.
+// With more, some would wait for CTAs that never start.
+int ctas_of_each(int wanted, int ranks, int resident) {
+  if (resident < ranks) {
+    throw std::runtime_error(std::to_string(ranks) + " ranks share a GPU that runs " + std::to_string(resident) +
+                             " CTAs of these kernels at the same time, and each rank needs at least one. Run fewer "
+                             "ranks, or build kernels that use fewer registers.");
+  }
+  return std::min(wanted, resident / ranks);
+}
+
 // The ranks of this process in a group.
 class Ranks {
  public:
   Ranks(const std::string& backend, std::vector<std::pair<int64_t, int64_t>> members, int64_t process,
-        const std::string& name, double deadline_seconds, gpu::KeyValueStore store)
-      : backend_(backend == "cuda" ? cuda_backend() : host_backend()), deadline_(deadline_seconds) {
-    if (backend != "cuda" && backend != "host") throw std::invalid_argument("unknown backend " + backend);
+        const std::string& name, double deadline_seconds, int max_ctas, gpu::KeyValueStore store)
+      : backend_(backend_named(backend)), deadline_(deadline_seconds) {
     std::vector<gpu::Member> group;
     for (const auto& [owner, device] : members) group.push_back({owner, device});
     Capacity capacity = gpu::default_capacity(static_cast<int>(group.size()));
     if (backend == "host") capacity.num_ctas = 1;  // one thread per rank
+    if (max_ctas > 0) capacity.num_ctas = std::min(capacity.num_ctas, max_ctas);
+    // All processes see the same GPUs here, under the same numbers, so that all come to the same result.
+    std::map<int64_t, int> ranks_on;
+    for (const gpu::Member& member : group) ++ranks_on[member.device];
+    for (const auto& [device, ranks] : ranks_on) {
+      capacity.num_ctas = ctas_of_each(capacity.num_ctas, ranks, backend_->resident_ctas(static_cast<int>(device)));
+    }
     members_ = group;
-    communicator_.emplace(std::move(group), process, capacity, name, backend_->memory(), store);
+    communicator_.emplace(std::move(group), process, capacity, name, backend_->memory(),
+                          std::make_shared<const gpu::KeyValueStore>(std::move(store)));
+    for (int lane = 0; lane < gpu::kLanes; ++lane) communicator_->connect(lane, deadline_seconds);
   }
 
   // inputs: by rank of this process, then operand. The results have the same layout.
@@ -159,6 +186,8 @@ class Ranks {
     return failure ? communicator_->describe(*failure, "check", deadline_) : "";
   }
 
+  int num_ctas() const { return communicator_->capacity().num_ctas; }
+
   double copy_seconds(size_t bytes, int repeats) { return backend_->copy_seconds(device_of(0), bytes, repeats); }
 
  private:
@@ -214,11 +243,33 @@ NB_MODULE(_gpu_check, m) {
       },
       "The names of the element types.");
 
+  m.def(
+      "built_dtypes",
+      [](const std::string& backend) {
+        const auto built = jax_ring::check::backend_named(backend);
+        std::vector<std::string> names;
+        for (const auto& [name, dtype] : jax_ring::check::dtypes()) {
+          if (built->has_kernels(dtype)) names.push_back(name);
+        }
+        return names;
+      },
+      "backend"_a, "The names of the element types that this build has kernels of.");
+
+  m.def(
+      "resident_ctas",
+      [](const std::string& backend, int device) {
+        return jax_ring::check::backend_named(backend)->resident_ctas(device);
+      },
+      "backend"_a, "device"_a = 0, "The CTAs of any one kernel that the device runs at the same time.");
+
+  m.def("ctas_of_each", &jax_ring::check::ctas_of_each, "wanted"_a, "ranks"_a, "resident"_a,
+        "The CTAs of each of these ranks on a GPU that runs `resident` CTAs at the same time.");
+
   nb::class_<Ranks>(m, "Ranks", "The ranks of this process in a group.")
       .def(
           "__init__",
           [](Ranks* self, const std::string& backend, std::vector<std::pair<int64_t, int64_t>> members, int64_t process,
-             const std::string& name, double deadline,
+             const std::string& name, double deadline, int max_ctas,
              std::function<void(const std::string&, const nb::bytes&)> publish,
              std::function<nb::bytes(const std::string&)> fetch) {
             jax_ring::gpu::KeyValueStore store;
@@ -231,11 +282,12 @@ NB_MODULE(_gpu_check, m) {
                 return std::string(value.c_str(), value.size());
               };
             }
-            new (self) Ranks(backend, std::move(members), process, name, deadline, std::move(store));
+            new (self) Ranks(backend, std::move(members), process, name, deadline, max_ctas, std::move(store));
           },
-          "backend"_a, "members"_a, "process"_a = 0, "name"_a = "check", "deadline"_a = 20.0, "publish"_a = nb::none(),
-          "fetch"_a = nb::none(),
-          "members: (process, device) by rank. publish(key, bytes) and fetch(key) are needed between processes.")
+          "backend"_a, "members"_a, "process"_a = 0, "name"_a = "check", "deadline"_a = 20.0, "max_ctas"_a = 0,
+          "publish"_a = nb::none(), "fetch"_a = nb::none(),
+          "members: (process, device) by rank. max_ctas: of each rank; 0 for the engine's number, or fewer if those of "
+          "all ranks do not fit. publish(key, bytes) and fetch(key) are needed between processes.")
       .def(
           "run",
           [](Ranks& self, const std::vector<std::vector<nb::bytes>>& inputs, const std::string& dtype,
@@ -258,6 +310,7 @@ NB_MODULE(_gpu_check, m) {
           "repeats"_a = 20, "samples"_a = 10, "collective"_a = "all_reduce", "Seconds per call, by sample.")
       .def("start_from", &Ranks::start_from, "first"_a, "Sets the round counters, as if this many rounds had been run.")
       .def("failure", &Ranks::failure, "The first failure as text; empty if there was none.")
+      .def_prop_ro("num_ctas", &Ranks::num_ctas, "The CTAs of each rank.")
       .def("copy_seconds", &Ranks::copy_seconds, "num_bytes"_a, "repeats"_a,
            "Seconds that `repeats` copies of `num_bytes` bytes within a device take.");
 }

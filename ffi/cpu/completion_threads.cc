@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <thread>
 #include <utility>
 
 #if defined(__linux__)
@@ -17,18 +16,16 @@ namespace {
 // of collectives thus never pays for waking it.
 constexpr std::chrono::milliseconds kWatcherIdleTime(20);
 
-thread_local bool is_completion_thread = false;
+JAX_RING_THREAD_LOCAL(bool, is_completion_thread);
 
 }  // namespace
 
 CompletionThreads& CompletionThreads::instance() {
-  // Never destroyed: its threads may outlive main.
-  static CompletionThreads* const threads = new CompletionThreads;
-  return *threads;
+  return immortal([] { return new CompletionThreads; });
 }
 
 void CompletionThreads::complete(RendezvousPtr rendezvous, std::optional<std::string> error) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<Mutex> lock(mutex_);
   if (free_.empty()) free_.emplace_back();
   Pending& pending = free_.back();
   pending.rendezvous = std::move(rendezvous);
@@ -39,7 +36,7 @@ void CompletionThreads::complete(RendezvousPtr rendezvous, std::optional<std::st
   if (!is_completion_thread) wake_worker();
   if (!watcher_started_) {
     watcher_started_ = true;
-    std::thread([this] { watch_stragglers(); }).detach();
+    start_detached([this] { watch_stragglers(); });
   } else if (watcher_asleep_) {
     watcher_asleep_ = false;
     watcher_wake_.notify_one();
@@ -53,11 +50,11 @@ void CompletionThreads::wake_worker() {
   } else {
     ++idle_workers_;
     ++woken_workers_;
-    std::thread([this] { work(); }).detach();
+    start_detached([this] { work(); });
   }
 }
 
-void CompletionThreads::run_completions(Pending& pending, std::unique_lock<std::mutex>& lock) {
+void CompletionThreads::run_completions(Pending& pending, std::unique_lock<Mutex>& lock) {
   ++pending.num_threads;
   while (!pending.all_started()) {
     Completion done = std::move(pending.rendezvous->done[pending.next++]);
@@ -72,7 +69,7 @@ void CompletionThreads::run_completions(Pending& pending, std::unique_lock<std::
 
 void CompletionThreads::work() {
   is_completion_thread = true;
-  std::unique_lock<std::mutex> lock(mutex_);
+  std::unique_lock<Mutex> lock(mutex_);
   for (;;) {
     // A new thread starts here as an idle one that has been woken.
     work_available_.wait(lock, [this] { return woken_workers_ > 0; });
@@ -97,7 +94,7 @@ void CompletionThreads::watch_stragglers() {
 #if defined(__linux__)
   prctl(PR_SET_TIMERSLACK, 1000UL);  // nanoseconds; the default slack is half of kStragglerDelay
 #endif
-  std::unique_lock<std::mutex> lock(mutex_);
+  std::unique_lock<Mutex> lock(mutex_);
   for (;;) {
     watcher_wake_.wait_for(lock, kStragglerDelay);
     const Clock::time_point now = Clock::now();

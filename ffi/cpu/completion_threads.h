@@ -2,12 +2,11 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <list>
-#include <mutex>
 #include <optional>
 #include <string>
 
+#include "common/threads.h"
 #include "cpu/rendezvous.h"
 
 namespace jax_ring::cpu {
@@ -47,19 +46,19 @@ class CompletionThreads {
   CompletionThreads() = default;
   void work();
   void watch_stragglers();
-  void run_completions(Pending& pending, std::unique_lock<std::mutex>& lock);
+  void run_completions(Pending& pending, std::unique_lock<Mutex>& lock);
   void wake_worker();
 
-  std::mutex mutex_;            // guards everything below; never held while a completion runs
+  Mutex mutex_;                 // guards everything below; never held while a completion runs
   std::list<Pending> pending_;  // not finished yet, oldest first
   std::list<Pending> free_;     // finished; their list nodes are reused
   int idle_workers_ = 0;
   int woken_workers_ = 0;  // woken, but not running yet; included in idle_workers_
-  std::condition_variable work_available_;
+  ConditionVariable work_available_;
   bool watcher_started_ = false;
   bool watcher_asleep_ = false;
   Clock::time_point last_use_;
-  std::condition_variable watcher_wake_;
+  ConditionVariable watcher_wake_;
 };
 
 }  // namespace jax_ring::cpu

@@ -70,7 +70,7 @@ ReplicaGroups::Place ReplicaGroups::place(int64_t partition) const {
 }
 
 std::unique_ptr<Rendezvous> RendezvousPool::acquire() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<Mutex> lock(mutex_);
   if (free_.empty()) return std::make_unique<Rendezvous>();
   std::unique_ptr<Rendezvous> rendezvous = std::move(free_.back());
   free_.pop_back();
@@ -82,7 +82,7 @@ void RendezvousPool::release(std::unique_ptr<Rendezvous> rendezvous) {
   rendezvous->inputs.clear();
   rendezvous->outputs.clear();
   rendezvous->done.clear();
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<Mutex> lock(mutex_);
   free_.push_back(std::move(rendezvous));
 }
 
@@ -108,7 +108,7 @@ RendezvousPtr RendezvousMap::arrive(int64_t run_id, int64_t partition, Participa
   const ReplicaGroups::Place place = groups_.place(partition);
   const size_t num_ranks = groups_.size(place.group);
   const size_t num_operands = participant.inputs.size();
-  std::unique_lock<std::mutex> lock(mutex_);
+  std::unique_lock<Mutex> lock(mutex_);
   // Checked under the lock: the watchdog either finds this rendezvous in the map, or has recorded the failure before.
   if (std::optional<std::string> failure = Watchdog::instance().failure(run_id)) {
     lock.unlock();
@@ -147,7 +147,7 @@ RendezvousPtr RendezvousMap::arrive(int64_t run_id, int64_t partition, Participa
 }
 
 std::vector<RendezvousPtr> RendezvousMap::remove_if(const std::function<bool(const Rendezvous&)>& predicate) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<Mutex> lock(mutex_);
   const auto first = std::stable_partition(open_.begin(), open_.end(),
                                            [&](const RendezvousPtr& rendezvous) { return !predicate(*rendezvous); });
   std::vector<RendezvousPtr> removed(std::make_move_iterator(first), std::make_move_iterator(open_.end()));
@@ -162,14 +162,14 @@ bool RendezvousMap::has_arrived(const Rendezvous& rendezvous, int64_t partition)
 }
 
 bool RendezvousMap::is_waiting(int64_t run_id, int64_t partition) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<Mutex> lock(mutex_);
   return std::any_of(open_.begin(), open_.end(), [&](const RendezvousPtr& rendezvous) {
     return rendezvous->run_id == run_id && has_arrived(*rendezvous, partition);
   });
 }
 
 void RendezvousMap::add_open_runs(std::set<int64_t>& runs) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<Mutex> lock(mutex_);
   for (const RendezvousPtr& rendezvous : open_) runs.insert(rendezvous->run_id);
 }
 

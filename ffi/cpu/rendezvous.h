@@ -5,17 +5,17 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "common/threads.h"
 #include "cpu/completion.h"
 
 namespace jax_ring::cpu {
 
-using Clock = std::chrono::steady_clock;
+using Clock = SteadyClock;
 
 // One rank's contribution to a call: its operands, its results, and the callback that completes it.
 struct Participant {
@@ -45,7 +45,7 @@ class RendezvousPool {
   void release(std::unique_ptr<Rendezvous> rendezvous);
 
  private:
-  std::mutex mutex_;
+  Mutex mutex_;
   std::vector<std::unique_ptr<Rendezvous>> free_;
 };
 
@@ -130,7 +130,7 @@ class RendezvousMap {
   const ReplicaGroups groups_;
   const std::string call_;
   const std::shared_ptr<RendezvousPool> pool_ = std::make_shared<RendezvousPool>();
-  std::mutex mutex_;
+  Mutex mutex_;
   std::vector<RendezvousPtr> open_;  // oldest first
 };
 

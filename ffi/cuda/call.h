@@ -22,6 +22,14 @@ struct Call {
   Plan plan;
 };
 
-static_assert(sizeof(Call) < 4096 - sizeof(void*), "a kernel's parameters have 4 KiB");
+static_assert(sizeof(Call) <= 4096, "a kernel's parameters have 4 KiB");
+
+// The teams that have a share of the message, the first ones. The others would only start and end.
+inline int num_teams(const Call& call) {
+  const uint64_t packs = call.message.num_packs;
+  const uint64_t shared = requires_ring(call.plan) ? ceil_div(packs, call.self.num_ranks()) : packs;
+  const uint64_t share = ceil_div(shared, call.self.capacity.num_ctas);
+  return share == 0 ? 1 : static_cast<int>(ceil_div(shared, share));
+}
 
 }  // namespace jax_ring::gpu

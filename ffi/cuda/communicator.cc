@@ -1,19 +1,12 @@
-// communicator.cc: allocates mailboxes, exchanges their handles, and describes failures.
+// communicator.cc: the members of a group, and the description of their failures.
 #include "cuda/communicator.h"
 
-#include <algorithm>
 #include <sstream>
 #include <stdexcept>
 #include <utility>
 
 namespace jax_ring::gpu {
 namespace {
-
-size_t progress_bytes(const Capacity& capacity) { return kLanes * capacity.num_ctas * sizeof(Progress); }
-
-std::string name_of(const Member& member) {
-  return "GPU " + std::to_string(member.device) + " of process " + std::to_string(member.process);
-}
 
 const char* name_of(Step step) {
   switch (step) {
@@ -27,6 +20,8 @@ const char* name_of(Step step) {
       return "ring, for the next chunk";
     case Step::ring_send:
       return "ring, for a free slot";
+    case Step::start:
+      return "start of the call";
     case Step::count:
       break;
   }
@@ -35,126 +30,79 @@ const char* name_of(Step step) {
 
 }  // namespace
 
-Capacity default_capacity(int num_ranks) {
-  Capacity capacity{};
-  capacity.num_ranks = num_ranks;
-  capacity.num_ctas = 16;
-  capacity.one_shot_packs = 128;
-  capacity.part_packs = 2048;
-  capacity.slot_packs = 2048;
-  // Results follow the partial folds at this distance, and a chain needs p chunks in flight to keep all links busy.
-  capacity.num_slots = num_ranks <= 8 ? 8 : num_ranks <= 16 ? 16 : num_ranks <= 32 ? 32 : 64;
-  return capacity;
-}
-
 Communicator::Communicator(std::vector<Member> members, int64_t process, const Capacity& capacity,
-                           const std::string& name, PeerMemory& memory, const KeyValueStore& store)
-    : members_(std::move(members)), process_(process), capacity_(capacity), memory_(memory) {
-  if (members_.empty() || num_ranks() > kMaxRanks) {
+                           const std::string& name, PeerMemory& memory, std::shared_ptr<const KeyValueStore> store,
+                           std::map<int64_t, int> ordinals)
+    : group_{std::move(members), process, capacity, name, std::move(ordinals)} {
+  if (group_.members.empty() || num_ranks() > kMaxRanks) {
     throw std::runtime_error("a group has between 1 and " + std::to_string(kMaxRanks) + " GPUs, got " +
-                             std::to_string(members_.size()));
+                             std::to_string(num_ranks()));
   }
   for (int rank = 0; rank < num_ranks(); ++rank) {
-    if (members_[rank].process == process_) local_ranks_.push_back(rank);
+    if (!group_.is_local(rank)) continue;
+    local_ranks_.push_back(rank);
+    if (group_.ordinals.empty() || group_.ordinals.count(group_.members[rank].device) > 0) continue;
+    std::string known;
+    for (const auto& [id, ordinal] : group_.ordinals) known += (known.empty() ? "" : ", ") + std::to_string(id);
+    throw std::runtime_error("the program was compiled for " + name_of(group_.members[rank]) + ", and this process, " +
+                             std::to_string(process) + ", has the GPUs " + known);
   }
-  try {
-    connect(name, store);
-  } catch (...) {
-    release();
-    throw;
-  }
-}
-
-Communicator::~Communicator() { release(); }
-
-void Communicator::connect(const std::string& name, const KeyValueStore& store) {
-  const auto key = [&](int rank) { return name + "/mailbox/" + std::to_string(rank); };
-  const bool alone = static_cast<int>(local_ranks_.size()) == num_ranks();
-  for (int rank : local_ranks_) {
-    const int device = static_cast<int>(members_[rank].device);
-    LocalRank& local = local_[rank];
-    local.mailboxes.resize(num_ranks());
-    memory_.warm_up(device);
-    local.mailboxes[rank] = static_cast<unsigned char*>(memory_.allocate(device, kLanes * capacity_.bytes()));
-    local.counters =
-        static_cast<unsigned char*>(memory_.allocate(device, progress_bytes(capacity_) + sizeof(uint32_t)));
-    local.failure = static_cast<Failure*>(memory_.allocate_on_host(sizeof(Failure)));
-    if (!alone) store.publish(key(rank), memory_.export_handle(device, local.mailboxes[rank]));
-  }
-  for (int rank : local_ranks_) {
-    const int device = static_cast<int>(members_[rank].device);
-    for (int peer = 0; peer < num_ranks(); ++peer) {
-      if (peer == rank) continue;
-      const Member& other = members_[peer];
-      if (other.process != process_) {
-        local_[rank].mailboxes[peer] =
-            static_cast<unsigned char*>(memory_.import_handle(device, store.fetch(key(peer))));
-        continue;
-      }
-      if (!memory_.can_access(device, static_cast<int>(other.device))) {
-        throw std::runtime_error(name_of(members_[rank]) + " has no peer access to " + name_of(other));
-      }
-      memory_.enable_access(device, static_cast<int>(other.device));
-      local_[rank].mailboxes[peer] = local_[peer].mailboxes[peer];
-    }
+  for (int lane = 0; lane < kLanes; ++lane) {
+    lanes_[lane] = std::make_unique<Connection>(group_, lane, memory, store);
   }
 }
 
-void Communicator::release() noexcept {
-  for (auto& [rank, local] : local_) {
-    const int device = static_cast<int>(members_[rank].device);
-    for (int peer = 0; peer < num_ranks(); ++peer) {
-      unsigned char* mailbox = local.mailboxes[peer];
-      if (mailbox == nullptr || members_[peer].process == process_) continue;
-      memory_.close_handle(device, mailbox);
-    }
-    if (local.mailboxes[rank] != nullptr) memory_.release(device, local.mailboxes[rank]);
-    if (local.counters != nullptr) memory_.release(device, local.counters);
-    if (local.failure != nullptr) memory_.release_on_host(local.failure);
-  }
-  local_.clear();
-}
-
-std::optional<int> Communicator::rank_of(int64_t device) const {
+std::optional<int> Communicator::rank_of(int ordinal) const {
   for (int rank : local_ranks_) {
-    if (members_[rank].device == device) return rank;
+    if (group_.ordinal(rank) == ordinal) return rank;
   }
   return std::nullopt;
 }
 
-Endpoint Communicator::endpoint(int rank, int lane, uint32_t call, double deadline_seconds) const {
-  const LocalRank& local = local_.at(rank);
-  Endpoint self{};
-  self.capacity = capacity_;
-  self.rank = rank;
-  self.call = call;
-  for (int peer = 0; peer < num_ranks(); ++peer) self.mailbox[peer] = local.mailboxes[peer] + lane * capacity_.bytes();
-  self.progress = reinterpret_cast<Progress*>(local.counters) + lane * capacity_.num_ctas;
-  self.failed = reinterpret_cast<uint32_t*>(local.counters + progress_bytes(capacity_));
-  self.failure = local.failure;
-  self.deadline_ns = static_cast<uint64_t>(deadline_seconds * 1e9);
-  return self;
+void Communicator::name_call(uint32_t call, const std::string& text) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  calls_.emplace(call, text);
 }
 
 std::optional<Failure> Communicator::failure() const {
-  for (const auto& [rank, local] : local_) {
-    // Written by the GPU, as the last field of the record.
-    const uint32_t kind = __atomic_load_n(&local.failure->kind, __ATOMIC_ACQUIRE);
-    if (kind != static_cast<uint32_t>(FailureKind::none)) return *local.failure;
+  for (const auto& lane : lanes_) {
+    if (auto failure = lane->failure()) return failure;
   }
   return std::nullopt;
+}
+
+void Communicator::retire() noexcept {
+  retired_.store(true, std::memory_order_release);
+  for (const auto& lane : lanes_) lane->close();
+}
+
+void Communicator::free_all() noexcept {
+  for (const auto& lane : lanes_) lane->free_all();
+}
+
+std::string Communicator::describe(const Failure& failure, double deadline_seconds) const {
+  std::string call = "a call of an earlier program";
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (const auto found = calls_.find(failure.call); found != calls_.end()) call = found->second;
+  }
+  return describe(failure, call, deadline_seconds);
 }
 
 std::string Communicator::describe(const Failure& failure, const std::string& call, double deadline_seconds) const {
   const auto member = [&](int rank) {
     return "rank " + std::to_string(rank) +
-           (rank >= 0 && rank < num_ranks() ? " (" + name_of(members_[rank]) + ")" : "");
+           (rank >= 0 && rank < num_ranks() ? " (" + name_of(group_.members[rank]) + ")" : "");
   };
   std::ostringstream text;
   text << call << ": ";
   if (failure.kind == static_cast<uint32_t>(FailureKind::mismatch)) {
     text << member(failure.rank) << " and " << member(failure.peer)
          << " made different calls at the same time (other shapes, another dtype, or another place in the program)";
+  } else if (failure.kind == static_cast<uint32_t>(FailureKind::busy)) {
+    text << member(failure.rank)
+         << " started this call while another one of the group still ran in the same lane. Calls that may run at the "
+            "same time need different lanes";
   } else {
     text << member(failure.rank) << " waited " << deadline_seconds << " s for " << member(failure.peer);
   }

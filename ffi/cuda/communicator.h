@@ -1,87 +1,86 @@
-// communicator.h: a group of GPUs that reduce together: their mailboxes, peer access, and failures.
+// communicator.h: a group of GPUs that reduce together: its members, its lanes and its failures.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "cuda/connection.h"
+#include "cuda/group.h"
 #include "cuda/peer_memory.h"
+#include "ring/capacity.h"
 #include "ring/endpoint.h"
 
 namespace jax_ring::gpu {
 
-// A GPU of any process.
-struct Member {
-  int64_t process;
-  int64_t device;  // index among the GPUs of its process
-};
-
-inline bool operator==(const Member& a, const Member& b) { return a.process == b.process && a.device == b.device; }
-inline bool operator<(const Member& a, const Member& b) {
-  return a.process != b.process ? a.process < b.process : a.device < b.device;
-}
-
-// A table of byte strings that all processes can read and write, by which they exchange memory handles.
-struct KeyValueStore {
-  std::function<void(const std::string& key, const std::string& value)> publish;
-  std::function<std::string(const std::string& key)> fetch;  // blocks until the key exists
-};
-
 // Calls in different lanes have separate mailboxes, so that independent calls may run concurrently.
 constexpr int kLanes = 4;
 
-// The mailbox sizes for a group of this many ranks.
-Capacity default_capacity(int num_ranks);
+using jax_ring::default_capacity;
 
-// This process's side of a group. It owns the mailboxes of this process's GPUs.
+// This process's side of a group. A lane takes memory from the time when it is connected.
 class Communicator {
  public:
-  // members: by rank. name: unique to the group, and the same in all of its processes.
-  // Throws std::runtime_error if members cannot access each other's memory, or a process does not publish its handles.
+  // members: by rank. name: unique to the group, and the same in all of its processes. store: not needed if all members
+  // are of this process. ordinals: the CUDA ordinals of this process's members, by id; empty if they are the ids.
+  // Throws std::runtime_error if the members are not a group. Touches no GPU and no store.
   Communicator(std::vector<Member> members, int64_t process, const Capacity& capacity, const std::string& name,
-               PeerMemory& memory, const KeyValueStore& store);
-  ~Communicator();
+               PeerMemory& memory, std::shared_ptr<const KeyValueStore> store, std::map<int64_t, int> ordinals = {});
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  int num_ranks() const { return static_cast<int>(members_.size()); }
-  const Capacity& capacity() const { return capacity_; }
+  int num_ranks() const { return group_.num_ranks(); }
+  const Capacity& capacity() const { return group_.capacity; }
+  const std::vector<Member>& members() const { return group_.members; }
   const std::vector<int>& local_ranks() const { return local_ranks_; }
+  bool is_in_one_process() const { return static_cast<int>(local_ranks_.size()) == num_ranks(); }
 
-  // The rank of a GPU of this process, if it is a member.
-  std::optional<int> rank_of(int64_t device) const;
+  // The rank of a GPU of this process, by CUDA ordinal, if it is a member.
+  std::optional<int> rank_of(int ordinal) const;
 
-  // The kernel's view of the group, for a rank of this process. call: stored in the record of a failure.
-  Endpoint endpoint(int rank, int lane, uint32_t call, double deadline_seconds) const;
+  // As of Connection.
+  void connect(int lane, double deadline_seconds) { lanes_[lane]->connect(deadline_seconds); }
+  bool is_connected(int lane) const { return lanes_[lane]->is_connected(); }
 
-  // The first failure of a rank of this process, if any. After a failure the ranks' counters disagree, and the group
-  // cannot be used again.
+  // The kernel's view of the group, for a rank of this process, in a lane that is connected. call: stored in the record
+  // of a failure.
+  Endpoint endpoint(int rank, int lane, uint32_t call, double deadline_seconds) const {
+    return lanes_[lane]->endpoint(rank, call, deadline_seconds);
+  }
+
+  // The text of a call for errors, by the number that endpoints carry.
+  void name_call(uint32_t call, const std::string& text);
+
+  // The first failure of a rank of this process in any lane, if any. After a failure the ranks' counters disagree, and
+  // the group cannot be used again. May be called at any time.
   std::optional<Failure> failure() const;
 
   // The failure as text. call: description of `failure.call`.
   std::string describe(const Failure& failure, const std::string& call, double deadline_seconds) const;
+  // With the text of a call that has been named.
+  std::string describe(const Failure& failure, double deadline_seconds) const;
+
+  // True the first time.
+  bool should_report() { return !reported_.exchange(true); }
+
+  // Closes all lanes: see Connection. No call may be launched from then on.
+  void retire() noexcept;
+  bool is_retired() const { return retired_.load(std::memory_order_acquire); }
+  void free_all() noexcept;
 
  private:
-  // What a rank of this process owns.
-  struct LocalRank {
-    std::vector<unsigned char*> mailboxes;  // of all ranks, at the addresses where this rank maps them
-    unsigned char* counters = nullptr;  // Progress for each lane and team, then one word: whether the rank has failed
-    Failure* failure = nullptr;
-  };
-
-  void connect(const std::string& name, const KeyValueStore& store);
-  void release() noexcept;
-
-  const std::vector<Member> members_;
-  const int64_t process_;
-  const Capacity capacity_;
-  PeerMemory& memory_;
+  const Group group_;
   std::vector<int> local_ranks_;
-  std::map<int, LocalRank> local_;  // by rank
+  std::array<std::unique_ptr<Connection>, kLanes> lanes_;
+  std::atomic<bool> retired_{false}, reported_{false};
+  mutable std::mutex mutex_;
+  std::map<uint32_t, std::string> calls_;
 };
 
 }  // namespace jax_ring::gpu

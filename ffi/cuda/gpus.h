@@ -2,6 +2,8 @@
 #pragma once
 
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "cuda/call.h"
 #include "cuda/peer_memory.h"
@@ -11,14 +13,26 @@ namespace jax_ring::gpu {
 // A cudaStream_t. The engine itself is built without CUDA's headers.
 using Stream = void*;
 
+// Identifies a GPU on its host, to all processes.
+struct Identity {
+  std::string bus_id;  // of PCI: the same for all MIG instances of a GPU
+  std::string uuid;    // 32 hexadecimal digits
+};
+
 // An interface: the kernels and the CUDA runtime are in a module of their own, which not every build has.
 class Gpus : public PeerMemory {
  public:
+  // The GPUs that this process sees, by CUDA ordinal. Creates no context.
+  virtual std::vector<Identity> identities() = 0;
+
   // Whether this build has the kernel. A build for development may leave out some types (JAX_RING_CUDA_DTYPES).
   virtual bool has_kernel(const KernelKey& key) const = 0;
 
   // Runs the call on the stream's device. Throws std::runtime_error if it cannot be launched.
   virtual void launch(const KernelKey& key, const Call& call, Stream stream) = 0;
+
+  // Whether the stream is being captured, so that a launch is recorded and does not run now.
+  virtual bool is_capturing(Stream stream) = 0;
 };
 
 // The GPUs of this machine, through the CUDA runtime. In the module of the kernels.

@@ -1,9 +1,12 @@
-// handler.cc: decodes the custom call, checks it, and launches the kernels of its plan.
+// handler.cc: the stages of the custom call: decodes and checks it, connects its group, launches its kernels.
 #include "cuda/handler.h"
 
+#include <array>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -13,126 +16,336 @@
 #include "common/describe.h"
 #include "common/xla_types.h"
 #include "cuda/communicators.h"
+#include "cuda/first_run.h"
 #include "cuda/plan.h"
+#include "cuda/watcher.h"
 
 namespace jax_ring::gpu {
 namespace {
 
 namespace ffi = xla::ffi;
 
+// XLA numbers GPUs by CUDA ordinal. More are on no host.
+constexpr int kMaxOrdinals = 64;
+
 // One per call instruction and process, owned by the runtime.
 struct Instance {
   static ffi::TypeId id;
+
   struct Group {
     std::vector<Member> members;
     Thresholds thresholds;
-    std::shared_ptr<Communicator> communicator;  // from the first execution on
+    // From here on: of groups with GPUs of this process, from their first execution on.
+    std::shared_ptr<Communicator> communicator;
+    std::unique_ptr<FirstRun> launching, launched;
   };
+
+  // A GPU of this process in the call.
+  struct Rank {
+    Group* group;
+    int rank;   // in the group
+    int local;  // among those of this process in the group
+    int index;  // among those of this process in the call
+  };
+
   CallSite site;
-  std::string text;           // for error messages
-  std::vector<Group> groups;  // those that have GPUs of this process
-  std::mutex mutex;
+  std::string text;  // for error messages
+  std::vector<Group> groups;
+
+  // By CUDA ordinal; null until the GPU's group is connected. Executions read it without a lock.
+  std::array<std::atomic<const Rank*>, kMaxOrdinals> rank_of{};
+
+  std::mutex mutex;  // of what follows, and of the groups; nothing is waited for under it
+  std::unique_ptr<FirstRun> initializing, initialized;
+  std::vector<std::unique_ptr<const Rank>> ranks;
 };
 ffi::TypeId Instance::id = {};
 
-// Compiles for GPUs that may be elsewhere, so it decodes and checks, and touches none.
+// ---- Instantiate ----------------------------------------------------------------------------------------------------
+
+std::string list(const std::vector<int64_t>& values) {
+  std::string text;
+  for (int64_t value : values) text += (text.empty() ? "" : ", ") + std::to_string(value);
+  return "[" + text + "]";
+}
+
+std::vector<Instance::Group> groups_of(const std::vector<int64_t>& processes, const std::vector<int64_t>& devices,
+                                       const std::vector<int64_t>& sizes, const std::vector<int64_t>& one_shot_bytes,
+                                       const std::vector<int64_t>& two_shot_bytes, int64_t root) {
+  if (processes.size() != devices.size()) {
+    throw std::invalid_argument("there are " + std::to_string(devices.size()) + " devices and " +
+                                std::to_string(processes.size()) + " processes of them");
+  }
+  if (one_shot_bytes.size() != sizes.size() || two_shot_bytes.size() != sizes.size()) {
+    throw std::invalid_argument("there are " + std::to_string(sizes.size()) + " groups, with " +
+                                std::to_string(one_shot_bytes.size()) + " and " +
+                                std::to_string(two_shot_bytes.size()) + " thresholds");
+  }
+  std::vector<Instance::Group> groups(sizes.size());
+  std::set<int64_t> seen;
+  size_t next = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const int64_t size = sizes[i];
+    if (size < 1 || size > kMaxRanks) {
+      throw std::invalid_argument("a group has between 1 and " + std::to_string(kMaxRanks) + " GPUs; the sizes are " +
+                                  list(sizes));
+    }
+    if (next + size > devices.size()) {
+      throw std::invalid_argument("groups of the sizes " + list(sizes) + " do not fit " +
+                                  std::to_string(devices.size()) + " devices");
+    }
+    if (root < 0 || root >= size) {
+      throw std::invalid_argument("the root, rank " + std::to_string(root) + ", is not in a group of " +
+                                  std::to_string(size));
+    }
+    if (one_shot_bytes[i] < 0 || two_shot_bytes[i] < 0) {
+      throw std::invalid_argument("the thresholds of a group are " + std::to_string(one_shot_bytes[i]) + " and " +
+                                  std::to_string(two_shot_bytes[i]) + " bytes");
+    }
+    groups[i].thresholds = {static_cast<uint64_t>(one_shot_bytes[i]), static_cast<uint64_t>(two_shot_bytes[i])};
+    for (const size_t end = next + size; next < end; ++next) {
+      if (!seen.insert(devices[next]).second) {
+        throw std::invalid_argument("device " + std::to_string(devices[next]) +
+                                    " is in the groups twice: " + list(devices));
+      }
+      groups[i].members.push_back({processes[next], devices[next]});
+    }
+  }
+  if (next != devices.size()) {
+    throw std::invalid_argument("groups of the sizes " + list(sizes) + " do not hold " +
+                                std::to_string(devices.size()) + " devices");
+  }
+  return groups;
+}
+
+// Compiles for GPUs that may be elsewhere, so it decodes and checks: it touches no GPU and no store, and waits for
+// nothing.
 ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
     std::string_view collective, std::string_view op, int64_t root, std::string_view algorithm, std::string_view order,
     ffi::Span<const int64_t> processes, ffi::Span<const int64_t> devices, ffi::Span<const int64_t> group_sizes,
     ffi::Span<const int64_t> one_shot_bytes, ffi::Span<const int64_t> two_shot_bytes, std::string_view call,
     std::string_view lines, int64_t lane) {
+  const auto vector = [](ffi::Span<const int64_t> span) { return std::vector<int64_t>(span.begin(), span.end()); };
   try {
     auto instance = std::make_unique<Instance>();
     const Plan plan{named<Collective>(collective, kCollectives), named<Order>(order, kOrders), static_cast<int>(root)};
     instance->site = {std::string(call), plan, named<Op>(op, kOps), algorithm_of(algorithm)};
     instance->text = describe(call, lines);
-    if (lane < 0 || lane >= kLanes) throw std::invalid_argument("there is no lane " + std::to_string(lane));
+    if (lane < 0 || lane >= kLanes) {
+      throw std::invalid_argument("the lane is " + std::to_string(lane) + ", and there are " + std::to_string(kLanes) +
+                                  ", numbered from 0");
+    }
     instance->site.lane = static_cast<int>(lane);
-    Communicators& all = Communicators::instance();
-    if (one_shot_bytes.size() != group_sizes.size() || two_shot_bytes.size() != group_sizes.size()) {
-      throw std::invalid_argument("there must be one threshold of each kind per group");
-    }
-    size_t next = 0;
-    for (size_t group = 0; group < group_sizes.size(); ++group) {
-      const int64_t size = group_sizes[group];
-      if (root < 0 || root >= size) throw std::invalid_argument("the root is not in every group");
-      if (size < 1 || next + size > processes.size() || processes.size() != devices.size()) {
-        throw std::invalid_argument("replica groups: the sizes do not match the number of devices");
-      }
-      std::vector<Member> members;
-      bool local = false;
-      for (const size_t end = next + size; next < end; ++next) {
-        members.push_back({processes[next], devices[next]});
-        local = local || processes[next] == all.process();
-      }
-      if (!local) continue;
-      const Thresholds thresholds{static_cast<uint64_t>(one_shot_bytes[group]),
-                                  static_cast<uint64_t>(two_shot_bytes[group])};
-      instance->groups.push_back({std::move(members), thresholds, nullptr});
-    }
+    instance->groups = groups_of(vector(processes), vector(devices), vector(group_sizes), vector(one_shot_bytes),
+                                 vector(two_shot_bytes), root);
     return instance;
   } catch (const std::exception& error) {
     return ffi::Unexpected(ffi::Error::Internal(describe(call, lines) + ": " + error.what()));
   }
 }
 
-ffi::Error failure_of(const Instance& instance) {
-  for (const auto& [members, thresholds, communicator] : instance.groups) {
-    if (communicator == nullptr) continue;
-    if (const auto failure = communicator->failure()) {
-      const std::string call = failure->call == instance.site.fingerprint() ? instance.text : "an earlier call";
-      return ffi::Error(ffi::ErrorCode::kDeadlineExceeded,
-                        communicator->describe(*failure, call, Communicators::instance().deadline()));
+// ---- Initialize -----------------------------------------------------------------------------------------------------
+
+// Runs before every execution on every GPU, including the replay of a CUDA graph, of which the host sees nothing else.
+//
+// The driver can make an allocation, the loading of a kernel or the creation of a CUDA graph wait for a running kernel,
+// which may be one that waits for the very GPU that allocates. XLA therefore lets the ranks of a process wait for each
+// other around its own collectives, but not around custom calls. Here they do, in the first runs of a call:
+// - every GPU of this process that takes part in the call has launched all of the programs before, so that their
+//   kernels end by themselves, before any connects;
+// - every one has connected and loaded all kernels before any leaves `initialize`;
+// - in each group, XLA has initialized every GPU of this process for the whole program, which includes the creation of
+//   CUDA graphs, before any launches the call; and every one has launched it before any goes on to what follows.
+//
+// That holds for calls that XLA launches itself, in the first run of a program all of them. From the second run on, it
+// may record a call in a CUDA graph, while it initializes the GPU. It launches the graph without the host's being told,
+// so a GPU may replay its graph while another one of this process still creates its own. If the driver makes that wait,
+// the kernel's deadline ends it with an error. XLA_FLAGS=--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN
+// keeps custom calls out of graphs.
+
+// Builds the points where the GPUs of this process wait for each other, in the first execution.
+void find_ranks_of_this_process(Instance& instance) {
+  const int64_t process = Communicators::instance().process();
+  const std::lock_guard<std::mutex> lock(instance.mutex);
+  if (instance.initialized != nullptr) return;
+  std::vector<std::string> all;
+  for (Instance::Group& group : instance.groups) {
+    std::vector<std::string> names;
+    for (const Member& member : group.members) {
+      if (member.process == process) names.push_back(name_of(member));
     }
+    if (names.empty()) continue;
+    all.insert(all.end(), names.begin(), names.end());
+    group.launching = std::make_unique<FirstRun>("ready to launch " + instance.text, names);
+    group.launched = std::make_unique<FirstRun>("done with launching " + instance.text, names);
+  }
+  instance.initializing = std::make_unique<FirstRun>("ready to connect for " + instance.text, all);
+  instance.initialized = std::make_unique<FirstRun>("connected for " + instance.text, all);
+}
+
+// Where this GPU is in the call. Touches no GPU.
+Instance::Rank find_rank(Instance& instance, int64_t id) {
+  const Member self{Communicators::instance().process(), id};
+  Instance::Rank found{nullptr, 0, 0, 0};
+  for (Instance::Group& group : instance.groups) {
+    found.local = 0;
+    for (size_t rank = 0; rank < group.members.size(); ++rank) {
+      if (group.members[rank].process != self.process) continue;
+      if (group.members[rank] == self) {
+        found.group = &group;
+        found.rank = static_cast<int>(rank);
+        return found;
+      }
+      ++found.local;
+      ++found.index;
+    }
+  }
+  std::vector<int64_t> devices;
+  for (const Instance::Group& group : instance.groups) {
+    for (const Member& member : group.members) devices.push_back(member.device);
+  }
+  throw std::runtime_error("this execution is on " + name_of(self) +
+                           ", and the program was compiled for the GPUs with the ids " + list(devices));
+}
+
+// Connects the group of this GPU, and makes it known to executions.
+const Instance::Rank* connect(Instance& instance, Instance::Rank rank, int ordinal) {
+  Communicators& all = Communicators::instance();
+  std::shared_ptr<Communicator> communicator = all.get_or_create(rank.group->members);
+  {
+    // A group that was forgotten before this call ever ran is replaced; later it is not, since CUDA graphs know it.
+    const std::lock_guard<std::mutex> lock(instance.mutex);
+    std::shared_ptr<Communicator>& own = rank.group->communicator;
+    if (own == nullptr || (own->is_retired() && instance.ranks.empty())) own = communicator;
+    communicator = own;
+  }
+  communicator->name_call(instance.site.fingerprint(), instance.text);
+  all.connect(*communicator, instance.site.lane);
+  start_reporting_failures();
+  const std::lock_guard<std::mutex> lock(instance.mutex);
+  instance.ranks.push_back(std::make_unique<const Instance::Rank>(rank));
+  instance.rank_of[ordinal].store(instance.ranks.back().get(), std::memory_order_release);
+  return instance.ranks.back().get();
+}
+
+// Why the group cannot make a call, if it cannot.
+ffi::Error state_of(const Instance& instance, const Instance::Rank& rank) {
+  Communicator& communicator = *rank.group->communicator;
+  if (communicator.is_retired()) {
+    return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                      instance.text +
+                          ": this program was compiled before its group of GPUs was forgotten, by "
+                          "jax_ring.runtime.forget_gpu_groups() or since jax.distributed was initialized again. Call "
+                          "jax.clear_caches(), so that it is compiled again.");
+  }
+  if (const auto failure = communicator.failure()) {
+    communicator.should_report();  // by this error
+    return ffi::Error(ffi::ErrorCode::kDeadlineExceeded,
+                      communicator.describe(*failure, Communicators::instance().deadline()));
   }
   return ffi::Error::Success();
 }
 
-// Runs before every execution, including the replay of a CUDA graph, of which the host sees nothing else.
-ffi::Error initialize(Instance* instance, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+ffi::Error initialize(Instance* instance, ffi::RunId run, int32_t ordinal, ffi::RemainingArgs, ffi::RemainingRets,
+                      ffi::Dictionary) {
+  if (ordinal < 0 || ordinal >= kMaxOrdinals) {
+    return ffi::Error::Internal(instance->text + ": the CUDA ordinal " + std::to_string(ordinal) + " is not below " +
+                                std::to_string(kMaxOrdinals));
+  }
+  Communicators& all = Communicators::instance();
+  int index = -1;
+  const auto fail = [&](const std::string& why) {
+    if (index < 0) return;
+    instance->initializing->fail(run.run_id, index, why);
+    instance->initialized->fail(run.run_id, index, why);
+  };
   try {
-    const std::lock_guard<std::mutex> lock(instance->mutex);
-    for (Instance::Group& group : instance->groups) {
-      if (group.communicator == nullptr) {
-        group.communicator = Communicators::instance().get_or_create(group.members);
-      }
+    const Instance::Rank* rank = instance->rank_of[ordinal].load(std::memory_order_acquire);
+    if (rank != nullptr) {
+      index = rank->index;
+      instance->initializing->arrive_and_wait(run.run_id, index, all.deadline());
+    } else {
+      find_ranks_of_this_process(*instance);
+      const Instance::Rank found = find_rank(*instance, all.device_ids().id_of(ordinal));
+      index = found.index;
+      instance->initializing->arrive_and_wait(run.run_id, index, all.deadline());
+      rank = connect(*instance, found, ordinal);
     }
+    if (ffi::Error error = state_of(*instance, *rank); error.failure()) {
+      fail(error.message());
+      return error;
+    }
+    instance->initialized->arrive_and_wait(run.run_id, index, all.deadline());
+    return ffi::Error::Success();
   } catch (const std::exception& error) {
+    fail(error.what());
     return ffi::Error::Internal(instance->text + ": " + error.what());
   }
-  return failure_of(*instance);
 }
 
-ffi::Error execute(Instance* instance, Stream stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                   ffi::Dictionary /*seen by instantiate*/) {
+// ---- Execute --------------------------------------------------------------------------------------------------------
+
+void launch(const Instance& instance, const Instance::Rank& rank, Stream stream, ffi::RemainingArgs args,
+            ffi::RemainingRets rets) {
+  if (args.size() == 0 || args.size() != rets.size()) {
+    throw std::invalid_argument("a call needs one result per operand, and at least one operand; it has " +
+                                std::to_string(args.size()) + " operands and " + std::to_string(rets.size()) +
+                                " results");
+  }
+  Communicators& all = Communicators::instance();
+  Gpus& gpus = all.gpus();
+  const EngineType type = engine_type_of(instance.site.plan, args.get<ffi::AnyBuffer>(0)->element_type());
+  std::vector<Buffer> buffers;
+  for (size_t i = 0; i < args.size(); ++i) {
+    const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i);
+    buffers.push_back({input.untyped_data(), (*rets.get<ffi::AnyBuffer>(i))->untyped_data(), input.size_bytes()});
+  }
+  const std::vector<Launch> launches = launches_of(*rank.group->communicator, rank.rank, instance.site,
+                                                   rank.group->thresholds, type.dtype, buffers, all.deadline());
+  for (const Launch& each : launches) {
+    if (gpus.has_kernel(each.kernel)) continue;
+    throw std::runtime_error(
+        "this build of jax_ring has no GPU kernels for the operands' dtype. Build it again "
+        "without JAX_RING_CUDA_DTYPES.");
+  }
+  for (const Launch& each : launches) gpus.launch(each.kernel, each.call, stream);
+}
+
+// Waits for no connection. It waits for other ranks in the first runs alone, and not while XLA records: nothing runs
+// then, and another GPU may not record in this run.
+ffi::Error execute(Instance* instance, ffi::RunId run, Stream stream, int32_t ordinal, ffi::RemainingArgs args,
+                   ffi::RemainingRets rets, ffi::Dictionary /*seen by instantiate*/) {
+  const Instance::Rank* rank =
+      ordinal < 0 || ordinal >= kMaxOrdinals ? nullptr : instance->rank_of[ordinal].load(std::memory_order_acquire);
+  if (rank == nullptr) {
+    return ffi::Error::Internal(instance->text + ": executed on the GPU with CUDA ordinal " + std::to_string(ordinal) +
+                                ", which has not been initialized");
+  }
+  FirstRun &launching = *rank->group->launching, &launched = *rank->group->launched;
+  const auto fail = [&](const std::string& why) {
+    launching.fail(run.run_id, rank->local, why);
+    launched.fail(run.run_id, rank->local, why);
+  };
   try {
-    if (args.size() == 0 || args.size() != rets.size()) {
-      throw std::invalid_argument("a call needs one result per operand, and at least one operand");
+    if (ffi::Error error = state_of(*instance, *rank); error.failure()) {
+      fail(error.message());
+      return error;
     }
-    if (ffi::Error error = failure_of(*instance); error.failure()) return error;
-    const EngineType type = engine_type_of(instance->site.plan, args.get<ffi::AnyBuffer>(0)->element_type());
-    std::vector<Buffer> buffers;
-    for (size_t i = 0; i < args.size(); ++i) {
-      const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i);
-      buffers.push_back({input.untyped_data(), (*rets.get<ffi::AnyBuffer>(i))->untyped_data(), input.size_bytes()});
-    }
-    for (const auto& [members, thresholds, communicator] : instance->groups) {
-      const std::optional<int> rank = communicator->rank_of(device);
-      if (!rank) continue;
-      for (const Launch& each : launches_of(*communicator, *rank, instance->site, thresholds, type.dtype, buffers,
-                                            Communicators::instance().deadline())) {
-        Gpus& gpus = Communicators::instance().gpus();
-        if (!gpus.has_kernel(each.kernel)) {
-          throw std::runtime_error(
-              "this build of jax_ring has no GPU kernels for the operands' dtype. Build it again "
-              "without JAX_RING_CUDA_DTYPES.");
-        }
-        gpus.launch(each.kernel, each.call, stream);
-      }
+    const Communicators& all = Communicators::instance();
+    if (launched.is_done()) {
+      launch(*instance, *rank, stream, args, rets);
       return ffi::Error::Success();
     }
-    throw std::out_of_range("GPU " + std::to_string(device) + " is in none of the call's replica groups");
+    const bool waits = !all.gpus().is_capturing(stream);
+    const auto meet = [&](FirstRun& point) {
+      waits ? point.arrive_and_wait(run.run_id, rank->local, all.deadline()) : point.arrive(run.run_id, rank->local);
+    };
+    meet(launching);
+    launch(*instance, *rank, stream, args, rets);
+    meet(launched);
+    return ffi::Error::Success();
   } catch (const std::exception& error) {
+    fail(error.what());
     return ffi::Error::Internal(instance->text + ": " + error.what());
   }
 }
@@ -155,24 +368,37 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize,
-                       ffi::Ffi::BindInitialize().Ctx<ffi::State<Instance>>().RemainingArgs().RemainingRets().Attrs(),
-                       {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
-                       ffi::Ffi::Bind()
+                       ffi::Ffi::BindInitialize()
                            .Ctx<ffi::State<Instance>>()
-                           .Ctx<ffi::PlatformStream<Stream>>()
+                           .Ctx<ffi::RunId>()
                            .Ctx<ffi::DeviceOrdinal>()
                            .RemainingArgs()
                            .RemainingRets()
                            .Attrs(),
                        {ffi::Traits::kCmdBufferCompatible});
 
+auto execution() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::State<Instance>>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::PlatformStream<Stream>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
+}
+
+XLA_FFI_DEFINE_HANDLER(execute_handler, execute, execution(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(execute_unrecorded_handler, execute, execution());
+
 }  // namespace
 
 XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame) { return instantiate_handler(call_frame); }
 XLA_FFI_Error* collective_initialize(XLA_FFI_CallFrame* call_frame) { return initialize_handler(call_frame); }
 XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame) { return execute_handler(call_frame); }
+XLA_FFI_Error* collective_execute_unrecorded(XLA_FFI_CallFrame* call_frame) {
+  return execute_unrecorded_handler(call_frame);
+}
 
 XLA_FFI_TypeId* instance_type_id() { return &Instance::id; }
 

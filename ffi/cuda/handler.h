@@ -14,7 +14,7 @@ namespace jax_ring::gpu {
 //   op           string: sum, max or min
 //   root         int64: the root of a reduce or broadcast
 //   algorithm    string: auto, one_shot, two_shot or ring
-//   order        string: rank or ring, the order in which values are folded
+//   order        string: rank, ring or any, the order in which values are folded
 //   processes    int64 array: the process of each member of the replica groups, group after group, in rank order
 //   devices      int64 array: the id of each member, which is unique among the GPUs of all processes
 //   group_sizes  int64 array: the size of each group
@@ -26,6 +26,9 @@ namespace jax_ring::gpu {
 XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_initialize(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame);
+// The same for calls that XLA must not record in a CUDA graph, which has no streams: calls of one lane that are on one
+// stream could run at the same time.
+XLA_FFI_Error* collective_execute_unrecorded(XLA_FFI_CallFrame* call_frame);
 
 // The type of the state of one call instruction, shared by all devices of a process.
 XLA_FFI_TypeId* instance_type_id();

@@ -1,17 +1,22 @@
-// kernel_table.h: the kernels of one element type.
+// kernel_table.h: tables of the kernels of one element type.
 #pragma once
 
-#include "cuda/kernels.h"
+#include "cuda/call.h"
 
 namespace jax_ring::gpu {
 
 constexpr int kThreadsPerCta = 512;
 
-using Kernel = void (*)(Call single, const Call* calls);
+// A kernel of programs. It reads its call from constant memory.
+using Kernel = void (*)(Call call);
 
 // By operation and algorithm; null where the combination is not used.
-struct KernelTable {
-  Kernel kernel[static_cast<int>(Op::count)][static_cast<int>(Algorithm::count)];
+template <class AnyKernel>
+struct TableOf {
+  AnyKernel kernel[static_cast<int>(Op::count)][static_cast<int>(Algorithm::count)];
+
+  AnyKernel of(const KernelKey& key) const { return kernel[static_cast<int>(key.op)][static_cast<int>(key.algorithm)]; }
 };
+using KernelTable = TableOf<Kernel>;
 
 }  // namespace jax_ring::gpu

@@ -17,42 +17,37 @@ const KernelTable* const kTables[] = {
 #undef JAX_RING_TABLE
 };
 
-Kernel kernel_of(const KernelKey& key) {
-  return kTables[static_cast<int>(key.dtype)]->kernel[static_cast<int>(key.op)][static_cast<int>(key.algorithm)];
-}
-
-cudaError_t launch_kernel(const KernelKey& key, const Call& call, const Call* calls, int grid, cudaStream_t stream) {
-  const Kernel kernel = kernel_of(key);
-  if (kernel == nullptr) return cudaErrorInvalidDeviceFunction;
-  void* arguments[] = {const_cast<Call*>(&call), &calls};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(grid), dim3(kThreadsPerCta), arguments, 0,
-                          stream);
-}
+Kernel kernel_of(const KernelKey& key) { return kTables[static_cast<int>(key.dtype)]->of(key); }
 
 }  // namespace
 
 bool has_kernel(const KernelKey& key) { return kernel_of(key) != nullptr; }
 
 cudaError_t launch(const KernelKey& key, const Call& call, cudaStream_t stream) {
-  return launch_kernel(key, call, nullptr, call.self.capacity.num_ctas, stream);
+  const Kernel kernel = kernel_of(key);
+  if (kernel == nullptr) return cudaErrorInvalidDeviceFunction;
+  void* arguments[] = {const_cast<Call*>(&call)};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(num_teams(call)), dim3(kThreadsPerCta), arguments,
+                          0, stream);
 }
 
-cudaError_t launch_together(const KernelKey& key, const Call* calls, int num_ranks, int num_ctas, cudaStream_t stream) {
-  Call single{};
-  single.self.capacity.num_ctas = num_ctas;
-  return launch_kernel(key, single, calls, num_ranks * num_ctas, stream);
-}
-
-cudaError_t load_kernels() {
+std::vector<const void*> built_kernels() {
+  std::vector<const void*> kernels;
   for (const KernelTable* table : kTables) {
     for (const auto& by_algorithm : table->kernel) {
       for (const Kernel kernel : by_algorithm) {
-        if (kernel == nullptr) continue;
-        cudaFuncAttributes attributes;
-        const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
-        if (error != cudaSuccess) return error;
+        if (kernel != nullptr) kernels.push_back(reinterpret_cast<const void*>(kernel));
       }
     }
+  }
+  return kernels;
+}
+
+cudaError_t load_kernels() {
+  for (const void* kernel : built_kernels()) {
+    cudaFuncAttributes attributes;
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }

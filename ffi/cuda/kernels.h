@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <vector>
+
 #include "cuda/call.h"
 
 namespace jax_ring::gpu {
@@ -13,9 +15,8 @@ bool has_kernel(const KernelKey& key);
 // Runs the call on the stream's device.
 cudaError_t launch(const KernelKey& key, const Call& call, cudaStream_t stream);
 
-// Runs the calls of several ranks, an array in device memory, as one kernel: ranks that wait for each other must run
-// concurrently, and on one GPU a single kernel is the most reliable way. For tests and measurements.
-cudaError_t launch_together(const KernelKey& key, const Call* calls, int num_ranks, int num_ctas, cudaStream_t stream);
+// The kernels of this build, as the CUDA runtime knows them: for questions about their occupancy.
+std::vector<const void*> built_kernels();
 
 // Loads all kernels on the current device. Must precede the first launch: loading a kernel later may wait for a running
 // kernel that waits for this rank.

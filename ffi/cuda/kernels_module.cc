@@ -55,4 +55,14 @@ NB_MODULE(_cuda_kernels, m) {
       },
       "devices"_a,
       "The pairs (device, peer) of these GPUs of this process in which the device cannot access the peer's memory.");
+
+  m.def(
+      "identities",
+      [] {
+        std::vector<std::pair<std::string, std::string>> all;
+        for (const jax_ring::gpu::Identity& each : gpus().identities()) all.emplace_back(each.bus_id, each.uuid);
+        return all;
+      },
+      "(PCI bus id, UUID in hexadecimal digits) of each GPU that this process sees, by CUDA ordinal. Creates no "
+      "context.");
 }

@@ -1,8 +1,11 @@
 // module.cc: the Python module `_ffi_cuda`: the handlers as capsules, and the setup of GPU groups. It needs no CUDA.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/function.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 
+#include <map>
+#include <stdexcept>
 #include <utility>
 
 #include "cuda/communicators.h"
@@ -14,6 +17,17 @@ using namespace nb::literals;
 namespace {
 
 using jax_ring::gpu::Communicators;
+
+// Calls into Python. Errors leave it as text, since what a Python error holds needs the GIL wherever it is caught.
+template <class Action>
+auto with_python(const Action& action) {
+  const nb::gil_scoped_acquire gil;
+  try {
+    return action();
+  } catch (const nb::python_error& error) {
+    throw std::runtime_error(error.what());
+  }
+}
 
 template <class T>
 nb::capsule capsule_of(T* pointer) {
@@ -27,14 +41,17 @@ NB_MODULE(_ffi_cuda, m) {
 
   m.def(
       "collective_handlers",
-      [] {
+      [](bool recorded) {
         nb::typed<nb::dict, nb::str, nb::object> stages;
         stages["instantiate"] = capsule_of(&jax_ring::gpu::collective_instantiate);
         stages["initialize"] = capsule_of(&jax_ring::gpu::collective_initialize);
-        stages["execute"] = capsule_of(&jax_ring::gpu::collective_execute);
+        stages["execute"] =
+            capsule_of(recorded ? &jax_ring::gpu::collective_execute : &jax_ring::gpu::collective_execute_unrecorded);
         return stages;
       },
-      "The handlers of the custom calls, one capsule per stage, for jax.ffi.register_ffi_target.");
+      "recorded"_a = true,
+      "The handlers of the custom calls, one capsule per stage, for jax.ffi.register_ffi_target. "
+      "recorded: whether XLA may record the calls in a CUDA graph.");
 
   m.def(
       "instance_type",
@@ -52,19 +69,29 @@ NB_MODULE(_ffi_cuda, m) {
          std::function<nb::bytes(const std::string&)> fetch) {
         jax_ring::gpu::KeyValueStore store;
         store.publish = [publish = std::move(publish)](const std::string& key, const std::string& value) {
-          const nb::gil_scoped_acquire gil;
-          publish(key, nb::bytes(value.data(), value.size()));
+          with_python([&] { publish(key, nb::bytes(value.data(), value.size())); });
         };
         store.fetch = [fetch = std::move(fetch)](const std::string& key) {
-          const nb::gil_scoped_acquire gil;
-          const nb::bytes value = fetch(key);
-          return std::string(value.c_str(), value.size());
+          return with_python([&] {
+            const nb::bytes value = fetch(key);
+            return std::string(value.c_str(), value.size());
+          });
         };
+        const nb::gil_scoped_release without_gil;  // it may wait for the GPUs of the groups that it forgets
         Communicators::instance().set_process(process, std::move(store));
       },
       "process"_a, "publish"_a, "fetch"_a,
       "Sets the id of this process, and how it exchanges byte strings with the others: publish(key, value), and "
-      "fetch(key), which blocks until the key exists.");
+      "fetch(key), which blocks until the key exists, and raises after a deadline. Forgets all groups.");
+
+  m.def(
+      "set_device_ids",
+      [](std::function<std::map<int, int64_t>()> find) {
+        Communicators::instance().device_ids().set([find = std::move(find)] { return with_python(find); });
+      },
+      "find"_a,
+      "Sets how to find the ids that programs use for the GPUs of this process: find() returns {CUDA ordinal: id}. It "
+      "is called when an unknown GPU executes a program, with no lock held.");
 
   m.def("fingerprint", [] { return JAX_RING_FINGERPRINT; }, "The fingerprint of the sources that this was built from.");
 
@@ -81,5 +108,15 @@ NB_MODULE(_ffi_cuda, m) {
 
   m.def(
       "forget_groups", [] { Communicators::instance().reset(); }, nb::call_guard<nb::gil_scoped_release>(),
-      "Makes programs compiled from now on create new groups, which is necessary after a group has failed.");
+      "Makes programs compiled from now on create new groups, which is necessary after a group has failed. Programs "
+      "compiled before raise an error. Waits for the work of the groups' GPUs.");
+
+  m.def(
+      "failure",
+      [] {
+        std::string text;
+        for (const std::string& each : Communicators::instance().failures()) text += (text.empty() ? "" : "\n") + each;
+        return text;
+      },
+      "The failures that the GPUs of this process have recorded, as text; empty if there are none.");
 }

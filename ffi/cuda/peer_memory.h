@@ -7,18 +7,21 @@
 namespace jax_ring::gpu {
 
 // What a communicator needs from the machine. An interface, so that it can be tested without a GPU.
-// All functions throw std::runtime_error with the reason if they fail. `device` is an index among this process's GPUs.
+// `device` is a CUDA ordinal: an index among the GPUs that this process sees. Functions throw std::runtime_error with
+// the reason if they fail; those that release do not fail. None of them waits for the work of a stream other than its
+// own, so that they may be called while a kernel waits for another rank. Only `release` may wait for the device.
 class PeerMemory {
  public:
   virtual ~PeerMemory() = default;
 
   // Zeroed device memory.
   virtual void* allocate(int device, size_t bytes) = 0;
-  virtual void release(int device, void* memory) = 0;
+  // Waits for all work of the device first.
+  virtual void release(int device, void* memory) noexcept = 0;
 
-  // Zeroed host memory that all GPUs of this process can write.
-  virtual void* allocate_on_host(size_t bytes) = 0;
-  virtual void release_on_host(void* memory) = 0;
+  // Zeroed host memory that all GPUs of this process can write. device: the GPU whose context pins it.
+  virtual void* allocate_on_host(int device, size_t bytes) = 0;
+  virtual void release_on_host(int device, void* memory) noexcept = 0;
 
   // Whether a device can access a peer's memory, and enabling that access.
   virtual bool can_access(int device, int peer) = 0;
@@ -27,7 +30,7 @@ class PeerMemory {
   // A handle by which other processes can map this memory; mapping such a handle on `device`; and unmapping it.
   virtual std::string export_handle(int device, void* memory) = 0;
   virtual void* import_handle(int device, const std::string& handle) = 0;
-  virtual void close_handle(int device, void* memory) = 0;
+  virtual void close_handle(int device, void* memory) noexcept = 0;
 
   // Does everything whose first use must not happen while another rank waits.
   virtual void warm_up(int device) = 0;

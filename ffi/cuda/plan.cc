@@ -39,9 +39,12 @@ DType folded_as(Op op, DType dtype) {
 
 uint32_t CallSite::fingerprint() const { return Hash().add(std::string_view(call)).value32(); }
 
-std::vector<Launch> launches_of(const Communicator& communicator, int rank, const CallSite& site,
+std::vector<Launch> launches_of(const Communicator& communicator, int rank, const CallSite& requested,
                                 const Thresholds& thresholds, DType dtype, const std::vector<Buffer>& buffers,
                                 double deadline_seconds) {
+  CallSite site = requested;
+  // By the requested algorithm, not the chosen one: which operands share a message depends on the order.
+  site.plan = with_order_for(site.plan, site.algorithm.value_or(Algorithm::two_shot));
   // The blocks of a ring are those of one operand, so each operand is a message of its own there.
   const size_t most = requires_ring(site.plan) ? 1 : kMaxOperands;
   const uint64_t blocks = site.plan.collective == Collective::reduce_scatter ? communicator.num_ranks() : 1;

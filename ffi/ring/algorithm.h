@@ -36,10 +36,32 @@ template <class Element, class Op, Algorithm kAlgorithm>
 constexpr bool is_needed = std::is_same_v<typename FoldedAs<Element, Op>::type, Element> &&
                            (std::is_same_v<Op, Sum> || kAlgorithm == Algorithm::two_shot);
 
+// Starts a call. False if it must not run: this rank has failed before, or its lane is busy.
+template <class Team>
+JAX_RING_TEAM bool start(const Endpoint& self, int cta, Team team) {
+  bool ok = true;
+  if (team.thread() == 0) {
+    // After a failure a rank no longer knows how far its peers are.
+    ok = SystemAtomic<uint32_t>(*self.failed).load(cuda::memory_order_relaxed) == 0;
+    if (ok && !try_take(&self.progress[cta].busy)) {
+      fail(self, FailureKind::busy, Step::start, self.rank, 0, cta);
+      ok = false;
+    }
+  }
+  return team.all(ok);
+}
+
+// Ends a call that has started. One that has not started leaves the lane to the call that runs there. All threads have
+// met at a barrier since they last used a mailbox or the counters: an algorithm ends with one, also if it fails.
+template <class Team>
+JAX_RING_TEAM void finish(const Endpoint& self, int cta, Team team) {
+  if (team.thread() == 0) give_back(&self.progress[cta].busy);
+}
+
 template <class Element, class Op, Algorithm kAlgorithm, class Team>
 JAX_RING_TEAM void run_team(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team, Op op) {
-  // After a failure a rank no longer knows how far its peers are.
-  bool ok = team.all(SystemAtomic<uint32_t>(*self.failed).load(cuda::memory_order_relaxed) == 0);
+  const bool started = start(self, cta, team);
+  bool ok = started;
   if constexpr (kAlgorithm == Algorithm::one_shot) {
     ok = ok && one_shot::all_reduce<Element>(self, message, cta, team, op);
   } else if constexpr (kAlgorithm == Algorithm::two_shot) {
@@ -47,6 +69,7 @@ JAX_RING_TEAM void run_team(const Endpoint& self, const Message& message, const 
   } else {
     ok = ok && ring::reduce<Element>(self, message, plan, cta, team, op);
   }
+  if (started) finish(self, cta, team);
   if (!ok) poison(self, message, plan, cta, team);
 }
 

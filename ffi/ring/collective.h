@@ -28,6 +28,15 @@ JAX_RING_INLINE bool requires_ring(const Plan& plan) {
          (plan.collective == Collective::all_reduce || plan.collective == Collective::reduce);
 }
 
+// The plan with the order that an engine which moves data takes for `any`. A ring in rank order carries p/(p-1) times
+// the bytes of one in its own order and takes longer to fill; the other algorithms gain nothing from another order.
+JAX_RING_INLINE Plan with_order_for(Plan plan, Algorithm algorithm) {
+  if (plan.order != Order::any) return plan;
+  plan.order = Order::ring;
+  if (algorithm != Algorithm::ring || !requires_ring(plan)) plan.order = Order::rank;
+  return plan;
+}
+
 // `count` ranks starting at `first`, around the ring.
 struct RankRange {
   int first;

@@ -7,10 +7,15 @@
 
 namespace jax_ring {
 
-// Where a rank was waiting when it failed.
-enum class Step : uint32_t { one_shot, reduce_scatter, all_gather, ring_receive, ring_send, count };
+// Where a rank was when it failed.
+enum class Step : uint32_t { one_shot, reduce_scatter, all_gather, ring_receive, ring_send, start, count };
 
-enum class FailureKind : uint32_t { none, timeout, mismatch };
+enum class FailureKind : uint32_t {
+  none,
+  timeout,
+  mismatch,
+  busy,  // two calls of this rank ran at the same time in one lane
+};
 
 // The first failure of a rank, in host memory that the GPU can write. `kind` is written last.
 struct Failure {
@@ -27,9 +32,12 @@ struct Failure {
 // replayed without the host. The counters wrap around.
 struct Progress {
   uint32_t one_shot_epoch;
-  uint32_t round;     // of the two-shot algorithm
+  uint32_t round;     // steps of the two-shot algorithm
   uint32_t sent;      // items sent around the ring
   uint32_t received;  // items received around the ring
+  // Whether a call runs now. Two at a time would read the same counters, send under the same tags, and take each
+  // other's data for their own.
+  uint32_t busy = 0;
 };
 
 constexpr int kMaxRanks = 64;

@@ -51,25 +51,47 @@ struct PackFold {
   }
 };
 
-// Ranks, besides the first, whose packs are loaded together, so that the memory latency is paid once for all of them.
-constexpr int kRanksInFlight = 7;
+// i mod p for i < 2p, without a division.
+JAX_RING_TEAM int modulo(int i, int p) { return i < p ? i : i - p; }
 
-// The fold over ranks 0, 1, ..., p-1. load(rank) returns the rank's pack.
+// Peers whose packs are loaded together, so that the memory latency is paid once for all of them. The accumulators of
+// small types leave registers for fewer.
+template <class Element>
+constexpr int kPeersInFlight = kPerPack<Element> <= 8 ? 7 : 4;
+
+// The packs of some peers, in the order of the fold.
+template <int kCount>
+struct PeerPacks {
+  Pack pack[kCount];
+};
+
+// The place in the fold of its i-th peer, where this rank has `own` place.
+JAX_RING_TEAM int place_of_peer(int i, int own) { return i < own ? i : i + 1; }
+
+// The fold over all ranks in their order, in which this rank has `own` place. load(first) returns the packs of the
+// peers from `first` on.
 template <class Element, class Op, class Load>
-JAX_RING_INLINE Pack fold_packs(int num_ranks, Load load, Op op) {
-  PackFold<Element> fold;
-  fold.start(load(0));
-  for (int first = 1; first < num_ranks; first += kRanksInFlight) {
-    Pack packs[kRanksInFlight] = {};
+JAX_RING_TEAM Pack fold_packs(int num_ranks, int own, Pack mine, Load load, Op op) {
+  constexpr int kInFlight = kPeersInFlight<Element>;
+  PackFold<Element> fold{};
+  JAX_RING_NO_UNROLL
+  for (int first = 0; first < num_ranks - 1; first += kInFlight) {
+    const PeerPacks<kInFlight> peers = load(first);
     JAX_RING_UNROLL
-    for (int i = 0; i < kRanksInFlight; ++i) {
-      if (first + i < num_ranks) packs[i] = load(first + i);
-    }
-    JAX_RING_UNROLL
-    for (int i = 0; i < kRanksInFlight; ++i) {
-      if (first + i < num_ranks) fold.add(packs[i], op);
+    for (int i = 0; i < kInFlight; ++i) {
+      const int peer = first + i;
+      if (peer >= num_ranks - 1) continue;
+      if (i == 0 && first == 0) {
+        fold.start(own == 0 ? mine : peers.pack[0]);
+        if (own == 0) fold.add(peers.pack[0], op);
+        continue;
+      }
+      if (peer == own) fold.add(mine, op);
+      fold.add(peers.pack[i], op);
     }
   }
+  if (num_ranks == 1) fold.start(mine);
+  if (num_ranks > 1 && own == num_ranks - 1) fold.add(mine, op);
   return fold.result();
 }
 

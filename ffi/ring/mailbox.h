@@ -8,6 +8,13 @@
 
 namespace jax_ring {
 
+// A rank may free its mailbox only when the last calls of all its peers have ended: some of what they write is not
+// waited for, and may arrive after the owner's own last call. In one-shot that is the line that a round sweeps, and in
+// the ring the flag `head`, by which the next rank frees a slot. (A call of two-shot has seen all that was written for
+// it.) A call that fails waits for nothing. So before the memory is freed, each rank waits for its own kernels, and
+// then all ranks for each other; after a failure they cannot, and the memory of a rank that others may still reach is
+// better kept.
+
 // Distance between the flags of different writers, so that no two share a cache line.
 constexpr size_t kFlagBytes = 128;
 
@@ -21,11 +28,15 @@ constexpr uint64_t kLinesPerPack = 2;
 
 // What a flag signals. The first two exist per peer, the others once, for the neighbor.
 enum class FlagKind : int {
-  scattered,  // the peer's values for this rank's part have arrived
-  gathered,   // the peer's part of the result has arrived
-  tail,       // number of items that the previous rank has put into this rank's slots
-  head,       // number of items that the next rank has taken out of its slots
+  even,  // the number of the peer's last two-shot step, if that is even
+  odd,   // likewise
+  tail,  // number of items that the previous rank has put into this rank's slots
+  head,  // number of items that the next rank has taken out of its slots
 };
+
+// Buffers of the two-shot algorithm, which its rounds use in turn. See two_shot.h for why these numbers suffice.
+constexpr int kScatterBuffers = 3;
+constexpr int kGatherBuffers = 2;
 
 // The sizes that all ranks of a group agree on. The work is split over `num_ctas` teams, each with its own section of
 // the mailbox: a team waits only for the teams with its own index.
@@ -45,10 +56,10 @@ struct Capacity {
     const size_t per_cta = 2 * static_cast<size_t>(num_ranks) + 2;
     size_t index = 0;
     switch (kind) {
-      case FlagKind::scattered:
+      case FlagKind::even:
         index = peer;
         break;
-      case FlagKind::gathered:
+      case FlagKind::odd:
         index = num_ranks + peer;
         break;
       case FlagKind::tail:
@@ -70,11 +81,14 @@ struct Capacity {
   JAX_RING_INLINE size_t lines_end() const { return lines(2, 0, 0); }
 
   // Two-shot: the values that `source` sent for this rank's part, and the result of the part that `source` owns.
-  JAX_RING_INLINE size_t scatter(int cta, int source) const {
-    return lines_end() + (static_cast<size_t>(cta) * num_ranks + source) * part_packs * kPackBytes;
+  JAX_RING_INLINE size_t scatter(int buffer, int cta, int source) const {
+    const size_t part = (static_cast<size_t>(buffer) * num_ctas + cta) * num_ranks + source;
+    return lines_end() + part * part_packs * kPackBytes;
   }
-  JAX_RING_INLINE size_t gather(int cta, int source) const { return scatter(num_ctas + cta, source); }
-  JAX_RING_INLINE size_t gather_end() const { return scatter(2 * num_ctas, 0); }
+  JAX_RING_INLINE size_t gather(int buffer, int cta, int source) const {
+    return scatter(kScatterBuffers + buffer, cta, source);
+  }
+  JAX_RING_INLINE size_t gather_end() const { return gather(kGatherBuffers, 0, 0); }
 
   // Ring: slots that the previous rank fills in turn, each preceded by a pack with the fingerprint of its call.
   JAX_RING_INLINE size_t slot(int cta, uint64_t index) const {

@@ -2,8 +2,9 @@
 // them.
 //
 // Data and the tag of the round travel in the same words (as in NCCL's LL protocol), so there is no flag to wait for
-// and no fence: p-1 sends and a poll. Two sets of lines alternate. A rank rewrites a set two rounds later, when it has
-// finished the round in between, for which every peer sent its data only after reading this set.
+// and no fence: p-1 sends and a poll. A message up to the default threshold is exchanged in one round. Two sets of
+// lines alternate. A rank rewrites a set two rounds later, when it has finished the round in between, for which every
+// peer sent its data only after reading this set.
 #pragma once
 
 #include "ring/fold_pack.h"
@@ -29,58 +30,43 @@ JAX_RING_TEAM Line* lines(const Endpoint& self, int owner, int cta, int source, 
 // Sends this rank's packs and two more lines. One is the header, which identifies the call. The other is a line that
 // this round does not use, a different one each round, so that no line keeps its tag until the epochs wrap around.
 template <class Team>
-JAX_RING_TEAM_CALL void send(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
-                             uint32_t epoch) {
+JAX_RING_TEAM void send(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
+                        uint32_t epoch) {
   const int p = self.num_ranks();
   const uint64_t swept = epoch / 2 % self.capacity.num_lines();
-  for (int step = 1; step < p; ++step) {
-    Line* to = lines(self, (self.rank + step) % p, cta, self.rank, epoch);
-    if (team.thread() == 0) {
-      store_line(to, tagged(message.fingerprint, epoch));
-      if (swept > kLinesPerPack * range.size()) store_line(to + swept, tagged(0, epoch));
-    }
+  // From the last thread on: the first ones have packs to send.
+  for (int step = team.size() - team.thread(); step < p; step += team.size()) {
+    Line* to = lines(self, modulo(self.rank + step, p), cta, self.rank, epoch);
+    store_line(to, tagged(message.fingerprint, epoch));
+    if (swept > kLinesPerPack * range.size()) store_line(to + swept, tagged(0, epoch));
   }
   for_each_pack<1>(
-      message, range, team, [](const Operand& operand, uint64_t index, uint64_t) { return input_pack(operand, index); },
-      [&](const Operand&, uint64_t, uint64_t place, Pack pack) {
+      message, RangeWalk(range), team,
+      [](const OperandView& operand, uint64_t index, const Spot&) { return operand.load(index); },
+      [&](const OperandView&, uint64_t, const Spot& spot, Pack pack) {
         for (int step = 1; step < p; ++step) {
-          Line* to = lines(self, (self.rank + step) % p, cta, self.rank, epoch) + 1 + kLinesPerPack * place;
+          Line* to = lines(self, modulo(self.rank + step, p), cta, self.rank, epoch) + 1 + kLinesPerPack * spot.place;
           store_line(to, tagged(pack.word[0], epoch));
           store_line(to + 1, tagged(pack.word[1], epoch));
         }
       });
 }
 
-// Waits for the pack in these lines.
-JAX_RING_TEAM bool receive(const Endpoint& self, Line* from, int source, int cta, uint32_t epoch, Pack* pack) {
-  Line low, high;
-  const bool ok = await(
-      self,
-      [&] {
-        low = load_line(from);
-        high = load_line(from + 1);
-        return has_tag(low, epoch) && has_tag(high, epoch);
-      },
-      Step::one_shot, source, epoch, cta);
-  *pack = {{data_of(low), data_of(high)}};
-  return ok;
-}
-
-// Whether every peer makes the same call.
+// Waits until every peer has announced the same call, before any wait for data that another call would not send.
 template <class Team>
-JAX_RING_TEAM_CALL bool check_headers(const Endpoint& self, const Message& message, int cta, Team team,
-                                      uint32_t epoch) {
+JAX_RING_TEAM bool check_headers(const Endpoint& self, const Message& message, int cta, Team team, uint32_t epoch) {
   bool ok = true;
-  for (int source = team.thread(); source < self.num_ranks(); source += team.size()) {
+  // From the last thread on: the first ones have packs to fold.
+  for (int source = team.size() - 1 - team.thread(); ok && source < self.num_ranks(); source += team.size()) {
     if (source == self.rank) continue;
     Line header;
-    ok = ok && await(
-                   self,
-                   [&] {
-                     header = load_line(lines(self, self.rank, cta, source, epoch));
-                     return has_tag(header, epoch);
-                   },
-                   Step::one_shot, source, epoch, cta);
+    ok = await(
+        self,
+        [&] {
+          header = load_line(lines(self, self.rank, cta, source, epoch));
+          return has_tag(header, epoch);
+        },
+        Step::one_shot, [&] { return source; }, epoch, cta);
     if (ok && data_of(header) != message.fingerprint) {
       fail(self, FailureKind::mismatch, Step::one_shot, source, epoch, cta);
       ok = false;
@@ -89,24 +75,69 @@ JAX_RING_TEAM_CALL bool check_headers(const Endpoint& self, const Message& messa
   return ok;
 }
 
+// The same value, of which the compiler does not know that it stays the same. It computes what depends on it where it
+// is needed, and not ahead of a loop, where the results would occupy registers all along.
+JAX_RING_TEAM uint32_t unknown(uint32_t value) {
+#if defined(__CUDACC__)
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+
+// Waits for the packs at one place from some peers. All lines are loaded before any is tested, so that their latencies
+// overlap.
+template <int kCount>
+JAX_RING_TEAM bool receive(const Endpoint& self, int first, uint32_t place, int cta, uint32_t epoch,
+                           PeerPacks<kCount>* packs) {
+  Line* const from_rank_0 = lines(self, self.rank, cta, 0, epoch) + 1 + kLinesPerPack * place;
+  const uint32_t lines_per_rank = static_cast<uint32_t>(self.capacity.num_lines());
+  const auto exists = [&](int i) { return first + i < self.num_ranks() - 1; };
+  const auto line = [&](int i, uint32_t stride) { return from_rank_0 + stride * place_of_peer(first + i, self.rank); };
+  const auto is_ready = [&] {
+    const uint32_t stride = unknown(lines_per_rank);
+    Line received[kCount][kLinesPerPack] = {};
+    JAX_RING_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      if (!exists(i)) continue;
+      received[i][0] = load_line(line(i, stride));
+      received[i][1] = load_line<1>(line(i, stride));
+    }
+    bool complete = true;
+    JAX_RING_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      packs->pack[i] = {{data_of(received[i][0]), data_of(received[i][1])}};
+      complete = complete && (!exists(i) || (has_tag(received[i][0], epoch) && has_tag(received[i][1], epoch)));
+    }
+    return complete;
+  };
+  const auto missing = [&] {
+    const auto has_arrived = [&](int i) {
+      Line* from = line(i, lines_per_rank);
+      return has_tag(load_line(from), epoch) && has_tag(load_line<1>(from), epoch);
+    };
+    int i = 0;
+    JAX_RING_NO_UNROLL
+    while (exists(i + 1) && has_arrived(i)) ++i;
+    return place_of_peer(first + i, self.rank);
+  };
+  return await(self, is_ready, Step::one_shot, missing, epoch, cta);
+}
+
 // Folds the packs of all ranks into the output.
 template <class Element, class Op, class Team>
 JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
                         uint32_t epoch, Op op) {
   bool ok = true;
   for_each_pack<1>(
-      message, range, team, [](const Operand& operand, uint64_t index, uint64_t) { return input_pack(operand, index); },
-      [&](const Operand& operand, uint64_t index, uint64_t place, Pack mine) {
-        const Pack result = fold_packs<Element>(
-            self.num_ranks(),
-            [&](int source) {
-              Pack pack = mine;
-              Line* from = lines(self, self.rank, cta, source, epoch) + 1 + kLinesPerPack * place;
-              if (source != self.rank && ok) ok = receive(self, from, source, cta, epoch, &pack);
-              return pack;
-            },
-            op);
-        output_pack(operand, index, result);
+      message, RangeWalk(range), team,
+      [](const OperandView& operand, uint64_t index, const Spot&) { return operand.load(index); },
+      [&](const OperandView& operand, uint64_t index, const Spot& spot, Pack mine) {
+        const auto load = [&](int first) {
+          PeerPacks<kPeersInFlight<Element>> packs{};
+          if (ok) ok = receive(self, first, spot.place, cta, epoch, &packs);
+          return packs;
+        };
+        operand.store(index, fold_packs<Element>(self.num_ranks(), self.rank, mine, load, op));
       });
   return ok;
 }
@@ -115,13 +146,17 @@ JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange 
 // peer.
 template <class Element, class Op, class Team>
 JAX_RING_TEAM bool all_reduce(const Endpoint& self, const Message& message, int cta, Team team, Op op) {
+  const PackRange share = share_of({0, message.num_packs}, cta, self.capacity.num_ctas);
+  // A team without work meets at no barrier, behind which all its threads would have read the epoch.
+  if (share.size() == 0) return true;
   Progress& progress = self.progress[cta];
   uint32_t epoch = progress.one_shot_epoch;
-  const PackRange share = share_of({0, message.num_packs}, cta, self.capacity.num_ctas);
+  const uint32_t round_packs = static_cast<uint32_t>(self.capacity.one_shot_packs);
   bool ok = true;
-  for (uint64_t begin = share.begin; ok && begin < share.end; begin += self.capacity.one_shot_packs) {
+  JAX_RING_NO_UNROLL
+  for (PackRange rest = share; ok && rest.begin < rest.end; rest.begin += round_packs) {
     ++epoch;
-    const PackRange range{begin, smaller(begin + self.capacity.one_shot_packs, share.end)};
+    const PackRange range{rest.begin, smaller(rest.begin + round_packs, rest.end)};
     send(self, message, range, cta, team, epoch);
     ok = check_headers(self, message, cta, team, epoch);
     ok = fold<Element>(self, message, range, cta, team, epoch, op) && ok;

@@ -7,6 +7,7 @@
 #include "ring/element.h"
 #include "ring/options.h"
 #include "ring/team.h"
+#include "ring/watch.h"
 
 namespace jax_ring {
 
@@ -58,80 +59,138 @@ JAX_RING_INLINE PackRange share_of(PackRange range, uint64_t index, uint64_t par
 
 JAX_RING_INLINE bool is_aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % kPackBytes == 0; }
 
-// The index-th pack of a buffer of `bytes` bytes, padded with zeros past the end.
-JAX_RING_INLINE Pack load_pack(const unsigned char* buffer, uint64_t bytes, uint64_t index) {
-  const unsigned char* from = buffer + index * kPackBytes;
-  const uint64_t valid = smaller(bytes - index * kPackBytes, kPackBytes);
-  if (valid == kPackBytes && is_aligned(buffer)) return *reinterpret_cast<const Pack*>(from);
-  unsigned char copy[kPackBytes] = {};
-  for (uint64_t i = 0; i < valid; ++i) copy[i] = from[i];
-  Pack pack;
-  memcpy(&pack, copy, kPackBytes);
+// A pack that its buffer holds only a part of, or not at a multiple of the pack size. Out of line, since it is rare.
+JAX_RING_TEAM_CALL Pack load_odd_pack(const unsigned char* from, uint64_t valid) {
+  Pack pack{};
+  JAX_RING_UNROLL
+  for (uint64_t i = 0; i < kPackBytes; ++i) {
+    if (i < valid) pack.word[i / 8] |= uint64_t{from[i]} << (8 * (i % 8));
+  }
   return pack;
 }
-
-// Writes the index-th pack of a buffer of `bytes` bytes, up to its end.
-JAX_RING_INLINE void store_pack(unsigned char* buffer, uint64_t bytes, uint64_t index, Pack pack) {
-  unsigned char* to = buffer + index * kPackBytes;
-  const uint64_t valid = smaller(bytes - index * kPackBytes, kPackBytes);
-  if (valid == kPackBytes && is_aligned(buffer)) {
-    *reinterpret_cast<Pack*>(to) = pack;
-    return;
+JAX_RING_TEAM_CALL void store_odd_pack(unsigned char* to, uint64_t valid, Pack pack) {
+  JAX_RING_UNROLL
+  for (uint64_t i = 0; i < kPackBytes; ++i) {
+    if (i < valid) to[i] = static_cast<unsigned char>(pack.word[i / 8] >> (8 * (i % 8)));
   }
-  unsigned char copy[kPackBytes];
-  memcpy(copy, &pack, kPackBytes);
-  for (uint64_t i = 0; i < valid; ++i) to[i] = copy[i];
 }
+
+// An operand of a message, and the packs that it has there. What decides about each pack is kept in registers.
+struct OperandView {
+  const Message& message;
+  uint32_t number;
+  uint64_t begin, end;  // its packs
+  uint64_t whole;       // packs that can be loaded and stored in one piece
+
+  JAX_RING_TEAM explicit OperandView(const Message& all) : message(all) { enter(0); }
+  JAX_RING_TEAM void enter(uint32_t i) {
+    const Operand& operand = message.operands[i];
+    number = i;
+    begin = operand.first_pack;
+    end = begin + ceil_div(operand.bytes, kPackBytes);
+    whole = is_aligned(operand.input) && is_aligned(operand.output) ? operand.bytes / kPackBytes : 0;
+  }
+
+  JAX_RING_TEAM bool has(uint64_t pack) const { return pack >= begin && pack < end; }
+  // Finds the operand of a pack. A thread visits nearly all packs in order, so that it seldom searches for long.
+  JAX_RING_TEAM void find(uint64_t pack) {
+    if (pack < begin) enter(0);
+    JAX_RING_NO_UNROLL
+    while (pack >= end) enter(number + 1);
+  }
+
+  JAX_RING_TEAM bool is_whole(uint64_t index, int block) const {
+    return index < whole && (block == 0 || message.operands[number].bytes % kPackBytes == 0);
+  }
+
+  // The index-th pack of the operand, or of one of its blocks, padded with zeros past the end.
+  JAX_RING_TEAM Pack load(uint64_t index, int block = 0) const {
+    const Operand& operand = message.operands[number];
+    const unsigned char* from = operand.input + block * operand.bytes + index * kPackBytes;
+    watch_read(from, smaller(operand.bytes - index * kPackBytes, kPackBytes));
+    if (is_whole(index, block)) return *reinterpret_cast<const Pack*>(from);
+    return load_odd_pack(from, smaller(operand.bytes - index * kPackBytes, kPackBytes));
+  }
+  // Writes the index-th pack of the result, up to its end.
+  JAX_RING_TEAM void store(uint64_t index, Pack pack, int block = 0) const {
+    const Operand& operand = message.operands[number];
+    unsigned char* to = operand.output + block * operand.bytes + index * kPackBytes;
+    watch_write(to, smaller(operand.bytes - index * kPackBytes, kPackBytes));
+    if (is_whole(index, block)) {
+      *reinterpret_cast<Pack*>(to) = pack;
+    } else {
+      store_odd_pack(to, smaller(operand.bytes - index * kPackBytes, kPackBytes), pack);
+    }
+  }
+};
 
 // Packs that a thread copies at a time: loads in flight hide the latency of GPU memory.
 constexpr int kCopiesInFlight = 4;
 
-// Visits every pack of `range` that lies in the message: store(operand, index, place, value) receives the result of
-// load(operand, index, place), where `index` counts from the start of the operand and `place` from the start of the
-// range. Each thread loads kInFlight packs before it stores them.
-template <int kInFlight, class Team, class Load, class Store>
-JAX_RING_TEAM void for_each_pack(const Message& message, PackRange range, Team team, Load load, Store store) {
-  for (uint32_t i = 0; i < message.num_operands; ++i) {
-    const Operand& operand = message.operands[i];
-    const uint64_t end_of_operand = operand.first_pack + ceil_div(operand.bytes, kPackBytes);
-    const uint64_t begin = range.begin > operand.first_pack ? range.begin : operand.first_pack;
-    const uint64_t end = smaller(range.end, end_of_operand);
-    uint64_t at = begin + team.thread();
-    const uint64_t stride = team.size();
-    for (; at + (kInFlight - 1) * stride < end; at += kInFlight * stride) {
-      decltype(load(operand, uint64_t{}, uint64_t{})) values[kInFlight];
-      JAX_RING_UNROLL
-      for (int u = 0; u < kInFlight; ++u) {
-        const uint64_t pack = at + u * stride;
-        values[u] = load(operand, pack - operand.first_pack, pack - range.begin);
+// A pack of a message, its place in the buffer of a mailbox, and the rank whose part it belongs to, if any.
+struct Spot {
+  uint64_t pack;
+  uint32_t place;
+  int owner;
+};
+
+// A walk is a list of packs that the threads of a team visit in turn. This one is a range.
+struct RangeWalk {
+  uint64_t begin;
+  uint32_t size;
+  uint32_t at = 0;
+
+  JAX_RING_TEAM explicit RangeWalk(PackRange range) : begin(range.begin), size(static_cast<uint32_t>(range.size())) {}
+  JAX_RING_TEAM void start(uint32_t thread) { at = thread; }
+  JAX_RING_TEAM void advance(uint32_t threads) { at += threads; }
+  JAX_RING_TEAM bool has_more() const { return at < size; }
+  // The pack of this thread. False if the list has a gap here.
+  JAX_RING_TEAM bool get(Spot* spot) const {
+    *spot = {begin + at, at, 0};
+    return true;
+  }
+};
+
+// Visits the packs of a walk: store(operand, index, spot, value) receives the result of load(operand, index, spot),
+// where `index` counts from the start of the operand. A thread loads up to kInFlight packs, all of one operand, before
+// it stores them. Small operands do not leave threads without work: each finds the operand of its own packs.
+template <int kInFlight, class Walk, class Team, class Load, class Store>
+JAX_RING_TEAM void for_each_pack(const Message& message, Walk walk, Team team, Load load, Store store) {
+  OperandView operand(message);
+  walk.start(team.thread());
+  JAX_RING_NO_UNROLL
+  while (walk.has_more()) {
+    // Initialized, or their registers would be occupied from the start of the kernel.
+    decltype(load(operand, uint64_t{}, Spot{})) values[kInFlight] = {};
+    Spot spots[kInFlight] = {};
+    bool loaded[kInFlight];
+    bool same_operand = true;
+    JAX_RING_UNROLL
+    for (int u = 0; u < kInFlight; ++u) {
+      loaded[u] = same_operand && walk.has_more() && walk.get(&spots[u]);
+      if (loaded[u] && !operand.has(spots[u].pack)) {
+        if (u == 0) {
+          operand.find(spots[u].pack);
+        } else {
+          loaded[u] = same_operand = false;
+        }
       }
-      JAX_RING_UNROLL
-      for (int u = 0; u < kInFlight; ++u) {
-        const uint64_t pack = at + u * stride;
-        store(operand, pack - operand.first_pack, pack - range.begin, values[u]);
-      }
+      if (loaded[u]) values[u] = load(operand, spots[u].pack - operand.begin, spots[u]);
+      if (same_operand) walk.advance(team.size());
     }
-    for (; at < end; at += stride) {
-      const uint64_t index = at - operand.first_pack, place = at - range.begin;
-      store(operand, index, place, load(operand, index, place));
+    JAX_RING_UNROLL
+    for (int u = 0; u < kInFlight; ++u) {
+      if (loaded[u]) store(operand, spots[u].pack - operand.begin, spots[u], values[u]);
     }
   }
-}
-
-// Load and store functions for operands.
-JAX_RING_INLINE Pack input_pack(const Operand& operand, uint64_t index, int block = 0) {
-  return load_pack(operand.input + block * operand.bytes, operand.bytes, index);
-}
-JAX_RING_INLINE void output_pack(const Operand& operand, uint64_t index, Pack pack, int block = 0) {
-  store_pack(operand.output + block * operand.bytes, operand.bytes, index, pack);
 }
 
 // Fills a part of the outputs with copies of one pack.
 template <class Team>
 JAX_RING_TEAM void fill(const Message& message, PackRange range, int block, Team team, Pack value) {
   for_each_pack<1>(
-      message, range, team, [&](const Operand&, uint64_t, uint64_t) { return value; },
-      [&](const Operand& operand, uint64_t index, uint64_t, Pack pack) { output_pack(operand, index, pack, block); });
+      message, RangeWalk(range), team, [&](const OperandView&, uint64_t, const Spot&) { return value; },
+      [&](const OperandView& operand, uint64_t index, const Spot&, Pack pack) { operand.store(index, pack, block); });
 }
 
 }  // namespace jax_ring

@@ -36,7 +36,8 @@ struct Link {
       uint64_t* head = self.flag(self.rank, FlagKind::head, cta, 0);
       const uint32_t needed = sent + 1 - static_cast<uint32_t>(self.capacity.num_slots);
       ok = await(
-          self, [&] { return !is_before(epoch_of(load_flag(head)), needed); }, Step::ring_send, next(), needed, cta);
+          self, [&] { return !is_before(epoch_of(load_flag(head)), needed); }, Step::ring_send, [&] { return next(); },
+          needed, cta);
     }
     return team.all(ok);
   }
@@ -47,8 +48,8 @@ struct Link {
     if (team.thread() == 0) {
       uint64_t* tail = self.flag(self.rank, FlagKind::tail, cta, 0);
       ok = await(
-          self, [&] { return is_before(received, epoch_of(load_flag(tail))); }, Step::ring_receive, previous(),
-          received + 1, cta);
+          self, [&] { return is_before(received, epoch_of(load_flag(tail))); }, Step::ring_receive,
+          [&] { return previous(); }, received + 1, cta);
       // The flag may already belong to a later call, so each item carries its call's fingerprint.
       if (ok && read_word(slot(self.rank, received)->word) != fingerprint) {
         fail(self, FailureKind::mismatch, Step::ring_receive, previous(), received + 1, cta);
@@ -87,30 +88,31 @@ JAX_RING_TEAM bool run_hop(const Message& message, Hop hop, PackRange chunk, boo
   Pack* out = link.outgoing();
   if (hop.receives_result()) {
     for_each_pack<kCopiesInFlight>(
-        message, chunk, link.team, [&](const Operand&, uint64_t, uint64_t place) { return read_pack(in + place); },
-        [&](const Operand& operand, uint64_t index, uint64_t place, Pack pack) {
-          output_pack(operand, index, keeps_result ? pack : Pack{});
-          if (hop.sends()) write_pack(out + place, pack);
+        message, RangeWalk(chunk), link.team,
+        [&](const OperandView&, uint64_t, const Spot& spot) { return read_pack(in + spot.place); },
+        [&](const OperandView& operand, uint64_t index, const Spot& spot, Pack pack) {
+          operand.store(index, keeps_result ? pack : Pack{});
+          if (hop.sends()) write_pack(out + spot.place, pack);
         });
   } else {
     for_each_pack<kFoldsInFlight>(
-        message, chunk, link.team,
-        [&](const Operand& operand, uint64_t index, uint64_t place) {
-          const Pack mine = input_pack(operand, index);
+        message, RangeWalk(chunk), link.team,
+        [&](const OperandView& operand, uint64_t index, const Spot& spot) {
+          const Pack mine = operand.load(index);
           PackFold<Element> fold;
           if (hop.receives()) {
-            fold.restore(in + kPartial * place);
+            fold.restore(in + kPartial * spot.place);
             fold.add(mine, op);
           } else {
             fold.start(mine);
           }
           return fold;
         },
-        [&](const Operand& operand, uint64_t index, uint64_t place, const PackFold<Element>& fold) {
-          if (!hop.has_result()) return fold.save(out + kPartial * place);
+        [&](const OperandView& operand, uint64_t index, const Spot& spot, const PackFold<Element>& fold) {
+          if (!hop.has_result()) return fold.save(out + kPartial * spot.place);
           const Pack result = fold.result();
-          output_pack(operand, index, keeps_result ? result : Pack{});
-          write_pack(out + place, result);
+          operand.store(index, keeps_result ? result : Pack{});
+          write_pack(out + spot.place, result);
         });
   }
   link.finish(hop.sends(), hop.receives());
@@ -158,12 +160,14 @@ JAX_RING_TEAM bool reduce(const Endpoint& self, const Message& message, const Pl
   const RingSchedule schedule{order, p, self.rank, chunks.count(), capacity.num_slots - 1};
   Link<Team> link{self, cta, team, message.fingerprint, progress.sent, progress.received};
   bool ok = true;
+  JAX_RING_NO_UNROLL
   for (uint64_t step = 0; ok && step < schedule.num_steps(); ++step) {
     const Hop hop = schedule.step(step);
     if (!hop.exists() || chunks[hop.chunk].size() == 0) continue;
     ok = run_hop<Element>(message, hop, chunks[hop.chunk], keeps_result, link, op);
   }
-  if (ok && team.thread() == 0) {
+  // A team without work meets at no barrier, behind which all its threads would have read the counters.
+  if (ok && schedule.num_steps() > 0 && team.thread() == 0) {
     progress.sent = link.sent;
     progress.received = link.received;
   }

@@ -36,8 +36,8 @@ JAX_RING_TEAM uint64_t now_ns() {
 }
 
 // Records a failure unless this rank has already failed: the first failure is the cause of the later ones.
-JAX_RING_TEAM void fail(const Endpoint& self, FailureKind kind, Step step, int peer, uint32_t epoch, int cta) {
-  if (SystemAtomic<uint32_t>(*self.failed).exchange(1, cuda::memory_order_acq_rel) != 0) return;
+JAX_RING_TEAM_CALL void fail(const Endpoint& self, FailureKind kind, Step step, int peer, uint32_t epoch, int cta) {
+  if (SystemAtomic<uint32_t>(*self.failed).exchange(1, cuda::memory_order_relaxed) != 0) return;
   Failure* record = self.failure;
   record->step = static_cast<uint32_t>(step);
   record->rank = self.rank;
@@ -55,18 +55,18 @@ constexpr uint32_t kSpinsPerCheck = 1024;
 constexpr uint32_t kSpinsPerCheck = 16;
 #endif
 
-// Waits until ready(). Returns false if the deadline passes or this rank fails in the meantime. Every wait for a peer
-// is made here.
-template <class Ready>
-JAX_RING_TEAM bool await(const Endpoint& self, Ready ready, Step step, int peer, uint32_t epoch, int cta) {
+// Waits until ready(). Returns false if the deadline passes, for which peer() is to blame, or this rank fails in the
+// meantime. Every wait for a peer is made here.
+template <class Ready, class Peer>
+JAX_RING_TEAM bool await(const Endpoint& self, Ready ready, Step step, Peer peer, uint32_t epoch, int cta) {
   uint64_t since = 0;
-  for (uint32_t spins = 1; !ready(); ++spins) {
+  for (uint32_t spins = 1; !poll(ready); ++spins) {
     if (spins % kSpinsPerCheck != 0) continue;
     if (SystemAtomic<uint32_t>(*self.failed).load(cuda::memory_order_relaxed) != 0) return false;
     const uint64_t now = now_ns();
     if (since == 0) since = now;
     if (now - since > self.deadline_ns) {
-      fail(self, FailureKind::timeout, step, peer, epoch, cta);
+      fail(self, FailureKind::timeout, step, peer(), epoch, cta);
       return false;
     }
 #if !defined(__CUDACC__)
@@ -86,7 +86,7 @@ JAX_RING_TEAM bool await_epoch(const Endpoint& self, FlagKind kind, uint64_t exp
             seen = load_flag(flag);
             return epoch_of(seen) == epoch_of(expected);
           },
-          step, peer, epoch_of(expected), cta)) {
+          step, [&] { return peer; }, epoch_of(expected), cta)) {
     return false;
   }
   if (seen == expected) return true;

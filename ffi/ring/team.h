@@ -1,17 +1,26 @@
-// team.h: the threads that work on one slice of a message together: a CTA on a GPU, a single thread on the host.
+// team.h: the threads that work on one slice of a message together: a CTA on a GPU, one or several threads on the host.
 #pragma once
+
+#if !defined(__CUDACC__)
+#include <sched.h>
+
+#include <atomic>
+#include <cstdint>
+#endif
 
 // Team functions run on the GPU in the CUDA engine, and on the host in tests, under the sanitizers and in the GPU
 // check.
 #if defined(__CUDACC__)
 #define JAX_RING_TEAM __device__ __forceinline__
-// For code that does not depend on the element type: compiled once for the many kernels of a file.
-#define JAX_RING_TEAM_CALL __device__ __noinline__
+// For code that seldom runs: out of line, it costs the rest neither registers nor space in the instruction cache.
+#define JAX_RING_TEAM_CALL inline __device__ __noinline__
 #define JAX_RING_UNROLL _Pragma("unroll")
+#define JAX_RING_NO_UNROLL _Pragma("unroll 1")
 #else
 #define JAX_RING_TEAM inline
 #define JAX_RING_TEAM_CALL inline
 #define JAX_RING_UNROLL
+#define JAX_RING_NO_UNROLL
 #endif
 
 namespace jax_ring {
@@ -31,6 +40,47 @@ struct Solo {
   int size() const { return 1; }
   void sync() const {}
   bool all(bool mine) const { return mine; }
+};
+
+// Where several host threads meet, as the threads of a CTA do in __syncthreads_and(). Like it, it waits without a
+// deadline: a thread that leaves its team alone is a bug of the kernel, while a wait for a peer is made in await().
+class HostBarrier {
+ public:
+  explicit HostBarrier(int size) : size_(size) {}
+  int size() const { return size_; }
+
+  // True on all threads if `mine` is true on all of them.
+  bool all(bool mine) {
+    const uint32_t generation = generation_.load(std::memory_order_relaxed);
+    if (!mine) against_.fetch_add(1, std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < size_) {
+      while (generation_.load(std::memory_order_acquire) == generation) sched_yield();  // threads may outnumber cores
+    } else {
+      verdict_[generation % 2] = against_.exchange(0, std::memory_order_relaxed) == 0;
+      arrived_.store(0, std::memory_order_relaxed);
+      generation_.store(generation + 1, std::memory_order_release);
+    }
+    // The next generation writes the other verdict, and the one after it starts only when all have read this one.
+    return verdict_[generation % 2];
+  }
+
+ private:
+  const int size_;
+  std::atomic<int> arrived_{0};
+  std::atomic<int> against_{0};
+  std::atomic<uint32_t> generation_{0};
+  bool verdict_[2] = {};
+};
+
+// One thread of a team of the host. Without a barrier the team has no other.
+struct HostTeam {
+  HostBarrier* barrier = nullptr;
+  int index = 0;
+
+  int thread() const { return index; }
+  int size() const { return barrier == nullptr ? 1 : barrier->size(); }
+  void sync() const { all(true); }
+  bool all(bool mine) const { return barrier == nullptr ? mine : barrier->all(mine); }
 };
 #endif
 

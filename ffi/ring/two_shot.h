@@ -4,8 +4,28 @@
 // All ranks send this part to i, which folds it and sends the result to all. Each rank sends 2(p-1)/p of the message,
 // as in a ring, but in 2 steps instead of 2(p-1). The other collectives leave out senders, the fold, or receivers.
 //
-// One buffer per peer and step is enough: a rank signals its next step only after it has read the data of the last one,
-// and no rank writes before all have signaled.
+// The rounds of a call overlap. In step s, of N + 2 for N rounds, a rank
+//
+//   sends the values of round s to the owners,
+//   waits until all peers have ended step s - 1,
+//   folds its part of round s - 1, and sends the result,
+//   copies the results of round s - 2, and
+//   tells all peers that it has ended step s.
+//
+// So the values of a round travel while the rank waits for those of the round before, and there is one fence for each
+// step. No buffer is written too early:
+//
+// - The values of round s go into a buffer that held those of round s - 3. Its owner has folded these in its step s -
+// 2,
+//   and this rank has waited for the end of that in its own step s - 1. Hence three buffers.
+// - The results of round s - 1 go into a buffer that held those of round s - 3. Its receiver has copied these in its
+//   step s - 1, for whose end this rank has just waited. Hence two buffers.
+// - A call that follows starts with the first buffers. At the last wait of a call, for step N, all peers have folded
+//   all of its rounds; and its last results are copied before the first step of the next call ends, before which the
+//   next call writes no results.
+//
+// Steps are counted over all calls. A peer can be one step ahead of what this rank waits for, as the next one waits for
+// this rank, so that steps with even and with odd numbers have flags of their own.
 #pragma once
 
 #include "ring/collective.h"
@@ -49,123 +69,193 @@ struct Roles {
   }
 };
 
-// One team's work in one round.
+// One team's work in a call.
 template <class Team>
-struct Round {
+struct Worker {
   const Endpoint& self;
   const Message& message;
   Roles roles;
-  PackRange range;  // of the message
+  PackRange share;  // of this team
+  uint64_t round_packs;
   int cta;
   Team team;
-  uint32_t number;
 
   JAX_RING_TEAM int num_ranks() const { return self.num_ranks(); }
-  JAX_RING_TEAM PackRange part(int owner) const {
-    return roles.have_blocks() ? range : share_of(range, owner, num_ranks());
+  JAX_RING_TEAM uint32_t num_rounds() const { return static_cast<uint32_t>(ceil_div(share.size(), round_packs)); }
+  JAX_RING_TEAM PackRange range(uint32_t round) const {
+    const uint64_t begin = share.begin + round * round_packs;
+    return {begin, smaller(begin + round_packs, share.end)};
+  }
+  // The size of a rank's part of a range. The last parts may be shorter.
+  JAX_RING_TEAM uint32_t part_size(PackRange range) const {
+    return static_cast<uint32_t>(roles.have_blocks() ? range.size() : ceil_div(range.size(), num_ranks()));
+  }
+  JAX_RING_TEAM uint64_t first_of_part(PackRange range, uint32_t size, int owner) const {
+    return range.begin + (roles.have_blocks() ? 0 : static_cast<uint64_t>(owner) * size);
+  }
+  JAX_RING_TEAM PackRange part(PackRange range, int owner) const {
+    const uint32_t size = part_size(range);
+    const uint64_t begin = first_of_part(range, size, owner);
+    return {begin, smaller(begin + size, range.end)};
   }
   // The rank `step` places after this one, so that not all ranks start with rank 0, whose links would be a bottleneck.
-  JAX_RING_TEAM int peer(int step) const { return (self.rank + step) % num_ranks(); }
-  JAX_RING_TEAM Pack* scatter_buffer(int owner, int source) const {
-    return reinterpret_cast<Pack*>(self.mailbox[owner] + self.capacity.scatter(cta, source));
+  JAX_RING_TEAM int peer(int step) const { return modulo(self.rank + step, num_ranks()); }
+  JAX_RING_TEAM Pack* scatter_buffer(int owner, uint32_t round, int source) const {
+    const int buffer = static_cast<int>(round % kScatterBuffers);
+    return reinterpret_cast<Pack*>(self.mailbox[owner] + self.capacity.scatter(buffer, cta, source));
   }
-  JAX_RING_TEAM Pack* gather_buffer(int receiver, int source) const {
-    return reinterpret_cast<Pack*>(self.mailbox[receiver] + self.capacity.gather(cta, source));
+  JAX_RING_TEAM Pack* gather_buffer(int receiver, uint32_t round, int source) const {
+    const int buffer = static_cast<int>(round % kGatherBuffers);
+    return reinterpret_cast<Pack*>(self.mailbox[receiver] + self.capacity.gather(buffer, cta, source));
   }
-  JAX_RING_TEAM uint64_t flag() const { return flag_value(message.fingerprint, number); }
 
-  // Signals all peers that the data this rank wrote for them is complete.
-  JAX_RING_TEAM void signal_peers(FlagKind kind) const {
+  static JAX_RING_TEAM FlagKind flag_of(uint32_t number) { return number % 2 == 0 ? FlagKind::even : FlagKind::odd; }
+
+  // Tells all peers that this team has ended a step: it has read what it was sent, and what it wrote is complete.
+  JAX_RING_TEAM void signal_peers(uint32_t number) const {
     team.sync();
+    JAX_RING_NO_UNROLL
     for (int step = 1 + team.thread(); step < num_ranks(); step += team.size()) {
-      post_flag(self.flag(peer(step), kind, cta, self.rank), flag());
+      post_flag(self.flag(peer(step), flag_of(number), cta, self.rank), flag_value(message.fingerprint, number));
     }
   }
 
-  // Waits for the signals of all peers.
-  JAX_RING_TEAM bool await_all(FlagKind kind, Step where) const {
+  // Waits until all peers have ended a step.
+  JAX_RING_TEAM bool await_peers(uint32_t number, Step where) const {
     bool ok = true;
+    JAX_RING_NO_UNROLL
     for (int step = 1 + team.thread(); ok && step < num_ranks(); step += team.size()) {
-      ok = await_epoch(self, kind, flag(), where, peer(step), cta);
+      ok = await_epoch(self, flag_of(number), flag_value(message.fingerprint, number), where, peer(step), cta);
     }
     return team.all(ok);
   }
 };
 
-// Sends each part to its owner.
+// The peers' parts of a range, one after the other, so that all threads have work even if the parts are small.
 template <class Team>
-JAX_RING_TEAM_CALL bool send_to_owners(const Round<Team>& round) {
-  const int rank = round.self.rank;
-  for (int step = 1; round.roles.sends(rank) && step < round.num_ranks(); ++step) {
-    const int owner = round.peer(step), block = round.roles.input_block(owner);
-    Pack* to = round.scatter_buffer(owner, rank);
-    for_each_pack<kCopiesInFlight>(
-        round.message, round.part(owner), round.team,
-        [&](const Operand& operand, uint64_t index, uint64_t) { return input_pack(operand, index, block); },
-        [&](const Operand&, uint64_t, uint64_t place, Pack pack) { write_pack(to + place, pack); });
+struct PartsWalk {
+  const Worker<Team>& worker;
+  PackRange range;
+  uint32_t size = worker.part_size(range);
+  int step = 0;
+  uint32_t place = 0;
+
+  JAX_RING_TEAM void start(uint32_t thread) {
+    step = 1;
+    advance(thread);
   }
-  round.signal_peers(FlagKind::scattered);
-  return round.await_all(FlagKind::scattered, Step::reduce_scatter);
+  JAX_RING_TEAM void advance(uint32_t threads) {
+    place += threads;
+    JAX_RING_NO_UNROLL
+    while (place >= size && has_more()) {
+      place -= size;
+      ++step;
+    }
+  }
+  JAX_RING_TEAM bool has_more() const { return step < worker.num_ranks(); }
+  JAX_RING_TEAM bool get(Spot* spot) const {
+    const int owner = worker.peer(step);
+    *spot = {worker.first_of_part(range, size, owner) + place, place, owner};
+    return spot->pack < range.end;
+  }
+};
+
+// Sends each part of a round to its owner.
+template <class Team>
+JAX_RING_TEAM void send_to_owners(const Worker<Team>& worker, uint32_t round) {
+  const Roles& roles = worker.roles;
+  const int rank = worker.self.rank;
+  if (!roles.sends(rank)) return;
+  for_each_pack<kCopiesInFlight>(
+      worker.message, PartsWalk<Team>{worker, worker.range(round)}, worker.team,
+      [&](const OperandView& operand, uint64_t index, const Spot& spot) {
+        return operand.load(index, roles.input_block(spot.owner));
+      },
+      [&](const OperandView&, uint64_t, const Spot& spot, Pack pack) {
+        write_pack(worker.scatter_buffer(spot.owner, round, rank) + spot.place, pack);
+      });
 }
 
-// Folds this rank's part, keeps the result and sends it, in one pass.
+// Folds this rank's part of a round, keeps the result and sends it, in one pass.
 template <class Element, class Op, class Team>
-JAX_RING_TEAM bool fold_and_send(const Round<Team>& round, Op op) {
-  const Roles& roles = round.roles;
-  const int rank = round.self.rank, p = round.num_ranks(), root = roles.plan.root;
-  const int first = roles.first_rank(p, rank), in = roles.input_block(rank), out = roles.output_block(rank);
+JAX_RING_TEAM void fold_and_send(const Worker<Team>& worker, uint32_t round, Op op) {
+  const Roles& roles = worker.roles;
+  const int rank = worker.self.rank, p = worker.num_ranks(), root = roles.plan.root;
+  const int first_rank = roles.first_rank(p, rank), own = modulo(p + rank - first_rank, p);
+  const int in = roles.input_block(rank), out = roles.output_block(rank);
+  const bool moves_received = roles.plan.collective == Collective::broadcast && rank != root;
+  const Pack* received = worker.scatter_buffer(rank, round, 0);
+  const uint64_t part_packs = worker.self.capacity.part_packs;
   for_each_pack<1>(
-      round.message, round.part(rank), round.team,
-      [&](const Operand& operand, uint64_t index, uint64_t place) {
-        const auto from = [&](int source) {
-          return source == rank ? input_pack(operand, index, in)
-                                : read_pack(round.scatter_buffer(rank, source) + place);
+      worker.message, RangeWalk(worker.part(worker.range(round), rank)), worker.team,
+      [&](const OperandView& operand, uint64_t index, const Spot& spot) {
+        if (moves_received) return read_pack(received + root * part_packs + spot.place);
+        const Pack mine = operand.load(index, in);
+        if (!roles.folds()) return mine;
+        const auto load = [&](int first) {
+          PeerPacks<kPeersInFlight<Element>> packs{};
+          JAX_RING_UNROLL
+          for (int i = 0; i < kPeersInFlight<Element>; ++i) {
+            if (first + i >= p - 1) continue;
+            const int source = modulo(first_rank + place_of_peer(first + i, own), p);
+            packs.pack[i] = read_pack(received + source * part_packs + spot.place);
+          }
+          return packs;
         };
-        if (!roles.folds()) return from(roles.plan.collective == Collective::broadcast ? root : rank);
-        return fold_packs<Element>(p, [&](int i) { return from((first + i) % p); }, op);
+        return fold_packs<Element>(p, own, mine, load, op);
       },
-      [&](const Operand& operand, uint64_t index, uint64_t place, Pack pack) {
-        if (roles.keeps_result(rank)) output_pack(operand, index, pack, out);
+      [&](const OperandView& operand, uint64_t index, const Spot& spot, Pack pack) {
+        if (roles.keeps_result(rank)) operand.store(index, pack, out);
         for (int step = 1; step < p; ++step) {
-          if (roles.receives(round.peer(step))) write_pack(round.gather_buffer(round.peer(step), rank) + place, pack);
+          const int receiver = worker.peer(step);
+          if (roles.receives(receiver)) write_pack(worker.gather_buffer(receiver, round, rank) + spot.place, pack);
         }
       });
-  round.signal_peers(FlagKind::gathered);
-  return round.await_all(FlagKind::gathered, Step::all_gather);
 }
 
-// Copies the peers' parts of the result to the outputs.
+// Copies the peers' parts of the result of a round to the outputs.
 template <class Team>
-JAX_RING_TEAM_CALL void copy_results(const Round<Team>& round) {
-  const Roles& roles = round.roles;
-  if (roles.plan.collective == Collective::reduce && !roles.keeps_result(round.self.rank)) {
-    return fill(round.message, round.range, 0, round.team, Pack{});
+JAX_RING_TEAM void copy_results(const Worker<Team>& worker, uint32_t round) {
+  const Roles& roles = worker.roles;
+  const int rank = worker.self.rank;
+  const PackRange range = worker.range(round);
+  if (roles.plan.collective == Collective::reduce && !roles.keeps_result(rank)) {
+    return fill(worker.message, range, 0, worker.team, Pack{});
   }
-  for (int step = 1; roles.receives(round.self.rank) && step < round.num_ranks(); ++step) {
-    const int owner = round.peer(step), block = roles.output_block(owner);
-    const Pack* from = round.gather_buffer(round.self.rank, owner);
-    for_each_pack<kCopiesInFlight>(
-        round.message, round.part(owner), round.team,
-        [&](const Operand&, uint64_t, uint64_t place) { return read_pack(from + place); },
-        [&](const Operand& operand, uint64_t index, uint64_t, Pack pack) { output_pack(operand, index, pack, block); });
-  }
+  if (!roles.receives(rank)) return;
+  for_each_pack<kCopiesInFlight>(
+      worker.message, PartsWalk<Team>{worker, range}, worker.team,
+      [&](const OperandView&, uint64_t, const Spot& spot) {
+        return read_pack(worker.gather_buffer(rank, round, spot.owner) + spot.place);
+      },
+      [&](const OperandView& operand, uint64_t index, const Spot& spot, Pack pack) {
+        operand.store(index, pack, roles.output_block(spot.owner));
+      });
 }
 
 // Runs the team's share of a collective. Returns false if a wait failed; the rank's failure record names the peer.
 template <class Element, class Op, class Team>
 JAX_RING_TEAM bool run(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team, Op op) {
   Progress& progress = self.progress[cta];
-  uint32_t number = progress.round;
   const Roles roles{plan};
   const uint64_t round_packs = self.capacity.part_packs * (roles.have_blocks() ? 1 : self.num_ranks());
-  const PackRange share = share_of({0, message.num_packs}, cta, self.capacity.num_ctas);
+  const Worker<Team> worker{self,        message, roles, share_of({0, message.num_packs}, cta, self.capacity.num_ctas),
+                            round_packs, cta,     team};
+  const uint32_t num_rounds = worker.num_rounds();
+  // A team without work meets at no barrier, behind which all its threads would have read the number.
+  if (num_rounds == 0) return true;
+  uint32_t number = progress.round;
   bool ok = true;
-  for (uint64_t begin = share.begin; ok && begin < share.end; begin += round_packs) {
-    const PackRange range{begin, smaller(begin + round_packs, share.end)};
-    const Round<Team> round{self, message, roles, range, cta, team, ++number};
-    ok = send_to_owners(round) && fold_and_send<Element>(round, op);
-    if (ok) copy_results(round);
+  JAX_RING_NO_UNROLL
+  for (uint32_t step = 0; ok && step < num_rounds + 2; ++step) {
+    if (step < num_rounds) send_to_owners(worker, step);
+    if (step > 0) ok = worker.await_peers(number, step <= num_rounds ? Step::reduce_scatter : Step::all_gather);
+    if (!ok) break;
+    if (step > 0 && step <= num_rounds) fold_and_send<Element>(worker, step - 1, op);
+    if (step > 1) copy_results(worker, step - 2);
+    if (step <= num_rounds) worker.signal_peers(++number);
   }
+  team.sync();  // the last results have been copied
   if (ok && team.thread() == 0) progress.round = number;
   return ok;
 }

@@ -66,16 +66,16 @@ class Channel {
  private:
   // Written only by the process that owns the area. Everything that is polled is in one line.
   struct alignas(128) Signals {
-    std::atomic<uint32_t> doorbell, staged, results, aborted;
-    std::atomic<uint64_t> calls[2];  // of the latest even and odd round
+    Atomic<uint32_t> doorbell, staged, results, aborted;
+    Atomic<uint64_t> calls[2];  // of the latest even and odd round
   };
   // Written by the processes that wait for the owner.
   struct alignas(128) Waiters {
-    std::atomic<uint32_t> count;
+    Atomic<uint32_t> count;
   };
   struct alignas(128) Status {
-    std::atomic<int64_t> pid, pid_namespace, start_time;
-    std::atomic<uint32_t> length;
+    Atomic<int64_t> pid, pid_namespace, start_time;
+    Atomic<uint32_t> length;
     char text[1024];
   };
   struct Area {

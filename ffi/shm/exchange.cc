@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "cpu/float_mode.h"
+#include "ring/watch.h"
 
 namespace jax_ring::shm {
 namespace {
@@ -121,6 +122,7 @@ void Exchange::stage(Channel& channel, uint32_t number, const Round& round) cons
       // In rank order, whatever the order of the fold.
       const int rank = piece.part.sources.count == 1 ? piece.part.sources.first : s;
       if (!group_.is_local(rank)) continue;
+      watch_write(to, piece.part.count * element_bytes_);
       std::memcpy(to, static_cast<const char*>(inputs[rank]) + piece.part.from * element_bytes_,
                   piece.part.count * element_bytes_);
       to += piece.stride;

@@ -1,4 +1,5 @@
-// futex.h: waits for a change of a word that other processes may write.
+// futex.h: atomics that processes share, and waits for a change of one. The model checker has a header of this name
+// that takes the place of this one.
 #pragma once
 
 #include <atomic>
@@ -18,10 +19,13 @@
 
 namespace jax_ring::shm {
 
-static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == 4);
+template <class T>
+using Atomic = std::atomic<T>;
+
+static_assert(Atomic<uint32_t>::is_always_lock_free && sizeof(Atomic<uint32_t>) == 4);
 
 // Sleeps while the word equals `seen`, until a wake or the timeout. May return spuriously.
-inline void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, std::chrono::nanoseconds timeout) {
+inline void futex_wait(Atomic<uint32_t>& word, uint32_t seen, std::chrono::nanoseconds timeout) {
 #if defined(__linux__)
   timespec time;
   time.tv_sec = timeout.count() / 1'000'000'000;
@@ -34,7 +38,7 @@ inline void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, std::chrono::
 }
 
 // Wakes all threads that wait on the word.
-inline void futex_wake(std::atomic<uint32_t>& word) {
+inline void futex_wake(Atomic<uint32_t>& word) {
 #if defined(__linux__)
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 #else

@@ -30,6 +30,28 @@ void PrintTo(const Variant& variant, std::ostream* out) { *out << variant.name; 
 
 constexpr int kRanks[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16};
 
+// A group of ranks whose teams have so many threads. Many threads on few cores make the tests slow.
+struct Shape {
+  int ranks;
+  int threads;
+};
+
+std::vector<Shape> shapes() {
+  std::vector<Shape> all;
+  for (int ranks : kRanks) all.push_back({ranks, 1});
+  all.insert(all.end(), {{1, 3}, {2, 2}, {2, 3}, {3, 2}, {4, 3}, {5, 3}, {8, 2}});
+  return all;
+}
+
+std::string name_of(const Shape& shape) {
+  return std::to_string(shape.ranks) + "_ranks" +
+         (shape.threads == 1 ? "" : "_teams_of_" + std::to_string(shape.threads));
+}
+
+Peers peers_of(const Shape& shape, uint32_t first = 0) {
+  return Peers(small_capacity(shape.ranks), first, shape.threads);
+}
+
 // Runs the calls back to back, and checks them all.
 void check(Peers& peers, std::vector<PeerCall> calls) {
   std::vector<std::vector<std::vector<Bytes>>> expected;
@@ -38,19 +60,19 @@ void check(Peers& peers, std::vector<PeerCall> calls) {
   for (size_t i = 0; i < calls.size(); ++i) expect_results(calls[i], expected[i]);
 }
 
-class AllReduce : public ::testing::TestWithParam<std::tuple<Variant, int>> {
+class AllReduce : public ::testing::TestWithParam<std::tuple<Variant, Shape>> {
  protected:
   Variant variant() const { return std::get<0>(GetParam()); }
-  int num_ranks() const { return std::get<1>(GetParam()); }
+  Shape shape() const { return std::get<1>(GetParam()); }
+  int num_ranks() const { return shape().ranks; }
   PeerCall call(DType dtype, std::vector<size_t> counts, unsigned seed, size_t offset = 0) const {
     return PeerCall::random(dtype, variant().algorithm, variant().plan(), num_ranks(), std::move(counts), seed, offset);
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(, AllReduce, ::testing::Combine(::testing::ValuesIn(kVariants), ::testing::ValuesIn(kRanks)),
+INSTANTIATE_TEST_SUITE_P(, AllReduce, ::testing::Combine(::testing::ValuesIn(kVariants), ::testing::ValuesIn(shapes())),
                          [](const auto& info) {
-                           return std::string(std::get<0>(info.param).name) + "_" +
-                                  std::to_string(std::get<1>(info.param)) + "_ranks";
+                           return std::string(std::get<0>(info.param).name) + "_" + name_of(std::get<1>(info.param));
                          });
 
 TEST_P(AllReduce, SizesAroundEveryBoundary) {
@@ -67,14 +89,14 @@ TEST_P(AllReduce, SizesAroundEveryBoundary) {
     }
   }
   counts.push_back(7 * capacity.slot_packs * p * per_pack + 3);
-  Peers peers(capacity);
+  Peers peers = peers_of(shape());
   std::vector<PeerCall> calls;
   for (size_t count : counts) calls.push_back(call(DType::f32, {count}, static_cast<unsigned>(calls.size())));
   check(peers, std::move(calls));
 }
 
 TEST_P(AllReduce, EveryDtype) {
-  Peers peers(small_capacity(num_ranks()));
+  Peers peers = peers_of(shape());
   std::vector<PeerCall> calls;
   for (DType dtype : all_dtypes()) {
     if (is_signed_integer(dtype)) continue;  // summed as unsigned
@@ -84,7 +106,7 @@ TEST_P(AllReduce, EveryDtype) {
 }
 
 TEST_P(AllReduce, AnyAlignmentAndInPlace) {
-  Peers peers(small_capacity(num_ranks()));
+  Peers peers = peers_of(shape());
   std::vector<PeerCall> calls;
   for (size_t offset : {4, 8, 12}) {
     for (bool in_place : {false, true}) {
@@ -96,7 +118,7 @@ TEST_P(AllReduce, AnyAlignmentAndInPlace) {
 }
 
 TEST_P(AllReduce, CountersWrapAround) {
-  Peers peers(small_capacity(num_ranks()), 0xffffffffu - 9);
+  Peers peers = peers_of(shape(), 0xffffffffu - 9);
   std::vector<PeerCall> calls;
   for (unsigned i = 0; i < 12; ++i) calls.push_back(call(DType::u32, {60 + i}, i));
   check(peers, std::move(calls));
@@ -118,42 +140,43 @@ std::vector<Plan> two_step_plans(int num_ranks) {
           {Collective::broadcast, Order::rank, num_ranks / 2}};
 }
 
-class TwoStep : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(, TwoStep, ::testing::ValuesIn(kRanks));
+class TwoStep : public ::testing::TestWithParam<Shape> {};
+INSTANTIATE_TEST_SUITE_P(, TwoStep, ::testing::ValuesIn(shapes()),
+                         [](const auto& info) { return name_of(info.param); });
 
 TEST_P(TwoStep, SizesAroundEveryBoundary) {
-  const size_t p = GetParam();
-  const Capacity capacity = small_capacity(GetParam());
+  const size_t p = GetParam().ranks;
+  const Capacity capacity = small_capacity(GetParam().ranks);
   const size_t round = capacity.part_packs * kPackBytes / sizeof(float) * capacity.num_ctas;
-  Peers peers(capacity);
+  Peers peers = peers_of(GetParam());
   std::vector<PeerCall> calls;
-  for (const Plan& plan : two_step_plans(GetParam())) {
+  for (const Plan& plan : two_step_plans(GetParam().ranks)) {
     for (size_t per_rank : {size_t{0}, size_t{1}, size_t{3}, size_t{4}, round - 1, round, round + 1, 3 * round + 2}) {
       const size_t count = plan.collective == Collective::all_gather ? per_rank : per_rank * p;
       const unsigned seed = static_cast<unsigned>(calls.size());
-      calls.push_back(PeerCall::random(DType::f32, Algorithm::two_shot, plan, GetParam(), {count, p}, seed));
+      calls.push_back(PeerCall::random(DType::f32, Algorithm::two_shot, plan, GetParam().ranks, {count, p}, seed));
     }
   }
   check(peers, std::move(calls));
 }
 
 TEST_P(TwoStep, ReduceAroundARing) {
-  Peers peers(small_capacity(GetParam()));
+  Peers peers = peers_of(GetParam());
   std::vector<PeerCall> calls;
   for (Order order : {Order::rank, Order::ring}) {
-    const Plan plan{Collective::reduce, order, GetParam() / 2};
-    calls.push_back(PeerCall::random(DType::bf16, Algorithm::ring, plan, GetParam(), {777}, 1));
+    const Plan plan{Collective::reduce, order, GetParam().ranks / 2};
+    calls.push_back(PeerCall::random(DType::bf16, Algorithm::ring, plan, GetParam().ranks, {777}, 1));
   }
   check(peers, std::move(calls));
 }
 
 TEST_P(TwoStep, ExtremaOfEveryDtype) {
-  Peers peers(small_capacity(GetParam()));
+  Peers peers = peers_of(GetParam());
   std::vector<PeerCall> calls;
   for (DType dtype : all_dtypes()) {
     for (Op op : {Op::max, Op::min}) {
       const unsigned seed = static_cast<unsigned>(calls.size());
-      calls.push_back(PeerCall::random(dtype, Algorithm::two_shot, {}, GetParam(), {99}, seed, 0, op));
+      calls.push_back(PeerCall::random(dtype, Algorithm::two_shot, {}, GetParam().ranks, {99}, seed, 0, op));
     }
   }
   check(peers, std::move(calls));
@@ -163,7 +186,7 @@ TEST_P(TwoStep, ExtremaOfEveryDtype) {
 
 TEST(Mailbox, AlgorithmsAlternate) {
   for (int num_ranks : {2, 3, 5}) {
-    Peers peers(small_capacity(num_ranks));
+    Peers peers = peers_of({num_ranks, 2});
     std::vector<PeerCall> calls;
     for (unsigned i = 0; i < 60; ++i) {
       const Plan plan = two_step_plans(num_ranks)[i % 5];
@@ -180,7 +203,7 @@ TEST(Mailbox, ManyOperandsInOneCall) {
   std::vector<size_t> counts;
   for (size_t i = 0; i < kMaxOperands; ++i) counts.push_back(i * i % 97);
   for (int num_ranks : {1, 2, 3, 8}) {
-    Peers peers(small_capacity(num_ranks));
+    Peers peers = peers_of({num_ranks, num_ranks == 3 ? 3 : 1});
     std::vector<PeerCall> calls;
     for (Algorithm algorithm : {Algorithm::one_shot, Algorithm::two_shot, Algorithm::ring}) {
       calls.push_back(PeerCall::random(DType::bf16, algorithm, Plan{}, num_ranks, counts, 1));
@@ -198,12 +221,16 @@ TEST(Mailbox, PartsDoNotOverlap) {
     for (int cta = 0; cta < capacity.num_ctas; ++cta) {
       for (FlagKind kind : {FlagKind::tail, FlagKind::head}) parts.push_back({capacity.flag(kind, cta, 0), kFlagBytes});
       for (int peer = 0; peer < num_ranks; ++peer) {
-        parts.push_back({capacity.flag(FlagKind::scattered, cta, peer), kFlagBytes});
-        parts.push_back({capacity.flag(FlagKind::gathered, cta, peer), kFlagBytes});
+        parts.push_back({capacity.flag(FlagKind::even, cta, peer), kFlagBytes});
+        parts.push_back({capacity.flag(FlagKind::odd, cta, peer), kFlagBytes});
         parts.push_back({capacity.lines(0, cta, peer), capacity.num_lines() * sizeof(Line)});
         parts.push_back({capacity.lines(1, cta, peer), capacity.num_lines() * sizeof(Line)});
-        parts.push_back({capacity.scatter(cta, peer), capacity.part_packs * kPackBytes});
-        parts.push_back({capacity.gather(cta, peer), capacity.part_packs * kPackBytes});
+        for (int buffer = 0; buffer < kScatterBuffers; ++buffer) {
+          parts.push_back({capacity.scatter(buffer, cta, peer), capacity.part_packs * kPackBytes});
+        }
+        for (int buffer = 0; buffer < kGatherBuffers; ++buffer) {
+          parts.push_back({capacity.gather(buffer, cta, peer), capacity.part_packs * kPackBytes});
+        }
       }
       for (uint64_t i = 0; i < capacity.num_slots; ++i) {
         parts.push_back({capacity.slot(cta, i), (1 + capacity.slot_packs) * kPackBytes});
@@ -252,7 +279,7 @@ INSTANTIATE_TEST_SUITE_P(, Fails, ::testing::ValuesIn(kVariants),
 
 TEST_P(Fails, NamesTheMissingRank) {
   const int missing = 2;
-  Peers peers(small_capacity(4));
+  Peers peers = peers_of({4, 2});
   std::vector<PeerCall> calls;
   calls.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().plan(), 4, {500}, 1));
   peers.run(calls);
@@ -277,7 +304,7 @@ TEST_P(Fails, NamesTheMissingRank) {
 }
 
 TEST_P(Fails, AFailedRankStaysFailed) {
-  Peers peers(small_capacity(2));
+  Peers peers = peers_of({2, 2});
   std::vector<PeerCall> calls;
   for (unsigned i = 0; i < 3; ++i) {
     calls.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().plan(), 2, {200}, i));
@@ -291,7 +318,7 @@ TEST_P(Fails, AFailedRankStaysFailed) {
 }
 
 TEST_P(Fails, DetectsMismatchedCalls) {
-  Peers peers(small_capacity(2));
+  Peers peers = peers_of({2, 2});
   // The ranks make different calls of the same size: without the check the result would be the sum of both.
   std::vector<PeerCall> one, other;
   one.push_back(PeerCall::random(DType::f32, GetParam().algorithm, GetParam().plan(), 2, {300}, 1));

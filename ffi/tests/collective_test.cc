@@ -86,6 +86,23 @@ TEST(Parts, ARingAllReduceIsAReduceScatterAndAnAllGather) {
   }
 }
 
+TEST(AnyOrder, IsRankOrderExceptInARing) {
+  for (const Plan& in_rank_order : all_plans(3)) {
+    if (in_rank_order.order == Order::ring) continue;
+    Plan any = in_rank_order;
+    any.order = Order::any;
+    // As it is, too: an engine that moves no data need not decide.
+    EXPECT_EQ(num_parts(any, 3), num_parts(in_rank_order, 3));
+    EXPECT_EQ(part_of(any, 3, 90, 4, 0).sources.first, part_of(in_rank_order, 3, 90, 4, 0).sources.first);
+    const bool is_sum_of_all = any.collective == Collective::all_reduce || any.collective == Collective::reduce;
+    EXPECT_EQ(with_order_for(any, Algorithm::one_shot).order, Order::rank);
+    EXPECT_EQ(with_order_for(any, Algorithm::two_shot).order, Order::rank);
+    EXPECT_EQ(with_order_for(any, Algorithm::ring).order, is_sum_of_all ? Order::ring : Order::rank);
+    EXPECT_EQ(with_order_for(in_rank_order, Algorithm::ring).order, Order::rank);
+  }
+  EXPECT_EQ(with_order_for({Collective::all_reduce, Order::ring}, Algorithm::two_shot).order, Order::ring);
+}
+
 // One thread per task.
 class Threads final : public Workers {
  public:

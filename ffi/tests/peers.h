@@ -1,7 +1,8 @@
-// peers.h: a group of ranks in one process that runs the code of the GPU kernels, one thread per team of each rank.
+// peers.h: a group of ranks in one process that runs the code of the GPU kernels, on one or several threads per team.
 #pragma once
 
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <random>
 #include <thread>
@@ -27,14 +28,16 @@ inline Capacity small_capacity(int num_ranks) {
   return capacity;
 }
 
-// A team of one thread that delays randomly wherever it could interact with another rank.
-class JitteryTeam : public Solo {
+// A thread of a team that delays randomly wherever it could interact with another thread or rank.
+class JitteryTeam : public HostTeam {
  public:
-  explicit JitteryTeam(std::minstd_rand& random) : random_(&random) {}
-  void sync() const { random_delay(); }
+  explicit JitteryTeam(std::minstd_rand& random, HostTeam team = {}) : HostTeam(team), random_(&random) {}
+  void sync() const { all(true); }
   bool all(bool mine) const {
     random_delay();
-    return mine;
+    const bool result = HostTeam::all(mine);
+    random_delay();
+    return result;
   }
 
  private:
@@ -124,8 +127,10 @@ TeamFunction team_function(DType dtype, Op op, Algorithm algorithm);
 class Peers {
  public:
   // first: the initial value of all counters. They wrap around eventually, which a test cannot wait for.
-  explicit Peers(Capacity capacity, uint32_t first = 0)
+  // threads: of each team.
+  explicit Peers(Capacity capacity, uint32_t first = 0, int threads = 1)
       : capacity_(capacity),
+        threads_(threads),
         mailboxes_(capacity.num_ranks, Bytes(capacity.bytes())),
         progress_(capacity.num_ranks, std::vector<Progress>(capacity.num_ctas, Progress{first, first, first, first})),
         failed_(capacity.num_ranks),
@@ -154,17 +159,22 @@ class Peers {
   // Each team of each of these ranks makes the calls one after the other, without a barrier in between.
   void run(std::vector<PeerCall>& calls, const std::vector<int>& ranks, double deadline_seconds = 60) {
     std::vector<std::thread> threads;
+    std::deque<HostBarrier> barriers;
     for (int rank : ranks) {
       for (int cta = 0; cta < capacity_.num_ctas; ++cta) {
-        threads.emplace_back([&, rank, cta] {
-          const Endpoint self = endpoint(rank, deadline_seconds);
-          std::minstd_rand random(static_cast<unsigned>(1000 * rank + cta));
-          const JitteryTeam team(random);
-          for (PeerCall& call : calls) {
-            const Message message = call.message(rank);
-            team_function(call.dtype, call.op, call.algorithm)(self, message, call.plan, cta, team);
-          }
-        });
+        HostBarrier* barrier = threads_ == 1 ? nullptr : &barriers.emplace_back(threads_);
+        for (int thread = 0; thread < threads_; ++thread) {
+          threads.emplace_back([&, rank, cta, barrier, thread] {
+            const Endpoint self = endpoint(rank, deadline_seconds);
+            std::minstd_rand random(static_cast<unsigned>(1000 * rank + 10 * cta + thread + 1));
+            const JitteryTeam team(random, {barrier, thread});
+            for (PeerCall& call : calls) {
+              const Message message = call.message(rank);
+              team_function(call.dtype, call.op, call.algorithm)(self, message, call.plan, cta, team);
+              team.sync();  // the end of a kernel
+            }
+          });
+        }
       }
     }
     for (std::thread& thread : threads) thread.join();
@@ -182,6 +192,7 @@ class Peers {
 
  private:
   Capacity capacity_;
+  int threads_;
   std::vector<Bytes> mailboxes_;
   std::vector<std::vector<Progress>> progress_;
   std::vector<uint32_t> failed_;

@@ -57,7 +57,9 @@ def ring_psum(
         on an interconnect without all-to-all links. Each operand is flattened and cut into packs of 16 bytes, and the
         packs into p blocks of ceil(packs / p); the last blocks may be shorter or empty. Block i is folded over ranks
         i+1, i+2, ..., i (modulo p), so rank i's value is added last. Accumulator and rounding are the same, and
-        so is the result on every rank and platform. Needs algorithm "auto" or "ring".
+        so is the result on every rank and platform. Needs algorithm "auto" or "ring". "any" leaves the order to the
+        engine, for speed: all ranks get the same bits, but they may differ between machines, versions, algorithms and
+        runs (docs/algorithms.md#any-order). On CPU devices it is "rank".
 
     Returns:
       A pytree like `x`, of the same shapes and dtypes. With vma tracking (`check_vma=True`) the sums are invariant

@@ -1,4 +1,4 @@
-"""Finds out which processes share a host, through the key-value store of `jax.distributed`."""
+"""Finds out which processes share a host, and their GPUs, through the key-value store of `jax.distributed`."""
 
 import collections
 import itertools
@@ -6,10 +6,13 @@ import os
 import pathlib
 import secrets
 import threading
+import time
+from collections.abc import Iterable
 
 import jax
 
 from jax_ring import _compat, runtime
+from jax_ring.distributed.gpus import Gpus, gpus_here
 
 HOST_VARIABLE = "JAX_RING_HOST_ID"
 
@@ -20,6 +23,7 @@ class _Membership:
     Attributes:
       client: the client of the runtime, kept to recognise a later runtime by its other client.
       hosts: the known host ids, by process.
+      gpus: the known GPUs, by process. Has this process from when they are published.
       lowerings: counters of the modules lowered so far, by module name. They restart with each runtime, because the
         other processes of a later runtime may have just been started.
     """
@@ -28,21 +32,35 @@ class _Membership:
         self.client = client
         process = _compat.distributed_process()
         self.hosts = {process: _own_host()}
+        self.gpus: dict[int, Gpus] = {}
         self.lowerings: dict[str, itertools.count] = collections.defaultdict(itertools.count)
         put, get = _compat.key_value_store(runtime.timeout())
-        put(_key(process), self.hosts[process].encode())
+        put(_host_key(process), self.hosts[process].encode())
         # The first process to publish a token wins. Shared resources are named by it, so other programs must not
         # be able to guess it.
         token = _compat.publish_once("jax_ring/token", secrets.token_hex(16))
         runtime.join_processes(process, token, put, get)
 
+    def publish_gpus(self) -> None:
+        """Publishes the GPUs of this process, once. Does not block."""
+        process = _compat.distributed_process()
+        if process not in self.gpus:
+            gpus = gpus_here()
+            put, _ = _compat.key_value_store(runtime.timeout())
+            put(_gpus_key(process), gpus.to_bytes())
+            self.gpus[process] = gpus
+
 
 _lock = threading.Lock()
 _membership: _Membership | None = None
+_has_plugins = False  # whether JAX has loaded its plugins, and so may use GPUs
 
 
 def publish() -> _Membership | None:
     """Publishes the host of this process, once per distributed runtime; returns None if there is no runtime.
+
+    If there are GPU kernels and JAX has loaded its plugins, it publishes the GPUs as well. Earlier, CUDA might be
+    started before the program has chosen its GPUs by `CUDA_VISIBLE_DEVICES`.
 
     Call it as soon as `jax.distributed` may be initialized, since other processes may be waiting for the host.
     """
@@ -52,6 +70,8 @@ def publish() -> _Membership | None:
             _membership = None
         elif _membership is None or _membership.client is not _compat.distributed_client():
             _membership = _Membership(_compat.distributed_client())
+        if _membership is not None and _has_plugins and runtime.cuda_kernels is not None:
+            _membership.publish_gpus()
         return _membership
 
 
@@ -76,16 +96,53 @@ def host_of(process: int) -> str:
         return ""
     hosts = _current_membership().hosts
     if process not in hosts:
-        _, get = _compat.key_value_store(runtime.timeout())
-        try:
-            hosts[process] = get(_key(process)).decode()
-        except jax.errors.JaxRuntimeError as error:
-            raise RuntimeError(
-                f"process {process} did not publish its host within {runtime.timeout():g} s. A process does so when it "
-                "imports jax_ring after jax.distributed.initialize(), or else when it traces its first jax_ring "
-                f"collective; every process must get that far. {runtime.TIMEOUT_VARIABLE} sets the time limit."
-            ) from error
+        advice = (
+            "A process does so when it imports jax_ring after jax.distributed.initialize(), or else when it traces its "
+            "first jax_ring collective"
+        )
+        hosts[process] = _fetch(_host_key(process), process, "host", advice, runtime.timeout()).decode()
     return hosts[process]
+
+
+def gpus_of(processes: Iterable[int]) -> dict[int, Gpus]:
+    """The GPUs of each of these processes, all of which have GPUs.
+
+    In programs of several processes this publishes those of this process, and waits for the others, unless this one
+    cannot serve any: then no process will, once it knows.
+
+    Raises:
+      RuntimeError: if one of the processes does not publish its GPUs. All are given one deadline together.
+    """
+    if jax.process_count() == 1:
+        return {process: gpus_here() for process in processes}
+    membership = _current_membership()
+    with _lock:
+        membership.publish_gpus()
+    own = _compat.distributed_process()
+    if membership.gpus[own].why_not:
+        return {own: membership.gpus[own]}
+    until = time.monotonic() + runtime.timeout()
+    for process in processes:
+        if process not in membership.gpus:
+            advice = (
+                "A process does so when JAX starts its GPU backend, if it has imported jax_ring after "
+                "jax.distributed.initialize() by then, or else when it traces its first jax_ring collective"
+            )
+            left = max(0.001, until - time.monotonic())
+            published = _fetch(_gpus_key(process), process, "GPUs", advice, left)
+            membership.gpus[process] = Gpus.from_bytes(published)
+    return {process: membership.gpus[process] for process in processes}
+
+
+def _fetch(key: str, process: int, what: str, advice: str, timeout: float) -> bytes:
+    _, get = _compat.key_value_store(timeout)
+    try:
+        return get(key)
+    except jax.errors.JaxRuntimeError as error:
+        raise RuntimeError(
+            f"process {process} did not publish its {what} within {runtime.timeout():g} s. {advice}; every process "
+            f"must get that far. {runtime.TIMEOUT_VARIABLE} sets the time limit."
+        ) from error
 
 
 def next_lowering(module: str) -> int:
@@ -93,8 +150,12 @@ def next_lowering(module: str) -> int:
     return next(_current_membership().lowerings[module])
 
 
-def _key(process: int) -> str:
+def _host_key(process: int) -> str:
     return f"jax_ring/host/{process}"
+
+
+def _gpus_key(process: int) -> str:
+    return f"jax_ring/gpus/{process}"
 
 
 def _own_host() -> str:
@@ -108,5 +169,12 @@ def _own_host() -> str:
     return f"{boot_id}/{shared_memory.st_dev}:{shared_memory.st_ino}/{os.geteuid()}"
 
 
-# At import, so that other processes rarely have to wait for this one.
+def _publish_with_plugins() -> None:
+    global _has_plugins
+    _has_plugins = True
+    publish()
+
+
+# At import, and when JAX is about to use the GPUs, so that other processes rarely have to wait for this one.
 publish()
+_compat.call_with_plugins(_publish_with_plugins)

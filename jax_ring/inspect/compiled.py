@@ -12,9 +12,11 @@ _KINDS = {
     "all-reduce": "all_reduce",
     "all-reduce-start": "all_reduce",
     "reduce-scatter": "reduce_scatter",
+    "reduce-scatter-start": "reduce_scatter",
     "all-gather": "all_gather",
     "all-gather-start": "all_gather",
     "all-to-all": "all_to_all",
+    "all-to-all-start": "all_to_all",
     "collective-permute": "permute",
     "collective-permute-start": "permute",
 }
@@ -53,11 +55,12 @@ def find_collectives(hlo: str) -> list[Instruction]:
     """The collectives in the HLO text of a compiled program, in the order of its computations."""
     match = re.search(r"num_partitions=(\d+)", hlo)
     num_ranks = int(match[1]) if match else 1
-    computations, entry = _parse_computations(hlo)
+    computations, entry = parse_computations(hlo)
     return list(_walk(computations, entry, 1, num_ranks))
 
 
-def _parse_computations(hlo: str) -> tuple[dict[str, list[str]], str]:
+def parse_computations(hlo: str) -> tuple[dict[str, list[str]], str]:
+    """The lines of each computation, by name, and the name of the entry computation."""
     computations: dict[str, list[str]] = {}
     entry, lines = "", []
     for line in hlo.splitlines():
@@ -97,10 +100,12 @@ def _times_called(role: str, attributes: str, times: int | None) -> int | None:
 
 def _instruction(match: re.Match, target: re.Match | None, times: int | None, num_ranks: int) -> Instruction:
     opcode, rest = match["opcode"], match["rest"]
-    kind = _KINDS[opcode] if target is None else target[1].removeprefix("jax_ring_")
+    kind = _KINDS[opcode] if target is None else target[1].removeprefix("jax_ring_").removesuffix("_async")
     arrays = _ARRAY.findall(match["type"])
-    if opcode.endswith("-start") and len(arrays) > 1 and kind != "all_reduce":
-        arrays = arrays[len(arrays) // 2 :]  # the operands come first
+    # The operands come first. In an all-reduce they are the results, and listed apart only by newer versions of XLA.
+    has_operands = kind != "all_reduce" or match["type"].startswith("((")
+    if opcode.endswith("-start") and len(arrays) > 1 and has_operands:
+        arrays = arrays[len(arrays) // 2 :]
     sizes = _group_sizes(rest, num_ranks)
     num_bytes = sum(_num_bytes(dtype, shape) for dtype, shape in arrays)
     if kind == "reduce_scatter":
@@ -120,7 +125,7 @@ def _algorithms(attributes: str, num_bytes: int, num_groups: int) -> list[str]:
     match = re.search(r'\balgorithm = "(\w+)"', attributes)
     algorithm = match[1] if match else "auto"
     limits = [_integers(name, attributes) for name in ("one_shot_bytes", "two_shot_bytes")]
-    if algorithm != "auto" or not all(limits) or 'op = "sum"' not in attributes or 'order = "rank"' not in attributes:
+    if algorithm != "auto" or not all(limits) or 'op = "sum"' not in attributes or 'order = "ring"' in attributes:
         return [algorithm] * num_groups
     return [Thresholds(*pair).choose(num_bytes) for pair in zip(*limits, strict=True)]
 

@@ -229,7 +229,8 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
         within, across = _two_level_wire_bytes(name, levels, [v.aval for v in message])
         sends = within + across
     else:
-        if sums and levels is not None and engine and service.has_choice(engine, levels) and options == Options():
+        by_size = sums and options is not None and options.algorithm_depends_on_size()
+        if by_size and levels is not None and engine and service.has_choice(engine, levels):
             by_group = [tuning.thresholds(engine, size).choose(num_bytes) for size in sizes]
         falls_back = served_by == "XLA" and _belongs_to_jax_ring(eqn.primitive.name)
         sent_as = service.kind_by_xla(kind, (_platform(axis_context.mesh),)) if falls_back else kind

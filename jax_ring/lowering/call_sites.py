@@ -24,16 +24,20 @@ Lines = tuple[str, ...]  # those that one call serves
 _ATTRIBUTES = "mhlo.backend_config"  # where the attributes of a custom call are
 
 
-def write(ctx, results, lines: Lines = ()) -> None:
+def write(ctx, results, lines: Lines = (), caller: ir.Operation | None = None) -> None:
     """Writes the attribute `site` of a custom call that has just been emitted.
 
     Args:
       ctx: the lowering context, whose line is that of the call.
       results: those of the custom call, which has all other attributes.
       lines: further ones that it serves, if calls have been combined.
+      caller: if the custom call is in a function of its own, the operation that calls that function.
     """
     table = _compat.module_state(ctx).setdefault("call sites", _Table())
-    table.add(results[0].owner.operation, tuple(dict.fromkeys((*lines, _compat.call_site(ctx)))))
+    call = results[0].owner.operation
+    if caller is not None:
+        table.note_caller(ir.InsertionPoint(call).block, caller)
+    table.add(call, tuple(dict.fromkeys((*lines, _compat.call_site(ctx)))))
 
 
 def forget(ctx, operation: ir.Operation) -> Lines:
@@ -85,6 +89,11 @@ class _Table:
         self._alike: dict[int, _Together | None] = {}  # by attributes and types; None: told apart by expression
         self._equal: defaultdict[int, _Together] = defaultdict(_Together)  # by expression
         self._of_call: dict[ir.Value, _Together] = {}  # by first result
+        self._callers: dict[ir.Block, ir.Operation] = {}  # of functions with one caller, by their bodies
+
+    def note_caller(self, body: ir.Block, caller: ir.Operation) -> None:
+        """Notes the only operation that calls a function."""
+        self._callers[body] = caller
 
     def add(self, call: ir.Operation, lines: Lines) -> None:
         self.remove(call)
@@ -127,20 +136,35 @@ class _Table:
 
     def _value(self, value: ir.Value) -> int:
         """The number of the expression that computes a value."""
-        pending = [] if value in self._values else [(value, *_origin(value))]
+        pending = [] if value in self._values else [(value, *self._origin(value))]
         while pending:  # not recursive: programs are deeper than Python's stack
             value_, origin, inputs = pending[-1]
             if unknown := [operand for operand in inputs if operand not in self._values]:
-                pending.extend([(operand, *_origin(operand)) for operand in unknown])
+                pending.extend([(operand, *self._origin(operand)) for operand in unknown])
             else:
                 pending.pop()
                 self._values[value_] = self._number(self._expression(value_, origin, inputs))
         return self._values[value]
 
+    def _origin(self, value: ir.Value) -> tuple[ir.Operation, list]:
+        """The operation that computes a value, or whose regions have it as an argument; and the values to compare."""
+        if isinstance(value, ir.OpResult):
+            operation = value.owner.operation
+            return operation, list(operation.operands)
+        index, block = ir.BlockArgument(value).arg_number, ir.BlockArgument(value).owner
+        owner = block.owner.operation
+        if block in self._callers:
+            return owner, [self._callers[block].operands[index]]
+        if owner.name == "sdy.manual_computation":
+            return owner, [owner.operands[index]]
+        return owner, [] if owner.name == "func.func" else list(owner.operands)
+
     def _expression(self, value: ir.Value, origin: ir.Operation, inputs: list) -> Hashable:
         if isinstance(value, ir.OpResult):
             return "result", value.result_number, self._operation_on(origin, inputs)
         index = ir.BlockArgument(value).arg_number
+        if ir.BlockArgument(value).owner in self._callers:
+            return "passed", self._values[inputs[0]]
         if origin.name == "sdy.manual_computation":  # the body of a shard_map
             return "shard", value.type, self._values[inputs[0]]
         if origin.name != "func.func":  # a loop
@@ -151,8 +175,13 @@ class _Table:
         """The loops and branches that a call is in: calls in unlike ones do not merge."""
         path: list[Hashable] = []
         block = ir.InsertionPoint(call).block
-        while (owner := block.owner.operation).name not in ("func.func", "sdy.manual_computation"):
-            path.append((self._operation(owner), [region == block.region for region in owner.regions].index(True)))
+        while (owner := block.owner.operation).name not in ("func.func", "sdy.manual_computation") or (
+            block in self._callers
+        ):
+            if block in self._callers:
+                owner = self._callers[block]
+            else:
+                path.append((self._operation(owner), [region == block.region for region in owner.regions].index(True)))
             block = ir.InsertionPoint(owner).block
         if owner.parent is None:
             path.append(block)
@@ -172,17 +201,6 @@ def _attributes(operation: ir.Operation) -> tuple:
 
 def _named(attributes) -> list[tuple[str, ir.Attribute]]:
     return [(attributes[i].name, attributes[i].attr) for i in range(len(attributes))]
-
-
-def _origin(value: ir.Value) -> tuple[ir.Operation, list]:
-    """The operation that computes a value, or whose regions have it as an argument; and the values to compare."""
-    if isinstance(value, ir.OpResult):
-        operation = value.owner.operation
-        return operation, list(operation.operands)
-    owner = ir.BlockArgument(value).owner.owner.operation
-    if owner.name == "sdy.manual_computation":
-        return owner, [owner.operands[ir.BlockArgument(value).arg_number]]
-    return owner, [] if owner.name == "func.func" else list(owner.operands)
 
 
 def _is_shared(function: ir.Operation) -> bool:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery
-from jax_ring.lowering import barrier, call_sites, layout, ops, reach, tuning
+from jax_ring.lowering import barrier, call_sites, layout, ops, reach, streams, tuning
 from jax_ring.lowering.service import Service, has_choice
 
 
@@ -53,10 +54,11 @@ def emit(
             for i, x in enumerate(operands)
             if not (scatters or gathers) and _should_alias(x)
         }
-        results = jax.ffi.ffi_lowering(runtime.TARGETS[kind], operand_output_aliases=aliases)(
+        stream = streams.stream_of(ctx, service.engine, options)
+        target = runtime.ASYNC_TARGETS[kind] if stream else runtime.TARGETS[kind]
+        emit_call = partial(
+            jax.ffi.ffi_lowering(target, operand_output_aliases=aliases),
             ctx.replace(avals_in=[*encoded.avals, *avals_in], avals_out=avals_out),
-            *encoded.operands,
-            *operands,
             collective=kind,
             op=op,
             root=np.int64(root),
@@ -68,7 +70,16 @@ def emit(
             call=call,
             **encoded.attributes,
         )
-        call_sites.write(ctx, results)
+        if service.engine == "cuda":
+            emit_call = partial(emit_call, lane=np.int64(streams.lane_of(ctx, stream)))
+        operands = [*encoded.operands, *operands]
+        if stream and not streams.of_user(ctx):
+            emitted = streams.emit_on(ctx, stream, emit_call, operands, avals_out)
+            call_sites.write(ctx, emitted.operation.results, caller=emitted.caller)
+            results = emitted.results
+        else:
+            results = emit_call(*operands)
+            call_sites.write(ctx, results)
         barrier.note(ctx, results)
 
     if gathers:
@@ -140,8 +151,8 @@ def _encode_groups_for_cuda(ctx, groups) -> EncodedGroups:
     assert gpus is not None  # checked by reach.levels_of
     members = [gpus[i] for group in groups for i in group]
     processes = np.array([gpu.process for gpu in members], np.int64)
-    devices = np.array([gpu.local_id for gpu in members], np.int64)
-    return EncodedGroups([], [], {"processes": processes, "devices": devices, "lane": np.int64(0)})
+    devices = np.array([gpu.id for gpu in members], np.int64)
+    return EncodedGroups([], [], {"processes": processes, "devices": devices})
 
 
 _GROUP_ENCODERS = {"cpu": _encode_groups_for_cpu, "cuda": _encode_groups_for_cuda}

@@ -1,13 +1,16 @@
 """Finds out which devices can reach each other's memory, and splits groups that cross hosts between engine and XLA."""
 
 import collections
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 
 from jax_ring import _compat, runtime
-from jax_ring.distributed.discovery import host_of
+from jax_ring.distributed import discovery
+from jax_ring.distributed.assumed_hosts import are_assumed, assumed_host_of
+from jax_ring.distributed.gpus import Identity
 
 # The kernel arguments have room for this many (kMaxRanks in ffi/ring/endpoint.h).
 _MAX_RANKS = 64
@@ -40,13 +43,22 @@ def levels_of(engine: str, mesh, groups: Groups) -> tuple[Levels | None, str]:
     processes, why_not = _PLATFORMS[engine].processes_of(mesh)
     if processes is None:
         return None, why_not
-    levels, why_not = _split_by_host(processes, groups)
+    is_elsewhere = is_compile_only(mesh)
+    levels, why_not = _split_by_host(processes, groups, assumed_host_of if is_elsewhere else discovery.host_of)
     if levels is not None:
         why_not = _PLATFORMS[engine].why_unreachable(mesh, levels.within)
+    elif is_elsewhere and not are_assumed():
+        why_not += "; each process counts as a host, unless jax_ring.assume_hosts() says which of them share one"
     return (None, why_not) if why_not else (levels, "")
 
 
-def _split_by_host(processes: Sequence[int], groups: Groups) -> tuple[Levels | None, str]:
+def is_compile_only(mesh) -> bool:
+    """Whether the devices of a mesh are not there, so that a program is only compiled for them."""
+    devices = _compat.mesh_devices(mesh)
+    return devices is not None and _compat.is_compile_only(devices[0])
+
+
+def _split_by_host(processes: Sequence[int], groups: Groups, host_of: Callable) -> tuple[Levels | None, str]:
     """processes: the process of each mesh position."""
     within: list[Sequence[int]] = []
     across: list[Sequence[int]] = []
@@ -99,24 +111,26 @@ class Gpu(NamedTuple):
 
     Attributes:
       process: the process that owns it.
-      local_id: its index among the GPUs visible to that process.
+      id: the id of the JAX device. Unlike its local id, every process knows it.
     """
 
     process: int
-    local_id: int
+    id: int
 
 
 def gpus_of(mesh) -> list[Gpu] | None:
     """The GPUs of a mesh, by mesh position; None if its devices are not known yet, or not all are GPUs."""
     devices = _compat.mesh_devices(mesh)
-    if devices is None or any(device.platform != "gpu" for device in devices):
+    if devices is None or not all(map(_is_gpu, devices)):
         return None
-    return [Gpu(device.process_index, device.local_hardware_id) for device in devices]
+    return [Gpu(device.process_index, device.id) for device in devices]
+
+
+def _is_gpu(device) -> bool:
+    return device.platform == "gpu"
 
 
 def _processes_of_gpus(mesh) -> tuple[list[int] | None, str]:
-    if runtime.cuda_kernels is None:
-        return None, f"jax_ring was built without its CUDA kernels: {runtime.why_no_cuda}"
     gpus = gpus_of(mesh)
     if gpus is None:
         return None, "the mesh is abstract or not of GPUs, so the GPUs in each group are not known"
@@ -124,17 +138,38 @@ def _processes_of_gpus(mesh) -> tuple[list[int] | None, str]:
 
 
 def _why_unreachable_gpus(mesh, groups: Groups) -> str:
-    gpus = gpus_of(mesh)
-    assert gpus is not None  # checked by _processes_of_gpus
-    assert runtime.cuda_kernels is not None
     largest = max(len(group) for group in groups)
     if largest > _MAX_RANKS:
         return f"a group has {largest} ranks, and the CUDA engine serves at most {_MAX_RANKS}"
+    if is_compile_only(mesh):
+        return ""  # nothing is known of their links
+    devices = _compat.mesh_devices(mesh)
+    assert devices is not None  # checked by _processes_of_gpus
+    # Only what all processes know may decide, so that all lower the same program.
+    members = {position: devices[position] for group in groups if len(group) > 1 for position in group}
+    published = discovery.gpus_of(sorted({device.process_index for device in members.values()}))
+    for process, gpus in published.items():
+        if gpus.why_not:
+            return gpus.why_not if jax.process_count() == 1 else f"in process {process}, {gpus.why_not}"
+    identities = {}
+    for position, device in members.items():
+        peers, own = _compat.devices_of_process(device), published[device.process_index].own
+        if len(peers) != len(own):
+            return f"process {device.process_index} has {len(peers)} GPUs by JAX, and {len(own)} by CUDA"
+        identities[position] = own[peers.index(device)]
+    severed = {pair for gpus in published.values() for pair in gpus.severed}
     for group in groups:
-        own = [gpus[position].local_id for position in group if gpus[position].process == jax.process_index()]
-        if pairs := runtime.cuda_kernels.unreachable(own):
-            return f"GPU {pairs[0][0]} has no peer access to GPU {pairs[0][1]}"
+        for one, other in itertools.permutations(group, 2):
+            here, there = identities[one], identities[other]
+            is_shared = here.shares_gpu_with(there) and not runtime.SHARED_GPU
+            if is_shared or (here, there) in severed:
+                what = "is on the same GPU as" if is_shared else "has no peer access to"
+                return f"{_name_of(devices[one], here)} {what} {_name_of(devices[other], there)}"
     return ""
+
+
+def _name_of(device, identity: Identity) -> str:
+    return f"device {device.id} ({identity.uuid} at {identity.bus_id}, process {device.process_index})"
 
 
 class _Platform(NamedTuple):

@@ -70,7 +70,7 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
 def _fall_back(collective: Collective, ctx, operands, why_not: str, options, *, axes, axis_index_groups, **params):
     """Emits XLA's collective for each operand."""
     kind = kind_by_xla(collective.kind, platforms_of(ctx))
-    ignored = f", which ignores {chosen}" if (chosen := options.non_default()) else ""
+    ignored = f", which ignores {chosen}" if (chosen := options.ignored_by_xla()) else ""
     by_xla = f"XLA's {kind}{ignored}: {why_not}"
     if runtime.STRICT:
         raise NotImplementedError(

@@ -52,8 +52,8 @@ def value_and_grad(
       holomorphic, allow_int: as for `jax.value_and_grad`. Gradients of integers have dtype float0.
       reduced_in_backward: whether `fun` passes all its parameters through `reduce_in_backward`, which leaves only the
         value to reduce.
-      **options: `impl`, `wire`, `key`, `bucket_bytes` and `first_bucket_bytes`, as for `sync_gradients`. The value is
-        never rounded to `wire`. A key is for one step, so pass it where `value_and_grad` is called in the step.
+      **options: `impl`, `wire`, `key`, `bucket_bytes`, `first_bucket_bytes` and `overlap`, as for `sync_gradients`. The
+        value is never rounded to `wire`. A key is for one step: pass it where `value_and_grad` is called in the step.
 
     Returns:
       A function with the arguments of `fun` that returns what `jax.value_and_grad(fun)` does. The value and the
@@ -180,7 +180,8 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
     Apply it to each layer's parameters where the layer uses them, also in the body of a `lax.scan` over layers. The
     reduction of a layer's gradients then starts as soon as they are computed, before those of the earlier layers. With
     vma tracking JAX sums the gradients of replicated parameters itself, by XLA's all-reduce; this is the same sum, by
-    `ring_psum`, in buckets, and in both modes. Differentiate with `value_and_grad(..., reduced_in_backward=True)`: it
+    `ring_psum`, in buckets, and in both modes. On GPUs it goes on beside the rest of the backward pass, unless
+    `overlap=False`. Differentiate with `value_and_grad(..., reduced_in_backward=True)`: it
     turns the sum into a mean. Without vma tracking pass every parameter through here: others stay unreduced. The sums
     are not for `sync_gradients`, `allreduce_gradients` or `zero`, which would sum them again.
 

@@ -9,7 +9,7 @@ from jax import lax
 
 from jax_ring import collectives
 from jax_ring.collectives.leaves import bits_of_keys
-from jax_ring.options import check_choice
+from jax_ring.options import check_choice, overlapped
 
 Impl = Literal["ring", "lax"]
 
@@ -55,11 +55,22 @@ _IMPLEMENTATIONS: dict[Impl, Implementation] = {
 }
 
 
-def implementation(function: str, impl: Impl) -> Implementation:
+def implementation(function: str, impl: Impl, overlap: bool = False) -> Implementation:
     """The implementation that the argument `impl` of `function` names.
 
+    overlap: whether a GPU runs the collectives of jax_ring beside its computation.
+
     Raises:
-      ValueError: if it is none of the choices.
+      ValueError: if `impl` is none of the choices.
+      TypeError: if `overlap` is no boolean.
     """
     check_choice(function, "impl", impl, get_args(Impl))
-    return _IMPLEMENTATIONS[impl]
+    if not isinstance(overlap, bool):
+        raise TypeError(f"{function}: overlap must be True or False, got {overlap!r}")
+    chosen = _IMPLEMENTATIONS[impl]
+    return Implementation(*(partial(_overlapped, collective) for collective in chosen)) if overlap else chosen
+
+
+def _overlapped(collective: Callable, *args: Any, **kwargs: Any) -> Any:
+    with overlapped(True):
+        return collective(*args, **kwargs)

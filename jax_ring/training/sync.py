@@ -35,6 +35,7 @@ class ReductionOptions(BucketOptions, total=False):
     wire: DTypeLike | None
     wire_dtype: DTypeLike | None  # the same, by its first name
     key: jax.Array | None
+    overlap: bool
 
 
 class Reduced(NamedTuple):
@@ -60,6 +61,7 @@ class Reduction:
     wire: FloatWire | Int8Wire = UNCHANGED
     bucket_bytes: int = BUCKET_BYTES
     first_bucket_bytes: int = FIRST_BUCKET_BYTES
+    overlap: bool = True
 
     @classmethod
     def of(cls, function: str, options: ReductionOptions) -> Self:
@@ -80,11 +82,12 @@ class Reduction:
                 f"{function}: wire={wire!r} and wire_dtype={alias!r} are two names of one argument; pass only wire"
             )
         name, dtype = ("wire", wire) if alias is None else ("wire_dtype", alias)
-        others: Any = {name: value for name, value in options.items() if name in BucketOptions.__annotations__}
+        unchanged = {*BucketOptions.__annotations__, "overlap"}
+        others: Any = {name: value for name, value in options.items() if name in unchanged}
         return cls(function, wire=_wire_of(function, name, dtype, options.get("key")), **others)
 
     def __post_init__(self):
-        implementation(self.function, self.impl)
+        implementation(self.function, self.impl, self.overlap)
         check_bucket_bytes(self.function, self.bucket_bytes, self.first_bucket_bytes)
 
     def reduce(
@@ -148,7 +151,7 @@ class Reduction:
         """The sums over the ranks of leaves that already have the dtypes in which they are sent."""
         plan = plan_buckets(tree, self.bucket_bytes, self.first_bucket_bytes)
         check_agreement(self.function, f"over {axis_name!r}\n{plan}\nfingerprint {plan.fingerprint}")
-        psum = implementation(self.function, self.impl).psum
+        psum = implementation(self.function, self.impl, self.overlap).psum
         leaves, structure = jax.tree.flatten(tree)
         for bucket in plan.buckets:
             sums = psum([leaves[i] for i in bucket.leaves], axis_name)
@@ -200,6 +203,7 @@ def sync_gradients(
     key: jax.Array | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+    overlap: bool = True,
 ) -> T:
     """The mean over data-parallel ranks of the gradients that each rank has computed.
 
@@ -225,6 +229,8 @@ def sync_gradients(
       key: a random key, the same on all ranks and another in every step, for stochastic rounding with wire="int8": the
         expected value of the result is then the sum. By default blocks are rounded to nearest, ties to even.
       bucket_bytes, first_bucket_bytes: as for `plan_buckets`, counted in the dtypes that are sent.
+      overlap: whether GPUs run the calls of jax_ring on XLA's stream for collectives, beside the computation on its
+        main stream (docs/gpu.md). It changes no result, and nothing on CPU devices.
 
     Returns:
       A pytree like `tree`, the same on all ranks.
@@ -234,12 +240,12 @@ def sync_gradients(
         summed before (by JAX, if they are with respect to a replicated parameter); and in a program of several
         processes, if their plans differ. Also for a `key` with another wire than "int8".
       TypeError: if `wire` is neither "int8" nor a floating-point dtype with a zero, a sign and NaN, or is given by both
-        of its names; if `key` is not a random key.
+        of its names; if `key` is not a random key, or `overlap` no boolean.
       NameError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
     options: ReductionOptions = {
         "impl": impl, "wire": wire, "wire_dtype": wire_dtype, "key": key,
-        "bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes,
+        "bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes, "overlap": overlap,
     }  # fmt: skip
     return Reduction.of("sync_gradients", options).synced(tree, axis_name, mean).tree
 

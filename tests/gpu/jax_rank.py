@@ -1,6 +1,7 @@
 """A process of test_jax.py. Usage: jax_rank.py COORDINATOR NUM_PROCESSES PROCESS_ID PART"""
 
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,10 @@ def check_sums(mesh) -> None:
         assert TARGET in hlo, hlo
         assert "all-reduce" not in hlo, hlo
         np.testing.assert_array_equal(local_shard(psum(x))[0].view(np.uint32), want.view(np.uint32))
-    # A loop, whose body XLA may capture as a CUDA graph; a gradient; a tree of two dtypes.
+    # With any order a ring sums in its own: the same result on every rank.
+    in_a_ring = mapped(mesh, lambda x: ring_psum(x, "i", algorithm="ring", order="any"))
+    np.testing.assert_allclose(local_shard(in_a_ring(x))[0], want, rtol=1e-5, atol=1e-6)
+    # A loop; a gradient; a tree of two dtypes.
     loop = mapped(mesh, lambda x: lax.fori_loop(0, 20, lambda _, y: ring_psum(y, "i") / mesh.size, x))
     np.testing.assert_allclose(local_shard(loop(x))[0], want / mesh.size, rtol=1e-4, atol=1e-6)
     square = mapped(mesh, jax.grad(lambda x: jnp.sum(ring_psum(x, "i") ** 2)))
@@ -50,6 +54,47 @@ def check_sums(mesh) -> None:
     np.testing.assert_allclose(local_shard(tree["c"])[0], want[:7], rtol=1e-5, atol=1e-6)
     assert tree["b"].dtype == jnp.bfloat16
     print("all sums are right")
+
+
+def check_recorded(mesh) -> None:
+    """Runs a loop that XLA records, several times: it may record only after the first."""
+    make = lambda rank: np.arange(1003, dtype=np.float32) + rank  # noqa: E731
+    x = make_global_array(mesh, make)
+    want = np.mean([make(rank) for rank in range(mesh.size)], axis=0)  # exact: small integers, and few ranks
+
+    def recorded_loop(x):
+        return lax.fori_loop(0, 20, lambda _, y: ring_psum(y, "i") / mesh.size, x)
+
+    loop = mapped(mesh, recorded_loop)
+    for _ in range(5):
+        np.testing.assert_array_equal(local_shard(loop(x))[0], want)
+        x = make_global_array(mesh, make)  # in other memory, so that the graph has to be updated
+    print("all recorded sums are right")
+
+
+def compile_beside_a_loop(mesh) -> None:
+    """A thread compiles, connects and runs a call of another group while a loop of calls runs."""
+    x = make_global_array(mesh, lambda rank: np.full((1003,), rank, np.float32))
+    backwards = [list(range(mesh.size))[::-1]]  # the same GPUs, but another group
+    loop = mapped(mesh, lambda x: lax.fori_loop(0, 200, lambda _, y: ring_psum(y, "i") / mesh.size, x))
+    other = mapped(mesh, lambda x: ring_psum(x, "i", axis_index_groups=backwards))
+    loop(x).block_until_ready()
+    results = []
+
+    def run_other() -> None:
+        compiled = other.lower(x).compile()
+        results.append(running.is_ready())
+        results.append(local_shard(compiled(x)))
+
+    running = loop(x)
+    thread = threading.Thread(target=run_other)
+    thread.start()
+    thread.join()
+    np.testing.assert_array_equal(results[1][0], np.full((1003,), mesh.size * (mesh.size - 1) / 2))
+    np.testing.assert_array_equal(local_shard(running)[0], np.full((1003,), (mesh.size - 1) / 2))
+    print(
+        f"both are right; when the other program was compiled, the loop {'had ended' if results[0] else 'was running'}"
+    )
 
 
 def skip_a_call(mesh) -> None:
@@ -71,7 +116,8 @@ def main(coordinator: str, count: str, process: str, part: str) -> None:
     jax.distributed.initialize(coordinator, int(count), int(process), local_device_ids=[0])
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("i",))
     assert mesh.size == int(count)
-    {"sums": check_sums, "skip": skip_a_call}[part](mesh)
+    parts = {"sums": check_sums, "recorded": check_recorded, "beside": compile_beside_a_loop, "skip": skip_a_call}
+    parts[part](mesh)
 
 
 if __name__ == "__main__":

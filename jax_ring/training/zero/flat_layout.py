@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 _STALE = " A state that was made for another number of ranks has to pass through `repartition` first."
 
 
-def flat_layout(tx: optax.GradientTransformation, axis_name: AxisName, *, stage: Stage, impl: Impl) -> ShardedOptimizer:
+def flat_layout(
+    tx: optax.GradientTransformation, axis_name: AxisName, *, stage: Stage, impl: Impl, overlap: bool
+) -> ShardedOptimizer:
     """The sharded optimizer that updates an equal part of each dtype's vector on every rank."""
-    run = implementation("sharded_optimizer", impl)
+    run = implementation("sharded_optimizer", impl, overlap)
 
     def own_params(params):
         return _own_part(_flat(jax.tree.leaves(params), params, num_ranks(axes_of(axis_name))), axis_name)
@@ -48,7 +50,7 @@ def flat_layout(tx: optax.GradientTransformation, axis_name: AxisName, *, stage:
         p = num_ranks(axes_of(axis_name))
         if stage == 1:
             # In the dtypes of the vectors, so that the sums have the bits of stage 2.
-            synced = sync_gradients(_promoted(leaves, params), axis_name, impl=impl)
+            synced = sync_gradients(_promoted(leaves, params), axis_name, impl=impl, overlap=overlap)
             means = _own_part(_flat(synced, params, p), axis_name)
         else:
             means = jax.tree.map(lambda g: g / p, run.psum_scatter(_flat(leaves, params, p), axis_name))

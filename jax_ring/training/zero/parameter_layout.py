@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def parameter_layout(
-    tx: optax.GradientTransformation, axis_name: AxisName, *, stage: Stage, impl: Impl
+    tx: optax.GradientTransformation, axis_name: AxisName, *, stage: Stage, impl: Impl, overlap: bool
 ) -> ShardedOptimizer:
     """The sharded optimizer that updates each parameter on one rank, or pieces of it where `tx` is elementwise.
 
@@ -36,7 +36,7 @@ def parameter_layout(
     `lax.switch`; masks, labels and shapes are therefore those of the whole tree. The gradients of each dtype are packed
     by owner, padded to the fullest rank and summed with `ring_psum_scatter`; the updates are gathered likewise.
     """
-    run = implementation("sharded_optimizer", impl)
+    run = implementation("sharded_optimizer", impl, overlap)
 
     @functools.cache
     def plan_for(shapes: Shapes, num_ranks: int) -> Plan:
@@ -66,7 +66,7 @@ def parameter_layout(
         traced.check_state(plan.owners, params, has_gradient)
         gradient_blocks = Blocks(local, plan.pieces)
         if stage == 1:
-            synced = sync_gradients(local, axis_name, impl=impl)
+            synced = sync_gradients(local, axis_name, impl=impl, overlap=overlap)
             means = [own_copy(jnp.reshape(x, -1), axis_name) for x in synced]
         else:
             means = jax.tree.map(lambda g: g / p, run.psum_scatter(gradient_blocks.pack_all(local), axis_name))

@@ -32,6 +32,7 @@ def sharded_optimizer(
     stage: Stage = 2,
     impl: Impl = "ring",
     layout: Layout = "flat",
+    overlap: bool = True,
 ) -> ShardedOptimizer:
     """Shards an optax optimizer over the ranks of a mapped axis: each holds 1/p of its state.
 
@@ -63,6 +64,7 @@ def sharded_optimizer(
       layout: "flat", as above; or "parameter", where ranks own whole parameters, so that masks, labels and optimizers
         that need whole parameters (LAMB, LARS, Adafactor, Muon) give the results that they give without sharding.
         Parameters are balanced by size, and large ones cut where `tx` is elementwise. The state is a `ParameterState`.
+      overlap: as for `sync_gradients`.
 
     Returns:
       A `ShardedOptimizer`. Its `update` takes this rank's gradients, not reduced yet, and applies `tx` to their mean.
@@ -78,19 +80,19 @@ def sharded_optimizer(
         raise ValueError(
             f"sharded_optimizer: stage must be 1 or 2, got {stage!r}; stage 3, sharded parameters, is not supported"
         )
-    implementation("sharded_optimizer", impl)
+    implementation("sharded_optimizer", impl, overlap)
     if not is_transformation(tx):
         raise TypeError(
             f"sharded_optimizer: tx must be an optax GradientTransformation, such as optax.adam(1e-3); got {tx!r}"
         )
     check_choice("sharded_optimizer", "layout", layout, get_args(Layout))
     if layout == "parameter":
-        return parameter_layout(tx, axis_name, stage=stage, impl=impl)
+        return parameter_layout(tx, axis_name, stage=stage, impl=impl, overlap=overlap)
 
     def probed_over(axis):
         # The probe runs under vmap, where a scatter takes one axis, and lax has no invariant gather.
-        return partial(flat_layout, axis_name=axis, stage=2, impl="ring")
+        return partial(flat_layout, axis_name=axis, stage=2, impl="ring", overlap=overlap)
 
     check = ElementwiseCheck(tx, probed_over, axis_name)
     check.check_outside()
-    return check.checked(flat_layout(tx, axis_name, stage=stage, impl=impl))
+    return check.checked(flat_layout(tx, axis_name, stage=stage, impl=impl, overlap=overlap))

@@ -1,0 +1,39 @@
+// make_table.h: fills the table of an element type with the kernels that are needed.
+#pragma once
+
+#include "cuda/kernel_table.h"
+#include "ring/algorithm.h"
+
+namespace jax_ring::gpu {
+
+// The table of the kernels Make<Element, Op, Algorithm>::kernel.
+template <template <class, class, Algorithm> class Make, class Element, class Operation, Algorithm kAlgorithm>
+constexpr auto kernel_if_needed() {
+  if constexpr (is_needed<Element, Operation, kAlgorithm>) {
+    return Make<Element, Operation, kAlgorithm>::kernel;
+  } else {
+    return nullptr;
+  }
+}
+
+template <class AnyKernel, template <class, class, Algorithm> class Make, class Element>
+constexpr TableOf<AnyKernel> table_of() {
+  return {{
+#define JAX_RING_KERNELS(name, op)                             \
+  {kernel_if_needed<Make, Element, op, Algorithm::one_shot>(), \
+   kernel_if_needed<Make, Element, op, Algorithm::two_shot>(), \
+   kernel_if_needed<Make, Element, op, Algorithm::ring>()},
+      JAX_RING_FOR_EACH_OP(JAX_RING_KERNELS)
+#undef JAX_RING_KERNELS
+  }};
+}
+
+// Element_f32 and so on, for a file that is compiled once for each type (JAX_RING_DTYPE names it).
+#define JAX_RING_ELEMENT(name, element) using Element_##name = element;
+JAX_RING_FOR_EACH_DTYPE(JAX_RING_ELEMENT)
+#undef JAX_RING_ELEMENT
+
+#define JAX_RING_CONCAT_(a, b) a##b
+#define JAX_RING_CONCAT(a, b) JAX_RING_CONCAT_(a, b)
+
+}  // namespace jax_ring::gpu

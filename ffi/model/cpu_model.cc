@@ -1,0 +1,188 @@
+// cpu_model.cc: the rendezvous of the ranks of a process, and the relay of their completions, on the model's threads.
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cpu/completion_threads.h"
+#include "cpu/rendezvous.h"
+#include "cpu/watchdog.h"
+#include "model/atomic.h"
+#include "model/scenarios.h"
+#include "ring/watch.h"
+
+namespace jax_ring::cpu {
+namespace {
+
+using model::NamedScenario;
+using model::Options;
+
+// Whether a failure has been recorded; of one execution.
+model::Atomic<uint32_t>* recorded = nullptr;
+
+}  // namespace
+
+// In place of cpu/watchdog.cc: a failure that a thread of the model records.
+Watchdog& Watchdog::instance() {
+  return immortal([] { return new Watchdog; });
+}
+void Watchdog::watch(RendezvousMap*) {}
+void Watchdog::unwatch(RendezvousMap*) {}
+std::optional<std::string> Watchdog::failure(int64_t) const {
+  if (recorded == nullptr || recorded->load(std::memory_order_acquire) == 0) return std::nullopt;
+  return "a failure";
+}
+
+namespace {
+
+constexpr int64_t kRun = 1;
+constexpr std::chrono::milliseconds kPause(25);
+
+// What the ranks of a program do.
+struct Program {
+  int num_ranks = 2;
+  int num_calls = 2;
+  bool blocks = false;     // the completions of the last call wait for each other, as those of XLA's collectives do
+  bool fails = false;      // a watchdog fails the run at any time
+  bool pauses = false;     // before the last call, so that the watcher of slow completions sleeps
+  int early_timeouts = 0;  // of the watcher of slow completions
+};
+
+// A process, its ranks, and what has become of their calls.
+class Process {
+ public:
+  explicit Process(const Program& program)
+      : program_(program), map_(groups(program.num_ranks), "call"), ranks_(program.num_ranks) {
+    recorded = &failed_;
+    for (Rank& rank : ranks_) rank.results.resize(program.num_calls);
+    for (int i = 0; i < program.num_ranks; ++i)
+      model::name_memory(&ranks_[i], sizeof(Rank), "rank " + std::to_string(i));
+    model::allow_early_timeouts(program.early_timeouts);
+  }
+  ~Process() { recorded = nullptr; }
+
+  void spawn() {
+    for (int rank = 0; rank < program_.num_ranks; ++rank) {
+      model::spawn("rank " + std::to_string(rank), [this, rank] {
+        call(rank, 0);
+        model::block("waits for the end of its program", [&] { return ranks_[rank].has_ended; });
+      });
+    }
+    if (program_.fails) model::spawn("watchdog", [this] { fail_all(); });
+  }
+
+  void expect_completions() const {
+    for (const Rank& rank : ranks_) {
+      for (const Result& result : rank.results) {
+        if (result.num_completed == 0 && program_.fails) continue;  // the rank ended before this call
+        model::require(result.num_completed == 1,
+                       "a call completed " + std::to_string(result.num_completed) + " times");
+      }
+    }
+  }
+
+ private:
+  struct Result {
+    uint64_t value = 0;
+    int num_completed = 0;
+  };
+  struct Rank {
+    uint64_t input = 0, output = 0;
+    std::vector<Result> results;
+    bool has_ended = false;
+  };
+
+  static ReplicaGroups groups(int num_ranks) {
+    std::vector<int64_t> partitions;
+    for (int i = 0; i < num_ranks; ++i) partitions.push_back(i);
+    return ReplicaGroups(partitions, {num_ranks});
+  }
+
+  // Makes a call, as the handler does.
+  void call(int index, int number) {
+    Rank& rank = ranks_[index];
+    watch_write(&rank.input, sizeof(rank.input));
+    rank.input = (number + 1) * (index + 1);
+    Participant participant;
+    participant.inputs = {&rank.input};
+    participant.outputs = {&rank.output};
+    participant.done = [this, index, number](const std::string* error) { complete(index, number, error); };
+    RendezvousPtr rendezvous = map_.arrive(kRun, index, std::move(participant));
+    if (rendezvous == nullptr) return;
+    uint64_t sum = 0;
+    for (int i = 0; i < program_.num_ranks; ++i) {
+      watch_read(rendezvous->inputs[i], sizeof(uint64_t));
+      sum += *static_cast<const uint64_t*>(rendezvous->inputs[i]);
+    }
+    for (int i = 0; i < program_.num_ranks; ++i) {
+      watch_write(rendezvous->outputs[i], sizeof(uint64_t));
+      *static_cast<uint64_t*>(rendezvous->outputs[i]) = sum;
+    }
+    CompletionThreads::instance().complete(std::move(rendezvous));
+  }
+
+  // Runs when a call has completed: the rest of the rank's program, up to its next call.
+  void complete(int index, int number, const std::string* error) {
+    Rank& rank = ranks_[index];
+    ++rank.results[number].num_completed;
+    if (error == nullptr) {
+      watch_read(&rank.output, sizeof(rank.output));
+      const uint64_t expected = static_cast<uint64_t>(number + 1) * program_.num_ranks * (program_.num_ranks + 1) / 2;
+      model::require(rank.output == expected, "wrong result");
+    }
+    const bool is_last = number + 1 == program_.num_calls;
+    if (is_last && program_.blocks) {
+      ++num_blocked_;
+      model::block("waits in a collective of XLA's", [this] { return num_blocked_ == program_.num_ranks; });
+    }
+    if (error != nullptr || is_last) {
+      rank.has_ended = true;
+    } else {
+      if (program_.pauses && number + 2 == program_.num_calls) SteadyClock::sleep(kPause);
+      call(index, number + 1);
+    }
+  }
+
+  // As cpu/watchdog.cc: records the failure, then fails the open rendezvous.
+  void fail_all() {
+    failed_.store(1, std::memory_order_release);
+    for (RendezvousPtr& rendezvous : map_.remove_if([](const Rendezvous&) { return true; })) {
+      CompletionThreads::instance().complete(std::move(rendezvous), "a failure");
+    }
+  }
+
+  const Program program_;
+  RendezvousMap map_;
+  std::vector<Rank> ranks_;
+  model::Atomic<uint32_t> failed_;
+  int num_blocked_ = 0;
+};
+
+std::function<void()> completes(const Program& program) {
+  return [=] {
+    const auto process = std::make_shared<Process>(program);
+    process->spawn();
+    model::at_end([process] { process->expect_completions(); });
+  };
+}
+
+std::vector<NamedScenario> scenarios() {
+  Options exhaustive, random;
+  random.exhaustive = false;
+  random.max_executions = 2000;
+  return {
+      {"2 ranks, 3 calls", exhaustive, completes({2, 3})},
+      {"2 ranks, 2 calls, timeouts", exhaustive, completes({2, 2, false, false, false, 2})},
+      {"2 ranks, completions that block", exhaustive, completes({2, 1, true, false, false, 1})},
+      {"2 ranks, 2 calls, a failure", exhaustive, completes({2, 2, false, true})},
+      {"2 ranks, a pause, completions that block", random, completes({2, 2, true, false, true})},
+      {"3 ranks, a call", exhaustive, completes({3, 1})},
+      {"3 ranks, completions that block", exhaustive, completes({3, 1, true})},
+      {"3 ranks, 3 calls, completions that block", random, completes({3, 3, true, false, false, 3})},
+      {"3 ranks, 3 calls, a failure", random, completes({3, 3, false, true, false, 3})},
+  };
+}
+
+}  // namespace
+}  // namespace jax_ring::cpu
+
+int main(int argc, char** argv) { return jax_ring::model::run_scenarios(jax_ring::cpu::scenarios(), argc, argv); }

@@ -1,0 +1,157 @@
+# Weakenings of the protocols, each of which the model must find.
+#
+#   jax_ring_mutant(model name file from to scenario expected)
+
+# The algorithms of the GPU engine: memory orders and fences.
+jax_ring_mutant(ring_model post_relaxed ring/memory.h
+  [==[store(value, cuda::memory_order_release)]==] [==[store(value, cuda::memory_order_relaxed)]==]
+  "two-shot, 2 ranks x 1" "data race")
+jax_ring_mutant(ring_model load_relaxed ring/memory.h
+  [==[load(cuda::memory_order_acquire)]==] [==[load(cuda::memory_order_relaxed)]==]
+  "order of ranks, 2 ranks x 1" "data race")
+jax_ring_mutant(ring_model two_shot_post_without_sync ring/two_shot.h
+  [==[    team.sync();
+    JAX_RING_NO_UNROLL]==] [==[]==]
+  "two-shot, 2 ranks x 2" "data race")
+jax_ring_mutant(ring_model two_shot_wait_without_all ring/two_shot.h
+  [==[return team.all(ok);]==] [==[return ok;]==]
+  "two-shot, 2 ranks x 2" "data race")
+jax_ring_mutant(ring_model ring_finish_without_sync ring/ring.h
+  [==[    team.sync();
+    sent += sends;]==] [==[    sent += sends;]==]
+  "order of ranks, 2 ranks x 2" "data race")
+
+# One-shot: lines and their tags.
+jax_ring_mutant(ring_model one_shot_without_all ring/one_shot.h
+  [==[    ok = team.all(ok);]==] [==[]==]
+  "one-shot, 3 ranks x 2" "(wrong result|deadlock|two threads)")
+jax_ring_mutant(ring_model one_shot_one_set ring/one_shot.h
+  [==[static_cast<int>(epoch % 2)]==] [==[0]==]
+  "one-shot, 2 ranks x 1" "(wrong result|deadlock)")
+jax_ring_mutant(ring_model one_shot_without_sweep ring/one_shot.h
+  [==[if (swept > kLinesPerPack * range.size())]==] [==[if (false)]==]
+  "one-shot after" "wrong result")
+jax_ring_mutant(ring_model one_shot_half_a_tag ring/one_shot.h
+  [==[return line.word[0] >> 32 == tag && line.word[1] >> 32 == tag;]==] [==[return line.word[0] >> 32 == tag;]==]
+  "one-shot, 2 ranks x 1" "(wrong result|a rank has failed)")
+jax_ring_mutant(ring_model one_shot_without_header ring/one_shot.h
+  [==[data_of(header) != message.fingerprint]==] [==[false]==]
+  "different calls" "a mismatch was not reported")
+
+# Two-shot: rounds and their flags.
+jax_ring_mutant(ring_model two_shot_without_fingerprint ring/signal.h
+  [==[if (seen == expected) return true;]==] [==[return true;]==]
+  "different calls" "a mismatch was not reported")
+jax_ring_mutant(ring_model two_shot_scatters_a_round_early ring/mailbox.h
+  [==[constexpr int kScatterBuffers = 3;]==] [==[constexpr int kScatterBuffers = 2;]==]
+  "two-shot, 2 ranks x 1" "data race")
+jax_ring_mutant(ring_model two_shot_gathers_a_round_early ring/mailbox.h
+  [==[constexpr int kGatherBuffers = 2;]==] [==[constexpr int kGatherBuffers = 1;]==]
+  "two-shot, 2 ranks x 1" "data race")
+jax_ring_mutant(ring_model two_shot_one_flag ring/two_shot.h
+  [==[return number % 2 == 0 ? FlagKind::even : FlagKind::odd;]==] [==[return FlagKind::even;]==]
+  "two-shot, 2 ranks x 1" "deadlock")
+jax_ring_mutant(ring_model two_shot_copies_a_step_early ring/two_shot.h
+  [==[if (step > 1) copy_results(worker, step - 2);]==]
+  [==[if (step > 0 && step <= num_rounds) copy_results(worker, step - 1);]==]
+  "two-shot, 2 ranks x 1" "(data race|wrong result)")
+jax_ring_mutant(ring_model two_shot_round_forgotten ring/two_shot.h
+  [==[if (ok && team.thread() == 0) progress.round = number;]==] [==[]==]
+  "two-shot, 2 ranks x 1" "a rank has failed")
+
+# The ring: slots, heads and tails.
+jax_ring_mutant(ring_model ring_slot_too_many ring/ring.h
+  [==[const uint32_t needed = sent + 1 - ]==] [==[const uint32_t needed = sent - ]==]
+  "a call, 3 ranks x 1" "data race")
+jax_ring_mutant(ring_model ring_head_before_read ring/ring.h
+  [==[  const Pack* in = link.incoming();]==]
+  [==[  if (hop.receives() && link.team.thread() == 0) {
+    post_flag(link.self.flag(link.previous(), FlagKind::head, link.cta, 0), link.received + 1);
+  }
+  const Pack* in = link.incoming();]==]
+  "a call, 3 ranks x 1" "data race")
+jax_ring_mutant(ring_model ring_tail_before_data ring/ring.h
+  [==[  const Pack* in = link.incoming();]==]
+  [==[  if (hop.sends() && link.team.thread() == 0) {
+    post_flag(link.self.flag(link.next(), FlagKind::tail, link.cta, 0), link.sent + 1);
+  }
+  const Pack* in = link.incoming();]==]
+  "order of ranks, 2 ranks x 1" "data race")
+jax_ring_mutant(ring_model ring_without_fingerprint ring/ring.h
+  [==[if (ok && read_word(slot(self.rank, received)->word) != fingerprint)]==] [==[if (false)]==]
+  "different calls" "a mismatch was not reported")
+jax_ring_mutant(ring_model ring_compares_without_wrap ring/signal.h
+  [==[return static_cast<int32_t>(a - b) < 0;]==] [==[return a < b;]==]
+  "order of ranks, 2 ranks x 1" "(data race|deadlock)")
+
+# The rounds of a group of processes.
+jax_ring_mutant(shm_model doorbell_relaxed shm/channel.cc
+  [==[doorbell.fetch_add(1, std::memory_order_seq_cst)]==] [==[doorbell.fetch_add(1, std::memory_order_relaxed)]==]
+  "one round in one step" "deadlock")
+jax_ring_mutant(shm_model ringer_sees_no_waiter shm/channel.cc
+  [==[waiters.count.load(std::memory_order_seq_cst)]==] [==[waiters.count.load(std::memory_order_relaxed)]==]
+  "one round in one step" "deadlock")
+jax_ring_mutant(shm_model waits_without_announcement shm/channel.cc
+  [==[  other.waiters.count.fetch_add(1, std::memory_order_seq_cst);
+  futex_wait(other.signals.doorbell, seen, timeout);]==]
+  [==[  futex_wait(other.signals.doorbell, seen, timeout);
+  other.waiters.count.fetch_add(1, std::memory_order_seq_cst);]==]
+  "one round in one step" "deadlock")
+jax_ring_mutant(shm_model call_published_relaxed shm/channel.cc
+  [==[signals.calls[round % 2].store(call, std::memory_order_release)]==]
+  [==[signals.calls[round % 2].store(call, std::memory_order_relaxed)]==]
+  "another order of calls, 2" "(data race|wrong result)")
+jax_ring_mutant(shm_model call_read_relaxed shm/channel.cc
+  [==[return signals.calls[round % 2].load(std::memory_order_acquire)]==]
+  [==[return signals.calls[round % 2].load(std::memory_order_relaxed)]==]
+  "another order of calls, 2" "(data race|wrong result)")
+jax_ring_mutant(shm_model any_call_will_do shm/channel.cc
+  [==[return staged_call(process, round) == call;]==] [==[return staged_call(process, round).has_value();]==]
+  "another order of calls, 2" "(data race|wrong result)")
+jax_ring_mutant(shm_model results_published_relaxed shm/channel.cc
+  [==[  area(self_).signals.results.store(round, std::memory_order_release);
+  ring_doorbell();]==] [==[  area(self_).signals.results.store(round, std::memory_order_relaxed);
+  ring_doorbell();]==]
+  "one round in two steps" "data race")
+jax_ring_mutant(shm_model results_published_first shm/exchange.cc
+  [==[        fold(channel, number, round_);
+        if (rounds_.publishes_results()) {
+          channel.signal_results(number);]==]
+  [==[        if (rounds_.publishes_results()) channel.signal_results(number);
+        fold(channel, number, round_);
+        if (rounds_.publishes_results()) {]==]
+  "one round in two steps" "data race")
+jax_ring_mutant(shm_model one_set shm/channel.h
+  [==[round % 2 * (capacity_.staging + capacity_.results)]==] [==[0 * round]==]
+  "2 rounds in one step" "data race")
+jax_ring_mutant(shm_model compares_without_wrap shm/channel.h
+  [==[return static_cast<int32_t>(a - b) < 0;]==] [==[return a < b;]==]
+  "2 rounds in one step" "(data race|deadlock|wrong result)")
+
+# The rendezvous of the ranks of a process, and the relay of completions.
+jax_ring_mutant(cpu_model error_lost cpu/completion_threads.cc
+  [==[  pending.error = std::move(error);]==] [==[  pending.error = std::nullopt;]==]
+  "2 ranks, 2 calls, a failure" "(wrong result|data race)")
+jax_ring_mutant(cpu_model idle_workers_miscounted cpu/completion_threads.cc
+  [==[    --idle_workers_;]==] [==[]==]
+  "completions that block" "(deadlock|livelock)")
+jax_ring_mutant(cpu_model completion_under_the_lock cpu/completion_threads.cc
+  [==[    lock.unlock();
+    done(pending.error ? &*pending.error : nullptr);
+    lock.lock();]==] [==[    done(pending.error ? &*pending.error : nullptr);]==]
+  "2 ranks, 3 calls" "deadlock")
+jax_ring_mutant(cpu_model slow_completions_unnoticed cpu/completion_threads.cc
+  [==[      pending.fan_out = true;]==] [==[]==]
+  "2 ranks, completions that block" "(deadlock|livelock)")
+jax_ring_mutant(cpu_model watcher_sleeps_on cpu/completion_threads.cc
+  [==[    watcher_asleep_ = false;
+    watcher_wake_.notify_one();]==] [==[    watcher_asleep_ = false;]==]
+  "a pause" "deadlock")
+jax_ring_mutant(cpu_model failure_checked_before_the_lock cpu/rendezvous.cc
+  [==[  std::unique_lock<Mutex> lock(mutex_);
+  // Checked under the lock: the watchdog either finds this rendezvous in the map, or has recorded the failure before.
+  if (std::optional<std::string> failure = Watchdog::instance().failure(run_id)) {]==]
+  [==[  std::optional<std::string> failure = Watchdog::instance().failure(run_id);
+  std::unique_lock<Mutex> lock(mutex_);
+  if (failure) {]==]
+  "2 ranks, 2 calls, a failure" "deadlock")

@@ -1,0 +1,20 @@
+// futex.h: takes the place of shm/futex.h in the model. A wait has no timeout: whoever needs one is in a deadlock.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+
+#include "model/atomic.h"
+#include "model/futex.h"
+
+namespace jax_ring::shm {
+
+template <class T>
+using Atomic = model::Atomic<T>;
+
+inline void futex_wait(Atomic<uint32_t>& word, uint32_t seen, std::chrono::nanoseconds) {
+  model::futex_wait(&word, seen);
+}
+inline void futex_wake(Atomic<uint32_t>& word) { model::futex_wake(&word); }
+
+}  // namespace jax_ring::shm

@@ -1,0 +1,243 @@
+// shm_model.cc: the exchange of rounds between processes, and the futex by which they wake each other, on the model's
+// memory.
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "model/scenarios.h"
+#include "ring/watch.h"
+#include "shm/exchange.h"
+
+namespace jax_ring::cpu {
+namespace {
+
+void sum(const Inputs& inputs, const Outputs& outputs, size_t count, bool) {
+  for (int i = 0; i < inputs.count; ++i) watch_read(inputs.buffers[i], count * sizeof(uint32_t));
+  for (int i = 0; i < outputs.count; ++i) watch_write(outputs.buffers[i], count * sizeof(uint32_t));
+  for (size_t at = 0; at < count; ++at) {
+    uint32_t total = 0;
+    for (int i = 0; i < inputs.count; ++i) total += static_cast<const uint32_t*>(inputs.buffers[i])[at];
+    for (int i = 0; i < outputs.count; ++i) static_cast<uint32_t*>(outputs.buffers[i])[at] = total;
+  }
+}
+
+void copy(const Inputs& inputs, const Outputs& outputs, size_t count, bool) {
+  watch_read(inputs.buffers[0], count);
+  for (int i = 0; i < outputs.count; ++i) {
+    watch_write(outputs.buffers[i], count);
+    std::memmove(outputs.buffers[i], inputs.buffers[0], count);
+  }
+}
+
+FoldKernels model_kernels() {
+  FoldKernels table{};
+  table.kernels[static_cast<int>(Op::sum)][static_cast<int>(DType::u32)] = sum;
+  table.kernels[static_cast<int>(Op::sum)][static_cast<int>(DType::u8)] = copy;
+  return table;
+}
+
+}  // namespace
+
+// In place of those in ffi/cpu.
+const FoldKernels& fold_kernels() {
+  static const FoldKernels table = model_kernels();
+  return table;
+}
+size_t element_size(DType) { return sizeof(uint32_t); }
+void ReturnToPool::operator()(Rendezvous* rendezvous) const { delete rendezvous; }
+
+}  // namespace jax_ring::cpu
+
+namespace jax_ring::shm {
+namespace {
+
+using model::NamedScenario;
+using model::Options;
+
+struct TestCall {
+  Plan plan;
+  bool one_shot;
+  size_t count;  // elements of each rank's operand
+};
+
+// Processes of one rank each, and the calls that they make.
+class Processes {
+ public:
+  Processes(int num_processes, std::vector<TestCall> calls, uint32_t first_round)
+      : calls_(std::move(calls)), first_round_(first_round), buffers_(num_processes) {
+    const size_t bytes = Channel::bytes(num_processes, capacity_);
+    memory_.assign(bytes + kAlignment, 0);
+    const uintptr_t at = reinterpret_cast<uintptr_t>(memory_.data());
+    shared_ = memory_.data() + (kAlignment - at % kAlignment) % kAlignment;
+    model::name_memory(shared_, bytes, "shared memory");
+    for (int process = 0; process < num_processes; ++process) {
+      Channel channel(shared_, num_processes, process, capacity_);
+      channel.signal_staged(first_round - 1, 0);
+      channel.skip_results(first_round - 1);
+      for (size_t call = 0; call < calls_.size(); ++call) {
+        Buffers buffers;
+        for (size_t i = 0; i < calls_[call].count; ++i) buffers.input.push_back(value(call, process, i));
+        buffers.output.assign(result_count(calls_[call].plan, num_processes, calls_[call].count), 0xa5a5a5a5u);
+        buffers_[process].push_back(std::move(buffers));
+      }
+    }
+  }
+
+  // orders: the order in which each process's calls become ready.
+  void spawn(std::vector<std::vector<size_t>> orders) {
+    for (int process = 0; process < num_processes(); ++process) {
+      model::spawn("process " + std::to_string(process), [=] { run(process, orders[process]); });
+    }
+  }
+
+  void expect_results() const {
+    for (size_t call = 0; call < calls_.size(); ++call) {
+      for (int process = 0; process < num_processes(); ++process) {
+        const std::vector<uint32_t>& got = buffers_[process][call].output;
+        for (size_t i = 0; i < got.size(); ++i) {
+          model::require(got[i] == expected(call, process, i), "wrong result of process " + std::to_string(process) +
+                                                                   " in call " + std::to_string(call) + " at " +
+                                                                   std::to_string(i));
+        }
+      }
+    }
+  }
+
+ private:
+  struct Buffers {
+    std::vector<uint32_t> input, output;
+  };
+
+  static constexpr size_t kAlignment = 128;
+  static constexpr uint64_t kFirstId = 100;
+
+  int num_processes() const { return static_cast<int>(buffers_.size()); }
+  static uint32_t value(size_t call, int process, size_t i) {
+    return static_cast<uint32_t>((call * 256 + i + 1) << (12 * process));
+  }
+  uint32_t expected(size_t call, int process, size_t i) const {
+    const size_t count = calls_[call].count;
+    switch (calls_[call].plan.collective) {
+      case Collective::all_gather:
+        return value(call, static_cast<int>(i / count), i % count);
+      case Collective::reduce_scatter:
+        i += process * (count / num_processes());
+        break;
+      default:
+        break;
+    }
+    uint32_t total = 0;
+    for (int source = 0; source < num_processes(); ++source) total += value(call, source, i);
+    return total;
+  }
+
+  Call call_of(int process, size_t index) {
+    Call call;
+    call.rendezvous = cpu::RendezvousPtr(new cpu::Rendezvous, {nullptr});
+    const int p = num_processes();
+    call.rendezvous->inputs.assign(2 * p, nullptr);
+    call.rendezvous->outputs.assign(p, nullptr);
+    Buffers& buffers = buffers_[process][index];
+    call.rendezvous->inputs[process] = call.rendezvous->inputs[process + p] = buffers.input.data();
+    call.rendezvous->outputs[process] = buffers.output.data();
+    call.message = {DType::u32, {calls_[index].count}, calls_[index].plan, Op::sum};
+    call.id = kFirstId + index;
+    call.one_shot = calls_[index].one_shot;
+    return call;
+  }
+
+  // What shm/communicator.cc does, without its deadlines and its threads: all processes but the first switch to the
+  // call that the first has begun.
+  void run(int process, std::vector<size_t> ready) {
+    std::vector<int64_t> ids;
+    for (int i = 0; i < num_processes(); ++i) ids.push_back(i);
+    const Group group(ids, process);
+    Channel channel(shared_, num_processes(), process, capacity_);
+    uint32_t round = first_round_;
+    std::vector<std::unique_ptr<Exchange>> calls;
+    for (size_t index : ready) {
+      calls.push_back(std::make_unique<Exchange>(group, capacity_));
+      calls.back()->begin(call_of(process, index));
+    }
+    size_t current = 0;
+    while (!calls.empty()) {
+      Exchange& exchange = *calls[current];
+      if (!advance(exchange, channel, round)) {
+        // The leader's call, which is among those that are ready.
+        const uint64_t wanted = *channel.staged_call(0, round);
+        exchange.restart();
+        for (current = 0; calls[current]->call().id != wanted;) ++current;
+        continue;
+      }
+      round += exchange.num_rounds();
+      calls.erase(calls.begin() + current);
+      current = 0;
+    }
+  }
+
+  // Returns whether the call is done; false: the leader has begun another one.
+  static bool advance(Exchange& exchange, Channel& channel, uint32_t round) {
+    const auto is_done = [&] { return exchange.advance(channel, round) == Exchange::State::done; };
+    const auto is_preempted = [&] {
+      if (!exchange.is_waiting_for_leader()) return false;
+      const auto other = channel.staged_call(0, round);
+      return other && *other != exchange.call().id;
+    };
+    while (!is_done()) {
+      const int peer = exchange.awaited_peer();
+      const uint32_t seen = channel.doorbell(peer);
+      if (is_done()) return true;
+      if (exchange.awaited_peer() != peer) continue;
+      if (is_preempted()) return false;
+      channel.wait_doorbell(peer, seen, {});
+    }
+    return true;
+  }
+
+  const Capacity capacity_{64, 64};
+  const std::vector<TestCall> calls_;
+  const uint32_t first_round_;
+  std::vector<unsigned char> memory_;
+  unsigned char* shared_;
+  std::vector<std::vector<Buffers>> buffers_;  // by process, then call
+};
+
+// The count of rounds wraps around after the first one.
+constexpr uint32_t kFirstRound = 0xffffffff;
+
+std::function<void()> succeeds(int num_processes, std::vector<TestCall> calls,
+                               std::vector<std::vector<size_t>> orders = {}) {
+  std::vector<size_t> in_order;
+  for (size_t i = 0; i < calls.size(); ++i) in_order.push_back(i);
+  orders.resize(num_processes, in_order);
+  return [=] {
+    const auto processes = std::make_shared<Processes>(num_processes, calls, kFirstRound);
+    processes->spawn(orders);
+    model::at_end([processes] { processes->expect_results(); });
+  };
+}
+
+std::vector<NamedScenario> scenarios() {
+  Options exhaustive, random;
+  random.exhaustive = false;
+  random.max_executions = 1000;
+  const TestCall one_step{{}, true, 1}, two_steps{{}, false, 32};
+  const TestCall scatter{{Collective::reduce_scatter}, false, 16}, gather{{Collective::all_gather}, false, 1};
+  return {
+      {"one round in one step, 2 processes", exhaustive, succeeds(2, {one_step})},
+      {"one round in two steps, 2 processes", exhaustive, succeeds(2, {two_steps})},
+      {"2 rounds in one step, 2 processes", exhaustive, succeeds(2, {{{}, true, 32}})},
+      {"3 rounds in one step, 2 processes", random, succeeds(2, {{{}, true, 48}})},
+      {"3 rounds in two steps, 2 processes", random, succeeds(2, {{{}, false, 96}})},
+      {"calls of every kind, 3 processes", random, succeeds(3, {one_step, two_steps, scatter, gather, one_step})},
+      {"another order of calls, 2 processes", exhaustive, succeeds(2, {one_step, gather}, {{0, 1}, {1, 0}})},
+      {"another order of calls, 3 processes", random,
+       succeeds(3, {one_step, gather, one_step}, {{0, 1, 2}, {1, 2, 0}, {2, 1, 0}})},
+  };
+}
+
+}  // namespace
+}  // namespace jax_ring::shm
+
+int main(int argc, char** argv) { return jax_ring::model::run_scenarios(jax_ring::shm::scenarios(), argc, argv); }

@@ -1,0 +1,74 @@
+"""`assume_hosts()`: which processes share a host, for devices that a program is only compiled for."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import jax
+
+from jax_ring import _compat
+
+# Pairs of process and host, or None. A user context is part of the keys of all of JAX's caches, so a program that was
+# lowered with other hosts is never reused. JAX does not allow creating one while other threads trace.
+_assumed = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def assume_hosts(hosts: Mapping[int, int | str]) -> Iterator[None]:
+    """States which processes share a host, while programs are compiled for devices that are not there.
+
+    The devices of `jax.experimental.topologies` do not show their hosts. Without this, each process counts as a host
+    of its own. Hosts of devices that are there are known, and stay as they are.
+
+        with jax_ring.assume_hosts({process: process // 8 for process in range(16)}):  # two hosts of 8 processes
+            compiled = jax.jit(step).lower(params, batch).compile()
+
+    It affects programs lowered in this thread until the end of the block. Inside another such block it replaces the
+    outer one.
+
+    Args:
+      hosts: the host of each process, as a number or a name. Processes with equal hosts share one. It has to name all
+        processes of the mesh.
+
+    Raises:
+      TypeError: if `hosts` is not a mapping from integers to integers or strings.
+      ValueError: if it is empty, or a process is negative.
+      RuntimeError: in a function that is being traced. It is lowered later, when the block may have ended.
+    """
+    if not isinstance(hosts, Mapping):
+        raise TypeError(f"assume_hosts: pass a mapping from process to host, as in {{0: 0, 1: 0}}; got {hosts!r}")
+    for process, host in hosts.items():
+        if type(process) is not int or type(host) not in (int, str):
+            raise TypeError(f"assume_hosts: a process is an int, and a host an int or a str, got {process!r}: {host!r}")
+        if process < 0:
+            raise ValueError(f"assume_hosts: processes are numbered from 0, got {process}")
+    if not hosts:
+        raise ValueError("assume_hosts: the mapping names no process")
+    if _compat.is_tracing():
+        raise RuntimeError(
+            "assume_hosts() was entered in a function that is being traced. It affects lowering, which happens after "
+            "tracing: use it around lower() of the outermost jitted function."
+        )
+    with _assumed(tuple(sorted(hosts.items()))):
+        yield
+
+
+def are_assumed() -> bool:
+    """Whether this thread is in a block of `assume_hosts()`."""
+    return _assumed.value is not None
+
+
+def assumed_host_of(process: int) -> int | str:
+    """The host of a process of a mesh whose devices are not there.
+
+    Raises:
+      ValueError: if `assume_hosts()` is in force, and does not name the process.
+    """
+    if _assumed.value is None:
+        return process
+    hosts = dict(_assumed.value)
+    if process not in hosts:
+        raise ValueError(
+            f"assume_hosts: the mesh has a device of process {process}, and the mapping names only the processes "
+            f"{', '.join(map(str, hosts))}. Add process {process}."
+        )
+    return hosts[process]

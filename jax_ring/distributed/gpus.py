@@ -1,0 +1,66 @@
+"""Which GPUs a process has, and which cannot reach each other's memory, as it tells the other processes."""
+
+import functools
+import json
+from typing import NamedTuple
+
+from jax_ring import _compat, runtime
+
+
+class Identity(NamedTuple):
+    """A GPU, or a MIG slice of one, as all processes of its host see it.
+
+    Attributes:
+      bus_id: its PCI address. Slices of a GPU have the same.
+      uuid: differs between slices.
+    """
+
+    bus_id: str
+    uuid: str
+
+    def shares_gpu_with(self, other: "Identity") -> bool:
+        """Whether both are the same GPU, or slices of it."""
+        return self.bus_id == other.bus_id or self.uuid == other.uuid
+
+
+class Gpus(NamedTuple):
+    """What a process tells the others about GPUs.
+
+    Attributes:
+      own: the GPUs that are its JAX devices, in the order of the devices' ids.
+      severed: the pairs of all GPUs it sees, also those of other processes, of which the first has no peer access to
+        the second.
+      why_not: why it can serve no GPUs, or "".
+    """
+
+    own: tuple[Identity, ...] = ()
+    severed: frozenset[tuple[Identity, Identity]] = frozenset()
+    why_not: str = ""
+
+    def to_bytes(self) -> bytes:
+        return json.dumps([self.own, sorted(self.severed), self.why_not]).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Gpus":
+        own, severed, why_not = json.loads(data)
+        pairs = frozenset((Identity(*one), Identity(*other)) for one, other in severed)
+        return cls(tuple(Identity(*gpu) for gpu in own), pairs, why_not)
+
+
+def gpus_here() -> Gpus:
+    """The GPUs of this process. It starts no JAX backend, and creates no CUDA context."""
+    return _gpus_of(runtime.cuda_kernels, _compat.visible_gpus())
+
+
+@functools.lru_cache(maxsize=1)
+def _gpus_of(kernels, visible: tuple[int, ...] | None) -> Gpus:
+    if kernels is None:
+        return Gpus(why_not=f"jax_ring was built without its CUDA kernels: {runtime.why_no_cuda}")
+    try:
+        seen = [Identity(*identity) for identity in kernels.identities()]
+        severed = kernels.unreachable(list(range(len(seen))))
+    except RuntimeError as error:
+        return Gpus(why_not=f"the CUDA runtime cannot list the GPUs: {error}")
+    # JAX numbers the devices of a process in the order of their CUDA ordinals.
+    ordinals = range(len(seen)) if visible is None else sorted(i for i in visible if i < len(seen))
+    return Gpus(tuple(seen[i] for i in ordinals), frozenset((seen[a], seen[b]) for a, b in severed if a != b))

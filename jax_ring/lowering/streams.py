@@ -1,0 +1,92 @@
+"""On which of a GPU's streams a custom call runs, and which lane of its group it therefore has.
+
+XLA runs a program's instructions on its main stream, one after the other. A call to a function that has a stream as an
+attribute becomes an asynchronous pair: the start gives the work to that stream, and what follows on the main stream
+runs beside it until the done. "collective" is XLA's name for the stream of its own collectives. From JAX 0.12 its
+latency-hiding scheduler treats such a pair as it does an all-reduce: one at a time, with as much work as possible
+between start and done. The scheduler of JAX 0.10.2 does not know that the pair takes time.
+
+Calls of one stream run in the order of the program, so they may share a lane; calls of different streams may not.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import func
+from jax.extend.mlir.dialects import stablehlo as hlo
+from jax.interpreters import mlir
+
+from jax_ring import _compat
+from jax_ring.options import Options
+
+MAIN, COLLECTIVE = "", "collective"
+_NUM_LANES = 4  # kLanes in ffi/cuda/communicator.h
+
+
+class Emitted(NamedTuple):
+    """An operation that runs on another stream than its surroundings.
+
+    Attributes:
+      results: in the surroundings.
+      operation: in a function of its own.
+      caller: calls the function; it is the only one that does.
+    """
+
+    results: list
+    operation: ir.Operation
+    caller: ir.Operation
+
+
+def stream_of(ctx, engine: str, options: Options) -> str:
+    """The stream of the call under lowering."""
+    if engine != "cuda":
+        return MAIN
+    return of_user(ctx) or (COLLECTIVE if options.overlap else MAIN)
+
+
+def of_user(ctx) -> str:
+    """The stream that the user has chosen for the call under lowering, by `compute_on` around it; or ""."""
+    return _compat.stream_of(ctx)
+
+
+def lane_of(ctx, stream: str) -> int:
+    """The lane of the calls on a stream: all ranks lower the same program, so they number its streams alike.
+
+    Raises:
+      NotImplementedError: if the program uses more streams than there are lanes.
+    """
+    lanes = _compat.module_state(ctx).setdefault("lanes", {MAIN: 0, COLLECTIVE: 1})
+    lane = lanes.setdefault(stream, len(lanes))
+    if lane >= _NUM_LANES:
+        others = sorted(name for name in lanes if name not in (MAIN, COLLECTIVE))
+        raise NotImplementedError(
+            f"jax_ring's calls are on the GPU streams {', '.join(others)} of compute_on, and one program can have them "
+            f"on {_NUM_LANES - 2} streams besides XLA's main and its collective one. Use fewer streams for them."
+        )
+    return lane
+
+
+def emit_on(ctx, stream: str, emit: Callable[..., Sequence], operands: Sequence, avals_out: Sequence) -> Emitted:
+    """Emits an operation in a function of its own, and a call to it that XLA gives to the stream.
+
+    Args:
+      emit: (*operands) to the results of one operation, of the types `avals_out`.
+    """
+    types = [mlir.aval_to_ir_type(ctx.module_context, aval) for aval in avals_out]
+    function = _compat.new_function(ctx, f"on_stream_{stream}", [value.type for value in operands], types)
+    block = function.add_entry_block()
+    with ir.InsertionPoint(block):
+        inner = emit(*block.arguments)
+        func.return_(inner)
+    call = func.CallOp(types, ir.FlatSymbolRefAttr.get(function.name.value), operands).operation
+    attributes = {"_xla_stream_annotation": stream, "inlineable": "false"}
+    call.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
+        {name: ir.StringAttr.get(value) for name, value in attributes.items()}
+    )
+    results = list(call.results)
+    if len(results) > 1:
+        # What takes the call's tuple apart has its attributes, too, and XLA of JAX 0.12 would run each of those on the
+        # stream. The barrier takes the tuple as a whole, and what follows it has no attributes.
+        results = list(hlo.OptimizationBarrierOp(results).results)
+    return Emitted(results, inner[0].owner.operation, call)
