@@ -15,9 +15,8 @@
 // So the values of a round travel while the rank waits for those of the round before, and there is one fence for each
 // step. No buffer is written too early:
 //
-// - The values of round s go into a buffer that held those of round s - 3. Its owner has folded these in its step s -
-// 2,
-//   and this rank has waited for the end of that in its own step s - 1. Hence three buffers.
+// - The values of round s go into a buffer that held those of round s - 3. Its owner has folded these in its step
+//   s - 2, for whose end this rank has waited in its own step s - 1. Hence three buffers.
 // - The results of round s - 1 go into a buffer that held those of round s - 3. Its receiver has copied these in its
 //   step s - 1, for whose end this rank has just waited. Hence two buffers.
 // - A call that follows starts with the first buffers. At the last wait of a call, for step N, all peers have folded
