@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from command_buffers import Recorded, recorded
 from compiled_programs import ONE_HOST
 from jax import lax
 from jax.experimental import compute_on as compute_on_module
@@ -242,22 +243,6 @@ def test_too_many_streams(mesh_of):
 # ---- CUDA graphs ----------------------------------------------------------------------------------------------------
 
 
-def recorded(directory, target: str) -> list[bool]:
-    """For each call in XLA's list of thunks, whether it is in a command buffer."""
-    (file,) = directory.glob(f"*{target}*thunk_sequence_after_thunk_passes.txt")
-    found, buffer_indent = [], None
-    for line in file.read_text().splitlines():
-        indent = len(line) - len(line.lstrip())
-        if buffer_indent is not None and indent <= buffer_indent:
-            buffer_indent = None
-        if "kCommandBuffer" in line:
-            buffer_indent = indent
-        elif "kCustomCall" in line:
-            found.append(buffer_indent is not None)
-    return found
-
-
-@pytest.mark.skipif(not KNOWS_CALLS, reason="XLA of older versions records no custom calls for GPUs that are not there")
 @pytest.mark.parametrize("overlap", [True, False])
 def test_only_calls_of_the_main_stream_are_recorded(mesh_of, tmp_path, overlap):
     """In a CUDA graph there are no streams: two calls of one lane could run at the same time."""
@@ -269,7 +254,8 @@ def test_only_calls_of_the_main_stream_are_recorded(mesh_of, tmp_path, overlap):
 
     options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True, "xla_gpu_graph_min_graph_size": 1}
     compiled(mesh_of("1x1x8"), gradients, (8,), (64, 8), options=options)
-    assert recorded(tmp_path, "jit_gradients") == [not overlap] * 6
+    inside, outside = (0, 6) if overlap else (6, 0)
+    assert recorded(tmp_path, "jit_gradients") == Recorded(inside, outside, loops=0)
 
 
 def test_value_and_grad_of_plain_functions(mesh_of):
