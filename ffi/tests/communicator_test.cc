@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <random>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -16,37 +15,7 @@ namespace jax_ring::gpu {
 namespace {
 
 using cpu::testing::Bytes;
-using cpu::testing::JitteryTeam;
 using cpu::testing::PeerCall;
-
-// Runs what the kernels of these ranks would run, one thread per team. thresholds_of: by rank.
-void run(const Communicator& communicator, const CallSite& site, PeerCall& call,
-         const std::vector<Thresholds>& thresholds_of = {}, double deadline_seconds = 20) {
-  std::vector<std::thread> threads;
-  for (int rank : communicator.local_ranks()) {
-    threads.emplace_back([&, rank] {
-      const Thresholds thresholds =
-          thresholds_of.empty() ? default_thresholds(communicator.num_ranks()) : thresholds_of[rank];
-      std::vector<Buffer> buffers;
-      for (size_t i = 0; i < call.counts.size(); ++i) {
-        buffers.push_back({call.inputs[rank][i].data(), call.outputs[rank][i].data(), call.inputs[rank][i].size()});
-      }
-      for (const Launch& launch :
-           launches_of(communicator, rank, site, thresholds, call.dtype, buffers, deadline_seconds)) {
-        std::vector<std::thread> teams;
-        for (int cta = 0; cta < communicator.capacity().num_ctas; ++cta) {
-          teams.emplace_back([&, cta] {
-            std::minstd_rand random(static_cast<unsigned>(cta + 1));
-            cpu::testing::team_function(launch.kernel.dtype, launch.kernel.op, launch.kernel.algorithm)(
-                launch.call.self, launch.call.message, launch.call.plan, cta, JitteryTeam(random));
-          });
-        }
-        for (std::thread& team : teams) team.join();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
 
 TEST(Communicator, ReducesInOneProcess) {
   HostMemory memory;
@@ -159,7 +128,7 @@ TEST(Communicator, DescribesFailures) {
   for (const Launch& launch : launches_of(communicator, 0, site, default_thresholds(2), call.dtype, buffers, 0.05)) {
     std::minstd_rand random(1);
     cpu::testing::team_function(launch.kernel.dtype, launch.kernel.op, launch.kernel.algorithm)(
-        launch.call.self, launch.call.message, launch.call.plan, 0, JitteryTeam(random));
+        launch.call.self, launch.call.message, launch.call.plan, 0, cpu::testing::JitteryTeam(random));
   }
   const std::optional<Failure> failure = communicator.failure();
   ASSERT_TRUE(failure.has_value());

@@ -54,7 +54,7 @@ TEST(Connection, GoesOnAfterATimeout) {
   }
   pair.table.timeout = cpu::testing::kTestTimeout;
   EXPECT_EQ(pair.connect(), (std::vector<std::string>{"", ""}));
-  PeerCall call = PeerCall::random(DType::f32, Algorithm::two_shot, {}, 2, {100}, 1);
+  cpu::testing::PeerCall call = cpu::testing::PeerCall::random(DType::f32, Algorithm::two_shot, {}, 2, {100}, 1);
   std::thread other([&] { run(*pair.communicators[1], {"psum", {}, Op::sum, {}}, call); });
   run(*pair.communicators[0], {"psum", {}, Op::sum, {}}, call);
   other.join();

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -18,6 +19,7 @@
 
 #include "cuda/communicator.h"
 #include "cuda/gpus.h"
+#include "cuda/plan.h"
 #include "peers.h"
 
 namespace jax_ring::gpu {
@@ -147,6 +149,35 @@ inline std::vector<Member> one_process(int num_ranks) {
   std::vector<Member> members;
   for (int rank = 0; rank < num_ranks; ++rank) members.push_back({0, rank});
   return members;
+}
+
+// Runs what the kernels of these ranks would run, one thread per team. thresholds_of: by rank.
+inline void run(const Communicator& communicator, const CallSite& site, cpu::testing::PeerCall& call,
+                const std::vector<Thresholds>& thresholds_of = {}, double deadline_seconds = 20) {
+  std::vector<std::thread> threads;
+  for (int rank : communicator.local_ranks()) {
+    threads.emplace_back([&, rank] {
+      const Thresholds thresholds =
+          thresholds_of.empty() ? default_thresholds(communicator.num_ranks()) : thresholds_of[rank];
+      std::vector<Buffer> buffers;
+      for (size_t i = 0; i < call.counts.size(); ++i) {
+        buffers.push_back({call.inputs[rank][i].data(), call.outputs[rank][i].data(), call.inputs[rank][i].size()});
+      }
+      for (const Launch& launch :
+           launches_of(communicator, rank, site, thresholds, call.dtype, buffers, deadline_seconds)) {
+        std::vector<std::thread> teams;
+        for (int cta = 0; cta < communicator.capacity().num_ctas; ++cta) {
+          teams.emplace_back([&, cta] {
+            std::minstd_rand random(static_cast<unsigned>(cta + 1));
+            cpu::testing::team_function(launch.kernel.dtype, launch.kernel.op, launch.kernel.algorithm)(
+                launch.call.self, launch.call.message, launch.call.plan, cta, cpu::testing::JitteryTeam(random));
+          });
+        }
+        for (std::thread& team : teams) team.join();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 }  // namespace jax_ring::gpu
