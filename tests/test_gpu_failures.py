@@ -32,6 +32,6 @@ def test_a_program_exits_with_its_callbacks_in_place():
         "    runtime.ffi_cuda.set_device_ids(lambda: {0: 5})\n"
         "print('set')\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=120)
     assert result.stdout == "set\n", result.stderr
     assert result.returncode == 0
