@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
 
 from jax_ring import zero
 from jax_ring.collectives import (
+    ShardSums,
     ring_all_gather,
     ring_broadcast,
     ring_pmax,
@@ -56,6 +57,7 @@ __all__ = [
     "FeedbackState",
     "Instruction",
     "Override",
+    "ShardSums",
     "ShardedOptimizer",
     "accumulate_gradients",
     "allreduce_gradients",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 Algorithm = Literal["auto", "one_shot", "two_shot", "ring"]
-Order = Literal["rank", "ring", "any"]
+Order = Literal["rank", "ring", "any", "tree"]
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -18,6 +18,9 @@ class Options(NamedTuple):
     algorithm: Algorithm = "auto"
     order: Order = "rank"
     overlap: bool = False  # whether a GPU runs the call on XLA's collective stream, beside the main one
+    # Of order="tree": operands have a first dimension with the terms of the rank, as in ShardSums. None: one shard for
+    # each rank, and no such dimension.
+    num_shards: int | None = None
 
     def ignored_by_xla(self) -> str:
         """The options that XLA's collectives do not follow, written as keyword arguments; empty if there are none."""
@@ -48,7 +51,9 @@ def check_choice(function: str, name: str, value: Any, choices: Sequence[str]) -
         raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
 
 
-def make_options(function: str, algorithm: Algorithm = "auto", order: Order = "rank") -> Options:
+def make_options(
+    function: str, algorithm: Algorithm = "auto", order: Order = "rank", num_shards: int | None = None
+) -> Options:
     """The options of a call of `function`.
 
     Raises:
@@ -62,4 +67,9 @@ def make_options(function: str, algorithm: Algorithm = "auto", order: Order = "r
             f"order; got algorithm={algorithm!r}. With order='rank' every algorithm gives the same result, and with "
             "order='any' the engine takes an order that suits the algorithm."
         )
-    return Options(algorithm, order, _overlap.get())
+    if order == "tree" and algorithm == "ring":
+        raise ValueError(
+            f"{function}: order='tree' cannot have algorithm='ring', in which a partial sum visits one rank after the "
+            "other; pass 'auto', 'one_shot' or 'two_shot'"
+        )
+    return Options(algorithm, order, _overlap.get(), num_shards)

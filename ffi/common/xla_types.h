@@ -90,7 +90,7 @@ Enum named(std::string_view name, const std::string_view (&names)[kCount]) {
 inline constexpr std::string_view kCollectives[] = {"all_reduce", "reduce_scatter", "all_gather", "reduce",
                                                     "broadcast"};
 inline constexpr std::string_view kOps[] = {"sum", "max", "min"};
-inline constexpr std::string_view kOrders[] = {"rank", "ring", "any"};
+inline constexpr std::string_view kOrders[] = {"rank", "ring", "any", "tree"};
 
 // The requested algorithm; none if the engine chooses.
 inline std::optional<Algorithm> algorithm_of(std::string_view name) {

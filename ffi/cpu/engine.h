@@ -25,6 +25,9 @@ struct Message {
   std::vector<size_t> counts;  // elements of each operand
   Plan plan = {};
   Op op = Op::sum;
+  // Order::tree: of the group, with a lifetime beyond the call's. `counts` then has the elements of one slot.
+  const Tree* tree = nullptr;
+  int num_results = 1;  // of a reduce-scatter, see num_parts()
 };
 
 // Executes the collective and queues the ranks' completions on CompletionThreads. Returns at once or after doing part

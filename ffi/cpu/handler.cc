@@ -12,6 +12,7 @@
 
 #include "common/describe.h"
 #include "common/hash.h"
+#include "common/trees.h"
 #include "common/xla_types.h"
 #include "cpu/completion_threads.h"
 #include "cpu/engine.h"
@@ -42,6 +43,7 @@ struct CallSite {
   RendezvousMap rendezvous_map;
   Plan plan;
   Op op;
+  Trees trees;
   // For groups that span several processes.
   std::shared_ptr<const std::string> text;  // for error messages
   std::optional<Algorithm> algorithm;
@@ -115,8 +117,9 @@ std::vector<bool> are_local(ffi::Span<const int64_t> processes) {
 ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
     std::string_view collective, std::string_view op, int64_t root, std::string_view algorithm, std::string_view order,
     ffi::Span<const int64_t> partitions, ffi::Span<const int64_t> processes, ffi::Span<const int64_t> group_sizes,
-    ffi::Span<const int64_t> one_shot_bytes, ffi::Span<const int64_t> two_shot_bytes, std::string_view call,
-    std::string_view lines, std::string_view program) {
+    ffi::Span<const int64_t> one_shot_bytes, ffi::Span<const int64_t> two_shot_bytes,
+    ffi::Span<const int64_t> tree_shards, ffi::Span<const int64_t> tree_sizes, ffi::Span<const int64_t> tree_ranks,
+    std::string_view call, std::string_view lines, std::string_view program) {
   try {
     const Plan plan{named<Collective>(collective, kCollectives), named<Order>(order, kOrders), static_cast<int>(root)};
     for (int64_t size : group_sizes) {
@@ -129,6 +132,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
                          are_local(processes));
     auto site = std::make_unique<CallSite>(std::move(groups), describe(call, lines), plan, named<Op>(op, kOps));
     site->algorithm = algorithm_of(algorithm);
+    site->trees = trees_of(plan, group_sizes, tree_shards, tree_sizes, tree_ranks);
     if (!program.empty()) site->hash = identity_of(call, program, plan, site->op, site->algorithm);
     find_communicators(*site, partitions, processes, group_sizes, one_shot_bytes, two_shot_bytes);
     return site;
@@ -251,6 +255,9 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                            .Attr<ffi::Span<const int64_t>>("group_sizes")
                            .Attr<ffi::Span<const int64_t>>("one_shot_bytes")
                            .Attr<ffi::Span<const int64_t>>("two_shot_bytes")
+                           .Attr<ffi::Span<const int64_t>>("tree_shards")
+                           .Attr<ffi::Span<const int64_t>>("tree_sizes")
+                           .Attr<ffi::Span<const int64_t>>("tree_ranks")
                            .Attr<std::string_view>("call")
                            .Attr<std::string_view>("site")
                            .Attr<std::string_view>("program"));

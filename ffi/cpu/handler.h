@@ -26,7 +26,9 @@ namespace jax_ring::cpu {
 //   one_shot_bytes, two_shot_bytes
 //                int64 arrays: for each group, the largest message for which auto selects one_shot, or two_shot. Empty
 //                if no group spans processes.
-//   order        string: rank, ring or any, the order in which values are folded
+//   order        string: rank, ring, any or tree, the order in which values are folded
+//   tree_shards, tree_sizes, tree_ranks
+//                int64 arrays: for order tree, see trees_of() in common/trees.h; else empty
 XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame);
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "common/describe.h"
+#include "common/trees.h"
 #include "common/xla_types.h"
 #include "cuda/communicators.h"
 #include "cuda/first_run.h"
@@ -49,6 +50,7 @@ struct Instance {
   };
 
   CallSite site;
+  Trees trees;
   std::string text;  // for error messages
   std::vector<Group> groups;
 
@@ -123,14 +125,16 @@ std::vector<Instance::Group> groups_of(const std::vector<int64_t>& processes, co
 ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
     std::string_view collective, std::string_view op, int64_t root, std::string_view algorithm, std::string_view order,
     ffi::Span<const int64_t> processes, ffi::Span<const int64_t> devices, ffi::Span<const int64_t> group_sizes,
-    ffi::Span<const int64_t> one_shot_bytes, ffi::Span<const int64_t> two_shot_bytes, std::string_view call,
-    std::string_view lines, int64_t lane) {
+    ffi::Span<const int64_t> one_shot_bytes, ffi::Span<const int64_t> two_shot_bytes,
+    ffi::Span<const int64_t> tree_shards, ffi::Span<const int64_t> tree_sizes, ffi::Span<const int64_t> tree_ranks,
+    std::string_view call, std::string_view lines, int64_t lane) {
   const auto vector = [](ffi::Span<const int64_t> span) { return std::vector<int64_t>(span.begin(), span.end()); };
   try {
     auto instance = std::make_unique<Instance>();
     const Plan plan{named<Collective>(collective, kCollectives), named<Order>(order, kOrders), static_cast<int>(root)};
     instance->site = {std::string(call), plan, named<Op>(op, kOps), algorithm_of(algorithm)};
     instance->text = describe(call, lines);
+    instance->trees = trees_of(plan, group_sizes, tree_shards, tree_sizes, tree_ranks);
     if (lane < 0 || lane >= kLanes) {
       throw std::invalid_argument("the lane is " + std::to_string(lane) + ", and there are " + std::to_string(kLanes) +
                                   ", numbered from 0");
@@ -362,6 +366,9 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                            .Attr<ffi::Span<const int64_t>>("group_sizes")
                            .Attr<ffi::Span<const int64_t>>("one_shot_bytes")
                            .Attr<ffi::Span<const int64_t>>("two_shot_bytes")
+                           .Attr<ffi::Span<const int64_t>>("tree_shards")
+                           .Attr<ffi::Span<const int64_t>>("tree_sizes")
+                           .Attr<ffi::Span<const int64_t>>("tree_ranks")
                            .Attr<std::string_view>("call")
                            .Attr<std::string_view>("site")
                            .Attr<int64_t>("lane"),

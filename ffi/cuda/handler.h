@@ -14,7 +14,9 @@ namespace jax_ring::gpu {
 //   op           string: sum, max or min
 //   root         int64: the root of a reduce or broadcast
 //   algorithm    string: auto, one_shot, two_shot or ring
-//   order        string: rank, ring or any, the order in which values are folded
+//   order        string: rank, ring, any or tree, the order in which values are folded
+//   tree_shards, tree_sizes, tree_ranks
+//                int64 arrays: for order tree, see trees_of() in common/trees.h; else empty
 //   processes    int64 array: the process of each member of the replica groups, group after group, in rank order
 //   devices      int64 array: the id of each member, which is unique among the GPUs of all processes
 //   group_sizes  int64 array: the size of each group

@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "ring/blocks.h"
+#include "ring/tree.h"
 
 namespace jax_ring {
 
@@ -46,7 +47,7 @@ struct RankRange {
 // One part of a collective: elements [from, from + count) of the sources' operands are folded, in the order of the
 // sources, into elements [to, to + count) of the receivers' results.
 struct Part {
-  RankRange sources;
+  RankRange sources;  // Order::tree: terms of the tree, not ranks; they never wrap around
   size_t from;
   RankRange receivers;
   size_t to;
@@ -107,6 +108,33 @@ JAX_RING_INLINE Part part_of(const Plan& plan, int num_ranks, size_t count, size
       break;
   }
   return {{plan.root, 1}, 0, {0, num_ranks}, 0, count};
+}
+
+// Whether the sources of a part are the terms of a tree. What is only moved has ranks as its sources.
+JAX_RING_INLINE bool folds_along_tree(const Plan& plan) {
+  return plan.order == Order::tree && plan.collective != Collective::all_gather &&
+         plan.collective != Collective::broadcast;
+}
+
+// The same with Order::tree. An operand has one slot of `count` elements for each of the tree's slots. A reduce-scatter
+// in a group without all ranks has several results, one for each root of the tree; `num_results` is the largest number
+// of roots of any group.
+inline int num_parts(const Plan& plan, int num_ranks, const Tree* tree, int num_results) {
+  const bool scatters = plan.collective == Collective::reduce_scatter;
+  return folds_along_tree(plan) && scatters ? num_ranks * num_results : num_parts(plan, num_ranks);
+}
+
+inline Part part_of(const Plan& plan, int num_ranks, const Tree* tree, int num_results, size_t count,
+                    size_t element_bytes, int i) {
+  if (!folds_along_tree(plan)) return part_of(plan, num_ranks, count, element_bytes, i);
+  const int num_roots = static_cast<int>(tree->roots().size());
+  const int block = i / num_results, result = i % num_results;
+  Part part = part_of(plan, num_ranks, count, element_bytes, block);
+  // A group with fewer roots repeats the last one, so that all results are defined.
+  const Tree::Root root = tree->roots()[result < num_roots ? result : num_roots - 1];
+  part.sources = {root.first, root.num_terms};
+  part.to += result * part.count;
+  return part;
 }
 
 // Elements of each rank's result for an operand of `count` elements.

@@ -15,6 +15,7 @@ enum class Order : int {
   rank,  // 0, 1, ..., p-1
   ring,  // that of a ring reduce-scatter, which differs between the blocks of an operand; see `ring_first_rank`
   any,   // whichever the engine prefers, as long as all ranks get the same bits: rank order where it has no other
+  tree,  // along a binary tree over shards, whatever the number of ranks; see tree.h
 };
 
 // Ranks exchange whole packs: what a GPU thread loads at once.

@@ -8,3 +8,4 @@ from jax_ring.collectives.rooted import ring_broadcast as ring_broadcast
 from jax_ring.collectives.rooted import ring_reduce as ring_reduce
 from jax_ring.collectives.scatter_gather import ring_all_gather as ring_all_gather
 from jax_ring.collectives.scatter_gather import ring_psum_scatter as ring_psum_scatter
+from jax_ring.collectives.shard_sums import ShardSums as ShardSums

@@ -15,8 +15,19 @@ from jax.lax import psum as lax_psum
 
 from jax_ring import _compat
 from jax_ring.collectives import primitives
-from jax_ring.collectives.axes import AxisName, Groups, check_reduction, refuse_groups, split_axes, warn_of_equal_values
+from jax_ring.collectives.axes import (
+    AxisName,
+    Groups,
+    axes_of,
+    check_reduction,
+    num_ranks,
+    refuse_groups,
+    split_axes,
+    warn_of_equal_values,
+)
 from jax_ring.collectives.leaves import as_varying, belongs_to_lax, counted, fused
+from jax_ring.collectives.shard_sums import ShardSums
+from jax_ring.collectives.tree_by_gather import tree_sum
 from jax_ring.options import Algorithm, Options, Order, make_options
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
@@ -35,6 +46,7 @@ def ring_psum(
     axis_index_groups: Groups | None = None,
     algorithm: Algorithm = "auto",
     order: Order = "rank",
+    num_shards: int | None = None,
 ) -> T:
     """Sums `x` over the ranks of a mapped axis; every rank gets the sum. A drop-in for `jax.lax.psum`.
 
@@ -74,6 +86,8 @@ def ring_psum(
       jax.errors.JaxRuntimeError: at run time, if a rank of the group does not arrive within `JAX_RING_TIMEOUT_S`
         seconds (60 by default). `jax.Array.block_until_ready` raises it as a ValueError.
     """
+    if order == "tree":
+        return tree_sum(x, axis_name, axis_index_groups)
     return _psum("ring_psum", x, axis_name, axis_index_groups, make_options("ring_psum", algorithm, order))
 
 
@@ -84,6 +98,7 @@ def ring_pmean(
     axis_index_groups: Groups | None = None,
     algorithm: Algorithm = "auto",
     order: Order = "rank",
+    num_shards: int | None = None,
 ) -> T:
     """The mean of `x` over the ranks of a mapped axis: `ring_psum`, divided. A drop-in for `jax.lax.pmean`.
 
@@ -95,6 +110,9 @@ def ring_pmean(
     Warns:
       UserWarning: if JAX knows that `x` is already the same on all ranks, like a gradient that it has summed.
     """
+    if order == "tree":
+        count = x.num_shards if isinstance(x, ShardSums) else num_ranks(axes_of(axis_name))
+        return jax.tree.map(partial(_divided, count=count), tree_sum(x, axis_name, axis_index_groups))
     options = make_options("ring_pmean", algorithm, order)
     total = _psum("ring_pmean", jax.tree.map(_averageable, x), axis_name, axis_index_groups, options)
     warn_of_equal_values("ring_pmean", x, axis_name)

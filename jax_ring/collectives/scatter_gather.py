@@ -24,6 +24,7 @@ from jax_ring.collectives.axes import (
     split_axes,
 )
 from jax_ring.collectives.leaves import as_varying, belongs_to_lax, fused
+from jax_ring.collectives.tree_by_gather import tree_scatter
 from jax_ring.options import Algorithm, Order, check_choice, make_options
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
@@ -40,6 +41,7 @@ def ring_psum_scatter(
     tiled: bool = False,
     algorithm: Algorithm = "auto",
     order: Order = "rank",
+    num_shards: int | None = None,
 ) -> T:
     """Like `ring_psum`, but rank r of p keeps only block r of the sum. A drop-in for `jax.lax.psum_scatter`.
 
@@ -63,6 +65,8 @@ def ring_psum_scatter(
         `ring_psum`.
       NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
+    if order == "tree":
+        return tree_scatter(x, axis_name, scatter_dimension, tiled, axis_index_groups)
     function, options = "ring_psum_scatter", make_options("ring_psum_scatter", algorithm, order)
     axes = _compat.skip_size_one_axes(axes_of(axis_name))
     if not axes:

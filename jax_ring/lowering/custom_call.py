@@ -67,6 +67,9 @@ def emit(
             group_sizes=np.array([len(group) for group in groups], np.int64),
             one_shot_bytes=np.array([t.one_shot for t in thresholds], np.int64),
             two_shot_bytes=np.array([t.two_shot for t in thresholds], np.int64),
+            tree_shards=np.array([], np.int64),
+            tree_sizes=np.array([], np.int64),
+            tree_ranks=np.array([], np.int64),
             call=call,
             **encoded.attributes,
         )

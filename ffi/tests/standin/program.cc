@@ -35,7 +35,7 @@ XLA_FFI_DataType xla_type_of(DType dtype) {
 Attributes attributes_of(const CallSpec& what) {
   const char* const collectives[] = {"all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast"};
   const char* const ops[] = {"sum", "max", "min"};
-  const char* const orders[] = {"rank", "ring"};
+  const char* const orders[] = {"rank", "ring", "any", "tree"};
   std::vector<int64_t> processes, devices;
   for (const gpu::Member& member : what.members) {
     processes.push_back(member.process);
@@ -56,6 +56,9 @@ Attributes attributes_of(const CallSpec& what) {
           {"group_sizes", for_each_group(size)},
           {"one_shot_bytes", for_each_group(thresholds.one_shot)},
           {"two_shot_bytes", for_each_group(thresholds.two_shot)},
+          {"tree_shards", std::vector<int64_t>()},
+          {"tree_sizes", std::vector<int64_t>()},
+          {"tree_ranks", std::vector<int64_t>()},
           {"call", what.call},
           {"site", std::string("train.py:7")},
           {"lane", int64_t{what.lane}}};

@@ -1,0 +1,104 @@
+"""`ShardSums`: what a rank that holds several shards contributes to a sum along the tree."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_ring import shard_tree
+from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
+from jax_ring.collectives.leaves import own_copy
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["terms"], meta_fields=["num_shards", "dtypes"])
+@dataclass(frozen=True)
+class ShardSums:
+    """The partial sums of the shards that a rank holds, for `ring_psum(..., order="tree")` and the training layer.
+
+    Attributes:
+      terms: a pytree like the sum, of which each leaf has a first dimension more, for the rank's terms
+        (`shard_tree.terms_of`), in the dtype in which they are added. What is in slots beyond the rank's last term has
+        no meaning.
+      num_shards: the number of shards of all ranks together, V.
+      dtypes: those of the sum, in the order of `jax.tree.leaves(terms)`.
+    """
+
+    terms: Any
+    num_shards: int = field(metadata={"static": True})
+    dtypes: tuple[np.dtype, ...] = field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, values: Any, axis_name: AxisName, num_shards: int) -> Self:
+        """The partial sums of a pytree whose leaves have a first dimension for the rank's V/p shards, in order.
+
+        Rank r of p holds the shards from r * V/p on.
+        """
+        leaves, structure = jax.tree.flatten(values)
+        each = num_shards // num_ranks(axes_of(axis_name))
+        stack = TermStack.empty([jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves], axis_name, num_shards)
+        for shard in range(each):
+            stack = stack.push([x[shard] for x in leaves], axis_name, num_shards, shard)
+        terms = jax.tree.unflatten(structure, stack.terms(axis_name, num_shards))
+        return cls(terms, num_shards, tuple(x.dtype for x in leaves))
+
+
+def accumulator(dtype: Any) -> np.dtype:
+    """The dtype in which partial sums are kept: float32 for narrower floats."""
+    is_small = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return np.dtype(np.float32) if is_small else np.dtype(dtype)
+
+
+class TermStack(NamedTuple):
+    """A stack of partial sums, to which a rank adds its shards one after the other.
+
+    It never holds more than log2(V/p) + 1 values if V/p is a power of two, and at most twice as many if not.
+
+    Attributes:
+      slots: for each leaf an array with a first dimension for the places of the stack.
+      depth: the number of places in use.
+    """
+
+    slots: list[jax.Array]
+    depth: jax.Array
+
+    @classmethod
+    def empty(cls, likes: list, axis_name: AxisName, num_shards: int) -> Self:
+        """An empty stack for leaves of these shapes and dtypes."""
+        size = _stack_size(num_shards, num_ranks(axes_of(axis_name)))
+        slots = [jnp.zeros((size, *x.shape), accumulator(x.dtype)) for x in likes]
+        return cls([own_copy(x, axis_name) for x in slots], own_copy(jnp.zeros((), jnp.int32), axis_name))
+
+    def push(self, leaves: list, axis_name: AxisName, num_shards: int, shard: Any) -> Self:
+        """The stack after the rank's next shard, the `shard`-th of its own, has been added along the tree."""
+        merges = _merges(num_shards, num_ranks(axes_of(axis_name)))
+        count = jnp.asarray(merges)[lax.axis_index(axes_of(axis_name)), shard]
+        wide = [own_copy(x.astype(s.dtype), axis_name) for x, s in zip(leaves, self.slots, strict=True)]
+
+        def merge(_, state):
+            depth, sums = state
+            top = [lax.dynamic_index_in_dim(s, depth - 1, keepdims=False) for s in self.slots]
+            return depth - 1, [left + right for left, right in zip(top, sums, strict=True)]
+
+        depth, sums = lax.fori_loop(0, count, merge, (self.depth, wide))
+        slots = [lax.dynamic_update_index_in_dim(s, x, depth, 0) for s, x in zip(self.slots, sums, strict=True)]
+        return type(self)(slots, depth + 1)
+
+    def terms(self, axis_name: AxisName, num_shards: int) -> list[jax.Array]:
+        """The rank's terms, after its last shard."""
+        count = shard_tree.num_slots(num_shards, num_ranks(axes_of(axis_name)))
+        return [s[:count] for s in self.slots]
+
+
+def _merges(num_shards: int, num_ranks: int) -> np.ndarray:
+    """By rank and shard of the rank: how many partial sums are added after it."""
+    each = num_shards // num_ranks
+    nodes = [[shard_tree.Node(rank * each + i, 1) for i in range(each)] for rank in range(num_ranks)]
+    return np.array([shard_tree.merges_of(num_shards, own) for own in nodes], np.int32)
+
+
+def _stack_size(num_shards: int, num_ranks: int) -> int:
+    return int((1 - _merges(num_shards, num_ranks)).cumsum(axis=1).max())
