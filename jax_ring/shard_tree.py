@@ -13,15 +13,15 @@ Value = TypeVar("Value")
 
 
 class Node(NamedTuple):
-    """A node of the tree, over the shards `first`, ..., `first + count - 1`."""
+    """A node of the tree, over the shards `first`, ..., `first + size - 1`."""
 
     first: int
-    count: int
+    size: int
 
     def children(self) -> tuple["Node", "Node"]:
         """The two halves of a node of several shards. The left one has a power of two of them, and at least half."""
-        left = 1 << (self.count - 1).bit_length() - 1
-        return Node(self.first, left), Node(self.first + left, self.count - left)
+        left = 1 << (self.size - 1).bit_length() - 1
+        return Node(self.first, left), Node(self.first + left, self.size - left)
 
 
 def maximal_nodes(num_shards: int, shards: Iterable[int]) -> list[Node]:
@@ -29,8 +29,8 @@ def maximal_nodes(num_shards: int, shards: Iterable[int]) -> list[Node]:
     held = set(shards)
 
     def visit(node: Node) -> list[Node]:
-        present = sum(shard in held for shard in range(node.first, node.first + node.count))
-        if present in (0, node.count):
+        present = sum(shard in held for shard in range(node.first, node.first + node.size))
+        if present in (0, node.size):
             return [node] if present else []
         return [found for child in node.children() for found in visit(child)]
 
@@ -84,16 +84,16 @@ def fold_of(num_shards: int, num_ranks: int, ranks: tuple[int, ...] | None = Non
 def merges_of(num_shards: int, nodes: Sequence[Node]) -> list[int]:
     """After each of these nodes, from left to right, how many pairs of partial sums on top of a stack are added."""
     place, merges = {node: i for i, node in enumerate(nodes)}, [0] * len(nodes)
-    ends = [node.first + node.count for node in nodes]
+    ends = [node.first + node.size for node in nodes]
 
     def covers(node: Node) -> bool:
         if node in place:
             return True
-        if node.count == 1:
+        if node.size == 1:
             return False
         left, right = map(covers, node.children())
         if left and right:
-            merges[ends.index(node.first + node.count)] += 1
+            merges[ends.index(node.first + node.size)] += 1
         return left and right
 
     covers(Node(0, num_shards))

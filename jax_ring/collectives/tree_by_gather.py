@@ -17,7 +17,7 @@ def tree_sum(x: Any, axis_name, groups=None) -> Any:
     size = num_ranks(axes) if groups is None else len(groups[0])
     if isinstance(x, ShardSums):
         leaves, structure = jax.tree.flatten(x.terms)
-        dtypes, num_shards = x.dtypes, x.num_shards
+        dtypes, num_shards = list(x.dtypes), x.num_shards
     else:
         leaves, structure = jax.tree.flatten(x)
         leaves = [jnp.asarray(leaf) for leaf in leaves]
