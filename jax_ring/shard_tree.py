@@ -81,6 +81,12 @@ def fold_of(num_shards: int, num_ranks: int, ranks: tuple[int, ...] | None = Non
     return tuple(Term(rank, slot, merges) for (rank, slot, _), merges in zip(owned, after, strict=True))
 
 
+def roots_of(num_shards: int, num_ranks: int, ranks: Iterable[int]) -> list[Node]:
+    """The largest nodes within the shards of some ranks, from left to right: those whose sums their fold leaves."""
+    each = num_shards // num_ranks
+    return maximal_nodes(num_shards, (rank * each + i for rank in ranks for i in range(each)))
+
+
 def merges_of(num_shards: int, nodes: Sequence[Node]) -> list[int]:
     """After each of these nodes, from left to right, how many pairs of partial sums on top of a stack are added."""
     place, merges = {node: i for i, node in enumerate(nodes)}, [0] * len(nodes)

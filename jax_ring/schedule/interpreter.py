@@ -89,18 +89,24 @@ def run(schedule: Schedule, inputs: Sequence[np.ndarray], fold: Callable = np.ad
         inbox.setdefault(link, deque()).append(message)
 
     def receive(rank: int, item: Receive) -> None:
-        total = None
-        for source in item.sources:
-            value = result.outputs[rank][slice(*item.chunk)]
-            if source != rank:
-                message = inbox[source, rank].popleft()
-                if message.chunk != item.chunk:
-                    raise RuntimeError(f"rank {rank} expects {item.chunk} from {source}, which sent {message.chunk}")
-                message.folded = len(item.sources) > 1
-                clock[rank] = max(clock[rank], message.sent + 1)
-                value = message.values
-            total = value if total is None else fold(total, value)
-        result.outputs[rank][slice(*item.chunk)] = total
+        values = []
+        for source, chunk in item.sent():
+            if source == rank:
+                values.append(result.outputs[rank][slice(*chunk)])
+                continue
+            message = inbox[source, rank].popleft()
+            if message.chunk != chunk:
+                raise RuntimeError(f"rank {rank} expects {chunk} from {source}, which sent {message.chunk}")
+            message.folded = len(item.sources) > 1
+            clock[rank] = max(clock[rank], message.sent + 1)
+            values.append(message.values)
+        stack: list = []
+        for value, merges in zip(values, item.merges or (0, *[1] * (len(values) - 1)), strict=True):
+            stack.append(value)
+            for _ in range(merges):
+                right = stack.pop()
+                stack.append(fold(stack.pop(), right))
+        (result.outputs[rank][slice(*item.chunk)],) = stack
 
     waiting = deque(range(p))
     blocked = 0  # ranks in a row that made no progress
@@ -109,8 +115,8 @@ def run(schedule: Schedule, inputs: Sequence[np.ndarray], fold: Callable = np.ad
         before = len(steps[rank])
         while steps[rank]:
             step = steps[rank][0]
-            sources = (s for r in step.receives for s in r.sources if s != rank)
-            if not all(inbox.get((source, rank)) for source in sources):
+            needed = Counter(s for r in step.receives for s in r.sources if s != rank)
+            if any(len(inbox.get((source, rank), ())) < count for source, count in needed.items()):
                 break
             steps[rank].popleft()
             for incoming in step.receives:

@@ -17,16 +17,33 @@ class Chunk(NamedTuple):
         """The number of elements."""
         return self.end - self.begin
 
+    def moved(self, offset: int) -> "Chunk":
+        """As many elements, `offset` further on."""
+        return Chunk(self.begin + offset, self.end + offset)
+
 
 class Receive(NamedTuple):
     """Replaces a chunk by the fold of the values that `sources` have of it, in this order.
 
     The receiving rank among the sources stands for its own value. So `(left, rank)` folds the value from the left with
     its own, `(0, 1, 2, 3)` folds in rank order, and a single other source is a copy.
+
+    Attributes:
+      merges: for a fold along a tree, the number of partial sums on top of a stack that are added after each source;
+        empty for a fold in sequence.
+      offsets: how far each source's elements are from the chunk, for ranks that send several values for an element;
+        empty if they are the chunk.
     """
 
     chunk: Chunk
     sources: tuple[int, ...]
+    merges: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+
+    def sent(self) -> list[tuple[int, Chunk]]:
+        """The sources, each with the elements that it sends."""
+        offsets = self.offsets or (0,) * len(self.sources)
+        return [(source, self.chunk.moved(offset)) for source, offset in zip(self.sources, offsets, strict=True)]
 
 
 class Send(NamedTuple):
@@ -75,13 +92,13 @@ def without_empty(steps: Steps) -> Steps:
 def relabel(steps: Steps, ranks: Sequence[int], begin: int) -> Steps:
     """The steps of a group within a larger one, where its rank i is `ranks[i]` and its message begins at `begin`."""
 
-    def moved(chunk: Chunk) -> Chunk:
-        return Chunk(chunk.begin + begin, chunk.end + begin)
-
     return [
         Step(
-            tuple(Receive(moved(r.chunk), tuple(ranks[source] for source in r.sources)) for r in step.receives),
-            tuple(Send(moved(s.chunk), ranks[s.to]) for s in step.sends),
+            tuple(
+                r._replace(chunk=r.chunk.moved(begin), sources=tuple(ranks[source] for source in r.sources))
+                for r in step.receives
+            ),
+            tuple(Send(s.chunk.moved(begin), ranks[s.to]) for s in step.sends),
         )
         for step in steps
     ]
