@@ -69,9 +69,3 @@ SAME = P()
 def on_ranks(fun, num_ranks, *, check_vma=True, out_specs=SAME):
     """`fun(x)` of each rank's shards, on the first devices."""
     return sharded(fun, mesh=make_mesh((num_ranks,)), out_specs=out_specs, check_vma=check_vma)
-
-
-def blocks(total, num_ranks, *, dimension=0, tiled=False) -> np.ndarray:
-    """What the ranks keep of a scattered sum, one after the other."""
-    parts = np.split(total, num_ranks, dimension)
-    return np.concatenate(parts if tiled else [part.squeeze(dimension)[None] for part in parts])
