@@ -19,7 +19,7 @@ V = 24
 def served_by(request, monkeypatch):
     """Who serves the calls: the engine, or XLA, which then moves the data and adds nothing."""
     if request.param == "XLA":
-        monkeypatch.setattr(rule, "service_of", lambda *args, **options: Service(None, why_not="of the test"))
+        monkeypatch.setattr(rule, "service_of", lambda *args: Service(None, why_not="of the test"))
     return request.param
 
 
