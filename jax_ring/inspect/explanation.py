@@ -226,7 +226,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     sums = kind == "all_reduce" and "psum" in name
     options = params.get("options", Options())
     along = trees.trees_of(groups, options) if trees.adds_along_tree(kind, options) else []
-    served_by, why, engine, levels = _who_serves(eqn.primitive.name, kind, axis_context, groups, bool(along))
+    served_by, why, engine, levels = _who_serves(eqn.primitive.name, kind, axis_context, groups, options)
     has_options = "options" in params or sums
     algorithm = options.algorithm if has_options and engine else ""
     # The message is the larger side of the call: the results of a gather, elsewhere the operands.
@@ -307,7 +307,7 @@ def _belongs_to_jax_ring(primitive_name: str) -> bool:
 
 
 def _who_serves(
-    primitive_name: str, kind: str, axis_context, groups: Sequence[Sequence[int]], along_tree: bool
+    primitive_name: str, kind: str, axis_context, groups: Sequence[Sequence[int]], options: Options
 ) -> tuple[str, str, str | None, Levels | None]:
     """Returns `Collective.served_by` and `Collective.why`, and the engine and the groups it serves, if any."""
     if all(len(group) == 1 for group in groups):
@@ -315,7 +315,7 @@ def _who_serves(
     if not _belongs_to_jax_ring(primitive_name):
         return "XLA", "a collective of lax, not overridden", None, None
     platforms = (_platform(axis_context.mesh),)
-    found = service.who_serves(platforms, axis_context, groups, kind, along_tree=along_tree)
+    found = service.who_serves(platforms, axis_context, groups, kind, options)
     levels = found.levels
     if levels is None:
         return "XLA", found.why_not, None, None

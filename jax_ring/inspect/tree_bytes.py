@@ -17,7 +17,7 @@ def on_two_levels(
 
     avals: the types of the values that are added, without slots.
     """
-    hosts = two_level_tree.hosts_of(groups, levels.within, options)
+    hosts = trees.hosts_of(groups, levels.within, options)
     ranks_each, num_hosts = len(levels.within[0]), levels.num_hosts
     ranks = [ranks_each]
     num_terms = trees.mean_terms(hosts.parts)

@@ -53,7 +53,7 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
     """
     groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
     along_tree = trees.adds_along_tree(collective.kind, options)
-    service = service_of(ctx, groups, collective.kind, along_tree=along_tree)
+    service = service_of(ctx, groups, collective.kind, options)
     if along_tree and (shapes := symbolic_shapes(ctx)):
         raise NotImplementedError(
             f"{collective.function}(..., order='tree') over {axes} of the symbolic shape {shapes[0]}: no engine serves "

@@ -10,7 +10,6 @@ and of jax_ring within each host distribute the result.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,37 +22,6 @@ from jax_ring.lowering import custom_call, layout, ops, trees
 from jax_ring.lowering.service import Service
 from jax_ring.lowering.tree_by_xla import accumulator
 from jax_ring.options import Options
-
-
-class Hosts(NamedTuple):
-    """How the trees of a call lie on hosts.
-
-    Attributes:
-      parts: the trees of the parts of all groups on each host, in the order of `Levels.within`.
-      layouts: for each group, the trees of its parts, one per host.
-      num_roots: the largest number of sums that a part forms.
-    """
-
-    parts: list[trees.GroupTree]
-    layouts: list[tuple[trees.GroupTree, ...]]
-    num_roots: int
-
-
-def hosts_of(groups: trees.Groups, within: trees.Groups, options: Options) -> Hosts:
-    """How the trees of `groups` lie on hosts. within: the parts of the groups, group by group."""
-    num_hosts = len(within) // len(groups)
-    layouts = []
-    for i, group in enumerate(groups):
-        rank_of = {position: rank for rank, position in enumerate(group)}
-        size = len(group)
-        layouts.append(
-            tuple(
-                trees.GroupTree(options.num_shards or size, size, tuple(rank_of[position] for position in part))
-                for part in within[i * num_hosts : (i + 1) * num_hosts]
-            )
-        )
-    parts = [tree for of_group in layouts for tree in of_group]
-    return Hosts(parts, layouts, trees.num_roots(parts))
 
 
 def part_size(num_elements: int, num_ranks: int, num_hosts: int) -> int:
@@ -72,7 +40,7 @@ def emit(
     assert service.levels is not None
     levels = service.levels
     num_ranks, num_hosts = len(levels.within[0]), levels.num_hosts
-    hosts = hosts_of(groups, levels.within, options)
+    hosts = trees.hosts_of(groups, levels.within, options)
     slots = trees.num_slots(groups, options)
     lead = (slots,) if slots > 1 else ()
     dtype = ctx.avals_in[0].dtype
@@ -144,7 +112,7 @@ def _in_parts(x: jax.Array, *, lead: tuple, num_ranks: int, num_hosts: int, dtyp
 
 
 def _in_parts_by_owner(
-    x: jax.Array, *, lead: tuple, levels, hosts: Hosts, axes: tuple, dtype, **dimensions
+    x: jax.Array, *, lead: tuple, levels, hosts: trees.Hosts, axes: tuple, dtype, **dimensions
 ) -> jax.Array:
     """The same of a reduce-scatter: the shard of rank j of each host has the blocks of the j-th ranks of all hosts."""
     first: Callable = partial(layout.blocks_first, **dimensions)
@@ -156,7 +124,7 @@ def _in_parts_by_owner(
 
 
 def _cross_hosts(
-    *values: jax.Array, levels, hosts: Hosts, axes: tuple, dtype, gathers: bool
+    *values: jax.Array, levels, hosts: trees.Hosts, axes: tuple, dtype, gathers: bool
 ) -> jax.Array | list[jax.Array]:
     """The sums of all hosts from those of this one, which are by root and element of a shard.
 

@@ -5,12 +5,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_same_bits, make_mesh, sharded, tree_fold
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from shards import numbers, terms
 
-from jax_ring import explain, override_lax, ring_psum, ring_psum_scatter, ring_reduce, runtime
-from jax_ring.lowering import service
+from jax_ring import (
+    _compat,
+    explain,
+    override_lax,
+    ring_all_gather,
+    ring_pmax,
+    ring_psum,
+    ring_psum_scatter,
+    ring_reduce,
+    runtime,
+)
+from jax_ring.lowering import reach, service
 from jax_ring.lowering.service import Service
+from jax_ring.options import Options
 
 V, RANKS = 12, 4
 
@@ -92,7 +104,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_predicted_bytes(name, monkeypatch):
-    monkeypatch.setattr(service, "who_serves", lambda *args, **options: Service(None, why_not="of the test"))
+    monkeypatch.setattr(service, "who_serves", lambda *args: Service(None, why_not="of the test"))
     own = terms(numbers((V, 4, 3)), RANKS)
     body = lambda own: CALLS[name](own)[None]  # noqa: E731
 
@@ -100,3 +112,31 @@ def test_predicted_bytes(name, monkeypatch):
     (call,) = found.collectives
     assert (call.order, call.served_by, call.wire_bytes_across_hosts) == ("tree", "XLA", None)
     assert found.predicted_bytes == found.counted_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "ranks", "fits"),
+    [(8, 8, True), (64, 64, True), (24, 8, True), (128, 64, True), (24, 1, True), (1536, 8, True), (9600, 64, False)],
+)
+def test_trees_beyond_the_cuda_kernels(num_shards, ranks, fits, monkeypatch):
+    groups = [tuple(range(ranks))]
+    monkeypatch.setattr(reach, "levels_of", lambda *args: (reach.Levels(groups), ""))
+    context = _compat.SPMDAxisContext(make_mesh(), frozenset({"i"}))
+    options = Options(order="tree", num_shards=num_shards)
+    found = service.who_serves(("cuda",), context, groups, "all_reduce", options)
+    assert (found.levels is not None) == fits
+    assert ("the CUDA kernels cannot add" in found.why_not) != fits
+    assert service.who_serves(("cpu",), context, groups, "all_reduce", options).levels is not None
+
+
+def test_explain_says_the_order_of_each_call():
+    x = numbers((8, 8, 2))
+
+    def body(x):
+        sums = ring_psum(x, "i", order="tree"), ring_psum(x, "i"), ring_psum(x, "i", order="any"), lax.psum(x, "i")
+        return sums, ring_psum_scatter(x[0], "i", order="ring"), ring_pmax(x, "i"), ring_all_gather(x, "i")
+
+    found = explain(sharded(body, out_specs=P(None), check_vma=False), x)
+    orders = [call.order for call in found.collectives]
+    assert orders == ["tree", "rank", "any", "XLA", "ring", "", ""]
+    assert " tree " in str(found).replace("|", " ")
