@@ -112,3 +112,17 @@ int Sources::num_in(int process, const Part& part) const {
   const auto [first, count] = part.sources;
   return count == size() ? before[count] : before[first + count] - before[first];
 }
+
+const Subtree* Sources::steps_of(const Part& part) const {
+  if (tree_ == nullptr) return nullptr;
+  const Subtree* steps = &steps_[first_input_[part.sources.first]];
+  return steps->num_terms == 0 ? nullptr : steps;
+}
+
+const Subtree* Sources::steps_of(const Source& source) const {
+  if (tree_ == nullptr) return nullptr;
+  const Subtree* steps = &own_steps_[source.first];
+  return steps->num_terms == 0 ? nullptr : steps;
+}
+
+}  // namespace jax_ring::shm
