@@ -1,4 +1,4 @@
-// processes.h: the processes of a group, simulated by threads that share one block of memory.
+// processes.h: the processes of a group, simulated by threads that share one block of memory, and their calls.
 #pragma once
 
 #include <algorithm>
@@ -7,14 +7,23 @@
 #include <functional>
 #include <memory>
 #include <new>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "cpu/completion_threads.h"
+#include "reference.h"
 #include "shm/channel.h"
 #include "shm/communicator.h"
+#include "support.h"
 
 namespace jax_ring::shm {
+
+using namespace cpu::testing;
+using cpu::element_size;
+using cpu::Rendezvous;
+using cpu::RendezvousPtr;
 
 inline constexpr Capacity kSmall{4096, 2048};  // so that most calls take several rounds
 
@@ -51,6 +60,89 @@ class Processes {
  private:
   std::vector<int64_t> process_of_rank_;
   std::vector<std::unique_ptr<Communicator>> communicators_;
+};
+
+// One call, with random operands and the results of all ranks.
+class GroupCall {
+ public:
+  // The result of a rank, from the operands of all ranks, which have `count` elements, or as many for each slot.
+  using Expected = std::function<Bytes(const std::vector<Bytes>& operands, size_t count, int rank)>;
+
+  GroupCall(cpu::Message message, int num_ranks, bool in_place, bool one_shot, uint64_t id, Expected expected)
+      : message_(std::move(message)),
+        expected_(std::move(expected)),
+        num_ranks_(num_ranks),
+        one_shot_(one_shot),
+        in_place_(in_place),
+        id_(id),
+        outcomes_(num_ranks) {
+    const size_t num_slots = message_.tree == nullptr ? 1 : message_.tree->num_slots();
+    for (size_t count : message_.counts) {
+      const auto seed = static_cast<unsigned>(count + id);
+      operands_.push_back(random_elements(message_.dtype, num_ranks, num_slots * count, seed));
+      inputs_.emplace_back();
+      outputs_.emplace_back();
+      const size_t results = message_.num_results * result_count(message_.plan, num_ranks, count);
+      for (const Bytes& of_rank : operands_.back()) {
+        inputs_.back().emplace_back(of_rank, 0);
+        outputs_.back().emplace_back(Bytes(results * element_size(message_.dtype), 0xa5), 0);
+      }
+    }
+  }
+
+  // Submits the call for the ranks of one process.
+  void submit(Communicator& communicator, uint64_t id) {
+    RendezvousPtr rendezvous(new Rendezvous);
+    rendezvous->run_id = run_id_;
+    rendezvous->done.resize(num_ranks_);
+    const std::vector<int>& ranks = communicator.group().ranks_of(communicator.group().self());
+    for (int rank : ranks) rendezvous->done[rank] = outcomes_[rank].completion();
+    const auto local = [&](int rank) { return communicator.group().is_local(rank); };
+    for (size_t operand = 0; operand < message_.counts.size(); ++operand) {
+      for (int i = 0; i < 2 * num_ranks_; ++i) {
+        const int rank = i % num_ranks_;
+        rendezvous->inputs.push_back(local(rank) ? inputs_[operand][rank].data() : nullptr);
+      }
+      for (int rank = 0; rank < num_ranks_; ++rank) {
+        rendezvous->outputs.push_back(local(rank) ? results(operand)[rank].data() : nullptr);
+      }
+    }
+    const auto text = std::make_shared<std::string>("call " + std::to_string(id));
+    rendezvous = communicator.submit({std::move(rendezvous), message_, id, one_shot_, text});
+    if (rendezvous != nullptr) cpu::CompletionThreads::instance().complete(std::move(rendezvous));
+  }
+  void submit(Communicator& communicator) { submit(communicator, id_); }
+
+  const Outcome& outcome(int rank) const { return outcomes_[rank]; }
+
+  void expect_results() {
+    for (const Outcome& of_rank : outcomes_) {
+      ASSERT_TRUE(of_rank.wait());
+      ASSERT_EQ(of_rank.error(), "");
+    }
+    for (size_t operand = 0; operand < message_.counts.size(); ++operand) {
+      for (int rank = 0; rank < num_ranks_; ++rank) {
+        SCOPED_TRACE(describe(message_.plan, num_ranks_, message_.counts[operand]));
+        const Bytes want = expected_(operands_[operand], message_.counts[operand], rank);
+        const auto difference = first_difference(message_.dtype, results(operand)[rank].data(), want.data(),
+                                                 want.size() / element_size(message_.dtype));
+        ASSERT_FALSE(difference) << "rank " << rank << ", operand " << operand << ", element " << *difference;
+      }
+    }
+  }
+
+ private:
+  std::vector<OffsetBuffer>& results(size_t operand) { return (in_place_ ? inputs_ : outputs_)[operand]; }
+
+  const cpu::Message message_;
+  const Expected expected_;
+  const int num_ranks_;
+  const bool one_shot_, in_place_;
+  const uint64_t id_;
+  const int64_t run_id_ = next_run_id();
+  std::vector<std::vector<Bytes>> operands_;                 // by operand, then rank
+  std::vector<std::vector<OffsetBuffer>> inputs_, outputs_;  // likewise
+  std::vector<Outcome> outcomes_;
 };
 
 // Runs one function per process, each on its own thread.

@@ -31,84 +31,15 @@
 namespace jax_ring::shm {
 namespace {
 
-using namespace cpu::testing;
-using cpu::element_size;
-using cpu::Rendezvous;
-using cpu::RendezvousPtr;
-
-// One call, with the operands and results of all ranks.
-class TestCall {
+// A call of a group, with random operands.
+class TestCall : public GroupCall {
  public:
   TestCall(const Plan& plan, Op op, DType dtype, int num_ranks, std::vector<size_t> counts, bool in_place,
            bool one_shot, uint64_t id)
-      : message_{dtype, std::move(counts), plan, op},
-        num_ranks_(num_ranks),
-        one_shot_(one_shot),
-        in_place_(in_place),
-        id_(id),
-        outcomes_(num_ranks) {
-    for (size_t count : message_.counts) {
-      operands_.push_back(random_elements(dtype, num_ranks, count, static_cast<unsigned>(count + id)));
-      inputs_.emplace_back();
-      outputs_.emplace_back();
-      for (const Bytes& of_rank : operands_.back()) {
-        inputs_.back().emplace_back(of_rank, 0);
-        outputs_.back().emplace_back(Bytes(result_count(plan, num_ranks, count) * element_size(dtype), 0xa5), 0);
-      }
-    }
-  }
-
-  // Submits the call for the ranks of one process.
-  void submit(Communicator& communicator, uint64_t id) {
-    RendezvousPtr rendezvous(new Rendezvous);
-    rendezvous->run_id = run_id_;
-    rendezvous->done.resize(num_ranks_);
-    const std::vector<int>& ranks = communicator.group().ranks_of(communicator.group().self());
-    for (int rank : ranks) rendezvous->done[rank] = outcomes_[rank].completion();
-    const auto local = [&](int rank) { return communicator.group().is_local(rank); };
-    for (size_t operand = 0; operand < message_.counts.size(); ++operand) {
-      for (int i = 0; i < 2 * num_ranks_; ++i) {
-        const int rank = i % num_ranks_;
-        rendezvous->inputs.push_back(local(rank) ? inputs_[operand][rank].data() : nullptr);
-      }
-      for (int rank = 0; rank < num_ranks_; ++rank) {
-        rendezvous->outputs.push_back(local(rank) ? (in_place_ ? inputs_ : outputs_)[operand][rank].data() : nullptr);
-      }
-    }
-    const auto text = std::make_shared<std::string>("call " + std::to_string(id));
-    rendezvous = communicator.submit({std::move(rendezvous), message_, id, one_shot_, text});
-    if (rendezvous != nullptr) cpu::CompletionThreads::instance().complete(std::move(rendezvous));
-  }
-  void submit(Communicator& communicator) { submit(communicator, id_); }
-
-  const Outcome& outcome(int rank) const { return outcomes_[rank]; }
-
-  void expect_results() {
-    for (const Outcome& of_rank : outcomes_) {
-      ASSERT_TRUE(of_rank.wait());
-      ASSERT_EQ(of_rank.error(), "");
-    }
-    for (size_t operand = 0; operand < message_.counts.size(); ++operand) {
-      for (int rank = 0; rank < num_ranks_; ++rank) {
-        SCOPED_TRACE(describe(message_.plan, num_ranks_, message_.counts[operand]));
-        const Bytes want = expected_result(message_.plan, message_.op, message_.dtype, operands_[operand],
-                                           message_.counts[operand], rank);
-        const auto difference = first_difference(message_.dtype, (in_place_ ? inputs_ : outputs_)[operand][rank].data(),
-                                                 want.data(), want.size() / element_size(message_.dtype));
-        ASSERT_FALSE(difference) << "rank " << rank << ", operand " << operand << ", element " << *difference;
-      }
-    }
-  }
-
- private:
-  cpu::Message message_;
-  int num_ranks_;
-  bool one_shot_, in_place_;
-  uint64_t id_;
-  int64_t run_id_ = next_run_id();
-  std::vector<std::vector<Bytes>> operands_;                 // by operand, then rank
-  std::vector<std::vector<OffsetBuffer>> inputs_, outputs_;  // likewise
-  std::vector<Outcome> outcomes_;
+      : GroupCall({dtype, std::move(counts), plan, op}, num_ranks, in_place, one_shot, id,
+                  [=](const std::vector<Bytes>& operands, size_t count, int rank) {
+                    return expected_result(plan, op, dtype, operands, count, rank);
+                  }) {}
 };
 
 const std::vector<std::vector<int64_t>> kLayouts = {
