@@ -44,7 +44,7 @@ def terms(values, num_ranks) -> ShardSums:
         for rank in range(num_ranks):
             for slot, node in enumerate(shard_tree.terms_of(num_shards, num_ranks, rank)):
                 found[rank, slot] = _add(leaf[node.first : node.first + node.size].astype(found.dtype))
-        return found.reshape(-1, *leaf.shape[1:])
+        return np.concatenate(found)
 
     dtypes = tuple(leaf.dtype for leaf in leaves)
     with np.errstate(all="ignore"):
@@ -69,9 +69,3 @@ SAME = P()
 def on_ranks(fun, num_ranks, *, check_vma=True, out_specs=SAME):
     """`fun(x)` of each rank's shards, on the first devices."""
     return sharded(fun, mesh=make_mesh((num_ranks,)), out_specs=out_specs, check_vma=check_vma)
-
-
-def blocks(total, num_ranks, *, dimension=0, tiled=False) -> np.ndarray:
-    """What the ranks keep of a scattered sum, one after the other."""
-    parts = np.split(total, num_ranks, dimension)
-    return np.concatenate(parts if tiled else [part.squeeze(dimension)[None] for part in parts])
