@@ -17,6 +17,7 @@ from jax_ring import ShardSums, ring_pmean, ring_psum, ring_psum_scatter, ring_r
 
 RANKS, SHARDS = 8, 24
 SIZES = {"float32": (4104, 300_008), "bfloat16": (4104,)}
+SMALL_SIZES = {"float32": (4104,), "bfloat16": (4104,)}
 PAIRS = [[0, 7], [1, 6], [2, 5], [3, 4]]
 
 
@@ -56,13 +57,13 @@ def digest(array: np.ndarray) -> str:
     return hashlib.md5(np.ascontiguousarray(array).tobytes()).hexdigest()
 
 
-def print_digests(layouts: list[str]) -> None:
+def print_digests(layouts: list[str], sizes: dict) -> None:
     """Prints a digest of each rank's results, with the ranks in the order of the processes, or from each in turn."""
     by_process = np.array(jax.devices()).reshape(jax.process_count(), -1)
     for layout in layouts:
         mesh = Mesh({"consecutive": by_process, "interleaved": by_process.T}[layout].reshape(-1), ("i",))
         mapped = jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))
-        for dtype, counts in SIZES.items():
+        for dtype, counts in sizes.items():
             for count in counts:
                 results = mapped(put(mesh, values(count, dtype)))
                 for path, result in jax.tree_util.tree_leaves_with_path(results):
@@ -70,9 +71,9 @@ def print_digests(layouts: list[str]) -> None:
                         print(f"{layout} {dtype}[{count}] {jax.tree_util.keystr(path)} {rank}: {digest(row[0])}")
 
 
-def digests(num_processes: int, layouts: tuple[str, ...] = ("consecutive",), **options) -> dict:
+def digests(num_processes: int, layouts: tuple[str, ...] = ("consecutive",), sizes=SIZES, **options) -> dict:
     """Those of all ranks, by layout and what they are of."""
-    results = run(print_digests, num_processes, RANKS // num_processes, arguments=[layouts], **options)
+    results = run(print_digests, num_processes, RANKS // num_processes, arguments=[layouts, sizes], **options)
     found: dict = {layout: {} for layout in layouts}
     for result in results:
         for layout, of, md5 in re.findall(r"^(\w+) (.*): (\w{32})$", result.stdout, re.M):
@@ -103,8 +104,9 @@ def test_same_bits_between_processes(num_processes, layout, in_one_process):
 
 def test_same_bits_on_two_hosts(in_one_process):
     hosts = [{"JAX_RING_HOST_ID": host} for host in "aabb"]
-    for found in digests(4, ("consecutive", "interleaved"), environment_of=hosts).values():
-        assert found == in_one_process
+    expected = {of: md5 for of, md5 in in_one_process.items() if "300008" not in of}
+    for found in digests(4, ("consecutive", "interleaved"), SMALL_SIZES, environment_of=hosts).values():
+        assert found == expected
 
 
 def disagree_on_the_number_of_shards():
