@@ -34,9 +34,37 @@ JAX_RING_INLINE void stream(void* to, V value) {
   __builtin_memcpy(to, &value, sizeof(value));
 }
 
+// Where the conversion of the elements takes most of the time and of the code, fewer copies of it do.
+template <class Element>
+constexpr bool kConvertsFast = sizeof(typename Element::Storage) == sizeof(typename Element::Accumulator);
+template <>
+constexpr bool kConvertsFast<BFloat16> = true;
+
+// The shapes of a fold. Those of small perfect trees need no decision within a block.
+struct InSequence {
+  template <class Element, class Op, class Lanes, int kVectors, class Load, class Store>
+  static JAX_RING_INLINE void fold(const Inputs& inputs, Load load, Store store) {
+    fold_ranks<Element, Op, Lanes, kVectors>(inputs.count, load, store, Op{});
+  }
+};
+template <int kTerms>
+struct AlongPerfectTree {
+  template <class Element, class Op, class Lanes, int kVectors, class Load, class Store>
+  static JAX_RING_INLINE void fold(const Inputs&, Load load, Store store) {
+    fold_subtree<Element, Lanes, kVectors, kTerms>(0, load, Op{}).finish(store);
+  }
+};
+struct AlongTree {
+  template <class Element, class Op, class Lanes, int kVectors, class Load, class Store>
+  static JAX_RING_INLINE void fold(const Inputs& inputs, Load load, Store store) {
+    constexpr bool kUnrolled = kVectors > 1 && sizeof(typename Element::Storage) > 1;
+    fold_tree<Element, Op, Lanes, kVectors, kUnrolled>(inputs.count, inputs.subtrees, load, store, Op{});
+  }
+};
+
 // Folds blocks of `kVectors` registers from element `at` on while a whole block fits. Returns the first element that is
 // left.
-template <class Element, class Op, class Lanes, int kVectors, bool kTree, bool kStream>
+template <class Element, class Op, class Shape, class Lanes, int kVectors, bool kStream>
 size_t fold_blocks(const Inputs& inputs, const Outputs& outputs, size_t at, size_t end) {
   using Storage = typename Element::Storage;
   using Stored = typename Lanes::template Of<Storage>;
@@ -50,11 +78,7 @@ size_t fold_blocks(const Inputs& inputs, const Outputs& outputs, size_t at, size
       return loaded;
     };
     const auto store = [&](int v, Stored value) __attribute__((always_inline)) { results[v] = value; };
-    if constexpr (kTree) {
-      fold_tree<Element, Op, Lanes, kVectors>(inputs.count, inputs.subtrees, load, store, Op{});
-    } else {
-      fold_ranks<Element, Op, Lanes, kVectors>(inputs.count, load, store, Op{});
-    }
+    Shape::template fold<Element, Op, Lanes, kVectors>(inputs, load, store);
     for (int i = 0; i < outputs.count; ++i) {
       for (int v = 0; v < kVectors; ++v) {
         Storage* to = static_cast<Storage*>(outputs.buffers[i]) + outputs.begin + at + v * kLanes;
@@ -69,20 +93,22 @@ size_t fold_blocks(const Inputs& inputs, const Outputs& outputs, size_t at, size
   return at;
 }
 
-template <class Element, class Op, bool kTree>
-void fold_all(const Inputs& inputs, const Outputs& outputs, size_t count, bool streaming) {
+template <class Element, class Op, class Shape>
+void fold_in_shape(const Inputs& inputs, const Outputs& outputs, size_t count, bool streaming) {
   using Lanes = Vector<kRegisterBytes / sizeof(typename Element::Accumulator)>;
   // Enough for a block to cover whole cache lines of every rank, few enough for the accumulators to stay in registers.
   constexpr int kVectors = 4;
   size_t at = 0;
   if (streaming) {
-    at = fold_blocks<Element, Op, Lanes, kVectors, kTree, true>(inputs, outputs, at, count);
+    at = fold_blocks<Element, Op, Shape, Lanes, kVectors, true>(inputs, outputs, at, count);
 #if defined(__x86_64__)
     _mm_sfence();  // streaming stores are not ordered with the store that signals completion
 #endif
   }
-  at = fold_blocks<Element, Op, Lanes, kVectors, kTree, false>(inputs, outputs, at, count);
-  fold_blocks<Element, Op, Scalar, 1, kTree, false>(inputs, outputs, at, count);
+  at = fold_blocks<Element, Op, Shape, Lanes, kVectors, false>(inputs, outputs, at, count);
+  // The rest needs no code of its own for a perfect tree.
+  using ShapeOfRest = std::conditional_t<std::is_same_v<Shape, InSequence>, InSequence, AlongTree>;
+  fold_blocks<Element, Op, ShapeOfRest, Scalar, 1, false>(inputs, outputs, at, count);
 }
 
 // Only sums of floats depend on where the parentheses are.
@@ -94,9 +120,20 @@ constexpr bool kDependsOnTree<Element, Sum> = IsFloating<typename Element::Accum
 template <class Element, class Op>
 void fold(const Inputs& inputs, const Outputs& outputs, size_t count, bool streaming) {
   if constexpr (kDependsOnTree<Element, Op>) {
-    if (inputs.subtrees != nullptr) return fold_all<Element, Op, true>(inputs, outputs, count, streaming);
+    if (inputs.subtrees != nullptr) {
+      if constexpr (kConvertsFast<Element>) {
+        const bool is_perfect = inputs.subtrees[0].num_terms == inputs.count;
+        if (is_perfect && inputs.count == 4) {
+          return fold_in_shape<Element, Op, AlongPerfectTree<4>>(inputs, outputs, count, streaming);
+        }
+        if (is_perfect && inputs.count == 8) {
+          return fold_in_shape<Element, Op, AlongPerfectTree<8>>(inputs, outputs, count, streaming);
+        }
+      }
+      return fold_in_shape<Element, Op, AlongTree>(inputs, outputs, count, streaming);
+    }
   }
-  fold_all<Element, Op, false>(inputs, outputs, count, streaming);
+  fold_in_shape<Element, Op, InSequence>(inputs, outputs, count, streaming);
 }
 
 }  // namespace

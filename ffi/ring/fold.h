@@ -171,33 +171,43 @@ JAX_RING_INLINE Partial<Element, Lanes, kVectors> fold_subtree(int first, Load l
 }
 
 // Folds the values of all terms along a tree. subtrees[i]: the step that begins with term i. load(term, v) and
-// store(v, value) are as in Partial.
-template <class Element, class Op, class Lanes, int kVectors, class Load, class Store>
+// store(v, value) are as in Partial. kUnrolled: whether the code has a copy for each size of a subtree.
+template <class Element, class Op, class Lanes, int kVectors, bool kUnrolled, class Load, class Store>
 JAX_RING_INLINE void fold_tree(int num_terms, const Subtree* subtrees, Load load, Store store, Op op) {
   Partial<Element, Lanes, kVectors> top, below[kMaxTreeDepth - 1];
   int depth = 0;
-  for (int term = 0; term < num_terms;) {
-    if (term > 0) below[depth++] = top;
-    const Subtree next = subtrees[term];
-    switch (next.num_terms) {
-      case 8:
-        top = fold_subtree<Element, Lanes, kVectors, 8>(term, load, op);
-        break;
-      case 4:
-        top = fold_subtree<Element, Lanes, kVectors, 4>(term, load, op);
-        break;
-      case 2:
-        top = fold_subtree<Element, Lanes, kVectors, 2>(term, load, op);
-        break;
-      default:
-        top = fold_subtree<Element, Lanes, kVectors, 1>(term, load, op);
+  const auto merge = [&]() JAX_RING_LAMBDA {
+    Partial<Element, Lanes, kVectors> left = below[--depth];
+    left.merge(top, op);
+    top = left;
+  };
+  for (int first = 0; first < num_terms;) {
+    const Subtree next = subtrees[first];
+    if (first > 0) below[depth++] = top;
+    if constexpr (kUnrolled) {
+      switch (next.num_terms) {
+        case 8:
+          top = fold_subtree<Element, Lanes, kVectors, 8>(first, load, op);
+          break;
+        case 4:
+          top = fold_subtree<Element, Lanes, kVectors, 4>(first, load, op);
+          break;
+        case 2:
+          top = fold_subtree<Element, Lanes, kVectors, 2>(first, load, op);
+          break;
+        default:
+          top = fold_subtree<Element, Lanes, kVectors, 1>(first, load, op);
+      }
+    } else {
+      for (int i = 0; i < next.num_terms; ++i) {
+        if (i > 0) below[depth++] = top;
+        top = fold_subtree<Element, Lanes, kVectors, 1>(first + i, load, op);
+        // Leaf i ends as many subtrees as its number ends with ones.
+        for (int ones = i; ones % 2 == 1; ones /= 2) merge();
+      }
     }
-    for (int merge = 0; merge < next.merges; ++merge) {
-      Partial<Element, Lanes, kVectors> left = below[--depth];
-      left.merge(top, op);
-      top = left;
-    }
-    term += next.num_terms;
+    for (int i = 0; i < next.merges; ++i) merge();
+    first += next.num_terms;
   }
   top.finish(store);
 }

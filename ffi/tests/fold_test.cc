@@ -5,9 +5,12 @@
 
 #include <cstdlib>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cpu/fold_kernels.h"
+#include "reference.h"
+#include "ring/tree.h"
 #include "support.h"
 
 namespace jax_ring::cpu {
@@ -153,6 +156,60 @@ TEST_P(FoldKernelTest, PlacesAndNumbersOfBuffersMayDiffer) {
   }
 }
 
+// Trees whose terms are perfect subtrees of every size, and others. The ranks of the last ones have several terms.
+TEST_P(FoldKernelTest, AgreesWithTheRecursionOverATree) {
+  const DType dtype = GetParam();
+  constexpr size_t kCount = 301;
+  for (const auto& [num_shards, num_ranks] : {std::pair(1, 1),
+                                              {2, 2},
+                                              {3, 3},
+                                              {4, 4},
+                                              {5, 5},
+                                              {6, 6},
+                                              {7, 7},
+                                              {8, 8},
+                                              {9, 9},
+                                              {16, 16},
+                                              {23, 23},
+                                              {6, 2},
+                                              {24, 8},
+                                              {60, 5}}) {
+    std::vector<int> ranks;
+    for (int rank = 0; rank < num_ranks; ++rank) ranks.push_back(rank);
+    const Tree tree(num_shards, num_ranks, ranks);
+    const ReferenceTree reference(num_shards, num_ranks, ranks);
+    const int num_terms = static_cast<int>(tree.terms().size());
+    const Op op = static_cast<Op>((num_shards + static_cast<int>(dtype)) % static_cast<int>(Op::count));
+    for (Op each : {Op::sum, op}) {
+      const std::vector<Bytes> inputs = random_elements(dtype, num_terms, kCount, static_cast<unsigned>(num_shards));
+      std::vector<const void*> in;
+      for (const Bytes& input : inputs) in.push_back(input.data());
+      Bytes want(kCount * element_size(dtype));
+      std::vector<uint64_t> elements(num_ranks * tree.num_slots());
+      for (size_t i = 0; i < kCount; ++i) {
+        for (int t = 0; t < num_terms; ++t) {
+          const TreeTerm& term = tree.terms()[t];
+          elements[term.member * tree.num_slots() + term.slot] = element_bits(dtype, in[t], i);
+        }
+        set_element(dtype, want.data(), i, evaluate(dtype, reference.roots()[0], elements, each));
+      }
+      for (const FoldKernels* kernels : runnable_kernels()) {
+        SCOPED_TRACE(::testing::Message() << kernels->instruction_set << ", " << num_shards << " shards, " << num_ranks
+                                          << " ranks, op " << static_cast<int>(each));
+        for (bool streaming : {false, true}) {
+          std::vector<Bytes> outputs(2, Bytes(want.size(), kUntouched));
+          void* const out[] = {outputs[0].data(), outputs[1].data()};
+          kernels->get(each, dtype)({in.data(), num_terms, 0, tree.subtrees(0)}, {out, 2, 0}, kCount, streaming);
+          for (const Bytes& output : outputs) {
+            const auto difference = first_difference(dtype, output.data(), want.data(), kCount);
+            ASSERT_FALSE(difference) << "element " << *difference;
+          }
+        }
+      }
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(DTypes, FoldKernelTest, ::testing::ValuesIn(all_dtypes()), dtype_name);
 
 // The fold of one element per rank, on every instruction set.
@@ -215,6 +272,43 @@ TEST(FoldMeaning, LeftToRight) {
   expect_fold(DType::f32, elements_of(DType::f32, {1, 1e8, -1e8}), element_of(DType::f32, 0));
   expect_fold(DType::f64, elements_of(DType::f64, {1e17, -1e17, 1}), element_of(DType::f64, 1));
   expect_fold(DType::f64, elements_of(DType::f64, {1, 1e17, -1e17}), element_of(DType::f64, 0));
+}
+
+// The fold of one element per rank along the tree of as many shards, on every instruction set.
+void expect_tree_fold(DType dtype, const std::vector<double>& by_rank, double want) {
+  std::vector<int> ranks;
+  std::vector<Bytes> buffers;
+  std::vector<const void*> inputs;
+  constexpr size_t kCount = 300;
+  for (size_t rank = 0; rank < by_rank.size(); ++rank) {
+    ranks.push_back(static_cast<int>(rank));
+    buffers.emplace_back(kCount * element_size(dtype));
+    for (size_t i = 0; i < kCount; ++i) set_element(dtype, buffers[rank].data(), i, element_of(dtype, by_rank[rank]));
+  }
+  for (const Bytes& buffer : buffers) inputs.push_back(buffer.data());
+  const int num_ranks = static_cast<int>(by_rank.size());
+  const Tree tree(num_ranks, num_ranks, ranks);
+  for (const FoldKernels* kernels : runnable_kernels()) {
+    Bytes result(kCount * element_size(dtype));
+    void* const output = result.data();
+    kernels->get(Op::sum, dtype)({inputs.data(), num_ranks, 0, tree.subtrees(0)}, {&output, 1, 0}, kCount, false);
+    for (size_t i = 0; i < kCount; ++i) {
+      ASSERT_EQ(element_bits(dtype, result.data(), i), element_of(dtype, want))
+          << name_of(dtype) << ", " << kernels->instruction_set << ", element " << i;
+    }
+  }
+}
+
+TEST(FoldMeaning, AlongATree) {
+  // In sequence the first sum is 0.
+  expect_tree_fold(DType::f32, {1, 1e8, -1e8, 1}, 0);
+  expect_tree_fold(DType::f32, {1e8, -1e8, 1, 1e8}, 1e8);
+  expect_tree_fold(DType::f32, {1e8, 1, -1e8, 1, 1, 2}, 3);
+  // A partial sum is neither rounded nor does it overflow before the end.
+  expect_tree_fold(DType::bf16, {256, 1, 1, 0}, 258);
+  expect_tree_fold(DType::f16, {65504, 65504, -65504, 0}, 65504);
+  expect_tree_fold(DType::f32, std::vector<double>(8, -0.0), -0.0);
+  expect_tree_fold(DType::f32, std::vector<double>(11, -0.0), -0.0);
 }
 
 TEST(FoldMeaning, RoundedOnce) {

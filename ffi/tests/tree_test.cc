@@ -4,12 +4,15 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -212,6 +215,153 @@ TEST(TreeFold, OfSomeRanks) {
       }
     }
   }
+}
+
+class TreeFoldTest : public ::testing::TestWithParam<DType> {};
+
+TEST_P(TreeFoldTest, OfEveryCollective) {
+  int turn = 0;
+  for (const auto& [num_shards, num_ranks] : {std::pair(3, 3), {4, 4}, {8, 8}, {6, 2}, {24, 3}, {24, 8}}) {
+    for (Collective collective : kReductions) {
+      for (int root : {0, num_ranks / 2}) {
+        if (root > 0 && collective != Collective::reduce) continue;
+        const Op op = turn % 2 == 0 ? Op::sum : static_cast<Op>(turn % 3);
+        Setting setting{num_shards, num_ranks, range(num_ranks), 1, ++turn % 3};
+        const size_t p = num_ranks;
+        ASSERT_NO_FATAL_FAILURE(
+            expect_tree({collective, Order::tree, root}, op, GetParam(), setting, {67 * p, 0, p, 1024 * p}));
+        // Results in the place of the operands.
+        setting.in_place = num_shards == num_ranks && collective != Collective::reduce_scatter;
+        if (!setting.in_place) continue;
+        ASSERT_NO_FATAL_FAILURE(expect_tree({collective, Order::tree, root}, op, GetParam(), setting, {1, 1000}));
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(DTypes, TreeFoldTest, ::testing::ValuesIn(all_dtypes()), dtype_name);
+
+// Larger than a chunk, than the limit for a single thread, and than the caches.
+TEST(TreeFold, DoesNotDependOnThreads) {
+  for (const auto& [num_shards, num_ranks] : {std::pair(4, 4), {12, 4}}) {
+    for (Collective collective : kReductions) {
+      for (int num_threads : {1, 4}) {
+        ASSERT_NO_FATAL_FAILURE(expect_tree({collective, Order::tree}, Op::sum, DType::f32,
+                                            {num_shards, num_ranks, range(num_ranks), 1, num_threads},
+                                            {4 * 70'003, 4}));
+      }
+    }
+  }
+}
+
+// All ways to put parentheses around values [first, first + count).
+std::vector<Expression> associations(int first, int count) {
+  if (count == 1) return {Expression{first, {}}};
+  std::vector<Expression> all;
+  for (int left = 1; left < count; ++left) {
+    for (const Expression& a : associations(first, left)) {
+      for (const Expression& b : associations(first + left, count - left)) all.push_back({-1, {a, b}});
+    }
+  }
+  return all;
+}
+
+// Values for which any other association gives other bits, in types that round.
+TEST(TreeFold, NoOtherAssociationGivesItsBits) {
+  constexpr size_t kCount = 500;
+  std::mt19937 random(3);
+  for (DType dtype : {DType::f32, DType::f64, DType::bf16, DType::f16, DType::f8e5m2}) {
+    // Two of the values are large and cancel. Of the others, those added to one of them before lose digits, which shows
+    // whatever the precision of the result.
+    const int digits = dtype == DType::f64 ? 53 : 24;
+    const int least = dtype == DType::f16 || dtype == DType::f8e5m2 ? -10 : 0;
+    const double large = std::ldexp(1.0, least + digits + 1);
+    for (int size = 3; size <= 7; ++size) {
+      const Setting setting{size, size, range(size)};
+      std::vector<Bytes> operands(size, Bytes(kCount * element_size(dtype)));
+      for (size_t i = 0; i < kCount; ++i) {
+        std::vector<double> values;
+        for (int rank = 0; rank < size; ++rank) {
+          const double fraction = static_cast<double>(random() % 1024) / 1024;
+          values.push_back(std::ldexp(1 + fraction, least + static_cast<int>(random() % 4)));
+        }
+        const int first = static_cast<int>(random() % size);
+        values[first] = large;
+        values[(first + 1 + random() % (size - 1)) % size] = -large;
+        for (int rank = 0; rank < size; ++rank) {
+          set_element(dtype, operands[rank].data(), i, element_of(dtype, values[rank]));
+        }
+      }
+      const Bytes got =
+          run_tree({Collective::all_reduce, Order::tree}, Op::sum, dtype, setting, {kCount}, {operands})[0][0];
+      const std::string tree = ReferenceTree(size, size, range(size)).roots()[0].text();
+      int equal = 0;
+      for (const Expression& association : associations(0, size)) {
+        Bytes other(got.size());
+        for (size_t i = 0; i < kCount; ++i) {
+          std::vector<uint64_t> elements;
+          for (const Bytes& of_rank : operands) elements.push_back(element_bits(dtype, of_rank.data(), i));
+          set_element(dtype, other.data(), i, evaluate(dtype, association, elements, Op::sum));
+        }
+        const bool is_equal = !first_difference(dtype, got.data(), other.data(), kCount);
+        EXPECT_EQ(is_equal, association.text() == tree) << name_of(dtype) << ": " << association.text();
+        equal += is_equal;
+      }
+      EXPECT_EQ(equal, 1) << name_of(dtype) << ", " << size << " ranks";
+    }
+  }
+}
+
+// ---- The attributes of a custom call -------------------------------------------------------------------------------
+
+using Numbers = std::vector<int64_t>;
+
+std::string refusal(const Plan& plan, const Numbers& group_sizes, const Numbers& tree_shards, const Numbers& tree_sizes,
+                    const Numbers& tree_ranks) {
+  try {
+    trees_of(plan, group_sizes, tree_shards, tree_sizes, tree_ranks);
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(TreesOf, HasATreeForEachGroup) {
+  const Plan plan{Collective::reduce_scatter, Order::tree};
+  const Trees trees = trees_of(plan, Numbers{2, 3}, Numbers{8, 24}, Numbers{2, 4}, Numbers{0, 1, 0, 1, 3});
+  ASSERT_EQ(trees.of_group.size(), 2u);
+  EXPECT_EQ(trees.of_group[0].num_slots(), 1);
+  EXPECT_EQ(trees.of_group[0].roots().size(), 1u);
+  EXPECT_EQ(trees.of_group[1].num_slots(), ReferenceTree(24, 4, {0, 1, 3}).num_slots());
+  EXPECT_EQ(trees.of_group[1].roots().size(), ReferenceTree(24, 4, {0, 1, 3}).roots().size());
+  EXPECT_EQ(trees.num_results, static_cast<int>(trees.of_group[1].roots().size()));
+  // The calls of another order have none, and those that only move data.
+  EXPECT_TRUE(
+      trees_of({Collective::all_reduce, Order::rank}, Numbers{2}, Numbers{}, Numbers{}, Numbers{}).of_group.empty());
+  EXPECT_TRUE(
+      trees_of({Collective::all_gather, Order::tree}, Numbers{2}, Numbers{}, Numbers{}, Numbers{}).of_group.empty());
+}
+
+TEST(TreesOf, RefusesWhatIsNoTree) {
+  const Plan plan{Collective::all_reduce, Order::tree};
+  EXPECT_EQ(refusal(plan, {2}, {4}, {2}, {0, 1}), "");
+  for (const auto& [shards, sizes, ranks] : {std::tuple(Numbers{}, Numbers{}, Numbers{}),
+                                             {Numbers{4}, Numbers{}, Numbers{0, 1}},
+                                             {Numbers{4}, Numbers{2}, Numbers{0}}}) {
+    EXPECT_NE(refusal(plan, {2}, shards, sizes, ranks).find("needs a tree for each of the 1 groups"),
+              std::string::npos);
+  }
+  for (const auto& [shards, size] : {std::pair(5, 2), {1, 2}, {0, 2}, {4, 0}, {(1 << 24) + 2, 2}}) {
+    EXPECT_EQ(refusal(plan, {2}, {shards}, {size}, {0, 1}), "jax_ring: " + std::to_string(size) +
+                                                                " ranks cannot hold equally many of " +
+                                                                std::to_string(shards) + " shards");
+  }
+  for (const Numbers& ranks : {Numbers{1, 0}, {0, 0}, {0, 2}, {-1, 0}}) {
+    EXPECT_NE(refusal(plan, {2}, {4}, {2}, ranks).find("ranks of its tree in ascending order"), std::string::npos);
+  }
+  // Ranks 0 and 2 of 4 have two partial sums.
+  EXPECT_NE(refusal(plan, {2}, {4}, {4}, {0, 2}).find("only a reduce-scatter returns"), std::string::npos);
+  EXPECT_EQ(refusal({Collective::reduce_scatter, Order::tree}, {2}, {4}, {4}, {0, 2}), "");
 }
 
 }  // namespace

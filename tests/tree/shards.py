@@ -1,9 +1,9 @@
-"""Values of shards, and their sum along the tree by a recursion of NumPy."""
+"""Values of shards, and the terms that ranks have of them."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import make_mesh, sharded
+from helpers import make_mesh, sharded, tree_fold
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import ShardSums, shard_tree
@@ -12,22 +12,6 @@ from jax_ring import ShardSums, shard_tree
 def wide(dtype) -> np.dtype:
     small_float = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return np.dtype(np.float32) if small_float else np.dtype(dtype)
-
-
-def tree_sum(values) -> np.ndarray:
-    """The sum over the first axis, split at the largest power of two smaller than its length, rounded once."""
-    values = np.asarray(values)
-    with np.errstate(all="ignore"):
-        return _add(values.astype(wide(values.dtype))).astype(values.dtype)
-
-
-def _add(part: np.ndarray) -> np.ndarray:
-    if len(part) == 1:
-        return part[0]
-    left = 1
-    while 2 * left < len(part):
-        left *= 2
-    return _add(part[:left]) + _add(part[left:])
 
 
 def terms(values, num_ranks) -> ShardSums:
@@ -43,7 +27,7 @@ def terms(values, num_ranks) -> ShardSums:
         found = np.full((num_ranks, slots, *leaf.shape[1:]), 77, wide(leaf.dtype))
         for rank in range(num_ranks):
             for slot, node in enumerate(shard_tree.terms_of(num_shards, num_ranks, rank)):
-                found[rank, slot] = _add(leaf[node.first : node.first + node.size].astype(found.dtype))
+                found[rank, slot] = tree_fold(leaf[node.first : node.first + node.size].astype(found.dtype))
         return np.concatenate(found)
 
     dtypes = tuple(leaf.dtype for leaf in leaves)

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits, make_mesh, sharded
+from helpers import assert_same_bits, make_mesh, sharded, tree_fold
 from jax.sharding import PartitionSpec as P
-from shards import numbers, terms, tree_sum
+from shards import numbers, terms
 
 from jax_ring import explain, ring_psum, ring_psum_scatter, ring_reduce
 from jax_ring.distributed import discovery
@@ -47,10 +47,10 @@ def test_the_bits_are_those_of_one_host(hosts):
     own = terms(x, RANKS)
     f = sharded(body, out_specs=(P(), P("i"), P("i"), P("i")))
     total, scattered, of_shards, rooted = f(own)
-    expected = jax.tree.map(tree_sum, x)
+    expected = jax.tree.map(tree_fold, x)
     assert_same_bits(total, expected)
     first_terms = own.terms["a"].reshape(RANKS, -1, 16, 3)[:, 0]
-    assert_same_bits(scattered["a"], tree_sum(first_terms))
+    assert_same_bits(scattered["a"], tree_fold(first_terms))
     assert_same_bits(of_shards, {name: expected[name] for name in ("a", "c")})
     assert_same_bits(jax.tree.map(lambda leaf: leaf[5], rooted), expected)
     text = f.lower(own).compile().as_text()
@@ -72,7 +72,7 @@ def test_dtypes(name, monkeypatch):
     def body(x):
         return ring_psum(x[0], "i", order="tree"), ring_psum_scatter(x[0], "i", order="tree", tiled=True)
 
-    assert_same_bits(sharded(body, out_specs=(P(), P("i")))(x), (tree_sum(x), tree_sum(x)))
+    assert_same_bits(sharded(body, out_specs=(P(), P("i")))(x), (tree_fold(x), tree_fold(x)))
 
 
 @pytest.mark.parametrize("along", ["i", "j"])
@@ -94,7 +94,7 @@ def test_groups_that_lie_on_hosts_in_different_ways(along, monkeypatch):
 
     f = sharded(body, mesh=mesh, in_specs=P("i", "j"), out_specs=(P("j"), P(None, "i", "j")), check_vma=True)
     total, scattered = f(both)
-    expected = np.stack([tree_sum(values) for values in x])
+    expected = np.stack([tree_fold(values) for values in x])
     assert_same_bits(total, expected)
     assert_same_bits(np.moveaxis(np.asarray(scattered), (2, 1), (0, 2)), expected)
 

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits, make_mesh
+from helpers import assert_same_bits, make_mesh, tree_fold
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from shards import numbers, on_ranks, terms, tree_sum
+from shards import numbers, on_ranks, terms
 
 from jax_ring import ShardSums, ring_psum, ring_psum_scatter, ring_reduce, shard_tree
 
@@ -34,7 +34,7 @@ def test_jvp(reduction, check_vma):
         return out[None], tangent[None]
 
     f = on_ranks(body, RANKS, check_vma=check_vma, out_specs=P(None) if reduction is ring_psum else P("i"))
-    expected = [tree_sum(numbers((V, 4, 3))), tree_sum(numbers((V, 4, 3), seed=1))]
+    expected = [tree_fold(numbers((V, 4, 3))), tree_fold(numbers((V, 4, 3), seed=1))]
     for found, total in zip(f(x, dx), expected, strict=True):
         assert_same_bits(found.reshape(-1, 3)[:4], total)
 
@@ -56,7 +56,7 @@ def test_vjp(reduction, num_shards, check_vma):
     found = on_ranks(body, RANKS, check_vma=check_vma, out_specs=P("i"))(own, weights)
     # Every rank's sum depends on every term in use: by the weights of the ranks together, or of the one that has it.
     if reduction is ring_psum:
-        cotangent = [tree_sum(weights)] * RANKS
+        cotangent = [tree_fold(weights)] * RANKS
     elif reduction is ring_psum_scatter:
         cotangent = [weights[:, 0]] * RANKS
     else:
@@ -95,7 +95,7 @@ def test_vmap_of_another_axis(in_axis, check_vma):
         return jax.vmap(of_one, in_axes=in_axis, out_axes=-1)(moved)
 
     total, scattered = on_ranks(body, RANKS, check_vma=check_vma, out_specs=(P(), P(None, "i")))(own)
-    expected = {"a": tree_sum(x), "b": 2 * tree_sum(x)}
+    expected = {"a": tree_fold(x), "b": 2 * tree_fold(x)}
     assert_same_bits(total, expected)
     assert_same_bits(scattered, expected)
 
@@ -108,14 +108,14 @@ def test_an_operand_without_a_batch(check_vma):
         return jax.vmap(one, in_axes=2, out_axes=(1, None))(x.terms)
 
     f = on_ranks(body, RANKS, check_vma=check_vma)
-    assert_same_bits(f(terms(x, RANKS), terms(y, RANKS)), (tree_sum(x), tree_sum(y)))
+    assert_same_bits(f(terms(x, RANKS), terms(y, RANKS)), (tree_fold(x), tree_fold(y)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 def test_over_a_vmap_axis(ranks):
     x = numbers((ranks, 7)), numbers((ranks, 3), jnp.bfloat16), numbers((ranks, 4), np.int8)
     f = jax.jit(jax.vmap(lambda x: ring_psum(x, "i", order="tree"), axis_name="i", out_axes=None))
-    assert_same_bits(f(x), jax.tree.map(tree_sum, x))
+    assert_same_bits(f(x), jax.tree.map(tree_fold, x))
     same = jax.vmap(lambda _: ring_psum(jnp.float32(0.1) * x[0].shape[0], "i", order="tree"), axis_name="i")
     assert same(x[0])[0] == np.float32(0.1) * ranks * ranks
 
@@ -134,9 +134,9 @@ def test_shards_over_a_vmap_axis(ranks):
     for in_axis in (0, 2):
         f = jax.vmap(body, axis_name="i", in_axes=in_axis, out_axes=(None, 0, 0))
         total, scattered, rooted = jax.jit(f)(np.moveaxis(by_rank, 0, in_axis))
-        assert_same_bits(total, tree_sum(x))
-        assert_same_bits(scattered.reshape(12, 5), tree_sum(x))
-        assert_same_bits(rooted[0], tree_sum(x))
+        assert_same_bits(total, tree_fold(x))
+        assert_same_bits(scattered.reshape(12, 5), tree_fold(x))
+        assert_same_bits(rooted[0], tree_fold(x))
         assert not np.asarray(rooted[1:]).any()
 
 
@@ -173,7 +173,7 @@ def test_scan_and_dead_code(check_vma):
         return lax.scan(step, 0, None, length=2)[1]
 
     f = on_ranks(body, RANKS, check_vma=check_vma)
-    assert_same_bits(f(own), np.stack([tree_sum(x)] * 2))
+    assert_same_bits(f(own), np.stack([tree_fold(x)] * 2))
     (call,) = [line for line in f.lower(own).compile().as_text().splitlines() if "jax_ring_all_reduce" in line]
     assert "f32[2,4]" in call
     assert call.count("f32[2,4]") == 1
@@ -182,9 +182,9 @@ def test_scan_and_dead_code(check_vma):
 def test_donation_and_pmap():
     x = numbers((RANKS, 64))
     f = on_ranks(lambda x: ring_psum(x * 2, "i", order="tree") + x, RANKS, out_specs=P("i"))
-    assert_same_bits(jax.jit(f, donate_argnums=0)(jnp.asarray(x)), tree_sum(2 * x) + x)
+    assert_same_bits(jax.jit(f, donate_argnums=0)(jnp.asarray(x)), tree_fold(2 * x) + x)
     mapped = jax.pmap(lambda x: ring_psum(x, "i", order="tree"), axis_name="i", devices=jax.devices()[:RANKS])
-    assert_same_bits(mapped(x)[1], tree_sum(x))
+    assert_same_bits(mapped(x)[1], tree_fold(x))
 
 
 def test_the_vma_types():
@@ -206,4 +206,4 @@ def test_export():
     shape = jax.ShapeDtypeStruct(own.terms.shape, F32, sharding=jax.NamedSharding(make_mesh((RANKS,)), P("i")))
     exported = jax.export.export(jax.jit(lambda t: f(ShardSums(t, V, (F32,)))), platforms=("cpu", "cuda"))(shape)
     run = jax.export.deserialize(exported.serialize()).call
-    assert_same_bits(run(jax.device_put(own.terms, shape.sharding)), tree_sum(numbers((V, 4))))
+    assert_same_bits(run(jax.device_put(own.terms, shape.sharding)), tree_fold(numbers((V, 4))))

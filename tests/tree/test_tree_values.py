@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits, make_mesh, num_calls, rank_fold, sharded
+from helpers import assert_same_bits, make_mesh, num_calls, rank_fold, sharded, tree_fold
 from jax.sharding import PartitionSpec as P
-from shards import numbers, on_ranks, terms, tree_sum
+from shards import numbers, on_ranks, terms
 
 from jax_ring import ShardSums, ring_pmean, ring_psum, ring_psum_scatter, ring_reduce
 from jax_ring.lowering import rule
@@ -39,7 +39,7 @@ def test_all_sums_on_any_number_of_ranks(ranks, served_by):
 
     f = on_ranks(body, ranks, check_vma=ranks % 4 != 0, out_specs=(P(), P(), P("i"), P("i")))
     total, mean, scattered, rooted = f(terms(x, ranks))
-    expected = jax.tree.map(tree_sum, x)
+    expected = jax.tree.map(tree_fold, x)
     assert_same_bits(total, expected)
     assert_same_bits(scattered, expected)
     assert_same_bits(jax.tree.map(lambda leaf: leaf[-1], rooted), expected)
@@ -52,21 +52,21 @@ def test_all_sums_on_any_number_of_ranks(ranks, served_by):
 def test_partial_sums_of_shards(ranks, check_vma):
     x = numbers((V, 5)), numbers((V, 2), np.float16), numbers((V, 3)) > 0
     f = on_ranks(lambda x: ring_psum(ShardSums.of(x, "i", V), "i", order="tree"), ranks, check_vma=check_vma)
-    assert_same_bits(f(x), (tree_sum(x[0]), tree_sum(x[1]), x[2].sum(0).astype(np.int32)))
+    assert_same_bits(f(x), (tree_fold(x[0]), tree_fold(x[1]), x[2].sum(0).astype(np.int32)))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_one_value_on_each_rank(ranks, check_vma):
     x = numbers((ranks, 7)), numbers((ranks, 3), np.float16), numbers((ranks, 4), np.complex64)
     f = on_ranks(lambda x: ring_psum([leaf[0] for leaf in x], "i", order="tree"), ranks, check_vma=check_vma)
-    assert_same_bits(f(x), [tree_sum(leaf) for leaf in x])
+    assert_same_bits(f(x), [tree_fold(leaf) for leaf in x])
     assert num_calls(f, x) == 3
 
 
 def test_the_order_of_ranks_gives_other_bits():
     x = np.float32([[1e8], [1], [-1e8], [1]])
-    assert tree_sum(x)[0] == 0 != rank_fold(x)[0]
-    for order, expected in (("tree", tree_sum(x)), ("rank", rank_fold(x))):
+    assert tree_fold(x)[0] == 0 != rank_fold(x)[0]
+    for order, expected in (("tree", tree_fold(x)), ("rank", rank_fold(x))):
         assert_same_bits(on_ranks(lambda x, order=order: ring_psum(x[0], "i", order=order), 4)(x), expected)
 
 
@@ -74,7 +74,7 @@ def test_the_order_of_ranks_gives_other_bits():
 def test_algorithms(algorithm):
     x = numbers((6, 1000), jnp.bfloat16)
     f = on_ranks(lambda own: ring_psum(own, "i", order="tree", algorithm=algorithm), 2)
-    assert_same_bits(f(terms(x, 2)), tree_sum(x))
+    assert_same_bits(f(terms(x, 2)), tree_fold(x))
 
 
 DTYPES = ["int4", "uint2", "uint8", "int16", "uint32", "float16", "float8_e4m3fn", "float8_e8m0fnu", "complex64"]
@@ -91,7 +91,7 @@ def test_dtypes(name, served_by):
         return ring_psum(x[0], "i", order="tree"), scattered, ring_psum(own, "i", order="tree")
 
     out = on_ranks(body, 2, out_specs=(P(), P("i"), P()))(x[:2], terms(x, 2))
-    assert_same_bits(out, (tree_sum(x[:2]), tree_sum(x[:2]), tree_sum(x)))
+    assert_same_bits(out, (tree_fold(x[:2]), tree_fold(x[:2]), tree_fold(x)))
 
 
 def test_booleans_are_counted():
@@ -120,7 +120,7 @@ def test_groups(groups, served_by):
     )
     expected = np.empty_like(x)
     for group in groups:
-        expected[group] = tree_sum(x[group])
+        expected[group] = tree_fold(x[group])
     assert_same_bits(f(x), expected)
 
 
@@ -139,7 +139,7 @@ def test_shards_in_groups(served_by):
 
     own = ShardSums(np.concatenate([own.terms, own.terms[:, :1]], 1), 6, own.dtypes)
     total, parts = on_ranks(body, 4, check_vma=False, out_specs=P("i"))(own)
-    sums = [tree_sum(np.concatenate([values, values[:, :1]], 1)) for values in x]
+    sums = [tree_fold(np.concatenate([values, values[:, :1]], 1)) for values in x]
     assert_same_bits(total, np.stack([sums[0], sums[1], sums[1], sums[0]]))
     assert_same_bits(parts, np.concatenate([sums[0][3:], sums[1][:3], sums[1][3:], sums[0][:3]]))
 
@@ -148,7 +148,7 @@ def test_several_axes_and_axes_of_one_rank():
     x, axes = numbers((12, 5)), ("k", "j", "i")
     mesh = make_mesh((2, 1, 3), ("i", "j", "k"))
     f = sharded(lambda own: ring_psum(own, axes, order="tree"), mesh=mesh, in_specs=P(axes), out_specs=P())
-    assert_same_bits(f(terms(x, 6)), tree_sum(x))
+    assert_same_bits(f(terms(x, 6)), tree_fold(x))
     alone = sharded(lambda own: ring_psum(own, "j", order="tree"), mesh=mesh, in_specs=P(), out_specs=P())
-    assert_same_bits(alone(terms(x, 1)), tree_sum(x))
+    assert_same_bits(alone(terms(x, 1)), tree_fold(x))
     assert num_calls(alone, terms(x, 1)) == 0

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits, make_mesh, sharded
+from helpers import assert_same_bits, make_mesh, sharded, tree_fold
 from jax.sharding import PartitionSpec as P
-from shards import numbers, terms, tree_sum
+from shards import numbers, terms
 
 from jax_ring import explain, override_lax, ring_psum, ring_psum_scatter, ring_reduce, runtime
 from jax_ring.lowering import service
@@ -35,7 +35,7 @@ def test_partly_manual(check_vma, caplog):
     f = partly_manual(all_sums, (P(), P("i"), P("i")), check_vma)
     with caplog.at_level("INFO", logger="jax_ring"):
         total, scattered, rooted = f(terms(x, RANKS))
-    expected = tree_sum(x)
+    expected = tree_fold(x)
     assert_same_bits(total, expected)
     assert_same_bits(np.asarray(scattered), np.moveaxis(expected, 1, 0))
     assert_same_bits(rooted[3], expected)
@@ -50,7 +50,7 @@ def test_the_override_does_not_reach_into_it():
     x = numbers((RANKS, 6))
     with override_lax():
         f = partly_manual(lambda x: ring_psum(x[0], "i", order="tree"), P())
-        assert_same_bits(f(x), tree_sum(x))
+        assert_same_bits(f(x), tree_fold(x))
 
 
 def test_strict(monkeypatch):
@@ -67,7 +67,7 @@ def test_an_exported_program_for_several_platforms():
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, P("i")))
     exported = jax.export.export(f, platforms=("cpu", "cuda"))(shape)
     run = jax.export.deserialize(exported.serialize()).call
-    assert_same_bits(run(jax.device_put(x, shape.sharding)), tree_sum(x))
+    assert_same_bits(run(jax.device_put(x, shape.sharding)), tree_fold(x))
 
 
 def test_a_symbolic_shape_is_refused():
