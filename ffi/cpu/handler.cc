@@ -2,6 +2,7 @@
 #include "cpu/handler.h"
 
 #include <algorithm>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -62,11 +63,15 @@ bool is_one_shot(const CallSite& site, const Message& message, const Thresholds&
 
 // Equal calls of a program are distinguished by the order in which a process builds them. `program` is the program's
 // name, the same in all processes, then '#' and how often this process has lowered it, which differs between processes.
+// trees: what defines the trees of the call's groups.
 Hash identity_of(std::string_view call, std::string_view program, const Plan& plan, Op op,
-                 std::optional<Algorithm> algorithm) {
+                 std::optional<Algorithm> algorithm, std::initializer_list<ffi::Span<const int64_t>> trees) {
   Hash hash;
   hash.add(call).add(program.substr(0, program.rfind('#')));
   hash.add(plan.collective).add(plan.order).add(plan.root).add(op).add(algorithm.value_or(Algorithm::count));
+  for (const auto& numbers : trees) {
+    for (int64_t number : numbers) hash.add(number);
+  }
   return hash.add(
       shm::Communicators::instance().next_index(std::string(program) + ": " + std::to_string(hash.value())));
 }
@@ -151,8 +156,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
     site->algorithm = algorithm_of(algorithm);
     site->trees = trees_of(plan, group_sizes, tree_shards, tree_sizes, tree_ranks);
     if (!program.empty()) {
-      site->hash = identity_of(call, program, plan, site->op, site->algorithm);
-      for (int64_t shards : tree_shards) site->hash.add(shards);
+      site->hash = identity_of(call, program, plan, site->op, site->algorithm, {tree_shards, tree_sizes, tree_ranks});
     }
     find_communicators(*site, partitions, processes, group_sizes, one_shot_bytes, two_shot_bytes);
     return site;

@@ -32,6 +32,38 @@ struct TreeTerm {
   int merges;  // how often the two sums on top of the stack are added after this term has been pushed
 };
 
+// Whether the terms of a fold are added one after the other.
+inline bool is_sequence(const TreeTerm* terms, int num_terms) {
+  for (int i = 1; i < num_terms; ++i) {
+    if (terms[i].merges != 1) return false;
+  }
+  return true;
+}
+
+// Whether terms are the leaves of a perfect binary tree, up to the merges that follow it.
+inline bool is_perfect(const TreeTerm* terms, int num_terms) {
+  for (int i = 0; i < num_terms; ++i) {
+    int levels = 0;
+    while ((i >> levels) % 2 == 1) ++levels;
+    if (i + 1 < num_terms ? terms[i].merges != levels : terms[i].merges < levels) return false;
+  }
+  return true;
+}
+
+// Writes the steps for fold_tree(), by term, of a fold whose merges leave one sum; none if it adds its terms one after
+// the other. subtrees: {} for each term.
+inline void find_subtrees(const TreeTerm* terms, int num_terms, Subtree* subtrees) {
+  if (is_sequence(terms, num_terms)) return;
+  for (int term = 0; term < num_terms;) {
+    int size = kLargestSubtree;
+    while (size > num_terms - term || !is_perfect(terms + term, size)) size /= 2;
+    int levels = 0;
+    while (1 << levels < size) ++levels;
+    subtrees[term] = {size, terms[term + size - 1].merges - levels};
+    term += size;
+  }
+}
+
 // The fold over a group of the ranks that share the shards of a tree.
 class Tree {
  public:
@@ -49,7 +81,7 @@ class Tree {
       num_slots_ = std::max(num_slots_, count_terms({0, num_shards}, {rank * each, each}));
     }
     visit({0, num_shards}, each, ranks);
-    find_subtrees();
+    find_all_subtrees();
   }
 
   // In the order of their shards.
@@ -98,39 +130,9 @@ class Tree {
     return true;
   }
 
-  bool is_sequence(const Root& root) const {
-    for (int i = 1; i < root.num_terms; ++i) {
-      if (terms_[root.first + i].merges != 1) return false;
-    }
-    return true;
-  }
-
-  // Whether the next terms are the leaves of a perfect binary tree, up to the merges that follow it.
-  bool is_perfect(int first, int num_terms) const {
-    int levels = 0;
-    for (int i = 0; i < num_terms; ++i) {
-      levels = 0;
-      while ((i >> levels) % 2 == 1) ++levels;
-      const int merges = terms_[first + i].merges;
-      if (i + 1 < num_terms ? merges != levels : merges < levels) return false;
-    }
-    return true;
-  }
-
-  void find_subtrees() {
+  void find_all_subtrees() {
     subtrees_.resize(terms_.size());
-    for (const Root& root : roots_) {
-      if (is_sequence(root)) continue;
-      const int end = root.first + root.num_terms;
-      for (int term = root.first; term < end;) {
-        int size = kLargestSubtree;
-        while (size > end - term || !is_perfect(term, size)) size /= 2;
-        int levels = 0;
-        while (1 << levels < size) ++levels;
-        subtrees_[term] = {size, terms_[term + size - 1].merges - levels};
-        term += size;
-      }
-    }
+    for (const Root& root : roots_) find_subtrees(&terms_[root.first], root.num_terms, &subtrees_[root.first]);
   }
 
   std::vector<TreeTerm> terms_;

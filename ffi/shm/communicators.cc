@@ -16,7 +16,8 @@ namespace {
 // 10% at 1 MiB; twice as much gains little, and /dev/shm may be small.
 constexpr size_t kStagingBytes = 512 << 10;
 constexpr size_t kResultBytes = 256 << 10;
-// Per rank of a process and part of a collective; there are as many parts as ranks.
+// Per rank of a process and part of a collective; there are as many parts as ranks. That is room for one cache line of
+// each of the at most 48 terms of a tree that a rank has, in the rounds of one part that such a call may need.
 constexpr size_t kMinBytesPerRank = 256;
 
 Capacity capacity_of(const Group& group) {

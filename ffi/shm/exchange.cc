@@ -21,10 +21,7 @@ bool are_aligned(const std::vector<void*>& outputs) {
   return true;
 }
 
-template <class Buffer>
-cpu::BufferSlices<Buffer> slices(const std::vector<Buffer>& buffers) {
-  return {buffers.data(), static_cast<int>(buffers.size()), 0};
-}
+cpu::Outputs slices(const std::vector<void*>& buffers) { return {buffers.data(), static_cast<int>(buffers.size()), 0}; }
 
 }  // namespace
 
@@ -35,7 +32,7 @@ void Exchange::begin(Call&& call) {
   element_bytes_ = cpu::element_size(call_.message.dtype);
   size_t written = 0;
   for (size_t count : call_.message.counts) {
-    written += result_count(call_.message.plan, group_.num_ranks(), count) * element_bytes_;
+    written += call_.message.num_results * result_count(call_.message.plan, group_.num_ranks(), count) * element_bytes_;
   }
   streaming_ = written * group_.num_ranks() > kStreamingBytes;
   num_rounds_ = 0;
@@ -111,21 +108,40 @@ Exchange::State Exchange::advance(Channel& channel, uint32_t first) {
   }
 }
 
-void Exchange::stage(Channel& channel, uint32_t number, const Round& round) const {
+// Adds where the values of a source of this process are.
+void Exchange::add_inputs(const Source& source, const Piece& piece) {
+  const cpu::Message& message = call_.message;
+  const void* const* operands = &call_.rendezvous->inputs[piece.operand * 2 * group_.num_ranks()];
+  const auto add = [&](int rank, size_t slot) {
+    const size_t from = slot * message.counts[piece.operand] + piece.part.from;
+    inputs_.push_back(static_cast<const char*>(operands[rank]) + from * element_bytes_);
+  };
+  if (!folds_along_tree(message.plan)) return add(source.first, 0);
+  for (int i = 0; i < source.count; ++i) {
+    const TreeTerm& term = message.tree->terms()[source.first + i];
+    add(term.member, term.slot);
+  }
+}
+
+void Exchange::stage(Channel& channel, uint32_t number, const Round& round) {
   unsigned char* const staging = channel.staging(group_.self(), number);
   for (size_t i = 0; i < round.pieces.size(); ++i) {
     const Piece& piece = round.pieces[i];
     if (piece.owner == group_.self()) continue;
-    unsigned char* to = staging + round.staged(i, group_.self(), group_.num_processes());
-    const void* const* inputs = &call_.rendezvous->inputs[piece.operand * 2 * group_.num_ranks()];
+    void* to = staging + round.staged(i, group_.self(), group_.num_processes());
     for (int s = 0; s < piece.part.sources.count; ++s) {
-      // In rank order, whatever the order of the fold.
-      const int rank = piece.part.sources.count == 1 ? piece.part.sources.first : s;
-      if (!group_.is_local(rank)) continue;
-      watch_write(to, piece.part.count * element_bytes_);
-      std::memcpy(to, static_cast<const char*>(inputs[rank]) + piece.part.from * element_bytes_,
-                  piece.part.count * element_bytes_);
-      to += piece.stride;
+      const Source& source = rounds_.sources()[piece.part.sources.first + s];
+      if (source.process != group_.self()) continue;
+      inputs_.clear();
+      add_inputs(source, piece);
+      if (source.count == 1) {
+        watch_write(to, piece.part.count * element_bytes_);
+        std::memcpy(to, inputs_[0], piece.part.count * element_bytes_);
+      } else {
+        kernel_({inputs_.data(), source.count, 0, rounds_.sources().steps_of(source)}, {&to, 1, 0}, piece.part.count,
+                false);
+      }
+      to = static_cast<char*>(to) + piece.stride;
     }
   }
 }
@@ -133,6 +149,25 @@ void Exchange::stage(Channel& channel, uint32_t number, const Round& round) cons
 // Copies a result to the outputs.
 void Exchange::write_outputs(const void* result, size_t count) const {
   copy_({&result, 1, 0}, slices(outputs_), count * element_bytes_, streaming_ && are_aligned(outputs_));
+}
+
+// Finds the inputs of the fold of a piece: values of local ranks in their operands, the others where they are staged.
+void Exchange::find_inputs(const Channel& channel, uint32_t number, const Round& round, size_t piece) {
+  const Part& part = round.pieces[piece].part;
+  inputs_.clear();
+  staged_.clear();
+  for (int process = 0; process < group_.num_processes(); ++process) {
+    staged_.push_back(round.staged(piece, process, group_.num_processes()));
+  }
+  for (int s = 0; s < part.sources.count; ++s) {
+    const Source& source = rounds_.sources()[part.sources.first + s];
+    if (source.process == group_.self()) {
+      add_inputs(source, round.pieces[piece]);
+    } else {
+      inputs_.push_back(channel.staging(source.process, number) + staged_[source.process]);
+      staged_[source.process] += round.pieces[piece].stride;
+    }
+  }
 }
 
 void Exchange::fold(Channel& channel, uint32_t number, const Round& round) {
@@ -144,18 +179,8 @@ void Exchange::fold(Channel& channel, uint32_t number, const Round& round) {
     void* const* outputs = &call_.rendezvous->outputs[piece.operand * p];
     const auto output = [&](int rank) { return static_cast<char*>(outputs[rank]) + part.to * element_bytes_; };
     if (piece.owner == group_.self() || piece.owner == kEveryone) {
-      inputs_.clear();
-      for (int s = 0; s < part.sources.count; ++s) {
-        const int rank = (part.sources.first + s) % p;
-        if (group_.is_local(rank)) {
-          inputs_.push_back(static_cast<const char*>(inputs[rank]) + part.from * element_bytes_);
-          continue;
-        }
-        const int process = group_.process_of(rank);
-        const size_t index = part.sources.count == 1 ? 0 : group_.local_index(rank);
-        inputs_.push_back(channel.staging(process, number) + round.staged(i, process, group_.num_processes()) +
-                          index * piece.stride);
-      }
+      find_inputs(channel, number, round, i);
+      const cpu::Inputs sources{inputs_.data(), static_cast<int>(inputs_.size()), 0, rounds_.sources().steps_of(part)};
       outputs_.clear();
       bool in_place = false;
       for (int r = part.receivers.first; r < part.receivers.first + part.receivers.count; ++r) {
@@ -169,14 +194,14 @@ void Exchange::fold(Channel& channel, uint32_t number, const Round& round) {
         if (streaming) {
           // The peers read the result at once, so it should stay in the cache. The local ranks get a copy.
           void* const results[] = {result};
-          kernel_(slices(inputs_), {results, 1, 0}, part.count, false);
+          kernel_(sources, {results, 1, 0}, part.count, false);
           write_outputs(result, part.count);
           outputs_.clear();
         } else {
           outputs_.push_back(result);
         }
       }
-      if (!outputs_.empty()) kernel_(slices(inputs_), slices(outputs_), part.count, streaming);
+      if (!outputs_.empty()) kernel_(sources, slices(outputs_), part.count, streaming);
     }
     if (!part.zeros_elsewhere) continue;
     for (int rank : group_.ranks_of(group_.self())) {

@@ -53,8 +53,10 @@ class Exchange {
  private:
   enum class Step { stage, await_staged, await_results };
 
-  void stage(Channel& channel, uint32_t number, const Round& round) const;
+  void stage(Channel& channel, uint32_t number, const Round& round);
   void fold(Channel& channel, uint32_t number, const Round& round);
+  void find_inputs(const Channel& channel, uint32_t number, const Round& round, size_t piece);
+  void add_inputs(const Source& source, const Piece& piece);
   void copy_results(Channel& channel, uint32_t number, const Round& round);
   void write_outputs(const void* result, size_t count) const;
   bool has_arrived(int process, const Channel& channel, uint32_t number) const;
@@ -74,6 +76,7 @@ class Exchange {
   Step step_ = Step::stage;
   int peer_ = 0;  // all processes before it have arrived
   uint64_t num_steps_ = 0;
+  std::vector<size_t> staged_;  // by process: where the next source of a piece is staged
   std::vector<const void*> inputs_;
   std::vector<void*> outputs_;
 };

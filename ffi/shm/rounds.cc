@@ -9,46 +9,52 @@ namespace jax_ring::shm {
 namespace {
 
 constexpr size_t kCacheLine = 64;
+// Where a round has no room for so much of all parts, it has fewer parts: with shorter pieces, most of the time would
+// go into the rounds.
+constexpr size_t kMinChunkBytes = 256;
 
 size_t whole_lines(size_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine; }
 
 }  // namespace
 
-Rounds::Rounds(const Group& group, const Capacity& capacity) : group_(group), capacity_(capacity) {}
+Rounds::Rounds(const Group& group, const Capacity& capacity) : group_(group), capacity_(capacity), sources_(group) {}
 
 void Rounds::begin(const cpu::Message& message, bool one_shot) {
   message_ = &message;
   one_shot_ = one_shot;
   operand_ = 0;
   offset_ = 0;
+  next_part_ = 0;
   publishes_results_ = false;
   if (message.counts.empty()) return;
+  sources_.begin(message);
   partition_operand();
   publishes_results_ =
       std::any_of(parts_.begin(), parts_.end(), [&](const Owned& owned) { return publishes_result(owned); });
   // The same for all operands, whose parts differ only in size.
-  chunk_ = std::max<size_t>(1, chunk_bytes() / cpu::element_size(message.dtype));
+  chunk_ = chunk_bytes() / cpu::element_size(message.dtype);
 }
 
-int Rounds::num_sources(const Part& part, int process) const {
-  if (part.sources.count == 1) return group_.process_of(part.sources.first) == process;
-  return static_cast<int>(group_.ranks_of(process).size());
+// How many sources of a part a process stages.
+int Rounds::num_staged(const Owned& owned, int process) const {
+  return owned.owner == process ? 0 : sources_.num_in(process, owned.part);
 }
 
 int Rounds::owner_of(const Part& part, int index) const {
-  if (part.sources.count == 1) return kEveryone;
   if (part.receivers.count == 1) return group_.process_of(part.receivers.first);
-  return one_shot_ ? kEveryone : index;
+  if (part.sources.count == 1 || one_shot_) return kEveryone;
+  return group_.process_of(index);
 }
 
 void Rounds::partition_operand() {
-  const int p = group_.num_ranks();
+  const int p = group_.num_ranks(), num_results = message_->num_results;
   const size_t element_bytes = cpu::element_size(message_->dtype), count = message_->counts[operand_];
-  const int num = num_parts(message_->plan, p);
+  const int num = num_parts(message_->plan, p, message_->tree, num_results);
   parts_.clear();
   for (int i = 0; i < num; ++i) {
-    const Part part = part_of(message_->plan, p, count, element_bytes, i);
-    const int owner = owner_of(part, num == 1 ? 0 : group_.process_of(i));
+    const Part part =
+        sources_.convert(part_of(message_->plan, p, message_->tree, num_results, count, element_bytes, i));
+    const int owner = owner_of(part, i);
     if (num > 1 || owner == kEveryone || part.receivers.count == 1) {
       parts_.push_back({part, owner});
       continue;
@@ -67,53 +73,70 @@ void Rounds::partition_operand() {
   }
 }
 
+// As much of each part as fits a round, or so little of it that a round has room for any one part.
 size_t Rounds::chunk_bytes() const {
-  size_t most_staged = 0, most_results = 0;
+  size_t most_staged = 1, most_of_part = 1, most_results = 0;
   for (int process = 0; process < group_.num_processes(); ++process) {
     size_t staged = 0, results = 0;
     for (const Owned& owned : parts_) {
-      if (owned.owner != process) staged += num_sources(owned.part, process);
+      const size_t of_part = num_staged(owned, process);
+      staged += of_part;
+      most_of_part = std::max(most_of_part, of_part);
       if (owned.owner == process && publishes_result(owned)) ++results;
     }
     most_staged = std::max(most_staged, staged);
     most_results = std::max(most_results, results);
   }
-  size_t bytes = capacity_.staging / std::max<size_t>(most_staged, 1);
-  if (most_results > 0) bytes = std::min(bytes, capacity_.results / most_results);
-  return bytes / kCacheLine * kCacheLine;
+  size_t of_all = capacity_.staging / most_staged, of_one = capacity_.staging / most_of_part;
+  if (most_results > 0) {
+    of_all = std::min(of_all, capacity_.results / most_results);
+    of_one = std::min(of_one, capacity_.results);
+  }
+  return std::max(of_all, std::min(of_one, kMinChunkBytes)) / kCacheLine * kCacheLine;
 }
 
-// Adds the next elements of all parts of the operand, if the round has room for them.
+// Adds the next elements of a part, if the round has room for them.
+bool Rounds::add_piece(Round& round, const Owned& owned) {
+  if (offset_ >= owned.part.count) return true;
+  Piece piece{operand_, owned.part, owned.owner, 0, 0};
+  piece.part.from += offset_;
+  piece.part.to += offset_;
+  piece.part.count = std::min(chunk_, owned.part.count - offset_);
+  piece.stride = whole_lines(piece.part.count * cpu::element_size(message_->dtype));
+  const bool publishes = publishes_result(owned);
+  if (publishes && results_[owned.owner] + piece.stride > capacity_.results) return false;
+  for (int process = 0; process < group_.num_processes(); ++process) {
+    if (staging_[process] + num_staged(owned, process) * piece.stride > capacity_.staging) return false;
+  }
+  for (int process = 0; process < group_.num_processes(); ++process) {
+    round.staged_at.push_back(staging_[process]);
+    staging_[process] += num_staged(owned, process) * piece.stride;
+  }
+  if (publishes) {
+    piece.result_at = results_[owned.owner];
+    results_[owned.owner] += piece.stride;
+  }
+  round.pieces.push_back(piece);
+  return true;
+}
+
+// Adds the next elements of all parts of the operand. If the round has no room for them, adds none, or, if it has
+// nothing else, those of as many parts as fit, and returns false.
 bool Rounds::add_slice(Round& round) {
-  const size_t element_bytes = cpu::element_size(message_->dtype);
-  const size_t before = round.pieces.size();
+  const size_t before = round.pieces.size(), first = next_part_;
   staging_ = staging_used_;
   results_ = results_used_;
-  for (const Owned& owned : parts_) {
-    if (offset_ >= owned.part.count) continue;
-    Piece piece{operand_, owned.part, owned.owner, 0, 0};
-    piece.part.from += offset_;
-    piece.part.to += offset_;
-    piece.part.count = std::min(chunk_, owned.part.count - offset_);
-    piece.stride = whole_lines(piece.part.count * element_bytes);
-    for (int process = 0; process < group_.num_processes(); ++process) {
-      round.staged_at.push_back(staging_[process]);
-      if (owned.owner != process) staging_[process] += num_sources(owned.part, process) * piece.stride;
+  for (; next_part_ < parts_.size(); ++next_part_) {
+    if (add_piece(round, parts_[next_part_])) continue;
+    if (before > 0) {
+      round.pieces.resize(before);
+      round.staged_at.resize(before * group_.num_processes());
+      next_part_ = first;
     }
-    if (publishes_result(owned)) {
-      piece.result_at = results_[owned.owner];
-      results_[owned.owner] += piece.stride;
-    }
-    round.pieces.push_back(piece);
-  }
-  const auto fits = [](const std::vector<size_t>& used, size_t capacity) {
-    return std::all_of(used.begin(), used.end(), [&](size_t bytes) { return bytes <= capacity; });
-  };
-  if (before > 0 && !(fits(staging_, capacity_.staging) && fits(results_, capacity_.results))) {
-    round.pieces.resize(before);
-    round.staged_at.resize(before * group_.num_processes());
     return false;
   }
+  next_part_ = 0;
+  offset_ += chunk_;
   staging_used_.swap(staging_);
   results_used_.swap(results_);
   return true;
@@ -134,7 +157,6 @@ bool Rounds::next(Round& round) {
       continue;
     }
     if (!add_slice(round)) break;
-    offset_ += chunk_;
   }
   return !round.pieces.empty();
 }

@@ -1,7 +1,7 @@
 // rounds.h: partitions a collective over the processes of a group, and over rounds that fit the shared memory.
 //
-// A process reads the values of other processes from where they are staged, and those of its own ranks in place. In
-// each round every process stages, then folds the pieces that it owns:
+// A process reads what other processes contribute from where they have staged it, and the values of its own ranks in
+// place. In each round every process stages, then folds the pieces that it owns:
 //
 //   one step    A piece is folded by the process of its only receiver (reduce-scatter, reduce). Every process folds it
 //               where there is nothing to compute (all-gather, broadcast), and where the message is small (one-shot).
@@ -14,6 +14,7 @@
 #include "cpu/engine.h"
 #include "ring/collective.h"
 #include "shm/group.h"
+#include "shm/sources.h"
 
 namespace jax_ring::shm {
 
@@ -28,9 +29,9 @@ constexpr int kEveryone = -1;
 // The unit of folding.
 struct Piece {
   size_t operand;
-  Part part;         // restricted to this piece
+  Part part;         // restricted to this piece, with its places in Rounds::sources()
   int owner;         // the process that folds it
-  size_t stride;     // between the staged values of one rank and the next
+  size_t stride;     // between what a process stages of one source and the next
   size_t result_at;  // offset in the owner's results; only in two steps
 };
 
@@ -57,6 +58,8 @@ class Rounds {
   // Whether the owners of pieces publish results for the others to copy.
   bool publishes_results() const { return publishes_results_; }
 
+  const Sources& sources() const { return sources_; }
+
  private:
   struct Owned {
     Part part;
@@ -65,19 +68,22 @@ class Rounds {
 
   void partition_operand();
   int owner_of(const Part& part, int index) const;
-  int num_sources(const Part& part, int process) const;
+  int num_staged(const Owned& owned, int process) const;
   bool publishes_result(const Owned& owned) const { return owned.owner != kEveryone && owned.part.receivers.count > 1; }
   size_t chunk_bytes() const;
   bool add_slice(Round& round);
+  bool add_piece(Round& round, const Owned& owned);
 
   const Group& group_;
   const Capacity capacity_;
+  Sources sources_;
   const cpu::Message* message_ = nullptr;
   bool one_shot_ = false;
   bool publishes_results_ = false;
   size_t operand_ = 0;
   std::vector<Owned> parts_;                                             // of the current operand
   size_t offset_ = 0;                                                    // of the next slice, in each part
+  size_t next_part_ = 0;                                                 // of the slice
   size_t chunk_ = 0;                                                     // elements of a part in a slice
   std::vector<size_t> staging_used_, results_used_, staging_, results_;  // by process
 };
