@@ -205,22 +205,27 @@ void check(const std::vector<Call>& calls, int threads = 1, size_t offset = 0, b
   }
 }
 
-// Ranks and threads of each team.
-class Along : public ::testing::TestWithParam<std::tuple<Algorithm, std::pair<int, int>>> {
+struct Shape {
+  int ranks;
+  int threads;  // of each team
+};
+const Shape kShapes[] = {{1, 1}, {2, 3}, {3, 1}, {3, 2}, {5, 1}, {6, 1}, {8, 2}, {9, 1}};
+
+std::string name_of(Algorithm algorithm) { return algorithm == Algorithm::one_shot ? "one_shot" : "two_shot"; }
+
+class Along : public ::testing::TestWithParam<std::tuple<Algorithm, Shape>> {
  protected:
   Algorithm algorithm() const { return std::get<0>(GetParam()); }
-  int num_ranks() const { return std::get<1>(GetParam()).first; }
-  int threads() const { return std::get<1>(GetParam()).second; }
+  int num_ranks() const { return std::get<1>(GetParam()).ranks; }
+  int threads() const { return std::get<1>(GetParam()).threads; }
 };
 INSTANTIATE_TEST_SUITE_P(Tree, Along,
                          ::testing::Combine(::testing::Values(Algorithm::one_shot, Algorithm::two_shot),
-                                            ::testing::Values(std::pair{1, 1}, std::pair{2, 3}, std::pair{3, 1},
-                                                              std::pair{3, 2}, std::pair{5, 1}, std::pair{6, 1},
-                                                              std::pair{8, 2}, std::pair{9, 1})),
+                                            ::testing::ValuesIn(kShapes)),
                          [](const auto& info) {
-                           const auto& [ranks, threads] = std::get<1>(info.param);
-                           return std::string(std::get<0>(info.param) == Algorithm::one_shot ? "one_shot" : "two_shot") +
-                                  "_" + std::to_string(ranks) + "_ranks_teams_of_" + std::to_string(threads);
+                           const Shape shape = std::get<1>(info.param);
+                           return name_of(std::get<0>(info.param)) + "_" + std::to_string(shape.ranks) +
+                                  "_ranks_teams_of_" + std::to_string(shape.threads);
                          });
 
 TEST_P(Along, AllReducesOfEverySize) {
@@ -315,7 +320,8 @@ TEST(Tree, IsNotTheOrderOfRanks) {
 }
 
 class Fails : public ::testing::TestWithParam<Algorithm> {};
-INSTANTIATE_TEST_SUITE_P(Tree, Fails, ::testing::Values(Algorithm::one_shot, Algorithm::two_shot));
+INSTANTIATE_TEST_SUITE_P(Tree, Fails, ::testing::Values(Algorithm::one_shot, Algorithm::two_shot),
+                         [](const auto& info) { return name_of(info.param); });
 
 TEST_P(Fails, NamesTheMissingRank) {
   const bool scatters = GetParam() == Algorithm::two_shot;
