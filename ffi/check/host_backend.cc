@@ -122,11 +122,11 @@ constexpr Kernel tree_kernel_of() {
 
 template <class Element, class Operation>
 constexpr Kernel kernel_of(Algorithm algorithm, bool along_tree) {
-  constexpr Kernel kernels[][3] = {{kernel_of<Element, Operation, Algorithm::one_shot>(),
-                                    kernel_of<Element, Operation, Algorithm::two_shot>(),
-                                    kernel_of<Element, Operation, Algorithm::ring>()},
-                                   {tree_kernel_of<Element, Operation, Algorithm::one_shot>(),
-                                    tree_kernel_of<Element, Operation, Algorithm::two_shot>(), nullptr}};
+  constexpr Kernel kernels[][3] = {
+      {kernel_of<Element, Operation, Algorithm::one_shot>(), kernel_of<Element, Operation, Algorithm::two_shot>(),
+       kernel_of<Element, Operation, Algorithm::ring>()},
+      {tree_kernel_of<Element, Operation, Algorithm::one_shot>(),
+       tree_kernel_of<Element, Operation, Algorithm::two_shot>(), nullptr}};
   return kernels[along_tree][static_cast<int>(algorithm)];
 }
 

@@ -58,18 +58,17 @@ Request request_of(const std::string& collective, const std::string& op, int roo
                                                                       {"one_shot", Algorithm::one_shot},
                                                                       {"two_shot", Algorithm::two_shot},
                                                                       {"ring", Algorithm::ring}};
-  const Plan plan{lookup<Collective>("collective",
-                                     {{"all_reduce", Collective::all_reduce},
-                                      {"reduce_scatter", Collective::reduce_scatter},
-                                      {"all_gather", Collective::all_gather},
-                                      {"reduce", Collective::reduce},
-                                      {"broadcast", Collective::broadcast}},
-                                     collective),
-                  lookup<Order>("order",
-                                {{"rank", Order::rank}, {"ring", Order::ring}, {"any", Order::any},
-                                 {"tree", Order::tree}},
-                                order),
-                  root};
+  const Plan plan{
+      lookup<Collective>("collective",
+                         {{"all_reduce", Collective::all_reduce},
+                          {"reduce_scatter", Collective::reduce_scatter},
+                          {"all_gather", Collective::all_gather},
+                          {"reduce", Collective::reduce},
+                          {"broadcast", Collective::broadcast}},
+                         collective),
+      lookup<Order>("order", {{"rank", Order::rank}, {"ring", Order::ring}, {"any", Order::any}, {"tree", Order::tree}},
+                    order),
+      root};
   return {
       {"check", plan, lookup<Op>("operation", {{"sum", Op::sum}, {"max", Op::max}, {"min", Op::min}}, op),
        lookup("algorithm", algorithms, algorithm)},
@@ -319,7 +318,8 @@ NB_MODULE(_gpu_check, m) {
           "inputs"_a, "dtype"_a, "algorithm"_a = "auto", "order"_a = "rank", "how"_a = "together", "repeats"_a = 1,
           "collective"_a = "all_reduce", "op"_a = "sum", "root"_a = 0, "num_shards"_a = 0,
           "num_shards: of the tree with order 'tree', 0 for one for each rank. "
-          "The results of the ranks of this process, by rank and operand, as bytes like the inputs, without their slots.")
+          "The results of the ranks of this process, by rank and operand, as bytes like the inputs, without their "
+          "slots.")
       .def(
           "seconds",
           [](Ranks& self, size_t num_bytes, const std::string& dtype, const std::string& algorithm,

@@ -48,8 +48,8 @@ constexpr bool is_needed = std::is_same_v<typename FoldedAs<Element, Op>::type, 
 
 // Along a tree there are only sums, and a ring has no place for it: a partial sum would visit one rank after the other.
 template <class Element, class Op, Algorithm kAlgorithm>
-constexpr bool has_tree = is_needed<Element, Op, kAlgorithm> && std::is_same_v<Op, Sum> &&
-                          kAlgorithm != Algorithm::ring;
+constexpr bool has_tree =
+    is_needed<Element, Op, kAlgorithm> && std::is_same_v<Op, Sum> && kAlgorithm != Algorithm::ring;
 
 // Starts a call. False if it must not run: this rank has failed before, or its lane is busy.
 template <class Team>

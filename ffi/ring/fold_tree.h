@@ -76,8 +76,7 @@ struct PieceSum {
   // What comes later in the order of shards is on the right.
   template <class Op>
   JAX_RING_TEAM void add(const PieceSum& right, Op op) {
-    JAX_RING_UNROLL
-    for (int v = 0; v < kValues; ++v) partial.value[v] = op(partial.value[v], right.partial.value[v]);
+    partial.merge(right.partial, op);
   }
   JAX_RING_TEAM Piece<kPieceWords<Element>> result() const {
     Values rounded;
@@ -118,7 +117,7 @@ JAX_RING_TEAM PieceSum<Element> sum_of_block(const TreeProgram& program, int fir
 
 // The fold for one result.
 template <class Element, class Op, class Load>
-JAX_RING_TEAM Piece<kPieceWords<Element>> fold_tree(const TreeProgram& program, int result, Load load, Op op) {
+JAX_RING_TEAM Piece<kPieceWords<Element>> fold_terms(const TreeProgram& program, int result, Load load, Op op) {
   const int root = program.root_of(result), end = program.end_block(root);
   if constexpr (kIsExact<Element>) {
     // Sums of integers are the same in every order, and this one needs no stack.
@@ -156,13 +155,12 @@ JAX_RING_TEAM Piece<kPieceWords<Element>> fold_tree(const TreeProgram& program, 
 
 // The fold of whole packs. load(first, part) returns the pieces that are the part-th ones of their packs.
 template <class Element, class Op, class Load>
-JAX_RING_TEAM Pack fold_tree_packs(const TreeProgram& program, int result, Load load, Op op) {
+JAX_RING_TEAM Pack fold_tree(const TreeProgram& program, int result, Load load, Op op) {
   constexpr int kWords = kPieceWords<Element>, kParts = 2 / kWords;
   Pack pack{};
   JAX_RING_NO_UNROLL
   for (int part = 0; part < kParts; ++part) {
-    const auto piece = fold_tree<Element>(
-        program, result, [&](int first) { return load(first, part); }, op);
+    const auto piece = fold_terms<Element>(program, result, [&](int first) { return load(first, part); }, op);
     if constexpr (kWords == 2) {
       pack = {{piece.word[0], piece.word[1]}};
     } else {

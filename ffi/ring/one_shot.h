@@ -31,8 +31,8 @@ JAX_RING_TEAM Line* lines(const Endpoint& self, int owner, int cta, int source, 
 }
 
 // Sends this rank's packs and two more lines. One is the header, which identifies the call. The other is a line that
-// this round does not use, a different one each round, so that no line keeps its tag until the epochs wrap around. Lines
-// for itself need neither: the thread that reads one has just written it.
+// this round does not use, a different one each round, so that no line keeps its tag until the epochs wrap around.
+// Lines for itself need neither: the thread that reads one has just written it.
 template <class Team, class Terms>
 JAX_RING_TEAM void send(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
                         uint32_t epoch, const Terms& terms) {
@@ -214,7 +214,7 @@ JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange 
           }
           return pieces;
         };
-        operand.store(index, fold_tree_packs<Element>(terms.program, 0, load, op));
+        operand.store(index, fold_tree<Element>(terms.program, 0, load, op));
       });
   return ok;
 }

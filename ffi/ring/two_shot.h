@@ -139,7 +139,8 @@ struct Worker {
   }
 };
 
-// The parts of a range, from that of the rank kFirstStep places after this one on, one after the other, so that all threads have work even if the parts are small.
+// The parts of a range, from that of the rank kFirstStep places after this one on, one after the other, so that all
+// threads have work even if the parts are small.
 template <class Team, int kFirstStep = 1>
 struct PartsWalk {
   const Worker<Team>& worker;
@@ -251,7 +252,7 @@ JAX_RING_TEAM void fold_and_send(const Worker<Team>& worker, uint32_t round, Op 
             }
             return pieces;
           };
-          return fold_tree_packs<Element>(program, result, load, op);
+          return fold_tree<Element>(program, result, load, op);
         },
         [&](const OperandView& operand, uint64_t index, const Spot& spot, Pack pack) {
           if (roles.keeps_result(rank)) operand.store(index, pack, result);

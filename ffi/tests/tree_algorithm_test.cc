@@ -1,6 +1,8 @@
 // tree_algorithm_test.cc: sums along a tree between threads, with the code of the GPU kernels.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <random>
 #include <string>
@@ -9,10 +11,15 @@
 
 #include "peers.h"
 #include "ring/algorithm.h"
-#include "tree_reference.h"
 
 namespace jax_ring::cpu::testing {
 namespace {
+
+// A tree over shards, and the ranks of a group among those that hold them.
+struct SharedTree {
+  int num_shards, num_ranks;
+  std::vector<int> ranks;
+};
 
 SharedTree among_all(int num_shards, int num_ranks) {
   std::vector<int> ranks(num_ranks);
@@ -21,6 +28,9 @@ SharedTree among_all(int num_shards, int num_ranks) {
 }
 
 Tree tree_of(const SharedTree& what) { return Tree(what.num_shards, what.num_ranks, what.ranks); }
+ReferenceTree reference_of(const SharedTree& what) {
+  return ReferenceTree(what.num_shards, what.num_ranks, what.ranks);
+}
 
 std::string name_of(const SharedTree& what) {
   std::string name =
@@ -47,28 +57,28 @@ std::vector<double> run_program(const TreeProgram& program, ValueOf value_of) {
       }
       return pieces;
     };
-    const Pack pack = fold_tree_packs<F64>(program, result, load, Sum{});
+    const Pack pack = fold_tree<F64>(program, result, load, Sum{});
     EXPECT_EQ(pack.word[0], pack.word[1]);
     results.push_back(bit_cast<double>(pack.word[0]));
   }
   return results;
 }
 
-// Numbers of very different sizes: in any other order their sum is another one.
-std::vector<double> random_values(std::mt19937& random) {
-  std::vector<double> values(kMaxRanks * kMaxSlots);
-  for (double& value : values) value = std::ldexp(std::normal_distribution<double>()(random), random() % 50);
-  return values;
-}
-
+// With numbers of very different sizes, of which any other order has another sum.
 void expect_same_sums(const SharedTree& what, const TreeProgram& program, std::mt19937& random) {
-  const std::vector<double> values = random_values(random);
-  const auto value_of = [&](int member, int slot) { return values[member * kMaxSlots + slot]; };
-  const auto want = tree_sums<double>(what, value_of);
-  const auto got = run_program(program, value_of);
-  ASSERT_EQ(program.num_roots, want.size()) << name_of(what);
+  const ReferenceTree reference = reference_of(what);
+  std::vector<uint64_t> values(what.ranks.size() * reference.num_slots());
+  for (uint64_t& value : values) {
+    value = bit_cast<uint64_t>(std::ldexp(std::normal_distribution<double>()(random), random() % 50));
+  }
+  const auto got = run_program(program, [&](int member, int slot) {
+    return bit_cast<double>(values.at(member * reference.num_slots() + slot));
+  });
+  const auto& roots = reference.roots();
+  ASSERT_EQ(program.num_roots, roots.size()) << name_of(what);
   for (size_t result = 0; result < got.size(); ++result) {
-    ASSERT_EQ(got[result], want[std::min(result, want.size() - 1)]) << name_of(what) << ", result " << result;
+    const uint64_t want = evaluate(DType::f64, roots[std::min(result, roots.size() - 1)], values, Op::sum);
+    ASSERT_EQ(bit_cast<uint64_t>(got[result]), want) << name_of(what) << ", result " << result;
   }
 }
 
@@ -163,23 +173,15 @@ PeerCall peer_call(const Call& what, unsigned seed, size_t offset = 0) {
 
 // By rank and operand.
 std::vector<std::vector<Bytes>> expected(const Call& what, PeerCall& call) {
-  const int p = call.num_ranks();
-  std::vector<std::vector<Bytes>> all(p);
-  for (int rank = 0; rank < p; ++rank) {
-    for (size_t operand = 0; operand < what.counts.size(); ++operand) {
-      const size_t count = what.counts[operand], block = result_count(what.plan, p, count);
-      const size_t from = what.plan.collective == Collective::reduce_scatter ? rank * block : 0;
-      Bytes result(call.tree->num_results * block * element_size(what.dtype));
-      const bool is_zero = what.plan.collective == Collective::reduce && rank != what.plan.root;
-      for (size_t i = 0; i < block && !is_zero; ++i) {
-        const auto sums = tree_sums_of_elements(what.tree, what.dtype, [&](int member, int slot) {
-          return element_bits(what.dtype, call.inputs[member][operand].data(), slot * count + from + i);
-        });
-        for (size_t r = 0; r < call.tree->num_results; ++r) {
-          set_element(what.dtype, result.data(), r * block + i, sums[std::min(r, sums.size() - 1)]);
-        }
-      }
-      all[rank].push_back(std::move(result));
+  std::vector<std::vector<Bytes>> all(call.num_ranks());
+  for (size_t operand = 0; operand < what.counts.size(); ++operand) {
+    std::vector<Bytes> operands;
+    for (auto& of_rank : call.inputs) {
+      operands.emplace_back(of_rank[operand].data(), of_rank[operand].data() + of_rank[operand].size());
+    }
+    for (int rank = 0; rank < call.num_ranks(); ++rank) {
+      all[rank].push_back(expected_tree_result(what.plan, Op::sum, what.dtype, reference_of(what.tree), operands,
+                                               what.counts[operand], call.tree->num_results, rank));
     }
   }
   return all;
