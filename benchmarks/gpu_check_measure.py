@@ -6,6 +6,7 @@ import time
 
 # Every algorithm, in the orders in which it can fold.
 VARIANTS = [("one_shot", "rank"), ("two_shot", "rank"), ("ring", "rank"), ("ring", "ring"), ("ring", "any")]
+VARIANTS += [("one_shot", "tree"), ("two_shot", "tree")]
 RANKS = [2, 4, 8]
 
 
