@@ -125,7 +125,7 @@ TEST(TreeProgram, ServesSoManyRanks) {
   for (int each = 1; each <= 8; ++each) EXPECT_TRUE(serves(each * 8, 8)) << each;
   EXPECT_FALSE(serves(3 * 64, 64)) << "more than 16 blocks";
   EXPECT_FALSE(serves(2 * 64 - 1, 127)) << "four sums on the stack";
-  EXPECT_FALSE(serves(1023 * 64, 64)) << "18 slots";
+  EXPECT_FALSE(serves(2 * ((1 << 20) - 1), 2)) << "more than 16 slots";
 }
 
 // ---- Calls
