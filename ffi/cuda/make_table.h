@@ -19,10 +19,10 @@ constexpr auto kernel_if_needed() {
 template <class AnyKernel, template <class, class, Algorithm> class Make, class Element>
 constexpr TableOf<AnyKernel> table_of() {
   return {{
-#define JAX_RING_KERNELS(name, op)                             \
-  {kernel_if_needed<Make, Element, op, Algorithm::one_shot>(), \
-   kernel_if_needed<Make, Element, op, Algorithm::two_shot>(), \
-   kernel_if_needed<Make, Element, op, Algorithm::ring>()},
+#define JAX_RING_KERNELS(name, op)                                                                                     \
+  {kernel_if_needed<Make, Element, op, Algorithm::one_shot>(),                                                         \
+   kernel_if_needed<Make, Element, op, Algorithm::two_shot>(), kernel_if_needed<Make, Element, op, Algorithm::ring>(), \
+   kernel_if_needed<Make, Element, op, Algorithm::multicast>()},
       JAX_RING_FOR_EACH_OP(JAX_RING_KERNELS)
 #undef JAX_RING_KERNELS
   }};

@@ -59,6 +59,31 @@ jax_ring_mutant(ring_model two_shot_round_forgotten ring/two_shot.h
   [==[if (ok && team.thread() == 0) progress.round = number;]==] [==[]==]
   "two-shot, 2 ranks x 1" "a rank has failed")
 
+# Multicast: the steps of two-shot.
+jax_ring_mutant(ring_model multicast_wait_without_all ring/multicast.h
+  [==[return worker.team.all(ok);]==] [==[return ok;]==]
+  "multicast, 2 ranks x 2" "data race")
+jax_ring_mutant(ring_model multicast_sums_unawaited ring/multicast.h
+  [==[if (step > 0) ok = await_peers(]==] [==[if (step > 1) ok = await_peers(]==]
+  "multicast, 2 ranks x 1" "(data race|deadlock)")
+jax_ring_mutant(ring_model multicast_copies_a_step_early ring/multicast.h
+  [==[if (step > 1) copy_round(worker, step - 2);]==]
+  [==[if (step > 0 && step <= num_rounds) copy_round(worker, step - 1);]==]
+  "multicast, 2 ranks x 1" "(data race|wrong result)")
+jax_ring_mutant(ring_model multicast_stages_a_round_early ring/multicast.h
+  [==[worker.scatter_buffer(worker.self.rank, round, 0)]==] [==[worker.scatter_buffer(worker.self.rank, round / 3 * 3, 0)]==]
+  "multicast, 2 ranks x 1" "(data race|wrong result)")
+jax_ring_mutant(ring_model multicast_one_gather_buffer ring/multicast.h
+  [==[static_cast<int>(round % kGatherBuffers), worker.cta, 0) + first;]==]
+  [==[static_cast<int>(round % 1), worker.cta, 0) + first;]==]
+  "multicast, 2 ranks x 1" "(data race|wrong result)")
+jax_ring_mutant(ring_model multicast_round_forgotten ring/multicast.h
+  [==[if (ok && team.thread() == 0) progress.round = number;]==] [==[]==]
+  "multicast, 2 ranks x 1" "a rank has failed")
+jax_ring_mutant(ring_model multicast_ends_without_sync ring/multicast.h
+  [==[  team.sync();  // the last results have been copied]==] [==[]==]
+  "multicast, 2 ranks x 2" "data race")
+
 # The ring: slots, heads and tails.
 jax_ring_mutant(ring_model ring_slot_too_many ring/ring.h
   [==[const uint32_t needed = sent + 1 - ]==] [==[const uint32_t needed = sent - ]==]

@@ -200,6 +200,9 @@ class Group {
         case Algorithm::two_shot:
           run_team<Element, Sum, Algorithm::two_shot>(self, message, call.plan, cta, team, Sum{});
           break;
+        case Algorithm::multicast:
+          run_team<Element, Sum, Algorithm::multicast>(self, message, call.plan, cta, team, Sum{});
+          break;
         default:
           run_team<Element, Sum, Algorithm::ring>(self, message, call.plan, cta, team, Sum{});
       }
@@ -306,6 +309,17 @@ std::vector<NamedScenario> scenarios() {
     list.push_back({"two-shot" + size, exhaustive,
                     succeeds(ranks, threads, rounds(Algorithm::two_shot, all_reduce, 5 * ranks * threads + 1))});
     list.push_back({"two-shot collectives" + size, exhaustive, succeeds(ranks, threads, all_collectives(ranks))});
+    // The switch is a loop here: it loads and stores at one rank after the other.
+    const uint64_t rounds_of_4 = 3 * ranks * threads + 1;
+    list.push_back({"multicast" + size, exhaustive,
+                    succeeds(ranks, threads, rounds(Algorithm::multicast, all_reduce, rounds_of_4))});
+    list.push_back({"multicast and two-shot" + size, exhaustive,
+                    succeeds(ranks, threads,
+                             {{Algorithm::multicast, all_reduce, rounds_of_4},
+                              {Algorithm::two_shot, all_reduce, rounds_of_4, true},
+                              {Algorithm::multicast, all_reduce, 1},
+                              {Algorithm::two_shot, {Collective::reduce_scatter}, 2},
+                              {Algorithm::multicast, all_reduce, rounds_of_4}})});
     // A ring has many executions, as a rank may be as far ahead as there are slots.
     for (Order order : {Order::rank, Order::ring}) {
       const Plan plan{Collective::all_reduce, order};
@@ -322,7 +336,7 @@ std::vector<NamedScenario> scenarios() {
   }
   list.push_back({"one-shot after 2^32 rounds", exhaustive, one_shot_wraps_around(1)});
   list.push_back({"one-shot after 2^32 rounds, teams of 2", exhaustive, one_shot_wraps_around(2)});
-  for (Algorithm algorithm : {Algorithm::one_shot, Algorithm::two_shot, Algorithm::ring}) {
+  for (Algorithm algorithm : {Algorithm::one_shot, Algorithm::two_shot, Algorithm::ring, Algorithm::multicast}) {
     list.push_back({"different calls, algorithm " + std::to_string(static_cast<int>(algorithm)), exhaustive,
                     mismatches({algorithm, {}, 1})});
   }

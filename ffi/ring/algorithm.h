@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "ring/multicast.h"
 #include "ring/one_shot.h"
 #include "ring/ring.h"
 #include "ring/two_shot.h"
@@ -33,8 +34,10 @@ JAX_RING_TEAM_CALL void poison(const Endpoint& self, const Message& message, con
 // matter, have only two-shot kernels, which are never far from the best: there are many kernels, and they take long to
 // compile.
 template <class Element, class Op, Algorithm kAlgorithm>
-constexpr bool is_needed = std::is_same_v<typename FoldedAs<Element, Op>::type, Element> &&
-                           (std::is_same_v<Op, Sum> || kAlgorithm == Algorithm::two_shot);
+constexpr bool is_needed =
+    std::is_same_v<typename FoldedAs<Element, Op>::type, Element> &&
+    (kAlgorithm == Algorithm::multicast ? std::is_same_v<Op, Sum> && kSwitchAdds<Element>
+                                        : std::is_same_v<Op, Sum> || kAlgorithm == Algorithm::two_shot);
 
 // Starts a call. False if it must not run: this rank has failed before, or its lane is busy.
 template <class Team>
@@ -66,6 +69,8 @@ JAX_RING_TEAM void run_team(const Endpoint& self, const Message& message, const 
     ok = ok && one_shot::all_reduce<Element>(self, message, cta, team, op);
   } else if constexpr (kAlgorithm == Algorithm::two_shot) {
     ok = ok && two_shot::run<Element>(self, message, plan, cta, team, op);
+  } else if constexpr (kAlgorithm == Algorithm::multicast) {
+    ok = ok && multicast::all_reduce<Element>(self, message, cta, team);
   } else {
     ok = ok && ring::reduce<Element>(self, message, plan, cta, team, op);
   }

@@ -1,0 +1,243 @@
+// multicast.h: all-reduce in an NVSwitch: one load adds what all ranks have at an address, one store writes to all.
+//
+// It is two_shot.h, with less to send: in each round every rank writes its values into its own mailbox, each rank
+// loads the sums of its part of the round, and stores them to all mailboxes at once. Two-shot sends 2(p-1)/p of the
+// message from each rank, this 1/p, and each rank's share of the sum crosses its link once. Steps, flags and buffers
+// are those of two_shot.h, and so is the proof that no buffer is written too early: read "loads the sums of" for
+// "folds". So calls of both algorithms may follow each other in a lane.
+//
+// The switch adds in an order of its own, so this is for Order::any. All ranks still get the same bits, because one of
+// them loads each sum, and stores it to all.
+#pragma once
+
+#include <type_traits>
+
+#include "ring/fold.h"
+#include "ring/two_shot.h"
+
+namespace jax_ring {
+
+// Whether the switch can add this type. 16-bit floats are added in float32, and rounded once.
+template <class Element>
+constexpr bool kSwitchAdds = std::is_same_v<Element, Float16> || std::is_same_v<Element, BFloat16> ||
+                             std::is_same_v<Element, Native<float>> || std::is_same_v<Element, Native<double>> ||
+                             std::is_same_v<Element, Native<uint32_t>> || std::is_same_v<Element, Native<uint64_t>>;
+
+inline bool switch_adds(DType dtype) {
+  switch (dtype) {
+#define JAX_RING_CASE(name, element) \
+  case DType::name:                  \
+    return kSwitchAdds<element>;
+    JAX_RING_FOR_EACH_DTYPE(JAX_RING_CASE)
+#undef JAX_RING_CASE
+    case DType::count:
+      break;
+  }
+  return false;
+}
+
+namespace multicast {
+
+#if defined(__CUDACC__)
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+// The sum of what all ranks have at this offset of their mailboxes.
+template <class Element>
+JAX_RING_TEAM Pack load_sum(const Endpoint& self, size_t offset) {
+  const unsigned char* from = self.multicast + offset;
+  if constexpr (std::is_same_v<Element, Native<float>>) {
+    float x[4];
+    asm volatile("multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "l"(from)
+                 : "memory");
+    Pack sum;
+    memcpy(&sum, x, sizeof(sum));
+    return sum;
+  } else if constexpr (std::is_same_v<Element, Native<double>>) {
+    double x[2];
+    for (int i = 0; i < 2; ++i) {
+      asm volatile("multimem.ld_reduce.relaxed.sys.global.add.f64 %0, [%1];"
+                   : "=d"(x[i])
+                   : "l"(from + 8 * i)
+                   : "memory");
+    }
+    Pack sum;
+    memcpy(&sum, x, sizeof(sum));
+    return sum;
+  } else if constexpr (std::is_same_v<Element, Native<uint64_t>>) {
+    Pack sum;
+    for (int i = 0; i < 2; ++i) {
+      asm volatile("multimem.ld_reduce.relaxed.sys.global.add.u64 %0, [%1];"
+                   : "=l"(sum.word[i])
+                   : "l"(from + 8 * i)
+                   : "memory");
+    }
+    return sum;
+  } else {
+    uint32_t x[4];
+    if constexpr (std::is_same_v<Element, BFloat16>) {
+      asm volatile("multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                   : "l"(from)
+                   : "memory");
+    } else if constexpr (std::is_same_v<Element, Float16>) {
+      asm volatile("multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                   : "l"(from)
+                   : "memory");
+    } else {
+      static_assert(std::is_same_v<Element, Native<uint32_t>>, "the switch cannot add this type");
+      for (int i = 0; i < 4; ++i) {
+        asm volatile("multimem.ld_reduce.relaxed.sys.global.add.u32 %0, [%1];"
+                     : "=r"(x[i])
+                     : "l"(from + 4 * i)
+                     : "memory");
+      }
+    }
+    Pack sum;
+    memcpy(&sum, x, sizeof(sum));
+    return sum;
+  }
+}
+
+// Writes to this offset of all mailboxes. PTX has vectors of floats only; a store changes no bits.
+JAX_RING_TEAM void store_to_all(const Endpoint& self, size_t offset, Pack pack) {
+  float x[4];
+  memcpy(x, &pack, sizeof(x));
+  asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(self.multicast + offset),
+               "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+
+// The multicast address and those of the mailboxes lead to the same memory, and PTX orders accesses by different
+// addresses only where this fence is on the path between them.
+JAX_RING_TEAM void order_aliases() { asm volatile("fence.proxy.alias;" ::: "memory"); }
+
+#else
+
+// Older GPUs have no such instructions. They have no multicast address either, so this never runs.
+template <class Element>
+JAX_RING_TEAM Pack load_sum(const Endpoint&, size_t) {
+  __trap();
+  return {};
+}
+JAX_RING_TEAM void store_to_all(const Endpoint&, size_t, Pack) { __trap(); }
+JAX_RING_TEAM void order_aliases() {}
+
+#endif
+
+#else
+
+// On the host the switch is a loop.
+template <class Element>
+JAX_RING_TEAM Pack load_sum(const Endpoint& self, size_t offset) {
+  PackFold<Element> fold;
+  for (int rank = 0; rank < self.num_ranks(); ++rank) {
+    const Pack pack = read_pack(reinterpret_cast<const Pack*>(self.mailbox[rank] + offset));
+    rank == 0 ? fold.start(pack) : fold.add(pack, Sum{});
+  }
+  return fold.result();
+}
+
+JAX_RING_TEAM void store_to_all(const Endpoint& self, size_t offset, Pack pack) {
+  for (int rank = 0; rank < self.num_ranks(); ++rank) {
+    write_pack(reinterpret_cast<Pack*>(self.mailbox[rank] + offset), pack);
+  }
+}
+
+JAX_RING_TEAM void order_aliases() {}
+
+#endif
+
+// Waits until all peers have ended a step. Each thread that has seen a peer's flag puts the fence between what that
+// peer did and what this team does next.
+template <class Team>
+JAX_RING_TEAM bool await_peers(const two_shot::Worker<Team>& worker, uint32_t number, Step where) {
+  bool ok = true;
+  JAX_RING_NO_UNROLL
+  for (int step = 1 + worker.team.thread(); ok && step < worker.num_ranks(); step += worker.team.size()) {
+    const uint64_t expected = flag_value(worker.message.fingerprint, number);
+    ok = await_epoch(worker.self, worker.flag_of(number), expected, where, worker.peer(step), worker.cta);
+    order_aliases();
+  }
+  return worker.team.all(ok);
+}
+
+// Writes this rank's values of a round into its own mailbox.
+template <class Team>
+JAX_RING_TEAM void stage(const two_shot::Worker<Team>& worker, uint32_t round) {
+  Pack* const to = worker.scatter_buffer(worker.self.rank, round, 0);
+  for_each_pack<kCopiesInFlight>(
+      worker.message, RangeWalk(worker.range(round)), worker.team,
+      [](const OperandView& operand, uint64_t index, const Spot&) { return operand.load(index); },
+      [&](const OperandView&, uint64_t, const Spot& spot, Pack pack) { write_pack(to + spot.place, pack); });
+}
+
+// Stores the sums of this rank's part of a round to all mailboxes.
+template <class Element, class Team>
+JAX_RING_TEAM void sum_and_send(const two_shot::Worker<Team>& worker, uint32_t round) {
+  const Endpoint& self = worker.self;
+  const PackRange range = worker.range(round), part = worker.part(range, self.rank);
+  const size_t first = (part.begin - range.begin) * kPackBytes;
+  const size_t from = self.capacity.scatter(static_cast<int>(round % kScatterBuffers), worker.cta, 0) + first;
+  const size_t to = self.capacity.gather(static_cast<int>(round % kGatherBuffers), worker.cta, 0) + first;
+  const uint32_t size = static_cast<uint32_t>(part.size()), threads = worker.team.size();
+  JAX_RING_NO_UNROLL
+  for (uint32_t at = worker.team.thread(); at < size; at += kCopiesInFlight * threads) {
+    Pack sums[kCopiesInFlight] = {};
+    JAX_RING_UNROLL
+    for (int u = 0; u < kCopiesInFlight; ++u) {
+      if (at + u * threads < size) sums[u] = load_sum<Element>(self, from + (at + u * threads) * kPackBytes);
+    }
+    JAX_RING_UNROLL
+    for (int u = 0; u < kCopiesInFlight; ++u) {
+      if (at + u * threads < size) store_to_all(self, to + (at + u * threads) * kPackBytes, sums[u]);
+    }
+  }
+}
+
+// Copies the results of a round to the outputs.
+template <class Team>
+JAX_RING_TEAM void copy_round(const two_shot::Worker<Team>& worker, uint32_t round) {
+  const Pack* const from = worker.gather_buffer(worker.self.rank, round, 0);
+  for_each_pack<kCopiesInFlight>(
+      worker.message, RangeWalk(worker.range(round)), worker.team,
+      [&](const OperandView&, uint64_t, const Spot& spot) { return read_pack(from + spot.place); },
+      [](const OperandView& operand, uint64_t index, const Spot&, Pack pack) { operand.store(index, pack); });
+}
+
+// All-reduces the team's share of the message. Returns false if a wait failed; the rank's failure record names the
+// peer.
+template <class Element, class Team>
+JAX_RING_TEAM bool all_reduce(const Endpoint& self, const Message& message, int cta, Team team) {
+  Progress& progress = self.progress[cta];
+  const two_shot::Worker<Team> worker{self,
+                                      message,
+                                      two_shot::Roles{Plan{}},
+                                      share_of({0, message.num_packs}, cta, self.capacity.num_ctas),
+                                      self.capacity.part_packs * self.num_ranks(),
+                                      cta,
+                                      team};
+  const uint32_t num_rounds = worker.num_rounds();
+  // A team without work meets at no barrier, behind which all its threads would have read the number.
+  if (num_rounds == 0) return true;
+  uint32_t number = progress.round;
+  bool ok = true;
+  JAX_RING_NO_UNROLL
+  for (uint32_t step = 0; ok && step < num_rounds + 2; ++step) {
+    if (step < num_rounds) stage(worker, step);
+    if (step > 0) ok = await_peers(worker, number, step <= num_rounds ? Step::reduce_scatter : Step::all_gather);
+    if (!ok) break;
+    if (step > 0 && step <= num_rounds) sum_and_send<Element>(worker, step - 1);
+    if (step > 1) copy_round(worker, step - 2);
+    if (step <= num_rounds) worker.signal_peers(++number);
+  }
+  team.sync();  // the last results have been copied
+  if (ok && team.thread() == 0) progress.round = number;
+  return ok;
+}
+
+}  // namespace multicast
+}  // namespace jax_ring
