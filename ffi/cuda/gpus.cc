@@ -19,6 +19,7 @@
 #include "cuda/driver.h"
 #include "cuda/kernels.h"
 #include "cuda/multicast_memory.h"
+#include "cuda/profiler_range.h"
 
 namespace jax_ring::gpu {
 namespace {
@@ -243,6 +244,9 @@ class CudaGpus final : public Gpus {
   void launch(const KernelKey& key, const Call& call, Stream stream) override {
     check(gpu::launch(key, call, static_cast<cudaStream_t>(stream)), "launch");
   }
+
+  void begin_range(const char* name) noexcept override { begin_profiler_range(name); }
+  void end_range() noexcept override { end_profiler_range(); }
 
   bool is_capturing(Stream stream) override {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

@@ -60,11 +60,11 @@ jax_ring_mutant(ring_model two_shot_round_forgotten ring/two_shot.h
   "two-shot, 2 ranks x 1" "a rank has failed")
 
 # Multicast: the steps of two-shot.
-jax_ring_mutant(ring_model multicast_wait_without_all ring/multicast.h
-  [==[return worker.team.all(ok);]==] [==[return ok;]==]
-  "multicast, 2 ranks x 2" "data race")
+jax_ring_mutant(ring_model multicast_two_shot_stores_to_one_buffer ring/two_shot.h
+  [==[gather(static_cast<int>(round % kGatherBuffers), worker.cta, rank)]==] [==[gather(0, worker.cta, rank)]==]
+  "multicast and two-shot, 2 ranks x 1" "(data race|wrong result)")
 jax_ring_mutant(ring_model multicast_sums_unawaited ring/multicast.h
-  [==[if (step > 0) ok = await_peers(]==] [==[if (step > 1) ok = await_peers(]==]
+  [==[if (step > 0) ok = worker.await_peers(]==] [==[if (step > 1) ok = worker.await_peers(]==]
   "multicast, 2 ranks x 1" "(data race|deadlock)")
 jax_ring_mutant(ring_model multicast_copies_a_step_early ring/multicast.h
   [==[if (step > 1) copy_round(worker, step - 2);]==]
