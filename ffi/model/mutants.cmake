@@ -80,9 +80,6 @@ jax_ring_mutant(ring_model multicast_one_gather_buffer ring/multicast.h
 jax_ring_mutant(ring_model multicast_round_forgotten ring/multicast.h
   [==[if (ok && team.thread() == 0) progress.round = number;]==] [==[]==]
   "multicast, 2 ranks x 1" "a rank has failed")
-jax_ring_mutant(ring_model multicast_ends_without_sync ring/multicast.h
-  [==[  team.sync();  // the last results have been copied]==] [==[]==]
-  "multicast, 2 ranks x 2" "data race")
 
 # The ring: slots, heads and tails.
 jax_ring_mutant(ring_model ring_slot_too_many ring/ring.h

@@ -36,7 +36,7 @@ int NVTX_API pop(nvtxDomainHandle_t) {
   return --depth;
 }
 
-// What a profiler does when NVTX is first used.
+// What a profiler does when NVTX is first used; see nvtx_attach.cc.
 int NVTX_API attach(NvtxGetExportTableFunc_t table_of) {
   const auto* callbacks = static_cast<const NvtxExportTableCallbacks*>(table_of(NVTX_ETID_CALLBACKS));
   NvtxFunctionTable functions = nullptr;
@@ -88,6 +88,10 @@ TEST_F(Nvtx, EachLaunchHasARangeWithTheNameOfItsCall) {
 }  // namespace
 }  // namespace jax_ring::standin
 
+extern "C" int attach_profiler(const void* (*table_of)(uint32_t)) {
 #if defined(JAX_RING_HAS_NVTX)
-extern "C" NvtxInitializeInjectionNvtxFunc_t InitializeInjectionNvtx2_fnptr = &jax_ring::standin::attach;
+  return jax_ring::standin::attach(table_of);
+#else
+  return table_of == nullptr;
 #endif
+}
