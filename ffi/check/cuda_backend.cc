@@ -124,8 +124,11 @@ class CudaBackend final : public Backend {
     for (int dtype = 0; dtype < static_cast<int>(DType::count); ++dtype) {
       for (int op = 0; op < static_cast<int>(Op::count); ++op) {
         for (int algorithm = 0; algorithm < static_cast<int>(Algorithm::count); ++algorithm) {
-          const gpu::KernelKey key{static_cast<DType>(dtype), static_cast<Op>(op), static_cast<Algorithm>(algorithm)};
-          if (gpu::has_kernel(key)) use(key);
+          for (bool along_tree : {false, true}) {
+            const gpu::KernelKey key{static_cast<DType>(dtype), static_cast<Op>(op), static_cast<Algorithm>(algorithm),
+                                     along_tree};
+            if (gpu::has_kernel(key)) use(key);
+          }
         }
       }
     }

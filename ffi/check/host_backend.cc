@@ -109,20 +109,33 @@ constexpr Kernel kernel_of() {
   return nullptr;
 }
 
+template <class Element, class Operation, Algorithm kAlgorithm>
+constexpr Kernel tree_kernel_of() {
+  if constexpr (has_tree<Element, Operation, kAlgorithm>) {
+    return [](const gpu::Call& call, int cta, HostTeam team) {
+      run_team<Element, Operation, kAlgorithm>(call.self, call.message, call.plan, cta, team, Operation{},
+                                               TreeTerms{call.tree});
+    };
+  }
+  return nullptr;
+}
+
 template <class Element, class Operation>
-constexpr Kernel kernel_of(Algorithm algorithm) {
-  constexpr Kernel kernels[] = {kernel_of<Element, Operation, Algorithm::one_shot>(),
-                                kernel_of<Element, Operation, Algorithm::two_shot>(),
-                                kernel_of<Element, Operation, Algorithm::ring>()};
-  return kernels[static_cast<int>(algorithm)];
+constexpr Kernel kernel_of(Algorithm algorithm, bool along_tree) {
+  constexpr Kernel kernels[][3] = {
+      {kernel_of<Element, Operation, Algorithm::one_shot>(), kernel_of<Element, Operation, Algorithm::two_shot>(),
+       kernel_of<Element, Operation, Algorithm::ring>()},
+      {tree_kernel_of<Element, Operation, Algorithm::one_shot>(),
+       tree_kernel_of<Element, Operation, Algorithm::two_shot>(), nullptr}};
+  return kernels[along_tree][static_cast<int>(algorithm)];
 }
 
 template <class Element>
-Kernel kernel_of(Op op, Algorithm algorithm) {
+Kernel kernel_of(Op op, Algorithm algorithm, bool along_tree) {
   switch (op) {
 #define JAX_RING_CASE(name, operation) \
   case Op::name:                       \
-    return kernel_of<Element, operation>(algorithm);
+    return kernel_of<Element, operation>(algorithm, along_tree);
     JAX_RING_FOR_EACH_OP(JAX_RING_CASE)
 #undef JAX_RING_CASE
     case Op::count:
@@ -135,7 +148,7 @@ Kernel kernel_of(const gpu::KernelKey& key) {
   switch (key.dtype) {
 #define JAX_RING_CASE(name, element) \
   case DType::name:                  \
-    return kernel_of<element>(key.op, key.algorithm);
+    return kernel_of<element>(key.op, key.algorithm, key.along_tree);
     JAX_RING_FOR_EACH_DTYPE(JAX_RING_CASE)
 #undef JAX_RING_CASE
     case DType::count:

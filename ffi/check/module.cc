@@ -11,6 +11,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <random>
 #include <stdexcept>
@@ -48,30 +49,34 @@ struct Request {
   gpu::CallSite site;
   DType dtype;
   LaunchMode how;
+  int num_shards;  // of the tree; 0: one for each rank
 };
 
 Request request_of(const std::string& collective, const std::string& op, int root, const std::string& dtype,
-                   const std::string& algorithm, const std::string& order, const std::string& how) {
+                   const std::string& algorithm, const std::string& order, const std::string& how, int num_shards = 0) {
   const std::map<std::string, std::optional<Algorithm>> algorithms = {{"auto", std::nullopt},
                                                                       {"one_shot", Algorithm::one_shot},
                                                                       {"two_shot", Algorithm::two_shot},
                                                                       {"ring", Algorithm::ring}};
-  const Plan plan{lookup<Collective>("collective",
-                                     {{"all_reduce", Collective::all_reduce},
-                                      {"reduce_scatter", Collective::reduce_scatter},
-                                      {"all_gather", Collective::all_gather},
-                                      {"reduce", Collective::reduce},
-                                      {"broadcast", Collective::broadcast}},
-                                     collective),
-                  lookup<Order>("order", {{"rank", Order::rank}, {"ring", Order::ring}, {"any", Order::any}}, order),
-                  root};
+  const Plan plan{
+      lookup<Collective>("collective",
+                         {{"all_reduce", Collective::all_reduce},
+                          {"reduce_scatter", Collective::reduce_scatter},
+                          {"all_gather", Collective::all_gather},
+                          {"reduce", Collective::reduce},
+                          {"broadcast", Collective::broadcast}},
+                         collective),
+      lookup<Order>("order", {{"rank", Order::rank}, {"ring", Order::ring}, {"any", Order::any}, {"tree", Order::tree}},
+                    order),
+      root};
   return {
       {"check", plan, lookup<Op>("operation", {{"sum", Op::sum}, {"max", Op::max}, {"min", Op::min}}, op),
        lookup("algorithm", algorithms, algorithm)},
       lookup("dtype", dtypes(), dtype),
       lookup<LaunchMode>(
           "launch mode",
-          {{"together", LaunchMode::together}, {"streams", LaunchMode::streams}, {"graphs", LaunchMode::graphs}}, how)};
+          {{"together", LaunchMode::together}, {"streams", LaunchMode::streams}, {"graphs", LaunchMode::graphs}}, how),
+      num_shards};
 }
 
 std::unique_ptr<Backend> backend_named(const std::string& name) {
@@ -194,7 +199,8 @@ class Ranks {
   int device_of(size_t local) const { return static_cast<int>(members_[communicator_->local_ranks()[local]].device); }
 
   size_t result_bytes(const Request& request, size_t input_bytes) const {
-    return result_count(request.site.plan, communicator_->num_ranks(), input_bytes);
+    const auto tree = tree_of(request);
+    return result_count(request.site.plan, communicator_->num_ranks(), input_bytes / (tree ? tree->num_slots : 1));
   }
 
   gpu::Buffer allocate(int device, size_t input_bytes, size_t output_bytes) {
@@ -210,12 +216,25 @@ class Ranks {
     if (buffer.input_bytes > 0) backend_->copy_in(const_cast<void*>(buffer.input), data, buffer.input_bytes);
   }
 
+  // Of all ranks; none with another order.
+  std::optional<TreeProgram> tree_of(const Request& request) const {
+    if (!folds_along_tree(request.site.plan)) return std::nullopt;
+    std::vector<int> ranks(communicator_->num_ranks());
+    std::iota(ranks.begin(), ranks.end(), 0);
+    const int num_ranks = static_cast<int>(ranks.size());
+    const int num_shards = request.num_shards == 0 ? num_ranks : request.num_shards;
+    const auto program = TreeCompiler::compile(Tree(num_shards, num_ranks, ranks), 1);
+    if (!program) throw std::invalid_argument("the kernels have no room for this tree");
+    return program;
+  }
+
   std::vector<Work> work_of(const Request& request, const std::vector<std::vector<gpu::Buffer>>& buffers) {
+    const auto tree = tree_of(request);
     std::vector<Work> work;
     for (size_t i = 0; i < buffers.size(); ++i) {
       work.push_back({device_of(i), gpu::launches_of(*communicator_, communicator_->local_ranks()[i], request.site,
                                                      default_thresholds(communicator_->num_ranks()), request.dtype,
-                                                     buffers[i], deadline_)});
+                                                     buffers[i], deadline_, tree ? &*tree : nullptr)});
     }
     return work;
   }
@@ -292,12 +311,15 @@ NB_MODULE(_gpu_check, m) {
           "run",
           [](Ranks& self, const std::vector<std::vector<nb::bytes>>& inputs, const std::string& dtype,
              const std::string& algorithm, const std::string& order, const std::string& how, int repeats,
-             const std::string& collective, const std::string& op, int root) {
-            return self.run(inputs, request_of(collective, op, root, dtype, algorithm, order, how), repeats);
+             const std::string& collective, const std::string& op, int root, int num_shards) {
+            return self.run(inputs, request_of(collective, op, root, dtype, algorithm, order, how, num_shards),
+                            repeats);
           },
           "inputs"_a, "dtype"_a, "algorithm"_a = "auto", "order"_a = "rank", "how"_a = "together", "repeats"_a = 1,
-          "collective"_a = "all_reduce", "op"_a = "sum", "root"_a = 0,
-          "The results of the ranks of this process, by rank and operand, as bytes like the inputs.")
+          "collective"_a = "all_reduce", "op"_a = "sum", "root"_a = 0, "num_shards"_a = 0,
+          "num_shards: of the tree with order 'tree', 0 for one for each rank. "
+          "The results of the ranks of this process, by rank and operand, as bytes like the inputs, without their "
+          "slots.")
       .def(
           "seconds",
           [](Ranks& self, size_t num_bytes, const std::string& dtype, const std::string& algorithm,

@@ -5,6 +5,7 @@
 #include "ring/endpoint.h"
 #include "ring/fold.h"
 #include "ring/pack.h"
+#include "ring/tree_program.h"
 
 namespace jax_ring::gpu {
 
@@ -13,6 +14,7 @@ struct KernelKey {
   DType dtype;
   Op op;
   Algorithm algorithm;
+  bool along_tree = false;
 };
 
 // Everything that a kernel needs. Passed by value in its parameters, so that a captured graph holds no pointer to it.
@@ -20,6 +22,7 @@ struct Call {
   Endpoint self;
   Message message;
   Plan plan;
+  TreeProgram tree;  // of kernels along a tree
 };
 
 static_assert(sizeof(Call) <= 4096, "a kernel's parameters have 4 KiB");

@@ -36,6 +36,7 @@ struct Instance {
   struct Group {
     std::vector<Member> members;
     Thresholds thresholds;
+    std::optional<TreeProgram> tree;  // with Order::tree
     // From here on: of groups with GPUs of this process, from their first execution on.
     std::shared_ptr<Communicator> communicator;
     std::unique_ptr<FirstRun> launching, launched;
@@ -50,7 +51,6 @@ struct Instance {
   };
 
   CallSite site;
-  Trees trees;
   std::string text;  // for error messages
   std::vector<Group> groups;
 
@@ -120,6 +120,23 @@ std::vector<Instance::Group> groups_of(const std::vector<int64_t>& processes, co
   return groups;
 }
 
+// Compiles the groups' trees for the kernels.
+void add_trees(std::vector<Instance::Group>& groups, const Trees& trees, const CallSite& site) {
+  if (!folds_along_tree(site.plan)) return;
+  if (site.op != Op::sum) throw std::invalid_argument("only sums have the order 'tree'");
+  if (site.algorithm == Algorithm::ring) throw std::invalid_argument("the ring does not have the order 'tree'");
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const Tree& tree = trees.of_group.at(i);
+    groups[i].tree = TreeCompiler::compile(tree, trees.num_results);
+    if (groups[i].tree.has_value()) continue;
+    throw std::invalid_argument("the kernels cannot add the " + std::to_string(tree.terms().size()) + " terms of " +
+                                std::to_string(groups[i].members.size()) + " GPUs, which have up to " +
+                                std::to_string(tree.num_slots()) +
+                                " terms each, along their tree. Choose a num_shards whose quotient by the number of "
+                                "GPUs is a power of two.");
+  }
+}
+
 // Compiles for GPUs that may be elsewhere, so it decodes and checks: it touches no GPU and no store, and waits for
 // nothing.
 ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
@@ -134,7 +151,6 @@ ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
     const Plan plan{named<Collective>(collective, kCollectives), named<Order>(order, kOrders), static_cast<int>(root)};
     instance->site = {std::string(call), plan, named<Op>(op, kOps), algorithm_of(algorithm)};
     instance->text = describe(call, lines);
-    instance->trees = trees_of(plan, group_sizes, tree_shards, tree_sizes, tree_ranks);
     if (lane < 0 || lane >= kLanes) {
       throw std::invalid_argument("the lane is " + std::to_string(lane) + ", and there are " + std::to_string(kLanes) +
                                   ", numbered from 0");
@@ -142,6 +158,7 @@ ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
     instance->site.lane = static_cast<int>(lane);
     instance->groups = groups_of(vector(processes), vector(devices), vector(group_sizes), vector(one_shot_bytes),
                                  vector(two_shot_bytes), root);
+    add_trees(instance->groups, trees_of(plan, group_sizes, tree_shards, tree_sizes, tree_ranks), instance->site);
     return instance;
   } catch (const std::exception& error) {
     return ffi::Unexpected(ffi::Error::Internal(describe(call, lines) + ": " + error.what()));
@@ -289,6 +306,20 @@ ffi::Error initialize(Instance* instance, ffi::RunId run, int32_t ordinal, ffi::
 
 // ---- Execute --------------------------------------------------------------------------------------------------------
 
+// Kernels write as much as these sizes say.
+void check_sizes(const Plan& plan, size_t num_ranks, const TreeProgram& tree, const ffi::AnyBuffer& input,
+                 const ffi::AnyBuffer& result) {
+  const bool scatters = plan.collective == Collective::reduce_scatter;
+  const size_t inputs = input.element_count(), results = result.element_count();
+  const size_t expected = scatters ? inputs / num_ranks / tree.num_slots * tree.num_results : inputs / tree.num_slots;
+  const bool divides = inputs % (tree.num_slots * (scatters ? num_ranks : 1)) == 0;
+  if (divides && results == expected) return;
+  throw std::invalid_argument("an operand of " + std::to_string(inputs) + " elements in " +
+                              std::to_string(tree.num_slots) + " slots does not have a result of " +
+                              std::to_string(results) + " elements" +
+                              (divides ? ", but of " + std::to_string(expected) : ""));
+}
+
 void launch(const Instance& instance, const Instance::Rank& rank, Stream stream, ffi::RemainingArgs args,
             ffi::RemainingRets rets) {
   if (args.size() == 0 || args.size() != rets.size()) {
@@ -300,13 +331,15 @@ void launch(const Instance& instance, const Instance::Rank& rank, Stream stream,
   Gpus& gpus = all.gpus();
   const NamedRange range(gpus, instance.text.c_str());
   const EngineType type = engine_type_of(instance.site.plan, args.get<ffi::AnyBuffer>(0)->element_type());
+  const TreeProgram* const tree = rank.group->tree.has_value() ? &*rank.group->tree : nullptr;
   std::vector<Buffer> buffers;
   for (size_t i = 0; i < args.size(); ++i) {
-    const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i);
-    buffers.push_back({input.untyped_data(), (*rets.get<ffi::AnyBuffer>(i))->untyped_data(), input.size_bytes()});
+    const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i), result = **rets.get<ffi::AnyBuffer>(i);
+    if (tree != nullptr) check_sizes(instance.site.plan, rank.group->members.size(), *tree, input, result);
+    buffers.push_back({input.untyped_data(), result.untyped_data(), input.size_bytes()});
   }
   const std::vector<Launch> launches = launches_of(*rank.group->communicator, rank.rank, instance.site,
-                                                   rank.group->thresholds, type.dtype, buffers, all.deadline());
+                                                   rank.group->thresholds, type.dtype, buffers, all.deadline(), tree);
   for (const Launch& each : launches) {
     if (gpus.has_kernel(each.kernel)) continue;
     throw std::runtime_error(

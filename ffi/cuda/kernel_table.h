@@ -15,7 +15,11 @@ template <class AnyKernel>
 struct TableOf {
   AnyKernel kernel[static_cast<int>(Op::count)][static_cast<int>(Algorithm::count)];
 
-  AnyKernel of(const KernelKey& key) const { return kernel[static_cast<int>(key.op)][static_cast<int>(key.algorithm)]; }
+  AnyKernel along_tree[static_cast<int>(Op::count)][static_cast<int>(Algorithm::count)];
+
+  AnyKernel of(const KernelKey& key) const {
+    return (key.along_tree ? along_tree : kernel)[static_cast<int>(key.op)][static_cast<int>(key.algorithm)];
+  }
 };
 using KernelTable = TableOf<Kernel>;
 

@@ -34,9 +34,11 @@ cudaError_t launch(const KernelKey& key, const Call& call, cudaStream_t stream) 
 std::vector<const void*> built_kernels() {
   std::vector<const void*> kernels;
   for (const KernelTable* table : kTables) {
-    for (const auto& by_algorithm : table->kernel) {
-      for (const Kernel kernel : by_algorithm) {
-        if (kernel != nullptr) kernels.push_back(reinterpret_cast<const void*>(kernel));
+    for (const auto* by_op : {&table->kernel, &table->along_tree}) {
+      for (const auto& by_algorithm : *by_op) {
+        for (const Kernel kernel : by_algorithm) {
+          if (kernel != nullptr) kernels.push_back(reinterpret_cast<const void*>(kernel));
+        }
       }
     }
   }

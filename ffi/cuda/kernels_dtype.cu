@@ -11,8 +11,14 @@ __global__ void __launch_bounds__(kThreadsPerCta, 1) collective_kernel(const __g
 }
 
 template <class Element, class Op, Algorithm kAlgorithm>
+__global__ void __launch_bounds__(kThreadsPerCta, 1) tree_kernel(const __grid_constant__ Call call) {
+  run_team<Element, Op, kAlgorithm>(call.self, call.message, call.plan, blockIdx.x, Cta{}, Op{}, TreeTerms{call.tree});
+}
+
+template <class Element, class Op, Algorithm kAlgorithm>
 struct Make {
   static constexpr Kernel kernel = &collective_kernel<Element, Op, kAlgorithm>;
+  static constexpr Kernel along_tree = &tree_kernel<Element, Op, kAlgorithm>;
 };
 
 }  // namespace

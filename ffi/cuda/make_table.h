@@ -6,7 +6,7 @@
 
 namespace jax_ring::gpu {
 
-// The table of the kernels Make<Element, Op, Algorithm>::kernel.
+// The tables of the kernels Make<Element, Op, Algorithm>::kernel, and along_tree.
 template <template <class, class, Algorithm> class Make, class Element, class Operation, Algorithm kAlgorithm>
 constexpr auto kernel_if_needed() {
   if constexpr (is_needed<Element, Operation, kAlgorithm>) {
@@ -16,16 +16,27 @@ constexpr auto kernel_if_needed() {
   }
 }
 
+template <template <class, class, Algorithm> class Make, class Element, class Operation, Algorithm kAlgorithm>
+constexpr auto tree_kernel_if_needed() {
+  if constexpr (has_tree<Element, Operation, kAlgorithm>) {
+    return Make<Element, Operation, kAlgorithm>::along_tree;
+  } else {
+    return nullptr;
+  }
+}
+
 template <class AnyKernel, template <class, class, Algorithm> class Make, class Element>
 constexpr TableOf<AnyKernel> table_of() {
-  return {{
 #define JAX_RING_KERNELS(name, op)                                                                                     \
   {kernel_if_needed<Make, Element, op, Algorithm::one_shot>(),                                                         \
    kernel_if_needed<Make, Element, op, Algorithm::two_shot>(), kernel_if_needed<Make, Element, op, Algorithm::ring>(), \
    kernel_if_needed<Make, Element, op, Algorithm::multicast>()},
-      JAX_RING_FOR_EACH_OP(JAX_RING_KERNELS)
+#define JAX_RING_TREE_KERNELS(name, op)                             \
+  {tree_kernel_if_needed<Make, Element, op, Algorithm::one_shot>(), \
+   tree_kernel_if_needed<Make, Element, op, Algorithm::two_shot>(), nullptr, nullptr},
+  return {{JAX_RING_FOR_EACH_OP(JAX_RING_KERNELS)}, {JAX_RING_FOR_EACH_OP(JAX_RING_TREE_KERNELS)}};
 #undef JAX_RING_KERNELS
-  }};
+#undef JAX_RING_TREE_KERNELS
 }
 
 // Element_f32 and so on, for a file that is compiled once for each type (JAX_RING_DTYPE names it).

@@ -3,13 +3,16 @@
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <map>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 #include "cuda/communicators.h"
 #include "cuda/handler.h"
+#include "ring/tree_program.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -92,6 +95,16 @@ NB_MODULE(_ffi_cuda, m) {
       "find"_a,
       "Sets how to find the ids that programs use for the GPUs of this process: find() returns {CUDA ordinal: id}. It "
       "is called when an unknown GPU executes a program, with no lock held.");
+
+  m.def(
+      "serves_tree",
+      [](int num_shards, int num_ranks, const std::vector<int>& ranks) {
+        const jax_ring::Tree tree(num_shards, num_ranks, ranks);
+        return jax_ring::TreeCompiler::compile(tree, static_cast<int>(tree.roots().size())).has_value();
+      },
+      "num_shards"_a, "num_ranks"_a, "ranks"_a,
+      "Whether the kernels can add along a tree over `num_shards` shards, which `num_ranks` ranks share, in a group of "
+      "these of them.");
 
   m.def("fingerprint", [] { return JAX_RING_FINGERPRINT; }, "The fingerprint of the sources that this was built from.");
 

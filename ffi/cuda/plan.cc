@@ -2,6 +2,7 @@
 #include "cuda/plan.h"
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "common/hash.h"
 #include "ring/switch_adds.h"
@@ -44,14 +45,23 @@ DType folded_as(Op op, DType dtype) {
   }
 }
 
+uint64_t hash_of(const TreeProgram& tree) {
+  return Hash().add(tree.term).add(tree.merges).add(tree.end).add(tree.num_results).add(tree.num_slots).value();
+}
+
 }  // namespace
 
 uint32_t CallSite::fingerprint() const { return Hash().add(std::string_view(call)).value32(); }
 
 std::vector<Launch> launches_of(const Communicator& communicator, int rank, const CallSite& requested,
                                 const Thresholds& thresholds, DType dtype, const std::vector<Buffer>& buffers,
-                                double deadline_seconds) {
+                                double deadline_seconds, const TreeProgram* tree) {
   CallSite site = requested;
+  const uint64_t slots = tree == nullptr ? 1 : tree->num_slots;
+  if (slots > communicator.capacity().part_packs) {
+    throw std::invalid_argument("the " + std::to_string(slots) + " slots of an operand do not fit into a mailbox of " +
+                                std::to_string(communicator.capacity().part_packs) + " packs");
+  }
   // By the requested algorithm, not the chosen one: which operands share a message depends on the order.
   site.plan = with_order_for(site.plan, site.algorithm.value_or(Algorithm::two_shot));
   // The blocks of a ring are those of one operand, so each operand is a message of its own there.
@@ -65,7 +75,7 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
     for (size_t i = first; i < std::min(first + most, buffers.size()); ++i) {
       const Buffer& buffer = buffers[i];
       if (buffer.input_bytes == 0) continue;
-      const uint64_t block_bytes = buffer.input_bytes / blocks;
+      const uint64_t block_bytes = buffer.input_bytes / (blocks * slots);
       message.operands[message.num_operands++] = {static_cast<const unsigned char*>(buffer.input),
                                                   static_cast<unsigned char*>(buffer.output), block_bytes,
                                                   message.num_packs};
@@ -73,11 +83,19 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
       bytes += block_bytes;
     }
     if (message.num_packs == 0) continue;
-    launch.kernel = {folded_as(site.op, dtype), site.op, algorithm_of(site, bytes, thresholds)};
+    // All slots are sent.
+    launch.kernel = {folded_as(site.op, dtype), site.op, algorithm_of(site, bytes * slots, thresholds)};
     launch.call.plan = site.plan;
+    if (tree != nullptr) {
+      launch.kernel.along_tree = true;
+      launch.call.tree = *tree;
+      const bool fits = slots <= communicator.capacity().one_shot_packs;
+      if (launch.kernel.algorithm == Algorithm::one_shot && !fits) launch.kernel.algorithm = Algorithm::two_shot;
+    }
     launch.call.self = communicator.endpoint(rank, site.lane, site.fingerprint(), deadline_seconds);
     if (adds_in_switch(requested, launch.kernel, launch.call.self)) launch.kernel.algorithm = Algorithm::multicast;
     message.fingerprint = Hash()
+                              .add(tree == nullptr ? uint64_t{0} : hash_of(*tree))
                               .add(site.fingerprint())
                               .add(launch.kernel.dtype)
                               .add(launch.kernel.op)

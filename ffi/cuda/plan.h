@@ -37,9 +37,10 @@ struct Launch {
 };
 
 // The kernels to launch, in order. The buffers are those of `rank`, all of one dtype. The thresholds must be the same
-// on all ranks: ranks that select different algorithms time out.
+// on all ranks: ranks that select different algorithms time out. tree: of the group, for a fold along it; the operands
+// have its slots, one after the other.
 std::vector<Launch> launches_of(const Communicator& communicator, int rank, const CallSite& site,
                                 const Thresholds& thresholds, DType dtype, const std::vector<Buffer>& buffers,
-                                double deadline_seconds);
+                                double deadline_seconds, const TreeProgram* tree = nullptr);
 
 }  // namespace jax_ring::gpu

@@ -13,8 +13,16 @@ __global__ void __launch_bounds__(kThreadsPerCta, 1) together_kernel(const Call*
 }
 
 template <class Element, class Op, Algorithm kAlgorithm>
+__global__ void __launch_bounds__(kThreadsPerCta, 1) together_tree_kernel(const Call* calls, int num_ctas) {
+  const Call& call = calls[blockIdx.x / num_ctas];
+  run_team<Element, Op, kAlgorithm>(call.self, call.message, call.plan, blockIdx.x % num_ctas, Cta{}, Op{},
+                                    TreeTerms{call.tree});
+}
+
+template <class Element, class Op, Algorithm kAlgorithm>
 struct Make {
   static constexpr TogetherKernel kernel = &together_kernel<Element, Op, kAlgorithm>;
+  static constexpr TogetherKernel along_tree = &together_tree_kernel<Element, Op, kAlgorithm>;
 };
 
 }  // namespace

@@ -30,6 +30,16 @@ JAX_RING_TEAM_CALL void poison(const Endpoint& self, const Message& message, con
   }
 }
 
+// The same along a tree, where a reduce-scatter may have several results.
+template <class Team>
+JAX_RING_TEAM_CALL void poison_results(const Endpoint& self, const Message& message, int num_results, int cta,
+                                       Team team) {
+  const PackRange share = share_of({0, message.num_packs}, cta, self.capacity.num_ctas);
+  for (int result = 0; result < num_results; ++result) {
+    fill(message, share, result, team, Pack{{~uint64_t{0}, ~uint64_t{0}}});
+  }
+}
+
 // Which kernels exist. Sums of signed integers use the unsigned kernels. Maxima and minima, whose order does not
 // matter, have only two-shot kernels, which are never far from the best: there are many kernels, and they take long to
 // compile.
@@ -38,6 +48,12 @@ constexpr bool is_needed =
     std::is_same_v<typename FoldedAs<Element, Op>::type, Element> &&
     (kAlgorithm == Algorithm::multicast ? std::is_same_v<Op, Sum> && kSwitchAdds<Element>
                                         : std::is_same_v<Op, Sum> || kAlgorithm == Algorithm::two_shot);
+
+// Along a tree there are only sums, and a ring has no place for it: a partial sum would visit one rank after the other.
+// Nor has a switch, whose order is its own.
+template <class Element, class Op, Algorithm kAlgorithm>
+constexpr bool has_tree = is_needed<Element, Op, kAlgorithm> && std::is_same_v<Op, Sum> &&
+                          (kAlgorithm == Algorithm::one_shot || kAlgorithm == Algorithm::two_shot);
 
 // Starts a call. False if it must not run: this rank has failed before, or its lane is busy.
 template <class Team>
@@ -61,21 +77,27 @@ JAX_RING_TEAM void finish(const Endpoint& self, int cta, Team team) {
   if (team.thread() == 0) give_back(&self.progress[cta].busy);
 }
 
-template <class Element, class Op, Algorithm kAlgorithm, class Team>
-JAX_RING_TEAM void run_team(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team, Op op) {
+template <class Element, class Op, Algorithm kAlgorithm, class Team, class Terms = RankTerms>
+JAX_RING_TEAM void run_team(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team, Op op,
+                            const Terms& terms = {}) {
   const bool started = start(self, cta, team);
   bool ok = started;
   if constexpr (kAlgorithm == Algorithm::one_shot) {
-    ok = ok && one_shot::all_reduce<Element>(self, message, cta, team, op);
+    ok = ok && one_shot::all_reduce<Element>(self, message, cta, team, op, terms);
   } else if constexpr (kAlgorithm == Algorithm::two_shot) {
-    ok = ok && two_shot::run<Element>(self, message, plan, cta, team, op);
+    ok = ok && two_shot::run<Element>(self, message, plan, cta, team, op, terms);
   } else if constexpr (kAlgorithm == Algorithm::multicast) {
     ok = ok && multicast::all_reduce<Element>(self, message, cta, team);
   } else {
     ok = ok && ring::reduce<Element>(self, message, plan, cta, team, op);
   }
   if (started) finish(self, cta, team);
-  if (!ok) poison(self, message, plan, cta, team);
+  if (ok) return;
+  if constexpr (Terms::kIsTree) {
+    poison_results(self, message, terms.num_results(), cta, team);
+  } else {
+    poison(self, message, plan, cta, team);
+  }
 }
 
 }  // namespace jax_ring

@@ -5,9 +5,12 @@
 // and no fence: p-1 sends and a poll. A message up to the default threshold is exchanged in one round. Two sets of
 // lines alternate. A rank rewrites a set two rounds later, when it has finished the round in between, for which every
 // peer sent its data only after reading this set.
+//
+// Along a tree, a rank with several slots sends one pack of each for a pack of the result. A round is shorter then.
 #pragma once
 
 #include "ring/fold_pack.h"
+#include "ring/fold_tree.h"
 #include "ring/signal.h"
 
 namespace jax_ring {
@@ -29,27 +32,32 @@ JAX_RING_TEAM Line* lines(const Endpoint& self, int owner, int cta, int source, 
 
 // Sends this rank's packs and two more lines. One is the header, which identifies the call. The other is a line that
 // this round does not use, a different one each round, so that no line keeps its tag until the epochs wrap around.
-template <class Team>
+// Lines for itself need neither: the thread that reads one has just written it.
+template <class Team, class Terms>
 JAX_RING_TEAM void send(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
-                        uint32_t epoch) {
+                        uint32_t epoch, const Terms& terms) {
   const int p = self.num_ranks();
   const uint64_t swept = epoch / 2 % self.capacity.num_lines();
   // From the last thread on: the first ones have packs to send.
   for (int step = team.size() - team.thread(); step < p; step += team.size()) {
     Line* to = lines(self, modulo(self.rank + step, p), cta, self.rank, epoch);
     store_line(to, tagged(message.fingerprint, epoch));
-    if (swept > kLinesPerPack * range.size()) store_line(to + swept, tagged(0, epoch));
+    if (swept > kLinesPerPack * terms.num_slots() * range.size()) store_line(to + swept, tagged(0, epoch));
   }
-  for_each_pack<1>(
-      message, RangeWalk(range), team,
-      [](const OperandView& operand, uint64_t index, const Spot&) { return operand.load(index); },
-      [&](const OperandView&, uint64_t, const Spot& spot, Pack pack) {
-        for (int step = 1; step < p; ++step) {
-          Line* to = lines(self, modulo(self.rank + step, p), cta, self.rank, epoch) + 1 + kLinesPerPack * spot.place;
-          store_line(to, tagged(pack.word[0], epoch));
-          store_line(to + 1, tagged(pack.word[1], epoch));
-        }
-      });
+  JAX_RING_NO_UNROLL
+  for (int slot = 0; slot < terms.num_slots(); ++slot) {
+    for_each_pack<1>(
+        message, RangeWalk(range), team,
+        [&](const OperandView& operand, uint64_t index, const Spot&) { return operand.load(index, slot); },
+        [&](const OperandView&, uint64_t, const Spot& spot, Pack pack) {
+          const uint64_t place = slot * range.size() + spot.place;
+          for (int step = Terms::kFirstStep; step < p; ++step) {
+            Line* to = lines(self, modulo(self.rank + step, p), cta, self.rank, epoch) + 1 + kLinesPerPack * place;
+            store_line(to, tagged(pack.word[0], epoch));
+            store_line(to + 1, tagged(pack.word[1], epoch));
+          }
+        });
+  }
 }
 
 // Waits until every peer has announced the same call, before any wait for data that another call would not send.
@@ -123,10 +131,57 @@ JAX_RING_TEAM bool receive(const Endpoint& self, int first, uint32_t place, int 
   return await(self, is_ready, Step::one_shot, missing, epoch, cta);
 }
 
+// The same for the pieces of some terms of a tree, at one place of the result: the part-th ones of their packs.
+template <class Element>
+JAX_RING_TEAM bool receive_terms(const Endpoint& self, const TreeProgram& program, int first, int part, uint32_t place,
+                                 uint32_t packs_per_slot, int cta, uint32_t epoch, Pieces<Element>* terms) {
+  constexpr int kCount = kTermsInFlight<Element>, kWords = kPieceWords<Element>;
+  Line* const from_rank_0 = lines(self, self.rank, cta, 0, epoch) + 1 + kLinesPerPack * place + part;
+  const uint32_t lines_per_rank = static_cast<uint32_t>(self.capacity.num_lines());
+  const auto line = [&](int i, uint32_t per_rank) {
+    const uint32_t of_slot = static_cast<uint32_t>(kLinesPerPack) * packs_per_slot * program.slot(first + i);
+    return from_rank_0 + (per_rank * program.member(first + i) + of_slot);
+  };
+  const auto is_ready = [&] {
+    const uint32_t stride = unknown(lines_per_rank);
+    Line received[kCount][kWords] = {};
+    JAX_RING_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      if (!program.exists(first + i)) continue;
+      received[i][0] = load_line(line(i, stride));
+      if constexpr (kWords == 2) received[i][1] = load_line<1>(line(i, stride));
+    }
+    bool complete = true;
+    JAX_RING_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      JAX_RING_UNROLL
+      for (int word = 0; word < kWords; ++word) {
+        terms->piece[i].word[word] = data_of(received[i][word]);
+        complete = complete && (!program.exists(first + i) || has_tag(received[i][word], epoch));
+      }
+    }
+    return complete;
+  };
+  const auto missing = [&] {
+    int source = self.rank;
+    JAX_RING_NO_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      if (!program.exists(first + i)) continue;
+      Line* from = line(i, lines_per_rank);
+      bool has_arrived = has_tag(load_line(from), epoch);
+      if constexpr (kWords == 2) has_arrived = has_arrived && has_tag(load_line<1>(from), epoch);
+      source = program.member(first + i);
+      if (!has_arrived) break;
+    }
+    return source;
+  };
+  return await(self, is_ready, Step::one_shot, missing, epoch, cta);
+}
+
 // Folds the packs of all ranks into the output.
 template <class Element, class Op, class Team>
 JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
-                        uint32_t epoch, Op op) {
+                        uint32_t epoch, Op op, const RankTerms&) {
   bool ok = true;
   for_each_pack<1>(
       message, RangeWalk(range), team,
@@ -142,24 +197,47 @@ JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange 
   return ok;
 }
 
+// Adds the packs of all terms of a tree.
+template <class Element, class Op, class Team>
+JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
+                        uint32_t epoch, Op op, const TreeTerms& terms) {
+  const uint32_t packs_per_slot = static_cast<uint32_t>(range.size());
+  bool ok = true;
+  for_each_pack<1>(
+      message, RangeWalk(range), team, [](const OperandView&, uint64_t, const Spot&) { return 0; },
+      [&](const OperandView& operand, uint64_t index, const Spot& spot, int) {
+        const auto load = [&](int first, int part) {
+          Pieces<Element> pieces{};
+          if (ok) {
+            ok = receive_terms<Element>(self, terms.program, first, part, spot.place, packs_per_slot, cta, epoch,
+                                        &pieces);
+          }
+          return pieces;
+        };
+        operand.store(index, fold_tree<Element>(terms.program, 0, load, op));
+      });
+  return ok;
+}
+
 // All-reduces the team's share of the message. Returns false if a wait failed; the rank's failure record names the
 // peer.
-template <class Element, class Op, class Team>
-JAX_RING_TEAM bool all_reduce(const Endpoint& self, const Message& message, int cta, Team team, Op op) {
+template <class Element, class Op, class Team, class Terms = RankTerms>
+JAX_RING_TEAM bool all_reduce(const Endpoint& self, const Message& message, int cta, Team team, Op op,
+                              const Terms& terms = {}) {
   const PackRange share = share_of({0, message.num_packs}, cta, self.capacity.num_ctas);
   // A team without work meets at no barrier, behind which all its threads would have read the epoch.
   if (share.size() == 0) return true;
   Progress& progress = self.progress[cta];
   uint32_t epoch = progress.one_shot_epoch;
-  const uint32_t round_packs = static_cast<uint32_t>(self.capacity.one_shot_packs);
+  const uint32_t round_packs = static_cast<uint32_t>(self.capacity.one_shot_packs / terms.num_slots());
   bool ok = true;
   JAX_RING_NO_UNROLL
   for (PackRange rest = share; ok && rest.begin < rest.end; rest.begin += round_packs) {
     ++epoch;
     const PackRange range{rest.begin, smaller(rest.begin + round_packs, rest.end)};
-    send(self, message, range, cta, team, epoch);
+    send(self, message, range, cta, team, epoch, terms);
     ok = check_headers(self, message, cta, team, epoch);
-    ok = fold<Element>(self, message, range, cta, team, epoch, op) && ok;
+    ok = fold<Element>(self, message, range, cta, team, epoch, op, terms) && ok;
     // A thread without work in the next round must not announce it while another thread still reads this one.
     ok = team.all(ok);
   }

@@ -25,10 +25,14 @@
 //
 // Steps are counted over all calls. A peer can be one step ahead of what this rank waits for, as the next one waits for
 // this rank, so that steps with even and with odd numbers have flags of their own.
+//
+// Along a tree, a rank with several slots sends one pack of each for a pack of the result. A round is shorter then. Its
+// own values go through its own mailbox, of which the above holds as well.
 #pragma once
 
 #include "ring/collective.h"
 #include "ring/fold_pack.h"
+#include "ring/fold_tree.h"
 #include "ring/multimem.h"
 #include "ring/signal.h"
 
@@ -44,6 +48,10 @@ struct Roles {
     return plan.collective == Collective::reduce_scatter || plan.collective == Collective::all_gather;
   }
   JAX_RING_INLINE int input_block(int owner) const { return plan.collective == Collective::reduce_scatter ? owner : 0; }
+  // The operands have so many blocks in each slot.
+  JAX_RING_INLINE int input_blocks(int num_ranks) const {
+    return plan.collective == Collective::reduce_scatter ? num_ranks : 1;
+  }
   JAX_RING_INLINE int output_block(int owner) const { return plan.collective == Collective::all_gather ? owner : 0; }
 
   // The ranks that send to the owners. In an all-gather the owners already have the data.
@@ -82,6 +90,7 @@ struct Worker {
   uint64_t round_packs;
   int cta;
   Team team;
+  uint64_t packs_per_slot;  // of a rank's part of a round
 
   JAX_RING_TEAM int num_ranks() const { return self.num_ranks(); }
   JAX_RING_TEAM uint32_t num_rounds() const { return static_cast<uint32_t>(ceil_div(share.size(), round_packs)); }
@@ -136,8 +145,9 @@ struct Worker {
   }
 };
 
-// The peers' parts of a range, one after the other, so that all threads have work even if the parts are small.
-template <class Team>
+// The parts of a range, from that of the rank kFirstStep places after this one on, one after the other, so that all
+// threads have work even if the parts are small.
+template <class Team, int kFirstStep = 1>
 struct PartsWalk {
   const Worker<Team>& worker;
   PackRange range;
@@ -146,7 +156,7 @@ struct PartsWalk {
   uint32_t place = 0;
 
   JAX_RING_TEAM void start(uint32_t thread) {
-    step = 1;
+    step = kFirstStep;
     advance(thread);
   }
   JAX_RING_TEAM void advance(uint32_t threads) {
@@ -166,24 +176,29 @@ struct PartsWalk {
 };
 
 // Sends each part of a round to its owner.
-template <class Team>
-JAX_RING_TEAM void send_to_owners(const Worker<Team>& worker, uint32_t round) {
+template <class Team, class Terms>
+JAX_RING_TEAM void send_to_owners(const Worker<Team>& worker, uint32_t round, const Terms& terms) {
   const Roles& roles = worker.roles;
   const int rank = worker.self.rank;
   if (!roles.sends(rank)) return;
-  for_each_pack<kCopiesInFlight>(
-      worker.message, PartsWalk<Team>{worker, worker.range(round)}, worker.team,
-      [&](const OperandView& operand, uint64_t index, const Spot& spot) {
-        return operand.load(index, roles.input_block(spot.owner));
-      },
-      [&](const OperandView&, uint64_t, const Spot& spot, Pack pack) {
-        write_pack(worker.scatter_buffer(spot.owner, round, rank) + spot.place, pack);
-      });
+  JAX_RING_NO_UNROLL
+  for (int slot = 0; slot < terms.num_slots(); ++slot) {
+    const int first_block = slot * roles.input_blocks(worker.num_ranks());
+    const uint64_t first_place = slot * worker.packs_per_slot;
+    for_each_pack<kCopiesInFlight>(
+        worker.message, PartsWalk<Team, Terms::kFirstStep>{worker, worker.range(round)}, worker.team,
+        [&](const OperandView& operand, uint64_t index, const Spot& spot) {
+          return operand.load(index, first_block + roles.input_block(spot.owner));
+        },
+        [&](const OperandView&, uint64_t, const Spot& spot, Pack pack) {
+          write_pack(worker.scatter_buffer(spot.owner, round, rank) + first_place + spot.place, pack);
+        });
+  }
 }
 
 // Folds this rank's part of a round, keeps the result and sends it, in one pass.
 template <class Element, class Op, class Team>
-JAX_RING_TEAM void fold_and_send(const Worker<Team>& worker, uint32_t round, Op op) {
+JAX_RING_TEAM void fold_and_send(const Worker<Team>& worker, uint32_t round, Op op, const RankTerms&) {
   const Roles& roles = worker.roles;
   const int rank = worker.self.rank, p = worker.num_ranks(), root = roles.plan.root;
   const int first_rank = roles.first_rank(p, rank), own = modulo(p + rank - first_rank, p);
@@ -221,6 +236,46 @@ JAX_RING_TEAM void fold_and_send(const Worker<Team>& worker, uint32_t round, Op 
       });
 }
 
+// The same along a tree, for each result of a reduce-scatter. The last step is written out again: shared, it would cost
+// the fold above some instructions.
+template <class Element, class Op, class Team>
+JAX_RING_TEAM void fold_and_send(const Worker<Team>& worker, uint32_t round, Op op, const TreeTerms& terms) {
+  const Roles& roles = worker.roles;
+  const int rank = worker.self.rank, p = worker.num_ranks();
+  const TreeProgram& program = terms.program;
+  const Pack* received = worker.scatter_buffer(rank, round, 0);
+  const uint32_t per_rank = static_cast<uint32_t>(worker.self.capacity.part_packs);
+  const uint32_t per_slot = static_cast<uint32_t>(worker.packs_per_slot);
+  const bool in_one_store = worker.self.multicast != nullptr && roles.all_receive();
+  const size_t to_all = worker.self.capacity.gather(static_cast<int>(round % kGatherBuffers), worker.cta, rank);
+  JAX_RING_NO_UNROLL
+  for (int result = 0; result < terms.num_results(); ++result) {
+    for_each_pack<1>(
+        worker.message, RangeWalk(worker.part(worker.range(round), rank)), worker.team,
+        [&](const OperandView&, uint64_t, const Spot& spot) {
+          const auto load = [&](int first, int part) {
+            Pieces<Element> pieces{};
+            JAX_RING_UNROLL
+            for (int i = 0; i < kTermsInFlight<Element>; ++i) {
+              if (!program.exists(first + i)) continue;
+              const uint32_t term = per_rank * program.member(first + i) + per_slot * program.slot(first + i);
+              pieces.piece[i] = read_piece<kPieceWords<Element>>(received + (term + spot.place), part);
+            }
+            return pieces;
+          };
+          return fold_tree<Element>(program, result, load, op);
+        },
+        [&](const OperandView& operand, uint64_t index, const Spot& spot, Pack pack) {
+          if (roles.keeps_result(rank)) operand.store(index, pack, result);
+          if (in_one_store) return store_to_all(worker.self, to_all + spot.place * kPackBytes, pack);
+          for (int step = 1; step < p; ++step) {
+            const int receiver = worker.peer(step);
+            if (roles.receives(receiver)) write_pack(worker.gather_buffer(receiver, round, rank) + spot.place, pack);
+          }
+        });
+  }
+}
+
 // Copies the peers' parts of the result of a round to the outputs.
 template <class Team>
 JAX_RING_TEAM void copy_results(const Worker<Team>& worker, uint32_t round) {
@@ -242,13 +297,15 @@ JAX_RING_TEAM void copy_results(const Worker<Team>& worker, uint32_t round) {
 }
 
 // Runs the team's share of a collective. Returns false if a wait failed; the rank's failure record names the peer.
-template <class Element, class Op, class Team>
-JAX_RING_TEAM bool run(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team, Op op) {
+template <class Element, class Op, class Team, class Terms = RankTerms>
+JAX_RING_TEAM bool run(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team, Op op,
+                       const Terms& terms = {}) {
   Progress& progress = self.progress[cta];
   const Roles roles{plan};
-  const uint64_t round_packs = self.capacity.part_packs * (roles.have_blocks() ? 1 : self.num_ranks());
+  const uint64_t packs_per_slot = self.capacity.part_packs / terms.num_slots();
+  const uint64_t round_packs = packs_per_slot * (roles.have_blocks() ? 1 : self.num_ranks());
   const Worker<Team> worker{self,        message, roles, share_of({0, message.num_packs}, cta, self.capacity.num_ctas),
-                            round_packs, cta,     team};
+                            round_packs, cta,     team,  packs_per_slot};
   const uint32_t num_rounds = worker.num_rounds();
   // A team without work meets at no barrier, behind which all its threads would have read the number.
   if (num_rounds == 0) return true;
@@ -256,10 +313,10 @@ JAX_RING_TEAM bool run(const Endpoint& self, const Message& message, const Plan&
   bool ok = true;
   JAX_RING_NO_UNROLL
   for (uint32_t step = 0; ok && step < num_rounds + 2; ++step) {
-    if (step < num_rounds) send_to_owners(worker, step);
+    if (step < num_rounds) send_to_owners(worker, step, terms);
     if (step > 0) ok = worker.await_peers(number, step <= num_rounds ? Step::reduce_scatter : Step::all_gather);
     if (!ok) break;
-    if (step > 0 && step <= num_rounds) fold_and_send<Element>(worker, step - 1, op);
+    if (step > 0 && step <= num_rounds) fold_and_send<Element>(worker, step - 1, op, terms);
     if (step > 1) copy_results(worker, step - 2);
     if (step <= num_rounds) worker.signal_peers(++number);
   }

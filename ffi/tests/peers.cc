@@ -14,7 +14,29 @@ TeamFunction team_function() {
   return nullptr;
 }
 
+template <class Element, Algorithm kAlgorithm>
+TreeFunction tree_function() {
+  if constexpr (has_tree<Element, Sum, kAlgorithm>) {
+    return [](const Endpoint& self, const Message& message, const Plan& plan, int cta, JitteryTeam team,
+              const TreeProgram& tree) {
+      run_team<Element, Sum, kAlgorithm>(self, message, plan, cta, team, Sum{}, TreeTerms{tree});
+    };
+  }
+  return nullptr;
+}
+
 }  // namespace
+
+TreeFunction tree_function(DType dtype, Algorithm algorithm) {
+#define JAX_RING_ALGORITHMS(name, element) \
+  {tree_function<element, Algorithm::one_shot>(), tree_function<element, Algorithm::two_shot>(), nullptr},
+  static const TreeFunction table[][static_cast<int>(Algorithm::count)] = {
+      JAX_RING_FOR_EACH_DTYPE(JAX_RING_ALGORITHMS)};
+#undef JAX_RING_ALGORITHMS
+  const TreeFunction found = table[static_cast<int>(dtype)][static_cast<int>(algorithm)];
+  if (found == nullptr) ADD_FAILURE() << "there is no code for " << name_of(dtype);
+  return found;
+}
 
 TeamFunction team_function(DType dtype, Op op, Algorithm algorithm) {
 #define JAX_RING_ALGORITHMS(element, operation)                                                                        \

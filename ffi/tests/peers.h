@@ -4,6 +4,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <optional>
 #include <random>
 #include <thread>
 #include <utility>
@@ -60,6 +61,7 @@ struct PeerCall {
   std::vector<std::vector<OffsetBuffer>> inputs;   // by rank, then operand
   std::vector<std::vector<OffsetBuffer>> outputs;  // likewise
   bool in_place = false;
+  std::optional<TreeProgram> tree = {};  // with Order::tree: each operand has its slots, one after the other
 
   // Operands of these sizes with random elements, `offset` bytes off their natural alignment.
   static PeerCall random(DType dtype, Algorithm algorithm, Plan plan, int num_ranks, std::vector<size_t> counts,
@@ -84,7 +86,8 @@ struct PeerCall {
     Message message{};
     message.fingerprint = fingerprint;
     message.num_operands = static_cast<uint32_t>(counts.size());
-    const uint64_t blocks = plan.collective == Collective::reduce_scatter ? num_ranks() : 1;
+    const uint64_t blocks =
+        (plan.collective == Collective::reduce_scatter ? num_ranks() : 1) * (tree ? tree->num_slots : 1);
     for (size_t i = 0; i < counts.size(); ++i) {
       OffsetBuffer& input = inputs[rank][i];
       OffsetBuffer& output = in_place ? input : outputs[rank][i];
@@ -122,6 +125,11 @@ using TeamFunction = void (*)(const Endpoint&, const Message&, const Plan&, int 
 
 // The code for an element type, an operation and an algorithm, as in the GPU's table of kernels.
 TeamFunction team_function(DType dtype, Op op, Algorithm algorithm);
+
+// The same for a sum along a tree.
+using TreeFunction = void (*)(const Endpoint&, const Message&, const Plan&, int cta, JitteryTeam team,
+                              const TreeProgram& tree);
+TreeFunction tree_function(DType dtype, Algorithm algorithm);
 
 // The ranks' mailboxes and the state that goes with them.
 class Peers {
@@ -170,7 +178,11 @@ class Peers {
             const JitteryTeam team(random, {barrier, thread});
             for (PeerCall& call : calls) {
               const Message message = call.message(rank);
-              team_function(call.dtype, call.op, call.algorithm)(self, message, call.plan, cta, team);
+              if (call.tree) {
+                tree_function(call.dtype, call.algorithm)(self, message, call.plan, cta, team, *call.tree);
+              } else {
+                team_function(call.dtype, call.op, call.algorithm)(self, message, call.plan, cta, team);
+              }
               team.sync();  // the end of a kernel
             }
           });
