@@ -6,6 +6,7 @@ import time
 
 # Every algorithm, in the orders in which it can fold.
 VARIANTS = [("one_shot", "rank"), ("two_shot", "rank"), ("ring", "rank"), ("ring", "ring"), ("ring", "any")]
+VARIANTS += [("one_shot", "tree"), ("two_shot", "tree")]
 RANKS = [2, 4, 8]
 
 
@@ -14,7 +15,8 @@ def traffic(p: int, num_bytes: int, algorithm: str) -> float:
 
     Each rank reads its operand and writes its result. one_shot: it also writes 2 bytes per byte to each peer, and reads
     as many. two_shot: (p-1)/p of the message are written to peers and read by them, twice. ring: the same, as p-1
-    chunks of 1/p in each direction; in rank order the whole message goes over each link but one, twice.
+    chunks of 1/p in each direction; in rank order the whole message goes over each link but one, twice. In
+    tree order a rank also sends its own part to itself, which is not counted.
     """
     shares = {
         "one_shot": 2 * 2 * (p - 1),
@@ -22,7 +24,7 @@ def traffic(p: int, num_bytes: int, algorithm: str) -> float:
         "ring, ring order": 2 * 2 * (p - 1) / p,
         "ring, rank order": 2 * 2 * (p - 1) / p,
     }
-    return p * num_bytes * (2 + shares[algorithm])
+    return p * num_bytes * (2 + shares[algorithm.removesuffix(", tree order")])
 
 
 def measure(dry: bool) -> dict:
@@ -41,7 +43,7 @@ def measure(dry: bool) -> dict:
             for algorithm, order in VARIANTS:
                 if algorithm == "one_shot" and num_bytes > 1 << 20:
                     continue
-                name = algorithm if algorithm != "ring" else f"ring, {order} order"
+                name = algorithm if algorithm != "ring" and order == "rank" else f"{algorithm}, {order} order"
                 if (algorithm, order) == ("ring", "any"):
                     continue  # it is the ring in ring order
                 repeats = max(1, min(200, (1 << 26) // num_bytes))

@@ -240,6 +240,7 @@ PARTS = {
         part_of_tests("test_modes.py", "not streams and not graphs", select_dry="(not streams and not graphs) or 3-"),
         120,
     ),
+    "tree": Part(part_of_tests("test_tree_order.py", select_dry="together or scattered"), 60),
     "streams": Part(part_of_tests("test_modes.py", "streams", not_dry="boundaries runs them"), 60),
     "graphs": Part(part_of_tests("test_modes.py", "graphs", not_dry="boundaries runs them"), 60),
     "memcheck": Part(sanitizer("memcheck"), 120),

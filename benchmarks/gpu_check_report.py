@@ -13,6 +13,11 @@ MEANING = {
         "Single calls work. Look at sizes around the boundaries of packs, parts and slots, at several operands, and at "
         "the wrap-around of the counters: the name of the test says which."
     ),
+    "tree": (
+        "Calls in the orders of ranks and of the ring work, and these have the same protocol. Look at the kernels along "
+        "a tree (ffi/ring/fold_tree.h) and at several slots for each rank; wrong bits on some numbers of ranks only are "
+        "a wrong program (tree_program.h)."
+    ),
     "streams": (
         "It works in one launch, so the ranks did not run at the same time on streams of their own. Either streams "
         "share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS is 32 here), or not all CTAs fit (see the numbers at the "
@@ -42,7 +47,7 @@ MEANING = {
     ),
     "initcheck": "A read of memory that nothing wrote. The log names the kernel; mailboxes are cleared when allocated.",
 }
-TESTS = ("boundaries", "streams", "graphs", "processes", "through_jax", "recorded", "beside")
+TESTS = ("boundaries", "tree", "streams", "graphs", "processes", "through_jax", "recorded", "beside")
 
 
 def has_failed(result: dict) -> bool:

@@ -50,6 +50,21 @@ def rank_fold(values, axis=0) -> np.ndarray:
         return total.astype(dtype)
 
 
+def tree_fold(values) -> np.ndarray:
+    """The sum over the first axis with order="tree": split at the largest power of two smaller than its length."""
+    values = np.asarray(values)
+    small_float = jnp.issubdtype(values.dtype, jnp.floating) and jnp.finfo(values.dtype).bits < 32
+
+    def add(part):
+        if len(part) == 1:
+            return part[0]
+        left = 1 << (len(part) - 1).bit_length() - 1
+        return add(part[:left]) + add(part[left:])
+
+    with np.errstate(all="ignore"):
+        return add(values.astype(np.float32 if small_float else values.dtype)).astype(values.dtype)
+
+
 def ring_fold(values) -> np.ndarray:
     """The sum over the first axis (ranks) with order="ring": block i is folded from rank i + 1 on."""
     values = np.asarray(values)

@@ -30,7 +30,7 @@ def test_signatures(ours, theirs):
     ours, theirs = (list(inspect.signature(f).parameters.values()) for f in (ours, theirs))
     own = ours[len(theirs) :]
     assert [(p.name, p.kind, p.default) for p in ours[: len(theirs)]] == [(p.name, p.kind, p.default) for p in theirs]
-    assert [p.name for p in own] in (["algorithm"], ["algorithm", "order"])
+    assert [p.name for p in own] in (["algorithm"], ["algorithm", "order", "num_shards"])
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in own)
 
 

@@ -57,6 +57,7 @@ class Kernel:
     name: str
     arch: str
     algorithm: str
+    along_tree: bool
     registers: int
     stack: int
     instructions: tuple[str, ...]
@@ -76,11 +77,12 @@ def parse(code, resources):
     for part in re.split(r"\n\s*(?=Function : |code for )", code):
         if found := re.match(r"code for (\w+)", part):
             arch = found[1]
-        found = re.match(r"Function : (\S*collective_kernel\S*?AlgorithmE(\d)\S*)", part)
+        found = re.match(r"Function : (\S*(collective|tree)_kernel\S*?AlgorithmE(\d)\S*)", part)
         if not found:
             continue
         lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", part)
-        kernels.append(Kernel(found[1], arch, ALGORITHMS[int(found[2])], *usage[found[1]], tuple(lines)))
+        algorithm, along_tree = ALGORITHMS[int(found[3])], found[2] == "tree"
+        kernels.append(Kernel(found[1], arch, algorithm, along_tree, *usage[found[1]], tuple(lines)))
     return kernels
 
 
@@ -105,7 +107,8 @@ def all_kernels():
 
     kernels = parse(dump("-sass"), dump("-res-usage"))
     assert kernels, f"{file} has no kernels of programs"
-    assert {kernel.algorithm for kernel in kernels} == set(ALGORITHMS)
+    for along_tree, algorithms in ((False, set(ALGORITHMS)), (True, {"one_shot", "two_shot"})):
+        assert {kernel.algorithm for kernel in kernels if kernel.along_tree == along_tree} == algorithms
     return kernels
 
 

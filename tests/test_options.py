@@ -6,7 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits, compiled_text, make_mesh, num_calls, rank_fold, ring_fold, run_python, sharded
+from helpers import (
+    assert_same_bits,
+    compiled_text,
+    make_mesh,
+    num_calls,
+    rank_fold,
+    ring_fold,
+    run_python,
+    sharded,
+    tree_fold,
+)
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -117,10 +127,10 @@ def test_any_order_in_the_family():
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_no_algorithm_changes_the_result(algorithm, order):
-    if order == "ring" and algorithm not in ("auto", "ring"):
+    if (order == "ring" and algorithm not in ("auto", "ring")) or (order, algorithm) == ("tree", "ring"):
         pytest.skip("refused")
     values = np.asarray(values_of("bfloat16", (8, 321)))
-    expected = {"rank": rank_fold, "ring": ring_fold, "any": rank_fold}[order](values)
+    expected = {"rank": rank_fold, "ring": ring_fold, "any": rank_fold, "tree": tree_fold}[order](values)
     for total in psum_of_ranks(values, algorithm=algorithm, order=order):
         assert_same_bits(total, expected)
 
@@ -136,7 +146,7 @@ def test_options_under_transformations(check_vma):
         return gradient, vary(jax.jvp(f, (x,), (x,))[1]), vary(jax.vmap(f, in_axes=1)(x))
 
     text = str(jax.make_jaxpr(sharded(lambda x: body(x, **options), check_vma=check_vma, jit=False))(x))
-    calls = "".join(text.split()).count("options=Options(algorithm='ring',order='ring',overlap=False)")
+    calls = "".join(text.split()).count("options=Options(algorithm='ring',order='ring',overlap=False,num_shards=None)")
     assert calls == text.count("ring_psum") > 3
     # A batched operand is one operand: its ring blocks span the whole batch.
     batched = sharded(lambda x: body(x, **options)[2], check_vma=check_vma)(x)
@@ -165,10 +175,11 @@ def test_calls_with_different_options_do_not_merge(check_vma):
     [
         ({"algorithm": "tree"}, r"algorithm must be one of 'auto', 'one_shot', 'two_shot', 'ring'; got 'tree'"),
         ({"algorithm": None}, r"algorithm must be one of .*; got None"),
-        ({"order": "fast"}, r"order must be one of 'rank', 'ring', 'any'; got 'fast'"),
+        ({"order": "fast"}, r"order must be one of 'rank', 'ring', 'any', 'tree'; got 'fast'"),
         ({"order": ["ring"]}, r"order must be one of .*; got \['ring'\]"),
         ({"order": "ring", "algorithm": "one_shot"}, r"order='ring' needs algorithm='ring' or 'auto'.*'one_shot'"),
         ({"order": "ring", "algorithm": "two_shot"}, r"order='ring' needs algorithm='ring' or 'auto'.*'two_shot'"),
+        ({"order": "tree", "algorithm": "ring"}, r"order='tree' cannot have algorithm='ring'"),
     ],
     ids=str,
 )
@@ -179,9 +190,10 @@ def test_refused_when_traced(options, message, check_vma):
 
 
 def test_defaults_and_text():
-    assert make_options("f") == Options() == ("auto", "rank", False)
+    assert make_options("f") == Options() == ("auto", "rank", False, None)
     assert Options().ignored_by_xla() == Options("auto", "any").ignored_by_xla() == ""
     assert Options("ring", "ring").ignored_by_xla() == "algorithm='ring', order='ring'"
+    assert Options("auto", "tree").ignored_by_xla() == ""
     assert Options("two_shot", "any").ignored_by_xla() == "algorithm='two_shot'"
 
 

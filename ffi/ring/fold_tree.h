@@ -49,9 +49,9 @@ template <class Element>
 constexpr int kPieceWords = kPerPack<Element> <= 8 || kIsExact<Element> ? 2 : 1;
 
 // Terms that are loaded together, so that the memory latency is paid once for all of them: a block, or half of one
-// where accumulators leave registers for fewer.
+// where elements and accumulators leave registers for fewer.
 template <class Element>
-constexpr int kTermsInFlight = kPerPack<Element> == 8 && !kIsExact<Element> ? kBlockTerms / 2 : kBlockTerms;
+constexpr int kTermsInFlight = kPieceWords<Element> == 2 && kPerPack<Element> >= 8 ? kBlockTerms / 2 : kBlockTerms;
 
 template <class Element>
 struct Pieces {
@@ -121,13 +121,13 @@ JAX_RING_TEAM Piece<kPieceWords<Element>> fold_terms(const TreeProgram& program,
   const int root = program.root_of(result), end = program.end_block(root);
   if constexpr (kIsExact<Element>) {
     // Sums of integers are the same in every order, and this one needs no stack.
+    constexpr int kCount = kTermsInFlight<Element>;
     PieceSum<Element> sum{};
     JAX_RING_NO_UNROLL
-    for (int block = program.first_block(root); block < end; ++block) {
-      const int first = block * kBlockTerms;
+    for (int first = program.first_block(root) * kBlockTerms; first < end * kBlockTerms; first += kCount) {
       const Pieces<Element> terms = load(first);
       JAX_RING_UNROLL
-      for (int i = 0; i < kBlockTerms; ++i) {
+      for (int i = 0; i < kCount; ++i) {
         if (program.exists(first + i)) sum.add(PieceSum<Element>::of(terms.piece[i]), op);
       }
     }

@@ -22,7 +22,7 @@ constexpr int kBlockTerms = 1 << kBlockLevels;
 // The limits of the kernels. Sums on the stack take registers, the program takes space among the arguments, and each
 // slot takes a share of the mailboxes. A tree of one term for each of 64 ranks has 8 blocks.
 constexpr int kMaxBlocks = 16;
-constexpr int kMaxStacked = 4;
+constexpr int kMaxStacked = 3;
 constexpr int kMaxSlots = 16;
 
 constexpr uint16_t kNoTerm = 0xffff;
@@ -98,15 +98,15 @@ class TreeCompiler {
   // Appends the blocks of a node, whose sum goes on the stack above `below` others. False if it does not fit.
   bool emit(int index, int below) {
     const Node node = nodes_[index];
-    if (below >= kMaxStacked) return false;
     if (node.levels <= kBlockLevels) {
-      if (num_blocks_ == kMaxBlocks) return false;
+      if (num_blocks_ == kMaxBlocks || below > kMaxStacked) return false;
       program_.below[num_blocks_] = static_cast<uint8_t>(below);
       fill(index, num_blocks_ * kBlockTerms);
       ++num_blocks_;
       return true;
     }
-    if (!emit(node.left, below) || !emit(node.right, below + 1)) return false;
+    if (!emit(node.left, below) || program_.below[num_blocks_ - 1] >= kMaxStacked) return false;
+    if (!emit(node.right, below + 1)) return false;
     ++program_.merges[num_blocks_ - 1];
     --program_.below[num_blocks_ - 1];
     return true;

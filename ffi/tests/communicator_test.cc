@@ -176,6 +176,50 @@ TEST(Plan, FingerprintsDiffer) {
   EXPECT_NE(fingerprint(site, DType::f32, 32), fingerprint({"psum2", {}, Op::sum, Algorithm::ring}, DType::f32, 32));
 }
 
+// Two ranks with three shards each, which are two terms.
+TEST(Plan, AlongATree) {
+  HostMemory memory;
+  const Connected communicator(one_process(2), 0, default_capacity(2), "group", memory, nullptr);
+  const auto program = [](int num_shards) { return TreeCompiler::compile(Tree(num_shards, 2, {0, 1}), 1).value(); };
+  float data[64] = {};
+  const auto launch = [&](int num_shards, Collective collective, uint64_t bytes) {
+    const CallSite site{"psum", {collective, Order::tree}, Op::sum, {}};
+    const TreeProgram tree = program(num_shards);
+    return launches_of(communicator, 0, site, default_thresholds(2), DType::s32, {{data, data, bytes}}, 1, &tree).at(0);
+  };
+  const Launch sum = launch(6, Collective::all_reduce, 64);
+  EXPECT_TRUE(sum.kernel.along_tree);
+  EXPECT_EQ(sum.kernel.dtype, DType::u32);
+  EXPECT_EQ(sum.call.message.operands[0].bytes, 32u) << "of one slot";
+  EXPECT_EQ(launch(6, Collective::reduce_scatter, 64).call.message.operands[0].bytes, 16u) << "of one block";
+  EXPECT_EQ(launch(2, Collective::all_reduce, 64).call.message.operands[0].bytes, 64u);
+  // By the bytes that each rank sends, of all slots.
+  EXPECT_EQ(launch(2, Collective::all_reduce, 256 << 10).kernel.algorithm, Algorithm::one_shot);
+  EXPECT_EQ(launch(6, Collective::all_reduce, 256 << 10).kernel.algorithm, Algorithm::one_shot);
+  EXPECT_EQ(launch(6, Collective::all_reduce, (256 << 10) + 32).kernel.algorithm, Algorithm::two_shot);
+  // Ranks that add along different trees have made different calls.
+  const auto fingerprint = [&](int num_shards) {
+    return launch(num_shards, Collective::reduce_scatter, 64).call.message.fingerprint;
+  };
+  EXPECT_EQ(fingerprint(6), fingerprint(6));
+  EXPECT_NE(fingerprint(6), fingerprint(10)) << "both have two slots";
+  EXPECT_NE(fingerprint(6), fingerprint(2));
+}
+
+// A mailbox with room for fewer lines than slots.
+TEST(Plan, SlotsBeyondTheRoomOfOneShotGoInTwoSteps) {
+  HostMemory memory;
+  const Connected communicator(one_process(2), 0, cpu::testing::small_capacity(2), "group", memory, nullptr);
+  const CallSite site{"psum", {Collective::all_reduce, Order::tree}, Op::sum, Algorithm::one_shot};
+  const auto launch = [&](int num_shards) {
+    const TreeProgram tree = TreeCompiler::compile(Tree(num_shards, 2, {0, 1}), 1).value();
+    return launches_of(communicator, 0, site, default_thresholds(2), DType::f32, {{nullptr, nullptr, 960}}, 1, &tree);
+  };
+  EXPECT_EQ(launch(2 * 7).at(0).kernel.algorithm, Algorithm::one_shot) << "three slots, and room for three packs";
+  EXPECT_EQ(launch(2 * 15).at(0).kernel.algorithm, Algorithm::two_shot);
+  EXPECT_CONTAINS(error_of([&] { launch(2 * 63); }), "6 slots of an operand do not fit into a mailbox of 5 packs");
+}
+
 TEST(Plan, SelectsASupportedAlgorithm) {
   HostMemory memory;
   const Connected communicator(one_process(3), 0, default_capacity(3), "group", memory, nullptr);

@@ -17,7 +17,7 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
 from jax_ring import _compat
-from jax_ring.lowering import custom_call, ops, reach
+from jax_ring.lowering import custom_call, ops
 from jax_ring.lowering.service import Service
 
 _REDUCERS = {"sum": hlo.add, "max": hlo.maximum, "min": hlo.minimum}
@@ -59,7 +59,7 @@ def emit(ctx, operands, *, kind: str, op: str, service: Service, call: str, opti
     num_shards = len(service.levels.within[0])
     sizes = [shard_size(aval.size, num_shards) for aval in ctx.avals_in]
     types = types_of(op, ctx.avals_in[0].dtype)
-    within_hosts = service._replace(levels=reach.Levels(service.levels.within))
+    within_hosts = service._replace(levels=service.levels._replace(across=()))
 
     def avals(dtype, *dimensions):
         return [jax.core.ShapedArray((*dimensions, size), dtype) for size in sizes]

@@ -251,3 +251,17 @@ def run_all_parts():
 
 def test_two_hosts():
     run(run_all_parts, 2, devices_each=4, environment_of=[HOST_A, HOST_B])
+
+
+def several_processes_on_each_host():
+    """The ranks of a host are in two processes, with an algorithm to choose between them."""
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+    values = integers(8, 5)
+    for order in ("rank", "tree"):
+        fun, arrays = on_mesh(lambda x, order=order: ring_psum(x, "i", order=order), mesh, values, out_specs=P())
+        assert {call.served_by for call in explain(fun, arrays).collectives} == {ON_TWO_HOSTS}
+        assert_local_shards(fun(arrays), values.sum(0)[None])
+
+
+def test_two_hosts_of_two_processes():
+    run(several_processes_on_each_host, 4, devices_each=2, environment_of=[HOST_A, HOST_A, HOST_B, HOST_B])

@@ -2,6 +2,7 @@
 #include "standin/program.h"
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 #include <thread>
 
@@ -32,6 +33,17 @@ XLA_FFI_DataType xla_type_of(DType dtype) {
   }
 }
 
+// The ranks of a group in its tree.
+std::vector<int> ranks_of(const CallSpec& what) {
+  if (!what.tree_ranks.empty()) return what.tree_ranks;
+  std::vector<int> ranks(what.members.size() / what.num_groups);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+int size_of_tree(const CallSpec& what) {
+  return what.tree_ranks.empty() ? static_cast<int>(ranks_of(what).size()) : what.ranks_of_tree;
+}
+
 Attributes attributes_of(const CallSpec& what) {
   const char* const collectives[] = {"all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast"};
   const char* const ops[] = {"sum", "max", "min"};
@@ -46,6 +58,12 @@ Attributes attributes_of(const CallSpec& what) {
   const auto for_each_group = [&](uint64_t value) {
     return std::vector<int64_t>(what.num_groups, static_cast<int64_t>(value));
   };
+  std::vector<int64_t> tree_shards, tree_sizes, tree_ranks;
+  for (int group = 0; group < what.num_groups && folds_along_tree(what.plan); ++group) {
+    tree_shards.push_back(int64_t{what.shards_per_rank} * size_of_tree(what));
+    tree_sizes.push_back(size_of_tree(what));
+    for (int rank : ranks_of(what)) tree_ranks.push_back(rank);
+  }
   return {{"collective", std::string(collectives[static_cast<int>(what.plan.collective)])},
           {"op", std::string(ops[static_cast<int>(what.op)])},
           {"root", int64_t{what.plan.root}},
@@ -56,9 +74,9 @@ Attributes attributes_of(const CallSpec& what) {
           {"group_sizes", for_each_group(size)},
           {"one_shot_bytes", for_each_group(thresholds.one_shot)},
           {"two_shot_bytes", for_each_group(thresholds.two_shot)},
-          {"tree_shards", std::vector<int64_t>()},
-          {"tree_sizes", std::vector<int64_t>()},
-          {"tree_ranks", std::vector<int64_t>()},
+          {"tree_shards", tree_shards},
+          {"tree_sizes", tree_sizes},
+          {"tree_ranks", tree_ranks},
           {"call", what.call},
           {"site", std::string("train.py:7")},
           {"lane", int64_t{what.lane}}};
@@ -74,11 +92,19 @@ Gpus::Gpus(std::vector<int64_t> ids) : ids_(std::move(ids)) {
 
 Call::Call(CallSpec what, unsigned seed) : what_(std::move(what)) {
   const int places = static_cast<int>(what_.members.size());
+  if (folds_along_tree(what_.plan)) {
+    tree_.emplace(what_.shards_per_rank * size_of_tree(what_), size_of_tree(what_), ranks_of(what_));
+  }
   inputs_.resize(places);
   outputs_.resize(places);
   for (size_t count : what_.counts) {
-    operands_.push_back(random_elements(what_.dtype, places, count, seed++));
-    const size_t bytes = result_count(what_.plan, group_size(), count) * element_size(what_.dtype);
+    const std::vector<Bytes> slots = random_elements(what_.dtype, places * num_slots(), count, seed++);
+    operands_.emplace_back(places);
+    for (size_t i = 0; i < slots.size(); ++i) {
+      Bytes& operand = operands_.back()[i / num_slots()];
+      operand.insert(operand.end(), slots[i].begin(), slots[i].end());
+    }
+    const size_t bytes = num_results() * result_count(what_.plan, group_size(), count) * element_size(what_.dtype);
     for (int place = 0; place < places; ++place) {
       inputs_[place].emplace_back(operands_.back()[place], 0);
       outputs_[place].emplace_back(Bytes(bytes, 0xa5), 0);
@@ -115,7 +141,9 @@ void Call::expect_result(int place) {
     const std::vector<Bytes> of_group(first, first + size);
     // A switch adds in the order of ranks here.
     const Plan plan = with_order_for(what_.plan, what_.algorithm == "ring" ? Algorithm::ring : Algorithm::two_shot);
-    const Bytes want = expected_result(plan, what_.op, what_.dtype, of_group, what_.counts[i], rank);
+    const Bytes want = tree_ ? expected_tree_result(plan, what_.op, what_.dtype, *tree_, of_group, what_.counts[i],
+                                                    num_results(), rank)
+                             : expected_result(plan, what_.op, what_.dtype, of_group, what_.counts[i], rank);
     const auto difference =
         first_difference(what_.dtype, outputs_[place][i].data(), want.data(), want.size() / element_size(what_.dtype));
     ASSERT_FALSE(difference) << describe(what_.plan, size, what_.counts[i]) << ", " << what_.algorithm << ", "

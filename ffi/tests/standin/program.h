@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,11 @@ struct CallSpec {
   std::string algorithm = "auto";
   int lane = 0;
   std::string call = "ring_psum of float32[1000] over axis 'x'";
+  // With Order::tree: of a tree over so many ranks, with so many shards each, the members of a group, if they are not
+  // all of it.
+  int shards_per_rank = 1;
+  int ranks_of_tree = 0;
+  std::vector<int> tree_ranks = {};
 };
 
 // The GPUs of one process: their ids by CUDA ordinal, and a stream of XLA's for each.
@@ -49,6 +55,9 @@ class Call {
 
   // Compiles the call. Throws std::runtime_error with the handler's message.
   void instantiate();
+  // The sums along a tree: their number for each group, and the slots of an operand.
+  int num_results() const { return tree_ ? static_cast<int>(tree_->roots().size()) : 1; }
+  int num_slots() const { return tree_ ? tree_->num_slots() : 1; }
   Instruction& instruction() { return *instruction_; }
   int group_size() const { return static_cast<int>(what_.members.size()) / what_.num_groups; }
   // The place of a GPU among the members; -1: none.
@@ -61,6 +70,7 @@ class Call {
 
  private:
   CallSpec what_;
+  std::optional<cpu::testing::ReferenceTree> tree_;
   std::vector<std::vector<Bytes>> operands_;        // by operand, then place
   std::vector<std::vector<OffsetBuffer>> inputs_;   // by place, then operand
   std::vector<std::vector<OffsetBuffer>> outputs_;  // likewise

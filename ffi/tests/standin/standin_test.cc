@@ -44,6 +44,8 @@ std::deque<Call> family(const std::vector<gpu::Member>& members, int num_groups 
     add({Collective::reduce_scatter, order}, {even}, DType::f32);
     add({Collective::reduce, order, size - 1}, {321}, DType::u32);
   }
+  add({Collective::all_reduce, Order::tree}, {1000, 3}, DType::f32);
+  add({Collective::reduce, Order::tree, size - 1}, {321}, DType::bf16);
   add({Collective::all_gather}, {99}, DType::bf16);
   add({Collective::broadcast, Order::rank, size / 2}, {99}, DType::f64);
   return calls;
@@ -94,6 +96,71 @@ TEST_F(Values, TeamsOfOneAndOfThreeThreads) {
     calls.clear();
     TearDown();
   }
+}
+
+// Calls along a tree whose operands have slots, and the part of a host, which has several results.
+std::deque<Call> tree_calls(const std::vector<gpu::Member>& members) {
+  const int size = static_cast<int>(members.size());
+  std::deque<Call> calls;
+  const auto add = [&](Plan plan, std::vector<size_t> counts, DType dtype, const char* algorithm = "auto",
+                       int ranks_of_tree = 0, std::vector<int> tree_ranks = {}) {
+    CallSpec what;
+    what.members = members;
+    what.plan = plan;
+    what.counts = std::move(counts);
+    what.dtype = dtype;
+    what.algorithm = algorithm;
+    what.call = "call " + std::to_string(calls.size());
+    what.shards_per_rank = 3;
+    what.ranks_of_tree = ranks_of_tree;
+    what.tree_ranks = std::move(tree_ranks);
+    calls.emplace_back(what, static_cast<unsigned>(calls.size()));
+  };
+  std::vector<int> odd;
+  for (int rank = 0; rank < size; ++rank) odd.push_back(2 * rank + 1);
+  const size_t even = 120 * size;
+  const Plan all_reduce{Collective::all_reduce, Order::tree}, scatter{Collective::reduce_scatter, Order::tree};
+  for (const char* algorithm : {"one_shot", "two_shot"}) {
+    add(all_reduce, {1000, 3}, DType::f32, algorithm);
+    add(all_reduce, {777}, DType::bf16, algorithm);
+    add(all_reduce, {777}, DType::s32, algorithm);
+  }
+  add(scatter, {even, 5 * static_cast<size_t>(size)}, DType::f32);
+  add(scatter, {even}, DType::bf16, "auto", 2 * size, odd);
+  return calls;
+}
+
+TEST_P(Family, AlongATreeWithSlotsAndSeveralResults) {
+  start({std::get<0>(GetParam())});
+  std::deque<Call> calls = tree_calls(members());
+  Program program(0, *gpus_, pointers(calls), std::get<1>(GetParam()));
+  for (int run = 0; run < 3; ++run) {
+    program.run_and_check();
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_F(Values, WhatHasNoTreeIsRefused) {
+  start({2});
+  const auto error_of = [&](Op op, const char* algorithm, int ranks_of_tree, std::vector<int> tree_ranks,
+                            int shards_per_rank = 1) -> std::string {
+    CallSpec what{members(), 1, {Collective::reduce_scatter, Order::tree}, {200}, DType::f32, op, algorithm};
+    what.ranks_of_tree = ranks_of_tree;
+    what.tree_ranks = std::move(tree_ranks);
+    what.shards_per_rank = shards_per_rank;
+    Call call(what, 1);
+    try {
+      call.instantiate();
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(error_of(Op::sum, "auto", 0, {}), "");
+  EXPECT_TRUE(says(error_of(Op::max, "auto", 0, {}), "only sums have the order 'tree'"));
+  EXPECT_TRUE(says(error_of(Op::sum, "ring", 0, {}), "the ring does not have the order 'tree'"));
+  EXPECT_TRUE(says(error_of(Op::sum, "auto", 2, {1, 0}), "not ranks of its tree in ascending order"));
+  EXPECT_TRUE(says(error_of(Op::sum, "auto", 0, {}, (1 << 20) - 1), "up to 20 terms each"));
 }
 
 // Programs of the same group, one after the other, as when a user traces a function again.

@@ -1,0 +1,147 @@
+"""The trees along which the groups of a call add, and the attributes of the custom call that describe them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_ring import shard_tree
+from jax_ring.options import Options
+
+Groups = Sequence[Sequence[int]]  # of mesh positions
+
+_SUMS = ("all_reduce", "reduce_scatter", "reduce")
+
+
+class GroupTree(NamedTuple):
+    """The tree of a group.
+
+    Attributes:
+      num_shards: of the tree.
+      num_ranks: how many ranks hold these shards: more than the group has, if others are on other hosts.
+      ranks: which of them the members of the group are, in ascending order.
+    """
+
+    num_shards: int
+    num_ranks: int
+    ranks: tuple[int, ...]
+
+    def num_slots(self) -> int:
+        """The number of terms for which each rank has room."""
+        return shard_tree.num_slots(self.num_shards, self.num_ranks)
+
+    def roots(self) -> list[shard_tree.Node]:
+        """The nodes whose sums are left by the fold over the group."""
+        each = self.num_shards // self.num_ranks
+        return shard_tree.maximal_nodes(self.num_shards, [rank * each + i for rank in self.ranks for i in range(each)])
+
+
+def adds_along_tree(kind: str, options: Options) -> bool:
+    """Whether a call of this kind with these options adds along a tree."""
+    return options.order == "tree" and kind in _SUMS
+
+
+def trees_of(groups: Groups, options: Options) -> list[GroupTree]:
+    """The trees of groups that have all ranks of their trees."""
+    return [GroupTree(options.num_shards or len(group), len(group), tuple(range(len(group)))) for group in groups]
+
+
+class Hosts(NamedTuple):
+    """How the trees of a call lie on hosts.
+
+    Attributes:
+      parts: the trees of the parts of all groups on each host, in the order of `Levels.within`.
+      layouts: for each group, the trees of its parts, one per host.
+      num_roots: the largest number of sums that a part forms.
+    """
+
+    parts: list[GroupTree]
+    layouts: list[tuple[GroupTree, ...]]
+    num_roots: int
+
+
+def hosts_of(groups: Groups, within: Groups, options: Options) -> Hosts:
+    """How the trees of `groups` lie on hosts. within: the parts of the groups, group by group."""
+    num_hosts = len(within) // len(groups)
+    layouts = []
+    for i, group in enumerate(groups):
+        rank_of = {position: rank for rank, position in enumerate(group)}
+        size = len(group)
+        layouts.append(
+            tuple(
+                GroupTree(options.num_shards or size, size, tuple(rank_of[position] for position in part))
+                for part in within[i * num_hosts : (i + 1) * num_hosts]
+            )
+        )
+    parts = [tree for of_group in layouts for tree in of_group]
+    return Hosts(parts, layouts, num_roots(parts))
+
+
+# The limits of the CUDA kernels (ffi/ring/tree_program.h): they cut a fold into blocks of at most three additions on
+# any path, and keep few sums of blocks at a time.
+_BLOCK_LEVELS, _MAX_BLOCKS, _MAX_STACKED, _MAX_SLOTS = 3, 16, 4, 16
+
+
+def why_beyond_kernels(trees: Sequence[GroupTree]) -> str:
+    """Why the CUDA kernels cannot add along these trees; "" if they can."""
+    for tree in set(trees):
+        blocks = 0
+        is_flat = True
+        for root in tree.roots():
+            more, stacked = _blocks_of(_levels_of(tree, root))
+            blocks += more
+            is_flat = is_flat and stacked <= _MAX_STACKED
+        if not is_flat or blocks > _MAX_BLOCKS or tree.num_slots() > _MAX_SLOTS:
+            return (
+                f"the CUDA kernels cannot add {tree.num_shards} shards of {tree.num_ranks} ranks, with up to "
+                f"{tree.num_slots()} terms each, along their tree; a num_shards whose quotient by the number of ranks "
+                "is a power of two needs one term each"
+            )
+    return ""
+
+
+class _Sum(NamedTuple):
+    levels: int  # additions on the longest path
+    parts: tuple["_Sum", ...] = ()
+
+
+def _levels_of(tree: GroupTree, root: shard_tree.Node) -> _Sum:
+    """The additions below a root, down to the terms."""
+    each = tree.num_shards // tree.num_ranks
+    if root.first // each == (root.first + root.size - 1) // each:
+        return _Sum(0)
+    left, right = (_levels_of(tree, child) for child in root.children())
+    return _Sum(1 + max(left.levels, right.levels), (left, right))
+
+
+def _blocks_of(sum_: _Sum) -> tuple[int, int]:
+    """The number of blocks of a sum, and how many sums of blocks are kept at a time."""
+    if sum_.levels <= _BLOCK_LEVELS:
+        return 1, 1
+    (left, kept), (right, kept_beside) = map(_blocks_of, sum_.parts)
+    return left + right, max(kept, 1 + kept_beside)
+
+
+def num_slots(groups: Groups, options: Options) -> int:
+    """The size of the slot dimension of the operands; 0 if they have none."""
+    return 0 if options.num_shards is None else shard_tree.num_slots(options.num_shards, len(groups[0]))
+
+
+def num_roots(trees: Sequence[GroupTree]) -> int:
+    """The largest number of sums that the fold over a group leaves; one without trees."""
+    return max((len(tree.roots()) for tree in trees), default=1)
+
+
+def mean_terms(trees: Sequence[GroupTree]) -> float:
+    """How many terms a rank contributes, on average; one without trees."""
+    counts = [len(shard_tree.terms_of(*tree[:2], rank)) for tree in trees for rank in tree.ranks]
+    return sum(counts) / len(counts) if counts else 1
+
+
+def attributes_of(trees: Sequence[GroupTree]) -> dict:
+    """The attributes of the custom call for the trees of its groups; empty ones for a call in another order."""
+    return {
+        "tree_shards": np.array([tree.num_shards for tree in trees], np.int64),
+        "tree_sizes": np.array([tree.num_ranks for tree in trees], np.int64),
+        "tree_ranks": np.array([rank for tree in trees for rank in tree.ranks], np.int64),
+    }
