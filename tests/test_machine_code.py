@@ -16,11 +16,11 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-ALGORITHMS = ("one_shot", "two_shot", "ring")
+ALGORITHMS = ("one_shot", "two_shot", "ring", "multicast")
 
 # Flags that a team sets in each algorithm, each at one place of the program: one-shot sends tags with its data and sets
 # none, two-shot tells its peers that a step has ended, and the ring tells both neighbors.
-POSTS = {"one_shot": 0, "two_shot": 1, "ring": 2}
+POSTS = {"one_shot": 0, "two_shot": 1, "ring": 2, "multicast": 1}
 
 # A flag is posted with release semantics for the whole system, which is a fence and a store. One more fence belongs to
 # the record of a failure, which the host reads.
@@ -136,7 +136,7 @@ def test_packs_are_loaded_in_one_piece():
 
 def test_every_post_has_one_fence():
     def fences(kernel):
-        found = kernel.count(r"MEMBAR\S*\.SYS")
+        found = kernel.count(r"MEMBAR\.ALL\.SYS")
         return found != FENCES[kernel.algorithm] and f"{found} instead of {FENCES[kernel.algorithm]}"
 
     assert not failing(fences)
@@ -144,7 +144,34 @@ def test_every_post_has_one_fence():
 
 def test_the_end_of_a_call_costs_no_fence_of_the_system():
     # A lane is freed for other kernels of the same GPU.
-    assert not failing(lambda kernel: kernel.count(r"MEMBAR\S*\.GPU") != 1)
+    assert not failing(lambda kernel: kernel.count(r"MEMBAR\.ALL\.GPU") != 1)
+
+
+def has_multimem(kernel):
+    return int(kernel.arch.removeprefix("sm_").rstrip("a")) >= 90
+
+
+def test_the_multicast_address_is_ordered_with_that_of_each_mailbox():
+    """One fence in the wait, which is two instructions of which the GPU's mode selects one, where both are used."""
+
+    def wrong(kernel):
+        uses_both = kernel.algorithm in ("two_shot", "multicast") and has_multimem(kernel)
+        found = kernel.count(r"MEMBAR\.SC\.SYS")
+        return found != int(uses_both) and found
+
+    assert not failing(wrong)
+
+
+def test_the_switch_adds_packs_and_stores_go_to_all():
+    """As many loads in flight as a thread has packs, and no arithmetic of floats is left to the GPU."""
+
+    def wrong(kernel):
+        expected = kernel.algorithm == "multicast" and has_multimem(kernel)
+        found = kernel.count(r"LDGMC\.E")
+        floats = kernel.count(r"FADD|DADD") if expected else 0
+        return ((found > 0) != expected or floats > 0) and (found, floats)
+
+    assert not failing(wrong)
 
 
 def test_lines_are_loaded_before_any_is_tested():

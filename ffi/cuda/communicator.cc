@@ -32,8 +32,8 @@ const char* name_of(Step step) {
 
 Communicator::Communicator(std::vector<Member> members, int64_t process, const Capacity& capacity,
                            const std::string& name, PeerMemory& memory, std::shared_ptr<const KeyValueStore> store,
-                           std::map<int64_t, int> ordinals)
-    : group_{std::move(members), process, capacity, name, std::move(ordinals)} {
+                           std::map<int64_t, int> ordinals, bool multicasts)
+    : group_{std::move(members), process, capacity, name, std::move(ordinals), multicasts} {
   if (group_.members.empty() || num_ranks() > kMaxRanks) {
     throw std::runtime_error("a group has between 1 and " + std::to_string(kMaxRanks) + " GPUs, got " +
                              std::to_string(num_ranks()));

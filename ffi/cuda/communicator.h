@@ -29,9 +29,11 @@ class Communicator {
  public:
   // members: by rank. name: unique to the group, and the same in all of its processes. store: not needed if all members
   // are of this process. ordinals: the CUDA ordinals of this process's members, by id; empty if they are the ids.
+  // multicasts: whether the mailboxes have a multicast address, without which the group does not connect.
   // Throws std::runtime_error if the members are not a group. Touches no GPU and no store.
   Communicator(std::vector<Member> members, int64_t process, const Capacity& capacity, const std::string& name,
-               PeerMemory& memory, std::shared_ptr<const KeyValueStore> store, std::map<int64_t, int> ordinals = {});
+               PeerMemory& memory, std::shared_ptr<const KeyValueStore> store, std::map<int64_t, int> ordinals = {},
+               bool multicasts = false);
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 

@@ -2,6 +2,7 @@
 #include "cuda/communicators.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <set>
 #include <sstream>
 #include <stdexcept>
@@ -14,6 +15,15 @@ std::set<int64_t> processes_of(const Communicator& communicator) {
   std::set<int64_t> processes;
   for (const Member& member : communicator.members()) processes.insert(member.process);
   return processes;
+}
+
+// Whether the user asks for multicast. It has not run on a GPU, so it is off by default.
+bool is_multicast_requested() {
+  const char* const requested = std::getenv("JAX_RING_MULTICAST");
+  const std::string value = requested == nullptr ? "" : requested;
+  if (value == "1") return true;
+  if (value.empty() || value == "0") return false;
+  throw std::runtime_error("JAX_RING_MULTICAST must be 1 or 0, got '" + value + "'");
 }
 
 }  // namespace
@@ -45,7 +55,8 @@ std::shared_ptr<Communicator> Communicators::get_or_create(const std::vector<Mem
     for (const Member& member : members) name << "/" << member.process << "." << member.device;
     try {
       found = std::make_shared<Communicator>(members, process(), default_capacity(static_cast<int>(members.size())),
-                                             name.str(), memory, store_, std::move(ordinals));
+                                             name.str(), memory, store_, std::move(ordinals),
+                                             members.size() > 1 && is_multicast_requested());
     } catch (...) {
       by_members_.erase(members);
       throw;

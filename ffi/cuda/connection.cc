@@ -85,10 +85,17 @@ std::vector<int64_t> Connection::other_processes() const {
   return {others.begin(), others.end()};
 }
 
+std::vector<int> Connection::ordinals() const {
+  std::vector<int> all;
+  for (const LocalRank& local : local_) all.push_back(local.ordinal);
+  return all;
+}
+
 void Connection::try_to_connect() {
   const std::vector<int64_t> others = other_processes();
   std::vector<std::string> own = {std::to_string(group_.capacity.bytes())};
   try {
+    if (group_.multicasts && multicast_.all == nullptr) set_up_multicast();
     for (LocalRank& local : local_) {
       set_up(local, !others.empty());
       own.push_back(local.handle);
@@ -123,6 +130,29 @@ void Connection::try_to_connect() {
   // Nobody launches before all are ready: an error reaches all processes, and no kernel's deadline runs meanwhile.
   handshake_.tell(Phase::connected, {});
   for (int64_t process : others) handshake_.ask(Phase::connected, process);
+}
+
+// One allocation for all mailboxes. Other processes would need its file descriptors, which a key-value store cannot
+// pass on.
+void Connection::set_up_multicast() {
+  const auto refuse = [&](const std::string& why) {
+    std::string names;
+    for (const Member& member : group_.members) names += (names.empty() ? "" : ", ") + name_of(member);
+    throw std::runtime_error("JAX_RING_MULTICAST=1 asks for multicast memory for " + names + ": " + why +
+                             ". Unset JAX_RING_MULTICAST in all processes");
+  };
+  if (!other_processes().empty()) refuse("it is there only for GPUs of one process");
+  const std::vector<int> devices = ordinals();
+  if (const std::string why = memory_.why_no_multicast(devices); !why.empty()) refuse(why);
+  try {
+    for (int device : devices) memory_.warm_up(device);
+    multicast_ = memory_.allocate_multicast(devices, group_.capacity.bytes());
+  } catch (const std::exception& error) {
+    refuse(error.what());
+  }
+  for (size_t i = 0; i < local_.size(); ++i) {
+    local_[i].mailboxes[local_[i].rank] = static_cast<unsigned char*>(multicast_.parts[i]);
+  }
 }
 
 void Connection::set_up(LocalRank& local, bool exports) {
@@ -197,6 +227,7 @@ Endpoint Connection::endpoint(int rank, uint32_t call, double deadline_seconds) 
     self.rank = rank;
     self.call = call;
     for (int peer = 0; peer < group_.num_ranks(); ++peer) self.mailbox[peer] = local.mailboxes[peer];
+    self.multicast = static_cast<unsigned char*>(multicast_.all);
     self.progress = reinterpret_cast<Progress*>(local.counters);
     self.failed = reinterpret_cast<uint32_t*>(local.counters + progress_bytes(group_.capacity));
     self.failure = local.failure;
@@ -240,6 +271,10 @@ void Connection::release() noexcept {
     if (local.counters != nullptr) memory_.release(local.ordinal, std::exchange(local.counters, nullptr));
   }
   const bool alone = other_processes().empty();
+  if (multicast_.all != nullptr) {
+    for (LocalRank& local : local_) local.mailboxes[local.rank] = nullptr;
+    memory_.release_multicast(ordinals(), std::exchange(multicast_, {}));
+  }
   for (LocalRank& local : local_) {
     for (int peer = 0; peer < group_.num_ranks(); ++peer) {
       if (group_.is_local(peer) || local.mailboxes[peer] == nullptr) continue;

@@ -59,11 +59,13 @@ class Connection {
   };
 
   void try_to_connect();
+  void set_up_multicast();
   void set_up(LocalRank& local, bool exports);
   void map_peers();
   void import(LocalRank& local, int peer, const std::string& handle);
   void release() noexcept;
   std::vector<int64_t> other_processes() const;
+  std::vector<int> ordinals() const;
 
   const Group& group_;
   PeerMemory& memory_;
@@ -71,6 +73,7 @@ class Connection {
 
   // Changed by the thread that connects, alone; and by close(), when no thread connects.
   std::vector<LocalRank> local_;
+  MulticastMemory multicast_;  // the mailboxes of a group with a multicast address
   std::atomic<bool> connected_{false};
   mutable std::mutex records_mutex_;
 

@@ -5,7 +5,7 @@
 // cudaDeviceCanAccessPeer, cudaDeviceEnablePeerAccess, cudaIpcGetMemHandle, cudaIpcOpenMemHandle,
 // cudaIpcCloseMemHandle, cudaGetDeviceCount, cudaDeviceGetPCIBusId, cudaGetDeviceProperties, cudaGetLastError,
 // cudaGetErrorString, cudaGetErrorName, cudaGetDriverEntryPointByVersion (cuCtxGetCurrent, cuCtxSetCurrent), and those
-// of kernels.cc. Nothing here waits for a whole device but cudaFree, or uses the legacy stream.
+// of kernels.cc and multicast_memory.cc. Nothing here waits for a whole device but cudaFree, or uses the legacy stream.
 #include "cuda/gpus.h"
 
 #include <cuda.h>
@@ -16,7 +16,10 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/driver.h"
 #include "cuda/kernels.h"
+#include "cuda/multicast_memory.h"
+#include "cuda/profiler_range.h"
 
 namespace jax_ring::gpu {
 namespace {
@@ -33,21 +36,8 @@ struct CurrentContext {
   CUresult (*set)(CUcontext) = nullptr;
 
   CurrentContext() {
-    find("cuCtxGetCurrent", &get);
-    find("cuCtxSetCurrent", &set);
-  }
-
-  template <class Function>
-  static void find(const char* name, Function* function) {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    constexpr unsigned kVersion = 12000;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, kVersion, cudaEnableDefault, &result);
-    check(error, name);
-    if (result != cudaDriverEntryPointSuccess) {
-      throw std::runtime_error(std::string("the CUDA driver has no ") + name + ". Install a newer one.");
-    }
-    *function = reinterpret_cast<Function>(found);
+    find_driver_function("cuCtxGetCurrent", 12000, &get);
+    find_driver_function("cuCtxSetCurrent", 12000, &set);
   }
 
   static const CurrentContext& functions() {
@@ -194,6 +184,34 @@ class CudaGpus final : public Gpus {
     quietly(device, [&] { return cudaIpcCloseMemHandle(memory); });
   }
 
+  std::string why_no_multicast(const std::vector<int>& devices) override {
+    const OutsideCaptures outside;
+    return multicast_.why_no_multicast(devices);
+  }
+
+  MulticastMemory allocate_multicast(const std::vector<int>& devices, size_t bytes) override {
+    const OutsideCaptures outside;
+    for (int device : devices) OnDevice give_it_a_context(device);
+    const MulticastMemory memory = multicast_.allocate(devices, bytes);
+    try {
+      for (size_t i = 0; i < devices.size(); ++i) {
+        const OnDevice on(devices[i]);
+        PrivateStream().zero(memory.parts[i], bytes);
+      }
+    } catch (...) {
+      multicast_.release(memory);
+      throw;
+    }
+    return memory;
+  }
+
+  void release_multicast(const std::vector<int>& devices, const MulticastMemory& memory) noexcept override {
+    quietly(devices[0], [&] {
+      multicast_.release(memory);
+      return cudaSuccess;
+    });
+  }
+
   void warm_up(int device) override {
     const OutsideCaptures outside;
     const OnDevice on(device);
@@ -227,11 +245,17 @@ class CudaGpus final : public Gpus {
     check(gpu::launch(key, call, static_cast<cudaStream_t>(stream)), "launch");
   }
 
+  void begin_range(const char* name) noexcept override { begin_profiler_range(name); }
+  void end_range() noexcept override { end_profiler_range(); }
+
   bool is_capturing(Stream stream) override {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status), "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;
   }
+
+ private:
+  MulticastAllocations multicast_;
 };
 
 }  // namespace

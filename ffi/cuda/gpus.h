@@ -31,8 +31,24 @@ class Gpus : public PeerMemory {
   // Runs the call on the stream's device. Throws std::runtime_error if it cannot be launched.
   virtual void launch(const KernelKey& key, const Call& call, Stream stream) = 0;
 
+  // Between these calls a thread does what `name` says, as profilers show it.
+  virtual void begin_range(const char* /*name*/) noexcept {}
+  virtual void end_range() noexcept {}
+
   // Whether the stream is being captured, so that a launch is recorded and does not run now.
   virtual bool is_capturing(Stream stream) = 0;
+};
+
+// The range of a block.
+class NamedRange {
+ public:
+  NamedRange(Gpus& gpus, const char* name) noexcept : gpus_(gpus) { gpus_.begin_range(name); }
+  ~NamedRange() { gpus_.end_range(); }
+  NamedRange(const NamedRange&) = delete;
+  NamedRange& operator=(const NamedRange&) = delete;
+
+ private:
+  Gpus& gpus_;
 };
 
 // The GPUs of this machine, through the CUDA runtime. In the module of the kernels.

@@ -39,6 +39,7 @@ struct Group {
   Capacity capacity;
   std::string name;                 // unique to the group, and the same in all of its processes
   std::map<int64_t, int> ordinals;  // the CUDA ordinals of this process's GPUs, by id. Empty: they are the ids
+  bool multicasts = false;          // whether its mailboxes have a multicast address; the same in all processes
 
   int num_ranks() const { return static_cast<int>(members.size()); }
   bool is_local(int rank) const { return members[rank].process == process; }

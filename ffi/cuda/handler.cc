@@ -329,6 +329,7 @@ void launch(const Instance& instance, const Instance::Rank& rank, Stream stream,
   }
   Communicators& all = Communicators::instance();
   Gpus& gpus = all.gpus();
+  const NamedRange range(gpus, instance.text.c_str());
   const EngineType type = engine_type_of(instance.site.plan, args.get<ffi::AnyBuffer>(0)->element_type());
   const TreeProgram* const tree = rank.group->tree.has_value() ? &*rank.group->tree : nullptr;
   std::vector<Buffer> buffers;

@@ -27,13 +27,13 @@ constexpr auto tree_kernel_if_needed() {
 
 template <class AnyKernel, template <class, class, Algorithm> class Make, class Element>
 constexpr TableOf<AnyKernel> table_of() {
-#define JAX_RING_KERNELS(name, op)                             \
-  {kernel_if_needed<Make, Element, op, Algorithm::one_shot>(), \
-   kernel_if_needed<Make, Element, op, Algorithm::two_shot>(), \
-   kernel_if_needed<Make, Element, op, Algorithm::ring>()},
+#define JAX_RING_KERNELS(name, op)                                                                                     \
+  {kernel_if_needed<Make, Element, op, Algorithm::one_shot>(),                                                         \
+   kernel_if_needed<Make, Element, op, Algorithm::two_shot>(), kernel_if_needed<Make, Element, op, Algorithm::ring>(), \
+   kernel_if_needed<Make, Element, op, Algorithm::multicast>()},
 #define JAX_RING_TREE_KERNELS(name, op)                             \
   {tree_kernel_if_needed<Make, Element, op, Algorithm::one_shot>(), \
-   tree_kernel_if_needed<Make, Element, op, Algorithm::two_shot>(), nullptr},
+   tree_kernel_if_needed<Make, Element, op, Algorithm::two_shot>(), nullptr, nullptr},
   return {{JAX_RING_FOR_EACH_OP(JAX_RING_KERNELS)}, {JAX_RING_FOR_EACH_OP(JAX_RING_TREE_KERNELS)}};
 #undef JAX_RING_KERNELS
 #undef JAX_RING_TREE_KERNELS

@@ -2,9 +2,17 @@
 #pragma once
 
 #include <cstddef>
+#include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace jax_ring::gpu {
+
+// Memory on several GPUs that all of them can access, in parts of one size.
+struct MulticastMemory {
+  std::vector<void*> parts;  // one on each GPU
+  void* all = nullptr;       // where multimem instructions reach all parts at once
+};
 
 // What a communicator needs from the machine. An interface, so that it can be tested without a GPU.
 // `device` is a CUDA ordinal: an index among the GPUs that this process sees. Functions throw std::runtime_error with
@@ -31,6 +39,15 @@ class PeerMemory {
   virtual std::string export_handle(int device, void* memory) = 0;
   virtual void* import_handle(int device, const std::string& handle) = 0;
   virtual void close_handle(int device, void* memory) noexcept = 0;
+
+  // Memory of GPUs of this process that an NVSwitch can reach at once, if they have it. Why these have none, or an
+  // empty string; zeroed memory, a part on each device, in their order; and releasing it, when all work of the devices
+  // that can reach it has ended.
+  virtual std::string why_no_multicast(const std::vector<int>& /*devices*/) { return "it is not there"; }
+  virtual MulticastMemory allocate_multicast(const std::vector<int>& devices, size_t /*bytes*/) {
+    throw std::runtime_error(why_no_multicast(devices));
+  }
+  virtual void release_multicast(const std::vector<int>& /*devices*/, const MulticastMemory&) noexcept {}
 
   // Does everything whose first use must not happen while another rank waits.
   virtual void warm_up(int device) = 0;

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "common/hash.h"
+#include "ring/switch_adds.h"
 
 namespace jax_ring::gpu {
 namespace {
@@ -17,6 +18,14 @@ Algorithm algorithm_of(const CallSite& site, uint64_t bytes, const Thresholds& t
   if (site.plan.collective == Collective::all_reduce) return site.algorithm.value_or(choose(bytes, thresholds));
   const bool uses_ring = site.plan.collective == Collective::reduce && site.algorithm == Algorithm::ring;
   return uses_ring ? Algorithm::ring : Algorithm::two_shot;
+}
+
+// Whether an NVSwitch adds instead: where the order is the engine's choice, and the algorithm too. One-shot stays where
+// it is chosen, as it has one step less.
+bool adds_in_switch(const CallSite& requested, const KernelKey& kernel, const Endpoint& self) {
+  return self.multicast != nullptr && requested.plan.order == Order::any && !requested.algorithm &&
+         requested.plan.collective == Collective::all_reduce && kernel.op == Op::sum &&
+         kernel.algorithm != Algorithm::one_shot && switch_adds(kernel.dtype);
 }
 
 // Sums of signed integers use the unsigned type.
@@ -84,6 +93,7 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
       if (launch.kernel.algorithm == Algorithm::one_shot && !fits) launch.kernel.algorithm = Algorithm::two_shot;
     }
     launch.call.self = communicator.endpoint(rank, site.lane, site.fingerprint(), deadline_seconds);
+    if (adds_in_switch(requested, launch.kernel, launch.call.self)) launch.kernel.algorithm = Algorithm::multicast;
     message.fingerprint = Hash()
                               .add(tree == nullptr ? uint64_t{0} : hash_of(*tree))
                               .add(site.fingerprint())

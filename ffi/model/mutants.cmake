@@ -29,7 +29,7 @@ jax_ring_mutant(ring_model one_shot_one_set ring/one_shot.h
   [==[static_cast<int>(epoch % 2)]==] [==[0]==]
   "one-shot, 2 ranks x 1" "(wrong result|deadlock)")
 jax_ring_mutant(ring_model one_shot_without_sweep ring/one_shot.h
-  [==[if (swept > kLinesPerPack * range.size())]==] [==[if (false)]==]
+  [==[if (swept > kLinesPerPack * terms.num_slots() * range.size())]==] [==[if (false)]==]
   "one-shot after" "wrong result")
 jax_ring_mutant(ring_model one_shot_half_a_tag ring/one_shot.h
   [==[return line.word[0] >> 32 == tag && line.word[1] >> 32 == tag;]==] [==[return line.word[0] >> 32 == tag;]==]
@@ -58,6 +58,29 @@ jax_ring_mutant(ring_model two_shot_copies_a_step_early ring/two_shot.h
 jax_ring_mutant(ring_model two_shot_round_forgotten ring/two_shot.h
   [==[if (ok && team.thread() == 0) progress.round = number;]==] [==[]==]
   "two-shot, 2 ranks x 1" "a rank has failed")
+
+# Multicast: the steps of two-shot.
+jax_ring_mutant(ring_model multicast_two_shot_unordered ring/two_shot.h
+  [==[if (step > 1) copy_results(worker, step - 2);]==]
+  [==[if (step > 0 && step <= num_rounds) copy_results(worker, step - 1);]==]
+  "multicast and two-shot, 2 ranks x 1" "(data race|wrong result)")
+jax_ring_mutant(ring_model multicast_sums_unawaited ring/multicast.h
+  [==[if (step > 0) ok = worker.await_peers(]==] [==[if (step > 1) ok = worker.await_peers(]==]
+  "multicast, 2 ranks x 1" "(data race|deadlock)")
+jax_ring_mutant(ring_model multicast_copies_a_step_early ring/multicast.h
+  [==[if (step > 1) copy_round(worker, step - 2);]==]
+  [==[if (step > 0 && step <= num_rounds) copy_round(worker, step - 1);]==]
+  "multicast, 2 ranks x 1" "(data race|wrong result)")
+jax_ring_mutant(ring_model multicast_stages_a_round_early ring/multicast.h
+  [==[worker.scatter_buffer(worker.self.rank, round, 0)]==] [==[worker.scatter_buffer(worker.self.rank, round / 3 * 3, 0)]==]
+  "multicast, 2 ranks x 1" "(data race|wrong result)")
+jax_ring_mutant(ring_model multicast_one_gather_buffer ring/multicast.h
+  [==[static_cast<int>(round % kGatherBuffers), worker.cta, 0) + first;]==]
+  [==[static_cast<int>(round % 1), worker.cta, 0) + first;]==]
+  "multicast, 2 ranks x 1" "(data race|wrong result)")
+jax_ring_mutant(ring_model multicast_round_forgotten ring/multicast.h
+  [==[if (ok && team.thread() == 0) progress.round = number;]==] [==[]==]
+  "multicast, 2 ranks x 1" "a rank has failed")
 
 # The ring: slots, heads and tails.
 jax_ring_mutant(ring_model ring_slot_too_many ring/ring.h

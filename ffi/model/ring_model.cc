@@ -38,8 +38,8 @@ struct Call {
 // The memory of a group of ranks, and what they do with it.
 class Group {
  public:
-  Group(const Capacity& capacity, int num_threads, uint32_t first)
-      : capacity_(capacity), num_threads_(num_threads), ranks_(capacity.num_ranks) {
+  Group(const Capacity& capacity, int num_threads, uint32_t first, bool has_switch = false)
+      : capacity_(capacity), num_threads_(num_threads), has_switch_(has_switch), ranks_(capacity.num_ranks) {
     for (Rank& rank : ranks_) {
       rank.memory.assign(capacity.bytes() + kFlagBytes, 0);
       rank.progress.assign(capacity.num_ctas, Progress{first, first, first, first});
@@ -178,6 +178,7 @@ class Group {
     self.capacity = capacity_;
     self.rank = index;
     for (int peer = 0; peer < num_ranks(); ++peer) self.mailbox[peer] = mailbox_of(ranks_[peer]);
+    if (has_switch_) self.multicast = self.mailbox[0];  // the switch is a loop: see multimem.h
     self.progress = rank.progress.data();
     self.failed = &rank.failed;
     self.failure = &rank.failure;
@@ -200,6 +201,9 @@ class Group {
         case Algorithm::two_shot:
           run_team<Element, Sum, Algorithm::two_shot>(self, message, call.plan, cta, team, Sum{});
           break;
+        case Algorithm::multicast:
+          run_team<Element, Sum, Algorithm::multicast>(self, message, call.plan, cta, team, Sum{});
+          break;
         default:
           run_team<Element, Sum, Algorithm::ring>(self, message, call.plan, cta, team, Sum{});
       }
@@ -210,6 +214,7 @@ class Group {
 
   const Capacity capacity_;
   const int num_threads_;
+  const bool has_switch_;
   std::vector<Rank> ranks_;
   std::vector<Call> calls_;
   Before before_;
@@ -232,11 +237,11 @@ constexpr uint32_t kFirst = 0xfffffffe;
 
 // Calls that succeed, from these counters on.
 std::function<void()> succeeds(int num_ranks, int num_threads, std::vector<Call> calls, int num_ctas = 1,
-                               uint64_t num_slots = 2) {
+                               uint64_t num_slots = 2, bool has_switch = false) {
   return [=] {
     Capacity capacity = small_capacity(num_ranks, num_threads, num_ctas);
     capacity.num_slots = num_slots;
-    const auto group = std::make_shared<Group>(capacity, num_threads, kFirst);
+    const auto group = std::make_shared<Group>(capacity, num_threads, kFirst, has_switch);
     group->spawn(calls);
     model::at_end([group] {
       group->expect_no_failure();
@@ -306,6 +311,19 @@ std::vector<NamedScenario> scenarios() {
     list.push_back({"two-shot" + size, exhaustive,
                     succeeds(ranks, threads, rounds(Algorithm::two_shot, all_reduce, 5 * ranks * threads + 1))});
     list.push_back({"two-shot collectives" + size, exhaustive, succeeds(ranks, threads, all_collectives(ranks))});
+    // The switch is a loop here: it loads and stores at one rank after the other.
+    const uint64_t rounds_of_4 = 3 * ranks * threads + 1;
+    list.push_back({"multicast" + size, exhaustive,
+                    succeeds(ranks, threads, rounds(Algorithm::multicast, all_reduce, rounds_of_4), 1, 2, true)});
+    list.push_back({"multicast and two-shot" + size, exhaustive,
+                    succeeds(ranks, threads,
+                             {{Algorithm::multicast, all_reduce, rounds_of_4},
+                              {Algorithm::two_shot, all_reduce, rounds_of_4, true},
+                              {Algorithm::multicast, all_reduce, 1},
+                              {Algorithm::two_shot, {Collective::reduce_scatter}, 2},
+                              {Algorithm::two_shot, {Collective::all_gather}, 2},
+                              {Algorithm::multicast, all_reduce, rounds_of_4}},
+                             1, 2, true)});
     // A ring has many executions, as a rank may be as far ahead as there are slots.
     for (Order order : {Order::rank, Order::ring}) {
       const Plan plan{Collective::all_reduce, order};
@@ -322,7 +340,7 @@ std::vector<NamedScenario> scenarios() {
   }
   list.push_back({"one-shot after 2^32 rounds", exhaustive, one_shot_wraps_around(1)});
   list.push_back({"one-shot after 2^32 rounds, teams of 2", exhaustive, one_shot_wraps_around(2)});
-  for (Algorithm algorithm : {Algorithm::one_shot, Algorithm::two_shot, Algorithm::ring}) {
+  for (Algorithm algorithm : {Algorithm::one_shot, Algorithm::two_shot, Algorithm::ring, Algorithm::multicast}) {
     list.push_back({"different calls, algorithm " + std::to_string(static_cast<int>(algorithm)), exhaustive,
                     mismatches({algorithm, {}, 1})});
   }

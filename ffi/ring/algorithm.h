@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "ring/multicast.h"
 #include "ring/one_shot.h"
 #include "ring/ring.h"
 #include "ring/two_shot.h"
@@ -43,13 +44,16 @@ JAX_RING_TEAM_CALL void poison_results(const Endpoint& self, const Message& mess
 // matter, have only two-shot kernels, which are never far from the best: there are many kernels, and they take long to
 // compile.
 template <class Element, class Op, Algorithm kAlgorithm>
-constexpr bool is_needed = std::is_same_v<typename FoldedAs<Element, Op>::type, Element> &&
-                           (std::is_same_v<Op, Sum> || kAlgorithm == Algorithm::two_shot);
+constexpr bool is_needed =
+    std::is_same_v<typename FoldedAs<Element, Op>::type, Element> &&
+    (kAlgorithm == Algorithm::multicast ? std::is_same_v<Op, Sum> && kSwitchAdds<Element>
+                                        : std::is_same_v<Op, Sum> || kAlgorithm == Algorithm::two_shot);
 
 // Along a tree there are only sums, and a ring has no place for it: a partial sum would visit one rank after the other.
+// Nor has a switch, whose order is its own.
 template <class Element, class Op, Algorithm kAlgorithm>
-constexpr bool has_tree =
-    is_needed<Element, Op, kAlgorithm> && std::is_same_v<Op, Sum> && kAlgorithm != Algorithm::ring;
+constexpr bool has_tree = is_needed<Element, Op, kAlgorithm> && std::is_same_v<Op, Sum> &&
+                          (kAlgorithm == Algorithm::one_shot || kAlgorithm == Algorithm::two_shot);
 
 // Starts a call. False if it must not run: this rank has failed before, or its lane is busy.
 template <class Team>
@@ -82,6 +86,8 @@ JAX_RING_TEAM void run_team(const Endpoint& self, const Message& message, const 
     ok = ok && one_shot::all_reduce<Element>(self, message, cta, team, op, terms);
   } else if constexpr (kAlgorithm == Algorithm::two_shot) {
     ok = ok && two_shot::run<Element>(self, message, plan, cta, team, op, terms);
+  } else if constexpr (kAlgorithm == Algorithm::multicast) {
+    ok = ok && multicast::all_reduce<Element>(self, message, cta, team);
   } else {
     ok = ok && ring::reduce<Element>(self, message, plan, cta, team, op);
   }

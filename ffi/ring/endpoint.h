@@ -48,6 +48,7 @@ struct Endpoint {
   int rank;
   uint32_t call;                      // copied into the record of a failure
   unsigned char* mailbox[kMaxRanks];  // of all ranks, at the addresses where this rank maps them
+  unsigned char* multicast;           // where multimem instructions reach all mailboxes; null if the group has no such
   Progress* progress;                 // by team
   uint32_t* failed;                   // set once any team of this rank has failed
   Failure* failure;

@@ -8,7 +8,13 @@
 
 namespace jax_ring {
 
-enum class Algorithm : int { one_shot, two_shot, ring, count };
+enum class Algorithm : int {
+  one_shot,
+  two_shot,
+  ring,
+  multicast,  // chosen by the engine for Order::any, where an NVSwitch can add; see multicast.h
+  count,
+};
 
 // The order of ranks in which values are folded.
 enum class Order : int {

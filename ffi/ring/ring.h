@@ -62,17 +62,19 @@ struct Link {
   JAX_RING_TEAM Pack* outgoing() const { return slot(next(), sent) + 1; }
   JAX_RING_TEAM const Pack* incoming() const { return slot(self.rank, received) + 1; }
 
-  // Ends a hop: publishes what was written, and frees the slot that was read.
+  // Ends a hop: publishes what was written, and frees the slot that was read. Each post waits for a fence, and so that
+  // these take their time at once, and while the first thread already waits for the next item, three warps share them.
   JAX_RING_TEAM void finish(bool sends, bool receives) {
     team.sync();
     sent += sends;
     received += receives;
-    if (team.thread() != 0) return;
-    if (sends) {
+    if (sends && team.thread() == team.size() - 1) {
       write_word(slot(next(), sent - 1)->word, fingerprint);
       post_flag(self.flag(next(), FlagKind::tail, cta, 0), sent);
     }
-    if (receives) post_flag(self.flag(previous(), FlagKind::head, cta, 0), received);
+    if (receives && team.thread() == team.size() / 2) {
+      post_flag(self.flag(previous(), FlagKind::head, cta, 0), received);
+    }
   }
 };
 
@@ -167,7 +169,9 @@ JAX_RING_TEAM bool reduce(const Endpoint& self, const Message& message, const Pl
     ok = run_hop<Element>(message, hop, chunks[hop.chunk], keeps_result, link, op);
   }
   // A team without work meets at no barrier, behind which all its threads would have read the counters.
-  if (ok && schedule.num_steps() > 0 && team.thread() == 0) {
+  if (schedule.num_steps() == 0) return ok;
+  team.sync();  // the last flags have been posted
+  if (ok && team.thread() == 0) {
     progress.sent = link.sent;
     progress.received = link.received;
   }

@@ -33,6 +33,7 @@
 #include "ring/collective.h"
 #include "ring/fold_pack.h"
 #include "ring/fold_tree.h"
+#include "ring/multimem.h"
 #include "ring/signal.h"
 
 namespace jax_ring {
@@ -69,6 +70,9 @@ struct Roles {
   JAX_RING_INLINE bool receives(int rank) const {
     if (plan.collective == Collective::reduce) return rank == plan.root;
     return plan.collective != Collective::reduce_scatter;
+  }
+  JAX_RING_INLINE bool all_receive() const {
+    return plan.collective != Collective::reduce && plan.collective != Collective::reduce_scatter;
   }
   // Whether an owner keeps its part as its own result.
   JAX_RING_INLINE bool keeps_result(int owner) const {
@@ -134,6 +138,8 @@ struct Worker {
     JAX_RING_NO_UNROLL
     for (int step = 1 + team.thread(); ok && step < num_ranks(); step += team.size()) {
       ok = await_epoch(self, flag_of(number), flag_value(message.fingerprint, number), where, peer(step), cta);
+      // Between what this peer did by one address and what this team does by another.
+      if (self.multicast != nullptr) order_aliases();
     }
     return team.all(ok);
   }
@@ -200,6 +206,8 @@ JAX_RING_TEAM void fold_and_send(const Worker<Team>& worker, uint32_t round, Op 
   const bool moves_received = roles.plan.collective == Collective::broadcast && rank != root;
   const Pack* received = worker.scatter_buffer(rank, round, 0);
   const uint64_t part_packs = worker.self.capacity.part_packs;
+  const bool in_one_store = worker.self.multicast != nullptr && roles.all_receive();
+  const size_t to_all = worker.self.capacity.gather(static_cast<int>(round % kGatherBuffers), worker.cta, rank);
   for_each_pack<1>(
       worker.message, RangeWalk(worker.part(worker.range(round), rank)), worker.team,
       [&](const OperandView& operand, uint64_t index, const Spot& spot) {
@@ -220,6 +228,7 @@ JAX_RING_TEAM void fold_and_send(const Worker<Team>& worker, uint32_t round, Op 
       },
       [&](const OperandView& operand, uint64_t index, const Spot& spot, Pack pack) {
         if (roles.keeps_result(rank)) operand.store(index, pack, out);
+        if (in_one_store) return store_to_all(worker.self, to_all + spot.place * kPackBytes, pack);
         for (int step = 1; step < p; ++step) {
           const int receiver = worker.peer(step);
           if (roles.receives(receiver)) write_pack(worker.gather_buffer(receiver, round, rank) + spot.place, pack);
@@ -237,6 +246,8 @@ JAX_RING_TEAM void fold_and_send(const Worker<Team>& worker, uint32_t round, Op 
   const Pack* received = worker.scatter_buffer(rank, round, 0);
   const uint32_t per_rank = static_cast<uint32_t>(worker.self.capacity.part_packs);
   const uint32_t per_slot = static_cast<uint32_t>(worker.packs_per_slot);
+  const bool in_one_store = worker.self.multicast != nullptr && roles.all_receive();
+  const size_t to_all = worker.self.capacity.gather(static_cast<int>(round % kGatherBuffers), worker.cta, rank);
   JAX_RING_NO_UNROLL
   for (int result = 0; result < terms.num_results(); ++result) {
     for_each_pack<1>(
@@ -256,6 +267,7 @@ JAX_RING_TEAM void fold_and_send(const Worker<Team>& worker, uint32_t round, Op 
         },
         [&](const OperandView& operand, uint64_t index, const Spot& spot, Pack pack) {
           if (roles.keeps_result(rank)) operand.store(index, pack, result);
+          if (in_one_store) return store_to_all(worker.self, to_all + spot.place * kPackBytes, pack);
           for (int step = 1; step < p; ++step) {
             const int receiver = worker.peer(step);
             if (roles.receives(receiver)) write_pack(worker.gather_buffer(receiver, round, rank) + spot.place, pack);

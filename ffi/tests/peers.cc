@@ -41,7 +41,7 @@ TreeFunction tree_function(DType dtype, Algorithm algorithm) {
 TeamFunction team_function(DType dtype, Op op, Algorithm algorithm) {
 #define JAX_RING_ALGORITHMS(element, operation)                                                                        \
   {team_function<element, operation, Algorithm::one_shot>(), team_function<element, operation, Algorithm::two_shot>(), \
-   team_function<element, operation, Algorithm::ring>()},
+   team_function<element, operation, Algorithm::ring>(), team_function<element, operation, Algorithm::multicast>()},
 #define JAX_RING_OPS(name, element) \
   {JAX_RING_ALGORITHMS(element, Sum) JAX_RING_ALGORITHMS(element, Max) JAX_RING_ALGORITHMS(element, Min)},
   static const TeamFunction table[][static_cast<int>(Op::count)][static_cast<int>(Algorithm::count)] = {

@@ -12,6 +12,7 @@ namespace {
 void reach(const gpu::Call& call, std::vector<const void*>& reached) {
   const Endpoint& self = call.self;
   for (int rank = 0; rank < self.num_ranks(); ++rank) reached.push_back(self.mailbox[rank]);
+  if (self.multicast != nullptr) reached.push_back(self.multicast);
   if (self.num_ranks() > 0) reached.insert(reached.end(), {self.progress, self.failed, self.failure});
 }
 

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "standin/machine.h"
+#include "standin/multicast.h"
 
 namespace jax_ring::standin {
 namespace {
@@ -110,7 +111,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
   if (error != cudaSuccess) return Machine::leave(error);
   *function = std::strcmp(symbol, "cuCtxGetCurrent") == 0   ? reinterpret_cast<void*>(&get_current_context)
               : std::strcmp(symbol, "cuCtxSetCurrent") == 0 ? reinterpret_cast<void*>(&set_current_context)
-                                                            : nullptr;
+                                                            : multicast_function(symbol);
   if (status != nullptr)
     *status = *function != nullptr ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return Machine::leave(*function != nullptr ? cudaSuccess : cudaErrorSymbolNotFound);

@@ -28,6 +28,7 @@ struct Hardware {
   unsigned seed = 0;        // of random delays; 0: none
   // Whether memory, loading and graphs wait for all kernels of the process, as the driver's lock may make them do.
   bool driver_waits_for_kernels = false;
+  bool has_multicast = true;  // whether an NVSwitch joins the GPUs
 };
 
 // The machine as one process sees it. All members may be called by any thread.

@@ -61,9 +61,27 @@ cudaError_t Memory::allocate(Allocation::Kind kind, int gpu, size_t bytes, void*
   unsigned char* const base = reinterpret_cast<unsigned char*>(control) + kPage;
   std::memset(base, kDirt, size < kDirtied ? size : kDirtied);
   const std::lock_guard<std::mutex> lock(mutex_);
-  by_base_[base] = {kind, gpu, base, size, file, control};
+  by_base_[base] = {kind, gpu, base, size, file, control, 0, false, {}};
   *memory = base;
   return cudaSuccess;
+}
+
+cudaError_t Memory::allocate_at(Allocation::Kind kind, int gpu, size_t bytes, unsigned char* at) {
+  const size_t mapped = kPage + (kind == Allocation::multicast ? 0 : bytes);
+  const int file = memfd_create("jax_ring_standin", MFD_CLOEXEC);
+  if (file < 0 || ftruncate(file, static_cast<off_t>(mapped)) != 0) return cudaErrorMemoryAllocation;
+  void* const page = mmap(at - kPage, mapped, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0);
+  if (page == MAP_FAILED) return cudaErrorMemoryAllocation;
+  auto* const control = new (page) Control{unique_name(), {0}, {0}};
+  if (kind != Allocation::multicast) std::memset(at, kDirt, bytes < kDirtied ? bytes : kDirtied);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  by_base_[at] = {kind, gpu, at, bytes, file, control, 0, true, {}};
+  return cudaSuccess;
+}
+
+void Memory::give_access(void* memory, int gpu) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (Allocation* const found = find(memory)) found->gpus_with_access.insert(gpu);
 }
 
 cudaError_t Memory::release(Allocation::Kind kind, void* memory, const char* function) {
@@ -82,7 +100,12 @@ cudaError_t Memory::release(Allocation::Kind kind, void* memory, const char* fun
     return cudaSuccess;  // stays mapped, so that the test goes on
   }
   if (kind != Allocation::imported) released.control->freed.store(1);
-  munmap(released.control, kPage + released.bytes);
+  if (released.is_at_reserved_address) {
+    mmap(released.control, kPage + released.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
+         -1, 0);
+  } else {
+    munmap(released.control, kPage + released.bytes);
+  }
   close(released.file);
   return cudaSuccess;
 }
@@ -114,7 +137,7 @@ cudaError_t Memory::import_handle(const cudaIpcMemHandle_t& handle, int gpu, voi
   }
   unsigned char* const base = reinterpret_cast<unsigned char*>(control) + kPage;
   const std::lock_guard<std::mutex> lock(mutex_);
-  by_base_[base] = {Allocation::imported, gpu, base, exported.bytes, file, control};
+  by_base_[base] = {Allocation::imported, gpu, base, exported.bytes, file, control, 0, false, {}};
   *memory = base;
   return cudaSuccess;
 }
@@ -153,8 +176,10 @@ void Memory::pin(int gpu, const std::vector<const void*>& addresses) {
     }
     if (found->control->freed.load() != 0)
       machine.violate("a kernel was launched with memory that its owner has freed");
-    const bool reachable = found->kind == Allocation::host || found->gpu == gpu ||
-                           (found->kind == Allocation::device && machine.has_access(gpu, found->gpu));
+    const bool reachable = found->is_at_reserved_address
+                               ? found->gpus_with_access.count(gpu) > 0
+                               : found->kind == Allocation::host || found->gpu == gpu ||
+                                     (found->kind == Allocation::device && machine.has_access(gpu, found->gpu));
     if (!reachable) {
       machine.violate("GPU " + std::to_string(gpu) + " has no access to memory of GPU " + std::to_string(found->gpu));
     }

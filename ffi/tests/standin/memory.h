@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -22,14 +23,16 @@ struct Control {
 };
 
 struct Allocation {
-  enum Kind { device, host, imported };
+  enum Kind { device, host, imported, multicast };
   Kind kind;
   int gpu;  // that it is on, or on which it was imported
   unsigned char* base;
   size_t bytes;
   int file;
   Control* control;
-  int local_users = 0;  // kernels of this process
+  int local_users = 0;                  // kernels of this process
+  bool is_at_reserved_address = false;  // and stays reserved when this is released
+  std::set<int> gpus_with_access = {};  // of memory at such an address
 };
 
 // The allocations of this process.
@@ -38,6 +41,9 @@ class Memory {
   static Memory& instance();
 
   cudaError_t allocate(Allocation::Kind kind, int gpu, size_t bytes, void** memory);
+  // At an address that is reserved, with a page before it. Behind a multicast address there is nothing.
+  cudaError_t allocate_at(Allocation::Kind kind, int gpu, size_t bytes, unsigned char* at);
+  void give_access(void* memory, int gpu);
   // Frees or unmaps it. Records a violation if a kernel can still reach it.
   cudaError_t release(Allocation::Kind kind, void* memory, const char* function);
   cudaError_t export_handle(void* memory, int gpu, cudaIpcMemHandle_t* handle);

@@ -139,9 +139,11 @@ void Call::expect_result(int place) {
   for (size_t i = 0; i < what_.counts.size(); ++i) {
     const auto first = operands_[i].begin() + (place - rank);
     const std::vector<Bytes> of_group(first, first + size);
-    const Bytes want = tree_ ? expected_tree_result(what_.plan, what_.op, what_.dtype, *tree_, of_group,
-                                                    what_.counts[i], num_results(), rank)
-                             : expected_result(what_.plan, what_.op, what_.dtype, of_group, what_.counts[i], rank);
+    // A switch adds in the order of ranks here.
+    const Plan plan = with_order_for(what_.plan, what_.algorithm == "ring" ? Algorithm::ring : Algorithm::two_shot);
+    const Bytes want = tree_ ? expected_tree_result(plan, what_.op, what_.dtype, *tree_, of_group, what_.counts[i],
+                                                    num_results(), rank)
+                             : expected_result(plan, what_.op, what_.dtype, of_group, what_.counts[i], rank);
     const auto difference =
         first_difference(what_.dtype, outputs_[place][i].data(), want.data(), want.size() / element_size(what_.dtype));
     ASSERT_FALSE(difference) << describe(what_.plan, size, what_.counts[i]) << ", " << what_.algorithm << ", "

@@ -1,0 +1,25 @@
+// driver.h: functions of the CUDA driver, found at run time, so that nothing links to it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace jax_ring::gpu {
+
+// Finds a function of the driver, as it was in the given version of CUDA: 12010 is 12.1. Throws std::runtime_error if
+// the driver has none.
+template <class Function>
+void find_driver_function(const char* name, unsigned version, Function* function) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, version, cudaEnableDefault, &result);
+  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) {
+    cudaGetLastError();  // the text below reports it, and XLA's next check must not
+    throw std::runtime_error(std::string("the CUDA driver has no ") + name + ". Install a newer one.");
+  }
+  *function = reinterpret_cast<Function>(found);
+}
+
+}  // namespace jax_ring::gpu

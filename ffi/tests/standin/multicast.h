@@ -1,0 +1,14 @@
+// multicast.h: the driver's functions for memory that an NVSwitch reaches, for GPUs that are not there.
+#pragma once
+
+#include <cstddef>
+
+namespace jax_ring::standin {
+
+// A function of the driver by its name; null if it is not one of these.
+void* multicast_function(const char* name);
+
+// Objects of the driver that have not been released: memory, multicast objects and address ranges.
+size_t num_driver_objects();
+
+}  // namespace jax_ring::standin
