@@ -56,18 +56,33 @@ def value_and_grad(
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
       argnums: which arguments are parameters, replicated over the axis. The gradients of a leaf that differs between
         ranks are averaged too.
-      has_aux: whether `fun` returns a pair. Its second part is returned unchanged, by each rank its own.
+      has_aux: whether `fun` returns a pair. Its second part is returned unchanged, by each rank its own; with
+        `num_shards` it is stacked over the rank's shards.
       holomorphic, allow_int: as for `jax.value_and_grad`. Gradients of integers have dtype float0.
       reduced_in_backward: whether `fun` passes all its parameters through `reduce_in_backward`, which leaves only the
         value to reduce.
-      **options: `impl`, `wire`, `key`, `bucket_bytes`, `first_bucket_bytes` and `overlap`, as for `sync_gradients`. The
-        value is never rounded to `wire`. A key is for one step: pass it where `value_and_grad` is called in the step.
+      num_shards: V, for the same bits on any number of ranks p that divides it. The rank's data is cut into V/p shards,
+        each of which is differentiated alone, by one and the same computation. Values and gradients are added along the
+        tree of `order="tree"` and divided by V. The rank keeps log2(V/p) + 1 gradients at a time, or up to twice as
+        many if V/p is no power of two. `fun` may not communicate over the axis or ask for its index; it has
+        `shard_index()`. With V = p the options are as without; for more shards `wire` and `reduced_in_backward` are
+        refused, because they cannot be the same for every p.
+      in_axes: with num_shards, which dimension of the arguments that are not in `argnums` is cut, in the form that
+        `accumulate_gradients` takes: an integer for all, or a tuple with an entry for each, whose None stands for an
+        argument that every shard gets whole. Keyword arguments are always passed whole.
+      reduce_gradients: with num_shards, whether to reduce. If not, the gradients are a `ShardSums`, for
+        `sync_gradients`, `allreduce_gradients` and `zero.sharded_optimizer`. The value is reduced in any case.
+      **options: `impl`, `wire`, `key`, `bucket_bytes`, `first_bucket_bytes`, `overlap` and `order`, as for
+        `sync_gradients`. The value is never rounded to `wire`. A key is for one step: pass it where `value_and_grad` is
+        called in the step.
 
     Returns:
       A function with the arguments of `fun` that returns what `jax.value_and_grad(fun)` does. The value and the
       gradients are the same on all ranks.
 
     Raises:
+      ValueError: with `num_shards`, if the ranks or the data do not divide so, if `fun` uses the axis, for another
+        order than "tree", and for options that need V = p.
       NameError, TypeError, ValueError, jax.errors.JaxRuntimeError: as `sync_gradients` and `jax.value_and_grad`.
     """
     shards = Shards.of("value_and_grad", num_shards, in_axes, reduce_gradients, reduced_in_backward, options)

@@ -276,9 +276,10 @@ def sync_gradients(
 
     Args:
       tree: a pytree of this rank's gradients. Its structure, shapes and dtypes are the same on all ranks. Gradients of
-        integers (dtype float0) have no value and come back as they are.
+        integers (dtype float0) have no value and come back as they are. Or a `ShardSums` of such, which is always
+        summed along the tree, divided in the dtype in which it is added, and rounded once.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
-      mean: whether to divide the sum by the number of ranks.
+      mean: whether to divide the sum by the number of ranks, or of shards.
       impl: "ring" for the collectives of jax_ring, "lax" for those of `jax.lax`.
       wire: a floating-point dtype. Wider floats are rounded to it before they are sent, and so is their sum,
         which is then cast back to the dtype of the leaf. Half the traffic for a loss of precision; see
@@ -295,14 +296,16 @@ def sync_gradients(
       bucket_bytes, first_bucket_bytes: as for `plan_buckets`, counted in the dtypes that are sent.
       overlap: whether GPUs run the calls of jax_ring on XLA's stream for collectives, beside the computation on its
         main stream (docs/gpu.md). It changes no result, and nothing on CPU devices.
+      order: in which order values are added, as for `ring_psum`: "rank", "tree", "ring" or "any".
 
     Returns:
-      A pytree like `tree`, the same on all ranks.
+      A pytree like `tree`, or like its terms, the same on all ranks.
 
     Raises:
       ValueError: with vma tracking, if a leaf is already the same on all ranks, because its gradients have then been
         summed before (by JAX, if they are with respect to a replicated parameter); and in a program of several
-        processes, if their plans differ. Also for a `key` with another wire than "int8".
+        processes, if their plans differ. Also for a `key` with another wire than "int8", for an order that `impl` or
+        `wire` does not have, and for a `wire` with more shards than ranks.
       TypeError: if `wire` is neither "int8" nor a floating-point dtype with a zero, a sign and NaN, or is given by both
         of its names; if `key` is not a random key, or `overlap` no boolean.
       NameError, jax.errors.JaxRuntimeError: as `ring_psum`.
