@@ -193,7 +193,7 @@ class Reduction:
             wide = ShardSums(terms, num_shards, tuple(x.dtype for x in terms))
             return along._collective()(wide, axis_name)
 
-        # What comes after the sums is compiled alike whatever they are made by: an engine, XLA, or, on one rank, nothing.
+        # What comes after the sums is compiled alike whether an engine makes them, XLA, or nothing, on one rank.
         sums = fence(along._in_buckets(jax.tree.unflatten(structure, likes), leaves, axis_name, psum, num_shards))
         means = [
             np.zeros(x.shape, x.dtype) if is_float0(like) else UNCHANGED.received(x, like, 1, divisor)
