@@ -117,8 +117,8 @@ def bound_axis_sizes() -> dict:
 
 
 def varying_axes(x) -> frozenset:
-    """The mesh axes over which x varies. Empty unless check_vma()."""
-    return jax.typeof(x).mat.varying
+    """The mesh axes over which x, a value or a type, varies. Empty unless check_vma()."""
+    return (x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)).mat.varying
 
 
 def partially_reduced_axes(x) -> frozenset:
@@ -408,6 +408,15 @@ def frames(eqn) -> list:
 def rank_dependent_axes(jaxpr) -> set:
     """The named axes of the collectives, and of `axis_index`, anywhere in a jaxpr."""
     return {effect.name for effect in jaxpr.effects if isinstance(effect, _core.NamedAxisEffect)}
+
+
+def scan_counts(scan_params: dict) -> tuple[int, int]:
+    """How many operands of a `scan` are constants of its body, and how many its carry, from its parameters."""
+    if "num_consts" in scan_params:
+        return scan_params["num_consts"], scan_params["num_carry"]
+    # JAX 0.12 has the structures of the three kinds of operands instead.
+    consts, carry, _ = scan_params["ft_in"].unpack()
+    return len(consts), len(carry)
 
 
 def bind_equation(eqn, operands: list) -> list:
