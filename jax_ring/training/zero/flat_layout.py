@@ -58,7 +58,7 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
             means = _own_part(_flat(synced, params, multiple), axis_name)
         else:
             vectors = local.packed(lambda leaves: _flat(leaves, params, multiple))
-            means = jax.tree.map(local.mean, local.scattered_sums(vectors, dtypes))
+            means = jax.tree.map(local.mean, local.scattered_sums(vectors), dtypes)
         # On one rank no collective keeps the compiler from fusing the update with what is around it.
         means, own = separated((means, own))
         with order_given(reduction.order):

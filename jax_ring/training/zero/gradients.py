@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ring.collectives import ring_pmean, ring_psum_scatter
+from jax_ring.collectives import ring_psum_scatter
 from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
@@ -107,13 +107,14 @@ class LocalGradients(NamedTuple):
         """The vectors that `pack` makes of leaves; with a first dimension for terms if the leaves have one."""
         return pack(self.leaves) if self.num_shards is None else jax.vmap(pack)(self.leaves)
 
-    def scattered_sums(self, vectors: dict[str, jax.Array], dtypes: dict[str, Any]) -> dict[str, jax.Array]:
-        """This rank's part of the sums over the ranks of `packed` vectors, in these dtypes."""
+    def scattered_sums(self, vectors: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """This rank's part of the sums over the ranks of `packed` vectors, in their dtypes."""
         axis_name, impl, order, overlap = self.reduction
         if impl == "lax":
             return implementation("sharded_optimizer", impl, overlap).psum_scatter(vectors, axis_name)
         with overlapped(overlap):
-            return ring_psum_scatter(self._sums(vectors, dtypes), axis_name, tiled=True, order=order)
+            sums = self._sums(vectors, jax.tree.map(lambda x: x.dtype, vectors))
+            return ring_psum_scatter(sums, axis_name, tiled=True, order=order)
 
     def synced(self, dtypes: list) -> list[jax.Array]:
         """The means over all ranks, each summed in one of these dtypes."""
@@ -121,14 +122,13 @@ class LocalGradients(NamedTuple):
         leaves: Any = self.leaves
         if self.num_shards is None:
             leaves = [x.astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
-        if self.reduction.is_tree:
-            with overlapped(overlap):
-                return ring_pmean(self._sums(leaves, dtypes), axis_name, order=order)
-        return sync_gradients(leaves, axis_name, impl=impl, overlap=overlap)
+        return sync_gradients(self._sums(leaves, dtypes), axis_name, impl=impl, overlap=overlap, order=order)
 
-    def mean(self, total: jax.Array) -> jax.Array:
-        """A sum over all ranks, divided by the number of ranks or shards."""
-        return total / (self.num_shards or self.reduction.num_ranks)
+    def mean(self, total: jax.Array, dtype: Any) -> jax.Array:
+        """A sum over all ranks, divided by the number of ranks or shards, and then rounded."""
+        if self.num_shards is None:
+            return total / self.reduction.num_ranks
+        return (total / self.num_shards).astype(dtype)
 
     def _sums(self, values: Any, dtypes: Any) -> Any:
         if self.num_shards is None:

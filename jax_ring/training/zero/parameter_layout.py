@@ -73,16 +73,14 @@ def parameter_layout(tx: optax.GradientTransformation, *, stage: Stage, reductio
             synced = local.synced([x.dtype for x in local.types])
             means = [own_copy(jnp.reshape(x, -1), axis_name) for x in synced]
         else:
-            sums = local.scattered_sums(
-                local.packed(gradient_blocks.pack_all), {name: np.dtype(name) for name in gradient_blocks.sizes}
-            )
+            sums = local.scattered_sums(local.packed(gradient_blocks.pack_all))
 
         def own_gradients(rank):
             if stage == 1:
                 return separated([means[piece.leaf][piece.start : piece.stop] for piece in plan.pieces[rank]])
             return separated(
                 [
-                    local.mean(x.astype(local.types[piece.leaf].dtype))
+                    local.mean(x, local.types[piece.leaf].dtype)
                     for x, piece in zip(gradient_blocks.unpack(rank, sums), plan.pieces[rank], strict=True)
                 ]
             )
