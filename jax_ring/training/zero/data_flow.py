@@ -162,7 +162,7 @@ def _thinned(closed, outputs, inputs):
 
 
 def _in_order(outputs, results) -> list:
-    by_output = dict(zip(sorted(outputs), results, strict=True))
+    by_output = dict(zip(sorted(set(outputs)), results, strict=True))
     return [by_output[i] for i in outputs]
 
 
