@@ -152,3 +152,44 @@ def test_replicated_parameters_have_the_same_bits():
     for name in ("a", "half"):
         for way in ("flat_1", "parameter_2"):
             assert_same_bits(params[name], undisturbed(way, 8)[0][name])
+
+
+def test_partial_sums_need_the_tree():
+    for layout in ("flat", "parameter"):
+        optimizer = zero.sharded_optimizer(ADAMW, "i", layout=layout)
+
+        def step(params, local, optimizer=optimizer):
+            return optimizer.update(sums(local), optimizer.init(params), params)[0]
+
+        with pytest.raises(ValueError, match=r"a ShardSums of 24 shards, .* order is 'rank'\. Pass order='tree'"):
+            sharded(step, mesh=make_mesh((3,)), in_specs=(P(), P("i")), out_specs=P())(PARAMS, terms(0, 3))
+
+
+def test_partial_sums_of_other_parameters():
+    optimizer = zero.sharded_optimizer(ADAMW, "i", order="tree")
+
+    def step(params, local):
+        return optimizer.update(sums(local), optimizer.init(params), params)[0]
+
+    wrong = terms(0, 3) | {"b": terms(0, 3)["c"]}
+    with pytest.raises(
+        ValueError, match=r"in the gradients, the leaf at \['b'\] has shape \(1025,\); the shape .* \(17,\)"
+    ):
+        sharded(step, mesh=make_mesh((3,)), in_specs=(P(), P("i")), out_specs=P())(PARAMS, wrong)
+
+
+@pytest.mark.parametrize("layout", ["flat", "parameter"])
+def test_parameters_without_a_gradient(layout):
+    params = {"w": np.ones(5, np.float32), "step": np.array([7, 8], np.int32)}
+    optimizer = zero.sharded_optimizer(optax.sgd(1.0), "i", order="tree", layout=layout)
+
+    def step(params, local):
+        gradients = {"step": np.zeros(2, jax.dtypes.float0), "w": local}
+        kinds = (np.dtype(jax.dtypes.float0), np.dtype(np.float32))
+        updates, _ = optimizer.update(ShardSums(gradients, 4, kinds), optimizer.init(params), params)
+        return updates
+
+    updates = sharded(step, mesh=make_mesh((2,)), in_specs=(P(), P("i")), out_specs=P())(
+        params, np.stack([np.full(5, 2, np.float32), np.full(5, 4, np.float32)])
+    )
+    assert_same_bits(updates, {"step": np.zeros(2, np.int32), "w": np.full(5, -1.5, np.float32)})

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from jax_ring.collectives.axes import axes_of, check_named, num_ranks
