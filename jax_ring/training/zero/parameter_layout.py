@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -67,6 +68,8 @@ def parameter_layout(tx: optax.GradientTransformation, *, stage: Stage, reductio
         with order_given(reduction.order):
             traced = trace_update(tx, local.varying_types(), plan.types(axis_name, shared), params, axis_name)
         traced.check_state(plan.owners, params, has_gradient)
+        if reduction.is_tree:
+            traced = traced.with_scalars_apart()
         gradient_blocks = Blocks(local.sent_types, plan.pieces)
         if stage == 1:
             synced = local.synced([x.dtype for x in local.types])
@@ -76,37 +79,36 @@ def parameter_layout(tx: optax.GradientTransformation, *, stage: Stage, reductio
 
         def own_gradients(rank):
             if stage == 1:
-                return separated([means[piece.leaf][piece.start : piece.stop] for piece in plan.pieces[rank]])
-            return separated(
-                [
-                    local.mean(x, local.types[piece.leaf].dtype)
-                    for x, piece in zip(gradient_blocks.unpack(rank, sums), plan.pieces[rank], strict=True)
-                ]
-            )
+                return [means[piece.leaf][piece.start : piece.stop] for piece in plan.pieces[rank]]
+            return [
+                local.mean(x, local.types[piece.leaf].dtype)
+                for x, piece in zip(gradient_blocks.unpack(rank, sums), plan.pieces[rank], strict=True)
+            ]
 
         norms: list[jax.Array] = []
 
-        def inputs_of(rank):
+        def inputs_of(scalars, rank):
             states = plan.state.unpack(rank, own)
             return OwnInputs(
-                traced, plan.pieces[rank], own_gradients(rank), states, shared, params, tuple(norms), plan.in_blocks
-            )
+                traced, plan.pieces[rank], own_gradients(rank), states, shared, params, tuple(norms), plan.in_blocks,
+                scalars,
+            )  # fmt: skip
 
         for request in traced.norms:
-            norms.append(norm_over_ranks(request, traced, plan, inputs_of, axis_name))
+            of_rank = partial(inputs_of, separated(traced.shared_scalars(shared, norms)))
+            norms.append(norm_over_ranks(request, traced, plan, of_rank, axis_name))
+        scalars = separated(traced.shared_scalars(shared, norms))
         update_blocks = Blocks(traced.update_types, plan.pieces)
 
         def on_rank(rank):
-            inputs = inputs_of(rank)
+            inputs = inputs_of(scalars, rank)
             results = inputs.compute(
                 lambda leaf: (
                     [leaf, *(traced.num_leaves + k for k in plan.states_of(leaf))] if has_gradient[leaf] else []
                 )
             )
             updates, states = [], []
-            for piece, kept, values in zip(
-                plan.pieces[rank], inputs.states_by_piece(), separated(results), strict=True
-            ):
+            for piece, kept, values in zip(plan.pieces[rank], inputs.states_by_piece(), results, strict=True):
                 nothing = [jnp.zeros(piece.stop - piece.start, traced.update_types[piece.leaf].dtype), *kept]
                 update, *new = values or nothing  # a parameter without a gradient keeps its value and its state
                 updates.append(update)
@@ -115,7 +117,7 @@ def parameter_layout(tx: optax.GradientTransformation, *, stage: Stage, reductio
 
         updates, new_own = on_each_rank(on_rank, plan, axis_name)
         whole = update_blocks.unpack_all(run.all_gather(updates, axis_name))
-        shared_inputs = OwnInputs(traced, [], [], [], shared, params, tuple(norms))
+        shared_inputs = OwnInputs(traced, [], [], [], shared, params, tuple(norms), scalars=scalars)
         new_shared = separated(shared_inputs.compute_shared(traced.new_states(plan.shared)))
         updates = jax.tree.unflatten(jax.tree.structure(params), [whole[i] for i in range(traced.num_leaves)])
         return updates, plan.pack_state(new_shared, new_own)

@@ -189,7 +189,7 @@ def plan_state(
         state = wider
     may_cut = cache(traced.may_cut)
     pieces = balance(leaves, num_ranks, may_cut, block)
-    in_blocks = frozenset(i for i, leaf in enumerate(leaves) if leaf.size > block > 1 and may_cut(i))
+    in_blocks = frozenset(i for i, leaf in enumerate(leaves) if block > 1 and leaf.size and may_cut(i))
     owners = traced.state_owners()
     arrays = jax.tree.leaves(state)
 
