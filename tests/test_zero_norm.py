@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import SHARDED, assert_same_trees, make_mesh, sharded
+from helpers import SHARDED, assert_same_bits, assert_same_trees, make_mesh, sharded
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import zero
+from jax_ring.training.zero.block_sums import BLOCK
 
 RANKS = 2
 
@@ -66,3 +67,48 @@ def test_outside_of_the_axis():
 def test_wrong_options():
     with pytest.raises(ValueError, match="clip_by_global_norm: impl must be one of"):
         zero.clip_by_global_norm(1.0, "i", impl="mpi")
+
+
+def test_a_norm_in_blocks_does_not_depend_on_the_cuts():
+    x = np.random.default_rng(0).standard_normal(48 * BLOCK).astype(np.float32)
+    x[-5000:] = 0  # as the end of a vector is that ranks fill up with zeros
+
+    def clipped_on(ranks, x):
+        tx = zero.clip_by_global_norm(1.0, "i", order="tree")
+        return sharded(lambda g: tx.update(g, None)[0], mesh=make_mesh((ranks,)))(x)
+
+    whole = clipped_on(1, x[: 44 * BLOCK])
+    for ranks in (2, 8):
+        assert_same_bits(np.asarray(clipped_on(ranks, x))[: 44 * BLOCK], np.asarray(whole))
+    np.testing.assert_allclose(whole, x[: 44 * BLOCK] / np.linalg.norm(x.astype(np.float64)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float16", "bfloat16", "float32"])
+def test_the_norm_in_blocks_is_that_of_optax(dtype):
+    parts = {"a": jnp.array([300, 400], dtype), "b": jnp.array([0, 1200], dtype)}
+    tx = zero.clip_by_global_norm(13.0, "i", order="tree")
+    f = sharded(lambda g: tx.update(g, None)[0], mesh=make_mesh((RANKS,)))
+    expected = jax.tree.map(lambda x: x / 100, parts)
+    assert_same_trees(f(parts), expected, rtol=float(4 * jnp.finfo(dtype).eps))
+
+
+def test_an_optimizer_that_is_not_along_the_tree():
+    tx = optax.chain(zero.clip_by_global_norm(1.0, "i", order="tree"), optax.sgd(1.0))
+    params = {"w": np.ones(4, np.float32)}
+    optimizer = zero.sharded_optimizer(tx, "i", layout="parameter")
+    with pytest.raises(ValueError, match=r"clip_by_global_norm has order='tree', within a .* with order='rank'"):
+        optimizer.specs(params)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"order": "sum"}, "order must be one of 'rank', 'ring', 'any', 'tree'; got 'sum'"),
+        ({"order": "tree", "impl": "lax"}, "jax.lax add in an order of their own; with order='tree' pass impl='ring'"),
+    ],
+)
+def test_wrong_orders(options, message):
+    with pytest.raises(ValueError, match=f"clip_by_global_norm: .*{message}"):
+        zero.clip_by_global_norm(1.0, "i", **options)
+    with pytest.raises(ValueError, match=f"sharded_optimizer: .*{message}"):
+        zero.sharded_optimizer(optax.sgd(1.0), "i", **options)

@@ -4,6 +4,7 @@ Compilers contract a product and a sum in one loop to a fused multiply-add, whic
 operations share a loop depends on what lies between them: a collective on several ranks, nothing on one.
 """
 
+from functools import reduce
 from typing import TypeVar
 
 import jax
@@ -43,8 +44,10 @@ def _in_a_loop(*values: jax.Array) -> tuple[jax.Array, ...]:
     XLA drops an optimization_barrier on CPUs before it fuses operations, in some versions. It also drops a loop whose
     body returns its argument.
     """
-    element = values[0].reshape(-1)[0].real.astype(jnp.float32)
-    none = jnp.minimum(lax.population_count(lax.bitcast_convert_type(element, jnp.int32)), 0)
+    # Of all values, because some may be constants.
+    elements = [x.reshape(-1)[0].real.astype(jnp.float32) for x in values]
+    bits = reduce(jnp.bitwise_or, [lax.bitcast_convert_type(x, jnp.int32) for x in elements])
+    none = jnp.minimum(lax.population_count(bits), 0)
 
     def body(state):
         done, values = state

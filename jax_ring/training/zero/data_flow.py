@@ -35,6 +35,37 @@ class Piece(NamedTuple):
     value: Any
 
 
+class Uniform(NamedTuple):
+    """A value that stands for an array with this scalar everywhere."""
+
+    value: Any
+
+
+class Bounds(NamedTuple):
+    """Some elements of a flattened array.
+
+    Attributes:
+      shape: of the array.
+      start, stop: the first of the elements, and the one after the last.
+      size: of the vector that holds them; zeros fill it.
+    """
+
+    shape: tuple
+    start: int
+    stop: int
+    size: int
+
+    def of(self, x: Any) -> jax.Array:
+        """The elements of an array of that shape."""
+        if isinstance(x, Uniform) or not self.shape:  # not filled with zeros, which would be another computation
+            return jnp.broadcast_to(x.value if isinstance(x, Uniform) else x, (self.size,))
+        return self.filled(jnp.reshape(x, -1)[self.start : self.stop])
+
+    def filled(self, elements: jax.Array) -> jax.Array:
+        """The elements, and zeros."""
+        return jnp.pad(elements, (0, self.size - elements.size))
+
+
 def dependences(
     jaxpr: core.Jaxpr, masks: Sequence[int], visit: Callable[[core.JaxprEqn, list[int], list[int]], None] | None = None
 ) -> list[int]:
@@ -82,16 +113,13 @@ def compute(closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[A
     return _in_order(outputs, jax.core.eval_jaxpr(thin, closed.consts, *operands))
 
 
-def compute_piece(
-    closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[Any], shape: tuple, start: int, stop: int
-) -> list:
-    """As `compute`, for elements `start` to `stop` of flattened outputs of one shape.
+def compute_piece(closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[Any], bounds: Bounds) -> list:
+    """As `compute`, for some elements of flattened outputs of one shape; and what fills them has no meaning.
 
     Args:
       closed, outputs: as for `compute`.
-      inputs: as for `compute`; or a `Piece` of an array of that shape.
-      shape: the shape of the outputs.
-      start, stop: which of their elements.
+      inputs: as for `compute`; or a `Piece` of an array of that shape, filled.
+      bounds: which elements.
 
     Raises:
       NotElementwise: if an equation cannot be computed for a piece alone.
@@ -99,10 +127,42 @@ def compute_piece(
     thin, operands = _thinned(closed, outputs, inputs)
 
     def cut(x):
-        return x if isinstance(x, Piece) else Piece(jnp.reshape(x, -1)[start:stop])
+        return x if isinstance(x, Piece) else Piece(bounds.of(x))
 
-    results = _evaluate(thin, closed.consts, operands, shape, cut)
+    results = _evaluate(thin, closed.consts, operands, bounds.shape, cut)
     return _in_order(outputs, [cut(x).value for x in results])
+
+
+def without_scalars(closed: core.ClosedJaxpr, known: Sequence[bool]) -> tuple[core.ClosedJaxpr, core.ClosedJaxpr]:
+    """Splits a traced function into the scalars that depend on some of its inputs only, and the rest.
+
+    Args:
+      closed: the traced function; calls in it are equations of the rest.
+      known: for each input whether scalars may depend on it.
+
+    Returns:
+      A function from the same inputs to scalars; and one from these inputs and the scalars to the results.
+    """
+    jaxpr = closed.jaxpr
+    found = {x for x, is_known in zip(jaxpr.invars, known, strict=True) if is_known} | set(jaxpr.constvars)
+    scalars, rest = [], []
+    for eqn in jaxpr.eqns:
+        operands = [x for x in eqn.invars if not isinstance(x, core.Literal)]
+        if all(x in found for x in operands) and not any(x.aval.shape for x in eqn.outvars):
+            found.update(eqn.outvars)
+            scalars.append(eqn)
+        else:
+            rest.append(eqn)
+    made = [x for eqn in scalars for x in eqn.outvars]
+    used = {x for eqn in rest for x in eqn.invars if not isinstance(x, core.Literal)}
+    used |= {x for x in jaxpr.outvars if not isinstance(x, core.Literal)}
+    crossing = [x for x in made if x in used]
+    parts = (
+        jaxpr.replace(eqns=scalars, outvars=crossing),
+        jaxpr.replace(eqns=rest, invars=[*jaxpr.invars, *crossing]),
+    )
+    first, second = (core.ClosedJaxpr(part, closed.consts) for part in parts)
+    return first, second
 
 
 def place_of(eqn: core.JaxprEqn) -> tuple[str, str]:
@@ -142,7 +202,7 @@ def _thinned(closed, outputs, inputs):
 
 
 def _in_order(outputs, results) -> list:
-    by_output = dict(zip(sorted(outputs), results, strict=True))
+    by_output = dict(zip(sorted(set(outputs)), results, strict=True))
     return [by_output[i] for i in outputs]
 
 
@@ -157,14 +217,18 @@ def _evaluate(jaxpr, consts, operands, shape, cut) -> list:
 
 def _evaluate_equation(eqn, values, shape, cut) -> list:
     if not any(isinstance(x, Piece) for x in values):
-        return _compat.bind_equation(eqn, values)
+        if eqn.primitive.name == "broadcast_in_dim" and len(values) == 1 and not jnp.ndim(values[0]):
+            (result,) = eqn.outvars
+            if shape and result.aval.shape == shape:
+                return [Uniform(values[0])]
+        return _compat.bind_equation(eqn, [_whole(x, shape) for x in values])
     if (called := _called(eqn)) is not None:
         consts: Sequence = next((p.consts for p in eqn.params.values() if isinstance(p, core.ClosedJaxpr)), [])
         return _evaluate(called, consts, values, shape, cut)
     if eqn.primitive.name == "cond" and not isinstance(values[0], Piece):
         return _evaluate_cond(eqn, values, shape, cut)
     if eqn.primitive.name in _ELEMENTWISE and all(x.aval.shape == shape for x in eqn.outvars):
-        pieces = [cut(x).value if isinstance(x, Piece) or jnp.ndim(x) else x for x in values]
+        pieces = [cut(x).value if isinstance(x, Piece | Uniform) or jnp.ndim(x) or not shape else x for x in values]
         return [Piece(x) for x in _compat.bind_equation(eqn, pieces)]
     raise NotElementwise(eqn.primitive.name)
 
@@ -173,9 +237,13 @@ def _value(x):
     return x.value if isinstance(x, Piece) else x
 
 
+def _whole(x, shape):
+    return jnp.broadcast_to(x.value, shape) if isinstance(x, Uniform) else x
+
+
 def _evaluate_cond(eqn, values, shape, cut) -> list:
     """A `cond` on a whole value, with pieces among its operands. All of its results of that shape become pieces."""
-    index, *operands = values
+    index, *operands = (_whole(x, shape) for x in values)
     are_pieces = [x.aval.shape == shape for x in eqn.outvars]
     were_pieces = [isinstance(x, Piece) for x in operands]
 
@@ -184,7 +252,7 @@ def _evaluate_cond(eqn, values, shape, cut) -> list:
         results = _evaluate(branch.jaxpr, branch.consts, operands, shape, cut)
         if any(isinstance(x, Piece) and not piece for x, piece in zip(results, are_pieces, strict=True)):
             raise NotElementwise("cond")
-        return [cut(x).value if piece else x for x, piece in zip(results, are_pieces, strict=True)]
+        return [cut(x).value if piece else _whole(x, shape) for x, piece in zip(results, are_pieces, strict=True)]
 
     branches = [partial(run, branch) for branch in eqn.params["branches"]]
     results = lax.switch(index, branches, *map(_value, operands))

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from jax_ring.collectives.axes import AxisName
+from jax_ring.collectives.leaves import own_copy
+from jax_ring.training.fence import fence
 from jax_ring.training.zero import data_flow
+from jax_ring.training.zero.block_sums import up_to_blocks
 from jax_ring.training.zero.parameter_plan import Piece
+from jax_ring.training.zero.parameter_state import Plan
 from jax_ring.training.zero.traced_update import TracedUpdate
 
 
@@ -26,6 +33,9 @@ class OwnInputs:
       shared: the other leaves of the state, by index.
       params: all parameters.
       norms: those that are known.
+      in_blocks: the parameters whose pieces are computed as vectors, filled up to whole blocks, also if a rank has one
+        of them whole: the last elements of a vector that is not a multiple of the processor's can have other bits.
+      scalars: the values of `TracedUpdate.shared_scalars`.
     """
 
     traced: TracedUpdate
@@ -35,6 +45,8 @@ class OwnInputs:
     shared: dict[int, Any]
     params: Any
     norms: Sequence[jax.Array]
+    in_blocks: frozenset[int] = frozenset()
+    scalars: Sequence[jax.Array] = ()
 
     def states_by_piece(self) -> list[list[jax.Array]]:
         """The states of each piece."""
@@ -55,36 +67,66 @@ class OwnInputs:
         ):
             indices = [piece.leaf, *(traced.num_leaves + k for k in self._states_of(piece.leaf))]
             known = {j: x.astype(avals[j].dtype) for j, x in zip(indices, [gradient, *states], strict=True)}
-            shape = avals[piece.leaf].shape
-            if gradient.size == avals[piece.leaf].size:
-                together |= {j: jnp.reshape(x, avals[j].shape) for j, x in known.items()}
+            outputs = wanted(piece.leaf)
+            if gradient.size == avals[piece.leaf].size and piece.leaf not in self.in_blocks:
+                whole = {j: jnp.reshape(x, avals[j].shape) for j, x in known.items()}
+                if traced.scalars is None:
+                    together |= whole
+                else:
+                    inputs = self._inputs(*fence((whole, self.scalars)))
+                    results[i] = fence(data_flow.compute(traced.closed, outputs, inputs))
                 continue
             of_params = traced.num_leaves + traced.num_states + piece.leaf
             known[of_params] = jnp.reshape(jax.tree.leaves(self.params)[piece.leaf], -1)[piece.start : piece.stop]
-            inputs = self._inputs({j: data_flow.Piece(x) for j, x in known.items()})
-            results[i] = data_flow.compute_piece(
-                traced.closed, wanted(piece.leaf), inputs, shape, piece.start, piece.stop
-            )
-        # One call for all whole parameters, so that what they have in common is computed once.
-        whole = [i for i in range(len(self.pieces)) if i not in results]
-        outputs = [wanted(self.pieces[i].leaf) for i in whole]
+            shape = avals[piece.leaf].shape
+            if traced.scalars is None:
+                bounds = data_flow.Bounds(shape, piece.start, piece.stop, gradient.size)
+                inputs = self._inputs({j: data_flow.Piece(x) for j, x in known.items()})
+                results[i] = data_flow.compute_piece(traced.closed, outputs, inputs, bounds)
+            else:
+                bounds = data_flow.Bounds(shape, piece.start, piece.stop, up_to_blocks(gradient.size))
+                # Filling and cutting are not to be a part of the loops that compute the update. The scalars are fenced
+                # for each piece, because XLA divides by a scalar in another way if several loops of a size do.
+                vectors, scalars = fence(({j: bounds.filled(x) for j, x in known.items()}, self.scalars))
+                inputs = self._inputs({j: data_flow.Piece(x) for j, x in vectors.items()}, scalars)
+                filled = fence(data_flow.compute_piece(traced.closed, outputs, inputs, bounds))
+                results[i] = [x[: gradient.size] for x in filled]
+        # One call for all other parameters, so that what they have in common is computed once.
+        rest = [i for i in range(len(self.pieces)) if i not in results]
+        of_rest = [wanted(self.pieces[i].leaf) for i in rest]
         values = iter(
-            data_flow.compute(traced.closed, [i for of_piece in outputs for i in of_piece], self._inputs(together))
+            data_flow.compute(traced.closed, [i for of_piece in of_rest for i in of_piece], self._inputs(together))
         )
-        results |= {i: [next(values) for _ in of_piece] for i, of_piece in zip(whole, outputs, strict=True)}
+        results |= {i: [next(values) for _ in of_piece] for i, of_piece in zip(rest, of_rest, strict=True)}
         return [results[i] for i in range(len(self.pieces))]
 
     def _states_of(self, leaf: int) -> list[int]:
         return [k for k, owner in enumerate(self.traced.state_owners()) if owner == leaf]
 
-    def _inputs(self, known: dict[int, Any]) -> list:
+    def _inputs(self, known: dict[int, Any], scalars: Sequence[jax.Array] | None = None) -> list:
         """The inputs of the jaxpr; None for those that are not known here."""
+        scalars = self.scalars if scalars is None else scalars
         first_param = self.traced.num_leaves + self.traced.num_states
         params = jax.tree.leaves(self.params)
+        num_inputs = len(self.traced.closed.in_avals)
         known = (
             {self.traced.num_leaves + k: x for k, x in self.shared.items()}
             | {first_param + i: x for i, x in enumerate(params)}
             | {first_param + len(params) + i: x for i, x in enumerate(self.norms)}
+            | {num_inputs - len(scalars) + i: x for i, x in enumerate(scalars)}
             | known
         )
-        return [known.get(i) for i in range(len(self.traced.closed.in_avals))]
+        return [known.get(i) for i in range(num_inputs)]
+
+
+def on_each_rank(function: Callable[[int], Any], plan: Plan, axis_name: AxisName) -> Any:
+    """`function(rank)` in a branch per rank that owns anything. All other ranks share one branch."""
+
+    def branch(rank):
+        return jax.tree.map(lambda x: own_copy(x, axis_name), function(rank))
+
+    ranks = range(min(plan.num_busy + 1, len(plan.pieces)))
+    if len(ranks) == 1:
+        return branch(0)
+    index = jnp.minimum(lax.axis_index(axis_name), len(ranks) - 1)
+    return lax.switch(index, [functools.partial(branch, rank) for rank in ranks])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,6 +12,7 @@ from jax.extend import core
 
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName
+from jax_ring.training.evaluation import evaluate
 from jax_ring.training.zero import data_flow
 from jax_ring.training.zero.given_norms import NormRequest, norms_given
 
@@ -35,6 +36,7 @@ class TracedUpdate:
       owners: for each output the parameter whose gradient it needs, directly or through the state. None for one that
         needs no gradient, such as a step count; an update belongs to its parameter in any case.
       norms: what `zero.clip_by_global_norm` has asked for; the leaves are indices of outputs.
+      scalars: a jaxpr of the same inputs, whose results are further inputs of `closed`; None if it has no others.
     """
 
     closed: core.ClosedJaxpr
@@ -42,6 +44,29 @@ class TracedUpdate:
     num_states: int
     owners: tuple[int | None, ...]
     norms: tuple[NormRequest, ...]
+    scalars: core.ClosedJaxpr | None = None
+
+    def with_scalars_apart(self) -> TracedUpdate:
+        """The same, with inputs for the scalars that all parameters share, such as a learning rate.
+
+        Compiled with the update of a parameter, they are part of its loops, or not if another parameter needs them, and
+        which parameters a rank updates depends on the number of ranks.
+        """
+        flat = jax.make_jaxpr(lambda *inputs: evaluate(self.closed, inputs))(*self.closed.in_avals)
+        num_norms = len(self.closed.in_avals) - 2 * self.num_leaves - self.num_states
+        of_leaves, of_states = [False] * self.num_leaves, [owner is None for owner in self.state_owners()]
+        known = [*of_leaves, *of_states, *of_leaves, *[True] * num_norms]
+        scalars, closed = data_flow.without_scalars(flat, known)
+        return replace(self, closed=closed, scalars=scalars)
+
+    def shared_scalars(self, shared: dict[int, Any], norms: Sequence[jax.Array]) -> list[jax.Array]:
+        """The values of the further inputs, where some norms are known; those that need others have no meaning."""
+        if self.scalars is None:
+            return []
+        first_norm = 2 * self.num_leaves + self.num_states
+        known = {self.num_leaves + k: x for k, x in shared.items()} | {first_norm + i: x for i, x in enumerate(norms)}
+        inputs = [known.get(i) for i in range(len(self.scalars.in_avals))]
+        return data_flow.compute(self.scalars, range(len(self.scalars.out_avals)), inputs)
 
     def state_owners(self) -> tuple[int | None, ...]:
         """For each leaf of the state the parameter that it belongs to; None if it is shared by all."""
@@ -95,7 +120,7 @@ class TracedUpdate:
 
         def one_element(*inputs):
             inputs = [data_flow.Piece(jnp.reshape(x, -1)[:1]) if i in cut else x for i, x in enumerate(inputs)]
-            return data_flow.compute_piece(self.closed, outputs, inputs, shape, 0, 1)
+            return data_flow.compute_piece(self.closed, outputs, inputs, data_flow.Bounds(shape, 0, 1, 1))
 
         try:
             jax.eval_shape(one_element, *self.closed.in_avals)
