@@ -29,7 +29,7 @@ jax_ring_mutant(ring_model one_shot_one_set ring/one_shot.h
   [==[static_cast<int>(epoch % 2)]==] [==[0]==]
   "one-shot, 2 ranks x 1" "(wrong result|deadlock)")
 jax_ring_mutant(ring_model one_shot_without_sweep ring/one_shot.h
-  [==[if (swept > kLinesPerPack * range.size())]==] [==[if (false)]==]
+  [==[if (swept > kLinesPerPack * terms.num_slots() * range.size())]==] [==[if (false)]==]
   "one-shot after" "wrong result")
 jax_ring_mutant(ring_model one_shot_half_a_tag ring/one_shot.h
   [==[return line.word[0] >> 32 == tag && line.word[1] >> 32 == tag;]==] [==[return line.word[0] >> 32 == tag;]==]
