@@ -28,13 +28,14 @@ def block_sums(x: jax.Array) -> jax.Array:
       A vector, of the dtype of the absolute values and at least float32.
     """
     flat = jnp.ravel(x)
-    flat = fence(jnp.pad(flat, (0, up_to_blocks(flat.size) - flat.size)))
+    flat = jnp.pad(flat, (0, up_to_blocks(flat.size) - flat.size))
     wide = jnp.abs(flat) if jnp.iscomplexobj(flat) else flat
     sums = wide.astype(jnp.promote_types(wide.dtype, jnp.float32))
     for i, factor in enumerate(_FACTORS):
-        parts = sums.reshape(flat.size // BLOCK, factor, -1)
-        # Squared here, so that every product but the first is contracted with the sum that it is added to.
-        sums = fence(_fold([jnp.square(parts[:, j]) if i == 0 else parts[:, j] for j in range(factor)]))
+        rows = sums.reshape(flat.size // BLOCK, -1)
+        width = rows.shape[1] // factor
+        parts = [rows[:, j * width : (j + 1) * width] for j in range(factor)]
+        sums = fence(_fold([*map(jnp.square, parts)] if i == 0 else parts))
     return sums.reshape(-1)
 
 
