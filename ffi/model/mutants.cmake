@@ -60,9 +60,8 @@ jax_ring_mutant(ring_model two_shot_round_forgotten ring/two_shot.h
   "two-shot, 2 ranks x 1" "a rank has failed")
 
 # Multicast: the steps of two-shot.
-jax_ring_mutant(ring_model multicast_two_shot_unordered ring/two_shot.h
-  [==[if (step > 1) copy_results(worker, step - 2);]==]
-  [==[if (step > 0 && step <= num_rounds) copy_results(worker, step - 1);]==]
+jax_ring_mutant(ring_model multicast_two_shot_stores_to_one_buffer ring/two_shot.h
+  [==[gather(static_cast<int>(round % kGatherBuffers), cta, self.rank)]==] [==[gather(0, cta, self.rank)]==]
   "multicast and two-shot, 2 ranks x 1" "(data race|wrong result)")
 jax_ring_mutant(ring_model multicast_sums_unawaited ring/multicast.h
   [==[if (step > 0) ok = worker.await_peers(]==] [==[if (step > 1) ok = worker.await_peers(]==]

@@ -121,6 +121,13 @@ struct Worker {
     return reinterpret_cast<Pack*>(self.mailbox[receiver] + self.capacity.gather(buffer, cta, source));
   }
 
+  // Whether one store reaches all who receive a result of this rank.
+  JAX_RING_TEAM bool stores_to_all() const { return self.multicast != nullptr && roles.all_receive(); }
+  JAX_RING_TEAM void store_to_all_ranks(uint32_t round, uint32_t place, Pack pack) const {
+    const size_t buffer = self.capacity.gather(static_cast<int>(round % kGatherBuffers), cta, self.rank);
+    store_to_all(self, buffer + place * kPackBytes, pack);
+  }
+
   static JAX_RING_TEAM FlagKind flag_of(uint32_t number) { return number % 2 == 0 ? FlagKind::even : FlagKind::odd; }
 
   // Tells all peers that this team has ended a step: it has read what it was sent, and what it wrote is complete.
@@ -206,8 +213,6 @@ JAX_RING_TEAM void fold_and_send(const Worker<Team>& worker, uint32_t round, Op 
   const bool moves_received = roles.plan.collective == Collective::broadcast && rank != root;
   const Pack* received = worker.scatter_buffer(rank, round, 0);
   const uint64_t part_packs = worker.self.capacity.part_packs;
-  const bool in_one_store = worker.self.multicast != nullptr && roles.all_receive();
-  const size_t to_all = worker.self.capacity.gather(static_cast<int>(round % kGatherBuffers), worker.cta, rank);
   for_each_pack<1>(
       worker.message, RangeWalk(worker.part(worker.range(round), rank)), worker.team,
       [&](const OperandView& operand, uint64_t index, const Spot& spot) {
@@ -228,7 +233,7 @@ JAX_RING_TEAM void fold_and_send(const Worker<Team>& worker, uint32_t round, Op 
       },
       [&](const OperandView& operand, uint64_t index, const Spot& spot, Pack pack) {
         if (roles.keeps_result(rank)) operand.store(index, pack, out);
-        if (in_one_store) return store_to_all(worker.self, to_all + spot.place * kPackBytes, pack);
+        if (worker.stores_to_all()) return worker.store_to_all_ranks(round, spot.place, pack);
         for (int step = 1; step < p; ++step) {
           const int receiver = worker.peer(step);
           if (roles.receives(receiver)) write_pack(worker.gather_buffer(receiver, round, rank) + spot.place, pack);
@@ -246,8 +251,6 @@ JAX_RING_TEAM void fold_and_send(const Worker<Team>& worker, uint32_t round, Op 
   const Pack* received = worker.scatter_buffer(rank, round, 0);
   const uint32_t per_rank = static_cast<uint32_t>(worker.self.capacity.part_packs);
   const uint32_t per_slot = static_cast<uint32_t>(worker.packs_per_slot);
-  const bool in_one_store = worker.self.multicast != nullptr && roles.all_receive();
-  const size_t to_all = worker.self.capacity.gather(static_cast<int>(round % kGatherBuffers), worker.cta, rank);
   JAX_RING_NO_UNROLL
   for (int result = 0; result < terms.num_results(); ++result) {
     for_each_pack<1>(
@@ -267,7 +270,7 @@ JAX_RING_TEAM void fold_and_send(const Worker<Team>& worker, uint32_t round, Op 
         },
         [&](const OperandView& operand, uint64_t index, const Spot& spot, Pack pack) {
           if (roles.keeps_result(rank)) operand.store(index, pack, result);
-          if (in_one_store) return store_to_all(worker.self, to_all + spot.place * kPackBytes, pack);
+          if (worker.stores_to_all()) return worker.store_to_all_ranks(round, spot.place, pack);
           for (int step = 1; step < p; ++step) {
             const int receiver = worker.peer(step);
             if (roles.receives(receiver)) write_pack(worker.gather_buffer(receiver, round, rank) + spot.place, pack);
