@@ -71,10 +71,10 @@ def digest(ranks, shards, dtype="float32", *, check_vma=True, microbatches=1, st
 
 
 def test_float32_on_any_number_of_devices():
-    digests = {ranks: digest(ranks, 6, check_vma=ranks % 2 == 0) for ranks in (1, 2, 3, 6)}
+    digests = {ranks: digest(ranks, 6, check_vma=ranks == 3) for ranks in (1, 3)}
     assert len(set(digests.values())) == 1, digests
 
 
 def test_bfloat16_and_micro_batches():
-    digests = {ranks: digest(ranks, 4, "bfloat16", microbatches=2) for ranks in (1, 2)}
+    digests = {ranks: digest(ranks, 2, "bfloat16", microbatches=2) for ranks in (1, 2)}
     assert len(set(digests.values())) == 1, digests
