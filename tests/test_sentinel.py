@@ -1,0 +1,174 @@
+"""check_replicas: a flipped bit in one rank's copy fails the step on all ranks, and names the leaf and the rank."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_same_bits, make_mesh, num_calls, sharded
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ring
+from jax_ring.training import sentinel
+
+RANKS = 4
+MESH = make_mesh((RANKS,))
+
+
+def copies(leaf, change=lambda rank, copy: copy, mesh=MESH):
+    """A replicated array whose copy on each rank is `change(rank, copy)`."""
+    leaf = np.asarray(leaf)
+    arrays = [jax.device_put(change(rank, leaf.copy()), device) for rank, device in enumerate(mesh.devices.flat)]
+    return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(mesh, P()), arrays)
+
+
+def flipped(leaf, ranks=(2,), element=-1, bit=0, mesh=MESH):
+    """A replicated array with one bit flipped in the copies of some ranks."""
+
+    def change(rank, copy):
+        if rank in ranks:
+            copy.view(f"u{copy.itemsize}").reshape(-1)[element] ^= np.array(1 << bit, f"u{copy.itemsize}")
+        return copy
+
+    return copies(leaf, change, mesh)
+
+
+def params(**others):
+    w = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
+    tree = {"b": jnp.zeros((), jnp.bfloat16), "layers": [{"n": jnp.arange(3), "w": w}]}
+    return jax.tree.map(copies, tree) | others
+
+
+def checked(check_vma, **options):
+    def step(params, when):
+        return jax_ring.check_replicas(params, "i", when=when, **options)
+
+    return sharded(step, mesh=MESH, in_specs=P(), out_specs=P(), check_vma=check_vma)
+
+
+def error_of(function, *args):
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        jax.block_until_ready(function(*args))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("impl", ["ring", "lax"])
+def test_a_flipped_bit_is_found_and_nothing_else(check_vma, impl):
+    step = checked(check_vma, impl=impl)
+    assert_same_bits(step(params(), True), params())
+    damaged = params()
+    damaged["layers"][0]["w"] = flipped(damaged["layers"][0]["w"], bit=31)
+    text = error_of(step, damaged, True)
+    assert "['layers'][0]['w']: rank 2 differs from that on rank 0. The step is not applied." in text
+    assert "check_replicas: the copies of parameters are not the same on all ranks: ['layers']" in text
+    # Not in a step that does not compare, and a later step is as good as any.
+    jax.block_until_ready(step(damaged, False))
+    assert "rank 2 differs" in error_of(step, damaged, True)
+    assert_same_bits(step(params(), True), params())
+
+
+def test_every_rank_and_leaf_that_differs_is_named():
+    damaged = {name: flipped(np.arange(4.0, dtype=np.float32), ranks) for name, ranks in
+               {"a": (0,), "b": (), "c": (1, 3), "d": (3,), "e": (3,), "f": (3,)}.items()}  # fmt: skip
+    text = error_of(checked(False), damaged, True)
+    assert "['a']: rank 0 differs from that on rank 1; ['c']: ranks 1, 3 differ from that on rank 0; ['d']: " in text
+    assert "; and 1 more leaves." in text
+    assert "['b']" not in text
+    assert "['f']" not in text
+
+
+def test_sums_of_several_axes(check_vma):
+    mesh = make_mesh((2, 2), ("a", "b"))
+
+    def step(x):
+        return jax_ring.check_replicas(x, ("a", "b"))
+
+    step = sharded(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check_vma)
+    assert "the array: rank 3 differs from that on rank 0" in error_of(
+        step, flipped(np.ones(7, np.float32), (3,), mesh=mesh)
+    )
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "float32",
+        "float16",
+        "bfloat16",
+        "float8_e4m3fn",
+        "int8",
+        "uint8",
+        "int16",
+        "int32",
+        "uint32",
+        "complex64",
+        "bool",
+    ],
+)
+def test_digests_see_every_bit_of_every_type(dtype):
+    rng = np.random.default_rng(1)
+    values = rng.integers(0, 2, 6) if dtype == "bool" else rng.integers(-3, 4, 6)
+    value = values.astype(jnp.dtype(dtype))
+    if dtype == "complex64":
+        value = value + np.complex64(1j) * value[::-1]
+    digest = jax.jit(sentinel.digest)
+    seen = {digest(value).tobytes()}
+    bytes_of_all = value.view(np.uint8)
+    bits = [0] if dtype == "bool" else range(8)
+    for place in range(bytes_of_all.size):
+        for bit in bits:
+            other = bytes_of_all.copy()
+            other[place] ^= 1 << bit
+            seen.add(np.asarray(digest(other.view(value.dtype))).tobytes())
+    assert len(seen) == 1 + bytes_of_all.size * len(bits)
+
+
+def test_digests_of_64_bits_and_of_keys():
+    with jax.enable_x64(True):
+        for value in (np.array([1.5, -2]), np.array([1, -2])):
+            digests = {np.asarray(sentinel.digest(jnp.asarray(value))).tobytes()}
+            for bit in (0, 31, 32, 63):
+                other = value.copy()
+                other.view(np.uint64)[1] ^= np.uint64(1 << bit)
+                digests.add(np.asarray(sentinel.digest(jnp.asarray(other))).tobytes())
+            assert len(digests) == 5
+    step = checked(True)
+    keys = jax.random.split(jax.random.key(0), 3)
+    assert_same_bits(jax.random.key_data(step({"key": keys}, True)["key"]), jax.random.key_data(keys))
+
+
+def test_what_a_linear_digest_would_miss():
+    value = np.arange(64, dtype=np.float32) + 1
+    two_signs, swapped, moved = value.copy(), value.copy(), value.copy()
+    two_signs[[3, 40]] *= -1
+    swapped[[0, 32]] = value[[32, 0]]
+    moved[0], moved[1] = moved[0] + 1, moved[1] - 1
+    digests = [np.asarray(sentinel.digest(jnp.asarray(x))) for x in (value, two_signs, swapped, moved)]
+    for lane in range(2):
+        assert len({int(digest[lane]) for digest in digests}) == 4
+
+
+def test_the_only_call_is_one_small_sum(check_vma):
+    # Two calls would be a collective in a branch, with the barrier that it needs at the end of every step.
+    assert num_calls(checked(check_vma), params(), True) == 1
+
+
+def test_one_rank_has_nothing_to_compare():
+    step = sharded(
+        lambda x: jax_ring.check_replicas(x, "i"), mesh=make_mesh((1,)), in_specs=P(), out_specs=P(), check_vma=False
+    )
+    assert_same_bits(step(jnp.ones(3)), jnp.ones(3))
+
+
+def test_invalid_arguments():
+    def refused(error, match, tree, **options):
+        step = sharded(lambda x: jax_ring.check_replicas(x, "i", **options), mesh=MESH, in_specs=P(), out_specs=P())
+        with pytest.raises(error, match=match):
+            step(tree)
+
+    refused(TypeError, "must be a boolean scalar, such as step % 10 == 0; got 10", jnp.ones(3), when=10)
+    refused(TypeError, "must be a boolean scalar", jnp.ones(3), when=np.ones(2, bool))
+    refused(ValueError, "there are no arrays to compare", {})
+    refused(ValueError, "impl", jnp.ones(3), impl="nccl")
+    with pytest.raises(NameError, match="'i'"):
+        jax_ring.check_replicas(jnp.ones(3), "i")
