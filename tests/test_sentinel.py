@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import assert_same_bits, make_mesh, num_calls, sharded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ring
+from jax_ring.collectives.leaves import own_copy
 from jax_ring.training import sentinel
 
 RANKS = 4
@@ -172,3 +174,101 @@ def test_invalid_arguments():
     refused(ValueError, "impl", jnp.ones(3), impl="nccl")
     with pytest.raises(NameError, match="'i'"):
         jax_ring.check_replicas(jnp.ones(3), "i")
+
+
+def train_step(optimizer, specs, check_vma=False):
+    """A step of an optimizer that takes the ranks' own gradients, from and to (params, state)."""
+
+    def step(params, state):
+        local = jax.tree.map(lambda p: own_copy(p, "i") * 2, params)
+        updates, state = optimizer.update(local, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return sharded(step, mesh=MESH, in_specs=(P(), specs), out_specs=(P(), specs), check_vma=check_vma)
+
+
+def float_params(damaged=()):
+    rng = np.random.default_rng(0)
+    leaves = {name: rng.standard_normal(size).astype(np.float32) for name, size in (("b", 3), ("w", (4, 5)))}
+    return {name: flipped(leaf, bit=20) if name in damaged else copies(leaf) for name, leaf in leaves.items()}
+
+
+OPTIMIZERS = {
+    "allreduce": lambda **check: optax.chain(jax_ring.allreduce_gradients("i", **check), optax.adam(0.1)),
+    "wire": lambda **check: optax.chain(
+        jax_ring.allreduce_gradients("i", wire=jnp.bfloat16, error_feedback=True, **check), optax.sgd(0.1)
+    ),
+    "int8": lambda **check: optax.chain(
+        jax_ring.allreduce_gradients("i", wire="int8", key=jax.random.key(0), **check), optax.sgd(0.1)
+    ),
+    "lax": lambda **check: jax_ring.allreduce_gradients("i", impl="lax", **check),
+    "several steps": lambda **check: optax.MultiSteps(
+        optax.chain(jax_ring.allreduce_gradients("i", **check), optax.sgd(0.1)), 1
+    ).gradient_transformation(),
+    "zero": lambda **check: jax_ring.zero.sharded_optimizer(optax.adam(0.1), "i", **check),
+    "whole parameters": lambda **check: jax_ring.zero.sharded_optimizer(
+        optax.adam(0.1), "i", layout="parameter", **check
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "check_vma"),
+    [(name, i % 2 == 0) for i, name in enumerate(OPTIMIZERS)] + [("allreduce", False), ("zero", False)],
+)
+def test_optimizers_compare_every_n_steps(name, check_vma):
+    def prepared(**check):
+        optimizer, params = OPTIMIZERS[name](**check), float_params()
+        if isinstance(optimizer, jax_ring.ShardedOptimizer):
+            specs = optimizer.specs(params)
+        else:
+            specs = jax_ring.feedback_specs(jax.eval_shape(optimizer.init, params), "i")
+        init = sharded(optimizer.init, mesh=MESH, in_specs=P(), out_specs=specs, check_vma=check_vma)
+        return train_step(optimizer, specs, check_vma), params, init(params)
+
+    step, params, state = prepared(check_replicas=3)
+    plain_step, plain_params, plain_state = prepared()
+    for i in range(4):
+        # Found in the steps 0 and 3, and not in the others.
+        if i in (0, 3):
+            assert "['w']: rank 2 differs from that on rank 0" in error_of(step, float_params(damaged="w"), state)
+        else:
+            jax.block_until_ready(step(float_params(damaged="w"), state))
+        params, state = step(params, state)
+        plain_params, plain_state = plain_step(plain_params, plain_state)
+    assert_same_bits(params, plain_params)
+
+
+def test_digests_are_in_a_bucket_of_the_gradients():
+    def calls(**check):
+        optimizer, params = OPTIMIZERS["allreduce"](**check), float_params()
+        return num_calls(train_step(optimizer, P()), params, optimizer.init(params))
+
+    assert calls(check_replicas=3) == calls() == 1
+
+
+def test_a_zero_state_with_a_count_is_repartitioned():
+    plain, checked = (jax_ring.zero.sharded_optimizer(optax.adam(0.1), "i", **options)
+                      for options in ({}, {"check_replicas": 2}))  # fmt: skip
+    params = float_params()
+    states = [
+        sharded(optimizer.init, mesh=MESH, in_specs=P(), out_specs=optimizer.specs(params))(params)
+        for optimizer in (plain, checked)
+    ]
+    plain_state, checked_state = (
+        optimizer.repartition(state, params, 2) for optimizer, state in zip((plain, checked), states, strict=True)
+    )
+    assert checked_state.step == 0
+    assert_same_bits(checked_state.inner, plain_state)
+
+
+def test_invalid_options():
+    for make in (OPTIMIZERS["allreduce"], OPTIMIZERS["zero"]):
+        with pytest.raises(TypeError, match="check_replicas must be a number of steps, got True"):
+            make(check_replicas=True)
+        with pytest.raises(ValueError, match="check_replicas must be a positive number of steps, got 0"):
+            make(check_replicas=0)
+    optimizer = jax_ring.allreduce_gradients("i", check_replicas=2)
+    state = optimizer.init(float_params())
+    with pytest.raises(ValueError, match=r"pass them to the optimizer: optimizer.update\(gradients, state, params\)"):
+        optimizer.update(float_params(), state)

@@ -17,13 +17,28 @@ from jax import lax
 
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks
 from jax_ring.collectives.leaves import bits_of_keys, own_copy
+from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.sync import Reduced, Reduction
+from jax_ring.training.wire import UNCHANGED
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
 
 # Odd multipliers, so that every step of the mixing is a bijection of 32-bit words.
 _LANES = ((0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35), (0x61C88647, 0x7FEB352D, 0x846CA68B))
 _NAMED = 4  # leaves that an error describes
+
+
+class CheckedState(NamedTuple):
+    """The state of an optimizer that compares the ranks' parameters in some of its steps.
+
+    Attributes:
+      step: the number of steps so far, int32, the same on all ranks.
+      inner: the state that it would have without `check_replicas`.
+    """
+
+    step: jax.Array
+    inner: Any
 
 
 class Digests(NamedTuple):
@@ -156,6 +171,50 @@ def after(tree: T, ok: jax.Array) -> T:
     # A choice, because adding a zero would change the sign of another.
     leaves[smallest] = from_bits(jnp.where(ok == 0, bits, jnp.zeros_like(bits)))
     return jax.tree.unflatten(structure, leaves)
+
+
+def check_every(function: str, every: Any) -> None:
+    """Raises unless `every`, the argument `check_replicas` of an optimizer, is None or a positive number of steps."""
+    if every is None:
+        return
+    if isinstance(every, bool) or not isinstance(every, int | np.integer):
+        raise TypeError(f"{function}: check_replicas must be a number of steps, got {every!r}")
+    if every < 1:
+        raise ValueError(f"{function}: check_replicas must be a positive number of steps, got {every}")
+
+
+def digests_every(function: str, params: Any, axis_name: AxisName, every: int, count: jax.Array) -> Digests:
+    """The digests of an optimizer's parameters, in every so many of its steps, the first among them.
+
+    Raises:
+      ValueError: if there are no parameters.
+    """
+    if params is None:
+        raise ValueError(
+            f"{function}: check_replicas={every} compares the ranks' parameters; pass them to the optimizer: "
+            "optimizer.update(gradients, state, params)"
+        )
+    return digests(function, params, axis_name, count % every == 0)
+
+
+def synced_with(
+    reduction: Reduction, tree: Any, axis_name: AxisName, mean: bool, table: jax.Array, residual: Any = None
+) -> tuple[Reduced, jax.Array]:
+    """`reduction.synced`, and the table of the digests in the same buckets, reduced."""
+    if not isinstance(tree, ShardSums) or reduction.wire != UNCHANGED or residual is not None:
+        reduced = reduction.synced(tree, axis_name, mean, residual, value=table)
+        return reduced, reduced.value
+    reduced = reduction.synced(with_table(tree, table), axis_name, mean)
+    sums, tables = reduced.tree
+    return reduced._replace(tree=sums), tables
+
+
+def with_table(sums: ShardSums, table: jax.Array) -> ShardSums:
+    """The sums of (terms, table). The table is the rank's first term, which every rank has."""
+    slots = next(x.shape[0] for x in jax.tree.leaves(sums.terms) if x.dtype != jax.dtypes.float0)
+    rest = jnp.zeros_like(table, shape=(slots - 1, *table.shape))
+    terms = jnp.concatenate([table[None], rest])
+    return ShardSums((sums.terms, terms), sums.num_shards, (*sums.dtypes, np.dtype(table.dtype)))
 
 
 def check_replicas(tree: T, axis_name: AxisName, *, when: Any = True, impl: Impl = "ring") -> T:

@@ -159,11 +159,11 @@ class Reduction:
                 leaves[i] = total
         return jax.tree.unflatten(structure, leaves)
 
-    def synced(self, tree: Any, axis_name: AxisName, mean: bool, residual: Any = None) -> Reduced:
-        """The sums or means of this rank's gradients."""
+    def synced(self, tree: Any, axis_name: AxisName, mean: bool, residual: Any = None, value: Any = None) -> Reduced:
+        """The sums or means of this rank's gradients, and the mean of `value`."""
         check_local(self.function, tree, axis_name)
         divisor = num_ranks(axes_of(axis_name)) if mean else 1
-        return self.reduce(jax.tree.map(jnp.asarray, tree), axis_name, divisor, residual=residual)
+        return self.reduce(jax.tree.map(jnp.asarray, tree), axis_name, divisor, residual=residual, value=value)
 
 
 def _wire_of(function: str, name: str, dtype: DTypeLike | None, key: Any) -> FloatWire | Int8Wire:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 from jax_ring.collectives.axes import AxisName
 from jax_ring.options import check_choice
 from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.sentinel import check_every
+from jax_ring.training.zero.checked import checked
 from jax_ring.training.zero.elementwise import ElementwiseCheck
 from jax_ring.training.zero.flat_layout import flat_layout
 from jax_ring.training.zero.interface import ShardedOptimizer, Stage
@@ -33,6 +35,7 @@ def sharded_optimizer(
     impl: Impl = "ring",
     layout: Layout = "flat",
     overlap: bool = True,
+    check_replicas: int | None = None,
 ) -> ShardedOptimizer:
     """Shards an optax optimizer over the ranks of a mapped axis: each holds 1/p of its state.
 
@@ -65,6 +68,8 @@ def sharded_optimizer(
         that need whole parameters (LAMB, LARS, Adafactor, Muon) give the results that they give without sharding.
         Parameters are balanced by size, and large ones cut where `tx` is elementwise. The state is a `ParameterState`.
       overlap: as for `sync_gradients`.
+      check_replicas: a number of steps: `jax_ring.check_replicas` of the parameters in the first step, and after so
+        many each time. The state is then a `CheckedState` around the one that there would be without.
 
     Returns:
       A `ShardedOptimizer`. Its `update` takes this rank's gradients, not reduced yet, and applies `tx` to their mean.
@@ -81,13 +86,15 @@ def sharded_optimizer(
             f"sharded_optimizer: stage must be 1 or 2, got {stage!r}; stage 3, sharded parameters, is not supported"
         )
     implementation("sharded_optimizer", impl, overlap)
+    check_every("sharded_optimizer", check_replicas)
     if not is_transformation(tx):
         raise TypeError(
             f"sharded_optimizer: tx must be an optax GradientTransformation, such as optax.adam(1e-3); got {tx!r}"
         )
     check_choice("sharded_optimizer", "layout", layout, get_args(Layout))
     if layout == "parameter":
-        return parameter_layout(tx, axis_name, stage=stage, impl=impl, overlap=overlap)
+        sharded = parameter_layout(tx, axis_name, stage=stage, impl=impl, overlap=overlap)
+        return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas, impl)
 
     def probed_over(axis):
         # The probe runs under vmap, where a scatter takes one axis, and lax has no invariant gather.
@@ -95,4 +102,5 @@ def sharded_optimizer(
 
     check = ElementwiseCheck(tx, probed_over, axis_name)
     check.check_outside()
-    return check.checked(flat_layout(tx, axis_name, stage=stage, impl=impl, overlap=overlap))
+    sharded = check.checked(flat_layout(tx, axis_name, stage=stage, impl=impl, overlap=overlap))
+    return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas, impl)
