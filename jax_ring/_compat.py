@@ -117,8 +117,8 @@ def bound_axis_sizes() -> dict:
 
 
 def varying_axes(x) -> frozenset:
-    """The mesh axes over which x varies. Empty unless check_vma()."""
-    return jax.typeof(x).mat.varying
+    """The mesh axes over which x, a value or a type, varies. Empty unless check_vma()."""
+    return (x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)).mat.varying
 
 
 def partially_reduced_axes(x) -> frozenset:

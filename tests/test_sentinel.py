@@ -195,6 +195,7 @@ def float_params(damaged=()):
 
 OPTIMIZERS = {
     "allreduce": lambda **check: optax.chain(jax_ring.allreduce_gradients("i", **check), optax.adam(0.1)),
+    "tree": lambda **check: optax.chain(jax_ring.allreduce_gradients("i", order="tree", **check), optax.adam(0.1)),
     "wire": lambda **check: optax.chain(
         jax_ring.allreduce_gradients("i", wire=jnp.bfloat16, error_feedback=True, **check), optax.sgd(0.1)
     ),
@@ -272,3 +273,52 @@ def test_invalid_options():
     state = optimizer.init(float_params())
     with pytest.raises(ValueError, match=r"pass them to the optimizer: optimizer.update\(gradients, state, params\)"):
         optimizer.update(float_params(), state)
+
+
+def loss(params, x):
+    return ((x @ params["w"].sum(-1) + params["b"].sum()) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("options", "check_vma"),
+    [
+        ({}, True),
+        ({}, False),
+        ({"wire": jnp.bfloat16}, False),
+        ({"num_shards": 8}, True),
+        ({"num_shards": RANKS, "reduce_gradients": False}, False),
+    ],
+    ids=str,
+)
+def test_value_and_grad_compares_when_it_is_told_to(options, check_vma):
+    x = np.random.default_rng(1).standard_normal((2 * RANKS, 4)).astype(np.float32)
+
+    def step(params, x, when):
+        with_check = jax_ring.value_and_grad(loss, "i", check_replicas=when, **options)(params, x)
+        without = jax_ring.value_and_grad(loss, "i", **options)(params, x)
+        # Of gradients that are not reduced, each rank has its own.
+        return jax.tree.map(lambda g: own_copy(g, "i")[None], (with_check, without))
+
+    step = sharded(step, mesh=MESH, in_specs=(P(), P("i"), P()), out_specs=P("i"), check_vma=check_vma)
+    for when in (True, False):
+        with_check, without = step(float_params(), x, when)
+        assert_same_bits(with_check, without)
+    assert "value_and_grad: the copies" in error_of(step, float_params(damaged="w"), x, True)
+    jax.block_until_ready(step(float_params(damaged="w"), x, False))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_shards": RANKS}], ids=str)
+def test_grad_compares_all_its_parameters(options):
+    def of_two(w, b, x):
+        return loss({"w": w, "b": b}, x)
+
+    def step(w, b, x):
+        return jax_ring.grad(of_two, "i", argnums=(0, 1), check_replicas=True, **options)(w, b, x)
+
+    step = sharded(step, mesh=MESH, in_specs=(P(), P(), P("i")), out_specs=P(), check_vma=False)
+    tree, damaged = float_params(), float_params(damaged="b")
+    x = np.ones((RANKS, 4), np.float32)
+    jax.block_until_ready(step(tree["w"], tree["b"], x))
+    assert "grad: the copies of parameters are not the same on all ranks: [1]: rank 2 differs" in error_of(
+        step, tree["w"], damaged["b"], x
+    )

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ring.collectives.axes import canonical_dimension
 from jax_ring.collectives.vmap_axis import accumulator_dtype
 from jax_ring.lowering.layout import split_dimension
+from jax_ring.training.cuts import axes_of_leaves, check_in_axes, dimension_of_cut
 
 
 def accumulate_gradients(
@@ -47,15 +47,11 @@ def accumulate_gradients(
     """
     if num_microbatches < 1:
         raise ValueError(f"accumulate_gradients: num_microbatches must be at least 1, got {num_microbatches}")
-    if not all(axis is None or type(axis) is int for axis in jax.tree.leaves(in_axes, is_leaf=_is_none)):
-        raise TypeError(
-            "accumulate_gradients: in_axes must be an int, None, or a tuple with an entry for each argument after the "
-            f"parameters, whose leaves are ints or None; got {in_axes!r}"
-        )
+    check_in_axes("accumulate_gradients", in_axes)
 
     def accumulated(params, *data, **whole):
         paths, structure = jax.tree.flatten_with_path(data)
-        axes = _axes_of_leaves(in_axes, data)
+        axes = axes_of_leaves("accumulate_gradients", in_axes, data)
         blocks = [
             leaf if axis is None else _split(num_microbatches, path, leaf, axis)
             for (path, leaf), axis in zip(paths, axes, strict=True)
@@ -109,48 +105,12 @@ def accumulate_gradients(
     return accumulated
 
 
-def _axes_of_leaves(in_axes: Any, data: tuple) -> list[int | None]:
-    """The axis of each leaf of the data."""
-    entries = list(in_axes) if isinstance(in_axes, tuple | list) else [in_axes] * len(data)
-    if len(entries) != len(data):
-        raise ValueError(
-            f"accumulate_gradients: in_axes has {len(entries)} entries for the {len(data)} arguments after the "
-            f"parameters: {in_axes}"
-        )
-    axes: list[int | None] = []
-
-    def note(axis, part):
-        axes.extend([axis] * len(jax.tree.leaves(part)))
-
-    for i, (entry, argument) in enumerate(zip(entries, data, strict=True)):
-        try:
-            jax.tree.map(note, entry, argument, is_leaf=_is_none)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"accumulate_gradients: in_axes[{i}] is {entry}, which is not a prefix of the argument: {error}"
-            ) from None
-    return axes
-
-
 def _split(num_microbatches: int, path, x: Any, axis: int) -> Any:
     """The blocks of x along `axis`, stacked along a new first dimension."""
-    where, shape = jax.tree_util.keystr(path), jnp.shape(x)
-    if not shape:
-        raise ValueError(
-            f"accumulate_gradients: the argument at {where} is a scalar, which cannot be split. To give it to every "
-            "micro-batch, give it None in in_axes, or pass it as a keyword argument."
-        )
-    dimension = canonical_dimension("accumulate_gradients", f"in_axes{where}:", axis, len(shape))
-    if shape[dimension] % num_microbatches:
-        raise ValueError(
-            f"accumulate_gradients: {num_microbatches} micro-batches do not divide dimension {axis} of the argument at "
-            f"{where}, of shape {shape}"
-        )
+    dimension = dimension_of_cut(
+        "accumulate_gradients", path, x, axis, num_microbatches, "micro-batches", "every micro-batch"
+    )
     return jnp.moveaxis(split_dimension(x, dimension, num_microbatches), dimension, 0)
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
 
 
 def _is_inexact(x: Any) -> bool:

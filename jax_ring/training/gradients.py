@@ -2,15 +2,22 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar, Unpack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ParamSpec, Self, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, axes_of_difference, check_named, num_ranks
 from jax_ring.collectives.leaves import own_copy
+from jax_ring.collectives.shard_sums import ShardSums
+from jax_ring.training.cuts import check_in_axes
 from jax_ring.training.quantized import Int8Wire
+from jax_ring.training.sentinel import Digests, after, digests, reduced_with, verdict
+from jax_ring.training.shards import differentiate_shards, first_shard, indexed
 from jax_ring.training.sync import Reduction, ReductionOptions, is_float0
 
 P = ParamSpec("P")
@@ -31,6 +38,10 @@ def value_and_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
     reduced_in_backward: bool = False,
+    num_shards: int | None = None,
+    in_axes: Any = 0,
+    reduce_gradients: bool = True,
+    check_replicas: Any = None,
     **options: Unpack[ReductionOptions],
 ) -> Callable[P, tuple[Any, Any]]:
     """`jax.value_and_grad` for a loss of which each data-parallel rank computes its part.
@@ -52,6 +63,9 @@ def value_and_grad(
       holomorphic, allow_int: as for `jax.value_and_grad`. Gradients of integers have dtype float0.
       reduced_in_backward: whether `fun` passes all its parameters through `reduce_in_backward`, which leaves only the
         value to reduce.
+      check_replicas: a boolean scalar, the same on all ranks, such as `step % 10 == 0`: whether to compare the ranks'
+        copies of the parameters, as `jax_ring.check_replicas` does. The digests are in a bucket of the value. For a
+        step: pass it where `value_and_grad` is called in the step.
       **options: `impl`, `wire`, `key`, `bucket_bytes`, `first_bucket_bytes` and `overlap`, as for `sync_gradients`. The
         value is never rounded to `wire`. A key is for one step: pass it where `value_and_grad` is called in the step.
 
@@ -62,9 +76,10 @@ def value_and_grad(
     Raises:
       NameError, TypeError, ValueError, jax.errors.JaxRuntimeError: as `sync_gradients` and `jax.value_and_grad`.
     """
+    shards = Shards.of("value_and_grad", num_shards, in_axes, reduce_gradients, reduced_in_backward, options)
     reduction = Reduction.of("value_and_grad", options)
     local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
-    return _of_mean(reduction, local, axis_name, argnums, has_aux, reduced_in_backward)
+    return _of_mean(reduction, local, axis_name, argnums, has_aux, reduced_in_backward, shards, check_replicas)
 
 
 def grad(
@@ -76,6 +91,10 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
     reduced_in_backward: bool = False,
+    num_shards: int | None = None,
+    in_axes: Any = 0,
+    reduce_gradients: bool = True,
+    check_replicas: Any = None,
     **options: Unpack[ReductionOptions],
 ) -> Callable[P, Any]:
     """`jax.grad` for a loss of which each data-parallel rank computes its part: `value_and_grad` without the value.
@@ -83,9 +102,10 @@ def grad(
     Arguments and errors are those of `value_and_grad`. Returns a function that returns the gradients; with `has_aux`,
     the gradients and the auxiliary data.
     """
+    shards = Shards.of("grad", num_shards, in_axes, reduce_gradients, reduced_in_backward, options)
     reduction = Reduction.of("grad", options)
     local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
-    with_value = _of_mean(reduction, local, axis_name, argnums, has_aux, reduced_in_backward)
+    with_value = _of_mean(reduction, local, axis_name, argnums, has_aux, reduced_in_backward, shards, check_replicas)
 
     def grad_of_mean(*args: P.args, **kwargs: P.kwargs) -> Any:
         value, grads = with_value(*args, **kwargs)
@@ -101,6 +121,8 @@ def _of_mean(
     argnums: int | Sequence[int],
     has_aux: bool,
     reduced_in_backward: bool,
+    shards: "Shards | None",
+    check_replicas: Any,
 ) -> Callable[P, tuple[Any, Any]]:
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     if reduced_in_backward:
@@ -112,25 +134,120 @@ def _of_mean(
     def value_and_grad_of_mean(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, Any]:
         check_named(reduction.function, axes_of(axis_name))
         arguments: Sequence[Any] = args
+        parameters = [i for i in range(len(args)) if i in numbers or i - len(args) in numbers]
         if not reduced_in_backward:
-            arguments = [copies(x) if i in numbers or i - len(args) in numbers else x for i, x in enumerate(args)]
-        with _noted(axis_name, reduced_in_backward):
+            arguments = [copies(x) if i in parameters else x for i, x in enumerate(args)]
+        own = None
+        if check_replicas is not None:
+            compared = [args[i] for i in parameters]
+            own = digests(reduction.function, compared if len(compared) > 1 else compared[0], axis_name, check_replicas)
+        if shards is not None:
+            shards.check(axis_name)
+            if not reduced_in_backward:
+                return shards.reduced(reduction, local, arguments, kwargs, parameters, axis_name, has_aux, own)
+        index = contextlib.nullcontext() if shards is None else indexed(first_shard(axis_name, shards.num_shards))
+        with _noted(axis_name, reduced_in_backward), index:
             out, grads = local(*arguments, **kwargs)
         value, aux = out if has_aux else (out, None)
         # A value that is the same on all ranks counts once: the ranks' gradients are parts of it, which add up.
         axes = axes_of_difference(value, axis_name)
         divisor = num_ranks(axes)
         local_value = own_copy(value, axis_name) if axes else None
-        reduced = reduction.reduce(None if reduced_in_backward else grads, axis_name, divisor, value=local_value)
+        table = None if own is None else own.table
+        reduced = reduction.reduce(
+            None if reduced_in_backward else grads, axis_name, divisor, value=(local_value, table)
+        )
+        total, tables = reduced.value
         if axes:
-            value = reduced.value
+            value = total
         if not reduced_in_backward:
             grads = reduced.tree
         elif divisor > 1:
             grads = jax.tree.map(lambda g: g if is_float0(g) else g / divisor, grads)
+        if own is not None:
+            ok = verdict(reduction.function, own, tables, axis_name)
+            value, grads = after(value, ok), after(grads, ok)
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad_of_mean
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What `value_and_grad` is told about shards."""
+
+    function: str
+    num_shards: int
+    in_axes: Any
+    reduce_gradients: bool
+    reduced_in_backward: bool
+
+    @classmethod
+    def of(
+        cls, function: str, num_shards: Any, in_axes: Any, reduce_gradients: bool, reduced_in_backward: bool,
+        options: ReductionOptions,
+    ) -> Self | None:  # fmt: skip
+        """None without num_shards. With it, the order in the options is set, if it is not there."""
+        if num_shards is None:
+            for name, value, default in (("in_axes", in_axes, 0), ("reduce_gradients", reduce_gradients, True)):
+                if value is not default:
+                    raise ValueError(f"{function}: {name}={value!r} is for shards; pass num_shards as well")
+            return None
+        if isinstance(num_shards, bool) or not isinstance(num_shards, int | np.integer):
+            raise TypeError(f"{function}: num_shards must be a whole number of shards, got {num_shards!r}")
+        if num_shards < 1:
+            raise ValueError(f"{function}: num_shards must be positive, got {num_shards}")
+        if (order := options.setdefault("order", "tree")) != "tree":
+            raise ValueError(
+                f"{function}: with num_shards={num_shards} sums go along the tree, order='tree'; got order={order!r}"
+            )
+        check_in_axes(function, in_axes)
+        return cls(function, int(num_shards), in_axes, reduce_gradients, reduced_in_backward)
+
+    def check(self, axis_name: AxisName) -> None:
+        """Raises ValueError unless the ranks of the axis can share the shards."""
+        count = num_ranks(axes_of(axis_name))
+        if self.num_shards % count:
+            raise ValueError(
+                f"{self.function}: num_shards={self.num_shards} is not a multiple of the {count} ranks of "
+                f"{axis_name!r}. Take one that every number of ranks divides that the training may run on, such as 24."
+            )
+        if self.num_shards > count and self.reduced_in_backward:
+            raise ValueError(
+                f"{self.function}: gradients of {self.num_shards} shards on {count} ranks are added along the tree "
+                "before they are reduced, which reduced_in_backward=True would do in the backward pass of each "
+                f"shard. Leave it out, or take num_shards={count}."
+            )
+
+    def reduced(
+        self, reduction: Reduction, local: Callable, arguments: Sequence[Any], kwargs: dict, parameters: list[int],
+        axis_name: AxisName, has_aux: bool, own: Digests | None,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """The results of `value_and_grad`. own: the rank's digests, if replicas are compared."""
+
+        def with_aux(*args, **kwargs):
+            out, grads = local(*args, **kwargs)
+            return (out if has_aux else (out, None)), grads
+
+        sums, aux = differentiate_shards(
+            self.function, with_aux, arguments, kwargs, parameters, axis_name, self.num_shards, self.in_axes
+        )
+        terms, grads = sums.terms
+        wanted = sums
+        if not self.reduce_gradients:
+            wanted = ShardSums(terms, self.num_shards, sums.dtypes[:1])
+            grads = ShardSums(grads, self.num_shards, sums.dtypes[1:])
+        reduce = partial(reduction.reduce, axis_name=axis_name, divisor=self.num_shards)
+        tables = None
+        if own is None:
+            reduced = reduce(wanted)
+        else:
+            reduced, tables = reduced_with(reduction, reduce, wanted, own.table)
+        value, grads = reduced.tree if self.reduce_gradients else (reduced.tree, grads)
+        if own is not None and tables is not None:
+            ok = verdict(self.function, own, tables, axis_name)
+            value, grads = after(value, ok), after(grads, ok)
+        return ((value, aux) if has_aux else value), grads
 
 
 def _refuse_key(reduction: Reduction) -> None:

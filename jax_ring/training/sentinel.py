@@ -7,6 +7,7 @@ differ, so that a step without an error has no further collective.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -124,9 +125,8 @@ def verdict(function: str, own: Digests, sums: jax.Array, axis_name: AxisName) -
     sums: the sum of `own.table` over the ranks.
     """
     axes = axes_of(axis_name)
+    # On one rank as well, so that the rest of the step is compiled as on several.
     differ = (sums != sums[0]).any()
-    if num_ranks(axes) == 1:
-        return jnp.zeros((), jnp.int32)
 
     def fail(leaves):
         rows = own_copy(jnp.zeros((num_ranks(axes), *leaves.shape), leaves.dtype), axes)
@@ -166,6 +166,8 @@ def after(tree: T, ok: jax.Array) -> T:
     """`tree`, unchanged, but so that its smallest array needs `ok`, the zero that `verdict` returns."""
     leaves, structure = jax.tree.flatten(tree)
     sizes = {i: x.size for i, x in enumerate(leaves) if getattr(x, "dtype", None) != jax.dtypes.float0 and x.size}
+    if not sizes:
+        return tree
     smallest = min(sizes, key=sizes.__getitem__)
     bits, from_bits = bits_of_keys(leaves[smallest])
     # A choice, because adding a zero would change the sign of another.
@@ -197,14 +199,17 @@ def digests_every(function: str, params: Any, axis_name: AxisName, every: int, c
     return digests(function, params, axis_name, count % every == 0)
 
 
-def synced_with(
-    reduction: Reduction, tree: Any, axis_name: AxisName, mean: bool, table: jax.Array, residual: Any = None
+def reduced_with(
+    reduction: Reduction, reduce: Callable[..., Reduced], tree: Any, table: jax.Array
 ) -> tuple[Reduced, jax.Array]:
-    """`reduction.synced`, and the table of the digests in the same buckets, reduced."""
-    if not isinstance(tree, ShardSums) or reduction.wire != UNCHANGED or residual is not None:
-        reduced = reduction.synced(tree, axis_name, mean, residual, value=table)
+    """What `reduce`, one of the methods of `reduction`, returns for a tree, and the table reduced in its buckets.
+
+    reduce: takes the tree, and the argument `value` of `Reduction.reduce`.
+    """
+    if not isinstance(tree, ShardSums) or reduction.wire != UNCHANGED:
+        reduced = reduce(tree, value=table)
         return reduced, reduced.value
-    reduced = reduction.synced(with_table(tree, table), axis_name, mean)
+    reduced = reduce(with_table(tree, table))
     sums, tables = reduced.tree
     return reduced._replace(tree=sums), tables
 

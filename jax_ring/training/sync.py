@@ -1,6 +1,7 @@
 """Sums of gradients over data-parallel ranks, one bucket at a time."""
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Self, TypedDict, TypeVar, Unpack
@@ -12,7 +13,9 @@ from jax.typing import DTypeLike
 
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks, split_axes
+from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.distributed.agreement import check_agreement
+from jax_ring.options import ORDERS, Order, check_choice
 from jax_ring.training.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, check_bucket_bytes, plan_buckets
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.quantized import Int8Wire, int8_wire, is_int8, merge, partition, reduce_in_blocks
@@ -36,6 +39,7 @@ class ReductionOptions(BucketOptions, total=False):
     wire_dtype: DTypeLike | None  # the same, by its first name
     key: jax.Array | None
     overlap: bool
+    order: Order
 
 
 class Reduced(NamedTuple):
@@ -58,6 +62,7 @@ class Reduction:
 
     function: str
     impl: Impl = "ring"
+    order: Order = "rank"
     wire: FloatWire | Int8Wire = UNCHANGED
     bucket_bytes: int = BUCKET_BYTES
     first_bucket_bytes: int = FIRST_BUCKET_BYTES
@@ -82,12 +87,22 @@ class Reduction:
                 f"{function}: wire={wire!r} and wire_dtype={alias!r} are two names of one argument; pass only wire"
             )
         name, dtype = ("wire", wire) if alias is None else ("wire_dtype", alias)
-        unchanged = {*BucketOptions.__annotations__, "overlap"}
+        unchanged = {*BucketOptions.__annotations__, "overlap", "order"}
         others: Any = {name: value for name, value in options.items() if name in unchanged}
         return cls(function, wire=_wire_of(function, name, dtype, options.get("key")), **others)
 
     def __post_init__(self):
         implementation(self.function, self.impl, self.overlap)
+        check_choice(self.function, "order", self.order, ORDERS)
+        if self.order in ("tree", "ring") and self.impl == "lax":
+            raise ValueError(
+                f"{self.function}: order={self.order!r} needs impl='ring', because the order of the sums of impl='lax' "
+                "is XLA's"
+            )
+        if self.order in ("tree", "ring") and isinstance(self.wire, Int8Wire):
+            raise ValueError(
+                f"{self.function}: order={self.order!r} cannot have wire='int8', whose blocks are added in rank order"
+            )
         check_bucket_bytes(self.function, self.bucket_bytes, self.first_bucket_bytes)
 
     def reduce(
@@ -103,12 +118,14 @@ class Reduction:
         """The sums over the ranks of the leaves of `tree`, divided by `divisor`. The wire is decided here.
 
         Args:
-          tree: gradients. Those of integers, of dtype float0, have no value and are not sent.
-          divisor: the number of ranks for a mean, 1 for a sum.
+          tree: gradients, or `ShardSums` of them. Those of integers, of dtype float0, have no value and are not sent.
+          divisor: the number of ranks, or of shards, for a mean; 1 for a sum.
           headroom: how many ranks' values must fit the range of the wire together; by default `divisor`.
           residual: a tree like `tree`, to be added to it.
           value: a tree of which the mean is taken, in the same buckets, and never rounded.
         """
+        if isinstance(tree, ShardSums):
+            return self._reduce_shards(tree, axis_name, divisor, headroom, residual, value)
         wire = self.wire
         if isinstance(wire, Int8Wire):
             return self._reduce_in_blocks(wire, tree, axis_name, divisor, residual, value)
@@ -147,23 +164,68 @@ class Reduction:
         new_residual = None if residual is None else merge(errors, rest.residual)
         return Reduced(merge(sums, rest.tree), new_residual, rest.value)
 
+    def _reduce_shards(
+        self, tree: ShardSums, axis_name: AxisName, divisor: int, headroom: int, residual: Any, value: Any
+    ) -> Reduced:
+        """`reduce` along the tree. Sums are divided in the dtype in which they are added, and rounded once."""
+        num_shards, count = tree.num_shards, num_ranks(axes_of(axis_name))
+        along = replace(self, order="tree")
+        leaves, structure = jax.tree.flatten(tree.terms)
+        if self.wire != UNCHANGED or residual is not None:
+            if num_shards != count:
+                raise ValueError(
+                    f"{self.function}: partial sums of several shards are not rounded to a wire, nor is the rounding "
+                    f"fed back, because the result would depend on the number of ranks; got wire="
+                    f"{getattr(self.wire, 'dtype', None) or 'int8'!s} with {num_shards} shards on {count} ranks. Leave "
+                    f"wire and error_feedback out, or take num_shards={count}."
+                )
+            own = [x if is_float0(x) else x[0].astype(d) for x, d in zip(leaves, tree.dtypes, strict=True)]
+            plain = jax.tree.unflatten(structure, own)
+            return along.reduce(plain, axis_name, divisor, headroom=headroom, residual=residual, value=value)
+        assert value is None, "the value is one of the shards' sums"
+        likes = [
+            x if is_float0(x) else jax.ShapeDtypeStruct(x.shape[1:], d)
+            for x, d in zip(leaves, tree.dtypes, strict=True)
+        ]
+
+        def psum(terms: list, axis_name: AxisName) -> list:
+            wide = ShardSums(terms, num_shards, tuple(x.dtype for x in terms))
+            return along._collective()(wide, axis_name)
+
+        sums = along._in_buckets(jax.tree.unflatten(structure, likes), leaves, axis_name, psum, num_shards)
+        means = [
+            np.zeros(x.shape, x.dtype) if is_float0(like) else UNCHANGED.received(x, like, 1, divisor)
+            for x, like in zip(sums, likes, strict=True)
+        ]
+        return Reduced(jax.tree.unflatten(structure, means), None, None)
+
     def _sum(self, tree: Any, axis_name: AxisName) -> Any:
         """The sums over the ranks of leaves that already have the dtypes in which they are sent."""
-        plan = plan_buckets(tree, self.bucket_bytes, self.first_bucket_bytes)
-        check_agreement(self.function, f"over {axis_name!r}\n{plan}\nfingerprint {plan.fingerprint}")
-        psum = implementation(self.function, self.impl, self.overlap).psum
         leaves, structure = jax.tree.flatten(tree)
+        sums = self._in_buckets(tree, leaves, axis_name, self._collective(), num_ranks(axes_of(axis_name)))
+        return jax.tree.unflatten(structure, sums)
+
+    def _collective(self) -> Callable:
+        psum = implementation(self.function, self.impl, self.overlap).psum
+        return psum if self.impl == "lax" else partial(psum, order=self.order)
+
+    def _in_buckets(self, likes: Any, leaves: list, axis_name: AxisName, psum: Callable, num_shards: int) -> list:
+        """The sums of leaves, with one call of psum for each bucket of a tree of their results' shapes and dtypes."""
+        plan = plan_buckets(likes, self.bucket_bytes, self.first_bucket_bytes)
+        terms = f"order {self.order}, {num_shards} terms"
+        check_agreement(self.function, f"over {axis_name!r}\n{terms}\n{plan}\nfingerprint {plan.fingerprint}")
+        sums = list(leaves)
         for bucket in plan.buckets:
-            sums = psum([leaves[i] for i in bucket.leaves], axis_name)
-            for i, total in zip(bucket.leaves, sums, strict=True):
-                leaves[i] = total
-        return jax.tree.unflatten(structure, leaves)
+            for i, total in zip(bucket.leaves, psum([leaves[i] for i in bucket.leaves], axis_name), strict=True):
+                sums[i] = total
+        return sums
 
     def synced(self, tree: Any, axis_name: AxisName, mean: bool, residual: Any = None, value: Any = None) -> Reduced:
         """The sums or means of this rank's gradients, and the mean of `value`."""
         check_local(self.function, tree, axis_name)
-        divisor = num_ranks(axes_of(axis_name)) if mean else 1
-        return self.reduce(jax.tree.map(jnp.asarray, tree), axis_name, divisor, residual=residual, value=value)
+        count = tree.num_shards if isinstance(tree, ShardSums) else num_ranks(axes_of(axis_name))
+        numbers = jax.tree.map(jnp.asarray, tree)
+        return self.reduce(numbers, axis_name, count if mean else 1, residual=residual, value=value)
 
 
 def _wire_of(function: str, name: str, dtype: DTypeLike | None, key: Any) -> FloatWire | Int8Wire:
@@ -204,6 +266,7 @@ def sync_gradients(
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     overlap: bool = True,
+    order: Order = "rank",
 ) -> T:
     """The mean over data-parallel ranks of the gradients that each rank has computed.
 
@@ -246,6 +309,7 @@ def sync_gradients(
     options: ReductionOptions = {
         "impl": impl, "wire": wire, "wire_dtype": wire_dtype, "key": key,
         "bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes, "overlap": overlap,
+        "order": order,
     }  # fmt: skip
     return Reduction.of("sync_gradients", options).synced(tree, axis_name, mean).tree
 

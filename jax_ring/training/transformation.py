@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jax_ring.collectives.axes import AxisName, axes_of
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.training.quantized import Int8Wire
-from jax_ring.training.sentinel import CheckedState, check_every, digests_every, synced_with, verdict
+from jax_ring.training.sentinel import CheckedState, check_every, digests_every, reduced_with, verdict
 from jax_ring.training.sync import Reduction, ReductionOptions
 from jax_ring.training.wire import UNCHANGED
 
@@ -85,10 +86,11 @@ def allreduce_gradients(
 
     def synced(now, updates, state, params, residual=None):
         """The reduced gradients, and the state with its count of the steps advanced."""
+        reduce = partial(now.synced, axis_name=axis_name, mean=mean, residual=residual)
         if check_replicas is None:
-            return now.synced(updates, axis_name, mean, residual), state
+            return reduce(updates), state
         own = digests_every(name, params, axis_name, check_replicas, state.step)
-        reduced, tables = synced_with(now, updates, axis_name, mean, own.table, residual)
+        reduced, tables = reduced_with(now, reduce, updates, own.table)
         return reduced, state._replace(step=state.step + 1 + verdict(name, own, tables, axis_name))
 
     def counted(inner):
