@@ -16,7 +16,7 @@ from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
 from jax_ring.collectives.leaves import bits_of_keys, own_copy
 from jax_ring.collectives.shard_sums import ShardSums, TermStack
 from jax_ring.training.cuts import axes_of_leaves, dimension_of_cut
-from jax_ring.training.simplify import evaluate
+from jax_ring.training.evaluation import evaluate
 
 # The index of the shard that is being traced. JAX's caches know it by a number, so that a jitted layer is traced again
 # for another loss. JAX does not allow creating a user context while other threads trace, so it is created at import.

@@ -17,6 +17,7 @@ from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.distributed.agreement import check_agreement
 from jax_ring.options import ORDERS, Order, check_choice
 from jax_ring.training.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, check_bucket_bytes, plan_buckets
+from jax_ring.training.fence import fence
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.quantized import Int8Wire, int8_wire, is_int8, merge, partition, reduce_in_blocks
 from jax_ring.training.wire import UNCHANGED, FloatWire, float_wire
@@ -183,7 +184,7 @@ class Reduction:
             plain = jax.tree.unflatten(structure, own)
             return along.reduce(plain, axis_name, divisor, headroom=headroom, residual=residual, value=value)
         assert value is None, "the value is one of the shards' sums"
-        likes = [
+        likes: list[Any] = [
             x if is_float0(x) else jax.ShapeDtypeStruct(x.shape[1:], d)
             for x, d in zip(leaves, tree.dtypes, strict=True)
         ]
@@ -193,6 +194,8 @@ class Reduction:
             return along._collective()(wide, axis_name)
 
         sums = along._in_buckets(jax.tree.unflatten(structure, likes), leaves, axis_name, psum, num_shards)
+        if count == 1:  # a sum over one rank is no operation, and XLA would fuse what comes after it
+            sums = fence(sums)
         means = [
             np.zeros(x.shape, x.dtype) if is_float0(like) else UNCHANGED.received(x, like, 1, divisor)
             for x, like in zip(sums, likes, strict=True)

@@ -1,0 +1,174 @@
+"""The evaluation of a jaxpr such that XLA finds no expression in it twice.
+
+XLA looks for equal expressions at another point of its pipeline if a program is for several devices: before it rewrites
+expressions, instead of after. The rewriting depends on how often an expression is used, and so the last bits would
+depend on the number of devices, if there were anything to find.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from jax_ring import _compat
+
+# Calls in whose place their bodies are evaluated, by the name of the primitive, with the parameter that holds the body.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+# Operations whose operands may have fewer elements than the result. XLA broadcasts them, once for each operation.
+_ELEMENTWISE = {
+    "add", "add_any", "sub", "mul", "div", "rem", "pow", "max", "min", "atan2", "nextafter", "and", "or", "xor",
+    "shift_left", "shift_right_logical", "shift_right_arithmetic", "eq", "ne", "lt", "le", "gt", "ge", "select_n",
+    "clamp", "complex",
+}  # fmt: skip
+
+Known = dict[tuple, tuple[list, Sequence]]  # results by equation and operands, and the operands, so that they live on
+
+
+def evaluate(closed: Any, operands: Sequence, known: Known | None = None) -> list:
+    """The results of a ClosedJaxpr for some operands.
+
+    It computes what `jax.core.eval_jaxpr` computes. Equal equations are bound once, broadcasts and powers are equations
+    of their own, and bodies of calls are evaluated as if they had been written there.
+
+    Args:
+      known: the results of the equations so far, where this jaxpr is part of another.
+    """
+    jaxpr, results = closed.jaxpr, Known() if known is None else known
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *operands], strict=True))
+
+    def value_of(atom):
+        return _constant(atom) if isinstance(atom, core.Literal) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        values.update(zip(eqn.outvars, _equation(eqn, [value_of(x) for x in eqn.invars], results), strict=True))
+    return [value_of(x) for x in jaxpr.outvars]
+
+
+def _constant(literal: Any) -> Any:
+    dtype = literal.aval.dtype
+    return literal.val if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.asarray(literal.val, dtype)
+
+
+def _equation(eqn: Any, operands: list, known: Known) -> list:
+    """The results of an equation."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in _CALLS:
+        return evaluate(_closed(params[_CALLS[name]]), operands, known)
+    if name in ("remat2", "checkpoint"):
+        # What is computed again is behind a barrier, as in JAX's own lowering, and thus differs from what was computed.
+        is_again = params["differentiated"] and params["prevent_cse"]
+        return evaluate(_closed(params["jaxpr"]), lax.optimization_barrier(operands) if is_again else operands, known)
+    if name in _LOOPS and not eqn.effects:
+        return _LOOPS[name](operands, **params)
+    if name in ("integer_pow", "square"):
+        return [_power(operands[0], params.get("y", 2), known)]
+    if name == "broadcast_in_dim" and len(operands) == 1 and params["sharding"] is None:
+        return [_broadcast(operands[0], params["shape"], params["broadcast_dimensions"], known)]
+    if name in _ELEMENTWISE:
+        shape = eqn.outvars[0].aval.shape
+        operands = [_broadcast(x, shape, range(np.ndim(x)), known) for x in operands]
+    bind = partial(_compat.bind_equation, eqn)
+    try:
+        key = (eqn.primitive, *((name, type(value), value) for name, value in params.items()), repr(eqn.ctx))
+        hash(key)
+    except TypeError:  # not every parameter can be compared
+        return bind(operands)
+    return bind(operands) if eqn.effects or name == "optimization_barrier" else _once(key, bind, operands, known)
+
+
+def _once(key: tuple, fun: Callable[[list], list], operands: Sequence, known: Known) -> list:
+    """The results of `fun`, of which the key tells all but the operands."""
+    key = (*key, *map(_identity, operands))
+    if key not in known:
+        known[key] = (fun(list(operands)), operands)
+    return known[key][0]
+
+
+def _identity(x: Any) -> Any:
+    if isinstance(x, jax.core.Tracer) or np.ndim(x) or not isinstance(x, np.ndarray):
+        return id(x)
+    return (x.tobytes(), x.dtype)
+
+
+def _broadcast(x: Any, shape: Sequence[int], dimensions: Sequence[int], known: Known) -> Any:
+    """`lax.broadcast_in_dim`, in the two steps in which XLA does it: dimensions of size 1 are dropped first."""
+    shape, old = tuple(shape), np.shape(x)
+    if old == shape and tuple(dimensions) == tuple(range(len(shape))):
+        return x
+    kept = tuple(i for i, dimension in enumerate(dimensions) if old[i] == shape[dimension])
+    if len(kept) < len(old):
+        sizes = tuple(old[i] for i in kept)
+        (x,) = _once(("reshape", sizes), lambda x: [lax.reshape(x[0], sizes)], [x], known)
+    targets = tuple(dimensions[i] for i in kept)
+    (x,) = _once(("broadcast", shape, targets), lambda x: [lax.broadcast_in_dim(x[0], shape, targets)], [x], known)
+    return x
+
+
+def _power(x: Any, exponent: int, known: Known) -> Any:
+    """x to the power of an integer, in the multiplications of `lax.integer_pow`."""
+    if exponent <= 0:
+        one = _broadcast(np.ones((), x.dtype), x.shape, (), known)
+        if exponent == 0:
+            return one
+        return _once(("div",), lambda x: [lax.div(*x)], [one, _power(x, -exponent, known)], known)[0]
+    result = None
+    while exponent:
+        if exponent & 1:
+            result = x if result is None else _product(result, x, known)
+        exponent >>= 1
+        if exponent:
+            x = _product(x, x, known)
+    return result
+
+
+def _product(x: Any, y: Any, known: Known) -> Any:
+    return _once(("mul",), lambda x: [lax.mul(*x)], [x, y], known)[0]
+
+
+def _closed(jaxpr: Any) -> Any:
+    return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
+
+
+# ---- Control flow: the same, with bodies evaluated so ---------------------------------------------------------------
+
+
+def _scan(operands: list, *, jaxpr, num_consts, num_carry, length, reverse, unroll, **_) -> list:
+    end = num_consts + num_carry
+    consts, carry, xs = operands[:num_consts], operands[num_consts:end], operands[end:]
+
+    def step(carry, x):
+        results = evaluate(jaxpr, [*consts, *carry, *x])
+        return results[:num_carry], results[num_carry:]
+
+    carry, ys = lax.scan(step, carry, xs, length, reverse, unroll)
+    return [*carry, *ys]
+
+
+def _while(operands: list, *, cond_jaxpr, cond_nconsts, body_jaxpr, body_nconsts, **_) -> list:
+    end = cond_nconsts + body_nconsts
+    of_cond, of_body, state = operands[:cond_nconsts], operands[cond_nconsts:end], operands[end:]
+    return lax.while_loop(
+        lambda state: evaluate(cond_jaxpr, [*of_cond, *state])[0],
+        lambda state: evaluate(body_jaxpr, [*of_body, *state]),
+        state,
+    )
+
+
+def _cond(operands: list, *, branches, **_) -> list:
+    index, *rest = operands
+    return lax.switch(index, [lambda *x, branch=branch: evaluate(branch, x) for branch in branches], *rest)
+
+
+_LOOPS: dict[str, Callable[..., list]] = {"scan": _scan, "while": _while, "cond": _cond}
