@@ -127,6 +127,13 @@ def partially_reduced_axes(x) -> frozenset:
     return mat.unreduced | mat.reduced
 
 
+def without_first_dimension(aval):
+    """The type of one of the arrays that are stacked along the first dimension."""
+    spec = aval.sharding.spec
+    sharding = aval.sharding.update(spec=spec.update(partitions=spec.partitions[1:]))
+    return aval.update(shape=aval.shape[1:], sharding=sharding)
+
+
 def abstract_psum(aval, *, axes, axis_index_groups):
     """JAX's own checks and effects for a psum that keeps its operand's type."""
     out, effects = psum_p.abstract_eval(aval, axes=axes, axis_index_groups=axis_index_groups)

@@ -23,8 +23,11 @@ class Options(NamedTuple):
     num_shards: int | None = None
 
     def ignored_by_xla(self) -> str:
-        """The options that XLA's collectives do not follow, written as keyword arguments; empty if there are none."""
-        ignored = {"algorithm": self.algorithm != "auto", "order": self.order not in ("rank", "any")}
+        """The options that XLA's collectives do not follow, written as keyword arguments; empty if there are none.
+
+        The order "tree" is followed: XLA then moves the data, and the program adds it up.
+        """
+        ignored = {"algorithm": self.algorithm != "auto", "order": self.order == "ring"}
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in ignored if ignored[name])
 
     def algorithm_depends_on_size(self) -> bool:
@@ -51,10 +54,8 @@ def check_choice(function: str, name: str, value: Any, choices: Sequence[str]) -
         raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
 
 
-def make_options(
-    function: str, algorithm: Algorithm = "auto", order: Order = "rank", num_shards: int | None = None
-) -> Options:
-    """The options of a call of `function`.
+def make_options(function: str, algorithm: Algorithm = "auto", order: Order = "rank") -> Options:
+    """The options of a call of `function`, for operands without slots.
 
     Raises:
       ValueError: if an option is none of its choices, or if the algorithm cannot fold in that order.
@@ -72,4 +73,4 @@ def make_options(
             f"{function}: order='tree' cannot have algorithm='ring', in which a partial sum visits one rank after the "
             "other; pass 'auto', 'one_shot' or 'two_shot'"
         )
-    return Options(algorithm, order, _overlap.get(), num_shards)
+    return Options(algorithm, order, _overlap.get())

@@ -15,7 +15,7 @@ PACKAGE = pathlib.Path(jax_ring.__file__).parent
 # A module may import from its own package and from those of lower layers.
 LAYERS = [
     {"_compat", "_fingerprint", "_ffi_cpu", "_ffi_cuda", "_cuda_kernels"},
-    {"options", "runtime"},
+    {"options", "runtime", "shard_tree"},
     {"distributed"},
     {"lowering"},
     {"collectives", "inspect", "schedule"},

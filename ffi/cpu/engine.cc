@@ -28,15 +28,35 @@ constexpr size_t kStreamingBytes = 4 << 20;
 struct OperandPart {
   size_t operand;
   Part part;
+  const Subtree* subtrees;  // of the fold along a tree, else null
 };
 
 // Calls visit(operand_part) for all parts of all operands.
 template <class Visit>
 void for_each_part(const Message& message, int num_ranks, Visit visit) {
   for (size_t operand = 0; operand < message.counts.size(); ++operand) {
-    for (int i = 0; i < num_parts(message.plan, num_ranks); ++i) {
-      visit(OperandPart{operand,
-                        part_of(message.plan, num_ranks, message.counts[operand], element_size(message.dtype), i)});
+    const int num = num_parts(message.plan, num_ranks, message.tree, message.num_results);
+    for (int i = 0; i < num; ++i) {
+      const Part part = part_of(message.plan, num_ranks, message.tree, message.num_results, message.counts[operand],
+                                element_size(message.dtype), i);
+      const bool along_tree = folds_along_tree(message.plan);
+      visit(OperandPart{operand, part, along_tree ? message.tree->subtrees(part.sources.first) : nullptr});
+    }
+  }
+}
+
+// The addresses of the terms of a tree. Where every rank has one term they are those of the operands.
+void find_terms(const Message& message, Rendezvous& rendezvous) {
+  if (!folds_along_tree(message.plan) || message.tree->num_slots() == 1) return;
+  for (size_t operand = 0; operand < message.counts.size(); ++operand) {
+    const void* const* operands = &rendezvous.inputs[operand * 2 * rendezvous.num_ranks()];
+    const size_t slot_bytes = message.counts[operand] * element_size(message.dtype);
+    for (const TreeTerm& term : message.tree->terms()) {
+      // Not null + n, if the operand is empty.
+      const void* const slot = slot_bytes == 0
+                                   ? operands[term.member]
+                                   : static_cast<const char*>(operands[term.member]) + term.slot * slot_bytes;
+      rendezvous.terms.push_back(slot);
     }
   }
 }
@@ -63,7 +83,8 @@ struct Work {
   RendezvousPtr rendezvous;
   FoldKernel kernel;
   size_t element_bytes;
-  bool streaming;  // if the buffers allow it, see can_stream()
+  size_t num_terms;  // of each operand, see find_terms()
+  bool streaming;    // if the buffers allow it, see can_stream()
 
   // Executes elements [begin, begin + count) of a part.
   void execute(const OperandPart& operand_part, size_t begin, size_t count) const {
@@ -71,7 +92,9 @@ struct Work {
     const void* const* operands = &rendezvous->inputs[operand_part.operand * 2 * num_ranks];
     void* const* results = &rendezvous->outputs[operand_part.operand * num_ranks];
     const auto& [sources, from, receivers, to, whole_count, zeros_elsewhere] = operand_part.part;
-    const Inputs in{operands + sources.first, sources.count, from + begin};
+    const void* const* terms =
+        rendezvous->terms.empty() ? operands : &rendezvous->terms[operand_part.operand * num_terms];
+    const Inputs in{terms + sources.first, sources.count, from + begin, operand_part.subtrees};
     const Outputs out{results + receivers.first, receivers.count, to + begin};
     kernel(in, out, count, streaming && can_stream(operands + receivers.first, out));
     if (!zeros_elsewhere || count == 0) return;  // empty buffers may be null, which memset does not allow
@@ -138,8 +161,9 @@ struct ParallelWork {
 void run_collective(RendezvousPtr rendezvous, const Message& message, Workers& workers) noexcept {
   const int num_ranks = rendezvous->num_ranks();
   const Traffic traffic = traffic_of(message, num_ranks);
+  find_terms(message, *rendezvous);
   Work work{std::move(rendezvous), fold_kernels().get(message.op, message.dtype), element_size(message.dtype),
-            traffic.bytes_written > kStreamingBytes};
+            message.tree != nullptr ? message.tree->terms().size() : 0, traffic.bytes_written > kStreamingBytes};
   if (traffic.bytes_read + traffic.bytes_written < kParallelBytes) {
     // On this thread alone, without the bookkeeping of shared work.
     {

@@ -25,7 +25,8 @@ struct Message {
   std::vector<size_t> counts;  // elements of each operand
   Plan plan = {};
   Op op = Op::sum;
-  // Order::tree: of the group, with a lifetime beyond the call's. `counts` then has the elements of one slot.
+  // Order::tree: of the group, with a lifetime beyond the call's. An operand then has one slot of `counts` elements for
+  // each of the tree's slots, one after the other.
   const Tree* tree = nullptr;
   int num_results = 1;  // of a reduce-scatter, see num_parts()
 };

@@ -14,12 +14,20 @@ struct BufferSlices {
   int count;
   size_t begin;
 };
-using Inputs = BufferSlices<const void*>;
 using Outputs = BufferSlices<void*>;
 
-// Folds `count` elements of the inputs, in the order of the inputs, and writes the result to each output. An output may
-// be the same memory as an input. With `streaming` the results are written with streaming stores if the CPU has them;
-// the outputs must then be aligned to 64 bytes.
+struct Inputs : BufferSlices<const void*> {
+  Inputs(const BufferSlices<const void*>& slices, const Subtree* tree = nullptr)
+      : BufferSlices<const void*>(slices), subtrees(tree) {}
+  Inputs(const void* const* buffers, int count, size_t begin, const Subtree* tree = nullptr)
+      : BufferSlices<const void*>{buffers, count, begin}, subtrees(tree) {}
+
+  const Subtree* subtrees;  // Tree::subtrees(), with one input for each term. Null: the inputs are folded in sequence
+};
+
+// Folds `count` elements of the inputs, in the order of the inputs or along a tree, and writes the result to each
+// output. An output may be the same memory as an input. With `streaming` the results are written with streaming stores
+// if the CPU has them; the outputs must then be aligned to 64 bytes.
 using FoldKernel = void (*)(const Inputs& inputs, const Outputs& outputs, size_t count, bool streaming);
 
 struct FoldKernels {

@@ -36,22 +36,25 @@ JAX_RING_INLINE void stream(void* to, V value) {
 
 // Folds blocks of `kVectors` registers from element `at` on while a whole block fits. Returns the first element that is
 // left.
-template <class Element, class Op, class Lanes, int kVectors, bool kStream>
+template <class Element, class Op, class Lanes, int kVectors, bool kTree, bool kStream>
 size_t fold_blocks(const Inputs& inputs, const Outputs& outputs, size_t at, size_t end) {
   using Storage = typename Element::Storage;
   using Stored = typename Lanes::template Of<Storage>;
   constexpr size_t kLanes = sizeof(Stored) / sizeof(Storage);
   for (; at + kVectors * kLanes <= end; at += kVectors * kLanes) {
     Stored results[kVectors];
-    fold_ranks<Element, Op, Lanes, kVectors>(
-        inputs.count,
-        [&](int i, int v) __attribute__((always_inline)) {
-          Stored loaded;
-          __builtin_memcpy(&loaded, static_cast<const Storage*>(inputs.buffers[i]) + inputs.begin + at + v * kLanes,
-                           sizeof(loaded));
-          return loaded;
-        },
-        [&](int v, Stored value) __attribute__((always_inline)) { results[v] = value; }, Op{});
+    const auto load = [&](int i, int v) __attribute__((always_inline)) {
+      Stored loaded;
+      __builtin_memcpy(&loaded, static_cast<const Storage*>(inputs.buffers[i]) + inputs.begin + at + v * kLanes,
+                       sizeof(loaded));
+      return loaded;
+    };
+    const auto store = [&](int v, Stored value) __attribute__((always_inline)) { results[v] = value; };
+    if constexpr (kTree) {
+      fold_tree<Element, Op, Lanes, kVectors>(inputs.count, inputs.subtrees, load, store, Op{});
+    } else {
+      fold_ranks<Element, Op, Lanes, kVectors>(inputs.count, load, store, Op{});
+    }
     for (int i = 0; i < outputs.count; ++i) {
       for (int v = 0; v < kVectors; ++v) {
         Storage* to = static_cast<Storage*>(outputs.buffers[i]) + outputs.begin + at + v * kLanes;
@@ -66,20 +69,34 @@ size_t fold_blocks(const Inputs& inputs, const Outputs& outputs, size_t at, size
   return at;
 }
 
-template <class Element, class Op>
-void fold(const Inputs& inputs, const Outputs& outputs, size_t count, bool streaming) {
+template <class Element, class Op, bool kTree>
+void fold_all(const Inputs& inputs, const Outputs& outputs, size_t count, bool streaming) {
   using Lanes = Vector<kRegisterBytes / sizeof(typename Element::Accumulator)>;
   // Enough for a block to cover whole cache lines of every rank, few enough for the accumulators to stay in registers.
   constexpr int kVectors = 4;
   size_t at = 0;
   if (streaming) {
-    at = fold_blocks<Element, Op, Lanes, kVectors, true>(inputs, outputs, at, count);
+    at = fold_blocks<Element, Op, Lanes, kVectors, kTree, true>(inputs, outputs, at, count);
 #if defined(__x86_64__)
     _mm_sfence();  // streaming stores are not ordered with the store that signals completion
 #endif
   }
-  at = fold_blocks<Element, Op, Lanes, kVectors, false>(inputs, outputs, at, count);
-  fold_blocks<Element, Op, Scalar, 1, false>(inputs, outputs, at, count);
+  at = fold_blocks<Element, Op, Lanes, kVectors, kTree, false>(inputs, outputs, at, count);
+  fold_blocks<Element, Op, Scalar, 1, kTree, false>(inputs, outputs, at, count);
+}
+
+// Only sums of floats depend on where the parentheses are.
+template <class Element, class Op>
+constexpr bool kDependsOnTree = false;
+template <class Element>
+constexpr bool kDependsOnTree<Element, Sum> = IsFloating<typename Element::Accumulator>::value;
+
+template <class Element, class Op>
+void fold(const Inputs& inputs, const Outputs& outputs, size_t count, bool streaming) {
+  if constexpr (kDependsOnTree<Element, Op>) {
+    if (inputs.subtrees != nullptr) return fold_all<Element, Op, true>(inputs, outputs, count, streaming);
+  }
+  fold_all<Element, Op, false>(inputs, outputs, count, streaming);
 }
 
 }  // namespace

@@ -98,6 +98,23 @@ void find_communicators(CallSite& site, ffi::Span<const int64_t> partitions, ffi
   }
 }
 
+// Elements of an operand of a call, or of one of its slots if it has several, from those of the operand and its result.
+size_t count_of(const CallSite& site, int group, size_t operand, size_t result) {
+  const int group_size = site.rendezvous_map.groups().size(group);
+  if (!folds_along_tree(site.plan)) {
+    if (result == result_count(site.plan, group_size, operand)) return operand;
+    throw std::invalid_argument("jax_ring: the size of a result does not match its operand and the group size");
+  }
+  const size_t slots = site.trees.of_group[group].num_slots();
+  const size_t results = site.plan.collective == Collective::reduce_scatter ? site.trees.num_results : 1;
+  const size_t count = operand / slots;
+  if (operand == slots * count && result == results * result_count(site.plan, group_size, count)) return count;
+  throw std::invalid_argument("jax_ring: an operand of " + std::to_string(operand) + " elements does not match its " +
+                              "result of " + std::to_string(result) + ": with order 'tree' the operand has " +
+                              std::to_string(slots) + " partial sums and the result " + std::to_string(results) +
+                              ", in a group of " + std::to_string(group_size) + " ranks");
+}
+
 class XlaWorkers final : public Workers {
  public:
   explicit XlaWorkers(ffi::ThreadPool& pool) : pool_(pool) {}
@@ -133,7 +150,10 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
     auto site = std::make_unique<CallSite>(std::move(groups), describe(call, lines), plan, named<Op>(op, kOps));
     site->algorithm = algorithm_of(algorithm);
     site->trees = trees_of(plan, group_sizes, tree_shards, tree_sizes, tree_ranks);
-    if (!program.empty()) site->hash = identity_of(call, program, plan, site->op, site->algorithm);
+    if (!program.empty()) {
+      site->hash = identity_of(call, program, plan, site->op, site->algorithm);
+      for (int64_t shards : tree_shards) site->hash.add(shards);
+    }
     find_communicators(*site, partitions, processes, group_sizes, one_shot_bytes, two_shot_bytes);
     return site;
   } catch (const std::exception& error) {
@@ -181,23 +201,22 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
     const EngineType type = engine_type_of(site->plan, args.get<ffi::AnyBuffer>(0)->element_type());
     const ReplicaGroups& groups = site->rendezvous_map.groups();
     const int group = groups.place(*partition.typed_data()).group;
-    const int group_size = groups.size(group);
     // Reused from call to call, so that their vectors keep their memory.
     thread_local Message message;
     thread_local Participant participant;
     message.dtype = type.dtype;
     message.plan = site->plan;
     message.op = site->op;
+    message.tree = site->trees.of_group.empty() ? nullptr : &site->trees.of_group[group];
+    message.num_results = site->trees.num_results;
     message.counts.clear();
     participant.inputs.clear();
     participant.outputs.clear();
     for (size_t i = 0; i < args.size(); ++i) {
       const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i);
       ffi::AnyBuffer output = **rets.get<ffi::AnyBuffer>(i);
-      if (output.element_count() != result_count(site->plan, group_size, input.element_count())) {
-        throw std::invalid_argument("jax_ring: the size of a result does not match its operand and the group size");
-      }
-      message.counts.push_back(input.element_count() * type.per_xla_element);
+      const size_t count = count_of(*site, group, input.element_count(), output.element_count());
+      message.counts.push_back(count * type.per_xla_element);
       participant.inputs.push_back(input.untyped_data());
       participant.outputs.push_back(output.untyped_data());
     }

@@ -81,6 +81,7 @@ void RendezvousPool::release(std::unique_ptr<Rendezvous> rendezvous) {
   rendezvous->num_arrived = 0;
   rendezvous->inputs.clear();
   rendezvous->outputs.clear();
+  rendezvous->terms.clear();
   rendezvous->done.clear();
   std::lock_guard<Mutex> lock(mutex_);
   free_.push_back(std::move(rendezvous));

@@ -32,6 +32,7 @@ struct Rendezvous {
   Clock::time_point start_time;
   std::vector<const void*> inputs;  // by operand, then rank; ranks twice, since a fold may start at any of them
   std::vector<void*> outputs;       // by operand, then rank
+  std::vector<const void*> terms;   // by operand, then term of the tree; filled by the engine if a rank has several
   std::vector<Completion> done;     // by rank; empty for ranks that have not arrived, or are in another process
 
   int num_ranks() const { return static_cast<int>(done.size()); }

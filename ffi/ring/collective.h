@@ -119,7 +119,7 @@ JAX_RING_INLINE bool folds_along_tree(const Plan& plan) {
 // The same with Order::tree. An operand has one slot of `count` elements for each of the tree's slots. A reduce-scatter
 // in a group without all ranks has several results, one for each root of the tree; `num_results` is the largest number
 // of roots of any group.
-inline int num_parts(const Plan& plan, int num_ranks, const Tree* tree, int num_results) {
+inline int num_parts(const Plan& plan, int num_ranks, const Tree* /*tree*/, int num_results) {
   const bool scatters = plan.collective == Collective::reduce_scatter;
   return folds_along_tree(plan) && scatters ? num_ranks * num_results : num_parts(plan, num_ranks);
 }

@@ -1,4 +1,4 @@
-// fold.h: what a reduction computes: the fold over ranks in a wide accumulator, rounded once.
+// fold.h: what a reduction computes: the fold over ranks, or along a tree, in a wide accumulator, rounded once.
 #pragma once
 
 #include <type_traits>
@@ -119,6 +119,12 @@ struct Partial {
     for (int v = 0; v < kVectors; ++v) value[v] = op(value[v], Element::template widen<Lanes>(load(v)));
   }
 
+  // Adds a partial fold of what follows.
+  template <class Op>
+  JAX_RING_INLINE void merge(const Partial& next, Op op) {
+    for (int v = 0; v < kVectors; ++v) value[v] = op(value[v], next.value[v]);
+  }
+
   // store(v, value) receives the result, rounded here and nowhere else.
   template <class Store>
   JAX_RING_INLINE void finish(Store store) const {
@@ -135,6 +141,65 @@ JAX_RING_INLINE void fold_ranks(int num_ranks, Load load, Store store, Op op) {
     partial.add([&](int v) JAX_RING_LAMBDA { return load(rank, v); }, op);
   }
   partial.finish(store);
+}
+
+// A step of a fold along a tree, for a machine with a stack of partial folds: the next terms, which are the leaves of a
+// perfect binary tree, are folded along it. The result is pushed, then the two on top of the stack are merged `merges`
+// times.
+struct Subtree {
+  int num_terms;  // 1, 2, 4 or 8
+  int merges;
+};
+
+// A fold of 8 terms has 3 partial folds at a time, which fit the registers of every instruction set.
+constexpr int kLargestSubtree = 8;
+
+// The largest tree has 2^24 shards, and one partial fold per level on the stack.
+constexpr int kMaxTreeDepth = 25;
+
+// Folds kTerms terms from `first` on along a perfect binary tree.
+template <class Element, class Lanes, int kVectors, int kTerms, class Load, class Op>
+JAX_RING_INLINE Partial<Element, Lanes, kVectors> fold_subtree(int first, Load load, Op op) {
+  Partial<Element, Lanes, kVectors> left;
+  if constexpr (kTerms == 1) {
+    left.start([&](int v) JAX_RING_LAMBDA { return load(first, v); });
+  } else {
+    left = fold_subtree<Element, Lanes, kVectors, kTerms / 2>(first, load, op);
+    left.merge(fold_subtree<Element, Lanes, kVectors, kTerms / 2>(first + kTerms / 2, load, op), op);
+  }
+  return left;
+}
+
+// Folds the values of all terms along a tree. subtrees[i]: the step that begins with term i. load(term, v) and
+// store(v, value) are as in Partial.
+template <class Element, class Op, class Lanes, int kVectors, class Load, class Store>
+JAX_RING_INLINE void fold_tree(int num_terms, const Subtree* subtrees, Load load, Store store, Op op) {
+  Partial<Element, Lanes, kVectors> top, below[kMaxTreeDepth - 1];
+  int depth = 0;
+  for (int term = 0; term < num_terms;) {
+    if (term > 0) below[depth++] = top;
+    const Subtree next = subtrees[term];
+    switch (next.num_terms) {
+      case 8:
+        top = fold_subtree<Element, Lanes, kVectors, 8>(term, load, op);
+        break;
+      case 4:
+        top = fold_subtree<Element, Lanes, kVectors, 4>(term, load, op);
+        break;
+      case 2:
+        top = fold_subtree<Element, Lanes, kVectors, 2>(term, load, op);
+        break;
+      default:
+        top = fold_subtree<Element, Lanes, kVectors, 1>(term, load, op);
+    }
+    for (int merge = 0; merge < next.merges; ++merge) {
+      Partial<Element, Lanes, kVectors> left = below[--depth];
+      left.merge(top, op);
+      top = left;
+    }
+    term += next.num_terms;
+  }
+  top.finish(store);
 }
 
 }  // namespace jax_ring

@@ -9,6 +9,8 @@
 //                 links are busy all the time.
 //   Order::rank   every chunk starts at rank 0 and is complete at rank p-1: a chain, so that the fold is in rank order.
 //                 Chunks follow each other closely, and the results follow `lag` chunks behind.
+//
+// Order::tree has no ring; tree.h defines its fold.
 #pragma once
 
 #include <cstdint>

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "ring/fold.h"
+
 namespace jax_ring {
 
 // Shards [first, first + count).
@@ -47,12 +49,16 @@ class Tree {
       num_slots_ = std::max(num_slots_, count_terms({0, num_shards}, {rank * each, each}));
     }
     visit({0, num_shards}, each, ranks);
+    find_subtrees();
   }
 
   // In the order of their shards.
   const std::vector<TreeTerm>& terms() const { return terms_; }
   // The sums that the fold leaves, in the order of their shards: one, if the group has all ranks.
   const std::vector<Root>& roots() const { return roots_; }
+  // The steps for fold_tree(), by term, of the root that begins with term `first`. Null if it folds its terms in
+  // sequence.
+  const Subtree* subtrees(int first) const { return subtrees_[first].num_terms == 0 ? nullptr : &subtrees_[first]; }
   // The largest number of terms of any rank, in the group or not: each operand has room for so many.
   int num_slots() const { return num_slots_; }
 
@@ -92,8 +98,44 @@ class Tree {
     return true;
   }
 
+  bool is_sequence(const Root& root) const {
+    for (int i = 1; i < root.num_terms; ++i) {
+      if (terms_[root.first + i].merges != 1) return false;
+    }
+    return true;
+  }
+
+  // Whether the next terms are the leaves of a perfect binary tree, up to the merges that follow it.
+  bool is_perfect(int first, int num_terms) const {
+    int levels = 0;
+    for (int i = 0; i < num_terms; ++i) {
+      levels = 0;
+      while ((i >> levels) % 2 == 1) ++levels;
+      const int merges = terms_[first + i].merges;
+      if (i + 1 < num_terms ? merges != levels : merges < levels) return false;
+    }
+    return true;
+  }
+
+  void find_subtrees() {
+    subtrees_.resize(terms_.size());
+    for (const Root& root : roots_) {
+      if (is_sequence(root)) continue;
+      const int end = root.first + root.num_terms;
+      for (int term = root.first; term < end;) {
+        int size = kLargestSubtree;
+        while (size > end - term || !is_perfect(term, size)) size /= 2;
+        int levels = 0;
+        while (1 << levels < size) ++levels;
+        subtrees_[term] = {size, terms_[term + size - 1].merges - levels};
+        term += size;
+      }
+    }
+  }
+
   std::vector<TreeTerm> terms_;
   std::vector<Root> roots_;
+  std::vector<Subtree> subtrees_;  // by term; {} where no step begins, and in a root that is a sequence
   int num_slots_ = 0;
 };
 

@@ -1,9 +1,13 @@
-// reference.h: the definitions of the collectives, one element of a result at a time, and a list of plans to test.
+// reference.h: the definitions of the collectives and of the tree, one element of a result at a time, and a list of
+// plans to test.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ring/collective.h"
@@ -63,6 +67,130 @@ inline Bytes expected_result(const Plan& plan, Op op, DType dtype, const std::ve
   }
   return want;
 }
+
+// ---- Order::tree --------------------------------------------------------------------------------------------------
+
+// A value, or the fold of two others.
+struct Expression {
+  int value = -1;
+  std::vector<Expression> halves;  // none or two
+
+  std::string text() const {
+    return halves.empty() ? std::to_string(value) : "(" + halves[0].text() + "+" + halves[1].text() + ")";
+  }
+};
+
+// The tree over shards from its definition, and what a group of ranks does with it.
+class ReferenceTree {
+ public:
+  // ranks: of the group's members.
+  ReferenceTree(int num_shards, int num_ranks, const std::vector<int>& ranks) : each_(num_shards / num_ranks) {
+    std::vector<int> terms(num_ranks, 0);
+    count_terms({0, num_shards}, terms);
+    num_slots_ = *std::max_element(terms.begin(), terms.end());
+    members_.assign(num_ranks, -1);
+    next_slot_.assign(num_ranks, 0);
+    for (size_t member = 0; member < ranks.size(); ++member) members_[ranks[member]] = static_cast<int>(member);
+    if (auto whole = visit({0, num_shards})) roots_.push_back(std::move(*whole));
+  }
+
+  int num_slots() const { return num_slots_; }
+  // Of the values of which the s-th one of member m has the index m * num_slots() + s.
+  const std::vector<Expression>& roots() const { return roots_; }
+
+ private:
+  struct Node {
+    int begin, end;
+    bool within(int first, int last) const { return first <= begin && end <= last; }
+    Node left() const { return {begin, begin + (1 << static_cast<int>(std::log2(end - begin - 0.5)))}; }
+    Node right() const { return {left().end, end}; }
+  };
+
+  // The rank that has all shards of a node; -1 if there is none.
+  int holder(Node node) const {
+    const int rank = node.begin / each_;
+    return node.within(rank * each_, (rank + 1) * each_) ? rank : -1;
+  }
+
+  void count_terms(Node node, std::vector<int>& terms) const {
+    if (const int rank = holder(node); rank >= 0) {
+      ++terms[rank];
+    } else {
+      count_terms(node.left(), terms);
+      count_terms(node.right(), terms);
+    }
+  }
+
+  // The fold of a node, if the group has all of it. Else the folds of its halves, as far as there are, become roots.
+  std::optional<Expression> visit(Node node) {
+    if (const int rank = holder(node); rank >= 0) {
+      if (members_[rank] < 0) return std::nullopt;
+      return Expression{members_[rank] * num_slots_ + next_slot_[rank]++, {}};
+    }
+    std::optional<Expression> left = visit(node.left());
+    // Before the roots within the right half.
+    const size_t place = roots_.size();
+    std::optional<Expression> right = visit(node.right());
+    if (left && right) return Expression{-1, {std::move(*left), std::move(*right)}};
+    if (left) roots_.insert(roots_.begin() + place, std::move(*left));
+    if (right) roots_.push_back(std::move(*right));
+    return std::nullopt;
+  }
+
+  int each_;
+  int num_slots_ = 0;
+  std::vector<int> members_;  // by rank, -1 if it is not in the group
+  std::vector<int> next_slot_;
+  std::vector<Expression> roots_;
+};
+
+// The value of an expression over elements: each fold in the accumulator type, the result rounded once.
+inline uint64_t evaluate(DType dtype, const Expression& expression, const std::vector<uint64_t>& elements, Op op) {
+  const auto in = [&](auto value_of) {
+    const auto visit = [&](const auto& self, const Expression& node) -> decltype(value_of(uint64_t{})) {
+      if (node.halves.empty()) return value_of(elements[node.value]);
+      return scalar_step(op, self(self, node.halves[0]), self(self, node.halves[1]));
+    };
+    return visit(visit, expression);
+  };
+  if (dtype == DType::f64) return bit_cast<uint64_t>(in([](uint64_t bits) { return bit_cast<double>(bits); }));
+  if (dtype == DType::f32) {
+    return bit_cast<uint32_t>(in([](uint64_t bits) { return bit_cast<float>(static_cast<uint32_t>(bits)); }));
+  }
+  if (is_small(dtype)) {
+    const SmallFloatReference& reference = SmallFloatReference::of(dtype);
+    return reference.encode(in([&](uint64_t bits) { return reference.decoded(static_cast<uint32_t>(bits)); }));
+  }
+  if (expression.halves.empty()) return elements[expression.value];
+  return scalar_fold(
+      dtype, {evaluate(dtype, expression.halves[0], elements, op), evaluate(dtype, expression.halves[1], elements, op)},
+      op);
+}
+
+// The result of member `member` of a group, from the operands of all members, each with `count` elements per slot. A
+// reduce-scatter has num_results results; a group with fewer roots repeats the last one.
+inline Bytes expected_tree_result(const Plan& plan, Op op, DType dtype, const ReferenceTree& tree,
+                                  const std::vector<Bytes>& operands, size_t count, int num_results, int member) {
+  const int num_ranks = static_cast<int>(operands.size());
+  const size_t size = element_size(dtype);
+  const bool scatters = plan.collective == Collective::reduce_scatter;
+  const size_t block = scatters ? count / num_ranks : count;
+  Bytes want((scatters ? num_results : 1) * block * size);
+  if (plan.collective == Collective::reduce && member != plan.root) return want;
+  std::vector<uint64_t> elements(num_ranks * tree.num_slots());
+  for (size_t i = 0; i < want.size() / size; ++i) {
+    const size_t from = (scatters ? member * block : 0) + i % block;
+    for (size_t value = 0; value < elements.size(); ++value) {
+      const size_t slot = value % tree.num_slots();
+      elements[value] = element_bits(dtype, operands[value / tree.num_slots()].data(), slot * count + from);
+    }
+    const size_t root = std::min(i / block, tree.roots().size() - 1);
+    set_element(dtype, want.data(), i, evaluate(dtype, tree.roots()[root], elements, op));
+  }
+  return want;
+}
+
+// -------------------------------------------------------------------------------------------------------------------
 
 inline std::vector<Plan> all_plans(int num_ranks) {
   std::vector<Plan> plans;

@@ -112,6 +112,25 @@ def refuse_groups(function: str, groups) -> None:
         )
 
 
+def check_divisible(function: str, num_shards: int, size: int) -> None:
+    """Raises ValueError unless `size` ranks can hold equally many shards."""
+    if num_shards < 1 or num_shards % size:
+        raise ValueError(
+            f"{function}: num_shards must be a positive multiple of the number of ranks, {size}, because all hold "
+            f"equally many shards; got {num_shards}"
+        )
+
+
+def refuse_mixed_axes(function: str, axes: tuple, batch_axes: tuple) -> None:
+    """Raises for a sum along the tree over vmap axes and other axes together."""
+    raise NotImplementedError(
+        f"{function}(..., order='tree') over {axes} includes the vmap axis {batch_axes[0]!r}, which must be the only "
+        "axis: a sum over one axis after the other is not the sum along the tree over all ranks. Use one call for each "
+        "axis if their sums need not be one tree, sum the batch as the shards of a jax_ring.ShardSums, or map all axes "
+        "over devices with shard_map."
+    )
+
+
 def check_root(function: str, axes: tuple, root: int) -> int:
     """The root as a Python integer. Raises unless it is a rank."""
     root, size = operator.index(root), num_ranks(axes)

@@ -1,6 +1,8 @@
 """The primitives: type, jvp, transpose, batching and dead-code rules, all from one template.
 
-Each takes any number of operands of one dtype, so that a whole tree is one custom call. Primitives whose result is the
+Each takes any number of operands of one dtype, so that a whole tree is one custom call. If `options.num_shards` is set,
+operands have a first dimension for the terms of the rank, which results do not have and which the parameters do not
+count: `dimension` is that of the term. Primitives whose result is the
 same on all ranks come in pairs, as JAX's psum does: `ring_x_p`, whose result has the operand's type, for code without
 vma tracking and for vmap axes; `ring_x_invariant_p`, from varying to invariant, for mesh axes with vma tracking.
 """
@@ -18,6 +20,8 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_ring import _compat
 from jax_ring.collectives import vmap_axis
+from jax_ring.collectives.axes import refuse_mixed_axes
+from jax_ring.collectives.slots import spread
 from jax_ring.lowering.fallback import lower_broadcast_to_xla, lower_reduce_to_xla
 from jax_ring.lowering.rule import Collective, lower
 
@@ -30,8 +34,8 @@ class Rules(NamedTuple):
     Attributes:
       abstract_eval: (aval, **params) -> (aval, effects), for one operand; `options` is not among the params.
       transpose: (cotangents, params) -> the operands' cotangents; None if the collective is not linear.
-      over_vmap_axis: (x, batch dimension, axis size, **details) -> (result, batch dimension), as in vmap_axis.py;
-        details are the params that not every primitive has.
+      over_vmap_axis: (x, batch dimension, axis size, options, **details) -> (result, batch dimension), as in
+        vmap_axis.py; details are the params that not every primitive has.
       separable: whether the collective over several axes equals the collective over one axis after the other.
       added_dimensions: number of dimensions of the result less that of the operand, unless `tiled`.
     """
@@ -48,7 +52,8 @@ def _make_primitive(name: str, collective: Collective, rules: Rules) -> Primitiv
     primitive.multiple_results = True
 
     def abstract_eval(*avals, options, **params):
-        del options  # do not affect the types
+        if options.num_shards is not None:
+            avals = tuple(map(_compat.without_first_dimension, avals))
         results = [rules.abstract_eval(aval, **params) for aval in avals]
         return [aval for aval, _ in results], set().union(*(effects for _, effects in results))
 
@@ -78,7 +83,13 @@ def _linear_jvp(primitive: Primitive, primals: Sequence, tangents: Sequence, **p
 
 def _transpose(transpose_nonzero: Callable, cotangents: Sequence, *operands, **params):
     nonzero = [ct for ct in cotangents if type(ct) is not ad.Zero]
-    done = iter(transpose_nonzero(nonzero, params) if nonzero else [])
+    options = params["options"]
+    # A cotangent is one value on each rank, whatever the operand was.
+    params["options"] = options._replace(num_shards=None)
+    of_operands = transpose_nonzero(nonzero, params) if nonzero else []
+    if options.num_shards is not None:
+        of_operands = spread(of_operands, options.num_shards, params["axes"], params["axis_index_groups"])
+    done = iter(of_operands)
     return [
         ad.Zero(operand.aval.to_ct_aval()) if type(ct) is ad.Zero else next(done)
         for ct, operand in zip(cotangents, operands, strict=True)
@@ -96,12 +107,14 @@ def _batch(primitive, function: str, rules: Rules, axis_data, operands, dims, *,
             "ranks) and use two nested vmaps, or map the axis over devices with shard_map."
         )
     rest = tuple(axis for axis in axes if axis != axis_data.name)
+    if rest and params["options"].order == "tree":
+        refuse_mixed_axes(function, axes, (axis_data.name,))
     if rest and not rules.separable:
         raise NotImplementedError(
             f"{function} over {axes} includes the vmap axis {axis_data.name!r}, which must be the only axis. Use one "
             "call for each axis, or map them all over devices with shard_map."
         )
-    details = {name: value for name, value in params.items() if name not in ("options", "axis_size")}
+    details = {name: value for name, value in params.items() if name != "axis_size"}
     results = [
         rules.over_vmap_axis(x, d, axis_data.size, **details) for x, d in zip(operands, dims, strict=True)
     ]  # fmt: skip
@@ -112,6 +125,10 @@ def _batch(primitive, function: str, rules: Rules, axis_data, operands, dims, *,
 
 
 def _batch_other_axis(bind: Callable, rules: Rules, operands: Sequence, dims: Sequence, **params):
+    if params["options"].num_shards is not None:
+        # The slots stay in front. No other dimension counts them.
+        operands = [jnp.moveaxis(x, 0, 1) if dim == 0 else x for x, dim in zip(operands, dims, strict=True)]
+        dims = [dim if dim is None else max(dim - 1, 0) for dim in dims]
     if "dimension" not in params:
         return bind(*operands, **params), dims
     # A batch dimension in front shifts the scattered or gathered dimension; one behind is shifted by it.

@@ -18,16 +18,15 @@ from jax_ring.collectives import primitives
 from jax_ring.collectives.axes import (
     AxisName,
     Groups,
-    axes_of,
     check_reduction,
-    num_ranks,
     refuse_groups,
+    refuse_mixed_axes,
     split_axes,
     warn_of_equal_values,
 )
-from jax_ring.collectives.leaves import as_varying, belongs_to_lax, counted, fused
+from jax_ring.collectives.leaves import as_varying, belongs_to_lax, counted, fused, no_namesake
 from jax_ring.collectives.shard_sums import ShardSums
-from jax_ring.collectives.tree_by_gather import tree_sum
+from jax_ring.collectives.slots import first_terms, prepare
 from jax_ring.options import Algorithm, Options, Order, make_options
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
@@ -53,11 +52,12 @@ def ring_psum(
     The result is the fold `((x_0 + x_1) + x_2) + ...` over ranks 0, 1, ..., p-1. Floats of 16 bits and fewer are added
     in float32, all other types in themselves; the sum is rounded once. All ranks get the same bits. One custom call
     reduces all leaves of one dtype, without copying them into one buffer first. Where XLA's all-reduce serves the call
-    or a part of it (see docs/sharp_bits.md), and over a vmap axis, XLA chooses the order.
+    or a part of it (see docs/sharp_bits.md), and over a vmap axis, XLA chooses the order, unless it is "tree".
 
     Args:
       x: an array, or a pytree of arrays, of any shape and any dtype that `lax.psum` takes. Booleans are summed as
         int32. A Python number or another constant is multiplied by the size of the group, without communication.
+        With order="tree" also a `ShardSums`, with the partial sums of the shards that this rank holds.
       axis_name: the name of a `shard_map`, `vmap` or `pmap` axis, or a sequence of names. With several, rank r is
         the row-major index over them in the order given. Without vma tracking, integers among them name positional
         axes of `x`, which each device sums first.
@@ -71,24 +71,29 @@ def ring_psum(
         i+1, i+2, ..., i (modulo p), so rank i's value is added last. Accumulator and rounding are the same, and
         so is the result on every rank and platform. Needs algorithm "auto" or "ring". "any" leaves the order to the
         engine, for speed: all ranks get the same bits, but they may differ between machines, versions, algorithms and
-        runs (docs/algorithms.md#any-order). On CPU devices it is "rank".
+        runs (docs/algorithms.md#any-order). On CPU devices it is "rank". "tree" adds along a fixed binary tree over
+        V shards, one on each rank, or V/p of them in a `ShardSums`: the same bits for any number of ranks p that
+        divides V, and wherever they run. Needs another algorithm than "ring". Partial sums stay in the accumulator's
+        dtype up to the root of the tree.
+      num_shards: only with order="tree", and checked there: the number of shards V of a `ShardSums`, or p.
 
     Returns:
-      A pytree like `x`, of the same shapes and dtypes. With vma tracking (`check_vma=True`) the sums are invariant
-      over the axis.
+      A pytree like `x`, of the same shapes and dtypes; for a `ShardSums` one like its `terms`, without their first
+      dimension and in its `dtypes`. With vma tracking (`check_vma=True`) the sums are invariant over the axis.
 
     Raises:
       NameError: if no enclosing transformation binds an axis of that name.
       ValueError: if `axis_index_groups` do not partition the ranks, if an axis is named twice, if `x` varies over
-        only some of the axes, or if `algorithm` or `order` is none of those listed or they do not go together.
-      NotImplementedError: for `axis_index_groups` with vma tracking, or over a `vmap` axis.
+        only some of the axes, or if `algorithm` or `order` is none of those listed or they do not go together. With
+        order="tree" also if V is not a multiple of p, or not `num_shards`, or if a `ShardSums` meets groups of
+        different sizes, positional axes or another order.
+      NotImplementedError: for `axis_index_groups` with vma tracking, or over a `vmap` axis; for order="tree" over a
+        `vmap` axis and others in one call.
       TypeError: if a leaf is not a valid JAX type.
       jax.errors.JaxRuntimeError: at run time, if a rank of the group does not arrive within `JAX_RING_TIMEOUT_S`
         seconds (60 by default). `jax.Array.block_until_ready` raises it as a ValueError.
     """
-    if order == "tree":
-        return tree_sum(x, axis_name, axis_index_groups)
-    return _psum("ring_psum", x, axis_name, axis_index_groups, make_options("ring_psum", algorithm, order))
+    return _psum("ring_psum", x, axis_name, axis_index_groups, make_options("ring_psum", algorithm, order), num_shards)
 
 
 def ring_pmean(
@@ -105,16 +110,17 @@ def ring_pmean(
     Arguments, errors and order are those of `ring_psum`. Means of integers and booleans are floats, but as in
     `lax.pmean` integers are added in their own dtype, where a sum wraps around that does not fit. Only integers of 2
     bits, which `lax.pmean` does not take, are added as int32. In groups of different sizes each sum is divided by the
-    size of its own group (`lax.pmean` uses the size of the first).
+    size of its own group (`lax.pmean` uses the size of the first). The sum of a `ShardSums` is divided by its number of
+    shards.
 
     Warns:
       UserWarning: if JAX knows that `x` is already the same on all ranks, like a gradient that it has summed.
     """
-    if order == "tree":
-        count = x.num_shards if isinstance(x, ShardSums) else num_ranks(axes_of(axis_name))
-        return jax.tree.map(partial(_divided, count=count), tree_sum(x, axis_name, axis_index_groups))
     options = make_options("ring_pmean", algorithm, order)
-    total = _psum("ring_pmean", jax.tree.map(_averageable, x), axis_name, axis_index_groups, options)
+    if isinstance(x, ShardSums):
+        total = _psum("ring_pmean", x, axis_name, axis_index_groups, options, num_shards)
+        return jax.tree.map(lambda leaf: _averageable(leaf) / x.num_shards, total)
+    total = _psum("ring_pmean", jax.tree.map(_averageable, x), axis_name, axis_index_groups, options, num_shards)
     warn_of_equal_values("ring_pmean", x, axis_name)
     count = _psum("ring_pmean", 1, axis_name, axis_index_groups, options)
     return jax.tree.map(partial(_divided, count=count), total)
@@ -161,17 +167,33 @@ def _divided(total, count):
     return total / count.astype(total.dtype)
 
 
-def _psum(function: str, x: Any, axis_name: AxisName, axis_index_groups: Groups | None, options: Options):
+def _psum(
+    function: str,
+    x: Any,
+    axis_name: AxisName,
+    axis_index_groups: Groups | None,
+    options: Options,
+    num_shards: int | None = None,
+):
     axes, named, positional, groups = check_reduction(function, axis_name, axis_index_groups)
+    if positional and isinstance(x, ShardSums):
+        raise ValueError(
+            f"{function}: a ShardSums is summed over named axes, got the positional axes {positional}. Sum them before "
+            "ShardSums.of."
+        )
+    leaves, options, finish = prepare(function, x, options, num_shards, named, groups)
+    has_slots = options.num_shards is not None
     if not axes:
-        return x
+        return finish(first_terms(leaves) if has_slots else leaves)
     uneven = groups is not None and len({len(group) for group in groups}) > 1
 
     def left_to_lax(leaf):
-        # lax.psum multiplies a constant by the size of the first group, which is wrong for groups of other sizes.
-        return not (isinstance(leaf, jax.core.Tracer) or uneven) or belongs_to_lax(leaf, named)
+        # lax.psum multiplies a constant by the size of the first group, which is wrong for groups of other sizes, and
+        # for the terms of a rank.
+        is_constant = not (isinstance(leaf, jax.core.Tracer) or uneven or has_slots)
+        return is_constant or belongs_to_lax(leaf, named)
 
-    def namesake(leaf):
+    def to_lax(leaf):
         return lax_psum(leaf, axes, axis_index_groups=groups)
 
     def operand(leaf):
@@ -182,7 +204,8 @@ def _psum(function: str, x: Any, axis_name: AxisName, axis_index_groups: Groups 
     def run(operands, _):
         return _all_reduce(function, _PSUM, operands, named, axis_index_groups=groups, options=options)
 
-    return fused(x, left_to_lax, namesake, operand, run)
+    namesake = no_namesake(f"{function} of a ShardSums") if has_slots else to_lax
+    return finish(fused(leaves, left_to_lax, namesake, operand, run))
 
 
 def _extremum(
@@ -218,6 +241,8 @@ def _all_reduce(function: str, pair: Pair, operands: list, axes: tuple, *, axis_
         return plain.bind(*operands, axes=axes, axis_index_groups=axis_index_groups, **params)
     refuse_groups(function, axis_index_groups)
     batch_axes, mesh_axes = split_axes(axes)
+    if batch_axes and mesh_axes and params["options"].order == "tree":
+        refuse_mixed_axes(function, axes, batch_axes)
     if batch_axes:
         operands = plain.bind(*operands, axes=batch_axes, axis_index_groups=None, **params)
     if mesh_axes:

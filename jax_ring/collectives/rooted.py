@@ -9,24 +9,33 @@ from jax_ring import _compat
 from jax_ring.collectives import primitives
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, check_root, split_axes
 from jax_ring.collectives.leaves import as_varying, belongs_to_lax, counted, fused, no_namesake
+from jax_ring.collectives.slots import first_terms, prepare
 from jax_ring.options import Algorithm, Order, make_options
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
 
 
-def ring_reduce(x: T, axis_name: AxisName, *, root: int = 0, algorithm: Algorithm = "auto", order: Order = "rank") -> T:
+def ring_reduce(
+    x: T,
+    axis_name: AxisName,
+    *,
+    root: int = 0,
+    algorithm: Algorithm = "auto",
+    order: Order = "rank",
+    num_shards: int | None = None,
+) -> T:
     """Sums `x` over the ranks of a mapped axis, for rank `root` only; the others get zeros.
 
     The sum has the bits that `ring_psum` gives. The transpose is `ring_broadcast`.
 
     Args:
-      x: an array, or a pytree of arrays, as for `ring_psum`. Booleans are summed as int32.
+      x: an array, a pytree of arrays or a `ShardSums`, as for `ring_psum`. Booleans are summed as int32.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
       root: the rank that gets the sum: a Python integer from 0 to p-1, the same on all ranks.
-      algorithm, order: as for `ring_psum`.
+      algorithm, order, num_shards: as for `ring_psum`.
 
     Returns:
-      A pytree like `x`. With vma tracking it varies over the axis.
+      A pytree as of `ring_psum`. With vma tracking it varies over the axis.
 
     Raises:
       ValueError: if there is no rank `root`, and as `ring_psum`.
@@ -34,9 +43,10 @@ def ring_reduce(x: T, axis_name: AxisName, *, root: int = 0, algorithm: Algorith
     """
     function, options = "ring_reduce", make_options("ring_reduce", algorithm, order)
     axes = axes_of(axis_name)
-    if not axes:
-        return x
     check_named(function, axes)
+    leaves, options, finish = prepare(function, x, options, num_shards, axes, None)
+    if not axes:
+        return finish(leaves if options.num_shards is None else first_terms(leaves))
     root = check_root(function, axes, root)
 
     def operand(leaf):
@@ -45,7 +55,7 @@ def ring_reduce(x: T, axis_name: AxisName, *, root: int = 0, algorithm: Algorith
     def run(operands, _):
         return primitives.ring_reduce_p.bind(*operands, axes=axes, axis_index_groups=None, root=root, options=options)
 
-    return fused(x, partial(belongs_to_lax, axes=axes), no_namesake(function), operand, run)
+    return finish(fused(leaves, partial(belongs_to_lax, axes=axes), no_namesake(function), operand, run))
 
 
 def ring_broadcast(x: T, axis_name: AxisName, *, root: int = 0, algorithm: Algorithm = "auto") -> T:

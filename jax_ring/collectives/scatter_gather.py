@@ -23,8 +23,8 @@ from jax_ring.collectives.axes import (
     refuse_groups,
     split_axes,
 )
-from jax_ring.collectives.leaves import as_varying, belongs_to_lax, fused
-from jax_ring.collectives.tree_by_gather import tree_scatter
+from jax_ring.collectives.leaves import as_varying, belongs_to_lax, fused, no_namesake
+from jax_ring.collectives.slots import first_terms, prepare
 from jax_ring.options import Algorithm, Order, check_choice, make_options
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
@@ -49,30 +49,32 @@ def ring_psum_scatter(
     `order="ring"` block r is folded over ranks r+1, r+2, ..., r. The transpose is `ring_all_gather`.
 
     Args:
-      x: an array, or a pytree of arrays, of any dtype that can be added.
+      x: an array, or a pytree of arrays, of any dtype that can be added; with order="tree" also a `ShardSums`, whose
+        first dimension `scatter_dimension` does not count.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
       scatter_dimension: the dimension of `x` to split. It has p elements, or a multiple of p if `tiled`.
       axis_index_groups: a list of lists of ranks, all of one length; r and p then count within the group.
       tiled: whether a block keeps `scatter_dimension`, with 1/p of its elements. Otherwise the dimension is removed.
-      algorithm, order: as for `ring_psum`.
+      algorithm, order, num_shards: as for `ring_psum`.
 
     Returns:
-      A pytree like `x`, with `scatter_dimension` p times smaller, or removed. With vma tracking it varies over the
-      axis.
+      A pytree as of `ring_psum`, with `scatter_dimension` p times smaller, or removed. With vma tracking it varies over
+      the axis.
 
     Raises:
       ValueError: if `scatter_dimension` does not exist or its size does not fit the number of ranks, and as
         `ring_psum`.
       NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
-    if order == "tree":
-        return tree_scatter(x, axis_name, scatter_dimension, tiled, axis_index_groups)
     function, options = "ring_psum_scatter", make_options("ring_psum_scatter", algorithm, order)
     axes = _compat.skip_size_one_axes(axes_of(axis_name))
+    if axes:
+        check_named(function, axes)
+    groups = check_groups(function, axis_index_groups, axes) if axes else None
+    leaves, options, finish = prepare(function, x, options, num_shards, axes, groups)
+    has_slots = options.num_shards is not None
     if not axes:
-        return x
-    check_named(function, axes)
-    groups = check_groups(function, axis_index_groups, axes)
+        return finish(first_terms(leaves) if has_slots else leaves)
     size = group_size(function, axes, groups)
 
     def operand(leaf):
@@ -80,9 +82,9 @@ def ring_psum_scatter(
         if leaf.dtype == jnp.bool_:
             raise TypeError(f"{function} does not add booleans, got {jax.typeof(leaf)}. Use x.astype(jnp.int32).")
         leaf = as_varying(function, leaf, axes, mixed=False)
-        return leaf, canonical_dimension(function, "scatter_dimension", scatter_dimension, leaf.ndim)
+        return leaf, canonical_dimension(function, "scatter_dimension", scatter_dimension, leaf.ndim - has_slots)
 
-    def namesake(leaf):
+    def to_lax(leaf):
         return lax_psum_scatter(leaf, axes, scatter_dimension=scatter_dimension, axis_index_groups=groups, tiled=tiled)
 
     def run(operands, dimension):
@@ -91,7 +93,8 @@ def ring_psum_scatter(
             options=options,
         )  # fmt: skip
 
-    return fused(x, partial(belongs_to_lax, axes=axes), namesake, operand, run)
+    namesake = no_namesake(f"{function} of a ShardSums") if has_slots else to_lax
+    return finish(fused(leaves, partial(belongs_to_lax, axes=axes), namesake, operand, run))
 
 
 def ring_all_gather(

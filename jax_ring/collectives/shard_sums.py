@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 
 from jax_ring import shard_tree
-from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
-from jax_ring.collectives.leaves import own_copy
+from jax_ring.collectives.axes import AxisName, axes_of, check_divisible, check_named, num_ranks
+from jax_ring.collectives.leaves import counted, own_copy
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["terms"], meta_fields=["num_shards", "dtypes"])
@@ -35,10 +35,24 @@ class ShardSums:
     def of(cls, values: Any, axis_name: AxisName, num_shards: int) -> Self:
         """The partial sums of a pytree whose leaves have a first dimension for the rank's V/p shards, in order.
 
-        Rank r of p holds the shards from r * V/p on.
+        Rank r of p holds the shards from r * V/p on. Booleans are summed as int32.
+
+        Raises:
+          ValueError: if V is not a multiple of p, or a leaf does not have V/p elements along its first dimension.
+          NameError: if no enclosing transformation binds an axis of that name.
         """
+        axes = axes_of(axis_name)
+        check_named("ShardSums.of", axes)
+        check_divisible("ShardSums.of", num_shards, num_ranks(axes))
+        each = num_shards // num_ranks(axes)
         leaves, structure = jax.tree.flatten(values)
-        each = num_shards // num_ranks(axes_of(axis_name))
+        leaves = [counted(jnp.asarray(leaf)) for leaf in leaves]
+        for leaf in leaves:
+            if leaf.shape[:1] != (each,):
+                raise ValueError(
+                    f"ShardSums.of: each rank holds {each} of {num_shards} shards, the first dimension of every leaf; "
+                    f"got one of shape {leaf.shape}"
+                )
         stack = TermStack.empty([jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves], axis_name, num_shards)
         for shard in range(each):
             stack = stack.push([x[shard] for x in leaves], axis_name, num_shards, shard)

@@ -1,14 +1,16 @@
 """Collectives over a `vmap` axis: local computations along a batch dimension, because the axis is within a device.
 
-Each takes an operand, its batch dimension (None if unbatched), the size of the batch and the collective's own
-parameters, and returns the result with its batch dimension (None if it is the same for the whole batch).
+Each takes an operand, its batch dimension (None if unbatched), the size of the batch, the options and the collective's
+own parameters, and returns the result with its batch dimension (None if it is the same for the whole batch).
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ring import shard_tree
 from jax_ring.lowering.layout import merge_dimensions, split_dimension
+from jax_ring.options import Options
 
 
 def accumulator_dtype(dtype) -> jnp.dtype:
@@ -20,37 +22,51 @@ def accumulator_dtype(dtype) -> jnp.dtype:
     return jnp.dtype(dtype)
 
 
-def _sum(x: jax.Array, dim: int | None, size: int) -> jax.Array:
+def _sum(x: jax.Array, dim: int | None, size: int, options: Options) -> jax.Array:
     wide = x.astype(accumulator_dtype(x.dtype))
+    if options.order == "tree":
+        return _tree_sum(wide, dim, size, options.num_shards).astype(x.dtype)
     total = wide * jnp.asarray(size, wide.dtype) if dim is None else jnp.sum(wide, dim, dtype=wide.dtype)
     return total.astype(x.dtype)
 
 
-def psum(x, dim, size):
-    """The sum of the batch, or `size` times an unbatched operand."""
-    return _sum(x, dim, size), None
+def _tree_sum(x: jax.Array, dim: int | None, size: int, num_shards: int | None) -> jax.Array:
+    """The sum along the tree, of which each member of the batch has one shard, or a dimension with its terms."""
+
+    def term(rank: int, slot: int) -> jax.Array:
+        of_member = x if dim is None else lax.index_in_dim(x, rank, dim, keepdims=False)
+        return of_member if num_shards is None else of_member[slot]
+
+    (total,) = shard_tree.run_fold(shard_tree.fold_of(num_shards or size, size), term, lax.add)
+    return total
 
 
-def pmax(x, dim, size):
+def psum(x, dim, size, options):
+    """The sum of the batch. In another order than that of the tree, that of an unbatched operand is a product."""
+    return _sum(x, dim, size, options), None
+
+
+def pmax(x, dim, size, options):
     """The largest of the batch."""
-    del size
+    del size, options
     return x if dim is None else jnp.max(x, dim), None
 
 
-def pmin(x, dim, size):
+def pmin(x, dim, size, options):
     """The smallest of the batch."""
-    del size
+    del size, options
     return x if dim is None else jnp.min(x, dim), None
 
 
-def psum_scatter(x, dim, size, *, dimension, tiled):
+def psum_scatter(x, dim, size, options, *, dimension, tiled):
     """The sum of the batch; member i keeps block i along `dimension`."""
-    total = _sum(x, dim, size)
+    total = _sum(x, dim, size, options)
     return split_dimension(total, dimension, size) if tiled else total, dimension
 
 
-def all_gather(x, dim, size, *, dimension, tiled):
+def all_gather(x, dim, size, options, *, dimension, tiled):
     """The batch along `dimension`."""
+    del options
     if dim is None:
         stacked = jnp.broadcast_to(jnp.expand_dims(x, dimension), (*x.shape[:dimension], size, *x.shape[dimension:]))
     else:
@@ -58,13 +74,13 @@ def all_gather(x, dim, size, *, dimension, tiled):
     return merge_dimensions(stacked, dimension) if tiled else stacked, None
 
 
-def reduce(x, dim, size, *, root):
+def reduce(x, dim, size, options, *, root):
     """The sum of the batch for member `root`, and zeros for the others."""
-    total = _sum(x, dim, size)
+    total = _sum(x, dim, size, options)
     return jnp.zeros((size, *total.shape), total.dtype).at[root].set(total), 0
 
 
-def broadcast(x, dim, size, *, root):
+def broadcast(x, dim, size, options, *, root):
     """Member `root` of the batch."""
-    del size
+    del size, options
     return x if dim is None else lax.index_in_dim(x, root, dim, keepdims=False), None

@@ -12,36 +12,51 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery
-from jax_ring.lowering import barrier, call_sites, layout, ops, reach, streams, tuning
+from jax_ring.lowering import barrier, call_sites, layout, ops, reach, streams, trees, tuning
 from jax_ring.lowering.service import Service, has_choice
 
 
 def emit(
-    ctx, operands, *, kind: str, op: str, service: Service, call: str, options, root=0, axis_size=None, **dimensions
-) -> Sequence:
+    ctx, operands, *, kind: str, op: str, service: Service, call: str, options, root=0, axis_size=None,
+    group_trees=None, **dimensions,
+) -> Sequence:  # fmt: skip
     """Emits one custom call for all operands, and returns its results.
 
     The engine scatters and gathers contiguous blocks, one per rank, along a leading dimension: it removes that
     dimension from the operand of a reduce-scatter, and adds it to the result of an all-gather. For other dimensions
-    the data is transposed here.
+    the data is transposed here. Operands with several slots have these in front of the blocks.
+
+    group_trees: along which a call adds whose order is "tree", if its groups do not have all ranks of their trees.
     """
     assert service.levels is not None
     scatters, gathers = kind == "reduce_scatter", kind == "all_gather"
-    avals_in = [
-        jax.core.ShapedArray((axis_size, *out.shape) if scatters else aval.shape, aval.dtype)
-        for aval, out in zip(ctx.avals_in, ctx.avals_out, strict=True)
-    ]
+    groups = service.levels.within
+    if not trees.adds_along_tree(kind, options):
+        group_trees = []
+    elif group_trees is None:
+        group_trees = trees.trees_of(groups, options)
+    has_slots = bool(group_trees) and group_trees[0].num_slots() > 1
+    avals_in = ctx.avals_in
+    if scatters:
+        avals_in = [
+            jax.core.ShapedArray(
+                aval.shape[:has_slots]
+                + layout.shape_of_blocks(aval.shape[has_slots:], axis_size=axis_size, **dimensions),
+                aval.dtype,
+            )
+            for aval in avals_in
+        ]  # fmt: skip
     avals_out = [
         jax.core.ShapedArray((axis_size, *aval.shape) if gathers else out.shape, aval.dtype)
         for aval, out in zip(ctx.avals_in, ctx.avals_out, strict=True)
     ]
     if scatters:
+        blocks_first = partial(layout.blocks_first, axis_size=axis_size, **dimensions)
         operands = [
-            ops.inline(ctx, layout.blocks_first, x, aval, blocks, axis_size=axis_size, **dimensions)
+            ops.inline(ctx, jax.vmap(blocks_first) if has_slots else blocks_first, x, aval, blocks)
             for x, aval, blocks in zip(operands, ctx.avals_in, avals_in, strict=True)
         ]
 
-    groups = service.levels.within
     if all(len(group) == 1 for group in groups):
         results: Sequence = [ops.reshape(x, aval.shape) for x, aval in zip(operands, avals_out, strict=True)]
     else:
@@ -52,7 +67,7 @@ def emit(
         aliases = {
             len(encoded.operands) + i: i
             for i, x in enumerate(operands)
-            if not (scatters or gathers) and _should_alias(x)
+            if not (scatters or gathers or has_slots) and _should_alias(x)
         }
         stream = streams.stream_of(ctx, service.engine, options)
         target = runtime.ASYNC_TARGETS[kind] if stream else runtime.TARGETS[kind]
@@ -67,9 +82,7 @@ def emit(
             group_sizes=np.array([len(group) for group in groups], np.int64),
             one_shot_bytes=np.array([t.one_shot for t in thresholds], np.int64),
             two_shot_bytes=np.array([t.two_shot for t in thresholds], np.int64),
-            tree_shards=np.array([], np.int64),
-            tree_sizes=np.array([], np.int64),
-            tree_ranks=np.array([], np.int64),
+            **trees.attributes_of(group_trees),
             call=call,
             **encoded.attributes,
         )

@@ -27,13 +27,15 @@ def lower_reduce_to_xla(ctx, operand, *, axes, axis_index_groups, root):
     del axis_index_groups
     (aval,) = ctx.avals_in
 
-    def on_root(total):
-        if jnp.iscomplexobj(total):
-            return lax.complex(on_root(total.real), on_root(total.imag))
-        return _from_bits(_or_zeros(_to_bits(total), axes, root), total.dtype)
-
     total = _all_reduce(ctx, operand, aval, axes=axes)
-    return [ops.inline(ctx, on_root, total, aval, ctx.avals_out[0])]
+    return [ops.inline(ctx, partial(on_root, axes=axes, root=root), total, aval, ctx.avals_out[0])]
+
+
+def on_root(total, axes, root):
+    """The total on the root, and zeros elsewhere."""
+    if jnp.iscomplexobj(total):
+        return lax.complex(on_root(total.real, axes, root), on_root(total.imag, axes, root))
+    return _from_bits(_or_zeros(_to_bits(total), axes, root), total.dtype)
 
 
 def lower_broadcast_to_xla(ctx, operand, *, axes, axis_index_groups, root):
@@ -86,15 +88,19 @@ def _from_bits(bits, dtype):
 def lower_psum_scatter_to_all_reduce(ctx, operand, *, axes, axis_index_groups, axis_size, dimension, tiled):
     """Lowers a psum_scatter to an all-reduce of which each rank keeps its block."""
     (aval,) = ctx.avals_in
-
-    def own_block(total):
-        rank = lax.axis_index(axes)
-        if axis_index_groups is not None:
-            rank_in_group = {member: i for group in axis_index_groups for i, member in enumerate(group)}
-            rank = jnp.array([rank_in_group[i] for i in range(len(rank_in_group))])[rank]
-        size = total.shape[dimension] // axis_size
-        block = lax.dynamic_slice_in_dim(total, rank * size, size, dimension)
-        return block if tiled else lax.squeeze(block, [dimension])
-
+    keep = partial(
+        own_block, axes=axes, axis_index_groups=axis_index_groups, axis_size=axis_size, dimension=dimension, tiled=tiled
+    )
     total = _all_reduce(ctx, operand, aval, axes=axes, axis_index_groups=axis_index_groups)
-    return [ops.inline(ctx, own_block, total, aval, ctx.avals_out[0])]
+    return [ops.inline(ctx, keep, total, aval, ctx.avals_out[0])]
+
+
+def own_block(total, *, axes, axis_index_groups, axis_size, dimension, tiled):
+    """The block of a total that a psum_scatter leaves on this rank."""
+    rank = lax.axis_index(axes)
+    if axis_index_groups is not None:
+        rank_in_group = {member: i for group in axis_index_groups for i, member in enumerate(group)}
+        rank = jnp.array([rank_in_group[i] for i in range(len(rank_in_group))])[rank]
+    size = total.shape[dimension] // axis_size
+    block = lax.dynamic_slice_in_dim(total, rank * size, size, dimension)
+    return block if tiled else lax.squeeze(block, [dimension])

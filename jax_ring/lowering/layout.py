@@ -8,6 +8,12 @@ def blocks_first(x, *, axis_size: int, dimension: int, tiled: bool):
     return jnp.moveaxis(split_dimension(x, dimension, axis_size) if tiled else x, dimension, 0)
 
 
+def shape_of_blocks(shape: tuple, *, axis_size: int, dimension: int, tiled: bool) -> tuple:
+    """The shape of `blocks_first` of an array of this shape."""
+    kept = (shape[dimension] // axis_size,) if tiled else ()
+    return axis_size, *shape[:dimension], *kept, *shape[dimension + 1 :]
+
+
 def blocks_at(x, *, dimension: int, tiled: bool):
     """The result of an all-gather, with the blocks moved from the leading dimension to `dimension`."""
     x = jnp.moveaxis(x, 0, dimension)

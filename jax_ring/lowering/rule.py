@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ring import runtime
-from jax_ring.lowering import custom_call, fallback, ops, two_level
+from jax_ring.lowering import custom_call, fallback, ops, tree_by_xla, trees, two_level, two_level_tree
 from jax_ring.lowering.service import kind_by_xla, platforms_of, replica_groups, service_of, symbolic_shapes
 
 logger = logging.getLogger("jax_ring")
@@ -51,33 +51,61 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
       NotImplementedError: if no engine serves the call, and `JAX_RING_STRICT` is 1 or XLA's collective could be wrong.
     """
     groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
-    service = service_of(ctx, groups, collective.kind)
+    along_tree = trees.adds_along_tree(collective.kind, options)
+    service = service_of(ctx, groups, collective.kind, along_tree=along_tree)
+    if trees.num_slots(groups, options) == 1:
+        ctx, operands = _without_slots(ctx, operands)
     if service.levels is not None:
         if service.levels.across:
             logger.info(
                 "%s over %s is served by XLA between %d hosts", collective.function, axes, service.levels.num_hosts
             )
         call = custom_call.describe(ctx, collective.function, axes, axis_index_groups)
-        emit = two_level.emit if service.levels.across else custom_call.emit
+        emit: Callable = custom_call.emit
+        if service.levels.across:
+            emit = partial(two_level_tree.emit, groups=groups) if along_tree else two_level.emit
         emit = partial(emit, kind=collective.kind, op=collective.op, service=service, call=call, options=options)
         return _emit_widened(ctx, operands, partial(emit, **params))
+    if along_tree:
+        _note_fallback(collective.function, axes, "all_to_all", service.why_not, options)
+        by_xla = partial(
+            tree_by_xla.emit, kind=collective.kind, groups=groups, options=options,
+            axes=axes, axis_index_groups=axis_index_groups, **params,
+        )  # fmt: skip
+        return _emit_widened(ctx, operands, by_xla)
     return _fall_back(
         collective, ctx, operands, service.why_not, options,
         axes=axes, axis_index_groups=axis_index_groups, **params,
     )  # fmt: skip
 
 
-def _fall_back(collective: Collective, ctx, operands, why_not: str, options, *, axes, axis_index_groups, **params):
-    """Emits XLA's collective for each operand."""
-    kind = kind_by_xla(collective.kind, platforms_of(ctx))
+def _without_slots(ctx, operands) -> tuple:
+    """The operands of ranks that have one term each, without the dimension for it."""
+    avals = [jax.core.ShapedArray(aval.shape[1:], aval.dtype) for aval in ctx.avals_in]
+    reshape = lambda x: x[0]  # noqa: E731
+    operands = [
+        ops.inline(ctx, reshape, x, aval, single) if symbolic_shapes(ctx) else ops.reshape(x, single.shape)
+        for x, aval, single in zip(operands, ctx.avals_in, avals, strict=True)
+    ]
+    return ctx.replace(avals_in=avals), operands
+
+
+def _note_fallback(function: str, axes, kind: str, why_not: str, options) -> None:
+    """Logs that XLA's collective of this kind serves a call, or raises if that is forbidden."""
     ignored = f", which ignores {chosen}" if (chosen := options.ignored_by_xla()) else ""
     by_xla = f"XLA's {kind}{ignored}: {why_not}"
     if runtime.STRICT:
         raise NotImplementedError(
-            f"{collective.function} over {axes} would use {by_xla}. {runtime.STRICT_VARIABLE}=1 forbids it; unset "
+            f"{function} over {axes} would use {by_xla}. {runtime.STRICT_VARIABLE}=1 forbids it; unset "
             "the variable to allow it."
         )
-    logger.info("%s over %s uses %s", collective.function, axes, by_xla)
+    logger.info("%s over %s uses %s", function, axes, by_xla)
+
+
+def _fall_back(collective: Collective, ctx, operands, why_not: str, options, *, axes, axis_index_groups, **params):
+    """Emits XLA's collective for each operand."""
+    kind = kind_by_xla(collective.kind, platforms_of(ctx))
+    _note_fallback(collective.function, axes, kind, why_not, options)
     lower_to_xla = collective.lower_to_xla
     shapes = symbolic_shapes(ctx)
     if (collective.kind, kind) == ("reduce_scatter", "all_reduce"):

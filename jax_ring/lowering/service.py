@@ -23,12 +23,12 @@ class Service(NamedTuple):
     automatic_axes: tuple[str, ...] = ()
 
 
-def service_of(ctx, groups, kind: str) -> Service:
-    """Who serves the call under lowering."""
+def service_of(ctx, groups, kind: str, *, along_tree: bool = False) -> Service:
+    """Who serves the call under lowering, which adds along a tree or not."""
     if shapes := symbolic_shapes(ctx):
         why_not = f"in a shard_map, JAX does not refine custom calls of a symbolic shape, here {shapes[0]}"
         return Service(None, why_not=why_not)
-    return who_serves(platforms_of(ctx), ctx.module_context.axis_context, groups, kind)
+    return who_serves(platforms_of(ctx), ctx.module_context.axis_context, groups, kind, along_tree=along_tree)
 
 
 def symbolic_shapes(ctx) -> list[str]:
@@ -47,7 +47,7 @@ def is_single_custom_call(service: Service, groups) -> bool:
     return service.levels is not None and not service.levels.across and any(len(group) > 1 for group in groups)
 
 
-def who_serves(platforms: tuple[str, ...], axis_context, groups, kind: str) -> Service:
+def who_serves(platforms: tuple[str, ...], axis_context, groups, kind: str, *, along_tree: bool = False) -> Service:
     """Who serves a call of this kind in these groups of mesh positions."""
     if len(platforms) > 1 or platforms[0] not in tuning.PLATFORMS:
         return Service(None, why_not=f"the program is lowered for {' and '.join(platforms)}")
@@ -57,7 +57,8 @@ def who_serves(platforms: tuple[str, ...], axis_context, groups, kind: str) -> S
         why_not = f"the enclosing shard_map leaves the axes {automatic} to the compiler"
         return Service(None, why_not=why_not, automatic_axes=tuple(automatic))
     levels, why_not = reach.levels_of(platforms[0], axis_context.mesh, groups)
-    if levels is not None and levels.across and kind != "all_reduce":
+    on_two_levels = kind == "all_reduce" or (along_tree and kind == "reduce_scatter")
+    if levels is not None and levels.across and not on_two_levels:
         return Service(None, why_not=f"the ranks of a group are on {levels.num_hosts} hosts")
     return Service(levels, platforms[0], why_not)
 

@@ -35,6 +35,29 @@ class Piece(NamedTuple):
     value: Any
 
 
+class Bounds(NamedTuple):
+    """Some elements of a flattened array.
+
+    Attributes:
+      shape: of the array.
+      start, stop: the first of the elements, and the one after the last.
+      size: of the vector that holds them; zeros fill it.
+    """
+
+    shape: tuple
+    start: int
+    stop: int
+    size: int
+
+    def of(self, x: Any) -> jax.Array:
+        """The elements of an array of that shape."""
+        return self.filled(jnp.reshape(x, -1)[self.start : self.stop])
+
+    def filled(self, elements: jax.Array) -> jax.Array:
+        """The elements, and zeros."""
+        return jnp.pad(elements, (0, self.size - elements.size))
+
+
 def dependences(
     jaxpr: core.Jaxpr, masks: Sequence[int], visit: Callable[[core.JaxprEqn, list[int], list[int]], None] | None = None
 ) -> list[int]:
@@ -82,16 +105,13 @@ def compute(closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[A
     return _in_order(outputs, jax.core.eval_jaxpr(thin, closed.consts, *operands))
 
 
-def compute_piece(
-    closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[Any], shape: tuple, start: int, stop: int
-) -> list:
-    """As `compute`, for elements `start` to `stop` of flattened outputs of one shape.
+def compute_piece(closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[Any], bounds: Bounds) -> list:
+    """As `compute`, for some elements of flattened outputs of one shape.
 
     Args:
       closed, outputs: as for `compute`.
-      inputs: as for `compute`; or a `Piece` of an array of that shape.
-      shape: the shape of the outputs.
-      start, stop: which of their elements.
+      inputs: as for `compute`; or a `Piece` of an array of that shape, filled.
+      bounds: which elements.
 
     Raises:
       NotElementwise: if an equation cannot be computed for a piece alone.
@@ -99,10 +119,10 @@ def compute_piece(
     thin, operands = _thinned(closed, outputs, inputs)
 
     def cut(x):
-        return x if isinstance(x, Piece) else Piece(jnp.reshape(x, -1)[start:stop])
+        return x if isinstance(x, Piece) else Piece(bounds.of(x))
 
-    results = _evaluate(thin, closed.consts, operands, shape, cut)
-    return _in_order(outputs, [cut(x).value for x in results])
+    results = _evaluate(thin, closed.consts, operands, bounds.shape, cut)
+    return _in_order(outputs, [cut(x).value[: bounds.stop - bounds.start] for x in results])
 
 
 def place_of(eqn: core.JaxprEqn) -> tuple[str, str]:

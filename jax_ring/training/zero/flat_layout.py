@@ -11,51 +11,59 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks
-from jax_ring.training.implementations import Impl, implementation
-from jax_ring.training.sync import sync_gradients
-from jax_ring.training.zero.interface import (
-    ShardedOptimizer,
-    Stage,
-    by_dtype,
-    check_same_tree,
-    gradient_leaves,
-    padded,
-    vary,
-)
+from jax_ring.training.fence import fence
+from jax_ring.training.implementations import implementation
+from jax_ring.training.zero.block_sums import BLOCK
+from jax_ring.training.zero.given_norms import order_given
+from jax_ring.training.zero.gradients import LocalGradients, Reduction
+from jax_ring.training.zero.interface import ShardedOptimizer, Stage, by_dtype, check_same_tree, padded, vary
 
 if TYPE_CHECKING:
     import optax
 
 
-_STALE = " A state that was made for another number of ranks has to pass through `repartition` first."
+_STALE = (
+    " A state that was made for another number of ranks, or with another order, has to pass through `repartition` "
+    "first."
+)
 
 
-def flat_layout(
-    tx: optax.GradientTransformation, axis_name: AxisName, *, stage: Stage, impl: Impl, overlap: bool
-) -> ShardedOptimizer:
+def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Reduction) -> ShardedOptimizer:
     """The sharded optimizer that updates an equal part of each dtype's vector on every rank."""
-    run = implementation("sharded_optimizer", impl, overlap)
+    axis_name = reduction.axis_name
+    run = implementation("sharded_optimizer", reduction.impl, reduction.overlap)
+    separated = fence if reduction.is_tree else lambda tree: tree
+
+    def cut(num_ranks):
+        return num_ranks * BLOCK if reduction.is_tree else num_ranks
 
     def own_params(params):
-        return _own_part(_flat(jax.tree.leaves(params), params, num_ranks(axes_of(axis_name))), axis_name)
+        return _own_part(_flat(jax.tree.leaves(params), params, cut(reduction.num_ranks)), axis_name)
 
     def init(params):
         check_named("sharded_optimizer", axes_of(axis_name))
         return vary(tx.init(own_params(params)), axis_name)
 
     def update(gradients, state, params):
-        leaves, has_gradient = gradient_leaves(gradients, params, axis_name)
+        local = LocalGradients.of(gradients, params, reduction)
         own = own_params(params)
         check_same_tree("state", state, jax.eval_shape(tx.init, own), likes="state that init makes here", remedy=_STALE)
-        p = num_ranks(axes_of(axis_name))
+        multiple = cut(reduction.num_ranks)
+        dtypes = {
+            name: jnp.result_type(*(local.types[i].dtype for i in places)) for name, places in by_dtype(params).items()
+        }
         if stage == 1:
             # In the dtypes of the vectors, so that the sums have the bits of stage 2.
-            synced = sync_gradients(_promoted(leaves, params), axis_name, impl=impl, overlap=overlap)
-            means = _own_part(_flat(synced, params, p), axis_name)
+            synced = local.synced([dtypes[np.dtype(jnp.result_type(x)).name] for x in jax.tree.leaves(params)])
+            means = _own_part(_flat(synced, params, multiple), axis_name)
         else:
-            means = jax.tree.map(lambda g: g / p, run.psum_scatter(_flat(leaves, params, p), axis_name))
-        updates, state = tx.update(means, state, own)
-        updates = _unflat(run.all_gather(updates, axis_name), params, has_gradient)
+            vectors = local.packed(lambda leaves: _flat(leaves, params, multiple))
+            means = jax.tree.map(local.mean, local.scattered_sums(vectors), dtypes)
+        # On one rank no collective keeps the compiler from fusing the update with what is around it.
+        means, own = separated((means, own))
+        with order_given(reduction.order):
+            updates, state = separated(tx.update(means, state, own))
+        updates = _unflat(run.all_gather(updates, axis_name), params, local.has_gradient)
         return updates, vary(state, axis_name)
 
     def specs(params):
@@ -69,29 +77,19 @@ def flat_layout(
                     f"{x.shape}, too small for these parameters, which need {like.size} elements. Give the global "
                     "state, outside of shard_map, and the parameters that it was made for."
                 )
-            return padded(x[: like.size], num_ranks) if like.ndim else x
+            return padded(x[: like.size], cut(num_ranks)) if like.ndim else x
 
         return jax.tree_util.tree_map_with_path(cut_and_fill, _whole(tx, params), state)
 
     return ShardedOptimizer(init, update, specs, repartition)
 
 
-def _flat(leaves: list[jax.Array], params: Any, num_ranks: int) -> dict[str, jax.Array]:
+def _flat(leaves: list[jax.Array], params: Any, multiple: int) -> dict[str, jax.Array]:
     """One vector of the leaves for each dtype of the parameters. Leaves of several dtypes are promoted to one."""
     return {
-        dtype: padded(jnp.concatenate([jnp.ravel(leaves[i]) for i in places]), num_ranks)
+        dtype: padded(jnp.concatenate([jnp.ravel(leaves[i]) for i in places]), multiple)
         for dtype, places in by_dtype(params).items()
     }
-
-
-def _promoted(leaves: list[jax.Array], params: Any) -> list[jax.Array]:
-    """The leaves, in the dtypes that they have in `_flat`."""
-    leaves = list(leaves)
-    for places in by_dtype(params).values():
-        dtype = jnp.result_type(*(leaves[i] for i in places))
-        for i in places:
-            leaves[i] = leaves[i].astype(dtype)
-    return leaves
 
 
 def _unflat(vectors: dict[str, jax.Array], params: Any, has_gradient: list[bool]) -> Any:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
 from jax_ring.collectives.axes import AxisName, axes_of
+from jax_ring.options import Order
 from jax_ring.training.implementations import Impl
 
 
@@ -19,11 +20,13 @@ class NormRequest(NamedTuple):
     Attributes:
       leaves: of what; values of the trace, or whatever stands for them.
       impl: the implementation of the sum over the ranks.
+      order: of the sum.
       dtype: of the norm.
     """
 
     leaves: Any
     impl: Impl
+    order: Order
     dtype: Any
 
 
@@ -35,6 +38,32 @@ class _Given(NamedTuple):
 
 
 _given: ContextVar[_Given | None] = ContextVar("given_norms", default=None)
+_order: ContextVar[Order | None] = ContextVar("order", default=None)
+
+
+@contextlib.contextmanager
+def order_given(order: Order) -> Iterator[None]:
+    """For the time of tracing an update: the order in which the sharded optimizer around it adds gradients."""
+    token = _order.set(order)
+    try:
+        yield
+    finally:
+        _order.reset(token)
+
+
+def order_here(order: Order | None) -> Order:
+    """The order of a norm: the argument, or by default that of the sharded optimizer around it.
+
+    Raises:
+      ValueError: for a norm along the tree in an optimizer with another order.
+    """
+    around = _order.get()
+    if order == "tree" and around not in (None, "tree"):
+        raise ValueError(
+            f"clip_by_global_norm has order='tree', within a sharded_optimizer with order={around!r}, whose ranks hold "
+            "parts that depend on their number. Pass order='tree' to sharded_optimizer, too."
+        )
+    return order or around or "rank"
 
 
 @contextlib.contextmanager
@@ -56,7 +85,7 @@ def norms_given(axis_name: AxisName, norms: Sequence[jax.Array]) -> Iterator[lis
         _given.reset(token)
 
 
-def given_norm(leaves: Sequence[jax.Array], axis_name: AxisName, impl: Impl) -> jax.Array | None:
+def given_norm(leaves: Sequence[jax.Array], axis_name: AxisName, impl: Impl, order: Order) -> jax.Array | None:
     """The norm of all leaves of all ranks; None outside of `norms_given`, where the caller computes it.
 
     Raises:
@@ -78,5 +107,5 @@ def given_norm(leaves: Sequence[jax.Array], axis_name: AxisName, impl: Impl) -> 
         )
     index = len(given.requests)
     dtype = jnp.finfo(jnp.result_type(jnp.float32, *leaves)).dtype  # that of the absolute values, for complex leaves
-    given.requests.append(NormRequest(list(leaves), impl, dtype))
+    given.requests.append(NormRequest(list(leaves), impl, order, dtype))
     return given.norms[index].astype(dtype) if index < len(given.norms) else jnp.ones((), dtype)

@@ -9,15 +9,22 @@ import jax
 import jax.numpy as jnp
 
 from jax_ring import _compat
+from jax_ring.collectives import ring_psum
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, split_axes
+from jax_ring.options import Order
+from jax_ring.training.fence import fence
 from jax_ring.training.implementations import Impl, implementation
-from jax_ring.training.zero.given_norms import given_norm
+from jax_ring.training.zero.block_sums import block_sums, sum_of_blocks
+from jax_ring.training.zero.given_norms import given_norm, order_here
+from jax_ring.training.zero.interface import check_order
 
 if TYPE_CHECKING:
     import optax
 
 
-def clip_by_global_norm(max_norm: float, axis_name: AxisName, *, impl: Impl = "ring") -> optax.GradientTransformation:
+def clip_by_global_norm(
+    max_norm: float, axis_name: AxisName, *, impl: Impl = "ring", order: Order | None = None
+) -> optax.GradientTransformation:
     """`optax.clip_by_global_norm` for a sharded optimizer: `optax.chain(clip_by_global_norm(...), adam)`.
 
     The squares of the ranks' parts are added over the axis, so the norm is that of the whole mean gradient. It is
@@ -27,26 +34,35 @@ def clip_by_global_norm(max_norm: float, axis_name: AxisName, *, impl: Impl = "r
     Args:
       max_norm: the largest norm that is not clipped.
       axis_name, impl: as for `sharded_optimizer`.
+      order: of the sum over the ranks, as for `sharded_optimizer`; by default that of the sharded optimizer around it,
+        or "rank". With "tree" squares are added in blocks of 1024 elements and then along a fixed tree of blocks, so
+        that the norm does not depend on the number of ranks. Parts must then begin at multiples of 1024 elements, as
+        those of a `sharded_optimizer` with order="tree" do.
 
     Returns:
       An optax `GradientTransformation`.
 
     Raises:
-      ValueError: if `impl` is none of its choices; from `update`, with vma tracking, if gradients are the same on all
-        ranks.
+      ValueError: if `impl` or `order` is none of its choices, or if they contradict each other; from `update`, if the
+        sharded optimizer around it has another order than "tree" and this one has not, and with vma tracking, if
+        gradients are the same on all ranks.
       NameError: from `update`, if an axis is not bound.
     """
     import optax
 
-    psum = implementation("clip_by_global_norm", impl).psum
+    check_order("clip_by_global_norm", impl, order)
 
     def update(updates, params):
         del params
         leaves = jax.tree.leaves(updates)
-        norm = given_norm(leaves, axis_name, impl)
+        chosen = order_here(order)
+        norm = given_norm(leaves, axis_name, impl, chosen)
         if norm is None:
             _check_cut(updates, axis_name)
-            norm = jnp.sqrt(psum(sum_of_squares(leaves), axis_name))
+            if chosen == "tree":
+                norm = jnp.sqrt(_sum_in_blocks(leaves, axis_name))
+            else:
+                norm = jnp.sqrt(sum_over_ranks(sum_of_squares(leaves), axis_name, impl, chosen))
 
         def clip(g):
             wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
@@ -61,6 +77,20 @@ def sum_of_squares(leaves: Sequence[jax.Array]) -> jax.Array:
     """The sum of the squares of all elements, as a float32, or wider if a leaf is."""
     wide = [jnp.abs(x).astype(jnp.promote_types(jnp.abs(x).dtype, jnp.float32)) for x in leaves]
     return sum((jnp.sum(jnp.square(x)) for x in wide), jnp.zeros((), jnp.float32))
+
+
+def sum_over_ranks(x: jax.Array, axis_name: AxisName, impl: Impl, order: Order) -> jax.Array:
+    """The sum of a scalar of each rank."""
+    if impl == "ring":
+        return ring_psum(x, axis_name, order=order)
+    return implementation("clip_by_global_norm", impl).psum(x, axis_name)
+
+
+def _sum_in_blocks(leaves: Sequence[jax.Array], axis_name: AxisName) -> jax.Array:
+    """The sum of the squares of leaves that are cut between blocks: for each along the tree of its blocks."""
+    gather = implementation("clip_by_global_norm", "ring").all_gather
+    sums = gather([block_sums(x) for x in leaves], axis_name)
+    return sum(map(sum_of_blocks, fence(sums)), jnp.zeros((), jnp.float32))
 
 
 def _check_cut(updates: Any, axis_name: AxisName) -> None:

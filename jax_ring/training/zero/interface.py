@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ import numpy as np
 
 from jax_ring.collectives.axes import AxisName
 from jax_ring.collectives.leaves import own_copy
-from jax_ring.training.sync import check_local
+from jax_ring.options import ORDERS, Order, check_choice
+from jax_ring.training.implementations import Impl
 
 Stage = Literal[1, 2]
 
@@ -35,25 +36,17 @@ class ShardedOptimizer(NamedTuple):
     shares: Callable[[Any, int], Any] | None = None
 
 
-def gradient_leaves(gradients: Any, params: Any, axis_name: AxisName) -> tuple[list[jax.Array], list[bool]]:
-    """The gradients' leaves, in the order of the parameters', and for each whether its parameter has a gradient.
-
-    Integer parameters have none: `jax.grad(..., allow_int=True)` returns dtype float0. They get zeros here.
-
-    Raises:
-      ValueError: if structures or shapes differ, or if gradients are already the same on all ranks.
-    """
-    check_same_tree("gradients", gradients, params)
-    leaves, likes = jax.tree.leaves(gradients), jax.tree.leaves(params)
-    has_gradient = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]
-    structure = jax.tree.structure(params)
-    present = [leaf if has else None for leaf, has in zip(leaves, has_gradient, strict=True)]
-    check_local("sharded_optimizer", jax.tree.unflatten(structure, present), axis_name)
-    leaves = [
-        jnp.asarray(leaf) if has else own_copy(jnp.zeros_like(like), axis_name)
-        for leaf, like, has in zip(leaves, likes, has_gradient, strict=True)
-    ]
-    return leaves, has_gradient
+def check_order(function: str, impl: Impl, order: Order | None) -> None:
+    """Raises ValueError unless `order` is a choice, and `impl` has collectives that follow it."""
+    check_choice(function, "impl", impl, get_args(Impl))
+    if order is None:
+        return
+    check_choice(function, "order", order, ORDERS)
+    if impl == "lax" and order in ("tree", "ring"):
+        raise ValueError(
+            f"{function}: the collectives of jax.lax add in an order of their own; with order={order!r} pass "
+            "impl='ring', the default"
+        )
 
 
 def check_same_tree(name: str, tree: Any, like: Any, *, likes: str = "parameters", remedy: str = "") -> None:
@@ -89,9 +82,9 @@ def by_dtype(tree: Any) -> dict[str, list[int]]:
     return places
 
 
-def padded(vector: jax.Array, num_ranks: int) -> jax.Array:
-    """The vector, with zeros up to a multiple of the number of ranks."""
-    return jnp.pad(vector, (0, -vector.size % num_ranks))
+def padded(vector: jax.Array, multiple: int) -> jax.Array:
+    """The vector, with zeros up to a multiple of a number of elements."""
+    return jnp.pad(vector, (0, -vector.size % multiple))
 
 
 def vary(state: Any, axis_name: AxisName) -> Any:

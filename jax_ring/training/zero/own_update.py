@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from jax_ring.collectives.axes import AxisName
+from jax_ring.collectives.leaves import own_copy
 from jax_ring.training.zero import data_flow
+from jax_ring.training.zero.block_sums import up_to_blocks
 from jax_ring.training.zero.parameter_plan import Piece
+from jax_ring.training.zero.parameter_state import Plan
 from jax_ring.training.zero.traced_update import TracedUpdate
 
 
@@ -26,6 +32,8 @@ class OwnInputs:
       shared: the other leaves of the state, by index.
       params: all parameters.
       norms: those that are known.
+      in_blocks: the parameters whose pieces are computed as vectors, filled up to whole blocks, also if a rank has one
+        of them whole: the last elements of a vector that is not a multiple of the processor's can have other bits.
     """
 
     traced: TracedUpdate
@@ -35,6 +43,7 @@ class OwnInputs:
     shared: dict[int, Any]
     params: Any
     norms: Sequence[jax.Array]
+    in_blocks: frozenset[int] = frozenset()
 
     def states_by_piece(self) -> list[list[jax.Array]]:
         """The states of each piece."""
@@ -56,15 +65,15 @@ class OwnInputs:
             indices = [piece.leaf, *(traced.num_leaves + k for k in self._states_of(piece.leaf))]
             known = {j: x.astype(avals[j].dtype) for j, x in zip(indices, [gradient, *states], strict=True)}
             shape = avals[piece.leaf].shape
-            if gradient.size == avals[piece.leaf].size:
+            if gradient.size == avals[piece.leaf].size and piece.leaf not in self.in_blocks:
                 together |= {j: jnp.reshape(x, avals[j].shape) for j, x in known.items()}
                 continue
             of_params = traced.num_leaves + traced.num_states + piece.leaf
             known[of_params] = jnp.reshape(jax.tree.leaves(self.params)[piece.leaf], -1)[piece.start : piece.stop]
-            inputs = self._inputs({j: data_flow.Piece(x) for j, x in known.items()})
-            results[i] = data_flow.compute_piece(
-                traced.closed, wanted(piece.leaf), inputs, shape, piece.start, piece.stop
-            )
+            size = up_to_blocks(gradient.size) if piece.leaf in self.in_blocks else gradient.size
+            bounds = data_flow.Bounds(shape, piece.start, piece.stop, size)
+            inputs = self._inputs({j: data_flow.Piece(bounds.filled(x)) for j, x in known.items()})
+            results[i] = data_flow.compute_piece(traced.closed, wanted(piece.leaf), inputs, bounds)
         # One call for all whole parameters, so that what they have in common is computed once.
         whole = [i for i in range(len(self.pieces)) if i not in results]
         outputs = [wanted(self.pieces[i].leaf) for i in whole]
@@ -88,3 +97,16 @@ class OwnInputs:
             | known
         )
         return [known.get(i) for i in range(len(self.traced.closed.in_avals))]
+
+
+def on_each_rank(function: Callable[[int], Any], plan: Plan, axis_name: AxisName) -> Any:
+    """`function(rank)` in a branch per rank that owns anything. All other ranks share one branch."""
+
+    def branch(rank):
+        return jax.tree.map(lambda x: own_copy(x, axis_name), function(rank))
+
+    ranks = range(min(plan.num_busy + 1, len(plan.pieces)))
+    if len(ranks) == 1:
+        return branch(0)
+    index = jnp.minimum(lax.axis_index(axis_name), len(ranks) - 1)
+    return lax.switch(index, [functools.partial(branch, rank) for rank in ranks])

@@ -21,7 +21,7 @@ class Piece(NamedTuple):
 
 
 def balance(
-    leaves: Sequence[jax.ShapeDtypeStruct], num_ranks: int, may_cut: Callable[[int], bool]
+    leaves: Sequence[jax.ShapeDtypeStruct], num_ranks: int, may_cut: Callable[[int], bool], block: int = 1
 ) -> list[list[Piece]]:
     """The pieces of each rank. Ranks without any come last.
 
@@ -32,6 +32,7 @@ def balance(
       leaves: shapes and dtypes of the parameters.
       num_ranks: p.
       may_cut: (index of a leaf) -> whether it may be cut into pieces. Called for leaves that exceed their share.
+      block: pieces begin at multiples of this number of elements.
     """
     totals: defaultdict[Any, int] = defaultdict(int)
     for leaf in leaves:
@@ -39,8 +40,9 @@ def balance(
     pieces = []
     for i, leaf in enumerate(leaves):
         share = -(-totals[leaf.dtype] // num_ranks)
-        count = -(-leaf.size // share) if leaf.size > share and may_cut(i) else 1
-        ends = [leaf.size * k // count for k in range(count + 1)]
+        blocks = -(-leaf.size // block)
+        count = min(-(-leaf.size // share), blocks) if leaf.size > share and blocks > 1 and may_cut(i) else 1
+        ends = [min(blocks * k // count * block, leaf.size) for k in range(count + 1)]
         pieces += [Piece(i, *bounds) for bounds in itertools.pairwise(ends)]
     of_dtype: list[defaultdict[Any, int]] = [defaultdict(int) for _ in range(num_ranks)]
     num_bytes = [0] * num_ranks

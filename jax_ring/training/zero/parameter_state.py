@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -95,12 +96,14 @@ class Plan:
         `states_of`, in this order.
       structure: of the optimizer's state.
       owners: for each leaf of the state the parameter that it belongs to; None if all ranks share it.
+      in_blocks: the parameters that are computed in whole blocks, as `OwnInputs` has them.
     """
 
     pieces: Sequence[Sequence[Piece]]
     state: Blocks
     structure: Any
     owners: tuple[int | None, ...]
+    in_blocks: frozenset[int]
 
     @property
     def num_busy(self) -> int:
@@ -166,8 +169,14 @@ class Plan:
         )
 
 
-def plan_state(tx: optax.GradientTransformation, shapes: Shapes, num_ranks: int, axis_name: AxisName) -> Plan:
-    """Finds out which parameter each leaf of the state belongs to, and divides both among the ranks."""
+def plan_state(
+    tx: optax.GradientTransformation, shapes: Shapes, num_ranks: int, axis_name: AxisName, block: int = 1
+) -> Plan:
+    """Finds out which parameter each leaf of the state belongs to, and divides both among the ranks.
+
+    block: the number of elements of which pieces have a multiple. If it is more than one, what may be cut is computed
+      in blocks on any number of ranks.
+    """
     params = shapes.params
     leaves = jax.tree.leaves(params)
     state = jax.eval_shape(tx.init, params)
@@ -178,7 +187,9 @@ def plan_state(tx: optax.GradientTransformation, shapes: Shapes, num_ranks: int,
         if jax.tree.map(_type, wider) == jax.tree.map(_type, state):
             break
         state = wider
-    pieces = balance(leaves, num_ranks, traced.may_cut)
+    may_cut = cache(traced.may_cut)
+    pieces = balance(leaves, num_ranks, may_cut, block)
+    in_blocks = frozenset(i for i, leaf in enumerate(leaves) if leaf.size > block > 1 and may_cut(i))
     owners = traced.state_owners()
     arrays = jax.tree.leaves(state)
 
@@ -189,7 +200,7 @@ def plan_state(tx: optax.GradientTransformation, shapes: Shapes, num_ranks: int,
                 yield Piece(k, *piece[1:]) if cut else Piece(k, 0, arrays[k].size)
 
     ranks = [[part for piece in pieces for part in states_of(piece)] for pieces in pieces]
-    return Plan(pieces, Blocks(arrays, ranks), jax.tree.structure(state), owners)
+    return Plan(pieces, Blocks(arrays, ranks), jax.tree.structure(state), owners, in_blocks)
 
 
 def _type(x) -> tuple:

@@ -11,13 +11,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, get_args
 
 from jax_ring.collectives.axes import AxisName
-from jax_ring.options import check_choice
+from jax_ring.options import Order, check_choice
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.sentinel import check_every
 from jax_ring.training.zero.checked import checked
 from jax_ring.training.zero.elementwise import ElementwiseCheck
 from jax_ring.training.zero.flat_layout import flat_layout
-from jax_ring.training.zero.interface import ShardedOptimizer, Stage
+from jax_ring.training.zero.gradients import Reduction
+from jax_ring.training.zero.interface import ShardedOptimizer, Stage, check_order
 from jax_ring.training.zero.optax_parts import is_transformation
 from jax_ring.training.zero.parameter_layout import parameter_layout
 
@@ -34,6 +35,7 @@ def sharded_optimizer(
     stage: Stage = 2,
     impl: Impl = "ring",
     layout: Layout = "flat",
+    order: Order = "rank",
     overlap: bool = True,
     check_replicas: int | None = None,
 ) -> ShardedOptimizer:
@@ -67,6 +69,10 @@ def sharded_optimizer(
       layout: "flat", as above; or "parameter", where ranks own whole parameters, so that masks, labels and optimizers
         that need whole parameters (LAMB, LARS, Adafactor, Muon) give the results that they give without sharding.
         Parameters are balanced by size, and large ones cut where `tx` is elementwise. The state is a `ParameterState`.
+      order: in which gradients are added, as for `ring_psum`. With "tree" they may be a `ShardSums`, as
+        `value_and_grad(..., num_shards=V, reduce_gradients=False)` returns it, whose mean is over the V shards; and
+        then no bit of the parameters or of the state depends on the number of ranks. Ranks then own whole blocks of
+        1024 elements, so the state has another padding than with other orders; `repartition` converts it.
       overlap: as for `sync_gradients`.
       check_replicas: a number of steps: `jax_ring.check_replicas` of the parameters in the first step, and after so
         many each time. The state is then a `CheckedState` around the one that there would be without.
@@ -76,10 +82,11 @@ def sharded_optimizer(
 
     Raises:
       TypeError: if `tx` has no `init` and `update`.
-      ValueError: if `stage`, `impl` or `layout` is none of its choices, or if `tx` cannot be sharded like this: also
-        from `init`, `update` and `specs`, where the parameters are known. From `update`, if the tree or the shapes of
-        the gradients are not those of the parameters, or those of the state not the ones that `init` makes; and with
-        vma tracking, if gradients are already the same on all ranks, because they have been summed before.
+      ValueError: if `stage`, `impl`, `layout` or `order` is none of its choices, if impl="lax" cannot follow the
+        order, or if `tx` cannot be sharded like this: also from `init`, `update` and `specs`, where the parameters are
+        known. From `update`, if the tree or the shapes of the gradients are not those of the parameters, or those of
+        the state not the ones that `init` makes; for a `ShardSums` without order="tree"; and with vma tracking, if
+        gradients are already the same on all ranks, because they have been summed before.
     """
     if stage not in (1, 2):
         raise ValueError(
@@ -87,20 +94,22 @@ def sharded_optimizer(
         )
     implementation("sharded_optimizer", impl, overlap)
     check_every("sharded_optimizer", check_replicas)
+    check_order("sharded_optimizer", impl, order)
     if not is_transformation(tx):
         raise TypeError(
             f"sharded_optimizer: tx must be an optax GradientTransformation, such as optax.adam(1e-3); got {tx!r}"
         )
     check_choice("sharded_optimizer", "layout", layout, get_args(Layout))
+    reduction = Reduction(axis_name, impl, order, overlap)
     if layout == "parameter":
-        sharded = parameter_layout(tx, axis_name, stage=stage, impl=impl, overlap=overlap)
+        sharded = parameter_layout(tx, stage=stage, reduction=reduction)
         return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas, impl)
 
     def probed_over(axis):
         # The probe runs under vmap, where a scatter takes one axis, and lax has no invariant gather.
-        return partial(flat_layout, axis_name=axis, stage=2, impl="ring", overlap=overlap)
+        return partial(flat_layout, stage=2, reduction=reduction._replace(axis_name=axis, impl="ring"))
 
     check = ElementwiseCheck(tx, probed_over, axis_name)
     check.check_outside()
-    sharded = check.checked(flat_layout(tx, axis_name, stage=stage, impl=impl, overlap=overlap))
+    sharded = check.checked(flat_layout(tx, stage=stage, reduction=reduction))
     return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas, impl)

@@ -95,7 +95,7 @@ class TracedUpdate:
 
         def one_element(*inputs):
             inputs = [data_flow.Piece(jnp.reshape(x, -1)[:1]) if i in cut else x for i, x in enumerate(inputs)]
-            return data_flow.compute_piece(self.closed, outputs, inputs, shape, 0, 1)
+            return data_flow.compute_piece(self.closed, outputs, inputs, data_flow.Bounds(shape, 0, 1, 1))
 
         try:
             jax.eval_shape(one_element, *self.closed.in_avals)

@@ -1,0 +1,119 @@
+"""The slot dimension of a sum along the tree: from `ShardSums` to operands, from results to the user's dtypes, and back
+for cotangents.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_ring import shard_tree
+from jax_ring.collectives.axes import Groups, check_divisible, num_ranks
+from jax_ring.collectives.leaves import own_copy
+from jax_ring.collectives.shard_sums import ShardSums, accumulator
+from jax_ring.options import Options
+
+
+class Prepared(NamedTuple):
+    """What a sum adds.
+
+    Attributes:
+      leaves: a pytree of operands. If `options.num_shards` is set, each has a first dimension for its terms.
+      options: of the primitive.
+      finish: from the sum, a pytree like `leaves`, to the result of the call.
+    """
+
+    leaves: Any
+    options: Options
+    finish: Callable
+
+
+def prepare(
+    function: str, x: Any, options: Options, num_shards: int | None, axes: tuple, groups: Groups | None
+) -> Prepared:
+    """What a sum of `x`, a pytree or `ShardSums`, adds in these groups of the ranks of some axes.
+
+    Raises:
+      ValueError: if the order is not "tree" although x is a `ShardSums` or `num_shards` is given; if `num_shards` is
+        not the number of shards of x, no multiple of the number of ranks, or given for groups of different sizes; or
+        if the terms of x are not as many as those of a rank.
+    """
+    sizes = {num_ranks(axes)} if groups is None else {len(group) for group in groups}
+    if not isinstance(x, ShardSums):
+        if num_shards is not None:
+            _check_order(function, options, f"num_shards={num_shards}")
+            if sizes != {num_shards}:
+                raise ValueError(
+                    f"{function}: each rank gives one value, so num_shards can only be the number of ranks, "
+                    f"{_listed(sizes)}; got num_shards={num_shards}. For several shards on each rank pass a "
+                    "jax_ring.ShardSums."
+                )
+        return Prepared(x, options, lambda total: total)
+    _check_order(function, options, "a ShardSums")
+    if num_shards not in (None, x.num_shards):
+        raise ValueError(
+            f"{function}: got num_shards={num_shards} and a ShardSums of {x.num_shards} shards; leave num_shards out"
+        )
+    if len(sizes) > 1:
+        raise ValueError(
+            f"{function}: the groups of a ShardSums must all be of one size, so that the ranks hold equally many of "
+            f"its {x.num_shards} shards; got groups of {_listed(sizes)} ranks"
+        )
+    (size,) = sizes
+    check_divisible(function, x.num_shards, size)
+    slots = shard_tree.num_slots(x.num_shards, size)
+
+    def operand(term):
+        term = jnp.asarray(term)
+        if term.ndim == 0 or term.shape[0] != slots:
+            raise ValueError(
+                f"{function}: {x.num_shards} shards on {size} ranks have {slots} terms on each, as the first "
+                f"dimension of every leaf of ShardSums.terms; got one of shape {term.shape}. Make the terms with "
+                "jax_ring.ShardSums.of over the same axes."
+            )
+        return term.astype(accumulator(term.dtype))
+
+    def finish(total):
+        leaves, structure = jax.tree.flatten(total)
+        cast = [leaf.astype(_counted(dtype)) for leaf, dtype in zip(leaves, x.dtypes, strict=True)]
+        return jax.tree.unflatten(structure, cast)
+
+    return Prepared(jax.tree.map(operand, x.terms), options._replace(num_shards=x.num_shards), finish)
+
+
+def first_terms(leaves: Any) -> Any:
+    """The sum over a single rank, which has one term."""
+    return jax.tree.map(lambda terms: terms[0], leaves)
+
+
+def spread(cotangents: Sequence[jax.Array], num_shards: int, axes: tuple, groups: Groups | None) -> list[jax.Array]:
+    """The cotangents of operands with slots: that of the sum in each slot that the rank uses, and zeros in the others.
+
+    cotangents: of the sum, on this rank.
+    """
+    size = num_ranks(axes) if groups is None else len(groups[0])
+    counts = np.array([len(shard_tree.terms_of(num_shards, size, rank)) for rank in range(size)], np.int32)
+    slots = int(counts.max())
+    in_every_slot = [jnp.broadcast_to(own_copy(ct, axes), (slots, *ct.shape)) for ct in cotangents]
+    if counts.min() == slots:
+        return in_every_slot
+    if groups is not None:
+        counts = counts[[rank for _, rank in sorted((i, rank) for group in groups for rank, i in enumerate(group))]]
+    used = lax.iota(np.int32, slots) < jnp.asarray(counts)[lax.axis_index(axes)]
+    return [jnp.where(jnp.expand_dims(used, range(1, ct.ndim)), ct, jnp.zeros_like(ct)) for ct in in_every_slot]
+
+
+def _check_order(function: str, options: Options, what: str) -> None:
+    if options.order != "tree":
+        raise ValueError(f"{function}: {what} needs order='tree', got order={options.order!r}")
+
+
+def _counted(dtype: np.dtype) -> np.dtype:
+    return np.dtype(np.int32) if dtype == np.bool_ else dtype
+
+
+def _listed(sizes: set[int]) -> str:
+    return " and ".join(map(str, sorted(sizes)))

@@ -1,0 +1,60 @@
+"""The trees along which the groups of a call add, and the attributes of the custom call that describe them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_ring import shard_tree
+from jax_ring.options import Options
+
+Groups = Sequence[Sequence[int]]  # of mesh positions
+
+_SUMS = ("all_reduce", "reduce_scatter", "reduce")
+
+
+class GroupTree(NamedTuple):
+    """The tree of a group.
+
+    Attributes:
+      num_shards: of the tree.
+      num_ranks: how many ranks hold these shards: more than the group has, if others are on other hosts.
+      ranks: which of them the members of the group are, in ascending order.
+    """
+
+    num_shards: int
+    num_ranks: int
+    ranks: tuple[int, ...]
+
+    def num_slots(self) -> int:
+        """The number of terms for which each rank has room."""
+        return shard_tree.num_slots(self.num_shards, self.num_ranks)
+
+    def roots(self) -> list[shard_tree.Node]:
+        """The nodes whose sums are left by the fold over the group."""
+        each = self.num_shards // self.num_ranks
+        return shard_tree.maximal_nodes(self.num_shards, [rank * each + i for rank in self.ranks for i in range(each)])
+
+
+def adds_along_tree(kind: str, options: Options) -> bool:
+    """Whether a call of this kind with these options adds along a tree."""
+    return options.order == "tree" and kind in _SUMS
+
+
+def trees_of(groups: Groups, options: Options) -> list[GroupTree]:
+    """The trees of groups that have all ranks of their trees."""
+    return [GroupTree(options.num_shards or len(group), len(group), tuple(range(len(group)))) for group in groups]
+
+
+def num_slots(groups: Groups, options: Options) -> int:
+    """The size of the slot dimension of the operands; 0 if they have none."""
+    return 0 if options.num_shards is None else shard_tree.num_slots(options.num_shards, len(groups[0]))
+
+
+def attributes_of(trees: Sequence[GroupTree]) -> dict:
+    """The attributes of the custom call for the trees of its groups; empty ones for a call in another order."""
+    return {
+        "tree_shards": np.array([tree.num_shards for tree in trees], np.int64),
+        "tree_sizes": np.array([tree.num_ranks for tree in trees], np.int64),
+        "tree_ranks": np.array([rank for tree in trees for rank in tree.ranks], np.int64),
+    }

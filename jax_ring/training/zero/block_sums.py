@@ -1,0 +1,53 @@
+"""Sums of squares in blocks of fixed size, whose bits do not depend on how an array is cut between blocks."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jax_ring.training.fence import fence
+
+# The elements of a block. With order="tree" a rank's part of an array begins and ends between blocks.
+BLOCK = 1024
+
+# The fold of a block, as the factors of its size, and that of the sums of blocks. Each is one loop over additions that
+# are written out: a reduction of XLA adds in an order that depends on the shape.
+_FACTORS = (8, 8, 16)
+_FACTOR = 16
+
+
+def up_to_blocks(size: int) -> int:
+    """The smallest multiple of `BLOCK` that is not smaller than a number of elements."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def block_sums(x: jax.Array) -> jax.Array:
+    """The sum of the squares of each block of an array, flattened and filled up with zeros.
+
+    Returns:
+      A vector, of the dtype of the absolute values and at least float32.
+    """
+    flat = jnp.ravel(x)
+    flat = fence(jnp.pad(flat, (0, up_to_blocks(flat.size) - flat.size)))
+    wide = jnp.abs(flat) if jnp.iscomplexobj(flat) else flat
+    sums = wide.astype(jnp.promote_types(wide.dtype, jnp.float32))
+    for i, factor in enumerate(_FACTORS):
+        parts = sums.reshape(flat.size // BLOCK, factor, -1)
+        # Squared here, so that every product but the first is contracted with the sum that it is added to.
+        sums = fence(_fold([jnp.square(parts[:, j]) if i == 0 else parts[:, j] for j in range(factor)]))
+    return sums.reshape(-1)
+
+
+def sum_of_blocks(sums: jax.Array) -> jax.Array:
+    """The sum of a vector along a tree that zeros at its end do not change."""
+    while sums.size > 1:
+        sums = jnp.pad(sums, (0, -sums.size % _FACTOR)).reshape(-1, _FACTOR)
+        sums = fence(_fold([sums[:, j] for j in range(_FACTOR)]))
+    return sums.reshape(())
+
+
+def _fold(values: Sequence[jax.Array]) -> jax.Array:
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total

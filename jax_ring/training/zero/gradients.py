@@ -1,0 +1,136 @@
+"""The gradients that a sharded optimizer gets: arrays, or partial sums of shards, to be added over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ring.collectives import ring_psum_scatter
+from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
+from jax_ring.collectives.leaves import own_copy
+from jax_ring.collectives.shard_sums import ShardSums
+from jax_ring.options import Order, overlapped
+from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.sync import check_local, is_float0, sync_gradients
+from jax_ring.training.zero.interface import check_same_tree
+
+
+class Reduction(NamedTuple):
+    """How a sharded optimizer adds gradients: its arguments of these names."""
+
+    axis_name: AxisName
+    impl: Impl
+    order: Order
+    overlap: bool
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether results do not depend on the number of ranks."""
+        return self.order == "tree"
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks, where the axes are bound."""
+        return num_ranks(axes_of(self.axis_name))
+
+
+class LocalGradients(NamedTuple):
+    """A rank's gradients, in the order of the parameters' leaves.
+
+    Attributes:
+      leaves: with a first dimension for the rank's terms if `num_shards` is set. Zeros for a parameter without one.
+      types: shapes and dtypes of their sums.
+      has_gradient: for each parameter whether it has a gradient. Integers have none: `jax.grad(..., allow_int=True)`
+        returns dtype float0.
+      num_shards: the number of shards of all ranks if the gradients are a `ShardSums`; else None.
+      reduction: how they are added.
+    """
+
+    leaves: list[jax.Array]
+    types: list[jax.ShapeDtypeStruct]
+    has_gradient: list[bool]
+    num_shards: int | None
+    reduction: Reduction
+
+    @classmethod
+    def of(cls, gradients: Any, params: Any, reduction: Reduction) -> LocalGradients:
+        """The gradients that `update` gets.
+
+        Raises:
+          ValueError: if structures or shapes differ from those of the parameters; if gradients are already the same on
+            all ranks; or if they are a `ShardSums` and are not to be added along the tree.
+        """
+        num_shards, tree = None, gradients
+        if isinstance(gradients, ShardSums):
+            if not reduction.is_tree:
+                raise ValueError(
+                    f"sharded_optimizer: the gradients are a ShardSums of {gradients.num_shards} shards, which are "
+                    f"added along a tree, and order is {reduction.order!r}. Pass order='tree' to sharded_optimizer, "
+                    "which also divides the state such that its bits do not depend on the number of ranks."
+                )
+            num_shards, tree = gradients.num_shards, gradients.terms
+        leaves = jax.tree.leaves(tree)
+        has_gradient = [not is_float0(x) for x in leaves]
+        dtypes = [jnp.result_type(x) for x in leaves] if num_shards is None else gradients.dtypes
+        types = [
+            jax.ShapeDtypeStruct(jnp.shape(x)[has and num_shards is not None :], dtype)
+            for x, has, dtype in zip(leaves, has_gradient, dtypes, strict=True)
+        ]
+        structure = jax.tree.structure(tree)
+        check_same_tree("gradients", jax.tree.unflatten(structure, types), params)
+        present = [leaf if has else None for leaf, has in zip(leaves, has_gradient, strict=True)]
+        check_local("sharded_optimizer", jax.tree.unflatten(structure, present), reduction.axis_name)
+        terms = [len(x) for x in present if x is not None and num_shards is not None][:1]
+        for i, like in enumerate(jax.tree.leaves(params)):
+            if not has_gradient[i]:
+                types[i] = jax.ShapeDtypeStruct(jnp.shape(like), jnp.result_type(like))
+                leaves[i] = own_copy(jnp.zeros((*terms, *types[i].shape), types[i].dtype), reduction.axis_name)
+        return cls([*map(jnp.asarray, leaves)], types, has_gradient, num_shards, reduction)
+
+    @property
+    def sent_types(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of the sums, and the dtypes of the leaves: those of partial sums can be wider."""
+        return [jax.ShapeDtypeStruct(x.shape, leaf.dtype) for x, leaf in zip(self.types, self.leaves, strict=True)]
+
+    def varying_types(self) -> list:
+        """The types of the sums, as values that vary over the ranks."""
+        return [
+            jax.eval_shape(lambda x=x: own_copy(jnp.zeros(x.shape, x.dtype), self.reduction.axis_name))
+            for x in self.types
+        ]
+
+    def packed(self, pack: Callable[[list[jax.Array]], dict[str, jax.Array]]) -> dict[str, jax.Array]:
+        """The vectors that `pack` makes of leaves; with a first dimension for terms if the leaves have one."""
+        return pack(self.leaves) if self.num_shards is None else jax.vmap(pack)(self.leaves)
+
+    def scattered_sums(self, vectors: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """This rank's part of the sums over the ranks of `packed` vectors, in their dtypes."""
+        axis_name, impl, order, overlap = self.reduction
+        if impl == "lax":
+            return implementation("sharded_optimizer", impl, overlap).psum_scatter(vectors, axis_name)
+        with overlapped(overlap):
+            sums = self._sums(vectors, jax.tree.map(lambda x: x.dtype, vectors))
+            return ring_psum_scatter(sums, axis_name, tiled=True, order=order)
+
+    def synced(self, dtypes: list) -> list[jax.Array]:
+        """The means over all ranks, each summed in one of these dtypes."""
+        axis_name, impl, order, overlap = self.reduction
+        leaves: Any = self.leaves
+        if self.num_shards is None:
+            leaves = [x.astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
+        return sync_gradients(self._sums(leaves, dtypes), axis_name, impl=impl, overlap=overlap, order=order)
+
+    def mean(self, total: jax.Array, dtype: Any) -> jax.Array:
+        """A sum over all ranks, divided by the number of ranks or shards, and then rounded."""
+        if self.num_shards is None:
+            return total / self.reduction.num_ranks
+        return (total / self.num_shards).astype(dtype)
+
+    def _sums(self, values: Any, dtypes: Any) -> Any:
+        if self.num_shards is None:
+            return values
+        return ShardSums(values, self.num_shards, tuple(map(np.dtype, jax.tree.leaves(dtypes))))
