@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--rounds", type=int, default=15, help="timed runs of each variant (default: 15)")
     parser.add_argument("--loop-seconds", type=float, default=0.05, help="approximate duration of one jitted loop")
+    parser.add_argument("--what", choices=["messages", "steps", "both"], default="both", help="(default: both)")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     ranks = [int(number) for number in arguments.ranks.split(",")]
@@ -134,10 +135,12 @@ def main() -> None:
     for size in ranks:
         for dtype in arguments.dtypes.split(","):
             num_bytes = arguments.minbytes
-            while num_bytes <= arguments.maxbytes:
+            while num_bytes <= arguments.maxbytes and arguments.what != "steps":
                 mesh = jax.sharding.Mesh(jax.devices()[:size], (AXIS,))
                 measure(f"{num_bytes >> 10} KiB", dtype, size, loops(mesh, num_bytes, dtype, arguments))
                 num_bytes *= arguments.stepfactor
+            if arguments.what == "messages":
+                continue
             mesh = jax.sharding.Mesh(jax.devices()[:size], ("data",))
             measure("step", dtype, size, steps(mesh, dtype))
     if arguments.json:

@@ -1,5 +1,6 @@
 """The guide docs/any_number_of_devices.md and its example: the same bits on several layouts of devices."""
 
+import json
 import pathlib
 import re
 import subprocess
@@ -40,6 +41,19 @@ def test_the_example():
     assert len(digests) == 3
     assert len(set(digests)) == 1
     assert "the same bits" in result.stdout
+
+
+def test_the_benchmark(tmp_path):
+    file = tmp_path / "rows.json"
+    program = [sys.executable, str(ROOT / "benchmarks" / "tree_order.py"), "--ranks=2", "-b=4K", "-e=16K"]
+    options = ["--what=messages", "--dtypes=float32", "--rounds=2", "--loop-seconds=0.001", f"--json={file}"]
+    result = subprocess.run([*program, *options], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["what"], row["variant"]) for row in rows] == [
+        (size, order) for size in ("4 KiB", "16 KiB") for order in ("rank", "tree")
+    ]
+    assert all(row["ratio"] == 1 for row in rows if row["variant"] == "rank")
 
 
 def test_invalid_layouts_are_rejected():
