@@ -1,11 +1,13 @@
 """Finds the collectives in the HLO text of a compiled program."""
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jax_ring.inspect.wire_bytes import wire_bytes
+from jax_ring.lowering import trees
 from jax_ring.lowering.tuning import Thresholds
 
 _KINDS = {
@@ -108,16 +110,29 @@ def _instruction(match: re.Match, target: re.Match | None, times: int | None, nu
         arrays = arrays[len(arrays) // 2 :]
     sizes = _group_sizes(rest, num_ranks)
     num_bytes = sum(_num_bytes(dtype, shape) for dtype, shape in arrays)
+    along = _trees(rest, sizes)
     if kind == "reduce_scatter":
-        num_bytes *= max(sizes)
+        num_bytes = num_bytes * max(sizes) // trees.num_roots(along)
     return Instruction(
         name=target[1] if target else opcode,
         operands=tuple(f"{dtype}[{shape}]" for dtype, shape in arrays),
         num_bytes=num_bytes,
         group_sizes=sizes,
         times=times,
-        wire_bytes=wire_bytes(kind, num_bytes, sizes, _algorithms(rest, num_bytes, len(sizes))),
+        wire_bytes=wire_bytes(
+            kind, num_bytes, sizes, _algorithms(rest, num_bytes, len(sizes)), trees.mean_terms(along)
+        ),
     )
+
+
+def _trees(attributes: str, sizes: tuple[int, ...]) -> list[trees.GroupTree]:
+    """The trees of the groups; none for a call in another order."""
+    shards, num_ranks, ranks = (_integers(f"tree_{name}", attributes) for name in ("shards", "sizes", "ranks"))
+    places = iter(ranks)
+    return [
+        trees.GroupTree(num_shards, of_tree, tuple(itertools.islice(places, size)))
+        for num_shards, of_tree, size in zip(shards, num_ranks, sizes if shards else (), strict=True)
+    ]
 
 
 def _algorithms(attributes: str, num_bytes: int, num_groups: int) -> list[str]:

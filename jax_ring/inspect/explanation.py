@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.source_info_util import summarize
 
 from jax_ring import _compat
 from jax_ring.inspect.compiled import Instruction, find_collectives
+from jax_ring.inspect.tree_bytes import by_xla, on_two_levels
+from jax_ring.inspect.wire_bytes import num_bytes_of as _num_bytes
 from jax_ring.inspect.wire_bytes import wire_bytes
-from jax_ring.lowering import composed, override, service, tuning, two_level
+from jax_ring.lowering import composed, override, service, trees, tuning, two_level
 from jax_ring.lowering.reach import Levels
 from jax_ring.options import Options
 
@@ -41,9 +42,12 @@ class Collective:
       axes: the names of the mesh axes over which it communicates.
       groups: the groups of mesh positions that communicate with each other.
       operands: dtype and shape of each operand on one rank.
-      num_bytes: the message size of one call in bytes: of the operands, or for all_gather of the results.
+      num_bytes: the message size of one call in bytes: of the operands, or for all_gather of the results. Terms of a
+        `ShardSums` count as one.
       times: the number of calls in one call of the function; None if it is known only at run time, as in a while_loop
         or in a branch of a cond.
+      order: in which values are added: the option `order`; "XLA" if XLA chooses it, alone or between hosts; empty if
+        nothing is added.
       algorithm: the option `algorithm`; empty if XLA serves the call.
       chosen: the algorithms that "auto" selects by the active thresholds (`JAX_RING_TUNING`), several if groups differ.
         Empty if there is no choice: on CPU devices of one process, and for anything but a sum by an all-reduce. More
@@ -51,6 +55,7 @@ class Collective:
       served_by: "jax_ring"; if a group spans processes or hosts, with the transport, as in
         "jax_ring (shared memory, 2 processes)" or "jax_ring within hosts, XLA across 2 hosts"; "XLA"; or "none" if
         each group is one rank.
+        XLA serves order="tree" by moving data, which the program adds.
       why: the reason if it is served by XLA or by none; else empty.
       wire_bytes: the predicted bytes that a rank sends in one call, on average.
       wire_bytes_across_hosts: the part of them that goes to other hosts; None if XLA serves the call.
@@ -63,6 +68,7 @@ class Collective:
     operands: tuple[str, ...]
     num_bytes: int
     times: int | None
+    order: str
     algorithm: str
     chosen: tuple[str, ...]
     served_by: str
@@ -97,7 +103,7 @@ class Explanation:
     def __str__(self) -> str:
         written = _table(
             "Collectives, as written",
-            ("collective", "over", "ranks", "operands", "bytes", "times", "served by", "sends", "at"),
+            ("collective", "over", "ranks", "operands", "bytes", "times", "order", "served by", "sends", "at"),
             [
                 (
                     c.name,
@@ -106,6 +112,7 @@ class Explanation:
                     _abbreviate(c.operands),
                     f"{c.num_bytes:,}",
                     _count_text(c.times),
+                    c.order,
                     f"{c.served_by}{_algorithm_text(c)}{f': {c.why}' if c.why else ''}",
                     f"{c.wire_bytes:,.0f}"
                     + (f", {c.wire_bytes_across_hosts:,.0f} across hosts" if c.wire_bytes_across_hosts else ""),
@@ -216,25 +223,35 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     members = service.replica_groups(axis_context, axes, params.get("axis_index_groups"))
     groups = tuple(tuple(int(i) for i in group) for group in members)
     sizes = [len(group) for group in groups]
-    served_by, why, engine, levels = _who_serves(eqn.primitive.name, kind, axis_context, groups)
     sums = kind == "all_reduce" and "psum" in name
-    options = params.get("options", Options() if sums else None)
-    algorithm = options.algorithm if options and engine else ""
+    options = params.get("options", Options())
+    along = trees.trees_of(groups, options) if trees.adds_along_tree(kind, options) else []
+    served_by, why, engine, levels = _who_serves(eqn.primitive.name, kind, axis_context, groups, bool(along))
+    has_options = "options" in params or sums
+    algorithm = options.algorithm if has_options and engine else ""
     # The message is the larger side of the call: the results of a gather, elsewhere the operands.
-    message = eqn.outvars if kind == "all_gather" else eqn.invars
-    num_bytes = sum(_num_bytes(v.aval) for v in message)
+    message: list[Any] = [v.aval for v in (eqn.outvars if kind == "all_gather" else eqn.invars)]
+    if along and options.num_shards is not None:
+        message = [jax.core.ShapedArray(aval.shape[1:], aval.dtype) for aval in message]
+    num_bytes = sum(map(_num_bytes, message))
     by_group: list[str] = []
     across: float | None
     if levels is not None and levels.across:
-        within, across = _two_level_wire_bytes(name, levels, [v.aval for v in message])
+        if along:
+            within, across = on_two_levels(kind, groups, levels, options, message)
+        else:
+            within, across = _two_level_wire_bytes(name, levels, message)
         sends = within + across
+    elif served_by == "XLA" and along:
+        num_ranks = math.prod(axis_context.mesh.shape[axis] for axis in axes)
+        sends, across = by_xla(kind, sizes, num_ranks, options, message), None
     else:
-        by_size = sums and options is not None and options.algorithm_depends_on_size()
+        by_size = sums and options.algorithm_depends_on_size()
         if by_size and levels is not None and engine and service.has_choice(engine, levels):
             by_group = [tuning.thresholds(engine, size).choose(num_bytes) for size in sizes]
         falls_back = served_by == "XLA" and _belongs_to_jax_ring(eqn.primitive.name)
         sent_as = service.kind_by_xla(kind, (_platform(axis_context.mesh),)) if falls_back else kind
-        sends = wire_bytes(sent_as, num_bytes, sizes, by_group or algorithm)
+        sends = wire_bytes(sent_as, num_bytes, sizes, by_group or algorithm, trees.mean_terms(along))
         across = None if served_by == "XLA" else 0.0
     return Collective(
         name=name,
@@ -243,6 +260,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
         operands=tuple(_aval_text(v.aval) for v in eqn.invars),
         num_bytes=num_bytes,
         times=times,
+        order=_order(name, options, served_by),
         algorithm=algorithm,
         chosen=tuple(dict.fromkeys(by_group)),
         served_by=served_by,
@@ -253,6 +271,12 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     )
 
 
+def _order(name: str, options: Options, served_by: str) -> str:
+    if "psum" not in name and name != "ring_reduce":
+        return ""
+    return "XLA" if "XLA" in served_by and options.order != "tree" else options.order
+
+
 def _algorithm_text(collective: Collective) -> str:
     chosen = f": {', '.join(collective.chosen)}" if collective.chosen else ""
     return f" ({collective.algorithm}{chosen})" if collective.algorithm else ""
@@ -260,12 +284,6 @@ def _algorithm_text(collective: Collective) -> str:
 
 def _aval_text(aval) -> str:
     return f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]"
-
-
-def _num_bytes(aval) -> int:
-    # Integers of fewer than 8 bits are packed; booleans are not.
-    bits = 8 if aval.dtype == jnp.bool_ else jax.dtypes.itemsize_bits(aval.dtype)
-    return math.ceil(aval.size * bits / 8)
 
 
 def _two_level_wire_bytes(name: str, levels: Levels, avals: Sequence) -> tuple[float, float]:
@@ -289,14 +307,15 @@ def _belongs_to_jax_ring(primitive_name: str) -> bool:
 
 
 def _who_serves(
-    primitive_name: str, kind: str, axis_context, groups: Sequence[Sequence[int]]
+    primitive_name: str, kind: str, axis_context, groups: Sequence[Sequence[int]], along_tree: bool
 ) -> tuple[str, str, str | None, Levels | None]:
     """Returns `Collective.served_by` and `Collective.why`, and the engine and the groups it serves, if any."""
     if all(len(group) == 1 for group in groups):
         return "none", "groups of one rank", None, None
     if not _belongs_to_jax_ring(primitive_name):
         return "XLA", "a collective of lax, not overridden", None, None
-    found = service.who_serves((_platform(axis_context.mesh),), axis_context, groups, kind)
+    platforms = (_platform(axis_context.mesh),)
+    found = service.who_serves(platforms, axis_context, groups, kind, along_tree=along_tree)
     levels = found.levels
     if levels is None:
         return "XLA", found.why_not, None, None

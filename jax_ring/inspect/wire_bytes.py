@@ -5,7 +5,11 @@ of an all-gather, on one rank. The formulas for rings are those of Patarasuk and
 algorithms for clusters of workstations" (2009); two-shot sends as much.
 """
 
+import math
 from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
 
 # By kind: what a rank sends in a group of p ranks, in units of V, on average.
 _SENT_MESSAGES = {
@@ -20,7 +24,13 @@ _SENT_MESSAGES = {
 }
 
 
-def wire_bytes(kind: str, num_bytes: int, group_sizes: Sequence[int], algorithm: str | Sequence[str] = "auto") -> float:
+def wire_bytes(
+    kind: str,
+    num_bytes: int,
+    group_sizes: Sequence[int],
+    algorithm: str | Sequence[str] = "auto",
+    num_terms: float = 1,
+) -> float:
     """Bytes that a rank sends in one call of a collective, on average over all ranks.
 
     Args:
@@ -29,11 +39,23 @@ def wire_bytes(kind: str, num_bytes: int, group_sizes: Sequence[int], algorithm:
       group_sizes: the number of ranks in each group.
       algorithm: of an all-reduce, for all groups or one per group. With "one_shot" each rank sends its whole message to
         every other rank.
+      num_terms: of a sum along the tree: how many terms a rank contributes, on average. Each is a message, and only the
+        result is not multiplied by them.
     """
     algorithms = [algorithm] * len(group_sizes) if isinstance(algorithm, str) else algorithm
 
     def sent_messages(p: int, algorithm: str) -> float:
-        return p - 1 if kind == "all_reduce" and algorithm == "one_shot" else _SENT_MESSAGES[kind](p)
+        if kind == "all_reduce" and algorithm == "one_shot":
+            return (p - 1) * num_terms
+        result = (p - 1) / p if kind == "all_reduce" else 0
+        return (_SENT_MESSAGES[kind](p) - result) * num_terms + result
 
     total = sum(p * sent_messages(p, a) for p, a in zip(group_sizes, algorithms, strict=True) if p > 1)
     return num_bytes * total / sum(group_sizes)
+
+
+def num_bytes_of(aval) -> int:
+    """The bytes of an array of this type."""
+    # Integers of fewer than 8 bits are packed; booleans are not.
+    bits = 8 if aval.dtype == jnp.bool_ else jax.dtypes.itemsize_bits(aval.dtype)
+    return math.ceil(aval.size * bits / 8)

@@ -48,11 +48,18 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
     params: the remaining parameters of the primitive.
 
     Raises:
-      NotImplementedError: if no engine serves the call, and `JAX_RING_STRICT` is 1 or XLA's collective could be wrong.
+      NotImplementedError: if no engine serves the call, and `JAX_RING_STRICT` is 1 or XLA's collective could be wrong;
+        or if a sum along the tree has a symbolic shape.
     """
     groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
     along_tree = trees.adds_along_tree(collective.kind, options)
     service = service_of(ctx, groups, collective.kind, along_tree=along_tree)
+    if along_tree and (shapes := symbolic_shapes(ctx)):
+        raise NotImplementedError(
+            f"{collective.function}(..., order='tree') over {axes} of the symbolic shape {shapes[0]}: no engine serves "
+            "it, and the blocks that XLA would exchange need static shapes. Export with static shapes, or with "
+            "order='rank'."
+        )
     if trees.num_slots(groups, options) == 1:
         ctx, operands = _without_slots(ctx, operands)
     if service.levels is not None:
@@ -82,11 +89,7 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
 def _without_slots(ctx, operands) -> tuple:
     """The operands of ranks that have one term each, without the dimension for it."""
     avals = [jax.core.ShapedArray(aval.shape[1:], aval.dtype) for aval in ctx.avals_in]
-    reshape = lambda x: x[0]  # noqa: E731
-    operands = [
-        ops.inline(ctx, reshape, x, aval, single) if symbolic_shapes(ctx) else ops.reshape(x, single.shape)
-        for x, aval, single in zip(operands, ctx.avals_in, avals, strict=True)
-    ]
+    operands = [ops.reshape(x, aval.shape) for x, aval in zip(operands, avals, strict=True)]
     return ctx.replace(avals_in=avals), operands
 
 

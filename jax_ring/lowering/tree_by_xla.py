@@ -2,12 +2,12 @@
 
 XLA's own sums choose their order. Its all-to-all gives each rank the operands of all ranks for one block of the
 message; the rank folds them along the tree, in the accumulator's dtype, and rounds once. A reduce-scatter ends there,
-and an all-reduce with XLA's all-gather of the blocks. An all-to-all cannot have groups of different sizes, nor blocks
-of a symbolic shape: there, XLA gathers all operands on all ranks.
+and an all-reduce with XLA's all-gather of the blocks. An all-to-all cannot have groups of different sizes: there, XLA
+gathers all operands on all ranks.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -42,32 +42,35 @@ def emit(ctx, operands, *, kind: str, groups: trees.Groups, **params) -> list:
     return results
 
 
-def gathers_everything(sizes: list[int], shape: tuple) -> bool:
-    """Whether all operands of this shape go to all ranks, instead of a block of each to each."""
-    return len(set(sizes)) > 1 or not all(isinstance(n, int) for n in shape)
+def gathers_everything(sizes: Sequence[int]) -> bool:
+    """Whether all operands go to all ranks, instead of a block of each to each, in groups of these sizes."""
+    return len(set(sizes)) > 1
+
+
+def block_size(num_elements: int, num_ranks: int) -> int:
+    """The number of elements of each block of an all-reduce. The last ones are padded."""
+    return math.ceil(num_elements / num_ranks)
 
 
 # ---- The sums, as functions of a rank's operand ---------------------------------------------------------------------
 
 
 def _all_reduce(x: jax.Array, *, axes: tuple, axis_index_groups, options: Options, sizes: list[int]) -> jax.Array:
-    if gathers_everything(sizes, x.shape):
-        return _fold_everything(x, axes, axis_index_groups, options, sizes)
+    if gathers_everything(sizes):
+        return _fold_everything(x, axes, axis_index_groups)
     size, shape = sizes[0], x.shape[_num_slot_dimensions(options, sizes) :]
-    block = math.ceil(math.prod(shape) / size)
-    flat = x.reshape(-1, math.prod(shape))
-    blocks = jnp.pad(flat, ((0, 0), (0, size * block - flat.shape[1]))).reshape(-1, size, block)
+    slots = x.shape[0] if x.shape != shape else 1
+    count, block = math.prod(shape), block_size(math.prod(shape), size)
+    padded = jnp.pad(x.reshape(slots, count), ((0, 0), (0, size * block - count)))
+    blocks = padded.reshape(slots, size, block)
     total = _fold_blocks(blocks, axes, axis_index_groups, options, size)
     gathered = lax.all_gather(total, axes, axis_index_groups=axis_index_groups)
-    return gathered.reshape(-1)[: math.prod(shape)].reshape(shape)
+    return gathered.reshape(-1)[:count].reshape(shape)
 
 
 def _reduce_scatter(
     x: jax.Array, *, axes: tuple, axis_index_groups, options: Options, sizes: list[int], **dimensions
 ) -> jax.Array:
-    if gathers_everything(sizes, x.shape):
-        total = _fold_everything(x, axes, axis_index_groups, options, sizes)
-        return fallback.own_block(total, axes=axes, axis_index_groups=axis_index_groups, **dimensions)
     first: Callable = partial(layout.blocks_first, **dimensions)
     blocks = jax.vmap(first)(x) if _num_slot_dimensions(options, sizes) else first(x)[None]
     flat = blocks.reshape(*blocks.shape[:2], -1)
@@ -107,15 +110,9 @@ def accumulator(dtype) -> np.dtype:
     return np.dtype(np.float32) if is_small else np.dtype(dtype)
 
 
-def _fold_everything(x: jax.Array, axes: tuple, axis_index_groups, options: Options, sizes: list[int]) -> jax.Array:
-    """The sum from the operands of all ranks."""
-    slots = x if _num_slot_dimensions(options, sizes) else jnp.expand_dims(x, 0)
-    if len(set(sizes)) == 1:
-        # Of symbolic shapes, jaxlib 0.12 cannot infer the result's size from mesh axes.
-        groups = axis_index_groups or (tuple(range(sizes[0])),) * (lax.axis_size(axes) == sizes[0])
-        gathered = lax.all_gather(slots, axes, axis_index_groups=groups)
-        return fold(gathered, options.num_shards or sizes[0], sizes[0])
-    gathered = lax.all_gather(slots, axes)
+def _fold_everything(x: jax.Array, axes: tuple, axis_index_groups) -> jax.Array:
+    """The sum of a group, one value of each rank, from the operands of all ranks."""
+    gathered = lax.all_gather(x, axes)
     folds = [partial(_fold_members, members=members) for members in axis_index_groups]
     group_of = np.zeros(lax.axis_size(axes), np.int32)
     for i, members in enumerate(axis_index_groups):
@@ -124,4 +121,4 @@ def _fold_everything(x: jax.Array, axes: tuple, axis_index_groups, options: Opti
 
 
 def _fold_members(gathered: jax.Array, *, members: tuple[int, ...]) -> jax.Array:
-    return fold(jnp.stack([gathered[rank] for rank in members]), len(members), len(members))
+    return fold(jnp.stack([gathered[rank][None] for rank in members]), len(members), len(members))

@@ -51,6 +51,17 @@ def num_slots(groups: Groups, options: Options) -> int:
     return 0 if options.num_shards is None else shard_tree.num_slots(options.num_shards, len(groups[0]))
 
 
+def num_roots(trees: Sequence[GroupTree]) -> int:
+    """The largest number of sums that the fold over a group leaves; one without trees."""
+    return max((len(tree.roots()) for tree in trees), default=1)
+
+
+def mean_terms(trees: Sequence[GroupTree]) -> float:
+    """How many terms a rank contributes, on average; one without trees."""
+    counts = [len(shard_tree.terms_of(*tree[:2], rank)) for tree in trees for rank in tree.ranks]
+    return sum(counts) / len(counts) if counts else 1
+
+
 def attributes_of(trees: Sequence[GroupTree]) -> dict:
     """The attributes of the custom call for the trees of its groups; empty ones for a call in another order."""
     return {

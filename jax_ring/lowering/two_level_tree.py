@@ -53,7 +53,7 @@ def hosts_of(groups: trees.Groups, within: trees.Groups, options: Options) -> Ho
             )
         )
     parts = [tree for of_group in layouts for tree in of_group]
-    return Hosts(parts, layouts, max(len(tree.roots()) for tree in parts))
+    return Hosts(parts, layouts, trees.num_roots(parts))
 
 
 def part_size(num_elements: int, num_ranks: int, num_hosts: int) -> int:

@@ -193,9 +193,8 @@ class Reduction:
             wide = ShardSums(terms, num_shards, tuple(x.dtype for x in terms))
             return along._collective()(wide, axis_name)
 
-        sums = along._in_buckets(jax.tree.unflatten(structure, likes), leaves, axis_name, psum, num_shards)
-        if count == 1:  # a sum over one rank is no operation, and XLA would fuse what comes after it
-            sums = fence(sums)
+        # What comes after the sums is compiled alike whatever they are made by: an engine, XLA, or, on one rank, nothing.
+        sums = fence(along._in_buckets(jax.tree.unflatten(structure, likes), leaves, axis_name, psum, num_shards))
         means = [
             np.zeros(x.shape, x.dtype) if is_float0(like) else UNCHANGED.received(x, like, 1, divisor)
             for x, like in zip(sums, likes, strict=True)

@@ -44,7 +44,7 @@ def terms(values, num_ranks) -> ShardSums:
         for rank in range(num_ranks):
             for slot, node in enumerate(shard_tree.terms_of(num_shards, num_ranks, rank)):
                 found[rank, slot] = _add(leaf[node.first : node.first + node.size].astype(found.dtype))
-        return found.reshape(-1, *leaf.shape[1:])
+        return np.concatenate(found)
 
     dtypes = tuple(leaf.dtype for leaf in leaves)
     with np.errstate(all="ignore"):

@@ -25,7 +25,11 @@ def served_by(request, monkeypatch):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12])
 def test_all_sums_on_any_number_of_ranks(ranks, served_by):
-    x = {"a": numbers((V, 24, 5)), "b": [numbers((V, 48), jnp.bfloat16), numbers((V, 24), np.int8)]}
+    x = {
+        "a": numbers((V, 24, 5)),
+        "b": [numbers((V, 48), jnp.bfloat16), numbers((V, 24), np.int8)],
+        "c": numbers((V, 0, 3)),
+    }
 
     def body(own):
         mean = ring_pmean(own, "i", order="tree")
