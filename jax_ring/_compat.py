@@ -410,6 +410,15 @@ def rank_dependent_axes(jaxpr) -> set:
     return {effect.name for effect in jaxpr.effects if isinstance(effect, _core.NamedAxisEffect)}
 
 
+def scan_counts(scan_params: dict) -> tuple[int, int]:
+    """How many operands of a `scan` are constants of its body, and how many its carry, from its parameters."""
+    if "num_consts" in scan_params:
+        return scan_params["num_consts"], scan_params["num_carry"]
+    # JAX 0.12 has the structures of the three kinds of operands instead.
+    consts, carry, _ = scan_params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
 def bind_equation(eqn, operands: list) -> list:
     """The results of an equation for these operands, as `jax.core.eval_jaxpr` computes them."""
     with eqn.ctx.manager:

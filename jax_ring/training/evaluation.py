@@ -144,7 +144,8 @@ def _closed(jaxpr: Any) -> Any:
 # ---- Control flow: the same, with bodies evaluated so ---------------------------------------------------------------
 
 
-def _scan(operands: list, *, jaxpr, num_consts, num_carry, length, reverse, unroll, **_) -> list:
+def _scan(operands: list, *, jaxpr, length, reverse, unroll, **structure) -> list:
+    num_consts, num_carry = _compat.scan_counts(structure)
     end = num_consts + num_carry
     consts, carry, xs = operands[:num_consts], operands[num_consts:end], operands[end:]
 
