@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ParamSpec, Self, TypeVar, Unpack
 
 import jax
@@ -15,6 +16,7 @@ from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.training.cuts import check_in_axes
 from jax_ring.training.quantized import Int8Wire
+from jax_ring.training.sentinel import Digests, after, digests, reduced_with, verdict
 from jax_ring.training.shards import differentiate_shards, first_shard, indexed
 from jax_ring.training.sync import Reduction, ReductionOptions, is_float0
 
@@ -39,6 +41,7 @@ def value_and_grad(
     num_shards: int | None = None,
     in_axes: Any = 0,
     reduce_gradients: bool = True,
+    check_replicas: Any = None,
     **options: Unpack[ReductionOptions],
 ) -> Callable[P, tuple[Any, Any]]:
     """`jax.value_and_grad` for a loss of which each data-parallel rank computes its part.
@@ -72,6 +75,9 @@ def value_and_grad(
         argument that every shard gets whole. Keyword arguments are always passed whole.
       reduce_gradients: with num_shards, whether to reduce. If not, the gradients are a `ShardSums`, for
         `sync_gradients`, `allreduce_gradients` and `zero.sharded_optimizer`. The value is reduced in any case.
+      check_replicas: a boolean scalar, the same on all ranks, such as `step % 10 == 0`: whether to compare the ranks'
+        copies of the parameters, as `jax_ring.check_replicas` does. The digests are in a bucket of the value. For a
+        step: pass it where `value_and_grad` is called in the step.
       **options: `impl`, `wire`, `key`, `bucket_bytes`, `first_bucket_bytes`, `overlap` and `order`, as for
         `sync_gradients`. The value is never rounded to `wire`. A key is for one step: pass it where `value_and_grad` is
         called in the step.
@@ -88,7 +94,7 @@ def value_and_grad(
     shards = Shards.of("value_and_grad", num_shards, in_axes, reduce_gradients, reduced_in_backward, options)
     reduction = Reduction.of("value_and_grad", options)
     local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
-    return _of_mean(reduction, local, axis_name, argnums, has_aux, reduced_in_backward, shards)
+    return _of_mean(reduction, local, axis_name, argnums, has_aux, reduced_in_backward, shards, check_replicas)
 
 
 def grad(
@@ -103,6 +109,7 @@ def grad(
     num_shards: int | None = None,
     in_axes: Any = 0,
     reduce_gradients: bool = True,
+    check_replicas: Any = None,
     **options: Unpack[ReductionOptions],
 ) -> Callable[P, Any]:
     """`jax.grad` for a loss of which each data-parallel rank computes its part: `value_and_grad` without the value.
@@ -113,7 +120,7 @@ def grad(
     shards = Shards.of("grad", num_shards, in_axes, reduce_gradients, reduced_in_backward, options)
     reduction = Reduction.of("grad", options)
     local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
-    with_value = _of_mean(reduction, local, axis_name, argnums, has_aux, reduced_in_backward, shards)
+    with_value = _of_mean(reduction, local, axis_name, argnums, has_aux, reduced_in_backward, shards, check_replicas)
 
     def grad_of_mean(*args: P.args, **kwargs: P.kwargs) -> Any:
         value, grads = with_value(*args, **kwargs)
@@ -130,6 +137,7 @@ def _of_mean(
     has_aux: bool,
     reduced_in_backward: bool,
     shards: "Shards | None",
+    check_replicas: Any,
 ) -> Callable[P, tuple[Any, Any]]:
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     if reduced_in_backward:
@@ -144,10 +152,14 @@ def _of_mean(
         parameters = [i for i in range(len(args)) if i in numbers or i - len(args) in numbers]
         if not reduced_in_backward:
             arguments = [copies(x) if i in parameters else x for i, x in enumerate(args)]
+        own = None
+        if check_replicas is not None:
+            compared = [args[i] for i in parameters]
+            own = digests(reduction.function, compared if len(compared) > 1 else compared[0], axis_name, check_replicas)
         if shards is not None:
             shards.check(axis_name)
             if not reduced_in_backward:
-                return shards.reduced(reduction, local, arguments, kwargs, parameters, axis_name, has_aux)
+                return shards.reduced(reduction, local, arguments, kwargs, parameters, axis_name, has_aux, own)
         index = contextlib.nullcontext() if shards is None else indexed(first_shard(axis_name, shards.num_shards))
         with _noted(axis_name, reduced_in_backward), index:
             out, grads = local(*arguments, **kwargs)
@@ -156,13 +168,20 @@ def _of_mean(
         axes = axes_of_difference(value, axis_name)
         divisor = num_ranks(axes)
         local_value = own_copy(value, axis_name) if axes else None
-        reduced = reduction.reduce(None if reduced_in_backward else grads, axis_name, divisor, value=local_value)
+        table = None if own is None else own.table
+        reduced = reduction.reduce(
+            None if reduced_in_backward else grads, axis_name, divisor, value=(local_value, table)
+        )
+        total, tables = reduced.value
         if axes:
-            value = reduced.value
+            value = total
         if not reduced_in_backward:
             grads = reduced.tree
         elif divisor > 1:
             grads = jax.tree.map(lambda g: g if is_float0(g) else g / divisor, grads)
+        if own is not None:
+            ok = verdict(reduction.function, own, tables, axis_name)
+            value, grads = after(value, ok), after(grads, ok)
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad_of_mean
@@ -217,9 +236,9 @@ class Shards:
 
     def reduced(
         self, reduction: Reduction, local: Callable, arguments: Sequence[Any], kwargs: dict, parameters: list[int],
-        axis_name: AxisName, has_aux: bool,
+        axis_name: AxisName, has_aux: bool, own: Digests | None,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """The results of `value_and_grad`."""
+        """The results of `value_and_grad`. own: the rank's digests, if replicas are compared."""
 
         def with_aux(*args, **kwargs):
             out, grads = local(*args, **kwargs)
@@ -229,13 +248,20 @@ class Shards:
             self.function, with_aux, arguments, kwargs, parameters, axis_name, self.num_shards, self.in_axes
         )
         terms, grads = sums.terms
-        if self.reduce_gradients:
-            value, grads = reduction.reduce(sums, axis_name, self.num_shards).tree
-        else:
-            value = reduction.reduce(
-                ShardSums(terms, self.num_shards, sums.dtypes[:1]), axis_name, self.num_shards
-            ).tree
+        wanted = sums
+        if not self.reduce_gradients:
+            wanted = ShardSums(terms, self.num_shards, sums.dtypes[:1])
             grads = ShardSums(grads, self.num_shards, sums.dtypes[1:])
+        reduce = partial(reduction.reduce, axis_name=axis_name, divisor=self.num_shards)
+        tables = None
+        if own is None:
+            reduced = reduce(wanted)
+        else:
+            reduced, tables = reduced_with(reduction, reduce, wanted, own.table)
+        value, grads = reduced.tree if self.reduce_gradients else (reduced.tree, grads)
+        if own is not None and tables is not None:
+            ok = verdict(self.function, own, tables, axis_name)
+            value, grads = after(value, ok), after(grads, ok)
         return ((value, aux) if has_aux else value), grads
 
 

@@ -222,11 +222,12 @@ class Reduction:
                 sums[i] = total
         return sums
 
-    def synced(self, tree: Any, axis_name: AxisName, mean: bool, residual: Any = None) -> Reduced:
-        """The sums or means of this rank's gradients."""
+    def synced(self, tree: Any, axis_name: AxisName, mean: bool, residual: Any = None, value: Any = None) -> Reduced:
+        """The sums or means of this rank's gradients, and the mean of `value`."""
         check_local(self.function, tree, axis_name)
         count = tree.num_shards if isinstance(tree, ShardSums) else num_ranks(axes_of(axis_name))
-        return self.reduce(jax.tree.map(jnp.asarray, tree), axis_name, count if mean else 1, residual=residual)
+        numbers = jax.tree.map(jnp.asarray, tree)
+        return self.reduce(numbers, axis_name, count if mean else 1, residual=residual, value=value)
 
 
 def _wire_of(function: str, name: str, dtype: DTypeLike | None, key: Any) -> FloatWire | Int8Wire:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jax_ring.collectives.axes import AxisName, axes_of
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.training.quantized import Int8Wire
+from jax_ring.training.sentinel import CheckedState, check_every, digests_every, reduced_with, verdict
 from jax_ring.training.sync import Reduction, ReductionOptions
 from jax_ring.training.wire import UNCHANGED
 
@@ -37,7 +39,12 @@ class FeedbackState(NamedTuple):
 
 
 def allreduce_gradients(
-    axis_name: AxisName, *, mean: bool = True, error_feedback: bool = False, **options: Unpack[ReductionOptions]
+    axis_name: AxisName,
+    *,
+    mean: bool = True,
+    error_feedback: bool = False,
+    check_replicas: int | None = None,
+    **options: Unpack[ReductionOptions],
 ) -> optax.GradientTransformation:
     """An optax `GradientTransformation` that replaces this rank's gradients by their mean over the ranks.
 
@@ -52,11 +59,15 @@ def allreduce_gradients(
       error_feedback: whether to add the error of rounding a rank's gradients to `wire` to its gradients of the
         next step, as `sync_with_feedback` does. The optimizer then has a state that differs between ranks: it enters
         and leaves `shard_map` by `feedback_specs`, and `init` is called inside. So has one in `optax.MultiSteps`.
+      check_replicas: a number of steps: `jax_ring.check_replicas` in the first step, and after so many each time. The
+        digests are in a bucket of the gradients. Needs the parameters: `optimizer.update(gradients, state, params)`.
 
     Raises:
       ImportError: if optax is not installed.
-      ValueError: if `error_feedback` is given without `wire`; from `update`, as `sync_gradients`.
+      ValueError: if `error_feedback` is given without `wire`, or `check_replicas` is not positive; from `update`, as
+        `sync_gradients`.
       TypeError: for an unknown option.
+      jax.errors.JaxRuntimeError: from a step in which ranks' parameters differ, as `check_replicas`.
     """
     try:
         import optax
@@ -65,19 +76,34 @@ def allreduce_gradients(
             "allreduce_gradients makes an optax transformation, and optax is not installed: pip install optax. "
             "Without it, call jax_ring.sync_gradients."
         ) from error
-    reduction = Reduction.of("allreduce_gradients", options)
-    if not error_feedback and options.get("key") is None:
-
-        def reduce(updates, state, params=None):
-            del params
-            return reduction.synced(updates, axis_name, mean).tree, state
-
-        return optax.GradientTransformation(lambda params: LocalGradients(), reduce)
-    if reduction.wire == UNCHANGED:
+    name = "allreduce_gradients"
+    reduction = Reduction.of(name, options)
+    check_every(name, check_replicas)
+    if error_feedback and reduction.wire == UNCHANGED:
         raise ValueError(
             "allreduce_gradients: error_feedback corrects the rounding to wire, and wire is None. Pass, "
             "say, wire=jnp.bfloat16."
         )
+
+    def synced(now, updates, state, params, residual=None):
+        """The reduced gradients, and the state with its count of the steps advanced."""
+        reduce = partial(now.synced, axis_name=axis_name, mean=mean, residual=residual)
+        if check_replicas is None:
+            return reduce(updates), state
+        own = digests_every(name, params, axis_name, check_replicas, state.step)
+        reduced, tables = reduced_with(now, reduce, updates, own.table)
+        return reduced, state._replace(step=state.step + 1 + verdict(name, own, tables, axis_name))
+
+    def counted(inner):
+        return inner if check_replicas is None else CheckedState(jnp.zeros((), jnp.int32), inner)
+
+    if not error_feedback and options.get("key") is None:
+
+        def reduce(updates, state, params=None):
+            reduced, state = synced(reduction, updates, state, params)
+            return reduced.tree, state
+
+        return optax.GradientTransformation(lambda params: counted(LocalGradients()), reduce)
 
     def init(params):
         residual = None
@@ -85,17 +111,18 @@ def allreduce_gradients(
             residual = jax.tree.map(lambda p: own_copy(jnp.zeros((1, *p.shape), p.dtype), axis_name), params)
         key = options.get("key")
         # Not the key itself, which the caller still has when a step donates the state.
-        return FeedbackState(residual, None if key is None else jax.random.fold_in(key, 0))
+        return counted(FeedbackState(residual, None if key is None else jax.random.fold_in(key, 0)))
 
     def update(updates, state, params=None):
-        del params
+        own = state if check_replicas is None else state.inner
         now, next_key = reduction, None
-        if state.key is not None:
-            key, next_key = jax.random.split(state.key)
+        if own.key is not None:
+            key, next_key = jax.random.split(own.key)
             now = replace(reduction, wire=Int8Wire(key))
-        residual = jax.tree.map(lambda r: r[0], state.residual)
-        reduced = now.synced(updates, axis_name, mean, residual)
-        return reduced.tree, FeedbackState(jax.tree.map(lambda r: r[None], reduced.residual), next_key)
+        residual = jax.tree.map(lambda r: r[0], own.residual)
+        reduced, state = synced(now, updates, state, params, residual)
+        own = FeedbackState(jax.tree.map(lambda r: r[None], reduced.residual), next_key)
+        return reduced.tree, own if check_replicas is None else state._replace(inner=own)
 
     return optax.GradientTransformation(init, update)
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 from jax_ring.collectives.axes import AxisName
 from jax_ring.options import Order, check_choice
 from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.sentinel import check_every
+from jax_ring.training.zero.checked import checked
 from jax_ring.training.zero.elementwise import ElementwiseCheck
 from jax_ring.training.zero.flat_layout import flat_layout
 from jax_ring.training.zero.gradients import Reduction
@@ -35,6 +37,7 @@ def sharded_optimizer(
     layout: Layout = "flat",
     order: Order = "rank",
     overlap: bool = True,
+    check_replicas: int | None = None,
 ) -> ShardedOptimizer:
     """Shards an optax optimizer over the ranks of a mapped axis: each holds 1/p of its state.
 
@@ -71,6 +74,8 @@ def sharded_optimizer(
         then no bit of the parameters or of the state depends on the number of ranks. Ranks then own whole blocks of
         1024 elements, so the state has another padding than with other orders; `repartition` converts it.
       overlap: as for `sync_gradients`.
+      check_replicas: a number of steps: `jax_ring.check_replicas` of the parameters in the first step, and after so
+        many each time. The state is then a `CheckedState` around the one that there would be without.
 
     Returns:
       A `ShardedOptimizer`. Its `update` takes this rank's gradients, not reduced yet, and applies `tx` to their mean.
@@ -88,6 +93,7 @@ def sharded_optimizer(
             f"sharded_optimizer: stage must be 1 or 2, got {stage!r}; stage 3, sharded parameters, is not supported"
         )
     implementation("sharded_optimizer", impl, overlap)
+    check_every("sharded_optimizer", check_replicas)
     check_order("sharded_optimizer", impl, order)
     if not is_transformation(tx):
         raise TypeError(
@@ -96,7 +102,8 @@ def sharded_optimizer(
     check_choice("sharded_optimizer", "layout", layout, get_args(Layout))
     reduction = Reduction(axis_name, impl, order, overlap)
     if layout == "parameter":
-        return parameter_layout(tx, stage=stage, reduction=reduction)
+        sharded = parameter_layout(tx, stage=stage, reduction=reduction)
+        return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas, impl)
 
     def probed_over(axis):
         # The probe runs under vmap, where a scatter takes one axis, and lax has no invariant gather.
@@ -104,4 +111,5 @@ def sharded_optimizer(
 
     check = ElementwiseCheck(tx, probed_over, axis_name)
     check.check_outside()
-    return check.checked(flat_layout(tx, stage=stage, reduction=reduction))
+    sharded = check.checked(flat_layout(tx, stage=stage, reduction=reduction))
+    return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas, impl)

@@ -1,0 +1,267 @@
+"""The sentinel: compares digests of the ranks' copies of parameters within a step, and fails the step if they differ.
+
+Each rank's 64-bit digest goes with a sum that the step makes anyway. The digests of the leaves follow only if those
+differ, so that a step without an error has no further collective.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks
+from jax_ring.collectives.leaves import bits_of_keys, own_copy
+from jax_ring.collectives.shard_sums import ShardSums
+from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.sync import Reduced, Reduction
+from jax_ring.training.wire import UNCHANGED
+
+T = TypeVar("T")  # a pytree: results have the structure of the argument
+
+# Odd multipliers, so that every step of the mixing is a bijection of 32-bit words.
+_LANES = ((0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35), (0x61C88647, 0x7FEB352D, 0x846CA68B))
+_NAMED = 4  # leaves that an error describes
+
+
+class CheckedState(NamedTuple):
+    """The state of an optimizer that compares the ranks' parameters in some of its steps.
+
+    Attributes:
+      step: the number of steps so far, int32, the same on all ranks.
+      inner: the state that it would have without `check_replicas`.
+    """
+
+    step: jax.Array
+    inner: Any
+
+
+class Digests(NamedTuple):
+    """What a rank knows about its own copy.
+
+    Attributes:
+      names: of the leaves.
+      leaves: the digests of the leaves, uint32 [leaves, 2]; zeros in a step that does not compare.
+      table: what has to be summed over the ranks, float32 [p, 4]: the digest of the whole in the row of the rank, as
+        integers below 2^16, and zeros in the other rows.
+    """
+
+    names: tuple[str, ...]
+    leaves: jax.Array
+    table: jax.Array
+
+
+def digests(function: str, tree: Any, axis_name: AxisName, when: Any) -> Digests:
+    """This rank's digests of a pytree, if `when`, a boolean that is the same on all ranks.
+
+    Raises:
+      ValueError: if the tree has no arrays.
+      TypeError: if `when` is no boolean.
+    """
+    axes = axes_of(axis_name)
+    check_named(function, axes)
+    named = [
+        (jax.tree_util.keystr(path) or "the array", leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    if not named:
+        raise ValueError(f"{function}: there are no arrays to compare in {tree!r}")
+    if jnp.shape(when) or jnp.result_type(when) != jnp.bool_:
+        raise TypeError(
+            f"{function}: whether to compare must be a boolean scalar, such as step % 10 == 0; got {when!r}"
+        )
+    names, arrays = zip(*named, strict=True)
+    local = [own_copy(bits_of_keys(jnp.asarray(x))[0], axes) for x in arrays]
+    zeros = own_copy(jnp.zeros((len(local), 2), jnp.uint32), axes)
+
+    def compute(local):
+        return jnp.stack([digest(x) for x in local])
+
+    by_leaf = lax.cond(when, compute, lambda _: zeros, local)
+    whole = _folded([by_leaf[:, lane] for lane in range(len(_LANES))])
+    halves = jnp.stack([whole >> 16, whole & 0xFFFF]).reshape(-1).astype(jnp.float32)
+    table = own_copy(jnp.zeros((num_ranks(axes), halves.size), jnp.float32), axes)
+    return Digests(names, by_leaf, table.at[lax.axis_index(axes)].set(halves))
+
+
+def digest(x: jax.Array) -> jax.Array:
+    """64 bits of an array's bits and positions, uint32 [2].
+
+    Two arrays that differ within one 32-bit word, or in one element of at most 32 bits, never have the same digest.
+    """
+    return _folded([_words(x)] * len(_LANES))
+
+
+def _folded(words: list[jax.Array]) -> jax.Array:
+    """For each lane, the sum of its words after each has been mixed with its place."""
+
+    def add(sums, others):
+        return tuple(x + y for x, y in zip(sums, others, strict=True))
+
+    mixed = tuple(map(_mixed, words, _LANES))
+    zeros = tuple(jnp.zeros_like(x, shape=()) for x in mixed)
+    # One reduction of two operands takes XLA half the time of two.
+    return jnp.stack(lax.reduce(mixed, zeros, add, (0,)))
+
+
+def _mixed(words: jax.Array, lane: tuple[int, int, int]) -> jax.Array:
+    # A sum of words times weights would not do: two flipped signs would cancel, because the weights are odd.
+    by_place, first, second = lane
+    words = words ^ (lax.iota(jnp.uint32, words.size) * np.uint32(by_place))
+    words = (words ^ (words >> 16)) * np.uint32(first)
+    words = (words ^ (words >> 13)) * np.uint32(second)
+    return words ^ (words >> 16)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of an array as a vector of uint32."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag])
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        bits = jnp.finfo(x.dtype).bits
+        x = lax.bitcast_convert_type(x, f"uint{min(bits, 32)}")  # a dimension more for those of 64 bits
+    elif x.dtype.itemsize == 8:
+        x = lax.bitcast_convert_type(x, jnp.uint32)
+    return x.reshape(-1).astype(jnp.uint32)
+
+
+def verdict(function: str, own: Digests, sums: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Fails the step on all ranks if the ranks' digests differ; else an int32 zero, on which the step has to depend.
+
+    sums: the sum of `own.table` over the ranks.
+    """
+    axes = axes_of(axis_name)
+    # On one rank as well, so that the rest of the step is compiled as on several.
+    differ = (sums != sums[0]).any()
+
+    def fail(leaves):
+        rows = own_copy(jnp.zeros((num_ranks(axes), *leaves.shape), leaves.dtype), axes)
+        by_rank = lax.psum(rows.at[lax.axis_index(axes)].set(leaves), axes)
+        return jax.pure_callback(partial(_raise, function, own.names), jax.ShapeDtypeStruct((), jnp.int32), by_rank)
+
+    return lax.cond(differ, fail, lambda _: jnp.zeros((), jnp.int32), own.leaves)
+
+
+def _raise(function: str, names: tuple[str, ...], by_rank: Any) -> np.ndarray:
+    raise AssertionError(report(function, names, np.asarray(by_rank)))
+
+
+def report(function: str, names: tuple[str, ...], by_rank: np.ndarray) -> str:
+    """The error for digests by rank and leaf, uint32 [p, leaves, 2]."""
+    lines = []
+    for i, name in enumerate(names):
+        of_ranks = [by_rank[rank, i].tobytes() for rank in range(len(by_rank))]
+        # Of several that are equally common, the first rank's.
+        common = Counter(of_ranks).most_common(1)[0][0]
+        others = [rank for rank, own in enumerate(of_ranks) if own != common]
+        if others:
+            ranks = f"rank {others[0]} differs" if len(others) == 1 else f"ranks {', '.join(map(str, others))} differ"
+            lines.append(
+                f"{name} on {ranks} from that on rank {of_ranks.index(common)}".replace(" on rank", ": rank", 1)
+            )
+    more = f"; and {len(lines) - _NAMED} more leaves" if len(lines) > _NAMED else ""
+    return (
+        f"{function}: the copies of parameters are not the same on all ranks: {'; '.join(lines[:_NAMED])}{more}. The "
+        "step is not applied. Go on from a checkpoint. If this happens again at the same step, a reduction may be "
+        "missing (shard_map(..., check_vma=True) checks that), or ranks started with different values "
+        "(jax_ring.broadcast_params makes them equal); if not, suspect the rank's hardware."
+    )
+
+
+def after(tree: T, ok: jax.Array) -> T:
+    """`tree`, unchanged, but so that its smallest array needs `ok`, the zero that `verdict` returns."""
+    leaves, structure = jax.tree.flatten(tree)
+    sizes = {i: x.size for i, x in enumerate(leaves) if getattr(x, "dtype", None) != jax.dtypes.float0 and x.size}
+    if not sizes:
+        return tree
+    smallest = min(sizes, key=sizes.__getitem__)
+    bits, from_bits = bits_of_keys(leaves[smallest])
+    # A choice, because adding a zero would change the sign of another.
+    leaves[smallest] = from_bits(jnp.where(ok == 0, bits, jnp.zeros_like(bits)))
+    return jax.tree.unflatten(structure, leaves)
+
+
+def check_every(function: str, every: Any) -> None:
+    """Raises unless `every`, the argument `check_replicas` of an optimizer, is None or a positive number of steps."""
+    if every is None:
+        return
+    if isinstance(every, bool) or not isinstance(every, int | np.integer):
+        raise TypeError(f"{function}: check_replicas must be a number of steps, got {every!r}")
+    if every < 1:
+        raise ValueError(f"{function}: check_replicas must be a positive number of steps, got {every}")
+
+
+def digests_every(function: str, params: Any, axis_name: AxisName, every: int, count: jax.Array) -> Digests:
+    """The digests of an optimizer's parameters, in every so many of its steps, the first among them.
+
+    Raises:
+      ValueError: if there are no parameters.
+    """
+    if params is None:
+        raise ValueError(
+            f"{function}: check_replicas={every} compares the ranks' parameters; pass them to the optimizer: "
+            "optimizer.update(gradients, state, params)"
+        )
+    return digests(function, params, axis_name, count % every == 0)
+
+
+def reduced_with(
+    reduction: Reduction, reduce: Callable[..., Reduced], tree: Any, table: jax.Array
+) -> tuple[Reduced, jax.Array]:
+    """What `reduce`, one of the methods of `reduction`, returns for a tree, and the table reduced in its buckets.
+
+    reduce: takes the tree, and the argument `value` of `Reduction.reduce`.
+    """
+    if not isinstance(tree, ShardSums) or reduction.wire != UNCHANGED:
+        reduced = reduce(tree, value=table)
+        return reduced, reduced.value
+    reduced = reduce(with_table(tree, table))
+    sums, tables = reduced.tree
+    return reduced._replace(tree=sums), tables
+
+
+def with_table(sums: ShardSums, table: jax.Array) -> ShardSums:
+    """The sums of (terms, table). The table is the rank's first term, which every rank has."""
+    slots = next(x.shape[0] for x in jax.tree.leaves(sums.terms) if x.dtype != jax.dtypes.float0)
+    rest = jnp.zeros_like(table, shape=(slots - 1, *table.shape))
+    terms = jnp.concatenate([table[None], rest])
+    return ShardSums((sums.terms, terms), sums.num_shards, (*sums.dtypes, np.dtype(table.dtype)))
+
+
+def check_replicas(tree: T, axis_name: AxisName, *, when: Any = True, impl: Impl = "ring") -> T:
+    """Compares the ranks' copies of a pytree within a step, and fails the step on all ranks if any two differ.
+
+    Call it inside `shard_map`, and go on with the result: a step that does not use it does not compare.
+
+        params = check_replicas(params, "data", when=step % 10 == 0)
+
+    Each rank computes a 64-bit digest of the bits of its copy, where `when` is true; that is a pass over the copy. The
+    ranks exchange digests in every step, in a sum of 16 bytes per rank. Copies that differ in one element of at most 32
+    bits are always found, any others but for one chance in 2^64. An error that reaches all copies alike is not found.
+    `value_and_grad`, `allreduce_gradients` and `zero.sharded_optimizer` do the same by their option `check_replicas`.
+    The error is raised by a callback to Python, so the program cannot be exported.
+
+    Args:
+      tree: a pytree of arrays of any dtype, random keys among them, which should be the same on all ranks.
+      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
+      when: whether to compare, a boolean scalar, the same on all ranks.
+      impl: "ring" or "lax", as for `sync_gradients`.
+
+    Returns:
+      `tree`, with the same values.
+
+    Raises:
+      jax.errors.JaxRuntimeError: when the program runs, if copies differ, in every process. It names the leaves and the
+        ranks. As with any error of a step, its results do not exist, and what it was donated is gone.
+      ValueError: if the tree has no arrays, or `impl` is none of its choices.
+      TypeError: if `when` is no boolean scalar.
+      NameError: as `ring_psum`.
+    """
+    own = digests("check_replicas", tree, axis_name, when)
+    sums = implementation("check_replicas", impl).psum(own.table, axis_name)
+    return after(tree, verdict("check_replicas", own, sums, axis_name))

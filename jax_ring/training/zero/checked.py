@@ -1,0 +1,38 @@
+"""A sharded optimizer that compares the ranks' copies of the parameters in some of its steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jax_ring.collectives.axes import AxisName
+from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.sentinel import CheckedState, digests_every, verdict
+from jax_ring.training.zero.interface import ShardedOptimizer
+
+
+def checked(optimizer: ShardedOptimizer, axis_name: AxisName, every: int, impl: Impl) -> ShardedOptimizer:
+    """`optimizer`, with `check_replicas` in its first step and after every so many. Its state is a `CheckedState`.
+
+    The table of the digests is summed in a call of its own: gradients are scattered, so that no rank gets all sums.
+    """
+    name = "sharded_optimizer"
+
+    def init(params):
+        return CheckedState(jnp.zeros((), jnp.int32), optimizer.init(params))
+
+    def update(gradients, state, params):
+        own = digests_every(name, params, axis_name, every, state.step)
+        ok = verdict(name, own, implementation(name, impl).psum(own.table, axis_name), axis_name)
+        updates, inner = optimizer.update(gradients, state.inner, params)
+        return updates, CheckedState(state.step + 1 + ok, inner)
+
+    def specs(params):
+        return CheckedState(PartitionSpec(), optimizer.specs(params))
+
+    def repartition(state: Any, params: Any, num_ranks: int):
+        return CheckedState(state.step, optimizer.repartition(state.inner, params, num_ranks))
+
+    return ShardedOptimizer(init, update, specs, repartition, optimizer.shares)

@@ -1,0 +1,64 @@
+"""The guide docs/any_number_of_devices.md and its example: the same bits on several layouts of devices."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+from helpers import run_python
+
+ROOT = pathlib.Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "any_number_of_devices.py"
+
+
+def test_the_programs_of_the_guide():
+    guide = (ROOT / "docs" / "any_number_of_devices.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    use = """
+step_in_optax(params, jax.random.key(0), jnp.ones((48, 8)), jnp.ones((48, 1)))
+mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+specs = (P(), P(), P(), P("data"), P("data"))
+with_check = jax.jit(jax.shard_map(step_with_check, mesh=mesh, in_specs=specs, out_specs=P()))
+with_check(params, jnp.int32(10), jax.random.key(0), jnp.ones((48, 8)), jnp.ones((48, 1)))
+jax.jit(jax.shard_map(anything_else, mesh=mesh, in_specs=P(), out_specs=P()))(params, jnp.int32(10))
+"""
+    result = run_python("\n".join([*blocks, use]), devices=8)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "the same bits\n"
+
+
+def test_the_example():
+    """One device, several processes on two hosts, and a training that moves from eight devices to three and to four."""
+    sizes = ("--steps=4", "--context=8", "--width=8", "--layers=2")
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLE), *sizes, "--dtype=float32", "--layouts=1x1,2x4@2", "--jobs=2"],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    digests = re.findall(r"│ ([0-9a-f]{16}) │", result.stdout)
+    assert len(digests) == 3
+    assert len(set(digests)) == 1
+    assert "the same bits" in result.stdout
+
+
+def test_the_benchmark(tmp_path):
+    file = tmp_path / "rows.json"
+    program = [sys.executable, str(ROOT / "benchmarks" / "tree_order.py"), "--ranks=2", "-b=4K", "-e=16K"]
+    options = ["--what=messages", "--dtypes=float32", "--rounds=2", "--loop-seconds=0.001", f"--json={file}"]
+    result = subprocess.run([*program, *options], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["what"], row["variant"]) for row in rows] == [
+        (size, order) for size in ("4 KiB", "16 KiB") for order in ("rank", "tree")
+    ]
+    assert all(row["ratio"] == 1 for row in rows if row["variant"] == "rank")
+
+
+def test_invalid_layouts_are_rejected():
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--layouts=1x8,1x5"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2
+    assert "the devices of a layout must divide 24, and its hosts the processes, got '1x5'" in result.stderr
