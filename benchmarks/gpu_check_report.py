@@ -14,9 +14,9 @@ MEANING = {
         "the wrap-around of the counters: the name of the test says which."
     ),
     "tree": (
-        "Calls in the orders of ranks and of the ring work, and these have the same protocol. Look at the kernels along "
-        "a tree (ffi/ring/fold_tree.h) and at several slots for each rank; wrong bits on some numbers of ranks only are "
-        "a wrong program (tree_program.h)."
+        "Calls in the orders of ranks and of the ring work, and these have the same protocol. Look at the kernels "
+        "along a tree (ffi/ring/fold_tree.h) and at several slots for each rank; wrong bits on some numbers of ranks only "
+        "are a wrong program (tree_program.h)."
     ),
     "streams": (
         "It works in one launch, so the ranks did not run at the same time on streams of their own. Either streams "
