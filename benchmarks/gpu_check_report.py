@@ -15,8 +15,8 @@ MEANING = {
     ),
     "tree": (
         "Calls in the orders of ranks and of the ring work, and these have the same protocol. Look at the kernels "
-        "along a tree (ffi/ring/fold_tree.h) and at several slots for each rank; wrong bits on some numbers of ranks only "
-        "are a wrong program (tree_program.h)."
+        "along a tree (ffi/ring/fold_tree.h) and at several slots for each rank; wrong bits on some numbers of ranks "
+        "only are a wrong program (tree_program.h)."
     ),
     "streams": (
         "It works in one launch, so the ranks did not run at the same time on streams of their own. Either streams "

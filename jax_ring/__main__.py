@@ -78,6 +78,12 @@ def environment() -> dict[str, str]:
         ),
         tuning.VARIABLE: tuning.describe(),
         runtime.SHARED_GPU_VARIABLE: f"processes {'may' if runtime.SHARED_GPU else 'may not'} share a GPU",
+        runtime.MULTICAST_VARIABLE: "groups of GPUs of one process "
+        + (
+            "use multicast memory"
+            if os.environ.get(runtime.MULTICAST_VARIABLE) == "1"
+            else "do not use multicast memory"
+        ),
         runtime.STRICT_VARIABLE: f"fallback to XLA's collectives is {'an error' if runtime.STRICT else 'allowed'}",
     }
     return {

@@ -43,7 +43,9 @@ def test_active_options():
     assert value_of("JAX_RING_STRICT", text) == "'1': fallback to XLA's collectives is an error"
     assert value_of("JAX_RING_SHARED_GPU", text) == "not set: processes may not share a GPU"
     assert value_of("JAX_RING_HOST_ID", text) == "not set: hosts are told apart by boot id, /dev/shm and user"
-    named = run(JAX_RING_HOST_ID="here", JAX_RING_SHARED_GPU="1")
+    assert "do not use multicast memory" in value_of("JAX_RING_MULTICAST", text)
+    named = run(JAX_RING_HOST_ID="here", JAX_RING_SHARED_GPU="1", JAX_RING_MULTICAST="1")
+    assert value_of("JAX_RING_MULTICAST", named) == "'1': groups of GPUs of one process use multicast memory"
     assert value_of("JAX_RING_SHARED_GPU", named) == "'1': processes may share a GPU"
     assert value_of("JAX_RING_HOST_ID", named) == "'here': processes with equal names share memory"
     assert value_of("JAX_RING_TUNING", text) == "not set: built-in thresholds for algorithm='auto'"

@@ -10,8 +10,7 @@ import pytest
 from helpers import assert_same_bits, make_mesh, sharded
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import ShardSums, shard_tree, sync_gradients, zero
-from jax_ring.training.fence import fence
+from jax_ring import ShardSums, shard_tree, zero
 
 SHARDS = 24
 STEPS = 10
@@ -102,7 +101,7 @@ def undisturbed(way, ranks):
     return params, jax.device_get(training(way, ranks)[0].repartition(state, PARAMS, 1))
 
 
-RANKS = {"flat_2_clipped": [1, 2, 3, 4, 6], "flat_1": [3], "parameter_2": [3], "parameter_1_clipped": [1, 3, 6]}
+RANKS = {"flat_2_clipped": [1, 3, 6], "flat_1": [3], "parameter_2": [3], "parameter_1_clipped": [1, 3, 6]}
 
 
 @pytest.mark.parametrize(("way", "ranks"), [(way, ranks) for way in RANKS for ranks in RANKS[way]])
@@ -136,24 +135,6 @@ def test_stages_agree():
     for way, options in (("flat_1", a), ("parameter_2", b)):
         WAYS[f"other_{way}"] = (options, ADAMW)
         assert_same_bits(trained(f"other_{way}", 3, range(2)), trained(way, 3, range(2)))
-
-
-def test_replicated_parameters_have_the_same_bits():
-    """Apart from the lone last elements of leaves, for which a compiler may not contract products and sums."""
-
-    def step(params, state, local):
-        means = sync_gradients(sums(local), "i", order="tree")
-        updates, state = ADAMW.update(means, state, params)
-        # Without it, the last product of the update and the sum with the parameter become one operation.
-        return optax.apply_updates(params, fence(updates)), state
-
-    f = sharded(step, mesh=make_mesh((3,)), in_specs=(P(), P(), P("i")), out_specs=P())
-    params, state = PARAMS, ADAMW.init(PARAMS)
-    for i in range(STEPS):
-        params, state = f(params, state, terms(i, 3))
-    for name in ("a", "half"):
-        for way in ("flat_1", "parameter_2"):
-            assert_same_bits(params[name], undisturbed(way, 8)[0][name])
 
 
 def test_partial_sums_need_the_tree():
@@ -194,4 +175,5 @@ def test_parameters_without_a_gradient(layout):
     updates = sharded(step, mesh=make_mesh((2,)), in_specs=(P(), P("i")), out_specs=P())(
         params, np.stack([np.full(5, 2, np.float32), np.full(5, 4, np.float32)])
     )
-    assert_same_bits(updates, {"step": np.zeros(2, np.int32), "w": np.full(5, -1.5, np.float32)})
+    np.testing.assert_array_equal(updates["step"], 0)
+    assert_same_bits(updates["w"], np.full(5, -1.5, np.float32))

@@ -54,8 +54,12 @@ class ShardSums:
                     f"got one of shape {leaf.shape}"
                 )
         stack = TermStack.empty([jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves], axis_name, num_shards)
-        for shard in range(each):
-            stack = stack.push([x[shard] for x in leaves], axis_name, num_shards, shard)
+
+        def step(stack, own):
+            shard, values = own
+            return stack.push(values, axis_name, num_shards, shard), None
+
+        stack, _ = lax.scan(step, stack, (jnp.arange(each, dtype=jnp.int32), leaves))
         terms = jax.tree.unflatten(structure, stack.terms(axis_name, num_shards))
         return cls(terms, num_shards, tuple(x.dtype for x in leaves))
 

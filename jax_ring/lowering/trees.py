@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_ring import shard_tree
+from jax_ring import runtime, shard_tree
 from jax_ring.options import Options
 
 Groups = Sequence[Sequence[int]]  # of mesh positions
@@ -77,49 +77,16 @@ def hosts_of(groups: Groups, within: Groups, options: Options) -> Hosts:
     return Hosts(parts, layouts, num_roots(parts))
 
 
-# The limits of the CUDA kernels (ffi/ring/tree_program.h): they cut a fold into blocks of at most three additions on
-# any path, and keep few sums of blocks at a time.
-_BLOCK_LEVELS, _MAX_BLOCKS, _MAX_STACKED, _MAX_SLOTS = 3, 16, 4, 16
-
-
 def why_beyond_kernels(trees: Sequence[GroupTree]) -> str:
     """Why the CUDA kernels cannot add along these trees; "" if they can."""
     for tree in set(trees):
-        blocks = 0
-        is_flat = True
-        for root in tree.roots():
-            more, stacked = _blocks_of(_levels_of(tree, root))
-            blocks += more
-            is_flat = is_flat and stacked <= _MAX_STACKED
-        if not is_flat or blocks > _MAX_BLOCKS or tree.num_slots() > _MAX_SLOTS:
+        if not runtime.ffi_cuda.serves_tree(*tree):
             return (
                 f"the CUDA kernels cannot add {tree.num_shards} shards of {tree.num_ranks} ranks, with up to "
                 f"{tree.num_slots()} terms each, along their tree; a num_shards whose quotient by the number of ranks "
                 "is a power of two needs one term each"
             )
     return ""
-
-
-class _Sum(NamedTuple):
-    levels: int  # additions on the longest path
-    parts: tuple["_Sum", ...] = ()
-
-
-def _levels_of(tree: GroupTree, root: shard_tree.Node) -> _Sum:
-    """The additions below a root, down to the terms."""
-    each = tree.num_shards // tree.num_ranks
-    if root.first // each == (root.first + root.size - 1) // each:
-        return _Sum(0)
-    left, right = (_levels_of(tree, child) for child in root.children())
-    return _Sum(1 + max(left.levels, right.levels), (left, right))
-
-
-def _blocks_of(sum_: _Sum) -> tuple[int, int]:
-    """The number of blocks of a sum, and how many sums of blocks are kept at a time."""
-    if sum_.levels <= _BLOCK_LEVELS:
-        return 1, 1
-    (left, kept), (right, kept_beside) = map(_blocks_of, sum_.parts)
-    return left + right, max(kept, 1 + kept_beside)
 
 
 def num_slots(groups: Groups, options: Options) -> int:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ParamSpec, Self, TypeVar, Unpack
 
@@ -19,6 +19,7 @@ from jax_ring.training.quantized import Int8Wire
 from jax_ring.training.sentinel import Digests, after, digests, reduced_with, verdict
 from jax_ring.training.shards import differentiate_shards, first_shard, indexed
 from jax_ring.training.sync import Reduction, ReductionOptions, is_float0
+from jax_ring.training.wire import UNCHANGED
 
 P = ParamSpec("P")
 T = TypeVar("T")  # a pytree: results have the structure of the argument
@@ -247,18 +248,23 @@ class Shards:
         sums, aux = differentiate_shards(
             self.function, with_aux, arguments, kwargs, parameters, axis_name, self.num_shards, self.in_axes
         )
-        terms, grads = sums.terms
-        wanted = sums
-        if not self.reduce_gradients:
-            wanted = ShardSums(terms, self.num_shards, sums.dtypes[:1])
-            grads = ShardSums(grads, self.num_shards, sums.dtypes[1:])
-        reduce = partial(reduction.reduce, axis_name=axis_name, divisor=self.num_shards)
+        value_terms, grad_terms = sums.terms
+        wanted, grads = sums, ShardSums(grad_terms, self.num_shards, sums.dtypes[1:])
+        has_wire = reduction.wire != UNCHANGED
+        if has_wire:
+            reduction.refuse_rounding(self.num_shards, axis_name)
+        if has_wire or not self.reduce_gradients:
+            wanted = ShardSums(value_terms, self.num_shards, sums.dtypes[:1])
+        # The value is never rounded to the wire.
+        reduce = partial(replace(reduction, wire=UNCHANGED).reduce, axis_name=axis_name, divisor=self.num_shards)
         tables = None
         if own is None:
             reduced = reduce(wanted)
         else:
             reduced, tables = reduced_with(reduction, reduce, wanted, own.table)
-        value, grads = reduced.tree if self.reduce_gradients else (reduced.tree, grads)
+        value, grads = reduced.tree if wanted is sums else (reduced.tree, grads)
+        if has_wire and self.reduce_gradients:
+            grads = reduction.reduce(grads, axis_name, self.num_shards).tree
         if own is not None and tables is not None:
             ok = verdict(self.function, own, tables, axis_name)
             value, grads = after(value, ok), after(grads, ok)

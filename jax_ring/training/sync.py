@@ -169,17 +169,11 @@ class Reduction:
         self, tree: ShardSums, axis_name: AxisName, divisor: int, headroom: int, residual: Any, value: Any
     ) -> Reduced:
         """`reduce` along the tree. Sums are divided in the dtype in which they are added, and rounded once."""
-        num_shards, count = tree.num_shards, num_ranks(axes_of(axis_name))
+        num_shards = tree.num_shards
         along = replace(self, order="tree")
         leaves, structure = jax.tree.flatten(tree.terms)
         if self.wire != UNCHANGED or residual is not None:
-            if num_shards != count:
-                raise ValueError(
-                    f"{self.function}: partial sums of several shards are not rounded to a wire, nor is the rounding "
-                    f"fed back, because the result would depend on the number of ranks; got wire="
-                    f"{getattr(self.wire, 'dtype', None) or 'int8'!s} with {num_shards} shards on {count} ranks. Leave "
-                    f"wire and error_feedback out, or take num_shards={count}."
-                )
+            self.refuse_rounding(num_shards, axis_name)
             own = [x if is_float0(x) else x[0].astype(d) for x, d in zip(leaves, tree.dtypes, strict=True)]
             plain = jax.tree.unflatten(structure, own)
             return along.reduce(plain, axis_name, divisor, headroom=headroom, residual=residual, value=value)
@@ -200,6 +194,17 @@ class Reduction:
             for x, like in zip(sums, likes, strict=True)
         ]
         return Reduced(jax.tree.unflatten(structure, means), None, None)
+
+    def refuse_rounding(self, num_shards: int, axis_name: AxisName) -> None:
+        """Raises ValueError for a wire to which partial sums of several shards would be rounded."""
+        count = num_ranks(axes_of(axis_name))
+        if num_shards != count:
+            raise ValueError(
+                f"{self.function}: partial sums of several shards are not rounded to a wire, nor is the rounding fed "
+                "back, because the result would depend on the number of ranks; got wire="
+                f"{getattr(self.wire, 'dtype', None) or 'int8'!s} with {num_shards} shards on {count} ranks. Leave "
+                f"wire and error_feedback out, or take num_shards={count}."
+            )
 
     def _sum(self, tree: Any, axis_name: AxisName) -> Any:
         """The sums over the ranks of leaves that already have the dtypes in which they are sent."""

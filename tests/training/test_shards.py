@@ -157,6 +157,14 @@ def test_gradients_that_are_reduced_later(ranks):
         assert_same_bits(narrow, grads)
 
 
+def test_the_value_is_not_rounded_to_a_wire():
+    x = X + np.float32(1 / 3)
+    value, grads = step(loss, W, x, ranks=V, wire=jnp.bfloat16)
+    exact_value, exact = step(loss, W, x, ranks=V)
+    assert_same_bits(value, exact_value)
+    assert any((grads[name] != exact[name]).any() for name in W)
+
+
 def test_plain_gradients_along_the_tree():
     values = RNG.standard_normal((8, 33)).astype(np.float32)
     pairs = values
