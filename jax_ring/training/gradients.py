@@ -255,13 +255,13 @@ class Shards:
             reduction.refuse_rounding(self.num_shards, axis_name)
         if has_wire or not self.reduce_gradients:
             wanted = ShardSums(value_terms, self.num_shards, sums.dtypes[:1])
-        # The value is never rounded to the wire.
-        reduce = partial(replace(reduction, wire=UNCHANGED).reduce, axis_name=axis_name, divisor=self.num_shards)
+        exact = replace(reduction, wire=UNCHANGED)  # the value is never rounded
+        reduce = partial(exact.reduce, axis_name=axis_name, divisor=self.num_shards)
         tables = None
         if own is None:
             reduced = reduce(wanted)
         else:
-            reduced, tables = reduced_with(reduction, reduce, wanted, own.table)
+            reduced, tables = reduced_with(exact, reduce, wanted, own.table)
         value, grads = reduced.tree if wanted is sums else (reduced.tree, grads)
         if has_wire and self.reduce_gradients:
             grads = reduction.reduce(grads, axis_name, self.num_shards).tree

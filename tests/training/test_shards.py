@@ -162,6 +162,7 @@ def test_the_value_is_not_rounded_to_a_wire():
     value, grads = step(loss, W, x, ranks=V, wire=jnp.bfloat16)
     exact_value, exact = step(loss, W, x, ranks=V)
     assert_same_bits(value, exact_value)
+    assert_same_bits(step(loss, W, x, ranks=V, wire=jnp.bfloat16, check_replicas=np.bool_(True)), (value, grads))
     assert any((grads[name] != exact[name]).any() for name in W)
 
 
