@@ -35,6 +35,7 @@ def test_public_names():
     assert [(p.name, p.kind, p.default) for p in own] == [
         ("algorithm", inspect.Parameter.KEYWORD_ONLY, "auto"),
         ("order", inspect.Parameter.KEYWORD_ONLY, "rank"),
+        ("num_shards", inspect.Parameter.KEYWORD_ONLY, None),
     ]
 
 
