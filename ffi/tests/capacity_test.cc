@@ -83,8 +83,14 @@ TEST(Capacity, AllPartsOfATwoShotRoundAreSentAtOnce) {
   std::map<std::pair<int, uint32_t>, uint64_t> sent;  // by owner and place
   std::set<int> busy;
   for (int index = 0; index < kThreads; ++index) {
-    const two_shot::Worker<Thread> worker{
-        self, message, two_shot::Roles{}, share, self.capacity.part_packs * kRanks, 0, Thread{index, kThreads}};
+    const two_shot::Worker<Thread> worker{self,
+                                          message,
+                                          two_shot::Roles{},
+                                          share,
+                                          self.capacity.part_packs * kRanks,
+                                          0,
+                                          Thread{index, kThreads},
+                                          self.capacity.part_packs};
     int visited = 0;
     for_each_pack<kCopiesInFlight>(
         message, two_shot::PartsWalk<Thread>{worker, worker.range(0)}, worker.team,
