@@ -12,6 +12,7 @@ from jax import lax
 from jax_ring import shard_tree
 from jax_ring.collectives.axes import AxisName, axes_of, check_divisible, check_named, num_ranks
 from jax_ring.collectives.leaves import counted, own_copy
+from jax_ring.lowering.trees import accumulator
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["terms"], meta_fields=["num_shards", "dtypes"])
@@ -62,12 +63,6 @@ class ShardSums:
         stack, _ = lax.scan(step, stack, (jnp.arange(each, dtype=jnp.int32), leaves))
         terms = jax.tree.unflatten(structure, stack.terms(axis_name, num_shards))
         return cls(terms, num_shards, tuple(x.dtype for x in leaves))
-
-
-def accumulator(dtype: Any) -> np.dtype:
-    """The dtype in which partial sums are kept: float32 for narrower floats."""
-    is_small = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return np.dtype(np.float32) if is_small else np.dtype(dtype)
 
 
 class TermStack(NamedTuple):

@@ -13,7 +13,8 @@ from jax import lax
 from jax_ring import shard_tree
 from jax_ring.collectives.axes import Groups, check_divisible, num_ranks
 from jax_ring.collectives.leaves import own_copy
-from jax_ring.collectives.shard_sums import ShardSums, accumulator
+from jax_ring.collectives.shard_sums import ShardSums
+from jax_ring.lowering.trees import accumulator
 from jax_ring.options import Options
 
 

@@ -24,7 +24,7 @@ def on_two_levels(
     within = across = 0.0
     for aval in avals:
         shard = two_level_tree.part_size(aval.size, ranks_each, num_hosts) * num_hosts
-        wide, narrow = (_bytes(shard, dtype) for dtype in (tree_by_xla.accumulator(aval.dtype), aval.dtype))
+        wide, narrow = (_bytes(shard, dtype) for dtype in (trees.accumulator(aval.dtype), aval.dtype))
         within += wire_bytes("reduce_scatter", wide * ranks_each, ranks, num_terms=num_terms)
         across += wire_bytes("all_to_all", wide * hosts.num_roots, [num_hosts])
         if kind == "all_reduce":

@@ -96,18 +96,12 @@ def _fold_blocks(blocks: jax.Array, axes: tuple, axis_index_groups, options: Opt
 
 def fold(terms: jax.Array, num_shards: int, size: int) -> jax.Array:
     """The sum of terms along the tree, rounded once. terms: by rank, slot and element."""
-    wide = terms.astype(accumulator(terms.dtype))
+    wide = terms.astype(trees.accumulator(terms.dtype))
     value_of = lambda rank, slot: lax.index_in_dim(  # noqa: E731
         lax.index_in_dim(wide, rank, keepdims=False), slot, keepdims=False
     )
     (total,) = shard_tree.run_fold(shard_tree.fold_of(num_shards, size), value_of, lax.add)
     return total.astype(terms.dtype)
-
-
-def accumulator(dtype) -> np.dtype:
-    """The dtype in which the engines add: float32 for narrower floats."""
-    is_small = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return np.dtype(np.float32) if is_small else np.dtype(dtype)
 
 
 def _fold_everything(x: jax.Array, axes: tuple, axis_index_groups) -> jax.Array:

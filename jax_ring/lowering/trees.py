@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jax_ring import runtime, shard_tree
@@ -87,6 +88,12 @@ def why_beyond_kernels(trees: Sequence[GroupTree]) -> str:
                 "is a power of two needs one term each"
             )
     return ""
+
+
+def accumulator(dtype) -> np.dtype:
+    """The dtype in which partial sums are kept: float32 for narrower floats."""
+    is_small = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return np.dtype(np.float32) if is_small else np.dtype(dtype)
 
 
 def num_slots(groups: Groups, options: Options) -> int:

@@ -20,7 +20,6 @@ from jax.interpreters import mlir
 from jax_ring import _compat, shard_tree
 from jax_ring.lowering import custom_call, layout, ops, trees
 from jax_ring.lowering.service import Service
-from jax_ring.lowering.tree_by_xla import accumulator
 from jax_ring.options import Options
 
 
@@ -44,7 +43,7 @@ def emit(
     slots = trees.num_slots(groups, options)
     lead = (slots,) if slots > 1 else ()
     dtype = ctx.avals_in[0].dtype
-    wide = accumulator(dtype)
+    wide = trees.accumulator(dtype)
     if kind == "all_reduce":
         sizes = [part_size(aval.size, num_ranks, num_hosts) for aval in ctx.avals_out]
         arrange = partial(_in_parts, lead=lead, num_ranks=num_ranks, num_hosts=num_hosts)
