@@ -1,5 +1,7 @@
 """check_replicas: a flipped bit in one rank's copy fails the step on all ranks, and names the leaf and the rank."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -206,22 +208,25 @@ OPTIMIZERS = {
 }
 
 
+def prepared(name, params, check_vma, **check):
+    """A step of one of the optimizers, and its state."""
+    optimizer = OPTIMIZERS[name](**check)
+    if isinstance(optimizer, jax_ring.ShardedOptimizer):
+        specs = optimizer.specs(params)
+    else:
+        specs = jax_ring.feedback_specs(jax.eval_shape(optimizer.init, params), "i")
+    init = sharded(optimizer.init, mesh=MESH, in_specs=P(), out_specs=specs, check_vma=check_vma)
+    return train_step(optimizer, specs, check_vma), init(params)
+
+
 @pytest.mark.parametrize(
     ("name", "check_vma"),
     [(name, i % 2 == 0) for i, name in enumerate(OPTIMIZERS)],
 )
 def test_optimizers_compare_every_n_steps(name, check_vma):
-    def prepared(**check):
-        optimizer, params = OPTIMIZERS[name](**check), float_params()
-        if isinstance(optimizer, jax_ring.ShardedOptimizer):
-            specs = optimizer.specs(params)
-        else:
-            specs = jax_ring.feedback_specs(jax.eval_shape(optimizer.init, params), "i")
-        init = sharded(optimizer.init, mesh=MESH, in_specs=P(), out_specs=specs, check_vma=check_vma)
-        return train_step(optimizer, specs, check_vma), params, init(params)
-
-    step, params, state = prepared(check_replicas=3)
-    plain_step, plain_params, plain_state = prepared()
+    params = plain_params = float_params()
+    step, state = prepared(name, params, check_vma, check_replicas=3)
+    plain_step, plain_state = prepared(name, params, check_vma)
     for i in range(4):
         # Found in the steps 0 and 3, and not in the others.
         if i in (0, 3):
@@ -233,12 +238,40 @@ def test_optimizers_compare_every_n_steps(name, check_vma):
     assert_same_bits(params, plain_params)
 
 
-def test_digests_are_in_a_bucket_of_the_gradients():
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
+def test_digests_are_in_a_bucket_of_the_gradients(dtype):
     def calls(**check):
-        optimizer, params = OPTIMIZERS["allreduce"](**check), float_params()
+        optimizer = OPTIMIZERS["allreduce"](**check)
+        params = jax.tree.map(lambda x: x.astype(dtype), float_params())
         return num_calls(train_step(optimizer, P()), params, optimizer.init(params))
 
     assert calls(check_replicas=3) == calls() == 1
+
+
+def prepared_gradients(params, **check):
+    """A step of plain gradient descent, from and to (params, number), and the number of the first."""
+
+    def step(params, number):
+        due = {"check_replicas": number % 3 == 0} if check else {}
+        grads = jax_ring.grad(lambda p: ((p["w"] * number).sum() + p["b"].sum()) ** 2, "i", **due)(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), number + 1
+
+    return sharded(step, mesh=MESH, in_specs=P(), out_specs=P(), check_vma=False), np.int32(0)
+
+
+@pytest.mark.parametrize("name", ["gradients", *OPTIMIZERS])
+def test_a_step_that_donates_its_parameters_keeps_no_copy_of_them(name):
+    params = {"w": jnp.ones((64, 4)), "b": jnp.ones(3)}
+
+    def num_copies(**check):
+        if name == "gradients":
+            step, state = prepared_gradients(params, **check)
+        else:
+            step, state = prepared(name, params, check_vma=False, **check)
+        text = jax.jit(step, donate_argnums=(0, 1)).lower(params, state).compile().as_text()
+        return len(re.findall(r"= f32\[64,4\]\S* copy\(", text))
+
+    assert num_copies(check_replicas=3) <= num_copies()
 
 
 def test_a_zero_state_with_a_count_is_repartitioned():

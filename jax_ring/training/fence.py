@@ -14,13 +14,14 @@ from jax import lax
 T = TypeVar("T")  # a pytree: results have the structure of the argument
 
 
-def fence(tree: T) -> T:
+def fence(tree: T, after: jax.Array | None = None) -> T:
     """The same values, which are stored in memory before anything is computed from them.
 
     Bits that do not depend on the number of ranks need it where a collective over one rank is no operation at all.
 
     Args:
       tree: a pytree of arrays. Only those of floating-point numbers are fenced.
+      after: what is computed from the values comes after what this array of numbers is computed from.
 
     Returns:
       A pytree like `tree`.
@@ -28,29 +29,31 @@ def fence(tree: T) -> T:
     leaves, structure = jax.tree.flatten(tree)
     floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
     if floats:
-        fenced = lax.platform_dependent(
-            *(leaves[i] for i in floats),
-            cpu=_in_a_loop,
-            default=lambda *values: tuple(map(lax.optimization_barrier, values)),
-        )
+        values = [leaves[i] for i in floats]
+        first = values if after is None else [after]
+        fenced = lax.platform_dependent(first, values, cpu=_in_a_loop, default=_behind_a_barrier)
         for i, x in zip(floats, fenced, strict=True):
             leaves[i] = x
     return jax.tree.unflatten(structure, leaves)
 
 
-def _in_a_loop(*values: jax.Array) -> tuple[jax.Array, ...]:
-    """The values after a loop that never runs, which the compiler cannot know.
+def _behind_a_barrier(first: list[jax.Array], values: list[jax.Array]) -> list[jax.Array]:
+    return lax.optimization_barrier((first, values))[1]
+
+
+def _in_a_loop(first: list[jax.Array], values: list[jax.Array]) -> list[jax.Array]:
+    """The values after a loop that never runs, which the compiler cannot know without the arrays in `first`.
 
     XLA drops an optimization_barrier on CPUs before it fuses operations, in some versions. It also drops a loop whose
     body returns its argument.
     """
-    # Of all values, because some may be constants.
-    elements = [x.reshape(-1)[0].real.astype(jnp.float32) for x in values]
+    # Of all arrays, because some may be constants.
+    elements = [x.reshape(-1)[0].real.astype(jnp.float32) for x in first]
     bits = reduce(jnp.bitwise_or, [lax.bitcast_convert_type(x, jnp.int32) for x in elements])
     none = jnp.minimum(lax.population_count(bits), 0)
 
     def body(state):
         done, values = state
-        return done + 1, tuple(-x for x in values)
+        return done + 1, [-x for x in values]
 
     return lax.while_loop(lambda state: state[0] < none, body, (jnp.zeros_like(none), values))[1]

@@ -170,7 +170,7 @@ def _of_mean(
         divisor = num_ranks(axes)
         local_value = own_copy(value, axis_name) if axes else None
         table = None if own is None else own.table
-        reduced = reduction.reduce(
+        reduced = replace(reduction, after_last=own is not None).reduce(
             None if reduced_in_backward else grads, axis_name, divisor, value=(local_value, table)
         )
         total, tables = reduced.value
@@ -256,10 +256,10 @@ class Shards:
         if has_wire or not self.reduce_gradients:
             wanted = ShardSums(value_terms, self.num_shards, sums.dtypes[:1])
         exact = replace(reduction, wire=UNCHANGED)  # the value is never rounded
-        reduce = partial(exact.reduce, axis_name=axis_name, divisor=self.num_shards)
+        reduce = partial(Reduction.reduce, axis_name=axis_name, divisor=self.num_shards)
         tables = None
         if own is None:
-            reduced = reduce(wanted)
+            reduced = reduce(exact, wanted)
         else:
             reduced, tables = reduced_with(exact, reduce, wanted, own.table)
         value, grads = reduced.tree if wanted is sums else (reduced.tree, grads)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +20,7 @@ from jax import lax
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks
 from jax_ring.collectives.leaves import bits_of_keys, own_copy
 from jax_ring.collectives.shard_sums import ShardSums
+from jax_ring.lowering.trees import accumulator
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.sync import Reduced, Reduction
 from jax_ring.training.wire import UNCHANGED
@@ -48,8 +50,8 @@ class Digests(NamedTuple):
     Attributes:
       names: of the leaves.
       leaves: the digests of the leaves, uint32 [leaves, 2]; zeros in a step that does not compare.
-      table: what has to be summed over the ranks, float32 [p, 4]: the digest of the whole in the row of the rank, as
-        integers below 2^16, and zeros in the other rows.
+      table: what has to be summed over the ranks, [p, 4] or [p, 16]: the digest of the whole in the row of the rank, as
+        integers of 16 or 4 bits in a floating-point dtype, and zeros in the other rows.
     """
 
     names: tuple[str, ...]
@@ -84,9 +86,25 @@ def digests(function: str, tree: Any, axis_name: AxisName, when: Any) -> Digests
 
     by_leaf = lax.cond(when, compute, lambda _: zeros, local)
     whole = _folded([by_leaf[:, lane] for lane in range(len(_LANES))])
-    halves = jnp.stack([whole >> 16, whole & 0xFFFF]).reshape(-1).astype(jnp.float32)
-    table = own_copy(jnp.zeros((num_ranks(axes), halves.size), jnp.float32), axes)
-    return Digests(names, by_leaf, table.at[lax.axis_index(axes)].set(halves))
+    dtype, bits = _dtype_of_table(local)
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    parts = ((whole[:, None] >> shifts) & np.uint32(2**bits - 1)).reshape(-1).astype(dtype)
+    table = own_copy(jnp.zeros((num_ranks(axes), parts.size), dtype), axes)
+    return Digests(names, by_leaf, table.at[lax.axis_index(axes)].set(parts))
+
+
+def _dtype_of_table(leaves: list[jax.Array]) -> tuple[np.dtype, int]:
+    """The dtype of the table, and how many bits each of its elements holds.
+
+    It is that of gradients of some of the leaves, so that the table needs no bucket of its own. Even after a division
+    by the number of ranks, any two integers of so many bits differ in it.
+    """
+    dtypes = {x.dtype for x in leaves}
+    if np.dtype(np.float32) not in dtypes:
+        for dtype in (jnp.bfloat16, jnp.float16):
+            if np.dtype(dtype) in dtypes:
+                return np.dtype(dtype), 4
+    return np.dtype(np.float32), 16
 
 
 def digest(x: jax.Array) -> jax.Array:
@@ -213,14 +231,16 @@ def digests_every(function: str, params: Any, axis_name: AxisName, every: int, c
 def reduced_with(
     reduction: Reduction, reduce: Callable[..., Reduced], tree: Any, table: jax.Array
 ) -> tuple[Reduced, jax.Array]:
-    """What `reduce`, one of the methods of `reduction`, returns for a tree, and the table reduced in its buckets.
+    """What `reduce`, a method of `Reduction`, returns for a tree, and the table reduced in its buckets.
 
-    reduce: takes the tree, and the argument `value` of `Reduction.reduce`.
+    reduce: takes a reduction, the tree, and the argument `value` of `Reduction.reduce`.
     """
+    # If the update could overwrite the parameters first, XLA would keep a copy of them for the digests, in every step.
+    reduction = replace(reduction, after_last=True)
     if not isinstance(tree, ShardSums) or reduction.wire != UNCHANGED:
-        reduced = reduce(tree, value=table)
+        reduced = reduce(reduction, tree, value=table)
         return reduced, reduced.value
-    reduced = reduce(with_table(tree, table))
+    reduced = reduce(reduction, with_table(tree, table))
     sums, tables = reduced.tree
     return reduced._replace(tree=sums), tables
 
@@ -228,8 +248,8 @@ def reduced_with(
 def with_table(sums: ShardSums, table: jax.Array) -> ShardSums:
     """The sums of (terms, table). The table is the rank's first term, which every rank has."""
     slots = next(x.shape[0] for x in jax.tree.leaves(sums.terms) if x.dtype != jax.dtypes.float0)
-    rest = jnp.zeros_like(table, shape=(slots - 1, *table.shape))
-    terms = jnp.concatenate([table[None], rest])
+    own = table.astype(accumulator(table.dtype))
+    terms = jnp.concatenate([own[None], jnp.zeros_like(own, shape=(slots - 1, *own.shape))])
     return ShardSums((sums.terms, terms), sums.num_shards, (*sums.dtypes, np.dtype(table.dtype)))
 
 
@@ -241,8 +261,9 @@ def check_replicas(tree: T, axis_name: AxisName, *, when: Any = True, impl: Impl
         params = check_replicas(params, "data", when=step % 10 == 0)
 
     Each rank computes a 64-bit digest of the bits of its copy, where `when` is true; that is a pass over the copy. The
-    ranks exchange digests in every step, in a sum of 16 bytes per rank. Copies that differ in one element of at most 32
-    bits are always found, any others but for one chance in 2^64. An error that reaches all copies alike is not found.
+    ranks exchange digests in every step, in a sum of 16 or 32 bytes per rank. Copies that differ in one element of at
+    most 32 bits are always found, any others but for one chance in 2^64. An error that reaches all copies alike is not
+    found.
     `value_and_grad`, `allreduce_gradients` and `zero.sharded_optimizer` do the same by their option `check_replicas`.
     The error is raised by a callback to Python, so the program cannot be exported.
 

@@ -59,7 +59,11 @@ class Reduced(NamedTuple):
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a public function reduces gradients: its name, for errors, and the options of `sync_gradients`."""
+    """How a public function reduces gradients: its name, for errors, and the options of `sync_gradients`.
+
+    after_last: whether what is computed from the sums comes after what the last leaf is computed from: the last of
+      `value`, or of `ShardSums`.
+    """
 
     function: str
     impl: Impl = "ring"
@@ -68,6 +72,7 @@ class Reduction:
     bucket_bytes: int = BUCKET_BYTES
     first_bucket_bytes: int = FIRST_BUCKET_BYTES
     overlap: bool = True
+    after_last: bool = False
 
     @classmethod
     def of(cls, function: str, options: ReductionOptions) -> Self:
@@ -225,7 +230,7 @@ class Reduction:
         for bucket in plan.buckets:
             for i, total in zip(bucket.leaves, psum([leaves[i] for i in bucket.leaves], axis_name), strict=True):
                 sums[i] = total
-        return sums
+        return fence(sums, sums[-1]) if self.after_last else sums
 
     def synced(self, tree: Any, axis_name: AxisName, mean: bool, residual: Any = None, value: Any = None) -> Reduced:
         """The sums or means of this rank's gradients, and the mean of `value`."""

@@ -87,9 +87,9 @@ def allreduce_gradients(
 
     def synced(now, updates, state, params, residual=None):
         """The reduced gradients, and the state with its count of the steps advanced."""
-        reduce = partial(now.synced, axis_name=axis_name, mean=mean, residual=residual)
+        reduce = partial(Reduction.synced, axis_name=axis_name, mean=mean, residual=residual)
         if check_replicas is None:
-            return reduce(updates), state
+            return reduce(now, updates), state
         own = digests_every(name, params, axis_name, check_replicas, state.step)
         reduced, tables = reduced_with(now, reduce, updates, own.table)
         return reduced, state._replace(step=state.step + 1 + verdict(name, own, tables, axis_name))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_ring.collectives.axes import AxisName
+from jax_ring.training.fence import fence
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.sentinel import CheckedState, digests_every, verdict
 from jax_ring.training.zero.interface import ShardedOptimizer
@@ -25,9 +26,10 @@ def checked(optimizer: ShardedOptimizer, axis_name: AxisName, every: int, impl: 
 
     def update(gradients, state, params):
         own = digests_every(name, params, axis_name, every, state.step)
-        ok = verdict(name, own, implementation(name, impl).psum(own.table, axis_name), axis_name)
+        sums = implementation(name, impl).psum(own.table, axis_name)
+        ok = verdict(name, own, sums, axis_name)
         updates, inner = optimizer.update(gradients, state.inner, params)
-        return updates, CheckedState(state.step + 1 + ok, inner)
+        return fence(updates, sums), CheckedState(state.step + 1 + ok, inner)
 
     def specs(params):
         return CheckedState(PartitionSpec(), optimizer.specs(params))
