@@ -94,8 +94,12 @@ std::shared_ptr<Communicator> Communicators::get_or_create(const std::vector<Mem
     }
     Group group(processes, process_);
     Capacities capacities = capacities_of(group);
+    std::vector<std::string> names;
+    for (int process = 0; process < group.num_processes(); ++process) {
+      names.push_back("process " + std::to_string(group.process_id(process)));
+    }
     auto segments = std::make_unique<SharedMemory>(
-        "/jax_ring-" + token_ + "-" + hex(hash.value()), group.num_processes(), group.self(),
+        "/jax_ring-" + token_ + "-" + hex(hash.value()), std::move(names), group.self(),
         [] { return cpu::Watchdog::instance().deadline(); }, host_id());
     found = std::make_shared<Communicator>(std::move(group), std::move(capacities), std::move(segments));
   }

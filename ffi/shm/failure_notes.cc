@@ -36,21 +36,18 @@ const char* name_of(MappingFailure::Step step) {
   return "";
 }
 
-void add_advice(int error, std::ostream& text) {
+void add_advice(const MappingFailure& failure, std::ostream& text) {
   struct statvfs system;
-  struct rlimit limit;
-  switch (error) {
+  switch (failure.error) {
     case ENOSPC:
       if (statvfs(kFolder, &system) != 0) return;
       text << " " << kFolder << " has " << (system.f_blocks * system.f_frsize >> 10) << " KiB, of which "
-           << (system.f_bavail * system.f_frsize >> 10) << " KiB are free, and " << system.f_favail
-           << " files may be added. Remove files there, or make it larger: docker run --shm-size, or mount -o "
-              "remount,size=.";
+           << (system.f_bavail * system.f_frsize >> 10) << " KiB are free"
+           << (system.f_files > 0 && system.f_favail == 0 ? ", and may have no more files" : "")
+           << ". Remove files there, or make it larger: docker run --shm-size, or mount -o remount,size=.";
       break;
     case EMFILE:
-      if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
-      text << " A process may have " << limit.rlim_cur
-           << " files open: raise that limit with ulimit -n, or close some.";
+      text << " It may have " << failure.files << " files open: raise that limit with ulimit -n, or close some.";
       break;
     case ENFILE:
       text << " All processes together may have as many open as /proc/sys/fs/file-max says.";
@@ -68,14 +65,23 @@ void add_advice(int error, std::ostream& text) {
   }
 }
 
+size_t most_files() {
+  struct rlimit limit;
+  return getrlimit(RLIMIT_NOFILE, &limit) == 0 ? static_cast<size_t>(limit.rlim_cur) : 0;
+}
+
 }  // namespace
+
+MappingFailure MappingFailure::of(Step step, size_t bytes, int error) {
+  return {error, step, bytes, error == EMFILE ? most_files() : 0};
+}
 
 std::string MappingFailure::text() const {
   std::ostringstream text;
   text << (is_shortage(error) ? kResourceExhausted : kFailedPrecondition) << "could not " << name_of(step) << " "
        << ((bytes + 1023) >> 10) << " KiB of shared memory in " << kFolder
        << " for a group of processes: " << std::strerror(error) << ".";
-  add_advice(error, text);
+  add_advice(*this, text);
   return text.str();
 }
 
@@ -94,7 +100,7 @@ std::string FailureNotes::path(int from, int to) const {
 void FailureNotes::write(const MappingFailure& failure) {
   has_written_ = true;
   char target[kLongestTarget + 1];
-  std::snprintf(target, sizeof(target), "%d %d %zu", failure.error, failure.step, failure.bytes);
+  std::snprintf(target, sizeof(target), "%d %d %zu %zu", failure.error, failure.step, failure.bytes, failure.files);
   for (int process = 0; process < num_processes_; ++process) {
     if (process == self_) continue;
     [[maybe_unused]] const int result = symlink(target, path(self_, process).c_str());
@@ -118,7 +124,9 @@ std::optional<MappingFailure> FailureNotes::take(int process) {
   target[length] = 0;
   MappingFailure failure;
   int step;
-  if (std::sscanf(target, "%d %d %zu", &failure.error, &step, &failure.bytes) != 3) return std::nullopt;
+  if (std::sscanf(target, "%d %d %zu %zu", &failure.error, &step, &failure.bytes, &failure.files) != 4) {
+    return std::nullopt;
+  }
   if (step < MappingFailure::creating || step > MappingFailure::mapping) return std::nullopt;
   failure.step = static_cast<MappingFailure::Step>(step);
   ::unlink(from.c_str());

@@ -14,6 +14,10 @@ struct MappingFailure {
   int error = 0;  // errno
   Step step = creating;
   size_t bytes = 0;  // of the segment
+  size_t files = 0;  // that the process may have open; only if there are no more
+
+  // error: the errno of the system call that has just failed.
+  static MappingFailure of(Step step, size_t bytes, int error);
 
   // The text of the error, which starts with its code.
   std::string text() const;

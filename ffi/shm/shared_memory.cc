@@ -53,19 +53,20 @@ struct Mapped {
 
 Mapped map(const File& file, size_t bytes) {
   void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
-  if (memory == MAP_FAILED) return {nullptr, {errno, MappingFailure::mapping, bytes}};
+  if (memory == MAP_FAILED) return {nullptr, MappingFailure::of(MappingFailure::mapping, bytes, errno)};
   return {Memory(static_cast<unsigned char*>(memory), [bytes](unsigned char* mapped) { munmap(mapped, bytes); }), {}};
 }
 
 Mapped create_file(const std::string& name, size_t bytes) {
   const File file(shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
-  if (file.get() < 0) return {nullptr, {errno, MappingFailure::creating, bytes}};
+  if (file.get() < 0) return {nullptr, MappingFailure::of(MappingFailure::creating, bytes, errno)};
   // Reserves all of it now: running out of memory on a later access would kill the process.
   int error;
   do {
     error = posix_fallocate(file.get(), 0, static_cast<off_t>(bytes));
   } while (error == EINTR);
-  Mapped mapped = error == 0 ? map(file, bytes) : Mapped{nullptr, {error, MappingFailure::creating, bytes}};
+  Mapped mapped =
+      error == 0 ? map(file, bytes) : Mapped{nullptr, MappingFailure::of(MappingFailure::creating, bytes, error)};
   if (mapped.memory == nullptr) shm_unlink(name.c_str());
   return mapped;
 }
@@ -75,11 +76,11 @@ Mapped open_file(const std::string& name, size_t bytes) {
   const File file(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
   if (file.get() < 0) {
     if (errno == ENOENT) return {};
-    return {nullptr, {errno, MappingFailure::opening, bytes}};
+    return {nullptr, MappingFailure::of(MappingFailure::opening, bytes, errno)};
   }
   struct stat status;
-  if (fstat(file.get(), &status) != 0) return {nullptr, {errno, MappingFailure::opening, bytes}};
-  if (status.st_uid != geteuid()) return {nullptr, {EACCES, MappingFailure::opening, bytes}};
+  if (fstat(file.get(), &status) != 0) return {nullptr, MappingFailure::of(MappingFailure::opening, bytes, errno)};
+  if (status.st_uid != geteuid()) return {nullptr, MappingFailure::of(MappingFailure::opening, bytes, EACCES)};
   if (static_cast<size_t>(status.st_size) < bytes) return {};  // still being created
   return map(file, bytes);
 }
@@ -106,15 +107,15 @@ class MappingError : public std::runtime_error {
 
 }  // namespace
 
-SharedMemory::SharedMemory(std::string name, int num_processes, int self, std::function<double()> deadline_seconds,
-                           std::string host_id)
+SharedMemory::SharedMemory(std::string name, std::vector<std::string> processes, int self,
+                           std::function<double()> deadline_seconds, std::string host_id)
     : name_(std::move(name)),
-      num_processes_(num_processes),
+      processes_(std::move(processes)),
       self_(self),
       deadline_seconds_(std::move(deadline_seconds)),
       host_id_(std::move(host_id)),
-      notes_(name_, num_processes, self),
-      failures_(num_processes) {}
+      notes_(name_, num_processes(), self),
+      failures_(processes_.size()) {}
 
 std::string SharedMemory::name_of(uint32_t number) const { return name_ + "-" + std::to_string(number); }
 
@@ -129,15 +130,19 @@ Memory SharedMemory::connect(size_t bytes, const Stop& stop) {
 
 Memory SharedMemory::connect_or_fail(size_t bytes, const Stop& stop) {
   // Said by each process for itself: there is no place for a note either.
-  if (access("/dev/shm", W_OK | X_OK) != 0) throw MappingError({errno, MappingFailure::creating, bytes});
+  if (access("/dev/shm", W_OK | X_OK) != 0)
+    throw MappingError(MappingFailure::of(MappingFailure::creating, bytes, errno));
   const double seconds = deadline_seconds_();
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
   Mapped mapped = self_ == 0 ? create_file(name_, bytes) : open_file(name_, bytes);
   for (;;) {
     if (mapped.failure.error != 0) throw MappingError(mapped.failure);
     if (mapped.memory != nullptr) break;
-    if (const std::optional<std::string> failure = failure_of(0)) {
-      throw std::runtime_error(about("the group's first process", *failure));
+    // If it is not the leader that has failed, it may be gone with the segment's name.
+    for (int process = 0; process < num_processes(); ++process) {
+      if (const std::optional<std::string> failure = failure_of(process)) {
+        throw std::runtime_error(about(processes_[process], *failure));
+      }
     }
     if (stop()) throw std::runtime_error("the group of processes was released while it was being created.");
     if (std::chrono::steady_clock::now() > end) give_up_waiting(seconds);
@@ -145,7 +150,7 @@ Memory SharedMemory::connect_or_fail(size_t bytes, const Stop& stop) {
     mapped = open_file(name_, bytes);
   }
   auto& header = *reinterpret_cast<Header*>(mapped.memory.get());
-  if (header.num_mapped.fetch_add(1) + 1 == static_cast<uint32_t>(num_processes_)) shm_unlink(name_.c_str());
+  if (header.num_mapped.fetch_add(1) + 1 == static_cast<uint32_t>(num_processes())) shm_unlink(name_.c_str());
   // If not all processes map it, the first one to release it unlinks the name.
   unsigned char* const usable = mapped.memory.get() + kHeaderBytes;
   return {usable, [memory = std::move(mapped.memory), name = name_](unsigned char*) mutable {
@@ -157,13 +162,13 @@ Memory SharedMemory::connect_or_fail(size_t bytes, const Stop& stop) {
 void SharedMemory::give_up_waiting(double seconds) const {
   shm_unlink(name_.c_str());  // the first process may have exited while creating it
   std::ostringstream text;
-  text << "the group's first process did not create the shared memory within " << seconds
+  text << processes_[0] << ", the group's first, did not create the shared memory within " << seconds
        << " s, or has already released it.";
   if (!host_id_.empty()) {
-    text << " JAX_RING_HOST_ID is '" << host_id_ << "' in both processes, so they claim to share a host. If the first "
-         << "process has made this call, they do not share /dev/shm: they run in different containers, or on different "
-         << "machines. Give those different values of JAX_RING_HOST_ID, or let the containers share /dev/shm (docker "
-         << "run --ipc).";
+    text << " JAX_RING_HOST_ID is '" << host_id_ << "' in both processes, so they claim to share a host. If "
+         << processes_[0] << " has made this call, they do not share /dev/shm: they run in different containers, or on "
+         << "different machines. Give those different values of JAX_RING_HOST_ID, or let the containers share /dev/shm "
+         << "(docker run --ipc).";
   }
   throw std::runtime_error(text.str());
 }

@@ -16,10 +16,11 @@ namespace jax_ring::shm {
 // once all of them have mapped a segment.
 class SharedMemory final : public Segments {
  public:
-  // name: for shm_open; secret enough that no other program uses it. self: 0 is the leader, which creates the segments.
+  // name: for shm_open; secret enough that no other program uses it. processes: what to call each one in an error.
+  // self: the index of this one; 0 is the leader, which creates the segments.
   // deadline_seconds: how long connect() waits for it. host_id: by which name the processes are on one host, for the
   // error message; empty if they have none.
-  SharedMemory(std::string name, int num_processes, int self, std::function<double()> deadline_seconds,
+  SharedMemory(std::string name, std::vector<std::string> processes, int self, std::function<double()> deadline_seconds,
                std::string host_id = "");
 
   Memory connect(size_t bytes, const Stop& stop) override;
@@ -30,12 +31,14 @@ class SharedMemory final : public Segments {
   void clean_up(const Stop& stop) override;
 
  private:
+  int num_processes() const { return static_cast<int>(processes_.size()); }
   Memory connect_or_fail(size_t bytes, const Stop& stop);
   [[noreturn]] void give_up_waiting(double seconds) const;
   std::string name_of(uint32_t number) const;
 
   const std::string name_;
-  const int num_processes_, self_;
+  const std::vector<std::string> processes_;
+  const int self_;
   const std::function<double()> deadline_seconds_;
   const std::string host_id_;
   FailureNotes notes_;

@@ -27,7 +27,9 @@ class SharedMemoryTest : public ::testing::Test {
   SharedMemoryTest() : name_("/jax_ring-test-" + std::to_string(getpid()) + "-" + std::to_string(next_++)) {}
 
   SharedMemory of(int num_processes, int self, double seconds = kDeadline, std::string host_id = "") const {
-    return SharedMemory(name_, num_processes, self, [seconds] { return seconds; }, std::move(host_id));
+    std::vector<std::string> processes;
+    for (int process = 0; process < num_processes; ++process) processes.push_back("process " + std::to_string(process));
+    return SharedMemory(name_, std::move(processes), self, [seconds] { return seconds; }, std::move(host_id));
   }
   bool exists(const std::string& suffix = "") const {
     struct stat status;
@@ -102,7 +104,7 @@ TEST_F(SharedMemoryTest, AllHearThatThereIsNoSpace) {
   expect_in("this process could not create 1099511627780 KiB of shared memory in /dev/shm", own);
   expect_in("No space left on device. /dev/shm has ", own);
   EXPECT_EQ(code_of(heard), ErrorCode::resource_exhausted);
-  expect_in("the group's first process could not create 1099511627780 KiB of shared memory", heard);
+  expect_in("process 0 could not create 1099511627780 KiB of shared memory", heard);
   EXPECT_FALSE(exists(".failure-0-1"));
   EXPECT_TRUE(exists(".failure-0-2"));
   EXPECT_EQ(code_of(error_of(late, kTooMany)), ErrorCode::resource_exhausted);
@@ -124,7 +126,8 @@ TEST_F(SharedMemoryTest, AllHearThatThereIsNoFileDescriptor) {
     expect_in("could not create 5 KiB of shared memory in /dev/shm for a group of processes: Too many open files",
               text);
   }
-  expect_in("A process may have 0 files open", own);
+  expect_in("It may have 0 files open", own);
+  expect_in("It may have 0 files open", heard);  // the limit of the one that failed
 }
 
 TEST_F(SharedMemoryTest, TheFirstProcessHearsOfTheOthers) {
@@ -139,6 +142,17 @@ TEST_F(SharedMemoryTest, TheFirstProcessHearsOfTheOthers) {
   expect_in("could not open 5 KiB of shared memory", *leader.failure_of(1));
   expect_in("Too many open files", *leader.failure_of(1));
   EXPECT_FALSE(exists(".failure-1-0"));
+}
+
+// The leader may have heard of it, and released the segment, before a third process comes.
+TEST_F(SharedMemoryTest, ALateProcessHearsOfTheOthers) {
+  SharedMemory leader = of(3, 0), other = of(3, 1), late = of(3, 2);
+  leader.connect(100, kNever);  // and releases it
+  {
+    const NoFiles limit;
+    error_of(other, 100);
+  }
+  expect_in("process 1 could not open 5 KiB", error_of(late, 100));
 }
 
 TEST_F(SharedMemoryTest, NotesThatNobodyReadsAreRemoved) {
