@@ -179,12 +179,20 @@ class GroupCall {
   const Outcome& outcome(int rank) const { return outcomes_[rank]; }
 
   void expect_results() {
-    for (const Outcome& of_rank : outcomes_) {
-      ASSERT_TRUE(of_rank.wait());
-      ASSERT_EQ(of_rank.error(), "");
+    std::vector<int> all;
+    for (int rank = 0; rank < num_ranks_; ++rank) all.push_back(rank);
+    expect_results_of(all);
+  }
+  // Those of this process, where the others are real ones.
+  void expect_results_of(const Group& group) { expect_results_of(group.ranks_of(group.self())); }
+
+  void expect_results_of(const std::vector<int>& ranks) {
+    for (int rank : ranks) {
+      ASSERT_TRUE(outcomes_[rank].wait());
+      ASSERT_EQ(outcomes_[rank].error(), "");
     }
     for (size_t operand = 0; operand < message_.counts.size(); ++operand) {
-      for (int rank = 0; rank < num_ranks_; ++rank) {
+      for (int rank : ranks) {
         SCOPED_TRACE(describe(message_.plan, num_ranks_, message_.counts[operand]));
         const Bytes want = expected_(operands_[operand], message_.counts[operand], rank);
         const auto difference = first_difference(message_.dtype, results(operand)[rank].data(), want.data(),
