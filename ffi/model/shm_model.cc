@@ -74,7 +74,7 @@ class ModelSegments {
   }
   Memory open(int process, uint32_t number) const {
     if (refusing_.count(process) > 0) return nullptr;
-    model::require(named_.count(number) > 0, "there is no such segment");
+    model::require(named_.count(number) > 0, "no such segment");
     return named_.at(number);
   }
   void unlink(uint32_t number) { named_.erase(number); }
