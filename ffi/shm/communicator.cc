@@ -7,8 +7,10 @@
 #include <iomanip>
 #include <sstream>
 #include <stdexcept>
+#include <string_view>
 #include <utility>
 
+#include "common/error_code.h"
 #include "common/threads.h"
 #include "cpu/completion_threads.h"
 #include "cpu/watchdog.h"
@@ -49,10 +51,10 @@ std::chrono::duration<double> deadline() { return std::chrono::duration<double>(
 
 }  // namespace
 
-Communicator::Communicator(Group group, const Capacity& capacity, Connect connect, uint32_t first_round)
+Communicator::Communicator(Group group, Capacities capacities, std::unique_ptr<Segments> segments, uint32_t first_round)
     : group_(std::move(group)),
-      capacity_(capacity),
-      connect_(std::move(connect)),
+      capacities_(std::move(capacities)),
+      segments_(std::move(segments)),
       oversubscribed_(group_.num_processes() > static_cast<int>(std::thread::hardware_concurrency())),
       next_round_(first_round) {}
 
@@ -88,7 +90,7 @@ cpu::RendezvousPtr Communicator::submit(Call&& call) {
     cpu::CompletionThreads::instance().complete(std::move(call.rendezvous), failure_);
     return nullptr;
   }
-  if (free_.empty()) free_.push_back(std::make_unique<Exchange>(group_, capacity_));
+  if (free_.empty()) free_.push_back(std::make_unique<Exchange>(group_));
   ExchangePtr exchange = std::move(free_.back());
   free_.pop_back();
   exchange->begin(std::move(call));
@@ -122,10 +124,11 @@ void Communicator::hand_over_to_progress_thread(std::unique_lock<std::mutex>& lo
       thread_ = start_thread("waits for the other processes of a group", [this] { run_progress_thread(); });
     }
   } catch (const std::runtime_error& error) {
-    std::string why = error.what();
+    std::string why(kResourceExhausted);
     if (current_ != nullptr || !ready_.empty()) {
-      why = *(current_ != nullptr ? current_ : ready_.front())->call().text + ": " + why;
+      why += *(current_ != nullptr ? current_ : ready_.front())->call().text + ": ";
     }
+    why += error.what();
     lock.unlock();
     abort(why);
     lock.lock();
@@ -153,10 +156,12 @@ void Communicator::run_progress_thread() {
 }
 
 void Communicator::connect() {
+  const auto began = cpu::Clock::now();
   try {
-    const auto began = cpu::Clock::now();
-    Memory memory = connect_([this, began] { return should_stop_connecting(began); });
-    auto channel = std::make_unique<Channel>(memory.get(), group_.num_processes(), group_.self(), capacity_);
+    Memory memory = segments_->connect(Channel::bytes(group_.num_processes(), capacities_),
+                                       [this, began] { return should_stop_connecting(began); });
+    auto channel =
+        std::make_unique<Channel>(memory.get(), group_.num_processes(), group_.self(), capacities_, segments_.get());
     channel->join();
     std::lock_guard<std::mutex> lock(mutex_);  // submit() reads channel_
     memory_ = std::move(memory);
@@ -167,7 +172,15 @@ void Communicator::connect() {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!ready_.empty()) call = *ready_.front()->call().text + ": ";
     }
-    abort(call + error.what() + " (The group's first process, which creates its memory, is " + name_of(0) + ".)");
+    const std::string_view why = error.what();
+    std::ostringstream text;
+    text << code_name_of(why) << call << without_code(why)
+         << " (The group's first process, which creates its memory, is " << name_of(0) << ".)";
+    abort(text.str());
+    segments_->clean_up([this] {
+      std::lock_guard<std::mutex> lock(mutex_);
+      return stop_ || leaving_;
+    });
   }
 }
 
@@ -353,8 +366,9 @@ bool Communicator::is_hopeless(cpu::Clock::duration waited) {
   for (int process = 0; process < group_.num_processes(); ++process) {
     if (process == group_.self()) continue;
     if (channel_->has_left(process)) return true;
-    has_aborted = has_aborted || channel_->has_aborted(process);
-    if (channel_->has_joined(process)) {
+    if (channel_->has_aborted(process)) {
+      has_aborted = true;
+    } else if (channel_->has_joined(process)) {
       // Reading /proc takes several microseconds.
       if (waited > kPollInterval && channel_->has_exited(process)) return true;
     } else if (waited > kPatience || has_aborted) {
@@ -413,7 +427,8 @@ void Communicator::post_current_call() {
 
 // Fails all calls, now and in future: after a timeout this process no longer knows how far its peers are. If it is
 // leaving, it says so instead of `why`. Called by the thread that runs calls.
-void Communicator::abort(const std::string& why) {
+void Communicator::abort(std::string why) {
+  why.insert(0, code_of_peers(why));
   std::vector<ExchangePtr> failed;
   std::optional<std::string> leaving;
   {
@@ -446,6 +461,17 @@ void Communicator::abort(const std::string& why) {
   }
 }
 
+// The code that a failure takes over from a peer, which failed first. Empty if the failure has a code of its own.
+std::string_view Communicator::code_of_peers(std::string_view why) const {
+  if (channel_ == nullptr || !code_name_of(why).empty()) return "";
+  for (int process = 0; process < group_.num_processes(); ++process) {
+    if (process == group_.self() || !channel_->has_aborted(process)) continue;
+    const std::string_view code = code_name_of(channel_->status_of(process));
+    if (!code.empty()) return code;
+  }
+  return "";
+}
+
 std::string Communicator::name_of(int process) const {
   std::ostringstream text;
   const std::vector<int>& ranks = group_.ranks_of(process);
@@ -458,11 +484,12 @@ std::string Communicator::name_of(int process) const {
 std::string Communicator::describe_peer(int process) const {
   std::ostringstream text;
   text << "P" << name_of(process).substr(1) << " ";
-  const std::string status = channel_->status_of(process);
+  const std::string status(without_code(channel_->status_of(process)));
   if (const auto how = how_left(process)) {
     text << *how << ".";
   } else if (!channel_->has_joined(process)) {
-    text << "has not made a call in this group yet.";
+    const bool failed = channel_->has_aborted(process);
+    text << (failed ? status : "has not made a call in this group yet.");
   } else if (channel_->has_exited(process)) {
     text << "has ended.";
   } else if (channel_->has_aborted(process)) {
