@@ -109,29 +109,27 @@ def description_of(error: BaseException) -> str:
 
 def blamed_process(text: str) -> int | None:
     """The index of the process at fault, if this is the text of an error for which another process is to blame."""
-    found = list(_BLAMED.finditer(text))
-    # One that failed because of another names it, and that one is at fault.
-    return int(found[-1]["process"]) if found else None
+    found = _BLAMED.search(_cause_in(text))
+    return int(found["process"]) if found else None
 
 
 # As the communicator of a group writes them; see `Communicator::describe_peer`.
 _BLAMED = re.compile(
     r"\b[Pp]rocess (?P<process>\d+) \(ranks? [\d, ]+\) "
-    r"(?P<how>has ended|has exited|raised .*|failed because .*|has aborted the group\. .*|is stopped, or busy.*"
+    r"(has ended|has exited|raised .*|is stopped, or busy with something else|has aborted the group"
     r"|has not made a call in this group yet)",
     re.DOTALL,
 )
 
 
+def _cause_in(text: str) -> str:
+    """The part of an error about the process at fault: one that failed because of another quotes that one's."""
+    return text.rpartition(" failed because ")[2]
+
+
 def _sentence_about_another(text: str) -> str | None:
-    found = list(_BLAMED.finditer(text))
-    if not found:
-        return None
-    # The last "failed because" of a chain, without what led to it.
-    sentence = found[0][0]
-    while " failed because " in sentence:
-        sentence = sentence.partition(" failed because ")[2]
-    return "p" + sentence[1:].rstrip(".")
+    found = _BLAMED.search(_cause_in(text))
+    return "p" + found[0][1:].rstrip(".") if found else None
 
 
 # ---- The end of this process ----------------------------------------------------------------------------------------
