@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 import jax
+import jax.extend.core
 import jaxlib.version as _jaxlib_version
 from jax.extend import source_info_util as _source_info_util
 from jax.extend.mlir import ir as _ir
@@ -337,6 +338,22 @@ def module_name(lowering_context) -> str:
     return _ir.StringAttr(lowering_context.module_context.module.operation.attributes["sym_name"]).value
 
 
+def main_argument_types(lowering_context) -> list[str]:
+    """The types of the arguments of the program that is being lowered."""
+    main = lowering_context.module_context.symbol_table["main"].operation
+    return [str(argument.type) for argument in main.regions[0].blocks[0].arguments]
+
+
+def is_jaxpr(value) -> bool:
+    """Whether a parameter of an equation is a jaxpr, with or without its constants."""
+    return isinstance(value, (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr))
+
+
+def is_literal(atom) -> bool:
+    """Whether an operand of an equation is a literal rather than a variable."""
+    return isinstance(atom, jax.extend.core.Literal)
+
+
 def is_distributed() -> bool:
     """Whether `jax.distributed` is initialized now."""
     return _distributed.global_state.client is not None
@@ -366,6 +383,23 @@ def key_value_store(timeout_s: float) -> tuple:
     """The key-value store of `jax.distributed`: publish(key, bytes), and fetch(key), which blocks up to `timeout_s`."""
     client = distributed_client()
     return client.key_value_set_bytes, lambda key: client.blocking_key_value_get_bytes(key, int(timeout_s * 1000))
+
+
+def put_value(client, key: str, value: str) -> bool:
+    """Publishes a value in the key-value store of a distributed runtime. Returns whether the store took it."""
+    try:
+        client.key_value_set(key, value)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+def value_of(client, key: str) -> str | None:
+    """The value of a key in the store of a distributed runtime, if it can be had at once."""
+    try:
+        return client.key_value_try_get(key)
+    except jax.errors.JaxRuntimeError:
+        return None
 
 
 def publish_once(key: str, value: str) -> str:

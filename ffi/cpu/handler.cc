@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "common/describe.h"
+#include "common/error_code.h"
 #include "common/hash.h"
 #include "common/trees.h"
 #include "common/xla_types.h"
@@ -62,8 +63,8 @@ bool is_one_shot(const CallSite& site, const Message& message, const Thresholds&
 }
 
 // Equal calls of a program are distinguished by the order in which a process builds them. `program` is the program's
-// name, the same in all processes, then '#' and how often this process has lowered it, which differs between processes.
-// trees: what defines the trees of the call's groups.
+// name and a digest of its text, the same in all processes, then '#' and how often this process has lowered it, which
+// differs between processes. trees: what defines the trees of the call's groups.
 Hash identity_of(std::string_view call, std::string_view program, const Plan& plan, Op op,
                  std::optional<Algorithm> algorithm, std::initializer_list<ffi::Span<const int64_t>> trees) {
   Hash hash;
@@ -182,6 +183,19 @@ void run_between_processes(const CallSite& site, const CrossProcessGroup& group,
   (*std::find_if(rendezvous->done.begin(), rendezvous->done.end(), has_completion))(nullptr);
 }
 
+// The runtime's error of a failure, from its text.
+ffi::Error error_of(const std::string& text) {
+  switch (code_of(text)) {
+    case ErrorCode::resource_exhausted:
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(without_code(text)));
+    case ErrorCode::failed_precondition:
+      return ffi::Error(ffi::ErrorCode::kFailedPrecondition, std::string(without_code(text)));
+    case ErrorCode::deadline_exceeded:
+      break;
+  }
+  return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, text);
+}
+
 // The completion may run on another thread, and the rank's program must compute there as it would have here.
 Completion completion_of(const ffi::Promise& to_complete) {
   return [promise = to_complete, mode = FloatMode::current()](const std::string* error) mutable {
@@ -189,7 +203,7 @@ Completion completion_of(const ffi::Promise& to_complete) {
     if (error == nullptr) {
       promise.SetAvailable();
     } else {
-      promise.SetError(ffi::Error(ffi::ErrorCode::kDeadlineExceeded, *error));
+      promise.SetError(error_of(*error));
     }
   };
 }

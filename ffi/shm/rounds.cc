@@ -17,9 +17,10 @@ size_t whole_lines(size_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine 
 
 }  // namespace
 
-Rounds::Rounds(const Group& group, const Capacity& capacity) : group_(group), capacity_(capacity), sources_(group) {}
+Rounds::Rounds(const Group& group) : group_(group), sources_(group) {}
 
-void Rounds::begin(const cpu::Message& message, bool one_shot) {
+void Rounds::begin(const cpu::Message& message, bool one_shot, const Capacity& capacity) {
+  capacity_ = capacity;
   message_ = &message;
   one_shot_ = one_shot;
   operand_ = 0;

@@ -24,6 +24,9 @@ struct Capacity {
   size_t results;
 };
 
+// By level: of a group's first segment, then of larger ones.
+using Capacities = std::vector<Capacity>;
+
 constexpr int kEveryone = -1;
 
 // The unit of folding.
@@ -47,10 +50,10 @@ struct Round {
 // The rounds of one call, in order, the same in all processes.
 class Rounds {
  public:
-  Rounds(const Group& group, const Capacity& capacity);
+  explicit Rounds(const Group& group);
 
   // Starts over with another call. one_shot: whether an all-reduce takes one step.
-  void begin(const cpu::Message& message, bool one_shot);
+  void begin(const cpu::Message& message, bool one_shot, const Capacity& capacity);
 
   // The next round; false if there is none.
   bool next(Round& round);
@@ -75,7 +78,7 @@ class Rounds {
   bool add_piece(Round& round, const Owned& owned);
 
   const Group& group_;
-  const Capacity capacity_;
+  Capacity capacity_{};
   Sources sources_;
   const cpu::Message* message_ = nullptr;
   bool one_shot_ = false;

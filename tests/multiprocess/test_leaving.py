@@ -1,0 +1,180 @@
+"""A process that raises or exits is named at once, with its exception; what it has launched still completes."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from processes import Processes, as_text, run
+from test_failures import check_total, error_of, mapped, total, values, wait_for
+
+from jax_ring.distributed import leaving
+from jax_ring.lowering.program import digest_of
+
+TIME_LIMIT = 60
+# The errors must come long before it.
+ENVIRONMENT = {"JAX_RING_TIMEOUT_S": "300", "JAX_ENABLE_RECOVERABILITY": "1"}
+
+
+def leave_in_turn(folder):
+    """Processes 3, 2 and 1 leave, each in another way; process 0 is last, because it hosts JAX's coordinator."""
+    folder, me = pathlib.Path(folder), jax.process_index()
+
+    def mesh_of(*members):
+        return Mesh([device for i in members for device in jax.devices() if device.process_index == i], ("i",))
+
+    def slow_total(x):
+        y = jax.lax.fori_loop(0, 100, lambda i, y: jnp.sin(y) + i, jnp.ones((300, 100)) * x.sum())
+        return total(x) + 0 * y.sum()
+
+    check_total(mesh_of(0, 1, 2, 3))
+    of_exit, never_joined, unknown = mesh_of(0, 3), mesh_of(3, 0), mesh_of(2, 0, 1)
+    slow, x = mapped(slow_total, of_exit), values(of_exit) if me in (0, 3) else None
+    if me == 3:
+        # Nothing holds the results, and the other process makes these calls only once this one has returned.
+        for _ in range(3):
+            slow(x)
+        (folder / "launched").touch()
+        return
+    if me == 0:
+        wait_for(folder / "launched")
+        time.sleep(0.5)
+        for _ in range(3):
+            result = jax.block_until_ready(slow(x))
+        np.testing.assert_array_equal(result.addressable_shards[0].data[0], np.arange(6.0).reshape(2, 3).sum(0))
+        error = error_of(slow, x)
+        assert "Process 3 (rank 1) has exited." in error, error
+        error = error_of(mapped(total, never_joined), values(never_joined))
+        assert "rocess 3 (rank 0) has exited." in error, error
+    both, three = mesh_of(1, 2), mesh_of(0, 1, 2)
+    check_total(three)
+    if me != 0:
+        check_total(both)
+    if me == 2:
+        raise ValueError("bad\nbatch")
+    if me == 0:
+        error = error_of(mapped(total, three), values(three))
+        assert "Process 2 (rank 2) raised ValueError: bad batch." in error, error
+        assert "Every process must make" not in error
+        assert leaving.blamed_process(error) == 2
+    # A group that has not been formed, with the first process missing, which creates its memory.
+    error = error_of(mapped(total, unknown), values(unknown))
+    assert "rocess 2 (rank 0) raised ValueError: bad batch." in error, error
+    two = mesh_of(0, 1)
+    check_total(two)
+    if me == 1:
+        jax.block_until_ready(mapped(total, both)(values(both)))  # raises
+    error = error_of(mapped(total, two), values(two))
+    assert "Process 1 (rank 1) failed because process 2 (rank 1) raised ValueError: bad batch." in error, error
+    assert leaving.blamed_process(error) == 2
+
+
+def test_leaving_processes_are_named_at_once(tmp_path):
+    with Processes(leave_in_turn, 4, arguments=[str(tmp_path)], environment=ENVIRONMENT) as program:
+        results = program.wait(TIME_LIMIT)
+        program.kill()
+    assert [result.returncode for result in results] == [0, 1, 1, 0], "\n" + as_text(results)
+    assert "ValueError: bad\nbatch" in results[2].stderr
+
+
+def launch_from_two_threads():
+    import threading
+
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+    x, random = values(mesh), np.random.default_rng(jax.process_index())
+    expected = np.arange(2 * 3, dtype=np.float32).reshape(2, 3).sum(0)
+
+    def scaled_by(factor):
+        def scaled(x):
+            return total(x * factor)
+
+        return mapped(scaled, mesh)
+
+    def launch(factor, delays, wrong):
+        scaled = scaled_by(factor)
+        for delay in delays:
+            time.sleep(delay)
+            result = scaled(x).addressable_shards[0].data[0]
+            wrong.append(not np.array_equal(result, factor * expected))
+
+    wrong = []
+    threads = [threading.Thread(target=launch, args=(factor, random.uniform(0, 0.005, 40), wrong)) for factor in (1, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [False] * 80
+
+
+def test_threads_that_launch_programs_of_one_name():
+    run(launch_from_two_threads, 2, environment={"JAX_RING_TIMEOUT_S": "20"})
+
+
+def digest(factor=2.0, repeats=3, shape=(4,), prints=False):
+    def f(x):
+        x = jax.lax.fori_loop(0, repeats, lambda i, x: jnp.sin(x) * factor, x)
+        if prints:
+            jax.debug.print("{}", x.sum())
+        return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    return digest_of(jax.make_jaxpr(f)(jnp.ones(shape)))
+
+
+def test_digests_of_programs():
+    assert digest() == digest()  # of functions, callbacks and lines that are not the same
+    assert digest() == digest(prints=True)
+    assert len({digest(), digest(factor=3.0), digest(repeats=4), digest(shape=(5,))}) == 4
+
+
+def test_what_is_told_of_an_exception():
+    text = (
+        "DEADLINE_EXCEEDED: ring_psum of float32[3] over axis 'i', called at a.py:1 (f): process 0 waited for 1 of the "
+        "group's 3 processes, for 0.03 s. {}"
+    )
+    description = leaving.description_of
+    assert description(ValueError("bad batch")) == "raised ValueError: bad batch"
+    assert description(KeyboardInterrupt()) == "raised KeyboardInterrupt"
+    killed = RuntimeError(text.format("Process 2 (ranks 4, 5) has ended."))
+    assert description(killed) == "failed because process 2 (ranks 4, 5) has ended"
+    again = RuntimeError(text.format(f"Process 1 (rank 3) {description(killed)}."))
+    assert description(again) == description(killed)
+    assert leaving.blamed_process(str(again)) == leaving.blamed_process(str(killed)) == 2
+    assert leaving.blamed_process("bad batch of process 3") is None
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="this system does not tell")
+def test_a_process_that_has_ended_is_recognized():
+    host = leaving._own_host()
+    own = leaving._read_process(host, os.getpid())
+    assert not leaving._has_ended(own)
+    assert leaving._has_ended(own._replace(start_time=own.start_time - 1))  # its pid has been given to this one
+    assert not leaving._has_ended(own._replace(host="another", start_time=0))
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    other = leaving._read_process(host, child.pid)
+    assert not leaving._has_ended(other)
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert leaving._has_ended(other)  # a zombie
+    child.wait()
+    assert leaving._has_ended(other)
+
+
+def test_the_hook_calls_the_one_before(monkeypatch):
+    told, shown = [], []
+    monkeypatch.setattr(leaving, "give_up", told.append)
+    monkeypatch.setattr(sys, "excepthook", lambda *exception: shown.append(exception))
+    leaving._chain_excepthook()
+    error = ValueError("bad batch")
+    sys.excepthook(ValueError, error, None)
+    assert told == ["raised ValueError: bad batch"]
+    assert shown == [(ValueError, error, None)]
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # an interactive session, which goes on
+    sys.excepthook(ValueError, error, None)
+    assert len(told) == 1
+    assert len(shown) == 2
