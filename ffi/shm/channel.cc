@@ -20,6 +20,9 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free, "processes could not s
 // The most calls that do not ask for a larger segment after many refusals. Asking takes some microseconds.
 constexpr uint32_t kMostSkipped = 1024;
 
+// Values of Signals::aborted, which is zero at first.
+constexpr uint32_t kAborted = 1, kLeft = 2;
+
 // Identifies the pid namespace: the same pid in another namespace is another process.
 int64_t pid_namespace() {
   struct stat status;
@@ -164,8 +167,8 @@ std::string Channel::status_of(int process) const {
   return std::string(status.text, std::min(length, sizeof(status.text)));
 }
 
-void Channel::abort() {
-  area(self_).signals.aborted.store(1, std::memory_order_release);
+void Channel::abort(bool leaves) {
+  area(self_).signals.aborted.store(leaves ? kLeft : kAborted, std::memory_order_release);
   ring_doorbell();
 }
 
@@ -173,6 +176,10 @@ bool Channel::has_aborted(int process) const {
   if (area(process).signals.aborted.load(std::memory_order_acquire) != 0) return true;
   // A process that could not map this memory tells so by other means.
   return segments_ != nullptr && !has_joined(process) && segments_->failure_of(process).has_value();
+}
+
+bool Channel::has_left(int process) const {
+  return area(process).signals.aborted.load(std::memory_order_acquire) == kLeft;
 }
 
 void Channel::join() {

@@ -1,7 +1,6 @@
 // communicators.cc: creates each group's communicator once.
 #include "shm/communicators.h"
 
-#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -9,36 +8,11 @@
 
 #include "common/hash.h"
 #include "cpu/watchdog.h"
+#include "shm/departures.h"
 #include "shm/shared_memory.h"
 
 namespace jax_ring::shm {
 namespace {
-
-// Of the largest segments. About the size of a core's private cache, so that staged values are read before they are
-// evicted. Half of it costs 10% at 1 MiB; twice as much gains little.
-constexpr size_t kStagingBytes = 512 << 10;
-constexpr size_t kResultBytes = 256 << 10;
-// A group starts at the lowest level, 1/64 of that: with it, hundreds of groups fit into a container's /dev/shm of
-// 64 MiB.
-constexpr int kLevels = 4;
-constexpr size_t kFactor = 4;  // from one level to the next
-// Per rank of a process and part of a collective; there are as many parts as ranks. That is room for one cache line of
-// each of the at most 48 terms of a tree that a rank has, in the rounds of one part that such a call may need.
-constexpr size_t kMinBytesPerRank = 256;
-
-Capacities capacities_of(const Group& group) {
-  size_t most = 0;
-  for (int process = 0; process < group.num_processes(); ++process) {
-    most = std::max(most, group.ranks_of(process).size());
-  }
-  Capacities levels(kLevels);
-  size_t part = 1;
-  for (int level = kLevels - 1; level >= 0; --level, part *= kFactor) {
-    levels[level] = {std::max(kStagingBytes / part, group.num_ranks() * most * kMinBytesPerRank),
-                     std::max(kResultBytes / part, most * kMinBytesPerRank)};
-  }
-  return levels;
-}
 
 // Empty if it is not set.
 std::string host_id() {
@@ -66,9 +40,48 @@ void Communicators::join(int64_t process, const std::string& token) {
   process_ = process;
   if (token == token_) return;
   token_ = token;
+  given_up_.reset();
   old.swap(by_members_);
   next_indices_.clear();
   run_counters_.clear();
+  Departures::instance().clear();
+}
+
+std::vector<std::shared_ptr<Communicator>> Communicators::all() const {
+  std::vector<std::shared_ptr<Communicator>> communicators;
+  for (const auto& [members, communicator] : by_members_) communicators.push_back(communicator);
+  return communicators;
+}
+
+void Communicators::give_up(const std::string& how) {
+  std::vector<std::shared_ptr<Communicator>> communicators;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (given_up_) return;
+    given_up_ = how;
+    communicators = all();
+  }
+  for (const auto& communicator : communicators) communicator->leave(how);
+}
+
+void Communicators::leave() {
+  give_up("has left for another set of processes");
+  std::map<std::vector<Member>, std::shared_ptr<Communicator>> old;  // destroyed after the lock is released
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    token_.clear();
+    given_up_.reset();
+    old.swap(by_members_);
+    next_indices_.clear();
+    run_counters_.clear();
+  }
+  cpu::Watchdog::instance().abandon("this process has left its groups of processes");
+  Departures::instance().clear();
+}
+
+bool Communicators::has_groups() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !by_members_.empty();
 }
 
 int64_t Communicators::process() const {
@@ -102,6 +115,7 @@ std::shared_ptr<Communicator> Communicators::get_or_create(const std::vector<Mem
         "/jax_ring-" + token_ + "-" + hex(hash.value()), std::move(names), group.self(),
         [] { return cpu::Watchdog::instance().deadline(); }, host_id());
     found = std::make_shared<Communicator>(std::move(group), std::move(capacities), std::move(segments));
+    if (given_up_) found->leave(*given_up_);
   }
   return found;
 }

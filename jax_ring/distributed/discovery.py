@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import jax
 
 from jax_ring import _compat, runtime
+from jax_ring.distributed import leaving
 from jax_ring.distributed.gpus import Gpus, gpus_here
 
 HOST_VARIABLE = "JAX_RING_HOST_ID"
@@ -43,6 +44,7 @@ class _Membership:
         # be able to guess it.
         token = _compat.publish_once("jax_ring/token", secrets.token_hex(16))
         runtime.join_processes(process, token, put, get)
+        leaving.join(client, process)
 
     def publish_gpus(self) -> None:
         """Publishes the GPUs of this process, once. Does not block."""
