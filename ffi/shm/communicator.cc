@@ -84,6 +84,18 @@ void Communicator::leave(const std::string& how) {
   running_calls_ = false;
 }
 
+void Communicator::release_idle_memory() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (running_calls_ || !ready_.empty() || channel_ == nullptr || failure_) return;
+  if (std::exchange(round_at_last_release_, next_round_) != next_round_) return;
+  running_calls_ = true;
+  lock.unlock();
+  channel_->release_idle();
+  lock.lock();
+  running_calls_ = false;
+  if (!ready_.empty() || leaving_) hand_over_to_progress_thread(lock);
+}
+
 cpu::RendezvousPtr Communicator::submit(Call&& call) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (failure_) {

@@ -5,8 +5,11 @@
 #include <cstdlib>
 #include <memory>
 #include <stdexcept>
+#include <thread>
+#include <utility>
 
 #include "common/hash.h"
+#include "common/threads.h"
 #include "cpu/watchdog.h"
 #include "shm/departures.h"
 #include "shm/shared_memory.h"
@@ -114,10 +117,35 @@ std::shared_ptr<Communicator> Communicators::get_or_create(const std::vector<Mem
     auto segments = std::make_unique<SharedMemory>(
         "/jax_ring-" + token_ + "-" + hex(hash.value()), std::move(names), group.self(),
         [] { return cpu::Watchdog::instance().deadline(); }, host_id());
+    watch_idle_memory();
     found = std::make_shared<Communicator>(std::move(group), std::move(capacities), std::move(segments));
     if (given_up_) found->leave(*given_up_);
   }
   return found;
+}
+
+void Communicators::release_idle_memory() {
+  std::vector<std::shared_ptr<Communicator>> communicators;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    communicators = all();
+  }
+  for (const auto& communicator : communicators) communicator->release_idle_memory();
+}
+
+// Requires mutex_.
+void Communicators::watch_idle_memory() {
+  if (std::exchange(watches_idle_memory_, true)) return;
+  try {
+    start_detached("gives idle memory back", [this] {
+      for (;;) {
+        std::this_thread::sleep_for(kIdleTime);
+        release_idle_memory();
+      }
+    });
+  } catch (const std::runtime_error&) {
+    // Then idle groups keep their memory.
+  }
 }
 
 int64_t Communicators::next_index(const std::string& key) {
