@@ -175,6 +175,9 @@ jax_ring_mutant(shm_model growth_is_like_any_round shm/channel.cc
   [==[return staged_word(process, round) == (call << 1 | growth);]==]
   [==[return staged_call(process, round) == call;]==]
   "growth, 2 processes" "(data race|deadlock|wrong result|no such segment)")
+jax_ring_mutant(shm_model releases_without_saying_so shm/channel.cc
+  [==[    has_retired_ = true;]==] [==[]==]
+  "growth and idle times, 2" "(data race|deadlock|wrong result)")
 
 # The rendezvous of the ranks of a process, and the relay of completions.
 jax_ring_mutant(cpu_model error_lost cpu/completion_threads.cc

@@ -62,7 +62,8 @@ using model::Options;
 // Larger segments, and which processes cannot map them.
 class ModelSegments {
  public:
-  explicit ModelSegments(std::set<int> refusing) : refusing_(std::move(refusing)) {}
+  ModelSegments(std::set<int> refusing, uint32_t first_refused)
+      : refusing_(std::move(refusing)), first_refused_(first_refused) {}
 
   Memory create(uint32_t number, size_t bytes) {
     auto block = std::make_shared<std::vector<unsigned char>>(bytes + kAlignment);
@@ -73,7 +74,7 @@ class ModelSegments {
     return named_[number] = memory;
   }
   Memory open(int process, uint32_t number) const {
-    if (refusing_.count(process) > 0) return nullptr;
+    if (refusing_.count(process) > 0 && number >= first_refused_) return nullptr;
     model::require(named_.count(number) > 0, "no such segment");
     return named_.at(number);
   }
@@ -83,6 +84,7 @@ class ModelSegments {
 
  private:
   const std::set<int> refusing_;
+  const uint32_t first_refused_;  // number of a segment
   std::map<uint32_t, Memory> named_;
   std::vector<Memory> kept_;
 };
@@ -113,11 +115,12 @@ struct TestCall {
 class Processes {
  public:
   Processes(int num_processes, std::vector<TestCall> calls, uint32_t first_round, Capacities capacities,
-            std::set<int> refusing)
+            std::set<int> refusing, bool releases)
       : capacities_(std::move(capacities)),
         calls_(std::move(calls)),
         first_round_(first_round),
-        segments_(std::move(refusing)),
+        releases_(releases),
+        segments_(std::move(refusing), releases ? 2 : 1),
         buffers_(num_processes) {
     const size_t bytes = Channel::bytes(num_processes, capacities_);
     memory_.assign(bytes + kAlignment, 0);
@@ -225,6 +228,7 @@ class Processes {
         continue;
       }
       round += exchange.num_rounds();
+      if (releases_) channel.release_idle();
       calls.erase(calls.begin() + current);
       current = 0;
     }
@@ -252,6 +256,7 @@ class Processes {
   const Capacities capacities_;
   const std::vector<TestCall> calls_;
   const uint32_t first_round_;
+  const bool releases_;  // whether the group is idle between calls
   ModelSegments segments_;
   std::vector<unsigned char> memory_;
   unsigned char* shared_;
@@ -265,12 +270,13 @@ const Capacities kFixed{{64, 64}}, kGrowing{{64, 64}, {128, 128}};
 
 std::function<void()> succeeds(int num_processes, std::vector<TestCall> calls,
                                std::vector<std::vector<size_t>> orders = {}, const Capacities& capacities = kFixed,
-                               const std::set<int>& refusing = {}) {
+                               const std::set<int>& refusing = {}, bool releases = false) {
   std::vector<size_t> in_order;
   for (size_t i = 0; i < calls.size(); ++i) in_order.push_back(i);
   orders.resize(num_processes, in_order);
   return [=] {
-    const auto processes = std::make_shared<Processes>(num_processes, calls, kFirstRound, capacities, refusing);
+    const auto processes =
+        std::make_shared<Processes>(num_processes, calls, kFirstRound, capacities, refusing, releases);
     processes->spawn(orders);
     model::at_end([processes] { processes->expect_results(); });
   };
@@ -299,6 +305,12 @@ std::vector<NamedScenario> scenarios() {
        succeeds(2, {one_step, large, one_step}, {{0, 1, 2}, {1, 0, 2}}, kGrowing)},
       {"growth and other calls, 3 processes", random,
        succeeds(3, {large, two_steps, large}, {{0, 1, 2}, {1, 0, 2}, {2, 1, 0}}, kGrowing)},
+      {"growth and idle times, 2 processes", random,
+       succeeds(2, {large, one_step, large, one_step}, {}, kGrowing, {}, true)},
+      {"growth, idle times and a refusal, 3 processes", random,
+       succeeds(3, {large, large, one_step}, {}, kGrowing, {2}, true)},
+      {"growth and idle times, 3 processes", random,
+       succeeds(3, {large, two_steps, large}, {{0, 1, 2}, {1, 0, 2}, {2, 1, 0}}, kGrowing, {}, true)},
       {"growth that a process refuses, 3 processes", random, succeeds(3, {large, one_step}, {}, kGrowing, {2})},
   };
 }

@@ -97,44 +97,79 @@ bool Channel::has_staged(int process, uint32_t round, uint64_t call, bool growth
   return staged_word(process, round) == (call << 1 | growth);
 }
 
+void Channel::offer(int level) {
+  const uint32_t offer = ++last_offer_ * kLevels + level;
+  // Relaxed, here and below: what follows in this thread is the signal of the round, a release.
+  area(self_).growth.offered.store(offer, std::memory_order_relaxed);
+  area(self_).growth.mapped.store(offer, std::memory_order_relaxed);
+}
+
 bool Channel::offer_growth(int level) {
-  if (calls_to_skip_ > 0) return --calls_to_skip_, false;
-  for (; level > level_; --level) {
-    accepted_ = segments_->create(last_offer_ + 1, num_processes_ * bytes_of_values(capacities_[level]));
-    if (accepted_ == nullptr) continue;
-    const uint32_t offer = ++last_offer_ * kLevels + level;
-    // Relaxed, here and below: what follows in this thread is the signal of the round, a release.
-    area(self_).growth.offered.store(offer, std::memory_order_relaxed);
-    area(self_).growth.mapped.store(offer, std::memory_order_relaxed);
-    return true;
+  if (calls_to_skip_ > 0) {
+    --calls_to_skip_;
+  } else if (level > level_) {
+    for (; level > level_; --level) {
+      accepted_ = segments_->create(last_offer_ + 1, num_processes_ * bytes_of_values(capacities_[level]));
+      if (accepted_ != nullptr) return offer(level), true;
+    }
+    skip_calls();
   }
+  if (!has_retired_) return false;
+  offer(0);
+  return true;
+}
+
+void Channel::skip_calls() {
   calls_to_skip_ = skip_next_time_;
   skip_next_time_ = std::min(2 * skip_next_time_, kMostSkipped);
-  return false;
 }
 
 void Channel::accept_growth() {
-  const uint32_t offer = area(0).growth.offered.load(std::memory_order_relaxed);
-  accepted_ = segments_->open(offer / kLevels, num_processes_ * bytes_of_values(capacities_[offer % kLevels]));
-  area(self_).growth.mapped.store(accepted_ == nullptr ? kRefused : offer, std::memory_order_relaxed);
+  const Growth& leaders = area(0).growth;
+  if (leaders.retired.load(std::memory_order_relaxed) == in_use_) use_first_segment();
+  const uint32_t offer = leaders.offered.load(std::memory_order_relaxed);
+  const uint32_t level = offer % kLevels;
+  if (level > 0) accepted_ = segments_->open(offer / kLevels, num_processes_ * bytes_of_values(capacities_[level]));
+  const bool has_it = level == 0 || accepted_ != nullptr;
+  area(self_).growth.mapped.store(has_it ? offer : kRefused, std::memory_order_relaxed);
 }
 
 void Channel::finish_growth() {
   const uint32_t offer = area(0).growth.offered.load(std::memory_order_relaxed);
-  if (self_ == 0) segments_->unlink(offer / kLevels);
+  if (accepted_ != nullptr && self_ == 0) segments_->unlink(offer / kLevels);
+  has_retired_ = false;
   bool have_all = true;
   for (int process = 0; process < num_processes_; ++process) {
     have_all = have_all && area(process).growth.mapped.load(std::memory_order_relaxed) == offer;
   }
   if (!have_all) {
     accepted_.reset();
-    calls_to_skip_ = skip_next_time_;
-    skip_next_time_ = std::min(2 * skip_next_time_, kMostSkipped);
-    return;
+    return skip_calls();
   }
+  if (offer % kLevels == 0) return use_first_segment();
   grown_ = std::move(accepted_);
   values_ = grown_.get();
   level_ = offer % kLevels;
+  in_use_ = offer;
+}
+
+void Channel::use_first_segment() {
+  grown_.reset();
+  values_ = memory_ + num_processes_ * sizeof(Area);
+  level_ = 0;
+  in_use_ = 0;
+}
+
+void Channel::release_idle() {
+  if (level_ == 0) return;
+  Growth& leaders = area(0).growth;
+  if (self_ == 0) {
+    leaders.retired.store(in_use_, std::memory_order_relaxed);
+    has_retired_ = true;
+  } else if (leaders.retired.load(std::memory_order_relaxed) != in_use_) {
+    return;
+  }
+  use_first_segment();
 }
 
 void Channel::signal_results(uint32_t round) {

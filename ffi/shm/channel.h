@@ -7,6 +7,10 @@
 //   - when all have signaled it, all know whether all have the segment, and then use it from the next round on. If one
 //     has not, because its file descriptors are used up, say, all go on with what they had.
 // A process unmaps the smaller segment by itself: the others have their own mappings.
+//
+// A group that is idle gives its larger segment back. The leader goes back to the first segment and says so, and the
+// others follow when they find that. The leader's next call begins with a round of growth that says which segment is
+// used: what a process may have staged in another one is void.
 #pragma once
 
 #include <atomic>
@@ -55,13 +59,18 @@ class Channel {
   int level() const { return level_; }
   int max_level() const { return static_cast<int>(capacities_.size()) - 1; }
 
-  // For the leader: whether to ask for a larger segment now. After a refusal it does not ask in each call.
+  // For the leader: whether there are larger segments than that in use.
   bool may_grow() const { return segments_ != nullptr && level_ < max_level(); }
+  // For the leader: whether the next call must begin with a round of growth, if only to say which segment is used.
+  bool must_offer() const { return has_retired_; }
   // For the leader: creates a segment of the level, or of a lower one that is above that in use, and offers it. Returns
-  // whether there was room.
+  // whether there is something to offer: if must_offer(), at least the first segment. After a refusal it does not try
+  // in each call.
   bool offer_growth(int level);
   // For the others: maps the segment that the leader offers.
   void accept_growth();
+  // Between calls, if there has been none for long: gives the larger segment back. The others do when the leader has.
+  void release_idle();
   // When all have signaled the round of growth: uses the segment if all have it.
   void finish_growth();
 
@@ -111,6 +120,7 @@ class Channel {
   struct alignas(128) Growth {
     Atomic<uint32_t> offered;  // by the leader: the number of the segment, and its level
     Atomic<uint32_t> mapped;   // the same, by each process that has mapped it; or kRefused
+    Atomic<uint32_t> retired;  // the same, by the leader, which uses it no longer
   };
   struct alignas(128) Status {
     Atomic<int64_t> pid, pid_namespace, start_time;
@@ -132,6 +142,9 @@ class Channel {
     return values_ + process * bytes_of_values(capacity()) + round % 2 * (capacity().staging + capacity().results);
   }
   static size_t bytes_of_values(const Capacity& capacity) { return 2 * (capacity.staging + capacity.results); }
+  void offer(int level);
+  void skip_calls();
+  void use_first_segment();
   std::optional<uint64_t> staged_word(int process, uint32_t round) const;
   void ring_doorbell();
 
@@ -144,6 +157,8 @@ class Channel {
   int level_ = 0;
   unsigned char* values_;
   Memory grown_, accepted_;
+  uint32_t in_use_ = 0;          // the offer that it came with
+  bool has_retired_ = false;     // of the leader: since its last call
   uint32_t last_offer_ = 0;      // of the leader: the number of its last segment
   uint32_t calls_to_skip_ = 0;   // of the leader: how many calls do not ask for a larger segment
   uint32_t skip_next_time_ = 1;  // and how many will not after the next refusal

@@ -84,6 +84,18 @@ void Communicator::leave(const std::string& how) {
   running_calls_ = false;
 }
 
+void Communicator::release_idle_memory() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (running_calls_ || !ready_.empty() || channel_ == nullptr || failure_) return;
+  if (std::exchange(round_at_last_release_, next_round_) != next_round_) return;
+  running_calls_ = true;
+  lock.unlock();
+  channel_->release_idle();
+  lock.lock();
+  running_calls_ = false;
+  if (!ready_.empty() || leaving_) hand_over_to_progress_thread(lock);
+}
+
 cpu::RendezvousPtr Communicator::submit(Call&& call) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (failure_) {
@@ -367,6 +379,7 @@ bool Communicator::is_hopeless(cpu::Clock::duration waited) {
     if (process == group_.self()) continue;
     if (channel_->has_left(process)) return true;
     if (channel_->has_aborted(process)) {
+      if (!channel_->has_joined(process)) return true;  // it could not map the memory
       has_aborted = true;
     } else if (channel_->has_joined(process)) {
       // Reading /proc takes several microseconds.
@@ -388,7 +401,8 @@ std::vector<int> Communicator::gone_processes() const {
   std::vector<int> left, ended;
   for (int process = 0; process < group_.num_processes(); ++process) {
     if (process == group_.self()) continue;
-    if (how_left(process)) {
+    const bool could_not_come = !channel_->has_joined(process) && channel_->has_aborted(process);
+    if (could_not_come || how_left(process)) {
       left.push_back(process);
     } else if (channel_->has_exited(process)) {
       ended.push_back(process);

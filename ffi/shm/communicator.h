@@ -45,6 +45,9 @@ class Communicator {
   static constexpr std::chrono::seconds kMaxWaitToLeave{1};
   void leave(const std::string& how);
 
+  // Gives memory back that no call has used since the last time that this was called.
+  void release_idle_memory();
+
   // Takes ownership of a call. If it completes before this returns, its rendezvous is returned and the caller completes
   // the ranks. Otherwise null is returned and CompletionThreads completes them.
   cpu::RendezvousPtr submit(Call&& call);
@@ -97,6 +100,7 @@ class Communicator {
   Memory memory_;
   std::unique_ptr<Channel> channel_;
   uint32_t next_round_;
+  uint32_t round_at_last_release_ = 0;
   ExchangePtr current_;
   std::optional<uint64_t> leader_call_;                     // the leader's call, if it is not ready here yet
   cpu::Clock::time_point waiting_since_;                    // for the step that the current call is in

@@ -1,45 +1,21 @@
 // communicators.cc: creates each group's communicator once.
 #include "shm/communicators.h"
 
-#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <stdexcept>
+#include <thread>
+#include <utility>
 
 #include "common/hash.h"
+#include "common/threads.h"
 #include "cpu/watchdog.h"
 #include "shm/departures.h"
 #include "shm/shared_memory.h"
 
 namespace jax_ring::shm {
 namespace {
-
-// Of the largest segments. About the size of a core's private cache, so that staged values are read before they are
-// evicted. Half of it costs 10% at 1 MiB; twice as much gains little.
-constexpr size_t kStagingBytes = 512 << 10;
-constexpr size_t kResultBytes = 256 << 10;
-// A group starts at the lowest level, 1/64 of that: with it, hundreds of groups fit into a container's /dev/shm of
-// 64 MiB.
-constexpr int kLevels = 4;
-constexpr size_t kFactor = 4;  // from one level to the next
-// Per rank of a process and part of a collective; there are as many parts as ranks. That is room for one cache line of
-// each of the at most 48 terms of a tree that a rank has, in the rounds of one part that such a call may need.
-constexpr size_t kMinBytesPerRank = 256;
-
-Capacities capacities_of(const Group& group) {
-  size_t most = 0;
-  for (int process = 0; process < group.num_processes(); ++process) {
-    most = std::max(most, group.ranks_of(process).size());
-  }
-  Capacities levels(kLevels);
-  size_t part = 1;
-  for (int level = kLevels - 1; level >= 0; --level, part *= kFactor) {
-    levels[level] = {std::max(kStagingBytes / part, group.num_ranks() * most * kMinBytesPerRank),
-                     std::max(kResultBytes / part, most * kMinBytesPerRank)};
-  }
-  return levels;
-}
 
 // Empty if it is not set.
 std::string host_id() {
@@ -141,10 +117,35 @@ std::shared_ptr<Communicator> Communicators::get_or_create(const std::vector<Mem
     auto segments = std::make_unique<SharedMemory>(
         "/jax_ring-" + token_ + "-" + hex(hash.value()), std::move(names), group.self(),
         [] { return cpu::Watchdog::instance().deadline(); }, host_id());
+    watch_idle_memory();
     found = std::make_shared<Communicator>(std::move(group), std::move(capacities), std::move(segments));
     if (given_up_) found->leave(*given_up_);
   }
   return found;
+}
+
+void Communicators::release_idle_memory() {
+  std::vector<std::shared_ptr<Communicator>> communicators;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    communicators = all();
+  }
+  for (const auto& communicator : communicators) communicator->release_idle_memory();
+}
+
+// Requires mutex_.
+void Communicators::watch_idle_memory() {
+  if (std::exchange(watches_idle_memory_, true)) return;
+  try {
+    start_detached("gives idle memory back", [this] {
+      for (;;) {
+        std::this_thread::sleep_for(kIdleTime);
+        release_idle_memory();
+      }
+    });
+  } catch (const std::runtime_error&) {
+    // Then idle groups keep their memory.
+  }
 }
 
 int64_t Communicators::next_index(const std::string& key) {

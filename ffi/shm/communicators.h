@@ -1,6 +1,7 @@
 // communicators.h: the communicators of this process, one per group of processes.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -42,6 +43,10 @@ class Communicators {
   // The communicator of these members, by rank. Throws std::logic_error before join().
   std::shared_ptr<Communicator> get_or_create(const std::vector<Member>& members);
 
+  // Gives memory back that has not been used since the last time. A thread of this class does so every kIdleTime.
+  static constexpr std::chrono::seconds kIdleTime{30};
+  void release_idle_memory();
+
   // How often this has been called for the key. Distinguishes equal calls of a program, which all processes build in
   // the same order.
   int64_t next_index(const std::string& key);
@@ -50,6 +55,8 @@ class Communicators {
   std::shared_ptr<RunCounter> run_counter(uint64_t identity);
 
  private:
+  void watch_idle_memory();
+
   std::vector<std::shared_ptr<Communicator>> all() const;
 
   mutable std::mutex mutex_;
@@ -57,6 +64,7 @@ class Communicators {
   std::string token_;
   std::optional<std::string> given_up_;  // how
   std::map<std::vector<Member>, std::shared_ptr<Communicator>> by_members_;
+  bool watches_idle_memory_ = false;
   std::map<std::string, int64_t> next_indices_;
   std::map<uint64_t, std::shared_ptr<RunCounter>> run_counters_;
 };

@@ -60,11 +60,11 @@ int Exchange::level_wanted(const Channel& channel) {
   return level;
 }
 
-// For the leader: begins a round of growth if the call needs one, and there is room.
+// For the leader: begins a round of growth if the call needs one, and there is room, or if the group was idle.
 bool Exchange::begin_growth(Channel& channel, uint32_t number) {
   if (group_.self() != 0 || !channel.may_grow()) return false;
   const int wanted = level_wanted(channel);
-  if (wanted == channel.level()) return false;
+  if (wanted == channel.level() && !channel.must_offer()) return false;
   if (!channel.offer_growth(wanted)) return begin_rounds(channel), false;
   channel.signal_staged(number, call_.id, true);
   return true;

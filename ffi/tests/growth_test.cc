@@ -76,6 +76,48 @@ TEST(Growth, GoesOnWithLessIfAProcessCannotMapMore) {
   }
 }
 
+// Idle groups give their memory back, once the leader has, and get it again.
+TEST(Growth, IdleMemoryIsGivenBack) {
+  Processes processes({0, 1, 2}, kGrowing);
+  Heap& heap = processes.heap();
+  const auto release = [&](int process) { processes[process].release_idle_memory(); };
+  uint64_t id = 0;
+  for (int leader_first : {1, 0}) {
+    expect_sum(processes, kLarge, ++id);
+    std::weak_ptr<unsigned char> grown = heap.last;
+    heap.last.reset();
+    for (int process : {0, 1, 2}) release(process);
+    EXPECT_FALSE(grown.expired()) << "it has just been used";
+    if (leader_first) {
+      for (int process : {0, 1, 2}) release(process);
+      EXPECT_TRUE(grown.expired());
+    } else {
+      for (int process : {2, 0, 1}) release(process);
+      EXPECT_FALSE(grown.expired()) << "process 2 could not know yet that the leader would";
+    }
+    expect_sum(processes, kLittle, ++id);
+    EXPECT_TRUE(grown.expired());
+    EXPECT_EQ(heap.num_created, leader_first ? 1 : 2);
+  }
+  // A process that cannot map it again.
+  expect_sum(processes, kLarge, ++id);
+  heap.last.reset();
+  for (int time : {0, 1}) release(0), (void)time;
+  heap.cannot_open = {1};
+  for (int i = 0; i < 3; ++i) expect_sum(processes, kLarge, ++id);
+}
+
+// A round of one part must have room for a cache line of each of the 48 terms that a rank may have.
+TEST(Growth, TheFirstSegmentIsEnoughForAnyTree) {
+  for (int per_process : {1, 4, 8}) {
+    std::vector<int64_t> process_of_rank;
+    for (int rank = 0; rank < 2 * per_process; ++rank) process_of_rank.push_back(rank / per_process);
+    const Capacities levels = capacities_of(Group(process_of_rank, 0));
+    for (const Capacity& capacity : levels) EXPECT_GE(capacity.staging, size_t{48} * 64 * per_process) << per_process;
+    EXPECT_LT(levels.front().staging, levels.back().staging);
+  }
+}
+
 TEST(Growth, OthersHearAtOnceWhoCannotMapAny) {
   Processes processes({0, 1, 2}, kGrowing);
   processes.heap().failures[1] = std::string(kResourceExhausted) + "could not open it.";

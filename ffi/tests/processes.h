@@ -49,6 +49,7 @@ struct Heap {
   std::map<int, std::string> failures;  // of processes that could not map the first
   size_t room = SIZE_MAX;               // for larger segments
   std::set<int> cannot_open;            // processes
+  Memory last;                          // larger segment
   int num_created = 0, num_refused = 0, num_opened = 0;
 };
 
@@ -67,7 +68,7 @@ class HeapSegments final : public Segments {
     std::lock_guard<std::mutex> lock(heap_->mutex);
     if (bytes > heap_->room) return ++heap_->num_refused, nullptr;
     ++heap_->num_created;
-    return heap_->larger[number] = zeroed_memory(bytes);
+    return heap_->last = heap_->larger[number] = zeroed_memory(bytes);
   }
   Memory open(uint32_t number, size_t) override {
     std::lock_guard<std::mutex> lock(heap_->mutex);
