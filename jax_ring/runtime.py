@@ -69,6 +69,7 @@ STRICT_VARIABLE = "JAX_RING_STRICT"
 SHARED_GPU_VARIABLE = "JAX_RING_SHARED_GPU"
 MULTICAST_VARIABLE = "JAX_RING_MULTICAST"  # read by the CUDA engine
 ISA_VARIABLE = "JAX_RING_ISA"
+RECORDER_VARIABLE = "JAX_RING_RECORDER"
 
 
 def timeout_from(text: str) -> float:
@@ -107,6 +108,10 @@ SHARED_GPU = flag_from(SHARED_GPU_VARIABLE, os.environ.get(SHARED_GPU_VARIABLE, 
 # The engine reads it. A name that it does not know would be ignored there.
 if (_isa := os.environ.get(ISA_VARIABLE, "")) not in ("", "baseline", "avx2", "avx512"):
     raise ValueError(f"{ISA_VARIABLE} must be baseline, avx2 or avx512, got {_isa!r}. Unset it for the best one.")
+
+
+if (_recorder := os.environ.get(RECORDER_VARIABLE, "")) not in ("", "0", "1"):
+    raise ValueError(f"{RECORDER_VARIABLE} must be 0 (record no calls) or 1, the default; got {_recorder!r}")
 
 
 def timeout() -> float:
@@ -160,6 +165,8 @@ def _register() -> None:
     if cuda_kernels is not None:
         ffi_cuda.set_gpus(cuda_kernels.gpus())
     ffi_cuda.set_device_ids(_compat.local_gpu_ids)
+    if _recorder == "0":
+        _ffi_cpu.turn_off_recorder()
     if TIMEOUT_VARIABLE in os.environ:
         seconds = timeout_from(os.environ[TIMEOUT_VARIABLE])
         _ffi_cpu.set_deadline(seconds)

@@ -5,6 +5,7 @@
 #include <set>
 #include <thread>
 
+#include "common/flight_table.h"
 #include "cpu/completion_threads.h"
 #include "cpu/rendezvous.h"
 
@@ -84,6 +85,7 @@ void Watchdog::run() {
 void Watchdog::check_deadlines() {
   std::vector<RendezvousPtr> expired;
   std::vector<std::string> reasons;
+  std::string last_calls;
   {
     std::lock_guard<std::mutex> lock(watched_mutex_);
     const auto limit = std::chrono::duration<double>(deadline());
@@ -113,7 +115,9 @@ void Watchdog::check_deadlines() {
     for (size_t i = 0; i < expired.size(); ++i) {
       reasons.push_back(maps[i]->describe_missing_ranks(
           *expired[i], limit, [&](int64_t partition) { return place_of(expired[i]->run_id, partition, maps[i]); }));
+      reasons.back() += flight::last_calls_of_missing_ranks(expired[i]->entry);
     }
+    if (!expired.empty()) last_calls = flight::table_of_ranks();
     for (size_t i = 0; i < expired.size(); ++i) record_failure(expired[i]->run_id, reasons[i]);
     // The other open rendezvous of failed executions cannot complete either. A communicator may have failed them.
     for (RendezvousMap* rendezvous_map : watched_) {
@@ -127,6 +131,7 @@ void Watchdog::check_deadlines() {
   }
   for (size_t i = 0; i < expired.size(); ++i)
     CompletionThreads::instance().complete(std::move(expired[i]), std::move(reasons[i]));
+  flight::Recorder::instance().print_once(last_calls);
 }
 
 // Lets the ranks go on that have waited at a barrier for so long, if none of the others waits in a call: these may be

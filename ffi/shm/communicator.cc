@@ -9,6 +9,7 @@
 
 #include "cpu/completion_threads.h"
 #include "cpu/watchdog.h"
+#include "shm/arrivals.h"
 
 namespace jax_ring::shm {
 namespace {
@@ -272,6 +273,8 @@ bool Communicator::wait_for_leader_call() {
 cpu::RendezvousPtr Communicator::finish() {
   next_round_ += current_->num_rounds();
   cpu::RendezvousPtr rendezvous = current_->release();
+  if (current_->num_rounds() > 0) end_entry(rendezvous->entry, group_, *channel_, next_round_ - 1);
+  if (!std::exchange(has_opened_peers_, true)) open_peers(group_, *channel_);
   if (std::exchange(has_posted_status_, false)) channel_->post_status("");
   std::lock_guard<std::mutex> lock(mutex_);
   free_.push_back(std::move(current_));
@@ -293,9 +296,10 @@ void Communicator::post_current_call() {
 // Fails all calls, now and in future: after a timeout this process no longer knows how far its peers are.
 void Communicator::abort(const std::string& why) {
   std::vector<ExchangePtr> failed;
+  const LastCalls last_calls = last_calls_of(group_);  // before they count as failed
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!failure_) failure_ = why;
+    if (!failure_) failure_ = why + last_calls.sentence;
     if (current_ != nullptr) failed.push_back(std::move(current_));
     for (ExchangePtr& exchange : ready_) failed.push_back(std::move(exchange));
     ready_.clear();
@@ -313,6 +317,7 @@ void Communicator::abort(const std::string& why) {
     cpu::Watchdog::instance().record_failure(rendezvous->run_id, *failure_);
     cpu::CompletionThreads::instance().complete(std::move(rendezvous), *failure_);
   }
+  if (!failed.empty()) flight::Recorder::instance().print_once(last_calls.table);
 }
 
 std::string Communicator::name_of(int process) const {

@@ -92,6 +92,7 @@ class Communicator {
   cpu::Clock::time_point waiting_since_;
   uint64_t steps_at_wait_start_ = 0;  // of the current call
   bool has_posted_status_ = false;
+  bool has_opened_peers_ = false;  // of the flight recorder
 };
 
 }  // namespace jax_ring::shm
