@@ -54,7 +54,7 @@ std::vector<int64_t> numbers_in(const std::string& folder) {
 bool read_record(const Memory& memory, const Record& record, Seen& seen) {
   constexpr auto order = std::memory_order_acquire;
   seen.sequence = record.sequence.load(order);
-  if (seen.sequence == 0) return false;
+  if (seen.sequence == 0 || seen.sequence == kBusy) return false;
   seen.id = record.id.load(order);
   seen.entered = record.entered.load(order);
   seen.ready = record.ready.load(order);

@@ -26,10 +26,11 @@ constexpr size_t kNumRecords = 256;
 constexpr size_t kMaxCalls = 4096;
 constexpr size_t kTextBytes = 256;
 constexpr size_t kRanksInMask = 64;
+constexpr uint64_t kBusy = ~uint64_t{0};
 
 // One call of one group. A cache line: what a call writes.
 struct alignas(64) Record {
-  std::atomic<uint64_t> sequence;  // from 1; 0 while the record is taken for another call
+  std::atomic<uint64_t> sequence;  // from 1; 0 in a new record, kBusy while one is written
   std::atomic<uint64_t> id;        // the same in all processes; 0 in a group of one process, and until it is ready
   std::atomic<int64_t> entered, ready, ended;  // nanoseconds of the steady clock, which processes of a host share
   std::atomic<uint64_t> arrived;               // a bit for each of the group's first kRanksInMask ranks
@@ -103,9 +104,10 @@ class Entry {
     entered_ = before_last_ = now;
     sequence_ = memory->next.fetch_add(1, std::memory_order_relaxed) + 1;
     record_ = &memory->records[sequence_ % kNumRecords];
+    // A thread that has been suspended while it wrote here, for kNumRecords calls of others, keeps the record.
+    if (record_->sequence.exchange(kBusy, std::memory_order_acquire) == kBusy) return;
     // Each store publishes the ones before it: whoever reads a new value finds that the sequence has changed.
     constexpr auto order = std::memory_order_release;
-    record_->sequence.store(0, std::memory_order_relaxed);
     record_->id.store(0, order);
     record_->entered.store(now, order);
     record_->ready.store(0, order);
@@ -118,6 +120,8 @@ class Entry {
     record_->sequence.store(sequence_, order);
   }
 
+  // Rank `rank` of the group has. This and what follows until end() may touch the record of a later call, if the thread
+  // is suspended for kNumRecords calls of others at the wrong moment: its reader then sees a call in a wrong state.
   void arrive(int rank) {
     if (rank >= static_cast<int>(kRanksInMask) || !owns_record()) return;
     record_->arrived.store(record_->arrived.load(std::memory_order_relaxed) | uint64_t{1} << rank,
@@ -159,9 +163,11 @@ class Entry {
   // Ends the entry, and adds it to the statistics. Another end has no effect.
   void end(State state, int64_t now) {
     if (call_ == nullptr) return;
-    if (owns_record()) {
+    uint64_t expected = sequence_;
+    if (record_->sequence.compare_exchange_strong(expected, kBusy, std::memory_order_acquire)) {
       record_->ended.store(now, std::memory_order_release);
       record_->state.store(state, std::memory_order_release);
+      record_->sequence.store(sequence_, std::memory_order_release);
     }
     if (state == State::done) {
       call_->statistics->add(group_, last_, ready_ - entered_, now - ready_, ready_ - before_last_);
@@ -172,6 +178,7 @@ class Entry {
   }
 
  private:
+  // If not, later calls have taken it.
   bool owns_record() const { return record_->sequence.load(std::memory_order_relaxed) == sequence_; }
   int64_t position_of(int rank) const { return call_->groups[group_].positions[rank]; }
 

@@ -322,7 +322,8 @@ std::string last_calls_of_missing_ranks(const Entry& entry) {
     const auto found = std::find(members.begin(), members.end(), call->first);
     const auto rank = static_cast<size_t>(found - members.begin());
     const bool is_missing = found != members.end() && rank < kRanksInMask && !entry.has_arrived(static_cast<int>(rank));
-    call = is_missing ? std::next(call) : latest_calls.erase(call);
+    const bool waits = call->second.first.kind == Kind::waiting;
+    call = is_missing && !waits ? std::next(call) : latest_calls.erase(call);
   }
   return sentence(latest_calls, kPosition, nanoseconds_now());
 }

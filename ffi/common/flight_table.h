@@ -22,7 +22,8 @@ std::string table_of_ranks();
 // A sentence about the last call of each process, for errors: " Last calls: ...". Empty if nothing is known.
 std::string last_calls_of_processes(const std::vector<Snapshot>& snapshots, int64_t now);
 
-// The same for the ranks of a group within this process that have not arrived in `entry`.
+// The same for the ranks of a group within this process that have not arrived in `entry`, and do not wait elsewhere,
+// which the error says already.
 std::string last_calls_of_missing_ranks(const Entry& entry);
 
 // Of this process and its peers: by process if there are several, else by rank.
