@@ -247,7 +247,7 @@ std::string table_of_processes(const std::vector<Snapshot>& snapshots, int64_t n
     for (const Seen& seen : snapshot.records) {
       if (seen.members != 0) members[seen.members].insert(snapshot.process);
       const bool is_alone = seen.id == 0;
-      if (is_alone && seen.members == 0 && seen.state == State::done) continue;
+      if (is_alone && seen.members == 0 && seen.state == State::done && snapshots.size() > 1) continue;
       const auto found = is_alone ? by_id.end() : by_id.find(seen.id);
       if (found == by_id.end()) {
         if (!is_alone) by_id[seen.id] = rows.size();

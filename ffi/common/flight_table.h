@@ -10,8 +10,8 @@
 
 namespace jax_ring::flight {
 
-// A table with a row per call, the latest last, and a column per process; processes alike share a column. Calls of one
-// process alone are left out once they are done.
+// A table with a row per call, the latest last, and a column per process; processes alike share a column. If there
+// are several, calls within one of them are left out once they are done.
 //
 // now: nanoseconds of the steady clock.
 std::string table_of_processes(const std::vector<Snapshot>& snapshots, int64_t now);

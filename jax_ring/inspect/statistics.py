@@ -1,6 +1,7 @@
 """How often each call ran, how long that took, and which ranks came last: the table of stragglers."""
 
 import collections
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jax_ring import _ffi_cpu
@@ -16,7 +17,8 @@ _BUS_FACTORS = {
 }
 
 
-class Late(NamedTuple):
+@dataclass(frozen=True)
+class Late:
     """A rank that came last.
 
     Attributes:
@@ -33,7 +35,8 @@ class Late(NamedTuple):
     seconds: float
 
 
-class CallStatistics(NamedTuple):
+@dataclass(frozen=True)
+class CallStatistics:
     """A call of a program, over all its executions.
 
     Attributes:
@@ -109,7 +112,9 @@ def statistics(*, reset: bool = False) -> Statistics:
     Args:
       reset: whether to count anew from now on, for example after the first steps, which compile.
     """
-    calls, totals = [], collections.defaultdict(lambda: [0, 0.0])
+    calls = []
+    counts: collections.Counter[tuple[int, int]] = collections.Counter()  # by process and mesh position
+    seconds: collections.defaultdict[tuple[int, int], float] = collections.defaultdict(float)
     for call, kind, size, positions, processes, count, failures, waited, busy, late in _ffi_cpu.call_statistics(reset):
         if not count and not failures:
             continue
@@ -120,12 +125,13 @@ def statistics(*, reset: bool = False) -> Statistics:
         ]  # fmt: skip
         ranks = [Late(*member, *by) for member, by in zip(members, late, strict=True) if by[0]]
         for rank in ranks:
-            totals[rank.process, rank.position][0] += rank.count
-            totals[rank.process, rank.position][1] += rank.seconds
+            counts[rank.process, rank.position] += rank.count
+            seconds[rank.process, rank.position] += rank.seconds
         largest = max(map(len, positions))
         calls.append(CallStatistics(call, kind, largest, count, failures, size, waited, busy, _slowest_first(ranks)))
     calls.sort(key=lambda each: each.waited + each.busy, reverse=True)
-    return Statistics(tuple(calls), _slowest_first([Late(*member, *by) for member, by in totals.items()]))
+    late_ranks = [Late(*rank, count, seconds[rank]) for rank, count in counts.items()]
+    return Statistics(tuple(calls), _slowest_first(late_ranks))
 
 
 def _slowest_first(ranks: list[Late]) -> tuple[Late, ...]:
