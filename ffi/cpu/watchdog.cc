@@ -129,9 +129,10 @@ void Watchdog::check_deadlines() {
     }
     release_barriers(kDeadlinesOfBarrier * limit);
   }
+  // Before the calls fail, which may end the process at once.
+  flight::Recorder::instance().print_once(last_calls);
   for (size_t i = 0; i < expired.size(); ++i)
     CompletionThreads::instance().complete(std::move(expired[i]), std::move(reasons[i]));
-  flight::Recorder::instance().print_once(last_calls);
 }
 
 // Lets the ranks go on that have waited at a barrier for so long, if none of the others waits in a call: these may be

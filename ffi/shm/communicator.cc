@@ -312,12 +312,13 @@ void Communicator::abort(const std::string& why) {
     channel_.reset();
     memory_.reset();
   }
+  // Before the calls fail, which may end the process at once.
+  if (!failed.empty()) flight::Recorder::instance().print_once(last_calls.table);
   for (ExchangePtr& exchange : failed) {
     cpu::RendezvousPtr rendezvous = exchange->release();
     cpu::Watchdog::instance().record_failure(rendezvous->run_id, *failure_);
     cpu::CompletionThreads::instance().complete(std::move(rendezvous), *failure_);
   }
-  if (!failed.empty()) flight::Recorder::instance().print_once(last_calls.table);
 }
 
 std::string Communicator::name_of(int process) const {

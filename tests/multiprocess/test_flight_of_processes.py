@@ -117,7 +117,8 @@ def late_process():
     assert np.isfinite(call.bus_bandwidth)
     records = jax_ring.flight_recorder().calls
     assert {record.process for record in records} == {0, 1}
-    assert all(record.last in (2, 3) for record in records[-3:]), records
+    own = [record for record in records if record.process == jax.process_index()]
+    assert all(record.last in (2, 3) for record in own[-3:]), own
 
 
 def test_every_process_knows_who_was_late():
