@@ -129,6 +129,45 @@ def join_processes(process: int, token: str, publish, fetch) -> None:
     ffi_cuda.set_process(process, publish, fetch)
 
 
+def give_up_groups(how: str) -> None:
+    """Fails all calls between processes, now and in future, here and in the others, which hear how this one has left.
+
+    how: a predicate, such as "raised ValueError: bad batch".
+    """
+    _ffi_cpu.give_up_groups(how)
+
+
+def leave_groups() -> None:
+    """Leaves all groups, so that this process can join others. Programs that were compiled before fail.
+
+    Call it when no program is running, before `jax.clear_caches()`.
+    """
+    _ffi_cpu.leave_groups()
+
+
+def has_groups() -> bool:
+    """Whether this process has had a CPU group with other processes since it joined them."""
+    return _ffi_cpu.has_groups()
+
+
+def await_questions(seconds: float) -> list[int]:
+    """The processes that a call waits for, and of which `note_departure` should tell whether they have left.
+
+    Waits for up to so many seconds for such a call, or until `wake_watcher` is called.
+    """
+    return _ffi_cpu.await_questions(seconds)
+
+
+def wake_watcher() -> None:
+    """Ends the wait of `await_questions`, now and in future."""
+    _ffi_cpu.end_questions()
+
+
+def note_departure(process: int, how: str) -> None:
+    """Tells the calls that wait for a process how it has left."""
+    _ffi_cpu.note_departure(process, how)
+
+
 def forget_gpu_groups() -> None:
     """Drops all GPU groups, so that programs compiled afterwards form new ones. Call it after a GPU call has failed.
 

@@ -57,11 +57,24 @@ def test_hosts_are_distinguished(runtime_of, monkeypatch, own):
     client = Client({"jax_ring/host/1": b"there"})
     joined = runtime_of(client)
     discovery.publish()
-    assert discovery.host_of(0) == client.values["jax_ring/host/0"].decode() != ""
+    assert discovery.host_of(0) == client.values["jax_ring/host/0"].decode().partition("\0")[0] != ""
     assert discovery.host_of(0) == (own or discovery.host_of(0))
     assert discovery.host_of(1) == "there"
     assert joined == [(0, client.values["jax_ring/token"])]
     assert len(bytes.fromhex(joined[0][1])) == 16
+
+
+def test_processes_that_claim_a_host_and_share_no_memory_are_named(runtime_of, monkeypatch):
+    monkeypatch.setenv("JAX_RING_HOST_ID", "node7")
+    own = discovery._own_memory()
+    assert own
+    runtime_of(Client({"jax_ring/host/1": f"node7\0{own}".encode(), "jax_ring/host/2": b"node7\0elsewhere/1:2/0"}))
+    discovery.publish()
+    assert discovery.host_of(1) == "node7"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="processes 0 and 2 both have JAX_RING_HOST_ID='node7'") as raised:
+            discovery.host_of(2)
+        assert f"/dev/shm is {own} in process 0 and elsewhere/1:2/0 in process 2" in str(raised.value)
 
 
 def test_containers_without_shared_resources_are_different_hosts(monkeypatch, tmp_path):

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "common/describe.h"
+#include "common/error_code.h"
 #include "common/flight_recorder.h"
 #include "common/hash.h"
 #include "common/trees.h"
@@ -207,6 +208,19 @@ void note_bytes(flight::RecordedCall& call, const Message& message) {
   call.bytes_per_rank.store(count * element_size(message.dtype), std::memory_order_relaxed);
 }
 
+// The runtime's error of a failure, from its text.
+ffi::Error error_of(const std::string& text) {
+  switch (code_of(text)) {
+    case ErrorCode::resource_exhausted:
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(without_code(text)));
+    case ErrorCode::failed_precondition:
+      return ffi::Error(ffi::ErrorCode::kFailedPrecondition, std::string(without_code(text)));
+    case ErrorCode::deadline_exceeded:
+      break;
+  }
+  return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, text);
+}
+
 // The completion may run on another thread, and the rank's program must compute there as it would have here.
 Completion completion_of(const ffi::Promise& to_complete) {
   return [promise = to_complete, mode = FloatMode::current()](const std::string* error) mutable {
@@ -214,7 +228,7 @@ Completion completion_of(const ffi::Promise& to_complete) {
     if (error == nullptr) {
       promise.SetAvailable();
     } else {
-      promise.SetError(ffi::Error(ffi::ErrorCode::kDeadlineExceeded, *error));
+      promise.SetError(error_of(*error));
     }
   };
 }

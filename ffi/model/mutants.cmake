@@ -120,16 +120,17 @@ jax_ring_mutant(shm_model waits_without_announcement shm/channel.cc
   other.waiters.count.fetch_add(1, std::memory_order_seq_cst);]==]
   "one round in one step" "deadlock")
 jax_ring_mutant(shm_model call_published_relaxed shm/channel.cc
-  [==[signals.calls[round % 2].store(call, std::memory_order_release)]==]
-  [==[signals.calls[round % 2].store(call, std::memory_order_relaxed)]==]
+  [==[signals.calls[round % 2].store(call << 1 | growth, std::memory_order_release)]==]
+  [==[signals.calls[round % 2].store(call << 1 | growth, std::memory_order_relaxed)]==]
   "another order of calls, 2" "(data race|wrong result)")
 jax_ring_mutant(shm_model call_read_relaxed shm/channel.cc
   [==[return signals.calls[round % 2].load(std::memory_order_acquire)]==]
   [==[return signals.calls[round % 2].load(std::memory_order_relaxed)]==]
   "another order of calls, 2" "(data race|wrong result)")
 jax_ring_mutant(shm_model any_call_will_do shm/channel.cc
-  [==[return staged_call(process, round) == call;]==] [==[return staged_call(process, round).has_value();]==]
-  "another order of calls, 2" "(data race|wrong result)")
+  [==[return staged_word(process, round) == (call << 1 | growth);]==]
+  [==[return staged_word(process, round).has_value();]==]
+  "another order of calls, 2" "(data race|wrong result|no such segment)")
 jax_ring_mutant(shm_model results_published_relaxed shm/channel.cc
   [==[  area(self_).signals.results.store(round, std::memory_order_release);
   ring_doorbell();]==] [==[  area(self_).signals.results.store(round, std::memory_order_relaxed);
@@ -144,11 +145,36 @@ jax_ring_mutant(shm_model results_published_first shm/exchange.cc
         if (rounds_.publishes_results()) {]==]
   "one round in two steps" "data race")
 jax_ring_mutant(shm_model one_set shm/channel.h
-  [==[round % 2 * (capacity_.staging + capacity_.results)]==] [==[0 * round]==]
+  [==[round % 2 * (capacity().staging + capacity().results)]==] [==[0 * round]==]
   "2 rounds in one step" "data race")
 jax_ring_mutant(shm_model compares_without_wrap shm/channel.h
   [==[return static_cast<int32_t>(a - b) < 0;]==] [==[return a < b;]==]
   "2 rounds in one step" "(data race|deadlock|wrong result)")
+
+# The growth of a group's memory.
+jax_ring_mutant(shm_model grows_before_all_have_mapped shm/exchange.cc
+  [==[      case Step::await_growth:
+        if (!have_all_arrived(channel, number)) return State::waiting;]==] [==[      case Step::await_growth:]==]
+  "growth, 2 processes" "(data race|deadlock|wrong result|no such segment)")
+jax_ring_mutant(shm_model grows_without_asking_all shm/channel.cc
+  [==[have_all = have_all && area(process)]==] [==[have_all = (have_all && self_ == 0) || area(process)]==]
+  "growth that a process refuses" "(data race|deadlock|wrong result)")
+jax_ring_mutant(shm_model offers_too_late shm/exchange.cc
+  [==[  if (!channel.offer_growth(wanted)) return begin_rounds(channel), false;
+  channel.signal_staged(number, call_.id, true);]==]
+  [==[  channel.signal_staged(number, call_.id, true);
+  channel.offer_growth(wanted);]==]
+  "growth, 2 processes" "(data race|deadlock|wrong result|no such segment)")
+jax_ring_mutant(shm_model maps_after_signaling shm/exchange.cc
+  [==[  channel.accept_growth();
+  channel.signal_staged(number, call_.id, true);]==]
+  [==[  channel.signal_staged(number, call_.id, true);
+  channel.accept_growth();]==]
+  "growth, 2 processes" "(data race|deadlock|wrong result|no such segment)")
+jax_ring_mutant(shm_model growth_is_like_any_round shm/channel.cc
+  [==[return staged_word(process, round) == (call << 1 | growth);]==]
+  [==[return staged_call(process, round) == call;]==]
+  "growth, 2 processes" "(data race|deadlock|wrong result|no such segment)")
 
 # The rendezvous of the ranks of a process, and the relay of completions.
 jax_ring_mutant(cpu_model error_lost cpu/completion_threads.cc

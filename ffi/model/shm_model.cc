@@ -1,8 +1,12 @@
 // shm_model.cc: the exchange of rounds between processes, and the futex by which they wake each other, on the model's
 // memory.
 #include <cstring>
+#include <map>
 #include <memory>
+#include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "model/scenarios.h"
@@ -55,6 +59,50 @@ namespace {
 using model::NamedScenario;
 using model::Options;
 
+// Larger segments, and which processes cannot map them.
+class ModelSegments {
+ public:
+  explicit ModelSegments(std::set<int> refusing) : refusing_(std::move(refusing)) {}
+
+  Memory create(uint32_t number, size_t bytes) {
+    auto block = std::make_shared<std::vector<unsigned char>>(bytes + kAlignment);
+    const uintptr_t at = reinterpret_cast<uintptr_t>(block->data());
+    const Memory memory(block, block->data() + (kAlignment - at % kAlignment) % kAlignment);
+    model::name_memory(memory.get(), bytes, "segment " + std::to_string(number));
+    kept_.push_back(memory);  // the model's memory has no end
+    return named_[number] = memory;
+  }
+  Memory open(int process, uint32_t number) const {
+    if (refusing_.count(process) > 0) return nullptr;
+    model::require(named_.count(number) > 0, "no such segment");
+    return named_.at(number);
+  }
+  void unlink(uint32_t number) { named_.erase(number); }
+
+  static constexpr size_t kAlignment = 128;
+
+ private:
+  const std::set<int> refusing_;
+  std::map<uint32_t, Memory> named_;
+  std::vector<Memory> kept_;
+};
+
+// As one process sees them.
+class ViewOfSegments final : public Segments {
+ public:
+  ViewOfSegments(ModelSegments& all, int self) : all_(all), self_(self) {}
+  Memory connect(size_t, const Stop&) override { return nullptr; }
+  Memory create(uint32_t number, size_t bytes) override { return all_.create(number, bytes); }
+  Memory open(uint32_t number, size_t) override { return all_.open(self_, number); }
+  void unlink(uint32_t number) override { all_.unlink(number); }
+  std::optional<std::string> failure_of(int) override { return std::nullopt; }
+  void clean_up(const Stop&) override {}
+
+ private:
+  ModelSegments& all_;
+  const int self_;
+};
+
 struct TestCall {
   Plan plan;
   bool one_shot;
@@ -64,15 +112,20 @@ struct TestCall {
 // Processes of one rank each, and the calls that they make.
 class Processes {
  public:
-  Processes(int num_processes, std::vector<TestCall> calls, uint32_t first_round)
-      : calls_(std::move(calls)), first_round_(first_round), buffers_(num_processes) {
-    const size_t bytes = Channel::bytes(num_processes, capacity_);
+  Processes(int num_processes, std::vector<TestCall> calls, uint32_t first_round, Capacities capacities,
+            std::set<int> refusing)
+      : capacities_(std::move(capacities)),
+        calls_(std::move(calls)),
+        first_round_(first_round),
+        segments_(std::move(refusing)),
+        buffers_(num_processes) {
+    const size_t bytes = Channel::bytes(num_processes, capacities_);
     memory_.assign(bytes + kAlignment, 0);
     const uintptr_t at = reinterpret_cast<uintptr_t>(memory_.data());
     shared_ = memory_.data() + (kAlignment - at % kAlignment) % kAlignment;
     model::name_memory(shared_, bytes, "shared memory");
     for (int process = 0; process < num_processes; ++process) {
-      Channel channel(shared_, num_processes, process, capacity_);
+      Channel channel(shared_, num_processes, process, capacities_);
       channel.signal_staged(first_round - 1, 0);
       channel.skip_results(first_round - 1);
       for (size_t call = 0; call < calls_.size(); ++call) {
@@ -109,7 +162,7 @@ class Processes {
     std::vector<uint32_t> input, output;
   };
 
-  static constexpr size_t kAlignment = 128;
+  static constexpr size_t kAlignment = ModelSegments::kAlignment;
   static constexpr uint64_t kFirstId = 100;
 
   int num_processes() const { return static_cast<int>(buffers_.size()); }
@@ -153,11 +206,12 @@ class Processes {
     std::vector<int64_t> ids;
     for (int i = 0; i < num_processes(); ++i) ids.push_back(i);
     const Group group(ids, process);
-    Channel channel(shared_, num_processes(), process, capacity_);
+    ViewOfSegments segments(segments_, process);
+    Channel channel(shared_, num_processes(), process, capacities_, &segments);
     uint32_t round = first_round_;
     std::vector<std::unique_ptr<Exchange>> calls;
     for (size_t index : ready) {
-      calls.push_back(std::make_unique<Exchange>(group, capacity_));
+      calls.push_back(std::make_unique<Exchange>(group));
       calls.back()->begin(call_of(process, index));
     }
     size_t current = 0;
@@ -195,9 +249,10 @@ class Processes {
     return true;
   }
 
-  const Capacity capacity_{64, 64};
+  const Capacities capacities_;
   const std::vector<TestCall> calls_;
   const uint32_t first_round_;
+  ModelSegments segments_;
   std::vector<unsigned char> memory_;
   unsigned char* shared_;
   std::vector<std::vector<Buffers>> buffers_;  // by process, then call
@@ -206,13 +261,16 @@ class Processes {
 // The count of rounds wraps around after the first one.
 constexpr uint32_t kFirstRound = 0xffffffff;
 
+const Capacities kFixed{{64, 64}}, kGrowing{{64, 64}, {128, 128}};
+
 std::function<void()> succeeds(int num_processes, std::vector<TestCall> calls,
-                               std::vector<std::vector<size_t>> orders = {}) {
+                               std::vector<std::vector<size_t>> orders = {}, const Capacities& capacities = kFixed,
+                               const std::set<int>& refusing = {}) {
   std::vector<size_t> in_order;
   for (size_t i = 0; i < calls.size(); ++i) in_order.push_back(i);
   orders.resize(num_processes, in_order);
   return [=] {
-    const auto processes = std::make_shared<Processes>(num_processes, calls, kFirstRound);
+    const auto processes = std::make_shared<Processes>(num_processes, calls, kFirstRound, capacities, refusing);
     processes->spawn(orders);
     model::at_end([processes] { processes->expect_results(); });
   };
@@ -223,6 +281,7 @@ std::vector<NamedScenario> scenarios() {
   random.exhaustive = false;
   random.max_executions = 1000;
   const TestCall one_step{{}, true, 1}, two_steps{{}, false, 32};
+  const TestCall large{{}, true, 32};  // two rounds, or one after growth
   const TestCall scatter{{Collective::reduce_scatter}, false, 16}, gather{{Collective::all_gather}, false, 1};
   return {
       {"one round in one step, 2 processes", exhaustive, succeeds(2, {one_step})},
@@ -234,6 +293,13 @@ std::vector<NamedScenario> scenarios() {
       {"another order of calls, 2 processes", exhaustive, succeeds(2, {one_step, gather}, {{0, 1}, {1, 0}})},
       {"another order of calls, 3 processes", random,
        succeeds(3, {one_step, gather, one_step}, {{0, 1, 2}, {1, 2, 0}, {2, 1, 0}})},
+      {"growth, 2 processes", exhaustive, succeeds(2, {large}, {}, kGrowing)},
+      {"growth that a process refuses, 2 processes", random, succeeds(2, {large}, {}, kGrowing, {1})},
+      {"growth and other calls, 2 processes", random,
+       succeeds(2, {one_step, large, one_step}, {{0, 1, 2}, {1, 0, 2}}, kGrowing)},
+      {"growth and other calls, 3 processes", random,
+       succeeds(3, {large, two_steps, large}, {{0, 1, 2}, {1, 0, 2}, {2, 1, 0}}, kGrowing)},
+      {"growth that a process refuses, 3 processes", random, succeeds(3, {large, one_step}, {}, kGrowing, {2})},
   };
 }
 

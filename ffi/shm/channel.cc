@@ -10,11 +10,18 @@
 #include <cstring>
 #include <fstream>
 #include <sstream>
+#include <utility>
 
 namespace jax_ring::shm {
 namespace {
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "processes could not share them");
+
+// The most calls that do not ask for a larger segment after many refusals. Asking takes some microseconds.
+constexpr uint32_t kMostSkipped = 1024;
+
+// Values of Signals::aborted, which is zero at first.
+constexpr uint32_t kAborted = 1, kLeft = 2;
 
 // Identifies the pid namespace: the same pid in another namespace is another process.
 int64_t pid_namespace() {
@@ -43,10 +50,21 @@ std::optional<ProcessStat> read_process_stat(int64_t pid) {
 
 }  // namespace
 
-size_t Channel::bytes(int num_processes, const Capacity& capacity) { return num_processes * area_bytes(capacity); }
+size_t Channel::bytes(int num_processes, const Capacities& capacities) {
+  return num_processes * (sizeof(Area) + bytes_of_values(capacities[0]));
+}
 
-Channel::Channel(unsigned char* memory, int num_processes, int self, const Capacity& capacity)
-    : memory_(memory), num_processes_(num_processes), self_(self), capacity_(capacity) {}
+Channel::Channel(unsigned char* memory, int num_processes, int self, const Capacities& capacities, Segments* segments)
+    : memory_(memory),
+      num_processes_(num_processes),
+      self_(self),
+      capacities_(capacities),
+      segments_(segments),
+      values_(memory + num_processes * sizeof(Area)) {}
+
+Channel::~Channel() {
+  if (self_ == 0 && accepted_ != nullptr) segments_->unlink(last_offer_);
+}
 
 void Channel::ring_doorbell() {
   Area& own = area(self_);
@@ -56,10 +74,10 @@ void Channel::ring_doorbell() {
   if (own.waiters.count.load(std::memory_order_seq_cst) != 0) futex_wake(own.signals.doorbell);
 }
 
-void Channel::signal_staged(uint32_t round, uint64_t call) {
+void Channel::signal_staged(uint32_t round, uint64_t call, bool growth) {
   Signals& signals = area(self_).signals;
   // The call needs its own release: when a round is staged again, it is the only word that changes.
-  signals.calls[round % 2].store(call, std::memory_order_release);
+  signals.calls[round % 2].store(call << 1 | growth, std::memory_order_release);
   signals.staged.store(round, std::memory_order_release);
   ring_doorbell();
 }
@@ -72,14 +90,59 @@ uint64_t Channel::arrival_of(int process, uint32_t round) const {
   return area(process).signals.arrivals[round % 2].load(std::memory_order_relaxed);
 }
 
-std::optional<uint64_t> Channel::staged_call(int process, uint32_t round) const {
+std::optional<uint64_t> Channel::staged_word(int process, uint32_t round) const {
   const Signals& signals = area(process).signals;
   if (is_before(signals.staged.load(std::memory_order_acquire), round)) return std::nullopt;
   return signals.calls[round % 2].load(std::memory_order_acquire);
 }
 
-bool Channel::has_staged(int process, uint32_t round, uint64_t call) const {
-  return staged_call(process, round) == call;
+std::optional<uint64_t> Channel::staged_call(int process, uint32_t round) const {
+  const std::optional<uint64_t> word = staged_word(process, round);
+  return word ? std::optional(*word >> 1) : std::nullopt;
+}
+
+bool Channel::has_staged(int process, uint32_t round, uint64_t call, bool growth) const {
+  return staged_word(process, round) == (call << 1 | growth);
+}
+
+bool Channel::offer_growth(int level) {
+  if (calls_to_skip_ > 0) return --calls_to_skip_, false;
+  for (; level > level_; --level) {
+    accepted_ = segments_->create(last_offer_ + 1, num_processes_ * bytes_of_values(capacities_[level]));
+    if (accepted_ == nullptr) continue;
+    const uint32_t offer = ++last_offer_ * kLevels + level;
+    // Relaxed, here and below: what follows in this thread is the signal of the round, a release.
+    area(self_).growth.offered.store(offer, std::memory_order_relaxed);
+    area(self_).growth.mapped.store(offer, std::memory_order_relaxed);
+    return true;
+  }
+  calls_to_skip_ = skip_next_time_;
+  skip_next_time_ = std::min(2 * skip_next_time_, kMostSkipped);
+  return false;
+}
+
+void Channel::accept_growth() {
+  const uint32_t offer = area(0).growth.offered.load(std::memory_order_relaxed);
+  accepted_ = segments_->open(offer / kLevels, num_processes_ * bytes_of_values(capacities_[offer % kLevels]));
+  area(self_).growth.mapped.store(accepted_ == nullptr ? kRefused : offer, std::memory_order_relaxed);
+}
+
+void Channel::finish_growth() {
+  const uint32_t offer = area(0).growth.offered.load(std::memory_order_relaxed);
+  if (self_ == 0) segments_->unlink(offer / kLevels);
+  bool have_all = true;
+  for (int process = 0; process < num_processes_; ++process) {
+    have_all = have_all && area(process).growth.mapped.load(std::memory_order_relaxed) == offer;
+  }
+  if (!have_all) {
+    accepted_.reset();
+    calls_to_skip_ = skip_next_time_;
+    skip_next_time_ = std::min(2 * skip_next_time_, kMostSkipped);
+    return;
+  }
+  grown_ = std::move(accepted_);
+  values_ = grown_.get();
+  level_ = offer % kLevels;
 }
 
 void Channel::signal_results(uint32_t round) {
@@ -106,16 +169,25 @@ void Channel::post_status(const std::string& text) {
 std::string Channel::status_of(int process) const {
   const Status& status = area(process).status;
   const size_t length = status.length.load(std::memory_order_acquire);
+  if (length == 0 && segments_ != nullptr && !has_joined(process)) {
+    if (const std::optional<std::string> failure = segments_->failure_of(process)) return *failure;
+  }
   return std::string(status.text, std::min(length, sizeof(status.text)));
 }
 
-void Channel::abort() {
-  area(self_).signals.aborted.store(1, std::memory_order_release);
+void Channel::abort(bool leaves) {
+  area(self_).signals.aborted.store(leaves ? kLeft : kAborted, std::memory_order_release);
   ring_doorbell();
 }
 
 bool Channel::has_aborted(int process) const {
-  return area(process).signals.aborted.load(std::memory_order_acquire) != 0;
+  if (area(process).signals.aborted.load(std::memory_order_acquire) != 0) return true;
+  // A process that could not map this memory tells so by other means.
+  return segments_ != nullptr && !has_joined(process) && segments_->failure_of(process).has_value();
+}
+
+bool Channel::has_left(int process) const {
+  return area(process).signals.aborted.load(std::memory_order_acquire) == kLeft;
 }
 
 void Channel::join() {

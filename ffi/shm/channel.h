@@ -1,4 +1,12 @@
 // channel.h: the shared memory of a group of processes: staged values, results, and the signals between them.
+//
+// The first segment has the signals, and little room for values: there may be hundreds of groups. A group whose calls
+// need more gets a larger segment for the values, in a round without values, of which the leader says that it is one:
+//   - the leader creates the segment, and offers it before it signals the round;
+//   - the others map it, and say whether they could before they signal the round;
+//   - when all have signaled it, all know whether all have the segment, and then use it from the next round on. If one
+//     has not, because its file descriptors are used up, say, all go on with what they had.
+// A process unmaps the smaller segment by itself: the others have their own mappings.
 #pragma once
 
 #include <atomic>
@@ -11,6 +19,7 @@
 
 #include "shm/futex.h"
 #include "shm/rounds.h"
+#include "shm/segments.h"
 
 namespace jax_ring::shm {
 
@@ -26,17 +35,41 @@ inline bool is_before(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - 
 //     has finished the call before.
 class Channel {
  public:
-  static size_t bytes(int num_processes, const Capacity& capacity);
+  // Of the first segment.
+  static size_t bytes(int num_processes, const Capacities& capacities);
 
-  Channel(unsigned char* memory, int num_processes, int self, const Capacity& capacity);
+  // memory: the first segment, which must outlive the channel. capacities: of the first segment, then of larger ones.
+  // segments: where those come from, and what processes tell that have not joined; null if there is neither.
+  Channel(unsigned char* memory, int num_processes, int self, const Capacities& capacities,
+          Segments* segments = nullptr);
+  ~Channel();
+  Channel(const Channel&) = delete;
+  Channel& operator=(const Channel&) = delete;
 
   unsigned char* staging(int process, uint32_t round) const { return set(process, round); }
-  unsigned char* results(int process, uint32_t round) const { return set(process, round) + capacity_.staging; }
+  unsigned char* results(int process, uint32_t round) const { return set(process, round) + capacity().staging; }
 
-  // Publishes that this process has staged a round, and for which call. It may stage the same round again for another
-  // call until every process has staged that round for the same call.
-  void signal_staged(uint32_t round, uint64_t call);
-  bool has_staged(int process, uint32_t round, uint64_t call) const;
+  // The room that there is, by level, and at the level in use. The same in all processes in each round.
+  const Capacity& capacity(int level) const { return capacities_[level]; }
+  const Capacity& capacity() const { return capacities_[level_]; }
+  int level() const { return level_; }
+  int max_level() const { return static_cast<int>(capacities_.size()) - 1; }
+
+  // For the leader: whether to ask for a larger segment now. After a refusal it does not ask in each call.
+  bool may_grow() const { return segments_ != nullptr && level_ < max_level(); }
+  // For the leader: creates a segment of the level, or of a lower one that is above that in use, and offers it. Returns
+  // whether there was room.
+  bool offer_growth(int level);
+  // For the others: maps the segment that the leader offers.
+  void accept_growth();
+  // When all have signaled the round of growth: uses the segment if all have it.
+  void finish_growth();
+
+  // Publishes that this process has staged a round, for which call, and whether it is a round of growth. It may stage
+  // the same round again for another call until every process has staged that round for the same call.
+  // call: below 2^63.
+  void signal_staged(uint32_t round, uint64_t call, bool growth = false);
+  bool has_staged(int process, uint32_t round, uint64_t call, bool growth = false) const;
   // The call for which a process has staged the round, if it has.
   std::optional<uint64_t> staged_call(int process, uint32_t round) const;
 
@@ -55,9 +88,11 @@ class Channel {
   void post_status(const std::string& text);
   std::string status_of(int process) const;
 
-  // Aborts the group for all processes.
-  void abort();
+  // Aborts the group for all processes. leaves: this process makes no more calls at all, and its status is a predicate
+  // that says why.
+  void abort(bool leaves = false);
   bool has_aborted(int process) const;
+  bool has_left(int process) const;
 
   // Publishes this process's identity; whether `process` has done so; and whether it is known to have exited.
   void join();
@@ -81,6 +116,10 @@ class Channel {
   struct alignas(128) Waiters {
     Atomic<uint32_t> count;
   };
+  struct alignas(128) Growth {
+    Atomic<uint32_t> offered;  // by the leader: the number of the segment, and its level
+    Atomic<uint32_t> mapped;   // the same, by each process that has mapped it; or kRefused
+  };
   struct alignas(128) Status {
     Atomic<int64_t> pid, pid_namespace, start_time;
     Atomic<uint32_t> length;
@@ -89,22 +128,33 @@ class Channel {
   struct Area {
     Signals signals;
     Waiters waiters;
+    Growth growth;
     Status status;
   };
 
-  Area& area(int process) const { return *reinterpret_cast<Area*>(memory_ + process * area_bytes(capacity_)); }
+  static constexpr uint32_t kRefused = 0;
+  static constexpr uint32_t kLevels = 8;  // more than there are
+
+  Area& area(int process) const { return reinterpret_cast<Area*>(memory_)[process]; }
   unsigned char* set(int process, uint32_t round) const {
-    return memory_ + process * area_bytes(capacity_) + sizeof(Area) +
-           round % 2 * (capacity_.staging + capacity_.results);
+    return values_ + process * bytes_of_values(capacity()) + round % 2 * (capacity().staging + capacity().results);
   }
-  static size_t area_bytes(const Capacity& capacity) {
-    return sizeof(Area) + 2 * (capacity.staging + capacity.results);
-  }
+  static size_t bytes_of_values(const Capacity& capacity) { return 2 * (capacity.staging + capacity.results); }
+  std::optional<uint64_t> staged_word(int process, uint32_t round) const;
   void ring_doorbell();
 
   unsigned char* const memory_;
   const int num_processes_, self_;
-  const Capacity capacity_;
+  const Capacities capacities_;
+  Segments* const segments_;
+
+  // What this process uses, or has mapped to use it.
+  int level_ = 0;
+  unsigned char* values_;
+  Memory grown_, accepted_;
+  uint32_t last_offer_ = 0;      // of the leader: the number of its last segment
+  uint32_t calls_to_skip_ = 0;   // of the leader: how many calls do not ask for a larger segment
+  uint32_t skip_next_time_ = 1;  // and how many will not after the next refusal
 };
 
 }  // namespace jax_ring::shm

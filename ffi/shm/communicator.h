@@ -6,21 +6,20 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
 #include "shm/channel.h"
 #include "shm/exchange.h"
 #include "shm/group.h"
+#include "shm/segments.h"
 
 namespace jax_ring::shm {
-
-using Memory = std::shared_ptr<unsigned char>;  // unmapped with its last owner
 
 // One process's side of a group. The calls of a group run one after the other, in the order in which they become ready
 // in the group's first process, the leader. The other processes start with whatever call is ready, so that nothing is
@@ -30,18 +29,21 @@ using Memory = std::shared_ptr<unsigned char>;  // unmapped with its last owner
 // thread takes over and sleeps while it waits, because a thread of the runtime must not block.
 class Communicator {
  public:
-  // connect: maps the group's memory, of Channel::bytes(). Called once, on the progress thread. Throws, with the
-  // reason, if that fails, and when stop() becomes true.
-  using Stop = std::function<bool()>;
-  using Connect = std::function<Memory(const Stop& stop)>;
+  // capacities: of the group's first segment, then of larger ones. segments: connected by the progress thread.
   // first_round: the channel's first round, the same in all processes.
-  Communicator(Group group, const Capacity& capacity, Connect connect, uint32_t first_round = 1);
+  Communicator(Group group, Capacities capacities, std::unique_ptr<Segments> segments, uint32_t first_round = 1);
   // Fails the calls that are pending.
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
   const Group& group() const { return group_; }
+
+  // Fails the pending calls and all later ones, here and in the other processes, which hear at once how this process
+  // has left: a predicate, such as "raised ValueError: bad batch". Returns when that is done, or after kMaxWaitToLeave,
+  // if the thread that runs the calls is busy that long. Does nothing in a group that has failed.
+  static constexpr std::chrono::seconds kMaxWaitToLeave{1};
+  void leave(const std::string& how);
 
   // Takes ownership of a call. If it completes before this returns, its rendezvous is returned and the caller completes
   // the ranks. Otherwise null is returned and CompletionThreads completes them.
@@ -52,6 +54,7 @@ class Communicator {
 
   void run_progress_thread();
   void connect();
+  bool should_stop_connecting(cpu::Clock::time_point began);
   void progress_calls();
   bool abort_if_peer_aborted();
   bool poll_current();
@@ -59,18 +62,23 @@ class Communicator {
   void requeue_current();
   bool select_next();
   void wait_for_peer();
-  bool wait_for_leader_call();
+  void wait_for_leader_call();
   cpu::RendezvousPtr finish();
-  void hand_over_to_progress_thread();
-  void abort(const std::string& why);
+  void hand_over_to_progress_thread(std::unique_lock<std::mutex>& lock);
+  void abort(std::string why);
+  std::string_view code_of_peers(std::string_view why) const;
+  bool is_hopeless(cpu::Clock::duration waited);
+  std::vector<int> gone_processes() const;
+  std::optional<std::string> how_left(int process) const;
   std::string describe_missing_processes(const Exchange& exchange) const;
   std::string name_of(int process) const;
   std::string describe_peer(int process) const;
+  std::string describe_peers(const std::vector<int>& processes) const;
   void post_current_call();
 
   const Group group_;
-  const Capacity capacity_;
-  const Connect connect_;
+  const Capacities capacities_;
+  const std::unique_ptr<Segments> segments_;
   const bool oversubscribed_;  // more processes than processors
 
   std::mutex mutex_;
@@ -81,6 +89,8 @@ class Communicator {
   std::deque<ExchangePtr> ready_;
   std::vector<ExchangePtr> free_;
   std::optional<std::string> failure_;
+  std::optional<std::string> leaving_;  // how this process leaves, or has left
+  std::condition_variable left_;
   std::thread thread_;
 
   // Owned by the thread that runs calls.
@@ -88,9 +98,11 @@ class Communicator {
   std::unique_ptr<Channel> channel_;
   uint32_t next_round_;
   ExchangePtr current_;
-  std::optional<uint64_t> leader_call_;  // the leader's call, if it is not ready here yet
-  cpu::Clock::time_point waiting_since_;
-  uint64_t steps_at_wait_start_ = 0;  // of the current call
+  std::optional<uint64_t> leader_call_;                     // the leader's call, if it is not ready here yet
+  cpu::Clock::time_point waiting_since_;                    // for the step that the current call is in
+  uint64_t meetings_at_wait_start_ = 0;                     // of the current call
+  std::optional<cpu::Clock::time_point> connecting_since_;  // until the first call: it has waited as long
+  std::optional<cpu::Clock::time_point> aborted_since_;     // when another process was first seen to have aborted
   bool has_posted_status_ = false;
   bool has_opened_peers_ = false;  // of the flight recorder
 };

@@ -1,32 +1,23 @@
 // communicators.cc: creates each group's communicator once.
 #include "shm/communicators.h"
 
-#include <algorithm>
 #include <cstdio>
+#include <cstdlib>
+#include <memory>
 #include <stdexcept>
 
 #include "common/hash.h"
 #include "cpu/watchdog.h"
+#include "shm/departures.h"
 #include "shm/shared_memory.h"
 
 namespace jax_ring::shm {
 namespace {
 
-// About the size of a core's private cache, so that staged values are read before they are evicted. Half of it costs
-// 10% at 1 MiB; twice as much gains little, and /dev/shm may be small.
-constexpr size_t kStagingBytes = 512 << 10;
-constexpr size_t kResultBytes = 256 << 10;
-// Per rank of a process and part of a collective; there are as many parts as ranks. That is room for one cache line of
-// each of the at most 48 terms of a tree that a rank has, in the rounds of one part that such a call may need.
-constexpr size_t kMinBytesPerRank = 256;
-
-Capacity capacity_of(const Group& group) {
-  size_t most = 0;
-  for (int process = 0; process < group.num_processes(); ++process) {
-    most = std::max(most, group.ranks_of(process).size());
-  }
-  return {std::max(kStagingBytes, group.num_ranks() * most * kMinBytesPerRank),
-          std::max(kResultBytes, most * kMinBytesPerRank)};
+// Empty if it is not set.
+std::string host_id() {
+  const char* const named = std::getenv("JAX_RING_HOST_ID");
+  return named == nullptr ? "" : named;
 }
 
 std::string hex(uint64_t number) {
@@ -49,9 +40,48 @@ void Communicators::join(int64_t process, const std::string& token) {
   process_ = process;
   if (token == token_) return;
   token_ = token;
+  given_up_.reset();
   old.swap(by_members_);
   next_indices_.clear();
   run_counters_.clear();
+  Departures::instance().clear();
+}
+
+std::vector<std::shared_ptr<Communicator>> Communicators::all() const {
+  std::vector<std::shared_ptr<Communicator>> communicators;
+  for (const auto& [members, communicator] : by_members_) communicators.push_back(communicator);
+  return communicators;
+}
+
+void Communicators::give_up(const std::string& how) {
+  std::vector<std::shared_ptr<Communicator>> communicators;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (given_up_) return;
+    given_up_ = how;
+    communicators = all();
+  }
+  for (const auto& communicator : communicators) communicator->leave(how);
+}
+
+void Communicators::leave() {
+  give_up("has left for another set of processes");
+  std::map<std::vector<Member>, std::shared_ptr<Communicator>> old;  // destroyed after the lock is released
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    token_.clear();
+    given_up_.reset();
+    old.swap(by_members_);
+    next_indices_.clear();
+    run_counters_.clear();
+  }
+  cpu::Watchdog::instance().abandon("this process has left its groups of processes");
+  Departures::instance().clear();
+}
+
+bool Communicators::has_groups() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !by_members_.empty();
 }
 
 int64_t Communicators::process() const {
@@ -76,15 +106,16 @@ std::shared_ptr<Communicator> Communicators::get_or_create(const std::vector<Mem
       hash.add(member.first).add(member.second);
     }
     Group group(processes, process_);
-    const Capacity capacity = capacity_of(group);
-    const bool first = group.self() == 0;
-    const int num_processes = group.num_processes();
-    const std::string name = "/jax_ring-" + token_ + "-" + hex(hash.value());
-    found = std::make_shared<Communicator>(
-        std::move(group), capacity, [name, capacity, first, num_processes](const Communicator::Stop& stop) {
-          return map_shared(name, Channel::bytes(num_processes, capacity), first, num_processes,
-                            cpu::Watchdog::instance().deadline(), stop);
-        });
+    Capacities capacities = capacities_of(group);
+    std::vector<std::string> names;
+    for (int process = 0; process < group.num_processes(); ++process) {
+      names.push_back("process " + std::to_string(group.process_id(process)));
+    }
+    auto segments = std::make_unique<SharedMemory>(
+        "/jax_ring-" + token_ + "-" + hex(hash.value()), std::move(names), group.self(),
+        [] { return cpu::Watchdog::instance().deadline(); }, host_id());
+    found = std::make_shared<Communicator>(std::move(group), std::move(capacities), std::move(segments));
+    if (given_up_) found->leave(*given_up_);
   }
   return found;
 }

@@ -28,6 +28,7 @@ cpu::Outputs slices(const std::vector<void*>& buffers) { return {buffers.data(),
 
 void Exchange::begin(Call&& call) {
   call_ = std::move(call);
+  call_.id &= ~(uint64_t{1} << 63);  // what a channel has room for
   copy_ = cpu::fold_kernels().get(Op::sum, DType::u8);
   kernel_ = cpu::fold_kernels().get(call_.message.op, call_.message.dtype);
   element_bytes_ = cpu::element_size(call_.message.dtype);
@@ -42,16 +43,48 @@ void Exchange::begin(Call&& call) {
 }
 
 void Exchange::restart() {
-  rounds_.begin(call_.message, call_.one_shot);
-  has_next_ = rounds_.next(next_);
   next_is_staged_ = false;
-  step_ = Step::stage;
+  step_ = Step::begin;
+}
+
+void Exchange::begin_rounds(const Channel& channel) {
+  rounds_.begin(call_.message, call_.one_shot, channel.capacity());
+  has_next_ = rounds_.next(next_);
+}
+
+// The lowest level at which the call takes one round, or else the highest. It has begun at the level in use.
+int Exchange::level_wanted(const Channel& channel) {
+  int level = channel.level();
+  if (!has_next_ || !rounds_.next(round_)) return level;
+  do {
+    rounds_.begin(call_.message, call_.one_shot, channel.capacity(++level));
+  } while (level < channel.max_level() && rounds_.next(round_) && rounds_.next(round_));
+  return level;
+}
+
+// For the leader: begins a round of growth if the call needs one, and there is room.
+bool Exchange::begin_growth(Channel& channel, uint32_t number) {
+  if (group_.self() != 0 || !channel.may_grow()) return false;
+  const int wanted = level_wanted(channel);
+  if (wanted == channel.level()) return false;
+  if (!channel.offer_growth(wanted)) return begin_rounds(channel), false;
+  channel.signal_staged(number, call_.id, true);
+  return true;
+}
+
+// For the others: takes part in a round of growth if the leader has begun one for this call. What this process may have
+// staged for the same round is void.
+bool Exchange::joins_growth(Channel& channel, uint32_t number) {
+  if (num_rounds_ > 0 || group_.self() == 0 || !channel.has_staged(0, number, call_.id, true)) return false;
+  channel.accept_growth();
+  channel.signal_staged(number, call_.id, true);
+  return true;
 }
 
 bool Exchange::has_arrived(int process, const Channel& channel, uint32_t number) const {
   if (process == group_.self()) return true;
   if (step_ == Step::await_results) return channel.has_results(process, number);
-  return channel.has_staged(process, number, call_.id);
+  return channel.has_staged(process, number, call_.id, step_ == Step::await_growth);
 }
 
 bool Exchange::is_missing(int process, const Channel& channel, uint32_t first) const {
@@ -70,6 +103,19 @@ Exchange::State Exchange::advance(Channel& channel, uint32_t first) {
   for (;;) {
     const uint32_t number = first + num_rounds_;
     switch (step_) {
+      case Step::begin:
+        peer_ = 0;
+        begin_rounds(channel);
+        step_ = begin_growth(channel, number) || joins_growth(channel, number) ? Step::await_growth : Step::stage;
+        break;
+      case Step::await_growth:
+        if (!have_all_arrived(channel, number)) return State::waiting;
+        channel.finish_growth();
+        channel.skip_results(number);
+        ++num_rounds_;
+        begin_rounds(channel);
+        step_ = Step::stage;
+        break;
       case Step::stage:
         if (!has_next_) return State::done;
         std::swap(round_, next_);
@@ -82,6 +128,10 @@ Exchange::State Exchange::advance(Channel& channel, uint32_t first) {
         step_ = Step::await_staged;
         break;
       case Step::await_staged:
+        if (peer_ == 0 && joins_growth(channel, number)) {
+          step_ = Step::await_growth;
+          break;
+        }
         if (!have_all_arrived(channel, number)) return State::waiting;
         if (rounds_.publishes_results() && has_next_) {
           // Now, so that the peers find it as soon as they finish this round.

@@ -26,7 +26,7 @@ class Exchange {
  public:
   enum class State { done, waiting };
 
-  Exchange(const Group& group, const Capacity& capacity) : group_(group), rounds_(group, capacity) {}
+  explicit Exchange(const Group& group) : group_(group), rounds_(group) {}
 
   void begin(Call&& call);
 
@@ -36,12 +36,14 @@ class Exchange {
   // Starts over. Only allowed while is_waiting_for_leader().
   void restart();
 
-  bool has_started() const { return num_rounds_ > 0 || step_ != Step::stage; }
-  // Whether it waits for the group's first process to stage the first round.
+  bool has_started() const { return step_ != Step::begin; }
+  // Whether it waits for the group's first process, the leader, to stage the first round.
   bool is_waiting_for_leader() const { return num_rounds_ == 0 && step_ == Step::await_staged && peer_ == 0; }
   // The process that it waits for, and whether the current step still waits for `process`.
   int awaited_peer() const { return peer_; }
   bool is_missing(int process, const Channel& channel, uint32_t first) const;
+  // Grows when all processes have arrived, and not when one of them has.
+  uint64_t num_meetings() const { return 2 * uint64_t{num_rounds_} + (step_ == Step::await_results); }
   // Grows with every step; unchanged means no progress.
   uint64_t num_steps() const { return num_steps_; }
 
@@ -51,8 +53,12 @@ class Exchange {
   cpu::RendezvousPtr release() { return std::move(call_.rendezvous); }
 
  private:
-  enum class Step { stage, await_staged, await_results };
+  enum class Step { begin, await_growth, stage, await_staged, await_results };
 
+  void begin_rounds(const Channel& channel);
+  int level_wanted(const Channel& channel);
+  bool begin_growth(Channel& channel, uint32_t number);
+  bool joins_growth(Channel& channel, uint32_t number);
   void stage(Channel& channel, uint32_t number, const Round& round);
   void fold(Channel& channel, uint32_t number, const Round& round);
   void find_inputs(const Channel& channel, uint32_t number, const Round& round, size_t piece);
@@ -73,7 +79,7 @@ class Exchange {
   bool has_next_ = false;
   bool next_is_staged_ = false;
   uint32_t num_rounds_ = 0;  // finished
-  Step step_ = Step::stage;
+  Step step_ = Step::begin;
   int peer_ = 0;  // all processes before it have arrived
   uint64_t num_steps_ = 0;
   uint64_t arrival_ = 0;        // of this process, as of arrivals.h

@@ -24,6 +24,12 @@ struct Capacity {
   size_t results;
 };
 
+// By level: of a group's first segment, then of larger ones.
+using Capacities = std::vector<Capacity>;
+
+// Those of a group: enough at each level for any call of it.
+Capacities capacities_of(const Group& group);
+
 constexpr int kEveryone = -1;
 
 // The unit of folding.
@@ -47,10 +53,10 @@ struct Round {
 // The rounds of one call, in order, the same in all processes.
 class Rounds {
  public:
-  Rounds(const Group& group, const Capacity& capacity);
+  explicit Rounds(const Group& group);
 
   // Starts over with another call. one_shot: whether an all-reduce takes one step.
-  void begin(const cpu::Message& message, bool one_shot);
+  void begin(const cpu::Message& message, bool one_shot, const Capacity& capacity);
 
   // The next round; false if there is none.
   bool next(Round& round);
@@ -75,7 +81,7 @@ class Rounds {
   bool add_piece(Round& round, const Owned& owned);
 
   const Group& group_;
-  const Capacity capacity_;
+  Capacity capacity_{};
   Sources sources_;
   const cpu::Message* message_ = nullptr;
   bool one_shot_ = false;

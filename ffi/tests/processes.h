@@ -5,8 +5,13 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <new>
+#include <optional>
+#include <set>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -25,29 +30,85 @@ using cpu::element_size;
 using cpu::Rendezvous;
 using cpu::RendezvousPtr;
 
-inline constexpr Capacity kSmall{4096, 2048};  // so that most calls take several rounds
+inline const Capacities kSmall{{4096, 2048}};  // so that most calls take several rounds
+// As in Communicators, and smaller.
+inline const Capacities kGrowing{{2048, 1024}, {8192, 4096}, {32768, 16384}};
+
+inline Memory zeroed_memory(size_t bytes) {
+  Memory memory(static_cast<unsigned char*>(::operator new(bytes, std::align_val_t(4096))),
+                [](unsigned char* block) { ::operator delete(block, std::align_val_t(4096)); });
+  std::memset(memory.get(), 0, bytes);
+  return memory;
+}
+
+// The segments of processes that are threads, and what they are refused.
+struct Heap {
+  Memory first;
+  std::mutex mutex;
+  std::map<uint32_t, Memory> larger;    // that have a name
+  std::map<int, std::string> failures;  // of processes that could not map the first
+  size_t room = SIZE_MAX;               // for larger segments
+  std::set<int> cannot_open;            // processes
+  int num_created = 0, num_refused = 0, num_opened = 0;
+};
+
+class HeapSegments final : public Segments {
+ public:
+  HeapSegments(std::shared_ptr<Heap> heap, int self) : heap_(std::move(heap)), self_(self) {}
+
+  Memory connect(size_t, const Stop&) override {
+    std::lock_guard<std::mutex> lock(heap_->mutex);
+    if (const auto found = heap_->failures.find(self_); found != heap_->failures.end()) {
+      throw std::runtime_error(found->second);
+    }
+    return heap_->first;
+  }
+  Memory create(uint32_t number, size_t bytes) override {
+    std::lock_guard<std::mutex> lock(heap_->mutex);
+    if (bytes > heap_->room) return ++heap_->num_refused, nullptr;
+    ++heap_->num_created;
+    return heap_->larger[number] = zeroed_memory(bytes);
+  }
+  Memory open(uint32_t number, size_t) override {
+    std::lock_guard<std::mutex> lock(heap_->mutex);
+    ++heap_->num_opened;
+    return heap_->cannot_open.count(self_) > 0 ? nullptr : heap_->larger.at(number);
+  }
+  void unlink(uint32_t number) override {
+    std::lock_guard<std::mutex> lock(heap_->mutex);
+    heap_->larger.erase(number);
+  }
+  std::optional<std::string> failure_of(int process) override {
+    std::lock_guard<std::mutex> lock(heap_->mutex);
+    const auto found = heap_->failures.find(process);
+    return found == heap_->failures.end() ? std::nullopt : std::optional(found->second);
+  }
+  void clean_up(const Stop&) override {}
+
+ private:
+  const std::shared_ptr<Heap> heap_;
+  const int self_;
+};
 
 // The processes of a group, given the process of each rank.
 class Processes {
  public:
   // rounds_without_results: how many rounds the count of results is behind at the start.
-  explicit Processes(std::vector<int64_t> process_of_rank, Capacity capacity = kSmall, uint32_t first_round = 1,
+  explicit Processes(std::vector<int64_t> process_of_rank, Capacities capacities = kSmall, uint32_t first_round = 1,
                      uint32_t rounds_without_results = 0)
       : process_of_rank_(std::move(process_of_rank)) {
     const int count = static_cast<int>(1 + *std::max_element(process_of_rank_.begin(), process_of_rank_.end()));
-    const size_t bytes = Channel::bytes(count, capacity);
-    Memory memory(static_cast<unsigned char*>(::operator new(bytes, std::align_val_t(4096))),
-                  [](unsigned char* block) { ::operator delete(block, std::align_val_t(4096)); });
-    std::memset(memory.get(), 0, bytes);
+    heap_->first = zeroed_memory(Channel::bytes(count, capacities));
     for (int64_t process = 0; process < count; ++process) {
       Group group(process_of_rank_, process);
       if (first_round != 1) {
-        Channel channel(memory.get(), count, group.self(), capacity);
+        Channel channel(heap_->first.get(), count, group.self(), capacities);
         channel.signal_staged(first_round - 1, 0);
         channel.skip_results(first_round - 1 - rounds_without_results);
       }
-      communicators_.push_back(std::make_unique<Communicator>(
-          std::move(group), capacity, [memory](const Communicator::Stop&) { return memory; }, first_round));
+      auto segments = std::make_unique<HeapSegments>(heap_, group.self());
+      communicators_.push_back(
+          std::make_unique<Communicator>(std::move(group), capacities, std::move(segments), first_round));
     }
   }
 
@@ -55,10 +116,12 @@ class Processes {
   int count() const { return static_cast<int>(communicators_.size()); }
   const Group& group(int process) const { return communicators_[process]->group(); }
   Communicator& operator[](int process) { return *communicators_[process]; }
+  Heap& heap() { return *heap_; }
   void end(int process) { communicators_[process].reset(); }
 
  private:
   std::vector<int64_t> process_of_rank_;
+  const std::shared_ptr<Heap> heap_ = std::make_shared<Heap>();
   std::vector<std::unique_ptr<Communicator>> communicators_;
 };
 
@@ -116,12 +179,20 @@ class GroupCall {
   const Outcome& outcome(int rank) const { return outcomes_[rank]; }
 
   void expect_results() {
-    for (const Outcome& of_rank : outcomes_) {
-      ASSERT_TRUE(of_rank.wait());
-      ASSERT_EQ(of_rank.error(), "");
+    std::vector<int> all;
+    for (int rank = 0; rank < num_ranks_; ++rank) all.push_back(rank);
+    expect_results_of(all);
+  }
+  // Those of this process, where the others are real ones.
+  void expect_results_of(const Group& group) { expect_results_of(group.ranks_of(group.self())); }
+
+  void expect_results_of(const std::vector<int>& ranks) {
+    for (int rank : ranks) {
+      ASSERT_TRUE(outcomes_[rank].wait());
+      ASSERT_EQ(outcomes_[rank].error(), "");
     }
     for (size_t operand = 0; operand < message_.counts.size(); ++operand) {
-      for (int rank = 0; rank < num_ranks_; ++rank) {
+      for (int rank : ranks) {
         SCOPED_TRACE(describe(message_.plan, num_ranks_, message_.counts[operand]));
         const Bytes want = expected_(operands_[operand], message_.counts[operand], rank);
         const auto difference = first_difference(message_.dtype, results(operand)[rank].data(), want.data(),

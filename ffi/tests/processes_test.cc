@@ -4,7 +4,6 @@
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -24,8 +23,8 @@
 #include "cpu/completion_threads.h"
 #include "cpu/watchdog.h"
 #include "reference.h"
+#include "shm/departures.h"
 #include "shm/launch_ids.h"
-#include "shm/shared_memory.h"
 #include "support.h"
 
 namespace jax_ring::shm {
@@ -75,7 +74,7 @@ INSTANTIATE_TEST_SUITE_P(DTypes, ProcessesTest, ::testing::Values(DType::u8, DTy
 // Large enough for streaming stores, and with the real size of the shared memory.
 TEST(Processes, LargeMessages) {
   for (Order order : {Order::rank, Order::ring}) {
-    Processes processes({0, 0, 1}, {256 << 10, 128 << 10});
+    Processes processes({0, 0, 1}, {{256 << 10, 128 << 10}});
     TestCall call({Collective::all_reduce, order}, Op::sum, DType::f32, 3, {700'001, 5}, false, false, 1);
     on_all(2, [&](int process) { call.submit(processes[process]); });
     ASSERT_NO_FATAL_FAILURE(call.expect_results());
@@ -87,11 +86,11 @@ TEST(Processes, CallsInDifferentOrders) {
   constexpr int kCalls = 12;
   std::mt19937 random(7);
   for (int repeat = 0; repeat < 100 / kSlowdown + 5; ++repeat) {
-    Processes processes(kLayouts[repeat % kLayouts.size()]);
+    Processes processes(kLayouts[repeat % kLayouts.size()], repeat % 2 == 0 ? kSmall : kGrowing);
     const std::vector<Plan> plans = all_plans(processes.num_ranks());
     std::vector<std::unique_ptr<TestCall>> calls;
     for (int i = 0; i < kCalls; ++i) {
-      const std::vector<size_t> counts{processes.num_ranks() * (random() % 300)};
+      const std::vector<size_t> counts{processes.num_ranks() * (random() % (i % 4 == 3 ? 3000 : 300))};
       calls.push_back(std::make_unique<TestCall>(plans[random() % plans.size()], Op::sum, DType::f32,
                                                  processes.num_ranks(), counts, false, random() % 2, i + 1));
     }
@@ -206,18 +205,6 @@ TEST(Processes, ManyRoundsWithoutResults) {
   }
 }
 
-// The deadline applies to each of the peers, not to all of them together.
-TEST(Processes, ArriveOneAfterTheOther) {
-  const ScopedDeadline deadline(2);
-  Processes processes({0, 1, 2});
-  TestCall call = small_call(3, 1);
-  for (int process : {0, 1, 2}) {
-    if (process > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1200));
-    call.submit(processes[process]);
-  }
-  call.expect_results();
-}
-
 TEST(Processes, AbortIsSeenAtOnce) {
   Processes processes({0, 1, 2});
   TestCall first = small_call(3, 1), call = small_call(3, 2);
@@ -231,6 +218,95 @@ TEST(Processes, AbortIsSeenAtOnce) {
     expect_in("has aborted the group", call.outcome(rank).error());
   }
   EXPECT_LT(cpu::Clock::now() - began, std::chrono::seconds(30)) << "of a deadline of 60";
+}
+
+// A thread that cannot be started, at a limit of the system, fails the calls of the group, and none hangs.
+TEST(Processes, AThreadThatCannotBeStarted) {
+  Processes processes({0, 1});
+  for (uint64_t id : {1, 2}) {
+    const FailingThreadStarts starts(1);
+    TestCall call = small_call(2, id);
+    call.submit(processes[0]);
+    ASSERT_TRUE(call.outcome(0).wait());
+    expect_in("call 1: jax_ring cannot start the thread that waits for the other processes of a group",
+              call.outcome(0).error());
+    expect_in("ulimit -u", call.outcome(0).error());
+  }
+}
+
+// The others hear at once how a process has left.
+TEST(Processes, LeavingIsHeardAtOnce) {
+  for (bool idle : {true, false}) {
+    Processes processes({0, 1, 2});
+    TestCall first = small_call(3, 7), call = small_call(3, 1), next = small_call(3, 2);
+    for (int process : {0, 1, 2}) first.submit(processes[process]);
+    first.expect_results();
+    call.submit(processes[0]);
+    if (!idle) call.submit(processes[2]);
+    processes[2].leave("raised ValueError: bad batch");
+    processes[2].leave("has exited");  // the first reason stays
+    call.submit(processes[1]);
+    for (int rank : {0, 1}) {
+      ASSERT_TRUE(call.outcome(rank).wait());
+      expect_in("Process 2 (rank 2) raised ValueError: bad batch.", call.outcome(rank).error());
+      EXPECT_EQ(call.outcome(rank).error().find("Every process"), std::string::npos) << call.outcome(rank).error();
+    }
+    next.submit(processes[2]);
+    ASSERT_TRUE(next.outcome(2).wait());
+    expect_in("this process has left its groups of processes: it raised ValueError: bad batch.",
+              next.outcome(2).error());
+  }
+}
+
+TEST(Processes, LeavingIsHeardOfAProcessThatNeverCame) {
+  Departures::instance().clear();
+  Processes processes({0, 1});
+  TestCall call = small_call(2, 1);
+  call.submit(processes[0]);
+  EXPECT_EQ(Departures::instance().await_questions(60), std::vector<int64_t>{1});
+  Departures::instance().note(1, "has exited");
+  ASSERT_TRUE(call.outcome(0).wait());
+  expect_in("Process 1 (rank 1) has exited.", call.outcome(0).error());
+  Departures::instance().clear();
+}
+
+// A process that has made its part of a call may leave before the others have finished theirs.
+TEST(Processes, LeavingBreaksNoCallThatIsComplete) {
+  for (int repeat = 0; repeat < 200 / kSlowdown; ++repeat) {
+    Processes processes({0, 1, 2});
+    TestCall call({Collective::all_reduce}, Op::sum, DType::f32, 3, {3000}, false, repeat % 2 == 0, 1);
+    on_all(3, [&](int process) {
+      call.submit(processes[process]);
+      if (process != 2) return;
+      ASSERT_TRUE(call.outcome(2).wait());
+      processes[2].leave("has exited");
+    });
+    ASSERT_NO_FATAL_FAILURE(call.expect_results());
+  }
+}
+
+// The clock of a call goes on while one peer after the other arrives.
+TEST(Processes, ACallWaitsOneDeadlineForAllItsPeers) {
+  const ScopedDeadline deadline(1.5);
+  Processes processes({0, 1, 2, 3});
+  TestCall first = small_call(4, 7), call = small_call(4, 1);
+  on_all(4, [&](int process) { first.submit(processes[process]); });
+  first.expect_results();
+  const auto began = cpu::Clock::now();
+  call.submit(processes[0]);
+  std::this_thread::sleep_for(std::chrono::milliseconds(1000));
+  call.submit(processes[1]);
+  ASSERT_TRUE(call.outcome(0).wait());
+  const std::chrono::duration<double> waited = cpu::Clock::now() - began;
+  // Its text has the time that it waited.
+  const std::string error = call.outcome(0).error();
+  const size_t at = error.find("processes, for ");
+  ASSERT_NE(at, std::string::npos) << error;
+  const double reported = std::stod(error.substr(at + 15));
+  EXPECT_GE(reported, 1.5) << error;
+  EXPECT_LE(reported, waited.count() + 0.01) << error;
+  // With a clock of its own for each peer it would have started again when the first of them came.
+  EXPECT_GT(reported, waited.count() - 0.8) << error;
 }
 
 TEST(Processes, ReleasedWhileWaiting) {
@@ -306,32 +382,6 @@ TEST(Group, NumbersProcessesByTheirFirstRanks) {
   EXPECT_EQ(group.local_index(4), 1);
   EXPECT_TRUE(group.is_local(3));
   EXPECT_THROW(Group({0, 1}, 2), std::invalid_argument);
-}
-
-TEST(SharedMemory, HasNoNameOnceAllHaveMappedIt) {
-  const std::string name = "/jax_ring-test-" + std::to_string(getpid());
-  const auto never = [] { return false; };
-  const Memory first = map_shared(name, 100, true, 2, 5, never);
-  const Memory second = map_shared(name, 100, false, 2, 5, never);
-  first.get()[99] = 42;
-  EXPECT_EQ(second.get()[99], 42);
-  EXPECT_THROW(map_shared(name, 100, false, 2, 0.05, never), std::runtime_error);
-  // New memory can be created under the same name, and does not contain the old data.
-  EXPECT_EQ(map_shared(name, 100, true, 2, 5, never).get()[99], 0);
-  // Its first process has released it before any other mapped it.
-  EXPECT_THROW(map_shared(name, 100, false, 2, 0.05, never), std::runtime_error);
-}
-
-TEST(SharedMemory, LeavesNoNameIfAProcessIsMissing) {
-  const std::string name = "/jax_ring-test-" + std::to_string(getpid()), file = "/dev/shm" + name;
-  const auto never = [] { return false; };
-  Memory first = map_shared(name, 100, true, 3, 5, never), second = map_shared(name, 100, false, 3, 5, never);
-  struct stat status;
-  ASSERT_EQ(stat(file.c_str(), &status), 0);
-  EXPECT_EQ(status.st_mode & 0777, 0600u);
-  EXPECT_EQ(status.st_uid, geteuid());
-  second.reset();  // the first one to release it unlinks the name
-  EXPECT_NE(stat(file.c_str(), &status), 0);
 }
 
 }  // namespace

@@ -12,9 +12,11 @@ from collections.abc import Iterable
 import jax
 
 from jax_ring import _compat, runtime
+from jax_ring.distributed import leaving
 from jax_ring.distributed.gpus import Gpus, gpus_here
 
 HOST_VARIABLE = "JAX_RING_HOST_ID"
+_SEPARATOR = "\0"  # between the host id that a process publishes and what identifies its memory
 
 
 class _Membership:
@@ -23,6 +25,7 @@ class _Membership:
     Attributes:
       client: the client of the runtime, kept to recognise a later runtime by its other client.
       hosts: the known host ids, by process.
+      memory: what identifies the shared memory of this process; empty if that is unknown.
       gpus: the known GPUs, by process. Has this process from when they are published.
       lowerings: counters of the modules lowered so far, by module name. They restart with each runtime, because the
         other processes of a later runtime may have just been started.
@@ -32,14 +35,16 @@ class _Membership:
         self.client = client
         process = _compat.distributed_process()
         self.hosts = {process: _own_host()}
+        self.memory = _own_memory()
         self.gpus: dict[int, Gpus] = {}
         self.lowerings: dict[str, itertools.count] = collections.defaultdict(itertools.count)
         put, get = _compat.key_value_store(runtime.timeout())
-        put(_host_key(process), self.hosts[process].encode())
+        put(_host_key(process), f"{self.hosts[process]}{_SEPARATOR}{self.memory}".encode())
         # The first process to publish a token wins. Shared resources are named by it, so other programs must not
         # be able to guess it.
         token = _compat.publish_once("jax_ring/token", secrets.token_hex(16))
         runtime.join_processes(process, token, put, get)
+        leaving.join(client, process)
 
     def publish_gpus(self) -> None:
         """Publishes the GPUs of this process, once. Does not block."""
@@ -90,17 +95,30 @@ def host_of(process: int) -> str:
     since only the owner can read a segment. Without a boot id, each process is a host of its own.
 
     Raises:
-      RuntimeError: if the process does not publish its host within the deadline.
+      RuntimeError: if the process does not publish its host within the deadline; or if it has the same
+        `JAX_RING_HOST_ID` as this one, and does not share its memory.
     """
     if jax.process_count() == 1:
         return ""
-    hosts = _current_membership().hosts
+    membership = _current_membership()
+    hosts = membership.hosts
     if process not in hosts:
         advice = (
             "A process does so when it imports jax_ring after jax.distributed.initialize(), or else when it traces its "
             "first jax_ring collective"
         )
-        hosts[process] = _fetch(_host_key(process), process, "host", advice, runtime.timeout()).decode()
+        published = _fetch(_host_key(process), process, "host", advice, runtime.timeout()).decode()
+        host, _, memory = published.partition(_SEPARATOR)
+        own = _compat.distributed_process()
+        if host == hosts[own] and memory and membership.memory and memory != membership.memory:
+            raise RuntimeError(
+                f"processes {own} and {process} both have {HOST_VARIABLE}={host!r}, so they claim to share a host, and "
+                f"they do not share memory: /dev/shm is {membership.memory} in process {own} and {memory} in process "
+                f"{process} (boot id, device, inode and user). They run in different containers, on different "
+                f"machines, or as different users. Give them different values of {HOST_VARIABLE}, or let the "
+                "containers share /dev/shm (docker run --ipc, or one pod with a memory volume there)."
+            )
+        hosts[process] = host
     return hosts[process]
 
 
@@ -159,13 +177,16 @@ def _gpus_key(process: int) -> str:
 
 
 def _own_host() -> str:
-    if named := os.environ.get(HOST_VARIABLE):
-        return named
+    return os.environ.get(HOST_VARIABLE) or _own_memory() or secrets.token_hex(16)
+
+
+def _own_memory() -> str:
+    """Identifies the shared memory that this process can use; empty if that is unknown."""
     try:
         boot_id = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         shared_memory = os.stat("/dev/shm")
     except OSError:
-        return secrets.token_hex(16)
+        return ""
     return f"{boot_id}/{shared_memory.st_dev}:{shared_memory.st_ino}/{os.geteuid()}"
 
 

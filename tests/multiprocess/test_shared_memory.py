@@ -1,0 +1,92 @@
+"""Shared memory that a process cannot map: all processes of the group hear why, at once."""
+
+import contextlib
+import glob
+import pathlib
+import re
+import resource
+import time
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from processes import run
+
+DEADLINE = 60.0
+
+
+@contextlib.contextmanager
+def no_more_files():
+    """This process cannot open another file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def compiled_sum(order):
+    """A sum over a mesh of one device of each process, in this order, and its argument."""
+    from jax_ring import ring_psum
+
+    mesh = Mesh([jax.devices()[process] for process in order], ("i",))
+    sharding = jax.NamedSharding(mesh, P("i"))
+    x = jax.make_array_from_callback((mesh.size,), sharding, lambda index: np.arange(mesh.size, dtype=np.int32)[index])
+    f = jax.jit(jax.shard_map(lambda x: ring_psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P("i")))
+    return f.lower(x).compile(), x
+
+
+def run_out_of_files():
+    from jax_ring import _compat
+
+    me = jax.process_index()
+    client = _compat.distributed_client()
+    for order, failing, step in (([0, 1, 2], 1, "open"), ([2, 1, 0], 2, "create")):
+        f, x = compiled_sum(order)
+        began = time.monotonic()
+        with (
+            no_more_files() if me == failing else contextlib.nullcontext(),
+            pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=r"^RESOURCE_EXHAUSTED: ") as raised,
+        ):
+            jax.block_until_ready(f(x))
+        assert time.monotonic() - began < DEADLINE / 3
+        text = str(raised.value)
+        who = "this process" if me == failing else rf"rocess {failing} .*"
+        what = rf"could not {step} \d+ KiB of shared memory in /dev/shm .*: Too many open files. It may have 0 files"
+        assert re.search(rf"ring_psum of int32\[1\] over axis 'i', called at .*{who} ?{what}", text), text
+    client.wait_at_barrier("all have heard", 60_000)
+    assert glob.glob(f"/dev/shm/jax_ring-{client.key_value_try_get('jax_ring/token')}*") == []
+    f, x = compiled_sum([1, 0, 2])
+    assert [int(shard.data[0]) for shard in f(x).addressable_shards] == [3]
+
+
+def test_all_hear_at_once_that_a_process_has_no_file_descriptors():
+    run(run_out_of_files, 3, environment={"JAX_RING_TIMEOUT_S": str(DEADLINE)})
+
+
+def grow_and_share():
+    """Calls of growing size, whose results are right."""
+    mesh = Mesh(jax.devices(), ("i",))
+    from jax_ring import ring_psum
+
+    sharding = jax.NamedSharding(mesh, P("i"))
+    f = jax.jit(jax.shard_map(lambda x: ring_psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P("i")))
+    mapped = []
+    for size in (1, 1000, 30_000, 3_000_000):
+        row = np.arange(size, dtype=np.int32)
+        x = jax.make_array_from_callback((mesh.size * size,), sharding, lambda index, row=row: np.tile(row, 2)[index])
+        for _ in range(2):
+            (shard,) = f(x).addressable_shards
+            np.testing.assert_array_equal(shard.data, 2 * row)
+        ranges = re.findall(r"^(\w+)-(\w+) .*/dev/shm/jax_ring", pathlib.Path("/proc/self/maps").read_text(), re.M)
+        mapped.append(sum(int(end, 16) - int(begin, 16) for begin, end in ranges) >> 10)
+    # KiB: a first segment alone, and with ever larger ones.
+    assert mapped[0] == mapped[1] < 64, mapped
+    assert mapped[1] < mapped[2] < mapped[3] < 4096, mapped
+
+
+def test_memory_grows_with_the_calls():
+    run(grow_and_share, 2)
