@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable
 
 import jax
+import jax.extend.core
 import jaxlib.version as _jaxlib_version
 from jax.extend import source_info_util as _source_info_util
 from jax.extend.mlir import ir as _ir
@@ -364,6 +365,22 @@ def is_compile_only(device) -> bool:
 def module_name(lowering_context) -> str:
     """The name of the module that is being lowered, such as jit_f."""
     return _ir.StringAttr(lowering_context.module_context.module.operation.attributes["sym_name"]).value
+
+
+def main_argument_types(lowering_context) -> list[str]:
+    """The types of the arguments of the program that is being lowered."""
+    main = lowering_context.module_context.symbol_table["main"].operation
+    return [str(argument.type) for argument in main.regions[0].blocks[0].arguments]
+
+
+def is_jaxpr(value) -> bool:
+    """Whether a parameter of an equation is a jaxpr, with or without its constants."""
+    return isinstance(value, (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr))
+
+
+def is_literal(atom) -> bool:
+    """Whether an operand of an equation is a literal rather than a variable."""
+    return isinstance(atom, jax.extend.core.Literal)
 
 
 def is_distributed() -> bool:

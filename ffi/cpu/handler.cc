@@ -65,8 +65,8 @@ bool is_one_shot(const CallSite& site, const Message& message, const Thresholds&
 }
 
 // Equal calls of a program are distinguished by the order in which a process builds them. `program` is the program's
-// name, the same in all processes, then '#' and how often this process has lowered it, which differs between processes.
-// trees: what defines the trees of the call's groups.
+// name and a digest of its text, the same in all processes, then '#' and how often this process has lowered it, which
+// differs between processes. trees: what defines the trees of the call's groups.
 Hash identity_of(std::string_view call, std::string_view program, const Plan& plan, Op op,
                  std::optional<Algorithm> algorithm, std::initializer_list<ffi::Span<const int64_t>> trees) {
   Hash hash;

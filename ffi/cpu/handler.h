@@ -20,8 +20,8 @@ namespace jax_ring::cpu {
 //   call         string: description of the call, for error messages
 //   site         string: the lines of the user's program that it serves, for error messages alone: no part of what
 //                identifies a call. May be empty.
-//   program      string: empty in a program of one process. Else the name of the program, the same in all processes,
-//                '#', and how often this process has lowered it.
+//   program      string: empty in a program of one process. Else the name of the program and a digest of its text,
+//                the same in all processes, '#', and how often this process has lowered a program of that name.
 //   algorithm    string: auto, one_shot, two_shot or ring. No effect within a process, where there is one algorithm.
 //   one_shot_bytes, two_shot_bytes
 //                int64 arrays: for each group, the largest message for which auto selects one_shot, or two_shot. Empty

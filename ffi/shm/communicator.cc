@@ -530,6 +530,14 @@ std::string Communicator::describe_missing_processes(const Exchange& exchange) c
     text << " Every process must make the same calls: look for an error or an early exit there, and for a branch or a "
             "loop whose condition differs between processes. If the others are only slow, set JAX_RING_TIMEOUT_S to "
             "more seconds.";
+    const bool looks_alike = std::any_of(missing.begin(), missing.end(), [&](int process) {
+      return channel_->has_joined(process) && channel_->status_of(process) == *exchange.call().text;
+    });
+    if (looks_alike) {
+      text << " The other call reads like this one: it comes earlier or later in the program, or its program differs, "
+              "in "
+              "a constant, say.";
+    }
   }
   return text.str();
 }

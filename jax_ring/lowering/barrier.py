@@ -13,7 +13,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 
 from jax_ring import _compat, runtime
-from jax_ring.lowering import reach
+from jax_ring.lowering import program, reach
 
 _NEEDED = "barrier"  # in the state of a module: whether it has calls that may be left out
 
@@ -26,6 +26,7 @@ def note(ctx, results) -> None:
 
 
 def _lower_shard_map(jax_rule, ctx, *operands, **params):
+    program.note_body(ctx, params["jaxpr"])  # before its calls are lowered
     results = jax_rule(ctx, *operands, **params)
     if _compat.module_state(ctx).get(_NEEDED) and _covers_whole_mesh(ctx, params):
         body = next((value.owner.operation for value in results if isinstance(value, ir.OpResult)), None)

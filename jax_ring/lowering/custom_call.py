@@ -10,9 +10,8 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 
-from jax_ring import _compat, runtime
-from jax_ring.distributed import discovery
-from jax_ring.lowering import barrier, call_sites, layout, ops, reach, streams, trees, tuning
+from jax_ring import runtime
+from jax_ring.lowering import barrier, call_sites, layout, ops, program, reach, streams, trees, tuning
 from jax_ring.lowering.service import Service, has_choice
 
 
@@ -154,24 +153,9 @@ def _encode_groups_for_cpu(ctx, groups) -> EncodedGroups:
     attributes = {
         "partitions": np.array(members, np.int64),
         "processes": np.array([processes[i] for i in members], np.int64),
-        "program": _program_name(ctx),
+        "program": program.name_of(ctx),
     }
     return EncodedGroups([position], [jax.core.ShapedArray((), np.uint32)], attributes)
-
-
-def _program_name(ctx) -> str:
-    """A name of the program that is the same in all its processes, so that calls can be matched across them.
-
-    The part before the '#' is the same everywhere. The part after it counts the programs of that name; a process may
-    lower more of them than the others, to print one or to run one alone.
-    """
-    if jax.process_count() == 1:
-        return ""
-    state = _compat.module_state(ctx)
-    if "program" not in state:
-        name = _compat.module_name(ctx)
-        state["program"] = f"{name}#{discovery.next_lowering(name)}"
-    return state["program"]
 
 
 def _encode_groups_for_cuda(ctx, groups) -> EncodedGroups:

@@ -1,0 +1,109 @@
+"""Names the program that is being lowered alike in all its processes, so that calls can be matched across them.
+
+Two programs of one name may run at the same time, launched by two threads, and each process may start with the other
+one. So the name is not enough. The digest is of what the bodies of the program's shard_maps compute, by the expressions
+that lead to their results: locations do not count, nor do callbacks, whose addresses differ between processes, nor what
+only prints, which a program may do in one process alone.
+"""
+
+import dataclasses
+import enum
+import hashlib
+
+import jax
+import numpy as np
+
+from jax_ring import _compat
+from jax_ring.distributed import discovery
+
+_DIGEST, _COUNT = "digest of the program", "lowering of the program"  # in the state of a module
+_MAX_BYTES = 1 << 16  # of an array that is part of a program
+
+
+def name_of(ctx) -> str:
+    """The name of the program under lowering, in a program of several processes; else empty.
+
+    The part before the '#' is the same everywhere. The part after it counts the programs of that name; a process may
+    lower more of them than the others, to print one or to run one alone.
+    """
+    if jax.process_count() == 1:
+        return ""
+    state = _compat.module_state(ctx)
+    name = _compat.module_name(ctx)
+    if _COUNT not in state:
+        state[_COUNT] = discovery.next_lowering(name)
+    return f"{name}/{state.get(_DIGEST, '')}#{state[_COUNT]}"
+
+
+def note_body(ctx, jaxpr) -> None:
+    """Adds the body of a shard_map, which is about to be lowered, to the digest of its program."""
+    if jax.process_count() == 1:
+        return
+    state = _compat.module_state(ctx)
+    before = state.get(_DIGEST) or _digest(*_compat.main_argument_types(ctx))
+    state[_DIGEST] = _digest(before, digest_of(jaxpr))
+
+
+def digest_of(jaxpr) -> str:
+    """A digest of what a jaxpr computes, the same in all processes."""
+    return _Digests().of_jaxpr(jaxpr)
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.blake2b("\0".join(texts).encode(errors="replace"), digest_size=8).hexdigest()
+
+
+class _Digests:
+    """The digests of jaxprs; those that occur several times are looked at once."""
+
+    def __init__(self) -> None:
+        self._of_jaxpr: dict[int, str] = {}
+
+    def of_jaxpr(self, jaxpr) -> str:
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # without the values of constants, which may be on a device
+        if id(jaxpr) not in self._of_jaxpr:
+            self._of_jaxpr[id(jaxpr)] = self._look_at(jaxpr)
+        return self._of_jaxpr[id(jaxpr)]
+
+    def _look_at(self, jaxpr) -> str:
+        digests = {}  # of the expression of each variable
+        for i, var in enumerate((*jaxpr.constvars, *jaxpr.invars)):
+            digests[var] = _digest("argument", str(i), str(var.aval.shape), str(var.aval.dtype))
+
+        def of_atom(atom) -> str:
+            return _text_of_array(atom.val) if _compat.is_literal(atom) else digests[atom]
+
+        for eqn in jaxpr.eqns:
+            inputs = [of_atom(atom) for atom in eqn.invars]
+            digest = _digest(eqn.primitive.name, self._text_of(eqn.params), *inputs)
+            for i, var in enumerate(eqn.outvars):
+                digests[var] = f"{digest}.{i}"
+        return _digest(*map(of_atom, jaxpr.outvars))
+
+    def _text_of(self, value) -> str:
+        """A text of a parameter, as far as it is the same in all processes."""
+        if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.dtype, enum.Enum)):
+            return repr(value)
+        if isinstance(value, dict):
+            # Sets and dictionaries may be in any order.
+            return "{" + ",".join(sorted(f"{self._text_of(k)}:{self._text_of(v)}" for k, v in value.items())) + "}"
+        if isinstance(value, (set, frozenset)):
+            return "{" + ",".join(sorted(map(self._text_of, value))) + "}"
+        if isinstance(value, (tuple, list)):
+            return "(" + ",".join(map(self._text_of, value)) + ")"
+        if _compat.is_jaxpr(value):
+            return self.of_jaxpr(value)
+        if isinstance(value, (np.ndarray, np.generic)):
+            return _text_of_array(value)
+        if dataclasses.is_dataclass(value):
+            fields = [self._text_of(getattr(value, field.name)) for field in dataclasses.fields(value)]
+            return f"{type(value).__name__}({','.join(fields)})"
+        return type(value).__name__
+
+
+def _text_of_array(value) -> str:
+    if isinstance(value, jax.Array):  # it may be on a device, and not be computed yet
+        return f"{value.dtype}{value.shape}"
+    array = np.asarray(value)
+    content = array.tobytes().hex() if array.nbytes <= _MAX_BYTES and not array.dtype.hasobject else ""
+    return f"{array.dtype}{array.shape}{content}"
