@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 
-from jax_ring import runtime
+from jax_ring import _compat, runtime
 from jax_ring.lowering import barrier, call_sites, layout, ops, program, reach, streams, trees, tuning
 from jax_ring.lowering.service import Service, has_choice
 
