@@ -33,7 +33,6 @@ class CallStatistics {
   // waited: from the first arrival to the last. busy: from there to the end. late: by how much the last rank was later
   // than the one before it.
   void add(int group, int last, int64_t waited, int64_t busy, int64_t late) {
-    count_.fetch_add(1, std::memory_order_relaxed);
     waited_.fetch_add(waited, std::memory_order_relaxed);
     busy_.fetch_add(busy, std::memory_order_relaxed);
     LateCounters& of_rank = late_[first_[group] + last];
@@ -46,10 +45,11 @@ class CallStatistics {
     const auto take = [reset](std::atomic<uint64_t>& counter) {
       return reset ? counter.exchange(0, std::memory_order_relaxed) : counter.load(std::memory_order_relaxed);
     };
-    Totals totals{take(count_), take(failures_), take(waited_), take(busy_), {}};
+    Totals totals{0, take(failures_), take(waited_), take(busy_), {}};
     for (size_t i = 0; i < num_members_; ++i) {
       const uint64_t count = take(late_[i].count);
       totals.late.push_back({count, take(late_[i].nanoseconds)});
+      totals.count += count;  // every call has one last rank
     }
     return totals;
   }
@@ -58,8 +58,8 @@ class CallStatistics {
   struct LateCounters {
     std::atomic<uint64_t> count{0}, nanoseconds{0};
   };
-  alignas(64) std::atomic<uint64_t> count_{0};
-  std::atomic<uint64_t> failures_{0}, waited_{0}, busy_{0};
+  alignas(64) std::atomic<uint64_t> failures_{0};
+  std::atomic<uint64_t> waited_{0}, busy_{0};
   std::vector<size_t> first_;  // by group: the index of its first member
   std::unique_ptr<LateCounters[]> late_;
   size_t num_members_ = 0;

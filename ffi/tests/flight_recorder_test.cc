@@ -13,6 +13,8 @@
 #include <vector>
 
 #include "common/flight_table.h"
+#include "cpu/completion_threads.h"
+#include "cpu/rendezvous.h"
 
 namespace jax_ring::flight {
 namespace {
@@ -177,6 +179,57 @@ TEST(FlightTable, ShowsWhichProcessHasNotMadeACall) {
   EXPECT_EQ(last_calls_of_processes(processes, 5 * second),
             " Last calls: processes 0, 1, 3: waiting in sum, for 3.000 s; process 2: no call since step was done, "
             "4.000 s ago.");
+}
+
+// What is printed must not wait for the reader of standard error.
+TEST(FlightRecorder, AFullPipeDoesNotBlockTheTable) {
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  const int saved = dup(STDERR_FILENO);
+  dup2(ends[1], STDERR_FILENO);
+  Recorder::instance().join(0, "a job");
+  const std::string text(1 << 20, 'x');  // more than the pipe holds
+  Recorder::instance().print_once(text);
+  dup2(saved, STDERR_FILENO);
+  close(saved);
+  close(ends[1]);
+  size_t got = 0;
+  std::vector<char> buffer(1 << 16);
+  for (ssize_t n; (n = read(ends[0], buffer.data(), buffer.size())) > 0;) got += n;
+  close(ends[0]);
+  EXPECT_GT(got, 0u);
+  EXPECT_LT(got, text.size());
+}
+
+// Ranks that arrive on threads of their own, in a rendezvous that records, while another thread reads.
+TEST(FlightRecorder, RecordsRendezvousOfManyThreads) {
+  constexpr int kRanks = 4, kCalls = 500;
+  Recorder& recorder = Recorder::instance();
+  cpu::RendezvousMap map(cpu::ReplicaGroups({0, 1, 2, 3}, {kRanks}), "rendezvous");
+  RecordedCall* const call = recorder.add("rendezvous", "all_reduce", {members({0, 1, 2, 3}, {0, 0, 0, 0})});
+  map.record(call, recorder.memory());
+  std::vector<std::thread> ranks;
+  std::atomic<int> completed{0};
+  for (int rank = 0; rank < kRanks; ++rank) {
+    ranks.emplace_back([&, rank] {
+      for (int n = 0; n < kCalls; ++n) {
+        cpu::Participant participant;
+        participant.inputs = {nullptr};
+        participant.outputs = {nullptr};
+        participant.done = [&completed](const std::string*) { ++completed; };
+        if (auto rendezvous = map.arrive(n, rank, std::move(participant))) {
+          cpu::CompletionThreads::instance().complete(std::move(rendezvous));
+        }
+      }
+    });
+  }
+  while (completed < kRanks * kCalls) {
+    for (const Seen& seen : recorder.read_own().records) {
+      EXPECT_TRUE(seen.text != "rendezvous" || seen.state != State::done || seen.arrived == 15);
+    }
+  }
+  for (std::thread& rank : ranks) rank.join();
+  EXPECT_EQ(call->statistics->read(false).count, uint64_t{kCalls});
 }
 
 // The memory of a process can be read after it has been killed, and leaves no file behind.

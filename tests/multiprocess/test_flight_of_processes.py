@@ -95,6 +95,8 @@ def late_process():
 
     import jax
     import numpy as np
+    from jax.sharding import Mesh
+    from jax.sharding import PartitionSpec as P
 
     import jax_ring
 
@@ -120,20 +122,7 @@ def late_process():
     own = [record for record in records if record.process == jax.process_index()]
     assert all(record.last in (2, 3) for record in own[-3:]), own
 
-
-def test_every_process_knows_who_was_late():
-    run(late_process, 2, devices_each=2)
-
-
-def own_groups():
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import Mesh
-    from jax.sharding import PartitionSpec as P
-
-    import jax_ring
-
+    # A group within each process, and groups of both.
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("process", "i"))
 
     @jax.jit
@@ -141,12 +130,13 @@ def own_groups():
     def f(x):
         return jax_ring.ring_psum(jax_ring.ring_psum(x, "i"), "process")
 
-    f(jnp.ones(3)).block_until_ready()
+    jax_ring.statistics(reset=True)
+    f(np.ones(3, np.float32)).block_until_ready()
     by_axis = {call.call.split("'")[1]: call for call in jax_ring.statistics().calls}
     within, between = by_axis["i"], by_axis["process"]
-    assert (within.count, between.count) == (1, 2), (within, between)  # of this process, and with the other one
+    assert (within.count, between.count) == (1, 2), (within, between)
     assert {late.process for late in within.late} == {jax.process_index()}
 
 
-def test_groups_of_one_process_and_of_several():
-    run(own_groups, 2, devices_each=2)
+def test_every_process_knows_who_was_late():
+    run(late_process, 2, devices_each=2)
