@@ -26,7 +26,19 @@ from jax_ring.collectives import (
     ring_reduce,
 )
 from jax_ring.distributed.assumed_hosts import assume_hosts
-from jax_ring.inspect import Collective, Explanation, Instruction, explain
+from jax_ring.inspect import (
+    CallStatistics,
+    Collective,
+    Explanation,
+    FlightRecord,
+    Instruction,
+    Late,
+    RecordedCall,
+    Statistics,
+    explain,
+    flight_recorder,
+    statistics,
+)
 from jax_ring.lowering.override import Override, override_lax
 from jax_ring.training import (
     Bucket,
@@ -54,13 +66,18 @@ __version__ = _runtime.__version__
 __all__ = [
     "Bucket",
     "BucketPlan",
+    "CallStatistics",
     "Collective",
     "Explanation",
     "FeedbackState",
+    "FlightRecord",
     "Instruction",
+    "Late",
     "Override",
+    "RecordedCall",
     "ShardSums",
     "ShardedOptimizer",
+    "Statistics",
     "accumulate_gradients",
     "allreduce_gradients",
     "assert_replicated",
@@ -69,6 +86,7 @@ __all__ = [
     "check_replicas",
     "explain",
     "feedback_specs",
+    "flight_recorder",
     "grad",
     "override_lax",
     "plan_buckets",
@@ -82,6 +100,7 @@ __all__ = [
     "ring_psum_scatter",
     "ring_reduce",
     "shard_index",
+    "statistics",
     "sync_gradients",
     "sync_with_feedback",
     "value_and_grad",

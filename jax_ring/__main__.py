@@ -1,4 +1,7 @@
-"""`python -m jax_ring`: Prints versions, devices, native modules, options, and which platforms can be served."""
+"""`python -m jax_ring`: Prints versions, devices, native modules, options, and which platforms can be served.
+
+`python -m jax_ring flight` prints the last calls of the processes of this user that run on this host.
+"""
 
 import argparse
 import os
@@ -12,13 +15,19 @@ import numpy as np
 
 from jax_ring import _ffi_cpu, runtime
 from jax_ring.distributed import discovery
+from jax_ring.inspect.flight_recorder import tables_of_host
 from jax_ring.lowering import tuning
 
 DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="python -m jax_ring", description=(__doc__ or "").partition(": ")[2]).parse_args()
+    description, _, about_flight = (__doc__ or "").partition(": ")[2].partition("\n\n")
+    parser = argparse.ArgumentParser(prog="python -m jax_ring", description=description, epilog=about_flight)
+    parser.add_argument("what", nargs="?", choices=["flight"], help="instead: the last calls of running processes")
+    if parser.parse_args().what == "flight":
+        print(tables_of_host(), end="")
+        return
     sections = {
         "versions": versions(),
         "devices": devices(),
@@ -71,6 +80,7 @@ def environment() -> dict[str, str]:
     values = {
         runtime.TIMEOUT_VARIABLE: f"{_ffi_cpu.deadline():g} seconds",
         runtime.ISA_VARIABLE: _ffi_cpu.instruction_set(),
+        runtime.RECORDER_VARIABLE: f"calls are {'recorded' if _ffi_cpu.is_recording() else 'not recorded'}",
         discovery.HOST_VARIABLE: (
             "processes with equal names share memory"
             if os.environ.get(discovery.HOST_VARIABLE)

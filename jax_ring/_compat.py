@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 import re
+import types
 from collections.abc import Callable
 
 import jax
@@ -46,6 +47,7 @@ try:
     _common_lowerings = _mlir._lowerings
     _platform_lowerings = _mlir._platform_specific_lowerings
     _uncacheable_primitives = _mlir._uncacheable_primitives
+    _source_info_to_location = _mlir.source_info_to_location
     COLLECTIVE_CHANNEL_ID = _mlir.COLLECTIVE_CHANNEL_ID
     _trace_state_clean = _core.trace_state_clean
     _backends_are_initialized = _xla_bridge.backends_are_initialized
@@ -84,6 +86,33 @@ def call_site(lowering_context) -> str:
     pattern = _source_file_pattern.value
     file_name = re.sub(pattern, "", frame.file_name) if pattern else frame.file_name
     return f"{file_name}:{frame.start_line} ({frame.function_name})"
+
+
+# Names that JAX itself puts on the stack of `jax.named_scope`s.
+_SCOPES_OF_JAX = re.compile(
+    r".*\(.*|shard_map|while|body|cond|scan|closed_call|eval_jaxpr|checkpoint|rematted_computation|branch_\d+_fun"
+)
+
+
+def user_name(lowering_context) -> str:
+    """What the user calls the part of the program that is being lowered; empty if that is not known.
+
+    That is the innermost `jax.named_scope`, or else the function that makes the call. A scope around a call of another
+    jitted function is not known: JAX lowers that function for all its callers.
+    """
+    scopes = [str(scope.name) for scope in lowering_context.name_stack.stack]
+    if named := [scope for scope in scopes if not _SCOPES_OF_JAX.fullmatch(scope)]:
+        return named[-1]
+    frame = _user_frame(lowering_context.traceback)
+    functions = [part for part in frame.function_name.split(".") if part.isidentifier()] if frame else []
+    return functions[-1] if functions else ""
+
+
+def location_named(lowering_context, name: str):
+    """A context in which operations get this name in compiled programs and profiles, and the user's line."""
+    named = types.SimpleNamespace(name=name)
+    ctx = lowering_context
+    return _source_info_to_location(ctx.module_context, named, ctx.name_stack, ctx.traceback)  # type: ignore[arg-type]
 
 
 def call_location(lowering_context) -> tuple[str, int]:

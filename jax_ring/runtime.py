@@ -69,6 +69,7 @@ STRICT_VARIABLE = "JAX_RING_STRICT"
 SHARED_GPU_VARIABLE = "JAX_RING_SHARED_GPU"
 MULTICAST_VARIABLE = "JAX_RING_MULTICAST"  # read by the CUDA engine
 ISA_VARIABLE = "JAX_RING_ISA"
+RECORDER_VARIABLE = "JAX_RING_RECORDER"
 
 
 def timeout_from(text: str) -> float:
@@ -100,6 +101,17 @@ def flag_from(variable: str, text: str, meaning: str) -> bool:
     return text == "1"
 
 
+def recorder_from(text: str) -> bool:
+    """Parses `JAX_RING_RECORDER`: whether calls are recorded.
+
+    Raises:
+      ValueError: if the text is none of 0, 1 and empty, the default.
+    """
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{RECORDER_VARIABLE} must be 0 (record no calls) or 1, the default; got {text!r}")
+    return text != "0"
+
+
 STRICT = flag_from(STRICT_VARIABLE, os.environ.get(STRICT_VARIABLE, ""), "no fallback to XLA's collectives")
 # On one GPU, processes wait for each other's time slices, so this is for tests.
 SHARED_GPU = flag_from(SHARED_GPU_VARIABLE, os.environ.get(SHARED_GPU_VARIABLE, ""), "ranks may share a GPU")
@@ -107,6 +119,9 @@ SHARED_GPU = flag_from(SHARED_GPU_VARIABLE, os.environ.get(SHARED_GPU_VARIABLE, 
 # The engine reads it. A name that it does not know would be ignored there.
 if (_isa := os.environ.get(ISA_VARIABLE, "")) not in ("", "baseline", "avx2", "avx512"):
     raise ValueError(f"{ISA_VARIABLE} must be baseline, avx2 or avx512, got {_isa!r}. Unset it for the best one.")
+
+
+RECORDER = recorder_from(os.environ.get(RECORDER_VARIABLE, ""))
 
 
 def timeout() -> float:
@@ -199,6 +214,8 @@ def _register() -> None:
     if cuda_kernels is not None:
         ffi_cuda.set_gpus(cuda_kernels.gpus())
     ffi_cuda.set_device_ids(_compat.local_gpu_ids)
+    if not RECORDER:
+        _ffi_cpu.turn_off_recorder()
     if TIMEOUT_VARIABLE in os.environ:
         seconds = timeout_from(os.environ[TIMEOUT_VARIABLE])
         _ffi_cpu.set_deadline(seconds)

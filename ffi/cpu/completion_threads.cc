@@ -52,6 +52,7 @@ void CompletionThreads::complete(RendezvousPtr rendezvous, std::optional<std::st
   pending.error = std::move(error);
   pending_.splice(pending_.end(), free_, std::prev(free_.end()));
   last_use_ = pending.last_start = Clock::now();
+  pending.rendezvous->entry.end(pending.error ? flight::State::failed : flight::State::done, nanoseconds(last_use_));
   // A completion that gets here is about to return; its thread then picks up this entry itself.
   if (!is_completion_thread) wake_worker();
   if (watcher_asleep_) {

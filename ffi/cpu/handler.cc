@@ -13,6 +13,7 @@
 
 #include "common/describe.h"
 #include "common/error_code.h"
+#include "common/flight_recorder.h"
 #include "common/hash.h"
 #include "common/trees.h"
 #include "common/xla_types.h"
@@ -45,6 +46,7 @@ struct CallSite {
   RendezvousMap rendezvous_map;
   Plan plan;
   Op op;
+  flight::RecordedCall* recorded = nullptr;
   Trees trees;
   // For groups that span several processes.
   std::shared_ptr<const std::string> text;  // for error messages
@@ -137,6 +139,20 @@ std::vector<bool> are_local(ffi::Span<const int64_t> processes) {
   return local;
 }
 
+void record(CallSite& site, std::string_view collective, ffi::Span<const int64_t> partitions,
+            ffi::Span<const int64_t> processes, ffi::Span<const int64_t> group_sizes) {
+  std::vector<flight::Members> groups;
+  size_t next = 0;
+  for (int64_t size : group_sizes) {
+    groups.push_back({{partitions.begin() + next, partitions.begin() + next + size},
+                      {processes.begin() + next, processes.begin() + next + size}});
+    next += size;
+  }
+  auto& recorder = flight::Recorder::instance();
+  site.recorded = recorder.add(*site.text, collective, std::move(groups));
+  site.rendezvous_map.record(site.recorded, recorder.memory());
+}
+
 ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
     std::string_view collective, std::string_view op, int64_t root, std::string_view algorithm, std::string_view order,
     ffi::Span<const int64_t> partitions, ffi::Span<const int64_t> processes, ffi::Span<const int64_t> group_sizes,
@@ -160,6 +176,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
       site->hash = identity_of(call, program, plan, site->op, site->algorithm, {tree_shards, tree_sizes, tree_ranks});
     }
     find_communicators(*site, partitions, processes, group_sizes, one_shot_bytes, two_shot_bytes);
+    record(*site, collective, partitions, processes, group_sizes);
     return site;
   } catch (const std::exception& error) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(error.what()));
@@ -173,6 +190,7 @@ void run_between_processes(const CallSite& site, const CrossProcessGroup& group,
   Hash hash = site.hash;
   hash.add(run).add(launch).add(message.dtype).add(one_shot);
   for (size_t count : message.counts) hash.add(count);
+  rendezvous->entry.identify(hash.value());
   rendezvous = group.communicator->submit({std::move(rendezvous), message, hash.value(), one_shot, site.text});
   if (rendezvous == nullptr) return;
   const auto has_completion = [](const Completion& done) { return static_cast<bool>(done); };
@@ -181,6 +199,13 @@ void run_between_processes(const CallSite& site, const CrossProcessGroup& group,
   }
   // The only local rank is the caller, and nothing waits on its future yet: completing it here runs no other code.
   (*std::find_if(rendezvous->done.begin(), rendezvous->done.end(), has_completion))(nullptr);
+}
+
+void note_bytes(flight::RecordedCall& call, const Message& message) {
+  if (call.bytes_per_rank.load(std::memory_order_relaxed) != 0) return;
+  size_t count = 0;
+  for (size_t of_operand : message.counts) count += of_operand;
+  call.bytes_per_rank.store(count * element_size(message.dtype), std::memory_order_relaxed);
 }
 
 // The runtime's error of a failure, from its text.
@@ -238,6 +263,7 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
       participant.inputs.push_back(input.untyped_data());
       participant.outputs.push_back(output.untyped_data());
     }
+    if (site->recorded != nullptr) note_bytes(*site->recorded, message);
     participant.done = completion_of(promise);
     auto rendezvous = site->rendezvous_map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
     if (rendezvous == nullptr) return future;

@@ -2,11 +2,16 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "common/flight_recorder.h"
+#include "common/flight_table.h"
 #include "cpu/fold_kernels.h"
 #include "cpu/fold_limit.h"
 #include "cpu/handler.h"
@@ -37,6 +42,86 @@ std::vector<std::pair<uint64_t, int>> ring_hops(bool rank_order, int num_ranks, 
     if (hop.exists()) hops.emplace_back(hop.chunk, hop.index);
   }
   return hops;
+}
+
+using CallTotals =
+    std::tuple<std::string, std::string, uint64_t, std::vector<std::vector<int64_t>>, std::vector<std::vector<int64_t>>,
+               uint64_t, uint64_t, double, double, std::vector<std::pair<uint64_t, double>>>;
+
+std::vector<CallTotals> call_statistics(bool reset) {
+  std::vector<CallTotals> all;
+  for (jax_ring::flight::RecordedCall* call : jax_ring::flight::Recorder::instance().calls()) {
+    const auto totals = call->statistics->read(reset);
+    std::vector<std::vector<int64_t>> positions, processes;
+    for (const auto& group : call->groups) {
+      positions.push_back(group.positions);
+      processes.push_back(group.processes);
+    }
+    std::vector<std::pair<uint64_t, double>> late;
+    for (const auto& of_member : totals.late) late.emplace_back(of_member.count, of_member.nanoseconds * 1e-9);
+    all.emplace_back(call->text, call->collective, call->bytes_per_rank.load(), std::move(positions),
+                     std::move(processes), totals.count, totals.failures, totals.waited * 1e-9, totals.busy * 1e-9,
+                     std::move(late));
+  }
+  return all;
+}
+
+using RecordedProcess = std::tuple<int64_t, int64_t, uint64_t, std::vector<nb::dict>>;
+
+// pid: 0 if it is not known.
+RecordedProcess records_of(int64_t pid, const jax_ring::flight::Snapshot& snapshot, int64_t now) {
+  constexpr const char* kStates[] = {"arriving", "ready", "done", "failed"};
+  std::vector<nb::dict> records;
+  for (const jax_ring::flight::Seen& seen : snapshot.records) {
+    nb::dict record;
+    const auto ago = [now](int64_t time) -> nb::object {
+      return time == 0 ? nb::none() : nb::object(nb::float_(static_cast<double>(now - time) * 1e-9));
+    };
+    record["sequence"] = seen.sequence;
+    record["id"] = seen.id;
+    record["call"] = seen.text;
+    record["group"] = seen.group;
+    record["state"] = kStates[static_cast<size_t>(seen.state) % 4];
+    record["entered_ago"] = ago(seen.entered);
+    record["ready_ago"] = ago(seen.ready);
+    record["ended_ago"] = ago(seen.ended);
+    record["arrived"] = seen.arrived;
+    record["last"] = seen.last;
+    records.push_back(std::move(record));
+  }
+  return {pid, snapshot.process, snapshot.job, std::move(records)};
+}
+
+void bind_flight_recorder(nb::module_& m) {
+  using jax_ring::flight::Recorder;
+
+  m.def(
+      "turn_off_recorder", [] { Recorder::instance().turn_off(); },
+      "Stops recording, for the calls of programs that are loaded afterwards.");
+
+  m.def("is_recording", [] { return Recorder::instance().is_on(); }, "Whether the flight recorder is on.");
+
+  m.def(
+      "flight_records",
+      [] {
+        const int64_t now = jax_ring::flight::nanoseconds_now();
+        std::vector<RecordedProcess> processes;
+        for (const auto& snapshot : Recorder::instance().read()) processes.push_back(records_of(0, snapshot, now));
+        return processes;
+      },
+      "The records of this process, then of its peers: (pid, process, job, records), the oldest record first.");
+
+  m.def(
+      "flight_table", [] { return jax_ring::flight::table_of_everything(); },
+      "The last calls of this process and its peers, side by side.");
+
+  m.def(
+      "flight_tables_of_host", [] { return jax_ring::flight::tables_of_host(); },
+      "The last calls of all processes of this user on this host, a table for each job, with its pids.");
+
+  m.def("call_statistics", &call_statistics, "reset"_a,
+        "For each call: text, collective, bytes per rank, mesh positions and processes by group, count, failures, "
+        "seconds waited, seconds busy, and by member how often it came last, and by how many seconds.");
 }
 
 }  // namespace
@@ -86,9 +171,14 @@ NB_MODULE(_ffi_cpu, m) {
 
   m.def(
       "join",
-      [](int64_t process, const std::string& token) { jax_ring::shm::Communicators::instance().join(process, token); },
+      [](int64_t process, const std::string& token) {
+        jax_ring::shm::Communicators::instance().join(process, token);
+        jax_ring::flight::Recorder::instance().join(process, token);
+      },
       "process"_a, "token"_a, nb::call_guard<nb::gil_scoped_release>(),
       "Sets the id of this process among those that share the token, which names their shared memory.");
+
+  bind_flight_recorder(m);
 
   m.def(
       "give_up_groups", [](const std::string& how) { jax_ring::shm::Communicators::instance().give_up(how); }, "how"_a,

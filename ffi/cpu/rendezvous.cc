@@ -83,6 +83,7 @@ void RendezvousPool::release(std::unique_ptr<Rendezvous> rendezvous) {
   rendezvous->outputs.clear();
   rendezvous->terms.clear();
   rendezvous->done.clear();
+  rendezvous->entry = {};
   std::lock_guard<Mutex> lock(mutex_);
   free_.push_back(std::move(rendezvous));
 }
@@ -130,6 +131,9 @@ RendezvousPtr RendezvousMap::arrive(int64_t run_id, int64_t partition, Participa
     rendezvous->inputs.resize(2 * num_operands * num_ranks);
     rendezvous->outputs.resize(num_operands * num_ranks);
     rendezvous->done.resize(num_ranks);
+    if (recorded_ != nullptr) {
+      rendezvous->entry.enter(recorded_, memory_, place.group, nanoseconds(rendezvous->start_time));
+    }
     found = open_.insert(open_.end(), std::move(rendezvous));
   }
   Rendezvous& rendezvous = **found;
@@ -142,10 +146,23 @@ RendezvousPtr RendezvousMap::arrive(int64_t run_id, int64_t partition, Participa
     rendezvous.outputs[operand * num_ranks + place.rank] = participant.outputs[operand];
   }
   rendezvous.done[place.rank] = std::move(participant.done);
-  if (++rendezvous.num_arrived < groups_.num_local(place.group)) return nullptr;
+  const int num_local = groups_.num_local(place.group);
+  ++rendezvous.num_arrived;
+  if (rendezvous.entry) record_arrival(rendezvous, place.rank, num_local);
+  if (rendezvous.num_arrived < num_local) return nullptr;
   RendezvousPtr complete = std::move(*found);
   open_.erase(found);
   return complete;
+}
+
+// Reads the clock for the last two arrivals alone: the others' order is not reported.
+void RendezvousMap::record_arrival(Rendezvous& rendezvous, int rank, int num_local) {
+  rendezvous.entry.arrive(rank);
+  if (rendezvous.num_arrived == num_local) {
+    rendezvous.entry.become_ready(rank, nanoseconds(num_local == 1 ? rendezvous.start_time : Clock::now()));
+  } else if (rendezvous.num_arrived == num_local - 1 && rendezvous.num_arrived > 1) {
+    rendezvous.entry.note_before_last(nanoseconds(Clock::now()));
+  }
 }
 
 std::vector<RendezvousPtr> RendezvousMap::remove_if(const std::function<bool(const Rendezvous&)>& predicate) {

@@ -10,12 +10,18 @@
 #include <string>
 #include <vector>
 
+#include "common/flight_recorder.h"
 #include "common/threads.h"
 #include "cpu/completion.h"
 
 namespace jax_ring::cpu {
 
 using Clock = SteadyClock;
+
+// Since the clock's epoch: what the flight recorder keeps.
+inline int64_t nanoseconds(Clock::time_point time) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
+}
 
 // One rank's contribution to a call: its operands, its results, and the callback that completes it.
 struct Participant {
@@ -34,6 +40,7 @@ struct Rendezvous {
   std::vector<void*> outputs;       // by operand, then rank
   std::vector<const void*> terms;   // by operand, then term of the tree; filled by the engine if a rank has several
   std::vector<Completion> done;     // by rank; empty for ranks that have not arrived, or are in another process
+  flight::Entry entry;              // of the flight recorder
 
   int num_ranks() const { return static_cast<int>(done.size()); }
 };
@@ -102,6 +109,12 @@ class RendezvousMap {
 
   const ReplicaGroups& groups() const { return groups_; }
 
+  // Records the calls from now on, in this memory, unless the call is null. To be called before the first arrival.
+  void record(flight::RecordedCall* call, flight::Memory* memory) {
+    recorded_ = call;
+    memory_ = memory;
+  }
+
   // Adds the participant to its rendezvous. Returns the rendezvous if it was the last rank of this process to arrive,
   // else null. The caller then owns the rendezvous and must complete every participant. Only `done` is moved from: the
   // participant's vectors stay with the caller, which may refill them for its next call.
@@ -129,8 +142,12 @@ class RendezvousMap {
                                      const OtherPlace& other_place) const;
 
  private:
+  static void record_arrival(Rendezvous& rendezvous, int rank, int num_local);
+
   const ReplicaGroups groups_;
   const std::string call_;
+  flight::RecordedCall* recorded_ = nullptr;
+  flight::Memory* memory_ = nullptr;
   const std::shared_ptr<RendezvousPool> pool_ = std::make_shared<RendezvousPool>();
   Mutex mutex_;
   std::vector<RendezvousPtr> open_;  // oldest first

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <set>
 
+#include "common/flight_table.h"
 #include "common/threads.h"
 #include "cpu/completion_threads.h"
 #include "cpu/rendezvous.h"
@@ -100,6 +101,7 @@ void Watchdog::run() {
 void Watchdog::check_deadlines() {
   std::vector<RendezvousPtr> expired;
   std::vector<std::string> reasons;
+  std::string last_calls;
   {
     std::lock_guard<std::mutex> lock(watched_mutex_);
     const auto limit = std::chrono::duration<double>(deadline());
@@ -129,7 +131,9 @@ void Watchdog::check_deadlines() {
     for (size_t i = 0; i < expired.size(); ++i) {
       reasons.push_back(maps[i]->describe_missing_ranks(
           *expired[i], limit, [&](int64_t partition) { return place_of(expired[i]->run_id, partition, maps[i]); }));
+      reasons.back() += flight::last_calls_of_missing_ranks(expired[i]->entry);
     }
+    if (!expired.empty()) last_calls = flight::table_of_ranks();
     for (size_t i = 0; i < expired.size(); ++i) record_failure(expired[i]->run_id, reasons[i]);
     // The other open rendezvous of failed executions cannot complete either. A communicator may have failed them.
     for (RendezvousMap* rendezvous_map : watched_) {
@@ -141,6 +145,8 @@ void Watchdog::check_deadlines() {
     }
     release_barriers(kDeadlinesOfBarrier * limit);
   }
+  // Before the calls fail, which may end the process at once.
+  flight::Recorder::instance().print_once(last_calls);
   for (size_t i = 0; i < expired.size(); ++i)
     CompletionThreads::instance().complete(std::move(expired[i]), std::move(reasons[i]));
 }

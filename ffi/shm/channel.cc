@@ -82,6 +82,14 @@ void Channel::signal_staged(uint32_t round, uint64_t call, bool growth) {
   ring_doorbell();
 }
 
+void Channel::post_arrival(uint32_t round, uint64_t arrival) {
+  area(self_).signals.arrivals[round % 2].store(arrival, std::memory_order_relaxed);
+}
+
+uint64_t Channel::arrival_of(int process, uint32_t round) const {
+  return area(process).signals.arrivals[round % 2].load(std::memory_order_relaxed);
+}
+
 std::optional<uint64_t> Channel::staged_word(int process, uint32_t round) const {
   const Signals& signals = area(process).signals;
   if (is_before(signals.staged.load(std::memory_order_acquire), round)) return std::nullopt;
@@ -226,6 +234,12 @@ void Channel::join() {
 }
 
 bool Channel::has_joined(int process) const { return area(process).status.pid.load(std::memory_order_acquire) != 0; }
+
+int64_t Channel::pid_of(int process) const {
+  const Status& status = area(process).status;
+  const int64_t pid = status.pid.load(std::memory_order_acquire);
+  return status.pid_namespace.load(std::memory_order_relaxed) == pid_namespace() ? pid : 0;
+}
 
 bool Channel::has_exited(int process) const {
   const Status& status = area(process).status;

@@ -82,6 +82,11 @@ class Channel {
   // The call for which a process has staged the round, if it has.
   std::optional<uint64_t> staged_call(int process, uint32_t round) const;
 
+  // When this process made the call that it stages, as of arrivals.h; to be posted before signal_staged(). Can be read
+  // of a process that has staged the round, until this one stages the next but one.
+  void post_arrival(uint32_t round, uint64_t arrival);
+  uint64_t arrival_of(int process, uint32_t round) const;
+
   void signal_results(uint32_t round);
   bool has_results(int process, uint32_t round) const;
   // Used instead in a round without results. Without it the count would fall 2^31 rounds behind the others, and then
@@ -102,6 +107,8 @@ class Channel {
   void join();
   bool has_joined(int process) const;
   bool has_exited(int process) const;
+  // Its id in this process's pid namespace; 0 if it has not joined, or is in another one.
+  int64_t pid_of(int process) const;
 
   // A count that changes with every signal of `process`, and a wait for it to change.
   uint32_t doorbell(int process) const;
@@ -111,7 +118,8 @@ class Channel {
   // Written only by the process that owns the area. Everything that is polled is in one line.
   struct alignas(128) Signals {
     Atomic<uint32_t> doorbell, staged, results, aborted;
-    Atomic<uint64_t> calls[2];  // of the latest even and odd round
+    Atomic<uint64_t> calls[2];          // of the latest even and odd round
+    std::atomic<uint64_t> arrivals[2];  // likewise; published by `staged`
   };
   // Written by the processes that wait for the owner.
   struct alignas(128) Waiters {

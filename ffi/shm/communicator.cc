@@ -14,6 +14,7 @@
 #include "common/threads.h"
 #include "cpu/completion_threads.h"
 #include "cpu/watchdog.h"
+#include "shm/arrivals.h"
 #include "shm/departures.h"
 
 namespace jax_ring::shm {
@@ -421,6 +422,8 @@ std::optional<std::string> Communicator::how_left(int process) const {
 cpu::RendezvousPtr Communicator::finish() {
   next_round_ += current_->num_rounds();
   cpu::RendezvousPtr rendezvous = current_->release();
+  if (current_->num_rounds() > 0) end_entry(rendezvous->entry, group_, *channel_, next_round_ - 1);
+  if (!std::exchange(has_opened_peers_, true)) open_peers(group_, *channel_);
   if (std::exchange(has_posted_status_, false)) channel_->post_status("");
   std::lock_guard<std::mutex> lock(mutex_);
   free_.push_back(std::move(current_));
@@ -444,12 +447,14 @@ void Communicator::post_current_call() {
 void Communicator::abort(std::string why) {
   why.insert(0, code_of_peers(why));
   std::vector<ExchangePtr> failed;
+  const LastCalls last_calls = last_calls_of(group_);  // before they count as failed
   std::optional<std::string> leaving;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!failure_) {
       leaving = leaving_;
-      failure_ = leaving_ ? "this process has left its groups of processes: it " + *leaving_ + "." : why;
+      failure_ =
+          leaving_ ? "this process has left its groups of processes: it " + *leaving_ + "." : why + last_calls.sentence;
     }
     if (current_ != nullptr) failed.push_back(std::move(current_));
     for (ExchangePtr& exchange : ready_) failed.push_back(std::move(exchange));
@@ -468,6 +473,8 @@ void Communicator::abort(std::string why) {
     channel_.reset();
     memory_.reset();
   }
+  // Before the calls fail, which may end the process at once.
+  if (!failed.empty() && !leaving) flight::Recorder::instance().print_once(last_calls.table);
   for (ExchangePtr& exchange : failed) {
     cpu::RendezvousPtr rendezvous = exchange->release();
     cpu::Watchdog::instance().record_failure(rendezvous->run_id, *failure_);

@@ -108,6 +108,7 @@ class Communicator {
   std::optional<cpu::Clock::time_point> connecting_since_;  // until the first call: it has waited as long
   std::optional<cpu::Clock::time_point> aborted_since_;     // when another process was first seen to have aborted
   bool has_posted_status_ = false;
+  bool has_opened_peers_ = false;  // of the flight recorder
 };
 
 }  // namespace jax_ring::shm

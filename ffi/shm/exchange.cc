@@ -6,6 +6,7 @@
 
 #include "cpu/float_mode.h"
 #include "ring/watch.h"
+#include "shm/arrivals.h"
 
 namespace jax_ring::shm {
 namespace {
@@ -37,6 +38,7 @@ void Exchange::begin(Call&& call) {
   }
   streaming_ = written * group_.num_ranks() > kStreamingBytes;
   num_rounds_ = 0;
+  arrival_ = arrival_of(call_.rendezvous->entry);
   restart();
 }
 
@@ -175,6 +177,7 @@ void Exchange::add_inputs(const Source& source, const Piece& piece) {
 
 void Exchange::stage(Channel& channel, uint32_t number, const Round& round) {
   unsigned char* const staging = channel.staging(group_.self(), number);
+  channel.post_arrival(number, arrival_);
   for (size_t i = 0; i < round.pieces.size(); ++i) {
     const Piece& piece = round.pieces[i];
     if (piece.owner == group_.self()) continue;

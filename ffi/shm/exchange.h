@@ -82,6 +82,7 @@ class Exchange {
   Step step_ = Step::begin;
   int peer_ = 0;  // all processes before it have arrived
   uint64_t num_steps_ = 0;
+  uint64_t arrival_ = 0;        // of this process, as of arrivals.h
   std::vector<size_t> staged_;  // by process: where the next source of a piece is staged
   std::vector<const void*> inputs_;
   std::vector<void*> outputs_;

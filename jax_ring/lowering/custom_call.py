@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 
-from jax_ring import runtime
+from jax_ring import _compat, runtime
 from jax_ring.lowering import barrier, call_sites, layout, ops, program, reach, streams, trees, tuning
 from jax_ring.lowering.service import Service, has_choice
 
@@ -88,6 +88,7 @@ def emit(
         if service.engine == "cuda":
             emit_call = partial(emit_call, lane=np.int64(streams.lane_of(ctx, stream)))
         operands = [*encoded.operands, *operands]
+        emit_call = _named_by_user(ctx, emit_call)
         if stream and not streams.of_user(ctx):
             emitted = streams.emit_on(ctx, stream, emit_call, operands, avals_out)
             call_sites.write(ctx, emitted.operation.results, caller=emitted.caller)
@@ -103,6 +104,18 @@ def emit(
             for x, blocks, aval in zip(results, avals_out, ctx.avals_out, strict=True)
         ]
     return results
+
+
+def _named_by_user(ctx, emit_call):
+    """Emits the same call, with a name that tells in a profile which part of the user's program it serves."""
+    function = _compat.function_name(ctx.primitive)
+    name = f"{user}.{function}" if (user := _compat.user_name(ctx).replace("/", ".")) else function
+
+    def emit_named(*operands):
+        with _compat.location_named(ctx, name):
+            return emit_call(*operands)
+
+    return emit_named
 
 
 def describe(ctx, function: str, axes, axis_index_groups) -> str:

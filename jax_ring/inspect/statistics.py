@@ -1,0 +1,138 @@
+"""How often each call ran, how long that took, and which ranks came last: the table of stragglers."""
+
+import collections
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jax_ring import _ffi_cpu
+
+# By kind: the bus bandwidth, in units of a rank's operand per second, in a group of p ranks, as nccl-tests defines it:
+# what each rank would send in a ring.
+_BUS_FACTORS = {
+    "all_reduce": lambda p: 2 * (p - 1) / p,
+    "reduce_scatter": lambda p: (p - 1) / p,
+    "all_gather": lambda p: p - 1,
+    "reduce": lambda p: 1,
+    "broadcast": lambda p: 1,
+}
+
+
+@dataclass(frozen=True)
+class Late:
+    """A rank that came last.
+
+    Attributes:
+      process: its process.
+      position: its mesh position.
+      count: how many calls it was the last to make.
+      seconds: by how much it was later there than the one before it, over all these calls. Between processes, than the
+        last rank of the process before it.
+    """
+
+    process: int
+    position: int
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CallStatistics:
+    """A call of a program, over all its executions.
+
+    Attributes:
+      call: what is called, with dtype, shape and axis, and where in the program.
+      kind: all_reduce, reduce_scatter, all_gather, reduce or broadcast.
+      num_ranks: the number of ranks in the largest of its groups.
+      count: how often it was done. Each group that has ranks in this process counts.
+      failures: how often it failed.
+      bytes_per_rank: the bytes of a rank's operands.
+      waited: seconds from the arrival of the first rank of this process to that of the last rank of all, over all
+        executions.
+      busy: seconds from there to the end.
+      late: the ranks that came last, the one with the most seconds first.
+    """
+
+    call: str
+    kind: str
+    num_ranks: int
+    count: int
+    failures: int
+    bytes_per_rank: int
+    waited: float
+    busy: float
+    late: tuple[Late, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of a rank's operands, over all executions."""
+        return self.count * self.bytes_per_rank
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes per second, as nccl-tests defines it, without the time in which ranks waited; 0 before the first."""
+        return _BUS_FACTORS[self.kind](self.num_ranks) * self.bytes / self.busy if self.busy else 0.0
+
+
+class Statistics(NamedTuple):
+    """What `statistics()` returns. Printed, it is two tables.
+
+    Attributes:
+      calls: the calls that have run, the one that has taken the most time first.
+      late: the ranks that came last, over all calls, the one with the most seconds first: the stragglers.
+    """
+
+    calls: tuple[CallStatistics, ...]
+    late: tuple[Late, ...]
+
+    def __str__(self) -> str:
+        if not self.calls:
+            return "jax_ring: no calls on CPU devices have been recorded.\n"
+        titles = f"{'count':>9} {'failed':>6} {'ranks':>5} {'bytes/rank':>12} {'busy s':>9} {'waited s':>9}"
+        lines = [f"{titles} {'bus GB/s':>9}  call"]
+        lines += [
+            f"{each.count:>9} {each.failures:>6} {each.num_ranks:>5} {each.bytes_per_rank:>12} {each.busy:>9.3f} "
+            f"{each.waited:>9.3f} {each.bus_bandwidth / 1e9:>9.3f}  {each.call}"
+            for each in self.calls
+        ]
+        lines += ["", f"{'process':>9} {'position':>9} {'came last':>10} {'by s':>9} {'by us each':>11}"]
+        lines += [
+            f"{late.process:>9} {late.position:>9} {late.count:>10} {late.seconds:>9.3f} "
+            f"{late.seconds / late.count * 1e6:>11.1f}"
+            for late in self.late
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def statistics(*, reset: bool = False) -> Statistics:
+    """What the calls on CPU devices of this process have done since it began, and who was late.
+
+    Every process has its own view of the calls that it takes part in. The ranks of one process that come last by a few
+    microseconds are those that the runtime starts last; look at the seconds, not at the count.
+
+    Args:
+      reset: whether to count anew from now on, for example after the first steps, which compile.
+    """
+    calls = []
+    counts: collections.Counter[tuple[int, int]] = collections.Counter()  # by process and mesh position
+    seconds: collections.defaultdict[tuple[int, int], float] = collections.defaultdict(float)
+    for call, kind, size, positions, processes, count, failures, waited, busy, late in _ffi_cpu.call_statistics(reset):
+        if not count and not failures:
+            continue
+        members = [
+            member
+            for group in zip(processes, positions, strict=True)
+            for member in zip(*group, strict=True)
+        ]  # fmt: skip
+        ranks = [Late(*member, *by) for member, by in zip(members, late, strict=True) if by[0]]
+        for rank in ranks:
+            counts[rank.process, rank.position] += rank.count
+            seconds[rank.process, rank.position] += rank.seconds
+        largest = max(map(len, positions))
+        calls.append(CallStatistics(call, kind, largest, count, failures, size, waited, busy, _slowest_first(ranks)))
+    calls.sort(key=lambda each: each.waited + each.busy, reverse=True)
+    late_ranks = [Late(*rank, count, seconds[rank]) for rank, count in counts.items()]
+    return Statistics(tuple(calls), _slowest_first(late_ranks))
+
+
+def _slowest_first(ranks: list[Late]) -> tuple[Late, ...]:
+    return tuple(sorted(ranks, key=lambda rank: rank.seconds, reverse=True))
