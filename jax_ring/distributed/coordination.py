@@ -76,7 +76,6 @@ class _WithoutService:
 
 
 def main() -> None:
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors only; jaxlib reads it when it is imported
     from jaxlib import _jax  # noqa: F401  # the slow part, done before the command comes
 
     if line := sys.stdin.readline():

@@ -20,6 +20,7 @@ class Service:
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, process_group=0,  # Ctrl-C on a terminal must not reach it
+            env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2"},  # errors only
         )  # fmt: skip
         assert self._process.stderr is not None
         self._copying = asyncio.create_task(output.copy(self._process.stderr, True, "[coordinator]", 0, None))
