@@ -132,7 +132,7 @@ class Control:
         """Whether the launcher wants the members to leave at their next commit. Never blocks."""
         if self._lock.acquire(blocking=False):  # else another thread waits for a reply
             try:
-                while select.select([self._connection], [], [], 0)[0]:
+                while b"\n" in self._received or select.select([self._connection], [], [], 0)[0]:
                     self._receive()
             finally:
                 self._lock.release()

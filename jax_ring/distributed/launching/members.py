@@ -96,4 +96,5 @@ class Membership:
         """The generation has been formed."""
         self.generation += 1
         self.members = list(formation.members)
-        self.waiting.clear()
+        for process in formation.members + formation.spares:
+            del self.waiting[process]  # others may have come meanwhile
