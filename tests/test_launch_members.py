@@ -3,6 +3,7 @@
 import os
 import pathlib
 import signal
+import socket
 
 import pytest
 from launches import assert_gone, pids, run, start
@@ -208,3 +209,18 @@ class TestMembership:
             members.left(0, 1, "")
         with pytest.raises(ValueError, match="the generation is 0"):
             members.left(0, -1, "")
+
+
+def test_a_message_that_comes_with_a_reply_counts():
+    here, there = socket.socketpair()
+    with here, there:
+        launcher = control.Control(here)
+        there.sendall(control.encode({"done": True}) + control.encode({"change_pending": True}))
+        launcher.enlist(min_processes=1)
+        assert launcher.change_pending()
+        there.sendall(control.encode({"error": "too few"}))
+        with pytest.raises(RuntimeError, match=r"jax_ring\.launch: too few"):
+            launcher.next_generation(0, "")
+        there.close()
+        with pytest.raises(RuntimeError, match="the launcher has ended"):
+            launcher.change_pending()

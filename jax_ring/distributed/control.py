@@ -181,7 +181,10 @@ class Control:
     def _receive(self) -> dict[str, Any] | None:
         """Waits for a message. Returns it if it is a reply; takes note of the others."""
         while b"\n" not in self._received:
-            chunk = self._connection.recv(1 << 16)
+            try:
+                chunk = self._connection.recv(1 << 16)
+            except ConnectionError:
+                chunk = b""
             if not chunk:
                 raise RuntimeError("the launcher has ended: it has closed its connection to this process")
             self._received += chunk
