@@ -96,6 +96,32 @@ except RuntimeError as error:
     assert err.splitlines()[-1].endswith("was killed by SIGKILL")
 
 
+def test_one_that_dies_before_it_connects_does_not_end_the_others(script):
+    """Clients of JAX's service wait for all to connect, and would abort their processes in the end."""
+    path = script(
+        ELASTIC
+        + """
+from jaxlib import _jax
+launcher.enlist(min_processes=1)
+member = launcher.next_generation(0, "for a test")
+if member.process_id == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+client = _jax.get_distributed_runtime_client(
+    member.coordinator, member.process_id, init_timeout=30, shutdown_on_destruction=False
+)
+client.connect()
+while not launcher.change_pending():
+    time.sleep(0.01)
+member = launcher.next_generation(1, "process 1 has died")
+print(member.generation, member.process_id, member.num_processes, flush=True)
+os._exit(0)
+"""
+    )
+    status, out, err = run("-n", "3", path, env={"TF_CPP_MIN_LOG_LEVEL": "2"})
+    assert status == 0, err
+    assert out == ["[0] 2 0 2", "[2] 2 1 2"]
+
+
 def test_what_is_refused(script):
     path = script(
         ELASTIC
@@ -105,6 +131,8 @@ def error_of(function, *arguments, **options):
         function(*arguments, **options)
     except RuntimeError as error:
         print(error)
+if rank == "1":
+    sys.exit()
 error_of(launcher.next_generation, 0, "")
 error_of(launcher.enlist, min_processes=3)
 error_of(launcher.enlist, min_processes=2, multiple_of=1)
@@ -152,7 +180,9 @@ class TestMembership:
         self.left(members, [2])
         assert members.decide(0) is None  # process 1 has not left
         assert members.members_left_over() == [1]
+        assert members.is_change_pending()  # for process 1, which may wait for the dead one in vain
         self.left(members, [1])
+        assert not members.is_change_pending()
         assert members.decide(1) == Formation((1, 2), ())
         self.left(members, [3])  # while the generation is being formed
         members.form(Formation((1, 2), ()))
@@ -183,6 +213,9 @@ class TestMembership:
         assert members.is_change_pending()  # 4 divides 4
         members.ended(3)
         assert not members.is_change_pending()
+        members.ended(0)
+        members.ended(2, is_failure=False)
+        assert not members.is_change_pending()  # nobody is left to leave
 
     def test_too_few(self):
         members = Membership([0, 1, 2], 2, None)

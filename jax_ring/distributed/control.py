@@ -129,7 +129,13 @@ class Control:
         return member
 
     def change_pending(self) -> bool:
-        """Whether the launcher wants the members to leave at their next commit. Never blocks."""
+        """Whether the launcher wants the members to leave at their next commit. Never blocks.
+
+        It does when a process waits to join, and when a member has died. An error may tell of the latter earlier.
+
+        Raises:
+          RuntimeError: if the launcher has ended.
+        """
         if self._lock.acquire(blocking=False):  # else another thread waits for a reply
             try:
                 while b"\n" in self._received or select.select([self._connection], [], [], 0)[0]:
