@@ -124,6 +124,21 @@ def join_processes(process: int, token: str, publish, fetch) -> None:
     ffi_cuda.set_process(process, publish, fetch)
 
 
+def leave_processes(reason: str) -> None:
+    """Makes the engines forget the other processes. Those that wait for this one get an error with the reason.
+
+    `join_processes` starts anew.
+    """
+    _ffi_cpu.join(0, "")  # without a token there are no groups
+    ffi_cuda.forget_groups()
+    # The means of reaching the others hold the client of the distributed runtime.
+    ffi_cuda.set_process(0, _no_other_processes, _no_other_processes)
+
+
+def _no_other_processes(*args) -> None:
+    raise RuntimeError("this process has left the others, and has not joined new ones yet")
+
+
 def forget_gpu_groups() -> None:
     """Drops all GPU groups, so that programs compiled afterwards form new ones. Call it after a GPU call has failed.
 

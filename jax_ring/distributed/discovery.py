@@ -75,6 +75,13 @@ def publish() -> _Membership | None:
         return _membership
 
 
+def forget() -> None:
+    """Drops the membership, and with it the client of a distributed runtime that this process leaves."""
+    global _membership
+    with _lock:
+        _membership = None
+
+
 def _current_membership() -> _Membership:
     _compat.distributed_client()  # raises an error with advice if there is no runtime
     membership = publish()
