@@ -10,6 +10,7 @@ import time
 import pytest
 
 from jax_ring.distributed import launcher
+from jax_ring.distributed.launching import environment
 
 # Background jobs of a shell ignore SIGINT, and child processes inherit that.
 COMMAND = ["env", "--default-signal=INT", sys.executable, "-P", "-m", "jax_ring.launch"]
@@ -214,5 +215,5 @@ def test_help_says_what_it_does(capsys):
 
 
 def test_ports_differ():
-    with launcher.reserved_port() as one, launcher.reserved_port() as other:
+    with environment.reserved_port() as one, environment.reserved_port() as other:
         assert one != other

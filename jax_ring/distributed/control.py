@@ -18,6 +18,7 @@ JOIN_VARIABLE = "JAX_RING_JOIN"
 RESTART_VARIABLE = "JAX_RING_RESTART"
 # How long a failing process waits for the launcher to take its report.
 _REPORT_SECONDS = 2.0
+_MESSAGE_LENGTH = 8000  # of a report, in characters; more would not fit into a line that the launcher reads
 
 
 class Member(NamedTuple):
@@ -120,9 +121,9 @@ class Control:
           RuntimeError: if there will be no generation with this process, with the launcher's reason.
         """
         with self._lock:
-            self._change_pending = False
             self._send({"do": "next_generation", "after": after, "reason": reason})
             member = Member(*self._reply()["member"])
+            self._change_pending = False  # what came before the reply was about the last generation
         if member.process_id >= 0:
             os.environ.update(member.variables())
         return member
@@ -137,10 +138,11 @@ class Control:
                 self._lock.release()
         return self._change_pending
 
-    def report_failure(self, error_type: str, message: str, caused_by: int | None) -> None:
+    @classmethod
+    def report_failure(cls, error_type: str, message: str, caused_by: int | None) -> None:
         """Reports an exception of which this process is about to die.
 
-        It waits until the launcher has it, but no longer than 2 s, and never raises an error.
+        It needs no connection, waits until the launcher has it, but no longer than 2 s, and never raises an error.
 
         Args:
           error_type: the exception's type.
@@ -149,12 +151,14 @@ class Control:
             None if it is this process's own.
         """
         try:
-            own = type(self).connect()  # another thread may hold this connection while it waits for a generation
+            own = cls.connect()  # another thread may hold a connection while it waits for a generation
         except RuntimeError:
             return
         try:
             own._connection.settimeout(_REPORT_SECONDS)
-            own._send({"do": "report", "type": error_type, "message": message, "caused_by": caused_by})
+            own._send(
+                {"do": "report", "type": error_type, "message": message[:_MESSAGE_LENGTH], "caused_by": caused_by}
+            )
             own._reply()
         except (RuntimeError, OSError):
             pass

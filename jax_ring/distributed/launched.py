@@ -9,11 +9,27 @@ import functools
 import importlib.abc
 import importlib.util
 import os
+import re
 import runpy
 import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+# Errors of jax_ring name the process that others waited for in this form. See blamed_process.
+_OTHER_PROCESS = re.compile(r"[Pp]rocess (\d+) \(rank")
+_OF_ANOTHER = re.compile(r"jax_ring\.launch:|Gloo|Connection closed by peer|distributed service detected fatal errors")
+
+
+def load_beside(name: str):
+    """Loads a file of this folder that imports nothing of the package."""
+    spec = importlib.util.spec_from_file_location(
+        f"_jax_ring_{name}", os.path.join(os.path.dirname(__file__), f"{name}.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def die_with_parent(launcher_pid: int) -> None:
@@ -27,19 +43,36 @@ def die_with_parent(launcher_pid: int) -> None:
         raise SystemExit(128 + signal.SIGKILL)
 
 
-def with_environment_defaults(initialize):
-    """`jax.distributed.initialize`, with the number of processes and the process id taken from the environment.
+def join() -> None:
+    """Waits until this process, which was started in the place of another, is a member of an elastic job."""
+    connection = load_beside("control").Control.connect()
+    try:
+        member = connection.next_generation(-1, "it has been started")
+        while member.process_id < 0:
+            member = connection.next_generation(member.generation, "it was a spare")
+    finally:
+        connection.close()
 
-    JAX itself reads only the coordinator's address and the local device ids from there.
+
+def with_environment_defaults(initialize):
+    """`jax.distributed.initialize`, for a coordination service that the launcher hosts.
+
+    The number of processes and the process id are taken from the environment. JAX itself reads only the coordinator's
+    address and the local device ids from there. With another coordinator, process 0 starts a service as usual.
     """
 
     @functools.wraps(initialize)
     def initialize_with_defaults(coordinator_address=None, num_processes=None, process_id=None, *rest, **options):
+        if os.environ.pop("JAX_RING_JOIN", None):
+            join()
         if num_processes is None:
             num_processes = int(os.environ["JAX_NUM_PROCESSES"])
         if process_id is None:
             process_id = int(os.environ["JAX_PROCESS_ID"])
-        return initialize(coordinator_address, num_processes, process_id, *rest, **options)
+        if coordinator_address not in (None, os.environ["JAX_COORDINATOR_ADDRESS"]):
+            return initialize(coordinator_address, num_processes, process_id, *rest, **options)
+        with load_beside("coordination").without_service():
+            return initialize(coordinator_address, num_processes, process_id, *rest, **options)
 
     return initialize_with_defaults
 
@@ -64,14 +97,46 @@ class InitializePatcher(importlib.abc.MetaPathFinder):
         return spec
 
 
-def main(launcher_pid: str, *command: str) -> None:
+def blamed_process(error: BaseException | None) -> int | None:
+    """The process whose failure has caused an exception; -1 if another one that is not known; None if it is this one.
+
+    The causes and contexts of the exception count as well.
+    """
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        text = str(error)
+        if match := _OTHER_PROCESS.search(text):
+            return int(match.group(1))
+        if _OF_ANOTHER.search(text):
+            return -1
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def report(error: BaseException) -> None:
+    """Tells the launcher of an exception of which this process dies."""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    load_beside("control").Control.report_failure(name, str(error), blamed_process(error))
+
+
+def main(launcher_pid: str, kind: str, *command: str) -> None:
     die_with_parent(int(launcher_pid))
     sys.meta_path.insert(0, InitializePatcher())
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # as on a terminal
     sys.argv[:] = command
-    # As Python does for a script.
-    sys.path.insert(0, os.path.dirname(os.path.realpath(command[0])))
-    runpy.run_path(command[0], run_name="__main__")
+    try:
+        # The first place to import from is what Python uses for a script or a module.
+        if kind == "module":
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.realpath(command[0])))
+            runpy.run_path(command[0], run_name="__main__")
+    except Exception as error:
+        report(error)
+        raise
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""The parts of `jax_ring.launch`. None of them imports JAX."""

@@ -1,0 +1,99 @@
+"""Who is a member of an elastic job: decides when a generation is formed, of which processes, and who is overdue."""
+
+from typing import NamedTuple
+
+
+class Formation(NamedTuple):
+    """A generation: the launcher's numbers of its members, by process index, and of the spares."""
+
+    members: tuple[int, ...]
+    spares: tuple[int, ...]
+
+
+class Refusal(NamedTuple):
+    """There will be no other generation."""
+
+    reason: str
+
+
+class Membership:
+    """The processes of an elastic job. It holds no process and reads no clock.
+
+    Attributes:
+      generation: the number of the generation.
+      members: the launcher's numbers of its members, by process index, also of those that have ended.
+      alive: all processes that are running, among them those that start and have never been members.
+      waiting: those that wait for the next generation, with their reasons.
+    """
+
+    def __init__(self, members: list[int], min_processes: int, multiple_of: int | None) -> None:
+        self.generation = 0
+        self.members = list(members)
+        self.alive = set(members)
+        self.waiting: dict[int, str] = {}
+        self.min_processes, self.multiple_of = min_processes, multiple_of
+
+    def size(self, candidates: int) -> int:
+        """How many of so many processes can be members."""
+        if self.multiple_of is None:
+            return candidates
+        return max((d for d in range(1, candidates + 1) if self.multiple_of % d == 0), default=0)
+
+    def started(self, process: int) -> None:
+        self.alive.add(process)
+
+    def ended(self, process: int) -> None:
+        self.alive.discard(process)
+        self.waiting.pop(process, None)
+
+    def left(self, process: int, after: int, reason: str) -> None:
+        """A process has left a generation, or was in none (-1), and waits for the next.
+
+        Raises:
+          ValueError: if it cannot have been in that generation.
+        """
+        if after > self.generation or (process in self.members and after != self.generation):
+            raise ValueError(f"next_generation(after={after}): the generation is {self.generation}")
+        self.waiting[process] = reason
+
+    def members_left_over(self) -> list[int]:
+        """The members that are running and have not left the generation."""
+        return [process for process in self.members if process in self.alive and process not in self.waiting]
+
+    def is_leaving(self) -> bool:
+        """Whether some members have left the generation and others are to follow."""
+        return any(process in self.waiting for process in self.members)
+
+    def is_change_pending(self) -> bool:
+        """Whether there would be more members if the generation were formed anew."""
+        members = self.members_left_over()
+        if not members or self.is_leaving():
+            return False
+        return self.size(len(members) + len(self.waiting)) > len(members)
+
+    def decide(self, to_come: int) -> Formation | Refusal | None:
+        """What is to be done now; None to wait.
+
+        to_come: how many processes will still be started, beside those that are running.
+        """
+        if not self.waiting or self.members_left_over():
+            return None
+        survivors = [process for process in self.members if process in self.waiting]
+        candidates = survivors + sorted(set(self.waiting) - set(survivors))
+        to_come += len(self.alive - set(self.waiting))
+        if not survivors and to_come:
+            return None  # nobody has a state to keep, so that nothing is gained by an early start
+        count = self.size(len(candidates))
+        if count >= self.min_processes:
+            return Formation(tuple(candidates[:count]), tuple(candidates[count:]))
+        if to_come:
+            return None
+        return Refusal(
+            f"{len(candidates)} processes are left, of which {count} can be members; it needs {self.min_processes}"
+        )
+
+    def form(self, formation: Formation) -> None:
+        """The generation has been formed."""
+        self.generation += 1
+        self.members = list(formation.members)
+        self.waiting.clear()

@@ -1,0 +1,218 @@
+"""The output of processes: labeled whole lines, written by threads so that a blocked reader blocks nothing else."""
+
+import asyncio
+import collections
+import contextlib
+import os
+import re
+import select
+import threading
+from collections.abc import Callable, Iterator
+from typing import IO, TextIO
+
+_COLORS = (36, 33, 32, 35, 34, 31)
+# A writer with more than this queued takes no more from the processes, which then wait in their own writes.
+_QUEUE_BYTES = 1 << 20
+# After a pause of this length, a progress bar's last state is shown.
+_PAUSE_SECONDS = 0.1
+_ERASE_REST = b"\x1b[K"  # of the terminal's line, where a longer state of a progress bar may have been
+# A \r at the end of what has been read may be the first half of \r\n.
+_LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
+
+
+class Writer:
+    """A thread that writes to files which may block. The process does not wait for it when it exits.
+
+    Everything is called in the event loop's thread, except `_run`.
+    """
+
+    def __init__(self, name: str, on_error: Callable[[int, OSError], None]) -> None:
+        """on_error: called in the event loop with a file and why it could not be written; later output is dropped."""
+        self._loop = asyncio.get_running_loop()
+        self._on_error = on_error
+        self._changed = threading.Condition()
+        self._queue: collections.deque[tuple[int, bytes]] = collections.deque()  # file descriptor, data
+        self._queued = 0  # bytes, with those that are being written
+        self._room, self._empty = asyncio.Event(), asyncio.Event()
+        self._room.set()
+        self._empty.set()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def put(self, file: int, data: bytes) -> None:
+        """Queues data for a file. Never blocks."""
+        with self._changed:
+            self._queue.append((file, data))
+            self._queued += len(data)
+            self._empty.clear()
+            if self._queued > _QUEUE_BYTES:
+                self._room.clear()
+            self._changed.notify()
+
+    def is_busy(self) -> bool:
+        """Whether there is something left to write."""
+        return not self._empty.is_set()
+
+    async def room(self) -> None:
+        """Waits until there is little in the queue."""
+        await self._room.wait()
+
+    async def emptied(self) -> None:
+        """Waits until everything has been written."""
+        await self._empty.wait()
+
+    def _run(self) -> None:
+        broken: set[int] = set()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue)
+                file, data = self._queue.popleft()
+            if file not in broken:
+                try:
+                    _write_all(file, data)
+                except OSError as error:
+                    broken.add(file)
+                    self._call(self._on_error, file, error)
+            with self._changed:
+                self._queued -= len(data)
+                if self._queued <= _QUEUE_BYTES // 2:
+                    self._call(self._set_events)
+
+    def _set_events(self) -> None:
+        with self._changed:
+            if self._queued <= _QUEUE_BYTES // 2:
+                self._room.set()
+            if not self._queued:
+                self._empty.set()
+
+    def _call(self, function: Callable, *arguments) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _write_all(file: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[os.write(file, left) :]
+        except BlockingIOError:  # another program has made the file non-blocking
+            select.select([], [file], [])
+
+
+class Lines:
+    """Cuts a stream of bytes into lines, and into states of progress bars, which end with \\r or a pause."""
+
+    def __init__(self) -> None:
+        self._partial = bytearray()
+        self._shown = b""  # the last state since the last newline
+        self._is_bar = False  # whether there was a \r since the last newline
+
+    def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Adds data; yields (text, end) of what is complete, where `end` is a newline, or \\r for a state."""
+        held = self._partial.endswith(b"\r")
+        if not held and b"\n" not in data and b"\r" not in data:
+            self._partial += data
+            return
+        searched = len(self._partial) - held
+        text, start = bytes(self._partial) + data, 0
+        for match in _LINE_END.finditer(text, searched):
+            piece, start = text[start : match.start()], match.end()
+            if match.group() == b"\r":
+                self._is_bar = True
+                yield from self._state(piece)
+            else:
+                yield piece or self._shown, b"\n"  # a newline alone leaves the bar's last state on its line
+                self._shown, self._is_bar = b"", False
+        self._partial = bytearray(text[start:])
+
+    def is_waiting(self) -> bool:
+        """Whether `pause` has something to show."""
+        is_bar = self._is_bar or self._partial.endswith(b"\r")
+        return is_bar and bytes(self._partial.removesuffix(b"\r")) not in (b"", self._shown)
+
+    def pause(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yields the state that a progress bar has after its last \\r, when no more data comes for a while."""
+        yield from self._state(bytes(self._partial.removesuffix(b"\r")))
+
+    def end(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yields an unfinished line."""
+        if last := bytes(self._partial.removesuffix(b"\r")) or self._shown:
+            yield last, b"\n"
+
+    def _state(self, piece: bytes) -> Iterator[tuple[bytes, bytes]]:
+        if piece and piece != self._shown:
+            self._shown = piece
+            yield piece, b"\r"
+
+
+class Output:
+    """Where everything goes that the processes and the launcher write.
+
+    on_closed: called when the reader of standard output or standard error has exited.
+    """
+
+    def __init__(self, stdout: TextIO | None, stderr: TextIO | None, on_closed: Callable[[], None]) -> None:
+        self._on_closed = on_closed
+        self._files = [stream.fileno() if stream else os.open(os.devnull, os.O_WRONLY) for stream in (stdout, stderr)]
+        self._is_terminal = [os.isatty(file) for file in self._files]
+        self._logs = Writer("log files", self._failed)
+        self._writers = [Writer("standard output", self._failed)]
+        # Two threads that write to one pipe would mix their lines.
+        is_same = os.path.sameopenfile(*self._files)
+        self._writers.append(self._writers[0] if is_same else Writer("standard error", self._failed))
+
+    def log(self, text: str) -> None:
+        """Writes a message of the launcher. Never blocks."""
+        self._writers[1].put(self._files[1], f"jax_ring.launch: {text}\n".encode())
+
+    async def copy(self, stream: IO[bytes], to_stderr: bool, label: str, color: int, log: int | None) -> None:
+        """Copies lines from a pipe to its end, each with a label; `log` is a file that gets them without."""
+        out, writer = self._files[to_stderr], self._writers[to_stderr]
+        prefix, erase = f"{label} ".encode(), b""
+        if self._is_terminal[to_stderr]:
+            erase = _ERASE_REST
+            if not os.environ.get("NO_COLOR"):
+                prefix = f"\x1b[{_COLORS[color % len(_COLORS)]}m{label}\x1b[0m ".encode()
+        reader, lines = asyncio.StreamReader(), Lines()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), stream
+        )
+
+        def show(pieces: Iterator[tuple[bytes, bytes]]) -> None:
+            if text := b"".join(prefix + piece + erase + end for piece, end in pieces):
+                writer.put(out, text)
+
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(_PAUSE_SECONDS if lines.is_waiting() else None):
+                        chunk = await reader.read(1 << 16)
+                except TimeoutError:
+                    show(lines.pause())
+                    continue
+                if not chunk:
+                    break
+                show(lines.feed(chunk))
+                if log is not None:
+                    self._logs.put(log, chunk)
+                    await self._logs.room()
+                await writer.room()
+        finally:
+            show(lines.end())
+            transport.close()
+
+    def is_idle(self) -> bool:
+        """Whether nothing waits to be written."""
+        return not any(writer.is_busy() for writer in (*self._writers, self._logs))
+
+    async def written(self) -> None:
+        """Waits until everything that was copied or logged has been written."""
+        for writer in {*self._writers, self._logs}:
+            await writer.emptied()
+
+    def _failed(self, file: int, error: OSError) -> None:
+        if isinstance(error, BrokenPipeError) and file in self._files:
+            # A program without a launcher would die of SIGPIPE.
+            self._on_closed()
+        elif file != self._files[1]:
+            name = {self._files[0]: "standard output"}.get(file, "a log file")
+            self.log(f"cannot write to {name}: {error}. The rest of its output is lost")
