@@ -1,13 +1,11 @@
 """Checks that all processes make the same calls, by comparing descriptions in the key-value store."""
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
 from jax_ring import _compat, runtime
-
-_calls = itertools.count()
+from jax_ring.distributed import discovery
 
 Exchange = tuple[Callable, Callable]  # publish(key, bytes), and fetch(key), which blocks
 
@@ -25,7 +23,7 @@ def check_agreement(function: str, description: str) -> None:
     if len(processes) == 1 or jax.sharding.get_abstract_mesh().size != jax.device_count():
         return
     exchange = _compat.key_value_store(runtime.timeout())
-    compare(function, description, exchange, f"jax_ring/call/{next(_calls)}", jax.process_index(), processes)
+    compare(function, description, exchange, f"jax_ring/call/{discovery.next_comparison("")}", jax.process_index(), processes)
 
 
 def compare(

@@ -24,8 +24,9 @@ class _Membership:
       client: the client of the runtime, kept to recognise a later runtime by its other client.
       hosts: the known host ids, by process.
       gpus: the known GPUs, by process. Has this process from when they are published.
-      lowerings: counters of the modules lowered so far, by module name. They restart with each runtime, because the
-        other processes of a later runtime may have just been started.
+      lowerings: counters of the modules lowered so far, by module name.
+      comparisons: counters of what has been compared between processes, by name. Both restart with each runtime, because
+        the other processes of a later runtime may have just been started.
     """
 
     def __init__(self, client) -> None:
@@ -34,6 +35,7 @@ class _Membership:
         self.hosts = {process: _own_host()}
         self.gpus: dict[int, Gpus] = {}
         self.lowerings: dict[str, itertools.count] = collections.defaultdict(itertools.count)
+        self.comparisons: dict[str, itertools.count] = collections.defaultdict(itertools.count)
         put, get = _compat.key_value_store(runtime.timeout())
         put(_host_key(process), self.hosts[process].encode())
         # The first process to publish a token wins. Shared resources are named by it, so other programs must not
@@ -155,6 +157,11 @@ def _fetch(key: str, process: int, what: str, advice: str, timeout: float) -> by
 def next_lowering(module: str) -> int:
     """The number of modules of that name that this process has lowered before, in programs of several processes."""
     return next(_current_membership().lowerings[module])
+
+
+def next_comparison(name: str) -> int:
+    """How often this process has compared something of that name with the others, in programs of several processes."""
+    return next(_current_membership().comparisons[name])
 
 
 def _host_key(process: int) -> str:

@@ -18,6 +18,8 @@ from jax_ring.elastic.failures import Leave
 logger = logging.getLogger("jax_ring")
 
 _SLICE_SECONDS = 0.2
+# All processes enter a generation at the same time, so that one which takes longer has died, or is stopped.
+_ENTRY_SECONDS = 20.0
 # A process that has waited this long for the others asks the launcher whether one has died. Not at once: a new process
 # may be waiting to join, which is no reason to leave before the next commit.
 _PATIENCE_SECONDS = 1.0
@@ -77,7 +79,7 @@ class Generation:
                 return get(f"jax_ring/elastic/{key}")
             except jax.errors.JaxRuntimeError:
                 waited = time.monotonic() - began
-                if waited > runtime.timeout():
+                if waited > min(runtime.timeout(), _ENTRY_SECONDS):
                     raise
                 if waited > _PATIENCE_SECONDS and self.change_pending():
                     raise Leave("another process has ended before it had entered the generation") from None

@@ -53,6 +53,8 @@ def restore(
     """
     own = {str(snapshot.number): Have(snapshot.num_processes, snapshot.held) for snapshot in snapshots}
     posted = generation.post(own)
+    # Now that all are here, start the backend together: it waits for all processes.
+    _ = generation.exchange
     known = [{int(number): Have(*have) for number, have in haves.items()} for haves in posted]
     newest = [max(haves) for haves in known if haves]
     newcomers = generation.num_processes - len(newest)
