@@ -375,6 +375,23 @@ def key_value_store(timeout_s: float) -> tuple:
     return client.key_value_set_bytes, lambda key: client.blocking_key_value_get_bytes(key, int(timeout_s * 1000))
 
 
+def put_value(client, key: str, value: str) -> bool:
+    """Publishes a value in the key-value store of a distributed runtime. Returns whether the store took it."""
+    try:
+        client.key_value_set(key, value)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+def value_of(client, key: str) -> str | None:
+    """The value of a key in the store of a distributed runtime, if it can be had at once."""
+    try:
+        return client.key_value_try_get(key)
+    except jax.errors.JaxRuntimeError:
+        return None
+
+
 def publish_once(key: str, value: str) -> str:
     """Publishes a value unless the key has one already. Returns the value of the key, without blocking."""
     client = distributed_client()

@@ -124,12 +124,9 @@ def join_processes(process: int, token: str, publish, fetch) -> None:
     ffi_cuda.set_process(process, publish, fetch)
 
 
-def leave_processes(reason: str) -> None:
-    """Makes the engines forget the other processes. Those that wait for this one get an error with the reason.
-
-    `join_processes` starts anew.
-    """
-    _ffi_cpu.join(0, "")  # without a token there are no groups
+def leave_processes() -> None:
+    """Makes the engines forget the other processes, until `join_processes`. Call it when no program is running."""
+    leave_groups()
     ffi_cuda.forget_groups()
     # The means of reaching the others hold the client of the distributed runtime.
     ffi_cuda.set_process(0, _no_other_processes, _no_other_processes)
@@ -137,6 +134,45 @@ def leave_processes(reason: str) -> None:
 
 def _no_other_processes(*args) -> None:
     raise RuntimeError("this process has left the others, and has not joined new ones yet")
+
+
+def give_up_groups(how: str) -> None:
+    """Fails all calls between processes, now and in future, here and in the others, which hear how this one has left.
+
+    how: a predicate, such as "raised ValueError: bad batch".
+    """
+    _ffi_cpu.give_up_groups(how)
+
+
+def leave_groups() -> None:
+    """Leaves all groups, so that this process can join others. Programs that were compiled before fail.
+
+    Call it when no program is running, before `jax.clear_caches()`.
+    """
+    _ffi_cpu.leave_groups()
+
+
+def has_groups() -> bool:
+    """Whether this process has had a CPU group with other processes since it joined them."""
+    return _ffi_cpu.has_groups()
+
+
+def await_questions(seconds: float) -> list[int]:
+    """The processes that a call waits for, and of which `note_departure` should tell whether they have left.
+
+    Waits for up to so many seconds for such a call, or until `wake_watcher` is called.
+    """
+    return _ffi_cpu.await_questions(seconds)
+
+
+def wake_watcher() -> None:
+    """Ends the wait of `await_questions`, now and in future."""
+    _ffi_cpu.end_questions()
+
+
+def note_departure(process: int, how: str) -> None:
+    """Tells the calls that wait for a process how it has left."""
+    _ffi_cpu.note_departure(process, how)
 
 
 def forget_gpu_groups() -> None:

@@ -2,11 +2,18 @@
 // of this one.
 #pragma once
 
+#include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
+
+#include "common/thread_limits.h"
 
 namespace jax_ring {
 
@@ -14,9 +21,32 @@ using Mutex = std::mutex;
 using ConditionVariable = std::condition_variable;
 using SteadyClock = std::chrono::steady_clock;
 
+// For tests: how many of the next starts of a thread fail, as at a limit.
+inline std::atomic<int> failing_thread_starts{0};
+
+inline bool takes_failing_start() {
+  int left = failing_thread_starts.load();
+  while (left > 0 && !failing_thread_starts.compare_exchange_weak(left, left - 1)) continue;
+  return left > 0;
+}
+
+// Starts a thread. Throws std::runtime_error, with the limits, if that is not possible. So start a thread before
+// anything is noted that relies on it.
+// purpose: what the thread does, for the error: "runs the calls between processes".
 template <class Body>
-void start_detached(Body body) {
-  std::thread(std::move(body)).detach();
+std::thread start_thread(const char* purpose, Body body) {
+  try {
+    if (takes_failing_start()) throw std::system_error(EAGAIN, std::generic_category());
+    return std::thread(std::move(body));
+  } catch (const std::system_error& error) {
+    throw std::runtime_error(std::string("jax_ring cannot start the thread that ") + purpose + ": " +
+                             error.code().message() + ". " + describe_thread_limits());
+  }
+}
+
+template <class Body>
+void start_detached(const char* purpose, Body body) {
+  start_thread(purpose, std::move(body)).detach();
 }
 
 // What make() creates at the first call. It is never destroyed: threads that use it may outlive main.

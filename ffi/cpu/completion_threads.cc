@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <stdexcept>
 #include <utility>
 
 #if defined(__linux__)
@@ -24,8 +25,27 @@ CompletionThreads& CompletionThreads::instance() {
   return immortal([] { return new CompletionThreads; });
 }
 
+void CompletionThreads::start() {
+  std::lock_guard<Mutex> lock(mutex_);
+  start_locked();
+}
+
+// Requires mutex_.
+void CompletionThreads::start_locked() {
+  if (!worker_started_) {
+    start_detached("completes calls", [this] { work(); });
+    worker_started_ = true;
+    ++idle_workers_;
+  }
+  if (!watcher_started_) {
+    start_detached("looks for slow completions of calls", [this] { watch_stragglers(); });
+    watcher_started_ = true;
+  }
+}
+
 void CompletionThreads::complete(RendezvousPtr rendezvous, std::optional<std::string> error) {
   std::lock_guard<Mutex> lock(mutex_);
+  start_locked();
   if (free_.empty()) free_.emplace_back();
   Pending& pending = free_.back();
   pending.rendezvous = std::move(rendezvous);
@@ -34,24 +54,27 @@ void CompletionThreads::complete(RendezvousPtr rendezvous, std::optional<std::st
   last_use_ = pending.last_start = Clock::now();
   // A completion that gets here is about to return; its thread then picks up this entry itself.
   if (!is_completion_thread) wake_worker();
-  if (!watcher_started_) {
-    watcher_started_ = true;
-    start_detached([this] { watch_stragglers(); });
-  } else if (watcher_asleep_) {
+  if (watcher_asleep_) {
     watcher_asleep_ = false;
     watcher_wake_.notify_one();
   }
 }
 
-void CompletionThreads::wake_worker() {
+// Requires mutex_. Returns false if no worker is idle and none can be started. One that is busy takes the work later.
+bool CompletionThreads::wake_worker() {
   if (woken_workers_ < idle_workers_) {
     ++woken_workers_;
     work_available_.notify_one();
-  } else {
-    ++idle_workers_;
-    ++woken_workers_;
-    start_detached([this] { work(); });
+    return true;
   }
+  try {
+    start_detached("completes calls", [this] { work(); });
+  } catch (const std::runtime_error&) {
+    return false;
+  }
+  ++idle_workers_;
+  ++woken_workers_;
+  return true;
 }
 
 void CompletionThreads::run_completions(Pending& pending, std::unique_lock<Mutex>& lock) {
@@ -71,7 +94,7 @@ void CompletionThreads::work() {
   is_completion_thread = true;
   std::unique_lock<Mutex> lock(mutex_);
   for (;;) {
-    // A new thread starts here as an idle one that has been woken.
+    // A new thread starts here as an idle one, which may have been woken.
     work_available_.wait(lock, [this] { return woken_workers_ > 0; });
     --woken_workers_;
     --idle_workers_;
@@ -99,9 +122,16 @@ void CompletionThreads::watch_stragglers() {
     watcher_wake_.wait_for(lock, kStragglerDelay);
     const Clock::time_point now = Clock::now();
     for (Pending& pending : pending_) {
-      if (pending.fan_out || now - pending.last_start < kStragglerDelay) continue;
-      pending.fan_out = true;
-      for (int rank = pending.next; rank < pending.rendezvous->num_ranks(); ++rank) wake_worker();
+      if (pending.all_started()) continue;
+      if (!pending.fan_out) {
+        if (now - pending.last_start < kStragglerDelay) continue;
+        pending.missing_threads = pending.rendezvous->num_ranks() - pending.next;
+      }
+      // Those that cannot be started now may be at the next check.
+      while (pending.missing_threads > 0 && wake_worker()) {
+        pending.fan_out = true;
+        --pending.missing_threads;
+      }
     }
     const bool all_started =
         std::all_of(pending_.begin(), pending_.end(), [](const Pending& pending) { return pending.all_started(); });

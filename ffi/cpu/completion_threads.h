@@ -28,7 +28,12 @@ class CompletionThreads {
 
   static CompletionThreads& instance();
 
+  // Starts the first threads, unless they have been started. Called before there is a call that could need them: a call
+  // whose threads cannot be started would never complete. Throws std::runtime_error if they cannot.
+  void start();
+
   // Runs the remaining completions of the rendezvous, with the error if there is one. Returns without waiting for them.
+  // Throws as start() does.
   void complete(RendezvousPtr rendezvous, std::optional<std::string> error = std::nullopt);
 
  private:
@@ -38,16 +43,18 @@ class CompletionThreads {
     int next = 0;                  // rank whose completion runs next
     int num_threads = 0;           // threads that are running completions of this rendezvous
     bool fan_out = false;          // a completion is slow: any thread may take the next rank
+    int missing_threads = 0;       // that fan_out still needs
     Clock::time_point last_start;  // when the latest completion started
 
     bool all_started() const { return next == rendezvous->num_ranks(); }
   };
 
   CompletionThreads() = default;
+  void start_locked();
   void work();
   void watch_stragglers();
   void run_completions(Pending& pending, std::unique_lock<Mutex>& lock);
-  void wake_worker();
+  bool wake_worker();
 
   Mutex mutex_;                 // guards everything below; never held while a completion runs
   std::list<Pending> pending_;  // not finished yet, oldest first
@@ -55,6 +62,7 @@ class CompletionThreads {
   int idle_workers_ = 0;
   int woken_workers_ = 0;  // woken, but not running yet; included in idle_workers_
   ConditionVariable work_available_;
+  bool worker_started_ = false;
   bool watcher_started_ = false;
   bool watcher_asleep_ = false;
   Clock::time_point last_use_;

@@ -14,6 +14,7 @@
 #include "ring/options.h"
 #include "ring/schedule.h"
 #include "shm/communicators.h"
+#include "shm/departures.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -88,6 +89,37 @@ NB_MODULE(_ffi_cpu, m) {
       [](int64_t process, const std::string& token) { jax_ring::shm::Communicators::instance().join(process, token); },
       "process"_a, "token"_a, nb::call_guard<nb::gil_scoped_release>(),
       "Sets the id of this process among those that share the token, which names their shared memory.");
+
+  m.def(
+      "give_up_groups", [](const std::string& how) { jax_ring::shm::Communicators::instance().give_up(how); }, "how"_a,
+      nb::call_guard<nb::gil_scoped_release>(),
+      "Fails all calls between processes, now and in future, here and in the other processes of the groups, which hear "
+      "how this process has left: a predicate, such as \"raised ValueError: bad batch\".");
+
+  m.def(
+      "leave_groups", [] { jax_ring::shm::Communicators::instance().leave(); },
+      nb::call_guard<nb::gil_scoped_release>(),
+      "Gives up all groups, and forgets them and the token, so that `join` starts afresh. Programs that were compiled "
+      "before fail.");
+
+  m.def(
+      "has_groups", [] { return jax_ring::shm::Communicators::instance().has_groups(); },
+      "Whether this process has had a group with other processes since it joined them.");
+
+  m.def(
+      "await_questions", [](double seconds) { return jax_ring::shm::Departures::instance().await_questions(seconds); },
+      "seconds"_a, nb::call_guard<nb::gil_scoped_release>(),
+      "The processes that a call waits for and that share no memory with this one, so that someone has to find out "
+      "whether they have left. Waits for up to so many seconds.");
+
+  m.def(
+      "end_questions", [] { jax_ring::shm::Departures::instance().end_questions(); },
+      "Ends the waits of await_questions, now and in future.");
+
+  m.def(
+      "note_departure",
+      [](int64_t process, const std::string& how) { jax_ring::shm::Departures::instance().note(process, how); },
+      "process"_a, "how"_a, "Notes how a process has left.");
 
   m.def("fold_limit_seconds", &jax_ring::cpu::fold_limit_seconds, "num_ranks"_a, "num_bytes"_a, "num_threads"_a,
         "repeats"_a, nb::call_guard<nb::gil_scoped_release>(),

@@ -94,6 +94,7 @@ void ReturnToPool::operator()(Rendezvous* rendezvous) const {
 
 RendezvousMap::RendezvousMap(ReplicaGroups groups, std::string call)
     : groups_(std::move(groups)), call_(std::move(call)) {
+  CompletionThreads::instance().start();
   Watchdog::instance().watch(this);
 }
 

@@ -93,6 +93,7 @@ class RendezvousMap {
  public:
   // call: description of the call for error messages (axis, message, lines). Empty for a barrier at the end of a
   // program, which fails with its execution, and has no deadline: a rank may arrive there at any time.
+  // Throws std::runtime_error if the threads that complete calls cannot be started.
   RendezvousMap(ReplicaGroups groups, std::string call);
   // Fails the open rendezvous.
   ~RendezvousMap();

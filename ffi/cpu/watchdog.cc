@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <set>
-#include <thread>
 
+#include "common/threads.h"
 #include "cpu/completion_threads.h"
 #include "cpu/rendezvous.h"
 
@@ -28,11 +28,11 @@ Watchdog& Watchdog::instance() {
 
 void Watchdog::watch(RendezvousMap* rendezvous_map) {
   std::lock_guard<std::mutex> lock(watched_mutex_);
-  watched_.push_back(rendezvous_map);
   if (!started_) {
+    start_detached("fails calls at their deadline", [this] { run(); });
     started_ = true;
-    std::thread([this] { run(); }).detach();
   }
+  watched_.push_back(rendezvous_map);
 }
 
 void Watchdog::unwatch(RendezvousMap* rendezvous_map) {
@@ -61,6 +61,22 @@ std::optional<std::string> Watchdog::failure(int64_t run_id) const {
   std::lock_guard<std::mutex> lock(failures_mutex_);
   const std::string* why = failure_locked(run_id);
   return why == nullptr ? std::nullopt : std::optional(*why);
+}
+
+void Watchdog::abandon(const std::string& why) {
+  std::vector<RendezvousPtr> open;
+  {
+    std::lock_guard<std::mutex> lock(watched_mutex_);
+    for (RendezvousMap* rendezvous_map : watched_) {
+      for (auto& rendezvous : rendezvous_map->remove_if([](const Rendezvous&) { return true; })) {
+        open.push_back(std::move(rendezvous));
+      }
+    }
+    std::lock_guard<std::mutex> failures_lock(failures_mutex_);
+    failures_.clear();
+    any_failure_.store(false, std::memory_order_release);
+  }
+  for (auto& rendezvous : open) CompletionThreads::instance().complete(std::move(rendezvous), why);
 }
 
 const std::string* Watchdog::failure_locked(int64_t run_id) const {

@@ -23,6 +23,7 @@ class Watchdog {
  public:
   static Watchdog& instance();
 
+  // Throws std::runtime_error if the thread cannot be started; the map is not watched then.
   void watch(RendezvousMap* rendezvous_map);
   void unwatch(RendezvousMap* rendezvous_map);
 
@@ -32,6 +33,10 @@ class Watchdog {
 
   // Records that an execution has failed; its further calls fail at once.
   void record_failure(int64_t run_id, const std::string& why);
+
+  // Fails all open rendezvous, and forgets all failures: the runtime numbers executions anew once its backends have
+  // been cleared.
+  void abandon(const std::string& why);
 
   // The error of this execution, if it has failed.
   std::optional<std::string> failure(int64_t run_id) const;

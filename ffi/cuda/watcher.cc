@@ -7,12 +7,13 @@
 #include <string>
 #include <utility>
 
+#include "common/threads.h"
 #include "cuda/communicators.h"
 
 namespace jax_ring::gpu {
 
 Watcher::Watcher(std::function<void()> look)
-    : thread_([this, look = std::move(look)] {
+    : thread_(start_thread("reports failures of GPU calls", [this, look = std::move(look)] {
         std::unique_lock<std::mutex> lock(mutex_);
         for (bool last = false; !last;) {
           last = changed_.wait_for(lock, std::chrono::milliseconds(300), [&] { return stopping_; });
@@ -20,7 +21,7 @@ Watcher::Watcher(std::function<void()> look)
           look();
           lock.lock();
         }
-      }) {}
+      })) {}
 
 Watcher::~Watcher() {
   {

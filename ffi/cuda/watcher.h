@@ -12,7 +12,8 @@ namespace jax_ring::gpu {
 // program, nobody would learn of the failure.
 class Watcher {
  public:
-  // Calls `look` every few tenths of a second, and once more at the end.
+  // Calls `look` every few tenths of a second, and once more at the end. Throws std::runtime_error if the thread cannot
+  // be started.
   explicit Watcher(std::function<void()> look);
   ~Watcher();
   Watcher(const Watcher&) = delete;

@@ -16,6 +16,9 @@ namespace {
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "processes could not share them");
 
+// Values of Signals::aborted, which is zero at first.
+constexpr uint32_t kAborted = 1, kLeft = 2;
+
 // Identifies the pid namespace: the same pid in another namespace is another process.
 int64_t pid_namespace() {
   struct stat status;
@@ -101,13 +104,17 @@ std::string Channel::status_of(int process) const {
   return std::string(status.text, std::min(length, sizeof(status.text)));
 }
 
-void Channel::abort() {
-  area(self_).signals.aborted.store(1, std::memory_order_release);
+void Channel::abort(bool leaves) {
+  area(self_).signals.aborted.store(leaves ? kLeft : kAborted, std::memory_order_release);
   ring_doorbell();
 }
 
 bool Channel::has_aborted(int process) const {
   return area(process).signals.aborted.load(std::memory_order_acquire) != 0;
+}
+
+bool Channel::has_left(int process) const {
+  return area(process).signals.aborted.load(std::memory_order_acquire) == kLeft;
 }
 
 void Channel::join() {

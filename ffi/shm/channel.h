@@ -50,9 +50,11 @@ class Channel {
   void post_status(const std::string& text);
   std::string status_of(int process) const;
 
-  // Aborts the group for all processes.
-  void abort();
+  // Aborts the group for all processes. leaves: this process makes no more calls at all, and its status is a predicate
+  // that says why.
+  void abort(bool leaves = false);
   bool has_aborted(int process) const;
+  bool has_left(int process) const;
 
   // Publishes this process's identity; whether `process` has done so; and whether it is known to have exited.
   void join();

@@ -4,11 +4,15 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <iomanip>
 #include <sstream>
+#include <stdexcept>
 #include <utility>
 
+#include "common/threads.h"
 #include "cpu/completion_threads.h"
 #include "cpu/watchdog.h"
+#include "shm/departures.h"
 
 namespace jax_ring::shm {
 namespace {
@@ -22,6 +26,10 @@ constexpr int kSpins = 200;
 constexpr int kYieldsPerClockRead = 8;
 // Poll interval of a sleeping thread, which nothing wakes when a process exits.
 constexpr std::chrono::milliseconds kPollInterval(20);
+// How long a call waits for a process that shares no memory with this one yet, before it asks for news of it.
+constexpr std::chrono::milliseconds kPatience(200);
+// How long an answer to that may take.
+constexpr std::chrono::milliseconds kTimeForAnswer(500);
 
 void cpu_relax() {
 #if defined(__x86_64__)
@@ -29,6 +37,12 @@ void cpu_relax() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
+}
+
+std::string seconds_since(cpu::Clock::time_point start) {
+  std::ostringstream text;
+  text << std::fixed << std::setprecision(2) << std::chrono::duration<double>(cpu::Clock::now() - start).count();
+  return text.str();
 }
 
 std::chrono::duration<double> deadline() { return std::chrono::duration<double>(cpu::Watchdog::instance().deadline()); }
@@ -52,6 +66,22 @@ Communicator::~Communicator() {
   abort("the group of processes was released while calls were waiting in it");
 }
 
+void Communicator::leave(const std::string& how) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (failure_ || leaving_) return;
+  leaving_ = how;
+  if (running_calls_) {
+    wake_.notify_all();
+    left_.wait_for(lock, kMaxWaitToLeave, [this] { return failure_.has_value(); });
+    return;
+  }
+  running_calls_ = true;
+  lock.unlock();
+  abort("");
+  lock.lock();
+  running_calls_ = false;
+}
+
 cpu::RendezvousPtr Communicator::submit(Call&& call) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (failure_) {
@@ -64,7 +94,7 @@ cpu::RendezvousPtr Communicator::submit(Call&& call) {
   exchange->begin(std::move(call));
   ready_.push_back(std::move(exchange));
   if (running_calls_ || channel_ == nullptr) {
-    if (!running_calls_) hand_over_to_progress_thread();
+    if (!running_calls_) hand_over_to_progress_thread(lock);
     wake_.notify_one();  // it may be waiting for this call
     return nullptr;
   }
@@ -73,20 +103,36 @@ cpu::RendezvousPtr Communicator::submit(Call&& call) {
   select_next();
   if (abort_if_peer_aborted() || !poll_current()) {
     lock.lock();
-    hand_over_to_progress_thread();
+    hand_over_to_progress_thread(lock);
     return nullptr;
   }
   cpu::RendezvousPtr rendezvous = finish();
   lock.lock();
   running_calls_ = false;
-  if (!ready_.empty()) hand_over_to_progress_thread();
+  if (!ready_.empty() || (leaving_ && !failure_)) hand_over_to_progress_thread(lock);
   return rendezvous;
 }
 
-// Requires mutex_. Called by the thread that runs calls, or while there is none.
-void Communicator::hand_over_to_progress_thread() {
-  running_calls_ = on_progress_thread_ = true;
-  if (!thread_.joinable()) thread_ = std::thread([this] { run_progress_thread(); });
+// Called by the thread that runs calls, or while there is none. Fails all calls if the thread cannot be started.
+// lock: of mutex_.
+void Communicator::hand_over_to_progress_thread(std::unique_lock<std::mutex>& lock) {
+  running_calls_ = true;
+  try {
+    if (!thread_.joinable()) {
+      thread_ = start_thread("waits for the other processes of a group", [this] { run_progress_thread(); });
+    }
+  } catch (const std::runtime_error& error) {
+    std::string why = error.what();
+    if (current_ != nullptr || !ready_.empty()) {
+      why = *(current_ != nullptr ? current_ : ready_.front())->call().text + ": " + why;
+    }
+    lock.unlock();
+    abort(why);
+    lock.lock();
+    running_calls_ = false;
+    return;
+  }
+  on_progress_thread_ = true;
   wake_.notify_one();
 }
 
@@ -97,7 +143,10 @@ void Communicator::run_progress_thread() {
     if (stop_ || !on_progress_thread_) return;
     const bool is_new = channel_ == nullptr && !failure_;
     lock.unlock();
-    if (is_new) connect();
+    if (is_new) {
+      connecting_since_ = cpu::Clock::now();
+      connect();
+    }
     progress_calls();
     lock.lock();
   }
@@ -105,10 +154,8 @@ void Communicator::run_progress_thread() {
 
 void Communicator::connect() {
   try {
-    Memory memory = connect_([this] {
-      std::lock_guard<std::mutex> lock(mutex_);
-      return stop_;
-    });
+    const auto began = cpu::Clock::now();
+    Memory memory = connect_([this, began] { return should_stop_connecting(began); });
     auto channel = std::make_unique<Channel>(memory.get(), group_.num_processes(), group_.self(), capacity_);
     channel->join();
     std::lock_guard<std::mutex> lock(mutex_);  // submit() reads channel_
@@ -124,19 +171,43 @@ void Communicator::connect() {
   }
 }
 
+// Whether there is no use in waiting for the others any longer. Throws std::runtime_error, with the reason, if one of
+// them has left.
+bool Communicator::should_stop_connecting(cpu::Clock::time_point began) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (stop_ || leaving_) return true;
+  }
+  if (cpu::Clock::now() - began < kPatience) return false;
+  for (int process = 0; process < group_.num_processes(); ++process) {
+    if (process == group_.self()) continue;
+    Departures::instance().ask(group_.process_id(process));
+    if (const auto how = Departures::instance().of(group_.process_id(process))) {
+      throw std::runtime_error("P" + name_of(process).substr(1) + " " + *how + ".");
+    }
+  }
+  return false;
+}
+
 // Runs calls until none is left, or until the group is released.
 void Communicator::progress_calls() {
   for (;;) {
     if (current_ == nullptr && !select_next()) {
       std::unique_lock<std::mutex> lock(mutex_);
-      if (stop_ || ready_.empty()) {
+      if (stop_ || (ready_.empty() && (!leaving_ || failure_))) {
         running_calls_ = on_progress_thread_ = false;
         return;
       }
+      const bool leaves = leaving_.has_value();
       lock.unlock();
-      if (!wait_for_leader_call()) continue;
+      if (leaves) {
+        abort("");
+        continue;
+      }
+      wait_for_leader_call();
+      continue;
     }
-    if (current_ == nullptr || abort_if_peer_aborted()) continue;
+    if (abort_if_peer_aborted()) continue;
     if (poll_current()) {
       cpu::CompletionThreads::instance().complete(finish());
     } else if (is_preempted()) {
@@ -150,7 +221,7 @@ void Communicator::progress_calls() {
 // Selects the call to run: the leader's, or else the one that has been ready longest.
 bool Communicator::select_next() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (stop_) return false;
+  if (stop_ || (leaving_ && on_progress_thread_)) return false;
   auto found = ready_.begin();
   if (leader_call_) {
     found = std::find_if(ready_.begin(), ready_.end(),
@@ -160,8 +231,9 @@ bool Communicator::select_next() {
   current_ = std::move(*found);
   ready_.erase(found);
   leader_call_.reset();
-  waiting_since_ = cpu::Clock::now();
-  steps_at_wait_start_ = current_->num_steps();
+  waiting_since_ = connecting_since_.value_or(cpu::Clock::now());
+  connecting_since_.reset();
+  meetings_at_wait_start_ = current_->num_meetings();
   return true;
 }
 
@@ -171,7 +243,9 @@ bool Communicator::abort_if_peer_aborted() {
   if (current_->has_started()) return false;
   for (int process = 0; process < group_.num_processes(); ++process) {
     if (process == group_.self() || !channel_->has_aborted(process)) continue;
-    abort(*current_->call().text + ": this group of processes can no longer be used. " + describe_peer(process));
+    const std::vector<int> culprits = gone_processes();
+    abort(*current_->call().text + ": this group of processes can no longer be used." +
+          describe_peers(culprits.empty() ? std::vector<int>{process} : culprits));
     return true;
   }
   return false;
@@ -217,56 +291,103 @@ void Communicator::requeue_current() {
 void Communicator::wait_for_peer() {
   const int peer = current_->awaited_peer();
   const uint32_t seen = channel_->doorbell(peer);
+  const uint64_t steps = current_->num_steps();
   if (current_->advance(*channel_, next_round_) == Exchange::State::done) {
     return cpu::CompletionThreads::instance().complete(finish());
   }
-  if (current_->num_steps() != steps_at_wait_start_) {
-    steps_at_wait_start_ = current_->num_steps();
+  // The clock goes on while one peer after the other arrives: else a call could wait one deadline for each of them.
+  if (current_->num_meetings() != meetings_at_wait_start_) {
+    meetings_at_wait_start_ = current_->num_meetings();
     waiting_since_ = cpu::Clock::now();
     return;
   }
-  if (is_preempted()) return;
+  if (current_->num_steps() != steps || is_preempted()) return;
   const auto waited = cpu::Clock::now() - waiting_since_;
   if (waited > kPollInterval) post_current_call();
-  const bool exited = channel_->has_exited(peer), aborted = channel_->has_aborted(peer);
-  if (waited > deadline() || exited || aborted) {
+  if (waited > deadline() || is_hopeless(waited)) {
     // It may have signaled before it exited.
     if (current_->advance(*channel_, next_round_) == Exchange::State::done) {
       return cpu::CompletionThreads::instance().complete(finish());
     }
-    if (current_->num_steps() != steps_at_wait_start_) return;
+    if (current_->num_steps() != steps) return;
     return abort(describe_missing_processes(*current_));
   }
   channel_->wait_doorbell(peer, seen, kPollInterval);
   std::unique_lock<std::mutex> lock(mutex_);
-  if (stop_) {
+  if (stop_ || leaving_) {
     lock.unlock();
     abort("the group of processes was released while calls were waiting in it");
   }
 }
 
-// Sleeps until the leader's call may be ready, or aborts the group once the deadline has passed. Returns false: the
-// caller selects again.
-bool Communicator::wait_for_leader_call() {
+// Sleeps until the leader's call may be ready, or aborts the group once the deadline has passed.
+void Communicator::wait_for_leader_call() {
   const auto waited = cpu::Clock::now() - waiting_since_;
   if (waited > kPollInterval) post_current_call();
-  if (waited > deadline() || channel_->has_exited(0) || channel_->has_aborted(0)) {
+  const bool hopeless = is_hopeless(waited);
+  if (waited > deadline() || hopeless) {
     std::ostringstream text;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (ready_.empty()) return false;
+      if (ready_.empty()) return;
       text << *ready_.front()->call().text;
     }
+    const std::vector<int> culprits = gone_processes();
     text << ": process " << group_.process_id(0) << " makes another call, which process "
-         << group_.process_id(group_.self()) << " did not make within " << deadline().count() << " s. "
-         << describe_peer(0) << " All processes must make the same calls in the same order, with the same shapes and "
-         << "dtypes: look for a branch or a loop whose condition differs between them.";
-    abort(text.str());
-    return false;
+         << group_.process_id(group_.self()) << " did not make within " << seconds_since(waiting_since_) << " s."
+         << describe_peers(culprits.empty() ? std::vector<int>{0} : culprits);
+    if (culprits.empty()) {
+      text << " All processes must make the same calls in the same order, with the same shapes and dtypes: look for a "
+              "branch or a loop whose condition differs between them.";
+    }
+    return abort(text.str());
   }
   std::unique_lock<std::mutex> lock(mutex_);
   wake_.wait_for(lock, kPollInterval);
-  return false;
+}
+
+// Whether the group cannot complete the current call: what a process has staged before it went is there by now, and it
+// cannot have finished the call unless all others had staged theirs.
+bool Communicator::is_hopeless(cpu::Clock::duration waited) {
+  bool has_aborted = false, has_unknown = false;
+  for (int process = 0; process < group_.num_processes(); ++process) {
+    if (process == group_.self()) continue;
+    if (channel_->has_left(process)) return true;
+    has_aborted = has_aborted || channel_->has_aborted(process);
+    if (channel_->has_joined(process)) {
+      // Reading /proc takes several microseconds.
+      if (waited > kPollInterval && channel_->has_exited(process)) return true;
+    } else if (waited > kPatience || has_aborted) {
+      Departures::instance().ask(group_.process_id(process));
+      if (Departures::instance().of(group_.process_id(process))) return true;
+      has_unknown = true;
+    }
+  }
+  if (!has_aborted) return false;
+  if (!aborted_since_) aborted_since_ = cpu::Clock::now();
+  // It may have heard before this process why a third one does not come.
+  return !has_unknown || cpu::Clock::now() - *aborted_since_ > kTimeForAnswer;
+}
+
+// The processes that have left or ended, and so are the cause of whatever the others report.
+std::vector<int> Communicator::gone_processes() const {
+  std::vector<int> left, ended;
+  for (int process = 0; process < group_.num_processes(); ++process) {
+    if (process == group_.self()) continue;
+    if (how_left(process)) {
+      left.push_back(process);
+    } else if (channel_->has_exited(process)) {
+      ended.push_back(process);
+    }
+  }
+  return left.empty() ? ended : left;
+}
+
+// How a process has left, if it has.
+std::optional<std::string> Communicator::how_left(int process) const {
+  if (channel_->has_left(process)) return channel_->status_of(process);
+  if (channel_->has_joined(process)) return std::nullopt;
+  return Departures::instance().of(group_.process_id(process));
 }
 
 cpu::RendezvousPtr Communicator::finish() {
@@ -290,20 +411,30 @@ void Communicator::post_current_call() {
   channel_->post_status(text);
 }
 
-// Fails all calls, now and in future: after a timeout this process no longer knows how far its peers are.
+// Fails all calls, now and in future: after a timeout this process no longer knows how far its peers are. If it is
+// leaving, it says so instead of `why`. Called by the thread that runs calls.
 void Communicator::abort(const std::string& why) {
   std::vector<ExchangePtr> failed;
+  std::optional<std::string> leaving;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!failure_) failure_ = why;
+    if (!failure_) {
+      leaving = leaving_;
+      failure_ = leaving_ ? "this process has left its groups of processes: it " + *leaving_ + "." : why;
+    }
     if (current_ != nullptr) failed.push_back(std::move(current_));
     for (ExchangePtr& exchange : ready_) failed.push_back(std::move(exchange));
     ready_.clear();
     leader_call_.reset();
   }
+  left_.notify_all();
   if (channel_ != nullptr) {
-    if (!has_posted_status_) channel_->post_status(why);
-    channel_->abort();
+    if (leaving) {
+      channel_->post_status(*leaving);
+    } else if (!has_posted_status_) {
+      channel_->post_status(why);
+    }
+    channel_->abort(leaving.has_value());
     std::lock_guard<std::mutex> lock(mutex_);
     channel_.reset();
     memory_.reset();
@@ -328,7 +459,9 @@ std::string Communicator::describe_peer(int process) const {
   std::ostringstream text;
   text << "P" << name_of(process).substr(1) << " ";
   const std::string status = channel_->status_of(process);
-  if (!channel_->has_joined(process)) {
+  if (const auto how = how_left(process)) {
+    text << *how << ".";
+  } else if (!channel_->has_joined(process)) {
     text << "has not made a call in this group yet.";
   } else if (channel_->has_exited(process)) {
     text << "has ended.";
@@ -342,20 +475,27 @@ std::string Communicator::describe_peer(int process) const {
   return text.str();
 }
 
+std::string Communicator::describe_peers(const std::vector<int>& processes) const {
+  std::string text;
+  for (int process : processes) text += " " + describe_peer(process);
+  return text;
+}
+
 std::string Communicator::describe_missing_processes(const Exchange& exchange) const {
-  std::ostringstream text, peers;
-  int num_missing = 0;
+  std::vector<int> missing;
   for (int process = 0; process < group_.num_processes(); ++process) {
-    if (!exchange.is_missing(process, *channel_, next_round_)) continue;
-    ++num_missing;
-    peers << " " << describe_peer(process);
+    if (exchange.is_missing(process, *channel_, next_round_)) missing.push_back(process);
   }
-  text << *exchange.call().text << ": process " << group_.process_id(group_.self()) << " waited for " << num_missing
-       << " of the group's " << group_.num_processes() << " processes, for up to " << deadline().count() << " s."
-       << peers.str()
-       << " Every process must make the same calls: look for an error or an early exit there, and for a branch or a "
-          "loop whose condition differs between processes. If the others are only slow, set JAX_RING_TIMEOUT_S to more "
-          "seconds.";
+  const std::vector<int> culprits = gone_processes();
+  std::ostringstream text;
+  text << *exchange.call().text << ": process " << group_.process_id(group_.self()) << " waited for " << missing.size()
+       << " of the group's " << group_.num_processes() << " processes, for " << seconds_since(waiting_since_) << " s."
+       << describe_peers(culprits.empty() ? missing : culprits);
+  if (culprits.empty()) {
+    text << " Every process must make the same calls: look for an error or an early exit there, and for a branch or a "
+            "loop whose condition differs between processes. If the others are only slow, set JAX_RING_TIMEOUT_S to "
+            "more seconds.";
+  }
   return text.str();
 }
 

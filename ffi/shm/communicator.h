@@ -43,6 +43,12 @@ class Communicator {
 
   const Group& group() const { return group_; }
 
+  // Fails the pending calls and all later ones, here and in the other processes, which hear at once how this process
+  // has left: a predicate, such as "raised ValueError: bad batch". Returns when that is done, or after kMaxWaitToLeave,
+  // if the thread that runs the calls is busy that long. Does nothing in a group that has failed.
+  static constexpr std::chrono::seconds kMaxWaitToLeave{1};
+  void leave(const std::string& how);
+
   // Takes ownership of a call. If it completes before this returns, its rendezvous is returned and the caller completes
   // the ranks. Otherwise null is returned and CompletionThreads completes them.
   cpu::RendezvousPtr submit(Call&& call);
@@ -52,6 +58,7 @@ class Communicator {
 
   void run_progress_thread();
   void connect();
+  bool should_stop_connecting(cpu::Clock::time_point began);
   void progress_calls();
   bool abort_if_peer_aborted();
   bool poll_current();
@@ -59,13 +66,17 @@ class Communicator {
   void requeue_current();
   bool select_next();
   void wait_for_peer();
-  bool wait_for_leader_call();
+  void wait_for_leader_call();
   cpu::RendezvousPtr finish();
-  void hand_over_to_progress_thread();
+  void hand_over_to_progress_thread(std::unique_lock<std::mutex>& lock);
   void abort(const std::string& why);
+  bool is_hopeless(cpu::Clock::duration waited);
+  std::vector<int> gone_processes() const;
+  std::optional<std::string> how_left(int process) const;
   std::string describe_missing_processes(const Exchange& exchange) const;
   std::string name_of(int process) const;
   std::string describe_peer(int process) const;
+  std::string describe_peers(const std::vector<int>& processes) const;
   void post_current_call();
 
   const Group group_;
@@ -81,6 +92,8 @@ class Communicator {
   std::deque<ExchangePtr> ready_;
   std::vector<ExchangePtr> free_;
   std::optional<std::string> failure_;
+  std::optional<std::string> leaving_;  // how this process leaves, or has left
+  std::condition_variable left_;
   std::thread thread_;
 
   // Owned by the thread that runs calls.
@@ -88,9 +101,11 @@ class Communicator {
   std::unique_ptr<Channel> channel_;
   uint32_t next_round_;
   ExchangePtr current_;
-  std::optional<uint64_t> leader_call_;  // the leader's call, if it is not ready here yet
-  cpu::Clock::time_point waiting_since_;
-  uint64_t steps_at_wait_start_ = 0;  // of the current call
+  std::optional<uint64_t> leader_call_;                     // the leader's call, if it is not ready here yet
+  cpu::Clock::time_point waiting_since_;                    // for the step that the current call is in
+  uint64_t meetings_at_wait_start_ = 0;                     // of the current call
+  std::optional<cpu::Clock::time_point> connecting_since_;  // until the first call: it has waited as long
+  std::optional<cpu::Clock::time_point> aborted_since_;  // when another process was first seen to have aborted
   bool has_posted_status_ = false;
 };
 

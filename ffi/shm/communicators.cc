@@ -7,6 +7,7 @@
 
 #include "common/hash.h"
 #include "cpu/watchdog.h"
+#include "shm/departures.h"
 #include "shm/shared_memory.h"
 
 namespace jax_ring::shm {
@@ -49,9 +50,48 @@ void Communicators::join(int64_t process, const std::string& token) {
   process_ = process;
   if (token == token_) return;
   token_ = token;
+  given_up_.reset();
   old.swap(by_members_);
   next_indices_.clear();
   run_counters_.clear();
+  Departures::instance().clear();
+}
+
+std::vector<std::shared_ptr<Communicator>> Communicators::all() const {
+  std::vector<std::shared_ptr<Communicator>> communicators;
+  for (const auto& [members, communicator] : by_members_) communicators.push_back(communicator);
+  return communicators;
+}
+
+void Communicators::give_up(const std::string& how) {
+  std::vector<std::shared_ptr<Communicator>> communicators;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (given_up_) return;
+    given_up_ = how;
+    communicators = all();
+  }
+  for (const auto& communicator : communicators) communicator->leave(how);
+}
+
+void Communicators::leave() {
+  give_up("has left for another set of processes");
+  std::map<std::vector<Member>, std::shared_ptr<Communicator>> old;  // destroyed after the lock is released
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    token_.clear();
+    given_up_.reset();
+    old.swap(by_members_);
+    next_indices_.clear();
+    run_counters_.clear();
+  }
+  cpu::Watchdog::instance().abandon("this process has left its groups of processes");
+  Departures::instance().clear();
+}
+
+bool Communicators::has_groups() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !by_members_.empty();
 }
 
 int64_t Communicators::process() const {
@@ -85,6 +125,7 @@ std::shared_ptr<Communicator> Communicators::get_or_create(const std::vector<Mem
           return map_shared(name, Channel::bytes(num_processes, capacity), first, num_processes,
                             cpu::Watchdog::instance().deadline(), stop);
         });
+    if (given_up_) found->leave(*given_up_);
   }
   return found;
 }

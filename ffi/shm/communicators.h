@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,6 +28,17 @@ class Communicators {
   void join(int64_t process, const std::string& token);
   int64_t process() const;
 
+  // Gives up all groups, those that are still to be formed as well: see Communicator::leave(). For a process that makes
+  // no more calls.
+  void give_up(const std::string& how);
+
+  // Leaves all groups and forgets the token, the counters, and the failures of executions, so that join() starts afresh
+  // in this process. Programs that were compiled before fail.
+  void leave();
+
+  // Whether this process has had a group since join().
+  bool has_groups() const;
+
   // The communicator of these members, by rank. Throws std::logic_error before join().
   std::shared_ptr<Communicator> get_or_create(const std::vector<Member>& members);
 
@@ -38,9 +50,12 @@ class Communicators {
   std::shared_ptr<RunCounter> run_counter(uint64_t identity);
 
  private:
+  std::vector<std::shared_ptr<Communicator>> all() const;
+
   mutable std::mutex mutex_;
   int64_t process_ = 0;
   std::string token_;
+  std::optional<std::string> given_up_;  // how
   std::map<std::vector<Member>, std::shared_ptr<Communicator>> by_members_;
   std::map<std::string, int64_t> next_indices_;
   std::map<uint64_t, std::shared_ptr<RunCounter>> run_counters_;

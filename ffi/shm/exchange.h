@@ -42,6 +42,8 @@ class Exchange {
   // The process that it waits for, and whether the current step still waits for `process`.
   int awaited_peer() const { return peer_; }
   bool is_missing(int process, const Channel& channel, uint32_t first) const;
+  // Grows when all processes have arrived, and not when one of them has.
+  uint64_t num_meetings() const { return 2 * uint64_t{num_rounds_} + (step_ == Step::await_results); }
   // Grows with every step; unchanged means no progress.
   uint64_t num_steps() const { return num_steps_; }
 

@@ -2,17 +2,22 @@
 #include "cpu/completion_threads.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <mutex>
 #include <set>
+#include <stdexcept>
+#include <string>
 #include <thread>
 
+#include "cpu/rendezvous.h"
 #include "tests/support.h"
 
 namespace jax_ring::cpu {
 namespace {
 
+using testing::FailingThreadStarts;
 using testing::kTestTimeout;
 
 // Whether the condition becomes true within kTestTimeout.
@@ -96,6 +101,50 @@ TEST(CompletionThreads, ABlockedRankDelaysNoOtherRendezvous) {
   EXPECT_EQ(blocked, 0);
   release = true;
   EXPECT_TRUE(eventually([&] { return blocked == 1; }));
+}
+
+// At a limit of threads, those that there are complete the calls, and more are started once that is possible.
+TEST(CompletionThreads, AThreadThatCannotBeStarted) {
+  CompletionThreads::instance().start();
+  std::atomic<int> arrived{0}, others{0};
+  {
+    const FailingThreadStarts starts(1 << 20);
+    CompletionThreads::instance().complete(rendezvous_of(40, [&](int, const std::string*) {
+      ++arrived;
+      EXPECT_TRUE(eventually([&] { return arrived == 40; }));
+    }));
+    ASSERT_TRUE(eventually([&] { return arrived >= 1 && failing_thread_starts < (1 << 20) - 10; }));
+    EXPECT_LT(arrived, 40);
+    CompletionThreads::instance().complete(rendezvous_of(1, [&](int, const std::string*) { ++others; }));
+  }
+  EXPECT_TRUE(eventually([&] { return arrived == 40 && others == 1; }));
+}
+
+// In a process whose threads all fail to start, an error comes before there is a call.
+TEST(CompletionThreadsDeathTest, NoThreadAtAll) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto fail_then_work = [] {
+    {
+      const FailingThreadStarts starts(2);
+      for (const char* purpose : {"completes calls", "completes calls"}) {
+        try {
+          RendezvousMap map(ReplicaGroups({0, 1}, {2}), "call");
+          _exit(1);
+        } catch (const std::runtime_error& error) {
+          if (std::string(error.what()).find(purpose) == std::string::npos) _exit(2);
+        }
+      }
+    }
+    std::atomic<int> completed{0};
+    RendezvousMap map(ReplicaGroups({0, 1}, {2}), "call");
+    CompletionThreads::instance().complete(rendezvous_of(2, [&](int, const std::string*) { ++completed; }));
+    if (!eventually([&] { return completed == 2; })) _exit(3);
+    const FailingThreadStarts starts(1);
+    // Its watchdog runs already, and so do the threads above.
+    RendezvousMap another(ReplicaGroups({0, 1}, {2}), "call");
+    _exit(0);
+  };
+  EXPECT_EXIT(fail_then_work(), ::testing::ExitedWithCode(0), "");
 }
 
 // A loop of collectives with no work in between stays on few threads, without context switches.

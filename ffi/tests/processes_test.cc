@@ -24,6 +24,7 @@
 #include "cpu/completion_threads.h"
 #include "cpu/watchdog.h"
 #include "reference.h"
+#include "shm/departures.h"
 #include "shm/launch_ids.h"
 #include "shm/shared_memory.h"
 #include "support.h"
@@ -206,18 +207,6 @@ TEST(Processes, ManyRoundsWithoutResults) {
   }
 }
 
-// The deadline applies to each of the peers, not to all of them together.
-TEST(Processes, ArriveOneAfterTheOther) {
-  const ScopedDeadline deadline(2);
-  Processes processes({0, 1, 2});
-  TestCall call = small_call(3, 1);
-  for (int process : {0, 1, 2}) {
-    if (process > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1200));
-    call.submit(processes[process]);
-  }
-  call.expect_results();
-}
-
 TEST(Processes, AbortIsSeenAtOnce) {
   Processes processes({0, 1, 2});
   TestCall first = small_call(3, 1), call = small_call(3, 2);
@@ -231,6 +220,95 @@ TEST(Processes, AbortIsSeenAtOnce) {
     expect_in("has aborted the group", call.outcome(rank).error());
   }
   EXPECT_LT(cpu::Clock::now() - began, std::chrono::seconds(30)) << "of a deadline of 60";
+}
+
+// A thread that cannot be started, at a limit of the system, fails the calls of the group, and none hangs.
+TEST(Processes, AThreadThatCannotBeStarted) {
+  Processes processes({0, 1});
+  for (uint64_t id : {1, 2}) {
+    const FailingThreadStarts starts(1);
+    TestCall call = small_call(2, id);
+    call.submit(processes[0]);
+    ASSERT_TRUE(call.outcome(0).wait());
+    expect_in("call 1: jax_ring cannot start the thread that waits for the other processes of a group",
+              call.outcome(0).error());
+    expect_in("ulimit -u", call.outcome(0).error());
+  }
+}
+
+// The others hear at once how a process has left.
+TEST(Processes, LeavingIsHeardAtOnce) {
+  for (bool idle : {true, false}) {
+    Processes processes({0, 1, 2});
+    TestCall first = small_call(3, 7), call = small_call(3, 1), next = small_call(3, 2);
+    for (int process : {0, 1, 2}) first.submit(processes[process]);
+    first.expect_results();
+    call.submit(processes[0]);
+    if (!idle) call.submit(processes[2]);
+    processes[2].leave("raised ValueError: bad batch");
+    processes[2].leave("has exited");  // the first reason stays
+    call.submit(processes[1]);
+    for (int rank : {0, 1}) {
+      ASSERT_TRUE(call.outcome(rank).wait());
+      expect_in("Process 2 (rank 2) raised ValueError: bad batch.", call.outcome(rank).error());
+      EXPECT_EQ(call.outcome(rank).error().find("Every process"), std::string::npos) << call.outcome(rank).error();
+    }
+    next.submit(processes[2]);
+    ASSERT_TRUE(next.outcome(2).wait());
+    expect_in("this process has left its groups of processes: it raised ValueError: bad batch.",
+              next.outcome(2).error());
+  }
+}
+
+TEST(Processes, LeavingIsHeardOfAProcessThatNeverCame) {
+  Departures::instance().clear();
+  Processes processes({0, 1});
+  TestCall call = small_call(2, 1);
+  call.submit(processes[0]);
+  EXPECT_EQ(Departures::instance().await_questions(60), std::vector<int64_t>{1});
+  Departures::instance().note(1, "has exited");
+  ASSERT_TRUE(call.outcome(0).wait());
+  expect_in("Process 1 (rank 1) has exited.", call.outcome(0).error());
+  Departures::instance().clear();
+}
+
+// A process that has made its part of a call may leave before the others have finished theirs.
+TEST(Processes, LeavingBreaksNoCallThatIsComplete) {
+  for (int repeat = 0; repeat < 200 / kSlowdown; ++repeat) {
+    Processes processes({0, 1, 2});
+    TestCall call({Collective::all_reduce}, Op::sum, DType::f32, 3, {3000}, false, repeat % 2 == 0, 1);
+    on_all(3, [&](int process) {
+      call.submit(processes[process]);
+      if (process != 2) return;
+      ASSERT_TRUE(call.outcome(2).wait());
+      processes[2].leave("has exited");
+    });
+    ASSERT_NO_FATAL_FAILURE(call.expect_results());
+  }
+}
+
+// The clock of a call goes on while one peer after the other arrives.
+TEST(Processes, ACallWaitsOneDeadlineForAllItsPeers) {
+  const ScopedDeadline deadline(1.5);
+  Processes processes({0, 1, 2, 3});
+  TestCall first = small_call(4, 7), call = small_call(4, 1);
+  on_all(4, [&](int process) { first.submit(processes[process]); });
+  first.expect_results();
+  const auto began = cpu::Clock::now();
+  call.submit(processes[0]);
+  std::this_thread::sleep_for(std::chrono::milliseconds(1000));
+  call.submit(processes[1]);
+  ASSERT_TRUE(call.outcome(0).wait());
+  const std::chrono::duration<double> waited = cpu::Clock::now() - began;
+  // Its text has the time that it waited.
+  const std::string error = call.outcome(0).error();
+  const size_t at = error.find("processes, for ");
+  ASSERT_NE(at, std::string::npos) << error;
+  const double reported = std::stod(error.substr(at + 15));
+  EXPECT_GE(reported, 1.5) << error;
+  EXPECT_LE(reported, waited.count() + 0.01) << error;
+  // With a clock of its own for each peer it would have started again when the first of them came.
+  EXPECT_GT(reported, waited.count() - 0.8) << error;
 }
 
 TEST(Processes, ReleasedWhileWaiting) {

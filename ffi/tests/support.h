@@ -22,6 +22,7 @@
 #include <string>
 #include <vector>
 
+#include "common/threads.h"
 #include "cpu/fold_kernels.h"
 #include "cpu/rendezvous.h"
 #include "cpu/watchdog.h"
@@ -420,6 +421,15 @@ class ScopedDeadline {
 
  private:
   double before_;
+};
+
+// Lets the next starts of a thread fail, as at a limit of the system.
+class FailingThreadStarts {
+ public:
+  explicit FailingThreadStarts(int count) { failing_thread_starts = count; }
+  ~FailingThreadStarts() { failing_thread_starts = 0; }
+  FailingThreadStarts(const FailingThreadStarts&) = delete;
+  FailingThreadStarts& operator=(const FailingThreadStarts&) = delete;
 };
 
 }  // namespace jax_ring::cpu::testing

@@ -1,5 +1,6 @@
 """Checks that all processes make the same calls, by comparing descriptions in the key-value store."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -23,7 +24,8 @@ def check_agreement(function: str, description: str) -> None:
     if len(processes) == 1 or jax.sharding.get_abstract_mesh().size != jax.device_count():
         return
     exchange = _compat.key_value_store(runtime.timeout())
-    compare(function, description, exchange, f"jax_ring/call/{discovery.next_comparison("")}", jax.process_index(), processes)
+    key = f"jax_ring/call/{discovery.next_comparison('call')}"
+    compare(function, description, exchange, key, jax.process_index(), processes)
 
 
 def compare(

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import jax
 
 from jax_ring import _compat, runtime
+from jax_ring.distributed import leaving
 from jax_ring.distributed.gpus import Gpus, gpus_here
 
 HOST_VARIABLE = "JAX_RING_HOST_ID"
@@ -25,8 +26,8 @@ class _Membership:
       hosts: the known host ids, by process.
       gpus: the known GPUs, by process. Has this process from when they are published.
       lowerings: counters of the modules lowered so far, by module name.
-      comparisons: counters of what has been compared between processes, by name. Both restart with each runtime, because
-        the other processes of a later runtime may have just been started.
+      comparisons: counters of what has been compared between processes, by name. Both restart with each runtime,
+        because the other processes of a later runtime may have just been started.
     """
 
     def __init__(self, client) -> None:
@@ -42,6 +43,7 @@ class _Membership:
         # be able to guess it.
         token = _compat.publish_once("jax_ring/token", secrets.token_hex(16))
         runtime.join_processes(process, token, put, get)
+        leaving.join(client, process)
 
     def publish_gpus(self) -> None:
         """Publishes the GPUs of this process, once. Does not block."""
@@ -82,6 +84,7 @@ def forget() -> None:
     global _membership
     with _lock:
         _membership = None
+        leaving.forget()
 
 
 def _current_membership() -> _Membership:

@@ -1,5 +1,6 @@
 """Commits on disk, written and read by one process with orbax."""
 
+import importlib.util
 import json
 import pathlib
 from collections.abc import Mapping
@@ -21,12 +22,10 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str) -> None:
-        try:
-            import orbax.checkpoint  # noqa: F401
-        except ImportError as error:
+        if importlib.util.find_spec("orbax") is None:
             raise ImportError(
                 "State(directory=...) writes with orbax, which is not installed: pip install orbax-checkpoint"
-            ) from error
+            )
         self.directory = pathlib.Path(directory).absolute()
 
     def write(self, snapshot: Snapshot) -> None:
@@ -47,7 +46,9 @@ class Checkpoints:
         try:
             described = json.dumps(others)
         except TypeError as error:
-            raise TypeError(f"State(directory=...): a leaf that is no array cannot be written as JSON: {error}") from error
+            raise TypeError(
+                f"State(directory=...): a leaf that is no array cannot be written as JSON: {error}"
+            ) from error
         with self._manager() as manager:
             manager.save(snapshot.number, args=_both(arrays, json.loads(described)), force=True)
             manager.wait_until_finished()

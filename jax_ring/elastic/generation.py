@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jax_ring import _compat, runtime
-from jax_ring.distributed import discovery
+from jax_ring.distributed import discovery, leaving
 from jax_ring.distributed.control import Control, Member
 from jax_ring.elastic.exchange import Exchange
 from jax_ring.elastic.failures import Leave
@@ -85,13 +85,17 @@ class Generation:
                     raise Leave("another process has ended before it had entered the generation") from None
 
 
-def leave(reason: str) -> None:
+def leave(how: str) -> None:
     """Drops all that this process has of its generation; it then belongs to none.
 
-    The other members need not be alive. Those that wait for this process get an error with the reason.
+    The other members need not be alive. Those that wait for this process get an error.
+
+    Args:
+      how: how this process leaves, a predicate for their errors.
     """
     backends = _compat.backends_alive()
-    runtime.leave_processes(reason)
+    leaving.give_up(how)
+    runtime.leave_processes()
     discovery.forget()
     _compat.leave_runtime()
     gc.collect()
@@ -114,5 +118,3 @@ def enter(control: Control, after: int, reason: str) -> Generation:
     _compat.connect_to_runtime(member.coordinator, member.num_processes, member.process_id, runtime.timeout())
     discovery.publish()
     return Generation(member.generation, control)
-
-

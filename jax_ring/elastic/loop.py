@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jax_ring import _compat
+from jax_ring.distributed import leaving
 from jax_ring.distributed.control import CONTROL_VARIABLE, GENERATION_VARIABLE, JOIN_VARIABLE, Control
 from jax_ring.elastic import failures
 from jax_ring.elastic.generation import Generation, enter, leave
@@ -108,14 +109,14 @@ def _first_generation(state: State, control: Control | None) -> Generation:
 
     A new process has run the script so far alone, so that the others need not wait for its imports and its data.
     """
-    if control is not None and os.environ.pop(JOIN_VARIABLE, None):
-        return _next_generation(state, control, -1, "it is new")
+    if control is not None and os.environ.pop(JOIN_VARIABLE, ""):
+        return _next_generation(state, control, -1, "it is new", "has joined others")
     return Generation(int(os.environ.get(GENERATION_VARIABLE, "0")), control)
 
 
-def _next_generation(state: State, control: Control, after: int, reason: str) -> Generation:
+def _next_generation(state: State, control: Control, after: int, reason: str, how: str) -> Generation:
     state._leave()
-    leave(reason)
+    leave(how)
     return enter(control, after, reason)
 
 
@@ -136,10 +137,11 @@ def _loop(train: Callable, state: State, control: Control | None, args: tuple, k
             if control is None or reason is None or fruitless == _MAX_FRUITLESS:
                 failures.explain(error, number)
                 raise
+            how = leaving.description_of(error) if isinstance(error, Exception) else "has left for new members"
             failures.clear(error)
         # Not in the handler, which refers to the exception, and so to arrays.
         logger.info("leaving generation %d: %s", number, reason)
         made_commits = state.commits > at_entry
         del generation
-        generation = _next_generation(state, control, number, reason)
+        generation = _next_generation(state, control, number, reason, how)
         fruitless = 0 if made_commits or generation.num_processes != count else fruitless + 1

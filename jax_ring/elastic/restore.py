@@ -95,9 +95,9 @@ def _from_disk(generation, values, checkpoints, number: int, lost: Sequence[int]
         return snapshot
     where = "there is no checkpoint in " + str(checkpoints.directory) if checkpoints else "no directory was given"
     raise RuntimeError(
-        f"jax_ring.elastic: parts of commit {number} are lost. Of its processes {_listed(lost)} and the neighbors that "
-        f"had copies of their parts have ended at the same time, and {where}. With State(..., directory=..., every=k) "
-        "every k-th commit is also written to disk, from where the job goes on then."
+        f"jax_ring.elastic: parts of commit {number} are lost. Of its processes {', '.join(map(str, lost))} and the "
+        f"neighbors that had copies of their parts have ended at the same time, and {where}. With "
+        "State(..., directory=..., every=k) every k-th commit is also written to disk, from where the job goes on then."
     )
 
 
@@ -144,7 +144,7 @@ def _assembled(
     root = with_all[0] if with_all else next(process for process, each in enumerate(have) if each is not None)
     if with_all and snapshot is not None and snapshot.held is not None:
         snapshot = None
-    if from_root or with_all and len(with_all) < len(have) or None in have:
+    if from_root or (with_all and len(with_all) < len(have)) or None in have:
         snapshot = _broadcast(generation, snapshot, root, values, from_root=from_root)
     assert snapshot is not None
     if with_all or not snapshot.divided():

@@ -36,6 +36,7 @@ class Divided(NamedTuple):
     def of(cls, x: jax.Array, process: int, num_processes: int) -> "Divided":
         """The parts on the devices of this process, copied."""
         owners: dict[Box, int] = {}
+        device: Any
         for device, index in x.sharding.devices_indices_map(x.shape).items():
             box = tuple(slice_.indices(size)[:2] for slice_, size in zip(index, x.shape, strict=True))
             owners[box] = min(owners.get(box, num_processes), device.process_index)

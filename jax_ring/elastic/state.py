@@ -121,12 +121,9 @@ class State:
         """Drops the arrays of the generation. The values are then those of before the first commit, or nothing."""
         values, generation = self._values, self._generation
         here = (generation.process, generation.num_processes) if generation else (0, 1)
-        if self._snapshots:
-            # The structure stays: what another process sends is compared with it.
-            values = jax.tree.map(lambda leaf: 0, values)
-        else:
-            values = Snapshot.of(values, 0, *here).trees()
-        self.__dict__.update(_generation=None, _values=values)
+        # The structure stays: what another process sends is compared with it.
+        left = jax.tree.map(lambda leaf: 0, values) if self._snapshots else Snapshot.of(values, 0, *here).trees()
+        self.__dict__.update(_generation=None, _values=left)
 
 
 def _agreed(generation: Generation, snapshot: Snapshot) -> bool:
@@ -146,7 +143,8 @@ def _agreed(generation: Generation, snapshot: Snapshot) -> bool:
         raise RuntimeError(
             f"State.commit: the processes commit different states. This one, process {generation.process}, makes "
             f"commit {snapshot.number} of {len(leaves)} leaves, of the shapes "
-            f"{[each and each[0] for each in described][:8]}. All must commit equally often, and leaves of equal shapes."
+            f"{[each and each[0] for each in described][:8]}. All must commit equally often, and leaves of equal "
+            "shapes."
         )
     return bool(any_pending)
 

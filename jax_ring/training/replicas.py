@@ -14,14 +14,13 @@ import numpy as np
 
 from jax_ring import _compat, runtime
 from jax_ring.collectives.axes import AxisName, axes_of, check_named
-from jax_ring.distributed import agreement
+from jax_ring.distributed import agreement, discovery
 from jax_ring.training.implementations import Impl, implementation
 
 # Digests per round of the search for the first difference: four rounds for 4 billion elements.
 PARTS = 256
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
-
 
 
 def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0, impl: Impl = "ring") -> T:

@@ -14,7 +14,7 @@ using ConditionVariable = model::ConditionVariable;
 using SteadyClock = model::SteadyClock;
 
 template <class Body>
-void start_detached(Body body) {
+void start_detached(const char*, Body body) {
   model::spawn_daemon("a detached thread", std::move(body));
 }
 

@@ -1,0 +1,247 @@
+"""Tells the other processes at once when this one leaves the program, so that none waits for it until its deadline.
+
+A process leaves by an uncaught exception, or because its program has ended. The groups that it has connected hear of it
+through their shared memory. Processes that wait for one which they share no memory with look in the key-value store of
+`jax.distributed`; that is also where they find its pid, to see whether it has been killed.
+"""
+
+import atexit
+import contextlib
+import os
+import pathlib
+import re
+import sys
+import threading
+import time
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jax_ring import _compat, runtime
+
+_MAX_LENGTH = 600  # of what is told, so that it fits into the shared memory of a group
+_SECONDS_BETWEEN_LOOKS = 0.2
+# Once all that was launched has ended, so much time of the processors in so many seconds is no program of JAX.
+_QUIET_SECONDS, _BUSY_FRACTION = 0.1, 0.3
+
+
+class _Process(NamedTuple):
+    """A process as others on its host find it. Equal pids of other hosts or pid namespaces are other processes."""
+
+    host: str
+    pid: int
+    start_time: int
+
+
+class _Membership:
+    """This process in one distributed runtime."""
+
+    def __init__(self, client, process: int) -> None:
+        self.client = client
+        self.process = process
+        self.has_left = False
+
+
+_membership: _Membership | None = None
+_watcher: threading.Thread | None = None
+_is_hooked = False
+_is_ending = False
+
+
+def join(client, process: int) -> None:
+    """Publishes how others see whether this process has ended, and begins to watch over its end.
+
+    client: of the distributed runtime that it is in, in place of an earlier one. process: its index.
+    """
+    global _membership, _watcher, _is_hooked
+    with contextlib.suppress(OSError):
+        own = _read_process(_own_host(), os.getpid())
+        _compat.put_value(client, _process_key(process), " ".join(map(str, own)))
+    _membership = _Membership(client, process)
+    if not _is_hooked:
+        _is_hooked = True
+        _chain_excepthook()
+        # Runs before the exit handler of jax.distributed, which waits for the others.
+        atexit.register(_at_exit)
+    if _watcher is None:
+        watcher = threading.Thread(target=_answer_questions, name="jax_ring departures", daemon=True)
+        with contextlib.suppress(RuntimeError):  # at a limit of threads: errors then come at the deadline
+            watcher.start()
+            _watcher = watcher
+
+
+def forget() -> None:
+    """Drops the client of the distributed runtime, which this process leaves."""
+    global _membership
+    _membership = None
+
+
+def give_up(how: str) -> None:
+    """Gives up all groups of this process, now and in future; their calls fail at once, here and in the others.
+
+    how: how this process leaves, a predicate for the errors of the others: "raised ValueError: bad batch".
+    """
+    how = " ".join(how.split())
+    how = how if len(how) <= _MAX_LENGTH else how[: _MAX_LENGTH - 1] + "…"
+    runtime.give_up_groups(how)
+    membership = _membership
+    if membership is not None and not membership.has_left:
+        membership.has_left = True
+        _compat.put_value(membership.client, _left_key(membership.process), how)
+
+
+def departure_of(process: int) -> str | None:
+    """How another process has left, such as "raised ValueError: bad batch"; None if it is not known to have left."""
+    if _membership is None:
+        return None
+    if how := _compat.value_of(_membership.client, _left_key(process)):
+        return how
+    if text := _compat.value_of(_membership.client, _process_key(process)):
+        host, pid, start_time = text.split()
+        if _has_ended(_Process(host, int(pid), int(start_time))):
+            return "has ended"
+    return None
+
+
+def description_of(error: BaseException) -> str:
+    """How a process leaves that raises this exception: a predicate for the errors of the others."""
+    text = str(error)
+    if blamed := _sentence_about_another(text):
+        return f"failed because {blamed}"
+    name = type(error).__qualname__
+    return f"raised {name}: {text}" if text else f"raised {name}"
+
+
+def blamed_process(text: str) -> int | None:
+    """The index of the process at fault, if this is the text of an error for which another process is to blame."""
+    found = list(_BLAMED.finditer(text))
+    # One that failed because of another names it, and that one is at fault.
+    return int(found[-1]["process"]) if found else None
+
+
+# As the communicator of a group writes them; see `Communicator::describe_peer`.
+_BLAMED = re.compile(
+    r"\b[Pp]rocess (?P<process>\d+) \(ranks? [\d, ]+\) "
+    r"(?P<how>has ended|has exited|raised .*|failed because .*|has aborted the group\. .*|is stopped, or busy.*"
+    r"|has not made a call in this group yet)",
+    re.DOTALL,
+)
+
+
+def _sentence_about_another(text: str) -> str | None:
+    found = list(_BLAMED.finditer(text))
+    if not found:
+        return None
+    # The last "failed because" of a chain, without what led to it.
+    sentence = found[0][0]
+    while " failed because " in sentence:
+        sentence = sentence.partition(" failed because ")[2]
+    return "p" + sentence[1:].rstrip(".")
+
+
+# ---- The end of this process ----------------------------------------------------------------------------------------
+
+
+def _chain_excepthook() -> None:
+    previous = sys.excepthook
+
+    def hook(error_type, error, traceback):
+        # Of an interactive session, which goes on.
+        if error is not None and not hasattr(sys, "ps1") and not sys.flags.interactive:
+            with contextlib.suppress(Exception):  # the user's exception matters more
+                give_up(description_of(error))
+        previous(error_type, error, traceback)
+
+    sys.excepthook = hook
+
+
+def _at_exit() -> None:
+    global _is_ending
+    _is_ending = True
+    # While Python ends, no thread may come back from a wait: it would be killed, and that kills the process.
+    runtime.wake_watcher()
+    if _watcher is not None:
+        _watcher.join(timeout=10)
+    # Where the program has replaced the hook.
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is not None:
+        give_up(description_of(error))
+    elif _wait_for_programs():
+        give_up("has exited")
+
+
+def _wait_for_programs() -> bool:
+    """Waits until all that this process has launched has ended. Returns whether it has, within two deadlines.
+
+    The results of a program need not be referenced by anyone, so there is nothing to ask. JAX runs the programs of a
+    process that are for several devices, or come from one thread, one after the other: another one tells. Those that
+    other threads have launched on a single device show by the time that they take of the processors.
+    """
+    if not runtime.has_groups():
+        return True
+    until = time.monotonic() + 2 * runtime.timeout()
+    try:
+        devices = jax.devices("cpu")
+        mesh = jax.sharding.Mesh(np.array(devices), ("all",))
+        sharding = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
+        last = jax.jit(jax.numpy.negative)(
+            jax.make_array_from_callback((len(devices),), sharding, lambda index: np.zeros(1, np.int32))
+        )
+        while not last.is_ready():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.001)
+    except (RuntimeError, ValueError):  # JAX's errors: a program has failed, or its backend is gone
+        return True
+    while time.monotonic() < until:
+        used = time.process_time()
+        time.sleep(_QUIET_SECONDS)
+        if time.process_time() - used < _BUSY_FRACTION * _QUIET_SECONDS:
+            return True
+    return False
+
+
+# ---- The end of others ----------------------------------------------------------------------------------------------
+
+
+def _answer_questions() -> None:
+    """Looks for the processes that calls of the native code wait for, until this process ends."""
+    while not _is_ending:
+        for process in runtime.await_questions(seconds=60.0):
+            with contextlib.suppress(Exception):  # the runtime may be shutting down
+                if how := departure_of(process):
+                    runtime.note_departure(process, how)
+        until = time.monotonic() + _SECONDS_BETWEEN_LOOKS
+        while not _is_ending and time.monotonic() < until:
+            time.sleep(0.02)
+
+
+def _own_host() -> str:
+    """Names the kernel and the pid namespace. The number of the first namespace is the same on all hosts."""
+    boot_id = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _read_process(host: str, pid: int) -> _Process:
+    """A running process of this host. Raises OSError if there is none, or if this system does not tell."""
+    # The name in front of the last parenthesis may contain anything.
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    if fields[0] in "ZX":
+        raise FileNotFoundError(f"process {pid} has ended")
+    return _Process(host, pid, int(fields[19]))
+
+
+def _has_ended(process: _Process) -> bool:
+    try:
+        return process.host == _own_host() and _read_process(process.host, process.pid) != process
+    except (FileNotFoundError, ProcessLookupError):
+        return True  # this system has such files, or the process would not have published its own
+
+
+def _process_key(process: int) -> str:
+    return f"jax_ring/process/{process}"
+
+
+def _left_key(process: int) -> str:
+    return f"jax_ring/left/{process}"
