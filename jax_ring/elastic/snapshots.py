@@ -1,6 +1,7 @@
 """Host copies of a state: whole ones of what every process has, and parts of what is divided over the processes."""
 
 import copy
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,8 @@ import numpy as np
 Box = tuple[tuple[int, int], ...]  # the range of each dimension
 
 
-class Key(NamedTuple):
+@dataclasses.dataclass(frozen=True)  # not a tuple, which would be a tree
+class Key:
     """Random keys: their bits, and the name of their generator."""
 
     bits: Any
@@ -126,8 +128,13 @@ class Snapshot(NamedTuple):
         return self._replace(leaves=leaves, held=None)
 
     def trees(self) -> dict[str, Any]:
-        """The trees, with arrays of numpy that may be changed, and random keys of JAX; `Lost` for divided leaves."""
+        """The trees, with arrays of numpy that may be changed, and random keys of JAX. No leaf may be divided."""
         return jax.tree.unflatten(self.structure, [_for_user(leaf) for leaf in self.leaves])
+
+    def trees_without_backend(self) -> dict[str, Any]:
+        """The trees with nothing of JAX in them, from which a snapshot can be made; `Lost` for divided leaves."""
+        leaves = [Lost() if isinstance(array_of(leaf), Divided) else leaf for leaf in self.leaves]
+        return jax.tree.unflatten(self.structure, leaves)
 
 
 def array_of(leaf: Any) -> Any:
@@ -137,7 +144,7 @@ def array_of(leaf: Any) -> Any:
 
 def with_array(leaf: Any, array: Any) -> Any:
     """A leaf like this one, with another array."""
-    return leaf._replace(bits=array) if isinstance(leaf, Key) else array
+    return dataclasses.replace(leaf, bits=array) if isinstance(leaf, Key) else array
 
 
 def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -164,8 +171,6 @@ class Lost:
 
 
 def _for_user(leaf: Any) -> Any:
-    if isinstance(array_of(leaf), Divided):
-        return Lost()
     if isinstance(leaf, Key):
         return jax.random.wrap_key_data(leaf.bits, impl=leaf.impl)
     return leaf.copy() if isinstance(leaf, np.ndarray) else copy.deepcopy(leaf)

@@ -48,6 +48,7 @@ class State:
         if every is not None and every < 1:
             raise ValueError(f"State: every must be at least 1, got {every}")
         hidden = self.__dict__
+        hidden["_names"] = tuple(trees)
         hidden["_values"] = trees
         hidden["_checkpoints"] = Checkpoints(directory) if directory is not None else None
         hidden["_every"] = every
@@ -57,19 +58,19 @@ class State:
     def __getattr__(self, name: str) -> Any:
         values = self.__dict__.get("_values", {})
         if name not in values:
-            raise AttributeError(f"the state has no {name!r}; it has {', '.join(values)}")
+            raise AttributeError(f"the state has no {name!r}; it has {', '.join(self._names)}")
         return values[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self._values:
             raise AttributeError(
-                f"the state has no {name!r}, only {', '.join(self._values)}. What it has is named when it is made: "
+                f"the state has no {name!r}, only {', '.join(self._names)}. What it has is named when it is made: "
                 f"State({name}=..., ...)."
             )
         self._values[name] = value
 
     def __repr__(self) -> str:
-        return f"State({', '.join(self._values)}; {self.commits} commits)"
+        return f"State({', '.join(self._names)}; {self.commits} commits)"
 
     @property
     def commits(self) -> int:
@@ -120,10 +121,13 @@ class State:
     def _leave(self) -> None:
         """Drops the arrays of the generation. The values are then those of before the first commit, or nothing."""
         values, generation = self._values, self._generation
-        here = (generation.process, generation.num_processes) if generation else (0, 1)
-        # The structure stays: what another process sends is compared with it.
-        left = jax.tree.map(lambda leaf: 0, values) if self._snapshots else Snapshot.of(values, 0, *here).trees()
-        self.__dict__.update(_generation=None, _values=left)
+        if self._snapshots:
+            # The structure stays: what another process sends is compared with it.
+            values = jax.tree.map(lambda leaf: 0, values)
+        else:
+            process, count = (generation.process, generation.num_processes) if generation else (0, 1)
+            values = Snapshot.of(values, 0, process, count).trees_without_backend()
+        self.__dict__.update(_generation=None, _values=values)
 
 
 def _agreed(generation: Generation, snapshot: Snapshot) -> bool:
