@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,8 +13,10 @@ import jax
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery, leaving
 from jax_ring.distributed.control import Control, Member
+from jax_ring.elastic import spares
 from jax_ring.elastic.exchange import Exchange
 from jax_ring.elastic.failures import Leave
+from jax_ring.elastic.snapshots import Snapshot
 
 logger = logging.getLogger("jax_ring")
 
@@ -106,15 +109,20 @@ def leave(how: str) -> None:
         )
 
 
-def enter(control: Control, after: int, reason: str) -> Generation:
+def enter(
+    control: Control, after: int, reason: str, place: spares.Place | None, snapshots: Sequence[Snapshot]
+) -> Generation:
     """Waits until this process is a member of a later generation, and connects to the others.
+
+    As long as it is a spare, it gives its parts of divided leaves to the members.
 
     Raises:
       RuntimeError: if there will be none, with the launcher's reason.
     """
     member: Member = control.next_generation(after, reason)
     while member.process_id < 0:
-        member = control.next_generation(member.generation, "it is a spare")
+        with spares.served(place, snapshots):
+            member = control.next_generation(member.generation, "it is a spare")
     _compat.connect_to_runtime(member.coordinator, member.num_processes, member.process_id, runtime.timeout())
     discovery.publish()
     return Generation(member.generation, control)

@@ -117,7 +117,7 @@ def _first_generation(state: State, control: Control | None) -> Generation:
 def _next_generation(state: State, control: Control, after: int, reason: str, how: str) -> Generation:
     state._leave()
     leave(how)
-    return enter(control, after, reason)
+    return enter(control, after, reason, state._place, state._snapshots)
 
 
 def _loop(train: Callable, state: State, control: Control | None, args: tuple, kwargs: dict) -> Any:

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jax_ring.elastic import spares
 from jax_ring.elastic.checkpoints import Checkpoints
 from jax_ring.elastic.generation import Generation
 from jax_ring.elastic.snapshots import Divided, Lost, Snapshot, array_of, joined, with_array
+from jax_ring.elastic.spares import Place
 
 
 class Have(NamedTuple):
@@ -37,14 +39,19 @@ class Restored(NamedTuple):
 
 
 def restore(
-    generation: Generation, snapshots: Sequence[Snapshot], values: Mapping[str, Any], checkpoints: Checkpoints | None
+    generation: Generation,
+    place: Place | None,
+    snapshots: Sequence[Snapshot],
+    values: Mapping[str, Any],
+    checkpoints: Checkpoints | None,
 ) -> Restored:
     """Agrees with the other members on a commit, and puts it together. All members must call it.
 
     If none has a commit, they start from the newest checkpoint on disk, and else from the values of process 0.
 
     Args:
-      snapshots: the commits of this process; none if it is new.
+      place: where the commits of this process were made; None if it has none.
+      snapshots: these commits.
       values: its state as the script has made it.
 
     Raises:
@@ -52,23 +59,48 @@ def restore(
         different structures.
     """
     own = {str(snapshot.number): Have(snapshot.num_processes, snapshot.held) for snapshot in snapshots}
-    posted = generation.post(own)
+    posted = generation.post([place.generation if place else -1, own])
     # Now that all are here, start the backend together: it waits for all processes.
     _ = generation.exchange
-    known = [{int(number): Have(*have) for number, have in haves.items()} for haves in posted]
+    made_in = max(number for number, _ in posted)
+    if made_in < 0:
+        return Restored(_first_of_all(generation, values, checkpoints), 0)
+    # The commits of a process that was a spare are older than the others'. It is like a new process.
+    known = [
+        {int(number): Have(*have) for number, have in haves.items()} if made == made_in else {}
+        for made, haves in posted
+    ]
     newest = [max(haves) for haves in known if haves]
-    newcomers = generation.num_processes - len(newest)
-    if not newest:
-        snapshot = _first_of_all(generation, values, checkpoints)
-        return Restored(snapshot, 0)
     number = min(newest)
-    chosen = {snapshot.number: snapshot for snapshot in snapshots}.get(number)
+    is_current = place is not None and place.generation == made_in
+    chosen = {snapshot.number: snapshot for snapshot in snapshots}.get(number) if is_current else None
     have = [haves.get(number) for haves in known]
     if lost := _lost(have):
+        chosen, have = _from_spares(generation, made_in, chosen, have, lost)
+        lost = _lost(have)
+    if lost:
         snapshot = _from_disk(generation, values, checkpoints, number, lost)
     else:
         snapshot = _assembled(generation, chosen, have, values)
-    return Restored(snapshot, newcomers)
+    return Restored(snapshot, generation.num_processes - len(newest))
+
+
+def _from_spares(
+    generation: Generation, made_in: int, snapshot: Snapshot | None, have: list[Have | None], lost: Sequence[int]
+) -> tuple[Snapshot | None, list[Have | None]]:
+    """The snapshot of this process, and what each has, once the first that has it has asked spares for lost parts."""
+    first = next(process for process, each in enumerate(have) if each is not None)
+    found = None
+    if generation.process == first:
+        assert snapshot is not None
+        found = spares.fetched(made_in, snapshot, lost)
+    if any(generation.post(found is not None)):
+        snapshot = found or snapshot
+        had = have[first]
+        assert had is not None
+        have = [*have]
+        have[first] = had._replace(held=sorted({*(had.held or ()), *lost}))
+    return snapshot, have
 
 
 def _first_of_all(generation: Generation, values: Mapping[str, Any], checkpoints: Checkpoints | None) -> Snapshot:

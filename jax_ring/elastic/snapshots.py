@@ -163,7 +163,7 @@ def _copied(leaf: Any, process: int, num_processes: int) -> Any:
         if leaf.is_fully_replicated:
             return np.array(leaf.addressable_data(0))
         return Divided.of(leaf, process, num_processes)
-    return leaf.copy() if isinstance(leaf, np.ndarray) else copy.deepcopy(leaf)
+    return np.array(leaf) if isinstance(leaf, np.ndarray | np.generic) else copy.deepcopy(leaf)
 
 
 class Lost:

@@ -11,6 +11,7 @@ from jax_ring.elastic.failures import Leave
 from jax_ring.elastic.generation import Generation
 from jax_ring.elastic.restore import restore
 from jax_ring.elastic.snapshots import Divided, Snapshot, array_of
+from jax_ring.elastic.spares import Place
 
 # One process may have completed a commit in which another has failed, but not the one after.
 _KEPT = 2
@@ -54,6 +55,7 @@ class State:
         hidden["_every"] = every
         hidden["_snapshots"] = []
         hidden["_generation"] = None
+        hidden["_place"] = None  # where the commits were made
 
     def __getattr__(self, name: str) -> Any:
         values = self.__dict__.get("_values", {})
@@ -113,9 +115,13 @@ class State:
     def _enter(self, generation: Generation) -> int:
         """Takes the values that a generation starts from, and returns the number of new processes in it."""
         self.__dict__["_generation"] = generation
-        restored = restore(generation, self._snapshots, self._values, self._checkpoints)
+        restored = restore(generation, self._place, self._snapshots, self._values, self._checkpoints)
         # All leaves are whole: another process may be lost before the next commit.
-        self.__dict__.update(_snapshots=[restored.snapshot], _values=restored.snapshot.trees())
+        self.__dict__.update(
+            _snapshots=[restored.snapshot],
+            _values=restored.snapshot.trees(),
+            _place=Place(generation.number, generation.process),
+        )
         return restored.newcomers
 
     def _leave(self) -> None:
