@@ -1,26 +1,13 @@
 """The launcher: the environment of scripts, labeled output, signals, and cleanup after failures."""
 
 import os
-import pathlib
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
+from launches import WAITS, assert_gone, pids, run, start
 
 from jax_ring.distributed import launcher
 from jax_ring.distributed.launching import environment
-
-# Background jobs of a shell ignore SIGINT, and child processes inherit that.
-COMMAND = ["env", "--default-signal=INT", sys.executable, "-P", "-m", "jax_ring.launch"]
-# Runs the code of a test, prints the pid of the process, and waits.
-WAITS = """
-import os, signal, sys, time
-{}
-print("pid", os.getpid())
-time.sleep(60)
-"""
 
 
 @pytest.fixture
@@ -31,39 +18,6 @@ def script(tmp_path):
         return str(path)
 
     return write
-
-
-def start(*arguments, **options):
-    return subprocess.Popen(
-        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
-
-
-def run(*arguments, env=None):
-    result = subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=120, check=False, env=os.environ | (env or {})
-    )
-    return result.returncode, sorted(result.stdout.splitlines()), result.stderr
-
-
-def pids(launcher, count):
-    """The pids that `count` processes of WAITS print."""
-    return [int(launcher.stdout.readline().split()[-1]) for _ in range(count)]
-
-
-def assert_gone(pids, seconds=10):
-    """Asserts that all processes exit within `seconds`, or are zombies."""
-
-    def state(pid):
-        try:
-            return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return "gone"
-
-    deadline = time.monotonic() + seconds
-    while left := [pid for pid in pids if state(pid) not in ("gone", "Z", "X")]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.02)
 
 
 def test_scripts_run_as_under_python(script):
@@ -193,6 +147,13 @@ def test_closed_output_pipe(script):
     ("arguments", "message"),
     [
         (["-n", "0", __file__], "-n must be at least 1, got 0"),
+        (["-n", "4:3", __file__], "-n MIN:MAX needs MIN <= MAX, got 4:3"),
+        (["-n", "few", __file__], "-n must be a number or MIN:MAX, as in 3:4; got few"),
+        (["-n", "2", "--max-restarts", "-1", __file__], "--max-restarts must be at least 0, got -1"),
+        (["-n", "2", "--nnodes", "2", __file__], "--nnodes 2 needs --coordinator HOST:PORT, got None"),
+        (["-n", "2", "--nnodes", "2", "--node-rank", "2", __file__], "--node-rank must be from 0 to 1"),
+        (["-n", "2", "--coordinator", "host:1", __file__], "--coordinator is for several hosts: give --nnodes"),
+        (["-n", "2", "-m", "absent.module"], "there is no module 'absent.module' in "),
         (["-n", "2", "--devices", "0", __file__], "--devices must be at least 1, got 0"),
         (["-n", "2", "--grace", "nan", __file__], "--grace must be a number of seconds, got nan"),
         (["-n", "2", "absent.py"], "there is no file 'absent.py' in "),

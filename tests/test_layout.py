@@ -3,6 +3,9 @@
 import ast
 import importlib
 import pathlib
+import re
+import subprocess
+import sys
 import types
 
 import pytest
@@ -60,6 +63,28 @@ def test_imports_between_packages_go_one_way():
     # The rule would hold for a package that nothing imports: that the chain exists is a part of it.
     for upper, lower in (("training", "collectives"), ("collectives", "lowering"), ("lowering", "distributed")):
         assert any(lower in imported_parts(path) for path in (PACKAGE / upper).glob("*.py"))
+
+
+def test_private_names_of_jax_are_in_one_module():
+    """And in coordination.py, which runs without the package."""
+    named = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"^\s*(from|import) (jax\._src|jaxlib import _)", path.read_text(), re.MULTILINE)
+    }
+    assert named == {"_compat.py", "distributed/coordination.py"}
+
+
+def test_the_launcher_and_what_it_runs_do_not_need_jax():
+    for path in [*(PACKAGE / "distributed" / "launching").glob("*.py"), PACKAGE / "distributed" / "launcher.py"]:
+        parts = imported_parts(path)
+        assert parts <= {"distributed"}, path
+        assert "import jax\n" not in path.read_text(), path
+    standard = "import sys, runpy; runpy.run_path(sys.argv[1]); print([m for m in sys.modules if 'jax' in m])"
+    for name in ("control", "coordination", "launched"):
+        program = [sys.executable, "-P", "-c", standard, str(PACKAGE / "distributed" / f"{name}.py")]
+        result = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+        assert result.stdout.strip() == "[]", (name, result.stderr)
 
 
 def test_every_file_says_what_it_is_for():

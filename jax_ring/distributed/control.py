@@ -129,10 +129,16 @@ class Control:
         return member
 
     def change_pending(self) -> bool:
-        """Whether the launcher wants the members to leave at their next commit. Never blocks."""
+        """Whether the launcher wants the members to leave at their next commit. Never blocks.
+
+        It does when a process waits to join, and when a member has died. An error may tell of the latter earlier.
+
+        Raises:
+          RuntimeError: if the launcher has ended.
+        """
         if self._lock.acquire(blocking=False):  # else another thread waits for a reply
             try:
-                while select.select([self._connection], [], [], 0)[0]:
+                while b"\n" in self._received or select.select([self._connection], [], [], 0)[0]:
                     self._receive()
             finally:
                 self._lock.release()
@@ -181,7 +187,10 @@ class Control:
     def _receive(self) -> dict[str, Any] | None:
         """Waits for a message. Returns it if it is a reply; takes note of the others."""
         while b"\n" not in self._received:
-            chunk = self._connection.recv(1 << 16)
+            try:
+                chunk = self._connection.recv(1 << 16)
+            except ConnectionError:
+                chunk = b""
             if not chunk:
                 raise RuntimeError("the launcher has ended: it has closed its connection to this process")
             self._received += chunk

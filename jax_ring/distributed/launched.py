@@ -16,7 +16,7 @@ import sys
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # Errors of jax_ring name the process that others waited for in this form. See blamed_process.
-_OTHER_PROCESS = re.compile(r"[Pp]rocess (\d+) \(rank")
+_OTHER_PROCESS = re.compile(r"\b[Pp]rocess (\d+) \(ranks? ")
 _OF_ANOTHER = re.compile(r"jax_ring\.launch:|Gloo|Connection closed by peer|distributed service detected fatal errors")
 
 
@@ -97,6 +97,10 @@ def blamed_process(error: BaseException | None) -> int | None:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         text = str(error)
+        # Where the package is loaded, it knows its errors.
+        leaving = sys.modules.get("jax_ring.distributed.leaving")
+        if leaving is not None and (process := leaving.blamed_process(text)) is not None:
+            return process
         if match := _OTHER_PROCESS.search(text):
             return int(match.group(1))
         if _OF_ANOTHER.search(text):

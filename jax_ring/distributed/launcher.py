@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 from jax_ring.distributed.launching import arguments as command_line
-from jax_ring.distributed.launching.job import Job
+from jax_ring.distributed.launching.hosts import job
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,4 +20,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _run(options: command_line.Options) -> int:
-    return await Job(options).run()
+    return await job(options).run()

@@ -39,12 +39,14 @@ class Outcome(NamedTuple):
     Attributes:
       status: for the launcher to exit with, if this attempt is the last.
       failure: whose fault it was, if it failed.
-      is_stopped: whether the launcher was told to end.
+      is_stopped: whether a signal has told the launcher to end.
+      is_ended: whether host 0 has ended the job.
     """
 
     status: int
     failure: Failure | None = None
     is_stopped: bool = False
+    is_ended: bool = False
 
 
 class Attempt:
@@ -92,7 +94,7 @@ class Attempt:
         queue = self._shared.queue
         for _ in range(queue.qsize()):
             event = queue.get_nowait()
-            if isinstance(event, events.Signalled):
+            if isinstance(event, events.Signalled | events.RemoteStop | events.RemoteEnd):
                 queue.put_nowait(event)
 
     def _start(self, slot: int, rank: int, joins: bool = False) -> Process:
@@ -120,9 +122,10 @@ class Attempt:
             match event:
                 case events.Signalled(signum):
                     return await self._stop(signum)
-                case events.RemoteStop(signum, why):
-                    outcome = await self._terminate(signum, self._options.failure_grace, why)
-                    return outcome._replace(is_stopped=True)
+                case events.RemoteStop(signum, grace, why):
+                    return await self._terminate(signum, grace, why)
+                case events.RemoteEnd(status):
+                    return Outcome(status, is_ended=True)
                 case events.Exited(number):
                     reason = self._exited(self._processes[number])
                 case events.Asked(number, message, answer):
@@ -258,10 +261,13 @@ class Attempt:
         if running:
             reason += f"; sending {signal.Signals(signum).name} to ranks {format_ranks(running)}"
         self._log(reason)
+        if self._remote is not None:
+            self._remote.tell_stop(signum, grace, reason)
         for process in running:
             process.send(signum)
         loop = asyncio.get_running_loop()
         end = loop.time() + grace
+        last: events.RemoteEnd | None = None
         said = False
         while self._running() and (left := end - loop.time()) > 0:
             try:
@@ -275,7 +281,11 @@ class Attempt:
                 continue
             if isinstance(event, events.Signalled):  # a second signal ends the grace period
                 break
+            if isinstance(event, events.RemoteEnd):
+                last = event
             self._note(event)
+        if last is not None:
+            self._shared.queue.put_nowait(last)
         if running := self._running():
             self._log(f"killing ranks {format_ranks(running)}")
         return self._outcome()

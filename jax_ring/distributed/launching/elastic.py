@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import signal
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from jax_ring.distributed.launching.service import Service
 from jax_ring.distributed.launching.shared import Shared
 
 _TICK_SECONDS = 0.1
+# After this long, all members of a generation have connected to its service.
+_CONNECT_SECONDS = 30.0
 
 Answer = Callable[[dict[str, Any]], None]
 
@@ -47,6 +50,7 @@ class Elastic:
         self._is_ticking = False
         self._forming: asyncio.Task | None = None
         self._leaving_since: float | None = None
+        self._formed_at = -math.inf  # when the last generation was formed
         self._refused = ""
         self._ports = contextlib.ExitStack()
         self._ready = Service(shared.output)  # for the next generation
@@ -110,7 +114,7 @@ class Elastic:
     def finished(self, process: Process) -> str | None:
         """A process has exited with status 0. Returns why the job has to end, or None."""
         self._has_finished = True
-        self._ended(process)
+        self._ended(process, is_failure=False)
         return None
 
     def died(self, process: Process, failure: Failure) -> str | None:
@@ -132,10 +136,14 @@ class Elastic:
             return text
         return None
 
-    def _ended(self, process: Process) -> None:
+    def _ended(self, process: Process, is_failure: bool = True) -> None:
         self._answers.pop(process.number, None)
         if self._membership is not None:
-            self._membership.ended(process.number)
+            self._membership.ended(process.number, is_failure)
+            if is_failure and self._formed_at + _CONNECT_SECONDS > asyncio.get_running_loop().time():
+                service, members = self._services[-1]
+                if process.number in members:
+                    service.stand_in(members.index(process.number))
         # A client that has been dropped aborts its process when its service ends, so a service stays for them.
         for entry in list(self._services):
             service, members = entry
@@ -256,6 +264,7 @@ class Elastic:
                 self._log("the coordination service of the next generation could not be started; trying again")
             return
         self._services.append((service, formation.members))
+        self._formed_at = asyncio.get_running_loop().time()
         membership.form(formation)
         self._told = False
         ranks = ", ".join(str(self._processes[number].rank) for number in formation.members)

@@ -11,7 +11,8 @@ from jax_ring.distributed import control
 @contextlib.contextmanager
 def reserved_port(host: str = "127.0.0.1") -> Iterator[int]:
     """A TCP port of this host that no other program gets, but on which a coordinator can listen."""
-    with socket.socket() as holder:
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    with socket.socket(family) as holder:
         # The coordinator's socket has this option too: bound here without listening, the port is still free for it.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind((host, 0))

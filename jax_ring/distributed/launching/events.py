@@ -54,11 +54,40 @@ class RemoteChanged(NamedTuple):
     """What is known of other hosts has changed."""
 
 
+class RemoteStart(NamedTuple):
+    """The launcher of host 0 wants an attempt to start: the fields of its plan that do not depend on this host."""
+
+    restart: int
+    first: int
+    num_processes: int
+    coordinator: str
+
+
 class RemoteStop(NamedTuple):
-    """The launcher of host 0 wants this host's processes to end."""
+    """The launcher of host 0 wants this host's processes to end, within a grace period in seconds."""
 
     signum: int
+    grace: float
     reason: str
 
 
-Event = Exited | Signalled | Asked | Reminder | Tick | Replace | RemoteFailed | RemoteChanged | RemoteStop
+class RemoteEnd(NamedTuple):
+    """The job has ended."""
+
+    status: int
+    reason: str
+
+
+Event = (
+    Exited
+    | Signalled
+    | Asked
+    | Reminder
+    | Tick
+    | Replace
+    | RemoteFailed
+    | RemoteChanged
+    | RemoteStart
+    | RemoteStop
+    | RemoteEnd
+)

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 
 from jax_ring.distributed.launching import environment, events
 from jax_ring.distributed.launching.arguments import Options
@@ -129,6 +129,17 @@ class Job:
                         return event.signum
         except TimeoutError:
             return None
+
+    async def _within(self, waiting: Awaitable[None], seconds: float) -> tuple[int | None, bool]:
+        """Waits for something, but not longer; returns a signal that came meanwhile, and whether it has happened."""
+        task = asyncio.ensure_future(waiting)
+        signals = asyncio.create_task(self._signal_within(seconds))
+        await asyncio.wait({task, signals}, return_when=asyncio.FIRST_COMPLETED)
+        is_done = task.done()
+        signum = None if is_done else signals.result()
+        task.cancel()
+        signals.cancel()
+        return signum, is_done
 
     async def _drained(self, outcome: Outcome) -> int:
         """Waits until the output has been written, and returns the exit status.

@@ -31,6 +31,7 @@ class Membership:
         self.members = list(members)
         self.alive = set(members)
         self.waiting: dict[int, str] = {}
+        self._died: set[int] = set()
         self.min_processes, self.multiple_of = min_processes, multiple_of
 
     def size(self, candidates: int) -> int:
@@ -42,8 +43,10 @@ class Membership:
     def started(self, process: int) -> None:
         self.alive.add(process)
 
-    def ended(self, process: int) -> None:
+    def ended(self, process: int, is_failure: bool = True) -> None:
         self.alive.discard(process)
+        if is_failure:
+            self._died.add(process)
         self.waiting.pop(process, None)
 
     def left(self, process: int, after: int, reason: str) -> None:
@@ -65,8 +68,13 @@ class Membership:
         return any(process in self.waiting for process in self.members)
 
     def is_change_pending(self) -> bool:
-        """Whether there would be more members if the generation were formed anew."""
+        """Whether the members should leave: one has died, or there would be more if the generation were formed anew.
+
+        Members that the dead one owes something get an error as well; but not if it dies before they have connected.
+        """
         members = self.members_left_over()
+        if any(process in self._died for process in self.members):
+            return bool(members)
         if not members or self.is_leaving():
             return False
         return self.size(len(members) + len(self.waiting)) > len(members)
@@ -96,4 +104,5 @@ class Membership:
         """The generation has been formed."""
         self.generation += 1
         self.members = list(formation.members)
-        self.waiting.clear()
+        for process in formation.members + formation.spares:
+            del self.waiting[process]  # others may have come meanwhile

@@ -44,5 +44,8 @@ class Remote(Protocol):
     def tell_failure(self, failure: Failure) -> bool:
         """Tells host 0 of a failure. Returns whether its launcher decides what is to be done; else this one does."""
 
+    def tell_stop(self, signum: int, grace: float, reason: str) -> None:
+        """Tells the other hosts that this one's processes are being ended."""
+
     def tell_success(self) -> None:
         """Tells host 0 that the processes of this host have exited with status 0."""

@@ -1,0 +1,50 @@
+"""Starts `jax_ring.launch` in tests, and waits for the processes that it has started."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+# Background jobs of a shell ignore SIGINT, and child processes inherit that.
+COMMAND = ["env", "--default-signal=INT", sys.executable, "-P", "-m", "jax_ring.launch"]
+# Runs the code of a test, prints the pid of the process, and waits.
+WAITS = """
+import os, signal, sys, time
+{}
+print("pid", os.getpid())
+time.sleep(60)
+"""
+
+
+def start(*arguments, **options):
+    return subprocess.Popen(
+        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def run(*arguments, env=None):
+    result = subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=120, check=False, env=os.environ | (env or {})
+    )
+    return result.returncode, sorted(result.stdout.splitlines()), result.stderr
+
+
+def pids(launcher, count):
+    """The pids that `count` processes of WAITS print."""
+    return [int(launcher.stdout.readline().split()[-1]) for _ in range(count)]
+
+
+def assert_gone(pids, seconds=10):
+    """Asserts that all processes exit within `seconds`, or are zombies."""
+
+    def state(pid):
+        try:
+            return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return "gone"
+
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if state(pid) not in ("gone", "Z", "X")]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)

@@ -1,0 +1,259 @@
+"""Elastic jobs as the launcher sees them: who is a member of which generation. No process here imports JAX."""
+
+import os
+import pathlib
+import signal
+import socket
+
+import pytest
+from launches import assert_gone, pids, run, start
+
+from jax_ring.distributed import control
+from jax_ring.distributed.launching.members import Formation, Membership, Refusal
+
+# A member of an elastic job, in which `step` is what a process does in a generation: it returns why it leaves.
+ELASTIC = f"""
+import importlib.util, os, signal, sys, time
+spec = importlib.util.spec_from_file_location("control", {control.__file__!r})
+control = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(control)
+launcher = control.Control.connect()
+number, rank = int(os.environ["JAX_RING_LAUNCHED"]), os.environ["JAX_PROCESS_ID"]
+"""
+MEMBER = (
+    ELASTIC
+    + """
+launcher.enlist(min_processes=2)
+if os.environ.get("JAX_RING_JOIN"):
+    member = launcher.next_generation(-1, "new")
+else:
+    member = control.Member(0, os.environ["JAX_COORDINATOR_ADDRESS"], int(os.environ["JAX_NUM_PROCESSES"]), int(rank))
+while True:
+    here = f"{member.process_id} of {member.num_processes}"
+    print("generation", member.generation, here, os.environ["JAX_RING_GENERATION"], flush=True)
+    if member.generation == 2:
+        sys.exit()
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if member.generation == 0:
+        time.sleep(0.2)
+        member = launcher.next_generation(0, "rank 1 does not answer")
+        time.sleep(0.5)  # so that what follows may have arrived with the reply
+        continue
+    while member.generation == 1 and not launcher.change_pending():
+        time.sleep(0.01)
+    if member.generation == 1:
+        member = launcher.next_generation(1, "a process waits")
+"""
+)
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text):
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_a_stopped_member_is_replaced(script):
+    status, out, err = run("-n", "3", "--max-restarts", "1", "--backoff", "0", script(MEMBER))
+    assert status == 0, err
+    assert out == [
+        "[0] generation 0 0 of 3 0",
+        "[0] generation 1 0 of 2 1",
+        "[0] generation 2 0 of 3 2",
+        "[1] generation 0 1 of 3 0",
+        "[1] generation 2 2 of 3 2",  # the new process is last: index 0 is one that has the state
+        "[2] generation 0 2 of 3 0",
+        "[2] generation 1 1 of 2 1",
+        "[2] generation 2 1 of 3 2",
+    ]
+    assert "is stopped, and the others wait for it; killing it" in err
+    assert "was killed by SIGKILL; the others go on, and another process starts in its place" in err
+
+
+def test_a_member_that_does_not_leave_is_killed_and_too_few_are_refused(script):
+    path = script(
+        ELASTIC
+        + """
+launcher.enlist(min_processes=2)
+if rank == "1": time.sleep(60)
+try:
+    launcher.next_generation(0, "rank 1 does not answer")
+except RuntimeError as error:
+    print(error, flush=True)
+"""
+    )
+    status, out, err = run("-n", "2", "--leave-timeout", "0.3", path)
+    assert status == 128 + signal.SIGKILL
+    assert "has not left generation 0 within 0.3 s (--leave-timeout) of the first; killing it" in err
+    reason = "1 processes are left, of which 1 can be members; it needs 2"
+    assert f"jax_ring.launch: {reason}; sending SIGTERM" in err
+    assert out in ([], [f"[0] jax_ring.launch: {reason}"])  # SIGTERM may come first
+    assert err.splitlines()[-1].endswith("was killed by SIGKILL")
+
+
+def test_one_that_dies_before_it_connects_does_not_end_the_others(script):
+    """Clients of JAX's service wait for all to connect, and would abort their processes in the end."""
+    path = script(
+        ELASTIC
+        + """
+from jaxlib import _jax
+launcher.enlist(min_processes=1)
+member = launcher.next_generation(0, "for a test")
+if member.process_id == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+client = _jax.get_distributed_runtime_client(
+    member.coordinator, member.process_id, init_timeout=30, shutdown_on_destruction=False
+)
+client.connect()
+while not launcher.change_pending():
+    time.sleep(0.01)
+member = launcher.next_generation(1, "process 1 has died")
+print(member.generation, member.process_id, member.num_processes, flush=True)
+os._exit(0)
+"""
+    )
+    status, out, err = run("-n", "3", path, env={"TF_CPP_MIN_LOG_LEVEL": "2"})
+    assert status == 0, err
+    assert out == ["[0] 2 0 2", "[2] 2 1 2"]
+
+
+def test_what_is_refused(script):
+    path = script(
+        ELASTIC
+        + """
+def error_of(function, *arguments, **options):
+    try:
+        function(*arguments, **options)
+    except RuntimeError as error:
+        print(error)
+if rank == "1":
+    sys.exit()
+error_of(launcher.next_generation, 0, "")
+error_of(launcher.enlist, min_processes=3)
+error_of(launcher.enlist, min_processes=2, multiple_of=1)
+launcher.enlist(min_processes=1, multiple_of=4)
+error_of(launcher.enlist, min_processes=2, multiple_of=4)
+error_of(launcher.next_generation, 3, "")
+"""
+    )
+    status, out, err = run("-n", "1:2", path)
+    assert status == 0, err
+    # -n 1:2 allows one process, and an exception that is caught is no failure.
+    assert [line for line in out if line.startswith("[0]")] == sorted(
+        f"[0] jax_ring.launch: {text}"
+        for text in (
+            "this job is not elastic: call enlist() first",
+            "enlist(min_processes=3): must be from 1 to the 2 processes of the job",
+            "enlist(multiple_of=1): 2 processes or more cannot divide 1",
+            "enlist(): another process gave min_processes=1, multiple_of=4; this one 2, 4",
+            "next_generation(after=3): the generation is 0",
+        )
+    )
+
+
+def test_processes_end_with_a_killed_launcher_and_leave_no_socket(script):
+    path = script(ELASTIC + "launcher.enlist(min_processes=1)\nprint(os.getpid(), flush=True)\ntime.sleep(60)")
+    launcher = start("-n", "2", path)
+    started = pids(launcher, 2)
+    children = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    assert len(children) > 2  # services too
+    launcher.kill()
+    launcher.communicate(timeout=30)
+    assert_gone([*started, *map(int, children)])
+    assert not list(pathlib.Path("/tmp").glob(f"jax_ring-*{os.getpid()}*"))
+
+
+class TestMembership:
+    def left(self, members, processes):
+        for process in processes:
+            members.left(process, members.generation if process in members.members else -1, "")
+
+    def test_survivors_do_not_wait_for_replacements(self):
+        members = Membership([0, 1, 2], 2, None)
+        members.ended(0)
+        members.started(3)
+        self.left(members, [2])
+        assert members.decide(0) is None  # process 1 has not left
+        assert members.members_left_over() == [1]
+        assert members.is_change_pending()  # for process 1, which may wait for the dead one in vain
+        self.left(members, [1])
+        assert not members.is_change_pending()
+        assert members.decide(1) == Formation((1, 2), ())
+        self.left(members, [3])  # while the generation is being formed
+        members.form(Formation((1, 2), ()))
+        assert members.is_change_pending()
+        assert members.decide(0) is None
+        self.left(members, [2, 1])
+        assert members.decide(0) == Formation((1, 2, 3), ())
+
+    def test_one_that_dies_while_the_others_wait(self):
+        members = Membership([0, 1, 2], 1, None)
+        self.left(members, [0])
+        members.ended(1)
+        assert members.decide(0) is None
+        members.ended(2)
+        assert members.decide(0) == Formation((0,), ())
+
+    def test_the_number_of_members_divides_that_of_shards(self):
+        members = Membership([0, 1, 2, 3], 1, 4)
+        members.ended(1)
+        self.left(members, [0, 2, 3])
+        assert members.decide(0) == Formation((0, 2), (3,))
+        members.form(Formation((0, 2), (3,)))
+        self.left(members, [3])  # a spare that waits makes nobody leave
+        assert not members.is_change_pending()
+        assert not members.is_leaving()
+        members.started(4)
+        self.left(members, [4])
+        assert members.is_change_pending()  # 4 divides 4
+        members.ended(3)
+        assert not members.is_change_pending()
+        members.ended(0)
+        members.ended(2, is_failure=False)
+        assert not members.is_change_pending()  # nobody is left to leave
+
+    def test_too_few(self):
+        members = Membership([0, 1, 2], 2, None)
+        members.ended(0)
+        members.ended(1)
+        self.left(members, [2])
+        assert members.decide(1) is None  # one will be started
+        assert isinstance(members.decide(0), Refusal)
+
+    def test_without_survivors_all_that_start_are_waited_for(self):
+        members = Membership([0, 1], 1, None)
+        for process, other in ((0, 2), (1, 3)):
+            members.ended(process)
+            members.started(other)
+        self.left(members, [2])
+        assert members.decide(0) is None
+        self.left(members, [3])
+        assert members.decide(1) is None
+        assert members.decide(0) == Formation((2, 3), ())
+
+    def test_a_generation_that_cannot_have_been_left(self):
+        members = Membership([0, 1], 1, None)
+        with pytest.raises(ValueError, match="the generation is 0"):
+            members.left(0, 1, "")
+        with pytest.raises(ValueError, match="the generation is 0"):
+            members.left(0, -1, "")
+
+
+def test_a_message_that_comes_with_a_reply_counts():
+    here, there = socket.socketpair()
+    with here, there:
+        launcher = control.Control(here)
+        there.sendall(control.encode({"done": True}) + control.encode({"change_pending": True}))
+        launcher.enlist(min_processes=1)
+        assert launcher.change_pending()
+        there.sendall(control.encode({"error": "too few"}))
+        with pytest.raises(RuntimeError, match=r"jax_ring\.launch: too few"):
+            launcher.next_generation(0, "")
+        there.close()
+        with pytest.raises(RuntimeError, match="the launcher has ended"):
+            launcher.change_pending()

@@ -1,0 +1,103 @@
+"""A job on several hosts, which are launchers on one host here: failures, restarts, and launchers that end."""
+
+import contextlib
+import signal
+import socket
+
+import pytest
+from launches import WAITS, assert_gone, pids, start
+
+FAILS_ONCE = """
+import os, time
+restart, rank = os.environ["JAX_RING_RESTART"], os.environ["JAX_PROCESS_ID"]
+print(restart, "of", os.environ["JAX_NUM_PROCESSES"], "gpu", os.environ["JAX_LOCAL_DEVICE_IDS"], flush=True)
+if restart == "0":
+    if rank == "2": raise ValueError("bad batch")
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """Starts launchers with numbers of processes, and other arguments; kills them at the end."""
+    with contextlib.ExitStack() as stack:
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            port = unused.getsockname()[1]
+
+        def start_hosts(text, counts, *arguments, ranks=None):
+            (tmp_path / "script.py").write_text(text)
+            launchers = [
+                start(
+                    "-n", str(count), "--nnodes", "2", "--node-rank", str(rank), "--coordinator", f"127.0.0.1:{port}",
+                    *arguments, str(tmp_path / "script.py"),
+                )
+                for rank, count in (enumerate(counts) if ranks is None else zip(ranks, counts, strict=True))
+            ]  # fmt: skip
+            for launcher in launchers:
+                stack.callback(launcher.communicate)
+                stack.callback(launcher.kill)
+            return launchers
+
+        yield start_hosts
+
+
+def ends(launchers):
+    """Exit status, sorted lines of output, and errors of each launcher."""
+    found = [launcher.communicate(timeout=40) for launcher in launchers]
+    return [
+        (launcher.returncode, sorted(out.splitlines()), err)
+        for launcher, (out, err) in zip(launchers, found, strict=True)
+    ]
+
+
+def test_a_failure_restarts_the_processes_of_all_hosts(hosts):
+    first, second = ends(hosts(FAILS_ONCE, [1, 2], "--max-restarts", "1", "--backoff", "0"))
+    assert first[:2] == (0, ["[0] 0 of 3 gpu 0", "[0] 1 of 3 gpu 0"]), first
+    assert second[0] == 0, second
+    assert second[1] == ["[1] 0 of 3 gpu 0", "[1] 1 of 3 gpu 0", "[2] 0 of 3 gpu 1", "[2] 1 of 3 gpu 1"]
+    assert "of host 1 raised ValueError: bad batch; restart 1 of 1 in 0 s" in first[2]
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_launcher_that_is_killed_ends_the_job(hosts, host):
+    launchers = hosts(WAITS.format(""), [1, 1])
+    started = [pids(launcher, 1)[0] for launcher in launchers]
+    launchers[host].kill()
+    status, _, err = ends([launchers[1 - host]])[0]
+    assert status == 1, err
+    who = ("the launcher of host 0", "host 1 is gone")[host]
+    assert err.splitlines()[-1].startswith(f"jax_ring.launch: failed: {who}")
+    assert_gone(started)
+
+
+def test_a_signal_to_host_0_reaches_all(hosts):
+    launchers = hosts(WAITS.format(""), [1, 1])
+    started = [pids(launcher, 1)[0] for launcher in launchers]
+    launchers[0].send_signal(signal.SIGINT)
+    for status, _, err in ends(launchers):
+        assert status == 128 + signal.SIGINT, err
+        assert "received SIGINT" in err
+    assert_gone(started)
+
+
+def test_elastic_jobs_are_refused(hosts):
+    text = """
+import importlib.util
+spec = importlib.util.find_spec("jax_ring.distributed.control")
+from jax_ring.distributed.control import Control
+try:
+    Control.connect().enlist(min_processes=1)
+except RuntimeError as error:
+    print(error)
+"""
+    for status, out, err in ends(hosts(text, [1, 1])):
+        assert status == 0, err
+        assert out[0].endswith("elastic jobs run on one host, and this one has --nnodes 2")
+
+
+def test_hosts_that_do_not_come(hosts):
+    for rank, message in ((0, "failed: hosts 1 are not there after 0.2 s"), (1, "failed: no launcher of host 0 at ")):
+        ((status, _, err),) = ends(hosts("", [1], "--node-timeout", "0.2", ranks=[rank]))
+        assert status == 1
+        assert message in err

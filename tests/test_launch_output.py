@@ -1,0 +1,130 @@
+"""The launcher's output: a reader that blocks, one that is slow, progress bars, log files."""
+
+import os
+import signal
+import subprocess
+
+import pytest
+from launches import COMMAND, run
+
+from jax_ring.distributed.launching.output import Lines
+
+TIMEOUT_S = 60  # of what should take a second
+
+
+def start_bytes(*arguments):
+    return subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def write(tmp_path, text):
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_full_pipe_does_not_keep_the_launcher_from_ending(tmp_path):
+    """Its reader reads one byte, and no more: the pipe is full long before the signal comes."""
+    marker = tmp_path / "stuck"
+    path = write(
+        tmp_path,
+        f"""
+import signal, threading, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+written = 0
+def watch():
+    last = -1
+    while written == 0 or last != written:
+        last = written
+        time.sleep(0.3)
+    open({str(marker)!r}, "w")
+threading.Thread(target=watch).start()
+while True:
+    print("x" * 10000)
+    written += 1
+""",
+    )
+    launcher = start_bytes("-n", "1", "--grace", "0.2", path)
+    try:
+        launcher.stdout.read(1)
+        for _ in range(TIMEOUT_S * 10):
+            if marker.exists():
+                break
+            with pytest.raises(subprocess.TimeoutExpired):
+                launcher.wait(0.1)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+        err = launcher.stderr.read().decode()
+        assert "received SIGTERM; sending SIGTERM to ranks 0" in err
+        assert "killing ranks 0" in err
+    finally:
+        launcher.kill()
+        launcher.communicate()
+
+
+def test_a_slow_reader_gets_everything(tmp_path):
+    """More than the pipes and the launcher hold; the processes have to wait for the reader, and succeed."""
+    path = write(tmp_path, "for i in range(4000): print('x' * 1000, i)")
+    launcher = start_bytes("-n", "2", path)
+    with pytest.raises(subprocess.TimeoutExpired):
+        launcher.wait(2)
+    out, err = launcher.communicate(timeout=TIMEOUT_S)
+    assert launcher.returncode == 0, err
+    lines = sorted(out.decode().splitlines())
+    assert lines == sorted(f"[{rank}] {'x' * 1000} {i}" for rank in range(2) for i in range(4000))
+
+
+def test_progress_bars_appear_before_the_newline(tmp_path):
+    path = write(tmp_path, "import sys, time\nsys.stdout.write('\\r 10%\\r 20%'); sys.stdout.flush(); time.sleep(60)")
+    launcher = start_bytes("-n", "1", path)
+    try:
+        seen = b""
+        while b"20%" not in seen:
+            seen += os.read(launcher.stdout.fileno(), 100)
+        assert seen == b"[0]  10%\r[0]  20%\r"
+    finally:
+        launcher.terminate()
+        launcher.communicate(timeout=TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "expected"),
+    [
+        (["one\ntwo\n"], ["one\n", "two\n"]),
+        (["o", "ne", "\n", "tw", "o"], ["one\n", "end", "two\n"]),
+        (["\n\n"], ["\n", "\n"]),
+        (["one\r\ntwo\r", "\n"], ["one\n", "two\n"]),
+        (["\r 1%", "\r 2%", "\r 3%\n"], [" 1%\r", " 2%\r", " 3%\n"]),
+        (["\r 1%", "pause", "\r 2%", "pause", "\ndone\n"], [" 1%\r", " 2%\r", " 2%\n", "done\n"]),
+        ([" 1%\r", "pause", " 2%\r", "\nnext\n"], [" 1%\r", " 2%\n", "next\n"]),
+        ([" 1%\r 2%\r", "pause", "pause"], [" 1%\r", " 2%\r", "end", " 2%\n"]),
+        (["no bar", "pause", " so far\n"], ["no bar so far\n"]),
+    ],
+)
+def test_lines_and_states_of_progress_bars(chunks, expected):
+    lines, found = Lines(), []
+    for chunk in chunks:
+        pieces = (lines.pause() if lines.is_waiting() else ()) if chunk == "pause" else lines.feed(chunk.encode())
+        found += [(piece + end).decode() for piece, end in pieces]
+    if rest := [(piece + end).decode() for piece, end in lines.end()]:
+        found += ["end", *rest]
+    assert found == expected
+
+
+def test_log_files(tmp_path):
+    path = write(tmp_path, "import os, sys\nprint('to out'); print('to err', file=sys.stderr); sys.exit(3)")
+    status, out, _ = run("-n", "2", "--log-dir", str(tmp_path / "logs"), "--max-restarts", "1", "--backoff", "0", path)
+    assert status == 3
+    assert "[0] to out" in out
+    for folder in (tmp_path / "logs", tmp_path / "logs" / "restart-1"):
+        # The other process may have been ended before it wrote.
+        texts = {file.name: file.read_text() for file in folder.glob("*.*")}
+        assert set(texts) == {"rank-0.out", "rank-0.err", "rank-1.out", "rank-1.err"}
+        assert "to out\n" in texts.values()
+        assert "to err\n" in texts.values()
+
+
+def test_without_standard_output(tmp_path):
+    path = write(tmp_path, "print('nobody reads this')")
+    command = " ".join([*COMMAND, "-n", "1", path])
+    result = subprocess.run(["sh", "-c", f"exec {command} >&-"], capture_output=True, timeout=TIMEOUT_S, check=False)
+    assert result.returncode == 0, result.stderr

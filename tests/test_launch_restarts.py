@@ -1,0 +1,148 @@
+"""Restarts, whose failure a job names, modules, nested launches, and the coordination service outside of the ranks."""
+
+import pytest
+from launches import run
+
+from jax_ring.distributed import control
+from jax_ring.distributed.launching import environment
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text, name="script.py"):
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_a_failed_job_starts_again(script):
+    path = script(
+        """
+import os
+restart, rank = os.environ["JAX_RING_RESTART"], os.environ["JAX_PROCESS_ID"]
+print("restart", restart, os.environ["JAX_COORDINATOR_ADDRESS"])
+if rank == "1" and restart != "2": raise ValueError("bad batch\\nand more")
+if restart != "2": import time; time.sleep(60)
+"""
+    )
+    status, out, err = run("-n", "2", "--max-restarts", "2", "--backoff", "0.05", path)
+    assert status == 0, err
+    seen = [line.split() for line in out]
+    assert {(rank, restart) for rank, _, restart, _ in seen} >= {("[0]", "2"), ("[1]", "0"), ("[1]", "1"), ("[1]", "2")}
+    assert len({address for _, _, _, address in seen}) == 3, out
+    assert "raised ValueError: bad batch; restart 1 of 2 in 0.05 s" in err
+    assert "raised ValueError: bad batch; restart 2 of 2 in 0.1 s" in err
+
+
+def test_one_that_fails_again_and_again_is_left_out(script):
+    path = script(
+        """
+import os, sys
+print(os.environ["JAX_RING_RESTART"], os.environ["JAX_NUM_PROCESSES"], os.environ["JAX_LOCAL_DEVICE_IDS"])
+sys.exit(5 if os.environ["JAX_LOCAL_DEVICE_IDS"] == "0" else 0)
+"""
+    )
+    status, out, err = run("-n", "1:2", "--max-restarts", "2", "--backoff", "0", path)
+    assert status == 0, err
+    assert "exited with status 5 in two attempts on end; going on with 1 processes without it" in err
+    assert "[0] 2 1 1" in out
+
+
+@pytest.mark.parametrize("message", ["Process 2 (rank 2) has ended.", "Gloo: Connection closed by peer"])
+def test_the_last_line_names_the_first_that_failed_by_itself(script, message):
+    """The others, which fail because of it, exit earlier."""
+    path = script(
+        f"""
+import atexit, os, time
+if os.environ["JAX_PROCESS_ID"] == "2":
+    atexit.register(time.sleep, 0.5)
+    raise ValueError("bad batch")
+try:
+    raise RuntimeError({message!r})
+except RuntimeError as error:
+    raise OSError("the step failed") from error
+"""
+    )
+    status, _, err = run("-n", "3", "--failure-grace", "5", path)
+    assert status == 1
+    last = err.splitlines()[-1]
+    assert last.startswith("jax_ring.launch: failed: rank 2 (pid ")
+    assert last.endswith("raised ValueError: bad batch")
+
+
+def test_without_a_first_failure_the_last_line_repeats_the_error(script):
+    path = script("raise RuntimeError('Process 7 (rank 7) has ended.')")
+    status, _, err = run("-n", "2", "--failure-grace", "0.2", path)
+    assert status == 1
+    assert err.splitlines()[-1].endswith("raised RuntimeError: Process 7 (rank 7) has ended.")
+
+
+def test_modules(script, tmp_path, monkeypatch):
+    script("", "__init__.py")
+    script("import sys\nprint(__name__, __package__, sys.argv[1:], sys.path[0])", "tool.py")
+    monkeypatch.chdir(tmp_path.parent)
+    status, out, err = run("-n", "1", "-m", f"{tmp_path.name}.tool", "-n", "x")
+    assert status == 0, err
+    assert out == [f"[0] __main__ {tmp_path.name} ['-n', 'x'] {tmp_path.parent}"]
+
+
+@pytest.mark.parametrize(
+    ("outer", "devices", "expected"),
+    [
+        ({}, None, "1"),
+        ({}, 2, "2,3"),
+        ({"JAX_LOCAL_DEVICE_IDS": "5,6"}, None, "5,6"),  # the user's choice
+        ({"JAX_LOCAL_DEVICE_IDS": "5,6"}, 2, "2,3"),
+        ({"JAX_LOCAL_DEVICE_IDS": "5,6", control.CONTROL_VARIABLE: "@outer"}, None, "6"),  # another launcher's
+        ({"JAX_LOCAL_DEVICE_IDS": "4,5,6,7", control.CONTROL_VARIABLE: "@outer"}, 2, "6,7"),
+        ({"JAX_LOCAL_DEVICE_IDS": "5", control.CONTROL_VARIABLE: "@outer"}, None, "1"),  # too few: CPU devices
+    ],
+)
+def test_devices_of_nested_launches(outer, devices, expected):
+    member = control.Member(0, "127.0.0.1:1", 2, 1)
+    outer = outer | {control.JOIN_VARIABLE: "1"}
+    found = environment.variables(
+        member, slot=1, devices=devices, restart=0, number=7, socket_name="@inner", outer=outer
+    )
+    assert found["JAX_LOCAL_DEVICE_IDS"] == expected
+    assert found[control.CONTROL_VARIABLE] == "@inner"
+    assert control.JOIN_VARIABLE not in found
+
+
+def test_the_death_of_rank_0_leaves_the_others_their_service(script):
+    path = script(
+        """
+import os, time
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax
+jax.distributed.initialize()
+from jax._src import distributed
+client = distributed.global_state.client
+if jax.process_index() == 0:
+    client.wait_at_barrier("both", 60000)
+    os.kill(os.getpid(), 9)
+client.wait_at_barrier("both", 60000)
+time.sleep(1)
+client.key_value_set("key", "value")
+print("alive, with", client.key_value_try_get("key"), distributed.global_state.service)
+os._exit(0)  # JAX's preemption manager waits at exit, after SIGTERM, for a process that has died
+"""
+    )
+    # JAX's preemption notifier keeps rank 1 from ending with SIGTERM.
+    status, out, err = run("-n", "2", "--failure-grace", "30", path)
+    assert status == 128 + 9
+    assert out == ["[1] alive, with value None"], err
+    assert err.splitlines()[-1].endswith("was killed by SIGKILL")
+
+
+def test_control_without_a_launcher(monkeypatch):
+    monkeypatch.delenv(control.CONTROL_VARIABLE, raising=False)
+    with pytest.raises(RuntimeError, match=r"Start the program with: python -m jax_ring\.launch"):
+        control.Control.connect()
+    control.Control.report_failure("ValueError", "bad batch", None)  # no error of its own
+    monkeypatch.setenv(control.CONTROL_VARIABLE, "@nobody")
+    monkeypatch.setenv(control.PROCESS_VARIABLE, "0")
+    with pytest.raises(RuntimeError, match="the launcher at JAX_RING_CONTROL=@nobody does not answer"):
+        control.Control.connect()
