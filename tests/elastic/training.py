@@ -7,10 +7,12 @@ state is divided over the ranks, as a sharded optimizer does it. Every process p
 """
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import json
 import os
+import pathlib
 import signal
 import time
 
@@ -65,6 +67,17 @@ def on(mesh, spec, x):
     return jax.make_array_from_callback(np.shape(x), jax.NamedSharding(mesh, spec), lambda index: np.asarray(x)[index])
 
 
+def num_sockets():
+    """Those of TCP and UDP, which JAX's clients have; the connection to the launcher is another kind."""
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    tables = "".join(pathlib.Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    inodes = {line.split()[9] for line in tables.splitlines() if len(line.split()) > 9}
+    return sum(link.startswith("socket:") and link[8:-1] in inodes for link in links)
+
+
 def say(what):
     print(f"{time.time():.3f} {what} gen {os.environ.get('JAX_RING_GENERATION', '-')}", flush=True)
 
@@ -112,7 +125,7 @@ def main():
             state.params, state.momentum, state.step = params, momentum, state.step + 1
             if state.step == entered + 1:
                 jax.block_until_ready(params)
-                say(f"has made step {state.step}")
+                say(f"has made step {state.step} with {num_sockets()} sockets")
             if fault and state.step == fault[0]:
                 fail(fault[1])
             state.commit()
