@@ -13,7 +13,7 @@ except ModuleNotFoundError as error:
         "that jax_ring is installed in, such as .venv/bin/python; its README has the command that makes one."
     ) from error
 
-from jax_ring import zero
+from jax_ring import elastic, zero
 from jax_ring.collectives import (
     ShardSums,
     ring_all_gather,
@@ -84,6 +84,7 @@ __all__ = [
     "assume_hosts",
     "broadcast_params",
     "check_replicas",
+    "elastic",
     "explain",
     "feedback_specs",
     "flight_recorder",

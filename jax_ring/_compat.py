@@ -4,9 +4,11 @@ import dataclasses
 import pathlib
 import re
 import types
+import weakref
 from collections.abc import Callable
 
 import jax
+import jax.extend.backend
 import jax.extend.core
 import jaxlib.version as _jaxlib_version
 from jax.extend import source_info_util as _source_info_util
@@ -408,6 +410,11 @@ def distributed_process() -> int:
     return _distributed.global_state.process_id
 
 
+def num_distributed_processes() -> int:
+    """The number of processes. Unlike `jax.process_count()` it does not create a backend, and does not block."""
+    return _distributed.global_state.num_processes if is_distributed() else 1
+
+
 def key_value_store(timeout_s: float) -> tuple:
     """The key-value store of `jax.distributed`: publish(key, bytes), and fetch(key), which blocks up to `timeout_s`."""
     client = distributed_client()
@@ -487,3 +494,60 @@ def bind_equation(eqn, operands: list) -> list:
     with eqn.ctx.manager:
         results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+# ---- A process that changes its distributed runtime, for jax_ring.elastic --------------------------------------------
+
+
+def connect_to_runtime(coordinator: str, num_processes: int, process_id: int, timeout_s: float) -> None:
+    """What `jax.distributed.initialize` does for a process that does not host the coordination service.
+
+    Blocks until all processes have connected. If they do not in time, the runtime ends the process: it has no error for
+    that.
+
+    Args:
+      coordinator: the address of the service, host:port.
+    """
+    state = _distributed.global_state
+    client = _distributed._jax.get_distributed_runtime_client(
+        coordinator,
+        process_id,
+        init_timeout=max(1, round(timeout_s)),
+        use_compression=True,
+        # The launcher knows who has died. A process that swaps or is in a debugger must not be ended for it.
+        heartbeat_timeout=_HEARTBEAT_SECONDS,
+        # The shutdown is a barrier, which fails once a process has died, and XLA then ends this process.
+        shutdown_on_destruction=False,
+    )
+    client.connect()
+    state.coordinator_address, state.num_processes, state.process_id = coordinator, num_processes, process_id
+    state.client = client
+    state.initialize_preemption_sync_manager()
+
+
+_HEARTBEAT_SECONDS = 100  # JAX's default
+
+
+def leave_runtime() -> None:
+    """Drops the distributed runtime and all backends without a word to the other processes, which may have died.
+
+    Arrays are deleted, so that a use of one that was kept raises an error, where it would else compute with what was.
+    As long as one is kept, the old client lives on, and with it the threads that end the process when its coordination
+    service ends.
+    """
+    # Array.delete() does not wait for the programs that compute or use it.
+    for backend in _xla_bridge._backends.values():
+        for array in backend.live_arrays():
+            array.delete()
+    state = _distributed.global_state
+    if state.preemption_sync_manager is not None:
+        state.preemption_sync_manager.shutdown()
+        state.preemption_sync_manager = None
+    state.client = None
+    jax.clear_caches()
+    jax.extend.backend.clear_backends()
+
+
+def backends_alive() -> list[weakref.ref]:
+    """A weak reference to each backend, which is dead once nothing of the backend is left."""
+    return [weakref.ref(backend) for backend in _xla_bridge._backends.values()]

@@ -139,6 +139,18 @@ def join_processes(process: int, token: str, publish, fetch) -> None:
     ffi_cuda.set_process(process, publish, fetch)
 
 
+def leave_processes() -> None:
+    """Makes the engines forget the other processes, until `join_processes`. Call it when no program is running."""
+    leave_groups()
+    ffi_cuda.forget_groups()
+    # The means of reaching the others hold the client of the distributed runtime.
+    ffi_cuda.set_process(0, _no_other_processes, _no_other_processes)
+
+
+def _no_other_processes(*args) -> None:
+    raise RuntimeError("this process has left the others, and has not joined new ones yet")
+
+
 def give_up_groups(how: str) -> None:
     """Fails all calls between processes, now and in future, here and in the others, which hear how this one has left.
 

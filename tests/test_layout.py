@@ -23,7 +23,7 @@ LAYERS = [
     {"lowering"},
     {"collectives", "inspect", "schedule"},
     {"training"},
-    {"zero", "launch", "__main__"},
+    {"zero", "elastic", "launch", "__main__"},
     {"__init__"},
 ]
 LAYER_OF = {name: i for i, names in enumerate(LAYERS) for name in names}
@@ -95,7 +95,7 @@ def test_every_file_says_what_it_is_for():
 def test_dir_shows_public_names_only():
     assert dir(jax_ring) == sorted([*jax_ring.__all__, "__version__"])
     modules = [name for name in dir(jax_ring) if isinstance(getattr(jax_ring, name), types.ModuleType)]
-    assert modules == ["zero"]
+    assert modules == ["elastic", "zero"]
 
 
 def test_star_import_brings_public_names_only():

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from jax_ring import _compat, runtime
-
-_calls = itertools.count()
+from jax_ring.distributed import discovery
 
 Exchange = tuple[Callable, Callable]  # publish(key, bytes), and fetch(key), which blocks
 
@@ -25,7 +24,8 @@ def check_agreement(function: str, description: str) -> None:
     if len(processes) == 1 or jax.sharding.get_abstract_mesh().size != jax.device_count():
         return
     exchange = _compat.key_value_store(runtime.timeout())
-    compare(function, description, exchange, f"jax_ring/call/{next(_calls)}", jax.process_index(), processes)
+    key = f"jax_ring/call/{discovery.next_comparison('call')}"
+    compare(function, description, exchange, key, jax.process_index(), processes)
 
 
 def compare(

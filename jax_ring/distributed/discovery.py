@@ -27,8 +27,9 @@ class _Membership:
       hosts: the known host ids, by process.
       memory: what identifies the shared memory of this process; empty if that is unknown.
       gpus: the known GPUs, by process. Has this process from when they are published.
-      lowerings: counters of the modules lowered so far, by module name. They restart with each runtime, because the
-        other processes of a later runtime may have just been started.
+      lowerings: counters of the modules lowered so far, by module name.
+      comparisons: counters of what has been compared between processes, by name. Both restart with each runtime,
+        because the other processes of a later runtime may have just been started.
     """
 
     def __init__(self, client) -> None:
@@ -38,6 +39,7 @@ class _Membership:
         self.memory = _own_memory()
         self.gpus: dict[int, Gpus] = {}
         self.lowerings: dict[str, itertools.count] = collections.defaultdict(itertools.count)
+        self.comparisons: dict[str, itertools.count] = collections.defaultdict(itertools.count)
         put, get = _compat.key_value_store(runtime.timeout())
         put(_host_key(process), f"{self.hosts[process]}{_SEPARATOR}{self.memory}".encode())
         # The first process to publish a token wins. Shared resources are named by it, so other programs must not
@@ -78,6 +80,14 @@ def publish() -> _Membership | None:
         if _membership is not None and _has_plugins and runtime.cuda_kernels is not None:
             _membership.publish_gpus()
         return _membership
+
+
+def forget() -> None:
+    """Drops the membership, and with it the client of a distributed runtime that this process leaves."""
+    global _membership
+    with _lock:
+        _membership = None
+        leaving.forget()
 
 
 def _current_membership() -> _Membership:
@@ -166,6 +176,11 @@ def _fetch(key: str, process: int, what: str, advice: str, timeout: float) -> by
 def next_lowering(module: str) -> int:
     """The number of modules of that name that this process has lowered before, in programs of several processes."""
     return next(_current_membership().lowerings[module])
+
+
+def next_comparison(name: str) -> int:
+    """How often this process has compared something of that name with the others, in programs of several processes."""
+    return next(_current_membership().comparisons[name])
 
 
 def _host_key(process: int) -> str:

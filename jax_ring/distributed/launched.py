@@ -43,17 +43,6 @@ def die_with_parent(launcher_pid: int) -> None:
         raise SystemExit(128 + signal.SIGKILL)
 
 
-def join() -> None:
-    """Waits until this process, which was started in the place of another, is a member of an elastic job."""
-    connection = load_beside("control").Control.connect()
-    try:
-        member = connection.next_generation(-1, "it has been started")
-        while member.process_id < 0:
-            member = connection.next_generation(member.generation, "it was a spare")
-    finally:
-        connection.close()
-
-
 def with_environment_defaults(initialize):
     """`jax.distributed.initialize`, for a coordination service that the launcher hosts.
 
@@ -63,8 +52,10 @@ def with_environment_defaults(initialize):
 
     @functools.wraps(initialize)
     def initialize_with_defaults(coordinator_address=None, num_processes=None, process_id=None, *rest, **options):
-        if os.environ.pop("JAX_RING_JOIN", None):
-            join()
+        if os.environ.get("JAX_RING_JOIN"):
+            # A process that takes the place of another runs the script alone until `jax_ring.elastic.run` makes it a
+            # member, so that the others need not wait for its imports and its data.
+            return None
         if num_processes is None:
             num_processes = int(os.environ["JAX_NUM_PROCESSES"])
         if process_id is None:

@@ -71,6 +71,12 @@ def join(client, process: int) -> None:
             _watcher = watcher
 
 
+def forget() -> None:
+    """Drops the client of the distributed runtime, which this process leaves."""
+    global _membership
+    _membership = None
+
+
 def give_up(how: str) -> None:
     """Gives up all groups of this process, now and in future; their calls fail at once, here and in the others.
 

@@ -14,15 +14,13 @@ import numpy as np
 
 from jax_ring import _compat, runtime
 from jax_ring.collectives.axes import AxisName, axes_of, check_named
-from jax_ring.distributed import agreement
+from jax_ring.distributed import agreement, discovery
 from jax_ring.training.implementations import Impl, implementation
 
 # Digests per round of the search for the first difference: four rounds for 4 billion elements.
 PARTS = 256
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
-
-_calls: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0, impl: Impl = "ring") -> T:
@@ -83,7 +81,7 @@ def _gather_from(arrays: dict[str, jax.Array], processes: list[int]) -> Callable
     """Returns gather(value): the values that all processes of these arrays pass to it, in the order of processes."""
     exchange, process = _compat.key_value_store(runtime.timeout()), jax.process_index()
     members = ",".join(map(str, processes))
-    key = f"jax_ring/replicas/{members}/{next(_calls[members])}"
+    key = f"jax_ring/replicas/{members}/{discovery.next_comparison(members)}"
     types = "\n".join(f"{name}: {_type(array)}" for name, array in arrays.items())
     agreement.compare("assert_replicated", types, exchange, key, process, processes)
     rounds = itertools.count()

@@ -1,0 +1,116 @@
+"""Commits on disk, written and read by one process with orbax."""
+
+import importlib.util
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ring.elastic.snapshots import Key, Snapshot, array_of
+
+_KEPT = 2
+
+
+class Checkpoints:
+    """A directory of commits, one folder each, of which the newest two are kept. One process at a time uses it.
+
+    Raises:
+      ImportError: if orbax is not installed.
+    """
+
+    def __init__(self, directory: str) -> None:
+        if importlib.util.find_spec("orbax") is None:
+            raise ImportError(
+                "State(directory=...) writes with orbax, which is not installed: pip install orbax-checkpoint"
+            )
+        self.directory = pathlib.Path(directory).absolute()
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Writes a commit, none of whose leaves is divided, and waits until it is on disk.
+
+        Raises:
+          TypeError: if a leaf is neither an array nor a value of JSON.
+        """
+        paths = _paths(snapshot.structure)
+        arrays, others = {}, {}
+        for path, leaf in zip(paths, snapshot.leaves, strict=True):
+            if isinstance(array_of(leaf), np.ndarray):
+                arrays[path] = array_of(leaf)
+            else:
+                others[path] = leaf
+            if isinstance(leaf, Key):
+                others[path] = {"random keys of": leaf.impl}
+        try:
+            described = json.dumps(others)
+        except TypeError as error:
+            raise TypeError(
+                f"State(directory=...): a leaf that is no array cannot be written as JSON: {error}"
+            ) from error
+        with self._manager() as manager:
+            manager.save(snapshot.number, args=_both(arrays, json.loads(described)), force=True)
+            manager.wait_until_finished()
+
+    def newest(self, values: Mapping[str, Any]) -> Snapshot | None:
+        """The newest commit on disk; None if there is none.
+
+        Args:
+          values: the state whose structure it must have.
+
+        Raises:
+          ValueError: if it has another one.
+        """
+        if not self.directory.is_dir():
+            return None
+        import orbax.checkpoint as ocp
+
+        with self._manager() as manager:
+            number = manager.latest_step()
+            if number is None:
+                return None
+            restored = manager.restore(
+                number, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(), others=ocp.args.JsonRestore())
+            )
+        arrays, others = restored["arrays"], restored["others"]
+        structure = jax.tree.structure(dict(values))
+        paths = _paths(structure)
+        if set(paths) != {*arrays, *others}:
+            raise ValueError(
+                f"State(directory={str(self.directory)!r}): the checkpoint {number} there is of another state. The "
+                f"leaves that only one of them has are {sorted(set(paths) ^ {*arrays, *others})[:6]}. Pass another "
+                "directory, or remove this one."
+            )
+        leaves = [_leaf(arrays.get(path), others.get(path)) for path in paths]
+        return Snapshot(number, structure, leaves, 1, None)
+
+    def _manager(self):
+        """One that does not wait for other processes, which need not exist or need not be alive."""
+        import orbax.checkpoint as ocp
+
+        self.directory.mkdir(parents=True, exist_ok=True)
+        process = jax.process_index()
+        alone = ocp.options.MultiprocessingOptions(primary_host=process, active_processes={process})
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=_KEPT, create=False, enable_async_checkpointing=False, multiprocessing_options=alone
+        )
+        return ocp.CheckpointManager(self.directory, options=options, item_names=("arrays", "others"))
+
+
+def _both(arrays: Any, others: Any) -> Any:
+    import orbax.checkpoint as ocp
+
+    return ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), others=ocp.args.JsonSave(others))
+
+
+def _leaf(array: Any, other: Any) -> Any:
+    if array is None:
+        return other
+    array = np.asarray(array)
+    return array if other is None else Key(array, other["random keys of"])
+
+
+def _paths(structure: Any) -> list[str]:
+    tree = jax.tree.unflatten(structure, range(structure.num_leaves))
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

@@ -1,0 +1,68 @@
+"""Which exceptions mean that the members of a generation have changed, and what to say of the others."""
+
+import re
+import traceback
+from collections.abc import Iterator
+
+import jax
+
+# What the runtime raises where a program needs a process that is gone: jax_ring's engine, Gloo between hosts, and the
+# key-value store.
+_TEXTS = re.compile(
+    r"\b(DEADLINE_EXCEEDED|UNAVAILABLE|ABORTED)\b|[Gg]loo|Connection (closed|reset) by peer|coordination service"
+)
+# What JAX raises where a program uses arrays or devices of an earlier generation.
+_DEAD = re.compile(r"Array has been deleted|Received incompatible devices|[Bb]uffer has been deleted")
+
+
+class Leave(BaseException):
+    """Ends `train` after a commit, so that a new process can join. Not an Exception, which `train` might catch."""
+
+
+def why_left(error: BaseException) -> str | None:
+    """Why this process must leave its generation, if that is what an exception of `train` means; else None.
+
+    An exception that was raised while such an error was handled counts as that error, unless it was raised `from None`
+    or asks to exit.
+    """
+    if isinstance(error, Leave):
+        return str(error)
+    if not isinstance(error, Exception):
+        return None
+    for each in _chain(error):
+        # JAX chooses the type: ValueError where a result is awaited.
+        if isinstance(each, jax.errors.JaxRuntimeError | ValueError) and _TEXTS.search(str(each)):
+            return str(each)
+    return None
+
+
+def explain(error: BaseException, generation: int) -> None:
+    """Adds advice to an exception if it comes from the use of what belongs to an earlier generation."""
+    if generation and any(_DEAD.search(str(each)) for each in _chain(error)):
+        error.add_note(
+            f"jax_ring.elastic: this is generation {generation} of the job. Arrays, devices, meshes and jitted "
+            "functions over them that were made before it are dead. Make them inside the function that "
+            "jax_ring.elastic.run decorates, from the arrays in its state."
+        )
+
+
+def clear(error: BaseException) -> None:
+    """Frees what the frames of an exception hold, such as the arrays of `train`."""
+    for each in _chain(error):
+        traceback.clear_frames(each.__traceback__)
+        each.__traceback__ = None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen = set()
+    todo = [error]
+    while todo:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        if each.__cause__ is not None:
+            todo.append(each.__cause__)
+        elif each.__context__ is not None and not each.__suppress_context__:
+            todo.append(each.__context__)

@@ -1,0 +1,128 @@
+"""One generation of a job as its members see it: how a process leaves it, enters the next, and meets the others."""
+
+import gc
+import itertools
+import json
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jax_ring import _compat, runtime
+from jax_ring.distributed import discovery, leaving
+from jax_ring.distributed.control import Control, Member
+from jax_ring.elastic import spares
+from jax_ring.elastic.exchange import Exchange
+from jax_ring.elastic.failures import Leave
+from jax_ring.elastic.snapshots import Snapshot
+
+logger = logging.getLogger("jax_ring")
+
+_SLICE_SECONDS = 0.2
+# All processes enter a generation at the same time, so that one which takes longer has died, or is stopped.
+_ENTRY_SECONDS = 20.0
+# A process that has waited this long for the others asks the launcher whether one has died. Not at once: a new process
+# may be waiting to join, which is no reason to leave before the next commit.
+_PATIENCE_SECONDS = 1.0
+
+
+class Generation:
+    """The members of a job between two changes.
+
+    Attributes:
+      number: of this generation, from 0.
+      control: the connection to the launcher; None in a program of one process that has none.
+      process, num_processes: the index of this process, and the number of processes.
+    """
+
+    def __init__(self, number: int, control: Control | None) -> None:
+        self.number, self.control = number, control
+        self.process = _compat.distributed_process() if _compat.is_distributed() else 0
+        self.num_processes = _compat.num_distributed_processes()
+        self._exchange: Exchange | None = None
+        self._posts = itertools.count()
+
+    @property
+    def exchange(self) -> Exchange:
+        """The means to exchange bytes. Its first use starts the backend, which waits for all processes."""
+        if self._exchange is None:
+            self._exchange = Exchange()
+        return self._exchange
+
+    def change_pending(self) -> bool:
+        """Whether the launcher wants the members to leave at their next commit."""
+        return self.control is not None and self.control.change_pending()
+
+    def post(self, own: Any) -> list[Any]:
+        """What each process posts, by process: values that JSON can hold. Waits for all.
+
+        Raises:
+          Leave: if the launcher wants the members to leave meanwhile, because another has died.
+          jax.errors.JaxRuntimeError: if a process does not post within the deadline.
+        """
+        index = next(self._posts)
+        if self.num_processes == 1:
+            return [json.loads(json.dumps(own))]
+        self.put(f"{index}/{self.process}", json.dumps(own).encode())
+        return [json.loads(self.get(f"{index}/{process}")) for process in range(self.num_processes)]
+
+    def put(self, key: str, value: bytes) -> None:
+        """Publishes a value in this generation."""
+        put, _ = _compat.key_value_store(_SLICE_SECONDS)
+        put(f"jax_ring/elastic/{key}", value)
+
+    def get(self, key: str) -> bytes:
+        """The value of a key; waits for it. Raises the errors of `post`."""
+        _, get = _compat.key_value_store(_SLICE_SECONDS)
+        began = time.monotonic()
+        while True:
+            try:
+                return get(f"jax_ring/elastic/{key}")
+            except jax.errors.JaxRuntimeError:
+                waited = time.monotonic() - began
+                if waited > min(runtime.timeout(), _ENTRY_SECONDS):
+                    raise
+                if waited > _PATIENCE_SECONDS and self.change_pending():
+                    raise Leave("another process has ended before it had entered the generation") from None
+
+
+def leave(how: str) -> None:
+    """Drops all that this process has of its generation; it then belongs to none.
+
+    The other members need not be alive. Those that wait for this process get an error.
+
+    Args:
+      how: how this process leaves, a predicate for their errors.
+    """
+    backends = _compat.backends_alive()
+    leaving.give_up(how)
+    runtime.leave_processes()
+    discovery.forget()
+    _compat.leave_runtime()
+    gc.collect()
+    if any(backend() is not None for backend in backends):
+        logger.info(
+            "arrays or devices of an earlier generation are still referenced, by a global variable for example: they "
+            "hold memory, about 15 threads and 2 sockets"
+        )
+
+
+def enter(
+    control: Control, after: int, reason: str, place: spares.Place | None, snapshots: Sequence[Snapshot]
+) -> Generation:
+    """Waits until this process is a member of a later generation, and connects to the others.
+
+    As long as it is a spare, it gives its parts of divided leaves to the members.
+
+    Raises:
+      RuntimeError: if there will be none, with the launcher's reason.
+    """
+    member: Member = control.next_generation(after, reason)
+    while member.process_id < 0:
+        with spares.served(place, snapshots):
+            member = control.next_generation(member.generation, "it is a spare")
+    _compat.connect_to_runtime(member.coordinator, member.num_processes, member.process_id, runtime.timeout())
+    discovery.publish()
+    return Generation(member.generation, control)

@@ -1,0 +1,147 @@
+"""`run`: calls a training function anew whenever the processes of the job have changed."""
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jax_ring import _compat
+from jax_ring.distributed import leaving
+from jax_ring.distributed.control import CONTROL_VARIABLE, GENERATION_VARIABLE, JOIN_VARIABLE, Control
+from jax_ring.elastic import failures
+from jax_ring.elastic.generation import Generation, enter, leave
+from jax_ring.elastic.state import State
+
+logger = logging.getLogger("jax_ring")
+
+# Generations in a row that end without a commit and without a change of members. Then it is no process that fails, but
+# the program.
+_MAX_FRUITLESS = 3
+
+
+def run(*, min_processes: int = 1, num_shards: int | None = None) -> Callable[[Callable], Callable]:
+    """A decorator for a training function that goes on when processes of the job are lost or added.
+
+        @jax_ring.elastic.run(min_processes=2)
+        def train(state):
+            mesh = jax.make_mesh((jax.device_count(),), ("data",))
+            ...
+            while state.step < 1000:
+                ...
+                state.commit()
+
+        train(state)
+
+    The function takes a `State` as its first argument. When a process is killed, is stopped, hangs or fails, the
+    others leave the function by the error that they get, form a new group without it, set the state to the newest
+    commit that all of them have, and call the function again, with arrays of numpy in the state. All else of JAX that
+    was made before is dead: arrays, devices, meshes, and jitted functions over them. So make them inside the function.
+
+    An exception that is not about other processes is a failure of this process: it is raised, and the others go on
+    without it. Start the program with `python -m jax_ring.launch`. A program of one process without a launcher calls
+    the function as it is.
+
+    Args:
+      min_processes: the job ends with an error if fewer are left.
+      num_shards: the number of shards of `value_and_grad(..., num_shards=V)`, which the number of ranks must divide. As
+        many processes as do so take part; the others wait. None allows any number.
+
+    Raises:
+      ValueError: if `min_processes` or `num_shards` is not positive.
+    """
+    if min_processes < 1:
+        raise ValueError(f"elastic.run: min_processes must be at least 1, got {min_processes}")
+    if num_shards is not None and num_shards < 1:
+        raise ValueError(f"elastic.run: num_shards must be at least 1, got {num_shards}")
+
+    def decorate(train: Callable) -> Callable:
+        @functools.wraps(train)
+        def elastic_train(state: State, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(state, State):
+                raise TypeError(
+                    f"elastic.run: {train.__name__} takes a jax_ring.elastic.State as its first argument, got "
+                    f"{type(state).__name__}"
+                )
+            control = _enlisted(min_processes, num_shards)
+            return _loop(train, state, control, args, kwargs)
+
+        return elastic_train
+
+    return decorate
+
+
+def _enlisted(min_processes: int, num_shards: int | None) -> Control | None:
+    """The connection to the launcher, for a job that is elastic from now on; None in a program of one process.
+
+    Raises:
+      RuntimeError: if there is no launcher, or `jax.distributed.initialize()` has not been called.
+      ValueError: if the ranks of a process do not divide `num_shards`.
+    """
+    if not os.environ.get(CONTROL_VARIABLE):
+        if _compat.num_distributed_processes() == 1:
+            return None
+        raise RuntimeError(
+            f"elastic.run: this program has {_compat.num_distributed_processes()} processes, and no launcher that "
+            "would say which of them are left. Start it with: python -m jax_ring.launch -n "
+            f"{_compat.num_distributed_processes()} script.py"
+        )
+    if not _compat.is_distributed() and not os.environ.get(JOIN_VARIABLE):
+        raise RuntimeError("elastic.run: call jax.distributed.initialize() first, before any other use of JAX")
+    multiple_of = None
+    if num_shards is not None:
+        each = jax.local_device_count()
+        if num_shards % each:
+            raise ValueError(
+                f"elastic.run: num_shards must be a multiple of the devices of a process, got num_shards={num_shards} "
+                f"and {each} devices. Pass another --devices to the launcher."
+            )
+        multiple_of = num_shards // each
+    control = Control.connect()
+    control.enlist(min_processes=min_processes, multiple_of=multiple_of)
+    return control
+
+
+def _first_generation(state: State, control: Control | None) -> Generation:
+    """The generation that `jax.distributed.initialize()` has entered; for a new process the next.
+
+    A new process has run the script so far alone, so that the others need not wait for its imports and its data.
+    """
+    if control is not None and os.environ.pop(JOIN_VARIABLE, ""):
+        return _next_generation(state, control, -1, "it is new", "has joined others")
+    return Generation(int(os.environ.get(GENERATION_VARIABLE, "0")), control)
+
+
+def _next_generation(state: State, control: Control, after: int, reason: str, how: str) -> Generation:
+    state._leave()
+    leave(how)
+    return enter(control, after, reason, state._place, state._snapshots)
+
+
+def _loop(train: Callable, state: State, control: Control | None, args: tuple, kwargs: dict) -> Any:
+    """Calls `train` once per generation until it returns or raises an error of its own."""
+    fruitless = 0
+    generation = _first_generation(state, control)
+    while True:
+        number, count, at_entry = generation.number, generation.num_processes, state.commits
+        try:
+            newcomers = state._enter(generation)
+            at_entry = state.commits
+            if newcomers:
+                fruitless = 0
+            return train(state, *args, **kwargs)
+        except BaseException as error:
+            reason = failures.why_left(error)
+            if control is None or reason is None or fruitless == _MAX_FRUITLESS:
+                failures.explain(error, number)
+                raise
+            how = leaving.description_of(error) if isinstance(error, Exception) else "has left for new members"
+            failures.clear(error)
+        # Not in the handler, which refers to the exception, and so to arrays.
+        logger.info("leaving generation %d: %s", number, reason)
+        made_commits = state.commits > at_entry
+        del generation
+        generation = _next_generation(state, control, number, reason, how)
+        fruitless = 0 if made_commits or generation.num_processes != count else fruitless + 1

@@ -1,0 +1,283 @@
+"""What the members of a new generation go on from: the newest commit that all have, put together in host memory."""
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jax_ring.elastic import spares
+from jax_ring.elastic.checkpoints import Checkpoints
+from jax_ring.elastic.generation import Generation
+from jax_ring.elastic.snapshots import Divided, Lost, Snapshot, array_of, joined, with_array
+from jax_ring.elastic.spares import Place
+
+
+class Have(NamedTuple):
+    """What the others need to know of a process's snapshot.
+
+    Attributes:
+      num_processes: the number of processes that its divided leaves are divided over.
+      held: those whose parts it has. None if no leaf is divided.
+    """
+
+    num_processes: int
+    held: Sequence[int] | None
+
+
+class Restored(NamedTuple):
+    """What a generation starts from.
+
+    Attributes:
+      snapshot: the commit, with no leaf divided. The same in all processes.
+      newcomers: how many processes had no commit.
+    """
+
+    snapshot: Snapshot
+    newcomers: int
+
+
+def restore(
+    generation: Generation,
+    place: Place | None,
+    snapshots: Sequence[Snapshot],
+    values: Mapping[str, Any],
+    checkpoints: Checkpoints | None,
+) -> Restored:
+    """Agrees with the other members on a commit, and puts it together. All members must call it.
+
+    If none has a commit, they start from the newest checkpoint on disk, and else from the values of process 0.
+
+    Args:
+      place: where the commits of this process were made; None if it has none.
+      snapshots: these commits.
+      values: its state as the script has made it.
+
+    Raises:
+      RuntimeError: if parts of the commit are lost and there is no checkpoint; or if the states of the processes have
+        different structures.
+    """
+    own = {str(snapshot.number): Have(snapshot.num_processes, snapshot.held) for snapshot in snapshots}
+    posted = generation.post([place.generation if place else -1, own])
+    # Now that all are here, start the backend together: it waits for all processes.
+    _ = generation.exchange
+    made_in = max(number for number, _ in posted)
+    if made_in < 0:
+        return Restored(_first_of_all(generation, values, checkpoints), 0)
+    # The commits of a process that was a spare are older than the others'. It is like a new process.
+    known = [
+        {int(number): Have(*have) for number, have in haves.items()} if made == made_in else {}
+        for made, haves in posted
+    ]
+    newest = [max(haves) for haves in known if haves]
+    number = min(newest)
+    is_current = place is not None and place.generation == made_in
+    chosen = {snapshot.number: snapshot for snapshot in snapshots}.get(number) if is_current else None
+    have = [haves.get(number) for haves in known]
+    if lost := _lost(have):
+        chosen, have = _from_spares(generation, made_in, chosen, have, lost)
+        lost = _lost(have)
+    if lost:
+        snapshot = _from_disk(generation, values, checkpoints, number, lost)
+    else:
+        snapshot = _assembled(generation, chosen, have, values)
+    return Restored(snapshot, generation.num_processes - len(newest))
+
+
+def _from_spares(
+    generation: Generation, made_in: int, snapshot: Snapshot | None, have: list[Have | None], lost: Sequence[int]
+) -> tuple[Snapshot | None, list[Have | None]]:
+    """The snapshot of this process, and what each has, once the first that has it has asked spares for lost parts."""
+    first = next(process for process, each in enumerate(have) if each is not None)
+    found = None
+    if generation.process == first:
+        assert snapshot is not None
+        found = spares.fetched(made_in, snapshot, lost)
+    if any(generation.post(found is not None)):
+        snapshot = found or snapshot
+        had = have[first]
+        assert had is not None
+        have = [*have]
+        have[first] = had._replace(held=sorted({*(had.held or ()), *lost}))
+    return snapshot, have
+
+
+def _first_of_all(generation: Generation, values: Mapping[str, Any], checkpoints: Checkpoints | None) -> Snapshot:
+    """What a job starts from."""
+    process, count = generation.process, generation.num_processes
+    on_disk = _loaded(generation, values, checkpoints)
+    if on_disk is not None:
+        return on_disk
+    if any(isinstance(leaf, Lost) for leaf in jax.tree.leaves(dict(values))):
+        raise RuntimeError(
+            "jax_ring.elastic: a process has ended before the first commit, and with it its part of what is divided "
+            "over the processes in the state. Start the job again."
+        )
+    snapshot = Snapshot.of(values, 0, process, count)
+    divided = snapshot.held is not None
+    root_only = [Have(count, (p,)) if divided else None for p in range(count)]
+    root_only[0] = Have(count, (0,) if divided else None)
+    return _assembled(generation, snapshot, root_only, values, from_root=True)
+
+
+def _from_disk(generation, values, checkpoints, number: int, lost: Sequence[int]) -> Snapshot:
+    snapshot = _loaded(generation, values, checkpoints)
+    if snapshot is not None:
+        return snapshot
+    where = "there is no checkpoint in " + str(checkpoints.directory) if checkpoints else "no directory was given"
+    raise RuntimeError(
+        f"jax_ring.elastic: parts of commit {number} are lost. Of its processes {', '.join(map(str, lost))} and the "
+        f"neighbors that had copies of their parts have ended at the same time, and {where}. With "
+        "State(..., directory=..., every=k) every k-th commit is also written to disk, from where the job goes on then."
+    )
+
+
+def _loaded(generation: Generation, values: Mapping[str, Any], checkpoints: Checkpoints | None) -> Snapshot | None:
+    """The newest checkpoint, which process 0 reads; None if there is none."""
+    if checkpoints is None:
+        return None
+    snapshot = checkpoints.newest(values) if generation.process == 0 else None
+    if not any(generation.post(snapshot is not None)):
+        return None
+    have = [None] * generation.num_processes
+    return _assembled(generation, snapshot, [Have(1, None), *have[1:]], values)
+
+
+def _lost(have: Sequence[Have | None]) -> list[int]:
+    """The processes whose parts nobody has."""
+    known = [each for each in have if each is not None]
+    if any(each.held is None for each in known):
+        return []
+    held = {process for each in known for process in each.held or ()}
+    return sorted(set(range(known[0].num_processes)) - held)
+
+
+def _assembled(
+    generation: Generation,
+    snapshot: Snapshot | None,
+    have: Sequence[Have | None],
+    values: Mapping[str, Any],
+    *,
+    from_root: bool = False,
+) -> Snapshot:
+    """A commit with all parts, in all processes, from those that have it.
+
+    Args:
+      snapshot: that of this process, if it has it.
+      have: what each process has of it.
+      from_root: whether all take the leaves that are not divided from the first process that has them.
+    """
+    if generation.num_processes == 1:
+        assert snapshot is not None
+        return snapshot.whole()
+    # A process that has all of it, after an earlier change for example, saves collecting the parts.
+    with_all = [process for process, each in enumerate(have) if each is not None and each.held is None]
+    root = with_all[0] if with_all else next(process for process, each in enumerate(have) if each is not None)
+    if with_all and snapshot is not None and snapshot.held is not None:
+        snapshot = None
+    if from_root or (with_all and len(with_all) < len(have)) or None in have:
+        snapshot = _broadcast(generation, snapshot, root, values, from_root=from_root)
+    assert snapshot is not None
+    if with_all or not snapshot.divided():
+        return snapshot.whole()
+    return _gathered(generation, snapshot, have)
+
+
+def _broadcast(generation: Generation, snapshot: Snapshot | None, root: int, values, *, from_root: bool) -> Snapshot:
+    """The root's snapshot in those processes that have none, without the parts of divided leaves."""
+    if generation.process == root:
+        assert snapshot is not None
+        generation.put("header", _header(snapshot))
+    receives = snapshot is None or (from_root and generation.process != root)
+    described = _described(generation.get("header"), values, generation.process, root) if receives else snapshot
+    assert described is not None
+    arrays = [array for leaf in described.leaves if _is_whole(array := array_of(leaf))]
+    size = sum(array.nbytes for array in arrays)
+    own = None if receives else joined(arrays if generation.process == root else [])
+    received = generation.exchange.broadcast(own, size, root)
+    if received is not None:
+        at = 0
+        for array in arrays:  # those of the header are empty
+            array.reshape(-1).view(np.uint8)[:] = received[at : at + array.nbytes]
+            at += array.nbytes
+        if from_root and snapshot is not None:  # its own parts
+            parts = iter(snapshot.divided())
+            leaves = [with_array(leaf, next(parts)) if isinstance(array_of(leaf), Divided) else leaf
+                      for leaf in described.leaves]  # fmt: skip
+            described = described._replace(leaves=leaves, held=snapshot.held)
+    return described
+
+
+def _gathered(generation: Generation, snapshot: Snapshot, have: Sequence[Have | None]) -> Snapshot:
+    """A snapshot with the parts of all processes."""
+    gives: list[list[int]] = [[] for _ in have]
+    for owner in range(snapshot.num_processes):
+        giver = next(process for process, each in enumerate(have) if each is not None and owner in (each.held or ()))
+        gives[giver].append(owner)
+    sizes = [sum(map(snapshot.num_bytes, owners)) for owners in gives]
+    own = joined([snapshot.packed(owner) for owner in gives[generation.process]])
+    received = generation.exchange.gather(own, sizes, range(len(have)))
+    parts = {}
+    for process, owners in enumerate(gives):
+        at = 0
+        for owner in owners:
+            parts[owner] = received[process][at : at + snapshot.num_bytes(owner)]
+            at += snapshot.num_bytes(owner)
+    return snapshot.with_parts(parts).whole()
+
+
+def _is_whole(array: Any) -> bool:
+    return isinstance(array, np.ndarray)
+
+
+class _Empty(NamedTuple):
+    """Stands for an array in a header."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+def _header(snapshot: Snapshot) -> bytes:
+    """A snapshot without its arrays."""
+
+    def without_array(leaf):
+        array = array_of(leaf)
+        if isinstance(array, Divided):
+            return with_array(leaf, array._replace(parts={}))
+        return with_array(leaf, _Empty(array.shape, array.dtype)) if _is_whole(array) else leaf
+
+    leaves = [without_array(leaf) for leaf in snapshot.leaves]
+    paths = _paths(jax.tree.unflatten(snapshot.structure, range(len(leaves))))
+    try:
+        return pickle.dumps((snapshot.number, paths, leaves, snapshot.num_processes, snapshot.held is not None))
+    except Exception as error:
+        kinds = sorted({type(array_of(leaf)).__name__ for leaf in snapshot.leaves} - {"ndarray", "Divided"})
+        raise RuntimeError(
+            "jax_ring.elastic: a leaf of the state cannot be sent to a new process: it is no array, and cannot be "
+            f"pickled ({error}). The leaves that are no arrays have the types {', '.join(kinds)}."
+        ) from error
+
+
+def _described(header: bytes, values: Mapping[str, Any], process: int, root: int) -> Snapshot:
+    """The snapshot of a header, with empty arrays, in the structure of this process's state."""
+    number, paths, leaves, num_processes, is_divided = pickle.loads(header)
+    own = _paths(dict(values))
+    if own != paths:
+        difference = sorted(set(own) ^ set(paths))
+        raise RuntimeError(
+            f"jax_ring.elastic: the state of this process, {process}, has other leaves than that of process {root}: "
+            f"{', '.join(difference[:6]) or 'in another order'}. All processes must make the state in the same way, "
+            "and its trees keep their structure."
+        )
+
+    def with_empty(leaf):
+        array = array_of(leaf)
+        return with_array(leaf, np.empty(array.shape, array.dtype)) if isinstance(array, _Empty) else leaf
+
+    structure = jax.tree.structure(dict(values))
+    return Snapshot(number, structure, [*map(with_empty, leaves)], num_processes, () if is_divided else None)
+
+
+def _paths(tree: Any) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

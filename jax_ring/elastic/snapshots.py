@@ -1,0 +1,176 @@
+"""Host copies of a state: whole ones of what every process has, and parts of what is divided over the processes."""
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+Box = tuple[tuple[int, int], ...]  # the range of each dimension
+
+
+@dataclasses.dataclass(frozen=True)  # not a tuple, which would be a tree
+class Key:
+    """Random keys: their bits, and the name of their generator."""
+
+    bits: Any
+    impl: str
+
+
+class Divided(NamedTuple):
+    """An array whose parts are on the devices of different processes.
+
+    Attributes:
+      shape, dtype: those of the whole array.
+      boxes: by process, where the parts are that it keeps. Each part of the array is kept by one process, and then by
+        its neighbor.
+      parts: by process, the parts themselves, of those processes whose parts are here.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    boxes: tuple[tuple[Box, ...], ...]
+    parts: dict[int, list[np.ndarray]]
+
+    @classmethod
+    def of(cls, x: jax.Array, process: int, num_processes: int) -> "Divided":
+        """The parts on the devices of this process, copied."""
+        owners: dict[Box, int] = {}
+        device: Any
+        for device, index in x.sharding.devices_indices_map(x.shape).items():
+            box = tuple(slice_.indices(size)[:2] for slice_, size in zip(index, x.shape, strict=True))
+            owners[box] = min(owners.get(box, num_processes), device.process_index)
+        boxes = tuple(tuple(sorted(box for box in owners if owners[box] == p)) for p in range(num_processes))
+        here = {
+            tuple(slice_.indices(size)[:2] for slice_, size in zip(shard.index, x.shape, strict=True)): shard
+            for shard in x.addressable_shards
+        }
+        own = [np.array(here[box].data) for box in boxes[process]]
+        return cls(x.shape, np.dtype(x.dtype), boxes, {process: own})
+
+    def num_bytes(self, process: int) -> int:
+        """The bytes of the parts that a process keeps."""
+        sizes = (int(np.prod([stop - start for start, stop in box])) for box in self.boxes[process])
+        return sum(sizes) * self.dtype.itemsize
+
+    def unpack(self, process: int, data: np.ndarray) -> None:
+        """Takes the parts of a process from their bytes."""
+        self.parts[process] = []
+        at = 0
+        for box in self.boxes[process]:
+            shape = [stop - start for start, stop in box]
+            size = int(np.prod(shape)) * self.dtype.itemsize
+            self.parts[process].append(data[at : at + size].view(self.dtype).reshape(shape))
+            at += size
+
+    def whole(self) -> np.ndarray:
+        """The array. All parts must be here."""
+        result = np.empty(self.shape, self.dtype)
+        for process, boxes in enumerate(self.boxes):
+            for box, part in zip(boxes, self.parts[process], strict=True):
+                result[tuple(slice(*ends) for ends in box)] = part
+        return result
+
+
+class Snapshot(NamedTuple):
+    """A commit, as one process keeps it.
+
+    Attributes:
+      number: how many commits came before.
+      structure: that of the dictionary of trees.
+      leaves: arrays of numpy, `Divided`, `Key`s of one of these, and copies of anything else.
+      num_processes: the number of processes that the divided leaves are divided over.
+      held: the processes whose parts of those are here. None if no leaf is divided.
+    """
+
+    number: int
+    structure: Any
+    leaves: list[Any]
+    num_processes: int
+    held: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, trees: Mapping[str, Any], number: int, process: int, num_processes: int) -> "Snapshot":
+        """Copies a state to host memory, and waits until it is computed."""
+        leaves, structure = jax.tree.flatten(dict(trees))
+        copies = [_copied(leaf, process, num_processes) for leaf in leaves]
+        held = (process,) if any(isinstance(array_of(leaf), Divided) for leaf in copies) else None
+        return cls(number, structure, copies, num_processes, held)
+
+    def divided(self) -> list[Divided]:
+        """The divided leaves."""
+        return [array for leaf in self.leaves if isinstance(array := array_of(leaf), Divided)]
+
+    def num_bytes(self, process: int) -> int:
+        """The bytes of all parts that a process keeps."""
+        return sum(leaf.num_bytes(process) for leaf in self.divided())
+
+    def packed(self, process: int) -> np.ndarray:
+        """The bytes of all parts that a process keeps, which must be here."""
+        return joined([part for leaf in self.divided() for part in leaf.parts[process]])
+
+    def with_parts(self, received: Mapping[int, np.ndarray]) -> "Snapshot":
+        """This snapshot with the parts of other processes, from their bytes."""
+        for process, data in received.items():
+            at = 0
+            for leaf in self.divided():
+                size = leaf.num_bytes(process)
+                leaf.unpack(process, data[at : at + size])
+                at += size
+        return self._replace(held=tuple(sorted({*(self.held or ()), *received})))
+
+    def whole(self) -> "Snapshot":
+        """This snapshot with no leaf divided. All parts must be here."""
+        leaves = [with_array(leaf, a.whole()) if isinstance(a := array_of(leaf), Divided) else leaf
+                  for leaf in self.leaves]  # fmt: skip
+        return self._replace(leaves=leaves, held=None)
+
+    def trees(self) -> dict[str, Any]:
+        """The trees, with arrays of numpy that may be changed, and random keys of JAX. No leaf may be divided."""
+        return jax.tree.unflatten(self.structure, [_for_user(leaf) for leaf in self.leaves])
+
+    def trees_without_backend(self) -> dict[str, Any]:
+        """The trees with nothing of JAX in them, from which a snapshot can be made; `Lost` for divided leaves."""
+        leaves = [Lost() if isinstance(array_of(leaf), Divided) else leaf for leaf in self.leaves]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def array_of(leaf: Any) -> Any:
+    """The array of a leaf of a snapshot; for other leaves the leaf itself."""
+    return leaf.bits if isinstance(leaf, Key) else leaf
+
+
+def with_array(leaf: Any, array: Any) -> Any:
+    """A leaf like this one, with another array."""
+    return dataclasses.replace(leaf, bits=array) if isinstance(leaf, Key) else array
+
+
+def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """The bytes of some arrays, one after the other: uint8."""
+    flat = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
+    return np.concatenate(flat) if flat else np.empty(0, np.uint8)
+
+
+def _copied(leaf: Any, process: int, num_processes: int) -> Any:
+    if isinstance(leaf, jax.Array):
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            bits = _copied(jax.random.key_data(leaf), process, num_processes)
+            return Key(bits, str(jax.random.key_impl(leaf)))
+        if leaf.is_fully_addressable:
+            return np.array(leaf)
+        if leaf.is_fully_replicated:
+            return np.array(leaf.addressable_data(0))
+        return Divided.of(leaf, process, num_processes)
+    return np.array(leaf) if isinstance(leaf, np.ndarray | np.generic) else copy.deepcopy(leaf)
+
+
+class Lost:
+    """Stands for a divided leaf of a state that has been lost before the first commit."""
+
+
+def _for_user(leaf: Any) -> Any:
+    if isinstance(leaf, Key):
+        return jax.random.wrap_key_data(leaf.bits, impl=leaf.impl)
+    return leaf.copy() if isinstance(leaf, np.ndarray) else copy.deepcopy(leaf)

@@ -1,0 +1,113 @@
+"""How a spare gives its parts of divided leaves to the members of the generation that it has no place in."""
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_ring.distributed.control import CONTROL_VARIABLE
+from jax_ring.elastic.snapshots import Snapshot
+
+# Spares and members hear of the new generation at the same time.
+_WAIT_SECONDS = 10.0
+_REQUEST_BYTES = 1 << 10
+
+
+class Place(NamedTuple):
+    """A process in the generation in which its commits were made."""
+
+    generation: int
+    process: int
+
+    @property
+    def address(self) -> str:
+        """Of its socket, in Linux's abstract namespace: there is no file that could be left over."""
+        return f"\0jax_ring/elastic/{os.environ[CONTROL_VARIABLE]}/{self.generation}/{self.process}"
+
+
+@contextlib.contextmanager
+def served(place: Place | None, snapshots: Sequence[Snapshot]) -> Iterator[None]:
+    """Until the end of the block, a thread gives the parts in these commits to whoever asks, of the same user.
+
+    place: of this process; None if it has no commits.
+    """
+    if place is None or all(snapshot.held is None for snapshot in snapshots):
+        yield
+        return
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(place.address)
+        listener.listen()
+        thread = threading.Thread(target=_serve, args=(listener, snapshots), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # ends accept()
+            thread.join()
+
+
+def fetched(generation: int, snapshot: Snapshot, owners: Sequence[int]) -> Snapshot | None:
+    """A commit with the parts of some processes, from spares that have them; None if one cannot be had.
+
+    generation: the one in which the commit was made.
+    """
+    received = {}
+    until = time.monotonic() + _WAIT_SECONDS
+    for owner in owners:
+        # Its own process has the part, and the neighbor.
+        places = [Place(generation, process % snapshot.num_processes) for process in (owner, owner + 1)]
+        data = None
+        while data is None and time.monotonic() < until:
+            data = next((found for place in places if (found := _asked(place, snapshot, owner)) is not None), None)
+            if data is None:
+                time.sleep(0.05)
+        if data is None:
+            return None
+        received[owner] = data
+    return snapshot.with_parts(received)
+
+
+def _asked(place: Place, snapshot: Snapshot, owner: int) -> np.ndarray | None:
+    size = snapshot.num_bytes(owner)
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(_WAIT_SECONDS)
+            connection.connect(place.address)
+            if not _is_own_user(connection):
+                return None
+            connection.sendall(json.dumps([snapshot.number, owner]).encode())
+            connection.shutdown(socket.SHUT_WR)
+            with connection.makefile("rb") as stream:
+                data = stream.read(size + 1)
+    except OSError:
+        return None
+    return np.frombuffer(data, np.uint8) if len(data) == size else None
+
+
+def _serve(listener: socket.socket, snapshots: Sequence[Snapshot]) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        with connection, contextlib.suppress(OSError, ValueError, TypeError):
+            connection.settimeout(_WAIT_SECONDS)
+            if not _is_own_user(connection):
+                continue
+            number, owner = json.loads(connection.recv(_REQUEST_BYTES))
+            for snapshot in snapshots:
+                if snapshot.number == number and owner in (snapshot.held or ()):
+                    connection.sendall(snapshot.packed(owner).tobytes())
+
+
+def _is_own_user(connection: socket.socket) -> bool:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1] == os.geteuid()

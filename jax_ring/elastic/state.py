@@ -1,0 +1,176 @@
+"""`State`: what a job goes on from when its processes change."""
+
+import zlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ring.elastic.checkpoints import Checkpoints
+from jax_ring.elastic.failures import Leave
+from jax_ring.elastic.generation import Generation
+from jax_ring.elastic.restore import restore
+from jax_ring.elastic.snapshots import Divided, Snapshot, array_of
+from jax_ring.elastic.spares import Place
+
+# One process may have completed a commit in which another has failed, but not the one after.
+_KEPT = 2
+
+
+class State:
+    """The state of a training that survives the processes it runs in.
+
+        state = jax_ring.elastic.State(params=params, opt_state=opt_state, step=0)
+
+    Each keyword is a tree, which is then an attribute that can be read and replaced: `state.step += 1`. A leaf may be
+
+    - an array of JAX that is the same in all processes, or of numpy, or any Python value;
+    - an array of JAX that is divided over the devices of all processes, such as the state of a sharded optimizer.
+
+    All processes must make the state in the same way. The trees keep their structure.
+
+    Args:
+      directory: where commits are also written to disk, by process 0 with orbax. A job starts from the newest
+        checkpoint there, if there is one, and goes on from it when parts of a divided leaf are lost.
+      every: every how many commits one is written.
+      trees: the state.
+
+    Raises:
+      ValueError: if one of `directory` and `every` is given alone, or `every` is not positive.
+      ImportError: if orbax is not installed, with `directory`.
+    """
+
+    def __init__(self, *, directory: str | None = None, every: int | None = None, **trees: Any) -> None:
+        if (directory is None) != (every is None):
+            raise ValueError(
+                f"State: directory and every go together, got directory={directory!r} and every={every!r}. With both, "
+                "every so many commits one is written to the directory."
+            )
+        if every is not None and every < 1:
+            raise ValueError(f"State: every must be at least 1, got {every}")
+        hidden = self.__dict__
+        hidden["_names"] = tuple(trees)
+        hidden["_values"] = trees
+        hidden["_checkpoints"] = Checkpoints(directory) if directory is not None else None
+        hidden["_every"] = every
+        hidden["_snapshots"] = []
+        hidden["_generation"] = None
+        hidden["_place"] = None  # where the commits were made
+
+    def __getattr__(self, name: str) -> Any:
+        values = self.__dict__.get("_values", {})
+        if name not in values:
+            raise AttributeError(f"the state has no {name!r}; it has {', '.join(self._names)}")
+        return values[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._values:
+            raise AttributeError(
+                f"the state has no {name!r}, only {', '.join(self._names)}. What it has is named when it is made: "
+                f"State({name}=..., ...)."
+            )
+        self._values[name] = value
+
+    def __repr__(self) -> str:
+        return f"State({', '.join(self._names)}; {self.commits} commits)"
+
+    @property
+    def commits(self) -> int:
+        """How many commits have been made in this job. Restoring one sets it back."""
+        return self._snapshots[-1].number if self._snapshots else 0
+
+    def commit(self) -> None:
+        """Copies the state to host memory: what the job goes on from if a process is lost after this.
+
+        All processes must call it, at the same points. Each copies its own part of divided leaves, and that of its
+        neighbor. It waits until the state is computed, and for the other processes. If a new process waits to join,
+        or the launcher wants the members to change, it does not return: the function that `run` decorates is entered
+        anew.
+
+        Raises:
+          RuntimeError: outside of a function that `run` decorates; or if the processes commit different states.
+          jax.errors.JaxRuntimeError, ValueError: if a process has been lost. `run` handles it.
+        """
+        generation = self._generation
+        if generation is None:
+            raise RuntimeError(
+                "State.commit: this is not inside a function that jax_ring.elastic.run decorates, called with this "
+                "state"
+            )
+        snapshot = Snapshot.of(self._values, self.commits + 1, generation.process, generation.num_processes)
+        # The state is not yet kept: that it can be kept is known only when all have come so far.
+        change = _agreed(generation, snapshot)
+        writes = self._every is not None and snapshot.number % self._every == 0
+        snapshot, whole = _with_others(generation, snapshot, whole_in_first=writes)
+        self._keep(snapshot)
+        if whole is not None:
+            assert self._checkpoints is not None
+            self._checkpoints.write(whole)
+        if change:
+            raise Leave("the members change after a commit")
+
+    def _keep(self, snapshot: Snapshot) -> None:
+        self.__dict__["_snapshots"] = [*self._snapshots, snapshot][-_KEPT:]
+
+    def _enter(self, generation: Generation) -> int:
+        """Takes the values that a generation starts from, and returns the number of new processes in it."""
+        self.__dict__["_generation"] = generation
+        restored = restore(generation, self._place, self._snapshots, self._values, self._checkpoints)
+        # All leaves are whole: another process may be lost before the next commit.
+        self.__dict__.update(
+            _snapshots=[restored.snapshot],
+            _values=restored.snapshot.trees(),
+            _place=Place(generation.number, generation.process),
+        )
+        return restored.newcomers
+
+    def _leave(self) -> None:
+        """Drops the arrays of the generation. The values are then those of before the first commit, or nothing."""
+        values, generation = self._values, self._generation
+        if self._snapshots:
+            # The structure stays: what another process sends is compared with it.
+            values = jax.tree.map(lambda leaf: 0, values)
+        else:
+            process, count = (generation.process, generation.num_processes) if generation else (0, 1)
+            values = Snapshot.of(values, 0, process, count).trees_without_backend()
+        self.__dict__.update(_generation=None, _values=values)
+
+
+def _agreed(generation: Generation, snapshot: Snapshot) -> bool:
+    """Whether the members are to change after this commit: the same in all processes.
+
+    Raises:
+      RuntimeError: if the others commit something else.
+    """
+    pending = generation.change_pending()
+    if generation.num_processes == 1:
+        return pending
+    leaves = [array_of(leaf) for leaf in snapshot.leaves]
+    described = [(leaf.shape, str(leaf.dtype)) if isinstance(leaf, np.ndarray | Divided) else None for leaf in leaves]
+    digest = zlib.crc32(repr((snapshot.number, described)).encode()) >> 1  # 31 bits
+    any_pending, most, least = generation.exchange.most([pending, digest, -digest])
+    if most != -least:
+        raise RuntimeError(
+            f"State.commit: the processes commit different states. This one, process {generation.process}, makes "
+            f"commit {snapshot.number} of {len(leaves)} leaves, of the shapes "
+            f"{[each and each[0] for each in described][:8]}. All must commit equally often, and leaves of equal "
+            "shapes."
+        )
+    return bool(any_pending)
+
+
+def _with_others(
+    generation: Generation, snapshot: Snapshot, *, whole_in_first: bool
+) -> tuple[Snapshot, Snapshot | None]:
+    """A commit with the neighbor's parts; and in process 0, if asked for, one that is whole."""
+    process, count = generation.process, generation.num_processes
+    if snapshot.held is None or count == 1:
+        return snapshot, (snapshot.whole() if whole_in_first and process == 0 else None)
+    neighbor = (process - 1) % count
+    everything = whole_in_first and process == 0
+    sizes = [snapshot.num_bytes(p) for p in range(count)]
+    received = generation.exchange.gather(
+        snapshot.packed(process), sizes, [p for p in range(count) if p != process and (everything or p == neighbor)]
+    )
+    whole = snapshot.with_parts(received).whole() if everything else None
+    return snapshot.with_parts({neighbor: received[neighbor]}), whole

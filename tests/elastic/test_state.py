@@ -1,0 +1,167 @@
+"""`State` and `run` in one process: what a commit keeps, what is refused, and commits on disk."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ring
+from jax_ring import elastic
+from jax_ring.elastic import failures
+
+
+@pytest.fixture(autouse=True)
+def without_launcher(monkeypatch):
+    monkeypatch.delenv("JAX_RING_CONTROL", raising=False)
+
+
+def test_values_are_attributes():
+    state = elastic.State(params={"w": 1}, step=0)
+    state.step += 1
+    state.params = {"w": 2}
+    assert (state.step, state.params) == (1, {"w": 2})
+    with pytest.raises(AttributeError, match=r"no 'stop', only params, step.*State\(stop=\.\.\., \.\.\.\)"):
+        state.stop = 3
+    with pytest.raises(AttributeError, match="no 'stop'; it has params, step"):
+        _ = state.stop
+
+
+def test_arguments_are_checked(tmp_path):
+    with pytest.raises(ValueError, match="go together, got directory=None and every=3"):
+        elastic.State(every=3, step=0)
+    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+        elastic.State(directory=str(tmp_path), every=0, step=0)
+    with pytest.raises(ValueError, match="min_processes must be at least 1, got 0"):
+        elastic.run(min_processes=0)
+    with pytest.raises(ValueError, match="num_shards must be at least 1, got 0"):
+        elastic.run(num_shards=0)
+    with pytest.raises(TypeError, match=r"takes a jax_ring\.elastic\.State as its first argument, got dict"):
+        elastic.run()(lambda state: None)({})
+
+
+def test_commit_needs_run():
+    with pytest.raises(RuntimeError, match=r"not inside a function that jax_ring\.elastic\.run decorates"):
+        elastic.State(step=0).commit()
+
+
+def test_without_a_launcher_a_single_process_calls_the_function():
+    key = jax.random.key(3, impl="rbg")
+    state = elastic.State(params={"w": jnp.arange(3.0), "name": "a", "nothing": None}, key=key, step=0)
+
+    @elastic.run(min_processes=1, num_shards=12)
+    def train(state, factor, *, offset):
+        assert isinstance(state.params["w"], np.ndarray)
+        for _ in range(3):
+            state.params = {**state.params, "w": factor * jnp.asarray(state.params["w"]) + offset}
+            state.step += 1
+            state.commit()
+        return state.step
+
+    assert train(state, 2.0, offset=1.0) == 3
+    np.testing.assert_array_equal(state.params["w"], [7, 15, 23])
+    assert state.params["name"] == "a"
+    assert state.params["nothing"] is None
+    assert jax.random.key_impl(state.key) == jax.random.key_impl(key)
+    np.testing.assert_array_equal(jax.random.key_data(state.key), jax.random.key_data(key))
+    assert state.commits == 3
+    assert repr(state) == "State(params, key, step; 3 commits)"
+
+
+def test_a_commit_is_a_copy():
+    host, device = np.ones(3), jnp.ones(3)
+    state = elastic.State(host=host, device=device)
+
+    @elastic.run()
+    def train(state):
+        state.host, state.device = host, device
+        state.commit()
+        host[:] = 2
+        jax.jit(lambda x: x + 1, donate_argnums=0)(device)  # reuses the memory
+        assert device.is_deleted()
+
+    train(state)
+    kept = state._snapshots[-1].trees()
+    np.testing.assert_array_equal(kept["host"], [1, 1, 1])
+    np.testing.assert_array_equal(kept["device"], [1, 1, 1])
+    kept["host"][:] = 5
+    np.testing.assert_array_equal(state._snapshots[-1].trees()["host"], [1, 1, 1])
+
+
+def test_two_commits_are_kept():
+    state = elastic.State(step=0)
+
+    @elastic.run()
+    def train(state):
+        for state.step in range(1, 6):
+            state.commit()
+
+    train(state)
+    assert [snapshot.trees()["step"] for snapshot in state._snapshots] == [4, 5]
+
+
+def test_checkpoints(tmp_path):
+    def new_state(**more):
+        params = {"w": jnp.zeros(2, jnp.bfloat16), "b": np.zeros((), np.int32)}
+        return elastic.State(directory=str(tmp_path), every=2, params=params, key=jax.random.key(0), step=0, **more)
+
+    @elastic.run()
+    def train(state, steps):
+        began = state.step
+        while state.step < steps:
+            state.step += 1
+            state.key = jax.random.fold_in(state.key, state.step)
+            state.params = {"w": jnp.full(2, state.step / 2, jnp.bfloat16), "b": np.int32(state.step)}
+            state.commit()
+        return began
+
+    first = new_state()
+    assert train(first, 5) == 0
+    state = new_state()
+    assert train(state, 5) == 4  # the last that was written
+    assert state.params["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(state.params["w"], np.float32), [2.5, 2.5])
+    np.testing.assert_array_equal(jax.random.key_data(state.key), jax.random.key_data(first.key))
+    with pytest.raises(ValueError, match=r"of another state\. The leaves that only one of them has are \[\"\['more'\]"):
+        train(new_state(more=1), 5)
+
+
+# ---- Which exceptions mean what --------------------------------------------------------------------------------------
+
+
+def from_cause(error, cause):
+    try:
+        try:
+            raise cause
+        except Exception as inner:
+            raise error from inner
+    except Exception as outer:
+        return outer
+
+
+def test_why_left():
+    peer = jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: ring_psum of float32[]: Process 1 (rank 1) has ended.")
+    assert failures.why_left(peer) == str(peer)
+    assert failures.why_left(ValueError(str(peer))) == str(peer)  # from block_until_ready
+    assert failures.why_left(from_cause(RuntimeError("step 3"), peer)) == str(peer)
+    assert failures.why_left(jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer"))
+    assert failures.why_left(failures.Leave("for a new process")) == "for a new process"
+    for own in (
+        ValueError("bad batch"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
+        RuntimeError("DEADLINE_EXCEEDED: of another library"),
+        KeyboardInterrupt(),
+        SystemExit(1),
+    ):
+        assert failures.why_left(own) is None, own
+
+
+def test_an_own_error_says_what_is_dead():
+    error = RuntimeError("Array has been deleted with shape=float32[3].")
+    failures.explain(error, 0)
+    assert not hasattr(error, "__notes__")
+    failures.explain(error, 2)
+    assert "this is generation 2 of the job" in error.__notes__[0]
+
+
+def test_elastic_is_public():
+    assert jax_ring.elastic.run is elastic.run
