@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import jax
 
 from jax_ring import _compat, runtime
+from jax_ring.distributed import between_hosts
 from jax_ring.distributed.gpus import Gpus, gpus_here
 
 HOST_VARIABLE = "JAX_RING_HOST_ID"
@@ -35,6 +36,9 @@ class _Membership:
         self.gpus: dict[int, Gpus] = {}
         self.lowerings: dict[str, itertools.count] = collections.defaultdict(itertools.count)
         put, get = _compat.key_value_store(runtime.timeout())
+        # Before the host, for which the others wait.
+        between_hosts.forget()
+        between_hosts.publish_name()
         put(_host_key(process), self.hosts[process].encode())
         # The first process to publish a token wins. Shared resources are named by it, so other programs must not
         # be able to guess it.
