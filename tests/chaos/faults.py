@@ -40,7 +40,7 @@ def random_programs_and_a_kill(trial: Trial) -> Outcome:
             # A survivor that shares no program with the dead one hears of it by another that does.
             _check_names(trial.await_text(program, process, "failed: "), [victim], survivors)
         seconds = time.monotonic() - began
-        calls = trial.finish(program, survivors)
+        calls = trial.finish(program, survivors, has_failed=True)
     return Outcome("error names a process", 1, calls, (seconds,))
 
 

@@ -31,11 +31,11 @@ def function_and_operand(devices):
 
 
 def wait_for_a_host_that_is_stopped(folder):
-    """First in a sum on two levels, then in one that is XLA's alone."""
+    """First in a sum that is XLA's alone, then in one on two levels."""
     import jax_ring  # noqa: F401, before JAX starts its backend
 
     devices = jax.devices()
-    calls = [function_and_operand(which) for which in (devices, devices[:: len(devices) // 2])]
+    calls = [function_and_operand(which) for which in (devices[:: len(devices) // 2], devices)]
     for f, x in calls:
         for shard in f(x).addressable_shards:
             np.testing.assert_array_equal(shard.data[0], np.full(3, len(x)))
@@ -50,7 +50,7 @@ def wait_for_a_host_that_is_stopped(folder):
             jax.block_until_ready(f(x))
         print(f"{raised.type.__name__}: {' '.join(str(raised.value).split())}", flush=True)
         np.testing.assert_array_equal(jax.jit(lambda x: x * 2)(np.arange(3)), [0, 2, 4])
-        time.sleep(2)  # a message about a ValueError follows it
+        time.sleep(1)  # a message about a ValueError follows it
     print("done", flush=True)
     os._exit(0)  # the coordinator's client would wait for the other process
 
@@ -67,18 +67,13 @@ def test_a_host_that_does_not_answer_is_named_at_the_deadline(tmp_path):
         program.wait_until(0, "done")
         results = [program.result(i) for i in (0, 1)]
     output = as_text(results)
-    two_level, alone = [line for line in results[0].stdout.splitlines() if "Gloo all-reduce" in line]
+    alone, two_level = [line for line in results[0].stdout.splitlines() if "Gloo all-reduce" in line]
+    assert alone.startswith("ValueError"), output
     assert two_level.startswith("JaxRuntimeError"), output
-    for text in (
-        "ring_psum of float32[1,3] over axis 'i', called at",
-        "(total)",
-        "process 1 on host ",
-        "stopped, busy",
-    ):
+    for text in ("ring_psum of float32[1,3] over axis 'i', called at", "(total)", "for process 1 on host "):
+        assert text in results[0].stderr, f"{text}\n{output}"
         assert text in two_level, f"{text}\n{output}"
-    # In one of the two places.
-    for text in ("ring_psum of float32[1,3] over axis 'i', called at", "process 1 on host "):
-        assert text in alone + results[0].stderr, f"{text}\n{output}"
+    assert "stopped, busy with something else, or cut off" in results[0].stderr, output
 
 
 _INITIALIZE = "jax.distributed.initialize(**__import__('processes').distributed)\n"
