@@ -105,6 +105,72 @@ def check_alone() -> None:
     np.testing.assert_array_equal(jax.jit(lambda x: x * 2)(jnp.arange(3)), [0, 2, 4])
 
 
+def other_call(folder: str, victim: int) -> None:
+    """One process makes a call of another shape."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh
+    from jax.sharding import PartitionSpec as P
+
+    from jax_ring import ring_psum
+
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+    count = 5 if jax.process_index() == victim else 4
+    f = jax.jit(jax.shard_map(lambda: ring_psum(jnp.ones(count), "i"), mesh=mesh, in_specs=(), out_specs=P()))
+    _print_error(lambda: jax.block_until_ready(f()))
+    _await_end(folder)
+
+
+def first_call(folder: str, threads: int) -> None:
+    """The first call between processes; if threads is not -1, no more threads than now and `threads` may be started."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh
+    from jax.sharding import PartitionSpec as P
+
+    from jax_ring import ring_psum
+
+    jax.block_until_ready(jax.jit(lambda x: x * 2)(jnp.arange(100_000)))
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+    ones = jax.make_array_from_callback((mesh.size, 9), jax.NamedSharding(mesh, P("i")), lambda i: np.ones((1, 9)))
+    f = jax.jit(jax.shard_map(lambda x: ring_psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P("i")))
+    if threads >= 0:
+        f = f.lower(ones).compile()
+        _limit_threads(threads, 70_000 + os.getpid())
+    for _ in range(2):  # a second call fails as the first did
+        _print_error(lambda: jax.block_until_ready(f(ones)))
+    print("went on", flush=True)
+    _await_end(folder)
+
+
+def _limit_threads(more: int, uid: int) -> None:
+    """Lets this process start so many threads more. The kernel counts those of a user, and spares root."""
+    import resource
+
+    now = len(os.listdir("/proc/self/task"))
+    resource.setrlimit(resource.RLIMIT_NPROC, (now + more, now + more))
+    os.setgroups([])
+    os.setresuid(uid, uid, uid)
+
+
+def _print_error(call) -> None:
+    try:
+        call()
+    except Exception as error:
+        print(f"error: {' '.join(str(error).split())}", flush=True)
+    else:
+        print("right", flush=True)
+
+
+def _await_end(folder: str) -> None:
+    import jax
+
+    while not os.path.exists(pathlib.Path(folder, "last" if jax.process_index() == 0 else "end")):
+        time.sleep(0.02)
+
+
 # ---- Scripts ---------------------------------------------------------------------------------------------------------
 
 
