@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+from jobs import CALLS, elastic_total
 from trial import HANG, Outcome, Trial, Unexpected, calls_in
 
 GRACE = "3"  # seconds
@@ -155,6 +156,42 @@ def too_many_failures(trial: Trial) -> Outcome:
     return Outcome("gives up with its status", 2, 0, (time.monotonic() - began,))
 
 
+def elastic_kills(trial: Trial) -> Outcome:
+    """Ranks of an elastic job are killed or stopped: the others go on, a new one joins, and the sum is right."""
+    if not launcher_has("--max-restarts"):
+        return Outcome("not tried: no elastic jobs")
+    processes, faults, steps = int(trial.random.integers(2, 5)), int(trial.random.integers(1, 4)), 60
+    options = ["-n", str(processes), "--grace", "1", "--max-restarts", str(faults)]
+    seconds = []
+    with trial.launch(options, ["elastic", str(steps)]) as launched:
+        for _ in range(faults):
+            # The processes of the newest generation, all of which have entered it.
+            launched.await_lines(f" of {processes}", processes)
+            time.sleep(trial.random.exponential(0.5))
+            entered = re.findall(r"\] pid (\d+) of ", launched.output())
+            alive = [pid for pid in dict.fromkeys(map(int, entered)) if _is_running(pid)]
+            if launched.process.poll() is not None or not alive:
+                break
+            number = launched.output().count("] pid ")
+            began = time.monotonic()
+            os.kill(int(trial.random.choice(alive)), signal.SIGKILL if trial.random.integers(3) else signal.SIGSTOP)
+            try:
+                launched.await_lines("] pid ", number + 1)
+            except Unexpected:
+                if launched.process.poll() == 0:  # the job was at its end
+                    break
+                raise
+            seconds.append(time.monotonic() - began)
+        status = launched.wait(2 * HANG)
+        output = launched.output()
+    assert status == 0, f"status {status}\n{output}"
+    totals = set(re.findall(r"\] total (\w+)", output))
+    assert totals, output
+    if totals != {elastic_total(steps)}:
+        raise Unexpected("wrong bits", output)
+    return Outcome("goes on, right bits", len(seconds), steps * CALLS, tuple(seconds))
+
+
 def _in_time(began: float) -> float:
     seconds = time.monotonic() - began
     if seconds > ENOUGH:
@@ -187,4 +224,5 @@ SCENARIOS = (
     killed_launcher,
     restarts,
     too_many_failures,
+    elastic_kills,
 )
