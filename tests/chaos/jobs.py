@@ -8,7 +8,7 @@ import pathlib
 import sys
 import time
 
-CALLS = 500  # of a loop
+CALLS, CALLS_BETWEEN_HOSTS = 500, 5  # of a loop
 COUNTS = (1, 40, 3000)  # elements of a message: each of the engine's algorithms serves one
 POLL = 0.02
 SHARDS, ELEMENTS = 12, 40  # of `elastic`
@@ -284,7 +284,31 @@ def elastic_total(steps: int) -> str:
     return total.astype(np.int32).tobytes().hex()
 
 
-SCRIPTS = {f.__name__: f for f in (launched_sums, raising, writing, restarted, elastic)}
+def sums_on_hosts(folder: str, coordinator: str, num_processes: str, process: str, devices: str) -> None:
+    """Sums in long loops, until an error or the file `end`."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", int(devices))
+    jax.distributed.initialize(coordinator, int(num_processes), int(process))
+    import jax_ring  # noqa: F401, before JAX starts its backend
+
+    run, num_calls = loop_of(jax.devices(), 0, calls=CALLS_BETWEEN_HOSTS), 0
+    outcome = "done"
+    try:
+        while run(os.path.exists(pathlib.Path(folder, "enough"))):
+            num_calls += CALLS_BETWEEN_HOSTS
+            if num_calls == 2 * CALLS_BETWEEN_HOSTS:
+                print("ready", flush=True)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        outcome = f"failed: {' '.join(str(error).split())}"
+        time.sleep(1)  # what the error does not say is on standard error
+    print(f"calls {num_calls}\n{outcome}", flush=True)
+    while not os.path.exists(pathlib.Path(folder, "end")):
+        time.sleep(POLL)
+    os._exit(0)  # the other hosts may be out of reach
+
+
+SCRIPTS = {f.__name__: f for f in (launched_sums, raising, writing, restarted, elastic, sums_on_hosts)}
 
 if __name__ == "__main__":
     SCRIPTS[sys.argv[1]](*sys.argv[2:])

@@ -1,6 +1,5 @@
 """Scenarios with `jax_ring.launch`: deaths and stops of any rank, exceptions, restarts, output that nobody reads."""
 
-import contextlib
 import functools
 import os
 import re
@@ -100,8 +99,6 @@ def blocked_pipe(trial: Trial) -> Outcome:
         launched.process.send_signal(signal.SIGTERM)
         launched.wait()
         seconds = _in_time(began)
-        with contextlib.suppress(AttributeError):
-            launched.process.stdout.close()
     return Outcome("ends", 1, 0, (seconds,))
 
 

@@ -9,40 +9,14 @@ import sys
 import time
 
 import hosts
-from jobs import POLL, loop_of
-from trial import DEADLINE, HANG, Outcome, Trial, Unexpected, calls_in
+from trial import DEADLINE, HANG, JOBS, Outcome, Trial, Unexpected, calls_in
 
 PORT = 4611
-CALLS = 5  # of a loop
 
 
 @functools.cache
 def _why_not() -> str:
     return hosts.why_not()
-
-
-def sums_on_hosts(folder: str, coordinator: str, num_processes: int, process: int, devices: int) -> None:
-    """Sums in long loops, until an error or the file `end`."""
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", devices)
-    jax.distributed.initialize(coordinator, num_processes, process)
-    import jax_ring  # noqa: F401, before JAX starts its backend
-
-    run, num_calls = loop_of(jax.devices(), 0, calls=CALLS), 0
-    outcome = "done"
-    try:
-        while run(os.path.exists(pathlib.Path(folder, "enough"))):
-            num_calls += CALLS
-            if num_calls == 2 * CALLS:
-                print("ready", flush=True)
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
-        outcome = f"failed: {' '.join(str(error).split())}"
-        time.sleep(1)  # what the error does not say is on standard error
-    print(f"calls {num_calls}\n{outcome}", flush=True)
-    while not os.path.exists(pathlib.Path(folder, "end")):
-        time.sleep(POLL)
-    os._exit(0)  # the other hosts may be out of reach
 
 
 def pulled_cable(trial: Trial) -> Outcome:
@@ -66,7 +40,7 @@ def _on_hosts(trial: Trial, rate: str | None, pull: bool) -> Outcome:
         processes = []
         for i, output in enumerate(outputs):
             arguments = [str(trial.folder), f"{network.address(0)}:{PORT}", str(number), str(i), str(devices)]
-            command = [sys.executable, "-P", __file__, *arguments]
+            command = [sys.executable, "-P", str(JOBS), "sums_on_hosts", *arguments]
             with open(output, "w") as file:
                 processes.append(
                     subprocess.Popen(
@@ -115,7 +89,3 @@ def _await(output: pathlib.Path, text: str, outputs: list[pathlib.Path]) -> None
 
 
 SCENARIOS = (pulled_cable, slow_link)
-
-if __name__ == "__main__":
-    folder, coordinator, *numbers = sys.argv[1:]
-    sums_on_hosts(folder, coordinator, *map(int, numbers))

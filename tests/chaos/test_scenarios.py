@@ -13,7 +13,7 @@ import launches  # noqa: E402
 from trial import Outcome, Trial, Unexpected  # noqa: E402
 
 
-@pytest.mark.parametrize("scenario", [faults.brief_stops, launches.blocked_pipe], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("scenario", [faults.brief_stops, launches.killed_launcher], ids=lambda f: f.__name__)
 def test_scenario_ends_as_expected(scenario):
     outcome = Trial(3).run(scenario)
     assert outcome.faults > 0

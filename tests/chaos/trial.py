@@ -140,6 +140,8 @@ class Trial:
         finally:
             launched.process.kill()
             launched.process.wait()
+            if launched.process.stdout is not None:
+                launched.process.stdout.close()
 
     # ---- Leftovers ---------------------------------------------------------------------------------------------------
 
