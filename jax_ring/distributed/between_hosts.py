@@ -71,8 +71,16 @@ class _State:
 _state = _State()
 
 
-def publish_name() -> None:
-    """Publishes the name of this process's host, for the messages of the others. Does not block."""
+def join() -> None:
+    """Joins another distributed runtime: publishes the name of this host, for the messages of the other processes.
+
+    Does not block. What is known of the processes of the last runtime is forgotten.
+    """
+    with _state.lock:
+        _state.names.clear()
+        _state.written.clear()
+        _state.answers, _state.asked, _state.reached = None, False, False
+    runtime.take_calls_of_xla()
     put, _ = _compat.key_value_store(runtime.timeout())
     put(_name_key(_compat.distributed_process()), socket.gethostname().encode())
 
@@ -95,15 +103,6 @@ def watch(processes: Iterable[int]) -> None:
             _compat.complete_errors(complete)
             sys.excepthook = _explain_uncaught(sys.excepthook)
             threading.Thread(target=_run, name="jax_ring-between-hosts", daemon=True).start()
-
-
-def forget() -> None:
-    """Forgets what is known of the other processes. Call it when the distributed runtime is another one."""
-    with _state.lock:
-        _state.names.clear()
-        _state.written.clear()
-        _state.answers, _state.asked, _state.reached = None, False, False
-    runtime.take_calls_of_xla()
 
 
 # ---- The thread ------------------------------------------------------------------------------------------------------

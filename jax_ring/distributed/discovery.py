@@ -30,15 +30,13 @@ class _Membership:
     """
 
     def __init__(self, client) -> None:
+        between_hosts.join()  # before the host is published, for which the others wait
         self.client = client
         process = _compat.distributed_process()
         self.hosts = {process: _own_host()}
         self.gpus: dict[int, Gpus] = {}
         self.lowerings: dict[str, itertools.count] = collections.defaultdict(itertools.count)
         put, get = _compat.key_value_store(runtime.timeout())
-        # Before the host, for which the others wait.
-        between_hosts.forget()
-        between_hosts.publish_name()
         put(_host_key(process), self.hosts[process].encode())
         # The first process to publish a token wins. Shared resources are named by it, so other programs must not
         # be able to guess it.
