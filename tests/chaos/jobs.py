@@ -181,8 +181,10 @@ def launched_sums(folder: str) -> None:
 
     jax.distributed.initialize()
     run, num_calls = loop_of(jax.devices(), 0), 0
-    print(f"pid {os.getpid()}\nready", flush=True)
+    print(f"pid {os.getpid()}", flush=True)
     try:
+        run()
+        print("ready", flush=True)
         while run(os.path.exists(pathlib.Path(folder, "end"))):
             num_calls += CALLS
     except jax.errors.JaxRuntimeError as error:

@@ -27,7 +27,8 @@ def killed_rank(trial: Trial) -> Outcome:
     processes = int(trial.random.integers(2, 5))
     with trial.launch(["-n", str(processes), "--grace", GRACE], ["launched_sums", str(trial.folder)]) as launched:
         pids = launched.pids(processes)
-        launched.await_lines("] ready", processes)
+        if trial.random.integers(2):  # else the kill may come while they form their group
+            launched.await_lines("] ready", processes)
         time.sleep(trial.random.exponential(0.3))
         victim = int(trial.random.integers(processes))
         began = time.monotonic()
@@ -107,6 +108,7 @@ def killed_launcher(trial: Trial) -> Outcome:
     processes = int(trial.random.integers(1, 4))
     with trial.launch(["-n", str(processes)], ["launched_sums", str(trial.folder)]) as launched:
         pids = launched.pids(processes)
+        launched.await_lines("] ready", processes)
         began = time.monotonic()
         launched.process.kill()
         launched.process.wait()

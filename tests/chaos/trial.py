@@ -85,7 +85,7 @@ class Trial:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._folder.cleanup()
-            for path in set(_segments()) - segments:
+            for path in _unused(set(_segments()) - segments):
                 pathlib.Path(path).unlink(missing_ok=True)
         return outcome
 
@@ -160,7 +160,7 @@ class Trial:
             if time.monotonic() > until:
                 raise Unexpected("leftover", f"processes {pids}")
             time.sleep(0.05)
-        if left := set(_segments()) - segments:
+        if left := _unused(set(_segments()) - segments):
             raise Unexpected("leftover", f"segments {sorted(left)}")
         left = {
             name
@@ -220,6 +220,20 @@ def calls_in(output: str) -> int:
     """The calls that a process has checked, by what it has written last."""
     found = re.findall(r"\bcalls (\d+)$", output, re.MULTILINE)
     return int(found[-1]) if found else 0
+
+
+def _unused(segments: set[str]) -> set[str]:
+    """Those that stay and that no process has mapped: other programs may run on this machine at the same time."""
+    for _ in range(3):
+        mapped = ""
+        for path in glob.glob("/proc/[0-9]*/maps"):
+            with contextlib.suppress(OSError):
+                mapped += pathlib.Path(path).read_text()
+        segments = {segment for segment in segments if segment not in mapped and os.path.exists(segment)}
+        if not segments:
+            break
+        time.sleep(0.5)
+    return segments
 
 
 def _segments() -> list[str]:
