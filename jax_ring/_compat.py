@@ -1,6 +1,7 @@
 """The only module that uses names of JAX that are private or differ between versions."""
 
 import dataclasses
+import functools
 import pathlib
 import re
 import types
@@ -72,6 +73,11 @@ except (ImportError, AttributeError, KeyError) as error:
 # sending. Large blocks show it, of 16 MiB and more on one machine. XLA uses Gloo once jax.distributed is initialized,
 # also between devices of one process.
 WRONG_REDUCE_SCATTER_ON_CPU = _jaxlib_version.__version_info__ < (0, 12)
+
+# A limit for XLA's collectives between CPU processes, in whole seconds, by `XLA_FLAGS`. XLA ends the process if it does
+# not know a flag, so a later jaxlib must be looked at first.
+FLAG_OF_CPU_LIMIT = "--xla_cpu_collective_timeout_seconds"
+HAS_FLAG_OF_CPU_LIMIT = _jaxlib_version.__version_info__ < (0, 13)
 
 # So that error messages and the metadata of compiled programs name the user's line, not one of this package.
 _source_info_util.register_exclusion(str(pathlib.Path(__file__).parent))
@@ -405,6 +411,21 @@ def distributed_client():
     return client
 
 
+def call_when_distributed(function: Callable[[], None]) -> None:
+    """Calls a function whenever `jax.distributed` has been initialized, and now if it is."""
+    state = type(_distributed.global_state)
+    initialize = state.initialize
+
+    @functools.wraps(initialize)
+    def initialize_and_call(self, *arguments, **options):
+        initialize(self, *arguments, **options)
+        function()
+
+    state.initialize = initialize_and_call  # type: ignore[method-assign]
+    if is_distributed():
+        function()
+
+
 def distributed_process() -> int:
     """The index of this process. Unlike `jax.process_index()` it does not create a backend, and does not block."""
     return _distributed.global_state.process_id
@@ -447,6 +468,20 @@ def publish_once(key: str, value: str) -> str:
         # Either the key has a value, or the store is unreachable, in which case this raises.
         return client.key_value_try_get(key)
     return value
+
+
+def complete_errors(complete: Callable[[str], str]) -> None:
+    """Passes the text of each error that XLA raises through `complete`, which returns the text that the error gets."""
+    error = jax.errors.JaxRuntimeError
+    initialize = error.__init__
+
+    def initialize_completed(self, *arguments):
+        # The status may follow.
+        if arguments and isinstance(arguments[0], str):
+            arguments = (complete(arguments[0]), *arguments[1:])
+        initialize(self, *arguments)
+
+    error.__init__ = initialize_completed  # type: ignore[method-assign]
 
 
 def register_cpu_ffi_type(name: str, registration: dict) -> None:

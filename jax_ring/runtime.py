@@ -5,6 +5,7 @@ import math
 import os
 import pathlib
 import sys
+from typing import NamedTuple
 
 import jax
 
@@ -64,6 +65,7 @@ TARGETS = {
 ASYNC_TARGETS = {collective: f"{target}_async" for collective, target in TARGETS.items()}
 # Another prefix than theirs: it is no collective.
 BARRIER_TARGET = "jax_ring.barrier"
+BETWEEN_HOSTS_TARGET = "jax_ring.between_hosts"
 TIMEOUT_VARIABLE = "JAX_RING_TIMEOUT_S"
 STRICT_VARIABLE = "JAX_RING_STRICT"
 SHARED_GPU_VARIABLE = "JAX_RING_SHARED_GPU"
@@ -127,6 +129,30 @@ RECORDER = recorder_from(os.environ.get(RECORDER_VARIABLE, ""))
 def timeout() -> float:
     """Seconds that ranks and processes wait for each other."""
     return _ffi_cpu.deadline()
+
+
+class CallOfXla(NamedTuple):
+    """A call that waits in XLA's collectives between processes.
+
+    Attributes:
+      age: seconds since it began.
+      text: names the call.
+      processes: those of the ranks that it communicates with, its own as well.
+    """
+
+    age: float
+    text: str
+    processes: list[int]
+
+
+def calls_of_xla() -> list[CallOfXla]:
+    """The calls of this process that wait in XLA's collectives between processes."""
+    return [CallOfXla(*call) for call in _ffi_cpu.calls_of_xla()]
+
+
+def take_calls_of_xla() -> list[CallOfXla]:
+    """The same, and forgets them: those that XLA has left with an error do not end."""
+    return [CallOfXla(*call) for call in _ffi_cpu.take_calls_of_xla()]
 
 
 def join_processes(process: int, token: str, publish, fetch) -> None:
@@ -218,6 +244,7 @@ def _register() -> None:
     for target in TARGETS.values():
         jax.ffi.register_ffi_target(target, handlers, platform="cpu")
     jax.ffi.register_ffi_target(BARRIER_TARGET, _ffi_cpu.barrier_handlers(), platform="cpu")
+    jax.ffi.register_ffi_target(BETWEEN_HOSTS_TARGET, _ffi_cpu.between_hosts_handlers(), platform="cpu")
     # JAX queues both until the CUDA client exists, and registers types before handlers.
     jax.ffi.register_ffi_type("jax_ring_instance", ffi_cuda.instance_type(), platform="CUDA")
     for targets, recorded in ((TARGETS, True), (ASYNC_TARGETS, False)):

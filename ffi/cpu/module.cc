@@ -5,6 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -12,6 +13,7 @@
 
 #include "common/flight_recorder.h"
 #include "common/flight_table.h"
+#include "cpu/between_hosts.h"
 #include "cpu/fold_kernels.h"
 #include "cpu/fold_limit.h"
 #include "cpu/handler.h"
@@ -124,6 +126,18 @@ void bind_flight_recorder(nb::module_& m) {
         "seconds waited, seconds busy, and by member how often it came last, and by how many seconds.");
 }
 
+// (seconds since it began, text, processes) of each call.
+std::vector<std::tuple<double, std::string, std::vector<int64_t>>> ages_of(
+    std::vector<jax_ring::cpu::CallOfXla> calls) {
+  const auto now = std::chrono::steady_clock::now();
+  std::vector<std::tuple<double, std::string, std::vector<int64_t>>> ages;
+  for (auto& call : calls) {
+    const std::chrono::duration<double> age = now - call.begin;
+    ages.emplace_back(age.count(), std::move(call.text), std::move(call.processes));
+  }
+  return ages;
+}
+
 }  // namespace
 
 NB_MODULE(_ffi_cpu, m) {
@@ -148,6 +162,23 @@ NB_MODULE(_ffi_cpu, m) {
         return stages;
       },
       "The handlers of the barrier, one capsule per stage, for jax.ffi.register_ffi_target.");
+
+  m.def(
+      "between_hosts_handlers",
+      [] {
+        nb::typed<nb::dict, nb::str, nb::object> stages;
+        stages["execute"] = capsule_of(&jax_ring::cpu::between_hosts_execute);
+        return stages;
+      },
+      "The handler of the notes around XLA's collectives, one capsule per stage, for jax.ffi.register_ffi_target.");
+
+  m.def(
+      "calls_of_xla", [] { return ages_of(jax_ring::cpu::CallsOfXla::instance().open()); },
+      "The calls that wait in XLA's collectives: (seconds so far, text, processes) of each.");
+
+  m.def(
+      "take_calls_of_xla", [] { return ages_of(jax_ring::cpu::CallsOfXla::instance().take()); },
+      "The same, and forgets them.");
 
   m.def(
       "call_site_type",

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import jax
 
 from jax_ring import _compat, runtime
-from jax_ring.distributed import leaving
+from jax_ring.distributed import between_hosts, leaving
 from jax_ring.distributed.gpus import Gpus, gpus_here
 
 HOST_VARIABLE = "JAX_RING_HOST_ID"
@@ -33,6 +33,7 @@ class _Membership:
     """
 
     def __init__(self, client) -> None:
+        between_hosts.join()  # before the host is published, for which the others wait
         self.client = client
         process = _compat.distributed_process()
         self.hosts = {process: _own_host()}

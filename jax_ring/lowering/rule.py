@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ring import runtime
-from jax_ring.lowering import custom_call, fallback, ops, tree_by_xla, trees, two_level, two_level_tree
+from jax_ring.lowering import between_hosts, custom_call, fallback, ops, tree_by_xla, trees, two_level, two_level_tree
 from jax_ring.lowering.service import kind_by_xla, platforms_of, replica_groups, service_of, symbolic_shapes
 
 logger = logging.getLogger("jax_ring")
@@ -62,12 +62,12 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
         )
     if trees.num_slots(groups, options) == 1:
         ctx, operands = _without_slots(ctx, operands)
+    call = custom_call.describe(ctx, collective.function, axes, axis_index_groups)
     if service.levels is not None:
         if service.levels.across:
             logger.info(
                 "%s over %s is served by XLA between %d hosts", collective.function, axes, service.levels.num_hosts
             )
-        call = custom_call.describe(ctx, collective.function, axes, axis_index_groups)
         emit: Callable = custom_call.emit
         if service.levels.across:
             emit = partial(two_level_tree.emit, groups=groups) if along_tree else two_level.emit
@@ -79,10 +79,15 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
             tree_by_xla.emit, kind=collective.kind, groups=groups, options=options,
             axes=axes, axis_index_groups=axis_index_groups, **params,
         )  # fmt: skip
-        return _emit_widened(ctx, operands, by_xla)
-    return _fall_back(
-        collective, ctx, operands, service.why_not, options,
-        axes=axes, axis_index_groups=axis_index_groups, **params,
+        emit = partial(_emit_widened, emit=by_xla)
+    else:
+        emit = partial(
+            _fall_back, collective, why_not=service.why_not, options=options,
+            axes=axes, axis_index_groups=axis_index_groups, **params,
+        )  # fmt: skip
+    return between_hosts.enclose(
+        ctx, operands, lambda values: emit(ctx, values),
+        call=call, groups=groups, avals_in=ctx.avals_in, avals_out=ctx.avals_out,
     )  # fmt: skip
 
 

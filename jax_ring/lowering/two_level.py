@@ -17,7 +17,7 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
 from jax_ring import _compat
-from jax_ring.lowering import custom_call, ops
+from jax_ring.lowering import between_hosts, custom_call, ops
 from jax_ring.lowering.service import Service
 
 _REDUCERS = {"sum": hlo.add, "max": hlo.maximum, "min": hlo.minimum}
@@ -74,11 +74,16 @@ def emit(ctx, operands, *, kind: str, op: str, service: Service, call: str, opti
     full_avals, shard_avals = avals(types.scattered, num_shards), avals(types.scattered)
     values = [to_shards(ctx, x, aval) for x, aval in zip(operands, full_avals, strict=True)]
     values = within("reduce_scatter", op, values, full_avals, shard_avals)
-    values = [
-        all_reduce_by_xla(ctx, op, service.levels.across, x, aval, types)
-        for x, aval in zip(values, shard_avals, strict=True)
-    ]
-    values = within("all_gather", "sum", values, avals(types.gathered), avals(types.gathered, num_shards))
+    across = service.levels.across
+
+    def cross(values):
+        return [all_reduce_by_xla(ctx, op, across, x, aval, types) for x, aval in zip(values, shard_avals, strict=True)]
+
+    crossed_avals = avals(types.gathered)
+    crossed = between_hosts.enclose(
+        ctx, values, cross, call=call, groups=across, avals_in=shard_avals, avals_out=crossed_avals
+    )
+    values = within("all_gather", "sum", crossed, crossed_avals, avals(types.gathered, num_shards))
     return [from_shards(x, aval) for x, aval in zip(values, ctx.avals_in, strict=True)]
 
 

@@ -18,7 +18,7 @@ from jax import lax
 from jax.interpreters import mlir
 
 from jax_ring import _compat, shard_tree
-from jax_ring.lowering import custom_call, layout, ops, trees
+from jax_ring.lowering import between_hosts, custom_call, layout, ops, trees
 from jax_ring.lowering.service import Service
 from jax_ring.options import Options
 
@@ -69,12 +69,13 @@ def emit(
     cross = partial(
         _cross_hosts, levels=levels, hosts=hosts, axes=_mesh_axes(ctx), dtype=dtype, gathers=kind == "all_reduce"
     )
+    crossed = [_aval(dtype, size if kind != "all_reduce" else num_hosts * size) for size in sizes]
+    values = between_hosts.enclose(
+        ctx, values, lambda values: _inline(ctx, cross, values, roots, crossed),
+        call=call, groups=levels.across, avals_in=roots, avals_out=crossed,
+    )  # fmt: skip
     if kind != "all_reduce":
-        crossed = [_aval(dtype, size) for size in sizes]
-        values = _inline(ctx, cross, values, roots, crossed)
         return [ops.reshape(x, aval.shape) for x, aval in zip(values, ctx.avals_out, strict=True)]
-    crossed = [_aval(dtype, num_hosts * size) for size in sizes]
-    values = _inline(ctx, cross, values, roots, crossed)
     gathered = [_aval(dtype, num_ranks, num_hosts * size) for size in sizes]
     values = within("all_gather", values, crossed, gathered)
     return [

@@ -1,0 +1,234 @@
+"""Errors and a deadline for the collectives of XLA between CPU processes, which name neither the call nor the host.
+
+XLA's collective is the step between hosts of a call of jax_ring, or the whole call. Left alone, it waits for 30
+minutes. JAX ends the process before, when its coordinator is out of reach. Three things are done here:
+
+- XLA's limit is set to jax_ring's deadline, by `XLA_FLAGS`, so that the collective raises an error then.
+- That error, "Gloo all-reduce failed", is completed with the calls that waited, their hosts and processes. Where an
+  array on one device is awaited, JAX raises it as a ValueError: that cannot be completed, and standard error gets the
+  same text.
+- A thread asks the key-value store of `jax.distributed` which of the others wait too, before the deadline. It writes
+  what is known to standard error if no error has been completed by then, also where XLA's limit could not be set.
+"""
+
+import math
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import jax
+
+from jax_ring import _compat, runtime
+
+_FLAG = _compat.FLAG_OF_CPU_LIMIT
+_CHECKS_PER_DEADLINE = 20
+# When the others are asked, and when the message is written, in deadlines since a call has begun.
+_ASK, _WRITE = 0.5, 1.0
+_ERRORS_OF_XLA = ("Gloo ", "collective operation timed out")
+_MAX_CALLS = 4  # in a message
+_SLACK_OF_XLA = 0.5  # seconds after its limit, when XLA's error has certainly come
+
+
+def limit_xla() -> None:
+    """Sets XLA's limit for its collectives between CPU processes to the deadline, if XLA has not read its flags yet.
+
+    A limit that `XLA_FLAGS` sets already stays.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _compat.HAS_FLAG_OF_CPU_LIMIT and _FLAG not in flags and not _compat.has_backend():
+        os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={math.ceil(runtime.timeout())}".strip()
+        _state.xla_limit = math.ceil(runtime.timeout())
+
+
+class _State:
+    """What this process knows of the calls between hosts.
+
+    Attributes:
+      xla_limit: seconds after which XLA's collectives fail; None if it has not been set here.
+      names: the names of the hosts of processes.
+      asked: whether the others have been asked since the calls that wait have begun.
+      reached: whether the key-value store has answered then.
+      answers: the calls in which the others wait, by process; empty texts if in none; None if not known yet.
+      is_watching: whether the thread runs.
+      written: the calls of which a message has been written.
+      completed: XLA's last text, and what was added to it.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.xla_limit: float | None = None
+        self.names: dict[int, str] = {}
+        self.asked = self.reached = False
+        self.answers: dict[int, str] | None = None
+        self.is_watching = False
+        self.written: set[str] = set()
+        self.completed: dict[str, str] = {}
+
+
+_state = _State()
+
+
+def join() -> None:
+    """Joins another distributed runtime: publishes the name of this host, for the messages of the other processes.
+
+    Does not block. What is known of the processes of the last runtime is forgotten.
+    """
+    with _state.lock:
+        _state.names.clear()
+        _state.written.clear()
+        _state.answers, _state.asked, _state.reached = None, False, False
+    runtime.take_calls_of_xla()
+    put, _ = _compat.key_value_store(runtime.timeout())
+    put(_name_key(_compat.distributed_process()), socket.gethostname().encode())
+
+
+def watch(processes: Iterable[int]) -> None:
+    """Prepares for calls between these processes: learns the names of their hosts, and starts the thread.
+
+    All of them have published their host.
+    """
+    _, get = _compat.key_value_store(runtime.timeout())
+    for process in processes:
+        if process not in _state.names:
+            try:
+                _state.names[process] = get(_name_key(process)).decode()
+            except jax.errors.JaxRuntimeError:
+                _state.names[process] = "unknown"
+    with _state.lock:
+        if not _state.is_watching:
+            _state.is_watching = True
+            _compat.complete_errors(complete)
+            sys.excepthook = _explain_uncaught(sys.excepthook)
+            threading.Thread(target=_run, name="jax_ring-between-hosts", daemon=True).start()
+
+
+# ---- The thread ------------------------------------------------------------------------------------------------------
+
+
+def _run() -> None:
+    while True:
+        deadline = runtime.timeout()
+        time.sleep(deadline / _CHECKS_PER_DEADLINE)
+        calls = [call for call in runtime.calls_of_xla() if call.age >= _ASK * deadline]
+        if not calls:
+            if _state.asked:
+                _state.asked = False
+                _in_background(_post, "")
+            continue
+        if not _state.asked:
+            _state.asked, _state.answers, _state.reached = True, None, False
+            _in_background(_ask, calls)
+        limit = _WRITE * deadline if _state.xla_limit is None else max(deadline, _state.xla_limit + _SLACK_OF_XLA)
+        for call in calls:
+            if call.age >= limit and call.text not in _state.written:
+                _state.written.add(call.text)
+                advice = _ADVICE if _state.xla_limit is None else ""
+                print(f"jax_ring: {_describe(call)}{advice}", file=sys.stderr, flush=True)
+
+
+_ADVICE = (
+    f" XLA's collective cannot be left: XLA had read its flags before jax_ring could set {_FLAG}. Import jax_ring "
+    "before JAX is first used, or set the flag in XLA_FLAGS; then this is an error."
+)
+
+
+def _in_background(function, *arguments) -> None:
+    """Calls a function that may not return while the coordinator is out of reach."""
+    threading.Thread(target=function, args=arguments, name="jax_ring-between-hosts", daemon=True).start()
+
+
+def _post(text: str) -> bool:
+    """Publishes what this process waits in. Returns whether the key-value store has answered."""
+    try:
+        _compat.distributed_client().key_value_set(_wait_key(_compat.distributed_process()), text, allow_overwrite=True)
+    except Exception:  # the runtime may be gone, or out of reach
+        return False
+    return True
+
+
+def _ask(calls: list[runtime.CallOfXla]) -> None:
+    """Says which call this process waits in, and finds out which of the others wait as well."""
+    if not _post(calls[0].text):
+        return
+    _state.reached = True
+    time.sleep(runtime.timeout() * (_WRITE - _ASK) / 2)
+    answers = {}
+    for process in {process for call in calls for process in call.processes} - {_compat.distributed_process()}:
+        try:
+            answers[process] = _compat.distributed_client().key_value_try_get(_wait_key(process))
+        except Exception:  # it has not said anything
+            answers[process] = ""
+    _state.answers = answers
+
+
+# ---- The message -----------------------------------------------------------------------------------------------------
+
+
+def complete(text: str) -> str:
+    """The text of an error of XLA, with the calls that waited in its collectives, if it is an error of these."""
+    if not any(part in text for part in _ERRORS_OF_XLA):
+        return text
+    calls = runtime.take_calls_of_xla()
+    if calls:
+        lines = [_describe(call) for call in calls[:_MAX_CALLS]]
+        if len(calls) > _MAX_CALLS:
+            lines.append(f"{len(calls) - _MAX_CALLS} more calls waited.")
+        added = "".join(f"\njax_ring: {line}" for line in dict.fromkeys(lines))
+        with _state.lock:
+            _state.completed.clear()
+            _state.completed[text] = added
+    # Several arrays may have the error of one execution.
+    return text + _state.completed.get(text, "")
+
+
+def _explain_uncaught(previous: Callable) -> Callable:
+    """An excepthook that completes those errors of XLA that are ValueErrors."""
+
+    def explain(kind, error, traceback) -> None:
+        previous(kind, error, traceback)
+        if isinstance(error, ValueError) and (added := complete(str(error)).removeprefix(str(error))):
+            print(added.strip(), file=sys.stderr, flush=True)
+
+    return explain
+
+
+def _describe(call: runtime.CallOfXla) -> str:
+    own = _compat.distributed_process()
+    others = [process for process in sorted(set(call.processes)) if process != own]
+    return (
+        f"{_name(own)} has waited {call.age:.1f} s in {call.text}, which XLA serves between hosts, for "
+        f"{', '.join(map(_name, others))}. {_what_is_known(others)}"
+    )
+
+
+def _what_is_known(others: list[int]) -> str:
+    if not _state.asked:
+        return "A process of these has failed, or the connection to it is broken."
+    if not _state.reached:
+        return "JAX's coordinator does not answer either: it has ended, or this host is cut off from it."
+    if _state.answers is None:
+        return "Nothing is known of them yet."
+    silent = [process for process in others if not _state.answers.get(process)]
+    if silent:
+        which = ", ".join(map(_name, silent))
+        return f"By JAX's coordinator, no call like it waits in {which}: stopped, busy with something else, or cut off."
+    elsewhere = [f"{_name(process)} waits in {_state.answers[process]}" for process in others]
+    return f"All of them wait, so data is lost between them, or the calls differ: {'; '.join(elsewhere)}."
+
+
+def _name(process: int) -> str:
+    return f"process {process} on host {_state.names.get(process, 'unknown')}"
+
+
+def _name_key(process: int) -> str:
+    return f"jax_ring/hostname/{process}"
+
+
+def _wait_key(process: int) -> str:
+    return f"jax_ring/waits/{process}"
+
+
+_compat.call_when_distributed(limit_xla)

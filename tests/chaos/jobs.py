@@ -1,0 +1,316 @@
+"""What the processes of the chaos program run: sums in long loops, checked in the program, until something happens.
+
+`sums` is a body for `processes.Processes`. As a script, for `jax_ring.launch`, this file runs one of SCRIPTS.
+"""
+
+import os
+import pathlib
+import sys
+import time
+
+CALLS, CALLS_BETWEEN_HOSTS = 500, 5  # of a loop
+COUNTS = (1, 40, 3000)  # elements of a message: each of the engine's algorithms serves one
+POLL = 0.02
+SHARDS, ELEMENTS = 12, 40  # of `elastic`
+
+
+def sums(seed: int, folder: str, restarts: bool = False) -> None:
+    """Sums until an error or the file `end`; prints "ready", "calls N", and "failed: ..." or "done".
+
+    Where `restarts`, it waits after an error for the file `dead-N`, with N the processes that have failed so far, and
+    goes on without these.
+    """
+    import jax
+
+    own, dead, num_calls = jax.process_index(), [], 0
+    while True:
+        run = loop_of([device for device in jax.devices() if device.process_index not in dead], seed + len(dead))
+        print(f"ready {len(dead)}", flush=True)
+        try:
+            while run(os.path.exists(pathlib.Path(folder, "end"))):
+                num_calls += CALLS
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            print(f"failed: {' '.join(str(error).split())}", flush=True)
+            check_alone()
+        else:
+            break
+        if not restarts:
+            break
+        while not (known := list(pathlib.Path(folder).glob(f"dead-{len(dead) + 1}"))):
+            if os.path.exists(pathlib.Path(folder, "end")):
+                break
+            time.sleep(POLL)
+        if not known:
+            break
+        dead = [int(i) for i in known[0].read_text().split()]
+        if own in dead:
+            break
+    print(f"calls {num_calls}\ndone", flush=True)
+    while not os.path.exists(pathlib.Path(folder, "last" if own == 0 else "end")):
+        time.sleep(POLL)
+
+
+def loop_of(devices: list, seed: int, calls: int = CALLS):
+    """A function that makes so many calls among all ranks, and raises AssertionError if a sum is wrong.
+
+    It takes whether this process wants to end, and returns whether none does: so all leave after the same call. The
+    operands change from call to call. The sums of integers are known without a collective.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax import lax
+    from jax.sharding import Mesh
+    from jax.sharding import PartitionSpec as P
+
+    from jax_ring import ring_psum
+
+    ranks, count = len(devices), COUNTS[seed % len(COUNTS)]
+    mesh = Mesh(np.array(devices), ("i",))
+    ring = jnp.arange(count, dtype=jnp.int32)
+
+    def body(start, ends):
+        rank = lax.axis_index("i")
+
+        def one(i, wrong):
+            step = start[0] + i
+            total = ring_psum(ring * (rank + 1) + step * rank, "i")
+            want = ring * (ranks * (ranks + 1) // 2) + step * (ranks * (ranks - 1) // 2)
+            return wrong + jnp.sum(total != want)
+
+        return lax.fori_loop(0, calls, one, jnp.int32(0))[None], ring_psum(ends, "i")
+
+    f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))
+    sharding = jax.NamedSharding(mesh, P("i"))
+    number = 0
+
+    def spread(value: int):
+        return jax.make_array_from_callback((ranks,), sharding, lambda index: np.full(ranks, value, np.int32)[index])
+
+    def run(ends: bool = False) -> bool:
+        nonlocal number
+        wrong, ending = f(spread(number * calls), spread(ends))
+        number += 1
+        for shard in wrong.addressable_shards:
+            assert not np.asarray(shard.data).any(), f"WRONG BITS in {np.asarray(shard.data)} of {calls} calls"
+        return not np.asarray(ending.addressable_shards[0].data).any()
+
+    return run
+
+
+def check_alone() -> None:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    np.testing.assert_array_equal(jax.jit(lambda x: x * 2)(jnp.arange(3)), [0, 2, 4])
+
+
+def other_call(folder: str, victim: int) -> None:
+    """One process makes a call of another shape."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh
+    from jax.sharding import PartitionSpec as P
+
+    from jax_ring import ring_psum
+
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+    count = 5 if jax.process_index() == victim else 4
+    f = jax.jit(jax.shard_map(lambda: ring_psum(jnp.ones(count), "i"), mesh=mesh, in_specs=(), out_specs=P()))
+    _print_error(lambda: jax.block_until_ready(f()))
+    _await_end(folder)
+
+
+def first_call(folder: str, threads: int) -> None:
+    """The first call between processes; if threads is not -1, no more threads than now and `threads` may be started."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh
+    from jax.sharding import PartitionSpec as P
+
+    from jax_ring import ring_psum
+
+    jax.block_until_ready(jax.jit(lambda x: x * 2)(jnp.arange(100_000)))
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+    ones = jax.make_array_from_callback((mesh.size, 9), jax.NamedSharding(mesh, P("i")), lambda i: np.ones((1, 9)))
+    f = jax.jit(jax.shard_map(lambda x: ring_psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P("i")))
+    if threads >= 0:
+        f = f.lower(ones).compile()
+        _limit_threads(threads, 70_000 + os.getpid())
+    for _ in range(2):  # a second call fails as the first did
+        _print_error(lambda: jax.block_until_ready(f(ones)))
+    print("went on", flush=True)
+    _await_end(folder)
+
+
+def _limit_threads(more: int, uid: int) -> None:
+    """Lets this process start so many threads more. The kernel counts those of a user, and spares root."""
+    import resource
+
+    now = len(os.listdir("/proc/self/task"))
+    resource.setrlimit(resource.RLIMIT_NPROC, (now + more, now + more))
+    os.setgroups([])
+    os.setresuid(uid, uid, uid)
+
+
+def _print_error(call) -> None:
+    try:
+        call()
+    except Exception as error:
+        print(f"error: {' '.join(str(error).split())}", flush=True)
+    else:
+        print("right", flush=True)
+
+
+def _await_end(folder: str) -> None:
+    import jax
+
+    while not os.path.exists(pathlib.Path(folder, "last" if jax.process_index() == 0 else "end")):
+        time.sleep(0.02)
+
+
+# ---- Scripts ---------------------------------------------------------------------------------------------------------
+
+
+def launched_sums(folder: str) -> None:
+    """The same under the launcher, where rank 0 is like any other."""
+    import jax
+
+    jax.distributed.initialize()
+    run, num_calls = loop_of(jax.devices(), 0), 0
+    print(f"pid {os.getpid()}", flush=True)
+    try:
+        run()
+        print("ready", flush=True)
+        while run(os.path.exists(pathlib.Path(folder, "end"))):
+            num_calls += CALLS
+    except jax.errors.JaxRuntimeError as error:
+        print(f"failed: {' '.join(str(error).split())}", flush=True)
+        raise
+    finally:
+        print(f"calls {num_calls}", flush=True)
+
+
+def raising(folder: str, rank: int) -> None:
+    """One rank raises an exception in the middle."""
+    import jax
+
+    jax.distributed.initialize()
+    run = loop_of(jax.devices(), 0)
+    for i in range(10**9):
+        run()
+        if i == 0:
+            print("ready", flush=True)
+        if i == 3 and jax.process_index() == int(rank):
+            pathlib.Path(folder, "raised").touch()
+            raise KeyError("the chaos program's own")
+
+
+def writing(folder: str) -> None:
+    """Writes to standard output until it is full."""
+    pathlib.Path(folder, f"ready-{os.environ['JAX_PROCESS_ID']}").touch()
+    while True:
+        print("x" * 1000, flush=True)
+
+
+def restarted(folder: str, num_failures: int) -> None:
+    """Rank `restart` of the first runs ends in the middle, each run at another step; the last run comes to an end."""
+    import jax
+
+    jax.distributed.initialize()
+    number = int(os.environ.get("JAX_RING_RESTART", "0"))
+    run, num_calls = loop_of(jax.devices(), number), 0
+    for i in range(8):
+        if number < int(num_failures) and i == 2 + number and jax.process_index() == number % jax.process_count():
+            pathlib.Path(folder, f"ended-{number}").touch()
+            os._exit(7)
+        run()
+        num_calls += CALLS
+    print(f"run {number}\ncalls {num_calls}", flush=True)
+
+
+def elastic(steps: int) -> None:
+    """A training of `jax_ring.elastic` that adds up the sums of SHARDS shards, whatever processes are left."""
+    import jax
+
+    jax.distributed.initialize()
+    import jax.numpy as jnp
+    import numpy as np
+    from jax import lax
+    from jax.sharding import Mesh
+    from jax.sharding import PartitionSpec as P
+
+    import jax_ring
+
+    state = jax_ring.elastic.State(total=np.zeros(ELEMENTS, np.int32), step=0)
+
+    @jax_ring.elastic.run()
+    def train(state):
+        mesh = Mesh(np.array(jax.devices()), ("i",))
+
+        def body(start):
+            rank = lax.axis_index("i")
+
+            def one(i, total):
+                shards = rank + mesh.size * jnp.arange(SHARDS)
+                values = jnp.arange(ELEMENTS) * (shards[:, None] + 1) + (start + i) * shards[:, None]
+                own = jnp.where(shards[:, None] < SHARDS, values, 0).sum(0)
+                return total + jax_ring.ring_psum(own.astype(jnp.int32), "i")
+
+            return lax.fori_loop(0, CALLS, one, jnp.zeros(ELEMENTS, jnp.int32))
+
+        f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+        print(f"pid {os.getpid()} of {jax.process_count()}", flush=True)
+        while state.step < int(steps):
+            state.total = np.asarray(state.total) + np.asarray(f(np.int32(state.step * CALLS)))
+            state.step += 1
+            print(f"step {state.step}", flush=True)
+            state.commit()
+        return np.asarray(state.total)
+
+    total = train(state)
+    print(f"total {total.tobytes().hex()}", flush=True)
+
+
+def elastic_total(steps: int) -> str:
+    """What `elastic` prints at the end."""
+    import numpy as np
+
+    shards, element = np.arange(SHARDS)[:, None], np.arange(ELEMENTS)
+    total = np.zeros(ELEMENTS, np.int64)
+    for start in range(steps * CALLS):
+        total += (element * (shards + 1) + start * shards).sum(0)
+    return total.astype(np.int32).tobytes().hex()
+
+
+def sums_on_hosts(folder: str, coordinator: str, num_processes: str, process: str, devices: str) -> None:
+    """Sums in long loops, until an error or the file `end`."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", int(devices))
+    jax.distributed.initialize(coordinator, int(num_processes), int(process))
+    import jax_ring  # noqa: F401, before JAX starts its backend
+
+    run, num_calls = loop_of(jax.devices(), 0, calls=CALLS_BETWEEN_HOSTS), 0
+    outcome = "done"
+    try:
+        while run(os.path.exists(pathlib.Path(folder, "enough"))):
+            num_calls += CALLS_BETWEEN_HOSTS
+            if num_calls == 2 * CALLS_BETWEEN_HOSTS:
+                print("ready", flush=True)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        outcome = f"failed: {' '.join(str(error).split())}"
+        time.sleep(1)  # what the error does not say is on standard error
+    print(f"calls {num_calls}\n{outcome}", flush=True)
+    while not os.path.exists(pathlib.Path(folder, "end")):
+        time.sleep(POLL)
+    os._exit(0)  # the other hosts may be out of reach
+
+
+SCRIPTS = {f.__name__: f for f in (launched_sums, raising, writing, restarted, elastic, sums_on_hosts)}
+
+if __name__ == "__main__":
+    SCRIPTS[sys.argv[1]](*sys.argv[2:])

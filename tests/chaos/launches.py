@@ -1,0 +1,227 @@
+"""Scenarios with `jax_ring.launch`: deaths and stops of any rank, exceptions, restarts, output that nobody reads."""
+
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+from jobs import CALLS, elastic_total
+from trial import HANG, Outcome, Trial, Unexpected, calls_in
+
+GRACE = "3"  # seconds
+ENOUGH = 30.0  # seconds in which a launcher must have ended after the first failure, on a loaded machine too
+
+
+@functools.cache
+def launcher_has(option: str) -> bool:
+    """Whether this version of the launcher has an option."""
+    helped = subprocess.run([sys.executable, "-P", "-m", "jax_ring.launch", "--help"], capture_output=True, text=True)
+    return option in helped.stdout
+
+
+def killed_rank(trial: Trial) -> Outcome:
+    """Any rank, 0 too, is killed: the launcher names it, and the others have had an error that names it."""
+    processes = int(trial.random.integers(2, 5))
+    with trial.launch(["-n", str(processes), "--grace", GRACE], ["launched_sums", str(trial.folder)]) as launched:
+        pids = launched.pids(processes)
+        if trial.random.integers(2):  # else the kill may come while they form their group
+            launched.await_lines("] ready", processes)
+        time.sleep(trial.random.exponential(0.3))
+        victim = int(trial.random.integers(processes))
+        began = time.monotonic()
+        os.kill(pids[victim], signal.SIGKILL)
+        status = launched.wait()
+        seconds = _in_time(began)
+        output = launched.output()
+    last = _last_of_launcher(output)
+    assert status == 128 + signal.SIGKILL, f"status {status}\n{output}"
+    assert f"rank {victim} " in last or f"rank {victim} (" in output, output
+    return Outcome("names the rank", 1, _calls(output), (seconds,))
+
+
+def stopped_rank(trial: Trial) -> Outcome:
+    """Any rank is stopped past the deadline: the others have an error, and the launcher ends."""
+    processes = int(trial.random.integers(2, 5))
+    with trial.launch(["-n", str(processes), "--grace", GRACE], ["launched_sums", str(trial.folder)]) as launched:
+        pids = launched.pids(processes)
+        launched.await_lines("] ready", processes)
+        victim = int(trial.random.integers(processes))
+        began = time.monotonic()
+        os.kill(pids[victim], signal.SIGSTOP)
+        status = launched.wait()
+        seconds = _in_time(began)
+        output = launched.output()
+    assert status != 0, output
+    assert f"Process {victim} " in output, output
+    return Outcome("error names it", 1, _calls(output), (seconds,))
+
+
+def exception(trial: Trial) -> Outcome:
+    """One rank raises: the others' error names it and its exception, and so does the launcher's last line."""
+    processes = int(trial.random.integers(2, 5))
+    victim = int(trial.random.integers(processes))
+    with trial.launch(
+        ["-n", str(processes), "--grace", GRACE], ["raising", str(trial.folder), str(victim)]
+    ) as launched:
+        launched.await_lines("] ready", processes)
+        until = time.monotonic() + HANG
+        while not (trial.folder / "raised").exists():
+            if time.monotonic() > until:
+                raise Unexpected("hang", launched.output())
+            time.sleep(0.01)
+        began = time.monotonic()
+        status = launched.wait()
+        seconds = _in_time(began)
+        output = launched.output()
+    last = _last_of_launcher(output)
+    assert status == 1, f"status {status}\n{output}"
+    assert f"rank {victim} " in last, f"the last line does not name rank {victim}: {last}\n{output}"
+    if launcher_has("--max-restarts"):
+        assert "KeyError" in last, f"the last line does not name the exception: {last}\n{output}"
+        assert "KeyError" in output.split(f"[{(victim + 1) % processes}] ", 1)[-1], output
+    return Outcome("names rank and exception", 1, 0, (seconds,))
+
+
+def blocked_pipe(trial: Trial) -> Outcome:
+    """Nobody reads the launcher's standard output: SIGTERM still ends it."""
+    processes = int(trial.random.integers(1, 4))
+    options = ["-n", str(processes), "--grace", "1"]
+    with trial.launch(options, ["writing", str(trial.folder)], stdout=subprocess.PIPE) as launched:
+        until = time.monotonic() + HANG
+        while not all((trial.folder / f"ready-{i}").exists() for i in range(processes)):
+            if time.monotonic() > until:
+                raise Unexpected("hang", "the processes do not start")
+            time.sleep(0.02)
+        time.sleep(0.5)  # until the pipe is full
+        began = time.monotonic()
+        launched.process.send_signal(signal.SIGTERM)
+        launched.wait()
+        seconds = _in_time(began)
+    return Outcome("ends", 1, 0, (seconds,))
+
+
+def killed_launcher(trial: Trial) -> Outcome:
+    """The launcher is killed: its processes end too."""
+    processes = int(trial.random.integers(1, 4))
+    with trial.launch(["-n", str(processes)], ["launched_sums", str(trial.folder)]) as launched:
+        pids = launched.pids(processes)
+        launched.await_lines("] ready", processes)
+        began = time.monotonic()
+        launched.process.kill()
+        launched.process.wait()
+        for pid in pids.values():
+            until = time.monotonic() + HANG
+            while _is_running(pid):
+                if time.monotonic() > until:
+                    raise Unexpected("leftover", f"process {pid}")
+                time.sleep(0.01)
+        seconds = time.monotonic() - began
+    for path in trial.folder.glob("*"):  # nobody is left who could remove its socket
+        if path.is_socket() or "jax_ring" in path.name:
+            subprocess.run(["rm", "-r", str(path)], check=True)
+    return Outcome("no process is left", 1, 0, (seconds,))
+
+
+def restarts(trial: Trial) -> Outcome:
+    """A rank ends in the middle, in the first runs: the job is started again, and the last run ends right."""
+    if not launcher_has("--max-restarts"):
+        return Outcome("not tried: no --max-restarts")
+    processes, failures = int(trial.random.integers(2, 4)), int(trial.random.integers(1, 3))
+    options = ["-n", str(processes), "--grace", "1", "--max-restarts", str(failures)]
+    began = time.monotonic()
+    with trial.launch(options, ["restarted", str(trial.folder), str(failures)]) as launched:
+        status = launched.wait(2 * HANG)
+        output = launched.output()
+    assert status == 0, f"status {status}\n{output}"
+    assert output.count(f"] run {failures}") == processes, output
+    return Outcome(
+        "started again, right bits", failures, _calls(output), ((time.monotonic() - began) / (failures + 1),)
+    )
+
+
+def too_many_failures(trial: Trial) -> Outcome:
+    """More failures than restarts: the launcher gives up with the failed process's status."""
+    if not launcher_has("--max-restarts"):
+        return Outcome("not tried: no --max-restarts")
+    options = ["-n", "2", "--grace", "1", "--max-restarts", "1"]
+    began = time.monotonic()
+    with trial.launch(options, ["restarted", str(trial.folder), "2"]) as launched:
+        status = launched.wait(2 * HANG)
+        output = launched.output()
+    assert status == 7, f"status {status}\n{output}"
+    return Outcome("gives up with its status", 2, 0, (time.monotonic() - began,))
+
+
+def elastic_kills(trial: Trial) -> Outcome:
+    """Ranks of an elastic job are killed or stopped: the others go on, a new one joins, and the sum is right."""
+    if not launcher_has("--max-restarts"):
+        return Outcome("not tried: no elastic jobs")
+    processes, faults, steps = int(trial.random.integers(2, 5)), int(trial.random.integers(1, 4)), 60
+    options = ["-n", str(processes), "--grace", "1", "--max-restarts", str(faults)]
+    seconds = []
+    with trial.launch(options, ["elastic", str(steps)]) as launched:
+        for _ in range(faults):
+            # The processes of the newest generation, all of which have entered it.
+            launched.await_lines(f" of {processes}", processes)
+            time.sleep(trial.random.exponential(0.5))
+            entered = re.findall(r"\] pid (\d+) of ", launched.output())
+            alive = [pid for pid in dict.fromkeys(map(int, entered)) if _is_running(pid)]
+            if launched.process.poll() is not None or not alive:
+                break
+            number = launched.output().count("] pid ")
+            began = time.monotonic()
+            os.kill(int(trial.random.choice(alive)), signal.SIGKILL if trial.random.integers(3) else signal.SIGSTOP)
+            try:
+                launched.await_lines("] pid ", number + 1)
+            except Unexpected:
+                if launched.process.poll() == 0:  # the job was at its end
+                    break
+                raise
+            seconds.append(time.monotonic() - began)
+        status = launched.wait(2 * HANG)
+        output = launched.output()
+    assert status == 0, f"status {status}\n{output}"
+    totals = set(re.findall(r"\] total (\w+)", output))
+    assert totals, output
+    if totals != {elastic_total(steps)}:
+        raise Unexpected("wrong bits", output)
+    return Outcome("goes on, right bits", len(seconds), steps * CALLS, tuple(seconds))
+
+
+def _in_time(began: float) -> float:
+    seconds = time.monotonic() - began
+    if seconds > ENOUGH:
+        raise Unexpected("hang", f"the launcher took {seconds:.0f} s to end")
+    return seconds
+
+
+def _last_of_launcher(output: str) -> str:
+    return next((line for line in reversed(output.splitlines()) if line.startswith("jax_ring.launch: ")), "")
+
+
+def _calls(output: str) -> int:
+    """The calls that all ranks have checked."""
+    return sum(calls_in(line) for line in re.findall(r"\] (calls \d+)$", output, re.MULTILINE))
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+SCENARIOS = (
+    killed_rank,
+    stopped_rank,
+    exception,
+    blocked_pipe,
+    killed_launcher,
+    restarts,
+    too_many_failures,
+    elastic_kills,
+)

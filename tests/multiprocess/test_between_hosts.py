@@ -1,0 +1,102 @@
+"""A host that does not answer: XLA's collectives end at the deadline, and the message names the call and the host."""
+
+import os
+import pathlib
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from processes import Processes, as_text
+
+DEADLINE = 1.5
+HOSTS = [{"JAX_RING_HOST_ID": name} for name in ("one", "other")]
+
+
+def total(x):
+    from jax_ring import ring_psum
+
+    return ring_psum(x, "i")
+
+
+def function_and_operand(devices):
+    """A sum over these devices, and its operand, all ones."""
+    mesh = Mesh(np.array(devices), ("i",))
+    ones = np.ones((mesh.size, 3), np.float32)
+    x = jax.make_array_from_callback(ones.shape, jax.NamedSharding(mesh, P("i")), lambda index: ones[index])
+    return jax.jit(jax.shard_map(total, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False)), x
+
+
+def wait_for_a_host_that_is_stopped(folder):
+    """First in a sum that is XLA's alone, then in one on two levels."""
+    import jax_ring  # noqa: F401, before JAX starts its backend
+
+    devices = jax.devices()
+    calls = [function_and_operand(which) for which in (devices[:: len(devices) // 2], devices)]
+    for f, x in calls:
+        for shard in f(x).addressable_shards:
+            np.testing.assert_array_equal(shard.data[0], np.full(3, len(x)))
+    print("ready", flush=True)
+    if jax.process_index() == 1:
+        while True:
+            time.sleep(0.1)
+    while not os.path.exists(pathlib.Path(folder, "stopped")):
+        time.sleep(0.02)
+    for f, x in calls:
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="Gloo") as raised:
+            jax.block_until_ready(f(x))
+        print(f"{raised.type.__name__}: {' '.join(str(raised.value).split())}", flush=True)
+        np.testing.assert_array_equal(jax.jit(lambda x: x * 2)(np.arange(3)), [0, 2, 4])
+        time.sleep(1)  # a message about a ValueError follows it
+    print("done", flush=True)
+    os._exit(0)  # the coordinator's client would wait for the other process
+
+
+def test_a_host_that_does_not_answer_is_named_at_the_deadline(tmp_path):
+    with Processes(
+        wait_for_a_host_that_is_stopped, 2, 2, arguments=[str(tmp_path)], environment_of=HOSTS,
+        environment={"JAX_RING_TIMEOUT_S": str(DEADLINE), "JAX_ENABLE_RECOVERABILITY": "1"},
+    ) as program:  # fmt: skip
+        for process in (0, 1):
+            program.wait_until(process, "ready")
+        program.popen[1].send_signal(signal.SIGSTOP)
+        (tmp_path / "stopped").touch()
+        program.wait_until(0, "done")
+        results = [program.result(i) for i in (0, 1)]
+    output = as_text(results)
+    alone, two_level = [line for line in results[0].stdout.splitlines() if "Gloo all-reduce" in line]
+    assert alone.startswith("ValueError"), output
+    assert two_level.startswith("JaxRuntimeError"), output
+    for text in ("ring_psum of float32[1,3] over axis 'i', called at", "(total)", "for process 1 on host "):
+        assert text in results[0].stderr, f"{text}\n{output}"
+        assert text in two_level, f"{text}\n{output}"
+    assert "stopped, busy with something else, or cut off" in results[0].stderr, output
+
+
+_INITIALIZE = "jax.distributed.initialize(**__import__('processes').distributed)\n"
+
+
+@pytest.mark.parametrize("imported_first", [False, True])
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--xla_cpu_collective_timeout_seconds=77", "--xla_cpu_collective_timeout_seconds=77"),
+        (
+            "--xla_force_host_platform_device_count=3",
+            "--xla_force_host_platform_device_count=3 --xla_cpu_collective_timeout_seconds=2",
+        ),
+    ],
+)
+def test_xla_gets_the_deadline_unless_the_user_has_set_a_limit(imported_first, flags, expected):
+    lines = ["import jax_ring\n", _INITIALIZE]
+    with Processes(
+        f"import jax, os\n{''.join(lines if imported_first else lines[::-1])}jax.devices()\n"
+        "print('flags', os.environ['XLA_FLAGS'])",
+        1, distributed=None, environment={"JAX_RING_TIMEOUT_S": "1.5", "XLA_FLAGS": flags},
+    ) as program:  # fmt: skip
+        (result,) = program.wait()
+    assert result.returncode == 0, as_text([result])
+    assert result.stdout.split("flags ")[-1].strip() == expected
