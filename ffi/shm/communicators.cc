@@ -1,7 +1,6 @@
 // communicators.cc: creates each group's communicator once.
 #include "shm/communicators.h"
 
-#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -14,32 +13,6 @@
 
 namespace jax_ring::shm {
 namespace {
-
-// Of the largest segments. About the size of a core's private cache, so that staged values are read before they are
-// evicted. Half of it costs 10% at 1 MiB; twice as much gains little.
-constexpr size_t kStagingBytes = 512 << 10;
-constexpr size_t kResultBytes = 256 << 10;
-// A group starts at the lowest level, 1/64 of that: with it, hundreds of groups fit into a container's /dev/shm of
-// 64 MiB.
-constexpr int kLevels = 4;
-constexpr size_t kFactor = 4;  // from one level to the next
-// Per rank of a process and part of a collective; there are as many parts as ranks. That is room for one cache line of
-// each of the at most 48 terms of a tree that a rank has, in the rounds of one part that such a call may need.
-constexpr size_t kMinBytesPerRank = 256;
-
-Capacities capacities_of(const Group& group) {
-  size_t most = 0;
-  for (int process = 0; process < group.num_processes(); ++process) {
-    most = std::max(most, group.ranks_of(process).size());
-  }
-  Capacities levels(kLevels);
-  size_t part = 1;
-  for (int level = kLevels - 1; level >= 0; --level, part *= kFactor) {
-    levels[level] = {std::max(kStagingBytes / part, group.num_ranks() * most * kMinBytesPerRank),
-                     std::max(kResultBytes / part, most * kMinBytesPerRank)};
-  }
-  return levels;
-}
 
 // Empty if it is not set.
 std::string host_id() {

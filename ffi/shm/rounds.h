@@ -27,6 +27,9 @@ struct Capacity {
 // By level: of a group's first segment, then of larger ones.
 using Capacities = std::vector<Capacity>;
 
+// Those of a group: enough at each level for any call of it.
+Capacities capacities_of(const Group& group);
+
 constexpr int kEveryone = -1;
 
 // The unit of folding.

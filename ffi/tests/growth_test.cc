@@ -76,6 +76,17 @@ TEST(Growth, GoesOnWithLessIfAProcessCannotMapMore) {
   }
 }
 
+// A round of one part must have room for a cache line of each of the 48 terms that a rank may have.
+TEST(Growth, TheFirstSegmentIsEnoughForAnyTree) {
+  for (int per_process : {1, 4, 8}) {
+    std::vector<int64_t> process_of_rank;
+    for (int rank = 0; rank < 2 * per_process; ++rank) process_of_rank.push_back(rank / per_process);
+    const Capacities levels = capacities_of(Group(process_of_rank, 0));
+    for (const Capacity& capacity : levels) EXPECT_GE(capacity.staging, size_t{48} * 64 * per_process) << per_process;
+    EXPECT_LT(levels.front().staging, levels.back().staging);
+  }
+}
+
 TEST(Growth, OthersHearAtOnceWhoCannotMapAny) {
   Processes processes({0, 1, 2}, kGrowing);
   processes.heap().failures[1] = std::string(kResourceExhausted) + "could not open it.";

@@ -137,7 +137,7 @@ TEST(ProcessesTree, LittleMemory) {
   for (DType dtype : {DType::bf16, DType::f32}) {
     for (const auto& [process_of_rank, num_shards] :
          std::vector<std::pair<std::vector<int64_t>, int>>{{{0, 1, 0, 1, 0, 1, 0, 1}, 24}, {{0, 0, 0, 1}, 92}}) {
-      Processes processes(process_of_rank, {1024, 128});
+      Processes processes(process_of_rank, {{1024, 128}});
       const int p = processes.num_ranks();
       for (Collective collective : {Collective::all_reduce, Collective::reduce_scatter}) {
         for (bool one_shot : {false, true}) {
@@ -153,7 +153,7 @@ TEST(ProcessesTree, LittleMemory) {
 // Large enough for streaming stores, and with the real size of the shared memory.
 TEST(ProcessesTree, LargeMessages) {
   for (int num_shards : {3, 9}) {
-    Processes processes({0, 0, 1}, {256 << 10, 128 << 10});
+    Processes processes({0, 0, 1}, {{256 << 10, 128 << 10}});
     TreeCall call(all_of(num_shards, 3), Collective::all_reduce, Op::sum, DType::f32, {400'001, 5}, false, false, 1,
                   num_shards);
     ASSERT_NO_FATAL_FAILURE(run(processes, call));
