@@ -17,11 +17,11 @@ namespace {
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "processes could not share them");
 
-// Values of Signals::aborted, which is zero at first.
-constexpr uint32_t kAborted = 1, kLeft = 2;
-
 // The most calls that do not ask for a larger segment after many refusals. Asking takes some microseconds.
 constexpr uint32_t kMostSkipped = 1024;
+
+// Values of Signals::aborted, which is zero at first.
+constexpr uint32_t kAborted = 1, kLeft = 2;
 
 // Identifies the pid namespace: the same pid in another namespace is another process.
 int64_t pid_namespace() {

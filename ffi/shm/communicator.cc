@@ -137,13 +137,12 @@ void Communicator::hand_over_to_progress_thread(std::unique_lock<std::mutex>& lo
       thread_ = start_thread("waits for the other processes of a group", [this] { run_progress_thread(); });
     }
   } catch (const std::runtime_error& error) {
-    std::string why(kResourceExhausted);
+    std::string why = error.what();
     if (current_ != nullptr || !ready_.empty()) {
-      why += *(current_ != nullptr ? current_ : ready_.front())->call().text + ": ";
+      why = *(current_ != nullptr ? current_ : ready_.front())->call().text + ": " + why;
     }
-    why += error.what();
     lock.unlock();
-    abort(why);
+    abort(std::string(kResourceExhausted) + why);
     lock.lock();
     running_calls_ = false;
     return;
@@ -169,8 +168,8 @@ void Communicator::run_progress_thread() {
 }
 
 void Communicator::connect() {
-  const auto began = cpu::Clock::now();
   try {
+    const auto began = cpu::Clock::now();
     Memory memory = segments_->connect(Channel::bytes(group_.num_processes(), capacities_),
                                        [this, began] { return should_stop_connecting(began); });
     auto channel =
@@ -379,10 +378,10 @@ bool Communicator::is_hopeless(cpu::Clock::duration waited) {
   for (int process = 0; process < group_.num_processes(); ++process) {
     if (process == group_.self()) continue;
     if (channel_->has_left(process)) return true;
-    if (channel_->has_aborted(process)) {
-      if (!channel_->has_joined(process)) return true;  // it could not map the memory
-      has_aborted = true;
-    } else if (channel_->has_joined(process)) {
+    const bool aborted = channel_->has_aborted(process);
+    has_aborted = has_aborted || aborted;
+    if (aborted && !channel_->has_joined(process)) return true;  // it could not map the memory
+    if (channel_->has_joined(process)) {
       // Reading /proc takes several microseconds.
       if (waited > kPollInterval && channel_->has_exited(process)) return true;
     } else if (waited > kPatience || has_aborted) {
@@ -547,9 +546,8 @@ std::string Communicator::describe_missing_processes(const Exchange& exchange) c
       return channel_->has_joined(process) && channel_->status_of(process) == *exchange.call().text;
     });
     if (looks_alike) {
-      text << " The other call reads like this one: it comes earlier or later in the program, or its program differs, "
-              "in "
-              "a constant, say.";
+      text << " The other call reads like this one: it comes earlier or later in the program, or the program differs, "
+              "by a constant, say.";
     }
   }
   return text.str();

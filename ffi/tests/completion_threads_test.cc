@@ -106,18 +106,19 @@ TEST(CompletionThreads, ABlockedRankDelaysNoOtherRendezvous) {
 // At a limit of threads, those that there are complete the calls, and more are started once that is possible.
 TEST(CompletionThreads, AThreadThatCannotBeStarted) {
   CompletionThreads::instance().start();
-  std::atomic<int> arrived{0}, others{0};
+  std::atomic<int> arrived{0}, left{0}, others{0};
   {
     const FailingThreadStarts starts(1 << 20);
     CompletionThreads::instance().complete(rendezvous_of(40, [&](int, const std::string*) {
       ++arrived;
       EXPECT_TRUE(eventually([&] { return arrived == 40; }));
+      ++left;
     }));
     ASSERT_TRUE(eventually([&] { return arrived >= 1 && failing_thread_starts < (1 << 20) - 10; }));
     EXPECT_LT(arrived, 40);
     CompletionThreads::instance().complete(rendezvous_of(1, [&](int, const std::string*) { ++others; }));
   }
-  EXPECT_TRUE(eventually([&] { return arrived == 40 && others == 1; }));
+  EXPECT_TRUE(eventually([&] { return left == 40 && others == 1; }));
 }
 
 // In a process whose threads all fail to start, an error comes before there is a call.

@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -45,7 +46,7 @@ class _Membership:
 
 _membership: _Membership | None = None
 _watcher: threading.Thread | None = None
-_is_hooked = False
+_hook: Callable | None = None  # in sys.excepthook, unless the program has replaced it since
 _is_ending = False
 
 
@@ -54,14 +55,13 @@ def join(client, process: int) -> None:
 
     client: of the distributed runtime that it is in, in place of an earlier one. process: its index.
     """
-    global _membership, _watcher, _is_hooked
+    global _membership, _watcher, _hook
     with contextlib.suppress(OSError):
         own = _read_process(_own_host(), os.getpid())
         _compat.put_value(client, _process_key(process), " ".join(map(str, own)))
     _membership = _Membership(client, process)
-    if not _is_hooked:
-        _is_hooked = True
-        _chain_excepthook()
+    if _hook is None:
+        _hook = _chain_excepthook()
         # Runs before the exit handler of jax.distributed, which waits for the others.
         atexit.register(_at_exit)
     if _watcher is None:
@@ -141,7 +141,7 @@ def _sentence_about_another(text: str) -> str | None:
 # ---- The end of this process ----------------------------------------------------------------------------------------
 
 
-def _chain_excepthook() -> None:
+def _chain_excepthook() -> Callable:
     previous = sys.excepthook
 
     def hook(error_type, error, traceback):
@@ -152,6 +152,7 @@ def _chain_excepthook() -> None:
         previous(error_type, error, traceback)
 
     sys.excepthook = hook
+    return hook
 
 
 def _at_exit() -> None:
@@ -161,9 +162,8 @@ def _at_exit() -> None:
     runtime.wake_watcher()
     if _watcher is not None:
         _watcher.join(timeout=10)
-    # Where the program has replaced the hook.
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if error is not None:
+    if error is not None and sys.excepthook is not _hook:  # which may not have been called
         give_up(description_of(error))
     elif _wait_for_programs():
         give_up("has exited")

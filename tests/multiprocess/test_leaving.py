@@ -73,10 +73,14 @@ def leave_in_turn(folder):
     error = error_of(mapped(total, two), values(two))
     assert "Process 1 (rank 1) failed because process 2 (rank 1) raised ValueError: bad batch." in error, error
     assert leaving.blamed_process(error) == 2
+    wait_for(folder / "others have exited")
 
 
 def test_leaving_processes_are_named_at_once(tmp_path):
     with Processes(leave_in_turn, 4, arguments=[str(tmp_path)], environment=ENVIRONMENT) as program:
+        for process in program.popen[1:]:
+            process.wait(TIME_LIMIT)
+        (tmp_path / "others have exited").touch()
         results = program.wait(TIME_LIMIT)
         program.kill()
     assert [result.returncode for result in results] == [0, 1, 1, 0], "\n" + as_text(results)
