@@ -102,7 +102,8 @@ TEST(Growth, IdleMemoryIsGivenBack) {
   // A process that cannot map it again.
   expect_sum(processes, kLarge, ++id);
   heap.last.reset();
-  for (int time : {0, 1}) release(0), (void)time;
+  release(0);
+  release(0);
   heap.cannot_open = {1};
   for (int i = 0; i < 3; ++i) expect_sum(processes, kLarge, ++id);
 }
