@@ -6,8 +6,21 @@ import subprocess
 import sys
 import time
 
+import jax_ring
+
 # Background jobs of a shell ignore SIGINT, and child processes inherit that.
-COMMAND = ["env", "--default-signal=INT", sys.executable, "-P", "-m", "jax_ring.launch"]
+_PYTHON = ["env", "--default-signal=INT", sys.executable, "-P"]
+MODULE = [*_PYTHON, "-m", "jax_ring.launch"]
+# The same without the package's __init__.py, whose import of JAX is most of what a launch costs.
+_LAUNCHER = f"""
+import sys, types
+package = sys.modules["jax_ring"] = types.ModuleType("jax_ring")
+package.__path__ = [{str(pathlib.Path(jax_ring.__file__).parent)!r}]
+from jax_ring.distributed.launcher import main
+assert "jax" not in sys.modules
+sys.exit(main())
+"""
+COMMAND = [*_PYTHON, "-c", _LAUNCHER]
 # Runs the code of a test, prints the pid of the process, and waits.
 WAITS = """
 import os, signal, sys, time
@@ -23,9 +36,9 @@ def start(*arguments, **options):
     )
 
 
-def run(*arguments, env=None):
+def run(*arguments, env=None, command=COMMAND):
     result = subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=120, check=False, env=os.environ | (env or {})
+        [*command, *arguments], capture_output=True, text=True, timeout=120, check=False, env=os.environ | (env or {})
     )
     return result.returncode, sorted(result.stdout.splitlines()), result.stderr
 

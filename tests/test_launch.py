@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from launches import WAITS, assert_gone, pids, run, start
+from launches import MODULE, WAITS, assert_gone, pids, run, start
 
 from jax_ring.distributed import launcher
 from jax_ring.distributed.launching import environment
@@ -32,7 +32,7 @@ print(__name__, __file__ == sys.argv[0], sys.argv[1:], beside.value, *(os.enviro
 print("no newline", end="", file=sys.stderr)
 """
     )
-    status, out, err = run("-n", "2", "--devices", "3", path, "-n", "x")
+    status, out, err = run("-n", "2", "--devices", "3", path, "-n", "x", command=MODULE)
     assert status == 0, err
     found = "__main__ True ['-n', 'x'] of a module beside it"
     assert out == [f"[0] {found} 0 2 0,1,2 3", f"[1] {found} 1 2 3,4,5 3"]
@@ -55,7 +55,7 @@ total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "i"), mesh=mesh, in_spec
 print(jax.process_count(), jax.local_device_count(), jax.device_count(), float(total[0]))
 """
     )
-    status, out, err = run("-n", "2", "--devices", "2", path)
+    status, out, err = run("-n", "2", "--devices", "2", path, command=MODULE)
     assert status == 0, err
     # Gloo may write partial lines before the output of the script.
     assert [line[:3] for line in out if line.endswith("2 2 4 22.0")] == ["[0]", "[1]"], out

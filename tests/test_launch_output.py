@@ -125,6 +125,6 @@ def test_log_files(tmp_path):
 
 def test_without_standard_output(tmp_path):
     path = write(tmp_path, "print('nobody reads this')")
-    command = " ".join([*COMMAND, "-n", "1", path])
-    result = subprocess.run(["sh", "-c", f"exec {command} >&-"], capture_output=True, timeout=TIMEOUT_S, check=False)
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", *COMMAND, "-n", "1", path]
+    result = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)
     assert result.returncode == 0, result.stderr

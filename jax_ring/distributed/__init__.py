@@ -1,1 +1,1 @@
-"""Programs of several processes: host discovery, agreement checks between processes, and a launcher for one host."""
+"""Programs of several processes: host discovery, agreement checks between processes, and the launcher."""

@@ -16,7 +16,7 @@ class FirstHost(Job):
 
     async def _attempts(self) -> Outcome:
         options, log = self._options, self._output.log
-        self._hub = Hub(options.nnodes, self._queue, log)
+        self._hub = Hub(options.nnodes, self._queue)
         host, port = options.coordinator
         try:
             await self._hub.start(host, port)

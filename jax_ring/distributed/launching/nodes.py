@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import json
 import signal
-from collections.abc import Callable
 from typing import Any
 
 from jax_ring.distributed.control import encode
@@ -62,8 +61,8 @@ class Link:
 class Hub:
     """Host 0's side: the launchers of the other hosts."""
 
-    def __init__(self, nnodes: int, queue: asyncio.Queue[events.Event], log: Callable[[str], None]) -> None:
-        self._nnodes, self._queue, self._log = nnodes, queue, log
+    def __init__(self, nnodes: int, queue: asyncio.Queue[events.Event]) -> None:
+        self._nnodes, self._queue = nnodes, queue
         self._links: dict[int, Link] = {}  # by host
         self._processes: dict[int, int] = {}  # by host
         self._taking_part: set[int] = set()  # in the present attempt
@@ -71,7 +70,6 @@ class Hub:
         self._stopped: set[int] = set()
         self._restart = -1
         self._changed = asyncio.Event()
-        self._tasks: set[asyncio.Task] = set()
 
     async def start(self, host: str, port: int) -> None:
         """Begins to listen.

@@ -47,14 +47,6 @@ class Service:
         finally:
             transport.close()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def has_ended(self) -> bool:
-        """Whether its process has exited."""
-        return self._process.poll() is not None
-
     def end(self) -> None:
         """Ends it. Clients that are still connected abort their processes."""
         for process in (*self._stand_ins, self._process):
