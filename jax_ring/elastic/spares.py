@@ -15,8 +15,9 @@ import numpy as np
 from jax_ring.distributed.control import CONTROL_VARIABLE
 from jax_ring.elastic.snapshots import Snapshot
 
-# Spares and members hear of the new generation at the same time.
-_WAIT_SECONDS = 10.0
+# Spares and members hear of the new generation at the same time. There may be no spare, and the other members wait.
+_APPEARS_WITHIN_SECONDS = 2.0
+_TRANSFER_SECONDS = 10.0  # without progress
 _REQUEST_BYTES = 1 << 10
 
 
@@ -60,7 +61,7 @@ def fetched(generation: int, snapshot: Snapshot, owners: Sequence[int]) -> Snaps
     generation: the one in which the commit was made.
     """
     received = {}
-    until = time.monotonic() + _WAIT_SECONDS
+    until = time.monotonic() + _APPEARS_WITHIN_SECONDS
     for owner in owners:
         # Its own process has the part, and the neighbor.
         places = [Place(generation, process % snapshot.num_processes) for process in (owner, owner + 1)]
@@ -79,7 +80,7 @@ def _asked(place: Place, snapshot: Snapshot, owner: int) -> np.ndarray | None:
     size = snapshot.num_bytes(owner)
     try:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(_WAIT_SECONDS)
+            connection.settimeout(_TRANSFER_SECONDS)
             connection.connect(place.address)
             if not _is_own_user(connection):
                 return None
@@ -99,7 +100,7 @@ def _serve(listener: socket.socket, snapshots: Sequence[Snapshot]) -> None:
         except OSError:
             return
         with connection, contextlib.suppress(OSError, ValueError, TypeError):
-            connection.settimeout(_WAIT_SECONDS)
+            connection.settimeout(_TRANSFER_SECONDS)
             if not _is_own_user(connection):
                 continue
             number, owner = json.loads(connection.recv(_REQUEST_BYTES))
