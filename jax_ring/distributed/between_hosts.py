@@ -13,6 +13,7 @@ minutes. JAX ends the process before, when its coordinator is out of reach. Thre
 
 import math
 import os
+import re
 import socket
 import sys
 import threading
@@ -37,17 +38,20 @@ def limit_xla() -> None:
 
     A limit that `XLA_FLAGS` sets already stays.
     """
+    if not _compat.HAS_FLAG_OF_CPU_LIMIT or _compat.has_backend():
+        return
     flags = os.environ.get("XLA_FLAGS", "")
-    if _compat.HAS_FLAG_OF_CPU_LIMIT and _FLAG not in flags and not _compat.has_backend():
-        os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={math.ceil(runtime.timeout())}".strip()
-        _state.xla_limit = math.ceil(runtime.timeout())
+    if _FLAG not in flags:
+        flags = os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={math.ceil(runtime.timeout())}".strip()
+    if match := re.search(rf"{_FLAG}=(\d+)", flags):
+        _state.xla_limit = int(match[1])
 
 
 class _State:
     """What this process knows of the calls between hosts.
 
     Attributes:
-      xla_limit: seconds after which XLA's collectives fail; None if it has not been set here.
+      xla_limit: seconds after which XLA's collectives fail; None if XLA had read its flags before it could be set.
       names: the names of the hosts of processes.
       asked: whether the others have been asked since the calls that wait have begun.
       reached: whether the key-value store has answered then.

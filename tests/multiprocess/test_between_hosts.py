@@ -79,24 +79,28 @@ def test_a_host_that_does_not_answer_is_named_at_the_deadline(tmp_path):
 _INITIALIZE = "jax.distributed.initialize(**__import__('processes').distributed)\n"
 
 
-@pytest.mark.parametrize("imported_first", [False, True])
 @pytest.mark.parametrize(
-    ("flags", "expected"),
+    ("imported_first", "flags", "expected"),
     [
-        ("--xla_cpu_collective_timeout_seconds=77", "--xla_cpu_collective_timeout_seconds=77"),
+        (True, "--xla_cpu_collective_timeout_seconds=77", "--xla_cpu_collective_timeout_seconds=77"),
+        (True, "", "--xla_cpu_collective_timeout_seconds=2"),
         (
+            False,
             "--xla_force_host_platform_device_count=3",
             "--xla_force_host_platform_device_count=3 --xla_cpu_collective_timeout_seconds=2",
         ),
     ],
+    ids=["the user's", "imported before", "imported after"],
 )
 def test_xla_gets_the_deadline_unless_the_user_has_set_a_limit(imported_first, flags, expected):
     lines = ["import jax_ring\n", _INITIALIZE]
     with Processes(
         f"import jax, os\n{''.join(lines if imported_first else lines[::-1])}jax.devices()\n"
-        "print('flags', os.environ['XLA_FLAGS'])",
+        "from jax_ring.distributed import between_hosts\n"
+        "print('flags', os.environ['XLA_FLAGS'], between_hosts._state.xla_limit)",
         1, distributed=None, environment={"JAX_RING_TIMEOUT_S": "1.5", "XLA_FLAGS": flags},
     ) as program:  # fmt: skip
         (result,) = program.wait()
     assert result.returncode == 0, as_text([result])
-    assert result.stdout.split("flags ")[-1].strip() == expected
+    # The message comes after the limit, whoever has set it.
+    assert result.stdout.split("flags ")[-1].strip() == f"{expected} {expected.rpartition('=')[2]}"
