@@ -160,7 +160,7 @@ def test_without_kernels_no_gpus_are_published(runtime_of, monkeypatch):
     client = Client()
     runtime_of(client)
     discovery._publish_with_plugins()
-    assert set(client.values) == {"jax_ring/host/0", "jax_ring/token", "jax_ring/process/0"}
+    assert set(client.values) == {"jax_ring/host/0", "jax_ring/hostname/0", "jax_ring/token", "jax_ring/process/0"}
 
 
 def test_gpus_of_other_processes_are_fetched_once(runtime_of, monkeypatch):

@@ -80,7 +80,10 @@ def test_the_launcher_and_what_it_runs_do_not_need_jax():
         parts = imported_parts(path)
         assert parts <= {"distributed"}, path
         assert "import jax\n" not in path.read_text(), path
-    standard = "import sys, runpy; runpy.run_path(sys.argv[1]); print([m for m in sys.modules if 'jax' in m])"
+    standard = (
+        "import sys, runpy; before = {*sys.modules}; runpy.run_path(sys.argv[1]); "
+        "print([name for name in {*sys.modules} - before if 'jax' in name])"
+    )
     for name in ("control", "coordination", "launched"):
         program = [sys.executable, "-P", "-c", standard, str(PACKAGE / "distributed" / f"{name}.py")]
         result = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)

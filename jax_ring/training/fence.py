@@ -30,25 +30,26 @@ def fence(tree: T, after: jax.Array | None = None) -> T:
     floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
     if floats:
         values = [leaves[i] for i in floats]
-        first = values if after is None else [after]
-        fenced = lax.platform_dependent(first, values, cpu=_in_a_loop, default=_behind_a_barrier)
+        first = [] if after is None else [after]
+        fenced = lax.platform_dependent(first, values, cpu=_in_a_loop, default=_behind_barriers)
         for i, x in zip(floats, fenced, strict=True):
             leaves[i] = x
     return jax.tree.unflatten(structure, leaves)
 
 
-def _behind_a_barrier(first: list[jax.Array], values: list[jax.Array]) -> list[jax.Array]:
-    return lax.optimization_barrier((first, values))[1]
+def _behind_barriers(first: list[jax.Array], values: list[jax.Array]) -> list[jax.Array]:
+    # One for each, because all that share one have to vary over the same axes.
+    return [lax.optimization_barrier((first, x))[1] for x in values]
 
 
 def _in_a_loop(first: list[jax.Array], values: list[jax.Array]) -> list[jax.Array]:
-    """The values after a loop that never runs, which the compiler cannot know without the arrays in `first`.
+    """The values after a loop that never runs, which the compiler cannot know without `first`, or else the values.
 
     XLA drops an optimization_barrier on CPUs before it fuses operations, in some versions. It also drops a loop whose
     body returns its argument.
     """
-    # Of all arrays, because some may be constants.
-    elements = [x.reshape(-1)[0].real.astype(jnp.float32) for x in first]
+    # Of all of them, because some may be constants.
+    elements = [x.reshape(-1)[0].real.astype(jnp.float32) for x in first or values]
     bits = reduce(jnp.bitwise_or, [lax.bitcast_convert_type(x, jnp.int32) for x in elements])
     none = jnp.minimum(lax.population_count(bits), 0)
 

@@ -18,11 +18,11 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "multiprocess"), str(HERE.parent)]
 
 import faults  # noqa: E402
-import launches  # noqa: E402
+import launched_jobs  # noqa: E402
 import networks  # noqa: E402
 from trial import Outcome, Trial, Unexpected  # noqa: E402
 
-SCENARIOS = {f.__name__: f for module in (faults, launches, networks) for f in module.SCENARIOS}
+SCENARIOS = {f.__name__: f for module in (faults, launched_jobs, networks) for f in module.SCENARIOS}
 _PRIVATE = "JAX_RING_CHAOS_PRIVATE"
 
 

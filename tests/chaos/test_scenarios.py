@@ -9,11 +9,11 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "multiprocess")]
 
 import faults  # noqa: E402
-import launches  # noqa: E402
+import launched_jobs  # noqa: E402
 from trial import Outcome, Trial, Unexpected  # noqa: E402
 
 
-@pytest.mark.parametrize("scenario", [faults.brief_stops, launches.killed_launcher], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("scenario", [faults.brief_stops, launched_jobs.killed_launcher], ids=lambda f: f.__name__)
 def test_scenario_ends_as_expected(scenario):
     outcome = Trial(3).run(scenario)
     assert outcome.faults > 0

@@ -3,6 +3,7 @@
 import functools
 import os
 import pathlib
+import re
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,9 +19,10 @@ PROGRAMS = 10
 REPEATS = 20  # of the call in a loop
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8")
 # Limits for the growth of a process in the last two thirds of its rounds. A leak grows with each of thousands of calls;
-# the completion threads are bounded by the calls of local ranks that are in flight.
+# the completion threads are bounded by the calls of local ranks that are in flight, and a group has at most one segment
+# beside its first, which it gets with its first large call.
 IN_FLIGHT, COPIES = 5, 4
-MAX_GROWTH = {"MiB": 24, "files": 4, "threads": IN_FLIGHT * COPIES * 3, "segments": 0}
+MAX_GROWTH = {"MiB": 24, "files": 4, "threads": IN_FLIGHT * COPIES * 3, "groups": 0, "segments of a group": 1}
 
 
 class Program(NamedTuple):
@@ -173,10 +175,14 @@ def random_delay(own) -> None:
 
 
 def resources() -> dict[str, float]:
+    mapped = re.findall(r"/dev/shm/(jax_ring\S*)", pathlib.Path("/proc/self/maps").read_text())
+    # Larger segments have the name of the group's first, and a number.
+    names = [name.rpartition("-")[0] if name.rpartition("-")[0] in mapped else name for name in mapped]
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     return {
         "MiB": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
         "files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
-        "segments": pathlib.Path("/proc/self/maps").read_text().count("/dev/shm/jax_ring"),
+        "groups": len(set(names)),
+        "segments of a group": max(map(names.count, names), default=0),
     }

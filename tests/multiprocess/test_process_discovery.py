@@ -13,8 +13,10 @@ from processes import run
 
 
 def attributes(text: str) -> list[tuple[str, str]]:
-    """For each call in a lowered program: the processes of its ranks, and the name of the program."""
-    return re.findall(r'processes = dense<(.*?)>.*? program = "(.*?)"', text)
+    """For each call in a lowered program: the processes of its ranks, and the program's name without its digest."""
+    found = re.findall(r'processes = dense<(.*?)>.*? program = "(.*?)/([0-9a-f]{16})(#\d+)"', text)
+    assert len({digest for _, _, digest, _ in found}) == 1
+    return [(processes, name + count) for processes, name, _, count in found]
 
 
 def lowered(mesh, name="f"):
