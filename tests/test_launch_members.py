@@ -75,6 +75,28 @@ def test_a_stopped_member_is_replaced(script):
     assert "was killed by SIGKILL; the others go on, and another process starts in its place" in err
 
 
+def test_a_process_that_waits_to_join_when_the_members_finish_is_not_needed(script):
+    path = script(
+        ELASTIC
+        + """
+launcher.enlist(min_processes=1)
+if os.environ.get("JAX_RING_JOIN"):
+    launcher.next_generation(-1, "new")
+if rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+launcher.next_generation(0, "rank 1 has ended")
+while not launcher.change_pending():
+    time.sleep(0.01)
+print("finished", flush=True)
+os._exit(0)
+"""
+    )
+    status, out, err = run("-n", "2", "--max-restarts", "1", "--backoff", "0", path)
+    assert (status, out) == (0, ["[0] finished"]), err
+    assert "is no longer needed: the members have finished; killing it" in err
+    assert "Traceback" not in err
+
+
 def test_a_member_that_does_not_leave_is_killed_and_too_few_are_refused(script):
     path = script(
         ELASTIC

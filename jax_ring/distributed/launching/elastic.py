@@ -141,9 +141,9 @@ class Elastic:
         if self._membership is not None:
             self._membership.ended(process.number, is_failure)
             if is_failure and self._formed_at + _CONNECT_SECONDS > asyncio.get_running_loop().time():
-                service, members = self._services[-1]
-                if process.number in members:
-                    service.stand_in(members.index(process.number))
+                for service, members in self._services[-1:]:  # none if all members have finished
+                    if process.number in members:
+                        service.stand_in(members.index(process.number))
         # A client that has been dropped aborts its process when its service ends, so a service stays for them.
         for entry in list(self._services):
             service, members = entry
