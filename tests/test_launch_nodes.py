@@ -9,12 +9,17 @@ from launches import WAITS, assert_gone, pids, start
 
 from jax_ring.distributed import control
 
+# Rank 2 fails when the others have printed.
 FAILS_ONCE = """
-import os, time
+import os, pathlib, time
 restart, rank = os.environ["JAX_RING_RESTART"], os.environ["JAX_PROCESS_ID"]
 print(restart, "of", os.environ["JAX_NUM_PROCESSES"], "gpu", os.environ["JAX_LOCAL_DEVICE_IDS"], flush=True)
 if restart == "0":
-    if rank == "2": raise ValueError("bad batch")
+    here = pathlib.Path(__file__).parent
+    (here / rank).touch()
+    if rank == "2":
+        while not ((here / "0").exists() and (here / "1").exists()): time.sleep(0.01)
+        raise ValueError("bad batch")
     time.sleep(60)
 """
 

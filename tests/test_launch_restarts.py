@@ -55,10 +55,13 @@ def test_the_last_line_names_the_first_that_failed_by_itself(script, message):
     """The others, which fail because of it, exit earlier."""
     path = script(
         f"""
-import atexit, os, time
+import atexit, os, pathlib, time
+reported = pathlib.Path(__file__).with_name("reported")
 if os.environ["JAX_PROCESS_ID"] == "2":
     atexit.register(time.sleep, 0.5)
+    atexit.register(reported.touch)
     raise ValueError("bad batch")
+while not reported.exists(): time.sleep(0.01)
 try:
     raise RuntimeError({message!r})
 except RuntimeError as error:
