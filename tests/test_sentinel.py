@@ -388,9 +388,8 @@ jax.distributed.shutdown()
 def test_all_ranks_of_all_processes_fail_together():
     for text in run_processes(PROCESS, [{}, {}], devices=4):
         same = "check_replicas: the copies of parameters are not the same on all ranks: ['w']: "
-        # Gloo writes partial lines.
-        lines = [line for line in text.splitlines() if not line.startswith("[Gloo]")]
-        assert lines == [
+        # Gloo writes parts of lines at any time.
+        assert re.findall(r"no error|check_replicas: .*", text) == [
             "no error",
             same + "rank 6 differs from that on rank 0. True",
             "no error",
