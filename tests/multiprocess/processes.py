@@ -17,6 +17,7 @@ import inspect
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -131,16 +132,17 @@ class Processes:
         return Result(self.popen[process].poll(), *written)
 
     def wait_until(self, process: int, text: str, timeout: float = 60.0) -> None:
-        """Waits until a process writes `text` to stdout.
+        """Waits until a process has written a line to stdout that starts with `text`, and its end.
 
         Raises:
           AssertionError: if it does not within `timeout` seconds, or exits first.
         """
+        line = re.compile(rf"^{re.escape(text)}.*\n", re.MULTILINE)
         until = time.monotonic() + timeout
-        while text not in self.result(process).stdout:
+        while not line.search(self.result(process).stdout):
             if time.monotonic() > until or self.popen[process].poll() is not None:
                 results = [self.result(i) for i in range(len(self.popen))]
-                if text in results[process].stdout:
+                if line.search(results[process].stdout):
                     return
                 raise AssertionError(f"process {process} has not written {text!r}\n{as_text(results)}")
             time.sleep(0.02)
@@ -178,6 +180,9 @@ distributed: dict = {}
 
 def _main(task: dict) -> None:
     """Entry point of each process."""
+    # Gloo writes to stdout, in pieces and from several threads. A line of a test is whole only apart from them.
+    sys.stdout = open(os.dup(1), "w", buffering=1)  # noqa: SIM115
+    os.dup2(2, 1)
     import jax
 
     sys.path[:0] = [str(_HERE.parent), str(_HERE.parent.parent)]
