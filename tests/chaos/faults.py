@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 
-from jobs import first_call, other_call, sums
+from jobs import first_call, other_call, sums, two_threads
 from random_programs import soak
 from trial import DEADLINE, HANG, Outcome, Trial, Unexpected
 
@@ -78,7 +78,7 @@ def kills(trial: Trial) -> Outcome:
 def brief_stops(trial: Trial) -> Outcome:
     """Processes are stopped for less than the deadline, again and again: right bits."""
     processes, devices = LAYOUTS[trial.random.integers(len(LAYOUTS))]
-    number = 10
+    number = 30
     with trial.start(sums, processes, devices, arguments=[trial.seed, str(trial.folder)]) as program:
         for process in range(processes):
             trial.await_text(program, process, "ready")
@@ -143,14 +143,44 @@ def mismatched_calls(trial: Trial) -> Outcome:
     return _all_fail(trial, other_call, processes, [victim], "error names both", "Process ")
 
 
+def two_threads_of_one_name(trial: Trial) -> Outcome:
+    """Two threads of each process launch different programs of one name: right bits.
+
+    XLA runs those of several devices in the order of their launches. Where they wait for each other: an error.
+    """
+    processes, devices = LAYOUTS[trial.random.integers(len(LAYOUTS))]
+    with trial.start(two_threads, processes, devices, arguments=[trial.seed, str(trial.folder)]) as program:
+        ends = [trial.await_text(program, process, ("done", "failed: ")) for process in range(processes)]
+        calls = trial.finish(program, range(processes), has_failed="done" not in ends)
+    if all(end == "done" for end in ends):
+        return Outcome("right bits", 1, calls)
+    assert devices > 1, ends
+    assert all("DEADLINE_EXCEEDED: ring_psum of int32[4]" in end and "Process " in end for end in ends), ends
+    return Outcome("error names both", 1, calls)
+
+
 def thread_limit(trial: Trial) -> Outcome:
-    """A limit of processes, as of a container: an error in the first call, no hang in the second; the others hear."""
+    """A limit of processes, as of a container."""
     if os.geteuid() != 0:
         return Outcome("not tried: needs root")
+    return _limited(trial, "threads", int(trial.random.integers(2)))
+
+
+def file_limit(trial: Trial) -> Outcome:
+    """No more files can be opened than a few."""
+    return _limited(trial, "files", int(trial.random.integers(4)))
+
+
+def memory_limit(trial: Trial) -> Outcome:
+    """Little more address space can be mapped."""
+    return _limited(trial, "memory", int(trial.random.choice([0, 1, 8, 64])))
+
+
+def _limited(trial: Trial, what: str, room: int) -> Outcome:
+    """An error in the first call, no hang in the second; the others hear."""
     processes = int(trial.random.integers(2, 4))
-    threads = int(trial.random.integers(0, 2))
     trial.folder.chmod(0o777)
-    with trial.start(first_call, processes, 2, arguments=[str(trial.folder), threads]) as program:
+    with trial.start(first_call, processes, 2, arguments=[str(trial.folder), what, room]) as program:
         began = time.monotonic()
         for process in range(processes):
             trial.await_text(program, process, "went on")
@@ -159,8 +189,8 @@ def thread_limit(trial: Trial) -> Outcome:
         trial.finish(program, range(processes))
     failed = [text for text in texts if "error: " in text]
     for text in failed:
-        assert "jax_ring" in text or "Process " in text, text
-    ended = "error of jax_ring, no hang" if failed else "right bits: there were threads enough"
+        assert "ring_psum of float32" in text or "jax_ring" in text or "Process " in text, text
+    ended = "error of jax_ring, no hang" if failed else f"right bits: there was room for the {what}"
     return Outcome(ended, 1, 0, (seconds,) if failed else ())
 
 
@@ -171,8 +201,9 @@ def full_shared_memory(trial: Trial) -> Outcome:
     processes = int(trial.random.integers(2, 5))
     with _filled("/dev/shm", leave=int(trial.random.choice([0, 4096, 65536]))):
         return _all_fail(
-            trial, first_call, processes, [-1], "error says so in all", "/dev/shm", or_right="went on", seconds=HANG
-        )
+            trial, first_call, processes, ["nothing", 0], "error says so in all", "/dev/shm", or_right="went on",
+            seconds=HANG,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -248,6 +279,9 @@ SCENARIOS = (
     long_stop,
     slow_rank,
     mismatched_calls,
+    two_threads_of_one_name,
     thread_limit,
+    file_limit,
+    memory_limit,
     full_shared_memory,
 )

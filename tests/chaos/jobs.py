@@ -123,8 +123,8 @@ def other_call(folder: str, victim: int) -> None:
     _await_end(folder)
 
 
-def first_call(folder: str, threads: int) -> None:
-    """The first call between processes; if threads is not -1, no more threads than now and `threads` may be started."""
+def first_call(folder: str, limited: str, room: int) -> None:
+    """The first call between processes, with room for so much more of what is limited: see `_limit`."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -137,23 +137,74 @@ def first_call(folder: str, threads: int) -> None:
     mesh = Mesh(np.array(jax.devices()), ("i",))
     ones = jax.make_array_from_callback((mesh.size, 9), jax.NamedSharding(mesh, P("i")), lambda i: np.ones((1, 9)))
     f = jax.jit(jax.shard_map(lambda x: ring_psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P("i")))
-    if threads >= 0:
+    if limited != "nothing":
         f = f.lower(ones).compile()
-        _limit_threads(threads, 70_000 + os.getpid())
+        _limit(limited, room)
     for _ in range(2):  # a second call fails as the first did
         _print_error(lambda: jax.block_until_ready(f(ones)))
     print("went on", flush=True)
     _await_end(folder)
 
 
-def _limit_threads(more: int, uid: int) -> None:
-    """Lets this process start so many threads more. The kernel counts those of a user, and spares root."""
+def _limit(what: str, room: int) -> None:
+    """Lets this process start so many more "threads", open so many "files", or map so many MiB of "memory"."""
     import resource
 
-    now = len(os.listdir("/proc/self/task"))
-    resource.setrlimit(resource.RLIMIT_NPROC, (now + more, now + more))
-    os.setgroups([])
-    os.setresuid(uid, uid, uid)
+    if what == "files":
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + room, lowest + room))
+    elif what == "memory":
+        mapped = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + (room << 20), mapped + (room << 20)))
+    else:
+        now = len(os.listdir("/proc/self/task"))
+        resource.setrlimit(resource.RLIMIT_NPROC, (now + room, now + room))
+        # The kernel counts the threads of a user, and spares root.
+        os.setgroups([])
+        os.setresuid(*[70_000 + os.getpid()] * 3)
+
+
+def two_threads(seed: int, folder: str) -> None:
+    """Two threads launch programs of one name with calls of one shape, in an order of their own in each process."""
+    import threading
+
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+    from jax.sharding import PartitionSpec as P
+
+    from jax_ring import ring_psum
+
+    mesh, random = Mesh(np.array(jax.devices()), ("i",)), np.random.default_rng([seed, jax.process_index()])
+    wrong, errors, ranks = [], [], mesh.size
+    # JAX may run programs without operands in the order of their launches.
+    sharding, values = jax.NamedSharding(mesh, P("i")), np.arange(4 * ranks, dtype=np.int32)
+    x = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+    def program_of(factor):
+        def scaled(x):
+            return ring_psum(x * factor, "i")
+
+        return jax.jit(jax.shard_map(scaled, mesh=mesh, in_specs=P("i"), out_specs=P()))
+
+    def launch(factor, delays):
+        program, want = program_of(factor), values.reshape(ranks, 4).sum(0) * factor
+        try:
+            for delay in delays:
+                time.sleep(delay)
+                wrong.append((np.asarray(program(x).addressable_shards[0].data) != want).any())
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            errors.append(" ".join(str(error).split()))
+
+    threads = [threading.Thread(target=launch, args=(i, random.uniform(0, 0.002, 500))) for i in (1, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not any(wrong), f"WRONG BITS in {sum(wrong)} of {len(wrong)} calls"
+    print(f"calls {len(wrong)}\n{f'failed: {errors[0]}' if errors else 'done'}", flush=True)
+    _await_end(folder)
 
 
 def _print_error(call) -> None:

@@ -96,8 +96,8 @@ class Trial:
         environment = {**self.environment, "JAX_ENABLE_RECOVERABILITY": "1", **options.pop("environment", {})}
         return Processes(body, num_processes, devices, arguments=arguments, environment=environment, **options)
 
-    def await_text(self, program: Processes, process: int, text: str) -> str:
-        """Waits until a process has written a text, and returns the last line that begins with it.
+    def await_text(self, program: Processes, process: int, text: str | tuple[str, ...]) -> str:
+        """Waits until a process has written a line that begins with a text, or one of several; returns the last one.
 
         Raises:
           Unexpected: a hang, if it does not come; another end, if the process ends first.

@@ -131,13 +131,14 @@ class Processes:
         written = (self._file(process, name).read_text(errors="replace") for name in ("stdout", "stderr"))
         return Result(self.popen[process].poll(), *written)
 
-    def wait_until(self, process: int, text: str, timeout: float = 60.0) -> None:
-        """Waits until a process has written a line to stdout that starts with `text`, and its end.
+    def wait_until(self, process: int, text: str | tuple[str, ...], timeout: float = 60.0) -> None:
+        """Waits until a process has written a line to stdout that starts with `text`, or one of them, and its end.
 
         Raises:
           AssertionError: if it does not within `timeout` seconds, or exits first.
         """
-        line = re.compile(rf"^{re.escape(text)}.*\n", re.MULTILINE)
+        texts = "|".join(map(re.escape, (text,) if isinstance(text, str) else text))
+        line = re.compile(rf"^({texts}).*\n", re.MULTILINE)
         until = time.monotonic() + timeout
         while not line.search(self.result(process).stdout):
             if time.monotonic() > until or self.popen[process].poll() is not None:
