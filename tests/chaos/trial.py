@@ -189,19 +189,19 @@ class Launched:
     def output(self) -> str:
         return "".join(path.read_text(errors="replace") for path in self._files)
 
-    def await_lines(self, text: str, number: int = 1) -> list[str]:
-        """Waits until so many lines contain the text, and returns them."""
-        until = time.monotonic() + HANG
-        while len(lines := [line for line in self.output().splitlines() if text in line]) < number:
-            if self.process.poll() is not None:
-                lines = [line for line in self.output().splitlines() if text in line]
-                if len(lines) >= number:
-                    return lines
+    def await_lines(self, text: str | tuple[str, ...], number: int = 1) -> list[str]:
+        """Waits until so many lines contain the text, or one of several, and returns them."""
+        texts, until = (text,) if isinstance(text, str) else text, time.monotonic() + HANG
+        while True:
+            has_ended = self.process.poll() is not None
+            lines = [line for line in self.output().splitlines() if any(each in line for each in texts)]
+            if len(lines) >= number:
+                return lines
+            if has_ended:
                 raise Unexpected("other end", f"the launcher returned {self.process.returncode}\n{self.output()}")
             if time.monotonic() > until:
                 raise Unexpected("hang", f"no {text!r}\n{self.output()}")
             time.sleep(0.02)
-        return lines
 
     def pids(self, number: int) -> dict[int, int]:
         """The pid of each rank of `launched_sums`."""
