@@ -35,6 +35,18 @@ def pytest_configure(config):
         override_option.replace_ring_functions()
 
 
+@pytest.fixture
+def script(tmp_path):
+    """Writes a script for the launcher, and returns its path."""
+
+    def write(text: str, name: str = "script.py") -> str:
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
 def pytest_terminal_summary(terminalreporter):
     for report in terminalreporter.getreports("passed"):
         for name, text in report.user_properties:

@@ -10,16 +10,6 @@ from jax_ring.distributed import launcher
 from jax_ring.distributed.launching import environment
 
 
-@pytest.fixture
-def script(tmp_path):
-    def write(text, name="script.py"):
-        path = tmp_path / name
-        path.write_text(text)
-        return str(path)
-
-    return write
-
-
 def test_scripts_run_as_under_python(script):
     script("value = 'of a module beside it'", "beside.py")
     path = script(

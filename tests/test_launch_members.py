@@ -48,16 +48,6 @@ while True:
 )
 
 
-@pytest.fixture
-def script(tmp_path):
-    def write(text):
-        path = tmp_path / "script.py"
-        path.write_text(text)
-        return str(path)
-
-    return write
-
-
 def test_a_stopped_member_is_replaced(script):
     status, out, err = run("-n", "3", "--max-restarts", "1", "--backoff", "0", script(MEMBER))
     assert status == 0, err

@@ -1,20 +1,13 @@
 """Restarts, whose failure a job names, modules, nested launches, and the coordination service outside of the ranks."""
 
+import re
+import signal
+
 import pytest
 from launches import run
 
 from jax_ring.distributed import control
 from jax_ring.distributed.launching import environment
-
-
-@pytest.fixture
-def script(tmp_path):
-    def write(text, name="script.py"):
-        path = tmp_path / name
-        path.write_text(text)
-        return str(path)
-
-    return write
 
 
 def test_a_failed_job_starts_again(script):
@@ -34,6 +27,33 @@ if restart != "2": import time; time.sleep(60)
     assert len({address for _, _, _, address in seen}) == 3, out
     assert "raised ValueError: bad batch; restart 1 of 2 in 0.05 s" in err
     assert "raised ValueError: bad batch; restart 2 of 2 in 0.1 s" in err
+
+
+def test_the_death_of_the_coordination_service_is_not_blamed_on_a_rank(script):
+    """JAX aborts the processes that are its clients."""
+    path = script(
+        """
+import os, pathlib, signal, time
+for process in pathlib.Path("/proc").glob("[0-9]*"):
+    try:
+        parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+        is_service = parent == os.getppid() and b"coordination.py" in (process / "cmdline").read_bytes()
+    except FileNotFoundError:
+        continue
+    if is_service and os.environ["JAX_RING_RESTART"] == "0":
+        os.kill(int(process.name), signal.SIGKILL)
+        time.sleep(0.1)
+        os.abort()
+"""
+    )
+    status, _, err = run("-n", "1", "--max-restarts", "1", "--backoff", "0", path)
+    assert status == 0, err
+    assert re.search(
+        r"failed: the coordination service \(pid \d+\) was killed by SIGKILL; restart 1 of 1 in 0 s", err
+    ), err
+    status, _, err = run("-n", "1", path)
+    assert status == 128 + signal.SIGKILL, err
+    assert re.search(f"{what}$", err), err
 
 
 def test_one_that_fails_again_and_again_is_left_out(script):

@@ -48,6 +48,12 @@ class Outcome(NamedTuple):
     is_stopped: bool = False
     is_ended: bool = False
 
+    def blamed_on(self, cause: Failure | None) -> "Outcome":
+        """The same, or if it failed and there was a cause outside of the attempt's processes, that failure."""
+        if self.failure is None or self.is_stopped or cause is None:
+            return self
+        return self._replace(status=cause.status, failure=cause)
+
 
 class Attempt:
     """The processes of one attempt."""

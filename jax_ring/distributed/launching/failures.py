@@ -5,6 +5,7 @@ from typing import Any
 
 from jax_ring.distributed.launching.processes import describe_status
 
+NO_RANK = -1
 _MESSAGE_LENGTH = 500  # of an exception in the launcher's last line
 
 
@@ -14,7 +15,7 @@ class Failure:
 
     Attributes:
       name: of the process, as in messages.
-      rank: its index when the job started.
+      rank: its index when the job started; NO_RANK for a process of the launcher's own.
       what: what happened, to follow the name.
       status: for the launcher to exit with.
       caused_by: the index of the process that it blames; -1 if another one that is not known; None for itself.

@@ -60,7 +60,7 @@ class FirstHost(Job):
                 total = self._hub.begin(restart, options.processes, coordinator)
                 service.begin(coordinator, total)
                 plan = Plan(restart, tuple(range(options.processes)), 0, total, coordinator)
-                outcome = await self._watch(plan, self._hub)
+                outcome = (await self._watch(plan, self._hub)).blamed_on(service.failure())
                 if outcome.status != 0:
                     # Their launchers end their processes within the same time, or are given up.
                     await self._within(self._hub.stopped(), options.failure_grace + options.grace)

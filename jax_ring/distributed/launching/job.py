@@ -10,6 +10,7 @@ from jax_ring.distributed.launching import environment, events
 from jax_ring.distributed.launching.arguments import Options
 from jax_ring.distributed.launching.attempt import Attempt, Outcome, Plan
 from jax_ring.distributed.launching.control_server import ControlServer
+from jax_ring.distributed.launching.failures import NO_RANK
 from jax_ring.distributed.launching.output import Output
 from jax_ring.distributed.launching.processes import LogFiles
 from jax_ring.distributed.launching.service import Service
@@ -69,7 +70,7 @@ class Job:
             if not self.take_restart():
                 self._output.log(f"failed: {failure}")
                 break
-            slot = slots[failure.rank] if failure is not None else -1
+            slot = slots[failure.rank] if failure is not None and failure.rank != NO_RANK else -1
             if slot == blamed and len(slots) > self._options.min_processes:
                 slots = tuple(other for other in slots if other != slot)
                 self._output.log(f"{failure} in two attempts on end; going on with {len(slots)} processes without it")
@@ -89,7 +90,7 @@ class Job:
             service = Service(self._output)
             service.begin(plan.coordinator, plan.num_processes)
             try:
-                return await self._watch(plan)
+                return (await self._watch(plan)).blamed_on(service.failure())
             finally:
                 service.end()
 

@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 
+from jax_ring.distributed.launching.failures import NO_RANK, Failure, from_status
 from jax_ring.distributed.launching.output import Output
 
 _copying: set[asyncio.Task] = set()  # so that they are not collected
@@ -46,6 +47,12 @@ class Service:
             return bool(await reader.readline())
         finally:
             transport.close()
+
+    def failure(self) -> Failure | None:
+        """How it has ended by itself, if it has. It takes its clients with it, which are not to blame."""
+        status = self._process.poll()
+        name = f"the coordination service (pid {self._process.pid})"
+        return None if status is None else from_status(name, NO_RANK, status)
 
     def end(self) -> None:
         """Ends it. Clients that are still connected abort their processes."""
