@@ -26,12 +26,17 @@ MAX_GROWTH = {"MiB": 24, "files": 4, "threads": IN_FLIGHT * COPIES * 3, "groups"
 
 
 class Program(NamedTuple):
-    """A compiled program, its operands, and the expected results."""
+    """A compiled program, its operands, and the expected results.
+
+    is_apart: no other program may be in flight. XLA runs the programs of several devices of a process one after the
+      other, but one of a single device of them overtakes, so that processes wait for each other, with lax.psum as well.
+    """
 
     run: Callable
     operands: list[jax.Array]
     expected: list[np.ndarray]  # indexed by operand, result and mesh position
     num_calls: int
+    is_apart: bool
 
 
 def soak(seed: int, num_rounds: int, folder: str) -> None:
@@ -46,11 +51,14 @@ def soak(seed: int, num_rounds: int, folder: str) -> None:
             chosen = [int(i) for i in shared.integers(PROGRAMS, size=shared.integers(1, IN_FLIGHT, endpoint=True))]
             which = [int(i) for i in shared.integers(2, size=len(chosen))]
             random_delay(own)
-            launched = [
-                (programs[i], k, programs[i].run(programs[i].operands[k]))
-                for i, k in zip(chosen, which, strict=True)
-                if programs[i].operands
-            ]
+            launched = []
+            for i, k in zip(chosen, which, strict=True):
+                if programs[i].is_apart:
+                    jax.block_until_ready([results for _, _, results in launched])
+                if programs[i].operands:
+                    launched.append((programs[i], k, programs[i].run(programs[i].operands[k])))
+                if programs[i].is_apart:
+                    jax.block_until_ready(launched[-1][-1] if launched else None)
             for program, k, results in launched:
                 check(results, program.expected[k])
                 num_calls += program.num_calls
@@ -147,9 +155,10 @@ def make_program(shared, own) -> Program:
         return [oracle((values + dtype.type(i)).astype(dtype)) for i in range(copies)]
 
     data = [shared.standard_normal((ranks, *shape)) * 40 for _ in range(2)]
-    participants = {device.process_index for device in devices}
+    participants = [device.process_index for device in devices]
+    is_apart = jax.local_device_count() > 1 and 1 in map(participants.count, participants)
     if jax.process_index() not in participants:
-        return Program(body, [], [], 0)
+        return Program(body, [], [], 0, is_apart)
     values = [np.abs(array).astype(dtype) if dtype.kind == "u" else array.astype(dtype) for array in data]
     sharding = jax.NamedSharding(mesh, P("i"))
     operands = [
@@ -158,7 +167,7 @@ def make_program(shared, own) -> Program:
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))
     with np.errstate(all="ignore"):
         expected = [expect(array) for array in values]
-    return Program(run, operands, expected, copies * (REPEATS if kind == "loop" else 1))
+    return Program(run, operands, expected, copies * (REPEATS if kind == "loop" else 1), is_apart)
 
 
 def check(results, expected) -> None:
