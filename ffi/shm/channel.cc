@@ -62,8 +62,11 @@ Channel::Channel(unsigned char* memory, int num_processes, int self, const Capac
       segments_(segments),
       values_(memory + num_processes * sizeof(Area)) {}
 
-Channel::~Channel() {
-  if (self_ == 0 && accepted_ != nullptr) segments_->unlink(last_offer_);
+Channel::~Channel() { unlink_offer(); }
+
+void Channel::unlink_offer() {
+  const uint32_t number = area(0).growth.offered.load(std::memory_order_relaxed) / kLevels;
+  if (segments_ != nullptr && number != 0) segments_->unlink(number);
 }
 
 void Channel::ring_doorbell() {
@@ -117,6 +120,8 @@ bool Channel::offer_growth(int level) {
     --calls_to_skip_;
   } else if (level > level_) {
     for (; level > level_; --level) {
+      // Said first: if this process is killed now, the others remove the segment.
+      area(self_).growth.offered.store((last_offer_ + 1) * kLevels + level, std::memory_order_relaxed);
       accepted_ = segments_->create(last_offer_ + 1, num_processes_ * bytes_of_values(capacities_[level]));
       if (accepted_ != nullptr) return offer(level), true;
     }
@@ -213,6 +218,7 @@ std::string Channel::status_of(int process) const {
 void Channel::abort(bool leaves) {
   area(self_).signals.aborted.store(leaves ? kLeft : kAborted, std::memory_order_release);
   ring_doorbell();
+  unlink_offer();  // the leader may be dead
 }
 
 bool Channel::has_aborted(int process) const {

@@ -97,8 +97,8 @@ class Channel {
   void post_status(const std::string& text);
   std::string status_of(int process) const;
 
-  // Aborts the group for all processes. leaves: this process makes no more calls at all, and its status is a predicate
-  // that says why.
+  // Aborts the group for all processes, and removes the name of a segment that was being offered. leaves: this process
+  // makes no more calls at all, and its status is a predicate that says why.
   void abort(bool leaves = false);
   bool has_aborted(int process) const;
   bool has_left(int process) const;
@@ -151,6 +151,7 @@ class Channel {
   }
   static size_t bytes_of_values(const Capacity& capacity) { return 2 * (capacity.staging + capacity.results); }
   void offer(int level);
+  void unlink_offer();
   void skip_calls();
   void use_first_segment();
   std::optional<uint64_t> staged_word(int process, uint32_t round) const;

@@ -28,7 +28,7 @@ class Segments {
   virtual Memory create(uint32_t number, size_t bytes) = 0;
   // For the others: maps a segment that the leader has created. Null if this process cannot.
   virtual Memory open(uint32_t number, size_t bytes) = 0;
-  // For the leader: after this nobody maps the segment any more.
+  // After this nobody maps the segment any more. By the leader, or when the group is aborted by any process.
   virtual void unlink(uint32_t number) = 0;
 
   // Why another process could not map the first segment; nullopt if it has told nothing.

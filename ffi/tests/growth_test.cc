@@ -108,6 +108,24 @@ TEST(Growth, IdleMemoryIsGivenBack) {
   for (int i = 0; i < 3; ++i) expect_sum(processes, kLarge, ++id);
 }
 
+// A leader that is killed while it creates a segment, or before all have mapped it.
+TEST(Growth, OthersRemoveTheSegmentOfADeadLeader) {
+  for (bool while_creating : {true, false}) {
+    auto heap = std::make_shared<Heap>();
+    const Memory first = zeroed_memory(Channel::bytes(2, kGrowing));
+    HeapSegments of_leader(heap, 0), of_other(heap, 1);
+    Channel leader(first.get(), 2, 0, kGrowing, &of_leader), other(first.get(), 2, 1, kGrowing, &of_other);
+    if (while_creating) heap->after_create = [&] { other.abort(); };
+    ASSERT_TRUE(leader.offer_growth(1));
+    if (!while_creating) {
+      EXPECT_EQ(heap->larger.size(), 1u);
+      other.abort();
+    }
+    EXPECT_EQ(heap->num_created, 1);
+    EXPECT_TRUE(heap->larger.empty());
+  }
+}
+
 // A round of one part must have room for a cache line of each of the 48 terms that a rank may have.
 TEST(Growth, TheFirstSegmentIsEnoughForAnyTree) {
   for (int per_process : {1, 4, 8}) {

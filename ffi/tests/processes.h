@@ -50,6 +50,7 @@ struct Heap {
   size_t room = SIZE_MAX;               // for larger segments
   std::set<int> cannot_open;            // processes
   Memory last;                          // larger segment
+  std::function<void()> after_create;   // of a larger segment, before its creator knows that it exists
   int num_created = 0, num_refused = 0, num_opened = 0;
 };
 
@@ -65,15 +66,21 @@ class HeapSegments final : public Segments {
     return heap_->first;
   }
   Memory create(uint32_t number, size_t bytes) override {
-    std::lock_guard<std::mutex> lock(heap_->mutex);
-    if (bytes > heap_->room) return ++heap_->num_refused, nullptr;
-    ++heap_->num_created;
-    return heap_->last = heap_->larger[number] = zeroed_memory(bytes);
+    Memory memory = zeroed_memory(bytes);
+    {
+      std::lock_guard<std::mutex> lock(heap_->mutex);
+      if (bytes > heap_->room) return ++heap_->num_refused, nullptr;
+      ++heap_->num_created;
+      heap_->last = heap_->larger[number] = memory;
+    }
+    if (heap_->after_create) heap_->after_create();
+    return memory;
   }
   Memory open(uint32_t number, size_t) override {
     std::lock_guard<std::mutex> lock(heap_->mutex);
     ++heap_->num_opened;
-    return heap_->cannot_open.count(self_) > 0 ? nullptr : heap_->larger.at(number);
+    const auto found = heap_->larger.find(number);
+    return heap_->cannot_open.count(self_) > 0 || found == heap_->larger.end() ? nullptr : found->second;
   }
   void unlink(uint32_t number) override {
     std::lock_guard<std::mutex> lock(heap_->mutex);

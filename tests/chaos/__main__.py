@@ -65,6 +65,8 @@ def main() -> int:
             path = arguments.output / f"chaos-{name}-{seed}.txt"
             path.write_text(f"{name}, --repeat {seed}\n{error}\n")
             print(f"{name}, --repeat {seed}: {error.kind}, see {path}", flush=True)
+        except KeyboardInterrupt:  # the table so far
+            break
         if arguments.verbose:
             print(f"{name} {seed}: {time.monotonic() - at:.1f} s", flush=True)
     minutes = (time.monotonic() - began) / 60
