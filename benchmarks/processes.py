@@ -150,8 +150,9 @@ def measure_layout(layout: Layout, peers: list[Peer], cases: list, arguments: ar
     others = tuple(name for name in dict.fromkeys(row.implementation for row in rows) if name != "ring_psum")
     for served_by in dict.fromkeys(row.served_by for row in rows if row.implementation == "ring_psum"):
         print(f"# ring_psum is served by {served_by}")
-        print(report.ratio_table(rows, others))
-        print(report.summary(rows, others))
+        if others:
+            print(report.ratio_table(rows, others))
+            print(report.summary(rows, others))
     if layout.hosts > 1:
         print(report.crossing_table(rows))
     return rows

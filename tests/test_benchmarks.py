@@ -84,6 +84,15 @@ def test_processes(tmp_path):
         assert row["xla_bytes"] <= 4 * row["bytes"]
 
 
+def test_processes_without_a_peer():
+    text = run(
+        *("processes.py", "-b", "4", "-e", "4", "-n", "1", "-w", "1", "--rounds", "1", "--layout", "2x1"),
+        *("--impl", "ring_psum", "--loop-seconds", "0.001"),
+    )
+    assert "# ring_psum is served by jax_ring (shared memory, 2 processes)" in text
+    assert "# time / ring_psum's" not in text
+
+
 def test_train_step(tmp_path):
     file = tmp_path / "rows.json"
     run("train_step.py", "--devices", "2", "--steps", "2", "--json", str(file))
