@@ -114,7 +114,7 @@ def _all_have_an_error(jobs: _Jobs, outputs: list[pathlib.Path], began: float) -
     for i, output in enumerate(outputs):
         _await(output, "failed: ", jobs.outputs)
         text, far = output.read_text(), 1 - i // jobs.each
-        if jobs.ranks_each == 1 and f"closed by peer [{jobs.network.address(far)}]" in text:
+        if jobs.ranks_each == 1 and "failed: UNKNOWN: Gloo " in text and f"[{jobs.network.address(far)}]" in text:
             return Outcome("XLA's error names the address", 1, calls_in(text), (time.monotonic() - began,))
         far = jobs.network.name(far)
         assert "ring_psum of int32" in text, f"process {i} does not name the call\n{text}"
