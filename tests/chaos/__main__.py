@@ -9,6 +9,7 @@ import collections
 import os
 import pathlib
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -46,6 +47,7 @@ def main() -> int:
     arguments = _parse()
     if arguments.private and os.environ.get(_PRIVATE) != "1":
         return _run_with_own_shared_memory()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     names = arguments.scenario or list(SCENARIOS)
     rows = {name: Row() for name in names}
     unexpected: collections.Counter[str] = collections.Counter()
