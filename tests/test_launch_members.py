@@ -108,6 +108,43 @@ except RuntimeError as error:
     assert err.splitlines()[-1].endswith("was killed by SIGKILL")
 
 
+def test_shared_memory_of_killed_processes_is_removed(script):
+    path = script(
+        ELASTIC
+        + """
+name = f"/dev/shm/jax_ring-{control.memory_prefix()}{number}-left"
+open(name, "x").close()
+print(name, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    _, (line,), _ = run("-n", "1", path)
+    assert not pathlib.Path(line.split()[-1]).exists()
+
+
+def test_a_stopped_member_that_nobody_else_misses_is_killed(script):
+    """The only one of its generation, which the process that is to join waits for."""
+    path = script(
+        ELASTIC
+        + """
+launcher.enlist(min_processes=1)
+if number == 1: os.kill(os.getpid(), signal.SIGKILL)
+if number == 0:
+    member = launcher.next_generation(0, "rank 1 has ended")
+    print("members", member.num_processes, flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+member = launcher.next_generation(-1, "new")
+print("members", member.num_processes, flush=True)
+"""
+    )
+    options = ("--leave-timeout", "0.5", "--max-restarts", "2", "--backoff", "0.1")
+    status, out, err = run("-n", "2", *options, path)
+    assert status == 0, err
+    assert "rank 0 (pid " in err
+    assert "has been stopped for 0.5 s (--leave-timeout), and others wait for it; killing it" in err
+    assert out == ["[0] members 1", "[0] members 2", "[1] members 2"], (out, err)
+
+
 def test_one_that_dies_before_it_connects_does_not_end_the_others(script):
     """Clients of JAX's service wait for all to connect, and would abort their processes in the end."""
     path = script(

@@ -4,6 +4,7 @@ The launcher listens on a Unix socket, whose name is in `JAX_RING_CONTROL`. Both
 `launched.py` loads this file by its path before JAX may be imported, so it uses the standard library only.
 """
 
+import hashlib
 import json
 import os
 import select
@@ -45,6 +46,15 @@ class Member(NamedTuple):
             "JAX_PROCESS_ID": str(self.process_id),
             GENERATION_VARIABLE: str(self.generation),
         }
+
+
+def memory_prefix(socket_name: str | None = None) -> str:
+    """With what the names of shared memory begin in the processes of a launcher, which removes what they leave behind.
+
+    socket_name: of the launcher; that of this process by default. Without a launcher the prefix is empty.
+    """
+    name = os.environ.get(CONTROL_VARIABLE, "") if socket_name is None else socket_name
+    return hashlib.sha256(name.encode()).hexdigest()[:16] if name else ""
 
 
 def encode(message: dict[str, Any]) -> bytes:

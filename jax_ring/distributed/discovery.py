@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import jax
 
 from jax_ring import _compat, runtime
-from jax_ring.distributed import between_hosts, leaving
+from jax_ring.distributed import between_hosts, control, leaving
 from jax_ring.distributed.gpus import Gpus, gpus_here
 
 HOST_VARIABLE = "JAX_RING_HOST_ID"
@@ -45,7 +45,7 @@ class _Membership:
         put(_host_key(process), f"{self.hosts[process]}{_SEPARATOR}{self.memory}".encode())
         # The first process to publish a token wins. Shared resources are named by it, so other programs must not
         # be able to guess it.
-        token = _compat.publish_once("jax_ring/token", secrets.token_hex(16))
+        token = _compat.publish_once("jax_ring/token", control.memory_prefix() + secrets.token_hex(16))
         runtime.join_processes(process, token, put, get)
         leaving.join(client, process)
 

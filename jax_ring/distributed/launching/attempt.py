@@ -1,6 +1,7 @@
 """One attempt at a job: starts the processes of this host, watches over them, and ends them."""
 
 import asyncio
+import pathlib
 import signal
 from typing import NamedTuple
 
@@ -87,6 +88,7 @@ class Attempt:
                 process.kill()
             if self._elastic is not None:
                 self._elastic.close()
+            _remove_memory(control.memory_prefix(self._shared.server.name))
             self._shared.copying.extend(task for process in self._processes.values() for task in process.copying)
 
     def reap(self) -> None:
@@ -308,3 +310,9 @@ class Attempt:
                     answer({"error": "the job is being ended"})
             case events.RemoteFailed(node, failure):
                 self._failures.add((node, failure.rank), failure)
+
+
+def _remove_memory(prefix: str) -> None:
+    """Removes the names of shared memory that processes leave which are killed while they connect to it."""
+    for path in pathlib.Path("/dev/shm").glob(f"jax_ring-{prefix}*"):
+        path.unlink(missing_ok=True)

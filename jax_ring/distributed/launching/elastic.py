@@ -50,6 +50,7 @@ class Elastic:
         self._is_ticking = False
         self._forming: asyncio.Task | None = None
         self._leaving_since: float | None = None
+        self._stopped_since: dict[int, float] = {}  # by member, while another process waits to join
         self._formed_at = -math.inf  # when the last generation was formed
         self._refused = ""
         self._ports = contextlib.ExitStack()
@@ -227,9 +228,19 @@ class Elastic:
 
     def _end_overdue(self, membership: Membership) -> None:
         """Kills members that are stopped, or take too long, while others wait for them."""
+        if membership.is_leaving():
+            overdue = self._end_those_who_stay(membership)
+        elif membership.is_change_pending():
+            overdue = self._end_those_who_are_stopped(membership)
+        else:
+            overdue = []
         if not membership.is_leaving():
             self._leaving_since = None
-            return
+        if overdue and not self._is_ticking:
+            self._is_ticking = True
+            self._later(_TICK_SECONDS, events.Tick())
+
+    def _end_those_who_stay(self, membership: Membership) -> list[int]:
         loop = asyncio.get_running_loop()
         if self._leaving_since is None:
             self._leaving_since = loop.time()
@@ -248,9 +259,21 @@ class Elastic:
             else:
                 continue
             process.send(signal.SIGKILL)
-        if overdue and not self._is_ticking:
-            self._is_ticking = True
-            self._later(_TICK_SECONDS, events.Tick())
+        return overdue
+
+    def _end_those_who_are_stopped(self, membership: Membership) -> list[int]:
+        """No member has noticed that one is stopped, as when it is the only one. Those who want to join wait for it."""
+        now, members = asyncio.get_running_loop().time(), membership.members_left_over()
+        stopped = [number for number in members if self._processes[number].is_stopped()]
+        self._stopped_since = {number: self._stopped_since.get(number, now) for number in stopped}
+        for number, since in self._stopped_since.items():
+            if now - since > self._options.leave_timeout:
+                self._log(
+                    f"{self._processes[number].name} has been stopped for {self._options.leave_timeout:g} s "
+                    "(--leave-timeout), and others wait for it; killing it"
+                )
+                self._processes[number].send(signal.SIGKILL)
+        return members
 
     async def _form(self, membership: Membership, formation: Formation) -> None:
         """Starts a service and tells the members, unless one of them has ended meanwhile."""
