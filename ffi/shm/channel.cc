@@ -65,8 +65,9 @@ Channel::Channel(unsigned char* memory, int num_processes, int self, const Capac
 Channel::~Channel() { unlink_offer(); }
 
 void Channel::unlink_offer() {
+  if (segments_ == nullptr) return;
   const uint32_t number = area(0).growth.offered.load(std::memory_order_relaxed) / kLevels;
-  if (segments_ != nullptr && number != 0) segments_->unlink(number);
+  if (number != 0) segments_->unlink(number);
 }
 
 void Channel::ring_doorbell() {
