@@ -260,7 +260,8 @@ def _await_failures(trial: Trial, program, process: int, number: int) -> None:
 
 def _check_names(error: str, victims: list[int], others: list[int]) -> None:
     """An error names the process that failed, or another one that did and has aborted the group for it."""
-    named = [i for i in (*victims, *others) if f"Process {i} " in error]
+    blamed = ("Process {} ", "process {}, the group's first, did not")
+    named = [i for i in (*victims, *others) if any(text.format(i) in error for text in blamed)]
     assert named, f"the error names no process: {error}"
 
 
