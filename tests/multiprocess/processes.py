@@ -12,6 +12,7 @@ with Processes(body, 2) as program:           # for processes that are stopped, 
 """
 
 import contextlib
+import glob
 import importlib.util
 import inspect
 import json
@@ -28,6 +29,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 _HERE = pathlib.Path(__file__).resolve()
+
+
+def job_token() -> str:
+    """The text that the names of this job's shared memory begin with; other jobs may run beside it."""
+    from jax_ring import _compat
+
+    return _compat.distributed_client().key_value_try_get("jax_ring/token")
+
+
+def segments(token: str) -> list[str]:
+    """The shared memory of a job that has a name, and is left behind if the job ends now."""
+    return glob.glob(f"/dev/shm/jax_ring-{token}*")
 
 
 class Result(NamedTuple):

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from processes import job_token
 
 PROGRAMS = 10
 REPEATS = 20  # of the call in a loop
@@ -44,7 +45,7 @@ def soak(seed: int, num_rounds: int, folder: str) -> None:
     shared, own = np.random.default_rng(seed), np.random.default_rng([seed, jax.process_index()])
     programs = [program for _ in range(PROGRAMS) if (program := make_program(shared, own))]
     num_calls, before, outcome = 0, None, "done"
-    print("began", flush=True)
+    print(f"token {job_token()}\nbegan", flush=True)
     try:
         for number in range(num_rounds):
             # All processes choose the same programs. A process without a rank in one of them skips it.

@@ -1,6 +1,5 @@
 """Failed and mismatched processes: their peers get an error that names them, and continue; no result is wrong."""
 
-import glob
 import os
 import pathlib
 import signal
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from processes import Processes, run
+from processes import Processes, job_token, run, segments
 
 DEADLINE = 1.5
 TIME_LIMIT = DEADLINE + 10  # slack for a loaded machine
@@ -58,16 +57,6 @@ def error_of(f, *arguments) -> str:
     return str(raised.value)
 
 
-def token() -> str:
-    from jax_ring import _compat
-
-    return _compat.distributed_client().key_value_try_get("jax_ring/token")
-
-
-def segments(job_token: str) -> list[str]:
-    return glob.glob(f"/dev/shm/jax_ring-{job_token}*")
-
-
 def wait_for(path) -> None:
     while not os.path.exists(path):
         time.sleep(0.01)
@@ -86,7 +75,7 @@ def fail_in_turn(folder):
     if me == 0:
         import jax_ring  # noqa: F401, the import publishes the host of this process
 
-        print(f"token {token()}", flush=True)
+        print(f"token {job_token()}", flush=True)
         wait_for(folder / "end")
         return
     check_total(whole_mesh)
@@ -137,10 +126,10 @@ def test_stopped_killed_and_exited_processes_are_named(tmp_path):
     environment = {**ENVIRONMENT, "JAX_ENABLE_RECOVERABILITY": "1"}
     with Processes(fail_in_turn, 4, arguments=[str(tmp_path)], environment=environment) as program:
         program.wait_until(0, "token")
-        job_token = program.result(0).stdout.split("token ")[1].split()[0]
+        token = program.result(0).stdout.split("token ")[1].split()[0]
         for process in (1, 2, 3):
             program.wait_until(process, "ready")
-        assert segments(job_token) == []
+        assert segments(token) == []
         program.popen[3].send_signal(signal.SIGSTOP)
         (tmp_path / "stopped").touch()
         for process in (1, 2):
@@ -157,7 +146,7 @@ def test_stopped_killed_and_exited_processes_are_named(tmp_path):
         program.kill()
     assert [result.returncode for result in results] == [0, -signal.SIGKILL, 0, 0], results
     assert survivor_status == 0
-    assert segments(job_token) == []
+    assert segments(token) == []
 
 
 # ---- Mismatched calls, and cleanup -----------------------------------------------------------------------------------
@@ -218,9 +207,9 @@ def make_mismatched_calls(folder):
         error = error_of(mapped(total, mesh), values(mesh))
         assert "Process 1 (rank" in error, error
         assert ") has not made a call in this group yet." in error, error
-        assert segments(token()) == []
+        assert segments(job_token()) == []
     else:
-        while not (found := segments(token())):
+        while not (found := segments(job_token())):
             time.sleep(0.001)
         assert [os.stat(path).st_mode & 0o777 for path in found] == [0o600]
     # The same with the first process missing, which creates the segment.
@@ -251,7 +240,7 @@ def make_mismatched_calls(folder):
             del add, x
     # Only the segments of the last two groups are mapped. (JAX itself leaks some threads and files of each runtime.)
     assert pathlib.Path("/proc/self/maps").read_text().count("/dev/shm/jax_ring") == 2
-    print(f"token {token()}", flush=True)
+    print(f"token {job_token()}", flush=True)
     time.sleep(1000)
 
 
@@ -259,11 +248,11 @@ def test_mismatched_calls_and_reinitialization(tmp_path):
     with Processes(make_mismatched_calls, 2, 4, arguments=[str(tmp_path)], environment=ENVIRONMENT) as program:
         for process in (0, 1):
             program.wait_until(process, "token", timeout=100)
-        job_token = program.result(0).stdout.split("token ")[1].split()[0]
+        token = program.result(0).stdout.split("token ")[1].split()[0]
         # Process 0 runs JAX's coordinator. JAX aborts the other processes when they notice that it is gone.
         program.popen[0].send_signal(signal.SIGKILL)
         assert program.popen[1].wait(60) == -signal.SIGABRT
-        assert segments(job_token) == []
+        assert segments(token) == []
         assert "JAX distributed service detected fatal errors" in program.result(1).stderr
 
 

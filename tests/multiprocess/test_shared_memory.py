@@ -1,7 +1,6 @@
 """Shared memory that a process cannot map: all processes of the group hear why, at once."""
 
 import contextlib
-import glob
 import pathlib
 import re
 import resource
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from processes import run
+from processes import job_token, run, segments
 
 DEADLINE = 60.0
 
@@ -60,9 +59,11 @@ def run_out_of_files():
     client.wait_at_barrier("all have heard", 60_000)
     # A process whose calls have failed removes what it has left from another thread.
     until = time.monotonic() + DEADLINE
-    while left := glob.glob(f"/dev/shm/jax_ring-{client.key_value_try_get('jax_ring/token')}*"):
+    while left := segments(job_token()):
         assert time.monotonic() < until, left
         time.sleep(0.01)
+    # The next call creates memory of the same name's beginning, which a process that still looks would wait for.
+    client.wait_at_barrier("all have looked", 60_000)
     f, x = compiled_sum([1, 0, 2])
     assert [int(shard.data[0]) for shard in f(x).addressable_shards] == [3]
 

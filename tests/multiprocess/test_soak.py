@@ -1,7 +1,6 @@
 """Random collectives in random process layouts; processes are stopped and killed. Run with `pytest --soak SECONDS`."""
 
 import collections
-import glob
 import re
 import signal
 import tempfile
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import Processes, as_text
+from processes import Processes, as_text, segments
 from random_programs import soak
 
 DEADLINE = 4.0
@@ -42,7 +41,6 @@ def run_program(random, layout, event: str, num_rounds: int) -> dict[str, int]:
     num_processes, devices_each = layout
     fails = event in ("kill", "long stop")
     seed = int(random.integers(2**31))
-    segments = set(glob.glob("/dev/shm/jax_ring*"))
     environment = {"JAX_RING_TIMEOUT_S": str(DEADLINE), "JAX_ENABLE_RECOVERABILITY": "1"}
     # Process 0 runs JAX's coordinator: JAX terminates all processes if it dies, and stalls them while it is stopped.
     victim = int(random.integers(1 if fails else 0, num_processes))
@@ -76,7 +74,7 @@ def run_program(random, layout, event: str, num_rounds: int) -> dict[str, int]:
     output = f"{description}\n{as_text(results)}"
     assert all(results[i].returncode == 0 for i in survivors), output
     calls = [int(re.findall(r"^calls (\d+)$", result.stdout, re.MULTILINE)[-1]) for result in results]
-    leaked = set(glob.glob("/dev/shm/jax_ring*")) - segments
+    leaked = segments(results[0].stdout.split("token ")[1].split()[0])
     assert not leaked, f"{output}\n{leaked}"
     plural = {"none": "undisturbed programs", "kill": "kills survived"}.get(event, f"{event}s survived")
     return {"calls checked": sum(calls), "programs": 1, plural: 1}
