@@ -145,6 +145,48 @@ print("members", member.num_processes, flush=True)
     assert out == ["[0] members 1", "[0] members 2", "[1] members 2"], (out, err)
 
 
+def test_only_the_time_since_a_member_was_stopped_anew_counts(script, tmp_path):
+    """Rank 0 is stopped twice. Those who wait for it the first time die, and the second time it goes on soon."""
+    path = script(
+        ELASTIC
+        + f"""
+import pathlib, threading
+twice = pathlib.Path({str(tmp_path / "twice")!r})
+launcher.enlist(min_processes=1)
+after = -1
+if number == 0:
+    twice.with_name("pid").write_text(str(os.getpid()))
+    after = launcher.next_generation(0, "rank 1 has ended").generation
+    os.kill(os.getpid(), signal.SIGSTOP)
+    twice.touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+elif number == 1:
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGKILL)
+else:
+    pid = int(twice.with_name("pid").read_text())
+    def await_stop():
+        while b") T" not in pathlib.Path(f"/proc/{{pid}}/stat").read_bytes(): time.sleep(0.01)
+    await_stop()
+    if number == 2:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    else:
+        time.sleep(3)
+        os.kill(pid, signal.SIGCONT)
+        while not twice.exists(): time.sleep(0.01)
+        await_stop()
+        threading.Timer(0.5, os.kill, (pid, signal.SIGCONT)).start()
+member = launcher.next_generation(after, "a process waits")
+print("members", member.num_processes, flush=True)
+"""
+    )
+    options = ("--leave-timeout", "3", "--max-restarts", "3", "--backoff", "0.1")
+    status, out, err = run("-n", "2", *options, path)
+    assert status == 0, err
+    assert "killing it" not in err
+    assert out == ["[0] members 2", "[1] members 2"], (out, err)
+
+
 def test_one_that_dies_before_it_connects_does_not_end_the_others(script):
     """Clients of JAX's service wait for all to connect, and would abort their processes in the end."""
     path = script(

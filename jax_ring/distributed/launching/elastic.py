@@ -228,14 +228,15 @@ class Elastic:
 
     def _end_overdue(self, membership: Membership) -> None:
         """Kills members that are stopped, or take too long, while others wait for them."""
+        overdue = []
         if membership.is_leaving():
             overdue = self._end_those_who_stay(membership)
-        elif membership.is_change_pending():
+        else:
+            self._leaving_since = None
+        if membership.is_change_pending() and not membership.is_leaving():
             overdue = self._end_those_who_are_stopped(membership)
         else:
-            overdue = []
-        if not membership.is_leaving():
-            self._leaving_since = None
+            self._stopped_since = {}
         if overdue and not self._is_ticking:
             self._is_ticking = True
             self._later(_TICK_SECONDS, events.Tick())
