@@ -96,11 +96,15 @@ struct Work {
         rendezvous->terms.empty() ? operands : &rendezvous->terms[operand_part.operand * num_terms];
     const Inputs in{terms + sources.first, sources.count, from + begin, operand_part.subtrees};
     const Outputs out{results + receivers.first, receivers.count, to + begin};
-    kernel(in, out, count, streaming && can_stream(operands + receivers.first, out));
-    if (!zeros_elsewhere || count == 0) return;  // empty buffers may be null, which memset does not allow
+    if (sources.count > 0) {
+      kernel(in, out, count, streaming && can_stream(operands + receivers.first, out));
+    }
+    const bool zeros = zeros_elsewhere || sources.count == 0;
+    if (!zeros || count == 0) return;  // empty buffers may be null, which memset does not allow
     // After the fold, which may have read the same memory.
     for (int rank = 0; rank < num_ranks; ++rank) {
-      if (rank >= receivers.first && rank < receivers.first + receivers.count) continue;
+      const bool receives = rank >= receivers.first && rank < receivers.first + receivers.count;
+      if (receives == (sources.count > 0)) continue;
       std::memset(static_cast<char*>(results[rank]) + out.begin * element_bytes, 0, count * element_bytes);
     }
   }

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "cpu/fold_kernels.h"
@@ -29,6 +30,7 @@ struct Message {
   // each of the tree's slots, one after the other.
   const Tree* tree = nullptr;
   int num_results = 1;  // of a reduce-scatter, see num_parts()
+  std::shared_ptr<const std::vector<Part>> slices = nullptr;  // those of the plan, which lives as long
 };
 
 // Executes the collective and queues the ranks' completions on CompletionThreads. Returns at once or after doing part

@@ -2,6 +2,7 @@
 #include "cpu/handler.h"
 
 #include <algorithm>
+#include <cstring>
 #include <initializer_list>
 #include <memory>
 #include <optional>
@@ -20,6 +21,7 @@
 #include "cpu/completion_threads.h"
 #include "cpu/engine.h"
 #include "cpu/float_mode.h"
+#include "cpu/ragged.h"
 #include "cpu/rendezvous.h"
 #include "shm/communicators.h"
 
@@ -38,13 +40,17 @@ struct CrossProcessGroup {
 // One per call instruction and process, owned by the runtime.
 struct CallSite {
   static ffi::TypeId id;
-  CallSite(ReplicaGroups groups, std::string text, Plan plan, Op op)
+  CallSite(ReplicaGroups groups, std::string text, const Plan& of_call, std::vector<int> all_sources, Op op)
       : rendezvous_map(std::move(groups), text),
-        plan(plan),
+        plan(of_call),
+        sources(std::move(all_sources)),
         op(op),
-        text(std::make_shared<std::string>(std::move(text))) {}
+        text(std::make_shared<std::string>(std::move(text))) {
+    plan.sources = sources.data();
+  }
   RendezvousMap rendezvous_map;
   Plan plan;
+  std::vector<int> sources;  // of the plan
   Op op;
   flight::RecordedCall* recorded = nullptr;
   Trees trees;
@@ -66,14 +72,14 @@ bool is_one_shot(const CallSite& site, const Message& message, const Thresholds&
 
 // Equal calls of a program are distinguished by the order in which a process builds them. `program` is the program's
 // name and a digest of its text, the same in all processes, then '#' and how often this process has lowered it, which
-// differs between processes. trees: what defines the trees of the call's groups.
+// differs between processes. numbers: the sources of a permutation, and what defines the trees of the call's groups.
 Hash identity_of(std::string_view call, std::string_view program, const Plan& plan, Op op,
-                 std::optional<Algorithm> algorithm, std::initializer_list<ffi::Span<const int64_t>> trees) {
+                 std::optional<Algorithm> algorithm, std::initializer_list<ffi::Span<const int64_t>> numbers) {
   Hash hash;
   hash.add(call).add(program.substr(0, program.rfind('#')));
   hash.add(plan.collective).add(plan.order).add(plan.root).add(op).add(algorithm.value_or(Algorithm::count));
-  for (const auto& numbers : trees) {
-    for (int64_t number : numbers) hash.add(number);
+  for (const auto& span : numbers) {
+    for (int64_t number : span) hash.add(number);
   }
   return hash.add(
       shm::Communicators::instance().next_index(std::string(program) + ": " + std::to_string(hash.value())));
@@ -154,11 +160,11 @@ void record(CallSite& site, std::string_view collective, ffi::Span<const int64_t
 }
 
 ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
-    std::string_view collective, std::string_view op, int64_t root, std::string_view algorithm, std::string_view order,
-    ffi::Span<const int64_t> partitions, ffi::Span<const int64_t> processes, ffi::Span<const int64_t> group_sizes,
-    ffi::Span<const int64_t> one_shot_bytes, ffi::Span<const int64_t> two_shot_bytes,
-    ffi::Span<const int64_t> tree_shards, ffi::Span<const int64_t> tree_sizes, ffi::Span<const int64_t> tree_ranks,
-    std::string_view call, std::string_view lines, std::string_view program) {
+    std::string_view collective, std::string_view op, int64_t root, ffi::Span<const int64_t> sources,
+    std::string_view algorithm, std::string_view order, ffi::Span<const int64_t> partitions,
+    ffi::Span<const int64_t> processes, ffi::Span<const int64_t> group_sizes, ffi::Span<const int64_t> one_shot_bytes,
+    ffi::Span<const int64_t> two_shot_bytes, ffi::Span<const int64_t> tree_shards, ffi::Span<const int64_t> tree_sizes,
+    ffi::Span<const int64_t> tree_ranks, std::string_view call, std::string_view lines, std::string_view program) {
   try {
     const Plan plan{named<Collective>(collective, kCollectives), named<Order>(order, kOrders), static_cast<int>(root)};
     for (int64_t size : group_sizes) {
@@ -169,11 +175,13 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
     }
     ReplicaGroups groups({partitions.begin(), partitions.end()}, {group_sizes.begin(), group_sizes.end()},
                          are_local(processes));
-    auto site = std::make_unique<CallSite>(std::move(groups), describe(call, lines), plan, named<Op>(op, kOps));
+    auto site = std::make_unique<CallSite>(std::move(groups), describe(call, lines), plan,
+                                           sources_of(plan, sources, group_sizes), named<Op>(op, kOps));
     site->algorithm = algorithm_of(algorithm);
     site->trees = trees_of(plan, group_sizes, tree_shards, tree_sizes, tree_ranks);
     if (!program.empty()) {
-      site->hash = identity_of(call, program, plan, site->op, site->algorithm, {tree_shards, tree_sizes, tree_ranks});
+      site->hash =
+          identity_of(call, program, plan, site->op, site->algorithm, {sources, tree_shards, tree_sizes, tree_ranks});
     }
     find_communicators(*site, partitions, processes, group_sizes, one_shot_bytes, two_shot_bytes);
     record(*site, collective, partitions, processes, group_sizes);
@@ -233,21 +241,66 @@ Completion completion_of(const ffi::Promise& to_complete) {
   };
 }
 
+// Adds the operands and results of a rank to what it contributes, and describes them in the message.
+void decode(const CallSite& site, int group, ffi::RemainingArgs args, ffi::RemainingRets rets, Message& message,
+            Participant& participant) {
+  if (args.size() == 0 || args.size() != rets.size()) {
+    throw std::invalid_argument("jax_ring: a call needs one result per operand, and at least one operand");
+  }
+  const EngineType type = engine_type_of(site.plan, args.get<ffi::AnyBuffer>(0)->element_type());
+  message.dtype = type.dtype;
+  for (size_t i = 0; i < args.size(); ++i) {
+    const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i);
+    ffi::AnyBuffer output = **rets.get<ffi::AnyBuffer>(i);
+    const size_t count = count_of(site, group, input.element_count(), output.element_count());
+    message.counts.push_back(count * type.per_xla_element);
+    participant.inputs.push_back(input.untyped_data());
+    participant.outputs.push_back(output.untyped_data());
+  }
+}
+
+// The same for a ragged all-to-all, whose result starts as a copy of the last operand.
+void decode_ragged(const CallSite& site, int group, ffi::RemainingArgs args, ffi::RemainingRets rets, Message& message,
+                   Participant& participant) {
+  if (args.size() != 3 || rets.size() != 1) {
+    throw std::invalid_argument("jax_ring: a ragged all-to-all has a table, an operand, an output and a result");
+  }
+  const ffi::AnyBuffer table = *args.get<ffi::AnyBuffer>(0), input = *args.get<ffi::AnyBuffer>(1),
+                       before = *args.get<ffi::AnyBuffer>(2);
+  ffi::AnyBuffer output = **rets.get<ffi::AnyBuffer>(0);
+  const int num_ranks = site.rendezvous_map.groups().size(group);
+  const size_t rows_of_table = 4 * static_cast<size_t>(num_ranks);
+  const bool is_64_bit = table.element_type() == ffi::S64;
+  if (!(is_64_bit || table.element_type() == ffi::S32) || table.element_count() % (rows_of_table * num_ranks) != 0 ||
+      input.dimensions().size() == 0 || before.size_bytes() != output.size_bytes()) {
+    throw std::invalid_argument("jax_ring: the table or the result of a ragged all-to-all does not fit its operands");
+  }
+  const size_t rows = input.dimensions()[0], result_rows = output.dimensions()[0];
+  const size_t row_bytes = rows > 0 ? input.size_bytes() / rows : result_rows > 0 ? output.size_bytes() / result_rows : 0;
+  const RaggedTable sizes{table.untyped_data(), is_64_bit, num_ranks, table.element_count() / rows_of_table};
+  // All ranks have the same table, so that all fail if one does.
+  message.slices = std::make_shared<std::vector<Part>>(slices_of(sizes, row_bytes, rows, result_rows));
+  message.plan.slices = message.slices->data();
+  message.plan.num_slices = static_cast<int>(message.slices->size());
+  message.dtype = DType::u8;
+  message.counts.push_back(input.size_bytes());
+  participant.inputs.push_back(input.untyped_data());
+  participant.outputs.push_back(output.untyped_data());
+  if (before.untyped_data() != output.untyped_data() && output.size_bytes() > 0) {
+    std::memcpy(output.untyped_data(), before.untyped_data(), output.size_bytes());
+  }
+}
+
 ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::BufferR0<ffi::U32> partition,
                     ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary /*seen by instantiate*/) {
   ffi::Promise promise;
   ffi::Future future(promise);
   try {
-    if (args.size() == 0 || args.size() != rets.size()) {
-      throw std::invalid_argument("jax_ring: a call needs one result per operand, and at least one operand");
-    }
-    const EngineType type = engine_type_of(site->plan, args.get<ffi::AnyBuffer>(0)->element_type());
     const ReplicaGroups& groups = site->rendezvous_map.groups();
     const int group = groups.place(*partition.typed_data()).group;
     // Reused from call to call, so that their vectors keep their memory.
     thread_local Message message;
     thread_local Participant participant;
-    message.dtype = type.dtype;
     message.plan = site->plan;
     message.op = site->op;
     message.tree = site->trees.of_group.empty() ? nullptr : &site->trees.of_group[group];
@@ -255,14 +308,8 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
     message.counts.clear();
     participant.inputs.clear();
     participant.outputs.clear();
-    for (size_t i = 0; i < args.size(); ++i) {
-      const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i);
-      ffi::AnyBuffer output = **rets.get<ffi::AnyBuffer>(i);
-      const size_t count = count_of(*site, group, input.element_count(), output.element_count());
-      message.counts.push_back(count * type.per_xla_element);
-      participant.inputs.push_back(input.untyped_data());
-      participant.outputs.push_back(output.untyped_data());
-    }
+    const bool is_ragged = site->plan.collective == Collective::ragged_all_to_all;
+    (is_ragged ? decode_ragged : decode)(*site, group, args, rets, message, participant);
     if (site->recorded != nullptr) note_bytes(*site->recorded, message);
     participant.done = completion_of(promise);
     auto rendezvous = site->rendezvous_map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
@@ -273,6 +320,8 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
       XlaWorkers workers(pool);
       run_collective(std::move(rendezvous), message, workers);
     }
+  } catch (const std::invalid_argument& error) {
+    promise.SetError(ffi::Error::InvalidArgument(*site->text + ": " + error.what()));
   } catch (const std::exception& error) {
     promise.SetError(ffi::Error::Internal(error.what()));
   }
@@ -285,7 +334,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate_barrier(ffi::Span<const int6
   try {
     ReplicaGroups groups({partitions.begin(), partitions.end()}, {static_cast<int64_t>(partitions.size())},
                          are_local(processes));
-    return std::make_unique<CallSite>(std::move(groups), "", Plan{}, Op::sum);
+    return std::make_unique<CallSite>(std::move(groups), "", Plan{}, std::vector<int>{}, Op::sum);
   } catch (const std::exception& error) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(error.what()));
   }
@@ -311,6 +360,7 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                            .Attr<std::string_view>("collective")
                            .Attr<std::string_view>("op")
                            .Attr<int64_t>("root")
+                           .Attr<ffi::Span<const int64_t>>("sources")
                            .Attr<std::string_view>("algorithm")
                            .Attr<std::string_view>("order")
                            .Attr<ffi::Span<const int64_t>>("partitions")

@@ -8,12 +8,13 @@ namespace jax_ring::cpu {
 // Stages of the custom calls of all collectives.
 //
 // Operands: the caller's partition id (uint32 scalar), then the operands, all of one dtype.
-// Results:  one per operand, of the same dtype. An all-gather's result, and a reduce-scatter's operand, has a leading
-//           dimension of the group's size.
+// Results:  one per operand, of the same dtype. An all-gather's result, a reduce-scatter's operand, and both of an
+//           all-to-all have a leading dimension of the group's size.
 // Attributes:
-//   collective   string: all_reduce, reduce_scatter, all_gather, reduce or broadcast
-//   op           string: sum, max or min; ignored by all_gather and broadcast
+//   collective   string: all_reduce, reduce_scatter, all_gather, reduce, broadcast, all_to_all or permute
+//   op           string: sum, max or min; ignored by those that only move data
 //   root         int64: the root of a reduce or broadcast, else 0
+//   sources      int64 array: of permute, for each rank of a group the one whose operand it gets, or -1; else empty
 //   partitions   int64 array: the members of the replica groups, one group after the other, in rank order
 //   processes    int64 array: the process of each member
 //   group_sizes  int64 array: the size of each group

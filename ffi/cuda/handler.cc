@@ -51,7 +51,8 @@ struct Instance {
   };
 
   CallSite site;
-  std::string text;  // for error messages
+  std::vector<int> sources;  // of the site's plan
+  std::string text;          // for error messages
   std::vector<Group> groups;
 
   // By CUDA ordinal; null until the GPU's group is connected. Executions read it without a lock.
@@ -140,15 +141,20 @@ void add_trees(std::vector<Instance::Group>& groups, const Trees& trees, const C
 // Compiles for GPUs that may be elsewhere, so it decodes and checks: it touches no GPU and no store, and waits for
 // nothing.
 ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
-    std::string_view collective, std::string_view op, int64_t root, std::string_view algorithm, std::string_view order,
-    ffi::Span<const int64_t> processes, ffi::Span<const int64_t> devices, ffi::Span<const int64_t> group_sizes,
-    ffi::Span<const int64_t> one_shot_bytes, ffi::Span<const int64_t> two_shot_bytes,
-    ffi::Span<const int64_t> tree_shards, ffi::Span<const int64_t> tree_sizes, ffi::Span<const int64_t> tree_ranks,
-    std::string_view call, std::string_view lines, int64_t lane) {
+    std::string_view collective, std::string_view op, int64_t root, ffi::Span<const int64_t> sources,
+    std::string_view algorithm, std::string_view order, ffi::Span<const int64_t> processes,
+    ffi::Span<const int64_t> devices, ffi::Span<const int64_t> group_sizes, ffi::Span<const int64_t> one_shot_bytes,
+    ffi::Span<const int64_t> two_shot_bytes, ffi::Span<const int64_t> tree_shards, ffi::Span<const int64_t> tree_sizes,
+    ffi::Span<const int64_t> tree_ranks, std::string_view call, std::string_view lines, int64_t lane) {
   const auto vector = [](ffi::Span<const int64_t> span) { return std::vector<int64_t>(span.begin(), span.end()); };
   try {
     auto instance = std::make_unique<Instance>();
-    const Plan plan{named<Collective>(collective, kCollectives), named<Order>(order, kOrders), static_cast<int>(root)};
+    Plan plan{named<Collective>(collective, kCollectives), named<Order>(order, kOrders), static_cast<int>(root)};
+    if (plan.collective == Collective::ragged_all_to_all) {
+      throw std::invalid_argument("the kernels have no ragged all-to-all, whose sizes are in the GPUs' memory");
+    }
+    instance->sources = sources_of(plan, sources, group_sizes);
+    plan.sources = instance->sources.data();
     instance->site = {std::string(call), plan, named<Op>(op, kOps), algorithm_of(algorithm)};
     instance->text = describe(call, lines);
     if (lane < 0 || lane >= kLanes) {
@@ -393,6 +399,7 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                            .Attr<std::string_view>("collective")
                            .Attr<std::string_view>("op")
                            .Attr<int64_t>("root")
+                           .Attr<ffi::Span<const int64_t>>("sources")
                            .Attr<std::string_view>("algorithm")
                            .Attr<std::string_view>("order")
                            .Attr<ffi::Span<const int64_t>>("processes")

@@ -10,9 +10,10 @@ namespace jax_ring::gpu {
 // Operands: all of one dtype.
 // Results:  one per operand, of the same dtype, and of the size that the collective gives.
 // Attributes:
-//   collective   string: all_reduce, reduce_scatter, all_gather, reduce or broadcast
+//   collective   string: all_reduce, reduce_scatter, all_gather, reduce, broadcast, all_to_all or permute
 //   op           string: sum, max or min
 //   root         int64: the root of a reduce or broadcast
+//   sources      int64 array: of permute, for each rank of a group the one whose operand it gets, or -1; else empty
 //   algorithm    string: auto, one_shot, two_shot or ring
 //   order        string: rank, ring, any or tree, the order in which values are folded
 //   tree_shards, tree_sizes, tree_ranks

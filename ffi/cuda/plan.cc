@@ -49,6 +49,12 @@ uint64_t hash_of(const TreeProgram& tree) {
   return Hash().add(tree.term).add(tree.merges).add(tree.end).add(tree.num_results).add(tree.num_slots).value();
 }
 
+uint64_t hash_of_sources(const Plan& plan, int num_ranks) {
+  Hash hash;
+  for (int rank = 0; plan.collective == Collective::permute && rank < num_ranks; ++rank) hash.add(plan.sources[rank]);
+  return hash.value();
+}
+
 }  // namespace
 
 uint32_t CallSite::fingerprint() const { return Hash().add(std::string_view(call)).value32(); }
@@ -66,7 +72,7 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
   site.plan = with_order_for(site.plan, site.algorithm.value_or(Algorithm::two_shot));
   // The blocks of a ring are those of one operand, so each operand is a message of its own there.
   const size_t most = requires_ring(site.plan) ? 1 : kMaxOperands;
-  const uint64_t blocks = site.plan.collective == Collective::reduce_scatter ? communicator.num_ranks() : 1;
+  const uint64_t blocks = num_input_blocks(site.plan, communicator.num_ranks());
   std::vector<Launch> launches;
   for (size_t first = 0; first < buffers.size(); first += most) {
     Launch launch{};
@@ -86,6 +92,7 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
     // All slots are sent.
     launch.kernel = {folded_as(site.op, dtype), site.op, algorithm_of(site, bytes * slots, thresholds)};
     launch.call.plan = site.plan;
+    launch.call.plan.sources = nullptr;  // host memory
     if (tree != nullptr) {
       launch.kernel.along_tree = true;
       launch.call.tree = *tree;
@@ -94,7 +101,9 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
     }
     launch.call.self = communicator.endpoint(rank, site.lane, site.fingerprint(), deadline_seconds);
     if (adds_in_switch(requested, launch.kernel, launch.call.self)) launch.kernel.algorithm = Algorithm::multicast;
+    message.route = route_of(site.plan, communicator.num_ranks(), rank);
     message.fingerprint = Hash()
+                              .add(hash_of_sources(site.plan, communicator.num_ranks()))
                               .add(tree == nullptr ? uint64_t{0} : hash_of(*tree))
                               .add(site.fingerprint())
                               .add(launch.kernel.dtype)

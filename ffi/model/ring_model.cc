@@ -145,7 +145,7 @@ class Group {
     const Call& call = calls_[index];
     const size_t p = num_ranks(), block = call.num_packs * kValuesPerPack;
     const bool scatters = call.plan.collective == Collective::reduce_scatter;
-    const size_t count = scatters ? p * block : block;
+    const size_t count = num_input_blocks(call.plan, num_ranks()) * block;
     Buffers buffers;
     for (size_t at = 0; at < count; ++at) buffers.input.push_back(input_value(index, rank, at));
     buffers.output.assign(result_count(call.plan, p, count), 0xa5a5a5a5u);
@@ -157,6 +157,13 @@ class Group {
           break;
         case Collective::broadcast:
           buffers.expected[at] = input_value(index, call.plan.root, at);
+          break;
+        case Collective::all_to_all:
+          buffers.expected[at] = input_value(index, static_cast<int>(at / block), rank * block + at % block);
+          break;
+        case Collective::permute:
+          if (call.plan.sources[rank] == kNoRank) break;
+          buffers.expected[at] = input_value(index, call.plan.sources[rank], at);
           break;
         default:
           if (call.plan.collective == Collective::reduce && rank != call.plan.root) break;
@@ -191,6 +198,7 @@ class Group {
       message.num_packs = call.num_packs;
       message.num_operands = 1;
       message.fingerprint = call.fingerprints.empty() ? static_cast<uint32_t>(7 + i) : call.fingerprints[index];
+      message.route = route_of(call.plan, num_ranks(), index);
       unsigned char* const input = reinterpret_cast<unsigned char*>(buffers.input.data());
       message.operands[0] = {input, call.in_place ? input : reinterpret_cast<unsigned char*>(buffers.output.data()),
                              call.num_packs * kPackBytes, 0};
@@ -199,7 +207,11 @@ class Group {
           run_team<Element, Sum, Algorithm::one_shot>(self, message, call.plan, cta, team, Sum{});
           break;
         case Algorithm::two_shot:
-          run_team<Element, Sum, Algorithm::two_shot>(self, message, call.plan, cta, team, Sum{});
+          if (only_moves(call.plan)) {
+            run_team<Native<uint8_t>, Sum, Algorithm::two_shot>(self, message, call.plan, cta, team, Sum{});
+          } else {
+            run_team<Element, Sum, Algorithm::two_shot>(self, message, call.plan, cta, team, Sum{});
+          }
           break;
         case Algorithm::multicast:
           run_team<Element, Sum, Algorithm::multicast>(self, message, call.plan, cta, team, Sum{});
@@ -284,6 +296,10 @@ std::vector<Call> rounds(Algorithm algorithm, Plan plan, uint64_t num_packs) {
   return {{algorithm, plan, num_packs}, {algorithm, plan, 1, true}, {algorithm, plan, num_packs}};
 }
 
+// The sources of permutations: the next rank, by the number of ranks; and rank 1 for the first rank alone.
+constexpr int kNextRank[][3] = {{}, {0}, {1, 0}, {1, 2, 0}};
+constexpr int kOneRank[] = {1, kNoRank, kNoRank};
+
 // Every collective that two-shot has, in one sequence.
 std::vector<Call> all_collectives(int num_ranks) {
   std::vector<Call> calls;
@@ -291,7 +307,10 @@ std::vector<Call> all_collectives(int num_ranks) {
        {Plan{Collective::all_reduce}, Plan{Collective::reduce_scatter}, Plan{Collective::reduce_scatter, Order::ring},
         Plan{Collective::all_gather}, Plan{Collective::reduce, Order::rank, num_ranks - 1},
         Plan{Collective::broadcast, Order::rank, 0}, Plan{Collective::reduce, Order::rank, 0},
-        Plan{Collective::broadcast, Order::rank, num_ranks - 1}, Plan{Collective::all_reduce}}) {
+        Plan{Collective::broadcast, Order::rank, num_ranks - 1}, Plan{Collective::all_to_all},
+        Plan{Collective::permute, Order::rank, 0, kNextRank[num_ranks]}, Plan{Collective::all_reduce},
+        Plan{Collective::permute, Order::rank, 0, kOneRank}, Plan{Collective::all_to_all},
+        Plan{Collective::all_reduce}}) {
     calls.push_back({Algorithm::two_shot, plan, 2});
   }
   return calls;

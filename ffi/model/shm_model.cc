@@ -177,6 +177,10 @@ class Processes {
     switch (calls_[call].plan.collective) {
       case Collective::all_gather:
         return value(call, static_cast<int>(i / count), i % count);
+      case Collective::all_to_all: {
+        const size_t block = count / num_processes();
+        return value(call, static_cast<int>(i / block), process * block + i % block);
+      }
       case Collective::reduce_scatter:
         i += process * (count / num_processes());
         break;
@@ -289,13 +293,14 @@ std::vector<NamedScenario> scenarios() {
   const TestCall one_step{{}, true, 1}, two_steps{{}, false, 32};
   const TestCall large{{}, true, 32};  // two rounds, or one after growth
   const TestCall scatter{{Collective::reduce_scatter}, false, 16}, gather{{Collective::all_gather}, false, 1};
+  const TestCall exchange{{Collective::all_to_all}, false, 48};
   return {
       {"one round in one step, 2 processes", exhaustive, succeeds(2, {one_step})},
       {"one round in two steps, 2 processes", exhaustive, succeeds(2, {two_steps})},
       {"2 rounds in one step, 2 processes", exhaustive, succeeds(2, {{{}, true, 32}})},
       {"3 rounds in one step, 2 processes", random, succeeds(2, {{{}, true, 48}})},
       {"3 rounds in two steps, 2 processes", random, succeeds(2, {{{}, false, 96}})},
-      {"calls of every kind, 3 processes", random, succeeds(3, {one_step, two_steps, scatter, gather, one_step})},
+      {"calls of every kind, 3 processes", random, succeeds(3, {one_step, two_steps, scatter, gather, exchange, one_step})},
       {"another order of calls, 2 processes", exhaustive, succeeds(2, {one_step, gather}, {{0, 1}, {1, 0}})},
       {"another order of calls, 3 processes", random,
        succeeds(3, {one_step, gather, one_step}, {{0, 1, 2}, {1, 2, 0}, {2, 1, 0}})},

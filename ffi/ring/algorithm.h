@@ -25,7 +25,7 @@ JAX_RING_TEAM_CALL void poison(const Endpoint& self, const Message& message, con
     return;
   }
   const PackRange share = share_of({0, message.num_packs}, cta, self.capacity.num_ctas);
-  for (int block = 0; block < (plan.collective == Collective::all_gather ? p : 1); ++block) {
+  for (int block = 0; block < num_output_blocks(plan, p); ++block) {
     fill(message, share, block, team, ones);
   }
 }

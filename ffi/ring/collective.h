@@ -14,14 +14,41 @@ enum class Collective : int {
   all_gather,      // every rank gets all operands, concatenated in rank order
   reduce,          // the fold of all operands for the root, zeros for the others
   broadcast,       // the root's operand, for every rank
+  all_to_all,      // rank r gets the r-th of p equal blocks of each operand, in rank order
+  permute,         // rank r gets the operand of one rank, or zeros
+  ragged_all_to_all,  // slices of the operands go to places in the results, which keep what they have elsewhere
 };
+
+struct Part;
 
 // What all ranks of a call agree on, besides the size and type of the message.
 struct Plan {
   Collective collective = Collective::all_reduce;
   Order order = Order::rank;
   int root = 0;  // of reduce and broadcast
+  // Of permute, for each rank: the one whose operand it gets, or kNoRank. In host memory; kernels know their rank's Route.
+  const int* sources = nullptr;
+  // Of ragged_all_to_all, in host memory: the slices. They differ from execution to execution.
+  const Part* slices = nullptr;
+  int num_slices = 0;
 };
+
+// Whether there is nothing to fold: the results are copies of operands.
+JAX_RING_INLINE bool only_moves(const Plan& plan) {
+  switch (plan.collective) {
+    case Collective::all_reduce:
+    case Collective::reduce_scatter:
+    case Collective::reduce:
+      return false;
+    case Collective::all_gather:
+    case Collective::broadcast:
+    case Collective::all_to_all:
+    case Collective::permute:
+    case Collective::ragged_all_to_all:
+      break;
+  }
+  return true;
+}
 
 // Whether the fold order depends on the blocks of the whole operand, which only the ring algorithm implements.
 JAX_RING_INLINE bool requires_ring(const Plan& plan) {
@@ -45,7 +72,7 @@ struct RankRange {
 };
 
 // One part of a collective: elements [from, from + count) of the sources' operands are folded, in the order of the
-// sources, into elements [to, to + count) of the receivers' results.
+// sources, into elements [to, to + count) of the receivers' results. Without sources they are zero.
 struct Part {
   RankRange sources;  // Order::tree: terms of the tree, not ranks; they never wrap around
   size_t from;
@@ -71,15 +98,31 @@ JAX_RING_INLINE Part compose(Part first, Part second) {
   return {first.sources, first.from, second.receivers, second.to, first.count};
 }
 
+// A rank's place in a permutation; none in another collective.
+inline Route route_of(const Plan& plan, int num_ranks, int rank) {
+  Route route;
+  if (plan.collective != Collective::permute) return route;
+  route.source = plan.sources[rank];
+  for (int receiver = 0; receiver < num_ranks; ++receiver) {
+    if (plan.sources[receiver] == rank) route.receiver = receiver;
+  }
+  return route;
+}
+
 // Number of parts of each operand. It is one if all elements are folded alike; an engine may cut it anywhere.
 JAX_RING_INLINE int num_parts(const Plan& plan, int num_ranks) {
   switch (plan.collective) {
     case Collective::reduce_scatter:
     case Collective::all_gather:
+    case Collective::permute:
       return num_ranks;
+    case Collective::all_to_all:
+      return num_ranks * num_ranks;
     case Collective::all_reduce:
     case Collective::reduce:
       return plan.order == Order::ring ? num_ranks : 1;
+    case Collective::ragged_all_to_all:
+      return plan.num_slices;
     case Collective::broadcast:
       break;
   }
@@ -93,6 +136,16 @@ JAX_RING_INLINE Part part_of(const Plan& plan, int num_ranks, size_t count, size
       return scatter_block(plan.order, num_ranks, i, {i * (count / num_ranks), count / num_ranks});
     case Collective::all_gather:
       return gather_block(num_ranks, i, {i * count, count});
+    case Collective::all_to_all: {
+      const int receiver = i / num_ranks, source = i % num_ranks;
+      const size_t block = count / num_ranks;
+      return {{source, 1}, receiver * block, {receiver, 1}, source * block, block};
+    }
+    case Collective::permute:
+      if (plan.sources[i] == kNoRank) return {{0, 0}, 0, {i, 1}, 0, count};
+      return {{plan.sources[i], 1}, 0, {i, 1}, 0, count};
+    case Collective::ragged_all_to_all:
+      return plan.slices[i];
     case Collective::all_reduce:
     case Collective::reduce: {
       const bool whole = num_parts(plan, num_ranks) == 1;
@@ -112,8 +165,7 @@ JAX_RING_INLINE Part part_of(const Plan& plan, int num_ranks, size_t count, size
 
 // Whether the sources of a part are the terms of a tree. What is only moved has ranks as its sources.
 JAX_RING_INLINE bool folds_along_tree(const Plan& plan) {
-  return plan.order == Order::tree && plan.collective != Collective::all_gather &&
-         plan.collective != Collective::broadcast;
+  return plan.order == Order::tree && !only_moves(plan);
 }
 
 // The same with Order::tree. An operand has one slot of `count` elements for each of the tree's slots. A reduce-scatter
@@ -137,16 +189,19 @@ inline Part part_of(const Plan& plan, int num_ranks, const Tree* tree, int num_r
   return part;
 }
 
+// Blocks of an operand, of which each rank gets one, and of a result.
+JAX_RING_INLINE int num_input_blocks(const Plan& plan, int num_ranks) {
+  const bool has_blocks = plan.collective == Collective::reduce_scatter || plan.collective == Collective::all_to_all;
+  return has_blocks ? num_ranks : 1;
+}
+JAX_RING_INLINE int num_output_blocks(const Plan& plan, int num_ranks) {
+  const bool has_blocks = plan.collective == Collective::all_gather || plan.collective == Collective::all_to_all;
+  return has_blocks ? num_ranks : 1;
+}
+
 // Elements of each rank's result for an operand of `count` elements.
 JAX_RING_INLINE size_t result_count(const Plan& plan, int num_ranks, size_t count) {
-  switch (plan.collective) {
-    case Collective::reduce_scatter:
-      return count / num_ranks;
-    case Collective::all_gather:
-      return count * num_ranks;
-    default:
-      return count;
-  }
+  return count / num_input_blocks(plan, num_ranks) * num_output_blocks(plan, num_ranks);
 }
 
 }  // namespace jax_ring

@@ -24,6 +24,15 @@ enum class Order : int {
   tree,  // along a binary tree over shards, whatever the number of ranks; see tree.h
 };
 
+// In the place of a rank where there is none.
+constexpr int kNoRank = -1;
+
+// A rank's place in a permutation: whose operand it gets, and who gets its own.
+struct Route {
+  int32_t source = kNoRank;
+  int32_t receiver = kNoRank;
+};
+
 // Ranks exchange whole packs: what a GPU thread loads at once.
 constexpr uint64_t kPackBytes = 16;
 

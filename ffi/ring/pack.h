@@ -37,6 +37,7 @@ struct Message {
   uint64_t num_packs;
   uint32_t num_operands;
   uint32_t fingerprint;  // very likely differs between calls that do not match
+  Route route;           // of a permutation
   Operand operands[kMaxOperands];
 };
 

@@ -2,7 +2,8 @@
 //
 // An all-reduce is a reduce-scatter followed by an all-gather. In each round rank i owns the i-th part of the message.
 // All ranks send this part to i, which folds it and sends the result to all. Each rank sends 2(p-1)/p of the message,
-// as in a ring, but in 2 steps instead of 2(p-1). The other collectives leave out senders, the fold, or receivers.
+// as in a ring, but in 2 steps instead of 2(p-1). The other collectives leave out senders, the fold, or receivers. In an
+// all-to-all and a permutation the owner keeps what it receives, and does not fold it.
 //
 // The rounds of a call overlap. In step s, of N + 2 for N rounds, a rank
 //
@@ -30,6 +31,9 @@
 // own values go through its own mailbox, of which the above holds as well.
 #pragma once
 
+#include <cstdint>
+#include <type_traits>
+
 #include "ring/collective.h"
 #include "ring/fold_pack.h"
 #include "ring/fold_tree.h"
@@ -45,14 +49,14 @@ struct Roles {
 
   // Whether each rank's part is a block of its own, of the operands or of the results, and not a share of one message.
   JAX_RING_INLINE bool have_blocks() const {
-    return plan.collective == Collective::reduce_scatter || plan.collective == Collective::all_gather;
+    return plan.collective == Collective::reduce_scatter || plan.collective == Collective::all_gather || exchanges();
   }
-  JAX_RING_INLINE int input_block(int owner) const { return plan.collective == Collective::reduce_scatter ? owner : 0; }
-  // The operands have so many blocks in each slot.
-  JAX_RING_INLINE int input_blocks(int num_ranks) const {
-    return plan.collective == Collective::reduce_scatter ? num_ranks : 1;
+  // Whether an owner keeps what each rank sends it.
+  JAX_RING_INLINE bool exchanges() const {
+    return plan.collective == Collective::all_to_all || plan.collective == Collective::permute;
   }
-  JAX_RING_INLINE int output_block(int owner) const { return plan.collective == Collective::all_gather ? owner : 0; }
+  JAX_RING_INLINE int input_block(int owner) const { return num_input_blocks(plan, 2) == 1 ? 0 : owner; }
+  JAX_RING_INLINE int output_block(int owner) const { return num_output_blocks(plan, 2) == 1 ? 0 : owner; }
 
   // The ranks that send to the owners. In an all-gather the owners already have the data.
   JAX_RING_INLINE bool sends(int rank) const {
@@ -69,10 +73,10 @@ struct Roles {
   // The ranks that the owners send to.
   JAX_RING_INLINE bool receives(int rank) const {
     if (plan.collective == Collective::reduce) return rank == plan.root;
-    return plan.collective != Collective::reduce_scatter;
+    return plan.collective != Collective::reduce_scatter && !exchanges();
   }
   JAX_RING_INLINE bool all_receive() const {
-    return plan.collective != Collective::reduce && plan.collective != Collective::reduce_scatter;
+    return plan.collective != Collective::reduce && plan.collective != Collective::reduce_scatter && !exchanges();
   }
   // Whether an owner keeps its part as its own result.
   JAX_RING_INLINE bool keeps_result(int owner) const {
@@ -182,6 +186,55 @@ struct PartsWalk {
   }
 };
 
+// Blocks are exchanged as bytes, so that the other kernels do without the code for it.
+template <class Element>
+constexpr bool kExchanges = std::is_same_v<Element, Native<uint8_t>>;
+
+// A range of the one part that a rank sends, or receives.
+struct PeerWalk : RangeWalk {
+  int peer;
+
+  JAX_RING_TEAM PeerWalk(PackRange range, int peer) : RangeWalk(range), peer(peer) {}
+  JAX_RING_TEAM bool get(Spot* spot) const {
+    *spot = {begin + at, at, peer};
+    return true;
+  }
+};
+
+// Sends this rank's operand of a permutation to the rank that gets it.
+template <class Team>
+JAX_RING_TEAM void send_to_receiver(const Worker<Team>& worker, uint32_t round) {
+  const int rank = worker.self.rank, receiver = worker.message.route.receiver;
+  if (receiver == kNoRank || receiver == rank) return;
+  for_each_pack<kCopiesInFlight>(
+      worker.message, PeerWalk(worker.range(round), receiver), worker.team,
+      [&](const OperandView& operand, uint64_t index, const Spot&) { return operand.load(index); },
+      [&](const OperandView&, uint64_t, const Spot& spot, Pack pack) {
+        write_pack(worker.scatter_buffer(spot.owner, round, rank) + spot.place, pack);
+      });
+}
+
+// Keeps what this rank has received in a round of an all-to-all or a permutation, and its own part.
+template <class Team>
+JAX_RING_TEAM void keep_received(const Worker<Team>& worker, uint32_t round) {
+  const Roles& roles = worker.roles;
+  const int rank = worker.self.rank;
+  const PackRange range = worker.range(round);
+  const auto load = [&](const OperandView& operand, uint64_t index, const Spot& spot) {
+    if (spot.owner == rank) return operand.load(index, roles.input_block(rank));
+    return read_pack(worker.scatter_buffer(rank, round, spot.owner) + spot.place);
+  };
+  const auto store = [&](const OperandView& operand, uint64_t index, const Spot& spot, Pack pack) {
+    operand.store(index, pack, roles.output_block(spot.owner));
+  };
+  if (roles.plan.collective == Collective::all_to_all) {
+    return for_each_pack<kCopiesInFlight>(worker.message, PartsWalk<Team, 0>{worker, range}, worker.team, load, store);
+  }
+  const int source = worker.message.route.source;
+  if (source == kNoRank) return fill(worker.message, range, 0, worker.team, Pack{});
+  for_each_pack<kCopiesInFlight>(worker.message, PeerWalk(range, source), worker.team, load, store);
+}
+
 // Sends each part of a round to its owner.
 template <class Team, class Terms>
 JAX_RING_TEAM void send_to_owners(const Worker<Team>& worker, uint32_t round, const Terms& terms) {
@@ -190,7 +243,7 @@ JAX_RING_TEAM void send_to_owners(const Worker<Team>& worker, uint32_t round, co
   if (!roles.sends(rank)) return;
   JAX_RING_NO_UNROLL
   for (int slot = 0; slot < terms.num_slots(); ++slot) {
-    const int first_block = slot * roles.input_blocks(worker.num_ranks());
+    const int first_block = slot * num_input_blocks(roles.plan, worker.num_ranks());
     const uint64_t first_place = slot * worker.packs_per_slot;
     for_each_pack<kCopiesInFlight>(
         worker.message, PartsWalk<Team, Terms::kFirstStep>{worker, worker.range(round)}, worker.team,
@@ -316,10 +369,22 @@ JAX_RING_TEAM bool run(const Endpoint& self, const Message& message, const Plan&
   bool ok = true;
   JAX_RING_NO_UNROLL
   for (uint32_t step = 0; ok && step < num_rounds + 2; ++step) {
-    if (step < num_rounds) send_to_owners(worker, step, terms);
+    if (step < num_rounds) {
+      if (kExchanges<Element> && plan.collective == Collective::permute) {
+        send_to_receiver(worker, step);
+      } else {
+        send_to_owners(worker, step, terms);
+      }
+    }
     if (step > 0) ok = worker.await_peers(number, step <= num_rounds ? Step::reduce_scatter : Step::all_gather);
     if (!ok) break;
-    if (step > 0 && step <= num_rounds) fold_and_send<Element>(worker, step - 1, op, terms);
+    if (step > 0 && step <= num_rounds) {
+      if (kExchanges<Element> && roles.exchanges()) {
+        keep_received(worker, step - 1);
+      } else {
+        fold_and_send<Element>(worker, step - 1, op, terms);
+      }
+    }
     if (step > 1) copy_results(worker, step - 2);
     if (step <= num_rounds) worker.signal_peers(++number);
   }

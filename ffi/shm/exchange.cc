@@ -254,11 +254,12 @@ void Exchange::fold(Channel& channel, uint32_t number, const Round& round) {
           outputs_.push_back(result);
         }
       }
-      if (!outputs_.empty()) kernel_(sources, slices(outputs_), part.count, streaming);
+      if (!outputs_.empty() && !inputs_.empty()) kernel_(sources, slices(outputs_), part.count, streaming);
     }
-    if (!part.zeros_elsewhere) continue;
+    if (!part.zeros_elsewhere && part.sources.count > 0) continue;
     for (int rank : group_.ranks_of(group_.self())) {
-      if (rank >= part.receivers.first && rank < part.receivers.first + part.receivers.count) continue;
+      const bool receives = rank >= part.receivers.first && rank < part.receivers.first + part.receivers.count;
+      if (receives == (part.sources.count > 0)) continue;
       std::memset(output(rank), 0, part.count * element_bytes_);
     }
   }

@@ -137,7 +137,15 @@ std::vector<Plan> two_step_plans(int num_ranks) {
           {Collective::reduce_scatter, Order::ring},
           {Collective::all_gather},
           {Collective::reduce, Order::rank, num_ranks - 1},
-          {Collective::broadcast, Order::rank, num_ranks / 2}};
+          {Collective::broadcast, Order::rank, num_ranks / 2},
+          {Collective::all_to_all},
+          {Collective::permute, Order::rank, 0, next_rank(num_ranks)},
+          {Collective::permute, Order::rank, 0, some_mirrored(num_ranks)}};
+}
+
+// The dtype whose kernels have a collective: blocks are exchanged as bytes.
+DType dtype_of(const Plan& plan, DType other = DType::f32) {
+  return plan.collective == Collective::all_to_all || plan.collective == Collective::permute ? DType::u8 : other;
 }
 
 class TwoStep : public ::testing::TestWithParam<Shape> {};
@@ -147,14 +155,14 @@ INSTANTIATE_TEST_SUITE_P(, TwoStep, ::testing::ValuesIn(shapes()),
 TEST_P(TwoStep, SizesAroundEveryBoundary) {
   const size_t p = GetParam().ranks;
   const Capacity capacity = small_capacity(GetParam().ranks);
-  const size_t round = capacity.part_packs * kPackBytes / sizeof(float) * capacity.num_ctas;
   Peers peers = peers_of(GetParam());
   std::vector<PeerCall> calls;
   for (const Plan& plan : two_step_plans(GetParam().ranks)) {
+    const size_t round = capacity.part_packs * kPackBytes / element_size(dtype_of(plan)) * capacity.num_ctas;
     for (size_t per_rank : {size_t{0}, size_t{1}, size_t{3}, size_t{4}, round - 1, round, round + 1, 3 * round + 2}) {
       const size_t count = plan.collective == Collective::all_gather ? per_rank : per_rank * p;
       const unsigned seed = static_cast<unsigned>(calls.size());
-      calls.push_back(PeerCall::random(DType::f32, Algorithm::two_shot, plan, GetParam().ranks, {count, p}, seed));
+      calls.push_back(PeerCall::random(dtype_of(plan), Algorithm::two_shot, plan, GetParam().ranks, {count, p}, seed));
     }
   }
   check(peers, std::move(calls));
@@ -189,8 +197,9 @@ TEST(Mailbox, AlgorithmsAlternate) {
     Peers peers = peers_of({num_ranks, 2});
     std::vector<PeerCall> calls;
     for (unsigned i = 0; i < 60; ++i) {
-      const Plan plan = two_step_plans(num_ranks)[i % 5];
-      calls.push_back(PeerCall::random(DType::f32, Algorithm::two_shot, plan, num_ranks, {i % 7 * num_ranks}, i));
+      const std::vector<Plan> plans = two_step_plans(num_ranks);
+      const Plan plan = plans[i % plans.size()];
+      calls.push_back(PeerCall::random(dtype_of(plan), Algorithm::two_shot, plan, num_ranks, {i % 7 * num_ranks}, i));
       const Variant& variant = kVariants[(i * i + i / 4) % 4];
       calls.push_back(PeerCall::random(DType::f32, variant.algorithm, variant.plan(), num_ranks, {(i * 37) % 300}, i));
     }

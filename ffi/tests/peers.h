@@ -86,8 +86,8 @@ struct PeerCall {
     Message message{};
     message.fingerprint = fingerprint;
     message.num_operands = static_cast<uint32_t>(counts.size());
-    const uint64_t blocks =
-        (plan.collective == Collective::reduce_scatter ? num_ranks() : 1) * (tree ? tree->num_slots : 1);
+    message.route = route_of(plan, num_ranks(), rank);
+    const uint64_t blocks = num_input_blocks(plan, num_ranks()) * (tree ? tree->num_slots : 1);
     for (size_t i = 0; i < counts.size(); ++i) {
       OffsetBuffer& input = inputs[rank][i];
       OffsetBuffer& output = in_place ? input : outputs[rank][i];

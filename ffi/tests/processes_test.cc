@@ -55,12 +55,11 @@ TEST_P(ProcessesTest, MatchesTheDefinitions) {
     Processes processes(layout, kSmall, 0xfffffff0u);
     const int p = processes.num_ranks();
     for (const Plan& plan : all_plans(p)) {
-      const size_t scatter = plan.collective == Collective::reduce_scatter ? p : 1;
-      const std::vector<size_t> counts{0, scatter, 3 * scatter, 17 * scatter, 1601 * scatter};
-      const bool same_size = plan.collective != Collective::reduce_scatter && plan.collective != Collective::all_gather;
+      const size_t blocks = num_input_blocks(plan, p);
+      const std::vector<size_t> counts{0, blocks, 3 * blocks, 17 * blocks, 1601 * blocks};
       for (bool one_shot : {false, true}) {
         const Op op = static_cast<Op>(++turn % static_cast<int>(Op::count));
-        TestCall call(plan, op, GetParam(), p, counts, same_size && turn % 2 == 0, one_shot, ++id);
+        TestCall call(plan, op, GetParam(), p, counts, may_be_in_place(plan) && turn % 2 == 0, one_shot, ++id);
         on_all(processes.count(), [&](int process) { call.submit(processes[process]); });
         ASSERT_NO_FATAL_FAILURE(call.expect_results());
       }

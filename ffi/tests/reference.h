@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -47,6 +49,13 @@ inline std::optional<Origin> origin(const Plan& plan, int num_ranks, size_t coun
       return Origin{fold(i / pack / packs_per_block), i};
     case Collective::broadcast:
       return Origin{{plan.root}, i};
+    case Collective::all_to_all: {
+      const size_t block = count / num_ranks;
+      return Origin{{static_cast<int>(i / block)}, rank * block + i % block};
+    }
+    case Collective::permute:
+      if (plan.sources[rank] == kNoRank) return std::nullopt;
+      return Origin{{plan.sources[rank]}, i};
   }
   return std::nullopt;
 }
@@ -192,6 +201,46 @@ inline Bytes expected_tree_result(const Plan& plan, Op op, DType dtype, const Re
 
 // -------------------------------------------------------------------------------------------------------------------
 
+// The sources of a permutation, which live as long as the program.
+inline const int* kept(std::vector<int> sources) {
+  static std::mutex mutex;
+  static std::set<std::vector<int>> all;
+  const std::lock_guard<std::mutex> lock(mutex);
+  return all.insert(std::move(sources)).first->data();
+}
+
+// The next rank is everybody's source.
+inline const int* next_rank(int num_ranks) {
+  std::vector<int> sources;
+  for (int rank = 0; rank < num_ranks; ++rank) sources.push_back((rank + 1) % num_ranks);
+  return kept(std::move(sources));
+}
+
+// The mirrored rank is every second one's source. The others have none.
+inline const int* some_mirrored(int num_ranks) {
+  std::vector<int> sources;
+  for (int rank = 0; rank < num_ranks; ++rank) sources.push_back(rank % 2 == 0 ? num_ranks - 1 - rank : kNoRank);
+  return kept(std::move(sources));
+}
+
+inline std::vector<Plan> exchange_plans(int num_ranks) {
+  return {{Collective::all_to_all},
+          {Collective::permute, Order::rank, 0, next_rank(num_ranks)},
+          {Collective::permute, Order::rank, 0, some_mirrored(num_ranks)}};
+}
+
+// Whether a result may take the place of the operand. What a rank sends to some ranks alone would be overwritten.
+inline bool may_be_in_place(const Plan& plan) {
+  switch (plan.collective) {
+    case Collective::all_reduce:
+    case Collective::reduce:
+    case Collective::broadcast:
+      return true;
+    default:
+      return false;
+  }
+}
+
 inline std::vector<Plan> all_plans(int num_ranks) {
   std::vector<Plan> plans;
   for (Order order : {Order::rank, Order::ring}) {
@@ -201,6 +250,7 @@ inline std::vector<Plan> all_plans(int num_ranks) {
   }
   plans.push_back({Collective::all_gather});
   for (int root : {0, num_ranks / 2, num_ranks - 1}) plans.push_back({Collective::broadcast, Order::rank, root});
+  for (const Plan& plan : exchange_plans(num_ranks)) plans.push_back(plan);
   return plans;
 }
 

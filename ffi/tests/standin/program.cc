@@ -45,7 +45,8 @@ int size_of_tree(const CallSpec& what) {
 }
 
 Attributes attributes_of(const CallSpec& what) {
-  const char* const collectives[] = {"all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast"};
+  const char* const collectives[] = {"all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast",
+                                     "all_to_all", "permute"};
   const char* const ops[] = {"sum", "max", "min"};
   const char* const orders[] = {"rank", "ring", "any", "tree"};
   std::vector<int64_t> processes, devices;
@@ -64,9 +65,12 @@ Attributes attributes_of(const CallSpec& what) {
     tree_sizes.push_back(size_of_tree(what));
     for (int rank : ranks_of(what)) tree_ranks.push_back(rank);
   }
+  std::vector<int64_t> sources;
+  if (what.plan.collective == Collective::permute) sources.assign(what.plan.sources, what.plan.sources + size);
   return {{"collective", std::string(collectives[static_cast<int>(what.plan.collective)])},
           {"op", std::string(ops[static_cast<int>(what.op)])},
           {"root", int64_t{what.plan.root}},
+          {"sources", sources},
           {"algorithm", what.algorithm},
           {"order", std::string(orders[static_cast<int>(what.plan.order)])},
           {"processes", processes},
