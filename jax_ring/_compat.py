@@ -61,7 +61,31 @@ try:
     reduce_scatter_p = _parallel.reduce_scatter_p
     all_gather_p = _parallel.all_gather_p
     all_gather_invariant_p = _parallel.all_gather_invariant_p
-    _lax_rules = {p: _common_lowerings[p].rule for p in (psum_p, pmax_p, pmin_p, reduce_scatter_p, all_gather_p)}
+    all_to_all_p = _parallel.all_to_all_p
+    ppermute_p = _parallel.ppermute_p
+    pbroadcast_p = _parallel.pbroadcast_p
+    ragged_all_to_all_p = _parallel.ragged_all_to_all_p
+    _lax_rules = {
+        primitive: _common_lowerings[primitive].rule
+        for primitive in (
+            psum_p,
+            pmax_p,
+            pmin_p,
+            reduce_scatter_p,
+            all_gather_p,
+            all_to_all_p,
+            ppermute_p,
+            psum_invariant_p,
+            ragged_all_to_all_p,
+        )
+    }
+    # The asynchronous collectives that a user can reach: the primitives that start one, with the synchronous ones, and
+    # those that wait for it.
+    STARTS, DONES = {}, []
+    if hasattr(jax.lax, "psum_scatter_start"):
+        for _name in ("all_gather", "psum_invariant", "reduce_scatter", "all_to_all", "ppermute"):
+            STARTS[getattr(_parallel, f"{_name}_start_p")] = getattr(_parallel, f"{_name}_p")
+            DONES.append(getattr(_parallel, f"{_name.removesuffix('_invariant')}_done_p"))
 except (ImportError, AttributeError, KeyError) as error:
     raise ImportError(
         f"jax_ring does not support JAX {jax.__version__}: {error}. "
@@ -214,6 +238,28 @@ def abstract_all_gather_invariant(aval, *, axes, axis_index_groups, axis_size, d
     )
 
 
+def abstract_all_to_all(aval, *, axes, axis_index_groups, axis_size, dimension, tiled):
+    """JAX's own checks and effects for an all_to_all of blocks that stay along one dimension."""
+    with _check_vma(False):
+        out, effects = all_to_all_p.abstract_eval(
+            aval, axis_name=axes, split_axis=dimension, concat_axis=dimension, axis_index_groups=axis_index_groups,
+            tiled=tiled,
+        )  # fmt: skip
+    return out.update(manual_axis_type=aval.mat), effects
+
+
+def abstract_ppermute(aval, *, axes, axis_index_groups, perm):
+    """JAX's own checks for a ppermute, and the effects of a psum over the same axes."""
+    with _check_vma(False):
+        ppermute_p.abstract_eval(aval, axis_name=axes, perm=perm)
+    return abstract_psum(aval, axes=axes, axis_index_groups=axis_index_groups)
+
+
+def lax_rule(primitive) -> Callable:
+    """JAX's own lowering of a primitive, for all platforms."""
+    return _lax_rules[primitive]
+
+
 def lower_lax_reduction(primitive, ctx, operand, *, axes, axis_index_groups):
     """Lowers one operand as `primitive`, one of psum_p, pmax_p and pmin_p, does: to XLA's all_reduce."""
     return _lax_rules[primitive](
@@ -237,6 +283,27 @@ def lower_lax_all_gather(ctx, operand, *, axes, axis_index_groups, axis_size, di
     )  # fmt: skip
 
 
+def lower_lax_all_to_all(ctx, operand, *, axes, axis_index_groups, axis_size, dimension, tiled):
+    """Lowers one operand as `lax.all_to_all` does, to XLA's all_to_all."""
+    return _lax_rules[all_to_all_p](
+        ctx.replace(primitive=all_to_all_p), operand, axis_name=axes, axis_index_groups=axis_index_groups,
+        split_axis=dimension, concat_axis=dimension, tiled=tiled,
+    )  # fmt: skip
+
+
+def lower_lax_ppermute(ctx, operand, *, axes, axis_index_groups, perm):
+    """Lowers one operand as `lax.ppermute` does, to XLA's collective_permute."""
+    return _lax_rules[ppermute_p](ctx.replace(primitive=ppermute_p), operand, axis_name=axes, perm=perm)
+
+
+def no_lowering(lowering_context, *operands, **params):
+    """The lowering of a primitive for a platform for which JAX has none: it raises as JAX does."""
+    platform = (lowering_context.platforms or lowering_context.module_context.platforms)[0]
+    raise NotImplementedError(
+        f"MLIR translation rule for primitive '{lowering_context.primitive}' not found for platform {platform}"
+    )
+
+
 def replace_lowering(
     primitive, platforms: tuple[str, ...], make_rule: Callable, *, cacheable: bool
 ) -> Callable[[], None]:
@@ -246,13 +313,18 @@ def replace_lowering(
     platforms would need a conditional, which JAX (up to 0.12) fails to build for primitives that are not cacheable.
     Programs for several platforms therefore reach the new rule as well; it recognises them by `ctx`.
 
-    make_rule: (JAX's rule) to the rule that replaces it.
+    make_rule: (JAX's rule) to the rule that replaces it. Where JAX has none, it gets one that raises JAX's error.
     cacheable: whether equal equations may be lowered once. A cached lowering does not know the call site.
     """
     registries = [_common_lowerings, *(_platform_lowerings[platform] for platform in platforms)]
     originals = [(registry, registry[primitive]) for registry in registries if primitive in registry]
     for registry, entry in originals:
         registry[primitive] = dataclasses.replace(entry, rule=make_rule(entry.rule))
+    added = []
+    for platform in platforms:
+        if primitive not in _common_lowerings and primitive not in _platform_lowerings[platform]:
+            _mlir.register_lowering(primitive, make_rule(no_lowering), platform=platform)
+            added.append(_platform_lowerings[platform])
     changes_caching = not cacheable and primitive not in _uncacheable_primitives
     if changes_caching:
         _uncacheable_primitives.add(primitive)
@@ -260,6 +332,8 @@ def replace_lowering(
     def undo() -> None:
         for registry, entry in originals:
             registry[primitive] = entry
+        for registry in added:
+            del registry[primitive]
         if changes_caching:
             _uncacheable_primitives.discard(primitive)
 
@@ -274,6 +348,8 @@ _FUNCTION_NAMES = {
     "unreduced_pmax": "pmax",
     "unreduced_pmin": "pmin",
     "all_gather_reduced": "all_gather",
+    "reduce_scatter_start": "psum_scatter_start",
+    "psum_invariant_start": "psum_start",
 }
 
 

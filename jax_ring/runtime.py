@@ -58,7 +58,16 @@ __version__ = importlib.metadata.version("jax-ring")
 # The custom call of each collective. One handler serves them all; the names make HLO readable.
 TARGETS = {
     collective: f"jax_ring_{collective}"
-    for collective in ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast")
+    for collective in (
+        "all_reduce",
+        "reduce_scatter",
+        "all_gather",
+        "reduce",
+        "broadcast",
+        "all_to_all",
+        "permute",
+        "ragged_all_to_all",
+    )
 }
 # The same on a GPU's other streams. XLA must not record these in a CUDA graph, where calls of one stream could run at
 # the same time. It does not record its own collectives either, by default.

@@ -237,6 +237,32 @@ ring_all_gather_p, ring_all_gather_invariant_p = _pair(
     _GATHER._replace(abstract_eval=_compat.abstract_all_gather_invariant, transpose=_own_blocks),
 )
 
+# The blocks that a rank sends lie along the same dimension as those that it receives.
+ring_all_to_all_p: Primitive = _make_primitive(
+    "ring_all_to_all",
+    Collective("ring_all_to_all", "all_to_all", "sum", _compat.lower_lax_all_to_all),
+    Rules(
+        _compat.abstract_all_to_all,
+        lambda cotangents, params: ring_all_to_all_p.bind(*cotangents, **params),
+        vmap_axis.all_to_all,
+    ),
+)
+
+
+def _inverse(perm: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    return tuple((receiver, source) for source, receiver in perm)
+
+
+ring_ppermute_p: Primitive = _make_primitive(
+    "ring_ppermute",
+    Collective("ring_ppermute", "permute", "sum", _compat.lower_lax_ppermute),
+    Rules(
+        _compat.abstract_ppermute,
+        lambda cotangents, params: ring_ppermute_p.bind(*cotangents, **{**params, "perm": _inverse(params["perm"])}),
+        vmap_axis.permute,
+    ),
+)
+
 
 def _abstract_rooted(abstract_eval: Callable, aval, *, root, **params):
     del root  # does not affect the types

@@ -3,7 +3,9 @@
 from functools import partial
 from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_ring import _compat
 from jax_ring.collectives import primitives
@@ -56,6 +58,53 @@ def ring_reduce(
         return primitives.ring_reduce_p.bind(*operands, axes=axes, axis_index_groups=None, root=root, options=options)
 
     return finish(fused(leaves, partial(belongs_to_lax, axes=axes), no_namesake(function), operand, run))
+
+
+def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array, *, algorithm: Algorithm = "auto") -> T:
+    """Sends `x` from rank `source` to every rank of a mapped axis. A drop-in for `jax.lax.pbroadcast`.
+
+    As `ring_broadcast`, whose results are known to be the same on all ranks: those of `lax.pbroadcast` are not.
+
+    Args:
+      x, axis_name, algorithm: as for `ring_broadcast`.
+      source: the rank whose value is sent, from 0 to p-1 and the same on all ranks: a Python integer, or an integer
+        array of no dimensions. With an array the call is a sum to which the other ranks contribute zeros, and NaNs
+        lose their payload.
+
+    Returns:
+      A pytree like `x`. With vma tracking it varies over the axis.
+
+    Raises:
+      ValueError: if there is no rank `source`, and as `ring_psum`. A rank in an array is not checked: the results are
+        zeros if it does not exist.
+      NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
+    """
+    function, options = "ring_pbroadcast", make_options("ring_pbroadcast", algorithm)
+    axes = axes_of(axis_name)
+    if not axes:
+        raise ValueError(f"{function} needs at least one axis, got axis_name={axis_name!r}")
+    check_named(function, axes)
+    is_known = not isinstance(source, jax.Array)
+    if is_known:
+        source = check_root(function, axes, source)
+    elif source.shape or not jnp.issubdtype(source.dtype, jnp.integer):
+        raise TypeError(f"{function}: source must be an integer without dimensions, got {jax.typeof(source)}")
+
+    def operand(leaf):
+        return as_varying(function, jnp.asarray(leaf), axes), None
+
+    def run(operands, _):
+        if is_known:
+            return primitives.ring_broadcast_p.bind(
+                *operands, axes=axes, axis_index_groups=None, root=source, options=options
+            )
+        # Minus zero, because 0.0 + -0.0 is 0.0.
+        is_source = lax.axis_index(axes) == source
+        terms = [jnp.where(is_source, counted(x), -jnp.zeros_like(counted(x))) for x in operands]
+        totals = primitives.ring_psum_p.bind(*terms, axes=axes, axis_index_groups=None, options=options)
+        return [total.astype(x.dtype) for total, x in zip(totals, operands, strict=True)]
+
+    return fused(x, partial(belongs_to_lax, axes=axes, moved=True), no_namesake(function), operand, run)
 
 
 def ring_broadcast(x: T, axis_name: AxisName, *, root: int = 0, algorithm: Algorithm = "auto") -> T:

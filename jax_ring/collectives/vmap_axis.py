@@ -6,6 +6,7 @@ own parameters, and returns the result with its batch dimension (None if it is t
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_ring import shard_tree
@@ -72,6 +73,26 @@ def all_gather(x, dim, size, options, *, dimension, tiled):
     else:
         stacked = jnp.moveaxis(x, dim, dimension)
     return merge_dimensions(stacked, dimension) if tiled else stacked, None
+
+
+def all_to_all(x, dim, size, options, *, dimension, tiled):
+    """Member i gets block i of every member, along the same dimension."""
+    del options, tiled
+    if dim is None:
+        x, dim = jnp.broadcast_to(x, (size, *x.shape)), 0
+    blocks = jnp.moveaxis(x, dim, 0)
+    blocks = jnp.swapaxes(split_dimension(blocks, dimension + 1, size), 0, dimension + 1)
+    return merge_dimensions(blocks, dimension + 1), 0
+
+
+def permute(x, dim, size, options, *, perm):
+    """What each member receives; zeros if that is nothing."""
+    del options
+    if dim is None and len(perm) == size:
+        return x, None
+    batch = jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+    sources, receivers = (np.array([pair[i] for pair in perm], np.int32) for i in (0, 1))
+    return jnp.zeros_like(batch).at[receivers].set(batch[sources], unique_indices=True), 0
 
 
 def reduce(x, dim, size, options, *, root):

@@ -14,6 +14,9 @@ _BUS_FACTORS = {
     "all_gather": lambda p: p - 1,
     "reduce": lambda p: 1,
     "broadcast": lambda p: 1,
+    "all_to_all": lambda p: (p - 1) / p,
+    "permute": lambda p: 1,
+    "ragged_all_to_all": lambda p: (p - 1) / p,
 }
 
 
@@ -41,7 +44,7 @@ class CallStatistics:
 
     Attributes:
       call: what is called, with dtype, shape and axis, and where in the program.
-      kind: all_reduce, reduce_scatter, all_gather, reduce or broadcast.
+      kind: all_reduce, reduce_scatter, all_gather, reduce, broadcast, all_to_all or permute.
       num_ranks: the number of ranks in the largest of its groups.
       count: how often it was done. Each group that has ranks in this process counts.
       failures: how often it failed.

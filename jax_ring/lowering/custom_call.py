@@ -16,19 +16,22 @@ from jax_ring.lowering.service import Service, has_choice
 
 
 def emit(
-    ctx, operands, *, kind: str, op: str, service: Service, call: str, options, root=0, axis_size=None,
-    group_trees=None, **dimensions,
+    ctx, operands, *, kind: str, op: str, service: Service, call: str, options, root=0, perm=(), axis_size=None,
+    group_trees=None, concat_dimension=None, **dimensions,
 ) -> Sequence:  # fmt: skip
     """Emits one custom call for all operands, and returns its results.
 
     The engine scatters and gathers contiguous blocks, one per rank, along a leading dimension: it removes that
-    dimension from the operand of a reduce-scatter, and adds it to the result of an all-gather. For other dimensions
-    the data is transposed here. Operands with several slots have these in front of the blocks.
+    dimension from the operand of a reduce-scatter, adds it to the result of an all-gather, and keeps it in an
+    all-to-all. For other dimensions the data is transposed here. Operands with several slots have these in front of the
+    blocks.
 
+    dimensions: `dimension` and `tiled`, of the blocks in the user's arrays.
+    concat_dimension: that of the blocks in the result of an all-to-all, if it is another one.
     group_trees: along which a call adds whose order is "tree", if its groups do not have all ranks of their trees.
     """
     assert service.levels is not None
-    scatters, gathers = kind == "reduce_scatter", kind == "all_gather"
+    scatters, gathers = kind in ("reduce_scatter", "all_to_all"), kind in ("all_gather", "all_to_all")
     groups = service.levels.within
     if not trees.adds_along_tree(kind, options):
         group_trees = []
@@ -45,10 +48,11 @@ def emit(
             )
             for aval in avals_in
         ]  # fmt: skip
-    avals_out = [
-        jax.core.ShapedArray((axis_size, *aval.shape) if gathers else out.shape, aval.dtype)
-        for aval, out in zip(ctx.avals_in, ctx.avals_out, strict=True)
-    ]
+    avals_out = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_out]
+    if gathers:
+        avals_out = [
+            jax.core.ShapedArray(aval.shape if scatters else (axis_size, *aval.shape), aval.dtype) for aval in avals_in
+        ]
     if scatters:
         blocks_first = partial(layout.blocks_first, axis_size=axis_size, **dimensions)
         operands = [
@@ -66,8 +70,10 @@ def emit(
         aliases = {
             len(encoded.operands) + i: i
             for i, x in enumerate(operands)
-            if not (scatters or gathers or has_slots) and _should_alias(x)
+            if kind in _IN_PLACE and not has_slots and _should_alias(x)
         }
+        if kind == "ragged_all_to_all" and _should_alias(operands[-1]):
+            aliases = {len(encoded.operands) + len(operands) - 1: 0}
         stream = streams.stream_of(ctx, service.engine, options)
         target = runtime.ASYNC_TARGETS[kind] if stream else runtime.TARGETS[kind]
         emit_call = partial(
@@ -76,6 +82,7 @@ def emit(
             collective=kind,
             op=op,
             root=np.int64(root),
+            sources=_sources_of(perm, groups) if kind == "permute" else np.array([], np.int64),
             algorithm=options.algorithm,
             order=options.order,
             group_sizes=np.array([len(group) for group in groups], np.int64),
@@ -99,11 +106,21 @@ def emit(
         barrier.note(ctx, results)
 
     if gathers:
+        if concat_dimension is not None:
+            dimensions["dimension"] = concat_dimension
         results = [
             ops.inline(ctx, layout.blocks_at, x, blocks, aval, **dimensions)
             for x, blocks, aval in zip(results, avals_out, ctx.avals_out, strict=True)
         ]
     return results
+
+
+def _sources_of(perm, groups) -> np.ndarray:
+    """For each rank of a group the one whose operand it gets, or -1."""
+    sources = np.full(len(groups[0]), -1, np.int64)
+    for source, receiver in perm:
+        sources[receiver] = source
+    return sources
 
 
 def _named_by_user(ctx, emit_call):
@@ -172,6 +189,10 @@ _GROUP_ENCODERS = {"cpu": _encode_groups_for_cpu, "cuda": _encode_groups_for_cud
 
 
 # ---- Aliasing -------------------------------------------------------------------------------------------------------
+
+# The collectives whose result may overwrite the operand. In the others, peers may still read a rank's operand when its
+# result is written.
+_IN_PLACE = ("all_reduce", "reduce", "broadcast")
 
 # Ops whose result is a bitcast of the operand, if both have the same number of elements.
 _RESHAPE_OPS = ("stablehlo.reshape", "stablehlo.broadcast_in_dim")

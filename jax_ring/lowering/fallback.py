@@ -6,6 +6,7 @@ The all-reduce is emitted by JAX's rule, not traced as a `lax.psum`, which `over
 import functools
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -95,12 +96,18 @@ def lower_psum_scatter_to_all_reduce(ctx, operand, *, axes, axis_index_groups, a
     return [ops.inline(ctx, keep, total, aval, ctx.avals_out[0])]
 
 
+def rank_in_group(axes, axis_index_groups) -> jax.Array:
+    """This rank's number in its group."""
+    rank = lax.axis_index(axes)
+    if axis_index_groups is None:
+        return rank
+    place = {member: i for group in axis_index_groups for i, member in enumerate(group)}
+    return jnp.array([place[i] for i in range(len(place))])[rank]
+
+
 def own_block(total, *, axes, axis_index_groups, axis_size, dimension, tiled):
     """The block of a total that a psum_scatter leaves on this rank."""
-    rank = lax.axis_index(axes)
-    if axis_index_groups is not None:
-        rank_in_group = {member: i for group in axis_index_groups for i, member in enumerate(group)}
-        rank = jnp.array([rank_in_group[i] for i in range(len(rank_in_group))])[rank]
+    rank = rank_in_group(axes, axis_index_groups)
     size = total.shape[dimension] // axis_size
     block = lax.dynamic_slice_in_dim(total, rank * size, size, dimension)
     return block if tiled else lax.squeeze(block, [dimension])

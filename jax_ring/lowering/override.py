@@ -1,102 +1,26 @@
 """`override_lax()`: makes JAX's own collectives lower to jax_ring, by replacing the lowerings of its primitives."""
 
 import contextlib
-import operator
 import threading
-import warnings
-from collections.abc import Callable
-from functools import partial
 from typing import Self
 
 import jax
 
-from jax_ring import _compat, runtime
+from jax_ring import _compat
 from jax_ring.distributed import discovery
-from jax_ring.lowering import tuning
-from jax_ring.lowering.combiner import lower_combined
-from jax_ring.lowering.rule import Collective
-from jax_ring.lowering.rule import lower as lower_to_engine
-from jax_ring.lowering.service import is_single_custom_call, replica_groups, service_of
-from jax_ring.options import Options
+from jax_ring.lowering import overridden, tuning
 
 # Whether the override is on in this thread. A user context is part of the key of all of JAX's caches, from traced
 # functions to compiled programs, so that programs lowered with and without the override never mix. JAX does not allow
 # creating one while other threads trace, so it is created at import.
 _enabled = jax.make_user_context(False)
 
-
-# JAX's primitives: the function to name in messages, the kind of collective, and the reduction.
-_OVERRIDDEN = {
-    _compat.psum_p: ("lax.psum", "all_reduce", "sum"),
-    _compat.psum_invariant_p: ("lax.psum", "all_reduce", "sum"),
-    _compat.pmax_p: ("lax.pmax", "all_reduce", "max"),
-    _compat.pmin_p: ("lax.pmin", "all_reduce", "min"),
-    _compat.reduce_scatter_p: ("lax.psum_scatter", "reduce_scatter", "sum"),
-    _compat.all_gather_p: ("lax.all_gather", "all_gather", "sum"),
-    _compat.all_gather_invariant_p: ("lax.all_gather", "all_gather", "sum"),
-}
-
-# Parameters that have other names in the primitives of jax_ring.
-_RENAMED_PARAMS = {"axis_name": "axes", "scatter_dimension": "dimension", "all_gather_dimension": "dimension"}
-
-
-def _make_rule(function: str, kind: str, op: str, jax_rule: Callable) -> Callable:
-    """A rule that lowers to jax_ring if the override is on in this thread, and by JAX's own rule if not."""
-
-    def lower(ctx, operand, **params):
-        # Random keys can be gathered, but the engines do not support them.
-        if not _enabled.value or jax.dtypes.issubdtype(ctx.avals_in[0].dtype, jax.dtypes.extended):
-            return jax_rule(ctx, operand, **params)
-        engine_params = {_RENAMED_PARAMS.get(name, name): value for name, value in params.items()}
-        axes, groups = engine_params.pop("axes"), engine_params.pop("axis_index_groups", None)
-        named = tuple(axis for axis in axes if not isinstance(axis, int))
-        if len(named) < len(axes):
-            # Positional axes are reduced on each device, by JAX's rule.
-            positional = tuple(axis for axis in axes if isinstance(axis, int))
-            (operand,) = jax_rule(ctx, operand, axes=positional, axis_index_groups=None)
-            ctx, params = ctx.replace(avals_in=ctx.avals_out), {**params, "axes": named}
-        if not named:
-            return [operand]
-        # Normalized, so that equal calls have equal keys and are combined.
-        groups = groups and tuple(tuple(map(operator.index, group)) for group in groups)
-        collective = Collective(function, kind, op, lambda ctx, operand, **_: jax_rule(ctx, operand, **params))
-        emit = partial(
-            lower_to_engine, collective, axes=named, axis_index_groups=groups, options=Options(), **engine_params
-        )
-        members = replica_groups(ctx.module_context.axis_context, named, groups)
-        service = service_of(ctx, members, kind)
-        if service.automatic_axes:
-            _warn_of_automatic_axes(ctx, function, named, service.automatic_axes)
-        if kind != "all_reduce" or not is_single_custom_call(service, members):
-            return emit(ctx, operand)
-        return lower_combined(ctx, operand, (op, named, groups, ctx.avals_in[0].dtype), emit)
-
-    return lower
-
-
-_has_warned = False  # of automatic axes, in this process
-
-
-def _warn_of_automatic_axes(ctx, function: str, axes: tuple, automatic: tuple[str, ...]) -> None:
-    """Warns of the first call that the override does not reach because its shard_map is manual over some axes only."""
-    global _has_warned
-    if _has_warned or runtime.STRICT:  # JAX_RING_STRICT makes it an error
-        return
-    _has_warned = True
-    file, line = _compat.call_location(ctx)
-    manual = sorted(map(str, ctx.module_context.axis_context.manual_axes))
-    warnings.warn_explicit(
-        f"override_lax() does not reach {function} over {axes}: the enclosing shard_map is manual over {manual} and "
-        f"leaves the axes {list(automatic)} to the compiler, so XLA serves the call. If nothing in it depends on these "
-        "axes, make them manual too: leave out axis_names. This warning is given once per process; jax_ring.explain() "
-        f"lists all such calls, and {runtime.STRICT_VARIABLE}=1 makes them an error.",
-        UserWarning, file, line,
-    )  # fmt: skip
+_RULES = overridden.make_rules(lambda: _enabled.value)
 
 
 def is_overridden(primitive_name: str) -> bool:
     """Whether JAX's primitive of that name currently lowers to jax_ring in this thread."""
-    return _enabled.value and any(primitive.name == primitive_name for primitive in _OVERRIDDEN)
+    return _enabled.value and any(primitive.name == primitive_name for primitive in _RULES)
 
 
 class Override:
@@ -207,6 +131,6 @@ def _check_not_tracing() -> None:
 
 
 def _register() -> None:
-    for primitive, description in _OVERRIDDEN.items():
-        undo = _compat.replace_lowering(primitive, tuning.PLATFORMS, partial(_make_rule, *description), cacheable=False)
+    for primitive, make_rule in _RULES.items():
+        undo = _compat.replace_lowering(primitive, tuning.PLATFORMS, make_rule, cacheable=False)
         _registrations.callback(undo)

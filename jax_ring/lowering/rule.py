@@ -74,7 +74,7 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
         emit = partial(emit, kind=collective.kind, op=collective.op, service=service, call=call, options=options)
         return _emit_widened(ctx, operands, partial(emit, **params))
     if along_tree:
-        _note_fallback(collective.function, axes, "all_to_all", service.why_not, options)
+        note_fallback(collective.function, axes, "all_to_all", service.why_not, options)
         by_xla = partial(
             tree_by_xla.emit, kind=collective.kind, groups=groups, options=options,
             axes=axes, axis_index_groups=axis_index_groups, **params,
@@ -98,7 +98,7 @@ def _without_slots(ctx, operands) -> tuple:
     return ctx.replace(avals_in=avals), operands
 
 
-def _note_fallback(function: str, axes, kind: str, why_not: str, options) -> None:
+def note_fallback(function: str, axes, kind: str, why_not: str, options) -> None:
     """Logs that XLA's collective of this kind serves a call, or raises if that is forbidden."""
     ignored = f", which ignores {chosen}" if (chosen := options.ignored_by_xla()) else ""
     by_xla = f"XLA's {kind}{ignored}: {why_not}"
@@ -113,7 +113,7 @@ def _note_fallback(function: str, axes, kind: str, why_not: str, options) -> Non
 def _fall_back(collective: Collective, ctx, operands, why_not: str, options, *, axes, axis_index_groups, **params):
     """Emits XLA's collective for each operand."""
     kind = kind_by_xla(collective.kind, platforms_of(ctx))
-    _note_fallback(collective.function, axes, kind, why_not, options)
+    note_fallback(collective.function, axes, kind, why_not, options)
     lower_to_xla = collective.lower_to_xla
     shapes = symbolic_shapes(ctx)
     if (collective.kind, kind) == ("reduce_scatter", "all_reduce"):

@@ -59,6 +59,8 @@ def who_serves(platforms: tuple[str, ...], axis_context, groups, kind: str, opti
     if automatic := sorted(map(str, set(axis_context.mesh.axis_names) - set(axis_context.manual_axes))):
         why_not = f"the enclosing shard_map leaves the axes {automatic} to the compiler"
         return Service(None, why_not=why_not, automatic_axes=tuple(automatic))
+    if kind == "ragged_all_to_all" and platforms[0] != "cpu":
+        return Service(None, why_not="the CUDA engine has no ragged all-to-all")
     levels, why_not = reach.levels_of(platforms[0], axis_context.mesh, groups)
     along_tree = trees.adds_along_tree(kind, options)
     on_two_levels = kind == "all_reduce" or (along_tree and kind == "reduce_scatter")

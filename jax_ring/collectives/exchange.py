@@ -1,0 +1,179 @@
+"""Collectives that send blocks, or whole values, from rank to rank: all-to-all and permutations."""
+
+import operator
+from collections.abc import Sequence
+from functools import partial
+from typing import TypeVar
+
+import jax.numpy as jnp
+
+# Bound here because users may replace them in `jax.lax`.
+from jax.lax import all_to_all as lax_all_to_all
+from jax.lax import ppermute as lax_ppermute
+
+from jax_ring.collectives import primitives
+from jax_ring.collectives.axes import (
+    AxisName,
+    Groups,
+    axes_of,
+    canonical_dimension,
+    check_groups,
+    check_named,
+    group_size,
+    num_ranks,
+)
+from jax_ring.collectives.leaves import as_varying, belongs_to_lax, fused
+from jax_ring.lowering.layout import blocks_at, blocks_first
+from jax_ring.options import Algorithm, make_options
+
+T = TypeVar("T")  # a pytree: results have the structure of the argument
+
+
+def ring_all_to_all(
+    x: T,
+    axis_name: AxisName,
+    split_axis: int,
+    concat_axis: int,
+    *,
+    axis_index_groups: Groups | None = None,
+    tiled: bool = False,
+    algorithm: Algorithm = "auto",
+) -> T:
+    """Splits `x` into a block for each rank of a mapped axis, and gives each rank the blocks that are meant for it.
+
+    A drop-in for `jax.lax.all_to_all`. The bits of `x` are not changed, NaNs included. The transpose is the call with
+    `split_axis` and `concat_axis` exchanged.
+
+    Args:
+      x: an array, or a pytree of arrays, of any dtype. Random keys (`jax.random.key`) are sent as their bits.
+      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
+      split_axis: the dimension of `x` to split. It has p elements, or a multiple of p if `tiled`.
+      concat_axis: the dimension of the result along which the blocks lie, in rank order.
+      axis_index_groups: a list of lists of ranks, all of one length; p then counts within the group.
+      tiled: whether `split_axis` is kept, with 1/p of its elements, and the blocks are concatenated along
+        `concat_axis`. Otherwise `split_axis` is removed, and the blocks are stacked along a new dimension.
+      algorithm: as for `ring_psum`.
+
+    Returns:
+      A pytree like `x`, with p times as many elements along `concat_axis` and 1/p along `split_axis` if `tiled`;
+      otherwise of the shape `np.insert(np.delete(x.shape, split_axis), concat_axis, p)`. With vma tracking it varies
+      over the axis.
+
+    Raises:
+      ValueError: if a dimension does not exist, or the size of `split_axis` does not fit the number of ranks, and as
+        `ring_psum`.
+      NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
+    """
+    function, options = "ring_all_to_all", make_options("ring_all_to_all", algorithm)
+    axes = axes_of(axis_name)
+    if not axes:
+        raise ValueError(f"{function} needs at least one axis, got axis_name={axis_name!r}")
+    check_named(function, axes)
+    groups = check_groups(function, axis_index_groups, axes)
+    size = group_size(function, axes, groups)
+
+    def operand(leaf):
+        leaf = as_varying(function, jnp.asarray(leaf), axes)
+        split = canonical_dimension(function, "split_axis", split_axis, leaf.ndim)
+        concat = canonical_dimension(function, "concat_axis", concat_axis, leaf.ndim)
+        if tiled and leaf.shape[split] % size:
+            raise ValueError(
+                f"{function}: with tiled=True the size of split_axis {split}, {leaf.shape[split]}, must be a multiple "
+                f"of the number of ranks, {size}; got {leaf.dtype}{list(leaf.shape)}"
+            )
+        if not tiled and leaf.shape[split] != size:
+            raise ValueError(
+                f"{function}: split_axis {split} must have as many elements as there are ranks, {size}; got "
+                f"{leaf.dtype}{list(leaf.shape)}. For several elements in each block use tiled=True."
+            )
+        return leaf, (split, concat)
+
+    def to_lax(leaf):
+        return lax_all_to_all(leaf, axes, split_axis, concat_axis, axis_index_groups=groups, tiled=tiled)
+
+    def run(operands, dimensions):
+        split, concat = dimensions
+        blocks = [blocks_first(x, axis_size=size, dimension=split, tiled=tiled) for x in operands]
+        received = primitives.ring_all_to_all_p.bind(
+            *blocks, axes=axes, axis_index_groups=groups, axis_size=size, dimension=0, tiled=True, options=options
+        )
+        return [blocks_at(x, dimension=concat, tiled=tiled) for x in received]
+
+    return fused(x, partial(belongs_to_lax, axes=axes, moved=True), to_lax, operand, run)
+
+
+def ring_pswapaxes(
+    x: T, axis_name: AxisName, axis: int, *, axis_index_groups: Groups | None = None, algorithm: Algorithm = "auto"
+) -> T:
+    """Swaps a mapped axis with dimension `axis` of `x`, of the same size. A drop-in for `jax.lax.pswapaxes`.
+
+    The same as `ring_all_to_all(x, axis_name, axis, axis)`, with its arguments and errors.
+    """
+    return ring_all_to_all(x, axis_name, axis, axis, axis_index_groups=axis_index_groups, algorithm=algorithm)
+
+
+def ring_ppermute(x: T, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, algorithm: Algorithm = "auto") -> T:
+    """Sends `x` from rank to rank of a mapped axis. A drop-in for `jax.lax.ppermute`.
+
+    The bits of `x` are not changed, NaNs included. The transpose is the inverse permutation.
+
+    Args:
+      x: an array, or a pytree of arrays, of any dtype. Random keys (`jax.random.key`) are sent as their bits.
+      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
+      perm: a list or tuple of pairs (source, receiver) of ranks. No two pairs have the same source, or the same
+        receiver. A rank that is no receiver gets zeros. As in `jax.lax`, ranks count modulo p.
+      algorithm: as for `ring_psum`.
+
+    Returns:
+      A pytree like `x`. With vma tracking it varies over the axis.
+
+    Raises:
+      ValueError: if two pairs have the same source or the same receiver, and as `ring_psum`.
+      NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`; a TypeError also if `perm`
+        is neither a list nor a tuple.
+    """
+    function, options = "ring_ppermute", make_options("ring_ppermute", algorithm)
+    axes = axes_of(axis_name)
+    if not axes:
+        raise ValueError(f"{function} needs at least one axis, got axis_name={axis_name!r}")
+    check_named(function, axes)
+    pairs = _check_permutation(function, perm, num_ranks(axes))
+
+    def operand(leaf):
+        return as_varying(function, jnp.asarray(leaf), axes), None
+
+    def to_lax(leaf):
+        return lax_ppermute(leaf, axes, pairs)
+
+    def run(operands, _):
+        return primitives.ring_ppermute_p.bind(
+            *operands, axes=axes, axis_index_groups=None, perm=pairs, options=options
+        )
+
+    return fused(x, partial(belongs_to_lax, axes=axes, moved=True), to_lax, operand, run)
+
+
+def ring_pshuffle(x: T, axis_name: AxisName, perm: Sequence[int], *, algorithm: Algorithm = "auto") -> T:
+    """Sends `x` from rank `perm[i]` of a mapped axis to rank i. A drop-in for `jax.lax.pshuffle`.
+
+    The same as `ring_ppermute(x, axis_name, list(zip(perm, range(p))))`, with its arguments and errors, and a
+    ValueError if `perm` does not hold each of its indices once.
+    """
+    if set(perm) != set(range(len(perm))):
+        raise ValueError(f"ring_pshuffle: perm must hold every rank from 0 to {len(perm) - 1} once, got {perm}")
+    return ring_ppermute(x, axis_name, list(zip(perm, range(len(perm)), strict=True)), algorithm=algorithm)
+
+
+def _check_permutation(function: str, perm: Sequence[tuple[int, int]], size: int) -> tuple[tuple[int, int], ...]:
+    """The pairs (source, receiver), as ranks from 0 to p-1. Raises unless sources and receivers are unique."""
+    if not isinstance(perm, list | tuple):
+        raise TypeError(f"{function}: perm must be a list or a tuple of pairs (source, receiver), got {type(perm)}")
+    pairs = tuple((operator.index(source) % size, operator.index(receiver) % size) for source, receiver in perm)
+    sources, receivers = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    for name, ranks in (("source", sources), ("receiver", receivers)):
+        if twice := {rank for rank in ranks if ranks.count(rank) > 1}:
+            raise ValueError(
+                f"{function}: a rank may be the {name} of one pair only, but perm has {sorted(twice)} in several: "
+                f"{list(perm)}, with ranks counted modulo {size}"
+            )
+    return pairs

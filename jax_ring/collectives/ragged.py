@@ -1,0 +1,172 @@
+"""The ragged all-to-all: slices, whose sizes are known at run time alone, from every rank to every other."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_ring import _compat
+from jax_ring.collectives.axes import AxisName, Groups, axes_of, check_groups, check_named, group_size
+from jax_ring.collectives.exchange import ring_all_to_all
+from jax_ring.collectives.leaves import as_varying
+from jax_ring.distributed import discovery
+from jax_ring.lowering import ragged
+from jax_ring.options import Algorithm, make_options
+
+_NUMBERS = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
+
+
+def ring_ragged_all_to_all(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    *,
+    axis_name: AxisName,
+    axis_index_groups: Groups | None = None,
+    algorithm: Algorithm = "auto",
+) -> jax.Array:
+    """Sends slices of `operand` to the ranks of a mapped axis. A drop-in for `jax.lax.ragged_all_to_all`.
+
+    With K slices and p ranks, slice i goes to rank i // (K // p): rows `input_offsets[i]` to `input_offsets[i] +
+    send_sizes[i]` of `operand` become rows `output_offsets[i]` and following of that rank's result. The bits are not
+    changed, NaNs included. On GPUs, and between hosts, XLA serves the call.
+
+    The derivative is that of `jax.lax`: the transpose sends cotangents back. Slices of an operand that overlap have no
+    transpose, nor have slices of a result: the cotangent of a row that is sent twice would be that of one of them.
+
+    Args:
+      operand: an array of shape (N, ...), of any dtype but random keys.
+      output: what the result has where nothing is received, of shape (M, ...) and the same dtype.
+      input_offsets, send_sizes: integer arrays of shape (K,), a multiple of p: the rows to send.
+      output_offsets: the same: where the rows that this rank sends begin in the receivers' results.
+      recv_sizes: the same: the number of rows of each slice that this rank receives. `recv_sizes` of all ranks must be
+        `all_to_all(send_sizes)`.
+      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no vmap axis.
+      axis_index_groups: a list of lists of ranks, all of one length; ranks then exchange within their group.
+      algorithm: as for `ring_psum`.
+
+    Returns:
+      An array like `output`. With vma tracking it varies over the axis.
+
+    Raises:
+      ValueError: if the shapes do not fit each other or the number of ranks, or sizes and offsets are no integers; and
+        as `ring_psum`. At run time, on all ranks, if a slice is not within its operand and its result, or not as long
+        as its receiver expects.
+      NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`; NotImplementedError also
+        over a vmap axis.
+    """
+    function, options = "ring_ragged_all_to_all", make_options("ring_ragged_all_to_all", algorithm)
+    axes = axes_of(axis_name)
+    if not axes:
+        raise ValueError(f"{function} needs at least one axis, got axis_name={axis_name!r}")
+    check_named(function, axes)
+    groups = check_groups(function, axis_index_groups, axes)
+    size = group_size(function, axes, groups)
+    operand, output = jnp.asarray(operand), jnp.asarray(output)
+    numbers = [jnp.asarray(x) for x in (input_offsets, send_sizes, output_offsets, recv_sizes)]
+    for name, x in zip(_NUMBERS, numbers, strict=True):
+        if not jnp.issubdtype(x.dtype, jnp.integer) or x.ndim != 1 or x.shape[0] < 1:
+            raise ValueError(f"{function}: {name} must be integers of shape (K,) with K > 0, got {jax.typeof(x)}")
+        if x.shape != numbers[0].shape or x.shape[0] % size:
+            raise ValueError(
+                f"{function}: {', '.join(_NUMBERS)} must be of one length, a multiple of the number of ranks, {size}; "
+                f"got {[x.shape[0] for x in numbers]}"
+            )
+    if operand.ndim < 1 or operand.shape[1:] != output.shape[1:] or operand.ndim != output.ndim:
+        raise ValueError(
+            f"{function}: operand and output must have rows of one shape, got {jax.typeof(operand)} and "
+            f"{jax.typeof(output)}"
+        )
+    if operand.dtype != output.dtype:
+        raise ValueError(f"{function}: operand is {operand.dtype} and output {output.dtype}; they must be of one dtype")
+    discovery.publish()  # the lowering in another process may be waiting for it
+    operands = _alike([operand, output, *numbers], axes)
+    return ring_ragged_all_to_all_p.bind(*operands, axes=axes, axis_index_groups=groups, options=options)
+
+
+def _alike(operands: list, axes: tuple) -> list:
+    """The operands, cast to values that vary over the same axes, which is also how the result varies."""
+    all_axes = dict.fromkeys(axis for x in operands for axis in sorted(_compat.varying_axes(x), key=str))
+    return [as_varying("ring_ragged_all_to_all", x, tuple({**dict.fromkeys(axes), **all_axes})) for x in operands]
+
+
+def _abstract_eval(operand, output, *numbers, axes, axis_index_groups, options):
+    del operand, numbers, options
+    # For its effects. The result has the type of the output.
+    return _compat.abstract_psum(output, axes=axes, axis_index_groups=axis_index_groups)
+
+
+def _jvp(primals, tangents, **params):
+    out = ring_ragged_all_to_all_p.bind(*primals, **params)
+    sent, kept = tangents[:2]
+    if type(sent) is ad.Zero and type(kept) is ad.Zero:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    operands = [ad.instantiate_zeros(sent), ad.instantiate_zeros(kept), *primals[2:]]
+    return out, ring_ragged_all_to_all_p.bind(*_alike(operands, params["axes"]), **params)
+
+
+def _transpose(cotangent, operand, output, *numbers, axes, axis_index_groups, options):
+    if type(cotangent) is ad.Zero:
+        return [ad.Zero(operand.aval.to_ct_aval()), ad.Zero(output.aval.to_ct_aval()), *[None] * len(numbers)]
+    input_offsets, send_sizes, output_offsets, recv_sizes = numbers
+    swap = partial(
+        ring_all_to_all, axis_name=axes, split_axis=0, concat_axis=0, axis_index_groups=axis_index_groups, tiled=True
+    )
+    begins = swap(output_offsets)
+    to_operand = to_output = None
+    if ad.is_undefined_primal(operand):
+        zeros = jnp.zeros(operand.aval.shape, operand.aval.dtype)
+        back = _alike([cotangent, zeros, begins, recv_sizes, swap(input_offsets), send_sizes], axes)
+        to_operand = ring_ragged_all_to_all_p.bind(
+            *back, axes=axes, axis_index_groups=axis_index_groups, options=options
+        )
+    if ad.is_undefined_primal(output):
+        edges = jnp.zeros(cotangent.shape[0] + 1, jnp.int32).at[begins].add(1).at[begins + recv_sizes].add(-1)
+        is_received = jnp.cumsum(edges)[:-1] > 0
+        to_output = jnp.where(is_received.reshape(-1, *[1] * (cotangent.ndim - 1)), 0, cotangent)
+    return [to_operand, to_output, *[None] * len(numbers)]
+
+
+def _batch(axis_data, operands, dims, *, axes, axis_index_groups, options):
+    if axis_data.name in axes:
+        raise NotImplementedError(
+            f"ring_ragged_all_to_all over the vmap axis {axis_data.name!r}, which its namesake in jax.lax does not "
+            "take either. Map the axis over devices with shard_map."
+        )
+    size = axis_data.size
+    # The members of the batch become consecutive rows, and their slices those of one call. A rank's slices must stay
+    # together.
+    operand, output = (batching.bdim_at_front(x, dim, size) for x, dim in zip(operands[:2], dims[:2], strict=True))
+    numbers = [batching.bdim_at_front(x, dim, size) for x, dim in zip(operands[2:], dims[2:], strict=True)]
+    for i, rows in ((0, operand.shape[1]), (2, output.shape[1])):
+        numbers[i] = numbers[i] + rows * jnp.arange(size, dtype=numbers[i].dtype)[:, None]
+    num_ranks = group_size("ring_ragged_all_to_all", axes, axis_index_groups)
+
+    def merge_numbers(x):
+        return jnp.swapaxes(x.reshape(size, num_ranks, -1), 0, 1).reshape(-1)
+
+    result = ring_ragged_all_to_all_p.bind(
+        operand.reshape(-1, *operand.shape[2:]), output.reshape(-1, *output.shape[2:]), *map(merge_numbers, numbers),
+        axes=axes, axis_index_groups=axis_index_groups, options=options,
+    )  # fmt: skip
+    return result.reshape(output.shape), 0
+
+
+ring_ragged_all_to_all_p = Primitive("ring_ragged_all_to_all")
+ring_ragged_all_to_all_p.def_effectful_abstract_eval(_abstract_eval)
+ring_ragged_all_to_all_p.def_impl(
+    lambda *operands, **params: jax.jit(partial(ring_ragged_all_to_all_p.bind, **params))(*operands)
+)
+ad.primitive_jvps[ring_ragged_all_to_all_p] = _jvp
+ad.primitive_transposes[ring_ragged_all_to_all_p] = _transpose
+batching.fancy_primitive_batchers[ring_ragged_all_to_all_p] = _batch
+mlir.register_lowering(
+    ring_ragged_all_to_all_p,
+    partial(ragged.lower, "ring_ragged_all_to_all", _compat.lax_rule(_compat.ragged_all_to_all_p)),
+    cacheable=False,
+)

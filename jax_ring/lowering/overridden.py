@@ -1,0 +1,155 @@
+"""The lowerings that `override_lax()` puts in the place of JAX's own."""
+
+import operator
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import jax
+
+from jax_ring import _compat, runtime
+from jax_ring.lowering import ragged
+from jax_ring.lowering.combiner import lower_combined
+from jax_ring.lowering.fallback import lower_broadcast_to_xla
+from jax_ring.lowering.rule import Collective
+from jax_ring.lowering.rule import lower as lower_to_engine
+from jax_ring.lowering.service import is_single_custom_call, replica_groups, service_of
+from jax_ring.options import Options
+
+# JAX's primitives: the function to name in messages, the kind of collective, and the reduction.
+_OVERRIDDEN = {
+    _compat.psum_p: ("lax.psum", "all_reduce", "sum"),
+    _compat.psum_invariant_p: ("lax.psum", "all_reduce", "sum"),
+    _compat.pmax_p: ("lax.pmax", "all_reduce", "max"),
+    _compat.pmin_p: ("lax.pmin", "all_reduce", "min"),
+    _compat.reduce_scatter_p: ("lax.psum_scatter", "reduce_scatter", "sum"),
+    _compat.all_gather_p: ("lax.all_gather", "all_gather", "sum"),
+    _compat.all_gather_invariant_p: ("lax.all_gather", "all_gather", "sum"),
+    _compat.all_to_all_p: ("lax.all_to_all", "all_to_all", "sum"),
+    _compat.ppermute_p: ("lax.ppermute", "permute", "sum"),
+    _compat.pbroadcast_p: ("lax.pbroadcast", "broadcast", "sum"),
+}
+
+# Parameters that have other names in the primitives of jax_ring.
+_RENAMED_PARAMS = {
+    "axis_name": "axes",
+    "scatter_dimension": "dimension",
+    "all_gather_dimension": "dimension",
+    "split_axis": "dimension",
+    "concat_axis": "concat_dimension",
+    "source": "root",
+}
+
+
+def make_rules(is_on: Callable[[], bool]) -> dict:
+    """By primitive of JAX: a function from JAX's rule to one that is used instead.
+
+    is_on: whether the override is on in this thread. If it is not, JAX's rule lowers.
+    """
+    rules: dict = {}
+    for primitive, description in _OVERRIDDEN.items():
+        rules[primitive] = partial(_make_rule, is_on, *description)
+    rules[_compat.ragged_all_to_all_p] = partial(_make_ragged_rule, is_on)
+    for start, primitive in _compat.STARTS.items():
+        function, kind, op = _OVERRIDDEN[primitive]
+        rules[start] = partial(_make_start_rule, is_on, f"{function}_start", kind, op, _compat.lax_rule(primitive))
+    for done in _compat.DONES:
+        rules[done] = partial(_make_done_rule, is_on)
+    return rules
+
+
+def _make_rule(is_on: Callable, function: str, kind: str, op: str, jax_rule: Callable, combines: bool = True):
+    def lower(ctx, operand, **params):
+        # Random keys can be moved, but the engines do not support them.
+        if not is_on() or jax.dtypes.issubdtype(ctx.avals_in[0].dtype, jax.dtypes.extended):
+            return jax_rule(ctx, operand, **params)
+        engine_params = {_RENAMED_PARAMS.get(name, name): value for name, value in params.items()}
+        axes, groups = engine_params.pop("axes"), engine_params.pop("axis_index_groups", None)
+        axes = axes if isinstance(axes, tuple | list) else (axes,)
+        named = tuple(axis for axis in axes if not isinstance(axis, int))
+        if len(named) < len(axes):
+            # Positional axes are reduced on each device, by JAX's rule.
+            positional = tuple(axis for axis in axes if isinstance(axis, int))
+            (operand,) = jax_rule(ctx, operand, axes=positional, axis_index_groups=None)
+            ctx, params = ctx.replace(avals_in=ctx.avals_out), {**params, "axes": named}
+        if not named:
+            return [operand]
+        # Normalized, so that equal calls have equal keys and are combined.
+        groups = groups and tuple(tuple(map(operator.index, group)) for group in groups)
+        to_xla = lambda ctx, operand, **_: jax_rule(ctx, operand, **params)  # noqa: E731
+        # JAX lowers a broadcast for GPUs only.
+        without_rule = jax_rule is _compat.no_lowering and kind == "broadcast"
+        collective = Collective(function, kind, op, lower_broadcast_to_xla if without_rule else to_xla)
+        emit = partial(
+            lower_to_engine, collective, axes=named, axis_index_groups=groups, options=Options(), **engine_params
+        )
+        members = replica_groups(ctx.module_context.axis_context, named, groups)
+        if kind == "all_to_all":
+            # JAX expands and squeezes dimensions around the primitive, which is always tiled.
+            emit = partial(emit, axis_size=len(members[0]), tiled=True)
+        if kind == "permute":
+            pairs = [(source % len(members[0]), receiver % len(members[0])) for source, receiver in params["perm"]]
+            if not all(len(set(ranks)) == len(ranks) for ranks in zip(*pairs, strict=True)):
+                return jax_rule(ctx, operand, **params)  # which raises
+            emit = partial(emit, perm=pairs)
+        service = service_of(ctx, members, kind)
+        if service.automatic_axes:
+            _warn_of_automatic_axes(ctx, function, named, service.automatic_axes)
+        if kind != "all_reduce" or not combines or not is_single_custom_call(service, members):
+            return emit(ctx, operand)
+        return lower_combined(ctx, operand, (op, named, groups, ctx.avals_in[0].dtype), emit)
+
+    return lower
+
+
+def _make_ragged_rule(is_on: Callable, jax_rule: Callable):
+    def lower(ctx, *operands, axis_name, axis_index_groups):
+        if not is_on():
+            return jax_rule(ctx, *operands, axis_name=axis_name, axis_index_groups=axis_index_groups)
+        return ragged.lower(
+            "lax.ragged_all_to_all", jax_rule, ctx, *operands,
+            axes=tuple(axis_name), axis_index_groups=axis_index_groups, options=Options(),
+        )  # fmt: skip
+
+    return lower
+
+
+# An asynchronous collective lowers to the synchronous call. The engines run it while the program goes on with what does
+# not depend on it. So what it gives is the result, and there is nothing to do when the program asks for that.
+
+
+def _make_start_rule(
+    is_on: Callable, function: str, kind: str, op: str, synchronous_rule: Callable, jax_rule: Callable
+):
+    synchronous = _make_rule(is_on, function, kind, op, synchronous_rule, combines=False)
+
+    def lower(ctx, operand, **params):
+        if not is_on():
+            return jax_rule(ctx, operand, **params)
+        return synchronous(ctx.replace(avals_out=[ctx.avals_out[0].inner_aval]), operand, **params)
+
+    return lower
+
+
+def _make_done_rule(is_on: Callable, jax_rule: Callable):
+    return lambda ctx, result: [result] if is_on() else jax_rule(ctx, result)
+
+
+_has_warned = False  # of automatic axes, in this process
+
+
+def _warn_of_automatic_axes(ctx, function: str, axes: tuple, automatic: tuple[str, ...]) -> None:
+    """Warns of the first call that the override does not reach because its shard_map is manual over some axes only."""
+    global _has_warned
+    if _has_warned or runtime.STRICT:  # JAX_RING_STRICT makes it an error
+        return
+    _has_warned = True
+    file, line = _compat.call_location(ctx)
+    manual = sorted(map(str, ctx.module_context.axis_context.manual_axes))
+    warnings.warn_explicit(
+        f"override_lax() does not reach {function} over {axes}: the enclosing shard_map is manual over {manual} and "
+        f"leaves the axes {list(automatic)} to the compiler, so XLA serves the call. If nothing in it depends on these "
+        "axes, make them manual too: leave out axis_names. This warning is given once per process; jax_ring.explain() "
+        f"lists all such calls, and {runtime.STRICT_VARIABLE}=1 makes them an error.",
+        UserWarning, file, line,
+    )  # fmt: skip

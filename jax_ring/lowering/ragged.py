@@ -1,0 +1,102 @@
+"""The lowering of a ragged all-to-all: the ranks gather all sizes and offsets, then the slices are sent."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import mlir
+
+from jax_ring import _compat
+from jax_ring.lowering import custom_call, fallback
+from jax_ring.lowering.rule import note_fallback
+from jax_ring.lowering.service import platforms_of, replica_groups, service_of
+
+KIND = "ragged_all_to_all"
+
+
+def lower(function: str, to_xla: Callable, ctx, *operands, axes, axis_index_groups, options) -> list:
+    """Emits two custom calls to an engine, or what XLA can do.
+
+    function: the name of the public function, for messages.
+    to_xla: JAX's own lowering. XLA cannot compile it for CPU devices: there it gathers all operands on all ranks, and
+      each takes its slices.
+
+    Raises:
+      NotImplementedError: if no engine serves the call, and `JAX_RING_STRICT` is 1.
+    """
+    groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
+    size = len(groups[0])
+    names = {"axes": axes, "axis_index_groups": axis_index_groups, "size": size}
+    if size == 1:
+        return [_inline(ctx, partial(_receive_by_gather, **names), operands, ctx.avals_in, ctx.avals_out[0])]
+    service = service_of(ctx, groups, KIND, options)
+    if service.levels is None:
+        on_cpu = "cpu" in platforms_of(ctx)
+        note_fallback(function, axes, "all_gather" if on_cpu else KIND, service.why_not, options)
+        if on_cpu:
+            return [_inline(ctx, partial(_receive_by_gather, **names), operands, ctx.avals_in, ctx.avals_out[0])]
+        return to_xla(ctx, *operands, axis_name=axes, axis_index_groups=axis_index_groups)
+    numbers = ctx.avals_in[2:]
+    own = jax.core.ShapedArray((len(numbers), *numbers[0].shape), _dtype_of(numbers))
+    everyones = jax.core.ShapedArray((size, *own.shape), own.dtype)
+    call = custom_call.describe(ctx, function, axes, axis_index_groups)
+    emit = partial(custom_call.emit, op="sum", service=service, options=options)
+    (table,) = emit(
+        ctx.replace(avals_in=[own], avals_out=[everyones]), [_inline(ctx, _table, operands[2:], numbers, own)],
+        kind="all_gather", call=f"{call} (its sizes)", axis_size=size, dimension=0, tiled=False,
+    )  # fmt: skip
+    return emit(
+        ctx.replace(avals_in=[everyones, *ctx.avals_in[:2]]), [table, *operands[:2]],
+        kind=KIND, call=call,
+    )  # fmt: skip
+
+
+def _inline(ctx, function: Callable, operands, avals_in, aval_out):
+    """Traces a function, emits its operations in the program under construction, and returns its result."""
+    with _compat.without_vma():
+        avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in (*avals_in, aval_out)]
+        ctx = ctx.replace(primitive=None, avals_in=avals[:-1], avals_out=avals[-1:])
+        (result,) = mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
+    return result
+
+
+def _dtype_of(numbers):
+    """The type in which ranks exchange sizes and offsets."""
+    return jnp.dtype(
+        jnp.int64 if jax.config.jax_enable_x64 and any(x.dtype.itemsize > 4 for x in numbers) else jnp.int32
+    )
+
+
+def _table(*numbers: jax.Array) -> jax.Array:
+    """What a rank tells the others, with a row for each of its sizes and offsets, in the order of the arguments."""
+    return jnp.stack([x.astype(_dtype_of(numbers)) for x in numbers])
+
+
+def _receive_by_gather(operand, output, *numbers, axes, axis_index_groups, size: int) -> jax.Array:
+    """What a rank receives, from the gathered operands of all."""
+    if size == 1:
+        everyones, tables, rank = operand[None], _table(*numbers)[None], 0
+    else:
+        gather = partial(lax.all_gather, axis_name=axes, axis_index_groups=axis_index_groups)
+        everyones, tables, rank = (
+            gather(operand),
+            gather(_table(*numbers)),
+            fallback.rank_in_group(axes, axis_index_groups),
+        )
+    num_rows, each = operand.shape[0], tables.shape[2] // size
+    if num_rows == 0:
+        return output
+    own = lax.dynamic_slice_in_dim(tables, rank * each, each, axis=2)  # (p, 4, slices for this rank)
+    rows = jnp.arange(output.shape[0], dtype=tables.dtype)
+
+    def note_slice(i, sources):
+        source = i // each
+        begin, count, to, _ = own[source, :, i % each]
+        is_within = (rows >= to) & (rows < to + count)
+        return jnp.where(is_within, source * num_rows + begin + rows - to, sources)
+
+    sources = lax.fori_loop(0, size * each, note_slice, jnp.full_like(rows, -1))
+    received = everyones.reshape(size * num_rows, *operand.shape[1:])[sources]
+    return jnp.where((sources >= 0).reshape(-1, *[1] * (output.ndim - 1)), received, output)
