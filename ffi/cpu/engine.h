@@ -29,7 +29,7 @@ struct Message {
   // Order::tree: of the group, with a lifetime beyond the call's. An operand then has one slot of `counts` elements for
   // each of the tree's slots, one after the other.
   const Tree* tree = nullptr;
-  int num_results = 1;  // of a reduce-scatter, see num_parts()
+  int num_results = 1;                                        // of a reduce-scatter, see num_parts()
   std::shared_ptr<const std::vector<Part>> slices = nullptr;  // those of the plan, which lives as long
 };
 

@@ -1,8 +1,7 @@
-// handler.cc: decodes and checks the custom call, and passes it to the rendezvous and the engine.
+// handler.cc: the stages of the custom call: what it says of itself, and its way to the rendezvous and the engine.
 #include "cpu/handler.h"
 
 #include <algorithm>
-#include <cstring>
 #include <initializer_list>
 #include <memory>
 #include <optional>
@@ -19,9 +18,9 @@
 #include "common/trees.h"
 #include "common/xla_types.h"
 #include "cpu/completion_threads.h"
+#include "cpu/decode.h"
 #include "cpu/engine.h"
 #include "cpu/float_mode.h"
-#include "cpu/ragged.h"
 #include "cpu/rendezvous.h"
 #include "shm/communicators.h"
 
@@ -110,23 +109,6 @@ void find_communicators(CallSite& site, ffi::Span<const int64_t> partitions, ffi
     site.groups.back() = {all.get_or_create(members), thresholds,
                           std::make_unique<shm::LaunchIds>(all.run_counter(hash.value()))};
   }
-}
-
-// Elements of an operand of a call, or of one of its slots if it has several, from those of the operand and its result.
-size_t count_of(const CallSite& site, int group, size_t operand, size_t result) {
-  const int group_size = site.rendezvous_map.groups().size(group);
-  if (!folds_along_tree(site.plan)) {
-    if (result == result_count(site.plan, group_size, operand)) return operand;
-    throw std::invalid_argument("jax_ring: the size of a result does not match its operand and the group size");
-  }
-  const size_t slots = site.trees.of_group[group].num_slots();
-  const size_t results = site.plan.collective == Collective::reduce_scatter ? site.trees.num_results : 1;
-  const size_t count = operand / slots;
-  if (operand == slots * count && result == results * result_count(site.plan, group_size, count)) return count;
-  throw std::invalid_argument("jax_ring: an operand of " + std::to_string(operand) + " elements does not match its " +
-                              "result of " + std::to_string(result) + ": with order 'tree' the operand has " +
-                              std::to_string(slots) + " partial sums and the result " + std::to_string(results) +
-                              ", in a group of " + std::to_string(group_size) + " ranks");
 }
 
 class XlaWorkers final : public Workers {
@@ -241,56 +223,6 @@ Completion completion_of(const ffi::Promise& to_complete) {
   };
 }
 
-// Adds the operands and results of a rank to what it contributes, and describes them in the message.
-void decode(const CallSite& site, int group, ffi::RemainingArgs args, ffi::RemainingRets rets, Message& message,
-            Participant& participant) {
-  if (args.size() == 0 || args.size() != rets.size()) {
-    throw std::invalid_argument("jax_ring: a call needs one result per operand, and at least one operand");
-  }
-  const EngineType type = engine_type_of(site.plan, args.get<ffi::AnyBuffer>(0)->element_type());
-  message.dtype = type.dtype;
-  for (size_t i = 0; i < args.size(); ++i) {
-    const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i);
-    ffi::AnyBuffer output = **rets.get<ffi::AnyBuffer>(i);
-    const size_t count = count_of(site, group, input.element_count(), output.element_count());
-    message.counts.push_back(count * type.per_xla_element);
-    participant.inputs.push_back(input.untyped_data());
-    participant.outputs.push_back(output.untyped_data());
-  }
-}
-
-// The same for a ragged all-to-all, whose result starts as a copy of the last operand.
-void decode_ragged(const CallSite& site, int group, ffi::RemainingArgs args, ffi::RemainingRets rets, Message& message,
-                   Participant& participant) {
-  if (args.size() != 3 || rets.size() != 1) {
-    throw std::invalid_argument("jax_ring: a ragged all-to-all has a table, an operand, an output and a result");
-  }
-  const ffi::AnyBuffer table = *args.get<ffi::AnyBuffer>(0), input = *args.get<ffi::AnyBuffer>(1),
-                       before = *args.get<ffi::AnyBuffer>(2);
-  ffi::AnyBuffer output = **rets.get<ffi::AnyBuffer>(0);
-  const int num_ranks = site.rendezvous_map.groups().size(group);
-  const size_t rows_of_table = 4 * static_cast<size_t>(num_ranks);
-  const bool is_64_bit = table.element_type() == ffi::S64;
-  if (!(is_64_bit || table.element_type() == ffi::S32) || table.element_count() % (rows_of_table * num_ranks) != 0 ||
-      input.dimensions().size() == 0 || before.size_bytes() != output.size_bytes()) {
-    throw std::invalid_argument("jax_ring: the table or the result of a ragged all-to-all does not fit its operands");
-  }
-  const size_t rows = input.dimensions()[0], result_rows = output.dimensions()[0];
-  const size_t row_bytes = rows > 0 ? input.size_bytes() / rows : result_rows > 0 ? output.size_bytes() / result_rows : 0;
-  const RaggedTable sizes{table.untyped_data(), is_64_bit, num_ranks, table.element_count() / rows_of_table};
-  // All ranks have the same table, so that all fail if one does.
-  message.slices = std::make_shared<std::vector<Part>>(slices_of(sizes, row_bytes, rows, result_rows));
-  message.plan.slices = message.slices->data();
-  message.plan.num_slices = static_cast<int>(message.slices->size());
-  message.dtype = DType::u8;
-  message.counts.push_back(input.size_bytes());
-  participant.inputs.push_back(input.untyped_data());
-  participant.outputs.push_back(output.untyped_data());
-  if (before.untyped_data() != output.untyped_data() && output.size_bytes() > 0) {
-    std::memcpy(output.untyped_data(), before.untyped_data(), output.size_bytes());
-  }
-}
-
 ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::BufferR0<ffi::U32> partition,
                     ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary /*seen by instantiate*/) {
   ffi::Promise promise;
@@ -306,10 +238,10 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
     message.tree = site->trees.of_group.empty() ? nullptr : &site->trees.of_group[group];
     message.num_results = site->trees.num_results;
     message.counts.clear();
+    message.slices = nullptr;
     participant.inputs.clear();
     participant.outputs.clear();
-    const bool is_ragged = site->plan.collective == Collective::ragged_all_to_all;
-    (is_ragged ? decode_ragged : decode)(*site, group, args, rets, message, participant);
+    decode(groups.size(group), args, rets, message, participant);
     if (site->recorded != nullptr) note_bytes(*site->recorded, message);
     participant.done = completion_of(promise);
     auto rendezvous = site->rendezvous_map.arrive(run.run_id, *partition.typed_data(), std::move(participant));

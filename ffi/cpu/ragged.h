@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "ring/collective.h"
@@ -20,15 +19,15 @@ struct RaggedTable {
   size_t num_slices;
 
   int64_t at(int rank, int row, size_t slice) const {
-    const size_t i = (4 * rank + row) * num_slices + slice;
+    const size_t i = (size_t{4} * rank + row) * num_slices + slice;
     return is_64_bit ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
   }
 };
 
 // The slices as parts, in bytes, of the operands and results of all ranks. A row has `row_bytes` bytes, an operand
-// `operand_rows` rows and a result `result_rows`.
-// Throws std::invalid_argument if a slice is not within its operand and its result, or not as long as its receiver
-// expects.
+// `operand_rows` rows and a result `result_rows`. Empty slices are left out, wherever they are. Slices that overlap in
+// a result leave there the rows of one of them. Throws std::invalid_argument if a slice is not within its operand and
+// its result, or not as long as its receiver expects.
 std::vector<Part> slices_of(const RaggedTable& table, size_t row_bytes, size_t operand_rows, size_t result_rows);
 
 }  // namespace jax_ring::cpu
