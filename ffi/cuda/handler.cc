@@ -1,12 +1,9 @@
 // handler.cc: the stages of the custom call: decodes and checks it, connects its group, launches its kernels.
 #include "cuda/handler.h"
 
-#include <array>
-#include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -18,6 +15,7 @@
 #include "common/xla_types.h"
 #include "cuda/communicators.h"
 #include "cuda/first_run.h"
+#include "cuda/instance.h"
 #include "cuda/plan.h"
 #include "cuda/watcher.h"
 
@@ -26,117 +24,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// XLA numbers GPUs by CUDA ordinal. More are on no host.
-constexpr int kMaxOrdinals = 64;
-
-// One per call instruction and process, owned by the runtime.
-struct Instance {
-  static ffi::TypeId id;
-
-  struct Group {
-    std::vector<Member> members;
-    Thresholds thresholds;
-    std::optional<TreeProgram> tree;  // with Order::tree
-    // From here on: of groups with GPUs of this process, from their first execution on.
-    std::shared_ptr<Communicator> communicator;
-    std::unique_ptr<FirstRun> launching, launched;
-  };
-
-  // A GPU of this process in the call.
-  struct Rank {
-    Group* group;
-    int rank;   // in the group
-    int local;  // among those of this process in the group
-    int index;  // among those of this process in the call
-  };
-
-  CallSite site;
-  std::vector<int> sources;  // of the site's plan
-  std::string text;          // for error messages
-  std::vector<Group> groups;
-
-  // By CUDA ordinal; null until the GPU's group is connected. Executions read it without a lock.
-  std::array<std::atomic<const Rank*>, kMaxOrdinals> rank_of{};
-
-  std::mutex mutex;  // of what follows, and of the groups; nothing is waited for under it
-  std::unique_ptr<FirstRun> initializing, initialized;
-  std::vector<std::unique_ptr<const Rank>> ranks;
-};
-ffi::TypeId Instance::id = {};
-
 // ---- Instantiate ----------------------------------------------------------------------------------------------------
-
-std::string list(const std::vector<int64_t>& values) {
-  std::string text;
-  for (int64_t value : values) text += (text.empty() ? "" : ", ") + std::to_string(value);
-  return "[" + text + "]";
-}
-
-std::vector<Instance::Group> groups_of(const std::vector<int64_t>& processes, const std::vector<int64_t>& devices,
-                                       const std::vector<int64_t>& sizes, const std::vector<int64_t>& one_shot_bytes,
-                                       const std::vector<int64_t>& two_shot_bytes, int64_t root) {
-  if (processes.size() != devices.size()) {
-    throw std::invalid_argument("there are " + std::to_string(devices.size()) + " devices and " +
-                                std::to_string(processes.size()) + " processes of them");
-  }
-  if (one_shot_bytes.size() != sizes.size() || two_shot_bytes.size() != sizes.size()) {
-    throw std::invalid_argument("there are " + std::to_string(sizes.size()) + " groups, with " +
-                                std::to_string(one_shot_bytes.size()) + " and " +
-                                std::to_string(two_shot_bytes.size()) + " thresholds");
-  }
-  std::vector<Instance::Group> groups(sizes.size());
-  std::set<int64_t> seen;
-  size_t next = 0;
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    const int64_t size = sizes[i];
-    if (size < 1 || size > kMaxRanks) {
-      throw std::invalid_argument("a group has between 1 and " + std::to_string(kMaxRanks) + " GPUs; the sizes are " +
-                                  list(sizes));
-    }
-    if (next + size > devices.size()) {
-      throw std::invalid_argument("groups of the sizes " + list(sizes) + " do not fit " +
-                                  std::to_string(devices.size()) + " devices");
-    }
-    if (root < 0 || root >= size) {
-      throw std::invalid_argument("the root, rank " + std::to_string(root) + ", is not in a group of " +
-                                  std::to_string(size));
-    }
-    if (one_shot_bytes[i] < 0 || two_shot_bytes[i] < 0) {
-      throw std::invalid_argument("the thresholds of a group are " + std::to_string(one_shot_bytes[i]) + " and " +
-                                  std::to_string(two_shot_bytes[i]) + " bytes");
-    }
-    groups[i].thresholds = {static_cast<uint64_t>(one_shot_bytes[i]), static_cast<uint64_t>(two_shot_bytes[i])};
-    for (const size_t end = next + size; next < end; ++next) {
-      if (!seen.insert(devices[next]).second) {
-        throw std::invalid_argument("device " + std::to_string(devices[next]) +
-                                    " is in the groups twice: " + list(devices));
-      }
-      groups[i].members.push_back({processes[next], devices[next]});
-    }
-  }
-  if (next != devices.size()) {
-    throw std::invalid_argument("groups of the sizes " + list(sizes) + " do not hold " +
-                                std::to_string(devices.size()) + " devices");
-  }
-  return groups;
-}
-
-// Compiles the groups' trees for the kernels.
-void add_trees(std::vector<Instance::Group>& groups, const Trees& trees, const CallSite& site) {
-  if (!folds_along_tree(site.plan)) return;
-  if (site.op != Op::sum) throw std::invalid_argument("only sums have the order 'tree'");
-  if (site.algorithm == Algorithm::ring) throw std::invalid_argument("the ring does not have the order 'tree'");
-  for (size_t i = 0; i < groups.size(); ++i) {
-    const Tree& tree = trees.of_group.at(i);
-    groups[i].tree = TreeCompiler::compile(tree, trees.num_results);
-    if (groups[i].tree.has_value()) continue;
-    throw std::invalid_argument("the kernels cannot add the " + std::to_string(tree.terms().size()) + " terms of " +
-                                std::to_string(groups[i].members.size()) + " GPUs, which have up to " +
-                                std::to_string(tree.num_slots()) +
-                                " terms each, along their tree. Choose a num_shards whose quotient by the number of "
-                                "GPUs is a power of two.");
-  }
-}
 
 // Compiles for GPUs that may be elsewhere, so it decodes and checks: it touches no GPU and no store, and waits for
 // nothing.
@@ -312,18 +200,21 @@ ffi::Error initialize(Instance* instance, ffi::RunId run, int32_t ordinal, ffi::
 
 // ---- Execute --------------------------------------------------------------------------------------------------------
 
-// Kernels write as much as these sizes say.
-void check_sizes(const Plan& plan, size_t num_ranks, const TreeProgram& tree, const ffi::AnyBuffer& input,
+// Kernels write as much as these sizes say. tree: of the group, or null.
+void check_sizes(const Plan& plan, int num_ranks, const TreeProgram* tree, const ffi::AnyBuffer& input,
                  const ffi::AnyBuffer& result) {
   const bool scatters = plan.collective == Collective::reduce_scatter;
+  const size_t slots = tree == nullptr ? 1 : tree->num_slots;
+  const size_t sums = tree != nullptr && scatters ? tree->num_results : 1;
   const size_t inputs = input.element_count(), results = result.element_count();
-  const size_t expected = scatters ? inputs / num_ranks / tree.num_slots * tree.num_results : inputs / tree.num_slots;
-  const bool divides = inputs % (tree.num_slots * (scatters ? num_ranks : 1)) == 0;
+  const size_t expected = sums * result_count(plan, num_ranks, inputs / slots);
+  const bool divides = inputs % (slots * num_input_blocks(plan, num_ranks)) == 0;
   if (divides && results == expected) return;
-  throw std::invalid_argument("an operand of " + std::to_string(inputs) + " elements in " +
-                              std::to_string(tree.num_slots) + " slots does not have a result of " +
+  throw std::invalid_argument("an operand of " + std::to_string(inputs) + " elements in " + std::to_string(slots) +
+                              (slots == 1 ? " slot" : " slots") + " does not have a result of " +
                               std::to_string(results) + " elements" +
-                              (divides ? ", but of " + std::to_string(expected) : ""));
+                              (divides ? ", but of " + std::to_string(expected) : "") + " in a group of " +
+                              std::to_string(num_ranks) + " GPUs");
 }
 
 void launch(const Instance& instance, const Instance::Rank& rank, Stream stream, ffi::RemainingArgs args,
@@ -341,7 +232,7 @@ void launch(const Instance& instance, const Instance::Rank& rank, Stream stream,
   std::vector<Buffer> buffers;
   for (size_t i = 0; i < args.size(); ++i) {
     const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i), result = **rets.get<ffi::AnyBuffer>(i);
-    if (tree != nullptr) check_sizes(instance.site.plan, rank.group->members.size(), *tree, input, result);
+    check_sizes(instance.site.plan, static_cast<int>(rank.group->members.size()), tree, input, result);
     buffers.push_back({input.untyped_data(), result.untyped_data(), input.size_bytes()});
   }
   const std::vector<Launch> launches = launches_of(*rank.group->communicator, rank.rank, instance.site,

@@ -28,8 +28,9 @@ bool adds_in_switch(const CallSite& requested, const KernelKey& kernel, const En
          kernel.algorithm != Algorithm::one_shot && switch_adds(kernel.dtype);
 }
 
-// Sums of signed integers use the unsigned type.
-DType folded_as(Op op, DType dtype) {
+// The type of the kernel. Sums of signed integers use the unsigned type, and what is only moved is bytes.
+DType kernel_type(const Plan& plan, Op op, DType dtype) {
+  if (only_moves(plan)) return DType::u8;
   if (op != Op::sum) return dtype;
   switch (dtype) {
     case DType::s8:
@@ -90,7 +91,7 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
     }
     if (message.num_packs == 0) continue;
     // All slots are sent.
-    launch.kernel = {folded_as(site.op, dtype), site.op, algorithm_of(site, bytes * slots, thresholds)};
+    launch.kernel = {kernel_type(site.plan, site.op, dtype), site.op, algorithm_of(site, bytes * slots, thresholds)};
     launch.call.plan = site.plan;
     launch.call.plan.sources = nullptr;  // host memory
     if (tree != nullptr) {
