@@ -5,13 +5,13 @@
 
 #include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "cpu/engine.h"
 #include "reference.h"
 #include "support.h"
+#include "workers.h"
 
 namespace jax_ring::cpu::testing {
 namespace {
@@ -100,19 +100,6 @@ TEST(AnyOrder, IsRankOrderExceptInARing) {
   }
   EXPECT_EQ(with_order_for({Collective::all_reduce, Order::ring}, Algorithm::two_shot).order, Order::ring);
 }
-
-// One thread per task.
-class Threads final : public Workers {
- public:
-  ~Threads() override {
-    for (std::thread& thread : threads_) thread.join();
-  }
-  int num_threads() const override { return 3; }
-  void schedule(std::function<void()> task) override { threads_.emplace_back(std::move(task)); }
-
- private:
-  std::vector<std::thread> threads_;
-};
 
 // Runs one collective on random operands and checks every rank's results.
 void expect_collective(const Plan& plan, Op op, DType dtype, int num_ranks, const std::vector<size_t>& counts,

@@ -56,6 +56,8 @@ inline std::optional<Origin> origin(const Plan& plan, int num_ranks, size_t coun
     case Collective::permute:
       if (plan.sources[rank] == kNoRank) return std::nullopt;
       return Origin{{plan.sources[rank]}, i};
+    case Collective::ragged_all_to_all:
+      break;  // its results depend on what they were before: see ragged_test.cc
   }
   return std::nullopt;
 }

@@ -100,7 +100,7 @@ TEST_P(Hosts, HaveTheValuesOfTheDefinition) {
     std::deque<Call> calls;
     for (const char* algorithm : {"one_shot", "two_shot", "ring"}) calls.emplace_back(spec(GetParam(), algorithm), 1);
     const size_t ranks = GetParam().members().size();
-    std::vector<Plan> plans = exchange_plans(static_cast<int>(ranks));
+    std::vector<Plan> plans = cpu::testing::exchange_plans(static_cast<int>(ranks));
     for (const Plan& plan : {Plan{Collective::reduce_scatter}, Plan{Collective::all_gather},
                              Plan{Collective::broadcast}, Plan{Collective::all_reduce, Order::ring}}) {
       plans.push_back(plan);

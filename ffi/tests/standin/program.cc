@@ -45,8 +45,8 @@ int size_of_tree(const CallSpec& what) {
 }
 
 Attributes attributes_of(const CallSpec& what) {
-  const char* const collectives[] = {"all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast",
-                                     "all_to_all", "permute"};
+  const char* const collectives[] = {"all_reduce", "reduce_scatter", "all_gather", "reduce",
+                                     "broadcast",  "all_to_all",     "permute"};
   const char* const ops[] = {"sum", "max", "min"};
   const char* const orders[] = {"rank", "ring", "any", "tree"};
   std::vector<int64_t> processes, devices;

@@ -48,7 +48,8 @@ std::deque<Call> family(const std::vector<gpu::Member>& members, int num_groups 
   add({Collective::reduce, Order::tree, size - 1}, {321}, DType::bf16);
   add({Collective::all_gather}, {99}, DType::bf16);
   add({Collective::broadcast, Order::rank, size / 2}, {99}, DType::f64);
-  for (const Plan& plan : exchange_plans(size)) add(plan, {even, 5 * static_cast<size_t>(size)}, DType::bf16);
+  for (const Plan& plan : cpu::testing::exchange_plans(size))
+    add(plan, {even, 5 * static_cast<size_t>(size)}, DType::bf16);
   return calls;
 }
 
