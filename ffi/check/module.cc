@@ -49,26 +49,31 @@ struct Request {
   gpu::CallSite site;
   DType dtype;
   LaunchMode how;
-  int num_shards;  // of the tree; 0: one for each rank
+  int num_shards;            // of the tree; 0: one for each rank
+  std::vector<int> sources;  // of the plan
 };
 
 Request request_of(const std::string& collective, const std::string& op, int root, const std::string& dtype,
-                   const std::string& algorithm, const std::string& order, const std::string& how, int num_shards = 0) {
+                   const std::string& algorithm, const std::string& order, const std::string& how, int num_shards = 0,
+                   std::vector<int> sources = {}) {
   const std::map<std::string, std::optional<Algorithm>> algorithms = {{"auto", std::nullopt},
                                                                       {"one_shot", Algorithm::one_shot},
                                                                       {"two_shot", Algorithm::two_shot},
                                                                       {"ring", Algorithm::ring}};
-  const Plan plan{
+  Plan plan{
       lookup<Collective>("collective",
                          {{"all_reduce", Collective::all_reduce},
                           {"reduce_scatter", Collective::reduce_scatter},
                           {"all_gather", Collective::all_gather},
                           {"reduce", Collective::reduce},
-                          {"broadcast", Collective::broadcast}},
+                          {"broadcast", Collective::broadcast},
+                          {"all_to_all", Collective::all_to_all},
+                          {"permute", Collective::permute}},
                          collective),
       lookup<Order>("order", {{"rank", Order::rank}, {"ring", Order::ring}, {"any", Order::any}, {"tree", Order::tree}},
                     order),
       root};
+  plan.sources = sources.data();  // where they stay when the vector is moved
   return {
       {"check", plan, lookup<Op>("operation", {{"sum", Op::sum}, {"max", Op::max}, {"min", Op::min}}, op),
        lookup("algorithm", algorithms, algorithm)},
@@ -76,7 +81,8 @@ Request request_of(const std::string& collective, const std::string& op, int roo
       lookup<LaunchMode>(
           "launch mode",
           {{"together", LaunchMode::together}, {"streams", LaunchMode::streams}, {"graphs", LaunchMode::graphs}}, how),
-      num_shards};
+      num_shards,
+      std::move(sources)};
 }
 
 std::unique_ptr<Backend> backend_named(const std::string& name) {
@@ -122,6 +128,7 @@ class Ranks {
   // inputs: by rank of this process, then operand. The results have the same layout.
   std::vector<std::vector<nb::bytes>> run(const std::vector<std::vector<nb::bytes>>& inputs, const Request& request,
                                           int repeats) {
+    check_sources(request);
     std::vector<std::vector<gpu::Buffer>> buffers;
     for (size_t i = 0; i < communicator_->local_ranks().size(); ++i) {
       buffers.emplace_back();
@@ -197,6 +204,18 @@ class Ranks {
 
  private:
   int device_of(size_t local) const { return static_cast<int>(members_[communicator_->local_ranks()[local]].device); }
+
+  void check_sources(const Request& request) const {
+    const int num_ranks = communicator_->num_ranks();
+    if (request.site.plan.collective != Collective::permute) return;
+    const auto is_wrong = [&](int source) { return source < kNoRank || source >= num_ranks; };
+    if (request.sources.size() == static_cast<size_t>(num_ranks) &&
+        std::none_of(request.sources.begin(), request.sources.end(), is_wrong)) {
+      return;
+    }
+    throw std::invalid_argument("a permutation needs one source for each of " + std::to_string(num_ranks) +
+                                " ranks, which is a rank or -1, got " + std::to_string(request.sources.size()));
+  }
 
   size_t result_bytes(const Request& request, size_t input_bytes) const {
     const auto tree = tree_of(request);
@@ -311,13 +330,17 @@ NB_MODULE(_gpu_check, m) {
           "run",
           [](Ranks& self, const std::vector<std::vector<nb::bytes>>& inputs, const std::string& dtype,
              const std::string& algorithm, const std::string& order, const std::string& how, int repeats,
-             const std::string& collective, const std::string& op, int root, int num_shards) {
-            return self.run(inputs, request_of(collective, op, root, dtype, algorithm, order, how, num_shards),
-                            repeats);
+             const std::string& collective, const std::string& op, int root, int num_shards, std::vector<int> sources) {
+            return self.run(
+                inputs, request_of(collective, op, root, dtype, algorithm, order, how, num_shards, std::move(sources)),
+                repeats);
           },
           "inputs"_a, "dtype"_a, "algorithm"_a = "auto", "order"_a = "rank", "how"_a = "together", "repeats"_a = 1,
           "collective"_a = "all_reduce", "op"_a = "sum", "root"_a = 0, "num_shards"_a = 0,
-          "num_shards: of the tree with order 'tree', 0 for one for each rank. "
+          "sources"_a = std::vector<int>{},
+          "num_shards: of the tree with order 'tree', 0 for one for each rank. sources: of a permutation, for each "
+          "rank "
+          "the one whose operand it gets, or -1. "
           "The results of the ranks of this process, by rank and operand, as bytes like the inputs, without their "
           "slots.")
       .def(

@@ -96,8 +96,8 @@ inline std::vector<int> sources_of(const Plan& plan, xla::ffi::Span<const int64_
   std::vector<bool> is_sent(sources.size());
   for (int64_t size : group_sizes) {
     if (sources.size() == (permutes ? static_cast<size_t>(size) : 0)) continue;
-    throw std::invalid_argument("jax_ring: there are " + std::to_string(sources.size()) +
-                                " sources for a group of " + std::to_string(size) + " ranks");
+    throw std::invalid_argument("jax_ring: there are " + std::to_string(sources.size()) + " sources for a group of " +
+                                std::to_string(size) + " ranks");
   }
   for (int64_t source : sources) {
     if (source == kNoRank) continue;

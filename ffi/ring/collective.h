@@ -9,13 +9,13 @@
 namespace jax_ring {
 
 enum class Collective : int {
-  all_reduce,      // the fold of all operands, for every rank
-  reduce_scatter,  // rank r gets the fold of the r-th of p equal blocks of the operands
-  all_gather,      // every rank gets all operands, concatenated in rank order
-  reduce,          // the fold of all operands for the root, zeros for the others
-  broadcast,       // the root's operand, for every rank
-  all_to_all,      // rank r gets the r-th of p equal blocks of each operand, in rank order
-  permute,         // rank r gets the operand of one rank, or zeros
+  all_reduce,         // the fold of all operands, for every rank
+  reduce_scatter,     // rank r gets the fold of the r-th of p equal blocks of the operands
+  all_gather,         // every rank gets all operands, concatenated in rank order
+  reduce,             // the fold of all operands for the root, zeros for the others
+  broadcast,          // the root's operand, for every rank
+  all_to_all,         // rank r gets the r-th of p equal blocks of each operand, in rank order
+  permute,            // rank r gets the operand of one rank, or zeros
   ragged_all_to_all,  // slices of the operands go to places in the results, which keep what they have elsewhere
 };
 
@@ -26,7 +26,8 @@ struct Plan {
   Collective collective = Collective::all_reduce;
   Order order = Order::rank;
   int root = 0;  // of reduce and broadcast
-  // Of permute, for each rank: the one whose operand it gets, or kNoRank. In host memory; kernels know their rank's Route.
+  // Of permute, for each rank: the one whose operand it gets, or kNoRank. In host memory; kernels know their rank's
+  // Route.
   const int* sources = nullptr;
   // Of ragged_all_to_all, in host memory: the slices. They differ from execution to execution.
   const Part* slices = nullptr;
@@ -164,9 +165,7 @@ JAX_RING_INLINE Part part_of(const Plan& plan, int num_ranks, size_t count, size
 }
 
 // Whether the sources of a part are the terms of a tree. What is only moved has ranks as its sources.
-JAX_RING_INLINE bool folds_along_tree(const Plan& plan) {
-  return plan.order == Order::tree && !only_moves(plan);
-}
+JAX_RING_INLINE bool folds_along_tree(const Plan& plan) { return plan.order == Order::tree && !only_moves(plan); }
 
 // The same with Order::tree. An operand has one slot of `count` elements for each of the tree's slots. A reduce-scatter
 // in a group without all ranks has several results, one for each root of the tree; `num_results` is the largest number

@@ -2,8 +2,8 @@
 //
 // An all-reduce is a reduce-scatter followed by an all-gather. In each round rank i owns the i-th part of the message.
 // All ranks send this part to i, which folds it and sends the result to all. Each rank sends 2(p-1)/p of the message,
-// as in a ring, but in 2 steps instead of 2(p-1). The other collectives leave out senders, the fold, or receivers. In an
-// all-to-all and a permutation the owner keeps what it receives, and does not fold it.
+// as in a ring, but in 2 steps instead of 2(p-1). The other collectives leave out senders, the fold, or receivers. In
+// an all-to-all and a permutation the owner keeps what it receives, and does not fold it.
 //
 // The rounds of a call overlap. In step s, of N + 2 for N rounds, a rank
 //
