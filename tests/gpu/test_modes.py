@@ -72,6 +72,37 @@ def test_the_family(ranks, p, how):
                 np.testing.assert_array_equal(got, rank_fold(np.roll(blocks[:, rank], -first, axis=0)))
 
 
+@pytest.mark.parametrize("how", MODES)
+@pytest.mark.parametrize("p", [1, 2, 3, 8])
+def test_exchanges(ranks, p, how):
+    """All-to-alls and permutations move bytes, in blocks of any size, from and to any address."""
+    group = ranks(p)
+    mirrored = [p - 1 - rank if rank % 2 == 0 else -1 for rank in range(p)]
+    for dtype, sizes in (("u8", (0, 1, 15, 16, 17, 4096, 70_001)), ("f32", (5, 300_001))):
+        for size in sizes:
+            blocks = random(DTYPES[dtype], (p, p, size), size)
+
+            def results(operand, collective, dtype=dtype, **details):
+                inputs = [[row.tobytes(), row[:0].tobytes(), row.tobytes()] for row in operand]
+                outputs = group.run(inputs, dtype, collective=collective, how=how, repeats=2, **details)
+                assert group.failure() == ""
+                assert all(len(second) == 0 and first == third for first, second, third in outputs)
+                return [np.frombuffer(result[0], DTYPES[dtype]) for result in outputs]
+
+            for rank, got in enumerate(results(blocks, "all_to_all")):
+                np.testing.assert_array_equal(got, blocks[:, rank].reshape(-1))
+            for sources in (np.roll(np.arange(p), 1).tolist(), mirrored, [-1] * p):
+                for rank, got in enumerate(results(blocks[:, 0], "permute", sources=sources)):
+                    want = blocks[sources[rank], 0] if sources[rank] >= 0 else np.zeros_like(got)
+                    np.testing.assert_array_equal(got, want)
+
+
+def test_a_permutation_needs_a_source_for_each_rank(ranks):
+    for sources in ([1], [0, 2], [0, -2]):
+        with pytest.raises(ValueError, match="one source for each of 2 ranks"):
+            ranks(2).run([[b"1234"]] * 2, "u8", collective="permute", sources=sources)
+
+
 def expect_sum(got: np.ndarray, operand: np.ndarray, order: str) -> None:
     # In a ring, any order is the ring's own.
     want = rank_fold(operand) if order == "rank" else ring_fold(operand)
@@ -151,6 +182,20 @@ def test_counters_wrap_around(ranks, algorithm, order):
         operand = random(np.float32, (3, 20_000), seed)
         (got,) = reduce(group, [operand], algorithm=algorithm, order=order, repeats=3)
         expect_sum(got, operand, order)
+
+
+def test_counters_wrap_around_in_exchanges(ranks):
+    group = ranks(3)
+    group.start_from(2**32 - 5)
+    for seed in range(6):
+        blocks = random(np.uint8, (3, 3, 20_000), seed)
+        inputs = [[row.tobytes()] for row in blocks]
+        swapped = group.run(inputs, "u8", collective="all_to_all", repeats=3)
+        shifted = group.run(inputs, "u8", collective="permute", sources=[1, 2, 0], repeats=3)
+        assert group.failure() == ""
+        for rank in range(3):
+            assert swapped[rank][0] == blocks[:, rank].tobytes()
+            assert shifted[rank][0] == inputs[(rank + 1) % 3][0]
 
 
 def test_a_message_larger_than_all_buffers(ranks):
