@@ -13,9 +13,9 @@ const char* name_of(Step step) {
     case Step::one_shot:
       return "one-shot exchange";
     case Step::reduce_scatter:
-      return "reduce-scatter";
+      return "scatter to the owners of the parts";
     case Step::all_gather:
-      return "all-gather";
+      return "gather from the owners of the parts";
     case Step::ring_receive:
       return "ring, for the next chunk";
     case Step::ring_send:

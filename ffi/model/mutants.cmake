@@ -59,6 +59,22 @@ jax_ring_mutant(ring_model two_shot_round_forgotten ring/two_shot.h
   [==[if (ok && team.thread() == 0) progress.round = number;]==] [==[]==]
   "two-shot, 2 ranks x 1" "a rank has failed")
 
+# Exchanges: the steps of two-shot, without results to send.
+jax_ring_mutant(ring_model exchange_sends_a_round_early ring/mailbox.h
+  [==[constexpr int kScatterBuffers = 3;]==] [==[constexpr int kScatterBuffers = 2;]==]
+  "exchanges, 2 ranks x 1" "data race")
+jax_ring_mutant(ring_model exchange_keeps_a_step_early ring/two_shot.h
+  [==[keep_received(worker, step - 1);]==] [==[keep_received(worker, step < num_rounds ? step : step - 1);]==]
+  "exchanges, 2 ranks x 1" "(data race|wrong result)")
+jax_ring_mutant(ring_model permutation_without_its_step ring/two_shot.h
+  [==[if (step > 0) ok = worker.await_peers(]==]
+  [==[if (step > 0 && plan.collective != Collective::permute) ok = worker.await_peers(]==]
+  "exchanges, 2 ranks x 1" "(data race|wrong result)")
+jax_ring_mutant(ring_model permutation_without_zeros ring/two_shot.h
+  [==[if (source == kNoRank) return fill(worker.message, range, 0, worker.team, Pack{});]==]
+  [==[if (source == kNoRank) return;]==]
+  "exchanges, 2 ranks x 1" "wrong result")
+
 # Multicast: the steps of two-shot.
 jax_ring_mutant(ring_model multicast_two_shot_stores_to_one_buffer ring/two_shot.h
   [==[gather(static_cast<int>(round % kGatherBuffers), cta, self.rank)]==] [==[gather(0, cta, self.rank)]==]
@@ -150,6 +166,16 @@ jax_ring_mutant(shm_model one_set shm/channel.h
 jax_ring_mutant(shm_model compares_without_wrap shm/channel.h
   [==[return static_cast<int32_t>(a - b) < 0;]==] [==[return a < b;]==]
   "2 rounds in one step" "(data race|deadlock|wrong result)")
+
+jax_ring_mutant(shm_model all_to_all_in_one_set shm/channel.h
+  [==[round % 2 * (capacity().staging + capacity().results)]==] [==[0 * round]==]
+  "an all-to-all" "data race")
+jax_ring_mutant(shm_model slices_in_one_set shm/channel.h
+  [==[round % 2 * (capacity().staging + capacity().results)]==] [==[0 * round]==]
+  "a ragged all-to-all" "data race")
+jax_ring_mutant(shm_model permutation_without_zeros shm/exchange.cc
+  [==[if (receives == (part.sources.count > 0)) continue;]==] [==[if (receives) continue;]==]
+  "a permutation" "wrong result")
 
 # The growth of a group's memory.
 jax_ring_mutant(shm_model grows_before_all_have_mapped shm/exchange.cc

@@ -316,6 +316,17 @@ std::vector<Call> all_collectives(int num_ranks) {
   return calls;
 }
 
+// Exchanges of six rounds each, one after the other.
+std::vector<Call> exchanges(int num_ranks, int num_threads) {
+  std::vector<Call> calls;
+  for (const Plan& plan :
+       {Plan{Collective::all_to_all}, Plan{Collective::permute, Order::rank, 0, kOneRank},
+        Plan{Collective::permute, Order::rank, 0, kNextRank[num_ranks]}, Plan{Collective::all_to_all}}) {
+    calls.push_back({Algorithm::two_shot, plan, 5 * static_cast<uint64_t>(num_threads) + 1});
+  }
+  return calls;
+}
+
 std::vector<NamedScenario> scenarios() {
   const Plan all_reduce{}, ring_order{Collective::all_reduce, Order::ring};
   Options exhaustive;
@@ -330,6 +341,7 @@ std::vector<NamedScenario> scenarios() {
     list.push_back({"two-shot" + size, exhaustive,
                     succeeds(ranks, threads, rounds(Algorithm::two_shot, all_reduce, 5 * ranks * threads + 1))});
     list.push_back({"two-shot collectives" + size, exhaustive, succeeds(ranks, threads, all_collectives(ranks))});
+    list.push_back({"exchanges" + size, exhaustive, succeeds(ranks, threads, exchanges(ranks, threads))});
     // The switch is a loop here: it loads and stores at one rank after the other.
     const uint64_t rounds_of_4 = 3 * ranks * threads + 1;
     list.push_back({"multicast" + size, exhaustive,

@@ -1,6 +1,7 @@
 // shm_model.cc: the exchange of rounds between processes, and the futex by which they wake each other, on the model's
 // memory.
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <optional>
@@ -105,6 +106,14 @@ class ViewOfSegments final : public Segments {
   const int self_;
 };
 
+constexpr uint32_t kBefore = 0xa5a5a5a5u;  // in the results before a call
+
+// Where every process but the first gets what the one before it has.
+constexpr int kFromTheOneBefore[] = {kNoRank, 0, 1};
+
+// Slices of operands of 32 elements: nearly all of the first process's for the second, and a little back and to itself.
+constexpr Part kSlices[] = {{{1, 1}, 4, {0, 1}, 0, 2}, {{0, 1}, 1, {1, 1}, 0, 30}, {{1, 1}, 31, {1, 1}, 31, 1}};
+
 struct TestCall {
   Plan plan;
   bool one_shot;
@@ -134,7 +143,7 @@ class Processes {
       for (size_t call = 0; call < calls_.size(); ++call) {
         Buffers buffers;
         for (size_t i = 0; i < calls_[call].count; ++i) buffers.input.push_back(value(call, process, i));
-        buffers.output.assign(result_count(calls_[call].plan, num_processes, calls_[call].count), 0xa5a5a5a5u);
+        buffers.output.assign(result_count(calls_[call].plan, num_processes, calls_[call].count), kBefore);
         buffers_[process].push_back(std::move(buffers));
       }
     }
@@ -181,6 +190,17 @@ class Processes {
         const size_t block = count / num_processes();
         return value(call, static_cast<int>(i / block), process * block + i % block);
       }
+      case Collective::permute: {
+        const int source = calls_[call].plan.sources[process];
+        return source == kNoRank ? 0 : value(call, source, i);
+      }
+      case Collective::ragged_all_to_all:
+        for (int slice = 0; slice < calls_[call].plan.num_slices; ++slice) {
+          const Part& part = calls_[call].plan.slices[slice];
+          if (part.receivers.first != process || i < part.to || i >= part.to + part.count) continue;
+          return value(call, part.sources.first, i - part.to + part.from);
+        }
+        return kBefore;
       case Collective::reduce_scatter:
         i += process * (count / num_processes());
         break;
@@ -293,7 +313,10 @@ std::vector<NamedScenario> scenarios() {
   const TestCall one_step{{}, true, 1}, two_steps{{}, false, 32};
   const TestCall large{{}, true, 32};  // two rounds, or one after growth
   const TestCall scatter{{Collective::reduce_scatter}, false, 16}, gather{{Collective::all_gather}, false, 1};
-  const TestCall exchange{{Collective::all_to_all}, false, 48};
+  const TestCall swap{{Collective::all_to_all}, false, 48};
+  const TestCall shift{{Collective::permute, Order::rank, 0, kFromTheOneBefore}, false, 32};
+  const TestCall ragged{
+      {Collective::ragged_all_to_all, Order::rank, 0, nullptr, kSlices, std::size(kSlices)}, false, 32};
   return {
       {"one round in one step, 2 processes", exhaustive, succeeds(2, {one_step})},
       {"one round in two steps, 2 processes", exhaustive, succeeds(2, {two_steps})},
@@ -301,7 +324,11 @@ std::vector<NamedScenario> scenarios() {
       {"3 rounds in one step, 2 processes", random, succeeds(2, {{{}, true, 48}})},
       {"3 rounds in two steps, 2 processes", random, succeeds(2, {{{}, false, 96}})},
       {"calls of every kind, 3 processes", random,
-       succeeds(3, {one_step, two_steps, scatter, gather, exchange, one_step})},
+       succeeds(3, {one_step, two_steps, scatter, gather, swap, shift, ragged, one_step})},
+      {"an all-to-all, 2 processes", exhaustive, succeeds(2, {swap})},
+      {"a permutation, 2 processes", exhaustive, succeeds(2, {shift})},
+      {"a ragged all-to-all, 2 processes", exhaustive, succeeds(2, {ragged})},
+      {"exchanges, 3 processes", random, succeeds(3, {swap, shift, ragged, shift})},
       {"another order of calls, 2 processes", exhaustive, succeeds(2, {one_step, gather}, {{0, 1}, {1, 0}})},
       {"another order of calls, 3 processes", random,
        succeeds(3, {one_step, gather, one_step}, {{0, 1, 2}, {1, 2, 0}, {2, 1, 0}})},

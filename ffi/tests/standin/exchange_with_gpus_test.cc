@@ -1,0 +1,113 @@
+// exchange_with_gpus_test.cc: all-to-alls and permutations through the handlers: types without kernels, attributes and
+// sizes that are refused, a GPU that does not come.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "common/xla_types.h"
+#include "standin/fixture.h"
+
+namespace jax_ring::standin {
+namespace {
+
+using cpu::testing::kept;
+
+class Exchange : public StandinTest {
+ protected:
+  // The error of a permutation with these sources when it is compiled.
+  std::string refusal(std::vector<int> sources) {
+    Call call({members(), 1, {Collective::permute, Order::rank, 0, kept(std::move(sources))}}, 1);
+    try {
+      call.instantiate();
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+    return "";
+  }
+};
+
+// Bytes are moved, so that a build needs no kernels of the type.
+TEST_F(Exchange, NeedsNoKernelsOfItsType) {
+  start({3});
+  for (const Plan& plan : cpu::testing::exchange_plans(3)) {
+    Call call({members(), 1, plan, {3, 300, 0}, DType::f64}, 1);
+    Program program(0, *gpus_, {&call});
+    program.warm_up();
+  }
+}
+
+TEST_F(Exchange, MalformedSourcesAreRefused) {
+  start({3});
+  EXPECT_EQ(refusal({1, 2, 0}), "");
+  EXPECT_EQ(refusal({kNoRank, 0, kNoRank}), "");
+  EXPECT_TRUE(says(refusal({3, 0, 1}), "the source 3 of a permutation of 3 ranks is no rank of it"));
+  EXPECT_TRUE(says(refusal({-2, 0, 1}), "the source -2 of a permutation of 3 ranks is no rank of it"));
+  EXPECT_TRUE(says(refusal({1, 1, 0}), "the source 1 of a permutation of 3 ranks is no rank of it, or has two"));
+}
+
+TEST(SourcesOf, AreAsManyAsAGroupHasRanks) {
+  const auto error = [](Collective collective, std::vector<int64_t> sources, std::vector<int64_t> sizes) {
+    try {
+      sources_of({collective}, {sources.data(), sources.size()}, {sizes.data(), sizes.size()});
+    } catch (const std::invalid_argument& refused) {
+      return std::string(refused.what());
+    }
+    return std::string();
+  };
+  EXPECT_EQ(error(Collective::permute, {1, 0}, {2, 2}), "");
+  EXPECT_EQ(error(Collective::all_reduce, {}, {2, 3}), "");
+  EXPECT_TRUE(says(error(Collective::permute, {1, 0}, {2, 3}), "there are 2 sources for a group of 3 ranks"));
+  EXPECT_TRUE(says(error(Collective::permute, {}, {2}), "there are 0 sources for a group of 2 ranks"));
+  EXPECT_TRUE(says(error(Collective::all_to_all, {1, 0}, {2}), "there are 2 sources for a group of 2 ranks"));
+}
+
+TEST_F(Exchange, ResultsOfAnotherSizeAreRefused) {
+  start({2});
+  for (const Collective collective : {Collective::all_to_all, Collective::all_gather, Collective::all_reduce}) {
+    Call call({members(), 1, {collective}, {8}}, 1);
+    Program program(0, *gpus_, {&call});
+    program.warm_up();
+    Invocation shorter = call.invocation(0, 0, gpus_->stream(0), cpu::testing::next_run_id());
+    --shorter.results[0].count;
+    const std::string error = call.instruction().execute(shorter);
+    EXPECT_TRUE(says(error, "an operand of 8 elements in 1 slot does not have a result of "));
+    EXPECT_TRUE(says(error, "in a group of 2 GPUs"));
+  }
+  // Blocks of equal size: 8 elements have none for 3 GPUs.
+  TearDown();
+  start({3});
+  Call call({members(), 1, {Collective::all_to_all}, {9}}, 1);
+  Program program(0, *gpus_, {&call});
+  program.warm_up();
+  Invocation odd = call.invocation(0, 0, gpus_->stream(0), cpu::testing::next_run_id());
+  odd.operands[0].count = odd.results[0].count = 8;
+  EXPECT_TRUE(says(call.instruction().execute(odd), "an operand of 8 elements in 1 slot does not have a result"));
+}
+
+TEST_F(Exchange, AGpuThatDoesNotComeIsNamed) {
+  for (const Plan& plan :
+       {Plan{Collective::all_to_all}, Plan{Collective::permute, Order::rank, 0, kept({1, 0, kNoRank})}}) {
+    start({3}, 0.5);
+    {
+      Call call({members(), 1, plan, {300}}, 1);
+      Program program(0, *gpus_, {&call});
+      program.warm_up();
+      program.run({0, 1});
+      EXPECT_TRUE(call.is_poisoned(0));
+      EXPECT_TRUE(call.is_poisoned(1));
+      const std::vector<std::string> failures = engine().failures();
+      ASSERT_FALSE(failures.empty());
+      EXPECT_TRUE(says(failures[0], "waited 0.5 s for rank 2 (GPU " + std::to_string(id_of_gpu(0, 2))));
+      EXPECT_TRUE(says(failures[0], "scatter to the owners of the parts"));
+      EXPECT_TRUE(says(failures[0], "train.py:7"));
+    }
+    TearDown();
+  }
+  start({3});
+}
+
+}  // namespace
+}  // namespace jax_ring::standin
