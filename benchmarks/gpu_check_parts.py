@@ -148,6 +148,9 @@ group = _gpu_check.Ranks({backend!r}, [(0, 0)] * 3, deadline=300.0, max_ctas=4)
 for algorithm in ("one_shot", "two_shot", "ring"):
     for size in (4, 4100, 70000):
         group.run([[os.urandom(size)]] * 3, "u32", algorithm)
+for size in (3, 4101, 70002):
+    group.run([[os.urandom(size)]] * 3, "u8", collective="all_to_all")
+    group.run([[os.urandom(size)]] * 3, "u8", collective="permute", sources=[2, -1, 1])
 assert group.failure() == "", group.failure()
 """
 

@@ -1,5 +1,6 @@
 """A process of test_jax.py. Usage: jax_rank.py COORDINATOR NUM_PROCESSES PROCESS_ID PART"""
 
+import re
 import sys
 import threading
 
@@ -10,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import ring_psum
+from jax_ring import override_lax, ring_all_to_all, ring_ppermute, ring_psum
 
 TARGET = "jax_ring_all_reduce"
 
@@ -54,6 +55,43 @@ def check_sums(mesh) -> None:
     np.testing.assert_allclose(local_shard(tree["c"])[0], want[:7], rtol=1e-5, atol=1e-6)
     assert tree["b"].dtype == jnp.bfloat16
     print("all sums are right")
+
+
+def check_exchanges(mesh) -> None:
+    """All-to-alls and permutations, alone, in a loop, backwards and in place of those of lax."""
+    size = mesh.size
+    make = lambda rank: np.random.default_rng(rank).normal(size=(size, 1003)).astype(np.float32)  # noqa: E731
+    rows = np.stack([make(rank) for rank in range(size)])
+    x, rank = make_global_array(mesh, make), jax.process_index()
+    shift = [(i, (i + 1) % size) for i in range(size)]
+    calls = {
+        "all_to_all": (lambda x: ring_all_to_all(x, "i", 1, 1), rows[:, rank]),
+        "permute": (lambda x: ring_ppermute(x, "i", shift), rows[rank - 1]),
+        "a pair": (lambda x: ring_ppermute(x, "i", [(1, 0)]), rows[1] if rank == 0 else 0 * rows[0]),
+        "loop": (
+            lambda x: lax.fori_loop(0, 2 * size + 1, lambda _, y: ring_ppermute(y, "i", shift), x),
+            rows[rank - 1],
+        ),
+        "backwards": (
+            jax.grad(lambda x: (ring_ppermute(x, "i", shift) * ring_all_to_all(lax.stop_gradient(x), "i", 1, 1)).sum()),
+            rows[:, (rank + 1) % size],
+        ),
+        "bfloat16": (
+            lambda x: ring_all_to_all(x.astype(jnp.bfloat16), "i", 1, 1).astype(jnp.float32),
+            np.asarray(jnp.asarray(rows[:, rank]).astype(jnp.bfloat16).astype(jnp.float32)),
+        ),
+    }
+    for name, (call, want) in calls.items():
+        compiled = mapped(mesh, call).lower(x).compile()
+        hlo = compiled.as_text()
+        assert "jax_ring_all_to_all" in hlo or "jax_ring_permute" in hlo, (name, hlo)
+        assert not re.search(r" (collective-permute|all-to-all)(-start)?\(", hlo), (name, hlo)
+        for _ in range(3):
+            np.testing.assert_array_equal(local_shard(compiled(x))[0].view(np.uint32), want.view(np.uint32), name)
+    with override_lax():
+        swapped = mapped(mesh, lambda x: lax.ppermute(lax.all_to_all(x, "i", 1, 1), "i", shift))(x)
+    np.testing.assert_array_equal(local_shard(swapped)[0], rows[:, rank - 1])
+    print("all exchanges are right")
 
 
 def check_recorded(mesh) -> None:
@@ -116,7 +154,10 @@ def main(coordinator: str, count: str, process: str, part: str) -> None:
     jax.distributed.initialize(coordinator, int(count), int(process), local_device_ids=[0])
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("i",))
     assert mesh.size == int(count)
-    parts = {"sums": check_sums, "recorded": check_recorded, "beside": compile_beside_a_loop, "skip": skip_a_call}
+    parts = {
+        "sums": check_sums, "exchanges": check_exchanges, "recorded": check_recorded, "beside": compile_beside_a_loop,
+        "skip": skip_a_call,
+    }  # fmt: skip
     parts[part](mesh)
 
 

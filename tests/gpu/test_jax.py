@@ -52,6 +52,13 @@ def test_sums_gradients_loops_and_trees(backend, count):
         assert "all sums are right" in completed.stdout, completed.stdout
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_exchanges(backend, count):
+    for completed in run_ranks(backend, count, "exchanges"):
+        assert completed.returncode == 0, completed.stdout
+        assert "all exchanges are right" in completed.stdout, completed.stdout
+
+
 def test_a_recorded_loop(backend, tmp_path):
     if backend == "host":
         pytest.skip("CPU devices have no CUDA graphs; tests/gpu_topologies compiles this for GPUs")

@@ -54,6 +54,6 @@ def collectives_of_xla(hlo: str) -> list[tuple[str, list[str]]]:
 
 def attribute(name: str, hlo: str) -> list[int]:
     """The elements of an array attribute of the first call."""
-    elements, count = re.search(rf"\b{name} = dense<\[?([\d, ]+)\]?> : tensor<(\d+)x", hlo).groups()
+    elements, count = re.search(rf"\b{name} = dense<\[?([-\d, ]+)\]?> : tensor<(\d+)x", hlo).groups()
     numbers = [int(n) for n in elements.split(",")]
     return numbers * int(count) if len(numbers) == 1 else numbers
