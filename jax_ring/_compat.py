@@ -65,6 +65,8 @@ try:
     ppermute_p = _parallel.ppermute_p
     pbroadcast_p = _parallel.pbroadcast_p
     ragged_all_to_all_p = _parallel.ragged_all_to_all_p
+    # Whose source is an operand. JAX 0.10 has none.
+    pbroadcast_dynamic_p = getattr(_parallel, "pbroadcast_dynamic_p", None)
     _lax_rules = {
         primitive: _common_lowerings[primitive].rule
         for primitive in (
@@ -238,12 +240,12 @@ def abstract_all_gather_invariant(aval, *, axes, axis_index_groups, axis_size, d
     )
 
 
-def abstract_all_to_all(aval, *, axes, axis_index_groups, axis_size, dimension, tiled):
-    """JAX's own checks and effects for an all_to_all of blocks that stay along one dimension."""
+def abstract_all_to_all(aval, *, axes, axis_index_groups, axis_size, dimension, concat_dimension, tiled):
+    """JAX's own checks and effects for an all_to_all that keeps both dimensions."""
     with _check_vma(False):
         out, effects = all_to_all_p.abstract_eval(
-            aval, axis_name=axes, split_axis=dimension, concat_axis=dimension, axis_index_groups=axis_index_groups,
-            tiled=tiled,
+            aval, axis_name=axes, split_axis=dimension, concat_axis=concat_dimension,
+            axis_index_groups=axis_index_groups, tiled=tiled,
         )  # fmt: skip
     return out.update(manual_axis_type=aval.mat), effects
 
@@ -253,6 +255,23 @@ def abstract_ppermute(aval, *, axes, axis_index_groups, perm):
     with _check_vma(False):
         ppermute_p.abstract_eval(aval, axis_name=axes, perm=perm)
     return abstract_psum(aval, axes=axes, axis_index_groups=axis_index_groups)
+
+
+def axes_of_permutation(axes: tuple, mesh) -> tuple:
+    """The axes of a ppermute in the order in which JAX counts its ranks. Raises RuntimeError where JAX does."""
+    if not all(axis in mesh.axis_names for axis in axes):
+        return axes
+    in_order = tuple(axis for axis in mesh.axis_names if axis in axes)
+    if [axis for axis in in_order if mesh.shape[axis] > 1] == [axis for axis in axes if mesh.shape[axis] > 1]:
+        return axes
+    if not hasattr(_config, "raise_on_ppermute_sort_diff"):
+        return in_order
+    if _config.raise_on_ppermute_sort_diff.value:
+        raise RuntimeError(
+            f"ppermute over {axes}: the axes must be in the order of the mesh, {in_order}. Otherwise the numbers of "
+            "the ranks are easily mistaken. To allow it, use jax.raise_on_ppermute_sort_diff(False)."
+        )
+    return axes
 
 
 def lax_rule(primitive) -> Callable:
@@ -283,11 +302,11 @@ def lower_lax_all_gather(ctx, operand, *, axes, axis_index_groups, axis_size, di
     )  # fmt: skip
 
 
-def lower_lax_all_to_all(ctx, operand, *, axes, axis_index_groups, axis_size, dimension, tiled):
+def lower_lax_all_to_all(ctx, operand, *, axes, axis_index_groups, axis_size, dimension, concat_dimension, tiled):
     """Lowers one operand as `lax.all_to_all` does, to XLA's all_to_all."""
     return _lax_rules[all_to_all_p](
         ctx.replace(primitive=all_to_all_p), operand, axis_name=axes, axis_index_groups=axis_index_groups,
-        split_axis=dimension, concat_axis=dimension, tiled=tiled,
+        split_axis=dimension, concat_axis=concat_dimension, tiled=tiled,
     )  # fmt: skip
 
 
