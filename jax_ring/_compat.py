@@ -81,13 +81,13 @@ try:
             ragged_all_to_all_p,
         )
     }
-    # The asynchronous collectives that a user can reach: the primitives that start one, with the synchronous ones, and
-    # those that wait for it.
+    # The asynchronous collectives: the primitives that start one, with the synchronous ones, and those that wait for it.
     STARTS, DONES = {}, []
-    if hasattr(jax.lax, "psum_scatter_start"):
-        for _name in ("all_gather", "psum_invariant", "reduce_scatter", "all_to_all", "ppermute"):
-            STARTS[getattr(_parallel, f"{_name}_start_p")] = getattr(_parallel, f"{_name}_p")
-            DONES.append(getattr(_parallel, f"{_name.removesuffix('_invariant')}_done_p"))
+    for _name in ("all_gather", "psum", "psum_invariant", "reduce_scatter", "all_to_all", "pbroadcast", "ppermute"):
+        if (_start := getattr(_parallel, f"{_name}_start_p", None)) is not None:
+            STARTS[_start] = getattr(_parallel, f"{_name}_p")
+        if (_done := getattr(_parallel, f"{_name}_done_p", None)) is not None:
+            DONES.append(_done)
 except (ImportError, AttributeError, KeyError) as error:
     raise ImportError(
         f"jax_ring does not support JAX {jax.__version__}: {error}. "
@@ -275,8 +275,8 @@ def axes_of_permutation(axes: tuple, mesh) -> tuple:
 
 
 def lax_rule(primitive) -> Callable:
-    """JAX's own lowering of a primitive, for all platforms."""
-    return _lax_rules[primitive]
+    """JAX's own lowering of a primitive, for all platforms; if it has none, one that raises."""
+    return _lax_rules.get(primitive, no_lowering)
 
 
 def lower_lax_reduction(primitive, ctx, operand, *, axes, axis_index_groups):
