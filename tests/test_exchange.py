@@ -25,6 +25,8 @@ EXCHANGES = [
     *[(split, concat, False) for split, concat in itertools.product(range(2), range(3))],
     (-1, 0, True), (0, -1, True), (-2, -3, False), (-3, -1, False),
 ]  # fmt: skip
+# Enough of them for derivatives.
+SOME = [(0, 1, False), (1, 0, False), (0, 0, False), (0, 2, True), (2, 1, True)]
 GROUPS = [[5, 0, 3, 6], [2, 7, 4, 1]]
 
 
@@ -62,16 +64,14 @@ def test_derivatives_are_those_of_the_dense_computation(check_vma):
 
     def on_devices(x):
         def loss(x):
-            return sum(weigh(pair.ring(x * x, "i")) for pair, _ in pairs_of())
+            return sum(weigh(pair.ring(x * x, "i")) for pair, _ in pairs_of(SOME))
 
         grad = jax.grad(loss)
         return grad(x[0])[None], jax.jvp(grad, (x[0],), (jnp.cos(x[0]),))[1][None]
 
     def dense(x):
         def loss(x):
-            return sum(
-                jax.vmap(weigh)(_dense(x * x, split % 3, concat % 3, tiled)).sum() for split, concat, tiled in EXCHANGES
-            )
+            return sum(jax.vmap(weigh)(_dense(x * x, split, concat, tiled)).sum() for split, concat, tiled in SOME)
 
         grad = jax.grad(loss)
         return grad(x), jax.jvp(grad, (x,), (jnp.cos(x),))[1]
@@ -99,7 +99,7 @@ def test_over_a_vmap_axis_and_batched():
     def batched(x):
         stacked = jnp.stack([x[0], x[0] + 1], 0)
         results = []
-        for pair, _ in pairs_of([(0, 2, True), (2, 0, True), (1, 1, True), (0, 1, False), (1, 0, False)]):
+        for pair, _ in pairs_of(SOME):
             for dim in range(4):
                 batch = jax.vmap(lambda x, pair=pair: pair.ring(x, "i"), dim)(jnp.moveaxis(stacked, 0, dim))
                 results.append(batch - jnp.stack([pair.ring(x, "i") for x in stacked]))

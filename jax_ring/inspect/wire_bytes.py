@@ -66,8 +66,7 @@ def ragged_bytes(arguments: Sequence, num_bytes: int, group_sizes: Sequence[int]
       as_gathers: whether XLA gathers all rows on all ranks in its place.
     """
     rows, _, *numbers = [variable.aval for variable in arguments]
-    wide = jax.config.jax_enable_x64 and any(aval.dtype.itemsize > 4 for aval in numbers)
-    table = len(numbers) * numbers[0].size * (8 if wide else 4)
+    table = len(numbers) * numbers[0].size * max(4, *(aval.dtype.itemsize for aval in numbers))
     size = max(group_sizes)
     gathered = wire_bytes("all_gather", size * table, group_sizes)
     if as_gathers:

@@ -47,7 +47,7 @@ def lower(function: str, to_xla: Callable, ctx, *operands, axes, axis_index_grou
         ctx.replace(avals_in=[own], avals_out=[everyones]), [_inline(ctx, _table, operands[2:], numbers, own)],
         kind="all_gather", call=f"{call} (its sizes)", axis_size=size, dimension=0, tiled=False,
     )  # fmt: skip
-    rows, aval_out, given = ctx.avals_in[:2], ctx.avals_out[0], operands[:2]
+    rows, aval_out, given = ctx.avals_in[:2], ctx.avals_out[0], list(operands[:2])
     dtype = aval_out.dtype if jax.dtypes.itemsize_bits(aval_out.dtype) >= 8 else WIDENED[aval_out.dtype.name]
     if dtype != aval_out.dtype:
         # The engines count in bytes.
@@ -84,7 +84,7 @@ def _table(*numbers: jax.Array) -> jax.Array:
 def _receive_by_gather(operand, output, *numbers, axes, axis_index_groups, size: int) -> jax.Array:
     """What a rank receives, from the gathered operands of all."""
     if size == 1:
-        everyones, tables, rank = operand[None], _table(*numbers)[None], 0
+        everyones, tables, rank = operand[None], _table(*numbers)[None], jnp.int32(0)
     else:
         gather = partial(lax.all_gather, axis_name=axes, axis_index_groups=axis_index_groups)
         everyones, tables, rank = (
