@@ -86,10 +86,8 @@ def test_train_gpt(reduction):
 # These two fail if a collective of XLA is left, or if the results are not those of a dense computation.
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "whole"])
-def test_ring_attention(causal):
-    options = ["--devices", "3", "--length", "24", "--heads", "2", "--width", "8", *["--not-causal"] * (not causal)]
-    text = run_small("ring_attention.py", *options)
+def test_ring_attention():
+    text = run_small("ring_attention.py", "--devices", "3", "--length", "24", "--heads", "2", "--width", "8")
     assert "collectives that XLA serves: 0" in text
     assert "jax_ring_permute" in text
     assert text.count("differs from plain attention by at most") == 4
@@ -139,5 +137,4 @@ def test_ten_steps():
 def test_invalid_options_of_other_examples_are_rejected():
     assert "got 7" in run("--devices", "7", name="zero.py").stderr
     assert "got 3 and 8" in run("--devices", "3", "--length", "8", name="ring_attention.py").stderr
-    assert "got 1, 64, 30" in run("--devices", "1", name="mixture_of_experts.py").stderr
     assert "got 3 and 3" in run("--width", "3", "--steps", "3", name="train_gpt.py").stderr

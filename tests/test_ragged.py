@@ -175,6 +175,17 @@ def test_batches():
             np.testing.assert_array_equal(result[:, member], reference(*own))
 
 
+def test_a_batch_without_batched_operands():
+    arguments = (*arrays(), *plan())
+
+    def body(*xs):
+        xs = [x[0] for x in xs]
+        call = lambda _: ring_ragged_all_to_all(*xs, axis_name="i")  # noqa: E731
+        return jax.vmap(call, out_axes=None)(jnp.arange(2))[None]
+
+    np.testing.assert_array_equal(sharded(body, mesh=make_mesh((RANKS,)))(*arguments), reference(*arguments))
+
+
 def test_over_a_vmap_axis_it_is_refused_as_by_lax():
     for function in (ring_ragged_all_to_all, lax.ragged_all_to_all):
         f = jax.vmap(lambda *xs, function=function: function(*xs, axis_name="v"), axis_name="v")
