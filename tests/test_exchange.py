@@ -156,6 +156,11 @@ def test_permutations_match_lax(perm, check_vma):
         return fun(x, "i", perm), jax.jvp(gradient, (x,), (x,))[1]
 
     assert_matches_lax(body, X, pair=(ring_ppermute, lax.ppermute), check_vma=check_vma)
+
+
+@pytest.mark.parametrize("perm", PERMUTATIONS.values(), ids=PERMUTATIONS.keys())
+def test_permutations_over_a_vmap_axis(perm):
+    # Not compared with lax, which takes full permutations only.
     x = np.arange(RANKS)
     np.testing.assert_array_equal(
         jax.vmap(lambda x: ring_ppermute(x, "v", perm), axis_name="v")(x),
