@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ring import runtime
-from jax_ring.lowering import between_hosts, custom_call, fallback, ops, tree_by_xla, trees, two_level, two_level_tree
+from jax_ring.lowering import between_hosts, custom_call, fallback, ops, tree_by_xla, trees, two_level_family
 from jax_ring.lowering.service import kind_by_xla, platforms_of, replica_groups, service_of, symbolic_shapes
 
 logger = logging.getLogger("jax_ring")
@@ -53,7 +53,7 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
     """
     groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
     along_tree = trees.adds_along_tree(collective.kind, options)
-    service = service_of(ctx, groups, collective.kind, options)
+    service = service_of(ctx, groups, collective.kind, options, params.get("perm"))
     if along_tree and (shapes := symbolic_shapes(ctx)):
         raise NotImplementedError(
             f"{collective.function}(..., order='tree') over {axes} of the symbolic shape {shapes[0]}: no engine serves "
@@ -70,7 +70,7 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
             )
         emit: Callable = custom_call.emit
         if service.levels.across:
-            emit = partial(two_level_tree.emit, groups=groups) if along_tree else two_level.emit
+            emit = partial(two_level_family.emit, groups=groups)
         emit = partial(emit, kind=collective.kind, op=collective.op, service=service, call=call, options=options)
         return _emit_widened(ctx, operands, partial(emit, **params))
     if along_tree:
