@@ -43,7 +43,7 @@ def all_gather(groups: Groups, x):
         all_gather_dim=mlir.i64_attr(0),
         replica_groups=mlir.dense_int_elements(groups),
         channel_handle=_channel(),
-        use_global_device_ids=ir.BoolAttr.get(True),
+        use_global_device_ids=True,
     )
     return call.results[0]
 

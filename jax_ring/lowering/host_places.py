@@ -70,9 +70,10 @@ def reorder(blocks: jax.Array, orders: np.ndarray, group: np.ndarray, position: 
     if (order == np.arange(order.size)).all():
         return blocks
     # Most orders are a transpose, which XLA can merge with what comes before and after.
-    rows = order.size // int(order[1]) if order[1] > 0 and order.size % order[1] == 0 else 1
-    if (order == np.arange(order.size).reshape(rows, -1).T.reshape(-1)).all():
-        return blocks.reshape(rows, -1, *blocks.shape[1:]).swapaxes(0, 1).reshape(blocks.shape)
+    columns = int(order[1]) if order[1] > 0 and order.size % order[1] == 0 else order.size
+    rows = order.size // columns
+    if (order == np.arange(order.size).reshape(rows, columns).T.reshape(-1)).all():
+        return blocks.reshape(rows, columns, *blocks.shape[1:]).swapaxes(0, 1).reshape(blocks.shape)
     return jnp.take(blocks, order, axis=0, mode="clip")
 
 
@@ -102,7 +103,7 @@ def split_permutation(groups: Groups, levels: Levels, perm: Pairs) -> SplitPermu
     places = {position: (i, place) for i, part in enumerate(levels.within) for place, position in enumerate(part)}
     of_parts: dict[int, dict[int, int]] = {}
     for group in groups:
-        for source, receiver in ((group[s], group[r]) for s, r in perm):
+        for source, receiver in ((group[s % len(group)], group[r % len(group)]) for s, r in perm):
             (part, from_place), (to_part, to_place) = places[source], places[receiver]
             if part == to_part:
                 of_parts.setdefault(part, {})[to_place] = from_place
@@ -128,12 +129,15 @@ def _fits(pairs: dict[int, int], more: dict[int, int]) -> bool:
     return len(set(source_of.values())) == len(source_of) and all(pairs.get(r, s) == s for r, s in more.items())
 
 
+def crosses_hosts(kind: str, groups: Groups, levels: Levels, perm: Pairs | None) -> bool:
+    """Whether something of a call in these groups crosses hosts. A permutation may have all pairs within hosts."""
+    return bool(levels.across) and (kind != "permute" or bool(split_permutation(groups, levels, perm or ()).across))
+
+
 def why_not_split(kind: str, groups: Groups, levels: Levels, perm: Pairs | None) -> str:
     """Why a call whose groups cross hosts is left to XLA, although hosts have several ranks each; "" if it is not."""
     if kind == "ragged_all_to_all":
-        return "between which slices of unknown sizes are not split"
-    if kind == "permute" and perm:
-        split = split_permutation(groups, levels, perm)
-        if not split.within:
-            return "and every pair of the permutation crosses"
+        return "and a ragged all-to-all is not split between them"
+    if kind == "permute" and perm is not None and not split_permutation(groups, levels, perm).within:
+        return "between which every pair of the permutation crosses"
     return ""

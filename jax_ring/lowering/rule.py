@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from jax_ring import runtime
-from jax_ring.lowering import between_hosts, custom_call, fallback, ops, tree_by_xla, trees, two_level_family
+from jax_ring.lowering import (
+    between_hosts,
+    custom_call,
+    fallback,
+    host_places,
+    ops,
+    tree_by_xla,
+    trees,
+    two_level_family,
+)
 from jax_ring.lowering.service import kind_by_xla, platforms_of, replica_groups, service_of, symbolic_shapes
 
 logger = logging.getLogger("jax_ring")
@@ -64,7 +73,7 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
         ctx, operands = _without_slots(ctx, operands)
     call = custom_call.describe(ctx, collective.function, axes, axis_index_groups)
     if service.levels is not None:
-        if service.levels.across:
+        if host_places.crosses_hosts(collective.kind, groups, service.levels, params.get("perm")):
             logger.info(
                 "%s over %s is served by XLA between %d hosts", collective.function, axes, service.levels.num_hosts
             )

@@ -67,7 +67,7 @@ def who_serves(
     levels, why_not = reach.levels_of(platforms[0], axis_context.mesh, groups)
     along_tree = trees.adds_along_tree(kind, options)
     if levels is not None and levels.across and (alone := host_places.why_not_split(kind, groups, levels, perm)):
-        return Service(None, why_not=f"the ranks of a group are on {levels.num_hosts} hosts, {alone}")
+        return Service(None, why_not=f"{reach.crossing_text(levels.num_hosts)}, {alone}")
     if levels is not None and along_tree and platforms[0] == "cuda":
         parts = trees.hosts_of(groups, levels.within, options).parts
         if beyond := trees.why_beyond_kernels(parts):

@@ -1,7 +1,7 @@
 """The steps of a call on two levels: functions of a rank's values, jax_ring's collectives, and XLA's between hosts."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,8 @@ class TwoLevelCall(NamedTuple):
 
     def operands(self, operands: Sequence) -> Values:
         """The operands of the call."""
-        return Values(operands, self.ctx.avals_in[0].dtype)
+        aval: Any = self.ctx.avals_in[0]
+        return Values(operands, aval.dtype)
 
     def run(self, fun: Callable, values: Values, dtype) -> Values:
         """Emits `fun(position, *values)`, which returns values of `dtype`. It has no collectives.
