@@ -1,18 +1,16 @@
-"""The family across hosts, but for all-reduces: every call on two levels, its bits, its traffic, and its derivatives."""
+"""The family across hosts, but for all-reduces: calls on two levels, their bits, traffic, and derivatives."""
 
 import itertools
-import time
 import logging
+import time
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from helpers import assert_same_bits, rank_fold
 from jax import lax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from processes import run
 from test_two_level import HOST_A, HOST_B, ON_TWO_HOSTS, by_host, integers, local_shards, on_mesh
 
@@ -35,15 +33,14 @@ def some_bits(dtype, *shape):
 
 def meshes():
     """Meshes of two hosts, the axes of a call, and the ranks of each group as mesh positions."""
-    consecutive, interleaved = by_host().reshape(8), by_host().T.reshape(8)
+    consecutive = by_host().reshape(8)
     positions = np.arange(8)
-    yield "consecutive", Mesh(consecutive, ("i",)), "i", positions.reshape(1, 8)
-    yield "interleaved", Mesh(interleaved, ("i",)), "i", positions.reshape(1, 8)
-    yield "mixed", Mesh(consecutive[[3, 4, 0, 7, 5, 1, 2, 6]], ("i",)), "i", positions.reshape(1, 8)
-    yield "an axis of hosts", Mesh(by_host().T, ("i", "host")), ("host", "i"), positions.reshape(4, 2).T.reshape(1, 8)
+    yield Mesh(consecutive, ("i",)), "i", positions.reshape(1, 8)
+    yield Mesh(consecutive[[3, 4, 0, 7, 5, 1, 2, 6]], ("i",)), "i", positions.reshape(1, 8)
+    yield Mesh(by_host().T, ("i", "host")), ("host", "i"), positions.reshape(4, 2).T.reshape(1, 8)
     # Two groups of two ranks on each host: those of the first are consecutive, those of the second interleaved.
     uneven = consecutive[[0, 1, 4, 5, 2, 6, 3, 7]].reshape(2, 4)
-    yield "groups that lie differently", Mesh(uneven, ("j", "i")), "i", positions.reshape(2, 4)
+    yield Mesh(uneven, ("j", "i")), "i", positions.reshape(2, 4)
 
 
 def shards_by_position(mesh, out) -> dict[int, np.ndarray]:
@@ -93,7 +90,7 @@ def by_group(groups, values, oracle):
     for group in groups:
         for position, result in zip(group, oracle(values[group]), strict=True):
             results[int(position)] = result
-    return np.stack([results[position] for position in range(8)])
+    return np.stack([results[position] for position in range(len(values))])
 
 
 def exchanged(split, concat, tiled):
@@ -166,7 +163,7 @@ def everywhere_and_any_dtype():
     What is moved keeps its bits. Sums are of small integers, and exact.
     """
     moved = DTYPES
-    for name, mesh, axes, groups in meshes():
+    for mesh, axes, groups in meshes():
         size, calls = len(groups[0]), Calls(mesh, groups)
 
         def bits(*shapes):
@@ -193,7 +190,6 @@ def everywhere_and_any_dtype():
             fun = partial(jax_ring.ring_reduce, axis_name=axes, root=size - 1, order=order)
             calls.add(fun, [integers(8, 3, 5), integers(8)], on_root(size - 1))
         calls.check()
-        print(name)
 
 
 def traffic():
@@ -260,7 +256,7 @@ def traffic():
 
 
 def several_operands():
-    """They share the custom call, and what crosses hosts is one collective; wider types are of one or two words."""
+    """They share the custom call, and what crosses hosts is one collective."""
     mesh = Mesh(by_host().reshape(8), ("i",))
     tree = [some_bits("bfloat16", 8, 5), some_bits("bfloat16", 8, 2, 3), some_bits("complex64", 8, 3)]
 
@@ -282,44 +278,103 @@ def several_operands():
 def transformations():
     """Derivatives, batches, groups and loops, as of lax; forward and under the override."""
     mesh = Mesh(by_host().T.reshape(8), ("i",))
-    x = integers(8, 8, 2, 3)
+    x = integers(8, 8, 2)
     groups = [[0, 3, 5, 6], [1, 2, 4, 7]]
 
-    def calls(family):
-        gather, scatter, exchange, permute = family
-        return [
-            lambda x: gather(x, "i", axis=1, tiled=True),
-            lambda x: gather(x[0], "i", axis_index_groups=groups),
-            lambda x: scatter(x, "i", scatter_dimension=0),
-            lambda x: scatter(x, "i", axis_index_groups=groups, tiled=True),
-            lambda x: exchange(x, "i", 0, 0),
-            lambda x: exchange(x[:4], "i", 0, 1, axis_index_groups=groups, tiled=True),
-            lambda x: permute(x, "i", [(0, 2), (2, 1), (1, 3), (6, 5), (5, 4)]),
-        ]
+    def body(gather, scatter, exchange, permute):
+        def run(x):
+            linear = [
+                lambda x: gather(x, "i", axis=1, tiled=True),
+                lambda x: scatter(x, "i", axis_index_groups=groups, tiled=True),
+                lambda x: exchange(x, "i", 0, 1, axis_index_groups=groups, tiled=True),
+                lambda x: permute(x, "i", [(0, 2), (2, 1), (1, 3), (6, 5), (5, 4)]),
+            ]
+            results = [jax.vmap(lambda x: exchange(x, "i", 0, 0), in_axes=1)(x[0])]
+            for fun in linear:
+                y, vjp = jax.vjp(fun, x[0])
+                results += [y, vjp(y * y)[0]]
+            results.append(lax.scan(lambda y, _: (permute(y, "i", [(0, 2), (2, 5), (5, 0)]), None), x[0], length=3)[0])
+            return [y[None] for y in results]
 
-    def body(family, x):
-        results = []
-        for fun in calls(family):
-            y, vjp = jax.vjp(fun, x)
-            if family is by_lax:  # which cannot batch all of them
-                batched = jnp.stack([y, fun(2 * x)], 1)
-            else:
-                batched = jax.vmap(fun, in_axes=2, out_axes=1)(jnp.stack([x, 2 * x], 2))
-            results += [y, vjp(y * y)[0], jax.jvp(fun, (x,), (x + 1,))[1], batched]
-        looped = lax.scan(lambda carry, _: (family[3](carry, "i", [(0, 2), (2, 5), (5, 0)]), None), x, length=3)[0]
-        return [y[None] for y in [*results, looped]]
+        return run
 
-    ring = (jax_ring.ring_all_gather, jax_ring.ring_psum_scatter, jax_ring.ring_all_to_all, jax_ring.ring_ppermute)
-    by_lax = (lax.all_gather, lax.psum_scatter, lax.all_to_all, lax.ppermute)
-    for check_vma in (True, False):
-        expected, arrays = on_mesh(lambda x: body(by_lax, x[0]), mesh, x, check_vma=check_vma)
-        wanted = jax.tree.map(local_shards, expected(arrays))
-        ours, _ = on_mesh(lambda x: body(ring, x[0]), mesh, x, check_vma=check_vma)
-        assert_same_bits(jax.tree.map(local_shards, ours(arrays)), wanted)
-        with override_lax():
-            assert_same_bits(jax.tree.map(local_shards, expected(arrays)), wanted)
-            served = {call.served_by for call in explain(expected, arrays).collectives}
-        assert served == {ON_TWO_HOSTS}, served
+    ours, arrays = on_mesh(
+        body(jax_ring.ring_all_gather, jax_ring.ring_psum_scatter, jax_ring.ring_all_to_all, jax_ring.ring_ppermute),
+        mesh, x,
+    )  # fmt: skip
+    by_lax, _ = on_mesh(body(lax.all_gather, lax.psum_scatter, lax.all_to_all, lax.ppermute), mesh, x)
+    wanted = jax.tree.map(local_shards, by_lax(arrays))
+    assert_same_bits(jax.tree.map(local_shards, ours(arrays)), wanted)
+    with override_lax():
+        assert_same_bits(jax.tree.map(local_shards, by_lax(arrays)), wanted)
+        served = {call.served_by for call in explain(by_lax, arrays).collectives}
+    assert served == {ON_TWO_HOSTS}, served
+
+
+def left_to_xla():
+    """With the reason in the log and in `explain()`, and with the right results."""
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("jax_ring").addHandler(handler)
+    logging.getLogger("jax_ring").setLevel(logging.INFO)
+    six, eight = Mesh(by_host().reshape(8)[:6], ("i",)), Mesh(by_host().reshape(8), ("i",))
+    one_each = Mesh(by_host()[:, 1], ("i",))
+    across = [(i, (i + 4) % 8) for i in range(8)]
+    gather = partial(jax_ring.ring_all_gather, axis_name="i")
+    for fun, mesh, oracle, why in [
+        (gather, six, gathered(0, False), "on 2 hosts, with unequal numbers of ranks per host"),
+        (gather, one_each, gathered(0, False), "on 2 hosts, one rank on each"),
+        (partial(jax_ring.ring_broadcast, axis_name="i", root=1), one_each, sent_by(1), "one rank on each"),
+        (
+            partial(jax_ring.ring_ppermute, axis_name="i", perm=across),
+            eight,
+            permuted(across),
+            "on 2 hosts, between which every pair of the permutation crosses",
+        ),
+    ]:
+        calls = Calls(mesh, np.arange(mesh.size)[None])
+        calls.add(fun, integers(mesh.size, 3), oracle)
+        (call,) = explain(*calls.check()).collectives
+        assert call.served_by == "XLA", call
+        assert why in call.why, call
+        assert why in messages[-1], messages
+
+    def ragged(x):
+        ones = jnp.ones(8, np.int32)
+        rank = jnp.full(8, lax.axis_index("i"), np.int32)
+        return jax_ring.ring_ragged_all_to_all(x, 0 * x, 0 * ones + jnp.arange(8), ones, rank, ones, axis_name="i")
+
+    calls = Calls(eight, np.arange(8)[None])
+    calls.add(ragged, integers(8, 8), lambda values: values.T)
+    calls.check()
+    assert any("on 2 hosts, and a ragged all-to-all is not split between them" in text for text in messages), messages
+
+
+def order_of_sums():
+    """On each host in rank order, then in the order of the hosts, rounded once; whatever the number of hosts."""
+    num_hosts = jax.process_count()
+    each = 8 // num_hosts
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+
+    def oracle(values):
+        of_hosts = [rank_fold(values[i : i + each].astype(np.float32)) for i in range(0, 8, each)]
+        return np.split(rank_fold(np.stack(of_hosts)).astype(values.dtype), 8)
+
+    calls = Calls(mesh, np.arange(8)[None])
+    values = [RNG.standard_normal((8, 24)).astype(dtype) for dtype in (np.float32, jnp.bfloat16)]
+    calls.add(lambda tree: jax_ring.ring_psum_scatter(tree, "i", tiled=True), values, oracle)
+    calls.add(lambda x: jax_ring.ring_all_gather(x, "i"), some_bits(np.float32, 8, 3), gathered(0, False))
+    calls.add(lambda x: jax_ring.ring_all_to_all(x, "i", 0, 1), some_bits(np.float32, 8, 8, 3), exchanged(0, 1, False))
+    calls.add(lambda x: jax_ring.ring_broadcast(x, "i", root=5), some_bits(np.float32, 8, 3), sent_by(5))
+    perm = [(0, 1), (1, 4), (3, 6), (4, 5), (5, 0)]
+    calls.add(lambda x: jax_ring.ring_ppermute(x, "i", perm), some_bits(np.float32, 8, 3), permuted(perm))
+    explanation = explain(*calls.check())
+    assert {call.served_by for call in explanation.collectives} == {
+        f"jax_ring within hosts, XLA across {num_hosts} hosts"
+    }
+    assert explanation.predicted_bytes == explanation.counted_bytes
+    assert explanation.collectives[0].order == "rank by host"
 
 
 def run_all_parts(*names):
@@ -330,5 +385,10 @@ def run_all_parts(*names):
 
 
 def test_two_hosts():
-    parts = ["everywhere_and_any_dtype", "traffic", "several_operands", "transformations"]
+    parts = ["everywhere_and_any_dtype", "traffic", "several_operands", "transformations", "left_to_xla"]
     run(run_all_parts, 2, devices_each=4, arguments=parts, environment_of=[HOST_A, HOST_B])
+
+
+def test_four_hosts():
+    hosts = [{"JAX_RING_HOST_ID": name} for name in "abcd"]
+    run(run_all_parts, 4, devices_each=2, arguments=["order_of_sums"], environment_of=hosts)
