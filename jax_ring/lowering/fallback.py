@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.mlir.dialects import stablehlo as hlo
+from jax.interpreters import mlir
 
 from jax_ring import _compat
 from jax_ring.lowering import ops
@@ -55,6 +56,32 @@ def lower_broadcast_to_xla(ctx, operand, *, axes, axis_index_groups, root):
     bits = ops.inline(ctx, lambda x: _or_zeros(to_bits(x), axes, root), operand, aval, bits_aval)
     bits = _all_reduce(ctx, bits, bits_aval, axes=axes)
     return [ops.inline(ctx, partial(from_bits, dtype=aval.dtype), bits, bits_aval, aval)]
+
+
+def lower_dynamic_broadcast_to_sum(ctx, operand, source, axes, lower_sum):
+    """Lowers a broadcast from the rank in a scalar to a sum of bits, to which the other ranks contribute zeros.
+
+    lower_sum: (ctx, operand) -> results.
+    """
+    aval, source_aval = ctx.avals_in
+    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        part = jax.core.ShapedArray(aval.shape, jnp.finfo(aval.dtype).dtype)
+        ctx = ctx.replace(avals_in=[part, source_aval], avals_out=[part])
+        lower = partial(lower_dynamic_broadcast_to_sum, ctx, source=source, axes=axes, lower_sum=lower_sum)
+        return [hlo.complex(*lower(hlo.real(operand)), *lower(hlo.imag(operand)))]
+    aval = jax.core.ShapedArray(aval.shape, aval.dtype)
+    bits_aval = jax.core.ShapedArray(aval.shape, bits_dtype(aval.dtype))
+
+    def masked(x, source):
+        bits = to_bits(x)
+        return jnp.where(lax.axis_index(axes) == source, bits, jnp.zeros_like(bits))
+
+    with _compat.without_vma():
+        source_aval = jax.core.ShapedArray((), source_aval.dtype)
+        inline_ctx = ctx.replace(primitive=None, avals_in=[aval, source_aval], avals_out=[bits_aval])
+        (bits,) = mlir.lower_fun(masked, multiple_results=False)(inline_ctx, operand, source)
+        (bits,) = lower_sum(ctx.replace(avals_in=[bits_aval], avals_out=[bits_aval]), bits)
+        return [ops.inline(ctx, partial(from_bits, dtype=aval.dtype), bits, bits_aval, aval)]
 
 
 def _or_zeros(bits, axes, root):
