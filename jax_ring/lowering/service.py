@@ -45,11 +45,6 @@ def platforms_of(ctx) -> tuple[str, ...]:
     return tuple(ctx.platforms or ctx.module_context.platforms)
 
 
-def is_single_custom_call(service: Service, groups) -> bool:
-    """Whether `lower` emits exactly one collective, a custom call."""
-    return service.levels is not None and not service.levels.across and any(len(group) > 1 for group in groups)
-
-
 def who_serves(platforms: tuple[str, ...], axis_context, groups, kind: str, options: Options = _DEFAULT) -> Service:
     """Who serves a call of this kind in these groups of mesh positions."""
     if len(platforms) > 1 or platforms[0] not in tuning.PLATFORMS:
