@@ -91,7 +91,9 @@ def build(
       aliases: pairs of an operand and a result that may have one buffer.
     """
     attributes = dict(memo.once(ctx, ("target", target), partial(_fixed_attributes, target)))
-    attributes[CONFIG] = config(call.shared, call=ir.StringAttr.get(call.description), site=site_of(call.lines))
+    of_kind = memo.once(ctx, ("entries", call.shared), lambda: dict(named(call.shared)))
+    names = {"call": ir.StringAttr.get(call.description), "site": site_of(call.lines)}
+    attributes[CONFIG] = ir.DictAttr.get({**of_kind, **names})
     attributes["operand_layouts"] = _layouts(ctx, [value.type for value in operands])
     attributes["result_layouts"] = _layouts(ctx, result_types)
     if aliases:

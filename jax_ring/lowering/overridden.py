@@ -12,7 +12,7 @@ from jax_ring.lowering import ragged
 from jax_ring.lowering.fallback import lower_broadcast_to_xla
 from jax_ring.lowering.rule import Collective
 from jax_ring.lowering.rule import lower as lower_to_engine
-from jax_ring.lowering.service import replica_groups, service_of
+from jax_ring.lowering.service import groups_of, service_of
 from jax_ring.options import Options
 
 # JAX's primitives: the function to name in messages, the kind of collective, and the reduction.
@@ -84,7 +84,7 @@ def _make_rule(is_on: Callable, function: str, kind: str, op: str, jax_rule: Cal
         emit = partial(
             lower_to_engine, collective, axes=named, axis_index_groups=groups, options=options, **engine_params
         )
-        members = replica_groups(ctx.module_context.axis_context, named, groups)
+        members = groups_of(ctx, named, groups)
         if kind == "all_to_all":
             # JAX expands and squeezes dimensions around the primitive, which is always tiled.
             emit = partial(emit, axis_size=len(members[0]), tiled=True)

@@ -22,7 +22,7 @@ class Flow:
 
     def __init__(self, ctx, operations: Sequence[ir.Operation]) -> None:
         self.operations = operations
-        self.inputs = [list(_inputs(op)) for op in operations]
+        self.inputs = [_inputs(op) for op in operations]
         self.has_effect = [_has_effect(ctx, op) for op in operations]
 
 
@@ -139,12 +139,13 @@ def reorder(
     return joined
 
 
-def _inputs(op: ir.Operation):
-    yield from op.operands
+def _inputs(op: ir.Operation) -> list[ir.Value]:
+    values = list(op.operands)
     for region in op.regions:
         for block in region:
             for inner in block.operations:
-                yield from _inputs(inner.operation)
+                values += _inputs(inner.operation)
+    return values
 
 
 def _has_effect(ctx, op: ir.Operation) -> bool:

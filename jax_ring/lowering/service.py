@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax_ring import _compat
-from jax_ring.lowering import reach, trees, tuning
+from jax_ring.lowering import memo, reach, trees, tuning
 from jax_ring.options import Options
 
 _DEFAULT = Options()
@@ -31,7 +31,14 @@ def service_of(ctx, groups, kind: str, options: Options = _DEFAULT) -> Service:
     if shapes := symbolic_shapes(ctx):
         why_not = f"in a shard_map, JAX does not refine custom calls of a symbolic shape, here {shapes[0]}"
         return Service(None, why_not=why_not)
-    return who_serves(platforms_of(ctx), ctx.module_context.axis_context, groups, kind, options)
+    question = (platforms_of(ctx), ctx.module_context.axis_context, tuple(map(tuple, groups)), kind, options)
+    return memo.once(ctx, ("service", *question), lambda: who_serves(*question))
+
+
+def groups_of(ctx, axes, axis_index_groups) -> tuple[tuple[int, ...], ...]:
+    """The groups of mesh positions within which the call under lowering communicates, each in rank order."""
+    question = (ctx.module_context.axis_context, axes, axis_index_groups)
+    return memo.once(ctx, ("groups", *question), lambda: tuple(map(tuple, replica_groups(*question))))
 
 
 def symbolic_shapes(ctx) -> list[str]:
