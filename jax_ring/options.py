@@ -36,7 +36,8 @@ class Options(NamedTuple):
         return self.algorithm == "auto" and self.order != "ring"
 
 
-_defaults = contextvars.ContextVar("defaults", default=Options())
+_DEFAULT = Options()
+_defaults = contextvars.ContextVar("defaults", default=_DEFAULT)
 
 
 @contextlib.contextmanager

@@ -134,10 +134,11 @@ def _build(ctx, members: Sequence[tuple[ir.Operation, Call]]) -> ir.Operation:
     types: list[ir.Type] = []
     aliases: list[tuple[int, int]] = []
     places: dict[tuple[ir.Value, ir.Type], int] = {}  # equal operands are sent once
-    served: list[tuple[ir.Value, int]] = []
+    served: list[tuple[ir.OpResult, int]] = []
     for op, _ in members:
         aliased = operation.aliased_operands(op)
-        for i, (value, result) in enumerate(zip(list(op.operands)[len(hidden) :], op.results, strict=True)):
+        values = list(op.operands)[len(hidden) :]
+        for i, (value, result) in enumerate(zip(values, op.results, strict=True)):
             place = places.setdefault((value, result.type), len(operands))
             if place == len(operands):
                 operands.append(value)
@@ -152,9 +153,8 @@ def _build(ctx, members: Sequence[tuple[ir.Operation, Call]]) -> ir.Operation:
     target = ir.StringAttr(first.attributes["call_target_name"]).value
     with ir.InsertionPoint(last):
         new = operation.build(ctx, target, new_call, [*hidden, *operands], types, aliases, last.location)
-    results = list(new.results)
     for result, place in served:
-        result.replace_all_uses_with(results[place])
+        result.replace_all_uses_with(new.results[place])
     return new
 
 
@@ -164,4 +164,4 @@ def _erase(op: ir.Operation, call: Call) -> None:
     op.erase()
     for value in hidden:
         if next(iter(value.uses), None) is None:
-            value.owner.erase()
+            ir.OpResult(value).owner.operation.erase()

@@ -164,14 +164,15 @@ def _shared_attributes(
 ) -> ir.DictAttr:
     """The attributes of a call, but for those that name it in errors."""
     assert service.levels is not None
-    groups = service.levels.within
+    levels = service.levels
+    groups = levels.within
     mesh = ctx.module_context.axis_context.mesh
     name_of_program = program.name_of(ctx) if service.engine == "cpu" else ""
     lane = streams.lane_of(ctx, stream) if service.engine == "cuda" else 0
 
     def compute() -> ir.DictAttr:
         # The engine picks the algorithm at run time, when it knows the size of each message.
-        has_thresholds = has_choice(service.engine, service.levels)
+        has_thresholds = has_choice(service.engine, levels)
         thresholds = [tuning.thresholds(service.engine, len(group)) for group in groups if has_thresholds]
         return operation.attributes(
             {
@@ -192,7 +193,7 @@ def _shared_attributes(
 
     key = (
         kind, op, root, perm, options.algorithm, options.order, tuple(map(tuple, groups)), service.engine,
-        service.levels.num_processes, group_trees, mesh, name_of_program, lane,
+        levels.num_processes, group_trees, mesh, name_of_program, lane,
     )  # fmt: skip
     return memo.once(ctx, ("attributes", key), compute)
 

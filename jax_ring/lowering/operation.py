@@ -1,8 +1,8 @@
-"""The custom call as an operation of the program: its attributes, layouts and aliases, and what is known of it later."""
+"""The custom call as an operation of the program: its attributes, layouts and aliases, and what is known of it."""
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.mlir import ir
@@ -43,7 +43,8 @@ class Description(str):
 def describe_joined(calls: Sequence[str]) -> str:
     """Describes a call that has joined others."""
     if all(isinstance(call, Description) for call in calls):
-        first, shapes, num_operands = calls[0], [], 0
+        first, num_operands = calls[0], 0
+        shapes: list[str] = []
         for call in calls:
             num_operands += call.num_operands  # type: ignore[attr-defined]
             if len(shapes) < _MAX_SHAPES:
@@ -162,7 +163,8 @@ def _fixed_attributes(target: str) -> dict[str, ir.Attribute]:
 
 def _row_major(rank: int) -> ir.Attribute:
     """The layout of an array: its dimensions, the fastest first."""
-    return ir.DenseIntElementsAttr.get(np.arange(rank, dtype=np.int64)[::-1].copy(), type=ir.IndexType.get())
+    dimensions: Any = np.arange(rank, dtype=np.int64)[::-1].copy()
+    return ir.DenseIntElementsAttr.get(dimensions, type=ir.IndexType.get())
 
 
 def _layouts(ctx, types: Sequence[ir.Type]) -> ir.ArrayAttr:

@@ -122,14 +122,15 @@ def reorder(
     ready = [node for node, count in missing.items() if not count]
     heapq.heapify(ready)
     joined: dict[int, ir.Operation] = {}
-    previous, furthest = None, -1
+    previous: ir.Operation | None = None
+    furthest = -1
     while ready:
         node = heapq.heappop(ready)
         if node in group_at:
             op = joined[node] = join(group_at[node])
         else:
             op = flow.operations[node]
-        if node < furthest:  # it has been waiting for a later one
+        if previous and node < furthest:  # it has been waiting for a later one
             op.move_after(previous)
         previous, furthest = op, max(furthest, node)
         for user in users[node]:

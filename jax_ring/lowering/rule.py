@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_ring import runtime
-from jax_ring.lowering import bodies as bodies  # which replaces the lowering of shard_map
 from jax_ring.lowering import between_hosts, custom_call, fallback, ops, tree_by_xla, trees, two_level, two_level_tree
+from jax_ring.lowering import bodies as bodies  # which replaces the lowering of shard_map
 from jax_ring.lowering.service import groups_of, kind_by_xla, platforms_of, service_of, symbolic_shapes
 
 logger = logging.getLogger("jax_ring")
