@@ -1,11 +1,15 @@
 """The combiner: which calls become one, of jax_ring and under override_lax(), and which do not."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_gpus import pretend_gpus
 from helpers import assert_same_bits, make_mesh, num_calls, rank_fold, sharded
 from jax import lax
+from jax.experimental import compute_on as compute_on_module
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import (
@@ -23,6 +27,7 @@ from jax_ring import (
 from jax_ring.lowering import combiner
 
 RANKS = 4
+compute_on = getattr(compute_on_module, "compute_on2", compute_on_module.compute_on)  # as each version of JAX spells it
 MESH = make_mesh((RANKS,))
 X = np.random.default_rng(0).standard_normal(RANKS * 2).astype(np.float32)
 
@@ -190,18 +195,20 @@ def test_buckets_of_gradients_stay_apart():
     assert num_calls(f, tree) == 2
 
 
-def test_operations_with_effects_keep_their_order():
-    """The first print waits for the joined call, and the second one for the first."""
+@pytest.mark.parametrize("prints", [False, True])
+def test_prints_do_not_change_what_is_joined(prints):
+    """A program may print in one of its processes alone, and all must join the same calls."""
 
     def body(x):
-        jax.debug.print("{}", psum(x)[0])
-        jax.debug.print("{}", x[0])
-        return psum(x + 1)
+        total = ring_psum(x, "i")
+        if prints:
+            jax.debug.print("{}", total[0])
+        from_host = jax.experimental.io_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), jnp.float32))
+        return total, ring_psum(x + from_host, "i")
 
-    with override_lax():
-        text = sharded(body, mesh=MESH, check_vma=False).lower(X).as_text()
-    names = [line.split("@")[1].split("(")[0] for line in text.splitlines() if "stablehlo.custom_call @" in line]
-    assert [name == "jax_ring_all_reduce" for name in names] == [True, False, False]
+    f = sharded(body, mesh=MESH, check_vma=False)
+    assert num_calls(f, X) == 1
+    np.testing.assert_allclose(f(X)[1], f(X)[0] + RANKS)
 
 
 def test_a_gradient_of_many_uses_is_joined_with_others():
@@ -322,3 +329,34 @@ def test_calls_served_by_xla_are_left_to_its_combiner():
     with override_lax():
         text = f.lower(X).as_text()
     assert text.count("stablehlo.all_reduce") == 2
+
+
+# ---- GPUs -----------------------------------------------------------------------------------------------------------
+
+
+def lowered_for_gpus(monkeypatch, body, *args) -> str:
+    pretend_gpus(monkeypatch)
+    f = sharded(body, mesh=MESH, in_specs=P(), out_specs=P(), check_vma=False)
+    return f.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+TREE = {"a": np.ones(8, np.float32), "b": np.ones((2, 3), np.float32)}
+
+
+def test_calls_on_the_main_stream_of_a_gpu_are_joined(monkeypatch):
+    text = lowered_for_gpus(monkeypatch, lambda t: jax.tree.map(lambda x: jnp.sin(ring_psum(x, "i")), t), TREE)
+    (line,) = (line for line in text.splitlines() if "@jax_ring_all_reduce" in line)
+    assert line.endswith("(tensor<8xf32>, tensor<2x3xf32>) -> (tensor<8xf32>, tensor<2x3xf32>)")
+
+
+def test_calls_beside_the_computation_of_a_gpu_stay_apart(monkeypatch):
+    def body(tree):
+        return jax.tree.map(lambda x: jnp.sin(sync_gradients(x, "i")), tree)
+
+    assert lowered_for_gpus(monkeypatch, body, TREE).count("@jax_ring_all_reduce_async(") == 2
+
+    def on_stream_of_user(tree):
+        on = partial(compute_on, compute_type="gpu_stream:7", out_memory_spaces=jax.memory.Space.Device)
+        return [on(lambda x: ring_psum(x, "i"))(x) for x in tree.values()]
+
+    assert lowered_for_gpus(monkeypatch, on_stream_of_user, TREE).count("@jax_ring_all_reduce_async(") == 2

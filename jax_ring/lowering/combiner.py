@@ -5,8 +5,7 @@ sums each gradient where the backward pass has computed it. Calls of one kind in
 long as none depends on another. The joined call takes the place of the last one; what uses the results of the others
 moves behind it. So the data that wait for it are at most those of the limit.
 
-All ranks lower the same program, so all join the same calls. A block keeps its meaning: an operation stays behind all
-that it depends on, and operations with effects stay in their order.
+All ranks lower the same program, so all join the same calls.
 """
 
 import math
@@ -97,7 +96,7 @@ def _join_calls(ctx, operations: Sequence[ir.Operation], calls: dict[int, Call])
     if not keys:
         return left
     first, last = min(keys), max(keys)
-    flow = placement.Flow(ctx, operations[first : last + 1])
+    flow = placement.Flow(operations[first : last + 1])
     candidates = {i - first: (key, _num_bytes(operations[i], calls[i])) for i, key in keys.items()}
     groups = placement.choose_groups(
         flow, candidates, max_count=COMBINE_THRESHOLD_COUNT, max_bytes=COMBINE_THRESHOLD_BYTES

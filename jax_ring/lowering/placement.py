@@ -5,25 +5,21 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from jax.extend.mlir import ir
 
-from jax_ring import _compat
-from jax_ring.lowering import memo
-
-# Operations that have effects whatever their attributes are.
-_EFFECTS = ("stablehlo.infeed", "stablehlo.outfeed", "stablehlo.send", "stablehlo.recv")
-
 
 class Flow:
-    """What each operation of a part of a block waits for.
+    """The flow of data through a part of a block.
+
+    Nothing else orders operations: XLA does not look at their order in the block, and effects that have an order pass a
+    token. Prints, which a program may have in one of its processes alone, therefore change nothing for the others.
 
     Attributes:
+      operations: of the part.
       inputs: by operation, the values that it reads, also within its regions.
-      has_effect: by operation, whether it stays in the order of the operations with effects.
     """
 
-    def __init__(self, ctx, operations: Sequence[ir.Operation]) -> None:
+    def __init__(self, operations: Sequence[ir.Operation]) -> None:
         self.operations = operations
         self.inputs = [_inputs(op) for op in operations]
-        self.has_effect = [_has_effect(ctx, op) for op in operations]
 
 
 def choose_groups(
@@ -43,7 +39,6 @@ def choose_groups(
     behind: list[int] = []  # for each group the set of groups that it waits for, as bits
     open_groups: dict[Hashable, int] = {}
     waits: dict[ir.Value, int] = {}  # by value, the groups on which it depends; no entry if on none
-    effects = 0  # the groups that the last operation with effects waits for
 
     def closure(mask: int) -> int:
         pending, seen = mask, mask
@@ -58,8 +53,6 @@ def choose_groups(
         mask = 0
         for value in flow.inputs[i]:
             mask |= waits.get(value, 0)
-        if flow.has_effect[i]:
-            mask = effects = mask | effects
         if i in candidates:
             key, size = candidates[i]
             mask = closure(mask)
@@ -102,15 +95,10 @@ def reorder(
     last = max(group[-1] for group in groups)
     producers: dict[ir.Value, int] = {}
     needs: dict[int, set[int]] = {}
-    effect = None
     for i in range(first, last + 1):
         node = node_of.get(i, i)
         needed = needs.setdefault(node, set())
         needed.update(producers[value] for value in flow.inputs[i] if value in producers)
-        if flow.has_effect[i]:
-            if effect is not None:
-                needed.add(effect)
-            effect = node
         needed.discard(node)
         for result in flow.operations[i].results:
             producers[result] = node
@@ -147,22 +135,3 @@ def _inputs(op: ir.Operation) -> list[ir.Value]:
             for inner in block.operations:
                 values += _inputs(inner.operation)
     return values
-
-
-def _has_effect(ctx, op: ir.Operation) -> bool:
-    """Whether an operation, or one within it, has effects besides its results."""
-    name = op.name
-    if name == "stablehlo.custom_call":
-        attributes = op.attributes
-        return "has_side_effect" in attributes and ir.BoolAttr(attributes["has_side_effect"]).value
-    if name == "func.call":
-        callee = op.attributes["callee"]
-        called = lambda: _has_effect_within(ctx, _compat.called_function(ctx, op))  # noqa: E731
-        return memo.once(ctx, ("effects of", callee), called)
-    return name in _EFFECTS or _has_effect_within(ctx, op)
-
-
-def _has_effect_within(ctx, op: ir.Operation) -> bool:
-    return any(
-        _has_effect(ctx, inner.operation) for region in op.regions for block in region for inner in block.operations
-    )
