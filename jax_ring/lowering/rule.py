@@ -19,7 +19,8 @@ from jax_ring.lowering import (
     trees,
     two_level_family,
 )
-from jax_ring.lowering.service import kind_by_xla, platforms_of, replica_groups, service_of, symbolic_shapes
+from jax_ring.lowering import bodies as bodies  # which replaces the lowering of shard_map
+from jax_ring.lowering.service import groups_of, kind_by_xla, platforms_of, service_of, symbolic_shapes
 
 logger = logging.getLogger("jax_ring")
 
@@ -60,7 +61,7 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
       NotImplementedError: if no engine serves the call, and `JAX_RING_STRICT` is 1 or XLA's collective could be wrong;
         or if a sum along the tree has a symbolic shape.
     """
-    groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
+    groups = groups_of(ctx, axes, axis_index_groups)
     along_tree = trees.adds_along_tree(collective.kind, options)
     service = service_of(ctx, groups, collective.kind, options, params.get("perm"))
     if along_tree and (shapes := symbolic_shapes(ctx)):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax_ring import _compat
-from jax_ring.lowering import host_places, reach, trees, tuning
+from jax_ring.lowering import host_places, memo, reach, trees, tuning
 from jax_ring.options import Options
 
 _DEFAULT = Options()
@@ -31,7 +31,15 @@ def service_of(ctx, groups, kind: str, options: Options = _DEFAULT, perm: host_p
     if shapes := symbolic_shapes(ctx):
         why_not = f"in a shard_map, JAX does not refine custom calls of a symbolic shape, here {shapes[0]}"
         return Service(None, why_not=why_not)
-    return who_serves(platforms_of(ctx), ctx.module_context.axis_context, groups, kind, options, perm)
+    pairs = None if perm is None else tuple(map(tuple, perm))
+    question = (platforms_of(ctx), ctx.module_context.axis_context, tuple(map(tuple, groups)), kind, options, pairs)
+    return memo.once(ctx, ("service", *question), lambda: who_serves(*question))
+
+
+def groups_of(ctx, axes, axis_index_groups) -> tuple[tuple[int, ...], ...]:
+    """The groups of mesh positions within which the call under lowering communicates, each in rank order."""
+    question = (ctx.module_context.axis_context, axes, axis_index_groups)
+    return memo.once(ctx, ("groups", *question), lambda: tuple(map(tuple, replica_groups(*question))))
 
 
 def symbolic_shapes(ctx) -> list[str]:
@@ -43,11 +51,6 @@ def symbolic_shapes(ctx) -> list[str]:
 def platforms_of(ctx) -> tuple[str, ...]:
     """The platforms for which the call under lowering is lowered."""
     return tuple(ctx.platforms or ctx.module_context.platforms)
-
-
-def is_single_custom_call(service: Service, groups) -> bool:
-    """Whether `lower` emits exactly one collective, a custom call."""
-    return service.levels is not None and not service.levels.across and any(len(group) > 1 for group in groups)
 
 
 def who_serves(
