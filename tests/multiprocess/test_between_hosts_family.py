@@ -258,21 +258,32 @@ def traffic():
 def several_operands():
     """They share the custom call, and what crosses hosts is one collective."""
     mesh = Mesh(by_host().reshape(8), ("i",))
-    tree = [some_bits("bfloat16", 8, 5), some_bits("bfloat16", 8, 2, 3), some_bits("complex64", 8, 3)]
-
-    def body(tree):
-        return [jax_ring.ring_all_gather(tree, "i"), jax_ring.ring_broadcast(tree, "i")]
-
-    found = explain(*on_mesh(lambda tree: body(tree), mesh, tree, check_vma=False))
-    listed = sorted((each.name, each.operands) for each in found.instructions if "all_gather" not in each.name)
-    assert listed == [
-        ("all-gather", ("u16[2,11]",)),
-        ("all-gather", ("u32[2,6]",)),
-        ("all-reduce", ("u32[1]", "u32[1]", "u32[2]")),
-        ("jax_ring_reduce_scatter", ("u32[1]", "u32[1]")),
-        ("jax_ring_reduce_scatter", ("u32[2]",)),
-    ]
-    assert found.predicted_bytes == found.counted_bytes
+    small = [some_bits("bfloat16", 8, 5), some_bits("bfloat16", 8, 2, 3)]
+    for function, tree, steps in [
+        (
+            jax_ring.ring_all_gather,
+            small,
+            [("all-gather", ("u16[2,11]",)), ("jax_ring_all_gather", ("u16[4,2,5]", "u16[4,2,6]"))],
+        ),
+        (
+            jax_ring.ring_broadcast,  # several numbers in each word
+            small,
+            [
+                ("jax_ring_reduce_scatter", ("u32[1]", "u32[1]")),
+                ("all-reduce", ("u32[1]", "u32[1]")),
+                ("jax_ring_all_gather", ("u32[4,1]", "u32[4,1]")),
+            ],
+        ),
+        (
+            jax_ring.ring_all_gather,
+            [some_bits("complex64", 8, 3)],
+            [("all-gather", ("u32[2,6]",)), ("jax_ring_all_gather", ("u32[4,2,6]",))],
+        ),
+    ]:
+        found = explain(*on_mesh(lambda tree, function=function: function(tree, "i"), mesh, tree, check_vma=False))
+        listed = [(each.name, each.operands) for each in found.instructions]
+        assert listed == steps, listed
+        assert found.predicted_bytes == found.counted_bytes
 
 
 def transformations():
