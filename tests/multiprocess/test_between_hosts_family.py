@@ -15,7 +15,7 @@ from processes import run
 from test_two_level import HOST_A, HOST_B, ON_TWO_HOSTS, by_host, integers, local_shards, on_mesh
 
 import jax_ring
-from jax_ring import explain, override_lax
+from jax_ring import explain, override_lax, runtime
 
 RNG = np.random.default_rng(1)  # the same numbers in all processes
 
@@ -320,6 +320,25 @@ def transformations():
     assert served == {ON_TWO_HOSTS}, served
 
 
+def steps_of_xla_under_the_override():
+    """They stay XLA's, which JAX_RING_STRICT allows."""
+    mesh = Mesh(by_host().reshape(8), ("i",))
+    calls = {
+        "tree": lambda x: jax_ring.ring_psum(x, "i", order="tree"),
+        "int8": lambda x: jax_ring.sync_gradients(x, "i", wire="int8"),
+        "gather": lambda x: jax_ring.ring_all_gather(x, "i"),
+    }
+    runtime.STRICT = True
+    for name, fun in calls.items():
+        program, x = on_mesh(fun, mesh, np.zeros((8, 3), np.float32), check_vma=False)
+        alone = program.lower(x).as_text()
+        with override_lax():
+            under_the_override = program.lower(x).as_text()
+        for text in ("jax_ring.between_hosts", "all_to_all", "all_gather", "@jax_ring_"):
+            assert under_the_override.count(text) == alone.count(text), (name, text)
+    runtime.STRICT = False
+
+
 def left_to_xla():
     """With the reason in the log and in `explain()`, and with the right results."""
     messages = []
@@ -395,6 +414,7 @@ def run_all_parts(*names):
 
 def test_two_hosts():
     parts = ["everywhere_and_any_dtype", "traffic", "several_operands", "transformations", "left_to_xla"]
+    parts.append("steps_of_xla_under_the_override")
     run(run_all_parts, 2, devices_each=4, arguments=parts, environment_of=[HOST_A, HOST_B])
 
 
