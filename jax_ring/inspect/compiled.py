@@ -19,6 +19,10 @@ _KINDS = {
     "all-gather-start": "all_gather",
     "all-to-all": "all_to_all",
     "all-to-all-start": "all_to_all",
+    "ragged-all-to-all": "ragged_all_to_all",
+    "ragged-all-to-all-start": "ragged_all_to_all",
+    "collective-broadcast": "broadcast",
+    "collective-broadcast-start": "broadcast",
     "collective-permute": "permute",
     "collective-permute-start": "permute",
 }

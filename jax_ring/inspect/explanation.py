@@ -15,8 +15,8 @@ from jax_ring.inspect.compiled import Instruction, find_collectives
 from jax_ring.inspect.tree_bytes import by_xla
 from jax_ring.inspect.two_level_bytes import on_two_levels
 from jax_ring.inspect.wire_bytes import num_bytes_of as _num_bytes
-from jax_ring.inspect.wire_bytes import wire_bytes
-from jax_ring.lowering import composed, host_places, override, service, trees, tuning
+from jax_ring.inspect.wire_bytes import ragged_bytes, wire_bytes
+from jax_ring.lowering import composed, host_places, override, ragged, service, trees, tuning
 from jax_ring.lowering.reach import Levels
 from jax_ring.options import Options
 
@@ -29,6 +29,9 @@ _KINDS = {
     "all_gather": "all_gather",
     "ppermute": "permute",
     "all_to_all": "all_to_all",
+    "ragged_all_to_all": ragged.KIND,
+    "pbroadcast": "broadcast",
+    "pbroadcast_dynamic": "all_reduce",  # with the source in an array
     "ring_reduce": "reduce",  # lax.reduce is no collective
     "ring_broadcast": "broadcast",
 }
@@ -43,8 +46,8 @@ class Collective:
       axes: the names of the mesh axes over which it communicates.
       groups: the groups of mesh positions that communicate with each other.
       operands: dtype and shape of each operand on one rank.
-      num_bytes: the message size of one call in bytes: of the operands, or for all_gather of the results. Terms of a
-        `ShardSums` count as one.
+      num_bytes: the message size of one call in bytes: of the operands, or for all_gather and ragged_all_to_all of the
+        results. Terms of a `ShardSums` count as one.
       times: the number of calls in one call of the function; None if it is known only at run time, as in a while_loop
         or in a branch of a cond.
       order: in which values are added: the option `order`; "XLA" if XLA chooses it, alone or between hosts; "rank by
@@ -59,7 +62,7 @@ class Collective:
         each group is one rank.
         XLA serves order="tree" by moving data, which the program adds.
       why: the reason if it is served by XLA or by none; else empty.
-      wire_bytes: the predicted bytes that a rank sends in one call, on average.
+      wire_bytes: the predicted bytes that a rank sends in one call, on average; for ragged_all_to_all at most.
       wire_bytes_across_hosts: the part of them that goes to other hosts; None if XLA serves the call.
       call_site: file, line and function.
     """
@@ -198,6 +201,7 @@ def _steps(eqn: core.JaxprEqn, axis_context, times: int | None) -> Iterator[Coll
 
 def _kind_of(function: str) -> str | None:
     """The kind of collective, as of `wire_bytes`; None if the function is no collective."""
+    function = function.removesuffix("_start")  # of an asynchronous collective
     return _KINDS.get(function) or _KINDS.get(function.removeprefix("ring_"))
 
 
@@ -231,8 +235,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     served_by, why, engine, levels = _who_serves(eqn, kind, axis_context, groups, options)
     has_options = "options" in params or sums
     algorithm = options.algorithm if has_options and engine else ""
-    # The message is the larger side of the call: the results of a gather, elsewhere the operands.
-    message: list[Any] = [v.aval for v in (eqn.outvars if kind == "all_gather" else eqn.invars)]
+    message = _message(eqn, name, kind)
     if along and options.num_shards is not None:
         message = [jax.core.ShapedArray(aval.shape[1:], aval.dtype) for aval in message]
     num_bytes = sum(map(_num_bytes, message))
@@ -240,7 +243,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     across: float | None
     if levels is not None and levels.across:
         op = "max" if "pmax" in name else "min" if "pmin" in name else "sum"
-        terms = message if along else [v.aval for v in eqn.invars]
+        terms = [v.aval for v in eqn.invars] if kind == "all_gather" else message
         within, across = on_two_levels(kind, op, groups, levels, options, terms, params.get("perm"))
         sends = within + across
     elif served_by == "XLA" and along:
@@ -253,6 +256,9 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
         falls_back = served_by == "XLA" and _belongs_to_jax_ring(eqn.primitive.name)
         sent_as = service.kind_by_xla(kind, (_platform(axis_context.mesh),)) if falls_back else kind
         sends = wire_bytes(sent_as, num_bytes, sizes, by_group or algorithm, trees.mean_terms(along))
+        if kind == ragged.KIND:
+            on_cpu = _platform(axis_context.mesh) == "cpu"
+            sends = ragged_bytes(eqn.invars, num_bytes, sizes, as_gathers=falls_back and on_cpu)
         across = None if served_by == "XLA" else 0.0
     return Collective(
         name=name,
@@ -270,6 +276,15 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
         wire_bytes_across_hosts=across,
         call_site=summarize(eqn.source_info),
     )
+
+
+def _message(eqn: core.JaxprEqn, name: str, kind: str) -> list[Any]:
+    """The types of the larger side of a call: the results of a gather and of a ragged all-to-all, else the operands."""
+    variables = eqn.outvars if kind in ("all_gather", ragged.KIND) else eqn.invars
+    if name == "pbroadcast_dynamic":
+        variables = variables[:1]  # without the source
+    avals: list[Any] = [v.aval for v in variables]
+    return [getattr(aval, "inner_aval", aval) for aval in avals]  # of an asynchronous collective
 
 
 def _order(name: str, options: Options, served_by: str, levels: Levels | None) -> str:
