@@ -179,6 +179,32 @@ def test_a_call_for_each_leaf(name, monkeypatch):
     assert_same_bits(joined(tree), apart(tree))
 
 
+def test_operands_that_are_computed_twice_are_sent_once():
+    def body(x):
+        return [ring_psum(jnp.sin(x + k % 2), "i") for k in range(4)]
+
+    f = sharded(body, mesh=MESH, check_vma=False)
+    (line,) = (line for line in f.lower(X).as_text().splitlines() if "@jax_ring_all_reduce" in line)
+    assert line.split("->")[1].count("tensor<2xf32>") == 2
+    results = f(X)
+    for k in range(4):
+        np.testing.assert_array_equal(results[k], results[k % 2])
+    assert not np.array_equal(np.asarray(results[0]), np.asarray(results[1]))
+
+
+def test_random_numbers_of_the_host_are_not_taken_for_equal():
+    numbers = iter(range(100))
+
+    def drawn():
+        return jax.experimental.io_callback(
+            lambda: np.float32(next(numbers)), jax.ShapeDtypeStruct((), jnp.float32)
+        )  # fmt: skip
+
+    f = sharded(lambda x: [ring_psum(x + drawn(), "i") for _ in range(2)], mesh=MESH, check_vma=False)
+    first, second = f(X)
+    assert not np.array_equal(np.asarray(first), np.asarray(second))
+
+
 def test_options_keep_calls_apart():
     def body(x):
         orders = [ring_psum(x + k, "i", order=order) for k, order in enumerate(("rank", "ring", "tree", "rank"))]

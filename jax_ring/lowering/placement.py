@@ -5,6 +5,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from jax.extend.mlir import ir
 
+# They may have effects, or give other results the next time.
+_NOT_COMPARED = ("stablehlo.custom_call", "func.call", "stablehlo.rng", "stablehlo.infeed", "stablehlo.recv")
+
 
 class Flow:
     """The flow of data through a part of a block.
@@ -20,6 +23,27 @@ class Flow:
     def __init__(self, operations: Sequence[ir.Operation]) -> None:
         self.operations = operations
         self.inputs = [_inputs(op) for op in operations]
+
+
+def equal_values(operations: Sequence[ir.Operation]) -> dict[ir.Value, ir.Value]:
+    """For values that operations of a block compute a second time: the value that the first one has computed."""
+    first_of: dict[ir.Value, ir.Value] = {}
+    computed: dict[Hashable, ir.Operation] = {}
+    for op in operations:
+        name = op.name
+        if name in _NOT_COMPARED or len(op.regions):
+            continue
+        attributes = op.attributes
+        expression = (
+            name,
+            tuple([first_of.get(value, value) for value in op.operands]),
+            tuple([(attributes[i].name, attributes[i].attr) for i in range(len(attributes))]),
+            tuple([result.type for result in op.results]),
+        )
+        first = computed.setdefault(expression, op)
+        if first is not op:
+            first_of.update(zip(op.results, first.results, strict=True))
+    return first_of
 
 
 def choose_groups(
