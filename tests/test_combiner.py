@@ -24,7 +24,7 @@ from jax_ring import (
     ring_reduce,
     sync_gradients,
 )
-from jax_ring.lowering import combiner
+from jax_ring.lowering import combiner, operation
 
 RANKS = 4
 compute_on = getattr(compute_on_module, "compute_on2", compute_on_module.compute_on)  # as each version of JAX spells it
@@ -341,6 +341,15 @@ def test_the_size_of_a_gather_is_that_of_its_result(monkeypatch):
     monkeypatch.setattr(combiner, "COMBINE_THRESHOLD_BYTES", 2 * RANKS * 8)
     f = sharded(lambda x: [ring_all_gather(x + k, "i") for k in range(4)], mesh=MESH, check_vma=False)
     assert num_calls(f, X) == 2
+
+
+def test_the_time_to_lower_is_linear(monkeypatch):
+    """Each call is built once, and each joined call once more."""
+    built, build = [], operation.build
+    monkeypatch.setattr(operation, "build", lambda *args: built.append(args) or build(*args))
+    monkeypatch.setattr(combiner, "COMBINE_THRESHOLD_COUNT", 50)
+    sharded(lambda x: [ring_psum(x * k, "i") for k in range(200)], mesh=MESH, check_vma=False).lower(X)
+    assert len(built) == 200 + 4
 
 
 def test_dead_results(check_vma):

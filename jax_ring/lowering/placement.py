@@ -62,14 +62,15 @@ def choose_groups(
     num_bytes: list[int] = []  # of each group
     behind: list[int] = []  # for each group the set of groups that it waits for, as bits
     open_groups: dict[Hashable, int] = {}
+    grown = 0  # the groups to which an operation has been added after others looked at what they wait for
     waits: dict[ir.Value, int] = {}  # by value, the groups on which it depends; no entry if on none
 
     def closure(mask: int) -> int:
-        pending, seen = mask, mask
+        pending, seen = mask & grown, mask
         while pending:
             group = pending.bit_length() - 1
             pending &= ~(1 << group)
-            pending |= behind[group] & ~seen
+            pending |= behind[group] & ~seen & grown
             seen |= behind[group]
         return seen
 
@@ -93,6 +94,8 @@ def choose_groups(
                 behind.append(0)
                 if size <= max_bytes:
                     open_groups[key] = group
+            else:
+                grown |= 1 << group
             groups[group].append(i)
             num_bytes[group] += size
             behind[group] |= mask
