@@ -395,3 +395,9 @@ def test_calls_beside_the_computation_of_a_gpu_stay_apart(monkeypatch):
         return [on(lambda x: ring_psum(x, "i"))(x) for x in tree.values()]
 
     assert lowered_for_gpus(monkeypatch, on_stream_of_user, TREE).count("@jax_ring_all_reduce_async(") == 2
+
+
+def test_calls_of_one_part_on_a_stream_are_joined(monkeypatch):
+    on = partial(compute_on, compute_type="gpu_stream:7", out_memory_spaces=jax.memory.Space.Device)
+    text = lowered_for_gpus(monkeypatch, on(lambda tree: jax.tree.map(lambda x: ring_psum(x, "i"), tree)), TREE)
+    assert text.count("@jax_ring_all_reduce_async(") == 1
