@@ -12,6 +12,7 @@ from jax.extend.source_info_util import summarize
 
 from jax_ring import _compat
 from jax_ring.inspect.compiled import Instruction, find_collectives
+from jax_ring.inspect.messages import Messages
 from jax_ring.inspect.tree_bytes import by_xla
 from jax_ring.inspect.two_level_bytes import on_two_levels
 from jax_ring.inspect.wire_bytes import num_bytes_of as _num_bytes
@@ -54,9 +55,10 @@ class Collective:
         host" of a psum_scatter across hosts, in the order `order` on each host, then in that of the hosts; empty if
         nothing is added.
       algorithm: the option `algorithm`; empty if XLA serves the call.
-      chosen: the algorithms that "auto" selects by the active thresholds (`JAX_RING_TUNING`), several if groups differ.
-        Empty if there is no choice: on CPU devices of one process, and for anything but a sum by an all-reduce. More
-        than 64 operands are sent as several messages, each of which may use a different algorithm.
+      chosen: the algorithms that "auto" selects by the active thresholds (`JAX_RING_TUNING`), several if groups differ,
+        for the message of which the call is a part in the compiled program. Empty if there is no choice: on CPU devices
+        of one process, and for anything but a sum by an all-reduce. More than 64 operands are sent as several messages,
+        each of which may use a different algorithm.
       served_by: "jax_ring"; if a group spans processes or hosts, with the transport, as in
         "jax_ring (shared memory, 2 processes)" or "jax_ring within hosts, XLA across 2 hosts"; "XLA"; or "none" if
         each group is one rank.
@@ -167,27 +169,24 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
             f"explain: pass a function and its arguments, as in explain(f, x), not a result; got {type(fn).__name__}"
         )
     traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*args, **kwargs)
-    compiled = traced.lower().compile()
-    return Explanation(
-        tuple(_walk(_as_jaxpr(traced.jaxpr), None, 1)),
-        tuple(find_collectives(compiled.as_text() or "")),
-    )
+    instructions = tuple(find_collectives(traced.lower().compile().as_text() or ""))
+    return Explanation(tuple(_walk(_as_jaxpr(traced.jaxpr), None, 1, Messages(instructions))), instructions)
 
 
-def _walk(jaxpr: core.Jaxpr, axis_context, times: int | None) -> Iterator[Collective]:
+def _walk(jaxpr: core.Jaxpr, axis_context, times: int | None, messages: Messages) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
         if axis_context is not None and _kind_of(_compat.function_name(eqn.primitive)):
-            yield _collective(eqn, axis_context, times)
+            yield _collective(eqn, axis_context, times, messages)
         if axis_context is not None and eqn.primitive in composed.STEPS:
-            yield from _steps(eqn, axis_context, times)
+            yield from _steps(eqn, axis_context, times, messages)
         is_shard_map = eqn.primitive.name == "shard_map"
         inner_context = _compat.axis_context_within(eqn.params) if is_shard_map else axis_context
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(inner):
-                yield from _walk(_as_jaxpr(inner), inner_context, _times_within(eqn, times))
+                yield from _walk(_as_jaxpr(inner), inner_context, _times_within(eqn, times), messages)
 
 
-def _steps(eqn: core.JaxprEqn, axis_context, times: int | None) -> Iterator[Collective]:
+def _steps(eqn: core.JaxprEqn, axis_context, times: int | None, messages: Messages) -> Iterator[Collective]:
     """The collectives of a call that consists of several, at the user's line."""
     mesh = axis_context.mesh
     run = composed.STEPS[eqn.primitive]((_platform(mesh),), axis_context, **eqn.params)
@@ -195,7 +194,7 @@ def _steps(eqn: core.JaxprEqn, axis_context, times: int | None) -> Iterator[Coll
     with _compat.without_vma():
         types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         traced = jax.make_jaxpr(run, axis_env=list(mesh.shape.items()))(*types)
-    for step in _walk(traced.jaxpr, axis_context, times):
+    for step in _walk(traced.jaxpr, axis_context, times, messages):
         yield replace(step, call_site=summarize(eqn.source_info))
 
 
@@ -219,7 +218,7 @@ def _times_within(eqn: core.JaxprEqn, times: int | None) -> int | None:
     return times * eqn.params["length"] if eqn.primitive.name == "scan" else times
 
 
-def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collective:
+def _collective(eqn: core.JaxprEqn, axis_context, times: int | None, messages: Messages) -> Collective:
     params = eqn.params
     name = _compat.function_name(eqn.primitive)
     kind = _kind_of(name)
@@ -252,7 +251,8 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     else:
         by_size = sums and options.algorithm_depends_on_size()
         if by_size and levels is not None and engine and service.has_choice(engine, levels):
-            by_group = [tuning.thresholds(engine, size).choose(num_bytes) for size in sizes]
+            joined_bytes = messages.size_with(_compat.call_site(eqn.source_info), num_bytes)
+            by_group = [tuning.thresholds(engine, size).choose(joined_bytes) for size in sizes]
         falls_back = served_by == "XLA" and _belongs_to_jax_ring(eqn.primitive.name)
         sent_as = service.kind_by_xla(kind, (_platform(axis_context.mesh),)) if falls_back else kind
         sends = wire_bytes(sent_as, num_bytes, sizes, by_group or algorithm, trees.mean_terms(along))
