@@ -122,6 +122,16 @@ def named(attributes) -> list[tuple[str, ir.Attribute]]:
     return [(attributes[i].name, attributes[i].attr) for i in range(len(attributes))]
 
 
+def compared(operation: ir.Operation) -> tuple:
+    """The attributes of an operation, in a form that is equal for operations with equal ones."""
+    attributes = operation.attributes
+    try:
+        # Not `attributes[i].attr`, which ends the process where the other raises.
+        return tuple([(name, attributes[name]) for i in range(len(attributes)) if (name := attributes[i].name)])
+    except TypeError:  # Python has no type for the attribute, such as a complex constant
+        return (str(operation).partition("=")[2],)
+
+
 def note(ctx, operation: ir.Operation, call: Call) -> None:
     """Notes what is known of a call. JAX copies operations, so that is found by their attributes."""
     calls = _compat.module_state(ctx).setdefault("calls", {})
