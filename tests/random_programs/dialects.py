@@ -1,0 +1,181 @@
+"""The collectives that random programs call, in several dialects: jax_ring's, those of lax, and a reference."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from wrappers import mesh_axes, ragged_plan, rank_in_group, vary
+
+import jax_ring
+
+
+def _axes_of(axes) -> tuple:
+    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+
+
+def _varies_in_part(x, axes) -> bool:
+    varying = jax_ring._compat.varying_axes(x) if isinstance(x, jax.Array) else frozenset()
+    return bool(varying.intersection(axes))
+
+
+class NotComparableError(Exception):
+    """A call that means something else in lax. The text says what."""
+
+
+class Dialect:
+    """Collectives as methods. Each call notes the types of its results, with the axes over which they vary.
+
+    functions: by name; those of `jax.lax`, or drop-ins for them.
+    options: whether they take jax_ring's options, `algorithm` and `order`.
+    """
+
+    def __init__(self, functions: dict, *, options: bool) -> None:
+        self._functions = functions
+        self._options = options
+        self.types: list[str] = []
+
+    def __getattr__(self, name: str):
+        return partial(self._call, name)
+
+    def _call(self, name: str, x, axes, *arguments, algorithm=None, order=None, **more):
+        for key, value in (("algorithm", algorithm), ("order", order)):
+            if self._options and value is not None:
+                more[key] = value
+        # lax.psum refuses what varies over some of its axes only.
+        x = jax.tree.map(lambda leaf: vary(leaf, _axes_of(axes)) if _varies_in_part(leaf, _axes_of(axes)) else leaf, x)
+        result = self._functions[name](x, axes, *arguments, **more)
+        self.types += [f"{name}: {jax.typeof(leaf)}" for leaf in jax.tree.leaves(result)]
+        return result
+
+
+# ---- What lax does not have, or not for CPUs, or wrong --------------------------------------------------------------
+
+
+def _reduce(x, axes, *, root):
+    is_root = lax.axis_index(axes) == root
+    totals = jax.tree.map(lambda total: vary(total, _axes_of(axes)), lax.psum(x, axes))
+    return jax.tree.map(lambda total: jnp.where(is_root, total, jnp.zeros_like(total)), totals)
+
+
+def _broadcast(x, axes, *, root):
+    is_root = lax.axis_index(axes) == root
+    own = jax.tree.map(lambda leaf: jnp.where(is_root, leaf, jnp.zeros_like(leaf)), x)
+    return jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), lax.psum(own, axes), x)
+
+
+def _pbroadcast(x, axes, source):
+    return jax.tree.map(lambda leaf: vary(leaf, _axes_of(axes)), _broadcast(x, axes, root=source))
+
+
+def _all_to_all(x, axes, split_axis, concat_axis, *, axis_index_groups=None, tiled=False):
+    """By an all-gather of which each rank takes its blocks: the derivatives are those of the gather."""
+
+    def one(leaf):
+        blocks = lax.all_gather(leaf, axes, axis_index_groups=axis_index_groups)
+        size, rank = blocks.shape[0], rank_in_group(axes, axis_index_groups)
+        count = leaf.shape[split_axis] // size
+        own = lax.dynamic_slice_in_dim(blocks, rank * count, count, split_axis + 1)
+        if not tiled:
+            return jnp.moveaxis(jnp.squeeze(own, split_axis + 1), 0, concat_axis)
+        return jnp.concatenate(list(own), concat_axis)
+
+    return jax.tree.map(one, x)
+
+
+def _pswapaxes(x, axes, axis, *, axis_index_groups=None):
+    return _all_to_all(x, axes, axis, axis, axis_index_groups=axis_index_groups)
+
+
+def _ppermute(x, axes, perm):
+    size = lax.axis_size(axes)
+    sources = np.full(size, -1, np.int32)
+    for source, receiver in perm:
+        sources[receiver] = source
+
+    def one(leaf):
+        own = jnp.asarray(sources)[lax.axis_index(axes)]
+        received = lax.all_gather(leaf, axes)[jnp.maximum(own, 0)]
+        return jnp.where(own >= 0, received, jnp.zeros_like(received))
+
+    return jax.tree.map(one, x)
+
+
+def _pshuffle(x, axes, perm):
+    return _ppermute(x, axes, list(zip(perm, range(len(perm)), strict=True)))
+
+
+def _ragged_by_gather(x, axes, *, seed, slices, axis_index_groups=None):
+    """x: the operand and the output."""
+    operand, output = x
+    rows = lax.all_gather(operand, axes, axis_index_groups=axis_index_groups)
+    size = rows.shape[0]
+    _, sources = ragged_plan(seed, size, slices, operand.shape[0], output.shape[0])
+    own = jnp.asarray(sources)[rank_in_group(axes, axis_index_groups)]
+    if operand.shape[0] == 0:
+        return vary(output, _axes_of(axes))
+    received = rows.reshape(size * operand.shape[0], *operand.shape[1:])[jnp.maximum(own, 0)]
+    return jnp.where((own >= 0).reshape(-1, *[1] * (output.ndim - 1)), received, output)
+
+
+def _ragged_by(function, x, axes, *, seed, slices, axis_index_groups=None, **more):
+    operand, output = x
+    size = lax.axis_size(axes) if axis_index_groups is None else len(axis_index_groups[0])
+    plan, _ = ragged_plan(seed, size, slices, operand.shape[0], output.shape[0])
+    rank = rank_in_group(axes, axis_index_groups)
+    numbers = [jnp.asarray(table)[rank] for table in plan]
+    varying = jax_ring._compat.varying_axes(operand) | jax_ring._compat.varying_axes(output) | {*_axes_of(axes)}
+    operand, output = (vary(value, varying) for value in (operand, output))
+    numbers = [vary(value, varying) for value in numbers]
+    return function(operand, output, *numbers, axis_name=axes, axis_index_groups=axis_index_groups, **more)
+
+
+# ---- The dialects ---------------------------------------------------------------------------------------------------
+
+_NAMES = (
+    "psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather", "all_to_all", "pswapaxes", "ppermute", "pshuffle",
+)  # fmt: skip
+
+
+def ring() -> Dialect:
+    """jax_ring's functions."""
+    functions = {name: getattr(jax_ring, f"ring_{name}") for name in (*_NAMES, "pbroadcast", "reduce", "broadcast")}
+    functions["ragged_all_to_all"] = partial(_ragged_by, jax_ring.ring_ragged_all_to_all)
+    return Dialect(functions, options=True)
+
+
+def _in_mesh_order(function, x, axes, perm):
+    order = [axis for axis in mesh_axes() if axis in _axes_of(axes)]
+    if order != [axis for axis in _axes_of(axes) if axis in order]:
+        raise NotComparableError("JAX 0.10.2 counts ranks in the mesh's order, JAX 0.12 refuses another one")
+    return function(x, axes, perm)
+
+
+def plain_lax() -> Dialect:
+    """The functions of lax. It has neither reduce nor broadcast: these are made of a sum."""
+    functions = {name: getattr(lax, name) for name in (*_NAMES, "pbroadcast")}
+    functions |= {name: partial(_in_mesh_order, functions[name]) for name in ("ppermute", "pshuffle")}
+    functions |= {"reduce": _reduce, "broadcast": _broadcast}
+    functions["ragged_all_to_all"] = partial(_ragged_by, lax.ragged_all_to_all)
+    return Dialect(functions, options=False)
+
+
+def reference() -> Dialect:
+    """The functions of lax that have a lowering for CPUs and right derivatives; the others are made of these.
+
+    `lax.all_to_all` has a wrong transpose in JAX 0.10.2 (untiled, with split_axis and concat_axis unequal), and does
+    not take groups under vmap. `lax.ppermute` hangs in a branch that only some ranks take, though all ranks of its
+    groups do, does not take incomplete permutations under vmap, and counts ranks in the mesh's order in JAX 0.10.2,
+    whatever order is named. `lax.pbroadcast` and `lax.ragged_all_to_all` have no lowering for CPUs.
+    """
+    dialect = plain_lax()
+    dialect._functions |= {
+        "pbroadcast": _pbroadcast,
+        "ppermute": _ppermute,
+        "pshuffle": _pshuffle,
+        "all_to_all": _all_to_all,
+        "pswapaxes": _pswapaxes,
+        "ragged_all_to_all": _ragged_by_gather,
+    }
+    return dialect
