@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.mlir.dialects import stablehlo as hlo
+from jax.interpreters import mlir
 
 from jax_ring import _compat
 from jax_ring.lowering import ops
@@ -36,7 +37,7 @@ def on_root(total, axes, root):
     """The total on the root, and zeros elsewhere."""
     if jnp.iscomplexobj(total):
         return lax.complex(on_root(total.real, axes, root), on_root(total.imag, axes, root))
-    return _from_bits(_or_zeros(_to_bits(total), axes, root), total.dtype)
+    return from_bits(_or_zeros(to_bits(total), axes, root), total.dtype)
 
 
 def lower_broadcast_to_xla(ctx, operand, *, axes, axis_index_groups, root):
@@ -51,9 +52,35 @@ def lower_broadcast_to_xla(ctx, operand, *, axes, axis_index_groups, root):
         return [hlo.complex(*lower(hlo.real(operand)), *lower(hlo.imag(operand)))]
     # As integers, because 0.0 + -0.0 is 0.0.
     bits_aval = aval.update(dtype=_bits_dtype(aval.dtype))
-    bits = ops.inline(ctx, lambda x: _or_zeros(_to_bits(x), axes, root), operand, aval, bits_aval)
+    bits = ops.inline(ctx, lambda x: _or_zeros(to_bits(x), axes, root), operand, aval, bits_aval)
     bits = _all_reduce(ctx, bits, bits_aval, axes=axes)
-    return [ops.inline(ctx, partial(_from_bits, dtype=aval.dtype), bits, bits_aval, aval)]
+    return [ops.inline(ctx, partial(from_bits, dtype=aval.dtype), bits, bits_aval, aval)]
+
+
+def lower_dynamic_broadcast_to_sum(ctx, operand, source, axes, lower_sum):
+    """Lowers a broadcast from the rank in a scalar to a sum of bits, to which the other ranks contribute zeros.
+
+    lower_sum: (ctx, operand) -> results.
+    """
+    aval, source_aval = ctx.avals_in
+    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        part = jax.core.ShapedArray(aval.shape, jnp.finfo(aval.dtype).dtype)
+        ctx = ctx.replace(avals_in=[part, source_aval], avals_out=[part])
+        lower = partial(lower_dynamic_broadcast_to_sum, ctx, source=source, axes=axes, lower_sum=lower_sum)
+        return [hlo.complex(*lower(hlo.real(operand)), *lower(hlo.imag(operand)))]
+    aval = jax.core.ShapedArray(aval.shape, aval.dtype)
+    bits_aval = jax.core.ShapedArray(aval.shape, _bits_dtype(aval.dtype))
+
+    def masked(x, source):
+        bits = to_bits(x)
+        return jnp.where(lax.axis_index(axes) == source, bits, jnp.zeros_like(bits))
+
+    with _compat.without_vma():
+        source_aval = jax.core.ShapedArray((), source_aval.dtype)
+        inline_ctx = ctx.replace(primitive=None, avals_in=[aval, source_aval], avals_out=[bits_aval])
+        (bits,) = mlir.lower_fun(masked, multiple_results=False)(inline_ctx, operand, source)
+        (bits,) = lower_sum(ctx.replace(avals_in=[bits_aval], avals_out=[bits_aval]), bits)
+        return [ops.inline(ctx, partial(from_bits, dtype=aval.dtype), bits, bits_aval, aval)]
 
 
 def _or_zeros(bits, axes, root):
@@ -75,12 +102,14 @@ def _bits_dtype(dtype):
     return jnp.dtype(jnp.uint8) if dtype == jnp.bool_ else dtype
 
 
-def _to_bits(x):
+def to_bits(x):
+    """The bits of numbers that are not complex, as integers."""
     to = _bits_dtype(x.dtype)
     return lax.bitcast_convert_type(x, to) if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(to)
 
 
-def _from_bits(bits, dtype):
+def from_bits(bits, dtype):
+    """The inverse of `to_bits`."""
     if dtype == jnp.bool_:
         return lax.ne(bits, _zeros_like(bits))
     return lax.bitcast_convert_type(bits, dtype) if jnp.issubdtype(dtype, jnp.floating) else bits.astype(dtype)

@@ -10,7 +10,7 @@ import jax
 from jax_ring import _compat, runtime
 from jax_ring.lowering import ragged
 from jax_ring.lowering.combiner import lower_combined
-from jax_ring.lowering.fallback import lower_broadcast_to_xla
+from jax_ring.lowering.fallback import lower_broadcast_to_xla, lower_dynamic_broadcast_to_sum
 from jax_ring.lowering.rule import Collective
 from jax_ring.lowering.rule import lower as lower_to_engine
 from jax_ring.lowering.service import is_single_custom_call, replica_groups, service_of
@@ -50,6 +50,8 @@ def make_rules(is_on: Callable[[], bool]) -> dict:
     for primitive, description in _OVERRIDDEN.items():
         rules[primitive] = partial(_make_rule, is_on, *description)
     rules[_compat.ragged_all_to_all_p] = partial(_make_ragged_rule, is_on)
+    if _compat.pbroadcast_dynamic_p is not None:
+        rules[_compat.pbroadcast_dynamic_p] = partial(_make_dynamic_broadcast_rule, is_on)
     for start, primitive in _compat.STARTS.items():
         function, kind, op = _OVERRIDDEN[primitive]
         rules[start] = partial(_make_start_rule, is_on, f"{function}_start", kind, op, _compat.lax_rule(primitive))
@@ -74,6 +76,8 @@ def _make_rule(is_on: Callable, function: str, kind: str, op: str, jax_rule: Cal
             ctx, params = ctx.replace(avals_in=ctx.avals_out), {**params, "axes": named}
         if not named:
             return [operand]
+        if kind == "permute" and isinstance(ctx.module_context.axis_context, _compat.SPMDAxisContext):
+            named = _compat.axes_of_permutation(named, ctx.module_context.axis_context.mesh)
         # Normalized, so that equal calls have equal keys and are combined.
         groups = groups and tuple(tuple(map(operator.index, group)) for group in groups)
         to_xla = lambda ctx, operand, **_: jax_rule(ctx, operand, **params)  # noqa: E731
@@ -88,10 +92,17 @@ def _make_rule(is_on: Callable, function: str, kind: str, op: str, jax_rule: Cal
             # JAX expands and squeezes dimensions around the primitive, which is always tiled.
             emit = partial(emit, axis_size=len(members[0]), tiled=True)
         if kind == "permute":
-            pairs = [(source % len(members[0]), receiver % len(members[0])) for source, receiver in params["perm"]]
-            if not all(len(set(ranks)) == len(ranks) for ranks in zip(*pairs, strict=True)):
+            size = len(members[0])
+            pairs = [(source % size, receiver % size) for source, receiver in params["perm"]]
+            is_unique = all(len(set(ranks)) == len(ranks) for ranks in zip(*pairs, strict=True))
+            if not is_unique or any(not -size <= rank < size for pair in params["perm"] for rank in pair):
                 return jax_rule(ctx, operand, **params)  # which raises
             emit = partial(emit, perm=pairs)
+        if kind == "broadcast" and not 0 <= params["source"] < len(members[0]):
+            raise ValueError(
+                f"{function} over {named}: source must be a rank, that is 0 to {len(members[0]) - 1}, got "
+                f"{params['source']}"
+            )
         service = service_of(ctx, members, kind)
         if service.automatic_axes:
             _warn_of_automatic_axes(ctx, function, named, service.automatic_axes)
@@ -109,6 +120,23 @@ def _make_ragged_rule(is_on: Callable, jax_rule: Callable):
         return ragged.lower(
             "lax.ragged_all_to_all", jax_rule, ctx, *operands,
             axes=tuple(axis_name), axis_index_groups=axis_index_groups, options=Options(),
+        )  # fmt: skip
+
+    return lower
+
+
+def _make_dynamic_broadcast_rule(is_on: Callable, jax_rule: Callable):
+    """A broadcast whose source is an operand: a sum of bits, to which the other ranks contribute zeros."""
+    to_xla = partial(_compat.lower_lax_reduction, _compat.psum_p)
+    collective = Collective("lax.pbroadcast", "all_reduce", "sum", to_xla)
+
+    def lower(ctx, operand, source, *, axis_name):
+        if not is_on() or jax.dtypes.issubdtype(ctx.avals_in[0].dtype, jax.dtypes.extended):
+            return jax_rule(ctx, operand, source, axis_name=axis_name)
+        axes = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+        return lower_dynamic_broadcast_to_sum(
+            ctx, operand, source, tuple(axes),
+            partial(lower_to_engine, collective, axes=tuple(axes), axis_index_groups=None, options=Options()),
         )  # fmt: skip
 
     return lower
