@@ -20,8 +20,8 @@ def _varies_in_part(x, axes) -> bool:
     return bool(varying.intersection(axes))
 
 
-class NotComparableError(Exception):
-    """A call that means something else in lax. The text says what."""
+def _group_size(axes, groups) -> int:
+    return lax.axis_size(axes) if groups is None else len(groups[0])
 
 
 class Dialect:
@@ -55,25 +55,64 @@ class Dialect:
 
 def _reduce(x, axes, *, root):
     is_root = lax.axis_index(axes) == root
-    totals = jax.tree.map(lambda total: vary(total, _axes_of(axes)), lax.psum(x, axes))
+    totals = jax.tree.map(lambda total: vary(total, _axes_of(axes)), _over_batch(lax.psum, x, axes))
     return jax.tree.map(lambda total: jnp.where(is_root, total, jnp.zeros_like(total)), totals)
 
 
 def _broadcast(x, axes, *, root):
     is_root = lax.axis_index(axes) == root
     own = jax.tree.map(lambda leaf: jnp.where(is_root, leaf, jnp.zeros_like(leaf)), x)
-    return jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), lax.psum(own, axes), x)
+    return jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), _over_batch(lax.psum, own, axes), x)
 
 
 def _pbroadcast(x, axes, source):
     return jax.tree.map(lambda leaf: vary(leaf, _axes_of(axes)), _broadcast(x, axes, root=source))
 
 
+def _over_batch(function, x, axes, **more):
+    """A reduction: over the vmap axes first, without vma tracking, and then over those of the mesh.
+
+    Most functions of lax over a vmap axis fail inside a shard_map with vma tracking, in JAX 0.10.2.
+    """
+    mesh = tuple(axis for axis in _axes_of(axes) if axis in mesh_axes())
+    batch = tuple(axis for axis in _axes_of(axes) if axis not in mesh)
+    if batch:
+        with jax_ring._compat.without_vma():
+            x = function(x, batch, **more)
+    return function(x, mesh, **more) if mesh or not batch else x
+
+
+def _gathered(leaf, axes, groups=None):
+    """The values of all ranks of the group, along a new first dimension."""
+    if all(axis in mesh_axes() for axis in _axes_of(axes)):
+        return lax.all_gather(leaf, axes, axis_index_groups=groups)
+    with jax_ring._compat.without_vma():
+        return lax.all_gather(leaf, axes)
+
+
+def _all_gather(x, axes, *, axis=0, axis_index_groups=None, tiled=False, **more):
+    if all(axis in mesh_axes() for axis in _axes_of(axes)):
+        return lax.all_gather(x, axes, axis=axis, axis_index_groups=axis_index_groups, tiled=tiled, **more)
+    with jax_ring._compat.without_vma():
+        return lax.all_gather(x, axes, axis=axis, tiled=tiled)
+
+
+def _psum_scatter(x, axes, *, scatter_dimension=0, axis_index_groups=None, tiled=False):
+    def one(leaf):
+        total = jnp.sum(_gathered(leaf, axes, axis_index_groups), 0, dtype=leaf.dtype)
+        count = leaf.shape[scatter_dimension] // _group_size(axes, axis_index_groups)
+        rank = rank_in_group(axes, axis_index_groups)
+        own = lax.dynamic_slice_in_dim(total, rank * count, count, scatter_dimension)
+        return own if tiled else jnp.squeeze(own, scatter_dimension)
+
+    return jax.tree.map(one, x)
+
+
 def _all_to_all(x, axes, split_axis, concat_axis, *, axis_index_groups=None, tiled=False):
     """By an all-gather of which each rank takes its blocks: the derivatives are those of the gather."""
 
     def one(leaf):
-        blocks = lax.all_gather(leaf, axes, axis_index_groups=axis_index_groups)
+        blocks = _gathered(leaf, axes, axis_index_groups)
         size, rank = blocks.shape[0], rank_in_group(axes, axis_index_groups)
         count = leaf.shape[split_axis] // size
         own = lax.dynamic_slice_in_dim(blocks, rank * count, count, split_axis + 1)
@@ -89,14 +128,21 @@ def _pswapaxes(x, axes, axis, *, axis_index_groups=None):
 
 
 def _ppermute(x, axes, perm):
+    order = [axis for axis in mesh_axes() if axis in _axes_of(axes) and lax.axis_size(axis) > 1]
+    if order != [axis for axis in _axes_of(axes) if lax.axis_size(axis) > 1 or axis not in mesh_axes()] and order:
+        if hasattr(jax, "raise_on_ppermute_sort_diff"):
+            raise RuntimeError("the axes must be in the order of the mesh")
+        axes = tuple(order)  # JAX 0.10 counts ranks in this order, whatever order is named
     size = lax.axis_size(axes)
     sources = np.full(size, -1, np.int32)
     for source, receiver in perm:
         sources[receiver] = source
 
     def one(leaf):
+        if not perm:
+            return vary(jnp.zeros_like(leaf), _axes_of(axes))
         own = jnp.asarray(sources)[lax.axis_index(axes)]
-        received = lax.all_gather(leaf, axes)[jnp.maximum(own, 0)]
+        received = _gathered(leaf, axes)[jnp.maximum(own, 0)]
         return jnp.where(own >= 0, received, jnp.zeros_like(received))
 
     return jax.tree.map(one, x)
@@ -121,7 +167,7 @@ def _ragged_by_gather(x, axes, *, seed, slices, axis_index_groups=None):
 
 def _ragged_by(function, x, axes, *, seed, slices, axis_index_groups=None, **more):
     operand, output = x
-    size = lax.axis_size(axes) if axis_index_groups is None else len(axis_index_groups[0])
+    size = _group_size(axes, axis_index_groups)
     plan, _ = ragged_plan(seed, size, slices, operand.shape[0], output.shape[0])
     rank = rank_in_group(axes, axis_index_groups)
     numbers = [jnp.asarray(table)[rank] for table in plan]
@@ -145,17 +191,9 @@ def ring() -> Dialect:
     return Dialect(functions, options=True)
 
 
-def _in_mesh_order(function, x, axes, perm):
-    order = [axis for axis in mesh_axes() if axis in _axes_of(axes)]
-    if order != [axis for axis in _axes_of(axes) if axis in order]:
-        raise NotComparableError("JAX 0.10.2 counts ranks in the mesh's order, JAX 0.12 refuses another one")
-    return function(x, axes, perm)
-
-
 def plain_lax() -> Dialect:
     """The functions of lax. It has neither reduce nor broadcast: these are made of a sum."""
     functions = {name: getattr(lax, name) for name in (*_NAMES, "pbroadcast")}
-    functions |= {name: partial(_in_mesh_order, functions[name]) for name in ("ppermute", "pshuffle")}
     functions |= {"reduce": _reduce, "broadcast": _broadcast}
     functions["ragged_all_to_all"] = partial(_ragged_by, lax.ragged_all_to_all)
     return Dialect(functions, options=False)
@@ -166,12 +204,15 @@ def reference() -> Dialect:
 
     `lax.all_to_all` has a wrong transpose in JAX 0.10.2 (untiled, with split_axis and concat_axis unequal), and does
     not take groups under vmap. `lax.ppermute` hangs in a branch that only some ranks take, though all ranks of its
-    groups do, does not take incomplete permutations under vmap, and counts ranks in the mesh's order in JAX 0.10.2,
-    whatever order is named. `lax.pbroadcast` and `lax.ragged_all_to_all` have no lowering for CPUs.
+    groups do, and does not take incomplete permutations under vmap. `lax.psum_scatter`, untiled, fails under vmap if the
+    batch dimension comes after the scattered one. `lax.pbroadcast` and `lax.ragged_all_to_all` have no lowering for CPUs.
     """
     dialect = plain_lax()
     dialect._functions |= {
         "pbroadcast": _pbroadcast,
+        **{name: partial(_over_batch, getattr(lax, name)) for name in ("psum", "pmean", "pmax", "pmin")},
+        "psum_scatter": _psum_scatter,
+        "all_gather": _all_gather,
         "ppermute": _ppermute,
         "pshuffle": _pshuffle,
         "all_to_all": _all_to_all,

@@ -41,8 +41,9 @@ def check(source: str) -> str:
     found = run(namespace, dialects.ring())
     overridden = run(namespace, dialects.plain_lax(), override=True)
     ending = _compare("jax_ring", namespace, found, expected)
-    if isinstance(overridden.error, dialects.NotComparableError):
-        return f"{ending}, without override_lax(): {overridden.error}"
+    if "ops.ragged_all_to_all" in source and namespace["TRANSFORMATION"] in REVERSE:
+        # The transpose of lax.ragged_all_to_all is wrong where slices are empty: two begin in the same place.
+        return f"{ending}, without override_lax()"
     if overridden.error is None or expected.error is not None:
         # lax.pbroadcast says nothing about the axes over which its result varies, and jax_ring's does.
         _compare("override_lax()", namespace, overridden, expected, types=False)
@@ -242,6 +243,8 @@ TRANSFORMATIONS = {
     "vmap_outside": _vmap_outside,
     "vmap_of_grad": _vmap_of_grad,
 }
+
+REVERSE = ("grad", "grad_outside", "linearize", "hessian", "vmap_of_grad")
 
 
 # ---- Comparison -----------------------------------------------------------------------------------------------------
