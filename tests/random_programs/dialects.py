@@ -91,10 +91,15 @@ def _gathered(leaf, axes, groups=None):
 
 
 def _all_gather(x, axes, *, axis=0, axis_index_groups=None, tiled=False, **more):
-    if all(axis in mesh_axes() for axis in _axes_of(axes)):
-        return lax.all_gather(x, axes, axis=axis, axis_index_groups=axis_index_groups, tiled=tiled, **more)
-    with jax_ring._compat.without_vma():
-        return lax.all_gather(x, axes, axis=axis, tiled=tiled)
+    def one(leaf):
+        # Of dimensions without elements XLA takes only new ones.
+        if all(name in mesh_axes() for name in _axes_of(axes)):
+            blocks = lax.all_gather(leaf, axes, axis_index_groups=axis_index_groups, **more)
+        else:
+            blocks = _gathered(leaf, axes)
+        return jnp.concatenate(list(blocks), axis) if tiled else jnp.moveaxis(blocks, 0, axis)
+
+    return jax.tree.map(one, x)
 
 
 def _psum_scatter(x, axes, *, scatter_dimension=0, axis_index_groups=None, tiled=False):
