@@ -1,4 +1,4 @@
-"""Steps of random programs that call a collective: operands that fit, random arguments, and what is known of results."""
+"""Steps of random programs that call a collective: operands that fit, random arguments, what results are."""
 
 import math
 

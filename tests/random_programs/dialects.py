@@ -210,10 +210,12 @@ def plain_lax() -> Dialect:
 def reference() -> Dialect:
     """The functions of lax that have a lowering for CPUs and right derivatives; the others are made of these.
 
-    `lax.all_to_all` has a wrong transpose in JAX 0.10.2 (untiled, with split_axis and concat_axis unequal), and does
-    not take groups under vmap. `lax.ppermute` hangs in a branch that only some ranks take, though all ranks of its
-    groups do, and does not take incomplete permutations under vmap. `lax.psum_scatter`, untiled, fails under vmap if the
-    batch dimension comes after the scattered one. `lax.pbroadcast` and `lax.ragged_all_to_all` have no lowering for CPUs.
+    Why the others are not used: `lax.all_to_all` has a wrong transpose in JAX 0.10.2 (untiled, with split_axis and
+    concat_axis unequal), and does not take groups under vmap. `lax.ppermute` hangs in a branch that only some ranks
+    take, though all ranks of its groups do, and does not take incomplete permutations under vmap. `lax.psum_scatter`,
+    untiled, fails under vmap if the batch dimension comes after the scattered one. `lax.all_gather` does not
+    concatenate along a dimension without elements. `lax.pbroadcast` has no lowering for CPUs in JAX 0.10.2, and
+    `lax.ragged_all_to_all` has none.
     """
     dialect = plain_lax()
     dialect._functions |= {
