@@ -31,7 +31,7 @@ class Outcome:
 
 
 def check(source: str) -> str:
-    """Runs a program in all dialects. Returns "equal", or "refused by all: " and the type of the error.
+    """Runs a program in all dialects, and returns how they compare.
 
     Raises:
       Fault: if they disagree.
@@ -39,20 +39,19 @@ def check(source: str) -> str:
     namespace: dict = {}
     exec(compile(source, "<random program>", "exec"), namespace)
     expected = run(namespace, dialects.reference(), is_wide=namespace["TOLERANCE"] is not None)
-    found = run(namespace, dialects.ring())
-    overridden = run(namespace, dialects.plain_lax(), override=True)
-    ending = _compare("jax_ring", namespace, found, expected)
+    ending = _compare("jax_ring", namespace, run(namespace, dialects.ring()), expected)
     if "ops.ragged_all_to_all" in source and namespace["TRANSFORMATION"] in REVERSE:
-        # The transpose of lax.ragged_all_to_all is wrong where slices are empty: two begin in the same place.
+        # The transpose of lax.ragged_all_to_all is wrong where slices are empty, because two begin in the same place,
+        # and in groups, because it exchanges the offsets in none.
         return f"{ending}, without override_lax()"
-    if overridden.error is None or expected.error is not None:
-        # lax.pbroadcast says nothing about the axes over which its result varies, and jax_ring's does.
+    overridden = run(namespace, dialects.plain_lax(), override=True)
+    try:
         _compare("override_lax()", namespace, overridden, expected, types=False)
-    else:
-        # The override begins at lowering, so that it cannot serve what lax refuses to trace.
-        plain = run(namespace, dialects.plain_lax())
-        if type(plain.error) is not type(overridden.error):
-            _raise("override_lax()", overridden, expected)
+    except Fault:
+        # The override begins at lowering. Where lax is not what the reference is, they need not be equal.
+        plain = run(namespace, dialects.lax_on_cpus())
+        _compare("override_lax()", namespace, overridden, plain, types=False)
+        ending += ", lax is not"
     return ending
 
 
@@ -286,7 +285,7 @@ def _compare(who: str, namespace: dict, found: Outcome, expected: Outcome, *, ty
 
 def _compare_rounded(who: str, namespace: dict, found: Outcome, expected: Outcome) -> str:
     roundings, most = namespace["TOLERANCE"]
-    tolerance = float(jnp.finfo(namespace["OPERANDS"][0][1]).eps) * roundings * most
+    tolerance = float(jnp.finfo(namespace["OPERANDS"][0][1]).eps) * 2 * roundings * most
     for number, (a, b) in enumerate(zip(found.results, expected.results, strict=True)):
         wrong = ~(np.abs(a.astype(np.float64) - b.astype(np.float64)) <= tolerance)
         if a.shape != b.shape or wrong.any():
