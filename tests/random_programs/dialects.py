@@ -57,13 +57,13 @@ class Dialect:
 
 
 def _reduce(x, axes, *, root):
-    is_root = lax.axis_index(axes) == root
+    is_root = rank_in_group(axes) == root
     totals = jax.tree.map(lambda total: vary(total, _axes_of(axes)), _over_batch(lax.psum, x, axes))
     return jax.tree.map(lambda total: jnp.where(is_root, total, jnp.zeros_like(total)), totals)
 
 
 def _broadcast(x, axes, *, root):
-    is_root = lax.axis_index(axes) == root
+    is_root = rank_in_group(axes) == root
     own = jax.tree.map(lambda leaf: jnp.where(is_root, leaf, jnp.zeros_like(leaf)), x)
     return jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), _over_batch(lax.psum, own, axes), x)
 
@@ -153,7 +153,7 @@ def _ppermute(x, axes, perm):
     def one(leaf):
         if not perm:
             return vary(jnp.zeros_like(leaf), _axes_of(axes))
-        own = jnp.asarray(sources)[lax.axis_index(axes)]
+        own = jnp.asarray(sources)[rank_in_group(axes)]
         received = _row(_gathered(leaf, axes), jnp.maximum(own, 0))
         return jnp.where(own >= 0, received, jnp.zeros_like(received))
 
