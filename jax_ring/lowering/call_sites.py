@@ -180,7 +180,7 @@ def _attributes(operation: ir.Operation) -> tuple:
     if operation.name == "func.call":
         return ()  # not the name of the function: two functions may do the same
     attributes = operation.attributes
-    if operation.name != "stablehlo.custom_call" or CONFIG not in attributes:
+    if CONFIG not in attributes or "site" not in ir.DictAttr(attributes[CONFIG]):
         return compared(operation)
     of_engine = [pair for pair in named(ir.DictAttr(attributes[CONFIG])) if pair[0] != "site"]
     return (*[pair for pair in named(attributes) if pair[0] != CONFIG], *of_engine)
