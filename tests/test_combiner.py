@@ -69,6 +69,8 @@ def test_gradients_of_layers_are_one_call():
 
 def test_a_call_is_not_joined_with_one_that_it_depends_on():
     check(lambda x: psum(psum(x) * x), calls=2)
+    check(lambda x: lax.pmax(lax.pmax(x, "i"), "i"), calls=2)
+    check(lambda x: psum(psum(x)), calls=2, check_vma=False)
 
 
 def test_what_uses_a_result_moves_behind_the_joined_call():
@@ -137,7 +139,7 @@ def random_program(rng: np.random.Generator):
     return run
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_programs(seed):
     program = random_program(np.random.default_rng(seed))
     x = np.arange(RANKS * 2, dtype=np.int32) ** 3 % 101
