@@ -135,7 +135,7 @@ TEST(Communicator, DescribesFailures) {
   EXPECT_EQ(failure->call, site.fingerprint());
   const std::string text = communicator.describe(*failure, site.call, 0.05);
   EXPECT_EQ(text.rfind("ring_psum of float32[100] over axis 'x': rank 0 (GPU 0 of process 0) waited 0.05 s for rank 1 "
-                       "(GPU 1 of process 0), in step: reduce-scatter, epoch 1, team 0.",
+                       "(GPU 1 of process 0), in step: scatter to the owners of the parts, epoch 1, team 0.",
                        0),
             0u)
       << text;

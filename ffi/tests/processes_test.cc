@@ -131,8 +131,8 @@ TEST(Processes, LoopsOfCalls) {
   }
 }
 
-TestCall small_call(int num_ranks, uint64_t id) {
-  return TestCall({Collective::all_reduce}, Op::sum, DType::f32, num_ranks, {10}, false, false, id);
+TestCall small_call(int num_ranks, uint64_t id, const Plan& plan = {}) {
+  return TestCall(plan, Op::sum, DType::f32, num_ranks, {12}, false, false, id);
 }
 
 void expect_in(const std::string& expected, const std::string& error) {
@@ -141,14 +141,17 @@ void expect_in(const std::string& expected, const std::string& error) {
 
 TEST(Processes, MissingProcessIsNamed) {
   const ScopedDeadline deadline(0.3);
-  for (bool made_a_call : {false, true}) {
+  // Also a process that nobody exchanges anything with: the calls of its ranks come in the same order.
+  const Plan without{Collective::permute, Order::rank, 0, kept({3, kNoRank, kNoRank, 0})};
+  for (const auto& [plan, made_a_call] :
+       {std::pair{Plan{}, false}, {Plan{}, true}, {Plan{Collective::all_to_all}, true}, {without, true}}) {
     Processes processes({0, 1, 1, 2});
     if (made_a_call) {
-      TestCall first = small_call(4, 7);
+      TestCall first = small_call(4, 7, plan);
       for (int process : {0, 1, 2}) first.submit(processes[process]);
       first.expect_results();
     }
-    TestCall call = small_call(4, 1);
+    TestCall call = small_call(4, 1, plan);
     for (int process : {0, 2}) call.submit(processes[process]);
     for (int rank : {0, 3}) {
       ASSERT_TRUE(call.outcome(rank).wait());

@@ -67,7 +67,7 @@ def check_exchanges(mesh) -> None:
     calls = {
         "all_to_all": (lambda x: ring_all_to_all(x, "i", 1, 1), rows[:, rank]),
         "permute": (lambda x: ring_ppermute(x, "i", shift), rows[rank - 1]),
-        "a pair": (lambda x: ring_ppermute(x, "i", [(1, 0)]), rows[1] if rank == 0 else 0 * rows[0]),
+        "a pair": (lambda x: ring_ppermute(x, "i", [(1, 0)]), rows[1] if rank == 0 else np.zeros_like(rows[0])),
         "loop": (
             lambda x: lax.fori_loop(0, 2 * size + 1, lambda _, y: ring_ppermute(y, "i", shift), x),
             rows[rank - 1],
