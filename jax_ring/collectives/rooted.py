@@ -106,22 +106,22 @@ def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array, *, algor
 
 def _from_dynamic_source(source: jax.Array, operands: list, axes: tuple, options) -> list:
     """The operands of the rank in `source`: a sum to which the others contribute zeros, of bits and so unchanged."""
-    is_source = lax.axis_index(axes) == source
 
-    def total(terms):
+    def total(is_source, terms):
         masked = [jnp.where(is_source, x, jnp.zeros_like(x)) for x in terms]
         return primitives.ring_psum_p.bind(*masked, axes=axes, axis_index_groups=None, options=options)
 
     @jax.custom_jvp
-    def send(*operands):
+    def send(is_source, *operands):
         dtype = operands[0].dtype
         if jnp.issubdtype(dtype, jnp.complexfloating):
-            parts = send(*(part for x in operands for part in (x.real, x.imag)))
+            parts = send(is_source, *(part for x in operands for part in (x.real, x.imag)))
             return [lax.complex(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
-        return [from_bits(bits, dtype) for bits in total([to_bits(x) for x in operands])]
+        return [from_bits(bits, dtype) for bits in total(is_source, [to_bits(x) for x in operands])]
 
-    send.defjvp(lambda primals, tangents: (send(*primals), total(tangents)))
-    return send(*operands)
+    # An operand, because a rule that closes over it would keep it beyond a jax.checkpoint.
+    send.defjvp(lambda primals, tangents: (send(*primals), total(primals[0], tangents[1:])))
+    return send(lax.axis_index(axes) == source, *operands)
 
 
 def ring_broadcast(x: T, axis_name: AxisName, *, root: int = 0, algorithm: Algorithm = "auto") -> T:
