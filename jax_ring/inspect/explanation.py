@@ -12,10 +12,11 @@ from jax.extend.source_info_util import summarize
 
 from jax_ring import _compat
 from jax_ring.inspect.compiled import Instruction, find_collectives
-from jax_ring.inspect.tree_bytes import by_xla, on_two_levels
+from jax_ring.inspect.tree_bytes import by_xla
+from jax_ring.inspect.two_level_bytes import on_two_levels
 from jax_ring.inspect.wire_bytes import num_bytes_of as _num_bytes
 from jax_ring.inspect.wire_bytes import wire_bytes
-from jax_ring.lowering import composed, override, service, trees, tuning, two_level
+from jax_ring.lowering import composed, host_places, override, service, trees, tuning
 from jax_ring.lowering.reach import Levels
 from jax_ring.options import Options
 
@@ -46,7 +47,8 @@ class Collective:
         `ShardSums` count as one.
       times: the number of calls in one call of the function; None if it is known only at run time, as in a while_loop
         or in a branch of a cond.
-      order: in which values are added: the option `order`; "XLA" if XLA chooses it, alone or between hosts; empty if
+      order: in which values are added: the option `order`; "XLA" if XLA chooses it, alone or between hosts; "rank by
+        host" of a psum_scatter across hosts, in the order `order` on each host, then in that of the hosts; empty if
         nothing is added.
       algorithm: the option `algorithm`; empty if XLA serves the call.
       chosen: the algorithms that "auto" selects by the active thresholds (`JAX_RING_TUNING`), several if groups differ.
@@ -226,7 +228,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     sums = kind == "all_reduce" and "psum" in name
     options = params.get("options", Options())
     along = trees.trees_of(groups, options) if trees.adds_along_tree(kind, options) else []
-    served_by, why, engine, levels = _who_serves(eqn.primitive.name, kind, axis_context, groups, options)
+    served_by, why, engine, levels = _who_serves(eqn, kind, axis_context, groups, options)
     has_options = "options" in params or sums
     algorithm = options.algorithm if has_options and engine else ""
     # The message is the larger side of the call: the results of a gather, elsewhere the operands.
@@ -237,10 +239,9 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     by_group: list[str] = []
     across: float | None
     if levels is not None and levels.across:
-        if along:
-            within, across = on_two_levels(kind, groups, levels, options, message)
-        else:
-            within, across = _two_level_wire_bytes(name, levels, message)
+        op = "max" if "pmax" in name else "min" if "pmin" in name else "sum"
+        terms = message if along else [v.aval for v in eqn.invars]
+        within, across = on_two_levels(kind, op, groups, levels, options, terms, params.get("perm"))
         sends = within + across
     elif served_by == "XLA" and along:
         num_ranks = math.prod(axis_context.mesh.shape[axis] for axis in axes)
@@ -260,7 +261,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
         operands=tuple(_aval_text(v.aval) for v in eqn.invars),
         num_bytes=num_bytes,
         times=times,
-        order=_order(name, options, served_by),
+        order=_order(name, options, served_by, levels),
         algorithm=algorithm,
         chosen=tuple(dict.fromkeys(by_group)),
         served_by=served_by,
@@ -271,9 +272,11 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     )
 
 
-def _order(name: str, options: Options, served_by: str) -> str:
+def _order(name: str, options: Options, served_by: str, levels: Levels | None) -> str:
     if "psum" not in name and name != "ring_reduce":
         return ""
+    if "psum_scatter" in name and levels is not None and levels.across and options.order != "tree":
+        return f"{options.order} by host"  # XLA only moves what crosses
     return "XLA" if "XLA" in served_by and options.order != "tree" else options.order
 
 
@@ -286,40 +289,25 @@ def _aval_text(aval) -> str:
     return f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]"
 
 
-def _two_level_wire_bytes(name: str, levels: Levels, avals: Sequence) -> tuple[float, float]:
-    """Bytes that a rank sends within its host, and to other hosts, for an all-reduce on two levels (two_level.py)."""
-    op = "max" if "pmax" in name else "min" if "pmin" in name else "sum"
-    ranks, hosts = [len(levels.within[0])], [levels.num_hosts]
-    within = across = 0.0
-    for aval in avals:
-        types = two_level.types_of(op, aval.dtype)
-        shard = two_level.shard_size(aval.size, *ranks)
-        scattered, crossing, gathered = (_num_bytes(jax.core.ShapedArray((shard,), dtype)) for dtype in types)
-        within += wire_bytes("reduce_scatter", scattered * ranks[0], ranks)
-        within += wire_bytes("all_gather", gathered * ranks[0], ranks)
-        across += wire_bytes("all_reduce", crossing, hosts)
-    return within, across
-
-
 def _belongs_to_jax_ring(primitive_name: str) -> bool:
     """Whether jax_ring lowers this primitive: its own, and those of JAX under `override_lax()`."""
     return primitive_name.startswith("ring_") or override.is_overridden(primitive_name)
 
 
 def _who_serves(
-    primitive_name: str, kind: str, axis_context, groups: Sequence[Sequence[int]], options: Options
+    eqn: core.JaxprEqn, kind: str, axis_context, groups: Sequence[Sequence[int]], options: Options
 ) -> tuple[str, str, str | None, Levels | None]:
     """Returns `Collective.served_by` and `Collective.why`, and the engine and the groups it serves, if any."""
     if all(len(group) == 1 for group in groups):
         return "none", "groups of one rank", None, None
-    if not _belongs_to_jax_ring(primitive_name):
+    if not _belongs_to_jax_ring(eqn.primitive.name):
         return "XLA", "a collective of lax, not overridden", None, None
     platforms = (_platform(axis_context.mesh),)
-    found = service.who_serves(platforms, axis_context, groups, kind, options)
+    found = service.who_serves(platforms, axis_context, groups, kind, options, eqn.params.get("perm"))
     levels = found.levels
     if levels is None:
         return "XLA", found.why_not, None, None
-    if levels.across:
+    if host_places.crosses_hosts(kind, groups, levels, eqn.params.get("perm")):
         return f"jax_ring within hosts, XLA across {levels.num_hosts} hosts", "", found.engine, levels
     if levels.num_processes > 1:
         transport = "shared memory" if found.engine == "cpu" else "CUDA IPC"

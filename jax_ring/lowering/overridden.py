@@ -9,11 +9,10 @@ import jax
 
 from jax_ring import _compat, runtime
 from jax_ring.lowering import ragged
-from jax_ring.lowering.combiner import lower_combined
 from jax_ring.lowering.fallback import lower_broadcast_to_xla, lower_dynamic_broadcast_to_sum
 from jax_ring.lowering.rule import Collective
 from jax_ring.lowering.rule import lower as lower_to_engine
-from jax_ring.lowering.service import is_single_custom_call, replica_groups, service_of
+from jax_ring.lowering.service import groups_of, service_of
 from jax_ring.options import Options
 
 # JAX's primitives: the function to name in messages, the kind of collective, and the reduction.
@@ -29,6 +28,8 @@ _OVERRIDDEN = {
     _compat.ppermute_p: ("lax.ppermute", "permute", "sum"),
     _compat.pbroadcast_p: ("lax.pbroadcast", "broadcast", "sum"),
 }
+
+_JOINED = Options()
 
 # Parameters that have other names in the primitives of jax_ring.
 _RENAMED_PARAMS = {
@@ -60,7 +61,7 @@ def make_rules(is_on: Callable[[], bool]) -> dict:
     return rules
 
 
-def _make_rule(is_on: Callable, function: str, kind: str, op: str, jax_rule: Callable, combines: bool = True):
+def _make_rule(is_on: Callable, function: str, kind: str, op: str, jax_rule: Callable, options: Options = _JOINED):
     def lower(ctx, operand, **params):
         # Random keys can be moved, but the engines do not support them.
         if not is_on() or jax.dtypes.issubdtype(ctx.avals_in[0].dtype, jax.dtypes.extended):
@@ -85,9 +86,9 @@ def _make_rule(is_on: Callable, function: str, kind: str, op: str, jax_rule: Cal
         without_rule = jax_rule is _compat.no_lowering and kind == "broadcast"
         collective = Collective(function, kind, op, lower_broadcast_to_xla if without_rule else to_xla)
         emit = partial(
-            lower_to_engine, collective, axes=named, axis_index_groups=groups, options=Options(), **engine_params
+            lower_to_engine, collective, axes=named, axis_index_groups=groups, options=options, **engine_params
         )
-        members = replica_groups(ctx.module_context.axis_context, named, groups)
+        members = groups_of(ctx, named, groups)
         if kind == "all_to_all":
             # JAX expands and squeezes dimensions around the primitive, which is always tiled.
             emit = partial(emit, axis_size=len(members[0]), tiled=True)
@@ -106,9 +107,7 @@ def _make_rule(is_on: Callable, function: str, kind: str, op: str, jax_rule: Cal
         service = service_of(ctx, members, kind)
         if service.automatic_axes:
             _warn_of_automatic_axes(ctx, function, named, service.automatic_axes)
-        if kind != "all_reduce" or not combines or not is_single_custom_call(service, members):
-            return emit(ctx, operand)
-        return lower_combined(ctx, operand, (op, named, groups, ctx.avals_in[0].dtype), emit)
+        return emit(ctx, operand)
 
     return lower
 
@@ -149,7 +148,7 @@ def _make_dynamic_broadcast_rule(is_on: Callable, jax_rule: Callable):
 def _make_start_rule(
     is_on: Callable, function: str, kind: str, op: str, synchronous_rule: Callable, jax_rule: Callable
 ):
-    synchronous = _make_rule(is_on, function, kind, op, synchronous_rule, combines=False)
+    synchronous = _make_rule(is_on, function, kind, op, synchronous_rule, _JOINED._replace(apart=True))
 
     def lower(ctx, operand, **params):
         if not is_on():

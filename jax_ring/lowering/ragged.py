@@ -11,7 +11,7 @@ from jax.interpreters import mlir
 from jax_ring import _compat
 from jax_ring.lowering import custom_call, fallback
 from jax_ring.lowering.rule import note_fallback
-from jax_ring.lowering.service import platforms_of, replica_groups, service_of
+from jax_ring.lowering.service import groups_of, platforms_of, service_of
 
 KIND = "ragged_all_to_all"
 
@@ -26,7 +26,7 @@ def lower(function: str, to_xla: Callable, ctx, *operands, axes, axis_index_grou
     Raises:
       NotImplementedError: if no engine serves the call, and `JAX_RING_STRICT` is 1.
     """
-    groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
+    groups = groups_of(ctx, axes, axis_index_groups)
     size = len(groups[0])
     names = {"axes": axes, "axis_index_groups": axis_index_groups, "size": size}
     if size == 1:
