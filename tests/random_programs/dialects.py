@@ -46,7 +46,10 @@ class Dialect:
         # lax.psum refuses what varies over some of its axes only.
         x = jax.tree.map(lambda leaf: vary(leaf, _axes_of(axes)) if _varies_in_part(leaf, _axes_of(axes)) else leaf, x)
         result = self._functions[name](x, axes, *arguments, **more)
-        self.types += [f"{name}: {jax.typeof(leaf)}" for leaf in jax.tree.leaves(result)]
+        # Over a vmap axis the reference does not track over which axes a value varies.
+        is_tracked = all(axis in mesh_axes() for axis in _axes_of(axes))
+        types = map(jax.typeof, jax.tree.leaves(result))
+        self.types += [f"{name}: {x if is_tracked else (x.shape, x.dtype)}" for x in types]
         return result
 
 

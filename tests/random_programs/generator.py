@@ -211,9 +211,9 @@ class Generator:
             return None
         name = self.name()
         plain = (f"{body.name}({value.name})", f"{kind}({body.name}, {value.name}, 1)")
-        return Step(
-            (name,), f"{kind}({body.name}, {value.name}, {length})", (value.name,), (body,), plain, (kind,)
-        ), [last._replace(name=name, bound=bound, gain=gain)]
+        return Step((name,), f"{kind}({body.name}, {value.name}, {length})", (value.name,), (body,), plain, (kind,)), [
+            last._replace(name=name, bound=bound, gain=gain)
+        ]
 
     def _branches(self, kind: str, scope: Scope, value: Value, depth: int):
         names = list(scope.axes)

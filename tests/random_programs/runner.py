@@ -2,6 +2,7 @@
 
 import contextlib
 import textwrap
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -63,6 +64,8 @@ def run(namespace: dict, dialect: dialects.Dialect, *, override: bool = False) -
         operands = [_operand(i, mesh, *operand) for i, operand in enumerate(namespace["OPERANDS"])]
         if override:
             stack.callback(jax_ring.override_lax().close)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", r"ring_pmean over .* is already the same", UserWarning)
         try:
             function = TRANSFORMATIONS[namespace["TRANSFORMATION"]](namespace, mesh, dialect)
             results = [np.asarray(x) for x in jax.tree.leaves(jax.block_until_ready(jax.jit(function)(*operands)))]
