@@ -1,4 +1,4 @@
-"""Steps of random programs that call a collective: operands that fit, random arguments, and what is known of results."""
+"""Steps of random programs that call a collective: operands that fit, random arguments, what results are."""
 
 import math
 
@@ -101,7 +101,13 @@ def call(generator, scope, value: Value):
 
 def _through(generator, value: Value, operand: str, expression: str) -> str:
     """The call, with its operand cast to a dtype that is only moved."""
-    if generator.is_derived or value.bound > 7 or value.unit > 1 or generator.random.random() < 0.6:
+    if (
+        generator.is_derived
+        or generator.is_real
+        or value.bound > 7
+        or value.unit > 1
+        or generator.random.random() < 0.6
+    ):
         return expression
     dtype = generator.random.choice(_MOVED)
     cast = f"({operand}).astype(jnp.{dtype})"
@@ -264,6 +270,8 @@ def _tree(generator, scope, value: Value, made: Call):
     """One call for several values."""
     random = generator.random
     kind = random.choice(("psum", "ppermute", "pmax", "all_gather"))
+    if made.over_batch and len(made.axes) > 1 and kind in ("ppermute", "all_gather"):
+        return None
     others = [random.choice(scope.values) for _ in range(random.randint(1, 2))]
     values = [value, *others]
     if kind == "pmax" and any(x.dtype.startswith("complex") for x in values):

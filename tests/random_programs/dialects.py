@@ -135,10 +135,15 @@ def _pswapaxes(x, axes, axis, *, axis_index_groups=None):
     return _all_to_all(x, axes, axis, axis, axis_index_groups=axis_index_groups)
 
 
+def _row(x, number):
+    # Not x[number]: XLA crashes in some programs that scatter complex numbers, as the derivative of this does.
+    return lax.dynamic_index_in_dim(x, number, keepdims=False)
+
+
 def _ppermute(x, axes, perm):
     order = [axis for axis in mesh_axes() if axis in _axes_of(axes) and lax.axis_size(axis) > 1]
     if order != [axis for axis in _axes_of(axes) if lax.axis_size(axis) > 1 or axis not in mesh_axes()] and order:
-        if hasattr(jax, "raise_on_ppermute_sort_diff"):
+        if hasattr(jax.config, "jax_raise_on_ppermute_sort_diff"):
             raise RuntimeError("the axes must be in the order of the mesh")
         axes = tuple(order)  # JAX 0.10 counts ranks in this order, whatever order is named
     size = lax.axis_size(axes)
@@ -150,7 +155,7 @@ def _ppermute(x, axes, perm):
         if not perm:
             return vary(jnp.zeros_like(leaf), _axes_of(axes))
         own = jnp.asarray(sources)[lax.axis_index(axes)]
-        received = _gathered(leaf, axes)[jnp.maximum(own, 0)]
+        received = _row(_gathered(leaf, axes), jnp.maximum(own, 0))
         return jnp.where(own >= 0, received, jnp.zeros_like(received))
 
     return jax.tree.map(one, x)
@@ -210,10 +215,12 @@ def plain_lax() -> Dialect:
 def reference() -> Dialect:
     """The functions of lax that have a lowering for CPUs and right derivatives; the others are made of these.
 
-    `lax.all_to_all` has a wrong transpose in JAX 0.10.2 (untiled, with split_axis and concat_axis unequal), and does
-    not take groups under vmap. `lax.ppermute` hangs in a branch that only some ranks take, though all ranks of its
-    groups do, and does not take incomplete permutations under vmap. `lax.psum_scatter`, untiled, fails under vmap if the
-    batch dimension comes after the scattered one. `lax.pbroadcast` and `lax.ragged_all_to_all` have no lowering for CPUs.
+    Why the others are not used: `lax.all_to_all` has a wrong transpose in JAX 0.10.2 (untiled, with split_axis and
+    concat_axis unequal), and does not take groups under vmap. `lax.ppermute` hangs in a branch that only some ranks
+    take, though all ranks of its groups do, and does not take incomplete permutations under vmap. `lax.psum_scatter`,
+    untiled, fails under vmap if the batch dimension comes after the scattered one. `lax.all_gather` does not
+    concatenate along a dimension without elements. `lax.pbroadcast` has no lowering for CPUs in JAX 0.10.2, and
+    `lax.ragged_all_to_all` has none.
     """
     dialect = plain_lax()
     dialect._functions |= {

@@ -3,6 +3,12 @@
 Values are small integers, or multiples of a power of two. For each value the generator knows a bound of its magnitude
 and one of its derivatives (`Value.gain`: each operation's factor, multiplied along paths and summed over them). It only
 chooses operations that keep both below what the dtype represents exactly. Integers may wrap around.
+
+One program of eight has real numbers, which are rounded. It is compared with the same program in a wider dtype. Let a
+value of the program be at most B, and let it come of R roundings, each relative and at most eps. Each operation is
+Lipschitz, with the factor by which it multiplies the bound (a product: with the bounds of both). So what a rounding
+adds to a result is at most eps times the result's bound, and all together eps * R * B. The same holds for derivatives,
+with the gain in the place of the bound, and twice as many roundings.
 """
 
 import math
@@ -16,6 +22,8 @@ from program import Body, Operand, Program, Step, Value
 MAX_DEVICES = 8
 # The largest integer up to which all integers are exact.
 EXACT = {"float32": 2**24, "float64": 2**53, "bfloat16": 2**8, "float16": 2**11, "complex64": 2**24}
+# For real numbers: what must not overflow.
+LARGEST_REAL = {"float32": 2.0**100, "bfloat16": 2.0**100, "float16": 2.0**14}
 WITHOUT_DERIVATIVE = ("forward", "vmap", "vmap_outside")
 TRANSFORMATIONS = ("forward",) * 4 + (
     "grad", "grad", "grad_outside", "jvp", "linearize", "hessian", "vmap", "vmap_outside", "vmap_of_grad",
@@ -56,6 +64,8 @@ class Generator:
         self.random = random.Random(seed)
         self.names = 0
         self.lcm = 1  # of the odd parts of the sizes of groups in which there is a mean
+        self.is_real = False
+        self.roundings = 0.0
         self.paths = 0.0  # the sum of the gains of all values
 
     def program(self) -> Program:
@@ -66,13 +76,16 @@ class Generator:
         devices = self.random.sample(range(MAX_DEVICES), math.prod(sizes))
         self.check_vma, self.x64 = self.random.random() < 0.5, self.random.random() < 0.15
         self.transformation = pick(TRANSFORMATIONS)
+        self.is_real = self.random.random() < 0.125
+        if self.is_real:
+            self.x64, self.transformation = False, pick(("forward", "grad", "grad_outside", "jvp", "vmap"))
         self.is_derived = self.transformation not in WITHOUT_DERIVATIVE
         with_floats = self.is_derived or self.random.random() < 0.5
         dtypes = [name for name in (FLOATS if with_floats else OTHERS) if self.x64 or "64" not in name[-2:]]
         dtypes += ["complex64"] * with_floats
         if self.transformation == "hessian":
             dtypes = [name for name in dtypes if name in ("float32", "float64")]
-        self.dtype = pick(dtypes)
+        self.dtype = pick(list(LARGEST_REAL) if self.is_real else dtypes)
         operands = self._operands(mesh)
         scope = Scope(dict(mesh))
         scope.values = [Value(f"x{i}", x.shape, x.dtype, x.bound) for i, x in enumerate(operands)]
@@ -83,8 +96,16 @@ class Generator:
                 steps.append(step)
         return Program(
             self.seed, mesh, tuple(devices), self.check_vma, self.x64, self.transformation, self.lcm,
-            tuple(operands), tuple(steps),
+            tuple(operands), tuple(steps), self._tolerance(scope),
         )  # fmt: skip
+
+    def _tolerance(self, scope: Scope) -> tuple[float, float] | None:
+        """How many roundings there are, and the largest magnitude of a result."""
+        if not self.is_real:
+            return None
+        elements = sum(math.prod(x.shape) for x in scope.values)
+        most = max(max(x.bound for x in scope.values) * max(elements, 1), 2 * self.lcm * self.paths)
+        return 2 * (self.roundings + elements), most
 
     def _operands(self, mesh: dict[str, int]) -> list[Operand]:
         operands = []
@@ -94,7 +115,9 @@ class Generator:
             dims = (1, 2, 3) if small else (1, 2, 3, 4, 5, 7, 8, 12, 2, 3, 6, 4, 5, 0)
             shape = tuple(self.random.choice(dims) for _ in range(rank))
             axes = tuple(mesh) if i == 0 or self.random.random() < 0.5 else tuple(self.subset(list(mesh)))
-            dtype = self.dtype if i == 0 or self.is_derived else self.random.choice((self.dtype, "int32"))
+            dtype = (
+                self.dtype if i == 0 or self.is_derived or self.is_real else self.random.choice((self.dtype, "int32"))
+            )
             bound = 2 if self.dtype in ("bfloat16", "float16") else 3
             operands.append(Operand(shape, dtype, axes, bound))
         return operands
@@ -114,6 +137,8 @@ class Generator:
         """Whether a value is exact, and its derivatives are."""
         if dtype not in EXACT:
             return True
+        if self.is_real:
+            return max(bound, 2 * self.lcm * (self.paths + gain)) <= LARGEST_REAL[self.dtype]
         if bound * unit > EXACT[dtype]:
             return False
         if not self.is_derived:
@@ -143,6 +168,8 @@ class Generator:
             if all(math.prod(x.shape) <= LARGEST and self.has_room(*x[2:]) for x in results):
                 scope.values += results
                 self.paths += sum(x.gain for x in results)
+                repeats = max(x.gain for x in results) / value.gain
+                self.roundings += 2 + math.prod(scope.axes.values()) + max(value.shape, default=0) + repeats
                 return step
             self.lcm = before
         return None
@@ -198,7 +225,7 @@ class Generator:
         ), [result]
 
     def _loop(self, kind: str, scope: Scope, value: Value, depth: int):
-        if value.dtype.startswith("complex") or value.unit > 1:
+        if value.dtype.startswith("complex") or value.unit > 1 or self.is_real:
             return None
         made = self.body(scope, value, depth, keeps_type=True, is_loop=True)
         if made is None:

@@ -45,7 +45,7 @@ def local_step(generator, scope, value: Value):
         shape = (*value.shape[:axis], *value.shape[axis + 1 :])
         result = result._replace(shape=shape, bound=value.bound * max(value.shape[axis], 1))
     elif kind == "rem":
-        if is_complex:
+        if is_complex or generator.is_real:
             return None
         expression = f"lax.rem({v}, jnp.asarray(8, {v}.dtype))"
         result = result._replace(bound=8)
@@ -73,7 +73,7 @@ def local_step(generator, scope, value: Value):
 
 
 def _cast(generator, scope, value: Value, name: str):
-    if generator.is_derived or scope.is_loop or value.dtype.startswith("complex"):
+    if generator.is_derived or generator.is_real or scope.is_loop or value.dtype.startswith("complex"):
         return None
     dtype = generator.random.choice((*_INTEGERS, "bool", "float32"))
     v = value.name

@@ -106,6 +106,7 @@ class Program:
             f"X64 = {self.x64}",
             f"TRANSFORMATION = {self.transformation!r}",
             f"SCALE = {self.scale}",
+            "# For real numbers: how many roundings there are, and the largest magnitude of a result.",
             f"TOLERANCE = {self.tolerance}",
             "# Of each: shape on a rank, dtype, the mesh axes over which it differs, the largest magnitude.",
             f"OPERANDS = {[(x.shape, x.dtype, x.axes, x.bound) for x in self.operands]}",
@@ -125,7 +126,7 @@ class Program:
 
     def features(self) -> set[str]:
         """What the program tests."""
-        return {self.transformation, *_features(self.steps)}
+        return {self.transformation, *["real numbers"] * (self.tolerance is not None), *_features(self.steps)}
 
     def smaller(self) -> Iterator["Program"]:
         """Programs with a step less, or a simpler one."""

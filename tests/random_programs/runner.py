@@ -38,7 +38,7 @@ def check(source: str) -> str:
     """
     namespace: dict = {}
     exec(compile(source, "<random program>", "exec"), namespace)
-    expected = run(namespace, dialects.reference())
+    expected = run(namespace, dialects.reference(), is_wide=namespace["TOLERANCE"] is not None)
     found = run(namespace, dialects.ring())
     overridden = run(namespace, dialects.plain_lax(), override=True)
     ending = _compare("jax_ring", namespace, found, expected)
@@ -56,12 +56,12 @@ def check(source: str) -> str:
     return ending
 
 
-def run(namespace: dict, dialect: dialects.Dialect, *, override: bool = False) -> Outcome:
-    """The program's outcome in one dialect."""
+def run(namespace: dict, dialect: dialects.Dialect, *, override: bool = False, is_wide: bool = False) -> Outcome:
+    """The program's outcome in one dialect. is_wide: with operands of a dtype that rounds less."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.enable_x64(namespace["X64"]))
+        stack.enter_context(jax.enable_x64(namespace["X64"] or is_wide))
         mesh = _mesh(namespace)
-        operands = [_operand(i, mesh, *operand) for i, operand in enumerate(namespace["OPERANDS"])]
+        operands = [_operand(namespace, mesh, i, is_wide) for i in range(len(namespace["OPERANDS"]))]
         if override:
             stack.callback(jax_ring.override_lax().close)
         stack.enter_context(warnings.catch_warnings())
@@ -80,10 +80,15 @@ def _mesh(namespace: dict) -> Mesh:
     return Mesh(devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def _operand(number: int, mesh: Mesh, shape: tuple, dtype: str, axes: tuple, bound: int) -> jax.Array:
-    """Random integers, with a first dimension for the ranks."""
+def _operand(namespace: dict, mesh: Mesh, number: int, is_wide: bool) -> jax.Array:
+    """Random integers, or real numbers if the program has a tolerance, with a first dimension for the ranks."""
+    shape, dtype, axes, bound = namespace["OPERANDS"][number]
     ranks = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
     random = np.random.default_rng(number)
+    if namespace["TOLERANCE"] is not None:
+        array = random.uniform(-bound, bound, (ranks, *shape)).astype(jnp.dtype(dtype))
+        array = array.astype(np.float64 if dtype == "float32" else np.float32) if is_wide else array
+        return jax.device_put(array, NamedSharding(mesh, P(axes or None)))
     values = random.integers(0 if dtype.startswith("u") else -bound, bound + 1, (ranks, *shape))
     array = values % 2 == 1 if dtype == "bool" else values.astype(jnp.dtype(dtype))
     if dtype.startswith("complex"):
@@ -258,6 +263,8 @@ def _compare(who: str, namespace: dict, found: Outcome, expected: Outcome, *, ty
         if type(found.error) is not type(expected.error):
             _raise(who, found, expected)
         return f"refused by all: {type(found.error).__name__}"
+    if namespace["TOLERANCE"] is not None:
+        return _compare_rounded(who, namespace, found, expected)
     if types and found.types != expected.types:
         different = [f"{a} instead of {b}" for a, b in zip(found.types, expected.types, strict=False) if a != b]
         raise Fault(f"{who} has other types: {'; '.join(different) or 'more or fewer calls'}")
@@ -275,6 +282,16 @@ def _compare(who: str, namespace: dict, found: Outcome, expected: Outcome, *, ty
                 f"{a[where]} instead of {b[where]}"
             )
     return "equal"
+
+
+def _compare_rounded(who: str, namespace: dict, found: Outcome, expected: Outcome) -> str:
+    roundings, most = namespace["TOLERANCE"]
+    tolerance = float(jnp.finfo(namespace["OPERANDS"][0][1]).eps) * roundings * most
+    for number, (a, b) in enumerate(zip(found.results, expected.results, strict=True)):
+        wrong = ~(np.abs(a.astype(np.float64) - b.astype(np.float64)) <= tolerance)
+        if a.shape != b.shape or wrong.any():
+            raise Fault(f"{who}: result {number} is not within {tolerance}: {a.tolist()} instead of {b.tolist()}")
+    return "equal up to rounding"
 
 
 def _raise(who: str, found: Outcome, expected: Outcome) -> None:
