@@ -57,13 +57,13 @@ class Dialect:
 
 
 def _reduce(x, axes, *, root):
-    is_root = lax.axis_index(axes) == root
+    is_root = rank_in_group(axes) == root
     totals = jax.tree.map(lambda total: vary(total, _axes_of(axes)), _over_batch(lax.psum, x, axes))
     return jax.tree.map(lambda total: jnp.where(is_root, total, jnp.zeros_like(total)), totals)
 
 
 def _broadcast(x, axes, *, root):
-    is_root = lax.axis_index(axes) == root
+    is_root = rank_in_group(axes) == root
     own = jax.tree.map(lambda leaf: jnp.where(is_root, leaf, jnp.zeros_like(leaf)), x)
     return jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), _over_batch(lax.psum, own, axes), x)
 
@@ -85,21 +85,20 @@ def _over_batch(function, x, axes, **more):
     return function(x, mesh, **more) if mesh or not batch else x
 
 
-def _gathered(leaf, axes, groups=None):
-    """The values of all ranks of the group, along a new first dimension."""
+def _gathered(leaf, axes, groups=None, **more):
+    """The values of all ranks of the group, along a new first dimension.
+
+    Its rule for vmap is the one of a dimension that is there already: for a new one it fails with groups in JAX 0.12.
+    """
     if all(axis in mesh_axes() for axis in _axes_of(axes)):
-        return lax.all_gather(leaf, axes, axis_index_groups=groups)
+        return lax.all_gather(leaf[None], axes, axis_index_groups=groups, tiled=True, **more)
     with jax_ring._compat.without_vma():
         return lax.all_gather(leaf, axes)
 
 
 def _all_gather(x, axes, *, axis=0, axis_index_groups=None, tiled=False, **more):
     def one(leaf):
-        # Of dimensions without elements XLA takes only new ones.
-        if all(name in mesh_axes() for name in _axes_of(axes)):
-            blocks = lax.all_gather(leaf, axes, axis_index_groups=axis_index_groups, **more)
-        else:
-            blocks = _gathered(leaf, axes)
+        blocks = _gathered(leaf, axes, axis_index_groups, **more)
         return jnp.concatenate(list(blocks), axis) if tiled else jnp.moveaxis(blocks, 0, axis)
 
     return jax.tree.map(one, x)
@@ -154,7 +153,7 @@ def _ppermute(x, axes, perm):
     def one(leaf):
         if not perm:
             return vary(jnp.zeros_like(leaf), _axes_of(axes))
-        own = jnp.asarray(sources)[lax.axis_index(axes)]
+        own = jnp.asarray(sources)[rank_in_group(axes)]
         received = _row(_gathered(leaf, axes), jnp.maximum(own, 0))
         return jnp.where(own >= 0, received, jnp.zeros_like(received))
 
@@ -234,4 +233,11 @@ def reference() -> Dialect:
         "pswapaxes": _pswapaxes,
         "ragged_all_to_all": _ragged_by_gather,
     }
+    return dialect
+
+
+def lax_on_cpus() -> Dialect:
+    """The functions of lax, with others for those that have no lowering for CPUs."""
+    dialect = plain_lax()
+    dialect._functions |= {"pbroadcast": _pbroadcast, "ragged_all_to_all": _ragged_by_gather}
     return dialect

@@ -203,6 +203,8 @@ class Generator:
         kind = self.random.choice(WRAPPERS)
         if kind == "while_loop" and self.is_derived:
             return None
+        if kind == "custom_vjp" and self.transformation in ("jvp", "linearize"):
+            return None  # it has no derivative in forward mode
         if kind in ("scan", "fori", "while_loop"):
             return self._loop(kind, scope, value, depth)
         if kind in ("cond", "cond_by_rank", "switch"):

@@ -31,28 +31,27 @@ class Outcome:
 
 
 def check(source: str) -> str:
-    """Runs a program in all dialects. Returns "equal", or "refused by all: " and the type of the error.
+    """Runs a program in all dialects, and returns how they compare.
 
     Raises:
       Fault: if they disagree.
     """
-    namespace: dict = {}
+    namespace: dict = {"SOURCE": source}
     exec(compile(source, "<random program>", "exec"), namespace)
     expected = run(namespace, dialects.reference(), is_wide=namespace["TOLERANCE"] is not None)
-    found = run(namespace, dialects.ring())
-    overridden = run(namespace, dialects.plain_lax(), override=True)
-    ending = _compare("jax_ring", namespace, found, expected)
+    ending = _compare("jax_ring", namespace, run(namespace, dialects.ring()), expected)
     if "ops.ragged_all_to_all" in source and namespace["TRANSFORMATION"] in REVERSE:
-        # The transpose of lax.ragged_all_to_all is wrong where slices are empty: two begin in the same place.
+        # The transpose of lax.ragged_all_to_all is wrong where slices are empty, because two begin in the same place,
+        # and in groups, because it exchanges the offsets in none.
         return f"{ending}, without override_lax()"
-    if overridden.error is None or expected.error is not None:
-        # lax.pbroadcast says nothing about the axes over which its result varies, and jax_ring's does.
+    overridden = run(namespace, dialects.plain_lax(), override=True)
+    try:
         _compare("override_lax()", namespace, overridden, expected, types=False)
-    else:
-        # The override begins at lowering, so that it cannot serve what lax refuses to trace.
-        plain = run(namespace, dialects.plain_lax())
-        if type(plain.error) is not type(overridden.error):
-            _raise("override_lax()", overridden, expected)
+    except Fault:
+        # The override begins at lowering. Where lax is not what the reference is, they need not be equal.
+        plain = run(namespace, dialects.plain_lax() if overridden.error else dialects.lax_on_cpus())
+        _compare("override_lax()", namespace, overridden, plain, types=False)
+        ending += ", lax is not"
     return ending
 
 
@@ -198,7 +197,8 @@ def _linearize(namespace, mesh, dialect):
         of_floats, floats = _of_floats(program, operands)
         results, linear = jax.linearize(of_floats, *floats)
         tangents = linear(*_tangents(floats))
-        cotangents = [jnp.ones_like(x) * namespace["SCALE"] for x in results]
+        # Not constants: XLA crashes while it compiles some sums of complex constants.
+        cotangents = [(x * 0 + 1) * namespace["SCALE"] for x in results]
         return results, tangents, jax.linear_transpose(linear, *floats)(cotangents)
 
     return _sharded(namespace, mesh, local)
@@ -265,6 +265,8 @@ def _compare(who: str, namespace: dict, found: Outcome, expected: Outcome, *, ty
         return f"refused by all: {type(found.error).__name__}"
     if namespace["TOLERANCE"] is not None:
         return _compare_rounded(who, namespace, found, expected)
+    # Over vmap axes the reference is traced without vma tracking.
+    types = types and not (namespace["CHECK_VMA"] and any(f"'m{depth}'" in namespace["SOURCE"] for depth in range(3)))
     if types and found.types != expected.types:
         different = [f"{a} instead of {b}" for a, b in zip(found.types, expected.types, strict=False) if a != b]
         raise Fault(f"{who} has other types: {'; '.join(different) or 'more or fewer calls'}")
@@ -286,7 +288,7 @@ def _compare(who: str, namespace: dict, found: Outcome, expected: Outcome, *, ty
 
 def _compare_rounded(who: str, namespace: dict, found: Outcome, expected: Outcome) -> str:
     roundings, most = namespace["TOLERANCE"]
-    tolerance = float(jnp.finfo(namespace["OPERANDS"][0][1]).eps) * roundings * most
+    tolerance = float(jnp.finfo(namespace["OPERANDS"][0][1]).eps) * 2 * roundings * most
     for number, (a, b) in enumerate(zip(found.results, expected.results, strict=True)):
         wrong = ~(np.abs(a.astype(np.float64) - b.astype(np.float64)) <= tolerance)
         if a.shape != b.shape or wrong.any():

@@ -13,22 +13,26 @@ import generator
 import runner
 import shrinking
 
-# Together they have all collectives, wrappers and transformations.
-SEEDS = (240, 188, 266, 187, 46, 429, 379, 470, 520)
+# The first ones have, together, all collectives, wrappers and transformations.
+COVER = (347, 691, 563, 298, 46, 379, 66, 378, 357)
+SEEDS = (
+    *COVER, 900, 902, 903, 904, 905, 907, 909, 910, 912, 913, 916, 921, 922, 925, 926, 927, 928, 932, 935, 938, 941,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_program(seed):
     program = generator.make(seed)
     try:
-        runner.check(program.source())
+        ending = runner.check(program.source())
     except runner.Fault as fault:
         smaller, reason = shrinking.shrink(program, fault, trials=20)
         raise AssertionError(f"{reason}\n\n{smaller.source()}") from fault
+    assert ending.startswith("equal"), ending
 
 
 def test_seeds_cover_everything():
-    programs = [generator.make(seed) for seed in SEEDS]
+    programs = [generator.make(seed) for seed in COVER]
     features = set().union(*(program.features() for program in programs))
     assert features >= {*calls.KINDS, *generator.WRAPPERS, *runner.TRANSFORMATIONS}
     assert {program.check_vma for program in programs} == {True, False}
@@ -49,12 +53,11 @@ def test_a_fault_is_found_and_made_small(monkeypatch):
         dialect._functions["ppermute"] = lambda x, axes, perm, **more: permute(x, axes, perm[1:], **more)
         return dialect
 
-    source = generator.make(SEEDS[0])
-    steps = [step for step in source.steps if "ppermute" in step.features]
-    assert steps
+    program = next(
+        program for program in map(generator.make, SEEDS) if "ppermute" in program.features() and len(program.steps) > 2
+    )
     monkeypatch.setattr(dialects, "ring", wrong)
-    with pytest.raises(runner.Fault) as raised:
-        runner.check(source.source())
-    smaller, reason = shrinking.shrink(source, raised.value, trials=10)
-    assert len(smaller.steps) < len(source.steps)
-    assert "jax_ring: " in str(reason)
+    with pytest.raises(runner.Fault, match="jax_ring: ") as raised:
+        runner.check(program.source())
+    smaller, _ = shrinking.shrink(program, raised.value, trials=10)
+    assert len(smaller.steps) < len(program.steps)

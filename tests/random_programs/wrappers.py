@@ -146,9 +146,14 @@ def ragged_plan(seed, size, slices, num_rows, num_received):
     return [x.reshape(size, size * slices) for x in (begins, sizes, ends, received)], sources
 
 
-def rank_in_group(axes, groups):
+def rank_in_group(axes, groups=None):
     """The rank among those of its group."""
-    rank = lax.axis_index(axes)
+    if all(axis in mesh_axes() for axis in (axes if isinstance(axes, tuple) else (axes,))):
+        rank = lax.axis_index(axes)
+    else:
+        # With vma tracking it would vary over the vmap axis, which JAX 0.10.2 does not expect.
+        with jax_ring._compat.without_vma():
+            rank = lax.axis_index(axes)
     if groups is None:
         return rank
     places = np.zeros(sum(map(len, groups)), np.int32)
