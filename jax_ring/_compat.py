@@ -81,7 +81,7 @@ try:
             ragged_all_to_all_p,
         )
     }
-    # The asynchronous collectives: the primitives that start one, with the synchronous ones, and those that wait for it.
+    # The asynchronous collectives: the primitives that start one, with the synchronous ones, and those that wait.
     STARTS, DONES = {}, []
     for _name in ("all_gather", "psum", "psum_invariant", "reduce_scatter", "all_to_all", "pbroadcast", "ppermute"):
         if (_start := getattr(_parallel, f"{_name}_start_p", None)) is not None:
@@ -269,7 +269,7 @@ def axes_of_permutation(axes: tuple, mesh) -> tuple:
     if _config.raise_on_ppermute_sort_diff.value:
         raise RuntimeError(
             f"ppermute over {axes}: the axes must be in the order of the mesh, {in_order}. Otherwise the numbers of "
-            "the ranks are easily mistaken. To allow it, use jax.raise_on_ppermute_sort_diff(False)."
+            "the ranks are easily mistaken. To allow it, set JAX's option jax_raise_on_ppermute_sort_diff to False."
         )
     return axes
 

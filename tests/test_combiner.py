@@ -24,7 +24,7 @@ from jax_ring import (
     ring_reduce,
     sync_gradients,
 )
-from jax_ring.lowering import combiner
+from jax_ring.lowering import combiner, operation
 
 RANKS = 4
 compute_on = getattr(compute_on_module, "compute_on2", compute_on_module.compute_on)  # as each version of JAX spells it
@@ -179,6 +179,32 @@ def test_a_call_for_each_leaf(name, monkeypatch):
     assert_same_bits(joined(tree), apart(tree))
 
 
+def test_operands_that_are_computed_twice_are_sent_once():
+    def body(x):
+        return [ring_psum(jnp.sin(x + k % 2), "i") for k in range(4)]
+
+    f = sharded(body, mesh=MESH, check_vma=False)
+    (line,) = (line for line in f.lower(X).as_text().splitlines() if "@jax_ring_all_reduce" in line)
+    assert line.split("->")[1].count("tensor<2xf32>") == 2
+    results = f(X)
+    for k in range(4):
+        np.testing.assert_array_equal(results[k], results[k % 2])
+    assert not np.array_equal(np.asarray(results[0]), np.asarray(results[1]))
+
+
+def test_random_numbers_of_the_host_are_not_taken_for_equal():
+    numbers = iter(range(100))
+
+    def drawn():
+        return jax.experimental.io_callback(
+            lambda: np.float32(next(numbers)), jax.ShapeDtypeStruct((), jnp.float32)
+        )  # fmt: skip
+
+    f = sharded(lambda x: [ring_psum(x + drawn(), "i") for _ in range(2)], mesh=MESH, check_vma=False)
+    first, second = f(X)
+    assert not np.array_equal(np.asarray(first), np.asarray(second))
+
+
 def test_options_keep_calls_apart():
     def body(x):
         orders = [ring_psum(x + k, "i", order=order) for k, order in enumerate(("rank", "ring", "tree", "rank"))]
@@ -317,6 +343,15 @@ def test_the_size_of_a_gather_is_that_of_its_result(monkeypatch):
     assert num_calls(f, X) == 2
 
 
+def test_the_time_to_lower_is_linear(monkeypatch):
+    """Each call is built once, and each joined call once more."""
+    built, build = [], operation.build
+    monkeypatch.setattr(operation, "build", lambda *args: built.append(args) or build(*args))
+    monkeypatch.setattr(combiner, "COMBINE_THRESHOLD_COUNT", 50)
+    sharded(lambda x: [ring_psum(x * k, "i") for k in range(200)], mesh=MESH, check_vma=False).lower(X)
+    assert len(built) == 200 + 4
+
+
 def test_dead_results(check_vma):
     check(lambda x: psum([x * k for k in range(6)])[4], calls=1, check_vma=check_vma)
 
@@ -360,3 +395,9 @@ def test_calls_beside_the_computation_of_a_gpu_stay_apart(monkeypatch):
         return [on(lambda x: ring_psum(x, "i"))(x) for x in tree.values()]
 
     assert lowered_for_gpus(monkeypatch, on_stream_of_user, TREE).count("@jax_ring_all_reduce_async(") == 2
+
+
+def test_calls_of_one_part_on_a_stream_are_joined(monkeypatch):
+    on = partial(compute_on, compute_type="gpu_stream:7", out_memory_spaces=jax.memory.Space.Device)
+    text = lowered_for_gpus(monkeypatch, on(lambda tree: jax.tree.map(lambda x: ring_psum(x, "i"), tree)), TREE)
+    assert text.count("@jax_ring_all_reduce_async(") == 1

@@ -11,6 +11,7 @@ import pytest
 from collectives import COLLECTIVES, PERM, SHAPE, exchange, permutation, vary
 from helpers import RANKS, assert_matches_lax, make_mesh, num_calls, ours_and_lax, sharded
 from jax import lax
+from jax._src import config as _config
 from jax.sharding import PartitionSpec as P
 
 import jax_ring
@@ -24,6 +25,8 @@ EXCHANGES = [
     *[(split, concat, False) for split, concat in itertools.product(range(2), range(3))],
     (-1, 0, True), (0, -1, True), (-2, -3, False), (-3, -1, False),
 ]  # fmt: skip
+# Enough of them for derivatives.
+SOME = [(0, 1, False), (1, 0, False), (0, 0, False), (0, 2, True), (2, 1, True)]
 GROUPS = [[5, 0, 3, 6], [2, 7, 4, 1]]
 
 
@@ -61,16 +64,14 @@ def test_derivatives_are_those_of_the_dense_computation(check_vma):
 
     def on_devices(x):
         def loss(x):
-            return sum(weigh(pair.ring(x * x, "i")) for pair, _ in pairs_of())
+            return sum(weigh(pair.ring(x * x, "i")) for pair, _ in pairs_of(SOME))
 
         grad = jax.grad(loss)
         return grad(x[0])[None], jax.jvp(grad, (x[0],), (jnp.cos(x[0]),))[1][None]
 
     def dense(x):
         def loss(x):
-            return sum(
-                jax.vmap(weigh)(_dense(x * x, split % 3, concat % 3, tiled)).sum() for split, concat, tiled in EXCHANGES
-            )
+            return sum(jax.vmap(weigh)(_dense(x * x, split, concat, tiled)).sum() for split, concat, tiled in SOME)
 
         grad = jax.grad(loss)
         return grad(x), jax.jvp(grad, (x,), (jnp.cos(x),))[1]
@@ -98,7 +99,7 @@ def test_over_a_vmap_axis_and_batched():
     def batched(x):
         stacked = jnp.stack([x[0], x[0] + 1], 0)
         results = []
-        for pair, _ in pairs_of([(0, 2, True), (2, 0, True), (1, 1, True), (0, 1, False), (1, 0, False)]):
+        for pair, _ in pairs_of(SOME):
             for dim in range(4):
                 batch = jax.vmap(lambda x, pair=pair: pair.ring(x, "i"), dim)(jnp.moveaxis(stacked, 0, dim))
                 results.append(batch - jnp.stack([pair.ring(x, "i") for x in stacked]))
@@ -181,7 +182,7 @@ def test_axes_of_a_permutation_in_any_order(axes, check_vma):
         for fun in ours_and_lax(ring_ppermute, lax.ppermute):
             with pytest.raises(RuntimeError, match="order"):
                 sharded(lambda x, fun=fun: fun(x, axes, perm), **options)(x)
-        allowed = jax.raise_on_ppermute_sort_diff(False)
+        allowed = _config.raise_on_ppermute_sort_diff(False)  # an option that is not among the names of jax
     else:
         allowed = contextlib.nullcontext()
     with allowed:
@@ -264,7 +265,7 @@ A2A, PERMUTE, SHUFFLE = (
     of(ring_all_to_all, lax.all_to_all), of(ring_ppermute, lax.ppermute), of(ring_pshuffle, lax.pshuffle),
 )  # fmt: skip
 ERRORS = {
-    "split out of range": (lambda f, x: A2A(f)(x, "i", 2, 0), (ValueError, IndexError), "split_axis 2 is out of bounds"),
+    "split out of range": (lambda f, x: A2A(f)(x, "i", 2, 0), (ValueError, IndexError), "split_axis 2 is out of"),
     "concat out of range": (
         lambda f, x: A2A(f)(x, "i", 0, -4, tiled=True), (ValueError, IndexError, AssertionError), "concat_axis -4"
     ),
@@ -299,7 +300,7 @@ def test_errors_are_those_of_lax(case, check_vma):
     ids=str,
 )
 def test_sources_that_are_no_rank(source, exception, check_vma):
-    with pytest.raises(exception, match="ring_pbroadcast|integer"):
+    with pytest.raises(exception, match=r"ring_pbroadcast|integer"):
         jax.make_jaxpr(sharded(lambda x: ring_pbroadcast(x, "i", source), check_vma=check_vma))(X)
 
 
@@ -366,9 +367,9 @@ def test_explanation_and_statistics():
     assert [call.wire_bytes for call in found.collectives][:2] == [512, 448]
     assert found.predicted_bytes == found.counted_bytes
     assert all("test_exchange.py" in call.call_site for call in found.collectives)
-    jax_ring.reset_statistics()
+    jax_ring.statistics(reset=True)
     jax.block_until_ready(f(X))
-    kinds = {call.kind: call.count for call in jax_ring.statistics()}
+    kinds = {call.kind: call.count for call in jax_ring.statistics().calls}
     assert kinds == {"permute": 1, "all_to_all": 1, "broadcast": 1}
 
 

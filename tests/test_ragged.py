@@ -175,6 +175,17 @@ def test_batches():
             np.testing.assert_array_equal(result[:, member], reference(*own))
 
 
+def test_a_batch_without_batched_operands():
+    arguments = (*arrays(), *plan())
+
+    def body(*xs):
+        xs = [x[0] for x in xs]
+        call = lambda _: ring_ragged_all_to_all(*xs, axis_name="i")  # noqa: E731
+        return jax.vmap(call, out_axes=None)(jnp.arange(2))[None]
+
+    np.testing.assert_array_equal(sharded(body, mesh=make_mesh((RANKS,)))(*arguments), reference(*arguments))
+
+
 def test_over_a_vmap_axis_it_is_refused_as_by_lax():
     for function in (ring_ragged_all_to_all, lax.ragged_all_to_all):
         f = jax.vmap(lambda *xs, function=function: function(*xs, axis_name="v"), axis_name="v")
@@ -215,10 +226,12 @@ def test_explanation_and_statistics():
     found = jax_ring.explain(f, *arguments)
     assert [call.name for call in found.collectives] == ["ring_ragged_all_to_all"]
     assert [call.served_by for call in found.collectives] == ["jax_ring"]
+    # A table of 4 x 4 integers, of which a rank sends its part to 3 others, and at most what the result can hold.
+    assert found.predicted_bytes == found.counted_bytes == 64 * 3 + 480 * 3 / 4
     assert "ragged" in str(found)
-    jax_ring.reset_statistics()
+    jax_ring.statistics(reset=True)
     jax.block_until_ready(f(*arguments))
-    assert {call.kind for call in jax_ring.statistics()} == {"all_gather", "ragged_all_to_all"}
+    assert {call.kind for call in jax_ring.statistics().calls} == {"all_gather", "ragged_all_to_all"}
 
 
 def shapes(**changes):
@@ -233,7 +246,10 @@ ERRORS = {
     "sizes of two dimensions": (shapes(begin=((2, 2), np.int32)), r"input_offsets must be integers of shape"),
     "no sizes": (shapes(recv=((0,), np.int32)), "with K > 0"),
     "different lengths": (shapes(to=((8,), np.int32)), r"of one length, .* got \[4, 4, 8, 4\]"),
-    "not for each rank": (shapes(**{n: ((3,), np.int32) for n in ("begin", "size", "to", "recv")}), "multiple of .* 4"),
+    "not for each rank": (
+        shapes(**dict.fromkeys(("begin", "size", "to", "recv"), ((3,), np.int32))),
+        "multiple of .* 4",
+    ),
     "other rows": (shapes(output=((40, 2), np.float32)), "rows of one shape"),
     "other dtypes": (shapes(output=((40, 3), np.int32)), "operand is float32 and output int32"),
     "no rows": (shapes(operand=((), np.float32)), "rows of one shape"),
@@ -245,7 +261,7 @@ def test_wrong_arguments(case, check_vma):
     arguments, message = ERRORS[case]
 
     def call(*xs):
-        f = lambda i: ring_ragged_all_to_all(*xs, axis_name="i")  # noqa: ARG005, E731
+        f = lambda i: ring_ragged_all_to_all(*xs, axis_name="i")  # noqa: E731
         return jax.shard_map(
             f, mesh=make_mesh((RANKS,)), in_specs=P("i"), out_specs=P("i"), check_vma=check_vma
         )(jnp.zeros(RANKS))  # fmt: skip

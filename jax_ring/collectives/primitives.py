@@ -137,13 +137,13 @@ def _batch_other_axis(bind: Callable, rules: Rules, operands: Sequence, dims: Se
     by_dimension, results, result_dims = defaultdict(list), [None] * len(operands), [None] * len(operands)
     for i, dim in enumerate(dims):
         before = dim is not None and dim <= dimension
-        moved = {"dimension": dimension + before}
+        moved: dict[str, int] = {"dimension": dimension + before}
         if concat is not None:
             moved["concat_dimension"] = concat + (dim is not None and dim <= concat)
         by_dimension[tuple(moved.items())].append(i)
         result_dims[i] = dim if dim is None or before else dim + added
-    for moved, members in by_dimension.items():
-        of_members = bind(*(operands[i] for i in members), **dict(moved), **params)
+    for dimensions, members in by_dimension.items():
+        of_members = bind(*(operands[i] for i in members), **dict(dimensions), **params)
         for i, result in zip(members, of_members, strict=True):
             results[i] = result
     return results, result_dims

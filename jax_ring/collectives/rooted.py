@@ -82,8 +82,7 @@ def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array, *, algor
     function, options = "ring_pbroadcast", make_options("ring_pbroadcast", algorithm)
     axes = axes_of(axis_name)
     check_named(function, axes)
-    is_known = not isinstance(source, jax.Array)
-    if is_known:
+    if not isinstance(source, jax.Array):
         source = check_root(function, axes, source)
     elif source.shape:
         raise ValueError(f"{function}: source must have no dimensions, got {jax.typeof(source)}")
@@ -96,7 +95,7 @@ def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array, *, algor
     def run(operands, _):
         if not axes:
             return operands
-        if not is_known:
+        if isinstance(source, jax.Array):
             return _from_dynamic_source(source, operands, axes, options)
         return primitives.ring_broadcast_p.bind(
             *operands, axes=axes, axis_index_groups=None, root=source, options=options

@@ -10,7 +10,7 @@ All ranks lower the same program, so all join the same calls.
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.extend.mlir import ir
@@ -103,7 +103,8 @@ def _join_calls(ctx, operations: Sequence[ir.Operation], calls: dict[int, Call])
     )
     if not groups:
         return left
-    build = lambda group: _build(ctx, [(operations[first + i], calls[first + i]) for i in group])  # noqa: E731
+    first_of = placement.equal_values(operations[:last])
+    build = lambda group: _build(ctx, [(operations[first + i], calls[first + i]) for i in group], first_of)  # noqa: E731
     new = placement.reorder(flow, groups, build)
     for group in groups:
         for i in group:
@@ -125,20 +126,23 @@ def _num_bytes(op: ir.Operation, call: Call) -> int:
     return max(elements) * call.itemsize
 
 
-def _build(ctx, members: Sequence[tuple[ir.Operation, Call]]) -> ir.Operation:
-    """Builds the call that serves those of the members, in front of the last of them, and passes on its results."""
+def _build(ctx, members: Sequence[tuple[ir.Operation, Call]], first_of: Mapping[ir.Value, ir.Value]) -> ir.Operation:
+    """Builds the call that serves those of the members, in front of the last of them, and passes on its results.
+
+    first_of: the values that equal others, which are sent once.
+    """
     (first, call), (last, _) = members[0], members[-1]
     hidden = list(first.operands)[: call.num_hidden]
     operands: list[ir.Value] = []
     types: list[ir.Type] = []
     aliases: list[tuple[int, int]] = []
-    places: dict[tuple[ir.Value, ir.Type], int] = {}  # equal operands are sent once
+    places: dict[tuple[ir.Value, ir.Type], int] = {}
     served: list[tuple[ir.OpResult, int]] = []
     for op, _ in members:
         aliased = operation.aliased_operands(op)
         values = list(op.operands)[len(hidden) :]
         for i, (value, result) in enumerate(zip(values, op.results, strict=True)):
-            place = places.setdefault((value, result.type), len(operands))
+            place = places.setdefault((first_of.get(value, value), result.type), len(operands))
             if place == len(operands):
                 operands.append(value)
                 types.append(result.type)

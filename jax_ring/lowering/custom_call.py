@@ -97,7 +97,7 @@ def emit(
             lines=call_sites.lines_of(ctx),
             num_hidden=len(hidden),
             itemsize=avals_in[-1].dtype.itemsize,
-            joins=kind in _JOINED and not stream and not options.apart,
+            joins=kind in _JOINED and not options.apart,
         )  # fmt: skip
         target = runtime.ASYNC_TARGETS[kind] if stream else runtime.TARGETS[kind]
         result_types = [_type_of(ctx, aval) for aval in avals_out]

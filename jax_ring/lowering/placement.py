@@ -5,6 +5,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from jax.extend.mlir import ir
 
+# They may have effects, or give other results the next time.
+_NOT_COMPARED = ("stablehlo.custom_call", "func.call", "stablehlo.rng", "stablehlo.infeed", "stablehlo.recv")
+
 
 class Flow:
     """The flow of data through a part of a block.
@@ -20,6 +23,27 @@ class Flow:
     def __init__(self, operations: Sequence[ir.Operation]) -> None:
         self.operations = operations
         self.inputs = [_inputs(op) for op in operations]
+
+
+def equal_values(operations: Sequence[ir.Operation]) -> dict[ir.Value, ir.Value]:
+    """For values that operations of a block compute a second time: the value that the first one has computed."""
+    first_of: dict[ir.Value, ir.Value] = {}
+    computed: dict[Hashable, ir.Operation] = {}
+    for op in operations:
+        name = op.name
+        if name in _NOT_COMPARED or len(op.regions):
+            continue
+        attributes = op.attributes
+        expression = (
+            name,
+            tuple([first_of.get(value, value) for value in op.operands]),
+            tuple([(attributes[i].name, attributes[i].attr) for i in range(len(attributes))]),
+            tuple([result.type for result in op.results]),
+        )
+        first = computed.setdefault(expression, op)
+        if first is not op:
+            first_of.update(zip(op.results, first.results, strict=True))
+    return first_of
 
 
 def choose_groups(
@@ -38,14 +62,15 @@ def choose_groups(
     num_bytes: list[int] = []  # of each group
     behind: list[int] = []  # for each group the set of groups that it waits for, as bits
     open_groups: dict[Hashable, int] = {}
+    grown = 0  # the groups to which an operation has been added after others looked at what they wait for
     waits: dict[ir.Value, int] = {}  # by value, the groups on which it depends; no entry if on none
 
     def closure(mask: int) -> int:
-        pending, seen = mask, mask
+        pending, seen = mask & grown, mask
         while pending:
             group = pending.bit_length() - 1
             pending &= ~(1 << group)
-            pending |= behind[group] & ~seen
+            pending |= behind[group] & ~seen & grown
             seen |= behind[group]
         return seen
 
@@ -69,6 +94,8 @@ def choose_groups(
                 behind.append(0)
                 if size <= max_bytes:
                     open_groups[key] = group
+            else:
+                grown |= 1 << group
             groups[group].append(i)
             num_bytes[group] += size
             behind[group] |= mask

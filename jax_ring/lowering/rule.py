@@ -26,7 +26,7 @@ logger = logging.getLogger("jax_ring")
 
 # Dtypes that the engines do not support: XLA packs integers of fewer than 8 bits, and these floats are too rarely
 # used to have kernels. They are converted before the call, and rounded once after it.
-_WIDENED = {
+WIDENED = {
     "int2": jnp.int8,
     "int4": jnp.int8,
     "uint2": jnp.uint8,
@@ -149,7 +149,7 @@ def _fall_back(collective: Collective, ctx, operands, why_not: str, options, *, 
 
 def _emit_widened(ctx, operands, emit: Callable):
     """The results of `emit(ctx, operands)`, with conversions around it if the engines do not support the dtype."""
-    dtype = _WIDENED.get(ctx.avals_in[0].dtype.name)
+    dtype = WIDENED.get(ctx.avals_in[0].dtype.name)
     if dtype is None:
         return emit(ctx, operands)
     wide = ctx.replace(

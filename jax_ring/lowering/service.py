@@ -32,7 +32,14 @@ def service_of(ctx, groups, kind: str, options: Options = _DEFAULT, perm: host_p
         why_not = f"in a shard_map, JAX does not refine custom calls of a symbolic shape, here {shapes[0]}"
         return Service(None, why_not=why_not)
     pairs = None if perm is None else tuple(map(tuple, perm))
-    question: tuple = (platforms_of(ctx), ctx.module_context.axis_context, tuple(map(tuple, groups)), kind, options, pairs)
+    question: tuple = (
+        platforms_of(ctx),
+        ctx.module_context.axis_context,
+        tuple(map(tuple, groups)),
+        kind,
+        options,
+        pairs,
+    )
     return memo.once(ctx, ("service", *question), lambda: who_serves(*question))
 
 

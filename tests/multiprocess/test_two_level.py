@@ -15,9 +15,11 @@ from jax_ring import (
     _compat,
     explain,
     override_lax,
+    ring_all_gather,
     ring_pmax,
     ring_pmean,
     ring_pmin,
+    ring_ppermute,
     ring_psum,
     ring_psum_scatter,
 )
@@ -258,6 +260,15 @@ def several_processes_on_each_host():
         fun, arrays = on_mesh(lambda x, order=order: ring_psum(x, "i", order=order), mesh, values, out_specs=P())
         assert {call.served_by for call in explain(fun, arrays).collectives} == {ON_TWO_HOSTS}
         assert_local_shards(fun(arrays), values.sum(0)[None])
+
+    def moved(x):
+        return ring_ppermute(ring_all_gather(x[0], "i"), "i", [(0, 7), (2, 3), (3, 4), (5, 6)])
+
+    fun, arrays = on_mesh(lambda x: moved(x)[None], mesh, values, check_vma=False)
+    assert explain(fun, arrays).collectives[0].served_by == ON_TWO_HOSTS
+    received = np.where(np.isin(np.arange(8), [7, 3, 4, 6]).reshape(8, 1, 1), values, 0)
+    own = slice(2 * jax.process_index(), 2 * jax.process_index() + 2)
+    assert_same_bits(local_shards(fun(arrays))[:, 0], received[own])
 
 
 def test_two_hosts_of_two_processes():
