@@ -72,6 +72,12 @@ def test_constants_tell_calls_apart():
 
 
 @pytest.mark.usefixtures("apart")
+def test_complex_constants_tell_calls_apart():
+    assert sites(lambda x: (first(x * 2j) + second(x * 3j)).real) == [line(first), line(second)]
+    assert sites(lambda x: (first(x * 2j) + second(x * 2j)).real) == [EITHER, EITHER]
+
+
+@pytest.mark.usefixtures("apart")
 def test_arguments_tell_calls_apart():
     f = jax.shard_map(
         lambda x, y: first(x) + second(y), mesh=MESH, in_specs=(P("i"), P("i")), out_specs=P("i"), check_vma=False

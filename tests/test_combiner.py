@@ -137,7 +137,7 @@ def random_program(rng: np.random.Generator):
     return run
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_programs(seed):
     program = random_program(np.random.default_rng(seed))
     x = np.arange(RANKS * 2, dtype=np.int32) ** 3 % 101
@@ -190,6 +190,15 @@ def test_operands_that_are_computed_twice_are_sent_once():
     for k in range(4):
         np.testing.assert_array_equal(results[k], results[k % 2])
     assert not np.array_equal(np.asarray(results[0]), np.asarray(results[1]))
+
+
+def test_complex_constants_are_compared():
+    f = sharded(lambda x: [ring_psum(x * k, "i") for k in (2j, 3j, 2j)], mesh=MESH, check_vma=False)
+    (line,) = (line for line in f.lower(X).as_text().splitlines() if "@jax_ring_all_reduce" in line)
+    assert line.split("->")[1].count("tensor<2xcomplex<f32>>") == 2
+    doubled, tripled, again = f(X)
+    np.testing.assert_array_equal(doubled, again)
+    np.testing.assert_allclose(tripled, doubled * 1.5, rtol=1e-6)
 
 
 def test_random_numbers_of_the_host_are_not_taken_for_equal():

@@ -16,7 +16,7 @@ from jax.extend.mlir import ir
 
 from jax_ring import _compat
 from jax_ring.lowering import operation
-from jax_ring.lowering.operation import CONFIG, Call, Lines, named
+from jax_ring.lowering.operation import CONFIG, Call, Lines, compared, named
 
 # A text with more lines than this does not help.
 _MAX_PLACES = 16
@@ -177,13 +177,13 @@ class _Table:
 
 def _attributes(operation: ir.Operation) -> tuple:
     """The attributes of an operation that tell it from others."""
-    attributes = operation.attributes
-    if not len(attributes) or operation.name == "func.call":
+    if operation.name == "func.call":
         return ()  # not the name of the function: two functions may do the same
-    entries = dict(named(attributes))
-    if operation.name == "stablehlo.custom_call" and (of_engine := entries.pop(CONFIG, None)) is not None:
-        entries.update(pair for pair in named(ir.DictAttr(of_engine)) if pair[0] != "site")
-    return tuple(entries.items())
+    attributes = operation.attributes
+    if CONFIG not in attributes or "site" not in ir.DictAttr(attributes[CONFIG]):
+        return compared(operation)
+    of_engine = [pair for pair in named(ir.DictAttr(attributes[CONFIG])) if pair[0] != "site"]
+    return (*[pair for pair in named(attributes) if pair[0] != CONFIG], *of_engine)
 
 
 def _is_shared(function: ir.Operation) -> bool:

@@ -118,8 +118,21 @@ def site_of(lines: Lines) -> ir.StringAttr:
 
 
 def named(attributes) -> list[tuple[str, ir.Attribute]]:
-    """The entries of a dictionary of attributes."""
-    return [(attributes[i].name, attributes[i].attr) for i in range(len(attributes))]
+    """The entries of a dictionary of attributes.
+
+    Raises:
+      TypeError: if Python has no type for one of them, such as a complex constant.
+    """
+    # Not `attributes[i].attr`, which ends the process where the other raises.
+    return [(name, attributes[name]) for i in range(len(attributes)) if (name := attributes[i].name)]
+
+
+def compared(operation: ir.Operation) -> tuple:
+    """The attributes of an operation, in a form that is equal for operations with equal ones."""
+    try:
+        return tuple(named(operation.attributes))
+    except TypeError:
+        return (str(operation).partition("=")[2],)
 
 
 def note(ctx, operation: ir.Operation, call: Call) -> None:

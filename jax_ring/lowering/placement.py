@@ -5,6 +5,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from jax.extend.mlir import ir
 
+from jax_ring.lowering.operation import compared
+
 # They may have effects, or give other results the next time.
 _NOT_COMPARED = ("stablehlo.custom_call", "func.call", "stablehlo.rng", "stablehlo.infeed", "stablehlo.recv")
 
@@ -33,11 +35,10 @@ def equal_values(operations: Sequence[ir.Operation]) -> dict[ir.Value, ir.Value]
         name = op.name
         if name in _NOT_COMPARED or len(op.regions):
             continue
-        attributes = op.attributes
         expression = (
             name,
             tuple([first_of.get(value, value) for value in op.operands]),
-            tuple([(attributes[i].name, attributes[i].attr) for i in range(len(attributes))]),
+            compared(op),
             tuple([result.type for result in op.results]),
         )
         first = computed.setdefault(expression, op)
