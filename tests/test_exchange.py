@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from collectives import COLLECTIVES, PERM, SHAPE, exchange, permutation, vary
-from helpers import RANKS, assert_matches_lax, make_mesh, num_calls, ours_and_lax, sharded
+from helpers import RANKS, assert_matches_lax, make_mesh, num_calls, ours_and_lax, run_python, sharded
 from jax import lax
 from jax._src import config as _config
 from jax.sharding import PartitionSpec as P
@@ -156,6 +156,11 @@ def test_permutations_match_lax(perm, check_vma):
         return fun(x, "i", perm), jax.jvp(gradient, (x,), (x,))[1]
 
     assert_matches_lax(body, X, pair=(ring_ppermute, lax.ppermute), check_vma=check_vma)
+
+
+@pytest.mark.parametrize("perm", PERMUTATIONS.values(), ids=PERMUTATIONS.keys())
+def test_permutations_over_a_vmap_axis(perm):
+    # Not compared with lax, which takes full permutations only.
     x = np.arange(RANKS)
     np.testing.assert_array_equal(
         jax.vmap(lambda x: ring_ppermute(x, "v", perm), axis_name="v")(x),
@@ -389,3 +394,36 @@ def test_types_vary_over_the_axes():
 
 def test_the_table_has_these_functions():
     assert {"all_to_all", "ppermute"} <= COLLECTIVES.keys()
+
+
+def test_a_missing_rank_is_named():
+    result = run_python(
+        """
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+from jax_ring import ring_all_to_all, ring_ppermute, ring_ragged_all_to_all
+mesh = Mesh(jax.devices(), ("i",))
+calls = [
+    lambda x: ring_ppermute(x, "i", [(0, 1)]),
+    lambda x: ring_all_to_all(x, "i", 0, 0),
+    lambda x: ring_ragged_all_to_all(x, x, *[jnp.zeros(4, int)] * 4, axis_name="i"),
+]
+for call in calls:
+    def body(x):
+        return lax.cond(lax.axis_index("i") == 2, lambda x: x, call, x)
+    try:
+        jax.block_until_ready(
+            jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))(jnp.ones(16))
+        )
+    except jax.errors.JaxRuntimeError as error:
+        print(str(error).replace(chr(10), " "))
+""",
+        devices=4,
+        JAX_RING_TIMEOUT_S="1",
+    )
+    permute, exchange, ragged = result.stdout.splitlines()
+    assert "ring_ppermute of float32[4] over axis 'i'" in permute
+    assert "ring_all_to_all of float32[4] over axis 'i'" in exchange
+    assert "ring_ragged_all_to_all of float32[4]" in ragged
+    assert all("Missing: rank 2 " in line for line in (permute, exchange, ragged))

@@ -1,5 +1,7 @@
 """override_lax(): exchanges, broadcasts and asynchronous collectives of JAX."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -181,6 +183,35 @@ def test_asynchronous(name, check_vma):
     if name != "pbroadcast":
         np.testing.assert_allclose(f(X)[0], result, rtol=1e-5, atol=1e-5)
         assert not any(target.startswith("jax_ring_") for target in served_by(f, X)[0])
+
+
+def test_work_between_start_and_done_runs_meanwhile():
+    # Rank 1 joins the collective only when rank 0 has done the work that its program has between start and done.
+    has_worked = threading.Event()
+    in_time = []
+
+    def wait(x, rank):
+        if rank == 1:
+            in_time.append(has_worked.wait(timeout=60))
+        return x
+
+    def note(rank, _):
+        if rank == 0:
+            has_worked.set()
+
+    def body(x):
+        rank = lax.axis_index("i")
+        x = jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x, rank)
+        future = parallel.psum_scatter_start(x, "i", tiled=True)
+        between = jnp.sin(x + 1 - x)  # does not wait for the future
+        jax.debug.callback(note, rank, between[0])
+        return future.done(), between
+
+    f = sharded(body, mesh=make_mesh((2,)), check_vma=False)
+    with override_lax():
+        result, _ = f(np.arange(8.0, dtype=np.float32))
+        np.testing.assert_array_equal(result, [4, 6, 8, 10])
+    assert in_time == [True]
 
 
 @pytest.mark.parametrize("transform", [jax.grad, jax.vmap], ids=["grad", "vmap"])
