@@ -36,10 +36,13 @@ def check(source: str) -> str:
     Raises:
       Fault: if they disagree.
     """
-    namespace: dict = {}
+    namespace: dict = {"SOURCE": source}
     exec(compile(source, "<random program>", "exec"), namespace)
     expected = run(namespace, dialects.reference(), is_wide=namespace["TOLERANCE"] is not None)
-    ending = _compare("jax_ring", namespace, run(namespace, dialects.ring()), expected)
+    found = run(namespace, dialects.ring())
+    if expected.error is not None and found.error is None and _has_untracked_axes(namespace):
+        return "no reference: JAX does not trace lax over vmap axes with vma tracking"
+    ending = _compare("jax_ring", namespace, found, expected)
     if "ops.ragged_all_to_all" in source and namespace["TRANSFORMATION"] in REVERSE:
         # The transpose of lax.ragged_all_to_all is wrong where slices are empty, because two begin in the same place,
         # and in groups, because it exchanges the offsets in none.
@@ -53,6 +56,11 @@ def check(source: str) -> str:
         _compare("override_lax()", namespace, overridden, plain, types=False)
         ending += ", lax is not"
     return ending
+
+
+def _has_untracked_axes(namespace: dict) -> bool:
+    """Whether there are vmap axes in a program with vma tracking: the reference is traced without it over them."""
+    return namespace["CHECK_VMA"] and any(f"'m{depth}'" in namespace["SOURCE"] for depth in range(3))
 
 
 def run(namespace: dict, dialect: dialects.Dialect, *, override: bool = False, is_wide: bool = False) -> Outcome:
@@ -197,7 +205,8 @@ def _linearize(namespace, mesh, dialect):
         of_floats, floats = _of_floats(program, operands)
         results, linear = jax.linearize(of_floats, *floats)
         tangents = linear(*_tangents(floats))
-        cotangents = [jnp.ones_like(x) * namespace["SCALE"] for x in results]
+        # Not constants: XLA crashes while it compiles some sums of complex constants.
+        cotangents = [(x * 0 + 1) * namespace["SCALE"] for x in results]
         return results, tangents, jax.linear_transpose(linear, *floats)(cotangents)
 
     return _sharded(namespace, mesh, local)
@@ -264,6 +273,7 @@ def _compare(who: str, namespace: dict, found: Outcome, expected: Outcome, *, ty
         return f"refused by all: {type(found.error).__name__}"
     if namespace["TOLERANCE"] is not None:
         return _compare_rounded(who, namespace, found, expected)
+    types = types and not _has_untracked_axes(namespace)
     if types and found.types != expected.types:
         different = [f"{a} instead of {b}" for a, b in zip(found.types, expected.types, strict=False) if a != b]
         raise Fault(f"{who} has other types: {'; '.join(different) or 'more or fewer calls'}")
