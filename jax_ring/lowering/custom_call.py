@@ -11,7 +11,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 
 from jax_ring import _compat, runtime
-from jax_ring.lowering import barrier, call_sites, layout, ops, program, reach, streams, trees, tuning
+from jax_ring.lowering import automatic, barrier, call_sites, layout, ops, program, reach, streams, trees, tuning
 from jax_ring.lowering.service import Service, has_choice
 
 
@@ -48,7 +48,7 @@ def emit(
             )
             for aval in avals_in
         ]  # fmt: skip
-    avals_out = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_out]
+    avals_out = [_unsharded(aval) for aval in ctx.avals_out]
     if gathers:
         avals_out = [
             jax.core.ShapedArray(aval.shape if scatters else (axis_size, *aval.shape), aval.dtype) for aval in avals_in
@@ -56,7 +56,7 @@ def emit(
     if scatters:
         blocks_first = partial(layout.blocks_first, axis_size=axis_size, **dimensions)
         operands = [
-            ops.inline(ctx, jax.vmap(blocks_first) if has_slots else blocks_first, x, aval, blocks)
+            ops.inline(ctx, jax.vmap(blocks_first) if has_slots else blocks_first, x, _unsharded(aval), blocks)
             for x, aval, blocks in zip(operands, ctx.avals_in, avals_in, strict=True)
         ]
 
@@ -67,18 +67,12 @@ def emit(
         # The engine picks the algorithm at run time, when it knows the size of each message.
         has_thresholds = has_choice(service.engine, service.levels)
         thresholds = [tuning.thresholds(service.engine, len(group)) for group in groups if has_thresholds]
-        aliases = {
-            len(encoded.operands) + i: i
-            for i, x in enumerate(operands)
-            if kind in _IN_PLACE and not has_slots and _should_alias(x)
-        }
+        aliases = {i: i for i, x in enumerate(operands) if kind in _IN_PLACE and not has_slots and _should_alias(x)}
         if kind == "ragged_all_to_all" and _should_alias(operands[-1]):
-            aliases = {len(encoded.operands) + len(operands) - 1: 0}
+            aliases = {len(operands) - 1: 0}
         stream = streams.stream_of(ctx, service.engine, options)
         target = runtime.ASYNC_TARGETS[kind] if stream else runtime.TARGETS[kind]
-        emit_call = partial(
-            jax.ffi.ffi_lowering(target, operand_output_aliases=aliases),
-            ctx.replace(avals_in=[*encoded.avals, *avals_in], avals_out=avals_out),
+        attributes: dict = dict(
             collective=kind,
             op=op,
             root=np.int64(root),
@@ -93,10 +87,25 @@ def emit(
             **encoded.attributes,
         )
         if service.engine == "cuda":
-            emit_call = partial(emit_call, lane=np.int64(streams.lane_of(ctx, stream)))
-        operands = [*encoded.operands, *operands]
-        emit_call = _named_by_user(ctx, emit_call)
-        if stream and not streams.of_user(ctx):
+            attributes["lane"] = np.int64(streams.lane_of(ctx, stream))
+        stream = "" if streams.of_user(ctx) else stream  # JAX gives the user's stream to all that is around the call
+        if service.automatic_axes:
+            emit_call = partial(
+                automatic.emit, ctx.replace(avals_in=avals_in, avals_out=avals_out), target=target,
+                takes_position=encoded.takes_position, aliases=aliases, stream=stream,
+                num_own=(scatters + has_slots, int(gathers)),
+            )  # fmt: skip
+        else:
+            before = [hlo.partition_id()] if encoded.takes_position else []
+            before_avals = [jax.core.ShapedArray((), np.uint32)] * len(before)
+            aliases = {len(before) + i: result for i, result in aliases.items()}
+            operands = [*before, *operands]
+            emit_call = partial(
+                jax.ffi.ffi_lowering(target, operand_output_aliases=aliases),
+                ctx.replace(avals_in=[*before_avals, *avals_in], avals_out=avals_out),
+            )
+        emit_call = _named_by_user(ctx, partial(emit_call, **attributes))
+        if stream and not service.automatic_axes:
             emitted = streams.emit_on(ctx, stream, emit_call, operands, avals_out)
             call_sites.write(ctx, emitted.operation.results, caller=emitted.caller)
             results = emitted.results
@@ -113,6 +122,11 @@ def emit(
             for x, blocks, aval in zip(results, avals_out, ctx.avals_out, strict=True)
         ]
     return results
+
+
+def _unsharded(aval):
+    """The type without explicit mesh axes: which reshapes they allow is no question any more."""
+    return jax.core.ShapedArray(aval.shape, aval.dtype)
 
 
 def _sources_of(perm, groups) -> np.ndarray:
@@ -151,19 +165,16 @@ class EncodedGroups(NamedTuple):
     """The groups of a call in the form that an engine expects, and how the engine identifies its caller in them.
 
     Attributes:
-      operands: of the custom call, before the user's operands.
-      avals: the types of these operands.
+      takes_position: whether the first operand of the custom call is the caller's mesh position. It is a value of the
+        run, since all devices run the same program.
       attributes: of the custom call.
     """
 
-    operands: list
-    avals: list
+    takes_position: bool
     attributes: dict
 
 
 def _encode_groups_for_cpu(ctx, groups) -> EncodedGroups:
-    # The mesh position is a run-time value, since all devices run the same program.
-    position = hlo.partition_id()
     members = [i for group in groups for i in group]
     processes = reach.processes_of_cpus(ctx.module_context.axis_context.mesh)
     assert processes is not None  # checked by reach.levels_of
@@ -172,7 +183,7 @@ def _encode_groups_for_cpu(ctx, groups) -> EncodedGroups:
         "processes": np.array([processes[i] for i in members], np.int64),
         "program": program.name_of(ctx),
     }
-    return EncodedGroups([position], [jax.core.ShapedArray((), np.uint32)], attributes)
+    return EncodedGroups(True, attributes)
 
 
 def _encode_groups_for_cuda(ctx, groups) -> EncodedGroups:
@@ -182,7 +193,7 @@ def _encode_groups_for_cuda(ctx, groups) -> EncodedGroups:
     members = [gpus[i] for group in groups for i in group]
     processes = np.array([gpu.process for gpu in members], np.int64)
     devices = np.array([gpu.id for gpu in members], np.int64)
-    return EncodedGroups([], [], {"processes": processes, "devices": devices})
+    return EncodedGroups(False, {"processes": processes, "devices": devices})
 
 
 _GROUP_ENCODERS = {"cpu": _encode_groups_for_cpu, "cuda": _encode_groups_for_cuda}
@@ -194,8 +205,8 @@ _GROUP_ENCODERS = {"cpu": _encode_groups_for_cpu, "cuda": _encode_groups_for_cud
 # result is written.
 _IN_PLACE = ("all_reduce", "reduce", "broadcast")
 
-# Ops whose result is a bitcast of the operand, if both have the same number of elements.
-_RESHAPE_OPS = ("stablehlo.reshape", "stablehlo.broadcast_in_dim")
+# Ops whose result is a bitcast of the operand, if both have the same number of elements. (A constraint may be more.)
+_RESHAPE_OPS = ("stablehlo.reshape", "stablehlo.broadcast_in_dim", "sdy.sharding_constraint")
 
 
 def _should_alias(value) -> bool:

@@ -93,7 +93,7 @@ def _make_rule(is_on: Callable, function: str, kind: str, op: str, jax_rule: Cal
                 return jax_rule(ctx, operand, **params)  # which raises
             emit = partial(emit, perm=pairs)
         service = service_of(ctx, members, kind)
-        if service.automatic_axes:
+        if service.automatic_axes and service.levels is None:
             _warn_of_automatic_axes(ctx, function, named, service.automatic_axes)
         if kind != "all_reduce" or not combines or not is_single_custom_call(service, members):
             return emit(ctx, operand)

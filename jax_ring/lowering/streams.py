@@ -79,7 +79,13 @@ def emit_on(ctx, stream: str, emit: Callable[..., Sequence], operands: Sequence,
     with ir.InsertionPoint(block):
         inner = emit(*block.arguments)
         func.return_(inner)
-    call = func.CallOp(types, ir.FlatSymbolRefAttr.get(function.name.value), operands).operation
+    results, call = call_on(stream, function, operands)
+    return Emitted(results, inner[0].owner.operation, call)
+
+
+def call_on(stream: str, function: func.FuncOp, operands: Sequence) -> tuple[list, ir.Operation]:
+    """Emits a call of a function that XLA gives to the stream: (its results in the surroundings, the call)."""
+    call = func.CallOp(function, operands).operation
     attributes = {"_xla_stream_annotation": stream, "inlineable": "false"}
     call.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
         {name: ir.StringAttr.get(value) for name, value in attributes.items()}
@@ -89,4 +95,4 @@ def emit_on(ctx, stream: str, emit: Callable[..., Sequence], operands: Sequence,
         # What takes the call's tuple apart has its attributes, too, and XLA of JAX 0.12 would run each of those on the
         # stream. The barrier takes the tuple as a whole, and what follows it has no attributes.
         results = list(hlo.OptimizationBarrierOp(results).results)
-    return Emitted(results, inner[0].owner.operation, call)
+    return results, call
