@@ -67,6 +67,8 @@ try:
     ppermute_p = _parallel.ppermute_p
     pbroadcast_p = _parallel.pbroadcast_p
     ragged_all_to_all_p = _parallel.ragged_all_to_all_p
+    # Whose source is an operand. JAX 0.10 has none.
+    pbroadcast_dynamic_p = getattr(_parallel, "pbroadcast_dynamic_p", None)
     _lax_rules = {
         primitive: _common_lowerings[primitive].rule
         for primitive in (
@@ -81,13 +83,13 @@ try:
             ragged_all_to_all_p,
         )
     }
-    # The asynchronous collectives that a user can reach: the primitives that start one, with the synchronous ones, and
-    # those that wait for it.
+    # The asynchronous collectives: the primitives that start one, with the synchronous ones, and those that wait.
     STARTS, DONES = {}, []
-    if hasattr(jax.lax, "psum_scatter_start"):
-        for _name in ("all_gather", "psum_invariant", "reduce_scatter", "all_to_all", "ppermute"):
-            STARTS[getattr(_parallel, f"{_name}_start_p")] = getattr(_parallel, f"{_name}_p")
-            DONES.append(getattr(_parallel, f"{_name.removesuffix('_invariant')}_done_p"))
+    for _name in ("all_gather", "psum", "psum_invariant", "reduce_scatter", "all_to_all", "pbroadcast", "ppermute"):
+        if (_start := getattr(_parallel, f"{_name}_start_p", None)) is not None:
+            STARTS[_start] = getattr(_parallel, f"{_name}_p")
+        if (_done := getattr(_parallel, f"{_name}_done_p", None)) is not None:
+            DONES.append(_done)
 except (ImportError, AttributeError, KeyError) as error:
     raise ImportError(
         f"jax_ring does not support JAX {jax.__version__}: {error}. "
@@ -240,12 +242,12 @@ def abstract_all_gather_invariant(aval, *, axes, axis_index_groups, axis_size, d
     )
 
 
-def abstract_all_to_all(aval, *, axes, axis_index_groups, axis_size, dimension, tiled):
-    """JAX's own checks and effects for an all_to_all of blocks that stay along one dimension."""
+def abstract_all_to_all(aval, *, axes, axis_index_groups, axis_size, dimension, concat_dimension, tiled):
+    """JAX's own checks and effects for an all_to_all that keeps both dimensions."""
     with _check_vma(False):
         out, effects = all_to_all_p.abstract_eval(
-            aval, axis_name=axes, split_axis=dimension, concat_axis=dimension, axis_index_groups=axis_index_groups,
-            tiled=tiled,
+            aval, axis_name=axes, split_axis=dimension, concat_axis=concat_dimension,
+            axis_index_groups=axis_index_groups, tiled=tiled,
         )  # fmt: skip
     return out.update(manual_axis_type=aval.mat), effects
 
@@ -257,9 +259,26 @@ def abstract_ppermute(aval, *, axes, axis_index_groups, perm):
     return abstract_psum(aval, axes=axes, axis_index_groups=axis_index_groups)
 
 
+def axes_of_permutation(axes: tuple, mesh) -> tuple:
+    """The axes of a ppermute in the order in which JAX counts its ranks. Raises RuntimeError where JAX does."""
+    if not all(axis in mesh.axis_names for axis in axes):
+        return axes
+    in_order = tuple(axis for axis in mesh.axis_names if axis in axes)
+    if [axis for axis in in_order if mesh.shape[axis] > 1] == [axis for axis in axes if mesh.shape[axis] > 1]:
+        return axes
+    if not hasattr(_config, "raise_on_ppermute_sort_diff"):
+        return in_order
+    if _config.raise_on_ppermute_sort_diff.value:
+        raise RuntimeError(
+            f"ppermute over {axes}: the axes must be in the order of the mesh, {in_order}. Otherwise the numbers of "
+            "the ranks are easily mistaken. To allow it, set JAX's option jax_raise_on_ppermute_sort_diff to False."
+        )
+    return axes
+
+
 def lax_rule(primitive) -> Callable:
-    """JAX's own lowering of a primitive, for all platforms."""
-    return _lax_rules[primitive]
+    """JAX's own lowering of a primitive, for all platforms; if it has none, one that raises."""
+    return _lax_rules.get(primitive, no_lowering)
 
 
 def lower_lax_reduction(primitive, ctx, operand, *, axes, axis_index_groups):
@@ -285,11 +304,11 @@ def lower_lax_all_gather(ctx, operand, *, axes, axis_index_groups, axis_size, di
     )  # fmt: skip
 
 
-def lower_lax_all_to_all(ctx, operand, *, axes, axis_index_groups, axis_size, dimension, tiled):
+def lower_lax_all_to_all(ctx, operand, *, axes, axis_index_groups, axis_size, dimension, concat_dimension, tiled):
     """Lowers one operand as `lax.all_to_all` does, to XLA's all_to_all."""
     return _lax_rules[all_to_all_p](
         ctx.replace(primitive=all_to_all_p), operand, axis_name=axes, axis_index_groups=axis_index_groups,
-        split_axis=dimension, concat_axis=dimension, tiled=tiled,
+        split_axis=dimension, concat_axis=concat_dimension, tiled=tiled,
     )  # fmt: skip
 
 

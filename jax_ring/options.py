@@ -21,6 +21,7 @@ class Options(NamedTuple):
     # Of order="tree": operands have a first dimension with the terms of the rank, as in ShardSums. None: one shard for
     # each rank, and no such dimension.
     num_shards: int | None = None
+    apart: bool = False  # whether the call is never joined with others, since it has a bucket of gradients
 
     def ignored_by_xla(self) -> str:
         """The options that XLA's collectives do not follow, written as keyword arguments; empty if there are none.
@@ -35,17 +36,21 @@ class Options(NamedTuple):
         return self.algorithm == "auto" and self.order != "ring"
 
 
-_overlap = contextvars.ContextVar("overlap", default=False)
+_DEFAULT = Options()
+_defaults = contextvars.ContextVar("defaults", default=_DEFAULT)
 
 
 @contextlib.contextmanager
-def overlapped(overlap: bool) -> Iterator[None]:
-    """For the collectives that are called within: whether a GPU runs them beside its computation."""
-    token = _overlap.set(overlap)
+def bucketed(overlap: bool) -> Iterator[None]:
+    """For the collectives that are called within, which have buckets as operands.
+
+    overlap: whether a GPU runs them beside its computation.
+    """
+    token = _defaults.set(Options(overlap=overlap, apart=True))
     try:
         yield
     finally:
-        _overlap.reset(token)
+        _defaults.reset(token)
 
 
 def check_choice(function: str, name: str, value: Any, choices: Sequence[str]) -> None:
@@ -73,4 +78,4 @@ def make_options(function: str, algorithm: Algorithm = "auto", order: Order = "r
             f"{function}: order='tree' cannot have algorithm='ring', in which a partial sum visits one rank after the "
             "other; pass 'auto', 'one_shot' or 'two_shot'"
         )
-    return Options(algorithm, order, _overlap.get())
+    return _defaults.get()._replace(algorithm=algorithm, order=order)

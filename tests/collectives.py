@@ -17,6 +17,10 @@ import jax_ring
 SHAPE = (RANKS, 2 * RANKS)
 
 
+# Ranks 3 and 7 receive nothing, and ranks 0 and 1 send to none.
+PERM = [(5, 0), (4, 1), (7, 2), (2, 6), (6, 5), (3, 4)]
+
+
 class Pair(NamedTuple):
     """A collective, its lax equivalent, both called as f(x, axis_name, **kwargs), and the expected results."""
 
@@ -97,6 +101,31 @@ def gather(axis, tiled, **more) -> Pair:
     )
 
 
+def exchange(split, concat, tiled) -> Pair:
+    arguments = {"split_axis": split, "concat_axis": concat, "tiled": tiled}
+
+    def oracle(values):
+        parts = [np.split(value, len(values), split) for value in values]
+        join = np.concatenate if tiled else lambda parts, axis: np.stack([part.squeeze(split) for part in parts], axis)
+        return np.stack([join([own[rank] for own in parts], concat) for rank in range(len(values))])
+
+    return Pair(
+        partial(jax_ring.ring_all_to_all, **arguments),
+        partial(lax.all_to_all, **arguments),
+        oracle,
+    )
+
+
+def permutation(perm) -> Pair:
+    def oracle(values):
+        result = np.zeros_like(values)
+        for source, receiver in perm:
+            result[receiver] = values[source]
+        return result
+
+    return Pair(partial(jax_ring.ring_ppermute, perm=perm), partial(lax.ppermute, perm=perm), oracle)
+
+
 COLLECTIVES = {
     "psum": Pair(jax_ring.ring_psum, lax.psum, lambda values: replicated(rank_fold(values), len(values))),
     "pmean": Pair(jax_ring.ring_pmean, lax.pmean, lambda values: replicated(rank_fold(values) / len(values))),
@@ -120,6 +149,9 @@ COLLECTIVES = {
     "broadcast": Pair(
         partial(jax_ring.ring_broadcast, root=5), partial(lax_broadcast, root=5), lambda values: replicated(values[5])
     ),
+    # Others are in test_exchange.py.
+    "all_to_all": exchange(1, 0, tiled=True),
+    "ppermute": permutation(PERM),
 }
 
 
@@ -134,4 +166,4 @@ def is_sum(name: str, pair: Pair) -> bool:
 
 
 def supports_groups(name: str, pair: Pair) -> bool:
-    return name not in ("reduce", "broadcast") and "invarying" not in name
+    return name not in ("reduce", "broadcast", "ppermute") and "invarying" not in name

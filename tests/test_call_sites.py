@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import override_lax, ring_psum
+from jax_ring.lowering import combiner
 
 MESH = make_mesh((4,))
 X = np.arange(8, dtype=np.float32)
@@ -46,10 +47,18 @@ def line(function) -> str:
 EITHER = f"one of 2 places: {line(first)} or {line(second)}"
 
 
+@pytest.fixture
+def apart(monkeypatch):
+    """No calls are joined."""
+    monkeypatch.setattr(combiner, "COMBINE_THRESHOLD_COUNT", 1)
+
+
+@pytest.mark.usefixtures("apart")
 def test_calls_on_different_operands_name_their_own_line():
     assert sites(lambda x: second(jnp.sin(first(x)))) == [line(first), line(second)]
 
 
+@pytest.mark.usefixtures("apart")
 def test_options_tell_calls_apart():
     def on_others(x):
         return ring_psum(x, "i", axis_index_groups=[[0, 1], [2, 3]])
@@ -57,10 +66,18 @@ def test_options_tell_calls_apart():
     assert sites(lambda x: first(x) + on_others(x)) == [line(first), line(on_others)]
 
 
+@pytest.mark.usefixtures("apart")
 def test_constants_tell_calls_apart():
     assert sites(lambda x: first(x * 2) + second(x * 3)) == [line(first), line(second)]
 
 
+@pytest.mark.usefixtures("apart")
+def test_complex_constants_tell_calls_apart():
+    assert sites(lambda x: (first(x * 2j) + second(x * 3j)).real) == [line(first), line(second)]
+    assert sites(lambda x: (first(x * 2j) + second(x * 2j)).real) == [EITHER, EITHER]
+
+
+@pytest.mark.usefixtures("apart")
 def test_arguments_tell_calls_apart():
     f = jax.shard_map(
         lambda x, y: first(x) + second(y), mesh=MESH, in_specs=(P("i"), P("i")), out_specs=P("i"), check_vma=False
@@ -68,6 +85,7 @@ def test_arguments_tell_calls_apart():
     assert sites_in(jax.jit(f).lower(X, X).as_text()) == [line(first), line(second)]
 
 
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize(
     "f",
     [
@@ -85,6 +103,7 @@ def test_equal_calls_merge_and_name_all_their_lines(f):
     assert program.compile().as_text().count(TARGET) == 1
 
 
+@pytest.mark.usefixtures("apart")
 def test_calls_on_the_results_of_equal_calls_merge():
     def f(x):
         return second(jnp.cos(first(x))) + first(jnp.cos(second(x)))
@@ -94,6 +113,7 @@ def test_calls_on_the_results_of_equal_calls_merge():
     assert program.compile().as_text().count(TARGET) == 2
 
 
+@pytest.mark.usefixtures("apart")
 def test_branches_and_loops_tell_calls_apart():
     def f(x):
         x = lax.cond(x[0] > 0, first, second, x)
@@ -104,6 +124,7 @@ def test_branches_and_loops_tell_calls_apart():
     assert sites(f) == [line(second), line(first), line(first), line(second)]
 
 
+@pytest.mark.usefixtures("apart")
 def test_a_line_is_named_once():
     assert sites(lambda x: [x := first(jnp.sin(x)) for _ in range(3)][-1]) == [line(first)] * 3
     assert sites(lambda x: first(x) + first(x)) == [line(first)] * 2
@@ -117,6 +138,7 @@ def functions_on_lines(number: int) -> list:
     return [names[f"f{i}"] for i in range(number)]
 
 
+@pytest.mark.usefixtures("apart")
 def test_each_layer_of_a_deep_model_names_its_own_line():
     layers = functions_on_lines(60)
 
@@ -128,6 +150,7 @@ def test_each_layer_of_a_deep_model_names_its_own_line():
     assert sites(model) == [f"layers.py:{i + 1} (f{i})" for i in range(60)]
 
 
+@pytest.mark.usefixtures("apart")
 def test_many_equal_calls_name_some_lines_and_merge():
     layers = functions_on_lines(20)
     program = lowered(lambda x: sum(layer(x) for layer in layers), X)
@@ -136,7 +159,7 @@ def test_many_equal_calls_name_some_lines_and_merge():
     assert program.compile().as_text().count(TARGET) == 1
 
 
-# lax under override_lax(), whose calls are combined.
+# Calls that are joined.
 
 
 def lax_first(x):
@@ -164,6 +187,18 @@ BOTH = f"{line(lax_first)} and {line(lax_second)}"
 def test_a_combined_call_names_all_its_lines(f, expected):
     with override_lax():
         assert sites(f) == expected
+
+
+def test_joined_calls_of_the_functions_name_all_their_lines():
+    assert sites(lambda x: first(x) + second(x * 2)) == [f"{line(first)} and {line(second)}"]
+    assert sites(lambda x: first(x) + second(x)) == [f"{line(first)} and {line(second)}"]
+    assert sites(lambda x: first(x) + first(x * 2)) == [line(first)]
+
+
+def test_a_joined_call_of_many_lines_names_some():
+    layers = functions_on_lines(6)
+    (site,) = sites(lambda x: sum(layer(x * k) for k, layer in enumerate(layers)))
+    assert site == ", ".join(f"layers.py:{i + 1} (f{i})" for i in range(4)) + " and 2 more places"
 
 
 def test_combined_calls_are_told_apart():

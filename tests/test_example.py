@@ -83,6 +83,28 @@ def test_train_gpt(reduction):
     assert "a sample" in text
 
 
+# These two fail if a collective of XLA is left, or if the results are not those of a dense computation.
+
+
+def test_ring_attention():
+    text = run_small("ring_attention.py", "--devices", "3", "--length", "24", "--heads", "2", "--width", "8")
+    assert "collectives that XLA serves: 0" in text
+    assert "jax_ring_permute" in text
+    assert text.count("differs from plain attention by at most") == 4
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["blocks", "ragged"])
+def test_mixture_of_experts(ragged):
+    options = ("--devices", "3", "--tokens", "16", "--steps", "5")
+    text = run_small("mixture_of_experts.py", *options, *["--ragged"] * ragged)
+    assert "collectives that XLA serves: 0" in text
+    assert "jax_ring_all_to_all" in text
+    assert ("jax_ring_ragged_all_to_all" in text) == ragged
+    first, last, dense = (float(loss) for loss in re.findall(r"\b\d\.\d{4}\b", text))
+    assert last < first
+    assert last == pytest.approx(dense, abs=1e-3)
+
+
 def test_multi_process():
     launch = [sys.executable, "-P", "-m", "jax_ring.launch", "-n", "2", "--devices", "2"]
     command = [str(EXAMPLES / "multi_process.py"), "--epochs", "2"]
@@ -114,4 +136,5 @@ def test_ten_steps():
 
 def test_invalid_options_of_other_examples_are_rejected():
     assert "got 7" in run("--devices", "7", name="zero.py").stderr
+    assert "got 3 and 8" in run("--devices", "3", "--length", "8", name="ring_attention.py").stderr
     assert "got 3 and 3" in run("--width", "3", "--steps", "3", name="train_gpt.py").stderr

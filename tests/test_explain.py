@@ -247,6 +247,15 @@ def test_equal_calls_are_written_twice_and_compiled_once():
     assert found.predicted_bytes == 2 * found.counted_bytes
 
 
+def test_calls_that_are_joined():
+    found = explained(lambda x: [ring_psum(x + k, "i") for k in range(3)])
+    assert len(found.collectives) == 3
+    instruction = only(found.instructions)
+    assert instruction.operands == ("f32[2]",) * 3
+    assert "test_explain.py" in instruction.call_sites
+    assert found.predicted_bytes == found.counted_bytes == 42
+
+
 def test_pmap():
     f = jax.pmap(lambda x: ring_psum(x, "i"), axis_name="i", devices=jax.devices()[:RANKS])
     found = explain(f, X.reshape(RANKS, 2))

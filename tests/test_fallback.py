@@ -118,8 +118,8 @@ def test_the_override_does_not_reach_into_a_fallback(name, monkeypatch):
     f = sharded(body, check_vma=False)
     expected = f(X)
 
-    def as_between_hosts(ctx, groups, kind, options):
-        found = service.service_of(ctx, groups, kind, options)
+    def as_between_hosts(ctx, groups, kind, options, perm):
+        found = service.service_of(ctx, groups, kind, options, perm)
         return found if kind == "all_reduce" else found._replace(levels=None)
 
     monkeypatch.setattr(rule, "service_of", as_between_hosts)

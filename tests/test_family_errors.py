@@ -15,6 +15,7 @@ import jax_ring
 from jax_ring import ring_all_gather, ring_broadcast, ring_pmax, ring_pmin, ring_psum_scatter, ring_reduce
 
 X = (np.arange(RANKS * np.prod(SHAPE)) % 7 - 3).astype(np.float32).reshape(RANKS * SHAPE[0], SHAPE[1])
+MOVES = ("all_to_all", "ppermute")
 LAX_EQUIVALENTS = {
     jax_ring.ring_psum: lax.psum,
     jax_ring.ring_pmean: lax.pmean,
@@ -22,6 +23,12 @@ LAX_EQUIVALENTS = {
     jax_ring.ring_pmin: lax.pmin,
     jax_ring.ring_psum_scatter: lax.psum_scatter,
     jax_ring.ring_all_gather: lax.all_gather,
+    jax_ring.ring_all_to_all: lax.all_to_all,
+    jax_ring.ring_pswapaxes: lax.pswapaxes,
+    jax_ring.ring_ppermute: lax.ppermute,
+    jax_ring.ring_pshuffle: lax.pshuffle,
+    jax_ring.ring_ragged_all_to_all: lax.ragged_all_to_all,
+    jax_ring.ring_pbroadcast: lax.pbroadcast,
 }
 
 
@@ -54,7 +61,7 @@ def test_positional_axes(collective, check_vma):
     rejects(lambda x: collective.ring(x, ("i", 0)), ValueError, r"ring_.*over named axes.*\(0,\)", check_vma)
 
 
-@every_collective()
+@every_collective(lambda name, pair: name not in MOVES)
 def test_no_axes_return_the_tree(collective):
     tree = {"x": X, "text": "left alone"}
     if collective is not COLLECTIVES["pmean"]:
@@ -66,7 +73,7 @@ def test_unknown_algorithm(collective, check_vma):
     rejects(lambda x: collective.ring(x, "i", algorithm="best"), ValueError, "ring_.*algorithm must be one", check_vma)
 
 
-@every_collective(lambda name, pair: name not in ("pmax", "pmin", "broadcast") and "gather" not in name)
+@every_collective(lambda name, pair: name not in ("pmax", "pmin", "broadcast", *MOVES) and "gather" not in name)
 def test_unknown_order(collective, check_vma):
     rejects(lambda x: collective.ring(x, "i", order="best"), ValueError, "ring_.*order must be one", check_vma)
 
@@ -134,7 +141,7 @@ def test_sum_of_a_partly_varying_operand(collective):
         f(X)
 
 
-@every_collective(lambda name, pair: name in ("pmax", "pmin", "all_gather", "broadcast"))
+@every_collective(lambda name, pair: name in ("pmax", "pmin", "all_gather", "broadcast", *MOVES))
 def test_operands_that_are_not_summed_may_vary_over_some_axes(collective):
     mesh = make_mesh((4, 2), ("i", "j"))
     axes = ("i", "j")

@@ -5,11 +5,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collectives import COLLECTIVES, SHAPE, every_collective, vary
+from collectives import COLLECTIVES, PERM, SHAPE, every_collective, vary
 from helpers import RANKS, assert_matches_lax, num_calls, sharded
 from jax import lax
 
-from jax_ring import ring_all_gather, ring_broadcast, ring_pmax, ring_psum_scatter, ring_reduce
+from jax_ring import (
+    ring_all_gather,
+    ring_all_to_all,
+    ring_broadcast,
+    ring_pmax,
+    ring_ppermute,
+    ring_psum_scatter,
+    ring_reduce,
+)
 
 X = (np.arange(RANKS * np.prod(SHAPE)) % 5 - 2).astype(np.float32).reshape(RANKS * SHAPE[0], SHAPE[1])
 
@@ -86,8 +94,10 @@ def test_gradient_from_outside_of_the_map(collective, check_vma):
         (lambda x: ring_all_gather(x, "i"), "reduce_scatter"),
         (lambda x: ring_reduce(x, "i", root=2), "broadcast"),
         (lambda x: ring_broadcast(x, "i", root=2), "reduce"),
+        (lambda x: ring_all_to_all(x, "i", 0, 1), "all_to_all"),
+        (lambda x: ring_ppermute(x, "i", PERM), "permute"),
     ],
-    ids=["psum_scatter", "all_gather", "reduce", "broadcast"],
+    ids=["psum_scatter", "all_gather", "reduce", "broadcast", "all_to_all", "ppermute"],
 )
 def test_transposes(forward, backward):
     # The transpose is a call of the engine as well.
@@ -98,10 +108,12 @@ def test_transposes(forward, backward):
     f = sharded(body, check_vma=False)
     text = f.lower(X).compile().as_text()
     assert text.count('custom_call_target="jax_ring_') == 2
-    assert text.count(f'custom_call_target="jax_ring_{backward}"') == 1
+    assert text.count(f'custom_call_target="jax_ring_{backward}"') == (
+        2 if backward in ("all_to_all", "permute") else 1
+    )
 
 
-@pytest.mark.parametrize("name", ["psum_scatter", "all_gather", "reduce", "broadcast"])
+@pytest.mark.parametrize("name", ["psum_scatter", "all_gather", "reduce", "broadcast", "all_to_all", "ppermute"])
 def test_transposing_twice_is_the_function(name):
     fun = COLLECTIVES[name].ring
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax_ring import ring_all_gather, ring_pmax, ring_pmin, ring_psum, ring_psum_scatter
 
 X = (np.arange(RANKS * np.prod(SHAPE)) % 7 - 3).astype(np.float32).reshape(RANKS * SHAPE[0], SHAPE[1])
-KINDS = ["all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast"]
+KINDS = ["all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast", "all_to_all", "permute"]
 
 
 def tree_of(x):
@@ -40,10 +40,11 @@ def test_the_hlo_names_the_collective(collective, check_vma):
     name = getattr(collective.ring, "func", collective.ring).__name__
     assert kind.replace("_", "") in {
         "ring_psum_scatter": "reducescatter", "ring_all_gather": "allgather", "ring_reduce": "reduce",
-        "ring_broadcast": "broadcast",
+        "ring_broadcast": "broadcast", "ring_all_to_all": "alltoall", "ring_ppermute": "permute",
     }.get(name, "allreduce")  # fmt: skip
     # No collective of XLA.
-    assert not [op for op in ("all-reduce(", "reduce-scatter(", "all-gather(") if op in text]
+    ops = ("all-reduce(", "reduce-scatter(", "all-gather(", "all-to-all(", "collective-permute(")
+    assert not [op for op in ops if op in text]
 
 
 @every_collective()
@@ -59,11 +60,15 @@ def test_unused_results_cost_nothing(collective, check_vma):
 
 
 @every_collective()
-def test_equal_calls_merge_and_others_do_not(collective, check_vma):
+def test_equal_operands_are_sent_once_in_a_joined_call(collective, check_vma):
     def body(x):
         return collective.ring(x, "i"), collective.ring(x, "i"), collective.ring(x + 1, "i")
 
-    assert num_calls(sharded(body, check_vma=check_vma), X) == 2
+    f = sharded(body, check_vma=check_vma)
+    assert num_calls(f, X) == 1
+    (line,) = [line for line in f.lower(X).as_text().splitlines() if "@jax_ring_" in line]
+    operands = line.split(" : (")[1].split(") -> ")[0].split(", ")
+    assert len(operands) == 3  # with the mesh position
 
 
 def test_maximum_and_minimum_do_not_merge(check_vma):

@@ -85,7 +85,7 @@ def test_types_match_lax(collective, check_vma):
     assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)
 
 
-@every_collective(lambda name, pair: "gather" in name or name == "broadcast")
+@every_collective(lambda name, pair: "gather" in name or name in ("broadcast", "all_to_all", "ppermute"))
 def test_moved_bits_are_unchanged(collective):
     # Includes all NaN patterns, which a conversion would merge.
     codes = np.arange(RANKS * np.prod(SHAPE), dtype=np.uint16).reshape(RANKS, *SHAPE) + 0x7F00
@@ -183,7 +183,8 @@ def test_every_root(root, check_vma):
 @every_collective()
 def test_one_rank(collective, check_vma):
     x = X[:8, :8]
-    one = {"root": 0} if "root" in getattr(collective.ring, "keywords", {}) else {}
+    keywords = getattr(collective.ring, "keywords", {})
+    one = {name: value for name, value in {"root": 0, "perm": [(0, 0)]}.items() if name in keywords}
     if "scatter_dimension" in getattr(collective.ring, "keywords", {}) and not collective.ring.keywords["tiled"]:
         x = x[:1]
 
@@ -194,7 +195,7 @@ def test_one_rank(collective, check_vma):
 
 
 @pytest.mark.parametrize("axes", [("i", "j"), ("j", "i")], ids=str)
-@every_collective()
+@every_collective(lambda name, pair: name != "ppermute")
 def test_several_axes(collective, axes, check_vma):
     mesh = make_mesh((2, 4), ("i", "j"))
     assert_matches_lax(

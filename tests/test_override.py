@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import _compat, override_lax, ring_psum, runtime
-from jax_ring.lowering import override
+from jax_ring.lowering import overridden, override
 
 RANKS = 8
 MESH = make_mesh((RANKS,))
@@ -215,7 +215,7 @@ def partly_manual(body):
 
 
 def test_partly_manual_stays_with_xla_and_warns_once(monkeypatch):
-    monkeypatch.setattr(override, "_has_warned", False)
+    monkeypatch.setattr(overridden, "_has_warned", False)
     x = np.arange(8, dtype=np.float32)
     with override_lax():
         f = partly_manual(psum_i)
@@ -233,7 +233,7 @@ def test_partly_manual_stays_with_xla_and_warns_once(monkeypatch):
 
 
 def test_no_warning_for_what_is_served_or_of_jax_ring(monkeypatch):
-    monkeypatch.setattr(override, "_has_warned", False)
+    monkeypatch.setattr(overridden, "_has_warned", False)
     x = np.arange(8, dtype=np.float32)
     partly_manual(psum_i)(x)
     with override_lax():
@@ -243,7 +243,7 @@ def test_no_warning_for_what_is_served_or_of_jax_ring(monkeypatch):
 
 
 def test_strict_makes_partly_manual_an_error(monkeypatch):
-    monkeypatch.setattr(override, "_has_warned", False)
+    monkeypatch.setattr(overridden, "_has_warned", False)
     monkeypatch.setattr(runtime, "STRICT", True)
     with (
         override_lax(),
@@ -300,9 +300,14 @@ def test_a_pullback_is_lowered_where_it_is_called(check_vma):
 
 
 def lowerings():
+    """Of JAX's primitives: the lowerings, and what else decides about them. Some have none for CPUs."""
     return [
-        (_compat._common_lowerings[p], p in _compat._uncacheable_primitives, p in _compat._platform_lowerings["cpu"])
-        for p in override._OVERRIDDEN
+        (
+            _compat._common_lowerings.get(p),
+            p in _compat._uncacheable_primitives,
+            [_compat._platform_lowerings[platform].get(p) for platform in ("cpu", "cuda")],
+        )
+        for p in override._RULES
     ]
 
 

@@ -107,10 +107,11 @@ def test_mesh_helper_leaves_devices_out():
 
 def test_ring_functions_under_the_names_of_lax(monkeypatch):
     # The ring_ functions call those of lax for constants, and must not call themselves when lax is patched.
-    for name in ("psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather"):
+    for name in ("psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather", "all_to_all", "ppermute"):
         monkeypatch.setattr(lax, name, getattr(jax_ring, f"ring_{name}"))
 
     def body(x):
+        x = lax.all_to_all(lax.ppermute(x, "i", [(k, k) for k in range(8)]), (), 0, 0, tiled=True)
         gathered = lax.all_gather(lax.psum_scatter(jnp.tile(x, 4), "i", tiled=True), "i").sum(0)
         return lax.psum((x, 1), "i")[0] + lax.psum(1, "i") + lax.pmean(2.0, "i") + lax.pmax(3, "i") + gathered
 

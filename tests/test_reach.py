@@ -10,7 +10,7 @@ from fake_gpus import FakeKernels, pretend_gpus
 from helpers import TARGET, make_mesh, sharded
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import _compat, ring_all_gather, ring_psum, runtime
+from jax_ring import _compat, ring_all_gather, ring_ppermute, ring_psum, runtime
 from jax_ring.distributed import discovery
 from jax_ring.lowering import reach
 from jax_ring.lowering.reach import Gpu
@@ -178,11 +178,35 @@ def test_all_reduce_across_hosts_is_two_level(caplog, monkeypatch):
 
 
 @pytest.mark.usefixtures("two_hosts")
-def test_other_collectives_across_hosts_are_served_by_xla(caplog):
+def test_a_gather_across_hosts_is_two_level(caplog, monkeypatch):
+    monkeypatch.setattr(runtime, "STRICT", True)
     caplog.set_level(logging.INFO, "jax_ring")
     text = lower(lambda x: ring_all_gather(x, "i"), jnp.ones(8), check_vma=False)
+    across, gather = re.findall(r"stablehlo.all_gather|jax_ring_all_gather", text)
+    assert (across, gather) == ("stablehlo.all_gather", "jax_ring_all_gather")
+    assert "replica_groups = dense<[[0, 2], [1, 3], [4, 6], [5, 7]]>" in text
+    assert "devices = dense<[0, 1, 4, 5, 2, 3, 6, 7]>" in text
+    assert "ring_all_gather over ('i',) is served by XLA between 2 hosts" in caplog.text
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_a_permutation_within_hosts_does_not_cross(caplog, monkeypatch):
+    monkeypatch.setattr(runtime, "STRICT", True)
+    caplog.set_level(logging.INFO, "jax_ring")
+    text = lower(lambda x: ring_ppermute(x, "i", [(0, 5), (2, 7)]), jnp.ones(8), check_vma=False)
+    assert text.count("@jax_ring_permute") == 1
+    assert "sources = dense<[-1, -1, -1, 0]>" in text
+    assert "stablehlo.collective_permute" not in text
+    assert "across" not in caplog.text
+    assert "between" not in caplog.text
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_a_permutation_of_hosts_is_served_by_xla(caplog):
+    caplog.set_level(logging.INFO, "jax_ring")
+    text = lower(lambda x: ring_ppermute(x, "i", [(0, 2), (3, 1)]), jnp.ones(8), check_vma=False)
     assert "@jax_ring" not in text
-    assert "the ranks of a group are on 2 hosts" in caplog.text
+    assert "on 2 hosts, between which every pair of the permutation crosses" in caplog.text
 
 
 @pytest.mark.usefixtures("two_hosts")

@@ -90,6 +90,15 @@ def test_explain_reports_the_choice(monkeypatch):
     assert "jax_ring (auto: one_shot)" in text
 
 
+@pytest.mark.usefixtures("gpus")
+def test_explain_reports_the_choice_for_joined_calls(monkeypatch):
+    monkeypatch.setattr(tuning, "ACTIVE", {"cuda": TABLE})
+    found = explain(sharded(lambda x: [psum(x), psum(x + 1)], check_vma=False), jnp.ones(64))
+    assert [call.num_bytes for call in found.instructions] == [64]
+    assert [call.chosen for call in found.collectives] == [("two_shot",)] * 2
+    assert found.predicted_bytes == 64 * 2 * 7 / 8
+
+
 def test_explain_reports_no_choice_on_cpu():
     (found,) = explain(sharded(psum, check_vma=False), jnp.ones(64)).collectives
     assert (found.algorithm, found.chosen) == ("auto", ())

@@ -20,6 +20,14 @@ sums: dict[str, jax.Array] = ring_psum(tree, "i")
 means: dict[str, jax.Array] = ring_pmean(tree, ("i", "j"))
 block: jax.Array = ring_psum_scatter(x, "i", tiled=True)
 whole: tuple[jax.Array, int] = ring_all_gather((x, 1), "i", to="invarying")
+turned: list[jax.Array] = jax_ring.ring_ppermute([x], "i", [(0, 1), (1, 0)], algorithm="two_shot")
+exchanged: dict[str, jax.Array] = jax_ring.ring_all_to_all(tree, ("i", "j"), 0, 0, tiled=True)
+swapped: jax.Array = jax_ring.ring_pswapaxes(jax_ring.ring_pshuffle(x, "i", [1, 0]), "i", 0)
+received: jax.Array = jax_ring.ring_ragged_all_to_all(x, x, x, x, x, x, axis_name="i")
+copied: dict[str, jax.Array] = jax_ring.ring_pbroadcast(tree, "i", x)
+jax_ring.ring_ppermute(x, "i", [0, 1])  # refused: list-item
+jax_ring.ring_all_to_all(x, "i", 0)  # refused: call-arg
+jax_ring.ring_pbroadcast(x, "i", "0")  # refused: arg-type
 synced: dict[str, jax.Array] = sync_gradients(tree, "i", wire_dtype=jnp.bfloat16)
 sent: dict[str, jax.Array] = sync_gradients(tree, "i", wire="bfloat16")
 copies: dict[str, jax.Array] = jax_ring.broadcast_params(tree, "i", root=1, impl="lax")

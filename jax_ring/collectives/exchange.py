@@ -5,12 +5,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 # Bound here because users may replace them in `jax.lax`.
 from jax.lax import all_to_all as lax_all_to_all
 from jax.lax import ppermute as lax_ppermute
 
+from jax_ring import _compat
 from jax_ring.collectives import primitives
 from jax_ring.collectives.axes import (
     AxisName,
@@ -23,7 +26,6 @@ from jax_ring.collectives.axes import (
     num_ranks,
 )
 from jax_ring.collectives.leaves import as_varying, belongs_to_lax, fused
-from jax_ring.lowering.layout import blocks_at, blocks_first
 from jax_ring.options import Algorithm, make_options
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
@@ -66,8 +68,6 @@ def ring_all_to_all(
     """
     function, options = "ring_all_to_all", make_options("ring_all_to_all", algorithm)
     axes = axes_of(axis_name)
-    if not axes:
-        raise ValueError(f"{function} needs at least one axis, got axis_name={axis_name!r}")
     check_named(function, axes)
     groups = check_groups(function, axis_index_groups, axes)
     size = group_size(function, axes, groups)
@@ -93,11 +93,18 @@ def ring_all_to_all(
 
     def run(operands, dimensions):
         split, concat = dimensions
-        blocks = [blocks_first(x, axis_size=size, dimension=split, tiled=tiled) for x in operands]
-        received = primitives.ring_all_to_all_p.bind(
-            *blocks, axes=axes, axis_index_groups=groups, axis_size=size, dimension=0, tiled=True, options=options
-        )
-        return [blocks_at(x, dimension=concat, tiled=tiled) for x in received]
+        moves = not tiled and split != concat
+        if moves:
+            # Where the blocks that arrive will lie, counted without the split dimension.
+            concat += split < concat
+            operands = [lax.expand_dims(x, [concat]) for x in operands]
+            split += concat <= split
+        if axes:
+            operands = primitives.ring_all_to_all_p.bind(
+                *operands, axes=axes, axis_index_groups=groups, axis_size=size, dimension=split,
+                concat_dimension=concat, tiled=True, options=options,
+            )  # fmt: skip
+        return [lax.squeeze(x, [split]) for x in operands] if moves else operands
 
     return fused(x, partial(belongs_to_lax, axes=axes, moved=True), to_lax, operand, run)
 
@@ -121,7 +128,8 @@ def ring_ppermute(x: T, axis_name: AxisName, perm: Sequence[tuple[int, int]], *,
       x: an array, or a pytree of arrays, of any dtype. Random keys (`jax.random.key`) are sent as their bits.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
       perm: a list or tuple of pairs (source, receiver) of ranks. No two pairs have the same source, or the same
-        receiver. A rank that is no receiver gets zeros. As in `jax.lax`, ranks count modulo p.
+        receiver. A rank that is no receiver gets zeros. Negative ranks count from the end. Over several axes the
+        rank is that of `jax.lax`: JAX 0.10 counts in the mesh's order of the axes, and later ones refuse another.
       algorithm: as for `ring_psum`.
 
     Returns:
@@ -129,14 +137,15 @@ def ring_ppermute(x: T, axis_name: AxisName, perm: Sequence[tuple[int, int]], *,
 
     Raises:
       ValueError: if two pairs have the same source or the same receiver, and as `ring_psum`.
+      IndexError: if there is no such rank.
+      RuntimeError: if several axes are not in the mesh's order, as from `jax.lax`, with the same option to allow it.
       NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`; a TypeError also if `perm`
         is neither a list nor a tuple.
     """
     function, options = "ring_ppermute", make_options("ring_ppermute", algorithm)
     axes = axes_of(axis_name)
-    if not axes:
-        raise ValueError(f"{function} needs at least one axis, got axis_name={axis_name!r}")
     check_named(function, axes)
+    axes = _compat.axes_of_permutation(axes, jax.sharding.get_abstract_mesh())
     pairs = _check_permutation(function, perm, num_ranks(axes))
 
     def operand(leaf):
@@ -146,6 +155,8 @@ def ring_ppermute(x: T, axis_name: AxisName, perm: Sequence[tuple[int, int]], *,
         return lax_ppermute(leaf, axes, pairs)
 
     def run(operands, _):
+        if not axes:
+            return operands if pairs else [jnp.zeros_like(x) for x in operands]
         return primitives.ring_ppermute_p.bind(
             *operands, axes=axes, axis_index_groups=None, perm=pairs, options=options
         )
@@ -168,12 +179,17 @@ def _check_permutation(function: str, perm: Sequence[tuple[int, int]], size: int
     """The pairs (source, receiver), as ranks from 0 to p-1. Raises unless sources and receivers are unique."""
     if not isinstance(perm, list | tuple):
         raise TypeError(f"{function}: perm must be a list or a tuple of pairs (source, receiver), got {type(perm)}")
-    pairs = tuple((operator.index(source) % size, operator.index(receiver) % size) for source, receiver in perm)
-    sources, receivers = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    for name, ranks in (("source", sources), ("receiver", receivers)):
-        if twice := {rank for rank in ranks if ranks.count(rank) > 1}:
+    pairs = tuple((operator.index(source), operator.index(receiver)) for source, receiver in perm)
+    if beyond := sorted({rank for pair in pairs for rank in pair if not -size <= rank < size}):
+        raise IndexError(
+            f"{function}: perm has the ranks {beyond}, but there are the ranks 0 to {size - 1}, also counted from the "
+            f"end as -1 to {-size}: {list(perm)}"
+        )
+    pairs = tuple((source % size, receiver % size) for source, receiver in pairs)
+    for i, name in enumerate(("source", "receiver")):
+        ranks = [pair[i] for pair in pairs]
+        if twice := sorted({rank for rank in ranks if ranks.count(rank) > 1}):
             raise ValueError(
-                f"{function}: a rank may be the {name} of one pair only, but perm has {sorted(twice)} in several: "
-                f"{list(perm)}, with ranks counted modulo {size}"
+                f"{function}: a rank may be the {name} of one pair only, but perm has {twice} in several: {list(perm)}"
             )
     return pairs

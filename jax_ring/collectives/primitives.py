@@ -133,13 +133,17 @@ def _batch_other_axis(bind: Callable, rules: Rules, operands: Sequence, dims: Se
         return bind(*operands, **params), dims
     # A batch dimension in front shifts the scattered or gathered dimension; one behind is shifted by it.
     dimension, added = params.pop("dimension"), 0 if params["tiled"] else rules.added_dimensions
+    concat = params.pop("concat_dimension", None)
     by_dimension, results, result_dims = defaultdict(list), [None] * len(operands), [None] * len(operands)
     for i, dim in enumerate(dims):
         before = dim is not None and dim <= dimension
-        by_dimension[dimension + before].append(i)
+        moved: dict[str, int] = {"dimension": dimension + before}
+        if concat is not None:
+            moved["concat_dimension"] = concat + (dim is not None and dim <= concat)
+        by_dimension[tuple(moved.items())].append(i)
         result_dims[i] = dim if dim is None or before else dim + added
-    for moved, members in by_dimension.items():
-        of_members = bind(*(operands[i] for i in members), dimension=moved, **params)
+    for dimensions, members in by_dimension.items():
+        of_members = bind(*(operands[i] for i in members), **dict(dimensions), **params)
         for i, result in zip(members, of_members, strict=True):
             results[i] = result
     return results, result_dims
@@ -237,13 +241,16 @@ ring_all_gather_p, ring_all_gather_invariant_p = _pair(
     _GATHER._replace(abstract_eval=_compat.abstract_all_gather_invariant, transpose=_own_blocks),
 )
 
-# The blocks that a rank sends lie along the same dimension as those that it receives.
+# Always tiled. The blocks that a rank receives lie along `concat_dimension`.
 ring_all_to_all_p: Primitive = _make_primitive(
     "ring_all_to_all",
     Collective("ring_all_to_all", "all_to_all", "sum", _compat.lower_lax_all_to_all),
     Rules(
         _compat.abstract_all_to_all,
-        lambda cotangents, params: ring_all_to_all_p.bind(*cotangents, **params),
+        lambda cotangents, params: ring_all_to_all_p.bind(
+            *cotangents,
+            **{**params, "dimension": params["concat_dimension"], "concat_dimension": params["dimension"]},
+        ),
         vmap_axis.all_to_all,
     ),
 )

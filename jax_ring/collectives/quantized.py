@@ -4,6 +4,7 @@ Values are rounded twice however many ranks there are: by the rank that contribu
 their sum. The scheme is that of ZeRO++ (Wang et al., 2023) and of EQuARX (Ahmed et al., 2025).
 """
 
+import contextlib
 import logging
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from jax_ring.collectives.leaves import as_varying
 from jax_ring.collectives.primitives import ring_all_gather_p, ring_psum_scatter_p
 from jax_ring.distributed import discovery
 from jax_ring.lowering import composed
+from jax_ring.lowering.override_state import for_xla
 from jax_ring.lowering.reach import Levels
 from jax_ring.lowering.service import Service, platforms_of, replica_groups, who_serves
 from jax_ring.options import Options
@@ -168,9 +170,13 @@ def _service(platforms, axis_context, axes: tuple) -> Service:
 
 def _lower(ctx, *operands, **params):
     platforms, axis_context = platforms_of(ctx), ctx.module_context.axis_context
+    exchange: contextlib.AbstractContextManager = contextlib.nullcontext()
     if params["by_host"]:
-        _note_service(params["function"], params["axes"], _service(platforms, axis_context, params["axes"]))
-    with _compat.without_vma():
+        service = _service(platforms, axis_context, params["axes"])
+        _note_service(params["function"], params["axes"], service)
+        if service.levels is not None and service.levels.across:
+            exchange = for_xla()
+    with _compat.without_vma(), exchange:
         avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
         return mlir.lower_fun(_steps(platforms, axis_context, **params))(ctx.replace(avals_in=avals), *operands)
 

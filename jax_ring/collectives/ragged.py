@@ -138,6 +138,10 @@ def _batch(axis_data, operands, dims, *, axes, axis_index_groups, options):
             f"ring_ragged_all_to_all over the vmap axis {axis_data.name!r}, which its namesake in jax.lax does not "
             "take either. Map the axis over devices with shard_map."
         )
+    if all(dim is None for dim in dims):
+        return ring_ragged_all_to_all_p.bind(
+            *operands, axes=axes, axis_index_groups=axis_index_groups, options=options
+        ), None
     size = axis_data.size
     # The members of the batch become consecutive rows, and their slices those of one call. A rank's slices must stay
     # together.

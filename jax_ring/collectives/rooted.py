@@ -12,6 +12,7 @@ from jax_ring.collectives import primitives
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, check_root, split_axes
 from jax_ring.collectives.leaves import as_varying, belongs_to_lax, counted, fused, no_namesake
 from jax_ring.collectives.slots import first_terms, prepare
+from jax_ring.lowering.words import from_bits, to_bits
 from jax_ring.options import Algorithm, Order, make_options
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
@@ -68,43 +69,59 @@ def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array, *, algor
     Args:
       x, axis_name, algorithm: as for `ring_broadcast`.
       source: the rank whose value is sent, from 0 to p-1 and the same on all ranks: a Python integer, or an integer
-        array of no dimensions. With an array the call is a sum to which the other ranks contribute zeros, and NaNs
-        lose their payload.
+        array of no dimensions. With an array the call is a sum to which the other ranks contribute zeros.
 
     Returns:
       A pytree like `x`. With vma tracking it varies over the axis.
 
     Raises:
-      ValueError: if there is no rank `source`, and as `ring_psum`. A rank in an array is not checked: the results are
-        zeros if it does not exist.
+      ValueError: if there is no rank `source`, or it has dimensions, and as `ring_psum`. A rank in an array is not
+        checked: the results are zeros if it does not exist.
       NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
     function, options = "ring_pbroadcast", make_options("ring_pbroadcast", algorithm)
     axes = axes_of(axis_name)
-    if not axes:
-        raise ValueError(f"{function} needs at least one axis, got axis_name={axis_name!r}")
     check_named(function, axes)
-    is_known = not isinstance(source, jax.Array)
-    if is_known:
+    if not isinstance(source, jax.Array):
         source = check_root(function, axes, source)
-    elif source.shape or not jnp.issubdtype(source.dtype, jnp.integer):
-        raise TypeError(f"{function}: source must be an integer without dimensions, got {jax.typeof(source)}")
+    elif source.shape:
+        raise ValueError(f"{function}: source must have no dimensions, got {jax.typeof(source)}")
+    elif not jnp.issubdtype(source.dtype, jnp.integer):
+        raise TypeError(f"{function}: source must be an integer, got {jax.typeof(source)}")
 
     def operand(leaf):
         return as_varying(function, jnp.asarray(leaf), axes), None
 
     def run(operands, _):
-        if is_known:
-            return primitives.ring_broadcast_p.bind(
-                *operands, axes=axes, axis_index_groups=None, root=source, options=options
-            )
-        # Minus zero, because 0.0 + -0.0 is 0.0.
-        is_source = lax.axis_index(axes) == source
-        terms = [jnp.where(is_source, counted(x), -jnp.zeros_like(counted(x))) for x in operands]
-        totals = primitives.ring_psum_p.bind(*terms, axes=axes, axis_index_groups=None, options=options)
-        return [total.astype(x.dtype) for total, x in zip(totals, operands, strict=True)]
+        if not axes:
+            return operands
+        if isinstance(source, jax.Array):
+            return _from_dynamic_source(source, operands, axes, options)
+        return primitives.ring_broadcast_p.bind(
+            *operands, axes=axes, axis_index_groups=None, root=source, options=options
+        )
 
     return fused(x, partial(belongs_to_lax, axes=axes, moved=True), no_namesake(function), operand, run)
+
+
+def _from_dynamic_source(source: jax.Array, operands: list, axes: tuple, options) -> list:
+    """The operands of the rank in `source`: a sum to which the others contribute zeros, of bits and so unchanged."""
+    is_source = lax.axis_index(axes) == source
+
+    def total(terms):
+        masked = [jnp.where(is_source, x, jnp.zeros_like(x)) for x in terms]
+        return primitives.ring_psum_p.bind(*masked, axes=axes, axis_index_groups=None, options=options)
+
+    @jax.custom_jvp
+    def send(*operands):
+        dtype = operands[0].dtype
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            parts = send(*(part for x in operands for part in (x.real, x.imag)))
+            return [lax.complex(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+        return [from_bits(bits, dtype) for bits in total([to_bits(x) for x in operands])]
+
+    send.defjvp(lambda primals, tangents: (send(*primals), total(tangents)))
+    return send(*operands)
 
 
 def ring_broadcast(x: T, axis_name: AxisName, *, root: int = 0, algorithm: Algorithm = "auto") -> T:

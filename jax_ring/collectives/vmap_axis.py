@@ -75,14 +75,13 @@ def all_gather(x, dim, size, options, *, dimension, tiled):
     return merge_dimensions(stacked, dimension) if tiled else stacked, None
 
 
-def all_to_all(x, dim, size, options, *, dimension, tiled):
-    """Member i gets block i of every member, along the same dimension."""
+def all_to_all(x, dim, size, options, *, dimension, concat_dimension, tiled):
+    """Member i gets block i of every member, along `concat_dimension`."""
     del options, tiled
-    if dim is None:
-        x, dim = jnp.broadcast_to(x, (size, *x.shape)), 0
-    blocks = jnp.moveaxis(x, dim, 0)
-    blocks = jnp.swapaxes(split_dimension(blocks, dimension + 1, size), 0, dimension + 1)
-    return merge_dimensions(blocks, dimension + 1), 0
+    batch = jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+    # (receiver, source, ...)
+    blocks = jnp.moveaxis(split_dimension(batch, dimension + 1, size), dimension + 1, 0)
+    return merge_dimensions(jnp.moveaxis(blocks, 1, concat_dimension + 1), concat_dimension + 1), 0
 
 
 def permute(x, dim, size, options, *, perm):

@@ -19,6 +19,10 @@ _KINDS = {
     "all-gather-start": "all_gather",
     "all-to-all": "all_to_all",
     "all-to-all-start": "all_to_all",
+    "ragged-all-to-all": "ragged_all_to_all",
+    "ragged-all-to-all-start": "ragged_all_to_all",
+    "collective-broadcast": "broadcast",
+    "collective-broadcast-start": "broadcast",
     "collective-permute": "permute",
     "collective-permute-start": "permute",
 }
@@ -29,6 +33,7 @@ _ARRAY = re.compile(r"\b([a-z]+(?:\d+\w*)?)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(condition|body|calls|to_apply)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+))")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_SITE = re.compile(r'\bsite = "([^"]*)"')
 _TARGET = re.compile(r'custom_call_target="(jax_ring_\w+)"')
 
 
@@ -43,6 +48,7 @@ class Instruction:
       group_sizes: the number of ranks in each group.
       times: the number of calls in one run of the program; None if it is known only at run time.
       wire_bytes: the bytes that a rank sends in one call, on average.
+      call_sites: the lines that a custom call serves, as its errors name them. Joined calls are one instruction.
     """
 
     name: str
@@ -51,6 +57,7 @@ class Instruction:
     group_sizes: tuple[int, ...]
     times: int | None
     wire_bytes: float
+    call_sites: str = ""
 
 
 def find_collectives(hlo: str) -> list[Instruction]:
@@ -122,6 +129,7 @@ def _instruction(match: re.Match, target: re.Match | None, times: int | None, nu
         wire_bytes=wire_bytes(
             kind, num_bytes, sizes, _algorithms(rest, num_bytes, len(sizes)), trees.mean_terms(along)
         ),
+        call_sites=site[1] if target and (site := _SITE.search(rest)) else "",
     )
 
 

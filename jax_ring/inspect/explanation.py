@@ -12,10 +12,12 @@ from jax.extend.source_info_util import summarize
 
 from jax_ring import _compat
 from jax_ring.inspect.compiled import Instruction, find_collectives
-from jax_ring.inspect.tree_bytes import by_xla, on_two_levels
+from jax_ring.inspect.messages import Messages
+from jax_ring.inspect.tree_bytes import by_xla
+from jax_ring.inspect.two_level_bytes import on_two_levels
 from jax_ring.inspect.wire_bytes import num_bytes_of as _num_bytes
-from jax_ring.inspect.wire_bytes import wire_bytes
-from jax_ring.lowering import composed, override, service, trees, tuning, two_level
+from jax_ring.inspect.wire_bytes import ragged_bytes, wire_bytes
+from jax_ring.lowering import composed, host_places, override, ragged, service, trees, tuning
 from jax_ring.lowering.reach import Levels
 from jax_ring.options import Options
 
@@ -28,6 +30,9 @@ _KINDS = {
     "all_gather": "all_gather",
     "ppermute": "permute",
     "all_to_all": "all_to_all",
+    "ragged_all_to_all": ragged.KIND,
+    "pbroadcast": "broadcast",
+    "pbroadcast_dynamic": "all_reduce",  # with the source in an array
     "ring_reduce": "reduce",  # lax.reduce is no collective
     "ring_broadcast": "broadcast",
 }
@@ -42,22 +47,24 @@ class Collective:
       axes: the names of the mesh axes over which it communicates.
       groups: the groups of mesh positions that communicate with each other.
       operands: dtype and shape of each operand on one rank.
-      num_bytes: the message size of one call in bytes: of the operands, or for all_gather of the results. Terms of a
-        `ShardSums` count as one.
+      num_bytes: the message size of one call in bytes: of the operands, or for all_gather and ragged_all_to_all of the
+        results. Terms of a `ShardSums` count as one.
       times: the number of calls in one call of the function; None if it is known only at run time, as in a while_loop
         or in a branch of a cond.
-      order: in which values are added: the option `order`; "XLA" if XLA chooses it, alone or between hosts; empty if
+      order: in which values are added: the option `order`; "XLA" if XLA chooses it, alone or between hosts; "rank by
+        host" of a psum_scatter across hosts, in the order `order` on each host, then in that of the hosts; empty if
         nothing is added.
       algorithm: the option `algorithm`; empty if XLA serves the call.
-      chosen: the algorithms that "auto" selects by the active thresholds (`JAX_RING_TUNING`), several if groups differ.
-        Empty if there is no choice: on CPU devices of one process, and for anything but a sum by an all-reduce. More
-        than 64 operands are sent as several messages, each of which may use a different algorithm.
+      chosen: the algorithms that "auto" selects by the active thresholds (`JAX_RING_TUNING`), several if groups differ,
+        for the message of which the call is a part in the compiled program. Empty if there is no choice: on CPU devices
+        of one process, and for anything but a sum by an all-reduce. More than 64 operands are sent as several messages,
+        each of which may use a different algorithm.
       served_by: "jax_ring"; if a group spans processes or hosts, with the transport, as in
         "jax_ring (shared memory, 2 processes)" or "jax_ring within hosts, XLA across 2 hosts"; "XLA"; or "none" if
         each group is one rank.
         XLA serves order="tree" by moving data, which the program adds.
       why: the reason if it is served by XLA or by none; else empty.
-      wire_bytes: the predicted bytes that a rank sends in one call, on average.
+      wire_bytes: the predicted bytes that a rank sends in one call, on average; for ragged_all_to_all at most.
       wire_bytes_across_hosts: the part of them that goes to other hosts; None if XLA serves the call.
       call_site: file, line and function.
     """
@@ -162,27 +169,24 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
             f"explain: pass a function and its arguments, as in explain(f, x), not a result; got {type(fn).__name__}"
         )
     traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*args, **kwargs)
-    compiled = traced.lower().compile()
-    return Explanation(
-        tuple(_walk(_as_jaxpr(traced.jaxpr), None, 1)),
-        tuple(find_collectives(compiled.as_text() or "")),
-    )
+    instructions = tuple(find_collectives(traced.lower().compile().as_text() or ""))
+    return Explanation(tuple(_walk(_as_jaxpr(traced.jaxpr), None, 1, Messages(instructions))), instructions)
 
 
-def _walk(jaxpr: core.Jaxpr, axis_context, times: int | None) -> Iterator[Collective]:
+def _walk(jaxpr: core.Jaxpr, axis_context, times: int | None, messages: Messages) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
         if axis_context is not None and _kind_of(_compat.function_name(eqn.primitive)):
-            yield _collective(eqn, axis_context, times)
+            yield _collective(eqn, axis_context, times, messages)
         if axis_context is not None and eqn.primitive in composed.STEPS:
-            yield from _steps(eqn, axis_context, times)
+            yield from _steps(eqn, axis_context, times, messages)
         is_shard_map = eqn.primitive.name == "shard_map"
         inner_context = _compat.axis_context_within(eqn.params) if is_shard_map else axis_context
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(inner):
-                yield from _walk(_as_jaxpr(inner), inner_context, _times_within(eqn, times))
+                yield from _walk(_as_jaxpr(inner), inner_context, _times_within(eqn, times), messages)
 
 
-def _steps(eqn: core.JaxprEqn, axis_context, times: int | None) -> Iterator[Collective]:
+def _steps(eqn: core.JaxprEqn, axis_context, times: int | None, messages: Messages) -> Iterator[Collective]:
     """The collectives of a call that consists of several, at the user's line."""
     mesh = axis_context.mesh
     run = composed.STEPS[eqn.primitive]((_platform(mesh),), axis_context, **eqn.params)
@@ -190,12 +194,13 @@ def _steps(eqn: core.JaxprEqn, axis_context, times: int | None) -> Iterator[Coll
     with _compat.without_vma():
         types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         traced = jax.make_jaxpr(run, axis_env=list(mesh.shape.items()))(*types)
-    for step in _walk(traced.jaxpr, axis_context, times):
+    for step in _walk(traced.jaxpr, axis_context, times, messages):
         yield replace(step, call_site=summarize(eqn.source_info))
 
 
 def _kind_of(function: str) -> str | None:
     """The kind of collective, as of `wire_bytes`; None if the function is no collective."""
+    function = function.removesuffix("_start")  # of an asynchronous collective
     return _KINDS.get(function) or _KINDS.get(function.removeprefix("ring_"))
 
 
@@ -213,7 +218,7 @@ def _times_within(eqn: core.JaxprEqn, times: int | None) -> int | None:
     return times * eqn.params["length"] if eqn.primitive.name == "scan" else times
 
 
-def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collective:
+def _collective(eqn: core.JaxprEqn, axis_context, times: int | None, messages: Messages) -> Collective:
     params = eqn.params
     name = _compat.function_name(eqn.primitive)
     kind = _kind_of(name)
@@ -226,21 +231,19 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     sums = kind == "all_reduce" and "psum" in name
     options = params.get("options", Options())
     along = trees.trees_of(groups, options) if trees.adds_along_tree(kind, options) else []
-    served_by, why, engine, levels = _who_serves(eqn.primitive.name, kind, axis_context, groups, options)
+    served_by, why, engine, levels = _who_serves(eqn, kind, axis_context, groups, options)
     has_options = "options" in params or sums
     algorithm = options.algorithm if has_options and engine else ""
-    # The message is the larger side of the call: the results of a gather, elsewhere the operands.
-    message: list[Any] = [v.aval for v in (eqn.outvars if kind == "all_gather" else eqn.invars)]
+    message = _message(eqn, name, kind)
     if along and options.num_shards is not None:
         message = [jax.core.ShapedArray(aval.shape[1:], aval.dtype) for aval in message]
     num_bytes = sum(map(_num_bytes, message))
     by_group: list[str] = []
     across: float | None
     if levels is not None and levels.across:
-        if along:
-            within, across = on_two_levels(kind, groups, levels, options, message)
-        else:
-            within, across = _two_level_wire_bytes(name, levels, message)
+        op = "max" if "pmax" in name else "min" if "pmin" in name else "sum"
+        terms = [v.aval for v in eqn.invars] if kind == "all_gather" else message
+        within, across = on_two_levels(kind, op, groups, levels, options, terms, params.get("perm"))
         sends = within + across
     elif served_by == "XLA" and along:
         num_ranks = math.prod(axis_context.mesh.shape[axis] for axis in axes)
@@ -248,10 +251,14 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     else:
         by_size = sums and options.algorithm_depends_on_size()
         if by_size and levels is not None and engine and service.has_choice(engine, levels):
-            by_group = [tuning.thresholds(engine, size).choose(num_bytes) for size in sizes]
+            joined_bytes = messages.size_with(_compat.call_site(eqn.source_info), num_bytes)
+            by_group = [tuning.thresholds(engine, size).choose(joined_bytes) for size in sizes]
         falls_back = served_by == "XLA" and _belongs_to_jax_ring(eqn.primitive.name)
         sent_as = service.kind_by_xla(kind, (_platform(axis_context.mesh),)) if falls_back else kind
         sends = wire_bytes(sent_as, num_bytes, sizes, by_group or algorithm, trees.mean_terms(along))
+        if kind == ragged.KIND:
+            on_cpu = _platform(axis_context.mesh) == "cpu"
+            sends = ragged_bytes(eqn.invars, num_bytes, sizes, as_gathers=falls_back and on_cpu)
         across = None if served_by == "XLA" else 0.0
     return Collective(
         name=name,
@@ -260,7 +267,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
         operands=tuple(_aval_text(v.aval) for v in eqn.invars),
         num_bytes=num_bytes,
         times=times,
-        order=_order(name, options, served_by),
+        order=_order(name, options, served_by, levels),
         algorithm=algorithm,
         chosen=tuple(dict.fromkeys(by_group)),
         served_by=served_by,
@@ -271,9 +278,20 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None) -> Collecti
     )
 
 
-def _order(name: str, options: Options, served_by: str) -> str:
+def _message(eqn: core.JaxprEqn, name: str, kind: str) -> list[Any]:
+    """The types of the larger side of a call: the results of a gather and of a ragged all-to-all, else the operands."""
+    variables = eqn.outvars if kind in ("all_gather", ragged.KIND) else eqn.invars
+    if name == "pbroadcast_dynamic":
+        variables = variables[:1]  # without the source
+    avals: list[Any] = [v.aval for v in variables]
+    return [getattr(aval, "inner_aval", aval) for aval in avals]  # of an asynchronous collective
+
+
+def _order(name: str, options: Options, served_by: str, levels: Levels | None) -> str:
     if "psum" not in name and name != "ring_reduce":
         return ""
+    if "psum_scatter" in name and levels is not None and levels.across and options.order != "tree":
+        return f"{options.order} by host"  # XLA only moves what crosses
     return "XLA" if "XLA" in served_by and options.order != "tree" else options.order
 
 
@@ -286,40 +304,25 @@ def _aval_text(aval) -> str:
     return f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]"
 
 
-def _two_level_wire_bytes(name: str, levels: Levels, avals: Sequence) -> tuple[float, float]:
-    """Bytes that a rank sends within its host, and to other hosts, for an all-reduce on two levels (two_level.py)."""
-    op = "max" if "pmax" in name else "min" if "pmin" in name else "sum"
-    ranks, hosts = [len(levels.within[0])], [levels.num_hosts]
-    within = across = 0.0
-    for aval in avals:
-        types = two_level.types_of(op, aval.dtype)
-        shard = two_level.shard_size(aval.size, *ranks)
-        scattered, crossing, gathered = (_num_bytes(jax.core.ShapedArray((shard,), dtype)) for dtype in types)
-        within += wire_bytes("reduce_scatter", scattered * ranks[0], ranks)
-        within += wire_bytes("all_gather", gathered * ranks[0], ranks)
-        across += wire_bytes("all_reduce", crossing, hosts)
-    return within, across
-
-
 def _belongs_to_jax_ring(primitive_name: str) -> bool:
     """Whether jax_ring lowers this primitive: its own, and those of JAX under `override_lax()`."""
     return primitive_name.startswith("ring_") or override.is_overridden(primitive_name)
 
 
 def _who_serves(
-    primitive_name: str, kind: str, axis_context, groups: Sequence[Sequence[int]], options: Options
+    eqn: core.JaxprEqn, kind: str, axis_context, groups: Sequence[Sequence[int]], options: Options
 ) -> tuple[str, str, str | None, Levels | None]:
     """Returns `Collective.served_by` and `Collective.why`, and the engine and the groups it serves, if any."""
     if all(len(group) == 1 for group in groups):
         return "none", "groups of one rank", None, None
-    if not _belongs_to_jax_ring(primitive_name):
+    if not _belongs_to_jax_ring(eqn.primitive.name):
         return "XLA", "a collective of lax, not overridden", None, None
     platforms = (_platform(axis_context.mesh),)
-    found = service.who_serves(platforms, axis_context, groups, kind, options)
+    found = service.who_serves(platforms, axis_context, groups, kind, options, eqn.params.get("perm"))
     levels = found.levels
     if levels is None:
         return "XLA", found.why_not, None, None
-    if levels.across:
+    if host_places.crosses_hosts(kind, groups, levels, eqn.params.get("perm")):
         return f"jax_ring within hosts, XLA across {levels.num_hosts} hosts", "", found.engine, levels
     if levels.num_processes > 1:
         transport = "shared memory" if found.engine == "cpu" else "CUDA IPC"

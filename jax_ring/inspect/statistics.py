@@ -44,7 +44,7 @@ class CallStatistics:
 
     Attributes:
       call: what is called, with dtype, shape and axis, and where in the program.
-      kind: all_reduce, reduce_scatter, all_gather, reduce, broadcast, all_to_all or permute.
+      kind: all_reduce, reduce_scatter, all_gather, reduce, broadcast, all_to_all, permute or ragged_all_to_all.
       num_ranks: the number of ranks in the largest of its groups.
       count: how often it was done. Each group that has ranks in this process counts.
       failures: how often it failed.

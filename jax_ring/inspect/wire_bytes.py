@@ -1,8 +1,8 @@
 """Closed formulas for the bytes that a collective sends, used by `explain()`.
 
 V is the message size as nccl-tests defines it: of the operand of an all-reduce or a reduce-scatter, and of the result
-of an all-gather, on one rank. The formulas for rings are those of Patarasuk and Yuan, "Bandwidth optimal all-reduce
-algorithms for clusters of workstations" (2009); two-shot sends as much.
+of an all-gather or a ragged all-to-all, on one rank. The formulas for rings are those of Patarasuk and Yuan, "Bandwidth
+optimal all-reduce algorithms for clusters of workstations" (2009); two-shot sends as much.
 """
 
 import math
@@ -21,6 +21,8 @@ _SENT_MESSAGES = {
     "reduce": lambda p: (p - 1) / p,
     "broadcast": lambda p: (p - 1) / p,
     "permute": lambda p: 1,
+    # At most, as if the ranks sent all that their results can hold. The sizes are known at run time alone.
+    "ragged_all_to_all": lambda p: (p - 1) / p,
 }
 
 
@@ -34,7 +36,7 @@ def wire_bytes(
     """Bytes that a rank sends in one call of a collective, on average over all ranks.
 
     Args:
-      kind: all_reduce, reduce_scatter, all_gather, all_to_all, reduce, broadcast or permute.
+      kind: all_reduce, reduce_scatter, all_gather, all_to_all, ragged_all_to_all, reduce, broadcast or permute.
       num_bytes: the message size V, in bytes.
       group_sizes: the number of ranks in each group.
       algorithm: of an all-reduce, for all groups or one per group. With "one_shot" each rank sends its whole message to
@@ -52,6 +54,24 @@ def wire_bytes(
 
     total = sum(p * sent_messages(p, a) for p, a in zip(group_sizes, algorithms, strict=True) if p > 1)
     return num_bytes * total / sum(group_sizes)
+
+
+def ragged_bytes(arguments: Sequence, num_bytes: int, group_sizes: Sequence[int], *, as_gathers: bool) -> float:
+    """Bytes that a rank sends at most in a ragged all-to-all, with the sizes that ranks gather before it.
+
+    Args:
+      arguments: the variables of the call's operands: the rows, the result before it, and four arrays of numbers.
+      num_bytes: those of the result.
+      group_sizes: the number of ranks in each group.
+      as_gathers: whether XLA gathers all rows on all ranks in its place.
+    """
+    rows, _, *numbers = [variable.aval for variable in arguments]
+    table = len(numbers) * numbers[0].size * max(4, *(aval.dtype.itemsize for aval in numbers))
+    size = max(group_sizes)
+    gathered = wire_bytes("all_gather", size * table, group_sizes)
+    if as_gathers:
+        return gathered + wire_bytes("all_gather", size * num_bytes_of(rows), group_sizes)
+    return gathered + wire_bytes("ragged_all_to_all", num_bytes, group_sizes)
 
 
 def num_bytes_of(aval) -> int:

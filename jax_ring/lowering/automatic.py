@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
+from jax.interpreters import mlir
 
 from jax_ring.lowering import partitioner
 from jax_ring.options import Options
@@ -37,47 +38,40 @@ def why_not(axes: Sequence[str], kind: str, options: Options, num_hosts: int) ->
     return f"{left}, and the ranks of a group are on {num_hosts} hosts" if num_hosts > 1 else ""
 
 
-def emit(
-    ctx, *operands, target: str, takes_position: bool, aliases: dict, stream: str, num_own: tuple[int, int],
-    **attributes,
-) -> Sequence:  # fmt: skip
-    """Emits a call that the partitioner replaces by the engine's, and returns its results.
+def attributes(
+    shared: ir.DictAttr, target: str, takes_position: bool, num_own: tuple[int, int], stream: str
+) -> ir.DictAttr:
+    """The attributes of a call that the partitioner divides, from those of the engine's call.
 
     Each operand may be divided as its result is, along the dimensions that they share, which are the last ones. The
     dimensions before these number ranks or terms, and each device needs all of them.
 
     Args:
-      ctx: has the types of the operands and of the results.
       target: the engine's custom call.
-      takes_position: whether that call takes the caller's mesh position, before the operands.
-      aliases: which result may take the buffer of an operand.
-      stream: the GPU stream on which the call runs, unless it is the one of its surroundings.
+      takes_position: whether that takes the caller's mesh position, before the operands.
       num_own: how many dimensions of an operand, and of a result, are not shared.
-      attributes: of the engine's call.
+      stream: the GPU stream on which the call runs, unless it is that of its surroundings.
     """
-    attributes |= {
+    own = {
         partitioner.ENGINE_TARGET: target,
         partitioner.TAKES_POSITION: takes_position,
-        partitioner.ALIASES: np.array([*aliases.items()], np.int64).reshape(-1),
-        partitioner.STREAM: stream,
         partitioner.NUM_OWN: np.array(num_own, np.int64),
+        partitioner.STREAM: stream,
     }
-    lower = jax.ffi.ffi_lowering(partitioner.TARGET, skip_ffi_layout_processing=True)
-    results = lower(ctx, *operands, **attributes)
-    shapes = [[aval.shape for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)]
-    results[0].owner.operation.attributes["sdy.sharding_rule"] = _rule(shapes, num_own)
-    return results
+    entries = {shared[i].name: shared[shared[i].name] for i in range(len(shared))}
+    return ir.DictAttr.get({**entries, **{name: mlir.ir_attribute(value) for name, value in own.items()}})
 
 
-def _rule(shapes: Sequence[Sequence[tuple]], num_own: tuple[int, int]) -> ir.Attribute:
-    """Shardy's rule for the call, from the shapes of the operands and of the results."""
+def rule(operands: Sequence[ir.Value], result_types: Sequence[ir.Type], num_own: tuple[int, int]) -> ir.Attribute:
+    """Shardy's rule for a call that the partitioner divides."""
     sizes: list[int] = []  # of the factors: dimensions that are divided alike
     undivided: list[int] = []
     mappings: tuple[list, list] = ([], [])
-    for pair in zip(*shapes, strict=True):
-        shared = range(len(sizes), len(sizes) + len(pair[0]) - num_own[0])
-        sizes += pair[0][num_own[0] :]
-        for shape, num, mapping in zip(pair, num_own, mappings, strict=True):
+    for types in zip([x.type for x in operands], result_types, strict=True):
+        shapes = [ir.RankedTensorType(each).shape for each in types]
+        shared = range(len(sizes), len(sizes) + len(shapes[0]) - num_own[0])
+        sizes += shapes[0][num_own[0] :]
+        for shape, num, mapping in zip(shapes, num_own, mappings, strict=True):
             own = range(len(sizes), len(sizes) + num)
             sizes += shape[:num]
             undivided += own

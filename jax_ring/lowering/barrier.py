@@ -5,35 +5,35 @@ the deadline. The next program would then have operands on that rank alone, and 
 others until XLA ends the process. With the barrier all ranks fail together.
 """
 
-from functools import partial
-
 import jax
 import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 
 from jax_ring import _compat, runtime
-from jax_ring.lowering import program, reach
+from jax_ring.lowering import reach
 
 _NEEDED = "barrier"  # in the state of a module: whether it has calls that may be left out
 
 
 def note(ctx, results) -> None:
     """Notes that a custom call with these results has been emitted."""
+    state = _compat.module_state(ctx)
+    if _NEEDED in state:
+        return
     block = ir.InsertionPoint(results[0].owner).block
     if block.owner.operation.name != "sdy.manual_computation":
-        _compat.module_state(ctx)[_NEEDED] = True
+        state[_NEEDED] = True
 
 
-def _lower_shard_map(jax_rule, ctx, *operands, **params):
-    program.note_body(ctx, params["jaxpr"])  # before its calls are lowered
-    results = jax_rule(ctx, *operands, **params)
-    if _compat.module_state(ctx).get(_NEEDED) and _covers_whole_mesh(ctx, params):
-        body = next((value.owner.operation for value in results if isinstance(value, ir.OpResult)), None)
-        # A mesh of one rank has no such operation.
-        if body and body.name == "sdy.manual_computation" and _has_optional_call(ctx, body, False, set()):
-            _end_with_barrier(ctx, body, params)
-    return results
+def end(ctx, body: ir.Operation, params: dict) -> None:
+    """Ends the body of a shard_map, which has been lowered, with a barrier if it needs one.
+
+    params: those of the shard_map's equation.
+    """
+    is_needed = _compat.module_state(ctx).get(_NEEDED) and _covers_whole_mesh(ctx, params)
+    if is_needed and _has_optional_call(ctx, body, False, set()):
+        _end_with_barrier(ctx, body, params)
 
 
 def _covers_whole_mesh(ctx, params: dict) -> bool:
@@ -120,8 +120,3 @@ def _end_with_barrier(ctx, body: ir.Operation, params: dict) -> None:
             partitions=np.arange(len(processes)),
             processes=np.array(processes, np.int64),
         )
-
-
-_compat.replace_lowering(
-    _compat.shard_map_p, ("cpu",), lambda jax_rule: partial(_lower_shard_map, jax_rule), cacheable=True
-)

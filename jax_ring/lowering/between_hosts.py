@@ -34,7 +34,7 @@ def enclose(ctx, operands, emit: Callable, *, call: str, groups: reach.Groups, a
         "group_sizes": np.array([len(group) for group in groups], np.int64),
     }
     operands = _pass_through(ctx, operands, avals_in, begins=np.int64(1), **attributes)
-    call_sites.write(ctx, operands)
+    call_sites.write(ctx, operands, call)
     return _pass_through(ctx, emit(operands), avals_out, begins=np.int64(0), site="", **attributes)
 
 

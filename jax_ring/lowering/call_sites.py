@@ -15,66 +15,65 @@ from collections.abc import Hashable
 from jax.extend.mlir import ir
 
 from jax_ring import _compat
+from jax_ring.lowering import operation
+from jax_ring.lowering.operation import CONFIG, Call, Lines, compared, named
 
 # A text with more lines than this does not help.
 _MAX_PLACES = 16
 _MAX_LINES_OF_CALL = 4
-Lines = tuple[str, ...]  # those that one call serves
-
-_ATTRIBUTES = "mhlo.backend_config"  # where the attributes of a custom call are
 
 
-def write(ctx, results, lines: Lines = (), caller: ir.Operation | None = None) -> None:
-    """Writes the attribute `site` of a custom call that has just been emitted.
+def lines_of(ctx) -> Lines:
+    """The line of the user's call that is being lowered."""
+    return (_compat.call_site(ctx),)
 
-    Args:
-      ctx: the lowering context, whose line is that of the call.
-      results: those of the custom call, which has all other attributes.
-      lines: further ones that it serves, if calls have been combined.
-      caller: if the custom call is in a function of its own, the operation that calls that function.
-    """
-    table = _compat.module_state(ctx).setdefault("call sites", _Table())
+
+def write(ctx, results, description: str) -> None:
+    """Writes the attribute `site` of another custom call than those to the engines, which has just been emitted."""
     call = results[0].owner.operation
-    if caller is not None:
-        table.note_caller(ir.InsertionPoint(call).block, caller)
-    table.add(call, tuple(dict.fromkeys((*lines, _compat.call_site(ctx)))))
+    shared, lines = ir.DictAttr(call.attributes[CONFIG]), lines_of(ctx)
+    call.attributes[CONFIG] = operation.config(shared, site=operation.site_of(lines))
+    operation.note(ctx, call, Call(shared, description, lines, num_hidden=1, itemsize=0, joins=False))
 
 
-def forget(ctx, operation: ir.Operation) -> Lines:
-    """Forgets an operation that is about to be erased, and returns the lines that it served."""
-    return _compat.module_state(ctx).setdefault("call sites", _Table()).remove(operation)
+def settle(ctx, calls: list[ir.Operation], callers: dict[ir.Block, ir.Operation]) -> None:
+    """Writes the attributes `site` of all calls in the body of a shard_map, which has been lowered.
+
+    callers: the only operation that calls a function, by the function's body.
+    """
+    table = _compat.module_state(ctx).setdefault("call sites", _Table(ctx))
+    for body, caller in callers.items():
+        table.note_caller(body, caller)
+    known = operation.known_calls(ctx)
+    for call in calls:
+        table.add(call, known[call.attributes[CONFIG]].lines)
 
 
 class _Together:
     """Calls with one attribute `site`, which names the lines of all."""
 
-    def __init__(self) -> None:
-        self.calls: dict[ir.Value, tuple[ir.Operation, Lines]] = {}  # by first result
+    def __init__(self, ctx) -> None:
+        self.calls: list[tuple[ir.Operation, Lines]] = []
         self._places: Counter[Lines] = Counter()
+        self._ctx = ctx
 
     def has_only(self, lines: Lines) -> bool:
         return not self.calls or list(self._places) == [lines]
 
     def add(self, call: ir.Operation, lines: Lines) -> None:
-        self.calls[call.results[0]] = call, lines
+        self.calls.append((call, lines))
         self._places[lines] += 1
         is_news = self._places[lines] == 1 and len(self._places) <= _MAX_PLACES + 1
-        self._write([each for each, _ in self.calls.values()] if is_news else [call])
+        self._write(self.calls if is_news else [(call, lines)])
 
-    def remove(self, result: ir.Value) -> Lines:
-        _, lines = self.calls.pop(result)
-        self._places[lines] -= 1
-        if not self._places[lines]:
-            del self._places[lines]
-            self._write([each for each, _ in self.calls.values()])
-        return lines
-
-    def _write(self, calls: list[ir.Operation]) -> None:
-        if calls:
-            site = ir.StringAttr.get(_text(list(self._places)))
-        for call in calls:
-            attributes = dict(_named(ir.DictAttr(call.attributes[_ATTRIBUTES])))
-            call.attributes[_ATTRIBUTES] = ir.DictAttr.get({**attributes, "site": site})
+    def _write(self, calls: list[tuple[ir.Operation, Lines]]) -> None:
+        site = ir.StringAttr.get(_text(list(self._places)))
+        for call, lines in calls:
+            written = call.attributes[CONFIG]
+            if ir.DictAttr(written)["site"] != site:
+                known = operation.known_calls(self._ctx)[written]
+                call.attributes[CONFIG] = operation.config(ir.DictAttr(written), site=site)
+                operation.note(self._ctx, call, known._replace(lines=lines))
 
 
 class _Table:
@@ -83,40 +82,28 @@ class _Table:
     Looking at expressions costs time. Calls that differ in an attribute or a type, and those of one line, need none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ctx) -> None:
         self._numbers: dict[Hashable, int] = {}
         self._values: dict[ir.Value, int] = {}
         self._alike: dict[int, _Together | None] = {}  # by attributes and types; None: told apart by expression
-        self._equal: defaultdict[int, _Together] = defaultdict(_Together)  # by expression
-        self._of_call: dict[ir.Value, _Together] = {}  # by first result
+        self._equal: defaultdict[int, _Together] = defaultdict(lambda: _Together(ctx))  # by expression
         self._callers: dict[ir.Block, ir.Operation] = {}  # of functions with one caller, by their bodies
+        self._ctx = ctx
 
     def note_caller(self, body: ir.Block, caller: ir.Operation) -> None:
         """Notes the only operation that calls a function."""
         self._callers[body] = caller
 
     def add(self, call: ir.Operation, lines: Lines) -> None:
-        self.remove(call)
         types = tuple([value.type for value in (*call.operands, *call.results)])
         signature = self._number((_attributes(call), types))
-        alike = self._alike.setdefault(signature, _Together())
+        alike = self._alike.setdefault(signature, _Together(self._ctx))
         if alike is not None and alike.has_only(lines):
-            return self._join(alike, call, lines)
+            alike.add(call, lines)
+            return
         self._alike[signature] = None
-        for each, its_lines in (*(alike.calls.values() if alike else ()), (call, lines)):
-            number = self._number((self._operation(each), self._branch(each)))
-            self._join(self._equal[number], each, its_lines)
-
-    def _join(self, together: _Together, call: ir.Operation, lines: Lines) -> None:
-        self._of_call[call.results[0]] = together
-        together.add(call, lines)
-
-    def remove(self, operation: ir.Operation) -> Lines:
-        # Another operation may get the address of this one, by which MLIR's values are compared.
-        for result in operation.results:
-            self._values.pop(result, None)
-        together = self._of_call.pop(operation.results[0], None)
-        return together.remove(operation.results[0]) if together else ()
+        for each, its_lines in (*(alike.calls if alike else ()), (call, lines)):
+            self._equal[self._number((self._operation(each), self._branch(each)))].add(each, its_lines)
 
     def _number(self, expression: Hashable) -> int:
         return self._numbers.setdefault(expression, len(self._numbers))
@@ -190,17 +177,13 @@ class _Table:
 
 def _attributes(operation: ir.Operation) -> tuple:
     """The attributes of an operation that tell it from others."""
-    attributes = operation.attributes
-    if not len(attributes) or operation.name == "func.call":
+    if operation.name == "func.call":
         return ()  # not the name of the function: two functions may do the same
-    named = dict(_named(attributes))
-    if operation.name == "stablehlo.custom_call" and (of_engine := named.pop(_ATTRIBUTES, None)) is not None:
-        named.update(pair for pair in _named(ir.DictAttr(of_engine)) if pair[0] != "site")
-    return tuple(named.items())
-
-
-def _named(attributes) -> list[tuple[str, ir.Attribute]]:
-    return [(attributes[i].name, attributes[i].attr) for i in range(len(attributes))]
+    attributes = operation.attributes
+    if CONFIG not in attributes or "site" not in ir.DictAttr(attributes[CONFIG]):
+        return compared(operation)
+    of_engine = [pair for pair in named(ir.DictAttr(attributes[CONFIG])) if pair[0] != "site"]
+    return (*[pair for pair in named(attributes) if pair[0] != CONFIG], *of_engine)
 
 
 def _is_shared(function: ir.Operation) -> bool:

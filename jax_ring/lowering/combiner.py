@@ -1,102 +1,170 @@
-"""Combines adjacent calls of a program into one, as XLA's all-reduce combiner does with its own all-reduces.
+"""Joins calls of a program into one, as XLA's combiner does with its own all-reduces. XLA cannot join custom calls.
 
-XLA cannot combine custom calls. JAX sums the gradients of a model with one equation per leaf, so without a combiner
-`override_lax()` would emit one call per leaf, where XLA ends up with one all-reduce.
+JAX has one equation for each leaf of a tree that `lax.psum` sums, programs call `ring_psum` for each leaf, and autodiff
+sums each gradient where the backward pass has computed it. Calls of one kind in one block are joined up to a limit, as
+long as none depends on another. The joined call takes the place of the last one; what uses the results of the others
+moves behind it. So the data that wait for it are at most those of the limit.
+
+All ranks lower the same program, so all join the same calls.
 """
 
-from collections.abc import Callable, Hashable
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import stablehlo as hlo
-from jax.interpreters import mlir
 
 from jax_ring import _compat
-from jax_ring.lowering import call_sites
+from jax_ring.lowering import operation, placement, streams
+from jax_ring.lowering.operation import CONFIG, Call
 
-# Combining a call of this size saves a few microseconds of a few milliseconds.
+# Joining a call of this size saves a few microseconds of a few milliseconds.
 COMBINE_THRESHOLD_BYTES = 25 << 20
-# Each further operand rebuilds the call, so that the time to lower it is quadratic.
-COMBINE_THRESHOLD_COUNT = 100
+# An engine sends this many operands as a few messages.
+COMBINE_THRESHOLD_COUNT = 256
 
 
-class _CombinedCall:
-    """A call in the program under construction. It can take further operands while its results are unused."""
+class Joined(NamedTuple):
+    """The calls in the body of a shard_map, and in the functions that it calls.
 
-    def __init__(self, block: ir.Block) -> None:
-        self.block = block
-        self.operands: list = []
-        self.avals: list = []
-        self.results: list = []
-        # The ops whose results the program uses. They outlive the call, which is rebuilt with each further operand.
-        self.placeholders: list = []
-
-    def can_grow(self, block: ir.Block) -> bool:
-        num_bytes = sum(aval_in.size * aval_in.dtype.itemsize for aval_in, _ in self.avals)
-        if self.block != block or num_bytes >= COMBINE_THRESHOLD_BYTES or len(self.operands) >= COMBINE_THRESHOLD_COUNT:
-            return False
-        return all(next(iter(placeholder.result.uses), None) is None for placeholder in self.placeholders)
-
-    def add(self, ctx, operand, emit: Callable):
-        """Rebuilds the call with one more operand, and returns the result for that operand."""
-        if operand in self.operands:
-            return self.placeholders[self.operands.index(operand)].result
-        self.operands.append(operand)
-        self.avals.append((ctx.avals_in[0], ctx.avals_out[0]))
-        avals_in, avals_out = zip(*self.avals, strict=True)
-        replaced, self.results = self.results, emit(ctx.replace(avals_in=avals_in, avals_out=avals_out), *self.operands)
-        for placeholder, result in zip(self.placeholders, self.results[:-1], strict=True):
-            placeholder.operation.operands[0] = result
-            placeholder.operation.move_after(self.results[-1].owner)
-        if replaced:
-            call_sites.write(ctx, _call_of(self.results).results, _erase(ctx, replaced))
-        result_type = mlir.aval_to_ir_type(ctx.module_context, ctx.avals_out[0])
-        self.placeholders.append(hlo.ReshapeOp(result_type, self.results[-1]))
-        return self.placeholders[-1].result
-
-
-def lower_combined(ctx, operand, key: Hashable, emit: Callable) -> list:
-    """Emits the call for one operand, combined with the previous call of the same key if its results are unused.
-
-    The combined call takes the place of the later one. All ranks run the same program, so all combine the same calls.
-
-    Args:
-      ctx: the lowering context of the equation.
-      operand: its operand.
-      key: equal for calls that may be combined: axes, groups, reduction and dtype.
-      emit: (ctx, *operands) to the results of one call for all operands.
+    Attributes:
+      calls: in the order of the program.
+      callers: the only operation that calls a function, by the function's body.
     """
-    calls = _compat.module_state(ctx)
-    block = ir.InsertionPoint.current.block
-    if key not in calls or not calls[key].can_grow(block):
-        calls[key] = _CombinedCall(block)
-    return [calls[key].add(ctx, operand, emit)]
+
+    calls: list[ir.Operation]
+    callers: dict[ir.Block, ir.Operation]
 
 
-# Ops that the lowering rule emits before the call of a reduction.
-_PREPARATION_OPS = ("stablehlo.partition_id", "stablehlo.convert")
+def join(ctx, body: ir.Operation) -> Joined:
+    """Joins the calls in the body of a shard_map, which has been lowered."""
+    joined = Joined([], {})
+    _join_within(ctx, body, joined)
+    return joined
 
 
-def _call_of(results):
-    """The call with these results, which may be conversions of its own."""
-    owner = results[0].owner
-    return (owner.operands[0].owner if owner.operation.name == "stablehlo.convert" else owner).operation
+def _join_within(ctx, parent: ir.Operation, joined: Joined) -> None:
+    for region in parent.regions:
+        for block in region:
+            _join_block(ctx, block, joined)
 
 
-def _erase(ctx, results) -> call_sites.Lines:
-    """Erases a reduction's call whose results are unused, and the ops that were emitted to prepare it.
+def _join_function(ctx, caller: ir.Operation, joined: Joined) -> None:
+    """Joins the calls in the function that an operation calls, unless that has been done."""
+    name = ir.FlatSymbolRefAttr(caller.attributes["callee"]).value
+    done = _compat.module_state(ctx).setdefault("functions whose calls are joined", set())
+    if name in done:
+        return
+    done.add(name)
+    function = _compat.called_function(ctx, caller)
+    if streams.has_one_caller(ctx, name):
+        joined.callers[function.regions[0].blocks[0]] = caller
+    _join_within(ctx, function, joined)
 
-    Returns the lines that it served.
+
+def _join_block(ctx, block: ir.Block, joined: Joined) -> None:
+    known = operation.known_calls(ctx)
+    operations: list[ir.Operation] = []
+    calls: dict[int, Call] = {}
+    within: dict[int, list[ir.Operation]] = {}  # by the operation that has them within it
+    for i, view in enumerate(block.operations):
+        op = view.operation
+        operations.append(op)
+        name = op.name
+        if name == "stablehlo.custom_call":
+            attributes = op.attributes
+            call = known.get(attributes[CONFIG]) if CONFIG in attributes else None
+            if call is not None:
+                calls[i] = call
+        elif name == "func.call" or (len(op.regions) and name != "sdy.manual_computation"):
+            # The calls in another shard_map have been joined.
+            inner = Joined([], joined.callers)
+            (_join_function if name == "func.call" else _join_within)(ctx, op, inner)
+            within[i] = inner.calls
+    left = _join_calls(ctx, operations, calls)
+    for i in sorted([*left, *within]):
+        joined.calls.extend([left[i]] if i in left else within[i])
+
+
+def _join_calls(ctx, operations: Sequence[ir.Operation], calls: dict[int, Call]) -> dict[int, ir.Operation]:
+    """Joins the calls of one block, and returns those that are left."""
+    left = {i: operations[i] for i in calls}
+    keys = {i: _key(operations[i], call) for i, call in calls.items() if call.joins}
+    count = Counter(keys.values())
+    keys = {i: key for i, key in keys.items() if count[key] > 1}
+    if not keys:
+        return left
+    first, last = min(keys), max(keys)
+    flow = placement.Flow(operations[first : last + 1])
+    candidates = {i - first: (key, _num_bytes(operations[i], calls[i])) for i, key in keys.items()}
+    groups = placement.choose_groups(
+        flow, candidates, max_count=COMBINE_THRESHOLD_COUNT, max_bytes=COMBINE_THRESHOLD_BYTES
+    )
+    if not groups:
+        return left
+    first_of = placement.equal_values(operations[:last])
+    build = lambda group: _build(ctx, [(operations[first + i], calls[first + i]) for i in group], first_of)  # noqa: E731
+    new = placement.reorder(flow, groups, build)
+    for group in groups:
+        for i in group:
+            _erase(left.pop(first + i), calls[first + i])
+        left[first + group[-1]] = new[group[-1]]
+    return left
+
+
+def _key(op: ir.Operation, call: Call) -> Hashable:
+    """Equal for calls that one call can serve."""
+    element = ir.RankedTensorType(op.operands[call.num_hidden].type).element_type
+    return op.attributes["call_target_name"], call.shared, call.function(), element
+
+
+def _num_bytes(op: ir.Operation, call: Call) -> int:
+    """The size of the larger side of a call: the results of a gather, elsewhere the operands."""
+    sides = list(op.operands)[call.num_hidden :], op.results
+    elements = [sum(math.prod(ir.RankedTensorType(value.type).shape) for value in side) for side in sides]
+    return max(elements) * call.itemsize
+
+
+def _build(ctx, members: Sequence[tuple[ir.Operation, Call]], first_of: Mapping[ir.Value, ir.Value]) -> ir.Operation:
+    """Builds the call that serves those of the members, in front of the last of them, and passes on its results.
+
+    first_of: the values that equal others, which are sent once.
     """
-    call = _call_of(results)
-    for result in results:
-        if result.owner.operation != call:
-            result.owner.operation.erase()
-    inputs = list(call.operands)
-    lines = call_sites.forget(ctx, call)
-    call.erase()
-    for value in inputs:
-        is_preparation = not isinstance(value.owner, ir.Block) and value.owner.operation.name in _PREPARATION_OPS
-        if is_preparation and next(iter(value.uses), None) is None:
-            call_sites.forget(ctx, value.owner.operation)
-            value.owner.operation.erase()
-    return lines
+    (first, call), (last, _) = members[0], members[-1]
+    hidden = list(first.operands)[: call.num_hidden]
+    operands: list[ir.Value] = []
+    types: list[ir.Type] = []
+    aliases: list[tuple[int, int]] = []
+    places: dict[tuple[ir.Value, ir.Type], int] = {}
+    served: list[tuple[ir.OpResult, int]] = []
+    for op, _ in members:
+        aliased = operation.aliased_operands(op)
+        values = list(op.operands)[len(hidden) :]
+        for i, (value, result) in enumerate(zip(values, op.results, strict=True)):
+            place = places.setdefault((first_of.get(value, value), result.type), len(operands))
+            if place == len(operands):
+                operands.append(value)
+                types.append(result.type)
+                if len(hidden) + i in aliased:
+                    aliases.append((len(hidden) + place, place))
+            served.append((result, place))
+    new_call = call._replace(
+        description=operation.describe_joined([each.description for _, each in members]),
+        lines=tuple(dict.fromkeys(line for _, each in members for line in each.lines)),
+    )
+    target = ir.StringAttr(first.attributes["call_target_name"]).value
+    with ir.InsertionPoint(last):
+        new = operation.build(ctx, target, new_call, [*hidden, *operands], types, aliases, last.location)
+    for result, place in served:
+        result.replace_all_uses_with(new.results[place])
+    return new
+
+
+def _erase(op: ir.Operation, call: Call) -> None:
+    """Erases a call whose results are unused, and the operands in front that nothing else uses."""
+    hidden = list(op.operands)[: call.num_hidden]
+    op.erase()
+    for value in hidden:
+        if next(iter(value.uses), None) is None:
+            ir.OpResult(value).owner.operation.erase()

@@ -3,15 +3,30 @@
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
+from jax.interpreters import mlir
 
 from jax_ring import _compat, runtime
-from jax_ring.lowering import automatic, barrier, call_sites, layout, ops, program, reach, streams, trees, tuning
+from jax_ring.lowering import (
+    automatic,
+    barrier,
+    call_sites,
+    layout,
+    memo,
+    operation,
+    ops,
+    partitioner,
+    program,
+    reach,
+    streams,
+    trees,
+    tuning,
+)
+from jax_ring.lowering.operation import Call, Description
 from jax_ring.lowering.service import Service, has_choice
 
 
@@ -63,56 +78,48 @@ def emit(
     if all(len(group) == 1 for group in groups):
         results: Sequence = [ops.reshape(x, aval.shape) for x, aval in zip(operands, avals_out, strict=True)]
     else:
-        encoded = _GROUP_ENCODERS[service.engine](ctx, groups)
-        # The engine picks the algorithm at run time, when it knows the size of each message.
-        has_thresholds = has_choice(service.engine, service.levels)
-        thresholds = [tuning.thresholds(service.engine, len(group)) for group in groups if has_thresholds]
-        aliases = {i: i for i, x in enumerate(operands) if kind in _IN_PLACE and not has_slots and _should_alias(x)}
+        takes_position = _TAKES_POSITION[service.engine]
+        hidden = [hlo.partition_id()] if takes_position and not service.automatic_axes else []
+        aliases = [
+            (len(hidden) + i, i)
+            for i, x in enumerate(operands)
+            if kind in _IN_PLACE and not has_slots and _should_alias(x)
+        ]
         if kind == "ragged_all_to_all" and _should_alias(operands[-1]):
-            aliases = {len(operands) - 1: 0}
+            aliases = [(len(hidden) + len(operands) - 1, 0)]
         stream = streams.stream_of(ctx, service.engine, options)
         target = runtime.ASYNC_TARGETS[kind] if stream else runtime.TARGETS[kind]
-        attributes: dict = dict(
-            collective=kind,
-            op=op,
-            root=np.int64(root),
-            sources=_sources_of(perm, groups) if kind == "permute" else np.array([], np.int64),
-            algorithm=options.algorithm,
-            order=options.order,
-            group_sizes=np.array([len(group) for group in groups], np.int64),
-            one_shot_bytes=np.array([t.one_shot for t in thresholds], np.int64),
-            two_shot_bytes=np.array([t.two_shot for t in thresholds], np.int64),
-            **trees.attributes_of(group_trees),
-            call=call,
-            **encoded.attributes,
-        )
-        if service.engine == "cuda":
-            attributes["lane"] = np.int64(streams.lane_of(ctx, stream))
-        stream = "" if streams.of_user(ctx) else stream  # JAX gives the user's stream to all that is around the call
+        shared = _shared_attributes(
+            ctx, kind=kind, op=op, service=service, options=options, root=root, perm=tuple(perm),
+            group_trees=tuple(group_trees), stream=stream,
+        )  # fmt: skip
+        if streams.of_user(ctx):
+            stream = streams.MAIN  # JAX gives the user's stream to all that is around the call
+        num_own = None
         if service.automatic_axes:
-            emit_call = partial(
-                automatic.emit, ctx.replace(avals_in=avals_in, avals_out=avals_out), target=target,
-                takes_position=encoded.takes_position, aliases=aliases, stream=stream,
-                num_own=(scatters + has_slots, int(gathers)),
-            )  # fmt: skip
+            num_own = scatters + has_slots, int(gathers)
+            shared = automatic.attributes(shared, target, takes_position, num_own, stream)
+            target, stream = partitioner.TARGET, streams.MAIN
+        engine_call = Call(
+            shared=shared,
+            description=call,
+            lines=call_sites.lines_of(ctx),
+            num_hidden=len(hidden),
+            itemsize=avals_in[-1].dtype.itemsize,
+            joins=kind in _JOINED and not options.apart,
+            num_own=num_own,
+        )
+        result_types = [_type_of(ctx, aval) for aval in avals_out]
+
+        def build(*operands):
+            with _named_by_user(ctx):
+                return operation.build(ctx, target, engine_call, operands, result_types, aliases)
+
+        if stream:
+            results = streams.emit_on(ctx, stream, build, [*hidden, *operands], result_types)
         else:
-            before = [hlo.partition_id()] if encoded.takes_position else []
-            before_avals = [jax.core.ShapedArray((), np.uint32)] * len(before)
-            aliases = {len(before) + i: result for i, result in aliases.items()}
-            operands = [*before, *operands]
-            emit_call = partial(
-                jax.ffi.ffi_lowering(target, operand_output_aliases=aliases),
-                ctx.replace(avals_in=[*before_avals, *avals_in], avals_out=avals_out),
-            )
-        emit_call = _named_by_user(ctx, partial(emit_call, **attributes))
-        if stream and not service.automatic_axes:
-            emitted = streams.emit_on(ctx, stream, emit_call, operands, avals_out)
-            call_sites.write(ctx, emitted.operation.results, caller=emitted.caller)
-            results = emitted.results
-        else:
-            results = emit_call(*operands)
-            call_sites.write(ctx, results)
-        barrier.note(ctx, results)
+            results = list(build(*hidden, *operands).results)
+            barrier.note(ctx, results)
 
     if gathers:
         if concat_dimension is not None:
@@ -122,6 +129,10 @@ def emit(
             for x, blocks, aval in zip(results, avals_out, ctx.avals_out, strict=True)
         ]
     return results
+
+
+# The collectives of which each operand has results of its own, so that one call can take those of several.
+_JOINED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "reduce", "broadcast")
 
 
 def _unsharded(aval):
@@ -137,66 +148,92 @@ def _sources_of(perm, groups) -> np.ndarray:
     return sources
 
 
-def _named_by_user(ctx, emit_call):
-    """Emits the same call, with a name that tells in a profile which part of the user's program it serves."""
+def _type_of(ctx, aval) -> ir.Type:
+    return memo.once(
+        ctx, ("type", aval.shape, aval.dtype), lambda: mlir.aval_to_ir_type(ctx.module_context, aval)
+    )  # fmt: skip
+
+
+def _named_by_user(ctx):
+    """A context in which operations get a name that tells in a profile which part of the user's program they serve."""
     function = _compat.function_name(ctx.primitive)
     name = f"{user}.{function}" if (user := _compat.user_name(ctx).replace("/", ".")) else function
-
-    def emit_named(*operands):
-        with _compat.location_named(ctx, name):
-            return emit_call(*operands)
-
-    return emit_named
+    return _compat.location_named(ctx, name)
 
 
-def describe(ctx, function: str, axes, axis_index_groups) -> str:
+def describe(ctx, function: str, axes, axis_index_groups) -> Description:
     """Describes the call in timeout errors, without its line: equal calls have equal descriptions."""
     shapes = [f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]" for aval in ctx.avals_in]
-    message = ", ".join(shapes[:4]) + (f" and {len(shapes) - 4} more" if len(shapes) > 4 else "")
     axis = f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {axes!r}"
     groups = "" if axis_index_groups is None else f" in groups {[list(g) for g in axis_index_groups]}"
-    return f"{function} of {message} over {axis}{groups}"
+    return Description(function, shapes, len(shapes), axis + groups)
 
 
-# ---- Groups ---------------------------------------------------------------------------------------------------------
+# ---- Attributes -----------------------------------------------------------------------------------------------------
+
+# The operands in front of the user's. On CPU devices that is the mesh position, a run-time value, since all devices run
+# the same program. The handler of a GPU knows its GPU, and could not read the position, which would be in its memory.
+_TAKES_POSITION = {"cpu": True, "cuda": False}
 
 
-class EncodedGroups(NamedTuple):
-    """The groups of a call in the form that an engine expects, and how the engine identifies its caller in them.
+def _shared_attributes(
+    ctx, *, kind: str, op: str, service: Service, options, root: int, perm: tuple, group_trees: tuple, stream: str
+) -> ir.DictAttr:
+    """The attributes of a call, but for those that name it in errors."""
+    assert service.levels is not None
+    levels = service.levels
+    groups = levels.within
+    mesh = ctx.module_context.axis_context.mesh
+    name_of_program = program.name_of(ctx) if service.engine == "cpu" else ""
+    lane = streams.lane_of(ctx, stream) if service.engine == "cuda" else 0
 
-    Attributes:
-      takes_position: whether the first operand of the custom call is the caller's mesh position. It is a value of the
-        run, since all devices run the same program.
-      attributes: of the custom call.
-    """
+    def compute() -> ir.DictAttr:
+        # The engine picks the algorithm at run time, when it knows the size of each message.
+        has_thresholds = has_choice(service.engine, levels)
+        thresholds = [tuning.thresholds(service.engine, len(group)) for group in groups if has_thresholds]
+        return operation.attributes(
+            {
+                "collective": kind,
+                "op": op,
+                "root": np.int64(root),
+                "sources": _sources_of(perm, groups) if kind == "permute" else np.array([], np.int64),
+                "algorithm": options.algorithm,
+                "order": options.order,
+                "group_sizes": np.array([len(group) for group in groups], np.int64),
+                "one_shot_bytes": np.array([t.one_shot for t in thresholds], np.int64),
+                "two_shot_bytes": np.array([t.two_shot for t in thresholds], np.int64),
+                **trees.attributes_of(group_trees),
+                **_GROUP_ENCODERS[service.engine](mesh, [i for group in groups for i in group]),
+                **({"lane": np.int64(lane)} if service.engine == "cuda" else {"program": name_of_program}),
+            }
+        )
 
-    takes_position: bool
-    attributes: dict
+    key = (
+        kind, op, root, perm, options.algorithm, options.order, tuple(map(tuple, groups)), service.engine,
+        levels.num_processes, group_trees, mesh, name_of_program, lane,
+    )  # fmt: skip
+    return memo.once(ctx, ("attributes", key), compute)
 
 
-def _encode_groups_for_cpu(ctx, groups) -> EncodedGroups:
-    members = [i for group in groups for i in group]
-    processes = reach.processes_of_cpus(ctx.module_context.axis_context.mesh)
+def _encode_members_for_cpu(mesh, members: list[int]) -> dict:
+    processes = reach.processes_of_cpus(mesh)
     assert processes is not None  # checked by reach.levels_of
-    attributes = {
+    return {
         "partitions": np.array(members, np.int64),
         "processes": np.array([processes[i] for i in members], np.int64),
-        "program": program.name_of(ctx),
     }
-    return EncodedGroups(True, attributes)
 
 
-def _encode_groups_for_cuda(ctx, groups) -> EncodedGroups:
-    # The handler knows its GPU. A mesh position would be in device memory, which the host cannot read.
-    gpus = reach.gpus_of(ctx.module_context.axis_context.mesh)
+def _encode_members_for_cuda(mesh, members: list[int]) -> dict:
+    gpus = reach.gpus_of(mesh)
     assert gpus is not None  # checked by reach.levels_of
-    members = [gpus[i] for group in groups for i in group]
-    processes = np.array([gpu.process for gpu in members], np.int64)
-    devices = np.array([gpu.id for gpu in members], np.int64)
-    return EncodedGroups(False, {"processes": processes, "devices": devices})
+    return {
+        "processes": np.array([gpus[i].process for i in members], np.int64),
+        "devices": np.array([gpus[i].id for i in members], np.int64),
+    }
 
 
-_GROUP_ENCODERS = {"cpu": _encode_groups_for_cpu, "cuda": _encode_groups_for_cuda}
+_GROUP_ENCODERS = {"cpu": _encode_members_for_cpu, "cuda": _encode_members_for_cuda}
 
 
 # ---- Aliasing -------------------------------------------------------------------------------------------------------

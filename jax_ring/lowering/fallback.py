@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.mlir.dialects import stablehlo as hlo
+from jax.interpreters import mlir
 
 from jax_ring import _compat
 from jax_ring.lowering import ops
+from jax_ring.lowering.words import bits_dtype, from_bits, to_bits, zeros_like
 
 
 def _all_reduce(ctx, operand, aval, *, axes, axis_index_groups=None):
@@ -36,7 +38,7 @@ def on_root(total, axes, root):
     """The total on the root, and zeros elsewhere."""
     if jnp.iscomplexobj(total):
         return lax.complex(on_root(total.real, axes, root), on_root(total.imag, axes, root))
-    return _from_bits(_or_zeros(_to_bits(total), axes, root), total.dtype)
+    return from_bits(_or_zeros(to_bits(total), axes, root), total.dtype)
 
 
 def lower_broadcast_to_xla(ctx, operand, *, axes, axis_index_groups, root):
@@ -50,10 +52,36 @@ def lower_broadcast_to_xla(ctx, operand, *, axes, axis_index_groups, root):
         )  # fmt: skip
         return [hlo.complex(*lower(hlo.real(operand)), *lower(hlo.imag(operand)))]
     # As integers, because 0.0 + -0.0 is 0.0.
-    bits_aval = aval.update(dtype=_bits_dtype(aval.dtype))
-    bits = ops.inline(ctx, lambda x: _or_zeros(_to_bits(x), axes, root), operand, aval, bits_aval)
+    bits_aval = aval.update(dtype=bits_dtype(aval.dtype))
+    bits = ops.inline(ctx, lambda x: _or_zeros(to_bits(x), axes, root), operand, aval, bits_aval)
     bits = _all_reduce(ctx, bits, bits_aval, axes=axes)
-    return [ops.inline(ctx, partial(_from_bits, dtype=aval.dtype), bits, bits_aval, aval)]
+    return [ops.inline(ctx, partial(from_bits, dtype=aval.dtype), bits, bits_aval, aval)]
+
+
+def lower_dynamic_broadcast_to_sum(ctx, operand, source, axes, lower_sum):
+    """Lowers a broadcast from the rank in a scalar to a sum of bits, to which the other ranks contribute zeros.
+
+    lower_sum: (ctx, operand) -> results.
+    """
+    aval, source_aval = ctx.avals_in
+    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        part = jax.core.ShapedArray(aval.shape, jnp.finfo(aval.dtype).dtype)
+        ctx = ctx.replace(avals_in=[part, source_aval], avals_out=[part])
+        lower = partial(lower_dynamic_broadcast_to_sum, ctx, source=source, axes=axes, lower_sum=lower_sum)
+        return [hlo.complex(*lower(hlo.real(operand)), *lower(hlo.imag(operand)))]
+    aval = jax.core.ShapedArray(aval.shape, aval.dtype)
+    bits_aval = jax.core.ShapedArray(aval.shape, bits_dtype(aval.dtype))
+
+    def masked(x, source):
+        bits = to_bits(x)
+        return jnp.where(lax.axis_index(axes) == source, bits, jnp.zeros_like(bits))
+
+    with _compat.without_vma():
+        source_aval = jax.core.ShapedArray((), source_aval.dtype)
+        inline_ctx = ctx.replace(primitive=None, avals_in=[aval, source_aval], avals_out=[bits_aval])
+        (bits,) = mlir.lower_fun(masked, multiple_results=False)(inline_ctx, operand, source)
+        (bits,) = lower_sum(ctx.replace(avals_in=[bits_aval], avals_out=[bits_aval]), bits)
+        return [ops.inline(ctx, partial(from_bits, dtype=aval.dtype), bits, bits_aval, aval)]
 
 
 def _or_zeros(bits, axes, root):
@@ -61,29 +89,7 @@ def _or_zeros(bits, axes, root):
     # For shapes that are symbolic: in a shard_map, jaxlib crashes on the scalar conversions that `==` can insert.
     coordinates = np.unravel_index(root, [lax.axis_size(axis) for axis in axes])
     is_root = [lax.eq(lax.axis_index(axis), np.int32(c)) for axis, c in zip(axes, coordinates, strict=True)]
-    return lax.select(functools.reduce(lax.bitwise_and, is_root), bits, _zeros_like(bits))
-
-
-def _zeros_like(bits):
-    # In a shard_map, JAX cannot compile a constant of symbolic shape.
-    return lax.bitwise_xor(bits, bits)
-
-
-def _bits_dtype(dtype):
-    if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
-    return jnp.dtype(jnp.uint8) if dtype == jnp.bool_ else dtype
-
-
-def _to_bits(x):
-    to = _bits_dtype(x.dtype)
-    return lax.bitcast_convert_type(x, to) if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(to)
-
-
-def _from_bits(bits, dtype):
-    if dtype == jnp.bool_:
-        return lax.ne(bits, _zeros_like(bits))
-    return lax.bitcast_convert_type(bits, dtype) if jnp.issubdtype(dtype, jnp.floating) else bits.astype(dtype)
+    return lax.select(functools.reduce(lax.bitwise_and, is_root), bits, zeros_like(bits))
 
 
 def lower_psum_scatter_to_all_reduce(ctx, operand, *, axes, axis_index_groups, axis_size, dimension, tiled):

@@ -9,11 +9,10 @@ import jax
 
 from jax_ring import _compat, runtime
 from jax_ring.lowering import ragged
-from jax_ring.lowering.combiner import lower_combined
-from jax_ring.lowering.fallback import lower_broadcast_to_xla
+from jax_ring.lowering.fallback import lower_broadcast_to_xla, lower_dynamic_broadcast_to_sum
 from jax_ring.lowering.rule import Collective
 from jax_ring.lowering.rule import lower as lower_to_engine
-from jax_ring.lowering.service import is_single_custom_call, replica_groups, service_of
+from jax_ring.lowering.service import groups_of, service_of
 from jax_ring.options import Options
 
 # JAX's primitives: the function to name in messages, the kind of collective, and the reduction.
@@ -29,6 +28,8 @@ _OVERRIDDEN = {
     _compat.ppermute_p: ("lax.ppermute", "permute", "sum"),
     _compat.pbroadcast_p: ("lax.pbroadcast", "broadcast", "sum"),
 }
+
+_JOINED = Options()
 
 # Parameters that have other names in the primitives of jax_ring.
 _RENAMED_PARAMS = {
@@ -50,6 +51,8 @@ def make_rules(is_on: Callable[[], bool]) -> dict:
     for primitive, description in _OVERRIDDEN.items():
         rules[primitive] = partial(_make_rule, is_on, *description)
     rules[_compat.ragged_all_to_all_p] = partial(_make_ragged_rule, is_on)
+    if _compat.pbroadcast_dynamic_p is not None:
+        rules[_compat.pbroadcast_dynamic_p] = partial(_make_dynamic_broadcast_rule, is_on)
     for start, primitive in _compat.STARTS.items():
         function, kind, op = _OVERRIDDEN[primitive]
         rules[start] = partial(_make_start_rule, is_on, f"{function}_start", kind, op, _compat.lax_rule(primitive))
@@ -58,7 +61,7 @@ def make_rules(is_on: Callable[[], bool]) -> dict:
     return rules
 
 
-def _make_rule(is_on: Callable, function: str, kind: str, op: str, jax_rule: Callable, combines: bool = True):
+def _make_rule(is_on: Callable, function: str, kind: str, op: str, jax_rule: Callable, options: Options = _JOINED):
     def lower(ctx, operand, **params):
         # Random keys can be moved, but the engines do not support them.
         if not is_on() or jax.dtypes.issubdtype(ctx.avals_in[0].dtype, jax.dtypes.extended):
@@ -74,6 +77,8 @@ def _make_rule(is_on: Callable, function: str, kind: str, op: str, jax_rule: Cal
             ctx, params = ctx.replace(avals_in=ctx.avals_out), {**params, "axes": named}
         if not named:
             return [operand]
+        if kind == "permute" and isinstance(ctx.module_context.axis_context, _compat.SPMDAxisContext):
+            named = _compat.axes_of_permutation(named, ctx.module_context.axis_context.mesh)
         # Normalized, so that equal calls have equal keys and are combined.
         groups = groups and tuple(tuple(map(operator.index, group)) for group in groups)
         to_xla = lambda ctx, operand, **_: jax_rule(ctx, operand, **params)  # noqa: E731
@@ -81,23 +86,28 @@ def _make_rule(is_on: Callable, function: str, kind: str, op: str, jax_rule: Cal
         without_rule = jax_rule is _compat.no_lowering and kind == "broadcast"
         collective = Collective(function, kind, op, lower_broadcast_to_xla if without_rule else to_xla)
         emit = partial(
-            lower_to_engine, collective, axes=named, axis_index_groups=groups, options=Options(), **engine_params
+            lower_to_engine, collective, axes=named, axis_index_groups=groups, options=options, **engine_params
         )
-        members = replica_groups(ctx.module_context.axis_context, named, groups)
+        members = groups_of(ctx, named, groups)
         if kind == "all_to_all":
             # JAX expands and squeezes dimensions around the primitive, which is always tiled.
             emit = partial(emit, axis_size=len(members[0]), tiled=True)
         if kind == "permute":
-            pairs = [(source % len(members[0]), receiver % len(members[0])) for source, receiver in params["perm"]]
-            if not all(len(set(ranks)) == len(ranks) for ranks in zip(*pairs, strict=True)):
+            size = len(members[0])
+            pairs = [(source % size, receiver % size) for source, receiver in params["perm"]]
+            is_unique = all(len(set(ranks)) == len(ranks) for ranks in zip(*pairs, strict=True))
+            if not is_unique or any(not -size <= rank < size for pair in params["perm"] for rank in pair):
                 return jax_rule(ctx, operand, **params)  # which raises
             emit = partial(emit, perm=pairs)
+        if kind == "broadcast" and not 0 <= params["source"] < len(members[0]):
+            raise ValueError(
+                f"{function} over {named}: source must be a rank, that is 0 to {len(members[0]) - 1}, got "
+                f"{params['source']}"
+            )
         service = service_of(ctx, members, kind)
         if service.automatic_axes and service.levels is None:
             _warn_of_automatic_axes(ctx, function, named, service.automatic_axes)
-        if kind != "all_reduce" or not combines or not is_single_custom_call(service, members):
-            return emit(ctx, operand)
-        return lower_combined(ctx, operand, (op, named, groups, ctx.avals_in[0].dtype), emit)
+        return emit(ctx, operand)
 
     return lower
 
@@ -114,6 +124,23 @@ def _make_ragged_rule(is_on: Callable, jax_rule: Callable):
     return lower
 
 
+def _make_dynamic_broadcast_rule(is_on: Callable, jax_rule: Callable):
+    """A broadcast whose source is an operand: a sum of bits, to which the other ranks contribute zeros."""
+    to_xla = partial(_compat.lower_lax_reduction, _compat.psum_p)
+    collective = Collective("lax.pbroadcast", "all_reduce", "sum", to_xla)
+
+    def lower(ctx, operand, source, *, axis_name):
+        if not is_on() or jax.dtypes.issubdtype(ctx.avals_in[0].dtype, jax.dtypes.extended):
+            return jax_rule(ctx, operand, source, axis_name=axis_name)
+        axes = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+        return lower_dynamic_broadcast_to_sum(
+            ctx, operand, source, tuple(axes),
+            partial(lower_to_engine, collective, axes=tuple(axes), axis_index_groups=None, options=Options()),
+        )  # fmt: skip
+
+    return lower
+
+
 # An asynchronous collective lowers to the synchronous call. The engines run it while the program goes on with what does
 # not depend on it. So what it gives is the result, and there is nothing to do when the program asks for that.
 
@@ -121,7 +148,7 @@ def _make_ragged_rule(is_on: Callable, jax_rule: Callable):
 def _make_start_rule(
     is_on: Callable, function: str, kind: str, op: str, synchronous_rule: Callable, jax_rule: Callable
 ):
-    synchronous = _make_rule(is_on, function, kind, op, synchronous_rule, combines=False)
+    synchronous = _make_rule(is_on, function, kind, op, synchronous_rule, _JOINED._replace(apart=True))
 
     def lower(ctx, operand, **params):
         if not is_on():

@@ -4,23 +4,17 @@ import contextlib
 import threading
 from typing import Self
 
-import jax
-
 from jax_ring import _compat
 from jax_ring.distributed import discovery
 from jax_ring.lowering import overridden, tuning
+from jax_ring.lowering.override_state import enabled
 
-# Whether the override is on in this thread. A user context is part of the key of all of JAX's caches, from traced
-# functions to compiled programs, so that programs lowered with and without the override never mix. JAX does not allow
-# creating one while other threads trace, so it is created at import.
-_enabled = jax.make_user_context(False)
-
-_RULES = overridden.make_rules(lambda: _enabled.value)
+_RULES = overridden.make_rules(lambda: enabled.value)
 
 
 def is_overridden(primitive_name: str) -> bool:
     """Whether JAX's primitive of that name currently lowers to jax_ring in this thread."""
-    return _enabled.value and any(primitive.name == primitive_name for primitive in _RULES)
+    return enabled.value and any(primitive.name == primitive_name for primitive in _RULES)
 
 
 class Override:
@@ -106,7 +100,7 @@ def _enable() -> None:
             _register()
         _num_open += 1
     if not _thread_overrides.num_open:
-        _thread_overrides.context.enter_context(_enabled(True))
+        _thread_overrides.context.enter_context(enabled(True))
     _thread_overrides.num_open += 1
 
 

@@ -70,7 +70,7 @@ def _program(types_in: Sequence, types_out: Sequence, attributes: dict) -> ir.Mo
     with ir.InsertionPoint(module.body):
         if stream:
             called = function("on_stream", call, visibility="private")
-            function("main", lambda operands: streams.call_on(stream, called, operands)[0])
+            function("main", lambda operands: streams.call_on(stream, called, operands))
         else:
             function("main", call)
     return module

@@ -9,9 +9,9 @@ from jax import lax
 from jax.interpreters import mlir
 
 from jax_ring import _compat
-from jax_ring.lowering import custom_call, fallback
-from jax_ring.lowering.rule import note_fallback
-from jax_ring.lowering.service import platforms_of, replica_groups, service_of
+from jax_ring.lowering import custom_call, fallback, ops
+from jax_ring.lowering.rule import WIDENED, note_fallback
+from jax_ring.lowering.service import groups_of, platforms_of, service_of
 
 KIND = "ragged_all_to_all"
 
@@ -26,7 +26,7 @@ def lower(function: str, to_xla: Callable, ctx, *operands, axes, axis_index_grou
     Raises:
       NotImplementedError: if no engine serves the call, and `JAX_RING_STRICT` is 1.
     """
-    groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
+    groups = groups_of(ctx, axes, axis_index_groups)
     size = len(groups[0])
     names = {"axes": axes, "axis_index_groups": axis_index_groups, "size": size}
     if size == 1:
@@ -47,10 +47,17 @@ def lower(function: str, to_xla: Callable, ctx, *operands, axes, axis_index_grou
         ctx.replace(avals_in=[own], avals_out=[everyones]), [_inline(ctx, _table, operands[2:], numbers, own)],
         kind="all_gather", call=f"{call} (its sizes)", axis_size=size, dimension=0, tiled=False,
     )  # fmt: skip
-    return emit(
-        ctx.replace(avals_in=[everyones, *ctx.avals_in[:2]]), [table, *operands[:2]],
-        kind=KIND, call=call,
-    )  # fmt: skip
+    rows, aval_out, given = ctx.avals_in[:2], ctx.avals_out[0], list(operands[:2])
+    dtype = aval_out.dtype if jax.dtypes.itemsize_bits(aval_out.dtype) >= 8 else WIDENED[aval_out.dtype.name]
+    if dtype != aval_out.dtype:
+        # The engines count in bytes.
+        given = [ops.convert(ctx, x, dtype) for x in given]
+    ctx = ctx.replace(
+        avals_in=[everyones, *(jax.core.ShapedArray(aval.shape, dtype) for aval in rows)],
+        avals_out=[jax.core.ShapedArray(aval_out.shape, dtype)],
+    )
+    (result,) = emit(ctx, [table, *given], kind=KIND, call=call)
+    return [ops.convert(ctx, result, aval_out.dtype)]
 
 
 def _inline(ctx, function: Callable, operands, avals_in, aval_out):
@@ -77,7 +84,7 @@ def _table(*numbers: jax.Array) -> jax.Array:
 def _receive_by_gather(operand, output, *numbers, axes, axis_index_groups, size: int) -> jax.Array:
     """What a rank receives, from the gathered operands of all."""
     if size == 1:
-        everyones, tables, rank = operand[None], _table(*numbers)[None], 0
+        everyones, tables, rank = operand[None], _table(*numbers)[None], jnp.int32(0)
     else:
         gather = partial(lax.all_gather, axis_name=axes, axis_index_groups=axis_index_groups)
         everyones, tables, rank = (

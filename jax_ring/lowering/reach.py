@@ -74,13 +74,18 @@ def _split_by_host(processes: Sequence[int], groups: Groups, host_of: Callable) 
     num_processes = max(len({processes[position] for position in part}) for part in within)
     if max(num_hosts) == 1:
         return Levels(groups, (), num_processes), ""
-    crosses = f"the ranks of a group are on {max(num_hosts)} hosts"
+    crosses = crossing_text(max(num_hosts))
     # All ranks run the same program, in which all parts have the same size.
     if len({len(part) for part in within}) > 1 or len(set(num_hosts)) > 1:
         return None, f"{crosses}, with unequal numbers of ranks per host or of hosts per group"
     if len(within[0]) == 1:
         return None, f"{crosses}, one rank on each"
     return Levels(within, across, num_processes), ""
+
+
+def crossing_text(num_hosts: int) -> str:
+    """Begins the reason why a call across hosts is not split between them."""
+    return f"the ranks of a group are on {num_hosts} hosts"
 
 
 # ---- CPU devices ----------------------------------------------------------------------------------------------------

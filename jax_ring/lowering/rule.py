@@ -9,14 +9,24 @@ import jax
 import jax.numpy as jnp
 
 from jax_ring import runtime
-from jax_ring.lowering import between_hosts, custom_call, fallback, ops, tree_by_xla, trees, two_level, two_level_tree
-from jax_ring.lowering.service import kind_by_xla, platforms_of, replica_groups, service_of, symbolic_shapes
+from jax_ring.lowering import (
+    between_hosts,
+    custom_call,
+    fallback,
+    host_places,
+    ops,
+    tree_by_xla,
+    trees,
+    two_level_family,
+)
+from jax_ring.lowering import bodies as bodies  # which replaces the lowering of shard_map
+from jax_ring.lowering.service import groups_of, kind_by_xla, platforms_of, service_of, symbolic_shapes
 
 logger = logging.getLogger("jax_ring")
 
 # Dtypes that the engines do not support: XLA packs integers of fewer than 8 bits, and these floats are too rarely
 # used to have kernels. They are converted before the call, and rounded once after it.
-_WIDENED = {
+WIDENED = {
     "int2": jnp.int8,
     "int4": jnp.int8,
     "uint2": jnp.uint8,
@@ -51,9 +61,9 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
       NotImplementedError: if no engine serves the call, and `JAX_RING_STRICT` is 1 or XLA's collective could be wrong;
         or if a sum along the tree has a symbolic shape.
     """
-    groups = replica_groups(ctx.module_context.axis_context, axes, axis_index_groups)
+    groups = groups_of(ctx, axes, axis_index_groups)
     along_tree = trees.adds_along_tree(collective.kind, options)
-    service = service_of(ctx, groups, collective.kind, options)
+    service = service_of(ctx, groups, collective.kind, options, params.get("perm"))
     if along_tree and (shapes := symbolic_shapes(ctx)):
         raise NotImplementedError(
             f"{collective.function}(..., order='tree') over {axes} of the symbolic shape {shapes[0]}: no engine serves "
@@ -64,13 +74,13 @@ def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, optio
         ctx, operands = _without_slots(ctx, operands)
     call = custom_call.describe(ctx, collective.function, axes, axis_index_groups)
     if service.levels is not None:
-        if service.levels.across:
+        if host_places.crosses_hosts(collective.kind, groups, service.levels, params.get("perm")):
             logger.info(
                 "%s over %s is served by XLA between %d hosts", collective.function, axes, service.levels.num_hosts
             )
         emit: Callable = custom_call.emit
         if service.levels.across:
-            emit = partial(two_level_tree.emit, groups=groups) if along_tree else two_level.emit
+            emit = partial(two_level_family.emit, groups=groups)
         emit = partial(emit, kind=collective.kind, op=collective.op, service=service, call=call, options=options)
         return _emit_widened(ctx, operands, partial(emit, **params))
     if along_tree:
@@ -139,7 +149,7 @@ def _fall_back(collective: Collective, ctx, operands, why_not: str, options, *, 
 
 def _emit_widened(ctx, operands, emit: Callable):
     """The results of `emit(ctx, operands)`, with conversions around it if the engines do not support the dtype."""
-    dtype = _WIDENED.get(ctx.avals_in[0].dtype.name)
+    dtype = WIDENED.get(ctx.avals_in[0].dtype.name)
     if dtype is None:
         return emit(ctx, operands)
     wide = ctx.replace(

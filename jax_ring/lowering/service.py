@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax_ring import _compat
-from jax_ring.lowering import automatic, reach, trees, tuning
+from jax_ring.lowering import automatic, host_places, memo, reach, trees, tuning
 from jax_ring.options import Options
 
 _DEFAULT = Options()
@@ -26,12 +26,27 @@ class Service(NamedTuple):
     automatic_axes: tuple[str, ...] = ()
 
 
-def service_of(ctx, groups, kind: str, options: Options = _DEFAULT) -> Service:
-    """Who serves the call under lowering."""
+def service_of(ctx, groups, kind: str, options: Options = _DEFAULT, perm: host_places.Pairs | None = None) -> Service:
+    """Who serves the call under lowering. perm: of a permutation."""
     if shapes := symbolic_shapes(ctx):
         why_not = f"in a shard_map, JAX does not refine custom calls of a symbolic shape, here {shapes[0]}"
         return Service(None, why_not=why_not)
-    return who_serves(platforms_of(ctx), ctx.module_context.axis_context, groups, kind, options)
+    pairs = None if perm is None else tuple(map(tuple, perm))
+    question: tuple = (
+        platforms_of(ctx),
+        ctx.module_context.axis_context,
+        tuple(map(tuple, groups)),
+        kind,
+        options,
+        pairs,
+    )
+    return memo.once(ctx, ("service", *question), lambda: who_serves(*question))
+
+
+def groups_of(ctx, axes, axis_index_groups) -> tuple[tuple[int, ...], ...]:
+    """The groups of mesh positions within which the call under lowering communicates, each in rank order."""
+    question = (ctx.module_context.axis_context, axes, axis_index_groups)
+    return memo.once(ctx, ("groups", *question), lambda: tuple(map(tuple, replica_groups(*question))))
 
 
 def symbolic_shapes(ctx) -> list[str]:
@@ -45,13 +60,11 @@ def platforms_of(ctx) -> tuple[str, ...]:
     return tuple(ctx.platforms or ctx.module_context.platforms)
 
 
-def is_single_custom_call(service: Service, groups) -> bool:
-    """Whether `lower` emits exactly one collective, a custom call."""
-    return service.levels is not None and not service.levels.across and any(len(group) > 1 for group in groups)
-
-
-def who_serves(platforms: tuple[str, ...], axis_context, groups, kind: str, options: Options = _DEFAULT) -> Service:
-    """Who serves a call of this kind in these groups of mesh positions."""
+def who_serves(
+    platforms: tuple[str, ...], axis_context, groups, kind: str, options: Options = _DEFAULT,
+    perm: host_places.Pairs | None = None,
+) -> Service:  # fmt: skip
+    """Who serves a call of this kind in these groups of mesh positions. perm: of a permutation."""
     if len(platforms) > 1 or platforms[0] not in tuning.PLATFORMS:
         return Service(None, why_not=f"the program is lowered for {' and '.join(platforms)}")
     if not isinstance(axis_context, _compat.SPMDAxisContext):
@@ -65,9 +78,8 @@ def who_serves(platforms: tuple[str, ...], axis_context, groups, kind: str, opti
         if why_not:
             return Service(None, why_not=why_not, automatic_axes=automatic_axes)
     along_tree = trees.adds_along_tree(kind, options)
-    on_two_levels = kind == "all_reduce" or (along_tree and kind == "reduce_scatter")
-    if levels is not None and levels.across and not on_two_levels:
-        return Service(None, why_not=f"the ranks of a group are on {levels.num_hosts} hosts")
+    if levels is not None and levels.across and (alone := host_places.why_not_split(kind, groups, levels, perm)):
+        return Service(None, why_not=f"{reach.crossing_text(levels.num_hosts)}, {alone}")
     if levels is not None and along_tree and platforms[0] == "cuda":
         parts = trees.hosts_of(groups, levels.within, options).parts
         if beyond := trees.why_beyond_kernels(parts):

@@ -10,32 +10,17 @@ Calls of one stream run in the order of the program, so they may share a lane; c
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
 from jax.extend.mlir.dialects import stablehlo as hlo
-from jax.interpreters import mlir
 
 from jax_ring import _compat
 from jax_ring.options import Options
 
 MAIN, COLLECTIVE = "", "collective"
 _NUM_LANES = 4  # kLanes in ffi/cuda/communicator.h
-
-
-class Emitted(NamedTuple):
-    """An operation that runs on another stream than its surroundings.
-
-    Attributes:
-      results: in the surroundings.
-      operation: in a function of its own.
-      caller: calls the function; it is the only one that does.
-    """
-
-    results: list
-    operation: ir.Operation
-    caller: ir.Operation
+_FUNCTIONS = "functions on streams"  # in the state of a module: their names
 
 
 def stream_of(ctx, engine: str, options: Options) -> str:
@@ -67,24 +52,22 @@ def lane_of(ctx, stream: str) -> int:
     return lane
 
 
-def emit_on(ctx, stream: str, emit: Callable[..., Sequence], operands: Sequence, avals_out: Sequence) -> Emitted:
+def emit_on(ctx, stream: str, build: Callable[..., ir.Operation], operands: Sequence, types: Sequence) -> list:
     """Emits an operation in a function of its own, and a call to it that XLA gives to the stream.
 
     Args:
-      emit: (*operands) to the results of one operation, of the types `avals_out`.
+      build: (*operands) to the operation, whose results have these types.
     """
-    types = [mlir.aval_to_ir_type(ctx.module_context, aval) for aval in avals_out]
-    function = _compat.new_function(ctx, f"on_stream_{stream}", [value.type for value in operands], types)
+    function = _compat.new_function(ctx, f"on_stream_{stream}", [value.type for value in operands], list(types))
+    _compat.module_state(ctx).setdefault(_FUNCTIONS, set()).add(function.name.value)
     block = function.add_entry_block()
     with ir.InsertionPoint(block):
-        inner = emit(*block.arguments)
-        func.return_(inner)
-    results, call = call_on(stream, function, operands)
-    return Emitted(results, inner[0].owner.operation, call)
+        func.return_(build(*block.arguments).results)
+    return call_on(stream, function, operands)
 
 
-def call_on(stream: str, function: func.FuncOp, operands: Sequence) -> tuple[list, ir.Operation]:
-    """Emits a call of a function that XLA gives to the stream: (its results in the surroundings, the call)."""
+def call_on(stream: str, function: func.FuncOp, operands: Sequence) -> list:
+    """Emits a call of a function that XLA gives to the stream, and returns its results."""
     call = func.CallOp(function, operands).operation
     attributes = {"_xla_stream_annotation": stream, "inlineable": "false"}
     call.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
@@ -95,4 +78,9 @@ def call_on(stream: str, function: func.FuncOp, operands: Sequence) -> tuple[lis
         # What takes the call's tuple apart has its attributes, too, and XLA of JAX 0.12 would run each of those on the
         # stream. The barrier takes the tuple as a whole, and what follows it has no attributes.
         results = list(hlo.OptimizationBarrierOp(results).results)
-    return results, call
+    return results
+
+
+def has_one_caller(ctx, function: str) -> bool:
+    """Whether a function holds one operation that runs on a stream, so that it has one caller."""
+    return function in _compat.module_state(ctx).get(_FUNCTIONS, ())

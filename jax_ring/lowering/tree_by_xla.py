@@ -18,6 +18,7 @@ from jax.interpreters import mlir
 
 from jax_ring import _compat, shard_tree
 from jax_ring.lowering import fallback, layout, trees
+from jax_ring.lowering.override_state import for_xla
 from jax_ring.options import Options
 
 
@@ -34,7 +35,7 @@ def emit(ctx, operands, *, kind: str, groups: trees.Groups, **params) -> list:
         run = partial(_SUMS[kind], sizes=[len(group) for group in groups], **params)
         # In these there is no vma tracking, so the types have none either.
         avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in (aval_in, aval_out)]
-        with _compat.without_vma():
+        with _compat.without_vma(), for_xla():
             (result,) = mlir.lower_fun(run, multiple_results=False)(
                 ctx.replace(primitive=None, avals_in=avals[:1], avals_out=avals[1:]), x
             )

@@ -16,11 +16,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from jax_ring import _compat
-from jax_ring.lowering import between_hosts, custom_call, ops
+from jax_ring.lowering import between_hosts, crossing, custom_call, ops
 from jax_ring.lowering.service import Service
-
-_REDUCERS = {"sum": hlo.add, "max": hlo.maximum, "min": hlo.minimum}
 
 
 class Types(NamedTuple):
@@ -114,25 +111,9 @@ def all_reduce_by_xla(ctx, op: str, groups, x, aval, types: Types):
     if jnp.issubdtype(aval.dtype, jnp.floating) and op != "sum":
         keys = jax.core.ShapedArray(aval.shape, types.crossing)
         x = ops.inline(ctx, _to_ordered_integers, x, aval, keys, key_type=types.crossing, largest=op == "max")
-        x = _all_reduce(ctx, op, groups, x, types.crossing)
+        x = crossing.all_reduce(ctx, op, groups, x, types.crossing)
         return ops.inline(ctx, _from_ordered_integers, x, keys, aval, dtype=types.gathered)
-    return ops.convert(ctx, _all_reduce(ctx, op, groups, x, types.crossing), types.gathered)
-
-
-def _all_reduce(ctx, op: str, groups, x, dtype):
-    # JAX's rule derives the groups from mesh axes, but hosts need not be aligned with these.
-    call = hlo.AllReduceOp(
-        [x.type],
-        [x],
-        replica_groups=mlir.dense_int_elements(groups),
-        channel_handle=hlo.ChannelHandle.get(_compat.COLLECTIVE_CHANNEL_ID, mlir.DEVICE_TO_DEVICE_TYPE),
-        use_global_device_ids=True,
-    )
-    scalar = mlir.aval_to_ir_type(ctx.module_context, jax.core.ShapedArray((), dtype))
-    block = call.regions[0].blocks.append(scalar, scalar)
-    with ir.InsertionPoint(block):
-        hlo.return_([_REDUCERS[op](*block.arguments)])
-    return call.result
+    return ops.convert(ctx, crossing.all_reduce(ctx, op, groups, x, types.crossing), types.gathered)
 
 
 def _to_ordered_integers(x, *, key_type, largest: bool):

@@ -19,6 +19,7 @@ from jax.interpreters import mlir
 
 from jax_ring import _compat, shard_tree
 from jax_ring.lowering import between_hosts, custom_call, layout, ops, trees
+from jax_ring.lowering.override_state import for_xla
 from jax_ring.lowering.service import Service
 from jax_ring.options import Options
 
@@ -96,7 +97,7 @@ def _inline(ctx, fun, operands, avals_in, avals_out) -> Sequence:
     """The results of a function, whose collectives are over all axes of the mesh."""
     avals_in = [_aval(aval.dtype, *aval.shape) for aval in avals_in]
     ctx = ctx.replace(primitive=None, avals_in=avals_in, avals_out=avals_out)
-    with _compat.without_vma():
+    with _compat.without_vma(), for_xla():
         return mlir.lower_fun(lambda *xs: fun(*xs), multiple_results=len(avals_out) != 1)(ctx, *operands)
 
 

@@ -9,7 +9,7 @@ from jax import lax
 
 from jax_ring import collectives
 from jax_ring.collectives.leaves import bits_of_keys
-from jax_ring.options import check_choice, overlapped
+from jax_ring.options import bucketed, check_choice
 
 Impl = Literal["ring", "lax"]
 
@@ -68,9 +68,9 @@ def implementation(function: str, impl: Impl, overlap: bool = False) -> Implemen
     if not isinstance(overlap, bool):
         raise TypeError(f"{function}: overlap must be True or False, got {overlap!r}")
     chosen = _IMPLEMENTATIONS[impl]
-    return Implementation(*(partial(_overlapped, collective) for collective in chosen)) if overlap else chosen
+    return Implementation(*(partial(_bucketed, overlap, collective) for collective in chosen))
 
 
-def _overlapped(collective: Callable, *args: Any, **kwargs: Any) -> Any:
-    with overlapped(True):
+def _bucketed(overlap: bool, collective: Callable, *args: Any, **kwargs: Any) -> Any:
+    with bucketed(overlap):
         return collective(*args, **kwargs)

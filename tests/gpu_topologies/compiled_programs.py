@@ -46,9 +46,11 @@ def collectives_of_xla(hlo: str) -> list[tuple[str, list[str]]]:
     """Opcode and types of the results of XLA's collectives. An asynchronous one counts once."""
     opcodes = "all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute|collective-broadcast"
     found = []
-    for kind, opcode in re.findall(rf" = (\S.*?) ({opcodes})(?:-start)?\(", hlo):
+    for kind, opcode, start in re.findall(rf" = (\S.*?) ({opcodes})(-start)?\(", hlo):
         types = re.findall(r"\w+\[[\d,]*\]", kind)
-        found.append((opcode, types[len(types) // 2 :] if kind.startswith("((") else types))  # operands come first
+        # Operands come first, but those of an all-reduce are listed by newer versions of XLA only.
+        has_operands = kind.startswith("((") or (start and opcode != "all-reduce")
+        found.append((opcode, types[len(types) // 2 :] if has_operands else types))
     return found
 
 

@@ -35,12 +35,54 @@ def test_on_two_hosts(mesh_of, name, shape, hosts):
     assert attribute("processes", hlo) == ([0] * 8 + [1] * 8 if shape == "1x2x8" else list(range(16)))
 
 
-@pytest.mark.parametrize("name", ["ring_psum_scatter", "ring_all_gather", "ring_reduce", "ring_broadcast"])
-def test_what_xla_serves_across_hosts(mesh_of, name):
-    _, function = FAMILY[name]
-    hlo = compiled_for(mesh_of("1x2x8"), lambda x: function(x, "i"))
-    assert calls_in(hlo) == []
-    assert len(collectives_of_xla(hlo)) == 1
+@pytest.mark.parametrize(
+    ("function", "steps", "crossing"),
+    [
+        (
+            lambda x: jax_ring.ring_psum_scatter(x, "i", tiled=True),
+            ["reduce_scatter"],
+            [("all-to-all", ["u32[2,3]"])],
+        ),
+        (lambda x: jax_ring.ring_all_gather(x, "i"), ["all_gather"], [("all-gather", ["u32[2,48]"])]),
+        (
+            lambda x: jax_ring.ring_all_to_all(x, "i", 0, 0, tiled=True),
+            ["all_to_all"],
+            [("all-to-all", ["u32[2,24]"])],
+        ),
+        (
+            lambda x: jax_ring.ring_broadcast(x, "i", root=3),
+            ["reduce_scatter", "all_gather"],
+            [("all-reduce", ["u32[6]"])],
+        ),
+        (
+            lambda x: jax_ring.ring_reduce(x, "i", root=3),
+            ["reduce_scatter", "all_gather"],
+            [("all-reduce", ["f32[6]"])],
+        ),
+        (
+            lambda x: jax_ring.ring_ppermute(x, "i", [(i, (i + 1) % 16) for i in range(16)]),
+            ["permute"],
+            [("collective-permute", ["u32[48]"])],
+        ),
+        (lambda x: jax_ring.ring_ppermute(x, "i", [(0, 1), (9, 8)]), ["permute"], []),
+        (
+            lambda x: jax_ring.ring_ppermute(x, "i", [(i, (i + 8) % 16) for i in range(16)]),
+            [],
+            [("collective-permute", ["f32[48]"])],
+        ),
+    ],
+    ids=["scatter", "gather", "exchange", "broadcast", "reduce", "shift", "permute within hosts", "permute hosts"],
+)
+@pytest.mark.parametrize(("shape", "hosts"), [("1x2x8", {0: "a", 1: "b"}), ("1x16x1", TWO_HOSTS)])
+def test_the_rest_on_two_hosts(mesh_of, shape, hosts, function, steps, crossing):
+    """Between hosts a rank moves its own operand, or an eighth of the message."""
+    with assume_hosts(hosts):
+        hlo = compiled_for(mesh_of(shape), function)  # 48 elements on each rank
+    assert calls_in(hlo) == steps
+    assert collectives_of_xla(hlo) == crossing
+    if steps:
+        assert attribute("group_sizes", hlo) == [8, 8]
+        assert attribute("processes", hlo) == ([0] * 8 + [1] * 8 if shape == "1x2x8" else list(range(16)))
 
 
 def test_groups_within_hosts_of_a_mesh_across_hosts(mesh_of):

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from processes import run
 
 RANKS = 8
+EXCHANGES = ("all_to_all", "ppermute", "pbroadcast", "ragged", "grad of exchanges")
 
 
 def put(mesh, full):
@@ -35,16 +36,30 @@ def functions():
     """The tested functions, by name."""
     from jax_ring import (
         ring_all_gather,
+        ring_all_to_all,
         ring_broadcast,
+        ring_pbroadcast,
         ring_pmax,
         ring_pmean,
         ring_pmin,
+        ring_ppermute,
         ring_psum,
         ring_psum_scatter,
+        ring_ragged_all_to_all,
         ring_reduce,
     )
 
     pairs = [[0, 7], [1, 6], [2, 5], [3, 4]]
+
+    def ragged(row):
+        """One element goes to the next rank, and two to the third one."""
+        rank, ranks = lax.axis_index("i"), jnp.arange(RANKS)
+        sizes = jnp.where(ranks == (rank + 1) % RANKS, 1, 0) + jnp.where(ranks == (rank + 3) % RANKS, 2, 0)
+        received = jnp.where(ranks == (rank - 1) % RANKS, 1, 0) + jnp.where(ranks == (rank - 3) % RANKS, 2, 0)
+        return ring_ragged_all_to_all(
+            row, row * 2, jnp.full(RANKS, rank % 3), sizes, jnp.where(sizes == 2, 1, 0), received, axis_name="i"
+        )
+
     return {
         "psum": lambda x: ring_psum(x, "i"),
         "psum, one-shot": lambda x: ring_psum(x, "i", algorithm="one_shot"),
@@ -59,6 +74,13 @@ def functions():
         "all_gather": lambda x: ring_all_gather(x, "i", axis=1, tiled=True),
         "reduce": lambda x: ring_reduce(x, "i", root=5),
         "broadcast": lambda x: ring_broadcast(x, "i", root=3),
+        "all_to_all": lambda x: ring_all_to_all(jnp.outer(jnp.arange(RANKS, dtype=x.dtype), x[0]), "i", 0, 1),
+        "ppermute": lambda x: ring_ppermute(x, "i", [(0, 5), (5, 1), (1, 0), (6, 7)]),
+        "pbroadcast": lambda x: ring_pbroadcast(x, "i", jnp.int32(6)),
+        "ragged": lambda x: ragged(x[0])[None],
+        "grad of exchanges": lambda x: jax.grad(
+            lambda y: (ragged(ring_ppermute(y * y, "i", [(0, 5), (5, 1), (7, 0)])[0]) ** 2).sum()
+        )(x),
         "grad": lambda x: jax.grad(lambda y: (ring_psum(y * y, "i") ** 2).sum())(x),
         "in a loop": lambda x: lax.fori_loop(0, 5, lambda _, y: ring_psum(y, "i") * 0.125, x),
         "nothing": lambda x: ring_psum(x[:, :0], "i").sum() + x,
@@ -77,6 +99,8 @@ def digests():
             for name, fun in functions().items():
                 if count > 5000 and name not in ("psum", "psum, ring order", "all_gather"):
                     continue
+                if name in EXCHANGES and dtype == "float32":
+                    continue  # once is enough for what is only moved
                 mapped = jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))
                 for row, result in rows(mapped(x)).items():
                     digest_of[f"{name} of {dtype}[{count}], {row}"] = hashlib.md5(result.tobytes()).hexdigest()

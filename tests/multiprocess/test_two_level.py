@@ -11,14 +11,15 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from processes import run
 
-import jax_ring
 from jax_ring import (
     _compat,
     explain,
     override_lax,
+    ring_all_gather,
     ring_pmax,
     ring_pmean,
     ring_pmin,
+    ring_ppermute,
     ring_psum,
     ring_psum_scatter,
 )
@@ -203,8 +204,6 @@ def fallback_to_xla():
 
     eight = Mesh(by_host().reshape(8), ("i",))
     values = integers(8, 8)
-    gathered = "the ranks of a group are on 2 hosts"
-    check(lambda x: jax_ring.ring_all_gather(x[0], "i")[None], eight, values, values[None], gathered)
     uneven = [[0, 1, 4, 5], [2, 3], [6, 7]]
     fun, arrays = on_mesh(lambda x: ring_psum(x, "i", axis_index_groups=uneven), eight, values, check_vma=False)
     own = [sum(values[i] for group in uneven if rank in group for i in group) for rank in range(8)]
@@ -261,6 +260,15 @@ def several_processes_on_each_host():
         fun, arrays = on_mesh(lambda x, order=order: ring_psum(x, "i", order=order), mesh, values, out_specs=P())
         assert {call.served_by for call in explain(fun, arrays).collectives} == {ON_TWO_HOSTS}
         assert_local_shards(fun(arrays), values.sum(0)[None])
+
+    def moved(x):
+        return ring_ppermute(ring_all_gather(x[0], "i"), "i", [(0, 7), (2, 3), (3, 4), (5, 6)])
+
+    fun, arrays = on_mesh(lambda x: moved(x)[None], mesh, values, check_vma=False)
+    assert explain(fun, arrays).collectives[0].served_by == ON_TWO_HOSTS
+    received = np.where(np.isin(np.arange(8), [7, 3, 4, 6]).reshape(8, 1, 1), values, 0)
+    own = slice(2 * jax.process_index(), 2 * jax.process_index() + 2)
+    assert_same_bits(local_shards(fun(arrays))[:, 0], received[own])
 
 
 def test_two_hosts_of_two_processes():

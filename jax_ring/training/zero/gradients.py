@@ -13,7 +13,7 @@ from jax_ring.collectives import ring_psum_scatter
 from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
-from jax_ring.options import Order, overlapped
+from jax_ring.options import Order, bucketed
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.sync import check_local, is_float0, sync_gradients
 from jax_ring.training.zero.interface import check_same_tree
@@ -112,7 +112,7 @@ class LocalGradients(NamedTuple):
         axis_name, impl, order, overlap = self.reduction
         if impl == "lax":
             return implementation("sharded_optimizer", impl, overlap).psum_scatter(vectors, axis_name)
-        with overlapped(overlap):
+        with bucketed(overlap):
             sums = self._sums(vectors, jax.tree.map(lambda x: x.dtype, vectors))
             return ring_psum_scatter(sums, axis_name, tiled=True, order=order)
 

@@ -1,0 +1,26 @@
+"""What is done with the body of a shard_map once it has been lowered: its calls are joined, named, and awaited."""
+
+from functools import partial
+
+from jax.extend.mlir import ir
+
+from jax_ring import _compat
+from jax_ring.lowering import barrier, call_sites, combiner, operation, program
+
+
+def _lower_shard_map(jax_rule, ctx, *operands, **params):
+    program.note_body(ctx, params["jaxpr"])  # before its calls are lowered
+    results = jax_rule(ctx, *operands, **params)
+    if operation.known_calls(ctx):
+        body = next((value.owner.operation for value in results if isinstance(value, ir.OpResult)), None)
+        # A mesh of one rank has no such operation.
+        if body and body.name == "sdy.manual_computation":
+            joined = combiner.join(ctx, body)
+            call_sites.settle(ctx, joined.calls, joined.callers)
+            barrier.end(ctx, body, params)
+    return results
+
+
+_compat.replace_lowering(
+    _compat.shard_map_p, ("cpu",), lambda jax_rule: partial(_lower_shard_map, jax_rule), cacheable=True
+)

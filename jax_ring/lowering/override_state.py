@@ -1,0 +1,13 @@
+"""Whether `override_lax()` is on in this thread."""
+
+import jax
+
+# A user context is part of the key of all of JAX's caches, from traced functions to compiled programs, so that programs
+# lowered with and without the override never mix. JAX does not allow creating one while other threads trace, so it is
+# created at import.
+enabled = jax.make_user_context(False)
+
+
+def for_xla():
+    """A context in which the collectives of `lax` lower to XLA's: for the steps of a call that are XLA's."""
+    return enabled(False)
