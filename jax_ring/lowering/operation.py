@@ -95,7 +95,7 @@ def build(
     """
     attributes = dict(memo.once(ctx, ("target", target), partial(_fixed_attributes, target)))
     of_kind = memo.once(ctx, ("entries", call.shared), lambda: dict(named(call.shared)))
-    names = {"call": ir.StringAttr.get(call.description), "site": site_of(call.lines)}
+    names: dict[str, ir.Attribute] = {"call": ir.StringAttr.get(call.description), "site": site_of(call.lines)}
     if call.num_own is not None:
         names[partitioner.ALIASES] = mlir.ir_attribute(np.array([*aliases], np.int64).reshape(-1))
         attributes["sdy.sharding_rule"] = automatic.rule(operands, result_types, call.num_own)

@@ -1,7 +1,8 @@
 """Called by XLA's partitioner: replaces each call that automatic.py emits by the engine's call on one device's part."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from jax.extend.mlir import ir
@@ -41,7 +42,7 @@ def _dictionary(attributes: ir.DictAttr) -> dict[str, ir.Attribute]:
 
 
 def _integers(attribute: ir.Attribute) -> list[int]:
-    return [int(n) for n in ir.DenseIntElementsAttr(attribute)]
+    return [int(n) for n in np.array(attribute)]
 
 
 def _local_type(shape, sharding) -> ir.RankedTensorType:
@@ -60,25 +61,24 @@ def _program(types_in: Sequence, types_out: Sequence, attributes: dict) -> ir.Mo
         pairs = {len(before) + operand: result for operand, result in zip(aliases[::2], aliases[1::2], strict=True)}
         return _custom_call(target, [*before, *operands], types_out, pairs, attributes)
 
-    def function(name: str, emit, **options) -> func.FuncOp:
-        created = func.FuncOp(name, ir.FunctionType.get(types_in, types_out), **options)
-        with ir.InsertionPoint(created.add_entry_block()):
-            func.return_(emit(created.arguments))
-        return created
+    def add_function(name: str, emit: Callable, **options) -> None:
+        block = func.FuncOp(name, ir.FunctionType.get(types_in, types_out), **options).body.blocks.append(*types_in)
+        with ir.InsertionPoint(block):
+            func.return_(emit(block.arguments))
 
     module = ir.Module.create()
     with ir.InsertionPoint(module.body):
         if stream:
-            called = function("on_stream", call, visibility="private")
-            function("main", lambda operands: streams.call_on(stream, called, operands))
+            add_function("on_stream", call, visibility="private")
+            add_function("main", lambda operands: streams.call_on(stream, "on_stream", operands, types_out))
         else:
-            function("main", call)
+            add_function("main", call)
     return module
 
 
 def _custom_call(target: str, operands: Sequence, types_out: Sequence, aliases: dict, attributes: dict) -> list:
     def layouts(types) -> ir.ArrayAttr:
-        orders = [np.arange(len(ir.RankedTensorType(each).shape) - 1, -1, -1) for each in types]
+        orders: list[Any] = [np.arange(ir.RankedTensorType(each).rank)[::-1].copy() for each in types]
         return ir.ArrayAttr.get([ir.DenseIntElementsAttr.get(order, type=ir.IndexType.get()) for order in orders])
 
     pairs = [
