@@ -2,16 +2,18 @@
 
 import dataclasses
 import functools
+import math
 import pathlib
 import re
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.extend.backend
 import jax.extend.core
 import jaxlib.version as _jaxlib_version
+import numpy as np
 from jax.extend import source_info_util as _source_info_util
 from jax.extend.mlir import ir as _ir
 from jax.extend.mlir.dialects import func as _func
@@ -426,6 +428,50 @@ def call_with_plugins(function: Callable[[], None]) -> None:
     The function is called once for each plugin. JAX holds a lock meanwhile, so the function must not start a backend.
     """
     _register_plugin_callbacks(lambda c_api: function())
+
+
+def register_partitioner(target: str, partition: Callable) -> None:
+    """Registers how XLA's partitioner replaces the custom calls to a target, which has no other implementation.
+
+    partition: (shapes of the operands, their shardings, shape of the result, its sharding, attributes of the call as
+      text) to (bytecode of the program of one device, shardings of the operands, sharding of the result), where shapes
+      and shardings are XLA's.
+    """
+
+    def refuse(*arguments):
+        raise NotImplementedError(f"{target} needs the partitioner Shardy: set jax_use_shardy_partitioner to True")
+
+    register = functools.partial(_xla_client.register_custom_call_partitioner, target, refuse, partition, refuse)
+    register()
+    _register_plugin_callbacks(lambda c_api: register(c_api=c_api))
+
+
+def reshape_sharding(sharding, removed: int, added: int):
+    """A sharding of XLA's for an array with other dimensions in front, and the same ones after them.
+
+    Args:
+      removed: how many dimensions the array of the sharding has in front.
+      added: how many the new one has, which are not divided.
+    """
+    if not sharding.is_tiled():
+        return sharding  # it divides nothing
+    tiles = list(sharding.tile_assignment_dimensions())
+    num_dimensions = len(tiles) - (sharding.replicate_on_last_tile_dim() or len(sharding.subgroup_types()))
+    kept = list(range(removed, num_dimensions))
+    others = [i for i in range(len(tiles)) if i not in kept]
+    devices = np.reshape(sharding.tile_assignment_devices(), tiles).transpose(kept + others).ravel()
+    proto = _xla_client.OpSharding()
+    proto.type = _xla_client.OpSharding.Type.OTHER
+    # The devices along the last dimension have the same tile.
+    proto.tile_assignment_dimensions = [1] * added + [tiles[i] for i in kept] + [math.prod(tiles[i] for i in others)]
+    proto.tile_assignment_devices = [int(device) for device in devices]
+    proto.replicate_on_last_tile_dim = True
+    return _xla_client.HloSharding.from_proto(proto)
+
+
+def tuple_sharding(shape, shardings: Sequence):
+    """The sharding of XLA's for a tuple."""
+    return _xla_client.HloSharding.tuple_sharding(shape, list(shardings))
 
 
 def visible_gpus() -> tuple[int, ...] | None:

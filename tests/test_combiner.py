@@ -368,6 +368,7 @@ def test_dead_results(check_vma):
 
 
 @pytest.mark.filterwarnings("ignore:override_lax")
+@pytest.mark.usefixtures("left_to_xla")
 def test_calls_served_by_xla_are_left_to_its_combiner():
     mesh = make_mesh((2, 2), ("i", "auto"))
     body = lambda x: psum([x, x + 1])  # noqa: E731

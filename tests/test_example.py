@@ -105,6 +105,14 @@ def test_mixture_of_experts(ragged):
     assert last == pytest.approx(dense, abs=1e-3)
 
 
+def test_data_and_tensor_parallel():
+    text = run_small("data_and_tensor_parallel.py", "--data", "2", "--model", "2", "--steps", "3", "--width", "16")
+    assert "jax_ring_all_reduce" in text
+    assert "all-gather" not in text
+    last, on_one_device = re.search(r"last step (\d\.\d+), on one device (\d\.\d+)", text).groups()
+    assert float(last) == pytest.approx(float(on_one_device), abs=1e-4)
+
+
 def test_multi_process():
     launch = [sys.executable, "-P", "-m", "jax_ring.launch", "-n", "2", "--devices", "2"]
     command = [str(EXAMPLES / "multi_process.py"), "--epochs", "2"]

@@ -21,6 +21,8 @@ from jax_ring import (
 )
 from jax_ring.lowering import rule, service
 
+pytestmark = pytest.mark.usefixtures("left_to_xla")
+
 # A shard_map that is manual over "i" and "j" only, so that XLA serves its calls.
 MESH = make_mesh((4, 2, 2), ("i", "j", "auto"))
 X = np.arange(8 * 16 * 3, dtype=np.float32).reshape(8, 16, 3)  # by rank
@@ -102,7 +104,7 @@ COLLECTIVES = {
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_predicted_bytes(name, wrong, monkeypatch):
     monkeypatch.setattr(_compat, "WRONG_REDUCE_SCATTER_ON_CPU", wrong)
-    mesh = make_mesh((8, 1), ("i", "auto"))
+    mesh = make_mesh((8, 2), ("i", "auto"))
     f = jax.shard_map(
         COLLECTIVES[name], mesh=mesh, in_specs=P("i"), out_specs=P("i"), axis_names={"i"}, check_vma=False
     )

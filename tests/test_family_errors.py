@@ -159,6 +159,7 @@ def test_sum_of_random_keys():
 # Fallback to XLA.
 
 
+@pytest.mark.usefixtures("left_to_xla")
 @every_collective()
 def test_partly_manual_falls_back(collective, check_vma, caplog):
     mesh = make_mesh((8, 2), ("i", "j"))
@@ -177,6 +178,7 @@ def test_partly_manual_falls_back(collective, check_vma, caplog):
     assert num_calls(make(collective.ring), X) == 0
 
 
+@pytest.mark.usefixtures("left_to_xla")
 @pytest.mark.parametrize("dtype", ["bool", "int8", "float16", "float32", "complex64"])
 def test_broadcast_by_xla_keeps_negative_zeros(dtype):
     # The fallback is a sum, in which the other ranks must not change -0.

@@ -206,6 +206,7 @@ def on_a_partly_manual_mesh(**options):
     return jax.jit(f), jnp.arange(8.0)
 
 
+@pytest.mark.usefixtures("left_to_xla")
 def test_fallback_logs_ignored_options(caplog):
     ignored_or_not = [
         ({}, "uses XLA's all_reduce: the"),
@@ -227,7 +228,8 @@ from jax_ring import ring_psum
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("i", "j"))
 x = jnp.arange(8.0)
 def total(**options):
-    return jax.jit(jax.shard_map(lambda x: ring_psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P(), **options))
+    total = lambda x: ring_psum(x, "i", order="ring")
+    return jax.jit(jax.shard_map(total, mesh=mesh, in_specs=P("i"), out_specs=P(), **options))
 print(total()(x))
 print(total(axis_names={"i"})(x))
 """
@@ -237,7 +239,10 @@ def test_strict_forbids_the_fallback():
     result = run_python(STRICT, devices=4, JAX_RING_STRICT="1")
     assert "[ 4.  6.  8. 10.]" in result.stdout  # the call that needs no fallback
     assert result.returncode != 0
-    assert "NotImplementedError: ring_psum over ('i',) would use XLA's all_reduce: the enclosing" in result.stderr
+    assert (
+        "NotImplementedError: ring_psum over ('i',) would use XLA's all_reduce, which ignores order='ring': the"
+        in result.stderr
+    )
     assert "JAX_RING_STRICT=1 forbids it" in result.stderr
 
 

@@ -214,6 +214,7 @@ def partly_manual(body):
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(("i", "j")), out_specs=P("j"), axis_names={"i", "j"}))
 
 
+@pytest.mark.usefixtures("left_to_xla")
 def test_partly_manual_stays_with_xla_and_warns_once(monkeypatch):
     monkeypatch.setattr(overridden, "_has_warned", False)
     x = np.arange(8, dtype=np.float32)
@@ -242,6 +243,7 @@ def test_no_warning_for_what_is_served_or_of_jax_ring(monkeypatch):
         jax.export.export(total(), platforms=("cpu", "cuda"))(jax.device_put(X, NamedSharding(MESH, P("i"))))
 
 
+@pytest.mark.usefixtures("left_to_xla")
 def test_strict_makes_partly_manual_an_error(monkeypatch):
     monkeypatch.setattr(overridden, "_has_warned", False)
     monkeypatch.setattr(runtime, "STRICT", True)

@@ -1,7 +1,7 @@
 """Emits the custom call to an engine: its operands and attributes, and the transposes around it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -13,12 +13,14 @@ from jax.interpreters import mlir
 
 from jax_ring import _compat, runtime
 from jax_ring.lowering import (
+    automatic,
     barrier,
     call_sites,
     layout,
     memo,
     operation,
     ops,
+    partitioner,
     program,
     reach,
     streams,
@@ -62,7 +64,7 @@ def emit(
             )
             for aval in avals_in
         ]  # fmt: skip
-    avals_out = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_out]
+    avals_out = [_unsharded(aval) for aval in ctx.avals_out]
     if gathers:
         avals_out = [
             jax.core.ShapedArray(aval.shape if scatters else (axis_size, *aval.shape), aval.dtype) for aval in avals_in
@@ -70,7 +72,7 @@ def emit(
     if scatters:
         blocks_first = partial(layout.blocks_first, axis_size=axis_size, **dimensions)
         operands = [
-            ops.inline(ctx, jax.vmap(blocks_first) if has_slots else blocks_first, x, aval, blocks)
+            ops.inline(ctx, jax.vmap(blocks_first) if has_slots else blocks_first, x, _unsharded(aval), blocks)
             for x, aval, blocks in zip(operands, ctx.avals_in, avals_in, strict=True)
         ]
 
@@ -79,7 +81,8 @@ def emit(
     if all(len(group) == 1 for group in groups):
         results: Sequence = [ops.reshape(x, aval.shape) for x, aval in zip(operands, avals_out, strict=True)]
     else:
-        hidden = _HIDDEN_OPERANDS[service.engine]()
+        takes_position = _TAKES_POSITION[service.engine]
+        hidden = [hlo.partition_id()] if takes_position and not service.automatic_axes else []
         aliases = [
             (len(hidden) + i, i)
             for i, x in enumerate(operands)
@@ -88,25 +91,34 @@ def emit(
         if kind == "ragged_all_to_all" and _should_alias(operands[-1]):
             aliases = [(len(hidden) + len(operands) - 1, 0)]
         stream = streams.stream_of(ctx, service.engine, options)
+        target = runtime.ASYNC_TARGETS[kind] if stream else runtime.TARGETS[kind]
+        shared = _shared_attributes(
+            ctx, kind=kind, op=op, service=service, options=options, root=root, perm=tuple(perm),
+            group_trees=tuple(group_trees), stream=stream,
+        )  # fmt: skip
+        if streams.of_user(ctx):
+            stream = streams.MAIN  # JAX gives the user's stream to all that is around the call
+        num_own = None
+        if service.automatic_axes:
+            num_own = scatters + has_slots, int(gathers)
+            shared = automatic.attributes(shared, target, takes_position, num_own, stream)
+            target, stream = partitioner.TARGET, streams.MAIN
         engine_call = Call(
-            shared=_shared_attributes(
-                ctx, kind=kind, op=op, service=service, options=options, root=root, perm=tuple(perm),
-                group_trees=tuple(group_trees), stream=stream,
-            ),
+            shared=shared,
             description=call,
             lines=call_sites.lines_of(ctx),
             num_hidden=len(hidden),
             itemsize=avals_in[-1].dtype.itemsize,
             joins=kind in _JOINED and not options.apart,
-        )  # fmt: skip
-        target = runtime.ASYNC_TARGETS[kind] if stream else runtime.TARGETS[kind]
+            num_own=num_own,
+        )
         result_types = [_type_of(ctx, aval) for aval in avals_out]
 
         def build(*operands):
             with _named_by_user(ctx):
                 return operation.build(ctx, target, engine_call, operands, result_types, aliases)
 
-        if stream and not streams.of_user(ctx):
+        if stream:
             results = streams.emit_on(ctx, stream, build, [*hidden, *operands], result_types)
         else:
             results = list(build(*hidden, *operands).results)
@@ -124,6 +136,11 @@ def emit(
 
 # The collectives of which each operand has results of its own, so that one call can take those of several.
 _JOINED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "reduce", "broadcast")
+
+
+def _unsharded(aval):
+    """The type without explicit mesh axes: which reshapes they allow is no question any more."""
+    return jax.core.ShapedArray(aval.shape, aval.dtype)
 
 
 def _sources_of(perm, groups) -> np.ndarray:
@@ -159,7 +176,7 @@ def describe(ctx, function: str, axes, axis_index_groups) -> Description:
 
 # The operands in front of the user's. On CPU devices that is the mesh position, a run-time value, since all devices run
 # the same program. The handler of a GPU knows its GPU, and could not read the position, which would be in its memory.
-_HIDDEN_OPERANDS: dict[str, Callable[[], list]] = {"cpu": lambda: [hlo.partition_id()], "cuda": lambda: []}
+_TAKES_POSITION = {"cpu": True, "cuda": False}
 
 
 def _shared_attributes(
@@ -228,8 +245,8 @@ _GROUP_ENCODERS = {"cpu": _encode_members_for_cpu, "cuda": _encode_members_for_c
 # result is written.
 _IN_PLACE = ("all_reduce", "reduce", "broadcast")
 
-# Ops whose result is a bitcast of the operand, if both have the same number of elements.
-_RESHAPE_OPS = ("stablehlo.reshape", "stablehlo.broadcast_in_dim")
+# Ops whose result is a bitcast of the operand, if both have the same number of elements. (A constraint may be more.)
+_RESHAPE_OPS = ("stablehlo.reshape", "stablehlo.broadcast_in_dim", "sdy.sharding_constraint")
 
 
 def _should_alias(value) -> bool:

@@ -10,7 +10,7 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
 from jax_ring import _compat
-from jax_ring.lowering import memo
+from jax_ring.lowering import automatic, memo, partitioner
 
 CONFIG = "mhlo.backend_config"  # where the attributes of a custom call are that its handler decodes
 Lines = tuple[str, ...]  # those of the user that one call serves
@@ -64,6 +64,7 @@ class Call(NamedTuple):
       num_hidden: how many operands it has in front of the user's.
       itemsize: of the user's operands, in bytes.
       joins: whether it may be joined with others.
+      num_own: for a call that the partitioner divides, as in `automatic.attributes`; else None.
     """
 
     shared: ir.DictAttr
@@ -72,6 +73,7 @@ class Call(NamedTuple):
     num_hidden: int
     itemsize: int
     joins: bool
+    num_own: tuple[int, int] | None = None
 
     def function(self) -> str:
         """The function and the axes that the description names; empty if it does not tell them."""
@@ -93,7 +95,10 @@ def build(
     """
     attributes = dict(memo.once(ctx, ("target", target), partial(_fixed_attributes, target)))
     of_kind = memo.once(ctx, ("entries", call.shared), lambda: dict(named(call.shared)))
-    names = {"call": ir.StringAttr.get(call.description), "site": site_of(call.lines)}
+    names: dict[str, ir.Attribute] = {"call": ir.StringAttr.get(call.description), "site": site_of(call.lines)}
+    if call.num_own is not None:
+        names[partitioner.ALIASES] = mlir.ir_attribute(np.array([*aliases], np.int64).reshape(-1))
+        attributes["sdy.sharding_rule"] = automatic.rule(operands, result_types, call.num_own)
     attributes[CONFIG] = ir.DictAttr.get({**of_kind, **names})
     attributes["operand_layouts"] = _layouts(ctx, [value.type for value in operands])
     attributes["result_layouts"] = _layouts(ctx, result_types)

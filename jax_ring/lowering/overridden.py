@@ -105,7 +105,7 @@ def _make_rule(is_on: Callable, function: str, kind: str, op: str, jax_rule: Cal
                 f"{params['source']}"
             )
         service = service_of(ctx, members, kind)
-        if service.automatic_axes:
+        if service.automatic_axes and service.levels is None:
             _warn_of_automatic_axes(ctx, function, named, service.automatic_axes)
         return emit(ctx, operand)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax_ring import _compat
-from jax_ring.lowering import host_places, memo, reach, trees, tuning
+from jax_ring.lowering import automatic, host_places, memo, reach, trees, tuning
 from jax_ring.options import Options
 
 _DEFAULT = Options()
@@ -17,7 +17,7 @@ class Service(NamedTuple):
       levels: the groups that an engine serves, and those that XLA serves; None if XLA serves the whole call.
       engine: "cpu" or "cuda".
       why_not: why no engine serves the call, if `levels` is None.
-      automatic_axes: if that is the reason, the mesh axes that the enclosing shard_map leaves to the compiler.
+      automatic_axes: the mesh axes that the enclosing shard_maps leave to the compiler, of more than one device.
     """
 
     levels: reach.Levels | None
@@ -69,12 +69,14 @@ def who_serves(
         return Service(None, why_not=f"the program is lowered for {' and '.join(platforms)}")
     if not isinstance(axis_context, _compat.SPMDAxisContext):
         return Service(None, why_not=f"its axes belong to {type(axis_context).__name__}, not to a shard_map")
-    if automatic := sorted(map(str, set(axis_context.mesh.axis_names) - set(axis_context.manual_axes))):
-        why_not = f"the enclosing shard_map leaves the axes {automatic} to the compiler"
-        return Service(None, why_not=why_not, automatic_axes=tuple(automatic))
     if kind == "ragged_all_to_all" and platforms[0] != "cpu":
         return Service(None, why_not="the CUDA engine has no ragged all-to-all")
     levels, why_not = reach.levels_of(platforms[0], axis_context.mesh, groups)
+    if automatic_axes := automatic.axes_of(axis_context):
+        if levels is not None:
+            why_not = automatic.why_not(automatic_axes, kind, options, levels.num_hosts)
+        if why_not:
+            return Service(None, why_not=why_not, automatic_axes=automatic_axes)
     along_tree = trees.adds_along_tree(kind, options)
     if levels is not None and levels.across and (alone := host_places.why_not_split(kind, groups, levels, perm)):
         return Service(None, why_not=f"{reach.crossing_text(levels.num_hosts)}, {alone}")
@@ -82,7 +84,7 @@ def who_serves(
         parts = trees.hosts_of(groups, levels.within, options).parts
         if beyond := trees.why_beyond_kernels(parts):
             return Service(None, why_not=beyond)
-    return Service(levels, platforms[0], why_not)
+    return Service(levels, platforms[0], why_not, automatic_axes)
 
 
 def kind_by_xla(kind: str, platforms: Sequence[str]) -> str:

@@ -63,7 +63,12 @@ def emit_on(ctx, stream: str, build: Callable[..., ir.Operation], operands: Sequ
     block = function.add_entry_block()
     with ir.InsertionPoint(block):
         func.return_(build(*block.arguments).results)
-    call = func.CallOp(list(types), ir.FlatSymbolRefAttr.get(function.name.value), operands).operation
+    return call_on(stream, function.name.value, operands, types)
+
+
+def call_on(stream: str, function: str, operands: Sequence, types: Sequence) -> list:
+    """Emits a call of a function that XLA gives to the stream, and returns its results, which have these types."""
+    call = func.CallOp(list(types), ir.FlatSymbolRefAttr.get(function), operands).operation
     attributes = {"_xla_stream_annotation": stream, "inlineable": "false"}
     call.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
         {name: ir.StringAttr.get(value) for name, value in attributes.items()}

@@ -42,6 +42,7 @@ def all_sums(own):
     return ring_psum(own, "i", order="tree"), scattered[None], rooted[None]
 
 
+@pytest.mark.usefixtures("left_to_xla")
 def test_partly_manual(check_vma, caplog):
     x = numbers((V, 3, 4), jnp.bfloat16)
     f = partly_manual(all_sums, (P(), P("i"), P("i")), check_vma)
@@ -65,6 +66,7 @@ def test_the_override_does_not_reach_into_it():
         assert_same_bits(f(x), tree_fold(x))
 
 
+@pytest.mark.usefixtures("left_to_xla")
 def test_strict(monkeypatch):
     monkeypatch.setattr(runtime, "STRICT", True)
     f = partly_manual(lambda x: ring_psum(x[0], "i", order="tree"), P())
