@@ -250,6 +250,13 @@ def test_sums_along_the_tree():
     assert counts(text_of(f, x)) == (1, {})
 
 
+def test_an_automatic_axis_of_one_device_divides_nothing():
+    mesh = jax.make_mesh((8, 1), ("dp", "tp"), axis_types=(AUTO,) * 2, devices=jax.devices()[:8])
+    x = placed(X, P("dp"), mesh)
+    (call,) = explain(partly(lambda x: ring_psum(x, "dp", order="ring"), mesh=mesh, out_specs=P()), x).collectives
+    assert (call.served_by, call.order) == ("jax_ring", "ring")
+
+
 # What XLA serves.
 
 
