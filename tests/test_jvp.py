@@ -111,15 +111,17 @@ def test_jvp_of_integer_leaves(check_vma):
     ("fun", "calls"),
     [
         (lambda x, t: ring_psum(x, "i"), 1),
-        (lambda x, t: jax.jvp(lambda x: ring_psum(x, "i"), (x,), (t,)), 2),
+        # Those of primal and tangent are joined.
+        (lambda x, t: jax.jvp(lambda x: ring_psum(x, "i"), (x,), (t,)), 1),
         # The operand does not depend on the input, so its tangent is a symbolic zero.
         (lambda x, t: jax.jvp(lambda y: ring_psum(x, "i") + y, (x,), (t,)), 1),
         (lambda x, t: jax.jvp(lambda x: ring_psum(lax.stop_gradient(x), "i") + x, (x,), (t,)), 1),
         (lambda x, t: jax.jvp(lambda x: (ring_psum(x.astype(jnp.int32), "i"), x)[1:], (x,), (t,)), 0),
-        # One fused call for both primals, and one for the only tangent.
-        (lambda x, t: jax.jvp(lambda y: ring_psum((x, y), "i"), (x,), (t,)), 2),
+        (lambda x, t: jax.jvp(lambda y: ring_psum((x, y), "i"), (x,), (t,)), 1),
+        # The operand of the second tangent depends on the first sum.
+        (lambda x, t: jax.jvp(lambda x: ring_psum(x * ring_psum(x, "i"), "i"), (x,), (t,)), 2),
     ],
-    ids=["no_jvp", "jvp", "constant", "stop_gradient", "dead", "half_of_a_tree"],
+    ids=["no_jvp", "jvp", "constant", "stop_gradient", "dead", "half_of_a_tree", "chain"],
 )
 def test_number_of_calls(fun, calls, check_vma):
     def used(x, t):

@@ -146,7 +146,7 @@ def test_options_under_transformations(check_vma):
         return gradient, vary(jax.jvp(f, (x,), (x,))[1]), vary(jax.vmap(f, in_axes=1)(x))
 
     text = str(jax.make_jaxpr(sharded(lambda x: body(x, **options), check_vma=check_vma, jit=False))(x))
-    calls = "".join(text.split()).count("options=Options(algorithm='ring',order='ring',overlap=False,num_shards=None)")
+    calls = "".join(text.split()).count("options=Options(algorithm='ring',order='ring',overlap=False,")
     assert calls == text.count("ring_psum") > 3
     # A batched operand is one operand: its ring blocks span the whole batch.
     batched = sharded(lambda x: body(x, **options)[2], check_vma=check_vma)(x)
@@ -190,7 +190,7 @@ def test_refused_when_traced(options, message, check_vma):
 
 
 def test_defaults_and_text():
-    assert make_options("f") == Options() == ("auto", "rank", False, None)
+    assert make_options("f") == Options() == ("auto", "rank", False, None, False)
     assert Options().ignored_by_xla() == Options("auto", "any").ignored_by_xla() == ""
     assert Options("ring", "ring").ignored_by_xla() == "algorithm='ring', order='ring'"
     assert Options("auto", "tree").ignored_by_xla() == ""

@@ -88,9 +88,9 @@ def test_zero(mesh_of, shape, hosts, layout):
     if shape in ("1x1x8", "1x8x1"):
         assert set(calls_in(hlo)) == {"reduce_scatter", "all_gather"}
         assert collectives_of_xla(hlo) == []
-    else:  # neither is split between hosts
-        assert calls_in(hlo) == []
-        assert {opcode for opcode, _ in collectives_of_xla(hlo)} == {"reduce-scatter", "all-gather"}
+    else:  # sums of each host are exchanged, and added
+        assert set(calls_in(hlo)) == {"reduce_scatter", "all_gather"}
+        assert {opcode for opcode, _ in collectives_of_xla(hlo)} == {"all-to-all", "all-gather"}
 
 
 @pytest.fixture(scope="module")
