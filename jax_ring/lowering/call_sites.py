@@ -41,69 +41,69 @@ def settle(ctx, calls: list[ir.Operation], callers: dict[ir.Block, ir.Operation]
 
     callers: the only operation that calls a function, by the function's body.
     """
-    table = _compat.module_state(ctx).setdefault("call sites", _Table(ctx))
+    table = _compat.module_state(ctx).setdefault("call sites", _Table())
     for body, caller in callers.items():
         table.note_caller(body, caller)
     known = operation.known_calls(ctx)
     for call in calls:
-        table.add(call, known[call.attributes[CONFIG]].lines)
+        table.add(ctx, call, known[call.attributes[CONFIG]].lines)
 
 
 class _Together:
     """Calls with one attribute `site`, which names the lines of all."""
 
-    def __init__(self, ctx) -> None:
+    def __init__(self) -> None:
         self.calls: list[tuple[ir.Operation, Lines]] = []
         self._places: Counter[Lines] = Counter()
-        self._ctx = ctx
 
     def has_only(self, lines: Lines) -> bool:
         return not self.calls or list(self._places) == [lines]
 
-    def add(self, call: ir.Operation, lines: Lines) -> None:
+    def add(self, ctx, call: ir.Operation, lines: Lines) -> None:
         self.calls.append((call, lines))
         self._places[lines] += 1
         is_news = self._places[lines] == 1 and len(self._places) <= _MAX_PLACES + 1
-        self._write(self.calls if is_news else [(call, lines)])
+        self._write(ctx, self.calls if is_news else [(call, lines)])
 
-    def _write(self, calls: list[tuple[ir.Operation, Lines]]) -> None:
+    def _write(self, ctx, calls: list[tuple[ir.Operation, Lines]]) -> None:
         site = ir.StringAttr.get(_text(list(self._places)))
         for call, lines in calls:
             written = call.attributes[CONFIG]
             if ir.DictAttr(written)["site"] != site:
-                known = operation.known_calls(self._ctx)[written]
+                known = operation.known_calls(ctx)[written]
                 call.attributes[CONFIG] = operation.config(ir.DictAttr(written), site=site)
-                operation.note(self._ctx, call, known._replace(lines=lines))
+                operation.note(ctx, call, known._replace(lines=lines))
 
 
 class _Table:
     """The calls of one module, by the expressions that they compute. Expressions are numbered: equal ones alike.
 
     Looking at expressions costs time. Calls that differ in an attribute or a type, and those of one line, need none.
+    The module owns the table, which therefore keeps no reference to it: what is in a cycle lives on for a while, with
+    all devices.
     """
 
-    def __init__(self, ctx) -> None:
+    def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
         self._values: dict[ir.Value, int] = {}
         self._alike: dict[int, _Together | None] = {}  # by attributes and types; None: told apart by expression
-        self._equal: defaultdict[int, _Together] = defaultdict(lambda: _Together(ctx))  # by expression
+        self._equal: defaultdict[int, _Together] = defaultdict(_Together)  # by expression
         self._callers: dict[ir.Block, ir.Operation] = {}  # of functions with one caller, by their bodies
-        self._ctx = ctx
 
     def note_caller(self, body: ir.Block, caller: ir.Operation) -> None:
         """Notes the only operation that calls a function."""
         self._callers[body] = caller
 
-    def add(self, call: ir.Operation, lines: Lines) -> None:
+    def add(self, ctx, call: ir.Operation, lines: Lines) -> None:
         types = tuple([value.type for value in (*call.operands, *call.results)])
         signature = self._number((_attributes(call), types))
-        alike = self._alike.setdefault(signature, _Together(self._ctx))
+        alike = self._alike.setdefault(signature, _Together())
         if alike is not None and alike.has_only(lines):
-            alike.add(call, lines)
+            alike.add(ctx, call, lines)
             return
         self._alike[signature] = None
         for each, its_lines in (*(alike.calls if alike else ()), (call, lines)):
-            self._equal[self._number((self._operation(each), self._branch(each)))].add(each, its_lines)
+            self._equal[self._number((self._operation(each), self._branch(each)))].add(ctx, each, its_lines)
 
     def _number(self, expression: Hashable) -> int:
         return self._numbers.setdefault(expression, len(self._numbers))
