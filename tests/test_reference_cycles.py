@@ -35,13 +35,28 @@ BODIES = {
 
 @pytest.mark.parametrize("name", BODIES)
 def test_no_module_is_part_of_a_cycle(name):
-    mesh = make_mesh((4,))
-    f = jax.jit(jax.shard_map(BODIES[name], mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))
+    check(jax.shard_map(BODIES[name], mesh=make_mesh((4,)), in_specs=P("i"), out_specs=P("i"), check_vma=False))
+
+
+def test_with_axes_of_the_compiler():
+    mesh = make_mesh((4, 2), ("i", "auto"))
+    body = BODIES["joined calls"]
+    check(
+        jax.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P("i"), axis_names={"i"}, check_vma=False),
+        compiled=True,
+    )
+
+
+def check(mapped, compiled: bool = False) -> None:
+    f = jax.jit(mapped)
     gc.collect()
     gc.disable()
     try:
         with override_lax():
-            f.lower(X)
+            lowered = f.lower(X)
+            if compiled:
+                lowered.compile()
+            del lowered
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
         found = {type(garbage).__name__ for garbage in gc.garbage}
