@@ -21,7 +21,7 @@ class Options(NamedTuple):
     # Of order="tree": operands have a first dimension with the terms of the rank, as in ShardSums. None: one shard for
     # each rank, and no such dimension.
     num_shards: int | None = None
-    apart: bool = False  # whether the call is never joined with others, since it has a bucket of gradients
+    apart: bool = False  # whether the call is never joined with others, such as one for a bucket of gradients
 
     def ignored_by_xla(self) -> str:
         """The options that XLA's collectives do not follow, written as keyword arguments; empty if there are none.

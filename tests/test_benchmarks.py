@@ -131,6 +131,12 @@ def test_wire_error():
     assert {row[1]: row[2] for row in rows}["int8"] == "0.254"
 
 
+def test_lowering_time():
+    rows = [line.split() for line in run("lowering_time.py", "--devices", "2", "--leaves", "3").splitlines()[2:]]
+    # The sums that are left before XLA looks at the program.
+    assert [row[-1] for row in rows] == ["3", "1", "1", "1"]
+
+
 def test_reduction_place(tmp_path):
     file = tmp_path / "rows.json"
     run("reduction_place.py", "--devices", "2", "--steps", "2", "--json", str(file))

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
-from jax.interpreters import mlir
 
-from jax_ring.lowering import partitioner
+from jax_ring.lowering import call_attributes, partitioner
+from jax_ring.lowering.call_attributes import named
 from jax_ring.options import Options
 
 
@@ -58,8 +58,7 @@ def attributes(
         partitioner.NUM_OWN: np.array(num_own, np.int64),
         partitioner.STREAM: stream,
     }
-    entries = {shared[i].name: shared[shared[i].name] for i in range(len(shared))}
-    return ir.DictAttr.get({**entries, **{name: mlir.ir_attribute(value) for name, value in own.items()}})
+    return ir.DictAttr.get(dict([*named(shared), *named(call_attributes.from_values(own))]))
 
 
 def rule(operands: Sequence[ir.Value], result_types: Sequence[ir.Type], num_own: tuple[int, int]) -> ir.Attribute:

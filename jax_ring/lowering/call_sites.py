@@ -16,7 +16,8 @@ from jax.extend.mlir import ir
 
 from jax_ring import _compat
 from jax_ring.lowering import operation
-from jax_ring.lowering.operation import CONFIG, Call, Lines, compared, named
+from jax_ring.lowering.call_attributes import CONFIG, named
+from jax_ring.lowering.operation import Call, Lines, compared
 
 # A text with more lines than this does not help.
 _MAX_PLACES = 16

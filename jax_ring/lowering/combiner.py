@@ -17,7 +17,8 @@ from jax.extend.mlir import ir
 
 from jax_ring import _compat
 from jax_ring.lowering import operation, placement, streams
-from jax_ring.lowering.operation import CONFIG, Call
+from jax_ring.lowering.call_attributes import CONFIG
+from jax_ring.lowering.operation import Call
 
 # Joining a call of this size saves a few microseconds of a few milliseconds.
 COMBINE_THRESHOLD_BYTES = 25 << 20

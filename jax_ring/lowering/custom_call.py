@@ -15,6 +15,7 @@ from jax_ring import _compat, runtime
 from jax_ring.lowering import (
     automatic,
     barrier,
+    call_attributes,
     call_sites,
     layout,
     memo,
@@ -194,7 +195,7 @@ def _shared_attributes(
         # The engine picks the algorithm at run time, when it knows the size of each message.
         has_thresholds = has_choice(service.engine, levels)
         thresholds = [tuning.thresholds(service.engine, len(group)) for group in groups if has_thresholds]
-        return operation.attributes(
+        return call_attributes.from_values(
             {
                 "collective": kind,
                 "op": op,

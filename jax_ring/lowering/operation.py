@@ -1,8 +1,8 @@
-"""The custom call as an operation of the program: its attributes, layouts and aliases, and what is known of it."""
+"""The custom call as an operation of the program, and what is known of it."""
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jax.extend.mlir import ir
@@ -10,9 +10,9 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
 from jax_ring import _compat
-from jax_ring.lowering import automatic, memo, partitioner
+from jax_ring.lowering import automatic, call_attributes, memo, partitioner
+from jax_ring.lowering.call_attributes import CONFIG, named
 
-CONFIG = "mhlo.backend_config"  # where the attributes of a custom call are that its handler decodes
 Lines = tuple[str, ...]  # those of the user that one call serves
 _MAX_SHAPES = 4
 
@@ -93,7 +93,7 @@ def build(
       operands: the hidden ones and those of the user.
       aliases: pairs of an operand and a result that may have one buffer.
     """
-    attributes = dict(memo.once(ctx, ("target", target), partial(_fixed_attributes, target)))
+    attributes = dict(memo.once(ctx, ("target", target), partial(call_attributes.fixed, target)))
     of_kind = memo.once(ctx, ("entries", call.shared), lambda: dict(named(call.shared)))
     names: dict[str, ir.Attribute] = {"call": ir.StringAttr.get(call.description), "site": site_of(call.lines)}
     if call.num_own is not None:
@@ -103,7 +103,7 @@ def build(
     attributes["operand_layouts"] = _layouts(ctx, [value.type for value in operands])
     attributes["result_layouts"] = _layouts(ctx, result_types)
     if aliases:
-        attributes["output_operand_aliases"] = _aliases(aliases, len(result_types))
+        attributes["output_operand_aliases"] = call_attributes.aliases(aliases, len(result_types))
     operation = ir.Operation.create(
         "stablehlo.custom_call", results=list(result_types), operands=list(operands), attributes=attributes,
         loc=location,
@@ -120,16 +120,6 @@ def config(shared: ir.DictAttr, **more: ir.Attribute) -> ir.DictAttr:
 def site_of(lines: Lines) -> ir.StringAttr:
     """The attribute `site` of a call that serves these lines, before it is known which calls are equal to it."""
     return ir.StringAttr.get(" and ".join(lines))
-
-
-def named(attributes) -> list[tuple[str, ir.Attribute]]:
-    """The entries of a dictionary of attributes.
-
-    Raises:
-      TypeError: if Python has no type for one of them, such as a complex constant.
-    """
-    # Not `attributes[i].attr`, which ends the process where the other raises.
-    return [(name, attributes[name]) for i in range(len(attributes)) if (name := attributes[i].name)]
 
 
 def compared(operation: ir.Operation) -> tuple:
@@ -161,43 +151,8 @@ def aliased_operands(operation: ir.Operation) -> set[int]:
     return {hlo.OutputOperandAlias(alias).operand_index for alias in aliases}
 
 
-# ---- Attributes -----------------------------------------------------------------------------------------------------
-
-
-def attributes(values: Mapping) -> ir.DictAttr:
-    """The attributes of a call, from values of Python and NumPy."""
-    return ir.DictAttr.get({name: mlir.ir_attribute(value) for name, value in values.items()})
-
-
-def _fixed_attributes(target: str) -> dict[str, ir.Attribute]:
-    return {
-        "call_target_name": ir.StringAttr.get(target),
-        "has_side_effect": ir.BoolAttr.get(False),
-        "backend_config": ir.StringAttr.get(""),
-        "api_version": ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 1),
-        "called_computations": ir.ArrayAttr.get([]),
-    }
-
-
-def _row_major(rank: int) -> ir.Attribute:
-    """The layout of an array: its dimensions, the fastest first."""
-    dimensions: Any = np.arange(rank, dtype=np.int64)[::-1].copy()
-    return ir.DenseIntElementsAttr.get(dimensions, type=ir.IndexType.get())
-
-
 def _layouts(ctx, types: Sequence[ir.Type]) -> ir.ArrayAttr:
     ranks = [ir.RankedTensorType(type_).rank for type_ in types]
-    return ir.ArrayAttr.get([memo.once(ctx, ("layout", rank), partial(_row_major, rank)) for rank in ranks])
-
-
-def _aliases(aliases: Collection[tuple[int, int]], num_results: int) -> ir.ArrayAttr:
     return ir.ArrayAttr.get(
-        [
-            # An only result is no tuple.
-            hlo.OutputOperandAlias.get(
-                output_tuple_indices=[result] if num_results > 1 else [], operand_index=operand,
-                operand_tuple_indices=[],
-            )
-            for operand, result in aliases
-        ]
-    )  # fmt: skip
+        [memo.once(ctx, ("layout", rank), partial(call_attributes.row_major, rank)) for rank in ranks]
+    )

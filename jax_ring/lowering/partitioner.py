@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from jax.extend.mlir import ir
@@ -11,7 +10,8 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
 from jax_ring import _compat
-from jax_ring.lowering import streams
+from jax_ring.lowering import call_attributes, streams
+from jax_ring.lowering.call_attributes import named
 
 # A call to this target has the attributes of the engine's call, and these, which automatic.py describes.
 TARGET = "jax_ring.partitioned"
@@ -25,7 +25,7 @@ def _partition(shapes_in, shardings_in, shape_out, sharding_out, config: bytes) 
     if is_tuple := shape_out.is_tuple():
         shapes_out, shardings_out = shape_out.tuple_shapes(), sharding_out.tuple_elements()
     with mlir.make_ir_context(), ir.Location.unknown():
-        attributes = _dictionary(ir.DictAttr(ir.Attribute.parse(config.decode())))
+        attributes = dict(named(ir.DictAttr(ir.Attribute.parse(config.decode()))))
         own_in, own_out = _integers(attributes.pop(NUM_OWN))
         # The rule asks for operands that are divided as their results are. The partitioner sees to it that they are, if
         # the program divides them otherwise.
@@ -35,10 +35,6 @@ def _partition(shapes_in, shardings_in, shape_out, sharding_out, config: bytes) 
         types_out = [_local_type(*each) for each in zip(shapes_out, shardings_out, strict=True)]
         program = mlir.module_to_bytecode(_program(types_in, types_out, attributes))
     return program, shardings_in, _compat.tuple_sharding(shape_out, shardings_out) if is_tuple else shardings_out[0]
-
-
-def _dictionary(attributes: ir.DictAttr) -> dict[str, ir.Attribute]:
-    return {attributes[i].name: attributes[i].attr for i in range(len(attributes))}
 
 
 def _integers(attribute: ir.Attribute) -> list[int]:
@@ -58,7 +54,7 @@ def _program(types_in: Sequence, types_out: Sequence, attributes: dict) -> ir.Mo
 
     def call(operands) -> list:
         before = [hlo.partition_id()] if takes_position else []
-        pairs = {len(before) + operand: result for operand, result in zip(aliases[::2], aliases[1::2], strict=True)}
+        pairs = [(len(before) + operand, result) for operand, result in zip(aliases[::2], aliases[1::2], strict=True)]
         return _custom_call(target, [*before, *operands], types_out, pairs, attributes)
 
     def add_function(name: str, emit: Callable, **options) -> None:
@@ -76,29 +72,21 @@ def _program(types_in: Sequence, types_out: Sequence, attributes: dict) -> ir.Mo
     return module
 
 
-def _custom_call(target: str, operands: Sequence, types_out: Sequence, aliases: dict, attributes: dict) -> list:
+def _custom_call(target: str, operands: Sequence, types_out: Sequence, aliases: list, attributes: dict) -> list:
     def layouts(types) -> ir.ArrayAttr:
-        orders: list[Any] = [np.arange(ir.RankedTensorType(each).rank)[::-1].copy() for each in types]
-        return ir.ArrayAttr.get([ir.DenseIntElementsAttr.get(order, type=ir.IndexType.get()) for order in orders])
+        return ir.ArrayAttr.get([call_attributes.row_major(ir.RankedTensorType(each).rank) for each in types])
 
-    pairs = [
-        hlo.OutputOperandAlias.get(
-            output_tuple_indices=[result] if len(types_out) > 1 else [], operand_index=operand, operand_tuple_indices=[]
-        )
-        for operand, result in aliases.items()
-    ]
-    call = hlo.CustomCallOp.build_generic(
-        results=list(types_out), operands=list(operands),
+    call = ir.Operation.create(
+        "stablehlo.custom_call", results=list(types_out), operands=list(operands),
         attributes={
-            "call_target_name": ir.StringAttr.get(target),
-            "backend_config": ir.StringAttr.get(""),
-            "output_operand_aliases": ir.ArrayAttr.get(pairs),
+            **call_attributes.fixed(target),
+            "output_operand_aliases": call_attributes.aliases(aliases, len(types_out)),
             "operand_layouts": layouts([x.type for x in operands]),
             "result_layouts": layouts(types_out),
+            call_attributes.CONFIG: ir.DictAttr.get(attributes),
         },
     )  # fmt: skip
-    call.operation.attributes["mhlo.backend_config"] = ir.DictAttr.get(attributes)
-    return list(call.operation.results)
+    return list(call.results)
 
 
 _compat.register_partitioner(TARGET, _partition)

@@ -10,6 +10,7 @@ from jax.interpreters import mlir
 
 from jax_ring import _compat
 from jax_ring.lowering import custom_call, fallback, ops
+from jax_ring.lowering.override_state import for_xla
 from jax_ring.lowering.rule import WIDENED, note_fallback
 from jax_ring.lowering.service import groups_of, platforms_of, service_of
 
@@ -61,8 +62,11 @@ def lower(function: str, to_xla: Callable, ctx, *operands, axes, axis_index_grou
 
 
 def _inline(ctx, function: Callable, operands, avals_in, aval_out):
-    """Traces a function, emits its operations in the program under construction, and returns its result."""
-    with _compat.without_vma():
+    """Traces a function, emits its operations in the program under construction, and returns its result.
+
+    Its collectives are XLA's, also under the override.
+    """
+    with _compat.without_vma(), for_xla():
         avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in (*avals_in, aval_out)]
         ctx = ctx.replace(primitive=None, avals_in=avals[:-1], avals_out=avals[-1:])
         (result,) = mlir.lower_fun(function, multiple_results=False)(ctx, *operands)

@@ -1,0 +1,57 @@
+"""The attributes of a custom call, in the form in which XLA reads them."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo as hlo
+from jax.interpreters import mlir
+
+CONFIG = "mhlo.backend_config"  # where the attributes are that the call's handler decodes
+
+
+def from_values(values: Mapping) -> ir.DictAttr:
+    """The attributes for a handler, from values of Python and NumPy."""
+    return ir.DictAttr.get({name: mlir.ir_attribute(value) for name, value in values.items()})
+
+
+def named(attributes) -> list[tuple[str, ir.Attribute]]:
+    """The entries of a dictionary of attributes.
+
+    Raises:
+      TypeError: if Python has no type for one of them, such as a complex constant.
+    """
+    # Not `attributes[i].attr`, which ends the process where the other raises.
+    return [(name, attributes[name]) for i in range(len(attributes)) if (name := attributes[i].name)]
+
+
+def fixed(target: str) -> dict[str, ir.Attribute]:
+    """Those that all calls to a target have."""
+    return {
+        "call_target_name": ir.StringAttr.get(target),
+        "has_side_effect": ir.BoolAttr.get(False),
+        "backend_config": ir.StringAttr.get(""),
+        "api_version": ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 1),
+        "called_computations": ir.ArrayAttr.get([]),
+    }
+
+
+def row_major(rank: int) -> ir.Attribute:
+    """The layout of an array: its dimensions, the fastest first."""
+    dimensions: Any = np.arange(rank, dtype=np.int64)[::-1].copy()
+    return ir.DenseIntElementsAttr.get(dimensions, type=ir.IndexType.get())
+
+
+def aliases(pairs: Collection[tuple[int, int]], num_results: int) -> ir.ArrayAttr:
+    """The pairs of an operand and a result that may have one buffer."""
+    return ir.ArrayAttr.get(
+        [
+            # An only result is no tuple.
+            hlo.OutputOperandAlias.get(
+                output_tuple_indices=[result] if num_results > 1 else [], operand_index=operand,
+                operand_tuple_indices=[],
+            )
+            for operand, result in pairs
+        ]
+    )  # fmt: skip
