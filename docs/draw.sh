@@ -7,6 +7,7 @@ mkdir -p docs/images
 ring() { "$python" -P -m jax_ring.schedule "$@"; }
 
 ring ring --ranks 4 --draw docs/images/ring.svg
+ring ring --ranks 4 --animate docs/images/ring.gif
 ring rank_ordered_ring --ranks 4 --draw docs/images/rank_ordered_ring.svg
 ring one_shot --ranks 4 --draw docs/images/one_shot.svg
 ring two_shot --ranks 4 --draw docs/images/two_shot.svg

@@ -1,4 +1,4 @@
-"""The guide docs/any_number_of_devices.md and its example: the same bits on several layouts of devices."""
+"""The example and the benchmark of docs/any_number_of_devices.md: the same bits on several layouts of devices."""
 
 import json
 import pathlib
@@ -6,27 +6,8 @@ import re
 import subprocess
 import sys
 
-from helpers import run_python
-
 ROOT = pathlib.Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "any_number_of_devices.py"
-
-
-def test_the_programs_of_the_guide():
-    guide = (ROOT / "docs" / "any_number_of_devices.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
-    use = """
-step_in_optax(params, jax.random.key(0), jnp.ones((48, 8)), jnp.ones((48, 1)))
-mesh = jax.sharding.Mesh(jax.devices(), ("data",))
-specs = (P(), P(), P(), P("data"), P("data"))
-with_check = jax.jit(jax.shard_map(step_with_check, mesh=mesh, in_specs=specs, out_specs=P()))
-with_check(params, jnp.int32(10), jax.random.key(0), jnp.ones((48, 8)), jnp.ones((48, 1)))
-jax.jit(jax.shard_map(anything_else, mesh=mesh, in_specs=P(), out_specs=P()))(params, jnp.int32(10))
-"""
-    result = run_python("\n".join([*blocks, use]), devices=8)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "the same bits\n"
 
 
 def test_the_example():

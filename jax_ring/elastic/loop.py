@@ -25,6 +25,8 @@ _MAX_FRUITLESS = 3
 def run(*, min_processes: int = 1, num_shards: int | None = None) -> Callable[[Callable], Callable]:
     """A decorator for a training function that goes on when processes of the job are lost or added.
 
+    For example::
+
         @jax_ring.elastic.run(min_processes=2)
         def train(state):
             mesh = jax.make_mesh((jax.device_count(),), ("data",))

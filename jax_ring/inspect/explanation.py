@@ -157,7 +157,7 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
 
     Args:
       fn: a function, jitted or not.
-      *args: the arguments of `fn`: arrays, or `jax.ShapeDtypeStruct`s in their place.
+      *args: the arguments of `fn`: arrays, or for each a `jax.ShapeDtypeStruct`.
       **kwargs: the keyword arguments of `fn`.
 
     Raises:

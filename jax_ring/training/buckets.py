@@ -74,7 +74,7 @@ def plan_buckets(
     on shapes, dtypes and sizes, so it is the same on all ranks.
 
     Args:
-      tree: a pytree of arrays or `jax.ShapeDtypeStruct`s.
+      tree: a pytree of arrays, or of `jax.ShapeDtypeStruct`.
       bucket_bytes: the most bytes in a bucket; a larger leaf has a bucket of its own.
       first_bucket_bytes: the same for the first bucket of each dtype. A small one starts early.
 

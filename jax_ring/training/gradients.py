@@ -325,7 +325,8 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
 
     Args:
       tree: a pytree of parameters, replicated over the axis.
-      axis_name, **options: as for `value_and_grad`, without `key`.
+      axis_name: as for `value_and_grad`.
+      **options: as for `value_and_grad`, without `key`.
 
     Returns:
       A pytree like `tree`, with the same values.

@@ -52,7 +52,7 @@ def assert_replicated(tree: Any) -> None:
     processes, all of these must call it, in the same order and with the same tree. They exchange digests, not arrays.
 
     Args:
-      tree: a pytree of `jax.Array`s. Other leaves are ignored.
+      tree: a pytree, of which each `jax.Array` is compared. Other leaves are ignored.
 
     Raises:
       AssertionError: if copies differ, in every process that has one. It names the leaf, the ranks (positions of

@@ -53,9 +53,9 @@ def allreduce_gradients(
     after it as well: around it, each rank would decide by its own gradients, and leave the others waiting.
 
     Args:
-      axis_name, mean, **options: as for `sync_gradients`; so are the gradients, which may be a `ShardSums`. A `key` is
-        split in every step, and the state holds the next. With neither a key nor `error_feedback` the state has no
-        leaves.
+      axis_name, mean: as for `sync_gradients`; so are the gradients, which may be a `ShardSums`.
+      **options: as for `sync_gradients`. A `key` is split in every step, and the state holds the next. With neither a
+        key nor `error_feedback` the state has no leaves.
       error_feedback: whether to add the error of rounding a rank's gradients to `wire` to its gradients of the
         next step, as `sync_with_feedback` does. The optimizer then has a state that differs between ranks: it enters
         and leaves `shard_map` by `feedback_specs`, and `init` is called inside. So has one in `optax.MultiSteps`.
