@@ -1,0 +1,55 @@
+"""The plugin: the mark `jax_processes`, the option `--jax-ring-override`, and which side of them this process is on."""
+
+import contextlib
+import os
+
+import pytest
+
+from pytest_jax_ring import rank, ranks
+
+MARK = "jax_processes"
+
+# Here, because conftest files are loaded before any hook is called.
+if rank.VARIABLE in os.environ:
+    rank.prepare()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("jax_ring")
+    group.addoption(
+        "--jax-ring-override",
+        action="store_true",
+        help="run every test with the collectives of jax.lax replaced by those of jax_ring, by override_lax()",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # a rank has its options before conftest files look at them
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        f"{MARK}(num_processes, devices=1, timeout=None, environment={{}}, faults=()): runs the test in that many "
+        "fresh processes of jax.distributed, each with `devices` CPU devices",
+    )
+    if rank.VARIABLE in os.environ:
+        config.pluginmanager.register(rank.Rank(config), "jax_ring_rank")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In this process, a marked test is what starts its ranks; its fixtures are made in the ranks alone."""
+    if rank.VARIABLE in os.environ:
+        return
+    for item in items:
+        if mark := item.get_closest_marker(MARK):
+            ranks.run_in_ranks(item, mark)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    with contextlib.ExitStack() as stack:
+        in_ranks = rank.VARIABLE not in os.environ and item.get_closest_marker(MARK)
+        if item.config.getoption("--jax-ring-override") and not in_ranks:
+            import jax_ring
+
+            stack.enter_context(jax_ring.override_lax())
+        return (yield)
