@@ -1,13 +1,16 @@
 """The plugin: the mark `jax_processes`, the option `--jax-ring-override`, and which side of them this process is on."""
 
-import contextlib
 import os
+from typing import Any
 
 import pytest
 
 from pytest_jax_ring import rank, ranks
 
 MARK = "jax_processes"
+
+# The `jax_ring.Override` of the test that runs, with --jax-ring-override. A test may close it and put another here.
+active_override: Any = None
 
 # Here, because conftest files are loaded before any hook is called.
 if rank.VARIABLE in os.environ:
@@ -46,10 +49,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item):
-    with contextlib.ExitStack() as stack:
-        in_ranks = rank.VARIABLE not in os.environ and item.get_closest_marker(MARK)
-        if item.config.getoption("--jax-ring-override") and not in_ranks:
-            import jax_ring
-
-            stack.enter_context(jax_ring.override_lax())
+    global active_override
+    in_ranks = rank.VARIABLE not in os.environ and item.get_closest_marker(MARK)
+    if not item.config.getoption("--jax-ring-override") or in_ranks:
         return (yield)
+    import jax_ring
+
+    active_override = jax_ring.override_lax()
+    try:
+        return (yield)
+    finally:
+        active_override.close()
+        active_override = None
