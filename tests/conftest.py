@@ -13,11 +13,6 @@ jax.config.update("jax_num_cpu_devices", 16)
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--override-lax",
-        action="store_true",
-        help="run only the tests that compare with lax, with lax under override_lax() in place of the ring_ functions",
-    )
-    parser.addoption(
         "--soak",
         type=float,
         default=0,
@@ -29,7 +24,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # pytest-timeout cannot interrupt native code that holds the GIL. This dumps all stacks and exits.
     faulthandler.dump_traceback_later(3000 + config.getoption("--soak"), exit=True)
-    if config.getoption("--override-lax"):
+    if config.getoption("--jax-ring-override"):
         import override_option
 
         override_option.replace_ring_functions()
@@ -66,7 +61,8 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--override-lax"):
+    # Those that compare with lax; in others there would be nothing to compare.
+    if config.getoption("--jax-ring-override"):
         kept = [item for item in items if _compares_with_lax(item.function)]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept

@@ -11,12 +11,12 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import override_option
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import override_lax, ring_psum
+from pytest_jax_ring import plugin
 
 TARGET = "jax_ring_all_reduce"
 TARGET_PREFIX = "jax_ring_"
@@ -148,7 +148,7 @@ def assert_same_trees(actual, expected, *, rtol=0.0) -> None:
 def ours_and_lax(ours, theirs):
     """Yields `ours`, then `theirs`. The caller must trace, lower and call each one before it asks for the next.
 
-    With --override-lax, `ours` is lax's function as well, and the override is off while `theirs` is in use.
+    With --jax-ring-override, `ours` is lax's function as well, and the override is off while `theirs` is in use.
     """
     yield ours
     with without_override():
@@ -157,16 +157,15 @@ def ours_and_lax(ours, theirs):
 
 @contextlib.contextmanager
 def without_override():
-    """Restores JAX's own lowerings for the block, for --override-lax."""
-    override = override_option.override
-    if override is None:
+    """Restores JAX's own lowerings for the block, for --jax-ring-override."""
+    if plugin.active_override is None:
         yield
         return
-    override.close()
+    plugin.active_override.close()
     try:
         yield
     finally:
-        override_option.override = override_lax()
+        plugin.active_override = override_lax()
 
 
 def assert_matches_lax(fun, *args, pair=(ring_psum, lax.psum), rtol=0.0, **options) -> None:

@@ -1,4 +1,4 @@
-"""For --override-lax: replaces the ring_ functions by those of lax, under override_lax()."""
+"""For --jax-ring-override: replaces the ring_ functions by those of lax, which the option lowers to jax_ring."""
 
 import jax
 
@@ -8,12 +8,8 @@ NAMES = (
     "psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather", "all_to_all", "pswapaxes", "ppermute", "pshuffle",
 )  # fmt: skip
 
-override = None  # the active handle of override_lax()
-
 
 def replace_ring_functions() -> None:
     """Must be called before any test imports the ring_ functions."""
-    global override
     for name in NAMES:
         setattr(jax_ring, f"ring_{name}", getattr(jax.lax, name))
-    override = jax_ring.override_lax()

@@ -1,0 +1,99 @@
+"""A rank: what pytest does differently in a process that runs one test as a member of a job."""
+
+import faulthandler
+import importlib.util
+import json
+import os
+import pathlib
+import signal
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from pytest_jax_ring.faults import Fault, Points, check_faults, set_points
+
+VARIABLE = "JAX_RING_PYTEST_RANK"  # a JSON object, see ranks.py
+STACKS_SIGNAL = signal.SIGUSR1
+
+
+def load_file(name: str) -> types.ModuleType:
+    """A module of jax_ring/distributed that imports nothing of the package, without importing the package."""
+    package = importlib.util.find_spec("jax_ring")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    for folder in package.submodule_search_locations:
+        path = pathlib.Path(folder, "distributed", f"{name}.py")
+        if path.exists():
+            spec = importlib.util.spec_from_file_location(f"_jax_ring_{name}", path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module
+    raise ImportError(f"jax_ring has no distributed/{name}.py in {list(package.submodule_search_locations)}")
+
+
+def prepare() -> None:
+    """Before anything imports JAX: `jax.distributed.initialize` is to join the job, whose service is not in rank 0.
+
+    Raises:
+      pytest.UsageError: if it is too late.
+    """
+    launched = load_file("launched")
+    launched.die_with_parent(json.loads(os.environ[VARIABLE])["parent"])
+    if "jax" in sys.modules:
+        raise pytest.UsageError(
+            "jax_processes: a pytest plugin has imported JAX before pytest_jax_ring was loaded. Import JAX in "
+            "conftest.py or later."
+        )
+    sys.meta_path.insert(0, launched.InitializePatcher())
+
+
+class Rank:
+    """Hooks of a rank. It joins the job once the conftest files are loaded, and writes its reports to a file."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._task = json.loads(os.environ[VARIABLE])
+        folder, number = pathlib.Path(self._task["folder"]), self._task["rank"]
+        self._reports = open(folder / f"{number}.reports", "w", buffering=1)  # noqa: SIM115  # open to the end
+        self._stacks = open(folder / f"{number}.stacks", "w")  # noqa: SIM115
+        faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
+        for name, value in self._task["options"].items():
+            if hasattr(config.option, name):
+                setattr(config.option, name, value)
+
+    def _write(self, kind: str, content: Any) -> None:
+        self._reports.write(json.dumps([kind, content], default=repr) + "\n")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self) -> None:
+        """After the conftest files, which may configure JAX, and before the test modules, which may use its devices."""
+        # The test's output is this process's; that of pytest would only be mixed with it.
+        self._config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115
+        import jax
+
+        jax.config.update("jax_num_cpu_devices", self._task["devices"])
+        jax.distributed.initialize()
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        mark = item.get_closest_marker("jax_processes")
+        assert mark is not None
+        faults = check_faults(mark.kwargs.get("faults", ()), self._task["ranks"])
+        set_points(Points(self._task["rank"], faults, self._note))
+
+    def _note(self, fault: Fault) -> None:
+        self._write("fault", str(fault))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        hook = self._config.hook
+        self._write("report", hook.pytest_report_to_serializable(config=self._config, report=report))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._write("error", str(report.longrepr))
+
+    def pytest_internalerror(self, excrepr: Any) -> None:
+        self._write("error", str(excrepr))

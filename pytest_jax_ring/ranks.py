@@ -1,0 +1,312 @@
+"""The side that starts the ranks of a test, waits for them, and makes one outcome of theirs."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from pytest_jax_ring import rank
+from pytest_jax_ring.faults import Fault, check_faults
+
+DEFAULT_TIMEOUT = 300.0  # seconds
+# How much earlier than pytest-timeout, which would end this process without the stacks of the ranks.
+_BEFORE_PYTEST_TIMEOUT = 5.0
+# After a rank has failed, the others have so long to notice it by themselves.
+_GRACE = 10.0
+_STACKS_GRACE = 2.0
+# Options that select, distribute or report tests concern this process alone.
+_OWN_OPTIONS = """
+    file_or_dir keyword markexpr deselect maxfail lf failedfirst newfirst stepwise stepwise_skip last_failed_no_failures
+    numprocesses maxprocesses dist tx px rsyncdir loadgroup testrunuid
+    capture verbose reportchars showlocals tbstyle xmlpath junitprefix durations durations_min color no_header
+    no_summary fold_skipped collectonly cacheshow cacheclear setuponly setupshow setupplan help version pastebin
+    usepdb trace inifilename rootdir confcutdir pyargs plugins override_ini basetemp timeout runxfail
+    strict_config strict_markers
+""".split()  # noqa: SIM905  # a list would fill a screen
+
+
+class RanksFailed(Exception):
+    """Carries the text that pytest shows in the place of a traceback."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The arguments of the mark."""
+
+    num_processes: int
+    devices: int = 1
+    timeout: float | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    faults: Sequence[Fault] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("num_processes", "devices"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ValueError(f"timeout must be a positive number of seconds, got {self.timeout!r}")
+        check_faults(self.faults, self.num_processes)
+
+
+def run_in_ranks(item: pytest.Item, mark: pytest.Mark) -> None:
+    """Replaces what an item does here: no fixtures, and the ranks in place of the function."""
+
+    def runtest() -> None:
+        try:
+            job = Job(*mark.args, **mark.kwargs)
+        except (TypeError, ValueError) as error:
+            raise RanksFailed(f"wrong arguments of the mark jax_processes: {error}") from None
+        with _Ranks(item, job) as ranks:
+            ranks.wait()
+            ranks.judge(item)
+
+    def repr_failure(error: pytest.ExceptionInfo, *arguments: Any, **options: Any) -> Any:
+        return str(error.value) if isinstance(error.value, RanksFailed) else original(error, *arguments, **options)
+
+    original = item.repr_failure
+    item.setup = lambda: None  # type: ignore[method-assign]
+    item.runtest = runtest  # type: ignore[method-assign]
+    item.repr_failure = repr_failure  # type: ignore[assignment]
+
+
+class _Ranks:
+    """The processes of one test. Leaving the `with` block kills those that are left."""
+
+    def __init__(self, item: pytest.Item, job: Job) -> None:
+        self._job = job
+        self._limit = _limit_of(item, job)
+        self._timed_out = False
+        self._folder = tempfile.TemporaryDirectory(prefix="jax-processes-")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        # The service of the launcher, in a process of its own, survives the death of any rank.
+        program = rank.load_file("coordination").__file__
+        assert program is not None
+        self._service = subprocess.Popen(
+            [sys.executable, "-P", program],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        assert self._service.stdin is not None
+        self._service.stdin.write(json.dumps({"address": address, "num_processes": job.num_processes}).encode() + b"\n")
+        self._service.stdin.flush()
+        self._processes = [self._start(item, number, address) for number in range(job.num_processes)]
+        self._ended: dict[int, float] = {}  # when, by rank
+
+    def _start(self, item: pytest.Item, number: int, address: str) -> subprocess.Popen:
+        config = item.config
+        task = {
+            "rank": number,
+            "ranks": self._job.num_processes,
+            "devices": self._job.devices,
+            "folder": self._folder.name,
+            "parent": os.getpid(),
+            "options": _options_for_ranks(config),
+        }
+        variables = {
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONUNBUFFERED": "1",  # keeps the output of killed processes
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_NUM_PROCESSES": str(self._job.num_processes),
+            "JAX_PROCESS_ID": str(number),
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+            **self._job.environment,
+            rank.VARIABLE: json.dumps(task),
+        }
+        if os.getcwd() in sys.path or "" in sys.path:  # as with python -m pytest
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+        arguments = [
+            str(config.rootpath / item.nodeid),
+            f"--rootdir={config.rootpath}",
+            "-p",
+            "no:cacheprovider",
+            "-s",
+            "--runxfail",
+        ]
+        if config.inipath is not None:
+            arguments += ["-c", str(config.inipath)]
+        if config.pluginmanager.hasplugin("xdist"):
+            arguments += ["-n", "0"]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+        with open(self._file(number, "output"), "w") as output:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "pytest", *arguments],
+                env=inherited | variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True,  # killpg reaches the children of the process as well
+            )  # fmt: skip
+
+    def __enter__(self) -> "_Ranks":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process in (*self._processes, self._service):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        assert self._service.stdin is not None
+        self._service.stdin.close()
+        self._folder.cleanup()
+
+    def wait(self) -> None:
+        """Until all ranks have ended but those that are stopped on purpose, or the time is over."""
+        stopped = {fault.rank for fault in self._job.faults if fault.kind == "stop"}
+        until = time.monotonic() + self._limit
+        while True:
+            now = time.monotonic()
+            for number, process in enumerate(self._processes):
+                if number not in self._ended and process.poll() is not None:
+                    self._ended[number] = now
+                    if self._failed(number):
+                        until = min(until, now + _GRACE)
+            if not set(range(len(self._processes))) - set(self._ended) - stopped:
+                return
+            if now >= until:
+                self._timed_out = True
+                return self._ask_for_stacks()
+            time.sleep(0.01)
+
+    def _failed(self, number: int) -> bool:
+        return self._processes[number].poll() != 0 and not self._is_killed_on_purpose(number)
+
+    def _is_killed_on_purpose(self, number: int) -> bool:
+        planned = any(fault.kind == "kill" and fault.rank == number for fault in self._job.faults)
+        return planned and self._processes[number].poll() == -signal.SIGKILL
+
+    def _ask_for_stacks(self) -> None:
+        for number, process in enumerate(self._processes):
+            if number not in self._ended:
+                os.kill(process.pid, rank.STACKS_SIGNAL)
+        time.sleep(_STACKS_GRACE)
+
+    def judge(self, item: pytest.Item) -> None:
+        """Raises what the ranks have found; the rank that failed first, and by itself, comes first."""
+        outcomes = [self._outcome(item, number) for number in range(len(self._processes))]
+        failed = [outcome for outcome in outcomes if outcome.failure is not None]
+        if failed:
+            failed.sort(
+                key=lambda outcome: (outcome.blames_another, outcome.is_running and outcome.has_finished, outcome.when)
+            )
+            for outcome in outcomes:
+                if outcome.output.strip():
+                    item.add_report_section("call", f"output of rank {outcome.rank}", outcome.output)
+            raise RanksFailed(
+                "\n\n".join(
+                    [
+                        failed[0].text(),
+                        # Of those that hang, all stacks: none of them is the cause by itself.
+                        *(outcome.text() if outcome.is_running else outcome.summary() for outcome in failed[1:]),
+                    ]
+                )
+            )
+        reached = {fault for outcome in outcomes for fault in outcome.faults}
+        if missed := [str(fault) for fault in self._job.faults if str(fault) not in reached]:
+            raise RanksFailed(
+                f"did not happen: {', '.join(missed)}. The rank did not come to a pytest_jax_ring.fault_point of that "
+                "name."
+            )
+        skipped = [outcome.skipped for outcome in outcomes if outcome.skipped is not None]
+        if skipped and len(skipped) == len(outcomes):
+            pytest.skip(skipped[0])
+        if skipped:
+            raise RanksFailed(f"{len(skipped)} of {len(outcomes)} ranks skipped the test: {skipped[0]}")
+
+    def _outcome(self, item: pytest.Item, number: int) -> "_Outcome":
+        size, output = len(self._processes), self._file(number, "output").read_text(errors="replace")
+        outcome = _Outcome(number, size, output, when=self._ended.get(number, float("inf")))
+        passed = False
+        file = self._file(number, "reports")
+        for line in file.read_text().splitlines() if file.exists() else ():
+            try:
+                kind, content = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # the last line of a rank that was killed
+            if kind == "fault":
+                outcome.faults.append(content)
+            elif kind == "error":
+                outcome.failure = content
+            else:
+                report = item.config.hook.pytest_report_from_serializable(config=item.config, data=content)
+                passed |= report.when == "call" and report.passed
+                if report.failed and outcome.failure is None:
+                    outcome.failure, outcome.when = report.longreprtext, report.stop
+                outcome.has_finished |= report.when == "teardown"
+                if report.skipped:  # (file, line, reason)
+                    outcome.skipped = str(report.longrepr[2])
+        outcome.blames_another = rank.load_file("launched").blamed_process(Exception(outcome.failure or "")) is not None
+        if outcome.failure is not None or self._is_killed_on_purpose(number):
+            return outcome
+        if number not in self._ended and not any(text.startswith("stop") for text in outcome.faults):
+            stacks, outcome.is_running = self._file(number, "stacks"), True
+            where = "has finished the test, but its process has not ended" if outcome.has_finished else "still running"
+            outcome.failure = f"{where} after {self._limit:g} s\n{stacks.read_text() if stacks.exists() else ''}"
+        elif number in self._ended and not passed and outcome.skipped is None:
+            outcome.failure = f"ended with status {self._processes[number].poll()} before the test had ended:\n{output}"
+        elif number in self._ended and self._processes[number].poll() != 0:
+            outcome.failure = f"passed, then ended with status {self._processes[number].poll()}:\n{output}"
+        return outcome
+
+    def _file(self, number: int, name: str) -> pathlib.Path:
+        return pathlib.Path(self._folder.name, f"{number}.{name}")
+
+
+@dataclass
+class _Outcome:
+    """What is known of a rank."""
+
+    rank: int
+    size: int
+    output: str
+    when: float
+    failure: str | None = None
+    skipped: str | None = None
+    blames_another: bool = False
+    is_running: bool = False
+    has_finished: bool = False
+    faults: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        """The error in one line, then all that is known of it."""
+        assert self.failure is not None
+        first, _, rest = self.failure.partition("\n")
+        return f"{self.summary()}\n\n{rest if self.summary().endswith(first) else self.failure}"
+
+    def summary(self) -> str:
+        """One line: the error, for a rank that failed after another."""
+        assert self.failure is not None
+        lines = self.failure.strip().splitlines()
+        errors = [line[1:].strip() for line in lines if line.startswith("E ")]
+        return f"rank {self.rank} of {self.size}: {(errors or lines)[0]}"
+
+
+def _limit_of(item: pytest.Item, job: Job) -> float:
+    """Seconds: the mark's, or else those of pytest-timeout, or else the default."""
+    if job.timeout is not None:
+        return job.timeout
+    mark = item.get_closest_marker("timeout")
+    seconds = mark.args[0] if mark and mark.args else mark.kwargs.get("timeout") if mark else None
+    if seconds is None and item.config.pluginmanager.hasplugin("timeout"):
+        seconds = item.config.getoption("timeout", None) or item.config.getini("timeout")
+    seconds = float(seconds) if seconds else 0.0
+    return max(seconds - _BEFORE_PYTEST_TIMEOUT, seconds / 2) if seconds > 0 else DEFAULT_TIMEOUT
+
+
+def _options_for_ranks(config: pytest.Config) -> dict[str, Any]:
+    """The command-line options of the tests themselves, as conftest files and plugins define them."""
+    simple = (bool, int, float, str, type(None))
+    return {
+        name: value
+        for name, value in vars(config.option).items()
+        if name not in _OWN_OPTIONS and isinstance(value, simple)
+    }

@@ -1,0 +1,221 @@
+"""The pytest plugin: tests in several processes, what they report, faults on purpose, and lax replaced."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from pytest_jax_ring import delay, kill, stop
+from pytest_jax_ring.faults import check_faults
+from pytest_jax_ring.ranks import Job
+
+CONFTEST = """
+import sys
+
+assert "jax" not in sys.modules, "the plugin must leave it to the conftest file to import JAX first"
+
+import jax
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_num_cpu_devices", 2)
+
+def pytest_addoption(parser):
+    parser.addoption("--scale", type=int, default=1)
+"""
+PRELUDE = """
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jax_ring import ring_psum
+from pytest_jax_ring import delay, fault_point, kill, stop
+
+assert jax.device_count() == jax.process_count() * jax.local_device_count()  # at import: the job has been joined
+
+def total():
+    size = jax.device_count()
+    mesh = jax.make_mesh((size,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.make_array_from_callback(
+        (size,), jax.NamedSharding(mesh, P("i")), lambda index: jnp.arange(float(size))[index]
+    )
+    f = jax.jit(jax.shard_map(lambda x: ring_psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P()))
+    return float(f(x).addressable_data(0)[0])
+"""
+
+
+@pytest.fixture
+def run_tests(tmp_path):
+    """Runs tests in a folder of their own, and returns the status and the output of pytest."""
+
+    def run(tests: str, *options: str) -> tuple[int, str]:
+        (tmp_path / "pytest.ini").write_text("[pytest]\n")
+        (tmp_path / "conftest.py").write_text(CONFTEST)
+        (tmp_path / "test_ranks.py").write_text(PRELUDE + tests)
+        result = subprocess.run(
+            [sys.executable, "-P", "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", *options],
+            cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False,
+        )  # fmt: skip
+        return result.returncode, result.stdout + result.stderr
+
+    return run
+
+
+def test_the_body_runs_in_each_process(run_tests):
+    status, output = run_tests(
+        """
+@pytest.fixture
+def scale(request):
+    return request.config.getoption("--scale")
+
+@pytest.mark.jax_processes(3, devices=2, environment={"NAME": "x"})
+@pytest.mark.parametrize("factor", [2.0])
+def test_sum(factor, scale, tmp_path, monkeypatch):
+    import os
+    assert os.environ["NAME"] == "x"
+    assert jax.process_count() == 3 and jax.local_device_count() == 2
+    assert jax.config.jax_enable_x64
+    assert factor * scale * total() == 150.0
+
+@pytest.mark.jax_processes(2)
+def test_skipped():
+    pytest.skip("not today")
+
+@pytest.mark.jax_processes(2)
+@pytest.mark.xfail(raises=None)
+def test_expected_to_fail():
+    raise ValueError
+
+def test_in_this_process():
+    assert jax.process_count() == 1
+""",
+        "--scale=5",
+    )
+    assert status == 0, output
+    assert "2 passed, 1 skipped, 1 xfailed" in output
+    assert "not today" in output
+
+
+def test_the_rank_that_failed_comes_first(run_tests):
+    status, output = run_tests(
+        """
+@pytest.mark.jax_processes(3)
+def test_fails():
+    print("rank", jax.process_index(), "was here")
+    if jax.process_index() == 1:
+        raise ValueError("the batch is empty")
+    total()
+
+@pytest.mark.jax_processes(2, timeout=15)
+def test_hangs():
+    if jax.process_index() == 1:
+        time.sleep(1000)
+
+@pytest.mark.jax_processes(2)
+def test_exits():
+    import os
+    if jax.process_index() == 1:
+        print("this is the end", flush=True)
+        os._exit(7)
+
+@pytest.mark.jax_processes(2, devices=0)
+def test_wrong_mark():
+    pass
+"""
+    )
+    assert status == 1
+    texts = re.split(r"^_+ (test_\w+) _+$", output.partition("short test summary")[0], flags=re.MULTILINE)
+    of = dict(zip(texts[1::2], texts[2::2], strict=True))
+    assert of["test_fails"].lstrip().startswith("rank 1 of 3: ValueError: the batch is empty")
+    assert '>           raise ValueError("the batch is empty")' in of["test_fails"]  # its traceback
+    assert re.search(r"^rank 0 of 3: .*rank", of["test_fails"], re.MULTILINE)
+    assert "rank 2 was here" in of["test_fails"]
+    assert "still running after 15 s" in of["test_hangs"]
+    assert re.search(r"test_ranks.py\", line \d+ in test_hangs", of["test_hangs"])  # in the stack of rank 1
+    assert "rank 1 of 2: ended with status 7 before the test had ended" in of["test_exits"]
+    assert "this is the end" in of["test_exits"]
+    assert "devices must be a positive integer, got 0" in of["test_wrong_mark"]
+    assert "4 failed" in output
+
+
+def test_faults(run_tests):
+    status, output = run_tests(
+        """
+@pytest.mark.jax_processes(3, faults=[kill(1, at="step 2")])
+def test_killed():
+    with pytest.raises(Exception, match="process 1"):
+        for step in range(4):
+            fault_point(f"step {step}")
+            total()
+    assert step == 2
+
+@pytest.mark.jax_processes(2, faults=[stop(1, at="a point")], environment={"JAX_RING_TIMEOUT_S": "2"})
+def test_stopped():
+    total()
+    fault_point("a point")
+    with pytest.raises(Exception, match="process 1"):
+        total()
+
+@pytest.mark.jax_processes(2, faults=[delay(1, 0.3, at="a point")])
+def test_delayed():
+    total()
+    start = time.monotonic()
+    fault_point("a point")
+    total()
+    assert time.monotonic() - start >= 0.3
+
+@pytest.mark.jax_processes(2, faults=[kill(0, at="another point")])
+def test_not_reached():
+    fault_point("a point")
+"""
+    )
+    assert status == 1
+    assert "3 passed" in output
+    assert "1 failed" in output
+    assert "did not happen: kill of rank 0 at 'another point'" in output
+
+
+def test_lax_is_replaced(run_tests):
+    tests = """
+import jax_ring
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.jax_processes(2))])
+def test_served(processes):
+    mesh = jax.make_mesh((jax.device_count(),), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    f = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P()))
+    (call,) = jax_ring.explain(f, jax.ShapeDtypeStruct((jax.device_count(),), jnp.float32)).collectives
+    assert call.served_by.startswith("jax_ring")
+"""
+    status, output = run_tests(tests, "--jax-ring-override")
+    assert status == 0, output
+    assert "2 passed" in output
+    status, output = run_tests(tests)
+    assert "2 failed" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"num_processes": 0}, ValueError, "num_processes must be a positive integer, got 0"),
+        ({"num_processes": 2, "devices": 1.5}, ValueError, "devices must be a positive integer, got 1.5"),
+        ({"num_processes": 2, "timeout": 0}, ValueError, "timeout must be a positive number of seconds, got 0"),
+        (
+            {"num_processes": 2, "faults": [kill(2, at="x")]},
+            ValueError,
+            "kill of rank 2 at 'x', but the ranks are 0 to 1",
+        ),
+        ({"num_processes": 2, "faults": [kill(1, at="x"), stop(1, at="y")]}, ValueError, "killed or stopped once"),
+        ({"num_processes": 2, "faults": "kill"}, TypeError, "faults must be a list of"),
+    ],
+)
+def test_wrong_arguments(arguments, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        Job(**arguments)
+
+
+def test_delays_may_be_many():
+    faults = [delay(0, 0.1, at="x"), delay(0, 0.2, at="x"), kill(0, at="y")]
+    assert check_faults(faults, 1) == faults
