@@ -107,9 +107,7 @@ def test_dimension_out_of_range(dimension, check_vma):
 
 def test_dimension_of_the_wrong_size(check_vma):
     untiled = rf"ring_psum_scatter: scatter_dimension 0 must have as many .*, {RANKS}; got .*5, .*use tiled=True"
-    tiled = (
-        rf"ring_psum_scatter: with tiled=True the size of scatter_dimension 0, 5, must be a multiple .*, {RANKS};"
-    )
+    tiled = rf"ring_psum_scatter: with tiled=True the size of scatter_dimension 0, 5, must be a multiple .*, {RANKS};"
     rejects(lambda x: ring_psum_scatter(x[:5], "i"), ValueError, untiled, check_vma)
     rejects(lambda x: ring_psum_scatter(x[:5], "i", tiled=True), ValueError, tiled, check_vma)
     rejects(lambda x: lax.psum_scatter(x[:5], "i"), ValueError, "size 5 must match", check_vma)
