@@ -106,9 +106,20 @@ def test_dimension_out_of_range(dimension, check_vma):
 
 
 def test_dimension_of_the_wrong_size(check_vma):
-    for fun in (ring_psum_scatter, lax.psum_scatter):
-        rejects(lambda x, f=fun: f(x[:5], "i"), ValueError, "size 5 must match", check_vma)
-        rejects(lambda x, f=fun: f(x[:5], "i", tiled=True), ValueError, "size 5 must be divisible", check_vma)
+    untiled = rf"ring_psum_scatter: scatter_dimension 0 must have as many .*, {RANKS}; got .*5, .*use tiled=True"
+    tiled = rf"ring_psum_scatter: with tiled=True the size of scatter_dimension 0, 5, must be a multiple .*, {RANKS};"
+    rejects(lambda x: ring_psum_scatter(x[:5], "i"), ValueError, untiled, check_vma)
+    rejects(lambda x: ring_psum_scatter(x[:5], "i", tiled=True), ValueError, tiled, check_vma)
+    rejects(lambda x: lax.psum_scatter(x[:5], "i"), ValueError, "size 5 must match", check_vma)
+    rejects(lambda x: lax.psum_scatter(x[:5], "i", tiled=True), ValueError, "size 5 must be divisible", check_vma)
+
+
+def test_dimension_of_the_wrong_size_in_shard_sums(check_vma):
+    def scattered(x):
+        sums = jax_ring.ShardSums.of(x[:3, None, :3], "i", 3 * RANKS)  # the dimension of the shards is not counted
+        return ring_psum_scatter(sums, "i", order="tree", scatter_dimension=1, tiled=True)
+
+    rejects(scattered, ValueError, r"scatter_dimension 1, 3, must be a multiple .*; got float32\[1, 3\]", check_vma)
 
 
 def test_scatter_of_booleans(check_vma):

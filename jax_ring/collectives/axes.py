@@ -148,6 +148,28 @@ def canonical_dimension(function: str, name: str, dimension: int, ndim: int) -> 
     return dimension % ndim
 
 
+def divided_dimension(function: str, name: str, dimension: int, leaf, size: int, *, tiled: bool, first: int = 0) -> int:
+    """The dimension of a leaf that is divided into a block for each rank, counted from the front.
+
+    Raises if it is out of bounds, or its size does not fit the number of ranks.
+
+    first: how many dimensions of the leaf come before those that are counted.
+    """
+    shape = leaf.shape[first:]
+    dimension = canonical_dimension(function, name, dimension, len(shape))
+    if tiled and shape[dimension] % size != 0:
+        raise ValueError(
+            f"{function}: with tiled=True the size of {name} {dimension}, {shape[dimension]}, must be a multiple of "
+            f"the number of ranks, {size}; got {leaf.dtype}{list(shape)}"
+        )
+    if not tiled and shape[dimension] != size:
+        raise ValueError(
+            f"{function}: {name} {dimension} must have as many elements as there are ranks, {size}; got "
+            f"{leaf.dtype}{list(shape)}. For several elements in each block use tiled=True."
+        )
+    return dimension
+
+
 def check_reduction(function: str, axis_name: AxisName, axis_index_groups: Groups | None):
     """Checks the axes and groups of a reduction: (all axes, named axes, positional axes, groups)."""
     axes = _compat.skip_size_one_axes(axes_of(axis_name))

@@ -22,6 +22,7 @@ from jax_ring.collectives.axes import (
     canonical_dimension,
     check_groups,
     check_named,
+    divided_dimension,
     group_size,
     num_ranks,
 )
@@ -74,18 +75,8 @@ def ring_all_to_all(
 
     def operand(leaf):
         leaf = as_varying(function, jnp.asarray(leaf), axes)
-        split = canonical_dimension(function, "split_axis", split_axis, leaf.ndim)
+        split = divided_dimension(function, "split_axis", split_axis, leaf, size, tiled=tiled)
         concat = canonical_dimension(function, "concat_axis", concat_axis, leaf.ndim)
-        if tiled and leaf.shape[split] % size:
-            raise ValueError(
-                f"{function}: with tiled=True the size of split_axis {split}, {leaf.shape[split]}, must be a multiple "
-                f"of the number of ranks, {size}; got {leaf.dtype}{list(leaf.shape)}"
-            )
-        if not tiled and leaf.shape[split] != size:
-            raise ValueError(
-                f"{function}: split_axis {split} must have as many elements as there are ranks, {size}; got "
-                f"{leaf.dtype}{list(leaf.shape)}. For several elements in each block use tiled=True."
-            )
         return leaf, (split, concat)
 
     def to_lax(leaf):

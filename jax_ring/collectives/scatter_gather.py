@@ -19,6 +19,7 @@ from jax_ring.collectives.axes import (
     canonical_dimension,
     check_groups,
     check_named,
+    divided_dimension,
     group_size,
     refuse_groups,
     split_axes,
@@ -82,7 +83,9 @@ def ring_psum_scatter(
         if leaf.dtype == jnp.bool_:
             raise TypeError(f"{function} does not add booleans, got {jax.typeof(leaf)}. Use x.astype(jnp.int32).")
         leaf = as_varying(function, leaf, axes, mixed=False)
-        return leaf, canonical_dimension(function, "scatter_dimension", scatter_dimension, leaf.ndim - has_slots)
+        return leaf, divided_dimension(
+            function, "scatter_dimension", scatter_dimension, leaf, size, tiled=tiled, first=int(has_slots)
+        )
 
     def to_lax(leaf):
         return lax_psum_scatter(leaf, axes, scatter_dimension=scatter_dimension, axis_index_groups=groups, tiled=tiled)
