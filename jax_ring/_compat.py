@@ -385,6 +385,29 @@ def module_state(lowering_context) -> dict:
     return lowering_context.module_context.cached_primitive_lowerings.setdefault("jax_ring", {})
 
 
+def call_with_donating_programs(function: Callable) -> None:
+    """Calls a function with the module of each program that JAX has lowered and that has donated arguments.
+
+    Not with exported programs: there the caller decides which arguments are donated.
+    """
+    lower = _mlir.lower_jaxpr_to_module
+
+    @functools.wraps(lower)
+    def lower_and_call(*arguments, **options):
+        lowered = lower(*arguments, **options)
+        if any(options["donated_args"]) and not options["lowering_parameters"].for_export:
+            with lowered.module.context, _ir.Location.unknown():
+                function(lowered.module)
+        return lowered
+
+    _mlir.lower_jaxpr_to_module = lower_and_call
+
+
+def is_donated(attributes) -> bool:
+    """Whether an argument of a program with these attributes is donated, for a certain result or for any."""
+    return "tf.aliasing_output" in attributes or "jax.buffer_donor" in attributes
+
+
 def is_exported(lowering_context) -> bool:
     """Whether the module is lowered for `jax.export`."""
     return lowering_context.module_context.lowering_parameters.for_export

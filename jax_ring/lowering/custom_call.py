@@ -87,7 +87,7 @@ def emit(
         aliases = [
             (len(hidden) + i, i)
             for i, x in enumerate(operands)
-            if kind in _IN_PLACE and not has_slots and _should_alias(x)
+            if kind in IN_PLACE and not has_slots and _should_alias(x)
         ]
         if kind == "ragged_all_to_all" and _should_alias(operands[-1]):
             aliases = [(len(hidden) + len(operands) - 1, 0)]
@@ -244,7 +244,7 @@ _GROUP_ENCODERS = {"cpu": _encode_members_for_cpu, "cuda": _encode_members_for_c
 
 # The collectives whose result may overwrite the operand. In the others, peers may still read a rank's operand when its
 # result is written.
-_IN_PLACE = ("all_reduce", "reduce", "broadcast")
+IN_PLACE = ("all_reduce", "reduce", "broadcast")
 
 # Ops whose result is a bitcast of the operand, if both have the same number of elements. (A constraint may be more.)
 _RESHAPE_OPS = ("stablehlo.reshape", "stablehlo.broadcast_in_dim", "sdy.sharding_constraint")

@@ -20,6 +20,7 @@ from jax_ring.lowering import (
     two_level_family,
 )
 from jax_ring.lowering import bodies as bodies  # which replaces the lowering of shard_map
+from jax_ring.lowering import donation as donation  # which looks at lowered programs
 from jax_ring.lowering.service import groups_of, kind_by_xla, platforms_of, service_of, symbolic_shapes
 
 logger = logging.getLogger("jax_ring")
