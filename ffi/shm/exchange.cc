@@ -1,6 +1,7 @@
 // exchange.cc: stages, folds and publishes the pieces of each round.
 #include "shm/exchange.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -199,9 +200,21 @@ void Exchange::stage(Channel& channel, uint32_t number, const Round& round) {
   }
 }
 
+// Whether streaming stores to the outputs, which are of this operand, are possible and worthwhile. They are not where
+// results overwrite operands: those have just been read, and what uses the results finds them in the cache.
+bool Exchange::can_stream(size_t operand) const {
+  if (!streaming_ || !are_aligned(outputs_)) return false;
+  const int p = group_.num_ranks();
+  const auto is_in_place = [&](int rank) {
+    return call_.rendezvous->inputs[operand * 2 * p + rank] == call_.rendezvous->outputs[operand * p + rank];
+  };
+  const std::vector<int>& ranks = group_.ranks_of(group_.self());
+  return std::none_of(ranks.begin(), ranks.end(), is_in_place);
+}
+
 // Copies a result to the outputs.
-void Exchange::write_outputs(const void* result, size_t count) const {
-  copy_({&result, 1, 0}, slices(outputs_), count * element_bytes_, streaming_ && are_aligned(outputs_));
+void Exchange::write_outputs(const void* result, size_t count, bool streaming) const {
+  copy_({&result, 1, 0}, slices(outputs_), count * element_bytes_, streaming);
 }
 
 // Finds the inputs of the fold of a piece: values of local ranks in their operands, the others where they are staged.
@@ -228,27 +241,23 @@ void Exchange::fold(Channel& channel, uint32_t number, const Round& round) {
   for (size_t i = 0; i < round.pieces.size(); ++i) {
     const Piece& piece = round.pieces[i];
     const Part& part = piece.part;
-    const void* const* inputs = &call_.rendezvous->inputs[piece.operand * 2 * p];
     void* const* outputs = &call_.rendezvous->outputs[piece.operand * p];
     const auto output = [&](int rank) { return static_cast<char*>(outputs[rank]) + part.to * element_bytes_; };
     if (piece.owner == group_.self() || piece.owner == kEveryone) {
       find_inputs(channel, number, round, i);
       const cpu::Inputs sources{inputs_.data(), static_cast<int>(inputs_.size()), 0, rounds_.sources().steps_of(part)};
       outputs_.clear();
-      bool in_place = false;
       for (int r = part.receivers.first; r < part.receivers.first + part.receivers.count; ++r) {
-        if (!group_.is_local(r)) continue;
-        outputs_.push_back(output(r));
-        in_place = in_place || inputs[r] == outputs[r];
+        if (group_.is_local(r)) outputs_.push_back(output(r));
       }
-      const bool streaming = streaming_ && !in_place && are_aligned(outputs_);
+      const bool streaming = can_stream(piece.operand);
       if (piece.owner != kEveryone && part.receivers.count > 1) {
         unsigned char* const result = channel.results(group_.self(), number) + piece.result_at;
         if (streaming) {
           // The peers read the result at once, so it should stay in the cache. The local ranks get a copy.
           void* const results[] = {result};
           kernel_(sources, {results, 1, 0}, part.count, false);
-          write_outputs(result, part.count);
+          write_outputs(result, part.count, true);
           outputs_.clear();
         } else {
           outputs_.push_back(result);
@@ -274,7 +283,7 @@ void Exchange::copy_results(Channel& channel, uint32_t number, const Round& roun
     for (int rank : group_.ranks_of(group_.self())) {
       outputs_.push_back(static_cast<char*>(outputs[rank]) + piece.part.to * element_bytes_);
     }
-    write_outputs(result, piece.part.count);
+    write_outputs(result, piece.part.count, can_stream(piece.operand));
   }
 }
 

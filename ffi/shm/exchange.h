@@ -64,7 +64,8 @@ class Exchange {
   void find_inputs(const Channel& channel, uint32_t number, const Round& round, size_t piece);
   void add_inputs(const Source& source, const Piece& piece);
   void copy_results(Channel& channel, uint32_t number, const Round& round);
-  void write_outputs(const void* result, size_t count) const;
+  bool can_stream(size_t operand) const;
+  void write_outputs(const void* result, size_t count, bool streaming) const;
   bool has_arrived(int process, const Channel& channel, uint32_t number) const;
   bool have_all_arrived(const Channel& channel, uint32_t number);
 

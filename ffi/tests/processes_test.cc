@@ -72,11 +72,13 @@ INSTANTIATE_TEST_SUITE_P(DTypes, ProcessesTest, ::testing::Values(DType::u8, DTy
 
 // Large enough for streaming stores, and with the real size of the shared memory.
 TEST(Processes, LargeMessages) {
-  for (Order order : {Order::rank, Order::ring}) {
-    Processes processes({0, 0, 1}, {{256 << 10, 128 << 10}});
-    TestCall call({Collective::all_reduce, order}, Op::sum, DType::f32, 3, {700'001, 5}, false, false, 1);
-    on_all(2, [&](int process) { call.submit(processes[process]); });
-    ASSERT_NO_FATAL_FAILURE(call.expect_results());
+  for (bool in_place : {false, true}) {
+    for (Order order : {Order::rank, Order::ring}) {
+      Processes processes({0, 0, 1}, {{256 << 10, 128 << 10}});
+      TestCall call({Collective::all_reduce, order}, Op::sum, DType::f32, 3, {700'001, 5}, in_place, false, 1);
+      on_all(2, [&](int process) { call.submit(processes[process]); });
+      ASSERT_NO_FATAL_FAILURE(call.expect_results());
+    }
   }
 }
 
