@@ -16,6 +16,7 @@ import pytest
 from helpers import run_python
 
 import jax_ring
+import pytest_jax_ring
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -85,7 +86,7 @@ def test_code_runs(language, code):
 def test_the_api_pages_have_all_public_names():
     text = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     documented = set(re.findall(r"^\.\. auto(?:function|class):: (\w+)$", text, re.MULTILINE))
-    public = {*jax_ring.__all__, *jax_ring.zero.__all__, *jax_ring.elastic.__all__} - {"zero", "elastic"}
+    public = {*jax_ring.__all__, *jax_ring.zero.__all__, *jax_ring.elastic.__all__, *pytest_jax_ring.__all__} - {"zero", "elastic"}
     assert public <= documented
 
 
