@@ -104,7 +104,7 @@ def prepare(
         if is_alone:
             results: Sequence = [ops.reshape(x, aval.shape) for x, aval in zip(operands, avals_out, strict=True)]
         else:
-            hidden = [hlo.partition_id()] if takes_position else []
+            hidden = [_position(ctx)] if takes_position else []
             aliases = [
                 (len(hidden) + i, i)
                 for i, x in enumerate(operands)
@@ -168,6 +168,11 @@ def _emit_call(ctx, described: _Described, operands: Sequence, result_types: Seq
     results = list(build(*operands).results)
     barrier.note(ctx, results)
     return results
+
+
+def _position(ctx) -> ir.Value:
+    """The caller's mesh position, which the calls of a block share."""
+    return memo.once(ctx, ("position", ir.InsertionPoint.current.block), hlo.partition_id)
 
 
 # The collectives of which each operand has results of its own, so that one call can take those of several.
