@@ -57,19 +57,10 @@ from jax_ring.training import (
 
 if TYPE_CHECKING:
     from jax_ring import elastic, zero
-    from jax_ring.inspect import (
-        CallStatistics,
-        Collective,
-        Explanation,
-        FlightRecord,
-        Instruction,
-        Late,
-        RecordedCall,
-        Statistics,
-        explain,
-        flight_recorder,
-        statistics,
-    )
+    from jax_ring.inspect.compiled import Instruction
+    from jax_ring.inspect.explanation import Collective, Explanation, explain
+    from jax_ring.inspect.flight_recorder import FlightRecord, RecordedCall, flight_recorder
+    from jax_ring.inspect.statistics import CallStatistics, Late, Statistics, statistics
 
 __version__ = _runtime.__version__
 

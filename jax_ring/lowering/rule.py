@@ -89,7 +89,7 @@ def prepare(collective: Collective, ctx, *, axes, axis_index_groups, options, **
             "it, and the blocks that XLA would exchange need static shapes. Export with static shapes, or with "
             "order='rank'."
         )
-    prepare_operands = partial(
+    prepare_operands: Callable[..., Emit] = partial(
         _prepare_operands, collective, groups=groups, options=options,
         axes=axes, axis_index_groups=axis_index_groups, **params,
     )  # fmt: skip
