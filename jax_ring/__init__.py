@@ -1,6 +1,8 @@
 """Collectives for JAX as XLA custom calls: bitwise reproducible, drop-ins for those of `jax.lax`."""
 
+import importlib
 import sys
+from typing import TYPE_CHECKING
 
 # First, because its errors say what is wrong with the installation.
 try:
@@ -13,7 +15,6 @@ except ModuleNotFoundError as error:
         "that jax_ring is installed in, such as .venv/bin/python; its README has the command that makes one."
     ) from error
 
-from jax_ring import elastic, zero
 from jax_ring.collectives import (
     ShardSums,
     ring_all_gather,
@@ -32,19 +33,6 @@ from jax_ring.collectives import (
     ring_reduce,
 )
 from jax_ring.distributed.assumed_hosts import assume_hosts
-from jax_ring.inspect import (
-    CallStatistics,
-    Collective,
-    Explanation,
-    FlightRecord,
-    Instruction,
-    Late,
-    RecordedCall,
-    Statistics,
-    explain,
-    flight_recorder,
-    statistics,
-)
 from jax_ring.lowering.override import Override, override_lax
 from jax_ring.training import (
     Bucket,
@@ -66,6 +54,13 @@ from jax_ring.training import (
     value_and_grad,
     weighted_pmean,
 )
+
+if TYPE_CHECKING:
+    from jax_ring import elastic, zero
+    from jax_ring.inspect.compiled import Instruction
+    from jax_ring.inspect.explanation import Collective, Explanation, explain
+    from jax_ring.inspect.flight_recorder import FlightRecord, RecordedCall, flight_recorder
+    from jax_ring.inspect.statistics import CallStatistics, Late, Statistics, statistics
 
 __version__ = _runtime.__version__
 
@@ -125,3 +120,14 @@ __all__ = [
 def __dir__() -> list[str]:
     # Without this, every submodule that has been imported would be listed as well.
     return sorted([*__all__, "__version__"])
+
+
+if not TYPE_CHECKING:  # a type checker would take every name for a public one
+
+    def __getattr__(name: str):
+        # Programs that communicate need none of these to start, and they would take half as long again to import.
+        if name in ("elastic", "inspect", "zero"):
+            return importlib.import_module(f"{__name__}.{name}")
+        if name in __all__:
+            return getattr(importlib.import_module(f"{__name__}.inspect"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

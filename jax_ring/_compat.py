@@ -7,7 +7,7 @@ import pathlib
 import re
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.extend.backend
@@ -177,9 +177,9 @@ def skip_size_one_axes(axes: tuple) -> tuple:
     return _skip_size_one_axes(axes)
 
 
-def bound_axis_sizes() -> dict:
+def bound_axis_sizes() -> Mapping:
     """Name and size of every axis that a collective can name at this point of the trace."""
-    return dict(_core.get_axis_env().axis_sizes)
+    return _core.get_axis_env().axis_sizes
 
 
 def varying_axes(x) -> frozenset:
@@ -190,7 +190,7 @@ def varying_axes(x) -> frozenset:
 def partially_reduced_axes(x) -> frozenset:
     """The mesh axes over which x is marked `unreduced` or `reduced`."""
     mat = jax.typeof(x).mat
-    return mat.unreduced | mat.reduced
+    return mat.unreduced | mat.reduced if mat.unreduced else mat.reduced
 
 
 def without_first_dimension(aval):

@@ -65,6 +65,8 @@ def make_options(function: str, algorithm: Algorithm = "auto", order: Order = "r
     Raises:
       ValueError: if an option is none of its choices, or if the algorithm cannot fold in that order.
     """
+    if algorithm == "auto" and order == "rank":
+        return _defaults.get()
     check_choice(function, "algorithm", algorithm, ALGORITHMS)
     check_choice(function, "order", order, ORDERS)
     if order == "ring" and algorithm not in ("auto", "ring"):

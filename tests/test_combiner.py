@@ -24,7 +24,7 @@ from jax_ring import (
     ring_reduce,
     sync_gradients,
 )
-from jax_ring.lowering import combiner, operation
+from jax_ring.lowering import combiner, operation, rule
 
 RANKS = 4
 compute_on = getattr(compute_on_module, "compute_on2", compute_on_module.compute_on)  # as each version of JAX spells it
@@ -413,3 +413,41 @@ def test_calls_of_one_part_on_a_stream_are_joined(monkeypatch):
     on = partial(compute_on, compute_type="gpu_stream:7", out_memory_spaces=jax.memory.Space.Device)
     text = lowered_for_gpus(monkeypatch, on(lambda tree: jax.tree.map(lambda x: ring_psum(x, "i"), tree)), TREE)
     assert text.count("@jax_ring_all_reduce_async(") == 1
+
+
+@pytest.mark.parametrize("sum_over", [psum, lambda x: ring_psum(x, "i")], ids=["override", "ring_psum"])
+def test_calls_of_one_type_are_prepared_once(sum_over, monkeypatch):
+    prepared = []
+    prepare = rule.prepare
+    monkeypatch.setattr(rule, "prepare", lambda *args, **params: prepared.append(args) or prepare(*args, **params))
+
+    def body(x):
+        return [sum_over(y) for k in range(5) for y in (x * k, x[:, :1] * k)]
+
+    with override_lax():
+        text = sharded(body, mesh=MESH, out_specs=P()).lower(X.reshape(RANKS, 2)).as_text()
+    assert len(prepared) == 2
+    assert text.count("@jax_ring_all_reduce") == 1
+
+
+def test_calls_that_stay_apart_share_the_mesh_position():
+    def body(x):
+        return ring_pmax(ring_psum(x, "i") + x, "i")
+
+    text = sharded(body, mesh=MESH, out_specs=P()).lower(X).as_text()
+    assert text.count("@jax_ring_all_reduce") == 2
+    assert text.count("stablehlo.partition_id") == 1
+
+
+def test_calls_of_one_line_and_other_types_stay_apart():
+    # They are lowered by one answer for each type, and must not get that of another.
+    def body(x):
+        return [ring_psum(y, "i") for y in (x, x.astype(jnp.bfloat16), x.astype(jnp.int32), x.reshape(2, 1))]
+
+    f = sharded(body, mesh=MESH, out_specs=P())
+    assert num_calls(f, X) == 3
+    parts = X.reshape(RANKS, 2)
+    whole, half, integers, column = f(X)
+    assert_same_bits((whole, column), (rank_fold(parts), rank_fold(parts).reshape(2, 1)))
+    np.testing.assert_array_equal(integers, parts.astype(np.int32).sum(0))
+    assert half.dtype == jnp.bfloat16

@@ -56,6 +56,18 @@ def test_import_does_not_start_a_backend():
     assert result.stdout.strip() == "3", result.stderr
 
 
+def test_import_loads_what_communication_needs():
+    result = run_python(
+        "import sys, jax_ring\n"
+        "later = ('elastic', 'inspect', 'schedule', 'zero', 'training.zero.sharded_optimizer')\n"
+        "print([name for name in later if f'jax_ring.{name}' in sys.modules])\n"
+        "print(jax_ring.explain.__name__, jax_ring.zero.__name__, jax_ring.elastic.run.__name__)\n"
+        "jax_ring.ring_sum"
+    )
+    assert result.stdout.splitlines() == ["[]", "explain jax_ring.zero run"], result.stderr
+    assert "AttributeError: module 'jax_ring' has no attribute 'ring_sum'" in result.stderr
+
+
 def test_an_old_jax_is_refused():
     result = run_python("jax.__version_info__ = (0, 9, 1); jax.__version__ = '0.9.1'\nimport jax_ring")
     assert "ImportError: jax_ring needs JAX 0.10.2 or newer, found 0.9.1" in result.stderr

@@ -22,6 +22,8 @@ def axes_of(axis_name: AxisName) -> tuple:
 def split_axes(axes: tuple) -> tuple[tuple, tuple]:
     """Splits axes into those of `vmap` and those of a mesh, which are the ones that vma tracks."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
+    if set(axes).issubset(manual):
+        return (), axes
     return tuple(axis for axis in axes if axis not in manual), tuple(axis for axis in axes if axis in manual)
 
 
@@ -173,8 +175,8 @@ def divided_dimension(function: str, name: str, dimension: int, leaf, size: int,
 def check_reduction(function: str, axis_name: AxisName, axis_index_groups: Groups | None):
     """Checks the axes and groups of a reduction: (all axes, named axes, positional axes, groups)."""
     axes = _compat.skip_size_one_axes(axes_of(axis_name))
-    positional = tuple(axis for axis in axes if isinstance(axis, int))
-    named = tuple(axis for axis in axes if not isinstance(axis, int))
+    positional = tuple([axis for axis in axes if isinstance(axis, int)])
+    named = tuple([axis for axis in axes if not isinstance(axis, int)]) if positional else axes
     if not axes:
         return axes, named, positional, None
     _check_axes(function, axes, named)

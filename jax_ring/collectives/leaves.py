@@ -6,11 +6,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, split_axes
 from jax_ring.distributed import discovery
+
+_BOOL = np.dtype(bool)
 
 
 def fused(tree, left_to_lax: Callable, namesake: Callable, to_operand: Callable, run: Callable):
@@ -47,7 +50,12 @@ def bits_of_keys(x: jax.Array) -> tuple[jax.Array, Callable]:
 
 
 def _are_keys(x: jax.Array) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return is_extended(x.dtype) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def is_extended(dtype) -> bool:
+    """Whether a dtype is one that JAX defines and NumPy does not know, such as that of random keys."""
+    return not isinstance(dtype, np.dtype)
 
 
 def belongs_to_lax(leaf, axes: tuple, *, moved: bool = False) -> bool:
@@ -57,7 +65,7 @@ def belongs_to_lax(leaf, axes: tuple, *, moved: bool = False) -> bool:
     """
     if not isinstance(leaf, jax.Array):
         return False
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) and not (moved and _are_keys(leaf)):
+    if is_extended(leaf.dtype) and not (moved and _are_keys(leaf)):
         return True
     return not _compat.partially_reduced_axes(leaf).isdisjoint(axes)
 
@@ -76,7 +84,7 @@ def no_namesake(function: str) -> Callable:
 
 def counted(leaf):
     """x, with booleans as int32, which is what lax.psum adds."""
-    return leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
+    return leaf.astype(jnp.int32) if leaf.dtype == _BOOL else leaf
 
 
 def as_varying(function: str, operand, axes: tuple, *, mixed: bool = True):
@@ -86,8 +94,10 @@ def as_varying(function: str, operand, axes: tuple, *, mixed: bool = True):
     """
     if not _compat.check_vma():
         return operand
-    _, axes = split_axes(axes)
     varying = _compat.varying_axes(operand)
+    if varying.issuperset(axes):
+        return operand
+    _, axes = split_axes(axes)
     missing = tuple(axis for axis in axes if axis not in varying)
     if not missing:
         return operand

@@ -150,6 +150,8 @@ def _batch_other_axis(bind: Callable, rules: Rules, operands: Sequence, dims: Se
 
 
 def _dead_code(used_outputs: list[bool], eqn):
+    if all(used_outputs):
+        return used_outputs, eqn
     if not any(used_outputs):
         return [False] * len(eqn.invars), None
     keep = lambda variables: [v for v, used in zip(variables, used_outputs, strict=True) if used]  # noqa: E731

@@ -42,16 +42,17 @@ def prepare(
         not the number of shards of x, no multiple of the number of ranks, or given for groups of different sizes; or
         if the terms of x are not as many as those of a rank.
     """
+    if num_shards is None and not isinstance(x, ShardSums):
+        return Prepared(x, options, lambda total: total)
     sizes = {num_ranks(axes)} if groups is None else {len(group) for group in groups}
     if not isinstance(x, ShardSums):
-        if num_shards is not None:
-            _check_order(function, options, f"num_shards={num_shards}")
-            if sizes != {num_shards}:
-                raise ValueError(
-                    f"{function}: each rank gives one value, so num_shards can only be the number of ranks, "
-                    f"{_listed(sizes)}; got num_shards={num_shards}. For several shards on each rank pass a "
-                    "jax_ring.ShardSums."
-                )
+        _check_order(function, options, f"num_shards={num_shards}")
+        if sizes != {num_shards}:
+            raise ValueError(
+                f"{function}: each rank gives one value, so num_shards can only be the number of ranks, "
+                f"{_listed(sizes)}; got num_shards={num_shards}. For several shards on each rank pass a "
+                "jax_ring.ShardSums."
+            )
         return Prepared(x, options, lambda total: total)
     _check_order(function, options, "a ShardSums")
     if num_shards not in (None, x.num_shards):

@@ -91,14 +91,15 @@ def _join_block(ctx, block: ir.Block, joined: Joined) -> None:
 def _join_calls(ctx, operations: Sequence[ir.Operation], calls: dict[int, Call]) -> dict[int, ir.Operation]:
     """Joins the calls of one block, and returns those that are left."""
     left = {i: operations[i] for i in calls}
-    keys = {i: _key(operations[i], call) for i, call in calls.items() if call.joins}
+    kinds = _Kinds()
+    keys = {i: kinds.key(operations[i], call) for i, call in calls.items() if call.joins}
     count = Counter(keys.values())
     keys = {i: key for i, key in keys.items() if count[key] > 1}
     if not keys:
         return left
     first, last = min(keys), max(keys)
     flow = placement.Flow(operations[first : last + 1])
-    candidates = {i - first: (key, _num_bytes(operations[i], calls[i])) for i, key in keys.items()}
+    candidates = {i - first: (key, kinds.num_bytes(operations[i], calls[i])) for i, key in keys.items()}
     groups = placement.choose_groups(
         flow, candidates, max_count=COMBINE_THRESHOLD_COUNT, max_bytes=COMBINE_THRESHOLD_BYTES
     )
@@ -114,17 +115,30 @@ def _join_calls(ctx, operations: Sequence[ir.Operation], calls: dict[int, Call])
     return left
 
 
-def _key(op: ir.Operation, call: Call) -> Hashable:
-    """Equal for calls that one call can serve."""
-    element = ir.RankedTensorType(op.operands[call.num_hidden].type).element_type
-    return op.attributes["call_target_name"], call.shared, call.function(), element
+class _Kinds:
+    """What decides which calls are joined. Many calls have one description and a few types, so each is read once."""
 
+    def __init__(self) -> None:
+        self._shared: dict[int, Hashable] = {}  # by what is known of a call
+        self._types: dict[ir.Type, tuple[ir.Type, int]] = {}  # to the type of the elements, and their number
 
-def _num_bytes(op: ir.Operation, call: Call) -> int:
-    """The size of the larger side of a call: the results of a gather, elsewhere the operands."""
-    sides = list(op.operands)[call.num_hidden :], op.results
-    elements = [sum(math.prod(ir.RankedTensorType(value.type).shape) for value in side) for side in sides]
-    return max(elements) * call.itemsize
+    def key(self, op: ir.Operation, call: Call) -> Hashable:
+        """Equal for calls that one call can serve."""
+        if id(call) not in self._shared:
+            self._shared[id(call)] = op.attributes["call_target_name"], call.shared, call.function()
+        return self._shared[id(call)], self._elements(op.operands[call.num_hidden])[0]
+
+    def num_bytes(self, op: ir.Operation, call: Call) -> int:
+        """The size of the larger side of a call: the results of a gather, elsewhere the operands."""
+        sides = list(op.operands)[call.num_hidden :], op.results
+        return max([sum([self._elements(value)[1] for value in side]) for side in sides]) * call.itemsize
+
+    def _elements(self, value: ir.Value) -> tuple[ir.Type, int]:
+        tensor = value.type
+        if tensor not in self._types:
+            ranked = ir.RankedTensorType(tensor)
+            self._types[tensor] = ranked.element_type, math.prod(ranked.shape)
+        return self._types[tensor]
 
 
 def _build(ctx, members: Sequence[tuple[ir.Operation, Call]], first_of: Mapping[ir.Value, ir.Value]) -> ir.Operation:

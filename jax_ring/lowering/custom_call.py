@@ -1,8 +1,9 @@
 """Emits the custom call to an engine: its operands and attributes, and the transposes around it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +33,18 @@ from jax_ring.lowering.operation import Call, Description
 from jax_ring.lowering.service import Service, has_choice
 
 
-def emit(
-    ctx, operands, *, kind: str, op: str, service: Service, call: str, options, root=0, perm=(), axis_size=None,
+def emit(ctx, operands, **call) -> Sequence:
+    """Emits one custom call for all operands, and returns its results. call: the arguments of `prepare`."""
+    return prepare(ctx, **call)(ctx, operands)
+
+
+def prepare(
+    ctx, *, kind: str, op: str, service: Service, call: str, options, root=0, perm=(), axis_size=None,
     group_trees=None, concat_dimension=None, **dimensions,
-) -> Sequence:  # fmt: skip
-    """Emits one custom call for all operands, and returns its results.
+) -> Callable[..., Sequence]:  # fmt: skip
+    """How one custom call is emitted for operands of the types in ctx: a function of (ctx, operands) to its results.
+
+    A module may keep this function, so it keeps no reference to the module.
 
     The engine scatters and gathers contiguous blocks, one per rank, along a leading dimension: it removes that
     dimension from the operand of a reduce-scatter, adds it to the result of an all-gather, and keeps it in an
@@ -70,69 +78,101 @@ def emit(
         avals_out = [
             jax.core.ShapedArray(aval.shape if scatters else (axis_size, *aval.shape), aval.dtype) for aval in avals_in
         ]
-    if scatters:
-        blocks_first = partial(layout.blocks_first, axis_size=axis_size, **dimensions)
-        operands = [
-            ops.inline(ctx, jax.vmap(blocks_first) if has_slots else blocks_first, x, _unsharded(aval), blocks)
-            for x, aval, blocks in zip(operands, ctx.avals_in, avals_in, strict=True)
-        ]
-
     if kind == "permute" and not perm:
-        return [ops.inline(ctx, jnp.zeros_like, x, aval, aval) for x, aval in zip(operands, avals_in, strict=True)]
-    if all(len(group) == 1 for group in groups):
-        results: Sequence = [ops.reshape(x, aval.shape) for x, aval in zip(operands, avals_out, strict=True)]
-    else:
-        takes_position = _TAKES_POSITION[service.engine]
-        hidden = [hlo.partition_id()] if takes_position and not service.automatic_axes else []
-        aliases = [
-            (len(hidden) + i, i)
-            for i, x in enumerate(operands)
-            if kind in IN_PLACE and not has_slots and _should_alias(x)
+        return lambda ctx, operands: [
+            ops.inline(ctx, jnp.zeros_like, x, aval, aval) for x, aval in zip(operands, avals_in, strict=True)
         ]
-        if kind == "ragged_all_to_all" and _should_alias(operands[-1]):
-            aliases = [(len(hidden) + len(operands) - 1, 0)]
-        stream = streams.stream_of(ctx, service.engine, options)
-        target = runtime.ASYNC_TARGETS[kind] if stream else runtime.TARGETS[kind]
-        shared = _shared_attributes(
-            ctx, kind=kind, op=op, service=service, options=options, root=root, perm=tuple(perm),
-            group_trees=tuple(group_trees), stream=stream,
+    is_alone = all(len(group) == 1 for group in groups)
+    takes_position = _TAKES_POSITION[service.engine] and not service.automatic_axes
+    if not is_alone:
+        of_engine = _describe_call(
+            ctx, kind=kind, op=op, service=service, call=call, options=options, root=root, perm=tuple(perm),
+            group_trees=tuple(group_trees), num_hidden=int(takes_position), itemsize=avals_in[-1].dtype.itemsize,
+            num_own=(scatters + has_slots, int(gathers)),
         )  # fmt: skip
-        if streams.of_user(ctx):
-            stream = streams.MAIN  # JAX gives the user's stream to all that is around the call
-        num_own = None
-        if service.automatic_axes:
-            num_own = scatters + has_slots, int(gathers)
-            shared = automatic.attributes(shared, target, takes_position, num_own, stream)
-            target, stream = partitioner.TARGET, streams.MAIN
-        engine_call = Call(
-            shared=shared,
-            description=call,
-            lines=call_sites.lines_of(ctx),
-            num_hidden=len(hidden),
-            itemsize=avals_in[-1].dtype.itemsize,
-            joins=kind in _JOINED and not options.apart,
-            num_own=num_own,
-        )
         result_types = [_type_of(ctx, aval) for aval in avals_out]
+    blocks_first = partial(layout.blocks_first, axis_size=axis_size, **dimensions)
+    if concat_dimension is not None:
+        dimensions["dimension"] = concat_dimension
 
-        def build(*operands):
-            with _named_by_user(ctx):
-                return operation.build(ctx, target, engine_call, operands, result_types, aliases)
-
-        if stream:
-            results = streams.emit_on(ctx, stream, build, [*hidden, *operands], result_types)
+    def emit(ctx, operands) -> Sequence:
+        if scatters:
+            operands = [
+                ops.inline(ctx, jax.vmap(blocks_first) if has_slots else blocks_first, x, _unsharded(aval), blocks)
+                for x, aval, blocks in zip(operands, ctx.avals_in, avals_in, strict=True)
+            ]
+        if is_alone:
+            results: Sequence = [ops.reshape(x, aval.shape) for x, aval in zip(operands, avals_out, strict=True)]
         else:
-            results = list(build(*hidden, *operands).results)
-            barrier.note(ctx, results)
+            hidden = [_position(ctx)] if takes_position else []
+            aliases = [
+                (len(hidden) + i, i)
+                for i, x in enumerate(operands)
+                if kind in IN_PLACE and not has_slots and _should_alias(x)
+            ]
+            if kind == "ragged_all_to_all" and _should_alias(operands[-1]):
+                aliases = [(len(hidden) + len(operands) - 1, 0)]
+            results = _emit_call(ctx, of_engine, [*hidden, *operands], result_types, aliases)
+        if gathers:
+            results = [
+                ops.inline(ctx, layout.blocks_at, x, blocks, aval, **dimensions)
+                for x, blocks, aval in zip(results, avals_out, ctx.avals_out, strict=True)
+            ]
+        return results
 
-    if gathers:
-        if concat_dimension is not None:
-            dimensions["dimension"] = concat_dimension
-        results = [
-            ops.inline(ctx, layout.blocks_at, x, blocks, aval, **dimensions)
-            for x, blocks, aval in zip(results, avals_out, ctx.avals_out, strict=True)
-        ]
+    return emit
+
+
+class _Described(NamedTuple):
+    """A custom call, but for its operands and for the lines that it serves."""
+
+    target: str
+    stream: str
+    call: Call
+
+
+def _describe_call(
+    ctx, *, kind: str, service: Service, call: str, options, num_hidden: int, itemsize: int, num_own: tuple[int, int],
+    **of_attributes,
+) -> _Described:  # fmt: skip
+    stream = streams.stream_of(ctx, service.engine, options)
+    target = runtime.ASYNC_TARGETS[kind] if stream else runtime.TARGETS[kind]
+    shared = _shared_attributes(ctx, kind=kind, service=service, options=options, stream=stream, **of_attributes)
+    if streams.of_user(ctx):
+        stream = streams.MAIN  # JAX gives the user's stream to all that is around the call
+    if service.automatic_axes:
+        shared = automatic.attributes(shared, target, _TAKES_POSITION[service.engine], num_own, stream)
+        target, stream = partitioner.TARGET, streams.MAIN
+    of_engine = Call(
+        shared=shared,
+        description=call,
+        lines=(),
+        num_hidden=num_hidden,
+        itemsize=itemsize,
+        joins=kind in _JOINED and not options.apart,
+        num_own=num_own if service.automatic_axes else None,
+    )
+    return _Described(target, stream, of_engine)
+
+
+def _emit_call(ctx, described: _Described, operands: Sequence, result_types: Sequence, aliases: Sequence) -> Sequence:
+    target, stream, call = described
+    call = call._replace(lines=call_sites.lines_of(ctx))
+
+    def build(*operands):
+        with _named_by_user(ctx):
+            return operation.build(ctx, target, call, operands, result_types, aliases)
+
+    if stream:
+        return streams.emit_on(ctx, stream, build, operands, result_types)
+    results = list(build(*operands).results)
+    barrier.note(ctx, results)
     return results
+
+
+def _position(ctx) -> ir.Value:
+    """The caller's mesh position, which the calls of a block share."""
+    return memo.once(ctx, ("position", ir.InsertionPoint.current.block), hlo.partition_id)
 
 
 # The collectives of which each operand has results of its own, so that one call can take those of several.

@@ -93,6 +93,21 @@ def build(
       operands: the hidden ones and those of the user.
       aliases: pairs of an operand and a result that may have one buffer.
     """
+    aliases, types = tuple(aliases), tuple([value.type for value in operands])
+    attributes = memo.once(
+        ctx, ("operation", target, call, aliases, types, *result_types),
+        lambda: _attributes(ctx, target, call, operands, result_types, aliases),
+    )  # fmt: skip
+    operation = ir.Operation.create(
+        "stablehlo.custom_call", results=result_types, operands=operands, attributes=attributes, loc=location
+    )
+    _note(ctx, attributes[CONFIG], call)
+    return operation
+
+
+def _attributes(
+    ctx, target: str, call: Call, operands: Sequence, result_types: Sequence, aliases: Collection[tuple[int, int]]
+) -> dict[str, ir.Attribute]:
     attributes = dict(memo.once(ctx, ("target", target), partial(call_attributes.fixed, target)))
     of_kind = memo.once(ctx, ("entries", call.shared), lambda: dict(named(call.shared)))
     names: dict[str, ir.Attribute] = {"call": ir.StringAttr.get(call.description), "site": site_of(call.lines)}
@@ -104,12 +119,7 @@ def build(
     attributes["result_layouts"] = _layouts(ctx, result_types)
     if aliases:
         attributes["output_operand_aliases"] = call_attributes.aliases(aliases, len(result_types))
-    operation = ir.Operation.create(
-        "stablehlo.custom_call", results=list(result_types), operands=list(operands), attributes=attributes,
-        loc=location,
-    )  # fmt: skip
-    note(ctx, operation, call)
-    return operation
+    return attributes
 
 
 def config(shared: ir.DictAttr, **more: ir.Attribute) -> ir.DictAttr:
@@ -132,8 +142,11 @@ def compared(operation: ir.Operation) -> tuple:
 
 def note(ctx, operation: ir.Operation, call: Call) -> None:
     """Notes what is known of a call. JAX copies operations, so that is found by their attributes."""
+    _note(ctx, operation.attributes[CONFIG], call)
+
+
+def _note(ctx, attributes: ir.Attribute, call: Call) -> None:
     calls = _compat.module_state(ctx).setdefault("calls", {})
-    attributes = operation.attributes[CONFIG]
     known = calls.get(attributes)
     calls[attributes] = call if known is None else call._replace(joins=call.joins and known.joins)
 

@@ -8,11 +8,9 @@ from functools import partial
 import jax
 
 from jax_ring import _compat, runtime
-from jax_ring.lowering import ragged
+from jax_ring.lowering import memo, ragged, rule
 from jax_ring.lowering.fallback import lower_broadcast_to_xla, lower_dynamic_broadcast_to_sum
-from jax_ring.lowering.rule import Collective
-from jax_ring.lowering.rule import lower as lower_to_engine
-from jax_ring.lowering.service import groups_of, service_of
+from jax_ring.lowering.service import groups_of, question_of, service_of
 from jax_ring.options import Options
 
 # JAX's primitives: the function to name in messages, the kind of collective, and the reduction.
@@ -62,54 +60,81 @@ def make_rules(is_on: Callable[[], bool]) -> dict:
 
 
 def _make_rule(is_on: Callable, function: str, kind: str, op: str, jax_rule: Callable, options: Options = _JOINED):
+    prepare = partial(_prepare, function, kind, op, jax_rule, options)
+
     def lower(ctx, operand, **params):
-        # Random keys can be moved, but the engines do not support them.
-        if not is_on() or jax.dtypes.issubdtype(ctx.avals_in[0].dtype, jax.dtypes.extended):
+        if not is_on():
             return jax_rule(ctx, operand, **params)
-        engine_params = {_RENAMED_PARAMS.get(name, name): value for name, value in params.items()}
-        axes, groups = engine_params.pop("axes"), engine_params.pop("axis_index_groups", None)
-        axes = axes if isinstance(axes, tuple | list) else (axes,)
-        named = tuple(axis for axis in axes if not isinstance(axis, int))
-        if len(named) < len(axes):
-            # Positional axes are reduced on each device, by JAX's rule.
-            positional = tuple(axis for axis in axes if isinstance(axis, int))
-            (operand,) = jax_rule(ctx, operand, axes=positional, axis_index_groups=None)
-            ctx, params = ctx.replace(avals_in=ctx.avals_out), {**params, "axes": named}
-        if not named:
-            return [operand]
-        if kind == "permute" and isinstance(ctx.module_context.axis_context, _compat.SPMDAxisContext):
-            named = _compat.axes_of_permutation(named, ctx.module_context.axis_context.mesh)
-        # Normalized, so that equal calls have equal keys and are combined.
-        groups = groups and tuple(tuple(map(operator.index, group)) for group in groups)
-        to_xla = lambda ctx, operand, **_: jax_rule(ctx, operand, **params)  # noqa: E731
-        # JAX lowers a broadcast for GPUs only.
-        without_rule = jax_rule is _compat.no_lowering and kind == "broadcast"
-        collective = Collective(function, kind, op, lower_broadcast_to_xla if without_rule else to_xla)
-        emit = partial(
-            lower_to_engine, collective, axes=named, axis_index_groups=groups, options=options, **engine_params
-        )
-        members = groups_of(ctx, named, groups)
-        if kind == "all_to_all":
-            # JAX expands and squeezes dimensions around the primitive, which is always tiled.
-            emit = partial(emit, axis_size=len(members[0]), tiled=True)
-        if kind == "permute":
-            size = len(members[0])
-            pairs = [(source % size, receiver % size) for source, receiver in params["perm"]]
-            is_unique = all(len(set(ranks)) == len(ranks) for ranks in zip(*pairs, strict=True))
-            if not is_unique or any(not -size <= rank < size for pair in params["perm"] for rank in pair):
-                return jax_rule(ctx, operand, **params)  # which raises
-            emit = partial(emit, perm=pairs)
-        if kind == "broadcast" and not 0 <= params["source"] < len(members[0]):
-            raise ValueError(
-                f"{function} over {named}: source must be a rank, that is 0 to {len(members[0]) - 1}, got "
-                f"{params['source']}"
-            )
-        service = service_of(ctx, members, kind)
-        if service.automatic_axes and service.levels is None:
-            _warn_of_automatic_axes(ctx, function, named, service.automatic_axes)
-        return emit(ctx, operand)
+        question = ("override", function, options, *question_of(ctx, params))
+        return memo.once(ctx, question, lambda: prepare(ctx, params))(ctx, operand)
 
     return lower
+
+
+def _prepare(function: str, kind: str, op: str, jax_rule: Callable, options: Options, ctx, params: dict) -> Callable:
+    """How calls like the one under lowering are emitted: a function of (ctx, operand), without a reference to ctx."""
+
+    def as_by_jax(ctx, operand):
+        return jax_rule(ctx, operand, **params)
+
+    # Random keys can be moved, but the engines do not support them.
+    if jax.dtypes.issubdtype(ctx.avals_in[0].dtype, jax.dtypes.extended):
+        return as_by_jax
+    axes = params.get("axes", params.get("axis_name"))
+    axes = axes if isinstance(axes, tuple | list) else (axes,)
+    named = tuple(axis for axis in axes if not isinstance(axis, int))
+    if len(named) < len(axes):
+        # Positional axes are reduced on each device, by JAX's rule.
+        positional = tuple(axis for axis in axes if isinstance(axis, int))
+        over_named = None
+        if named:
+            ctx = ctx.replace(avals_in=ctx.avals_out)
+            over_named = _prepare(function, kind, op, jax_rule, options, ctx, {**params, "axes": named})
+
+        def emit(ctx, operand):
+            (operand,) = jax_rule(ctx, operand, axes=positional, axis_index_groups=None)
+            return over_named(ctx.replace(avals_in=ctx.avals_out), operand) if over_named else [operand]
+
+        return emit
+    if not named:
+        return lambda ctx, operand: [operand]
+    if kind == "permute" and isinstance(ctx.module_context.axis_context, _compat.SPMDAxisContext):
+        named = _compat.axes_of_permutation(named, ctx.module_context.axis_context.mesh)
+    # Normalized, so that equal calls have equal keys and are combined.
+    groups = params.get("axis_index_groups")
+    groups = groups and tuple(tuple(map(operator.index, group)) for group in groups)
+    engine_params = {
+        _RENAMED_PARAMS.get(name, name): value
+        for name, value in params.items()
+        if name not in ("axes", "axis_name", "axis_index_groups")
+    }
+    members = groups_of(ctx, named, groups)
+    if kind == "all_to_all":
+        # JAX expands and squeezes dimensions around the primitive, which is always tiled.
+        engine_params |= {"axis_size": len(members[0]), "tiled": True}
+    if kind == "permute":
+        size = len(members[0])
+        pairs = [(source % size, receiver % size) for source, receiver in params["perm"]]
+        is_unique = all(len(set(ranks)) == len(ranks) for ranks in zip(*pairs, strict=True))
+        if not is_unique or any(not -size <= rank < size for pair in params["perm"] for rank in pair):
+            return as_by_jax  # which raises
+        engine_params["perm"] = pairs
+    if kind == "broadcast" and not 0 <= params["source"] < len(members[0]):
+        raise ValueError(
+            f"{function} over {named}: source must be a rank, that is 0 to {len(members[0]) - 1}, got "
+            f"{params['source']}"
+        )
+    service = service_of(ctx, members, kind)
+    if service.automatic_axes and service.levels is None:
+        _warn_of_automatic_axes(ctx, function, named, service.automatic_axes)
+    # JAX lowers a broadcast for GPUs only.
+    without_rule = jax_rule is _compat.no_lowering and kind == "broadcast"
+    to_xla = lower_broadcast_to_xla if without_rule else lambda ctx, operand, **_: as_by_jax(ctx, operand)
+    emit_operands = rule.prepare(
+        rule.Collective(function, kind, op, to_xla), ctx,
+        axes=named, axis_index_groups=groups, options=options, **engine_params,
+    )  # fmt: skip
+    return lambda ctx, operand: emit_operands(ctx, [operand])
 
 
 def _make_ragged_rule(is_on: Callable, jax_rule: Callable):
@@ -127,7 +152,7 @@ def _make_ragged_rule(is_on: Callable, jax_rule: Callable):
 def _make_dynamic_broadcast_rule(is_on: Callable, jax_rule: Callable):
     """A broadcast whose source is an operand: a sum of bits, to which the other ranks contribute zeros."""
     to_xla = partial(_compat.lower_lax_reduction, _compat.psum_p)
-    collective = Collective("lax.pbroadcast", "all_reduce", "sum", to_xla)
+    collective = rule.Collective("lax.pbroadcast", "all_reduce", "sum", to_xla)
 
     def lower(ctx, operand, source, *, axis_name):
         if not is_on() or jax.dtypes.issubdtype(ctx.avals_in[0].dtype, jax.dtypes.extended):
@@ -135,7 +160,7 @@ def _make_dynamic_broadcast_rule(is_on: Callable, jax_rule: Callable):
         axes = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
         return lower_dynamic_broadcast_to_sum(
             ctx, operand, source, tuple(axes),
-            partial(lower_to_engine, collective, axes=tuple(axes), axis_index_groups=None, options=Options()),
+            partial(rule.lower, collective, axes=tuple(axes), axis_index_groups=None, options=Options()),
         )  # fmt: skip
 
     return lower

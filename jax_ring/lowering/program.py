@@ -32,7 +32,12 @@ def name_of(ctx) -> str:
     name = _compat.module_name(ctx)
     if _COUNT not in state:
         state[_COUNT] = discovery.next_lowering(name)
-    return f"{name}/{state.get(_DIGEST, '')}#{state[_COUNT]}"
+    return f"{name}/{digest(ctx)}#{state[_COUNT]}"
+
+
+def digest(ctx) -> str:
+    """The digest of the program so far, in a program of several processes; else empty."""
+    return _compat.module_state(ctx).get(_DIGEST, "")
 
 
 def note_body(ctx, jaxpr) -> None:

@@ -1,7 +1,7 @@
 """The lowering rule of all primitives: emits the call for the engine that serves it, or for XLA."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from jax_ring.lowering import (
     custom_call,
     fallback,
     host_places,
+    memo,
     ops,
     tree_by_xla,
     trees,
@@ -21,7 +22,14 @@ from jax_ring.lowering import (
 )
 from jax_ring.lowering import bodies as bodies  # which replaces the lowering of shard_map
 from jax_ring.lowering import donation as donation  # which looks at lowered programs
-from jax_ring.lowering.service import groups_of, kind_by_xla, platforms_of, service_of, symbolic_shapes
+from jax_ring.lowering.service import (
+    groups_of,
+    kind_by_xla,
+    platforms_of,
+    question_of,
+    service_of,
+    symbolic_shapes,
+)
 
 logger = logging.getLogger("jax_ring")
 
@@ -35,6 +43,10 @@ WIDENED = {
     "float4_e2m1fn": jnp.float32,
     "float8_e8m0fnu": jnp.float32,
 }
+
+
+# How a call is emitted: (ctx, operands) to its results.
+Emit = Callable[..., Sequence]
 
 
 class Collective(NamedTuple):
@@ -53,60 +65,91 @@ class Collective(NamedTuple):
     lower_to_xla: Callable
 
 
-def lower(collective: Collective, ctx, *operands, axes, axis_index_groups, options, **params):
+def lower(collective: Collective, ctx, *operands, **params):
     """Emits one custom call to an engine for all operands, or XLA's collectives where no engine serves the call.
 
-    params: the remaining parameters of the primitive.
+    params: those of the primitive.
 
     Raises:
       NotImplementedError: if no engine serves the call, and `JAX_RING_STRICT` is 1 or XLA's collective could be wrong;
         or if a sum along the tree has a symbolic shape.
     """
+    question = ("lower", collective.function, *question_of(ctx, params))
+    return memo.once(ctx, question, lambda: prepare(collective, ctx, **params))(ctx, operands)
+
+
+def prepare(collective: Collective, ctx, *, axes, axis_index_groups, options, **params) -> Emit:
+    """How calls like the one under lowering are emitted, for any operands of its types.
+
+    The module keeps the answer, which therefore keeps no reference to the module.
+    """
     groups = groups_of(ctx, axes, axis_index_groups)
-    along_tree = trees.adds_along_tree(collective.kind, options)
-    service = service_of(ctx, groups, collective.kind, options, params.get("perm"))
-    if along_tree and (shapes := symbolic_shapes(ctx)):
+    if trees.adds_along_tree(collective.kind, options) and (shapes := symbolic_shapes(ctx)):
         raise NotImplementedError(
             f"{collective.function}(..., order='tree') over {axes} of the symbolic shape {shapes[0]}: no engine serves "
             "it, and the blocks that XLA would exchange need static shapes. Export with static shapes, or with "
             "order='rank'."
         )
-    if trees.num_slots(groups, options) == 1:
-        ctx, operands = _without_slots(ctx, operands)
+    prepare_operands: Callable[..., Emit] = partial(
+        _prepare_operands, collective, groups=groups, options=options,
+        axes=axes, axis_index_groups=axis_index_groups, **params,
+    )  # fmt: skip
+    if trees.num_slots(groups, options) != 1:
+        return prepare_operands(ctx)
+    emit = prepare_operands(_without_slots(ctx))
+
+    def emit_without_slots(ctx, operands):
+        ctx = _without_slots(ctx)
+        return emit(ctx, [ops.reshape(x, aval.shape) for x, aval in zip(operands, ctx.avals_in, strict=True)])
+
+    return emit_without_slots
+
+
+def _without_slots(ctx):
+    """The context of ranks that have one term each, without the dimension for it."""
+    return ctx.replace(avals_in=[jax.core.ShapedArray(aval.shape[1:], aval.dtype) for aval in ctx.avals_in])
+
+
+def _prepare_operands(collective: Collective, ctx, *, groups, options, axes, axis_index_groups, **params) -> Emit:
+    """The same for operands without a dimension for a single term."""
+    service = service_of(ctx, groups, collective.kind, options, params.get("perm"))
     call = custom_call.describe(ctx, collective.function, axes, axis_index_groups)
     if service.levels is not None:
-        if host_places.crosses_hosts(collective.kind, groups, service.levels, params.get("perm")):
-            logger.info(
-                "%s over %s is served by XLA between %d hosts", collective.function, axes, service.levels.num_hosts
-            )
-        emit: Callable = custom_call.emit
+        of_engine = {
+            "kind": collective.kind, "op": collective.op, "service": service, "call": call, "options": options, **params
+        }  # fmt: skip
         if service.levels.across:
-            emit = partial(two_level_family.emit, groups=groups)
-        emit = partial(emit, kind=collective.kind, op=collective.op, service=service, call=call, options=options)
-        return _emit_widened(ctx, operands, partial(emit, **params))
-    if along_tree:
-        note_fallback(collective.function, axes, "all_to_all", service.why_not, options)
+            emit = _prepare_widened(ctx, lambda ctx: partial(two_level_family.emit, groups=groups, **of_engine))
+        else:
+            emit = _prepare_widened(ctx, lambda ctx: custom_call.prepare(ctx, **of_engine))
+        if not host_places.crosses_hosts(collective.kind, groups, service.levels, params.get("perm")):
+            return emit
+        num_hosts = service.levels.num_hosts
+
+        def emit_between_hosts(ctx, operands):
+            logger.info("%s over %s is served by XLA between %d hosts", collective.function, axes, num_hosts)
+            return emit(ctx, operands)
+
+        return emit_between_hosts
+    if trees.adds_along_tree(collective.kind, options):
         by_xla = partial(
             tree_by_xla.emit, kind=collective.kind, groups=groups, options=options,
             axes=axes, axis_index_groups=axis_index_groups, **params,
         )  # fmt: skip
-        emit = partial(_emit_widened, emit=by_xla)
+        emit_tree = _prepare_widened(ctx, lambda ctx: by_xla)
+
+        def emit_by_xla(ctx, operands):
+            note_fallback(collective.function, axes, "all_to_all", service.why_not, options)
+            return emit_tree(ctx, operands)
     else:
-        emit = partial(
+        emit_by_xla = partial(
             _fall_back, collective, why_not=service.why_not, options=options,
             axes=axes, axis_index_groups=axis_index_groups, **params,
         )  # fmt: skip
-    return between_hosts.enclose(
-        ctx, operands, lambda values: emit(ctx, values),
+    return lambda ctx, operands: between_hosts.enclose(
+        ctx, operands, lambda values: emit_by_xla(ctx, values),
         call=call, groups=groups, avals_in=ctx.avals_in, avals_out=ctx.avals_out,
     )  # fmt: skip
-
-
-def _without_slots(ctx, operands) -> tuple:
-    """The operands of ranks that have one term each, without the dimension for it."""
-    avals = [jax.core.ShapedArray(aval.shape[1:], aval.dtype) for aval in ctx.avals_in]
-    operands = [ops.reshape(x, aval.shape) for x, aval in zip(operands, avals, strict=True)]
-    return ctx.replace(avals_in=avals), operands
 
 
 def note_fallback(function: str, axes, kind: str, why_not: str, options) -> None:
@@ -148,14 +191,22 @@ def _fall_back(collective: Collective, ctx, operands, why_not: str, options, *, 
     ]  # fmt: skip
 
 
-def _emit_widened(ctx, operands, emit: Callable):
-    """The results of `emit(ctx, operands)`, with conversions around it if the engines do not support the dtype."""
+def _prepare_widened(ctx, prepare: Callable[..., Emit]) -> Emit:
+    """The answer of `prepare(ctx)`, with conversions around it if the engines do not support the dtype."""
     dtype = WIDENED.get(ctx.avals_in[0].dtype.name)
     if dtype is None:
-        return emit(ctx, operands)
-    wide = ctx.replace(
+        return prepare(ctx)
+    emit = prepare(_with_dtype(ctx, dtype))
+
+    def emit_widened(ctx, operands):
+        results = emit(_with_dtype(ctx, dtype), [ops.convert(ctx, x, dtype) for x in operands])
+        return [ops.convert(ctx, x, aval.dtype) for x, aval in zip(results, ctx.avals_out, strict=True)]
+
+    return emit_widened
+
+
+def _with_dtype(ctx, dtype):
+    return ctx.replace(
         avals_in=[jax.core.ShapedArray(aval.shape, dtype) for aval in ctx.avals_in],
         avals_out=[jax.core.ShapedArray(aval.shape, dtype) for aval in ctx.avals_out],
     )
-    results = emit(wide, [ops.convert(ctx, x, dtype) for x in operands])
-    return [ops.convert(ctx, x, aval.dtype) for x, aval in zip(results, ctx.avals_out, strict=True)]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax_ring import _compat
-from jax_ring.lowering import automatic, host_places, memo, reach, trees, tuning
+from jax_ring.lowering import automatic, host_places, memo, program, reach, streams, trees, tuning
 from jax_ring.options import Options
 
 _DEFAULT = Options()
@@ -41,6 +41,22 @@ def service_of(ctx, groups, kind: str, options: Options = _DEFAULT, perm: host_p
         pairs,
     )
     return memo.once(ctx, ("service", *question), lambda: who_serves(*question))
+
+
+def question_of(ctx, params: dict) -> tuple:
+    """What decides how the call under lowering is emitted, apart from its operands and its line: equal for such calls.
+
+    params: of its primitive.
+    """
+    return (
+        ctx.primitive,
+        *params.items(),
+        *[(aval.shape, aval.dtype) for aval in ctx.avals_in],
+        platforms_of(ctx),
+        ctx.module_context.axis_context,
+        streams.of_user(ctx),
+        program.digest(ctx),
+    )
 
 
 def groups_of(ctx, axes, axis_index_groups) -> tuple[tuple[int, ...], ...]:
