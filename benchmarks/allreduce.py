@@ -2,10 +2,13 @@
 
     python benchmarks/allreduce.py -b 4 -e 64M -f 4 --devices 8 --plot allreduce.png
 
-Each size is timed out of place (called from Python), in place (with a donated argument), and inside a jitted loop,
-less the same loop without the collective. The implementations are interleaved, so that noise affects all of them. Other
-libraries, if installed (pip install --editable '.[peers]'), run in processes of their own, interleaved by size; their
-times are means over the ranks. torch.distributed reduces in place only, and its loop is in Python.
+Each size is timed out of place (called from Python), in place (with a donated argument), and inside a jitted loop. Two
+loops without the collective are subtracted from that, each timed next to it: an empty one, in which no rank waits for
+another, and ("waiting") one with a sum of 4 bytes in its place, less the time of that sum. Once ranks wait for each
+other, all their messages compete for the caches, in the loop's own computation too. The implementations are
+interleaved, so that noise affects all of them, and ratios have a confidence interval of 95 %. Other libraries, if
+installed (pip install --editable '.[peers]'), run in processes of their own, interleaved by size; their times are means
+over the ranks. torch.distributed reduces in place only, and its loop is in Python.
 
     python benchmarks/allreduce.py --platform cuda -b 1K -e 64M -f 4 --tune thresholds.json
 
@@ -35,6 +38,7 @@ def parser_of_messages(description: str) -> argparse.ArgumentParser:
     parser.add_argument("-b", "--minbytes", type=size_of, default="4", help="smallest message of one rank")
     parser.add_argument("-e", "--maxbytes", type=size_of, default="64M", help="largest message of one rank")
     parser.add_argument("-f", "--stepfactor", type=int, default=4, help="factor between sizes")
+    parser.add_argument("--sizes", metavar="SIZE,...", help="these messages instead of those of -b, -e and -f")
     parser.add_argument("-n", "--iters", type=int, default=20, help="timed runs")
     parser.add_argument("-w", "--warmup_iters", type=int, default=3, help="untimed runs before these")
     parser.add_argument("-c", "--check", type=int, choices=(0, 1), default=1, help="check every result")
@@ -47,9 +51,9 @@ def parser_of_messages(description: str) -> argparse.ArgumentParser:
 
 def cases_of(arguments: argparse.Namespace) -> list[tuple[str, int]]:
     """Every dtype with every size in bytes."""
-    sizes = []
+    sizes = [size_of(size) for size in arguments.sizes.split(",")] if arguments.sizes else []
     size = arguments.minbytes
-    while size <= arguments.maxbytes:
+    while not arguments.sizes and size <= arguments.maxbytes:
         sizes.append(size)
         size *= arguments.stepfactor
     return [(dtype, size) for dtype in arguments.datatype.split(",") for size in sizes]
@@ -66,6 +70,7 @@ def parse_arguments(implementations, peers) -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=8, help="number of CPU devices; other platforms use all")
     choices = [*implementations, *peers]
     parser.add_argument("--impl", default=",".join(choices), help="implementations, separated by commas")
+    parser.add_argument("--compare", metavar="OLD", help="compare the result with a file of --json (see compare.py)")
     parser.add_argument("--csv", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE", help="plot the first datatype")
     parser.add_argument("--tune", metavar="FILE", help="write thresholds of algorithm='auto' for JAX_RING_TUNING")
@@ -84,6 +89,7 @@ def parse_arguments(implementations, peers) -> argparse.Namespace:
 
 def main() -> int:
     import report
+    from compare import SAME, compare, differences, load
     from implementations import AXIS, IMPLEMENTATIONS
     from measure import Case, Row
     from peers import PEERS, Layout, Peer, Task, why_not
@@ -104,6 +110,9 @@ def main() -> int:
         return 0
 
     machine = report.machine()
+    old = load(arguments.compare) if arguments.compare else None
+    if old and (different := differences(old, {"machine": machine}, SAME)):
+        sys.exit(f"not compared: {arguments.compare} is of another machine: {', '.join(different)}")
     print(
         f"# {machine['cpu']}, {machine['cores']} cores; JAX {machine['jax']}; {mesh.size} {arguments.platform} devices"
     )
@@ -122,11 +131,12 @@ def main() -> int:
             count = max(1, size // jax.numpy.dtype(dtype).itemsize)
             in_process = {name: IMPLEMENTATIONS[name] for name in arguments.in_process}
             case = Case(mesh, count, dtype, in_process, arguments.loop_seconds)
-            limit = _ffi_cpu.fold_limit_seconds(mesh.size, count * case.dtype.itemsize, os.cpu_count() or 1, 5)
             results = {
                 name: (spreads, case.wrong(name) if arguments.check else -1)
                 for name, spreads in case.run(arguments.iters, arguments.warmup_iters).items()
             }
+            # After the measurement: the limit leaves no buffers, but what it touched would be in the caches.
+            limit = _ffi_cpu.fold_limit_seconds(mesh.size, count * case.dtype.itemsize, os.cpu_count() or 1, 5)
             task = Task(count, dtype, arguments.iters, arguments.warmup_iters, case.times)
             for peer in peers:
                 try:
@@ -147,6 +157,8 @@ def main() -> int:
     wrong = sum(max(row.wrong, 0) for row in rows)
     print(f"# Out of bounds values: {wrong} {'OK' if wrong == 0 else 'FAILED'}")
 
+    if old:
+        print(compare(old, report.as_json(rows)))
     if arguments.json:
         report.write_json(arguments.json, rows)
     if arguments.csv:

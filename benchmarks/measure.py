@@ -1,8 +1,9 @@
 """Times an all-reduce called from Python, with a donated argument, and inside a compiled loop."""
 
 import dataclasses
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +13,25 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_ring import ring_psum
+
+LEAST_LOOPS = 8
+EMPTY, WAITING = "the empty loop", "the waiting loop"
+
 
 @dataclasses.dataclass
 class Spread:
-    """Median and percentiles of many runs, in microseconds."""
+    """Median and percentiles of many runs, and the runs in the order in which they were timed, in microseconds."""
 
     median: float
     p10: float
     p90: float
+    samples: list[float] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def of(cls, seconds: list[float]) -> "Spread":
-        return cls(*(float(x) * 1e6 for x in np.percentile(seconds, [50, 10, 90])))
+    def of(cls, seconds: Sequence[float]) -> "Spread":
+        microseconds = [round(float(x) * 1e6, 4) for x in seconds]
+        return cls(*(float(x) for x in np.percentile(microseconds, [50, 10, 90])), microseconds)
 
 
 @dataclasses.dataclass
@@ -37,9 +45,10 @@ class Row:
     dtype: str
     out_of_place: Spread
     in_place: Spread
-    in_loop: Spread
-    wrong: int
-    limit_us: float  # time of a bare fold of a float32 message of as many bytes
+    in_loop: Spread  # less the loop without a collective, in which no rank waits
+    in_waiting_loop: Spread | None = None  # less the loop in which the ranks wait for each other in each iteration
+    wrong: int = -1
+    limit_us: float = math.nan  # time of a bare fold of a message of as many bytes
     processes: int = 1
     hosts: int = 1
     served_by: str = ""
@@ -87,6 +96,18 @@ def loop(reduce: Callable | None, times: int, x):
     return lax.fori_loop(0, times, body, x)
 
 
+def waiting_loop(times: int, x):
+    """The loop without all-reduces, but with a sum of 4 bytes in each iteration, for which the ranks wait."""
+
+    def body(_, carry):
+        x, small = carry
+        # The sum takes place between the uses of x, as the all-reduce does in the other loop.
+        x, small = lax.optimization_barrier((x, ring_psum(small, AXIS)))
+        return loop(None, 1, x), small ^ 1
+
+    return lax.fori_loop(0, times, body, (x, jnp.zeros(1, jnp.uint32)))[0]
+
+
 class Case:
     """The compiled implementations for one message size."""
 
@@ -108,8 +129,15 @@ class Case:
         self.times = int(np.clip(loop_seconds / self._time_once(first, self.x), 4, 2000))
         self.loops = {
             name: compiled(lambda x, reduce=reduce: loop(reduce, self.times, x))
-            for name, reduce in {**implementations, "": None}.items()
+            for name, reduce in {**implementations, EMPTY: None}.items()
         }
+        self.loops[WAITING] = compiled(lambda x: waiting_loop(self.times, x))
+        # What the sums of the waiting loop take by themselves is no part of the baseline.
+        self.small = jax.device_put(np.zeros(mesh.size, np.uint32), sharding)
+        self.sums, self.no_sums = (
+            compiled(lambda x, reduce=reduce: loop(reduce, self.times, x))
+            for reduce in (lambda x: ring_psum(x, AXIS), None)
+        )
 
     @staticmethod
     def _time_once(fun, x) -> float:
@@ -121,32 +149,45 @@ class Case:
         """The number of wrong elements in the results of all ranks."""
         return count_wrong(self.values, np.asarray(self.plain[name](self.x)).reshape(self.mesh.size, -1))
 
-    def run(self, iterations: int, warmup: int) -> dict[str, tuple[Spread, Spread, Spread]]:
-        """Times the implementations interleaved, so that noise affects all of them."""
+    def run(self, iterations: int, warmup: int) -> dict[str, tuple[Spread, Spread, Spread, Spread]]:
+        """Times the implementations interleaved, so that noise affects all of them.
+
+        The spreads are those of a call from Python, with a donated argument, and in a loop: less the empty loop and
+        less the waiting one.
+        """
+        plain, donating = self._calls(iterations, warmup)
+        in_loop, in_waiting_loop = self._loops(max(LEAST_LOOPS, iterations))
+        figures = (plain, donating, in_loop, in_waiting_loop)
+        return {name: tuple(Spread.of(figure[name]) for figure in figures) for name in self.names}
+
+    def _rotated(self, i: int) -> list[str]:
+        """The implementations, another one first in each round."""
+        return self.names[i % len(self.names) :] + self.names[: i % len(self.names)]
+
+    def _calls(self, iterations: int, warmup: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
         plain = {name: [] for name in self.names}
         donating = {name: [] for name in self.names}
-        in_loop = {name: [] for name in self.loops}
         for i in range(warmup + iterations):
-            # Rotate, so that each implementation is first in turn.
-            order = self.names[i % len(self.names) :] + self.names[: i % len(self.names)]
-            for name in order:
+            for name in self._rotated(i):
                 seconds = self._time_once(self.plain[name], self.x)
                 x = jax.block_until_ready(self.x + 0)
                 seconds_donated = self._time_once(self.donating[name], x)
                 if i >= warmup:
                     plain[name].append(seconds)
                     donating[name].append(seconds_donated)
-        for i in range(1 + max(3, iterations // 4)):
-            for name in [*self.names, ""]:
-                seconds = self._time_once(self.loops[name], self.x)
+        return plain, donating
+
+    def _loops(self, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+        """Each loop stands between the two baselines that are subtracted from it."""
+        in_loop = {name: [] for name in self.names}
+        in_waiting_loop = {name: [] for name in self.names}
+        for i in range(1 + rounds):
+            for name in self._rotated(i):
+                empty, whole, waiting = (
+                    self._time_once(self.loops[each], self.x) / self.times for each in (EMPTY, name, WAITING)
+                )
+                sums, no_sums = (self._time_once(each, self.small) / self.times for each in (self.sums, self.no_sums))
                 if i >= 1:
-                    in_loop[name].append(seconds / self.times)
-        empty = float(np.median(in_loop[""]))
-        return {
-            name: (
-                Spread.of(plain[name]),
-                Spread.of(donating[name]),
-                Spread.of([seconds - empty for seconds in in_loop[name]]),
-            )
-            for name in self.names
-        }
+                    in_loop[name].append(whole - empty)
+                    in_waiting_loop[name].append(whole - (waiting - (sums - no_sums)))
+        return in_loop, in_waiting_loop

@@ -7,36 +7,66 @@ import math
 import os
 import platform
 
+import intervals
 import jax
-from measure import Row
+from compare import FIGURES
+from measure import Row, Spread
 
 CLASSES = (("small", 0, 4 << 10), ("medium", 64 << 10, 1 << 20), ("large", 16 << 20, math.inf))
 WARNING = (
     "# CPU devices share one memory: 'bandwidth' here is memory bandwidth, not that of a network.\n"
-    "# limit: a bare fold of float32 by one thread per core, in the same run. Times in us: median (p10-p90)."
+    "# Times in us: median (p10-p90). In a jitted loop: less the same loop without a collective, or (waiting) with a\n"
+    "# sum of 4 bytes instead, less the time of that sum: ranks wait for each other in both. limit: a bare fold by\n"
+    "# one thread per core, in the same run, over that time. noise: the time may be 0, or the times equal, by the\n"
+    "# confidence interval of 95 %. above: the time is below the limit, see the note."
 )
 
 
 def header() -> str:
     return WARNING + (
         f"\n#{'size':>10} {'count':>10} {'type':>9} {'redop':>5} {'implementation':>15}"
-        f" | {'out-of-place':^33} | {'in-place':>10} | {'in a jitted loop':^40} | {'#wrong':>6}"
+        f" | {'out-of-place':^33} | {'in-place':>10} | {'in a jitted loop':^58} | {'#wrong':>6}"
         f"\n#{'(B)':>10} {'(elements)':>10} {'':>9} {'':>5} {'':>15}"
         f" | {'time':>9} {'algbw':>7} {'busbw':>7} {'':>7} | {'time':>10}"
-        f" | {'time':>20} {'busbw':>8} {'limit':>9} | {'':>6}"
+        f" | {'time':>20} {'busbw':>8} {'limit':>9} {'waiting':>9} {'limit':>7} | {'':>6}"
     )
+
+
+def is_noise(spread: Spread) -> bool:
+    """Whether a time in a loop, which is a difference of two, may be zero."""
+    return bool(spread.samples) and intervals.median(spread.samples).low <= 0
+
+
+def fraction(row: Row, spread: Spread) -> str:
+    """The limit over a time in a loop, as far as the two make sense."""
+    if is_noise(spread):
+        return "noise"
+    share = row.limit_us / max(spread.median, 1e-3)
+    return "-" if math.isnan(share) else "above" if share > 1 else f"{share:.0%}"
 
 
 def line(row: Row) -> str:
     algbw, busbw = row.bandwidths(row.out_of_place.median)
-    loop = row.in_loop
+    loop, waiting = row.in_loop, row.in_waiting_loop
     _, loop_busbw = row.bandwidths(loop.median)
-    return (
+    text = (
         f"{row.bytes:>11} {row.count:>10} {row.dtype:>9} {'sum':>5} {row.implementation:>15}"
         f" | {row.out_of_place.median:>9.1f} {algbw:>7.2f} {busbw:>7.2f} {'':>7} | {row.in_place.median:>10.1f}"
-        f" | {loop.median:>8.1f} {f'({loop.p10:.1f}-{loop.p90:.1f})':>15} {loop_busbw:>6.2f}"
-        f" {row.limit_us / max(loop.median, 1e-3):>8.0%} | {row.wrong if row.wrong >= 0 else 'N/A':>6}"
+        f" | {loop.median:>8.1f} {f'({loop.p10:.1f}-{loop.p90:.1f})':>15} {loop_busbw:>6.2f} {fraction(row, loop):>8}"
+        f" {f'{waiting.median:.1f}' if waiting else '-':>9} {fraction(row, waiting) if waiting else '-':>7}"
+        f" | {row.wrong if row.wrong >= 0 else 'N/A':>6}"
     )
+    return "\n".join([text, *notes(row)])
+
+
+def notes(row: Row) -> list[str]:
+    """A line for each time below the limit, with both numbers: no collective is that fast."""
+    return [
+        f"#   {row.implementation}, {name}: {spread.median:.1f} us, but the limit took {row.limit_us:.1f} us: one of"
+        " them was disturbed, or the loop without the collective was"
+        for name, spread in (("in a loop", row.in_loop), ("waiting", row.in_waiting_loop))
+        if spread and fraction(row, spread) == "above"
+    ]
 
 
 def times(rows: list[Row], name: str, figure: str) -> dict[tuple, float]:
@@ -63,15 +93,47 @@ def ratios(rows: list[Row], figure: str, other: str) -> dict[str, float]:
     return result
 
 
+def compared(rows: list[Row], figure: str, other: str) -> dict[tuple, intervals.Interval]:
+    """Another implementation's time over ring_psum's, by layout and message. Above 1, ring_psum is faster."""
+    of = {
+        name: {
+            (r.processes, r.ranks, r.hosts, r.bytes, r.dtype): getattr(r, figure).samples
+            for r in rows
+            if r.implementation == name and getattr(r, figure) is not None
+        }
+        for name in ("ring_psum", other)
+    }
+    ring, others = of["ring_psum"], of[other]
+    return {
+        # Samples of other processes have no order in common with these.
+        key: intervals.ratio(others[key], ring[key], paired=key[0] == 1 and len(others[key]) == len(ring[key]))
+        for key in others
+        if ring.get(key) and others[key]
+    }
+
+
 def summary(rows: list[Row], others: tuple[str, ...] = ("lax.psum",)) -> str:
     lines = []
     for other in others:
         lines.append(
             f"# {other}'s time / ring_psum's, geometric mean (small: to 4 KiB; medium: 64 KiB-1 MiB; large: 16 MiB on)"
         )
-        for figure in ("in_loop", "out_of_place", "in_place"):
-            parts = [f"{label} {ratio:.2f}x" for label, ratio in ratios(rows, figure, other).items()]
-            lines.append(f"#   {figure.replace('_', ' '):>13}: {', '.join(parts) or 'no size in these classes'}")
+        for figure in FIGURES:
+            means = ratios([row for row in rows if getattr(row, figure) is not None], figure, other)
+            parts = [f"{label} {ratio:.2f}x" for label, ratio in means.items()]
+            lines.append(f"#   {figure.replace('_', ' '):>15}: {', '.join(parts) or 'no size in these classes'}")
+        lines.append(interval_table(rows, other))
+    return "\n".join(lines)
+
+
+def interval_table(rows: list[Row], other: str) -> str:
+    """A table of another's time over ring_psum's, with confidence intervals, by message."""
+    columns = {figure: compared(rows, figure, other) for figure in FIGURES}
+    titles = "".join(f" {figure.replace('_', ' '):>27}" for figure in FIGURES)
+    lines = [f"#{'size (B)':>10} {'type':>9}{titles}"]
+    for key in dict.fromkeys(key for column in columns.values() for key in column):
+        cells = (str(column[key]) if key in column else "-" for column in columns.values())
+        lines.append(f"#{key[3]:>10} {key[4]:>9}" + "".join(f" {cell:>27}" for cell in cells))
     return "\n".join(lines)
 
 
@@ -140,29 +202,40 @@ def _lines(path: str) -> list[str]:
         return []
 
 
-def write_json(path: str, rows: list[Row]) -> None:
+def as_json(rows: list[Row]) -> dict:
+    return {"machine": machine(), "rows": [dataclasses.asdict(row) for row in rows]}
+
+
+def write_rows(path: str, rows: list[dict], machine: dict) -> None:
+    """Writes JSON with a line for each row."""
     with open(path, "w") as file:
-        json.dump({"machine": machine(), "rows": [dataclasses.asdict(row) for row in rows]}, file, indent=1)
-        file.write("\n")
+        text = ",\n".join(json.dumps(row) for row in rows)
+        file.write(f'{{"machine": {json.dumps(machine)},\n"rows": [\n{text}\n]}}\n')
+
+
+def write_json(path: str, rows: list[Row]) -> None:
+    write_rows(path, **as_json(rows))
 
 
 def write_csv(path: str, rows: list[Row]) -> None:
     with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        figures = ("out_of_place", "in_place", "in_loop")
+        writer, parts = csv.writer(file), ("median", "p10", "p90")
         writer.writerow(
             ["implementation", "ranks", "bytes", "count", "dtype", "wrong", "limit_us"]
-            + [f"{figure}_{part}_us" for figure in figures for part in ("median", "p10", "p90")]
+            + [f"{figure}_{part}_us" for figure in FIGURES for part in parts]
         )
         for row in rows:
             writer.writerow(
                 [row.implementation, row.ranks, row.bytes, row.count, row.dtype, row.wrong, f"{row.limit_us:.3f}"]
-                + [f"{x:.3f}" for figure in figures for x in dataclasses.astuple(getattr(row, figure))]
+                + [f"{getattr(getattr(row, figure), part, math.nan):.3f}" for figure in FIGURES for part in parts]
             )
 
 
 def plot(path: str, rows: list[Row]) -> None:
-    """Plots time and bandwidth per call in a jitted loop over message size, with the memory limit."""
+    """Plots time and bandwidth per call in a jitted loop over message size, with the memory limit.
+
+    Bars are confidence intervals. A time that may be zero is hollow, and left out of the bandwidths.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -173,18 +246,19 @@ def plot(path: str, rows: list[Row]) -> None:
     for name in names:
         rows_of_name = [row for row in rows if row.implementation == name and row.in_loop.median > 0]
         sizes = [row.bytes for row in rows_of_name]
-        (curve,) = times.plot(sizes, [row.in_loop.median for row in rows_of_name], marker="o", label=name)
-        times.fill_between(
-            sizes,
-            [max(row.in_loop.p10, 1e-2) for row in rows_of_name],
-            [row.in_loop.p90 for row in rows_of_name],
-            alpha=0.2,
-            color=curve.get_color(),
-        )
-        bandwidths.plot(sizes, [row.bandwidths(row.in_loop.median)[1] for row in rows_of_name], marker="o", label=name)
+        medians = [row.in_loop.median for row in rows_of_name]
+        bounds = [_bounds(row.in_loop) for row in rows_of_name]
+        bars = [[max(middle - low, 0) for middle, (low, _) in zip(medians, bounds, strict=True)]]
+        bars += [[max(high - middle, 0) for middle, (_, high) in zip(medians, bounds, strict=True)]]
+        curve = times.errorbar(sizes, medians, bars, marker="o", capsize=3, label=name)[0]
+        noisy = [(row.bytes, row.in_loop.median) for row in rows_of_name if is_noise(row.in_loop)]
+        times.plot(*zip(*noisy, strict=True), "o", mfc="white", color=curve.get_color(), zorder=9) if noisy else None
+        clear = [row for row in rows_of_name if not is_noise(row.in_loop)]
+        busbw = [row.bandwidths(row.in_loop.median)[1] for row in clear]
+        bandwidths.plot([row.bytes for row in clear], busbw, marker="o", label=name)
     by_size = {row.bytes: row for row in rows}
     limit = sorted(by_size.values(), key=lambda row: row.bytes)
-    times.plot([r.bytes for r in limit], [r.limit_us for r in limit], "k--", label="memory limit (float32)")
+    times.plot([r.bytes for r in limit], [r.limit_us for r in limit], "k--", label="memory limit")
     bandwidths.plot([r.bytes for r in limit], [r.bandwidths(r.limit_us)[1] for r in limit], "k--", label="memory limit")
     crossover = _crossover(rows)
     if crossover:
@@ -197,6 +271,13 @@ def plot(path: str, rows: list[Row]) -> None:
     figure.suptitle(f"All-reduce of {row.dtype}, {row.ranks} CPU devices on {os.cpu_count()} cores, in a jitted loop")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _bounds(spread: Spread) -> tuple[float, float]:
+    if not spread.samples:
+        return spread.p10, spread.p90
+    interval = intervals.median(spread.samples)
+    return max(interval.low, 1e-2), interval.high
 
 
 def _crossover(rows: list[Row]) -> int | None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs all measurements of docs/performance.md and writes them to benchmarks/results/NAME. Takes about 25 minutes on two
+# Runs all measurements of docs/performance.md and writes them to benchmarks/results/NAME. Takes about 40 minutes on two
 # cores. The rows of mpi4jax and torch.distributed need pip install --editable '.[peers]'.
 #
 #   benchmarks/run_all.sh NAME [RUNS]
@@ -27,4 +27,5 @@ for run in $(seq "$runs"); do
 done
 "$python" benchmarks/allreduce.py --devices 8 -f 4 -n 12 --impl "ring_psum,ring_psum(ring),lax.psum,ppermute" \
   --plot "$out/allreduce.png"
+"$python" benchmarks/scaling.py "$out"
 "$python" benchmarks/summarize.py "$out"

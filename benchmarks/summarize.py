@@ -2,9 +2,9 @@
 
     python benchmarks/summarize.py benchmarks/results/NAME
 
-Reads allreduce-*.json and, if present, train_step-*.json, processes-*.json and two_level-*.json in the folder, and
-writes README.md there. Figures are medians over the runs. A ratio is the median of the ratios of the runs, with the
-lowest and the highest.
+Reads allreduce-*.json and, if present, train_step-*.json, processes-*.json, two_level-*.json and scaling-*.json in the
+folder, and writes README.md there. Figures are medians over the runs. A ratio is the median of the ratios of the runs,
+with the lowest and the highest bound of their confidence intervals.
 """
 
 import json
@@ -13,6 +13,9 @@ import statistics
 import sys
 from collections import defaultdict
 
+import intervals
+import scaling
+from compare import FIGURES
 from peers import PEERS
 
 
@@ -31,6 +34,27 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
+def spread_of(ratios: list[intervals.Interval]) -> str:
+    """The median of the runs, with the lowest and the highest bound of their confidence intervals."""
+    low, high = min(each.low for each in ratios), max(each.high for each in ratios)
+    middle = statistics.median(each.value for each in ratios)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f}){' noise' * (low <= 1 <= high)}"
+
+
+def ratio_of(numerator: dict, denominator: dict) -> intervals.Interval:
+    """A ratio of two figures of a run, without an interval where their samples are not there."""
+    if numerator.get("samples") and len(numerator["samples"]) == len(denominator.get("samples", [])):
+        return intervals.ratio(numerator["samples"], denominator["samples"])
+    value = numerator["median"] / max(denominator["median"], 1e-3)
+    return intervals.Interval(value, value, value)
+
+
+def share(values: list[float]) -> str:
+    """The part of the limit. More than the limit is not possible, so something was disturbed."""
+    middle = statistics.median(values)
+    return f"{middle:.0%}" if middle <= 1 else "above (disturbed)"
+
+
 def allreduce_tables(runs: list[dict], dtype: str) -> list[str]:
     """One table per number of ranks: times per call, and lax.psum's times over them."""
     cells = defaultdict(lambda: defaultdict(list))  # (ranks, bytes): figure: values by run
@@ -41,29 +65,31 @@ def allreduce_tables(runs: list[dict], dtype: str) -> list[str]:
             if name != "ring_psum" or lax is None:
                 continue
             cell = cells[ranks, size]
-            for figure in ("in_loop", "out_of_place", "in_place"):
-                ring_us = max(ring[figure]["median"], 1e-3)
-                cell[figure].append(ring_us)
-                cell[f"{figure} ratio"].append(lax[figure]["median"] / ring_us)
-            cell["limit"].append(ring["limit_us"] / max(ring["in_loop"]["median"], 1e-3))
-            cell["limit out"].append(ring["limit_us"] / max(ring["out_of_place"]["median"], 1e-3))
+            for figure in FIGURES:
+                if not ring.get(figure):
+                    continue
+                cell[figure].append(ring[figure]["median"])
+                cell[f"{figure} ratio"].append(ratio_of(lax[figure], ring[figure]))
+                cell[f"{figure} limit"].append(ring["limit_us"] / max(ring[figure]["median"], 1e-3))
             cell["wrong"].append(ring["wrong"] + lax["wrong"])
     lines = []
     for ranks in sorted({ranks for ranks, _ in cells}):
         lines += [
             f"\n### {dtype}, p = {ranks}\n",
-            "| message | in a loop, µs | lax / ring | of the limit | from Python, µs | lax / ring | of the limit "
-            "| donated, µs | lax / ring |",
-            "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+            "| message | in a loop, µs | lax / ring | of the limit | waiting, µs | lax / ring | of the limit "
+            "| from Python, µs | lax / ring | of the limit | donated, µs | lax / ring |",
+            "|---:" * 12 + "|",
         ]
         for size in sorted(size for p, size in cells if p == ranks):
             cell = cells[ranks, size]
-            middle = {key: statistics.median(values) for key, values in cell.items()}
-            lines.append(
-                f"| {size_name(size)} | {middle['in_loop']:.1f} | {spread(cell['in_loop ratio'])} "
-                f"| {middle['limit']:.0%} | {middle['out_of_place']:.0f} | {spread(cell['out_of_place ratio'])} "
-                f"| {middle['limit out']:.0%} | {middle['in_place']:.0f} | {spread(cell['in_place ratio'])} |"
-            )
+            parts = [size_name(size)]
+            for figure in FIGURES:
+                times = cell[figure]
+                parts.append(f"{statistics.median(times):.1f}" if times else "")
+                parts.append(spread_of(cell[f"{figure} ratio"]) if times else "")
+                if figure != "in_place":
+                    parts.append(share(cell[f"{figure} limit"]) if times else "")
+            lines.append(f"| {' | '.join(parts)} |")
         wrong = sum(sum(cell["wrong"]) for (p, _), cell in cells.items() if p == ranks)
         lines.append(f"\nValues out of bounds, ring_psum and lax.psum: {wrong}.")
     return lines
@@ -143,14 +169,19 @@ def train_step_table(runs: list[dict]) -> list[str]:
         for row in run["rows"]:
             cell = cells[row["ranks"], row["model"], row["dtype"], row["variant"]]
             cell["ms"].append(row["median_ms"])
-            cell["speedup"].append(row["speedup"])
+            cell["speedup"].append(
+                intervals.Interval(row["speedup"], *row.get("speedup_interval", [row["speedup"]] * 2))
+            )
+            cell["over floor"] += [row["over_floor"]] if "over_floor" in row else []
     lines = [
-        "\n| p | model | dtype | gradients summed by | ms per step | lax.psum fused / this |",
-        "|--:|---|---|---|--:|--:|",
+        "\n| p | model | dtype | gradients summed by | ms per step | lax.psum fused / this | this / no collective |",
+        "|--:|---|---|---|--:|--:|--:|",
     ]
     for (ranks, model, dtype, variant), cell in cells.items():
         milliseconds = statistics.median(cell["ms"])
-        lines.append(f"| {ranks} | {model} | {dtype} | {variant} | {milliseconds:.2f} | {spread(cell['speedup'])} |")
+        speedup = "" if "lax.psum" in variant and "leaf" not in variant else spread_of(cell["speedup"])
+        floor = spread(cell["over floor"]) if cell["over floor"] else ""
+        lines.append(f"| {ranks} | {model} | {dtype} | {variant} | {milliseconds:.2f} | {speedup} | {floor} |")
     return lines
 
 
@@ -164,12 +195,16 @@ def main() -> None:
         f"\n{machine['cpu']}, {machine['cores']} cores, {machine['system']}; Python {machine['python']}, "
         f"JAX {machine['jax']}. Written by `benchmarks/summarize.py` from the JSON files beside this page.",
         "\nTimes are medians. A ratio is lax.psum's time over ring_psum's in the same run: the median of the runs, "
-        "with the lowest and the highest in brackets. The limit is a bare fold of float32 by one thread per core, "
-        "without a runtime, in the same run. CPU devices share one memory: this is about memory, not a network.",
+        "with the lowest and the highest bound of their confidence intervals of 95 % in brackets, and noise where "
+        "these include 1. A time in a loop is less that of the empty loop, or (waiting) of a loop in which ranks wait "
+        "for each other too. The limit is a bare fold by one thread per core, without a runtime, in the same run. CPU "
+        "devices share one memory: this is about memory, not a network.",
         "\n## All-reduce",
     ]
     for dtype in dict.fromkeys(row["dtype"] for run in allreduce for row in run["rows"]):
         lines += allreduce_tables(allreduce, dtype)
+    if many := scaling.load(folder):
+        lines += ["\n## From 2 to 64 devices", "", scaling.table(many), "\n![Time per call and rank](scaling.png)"]
     others = peers_tables(allreduce)
     if others:
         lines += [

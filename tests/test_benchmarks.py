@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -39,6 +40,8 @@ def test_allreduce(tmp_path):
         for dtype in ("float32", "bfloat16", "int64")
     }
     assert all(row["wrong"] == 0 and row["out_of_place"]["median"] > 0 for row in rows)
+    assert all(len(row["out_of_place"]["samples"]) == 2 for row in rows)
+    assert all(len(row[figure]["samples"]) == 8 for row in rows for figure in ("in_loop", "in_waiting_loop"))
     with files[1].open() as file:
         assert len(list(csv.DictReader(file))) == len(rows)
 
@@ -95,10 +98,141 @@ def test_processes_without_a_peer():
 
 def test_train_step(tmp_path):
     file = tmp_path / "rows.json"
-    run("train_step.py", "--devices", "2", "--steps", "2", "--json", str(file))
+    text = run(
+        *("train_step.py", "--devices", "2", "--steps", "2", "--json", str(file)),
+        *("--models", "mlp,gpt,bn-8x64", "--dtypes", "float32,bfloat16"),
+    )
     rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == 2 * 2 * 4
+    has_flax = importlib.util.find_spec("flax") is not None
+    assert ("flax not found" in text) != has_flax
+    assert len(rows) == 2 * 2 * 5 + 2 * 3 * has_flax
     assert {row["ranks"] for row in rows} == {2}
+    assert {row["over_floor"] for row in rows if row["variant"] == "no collective"} == {1}
+
+
+def fake_row(implementation, num_bytes, microseconds, ranks=2, dtype="float32", limit_us=1.0):
+    """A row whose times all have the same samples."""
+    samples = list(microseconds)
+    figure = {"median": float(np.median(samples)), "p10": min(samples), "p90": max(samples), "samples": samples}
+    figures = dict.fromkeys(("out_of_place", "in_place", "in_loop", "in_waiting_loop"), figure)
+    row = {"implementation": implementation, "ranks": ranks, "bytes": num_bytes, "count": num_bytes // 4}
+    return row | {"dtype": dtype, "wrong": 0, "limit_us": limit_us} | figures
+
+
+def noisy(median, size=20, seed=0):
+    return median * np.exp(0.1 * np.random.default_rng(seed).standard_normal(size))
+
+
+@pytest.fixture
+def intervals(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("intervals")
+
+
+@pytest.mark.parametrize(("paired", "common", "most"), [(True, 0.0, 0.99), (True, 0.5, 1), (False, 0.0, 0.99)])
+def test_interval_covers_the_ratio(intervals, paired, common, most):
+    """At about the nominal rate; more often where pairs have noise in common, which medians do not remove entirely."""
+    rng = np.random.default_rng(0)
+    trials, covered = 400, 0
+    for _ in range(trials):
+        both = np.exp(common * rng.standard_normal(20))
+        one, other = (both * median * np.exp(0.1 * rng.standard_normal(20)) for median in (3.0, 2.0))
+        interval = intervals.ratio(one, other, paired)
+        covered += interval.low <= 1.5 <= interval.high
+    assert 0.91 <= covered / trials <= most
+
+
+def test_verdicts(intervals):
+    assert intervals.ratio([1.0] * 9, [1.0] * 9).verdict() == "noise"
+    assert intervals.ratio(noisy(1), noisy(1, seed=1)).verdict() == "noise"
+    assert intervals.ratio(noisy(2), noisy(1, seed=1)).verdict() == "faster"
+    assert intervals.ratio(noisy(1), noisy(2, seed=1), paired=False).verdict() == "slower"
+    # A time in a loop is a difference, which noise can make negative.
+    below_zero = intervals.ratio(noisy(1), noisy(1, seed=1) - 1)
+    assert below_zero.high == np.inf
+    assert "noise" in str(intervals.ratio(-noisy(1), -noisy(1)))
+
+
+def test_no_more_than_the_limit(intervals):
+    """A time below the limit is reported with both numbers, and not as a fraction."""
+    measure, report = (importlib.import_module(name) for name in ("measure", "report"))
+    spread, near_zero = (measure.Spread.of(noisy(50e-6) - offset) for offset in (0, 50e-6))
+    row = measure.Row("ring_psum", 8, 1024, 256, "float32", spread, spread, spread, near_zero, limit_us=80.0)
+    table_line, note = report.line(row).splitlines()
+    assert "%" not in table_line
+    assert "above" in table_line
+    assert "noise" in table_line
+    assert re.search(r"in a loop: \d\d\.\d us, but the limit took 80\.0 us", note)
+    row.limit_us = 25.0
+    (table_line,) = report.line(row).splitlines()
+    assert "%" in table_line
+
+
+def test_compare(intervals, tmp_path):
+    """Twice as fast, on a machine that was slower on the day; the other size has not changed."""
+    compare = importlib.import_module("compare")
+    machine = {"cpu": "x", "cores": 2, "system": "Linux", "python": "3", "jax": "1"}
+    cases = (("old", {4: 2.0, 8: 2.0}, 1.0), ("new", {4: 1.0, 8: 2.0}, 1.3))
+    files = {}
+    for seed, (name, times, slowness) in enumerate(cases):
+        rows = [fake_row("ring_psum", size, noisy(us * slowness, seed=seed)) for size, us in times.items()]
+        rows += [fake_row("lax.psum", size, noisy(9 * slowness, seed=seed + 2)) for size in times]
+        files[name] = {"machine": machine, "rows": rows}
+        (tmp_path / f"{name}.json").write_text(json.dumps(files[name]))
+    text = run("compare.py", str(tmp_path / "old.json"), str(tmp_path / "new.json"))
+    lines = {(row[1], row[3]): row for row in map(str.split, text.splitlines()[1:]) if row[4] == "in_loop"}
+    assert lines["4", "ring_psum"][9] == "faster"
+    assert lines["4", "ring_psum"][-1] == "faster"
+    assert float(lines["4", "ring_psum"][-3].rstrip("x")) == pytest.approx(2, rel=0.1)
+    assert lines["8", "ring_psum"][9] == "slower"
+    assert lines["8", "ring_psum"][-1] == "noise"
+
+    other = files["new"] | {"machine": machine | {"cores": 4}}
+    with pytest.raises(ValueError, match="different machines: cores 2 and 4"):
+        compare.compare(files["old"], other)
+    with pytest.raises(ValueError, match="no row in common"):
+        compare.compare(files["old"], {"machine": machine, "rows": [fake_row("ring_psum", 16, noisy(1))]})
+    fewer = {"machine": machine | {"jax": "2"}, "rows": files["new"]["rows"][:1]}
+    text = compare.compare(files["old"], fewer)
+    assert "# warning: the files differ in jax 1 and 2" in text
+    assert "# warning: only in the old file: ring_psum, 2 ranks, 8 bytes, float32" in text
+
+
+def test_compare_of_another_machine_is_refused_first(tmp_path):
+    file = tmp_path / "old.json"
+    file.write_text(json.dumps({"machine": {"cpu": "another"}, "rows": []}))
+    command = [sys.executable, str(BENCHMARKS / "allreduce.py"), "--devices", "2", "--compare", str(file)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode != 0
+    assert "is of another machine: cpu another and" in result.stderr
+    assert "ring_psum" not in result.stdout
+
+
+def test_scaling(tmp_path):
+    text = run("scaling.py", str(tmp_path), "--devices", "2,3", "--sizes", "4,64", "-n", "1", "--loop-seconds", "0.001")
+    assert "| time per rank, µs | p = 2 | p = 3 |" in text
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    files = [json.loads((tmp_path / f"scaling-p{p}.json").read_text()) for p in (2, 3)]
+    assert [{(row["ranks"], row["bytes"]) for row in file["rows"]} for file in files] == [
+        {(2, 4), (2, 64)},
+        {(3, 4), (3, 64)},
+    ]
+
+
+def test_summary_of_runs(tmp_path):
+    """The tables have the bounds of all runs, and say where a ratio is noise or a time below the limit."""
+    machine = {"cpu": "x", "cores": 2, "system": "Linux", "python": "3", "jax": "1"}
+    for seed in (0, 1):
+        rows = [fake_row(name, 1024, noisy(us, seed=seed)) for name, us in (("ring_psum", 2), ("lax.psum", 8))]
+        rows += [fake_row(name, 2048, noisy(4, seed=seed + i)) for i, name in enumerate(("ring_psum", "lax.psum"))]
+        rows[0]["limit_us"] = 3.0
+        (tmp_path / f"allreduce-{seed}.json").write_text(json.dumps({"machine": machine, "rows": rows}))
+    run("summarize.py", str(tmp_path))
+    lines = (tmp_path / "README.md").read_text().splitlines()
+    small, large = (next(line for line in lines if line.startswith(f"| {size}")) for size in ("1 KiB", "2 KiB"))
+    assert "above (disturbed)" in small
+    assert "noise" not in small
+    assert "noise" in large
 
 
 def test_docs_have_the_published_figures(monkeypatch):

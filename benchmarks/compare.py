@@ -1,0 +1,106 @@
+"""Shows what a change did: compares two files of benchmarks/allreduce.py --json.
+
+    python benchmarks/compare.py old.json new.json
+    python benchmarks/allreduce.py ... --compare old.json
+
+"old / new" is the old time over the new one. "against lax.psum" is the same with each time as a part of that of
+lax.psum in the same file, which removes the speed of the machine on the day. Intervals are of 95 % confidence, by the
+bootstrap. Runs of different machines are not compared.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+import intervals
+
+FIGURES = ("in_loop", "in_waiting_loop", "out_of_place", "in_place")
+REFERENCE = "lax.psum"
+SAME, SAME_SOFTWARE = ("cpu", "cores", "system"), ("python", "jax")
+
+
+def load(path: str) -> dict:
+    return json.loads(pathlib.Path(path).read_text())
+
+
+def differences(old: dict, new: dict, keys: tuple[str, ...]) -> list[str]:
+    """What the machines of two files differ in."""
+    values = [(key, old["machine"].get(key), new["machine"].get(key)) for key in keys]
+    return [f"{key} {before} and {after}" for key, before, after in values if before != after]
+
+
+def samples_of(file: dict) -> dict[tuple, list[float]]:
+    """The timed runs by ranks, bytes, dtype, implementation and figure."""
+    return {
+        (row["ranks"], row["bytes"], row["dtype"], row["implementation"], figure): row[figure]["samples"]
+        for row in file["rows"]
+        for figure in FIGURES
+        if row.get(figure) and row[figure].get("samples")
+    }
+
+
+def check_comparable(old: dict, new: dict) -> list[str]:
+    """Warnings about what differs between two files.
+
+    Raises:
+      ValueError: if they are of different machines, or have no row in common.
+    """
+    if different := differences(old, new, SAME):
+        raise ValueError(f"the files are of different machines: {', '.join(different)}")
+    before, after = samples_of(old), samples_of(new)
+    if not before.keys() & after.keys():
+        raise ValueError("the files have no row in common, or no samples: measure both with the same options")
+    warnings = [f"the files differ in {each}" for each in differences(old, new, SAME_SOFTWARE)]
+    for name, one, other in (("old", before, after), ("new", after, before)):
+        missing = sorted({key[:4] for key in one.keys() - other.keys()})
+        warnings += [
+            f"only in the {name} file: {implementation}, {ranks} ranks, {size} bytes, {dtype}"
+            for ranks, size, dtype, implementation in missing
+        ]
+    return warnings
+
+
+def table(old: dict, new: dict) -> str:
+    """A line for each figure of each row that both files have."""
+    before, after = samples_of(old), samples_of(new)
+    lines = [
+        f"#{'ranks':>6} {'size (B)':>10} {'dtype':>13} {'implementation':>15} {'figure':>15} {'old us':>9}"
+        f" {'new us':>9} {'old / new':>25} {'':>6} {'against lax.psum':>25}"
+    ]
+    for key in sorted(before.keys() & after.keys()):
+        ranks, size, dtype, implementation, figure = key
+        reference = (ranks, size, dtype, REFERENCE, figure)
+        ratio = intervals.ratio(before[key], after[key], paired=False)
+        against = ""
+        if implementation != REFERENCE and all(
+            reference in file and len(file[reference]) == len(file[key]) for file in (before, after)
+        ):
+            pairs = [(file[reference], file[key]) for file in (after, before)]
+            change = intervals.ratio_of_ratios(*pairs)
+            against = f"{change.bounds():>25} {change.verdict()}"
+        times = [intervals.median(file[key]).value for file in (before, after)]
+        lines.append(
+            f" {ranks:>6} {size:>10} {dtype:>13} {implementation:>15} {figure:>15} {times[0]:>9.1f} {times[1]:>9.1f}"
+            f" {ratio.bounds():>25} {ratio.verdict():>6} {against}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def compare(old: dict, new: dict) -> str:
+    return "\n".join([*(f"# warning: {warning}" for warning in check_comparable(old, new)), table(old, new)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("old", type=load)
+    parser.add_argument("new", type=load)
+    arguments = parser.parse_args()
+    try:
+        print(compare(arguments.old, arguments.new))
+    except ValueError as error:
+        sys.exit(f"not compared: {error}")
+
+
+if __name__ == "__main__":
+    main()
