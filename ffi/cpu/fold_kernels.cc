@@ -20,7 +20,7 @@ const FoldKernels& choose() {
   const char* asked = std::getenv("JAX_RING_ISA");
   const std::string_view limit = asked != nullptr ? asked : "";
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && limit != "baseline";
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && limit != "baseline";
   const bool avx512 = avx2 && limit != "avx2" && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512dq");

@@ -1,10 +1,7 @@
 // fold_kernels_isa.cc: the fold kernels, compiled once for each instruction set (JAX_RING_ISA names it).
 // Only this file gets special compiler flags, and it includes nothing that could emit shared inline code.
 #include "cpu/fold_kernels.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "cpu/packed_floats.h"
 
 namespace jax_ring::cpu {
 namespace {
@@ -57,7 +54,7 @@ struct AlongPerfectTree {
 struct AlongTree {
   template <class Element, class Op, class Lanes, int kVectors, class Load, class Store>
   static JAX_RING_INLINE void fold(const Inputs& inputs, Load load, Store store) {
-    constexpr bool kUnrolled = kVectors > 1 && sizeof(typename Element::Storage) > 1;
+    constexpr bool kUnrolled = !std::is_same_v<Lanes, Scalar> && sizeof(typename Element::Storage) > 1;
     fold_tree<Element, Op, Lanes, kVectors, kUnrolled>(inputs.count, inputs.subtrees, load, store, Op{});
   }
 };
@@ -93,19 +90,39 @@ size_t fold_blocks(const Inputs& inputs, const Outputs& outputs, size_t at, size
   return at;
 }
 
+// How blocks of an element are folded. A block covers whole cache lines of every rank, and its accumulators, 4
+// registers of 16 values, stay in registers.
+template <class ElementT, class OpT, bool kIsPacked>
+struct InVectors {
+  using Element = ElementT;
+  using Op = OpT;
+  using Lanes = Vector<kRegisterBytes / sizeof(typename Element::Storage)>;
+  static constexpr int kVectors = 4;
+};
+template <class ElementT, class OpT>
+struct InVectors<ElementT, OpT, true> {
+  using Element = Packed<ElementT>;
+  using Op = PartByPart<OpT>;
+  using Lanes = PackedLanes<kRegisterBytes, sizeof(typename Element::Storage)>;
+  static constexpr int kVectors = 4 / Lanes::kParts;
+};
+
 template <class Element, class Op, class Shape>
 void fold_in_shape(const Inputs& inputs, const Outputs& outputs, size_t count, bool streaming) {
-  using Lanes = Vector<kRegisterBytes / sizeof(typename Element::Accumulator)>;
-  // Enough for a block to cover whole cache lines of every rank, few enough for the accumulators to stay in registers.
-  constexpr int kVectors = 4;
+  constexpr bool kIsPacked = sizeof(typename Element::Storage) < sizeof(typename Element::Accumulator);
+  using Vectors = InVectors<Element, Op, kIsPacked>;
+  const auto fold_vectors = [&](auto stream, size_t at) {
+    return fold_blocks<typename Vectors::Element, typename Vectors::Op, Shape, typename Vectors::Lanes,
+                       Vectors::kVectors, decltype(stream)::value>(inputs, outputs, at, count);
+  };
   size_t at = 0;
   if (streaming) {
-    at = fold_blocks<Element, Op, Shape, Lanes, kVectors, true>(inputs, outputs, at, count);
+    at = fold_vectors(std::true_type{}, at);
 #if defined(__x86_64__)
     _mm_sfence();  // streaming stores are not ordered with the store that signals completion
 #endif
   }
-  at = fold_blocks<Element, Op, Shape, Lanes, kVectors, false>(inputs, outputs, at, count);
+  at = fold_vectors(std::false_type{}, at);
   // The rest needs no code of its own for a perfect tree.
   using ShapeOfRest = std::conditional_t<std::is_same_v<Shape, InSequence>, InSequence, AlongTree>;
   fold_blocks<Element, Op, ShapeOfRest, Scalar, 1, false>(inputs, outputs, at, count);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <thread>
@@ -17,52 +18,51 @@ namespace {
 constexpr size_t kPage = 4096;
 
 struct Free {
-  void operator()(float* memory) const { std::free(memory); }
+  void operator()(void* memory) const { std::free(memory); }
 };
-using Buffer = std::unique_ptr<float, Free>;
+using Buffer = std::unique_ptr<void, Free>;
 
 Buffer make_buffer(size_t num_bytes) {
-  Buffer buffer(static_cast<float*>(std::aligned_alloc(kPage, (num_bytes + kPage - 1) / kPage * kPage)));
-  std::fill_n(buffer.get(), num_bytes / sizeof(float), 0.0f);  // touches every page
+  const size_t whole_pages = (num_bytes + kPage - 1) / kPage * kPage;
+  Buffer buffer(std::aligned_alloc(kPage, whole_pages));
+  std::memset(buffer.get(), 0, whole_pages);  // touches every page
   return buffer;
 }
 
 }  // namespace
 
-double fold_limit_seconds(int num_ranks, size_t num_bytes, int num_threads, int repeats) {
+double fold_limit_seconds(int num_ranks, size_t num_bytes, int num_threads, int repeats, DType dtype) {
   std::vector<Buffer> buffers;
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
   for (int rank = 0; rank < num_ranks; ++rank) {
-    inputs.push_back(buffers.emplace_back(make_buffer(num_bytes)).get());
-    outputs.push_back(buffers.emplace_back(make_buffer(num_bytes)).get());
+    buffers.push_back(make_buffer(num_bytes));
+    inputs.push_back(buffers.back().get());
+    outputs.push_back(buffers.back().get());
   }
-  const size_t count = num_bytes / sizeof(float);
-  const size_t line = 64 / sizeof(float);
-  const size_t part = (count / num_threads + line - 1) / line * line;
-  const FoldKernel kernel = fold_kernels().get(Op::sum, DType::f32);
+  const size_t count = num_bytes / element_size(dtype);
+  const size_t line = 64 / element_size(dtype);
+  const size_t share = (count / num_threads + line - 1) / line * line;
+  const FoldKernel kernel = fold_kernels().get(Op::sum, dtype);
+  // Small folds are repeated within a measurement, so that the cost of starting threads is negligible.
+  const int times = static_cast<int>(std::clamp<size_t>((size_t{32} << 20) / std::max<size_t>(num_bytes, 1), 1, 20000));
+  const auto fold_share = [&](int thread) {
+    const size_t begin = std::min(thread * share, count);
+    for (int i = 0; i < times; ++i) {
+      kernel({inputs.data(), num_ranks, begin}, {outputs.data(), num_ranks, begin}, std::min(share, count - begin),
+             /*streaming=*/false);
+    }
+  };
 
   double least = std::numeric_limits<double>::infinity();
-  for (bool streaming : {false, true}) {
-    const auto fold_part = [&](int thread, int times) {
-      const size_t begin = std::min(thread * part, count);
-      for (int i = 0; i < times; ++i) {
-        kernel({inputs.data(), num_ranks, begin}, {outputs.data(), num_ranks, begin}, std::min(part, count - begin),
-               streaming);
-      }
-    };
-    // Small folds are repeated within a measurement, so that the cost of starting threads is negligible.
-    const int times =
-        static_cast<int>(std::clamp<size_t>((size_t{32} << 20) / std::max<size_t>(num_bytes, 1), 1, 20000));
-    for (int repeat = 0; repeat < repeats; ++repeat) {
-      const auto begin = std::chrono::steady_clock::now();
-      std::vector<std::thread> threads;
-      for (int thread = 1; thread < num_threads; ++thread) threads.emplace_back(fold_part, thread, times);
-      fold_part(0, times);
-      for (std::thread& thread : threads) thread.join();
-      const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
-      least = std::min(least, elapsed.count() / times);
-    }
+  for (int repeat = 0; repeat < repeats; ++repeat) {
+    const auto begin = std::chrono::steady_clock::now();
+    std::vector<std::thread> threads;
+    for (int thread = 1; thread < num_threads; ++thread) threads.emplace_back(fold_share, thread);
+    fold_share(0);
+    for (std::thread& thread : threads) thread.join();
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
+    least = std::min(least, elapsed.count() / times);
   }
   return least;
 }

@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -31,6 +32,15 @@ namespace {
 template <class T>
 nb::capsule capsule_of(T* pointer) {
   return nb::capsule(reinterpret_cast<void*>(pointer));
+}
+
+// The dtype that ring/fold.h gives this name.
+jax_ring::DType dtype_named(const std::string& name) {
+#define JAX_RING_COMPARE(dtype, element) \
+  if (name == #dtype) return jax_ring::DType::dtype;
+  JAX_RING_FOR_EACH_DTYPE(JAX_RING_COMPARE)
+#undef JAX_RING_COMPARE
+  throw std::invalid_argument("jax_ring has no dtype named " + name);
 }
 
 // (chunk, hop) at each step that is not idle.
@@ -242,9 +252,15 @@ NB_MODULE(_ffi_cpu, m) {
       [](int64_t process, const std::string& how) { jax_ring::shm::Departures::instance().note(process, how); },
       "process"_a, "how"_a, "Notes how a process has left.");
 
-  m.def("fold_limit_seconds", &jax_ring::cpu::fold_limit_seconds, "num_ranks"_a, "num_bytes"_a, "num_threads"_a,
-        "repeats"_a, nb::call_guard<nb::gil_scoped_release>(),
-        "Seconds that plain threads need to fold `num_ranks` float32 buffers of `num_bytes` each into as many others.");
+  m.def(
+      "fold_limit_seconds",
+      [](int num_ranks, size_t num_bytes, int num_threads, int repeats, const std::string& dtype) {
+        return jax_ring::cpu::fold_limit_seconds(num_ranks, num_bytes, num_threads, repeats, dtype_named(dtype));
+      },
+      "num_ranks"_a, "num_bytes"_a, "num_threads"_a, "repeats"_a, "dtype"_a = "f32",
+      nb::call_guard<nb::gil_scoped_release>(),
+      "Seconds that plain threads need to sum `num_ranks` buffers of `num_bytes` each in place. dtype: f32, bf16, s8, "
+      "f8e4m3fn, ...");
 
   m.def("ring_hops", &ring_hops, "rank_order"_a, "num_ranks"_a, "rank"_a, "num_chunks"_a, "lag"_a,
         "The (chunk, hop) that a rank of the native ring handles at each step, in order.");

@@ -73,20 +73,29 @@ struct BFloat16 {
   using Storage = uint16_t;
   using Accumulator = float;
 
-  template <class Lanes = Scalar>
-  static JAX_RING_INLINE typename Lanes::template Of<float> widen(typename Lanes::template Of<uint16_t> x) {
-    return bit_cast<typename Lanes::template Of<float>>(Lanes::template convert<uint32_t>(x) << 16);
+  // The code is the stored bits, as the low bits of 32.
+  template <class Lanes>
+  static JAX_RING_INLINE typename Lanes::template Of<float> value_of(typename Lanes::template Of<uint32_t> code) {
+    return bit_cast<typename Lanes::template Of<float>>(code << 16);
   }
-
-  template <class Lanes = Scalar>
-  static JAX_RING_INLINE typename Lanes::template Of<uint16_t> narrow(typename Lanes::template Of<float> x) {
+  template <class Lanes>
+  static JAX_RING_INLINE typename Lanes::template Of<uint32_t> code_of(typename Lanes::template Of<float> x) {
     using U32 = typename Lanes::template Of<uint32_t>;
     const U32 bits = bit_cast<U32>(x);
     // Round to nearest, ties to even. A carry out of the mantissa increments the exponent, and past the largest finite
     // number this gives infinity, as it should.
     const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     // One canonical NaN: the sign of the sum of two NaNs would depend on the operand order of the instruction.
-    return Lanes::template convert<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? bits * 0u + 0x7fc0u : rounded);
+    return (bits & 0x7fffffffu) > 0x7f800000u ? bits * 0u + 0x7fc0u : rounded;
+  }
+
+  template <class Lanes = Scalar>
+  static JAX_RING_INLINE typename Lanes::template Of<float> widen(typename Lanes::template Of<Storage> x) {
+    return value_of<Lanes>(Lanes::template convert<uint32_t>(x));
+  }
+  template <class Lanes = Scalar>
+  static JAX_RING_INLINE typename Lanes::template Of<Storage> narrow(typename Lanes::template Of<float> x) {
+    return Lanes::template convert<Storage>(code_of<Lanes>(x));
   }
 };
 
@@ -122,11 +131,10 @@ struct SmallFloat {
     return bit_cast<float>(static_cast<uint32_t>(exponent + 127) << 23);
   }
 
-  template <class Lanes = Scalar>
-  static JAX_RING_INLINE typename Lanes::template Of<float> widen(typename Lanes::template Of<Storage> x) {
+  template <class Lanes>
+  static JAX_RING_INLINE typename Lanes::template Of<float> value_of(typename Lanes::template Of<uint32_t> code) {
     using U32 = typename Lanes::template Of<uint32_t>;
     using F32 = typename Lanes::template Of<float>;
-    const U32 code = Lanes::template convert<uint32_t>(x);
     const U32 magnitude = code & kAllOnes;
     const U32 normal = (magnitude << kShift) + kRebias;
     // A subnormal is an integer times the smallest one.
@@ -144,8 +152,8 @@ struct SmallFloat {
   }
 
   // Round to nearest, ties to even. Overflow gives infinity, or NaN in a type without infinity.
-  template <class Lanes = Scalar>
-  static JAX_RING_INLINE typename Lanes::template Of<Storage> narrow(typename Lanes::template Of<float> x) {
+  template <class Lanes>
+  static JAX_RING_INLINE typename Lanes::template Of<uint32_t> code_of(typename Lanes::template Of<float> x) {
     using U32 = typename Lanes::template Of<uint32_t>;
     using F32 = typename Lanes::template Of<float>;
     const U32 bits = bit_cast<U32>(x);
@@ -158,14 +166,30 @@ struct SmallFloat {
     const float magic = power_of_two(24 - kBias - kMantissaBits);
     const U32 subnormal = bit_cast<U32>(bit_cast<F32>(magnitude) + magic) - bit_cast<uint32_t>(magic);
 
-    U32 code = magnitude < kSmallestNormal ? subnormal : normal;
-    constexpr uint32_t kOverflow = kSpecials == Specials::ieee ? kInfinity : kNaN;
-    code = code > kLargest ? code * 0u + kOverflow : code;
+    return with_specials<U32>(magnitude < kSmallestNormal ? subnormal : normal, sign, magnitude > 0x7f800000u);
+  }
+
+  // The code of a rounded magnitude, which may be too large. U: unsigned numbers of at least 16 bits.
+  template <class U, class Mask>
+  static JAX_RING_INLINE U with_specials(U code, U sign, Mask is_nan) {
+    const U zero = code - code;
+    constexpr uint16_t kOverflow = kSpecials == Specials::ieee ? kInfinity : kNaN;
+    code = code > uint16_t{kLargest} ? zero + kOverflow : code;
     // A type without negative zero has only one zero and one NaN, without a sign.
-    const U32 with_sign =
-        kSpecials == Specials::finite_nuz ? (code == 0u || code == kNaN ? code : code | sign) : U32(code | sign);
+    const U with_sign = kSpecials == Specials::finite_nuz
+                            ? (code == zero || code == uint16_t{kNaN} ? code : code | sign)
+                            : U(code | sign);
     // One canonical NaN: the sign of the sum of two NaNs would depend on the operand order of the instruction.
-    return Lanes::template convert<Storage>(magnitude > 0x7f800000u ? code * 0u + kNaN : with_sign);
+    return is_nan ? zero + uint16_t{kNaN} : with_sign;
+  }
+
+  template <class Lanes = Scalar>
+  static JAX_RING_INLINE typename Lanes::template Of<float> widen(typename Lanes::template Of<Storage> x) {
+    return value_of<Lanes>(Lanes::template convert<uint32_t>(x));
+  }
+  template <class Lanes = Scalar>
+  static JAX_RING_INLINE typename Lanes::template Of<Storage> narrow(typename Lanes::template Of<float> x) {
+    return Lanes::template convert<Storage>(code_of<Lanes>(x));
   }
 };
 

@@ -29,7 +29,7 @@ namespace {
 std::vector<const FoldKernels*> runnable_kernels() {
   std::vector<const FoldKernels*> kernels = {&fold_kernels_baseline};
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) kernels.push_back(&fold_kernels_avx2);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) kernels.push_back(&fold_kernels_avx2);
   if (kernels.size() == 2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     kernels.push_back(&fold_kernels_avx512);
@@ -235,6 +235,65 @@ void expect_fold(DType dtype, const std::vector<uint64_t>& by_rank, uint64_t wan
     }
   }
 }
+
+// The 8-bit floats, whose conversions differ between instruction sets.
+class EightBitFloatTest : public ::testing::TestWithParam<DType> {
+ protected:
+  // Element i of all ranks: terms[i].
+  void expect_scalar_folds(const std::vector<std::vector<uint64_t>>& terms, Op op) {
+    const DType dtype = GetParam();
+    const size_t num_ranks = terms[0].size();
+    std::vector<Bytes> buffers(num_ranks, Bytes(terms.size()));
+    std::vector<const void*> inputs;
+    for (size_t rank = 0; rank < num_ranks; ++rank) {
+      for (size_t i = 0; i < terms.size(); ++i) set_element(dtype, buffers[rank].data(), i, terms[i][rank]);
+      inputs.push_back(buffers[rank].data());
+    }
+    const Bytes want = scalar_fold(dtype, inputs, terms.size(), op);
+    for (const FoldKernels* kernels : runnable_kernels()) {
+      Bytes result(terms.size());
+      void* const output = result.data();
+      const int count = static_cast<int>(num_ranks);
+      kernels->get(op, dtype)({inputs.data(), count, 0}, {&output, 1, 0}, terms.size(), false);
+      const auto difference = first_difference(dtype, result.data(), want.data(), terms.size());
+      ASSERT_FALSE(difference) << kernels->instruction_set << ", element " << *difference << ": got " << std::hex
+                               << int{result[*difference]} << ", want " << int{want[*difference]};
+    }
+  }
+};
+
+TEST_P(EightBitFloatTest, EveryPair) {
+  std::vector<std::vector<uint64_t>> pairs;
+  for (uint64_t a = 0; a < 256; ++a) {
+    for (uint64_t b = 0; b < 256; ++b) pairs.push_back({a, b});
+  }
+  for (Op op : {Op::sum, Op::max, Op::min}) ASSERT_NO_FATAL_FAILURE(expect_scalar_folds(pairs, op));
+}
+
+// Sums halfway between two numbers, and a little less and more.
+TEST_P(EightBitFloatTest, AroundEveryMidpoint) {
+  const SmallFloatReference& reference = SmallFloatReference::of(GetParam());
+  const double smallest = reference.decode(1);
+  std::vector<std::vector<uint64_t>> sums;
+  for (uint32_t code = 0; code <= reference.largest(); ++code) {
+    const double value = reference.magnitude(code), half = (reference.magnitude(code + 1) - value) / 2;
+    for (double little : {-smallest, 0.0, smallest}) {
+      for (double sign : {1.0, -1.0}) {
+        sums.push_back({reference.encode(sign * value), reference.encode(sign * half), reference.encode(little)});
+      }
+    }
+  }
+  ASSERT_NO_FATAL_FAILURE(expect_scalar_folds(sums, Op::sum));
+}
+
+INSTANTIATE_TEST_SUITE_P(DTypes, EightBitFloatTest, ::testing::ValuesIn([] {
+                           std::vector<DType> dtypes;
+                           for (DType dtype : all_dtypes()) {
+                             if (is_small(dtype) && element_size(dtype) == 1) dtypes.push_back(dtype);
+                           }
+                           return dtypes;
+                         }()),
+                         dtype_name);
 
 std::vector<uint64_t> elements_of(DType dtype, const std::vector<double>& values) {
   std::vector<uint64_t> bits;
