@@ -17,7 +17,6 @@ between them, for JAX_RING_TUNING.
 """
 
 import argparse
-import os
 import sys
 
 import jax
@@ -91,11 +90,9 @@ def main() -> int:
     import report
     from compare import SAME, compare, differences, load
     from implementations import AXIS, IMPLEMENTATIONS
-    from measure import Case, Row
+    from measure import Case, Row, fold_limit
     from peers import PEERS, Layout, Peer, Task, why_not
     from tune import tune
-
-    from jax_ring import _ffi_cpu
 
     arguments = parse_arguments(IMPLEMENTATIONS, PEERS)
     jax.config.update("jax_num_cpu_devices", arguments.devices)
@@ -136,7 +133,7 @@ def main() -> int:
                 for name, spreads in case.run(arguments.iters, arguments.warmup_iters).items()
             }
             # After the measurement: the limit leaves no buffers, but what it touched would be in the caches.
-            limit = _ffi_cpu.fold_limit_seconds(mesh.size, count * case.dtype.itemsize, os.cpu_count() or 1, 5)
+            limit = fold_limit(mesh.size, count, case.dtype)
             task = Task(count, dtype, arguments.iters, arguments.warmup_iters, case.times)
             for peer in peers:
                 try:

@@ -10,7 +10,6 @@ the operand bytes of XLA's collectives and the bytes through the loopback interf
 """
 
 import argparse
-import os
 import pathlib
 import sys
 
@@ -18,12 +17,10 @@ import jax
 import numpy as np
 import report
 from allreduce import cases_of, check_messages, parser_of_messages
-from measure import Row, Spread
+from measure import Row, Spread, fold_limit
 from peers import BETWEEN_PROCESSES, Layout, Peer, Task, why_not
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from jax_ring import _ffi_cpu
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -142,7 +139,7 @@ def measure_layout(layout: Layout, peers: list[Peer], cases: list, arguments: ar
         for dtype, size in progress.track(cases, description=str(layout)):
             itemsize = jax.numpy.dtype(dtype).itemsize
             count = max(1, size // itemsize)
-            limit = _ffi_cpu.fold_limit_seconds(layout.ranks, count * itemsize, os.cpu_count() or 1, 5)
+            limit = fold_limit(layout.ranks, count, dtype)
             measured = measure(peers, count, dtype, arguments) if peers else []
             for rounds in sorted(measured, key=lambda rounds: arguments.impl.index(rounds.peer.name)):
                 rows.append(rounds.row(layout, itemsize, bool(arguments.check), limit))

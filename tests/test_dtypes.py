@@ -10,7 +10,7 @@ from helpers import RANKS, assert_matches_lax, assert_same_bits, make_mesh, num_
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import ring_psum
+from jax_ring import _ffi_cpu, ring_psum
 
 INTEGERS = ["int8", "int16", "int32", "uint8", "uint16", "uint32"]
 WIDE = ["int64", "uint64", "float64", "complex128"]
@@ -59,6 +59,13 @@ def sum_over_ranks(values, check_vma):
 def test_the_fold(name, check_vma):
     values = values_of(name, (RANKS, 1003))
     assert_same_bits(sum_over_ranks(values, check_vma), rank_fold(values))
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_every_pair_of_eight_bits(name):
+    codes = np.arange(256, dtype=np.uint8)
+    values = np.stack(np.meshgrid(codes, codes)).reshape(2, -1).view(as_dtype(name))
+    assert_same_bits(sum_over_ranks(values, True), rank_fold(values))
 
 
 @pytest.mark.parametrize("name", WIDE)
@@ -186,3 +193,11 @@ def test_non_numeric_leaves_raise_as_in_lax(leaf, check_vma):
             sharded(body, mesh=make_mesh((4,)), out_specs=P(), check_vma=check_vma)(x)
         raised.append(type(error.value))
     assert raised[0] is raised[1]
+
+
+def test_the_limit_of_a_dtype():
+    for dtype in ("f32", "bf16", "s8", "f8e4m3fn"):
+        assert _ffi_cpu.fold_limit_seconds(2, 4096, 1, 1, dtype) > 0
+    assert _ffi_cpu.fold_limit_seconds(2, 4096, 1, 1) > 0
+    with pytest.raises(ValueError, match="no dtype named float32"):
+        _ffi_cpu.fold_limit_seconds(2, 4096, 1, 1, "float32")
