@@ -1,5 +1,6 @@
 """A job on several hosts, which are launchers on one host here: failures, restarts, and launchers that end."""
 
+import asyncio
 import contextlib
 import signal
 import socket
@@ -8,6 +9,8 @@ import pytest
 from launches import WAITS, assert_gone, pids, start
 
 from jax_ring.distributed import control
+from jax_ring.distributed.launching import events
+from jax_ring.distributed.launching.job import Job
 
 # Rank 2 fails when the others have printed.
 FAILS_ONCE = """
@@ -107,3 +110,25 @@ def test_hosts_that_do_not_come(hosts):
         ((status, _, err),) = ends(hosts("", [1], "--node-timeout", "0.2", ranks=[rank]))
         assert status == 1
         assert message in err
+
+
+def test_events_are_kept_while_something_else_is_awaited():
+    """Host 0 starts a job at once when the last host connects, which may not know yet that it has."""
+    first, second = events.RemoteStart(0, 1, 2, "127.0.0.1:1"), events.RemoteChanged()
+
+    async def scenario():
+        job = Job.__new__(Job)
+        job._queue = asyncio.Queue()
+
+        async def connects():
+            job._queue.put_nowait(first)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            job._queue.put_nowait(second)
+
+        assert await job._within(connects(), 10) == (None, True)
+        job._queue.put_nowait(events.Signalled(signal.SIGTERM))
+        assert await job._signal_within(10) == signal.SIGTERM
+        return [await asyncio.wait_for(job._queue.get(), 10) for _ in range(2)]
+
+    assert asyncio.run(scenario()) == [first, second]

@@ -121,15 +121,22 @@ class Job:
             self._attempt.reap()
 
     async def _signal_within(self, seconds: float | None) -> int | None:
-        """Waits; returns the signal that the launcher has received meanwhile, or None."""
+        """Waits; returns the signal that the launcher has received meanwhile, or None. Other events stay queued."""
+        others: list[events.Event] = []
         try:
             async with asyncio.timeout(seconds):
                 while True:
                     event = await self._queue.get()
                     if isinstance(event, events.Signalled):
                         return event.signum
+                    others.append(event)
         except TimeoutError:
             return None
+        finally:
+            # Host 0 may say that the job starts before the connection to it is known to be there, for example.
+            others += [self._queue.get_nowait() for _ in range(self._queue.qsize())]
+            for event in others:
+                self._queue.put_nowait(event)
 
     async def _within(self, waiting: Awaitable[None], seconds: float) -> tuple[int | None, bool]:
         """Waits for something, but not longer; returns a signal that came meanwhile, and whether it has happened."""
