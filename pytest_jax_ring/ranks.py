@@ -102,8 +102,14 @@ class _Ranks:
         assert self._service.stdin is not None
         self._service.stdin.write(json.dumps({"address": address, "num_processes": job.num_processes}).encode() + b"\n")
         self._service.stdin.flush()
-        self._processes = [self._start(item, number, address) for number in range(job.num_processes)]
+        self._processes: list[subprocess.Popen] = []
         self._ended: dict[int, float] = {}  # when, by rank
+        try:
+            for number in range(job.num_processes):
+                self._processes.append(self._start(item, number, address))
+        except BaseException:
+            self.__exit__()
+            raise
 
     def _start(self, item: pytest.Item, number: int, address: str) -> subprocess.Popen:
         config = item.config

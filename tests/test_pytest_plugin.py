@@ -1,12 +1,13 @@
 """The pytest plugin: tests in several processes, what they report, faults on purpose, and lax replaced."""
 
 import re
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from pytest_jax_ring import delay, kill, stop
+from pytest_jax_ring import delay, kill, ranks, stop
 from pytest_jax_ring.faults import check_faults
 from pytest_jax_ring.ranks import Job
 
@@ -194,6 +195,22 @@ def test_served(processes):
     assert "2 passed" in output
     status, output = run_tests(tests)
     assert "2 failed" in output
+
+
+def test_nothing_is_left_if_a_rank_cannot_be_started(request, monkeypatch):
+    started = []
+
+    def popen(*arguments, **options):
+        if len(started) == 2:  # the service and rank 0
+            raise BlockingIOError("no more processes")
+        started.append(original(*arguments, **options))
+        return started[-1]
+
+    original = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(BlockingIOError):
+        ranks._Ranks(request.node, Job(2))
+    assert [process.poll() for process in started] == [-signal.SIGKILL] * 2
 
 
 @pytest.mark.parametrize(
