@@ -87,7 +87,6 @@ class _Ranks:
     def __init__(self, item: pytest.Item, job: Job) -> None:
         self._job = job
         self._limit = _limit_of(item, job)
-        self._timed_out = False
         self._folder = tempfile.TemporaryDirectory(prefix="jax-processes-")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -179,7 +178,6 @@ class _Ranks:
             if not set(range(len(self._processes))) - set(self._ended) - stopped:
                 return
             if now >= until:
-                self._timed_out = True
                 return self._ask_for_stacks()
             time.sleep(0.01)
 
