@@ -9,6 +9,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "common/describe.h"
@@ -28,6 +29,25 @@ namespace jax_ring::cpu {
 namespace {
 
 namespace ffi = xla::ffi;
+
+// What a call returns that is done already: the runtime then goes on without the objects of a future.
+struct Done {};
+using Result = std::variant<Done, ffi::Future>;
+
+}  // namespace
+}  // namespace jax_ring::cpu
+
+template <xla::ffi::ExecutionStage stage>
+struct xla::ffi::ResultEncoding<stage, jax_ring::cpu::Result> {
+  static std::variant<XLA_FFI_Error*, XLA_FFI_Future*> Encode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* context,
+                                                              jax_ring::cpu::Result result) {
+    if (std::holds_alternative<jax_ring::cpu::Done>(result)) return static_cast<XLA_FFI_Error*>(nullptr);
+    return ResultEncoding<stage, Future>::Encode(api, context, std::get<Future>(std::move(result)));
+  }
+};
+
+namespace jax_ring::cpu {
+namespace {
 
 // A group that spans several processes.
 struct CrossProcessGroup {
@@ -173,7 +193,8 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
   }
 }
 
-void run_between_processes(const CallSite& site, const CrossProcessGroup& group, RendezvousPtr rendezvous,
+// Whether the call is done, and its only local rank, the caller, need not be completed.
+bool run_between_processes(const CallSite& site, const CrossProcessGroup& group, RendezvousPtr rendezvous,
                            const Message& message) {
   const auto [run, launch] = group.launch_ids->get(rendezvous->run_id);
   const bool one_shot = is_one_shot(site, message, group.thresholds);
@@ -182,13 +203,10 @@ void run_between_processes(const CallSite& site, const CrossProcessGroup& group,
   for (size_t count : message.counts) hash.add(count);
   rendezvous->entry.identify(hash.value());
   rendezvous = group.communicator->submit({std::move(rendezvous), message, hash.value(), one_shot, site.text});
-  if (rendezvous == nullptr) return;
-  const auto has_completion = [](const Completion& done) { return static_cast<bool>(done); };
-  if (std::count_if(rendezvous->done.begin(), rendezvous->done.end(), has_completion) > 1) {
-    return CompletionThreads::instance().complete(std::move(rendezvous));
-  }
-  // The only local rank is the caller, and nothing waits on its future yet: completing it here runs no other code.
-  (*std::find_if(rendezvous->done.begin(), rendezvous->done.end(), has_completion))(nullptr);
+  if (rendezvous == nullptr) return false;
+  if (rendezvous->num_arrived == 1) return true;
+  CompletionThreads::instance().complete(std::move(rendezvous));
+  return false;
 }
 
 void note_bytes(flight::RecordedCall& call, const Message& message) {
@@ -223,8 +241,8 @@ Completion completion_of(const ffi::Promise& to_complete) {
   };
 }
 
-ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::BufferR0<ffi::U32> partition,
-                    ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary /*seen by instantiate*/) {
+Result execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::BufferR0<ffi::U32> partition,
+               ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary /*seen by instantiate*/) {
   ffi::Promise promise;
   ffi::Future future(promise);
   try {
@@ -247,7 +265,7 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::B
     auto rendezvous = site->rendezvous_map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
     if (rendezvous == nullptr) return future;
     if (const std::optional<CrossProcessGroup>& cross_process = site->groups[group]) {
-      run_between_processes(*site, *cross_process, std::move(rendezvous), message);
+      if (run_between_processes(*site, *cross_process, std::move(rendezvous), message)) return Done{};
     } else {
       XlaWorkers workers(pool);
       run_collective(std::move(rendezvous), message, workers);
