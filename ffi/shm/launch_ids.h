@@ -47,13 +47,16 @@ class LaunchIds {
   std::pair<int64_t, uint32_t> get(int64_t run_id) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!first_) first_ = run_id;
-    return {runs_->index_of(run_id), static_cast<uint32_t>(run_id) - static_cast<uint32_t>(*first_)};
+    // A loop makes the call again and again in one execution.
+    if (!last_ || last_->first != run_id) last_ = {run_id, runs_->index_of(run_id)};
+    return {last_->second, static_cast<uint32_t>(run_id) - static_cast<uint32_t>(*first_)};
   }
 
  private:
   const std::shared_ptr<RunCounter> runs_;
   std::mutex mutex_;
   std::optional<int64_t> first_;
+  std::optional<std::pair<int64_t, int64_t>> last_;  // execution and index
 };
 
 }  // namespace jax_ring::shm
