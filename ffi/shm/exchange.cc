@@ -100,7 +100,6 @@ bool Exchange::have_all_arrived(const Channel& channel, uint32_t number) {
 }
 
 Exchange::State Exchange::advance(Channel& channel, uint32_t first) {
-  const cpu::ScopedFloatMode exact(cpu::FloatMode::ieee());
   for (;;) {
     const uint32_t number = first + num_rounds_;
     switch (step_) {
@@ -177,8 +176,8 @@ void Exchange::add_inputs(const Source& source, const Piece& piece) {
 }
 
 void Exchange::stage(Channel& channel, uint32_t number, const Round& round) {
+  const cpu::ScopedFloatMode exact(cpu::FloatMode::ieee());
   unsigned char* const staging = channel.staging(group_.self(), number);
-  channel.post_arrival(number, arrival_);
   for (size_t i = 0; i < round.pieces.size(); ++i) {
     const Piece& piece = round.pieces[i];
     if (piece.owner == group_.self()) continue;
@@ -198,6 +197,8 @@ void Exchange::stage(Channel& channel, uint32_t number, const Round& round) {
       to = static_cast<char*>(to) + piece.stride;
     }
   }
+  // Last: it is in the line of the signals, which the peers are polling.
+  channel.post_arrival(number, arrival_);
 }
 
 // Whether streaming stores to the outputs, which are of this operand, are possible and worthwhile. They are not where
@@ -237,6 +238,7 @@ void Exchange::find_inputs(const Channel& channel, uint32_t number, const Round&
 }
 
 void Exchange::fold(Channel& channel, uint32_t number, const Round& round) {
+  const cpu::ScopedFloatMode exact(cpu::FloatMode::ieee());
   const int p = group_.num_ranks();
   for (size_t i = 0; i < round.pieces.size(); ++i) {
     const Piece& piece = round.pieces[i];
