@@ -114,15 +114,14 @@ cpu::RendezvousPtr Communicator::submit(Call&& call) {
     return nullptr;
   }
   running_calls_ = true;
+  select_next_locked();
   lock.unlock();
-  select_next();
   if (abort_if_peer_aborted() || !poll_current()) {
     lock.lock();
     hand_over_to_progress_thread(lock);
     return nullptr;
   }
-  cpu::RendezvousPtr rendezvous = finish();
-  lock.lock();
+  cpu::RendezvousPtr rendezvous = finish(lock);
   running_calls_ = false;
   if (!ready_.empty() || (leaving_ && !failure_)) hand_over_to_progress_thread(lock);
   return rendezvous;
@@ -234,7 +233,7 @@ void Communicator::progress_calls() {
     }
     if (abort_if_peer_aborted()) continue;
     if (poll_current()) {
-      cpu::CompletionThreads::instance().complete(finish());
+      complete_current();
     } else if (is_preempted()) {
       requeue_current();
     } else {
@@ -246,6 +245,11 @@ void Communicator::progress_calls() {
 // Selects the call to run: the leader's, or else the one that has been ready longest.
 bool Communicator::select_next() {
   std::lock_guard<std::mutex> lock(mutex_);
+  return select_next_locked();
+}
+
+// Requires mutex_.
+bool Communicator::select_next_locked() {
   if (stop_ || (leaving_ && on_progress_thread_)) return false;
   auto found = ready_.begin();
   if (leader_call_) {
@@ -256,8 +260,7 @@ bool Communicator::select_next() {
   current_ = std::move(*found);
   ready_.erase(found);
   leader_call_.reset();
-  waiting_since_ = connecting_since_.value_or(cpu::Clock::now());
-  connecting_since_.reset();
+  waiting_since_ = std::exchange(connecting_since_, std::nullopt);  // else from the first wait on
   meetings_at_wait_start_ = current_->num_meetings();
   return true;
 }
@@ -286,7 +289,8 @@ bool Communicator::poll_current() {
       if (is_done()) return true;
     }
   }
-  const auto end = cpu::Clock::now() + kPollTime;
+  const auto now = cpu::Clock::now(), end = now + kPollTime;
+  if (!waiting_since_) waiting_since_ = now;
   do {
     for (int i = 0; i < kYieldsPerClockRead; ++i) {
       if (is_preempted()) return false;
@@ -317,9 +321,7 @@ void Communicator::wait_for_peer() {
   const int peer = current_->awaited_peer();
   const uint32_t seen = channel_->doorbell(peer);
   const uint64_t steps = current_->num_steps();
-  if (current_->advance(*channel_, next_round_) == Exchange::State::done) {
-    return cpu::CompletionThreads::instance().complete(finish());
-  }
+  if (current_->advance(*channel_, next_round_) == Exchange::State::done) return complete_current();
   // The clock goes on while one peer after the other arrives: else a call could wait one deadline for each of them.
   if (current_->num_meetings() != meetings_at_wait_start_) {
     meetings_at_wait_start_ = current_->num_meetings();
@@ -327,13 +329,11 @@ void Communicator::wait_for_peer() {
     return;
   }
   if (current_->num_steps() != steps || is_preempted()) return;
-  const auto waited = cpu::Clock::now() - waiting_since_;
+  const auto waited = cpu::Clock::now() - *waiting_since_;
   if (waited > kPollInterval) post_current_call();
   if (waited > deadline() || is_hopeless(waited)) {
     // It may have signaled before it exited.
-    if (current_->advance(*channel_, next_round_) == Exchange::State::done) {
-      return cpu::CompletionThreads::instance().complete(finish());
-    }
+    if (current_->advance(*channel_, next_round_) == Exchange::State::done) return complete_current();
     if (current_->num_steps() != steps) return;
     return abort(describe_missing_processes(*current_));
   }
@@ -347,7 +347,7 @@ void Communicator::wait_for_peer() {
 
 // Sleeps until the leader's call may be ready, or aborts the group once the deadline has passed.
 void Communicator::wait_for_leader_call() {
-  const auto waited = cpu::Clock::now() - waiting_since_;
+  const auto waited = cpu::Clock::now() - *waiting_since_;
   if (waited > kPollInterval) post_current_call();
   const bool hopeless = is_hopeless(waited);
   if (waited > deadline() || hopeless) {
@@ -359,7 +359,7 @@ void Communicator::wait_for_leader_call() {
     }
     const std::vector<int> culprits = gone_processes();
     text << ": process " << group_.process_id(0) << " makes another call, which process "
-         << group_.process_id(group_.self()) << " did not make within " << seconds_since(waiting_since_) << " s."
+         << group_.process_id(group_.self()) << " did not make within " << seconds_since(*waiting_since_) << " s."
          << describe_peers(culprits.empty() ? std::vector<int>{0} : culprits);
     if (culprits.empty()) {
       text << " All processes must make the same calls in the same order, with the same shapes and dtypes: look for a "
@@ -418,15 +418,23 @@ std::optional<std::string> Communicator::how_left(int process) const {
   return Departures::instance().of(group_.process_id(process));
 }
 
-cpu::RendezvousPtr Communicator::finish() {
+// Ends the current call, and takes the lock of mutex_.
+cpu::RendezvousPtr Communicator::finish(std::unique_lock<std::mutex>& lock) {
   next_round_ += current_->num_rounds();
   cpu::RendezvousPtr rendezvous = current_->release();
   if (current_->num_rounds() > 0) end_entry(rendezvous->entry, group_, *channel_, next_round_ - 1);
   if (!std::exchange(has_opened_peers_, true)) open_peers(group_, *channel_);
   if (std::exchange(has_posted_status_, false)) channel_->post_status("");
-  std::lock_guard<std::mutex> lock(mutex_);
+  lock.lock();
   free_.push_back(std::move(current_));
   return rendezvous;
+}
+
+void Communicator::complete_current() {
+  std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
+  cpu::RendezvousPtr rendezvous = finish(lock);
+  lock.unlock();
+  cpu::CompletionThreads::instance().complete(std::move(rendezvous));
 }
 
 void Communicator::post_current_call() {
@@ -536,7 +544,7 @@ std::string Communicator::describe_missing_processes(const Exchange& exchange) c
   const std::vector<int> culprits = gone_processes();
   std::ostringstream text;
   text << *exchange.call().text << ": process " << group_.process_id(group_.self()) << " waited for " << missing.size()
-       << " of the group's " << group_.num_processes() << " processes, for " << seconds_since(waiting_since_) << " s."
+       << " of the group's " << group_.num_processes() << " processes, for " << seconds_since(*waiting_since_) << " s."
        << describe_peers(culprits.empty() ? missing : culprits);
   if (culprits.empty()) {
     text << " Every process must make the same calls: look for an error or an early exit there, and for a branch or a "

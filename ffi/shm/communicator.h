@@ -64,9 +64,11 @@ class Communicator {
   bool is_preempted() const;
   void requeue_current();
   bool select_next();
+  bool select_next_locked();
   void wait_for_peer();
   void wait_for_leader_call();
-  cpu::RendezvousPtr finish();
+  cpu::RendezvousPtr finish(std::unique_lock<std::mutex>& lock);
+  void complete_current();
   void hand_over_to_progress_thread(std::unique_lock<std::mutex>& lock);
   void abort(std::string why);
   std::string_view code_of_peers(std::string_view why) const;
@@ -103,7 +105,7 @@ class Communicator {
   uint32_t round_at_last_release_ = 0;
   ExchangePtr current_;
   std::optional<uint64_t> leader_call_;                     // the leader's call, if it is not ready here yet
-  cpu::Clock::time_point waiting_since_;                    // for the step that the current call is in
+  std::optional<cpu::Clock::time_point> waiting_since_;     // for the step that the current call is in
   uint64_t meetings_at_wait_start_ = 0;                     // of the current call
   std::optional<cpu::Clock::time_point> connecting_since_;  // until the first call: it has waited as long
   std::optional<cpu::Clock::time_point> aborted_since_;     // when another process was first seen to have aborted

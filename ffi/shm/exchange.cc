@@ -23,11 +23,23 @@ bool are_aligned(const std::vector<void*>& outputs) {
   return true;
 }
 
+// Whether two calls take the same rounds. Those with lists of their own are not compared.
+bool are_alike(const Call& a, const Call& b) {
+  const auto has_list = [](const cpu::Message& message) {
+    return message.tree != nullptr || message.plan.sources != nullptr || message.plan.slices != nullptr;
+  };
+  const cpu::Message &first = a.message, &second = b.message;
+  return first.plan.collective == second.plan.collective && first.plan.order == second.plan.order &&
+         first.plan.root == second.plan.root && first.dtype == second.dtype && first.counts == second.counts &&
+         first.num_results == second.num_results && a.one_shot == b.one_shot && !has_list(first) && !has_list(second);
+}
+
 cpu::Outputs slices(const std::vector<void*>& buffers) { return {buffers.data(), static_cast<int>(buffers.size()), 0}; }
 
 }  // namespace
 
 void Exchange::begin(Call&& call) {
+  if (!are_alike(call_, call)) planned_level_ = kNoLevel;
   call_ = std::move(call);
   call_.id &= ~(uint64_t{1} << 63);  // what a channel has room for
   copy_ = cpu::fold_kernels().get(Op::sum, DType::u8);
@@ -49,8 +61,20 @@ void Exchange::restart() {
 }
 
 void Exchange::begin_rounds(const Channel& channel) {
+  is_next_first_ = true;
+  if (std::exchange(planned_level_, kNoLevel) == channel.level()) {
+    // A loop makes one call again and again: that of the last one is still there, and has no successor.
+    std::swap(round_, next_);
+    has_next_ = true;
+    return;
+  }
   rounds_.begin(call_.message, call_.one_shot, channel.capacity());
   has_next_ = rounds_.next(next_);
+}
+
+void Exchange::plan_next_round(const Channel& channel) {
+  has_next_ = rounds_.next(next_);
+  planned_level_ = std::exchange(is_next_first_, false) && !has_next_ ? channel.level() : kNoLevel;
 }
 
 // The lowest level at which the call takes one round, or else the highest. It has begun at the level in use.
@@ -123,7 +147,7 @@ Exchange::State Exchange::advance(Channel& channel, uint32_t first) {
           stage(channel, number, round_);
           channel.signal_staged(number, call_.id);
         }
-        has_next_ = rounds_.next(next_);
+        plan_next_round(channel);
         peer_ = 0;
         step_ = Step::await_staged;
         break;

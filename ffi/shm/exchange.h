@@ -53,9 +53,11 @@ class Exchange {
   cpu::RendezvousPtr release() { return std::move(call_.rendezvous); }
 
  private:
+  static constexpr int kNoLevel = -1;
   enum class Step { begin, await_growth, stage, await_staged, await_results };
 
   void begin_rounds(const Channel& channel);
+  void plan_next_round(const Channel& channel);
   int level_wanted(const Channel& channel);
   bool begin_growth(Channel& channel, uint32_t number);
   bool joins_growth(Channel& channel, uint32_t number);
@@ -78,6 +80,8 @@ class Exchange {
 
   Round round_, next_;
   bool has_next_ = false;
+  bool is_next_first_ = false;
+  int planned_level_ = kNoLevel;  // where round_ is the only round of this call; kNoLevel if it is not
   bool next_is_staged_ = false;
   uint32_t num_rounds_ = 0;  // finished
   Step step_ = Step::begin;

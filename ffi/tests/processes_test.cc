@@ -110,6 +110,35 @@ TEST(Processes, CallsInDifferentOrders) {
   }
 }
 
+// A call takes the rounds of the one before it only if they are alike in all that the rounds depend on.
+TEST(Processes, CallsThatDifferInOneThing) {
+  struct Kind {
+    Plan plan;
+    DType dtype;
+    std::vector<size_t> counts;
+  };
+  const Kind base{{Collective::broadcast, Order::rank, 0}, DType::f32, {48}};
+  std::vector<Kind> others(7, base);
+  others[0].plan.root = 2;
+  others[1].plan.collective = Collective::reduce;
+  others[2].plan = {Collective::all_reduce, Order::rank};
+  others[3].plan = {Collective::all_reduce, Order::ring};
+  others[4].dtype = DType::f64;
+  others[5].counts = {96};
+  others[6].counts = {48, 48};
+  Processes processes({0, 0, 1});
+  uint64_t id = 0;
+  for (const Kind& other : others) {
+    for (bool one_shot : {true, false}) {
+      for (const Kind& kind : {base, base, other, other, base}) {
+        TestCall call(kind.plan, Op::sum, kind.dtype, 3, kind.counts, false, one_shot, ++id);
+        on_all(processes.count(), [&](int process) { call.submit(processes[process]); });
+        ASSERT_NO_FATAL_FAILURE(call.expect_results());
+      }
+    }
+  }
+}
+
 // As in a compiled loop: each process makes its next call as soon as its last one completes, whether or not the others
 // are done.
 TEST(Processes, LoopsOfCalls) {
