@@ -131,12 +131,22 @@ class Mpi4jax:
     several_devices = False
 
     @staticmethod
-    def commands(command: list[str], layout: Layout) -> list[list[str]]:
-        ranks = layout.processes
+    def commands(command: list[str], layout: Layout, prefix: str | None = None) -> list[list[str]]:
+        """prefix: of an environment that has an MPI of its own; by default the installed one."""
+        if prefix is not None:
+            command = [os.path.join(prefix, "bin", "python"), *command[1:]]
+        program = "mpirun" if prefix is None else os.path.join(prefix, "bin", "mpirun")
+        version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+        return [[program, *Mpi4jax.options("Open MPI" in version, layout.processes), *command]]
+
+    @staticmethod
+    def options(is_open_mpi: bool, ranks: int) -> list[str]:
+        if not is_open_mpi:
+            return ["-n", str(ranks)]
         options = ["--allow-run-as-root"] if os.geteuid() == 0 else []
         # Processes may use any core, as the threads of the others do. By default mpirun rejects more ranks than cores.
         options += ["--bind-to", "none"] + (["--oversubscribe"] if ranks > (os.cpu_count() or 1) else [])
-        return [["mpirun", *options, "-n", str(ranks), *command]]
+        return [*options, "-n", str(ranks)]
 
     def __init__(self, folder: str, layout: Layout):
         import jax
@@ -250,9 +260,19 @@ PEERS = {library.name: library for library in (Mpi4jax, Torch)}
 BETWEEN_PROCESSES = {library.name: library for library in (RingPsum, LaxPsum)} | PEERS
 
 
+def mpi_of(name: str) -> tuple[str, str | None]:
+    """An implementation and the environment of its MPI: "mpi4jax:PREFIX" is mpi4jax in another environment."""
+    library, _, prefix = name.partition(":")
+    return library, prefix or None
+
+
 def why_not(name: str, layout: Layout) -> str | None:
     """Why the library cannot be measured here; None if it can."""
+    name, prefix = mpi_of(name)
     library = BETWEEN_PROCESSES[name]
+    if prefix is not None:
+        program = os.path.join(prefix, "bin", "mpirun")
+        return None if os.path.exists(program) else f"there is no {program}"
     missing = [module for module in library.modules if importlib.util.find_spec(module) is None]
     missing += [program for program in library.programs if shutil.which(program) is None]
     if missing:
@@ -267,12 +287,18 @@ class Peer:
 
     def __init__(self, name: str, layout: Layout):
         self.name = name
+        library, prefix = mpi_of(name)
         self.folder = tempfile.TemporaryDirectory()
         path = os.path.join(self.folder.name, "socket")
         numbers = map(str, dataclasses.astuple(layout))
-        command = [sys.executable, os.path.abspath(__file__), name, self.folder.name, *numbers]
+        command = [sys.executable, os.path.abspath(__file__), library, self.folder.name, *numbers]
         # One thread per rank, like one per device in the other implementations.
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        options = {}
+        if prefix is not None:
+            # Its own programs and libraries; what else is imported is that of this environment.
+            environment |= {"PATH": f"{prefix}/bin:{os.environ['PATH']}", "I_MPI_ROOT": prefix, "I_MPI_PIN": "0"}
+            options = {"prefix": prefix}
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(path)
             server.listen(layout.processes)
@@ -280,7 +306,7 @@ class Peer:
             self.processes = [
                 # Their output must not mix with the table.
                 subprocess.Popen(one, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr)
-                for one in BETWEEN_PROCESSES[name].commands(command, layout)
+                for one in BETWEEN_PROCESSES[library].commands(command, layout, **options)
             ]
             self.connections = [Connection(server.accept()[0].detach()) for _ in range(layout.processes)]
 

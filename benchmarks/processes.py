@@ -2,11 +2,13 @@
 
     python benchmarks/processes.py -b 4 -e 64M -f 16 --layout 2x1,4x1
     python benchmarks/processes.py -b 64K -e 16M -f 16 --layout 2x4 --hosts 2 --impl ring_psum,lax.psum
+    python benchmarks/processes.py -b 4 -e 4K --mpi mpich-venv,openmpi-venv
 
 Each implementation has processes of its own; `lax.psum` uses the collectives that JAX is configured for (by default
 Gloo). They are interleaved in several rounds per size, so that noise affects all of them. Times are means over the
 processes. A layout is PROCESSESxDEVICES. With --hosts, JAX_RING_HOST_ID divides the processes into that many hosts, and
-the operand bytes of XLA's collectives and the bytes through the loopback interface are counted as well.
+the operand bytes of XLA's collectives and the bytes through the loopback interface are counted as well. With --mpi,
+mpi4jax is measured with each of these MPIs, which are virtual environments with mpirun, mpi4jax and jax_ring.
 """
 
 import argparse
@@ -28,12 +30,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layout", default="2x1,4x1", help="PROCESSESxDEVICES, several separated by commas")
     parser.add_argument("--hosts", type=int, default=1, help="number of hosts to divide the processes into")
     parser.add_argument("--impl", default=",".join(BETWEEN_PROCESSES), help="implementations, separated by commas")
+    parser.add_argument("--mpi", default="", help="environments of mpi4jax with other MPIs, separated by commas")
     parser.add_argument("--rounds", type=int, default=4, help="rounds per size")
     arguments = parser.parse_args()
     check_messages(parser, arguments)
     arguments.impl = arguments.impl.split(",")
     if unknown := set(arguments.impl) - set(BETWEEN_PROCESSES):
         parser.error(f"unknown implementations {sorted(unknown)}; choose from {list(BETWEEN_PROCESSES)}")
+    arguments.impl += [f"mpi4jax:{prefix}" for prefix in arguments.mpi.split(",") if prefix]
     if not 1 <= arguments.rounds <= arguments.iters:
         parser.error(f"--rounds must be from 1 to the number of timed runs, {arguments.iters}; got {arguments.rounds}")
     try:

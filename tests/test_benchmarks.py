@@ -96,6 +96,15 @@ def test_processes_without_a_peer():
     assert "# time / ring_psum's" not in text
 
 
+def test_processes_with_another_mpi(tmp_path):
+    """An environment without an MPI is left out, and named."""
+    text = run(
+        *("processes.py", "-b", "4", "-e", "4", "-n", "1", "-w", "1", "--rounds", "1", "--layout", "2x1"),
+        *("--impl", "ring_psum", "--mpi", str(tmp_path), "--loop-seconds", "0.001"),
+    )
+    assert f"# mpi4jax:{tmp_path}: left out: there is no {tmp_path / 'bin' / 'mpirun'}" in text
+
+
 def test_train_step(tmp_path):
     file = tmp_path / "rows.json"
     text = run(
