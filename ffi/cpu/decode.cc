@@ -2,6 +2,7 @@
 #include "cpu/decode.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -85,10 +86,43 @@ void decode_ragged(int num_ranks, ffi::RemainingArgs args, ffi::RemainingRets re
   }
 }
 
+// Of a reduce-scatter whose operand is a part of an array, or of an all-gather whose result is.
+void decode_part(int num_ranks, const std::vector<int64_t>& part, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                 Message& message, Participant& participant) {
+  const bool scatters = message.plan.collective == Collective::reduce_scatter;
+  if ((!scatters && message.plan.collective != Collective::all_gather) || folds_along_tree(message.plan) ||
+      part.size() != 2 || part[0] < 0 || part[1] < 0 || rets.size() != 1 || args.size() == 0) {
+    throw std::invalid_argument("jax_ring: only a reduce-scatter and an all-gather of one operand can be for a part");
+  }
+  const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(0);
+  ffi::AnyBuffer output = **rets.get<ffi::AnyBuffer>(0);
+  const ffi::AnyBuffer& whole = scatters ? input : output;
+  const size_t begin = part[0], size = part[1], block = (scatters ? output : input).element_count();
+  if (size != block * num_ranks || begin > whole.element_count() || size > whole.element_count() - begin) {
+    throw std::invalid_argument("jax_ring: " + std::to_string(size) + " elements from " + std::to_string(begin) +
+                                " are no part of " + std::to_string(whole.element_count()) + " in blocks of " +
+                                std::to_string(block) + " for each of " + std::to_string(num_ranks) + " ranks");
+  }
+  const size_t offset = begin * ffi::ByteWidth(whole.element_type());
+  if (!scatters && begin > 0) {
+    if (args.size() < 2 || args.get<ffi::AnyBuffer>(1)->size_bytes() != output.size_bytes()) {
+      throw std::invalid_argument("jax_ring: an all-gather for a further part takes the array with those before");
+    }
+    const void* const before = args.get<ffi::AnyBuffer>(1)->untyped_data();
+    if (before != output.untyped_data()) std::memcpy(output.untyped_data(), before, offset);
+  }
+  const EngineType type = engine_type_of(message.plan, input.element_type());
+  message.dtype = type.dtype;
+  message.counts.push_back((scatters ? size : block) * type.per_xla_element);
+  participant.inputs.push_back(static_cast<const std::byte*>(input.untyped_data()) + (scatters ? offset : 0));
+  participant.outputs.push_back(static_cast<std::byte*>(output.untyped_data()) + (scatters ? 0 : offset));
+}
+
 }  // namespace
 
-void decode(int num_ranks, ffi::RemainingArgs args, ffi::RemainingRets rets, Message& message,
-            Participant& participant) {
+void decode(int num_ranks, const std::vector<int64_t>& part, ffi::RemainingArgs args, ffi::RemainingRets rets,
+            Message& message, Participant& participant) {
+  if (!part.empty()) return decode_part(num_ranks, part, args, rets, message, participant);
   if (message.plan.collective == Collective::ragged_all_to_all) {
     return decode_ragged(num_ranks, args, rets, message, participant);
   }

@@ -69,7 +69,8 @@ struct CallSite {
   }
   RendezvousMap rendezvous_map;
   Plan plan;
-  std::vector<int> sources;  // of the plan
+  std::vector<int> sources;   // of the plan
+  std::vector<int64_t> part;  // of an array
   Op op;
   flight::RecordedCall* recorded = nullptr;
   Trees trees;
@@ -91,7 +92,8 @@ bool is_one_shot(const CallSite& site, const Message& message, const Thresholds&
 
 // Equal calls of a program are distinguished by the order in which a process builds them. `program` is the program's
 // name and a digest of its text, the same in all processes, then '#' and how often this process has lowered it, which
-// differs between processes. numbers: the sources of a permutation, and what defines the trees of the call's groups.
+// differs between processes. numbers: the sources of a permutation, what defines the trees of the call's groups, and
+// the part of an array.
 Hash identity_of(std::string_view call, std::string_view program, const Plan& plan, Op op,
                  std::optional<Algorithm> algorithm, std::initializer_list<ffi::Span<const int64_t>> numbers) {
   Hash hash;
@@ -166,7 +168,8 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
     std::string_view algorithm, std::string_view order, ffi::Span<const int64_t> partitions,
     ffi::Span<const int64_t> processes, ffi::Span<const int64_t> group_sizes, ffi::Span<const int64_t> one_shot_bytes,
     ffi::Span<const int64_t> two_shot_bytes, ffi::Span<const int64_t> tree_shards, ffi::Span<const int64_t> tree_sizes,
-    ffi::Span<const int64_t> tree_ranks, std::string_view call, std::string_view lines, std::string_view program) {
+    ffi::Span<const int64_t> tree_ranks, ffi::Span<const int64_t> part, std::string_view call, std::string_view lines,
+    std::string_view program) {
   try {
     const Plan plan{named<Collective>(collective, kCollectives), named<Order>(order, kOrders), static_cast<int>(root)};
     for (int64_t size : group_sizes) {
@@ -180,10 +183,11 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
     auto site = std::make_unique<CallSite>(std::move(groups), describe(call, lines), plan,
                                            sources_of(plan, sources, group_sizes), named<Op>(op, kOps));
     site->algorithm = algorithm_of(algorithm);
+    site->part = {part.begin(), part.end()};
     site->trees = trees_of(plan, group_sizes, tree_shards, tree_sizes, tree_ranks);
     if (!program.empty()) {
-      site->hash =
-          identity_of(call, program, plan, site->op, site->algorithm, {sources, tree_shards, tree_sizes, tree_ranks});
+      site->hash = identity_of(call, program, plan, site->op, site->algorithm,
+                               {sources, tree_shards, tree_sizes, tree_ranks, part});
     }
     find_communicators(*site, partitions, processes, group_sizes, one_shot_bytes, two_shot_bytes);
     record(*site, collective, partitions, processes, group_sizes);
@@ -259,7 +263,7 @@ Result execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::Buffer
     message.slices = nullptr;
     participant.inputs.clear();
     participant.outputs.clear();
-    decode(groups.size(group), args, rets, message, participant);
+    decode(groups.size(group), site->part, args, rets, message, participant);
     if (site->recorded != nullptr) note_bytes(*site->recorded, message);
     participant.done = completion_of(promise);
     auto rendezvous = site->rendezvous_map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
@@ -321,6 +325,7 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                            .Attr<ffi::Span<const int64_t>>("tree_shards")
                            .Attr<ffi::Span<const int64_t>>("tree_sizes")
                            .Attr<ffi::Span<const int64_t>>("tree_ranks")
+                           .Attr<ffi::Span<const int64_t>>("part")
                            .Attr<std::string_view>("call")
                            .Attr<std::string_view>("site")
                            .Attr<std::string_view>("program"));

@@ -30,6 +30,10 @@ namespace jax_ring::cpu {
 //   order        string: rank, ring, any or tree, the order in which values are folded
 //   tree_shards, tree_sizes, tree_ranks
 //                int64 arrays: for order tree, see trees_of() in common/trees.h; else empty
+//   part         int64 array: empty, or the first element and the number of elements of a part of an array, which is
+//                the operand of a reduce-scatter, or the result of an all-gather. The call has one result. If the part
+//                does not begin at 0, the second operand of an all-gather is the array with the parts before. Operands
+//                after these are not read: they make the call wait, and XLA does not reuse their buffers before it.
 XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame);
 

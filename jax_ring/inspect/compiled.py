@@ -118,7 +118,9 @@ def _instruction(match: re.Match, target: re.Match | None, times: int | None, nu
     sizes = _group_sizes(rest, num_ranks)
     num_bytes = sum(_num_bytes(dtype, shape) for dtype, shape in arrays)
     along = _trees(rest, sizes)
-    if kind == "reduce_scatter":
+    if part := _integers("part", rest):
+        num_bytes = part[1] * _num_bytes(arrays[0][0], "1")
+    elif kind == "reduce_scatter":
         num_bytes = num_bytes * max(sizes) // trees.num_roots(along)
     return Instruction(
         name=target[1] if target else opcode,

@@ -38,6 +38,11 @@ def enclose(ctx, operands, emit: Callable, *, call: str, groups: reach.Groups, a
     return _pass_through(ctx, emit(operands), avals_out, begins=np.int64(0), site="", **attributes)
 
 
+def are_enclosed(ctx, groups: reach.Groups) -> bool:
+    """Whether `enclose` puts its calls around XLA's collectives in these groups."""
+    return _processes_of(ctx, groups, ()) is not None
+
+
 def _processes_of(ctx, groups: reach.Groups, avals) -> list[int] | None:
     """The process of each mesh position, if the collectives of these groups are worth enclosing; else None."""
     axis_context = ctx.module_context.axis_context
@@ -59,7 +64,7 @@ def _processes_of(ctx, groups: reach.Groups, avals) -> list[int] | None:
 
 def _pass_through(ctx, values, avals, **attributes) -> Sequence:
     return jax.ffi.ffi_lowering(
-        runtime.BETWEEN_HOSTS_TARGET, operand_output_aliases={1 + i: i for i in range(len(values))}
+        runtime.BETWEEN_HOSTS_TARGET, operand_output_aliases={1 + i: i for i, aval in enumerate(avals) if aval.shape}
     )(
         ctx.replace(avals_in=[jax.core.ShapedArray((), np.uint32), *avals], avals_out=list(avals)),
         hlo.partition_id(),

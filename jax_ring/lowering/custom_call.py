@@ -40,7 +40,7 @@ def emit(ctx, operands, **call) -> Sequence:
 
 def prepare(
     ctx, *, kind: str, op: str, service: Service, call: str, options, root=0, perm=(), axis_size=None,
-    group_trees=None, concat_dimension=None, **dimensions,
+    group_trees=None, concat_dimension=None, part=(), **dimensions,
 ) -> Callable[..., Sequence]:  # fmt: skip
     """How one custom call is emitted for operands of the types in ctx: a function of (ctx, operands) to its results.
 
@@ -54,9 +54,13 @@ def prepare(
     dimensions: `dimension` and `tiled`, of the blocks in the user's arrays.
     concat_dimension: that of the blocks in the result of an all-to-all, if it is another one.
     group_trees: along which a call adds whose order is "tree", if its groups do not have all ranks of their trees.
+    part: the first element and the number of elements of the part that the operand of a reduce-scatter or the result of
+      an all-gather is, of an array of one dimension, which the call has in its stead. An all-gather takes the array
+      with the parts before as well, if there are any. Further operands are not read, but the call waits for them.
     """
     assert service.levels is not None
-    scatters, gathers = kind in ("reduce_scatter", "all_to_all"), kind in ("all_gather", "all_to_all")
+    scatters = kind in ("reduce_scatter", "all_to_all") and not part
+    gathers = kind in ("all_gather", "all_to_all") and not part
     groups = service.levels.within
     if not trees.adds_along_tree(kind, options):
         group_trees = []
@@ -88,7 +92,7 @@ def prepare(
         of_engine = _describe_call(
             ctx, kind=kind, op=op, service=service, call=call, options=options, root=root, perm=tuple(perm),
             group_trees=tuple(group_trees), num_hidden=int(takes_position), itemsize=avals_in[-1].dtype.itemsize,
-            num_own=(scatters + has_slots, int(gathers)),
+            num_own=(scatters + has_slots, int(gathers)), part=tuple(part),
         )  # fmt: skip
         result_types = [_type_of(ctx, aval) for aval in avals_out]
     blocks_first = partial(layout.blocks_first, axis_size=axis_size, **dimensions)
@@ -110,6 +114,8 @@ def prepare(
                 for i, x in enumerate(operands)
                 if kind in IN_PLACE and not has_slots and _should_alias(x)
             ]
+            if part and kind == "all_gather" and part[0]:
+                aliases = [(len(hidden) + 1, 0)]
             if kind == "ragged_all_to_all" and _should_alias(operands[-1]):
                 aliases = [(len(hidden) + len(operands) - 1, 0)]
             results = _emit_call(ctx, of_engine, [*hidden, *operands], result_types, aliases)
@@ -133,11 +139,13 @@ class _Described(NamedTuple):
 
 def _describe_call(
     ctx, *, kind: str, service: Service, call: str, options, num_hidden: int, itemsize: int, num_own: tuple[int, int],
-    **of_attributes,
+    part: tuple[int, ...], **of_attributes,
 ) -> _Described:  # fmt: skip
     stream = streams.stream_of(ctx, service.engine, options)
     target = runtime.ASYNC_TARGETS[kind] if stream else runtime.TARGETS[kind]
-    shared = _shared_attributes(ctx, kind=kind, service=service, options=options, stream=stream, **of_attributes)
+    shared = _shared_attributes(
+        ctx, kind=kind, service=service, options=options, stream=stream, part=part, **of_attributes
+    )
     if streams.of_user(ctx):
         stream = streams.MAIN  # JAX gives the user's stream to all that is around the call
     if service.automatic_axes:
@@ -149,7 +157,7 @@ def _describe_call(
         lines=(),
         num_hidden=num_hidden,
         itemsize=itemsize,
-        joins=kind in _JOINED and not options.apart,
+        joins=kind in _JOINED and not (options.apart or part),
         num_own=num_own if service.automatic_axes else None,
     )
     return _Described(target, stream, of_engine)
@@ -221,8 +229,9 @@ _TAKES_POSITION = {"cpu": True, "cuda": False}
 
 
 def _shared_attributes(
-    ctx, *, kind: str, op: str, service: Service, options, root: int, perm: tuple, group_trees: tuple, stream: str
-) -> ir.DictAttr:
+    ctx, *, kind: str, op: str, service: Service, options, root: int, perm: tuple, group_trees: tuple, stream: str,
+    part: tuple[int, ...],
+) -> ir.DictAttr:  # fmt: skip
     """The attributes of a call, but for those that name it in errors."""
     assert service.levels is not None
     levels = service.levels
@@ -230,6 +239,7 @@ def _shared_attributes(
     mesh = ctx.module_context.axis_context.mesh
     name_of_program = program.name_of(ctx) if service.engine == "cpu" else ""
     lane = streams.lane_of(ctx, stream) if service.engine == "cuda" else 0
+    of_cpu = {"program": name_of_program, "part": np.array(part, np.int64)}
 
     def compute() -> ir.DictAttr:
         # The engine picks the algorithm at run time, when it knows the size of each message.
@@ -248,13 +258,13 @@ def _shared_attributes(
                 "two_shot_bytes": np.array([t.two_shot for t in thresholds], np.int64),
                 **trees.attributes_of(group_trees),
                 **_GROUP_ENCODERS[service.engine](mesh, [i for group in groups for i in group]),
-                **({"lane": np.int64(lane)} if service.engine == "cuda" else {"program": name_of_program}),
+                **({"lane": np.int64(lane)} if service.engine == "cuda" else of_cpu),
             }
         )
 
     key = (
         kind, op, root, perm, options.algorithm, options.order, tuple(map(tuple, groups)), service.engine,
-        levels.num_processes, group_trees, mesh, name_of_program, lane,
+        levels.num_processes, group_trees, mesh, name_of_program, lane, part,
     )  # fmt: skip
     return memo.once(ctx, ("attributes", key), compute)
 

@@ -2,11 +2,14 @@
 
 The ranks of a host reduce-scatter, after which each has the host's result for one shard of the message. The ranks with
 the same shard on different hosts all-reduce it, served by XLA. Then the ranks of a host all-gather. In
-total one message leaves each host, not one per rank.
+total one message leaves each host, not one per rank. Parts of a large message take these steps one after the other, so
+that one part crosses while others are summed and gathered.
 """
 
+import itertools
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,23 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
 from jax_ring.lowering import between_hosts, crossing, custom_call, ops
+from jax_ring.lowering.reach import Levels
 from jax_ring.lowering.service import Service
+from jax_ring.options import Options
+
+# Crosses a link of 1 Gbit/s in some 30 ms. The ranks of a host need a few ms to sum and to gather it.
+PART_BYTES = 4 << 20
+# Each part is a few calls of the program.
+MAX_PARTS = 8
+# So many elements begin at a cache line, whatever their type.
+_ALIGNMENT = 64
+
+
+class Part(NamedTuple):
+    """Consecutive elements of an array: the first one, and how many."""
+
+    begin: int
+    size: int
 
 
 class Types(NamedTuple):
@@ -49,39 +68,152 @@ def emit(ctx, operands, *, kind: str, op: str, service: Service, call: str, opti
 
     Each operand is sharded separately. Concatenating them first would copy all of the data once more, and save less
     than one element of padding per operand and rank. One custom call takes all operands, and XLA combines its own
-    all-reduces.
+    all-reduces. Only large operands are apart, and cut into parts.
     """
     assert kind == "all_reduce"
-    assert service.levels is not None
-    num_shards = len(service.levels.within[0])
-    sizes = [shard_size(aval.size, num_shards) for aval in ctx.avals_in]
-    types = types_of(op, ctx.avals_in[0].dtype)
-    within_hosts = service._replace(levels=service.levels._replace(across=()))
+    reduction = _AllReduce(ctx, op, service, call, options)
+    parts = [reduction.parts_of(aval) for aval in ctx.avals_in]
+    whole = [i for i, of_operand in enumerate(parts) if len(of_operand) == 1]
+    results: dict[int, Any] = {}
+    if whole:
+        sums = reduction.of_whole([operands[i] for i in whole], [ctx.avals_in[i] for i in whole])
+        results.update(zip(whole, sums, strict=True))
+    position = hlo.partition_id() if len(whole) < len(operands) else None
+    for i, aval in enumerate(ctx.avals_in):
+        if i not in results:
+            results[i], position = reduction.in_parts(operands[i], aval, parts[i], position)
+    return [results[i] for i in range(len(operands))]
 
-    def avals(dtype, *dimensions):
-        return [jax.core.ShapedArray((*dimensions, size), dtype) for size in sizes]
 
-    def within(kind: str, op: str, operands, avals_in, avals_out):
+class _AllReduce(NamedTuple):
+    """An all-reduce that crosses hosts, under lowering. The attributes are the arguments of `emit`."""
+
+    ctx: mlir.LoweringRuleContext
+    op: str
+    service: Service
+    call: str
+    options: Options
+
+    @property
+    def levels(self) -> Levels:
+        """How the groups are split between hosts."""
+        assert self.service.levels is not None
+        return self.service.levels
+
+    @property
+    def num_shards(self) -> int:
+        """The number of ranks of a group on each host."""
+        return len(self.levels.within[0])
+
+    @property
+    def types(self) -> Types:
+        """The element types of the steps."""
+        aval: Any = self.ctx.avals_in[0]
+        return types_of(self.op, aval.dtype)
+
+    def parts_of(self, aval) -> list[Part]:
+        """The parts of an operand that cross one after the other."""
+        size = self.num_shards * shard_size(aval.size, self.num_shards)
+        # In ring order, the bits depend on how an array is cut.
+        if self.options.order == "ring" or not between_hosts.are_enclosed(self.ctx, self.levels.across):
+            return [Part(0, size)]
+        return parts_of(size, self.num_shards, self.types.crossing.itemsize)
+
+    def of_whole(self, operands: Sequence, avals: Sequence) -> list:
+        """The sums of operands that cross together."""
+        sizes = [shard_size(aval.size, self.num_shards) for aval in avals]
+        full = [_aval(self.types.scattered, self.num_shards, size) for size in sizes]
+        shards = [_aval(self.types.scattered, size) for size in sizes]
+        crossed = [_aval(self.types.gathered, size) for size in sizes]
+        gathered = [_aval(self.types.gathered, self.num_shards, size) for size in sizes]
+        values: Sequence = [to_shards(self.ctx, x, aval) for x, aval in zip(operands, full, strict=True)]
+        values = self._within("reduce_scatter", values, full, shards)
+        values = self._enclose(lambda values: list(map(self._all_reduce, values, shards)), values, shards, crossed)
+        values = self._within("all_gather", values, crossed, gathered)
+        return [from_shards(x, aval) for x, aval in zip(values, avals, strict=True)]
+
+    def in_parts(self, operand, aval, parts: Sequence[Part], position) -> tuple[Any, Any]:
+        """The sum of an operand in parts, and the position for those of the next one.
+
+        While one part crosses, the next one is reduce-scattered and those before are all-gathered. The parts cross in
+        one order on all ranks, and XLA cannot combine its all-reduces: the rank's mesh position goes through the custom
+        calls that enclose each of them, as if computed there. The next reduce-scatter waits for it, too. Other steps
+        run when their operands are there, unless XLA has given them a buffer that another step still reads: so the last
+        all-gather takes what has crossed, and the positions.
+        """
+        whole = parts[-1].begin + parts[-1].size
+        flat, result = _aval(self.types.scattered, whole), _aval(self.types.gathered, whole)
+        operand = to_shards(self.ctx, operand, flat)
+
+        def scatter(part: Part, *after):
+            shard = _aval(self.types.scattered, part.size // self.num_shards)
+            types = [flat, *(_POSITION for _ in after)]
+            return self._within("reduce_scatter", [operand, *after], types, [shard], part=part)[0]
+
+        total: Sequence = []
+        kept: list = []
+        kept_types: list = []
+        x = scatter(parts[0])
+        for part, following in itertools.zip_longest(parts, parts[1:]):
+            before, after = (
+                _aval(dtype, part.size // self.num_shards) for dtype in (self.types.scattered, self.types.gathered)
+            )
+            scattered: list = []
+
+            def cross(values, before=before, following=following, scattered=scattered):
+                x, position = values
+                if following:
+                    scattered += [scatter(following, position), position]
+                return [self._all_reduce(x, before), position]
+
+            crossed, position = self._enclose(cross, [x, position], [before, _POSITION], [after, _POSITION])
+            values, types = [crossed, *total], [after, *(result for _ in total)]
+            if following:
+                x, after_begin = scattered
+                kept += [crossed, after_begin]
+                kept_types += [after, _POSITION]
+            else:
+                values, types = [*values, *kept], [*types, *kept_types]
+            total = self._within("all_gather", values, types, [result], part=part)
+        return from_shards(total[0], aval), position
+
+    def _within(self, kind: str, values: Sequence, avals_in: Sequence, avals_out: Sequence, part=()) -> Sequence:
+        """Emits jax_ring's collective of this kind between the ranks of each host."""
         return custom_call.emit(
-            ctx.replace(avals_in=avals_in, avals_out=avals_out), operands, kind=kind, op=op, service=within_hosts,
-            call=f"{call} ({kind.replace('_', '-')} within a host)", options=options,
-            axis_size=num_shards, dimension=0, tiled=False,
+            self.ctx.replace(avals_in=avals_in, avals_out=avals_out), values, kind=kind,
+            op=self.op if kind == "reduce_scatter" else "sum",
+            service=self.service._replace(levels=self.levels._replace(across=())),
+            call=f"{self.call} ({kind.replace('_', '-')} within a host)", options=self.options,
+            axis_size=self.num_shards, dimension=0, tiled=False, part=part,
         )  # fmt: skip
 
-    full_avals, shard_avals = avals(types.scattered, num_shards), avals(types.scattered)
-    values = [to_shards(ctx, x, aval) for x, aval in zip(operands, full_avals, strict=True)]
-    values = within("reduce_scatter", op, values, full_avals, shard_avals)
-    across = service.levels.across
+    def _all_reduce(self, x, aval):
+        return all_reduce_by_xla(self.ctx, self.op, self.levels.across, x, aval, self.types)
 
-    def cross(values):
-        return [all_reduce_by_xla(ctx, op, across, x, aval, types) for x, aval in zip(values, shard_avals, strict=True)]
+    def _enclose(self, emit: Callable, values: Sequence, avals_in: Sequence, avals_out: Sequence) -> Sequence:
+        return between_hosts.enclose(
+            self.ctx, values, emit, call=self.call, groups=self.levels.across, avals_in=avals_in, avals_out=avals_out
+        )
 
-    crossed_avals = avals(types.gathered)
-    crossed = between_hosts.enclose(
-        ctx, values, cross, call=call, groups=across, avals_in=shard_avals, avals_out=crossed_avals
-    )
-    values = within("all_gather", "sum", crossed, crossed_avals, avals(types.gathered, num_shards))
-    return [from_shards(x, aval) for x, aval in zip(values, ctx.avals_in, strict=True)]
+
+def _aval(dtype, *shape: int):
+    return jax.core.ShapedArray(shape, dtype)
+
+
+_POSITION = _aval(np.uint32)
+
+
+def parts_of(size: int, num_shards: int, itemsize: int) -> list[Part]:
+    """The parts of an array of this many elements of this many bytes, with as many elements for each shard.
+
+    Each begins at a cache line in all shards.
+    """
+    num_parts = min(size * itemsize // PART_BYTES, MAX_PARTS)
+    unit = num_shards * _ALIGNMENT
+    if num_parts < 2 or size < num_parts * unit:
+        return [Part(0, size)]
+    length = math.ceil(size / num_parts / unit) * unit
+    return [Part(begin, min(length, size - begin)) for begin in range(0, size, length)]
 
 
 def shard_size(num_elements: int, num_shards: int) -> int:
@@ -90,7 +222,7 @@ def shard_size(num_elements: int, num_shards: int) -> int:
 
 
 def to_shards(ctx, x, aval):
-    """x converted, flattened and padded to the type and shape of `aval`, (number of shards, shard size)."""
+    """x converted, flattened and padded to the type and shape of `aval`."""
     num_elements = math.prod(ir.RankedTensorType(x.type).shape)
     x = ops.convert(ctx, ops.reshape(x, (num_elements,)), aval.dtype)
     if padding := aval.size - num_elements:

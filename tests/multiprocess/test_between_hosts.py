@@ -28,24 +28,25 @@ def gathered_total(x):
     return ring_all_gather(x, "i").sum(0)
 
 
-def function_and_operand(devices, sum_of_ranks=total):
+def function_and_operand(devices, sum_of_ranks=total, size=3):
     """A sum over these devices, and its operand, all ones."""
     mesh = Mesh(np.array(devices), ("i",))
-    ones = np.ones((mesh.size, 3), np.float32)
+    ones = np.ones((mesh.size, size), np.float32)
     x = jax.make_array_from_callback(ones.shape, jax.NamedSharding(mesh, P("i")), lambda index: ones[index])
     return jax.jit(jax.shard_map(sum_of_ranks, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False)), x
 
 
 def wait_for_a_host_that_is_stopped(folder):
-    """First in a sum that is XLA's alone, then in one on two levels, and in a gather on two levels."""
+    """First in a sum that is XLA's alone, then on two levels: in a sum, in a gather, and in a large sum."""
     import jax_ring  # noqa: F401, before JAX starts its backend
 
     devices = jax.devices()
     calls = [function_and_operand(which) for which in (devices[:: len(devices) // 2], devices)]
     calls.append(function_and_operand(devices, gathered_total))
+    calls.append(function_and_operand(devices, size=3_000_000))  # crosses in parts
     for f, x in calls:
         for shard in f(x).addressable_shards:
-            np.testing.assert_array_equal(shard.data[0], np.full(3, len(x)))
+            np.testing.assert_array_equal(shard.data[0], len(x))
     print("ready", flush=True)
     if jax.process_index() == 1:
         while True:
@@ -74,13 +75,14 @@ def test_a_host_that_does_not_answer_is_named_at_the_deadline(tmp_path):
         program.wait_until(0, "done")
         results = [program.result(i) for i in (0, 1)]
     output = as_text(results)
-    alone, two_level = [line for line in results[0].stdout.splitlines() if "Gloo all-reduce" in line]
+    alone, two_level, in_parts = [line for line in results[0].stdout.splitlines() if "Gloo all-reduce" in line]
     (gather,) = [line for line in results[0].stdout.splitlines() if "ring_all_gather" in line]
     assert alone.startswith("ValueError"), output
     assert two_level.startswith("JaxRuntimeError"), output
     for text in ("ring_psum of float32[1,3] over axis 'i', called at", "(total)", "for process 1 on host "):
         assert text in results[0].stderr, f"{text}\n{output}"
         assert text in two_level, f"{text}\n{output}"
+    assert "ring_psum of float32[1,3000000] over axis 'i', called at" in in_parts, output
     assert "ring_all_gather of float32[1,3] over axis 'i', called at" in gather, output
     assert "stopped, busy with something else, or cut off" in results[0].stderr, output
 

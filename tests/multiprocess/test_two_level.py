@@ -23,6 +23,7 @@ from jax_ring import (
     ring_psum,
     ring_psum_scatter,
 )
+from jax_ring.lowering import two_level
 
 RNG = np.random.default_rng(0)  # the same numbers in both processes
 HOST_A, HOST_B = {"JAX_RING_HOST_ID": "a"}, {"JAX_RING_HOST_ID": "b"}
@@ -154,6 +155,51 @@ def traffic_across_hosts():
     assert found.predicted_bytes == found.counted_bytes
 
 
+def large_messages_cross_in_parts():
+    """Their bits are those of whole messages: padded ones, small ones beside them, donated ones, and in a loop."""
+    mesh = Mesh(by_host().T.reshape(8), ("i",))
+    large = 2 * two_level.PART_BYTES // 4 + 1001
+    values = [integers(8, 5), integers(8, large), integers(8, large).astype(jnp.bfloat16), integers(8, 3000, 3)]
+    fun, arrays = on_mesh(lambda tree: ring_psum(tree, "i"), mesh, values)
+    for out, x in zip(fun(arrays), values, strict=True):
+        assert_local_shards(out, x.astype(np.float32).sum(0).astype(x.dtype)[None])
+    found = explain(fun, arrays)
+    assert found.predicted_bytes == found.counted_bytes
+    names = [i.name for i in found.instructions]
+    # Two large operands in two parts each, and the small ones.
+    assert names.count("jax_ring_reduce_scatter") == names.count("jax_ring_all_gather") == 5
+    assert {i.group_sizes for i in found.instructions} == {(4, 4), (2, 2, 2, 2)}
+
+    rounded = RNG.standard_normal((8, large)).astype(np.float32)
+    in_rank_order = lambda x: rank_fold(np.stack([rank_fold(x[::2]), rank_fold(x[1::2])]))  # noqa: E731
+    once = in_rank_order(rounded)
+    fun, arrays = on_mesh(
+        lambda x: lax.fori_loop(0, 2, lambda _, x: ring_psum(x, "i") / 8, x), mesh, rounded, check_vma=False
+    )
+    assert_local_shards(fun(arrays), (in_rank_order(np.stack([once / 8] * 8)) / 8)[None])
+    for reduce, oracle in ((ring_pmax, np.maximum.reduce), (ring_pmin, np.minimum.reduce)):
+        fun, arrays = on_mesh(lambda x, reduce=reduce: reduce(x, "i"), mesh, rounded)
+        assert_local_shards(fun(arrays), oracle(rounded)[None])
+    fun, arrays = on_mesh(lambda x: ring_psum(x, "i"), mesh, rounded)
+    names = [i.name for i in explain(fun, arrays).instructions]
+    assert names.count("all-reduce") == 2  # XLA has not combined them
+    assert_local_shards(jax.jit(fun, donate_argnums=0)(arrays), once[None])
+    # In ring order, what a rank adds first depends on where an element is.
+    fun, arrays = on_mesh(lambda x: ring_psum(x, "i", order="ring"), mesh, rounded)
+    names = [i.name for i in explain(fun, arrays).instructions]
+    assert names == ["jax_ring_reduce_scatter", "all-reduce", "jax_ring_all_gather"]
+
+
+def large_sums_beside_each_other():
+    """The parts of one call cross in turn, whatever XLA runs first."""
+    mesh = Mesh(by_host().reshape(8), ("i",))
+    values = [integers(8, 3 * two_level.PART_BYTES // 4 + i) for i in range(3)]
+    fun, arrays = on_mesh(lambda tree: [ring_psum(x, "i") for x in tree] + ring_psum(tree, "i"), mesh, values)
+    for _ in range(3):
+        for out, x in zip(fun(arrays), values * 2, strict=True):
+            assert_local_shards(out, x.sum(0)[None])
+
+
 def under_override_lax():
     mesh = Mesh(by_host().reshape(8), ("i",))
     fun, tree = on_mesh(lambda tree: lax.psum(tree, "i"), mesh, [integers(8, 3), integers(8, 5)], out_specs=P())
@@ -241,8 +287,8 @@ def large_psum_scatters():
 
 def run_all_parts():
     for part in (
-        same_as_lax, float_rounding, transformations, traffic_across_hosts, under_override_lax, groups_within_hosts,
-        fallback_to_xla, large_psum_scatters,
+        same_as_lax, float_rounding, transformations, traffic_across_hosts, large_messages_cross_in_parts,
+        large_sums_beside_each_other, under_override_lax, groups_within_hosts, fallback_to_xla, large_psum_scatters,
     ):  # fmt: skip
         part()
         print(f"{part.__name__} passed")
@@ -255,6 +301,9 @@ def test_two_hosts():
 def several_processes_on_each_host():
     """The ranks of a host are in two processes, with an algorithm to choose between them."""
     mesh = Mesh(np.array(jax.devices()), ("i",))
+    large = integers(8, 2 * two_level.PART_BYTES // 4 + 3)
+    fun, arrays = on_mesh(lambda x: ring_psum(x, "i"), mesh, large, out_specs=P())
+    assert_local_shards(fun(arrays), large.sum(0)[None])
     values = integers(8, 5)
     for order in ("rank", "tree"):
         fun, arrays = on_mesh(lambda x, order=order: ring_psum(x, "i", order=order), mesh, values, out_specs=P())

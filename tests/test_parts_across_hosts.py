@@ -1,0 +1,25 @@
+"""How an operand of an all-reduce across hosts is cut into parts."""
+
+import pytest
+
+from jax_ring.lowering.two_level import MAX_PARTS, PART_BYTES, parts_of
+
+
+@pytest.mark.parametrize(("num_bytes", "num_parts"), [(0, 1), (2 * PART_BYTES - 32, 1), (2 * PART_BYTES, 2)])
+def test_large_operands_are_cut(num_bytes, num_parts):
+    assert len(parts_of(num_bytes // 4, 8, 4)) == num_parts
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 8, 48])
+@pytest.mark.parametrize("itemsize", [1, 4, 8])
+@pytest.mark.parametrize("num_bytes", [8, PART_BYTES, 5 * PART_BYTES + 1001, 123 * PART_BYTES])
+def test_every_element_is_in_one_part(num_shards, itemsize, num_bytes):
+    size = num_bytes // itemsize // num_shards * num_shards
+    parts = parts_of(size, num_shards, itemsize)
+    assert len(parts) <= MAX_PARTS
+    assert parts[0].begin == 0
+    assert [part.begin + part.size for part in parts] == [*(part.begin for part in parts[1:]), size]
+    assert all(part.size > 0 or size == 0 for part in parts)
+    # Each rank has as much of a part, and begins at a cache line.
+    assert all(part.size % num_shards == 0 for part in parts)
+    assert all(part.begin // num_shards * itemsize % 64 == 0 for part in parts)
