@@ -5,7 +5,7 @@ import math
 import os
 import pathlib
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
@@ -35,7 +35,7 @@ try:
 
     why_no_cuda = ""
 except ImportError as error:
-    cuda_kernels = None
+    cuda_kernels = None  # type: ignore[assignment]
     why_no_cuda = f"{error}. To build it, install jax_ring with JAX_RING_CUDA=ON on a machine with nvcc."
 
 
@@ -182,7 +182,7 @@ def leave_processes() -> None:
     ffi_cuda.set_process(0, _no_other_processes, _no_other_processes)
 
 
-def _no_other_processes(*args) -> None:
+def _no_other_processes(*args) -> NoReturn:
     raise RuntimeError("this process has left the others, and has not joined new ones yet")
 
 
@@ -255,7 +255,8 @@ def _register() -> None:
     jax.ffi.register_ffi_target(BARRIER_TARGET, _ffi_cpu.barrier_handlers(), platform="cpu")
     jax.ffi.register_ffi_target(BETWEEN_HOSTS_TARGET, _ffi_cpu.between_hosts_handlers(), platform="cpu")
     # JAX queues both until the CUDA client exists, and registers types before handlers.
-    jax.ffi.register_ffi_type("jax_ring_instance", ffi_cuda.instance_type(), platform="CUDA")
+    instance: Any = ffi_cuda.instance_type()  # the name of its type is private to JAX
+    jax.ffi.register_ffi_type("jax_ring_instance", instance, platform="CUDA")
     for targets, recorded in ((TARGETS, True), (ASYNC_TARGETS, False)):
         for target in targets.values():
             jax.ffi.register_ffi_target(target, ffi_cuda.collective_handlers(recorded), platform="CUDA")

@@ -1,5 +1,7 @@
 """The installed package: the handler runs, the type stubs match, and unsupported versions of JAX raise ImportError."""
 
+import ast
+import importlib
 import importlib.metadata
 import importlib.resources
 import inspect
@@ -9,12 +11,14 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers import TARGET, compiled_text, make_mesh, run_python, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from nanobind.stubgen import StubGen
 
 import jax_ring
-from jax_ring import _ffi_cpu, ring_psum
+from jax_ring import ring_psum, runtime
 
 
 def test_the_handler_runs():
@@ -41,11 +45,23 @@ def test_public_names():
 
 def test_typing_files_are_installed():
     assert importlib.resources.files("jax_ring").joinpath("py.typed").is_file()
-    stub = next(file for file in importlib.metadata.files("jax-ring") or [] if file.name == "_ffi_cpu.pyi").read_text()
-    functions = [name for name in dir(_ffi_cpu) if not name.startswith("_")]
-    assert functions
-    for name in functions:
-        assert f"def {name}(" in stub
+
+
+def signatures(stub):
+    """The functions of a stub file, by name. How it imports the types depends on the version of Python."""
+    functions = [node for node in ast.parse(stub).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: ast.unparse(node).replace("types.CapsuleType", "CapsuleType") for node in functions}
+
+
+@pytest.mark.parametrize("name", ["_ffi_cpu", "_ffi_cuda", "_cuda_kernels"])
+def test_stubs_are_those_of_the_modules(name):
+    if name == "_cuda_kernels" and runtime.cuda_kernels is None:
+        pytest.skip(runtime.why_no_cuda)
+    stubs = StubGen(importlib.import_module(f"jax_ring.{name}"), include_docstrings=False)
+    stubs.put(stubs.module)
+    stub = importlib.resources.files("jax_ring").joinpath(f"{name}.pyi").read_text()
+    assert signatures(stub) == signatures(stubs.get())
+    assert signatures(stub)
 
 
 def test_import_does_not_start_a_backend():
