@@ -102,6 +102,7 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
     }
     launch.call.self = communicator.endpoint(rank, site.lane, site.fingerprint(), deadline_seconds);
     if (adds_in_switch(requested, launch.kernel, launch.call.self)) launch.kernel.algorithm = Algorithm::multicast;
+    message.num_blocks = num_blocks(site.plan, communicator.num_ranks(), slots);
     message.route = route_of(site.plan, communicator.num_ranks(), rank);
     message.fingerprint = Hash()
                               .add(hash_of_sources(site.plan, communicator.num_ranks()))

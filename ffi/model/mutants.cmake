@@ -77,7 +77,7 @@ jax_ring_mutant(ring_model permutation_without_zeros ring/two_shot.h
 
 # Multicast: the steps of two-shot.
 jax_ring_mutant(ring_model multicast_two_shot_stores_to_one_buffer ring/two_shot.h
-  [==[gather(static_cast<int>(round % kGatherBuffers), cta, self.rank)]==] [==[gather(0, cta, self.rank)]==]
+  [==[return store_to_all(self, buffer + place]==] [==[return store_to_all(self, gather_offset(0, self.rank) + place]==]
   "multicast and two-shot, 2 ranks x 1" "(data race|wrong result)")
 jax_ring_mutant(ring_model multicast_sums_unawaited ring/multicast.h
   [==[if (step > 0) ok = worker.await_peers(]==] [==[if (step > 1) ok = worker.await_peers(]==]

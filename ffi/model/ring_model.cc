@@ -199,6 +199,7 @@ class Group {
       message.num_operands = 1;
       message.fingerprint = call.fingerprints.empty() ? static_cast<uint32_t>(7 + i) : call.fingerprints[index];
       message.route = route_of(call.plan, num_ranks(), index);
+      message.num_blocks = num_blocks(call.plan, num_ranks(), 1);
       unsigned char* const input = reinterpret_cast<unsigned char*>(buffers.input.data());
       message.operands[0] = {input, call.in_place ? input : reinterpret_cast<unsigned char*>(buffers.output.data()),
                              call.num_packs * kPackBytes, 0};

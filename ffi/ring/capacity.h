@@ -10,7 +10,7 @@ namespace jax_ring {
 // 108; what the teams leave goes on with the program's other work.
 constexpr int kTeams = 32;
 
-// The mailbox sizes for a group of this many ranks. A mailbox has about 16 MiB, whatever the number of ranks.
+// The mailbox sizes for a group of this many ranks. A mailbox has about 26 MiB, whatever the number of ranks.
 inline Capacity default_capacity(int num_ranks) {
   Capacity capacity{};
   capacity.num_ranks = num_ranks;
@@ -19,8 +19,8 @@ inline Capacity default_capacity(int num_ranks) {
   const uint64_t packs = ceil_div(default_thresholds(num_ranks).one_shot, kPackBytes);
   const uint64_t each = ceil_div(packs, kTeams);
   capacity.one_shot_packs = each > 16 ? each : 16;
-  // Two-shot: a team's round is 64 KiB of the message. Smaller rounds fence more often, larger ones take more memory.
-  capacity.part_packs = 4096 / num_ranks;
+  // Two-shot: a team's round is 128 KiB of the message. Smaller rounds fence more often, larger ones take more memory.
+  capacity.part_packs = 8192 / num_ranks;
   // Ring: results follow the partial folds at a distance of all slots but one, and a chain needs one chunk in flight
   // for each rank to keep all links busy. A link has 128 KiB of each team in flight.
   capacity.num_slots = num_ranks <= 8 ? 8 : num_ranks <= 16 ? 16 : num_ranks <= 32 ? 32 : 64;

@@ -198,6 +198,12 @@ JAX_RING_INLINE int num_output_blocks(const Plan& plan, int num_ranks) {
   return has_blocks ? num_ranks : 1;
 }
 
+// Blocks of which an engine finds the packs, in an operand with so many slots or in its result.
+JAX_RING_INLINE uint32_t num_blocks(const Plan& plan, int num_ranks, uint64_t slots) {
+  const int in = num_input_blocks(plan, num_ranks), out = num_output_blocks(plan, num_ranks);
+  return static_cast<uint32_t>((in > out ? in : out) * slots);
+}
+
 // Elements of each rank's result for an operand of `count` elements.
 JAX_RING_INLINE size_t result_count(const Plan& plan, int num_ranks, size_t count) {
   return count / num_input_blocks(plan, num_ranks) * num_output_blocks(plan, num_ranks);

@@ -68,15 +68,16 @@ struct PeerPacks {
 // The place in the fold of its i-th peer, where this rank has `own` place.
 JAX_RING_TEAM int place_of_peer(int i, int own) { return i < own ? i : i + 1; }
 
-// The fold over all ranks in their order, in which this rank has `own` place. load(first) returns the packs of the
-// peers from `first` on.
+// The fold over all ranks in their order, in which this rank has `own` place. `peers` are the packs of the first peers,
+// and load(first) returns those of the peers from `first` on.
 template <class Element, class Op, class Load>
-JAX_RING_TEAM Pack fold_packs(int num_ranks, int own, Pack mine, Load load, Op op) {
+JAX_RING_TEAM Pack fold_packs(int num_ranks, int own, Pack mine, PeerPacks<kPeersInFlight<Element>> peers, Load load,
+                              Op op) {
   constexpr int kInFlight = kPeersInFlight<Element>;
   PackFold<Element> fold{};
   JAX_RING_NO_UNROLL
   for (int first = 0; first < num_ranks - 1; first += kInFlight) {
-    const PeerPacks<kInFlight> peers = load(first);
+    if (first > 0) peers = load(first);
     JAX_RING_UNROLL
     for (int i = 0; i < kInFlight; ++i) {
       const int peer = first + i;

@@ -21,9 +21,9 @@ template <class Team>
 JAX_RING_TEAM void stage(const two_shot::Worker<Team>& worker, uint32_t round) {
   Pack* const to = worker.scatter_buffer(worker.self.rank, round, 0);
   for_each_pack<kCopiesInFlight>(
-      worker.message, RangeWalk(worker.range(round)), worker.team,
-      [](const OperandView& operand, uint64_t index, const Spot&) { return operand.load(index); },
-      [&](const OperandView&, uint64_t, const Spot& spot, Pack pack) { write_pack(to + spot.place, pack); });
+      worker.message, RangeWalk{worker.range(round)}, worker.team,
+      [](const auto& operand, uint64_t index, const Spot&) { return operand.load(index); },
+      [&](const auto&, uint64_t, const Spot& spot, Pack pack) { write_pack(to + spot.place, pack); });
 }
 
 // Stores the sums of this rank's part of a round to all mailboxes.
@@ -54,9 +54,9 @@ template <class Team>
 JAX_RING_TEAM void copy_round(const two_shot::Worker<Team>& worker, uint32_t round) {
   const Pack* const from = worker.gather_buffer(worker.self.rank, round, 0);
   for_each_pack<kCopiesInFlight>(
-      worker.message, RangeWalk(worker.range(round)), worker.team,
-      [&](const OperandView&, uint64_t, const Spot& spot) { return read_pack(from + spot.place); },
-      [](const OperandView& operand, uint64_t index, const Spot&, Pack pack) { operand.store(index, pack); });
+      worker.message, RangeWalk{worker.range(round)}, worker.team,
+      [&](const auto&, uint64_t, const Spot& spot) { return read_pack(from + spot.place); },
+      [](const auto& operand, uint64_t index, const Spot&, Pack pack) { operand.store(index, pack); });
 }
 
 // All-reduces the team's share of the message. Returns false if a wait failed; the rank's failure record names the

@@ -46,10 +46,10 @@ JAX_RING_TEAM void send(const Endpoint& self, const Message& message, PackRange 
   }
   JAX_RING_NO_UNROLL
   for (int slot = 0; slot < terms.num_slots(); ++slot) {
-    for_each_pack<1>(
-        message, RangeWalk(range), team,
-        [&](const OperandView& operand, uint64_t index, const Spot&) { return operand.load(index, slot); },
-        [&](const OperandView&, uint64_t, const Spot& spot, Pack pack) {
+    for_each_small_pack<1>(
+        message, RangeWalk{range}, team,
+        [&](const auto& operand, uint64_t index, const Spot&) { return operand.load(index, slot); },
+        [&](const auto&, uint64_t, const Spot& spot, Pack pack) {
           const uint64_t place = slot * range.size() + spot.place;
           for (int step = Terms::kFirstStep; step < p; ++step) {
             Line* to = lines(self, modulo(self.rank + step, p), cta, self.rank, epoch) + 1 + kLinesPerPack * place;
@@ -183,16 +183,16 @@ template <class Element, class Op, class Team>
 JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
                         uint32_t epoch, Op op, const RankTerms&) {
   bool ok = true;
-  for_each_pack<1>(
-      message, RangeWalk(range), team,
-      [](const OperandView& operand, uint64_t index, const Spot&) { return operand.load(index); },
-      [&](const OperandView& operand, uint64_t index, const Spot& spot, Pack mine) {
+  for_each_small_pack<1>(
+      message, RangeWalk{range}, team,
+      [](const auto& operand, uint64_t index, const Spot&) { return operand.load(index); },
+      [&](const auto& operand, uint64_t index, const Spot& spot, Pack mine) {
         const auto load = [&](int first) {
           PeerPacks<kPeersInFlight<Element>> packs{};
           if (ok) ok = receive(self, first, spot.place, cta, epoch, &packs);
           return packs;
         };
-        operand.store(index, fold_packs<Element>(self.num_ranks(), self.rank, mine, load, op));
+        operand.store(index, fold_packs<Element>(self.num_ranks(), self.rank, mine, load(0), load, op));
       });
   return ok;
 }
@@ -203,9 +203,9 @@ JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange 
                         uint32_t epoch, Op op, const TreeTerms& terms) {
   const uint32_t packs_per_slot = static_cast<uint32_t>(range.size());
   bool ok = true;
-  for_each_pack<1>(
-      message, RangeWalk(range), team, [](const OperandView&, uint64_t, const Spot&) { return 0; },
-      [&](const OperandView& operand, uint64_t index, const Spot& spot, int) {
+  for_each_small_pack<1>(
+      message, RangeWalk{range}, team, [](const auto&, uint64_t, const Spot&) { return 0; },
+      [&](const auto& operand, uint64_t index, const Spot& spot, int) {
         const auto load = [&](int first, int part) {
           Pieces<Element> pieces{};
           if (ok) {

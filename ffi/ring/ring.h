@@ -90,16 +90,16 @@ JAX_RING_TEAM bool run_hop(const Message& message, Hop hop, PackRange chunk, boo
   Pack* out = link.outgoing();
   if (hop.receives_result()) {
     for_each_pack<kCopiesInFlight>(
-        message, RangeWalk(chunk), link.team,
-        [&](const OperandView&, uint64_t, const Spot& spot) { return read_pack(in + spot.place); },
-        [&](const OperandView& operand, uint64_t index, const Spot& spot, Pack pack) {
+        message, RangeWalk{chunk}, link.team,
+        [&](const auto&, uint64_t, const Spot& spot) { return read_pack(in + spot.place); },
+        [&](const auto& operand, uint64_t index, const Spot& spot, Pack pack) {
           operand.store(index, keeps_result ? pack : Pack{});
           if (hop.sends()) write_pack(out + spot.place, pack);
         });
   } else {
     for_each_pack<kFoldsInFlight>(
-        message, RangeWalk(chunk), link.team,
-        [&](const OperandView& operand, uint64_t index, const Spot& spot) {
+        message, RangeWalk{chunk}, link.team,
+        [&](const auto& operand, uint64_t index, const Spot& spot) {
           const Pack mine = operand.load(index);
           PackFold<Element> fold;
           if (hop.receives()) {
@@ -110,7 +110,7 @@ JAX_RING_TEAM bool run_hop(const Message& message, Hop hop, PackRange chunk, boo
           }
           return fold;
         },
-        [&](const OperandView& operand, uint64_t index, const Spot& spot, const PackFold<Element>& fold) {
+        [&](const auto& operand, uint64_t index, const Spot& spot, const PackFold<Element>& fold) {
           if (!hop.has_result()) return fold.save(out + kPartial * spot.place);
           const Pack result = fold.result();
           operand.store(index, keeps_result ? result : Pack{});

@@ -116,20 +116,33 @@ struct Worker {
   }
   // The rank `step` places after this one, so that not all ranks start with rank 0, whose links would be a bottleneck.
   JAX_RING_TEAM int peer(int step) const { return modulo(self.rank + step, num_ranks()); }
+  // Where the packs of a source are, in the mailbox of any owner or receiver.
+  JAX_RING_TEAM size_t scatter_offset(uint32_t round, int source) const {
+    return self.capacity.scatter(static_cast<int>(round % kScatterBuffers), cta, source);
+  }
+  JAX_RING_TEAM size_t gather_offset(uint32_t round, int source) const {
+    return self.capacity.gather(static_cast<int>(round % kGatherBuffers), cta, source);
+  }
+  JAX_RING_TEAM Pack* packs_at(int owner, size_t offset) const {
+    return reinterpret_cast<Pack*>(self.mailbox[owner] + offset);
+  }
   JAX_RING_TEAM Pack* scatter_buffer(int owner, uint32_t round, int source) const {
-    const int buffer = static_cast<int>(round % kScatterBuffers);
-    return reinterpret_cast<Pack*>(self.mailbox[owner] + self.capacity.scatter(buffer, cta, source));
+    return packs_at(owner, scatter_offset(round, source));
   }
   JAX_RING_TEAM Pack* gather_buffer(int receiver, uint32_t round, int source) const {
-    const int buffer = static_cast<int>(round % kGatherBuffers);
-    return reinterpret_cast<Pack*>(self.mailbox[receiver] + self.capacity.gather(buffer, cta, source));
+    return packs_at(receiver, gather_offset(round, source));
   }
 
   // Whether one store reaches all who receive a result of this rank.
   JAX_RING_TEAM bool stores_to_all() const { return self.multicast != nullptr && roles.all_receive(); }
-  JAX_RING_TEAM void store_to_all_ranks(uint32_t round, uint32_t place, Pack pack) const {
-    const size_t buffer = self.capacity.gather(static_cast<int>(round % kGatherBuffers), cta, self.rank);
-    store_to_all(self, buffer + place * kPackBytes, pack);
+  // Sends a pack of this rank's result to all who receive it: `buffer` is the offset of the packs of this rank.
+  JAX_RING_TEAM void send_result(size_t buffer, uint32_t place, Pack pack) const {
+    if (stores_to_all()) return store_to_all(self, buffer + place * kPackBytes, pack);
+    if (roles.all_receive()) {
+      for (int step = 1; step < num_ranks(); ++step) write_pack(packs_at(peer(step), buffer) + place, pack);
+    } else if (roles.receives(roles.plan.root) && self.rank != roles.plan.root) {
+      write_pack(packs_at(roles.plan.root, buffer) + place, pack);
+    }
   }
 
   static JAX_RING_TEAM FlagKind flag_of(uint32_t number) { return number % 2 == 0 ? FlagKind::even : FlagKind::odd; }
@@ -156,50 +169,49 @@ struct Worker {
   }
 };
 
-// The parts of a range, from that of the rank kFirstStep places after this one on, one after the other, so that all
-// threads have work even if the parts are small.
+// The parts of a range, from that of the rank kFirstStep places after this one on.
 template <class Team, int kFirstStep = 1>
 struct PartsWalk {
   const Worker<Team>& worker;
   PackRange range;
   uint32_t size = worker.part_size(range);
-  int step = 0;
-  uint32_t place = 0;
 
-  JAX_RING_TEAM void start(uint32_t thread) {
-    step = kFirstStep;
-    advance(thread);
-  }
-  JAX_RING_TEAM void advance(uint32_t threads) {
-    place += threads;
+  JAX_RING_TEAM PackRange packs() const { return range; }
+
+  // A thread visits the packs at one place in all parts. If the parts are smaller than the team, groups of threads
+  // share them, so that all threads have work.
+  template <int kCount, class Visitor>
+  JAX_RING_TEAM void visit(Team team, Visitor visitor) const {
+    const uint32_t threads = team.size(), thread = team.thread();
+    const uint32_t group_size = size < threads ? size : threads;
+    const int num_groups = size < threads ? threads / size : 1;
+    const int group = size < threads ? thread / size : 0;
+    const int first_step = kFirstStep + group;
+    if (group >= num_groups || first_step >= worker.num_ranks()) return;
+    uint32_t place = thread - group * group_size;
+    int step = first_step;
     JAX_RING_NO_UNROLL
-    while (place >= size && has_more()) {
-      place -= size;
-      ++step;
+    while (place < size) {
+      Spot spots[kCount];
+      bool exists[kCount];
+      JAX_RING_UNROLL
+      for (int u = 0; u < kCount; ++u) {
+        const int owner = worker.peer(step);
+        spots[u] = {worker.first_of_part(range, size, owner) + place, place, owner};
+        exists[u] = place < size && spots[u].pack < range.end;
+        step += num_groups;
+        if (step < worker.num_ranks()) continue;
+        step = first_step;
+        place += group_size;
+      }
+      visitor(spots, exists);
     }
   }
-  JAX_RING_TEAM bool has_more() const { return step < worker.num_ranks(); }
-  JAX_RING_TEAM bool get(Spot* spot) const {
-    const int owner = worker.peer(step);
-    *spot = {worker.first_of_part(range, size, owner) + place, place, owner};
-    return spot->pack < range.end;
-  }
 };
 
-// Blocks are exchanged as bytes, so that the other kernels do without the code for it.
+// What is only moved is moved as bytes, so that the other kernels do without the code for it.
 template <class Element>
-constexpr bool kExchanges = std::is_same_v<Element, Native<uint8_t>>;
-
-// A range of the one part that a rank sends, or receives.
-struct PeerWalk : RangeWalk {
-  int peer;
-
-  JAX_RING_TEAM PeerWalk(PackRange range, int peer) : RangeWalk(range), peer(peer) {}
-  JAX_RING_TEAM bool get(Spot* spot) const {
-    *spot = {begin + at, at, peer};
-    return true;
-  }
-};
+constexpr bool kMoves = std::is_same_v<Element, Native<uint8_t>>;
 
 // Sends this rank's operand of a permutation to the rank that gets it.
 template <class Team>
@@ -207,9 +219,9 @@ JAX_RING_TEAM void send_to_receiver(const Worker<Team>& worker, uint32_t round) 
   const int rank = worker.self.rank, receiver = worker.message.route.receiver;
   if (receiver == kNoRank || receiver == rank) return;
   for_each_pack<kCopiesInFlight>(
-      worker.message, PeerWalk(worker.range(round), receiver), worker.team,
-      [&](const OperandView& operand, uint64_t index, const Spot&) { return operand.load(index); },
-      [&](const OperandView&, uint64_t, const Spot& spot, Pack pack) {
+      worker.message, RangeWalk{worker.range(round), receiver}, worker.team,
+      [&](const auto& operand, uint64_t index, const Spot&) { return operand.load(index); },
+      [&](const auto&, uint64_t, const Spot& spot, Pack pack) {
         write_pack(worker.scatter_buffer(spot.owner, round, rank) + spot.place, pack);
       });
 }
@@ -220,11 +232,11 @@ JAX_RING_TEAM void keep_received(const Worker<Team>& worker, uint32_t round) {
   const Roles& roles = worker.roles;
   const int rank = worker.self.rank;
   const PackRange range = worker.range(round);
-  const auto load = [&](const OperandView& operand, uint64_t index, const Spot& spot) {
+  const auto load = [&](const auto& operand, uint64_t index, const Spot& spot) {
     if (spot.owner == rank) return operand.load(index, roles.input_block(rank));
     return read_pack(worker.scatter_buffer(rank, round, spot.owner) + spot.place);
   };
-  const auto store = [&](const OperandView& operand, uint64_t index, const Spot& spot, Pack pack) {
+  const auto store = [&](const auto& operand, uint64_t index, const Spot& spot, Pack pack) {
     operand.store(index, pack, roles.output_block(spot.owner));
   };
   if (roles.plan.collective == Collective::all_to_all) {
@@ -232,7 +244,7 @@ JAX_RING_TEAM void keep_received(const Worker<Team>& worker, uint32_t round) {
   }
   const int source = worker.message.route.source;
   if (source == kNoRank) return fill(worker.message, range, 0, worker.team, Pack{});
-  for_each_pack<kCopiesInFlight>(worker.message, PeerWalk(range, source), worker.team, load, store);
+  for_each_pack<kCopiesInFlight>(worker.message, RangeWalk{range, source}, worker.team, load, store);
 }
 
 // Sends each part of a round to its owner.
@@ -244,17 +256,28 @@ JAX_RING_TEAM void send_to_owners(const Worker<Team>& worker, uint32_t round, co
   JAX_RING_NO_UNROLL
   for (int slot = 0; slot < terms.num_slots(); ++slot) {
     const int first_block = slot * num_input_blocks(roles.plan, worker.num_ranks());
-    const uint64_t first_place = slot * worker.packs_per_slot;
+    const size_t buffer = worker.scatter_offset(round, rank) + slot * worker.packs_per_slot * kPackBytes;
     for_each_pack<kCopiesInFlight>(
         worker.message, PartsWalk<Team, Terms::kFirstStep>{worker, worker.range(round)}, worker.team,
-        [&](const OperandView& operand, uint64_t index, const Spot& spot) {
+        [&](const auto& operand, uint64_t index, const Spot& spot) {
           return operand.load(index, first_block + roles.input_block(spot.owner));
         },
-        [&](const OperandView&, uint64_t, const Spot& spot, Pack pack) {
-          write_pack(worker.scatter_buffer(spot.owner, round, rank) + first_place + spot.place, pack);
+        [&](const auto&, uint64_t, const Spot& spot, Pack pack) {
+          write_pack(worker.packs_at(spot.owner, buffer) + spot.place, pack);
         });
   }
 }
+
+// Packs that a thread folds at a time. The accumulators of small types leave registers for one.
+template <class Element>
+constexpr int kFoldsInFlight = kPerPack<Element> <= 8 ? 2 : 1;
+
+// What a thread loads for a pack of a result: its own values, and those of the first peers.
+template <class Element>
+struct Loaded {
+  Pack mine;
+  PeerPacks<kPeersInFlight<Element>> peers;
+};
 
 // Folds this rank's part of a round, keeps the result and sends it, in one pass.
 template <class Element, class Op, class Team>
@@ -263,52 +286,54 @@ JAX_RING_TEAM void fold_and_send(const Worker<Team>& worker, uint32_t round, Op 
   const int rank = worker.self.rank, p = worker.num_ranks(), root = roles.plan.root;
   const int first_rank = roles.first_rank(p, rank), own = modulo(p + rank - first_rank, p);
   const int in = roles.input_block(rank), out = roles.output_block(rank);
-  const bool moves_received = roles.plan.collective == Collective::broadcast && rank != root;
+  const bool moves_received = kMoves<Element> && roles.plan.collective == Collective::broadcast && rank != root;
   const Pack* received = worker.scatter_buffer(rank, round, 0);
   const uint64_t part_packs = worker.self.capacity.part_packs;
-  for_each_pack<1>(
-      worker.message, RangeWalk(worker.part(worker.range(round), rank)), worker.team,
-      [&](const OperandView& operand, uint64_t index, const Spot& spot) {
-        if (moves_received) return read_pack(received + root * part_packs + spot.place);
-        const Pack mine = operand.load(index, in);
-        if (!roles.folds()) return mine;
-        const auto load = [&](int first) {
-          PeerPacks<kPeersInFlight<Element>> packs{};
-          JAX_RING_UNROLL
-          for (int i = 0; i < kPeersInFlight<Element>; ++i) {
-            if (first + i >= p - 1) continue;
-            const int source = modulo(first_rank + place_of_peer(first + i, own), p);
-            packs.pack[i] = read_pack(received + source * part_packs + spot.place);
-          }
-          return packs;
-        };
-        return fold_packs<Element>(p, own, mine, load, op);
+  const size_t results = worker.gather_offset(round, rank);
+  const auto load_peers = [&](int first, uint32_t place) {
+    PeerPacks<kPeersInFlight<Element>> packs{};
+    JAX_RING_UNROLL
+    for (int i = 0; i < kPeersInFlight<Element>; ++i) {
+      if (first + i >= p - 1) continue;
+      const int source = modulo(first_rank + place_of_peer(first + i, own), p);
+      packs.pack[i] = read_pack(received + source * part_packs + place);
+    }
+    return packs;
+  };
+  for_each_pack<kFoldsInFlight<Element>>(
+      worker.message, RangeWalk{worker.part(worker.range(round), rank)}, worker.team,
+      [&](const auto& operand, uint64_t index, const Spot& spot) {
+        if (moves_received) return Loaded<Element>{read_pack(received + root * part_packs + spot.place), {}};
+        Loaded<Element> loaded{operand.load(index, in), {}};
+        if (!kMoves<Element> || roles.folds()) loaded.peers = load_peers(0, spot.place);
+        return loaded;
       },
-      [&](const OperandView& operand, uint64_t index, const Spot& spot, Pack pack) {
-        if (roles.keeps_result(rank)) operand.store(index, pack, out);
-        if (worker.stores_to_all()) return worker.store_to_all_ranks(round, spot.place, pack);
-        for (int step = 1; step < p; ++step) {
-          const int receiver = worker.peer(step);
-          if (roles.receives(receiver)) write_pack(worker.gather_buffer(receiver, round, rank) + spot.place, pack);
+      [&](const auto& operand, uint64_t index, const Spot& spot, const Loaded<Element>& loaded) {
+        Pack pack = loaded.mine;
+        if (!kMoves<Element> || roles.folds()) {
+          const auto load = [&](int first) { return load_peers(first, spot.place); };
+          pack = fold_packs<Element>(p, own, loaded.mine, loaded.peers, load, op);
         }
+        if (roles.keeps_result(rank)) operand.store(index, pack, out);
+        worker.send_result(results, spot.place, pack);
       });
 }
 
-// The same along a tree, for each result of a reduce-scatter. The last step is written out again: shared, it would cost
-// the fold above some instructions.
+// The same along a tree, for each result of a reduce-scatter.
 template <class Element, class Op, class Team>
 JAX_RING_TEAM void fold_and_send(const Worker<Team>& worker, uint32_t round, Op op, const TreeTerms& terms) {
   const Roles& roles = worker.roles;
-  const int rank = worker.self.rank, p = worker.num_ranks();
+  const int rank = worker.self.rank;
   const TreeProgram& program = terms.program;
   const Pack* received = worker.scatter_buffer(rank, round, 0);
   const uint32_t per_rank = static_cast<uint32_t>(worker.self.capacity.part_packs);
   const uint32_t per_slot = static_cast<uint32_t>(worker.packs_per_slot);
+  const size_t results = worker.gather_offset(round, rank);
   JAX_RING_NO_UNROLL
   for (int result = 0; result < terms.num_results(); ++result) {
     for_each_pack<1>(
-        worker.message, RangeWalk(worker.part(worker.range(round), rank)), worker.team,
-        [&](const OperandView&, uint64_t, const Spot& spot) {
+        worker.message, RangeWalk{worker.part(worker.range(round), rank)}, worker.team,
+        [&](const auto&, uint64_t, const Spot& spot) {
           const auto load = [&](int first, int part) {
             Pieces<Element> pieces{};
             JAX_RING_UNROLL
@@ -321,13 +346,9 @@ JAX_RING_TEAM void fold_and_send(const Worker<Team>& worker, uint32_t round, Op 
           };
           return fold_tree<Element>(program, result, load, op);
         },
-        [&](const OperandView& operand, uint64_t index, const Spot& spot, Pack pack) {
+        [&](const auto& operand, uint64_t index, const Spot& spot, Pack pack) {
           if (roles.keeps_result(rank)) operand.store(index, pack, result);
-          if (worker.stores_to_all()) return worker.store_to_all_ranks(round, spot.place, pack);
-          for (int step = 1; step < p; ++step) {
-            const int receiver = worker.peer(step);
-            if (roles.receives(receiver)) write_pack(worker.gather_buffer(receiver, round, rank) + spot.place, pack);
-          }
+          worker.send_result(results, spot.place, pack);
         });
   }
 }
@@ -342,12 +363,14 @@ JAX_RING_TEAM void copy_results(const Worker<Team>& worker, uint32_t round) {
     return fill(worker.message, range, 0, worker.team, Pack{});
   }
   if (!roles.receives(rank)) return;
+  const Pack* received = worker.gather_buffer(rank, round, 0);
+  const uint64_t part_packs = worker.self.capacity.part_packs;
   for_each_pack<kCopiesInFlight>(
       worker.message, PartsWalk<Team>{worker, range}, worker.team,
-      [&](const OperandView&, uint64_t, const Spot& spot) {
-        return read_pack(worker.gather_buffer(rank, round, spot.owner) + spot.place);
+      [&](const auto&, uint64_t, const Spot& spot) {
+        return read_pack(received + spot.owner * part_packs + spot.place);
       },
-      [&](const OperandView& operand, uint64_t index, const Spot& spot, Pack pack) {
+      [&](const auto& operand, uint64_t index, const Spot& spot, Pack pack) {
         operand.store(index, pack, roles.output_block(spot.owner));
       });
 }
@@ -370,7 +393,7 @@ JAX_RING_TEAM bool run(const Endpoint& self, const Message& message, const Plan&
   JAX_RING_NO_UNROLL
   for (uint32_t step = 0; ok && step < num_rounds + 2; ++step) {
     if (step < num_rounds) {
-      if (kExchanges<Element> && plan.collective == Collective::permute) {
+      if (kMoves<Element> && plan.collective == Collective::permute) {
         send_to_receiver(worker, step);
       } else {
         send_to_owners(worker, step, terms);
@@ -379,7 +402,7 @@ JAX_RING_TEAM bool run(const Endpoint& self, const Message& message, const Plan&
     if (step > 0) ok = worker.await_peers(number, step <= num_rounds ? Step::reduce_scatter : Step::all_gather);
     if (!ok) break;
     if (step > 0 && step <= num_rounds) {
-      if (kExchanges<Element> && roles.exchanges()) {
+      if (kMoves<Element> && roles.exchanges()) {
         keep_received(worker, step - 1);
       } else {
         fold_and_send<Element>(worker, step - 1, op, terms);

@@ -143,10 +143,8 @@ std::vector<Plan> two_step_plans(int num_ranks) {
           {Collective::permute, Order::rank, 0, some_mirrored(num_ranks)}};
 }
 
-// The dtype whose kernels have a collective: blocks are exchanged as bytes.
-DType dtype_of(const Plan& plan, DType other = DType::f32) {
-  return plan.collective == Collective::all_to_all || plan.collective == Collective::permute ? DType::u8 : other;
-}
+// The dtype whose kernels have a collective: what is only moved is moved as bytes.
+DType dtype_of(const Plan& plan, DType other = DType::f32) { return only_moves(plan) ? DType::u8 : other; }
 
 class TwoStep : public ::testing::TestWithParam<Shape> {};
 INSTANTIATE_TEST_SUITE_P(, TwoStep, ::testing::ValuesIn(shapes()),

@@ -17,7 +17,7 @@ namespace {
 TEST(Capacity, AMailboxIsSmallForAnyNumberOfRanks) {
   for (int num_ranks = 1; num_ranks <= kMaxRanks; ++num_ranks) {
     const Capacity capacity = default_capacity(num_ranks);
-    EXPECT_LE(capacity.bytes(), size_t{18} << 20) << num_ranks << " ranks";
+    EXPECT_LE(capacity.bytes(), size_t{28} << 20) << num_ranks << " ranks";
     EXPECT_GE(capacity.part_packs, 1u);
     EXPECT_GT(capacity.slot_packs, 0u);
     EXPECT_EQ(capacity.num_slots & (capacity.num_slots - 1), 0u);
@@ -94,8 +94,8 @@ TEST(Capacity, AllPartsOfATwoShotRoundAreSentAtOnce) {
     int visited = 0;
     for_each_pack<kCopiesInFlight>(
         message, two_shot::PartsWalk<Thread>{worker, worker.range(0)}, worker.team,
-        [&](const OperandView&, uint64_t pack, const Spot&) { return pack; },
-        [&](const OperandView&, uint64_t, const Spot& spot, uint64_t pack) {
+        [&](const auto&, uint64_t pack, const Spot&) { return pack; },
+        [&](const auto&, uint64_t, const Spot& spot, uint64_t pack) {
           EXPECT_TRUE(sent.insert({{spot.owner, spot.place}, pack}).second) << "sent twice";
           EXPECT_EQ(pack, share.begin + spot.owner * part + spot.place);
           busy.insert(index);
@@ -120,10 +120,10 @@ TEST(Capacity, ManySmallOperandsAreVisitedAtOnce) {
   uint64_t visited = 0;
   for (int index = 0; index < kThreads; ++index) {
     int mine = 0;
-    for_each_pack<1>(
-        message, RangeWalk({0, message.num_packs}), Thread{index, kThreads},
-        [&](const OperandView& operand, uint64_t i, const Spot&) { return operand.begin + i; },
-        [&](const OperandView&, uint64_t, const Spot& spot, uint64_t pack) {
+    for_each_small_pack<1>(
+        message, RangeWalk{{0, message.num_packs}}, Thread{index, kThreads},
+        [&](const auto&, uint64_t, const Spot& spot) { return spot.pack; },
+        [&](const auto&, uint64_t, const Spot& spot, uint64_t pack) {
           EXPECT_EQ(spot.pack, pack);
           ++mine;
         });

@@ -87,6 +87,7 @@ struct PeerCall {
     message.fingerprint = fingerprint;
     message.num_operands = static_cast<uint32_t>(counts.size());
     message.route = route_of(plan, num_ranks(), rank);
+    message.num_blocks = num_blocks(plan, num_ranks(), tree ? tree->num_slots : 1);
     const uint64_t blocks = num_input_blocks(plan, num_ranks()) * (tree ? tree->num_slots : 1);
     for (size_t i = 0; i < counts.size(); ++i) {
       OffsetBuffer& input = inputs[rank][i];

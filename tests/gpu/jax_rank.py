@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jax_ring
 from jax_ring import override_lax, ring_all_to_all, ring_ppermute, ring_psum
 
 TARGET = "jax_ring_all_reduce"
@@ -94,6 +95,97 @@ def check_exchanges(mesh) -> None:
     print("all exchanges are right")
 
 
+def check_family(mesh) -> None:
+    """The other collectives, each with the bits of the definition and without a collective of XLA's."""
+    size, rank = mesh.size, jax.process_index()
+    make = lambda rank: np.random.default_rng(rank).normal(size=(size, 1003)).astype(np.float32)  # noqa: E731
+    rows = np.stack([make(rank) for rank in range(size)])
+    x = make_global_array(mesh, make)
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    zeros = np.zeros_like(total)
+    calls = {
+        "pmax": (lambda x: jax_ring.ring_pmax(x, "i"), rows.max(0)),
+        "pmin": (lambda x: jax_ring.ring_pmin(x, "i"), rows.min(0)),
+        "pmean": (lambda x: jax_ring.ring_pmean(x, "i"), total / np.float32(size) if size == 2 else None),
+        "psum_scatter": (lambda x: jax_ring.ring_psum_scatter(x[0], "i")[None], total[rank]),
+        "all_gather": (lambda x: jax_ring.ring_all_gather(x[0], "i")[None], rows),
+        "broadcast": (lambda x: jax_ring.ring_broadcast(x, "i", root=size - 1), rows[-1]),
+        "reduce": (lambda x: jax_ring.ring_reduce(x, "i", root=1), total if rank == 1 else zeros),
+        "integers": (lambda x: ring_psum((x * 1e6).astype(jnp.int32), "i").astype(jnp.float32), None),
+        "in no order": (lambda x: ring_psum(x, "i", order="any"), None),
+        "along the tree": (lambda x: ring_psum(x, "i", order="tree"), total if size == 2 else None),
+    }
+    for name, (call, want) in calls.items():
+        compiled = mapped(mesh, call).lower(x).compile()
+        hlo = compiled.as_text()
+        assert "jax_ring_" in hlo, (name, hlo)
+        assert not re.search(r" (all-reduce|reduce-scatter|all-gather|collective-broadcast)(-start)?\(", hlo), (
+            name,
+            hlo,
+        )
+        first = local_shard(compiled(x))
+        for _ in range(3):
+            np.testing.assert_array_equal(local_shard(compiled(x)).view(np.uint32), first.view(np.uint32), name)
+        if want is not None:
+            np.testing.assert_array_equal(first[0].view(np.uint32), want.view(np.uint32), name)
+    print("the family is right")
+
+
+def check_training(mesh) -> None:
+    """Steps whose reductions run beside the backward pass have the bits of steps in which they do not."""
+    width, layers = 256, 6
+    random = np.random.default_rng(0)
+    replicated = NamedSharding(mesh, P())
+    initial = [random.normal(0, 0.05, (width, width)).astype(np.float32) for _ in range(layers)]
+    weights = [jax.make_array_from_callback(w.shape, replicated, lambda at, w=w: w[at]) for w in initial]
+    data_of = lambda rank: np.random.default_rng(rank).normal(size=(64, width)).astype(np.float32)  # noqa: E731
+    x = make_global_array(mesh, data_of)
+
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    def steps_with(**options):
+        def step(weights, x):
+            value, gradients = jax_ring.value_and_grad(loss, "i", **options)(weights, x[0])
+            return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)], value
+
+        def steps(weights, x):
+            values = []
+            for _ in range(4):
+                weights, value = step(weights, x)
+                values.append(value)
+            return weights, jnp.stack(values)
+
+        mapped_steps = jax.shard_map(steps, mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), check_vma=False)
+        compiled = jax.jit(mapped_steps).lower(weights, x).compile()
+        for _ in range(3):  # of the same weights: XLA may record a program only after the first
+            trained, values = compiled(weights, x)
+        return compiled.as_text(), [np.asarray(w) for w in trained], np.asarray(values)
+
+    small_buckets = {"bucket_bytes": 2 * 4 * width**2, "first_bucket_bytes": 4 * width**2}
+    beside, trained, values = steps_with(**small_buckets)
+    alone, expected, _ = steps_with(overlap=False, **small_buckets)
+    if jax.default_backend() == "gpu":
+        assert re.search(r"async-start|call-start", beside), beside
+        assert not re.search(r"async-start|call-start", alone), alone
+    for got, want in zip(trained, expected, strict=True):
+        np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
+    assert values[-1] < values[0], values
+    # The same on one device, of all ranks' data.
+    of_all = jax.jit(jax.value_and_grad(loss))
+    own = initial
+    for _ in range(4):
+        _, gradients = of_all(own, np.concatenate([data_of(rank) for rank in range(mesh.size)]))
+        own = [w - 0.1 * np.asarray(g) for w, g in zip(own, gradients, strict=True)]
+    for got, want in zip(trained, own, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    print("all steps are right")
+
+
 def check_recorded(mesh) -> None:
     """Runs a loop that XLA records, several times: it may record only after the first."""
     make = lambda rank: np.arange(1003, dtype=np.float32) + rank  # noqa: E731
@@ -150,13 +242,23 @@ def skip_a_call(mesh) -> None:
     print("the process continues:", jnp.arange(3).sum())
 
 
+def go_on_after_a_failure(mesh) -> None:
+    """After a failure, and after all processes have forgotten their groups, the same programs run again."""
+    skip_a_call(mesh)
+    jax.clear_caches()
+    jax_ring.runtime.forget_gpu_groups()
+    check_sums(mesh)
+
+
 def main(coordinator: str, count: str, process: str, part: str) -> None:
+    jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would round the factors of float32 products
     jax.distributed.initialize(coordinator, int(count), int(process), local_device_ids=[0])
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("i",))
     assert mesh.size == int(count)
     parts = {
-        "sums": check_sums, "exchanges": check_exchanges, "recorded": check_recorded, "beside": compile_beside_a_loop,
-        "skip": skip_a_call,
+        "sums": check_sums, "exchanges": check_exchanges, "family": check_family, "training": check_training,
+        "recorded": check_recorded, "beside": compile_beside_a_loop, "skip": skip_a_call,
+        "go on": go_on_after_a_failure,
     }  # fmt: skip
     parts[part](mesh)
 

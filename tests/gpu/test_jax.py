@@ -59,6 +59,20 @@ def test_exchanges(backend, count):
         assert "all exchanges are right" in completed.stdout, completed.stdout
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_family(backend, count):
+    for completed in run_ranks(backend, count, "family"):
+        assert completed.returncode == 0, completed.stdout
+        assert "the family is right" in completed.stdout, completed.stdout
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_reductions_beside_the_backward_pass(backend, count):
+    for completed in run_ranks(backend, count, "training"):
+        assert completed.returncode == 0, completed.stdout
+        assert "all steps are right" in completed.stdout, completed.stdout
+
+
 def test_a_recorded_loop(backend, tmp_path):
     if backend == "host":
         pytest.skip("CPU devices have no CUDA graphs; tests/gpu_topologies compiles this for GPUs")
@@ -89,3 +103,11 @@ def test_a_skipped_call_raises_on_the_other_ranks(backend):
     assert re.search(waited, first.stdout), first.stdout
     assert "the process continues" in first.stdout, first.stdout
     assert second.returncode == 0, second.stdout
+
+
+def test_programs_run_again_after_a_failure(backend):
+    if backend == "host":
+        pytest.skip("CPU devices use the CPU engine: tests/multiprocess/test_failures.py")
+    for completed in run_ranks(backend, 2, "go on", JAX_RING_TIMEOUT_S="5"):
+        assert completed.returncode == 0, completed.stdout
+        assert "all sums are right" in completed.stdout, completed.stdout
