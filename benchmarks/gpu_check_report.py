@@ -119,7 +119,7 @@ def _profile(profiled: dict) -> list[str]:
 def _times(measured: dict) -> list[str]:
     if not (rows := measured.get("rows")):
         return []
-    lines = ["", "## Time of one call, all ranks in one launch, float32", ""]
+    lines = ["", "## Time of one call, each rank a CUDA graph of many calls, float32", ""]
     lines += [f"A copy within device memory: {measured['copy_GBps']:.0f} GB/s, reads and writes together.", ""]
     lines += ["| ranks | bytes | algorithm | µs | least to most | algbw GB/s | of the memory's rate |"]
     lines += ["|---|---|---|---|---|---|---|"]

@@ -127,7 +127,7 @@ def test_every_dtype(backend, ranks, algorithm, order, dtype):
     from jax_ring import _gpu_check
 
     if dtype not in _gpu_check.built_dtypes(backend):
-        pytest.skip(f"this build has no kernels of {dtype} (JAX_RING_CUDA_DTYPES)")
+        pytest.skip("this build has no kernels of some types (JAX_RING_CUDA_DTYPES)")
     operand = random(DTYPES[dtype], (8, 70_003))
     (got,) = reduce(ranks(8), [operand], dtype, algorithm=algorithm, order=order)
     expect_sum(got, operand, order)
