@@ -249,13 +249,13 @@ PARTS = {
     "memcheck": Part(sanitizer("memcheck"), 120),
     "processes": Part(part_of_tests("test_processes.py"), 150),
     "through_jax": Part(
-        part_of_tests("test_jax.py", "not recorded and not beside", select_dry="not recorded", jax_on_gpu=True), 150
+        part_of_tests("test_jax.py", "not recorded and not connects", select_dry="not recorded", jax_on_gpu=True), 200
     ),
     "recorded": Part(
         part_of_tests("test_jax.py", "recorded", not_dry="CPU devices have no graphs", jax_on_gpu=True), 90
     ),
     "profile": Part(profile, 60),
-    "beside": Part(part_of_tests("test_jax.py", "beside", not_dry="through_jax runs it", jax_on_gpu=True), 90),
+    "beside": Part(part_of_tests("test_jax.py", "connects", not_dry="through_jax runs it", jax_on_gpu=True), 90),
     "measure": Part(lambda context: gpu_check_measure.measure(context.dry), 120),
     "xla": Part(lambda context: gpu_check_measure.by_xla(context.dry), 60),
     "initcheck": Part(sanitizer("initcheck"), 120),
