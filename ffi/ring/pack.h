@@ -115,7 +115,6 @@ struct OperandView {
     whole = is_aligned(operand.input) && is_aligned(operand.output) ? operand.bytes / kPackBytes : 0;
   }
 
-  JAX_RING_TEAM bool has(uint64_t pack) const { return pack >= begin && pack < end; }
   // Finds the operand of a pack. A thread visits nearly all packs in order, so that it seldom searches for long.
   JAX_RING_TEAM void find(uint64_t pack) {
     if (pack < begin) enter(0);
