@@ -71,7 +71,8 @@ def emit(ctx, operands, *, kind: str, op: str, service: Service, call: str, opti
     all-reduces. Only large operands are apart, and cut into parts.
     """
     assert kind == "all_reduce"
-    reduction = _AllReduce(ctx, op, service, call, options)
+    assert service.levels is not None
+    reduction = _AllReduce(ctx, op, service, service.levels, call, options)
     parts = [reduction.parts_of(aval) for aval in ctx.avals_in]
     whole = [i for i, of_operand in enumerate(parts) if len(of_operand) == 1]
     results: dict[int, Any] = {}
@@ -86,19 +87,14 @@ def emit(ctx, operands, *, kind: str, op: str, service: Service, call: str, opti
 
 
 class _AllReduce(NamedTuple):
-    """An all-reduce that crosses hosts, under lowering. The attributes are the arguments of `emit`."""
+    """An all-reduce that crosses hosts, under lowering: the arguments of `emit`, and how groups are split by host."""
 
     ctx: mlir.LoweringRuleContext
     op: str
     service: Service
+    levels: Levels
     call: str
     options: Options
-
-    @property
-    def levels(self) -> Levels:
-        """How the groups are split between hosts."""
-        assert self.service.levels is not None
-        return self.service.levels
 
     @property
     def num_shards(self) -> int:
