@@ -55,6 +55,8 @@ bool read_record(const Memory& memory, const Record& record, Seen& seen) {
   constexpr auto order = std::memory_order_acquire;
   seen.sequence = record.sequence.load(order);
   if (seen.sequence == 0 || seen.sequence == kBusy) return false;
+  // Before all that a call writes until it is in this state: what is read after it is not older.
+  seen.state = record.state.load(order);
   seen.id = record.id.load(order);
   seen.entered = record.entered.load(order);
   seen.ready = record.ready.load(order);
@@ -64,7 +66,6 @@ bool read_record(const Memory& memory, const Record& record, Seen& seen) {
   seen.group = record.group.load(order);
   seen.members = record.members.load(order);
   seen.last = record.last.load(order);
-  seen.state = record.state.load(order);
   if (record.sequence.load(std::memory_order_relaxed) != seen.sequence) return false;
   if (seen.call >= memory.num_calls.load(order)) return false;
   const char* const text = memory.texts[seen.call];
