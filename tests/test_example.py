@@ -7,14 +7,16 @@ import subprocess
 import sys
 
 import pytest
+from helpers import AS_USERS_COMPILE
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
 
 def run(*arguments, name="train_digits.py"):
     return subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, timeout=240, check=False
-    )
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        env=AS_USERS_COMPILE, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("impl", ["ring", "lax"])
