@@ -57,9 +57,8 @@ class Rank:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._task = json.loads(os.environ[VARIABLE])
-        folder, number = pathlib.Path(self._task["folder"]), self._task["rank"]
-        self._reports = open(folder / f"{number}.reports", "w", buffering=1)  # noqa: SIM115  # open to the end
-        self._stacks = open(folder / f"{number}.stacks", "w")  # noqa: SIM115
+        self._reports = open(self._task["reports"], "w", buffering=1)  # noqa: SIM115  # open to the end
+        self._stacks = open(self._task["stacks"], "w")  # noqa: SIM115
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
         for name, value in self._task["options"].items():
             if hasattr(config.option, name):
@@ -77,6 +76,14 @@ class Rank:
 
         jax.config.update("jax_num_cpu_devices", self._task["devices"])
         jax.distributed.initialize()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self):
+        try:
+            return (yield)
+        finally:
+            # Nobody reads this process's summary, for which plugins import what the test may not have needed.
+            self._config.pluginmanager.unregister(name="terminalreporter")
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         mark = item.get_closest_marker("jax_processes")

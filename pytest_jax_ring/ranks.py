@@ -1,14 +1,10 @@
 """The side that starts the ranks of a test, waits for them, and makes one outcome of theirs."""
 
-import contextlib
 import json
 import os
-import pathlib
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +14,7 @@ import pytest
 
 from pytest_jax_ring import rank
 from pytest_jax_ring.faults import Fault, check_faults
+from pytest_jax_ring.processes import ProcessGroup, free_address, kill_session
 
 DEFAULT_TIMEOUT = 300.0  # seconds
 # How much earlier than pytest-timeout, which would end this process without the stacks of the ranks.
@@ -47,7 +44,7 @@ class Job:
     num_processes: int
     devices: int = 1
     timeout: float | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] | Sequence[Mapping[str, str]] = field(default_factory=dict)
     faults: Sequence[Fault] = ()
 
     def __post_init__(self) -> None:
@@ -57,7 +54,16 @@ class Job:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"timeout must be a positive number of seconds, got {self.timeout!r}")
+        if not isinstance(self.environment, Mapping) and len(self.environment) != self.num_processes:
+            raise ValueError(
+                f"environment must be one mapping, or one for each of the {self.num_processes} processes, got "
+                f"{len(self.environment)}"
+            )
         check_faults(self.faults, self.num_processes)
+
+    def environment_of(self, number: int) -> Mapping[str, str]:
+        """The variables of a rank."""
+        return self.environment if isinstance(self.environment, Mapping) else self.environment[number]
 
 
 def run_in_ranks(item: pytest.Item, mark: pytest.Mark) -> None:
@@ -81,16 +87,15 @@ def run_in_ranks(item: pytest.Item, mark: pytest.Mark) -> None:
     item.repr_failure = repr_failure  # type: ignore[assignment]
 
 
-class _Ranks:
-    """The processes of one test. Leaving the `with` block kills those that are left."""
+class _Ranks(ProcessGroup):
+    """The ranks of one test, and the service that they join."""
 
     def __init__(self, item: pytest.Item, job: Job) -> None:
+        super().__init__()
         self._job = job
         self._limit = _limit_of(item, job)
-        self._folder = tempfile.TemporaryDirectory(prefix="jax-processes-")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+        self._ended: dict[int, float] = {}  # when, by rank
+        address = free_address()
         # The service of the launcher, in a process of its own, survives the death of any rank.
         program = rank.load_file("coordination").__file__
         assert program is not None
@@ -101,33 +106,30 @@ class _Ranks:
         assert self._service.stdin is not None
         self._service.stdin.write(json.dumps({"address": address, "num_processes": job.num_processes}).encode() + b"\n")
         self._service.stdin.flush()
-        self._processes: list[subprocess.Popen] = []
-        self._ended: dict[int, float] = {}  # when, by rank
         try:
             for number in range(job.num_processes):
-                self._processes.append(self._start(item, number, address))
+                self._start_rank(item, number, address)
         except BaseException:
             self.__exit__()
             raise
 
-    def _start(self, item: pytest.Item, number: int, address: str) -> subprocess.Popen:
+    def _start_rank(self, item: pytest.Item, number: int, address: str) -> None:
         config = item.config
         task = {
             "rank": number,
             "ranks": self._job.num_processes,
             "devices": self._job.devices,
-            "folder": self._folder.name,
+            "reports": str(self.file(number, "reports")),
+            "stacks": str(self.file(number, "stacks")),
             "parent": os.getpid(),
             "options": _options_for_ranks(config),
         }
         variables = {
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONUNBUFFERED": "1",  # keeps the output of killed processes
             "JAX_COORDINATOR_ADDRESS": address,
             "JAX_NUM_PROCESSES": str(self._job.num_processes),
             "JAX_PROCESS_ID": str(number),
             "TF_CPP_MIN_LOG_LEVEL": "2",
-            **self._job.environment,
+            **self._job.environment_of(number),
             rank.VARIABLE: json.dumps(task),
         }
         if os.getcwd() in sys.path or "" in sys.path:  # as with python -m pytest
@@ -144,25 +146,13 @@ class _Ranks:
             arguments += ["-c", str(config.inipath)]
         if config.pluginmanager.hasplugin("xdist"):
             arguments += ["-n", "0"]
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-        with open(self._file(number, "output"), "w") as output:
-            return subprocess.Popen(
-                [sys.executable, "-P", "-m", "pytest", *arguments],
-                env=inherited | variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True,  # killpg reaches the children of the process as well
-            )  # fmt: skip
-
-    def __enter__(self) -> "_Ranks":
-        return self
+        self.start(["-m", "pytest", *arguments], variables, stdout="output", stderr="output")
 
     def __exit__(self, *exception: object) -> None:
-        for process in (*self._processes, self._service):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        kill_session(self._service)
         assert self._service.stdin is not None
         self._service.stdin.close()
-        self._folder.cleanup()
+        super().__exit__()
 
     def wait(self) -> None:
         """Until all ranks have ended but those that are stopped on purpose, or the time is over."""
@@ -170,33 +160,33 @@ class _Ranks:
         until = time.monotonic() + self._limit
         while True:
             now = time.monotonic()
-            for number, process in enumerate(self._processes):
+            for number, process in enumerate(self.popen):
                 if number not in self._ended and process.poll() is not None:
                     self._ended[number] = now
                     if self._failed(number):
                         until = min(until, now + _GRACE)
-            if not set(range(len(self._processes))) - set(self._ended) - stopped:
+            if not set(range(len(self.popen))) - set(self._ended) - stopped:
                 return
             if now >= until:
                 return self._ask_for_stacks()
             time.sleep(0.01)
 
     def _failed(self, number: int) -> bool:
-        return self._processes[number].poll() != 0 and not self._is_killed_on_purpose(number)
+        return self.popen[number].poll() != 0 and not self._is_killed_on_purpose(number)
 
     def _is_killed_on_purpose(self, number: int) -> bool:
         planned = any(fault.kind == "kill" and fault.rank == number for fault in self._job.faults)
-        return planned and self._processes[number].poll() == -signal.SIGKILL
+        return planned and self.popen[number].poll() == -signal.SIGKILL
 
     def _ask_for_stacks(self) -> None:
-        for number, process in enumerate(self._processes):
+        for number, process in enumerate(self.popen):
             if number not in self._ended:
                 os.kill(process.pid, rank.STACKS_SIGNAL)
         time.sleep(_STACKS_GRACE)
 
     def judge(self, item: pytest.Item) -> None:
         """Raises what the ranks have found; the rank that failed first, and by itself, comes first."""
-        outcomes = [self._outcome(item, number) for number in range(len(self._processes))]
+        outcomes = [self._outcome(item, number) for number in range(len(self.popen))]
         failed = [outcome for outcome in outcomes if outcome.failure is not None]
         if failed:
             failed.sort(
@@ -227,10 +217,10 @@ class _Ranks:
             raise RanksFailed(f"{len(skipped)} of {len(outcomes)} ranks skipped the test: {skipped[0]}")
 
     def _outcome(self, item: pytest.Item, number: int) -> "_Outcome":
-        size, output = len(self._processes), self._file(number, "output").read_text(errors="replace")
+        size, output = len(self.popen), self.file(number, "output").read_text(errors="replace")
         outcome = _Outcome(number, size, output, when=self._ended.get(number, float("inf")))
         passed = False
-        file = self._file(number, "reports")
+        file = self.file(number, "reports")
         for line in file.read_text().splitlines() if file.exists() else ():
             try:
                 kind, content = json.loads(line)
@@ -252,17 +242,14 @@ class _Ranks:
         if outcome.failure is not None or self._is_killed_on_purpose(number):
             return outcome
         if number not in self._ended and not any(text.startswith("stop") for text in outcome.faults):
-            stacks, outcome.is_running = self._file(number, "stacks"), True
+            stacks, outcome.is_running = self.file(number, "stacks"), True
             where = "has finished the test, but its process has not ended" if outcome.has_finished else "still running"
             outcome.failure = f"{where} after {self._limit:g} s\n{stacks.read_text() if stacks.exists() else ''}"
         elif number in self._ended and not passed and outcome.skipped is None:
-            outcome.failure = f"ended with status {self._processes[number].poll()} before the test had ended:\n{output}"
-        elif number in self._ended and self._processes[number].poll() != 0:
-            outcome.failure = f"passed, then ended with status {self._processes[number].poll()}:\n{output}"
+            outcome.failure = f"ended with status {self.popen[number].poll()} before the test had ended:\n{output}"
+        elif number in self._ended and self.popen[number].poll() != 0:
+            outcome.failure = f"passed, then ended with status {self.popen[number].poll()}:\n{output}"
         return outcome
-
-    def _file(self, number: int, name: str) -> pathlib.Path:
-        return pathlib.Path(self._folder.name, f"{number}.{name}")
 
 
 @dataclass

@@ -12,6 +12,7 @@ from pytest_jax_ring.faults import check_faults
 from pytest_jax_ring.ranks import Job
 
 CONFTEST = """
+import os
 import sys
 
 assert "jax" not in sys.modules, "the plugin must leave it to the conftest file to import JAX first"
@@ -23,6 +24,9 @@ jax.config.update("jax_num_cpu_devices", 2)
 
 def pytest_addoption(parser):
     parser.addoption("--scale", type=int, default=1)
+
+def pytest_terminal_summary():
+    assert "JAX_RING_PYTEST_RANK" not in os.environ, "nobody reads it, and plugins import what they need for it"
 """
 PRELUDE = """
 import time
@@ -72,11 +76,11 @@ def test_the_body_runs_in_each_process(run_tests):
 def scale(request):
     return request.config.getoption("--scale")
 
-@pytest.mark.jax_processes(3, devices=2, environment={"NAME": "x"})
+@pytest.mark.jax_processes(3, devices=2, environment=[{"NAME": name} for name in "xyz"])
 @pytest.mark.parametrize("factor", [2.0])
 def test_sum(factor, scale, tmp_path, monkeypatch):
     import os
-    assert os.environ["NAME"] == "x"
+    assert os.environ["NAME"] == "xyz"[jax.process_index()]
     assert jax.process_count() == 3 and jax.local_device_count() == 2
     assert jax.config.jax_enable_x64
     assert factor * scale * total() == 150.0
@@ -147,7 +151,7 @@ def test_faults(run_tests):
         """
 @pytest.mark.jax_processes(3, faults=[kill(1, at="step 2")])
 def test_killed():
-    with pytest.raises(Exception, match="process 1"):
+    with pytest.raises(Exception, match=r"[Pp]rocess 1"):
         for step in range(4):
             fault_point(f"step {step}")
             total()
@@ -157,7 +161,7 @@ def test_killed():
 def test_stopped():
     total()
     fault_point("a point")
-    with pytest.raises(Exception, match="process 1"):
+    with pytest.raises(Exception, match=r"[Pp]rocess 1"):
         total()
 
 @pytest.mark.jax_processes(2, faults=[delay(1, 0.3, at="a point")])
@@ -218,6 +222,7 @@ def test_nothing_is_left_if_a_rank_cannot_be_started(request, monkeypatch):
     [
         ({"num_processes": 0}, ValueError, "num_processes must be a positive integer, got 0"),
         ({"num_processes": 2, "devices": 1.5}, ValueError, "devices must be a positive integer, got 1.5"),
+        ({"num_processes": 2, "environment": [{}] * 3}, ValueError, "one for each of the 2 processes, got 3"),
         ({"num_processes": 2, "timeout": 0}, ValueError, "timeout must be a positive number of seconds, got 0"),
         (
             {"num_processes": 2, "faults": [kill(2, at="x")]},

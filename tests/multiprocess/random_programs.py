@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from processes import job_token
+from job import job_token
 
 PROGRAMS = 10
 REPEATS = 20  # of the call in a loop

@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import signal
 import time
 
 import jax
@@ -10,10 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from job import of_all_processes
 from processes import Processes, as_text
 
+from pytest_jax_ring import fault_point, stop
+
 DEADLINE = 1.5
-HOSTS = [{"JAX_RING_HOST_ID": name} for name in ("one", "other")]
 
 
 def total(x):
@@ -36,7 +37,22 @@ def function_and_operand(devices, sum_of_ranks=total, size=3):
     return jax.jit(jax.shard_map(sum_of_ranks, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False)), x
 
 
-def wait_for_a_host_that_is_stopped(folder):
+def wait_until_stopped(pid):
+    """Until the state of a process is T, see proc(5)."""
+    while b") T " not in pathlib.Path(f"/proc/{pid}/stat").read_bytes():
+        time.sleep(0.01)
+
+
+@pytest.mark.jax_processes(
+    2,
+    devices=2,
+    faults=[stop(1, at="ready")],
+    environment=[
+        {"JAX_RING_HOST_ID": host, "JAX_RING_TIMEOUT_S": str(DEADLINE), "JAX_ENABLE_RECOVERABILITY": "1"}
+        for host in ("one", "other")
+    ],
+)
+def test_a_host_that_does_not_answer_is_named_at_the_deadline(capfd):
     """First in a sum that is XLA's alone, then on two levels: in a sum, in a gather, and in a large sum."""
     import jax_ring  # noqa: F401, before JAX starts its backend
 
@@ -47,44 +63,28 @@ def wait_for_a_host_that_is_stopped(folder):
     for f, x in calls:
         for shard in f(x).addressable_shards:
             np.testing.assert_array_equal(shard.data[0], len(x))
-    print("ready", flush=True)
-    if jax.process_index() == 1:
-        while True:
-            time.sleep(0.1)
-    while not os.path.exists(pathlib.Path(folder, "stopped")):
-        time.sleep(0.02)
+    pids = of_all_processes(os.getpid())
+    fault_point("ready")
+    wait_until_stopped(pids[1])
+    errors = []
     for f, x in calls:
         with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="Gloo") as raised:
             jax.block_until_ready(f(x))
-        print(f"{raised.type.__name__}: {' '.join(str(raised.value).split())}", flush=True)
+        errors.append(f"{raised.type.__name__}: {' '.join(str(raised.value).split())}")
         np.testing.assert_array_equal(jax.jit(lambda x: x * 2)(np.arange(3)), [0, 2, 4])
         time.sleep(1)  # a message about a ValueError follows it
-    print("done", flush=True)
-    os._exit(0)  # the coordinator's client would wait for the other process
-
-
-def test_a_host_that_does_not_answer_is_named_at_the_deadline(tmp_path):
-    with Processes(
-        wait_for_a_host_that_is_stopped, 2, 2, arguments=[str(tmp_path)], environment_of=HOSTS,
-        environment={"JAX_RING_TIMEOUT_S": str(DEADLINE), "JAX_ENABLE_RECOVERABILITY": "1"},
-    ) as program:  # fmt: skip
-        for process in (0, 1):
-            program.wait_until(process, "ready")
-        program.popen[1].send_signal(signal.SIGSTOP)
-        (tmp_path / "stopped").touch()
-        program.wait_until(0, "done")
-        results = [program.result(i) for i in (0, 1)]
-    output = as_text(results)
-    alone, two_level, in_parts = [line for line in results[0].stdout.splitlines() if "Gloo all-reduce" in line]
-    (gather,) = [line for line in results[0].stdout.splitlines() if "ring_all_gather" in line]
-    assert alone.startswith("ValueError"), output
-    assert two_level.startswith("JaxRuntimeError"), output
+    stderr = capfd.readouterr().err
+    alone, two_level, gather, in_parts = errors
+    for error in (alone, two_level, in_parts):
+        assert "Gloo all-reduce" in error
+    assert alone.startswith("ValueError")
+    assert two_level.startswith("JaxRuntimeError")
     for text in ("ring_psum of float32[1,3] over axis 'i', called at", "(total)", "for process 1 on host "):
-        assert text in results[0].stderr, f"{text}\n{output}"
-        assert text in two_level, f"{text}\n{output}"
-    assert "ring_psum of float32[1,3000000] over axis 'i', called at" in in_parts, output
-    assert "ring_all_gather of float32[1,3] over axis 'i', called at" in gather, output
-    assert "stopped, busy with something else, or cut off" in results[0].stderr, output
+        assert text in stderr
+        assert text in two_level
+    assert "ring_psum of float32[1,3000000] over axis 'i', called at" in in_parts
+    assert "ring_all_gather of float32[1,3] over axis 'i', called at" in gather
+    assert "stopped, busy with something else, or cut off" in stderr
 
 
 _INITIALIZE = "jax.distributed.initialize(**__import__('processes').distributed)\n"

@@ -8,11 +8,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers import assert_same_bits, rank_fold
 from jax import lax
 from jax.sharding import Mesh
-from processes import run
-from test_two_level import HOST_A, HOST_B, ON_TWO_HOSTS, by_host, integers, local_shards, on_mesh
+from test_two_level import ON_TWO_HOSTS, TWO_HOSTS, by_host, integers, local_shards, on_mesh
 
 import jax_ring
 from jax_ring import explain, override_lax, runtime
@@ -150,9 +150,6 @@ def permutations(size):
     yield [(0, 1), (1, 0), (size // 2, size // 2), (size - 1, size // 2 + 1)]
     yield [(0, size - 1), (2, 1)]
     yield []
-
-
-# ---- Run in each process --------------------------------------------------------------------------------------------
 
 
 def everywhere_and_any_dtype():
@@ -379,8 +376,9 @@ def left_to_xla():
     assert any("on 2 hosts, and a ragged all-to-all is not split between them" in text for text in messages), messages
 
 
-def order_of_sums():
-    """On each host in rank order, then in the order of the hosts, rounded once; whatever the number of hosts."""
+@pytest.mark.jax_processes(4, devices=2, environment=[{"JAX_RING_HOST_ID": name} for name in "abcd"])
+def test_four_hosts():
+    """Sums: on each host in rank order, then in the order of the hosts, rounded once; whatever the number of hosts."""
     num_hosts = jax.process_count()
     each = 8 // num_hosts
     mesh = Mesh(np.array(jax.devices()), ("i",))
@@ -405,19 +403,13 @@ def order_of_sums():
     assert explanation.collectives[0].order == "rank by host"
 
 
-def run_all_parts(*names):
-    for name in names:
-        began = time.monotonic()
-        globals()[name]()
-        print(f"{name} passed in {time.monotonic() - began:.1f} s")
-
-
+@pytest.mark.jax_processes(2, devices=4, environment=TWO_HOSTS)
+@pytest.mark.filterwarnings("ignore:invalid value encountered in not_equal:RuntimeWarning")  # of signalling NaNs
 def test_two_hosts():
-    parts = ["everywhere_and_any_dtype", "traffic", "several_operands", "transformations", "left_to_xla"]
-    parts.append("steps_of_xla_under_the_override")
-    run(run_all_parts, 2, devices_each=4, arguments=parts, environment_of=[HOST_A, HOST_B])
-
-
-def test_four_hosts():
-    hosts = [{"JAX_RING_HOST_ID": name} for name in "abcd"]
-    run(run_all_parts, 4, devices_each=2, arguments=["order_of_sums"], environment_of=hosts)
+    for part in (
+        everywhere_and_any_dtype, traffic, several_operands, transformations, left_to_xla,
+        steps_of_xla_under_the_override,
+    ):  # fmt: skip
+        began = time.monotonic()
+        part()
+        print(f"{part.__name__} passed in {time.monotonic() - began:.1f} s")

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from processes import Processes, job_token, run, segments
+from job import job_token, segments
+from processes import Processes
 
 DEADLINE = 1.5
 TIME_LIMIT = DEADLINE + 10  # slack for a loaded machine
@@ -259,7 +260,15 @@ def test_mismatched_calls_and_reinitialization(tmp_path):
 # ---- Calls in different orders ---------------------------------------------------------------------------------------
 
 
-def take_different_orders():
+@pytest.mark.parametrize(
+    "devices_each",
+    [
+        pytest.param(n, marks=pytest.mark.jax_processes(2, devices=n, environment={"JAX_RING_TIMEOUT_S": "20"}))
+        for n in (1, 2)
+    ],
+)
+def test_equal_calls_in_different_orders(devices_each):
+    assert jax.local_device_count() == devices_each
     from jax_ring import ring_psum
     from jax_ring.lowering import combiner
 
@@ -314,8 +323,3 @@ def take_different_orders():
         )
         results = launches[me]()
         check(results, [factor for factor in (1, 2, 4) for _ in range(3)])
-
-
-@pytest.mark.parametrize("devices_each", [1, 2])
-def test_equal_calls_in_different_orders(devices_each):
-    run(take_different_orders, 2, devices_each, environment={"JAX_RING_TIMEOUT_S": "20"})

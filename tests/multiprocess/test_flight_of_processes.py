@@ -1,8 +1,8 @@
 """What processes know of each other's calls: which one is missing, also after it has died, and which one is late."""
 
-import signal
+import pytest
 
-from processes import Processes, run
+from pytest_jax_ring import fault_point, kill, stop
 
 
 def _program():
@@ -23,10 +23,8 @@ def _program():
     return jitted(lambda x: jax_ring.ring_psum(x, "i")), jitted(lambda x: jax_ring.ring_pmax(x, "i")), x
 
 
-def killed_in_step(signal_name):
-    import os
-    import signal
-
+def check_what_is_known_without_process_2(capfd) -> str:
+    """Process 2 does not make the last of five calls. Asserts what the others know; returns the error in words."""
     import jax
 
     import jax_ring
@@ -35,25 +33,20 @@ def killed_in_step(signal_name):
     for _ in range(3):
         total(x).block_until_ready()
     largest(x).block_until_ready()
-    if jax.process_index() == 2:
-        os.kill(os.getpid(), getattr(signal, signal_name))
-    try:
+    fault_point("the last call")
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError)) as raised:
         total(x).block_until_ready()
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
-        print("error:", error)
-    print(jax_ring.flight_recorder())
     calls = jax_ring.flight_recorder().calls
-    print("recorded:", {p: [call.state for call in calls if call.process == p] for p in range(3)})
-    print("over", flush=True)
-    os._exit(0)
-
-
-def check(stdout, stderr, others, *, states):
-    """Asserts what a process prints that has waited for process 2."""
-    (error,) = [line for line in stdout.splitlines() if line.startswith("error:")]
+    recorded = {p: [call.state for call in calls if call.process == p] for p in range(3)}
+    assert recorded[2] == ["done"] * 4
+    for process in (0, 1):
+        assert recorded[process][:4] == ["done"] * 4
+        assert recorded[process][4] in ("failed", "ready")
+    error = str(raised.value)
     sentence = error[error.index("Last calls: ") :]
     assert "ring_psum of float32[4] over axis 'i'" in sentence
     assert "process 2: no call since ring_pmax of float32[4] over axis 'i'" in sentence
+    stderr = capfd.readouterr().err
     table = stderr[stderr.index("jax_ring: the last calls") :].splitlines()
     assert table[1].endswith("process 2"), table
     assert table[2].lstrip().startswith("3 times ring_psum"), table
@@ -61,36 +54,21 @@ def check(stdout, stderr, others, *, states):
     assert table[4].startswith("> ring_psum"), table
     assert table[4].endswith("NOT MADE"), table
     assert stderr.count("jax_ring: the last calls") == 1
-    (recorded,) = [line for line in stdout.splitlines() if line.startswith("recorded:")]
-    recorded = eval(recorded.removeprefix("recorded:"))
-    assert recorded[2] == ["done"] * 4
-    for process in others:
-        assert recorded[process][:4] == ["done"] * 4
-        assert recorded[process][4] in states
+    return error
 
 
-def test_the_calls_of_a_killed_process_are_printed_beside_those_of_the_others():
-    options = {"arguments": ["SIGKILL"], "environment": {"JAX_RING_TIMEOUT_S": "60"}}
-    with Processes(killed_in_step, 3, **options) as program:
-        for process in (0, 1):
-            program.wait_until(process, "over")
-        for process in (0, 1):
-            result = program.result(process)
-            check(result.stdout, result.stderr, [0, 1], states=["failed", "ready"])
-            assert "Process 2 (rank 2) has ended" in result.stdout
+@pytest.mark.jax_processes(3, faults=[kill(2, at="the last call")], environment={"JAX_RING_TIMEOUT_S": "60"})
+def test_the_calls_of_a_killed_process_are_printed_beside_those_of_the_others(capfd):
+    assert "Process 2 (rank 2) has ended" in check_what_is_known_without_process_2(capfd)
 
 
-def test_the_calls_of_a_stopped_process():
-    options = {"arguments": ["SIGSTOP"], "environment": {"JAX_RING_TIMEOUT_S": "2"}}
-    with Processes(killed_in_step, 3, **options) as program:
-        for process in (0, 1):
-            program.wait_until(process, "over")
-        result = program.result(0)
-        check(result.stdout, result.stderr, [0, 1], states=["failed", "ready"])
-        program.popen[2].send_signal(signal.SIGCONT)
+@pytest.mark.jax_processes(3, faults=[stop(2, at="the last call")], environment={"JAX_RING_TIMEOUT_S": "2"})
+def test_the_calls_of_a_stopped_process(capfd):
+    check_what_is_known_without_process_2(capfd)
 
 
-def late_process():
+@pytest.mark.jax_processes(2, devices=2)
+def test_every_process_knows_who_was_late():
     import time
 
     import jax
@@ -136,7 +114,3 @@ def late_process():
     within, between = by_axis["i"], by_axis["process"]
     assert (within.count, between.count) == (1, 2), (within, between)
     assert {late.process for late in within.late} == {jax.process_index()}
-
-
-def test_every_process_knows_who_was_late():
-    run(late_process, 2, devices_each=2)

@@ -1,5 +1,6 @@
 """Programs for the GPUs of several processes, as each process lowers them. CPU devices stand in for the GPUs."""
 
+import logging
 import re
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from processes import run
+from job import client, of_all_processes
 
 
 class FakeKernels:
@@ -50,7 +51,8 @@ def lowered() -> str:
     return jax.jit(mapped).trace(shape).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def lower_with_real_devices():
+@pytest.mark.jax_processes(2, devices=2)
+def test_members_are_ids_that_every_process_knows():
     process = jax.process_index()
     pretend(FakeKernels([name_of(2 * process), name_of(2 * process + 1)]))
     ids = [device.id for device in jax.devices()]
@@ -63,24 +65,35 @@ def lower_with_real_devices():
     assert "processes = dense<[0, 0, 1, 1]>" in text
 
 
-def lower_alone():
+@pytest.mark.jax_processes(2)
+def test_one_process_lowers_alone():
     """Process 1 imports jax_ring and starts JAX, and then waits until process 0 has lowered."""
-    from jax_ring import _compat
+    import jax_ring  # noqa: F401, before JAX starts its backend
 
-    client = _compat.distributed_client()
     pretend(FakeKernels([name_of(jax.process_index())]))
     if jax.process_index() == 1:
-        client.blocking_key_value_get("lowered", 60_000)
+        client().blocking_key_value_get("lowered", 60_000)
         return
     try:
         assert "@jax_ring_all_reduce" in lowered()
     finally:
-        client.key_value_set("lowered", "")
+        client().key_value_set("lowered", "")
 
 
-def fall_back(scenario: str):
-    import logging
-
+@pytest.mark.jax_processes(2)
+@pytest.mark.parametrize(
+    ("scenario", "why"),
+    [
+        ("one GPU", r"device 0 \(GPU-7 at .*, process 0\) is on the same GPU as device \d+ \(GPU-7 at .*, process 1\)"),
+        ("slices", r"device 0 \(MIG-0 at .*, process 0\) is on the same GPU as device \d+ \(MIG-1 at .*, process 1\)"),
+        (
+            "no peer access",
+            r"device 0 \(GPU-0 at .*, process 0\) has no peer access to device \d+ \(GPU-1 at .*process 1",
+        ),
+        ("no kernels", r"in process 1, jax_ring was built without its CUDA kernels: it was not built"),
+    ],
+)
+def test_all_processes_fall_back_for_the_same_reason(scenario, why):
     process = jax.process_index()
     kernels = {
         "one GPU": FakeKernels([name_of(7)]),
@@ -97,52 +110,23 @@ def fall_back(scenario: str):
     logging.getLogger("jax_ring").addFilter(lambda record: records.append(record.getMessage()) or True)
     assert "@jax_ring" not in lowered()
     (message,) = [text for text in records if "uses XLA's" in text]
-    print("why:", message)
+    here, there = of_all_processes(message)
+    assert here == there
+    assert re.search(why, here)
 
 
-def wait_in_vain():
-    from jax_ring import _compat
+@pytest.mark.jax_processes(2, environment={"JAX_RING_TIMEOUT_S": "1"})
+def test_a_process_that_does_not_publish_its_gpus():
+    import jax_ring  # noqa: F401, which process 1 does not use
 
-    client = _compat.distributed_client()
     if jax.process_index() == 1:
-        client.key_value_set("imported", "")
-        client.blocking_key_value_get("failed", 60_000)
+        client().key_value_set("imported", "")
+        client().blocking_key_value_get("failed", 60_000)
         return
-    client.blocking_key_value_get("imported", 60_000)
+    client().blocking_key_value_get("imported", 60_000)
     pretend(FakeKernels([name_of(0)]))
     try:
         with pytest.raises(RuntimeError, match=r"process 1 did not publish its GPUs within 1 s.*GPU backend"):
             lowered()
     finally:
-        client.key_value_set("failed", "")
-
-
-def test_members_are_ids_that_every_process_knows():
-    run(lower_with_real_devices, 2, devices_each=2)
-
-
-def test_one_process_lowers_alone():
-    run(lower_alone, 2)
-
-
-@pytest.mark.parametrize(
-    ("scenario", "why"),
-    [
-        ("one GPU", r"device 0 \(GPU-7 at .*, process 0\) is on the same GPU as device \d+ \(GPU-7 at .*, process 1\)"),
-        ("slices", r"device 0 \(MIG-0 at .*, process 0\) is on the same GPU as device \d+ \(MIG-1 at .*, process 1\)"),
-        (
-            "no peer access",
-            r"device 0 \(GPU-0 at .*, process 0\) has no peer access to device \d+ \(GPU-1 at .*process 1",
-        ),
-        ("no kernels", r"in process 1, jax_ring was built without its CUDA kernels: it was not built"),
-    ],
-)
-def test_all_processes_fall_back_for_the_same_reason(scenario, why):
-    results = run(fall_back, 2, arguments=[scenario])
-    here, there = (re.search("why: (.*)", result.stdout)[1] for result in results)
-    assert here == there
-    assert re.search(why, here)
-
-
-def test_a_process_that_does_not_publish_its_gpus():
-    run(wait_in_vain, 2, environment={"JAX_RING_TIMEOUT_S": "1"})
+        client().key_value_set("failed", "")

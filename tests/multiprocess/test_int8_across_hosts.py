@@ -2,11 +2,11 @@
 
 import jax
 import numpy as np
+import pytest
 from helpers import assert_same_bits, rank_fold
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from processes import run
-from test_two_level import HOST_A, HOST_B, by_host, call, integers, local_shards, on_mesh
+from test_two_level import TWO_HOSTS, by_host, call, integers, local_shards, on_mesh
 
 from jax_ring import explain, sync_gradients, sync_with_feedback
 from jax_ring.collectives import int8_blocks as int8
@@ -32,9 +32,6 @@ def expected_sum(values: np.ndarray, hosts: list[slice]) -> tuple[np.ndarray, np
         errors[host, :, host] += second[:, host]
     size = values.shape[1]
     return rounded[:size], errors.reshape(2, -1)[:, :size]
-
-
-# ---- Run in each process --------------------------------------------------------------------------------------------
 
 
 def only_what_crosses_is_rounded():
@@ -93,11 +90,8 @@ def bytes_across_hosts():
     assert 0.25 < crossing(wire="int8") / crossing() < 0.27
 
 
-def run_all_parts():
+@pytest.mark.jax_processes(2, devices=4, environment=TWO_HOSTS)
+def test_two_hosts():
     for part in (only_what_crosses_is_rounded, other_mesh_axes, bytes_across_hosts):
         part()
         print(f"{part.__name__} passed")
-
-
-def test_two_hosts():
-    run(run_all_parts, 2, devices_each=4, environment_of=[HOST_A, HOST_B])

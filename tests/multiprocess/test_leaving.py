@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from processes import Processes, as_text, run
+from processes import Processes, as_text
 from test_failures import check_total, error_of, mapped, total, values, wait_for
 
 from jax_ring.distributed import leaving
@@ -87,7 +87,8 @@ def test_leaving_processes_are_named_at_once(tmp_path):
     assert "ValueError: bad\nbatch" in results[2].stderr
 
 
-def launch_from_two_threads():
+@pytest.mark.jax_processes(2, environment={"JAX_RING_TIMEOUT_S": "20"})
+def test_threads_that_launch_programs_of_one_name():
     import threading
 
     mesh = Mesh(np.array(jax.devices()), ("i",))
@@ -114,10 +115,6 @@ def launch_from_two_threads():
     for thread in threads:
         thread.join()
     assert wrong == [False] * 80
-
-
-def test_threads_that_launch_programs_of_one_name():
-    run(launch_from_two_threads, 2, environment={"JAX_RING_TIMEOUT_S": "20"})
 
 
 def digest(factor=2.0, repeats=3, shape=(4,), prints=False):

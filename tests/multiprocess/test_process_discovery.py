@@ -1,15 +1,18 @@
 """Discovery between the processes of a host: what each publishes, waits for, and passes to the engine."""
 
 import re
-import socket
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import processes
+import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from processes import run
+from job import client, job_token
+from processes import Processes, as_text
+
+from pytest_jax_ring.processes import free_address
 
 
 def attributes(text: str) -> list[tuple[str, str]]:
@@ -30,13 +33,13 @@ def lowered(mesh, name="f"):
     return jax.jit(mapped).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).as_text()
 
 
-def lower_in_one_process():
+@pytest.mark.jax_processes(2, devices=2)
+def test_only_one_process_lowers():
     """Process 1 only imports jax_ring, and waits until process 0 has lowered its programs."""
-    from jax_ring import _compat, explain, ring_psum
+    from jax_ring import explain, ring_psum
 
-    client = _compat.distributed_client()
     if jax.process_index() == 1:
-        client.blocking_key_value_get("lowered", 60_000)
+        client().blocking_key_value_get("lowered", 60_000)
         return
     try:
         devices = np.array(jax.devices()).reshape(2, 2)
@@ -51,36 +54,29 @@ def lower_in_one_process():
         (call,) = explain(mapped, jax.ShapeDtypeStruct((8,), jnp.float32)).collectives
         assert (call.served_by, call.wire_bytes_across_hosts) == ("jax_ring (shared memory, 2 processes)", 0)
     finally:
-        client.key_value_set("lowered", "")
+        client().key_value_set("lowered", "")
 
 
-def initialize_twice(ports):
+def initialize_twice(addresses):
     """jax_ring is imported before jax.distributed is initialized, and stays imported after its shutdown."""
-    from jax_ring import _compat
     from jax_ring.distributed import discovery
 
     tokens = []
-    for port in ports:
-        jax.distributed.initialize(**{**processes.distributed, "coordinator_address": f"127.0.0.1:{port}"})
+    for address in addresses:
+        jax.distributed.initialize(**{**processes.distributed, "coordinator_address": address})
         assert attributes(lowered(Mesh(np.array(jax.devices()), "i"))) == [("[0, 1]", "jit_f#0")] * 2
-        tokens.append(_compat.distributed_client().key_value_try_get("jax_ring/token"))
+        tokens.append(job_token())
         assert {discovery.host_of(0), discovery.host_of(1)} == {discovery.host_of(0)}
         jax.distributed.shutdown()
         jax.extend.backend.clear_backends()
     print("tokens", *tokens)
 
 
-def test_only_one_process_lowers():
-    run(lower_in_one_process, 2, devices_each=2)
-
-
 def test_each_runtime_has_its_own_token():
-    with socket.socket() as one, socket.socket() as other:
-        ports = []
-        for unused in (one, other):
-            unused.bind(("127.0.0.1", 0))
-            ports.append(unused.getsockname()[1])
-    results = run(initialize_twice, 2, arguments=[ports], distributed=None)
+    addresses = [free_address() for _ in range(2)]
+    with Processes(initialize_twice, 2, arguments=[addresses], distributed=None) as program:
+        results = program.wait()
+    assert [result.returncode for result in results] == [0, 0], as_text(results)
     here, there = (re.search(r"tokens (\w{32}) (\w{32})", result.stdout).groups() for result in results)
     assert here == there
     assert here[0] != here[1]

@@ -2,6 +2,8 @@
 
 import hashlib
 import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import run
+from job import merged
 
 RANKS = 8
 EXCHANGES = ("all_to_all", "ppermute", "pbroadcast", "ragged", "grad of exchanges")
@@ -87,59 +89,73 @@ def functions():
     }
 
 
-def digests():
-    """Prints a digest of each rank's result of each function, dtype and size."""
-    import jax_ring
+class Case(NamedTuple):
+    """A function, and its operand, with a row for each of these ranks."""
 
-    mesh = Mesh(np.array(jax.devices()), ("i",))
-    digest_of = {}
+    name: str
+    function: Callable
+    operand: np.ndarray
+    ranks: Sequence[int] = range(RANKS)
+    check_vma: bool = False
+
+
+def cases():
+    from jax_ring import ring_psum
+
     for dtype, counts in {"float32": (5, 4099, 300_001), "bfloat16": (4099,)}.items():
         for count in counts:
-            x = put(mesh, values(count, dtype))
+            x = values(count, dtype)
             for name, fun in functions().items():
                 if count > 5000 and name not in ("psum", "psum, ring order", "all_gather"):
                     continue
                 if name in EXCHANGES and dtype == "float32":
                     continue  # once is enough for what is only moved
-                mapped = jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))
-                for row, result in rows(mapped(x)).items():
-                    digest_of[f"{name} of {dtype}[{count}], {row}"] = hashlib.md5(result.tobytes()).hexdigest()
+                yield Case(f"{name} of {dtype}[{count}]", fun, x)
     # Sub-meshes: of one process, of some ranks of each process, and of a subset of the processes.
     halves = {"first half": range(4), "first and last": (0, 1, 6, 7)}
     for name, ranks in {"first": range(2), "every other": range(0, RANKS, 2), **halves}.items():
-        devices = np.array(jax.devices())[list(ranks)]
-        if jax.process_index() not in {device.process_index for device in devices}:
+        x = values(77, "float32")[: len(ranks)]
+        yield Case(f"{name} ranks", lambda x: ring_psum(x, "i"), x, ranks, check_vma=True)
+
+
+def digests(cases: Iterable[Case], devices: Sequence) -> dict[str, str]:
+    """Digests of the rows that this process holds of the results, with the ranks on these devices."""
+    found = {}
+    for name, function, operand, ranks, check_vma in cases:
+        mesh = Mesh([devices[rank] for rank in ranks], ("i",))
+        if jax.process_index() not in {device.process_index for device in mesh.devices.flat}:
             continue
-        part = Mesh(devices, ("i",))
-        x = put(part, values(77, "float32")[: len(ranks)])
-        mapped = jax.shard_map(lambda x: jax_ring.ring_psum(x, "i"), mesh=part, in_specs=P("i"), out_specs=P("i"))
-        for row, result in rows(jax.jit(mapped)(x)).items():
-            digest_of[f"{name} ranks, {row}"] = hashlib.md5(result.tobytes()).hexdigest()
-    if jax.process_count() > 1:
-        mapped = jax.shard_map(lambda x: jax_ring.ring_psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P("i"))
-        (call,) = jax_ring.explain(mapped, jax.ShapeDtypeStruct((RANKS, 2), jnp.float32)).collectives
-        assert call.served_by == f"jax_ring (shared memory, {jax.process_count()} processes)"
-    for key, digest in digest_of.items():
-        print(f"{key}: {digest}")
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=check_vma)
+        for row, result in rows(jax.jit(mapped)(put(mesh, operand))).items():
+            found[f"{name}, {row}"] = hashlib.md5(result.tobytes()).hexdigest()
+    return found
 
 
-def collected(results):
-    lines = [line for result in results for line in result.stdout.splitlines() if ": " in line]
-    return dict(line.rsplit(": ", 1) for line in lines if line.count(",") >= 1)
+@pytest.mark.parametrize(
+    "num_processes", [pytest.param(n, marks=pytest.mark.jax_processes(n, devices=RANKS)) for n in (2, 4)]
+)
+def test_same_bits_as_one_process(num_processes):
+    """The devices of a process are enough for all ranks. Each process finds a part of what is expected."""
+    from jax_ring import explain, ring_psum
+
+    devices = [
+        device
+        for process in range(num_processes)
+        for device in jax.local_devices(process_index=process)[: RANKS // num_processes]
+    ]
+    all_cases = list(cases())
+    expected = merged(digests(all_cases[jax.process_index() :: num_processes], jax.local_devices()))
+    assert len(expected) > RANKS * 30
+    assert merged(digests(all_cases, devices)) == expected
+
+    mesh = Mesh(devices, ("i",))
+    mapped = jax.shard_map(lambda x: ring_psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    (call,) = explain(mapped, jax.ShapeDtypeStruct((RANKS, 2), jnp.float32)).collectives
+    assert call.served_by == f"jax_ring (shared memory, {num_processes} processes)"
 
 
-@pytest.fixture(scope="module")
-def in_one_process():
-    return collected(run(digests, 1, devices_each=RANKS))
-
-
-@pytest.mark.parametrize("num_processes", [2, 4])
-def test_same_bits_as_one_process(num_processes, in_one_process):
-    assert len(in_one_process) > RANKS * 30
-    assert collected(run(digests, num_processes, devices_each=RANKS // num_processes)) == in_one_process
-
-
-def equal_calls():
+@pytest.mark.jax_processes(2, devices=2)
+def test_equal_calls_in_different_orders():
     """Independent equal calls that become ready in a different order in each process."""
     from jax_ring import ring_psum
 
@@ -172,11 +188,3 @@ def equal_calls():
     for result in results:
         for row in rows(result).values():
             assert (row == full.sum(0) * np.arange(1, num_calls + 1)[:, None]).all(), row
-
-
-def test_equal_calls_in_different_orders():
-    run(equal_calls, 2, devices_each=2)
-
-
-if __name__ == "__main__":
-    digests()

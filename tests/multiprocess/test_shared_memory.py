@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from processes import job_token, run, segments
+from job import client, job_token, segments
 
 DEADLINE = 60.0
 
@@ -38,11 +38,9 @@ def compiled_sum(order):
     return f.lower(x).compile(), x
 
 
-def run_out_of_files():
-    from jax_ring import _compat
-
+@pytest.mark.jax_processes(3, environment={"JAX_RING_TIMEOUT_S": str(DEADLINE)})
+def test_all_hear_at_once_that_a_process_has_no_file_descriptors():
     me = jax.process_index()
-    client = _compat.distributed_client()
     for order, failing, step in (([0, 1, 2], 1, "open"), ([2, 1, 0], 2, "create")):
         f, x = compiled_sum(order)
         began = time.monotonic()
@@ -56,23 +54,20 @@ def run_out_of_files():
         who = "this process" if me == failing else rf"rocess {failing} .*"
         what = rf"could not {step} \d+ KiB of shared memory in /dev/shm .*: Too many open files. It may have 0 files"
         assert re.search(rf"ring_psum of int32\[1\] over axis 'i', called at .*{who} ?{what}", text), text
-    client.wait_at_barrier("all have heard", 60_000)
+    client().wait_at_barrier("all have heard", 60_000)
     # A process whose calls have failed removes what it has left from another thread.
     until = time.monotonic() + DEADLINE
     while left := segments(job_token()):
         assert time.monotonic() < until, left
         time.sleep(0.01)
     # The next call creates memory of the same name's beginning, which a process that still looks would wait for.
-    client.wait_at_barrier("all have looked", 60_000)
+    client().wait_at_barrier("all have looked", 60_000)
     f, x = compiled_sum([1, 0, 2])
     assert [int(shard.data[0]) for shard in f(x).addressable_shards] == [3]
 
 
-def test_all_hear_at_once_that_a_process_has_no_file_descriptors():
-    run(run_out_of_files, 3, environment={"JAX_RING_TIMEOUT_S": str(DEADLINE)})
-
-
-def grow_and_share():
+@pytest.mark.jax_processes(2)
+def test_memory_grows_with_the_calls():
     """Calls of growing size, whose results are right."""
     mesh = Mesh(jax.devices(), ("i",))
     from jax_ring import ring_psum
@@ -91,7 +86,3 @@ def grow_and_share():
     # KiB: a first segment alone, and with ever larger ones.
     assert mapped[0] == mapped[1] < 64, mapped
     assert mapped[1] < mapped[2] < mapped[3] < 4096, mapped
-
-
-def test_memory_grows_with_the_calls():
-    run(grow_and_share, 2)

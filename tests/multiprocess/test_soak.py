@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import Processes, as_text, segments
+from job import segments
+from processes import Processes, as_text
 from random_programs import soak
 
 DEADLINE = 4.0

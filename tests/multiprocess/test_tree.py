@@ -1,7 +1,7 @@
 """Sums along the tree between processes and hosts: the same bits as in one process, and as NumPy's."""
 
 import hashlib
-import re
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from processes import run
+from job import merged
 from test_failures import DEADLINE, error_of
 from test_same_host import put, rows
 
 from jax_ring import ShardSums, ring_pmean, ring_psum, ring_psum_scatter, ring_reduce
 
 RANKS, SHARDS = 8, 24
-SIZES = {"float32": (4104, 300_008), "bfloat16": (4104,)}
-SMALL_SIZES = {"float32": (4104,), "bfloat16": (4104,)}
+SMALL_CASES = [("float32", 4104), ("bfloat16", 4104)]  # types, and numbers of values
+CASES = [*SMALL_CASES, ("float32", 300_008)]
 PAIRS = [[0, 7], [1, 6], [2, 5], [3, 4]]
 
 
@@ -57,59 +57,61 @@ def digest(array: np.ndarray) -> str:
     return hashlib.md5(np.ascontiguousarray(array).tobytes()).hexdigest()
 
 
-def print_digests(layouts: list[str], sizes: dict) -> None:
-    """Prints a digest of each rank's results, with the ranks in the order of the processes, or from each in turn."""
-    by_process = np.array(jax.devices()).reshape(jax.process_count(), -1)
-    for layout in layouts:
-        mesh = Mesh({"consecutive": by_process, "interleaved": by_process.T}[layout].reshape(-1), ("i",))
-        mapped = jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))
-        for dtype, counts in sizes.items():
-            for count in counts:
-                results = mapped(put(mesh, values(count, dtype)))
-                for path, result in jax.tree_util.tree_leaves_with_path(results):
-                    for rank, row in rows(result).items():
-                        print(f"{layout} {dtype}[{count}] {jax.tree_util.keystr(path)} {rank}: {digest(row[0])}")
-
-
-def digests(num_processes: int, layouts: tuple[str, ...] = ("consecutive",), sizes=SIZES, **options) -> dict:
-    """Those of all ranks, by layout and what they are of."""
-    results = run(print_digests, num_processes, RANKS // num_processes, arguments=[layouts, sizes], **options)
-    found: dict = {layout: {} for layout in layouts}
-    for result in results:
-        for layout, of, md5 in re.findall(r"^(\w+) (.*): (\w{32})$", result.stdout, re.M):
-            found[layout][of] = md5
+def digests(cases: Iterable[tuple[str, int]], devices: Sequence) -> dict[str, str]:
+    """Digests of the results that this process holds, with the ranks on these devices, by what they are of."""
+    found = {}
+    mesh = Mesh(devices, ("i",))
+    mapped = jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))
+    for dtype, count in cases:
+        results = mapped(put(mesh, values(count, dtype)))
+        for path, result in jax.tree_util.tree_leaves_with_path(results):
+            for rank, row in rows(result).items():
+                found[f"{dtype}[{count}] {jax.tree_util.keystr(path)} {rank}"] = digest(row[0])
     return found
 
 
-@pytest.fixture(scope="module")
-def in_one_process():
-    return digests(1)["consecutive"]
+def check_bits(layouts: list[str], cases: list[tuple[str, int]]) -> None:
+    """With the ranks in the order of the processes, or from each in turn, against those of one process.
+
+    The devices of a process are enough for all ranks. Each process finds a part of what is expected.
+    """
+    num_processes = jax.process_count()
+    expected = merged(digests(cases[jax.process_index() :: num_processes], jax.local_devices()))
+    assert len(expected) >= RANKS * 20
+    each = [jax.local_devices(process_index=i)[: RANKS // num_processes] for i in range(num_processes)]
+    for layout in layouts:
+        devices = {"consecutive": np.array(each), "interleaved": np.array(each).T}[layout].reshape(-1)
+        assert merged(digests(cases, devices)) == expected, layout
 
 
-def test_one_process_has_the_bits_of_numpy(in_one_process):
-    for dtype, counts in SIZES.items():
-        for count in counts:
-            x = values(count, dtype)
-            for name, of in {"shards": x, "ranks": x[:: SHARDS // RANKS]}.items():
-                expected = tree_sum(of).astype(x.dtype)
-                for rank in range(RANKS):
-                    assert in_one_process[f"{dtype}[{count}] ['{name}'] {rank}"] == digest(expected), (name, rank)
+def test_one_process_has_the_bits_of_numpy():
+    in_one_process = digests(CASES, jax.devices()[:RANKS])
+    for dtype, count in CASES:
+        x = values(count, dtype)
+        for name, of in {"shards": x, "ranks": x[:: SHARDS // RANKS]}.items():
+            expected = tree_sum(of).astype(x.dtype)
+            for rank in range(RANKS):
+                assert in_one_process[f"{dtype}[{count}] ['{name}'] {rank}"] == digest(expected), (name, rank)
 
 
-@pytest.mark.parametrize(("num_processes", "layout"), [(2, "consecutive"), (4, "interleaved")])
-def test_same_bits_between_processes(num_processes, layout, in_one_process):
-    assert len(in_one_process) >= RANKS * 20
-    assert digests(num_processes, (layout,))[layout] == in_one_process
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("consecutive", marks=pytest.mark.jax_processes(2, devices=RANKS)),
+        pytest.param("interleaved", marks=pytest.mark.jax_processes(4, devices=RANKS)),
+    ],
+)
+def test_same_bits_between_processes(layout):
+    check_bits([layout], CASES)
 
 
-def test_same_bits_on_two_hosts(in_one_process):
-    hosts = [{"JAX_RING_HOST_ID": host} for host in "aabb"]
-    expected = {of: md5 for of, md5 in in_one_process.items() if "300008" not in of}
-    for found in digests(4, ("consecutive", "interleaved"), SMALL_SIZES, environment_of=hosts).values():
-        assert found == expected
+@pytest.mark.jax_processes(4, devices=RANKS, environment=[{"JAX_RING_HOST_ID": host} for host in "aabb"])
+def test_same_bits_on_two_hosts():
+    check_bits(["consecutive", "interleaved"], SMALL_CASES)
 
 
-def disagree_on_the_number_of_shards():
+@pytest.mark.jax_processes(2, environment={"JAX_RING_TIMEOUT_S": str(DEADLINE)})
+def test_different_numbers_of_shards_never_meet():
     terms = jnp.ones((2 * jax.device_count(), 3))
 
     def total(x, num_shards):
@@ -125,7 +127,3 @@ def disagree_on_the_number_of_shards():
     # Both have two terms on each rank.
     error = error_of(call, (24, 48)[jax.process_index()])
     assert "All processes must make the same calls" in error or "Every process must make the same calls" in error, error
-
-
-def test_different_numbers_of_shards_never_meet():
-    run(disagree_on_the_number_of_shards, 2, environment={"JAX_RING_TIMEOUT_S": str(DEADLINE)})

@@ -5,11 +5,11 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers import assert_same_bits, rank_fold
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from processes import run
 
 from jax_ring import (
     _compat,
@@ -26,7 +26,7 @@ from jax_ring import (
 from jax_ring.lowering import two_level
 
 RNG = np.random.default_rng(0)  # the same numbers in both processes
-HOST_A, HOST_B = {"JAX_RING_HOST_ID": "a"}, {"JAX_RING_HOST_ID": "b"}
+TWO_HOSTS = [{"JAX_RING_HOST_ID": "a"}, {"JAX_RING_HOST_ID": "b"}]
 ON_TWO_HOSTS = "jax_ring within hosts, XLA across 2 hosts"
 
 
@@ -62,9 +62,6 @@ def assert_local_shards(out, expected) -> None:
 def integers(*shape, dtype=np.float32):
     """Small integers, whose sums are exact in any order."""
     return RNG.integers(-5, 6, shape).astype(dtype)
-
-
-# ---- Run in each process --------------------------------------------------------------------------------------------
 
 
 def same_as_lax():
@@ -285,7 +282,8 @@ def large_psum_scatters():
         check(lax.psum_scatter, 2)
 
 
-def run_all_parts():
+@pytest.mark.jax_processes(2, devices=4, environment=TWO_HOSTS)
+def test_two_hosts():
     for part in (
         same_as_lax, float_rounding, transformations, traffic_across_hosts, large_messages_cross_in_parts,
         large_sums_beside_each_other, under_override_lax, groups_within_hosts, fallback_to_xla, large_psum_scatters,
@@ -294,11 +292,8 @@ def run_all_parts():
         print(f"{part.__name__} passed")
 
 
-def test_two_hosts():
-    run(run_all_parts, 2, devices_each=4, environment_of=[HOST_A, HOST_B])
-
-
-def several_processes_on_each_host():
+@pytest.mark.jax_processes(4, devices=2, environment=[host for host in TWO_HOSTS for _ in range(2)])
+def test_two_hosts_of_two_processes():
     """The ranks of a host are in two processes, with an algorithm to choose between them."""
     mesh = Mesh(np.array(jax.devices()), ("i",))
     large = integers(8, 2 * two_level.PART_BYTES // 4 + 3)
@@ -318,7 +313,3 @@ def several_processes_on_each_host():
     received = np.where(np.isin(np.arange(8), [7, 3, 4, 6]).reshape(8, 1, 1), values, 0)
     own = slice(2 * jax.process_index(), 2 * jax.process_index() + 2)
     assert_same_bits(local_shards(fun(arrays))[:, 0], received[own])
-
-
-def test_two_hosts_of_two_processes():
-    run(several_processes_on_each_host, 4, devices_each=2, environment_of=[HOST_A, HOST_A, HOST_B, HOST_B])

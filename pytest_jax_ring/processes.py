@@ -1,0 +1,80 @@
+"""Processes that a test starts: their output goes to files, and none of them outlives the test."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+
+def free_address() -> str:
+    """An address of this machine at which nothing listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+class ProcessGroup:
+    """Processes with the numbers 0, 1, and so on. Leaving the `with` block kills those that are left.
+
+    Attributes:
+      popen: the processes, by number.
+    """
+
+    def __init__(self) -> None:
+        self.popen: list[subprocess.Popen] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="jax-processes-")
+
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: str, stderr: str) -> None:
+        """Starts one more process, with the Python of this one.
+
+        Args:
+          arguments: of Python.
+          environment: variables that are added to those of this process.
+          stdout: the name of the file for the output, see `file`.
+          stderr: the same for errors; it may be the same file.
+        """
+        number = len(self.popen)
+        # The process is no worker of pytest-xdist, if this one is.
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+        variables = {
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONUNBUFFERED": "1",  # keeps the output of killed processes
+            **environment,
+        }
+        with open(self.file(number, stdout), "ab") as output, open(self.file(number, stderr), "ab") as errors:
+            self.popen.append(
+                subprocess.Popen(
+                    [sys.executable, "-P", *arguments],  # -P: import the installed package
+                    env=inherited | variables, stdin=subprocess.DEVNULL, stdout=output, stderr=errors,
+                    start_new_session=True,  # killpg reaches the children of the process as well
+                )
+            )  # fmt: skip
+
+    def file(self, number: int, name: str) -> pathlib.Path:
+        """A file of a process, which is there until the end of the block."""
+        return pathlib.Path(self._folder.name, f"{number}.{name}")
+
+    def kill(self) -> None:
+        """Kills all processes that are still running, stopped ones and children included."""
+        for process in self.popen:
+            kill_session(process)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.kill()
+        self._folder.cleanup()
+
+
+def kill_session(process: subprocess.Popen) -> None:
+    """Kills a process that was started in a session of its own, and its children, and waits for it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
