@@ -99,7 +99,10 @@ def _join_calls(ctx, operations: Sequence[ir.Operation], calls: dict[int, Call])
         return left
     first, last = min(keys), max(keys)
     flow = placement.Flow(operations[first : last + 1])
-    candidates = {i - first: (key, kinds.num_bytes(operations[i], calls[i])) for i, key in keys.items()}
+    candidates = {
+        i - first: (key, len(operations[i].results), kinds.num_bytes(operations[i], calls[i]))
+        for i, key in keys.items()
+    }
     groups = placement.choose_groups(
         flow, candidates, max_count=COMBINE_THRESHOLD_COUNT, max_bytes=COMBINE_THRESHOLD_BYTES
     )

@@ -48,7 +48,7 @@ def equal_values(operations: Sequence[ir.Operation]) -> dict[ir.Value, ir.Value]
 
 
 def choose_groups(
-    flow: Flow, candidates: Mapping[int, tuple[Hashable, int]], *, max_count: int, max_bytes: int
+    flow: Flow, candidates: Mapping[int, tuple[Hashable, int, int]], *, max_count: int, max_bytes: int
 ) -> list[list[int]]:
     """Groups of operations of equal key that can become one, none of which depends on another of its group.
 
@@ -56,11 +56,12 @@ def choose_groups(
     to all that waits for a member, and a later operation must not close a circle of them.
 
     Args:
-      candidates: key and size of the operations that may be joined, by their index.
-      max_count, max_bytes: the limits of a group. A larger operation stays alone.
+      candidates: key, number of results and size of the operations that may be joined, by their index.
+      max_count, max_bytes: the limits of a group: of its results, and of its size. A larger operation stays alone.
     """
     groups: list[list[int]] = []
-    num_bytes: list[int] = []  # of each group
+    num_results: list[int] = []  # of each group
+    num_bytes: list[int] = []
     behind: list[int] = []  # for each group the set of groups that it waits for, as bits
     open_groups: dict[Hashable, int] = {}
     grown = 0  # the groups to which an operation has been added after others looked at what they wait for
@@ -80,17 +81,18 @@ def choose_groups(
         for value in flow.inputs[i]:
             mask |= waits.get(value, 0)
         if i in candidates:
-            key, size = candidates[i]
+            key, count, size = candidates[i]
             mask = closure(mask)
             group = open_groups.get(key)
             if (
                 group is None
                 or mask >> group & 1
-                or len(groups[group]) >= max_count
+                or num_results[group] + count > max_count
                 or num_bytes[group] + size > max_bytes
             ):
                 group = len(groups)
                 groups.append([])
+                num_results.append(0)
                 num_bytes.append(0)
                 behind.append(0)
                 if size <= max_bytes:
@@ -98,6 +100,7 @@ def choose_groups(
             else:
                 grown |= 1 << group
             groups[group].append(i)
+            num_results[group] += count
             num_bytes[group] += size
             behind[group] |= mask
             mask |= 1 << group
