@@ -550,6 +550,11 @@ def is_jaxpr(value) -> bool:
     return isinstance(value, (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr))
 
 
+def place_of(equation) -> tuple:
+    """Equal for equations of one line, one `jax.named_scope`, and one setting of JAX's options."""
+    return equation.ctx, equation.source_info.traceback, equation.source_info.name_stack
+
+
 def is_literal(atom) -> bool:
     """Whether an operand of an equation is a literal rather than a variable."""
     return isinstance(atom, jax.extend.core.Literal)

@@ -94,8 +94,7 @@ def _key(equation) -> Hashable | None:
     shapes = [operand.aval.shape for operand in equation.invars]
     if any(map(_compat.is_literal, equation.invars)) or not all(isinstance(n, int) for shape in shapes for n in shape):
         return None
-    info, dtype = equation.source_info, equation.invars[0].aval.dtype
-    return equation.primitive, *equation.params.items(), dtype, equation.ctx, info.traceback, info.name_stack
+    return equation.primitive, *equation.params.items(), equation.invars[0].aval.dtype, *_compat.place_of(equation)
 
 
 def _joined(equations):
