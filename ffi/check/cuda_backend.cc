@@ -10,6 +10,7 @@
 #include "cuda/gpus.h"
 #include "cuda/kernels.h"
 #include "cuda/together.h"
+#include "ring/kernel_fold.h"
 
 namespace jax_ring::check {
 namespace {
@@ -92,8 +93,7 @@ class CudaBackend final : public Backend {
     return least;
   }
 
-  // Every type has its own kernel for maxima; sums of signed integers use the unsigned one.
-  bool has_kernels(DType dtype) override { return gpu::has_kernel({dtype, Op::max, Algorithm::two_shot}); }
+  bool has_kernels(DType dtype) override { return gpu::has_kernel({kernel_type(dtype), Op::sum, Algorithm::two_shot}); }
 
   double run(const std::vector<Work>& ranks, LaunchMode how, int repeats) override {
     check(cudaSetDevice(ranks.at(0).device), "cudaSetDevice");

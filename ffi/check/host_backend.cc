@@ -103,7 +103,7 @@ template <class Element, class Operation, Algorithm kAlgorithm>
 constexpr Kernel kernel_of() {
   if constexpr (is_needed<Element, Operation, kAlgorithm>) {
     return [](const gpu::Call& call, int cta, HostTeam team) {
-      run_team<Element, Operation, kAlgorithm>(call.self, call.message, call.plan, cta, team, Operation{});
+      run_team<Element, Operation, kAlgorithm>(call.self, call.message, call.plan, cta, team);
     };
   }
   return nullptr;
@@ -113,8 +113,7 @@ template <class Element, class Operation, Algorithm kAlgorithm>
 constexpr Kernel tree_kernel_of() {
   if constexpr (has_tree<Element, Operation, kAlgorithm>) {
     return [](const gpu::Call& call, int cta, HostTeam team) {
-      run_team<Element, Operation, kAlgorithm>(call.self, call.message, call.plan, cta, team, Operation{},
-                                               TreeTerms{call.tree});
+      run_team<Element, Operation, kAlgorithm>(call.self, call.message, call.plan, cta, team, TreeTerms{call.tree});
     };
   }
   return nullptr;

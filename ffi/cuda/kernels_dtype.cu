@@ -7,12 +7,12 @@ namespace {
 // One CTA per SM: with more, a thread would have 64 registers, which are not enough.
 template <class Element, class Op, Algorithm kAlgorithm>
 __global__ void __launch_bounds__(kThreadsPerCta, 1) collective_kernel(const __grid_constant__ Call call) {
-  run_team<Element, Op, kAlgorithm>(call.self, call.message, call.plan, blockIdx.x, Cta{}, Op{});
+  run_team<Element, Op, kAlgorithm>(call.self, call.message, call.plan, blockIdx.x, Cta{});
 }
 
 template <class Element, class Op, Algorithm kAlgorithm>
 __global__ void __launch_bounds__(kThreadsPerCta, 1) tree_kernel(const __grid_constant__ Call call) {
-  run_team<Element, Op, kAlgorithm>(call.self, call.message, call.plan, blockIdx.x, Cta{}, Op{}, TreeTerms{call.tree});
+  run_team<Element, Op, kAlgorithm>(call.self, call.message, call.plan, blockIdx.x, Cta{}, TreeTerms{call.tree});
 }
 
 template <class Element, class Op, Algorithm kAlgorithm>

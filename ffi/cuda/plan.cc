@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "common/hash.h"
+#include "ring/kernel_fold.h"
 #include "ring/switch_adds.h"
 
 namespace jax_ring::gpu {
@@ -26,24 +27,6 @@ bool adds_in_switch(const CallSite& requested, const KernelKey& kernel, const En
   return self.multicast != nullptr && requested.plan.order == Order::any && !requested.algorithm &&
          requested.plan.collective == Collective::all_reduce && kernel.op == Op::sum &&
          kernel.algorithm != Algorithm::one_shot && switch_adds(kernel.dtype);
-}
-
-// The type of the kernel. Sums of signed integers use the unsigned type, and what is only moved is bytes.
-DType kernel_type(const Plan& plan, Op op, DType dtype) {
-  if (only_moves(plan)) return DType::u8;
-  if (op != Op::sum) return dtype;
-  switch (dtype) {
-    case DType::s8:
-      return DType::u8;
-    case DType::s16:
-      return DType::u16;
-    case DType::s32:
-      return DType::u32;
-    case DType::s64:
-      return DType::u64;
-    default:
-      return dtype;
-  }
 }
 
 uint64_t hash_of(const TreeProgram& tree) {
@@ -74,6 +57,8 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
   // The blocks of a ring are those of one operand, so each operand is a message of its own there.
   const size_t most = requires_ring(site.plan) ? 1 : kMaxOperands;
   const uint64_t blocks = num_input_blocks(site.plan, communicator.num_ranks());
+  // What is only moved is bytes.
+  const KernelFold fold = kernel_fold(only_moves(site.plan) ? DType::u8 : dtype, site.op);
   std::vector<Launch> launches;
   for (size_t first = 0; first < buffers.size(); first += most) {
     Launch launch{};
@@ -91,7 +76,7 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
     }
     if (message.num_packs == 0) continue;
     // All slots are sent.
-    launch.kernel = {kernel_type(site.plan, site.op, dtype), site.op, algorithm_of(site, bytes * slots, thresholds)};
+    launch.kernel = {fold.dtype, fold.op, algorithm_of(site, bytes * slots, thresholds)};
     launch.call.plan = site.plan;
     launch.call.plan.sources = nullptr;  // host memory
     if (tree != nullptr) {
@@ -103,6 +88,7 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
     launch.call.self = communicator.endpoint(rank, site.lane, site.fingerprint(), deadline_seconds);
     if (adds_in_switch(requested, launch.kernel, launch.call.self)) launch.kernel.algorithm = Algorithm::multicast;
     message.num_blocks = num_blocks(site.plan, communicator.num_ranks(), slots);
+    message.flipped = fold.flipped;
     message.route = route_of(site.plan, communicator.num_ranks(), rank);
     message.fingerprint = Hash()
                               .add(hash_of_sources(site.plan, communicator.num_ranks()))
@@ -110,6 +96,7 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
                               .add(site.fingerprint())
                               .add(launch.kernel.dtype)
                               .add(launch.kernel.op)
+                              .add(fold.flipped)
                               .add(launch.kernel.algorithm)
                               .add(site.plan.collective)
                               .add(site.plan.order)

@@ -9,13 +9,13 @@ namespace {
 template <class Element, class Op, Algorithm kAlgorithm>
 __global__ void __launch_bounds__(kThreadsPerCta, 1) together_kernel(const Call* calls, int num_ctas) {
   const Call& call = calls[blockIdx.x / num_ctas];
-  run_team<Element, Op, kAlgorithm>(call.self, call.message, call.plan, blockIdx.x % num_ctas, Cta{}, Op{});
+  run_team<Element, Op, kAlgorithm>(call.self, call.message, call.plan, blockIdx.x % num_ctas, Cta{});
 }
 
 template <class Element, class Op, Algorithm kAlgorithm>
 __global__ void __launch_bounds__(kThreadsPerCta, 1) together_tree_kernel(const Call* calls, int num_ctas) {
   const Call& call = calls[blockIdx.x / num_ctas];
-  run_team<Element, Op, kAlgorithm>(call.self, call.message, call.plan, blockIdx.x % num_ctas, Cta{}, Op{},
+  run_team<Element, Op, kAlgorithm>(call.self, call.message, call.plan, blockIdx.x % num_ctas, Cta{},
                                     TreeTerms{call.tree});
 }
 

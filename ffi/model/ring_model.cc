@@ -205,20 +205,20 @@ class Group {
                              call.num_packs * kPackBytes, 0};
       switch (call.algorithm) {
         case Algorithm::one_shot:
-          run_team<Element, Sum, Algorithm::one_shot>(self, message, call.plan, cta, team, Sum{});
+          run_team<Element, Sum, Algorithm::one_shot>(self, message, call.plan, cta, team);
           break;
         case Algorithm::two_shot:
           if (only_moves(call.plan)) {
-            run_team<Native<uint8_t>, Sum, Algorithm::two_shot>(self, message, call.plan, cta, team, Sum{});
+            run_team<Native<uint8_t>, Sum, Algorithm::two_shot>(self, message, call.plan, cta, team);
           } else {
-            run_team<Element, Sum, Algorithm::two_shot>(self, message, call.plan, cta, team, Sum{});
+            run_team<Element, Sum, Algorithm::two_shot>(self, message, call.plan, cta, team);
           }
           break;
         case Algorithm::multicast:
-          run_team<Element, Sum, Algorithm::multicast>(self, message, call.plan, cta, team, Sum{});
+          run_team<Element, Sum, Algorithm::multicast>(self, message, call.plan, cta, team);
           break;
         default:
-          run_team<Element, Sum, Algorithm::ring>(self, message, call.plan, cta, team, Sum{});
+          run_team<Element, Sum, Algorithm::ring>(self, message, call.plan, cta, team);
       }
       team.sync();
     }

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "ring/kernel_fold.h"
 #include "ring/multicast.h"
 #include "ring/one_shot.h"
 #include "ring/ring.h"
@@ -40,12 +41,11 @@ JAX_RING_TEAM_CALL void poison_results(const Endpoint& self, const Message& mess
   }
 }
 
-// Which kernels exist. Sums of signed integers use the unsigned kernels. Maxima and minima, whose order does not
-// matter, have only two-shot kernels, which are never far from the best: there are many kernels, and they take long to
-// compile.
+// Which kernels exist. Maxima and minima, whose order does not matter, have only two-shot kernels, which are never far
+// from the best: there are many kernels, and they take long to compile.
 template <class Element, class Op, Algorithm kAlgorithm>
 constexpr bool is_needed =
-    std::is_same_v<typename FoldedAs<Element, Op>::type, Element> &&
+    kHasKernels<Element, Op> &&
     (kAlgorithm == Algorithm::multicast ? std::is_same_v<Op, Sum> && kSwitchAdds<Element>
                                         : std::is_same_v<Op, Sum> || kAlgorithm == Algorithm::two_shot);
 
@@ -78,8 +78,9 @@ JAX_RING_TEAM void finish(const Endpoint& self, int cta, Team team) {
 }
 
 template <class Element, class Op, Algorithm kAlgorithm, class Team, class Terms = RankTerms>
-JAX_RING_TEAM void run_team(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team, Op op,
+JAX_RING_TEAM void run_team(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team,
                             const Terms& terms = {}) {
+  const auto op = kernel_operation<Op>(message.flipped);
   const bool started = start(self, cta, team);
   bool ok = started;
   if constexpr (kAlgorithm == Algorithm::one_shot) {

@@ -39,6 +39,7 @@ struct Message {
   uint32_t fingerprint;  // very likely differs between calls that do not match
   Route route;           // of a permutation
   uint32_t num_blocks;   // of each operand, or of its result
+  uint64_t flipped;      // bits of the values, by MaxOfFlipped
   Operand operands[kMaxOperands];
 };
 

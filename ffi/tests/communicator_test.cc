@@ -173,6 +173,10 @@ TEST(Plan, FingerprintsDiffer) {
   EXPECT_NE(fingerprint(site, DType::f32, 32), fingerprint(site, DType::f32, 28));
   EXPECT_NE(fingerprint(site, DType::f32, 32), fingerprint(site, DType::u32, 32));
   EXPECT_NE(fingerprint(site, DType::f32, 32), fingerprint(in_ring_order, DType::f32, 32));
+  // Maxima and minima have the same kernel, as have signed and unsigned ones.
+  const CallSite maximum{"", {}, Op::max, {}}, minimum{"", {}, Op::min, {}};
+  EXPECT_NE(fingerprint(maximum, DType::f32, 32), fingerprint(minimum, DType::f32, 32));
+  EXPECT_NE(fingerprint(maximum, DType::s32, 32), fingerprint(maximum, DType::u32, 32));
   EXPECT_NE(fingerprint(site, DType::f32, 32), fingerprint({"psum2", {}, Op::sum, Algorithm::ring}, DType::f32, 32));
 }
 
@@ -234,9 +238,7 @@ TEST(Plan, SelectsASupportedAlgorithm) {
   EXPECT_EQ(chosen({"", ring_order, Op::sum, {}}, 4).algorithm, Algorithm::ring);
   EXPECT_EQ(chosen({"", gather, Op::sum, Algorithm::one_shot}, 4).algorithm, Algorithm::two_shot);
   EXPECT_EQ(chosen({"", all_reduce, Op::max, Algorithm::ring}, 4).algorithm, Algorithm::two_shot);
-  // Sums of signed integers use the unsigned type; their extrema do not.
   EXPECT_EQ(chosen({"", all_reduce, Op::sum, {}}, 4, DType::s32).dtype, DType::u32);
-  EXPECT_EQ(chosen({"", all_reduce, Op::max, {}}, 4, DType::s32).dtype, DType::s32);
   thresholds = {8, 16};
   EXPECT_EQ(chosen({"", all_reduce, Op::sum, {}}, 8).algorithm, Algorithm::one_shot);
   EXPECT_EQ(chosen({"", all_reduce, Op::sum, {}}, 12).algorithm, Algorithm::two_shot);

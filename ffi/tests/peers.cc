@@ -8,7 +8,7 @@ template <class Element, class Operation, Algorithm kAlgorithm>
 TeamFunction team_function() {
   if constexpr (is_needed<Element, Operation, kAlgorithm>) {
     return [](const Endpoint& self, const Message& message, const Plan& plan, int cta, JitteryTeam team) {
-      run_team<Element, Operation, kAlgorithm>(self, message, plan, cta, team, Operation{});
+      run_team<Element, Operation, kAlgorithm>(self, message, plan, cta, team);
     };
   }
   return nullptr;
@@ -19,7 +19,7 @@ TreeFunction tree_function() {
   if constexpr (has_tree<Element, Sum, kAlgorithm>) {
     return [](const Endpoint& self, const Message& message, const Plan& plan, int cta, JitteryTeam team,
               const TreeProgram& tree) {
-      run_team<Element, Sum, kAlgorithm>(self, message, plan, cta, team, Sum{}, TreeTerms{tree});
+      run_team<Element, Sum, kAlgorithm>(self, message, plan, cta, team, TreeTerms{tree});
     };
   }
   return nullptr;

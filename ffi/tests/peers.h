@@ -87,6 +87,7 @@ struct PeerCall {
     message.fingerprint = fingerprint;
     message.num_operands = static_cast<uint32_t>(counts.size());
     message.route = route_of(plan, num_ranks(), rank);
+    message.flipped = kernel_fold(dtype, op).flipped;
     message.num_blocks = num_blocks(plan, num_ranks(), tree ? tree->num_slots : 1);
     const uint64_t blocks = num_input_blocks(plan, num_ranks()) * (tree ? tree->num_slots : 1);
     for (size_t i = 0; i < counts.size(); ++i) {
@@ -182,7 +183,8 @@ class Peers {
               if (call.tree) {
                 tree_function(call.dtype, call.algorithm)(self, message, call.plan, cta, team, *call.tree);
               } else {
-                team_function(call.dtype, call.op, call.algorithm)(self, message, call.plan, cta, team);
+                const KernelFold fold = kernel_fold(call.dtype, call.op);
+                team_function(fold.dtype, fold.op, call.algorithm)(self, message, call.plan, cta, team);
               }
               team.sync();  // the end of a kernel
             }
