@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata
 import importlib.resources
 import inspect
+import platform
 import subprocess
 import sys
 
@@ -105,6 +106,20 @@ def test_a_python_without_jax_is_reported():
 def test_an_unknown_instruction_set_is_refused():
     result = run_python("import jax_ring", JAX_RING_ISA="neon")
     assert "JAX_RING_ISA must be baseline, avx2 or avx512, got 'neon'" in result.stderr
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one set of kernels")
+def test_the_widest_instruction_set_of_the_processor_is_used():
+    """Whatever has compiled the module: some compilers' own check finds none."""
+    with open("/proc/cpuinfo") as file:
+        flags = set(next(line for line in file if line.startswith("flags")).split())
+    wanted = "baseline"
+    if flags >= {"avx2", "f16c"}:
+        wanted = "avx2"
+        if flags >= {"avx512f", "avx512bw", "avx512vl", "avx512dq"}:
+            wanted = "avx512"
+    program = "from jax_ring import _ffi_cpu; print(_ffi_cpu.instruction_set())"
+    assert run_python(program, JAX_RING_ISA="").stdout.split() == [wanted]
 
 
 def test_every_instruction_set_gives_the_same_bits():

@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <string_view>
 
+#include "cpu/instruction_sets.h"
+
 namespace jax_ring::cpu {
 
 extern const FoldKernels fold_kernels_baseline;
@@ -19,13 +21,9 @@ const FoldKernels& choose() {
   // A smaller instruction set can be requested, to compare them in tests and when debugging.
   const char* asked = std::getenv("JAX_RING_ISA");
   const std::string_view limit = asked != nullptr ? asked : "";
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && limit != "baseline";
-  const bool avx512 = avx2 && limit != "avx2" && __builtin_cpu_supports("avx512f") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512dq");
-  if (avx512) return fold_kernels_avx512;
-  if (avx2) return fold_kernels_avx2;
+  const InstructionSets sets = instruction_sets();
+  if (sets.avx512 && limit != "baseline" && limit != "avx2") return fold_kernels_avx512;
+  if (sets.avx2 && limit != "baseline") return fold_kernels_avx2;
 #endif
   return fold_kernels_baseline;
 }
