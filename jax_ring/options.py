@@ -2,8 +2,9 @@
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 Algorithm = Literal["auto", "one_shot", "two_shot", "ring"]
 Order = Literal["rank", "ring", "any", "tree"]
@@ -12,8 +13,12 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 ORDERS: tuple[Order, ...] = get_args(Order)
 
 
-class Options(NamedTuple):
-    """Options of one call. They are parameters of the primitive, so they are hashable and the same on all ranks."""
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of one call. They are parameters of the primitive, so they are hashable and the same on all ranks.
+
+    Not a tuple: in a parameter that is one JAX looks for programs, several times for each equation.
+    """
 
     algorithm: Algorithm = "auto"
     order: Order = "rank"
@@ -80,4 +85,4 @@ def make_options(function: str, algorithm: Algorithm = "auto", order: Order = "r
             f"{function}: order='tree' cannot have algorithm='ring', in which a partial sum visits one rank after the "
             "other; pass 'auto', 'one_shot' or 'two_shot'"
         )
-    return _defaults.get()._replace(algorithm=algorithm, order=order)
+    return dataclasses.replace(_defaults.get(), algorithm=algorithm, order=order)

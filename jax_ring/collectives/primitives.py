@@ -7,6 +7,7 @@ same on all ranks come in pairs, as JAX's psum does: `ring_x_p`, whose result ha
 vma tracking and for vmap axes; `ring_x_invariant_p`, from varying to invariant, for mesh axes with vma tracking.
 """
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -88,7 +89,7 @@ def _transpose(transpose_nonzero: Callable, cotangents: Sequence, *operands, **p
     nonzero = [ct for ct in cotangents if type(ct) is not ad.Zero]
     options = params["options"]
     # A cotangent is one value on each rank, whatever the operand was.
-    params["options"] = options._replace(num_shards=None)
+    params["options"] = dataclasses.replace(options, num_shards=None)
     of_operands = transpose_nonzero(nonzero, params) if nonzero else []
     if options.num_shards is not None:
         of_operands = spread(of_operands, options.num_shards, params["axes"], params["axis_index_groups"])

@@ -2,6 +2,7 @@
 for cotangents.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -83,7 +84,7 @@ def prepare(
         cast = [leaf.astype(_counted(dtype)) for leaf, dtype in zip(leaves, x.dtypes, strict=True)]
         return jax.tree.unflatten(structure, cast)
 
-    return Prepared(jax.tree.map(operand, x.terms), options._replace(num_shards=x.num_shards), finish)
+    return Prepared(jax.tree.map(operand, x.terms), dataclasses.replace(options, num_shards=x.num_shards), finish)
 
 
 def first_terms(leaves: Any) -> Any:

@@ -77,7 +77,7 @@ def prepare(
             )
             for aval in avals_in
         ]  # fmt: skip
-    avals_out = [_unsharded(aval) for aval in ctx.avals_out]
+    avals_out = ctx.avals_out
     if gathers:
         avals_out = [
             jax.core.ShapedArray(aval.shape if scatters else (axis_size, *aval.shape), aval.dtype) for aval in avals_in
@@ -202,7 +202,7 @@ def _sources_of(perm, groups) -> np.ndarray:
 
 def _type_of(ctx, aval) -> ir.Type:
     return memo.once(
-        ctx, ("type", aval.shape, aval.dtype), lambda: mlir.aval_to_ir_type(ctx.module_context, aval)
+        ctx, ("type", aval.shape, aval.dtype), lambda: mlir.aval_to_ir_type(ctx.module_context, _unsharded(aval))
     )  # fmt: skip
 
 

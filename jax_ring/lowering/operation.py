@@ -166,6 +166,5 @@ def aliased_operands(operation: ir.Operation) -> set[int]:
 
 def _layouts(ctx, types: Sequence[ir.Type]) -> ir.ArrayAttr:
     ranks = [ir.RankedTensorType(type_).rank for type_ in types]
-    return ir.ArrayAttr.get(
-        [memo.once(ctx, ("layout", rank), partial(call_attributes.row_major, rank)) for rank in ranks]
-    )
+    layouts = {rank: memo.once(ctx, ("layout", rank), partial(call_attributes.row_major, rank)) for rank in set(ranks)}
+    return ir.ArrayAttr.get([layouts[rank] for rank in ranks])

@@ -173,7 +173,7 @@ def _make_dynamic_broadcast_rule(is_on: Callable, jax_rule: Callable):
 def _make_start_rule(
     is_on: Callable, function: str, kind: str, op: str, synchronous_rule: Callable, jax_rule: Callable
 ):
-    synchronous = _make_rule(is_on, function, kind, op, synchronous_rule, _JOINED._replace(apart=True))
+    synchronous = _make_rule(is_on, function, kind, op, synchronous_rule, Options(apart=True))
 
     def lower(ctx, operand, **params):
         if not is_on():
