@@ -14,7 +14,7 @@ EXAMPLE = ROOT / "examples" / "any_number_of_devices.py"
 
 def test_the_example():
     """One device, several processes on two hosts, and a training that moves from eight devices to three and to four."""
-    sizes = ("--steps=4", "--context=8", "--width=8", "--layers=2")
+    sizes = ("--steps=4", "--context=8", "--width=8", "--layers=1")
     result = subprocess.run(
         [sys.executable, str(EXAMPLE), *sizes, "--dtype=float32", "--layouts=1x1,2x4@2", "--jobs=2"],
         env=AS_USERS_COMPILE, capture_output=True, text=True, timeout=600, check=False,
