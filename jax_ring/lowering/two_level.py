@@ -136,10 +136,10 @@ class _AllReduce(NamedTuple):
         one order on all ranks, and XLA cannot combine its all-reduces: the rank's mesh position goes through the custom
         calls that enclose each of them, as if computed there. The reduce-scatters wait for it, too. Other steps
         run when their operands are there, unless XLA has given them a buffer that another step still reads: so the last
-        all-gather takes what has crossed, and the positions.
+        all-gather takes what has crossed, and the positions. An operand that must be converted is so part by part.
         """
         result = _aval(self.types.gathered, parts[-1].begin + parts[-1].size)
-        operand = to_shards(self.ctx, operand, result.update(dtype=self.types.scattered))
+        operand = to_shards(self.ctx, operand, result.update(dtype=aval.dtype))
         before, after = (
             [_aval(dtype, part.size // self.num_shards) for part in parts]
             for dtype in (self.types.scattered, self.types.gathered)
@@ -172,9 +172,13 @@ class _AllReduce(NamedTuple):
         return from_shards(total[0], aval), position
 
     def _scatter_part(self, operand, part: Part, positions: Sequence):
-        """The shard of a part of an operand, once the positions are there."""
-        dtype = self.types.scattered
-        types = [_aval(dtype, *ir.RankedTensorType(operand.type).shape), *(_POSITION for _ in positions)]
+        """The shard of a part of an operand, once the positions are there. Only the part is converted."""
+        whole = ir.RankedTensorType(operand.type)
+        dtype, num_read = self.types.scattered, whole.shape[0]
+        if whole.element_type != mlir.dtype_to_ir_type(dtype):
+            operand, num_read = ops.convert(self.ctx, _part_after(operand, part, positions), dtype), part.size
+            part = Part(0, part.size)
+        types = [_aval(dtype, num_read), *(_POSITION for _ in positions)]
         shard = _aval(dtype, part.size // self.num_shards)
         return self._within("reduce_scatter", [operand, *positions], types, [shard], part=part)[0]
 
@@ -195,6 +199,18 @@ class _AllReduce(NamedTuple):
         return between_hosts.enclose(
             self.ctx, values, emit, call=self.call, groups=self.levels.across, avals_in=avals_in, avals_out=avals_out
         )
+
+
+def _part_after(x, part: Part, positions: Sequence):
+    """A part of an array, which is read once the positions are there.
+
+    The start of the part depends on the position, in a way of which only the reader knows that it is none: XLA runs a
+    kernel as soon as its operands are there, and would convert all parts before the first one crosses.
+    """
+    begin = mlir.ir_constant(np.uint32(part.begin))
+    for position in positions:
+        begin = hlo.add(begin, hlo.shift_right_logical(position, mlir.ir_constant(np.uint32(31))))
+    return hlo.dynamic_slice(x, [begin], mlir.dense_int_array([part.size]))
 
 
 def _aval(dtype, *shape: int):
