@@ -22,6 +22,7 @@
 #include "cpu/decode.h"
 #include "cpu/engine.h"
 #include "cpu/float_mode.h"
+#include "cpu/huge_pages.h"
 #include "cpu/rendezvous.h"
 #include "shm/communicators.h"
 
@@ -154,6 +155,14 @@ class NoWorkers final : public Workers {
 bool is_followed(const CallSite& site, ffi::RemainingRets rets) {
   if (site.part.empty() || site.plan.collective != Collective::all_gather) return false;
   return static_cast<size_t>(site.part[0] + site.part[1]) < (**rets.get<ffi::AnyBuffer>(0)).element_count();
+}
+
+// The parts of an array are gathered into one result, whose memory is mostly fresh. Page faults would take the time
+// that XLA needs to copy and to add what crosses hosts.
+void prepare_result(const CallSite& site, ffi::RemainingRets rets) {
+  if (!is_followed(site, rets) || site.part[0] > 0) return;
+  ffi::AnyBuffer result = **rets.get<ffi::AnyBuffer>(0);
+  advise_huge_pages(result.untyped_data(), result.size_bytes());
 }
 
 // Runs the collective on a thread that may take its time, so that the caller's rank goes on with its next call: the
@@ -294,6 +303,7 @@ Result execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::Buffer
     participant.outputs.clear();
     decode(groups.size(group), site->part, args, rets, message, participant);
     if (site->recorded != nullptr) note_bytes(*site->recorded, message);
+    prepare_result(*site, rets);
     participant.done = completion_of(promise);
     auto rendezvous = site->rendezvous_map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
     if (rendezvous == nullptr) return future;
