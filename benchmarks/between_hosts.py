@@ -5,8 +5,9 @@
     sudo benchmarks/namespaces.sh down
 
 The raw stream is one TCP connection from each host to the next, in Python, with as many bytes as an all-reduce has to
-send at least: 2 (h - 1) / h messages for h hosts. A share of the link is its time by that of the all-reduce. All take
-turns in each round; the first two calls of a turn are not counted. Times are those of process 0.
+send at least: 2 (h - 1) / h messages for h hosts, in the type that crosses, which is float32 for smaller floats, or in
+8-bit blocks with a scale each. A share of the link is its time by that of the all-reduce. All take turns in each round;
+the first two calls of a turn are not counted. Times are those of process 0.
 """
 
 import argparse
@@ -25,7 +26,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=4, help="devices of each host, all of one process")
-    parser.add_argument("--sizes", default="4K,64K,1M,4M,16M,64M", help="bytes of a message, in float32")
+    parser.add_argument("--sizes", default="4K,64K,1M,4M,16M,64M", help="bytes of a message")
+    parser.add_argument("--dtype", default="float32", help="of a message")
     parser.add_argument("--wire", default="none,bfloat16,int8", help="of ring sums: none is ring_psum")
     parser.add_argument("--calls", type=int, default=5, help="timed calls in each turn")
     parser.add_argument("--rounds", type=int, default=3)
@@ -65,8 +67,9 @@ class RawStream:
             self.to_next = socket.create_connection((_address((own + 1) % hosts), 2345))
             self.from_previous, _ = server.accept()
 
-    def exchange(self, num_bytes: int) -> None:
-        data, received = bytes(num_bytes), memoryview(bytearray(num_bytes))
+    def exchange(self, data: np.ndarray, into: np.ndarray) -> None:
+        """Sends data and receives as much. Both are in memory already, as the operands of the all-reduces are."""
+        num_bytes, received = data.nbytes, memoryview(into)
         sender = threading.Thread(target=self.to_next.sendall, args=(data,))
         sender.start()
         done = 0
@@ -91,22 +94,31 @@ def run(arguments: argparse.Namespace) -> None:
 
     mesh = Mesh(np.array(jax.devices()), ("i",), axis_types=(AxisType.Auto,))
     stream = RawStream(process, hosts, lambda: multihost_utils.sync_global_devices("listening"))
+    dtype = jax.numpy.dtype(arguments.dtype)
     reductions = {"lax.psum": lambda x: jax.lax.psum(x, "i")}
+    bytes_crossing = {"lax.psum": max(4.0, dtype.itemsize)}  # of an element
     for wire in arguments.wire.split(","):
         if wire == "none":
             reductions["ring_psum"] = lambda x: ring_psum(x, "i")
         else:
             reductions[f"wire {wire}"] = lambda x, wire=wire: sync_gradients(x, "i", wire=wire, mean=False)
+        if wire == "int8":
+            bytes_crossing["wire int8"] = 260 / 256
     for text in arguments.sizes.split(","):
-        count = bytes_of(text) // 4
+        count = bytes_of(text) // dtype.itemsize
         sharding = NamedSharding(mesh, P("i"))
-        x = jax.make_array_from_callback((count * mesh.size,), sharding, lambda _, n=count: np.ones(n, np.float32))
-        calls = {"raw stream": lambda n=count: stream.exchange(4 * n * 2 * (hosts - 1) // hosts)}
+        x = jax.make_array_from_callback((count * mesh.size,), sharding, lambda _, n=count: np.ones(n, dtype))
+        calls, raw_of = {}, {}
+        for name in reductions:
+            each = bytes_crossing.get(name, bytes_crossing["lax.psum"])
+            raw_of[name] = raw = f"raw stream, {each:.3g} B"
+            data, into = np.ones((2, int(each * count * 2 * (hosts - 1) / hosts)), np.uint8)
+            calls[raw] = lambda data=data, into=into: stream.exchange(data, into)
         for name, reduce in reductions.items():
             mapped = jax.shard_map(reduce, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False)
             compiled = jax.jit(mapped).lower(x).compile()
             for shard in compiled(x).addressable_shards:
-                np.testing.assert_allclose(shard.data, mesh.size, rtol=0.02)
+                np.testing.assert_allclose(np.asarray(shard.data, np.float32), mesh.size, rtol=0.02)
             calls[name] = lambda compiled=compiled, x=x: compiled(x).block_until_ready()
         seconds: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(arguments.rounds):
@@ -117,19 +129,21 @@ def run(arguments: argparse.Namespace) -> None:
                     if i >= 2:
                         seconds[name].append(time.perf_counter() - begin)
         if process == 0:
-            report(f"{hosts} x {arguments.ranks} {text:>5}", seconds)
+            report(f"{hosts} x {arguments.ranks} {arguments.dtype} {text:>5}", seconds, raw_of)
     multihost_utils.sync_global_devices("done")
     sys.stdout.flush()
     os._exit(0)  # the other processes are killed
 
 
-def report(title: str, seconds: dict[str, list[float]]) -> None:
-    raw, lax = (float(np.median(seconds[name])) for name in ("raw stream", "lax.psum"))
+def report(title: str, seconds: dict[str, list[float]], raw_of: dict[str, str]) -> None:
+    median_of = {name: float(np.median(times)) for name, times in seconds.items()}
     for name, times in seconds.items():
         low, median, high = np.percentile(times, [10, 50, 90]) * 1e3
-        share, speedup = raw / median * 1e3, lax / median * 1e3
-        spread = f"{median:8.2f} ms ({low:.2f} to {high:.2f})"
-        print(f"{title} {name:13} {spread}, {share:4.0%} of the link, {speedup:.2f}x lax.psum", flush=True)
+        line = f"{title} {name:18} {median:8.2f} ms ({low:.2f} to {high:.2f})"
+        if raw := raw_of.get(name):
+            share, speedup = (median_of[of] / median_of[name] for of in (raw, "lax.psum"))
+            line += f", {share:4.0%} of the link, {speedup:.2f}x lax.psum"
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@
 #include "cpu/decode.h"
 #include "cpu/engine.h"
 #include "cpu/float_mode.h"
+#include "cpu/huge_pages.h"
 #include "cpu/rendezvous.h"
 #include "shm/communicators.h"
 
@@ -142,6 +143,43 @@ class XlaWorkers final : public Workers {
  private:
   ffi::ThreadPool& pool_;
 };
+
+// The thread that runs a collective does all of its work.
+class NoWorkers final : public Workers {
+ public:
+  int num_threads() const override { return 1; }
+  void schedule(std::function<void()> /*task*/) override {}
+};
+
+// Whether further parts of an array follow that an all-gather is for. They cross hosts meanwhile.
+bool is_followed(const CallSite& site, ffi::RemainingRets rets) {
+  if (site.part.empty() || site.plan.collective != Collective::all_gather) return false;
+  return static_cast<size_t>(site.part[0] + site.part[1]) < (**rets.get<ffi::AnyBuffer>(0)).element_count();
+}
+
+// The parts of an array are gathered into one result, whose memory is mostly fresh. Page faults would take the time
+// that XLA needs to copy and to add what crosses hosts.
+void prepare_result(const CallSite& site, ffi::RemainingRets rets) {
+  if (!is_followed(site, rets) || site.part[0] > 0) return;
+  ffi::AnyBuffer result = **rets.get<ffi::AnyBuffer>(0);
+  advise_huge_pages(result.untyped_data(), result.size_bytes());
+}
+
+// Runs the collective on a thread that may take its time, so that the caller's rank goes on with its next call: the
+// next part of an array crosses hosts, and the links must not wait. Noexcept for the same reason as run_collective().
+void run_beside(RendezvousPtr rendezvous, const Message& message) noexcept {
+  struct Task {
+    RendezvousPtr rendezvous;
+    Message message;
+  };
+  auto task = std::make_unique<Task>(Task{std::move(rendezvous), message});
+  auto alone = std::make_unique<Rendezvous>();
+  alone->done.emplace_back([task = std::move(task)](const std::string* /*error*/) {
+    NoWorkers workers;
+    run_collective(std::move(task->rendezvous), task->message, workers);
+  });
+  CompletionThreads::instance().complete(RendezvousPtr(alone.release()));
+}
 
 std::vector<bool> are_local(ffi::Span<const int64_t> processes) {
   std::vector<bool> local;
@@ -265,11 +303,14 @@ Result execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::Buffer
     participant.outputs.clear();
     decode(groups.size(group), site->part, args, rets, message, participant);
     if (site->recorded != nullptr) note_bytes(*site->recorded, message);
+    prepare_result(*site, rets);
     participant.done = completion_of(promise);
     auto rendezvous = site->rendezvous_map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
     if (rendezvous == nullptr) return future;
     if (const std::optional<CrossProcessGroup>& cross_process = site->groups[group]) {
       if (run_between_processes(*site, *cross_process, std::move(rendezvous), message)) return Done{};
+    } else if (is_followed(*site, rets)) {
+      run_beside(std::move(rendezvous), message);
     } else {
       XlaWorkers workers(pool);
       run_collective(std::move(rendezvous), message, workers);

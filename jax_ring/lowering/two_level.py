@@ -6,7 +6,6 @@ total one message leaves each host, not one per rank. Parts of a large message t
 that one part crosses while others are summed and gathered.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +26,9 @@ from jax_ring.options import Options
 # Crosses a link of 1 Gbit/s in some 30 ms. The ranks of a host need a few ms to sum and to gather it.
 PART_BYTES = 4 << 20
 # Each part is a few calls of the program.
-MAX_PARTS = 8
+MAX_PARTS = 16
+# So many parts are reduce-scattered before they can cross: the ranks of a host do not cross in step.
+AHEAD = 2
 # So many elements begin at a cache line, whatever their type.
 _ALIGNMENT = 64
 
@@ -131,47 +132,55 @@ class _AllReduce(NamedTuple):
     def in_parts(self, operand, aval, parts: Sequence[Part], position) -> tuple[Any, Any]:
         """The sum of an operand in parts, and the position for those of the next one.
 
-        While one part crosses, the next one is reduce-scattered and those before are all-gathered. The parts cross in
+        While one part crosses, the next ones are reduce-scattered and those before are all-gathered. The parts cross in
         one order on all ranks, and XLA cannot combine its all-reduces: the rank's mesh position goes through the custom
-        calls that enclose each of them, as if computed there. The next reduce-scatter waits for it, too. Other steps
+        calls that enclose each of them, as if computed there. The reduce-scatters wait for it, too. Other steps
         run when their operands are there, unless XLA has given them a buffer that another step still reads: so the last
-        all-gather takes what has crossed, and the positions.
+        all-gather takes what has crossed, and the positions. An operand that must be converted is so part by part.
         """
-        whole = parts[-1].begin + parts[-1].size
-        flat, result = _aval(self.types.scattered, whole), _aval(self.types.gathered, whole)
-        operand = to_shards(self.ctx, operand, flat)
-
-        def scatter(part: Part, *after):
-            shard = _aval(self.types.scattered, part.size // self.num_shards)
-            types = [flat, *(_POSITION for _ in after)]
-            return self._within("reduce_scatter", [operand, *after], types, [shard], part=part)[0]
-
+        result = _aval(self.types.gathered, parts[-1].begin + parts[-1].size)
+        operand = to_shards(self.ctx, operand, result.update(dtype=aval.dtype))
+        before, after = (
+            [_aval(dtype, part.size // self.num_shards) for part in parts]
+            for dtype in (self.types.scattered, self.types.gathered)
+        )
+        shards: list = []
+        crossed: list = []
+        positions: list = []
         total: Sequence = []
-        kept: list = []
-        kept_types: list = []
-        x = scatter(parts[0])
-        for part, following in itertools.zip_longest(parts, parts[1:]):
-            before, after = (
-                _aval(dtype, part.size // self.num_shards) for dtype in (self.types.scattered, self.types.gathered)
-            )
-            scattered: list = []
 
-            def cross(values, before=before, following=following, scattered=scattered):
+        def scatter(until: int) -> None:
+            for part in parts[len(shards) : until]:
+                shards.append(self._scatter_part(operand, part, positions[-1:]))
+
+        scatter(1)
+        for k, part in enumerate(parts):
+
+            def cross(values, k=k):
                 x, position = values
-                if following:
-                    scattered += [scatter(following, position), position]
-                return [self._all_reduce(x, before), position]
+                positions.append(position)
+                scatter(k + 1 + AHEAD)
+                return [self._all_reduce(x, before[k]), position]
 
-            crossed, position = self._enclose(cross, [x, position], [before, _POSITION], [after, _POSITION])
-            values, types = [crossed, *total], [after, *(result for _ in total)]
-            if following:
-                x, after_begin = scattered
-                kept += [crossed, after_begin]
-                kept_types += [after, _POSITION]
-            else:
-                values, types = [*values, *kept], [*types, *kept_types]
+            x, position = self._enclose(cross, [shards[k], position], [before[k], _POSITION], [after[k], _POSITION])
+            values, types = [x, *total], [after[k], *(result for _ in total)]
+            crossed.append(x)
+            if k == len(parts) - 1:
+                values += [*crossed[:k], *positions]
+                types += [*after[:k], *(_POSITION for _ in positions)]
             total = self._within("all_gather", values, types, [result], part=part)
         return from_shards(total[0], aval), position
+
+    def _scatter_part(self, operand, part: Part, positions: Sequence):
+        """The shard of a part of an operand, once the positions are there. Only the part is converted."""
+        whole = ir.RankedTensorType(operand.type)
+        dtype, num_read = self.types.scattered, whole.shape[0]
+        if whole.element_type != mlir.dtype_to_ir_type(dtype):
+            operand, num_read = ops.convert(self.ctx, _part_after(operand, part, positions), dtype), part.size
+            part = Part(0, part.size)
+        types = [_aval(dtype, num_read), *(_POSITION for _ in positions)]
+        shard = _aval(dtype, part.size // self.num_shards)
+        return self._within("reduce_scatter", [operand, *positions], types, [shard], part=part)[0]
 
     def _within(self, kind: str, values: Sequence, avals_in: Sequence, avals_out: Sequence, part=()) -> Sequence:
         """Emits jax_ring's collective of this kind between the ranks of each host."""
@@ -190,6 +199,18 @@ class _AllReduce(NamedTuple):
         return between_hosts.enclose(
             self.ctx, values, emit, call=self.call, groups=self.levels.across, avals_in=avals_in, avals_out=avals_out
         )
+
+
+def _part_after(x, part: Part, positions: Sequence):
+    """A part of an array, which is read once the positions are there.
+
+    The start of the part depends on the position, in a way of which only the reader knows that it is none: XLA runs a
+    kernel as soon as its operands are there, and would convert all parts before the first one crosses.
+    """
+    begin = mlir.ir_constant(np.uint32(part.begin))
+    for position in positions:
+        begin = hlo.add(begin, hlo.shift_right_logical(position, mlir.ir_constant(np.uint32(31))))
+    return hlo.dynamic_slice(x, [begin], mlir.dense_int_array([part.size]))
 
 
 def _aval(dtype, *shape: int):

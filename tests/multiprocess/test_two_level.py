@@ -187,6 +187,20 @@ def large_messages_cross_in_parts():
     assert names == ["jax_ring_reduce_scatter", "all-reduce", "jax_ring_all_gather"]
 
 
+def small_floats_in_many_parts():
+    """They are converted part by part, and rounded once, after they have crossed; also where shards are padded."""
+    mesh = Mesh(by_host().reshape(8), ("i",))
+    for dtype, size in ((jnp.bfloat16, 5 * two_level.PART_BYTES // 4 + 1001), (np.float16, two_level.PART_BYTES)):
+        values = RNG.standard_normal((8, size)).astype(np.float32).astype(dtype)
+        fun, arrays = on_mesh(lambda x: ring_psum(x, "i"), mesh, values)
+        exact = values.astype(np.float32)
+        expected = (rank_fold(exact[:4]) + rank_fold(exact[4:])).astype(dtype)
+        for _ in range(2):
+            assert_local_shards(fun(arrays), expected[None])
+        names = [i.name for i in explain(fun, arrays).instructions]
+        assert names.count("all-reduce") == size * 4 // two_level.PART_BYTES
+
+
 def large_sums_beside_each_other():
     """The parts of one call cross in turn, whatever XLA runs first."""
     mesh = Mesh(by_host().reshape(8), ("i",))
@@ -286,7 +300,8 @@ def large_psum_scatters():
 def test_two_hosts():
     for part in (
         same_as_lax, float_rounding, transformations, traffic_across_hosts, large_messages_cross_in_parts,
-        large_sums_beside_each_other, under_override_lax, groups_within_hosts, fallback_to_xla, large_psum_scatters,
+        small_floats_in_many_parts, large_sums_beside_each_other, under_override_lax, groups_within_hosts,
+        fallback_to_xla, large_psum_scatters,
     ):  # fmt: skip
         part()
         print(f"{part.__name__} passed")
@@ -296,9 +311,11 @@ def test_two_hosts():
 def test_two_hosts_of_two_processes():
     """The ranks of a host are in two processes, with an algorithm to choose between them."""
     mesh = Mesh(np.array(jax.devices()), ("i",))
-    large = integers(8, 2 * two_level.PART_BYTES // 4 + 3)
-    fun, arrays = on_mesh(lambda x: ring_psum(x, "i"), mesh, large, out_specs=P())
-    assert_local_shards(fun(arrays), large.sum(0)[None])
+    large = integers(8, 6 * two_level.PART_BYTES // 4 + 3)
+    for dtype in (large.dtype, jnp.float16):
+        fun, arrays = on_mesh(lambda x: ring_psum(x, "i"), mesh, large.astype(dtype), out_specs=P())
+        for _ in range(2):
+            assert_local_shards(fun(arrays), large.sum(0).astype(dtype)[None])
     values = integers(8, 5)
     for order in ("rank", "tree"):
         fun, arrays = on_mesh(lambda x, order=order: ring_psum(x, "i", order=order), mesh, values, out_specs=P())

@@ -1,0 +1,25 @@
+// huge_pages.h: asks the kernel for huge pages where a large result is about to be written.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace jax_ring::cpu {
+
+// Large results are mostly fresh memory. In huge pages it is there after one fault for 2 MiB, not 512. Whole pages
+// only, so that nothing beyond the buffer is affected. Without effect where memory is there already, or the system has
+// none.
+inline void advise_huge_pages([[maybe_unused]] void* buffer, [[maybe_unused]] size_t num_bytes) {
+#if defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = 2 << 20;
+  const auto address = reinterpret_cast<uintptr_t>(buffer);
+  const uintptr_t begin = (address + kPage - 1) / kPage * kPage, end = (address + num_bytes) / kPage * kPage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+}  // namespace jax_ring::cpu
