@@ -186,6 +186,11 @@ bool Rounds::next(Round& round) {
     }
     if (!add_slice(round)) break;
   }
+  const auto is_tiny = [&](const Piece& piece) {
+    return piece.part.count * cpu::element_size(message_->dtype) <= kTinyBytes;
+  };
+  round.is_tiny = std::all_of(round.pieces.begin(), round.pieces.end(), is_tiny) &&
+                  *std::max_element(staging_used_.begin(), staging_used_.end()) <= kCacheLine;
   return !round.pieces.empty();
 }
 

@@ -32,6 +32,9 @@ Capacities capacities_of(const Group& group);
 
 constexpr int kEveryone = -1;
 
+// A value of up to this size is staged beside the signals, so that a peer finds both in one cache line.
+constexpr size_t kTinyBytes = 8;
+
 // The unit of folding.
 struct Piece {
   size_t operand;
@@ -44,6 +47,7 @@ struct Piece {
 struct Round {
   std::vector<Piece> pieces;
   std::vector<size_t> staged_at;  // offset in each process's staging, by piece, then process
+  bool is_tiny = false;           // no process stages more than one value, of up to kTinyBytes
 
   size_t staged(size_t piece, int process, int num_processes) const {
     return staged_at[piece * num_processes + process];
