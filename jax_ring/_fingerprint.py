@@ -4,7 +4,7 @@ import hashlib
 import pathlib
 import sys
 
-_SUFFIXES = (".h", ".cc", ".cu", ".txt")
+_SUFFIXES = (".h", ".cc", ".cu", ".txt", ".cmake")
 
 
 def fingerprint(ffi: pathlib.Path) -> str:

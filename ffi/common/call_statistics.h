@@ -33,7 +33,7 @@ class CallStatistics {
   // waited: from the first arrival to the last. busy: from there to the end. late: by how much the last rank was later
   // than the one before it.
   void add(int group, int last, int64_t waited, int64_t busy, int64_t late) {
-    waited_.fetch_add(waited, std::memory_order_relaxed);
+    if (waited != 0) waited_.fetch_add(waited, std::memory_order_relaxed);
     busy_.fetch_add(busy, std::memory_order_relaxed);
     LateCounters& of_rank = late_[first_[group] + last];
     of_rank.count.fetch_add(1, std::memory_order_relaxed);

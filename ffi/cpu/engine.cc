@@ -160,6 +160,13 @@ struct ParallelWork {
   std::atomic<size_t> chunks_done{0};
 };
 
+// The thread that runs a collective does all of its work.
+class NoWorkers final : public Workers {
+ public:
+  int num_threads() const override { return 1; }
+  void schedule(std::function<void()> /*task*/) override {}
+};
+
 }  // namespace
 
 void run_collective(RendezvousPtr rendezvous, const Message& message, Workers& workers) noexcept {
@@ -185,6 +192,20 @@ void run_collective(RendezvousPtr rendezvous, const Message& message, Workers& w
     });
   }
   if (shared->run()) CompletionThreads::instance().complete(std::move(shared->work.rendezvous));
+}
+
+void run_collective_beside(RendezvousPtr rendezvous, const Message& message) noexcept {
+  struct Task {
+    RendezvousPtr rendezvous;
+    Message message;
+  };
+  auto task = std::make_unique<Task>(Task{std::move(rendezvous), message});
+  auto alone = std::make_unique<Rendezvous>();
+  alone->done.emplace_back([task = std::move(task)](const std::string* /*error*/) {
+    NoWorkers workers;
+    run_collective(std::move(task->rendezvous), task->message, workers);
+  });
+  CompletionThreads::instance().complete(RendezvousPtr(alone.release()));
 }
 
 }  // namespace jax_ring::cpu

@@ -39,4 +39,7 @@ struct Message {
 // forever.
 void run_collective(RendezvousPtr rendezvous, const Message& message, Workers& workers) noexcept;
 
+// The same, all of it on a thread that may take its time, so that the caller's rank goes on with its next call.
+void run_collective_beside(RendezvousPtr rendezvous, const Message& message) noexcept;
+
 }  // namespace jax_ring::cpu

@@ -35,6 +35,8 @@ class FloatMode {
 #endif
   }
 
+  bool operator!=(const FloatMode& other) const { return word_ != other.word_; }
+
   void set() const {
 #if defined(__x86_64__)
     _mm_setcsr(static_cast<unsigned>(word_));
@@ -52,13 +54,19 @@ class FloatMode {
 // result must not depend on the thread that computed it.
 class ScopedFloatMode {
  public:
-  explicit ScopedFloatMode(FloatMode mode) : saved_(FloatMode::current()) { mode.set(); }
-  ~ScopedFloatMode() { saved_.set(); }
+  explicit ScopedFloatMode(FloatMode mode) : saved_(FloatMode::current()), differs_(mode != saved_) {
+    // Setting it waits for the instructions before it.
+    if (differs_) mode.set();
+  }
+  ~ScopedFloatMode() {
+    if (differs_) saved_.set();
+  }
   ScopedFloatMode(const ScopedFloatMode&) = delete;
   ScopedFloatMode& operator=(const ScopedFloatMode&) = delete;
 
  private:
-  FloatMode saved_;
+  const FloatMode saved_;
+  const bool differs_;
 };
 
 }  // namespace jax_ring::cpu

@@ -2,6 +2,7 @@
 #include "cpu/handler.h"
 
 #include <algorithm>
+#include <atomic>
 #include <initializer_list>
 #include <memory>
 #include <optional>
@@ -68,6 +69,7 @@ struct CallSite {
         text(std::make_shared<std::string>(std::move(text))) {
     plan.sources = sources.data();
   }
+  const uint64_t number = next_number.fetch_add(1, std::memory_order_relaxed);  // of no other call site
   RendezvousMap rendezvous_map;
   Plan plan;
   std::vector<int> sources;   // of the plan
@@ -81,8 +83,12 @@ struct CallSite {
   Hash hash;  // of what identifies the call, the same in all processes
   std::vector<std::optional<CrossProcessGroup>>
       groups;  // nullopt if a group is within one process, or has no rank here
+
+ private:
+  static std::atomic<uint64_t> next_number;
 };
 ffi::TypeId CallSite::id = {};
+std::atomic<uint64_t> CallSite::next_number{1};
 
 bool is_one_shot(const CallSite& site, const Message& message, const Thresholds& thresholds) {
   size_t count = 0;
@@ -144,13 +150,6 @@ class XlaWorkers final : public Workers {
   ffi::ThreadPool& pool_;
 };
 
-// The thread that runs a collective does all of its work.
-class NoWorkers final : public Workers {
- public:
-  int num_threads() const override { return 1; }
-  void schedule(std::function<void()> /*task*/) override {}
-};
-
 // Whether further parts of an array follow that an all-gather is for. They cross hosts meanwhile.
 bool is_followed(const CallSite& site, ffi::RemainingRets rets) {
   if (site.part.empty() || site.plan.collective != Collective::all_gather) return false;
@@ -163,22 +162,6 @@ void prepare_result(const CallSite& site, ffi::RemainingRets rets) {
   if (!is_followed(site, rets) || site.part[0] > 0) return;
   ffi::AnyBuffer result = **rets.get<ffi::AnyBuffer>(0);
   advise_huge_pages(result.untyped_data(), result.size_bytes());
-}
-
-// Runs the collective on a thread that may take its time, so that the caller's rank goes on with its next call: the
-// next part of an array crosses hosts, and the links must not wait. Noexcept for the same reason as run_collective().
-void run_beside(RendezvousPtr rendezvous, const Message& message) noexcept {
-  struct Task {
-    RendezvousPtr rendezvous;
-    Message message;
-  };
-  auto task = std::make_unique<Task>(Task{std::move(rendezvous), message});
-  auto alone = std::make_unique<Rendezvous>();
-  alone->done.emplace_back([task = std::move(task)](const std::string* /*error*/) {
-    NoWorkers workers;
-    run_collective(std::move(task->rendezvous), task->message, workers);
-  });
-  CompletionThreads::instance().complete(RendezvousPtr(alone.release()));
 }
 
 std::vector<bool> are_local(ffi::Span<const int64_t> processes) {
@@ -235,20 +218,54 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
   }
 }
 
-// Whether the call is done, and its only local rank, the caller, need not be completed.
-bool run_between_processes(const CallSite& site, const CrossProcessGroup& group, RendezvousPtr rendezvous,
-                           const Message& message) {
-  const auto [run, launch] = group.launch_ids->get(rendezvous->run_id);
-  const bool one_shot = is_one_shot(site, message, group.thresholds);
+// By what the other processes know a call that a loop makes again and again, the same in one execution.
+struct Identity {
+  uint64_t site = 0;
+  int group = 0;
+  int64_t run_id = 0;
+  uint64_t id = 0;
+  bool one_shot = false;
+};
+
+Identity identity_of(const CallSite& site, int group, int64_t run_id, const Message& message) {
+  const CrossProcessGroup& processes = *site.groups[group];
+  const auto [run, launch] = processes.launch_ids->get(run_id);
+  const bool one_shot = is_one_shot(site, message, processes.thresholds);
   Hash hash = site.hash;
   hash.add(run).add(launch).add(message.dtype).add(one_shot);
   for (size_t count : message.counts) hash.add(count);
-  rendezvous->entry.identify(hash.value());
-  rendezvous = group.communicator->submit({std::move(rendezvous), message, hash.value(), one_shot, site.text});
-  if (rendezvous == nullptr) return false;
-  if (rendezvous->num_arrived == 1) return true;
-  CompletionThreads::instance().complete(std::move(rendezvous));
-  return false;
+  return {site.number, group, run_id, hash.value(), one_shot};
+}
+
+// What completes a call later.
+struct Pending {
+  ffi::Promise promise;
+  ffi::Future future{promise};
+};
+
+// What a thread keeps from one call for the next, so that a loop of small calls neither allocates memory nor finds out
+// again what it knows.
+struct Kept {
+  Participant participant;
+  shm::Call call;
+  Identity identity;  // of the last call between processes
+  // Of the last one that was done at once.
+  std::optional<Pending> pending;
+  RendezvousPtr rendezvous;
+};
+
+// Runs the call of a group that spans several processes. Returns its rendezvous if it is done, else null.
+RendezvousPtr run_between_processes(const CallSite& site, RendezvousPtr rendezvous, Kept& kept) {
+  Identity& known = kept.identity;
+  if (known.site != site.number || known.group != rendezvous->group || known.run_id != rendezvous->run_id) {
+    known = identity_of(site, rendezvous->group, rendezvous->run_id, kept.call.message);
+  }
+  rendezvous->entry.identify(known.id);
+  kept.call.rendezvous = std::move(rendezvous);
+  kept.call.id = known.id;
+  kept.call.one_shot = known.one_shot;
+  if (kept.call.text != site.text) kept.call.text = site.text;
+  return site.groups[known.group]->communicator->submit(std::move(kept.call));
 }
 
 void note_bytes(flight::RecordedCall& call, const Message& message) {
@@ -285,14 +302,13 @@ Completion completion_of(const ffi::Promise& to_complete) {
 
 Result execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::BufferR0<ffi::U32> partition,
                ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary /*seen by instantiate*/) {
-  ffi::Promise promise;
-  ffi::Future future(promise);
+  thread_local Kept kept;
+  Pending pending = kept.pending ? *std::exchange(kept.pending, std::nullopt) : Pending();
   try {
     const ReplicaGroups& groups = site->rendezvous_map.groups();
     const int group = groups.place(*partition.typed_data()).group;
-    // Reused from call to call, so that their vectors keep their memory.
-    thread_local Message message;
-    thread_local Participant participant;
+    Message& message = kept.call.message;
+    Participant& participant = kept.participant;
     message.plan = site->plan;
     message.op = site->op;
     message.tree = site->trees.of_group.empty() ? nullptr : &site->trees.of_group[group];
@@ -304,23 +320,38 @@ Result execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::Buffer
     decode(groups.size(group), site->part, args, rets, message, participant);
     if (site->recorded != nullptr) note_bytes(*site->recorded, message);
     prepare_result(*site, rets);
-    participant.done = completion_of(promise);
-    auto rendezvous = site->rendezvous_map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
-    if (rendezvous == nullptr) return future;
-    if (const std::optional<CrossProcessGroup>& cross_process = site->groups[group]) {
-      if (run_between_processes(*site, *cross_process, std::move(rendezvous), message)) return Done{};
-    } else if (is_followed(*site, rets)) {
-      run_beside(std::move(rendezvous), message);
-    } else {
-      XlaWorkers workers(pool);
-      run_collective(std::move(rendezvous), message, workers);
+    participant.done = completion_of(pending.promise);
+    const bool is_alone = groups.num_local(group) == 1;
+    auto& map = site->rendezvous_map;
+    RendezvousPtr rendezvous = is_alone ? map.arrive_alone(run.run_id, *partition.typed_data(), std::move(participant),
+                                                           std::move(kept.rendezvous))
+                                        : map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
+    if (rendezvous == nullptr) return std::move(pending.future);
+    if (!site->groups[group].has_value()) {
+      if (is_followed(*site, rets)) {
+        // The next part crosses hosts, and the links must not wait.
+        run_collective_beside(std::move(rendezvous), message);
+      } else {
+        XlaWorkers workers(pool);
+        run_collective(std::move(rendezvous), message, workers);
+      }
+      return std::move(pending.future);
     }
+    rendezvous = run_between_processes(*site, std::move(rendezvous), kept);
+    if (rendezvous == nullptr) return std::move(pending.future);
+    if (is_alone) {
+      rendezvous->clear();
+      kept.rendezvous = std::move(rendezvous);
+      kept.pending = std::move(pending);
+      return Done{};
+    }
+    CompletionThreads::instance().complete(std::move(rendezvous));
   } catch (const std::invalid_argument& error) {
-    promise.SetError(ffi::Error::InvalidArgument(*site->text + ": " + error.what()));
+    pending.promise.SetError(ffi::Error::InvalidArgument(*site->text + ": " + error.what()));
   } catch (const std::exception& error) {
-    promise.SetError(ffi::Error::Internal(error.what()));
+    pending.promise.SetError(ffi::Error::Internal(error.what()));
   }
-  return future;
+  return std::move(pending.future);
 }
 
 // A barrier of the ranks of this process. It has the state of a call, for the sake of one FFI type.

@@ -77,13 +77,17 @@ std::unique_ptr<Rendezvous> RendezvousPool::acquire() {
   return rendezvous;
 }
 
+void Rendezvous::clear() {
+  num_arrived = 0;
+  inputs.clear();
+  outputs.clear();
+  terms.clear();
+  done.clear();
+  entry = {};
+}
+
 void RendezvousPool::release(std::unique_ptr<Rendezvous> rendezvous) {
-  rendezvous->num_arrived = 0;
-  rendezvous->inputs.clear();
-  rendezvous->outputs.clear();
-  rendezvous->terms.clear();
-  rendezvous->done.clear();
-  rendezvous->entry = {};
+  rendezvous->clear();
   std::lock_guard<Mutex> lock(mutex_);
   free_.push_back(std::move(rendezvous));
 }
@@ -123,36 +127,58 @@ RendezvousPtr RendezvousMap::arrive(int64_t run_id, int64_t partition, Participa
   auto found = std::find_if(open_.begin(), open_.end(), [&](const RendezvousPtr& rendezvous) {
     return rendezvous->run_id == run_id && rendezvous->group == place.group && !rendezvous->done[place.rank];
   });
-  if (found == open_.end()) {
-    RendezvousPtr rendezvous(pool_->acquire().release(), {pool_});
-    rendezvous->run_id = run_id;
-    rendezvous->group = place.group;
-    rendezvous->start_time = Clock::now();
-    rendezvous->inputs.resize(2 * num_operands * num_ranks);
-    rendezvous->outputs.resize(num_operands * num_ranks);
-    rendezvous->done.resize(num_ranks);
-    if (recorded_ != nullptr) {
-      rendezvous->entry.enter(recorded_, memory_, place.group, nanoseconds(rendezvous->start_time));
-    }
-    found = open_.insert(open_.end(), std::move(rendezvous));
-  }
+  if (found == open_.end()) found = open_.insert(open_.end(), open(run_id, place, num_operands));
   Rendezvous& rendezvous = **found;
   if (rendezvous.outputs.size() != num_operands * num_ranks) {
     throw std::invalid_argument(call_ + ": the ranks have different numbers of operands");
   }
-  for (size_t operand = 0; operand < num_operands; ++operand) {
+  add(rendezvous, place, std::move(participant));
+  if (rendezvous.num_arrived < groups_.num_local(place.group)) return nullptr;
+  RendezvousPtr complete = std::move(*found);
+  open_.erase(found);
+  return complete;
+}
+
+RendezvousPtr RendezvousMap::arrive_alone(int64_t run_id, int64_t partition, Participant&& participant,
+                                          RendezvousPtr used) {
+  // Without the lock: it is never in the map, where the watchdog would look for it.
+  if (std::optional<std::string> failure = Watchdog::instance().failure(run_id)) {
+    Completion done = std::move(participant.done);
+    done(&*failure);
+    return nullptr;
+  }
+  const ReplicaGroups::Place place = groups_.place(partition);
+  RendezvousPtr rendezvous = open(run_id, place, participant.inputs.size(), std::move(used));
+  add(*rendezvous, place, std::move(participant));
+  return rendezvous;
+}
+
+RendezvousPtr RendezvousMap::open(int64_t run_id, ReplicaGroups::Place place, size_t num_operands, RendezvousPtr used) {
+  const size_t num_ranks = groups_.size(place.group);
+  RendezvousPtr rendezvous = used != nullptr ? std::move(used) : RendezvousPtr(pool_->acquire().release(), {pool_});
+  rendezvous->run_id = run_id;
+  rendezvous->group = place.group;
+  rendezvous->start_time = Clock::now();
+  rendezvous->inputs.resize(2 * num_operands * num_ranks);
+  rendezvous->outputs.resize(num_operands * num_ranks);
+  rendezvous->done.resize(num_ranks);
+  if (recorded_ != nullptr) {
+    rendezvous->entry.enter(recorded_, memory_, place.group, nanoseconds(rendezvous->start_time));
+  }
+  return rendezvous;
+}
+
+// Adds a rank with its buffers.
+void RendezvousMap::add(Rendezvous& rendezvous, ReplicaGroups::Place place, Participant&& participant) {
+  const size_t num_ranks = rendezvous.done.size();
+  for (size_t operand = 0; operand < participant.inputs.size(); ++operand) {
     const void** inputs = &rendezvous.inputs[2 * operand * num_ranks];
     inputs[place.rank] = inputs[place.rank + num_ranks] = participant.inputs[operand];
     rendezvous.outputs[operand * num_ranks + place.rank] = participant.outputs[operand];
   }
   rendezvous.done[place.rank] = std::move(participant.done);
-  const int num_local = groups_.num_local(place.group);
   ++rendezvous.num_arrived;
-  if (rendezvous.entry) record_arrival(rendezvous, place.rank, num_local);
-  if (rendezvous.num_arrived < num_local) return nullptr;
-  RendezvousPtr complete = std::move(*found);
-  open_.erase(found);
-  return complete;
+  if (rendezvous.entry) record_arrival(rendezvous, place.rank, groups_.num_local(place.group));
 }
 
 // Reads the clock for the last two arrivals alone: the others' order is not reported.

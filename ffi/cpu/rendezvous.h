@@ -43,6 +43,8 @@ struct Rendezvous {
   flight::Entry entry;              // of the flight recorder
 
   int num_ranks() const { return static_cast<int>(done.size()); }
+  // Forgets the call, and keeps the memory for another.
+  void clear();
 };
 
 // The finished rendezvous of a call site, whose memory is reused: a repeated call allocates none. Shared with the
@@ -121,6 +123,10 @@ class RendezvousMap {
   // Throws std::invalid_argument if the participant has another number of operands than those before it.
   RendezvousPtr arrive(int64_t run_id, int64_t partition, Participant&& participant);
 
+  // The same for the only rank of this process in its group: the rendezvous is complete at once. used: one that has
+  // been cleared, whose memory is used again; null if there is none.
+  RendezvousPtr arrive_alone(int64_t run_id, int64_t partition, Participant&& participant, RendezvousPtr used);
+
   // Removes and returns the open rendezvous that satisfy the predicate.
   std::vector<RendezvousPtr> remove_if(const std::function<bool(const Rendezvous&)>& predicate);
 
@@ -142,6 +148,8 @@ class RendezvousMap {
                                      const OtherPlace& other_place) const;
 
  private:
+  RendezvousPtr open(int64_t run_id, ReplicaGroups::Place place, size_t num_operands, RendezvousPtr used = nullptr);
+  void add(Rendezvous& rendezvous, ReplicaGroups::Place place, Participant&& participant);
   static void record_arrival(Rendezvous& rendezvous, int rank, int num_local);
 
   const ReplicaGroups groups_;

@@ -124,16 +124,20 @@ jax_ring_mutant(ring_model ring_compares_without_wrap ring/signal.h
 
 # The rounds of a group of processes.
 jax_ring_mutant(shm_model doorbell_relaxed shm/channel.cc
-  [==[doorbell.fetch_add(1, std::memory_order_seq_cst)]==] [==[doorbell.fetch_add(1, std::memory_order_relaxed)]==]
+  [==[.load(std::memory_order_relaxed) + 1, std::memory_order_release)]==]
+  [==[.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed)]==]
+  "one round in one step" "deadlock")
+jax_ring_mutant(shm_model ringer_publishes_no_doorbell shm/channel.cc
+  [==[waiters.fetch_add(0, std::memory_order_acq_rel)]==] [==[waiters.fetch_add(0, std::memory_order_relaxed)]==]
   "one round in one step" "deadlock")
 jax_ring_mutant(shm_model ringer_sees_no_waiter shm/channel.cc
-  [==[waiters.count.load(std::memory_order_seq_cst)]==] [==[waiters.count.load(std::memory_order_relaxed)]==]
+  [==[waiters.fetch_add(0, std::memory_order_acq_rel)]==] [==[waiters.load(std::memory_order_seq_cst)]==]
   "one round in one step" "deadlock")
 jax_ring_mutant(shm_model waits_without_announcement shm/channel.cc
-  [==[  other.waiters.count.fetch_add(1, std::memory_order_seq_cst);
+  [==[  other.notices.waiters.fetch_add(1, std::memory_order_acq_rel);
   futex_wait(other.signals.doorbell, seen, timeout);]==]
   [==[  futex_wait(other.signals.doorbell, seen, timeout);
-  other.waiters.count.fetch_add(1, std::memory_order_seq_cst);]==]
+  other.notices.waiters.fetch_add(1, std::memory_order_acq_rel);]==]
   "one round in one step" "deadlock")
 jax_ring_mutant(shm_model call_published_relaxed shm/channel.cc
   [==[signals.calls[round % 2].store(call << 1 | growth, std::memory_order_release)]==]
@@ -176,6 +180,16 @@ jax_ring_mutant(shm_model slices_in_one_set shm/channel.h
 jax_ring_mutant(shm_model permutation_without_zeros shm/exchange.cc
   [==[if (receives == (part.sources.count > 0)) continue;]==] [==[if (receives) continue;]==]
   "a permutation" "wrong result")
+
+jax_ring_mutant(shm_model results_skipped_relaxed shm/channel.cc
+  [==[results.store(round, std::memory_order_release); }]==] [==[results.store(round, std::memory_order_relaxed); }]==]
+  "calls of every kind" "data race")
+jax_ring_mutant(shm_model skips_results_too_early shm/exchange.cc
+  [==[channel.skip_results(number - 1);]==] [==[channel.skip_results(number);]==]
+  "one round in two steps" "(data race|wrong result)")
+jax_ring_mutant(shm_model tiny_values_in_one_place shm/channel.h
+  [==[signals.tiny[round % 2]]==] [==[signals.tiny[0]]==]
+  "tiny rounds" "(data race|wrong result)")
 
 # The growth of a group's memory.
 jax_ring_mutant(shm_model grows_before_all_have_mapped shm/exchange.cc

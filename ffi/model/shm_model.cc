@@ -310,9 +310,10 @@ std::vector<NamedScenario> scenarios() {
   Options exhaustive, random;
   random.exhaustive = false;
   random.max_executions = 1000;
-  const TestCall one_step{{}, true, 1}, two_steps{{}, false, 32};
+  const TestCall one_step{{}, true, 3}, two_steps{{}, false, 32};
+  const TestCall tiny{{}, true, 1}, tiny_gather{{Collective::all_gather}, false, 1};
   const TestCall large{{}, true, 32};  // two rounds, or one after growth
-  const TestCall scatter{{Collective::reduce_scatter}, false, 16}, gather{{Collective::all_gather}, false, 1};
+  const TestCall scatter{{Collective::reduce_scatter}, false, 16}, gather{{Collective::all_gather}, false, 3};
   const TestCall swap{{Collective::all_to_all}, false, 48};
   const TestCall shift{{Collective::permute, Order::rank, 0, kFromTheOneBefore}, false, 32};
   const TestCall ragged{
@@ -320,11 +321,12 @@ std::vector<NamedScenario> scenarios() {
   return {
       {"one round in one step, 2 processes", exhaustive, succeeds(2, {one_step})},
       {"one round in two steps, 2 processes", exhaustive, succeeds(2, {two_steps})},
+      {"tiny rounds, 2 processes", random, succeeds(2, {tiny, tiny_gather, tiny})},
       {"2 rounds in one step, 2 processes", exhaustive, succeeds(2, {{{}, true, 32}})},
       {"3 rounds in one step, 2 processes", random, succeeds(2, {{{}, true, 48}})},
       {"3 rounds in two steps, 2 processes", random, succeeds(2, {{{}, false, 96}})},
       {"calls of every kind, 3 processes", random,
-       succeeds(3, {one_step, two_steps, scatter, gather, swap, shift, ragged, one_step})},
+       succeeds(3, {one_step, two_steps, scatter, gather, swap, shift, tiny, ragged, one_step})},
       {"an all-to-all, 2 processes", exhaustive, succeeds(2, {swap})},
       {"a permutation, 2 processes", exhaustive, succeeds(2, {shift})},
       {"a ragged all-to-all, 2 processes", exhaustive, succeeds(2, {ragged})},

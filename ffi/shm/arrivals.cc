@@ -20,13 +20,13 @@ int64_t difference(uint64_t later, uint64_t earlier) {
 
 }  // namespace
 
-void end_entry(flight::Entry& entry, const Group& group, const Channel& channel, uint32_t round) {
+void end_entry(flight::Entry& entry, const Group& group, const std::vector<uint64_t>& arrivals) {
   if (!entry) return;
   const uint64_t own = arrival_of(entry);
   uint64_t last = own, before_last = 0;  // 0: none
   for (int process = 0; process < group.num_processes(); ++process) {
     if (process == group.self()) continue;
-    uint64_t other = channel.arrival_of(process, round);
+    uint64_t other = arrivals[process];
     if (other == 0) continue;  // it does not record
     if (difference(other, last) > 0) std::swap(other, last);
     if (before_last == 0 || difference(other, before_last) > 0) before_last = other;

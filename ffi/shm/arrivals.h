@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "common/flight_recorder.h"
 #include "shm/channel.h"
@@ -16,8 +17,8 @@ inline uint64_t arrival_of(const flight::Entry& entry) {
   return entry ? static_cast<uint64_t>(entry.ready()) << 16 | static_cast<uint16_t>(entry.last()) : 0;
 }
 
-// Ends the entry of a call that is done. round: the last of the call.
-void end_entry(flight::Entry& entry, const Group& group, const Channel& channel, uint32_t round);
+// Ends the entry of a call that is done. arrivals: of all processes but this one, by process.
+void end_entry(flight::Entry& entry, const Group& group, const std::vector<uint64_t>& arrivals);
 
 // Opens the records of all processes of the group, which must have joined the channel.
 void open_peers(const Group& group, const Channel& channel);

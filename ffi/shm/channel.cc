@@ -72,10 +72,12 @@ void Channel::unlink_offer() {
 
 void Channel::ring_doorbell() {
   Area& own = area(self_);
-  // seq_cst on both sides: either this process sees the waiter, or the waiter sees the new doorbell value and does not
-  // sleep.
-  own.signals.doorbell.fetch_add(1, std::memory_order_seq_cst);
-  if (own.waiters.count.load(std::memory_order_seq_cst) != 0) futex_wake(own.signals.doorbell);
+  // A release: whoever finds the new value before it sleeps has to find what is signaled, too.
+  own.signals.doorbell.store(own.signals.doorbell.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+  // Both sides change the count: either this process sees the waiter, or the waiter sees the new doorbell value and
+  // does not sleep. The count is in a line that is this process's own while none sleeps; changing the doorbell like
+  // that would wait for the line that the peers poll.
+  if (own.notices.waiters.fetch_add(0, std::memory_order_acq_rel) != 0) futex_wake(own.signals.doorbell);
 }
 
 void Channel::signal_staged(uint32_t round, uint64_t call, bool growth) {
@@ -195,7 +197,7 @@ bool Channel::has_results(int process, uint32_t round) const {
   return !is_before(area(process).signals.results.load(std::memory_order_acquire), round);
 }
 
-void Channel::skip_results(uint32_t round) { area(self_).signals.results.store(round, std::memory_order_relaxed); }
+void Channel::skip_results(uint32_t round) { area(self_).signals.results.store(round, std::memory_order_release); }
 
 void Channel::post_status(const std::string& text) {
   Status& status = area(self_).status;
@@ -218,6 +220,9 @@ std::string Channel::status_of(int process) const {
 
 void Channel::abort(bool leaves) {
   area(self_).signals.aborted.store(leaves ? kLeft : kAborted, std::memory_order_release);
+  for (int process = 0; process < num_processes_; ++process) {
+    area(process).notices.of_abort.store(1, std::memory_order_release);
+  }
   ring_doorbell();
   unlink_offer();  // the leader may be dead
 }
@@ -263,9 +268,9 @@ uint32_t Channel::doorbell(int process) const { return area(process).signals.doo
 
 void Channel::wait_doorbell(int process, uint32_t seen, std::chrono::nanoseconds timeout) const {
   Area& other = area(process);
-  other.waiters.count.fetch_add(1, std::memory_order_seq_cst);
+  other.notices.waiters.fetch_add(1, std::memory_order_acq_rel);
   futex_wait(other.signals.doorbell, seen, timeout);
-  other.waiters.count.fetch_sub(1, std::memory_order_relaxed);
+  other.notices.waiters.fetch_sub(1, std::memory_order_relaxed);
 }
 
 }  // namespace jax_ring::shm

@@ -50,7 +50,10 @@ class Channel {
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
 
-  unsigned char* staging(int process, uint32_t round) const { return set(process, round); }
+  // tiny: of a tiny round.
+  unsigned char* staging(int process, uint32_t round, bool tiny) const {
+    return tiny ? area(process).signals.tiny[round % 2] : set(process, round);
+  }
   unsigned char* results(int process, uint32_t round) const { return set(process, round) + capacity().staging; }
 
   // The room that there is, by level, and at the level in use. The same in all processes in each round.
@@ -89,8 +92,8 @@ class Channel {
 
   void signal_results(uint32_t round);
   bool has_results(int process, uint32_t round) const;
-  // Used instead in a round without results. Without it the count would fall 2^31 rounds behind the others, and then
-  // compare as ahead of them.
+  // Used instead in a round without results, at the latest when the next is staged. Without it the count would fall
+  // 2^31 rounds behind the others, and then compare as ahead of them. The round may have had results.
   void skip_results(uint32_t round);
 
   // The text that other processes report when they wait for this one, truncated to the space there is.
@@ -101,6 +104,8 @@ class Channel {
   // makes no more calls at all, and its status is a predicate that says why.
   void abort(bool leaves = false);
   bool has_aborted(int process) const;
+  // Whether another process has, of those that have joined. Reads a line of this process's own.
+  bool has_notice_of_abort() const { return area(self_).notices.of_abort.load(std::memory_order_acquire) != 0; }
   bool has_left(int process) const;
 
   // Publishes this process's identity; whether `process` has done so; and whether it is known to have exited.
@@ -118,12 +123,14 @@ class Channel {
   // Written only by the process that owns the area. Everything that is polled is in one line.
   struct alignas(128) Signals {
     Atomic<uint32_t> doorbell, staged, results, aborted;
-    Atomic<uint64_t> calls[2];          // of the latest even and odd round
-    std::atomic<uint64_t> arrivals[2];  // likewise; published by `staged`
+    Atomic<uint64_t> calls[2];                     // of the latest even and odd round
+    std::atomic<uint64_t> arrivals[2];             // likewise; published by `staged`
+    alignas(8) unsigned char tiny[2][kTinyBytes];  // likewise: what is staged in a tiny round
   };
-  // Written by the processes that wait for the owner.
-  struct alignas(128) Waiters {
-    Atomic<uint32_t> count;
+  // Written by the other processes.
+  struct alignas(128) Notices {
+    Atomic<uint32_t> waiters;        // how many sleep until the owner signals
+    std::atomic<uint32_t> of_abort;  // whether one has aborted the group
   };
   struct alignas(128) Growth {
     Atomic<uint32_t> offered;  // by the leader: the number of the segment, and its level
@@ -137,7 +144,7 @@ class Channel {
   };
   struct Area {
     Signals signals;
-    Waiters waiters;
+    Notices notices;
     Growth growth;
     Status status;
   };

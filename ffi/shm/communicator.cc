@@ -107,14 +107,14 @@ cpu::RendezvousPtr Communicator::submit(Call&& call) {
   ExchangePtr exchange = std::move(free_.back());
   free_.pop_back();
   exchange->begin(std::move(call));
-  ready_.push_back(std::move(exchange));
   if (running_calls_ || channel_ == nullptr) {
+    ready_.push_back(std::move(exchange));
     if (!running_calls_) hand_over_to_progress_thread(lock);
     wake_.notify_one();  // it may be waiting for this call
     return nullptr;
   }
   running_calls_ = true;
-  select_next_locked();
+  start(std::move(exchange));
   lock.unlock();
   if (abort_if_peer_aborted() || !poll_current()) {
     lock.lock();
@@ -245,11 +245,6 @@ void Communicator::progress_calls() {
 // Selects the call to run: the leader's, or else the one that has been ready longest.
 bool Communicator::select_next() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return select_next_locked();
-}
-
-// Requires mutex_.
-bool Communicator::select_next_locked() {
   if (stop_ || (leaving_ && on_progress_thread_)) return false;
   auto found = ready_.begin();
   if (leader_call_) {
@@ -257,18 +252,26 @@ bool Communicator::select_next_locked() {
                          [&](const ExchangePtr& exchange) { return exchange->call().id == *leader_call_; });
   }
   if (found == ready_.end()) return false;
-  current_ = std::move(*found);
+  ExchangePtr exchange = std::move(*found);
   ready_.erase(found);
+  start(std::move(exchange));
+  return true;
+}
+
+// Makes it the call to run. Requires mutex_.
+void Communicator::start(ExchangePtr exchange) {
+  current_ = std::move(exchange);
   leader_call_.reset();
   waiting_since_ = std::exchange(connecting_since_, std::nullopt);  // else from the first wait on
   meetings_at_wait_start_ = current_->num_meetings();
-  return true;
 }
 
 // Whether another process has aborted the group before this one started the call. The call then fails here as well,
 // even if all its inputs are there.
 bool Communicator::abort_if_peer_aborted() {
   if (current_->has_started()) return false;
+  // Once all have joined, one that aborts tells the others. Their own lines are not here when they have just signaled.
+  if (has_opened_peers_ && !channel_->has_notice_of_abort()) return false;
   for (int process = 0; process < group_.num_processes(); ++process) {
     if (process == group_.self() || !channel_->has_aborted(process)) continue;
     const std::vector<int> culprits = gone_processes();
@@ -422,7 +425,7 @@ std::optional<std::string> Communicator::how_left(int process) const {
 cpu::RendezvousPtr Communicator::finish(std::unique_lock<std::mutex>& lock) {
   next_round_ += current_->num_rounds();
   cpu::RendezvousPtr rendezvous = current_->release();
-  if (current_->num_rounds() > 0) end_entry(rendezvous->entry, group_, *channel_, next_round_ - 1);
+  if (current_->num_rounds() > 0) end_entry(rendezvous->entry, group_, current_->arrivals());
   if (!std::exchange(has_opened_peers_, true)) open_peers(group_, *channel_);
   if (std::exchange(has_posted_status_, false)) channel_->post_status("");
   lock.lock();

@@ -48,8 +48,8 @@ class Communicator {
   // Gives memory back that no call has used since the last time that this was called.
   void release_idle_memory();
 
-  // Takes ownership of a call. If it completes before this returns, its rendezvous is returned and the caller completes
-  // the ranks. Otherwise null is returned and CompletionThreads completes them.
+  // Takes the call over, as Exchange::begin() does. If it completes before this returns, its rendezvous is returned and
+  // the caller completes the ranks. Otherwise null is returned and CompletionThreads completes them.
   cpu::RendezvousPtr submit(Call&& call);
 
  private:
@@ -64,7 +64,7 @@ class Communicator {
   bool is_preempted() const;
   void requeue_current();
   bool select_next();
-  bool select_next_locked();
+  void start(ExchangePtr exchange);
   void wait_for_peer();
   void wait_for_leader_call();
   cpu::RendezvousPtr finish(std::unique_lock<std::mutex>& lock);

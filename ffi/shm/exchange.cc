@@ -23,15 +23,17 @@ bool are_aligned(const std::vector<void*>& outputs) {
   return true;
 }
 
-// Whether two calls take the same rounds. Those with lists of their own are not compared.
+// Whether two calls differ in their buffers alone, so that they take the same rounds. Those with lists of their own are
+// not compared.
 bool are_alike(const Call& a, const Call& b) {
   const auto has_list = [](const cpu::Message& message) {
     return message.tree != nullptr || message.plan.sources != nullptr || message.plan.slices != nullptr;
   };
   const cpu::Message &first = a.message, &second = b.message;
   return first.plan.collective == second.plan.collective && first.plan.order == second.plan.order &&
-         first.plan.root == second.plan.root && first.dtype == second.dtype && first.counts == second.counts &&
-         first.num_results == second.num_results && a.one_shot == b.one_shot && !has_list(first) && !has_list(second);
+         first.plan.root == second.plan.root && first.op == second.op && first.dtype == second.dtype &&
+         first.counts == second.counts && first.num_results == second.num_results && a.one_shot == b.one_shot &&
+         !has_list(first) && !has_list(second);
 }
 
 cpu::Outputs slices(const std::vector<void*>& buffers) { return {buffers.data(), static_cast<int>(buffers.size()), 0}; }
@@ -39,20 +41,30 @@ cpu::Outputs slices(const std::vector<void*>& buffers) { return {buffers.data(),
 }  // namespace
 
 void Exchange::begin(Call&& call) {
-  if (!are_alike(call_, call)) planned_level_ = kNoLevel;
-  call_ = std::move(call);
-  call_.id &= ~(uint64_t{1} << 63);  // what a channel has room for
-  copy_ = cpu::fold_kernels().get(Op::sum, DType::u8);
-  kernel_ = cpu::fold_kernels().get(call_.message.op, call_.message.dtype);
-  element_bytes_ = cpu::element_size(call_.message.dtype);
-  size_t written = 0;
-  for (size_t count : call_.message.counts) {
-    written += call_.message.num_results * result_count(call_.message.plan, group_.num_ranks(), count) * element_bytes_;
-  }
-  streaming_ = written * group_.num_ranks() > kStreamingBytes;
+  const bool is_new = !are_alike(call_, call);
+  if (is_new) std::swap(call_.message, call.message);
+  if (call_.text != call.text) std::swap(call_.text, call.text);
+  call_.rendezvous = std::move(call.rendezvous);
+  call_.id = call.id & ~(uint64_t{1} << 63);  // what a channel has room for
+  call_.one_shot = call.one_shot;
+  if (is_new) plan();
   num_rounds_ = 0;
   arrival_ = arrival_of(call_.rendezvous->entry);
   restart();
+}
+
+// Finds what depends on the message.
+void Exchange::plan() {
+  const cpu::Message& message = call_.message;
+  planned_level_ = kNoLevel;
+  copy_ = cpu::fold_kernels().get(Op::sum, DType::u8);
+  kernel_ = cpu::fold_kernels().get(message.op, message.dtype);
+  element_bytes_ = cpu::element_size(message.dtype);
+  size_t written = 0;
+  for (size_t count : message.counts) {
+    written += message.num_results * result_count(message.plan, group_.num_ranks(), count) * element_bytes_;
+  }
+  streaming_ = written * group_.num_ranks() > kStreamingBytes;
 }
 
 void Exchange::restart() {
@@ -62,7 +74,8 @@ void Exchange::restart() {
 
 void Exchange::begin_rounds(const Channel& channel) {
   is_next_first_ = true;
-  if (std::exchange(planned_level_, kNoLevel) == channel.level()) {
+  has_plan_ = std::exchange(planned_level_, kNoLevel) == channel.level();
+  if (has_plan_) {
     // A loop makes one call again and again: that of the last one is still there, and has no successor.
     std::swap(round_, next_);
     has_next_ = true;
@@ -73,14 +86,14 @@ void Exchange::begin_rounds(const Channel& channel) {
 }
 
 void Exchange::plan_next_round(const Channel& channel) {
-  has_next_ = rounds_.next(next_);
+  has_next_ = !has_plan_ && rounds_.next(next_);
   planned_level_ = std::exchange(is_next_first_, false) && !has_next_ ? channel.level() : kNoLevel;
 }
 
 // The lowest level at which the call takes one round, or else the highest. It has begun at the level in use.
 int Exchange::level_wanted(const Channel& channel) {
   int level = channel.level();
-  if (!has_next_ || !rounds_.next(round_)) return level;
+  if (has_plan_ || !has_next_ || !rounds_.next(round_)) return level;
   do {
     rounds_.begin(call_.message, call_.one_shot, channel.capacity(++level));
   } while (level < channel.max_level() && rounds_.next(round_) && rounds_.next(round_));
@@ -119,6 +132,8 @@ bool Exchange::is_missing(int process, const Channel& channel, uint32_t first) c
 bool Exchange::have_all_arrived(const Channel& channel, uint32_t number) {
   for (; peer_ < group_.num_processes(); ++peer_, ++num_steps_) {
     if (!has_arrived(peer_, channel, number)) return false;
+    // Now that its line is here: later the peer may be writing there again.
+    if (step_ == Step::await_staged) arrivals_[peer_] = channel.arrival_of(peer_, number);
   }
   return true;
 }
@@ -130,12 +145,13 @@ Exchange::State Exchange::advance(Channel& channel, uint32_t first) {
       case Step::begin:
         peer_ = 0;
         begin_rounds(channel);
-        step_ = begin_growth(channel, number) || joins_growth(channel, number) ? Step::await_growth : Step::stage;
+        // Whether the others join the leader's round of growth is seen later: looking now, for its line to arrive,
+        // would delay what they wait for.
+        step_ = begin_growth(channel, number) ? Step::await_growth : Step::stage;
         break;
       case Step::await_growth:
         if (!have_all_arrived(channel, number)) return State::waiting;
         channel.finish_growth();
-        channel.skip_results(number);
         ++num_rounds_;
         begin_rounds(channel);
         step_ = Step::stage;
@@ -145,6 +161,8 @@ Exchange::State Exchange::advance(Channel& channel, uint32_t first) {
         std::swap(round_, next_);
         if (!std::exchange(next_is_staged_, false)) {
           stage(channel, number, round_);
+          // Only now, with the signal: the peers poll this line.
+          channel.skip_results(number - 1);
           channel.signal_staged(number, call_.id);
         }
         plan_next_round(channel);
@@ -170,7 +188,6 @@ Exchange::State Exchange::advance(Channel& channel, uint32_t first) {
           step_ = Step::await_results;
           break;
         }
-        channel.skip_results(number);
         ++num_rounds_;
         step_ = Step::stage;
         break;
@@ -201,7 +218,7 @@ void Exchange::add_inputs(const Source& source, const Piece& piece) {
 
 void Exchange::stage(Channel& channel, uint32_t number, const Round& round) {
   const cpu::ScopedFloatMode exact(cpu::FloatMode::ieee());
-  unsigned char* const staging = channel.staging(group_.self(), number);
+  unsigned char* const staging = channel.staging(group_.self(), number, round.is_tiny);
   for (size_t i = 0; i < round.pieces.size(); ++i) {
     const Piece& piece = round.pieces[i];
     if (piece.owner == group_.self()) continue;
@@ -255,7 +272,7 @@ void Exchange::find_inputs(const Channel& channel, uint32_t number, const Round&
     if (source.process == group_.self()) {
       add_inputs(source, round.pieces[piece]);
     } else {
-      inputs_.push_back(channel.staging(source.process, number) + staged_[source.process]);
+      inputs_.push_back(channel.staging(source.process, number, round.is_tiny) + staged_[source.process]);
       staged_[source.process] += round.pieces[piece].stride;
     }
   }

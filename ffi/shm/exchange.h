@@ -26,8 +26,9 @@ class Exchange {
  public:
   enum class State { done, waiting };
 
-  explicit Exchange(const Group& group) : group_(group), rounds_(group) {}
+  explicit Exchange(const Group& group) : group_(group), rounds_(group), arrivals_(group.num_processes()) {}
 
+  // Takes the call over. What is left in `call` is memory of an earlier one, for the next.
   void begin(Call&& call);
 
   // Advances. `first` is the channel's round for the call's first round.
@@ -50,12 +51,15 @@ class Exchange {
   // Rounds that the call took, once it is done.
   uint32_t num_rounds() const { return num_rounds_; }
   const Call& call() const { return call_; }
+  // When the other processes made the call, as of arrivals.h, once it is done; by process.
+  const std::vector<uint64_t>& arrivals() const { return arrivals_; }
   cpu::RendezvousPtr release() { return std::move(call_.rendezvous); }
 
  private:
   static constexpr int kNoLevel = -1;
   enum class Step { begin, await_growth, stage, await_staged, await_results };
 
+  void plan();
   void begin_rounds(const Channel& channel);
   void plan_next_round(const Channel& channel);
   int level_wanted(const Channel& channel);
@@ -82,12 +86,14 @@ class Exchange {
   bool has_next_ = false;
   bool is_next_first_ = false;
   int planned_level_ = kNoLevel;  // where round_ is the only round of this call; kNoLevel if it is not
+  bool has_plan_ = false;         // whether it is, at the level in use
   bool next_is_staged_ = false;
   uint32_t num_rounds_ = 0;  // finished
   Step step_ = Step::begin;
   int peer_ = 0;  // all processes before it have arrived
   uint64_t num_steps_ = 0;
-  uint64_t arrival_ = 0;        // of this process, as of arrivals.h
+  uint64_t arrival_ = 0;  // of this process, as of arrivals.h
+  std::vector<uint64_t> arrivals_;
   std::vector<size_t> staged_;  // by process: where the next source of a piece is staged
   std::vector<const void*> inputs_;
   std::vector<void*> outputs_;

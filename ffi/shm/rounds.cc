@@ -170,6 +170,19 @@ bool Rounds::add_slice(Round& round) {
   return true;
 }
 
+// Whether no process stages more than one value, of up to kTinyBytes.
+bool Rounds::is_tiny(const Round& round) const {
+  for (const Piece& piece : round.pieces) {
+    if (piece.part.count * cpu::element_size(message_->dtype) > kTinyBytes) return false;
+  }
+  for (int process = 0; process < group_.num_processes(); ++process) {
+    int staged = 0;
+    for (const Piece& piece : round.pieces) staged += num_staged({piece.part, piece.owner}, process);
+    if (staged > 1) return false;
+  }
+  return true;
+}
+
 bool Rounds::next(Round& round) {
   round.pieces.clear();
   round.staged_at.clear();
@@ -186,6 +199,7 @@ bool Rounds::next(Round& round) {
     }
     if (!add_slice(round)) break;
   }
+  round.is_tiny = is_tiny(round);
   return !round.pieces.empty();
 }
 

@@ -32,6 +32,10 @@ Capacities capacities_of(const Group& group);
 
 constexpr int kEveryone = -1;
 
+// Where no process stages more than one value in a round, of up to this size, it does so beside the signals: a peer
+// finds both in one cache line.
+constexpr size_t kTinyBytes = 8;
+
 // The unit of folding.
 struct Piece {
   size_t operand;
@@ -44,6 +48,7 @@ struct Piece {
 struct Round {
   std::vector<Piece> pieces;
   std::vector<size_t> staged_at;  // offset in each process's staging, by piece, then process
+  bool is_tiny = false;           // see kTinyBytes
 
   size_t staged(size_t piece, int process, int num_processes) const {
     return staged_at[piece * num_processes + process];
@@ -77,6 +82,7 @@ class Rounds {
   int num_staged(const Owned& owned, int process) const;
   bool publishes_result(const Owned& owned) const { return owned.owner != kEveryone && owned.part.receivers.count > 1; }
   size_t chunk_bytes() const;
+  bool is_tiny(const Round& round) const;
   bool add_slice(Round& round);
   bool add_piece(Round& round, const Owned& owned);
 
