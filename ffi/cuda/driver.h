@@ -14,7 +14,13 @@ template <class Function>
 void find_driver_function(const char* name, unsigned version, Function* function) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
   const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, version, cudaEnableDefault, &result);
+#else
+  // As it was in the version of the toolkit, which is not older.
+  static_cast<void>(version);
+  const cudaError_t error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
+#endif
   if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) {
     cudaGetLastError();  // the text below reports it, and XLA's next check must not
     throw std::runtime_error(std::string("the CUDA driver has no ") + name + ". Install a newer one.");
