@@ -190,7 +190,7 @@ def test_refused_when_traced(options, message, check_vma):
 
 
 def test_defaults_and_text():
-    assert make_options("f") == Options() == ("auto", "rank", False, None, False)
+    assert make_options("f") == Options() == Options("auto", "rank", overlap=False, num_shards=None, apart=False)
     assert Options().ignored_by_xla() == Options("auto", "any").ignored_by_xla() == ""
     assert Options("ring", "ring").ignored_by_xla() == "algorithm='ring', order='ring'"
     assert Options("auto", "tree").ignored_by_xla() == ""
