@@ -136,7 +136,7 @@ class _AllReduce(NamedTuple):
         one order on all ranks, and XLA cannot combine its all-reduces: the rank's mesh position goes through the custom
         calls that enclose each of them, as if computed there. The reduce-scatters wait for it, too. Other steps
         run when their operands are there, unless XLA has given them a buffer that another step still reads: so the last
-        all-gather takes what has crossed, and the positions. An operand that must be converted is so part by part.
+        all-gather takes what has crossed, and the positions. An operand of another dtype is converted part by part.
         """
         result = _aval(self.types.gathered, parts[-1].begin + parts[-1].size)
         operand = to_shards(self.ctx, operand, result.update(dtype=aval.dtype))
