@@ -53,6 +53,7 @@ TEST(Rounds, TinyOnesStageNothingBehindTheFirstLine) {
         const Capacity capacity{(lines + 2) * kLine, (lines + 2) * kLine};
         for (bool one_shot : {false, true}) {
           for (const Round& round : rounds_of(group, message, one_shot, capacity)) {
+            // A piece of which a process stages nothing may stand at the end of the first line.
             const bool is_behind =
                 std::any_of(round.staged_at.begin(), round.staged_at.end(), [](size_t at) { return at > kLine; });
             EXPECT_FALSE(round.is_tiny && is_behind) << num_ranks << " ranks, " << lines << " lines";
