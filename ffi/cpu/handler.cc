@@ -159,7 +159,7 @@ bool is_followed(const CallSite& site, ffi::RemainingRets rets) {
 // The parts of an array are gathered into one result, whose memory is mostly fresh. Page faults would take the time
 // that XLA needs to copy and to add what crosses hosts.
 void prepare_result(const CallSite& site, ffi::RemainingRets rets) {
-  if (!is_followed(site, rets) || site.part[0] > 0) return;
+  if (site.part.empty() || site.plan.collective != Collective::all_gather || site.part[0] > 0) return;
   ffi::AnyBuffer result = **rets.get<ffi::AnyBuffer>(0);
   advise_huge_pages(result.untyped_data(), result.size_bytes());
 }
@@ -272,7 +272,7 @@ void note_bytes(flight::RecordedCall& call, const Message& message) {
   if (call.bytes_per_rank.load(std::memory_order_relaxed) != 0) return;
   size_t count = 0;
   for (size_t of_operand : message.counts) count += of_operand;
-  call.bytes_per_rank.store(count * element_size(message.dtype), std::memory_order_relaxed);
+  call.bytes_per_rank.store(count * message.operand_element_bytes(), std::memory_order_relaxed);
 }
 
 // The runtime's error of a failure, from its text.
@@ -315,9 +315,13 @@ Result execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::Buffer
     message.num_results = site->trees.num_results;
     message.counts.clear();
     message.slices = nullptr;
+    message.decodes = false;
     participant.inputs.clear();
     participant.outputs.clear();
     decode(groups.size(group), site->part, args, rets, message, participant);
+    if (message.decodes && site->groups[group].has_value()) {
+      throw std::invalid_argument("packets are decoded within one process only");
+    }
     if (site->recorded != nullptr) note_bytes(*site->recorded, message);
     prepare_result(*site, rets);
     participant.done = completion_of(pending.promise);
