@@ -6,8 +6,9 @@
 
 The raw stream is one TCP connection from each host to the next, in Python, with as many bytes as an all-reduce has to
 send at least: 2 (h - 1) / h messages for h hosts, in the type that crosses, which is float32 for smaller floats, or in
-8-bit blocks with a scale each. A share of the link is its time by that of the all-reduce. All take turns in each round;
-the first two calls of a turn are not counted. Times are those of process 0.
+8-bit blocks with a scale each. Of 2 Mi smaller floats and more, half of what crosses is rounded. A share of the link is
+its time by that of the all-reduce. All take turns in each round; the first two calls of a turn are not counted. Times
+are those of process 0.
 """
 
 import argparse
@@ -96,21 +97,18 @@ def run(arguments: argparse.Namespace) -> None:
     stream = RawStream(process, hosts, lambda: multihost_utils.sync_global_devices("listening"))
     dtype = jax.numpy.dtype(arguments.dtype)
     reductions = {"lax.psum": lambda x: jax.lax.psum(x, "i")}
-    bytes_crossing = {"lax.psum": max(4.0, dtype.itemsize)}  # of an element
     for wire in arguments.wire.split(","):
         if wire == "none":
             reductions["ring_psum"] = lambda x: ring_psum(x, "i")
         else:
             reductions[f"wire {wire}"] = lambda x, wire=wire: sync_gradients(x, "i", wire=wire, mean=False)
-        if wire == "int8":
-            bytes_crossing["wire int8"] = 260 / 256
     for text in arguments.sizes.split(","):
         count = bytes_of(text) // dtype.itemsize
         sharding = NamedSharding(mesh, P("i"))
         x = jax.make_array_from_callback((count * mesh.size,), sharding, lambda _, n=count: np.ones(n, dtype))
         calls, raw_of = {}, {}
         for name in reductions:
-            each = bytes_crossing.get(name, bytes_crossing["lax.psum"])
+            each = bytes_crossing(name.removeprefix("wire "), dtype, count)
             raw_of[name] = raw = f"raw stream, {each:.3g} B"
             data, into = np.ones((2, int(each * count * 2 * (hosts - 1) / hosts)), np.uint8)
             calls[raw] = lambda data=data, into=into: stream.exchange(data, into)
@@ -133,6 +131,15 @@ def run(arguments: argparse.Namespace) -> None:
     multihost_utils.sync_global_devices("done")
     sys.stdout.flush()
     os._exit(0)  # the other processes are killed
+
+
+def bytes_crossing(name: str, dtype: np.dtype, count: int) -> float:
+    """Of an element of a message, in each of the two halves of its way between hosts, on average."""
+    if name == "int8":
+        return 260 / 256
+    rounded = {"bfloat16": 2, "float16": 2}.get(name, dtype.itemsize)
+    is_exchanged = name != "lax.psum" and rounded < 4 and count >= 2 << 20
+    return (4 + rounded) / 2 if is_exchanged else max(4, dtype.itemsize)
 
 
 def report(title: str, seconds: dict[str, list[float]], raw_of: dict[str, str]) -> None:

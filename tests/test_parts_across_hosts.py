@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_ring.lowering.two_level import MAX_PARTS, PART_BYTES, parts_of
+from jax_ring.lowering.two_level import MAX_PARTS, PART_BYTES, _in_turn, parts_of
 
 
 @pytest.mark.parametrize(("num_bytes", "num_parts"), [(0, 1), (2 * PART_BYTES - 32, 1), (2 * PART_BYTES, 2)])
@@ -13,9 +13,10 @@ def test_large_operands_are_cut(num_bytes, num_parts):
 @pytest.mark.parametrize("num_shards", [2, 3, 8, 48])
 @pytest.mark.parametrize("itemsize", [1, 4, 8])
 @pytest.mark.parametrize("num_bytes", [8, PART_BYTES, 5 * PART_BYTES + 1001, 123 * PART_BYTES])
-def test_every_element_is_in_one_part(num_shards, itemsize, num_bytes):
-    size = num_bytes // itemsize // num_shards * num_shards
-    parts = parts_of(size, num_shards, itemsize)
+@pytest.mark.parametrize("unit", [1, 3, 512])
+def test_every_element_is_in_one_part(num_shards, itemsize, num_bytes, unit):
+    size = -(-num_bytes // itemsize // num_shards // unit) * num_shards * unit
+    parts = parts_of(size, num_shards, itemsize, unit)
     assert len(parts) <= MAX_PARTS
     assert parts[0].begin == 0
     assert [part.begin + part.size for part in parts] == [*(part.begin for part in parts[1:]), size]
@@ -23,3 +24,18 @@ def test_every_element_is_in_one_part(num_shards, itemsize, num_bytes):
     # Each rank has as much of a part, and begins at a cache line.
     assert all(part.size % num_shards == 0 for part in parts)
     assert all(part.begin // num_shards * itemsize % 64 == 0 for part in parts)
+    # And a whole number of units.
+    assert all(part.size // num_shards % unit == 0 for part in parts)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_parts_take_their_steps_in_turn(num_parts, num_steps):
+    order = _in_turn(num_parts, num_steps)
+    assert sorted(order) == [(part, step) for part in range(num_parts) for step in range(num_steps)]
+    for step in range(num_steps):
+        assert [part for part, i in order if i == step] == list(range(num_parts))
+    for part in range(num_parts):
+        assert [i for k, i in order if k == part] == list(range(num_steps))
+        if num_steps == 2 and part + 1 < num_parts:
+            assert order.index((part + 1, 0)) < order.index((part, 1))

@@ -97,8 +97,13 @@ void decode_part(int num_ranks, const std::vector<int64_t>& part, ffi::Remaining
   const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(0);
   ffi::AnyBuffer output = **rets.get<ffi::AnyBuffer>(0);
   const ffi::AnyBuffer& whole = scatters ? input : output;
-  const size_t begin = part[0], size = part[1], block = (scatters ? output : input).element_count();
-  if (size != block * num_ranks || begin > whole.element_count() || size > whole.element_count() - begin) {
+  message.decodes = !scatters && input.element_type() == ffi::S8 && output.element_type() == ffi::F32;
+  const size_t packets = message.decodes ? input.element_count() / kPacketBytes : 0;
+  const size_t begin = part[0], size = part[1],
+               block = message.decodes ? packets * kBlockElements : (scatters ? output : input).element_count();
+  const bool is_whole =
+      !message.decodes || (packets * kPacketBytes == input.element_count() && begin % kBlockElements == 0);
+  if (!is_whole || size != block * num_ranks || begin > whole.element_count() || size > whole.element_count() - begin) {
     throw std::invalid_argument("jax_ring: " + std::to_string(size) + " elements from " + std::to_string(begin) +
                                 " are no part of " + std::to_string(whole.element_count()) + " in blocks of " +
                                 std::to_string(block) + " for each of " + std::to_string(num_ranks) + " ranks");
@@ -113,7 +118,7 @@ void decode_part(int num_ranks, const std::vector<int64_t>& part, ffi::Remaining
   }
   const EngineType type = engine_type_of(message.plan, input.element_type());
   message.dtype = type.dtype;
-  message.counts.push_back((scatters ? size : block) * type.per_xla_element);
+  message.counts.push_back(message.decodes ? packets : (scatters ? size : block) * type.per_xla_element);
   participant.inputs.push_back(static_cast<const std::byte*>(input.untyped_data()) + (scatters ? offset : 0));
   participant.outputs.push_back(static_cast<std::byte*>(output.untyped_data()) + (scatters ? 0 : offset));
 }

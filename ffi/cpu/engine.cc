@@ -70,10 +70,10 @@ struct Traffic {
 Traffic traffic_of(const Message& message, int num_ranks) {
   Traffic traffic;
   for_each_part(message, num_ranks, [&](const OperandPart& operand_part) {
-    const size_t bytes = operand_part.part.count * element_size(message.dtype);
-    traffic.bytes_read += operand_part.part.sources.count * bytes;
+    const Part& part = operand_part.part;
+    traffic.bytes_read += part.sources.count * part.count * message.operand_element_bytes();
     traffic.bytes_written +=
-        (operand_part.part.zeros_elsewhere ? num_ranks : operand_part.part.receivers.count) * bytes;
+        (part.zeros_elsewhere ? num_ranks : part.receivers.count) * part.count * message.result_element_bytes();
   });
   return traffic;
 }
@@ -82,9 +82,9 @@ Traffic traffic_of(const Message& message, int num_ranks) {
 struct Work {
   RendezvousPtr rendezvous;
   FoldKernel kernel;
-  size_t element_bytes;
-  size_t num_terms;  // of each operand, see find_terms()
-  bool streaming;    // if the buffers allow it, see can_stream()
+  size_t element_bytes;  // of the results
+  size_t num_terms;      // of each operand, see find_terms()
+  bool streaming;        // if the buffers allow it, see can_stream()
 
   // Executes elements [begin, begin + count) of a part.
   void execute(const OperandPart& operand_part, size_t begin, size_t count) const {
@@ -173,7 +173,8 @@ void run_collective(RendezvousPtr rendezvous, const Message& message, Workers& w
   const int num_ranks = rendezvous->num_ranks();
   const Traffic traffic = traffic_of(message, num_ranks);
   find_terms(message, *rendezvous);
-  Work work{std::move(rendezvous), fold_kernels().get(message.op, message.dtype), element_size(message.dtype),
+  const FoldKernel kernel = message.decodes ? fold_kernels().decode : fold_kernels().get(message.op, message.dtype);
+  Work work{std::move(rendezvous), kernel, message.result_element_bytes(),
             message.tree != nullptr ? message.tree->terms().size() : 0, traffic.bytes_written > kStreamingBytes};
   if (traffic.bytes_read + traffic.bytes_written < kParallelBytes) {
     // On this thread alone, without the bookkeeping of shared work.

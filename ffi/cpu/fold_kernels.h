@@ -30,9 +30,15 @@ struct Inputs : BufferSlices<const void*> {
 // if the CPU has them; the outputs must then be aligned to 64 bytes.
 using FoldKernel = void (*)(const Inputs& inputs, const Outputs& outputs, size_t count, bool streaming);
 
+// Floats in blocks of 8 bits, as jax_ring/collectives/int8_blocks.py defines them. A packet has a block's codes and
+// then its scale, a float32.
+constexpr size_t kBlockElements = 256;
+constexpr size_t kPacketBytes = kBlockElements + sizeof(float);
+
 struct FoldKernels {
   const char* instruction_set;
   FoldKernel kernels[static_cast<int>(Op::count)][static_cast<int>(DType::count)];
+  FoldKernel decode;  // writes the float32 values of `count` packets of the only input
 
   FoldKernel get(Op op, DType dtype) const { return kernels[static_cast<int>(op)][static_cast<int>(dtype)]; }
 };

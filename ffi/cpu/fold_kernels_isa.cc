@@ -153,6 +153,50 @@ void fold(const Inputs& inputs, const Outputs& outputs, size_t count, bool strea
   fold_in_shape<Element, Op, InSequence>(inputs, outputs, count, streaming);
 }
 
+// The values of codes with one scale. The product is exact. Codes beyond 126 stand for what is not finite.
+template <class Lanes>
+JAX_RING_INLINE typename Lanes::template Of<float> values_of(typename Lanes::template Of<int8_t> codes, float scale) {
+  using Floats = typename Lanes::template Of<float>;
+  const auto code = Lanes::template convert<int32_t>(codes);
+  const Floats zero = {};
+  const Floats finite = Lanes::template convert<float>(code) * scale;
+  const Floats infinite = code > 0 ? zero + __builtin_inff() : zero - __builtin_inff();
+  const Floats special = code == -128 ? zero + __builtin_nanf("") : infinite;
+  return (code > 126) | (code < -126) ? special : finite;
+}
+
+template <bool kStream>
+void decode_packets(const Inputs& inputs, const Outputs& outputs, size_t count) {
+  using Lanes = Vector<kRegisterBytes / sizeof(float)>;
+  constexpr size_t kLanes = kRegisterBytes / sizeof(float);
+  const int8_t* packet = static_cast<const int8_t*>(inputs.buffers[0]) + inputs.begin * kPacketBytes;
+  for (size_t block = outputs.begin; block < outputs.begin + count; ++block, packet += kPacketBytes) {
+    float scale;
+    __builtin_memcpy(&scale, packet + kBlockElements, sizeof(scale));
+    for (size_t at = 0; at < kBlockElements; at += kLanes) {
+      Lanes::Of<int8_t> codes;
+      __builtin_memcpy(&codes, packet + at, sizeof(codes));
+      const auto values = values_of<Lanes>(codes, scale);
+      for (int i = 0; i < outputs.count; ++i) {
+        float* const to = static_cast<float*>(outputs.buffers[i]) + block * kBlockElements + at;
+        if constexpr (kStream) {
+          stream(to, values);
+        } else {
+          __builtin_memcpy(to, &values, sizeof(values));
+        }
+      }
+    }
+  }
+}
+
+void decode(const Inputs& inputs, const Outputs& outputs, size_t count, bool streaming) {
+  if (!streaming) return decode_packets<false>(inputs, outputs, count);
+  decode_packets<true>(inputs, outputs, count);
+#if defined(__x86_64__)
+  _mm_sfence();  // as in fold_in_shape
+#endif
+}
+
 }  // namespace
 
 #define JAX_RING_CONCAT_(a, b) a##b
@@ -171,6 +215,7 @@ const FoldKernels JAX_RING_CONCAT(fold_kernels_, JAX_RING_ISA) = {
         {JAX_RING_FOR_EACH_DTYPE(JAX_RING_MAX)},
         {JAX_RING_FOR_EACH_DTYPE(JAX_RING_MIN)},
     },
+    &decode,
 };
 
 }  // namespace jax_ring::cpu

@@ -3,7 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <cstdlib>
+#include <cstring>
+#include <iterator>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -402,6 +406,46 @@ TEST(FoldMeaning, OneRankGetsItsOwnBits) {
   for (DType dtype : {DType::f32, DType::f64}) {
     const uint64_t signaling = dtype == DType::f32 ? 0xff800001u : 0xfff0000000000001u;
     expect_fold(dtype, {signaling}, signaling);
+  }
+}
+
+// Every code under several scales, to several results, from and to other places; nothing beyond is written.
+TEST(DecodeKernel, GivesCodeTimesScale) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  const float scales[] = {1, 0.25f, 0x1.8p-104f, 0x1.fffep126f / 64, 3};
+  constexpr size_t kFrom = 1, kTo = 2, kCount = std::size(scales);
+  std::vector<int8_t> packets((kFrom + kCount) * kPacketBytes);
+  std::vector<float> want;
+  for (size_t block = 0; block < kCount; ++block) {
+    int8_t* const packet = &packets[(kFrom + block) * kPacketBytes];
+    for (int i = 0; i < static_cast<int>(kBlockElements); ++i) {
+      const int code = (i + static_cast<int>(block)) % 256 - 128;
+      packet[i] = static_cast<int8_t>(code);
+      want.push_back(code == -128   ? std::numeric_limits<float>::quiet_NaN()
+                     : code == 127  ? infinity
+                     : code == -127 ? -infinity
+                                    : static_cast<float>(code) * scales[block]);
+    }
+    std::memcpy(packet + kBlockElements, &scales[block], sizeof(float));
+  }
+  for (const FoldKernels* kernels : runnable_kernels()) {
+    for (bool streaming : {false, true}) {
+      SCOPED_TRACE(::testing::Message() << kernels->instruction_set << ", streaming " << streaming);
+      const Bytes untouched((kTo + kCount + 1) * kBlockElements * sizeof(float), kUntouched);
+      std::vector<OffsetBuffer> outputs;
+      std::vector<void*> out;
+      for (int i = 0; i < 3; ++i) outputs.emplace_back(untouched, streaming ? 0 : i * sizeof(float));
+      for (OffsetBuffer& output : outputs) out.push_back(output.data());
+      const void* const in = packets.data();
+      kernels->decode({&in, 1, kFrom}, {out.data(), 3, kTo}, kCount, streaming);
+      for (const void* of_rank : out) {
+        const auto* const got = static_cast<const unsigned char*>(of_rank);
+        const size_t begin = kTo * kBlockElements * sizeof(float), bytes = want.size() * sizeof(float);
+        ASSERT_EQ(std::memcmp(got + begin, want.data(), bytes), 0);
+        ASSERT_TRUE(std::equal(got, got + begin, untouched.begin()));
+        ASSERT_TRUE(std::equal(got + begin + bytes, got + untouched.size(), untouched.begin()));
+      }
+    }
   }
 }
 

@@ -6,6 +6,7 @@ their sum. The scheme is that of ZeRO++ (Wang et al., 2023) and of EQuARX (Ahmed
 
 import contextlib
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,9 +21,10 @@ from jax_ring import _compat, runtime
 from jax_ring.collectives import int8_blocks as int8
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks, split_axes
 from jax_ring.collectives.leaves import as_varying
+from jax_ring.collectives.packets_between_hosts import InPackets
 from jax_ring.collectives.primitives import ring_all_gather_p, ring_psum_scatter_p
 from jax_ring.distributed import discovery
-from jax_ring.lowering import composed
+from jax_ring.lowering import between_hosts, composed, custom_call, two_level
 from jax_ring.lowering.override_state import for_xla
 from jax_ring.lowering.reach import Levels
 from jax_ring.lowering.service import Service, platforms_of, replica_groups, who_serves
@@ -32,8 +34,14 @@ logger = logging.getLogger("jax_ring")
 
 
 def quantized_psum(
-    function: str, x: jax.Array, axis_name: AxisName, *, key: jax.Array | None = None, by_host: bool = True
-) -> tuple[jax.Array, jax.Array]:
+    function: str,
+    x: jax.Array,
+    axis_name: AxisName,
+    *,
+    key: jax.Array | None = None,
+    by_host: bool = True,
+    with_error: bool = True,
+) -> tuple[jax.Array, jax.Array | None]:
     """The sum of `x` over the ranks, sent in 8 bits per element; and what is missing from it.
 
     Args:
@@ -42,6 +50,7 @@ def quantized_psum(
       axis_name: the name of a mapped axis, or a sequence of names.
       key: for stochastic rounding, the same on all ranks; None for rounding to nearest.
       by_host: whether to sum within each host first, in float32, and to round only what crosses hosts.
+      with_error: whether the second result is wanted; else it is None.
 
     Returns:
       The sum, the same on all ranks, and this rank's rounding error, a float32[n]. The sum of `x` is, up to rounding in
@@ -51,7 +60,7 @@ def quantized_psum(
     discovery.publish()  # the lowering in another process may be waiting for it
     axes = _compat.skip_size_one_axes(axes_of(axis_name))
     if not axes:
-        return x, jnp.zeros_like(x)
+        return x, jnp.zeros_like(x) if with_error else None
     check_named(function, axes)
     operands = [as_varying(function, x, axes, mixed=False)]
     key_impl = None
@@ -61,10 +70,11 @@ def quantized_psum(
         operands.append(as_varying(function, jax.random.key_data(key), axes))
     # As for the pairs in primitives.py.
     invariant = _compat.check_vma() and bool(split_axes(axes)[1])
-    total, error = quantized_psum_p.bind(
-        *operands, function=function, axes=axes, key_impl=key_impl, by_host=by_host, invariant=invariant
-    )
-    return total, error
+    total, *error = quantized_psum_p.bind(
+        *operands, function=function, axes=axes, key_impl=key_impl, by_host=by_host, with_error=with_error,
+        invariant=invariant,
+    )  # fmt: skip
+    return total, error[0] if with_error else None
 
 
 # ---- The algorithm --------------------------------------------------------------------------------------------------
@@ -147,21 +157,22 @@ quantized_psum_p = Primitive("ring_quantized_psum")
 quantized_psum_p.multiple_results = True
 
 
-def _abstract_eval(x, *key_data, axes, invariant, **params):
+def _abstract_eval(x, *key_data, axes, with_error, invariant, **params):
     del key_data, params  # do not affect the types
     abstract_psum = _compat.abstract_psum_invariant if invariant else _compat.abstract_psum
     total, effects = abstract_psum(x, axes=axes, axis_index_groups=None)
-    return [total, x], effects
+    return [total, x][: 1 + with_error], effects
 
 
-def _steps(platforms, axis_context, *, axes, key_impl, by_host, **params):
+def _steps(platforms, axis_context, *, axes, key_impl, by_host, with_error, **params):
     """The function that computes the results, by the collectives to which this primitive is lowered."""
     del params  # do not affect the results
+    steps: Callable = partial(_on_one_level, axes=axes, key_impl=key_impl)
     if by_host:
         levels = _service(platforms, axis_context, axes).levels
         if levels is not None and levels.across:
-            return partial(_by_host, axes=axis_context.mesh.axis_names, key_impl=key_impl, levels=levels)
-    return partial(_on_one_level, axes=axes, key_impl=key_impl)
+            steps = partial(_by_host, axes=axis_context.mesh.axis_names, key_impl=key_impl, levels=levels)
+    return lambda *operands: steps(*operands)[: 1 + with_error]
 
 
 def _service(platforms, axis_context, axes: tuple) -> Service:
@@ -176,9 +187,29 @@ def _lower(ctx, *operands, **params):
         _note_service(params["function"], params["axes"], service)
         if service.levels is not None and service.levels.across:
             exchange = for_xla()
+            if _can_be_cut(ctx, service, params["with_error"]):
+                (x,) = operands
+                crossing = InPackets(service.levels.across)
+                call = custom_call.describe(ctx, params["function"], params["axes"], None)
+                return [two_level.emit_sum(ctx, x, service=service, call=call, options=Options(), crossing=crossing)]
     with _compat.without_vma(), exchange:
         avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
         return mlir.lower_fun(_steps(platforms, axis_context, **params))(ctx.replace(avals_in=avals), *operands)
+
+
+def _can_be_cut(ctx, service: Service, with_error: bool) -> bool:
+    """Whether the sum may cross hosts in parts.
+
+    Not with an error or a random key, since which rank has which error, and which noise, depends on how blocks are cut.
+    """
+    assert service.levels is not None
+    (x, *key_data) = ctx.avals_in
+    return (
+        between_hosts.are_enclosed(ctx, service.levels.across)
+        and service.levels.num_processes == 1
+        and x.ndim == 1
+        and not (with_error or key_data)
+    )
 
 
 def _note_service(function: str, axes: tuple, service: Service) -> None:
@@ -205,7 +236,8 @@ def _batch(axis_data, operands, dims, *, axes, function, **params):
             jnp.broadcast_to(x, (axis_data.size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
             for x, d in zip(operands, dims, strict=True)
         ]
-        return quantized_psum_p.bind(*rows, axes=axes, function=function, **params), [0, 0]
+        results = quantized_psum_p.bind(*rows, axes=axes, function=function, **params)
+        return results, [0] * len(results)
     if len(axes) > 1:
         raise NotImplementedError(
             f"{function} with wire='int8' over {axes} includes the vmap axis {axis_data.name!r}, which must be the "
@@ -215,7 +247,8 @@ def _batch(axis_data, operands, dims, *, axes, function, **params):
     over_axis = jax.custom_jvp(jax.vmap(fun, dims, axis_name=axis_data.name, axis_size=axis_data.size))
     over_axis.defjvp(partial(_refuse_jvp, function=function))
     total, error = over_axis(*operands)
-    return [total[0], error], [None, 0]
+    results = 1 + params["with_error"]
+    return [total[0], error][:results], [None, 0][:results]
 
 
 quantized_psum_p.def_effectful_abstract_eval(_abstract_eval)

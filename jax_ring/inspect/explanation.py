@@ -243,7 +243,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None, messages: M
     if levels is not None and levels.across:
         op = "max" if "pmax" in name else "min" if "pmin" in name else "sum"
         terms = [v.aval for v in eqn.invars] if kind == "all_gather" else message
-        within, across = on_two_levels(kind, op, groups, levels, options, terms, params.get("perm"))
+        within, across = on_two_levels(kind, op, groups, levels, engine, options, terms, params.get("perm"))
         sends = within + across
     elif served_by == "XLA" and along:
         num_ranks = math.prod(axis_context.mesh.shape[axis] for axis in axes)

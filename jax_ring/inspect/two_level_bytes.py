@@ -9,16 +9,18 @@ from jax_ring.inspect import tree_bytes
 from jax_ring.inspect.wire_bytes import num_bytes_of, wire_bytes
 from jax_ring.lowering import host_places, trees, two_level, words
 from jax_ring.lowering.reach import Groups, Levels
+from jax_ring.lowering.two_level_crossing import shard_size, types_of
 from jax_ring.options import Options
 
 
 def on_two_levels(
-    kind: str, op: str, groups: Groups, levels: Levels, options: Options, avals: Sequence, perm=None
+    kind: str, op: str, groups: Groups, levels: Levels, engine: str | None, options: Options, avals: Sequence, perm=None
 ) -> tuple[float, float]:
     """Bytes that a rank sends within its host, and to other hosts, in a call on two levels.
 
     Args:
       groups: those of the call, in mesh positions.
+      engine: which serves it within hosts.
       avals: the types of the operands, without slots.
       perm: of a permutation.
     """
@@ -34,11 +36,16 @@ def on_two_levels(
         steps["across"] += wire_bytes(kind, num_bytes, hosts)
 
     def all_reduce(op: str, size: int, dtype) -> None:
-        types = two_level.types_of(op, dtype)
-        shard = two_level.shard_size(size, *ranks)
+        types = types_of(op, dtype)
+        exchanges = two_level.is_exchanged(op, size, types, engine, levels, options)
+        shard = shard_size(size, *ranks, *(hosts if exchanges else ()))
         scattered, crossing, gathered = (_bytes(shard, dtype) for dtype in types)
         within("reduce_scatter", scattered * ranks[0])
-        across("all_reduce", crossing)
+        if exchanges:
+            across("all_to_all", crossing)
+            across("all_gather", gathered)
+        else:
+            across("all_reduce", crossing)
         within("all_gather", gathered * ranks[0])
 
     for aval in avals:
@@ -48,7 +55,7 @@ def on_two_levels(
         elif kind == "broadcast":
             all_reduce("sum", words.packed_size(aval.size, aval.dtype), np.dtype(np.uint32))
         elif kind == "reduce_scatter":
-            summed = _bytes(aval.size, two_level.types_of("sum", aval.dtype).scattered)
+            summed = _bytes(aval.size, types_of("sum", aval.dtype).scattered)
             within("reduce_scatter", summed)
             across("all_to_all", summed // ranks[0])
         elif kind == "all_gather":

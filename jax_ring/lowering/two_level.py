@@ -1,7 +1,7 @@
 """The hierarchical all-reduce across hosts: jax_ring's collectives within each host, XLA's all-reduce between hosts.
 
 The ranks of a host reduce-scatter, after which each has the host's result for one shard of the message. The ranks with
-the same shard on different hosts all-reduce it, served by XLA. Then the ranks of a host all-gather. In
+the same shard on different hosts all-reduce it, served by XLA, or exchange it. Then the ranks of a host all-gather. In
 total one message leaves each host, not one per rank. Parts of a large message take these steps one after the other, so
 that one part crosses while others are summed and gathered.
 """
@@ -11,16 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from jax_ring.lowering import between_hosts, crossing, custom_call, ops
+from jax_ring.lowering import between_hosts, custom_call, ops
 from jax_ring.lowering.reach import Levels
 from jax_ring.lowering.service import Service
+from jax_ring.lowering.two_level_crossing import ByAllReduce, ByExchange, Crossing, Types, aval_of, shard_size, types_of
 from jax_ring.options import Options
 
 # Crosses a link of 1 Gbit/s in some 30 ms. The ranks of a host need a few ms to sum and to gather it.
@@ -40,30 +39,6 @@ class Part(NamedTuple):
     size: int
 
 
-class Types(NamedTuple):
-    """The element types of the reduce-scatter, the all-reduce across hosts, and the all-gather."""
-
-    scattered: np.dtype
-    crossing: np.dtype
-    gathered: np.dtype
-
-
-def types_of(op: str, dtype) -> Types:
-    """The element types of the steps of an all-reduce of `dtype` across hosts.
-
-    Sums of small floats stay in float32 until they have crossed, so that they are rounded once, as on one host. On CPU
-    devices this adds no network traffic, since XLA's all-reduce of them is in float32, too. Maxima and minima of floats
-    cross as integers of the same order, because XLA's all-reduce of floats drops NaNs on CPU devices.
-    """
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return Types(dtype, dtype, dtype)
-    is_double = jnp.finfo(dtype).bits == 64
-    if op != "sum":
-        return Types(dtype, np.dtype(np.int64 if is_double else np.int32), dtype)
-    accumulator = dtype if is_double else np.dtype(np.float32)
-    return Types(accumulator, accumulator, dtype)
-
-
 def emit(ctx, operands, *, kind: str, op: str, service: Service, call: str, options) -> list:
     """Emits an all-reduce that crosses hosts, and returns its results.
 
@@ -73,21 +48,55 @@ def emit(ctx, operands, *, kind: str, op: str, service: Service, call: str, opti
     """
     assert kind == "all_reduce"
     assert service.levels is not None
-    reduction = _AllReduce(ctx, op, service, service.levels, call, options)
-    parts = [reduction.parts_of(aval) for aval in ctx.avals_in]
-    whole = [i for i, of_operand in enumerate(parts) if len(of_operand) == 1]
+    aval: Any = ctx.avals_in[0]
+    by_all_reduce = ByAllReduce(op, service.levels.across, types_of(op, aval.dtype))
+    reduction = _Sum(ctx, op, service, service.levels, call, options, by_all_reduce)
+    in_parts = reduction._replace(crossing=large_crossing(by_all_reduce))
+    is_large = [reduction.is_cut(aval) for aval in ctx.avals_in]
+    whole = [i for i, large in enumerate(is_large) if not large]
     results: dict[int, Any] = {}
     if whole:
         sums = reduction.of_whole([operands[i] for i in whole], [ctx.avals_in[i] for i in whole])
         results.update(zip(whole, sums, strict=True))
     position = hlo.partition_id() if len(whole) < len(operands) else None
     for i, aval in enumerate(ctx.avals_in):
-        if i not in results:
-            results[i], position = reduction.in_parts(operands[i], aval, parts[i], position)
+        if is_large[i]:
+            results[i], position = in_parts.in_parts(operands[i], aval, position)
     return [results[i] for i in range(len(operands))]
 
 
-class _AllReduce(NamedTuple):
+def emit_sum(ctx, operand, *, service: Service, call: str, options: Options, crossing: Crossing):
+    """Emits the sum of one operand between CPU processes, which crosses hosts in another way, and returns it."""
+    assert service.levels is not None
+    reduction = _Sum(ctx, "sum", service, service.levels, call, options, crossing)
+    return reduction.in_parts(operand, ctx.avals_in[0], hlo.partition_id())[0]
+
+
+def large_crossing(by_all_reduce: ByAllReduce) -> Crossing:
+    """How operands cross that are cut into parts: small floats by an exchange, in which less is sent."""
+    types = by_all_reduce.types
+    if _is_rounded(by_all_reduce.op, types):
+        return ByExchange(by_all_reduce.groups, types.gathered)
+    return by_all_reduce
+
+
+def is_exchanged(op: str, size: int, types: Types, engine: str | None, levels: Levels, options: Options) -> bool:
+    """Whether an operand of this size crosses hosts by an exchange."""
+    ranks = len(levels.within[0])
+    return (
+        engine == "cpu"
+        and jax.process_count() > 1
+        and options.order != "ring"
+        and _is_rounded(op, types)
+        and len(parts_of(ranks * shard_size(size, ranks), ranks, types.crossing.itemsize)) > 1
+    )
+
+
+def _is_rounded(op: str, types: Types) -> bool:
+    return op == "sum" and types.gathered != types.scattered
+
+
+class _Sum(NamedTuple):
     """An all-reduce that crosses hosts, under lowering: the arguments of `emit`, and how groups are split by host."""
 
     ctx: mlir.LoweringRuleContext
@@ -96,90 +105,93 @@ class _AllReduce(NamedTuple):
     levels: Levels
     call: str
     options: Options
+    crossing: Crossing
 
     @property
     def num_shards(self) -> int:
         """The number of ranks of a group on each host."""
         return len(self.levels.within[0])
 
-    @property
-    def types(self) -> Types:
-        """The element types of the steps."""
-        aval: Any = self.ctx.avals_in[0]
-        return types_of(self.op, aval.dtype)
+    def is_cut(self, aval) -> bool:
+        """Whether an operand crosses in several parts."""
+        # In ring order, the bits depend on how an array is cut.
+        if self.options.order == "ring" or not between_hosts.are_enclosed(self.ctx, self.levels.across):
+            return False
+        return len(self.parts_of(aval)) > 1
 
     def parts_of(self, aval) -> list[Part]:
         """The parts of an operand that cross one after the other."""
-        size = self.num_shards * shard_size(aval.size, self.num_shards)
-        # In ring order, the bits depend on how an array is cut.
-        if self.options.order == "ring" or not between_hosts.are_enclosed(self.ctx, self.levels.across):
-            return [Part(0, size)]
-        return parts_of(size, self.num_shards, self.types.crossing.itemsize)
+        unit = self.crossing.unit
+        size = self.num_shards * shard_size(aval.size, self.num_shards, unit)
+        return parts_of(size, self.num_shards, self.crossing.bytes_each, unit)
 
     def of_whole(self, operands: Sequence, avals: Sequence) -> list:
         """The sums of operands that cross together."""
         sizes = [shard_size(aval.size, self.num_shards) for aval in avals]
-        full = [_aval(self.types.scattered, self.num_shards, size) for size in sizes]
-        shards = [_aval(self.types.scattered, size) for size in sizes]
-        crossed = [_aval(self.types.gathered, size) for size in sizes]
-        gathered = [_aval(self.types.gathered, self.num_shards, size) for size in sizes]
+        full = [aval_of(self.crossing.scattered, self.num_shards, size) for size in sizes]
+        steps = [step for size in sizes for step in self.crossing.steps(size)]
+        shards, crossed = [step.before for step in steps], [step.after for step in steps]
+        gathered = [aval_of(self.crossing.result, self.num_shards, size) for size in sizes]
         values: Sequence = [to_shards(self.ctx, x, aval) for x, aval in zip(operands, full, strict=True)]
         values = self._within("reduce_scatter", values, full, shards)
-        values = self._enclose(lambda values: list(map(self._all_reduce, values, shards)), values, shards, crossed)
+        cross = lambda values: [step.cross(self.ctx, x) for step, x in zip(steps, values, strict=True)]  # noqa: E731
+        values = self._enclose(cross, values, shards, crossed)
         values = self._within("all_gather", values, crossed, gathered)
         return [from_shards(x, aval) for x, aval in zip(values, avals, strict=True)]
 
-    def in_parts(self, operand, aval, parts: Sequence[Part], position) -> tuple[Any, Any]:
+    def in_parts(self, operand, aval, position) -> tuple[Any, Any]:
         """The sum of an operand in parts, and the position for those of the next one.
 
         While one part crosses, the next ones are reduce-scattered and those before are all-gathered. The parts cross in
-        one order on all ranks, and XLA cannot combine its all-reduces: the rank's mesh position goes through the custom
+        one order on all ranks, and XLA cannot combine its collectives: the rank's mesh position goes through the custom
         calls that enclose each of them, as if computed there. The reduce-scatters wait for it, too. Other steps
         run when their operands are there, unless XLA has given them a buffer that another step still reads: so the last
         all-gather takes what has crossed, and the positions. An operand of another dtype is converted part by part.
         """
-        result = _aval(self.types.gathered, parts[-1].begin + parts[-1].size)
+        parts = self.parts_of(aval)
+        result = aval_of(self.crossing.result, parts[-1].begin + parts[-1].size)
         operand = to_shards(self.ctx, operand, result.update(dtype=aval.dtype))
-        before, after = (
-            [_aval(dtype, part.size // self.num_shards) for part in parts]
-            for dtype in (self.types.scattered, self.types.gathered)
-        )
-        shards: list = []
+        steps = [self.crossing.steps(part.size // self.num_shards) for part in parts]
+        values: list = []  # of each part, as far as it is
         crossed: list = []
         positions: list = []
         total: Sequence = []
 
         def scatter(until: int) -> None:
-            for part in parts[len(shards) : until]:
-                shards.append(self._scatter_part(operand, part, positions[-1:]))
+            for part, (first, *_) in zip(parts[len(values) : until], steps[len(values) : until], strict=True):
+                values.append(first.compute(self.ctx, self._scatter_part(operand, part, positions[-1:])))
 
         scatter(1)
-        for k, part in enumerate(parts):
+        for k, i in _in_turn(len(parts), len(steps[0])):
+            step = steps[k][i]
 
-            def cross(values, k=k):
+            def cross(values, k=k, step=step):
                 x, position = values
                 positions.append(position)
                 scatter(k + 1 + AHEAD)
-                return [self._all_reduce(x, before[k]), position]
+                return [step.cross(self.ctx, x), position]
 
-            x, position = self._enclose(cross, [shards[k], position], [before[k], _POSITION], [after[k], _POSITION])
-            values, types = [x, *total], [after[k], *(result for _ in total)]
-            crossed.append(x)
+            x = values[k] if i == 0 else step.compute(self.ctx, values[k])
+            values[k], position = self._enclose(cross, [x, position], [step.before, _POSITION], [step.after, _POSITION])
+            if i < len(steps[k]) - 1:
+                continue
+            gathered, types = [values[k], *total], [step.after, *(result for _ in total)]
+            crossed.append((values[k], step.after))
             if k == len(parts) - 1:
-                values += [*crossed[:k], *positions]
-                types += [*after[:k], *(_POSITION for _ in positions)]
-            total = self._within("all_gather", values, types, [result], part=part)
+                gathered += [*(x for x, _ in crossed[:k]), *positions]
+                types += [*(aval for _, aval in crossed[:k]), *(_POSITION for _ in positions)]
+            total = self._within("all_gather", gathered, types, [result], part=parts[k])
         return from_shards(total[0], aval), position
 
     def _scatter_part(self, operand, part: Part, positions: Sequence):
         """The shard of a part of an operand, once the positions are there. Only the part is converted."""
         whole = ir.RankedTensorType(operand.type)
-        dtype, num_read = self.types.scattered, whole.shape[0]
+        dtype, num_read = self.crossing.scattered, whole.shape[0]
         if whole.element_type != mlir.dtype_to_ir_type(dtype):
             operand, num_read = ops.convert(self.ctx, _part_after(operand, part, positions), dtype), part.size
             part = Part(0, part.size)
-        types = [_aval(dtype, num_read), *(_POSITION for _ in positions)]
-        shard = _aval(dtype, part.size // self.num_shards)
+        types = [aval_of(dtype, num_read), *(_POSITION for _ in positions)]
+        shard = aval_of(dtype, part.size // self.num_shards)
         return self._within("reduce_scatter", [operand, *positions], types, [shard], part=part)[0]
 
     def _within(self, kind: str, values: Sequence, avals_in: Sequence, avals_out: Sequence, part=()) -> Sequence:
@@ -192,13 +204,20 @@ class _AllReduce(NamedTuple):
             axis_size=self.num_shards, dimension=0, tiled=False, part=part,
         )  # fmt: skip
 
-    def _all_reduce(self, x, aval):
-        return all_reduce_by_xla(self.ctx, self.op, self.levels.across, x, aval, self.types)
-
     def _enclose(self, emit: Callable, values: Sequence, avals_in: Sequence, avals_out: Sequence) -> Sequence:
         return between_hosts.enclose(
             self.ctx, values, emit, call=self.call, groups=self.levels.across, avals_in=avals_in, avals_out=avals_out
         )
+
+
+def _in_turn(num_parts: int, num_steps: int) -> list[tuple[int, int]]:
+    """The order in which parts take the steps of their crossing, as (part, step).
+
+    Before a part takes a further step, the next part takes the one before it: so the link is busy while what has been
+    exchanged is added.
+    """
+    order = ((begin - step, step) for begin in range(num_parts + num_steps - 1) for step in range(num_steps))
+    return [(part, step) for part, step in order if 0 <= part < num_parts]
 
 
 def _part_after(x, part: Part, positions: Sequence):
@@ -213,29 +232,20 @@ def _part_after(x, part: Part, positions: Sequence):
     return hlo.dynamic_slice(x, [begin], mlir.dense_int_array([part.size]))
 
 
-def _aval(dtype, *shape: int):
-    return jax.core.ShapedArray(shape, dtype)
+_POSITION = aval_of(np.uint32)
 
 
-_POSITION = _aval(np.uint32)
-
-
-def parts_of(size: int, num_shards: int, itemsize: int) -> list[Part]:
+def parts_of(size: int, num_shards: int, itemsize: float, unit: int = 1) -> list[Part]:
     """The parts of an array of this many elements of this many bytes, with as many elements for each shard.
 
-    Each begins at a cache line in all shards.
+    Each begins at a cache line in all shards, and at a multiple of `unit`.
     """
-    num_parts = min(size * itemsize // PART_BYTES, MAX_PARTS)
-    unit = num_shards * _ALIGNMENT
+    num_parts = min(int(size * itemsize) // PART_BYTES, MAX_PARTS)
+    unit = num_shards * math.lcm(_ALIGNMENT, unit)
     if num_parts < 2 or size < num_parts * unit:
         return [Part(0, size)]
     length = math.ceil(size / num_parts / unit) * unit
     return [Part(begin, min(length, size - begin)) for begin in range(0, size, length)]
-
-
-def shard_size(num_elements: int, num_shards: int) -> int:
-    """The number of elements of each shard. The last shard is padded."""
-    return math.ceil(num_elements / num_shards)
 
 
 def to_shards(ctx, x, aval):
@@ -253,28 +263,3 @@ def from_shards(x, aval):
     x = ops.reshape(x, (math.prod(ir.RankedTensorType(x.type).shape),))
     x = hlo.slice(x, *(mlir.dense_int_array([n]) for n in (0, aval.size, 1)))
     return ops.reshape(x, aval.shape)
-
-
-def all_reduce_by_xla(ctx, op: str, groups, x, aval, types: Types):
-    """XLA's all-reduce of a shard of type `aval` in groups of mesh positions, converted to `types.gathered`."""
-    if jnp.issubdtype(aval.dtype, jnp.floating) and op != "sum":
-        keys = jax.core.ShapedArray(aval.shape, types.crossing)
-        x = ops.inline(ctx, _to_ordered_integers, x, aval, keys, key_type=types.crossing, largest=op == "max")
-        x = crossing.all_reduce(ctx, op, groups, x, types.crossing)
-        return ops.inline(ctx, _from_ordered_integers, x, keys, aval, dtype=types.gathered)
-    return ops.convert(ctx, crossing.all_reduce(ctx, op, groups, x, types.crossing), types.gathered)
-
-
-def _to_ordered_integers(x, *, key_type, largest: bool):
-    """Integers that compare as the floats do, with -0 below +0, and NaN as the largest or the smallest value."""
-    keys = lax.bitcast_convert_type(x.astype(f"float{key_type.itemsize * 8}"), key_type)
-    limits = jnp.iinfo(key_type)
-    # The bits of negative floats order in reverse.
-    keys = jnp.where(keys < 0, keys ^ limits.max, keys)
-    return jnp.where(jnp.isnan(x), limits.max if largest else limits.min, keys)
-
-
-def _from_ordered_integers(keys, *, dtype):
-    """The inverse of `_to_ordered_integers`. The limits decode to NaN."""
-    bits = jnp.where(keys < 0, keys ^ jnp.iinfo(keys.dtype).max, keys)
-    return lax.bitcast_convert_type(bits, f"float{bits.dtype.itemsize * 8}").astype(dtype)

@@ -16,6 +16,7 @@ from jax_ring.lowering import crossing, host_places, layout, two_level, two_leve
 from jax_ring.lowering.host_places import reorder
 from jax_ring.lowering.trees import adds_along_tree
 from jax_ring.lowering.two_level_call import TwoLevelCall, Values
+from jax_ring.lowering.two_level_crossing import fold, types_of
 
 
 def emit(ctx, operands, *, kind: str, groups, service, call: str, options, **params) -> list:
@@ -112,7 +113,7 @@ def _reduce_scatter(call: TwoLevelCall, operands: Values, *, axis_size: int, dim
     It adds what it gets in the order of the hosts, and rounds once.
     """
     dtype, num_ranks, num_hosts = operands.dtype, call.num_ranks, call.num_hosts
-    wide = two_level.types_of("sum", dtype).scattered
+    wide = types_of("sum", dtype).scattered
     orders, group = host_places.orders_of(call.groups, call.levels), host_places.group_of(call.levels)
     first: Callable = partial(layout.blocks_first, axis_size=axis_size, dimension=dimension, tiled=tiled)
 
@@ -124,7 +125,7 @@ def _reduce_scatter(call: TwoLevelCall, operands: Values, *, axis_size: int, dim
 
     def finish(_, *received):
         for x, aval in zip(received, call.ctx.avals_out, strict=True):
-            yield _fold(words.from_words(x, wide)).astype(dtype).reshape(aval.shape)
+            yield fold(words.from_words(x, wide)).astype(dtype).reshape(aval.shape)
 
     values = call.run(arrange, operands, wide)
     values = call.within("reduce_scatter", values, [_aval(aval, aval.shape[1]) for aval in values.avals])
@@ -133,14 +134,6 @@ def _reduce_scatter(call: TwoLevelCall, operands: Values, *, axis_size: int, dim
     )
     values, _ = call.across(partial(crossing.all_to_all, call.levels.across), values)
     return call.run(finish, values, dtype)
-
-
-def _fold(terms: jax.Array) -> jax.Array:
-    """The sum of terms along the leading dimension, in their order."""
-    total = terms[0]
-    for i in range(1, len(terms)):
-        total = lax.add(total, terms[i])
-    return total
 
 
 def _block_size(x: jax.Array, num_blocks: int) -> int:

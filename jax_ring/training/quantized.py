@@ -85,11 +85,15 @@ def reduce_in_blocks(
     for number, bucket in enumerate(plan.buckets):
         packed = jnp.concatenate([leaves[i].reshape(-1) for i in bucket.leaves])
         key = None if wire.key is None else jax.random.fold_in(wire.key, number)
-        results = quantized_psum(function, packed, axis_name, key=key, by_host=by_host)
+        total, error = quantized_psum(
+            function, packed, axis_name, key=key, by_host=by_host, with_error=residual is not None
+        )
         begin = 0
         for i in bucket.leaves:
             part = slice(begin, begin := begin + leaves[i].size)
-            sums[i], errors[i] = (result[part].reshape(leaves[i].shape) for result in results)
+            sums[i] = total[part].reshape(leaves[i].shape)
+            if error is not None:
+                errors[i] = error[part].reshape(leaves[i].shape)
     sums = [(s if divisor == 1 else s / divisor).astype(like.dtype) for s, like in zip(sums, likes, strict=True)]
     if residual is None:
         return jax.tree.unflatten(structure, sums), None

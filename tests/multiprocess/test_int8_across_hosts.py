@@ -1,15 +1,18 @@
 """wire="int8" across hosts: two processes of four devices each, with a different JAX_RING_HOST_ID."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_same_bits, rank_fold
+from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from test_two_level import TWO_HOSTS, by_host, call, integers, local_shards, on_mesh
 
 from jax_ring import explain, sync_gradients, sync_with_feedback
 from jax_ring.collectives import int8_blocks as int8
+from jax_ring.lowering import two_level
 
 RNG = np.random.default_rng(0)  # the same numbers in both processes
 SIZE = 4 * 2 * int8.BLOCK * 2 - 300  # the last shard is padded
@@ -90,8 +93,48 @@ def bytes_across_hosts():
     assert 0.25 < crossing(wire="int8") / crossing() < 0.27
 
 
+def large_messages_cross_in_parts():
+    """The bits are those of one piece, with and without padding, with what is not finite, donated, and in a loop."""
+    mesh = Mesh(by_host().reshape(8), ("i",))
+    sum_of = lambda x: sync_gradients(x, "i", wire="int8", mean=False)  # noqa: E731
+
+    def both(x):
+        zeros = jnp.zeros_like(x[0])  # with a residual they are not cut
+        return sum_of(x[0]), sync_with_feedback(x[0], zeros, "i", wire="int8", mean=False)[0]
+
+    for size in (3 * two_level.PART_BYTES // 2, 2 * two_level.PART_BYTES + 1001):
+        values = RNG.standard_normal((8, size)).astype(np.float32)
+        values[:, ::4096] *= 1e9
+        values[0, 5000] = np.nan
+        values[3, 70_000], values[6, size - 1] = np.inf, -np.inf
+        values[:, 1 << 20 : (1 << 20) + 256] = 0
+        values[0, 99_999], values[1, 99_999] = np.inf, -np.inf
+
+        fun, arrays = on_mesh(both, mesh, values, out_specs=P())
+        found = explain(fun, arrays)
+        assert found.predicted_bytes == found.counted_bytes
+        assert [i.name for i in found.instructions].count("jax_ring_all_gather") > 2
+        for _ in range(2):
+            in_parts, whole = fun(arrays)
+            assert_same_bits(local_shards(in_parts), local_shards(whole))
+    assert np.isnan(local_shards(whole)[:, [5000, 99_999]]).all()
+    assert (local_shards(whole)[:, [70_000, size - 1]] == [np.inf, -np.inf]).all()
+
+    values = np.tile(integers(8, 256) * 126, (1, 4 * two_level.PART_BYTES // 1024)).astype(np.float32)
+    fun, arrays = on_mesh(lambda x: lax.fori_loop(0, 2, lambda _, x: sum_of(x) / 8, x), mesh, values, check_vma=False)
+    once = rank_fold(np.stack([through_packets(rank_fold(values[:4])), through_packets(rank_fold(values[4:]))]))
+    mean = through_packets(once) / 8
+    of_host = through_packets(rank_fold(np.stack([mean] * 4)))
+    expected = through_packets(of_host + of_host) / 8
+    for part in local_shards(fun(arrays)):
+        np.testing.assert_allclose(part[0], expected, rtol=1e-6)
+    fun, arrays = on_mesh(sum_of, mesh, values)
+    for part in local_shards(jax.jit(fun, donate_argnums=0)(arrays)):
+        assert_same_bits(part[0], through_packets(once))
+
+
 @pytest.mark.jax_processes(2, devices=4, environment=TWO_HOSTS)
 def test_two_hosts():
-    for part in (only_what_crosses_is_rounded, other_mesh_axes, bytes_across_hosts):
+    for part in (only_what_crosses_is_rounded, other_mesh_axes, bytes_across_hosts, large_messages_cross_in_parts):
         part()
         print(f"{part.__name__} passed")
