@@ -51,10 +51,19 @@ void CompletionThreads::complete(RendezvousPtr rendezvous, std::optional<std::st
   pending.rendezvous = std::move(rendezvous);
   pending.error = std::move(error);
   pending_.splice(pending_.end(), free_, std::prev(free_.end()));
-  last_use_ = pending.last_start = Clock::now();
-  pending.rendezvous->entry.end(pending.error ? flight::State::failed : flight::State::done, nanoseconds(last_use_));
+  pending.last_start = Clock::now();
+  pending.rendezvous->entry.end(pending.error ? flight::State::failed : flight::State::done,
+                                nanoseconds(pending.last_start));
+  pending.find_next();
   // A completion that gets here is about to return; its thread then picks up this entry itself.
-  if (!is_completion_thread) wake_worker();
+  const bool has_worker = !is_completion_thread && wake_worker();
+  const std::vector<Completion>& done = pending.rendezvous->done;
+  const auto num_completions =
+      std::count_if(done.begin(), done.end(), [](const Completion& each) { return bool(each); });
+  // Looking every kStragglerDelay takes a tenth of a core, in each process. Those of one rank do without.
+  pending.is_watched = num_completions > 1 || !has_worker;
+  if (!pending.is_watched) return;
+  last_use_ = pending.last_start;
   if (watcher_asleep_) {
     watcher_asleep_ = false;
     watcher_wake_.notify_one();
@@ -82,7 +91,7 @@ void CompletionThreads::run_completions(Pending& pending, std::unique_lock<Mutex
   ++pending.num_threads;
   while (!pending.all_started()) {
     Completion done = std::move(pending.rendezvous->done[pending.next++]);
-    if (!done) continue;
+    pending.find_next();
     pending.last_start = Clock::now();
     lock.unlock();
     done(pending.error ? &*pending.error : nullptr);
@@ -106,11 +115,11 @@ void CompletionThreads::work() {
       if (found == pending_.end()) break;
       run_completions(*found, lock);
       if (found->num_threads > 0) continue;
+      if (found->is_watched) last_use_ = Clock::now();
       *found = Pending();  // returns the rendezvous to its pool
       free_.splice(free_.end(), pending_, found);
     }
     ++idle_workers_;
-    last_use_ = Clock::now();
   }
 }
 

@@ -42,11 +42,16 @@ class CompletionThreads {
     std::optional<std::string> error;
     int next = 0;                  // rank whose completion runs next
     int num_threads = 0;           // threads that are running completions of this rendezvous
+    bool is_watched = false;       // whether its completions may wait for one that is slow
     bool fan_out = false;          // a completion is slow: any thread may take the next rank
     int missing_threads = 0;       // that fan_out still needs
     Clock::time_point last_start;  // when the latest completion started
 
     bool all_started() const { return next == rendezvous->num_ranks(); }
+    // Passes over ranks without a completion, which are in other processes.
+    void find_next() {
+      while (!all_started() && !rendezvous->done[next]) ++next;
+    }
   };
 
   CompletionThreads() = default;
@@ -65,7 +70,7 @@ class CompletionThreads {
   bool worker_started_ = false;
   bool watcher_started_ = false;
   bool watcher_asleep_ = false;
-  Clock::time_point last_use_;
+  Clock::time_point last_use_;  // of what is watched
   ConditionVariable watcher_wake_;
 };
 

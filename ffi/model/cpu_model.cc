@@ -165,6 +165,31 @@ std::function<void()> completes(const Program& program) {
   };
 }
 
+// The only rank of its process in a call: its completion runs `follow`.
+template <class Follow>
+void complete_lone_rank(Follow follow) {
+  RendezvousPtr rendezvous(new Rendezvous);
+  rendezvous->done.resize(2);
+  rendezvous->done[0] = [follow](const std::string*) { follow(); };
+  CompletionThreads::instance().complete(std::move(rendezvous));
+}
+
+// The completion of a lone rank completes another call, then blocks until that has gone on. Who looks for slow
+// completions sleeps by then.
+void completes_lone_ranks() {
+  const auto num_completed = std::make_shared<int>(0);
+  model::spawn("rank", [num_completed] {
+    CompletionThreads::instance().start();
+    SteadyClock::sleep(kPause);
+    complete_lone_rank([num_completed] {
+      complete_lone_rank([num_completed] { ++*num_completed; });
+      model::block("waits in a collective of XLA's", [num_completed] { return *num_completed == 1; });
+      ++*num_completed;
+    });
+    model::block("waits for the end of its program", [num_completed] { return *num_completed == 2; });
+  });
+}
+
 std::vector<NamedScenario> scenarios() {
   Options exhaustive, random;
   random.exhaustive = false;
@@ -175,6 +200,7 @@ std::vector<NamedScenario> scenarios() {
       {"2 ranks, completions that block", exhaustive, completes({2, 1, true, false, false, 1})},
       {"2 ranks, 2 calls, a failure", exhaustive, completes({2, 2, false, true})},
       {"2 ranks, a pause, completions that block", random, completes({2, 2, true, false, true})},
+      {"lone ranks, a pause, a completion that blocks", random, completes_lone_ranks},
       {"3 ranks, a call", exhaustive, completes({3, 1})},
       {"3 ranks, completions that block", exhaustive, completes({3, 1, true})},
       {"3 ranks, 3 calls, completions that block", random, completes({3, 3, true, false, false, 3})},

@@ -234,6 +234,9 @@ jax_ring_mutant(cpu_model completion_under_the_lock cpu/completion_threads.cc
 jax_ring_mutant(cpu_model slow_completions_unnoticed cpu/completion_threads.cc
   [==[      pending.fan_out = true;]==] [==[]==]
   "2 ranks, completions that block" "(deadlock|livelock)")
+jax_ring_mutant(cpu_model lone_ranks_unwatched cpu/completion_threads.cc
+  [==[num_completions > 1 || !has_worker;]==] [==[num_completions > 1;]==]
+  "lone ranks" "(deadlock|livelock)")
 jax_ring_mutant(cpu_model watcher_sleeps_on cpu/completion_threads.cc
   [==[    watcher_asleep_ = false;
     watcher_wake_.notify_one();]==] [==[    watcher_asleep_ = false;]==]

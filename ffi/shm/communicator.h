@@ -55,6 +55,11 @@ class Communicator {
  private:
   using ExchangePtr = std::unique_ptr<Exchange>;
 
+  // Poll interval of a sleeping thread, which nothing wakes when a process exits.
+  static constexpr std::chrono::milliseconds kPollInterval{20};
+  // How long a call waits for a process that shares no memory with this one yet, before it asks for news of it.
+  static constexpr std::chrono::milliseconds kPatience{200};
+
   void run_progress_thread();
   void connect();
   bool should_stop_connecting(cpu::Clock::time_point began);
@@ -70,6 +75,9 @@ class Communicator {
   cpu::RendezvousPtr finish(std::unique_lock<std::mutex>& lock);
   void complete_current();
   void hand_over_to_progress_thread(std::unique_lock<std::mutex>& lock);
+  void post_current_call();
+
+  // In communicator_failure.cc.
   void abort(std::string why);
   std::string_view code_of_peers(std::string_view why) const;
   bool is_hopeless(cpu::Clock::duration waited);
@@ -79,7 +87,7 @@ class Communicator {
   std::string name_of(int process) const;
   std::string describe_peer(int process) const;
   std::string describe_peers(const std::vector<int>& processes) const;
-  void post_current_call();
+  std::string seconds_waited() const;
 
   const Group group_;
   const Capacities capacities_;

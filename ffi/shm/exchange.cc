@@ -216,6 +216,14 @@ void Exchange::add_inputs(const Source& source, const Piece& piece) {
   }
 }
 
+// Copies what a round reads to where the other processes find it. Their caches still have the lines of an earlier
+// round, and each store of a fold would wait for one of them: several times as long as a copy, where cores share no
+// cache.
+void Exchange::publish(const void* from, void* to, size_t count) const {
+  watch_write(to, count * element_bytes_);
+  std::memcpy(to, from, count * element_bytes_);
+}
+
 void Exchange::stage(Channel& channel, uint32_t number, const Round& round) {
   const cpu::ScopedFloatMode exact(cpu::FloatMode::ieee());
   unsigned char* const staging = channel.staging(group_.self(), number, round.is_tiny);
@@ -229,8 +237,7 @@ void Exchange::stage(Channel& channel, uint32_t number, const Round& round) {
       inputs_.clear();
       add_inputs(source, piece);
       if (source.count == 1) {
-        watch_write(to, piece.part.count * element_bytes_);
-        std::memcpy(to, inputs_[0], piece.part.count * element_bytes_);
+        publish(inputs_[0], to, piece.part.count);
       } else {
         kernel_({inputs_.data(), source.count, 0, rounds_.sources().steps_of(source)}, {&to, 1, 0}, piece.part.count,
                 false);
@@ -293,20 +300,11 @@ void Exchange::fold(Channel& channel, uint32_t number, const Round& round) {
       for (int r = part.receivers.first; r < part.receivers.first + part.receivers.count; ++r) {
         if (group_.is_local(r)) outputs_.push_back(output(r));
       }
-      const bool streaming = can_stream(piece.operand);
-      if (piece.owner != kEveryone && part.receivers.count > 1) {
-        unsigned char* const result = channel.results(group_.self(), number) + piece.result_at;
-        if (streaming) {
-          // The peers read the result at once, so it should stay in the cache. The local ranks get a copy.
-          void* const results[] = {result};
-          kernel_(sources, {results, 1, 0}, part.count, false);
-          write_outputs(result, part.count, true);
-          outputs_.clear();
-        } else {
-          outputs_.push_back(result);
-        }
-      }
+      const bool publishes = piece.owner != kEveryone && part.receivers.count > 1;
+      // What is published is read back at once.
+      const bool streaming = !publishes && can_stream(piece.operand);
       if (!outputs_.empty() && !inputs_.empty()) kernel_(sources, slices(outputs_), part.count, streaming);
+      if (publishes) publish(outputs_[0], channel.results(group_.self(), number) + piece.result_at, part.count);
     }
     if (!part.zeros_elsewhere && part.sources.count > 0) continue;
     for (int rank : group_.ranks_of(group_.self())) {

@@ -65,6 +65,7 @@ class Exchange {
   int level_wanted(const Channel& channel);
   bool begin_growth(Channel& channel, uint32_t number);
   bool joins_growth(Channel& channel, uint32_t number);
+  void publish(const void* from, void* to, size_t count) const;
   void stage(Channel& channel, uint32_t number, const Round& round);
   void fold(Channel& channel, uint32_t number, const Round& round);
   void find_inputs(const Channel& channel, uint32_t number, const Round& round, size_t piece);

@@ -2,9 +2,11 @@
 #include "cpu/completion_threads.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <mutex>
 #include <set>
 #include <stdexcept>
@@ -70,6 +72,30 @@ TEST(CompletionThreads, PassesTheErrorAndSkipsMissingRanks) {
   rendezvous->done[2] = Completion();
   CompletionThreads::instance().complete(std::move(rendezvous), "rank 2 is missing");
   EXPECT_TRUE(eventually([&] { return completed == 3; }));
+}
+
+// The others are in other processes: no completion can be delayed, and nothing looks for slow ones.
+TEST(CompletionThreads, ALoneRankIsNotWatched) {
+  const auto num_switches = [] {
+    rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    return usage.ru_nvcsw;
+  };
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // nothing of the earlier tests is watched any more
+  const long before = num_switches();
+  for (int call = 1; call <= 50; ++call) {
+    std::atomic<bool> completed{false};
+    auto rendezvous = rendezvous_of(3, [&](int rank, const std::string*) {
+      EXPECT_EQ(rank, 1);
+      std::this_thread::sleep_for(std::chrono::milliseconds(4));
+      completed = true;
+    });
+    rendezvous->done[0] = Completion();
+    rendezvous->done[2] = Completion();
+    CompletionThreads::instance().complete(std::move(rendezvous));
+    ASSERT_TRUE(eventually([&] { return completed.load(); }));
+  }
+  EXPECT_LT(num_switches() - before, 500);  // 3 in a call, and 10 in a millisecond by who looks
 }
 
 // As in XLA's own collectives: every rank blocks until all have arrived.
