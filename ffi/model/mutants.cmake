@@ -191,6 +191,15 @@ jax_ring_mutant(shm_model tiny_values_in_one_place shm/channel.h
   [==[signals.tiny[round % 2]]==] [==[signals.tiny[0]]==]
   "tiny rounds" "(data race|wrong result)")
 
+# The end of a group.
+jax_ring_mutant(shm_model abort_published_relaxed shm/channel.cc
+  [==[of_abort.store(1, std::memory_order_release)]==] [==[of_abort.store(1, std::memory_order_relaxed)]==]
+  "an abort" "a notice came before")
+jax_ring_mutant(shm_model abort_rings_nobody shm/channel.cc
+  [==[  ring_doorbell();
+  unlink_offer();  // the leader may be dead]==] [==[  unlink_offer();  // the leader may be dead]==]
+  "an abort" "deadlock")
+
 # The growth of a group's memory.
 jax_ring_mutant(shm_model grows_before_all_have_mapped shm/exchange.cc
   [==[      case Step::await_growth:

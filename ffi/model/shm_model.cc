@@ -306,6 +306,28 @@ std::function<void()> succeeds(int num_processes, std::vector<TestCall> calls,
   };
 }
 
+// One of two processes aborts the group. The other hears of it before it starts a call, or while it waits in one, and
+// then knows who has.
+void aborts() {
+  static constexpr int kAborts = 0, kHears = 1;
+  const size_t bytes = Channel::bytes(2, kFixed);
+  const auto segments = std::make_shared<ModelSegments>(std::set<int>{}, 1);
+  const Memory memory = segments->create(1, bytes);
+  model::spawn("process 0", [=] { Channel(memory.get(), 2, kAborts, kFixed).abort(); });
+  model::spawn("process 1", [=] {
+    const Channel channel(memory.get(), 2, kHears, kFixed);
+    if (channel.has_notice_of_abort()) {
+      model::require(channel.has_aborted(kAborts), "a notice came before what it is of");
+      return;
+    }
+    for (;;) {
+      const uint32_t seen = channel.doorbell(kAborts);
+      if (channel.has_aborted(kAborts)) break;
+      channel.wait_doorbell(kAborts, seen, {});
+    }
+  });
+}
+
 std::vector<NamedScenario> scenarios() {
   Options exhaustive, random;
   random.exhaustive = false;
@@ -319,6 +341,7 @@ std::vector<NamedScenario> scenarios() {
   const TestCall ragged{
       {Collective::ragged_all_to_all, Order::rank, 0, nullptr, kSlices, std::size(kSlices)}, false, 32};
   return {
+      {"an abort, 2 processes", exhaustive, aborts},
       {"one round in one step, 2 processes", exhaustive, succeeds(2, {one_step})},
       {"one round in two steps, 2 processes", exhaustive, succeeds(2, {two_steps})},
       {"tiny rounds, 2 processes", random, succeeds(2, {tiny, tiny_gather, tiny})},

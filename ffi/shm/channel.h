@@ -129,8 +129,8 @@ class Channel {
   };
   // Written by the other processes.
   struct alignas(128) Notices {
-    Atomic<uint32_t> waiters;        // how many sleep until the owner signals
-    std::atomic<uint32_t> of_abort;  // whether one has aborted the group
+    Atomic<uint32_t> waiters;   // how many sleep until the owner signals
+    Atomic<uint32_t> of_abort;  // whether one has aborted the group
   };
   struct alignas(128) Growth {
     Atomic<uint32_t> offered;  // by the leader: the number of the segment, and its level
