@@ -190,7 +190,9 @@ def large_messages_cross_in_parts():
 def small_floats_in_many_parts():
     """They are converted part by part, and rounded once, after they have crossed; also where shards are padded."""
     mesh = Mesh(by_host().reshape(8), ("i",))
-    for dtype, size in ((jnp.bfloat16, 5 * two_level.PART_BYTES // 4 + 1001), (np.float16, two_level.PART_BYTES)):
+    part = two_level.PART_BYTES
+    sizes = {jnp.bfloat16: 5 * part // 4 + 1001, np.float16: part, jnp.float8_e5m2: part // 2 + 3}
+    for dtype, size in sizes.items():
         values = RNG.standard_normal((8, size)).astype(np.float32).astype(dtype)
         fun, arrays = on_mesh(lambda x: ring_psum(x, "i"), mesh, values)
         exact = values.astype(np.float32)
@@ -199,13 +201,14 @@ def small_floats_in_many_parts():
             assert_local_shards(fun(arrays), expected[None])
         found = explain(fun, arrays)
         names = [i.name for i in found.instructions]
-        # Hosts exchange float32, and gather what is rounded: three quarters of the bytes of an all-reduce.
-        num_parts = size * 4 // two_level.PART_BYTES
+        # Hosts exchange float32, half of it with two hosts, and gather what is rounded.
+        num_parts = size * 4 // part
         assert names.count("all-to-all") == names.count("all-gather") == num_parts
         assert "all-reduce" not in names
         assert found.predicted_bytes == found.counted_bytes
         across = sum(i.wire_bytes for i in found.instructions if not i.name.startswith("jax_ring"))
-        assert across == found.collectives[0].wire_bytes_across_hosts == 3 * two_level.shard_size(size, 4, 2)
+        each = (4 + jnp.dtype(dtype).itemsize) / 2
+        assert across == found.collectives[0].wire_bytes_across_hosts == each * two_level.shard_size(size, 4, 2)
 
 
 def large_sums_beside_each_other():
