@@ -340,3 +340,17 @@ def test_two_hosts_of_two_processes():
     received = np.where(np.isin(np.arange(8), [7, 3, 4, 6]).reshape(8, 1, 1), values, 0)
     own = slice(2 * jax.process_index(), 2 * jax.process_index() + 2)
     assert_same_bits(local_shards(fun(arrays))[:, 0], received[own])
+
+
+@pytest.mark.jax_processes(3, devices=2, environment=[{"JAX_RING_HOST_ID": host} for host in "abc"])
+def test_three_hosts():
+    """Large sums of small floats are added in the order of the hosts, and rounded once. Shards are padded."""
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+    values = RNG.standard_normal((6, 3 * two_level.PART_BYTES // 4 + 1)).astype(jnp.bfloat16)
+    of_hosts = [rank_fold(values[2 * host : 2 * host + 2].astype(np.float32)) for host in range(3)]
+    fun, arrays = on_mesh(lambda x: ring_psum(x, "i"), mesh, values, out_specs=P())
+    found = explain(fun, arrays)
+    assert [i.name for i in found.instructions].count("all-to-all") == 3
+    assert found.predicted_bytes == found.counted_bytes
+    for _ in range(2):
+        assert_local_shards(fun(arrays), rank_fold(np.stack(of_hosts)).astype(jnp.bfloat16)[None])
