@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import os
 import pathlib
-import sys
 
 import jax
 import numpy as np
@@ -64,7 +63,6 @@ def faults_by_thread() -> dict[int, tuple[str, int]]:
     return found
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("is_followed", [True, False])
 def test_who_gathers_a_part(is_followed):
     mesh = make_mesh((RANKS,))

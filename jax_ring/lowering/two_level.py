@@ -51,7 +51,7 @@ def emit(ctx, operands, *, kind: str, op: str, service: Service, call: str, opti
     aval: Any = ctx.avals_in[0]
     by_all_reduce = ByAllReduce(op, service.levels.across, types_of(op, aval.dtype))
     reduction = _Sum(ctx, op, service, service.levels, call, options, by_all_reduce)
-    in_parts = reduction._replace(crossing=large_crossing(by_all_reduce))
+    in_parts = reduction._replace(crossing=_large_crossing(by_all_reduce))
     is_large = [reduction.is_cut(aval) for aval in ctx.avals_in]
     whole = [i for i, large in enumerate(is_large) if not large]
     results: dict[int, Any] = {}
@@ -72,7 +72,7 @@ def emit_sum(ctx, operand, *, service: Service, call: str, options: Options, cro
     return reduction.in_parts(operand, ctx.avals_in[0], hlo.partition_id())[0]
 
 
-def large_crossing(by_all_reduce: ByAllReduce) -> Crossing:
+def _large_crossing(by_all_reduce: ByAllReduce) -> Crossing:
     """How operands cross that are cut into parts: small floats by an exchange, in which less is sent."""
     types = by_all_reduce.types
     if _is_rounded(by_all_reduce.op, types):
@@ -235,12 +235,12 @@ def _part_after(x, part: Part, positions: Sequence):
 _POSITION = aval_of(np.uint32)
 
 
-def parts_of(size: int, num_shards: int, itemsize: float, unit: int = 1) -> list[Part]:
+def parts_of(size: int, num_shards: int, itemsize: int, unit: int = 1) -> list[Part]:
     """The parts of an array of this many elements of this many bytes, with as many elements for each shard.
 
     Each begins at a cache line in all shards, and at a multiple of `unit`.
     """
-    num_parts = min(int(size * itemsize) // PART_BYTES, MAX_PARTS)
+    num_parts = min(size * itemsize // PART_BYTES, MAX_PARTS)
     unit = num_shards * math.lcm(_ALIGNMENT, unit)
     if num_parts < 2 or size < num_parts * unit:
         return [Part(0, size)]
