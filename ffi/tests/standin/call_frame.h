@@ -4,17 +4,15 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <map>
 #include <string>
-#include <variant>
 #include <vector>
 
+#include "frame.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace jax_ring::standin {
 
-using Attribute = std::variant<int64_t, std::string, std::vector<int64_t>>;
-using Attributes = std::map<std::string, Attribute>;
+using testing::Attributes;
 
 struct DeviceBuffer {
   XLA_FFI_DataType dtype;
