@@ -17,7 +17,7 @@ from jax_ring.inspect.tree_bytes import by_xla
 from jax_ring.inspect.two_level_bytes import on_two_levels
 from jax_ring.inspect.wire_bytes import num_bytes_of as _num_bytes
 from jax_ring.inspect.wire_bytes import ragged_bytes, wire_bytes
-from jax_ring.lowering import composed, host_places, override, ragged, service, trees, tuning
+from jax_ring.lowering import between_hosts, composed, host_places, override, ragged, service, trees, tuning
 from jax_ring.lowering.reach import Levels
 from jax_ring.options import Options
 
@@ -243,7 +243,10 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None, messages: M
     if levels is not None and levels.across:
         op = "max" if "pmax" in name else "min" if "pmin" in name else "sum"
         terms = [v.aval for v in eqn.invars] if kind == "all_gather" else message
-        within, across = on_two_levels(kind, op, groups, levels, engine, options, terms, params.get("perm"))
+        is_enclosed = between_hosts.are_enclosed_in((_platform(axis_context.mesh),), axis_context, levels.across)
+        within, across = on_two_levels(
+            kind, op, groups, levels, options, terms, params.get("perm"), is_enclosed=is_enclosed
+        )
         sends = within + across
     elif served_by == "XLA" and along:
         num_ranks = math.prod(axis_context.mesh.shape[axis] for axis in axes)

@@ -14,15 +14,23 @@ from jax_ring.options import Options
 
 
 def on_two_levels(
-    kind: str, op: str, groups: Groups, levels: Levels, engine: str | None, options: Options, avals: Sequence, perm=None
+    kind: str,
+    op: str,
+    groups: Groups,
+    levels: Levels,
+    options: Options,
+    avals: Sequence,
+    perm=None,
+    *,
+    is_enclosed: bool,
 ) -> tuple[float, float]:
     """Bytes that a rank sends within its host, and to other hosts, in a call on two levels.
 
     Args:
       groups: those of the call, in mesh positions.
-      engine: which serves it within hosts.
       avals: the types of the operands, without slots.
       perm: of a permutation.
+      is_enclosed: whether calls of jax_ring are around what crosses hosts.
     """
     if trees.adds_along_tree(kind, options):
         return tree_bytes.on_two_levels("all_reduce" if kind == "reduce" else kind, groups, levels, options, avals)
@@ -37,7 +45,7 @@ def on_two_levels(
 
     def all_reduce(op: str, size: int, dtype) -> None:
         types = types_of(op, dtype)
-        exchanges = two_level.is_exchanged(op, size, types, engine, levels, options)
+        exchanges = two_level.is_exchanged(op, size, types, levels, options, is_enclosed)
         shard = shard_size(size, *ranks, *(hosts if exchanges else ()))
         scattered, crossing, gathered = (_bytes(shard, dtype) for dtype in types)
         within("reduce_scatter", scattered * ranks[0])

@@ -43,18 +43,28 @@ def are_enclosed(ctx, groups: reach.Groups) -> bool:
     return _processes_of(ctx, groups, ()) is not None
 
 
+def are_enclosed_in(platforms: Sequence[str], axis_context, groups: reach.Groups) -> bool:
+    """The same for a program of these platforms that is not exported."""
+    return _processes_in(platforms, axis_context, groups) is not None
+
+
 def _processes_of(ctx, groups: reach.Groups, avals) -> list[int] | None:
     """The process of each mesh position, if the collectives of these groups are worth enclosing; else None."""
-    axis_context = ctx.module_context.axis_context
-    is_on_cpus = tuple(ctx.platforms or ctx.module_context.platforms) == ("cpu",)
-    if jax.process_count() == 1 or not is_on_cpus or _compat.is_exported(ctx):
+    is_symbolic = not all(isinstance(n, int) for aval in avals for n in aval.shape)
+    if _compat.is_exported(ctx) or is_symbolic:
+        return None
+    platforms = ctx.platforms or ctx.module_context.platforms
+    return _processes_in(platforms, ctx.module_context.axis_context, groups)
+
+
+def _processes_in(platforms: Sequence[str], axis_context, groups: reach.Groups) -> list[int] | None:
+    if jax.process_count() == 1 or tuple(platforms) != ("cpu",):
         return None
     if not isinstance(axis_context, _compat.SPMDAxisContext):
         return None
     mesh = axis_context.mesh
     has_automatic_axes = set(mesh.axis_names) != set(axis_context.manual_axes)
-    is_symbolic = not all(isinstance(n, int) for aval in avals for n in aval.shape)
-    if has_automatic_axes or is_symbolic or reach.is_compile_only(mesh):
+    if has_automatic_axes or reach.is_compile_only(mesh):
         return None
     processes = reach.processes_of_cpus(mesh)
     if processes is None or all(len({processes[i] for i in group}) == 1 for group in groups):

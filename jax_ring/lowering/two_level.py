@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
@@ -75,25 +74,31 @@ def emit_sum(ctx, operand, *, service: Service, call: str, options: Options, cro
 def _large_crossing(by_all_reduce: ByAllReduce) -> Crossing:
     """How operands cross that are cut into parts: small floats by an exchange, in which less is sent."""
     types = by_all_reduce.types
-    if _is_rounded(by_all_reduce.op, types):
+    if by_all_reduce.op == "sum" and types.gathered != types.scattered:
         return ByExchange(by_all_reduce.groups, types.gathered)
     return by_all_reduce
 
 
-def is_exchanged(op: str, size: int, types: Types, engine: str | None, levels: Levels, options: Options) -> bool:
-    """Whether an operand of this size crosses hosts by an exchange."""
+def is_exchanged(op: str, size: int, types: Types, levels: Levels, options: Options, is_enclosed: bool) -> bool:
+    """Whether an operand of this size crosses hosts by an exchange.
+
+    is_enclosed: whether calls of jax_ring are around what crosses, see `between_hosts.are_enclosed`.
+    """
+    by_all_reduce = ByAllReduce(op, levels.across, types)
+    is_cut = _is_cut(size, levels, options, by_all_reduce, is_enclosed)
+    return is_cut and isinstance(_large_crossing(by_all_reduce), ByExchange)
+
+
+def _is_cut(size: int, levels: Levels, options: Options, crossing: Crossing, is_enclosed: bool) -> bool:
+    """Whether an operand of this size crosses in several parts."""
+    # In ring order, the bits depend on how an array is cut.
+    return options.order != "ring" and is_enclosed and len(_parts_for(size, levels, crossing)) > 1
+
+
+def _parts_for(size: int, levels: Levels, crossing: Crossing) -> list[Part]:
+    """The parts of an operand of this size that cross one after the other."""
     ranks = len(levels.within[0])
-    return (
-        engine == "cpu"
-        and jax.process_count() > 1
-        and options.order != "ring"
-        and _is_rounded(op, types)
-        and len(parts_of(ranks * shard_size(size, ranks), ranks, types.crossing.itemsize)) > 1
-    )
-
-
-def _is_rounded(op: str, types: Types) -> bool:
-    return op == "sum" and types.gathered != types.scattered
+    return parts_of(ranks * shard_size(size, ranks, crossing.unit), ranks, crossing.bytes_each, crossing.unit)
 
 
 class _Sum(NamedTuple):
@@ -114,16 +119,8 @@ class _Sum(NamedTuple):
 
     def is_cut(self, aval) -> bool:
         """Whether an operand crosses in several parts."""
-        # In ring order, the bits depend on how an array is cut.
-        if self.options.order == "ring" or not between_hosts.are_enclosed(self.ctx, self.levels.across):
-            return False
-        return len(self.parts_of(aval)) > 1
-
-    def parts_of(self, aval) -> list[Part]:
-        """The parts of an operand that cross one after the other."""
-        unit = self.crossing.unit
-        size = self.num_shards * shard_size(aval.size, self.num_shards, unit)
-        return parts_of(size, self.num_shards, self.crossing.bytes_each, unit)
+        is_enclosed = between_hosts.are_enclosed(self.ctx, self.levels.across)
+        return _is_cut(aval.size, self.levels, self.options, self.crossing, is_enclosed)
 
     def of_whole(self, operands: Sequence, avals: Sequence) -> list:
         """The sums of operands that cross together."""
@@ -148,7 +145,7 @@ class _Sum(NamedTuple):
         run when their operands are there, unless XLA has given them a buffer that another step still reads: so the last
         all-gather takes what has crossed, and the positions. An operand of another dtype is converted part by part.
         """
-        parts = self.parts_of(aval)
+        parts = _parts_for(aval.size, self.levels, self.crossing)
         result = aval_of(self.crossing.result, parts[-1].begin + parts[-1].size)
         operand = to_shards(self.ctx, operand, result.update(dtype=aval.dtype))
         steps = [self.crossing.steps(part.size // self.num_shards) for part in parts]

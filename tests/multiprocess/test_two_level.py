@@ -211,6 +211,32 @@ def small_floats_in_many_parts():
         assert across == found.collectives[0].wire_bytes_across_hosts == each * two_level.shard_size(size, 4, 2)
 
 
+def explained_as_lowered():
+    """What explain() says of how an array crosses is what is lowered: whether it is exchanged, and its bytes."""
+    devices = by_host()
+    # Nothing that crosses is enclosed where an axis is the compiler's, even one of a single rank.
+    manual, automatic = Mesh(devices.reshape(8), ("i",)), Mesh(devices.reshape(8, 1), ("i", "automatic"))
+    large = 2 * two_level.PART_BYTES // 4
+    for mesh, function, dtype, size, options, exchanged in [
+        (manual, ring_psum, jnp.bfloat16, large, {}, True),
+        (manual, ring_psum, jnp.bfloat16, large // 2 - 1, {}, False),
+        (manual, ring_psum, jnp.bfloat16, large, {"order": "ring"}, False),
+        (manual, ring_pmax, jnp.bfloat16, large, {}, False),
+        (manual, ring_psum, np.float32, large, {}, False),
+        (automatic, ring_psum, jnp.bfloat16, large, {}, False),
+    ]:
+        fun = jax.shard_map(
+            lambda x, function=function, options=options: function(x, "i", **options),
+            mesh=mesh, in_specs=P("i"), out_specs=P(), axis_names={"i"}, check_vma=False,
+        )  # fmt: skip
+        sharding = jax.NamedSharding(mesh, P("i"))
+        found = explain(fun, jax.ShapeDtypeStruct((8 * size,), dtype, sharding=sharding))
+        names = {i.name for i in found.instructions if not i.name.startswith("jax_ring")}
+        case = (mesh, function, dtype, size, options, found)
+        assert names == ({"all-to-all", "all-gather"} if exchanged else {"all-reduce"}), case
+        assert found.predicted_bytes == found.counted_bytes, case
+
+
 def large_sums_beside_each_other():
     """The parts of one call cross in turn, whatever XLA runs first."""
     mesh = Mesh(by_host().reshape(8), ("i",))
@@ -310,8 +336,8 @@ def large_psum_scatters():
 def test_two_hosts():
     for part in (
         same_as_lax, float_rounding, transformations, traffic_across_hosts, large_messages_cross_in_parts,
-        small_floats_in_many_parts, large_sums_beside_each_other, under_override_lax, groups_within_hosts,
-        fallback_to_xla, large_psum_scatters,
+        small_floats_in_many_parts, explained_as_lowered, large_sums_beside_each_other, under_override_lax,
+        groups_within_hosts, fallback_to_xla, large_psum_scatters,
     ):  # fmt: skip
         part()
         print(f"{part.__name__} passed")
