@@ -58,6 +58,22 @@ def test_gradients_that_one_of_the_axes_does_not_cut_are_refused():
         f(np.ones(4, np.float32))
 
 
+@pytest.mark.parametrize("layout", ["flat", "parameter"])
+def test_parameters_without_elements(layout):
+    params = {"w": jnp.arange(1.0, 7.0), "empty": jnp.zeros((0, 3)), "no_bfloat16": jnp.zeros((2, 0), jnp.bfloat16)}
+    optimizer = zero.sharded_optimizer(
+        optax.chain(zero.clip_by_global_norm(0.5, "i"), optax.sgd(1.0)), "i", layout=layout
+    )
+
+    def updates(params):
+        grads = jax.tree.map(lambda x: jax.lax.pcast(x, "i", to="varying"), params)
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    actual = sharded(updates, mesh=make_mesh((RANKS,)), in_specs=P(), out_specs=P())(params)
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1.0))
+    assert_same_trees(actual, tx.update(params, tx.init(params))[0], rtol=1e-6)
+
+
 def test_outside_of_the_axis():
     tx = zero.clip_by_global_norm(1.0, "i")
     with pytest.raises(NameError, match="clip_by_global_norm: unbound axis name 'i'"):

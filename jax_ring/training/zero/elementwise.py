@@ -74,7 +74,7 @@ class ElementwiseCheck:
             self._check_tree(_OTHER_SIZES, bound)
             found.add(self._axes)
         for tree in trees:
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
+            shapes = jax.tree.map(_filled, tree)
             key = (jax.tree.structure(shapes), tuple((x.shape, x.dtype) for x in jax.tree.leaves(shapes)))
             if key not in self._known_trees:
                 self._check_tree(shapes, bound)
@@ -115,6 +115,11 @@ def _step(tx: Any, params: Any) -> tuple:
 
 def _shape(*shape: int, dtype: Any = jnp.float32) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _filled(x: Any) -> Any:
+    """The shape of a leaf. An empty one gets elements: JAX makes the sum of none a constant, which is no operation."""
+    return _shape(*(n or 1 for n in jnp.shape(x)), dtype=jnp.result_type(x))
 
 
 def _anonymous(params: Any) -> dict[str, Any]:
