@@ -217,6 +217,12 @@ def test_axes_that_do_not_fit(in_axes, message):
         accumulate_gradients(loss, NUM, in_axes=in_axes)(W, X, Y)
 
 
+@pytest.mark.parametrize("number", [2.0, "2", None])
+def test_a_number_of_micro_batches_that_is_no_integer(number):
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        accumulate_gradients(lambda params, x: x.sum(), number)
+
+
 @pytest.mark.parametrize("in_axes", ["x", (0, 1.0), (True, 0)], ids=str)
 def test_axes_of_wrong_types(in_axes):
     with pytest.raises(TypeError, match="in_axes must be an int, None, or a tuple"):

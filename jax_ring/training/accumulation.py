@@ -1,5 +1,6 @@
 """Gradient accumulation: a loss that is computed and differentiated one micro-batch at a time."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -43,8 +44,9 @@ def accumulate_gradients(
     Raises:
       ValueError: if `num_microbatches` is not positive or does not divide the dimensions of the data, and if `in_axes`
         does not fit the arguments, or leaves none of them to be split.
-      TypeError: if a leaf of `in_axes` is neither an integer nor None.
+      TypeError: if `num_microbatches` is no integer, or a leaf of `in_axes` is neither an integer nor None.
     """
+    num_microbatches = operator.index(num_microbatches)
     if num_microbatches < 1:
         raise ValueError(f"accumulate_gradients: num_microbatches must be at least 1, got {num_microbatches}")
     check_in_axes("accumulate_gradients", in_axes)
