@@ -62,7 +62,7 @@ STRINGS_WITHOUT = {  # by their beginnings
         "the group is not connected", "rank … is not of this process", "the memory handle has",
         "the kernels have no ragged all-to-all", "the lane is …", ": the CUDA ordinal … is not below",
         "an operand of … elements in", "a call needs one result per operand", ": executed on the GPU with CUDA ordinal",
-        "packets are decoded within one process",
+        "elements are converted within one process", "jax_ring: no part is rounded to",
         "a message of … bytes is cut off", "no rank of the group is in this process", "process … has ended",
     ],
     "a default that is always replaced": ["it is not there"],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_ring.lowering.two_level import MAX_PARTS, PART_BYTES, _in_turn, parts_of
+from jax_ring.lowering.two_level import PART_BYTES, _in_turn, parts_of
 
 
 @pytest.mark.parametrize(("num_bytes", "num_parts"), [(0, 1), (2 * PART_BYTES - 32, 1), (2 * PART_BYTES, 2)])
@@ -14,10 +14,11 @@ def test_large_operands_are_cut(num_bytes, num_parts):
 @pytest.mark.parametrize("itemsize", [1, 4, 8])
 @pytest.mark.parametrize("num_bytes", [8, PART_BYTES, 5 * PART_BYTES + 1001, 123 * PART_BYTES])
 @pytest.mark.parametrize("unit", [1, 3, 512])
-def test_every_element_is_in_one_part(num_shards, itemsize, num_bytes, unit):
+@pytest.mark.parametrize("max_parts", [16, 24])
+def test_every_element_is_in_one_part(num_shards, itemsize, num_bytes, unit, max_parts):
     size = -(-num_bytes // itemsize // num_shards // unit) * num_shards * unit
-    parts = parts_of(size, num_shards, itemsize, unit)
-    assert len(parts) <= MAX_PARTS
+    parts = parts_of(size, num_shards, itemsize, unit, max_parts)
+    assert len(parts) <= max_parts
     assert parts[0].begin == 0
     assert [part.begin + part.size for part in parts] == [*(part.begin for part in parts[1:]), size]
     assert all(part.size > 0 or size == 0 for part in parts)

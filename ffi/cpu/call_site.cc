@@ -81,13 +81,20 @@ void record(CallSite& site, std::string_view collective, ffi::Span<const int64_t
   site.rendezvous_map.record(site.recorded, recorder.memory());
 }
 
+ffi::DataType rounds_to_of(std::string_view name) {
+  if (name.empty()) return ffi::DataType::INVALID;
+  if (name == "bfloat16") return ffi::BF16;
+  if (name == "float16") return ffi::F16;
+  throw std::invalid_argument("jax_ring: no part is rounded to " + std::string(name));
+}
+
 ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
     std::string_view collective, std::string_view op, int64_t root, ffi::Span<const int64_t> sources,
     std::string_view algorithm, std::string_view order, ffi::Span<const int64_t> partitions,
     ffi::Span<const int64_t> processes, ffi::Span<const int64_t> group_sizes, ffi::Span<const int64_t> one_shot_bytes,
     ffi::Span<const int64_t> two_shot_bytes, ffi::Span<const int64_t> tree_shards, ffi::Span<const int64_t> tree_sizes,
-    ffi::Span<const int64_t> tree_ranks, ffi::Span<const int64_t> part, std::string_view call, std::string_view lines,
-    std::string_view program) {
+    ffi::Span<const int64_t> tree_ranks, ffi::Span<const int64_t> part, std::string_view rounds_to,
+    std::string_view call, std::string_view lines, std::string_view program) {
   try {
     const Plan plan{named<Collective>(collective, kCollectives), named<Order>(order, kOrders), static_cast<int>(root)};
     for (int64_t size : group_sizes) {
@@ -102,6 +109,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(
                                            sources_of(plan, sources, group_sizes), named<Op>(op, kOps));
     site->algorithm = algorithm_of(algorithm);
     site->part = {part.begin(), part.end()};
+    site->rounds_to = rounds_to_of(rounds_to);
     site->trees = trees_of(plan, group_sizes, tree_shards, tree_sizes, tree_ranks);
     if (!program.empty()) {
       site->hash = identity_of(call, program, plan, site->op, site->algorithm,
@@ -144,6 +152,7 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                            .Attr<ffi::Span<const int64_t>>("tree_sizes")
                            .Attr<ffi::Span<const int64_t>>("tree_ranks")
                            .Attr<ffi::Span<const int64_t>>("part")
+                           .Attr<std::string_view>("rounds_to")
                            .Attr<std::string_view>("call")
                            .Attr<std::string_view>("site")
                            .Attr<std::string_view>("program"));

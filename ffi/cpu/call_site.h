@@ -40,8 +40,9 @@ struct CallSite {
   const uint64_t number = next_number.fetch_add(1, std::memory_order_relaxed);  // of no other call site
   RendezvousMap rendezvous_map;
   Plan plan;
-  std::vector<int> sources;   // of the plan
-  std::vector<int64_t> part;  // of an array
+  std::vector<int> sources;                                    // of the plan
+  std::vector<int64_t> part;                                   // of an array
+  xla::ffi::DataType rounds_to = xla::ffi::DataType::INVALID;  // what a reduce-scatter of a part rounds to, if it does
   Op op;
   flight::RecordedCall* recorded = nullptr;
   Trees trees;

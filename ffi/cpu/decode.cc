@@ -86,9 +86,29 @@ void decode_ragged(int num_ranks, ffi::RemainingArgs args, ffi::RemainingRets re
   }
 }
 
+// How the elements of a part become float32, if they are in another form, or are to be rounded first.
+Conversion conversion_of(const Message& message, ffi::DataType rounds_to, ffi::DataType from, ffi::DataType to) {
+  const bool scatters = message.plan.collective == Collective::reduce_scatter,
+             rounds = rounds_to != ffi::DataType::INVALID;
+  if (from == to && !rounds) return {};
+  const FoldKernels& kernels = fold_kernels();
+  if (to == ffi::F32 && from == ffi::S8 && !rounds && !scatters) {
+    return {kernels.decode, kPacketBytes, kBlockElements * sizeof(float)};
+  }
+  const ffi::DataType small = rounds ? rounds_to : from;
+  const bool is_sum = to == ffi::F32 && message.op == Op::sum && (!rounds || (scatters && from == ffi::F32));
+  if (!is_sum || (small != ffi::F16 && small != ffi::BF16)) {
+    throw std::invalid_argument("jax_ring: no conversion of a part from XLA element type " +
+                                std::to_string(static_cast<int>(from)) + " to " + std::to_string(static_cast<int>(to)));
+  }
+  const SumsInFloat32& sums = small == ffi::F16 ? kernels.of_f16 : kernels.of_bf16;
+  return {rounds ? sums.rounded : sums.stored, ffi::ByteWidth(from), sizeof(float)};
+}
+
 // Of a reduce-scatter whose operand is a part of an array, or of an all-gather whose result is.
-void decode_part(int num_ranks, const std::vector<int64_t>& part, ffi::RemainingArgs args, ffi::RemainingRets rets,
+void decode_part(const CallSite& site, int num_ranks, ffi::RemainingArgs args, ffi::RemainingRets rets,
                  Message& message, Participant& participant) {
+  const std::vector<int64_t>& part = site.part;
   const bool scatters = message.plan.collective == Collective::reduce_scatter;
   if ((!scatters && message.plan.collective != Collective::all_gather) || folds_along_tree(message.plan) ||
       part.size() != 2 || part[0] < 0 || part[1] < 0 || rets.size() != 1 || args.size() == 0) {
@@ -97,12 +117,18 @@ void decode_part(int num_ranks, const std::vector<int64_t>& part, ffi::Remaining
   const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(0);
   ffi::AnyBuffer output = **rets.get<ffi::AnyBuffer>(0);
   const ffi::AnyBuffer& whole = scatters ? input : output;
-  message.decodes = !scatters && input.element_type() == ffi::S8 && output.element_type() == ffi::F32;
-  const size_t packets = message.decodes ? input.element_count() / kPacketBytes : 0;
-  const size_t begin = part[0], size = part[1],
-               block = message.decodes ? packets * kBlockElements : (scatters ? output : input).element_count();
-  const bool is_whole =
-      !message.decodes || (packets * kPacketBytes == input.element_count() && begin % kBlockElements == 0);
+  message.conversion = conversion_of(message, site.rounds_to, input.element_type(), output.element_type());
+  const EngineType type = engine_type_of(message.plan, input.element_type());
+  message.dtype = type.dtype;
+  // An element of the engine, in elements of the operand and of the result.
+  size_t of_input = 1, of_output = 1;
+  if (message.conversion.kernel != nullptr) {
+    of_input = message.conversion.operand_bytes / ffi::ByteWidth(input.element_type());
+    of_output = message.conversion.result_bytes / ffi::ByteWidth(output.element_type());
+  }
+  const size_t begin = part[0], size = part[1], count = input.element_count() / of_input,
+               block = scatters ? output.element_count() : count * of_output;
+  const bool is_whole = count * of_input == input.element_count() && begin % of_output == 0;
   if (!is_whole || size != block * num_ranks || begin > whole.element_count() || size > whole.element_count() - begin) {
     throw std::invalid_argument("jax_ring: " + std::to_string(size) + " elements from " + std::to_string(begin) +
                                 " are no part of " + std::to_string(whole.element_count()) + " in blocks of " +
@@ -116,18 +142,17 @@ void decode_part(int num_ranks, const std::vector<int64_t>& part, ffi::Remaining
     const void* const before = args.get<ffi::AnyBuffer>(1)->untyped_data();
     if (before != output.untyped_data()) std::memcpy(output.untyped_data(), before, offset);
   }
-  const EngineType type = engine_type_of(message.plan, input.element_type());
-  message.dtype = type.dtype;
-  message.counts.push_back(message.decodes ? packets : (scatters ? size : block) * type.per_xla_element);
+  const size_t per_element = message.conversion.kernel != nullptr ? 1 : type.per_xla_element;
+  message.counts.push_back((scatters ? size : count) * per_element);
   participant.inputs.push_back(static_cast<const std::byte*>(input.untyped_data()) + (scatters ? offset : 0));
   participant.outputs.push_back(static_cast<std::byte*>(output.untyped_data()) + (scatters ? 0 : offset));
 }
 
 }  // namespace
 
-void decode(int num_ranks, const std::vector<int64_t>& part, ffi::RemainingArgs args, ffi::RemainingRets rets,
-            Message& message, Participant& participant) {
-  if (!part.empty()) return decode_part(num_ranks, part, args, rets, message, participant);
+void decode(const CallSite& site, int num_ranks, ffi::RemainingArgs args, ffi::RemainingRets rets, Message& message,
+            Participant& participant) {
+  if (!site.part.empty()) return decode_part(site, num_ranks, args, rets, message, participant);
   if (message.plan.collective == Collective::ragged_all_to_all) {
     return decode_ragged(num_ranks, args, rets, message, participant);
   }

@@ -1,9 +1,7 @@
 // decode.h: the operands and results of a custom call, checked, as the engine takes them.
 #pragma once
 
-#include <cstdint>
-#include <vector>
-
+#include "cpu/call_site.h"
 #include "cpu/engine.h"
 #include "cpu/rendezvous.h"
 #include "xla/ffi/api/ffi.h"
@@ -15,10 +13,8 @@ namespace jax_ring::cpu {
 // ranks have gathered, see RaggedTable, of shape (ranks, 4, slices) and type int32 or int64; the rows to send; and what
 // the result has where nothing is received, which is copied to it, unless it is there already.
 //
-// part: of a call for a part of an array, as in handler.h; else empty.
-//
 // Throws std::invalid_argument if the buffers do not fit the collective in a group of `num_ranks` ranks.
-void decode(int num_ranks, const std::vector<int64_t>& part, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
+void decode(const CallSite& site, int num_ranks, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
             Message& message, Participant& participant);
 
 }  // namespace jax_ring::cpu

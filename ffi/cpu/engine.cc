@@ -173,7 +173,8 @@ void run_collective(RendezvousPtr rendezvous, const Message& message, Workers& w
   const int num_ranks = rendezvous->num_ranks();
   const Traffic traffic = traffic_of(message, num_ranks);
   find_terms(message, *rendezvous);
-  const FoldKernel kernel = message.decodes ? fold_kernels().decode : fold_kernels().get(message.op, message.dtype);
+  const FoldKernel converting = message.conversion.kernel;
+  const FoldKernel kernel = converting != nullptr ? converting : fold_kernels().get(message.op, message.dtype);
   Work work{std::move(rendezvous), kernel, message.result_element_bytes(),
             message.tree != nullptr ? message.tree->terms().size() : 0, traffic.bytes_written > kStreamingBytes};
   if (traffic.bytes_read + traffic.bytes_written < kParallelBytes) {

@@ -31,11 +31,14 @@ struct Message {
   const Tree* tree = nullptr;
   int num_results = 1;                                        // of a reduce-scatter, see num_parts()
   std::shared_ptr<const std::vector<Part>> slices = nullptr;  // those of the plan, which lives as long
-  // Of an all-gather: whether the operands are packets, and the results their values. Its elements are blocks.
-  bool decodes = false;
+  Conversion conversion = {};                                 // of a part of an array; `counts` are of its elements
 
-  size_t operand_element_bytes() const { return decodes ? kPacketBytes : element_size(dtype); }
-  size_t result_element_bytes() const { return decodes ? kBlockElements * sizeof(float) : element_size(dtype); }
+  size_t operand_element_bytes() const {
+    return conversion.kernel != nullptr ? conversion.operand_bytes : element_size(dtype);
+  }
+  size_t result_element_bytes() const {
+    return conversion.kernel != nullptr ? conversion.result_bytes : element_size(dtype);
+  }
 };
 
 // Executes the collective and queues the ranks' completions on CompletionThreads. Returns at once or after doing part

@@ -35,12 +35,26 @@ using FoldKernel = void (*)(const Inputs& inputs, const Outputs& outputs, size_t
 constexpr size_t kBlockElements = 256;
 constexpr size_t kPacketBytes = kBlockElements + sizeof(float);
 
+// Sums, not rounded, of floats of 16 bits. The sum of one is its value.
+struct SumsInFloat32 {
+  FoldKernel stored;   // of such floats
+  FoldKernel rounded;  // of float32, each of which is rounded to such a float first
+};
+
 struct FoldKernels {
   const char* instruction_set;
   FoldKernel kernels[static_cast<int>(Op::count)][static_cast<int>(DType::count)];
   FoldKernel decode;  // writes the float32 values of `count` packets of the only input
+  SumsInFloat32 of_f16, of_bf16;
 
   FoldKernel get(Op op, DType dtype) const { return kernels[static_cast<int>(op)][static_cast<int>(dtype)]; }
+};
+
+// A fold whose elements are not those of a type: its operands or its results are in another form.
+struct Conversion {
+  FoldKernel kernel = nullptr;  // null: no conversion
+  size_t operand_bytes = 0;     // of an element
+  size_t result_bytes = 0;
 };
 
 // The kernels for this machine, chosen once. JAX_RING_ISA (baseline, avx2, avx512) requests a smaller instruction set.

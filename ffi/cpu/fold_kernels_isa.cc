@@ -31,6 +31,46 @@ JAX_RING_INLINE void stream(void* to, V value) {
   __builtin_memcpy(to, &value, sizeof(value));
 }
 
+// A small float whose sums are not rounded to it.
+template <class Small>
+struct Unrounded {
+  using Storage = typename Small::Storage;
+  using Accumulator = float;
+  template <class Lanes = Scalar>
+  static JAX_RING_INLINE typename Lanes::template Of<float> widen(typename Lanes::template Of<Storage> x) {
+    return Small::template widen<Lanes>(x);
+  }
+  template <class Lanes = Scalar>
+  static JAX_RING_INLINE typename Lanes::template Of<float> narrow(typename Lanes::template Of<float> x) {
+    return x;
+  }
+};
+
+// A float32 that stands for the small float to which it rounds. Its sums are not rounded.
+template <class Small>
+struct Rounded {
+  using Storage = float;
+  using Accumulator = float;
+  template <class Lanes = Scalar>
+  static JAX_RING_INLINE typename Lanes::template Of<float> widen(typename Lanes::template Of<float> x) {
+    return Small::template value_of<Lanes>(Small::template code_of<Lanes>(x));
+  }
+  template <class Lanes = Scalar>
+  static JAX_RING_INLINE typename Lanes::template Of<float> narrow(typename Lanes::template Of<float> x) {
+    return x;
+  }
+};
+
+// The type of a result.
+template <class Element>
+struct ResultOf {
+  using type = typename Element::Storage;
+};
+template <class Small>
+struct ResultOf<Unrounded<Small>> {
+  using type = float;
+};
+
 // Where the conversion of the elements takes most of the time and of the code, fewer copies of it do.
 template <class Element>
 constexpr bool kConvertsFast = sizeof(typename Element::Storage) == sizeof(typename Element::Accumulator);
@@ -64,12 +104,13 @@ struct AlongTree {
 template <class Element, class Op, class Shape, class Lanes, int kVectors, bool kStream>
 size_t fold_blocks(const Inputs& inputs, const Outputs& outputs, size_t at, size_t end) {
   using Storage = typename Element::Storage;
-  using Stored = typename Lanes::template Of<Storage>;
-  constexpr size_t kLanes = sizeof(Stored) / sizeof(Storage);
+  using Result = typename ResultOf<Element>::type;
+  using Stored = typename Lanes::template Of<Result>;
+  constexpr size_t kLanes = sizeof(Stored) / sizeof(Result);
   for (; at + kVectors * kLanes <= end; at += kVectors * kLanes) {
     Stored results[kVectors];
     const auto load = [&](int i, int v) __attribute__((always_inline)) {
-      Stored loaded;
+      typename Lanes::template Of<Storage> loaded;
       __builtin_memcpy(&loaded, static_cast<const Storage*>(inputs.buffers[i]) + inputs.begin + at + v * kLanes,
                        sizeof(loaded));
       return loaded;
@@ -78,7 +119,7 @@ size_t fold_blocks(const Inputs& inputs, const Outputs& outputs, size_t at, size
     Shape::template fold<Element, Op, Lanes, kVectors>(inputs, load, store);
     for (int i = 0; i < outputs.count; ++i) {
       for (int v = 0; v < kVectors; ++v) {
-        Storage* to = static_cast<Storage*>(outputs.buffers[i]) + outputs.begin + at + v * kLanes;
+        Result* to = static_cast<Result*>(outputs.buffers[i]) + outputs.begin + at + v * kLanes;
         if constexpr (kStream) {
           stream(to, results[v]);
         } else {
@@ -96,7 +137,7 @@ template <class ElementT, class OpT, bool kIsPacked>
 struct InVectors {
   using Element = ElementT;
   using Op = OpT;
-  using Lanes = Vector<kRegisterBytes / sizeof(typename Element::Storage)>;
+  using Lanes = Vector<kRegisterBytes / sizeof(typename ResultOf<Element>::type)>;
   static constexpr int kVectors = 4;
 };
 template <class ElementT, class OpT>
@@ -109,7 +150,7 @@ struct InVectors<ElementT, OpT, true> {
 
 template <class Element, class Op, class Shape>
 void fold_in_shape(const Inputs& inputs, const Outputs& outputs, size_t count, bool streaming) {
-  constexpr bool kIsPacked = sizeof(typename Element::Storage) < sizeof(typename Element::Accumulator);
+  constexpr bool kIsPacked = sizeof(typename ResultOf<Element>::type) < sizeof(typename Element::Accumulator);
   using Vectors = InVectors<Element, Op, kIsPacked>;
   const auto fold_vectors = [&](auto stream, size_t at) {
     return fold_blocks<typename Vectors::Element, typename Vectors::Op, Shape, typename Vectors::Lanes,
@@ -216,6 +257,8 @@ const FoldKernels JAX_RING_CONCAT(fold_kernels_, JAX_RING_ISA) = {
         {JAX_RING_FOR_EACH_DTYPE(JAX_RING_MIN)},
     },
     &decode,
+    {&fold_in_shape<Unrounded<Float16>, Sum, InSequence>, &fold_in_shape<Rounded<Float16>, Sum, InSequence>},
+    {&fold_in_shape<Unrounded<BFloat16>, Sum, InSequence>, &fold_in_shape<Rounded<BFloat16>, Sum, InSequence>},
 };
 
 }  // namespace jax_ring::cpu

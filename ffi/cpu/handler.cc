@@ -173,12 +173,12 @@ Result execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::Buffer
     message.num_results = site->trees.num_results;
     message.counts.clear();
     message.slices = nullptr;
-    message.decodes = false;
+    message.conversion = {};
     participant.inputs.clear();
     participant.outputs.clear();
-    decode(groups.size(group), site->part, args, rets, message, participant);
-    if (message.decodes && site->groups[group].has_value()) {
-      throw std::invalid_argument("packets are decoded within one process only");
+    decode(*site, groups.size(group), args, rets, message, participant);
+    if (message.conversion.kernel != nullptr && site->groups[group].has_value()) {
+      throw std::invalid_argument("elements are converted within one process only");
     }
     if (site->recorded != nullptr) note_bytes(*site->recorded, message);
     prepare_result(*site, rets);

@@ -34,7 +34,11 @@ namespace jax_ring::cpu {
 //                the operand of a reduce-scatter, or the result of an all-gather. The call has one result. If the part
 //                does not begin at 0, the second operand of an all-gather is the array with the parts before. Operands
 //                after these are not read: they make the call wait, and XLA does not reuse their buffers before it.
-//                An all-gather of int8 into float32 decodes packets (fold_kernels.h), if its ranks are in one process.
+//                If the ranks are in one process, the result may be float32 where the operand is not: an all-gather
+//                decodes int8 as packets (fold_kernels.h) and widens floats of 16 bits, whose sum a reduce-scatter does
+//                not round.
+//   rounds_to    string: empty, or float16 or bfloat16, to which a reduce-scatter of a part rounds float32 before it
+//                adds them
 XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame);
 

@@ -449,6 +449,77 @@ TEST(DecodeKernel, GivesCodeTimesScale) {
   }
 }
 
+// What two ranks contribute to a sum in float32: every code of 16 bits, against another one.
+template <class Bits>
+std::vector<Bits> codes_of(int rank) {
+  std::vector<Bits> codes;
+  for (uint32_t code = 0; code < 1 << 16; ++code) codes.push_back(static_cast<Bits>(rank == 0 ? code : code * 40503));
+  return codes;
+}
+
+float value_of(DType dtype, uint16_t code) {
+  return dtype == DType::f16 ? Float16::widen(code) : BFloat16::widen(code);
+}
+
+// The float32 between two floats of 16 bits, with the bits that such a float does not have: ties, and what is beyond.
+std::vector<float> between(const std::vector<uint16_t>& codes, DType dtype) {
+  std::vector<float> values;
+  for (size_t i = 0; i < codes.size(); ++i) {
+    const uint32_t below[] = {0, 0x1000, 0x8000, 0xffff};
+    values.push_back(bit_cast<float>(bit_cast<uint32_t>(value_of(dtype, codes[i])) ^ below[i / 3 % 4]));
+  }
+  return values;
+}
+
+// Sums of floats of 16 bits, or of float32 rounded to them, are those of their values, and not rounded.
+template <class Stored, class ValueOf>
+void expect_sums_in_float32(FoldKernel kernel, const std::vector<Stored>& first, const std::vector<Stored>& second,
+                            ValueOf value) {
+  constexpr size_t kFrom = 3, kTo = 16;
+  const size_t count = first.size() - kFrom;
+  for (int ranks : {1, 2}) {
+    for (bool streaming : {false, true}) {
+      SCOPED_TRACE(::testing::Message() << ranks << " ranks, streaming " << streaming);
+      const Bytes untouched((kTo + count + 1) * sizeof(float), kUntouched);
+      OffsetBuffer output(untouched, 0), other(untouched, streaming ? 0 : sizeof(float));
+      void* const out[] = {output.data(), other.data()};
+      const void* const in[] = {first.data(), second.data()};
+      kernel({in, ranks, kFrom}, {out, 2, kTo}, count, streaming);
+      for (const void* of_rank : out) {
+        const auto* const got = static_cast<const unsigned char*>(of_rank);
+        for (size_t i = 0; i < count; ++i) {
+          float sum;
+          std::memcpy(&sum, got + (kTo + i) * sizeof(float), sizeof(sum));
+          float want = value(first[kFrom + i]);
+          if (ranks == 2) want += value(second[kFrom + i]);
+          if (want != want) {
+            ASSERT_NE(sum, sum) << i;
+          } else {
+            ASSERT_EQ(bit_cast<uint32_t>(sum), bit_cast<uint32_t>(want)) << i;
+          }
+        }
+        const size_t begin = kTo * sizeof(float), bytes = count * sizeof(float);
+        ASSERT_TRUE(std::equal(got, got + begin, untouched.begin()));
+        ASSERT_TRUE(std::equal(got + begin + bytes, got + untouched.size(), untouched.begin()));
+      }
+    }
+  }
+}
+
+TEST(SumsInFloat32, OfFloatsOf16Bits) {
+  for (const FoldKernels* kernels : runnable_kernels()) {
+    for (DType dtype : {DType::f16, DType::bf16}) {
+      SCOPED_TRACE(::testing::Message() << kernels->instruction_set << ", " << name_of(dtype));
+      const SumsInFloat32& sums = dtype == DType::f16 ? kernels->of_f16 : kernels->of_bf16;
+      const auto first = codes_of<uint16_t>(0), second = codes_of<uint16_t>(1);
+      expect_sums_in_float32(sums.stored, first, second, [&](uint16_t code) { return value_of(dtype, code); });
+      expect_sums_in_float32(sums.rounded, between(first, dtype), between(second, dtype), [&](float x) {
+        return value_of(dtype, dtype == DType::f16 ? Float16::narrow(x) : BFloat16::narrow(x));
+      });
+    }
+  }
+}
+
 // Run by ctest once per value of JAX_RING_ISA, and once without.
 TEST(ChosenKernels, AreTheWidestThatWereAskedFor) {
   const char* asked = std::getenv("JAX_RING_ISA");

@@ -22,6 +22,7 @@ class InPackets(NamedTuple):
     result: np.dtype = np.dtype(np.float32)
     # Twice what crosses. Steps between processes take as long for a quarter of the bytes, so there are fewer of them.
     bytes_each: int = 2
+    max_parts: int = 16
 
     @property
     def num_hosts(self) -> int:

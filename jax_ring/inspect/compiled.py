@@ -33,7 +33,7 @@ _ARRAY = re.compile(r"\b([a-z]+(?:\d+\w*)?)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(condition|body|calls|to_apply)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+))")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_PACKETS = re.compile(r"operand_layout_constraints=\{u32\[\], (s8)\[([\d,]+)\]")
+_OPERAND = re.compile(r"operand_layout_constraints=\{u32\[\], (\w+)\[([\d,]+)\]")
 _SITE = re.compile(r'\bsite = "([^"]*)"')
 _TARGET = re.compile(r'custom_call_target="(jax_ring_\w+)"')
 
@@ -121,8 +121,8 @@ def _instruction(match: re.Match, target: re.Match | None, times: int | None, nu
     along = _trees(rest, sizes)
     if part := _integers("part", rest):
         num_bytes = part[1] * _num_bytes(arrays[0][0], "1")
-        if kind == "all_gather" and (packets := _PACKETS.search(rest)):
-            num_bytes = max(sizes) * _num_bytes(*packets.groups())  # they are decoded as they are gathered
+        if kind == "all_gather" and (operand := _OPERAND.search(rest)):
+            num_bytes = max(sizes) * _num_bytes(*operand.groups())  # which may be widened as it is gathered
     elif kind == "reduce_scatter":
         num_bytes = num_bytes * max(sizes) // trees.num_roots(along)
     return Instruction(

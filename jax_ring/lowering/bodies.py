@@ -5,12 +5,13 @@ from functools import partial
 from jax.extend.mlir import ir
 
 from jax_ring import _compat
-from jax_ring.lowering import barrier, call_sites, combiner, equations, operation, program
+from jax_ring.lowering import barrier, call_sites, combiner, equations, operation, program, rounding
 
 
 def _lower_shard_map(jax_rule, ctx, *operands, **params):
     program.note_body(ctx, params["jaxpr"])  # before its calls are lowered
     results = jax_rule(ctx, *operands, **{**params, "jaxpr": equations.join(params["jaxpr"])})
+    rounding.leave_out(ctx)
     if operation.known_calls(ctx):
         body = next((value.owner.operation for value in results if isinstance(value, ir.OpResult)), None)
         # A mesh of one rank has no such operation.

@@ -40,7 +40,7 @@ def emit(ctx, operands, **call) -> Sequence:
 
 def prepare(
     ctx, *, kind: str, op: str, service: Service, call: str, options, root=0, perm=(), axis_size=None,
-    group_trees=None, concat_dimension=None, part=(), **dimensions,
+    group_trees=None, concat_dimension=None, part=(), rounds_to="", **dimensions,
 ) -> Callable[..., Sequence]:  # fmt: skip
     """How one custom call is emitted for operands of the types in ctx: a function of (ctx, operands) to its results.
 
@@ -57,6 +57,7 @@ def prepare(
     part: the first element and the number of elements of the part that the operand of a reduce-scatter or the result of
       an all-gather is, of an array of one dimension, which the call has in its stead. An all-gather takes the array
       with the parts before as well, if there are any. Further operands are not read, but the call waits for them.
+    rounds_to: the float of 16 bits to which a reduce-scatter of a part rounds float32 before it adds; else empty.
     """
     assert service.levels is not None
     scatters = kind in ("reduce_scatter", "all_to_all") and not part
@@ -92,7 +93,7 @@ def prepare(
         of_engine = _describe_call(
             ctx, kind=kind, op=op, service=service, call=call, options=options, root=root, perm=tuple(perm),
             group_trees=tuple(group_trees), num_hidden=int(takes_position), itemsize=avals_in[-1].dtype.itemsize,
-            num_own=(scatters + has_slots, int(gathers)), part=tuple(part),
+            num_own=(scatters + has_slots, int(gathers)), part=tuple(part), rounds_to=rounds_to,
         )  # fmt: skip
         result_types = [_type_of(ctx, aval) for aval in avals_out]
     blocks_first = partial(layout.blocks_first, axis_size=axis_size, **dimensions)
@@ -230,7 +231,7 @@ _TAKES_POSITION = {"cpu": True, "cuda": False}
 
 def _shared_attributes(
     ctx, *, kind: str, op: str, service: Service, options, root: int, perm: tuple, group_trees: tuple, stream: str,
-    part: tuple[int, ...],
+    part: tuple[int, ...], rounds_to: str,
 ) -> ir.DictAttr:  # fmt: skip
     """The attributes of a call, but for those that name it in errors."""
     assert service.levels is not None
@@ -239,7 +240,7 @@ def _shared_attributes(
     mesh = ctx.module_context.axis_context.mesh
     name_of_program = program.name_of(ctx) if service.engine == "cpu" else ""
     lane = streams.lane_of(ctx, stream) if service.engine == "cuda" else 0
-    of_cpu = {"program": name_of_program, "part": np.array(part, np.int64)}
+    of_cpu = {"program": name_of_program, "part": np.array(part, np.int64), "rounds_to": rounds_to}
 
     def compute() -> ir.DictAttr:
         # The engine picks the algorithm at run time, when it knows the size of each message.
@@ -264,7 +265,7 @@ def _shared_attributes(
 
     key = (
         kind, op, root, perm, options.algorithm, options.order, tuple(map(tuple, groups)), service.engine,
-        levels.num_processes, group_trees, mesh, name_of_program, lane, part,
+        levels.num_processes, group_trees, mesh, name_of_program, lane, part, rounds_to,
     )  # fmt: skip
     return memo.once(ctx, ("attributes", key), compute)
 

@@ -15,7 +15,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from jax_ring.lowering import between_hosts, custom_call, ops
+from jax_ring.lowering import between_hosts, custom_call, ops, rounding
 from jax_ring.lowering.reach import Levels
 from jax_ring.lowering.service import Service
 from jax_ring.lowering.two_level_crossing import ByAllReduce, ByExchange, Crossing, Types, aval_of, shard_size, types_of
@@ -23,8 +23,6 @@ from jax_ring.options import Options
 
 # Crosses a link of 1 Gbit/s in some 30 ms. The ranks of a host need a few ms to sum and to gather it.
 PART_BYTES = 4 << 20
-# Each part is a few calls of the program.
-MAX_PARTS = 16
 # So many parts are reduce-scattered before they can cross: the ranks of a host do not cross in step.
 AHEAD = 2
 # So many elements begin at a cache line, whatever their type.
@@ -59,8 +57,15 @@ def emit(ctx, operands, *, kind: str, op: str, service: Service, call: str, opti
         results.update(zip(whole, sums, strict=True))
     position = hlo.partition_id() if len(whole) < len(operands) else None
     for i, aval in enumerate(ctx.avals_in):
-        if is_large[i]:
+        if not is_large[i]:
+            continue
+        unrounded = rounding.unrounded(operands[i]) if in_parts.converts else None
+        if unrounded is None:
             results[i], position = in_parts.in_parts(operands[i], aval, position)
+        else:
+            wide = aval_of(np.float32, *aval.shape)
+            total, position = in_parts.of_rounded().in_parts(unrounded, wide, position)
+            results[i] = rounding.rounded_again(ctx, total, aval)
     return [results[i] for i in range(len(operands))]
 
 
@@ -75,7 +80,7 @@ def _large_crossing(by_all_reduce: ByAllReduce) -> Crossing:
     """How operands cross that are cut into parts: small floats by an exchange, in which less is sent."""
     types = by_all_reduce.types
     if by_all_reduce.op == "sum" and types.gathered != types.scattered:
-        return ByExchange(by_all_reduce.groups, types.gathered)
+        return ByExchange(by_all_reduce.groups, types.gathered, types.gathered)
     return by_all_reduce
 
 
@@ -98,7 +103,8 @@ def _is_cut(size: int, levels: Levels, options: Options, crossing: Crossing, is_
 def _parts_for(size: int, levels: Levels, crossing: Crossing) -> list[Part]:
     """The parts of an operand of this size that cross one after the other."""
     ranks = len(levels.within[0])
-    return parts_of(ranks * shard_size(size, ranks, crossing.unit), ranks, crossing.bytes_each, crossing.unit)
+    padded = ranks * shard_size(size, ranks, crossing.unit)
+    return parts_of(padded, ranks, crossing.bytes_each, crossing.unit, crossing.max_parts)
 
 
 class _Sum(NamedTuple):
@@ -111,6 +117,19 @@ class _Sum(NamedTuple):
     call: str
     options: Options
     crossing: Crossing
+    rounds_to: str = ""  # to which operands of float32 are rounded before they are added
+
+    @property
+    def converts(self) -> bool:
+        """Whether the steps within a host convert between floats of 16 bits and float32."""
+        crossing = self.crossing
+        return isinstance(crossing, ByExchange) and crossing.rounded.itemsize == 2 and self.levels.num_processes == 1
+
+    def of_rounded(self) -> "_Sum":
+        """The sum of float32 that is rounded to the small floats of this one. Its result is float32, too."""
+        crossing = self.crossing
+        assert isinstance(crossing, ByExchange)
+        return self._replace(rounds_to=crossing.rounded.name, crossing=crossing._replace(result=crossing.scattered))
 
     @property
     def num_shards(self) -> int:
@@ -184,21 +203,23 @@ class _Sum(NamedTuple):
         """The shard of a part of an operand, once the positions are there. Only the part is converted."""
         whole = ir.RankedTensorType(operand.type)
         dtype, num_read = self.crossing.scattered, whole.shape[0]
-        if whole.element_type != mlir.dtype_to_ir_type(dtype):
+        if whole.element_type != mlir.dtype_to_ir_type(dtype) and not self.converts:
             operand, num_read = ops.convert(self.ctx, _part_after(operand, part, positions), dtype), part.size
             part = Part(0, part.size)
         types = [aval_of(dtype, num_read), *(_POSITION for _ in positions)]
         shard = aval_of(dtype, part.size // self.num_shards)
-        return self._within("reduce_scatter", [operand, *positions], types, [shard], part=part)[0]
+        return self._within(
+            "reduce_scatter", [operand, *positions], types, [shard], part=part, rounds_to=self.rounds_to
+        )[0]
 
-    def _within(self, kind: str, values: Sequence, avals_in: Sequence, avals_out: Sequence, part=()) -> Sequence:
+    def _within(self, kind: str, values: Sequence, avals_in: Sequence, avals_out: Sequence, **of_part) -> Sequence:
         """Emits jax_ring's collective of this kind between the ranks of each host."""
         return custom_call.emit(
             self.ctx.replace(avals_in=avals_in, avals_out=avals_out), values, kind=kind,
             op=self.op if kind == "reduce_scatter" else "sum",
             service=self.service._replace(levels=self.levels._replace(across=())),
             call=f"{self.call} ({kind.replace('_', '-')} within a host)", options=self.options,
-            axis_size=self.num_shards, dimension=0, tiled=False, part=part,
+            axis_size=self.num_shards, dimension=0, tiled=False, **of_part,
         )  # fmt: skip
 
     def _enclose(self, emit: Callable, values: Sequence, avals_in: Sequence, avals_out: Sequence) -> Sequence:
@@ -232,12 +253,12 @@ def _part_after(x, part: Part, positions: Sequence):
 _POSITION = aval_of(np.uint32)
 
 
-def parts_of(size: int, num_shards: int, itemsize: int, unit: int = 1) -> list[Part]:
+def parts_of(size: int, num_shards: int, itemsize: int, unit: int = 1, max_parts: int = 16) -> list[Part]:
     """The parts of an array of this many elements of this many bytes, with as many elements for each shard.
 
     Each begins at a cache line in all shards, and at a multiple of `unit`.
     """
-    num_parts = min(size * itemsize // PART_BYTES, MAX_PARTS)
+    num_parts = min(size * itemsize // PART_BYTES, max_parts)
     unit = num_shards * math.lcm(_ALIGNMENT, unit)
     if num_parts < 2 or size < num_parts * unit:
         return [Part(0, size)]

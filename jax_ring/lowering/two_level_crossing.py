@@ -77,6 +77,10 @@ class Crossing(Protocol):
     def bytes_each(self) -> int:
         """What an element counts where it is decided into how many parts a message is cut."""
 
+    @property
+    def max_parts(self) -> int:
+        """Into how many parts a message is cut at most. Each is a few calls of the program."""
+
     def steps(self, size: int) -> list[Step]:
         """The steps, for a shard of so many elements."""
 
@@ -88,6 +92,7 @@ class ByAllReduce(NamedTuple):
     groups: Groups
     types: Types
     unit: int = 1
+    max_parts: int = 16
 
     @property
     def scattered(self) -> np.dtype:
@@ -119,31 +124,40 @@ class ByExchange(NamedTuple):
     """The sum of small floats: hosts exchange float32, each adds a part, rounds it, and they gather the bits of it.
 
     An all-reduce would send the sums in float32 as well, where their rounded bits are enough.
+
+    Attributes:
+      groups: of the ranks that have the same shard on different hosts.
+      rounded: the small float.
+      result: the same, or float32, to which the ranks of a host widen what they gather.
     """
 
     groups: Groups
+    rounded: np.dtype
     result: np.dtype
     scattered: np.dtype = np.dtype(np.float32)
-    bytes_each: int = 4
+    # Twice what the all-reduce of an element takes. A rank goes on when it has sent a part and received one, and the
+    # smaller these are, the less the links wait for the slower direction of each pair of ranks.
+    bytes_each: int = 8
+    max_parts: int = 24
 
     @property
     def unit(self) -> int:
         return len(self.groups[0])
 
     def steps(self, size: int) -> list[Step]:
-        shard, gathered = aval_of(self.scattered, size), aval_of(self.result, size)
+        shard, gathered = aval_of(self.scattered, size), aval_of(self.rounded, size)
         sent = aval_of(np.uint32, self.unit, size // self.unit)
-        rounded = aval_of(words.bits_dtype(self.result), size // self.unit)
+        rounded = aval_of(words.bits_dtype(self.rounded), size // self.unit)
         by_host = aval_of(rounded.dtype, self.unit, *rounded.shape)
 
         def split(x):
             return words.to_words(x.reshape(sent.shape))
 
         def add(x):
-            return words.to_words(fold(words.from_words(x, self.scattered)).astype(self.result))
+            return words.to_words(fold(words.from_words(x, self.scattered)).astype(self.rounded))
 
         def join(x):
-            return words.from_words(x, self.result).reshape(-1)
+            return words.from_words(x, self.rounded).reshape(-1)
 
         def gather(ctx, x):
             return inline(ctx, join, crossing.all_gather(self.groups, x), by_host, gathered)
