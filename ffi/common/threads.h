@@ -20,6 +20,8 @@ namespace jax_ring {
 using Mutex = std::mutex;
 using ConditionVariable = std::condition_variable;
 using SteadyClock = std::chrono::steady_clock;
+template <class T>
+using Atomic = std::atomic<T>;
 
 // For tests: how many of the next starts of a thread fail, as at a limit.
 inline std::atomic<int> failing_thread_starts{0};
@@ -43,6 +45,9 @@ std::thread start_thread(const char* purpose, Body body) {
                              error.code().message() + ". " + describe_thread_limits());
   }
 }
+
+// The cores that the threads of this process may use.
+inline int num_cores() { return static_cast<int>(std::thread::hardware_concurrency()); }
 
 template <class Body>
 void start_detached(const char* purpose, Body body) {

@@ -18,8 +18,24 @@ namespace {
 constexpr std::chrono::milliseconds kWatcherIdleTime(20);
 
 JAX_RING_THREAD_LOCAL(bool, is_completion_thread);
+// Whether completions wait for the one that this thread runs.
+JAX_RING_THREAD_LOCAL(bool, holds_completions);
+
+// Lets the ranks go on that wait in their calls. Returns whether there were any.
+bool release_waiting(Rendezvous& rendezvous) {
+  bool any = false;
+  for (size_t rank = 0; rank < rendezvous.waiting.size(); ++rank) {
+    WaitingRank* const waiting = rendezvous.waiting[rank].get();
+    if (waiting == nullptr || !waiting->release()) continue;
+    rendezvous.done[rank] = Completion();
+    any = true;
+  }
+  return any;
+}
 
 }  // namespace
+
+bool CompletionThreads::may_wait() { return !holds_completions; }
 
 CompletionThreads& CompletionThreads::instance() {
   return immortal([] { return new CompletionThreads; });
@@ -44,6 +60,13 @@ void CompletionThreads::start_locked() {
 }
 
 void CompletionThreads::complete(RendezvousPtr rendezvous, std::optional<std::string> error) {
+  const Clock::time_point now = Clock::now();
+  rendezvous->entry.end(error ? flight::State::failed : flight::State::done, nanoseconds(now));
+  const bool any_waited = !error && release_waiting(*rendezvous);
+  const std::vector<Completion>& done = rendezvous->done;
+  const auto num_completions =
+      std::count_if(done.begin(), done.end(), [](const Completion& each) { return bool(each); });
+  if (num_completions == 0) return;
   std::lock_guard<Mutex> lock(mutex_);
   start_locked();
   if (free_.empty()) free_.emplace_back();
@@ -51,15 +74,10 @@ void CompletionThreads::complete(RendezvousPtr rendezvous, std::optional<std::st
   pending.rendezvous = std::move(rendezvous);
   pending.error = std::move(error);
   pending_.splice(pending_.end(), free_, std::prev(free_.end()));
-  pending.last_start = Clock::now();
-  pending.rendezvous->entry.end(pending.error ? flight::State::failed : flight::State::done,
-                                nanoseconds(pending.last_start));
+  pending.last_start = now;
   pending.find_next();
-  // A completion that gets here is about to return; its thread then picks up this entry itself.
-  const bool has_worker = !is_completion_thread && wake_worker();
-  const std::vector<Completion>& done = pending.rendezvous->done;
-  const auto num_completions =
-      std::count_if(done.begin(), done.end(), [](const Completion& each) { return bool(each); });
+  // A completion that gets here is about to return, unless its rank has waited; its thread then picks up this entry.
+  const bool has_worker = (!is_completion_thread || any_waited) && wake_worker();
   // Looking every kStragglerDelay takes a tenth of a core, in each process. Those of one rank do without.
   pending.is_watched = num_completions > 1 || !has_worker;
   if (!pending.is_watched) return;
@@ -93,6 +111,7 @@ void CompletionThreads::run_completions(Pending& pending, std::unique_lock<Mutex
     Completion done = std::move(pending.rendezvous->done[pending.next++]);
     pending.find_next();
     pending.last_start = Clock::now();
+    holds_completions = !pending.all_started();
     lock.unlock();
     done(pending.error ? &*pending.error : nullptr);
     lock.lock();

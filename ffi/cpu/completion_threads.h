@@ -28,6 +28,9 @@ class CompletionThreads {
 
   static CompletionThreads& instance();
 
+  // Whether the thread that asks may wait for a moment: no completion waits for it.
+  static bool may_wait();
+
   // Starts the first threads, unless they have been started. Called before there is a call that could need them: a call
   // whose threads cannot be started would never complete. Throws std::runtime_error if they cannot.
   void start();

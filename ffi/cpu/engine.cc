@@ -20,6 +20,9 @@ constexpr size_t kCacheLine = 64;
 constexpr size_t kChunkBytes = 128 << 10;
 // Below this many bytes read and written, waking another thread costs more than it saves.
 constexpr size_t kParallelBytes = 2 << 20;
+// The same for ranks that wait in their calls, and so are awake.
+constexpr size_t kAwakeParallelBytes = 512 << 10;
+constexpr size_t kAwakeChunkBytes = 64 << 10;
 // Results of more bytes than this, over all ranks, would evict each other from the caches. They are written with
 // streaming stores.
 constexpr size_t kStreamingBytes = 4 << 20;
@@ -120,25 +123,43 @@ struct Work {
   }
 };
 
-// The work of one call, shared by several threads.
-struct ParallelWork {
-  ParallelWork(Work work, const Message& message)
-      : work(std::move(work)),
-        parts(parts_of(message, this->work.rendezvous->num_ranks())),
-        schedule(counts_of(parts), kChunkBytes / this->work.element_bytes) {}
+// The work of one call, shared by several threads: the one that leads, and those that help.
+class SharedWork : public std::enable_shared_from_this<SharedWork> {
+ public:
+  SharedWork(Work work, const Message& message, size_t chunk_bytes)
+      : work_(std::move(work)),
+        parts_(parts_of(message, work_.rendezvous->num_ranks())),
+        schedule_(counts_of(parts_), chunk_bytes / work_.element_bytes) {}
 
-  // Takes chunks until none is left. Returns true on the thread that finished the last one.
-  bool run() {
-    size_t done = 0;
+  // Asks the ranks that wait, and if these are too few the pool's threads, and takes part.
+  void lead(Workers& workers) {
+    const auto help = [shared = shared_from_this()] { shared->run(0); };
+    size_t threads = 0;
+    for (const WaitingRankPtr& rank : work_.rendezvous->waiting) threads += rank != nullptr && rank->offer(help);
+    // The rank of this thread may be among them.
+    threads = std::max<size_t>(threads, 1);
+    const size_t useful = std::min<size_t>(std::max(workers.num_threads(), 1), schedule_.size());
+    for (; threads < useful; ++threads) workers.schedule(help);
+    run(kAsking);
+  }
+
+ private:
+  // Counts as a chunk: ranks must not go on, and use what they wait with again, before all have been asked.
+  static constexpr size_t kAsking = 1;
+
+  // Takes chunks until none is left. The thread that finishes the last one completes the call.
+  void run(size_t done) {
     {
       const ScopedFloatMode exact(FloatMode::ieee());
-      for (size_t index; (index = next_chunk.fetch_add(1, std::memory_order_relaxed)) < schedule.size(); ++done) {
-        const Chunk chunk = schedule[index];
-        work.execute(parts[chunk.part], chunk.begin, chunk.count);
+      for (size_t index; (index = next_chunk_.fetch_add(1, std::memory_order_relaxed)) < schedule_.size(); ++done) {
+        const Chunk chunk = schedule_[index];
+        work_.execute(parts_[chunk.part], chunk.begin, chunk.count);
       }
     }
+    if (done == 0) return;
     // acq_rel: the release publishes this thread's results, the acquire makes all results visible to the last thread.
-    return done > 0 && chunks_done.fetch_add(done, std::memory_order_acq_rel) + done == schedule.size();
+    if (done_.fetch_add(done, std::memory_order_acq_rel) + done < schedule_.size() + kAsking) return;
+    CompletionThreads::instance().complete(std::move(work_.rendezvous));
   }
 
   static std::vector<OperandPart> parts_of(const Message& message, int num_ranks) {
@@ -153,11 +174,11 @@ struct ParallelWork {
     return counts;
   }
 
-  Work work;
-  std::vector<OperandPart> parts;
-  ChunkSchedule schedule;
-  std::atomic<size_t> next_chunk{0};
-  std::atomic<size_t> chunks_done{0};
+  Work work_;
+  std::vector<OperandPart> parts_;
+  ChunkSchedule schedule_;
+  std::atomic<size_t> next_chunk_{0};
+  std::atomic<size_t> done_{0};
 };
 
 // The thread that runs a collective does all of its work.
@@ -177,7 +198,11 @@ void run_collective(RendezvousPtr rendezvous, const Message& message, Workers& w
   const FoldKernel kernel = converting != nullptr ? converting : fold_kernels().get(message.op, message.dtype);
   Work work{std::move(rendezvous), kernel, message.result_element_bytes(),
             message.tree != nullptr ? message.tree->terms().size() : 0, traffic.bytes_written > kStreamingBytes};
-  if (traffic.bytes_read + traffic.bytes_written < kParallelBytes) {
+  const auto& waiting = work.rendezvous->waiting;
+  // One may be that of this thread.
+  const bool others_wait =
+      std::count_if(waiting.begin(), waiting.end(), [](const WaitingRankPtr& rank) { return rank != nullptr; }) > 1;
+  if (traffic.bytes_read + traffic.bytes_written < (others_wait ? kAwakeParallelBytes : kParallelBytes)) {
     // On this thread alone, without the bookkeeping of shared work.
     {
       const ScopedFloatMode exact(FloatMode::ieee());
@@ -186,14 +211,8 @@ void run_collective(RendezvousPtr rendezvous, const Message& message, Workers& w
     }
     return CompletionThreads::instance().complete(std::move(work.rendezvous));
   }
-  auto shared = std::make_shared<ParallelWork>(std::move(work), message);
-  const size_t threads = std::min<size_t>(std::max(workers.num_threads(), 1), shared->schedule.size());
-  for (size_t helper = 1; helper < threads; ++helper) {
-    workers.schedule([shared] {
-      if (shared->run()) CompletionThreads::instance().complete(std::move(shared->work.rendezvous));
-    });
-  }
-  if (shared->run()) CompletionThreads::instance().complete(std::move(shared->work.rendezvous));
+  const size_t chunk_bytes = others_wait ? kAwakeChunkBytes : kChunkBytes;
+  std::make_shared<SharedWork>(std::move(work), message, chunk_bytes)->lead(workers);
 }
 
 void run_collective_beside(RendezvousPtr rendezvous, const Message& message) noexcept {

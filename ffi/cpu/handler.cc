@@ -110,6 +110,7 @@ struct Kept {
   // Of the last one that was done at once.
   std::optional<Pending> pending;
   RendezvousPtr rendezvous;
+  WaitingRankPtr waiting = std::make_shared<WaitingRank>();
 };
 
 // Runs the call of a group that spans several processes. Returns its rendezvous if it is done, else null.
@@ -158,6 +159,21 @@ Completion completion_of(const ffi::Promise& to_complete) {
   };
 }
 
+// Whether a rank may wait in its call. Calls between processes have their own way, and parts of an array are summed
+// while others cross hosts.
+bool may_wait(const CallSite& site, int group) {
+  return !site.groups[group].has_value() && site.part.empty() && CompletionThreads::may_wait();
+}
+
+// Runs the call of a group within this process, whose ranks have all arrived.
+void run_within_process(const CallSite& site, RendezvousPtr rendezvous, const Message& message, ffi::ThreadPool& pool,
+                        ffi::RemainingRets rets) {
+  // The next part crosses hosts, and the links must not wait.
+  if (is_followed(site, rets)) return run_collective_beside(std::move(rendezvous), message);
+  XlaWorkers workers(pool);
+  run_collective(std::move(rendezvous), message, workers);
+}
+
 Result execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::BufferR0<ffi::U32> partition,
                ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary /*seen by instantiate*/) {
   thread_local Kept kept;
@@ -183,22 +199,21 @@ Result execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::Buffer
     if (site->recorded != nullptr) note_bytes(*site->recorded, message);
     prepare_result(*site, rets);
     participant.done = completion_of(pending.promise);
+    if (!kept.waiting->is_free()) kept.waiting = std::make_shared<WaitingRank>();
+    kept.waiting->skip();
+    participant.waiting = may_wait(*site, group) ? kept.waiting : nullptr;
     const bool is_alone = groups.num_local(group) == 1;
     auto& map = site->rendezvous_map;
     RendezvousPtr rendezvous = is_alone ? map.arrive_alone(run.run_id, *partition.typed_data(), std::move(participant),
                                                            std::move(kept.rendezvous))
                                         : map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
-    if (rendezvous == nullptr) return std::move(pending.future);
     if (!site->groups[group].has_value()) {
-      if (is_followed(*site, rets)) {
-        // The next part crosses hosts, and the links must not wait.
-        run_collective_beside(std::move(rendezvous), message);
-      } else {
-        XlaWorkers workers(pool);
-        run_collective(std::move(rendezvous), message, workers);
-      }
-      return std::move(pending.future);
+      if (rendezvous != nullptr) run_within_process(*site, std::move(rendezvous), message, pool, rets);
+      if (!kept.waiting->wait()) return std::move(pending.future);
+      kept.pending = std::move(pending);
+      return Done{};
     }
+    if (rendezvous == nullptr) return std::move(pending.future);
     rendezvous = run_between_processes(*site, std::move(rendezvous), kept);
     if (rendezvous == nullptr) return std::move(pending.future);
     if (is_alone) {

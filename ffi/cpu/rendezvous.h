@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <set>
 #include <string>
@@ -13,6 +14,7 @@
 #include "common/flight_recorder.h"
 #include "common/threads.h"
 #include "cpu/completion.h"
+#include "cpu/waiting_rank.h"
 
 namespace jax_ring::cpu {
 
@@ -23,11 +25,12 @@ inline int64_t nanoseconds(Clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
 }
 
-// One rank's contribution to a call: its operands, its results, and the callback that completes it.
+// One rank's contribution to a call: its operands, its results, and what completes it.
 struct Participant {
   std::vector<const void*> inputs;
   std::vector<void*> outputs;  // one per input
   Completion done;             // not empty
+  WaitingRankPtr waiting;      // null if its thread does not wait
 };
 
 // All ranks of one group in one call of one execution, from the first arrival until the last completion.
@@ -36,11 +39,13 @@ struct Rendezvous {
   int group = 0;
   int num_arrived = 0;
   Clock::time_point start_time;
-  std::vector<const void*> inputs;  // by operand, then rank; ranks twice, since a fold may start at any of them
-  std::vector<void*> outputs;       // by operand, then rank
-  std::vector<const void*> terms;   // by operand, then term of the tree; filled by the engine if a rank has several
-  std::vector<Completion> done;     // by rank; empty for ranks that have not arrived, or are in another process
-  flight::Entry entry;              // of the flight recorder
+  std::vector<const void*> inputs;      // by operand, then rank; ranks twice, since a fold may start at any of them
+  std::vector<void*> outputs;           // by operand, then rank
+  std::vector<const void*> terms;       // by operand, then term of the tree; filled by the engine if a rank has several
+  std::vector<Completion> done;         // by rank; empty for ranks that have not arrived, or are in another process
+  std::vector<WaitingRankPtr> waiting;  // by rank; null for those that do not wait
+  bool may_wait = false;                // whether ranks may wait in the call for those that come soon
+  flight::Entry entry;                  // of the flight recorder
 
   int num_ranks() const { return static_cast<int>(done.size()); }
   // Forgets the call, and keeps the memory for another.
@@ -87,6 +92,8 @@ class ReplicaGroups {
   int size(int group) const { return static_cast<int>(members_[group].size()); }
   bool is_local(int group, int rank) const { return is_local_[group][rank]; }
   int num_local(int group) const { return num_local_[group]; }
+  int num_local() const { return std::accumulate(num_local_.begin(), num_local_.end(), 0); }
+  int num_groups() const { return static_cast<int>(members_.size()); }
 
  private:
   std::vector<std::vector<int64_t>> members_;
@@ -118,9 +125,9 @@ class RendezvousMap {
   }
 
   // Adds the participant to its rendezvous. Returns the rendezvous if it was the last rank of this process to arrive,
-  // else null. The caller then owns the rendezvous and must complete every participant. Only `done` is moved from: the
-  // participant's vectors stay with the caller, which may refill them for its next call.
-  // Throws std::invalid_argument if the participant has another number of operands than those before it.
+  // else null. The caller then owns the rendezvous and must complete every participant. Only `done` is moved from, and
+  // `waiting`, if the rank is to wait: the participant's vectors stay with the caller, which may refill them for its
+  // next call. Throws std::invalid_argument if the participant has another number of operands than those before it.
   RendezvousPtr arrive(int64_t run_id, int64_t partition, Participant&& participant);
 
   // The same for the only rank of this process in its group: the rendezvous is complete at once. used: one that has
@@ -148,17 +155,26 @@ class RendezvousMap {
                                      const OtherPlace& other_place) const;
 
  private:
+  // The latest execution of a group, and how often it has made the call.
+  struct LatestRun {
+    int64_t run_id = -1;
+    int64_t num_calls = 0;
+  };
+
+  bool is_worth_waiting(int64_t run_id, int group);
   RendezvousPtr open(int64_t run_id, ReplicaGroups::Place place, size_t num_operands, RendezvousPtr used = nullptr);
   void add(Rendezvous& rendezvous, ReplicaGroups::Place place, Participant&& participant);
   static void record_arrival(Rendezvous& rendezvous, int rank, int num_local);
 
   const ReplicaGroups groups_;
   const std::string call_;
+  const bool have_own_cores_;  // whether no two ranks of this process share one
   flight::RecordedCall* recorded_ = nullptr;
   flight::Memory* memory_ = nullptr;
   const std::shared_ptr<RendezvousPool> pool_ = std::make_shared<RendezvousPool>();
   Mutex mutex_;
-  std::vector<RendezvousPtr> open_;  // oldest first
+  std::vector<RendezvousPtr> open_;     // oldest first
+  std::vector<LatestRun> latest_runs_;  // by group
 };
 
 }  // namespace jax_ring::cpu

@@ -74,6 +74,9 @@ class Atomic {
   T exchange(T value, Order order = std::memory_order_seq_cst) { return at().exchange(value, order); }
   T fetch_add(T value, Order order = std::memory_order_seq_cst) { return at().fetch_add(value, order); }
   T fetch_sub(T value, Order order = std::memory_order_seq_cst) { return at().fetch_sub(value, order); }
+  bool compare_exchange_strong(T& expected, T value, Order order = std::memory_order_seq_cst) {
+    return at().compare_exchange_strong(expected, value, order);
+  }
 
  private:
   AtomicAt<T> at() const { return AtomicAt<T>(const_cast<T*>(&value_)); }

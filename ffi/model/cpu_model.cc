@@ -45,6 +45,7 @@ struct Program {
   bool fails = false;      // a watchdog fails the run at any time
   bool pauses = false;     // before the last call, so that the watcher of slow completions sleeps
   int early_timeouts = 0;  // of the watcher of slow completions
+  bool waits = false;      // ranks wait in their calls, and take shares of the work
 };
 
 // A process, its ranks, and what has become of their calls.
@@ -53,7 +54,10 @@ class Process {
   explicit Process(const Program& program)
       : program_(program), map_(groups(program.num_ranks), "call"), ranks_(program.num_ranks) {
     recorded = &failed_;
-    for (Rank& rank : ranks_) rank.results.resize(program.num_calls);
+    for (Rank& rank : ranks_) {
+      rank.results.resize(program.num_calls);
+      rank.waiting = kept(std::make_shared<WaitingRank>());
+    }
     for (int i = 0; i < program.num_ranks; ++i)
       model::name_memory(&ranks_[i], sizeof(Rank), "rank " + std::to_string(i));
     model::allow_early_timeouts(program.early_timeouts);
@@ -88,6 +92,7 @@ class Process {
   struct Rank {
     uint64_t input = 0, output = 0;
     std::vector<Result> results;
+    WaitingRankPtr waiting;
     bool has_ended = false;
   };
 
@@ -106,18 +111,46 @@ class Process {
     participant.inputs = {&rank.input};
     participant.outputs = {&rank.output};
     participant.done = [this, index, number](const std::string* error) { complete(index, number, error); };
-    RendezvousPtr rendezvous = map_.arrive(kRun, index, std::move(participant));
-    if (rendezvous == nullptr) return;
-    uint64_t sum = 0;
-    for (int i = 0; i < program_.num_ranks; ++i) {
-      watch_read(rendezvous->inputs[i], sizeof(uint64_t));
-      sum += *static_cast<const uint64_t*>(rendezvous->inputs[i]);
+    if (program_.waits) {
+      if (!rank.waiting->is_free()) rank.waiting = kept(std::make_shared<WaitingRank>());
+      rank.waiting->skip();
+      if (CompletionThreads::may_wait()) participant.waiting = rank.waiting;
     }
-    for (int i = 0; i < program_.num_ranks; ++i) {
-      watch_write(rendezvous->outputs[i], sizeof(uint64_t));
-      *static_cast<uint64_t*>(rendezvous->outputs[i]) = sum;
+    const WaitingRankPtr waiting = rank.waiting;
+    if (RendezvousPtr rendezvous = map_.arrive(kRun, index, std::move(participant))) {
+      const auto work = kept(std::make_shared<Work>(std::move(rendezvous)));
+      for (const WaitingRankPtr& other : work->rendezvous->waiting) {
+        if (other != nullptr) other->offer([work] { run(*work, 0); });
+      }
+      run(*work, 1);
     }
-    CompletionThreads::instance().complete(std::move(rendezvous));
+    if (program_.waits && waiting->wait()) complete(index, number, nullptr);
+  }
+
+  // The work of a call: a result for each rank, and to offer shares of it.
+  struct Work {
+    explicit Work(RendezvousPtr of_call) : rendezvous(std::move(of_call)), num_ranks(rendezvous->num_ranks()) {}
+
+    RendezvousPtr rendezvous;
+    const uint32_t num_ranks;
+    model::Atomic<uint32_t> next, done;
+  };
+
+  // As SharedWork::run in cpu/engine.cc.
+  static void run(Work& work, uint32_t done) {
+    const uint32_t num_ranks = work.num_ranks;
+    for (uint32_t rank; (rank = work.next.fetch_add(1, std::memory_order_relaxed)) < num_ranks; ++done) {
+      uint64_t sum = 0;
+      for (uint32_t i = 0; i < num_ranks; ++i) {
+        const void* const input = work.rendezvous->inputs[i];
+        watch_read(input, sizeof(uint64_t));
+        sum += *static_cast<const uint64_t*>(input);
+      }
+      watch_write(work.rendezvous->outputs[rank], sizeof(uint64_t));
+      *static_cast<uint64_t*>(work.rendezvous->outputs[rank]) = sum;
+    }
+    if (done == 0 || work.done.fetch_add(done, std::memory_order_acq_rel) + done < num_ranks + 1) return;
+    CompletionThreads::instance().complete(std::move(work.rendezvous));
   }
 
   // Runs when a call has completed: the rest of the rank's program, up to its next call.
@@ -150,11 +183,19 @@ class Process {
     }
   }
 
+  // The model knows atomics by their addresses, which must not be used again.
+  template <class T>
+  std::shared_ptr<T> kept(std::shared_ptr<T> object) {
+    kept_.push_back(object);
+    return object;
+  }
+
   const Program program_;
   RendezvousMap map_;
   std::vector<Rank> ranks_;
   model::Atomic<uint32_t> failed_;
   int num_blocked_ = 0;
+  std::vector<std::shared_ptr<void>> kept_;
 };
 
 std::function<void()> completes(const Program& program) {
@@ -196,6 +237,11 @@ std::vector<NamedScenario> scenarios() {
   random.max_executions = 2000;
   return {
       {"2 ranks, 3 calls", exhaustive, completes({2, 3})},
+      {"2 ranks that wait, a call", exhaustive, completes({2, 1, false, false, false, 0, true})},
+      {"2 ranks that wait, 3 calls", random, completes({2, 3, false, false, false, 2, true})},
+      {"2 ranks that wait, completions that block", random, completes({2, 2, true, false, false, 2, true})},
+      {"2 ranks that wait, a failure", random, completes({2, 2, false, true, false, 0, true})},
+      {"3 ranks that wait once, 3 calls", random, completes({3, 3, false, false, false, 2, true})},
       {"2 ranks, 2 calls, timeouts", exhaustive, completes({2, 2, false, false, false, 2})},
       {"2 ranks, completions that block", exhaustive, completes({2, 1, true, false, false, 1})},
       {"2 ranks, 2 calls, a failure", exhaustive, completes({2, 2, false, true})},

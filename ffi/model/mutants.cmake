@@ -258,3 +258,22 @@ jax_ring_mutant(cpu_model failure_checked_before_the_lock cpu/rendezvous.cc
   std::unique_lock<Mutex> lock(mutex_);
   if (failure) {]==]
   "2 ranks, 2 calls, a failure" "deadlock")
+
+# Ranks that wait in their calls.
+jax_ring_mutant(cpu_model rank_released_twice cpu/completion_threads.cc
+  [==[    rendezvous.done[rank] = Completion();]==] [==[]==]
+  "2 ranks that wait, a call" "a call completed 2 times")
+jax_ring_mutant(cpu_model rank_that_left_forgotten cpu/completion_threads.cc
+  [==[waiting == nullptr || !waiting->release()]==] [==[waiting == nullptr || (waiting->release(), false)]==]
+  "2 ranks that wait, a call" "(deadlock|livelock|a call completed 0 times)")
+jax_ring_mutant(cpu_model release_relaxed cpu/waiting_rank.h
+  [==[state_.exchange(State::released, std::memory_order_acq_rel)]==]
+  [==[state_.exchange(State::released, std::memory_order_relaxed)]==]
+  "2 ranks that wait, a call" "data race")
+jax_ring_mutant(cpu_model offer_relaxed cpu/waiting_rank.cc
+  [==[compare_exchange_strong(seen, State::offered, std::memory_order_acq_rel)]==]
+  [==[compare_exchange_strong(seen, State::offered, std::memory_order_relaxed)]==]
+  "2 ranks that wait, a call" "data race")
+jax_ring_mutant(cpu_model ranks_leave_unheard cpu/waiting_rank.cc
+  [==[has_changed ? State::working : State::left]==] [==[has_changed ? State::working : State::waiting]==]
+  "2 ranks that wait, a call" "(deadlock|livelock|a call completed 0 times)")

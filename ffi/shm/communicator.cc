@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "common/error_code.h"
+#include "common/polling.h"
 #include "common/threads.h"
 #include "cpu/completion_threads.h"
 #include "cpu/watchdog.h"
@@ -26,14 +27,6 @@ constexpr std::chrono::microseconds kPollTime(200);
 // Polls back to back, followed by one poll per sched_yield().
 constexpr int kSpins = 200;
 constexpr int kYieldsPerClockRead = 8;
-
-void cpu_relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 std::chrono::duration<double> deadline() { return std::chrono::duration<double>(cpu::Watchdog::instance().deadline()); }
 

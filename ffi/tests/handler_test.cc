@@ -141,6 +141,7 @@ class Instruction {
                    {"tree_sizes", none},
                    {"tree_ranks", none},
                    {"part", std::move(part)},
+                   {"rounds_to", ""},
                    {"call", "the call"},
                    {"site", ""},
                    {"program", ""}};

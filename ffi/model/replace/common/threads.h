@@ -5,6 +5,7 @@
 #include <mutex>
 #include <utility>
 
+#include "model/atomic.h"
 #include "model/locks.h"
 
 namespace jax_ring {
@@ -12,6 +13,10 @@ namespace jax_ring {
 using Mutex = model::Mutex;
 using ConditionVariable = model::ConditionVariable;
 using SteadyClock = model::SteadyClock;
+template <class T>
+using Atomic = model::Atomic<T>;
+
+inline int num_cores() { return 2; }
 
 template <class Body>
 void start_detached(const char*, Body body) {
