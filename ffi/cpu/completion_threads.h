@@ -35,8 +35,8 @@ class CompletionThreads {
   // whose threads cannot be started would never complete. Throws std::runtime_error if they cannot.
   void start();
 
-  // Runs the remaining completions of the rendezvous, with the error if there is one. Returns without waiting for them.
-  // Throws as start() does.
+  // Lets the ranks go on that wait in their calls, unless there is an error, and runs the completions of the others.
+  // Returns without waiting for them. Throws as start() does.
   void complete(RendezvousPtr rendezvous, std::optional<std::string> error = std::nullopt);
 
  private:
