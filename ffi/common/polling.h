@@ -17,12 +17,14 @@ inline void cpu_relax() {
 #endif
 }
 
+// Looks back to back, followed by one look per sched_yield().
+constexpr int kSpins = 200;
+constexpr int kYieldsPerClockRead = 8;
+
 // Calls `stop` until it returns true, or for about as long as `limit`. Returns whether it did. Threads that have no
 // core of their own run meanwhile; if `spins`, only after the first microseconds.
 template <class Stop>
 bool poll(std::chrono::nanoseconds limit, bool spins, Stop stop) {
-  constexpr int kSpins = 200;
-  constexpr int kYieldsPerClockRead = 8;
   for (int i = 0; spins && i < kSpins; ++i) {
     if (stop()) return true;
     cpu_relax();

@@ -133,22 +133,24 @@ class SharedWork : public std::enable_shared_from_this<SharedWork> {
 
   // Asks the ranks that wait, and if these are too few the pool's threads, and takes part.
   void lead(Workers& workers) {
-    const auto help = [shared = shared_from_this()] { shared->run(0); };
+    const auto help = [shared = shared_from_this()] { shared->run(); };
     size_t threads = 0;
     for (const WaitingRankPtr& rank : work_.rendezvous->waiting) threads += rank != nullptr && rank->offer(help);
     // The rank of this thread may be among them.
     threads = std::max<size_t>(threads, 1);
     const size_t useful = std::min<size_t>(std::max(workers.num_threads(), 1), schedule_.size());
     for (; threads < useful; ++threads) workers.schedule(help);
-    run(kAsking);
+    finish(kAsking);
+    run();
   }
 
  private:
   // Counts as a chunk: ranks must not go on, and use what they wait with again, before all have been asked.
   static constexpr size_t kAsking = 1;
 
-  // Takes chunks until none is left. The thread that finishes the last one completes the call.
-  void run(size_t done) {
+  // Takes chunks until none is left.
+  void run() {
+    size_t done = 0;
     {
       const ScopedFloatMode exact(FloatMode::ieee());
       for (size_t index; (index = next_chunk_.fetch_add(1, std::memory_order_relaxed)) < schedule_.size(); ++done) {
@@ -156,7 +158,11 @@ class SharedWork : public std::enable_shared_from_this<SharedWork> {
         work_.execute(parts_[chunk.part], chunk.begin, chunk.count);
       }
     }
-    if (done == 0) return;
+    if (done > 0) finish(done);
+  }
+
+  // The thread that finishes the last chunk completes the call.
+  void finish(size_t done) {
     // acq_rel: the release publishes this thread's results, the acquire makes all results visible to the last thread.
     if (done_.fetch_add(done, std::memory_order_acq_rel) + done < schedule_.size() + kAsking) return;
     CompletionThreads::instance().complete(std::move(work_.rendezvous));
@@ -200,8 +206,9 @@ void run_collective(RendezvousPtr rendezvous, const Message& message, Workers& w
             message.tree != nullptr ? message.tree->terms().size() : 0, traffic.bytes_written > kStreamingBytes};
   const auto& waiting = work.rendezvous->waiting;
   // One may be that of this thread.
-  const bool others_wait =
-      std::count_if(waiting.begin(), waiting.end(), [](const WaitingRankPtr& rank) { return rank != nullptr; }) > 1;
+  const bool others_wait = std::count_if(waiting.begin(), waiting.end(), [](const WaitingRankPtr& rank) {
+                             return rank != nullptr && rank->is_waiting();
+                           }) > 1;
   if (traffic.bytes_read + traffic.bytes_written < (others_wait ? kAwakeParallelBytes : kParallelBytes)) {
     // On this thread alone, without the bookkeeping of shared work.
     {

@@ -32,6 +32,9 @@ class WaitingRank {
   // been started, or the time was over.
   bool wait();
 
+  // Whether it would take a share of the work now.
+  bool is_waiting() const { return state_.load(std::memory_order_relaxed) == State::waiting; }
+
   // By the thread that executes the collective, before it is done: a share of the work. Returns whether the rank is
   // waiting, and so will do it.
   bool offer(std::function<void()> share);

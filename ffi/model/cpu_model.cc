@@ -120,9 +120,10 @@ class Process {
     if (RendezvousPtr rendezvous = map_.arrive(kRun, index, std::move(participant))) {
       const auto work = kept(std::make_shared<Work>(std::move(rendezvous)));
       for (const WaitingRankPtr& other : work->rendezvous->waiting) {
-        if (other != nullptr) other->offer([work] { run(*work, 0); });
+        if (other != nullptr) other->offer([work] { run(*work); });
       }
-      run(*work, 1);
+      finish(*work, 1);
+      run(*work);
     }
     if (program_.waits && waiting->wait()) complete(index, number, nullptr);
   }
@@ -136,9 +137,10 @@ class Process {
     model::Atomic<uint32_t> next, done;
   };
 
-  // As SharedWork::run in cpu/engine.cc.
-  static void run(Work& work, uint32_t done) {
+  // As those of SharedWork in cpu/engine.cc.
+  static void run(Work& work) {
     const uint32_t num_ranks = work.num_ranks;
+    uint32_t done = 0;
     for (uint32_t rank; (rank = work.next.fetch_add(1, std::memory_order_relaxed)) < num_ranks; ++done) {
       uint64_t sum = 0;
       for (uint32_t i = 0; i < num_ranks; ++i) {
@@ -149,7 +151,11 @@ class Process {
       watch_write(work.rendezvous->outputs[rank], sizeof(uint64_t));
       *static_cast<uint64_t*>(work.rendezvous->outputs[rank]) = sum;
     }
-    if (done == 0 || work.done.fetch_add(done, std::memory_order_acq_rel) + done < num_ranks + 1) return;
+    if (done > 0) finish(work, done);
+  }
+
+  static void finish(Work& work, uint32_t done) {
+    if (work.done.fetch_add(done, std::memory_order_acq_rel) + done < work.num_ranks + 1) return;
     CompletionThreads::instance().complete(std::move(work.rendezvous));
   }
 

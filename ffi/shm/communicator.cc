@@ -24,9 +24,6 @@ namespace {
 // takes tens of microseconds: with a quarter of this time, four processes on two cores hand over every tenth call,
 // which doubles the latency of small calls.
 constexpr std::chrono::microseconds kPollTime(200);
-// Polls back to back, followed by one poll per sched_yield().
-constexpr int kSpins = 200;
-constexpr int kYieldsPerClockRead = 8;
 
 std::chrono::duration<double> deadline() { return std::chrono::duration<double>(cpu::Watchdog::instance().deadline()); }
 
@@ -36,7 +33,7 @@ Communicator::Communicator(Group group, Capacities capacities, std::unique_ptr<S
     : group_(std::move(group)),
       capacities_(std::move(capacities)),
       segments_(std::move(segments)),
-      oversubscribed_(group_.num_processes() > static_cast<int>(std::thread::hardware_concurrency())),
+      oversubscribed_(group_.num_processes() > num_cores()),
       next_round_(first_round) {}
 
 Communicator::~Communicator() {

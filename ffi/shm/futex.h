@@ -6,6 +6,8 @@
 #include <chrono>
 #include <cstdint>
 
+#include "common/threads.h"
+
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -18,9 +20,6 @@
 #endif
 
 namespace jax_ring::shm {
-
-template <class T>
-using Atomic = std::atomic<T>;
 
 static_assert(Atomic<uint32_t>::is_always_lock_free && sizeof(Atomic<uint32_t>) == 4);
 

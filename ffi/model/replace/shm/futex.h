@@ -4,13 +4,10 @@
 #include <chrono>
 #include <cstdint>
 
-#include "model/atomic.h"
+#include "common/threads.h"
 #include "model/futex.h"
 
 namespace jax_ring::shm {
-
-template <class T>
-using Atomic = model::Atomic<T>;
 
 inline void futex_wait(Atomic<uint32_t>& word, uint32_t seen, std::chrono::nanoseconds) {
   model::futex_wait(&word, seen);
