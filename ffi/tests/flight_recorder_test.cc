@@ -111,24 +111,29 @@ TEST(FlightRecorder, AnOvertakenCallLeavesTheRecordAlone) {
 
 // Records are written by several threads while others read them. What is read of a record belongs together.
 TEST(FlightRecorder, NoRecordIsReadInParts) {
+  constexpr int64_t kCallsPerWriter = 20000;
   Recorder& recorder = Recorder::instance();
   std::vector<RecordedCall*> calls;
   for (int i = 0; i < 4; ++i) {
     calls.push_back(recorder.add("call " + std::to_string(i), "all_reduce", {members({i}, {0})}));
   }
-  std::atomic<bool> stop{false};
+  std::atomic<int> num_writing{0};  // writers that have not made their last call
   std::vector<std::thread> writers;
   for (int i = 0; i < 4; ++i) {
+    ++num_writing;
     writers.emplace_back([&, i] {
-      for (int64_t n = 1; !stop; ++n) {
+      for (int64_t n = 1; n <= kCallsPerWriter; ++n) {
         Entry entry;
         entry.enter(calls[i], recorder.memory(), 0, n * 4 + i);
         entry.end(State::done, n * 4 + i);
       }
+      --num_writing;
     });
   }
   size_t num_seen = 0;
-  for (int round = 0; round < 200; ++round) {
+  // The last round, which reads what the last writer has left, sees records also if no other round was lucky.
+  for (bool last = false; !last;) {
+    last = num_writing == 0;
     for (const Seen& seen : recorder.read_own().records) {
       if (seen.text.rfind("call ", 0) != 0) continue;
       ++num_seen;
@@ -136,7 +141,6 @@ TEST(FlightRecorder, NoRecordIsReadInParts) {
       EXPECT_TRUE(seen.ended == 0 || seen.ended == seen.entered);
     }
   }
-  stop = true;
   for (std::thread& writer : writers) writer.join();
   EXPECT_GT(num_seen, 0u);
 }
