@@ -2,6 +2,7 @@
 #include "cpu/engine.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -447,31 +448,36 @@ TEST(AllReduce, ResultDoesNotDependOnTheThreadsFloatMode) {
 }
 
 // A worker gets its own mode back, and completions run in that mode.
-TEST(AllReduce, RestoresTheWorkersFloatMode) {
-  const Problem problem(DType::f32, {count_for(DType::f32, 2, 4 * kLargeBytes)}, 2);
-  Call call(problem, false);
-  std::atomic<int> changed{0}, num_checked{0};
-  {
-    Pool pool(3, [] { _mm_setcsr(_mm_getcsr() | kFlush); });
-    const auto check_mode = [&](unsigned want) {
-      ++num_checked;
-      changed += (_mm_getcsr() & kFlush) != want;
-    };
-    auto rendezvous = call.rendezvous();
-    for (Completion& done : rendezvous->done) {
-      done = [check_mode, complete = std::make_shared<Completion>(std::move(done))](const std::string* error) {
-        check_mode(kFlush);
-        (*complete)(error);
+TEST(AllReduceDeathTest, RestoresTheWorkersFloatMode) {
+  const auto check_all = [] {
+    const Problem problem(DType::f32, {count_for(DType::f32, 2, 4 * kLargeBytes)}, 2);
+    Call call(problem, false);
+    std::atomic<int> changed{0}, num_checked{0};
+    {
+      Pool pool(3, [] { _mm_setcsr(_mm_getcsr() | kFlush); });
+      const auto check_mode = [&](unsigned want) {
+        ++num_checked;
+        changed += (_mm_getcsr() & kFlush) != want;
       };
+      auto rendezvous = call.rendezvous();
+      for (Completion& done : rendezvous->done) {
+        done = [check_mode, complete = std::make_shared<Completion>(std::move(done))](const std::string* error) {
+          check_mode(kFlush);
+          (*complete)(error);
+        };
+      }
+      const FloatMode of_caller(kFlush);
+      run_collective(std::move(rendezvous), problem.message(), pool);
+      ASSERT_TRUE(call.wait());
+      for (int i = 0; i < 12; ++i) pool.schedule([check_mode] { check_mode(kFlush); });
     }
-    const FloatMode of_caller(kFlush);
-    run_collective(std::move(rendezvous), problem.message(), pool);
-    ASSERT_TRUE(call.wait());
-    for (int i = 0; i < 12; ++i) pool.schedule([check_mode] { check_mode(kFlush); });
-  }
-  EXPECT_EQ(num_checked, 14);
-  EXPECT_EQ(changed, 0);
-  call.expect_right();
+    EXPECT_EQ(num_checked, 14);
+    EXPECT_EQ(changed, 0);
+    call.expect_right();
+  };
+  // In a fresh process, whose completion threads this call starts: a thread has the mode of the one that starts it.
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT((check_all(), _exit(HasFailure())), ::testing::ExitedWithCode(0), "");
 }
 
 #endif  // __x86_64__
