@@ -16,7 +16,7 @@ from job import job_token, segments
 from processes import Processes
 
 DEADLINE = 1.5
-TIME_LIMIT = DEADLINE + 10  # slack for a loaded machine
+TIME_LIMIT = DEADLINE + 60  # slack for a loaded machine; less than the heartbeat of JAX needs
 ENVIRONMENT = {"JAX_RING_TIMEOUT_S": str(DEADLINE)}
 
 
@@ -117,9 +117,14 @@ def fail_in_turn(folder):
 
 
 def fails_immediately(mesh) -> bool:
-    began = time.monotonic()
-    error_of(mapped(total, mesh), values(mesh))
-    return time.monotonic() - began < DEADLINE
+    """A call that waits takes the deadline each time. On a loaded machine, one that does not may take as long once."""
+
+    def seconds():
+        began = time.monotonic()
+        error_of(mapped(total, mesh), values(mesh))
+        return time.monotonic() - began
+
+    return any(seconds() < DEADLINE for _ in range(10))
 
 
 def test_stopped_killed_and_exited_processes_are_named(tmp_path):
