@@ -3,8 +3,11 @@
 import contextlib
 import contextvars
 import dataclasses
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
+
+import jax
 
 Algorithm = Literal["auto", "one_shot", "two_shot", "ring"]
 Order = Literal["rank", "ring", "any", "tree"]
@@ -62,6 +65,20 @@ def check_choice(function: str, name: str, value: Any, choices: Sequence[str]) -
     """Raises ValueError unless `value`, the argument `name` of `function`, is one of the choices."""
     if value not in choices:
         raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+
+
+def integer(function: str, name: str, value: Any) -> int:
+    """`value`, the argument `name` of `function`, as a Python integer.
+
+    Raises:
+      TypeError: if it is none, or is traced; that error is JAX's, which says where the value comes from.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        if isinstance(value, jax.core.Tracer):
+            raise
+        raise TypeError(f"{function}: {name} must be an integer, got {value!r}") from None
 
 
 def make_options(function: str, algorithm: Algorithm = "auto", order: Order = "rank") -> Options:

@@ -219,7 +219,7 @@ def test_axes_that_do_not_fit(in_axes, message):
 
 @pytest.mark.parametrize("number", [2.0, "2", None])
 def test_a_number_of_micro_batches_that_is_no_integer(number):
-    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+    with pytest.raises(TypeError, match="accumulate_gradients: num_microbatches must be an integer, got"):
         accumulate_gradients(lambda params, x: x.sum(), number)
 
 

@@ -1,7 +1,6 @@
 """Checks the axes, groups and ranks that a call names."""
 
 import math
-import operator
 import warnings
 from collections.abc import Hashable, Sequence
 
@@ -9,6 +8,7 @@ import jax
 import numpy as np
 
 from jax_ring import _compat
+from jax_ring.options import integer
 
 AxisName = Hashable | Sequence[Hashable]
 Groups = Sequence[Sequence[int]]
@@ -83,7 +83,7 @@ def check_groups(function: str, axis_index_groups: Groups | None, named: tuple) 
     """The groups as tuples. Raises unless they partition the ranks."""
     if axis_index_groups is None:
         return None
-    groups = tuple(tuple(map(operator.index, group)) for group in axis_index_groups)
+    groups = tuple(tuple(integer(function, "a rank in groups", rank) for rank in group) for group in axis_index_groups)
     size = num_ranks(named)
     members = [rank for group in groups for rank in group]
     if len(members) != size or set(members) != set(range(size)) or not all(groups):
@@ -114,13 +114,15 @@ def refuse_groups(function: str, groups) -> None:
         )
 
 
-def check_divisible(function: str, num_shards: int, size: int) -> None:
-    """Raises ValueError unless `size` ranks can hold equally many shards."""
+def check_divisible(function: str, num_shards: int, size: int) -> int:
+    """The number of shards as a Python integer. Raises unless `size` ranks can hold equally many shards."""
+    num_shards = integer(function, "num_shards", num_shards)
     if num_shards < 1 or num_shards % size:
         raise ValueError(
             f"{function}: num_shards must be a positive multiple of the number of ranks, {size}, because all hold "
             f"equally many shards; got {num_shards}"
         )
+    return num_shards
 
 
 def refuse_mixed_axes(function: str, axes: tuple, batch_axes: tuple) -> None:
@@ -133,16 +135,17 @@ def refuse_mixed_axes(function: str, axes: tuple, batch_axes: tuple) -> None:
     )
 
 
-def check_root(function: str, axes: tuple, root: int) -> int:
-    """The root as a Python integer. Raises unless it is a rank."""
-    root, size = operator.index(root), num_ranks(axes)
+def check_root(function: str, axes: tuple, root: int, name: str = "root") -> int:
+    """The root, the argument `name`, as a Python integer. Raises unless it is a rank."""
+    root, size = integer(function, name, root), num_ranks(axes)
     if not 0 <= root < size:
-        raise ValueError(f"{function}: root must be a rank of {axes}, that is 0 to {size - 1}, got {root}")
+        raise ValueError(f"{function}: {name} must be a rank of {axes}, that is 0 to {size - 1}, got {root}")
     return root
 
 
 def canonical_dimension(function: str, name: str, dimension: int, ndim: int) -> int:
-    """The dimension, counted from the front. Raises if it is out of bounds."""
+    """The dimension, counted from the front. Raises if it is no integer or out of bounds."""
+    dimension = integer(function, name, dimension)
     if not -ndim <= dimension < ndim:
         raise np.exceptions.AxisError(
             f"{function}: {name} {dimension} is out of bounds for an array of dimension {ndim}"

@@ -1,7 +1,6 @@
 """Collectives that send blocks, or whole values, from rank to rank: all-to-all and permutations."""
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import TypeVar
 
@@ -27,7 +26,7 @@ from jax_ring.collectives.axes import (
     num_ranks,
 )
 from jax_ring.collectives.leaves import as_varying, belongs_to_lax, fused
-from jax_ring.options import Algorithm, make_options
+from jax_ring.options import Algorithm, integer, make_options
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
 
@@ -110,7 +109,7 @@ def ring_pswapaxes(
     return ring_all_to_all(x, axis_name, axis, axis, axis_index_groups=axis_index_groups, algorithm=algorithm)
 
 
-def ring_ppermute(x: T, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, algorithm: Algorithm = "auto") -> T:
+def ring_ppermute(x: T, axis_name: AxisName, perm: Iterable[tuple[int, int]], *, algorithm: Algorithm = "auto") -> T:
     """Sends `x` from rank to rank of a mapped axis. A drop-in for `jax.lax.ppermute`.
 
     The bits of `x` are not changed, NaNs included. The transpose is the inverse permutation.
@@ -118,7 +117,7 @@ def ring_ppermute(x: T, axis_name: AxisName, perm: Sequence[tuple[int, int]], *,
     Args:
       x: an array, or a pytree of arrays, of any dtype. Random keys (`jax.random.key`) are sent as their bits.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
-      perm: a list or tuple of pairs (source, receiver) of ranks. No two pairs have the same source, or the same
+      perm: pairs (source, receiver) of ranks. No two pairs have the same source, or the same
         receiver. A rank that is no receiver gets zeros. Negative ranks count from the end. Over several axes the
         rank is that of `jax.lax`: JAX 0.10 counts in the mesh's order of the axes, and later ones refuse another.
       algorithm: as for `ring_psum`.
@@ -131,7 +130,7 @@ def ring_ppermute(x: T, axis_name: AxisName, perm: Sequence[tuple[int, int]], *,
       IndexError: if there is no such rank.
       RuntimeError: if several axes are not in the mesh's order, as from `jax.lax`, with the same option to allow it.
       NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`; a TypeError also if `perm`
-        is neither a list nor a tuple.
+        does not consist of pairs of integers.
     """
     function, options = "ring_ppermute", make_options("ring_ppermute", algorithm)
     axes = axes_of(axis_name)
@@ -155,32 +154,35 @@ def ring_ppermute(x: T, axis_name: AxisName, perm: Sequence[tuple[int, int]], *,
     return fused(x, partial(belongs_to_lax, axes=axes, moved=True), to_lax, operand, run)
 
 
-def ring_pshuffle(x: T, axis_name: AxisName, perm: Sequence[int], *, algorithm: Algorithm = "auto") -> T:
+def ring_pshuffle(x: T, axis_name: AxisName, perm: Iterable[int], *, algorithm: Algorithm = "auto") -> T:
     """Sends `x` from rank `perm[i]` of a mapped axis to rank i. A drop-in for `jax.lax.pshuffle`.
 
     The same as `ring_ppermute(x, axis_name, list(zip(perm, range(p))))`, with its arguments and errors, and a
     ValueError if `perm` does not hold each of its indices once.
     """
+    perm = list(perm)
     if set(perm) != set(range(len(perm))):
         raise ValueError(f"ring_pshuffle: perm must hold every rank from 0 to {len(perm) - 1} once, got {perm}")
     return ring_ppermute(x, axis_name, list(zip(perm, range(len(perm)), strict=True)), algorithm=algorithm)
 
 
-def _check_permutation(function: str, perm: Sequence[tuple[int, int]], size: int) -> tuple[tuple[int, int], ...]:
+def _check_permutation(function: str, perm: Iterable[tuple[int, int]], size: int) -> tuple[tuple[int, int], ...]:
     """The pairs (source, receiver), as ranks from 0 to p-1. Raises unless sources and receivers are unique."""
-    if not isinstance(perm, list | tuple):
-        raise TypeError(f"{function}: perm must be a list or a tuple of pairs (source, receiver), got {type(perm)}")
-    pairs = tuple((operator.index(source), operator.index(receiver)) for source, receiver in perm)
+    try:
+        perm = [(source, receiver) for source, receiver in perm]
+    except (TypeError, ValueError) as error:  # a ValueError for another number than two, as in `lax`
+        raise type(error)(f"{function}: perm must consist of pairs (source, receiver), got {perm!r}") from None
+    pairs = tuple((integer(function, "a rank in perm", i), integer(function, "a rank in perm", j)) for i, j in perm)
     if beyond := sorted({rank for pair in pairs for rank in pair if not -size <= rank < size}):
         raise IndexError(
             f"{function}: perm has the ranks {beyond}, but there are the ranks 0 to {size - 1}, also counted from the "
-            f"end as -1 to {-size}: {list(perm)}"
+            f"end as -1 to {-size}: {perm}"
         )
     pairs = tuple((source % size, receiver % size) for source, receiver in pairs)
     for i, name in enumerate(("source", "receiver")):
         ranks = [pair[i] for pair in pairs]
         if twice := sorted({rank for rank in ranks if ranks.count(rank) > 1}):
             raise ValueError(
-                f"{function}: a rank may be the {name} of one pair only, but perm has {twice} in several: {list(perm)}"
+                f"{function}: a rank may be the {name} of one pair only, but perm has {twice} in several: {perm}"
             )
     return pairs

@@ -83,7 +83,7 @@ def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array, *, algor
     axes = axes_of(axis_name)
     check_named(function, axes)
     if not isinstance(source, jax.Array):
-        source = check_root(function, axes, source)
+        source = check_root(function, axes, source, "source")
     elif source.shape:
         raise ValueError(f"{function}: source must have no dimensions, got {jax.typeof(source)}")
     elif not jnp.issubdtype(source.dtype, jnp.integer):

@@ -40,11 +40,12 @@ class ShardSums:
 
         Raises:
           ValueError: if V is not a multiple of p, or a leaf does not have V/p elements along its first dimension.
+          TypeError: if V is no integer.
           NameError: if no enclosing transformation binds an axis of that name.
         """
         axes = axes_of(axis_name)
         check_named("ShardSums.of", axes)
-        check_divisible("ShardSums.of", num_shards, num_ranks(axes))
+        num_shards = check_divisible("ShardSums.of", num_shards, num_ranks(axes))
         each = num_shards // num_ranks(axes)
         leaves, structure = jax.tree.flatten(values)
         leaves = [counted(jnp.asarray(leaf)) for leaf in leaves]

@@ -16,7 +16,7 @@ from jax_ring.collectives.axes import Groups, check_divisible, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.lowering.trees import accumulator
-from jax_ring.options import Options
+from jax_ring.options import Options, integer
 
 
 class Prepared(NamedTuple):
@@ -45,6 +45,7 @@ def prepare(
     """
     if num_shards is None and not isinstance(x, ShardSums):
         return Prepared(x, options, lambda total: total)
+    num_shards = num_shards if num_shards is None else integer(function, "num_shards", num_shards)
     sizes = {num_ranks(axes)} if groups is None else {len(group) for group in groups}
     if not isinstance(x, ShardSums):
         _check_order(function, options, f"num_shards={num_shards}")

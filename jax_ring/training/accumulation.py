@@ -1,6 +1,5 @@
 """Gradient accumulation: a loss that is computed and differentiated one micro-batch at a time."""
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from jax import lax
 
 from jax_ring.collectives.vmap_axis import accumulator_dtype
 from jax_ring.lowering.layout import split_dimension
+from jax_ring.options import integer
 from jax_ring.training.cuts import axes_of_leaves, check_in_axes, dimension_of_cut
 
 
@@ -46,7 +46,7 @@ def accumulate_gradients(
         does not fit the arguments, or leaves none of them to be split.
       TypeError: if `num_microbatches` is no integer, or a leaf of `in_axes` is neither an integer nor None.
     """
-    num_microbatches = operator.index(num_microbatches)
+    num_microbatches = integer("accumulate_gradients", "num_microbatches", num_microbatches)
     if num_microbatches < 1:
         raise ValueError(f"accumulate_gradients: num_microbatches must be at least 1, got {num_microbatches}")
     check_in_axes("accumulate_gradients", in_axes)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ring import _compat, runtime
-from jax_ring.collectives.axes import AxisName, axes_of, check_named
+from jax_ring.collectives.axes import AxisName, axes_of, check_named, check_root
 from jax_ring.distributed import agreement, discovery
 from jax_ring.training.implementations import Impl, implementation
 
@@ -38,7 +38,9 @@ def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0, impl: Imp
       ValueError: if there is no rank `root`, or `impl` is none of its choices.
       NameError, TypeError, jax.errors.JaxRuntimeError: as `ring_broadcast`.
     """
-    check_named("broadcast_params", axes_of(axis_name))
+    axes = axes_of(axis_name)
+    check_named("broadcast_params", axes)
+    root = check_root("broadcast_params", axes, root)
     return implementation("broadcast_params", impl).broadcast(params, axis_name, root=root)
 
 

@@ -351,10 +351,18 @@ def sync_with_feedback(
       The gradients, in their dtypes, and the residual for the next step, in its own.
 
     Raises:
-      ValueError, TypeError, NameError, jax.errors.JaxRuntimeError: as `sync_gradients`.
+      ValueError: if `residual` is not a tree like the gradients, and as `sync_gradients`.
+      TypeError, NameError, jax.errors.JaxRuntimeError: as `sync_gradients`.
     """
     if not {"wire", "wire_dtype"} & {*options}:
         options["wire"] = jnp.bfloat16
+    own: Any = jax.tree.structure(residual)
+    like: Any = jax.tree.structure(tree.terms if isinstance(tree, ShardSums) else tree)
+    if own != like:
+        raise ValueError(
+            f"sync_with_feedback: residual must be a tree like that of the gradients, {like}, with zeros in the first "
+            f"step; got {own}"
+        )
     reduced = Reduction.of("sync_with_feedback", options).synced(tree, axis_name, mean, residual)
     return reduced.tree, reduced.residual
 

@@ -16,7 +16,15 @@ from jax_ring.training.implementations import implementation
 from jax_ring.training.zero.block_sums import BLOCK
 from jax_ring.training.zero.given_norms import order_given
 from jax_ring.training.zero.gradients import LocalGradients, Reduction
-from jax_ring.training.zero.interface import ShardedOptimizer, Stage, by_dtype, check_same_tree, padded, vary
+from jax_ring.training.zero.interface import (
+    ShardedOptimizer,
+    Stage,
+    by_dtype,
+    check_num_ranks,
+    check_same_tree,
+    padded,
+    vary,
+)
 
 if TYPE_CHECKING:
     import optax
@@ -70,6 +78,8 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
         return jax.tree.map(lambda x: PartitionSpec(axis_name) if x.ndim else PartitionSpec(), _whole(tx, params))
 
     def repartition(state, params, num_ranks):
+        num_ranks = check_num_ranks(num_ranks)
+
         def cut_and_fill(path, like, x):
             if x.ndim != like.ndim or x.size < like.size:
                 raise ValueError(

@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_ring.collectives.axes import AxisName
 from jax_ring.collectives.leaves import own_copy
-from jax_ring.options import ORDERS, Order, check_choice
+from jax_ring.options import ORDERS, Order, check_choice, integer
 from jax_ring.training.implementations import Impl
 
 Stage = Literal[1, 2]
@@ -24,7 +24,7 @@ class ShardedOptimizer(NamedTuple):
       init: (params) -> this rank's state.
       update: (gradients, state, params) -> (updates of all parameters, the same on all ranks; this rank's state).
       specs: (params) -> the PartitionSpecs of the state, for `in_specs` and `out_specs`.
-      repartition: (state, params, num_ranks) -> the state, sharded over that many ranks.
+      repartition: (state, params, num_ranks) -> the state, sharded over that many ranks, at least one.
       shares: (params, num_ranks) -> what each rank owns, with `layout="parameter"`; else None, as all ranks own the
         same number of elements.
     """
@@ -47,6 +47,14 @@ def check_order(function: str, impl: Impl, order: Order | None) -> None:
             f"{function}: the collectives of jax.lax add in an order of their own; with order={order!r} pass "
             "impl='ring', the default"
         )
+
+
+def check_num_ranks(num_ranks: Any) -> int:
+    """A number of ranks to shard over as a Python integer. Raises unless it is positive."""
+    count = integer("sharded_optimizer", "num_ranks", num_ranks)
+    if count < 1:
+        raise ValueError(f"sharded_optimizer: num_ranks must be positive, got {count}")
+    return count
 
 
 def check_same_tree(name: str, tree: Any, like: Any, *, likes: str = "parameters", remedy: str = "") -> None:

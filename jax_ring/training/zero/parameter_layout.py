@@ -18,7 +18,7 @@ from jax_ring.training.zero import data_flow
 from jax_ring.training.zero.block_sums import BLOCK
 from jax_ring.training.zero.given_norms import order_given
 from jax_ring.training.zero.gradients import LocalGradients, Reduction
-from jax_ring.training.zero.interface import ShardedOptimizer, Stage
+from jax_ring.training.zero.interface import ShardedOptimizer, Stage, check_num_ranks
 from jax_ring.training.zero.own_update import OwnInputs, on_each_rank
 from jax_ring.training.zero.parameter_norm import norm_over_ranks
 from jax_ring.training.zero.parameter_plan import Blocks
@@ -128,6 +128,7 @@ def parameter_layout(tx: optax.GradientTransformation, *, stage: Stage, reductio
         return empty._replace(own={name: PartitionSpec(axis_name) for name in plan.state.sizes})
 
     def repartition(state, params, num_ranks):
+        num_ranks = check_num_ranks(num_ranks)
         if not state.own:
             return state
         shapes = Shapes.of(params)
@@ -139,6 +140,6 @@ def parameter_layout(tx: optax.GradientTransformation, *, stage: Stage, reductio
         return ParameterState(state.shared, {name: jnp.reshape(x, (num_ranks, -1)) for name, x in blocks.items()})
 
     def shares(params, num_ranks):
-        return plan_for(Shapes.of(params), num_ranks).shares(params)
+        return plan_for(Shapes.of(params), check_num_ranks(num_ranks)).shares(params)
 
     return ShardedOptimizer(init, update, specs, repartition, shares)
