@@ -187,9 +187,9 @@ def varying_axes(x) -> frozenset:
     return (x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)).mat.varying
 
 
-def partially_reduced_axes(x) -> frozenset:
-    """The mesh axes over which x is marked `unreduced` or `reduced`."""
-    mat = jax.typeof(x).mat
+def partially_reduced_axes(aval) -> frozenset:
+    """The mesh axes over which values of a type are marked `unreduced` or `reduced`."""
+    mat = aval.mat
     return mat.unreduced | mat.reduced if mat.unreduced else mat.reduced
 
 

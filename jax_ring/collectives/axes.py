@@ -16,7 +16,7 @@ Groups = Sequence[Sequence[int]]
 
 def axes_of(axis_name: AxisName) -> tuple:
     """The argument `axis_name` as a tuple of axes."""
-    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
 def split_axes(axes: tuple) -> tuple[tuple, tuple]:

@@ -73,7 +73,7 @@ def ring_all_to_all(
     size = group_size(function, axes, groups)
 
     def operand(leaf):
-        leaf = as_varying(function, jnp.asarray(leaf), axes)
+        leaf = as_varying(function, leaf, axes)
         split = divided_dimension(function, "split_axis", split_axis, leaf, size, tiled=tiled)
         concat = canonical_dimension(function, "concat_axis", concat_axis, leaf.ndim)
         return leaf, (split, concat)
@@ -139,7 +139,7 @@ def ring_ppermute(x: T, axis_name: AxisName, perm: Iterable[tuple[int, int]], *,
     pairs = _check_permutation(function, perm, num_ranks(axes))
 
     def operand(leaf):
-        return as_varying(function, jnp.asarray(leaf), axes), None
+        return as_varying(function, leaf, axes), None
 
     def to_lax(leaf):
         return lax_ppermute(leaf, axes, pairs)

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, split_axes
 from jax_ring.distributed import discovery
 
 _BOOL = np.dtype(bool)
+_ARRAYS = (Tracer, jax.Array)  # whether a value is a tracer takes a tenth of the time
 
 
 def fused(tree, left_to_lax: Callable, namesake: Callable, to_operand: Callable, run: Callable):
@@ -21,8 +23,8 @@ def fused(tree, left_to_lax: Callable, namesake: Callable, to_operand: Callable,
 
     left_to_lax: (leaf) -> whether `namesake` handles the leaf instead.
     namesake: (leaf) -> result, by the function of the same name in `jax.lax`.
-    to_operand: (leaf) -> (operand, key). Operands of equal dtype and key share a call. Random keys, which only
-      collectives that move data leave here, become their bits.
+    to_operand: (leaf, an array) -> (operand, key). Operands of equal dtype and key share a call. Random keys, which
+      only collectives that move data leave here, become their bits.
     run: (operands, key) -> results.
     """
     discovery.publish()  # the lowering in another process may be waiting for it
@@ -31,14 +33,17 @@ def fused(tree, left_to_lax: Callable, namesake: Callable, to_operand: Callable,
     for i, leaf in enumerate(leaves):
         if left_to_lax(leaf):
             leaves[i] = namesake(leaf)
-        else:
-            operand, common = to_operand(leaf)
-            leaves[i], from_bits[i] = bits_of_keys(operand)
-            together[leaves[i].dtype, common].append(i)
+            continue
+        leaves[i], common = to_operand(leaf if isinstance(leaf, Tracer) else jnp.asarray(leaf))
+        dtype = leaves[i].dtype
+        if is_extended(dtype):
+            leaves[i], from_bits[i] = bits_of_keys(leaves[i])
+            dtype = leaves[i].dtype
+        together[dtype, common].append(i)
     for (_, common), members in together.items():
         results = run([leaves[i] for i in members], common)
         for i, result in zip(members, results, strict=True):
-            leaves[i] = from_bits[i](result)
+            leaves[i] = from_bits[i](result) if i in from_bits else result
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -63,11 +68,12 @@ def belongs_to_lax(leaf, axes: tuple, *, moved: bool = False) -> bool:
 
     moved: whether the collective does not add, so that it can take random keys.
     """
-    if not isinstance(leaf, jax.Array):
+    if not isinstance(leaf, _ARRAYS):
         return False
-    if is_extended(leaf.dtype) and not (moved and _are_keys(leaf)):
+    aval = jax.typeof(leaf)
+    if is_extended(aval.dtype) and not (moved and _are_keys(leaf)):
         return True
-    return not _compat.partially_reduced_axes(leaf).isdisjoint(axes)
+    return not _compat.partially_reduced_axes(aval).isdisjoint(axes)
 
 
 def no_namesake(function: str) -> Callable:

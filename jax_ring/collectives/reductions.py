@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import Primitive
 
 # Bound here because users may replace them: `jax.lax.psum = ring_psum` is one way to use this library.
@@ -190,14 +191,13 @@ def _psum(
     def left_to_lax(leaf):
         # lax.psum multiplies a constant by the size of the first group, which is wrong for groups of other sizes, and
         # for the terms of a rank.
-        is_constant = not (isinstance(leaf, jax.core.Tracer) or uneven or has_slots)
+        is_constant = not (isinstance(leaf, Tracer) or uneven or has_slots)
         return is_constant or belongs_to_lax(leaf, named)
 
     def to_lax(leaf):
         return lax_psum(leaf, axes, axis_index_groups=groups)
 
     def operand(leaf):
-        leaf = jnp.asarray(leaf)
         leaf = counted(lax_psum(leaf, positional) if positional else leaf)
         return as_varying(function, leaf, named, mixed=False), None
 
@@ -217,7 +217,6 @@ def _extremum(
         return x
 
     def operand(leaf):
-        leaf = jnp.asarray(leaf)
         if jnp.iscomplexobj(leaf):
             raise TypeError(
                 f"{function}: complex numbers have no order, got {jax.typeof(leaf)}. Compare jnp.abs(x), or the real "

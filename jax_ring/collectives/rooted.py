@@ -53,7 +53,7 @@ def ring_reduce(
     root = check_root(function, axes, root)
 
     def operand(leaf):
-        return as_varying(function, counted(jnp.asarray(leaf)), axes, mixed=False), None
+        return as_varying(function, counted(leaf), axes, mixed=False), None
 
     def run(operands, _):
         return primitives.ring_reduce_p.bind(*operands, axes=axes, axis_index_groups=None, root=root, options=options)
@@ -90,7 +90,7 @@ def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array, *, algor
         raise TypeError(f"{function}: source must be an integer, got {jax.typeof(source)}")
 
     def operand(leaf):
-        return as_varying(function, jnp.asarray(leaf), axes), None
+        return as_varying(function, leaf, axes), None
 
     def run(operands, _):
         if not axes:
@@ -150,7 +150,7 @@ def ring_broadcast(x: T, axis_name: AxisName, *, root: int = 0, algorithm: Algor
     root = check_root(function, axes, root)
 
     def operand(leaf):
-        return as_varying(function, jnp.asarray(leaf), axes), None
+        return as_varying(function, leaf, axes), None
 
     def run(operands, _):
         # vma tracks mesh axes only.

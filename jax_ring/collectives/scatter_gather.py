@@ -79,7 +79,6 @@ def ring_psum_scatter(
     size = group_size(function, axes, groups)
 
     def operand(leaf):
-        leaf = jnp.asarray(leaf)
         if leaf.dtype == jnp.bool_:
             raise TypeError(f"{function} does not add booleans, got {jax.typeof(leaf)}. Use x.astype(jnp.int32).")
         leaf = as_varying(function, leaf, axes, mixed=False)
@@ -153,7 +152,7 @@ def ring_all_gather(
         return jax.tree.map(namesake, x)
 
     def operand(leaf):
-        leaf = as_varying(function, jnp.asarray(leaf), axes)
+        leaf = as_varying(function, leaf, axes)
         return leaf, canonical_dimension(function, "axis", axis, leaf.ndim if tiled else leaf.ndim + 1)
 
     def run(operands, dimension):
