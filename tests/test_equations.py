@@ -1,4 +1,4 @@
-"""Reductions that become one equation before they are lowered, and those that are left to the combiner."""
+"""Collectives that become one equation before they are lowered, and those that are left to the combiner."""
 
 from functools import partial
 
@@ -9,7 +9,17 @@ import pytest
 from helpers import assert_same_bits, make_mesh, num_calls, sharded
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import ring_pmax, ring_pmean, ring_psum
+from jax_ring import (
+    ring_all_gather,
+    ring_all_to_all,
+    ring_broadcast,
+    ring_pmax,
+    ring_pmean,
+    ring_ppermute,
+    ring_psum,
+    ring_psum_scatter,
+    ring_reduce,
+)
 from jax_ring.lowering import combiner, equations, rule
 
 RANKS = 4
@@ -90,6 +100,45 @@ def test_calls_of_other_lines_scopes_and_options_stay_apart(monkeypatch):
 
 def test_sums_and_maxima_stay_apart(monkeypatch):
     check(lambda t: [f(x, "i") for x in t[:2] for f in (ring_psum, ring_pmax)], monkeypatch, num_lowered=2)
+
+
+FAMILY = {
+    "psum_scatter": partial(ring_psum_scatter, axis_name="i", tiled=True),
+    "psum_scatter, ring order": partial(ring_psum_scatter, axis_name="i", scatter_dimension=1, order="ring"),
+    "all_gather": partial(ring_all_gather, axis_name="i"),
+    "all_gather, tiled": partial(ring_all_gather, axis_name="i", axis=1, tiled=True),
+    "all_to_all": partial(ring_all_to_all, axis_name="i", split_axis=0, concat_axis=1, tiled=True),
+    "ppermute": partial(ring_ppermute, axis_name="i", perm=[(0, 1), (1, 0), (2, 3)]),
+    "broadcast": partial(ring_broadcast, axis_name="i", root=2),
+    "reduce": partial(ring_reduce, axis_name="i", root=1),
+}
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_other_collectives(name, monkeypatch):
+    tree = [
+        jnp.asarray(np.random.default_rng(i).standard_normal((RANKS**2, RANKS)), leaf.dtype)
+        for i, leaf in enumerate(TREE)
+    ]
+    check(lambda t: jax.tree.map(FAMILY[name], t), monkeypatch, num_lowered=2, tree=tree)
+
+
+def test_other_dimensions_and_ranks_stay_apart(monkeypatch):
+    def body(t):
+        x, y = t
+        gathered = [ring_all_gather(each, "i", axis=axis) for each, axis in ((x, 0), (y, 1))]
+        sent = [ring_broadcast(each, "i", root=root) for each, root in ((x, 0), (y, 1))]
+        return gathered, sent, [ring_ppermute(each, "i", [(i, 3)]) for i, each in enumerate(t)]
+
+    check(body, monkeypatch, num_lowered=6, tree=TREE[:2])
+
+
+def test_the_bytes_of_a_gather_are_those_of_its_results(monkeypatch):
+    tree = [np.ones((RANKS, 2), np.float32) * i for i in range(6)]
+    for limit, expected in ((16 * RANKS, 3), (16, 6)):
+        with monkeypatch.context() as patch:
+            patch.setattr(combiner, "COMBINE_THRESHOLD_BYTES", limit)
+            check(lambda t: jax.tree.map(FAMILY["all_gather"], t), patch, num_lowered=expected, tree=tree)
 
 
 def test_limits(monkeypatch):

@@ -68,8 +68,7 @@ def _make_primitive(name: str, collective: Collective, rules: Rules) -> Primitiv
     _compat.register_dead_code_rule(primitive, _dead_code)
     # Not cacheable, because a cached lowering does not know the user's source line of the call.
     mlir.register_lowering(primitive, partial(lower, collective), cacheable=False)
-    if collective.kind == "all_reduce":
-        equations.REDUCTIONS.add(primitive)
+    equations.PRIMITIVES.add(primitive)
     return primitive
 
 

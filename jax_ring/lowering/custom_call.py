@@ -96,16 +96,13 @@ def prepare(
             num_own=(scatters + has_slots, int(gathers)), part=tuple(part), rounds_to=rounds_to,
         )  # fmt: skip
         result_types = [_type_of(ctx, aval) for aval in avals_out]
-    blocks_first = partial(layout.blocks_first, axis_size=axis_size, **dimensions)
+    blocks_first: Callable = partial(layout.lower_blocks_first, slots=int(has_slots), axis_size=axis_size, **dimensions)
     if concat_dimension is not None:
         dimensions["dimension"] = concat_dimension
 
     def emit(ctx, operands) -> Sequence:
         if scatters:
-            operands = [
-                ops.inline(ctx, jax.vmap(blocks_first) if has_slots else blocks_first, x, _unsharded(aval), blocks)
-                for x, aval, blocks in zip(operands, ctx.avals_in, avals_in, strict=True)
-            ]
+            operands = [blocks_first(x) for x in operands]
         if is_alone:
             results: Sequence = [ops.reshape(x, aval.shape) for x, aval in zip(operands, avals_out, strict=True)]
         else:
@@ -121,10 +118,7 @@ def prepare(
                 aliases = [(len(hidden) + len(operands) - 1, 0)]
             results = _emit_call(ctx, of_engine, [*hidden, *operands], result_types, aliases)
         if gathers:
-            results = [
-                ops.inline(ctx, layout.blocks_at, x, blocks, aval, **dimensions)
-                for x, blocks, aval in zip(results, avals_out, ctx.avals_out, strict=True)
-            ]
+            results = [layout.lower_blocks_at(x, **dimensions) for x in results]
         return results
 
     return emit

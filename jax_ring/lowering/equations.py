@@ -1,4 +1,4 @@
-"""Joins reductions in the body of a shard_map before it is lowered, which saves the lowering of each.
+"""Joins collectives in the body of a shard_map before it is lowered, which saves the lowering of each.
 
 `jax.tree.map(lambda x: ring_psum(x, "data"), tree)` has one equation for each leaf. Those that differ in nothing but
 their operands, all of which are there when the first of them runs, become one equation in its place: that of a call
@@ -14,8 +14,8 @@ from jax.extend.core import Primitive
 from jax_ring import _compat
 from jax_ring.lowering import combiner
 
-# Those of all-reduces, each of which takes any number of operands of one dtype.
-REDUCTIONS: set[Primitive] = set()
+# Each takes any number of operands of one dtype, and has a result for each.
+PRIMITIVES: set[Primitive] = set()
 
 
 class _Group:
@@ -43,13 +43,13 @@ class _Group:
 
 
 def join(jaxpr):
-    """The jaxpr with its reductions joined, within the combiner's limits.
+    """The jaxpr with its collectives joined, within the combiner's limits.
 
     Which are joined depends on their lines. These may differ between processes, which must all make the same calls, so
     only a program of one process is changed.
     """
     equations = jaxpr.eqns
-    if sum(equation.primitive in REDUCTIONS for equation in equations) < 2 or jax.process_count() > 1:
+    if sum(equation.primitive in PRIMITIVES for equation in equations) < 2 or jax.process_count() > 1:
         return jaxpr
     groups = [group.places for group in _groups(equations) if len(group.places) > 1]
     joined = {places[0]: _joined([equations[place] for place in places]) for places in groups}
@@ -69,7 +69,7 @@ def _groups(equations) -> list[_Group]:
         if key is not None:
             operands = equation.invars
             numbers = [expressions.of(operand) for operand in operands]
-            num_bytes = sum(operand.aval.size * operand.aval.dtype.itemsize for operand in operands)
+            num_bytes = max(map(_num_bytes, (operands, equation.outvars)))
             ready = max(place_of.get(operand, -1) for operand in operands)
             group = open_groups.get(key)
             if group is None or ready >= group.places[0] or not group.can_take(numbers, num_bytes):
@@ -85,8 +85,8 @@ def _groups(equations) -> list[_Group]:
 
 
 def _key(equation) -> Hashable | None:
-    """Equal for reductions that can become one, of one line and one `jax.named_scope`; None for other equations."""
-    if equation.primitive not in REDUCTIONS:
+    """Equal for collectives that can become one, of one line and one `jax.named_scope`; None for other equations."""
+    if equation.primitive not in PRIMITIVES:
         return None
     options = equation.params["options"]
     if options.apart or options.overlap or options.num_shards is not None:
@@ -95,6 +95,10 @@ def _key(equation) -> Hashable | None:
     if any(map(_compat.is_literal, equation.invars)) or not all(isinstance(n, int) for shape in shapes for n in shape):
         return None
     return equation.primitive, *equation.params.items(), equation.invars[0].aval.dtype, *_compat.place_of(equation)
+
+
+def _num_bytes(atoms) -> int:
+    return sum([atom.aval.size * atom.aval.dtype.itemsize for atom in atoms])
 
 
 def _joined(equations):

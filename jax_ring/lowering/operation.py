@@ -94,27 +94,37 @@ def build(
       aliases: pairs of an operand and a result that may have one buffer.
     """
     aliases, types = tuple(aliases), tuple([value.type for value in operands])
-    attributes = memo.once(
-        ctx, ("operation", target, call, aliases, types, *result_types),
-        lambda: _attributes(ctx, target, call, operands, result_types, aliases),
+    # Apart, because calls of different lines have the same attributes otherwise.
+    of_line = memo.once(ctx, ("config", call, aliases), lambda: _config(ctx, call, aliases))
+    of_types = memo.once(
+        ctx, ("operation", target, call.num_own, aliases, types, *result_types),
+        lambda: _attributes(ctx, target, call.num_own, operands, result_types, aliases),
     )  # fmt: skip
+    attributes = {**of_types, CONFIG: of_line}
     operation = ir.Operation.create(
         "stablehlo.custom_call", results=result_types, operands=operands, attributes=attributes, loc=location
     )
-    _note(ctx, attributes[CONFIG], call)
+    _note(ctx, of_line, call)
     return operation
 
 
-def _attributes(
-    ctx, target: str, call: Call, operands: Sequence, result_types: Sequence, aliases: Collection[tuple[int, int]]
-) -> dict[str, ir.Attribute]:
-    attributes = dict(memo.once(ctx, ("target", target), partial(call_attributes.fixed, target)))
+def _config(ctx, call: Call, aliases: Collection[tuple[int, int]]) -> ir.DictAttr:
+    """The attributes that the handler decodes."""
     of_kind = memo.once(ctx, ("entries", call.shared), lambda: dict(named(call.shared)))
     names: dict[str, ir.Attribute] = {"call": ir.StringAttr.get(call.description), "site": site_of(call.lines)}
     if call.num_own is not None:
         names[partitioner.ALIASES] = mlir.ir_attribute(np.array([*aliases], np.int64).reshape(-1))
-        attributes["sdy.sharding_rule"] = automatic.rule(operands, result_types, call.num_own)
-    attributes[CONFIG] = ir.DictAttr.get({**of_kind, **names})
+    return ir.DictAttr.get({**of_kind, **names})
+
+
+def _attributes(
+    ctx, target: str, num_own: tuple[int, int] | None, operands: Sequence, result_types: Sequence,
+    aliases: Collection[tuple[int, int]],
+) -> dict[str, ir.Attribute]:  # fmt: skip
+    """All others."""
+    attributes = dict(memo.once(ctx, ("target", target), partial(call_attributes.fixed, target)))
+    if num_own is not None:
+        attributes["sdy.sharding_rule"] = automatic.rule(operands, result_types, num_own)
     attributes["operand_layouts"] = _layouts(ctx, [value.type for value in operands])
     attributes["result_layouts"] = _layouts(ctx, result_types)
     if aliases:

@@ -18,6 +18,13 @@ def reshape(x, shape: tuple[int, ...]):
     return hlo.reshape(ir.RankedTensorType.get(shape, ir.RankedTensorType(x.type).element_type), x)
 
 
+def move_dimension(x, source: int, destination: int):
+    """x with one dimension moved, as by jnp.moveaxis."""
+    order = list(range(ir.RankedTensorType(x.type).rank))
+    order.insert(destination, order.pop(source))
+    return x if source == destination else hlo.transpose(x, order)
+
+
 def inline(ctx, fun, x, aval_in, aval_out, **params):
     """Traces fun(x), emits its operations in the program under construction, and returns the result."""
     ctx = ctx.replace(primitive=None, avals_in=[aval_in], avals_out=[aval_out])
