@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_mesh, num_calls, sharded
+from helpers import make_mesh, num_calls, run_python, sharded
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -210,3 +210,20 @@ def test_ten_thousand_calls(ranks):
     mesh = make_mesh((ranks,))
     x = jax.device_put(np.zeros(ranks, np.float32), NamedSharding(mesh, P("i")))
     np.testing.assert_array_equal(sharded(body, mesh=mesh)(x), np.full(ranks, 10_000))
+
+
+def test_hundreds_of_steps_in_flight():
+    # As docs/sharp_bits.md has it: with JAX 0.10.2 and one thread for each device, a rank of a step can find none.
+    code = """
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax_ring import ring_psum
+mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
+step = jax.jit(jax.shard_map(lambda x: ring_psum(x, "i") / 8, mesh=mesh, in_specs=P("i"), out_specs=P("i")))
+x = jax.device_put(jnp.ones(64), NamedSharding(mesh, P("i")))
+for _ in range(300):
+    x = step(x)
+assert (x == 1).all()
+"""
+    result = run_python(code, NPROC="16", JAX_RING_TIMEOUT_S="20")
+    assert result.returncode == 0, result.stderr
