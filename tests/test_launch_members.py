@@ -23,6 +23,9 @@ number, rank = int(os.environ["JAX_RING_LAUNCHED"]), os.environ["JAX_PROCESS_ID"
 MEMBER = (
     ELASTIC
     + """
+formed = __file__ + ".formed"  # there is a generation without the process that is replaced
+while os.environ.get("JAX_RING_JOIN") and not os.path.exists(formed):
+    time.sleep(0.01)
 launcher.enlist(min_processes=2)
 if os.environ.get("JAX_RING_JOIN"):
     member = launcher.next_generation(-1, "new")
@@ -40,6 +43,7 @@ while True:
         member = launcher.next_generation(0, "rank 1 does not answer")
         time.sleep(0.5)  # so that what follows may have arrived with the reply
         continue
+    open(formed, "w").close()
     while member.generation == 1 and not launcher.change_pending():
         time.sleep(0.01)
     if member.generation == 1:
@@ -161,6 +165,7 @@ if number == 0:
     twice.touch()
     os.kill(os.getpid(), signal.SIGSTOP)
 elif number == 1:
+    while not twice.with_name("pid").exists(): time.sleep(0.01)
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL)
 else:
