@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 Algorithm = Literal["auto", "one_shot", "two_shot", "ring"]
 Order = Literal["rank", "ring", "any", "tree"]
@@ -63,7 +65,7 @@ def bucketed(overlap: bool) -> Iterator[None]:
 
 def check_choice(function: str, name: str, value: Any, choices: Sequence[str]) -> None:
     """Raises ValueError unless `value`, the argument `name` of `function`, is one of the choices."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
 
 
@@ -79,6 +81,47 @@ def integer(function: str, name: str, value: Any) -> int:
         if isinstance(value, jax.core.Tracer):
             raise
         raise TypeError(f"{function}: {name} must be an integer, got {value!r}") from None
+
+
+def check_function(function: str, name: str, value: Any) -> None:
+    """Raises TypeError unless `value`, the argument `name` of `function`, can be called."""
+    if not callable(value):
+        raise TypeError(f"{function}: {name} must be a function, got {value!r}")
+
+
+def array_or_none(value: Any) -> jax.Array | np.ndarray | None:
+    """`value` as an array, which may have no dimensions; None if it is neither an array nor a number.
+
+    Where a function is only made, an array of JAX would start its backend, and so fix the number of devices.
+    """
+    if isinstance(value, jax.Array):
+        return value
+    if isinstance(value, bool | int | float | complex | np.ndarray | np.generic):
+        return np.asarray(value)
+    return jnp.asarray(value) if hasattr(value, "__jax_array__") and not isinstance(value, type) else None
+
+
+def check_arrays(function: str, name: str, tree: Any) -> None:
+    """Raises TypeError unless the leaves of `tree`, the argument `name` of `function`, are arrays or numbers.
+
+    What has a dtype stands for an array, such as `jax.ShapeDtypeStruct`.
+    """
+    if all(map(_is_array, jax.tree.leaves(tree))):  # paths take more time
+        return
+    path, leaf = next(item for item in jax.tree_util.tree_leaves_with_path(tree) if not _is_array(item[1]))
+    raise TypeError(
+        f"{function}: the leaf at {jax.tree_util.keystr(path) or 'the root'} of {name} must be an array or a number, "
+        f"got {leaf!r}"
+    )
+
+
+def _is_array(leaf: Any) -> bool:
+    if isinstance(leaf, jax.Array | bool | int | float | complex):
+        return True
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or isinstance(leaf, type):
+        return hasattr(leaf, "__jax_array__")
+    return not isinstance(dtype, np.dtype) or dtype.kind not in "OSUMm"  # objects, texts and times
 
 
 def make_options(function: str, algorithm: Algorithm = "auto", order: Order = "rank") -> Options:

@@ -10,7 +10,7 @@ from jax import lax
 
 from jax_ring.collectives.vmap_axis import accumulator_dtype
 from jax_ring.lowering.layout import split_dimension
-from jax_ring.options import integer
+from jax_ring.options import check_function, integer
 from jax_ring.training.cuts import axes_of_leaves, check_in_axes, dimension_of_cut
 
 
@@ -44,8 +44,10 @@ def accumulate_gradients(
     Raises:
       ValueError: if `num_microbatches` is not positive or does not divide the dimensions of the data, and if `in_axes`
         does not fit the arguments, or leaves none of them to be split.
-      TypeError: if `num_microbatches` is no integer, or a leaf of `in_axes` is neither an integer nor None.
+      TypeError: if `fun` is no function, `num_microbatches` is no integer, or a leaf of `in_axes` is neither an integer
+        nor None.
     """
+    check_function("accumulate_gradients", "fun", fun)
     num_microbatches = integer("accumulate_gradients", "num_microbatches", num_microbatches)
     if num_microbatches < 1:
         raise ValueError(f"accumulate_gradients: num_microbatches must be at least 1, got {num_microbatches}")

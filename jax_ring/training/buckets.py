@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 BUCKET_BYTES = 25 << 20
@@ -57,7 +58,7 @@ class BucketPlan:
 def check_bucket_bytes(function: str, bucket_bytes: Any, first_bucket_bytes: Any) -> None:
     """Raises unless both sizes, arguments of `function`, are positive integers."""
     for name, value in (("bucket_bytes", bucket_bytes), ("first_bucket_bytes", first_bucket_bytes)):
-        if not isinstance(value, int | np.integer):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise TypeError(f"{function}: {name} must be a whole number of bytes, got {value!r}")
         if value <= 0:
             raise ValueError(f"{function}: {name} must be positive, got {value}")
@@ -80,12 +81,12 @@ def plan_buckets(
 
     Raises:
       ValueError: if a size is not positive.
-      TypeError: if a size is not an integer.
+      TypeError: if a size is not an integer, or a leaf is no array of numbers.
     """
     check_bucket_bytes("plan_buckets", bucket_bytes, first_bucket_bytes)
     paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
     names = tuple(
-        f"{jax.tree_util.keystr(path) or 'the array'}: {leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+        f"{jax.tree_util.keystr(path) or 'the array'}: {_dtype_of(path, leaf)}[{','.join(map(str, leaf.shape))}]"
         for path, leaf in paths_and_leaves
     )
     contents: list[list[int]] = []
@@ -108,3 +109,16 @@ def plan_buckets(
         sizes[k] += size
     buckets = tuple(Bucket(*fields) for fields in zip(dtypes, map(tuple, contents), sizes, strict=True))
     return BucketPlan(names, buckets)
+
+
+def _dtype_of(path: Any, leaf: Any) -> np.dtype:
+    """The dtype of a leaf. Raises TypeError unless there are gradients of that type."""
+    dtype = getattr(leaf, "dtype", None)
+    if not isinstance(dtype, np.dtype) or not (
+        jnp.issubdtype(dtype, jnp.number) or dtype in (np.bool_, jax.dtypes.float0)
+    ):
+        raise TypeError(
+            f"plan_buckets: the leaf at {jax.tree_util.keystr(path) or 'the root'} of tree must be an array of numbers "
+            f"or a jax.ShapeDtypeStruct, got {leaf!r}"
+        )
+    return dtype

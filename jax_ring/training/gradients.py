@@ -1,7 +1,7 @@
 """Gradients of replicated parameters inside `shard_map`: `value_and_grad`, `grad` and `reduce_in_backward`."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ParamSpec, Self, TypeVar, Unpack
@@ -14,9 +14,10 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, axes_of_difference, check_named, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
+from jax_ring.options import check_arrays, check_function, integer
 from jax_ring.training.cuts import check_in_axes
 from jax_ring.training.quantized import Int8Wire
-from jax_ring.training.sentinel import Digests, after, digests, reduced_with, verdict
+from jax_ring.training.sentinel import Digests, after, check_when, digests, reduced_with, verdict
 from jax_ring.training.shards import differentiate_shards, first_shard, indexed
 from jax_ring.training.sync import Reduction, ReductionOptions, is_float0
 from jax_ring.training.wire import UNCHANGED
@@ -94,6 +95,7 @@ def value_and_grad(
     """
     shards = Shards.of("value_and_grad", num_shards, in_axes, reduce_gradients, reduced_in_backward, options)
     reduction = Reduction.of("value_and_grad", options)
+    argnums = _checked("value_and_grad", fun, argnums, check_replicas)
     local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
     return _of_mean(reduction, local, axis_name, argnums, has_aux, reduced_in_backward, shards, check_replicas)
 
@@ -120,6 +122,7 @@ def grad(
     """
     shards = Shards.of("grad", num_shards, in_axes, reduce_gradients, reduced_in_backward, options)
     reduction = Reduction.of("grad", options)
+    argnums = _checked("grad", fun, argnums, check_replicas)
     local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
     with_value = _of_mean(reduction, local, axis_name, argnums, has_aux, reduced_in_backward, shards, check_replicas)
 
@@ -128,6 +131,19 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return grad_of_mean
+
+
+def _checked(function: str, fun: Any, argnums: Any, check_replicas: Any) -> int | tuple[int, ...]:
+    """Checks arguments of `value_and_grad`. Returns `argnums` as an integer, or as a tuple of integers."""
+    check_function(function, "fun", fun)
+    if check_replicas is not None:
+        check_when(function, "check_replicas", check_replicas)
+    if isinstance(argnums, str) or not isinstance(argnums, Iterable) or getattr(argnums, "ndim", 1) == 0:
+        return integer(function, "argnums", argnums)
+    numbers = tuple(integer(function, "a number in argnums", number) for number in argnums)
+    if not numbers or len(set(numbers)) != len(numbers):
+        raise ValueError(f"{function}: argnums must name at least one argument, and each once; got {argnums!r}")
+    return numbers
 
 
 def _of_mean(
@@ -337,6 +353,7 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
       NameError, TypeError, jax.errors.JaxRuntimeError: as `sync_gradients`.
     """
     check_named("reduce_in_backward", axes_of(axis_name))
+    check_arrays("reduce_in_backward", "tree", tree)
     reduction = Reduction.of("reduce_in_backward", options)
     _refuse_key(reduction)
     _check_summed_once(tree, axis_name)

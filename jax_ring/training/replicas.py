@@ -15,6 +15,7 @@ import numpy as np
 from jax_ring import _compat, runtime
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, check_root
 from jax_ring.distributed import agreement, discovery
+from jax_ring.options import check_arrays
 from jax_ring.training.implementations import Impl, implementation
 
 # Digests per round of the search for the first difference: four rounds for 4 billion elements.
@@ -41,6 +42,7 @@ def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0, impl: Imp
     axes = axes_of(axis_name)
     check_named("broadcast_params", axes)
     root = check_root("broadcast_params", axes, root)
+    check_arrays("broadcast_params", "params", params)
     return implementation("broadcast_params", impl).broadcast(params, axis_name, root=root)
 
 

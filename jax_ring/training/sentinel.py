@@ -21,8 +21,9 @@ from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks
 from jax_ring.collectives.leaves import bits_of_keys, own_copy
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.lowering.trees import accumulator
+from jax_ring.options import array_or_none, check_arrays
 from jax_ring.training.implementations import Impl, implementation
-from jax_ring.training.sync import Reduced, Reduction
+from jax_ring.training.sync import Reduced, Reduction, is_float0
 from jax_ring.training.wire import UNCHANGED
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
@@ -59,12 +60,18 @@ class Digests(NamedTuple):
     table: jax.Array
 
 
+def check_when(function: str, name: str, when: Any) -> None:
+    """Raises TypeError unless `when`, the argument `name` of `function`, is a boolean scalar."""
+    array = array_or_none(when)
+    if array is None or array.shape or array.dtype != jnp.bool_:
+        raise TypeError(f"{function}: {name} must be a boolean scalar, such as step % 10 == 0; got {when!r}")
+
+
 def digests(function: str, tree: Any, axis_name: AxisName, when: Any) -> Digests:
     """This rank's digests of a pytree, if `when`, a boolean that is the same on all ranks.
 
     Raises:
       ValueError: if the tree has no arrays.
-      TypeError: if `when` is no boolean.
     """
     axes = axes_of(axis_name)
     check_named(function, axes)
@@ -73,10 +80,6 @@ def digests(function: str, tree: Any, axis_name: AxisName, when: Any) -> Digests
     ]
     if not named:
         raise ValueError(f"{function}: there are no arrays to compare in {tree!r}")
-    if jnp.shape(when) or jnp.result_type(when) != jnp.bool_:
-        raise TypeError(
-            f"{function}: whether to compare must be a boolean scalar, such as step % 10 == 0; got {when!r}"
-        )
     names, arrays = zip(*named, strict=True)
     local = [own_copy(bits_of_keys(jnp.asarray(x))[0], axes) for x in arrays]
     zeros = own_copy(jnp.zeros((len(local), 2), jnp.uint32), axes)
@@ -194,11 +197,11 @@ def report(function: str, names: tuple[str, ...], by_rank: np.ndarray) -> str:
 def after(tree: T, ok: jax.Array) -> T:
     """`tree`, unchanged, but so that its smallest array needs `ok`, the zero that `verdict` returns."""
     leaves, structure = jax.tree.flatten(tree)
-    sizes = {i: x.size for i, x in enumerate(leaves) if getattr(x, "dtype", None) != jax.dtypes.float0 and x.size}
+    sizes = {i: size for i, x in enumerate(leaves) if not is_float0(x) and (size := jnp.size(x))}
     if not sizes:
         return tree
     smallest = min(sizes, key=sizes.__getitem__)
-    bits, from_bits = bits_of_keys(leaves[smallest])
+    bits, from_bits = bits_of_keys(jnp.asarray(leaves[smallest]))
     # A choice, because adding a zero would change the sign of another.
     leaves[smallest] = from_bits(jnp.where(ok == 0, bits, jnp.zeros_like(bits)))
     return jax.tree.unflatten(structure, leaves)
@@ -280,9 +283,11 @@ def check_replicas(tree: T, axis_name: AxisName, *, when: Any = True, impl: Impl
       jax.errors.JaxRuntimeError: when the program runs, if copies differ, in every process. It names the leaves and the
         ranks. As with any error of a step, its results do not exist, and what it was donated is gone.
       ValueError: if the tree has no arrays, or `impl` is none of its choices.
-      TypeError: if `when` is no boolean scalar.
+      TypeError: if `when` is no boolean scalar, or a leaf is neither an array nor a number.
       NameError: as `ring_psum`.
     """
+    check_when("check_replicas", "when", when)
+    check_arrays("check_replicas", "tree", tree)
     own = digests("check_replicas", tree, axis_name, when)
     sums = implementation("check_replicas", impl).psum(own.table, axis_name)
     return after(tree, verdict("check_replicas", own, sums, axis_name))

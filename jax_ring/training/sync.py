@@ -15,7 +15,7 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks, split_axes
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.distributed.agreement import check_agreement
-from jax_ring.options import ORDERS, Order, check_choice
+from jax_ring.options import ORDERS, Order, check_arrays, check_choice
 from jax_ring.training.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, check_bucket_bytes, plan_buckets
 from jax_ring.training.fence import fence
 from jax_ring.training.implementations import Impl, implementation
@@ -377,6 +377,7 @@ _HINTS = {
 def check_local(function: str, tree: Any, axis_name: AxisName) -> None:
     """Raises ValueError for gradients whose type says that they are the same on all ranks: they are already summed."""
     check_named(function, axes_of(axis_name))
+    check_arrays(function, "the gradients", tree)
     if not _compat.check_vma():
         return
     _, axes = split_axes(_compat.skip_size_one_axes(axes_of(axis_name)))

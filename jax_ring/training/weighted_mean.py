@@ -10,6 +10,7 @@ import numpy as np
 from jax_ring.collectives.axes import AxisName, axes_of, check_named
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.vmap_axis import accumulator_dtype
+from jax_ring.options import check_arrays
 from jax_ring.training.implementations import Impl, implementation
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
@@ -41,6 +42,7 @@ def weighted_pmean(x: T, weight: Any, axis_name: AxisName, *, impl: Impl = "ring
     check_named("weighted_pmean", axes_of(axis_name))
     psum = implementation("weighted_pmean", impl).psum
     weight = _checked(weight)
+    check_arrays("weighted_pmean", "x", x)
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
     dtypes = [_accumulator(leaf.dtype, weight.dtype) for leaf in leaves]
     # One sum of weights serves all leaves.
@@ -58,11 +60,15 @@ def weighted_pmean(x: T, weight: Any, axis_name: AxisName, *, impl: Impl = "ring
 
 def _checked(weight: Any) -> jax.Array:
     """The weight as an array. Raises if no mean has it."""
-    array = jnp.asarray(weight)
-    if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
+    try:
+        array = None if isinstance(weight, type) else jnp.asarray(weight)  # `float` would be the array 0.0
+    except (TypeError, ValueError):
+        array = None
+    kinds = (jnp.floating, jnp.integer, jnp.bool_)
+    if array is None or not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
         raise TypeError(
-            f"weighted_pmean: weight must be a real number, got {array.dtype}. Pass the number of examples of this "
-            "rank."
+            "weighted_pmean: weight must be a real number, got "
+            f"{repr(weight) if array is None else array.dtype}. Pass the number of examples of this rank."
         )
     if not isinstance(weight, jax.core.Tracer):  # a constant is the same on all ranks
         constant = np.asarray(weight)

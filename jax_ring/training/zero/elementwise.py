@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_named
+from jax_ring.options import check_arrays
 from jax_ring.training.zero.expressions import expressions_of, primitives_of
 from jax_ring.training.zero.interface import ShardedOptimizer
 from jax_ring.training.zero.optax_parts import name_of, parts_of
@@ -74,6 +75,7 @@ class ElementwiseCheck:
             self._check_tree(_OTHER_SIZES, bound)
             found.add(self._axes)
         for tree in trees:
+            check_arrays("sharded_optimizer", "the parameters", tree)
             shapes = jax.tree.map(_filled, tree)
             key = (jax.tree.structure(shapes), tuple((x.shape, x.dtype) for x in jax.tree.leaves(shapes)))
             if key not in self._known_trees:

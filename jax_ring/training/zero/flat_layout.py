@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks
+from jax_ring.options import check_arrays
 from jax_ring.training.fence import fence
 from jax_ring.training.implementations import implementation
 from jax_ring.training.zero.block_sums import BLOCK
@@ -79,6 +80,7 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
 
     def repartition(state, params, num_ranks):
         num_ranks = check_num_ranks(num_ranks)
+        check_arrays("sharded_optimizer", "the parameters", params)
 
         def cut_and_fill(path, like, x):
             if x.ndim != like.ndim or x.size < like.size:

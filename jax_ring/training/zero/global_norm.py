@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_ring import _compat
 from jax_ring.collectives import ring_psum
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, split_axes
-from jax_ring.options import Order
+from jax_ring.options import Order, array_or_none
 from jax_ring.training.fence import fence
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.zero.block_sums import block_sums, sum_of_blocks
@@ -43,14 +44,16 @@ def clip_by_global_norm(
       An optax `GradientTransformation`.
 
     Raises:
-      ValueError: if `impl` or `order` is none of its choices, or if they contradict each other; from `update`, if the
-        sharded optimizer around it has another order than "tree" and this one has not, and with vma tracking, if
-        gradients are the same on all ranks.
+      TypeError: if `max_norm` is not a real number.
+      ValueError: if it is negative or NaN; if `impl` or `order` is none of its choices, or if they contradict each
+        other; from `update`, if the sharded optimizer around it has another order than "tree" and this one has not, and
+        with vma tracking, if gradients are the same on all ranks.
       NameError: from `update`, if an axis is not bound.
     """
     import optax
 
-    check_order("clip_by_global_norm", impl, order)
+    check_order("clip_by_global_norm", impl, "rank" if order is None else order)
+    _check_max_norm(max_norm)
 
     def update(updates, params):
         del params
@@ -71,6 +74,19 @@ def clip_by_global_norm(
         return jax.tree.map(clip, updates)
 
     return optax.stateless(update)
+
+
+def _check_max_norm(max_norm: Any) -> None:
+    array = array_or_none(max_norm)
+    is_real = array is not None and any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    if array is None or not is_real or array.size != 1:
+        raise TypeError(
+            f"clip_by_global_norm: max_norm must be a real number, got {max_norm!r}. For one that changes use "
+            "optax.inject_hyperparams."
+        )
+    # What is an array of JAX may still be computed, and is not waited for.
+    if not isinstance(max_norm, jax.Array) and not np.all(np.asarray(max_norm) >= 0):
+        raise ValueError(f"clip_by_global_norm: max_norm must be 0 or more, got {max_norm!r}")
 
 
 def sum_of_squares(leaves: Sequence[jax.Array]) -> jax.Array:

@@ -13,7 +13,7 @@ from jax_ring.collectives import ring_psum_scatter
 from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
-from jax_ring.options import Order, bucketed
+from jax_ring.options import Order, bucketed, check_arrays
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.sync import check_local, is_float0, sync_gradients
 from jax_ring.training.zero.interface import check_same_tree
@@ -73,6 +73,7 @@ class LocalGradients(NamedTuple):
                     "which also divides the state such that its bits do not depend on the number of ranks."
                 )
             num_shards, tree = gradients.num_shards, gradients.terms
+        check_arrays("sharded_optimizer", "the gradients", tree)
         leaves = jax.tree.leaves(tree)
         has_gradient = [not is_float0(x) for x in leaves]
         dtypes = [jnp.result_type(x) for x in leaves] if num_shards is None else gradients.dtypes

@@ -36,11 +36,9 @@ class ShardedOptimizer(NamedTuple):
     shares: Callable[[Any, int], Any] | None = None
 
 
-def check_order(function: str, impl: Impl, order: Order | None) -> None:
+def check_order(function: str, impl: Impl, order: Order) -> None:
     """Raises ValueError unless `order` is a choice, and `impl` has collectives that follow it."""
     check_choice(function, "impl", impl, get_args(Impl))
-    if order is None:
-        return
     check_choice(function, "order", order, ORDERS)
     if impl == "lax" and order in ("tree", "ring"):
         raise ValueError(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jax_ring.collectives.axes import AxisName
 from jax_ring.collectives.leaves import own_copy
+from jax_ring.options import check_arrays
 from jax_ring.training.zero.interface import check_same_tree
 from jax_ring.training.zero.parameter_plan import Blocks, Piece, balance
 from jax_ring.training.zero.traced_update import trace_update
@@ -77,6 +78,7 @@ class Shapes(NamedTuple):
     @classmethod
     def of(cls, params: Any) -> Shapes:
         """Those of a tree of arrays or of their types."""
+        check_arrays("sharded_optimizer", "the parameters", params)
         leaves, structure = jax.tree.flatten(params)
         return cls(structure, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
 
