@@ -315,6 +315,30 @@ def test_parameters_that_are_no_arrays(layout):
     refused(TypeError, text.format("gradients"), lambda: run(update))
 
 
+AXES = {
+    "value_and_grad": lambda axis: jax_ring.value_and_grad(loss, axis),
+    "grad": lambda axis: jax_ring.grad(loss, axis),
+    "allreduce_gradients": jax_ring.allreduce_gradients,
+    "feedback_specs": lambda axis: jax_ring.feedback_specs((), axis),
+    "clip_by_global_norm": lambda axis: zero.clip_by_global_norm(1.0, axis),
+    "sharded_optimizer": lambda axis: zero.sharded_optimizer(ADAM, axis),
+}
+
+
+@pytest.mark.parametrize("function", AXES)
+def test_what_names_no_axis(function):
+    for axis in (None, {"i"}, {}, ["i", None], ["i", ["j"]]):
+        text = f"{function}: axis_name must be the name of a mapped axis, or a tuple or list of names; got {axis!r}"
+        refused(TypeError, text, lambda axis=axis: AXES[function](axis))
+    for axis in (0, ("i", 1)):
+        refused(
+            ValueError, f"{function} is over named axes, got the positional", lambda axis=axis: AXES[function](axis)
+        )
+    refused(ValueError, f"{function}: each axis may be named once, got ('i', 'i')", lambda: AXES[function](["i", "i"]))
+    for axis in ("i", "not bound yet", ("i", "j"), ["i"], ()):
+        AXES[function](axis)
+
+
 def test_checks_do_not_start_the_backend():
     code = """
 import jax, numpy as np, jax_ring

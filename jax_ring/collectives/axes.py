@@ -58,6 +58,32 @@ def warn_of_equal_values(function: str, x, axis_name: AxisName) -> None:
         )
 
 
+def check_axis_name(function: str, axis_name: AxisName) -> None:
+    """Raises unless `axis_name` can name axes. Whether they are bound is known only where the program is traced."""
+    axes = axes_of(axis_name)
+    try:
+        is_name = None not in set(axes)
+    except TypeError:  # not hashable
+        is_name = False
+    if not is_name:
+        raise TypeError(
+            f"{function}: axis_name must be the name of a mapped axis, or a tuple or list of names; got {axis_name!r}"
+        )
+    _refuse_positional(function, axes)
+    _refuse_repeated(function, axes)
+
+
+def _refuse_positional(function: str, axes: tuple) -> None:
+    positional = tuple(axis for axis in axes if isinstance(axis, int))
+    if positional:
+        raise ValueError(f"{function} is over named axes, got the positional axes {positional}")
+
+
+def _refuse_repeated(function: str, axes: tuple) -> None:
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"{function}: each axis may be named once, got {axes}")
+
+
 def _check_axes(function: str, axes: tuple, named: tuple) -> None:
     bound = _compat.bound_axis_sizes()
     for axis in named:
@@ -67,15 +93,12 @@ def _check_axes(function: str, axes: tuple, named: tuple) -> None:
                 f"{function}: unbound axis name {axis!r}; the axes bound here: {known}. Call it under jax.shard_map, "
                 "jax.vmap or jax.pmap with an axis of that name."
             )
-    if len(set(axes)) != len(axes):
-        raise ValueError(f"{function}: each axis may be named once, got {axes}")
+    _refuse_repeated(function, axes)
 
 
 def check_named(function: str, axes: tuple) -> None:
     """Raises unless every axis is a bound, named axis and occurs once."""
-    positional = tuple(axis for axis in axes if isinstance(axis, int))
-    if positional:
-        raise ValueError(f"{function} is over named axes, got the positional axes {positional}")
+    _refuse_positional(function, axes)
     _check_axes(function, axes, axes)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ring import _compat
-from jax_ring.collectives.axes import AxisName, axes_of, axes_of_difference, check_named, num_ranks
+from jax_ring.collectives.axes import AxisName, axes_of, axes_of_difference, check_axis_name, check_named, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.options import check_arrays, check_function, integer
@@ -95,7 +95,7 @@ def value_and_grad(
     """
     shards = Shards.of("value_and_grad", num_shards, in_axes, reduce_gradients, reduced_in_backward, options)
     reduction = Reduction.of("value_and_grad", options)
-    argnums = _checked("value_and_grad", fun, argnums, check_replicas)
+    argnums = _checked("value_and_grad", fun, axis_name, argnums, check_replicas)
     local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
     return _of_mean(reduction, local, axis_name, argnums, has_aux, reduced_in_backward, shards, check_replicas)
 
@@ -122,7 +122,7 @@ def grad(
     """
     shards = Shards.of("grad", num_shards, in_axes, reduce_gradients, reduced_in_backward, options)
     reduction = Reduction.of("grad", options)
-    argnums = _checked("grad", fun, argnums, check_replicas)
+    argnums = _checked("grad", fun, axis_name, argnums, check_replicas)
     local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
     with_value = _of_mean(reduction, local, axis_name, argnums, has_aux, reduced_in_backward, shards, check_replicas)
 
@@ -133,9 +133,10 @@ def grad(
     return grad_of_mean
 
 
-def _checked(function: str, fun: Any, argnums: Any, check_replicas: Any) -> int | tuple[int, ...]:
+def _checked(function: str, fun: Any, axis_name: AxisName, argnums: Any, check_replicas: Any) -> int | tuple[int, ...]:
     """Checks arguments of `value_and_grad`. Returns `argnums` as an integer, or as a tuple of integers."""
     check_function(function, "fun", fun)
+    check_axis_name(function, axis_name)
     if check_replicas is not None:
         check_when(function, "check_replicas", check_replicas)
     if isinstance(argnums, str) or not isinstance(argnums, Iterable) or getattr(argnums, "ndim", 1) == 0:

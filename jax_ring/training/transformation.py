@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jax_ring.collectives.axes import AxisName, axes_of
+from jax_ring.collectives.axes import AxisName, axes_of, check_axis_name
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.training.quantized import Int8Wire
 from jax_ring.training.sentinel import CheckedState, check_every, digests_every, reduced_with, verdict
@@ -78,6 +78,7 @@ def allreduce_gradients(
         ) from error
     name = "allreduce_gradients"
     reduction = Reduction.of(name, options)
+    check_axis_name(name, axis_name)
     check_every(name, check_replicas)
     if error_feedback and reduction.wire == UNCHANGED:
         raise ValueError(
@@ -143,6 +144,7 @@ def feedback_specs(state: Any, axis_name: AxisName) -> Any:
     """
     import optax
 
+    check_axis_name("feedback_specs", axis_name)
     own = PartitionSpec(axes_of(axis_name))
 
     def adds_local_gradients(node):

@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_ring import _compat
 from jax_ring.collectives import ring_psum
-from jax_ring.collectives.axes import AxisName, axes_of, check_named, split_axes
+from jax_ring.collectives.axes import AxisName, axes_of, check_axis_name, check_named, split_axes
 from jax_ring.options import Order, array_or_none
 from jax_ring.training.fence import fence
 from jax_ring.training.implementations import Impl, implementation
@@ -52,6 +52,7 @@ def clip_by_global_norm(
     """
     import optax
 
+    check_axis_name("clip_by_global_norm", axis_name)
     check_order("clip_by_global_norm", impl, "rank" if order is None else order)
     _check_max_norm(max_norm)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Literal, get_args
 
-from jax_ring.collectives.axes import AxisName
+from jax_ring.collectives.axes import AxisName, check_axis_name
 from jax_ring.options import Order, check_choice
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.sentinel import check_every
@@ -92,6 +92,7 @@ def sharded_optimizer(
         raise ValueError(
             f"sharded_optimizer: stage must be 1 or 2, got {stage!r}; stage 3, sharded parameters, is not supported"
         )
+    check_axis_name("sharded_optimizer", axis_name)
     implementation("sharded_optimizer", impl, overlap)
     check_every("sharded_optimizer", check_replicas)
     check_order("sharded_optimizer", impl, order)
