@@ -315,6 +315,25 @@ def test_parameters_that_are_no_arrays(layout):
     refused(TypeError, text.format("gradients"), lambda: run(update))
 
 
+@pytest.mark.parametrize("layout", ["flat", "parameter"])
+@pytest.mark.parametrize("state", [None, 3, {}], ids=repr)
+def test_a_state_that_init_did_not_make(layout, state):
+    optimizer = zero.sharded_optimizer(ADAM, "i", layout=layout)
+    text = "sharded_optimizer: the tree of the state is not that of the state that init makes here: "
+    refused(ValueError, text, lambda: optimizer.repartition(state, PARAMS, 2))
+    counting = zero.sharded_optimizer(ADAM, "i", layout=layout, check_replicas=2)
+    text = "sharded_optimizer: with check_replicas the state is a CheckedState, as init makes it; got PyTreeDef("
+    refused(TypeError, text, lambda: counting.repartition(state, PARAMS, 2))
+    refused(TypeError, text, lambda: run(lambda x: (counting.update(PARAMS, state, PARAMS), x)[1]))
+
+
+@pytest.mark.parametrize("options", [{}, {"error_feedback": True, "wire": jnp.bfloat16}], ids=str)
+def test_a_state_without_a_count(options):
+    plain, counting = (jax_ring.allreduce_gradients("i", check_replicas=n, **options) for n in (None, 2))
+    text = "allreduce_gradients: with check_replicas the state is a CheckedState, as init makes it; got "
+    refused(TypeError, text, lambda: run(lambda x: counting.update(x, plain.init(x), x)[0]))
+
+
 AXES = {
     "value_and_grad": lambda axis: jax_ring.value_and_grad(loss, axis),
     "grad": lambda axis: jax_ring.grad(loss, axis),

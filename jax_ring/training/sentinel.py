@@ -217,6 +217,15 @@ def check_every(function: str, every: Any) -> None:
         raise ValueError(f"{function}: check_replicas must be a positive number of steps, got {every}")
 
 
+def check_counted(function: str, state: Any) -> None:
+    """Raises TypeError unless the state of an optimizer with `check_replicas` counts its steps."""
+    if not hasattr(state, "step") or not hasattr(state, "inner"):
+        raise TypeError(
+            f"{function}: with check_replicas the state is a CheckedState, as init makes it; got "
+            f"{jax.tree.structure(state)}. One that was made without check_replicas has to be made again."
+        )
+
+
 def digests_every(function: str, params: Any, axis_name: AxisName, every: int, count: jax.Array) -> Digests:
     """The digests of an optimizer's parameters, in every so many of its steps, the first among them.
 

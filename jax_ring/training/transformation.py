@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jax_ring.collectives.axes import AxisName, axes_of, check_axis_name
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.training.quantized import Int8Wire
-from jax_ring.training.sentinel import CheckedState, check_every, digests_every, reduced_with, verdict
+from jax_ring.training.sentinel import CheckedState, check_counted, check_every, digests_every, reduced_with, verdict
 from jax_ring.training.sync import Reduction, ReductionOptions
 from jax_ring.training.wire import UNCHANGED
 
@@ -91,6 +91,7 @@ def allreduce_gradients(
         reduce = partial(Reduction.synced, axis_name=axis_name, mean=mean, residual=residual)
         if check_replicas is None:
             return reduce(now, updates), state
+        check_counted(name, state)
         own = digests_every(name, params, axis_name, check_replicas, state.step)
         reduced, tables = reduced_with(now, reduce, updates, own.table)
         return reduced, state._replace(step=state.step + 1 + verdict(name, own, tables, axis_name))
@@ -115,6 +116,8 @@ def allreduce_gradients(
         return counted(FeedbackState(residual, None if key is None else jax.random.fold_in(key, 0)))
 
     def update(updates, state, params=None):
+        if check_replicas is not None:
+            check_counted(name, state)
         own = state if check_replicas is None else state.inner
         now, next_key = reduction, None
         if own.key is not None:

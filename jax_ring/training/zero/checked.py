@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jax_ring.collectives.axes import AxisName
 from jax_ring.training.fence import fence
 from jax_ring.training.implementations import Impl, implementation
-from jax_ring.training.sentinel import CheckedState, digests_every, verdict
+from jax_ring.training.sentinel import CheckedState, check_counted, digests_every, verdict
 from jax_ring.training.zero.interface import ShardedOptimizer
 
 
@@ -25,6 +25,7 @@ def checked(optimizer: ShardedOptimizer, axis_name: AxisName, every: int, impl: 
         return CheckedState(jnp.zeros((), jnp.int32), optimizer.init(params))
 
     def update(gradients, state, params):
+        check_counted(name, state)
         own = digests_every(name, params, axis_name, every, state.step)
         sums = implementation(name, impl).psum(own.table, axis_name)
         ok = verdict(name, own, sums, axis_name)
@@ -35,6 +36,7 @@ def checked(optimizer: ShardedOptimizer, axis_name: AxisName, every: int, impl: 
         return CheckedState(PartitionSpec(), optimizer.specs(params))
 
     def repartition(state: Any, params: Any, num_ranks: int):
+        check_counted(name, state)
         return CheckedState(state.step, optimizer.repartition(state.inner, params, num_ranks))
 
     return ShardedOptimizer(init, update, specs, repartition, optimizer.shares)

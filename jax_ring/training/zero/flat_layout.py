@@ -22,6 +22,7 @@ from jax_ring.training.zero.interface import (
     Stage,
     by_dtype,
     check_num_ranks,
+    check_same_structure,
     check_same_tree,
     padded,
     vary,
@@ -91,7 +92,9 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
                 )
             return padded(x[: like.size], cut(num_ranks)) if like.ndim else x
 
-        return jax.tree_util.tree_map_with_path(cut_and_fill, _whole(tx, params), state)
+        like = _whole(tx, params)
+        check_same_structure("state", state, like, likes="state that init makes here")
+        return jax.tree_util.tree_map_with_path(cut_and_fill, like, state)
 
     return ShardedOptimizer(init, update, specs, repartition)
 

@@ -55,8 +55,8 @@ def check_num_ranks(num_ranks: Any) -> int:
     return count
 
 
-def check_same_tree(name: str, tree: Any, like: Any, *, likes: str = "parameters", remedy: str = "") -> None:
-    """Raises ValueError unless a tree, the argument `name` of `update`, has the structure and the shapes of another."""
+def check_same_structure(name: str, tree: Any, like: Any, *, likes: str = "parameters", remedy: str = "") -> None:
+    """Raises ValueError unless a tree, an argument that errors call `name`, has the structure of another."""
     leaves, expected = map(jax.tree_util.tree_leaves_with_path, (tree, like))
     structure: Any = jax.tree.structure(tree)
     like_structure: Any = jax.tree.structure(like)
@@ -72,6 +72,12 @@ def check_same_tree(name: str, tree: Any, like: Any, *, likes: str = "parameters
             f"sharded_optimizer: the tree of the {name} is not that of the {likes}: "
             f"{'; '.join(filter(None, difference)) or f'{structure} instead of {like_structure}'}.{remedy}"
         )
+
+
+def check_same_tree(name: str, tree: Any, like: Any, *, likes: str = "parameters", remedy: str = "") -> None:
+    """Raises ValueError unless a tree, the argument `name` of `update`, has the structure and the shapes of another."""
+    check_same_structure(name, tree, like, likes=likes, remedy=remedy)
+    leaves, expected = map(jax.tree_util.tree_leaves_with_path, (tree, like))
     for (path, leaf), (_, other) in zip(leaves, expected, strict=True):
         if jnp.shape(leaf) != jnp.shape(other):
             raise ValueError(

@@ -129,9 +129,11 @@ def parameter_layout(tx: optax.GradientTransformation, *, stage: Stage, reductio
 
     def repartition(state, params, num_ranks):
         num_ranks = check_num_ranks(num_ranks)
+        shapes = Shapes.of(params)
+        if not isinstance(state, ParameterState):
+            plan_for(shapes, num_ranks).check(state, num_ranks)  # says how its tree differs
         if not state.own:
             return state
-        shapes = Shapes.of(params)
         before = plan_for(shapes, len(next(iter(state.own.values()))))
         before.check(state, len(before.pieces))
         whole = before.state.unpack_all({name: jnp.reshape(x, -1) for name, x in state.own.items()})
