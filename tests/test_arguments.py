@@ -144,7 +144,17 @@ def test_a_residual_of_another_tree(residual):
 
 
 NAN = float("nan")
-NO_NUMBERS = ["x", None, object(), {}, float]
+
+
+class Opaque:
+    """Neither a number nor an array. Its name is the same in every process of pytest-xdist."""
+
+    def __repr__(self):
+        return "Opaque()"
+
+
+NO_ARRAY = Opaque()
+NO_NUMBERS = ["x", None, NO_ARRAY, {}, float]
 NOT_BOOLEAN = [*NO_NUMBERS, 1, 2.0, NAN, [True], np.ones(2, bool)]
 ADAM = optax.adam(0.1)
 
@@ -228,7 +238,7 @@ def test_a_norm_may_be_a_hyperparameter():
     np.testing.assert_array_equal(run(lambda x: clip.update(x, clip.init(x))[0]), clipped(2))
 
 
-@pytest.mark.parametrize("leaf", [3, 1.5, "x", object(), np.array(["x"]), jax.random.key(0), float], ids=repr)
+@pytest.mark.parametrize("leaf", [3, 1.5, "x", NO_ARRAY, np.array(["x"]), jax.random.key(0), float], ids=repr)
 def test_a_leaf_that_has_no_bucket(leaf):
     text = "of tree must be an array of numbers or a jax.ShapeDtypeStruct, got "
     refused(TypeError, f"plan_buckets: the leaf at the root {text}", lambda: jax_ring.plan_buckets(leaf))
@@ -295,7 +305,7 @@ TREES = {
 @pytest.mark.parametrize("function", TREES)
 def test_leaves_that_are_no_arrays(function):
     name, call = TREES[function]
-    for leaf in ("x", object(), np.array(["x"]), float):
+    for leaf in ("x", NO_ARRAY, np.array(["x"]), float):
         text = f"{function}: the leaf at ['b'] of {name} must be an array or a number, got {leaf!r}"
         refused(TypeError, text, lambda leaf=leaf: run(lambda x: call({"a": x, "b": leaf})["a"]))
         text = f"{function}: the leaf at the root of {name} must be an array or a number, got {leaf!r}"
