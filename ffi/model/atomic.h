@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 
 #include "model/checker.h"
 
@@ -33,7 +34,12 @@ class AtomicAt {
     return change(order, [value](T old) { return static_cast<T>(old - value); });
   }
   bool compare_exchange_strong(T& expected, T value, Order order = std::memory_order_seq_cst) const {
-    const T old = change(order, [&](T now) { return now == expected ? value : now; });
+    const T old = from_bits(model::modify(
+        at_, sizeof(T),
+        [&](uint64_t bits) {
+          return from_bits(bits) == expected ? std::optional<uint64_t>(to_bits(value)) : std::nullopt;
+        },
+        order));
     const bool is_equal = old == expected;
     expected = old;
     return is_equal;

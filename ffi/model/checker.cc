@@ -153,13 +153,11 @@ void Explorer::store(void* at, int bytes, uint64_t value, std::memory_order orde
   memory_.append(memory, current_, location, value, order, nullptr);
 }
 
-uint64_t Explorer::modify(void* at, int bytes, const std::function<uint64_t(uint64_t)>& change,
-                          std::memory_order order) {
+uint64_t Explorer::modify(void* at, int bytes, const Change& change, std::memory_order order) {
   uint64_t value = 0;
   if (current_ < 0) {
     std::memcpy(&value, at, bytes);
-    const uint64_t changed = change(value);
-    std::memcpy(at, &changed, bytes);
+    if (const std::optional<uint64_t> changed = change(value)) std::memcpy(at, &*changed, bytes);
     return value;
   }
   ordered(
@@ -169,9 +167,11 @@ uint64_t Explorer::modify(void* at, int bytes, const std::function<uint64_t(uint
         ThreadMemory& memory = threads_[current_]->memory;
         const uint32_t last = static_cast<uint32_t>(memory_.num_messages(location)) - 1;
         value = memory_.read(memory, location, last, order);
+        const std::optional<uint64_t> changed = change(value);
+        if (!changed) return;
         note_store(location, memory, current_);
         const Message previous = memory_[location].messages[last];
-        memory_.append(memory, current_, location, change(value), order, &previous);
+        memory_.append(memory, current_, location, *changed, order, &previous);
       });
   return value;
 }
@@ -218,7 +218,7 @@ void fail(const std::string& why) { explorer->fail(why); }
 void name_memory(const void* at, size_t bytes, const std::string& text) { explorer->memory().name(at, bytes, text); }
 uint64_t load(const void* at, int bytes, std::memory_order order) { return explorer->load(at, bytes, order); }
 void store(void* at, int bytes, uint64_t value, std::memory_order order) { explorer->store(at, bytes, value, order); }
-uint64_t modify(void* at, int bytes, const std::function<uint64_t(uint64_t)>& change, std::memory_order order) {
+uint64_t modify(void* at, int bytes, const Change& change, std::memory_order order) {
   return explorer->modify(at, bytes, change, order);
 }
 void fence(std::memory_order order) { explorer->fence(order); }

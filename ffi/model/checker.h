@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 
 namespace jax_ring::model {
@@ -45,8 +46,10 @@ void name_memory(const void* at, size_t bytes, const std::string& text);
 // For the replacements of atomics and locks. Sizes are 1, 2, 4 or 8 bytes.
 uint64_t load(const void* at, int bytes, std::memory_order order);
 void store(void* at, int bytes, uint64_t value, std::memory_order order);
+// Empty: nothing is stored, as by a comparison that fails. That publishes nothing, whatever its order.
+using Change = std::function<std::optional<uint64_t>(uint64_t)>;
 // Stores change(value) and returns the value.
-uint64_t modify(void* at, int bytes, const std::function<uint64_t(uint64_t)>& change, std::memory_order order);
+uint64_t modify(void* at, int bytes, const Change& change, std::memory_order order);
 void fence(std::memory_order order);
 // Much time passes: this thread no longer reads what is overwritten by now. (Without synchronization it may, for ever,
 // in the words of C++, and there only "should" not.)

@@ -67,7 +67,7 @@ class Explorer {
   [[noreturn]] void fail(const std::string& why);
   uint64_t load(const void* at, int bytes, std::memory_order order);
   void store(void* at, int bytes, uint64_t value, std::memory_order order);
-  uint64_t modify(void* at, int bytes, const std::function<uint64_t(uint64_t)>& change, std::memory_order order);
+  uint64_t modify(void* at, int bytes, const Change& change, std::memory_order order);
   void fence(std::memory_order order);
   void plain(const void* at, size_t bytes, bool writes);
   void await(const std::function<bool()>& ready);
