@@ -21,16 +21,26 @@ JAX_RING_THREAD_LOCAL(bool, is_completion_thread);
 // Whether completions wait for the one that this thread runs.
 JAX_RING_THREAD_LOCAL(bool, holds_completions);
 
-// Lets the ranks go on that wait in their calls. Returns whether there were any.
+// Lets the ranks go on that wait in their calls. Returns whether there were any. Keeps those that move.
 bool release_waiting(Rendezvous& rendezvous) {
   bool any = false;
   for (size_t rank = 0; rank < rendezvous.waiting.size(); ++rank) {
-    WaitingRank* const waiting = rendezvous.waiting[rank].get();
-    if (waiting == nullptr || !waiting->release()) continue;
+    if (rendezvous.waiting[rank] == nullptr) continue;
+    const WaitingRank::Released released = rendezvous.waiting[rank]->release();
+    if (released == WaitingRank::Released::moves) continue;
+    rendezvous.waiting[rank] = nullptr;
+    if (released == WaitingRank::Released::has_left) continue;
     rendezvous.done[rank] = Completion();
     any = true;
   }
   return any;
+}
+
+// Unless a thread of the pool has taken the rank over.
+void run_completion(Rendezvous& rendezvous, int rank, const std::string* error) {
+  Completion done = std::move(rendezvous.done[rank]);
+  WaitingRank* const waiting = rendezvous.waiting.empty() ? nullptr : rendezvous.waiting[rank].get();
+  if (waiting == nullptr || waiting->take_over()) done(error);
 }
 
 }  // namespace
@@ -108,12 +118,12 @@ bool CompletionThreads::wake_worker() {
 void CompletionThreads::run_completions(Pending& pending, std::unique_lock<Mutex>& lock) {
   ++pending.num_threads;
   while (!pending.all_started()) {
-    Completion done = std::move(pending.rendezvous->done[pending.next++]);
+    const int rank = pending.next++;
     pending.find_next();
     pending.last_start = Clock::now();
     holds_completions = !pending.all_started();
     lock.unlock();
-    done(pending.error ? &*pending.error : nullptr);
+    run_completion(*pending.rendezvous, rank, pending.error ? &*pending.error : nullptr);
     lock.lock();
   }
   --pending.num_threads;

@@ -5,6 +5,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -29,6 +30,9 @@ namespace ffi = xla::ffi;
 // What a call returns that is done already: the runtime then goes on without the objects of a future.
 struct Done {};
 using Result = std::variant<Done, ffi::Future>;
+
+// Whether this thread is known to be one of the runtime's pool.
+thread_local bool is_of_pool = false;
 
 }  // namespace
 }  // namespace jax_ring::cpu
@@ -161,8 +165,29 @@ Completion completion_of(const ffi::Promise& to_complete) {
 
 // Whether a rank may wait in its call. Calls between processes have their own way, and parts of an array are summed
 // while others cross hosts.
-bool may_wait(const CallSite& site, int group) {
-  return !site.groups[group].has_value() && site.part.empty() && CompletionThreads::may_wait();
+bool may_wait(const CallSite& site, int group) { return !site.groups[group].has_value() && site.part.empty(); }
+
+// Says how the rank of this thread may wait.
+void offer_to_wait(Kept& kept, const CallSite& site, int group, const ffi::ThreadPool& pool) {
+  if (!kept.waiting->is_free()) kept.waiting = std::make_shared<WaitingRank>();
+  kept.waiting->skip();
+  Participant& participant = kept.participant;
+  participant.waiting = may_wait(site, group) ? kept.waiting : nullptr;
+  participant.thread = {CompletionThreads::may_wait(), is_of_pool,
+                        pool.num_threads() >= site.rendezvous_map.groups().num_local()};
+}
+
+// The rank waits on a thread of the pool, and goes on there. Terminates the process if there is no memory for the task:
+// the others count on this rank by now.
+void wait_on_pool(ffi::ThreadPool& pool, WaitingRankPtr waiting, const ffi::Promise& to_complete) noexcept {
+  // Shared, as a std::function has to be copied.
+  auto done = std::make_shared<Completion>(completion_of(to_complete));
+  pool.Schedule([waiting = std::move(waiting), done = std::move(done), caller = std::this_thread::get_id()] {
+    // A pool whose queue is full runs a task at once, on the thread that schedules it. The rank is then completed.
+    if (std::this_thread::get_id() == caller) return;
+    is_of_pool = true;
+    if (waiting->wait()) (*done)(nullptr);
+  });
 }
 
 // Runs the call of a group within this process, whose ranks have all arrived.
@@ -199,17 +224,17 @@ Result execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::Buffer
     if (site->recorded != nullptr) note_bytes(*site->recorded, message);
     prepare_result(*site, rets);
     participant.done = completion_of(pending.promise);
-    if (!kept.waiting->is_free()) kept.waiting = std::make_shared<WaitingRank>();
-    kept.waiting->skip();
-    participant.waiting = may_wait(*site, group) ? kept.waiting : nullptr;
+    offer_to_wait(kept, *site, group, pool);
     const bool is_alone = groups.num_local(group) == 1;
     auto& map = site->rendezvous_map;
     RendezvousPtr rendezvous = is_alone ? map.arrive_alone(run.run_id, *partition.typed_data(), std::move(participant),
                                                            std::move(kept.rendezvous))
                                         : map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
     if (!site->groups[group].has_value()) {
+      const bool moves = kept.waiting->moves();
+      if (moves) wait_on_pool(pool, std::exchange(kept.waiting, std::make_shared<WaitingRank>()), pending.promise);
       if (rendezvous != nullptr) run_within_process(*site, std::move(rendezvous), message, pool, rets);
-      if (!kept.waiting->wait()) return std::move(pending.future);
+      if (moves || !kept.waiting->wait()) return std::move(pending.future);
       kept.pending = std::move(pending);
       return Done{};
     }

@@ -99,10 +99,11 @@ void ReturnToPool::operator()(Rendezvous* rendezvous) const {
 }
 
 RendezvousMap::RendezvousMap(ReplicaGroups groups, std::string call)
-    : groups_(std::move(groups)),
-      call_(std::move(call)),
-      have_own_cores_(groups_.num_local() <= num_cores()),
-      latest_runs_(groups_.num_groups()) {
+    : groups_(std::move(groups)), call_(std::move(call)) {
+  const bool have_own_cores = groups_.num_local() <= num_cores();
+  for (int group = 0; group < groups_.num_groups(); ++group) {
+    policies_.emplace_back(groups_.num_local(group), have_own_cores);
+  }
   CompletionThreads::instance().start();
   Watchdog::instance().watch(this);
 }
@@ -133,7 +134,11 @@ RendezvousPtr RendezvousMap::arrive(int64_t run_id, int64_t partition, Participa
   });
   if (found == open_.end()) {
     found = open_.insert(open_.end(), open(run_id, place, num_operands));
-    (*found)->may_wait = is_worth_waiting(run_id, place.group);
+    // All ranks of a group may wait, or none.
+    if (participant.waiting != nullptr) {
+      (*found)->how_to_wait =
+          policies_[place.group].next(run_id, (*found)->start_time, place.group == 0, participant.thread.may_use_pool);
+    }
   }
   Rendezvous& rendezvous = **found;
   if (rendezvous.outputs.size() != num_operands * num_ranks) {
@@ -170,22 +175,11 @@ RendezvousPtr RendezvousMap::open(int64_t run_id, ReplicaGroups::Place place, si
   rendezvous->outputs.resize(num_operands * num_ranks);
   rendezvous->done.resize(num_ranks);
   rendezvous->waiting.resize(num_ranks);
-  rendezvous->may_wait = false;
+  rendezvous->how_to_wait = {};
   if (recorded_ != nullptr) {
     rendezvous->entry.enter(recorded_, memory_, place.group, nanoseconds(rendezvous->start_time));
   }
   return rendezvous;
-}
-
-// Requires mutex_. In a loop, ranks that outnumber the cores are faster on one thread, which completes them in turn. So
-// they wait only where an execution makes the call once, as far as the latest one tells.
-bool RendezvousMap::is_worth_waiting(int64_t run_id, int group) {
-  LatestRun& latest = latest_runs_[group];
-  const bool is_new = latest.run_id != run_id;
-  const bool repeats = is_new ? latest.num_calls > 1 : true;
-  if (is_new) latest = {run_id, 0};
-  ++latest.num_calls;
-  return have_own_cores_ || !repeats;
 }
 
 // Adds a rank with its buffers.
@@ -197,11 +191,13 @@ void RendezvousMap::add(Rendezvous& rendezvous, ReplicaGroups::Place place, Part
     rendezvous.outputs[operand * num_ranks + place.rank] = participant.outputs[operand];
   }
   rendezvous.done[place.rank] = std::move(participant.done);
-  if (rendezvous.may_wait && participant.waiting != nullptr) {
-    participant.waiting->start(have_own_cores_);
-    rendezvous.waiting[place.rank] = std::move(participant.waiting);
-  }
   ++rendezvous.num_arrived;
+  if (participant.waiting != nullptr) {
+    if (const auto terms = policies_[place.group].terms(rendezvous.how_to_wait, participant.thread)) {
+      participant.waiting->start(*terms);
+      rendezvous.waiting[place.rank] = std::move(participant.waiting);
+    }
+  }
   if (rendezvous.entry) record_arrival(rendezvous, place.rank, groups_.num_local(place.group));
 }
 

@@ -14,6 +14,7 @@
 #include "common/flight_recorder.h"
 #include "common/threads.h"
 #include "cpu/completion.h"
+#include "cpu/waiting_policy.h"
 #include "cpu/waiting_rank.h"
 
 namespace jax_ring::cpu {
@@ -30,7 +31,8 @@ struct Participant {
   std::vector<const void*> inputs;
   std::vector<void*> outputs;  // one per input
   Completion done;             // not empty
-  WaitingRankPtr waiting;      // null if its thread does not wait
+  WaitingRankPtr waiting;      // null if it does not wait
+  CallingThread thread;
 };
 
 // All ranks of one group in one call of one execution, from the first arrival until the last completion.
@@ -44,7 +46,7 @@ struct Rendezvous {
   std::vector<const void*> terms;       // by operand, then term of the tree; filled by the engine if a rank has several
   std::vector<Completion> done;         // by rank; empty for ranks that have not arrived, or are in another process
   std::vector<WaitingRankPtr> waiting;  // by rank; null for those that do not wait
-  bool may_wait = false;                // whether ranks may wait in the call for those that come soon
+  Waiting how_to_wait;                  // for those that come soon
   flight::Entry entry;                  // of the flight recorder
 
   int num_ranks() const { return static_cast<int>(done.size()); }
@@ -155,26 +157,18 @@ class RendezvousMap {
                                      const OtherPlace& other_place) const;
 
  private:
-  // The latest execution of a group, and how often it has made the call.
-  struct LatestRun {
-    int64_t run_id = -1;
-    int64_t num_calls = 0;
-  };
-
-  bool is_worth_waiting(int64_t run_id, int group);
   RendezvousPtr open(int64_t run_id, ReplicaGroups::Place place, size_t num_operands, RendezvousPtr used = nullptr);
   void add(Rendezvous& rendezvous, ReplicaGroups::Place place, Participant&& participant);
   static void record_arrival(Rendezvous& rendezvous, int rank, int num_local);
 
   const ReplicaGroups groups_;
   const std::string call_;
-  const bool have_own_cores_;  // whether no two ranks of this process share one
   flight::RecordedCall* recorded_ = nullptr;
   flight::Memory* memory_ = nullptr;
   const std::shared_ptr<RendezvousPool> pool_ = std::make_shared<RendezvousPool>();
   Mutex mutex_;
-  std::vector<RendezvousPtr> open_;     // oldest first
-  std::vector<LatestRun> latest_runs_;  // by group
+  std::vector<RendezvousPtr> open_;      // oldest first
+  std::vector<WaitingPolicy> policies_;  // by group
 };
 
 }  // namespace jax_ring::cpu

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "common/threads.h"
@@ -14,22 +15,39 @@ namespace jax_ring::cpu {
 // thread that completes it and of the thread that the runtime blocked meanwhile: tens of microseconds each, where a
 // core has gone to sleep. So a rank waits for those that come soon after it, and takes a share of their work. It never
 // waits for long: its thread may be one that others need.
+//
+// Where ranks meet again and again, they are faster on threads of the runtime's pool, which has at least as many as
+// there are ranks. A thread of the pool without a task polls for one for some 50 us and does not yield its core, which
+// ranks need. When all of them run ranks, none does.
 class WaitingRank {
  public:
-  static constexpr std::chrono::microseconds kWaitTime{50};
+  // How a rank waits.
+  struct Terms {
+    std::chrono::nanoseconds limit{};
+    bool spins = false;                      // it has a core of its own
+    bool moves = false;                      // on another thread, one of the pool, where it goes on
+    std::optional<int> core = std::nullopt;  // that it moves to
+  };
 
   // Whether nobody knows of it any more, so that it may be used for another call.
   bool is_free() const { return is_free(state_.load(std::memory_order_acquire)); }
 
   // By whoever adds the rank to its rendezvous. It must be free.
-  void start(bool has_own_core) {
-    has_own_core_ = has_own_core;
-    state_.store(State::waiting, std::memory_order_relaxed);
+  void start(const Terms& terms) {
+    terms_ = terms;
+    state_.store(terms.moves ? State::moving : State::waiting, std::memory_order_relaxed);
   }
-  void skip() { state_.store(State::skipped, std::memory_order_relaxed); }
+  void skip() {
+    terms_ = {};
+    state_.store(State::skipped, std::memory_order_relaxed);
+  }
 
-  // By the rank's thread. Whether the call is done. If not, its completion has been called or will be: the rank has not
-  // been started, or the time was over.
+  // By the rank's thread, after its arrival. Whether another thread has to wait in its place, one of the pool.
+  bool moves() const { return terms_.moves; }
+
+  // By the thread that waits. Whether the call is done, and the rank goes on there. If not, its completion has been
+  // called or will be: the rank has not been started, the time was over, or a completion thread came before one of the
+  // pool.
   bool wait();
 
   // Whether it would take a share of the work now.
@@ -39,13 +57,23 @@ class WaitingRank {
   // waiting, and so will do it.
   bool offer(std::function<void()> share);
 
-  // By the thread that has executed the collective. Returns true if the rank was waiting: it goes on by itself. Else
-  // its completion must be called. The last that anybody but the rank's thread does with this object.
-  bool release() { return state_.exchange(State::released, std::memory_order_acq_rel) != State::left; }
+  enum class Released { goes_on, has_left, moves };
+
+  // By the thread that has executed the collective. If the rank goes on, it was waiting. Else its completion must be
+  // called; if it moves, by whoever takes it over. For all others this is the last that anybody but the rank's thread
+  // does with this object.
+  Released release();
+
+  // By a completion thread, before it calls the rank's completion: false if a thread of the pool has come first. Gives
+  // that a moment.
+  bool take_over();
 
  private:
   enum class State : uint32_t {
     skipped,  // it does not wait
+    moving,   // it will, once a thread of the pool has time
+    movable,  // none had so far, and the call is done
+    taken,    // its completion is called
     waiting,
     offered,   // there is a share of the work
     working,   // it has taken it
@@ -56,7 +84,7 @@ class WaitingRank {
   static bool is_free(State state) { return state == State::skipped || state == State::released; }
 
   Atomic<State> state_{State::skipped};
-  bool has_own_core_ = false;
+  Terms terms_;
   std::function<void()> share_;
 };
 

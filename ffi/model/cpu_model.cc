@@ -1,4 +1,5 @@
 // cpu_model.cc: the rendezvous of the ranks of a process, and the relay of their completions, on the model's threads.
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -19,6 +20,10 @@ using model::Options;
 // Whether a failure has been recorded; of one execution.
 model::Atomic<uint32_t>* recorded = nullptr;
 
+// As in cpu/handler.cc: for the calls of a thread, and whether it is one of the pool.
+model::PerThread<WaitingRankPtr> kept_waiting;
+model::PerThread<bool> is_of_pool;
+
 }  // namespace
 
 // In place of cpu/watchdog.cc: a failure that a thread of the model records.
@@ -37,6 +42,10 @@ namespace {
 constexpr int64_t kRun = 1;
 constexpr std::chrono::milliseconds kPause(25);
 
+// Threads of the runtime, for ranks that move. One that is busy runs nothing before the program has ended: no call may
+// depend on it.
+enum class Pool { none, free, busy };
+
 // What the ranks of a program do.
 struct Program {
   int num_ranks = 2;
@@ -45,8 +54,22 @@ struct Program {
   bool fails = false;      // a watchdog fails the run at any time
   bool pauses = false;     // before the last call, so that the watcher of slow completions sleeps
   int early_timeouts = 0;  // of the watcher of slow completions
-  bool waits = false;      // ranks wait in their calls, and take shares of the work
+  bool waits = false;      // ranks wait in their calls
+  Pool pool = Pool::none;  // where they wait, if there is one
+  bool shares = true;      // those that wait take shares of the work
 };
+
+Program on_pool(Program program, Pool pool = Pool::free) {
+  program.waits = true;
+  program.pool = pool;
+  return program;
+}
+
+// Makes state spaces small enough for an exhaustive search.
+Program without_shares(Program program) {
+  program.shares = false;
+  return program;
+}
 
 // A process, its ranks, and what has become of their calls.
 class Process {
@@ -54,10 +77,7 @@ class Process {
   explicit Process(const Program& program)
       : program_(program), map_(groups(program.num_ranks), "call"), ranks_(program.num_ranks) {
     recorded = &failed_;
-    for (Rank& rank : ranks_) {
-      rank.results.resize(program.num_calls);
-      rank.waiting = kept(std::make_shared<WaitingRank>());
-    }
+    for (Rank& rank : ranks_) rank.results.resize(program.num_calls);
     for (int i = 0; i < program.num_ranks; ++i)
       model::name_memory(&ranks_[i], sizeof(Rank), "rank " + std::to_string(i));
     model::allow_early_timeouts(program.early_timeouts);
@@ -92,7 +112,6 @@ class Process {
   struct Rank {
     uint64_t input = 0, output = 0;
     std::vector<Result> results;
-    WaitingRankPtr waiting;
     bool has_ended = false;
   };
 
@@ -111,21 +130,43 @@ class Process {
     participant.inputs = {&rank.input};
     participant.outputs = {&rank.output};
     participant.done = [this, index, number](const std::string* error) { complete(index, number, error); };
-    if (program_.waits) {
-      if (!rank.waiting->is_free()) rank.waiting = kept(std::make_shared<WaitingRank>());
-      rank.waiting->skip();
-      if (CompletionThreads::may_wait()) participant.waiting = rank.waiting;
-    }
-    const WaitingRankPtr waiting = rank.waiting;
-    if (RendezvousPtr rendezvous = map_.arrive(kRun, index, std::move(participant))) {
+    const WaitingRankPtr waiting = program_.waits ? offer_to_wait(participant) : nullptr;
+    RendezvousPtr rendezvous = map_.arrive(kRun, index, std::move(participant));
+    const bool moves = waiting != nullptr && waiting->moves();
+    if (moves) wait_on_pool(waiting, index, number);
+    if (rendezvous != nullptr) {
       const auto work = kept(std::make_shared<Work>(std::move(rendezvous)));
       for (const WaitingRankPtr& other : work->rendezvous->waiting) {
-        if (other != nullptr) other->offer([work] { run(*work); });
+        if (other != nullptr && program_.shares) other->offer([work] { run(*work); });
       }
       finish(*work, 1);
       run(*work);
     }
-    if (program_.waits && waiting->wait()) complete(index, number, nullptr);
+    if (waiting != nullptr && !moves && waiting->wait()) complete(index, number, nullptr);
+  }
+
+  WaitingRankPtr offer_to_wait(Participant& participant) {
+    WaitingRankPtr waiting = kept_waiting;
+    if (waiting == nullptr || !waiting->is_free()) waiting = kept(std::make_shared<WaitingRank>());
+    waiting->skip();
+    kept_waiting = waiting;
+    participant.waiting = waiting;
+    participant.thread = {CompletionThreads::may_wait(), is_of_pool, program_.pool != Pool::none};
+    return waiting;
+  }
+
+  // In place of the pool's tasks, which begin at any time, a thread for each.
+  void wait_on_pool(WaitingRankPtr waiting, int index, int number) {
+    kept_waiting = WaitingRankPtr();
+    model::spawn("rank " + std::to_string(index) + " on the pool", [this, waiting, index, number] {
+      is_of_pool = true;
+      if (program_.pool == Pool::busy) {
+        model::block("waits for a thread of the pool", [this] {
+          return std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.has_ended; });
+        });
+      }
+      if (waiting->wait()) complete(index, number, nullptr);
+    });
   }
 
   // The work of a call: a result for each rank, and to offer shares of it.
@@ -241,6 +282,8 @@ std::vector<NamedScenario> scenarios() {
   Options exhaustive, random;
   random.exhaustive = false;
   random.max_executions = 2000;
+  Options longer = random;
+  longer.max_executions = 20000;
   return {
       {"2 ranks, 3 calls", exhaustive, completes({2, 3})},
       {"2 ranks that wait, a call", exhaustive, completes({2, 1, false, false, false, 0, true})},
@@ -248,6 +291,19 @@ std::vector<NamedScenario> scenarios() {
       {"2 ranks that wait, completions that block", random, completes({2, 2, true, false, false, 2, true})},
       {"2 ranks that wait, a failure", random, completes({2, 2, false, true, false, 0, true})},
       {"3 ranks that wait once, 3 calls", random, completes({3, 3, false, false, false, 2, true})},
+      {"2 ranks that move, a call", exhaustive, completes(without_shares(on_pool({2, 1})))},
+      {"2 ranks that move, a failure", exhaustive, completes(without_shares(on_pool({2, 1, false, true})))},
+      {"2 ranks that move, completions that block", exhaustive,
+       completes(without_shares(on_pool({2, 1, true, false, false, 1})))},
+      {"a busy pool, a call", exhaustive, completes(without_shares(on_pool({2, 1}, Pool::busy)))},
+      {"a busy pool, a failure", exhaustive, completes(without_shares(on_pool({2, 1, false, true}, Pool::busy)))},
+      {"a busy pool, completions that block", exhaustive,
+       completes(without_shares(on_pool({2, 1, true, false, false, 1}, Pool::busy)))},
+      {"a busy pool, 3 calls", random, completes(on_pool({2, 3, false, false, false, 2}, Pool::busy))},
+      {"2 ranks that move and share, 3 calls", random, completes(on_pool({2, 3, false, false, false, 2}))},
+      {"2 ranks that move and share, a failure", random, completes(on_pool({2, 2, false, true}))},
+      {"2 ranks that move and share, then block", random, completes(on_pool({2, 2, true, false, false, 2}))},
+      {"3 ranks that move and share, 2 calls", longer, completes(on_pool({3, 2, false, false, false, 2}))},
       {"2 ranks, 2 calls, timeouts", exhaustive, completes({2, 2, false, false, false, 2})},
       {"2 ranks, completions that block", exhaustive, completes({2, 1, true, false, false, 1})},
       {"2 ranks, 2 calls, a failure", exhaustive, completes({2, 2, false, true})},

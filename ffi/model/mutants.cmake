@@ -237,8 +237,9 @@ jax_ring_mutant(cpu_model idle_workers_miscounted cpu/completion_threads.cc
   "completions that block" "(deadlock|livelock)")
 jax_ring_mutant(cpu_model completion_under_the_lock cpu/completion_threads.cc
   [==[    lock.unlock();
-    done(pending.error ? &*pending.error : nullptr);
-    lock.lock();]==] [==[    done(pending.error ? &*pending.error : nullptr);]==]
+    run_completion(*pending.rendezvous, rank, pending.error ? &*pending.error : nullptr);
+    lock.lock();]==]
+  [==[    run_completion(*pending.rendezvous, rank, pending.error ? &*pending.error : nullptr);]==]
   "2 ranks, 3 calls" "deadlock")
 jax_ring_mutant(cpu_model slow_completions_unnoticed cpu/completion_threads.cc
   [==[      pending.fan_out = true;]==] [==[]==]
@@ -264,9 +265,9 @@ jax_ring_mutant(cpu_model rank_released_twice cpu/completion_threads.cc
   [==[    rendezvous.done[rank] = Completion();]==] [==[]==]
   "2 ranks that wait, a call" "a call completed 2 times")
 jax_ring_mutant(cpu_model rank_that_left_forgotten cpu/completion_threads.cc
-  [==[waiting == nullptr || !waiting->release()]==] [==[waiting == nullptr || (waiting->release(), false)]==]
+  [==[    if (released == WaitingRank::Released::has_left) continue;]==] [==[]==]
   "2 ranks that wait, a call" "(deadlock|livelock|a call completed 0 times)")
-jax_ring_mutant(cpu_model release_relaxed cpu/waiting_rank.h
+jax_ring_mutant(cpu_model release_relaxed cpu/waiting_rank.cc
   [==[state_.exchange(State::released, std::memory_order_acq_rel)]==]
   [==[state_.exchange(State::released, std::memory_order_relaxed)]==]
   "2 ranks that wait, a call" "data race")
@@ -277,3 +278,63 @@ jax_ring_mutant(cpu_model offer_relaxed cpu/waiting_rank.cc
 jax_ring_mutant(cpu_model ranks_leave_unheard cpu/waiting_rank.cc
   [==[has_changed ? State::working : State::left]==] [==[has_changed ? State::working : State::waiting]==]
   "2 ranks that wait, a call" "(deadlock|livelock|a call completed 0 times)")
+
+# Ranks that wait on threads of the pool.
+jax_ring_mutant(cpu_model move_relaxed cpu/waiting_rank.cc
+  [==[state_.compare_exchange_strong(seen, State::movable, std::memory_order_acq_rel)]==]
+  [==[state_.compare_exchange_strong(seen, State::movable, std::memory_order_relaxed)]==]
+  "2 ranks that move, a call" "data race")
+jax_ring_mutant(cpu_model pool_relaxed cpu/waiting_rank.cc
+  [==[  State seen = state_.load(std::memory_order_acquire);
+  if (seen == State::skipped) return false;
+  if (seen == State::moving && state_.compare_exchange_strong(seen, State::waiting, std::memory_order_acq_rel)) {
+    seen = State::waiting;
+  }
+  if (seen == State::movable && state_.compare_exchange_strong(seen, State::released, std::memory_order_acq_rel)) {]==]
+  [==[  State seen = state_.load(std::memory_order_relaxed);
+  if (seen == State::skipped) return false;
+  if (seen == State::moving && state_.compare_exchange_strong(seen, State::waiting, std::memory_order_relaxed)) {
+    seen = State::waiting;
+  }
+  if (seen == State::movable && state_.compare_exchange_strong(seen, State::released, std::memory_order_relaxed)) {]==]
+  "2 ranks that move, a call" "data race")
+jax_ring_mutant(cpu_model moving_rank_goes_on cpu/waiting_rank.cc
+  [==[return Released::moves;]==] [==[return Released::goes_on;]==]
+  "a busy pool, a call" "deadlock")
+jax_ring_mutant(cpu_model moving_rank_has_left cpu/completion_threads.cc
+  [==[    if (released == WaitingRank::Released::moves) continue;
+    rendezvous.waiting[rank] = nullptr;
+    if (released == WaitingRank::Released::has_left) continue;]==]
+  [==[    rendezvous.waiting[rank] = nullptr;
+    if (released != WaitingRank::Released::goes_on) continue;]==]
+  "2 ranks that move, a call" "a call completed 2 times")
+jax_ring_mutant(cpu_model move_unnoticed cpu/waiting_rank.cc
+  [==[if (terms_.moves && state_]==] [==[if (false && state_]==]
+  "a busy pool, a call" "deadlock")
+jax_ring_mutant(cpu_model taken_over_at_once cpu/waiting_rank.cc
+  [==[return state_.load(std::memory_order_acquire) != State::released;]==] [==[return true;]==]
+  "2 ranks that move, a call" "a call completed 2 times")
+jax_ring_mutant(cpu_model taken_over_unheard cpu/waiting_rank.cc
+  [==[if (state_.compare_exchange_strong(seen, State::taken, std::memory_order_acq_rel)) return true;]==]
+  [==[if (state_.load(std::memory_order_acquire) == seen) return true;]==]
+  "2 ranks that move, a call" "a call completed 2 times")
+jax_ring_mutant(cpu_model movable_rank_not_taken_over cpu/waiting_rank.cc
+  [==[{State::movable, State::moving}]==] [==[{State::moving}]==]
+  "2 ranks that move, a call" "a call completed 2 times")
+jax_ring_mutant(cpu_model pool_takes_what_is_taken cpu/waiting_rank.cc
+  [==[seen == State::movable && state_.compare_exchange_strong(seen, State::released, std::memory_order_acq_rel)]==]
+  [==[seen == State::movable && (state_.exchange(State::released, std::memory_order_acq_rel), true)]==]
+  "2 ranks that move, a call" "a call completed 2 times")
+jax_ring_mutant(cpu_model pool_takes_what_was_taken cpu/waiting_rank.cc
+  [==[  if (seen == State::taken) return false;]==] [==[  if (seen == State::taken) return true;]==]
+  "2 ranks that move, a call" "a call completed 2 times")
+jax_ring_mutant(cpu_model pool_forgets_what_it_takes cpu/waiting_rank.cc
+  [==[    return true;
+  }
+  if (seen == State::taken)]==] [==[    return false;
+  }
+  if (seen == State::taken)]==]
+  "2 ranks that move, a call" "(deadlock|a call completed 0 times)")
+jax_ring_mutant(cpu_model moved_ranks_of_the_call_before cpu/rendezvous.cc
+  [==[  waiting.clear();]==] [==[]==]
+  "3 ranks that move and share, 2 calls" "(deadlock|a call completed 0 times)")

@@ -4,8 +4,11 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <numeric>
@@ -18,6 +21,7 @@
 #include <vector>
 
 #include "cpu/fold_kernels.h"
+#include "cpu/pool_trial.h"
 #include "frame.h"
 #include "support.h"
 #include "workers.h"
@@ -86,15 +90,31 @@ const XLA_FFI_Api& api() {
   return all;
 }
 
+// XLA's pool. One whose queue is full runs a task at once, on the thread that schedules it.
+class Pool final : public Workers {
+ public:
+  explicit Pool(bool is_full) : is_full_(is_full) {}
+  int num_threads() const override { return threads_.num_threads(); }
+  void schedule(std::function<void()> task) override {
+    if (is_full_) return task();
+    threads_.schedule(std::move(task));
+  }
+
+ private:
+  const bool is_full_;
+  Threads threads_;
+};
+
 // One rank's side of a call. Destroyed once it is done.
 class Execution {
  public:
   Execution(void* state, const Attributes& attributes, int rank, int64_t run_id, std::vector<FrameBuffer> operands,
-            std::vector<FrameBuffer> results)
+            std::vector<FrameBuffer> results, bool pool_is_full)
       : rank_(rank),
-        context_{run_id, state, &workers_},
+        context_{run_id, state, &pool_},
         frame_(api(), context_, XLA_FFI_ExecutionStage_EXECUTE, attributes, with_rank(std::move(operands)),
-               std::move(results)) {
+               std::move(results)),
+        pool_(pool_is_full) {
     error_ = take_message(collective_execute(frame_.get()));
     future_.reset(frame_.get()->future);
   }
@@ -116,7 +136,7 @@ class Execution {
   Frame frame_;
   std::unique_ptr<XLA_FFI_Future> future_;
   std::string error_;
-  Threads workers_;  // the first to be destroyed, which waits for them
+  Pool pool_;  // the first to be destroyed, which waits for its threads
 };
 
 // One custom call of a program, whose ranks are one group in this process.
@@ -156,9 +176,9 @@ class Instruction {
   Instruction& operator=(const Instruction&) = delete;
 
   // The error of a rank's call, or an empty string.
-  std::string call(int rank, int64_t run_id, std::vector<FrameBuffer> operands,
-                   std::vector<FrameBuffer> results) const {
-    return Execution(state_, attributes_, rank, run_id, std::move(operands), std::move(results)).wait();
+  std::string call(int rank, int64_t run_id, std::vector<FrameBuffer> operands, std::vector<FrameBuffer> results,
+                   bool pool_is_full = false) const {
+    return Execution(state_, attributes_, rank, run_id, std::move(operands), std::move(results), pool_is_full).wait();
   }
 
  private:
@@ -185,6 +205,32 @@ TEST(Handler, SumsTheRanksOperands) {
     EXPECT_EQ(result, std::vector<float>(100, 7));
   });
 }
+
+// Long enough for the ranks to wait on the pool for some of the time.
+void sum_in_a_loop(bool pool_is_full) {
+  constexpr int kRanks = 3;
+  constexpr PoolTrial::Duration kTime = 2 * PoolTrial::kRounds * PoolTrial::kTime;
+  const Instruction sum("all_reduce", kRanks);
+  std::atomic<int> num_turns{0};
+  as_ranks(kRanks, [&, run_id = next_run_id()](int rank) {
+    const auto begin = std::chrono::steady_clock::now();
+    std::vector<float> operand(100), result(100);
+    // The ranks agree to go on: the last element counts those that would.
+    for (int turn = 0; turn == 0 || result.back() == kRanks; ++turn) {
+      operand.assign(100, static_cast<float>(turn << rank));
+      operand.back() = std::chrono::steady_clock::now() - begin < kTime || turn < 200;
+      ASSERT_EQ(sum.call(rank, run_id, {{XLA_FFI_DataType_F32, operand.data(), {100}}},
+                         {{XLA_FFI_DataType_F32, result.data(), {100}}}, pool_is_full),
+                "");
+      ASSERT_EQ(result.front(), 7 * turn);
+      num_turns = turn;
+    }
+  });
+  EXPECT_GE(num_turns, 200);
+}
+
+TEST(Handler, SumsTheRanksOperandsInALoop) { sum_in_a_loop(false); }
+TEST(Handler, SumsTheRanksOperandsWhereThePoolIsFull) { sum_in_a_loop(true); }
 
 TEST(Handler, FailsARankWhosePeersDoNotArrive) {
   const ScopedDeadline deadline(0.05);

@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -13,11 +15,19 @@
 #include "common/threads.h"
 #include "cpu/completion_threads.h"
 #include "cpu/engine.h"
+#include "cpu/executions.h"
 #include "cpu/rendezvous.h"
 #include "support.h"
 
 namespace jax_ring::cpu::testing {
 namespace {
+
+using Released = WaitingRank::Released;
+
+constexpr std::chrono::microseconds kShort(50);
+
+// Of a rank that waits on a thread of the pool.
+constexpr WaitingRank::Terms kMoves{std::chrono::seconds(10), false, true, std::nullopt};
 
 TEST(WaitingRank, ThatWasNotStartedDoesNotWait) {
   WaitingRank rank;
@@ -27,9 +37,9 @@ TEST(WaitingRank, ThatWasNotStartedDoesNotWait) {
 
 TEST(WaitingRank, GoesOnOnceReleased) {
   WaitingRank rank;
-  rank.start(false);
+  rank.start({kShort});
   EXPECT_FALSE(rank.is_free());
-  EXPECT_TRUE(rank.release());
+  EXPECT_EQ(rank.release(), Released::goes_on);
   EXPECT_TRUE(rank.wait());
   EXPECT_TRUE(rank.is_free());
   rank.skip();
@@ -39,11 +49,11 @@ TEST(WaitingRank, GoesOnOnceReleased) {
 TEST(WaitingRank, LeavesWhenTheTimeIsOver) {
   for (bool has_own_core : {false, true}) {
     WaitingRank rank;
-    rank.start(has_own_core);
+    rank.start({kShort, has_own_core});
     EXPECT_FALSE(rank.wait());
     EXPECT_FALSE(rank.is_free()) << "whoever executes the collective knows of it still";
     EXPECT_FALSE(rank.offer([] { FAIL() << "it has left"; }));
-    EXPECT_FALSE(rank.release());
+    EXPECT_EQ(rank.release(), Released::has_left);
     EXPECT_TRUE(rank.is_free());
   }
 }
@@ -51,10 +61,10 @@ TEST(WaitingRank, LeavesWhenTheTimeIsOver) {
 TEST(WaitingRank, DoesItsShareOnce) {
   WaitingRank rank;
   int times = 0;
-  rank.start(false);
+  rank.start({kShort});
   EXPECT_TRUE(rank.offer([&] {
     ++times;
-    EXPECT_TRUE(rank.release());
+    EXPECT_EQ(rank.release(), Released::goes_on);
   }));
   EXPECT_FALSE(rank.offer([] { FAIL() << "it has a share"; }));
   EXPECT_TRUE(rank.wait());
@@ -63,12 +73,54 @@ TEST(WaitingRank, DoesItsShareOnce) {
 
 TEST(WaitingRank, DropsAShareThatOthersDid) {
   WaitingRank rank;
-  rank.start(false);
+  rank.start({kShort});
   const auto work = std::make_shared<int>(0);
   EXPECT_TRUE(rank.offer([work] { FAIL() << "the rank was released"; }));
-  EXPECT_TRUE(rank.release());
+  EXPECT_EQ(rank.release(), Released::goes_on);
   EXPECT_TRUE(rank.wait());
   EXPECT_EQ(work.use_count(), 1);
+}
+
+TEST(WaitingRank, MovesAndWaits) {
+  WaitingRank rank;
+  rank.start(kMoves);
+  EXPECT_TRUE(rank.moves());
+  EXPECT_FALSE(rank.is_waiting());
+  EXPECT_FALSE(rank.offer([] { FAIL() << "nobody waits yet"; }));
+  std::atomic<bool> goes_on{false};
+  std::thread of_pool([&] { goes_on = rank.wait(); });
+  while (!rank.is_waiting()) std::this_thread::yield();
+  EXPECT_EQ(rank.release(), Released::goes_on);
+  of_pool.join();
+  EXPECT_TRUE(goes_on);
+}
+
+TEST(WaitingRank, ThatMovesIsTakenOverOnce) {
+  WaitingRank pool_first, completion_first;
+  for (WaitingRank* rank : {&pool_first, &completion_first}) {
+    rank->start(kMoves);
+    EXPECT_EQ(rank->release(), Released::moves);
+    EXPECT_FALSE(rank->is_free()) << "two threads know of it still";
+  }
+  EXPECT_TRUE(pool_first.wait());
+  EXPECT_FALSE(pool_first.take_over());
+  EXPECT_TRUE(completion_first.take_over());
+  EXPECT_FALSE(completion_first.wait());
+}
+
+TEST(WaitingRank, ThatMovesGetsAnErrorByItsCompletion) {
+  WaitingRank rank;
+  rank.start(kMoves);
+  EXPECT_TRUE(rank.take_over());
+  EXPECT_FALSE(rank.wait());
+}
+
+TEST(WaitingRank, ThatHasMovedGetsAnErrorByItsCompletion) {
+  WaitingRank rank;
+  rank.start({kShort, false, true, std::nullopt});
+  std::thread of_pool([&] { EXPECT_FALSE(rank.wait()); });
+  of_pool.join();
+  EXPECT_TRUE(rank.take_over()) << "it has left by now";
 }
 
 // ---- In a rendezvous ------------------------------------------------------------------------------------------------
@@ -115,8 +167,10 @@ TEST(WaitingRanks, DoNotWaitWithoutTheirConsent) {
   RendezvousMap map(one_group(1), "test");
   Participant participant;
   participant.done = [](const std::string*) {};
-  const RendezvousPtr complete = map.arrive(next_run_id(), 0, std::move(participant));
+  const int64_t run_id = next_run_id();
+  const RendezvousPtr complete = map.arrive(run_id, 0, std::move(participant));
   EXPECT_EQ(complete->waiting[0], nullptr);
+  EXPECT_EQ(Executions::instance().num_calls(run_id), 0) << "so that a barrier is no further call";
 }
 
 // ---- Completions ----------------------------------------------------------------------------------------------------
@@ -126,7 +180,7 @@ RendezvousPtr waiting_ranks(const std::vector<Outcome>& outcomes, const std::vec
   RendezvousPtr rendezvous(new Rendezvous);
   for (const Outcome& outcome : outcomes) rendezvous->done.push_back(outcome.completion());
   for (const WaitingRankPtr& rank : ranks) {
-    rank->start(false);
+    rank->start({kShort});
     rendezvous->waiting.push_back(rank);
   }
   return rendezvous;
@@ -184,6 +238,34 @@ TEST(WaitingRanks, NotWhereACompletionWaitsForTheThread) {
   EXPECT_EQ(last, 1);
 }
 
+TEST(WaitingRanks, ThatMoveAreCompletedOnce) {
+  const std::vector<Outcome> outcomes(2);
+  const std::vector<WaitingRankPtr> ranks = {std::make_shared<WaitingRank>(), std::make_shared<WaitingRank>()};
+  RendezvousPtr rendezvous = waiting_ranks(outcomes, ranks);
+  for (const WaitingRankPtr& rank : ranks) rank->start(kMoves);
+  CompletionThreads::instance().complete(std::move(rendezvous));
+  // As a task of the pool does.
+  if (ranks[0]->wait()) outcomes[0].completion()(nullptr);
+  for (const Outcome& outcome : outcomes) {
+    ASSERT_TRUE(outcome.wait());
+    EXPECT_EQ(outcome.times(), 1);
+  }
+  EXPECT_FALSE(ranks[1]->wait()) << "it comes too late";
+}
+
+TEST(WaitingRanks, ThatMoveGetTheError) {
+  const std::vector<Outcome> outcomes(2);
+  const std::vector<WaitingRankPtr> ranks = {std::make_shared<WaitingRank>(), std::make_shared<WaitingRank>()};
+  RendezvousPtr rendezvous = waiting_ranks(outcomes, ranks);
+  for (const WaitingRankPtr& rank : ranks) rank->start(kMoves);
+  CompletionThreads::instance().complete(std::move(rendezvous), "an error");
+  for (int rank = 0; rank < 2; ++rank) {
+    ASSERT_TRUE(outcomes[rank].wait());
+    EXPECT_EQ(outcomes[rank].error(), "an error");
+    EXPECT_FALSE(ranks[rank]->wait());
+  }
+}
+
 // ---- Calls of the engine --------------------------------------------------------------------------------------------
 
 class NoWorkers final : public Workers {
@@ -232,7 +314,8 @@ void run_calls(int num_ranks, size_t count, int num_calls) {
         rank.input.assign(count, static_cast<float>((index + 1) * (call + 1)));
         if (!rank.call(map, runs[call], index, message)) return void(++num_wrong);
         const float expected = static_cast<float>(num_ranks * (num_ranks + 1) / 2 * (call + 1));
-        for (float value : rank.output) num_wrong += value != expected;
+        num_wrong += static_cast<int>(
+            std::count_if(rank.output.begin(), rank.output.end(), [&](float value) { return value != expected; }));
       }
     });
   }

@@ -1,0 +1,55 @@
+// pool_trial.h: whether ranks wait on threads of the runtime's pool, by which way was faster.
+#pragma once
+
+#include <chrono>
+
+#include "common/threads.h"
+
+namespace jax_ring::cpu {
+
+// Ranks that wait on the pool's threads are faster in most programs (see WaitingRank), and slower in some. So a call
+// that is made again and again tries both ways in turn, keeps the faster, and tries again later.
+class PoolTrial {
+ public:
+  using Duration = SteadyClock::duration;
+
+  // From a call to the next is a turn. Each way is tried twice, for at least so many turns and so long. The first half
+  // does not count: it takes milliseconds until threads stay where they are. On the pool the better round counts, as
+  // threads stay there once they are well placed. Elsewhere both do: threads are placed anew in each turn.
+  static constexpr int kRoundsEach = 2;
+  static constexpr int kRounds = 2 * kRoundsEach;
+  static constexpr int kTurns = 16;
+  static constexpr Duration kTime = std::chrono::milliseconds(4);
+  // The time until the next trial, as times the time that the last one took.
+  static constexpr int kPause = 30;
+  // Of the time of a turn. Ranks that wait take time from other processes.
+  static constexpr double kLeastGain = 0.1;
+
+  // Whether the ranks wait on the pool in the call that begins now. ends_turn: whether a turn has passed since the
+  // last.
+  bool next(SteadyClock::time_point now, bool ends_turn);
+
+  // For how long they wait there at most. If what they wait for needs the threads of the pool, a trial loses no more
+  // than a multiple of a turn.
+  Duration limit() const { return limit_; }
+
+ private:
+  void end_turn(Duration turn);
+  void end_round();
+
+  bool on_pool_ = false;
+  Duration limit_{};
+  SteadyClock::time_point last_call_;
+  int round_ = 0;              // kRounds in the pause
+  int num_turns_ = 0;          // of this round
+  Duration time_{};            // of this round, or in the pause
+  Duration time_of_rounds_{};  // of this trial that have ended
+  // The turns of this round that count.
+  int num_counted_ = 0;
+  Duration time_counted_{};
+  // The durations of a turn that are compared.
+  Duration on_pool_turn_ = Duration::max();
+  Duration elsewhere_turn_{};
+};
+
+}  // namespace jax_ring::cpu

@@ -1,0 +1,58 @@
+// waiting_policy.cc: chooses by what the calls before have shown.
+#include "cpu/waiting_policy.h"
+
+#include "cpu/executions.h"
+
+namespace jax_ring::cpu {
+namespace {
+
+// For those of a call that its execution makes once.
+constexpr std::chrono::microseconds kShortLimit(50);
+
+// How often ranks are spread over the cores. The system may have reasons to move them.
+constexpr std::chrono::milliseconds kSpreadInterval(2);
+
+}  // namespace
+
+// Whether a call is made in a loop is known from the latest execution. If the pool is no gain there, ranks that
+// outnumber the cores do not wait: one thread that completes them in turn is faster.
+Waiting WaitingPolicy::next(int64_t run_id, SteadyClock::time_point now, bool is_counted, bool may_use_pool) {
+  Executions& executions = Executions::instance();
+  if (is_counted) executions.count(run_id);
+  const bool is_new = run_id != run_id_;
+  const bool in_loop = !is_new || num_calls_ > 1;
+  const bool is_one_of_many = in_loop || executions.num_calls(run_id) > 1 || executions.num_calls(run_id_) > 1;
+  const bool ends_turn = !is_new || num_calls_ == 1;
+  if (is_new) num_calls_ = 0;
+  ++num_calls_;
+  run_id_ = run_id;
+  if (may_use_pool && is_one_of_many && pool_trial_.next(now, ends_turn)) {
+    return {Waiting::Place::pool, pool_trial_.limit(), spreads_now(now)};
+  }
+  if (in_loop && !have_own_cores_) return {};
+  return {Waiting::Place::own_thread, kShortLimit};
+}
+
+bool WaitingPolicy::spreads_now(SteadyClock::time_point now) {
+  if (!spread_.applies_to(num_ranks_) || now - last_spread_ < kSpreadInterval) return false;
+  // All ranks have to be on the pool for that.
+  if (spread_.num_added() == num_ranks_) last_spread_ = now;
+  spread_.begin(num_ranks_);
+  return true;
+}
+
+std::optional<WaitingRank::Terms> WaitingPolicy::terms(const Waiting& waiting, const CallingThread& thread) {
+  if (waiting.place == Waiting::Place::nowhere) return std::nullopt;
+  WaitingRank::Terms terms;
+  terms.limit = waiting.limit;
+  terms.spins = have_own_cores_;
+  if (waiting.place == Waiting::Place::pool && thread.is_of_pool) {
+    if (waiting.spreads) terms.core = spread_.add(current_core());
+    return terms;
+  }
+  terms.moves = waiting.place == Waiting::Place::pool;
+  if (!terms.moves && !thread.may_wait) return std::nullopt;
+  return terms;
+}
+
+}  // namespace jax_ring::cpu
