@@ -21,6 +21,9 @@ for run in $(seq "$runs"); do
   "$python" benchmarks/processes.py --layout 2x1,4x1 -b 4 -e 64M -f 64 -n 6 --json "$out/processes-$run.json"
   "$python" benchmarks/processes.py --layout 2x4 --hosts 2 -b 64K -e 16M -f 16 -n 6 --impl ring_psum,lax.psum \
     --json "$out/two_level-$run.json"
+  for p in 2 4 8 16; do
+    "$python" benchmarks/loops.py --devices "$p" --json "$out/loops-p$p-$run.json"
+  done
   for p in 4 8; do
     "$python" benchmarks/train_step.py --devices "$p" --json "$out/train_step-p$p-$run.json"
   done

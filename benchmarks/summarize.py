@@ -2,9 +2,9 @@
 
     python benchmarks/summarize.py benchmarks/results/NAME
 
-Reads allreduce-*.json and, if present, train_step-*.json, processes-*.json, two_level-*.json and scaling-*.json in the
-folder, and writes README.md there. Figures are medians over the runs. A ratio is the median of the ratios of the runs,
-with the lowest and the highest bound of their confidence intervals.
+Reads allreduce-*.json and, if present, loops-*.json, train_step-*.json, processes-*.json, two_level-*.json and
+scaling-*.json in the folder, and writes README.md there. Figures are medians over the runs. A ratio is the median of
+the ratios of the runs, with the lowest and the highest bound of their confidence intervals.
 """
 
 import json
@@ -185,6 +185,18 @@ def train_step_table(runs: list[dict]) -> list[str]:
     return lines
 
 
+def loops_table(runs: list[dict]) -> list[str]:
+    lines = [
+        "\n| p | message | type | ring_psum, µs | lax.psum, µs | no collective, µs | lax / ring |",
+        "|--:|---:|---|--:|--:|--:|--:|",
+    ]
+    for row in sorted((row for run in runs for row in run["rows"]), key=lambda row: (row["ranks"], row["dtype"])):
+        times = " | ".join(f"{us:.1f}" for us in row["median_us"].values())
+        ratio = spread_of([intervals.Interval(row["speedup"], *row["speedup_interval"])])
+        lines.append(f"| {row['ranks']} | {size_name(row['bytes'])} | {row['dtype']} | {times} | {ratio} |")
+    return lines
+
+
 def main() -> None:
     folder = pathlib.Path(sys.argv[1])
     allreduce, steps = load(folder, "allreduce-*.json"), load(folder, "train_step-*.json")
@@ -203,6 +215,12 @@ def main() -> None:
     ]
     for dtype in dict.fromkeys(row["dtype"] for run in allreduce for row in run["rows"]):
         lines += allreduce_tables(allreduce, dtype)
+    if loops := load(folder, "loops-*.json"):
+        lines += [
+            "\n## Loops that compute something else",
+            "\nWhole turns: a product of two matrices of 128 rows and columns, a kernel, and the sum.",
+            *loops_table(loops),
+        ]
     if many := scaling.load(folder):
         lines += ["\n## From 2 to 64 devices", "", scaling.table(many), "\n![Time per call and rank](scaling.png)"]
     others = peers_tables(allreduce)

@@ -46,6 +46,23 @@ def test_allreduce(tmp_path):
         assert len(list(csv.DictReader(file))) == len(rows)
 
 
+def test_loops(tmp_path):
+    file = tmp_path / "rows.json"
+    run(
+        *("loops.py", "--devices", "3", "--sizes", "4,1K", "-d", "float32,bfloat16", "--product", "8", "-n", "2"),
+        *("--loop-seconds", "0.001", "--json", str(file)),
+    )
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["bytes"], row["dtype"]) for row in rows] == [
+        (size, dtype) for dtype in ("float32", "bfloat16") for size in (4, 1024)
+    ]
+    for row in rows:
+        assert row["median_us"].keys() == {"ring_psum", "lax.psum", "no collective"}
+        assert min(row["median_us"].values()) > 0
+        low, high = row["speedup_interval"]
+        assert low <= row["speedup"] <= high
+
+
 @pytest.mark.parametrize(("peer", "module"), [("torch/Gloo", "torch"), ("mpi4jax", "mpi4jax")])
 def test_peers(peer, module, tmp_path):
     """An installed peer has rows in the results. For a missing one, a line says what to install."""
@@ -236,12 +253,16 @@ def test_summary_of_runs(tmp_path):
         rows += [fake_row(name, 2048, noisy(4, seed=seed + i)) for i, name in enumerate(("ring_psum", "lax.psum"))]
         rows[0]["limit_us"] = 3.0
         (tmp_path / f"allreduce-{seed}.json").write_text(json.dumps({"machine": machine, "rows": rows}))
+    of_loop = {"ranks": 2, "bytes": 4096, "dtype": "bfloat16", "speedup": 2.0, "speedup_interval": [1.5, 2.5]}
+    of_loop["median_us"] = {"ring_psum": 50.0, "lax.psum": 100.0, "no collective": 40.0}
+    (tmp_path / "loops-p2.json").write_text(json.dumps({"machine": machine, "rows": [of_loop]}))
     run("summarize.py", str(tmp_path))
     lines = (tmp_path / "README.md").read_text().splitlines()
     small, large = (next(line for line in lines if line.startswith(f"| {size}")) for size in ("1 KiB", "2 KiB"))
     assert "above (disturbed)" in small
     assert "noise" not in small
     assert "noise" in large
+    assert "| 2 | 4 KiB | bfloat16 | 50.0 | 100.0 | 40.0 | 2.00 (1.50 to 2.50) |" in lines
 
 
 def test_docs_have_the_published_figures(monkeypatch):
