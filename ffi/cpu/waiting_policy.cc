@@ -30,12 +30,12 @@ Waiting WaitingPolicy::next(int64_t run_id, SteadyClock::time_point now, bool is
     return {Waiting::Place::pool, pool_trial_.limit(), spreads_now(now)};
   }
   if (in_loop && !have_own_cores_) return {};
-  return {Waiting::Place::own_thread, kShortLimit};
+  return {Waiting::Place::own_thread, kShortLimit, in_loop && spreads_now(now)};
 }
 
 bool WaitingPolicy::spreads_now(SteadyClock::time_point now) {
   if (!spread_.applies_to(num_ranks_) || now - last_spread_ < kSpreadInterval) return false;
-  // All ranks have to be on the pool for that.
+  // It takes all ranks, on the threads where they go on.
   if (spread_.num_added() == num_ranks_) last_spread_ = now;
   spread_.begin(num_ranks_);
   return true;
@@ -46,12 +46,10 @@ std::optional<WaitingRank::Terms> WaitingPolicy::terms(const Waiting& waiting, c
   WaitingRank::Terms terms;
   terms.limit = waiting.limit;
   terms.spins = have_own_cores_;
-  if (waiting.place == Waiting::Place::pool && thread.is_of_pool) {
-    if (waiting.spreads) terms.core = spread_.add(current_core());
-    return terms;
-  }
-  terms.moves = waiting.place == Waiting::Place::pool;
-  if (!terms.moves && !thread.may_wait) return std::nullopt;
+  const bool on_pool = waiting.place == Waiting::Place::pool;
+  if (!on_pool && !thread.may_wait) return std::nullopt;
+  terms.moves = on_pool && !thread.is_of_pool;
+  if (waiting.spreads && !terms.moves) terms.core = spread_.add(current_core());
   return terms;
 }
 

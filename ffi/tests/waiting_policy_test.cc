@@ -2,6 +2,7 @@
 #include "cpu/waiting_policy.h"
 
 #include <gtest/gtest.h>
+#include <sched.h>
 
 #include <chrono>
 
@@ -88,6 +89,61 @@ TEST(WaitingPolicy, RanksMoveToThePoolAndStayThere) {
   const auto there = policy.terms(on_pool, {true, true, true});
   ASSERT_TRUE(there);
   EXPECT_FALSE(there->moves);
+}
+
+// Keeps this thread on its core.
+class OnOneCore {
+ public:
+  OnOneCore() {
+    sched_getaffinity(0, sizeof(before_), &before_);
+    cpu_set_t only;
+    CPU_ZERO(&only);
+    CPU_SET(current_core(), &only);
+    sched_setaffinity(0, sizeof(only), &only);
+  }
+  ~OnOneCore() { sched_setaffinity(0, sizeof(before_), &before_); }
+
+ private:
+  cpu_set_t before_;
+};
+
+// How many of the ranks of a call, which all arrive on one core, are to move to another one.
+int num_moved(WaitingPolicy& policy, const Waiting& waiting, int num_ranks, bool is_of_pool) {
+  int moved = 0;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    const auto terms = policy.terms(waiting, {true, is_of_pool, true});
+    moved += terms && terms->core;
+  }
+  return moved;
+}
+
+TEST(WaitingPolicy, RanksOfALoopAreSpreadOverTheCores) {
+  const int num_cores = static_cast<int>(usable_cores().size());
+  if (num_cores < 2) GTEST_SKIP() << "one core";
+  WaitingPolicy policy(num_cores, true);
+  const OnOneCore here;
+  const int64_t run_id = next_run_id();
+  SteadyClock::time_point now = SteadyClock::now();
+  // It may be the only call of its execution.
+  EXPECT_EQ(num_moved(policy, policy.next(run_id, now, true, false), num_cores, false), 0);
+  now += milliseconds(3);
+  const Waiting in_loop = policy.next(run_id, now, true, false);
+  EXPECT_EQ(in_loop.place, Place::own_thread);
+  EXPECT_EQ(num_moved(policy, in_loop, num_cores, false), num_cores - 1);
+}
+
+TEST(WaitingPolicy, RanksOnTheWayToThePoolAreSpreadThere) {
+  const int num_cores = static_cast<int>(usable_cores().size());
+  if (num_cores < 2) GTEST_SKIP() << "one core";
+  WaitingPolicy policy(num_cores, true);
+  const OnOneCore here;
+  const int64_t run_id = next_run_id();
+  const SteadyClock::time_point now = SteadyClock::now();
+  policy.next(run_id, now, true, true);
+  const Waiting spreading{Place::pool, milliseconds(1), true};
+  EXPECT_EQ(num_moved(policy, spreading, num_cores, false), 0);
+  policy.next(run_id, now + milliseconds(3), true, false);  // begins to count anew
+  EXPECT_EQ(num_moved(policy, spreading, num_cores, true), num_cores - 1);
 }
 
 TEST(WaitingPolicy, RanksDoNotWaitOnThreadsThatOthersNeed) {
