@@ -13,6 +13,10 @@
 #include <thread>
 #include <utility>
 
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+
 #include "common/thread_limits.h"
 
 namespace jax_ring {
@@ -32,14 +36,26 @@ inline bool takes_failing_start() {
   return left > 0;
 }
 
-// Starts a thread. Throws std::runtime_error, with the limits, if that is not possible. So start a thread before
-// anything is noted that relies on it.
-// purpose: what the thread does, for the error: "runs the calls between processes".
+// Tools that list threads show which are ours. A thread otherwise has the name of the one that started it: XLA's.
+inline void name_this_thread() {
+#if defined(__linux__)
+  pthread_setname_np(pthread_self(), "jax_ring");
+#elif defined(__APPLE__)
+  pthread_setname_np("jax_ring");
+#endif
+}
+
+// Starts a thread, named jax_ring. Throws std::runtime_error, with the limits, if that is not possible. So start a
+// thread before anything is noted that relies on it. purpose: what the thread does, for the error: "runs the calls
+// between processes".
 template <class Body>
 std::thread start_thread(const char* purpose, Body body) {
   try {
     if (takes_failing_start()) throw std::system_error(EAGAIN, std::generic_category());
-    return std::thread(std::move(body));
+    return std::thread([body = std::move(body)]() mutable {
+      name_this_thread();
+      body();
+    });
   } catch (const std::system_error& error) {
     throw std::runtime_error(std::string("jax_ring cannot start the thread that ") + purpose + ": " +
                              error.code().message() + ". " + describe_thread_limits());

@@ -2,6 +2,7 @@
 #include "cpu/completion_threads.h"
 
 #include <gtest/gtest.h>
+#include <pthread.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -127,6 +128,34 @@ TEST(CompletionThreads, ABlockedRankDelaysNoOtherRendezvous) {
   EXPECT_EQ(blocked, 0);
   release = true;
   EXPECT_TRUE(eventually([&] { return blocked == 1; }));
+}
+
+// Whoever starts a thread, it can be told from XLA's.
+TEST(CompletionThreads, AreNamed) {
+  constexpr int kRanks = 8;
+  std::atomic<int> arrived{0}, left{0};
+  std::mutex mutex;
+  std::set<std::string> names;
+  // Each waits for all, so that each needs a thread.
+  const auto completion = [&] {
+    char name[16] = "";
+    pthread_getname_np(pthread_self(), name, sizeof(name));
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      names.insert(name);
+    }
+    ++arrived;
+    EXPECT_TRUE(eventually([&] { return arrived == kRanks; }));
+    ++left;
+  };
+  std::thread([&] {
+    pthread_setname_np(pthread_self(), "tf_XLA");
+    for (int rank = 0; rank < kRanks; ++rank) {
+      CompletionThreads::instance().complete(rendezvous_of(1, [&](int, const std::string*) { completion(); }));
+    }
+  }).join();
+  EXPECT_TRUE(eventually([&] { return left == kRanks; }));
+  EXPECT_EQ(names, std::set<std::string>{"jax_ring"});
 }
 
 // At a limit of threads, those that there are complete the calls, and more are started once that is possible.
