@@ -314,7 +314,7 @@ class DecodingGather : public ::testing::TestWithParam<Format> {
     const Format& format;
     int num_ranks;
     std::vector<std::vector<Bytes>> operands;  // by part, then rank
-    Bytes values;
+    std::vector<unsigned char> values;
     std::vector<std::unique_ptr<Instruction>> calls;  // one for each part
   };
 

@@ -106,12 +106,13 @@ struct PeerCall {
       for (size_t operand = 0; operand < counts.size(); ++operand) {
         const size_t count = result_count(plan, num_ranks(), counts[operand]);
         Bytes result(count * element_size(dtype));
+        std::vector<uint64_t> values;
         for (size_t i = 0; i < count; ++i) {
           const auto from = origin(plan, num_ranks(), counts[operand], element_size(dtype), rank, i);
           if (!from) continue;
-          std::vector<uint64_t> values;
-          for (int source : from->sources) {
-            values.push_back(element_bits(dtype, inputs[source][operand].data(), from->index));
+          values.clear();
+          for (int source = from->first; source < from->first + from->num_sources; ++source) {
+            values.push_back(element_bits(dtype, inputs[source % num_ranks()][operand].data(), from->index));
           }
           // A single value is moved, not folded.
           set_element(dtype, result.data(), i, values.size() == 1 ? values[0] : scalar_fold(dtype, values, op));

@@ -17,45 +17,41 @@
 
 namespace jax_ring::cpu::testing {
 
-// Where one element of a result comes from: the operands of these ranks, in this order, at this index.
+// Where one element of a result comes from: the operands of consecutive ranks, modulo the number of ranks, at this
+// index.
 struct Origin {
-  std::vector<int> sources;
+  int first;
+  int num_sources;
   size_t index;
 };
-
-inline std::vector<int> from_rank_on(int first, int num_ranks) {
-  std::vector<int> ranks;
-  for (int i = 0; i < num_ranks; ++i) ranks.push_back((first + i) % num_ranks);
-  return ranks;
-}
 
 // The definitions of the collectives. nullopt: the element is zero.
 inline std::optional<Origin> origin(const Plan& plan, int num_ranks, size_t count, size_t element_bytes, int rank,
                                     size_t i) {
   const size_t pack = 16 / element_bytes;
   const size_t packs = (count + pack - 1) / pack, packs_per_block = (packs + num_ranks - 1) / num_ranks;
-  const auto fold = [&](size_t owner) {
-    return from_rank_on(plan.order == Order::rank ? 0 : static_cast<int>(owner) + 1, num_ranks);
+  const auto first = [&](size_t owner) {
+    return plan.order == Order::rank ? 0 : static_cast<int>(owner + 1) % num_ranks;
   };
   switch (plan.collective) {
     case Collective::all_reduce:
-      return Origin{fold(i / pack / packs_per_block), i};
+      return Origin{first(i / pack / packs_per_block), num_ranks, i};
     case Collective::reduce_scatter:
-      return Origin{fold(rank), rank * (count / num_ranks) + i};
+      return Origin{first(rank), num_ranks, rank * (count / num_ranks) + i};
     case Collective::all_gather:
-      return Origin{{static_cast<int>(i / count)}, i % count};
+      return Origin{static_cast<int>(i / count), 1, i % count};
     case Collective::reduce:
       if (rank != plan.root) return std::nullopt;
-      return Origin{fold(i / pack / packs_per_block), i};
+      return Origin{first(i / pack / packs_per_block), num_ranks, i};
     case Collective::broadcast:
-      return Origin{{plan.root}, i};
+      return Origin{plan.root, 1, i};
     case Collective::all_to_all: {
       const size_t block = count / num_ranks;
-      return Origin{{static_cast<int>(i / block)}, rank * block + i % block};
+      return Origin{static_cast<int>(i / block), 1, rank * block + i % block};
     }
     case Collective::permute:
       if (plan.sources[rank] == kNoRank) return std::nullopt;
-      return Origin{{plan.sources[rank]}, i};
+      return Origin{plan.sources[rank], 1, i};
     case Collective::ragged_all_to_all:
       break;  // its results depend on what they were before: see ragged_test.cc
   }
@@ -73,7 +69,9 @@ inline Bytes expected_result(const Plan& plan, Op op, DType dtype, const std::ve
     const auto from = origin(plan, num_ranks, count, size, rank, i);
     if (!from) continue;
     values.clear();
-    for (int source : from->sources) values.push_back(element_bits(dtype, operands[source].data(), from->index));
+    for (int source = from->first; source < from->first + from->num_sources; ++source) {
+      values.push_back(element_bits(dtype, operands[source % num_ranks].data(), from->index));
+    }
     set_element(dtype, want.data(), i, scalar_fold(dtype, values, op));
   }
   return want;

@@ -20,6 +20,7 @@
 #include <ostream>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/threads.h"
@@ -204,20 +205,58 @@ inline bool is_small(DType dtype) {
 
 constexpr size_t kAlignment = 64;  // of the runtime's buffers
 
-template <class T>
-struct AlignedAllocator {
-  using value_type = T;
-  AlignedAllocator() = default;
-  template <class U>
-  AlignedAllocator(const AlignedAllocator<U>&) {}
-  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(kAlignment))); }
-  void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(kAlignment)); }
-  bool operator==(const AlignedAllocator&) const { return true; }
-  bool operator!=(const AlignedAllocator&) const { return false; }
-};
+// Elements as bytes, so that buffers of every dtype have one type. Where a std::vector has an allocator of its own, it
+// sets and copies byte by byte, and sanitizers check each of them.
+class Bytes {
+ public:
+  explicit Bytes(size_t size = 0, unsigned char value = 0) : size_(size), data_(allocate(size)) {
+    std::memset(data(), value, size);
+  }
+  Bytes(const unsigned char* begin, const unsigned char* end) : size_(end - begin), data_(allocate(size_)) {
+    std::copy(begin, end, data());
+  }
+  Bytes(const Bytes& other) : Bytes(other.begin(), other.end()) {}
+  Bytes(Bytes&& other) noexcept : size_(std::exchange(other.size_, 0)), data_(std::move(other.data_)) {}
+  Bytes& operator=(Bytes other) noexcept {
+    std::swap(size_, other.size_);
+    std::swap(data_, other.data_);
+    return *this;
+  }
 
-// Elements as bytes, so that buffers of every dtype have one type.
-using Bytes = std::vector<unsigned char, AlignedAllocator<unsigned char>>;
+  size_t size() const { return size_; }
+  unsigned char* data() { return data_.get(); }
+  const unsigned char* data() const { return data_.get(); }
+  unsigned char* begin() { return data(); }
+  unsigned char* end() { return data() + size_; }
+  const unsigned char* begin() const { return data(); }
+  const unsigned char* end() const { return data() + size_; }
+  unsigned char& operator[](size_t i) { return data()[i]; }
+  const unsigned char& operator[](size_t i) const { return data()[i]; }
+
+  void append(const Bytes& more) {
+    Bytes both(size_ + more.size_);
+    std::copy(more.begin(), more.end(), std::copy(begin(), end(), both.begin()));
+    *this = std::move(both);
+  }
+
+  bool operator==(const Bytes& other) const {
+    return size_ == other.size_ && std::memcmp(data(), other.data(), size_) == 0;
+  }
+  bool operator!=(const Bytes& other) const { return !(*this == other); }
+
+ private:
+  struct Deallocate {
+    void operator()(unsigned char* p) const { ::operator delete(p, std::align_val_t(kAlignment)); }
+  };
+  using Data = std::unique_ptr<unsigned char, Deallocate>;
+
+  static Data allocate(size_t size) {
+    return Data(static_cast<unsigned char*>(::operator new(size, std::align_val_t(kAlignment))));
+  }
+
+  size_t size_;
+  Data data_;
+};
 
 // A copy of `content` that starts `offset` bytes past an aligned address. The allocation ends with it, so that
 // AddressSanitizer reports reads past the end.

@@ -162,10 +162,7 @@ PeerCall peer_call(const Call& what, unsigned seed, size_t offset = 0) {
     const size_t result_bytes = results * result_count(what.plan, p, what.counts[i]) * element_size(what.dtype);
     for (int rank = 0; rank < p; ++rank) {
       Bytes operand;
-      for (int slot = 0; slot < slots; ++slot) {
-        const Bytes& of_slot = elements[rank * slots + slot];
-        operand.insert(operand.end(), of_slot.begin(), of_slot.end());
-      }
+      for (int slot = 0; slot < slots; ++slot) operand.append(elements[rank * slots + slot]);
       call.inputs[rank].emplace_back(operand, offset);
       call.outputs[rank].emplace_back(Bytes(result_bytes, 0xa5), offset);
     }

@@ -105,8 +105,7 @@ Call::Call(CallSpec what, unsigned seed) : what_(std::move(what)) {
     const std::vector<Bytes> slots = random_elements(what_.dtype, places * num_slots(), count, seed++);
     operands_.emplace_back(places);
     for (size_t i = 0; i < slots.size(); ++i) {
-      Bytes& operand = operands_.back()[i / num_slots()];
-      operand.insert(operand.end(), slots[i].begin(), slots[i].end());
+      operands_.back()[i / num_slots()].append(slots[i]);
     }
     const size_t bytes = num_results() * result_count(what_.plan, group_size(), count) * element_size(what_.dtype);
     for (int place = 0; place < places; ++place) {
