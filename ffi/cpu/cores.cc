@@ -33,6 +33,7 @@ void Spread::begin(int num_ranks) {
   const int num_cores = static_cast<int>(cores_.size());
   share_ = (num_ranks + num_cores - 1) / num_cores;
   num_added_ = 0;
+  num_moved_ = 0;
 }
 
 std::optional<int> Spread::add(int core) {
@@ -44,6 +45,7 @@ std::optional<int> Spread::add(int core) {
     ++here;
     return std::nullopt;
   }
+  ++num_moved_;
   const auto least = std::min_element(num_ranks_.begin(), num_ranks_.end());
   ++*least;
   return cores_[least - num_ranks_.begin()];

@@ -32,12 +32,14 @@ class Spread {
   std::optional<int> add(int core);
 
   int num_added() const { return num_added_; }
+  int num_moved() const { return num_moved_; }
 
  private:
   std::vector<int> cores_;
   std::vector<int> num_ranks_;  // by core
   int share_ = 0;
   int num_added_ = 0;
+  int num_moved_ = 0;  // of those added
 };
 
 }  // namespace jax_ring::cpu

@@ -1,6 +1,8 @@
 // waiting_policy.cc: chooses by what the calls before have shown.
 #include "cpu/waiting_policy.h"
 
+#include <algorithm>
+
 #include "cpu/executions.h"
 
 namespace jax_ring::cpu {
@@ -9,8 +11,11 @@ namespace {
 // For those of a call that its execution makes once.
 constexpr std::chrono::microseconds kShortLimit(50);
 
-// How often ranks are spread over the cores. The system may have reasons to move them.
-constexpr std::chrono::milliseconds kSpreadInterval(2);
+// How often ranks are spread over the cores. Where the system brings those together again that were moved apart, it has
+// a reason, such as another process that needs a core: so they are moved ever more rarely, until they stay apart.
+constexpr std::chrono::milliseconds kShortestSpreadInterval(2), kLongestSpreadInterval(2048);
+constexpr int kSpreadBackoff = 4;
+constexpr int kTimesInPlace = 8;
 
 }  // namespace
 
@@ -34,9 +39,19 @@ Waiting WaitingPolicy::next(int64_t run_id, SteadyClock::time_point now, bool is
 }
 
 bool WaitingPolicy::spreads_now(SteadyClock::time_point now) {
-  if (!spread_.applies_to(num_ranks_) || now - last_spread_ < kSpreadInterval) return false;
+  if (!spread_.applies_to(num_ranks_) || now - last_spread_ < spread_interval_) return false;
+  const bool has_moved_any = spread_.num_moved() > 0;
   // It takes all ranks, on the threads where they go on.
-  if (spread_.num_added() == num_ranks_) last_spread_ = now;
+  if (has_moved_any) {
+    last_spread_ = now;
+    spread_interval_ = std::min(kSpreadBackoff * spread_interval_, kLongestSpreadInterval);
+    times_in_place_ = 0;
+  } else if (spread_.num_added() == num_ranks_) {
+    last_spread_ = now;
+    if (++times_in_place_ % kTimesInPlace == 0) {
+      spread_interval_ = std::max(spread_interval_ / kSpreadBackoff, kShortestSpreadInterval);
+    }
+  }
   spread_.begin(num_ranks_);
   return true;
 }

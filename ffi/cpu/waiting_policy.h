@@ -50,6 +50,8 @@ class WaitingPolicy {
   PoolTrial pool_trial_;
   Spread spread_{usable_cores()};
   SteadyClock::time_point last_spread_;
+  std::chrono::milliseconds spread_interval_{2};
+  int times_in_place_ = 0;  // that ranks were found spread since one has been moved
 };
 
 }  // namespace jax_ring::cpu

@@ -132,6 +132,27 @@ TEST(WaitingPolicy, RanksOfALoopAreSpreadOverTheCores) {
   EXPECT_EQ(num_moved(policy, in_loop, num_cores, false), num_cores - 1);
 }
 
+// As where another process needs a core: whenever ranks have been moved apart, the system brings them together again.
+TEST(WaitingPolicy, RanksAreSpreadMoreRarelyIfTheyDoNotStay) {
+  const int num_cores = static_cast<int>(usable_cores().size());
+  if (num_cores < 2) GTEST_SKIP() << "one core";
+  WaitingPolicy policy(num_cores, true);
+  const OnOneCore here;
+  const int64_t run_id = next_run_id();
+  SteadyClock::time_point now = SteadyClock::now();
+  policy.next(run_id, now, true, false);
+  const auto moves_in = [&](milliseconds duration) {
+    int moves = 0;
+    for (const auto end = now + duration; now < end; now += milliseconds(1)) {
+      moves += num_moved(policy, policy.next(run_id, now, true, false), num_cores, false) > 0;
+    }
+    return moves;
+  };
+  EXPECT_GE(moves_in(milliseconds(100)), 2);
+  moves_in(milliseconds(10'000));
+  EXPECT_LE(moves_in(milliseconds(10'000)), 12);
+}
+
 TEST(WaitingPolicy, RanksOnTheWayToThePoolAreSpreadThere) {
   const int num_cores = static_cast<int>(usable_cores().size());
   if (num_cores < 2) GTEST_SKIP() << "one core";
