@@ -59,7 +59,7 @@ def plot(path: pathlib.Path, rows: list[dict]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
     from summarize import size_name  # which imports this module
 
     curves = per_rank(rows)
@@ -75,6 +75,8 @@ def plot(path: pathlib.Path, rows: list[dict]) -> None:
         axes.set_title(size_name(size))
         axes.set_xticks(ticks := sorted({row["ranks"] for row in rows}), [str(p) for p in ticks])
         axes.minorticks_off()
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.grid(True, which="major", alpha=0.3)
         axes.legend()
     figure.suptitle(f"All-reduce of {rows[0]['dtype']} in a jitted loop: time per call and rank")
