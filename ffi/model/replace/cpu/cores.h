@@ -17,6 +17,7 @@ class Spread {
   void begin(int) {}
   std::optional<int> add(int) { return std::nullopt; }
   int num_added() const { return 0; }
+  int num_moved() const { return 0; }
 };
 
 }  // namespace jax_ring::cpu
