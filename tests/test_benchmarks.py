@@ -126,12 +126,12 @@ def test_train_step(tmp_path):
     file = tmp_path / "rows.json"
     text = run(
         *("train_step.py", "--devices", "2", "--steps", "2", "--json", str(file)),
-        *("--models", "mlp,gpt,bn-8x64", "--dtypes", "bfloat16"),
+        *("--models", "mlp,gpt,bn-8x64", "--dtypes", "float32,bfloat16"),
     )
     rows = json.loads(file.read_text())["rows"]
     has_flax = importlib.util.find_spec("flax") is not None
     assert ("flax not found" in text) != has_flax
-    assert len(rows) == 2 * 5 + 3 * has_flax
+    assert len(rows) == 2 * 2 * 5 + 2 * 3 * has_flax
     assert {row["ranks"] for row in rows} == {2}
     assert {row["over_floor"] for row in rows if row["variant"] == "no collective"} == {1}
 

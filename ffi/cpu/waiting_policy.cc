@@ -11,11 +11,8 @@ namespace {
 // For those of a call that its execution makes once.
 constexpr std::chrono::microseconds kShortLimit(50);
 
-// How often ranks are spread over the cores. Where the system brings those together again that were moved apart, it has
-// a reason, such as another process that needs a core: so they are moved ever more rarely, until they stay apart.
-constexpr std::chrono::milliseconds kShortestSpreadInterval(2), kLongestSpreadInterval(2048);
-constexpr int kSpreadBackoff = 4;
-constexpr int kTimesInPlace = 8;
+// The factor by which the interval of spreading changes, and after how many times in place it gets shorter.
+constexpr int kSpreadBackoff = 4, kTimesInPlace = 8;
 
 }  // namespace
 
@@ -48,7 +45,8 @@ bool WaitingPolicy::spreads_now(SteadyClock::time_point now) {
     times_in_place_ = 0;
   } else if (spread_.num_added() == num_ranks_) {
     last_spread_ = now;
-    if (++times_in_place_ % kTimesInPlace == 0) {
+    if (++times_in_place_ == kTimesInPlace) {
+      times_in_place_ = 0;
       spread_interval_ = std::max(spread_interval_ / kSpreadBackoff, kShortestSpreadInterval);
     }
   }

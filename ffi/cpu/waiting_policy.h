@@ -41,6 +41,10 @@ class WaitingPolicy {
   std::optional<WaitingRank::Terms> terms(const Waiting& waiting, const CallingThread& thread);
 
  private:
+  // How often ranks are spread over the cores. Where the system brings those together again that were moved apart, it
+  // has a reason, such as another process that needs a core: so they are moved ever more rarely, until they stay apart.
+  static constexpr std::chrono::milliseconds kShortestSpreadInterval{2}, kLongestSpreadInterval{2048};
+
   bool spreads_now(SteadyClock::time_point now);
 
   int num_ranks_;
@@ -50,8 +54,8 @@ class WaitingPolicy {
   PoolTrial pool_trial_;
   Spread spread_{usable_cores()};
   SteadyClock::time_point last_spread_;
-  std::chrono::milliseconds spread_interval_{2};
-  int times_in_place_ = 0;  // that ranks were found spread since one has been moved
+  std::chrono::milliseconds spread_interval_ = kShortestSpreadInterval;
+  int times_in_place_ = 0;  // that all ranks were found spread, since the interval has changed
 };
 
 }  // namespace jax_ring::cpu

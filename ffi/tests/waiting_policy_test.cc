@@ -91,17 +91,17 @@ TEST(WaitingPolicy, RanksMoveToThePoolAndStayThere) {
   EXPECT_FALSE(there->moves);
 }
 
-// Keeps this thread on its core.
-class OnOneCore {
+// Keeps this thread on a core.
+class OnCore {
  public:
-  OnOneCore() {
+  explicit OnCore(int core) {
     sched_getaffinity(0, sizeof(before_), &before_);
     cpu_set_t only;
     CPU_ZERO(&only);
-    CPU_SET(current_core(), &only);
+    CPU_SET(core, &only);
     sched_setaffinity(0, sizeof(only), &only);
   }
-  ~OnOneCore() { sched_setaffinity(0, sizeof(before_), &before_); }
+  ~OnCore() { sched_setaffinity(0, sizeof(before_), &before_); }
 
  private:
   cpu_set_t before_;
@@ -117,53 +117,60 @@ int num_moved(WaitingPolicy& policy, const Waiting& waiting, int num_ranks, bool
   return moved;
 }
 
-TEST(WaitingPolicy, RanksOfALoopAreSpreadOverTheCores) {
-  const int num_cores = static_cast<int>(usable_cores().size());
-  if (num_cores < 2) GTEST_SKIP() << "one core";
-  WaitingPolicy policy(num_cores, true);
-  const OnOneCore here;
+// As many ranks as cores, all of which arrive on one core.
+class SpreadingPolicy : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (num_cores < 2) GTEST_SKIP() << "one core";
+  }
+
+  Waiting next(milliseconds later, bool may_use_pool = false) {
+    return policy.next(run_id, now += later, true, may_use_pool);
+  }
+
+  // In how many calls ranks are moved, one call per millisecond.
+  int moves_in(int duration) {
+    int moves = 0;
+    for (int i = 0; i < duration; ++i) moves += num_moved(policy, next(milliseconds(1)), num_cores, false) > 0;
+    return moves;
+  }
+
+  const std::vector<int> cores = usable_cores();
+  const int num_cores = static_cast<int>(cores.size());
+  WaitingPolicy policy{num_cores, true};
+  const OnCore here{current_core()};
   const int64_t run_id = next_run_id();
   SteadyClock::time_point now = SteadyClock::now();
+};
+
+TEST_F(SpreadingPolicy, SpreadsRanksOfALoop) {
   // It may be the only call of its execution.
-  EXPECT_EQ(num_moved(policy, policy.next(run_id, now, true, false), num_cores, false), 0);
-  now += milliseconds(3);
-  const Waiting in_loop = policy.next(run_id, now, true, false);
+  EXPECT_EQ(num_moved(policy, next(milliseconds(0)), num_cores, false), 0);
+  const Waiting in_loop = next(milliseconds(3));
   EXPECT_EQ(in_loop.place, Place::own_thread);
   EXPECT_EQ(num_moved(policy, in_loop, num_cores, false), num_cores - 1);
 }
 
-// As where another process needs a core: whenever ranks have been moved apart, the system brings them together again.
-TEST(WaitingPolicy, RanksAreSpreadMoreRarelyIfTheyDoNotStay) {
-  const int num_cores = static_cast<int>(usable_cores().size());
-  if (num_cores < 2) GTEST_SKIP() << "one core";
-  WaitingPolicy policy(num_cores, true);
-  const OnOneCore here;
-  const int64_t run_id = next_run_id();
-  SteadyClock::time_point now = SteadyClock::now();
-  policy.next(run_id, now, true, false);
-  const auto moves_in = [&](milliseconds duration) {
-    int moves = 0;
-    for (const auto end = now + duration; now < end; now += milliseconds(1)) {
-      moves += num_moved(policy, policy.next(run_id, now, true, false), num_cores, false) > 0;
+// Whenever ranks have been moved apart, the system brings them together again, as where another process needs a core.
+TEST_F(SpreadingPolicy, MovesRanksMoreRarelyIfTheyDoNotStay) {
+  EXPECT_GE(moves_in(50), 3);
+  moves_in(10'000);
+  EXPECT_LE(moves_in(10'000), 6);
+  for (int i = 0; i < 30'000; ++i) {
+    const Waiting waiting = next(milliseconds(1));
+    for (int core : cores) {
+      const OnCore apart(core);
+      EXPECT_FALSE(policy.terms(waiting, {true, false, true})->core);
     }
-    return moves;
-  };
-  EXPECT_GE(moves_in(milliseconds(100)), 2);
-  moves_in(milliseconds(10'000));
-  EXPECT_LE(moves_in(milliseconds(10'000)), 12);
+  }
+  EXPECT_GE(moves_in(50), 3);
 }
 
-TEST(WaitingPolicy, RanksOnTheWayToThePoolAreSpreadThere) {
-  const int num_cores = static_cast<int>(usable_cores().size());
-  if (num_cores < 2) GTEST_SKIP() << "one core";
-  WaitingPolicy policy(num_cores, true);
-  const OnOneCore here;
-  const int64_t run_id = next_run_id();
-  const SteadyClock::time_point now = SteadyClock::now();
-  policy.next(run_id, now, true, true);
+TEST_F(SpreadingPolicy, SpreadsRanksThatMoveToThePoolThere) {
+  next(milliseconds(0), true);
   const Waiting spreading{Place::pool, milliseconds(1), true};
   EXPECT_EQ(num_moved(policy, spreading, num_cores, false), 0);
-  policy.next(run_id, now + milliseconds(3), true, false);  // begins to count anew
+  next(milliseconds(3));  // begins to count anew
   EXPECT_EQ(num_moved(policy, spreading, num_cores, true), num_cores - 1);
 }
 
