@@ -1,8 +1,8 @@
-"""`python -m jax_ring.launch`: the command of jax_ring/distributed/launcher.py."""
+"""`python -m jax_ring.launch`: the command of jax_ring/launcher/cli.py."""
 
 import sys
 
-from jax_ring.distributed.launcher import main
+from jax_ring.launcher.cli import main
 
 __all__ = ["main"]
 

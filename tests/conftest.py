@@ -33,12 +33,12 @@ def pytest_configure(config):
 @pytest.fixture
 def left_to_xla(monkeypatch):
     """No engine serves calls in a shard_map that leaves axes to the compiler, as if there were no partitioner."""
-    from jax_ring.lowering import automatic  # not above: the options for all tests come first
+    from jax_ring.lowering.custom_call import partitioned  # not above: the options for all tests come first
 
     def why_not(axes, *rest):
         return f"the enclosing shard_map leaves the axes {list(axes)} to the compiler"
 
-    monkeypatch.setattr(automatic, "why_not", why_not)
+    monkeypatch.setattr(partitioned, "why_not", why_not)
 
 
 @pytest.fixture

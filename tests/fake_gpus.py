@@ -1,7 +1,7 @@
 """GPUs for the lowering, where there are none: CPU devices and a fake of the native module of kernels."""
 
 from jax_ring import runtime
-from jax_ring.lowering import reach
+from jax_ring.lowering import topology
 
 
 class FakeKernels:
@@ -25,6 +25,6 @@ class FakeKernels:
 
 def pretend_gpus(monkeypatch) -> FakeKernels:
     """Makes CPU device d GPU d."""
-    monkeypatch.setattr(reach, "_is_gpu", lambda device: True)
+    monkeypatch.setattr(topology, "_is_gpu", lambda device: True)
     monkeypatch.setattr(runtime, "cuda_kernels", FakeKernels())
     return runtime.cuda_kernels

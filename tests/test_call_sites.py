@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import override_lax, ring_psum
-from jax_ring.lowering import combiner
+from jax_ring.lowering.passes import combiner
 
 MESH = make_mesh((4,))
 X = np.arange(8, dtype=np.float32)

@@ -24,7 +24,9 @@ from jax_ring import (
     ring_reduce,
     sync_gradients,
 )
-from jax_ring.lowering import combiner, equations, operation, rule
+from jax_ring.lowering import rules
+from jax_ring.lowering.custom_call import operation
+from jax_ring.lowering.passes import combiner, merge_equations
 
 RANKS = 4
 compute_on = getattr(compute_on_module, "compute_on2", compute_on_module.compute_on)  # as each version of JAX spells it
@@ -417,10 +419,10 @@ def test_calls_of_one_part_on_a_stream_are_joined(monkeypatch):
 
 @pytest.mark.parametrize("sum_over", [psum, lambda x: ring_psum(x, "i")], ids=["override", "ring_psum"])
 def test_calls_of_one_type_are_prepared_once(sum_over, monkeypatch):
-    monkeypatch.setattr(equations, "join", lambda jaxpr: jaxpr)
+    monkeypatch.setattr(merge_equations, "join", lambda jaxpr: jaxpr)
     prepared = []
-    prepare = rule.prepare
-    monkeypatch.setattr(rule, "prepare", lambda *args, **params: prepared.append(args) or prepare(*args, **params))
+    prepare = rules.prepare
+    monkeypatch.setattr(rules, "prepare", lambda *args, **params: prepared.append(args) or prepare(*args, **params))
 
     def body(x):
         return [sum_over(y) for k in range(5) for y in (x * k, x[:, :1] * k)]

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import ring_psum
-from jax_ring.lowering import combiner
+from jax_ring.lowering.passes import combiner
 
 MESH = make_mesh((4,))
 

@@ -20,7 +20,8 @@ from jax_ring import (
     ring_psum_scatter,
     ring_reduce,
 )
-from jax_ring.lowering import combiner, equations, rule
+from jax_ring.lowering import rules
+from jax_ring.lowering.passes import combiner, merge_equations
 
 RANKS = 4
 MESH = make_mesh((RANKS,))
@@ -33,9 +34,9 @@ psum = partial(ring_psum, axis_name="i")
 
 def lowered(body, monkeypatch, tree=TREE, **options) -> int:
     """How many calls `body` lowers one by one."""
-    seen, lower = [], rule.prepare
-    monkeypatch.setattr(rule, "prepare", lambda *args, **params: seen.append(args) or lower(*args, **params))
-    monkeypatch.setattr(rule.memo, "once", lambda ctx, key, compute: compute())
+    seen, lower = [], rules.prepare
+    monkeypatch.setattr(rules, "prepare", lambda *args, **params: seen.append(args) or lower(*args, **params))
+    monkeypatch.setattr(rules.memo, "once", lambda ctx, key, compute: compute())
     sharded(body, mesh=MESH, **{"check_vma": False, **options}).lower(tree)
     monkeypatch.undo()
     return len(seen)
@@ -46,7 +47,7 @@ def check(body, monkeypatch, *, num_lowered, tree=TREE, **options):
     assert lowered(body, monkeypatch, tree, **options) == num_lowered
     make = lambda: sharded(body, mesh=MESH, **{"check_vma": False, **options})  # noqa: E731
     results = make()(tree)
-    monkeypatch.setattr(equations, "join", lambda jaxpr: jaxpr)
+    monkeypatch.setattr(merge_equations, "join", lambda jaxpr: jaxpr)
     assert_same_bits(results, make()(tree))
     monkeypatch.undo()
 
@@ -162,13 +163,13 @@ def test_trees_count_by_their_leaves(monkeypatch):
 def test_several_processes_do_not_look_at_lines(monkeypatch):
     """Each joins the same operands in the same order, though their lines may differ."""
     seen = []
-    join = equations.join
-    monkeypatch.setattr(equations, "join", lambda jaxpr: seen.append((jaxpr, join(jaxpr))) or seen[-1][1])
-    monkeypatch.setattr(equations.jax, "process_count", lambda: 1)
+    join = merge_equations.join
+    monkeypatch.setattr(merge_equations, "join", lambda jaxpr: seen.append((jaxpr, join(jaxpr))) or seen[-1][1])
+    monkeypatch.setattr(merge_equations.jax, "process_count", lambda: 1)
     sharded(lambda t: jax.tree.map(psum, t), mesh=MESH, check_vma=False).lower(TREE)
     before, after = seen.pop()
     assert (len(before.eqns), len(after.eqns)) == (5, 2)
-    monkeypatch.setattr(equations.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(merge_equations.jax, "process_count", lambda: 2)
     assert join(before) is before
 
 
@@ -190,5 +191,5 @@ def test_random_programs(seed, monkeypatch):
 
     make = lambda: sharded(body, mesh=MESH, check_vma=False)  # noqa: E731
     results = make()(TREE)
-    monkeypatch.setattr(equations, "join", lambda jaxpr: jaxpr)
+    monkeypatch.setattr(merge_equations, "join", lambda jaxpr: jaxpr)
     assert_same_bits(results, make()(TREE))

@@ -19,7 +19,7 @@ from jax_ring import (
     ring_psum_scatter,
     ring_reduce,
 )
-from jax_ring.lowering import rule, service
+from jax_ring.lowering import dispatch, rules
 
 pytestmark = pytest.mark.usefixtures("left_to_xla")
 
@@ -121,10 +121,10 @@ def test_the_override_does_not_reach_into_a_fallback(name, monkeypatch):
     expected = f(X)
 
     def as_between_hosts(ctx, groups, kind, options, perm):
-        found = service.service_of(ctx, groups, kind, options, perm)
+        found = dispatch.service_of(ctx, groups, kind, options, perm)
         return found if kind == "all_reduce" else found._replace(levels=None)
 
-    monkeypatch.setattr(rule, "service_of", as_between_hosts)
+    monkeypatch.setattr(rules, "service_of", as_between_hosts)
     with override_lax():
         f = sharded(body, check_vma=False)
         assert num_calls(f, X) == 0

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from helpers import SHARDED, assert_same_bits, make_mesh, sharded
 
-from jax_ring.training.fence import fence
+from jax_ring.training.same_bits.fence import fence
 
 A, B, C = np.random.default_rng(0).standard_normal((3, 4096)).astype(np.float32)
 

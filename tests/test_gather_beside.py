@@ -12,8 +12,8 @@ from helpers import make_mesh, sharded
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_ring.lowering import custom_call
-from jax_ring.lowering.service import service_of
+from jax_ring.lowering.custom_call import emitter
+from jax_ring.lowering.dispatch import service_of
 from jax_ring.options import Options
 
 RANKS = 4
@@ -31,7 +31,7 @@ def _abstract_eval(x, *, part, size):
 
 def _lower(ctx, x, *, part, size):
     service = service_of(ctx, [range(RANKS)], "all_gather")
-    return custom_call.emit(
+    return emitter.emit(
         ctx, [x], kind="all_gather", op="sum", service=service, call="gather_part", options=Options(),
         axis_size=RANKS, dimension=0, tiled=False, part=part,
     )  # fmt: skip

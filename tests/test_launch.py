@@ -6,8 +6,7 @@ import signal
 import pytest
 from launches import MODULE, WAITS, assert_gone, pids, run, start
 
-from jax_ring.distributed import launcher
-from jax_ring.distributed.launching import environment
+from jax_ring.launcher import cli, environment
 
 
 def test_scripts_run_as_under_python(script):
@@ -162,14 +161,14 @@ def test_closed_output_pipe(script):
 )
 def test_errors(capsys, arguments, message):
     with pytest.raises(SystemExit) as stopped:
-        launcher.main(arguments)
+        cli.main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_help_says_what_it_does(capsys):
     with pytest.raises(SystemExit) as stopped:
-        launcher.main(["--help"])
+        cli.main(["--help"])
     assert stopped.value.code == 0
     assert "Runs a script as several processes of" in capsys.readouterr().out
 

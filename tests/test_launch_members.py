@@ -8,13 +8,13 @@ import socket
 import pytest
 from launches import assert_gone, pids, run, start
 
-from jax_ring.distributed import control
-from jax_ring.distributed.launching.members import Formation, Membership, Refusal
+from jax_ring.launcher import protocol
+from jax_ring.launcher.elastic.members import Formation, Membership, Refusal
 
 # A member of an elastic job, in which `step` is what a process does in a generation: it returns why it leaves.
 ELASTIC = f"""
 import importlib.util, os, signal, sys, time
-spec = importlib.util.spec_from_file_location("control", {control.__file__!r})
+spec = importlib.util.spec_from_file_location("control", {protocol.__file__!r})
 control = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(control)
 launcher = control.Control.connect()
@@ -343,11 +343,11 @@ class TestMembership:
 def test_a_message_that_comes_with_a_reply_counts():
     here, there = socket.socketpair()
     with here, there:
-        launcher = control.Control(here)
-        there.sendall(control.encode({"done": True}) + control.encode({"change_pending": True}))
+        launcher = protocol.Control(here)
+        there.sendall(protocol.encode({"done": True}) + protocol.encode({"change_pending": True}))
         launcher.enlist(min_processes=1)
         assert launcher.change_pending()
-        there.sendall(control.encode({"error": "too few"}))
+        there.sendall(protocol.encode({"error": "too few"}))
         with pytest.raises(RuntimeError, match=r"jax_ring\.launch: too few"):
             launcher.next_generation(0, "")
         there.close()

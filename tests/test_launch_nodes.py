@@ -8,9 +8,8 @@ import socket
 import pytest
 from launches import WAITS, assert_gone, pids, start
 
-from jax_ring.distributed import control
-from jax_ring.distributed.launching import events
-from jax_ring.distributed.launching.job import Job
+from jax_ring.launcher import events, protocol
+from jax_ring.launcher.job import Job
 
 # Rank 2 fails when the others have printed.
 FAILS_ONCE = """
@@ -100,7 +99,7 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    for status, out, err in ends(hosts(text.replace("CONTROL", repr(control.__file__)), [1, 1])):
+    for status, out, err in ends(hosts(text.replace("CONTROL", repr(protocol.__file__)), [1, 1])):
         assert status == 0, err
         assert out[0].endswith("elastic jobs run on one host, and this one has --nnodes 2")
 

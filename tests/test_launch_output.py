@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from launches import COMMAND, run
 
-from jax_ring.distributed.launching.output import Lines
+from jax_ring.launcher.output import Lines
 
 TIMEOUT_S = 60  # of what should take a second
 

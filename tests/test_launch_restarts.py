@@ -6,8 +6,7 @@ import signal
 import pytest
 from launches import run
 
-from jax_ring.distributed import control
-from jax_ring.distributed.launching import environment
+from jax_ring.launcher import environment, protocol
 
 
 def test_a_failed_job_starts_again(script):
@@ -117,20 +116,20 @@ def test_modules(script, tmp_path, monkeypatch):
         ({}, 2, "2,3"),
         ({"JAX_LOCAL_DEVICE_IDS": "5,6"}, None, "5,6"),  # the user's choice
         ({"JAX_LOCAL_DEVICE_IDS": "5,6"}, 2, "2,3"),
-        ({"JAX_LOCAL_DEVICE_IDS": "5,6", control.CONTROL_VARIABLE: "@outer"}, None, "6"),  # another launcher's
-        ({"JAX_LOCAL_DEVICE_IDS": "4,5,6,7", control.CONTROL_VARIABLE: "@outer"}, 2, "6,7"),
-        ({"JAX_LOCAL_DEVICE_IDS": "5", control.CONTROL_VARIABLE: "@outer"}, None, "1"),  # too few: CPU devices
+        ({"JAX_LOCAL_DEVICE_IDS": "5,6", protocol.CONTROL_VARIABLE: "@outer"}, None, "6"),  # another launcher's
+        ({"JAX_LOCAL_DEVICE_IDS": "4,5,6,7", protocol.CONTROL_VARIABLE: "@outer"}, 2, "6,7"),
+        ({"JAX_LOCAL_DEVICE_IDS": "5", protocol.CONTROL_VARIABLE: "@outer"}, None, "1"),  # too few: CPU devices
     ],
 )
 def test_devices_of_nested_launches(outer, devices, expected):
-    member = control.Member(0, "127.0.0.1:1", 2, 1)
-    outer = outer | {control.JOIN_VARIABLE: "1"}
+    member = protocol.Member(0, "127.0.0.1:1", 2, 1)
+    outer = outer | {protocol.JOIN_VARIABLE: "1"}
     found = environment.variables(
         member, slot=1, devices=devices, restart=0, number=7, socket_name="@inner", outer=outer
     )
     assert found["JAX_LOCAL_DEVICE_IDS"] == expected
-    assert found[control.CONTROL_VARIABLE] == "@inner"
-    assert control.JOIN_VARIABLE not in found
+    assert found[protocol.CONTROL_VARIABLE] == "@inner"
+    assert protocol.JOIN_VARIABLE not in found
 
 
 def test_the_death_of_rank_0_leaves_the_others_their_service(script):
@@ -160,11 +159,11 @@ os._exit(0)  # JAX's preemption manager waits at exit, after SIGTERM, for a proc
 
 
 def test_control_without_a_launcher(monkeypatch):
-    monkeypatch.delenv(control.CONTROL_VARIABLE, raising=False)
+    monkeypatch.delenv(protocol.CONTROL_VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match=r"Start the program with: python -m jax_ring\.launch"):
-        control.Control.connect()
-    control.Control.report_failure("ValueError", "bad batch", None)  # no error of its own
-    monkeypatch.setenv(control.CONTROL_VARIABLE, "@nobody")
-    monkeypatch.setenv(control.PROCESS_VARIABLE, "0")
+        protocol.Control.connect()
+    protocol.Control.report_failure("ValueError", "bad batch", None)  # no error of its own
+    monkeypatch.setenv(protocol.CONTROL_VARIABLE, "@nobody")
+    monkeypatch.setenv(protocol.PROCESS_VARIABLE, "0")
     with pytest.raises(RuntimeError, match="the launcher at JAX_RING_CONTROL=@nobody does not answer"):
-        control.Control.connect()
+        protocol.Control.connect()

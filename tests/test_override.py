@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import _compat, override_lax, ring_psum, runtime
-from jax_ring.lowering import overridden, override
+from jax_ring.lowering import lax_rules, override
 
 RANKS = 8
 MESH = make_mesh((RANKS,))
@@ -216,7 +216,7 @@ def partly_manual(body):
 
 @pytest.mark.usefixtures("left_to_xla")
 def test_partly_manual_stays_with_xla_and_warns_once(monkeypatch):
-    monkeypatch.setattr(overridden, "_has_warned", False)
+    monkeypatch.setattr(lax_rules, "_has_warned", False)
     x = np.arange(8, dtype=np.float32)
     with override_lax():
         f = partly_manual(psum_i)
@@ -234,7 +234,7 @@ def test_partly_manual_stays_with_xla_and_warns_once(monkeypatch):
 
 
 def test_no_warning_for_what_is_served_or_of_jax_ring(monkeypatch):
-    monkeypatch.setattr(overridden, "_has_warned", False)
+    monkeypatch.setattr(lax_rules, "_has_warned", False)
     x = np.arange(8, dtype=np.float32)
     partly_manual(psum_i)(x)
     with override_lax():
@@ -245,7 +245,7 @@ def test_no_warning_for_what_is_served_or_of_jax_ring(monkeypatch):
 
 @pytest.mark.usefixtures("left_to_xla")
 def test_strict_makes_partly_manual_an_error(monkeypatch):
-    monkeypatch.setattr(overridden, "_has_warned", False)
+    monkeypatch.setattr(lax_rules, "_has_warned", False)
     monkeypatch.setattr(runtime, "STRICT", True)
     with (
         override_lax(),

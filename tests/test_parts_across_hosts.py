@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_ring.lowering.two_level import PART_BYTES, _in_turn, parts_of
+from jax_ring.lowering.hierarchical.all_reduce import PART_BYTES, _in_turn, parts_of
 
 
 @pytest.mark.parametrize(("num_bytes", "num_parts"), [(0, 1), (2 * PART_BYTES - 32, 1), (2 * PART_BYTES, 2)])

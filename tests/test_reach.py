@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ring import _compat, ring_all_gather, ring_ppermute, ring_psum, runtime
 from jax_ring.distributed import discovery
-from jax_ring.lowering import reach
-from jax_ring.lowering.reach import Gpu
+from jax_ring.lowering import topology
+from jax_ring.lowering.topology import Gpu
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_a_broken_driver(engine, expect_fallback, monkeypatch):
 
 @pytest.mark.usefixtures("engine")
 def test_too_many_ranks(monkeypatch, expect_fallback):
-    monkeypatch.setattr(reach, "_MAX_RANKS", 7)
+    monkeypatch.setattr(topology, "_MAX_RANKS", 7)
     expect_fallback("a group has 8 ranks, and the CUDA engine serves at most 7")
 
 
@@ -158,7 +158,7 @@ def test_too_many_ranks(monkeypatch, expect_fallback):
 def two_hosts(monkeypatch, engine):
     """Eight GPUs: 0, 1, 4 and 5 are on one host, the others on a second one."""
     gpus = lambda mesh: [Gpu(d.id // 2 % 2, d.id) for d in mesh.devices.flat]  # noqa: E731
-    monkeypatch.setattr(reach, "gpus_of", gpus)
+    monkeypatch.setattr(topology, "gpus_of", gpus)
     monkeypatch.setattr(discovery, "host_of", lambda process: f"host {process}")
 
 
@@ -224,7 +224,7 @@ def test_unequal_hosts(expect_fallback, devices, why):
 
 @pytest.mark.usefixtures("engine")
 def test_several_processes_of_one_host(monkeypatch):
-    monkeypatch.setattr(reach, "gpus_of", lambda mesh: [Gpu(d.id // 4, d.id) for d in mesh.devices.flat])
+    monkeypatch.setattr(topology, "gpus_of", lambda mesh: [Gpu(d.id // 4, d.id) for d in mesh.devices.flat])
     monkeypatch.setattr(discovery, "host_of", lambda process: "host")
     text = lower(psum, jnp.ones(8), check_vma=False)
     assert "processes = dense<[0, 0, 0, 0, 1, 1, 1, 1]>" in text
@@ -241,8 +241,8 @@ def test_strict_makes_the_fallback_an_error(monkeypatch):
 
 def test_gpus_of_a_mesh(monkeypatch):
     mesh = make_mesh((2,), devices=[jax.devices()[i] for i in (3, 0)])
-    assert reach.gpus_of(mesh) is None
-    monkeypatch.setattr(reach, "_is_gpu", lambda device: True)
-    assert reach.gpus_of(mesh) == [Gpu(0, 3), Gpu(0, 0)]
-    monkeypatch.setattr(reach, "_is_gpu", lambda device: device.id == 3)
-    assert reach.gpus_of(mesh) is None
+    assert topology.gpus_of(mesh) is None
+    monkeypatch.setattr(topology, "_is_gpu", lambda device: True)
+    assert topology.gpus_of(mesh) == [Gpu(0, 3), Gpu(0, 0)]
+    monkeypatch.setattr(topology, "_is_gpu", lambda device: device.id == 3)
+    assert topology.gpus_of(mesh) is None

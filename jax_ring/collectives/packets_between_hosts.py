@@ -5,13 +5,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_ring.collectives import int8_blocks as int8
-from jax_ring.lowering import crossing
-from jax_ring.lowering.reach import Groups
-from jax_ring.lowering.two_level_crossing import Step, aval_of, inline
+from jax_ring.lowering.hierarchical import xla_ops
+from jax_ring.lowering.hierarchical.inter_host import Step, aval_of, inline
+from jax_ring.lowering.topology import Groups
 
 
 class InPackets(NamedTuple):
-    """A `two_level_crossing.Crossing`. The all-gather decodes the packets of the sum.
+    """A `inter_host.Crossing`. The all-gather decodes the packets of the sum.
 
     Attributes:
       groups: of the ranks that have the same shard on different hosts.
@@ -49,10 +49,10 @@ class InPackets(NamedTuple):
         return [
             Step(
                 lambda ctx, x: inline(ctx, encode, x, shard, packets), packets,
-                lambda ctx, x: crossing.all_to_all(self.groups, x), packets,
+                lambda ctx, x: xla_ops.all_to_all(self.groups, x), packets,
             ),
             Step(
                 lambda ctx, x: inline(ctx, add, x, packets, total), total,
-                lambda ctx, x: crossing.all_gather(self.groups, x), packets,
+                lambda ctx, x: xla_ops.all_gather(self.groups, x), packets,
             ),
         ]  # fmt: skip

@@ -23,9 +23,9 @@ from jax_ring import _compat
 from jax_ring.collectives import vmap_axis
 from jax_ring.collectives.axes import refuse_mixed_axes
 from jax_ring.collectives.slots import spread
-from jax_ring.lowering import equations
-from jax_ring.lowering.fallback import lower_broadcast_to_xla, lower_reduce_to_xla
-from jax_ring.lowering.rule import Collective, lower
+from jax_ring.lowering.passes import merge_equations
+from jax_ring.lowering.rules import Collective, lower
+from jax_ring.lowering.xla.fallback import lower_broadcast_to_xla, lower_reduce_to_xla
 
 # ---- The template ---------------------------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ def _make_primitive(name: str, collective: Collective, rules: Rules) -> Primitiv
     _compat.register_dead_code_rule(primitive, _dead_code)
     # Not cacheable, because a cached lowering does not know the user's source line of the call.
     mlir.register_lowering(primitive, partial(lower, collective), cacheable=False)
-    equations.PRIMITIVES.add(primitive)
+    merge_equations.PRIMITIVES.add(primitive)
     return primitive
 
 

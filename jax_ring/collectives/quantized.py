@@ -24,10 +24,12 @@ from jax_ring.collectives.leaves import as_varying
 from jax_ring.collectives.packets_between_hosts import InPackets
 from jax_ring.collectives.primitives import ring_all_gather_p, ring_psum_scatter_p
 from jax_ring.distributed import discovery
-from jax_ring.lowering import between_hosts, composed, custom_call, two_level
+from jax_ring.lowering.custom_call import emitter
+from jax_ring.lowering.dispatch import Service, platforms_of, replica_groups, who_serves
+from jax_ring.lowering.hierarchical import all_reduce, wait_markers
 from jax_ring.lowering.override_state import for_xla
-from jax_ring.lowering.reach import Levels
-from jax_ring.lowering.service import Service, platforms_of, replica_groups, who_serves
+from jax_ring.lowering.topology import Levels
+from jax_ring.lowering.xla import decompositions
 from jax_ring.options import Options
 
 logger = logging.getLogger("jax_ring")
@@ -95,21 +97,19 @@ def _by_host(x: jax.Array, *key_data: jax.Array, axes: tuple, key_impl, levels: 
     """
     if x.ndim > 1:
         return jax.vmap(partial(_by_host, axes=axes, key_impl=key_impl, levels=levels))(x, *key_data)
-    groups_within, groups_across = (tuple(map(tuple, groups)) for groups in (levels.within, levels.across))
+    groups_intra, groups_inter = (tuple(map(tuple, groups)) for groups in (levels.intra, levels.inter))
     position = lax.axis_index(axes)
-    rank, host = (_index_in_group(groups)[position] for groups in (groups_within, groups_across))
-    num_shards = len(groups_within[0])
-    within: dict[str, Any] = {
-        "axes": axes, "axis_index_groups": groups_within, "axis_size": num_shards, "dimension": 0, "tiled": False,
+    rank, host = (_index_in_group(groups)[position] for groups in (groups_intra, groups_inter))
+    num_shards = len(groups_intra[0])
+    intra: dict[str, Any] = {
+        "axes": axes, "axis_index_groups": groups_intra, "axis_size": num_shards, "dimension": 0, "tiled": False,
         "options": Options(),
     }  # fmt: skip
     shards = _padded(x, num_shards * levels.num_hosts * int8.BLOCK).reshape(num_shards, -1)
-    (shard,) = ring_psum_scatter_p.bind(shards, **within)
-    packets, shard_error = _reduce_scatter(
-        shard, _keys(key_data, key_impl), axes, groups_across, levels.num_hosts, host
-    )
-    packets = lax.all_gather(packets, axes, axis_index_groups=groups_across)
-    (packets,) = ring_all_gather_p.bind(packets, **within)
+    (shard,) = ring_psum_scatter_p.bind(shards, **intra)
+    packets, shard_error = _reduce_scatter(shard, _keys(key_data, key_impl), axes, groups_inter, levels.num_hosts, host)
+    packets = lax.all_gather(packets, axes, axis_index_groups=groups_inter)
+    (packets,) = ring_all_gather_p.bind(packets, **intra)
     error = jnp.where(jnp.arange(num_shards)[:, None] == rank, shard_error, 0)
     return _values(packets, x), error.reshape(-1)[: x.size]
 
@@ -170,7 +170,7 @@ def _steps(platforms, axis_context, *, axes, key_impl, by_host, with_error, **pa
     steps: Callable = partial(_on_one_level, axes=axes, key_impl=key_impl)
     if by_host:
         levels = _service(platforms, axis_context, axes).levels
-        if levels is not None and levels.across:
+        if levels is not None and levels.inter:
             steps = partial(_by_host, axes=axis_context.mesh.axis_names, key_impl=key_impl, levels=levels)
     return lambda *operands: steps(*operands)[: 1 + with_error]
 
@@ -185,13 +185,13 @@ def _lower(ctx, *operands, **params):
     if params["by_host"]:
         service = _service(platforms, axis_context, params["axes"])
         _note_service(params["function"], params["axes"], service)
-        if service.levels is not None and service.levels.across:
+        if service.levels is not None and service.levels.inter:
             exchange = for_xla()
             if _can_be_cut(ctx, service, params["with_error"]):
                 (x,) = operands
-                crossing = InPackets(service.levels.across)
-                call = custom_call.describe(ctx, params["function"], params["axes"], None)
-                return [two_level.emit_sum(ctx, x, service=service, call=call, options=Options(), crossing=crossing)]
+                crossing = InPackets(service.levels.inter)
+                call = emitter.describe(ctx, params["function"], params["axes"], None)
+                return [all_reduce.emit_sum(ctx, x, service=service, call=call, options=Options(), crossing=crossing)]
     with _compat.without_vma(), exchange:
         avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
         return mlir.lower_fun(_steps(platforms, axis_context, **params))(ctx.replace(avals_in=avals), *operands)
@@ -205,7 +205,7 @@ def _can_be_cut(ctx, service: Service, with_error: bool) -> bool:
     assert service.levels is not None
     (x, *key_data) = ctx.avals_in
     return (
-        between_hosts.are_enclosed(ctx, service.levels.across)
+        wait_markers.are_enclosed(ctx, service.levels.inter)
         and service.levels.num_processes == 1
         and x.ndim == 1
         and not (with_error or key_data)
@@ -214,7 +214,7 @@ def _can_be_cut(ctx, service: Service, with_error: bool) -> bool:
 
 def _note_service(function: str, axes: tuple, service: Service) -> None:
     if service.levels is not None:
-        if service.levels.across:
+        if service.levels.inter:
             logger.info("%s over %s rounds only what crosses %d hosts", function, axes, service.levels.num_hosts)
     elif jax.process_count() > 1:
         text = f"{function} over {axes} rounds the values of every rank, and XLA exchanges them: {service.why_not}"
@@ -256,4 +256,4 @@ quantized_psum_p.def_impl(lambda *operands, **params: jax.jit(partial(quantized_
 ad.primitive_jvps[quantized_psum_p] = _refuse_jvp
 batching.fancy_primitive_batchers[quantized_psum_p] = _batch
 mlir.register_lowering(quantized_psum_p, _lower, cacheable=False)
-composed.STEPS[quantized_psum_p] = _steps
+decompositions.STEPS[quantized_psum_p] = _steps

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jax_ring import shard_tree
-from jax_ring.lowering.layout import merge_dimensions, split_dimension
+from jax_ring.lowering.custom_call.layout import merge_dimensions, split_dimension
 from jax_ring.options import Options
 
 

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 import jax
 
 from jax_ring import _compat, runtime
-from jax_ring.distributed import between_hosts, control, leaving
+from jax_ring.distributed import exit_notice, xla_timeouts
 from jax_ring.distributed.gpus import Gpus, gpus_here
+from jax_ring.launcher import protocol
 
 HOST_VARIABLE = "JAX_RING_HOST_ID"
 _SEPARATOR = "\0"  # between the host id that a process publishes and what identifies its memory
@@ -33,7 +34,7 @@ class _Membership:
     """
 
     def __init__(self, client) -> None:
-        between_hosts.join()  # before the host is published, for which the others wait
+        xla_timeouts.join()  # before the host is published, for which the others wait
         self.client = client
         process = _compat.distributed_process()
         self.hosts = {process: _own_host()}
@@ -45,9 +46,9 @@ class _Membership:
         put(_host_key(process), f"{self.hosts[process]}{_SEPARATOR}{self.memory}".encode())
         # The first process to publish a token wins. Shared resources are named by it, so other programs must not
         # be able to guess it.
-        token = _compat.publish_once("jax_ring/token", control.memory_prefix() + secrets.token_hex(16))
+        token = _compat.publish_once("jax_ring/token", protocol.memory_prefix() + secrets.token_hex(16))
         runtime.join_processes(process, token, put, get)
-        leaving.join(client, process)
+        exit_notice.join(client, process)
 
     def publish_gpus(self) -> None:
         """Publishes the GPUs of this process, once. Does not block."""
@@ -88,7 +89,7 @@ def forget() -> None:
     global _membership
     with _lock:
         _membership = None
-        leaving.forget()
+        exit_notice.forget()
 
 
 def _current_membership() -> _Membership:

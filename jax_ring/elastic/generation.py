@@ -11,12 +11,12 @@ from typing import Any
 import jax
 
 from jax_ring import _compat, runtime
-from jax_ring.distributed import discovery, leaving
-from jax_ring.distributed.control import Control, Member
+from jax_ring.distributed import discovery, exit_notice
 from jax_ring.elastic import spares
 from jax_ring.elastic.exchange import Exchange
 from jax_ring.elastic.failures import Leave
 from jax_ring.elastic.snapshots import Snapshot
+from jax_ring.launcher.protocol import Control, Member
 
 logger = logging.getLogger("jax_ring")
 
@@ -97,7 +97,7 @@ def leave(how: str) -> None:
       how: how this process leaves, a predicate for their errors.
     """
     backends = _compat.backends_alive()
-    leaving.give_up(how)
+    exit_notice.give_up(how)
     runtime.leave_processes()
     discovery.forget()
     _compat.leave_runtime()

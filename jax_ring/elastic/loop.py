@@ -9,11 +9,11 @@ from typing import Any
 import jax
 
 from jax_ring import _compat
-from jax_ring.distributed import leaving
-from jax_ring.distributed.control import CONTROL_VARIABLE, GENERATION_VARIABLE, JOIN_VARIABLE, Control
+from jax_ring.distributed import exit_notice
 from jax_ring.elastic import failures
 from jax_ring.elastic.generation import Generation, enter, leave
 from jax_ring.elastic.state import State
+from jax_ring.launcher.protocol import CONTROL_VARIABLE, GENERATION_VARIABLE, JOIN_VARIABLE, Control
 
 logger = logging.getLogger("jax_ring")
 
@@ -139,7 +139,7 @@ def _loop(train: Callable, state: State, control: Control | None, args: tuple, k
             if control is None or reason is None or fruitless == _MAX_FRUITLESS:
                 failures.explain(error, number)
                 raise
-            how = leaving.description_of(error) if isinstance(error, Exception) else "has left for new members"
+            how = exit_notice.description_of(error) if isinstance(error, Exception) else "has left for new members"
             failures.clear(error)
         # Not in the handler, which refers to the exception, and so to arrays.
         logger.info("leaving generation %d: %s", number, reason)

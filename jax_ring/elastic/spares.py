@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_ring.distributed.control import CONTROL_VARIABLE
 from jax_ring.elastic.snapshots import Snapshot
+from jax_ring.launcher.protocol import CONTROL_VARIABLE
 
 # Spares and members hear of the new generation at the same time. There may be no spare, and the other members wait.
 _APPEARS_WITHIN_SECONDS = 2.0

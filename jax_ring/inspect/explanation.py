@@ -17,8 +17,10 @@ from jax_ring.inspect.tree_bytes import by_xla
 from jax_ring.inspect.two_level_bytes import on_two_levels
 from jax_ring.inspect.wire_bytes import num_bytes_of as _num_bytes
 from jax_ring.inspect.wire_bytes import ragged_bytes, wire_bytes
-from jax_ring.lowering import between_hosts, composed, host_places, override, ragged, service, trees, tuning
-from jax_ring.lowering.reach import Levels
+from jax_ring.lowering import dispatch, override, ragged, trees, tuning
+from jax_ring.lowering.hierarchical import ranks_by_host, wait_markers
+from jax_ring.lowering.topology import Levels
+from jax_ring.lowering.xla import decompositions
 from jax_ring.options import Options
 
 # By function of jax.lax; those of jax_ring have the same names with the prefix ring_.
@@ -177,7 +179,7 @@ def _walk(jaxpr: core.Jaxpr, axis_context, times: int | None, messages: Messages
     for eqn in jaxpr.eqns:
         if axis_context is not None and _kind_of(_compat.function_name(eqn.primitive)):
             yield _collective(eqn, axis_context, times, messages)
-        if axis_context is not None and eqn.primitive in composed.STEPS:
+        if axis_context is not None and eqn.primitive in decompositions.STEPS:
             yield from _steps(eqn, axis_context, times, messages)
         is_shard_map = eqn.primitive.name == "shard_map"
         inner_context = _compat.axis_context_within(eqn.params) if is_shard_map else axis_context
@@ -189,7 +191,7 @@ def _walk(jaxpr: core.Jaxpr, axis_context, times: int | None, messages: Messages
 def _steps(eqn: core.JaxprEqn, axis_context, times: int | None, messages: Messages) -> Iterator[Collective]:
     """The collectives of a call that consists of several, at the user's line."""
     mesh = axis_context.mesh
-    run = composed.STEPS[eqn.primitive]((_platform(mesh),), axis_context, **eqn.params)
+    run = decompositions.STEPS[eqn.primitive]((_platform(mesh),), axis_context, **eqn.params)
     avals: list[Any] = [v.aval for v in eqn.invars]
     with _compat.without_vma():
         types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
@@ -225,7 +227,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None, messages: M
     assert kind is not None
     axes = params.get("axes", params.get("axis_name"))
     axes = tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if not isinstance(axis, int))
-    members = service.replica_groups(axis_context, axes, params.get("axis_index_groups"))
+    members = dispatch.replica_groups(axis_context, axes, params.get("axis_index_groups"))
     groups = tuple(tuple(int(i) for i in group) for group in members)
     sizes = [len(group) for group in groups]
     sums = kind == "all_reduce" and "psum" in name
@@ -239,30 +241,30 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None, messages: M
         message = [jax.core.ShapedArray(aval.shape[1:], aval.dtype) for aval in message]
     num_bytes = sum(map(_num_bytes, message))
     by_group: list[str] = []
-    across: float | None
-    if levels is not None and levels.across:
+    inter: float | None
+    if levels is not None and levels.inter:
         op = "max" if "pmax" in name else "min" if "pmin" in name else "sum"
         terms = [v.aval for v in eqn.invars] if kind == "all_gather" else message
-        is_enclosed = between_hosts.are_enclosed_in((_platform(axis_context.mesh),), axis_context, levels.across)
-        within, across = on_two_levels(
+        is_enclosed = wait_markers.are_enclosed_in((_platform(axis_context.mesh),), axis_context, levels.inter)
+        intra, inter = on_two_levels(
             kind, op, groups, levels, options, terms, params.get("perm"), is_enclosed=is_enclosed
         )
-        sends = within + across
+        sends = intra + inter
     elif served_by == "XLA" and along:
         num_ranks = math.prod(axis_context.mesh.shape[axis] for axis in axes)
-        sends, across = by_xla(kind, sizes, num_ranks, options, message), None
+        sends, inter = by_xla(kind, sizes, num_ranks, options, message), None
     else:
         by_size = sums and options.algorithm_depends_on_size()
-        if by_size and levels is not None and engine and service.has_choice(engine, levels):
+        if by_size and levels is not None and engine and dispatch.has_choice(engine, levels):
             joined_bytes = messages.size_with(_compat.call_site(eqn.source_info), num_bytes)
             by_group = [tuning.thresholds(engine, size).choose(joined_bytes) for size in sizes]
         falls_back = served_by == "XLA" and _belongs_to_jax_ring(eqn.primitive.name)
-        sent_as = service.kind_by_xla(kind, (_platform(axis_context.mesh),)) if falls_back else kind
+        sent_as = dispatch.kind_by_xla(kind, (_platform(axis_context.mesh),)) if falls_back else kind
         sends = wire_bytes(sent_as, num_bytes, sizes, by_group or algorithm, trees.mean_terms(along))
         if kind == ragged.KIND:
             on_cpu = _platform(axis_context.mesh) == "cpu"
             sends = ragged_bytes(eqn.invars, num_bytes, sizes, as_gathers=falls_back and on_cpu)
-        across = None if served_by == "XLA" else 0.0
+        inter = None if served_by == "XLA" else 0.0
     return Collective(
         name=name,
         axes=axes,
@@ -276,7 +278,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None, messages: M
         served_by=served_by,
         why=why,
         wire_bytes=sends,
-        wire_bytes_across_hosts=across,
+        wire_bytes_across_hosts=inter,
         call_site=summarize(eqn.source_info),
     )
 
@@ -293,7 +295,7 @@ def _message(eqn: core.JaxprEqn, name: str, kind: str) -> list[Any]:
 def _order(name: str, options: Options, served_by: str, levels: Levels | None) -> str:
     if "psum" not in name and name != "ring_reduce":
         return ""
-    if "psum_scatter" in name and levels is not None and levels.across and options.order != "tree":
+    if "psum_scatter" in name and levels is not None and levels.inter and options.order != "tree":
         return f"{options.order} by host"  # XLA only moves what crosses
     return "XLA" if "XLA" in served_by and options.order != "tree" else options.order
 
@@ -321,11 +323,11 @@ def _who_serves(
     if not _belongs_to_jax_ring(eqn.primitive.name):
         return "XLA", "a collective of lax, not overridden", None, None
     platforms = (_platform(axis_context.mesh),)
-    found = service.who_serves(platforms, axis_context, groups, kind, options, eqn.params.get("perm"))
+    found = dispatch.who_serves(platforms, axis_context, groups, kind, options, eqn.params.get("perm"))
     levels = found.levels
     if levels is None:
         return "XLA", found.why_not, None, None
-    if host_places.crosses_hosts(kind, groups, levels, eqn.params.get("perm")):
+    if ranks_by_host.crosses_hosts(kind, groups, levels, eqn.params.get("perm")):
         return f"jax_ring within hosts, XLA across {levels.num_hosts} hosts", "", found.engine, levels
     if levels.num_processes > 1:
         transport = "shared memory" if found.engine == "cpu" else "CUDA IPC"

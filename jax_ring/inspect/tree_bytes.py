@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import jax
 
 from jax_ring.inspect.wire_bytes import num_bytes_of, wire_bytes
-from jax_ring.lowering import tree_by_xla, trees, two_level_tree
-from jax_ring.lowering.reach import Levels
+from jax_ring.lowering import trees
+from jax_ring.lowering.hierarchical import tree_sum
+from jax_ring.lowering.topology import Levels
+from jax_ring.lowering.xla import tree_fallback
 from jax_ring.options import Options
 
 
@@ -17,20 +19,20 @@ def on_two_levels(
 
     avals: the types of the values that are added, without slots.
     """
-    hosts = trees.hosts_of(groups, levels.within, options)
-    ranks_each, num_hosts = len(levels.within[0]), levels.num_hosts
+    hosts = trees.hosts_of(groups, levels.intra, options)
+    ranks_each, num_hosts = len(levels.intra[0]), levels.num_hosts
     ranks = [ranks_each]
     num_terms = trees.mean_terms(hosts.parts)
-    within = across = 0.0
+    intra = inter = 0.0
     for aval in avals:
-        shard = two_level_tree.part_size(aval.size, ranks_each, num_hosts) * num_hosts
+        shard = tree_sum.part_size(aval.size, ranks_each, num_hosts) * num_hosts
         wide, narrow = (_bytes(shard, dtype) for dtype in (trees.accumulator(aval.dtype), aval.dtype))
-        within += wire_bytes("reduce_scatter", wide * ranks_each, ranks, num_terms=num_terms)
-        across += wire_bytes("all_to_all", wide * hosts.num_roots, [num_hosts])
+        intra += wire_bytes("reduce_scatter", wide * ranks_each, ranks, num_terms=num_terms)
+        inter += wire_bytes("all_to_all", wide * hosts.num_roots, [num_hosts])
         if kind == "all_reduce":
-            within += wire_bytes("all_gather", narrow * ranks_each, ranks)
-            across += wire_bytes("all_gather", narrow, [num_hosts])
-    return within, across
+            intra += wire_bytes("all_gather", narrow * ranks_each, ranks)
+            inter += wire_bytes("all_gather", narrow, [num_hosts])
+    return intra, inter
 
 
 def by_xla(kind: str, sizes: Sequence[int], num_ranks: int, options: Options, avals: Sequence) -> float:
@@ -45,10 +47,10 @@ def by_xla(kind: str, sizes: Sequence[int], num_ranks: int, options: Options, av
         slots = trees.GroupTree(options.num_shards, sizes[0], ()).num_slots()
     sent = 0.0
     for aval in avals:
-        if tree_by_xla.gathers_everything(sizes):
+        if tree_fallback.gathers_everything(sizes):
             sent += wire_bytes("all_gather", num_bytes_of(aval) * num_ranks, [num_ranks])
             continue
-        padded = _bytes(tree_by_xla.block_size(aval.size, sizes[0]) * sizes[0], aval.dtype)
+        padded = _bytes(tree_fallback.block_size(aval.size, sizes[0]) * sizes[0], aval.dtype)
         sent += wire_bytes("all_to_all", padded * slots, sizes)
         if kind != "reduce_scatter":
             sent += wire_bytes("all_gather", padded, sizes)

@@ -6,10 +6,10 @@ from typing import Self
 
 from jax_ring import _compat
 from jax_ring.distributed import discovery
-from jax_ring.lowering import overridden, tuning
+from jax_ring.lowering import lax_rules, tuning
 from jax_ring.lowering.override_state import enabled
 
-_RULES = overridden.make_rules(lambda: enabled.value)
+_RULES = lax_rules.make_rules(lambda: enabled.value)
 
 
 def is_overridden(primitive_name: str) -> bool:

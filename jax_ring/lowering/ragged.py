@@ -9,10 +9,11 @@ from jax import lax
 from jax.interpreters import mlir
 
 from jax_ring import _compat
-from jax_ring.lowering import custom_call, fallback, ops
+from jax_ring.lowering.custom_call import emitter
+from jax_ring.lowering.dispatch import groups_of, platforms_of, service_of
 from jax_ring.lowering.override_state import for_xla
-from jax_ring.lowering.rule import WIDENED, note_fallback
-from jax_ring.lowering.service import groups_of, platforms_of, service_of
+from jax_ring.lowering.rules import WIDENED, note_fallback
+from jax_ring.lowering.xla import fallback, ops
 
 KIND = "ragged_all_to_all"
 
@@ -42,8 +43,8 @@ def lower(function: str, to_xla: Callable, ctx, *operands, axes, axis_index_grou
     numbers = ctx.avals_in[2:]
     own = jax.core.ShapedArray((len(numbers), *numbers[0].shape), _dtype_of(numbers))
     everyones = jax.core.ShapedArray((size, *own.shape), own.dtype)
-    call = custom_call.describe(ctx, function, axes, axis_index_groups)
-    emit = partial(custom_call.emit, op="sum", service=service, options=options)
+    call = emitter.describe(ctx, function, axes, axis_index_groups)
+    emit = partial(emitter.emit, op="sum", service=service, options=options)
     (table,) = emit(
         ctx.replace(avals_in=[own], avals_out=[everyones]), [_inline(ctx, _table, operands[2:], numbers, own)],
         kind="all_gather", call=f"{call} (its sizes)", axis_size=size, dimension=0, tiled=False,

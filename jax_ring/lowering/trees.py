@@ -51,7 +51,7 @@ class Hosts(NamedTuple):
     """How the trees of a call lie on hosts.
 
     Attributes:
-      parts: the trees of the parts of all groups on each host, in the order of `Levels.within`.
+      parts: the trees of the parts of all groups on each host, in the order of `Levels.intra`.
       layouts: for each group, the trees of its parts, one per host.
       num_roots: the largest number of sums that a part forms.
     """
@@ -61,9 +61,9 @@ class Hosts(NamedTuple):
     num_roots: int
 
 
-def hosts_of(groups: Groups, within: Groups, options: Options) -> Hosts:
-    """How the trees of `groups` lie on hosts. within: the parts of the groups, group by group."""
-    num_hosts = len(within) // len(groups)
+def hosts_of(groups: Groups, intra: Groups, options: Options) -> Hosts:
+    """How the trees of `groups` lie on hosts. intra: the parts of the groups, group by group."""
+    num_hosts = len(intra) // len(groups)
     layouts = []
     for i, group in enumerate(groups):
         rank_of = {position: rank for rank, position in enumerate(group)}
@@ -71,7 +71,7 @@ def hosts_of(groups: Groups, within: Groups, options: Options) -> Hosts:
         layouts.append(
             tuple(
                 GroupTree(options.num_shards or size, size, tuple(rank_of[position] for position in part))
-                for part in within[i * num_hosts : (i + 1) * num_hosts]
+                for part in intra[i * num_hosts : (i + 1) * num_hosts]
             )
         )
     parts = [tree for of_group in layouts for tree in of_group]

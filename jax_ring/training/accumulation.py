@@ -9,9 +9,9 @@ import numpy as np
 from jax import lax
 
 from jax_ring.collectives.vmap_axis import accumulator_dtype
-from jax_ring.lowering.layout import split_dimension
+from jax_ring.lowering.custom_call.layout import split_dimension
 from jax_ring.options import check_function, integer
-from jax_ring.training.cuts import axes_of_leaves, check_in_axes, dimension_of_cut
+from jax_ring.training.same_bits.cuts import axes_of_leaves, check_in_axes, dimension_of_cut
 
 
 def accumulate_gradients(

@@ -15,10 +15,10 @@ from jax_ring.collectives.axes import AxisName, axes_of, axes_of_difference, che
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.options import check_arrays, check_function, integer
-from jax_ring.training.cuts import check_in_axes
 from jax_ring.training.quantized import Int8Wire
+from jax_ring.training.same_bits.cuts import check_in_axes
+from jax_ring.training.same_bits.shards import differentiate_shards, first_shard, indexed
 from jax_ring.training.sentinel import Digests, after, check_when, digests, reduced_with, verdict
-from jax_ring.training.shards import differentiate_shards, first_shard, indexed
 from jax_ring.training.sync import Reduction, ReductionOptions, is_float0
 from jax_ring.training.wire import UNCHANGED
 

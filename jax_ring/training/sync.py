@@ -17,9 +17,9 @@ from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.distributed.agreement import check_agreement
 from jax_ring.options import ORDERS, Order, check_arrays, check_choice
 from jax_ring.training.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, check_bucket_bytes, plan_buckets
-from jax_ring.training.fence import fence
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.quantized import Int8Wire, int8_wire, is_int8, merge, partition, reduce_in_blocks
+from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.wire import UNCHANGED, FloatWire, float_wire
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument

@@ -275,7 +275,7 @@ def test_mismatched_calls_and_reinitialization(tmp_path):
 def test_equal_calls_in_different_orders(devices_each):
     assert jax.local_device_count() == devices_each
     from jax_ring import ring_psum
-    from jax_ring.lowering import combiner
+    from jax_ring.lowering.passes import combiner
 
     combiner.COMBINE_THRESHOLD_COUNT = 1  # calls that do not wait for each other would be one
 

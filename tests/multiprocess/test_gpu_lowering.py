@@ -34,9 +34,9 @@ def pretend(kernels) -> None:
     """Makes the CPU devices of this process GPUs, which JAX is about to use."""
     from jax_ring import runtime
     from jax_ring.distributed import discovery
-    from jax_ring.lowering import reach
+    from jax_ring.lowering import topology
 
-    reach._is_gpu = lambda device: True
+    topology._is_gpu = lambda device: True
     runtime.cuda_kernels = kernels
     runtime.why_no_cuda = "it was not built"
     discovery._publish_with_plugins()  # as JAX calls it

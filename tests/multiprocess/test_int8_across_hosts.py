@@ -12,7 +12,7 @@ from test_two_level import TWO_HOSTS, by_host, call, integers, local_shards, on_
 
 from jax_ring import explain, sync_gradients, sync_with_feedback
 from jax_ring.collectives import int8_blocks as int8
-from jax_ring.lowering import two_level
+from jax_ring.lowering.hierarchical import all_reduce
 
 RNG = np.random.default_rng(0)  # the same numbers in both processes
 SIZE = 4 * 2 * int8.BLOCK * 2 - 300  # the last shard is padded
@@ -102,7 +102,7 @@ def large_messages_cross_in_parts():
         zeros = jnp.zeros_like(x[0])  # with a residual they are not cut
         return sum_of(x[0]), sync_with_feedback(x[0], zeros, "i", wire="int8", mean=False)[0]
 
-    for size in (3 * two_level.PART_BYTES // 2, 2 * two_level.PART_BYTES + 1001):
+    for size in (3 * all_reduce.PART_BYTES // 2, 2 * all_reduce.PART_BYTES + 1001):
         values = RNG.standard_normal((8, size)).astype(np.float32)
         values[:, ::4096] *= 1e9
         values[0, 5000] = np.nan
@@ -120,7 +120,7 @@ def large_messages_cross_in_parts():
     assert np.isnan(local_shards(whole)[:, [5000, 99_999]]).all()
     assert (local_shards(whole)[:, [70_000, size - 1]] == [np.inf, -np.inf]).all()
 
-    values = np.tile(integers(8, 256) * 126, (1, 4 * two_level.PART_BYTES // 1024)).astype(np.float32)
+    values = np.tile(integers(8, 256) * 126, (1, 4 * all_reduce.PART_BYTES // 1024)).astype(np.float32)
     fun, arrays = on_mesh(lambda x: lax.fori_loop(0, 2, lambda _, x: sum_of(x) / 8, x), mesh, values, check_vma=False)
     once = rank_fold(np.stack([through_packets(rank_fold(values[:4])), through_packets(rank_fold(values[4:]))]))
     mean = through_packets(once) / 8

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from processes import Processes, as_text
 from test_failures import check_total, error_of, mapped, total, values, wait_for
 
-from jax_ring.distributed import leaving
-from jax_ring.lowering.program import digest_of
+from jax_ring.distributed import exit_notice
+from jax_ring.lowering.passes.program_id import digest_of
 
 TIME_LIMIT = 60
 # The errors must come long before it.
@@ -62,7 +62,7 @@ def leave_in_turn(folder):
         error = error_of(mapped(total, three), values(three))
         assert "Process 2 (rank 2) raised ValueError: bad batch." in error, error
         assert "Every process must make" not in error
-        assert leaving.blamed_process(error) == 2
+        assert exit_notice.blamed_process(error) == 2
     # A group that has not been formed, with the first process missing, which creates its memory.
     error = error_of(mapped(total, unknown), values(unknown))
     assert "rocess 2 (rank 0) raised ValueError: bad batch." in error, error
@@ -72,7 +72,7 @@ def leave_in_turn(folder):
         jax.block_until_ready(mapped(total, both)(values(both)))  # raises
     error = error_of(mapped(total, two), values(two))
     assert "Process 1 (rank 1) failed because process 2 (rank 1) raised ValueError: bad batch." in error, error
-    assert leaving.blamed_process(error) == 2
+    assert exit_notice.blamed_process(error) == 2
     wait_for(folder / "others have exited")
 
 
@@ -138,39 +138,39 @@ def test_what_is_told_of_an_exception():
         "DEADLINE_EXCEEDED: ring_psum of float32[3] over axis 'i', called at a.py:1 (f): process 0 waited for 1 of the "
         "group's 3 processes, for 0.03 s. {}"
     )
-    description = leaving.description_of
+    description = exit_notice.description_of
     assert description(ValueError("bad batch")) == "raised ValueError: bad batch"
     assert description(KeyboardInterrupt()) == "raised KeyboardInterrupt"
     killed = RuntimeError(text.format("Process 2 (ranks 4, 5) has ended."))
     assert description(killed) == "failed because process 2 (ranks 4, 5) has ended"
     again = RuntimeError(text.format(f"Process 1 (rank 3) {description(killed)}."))
     assert description(again) == description(killed)
-    assert leaving.blamed_process(str(again)) == leaving.blamed_process(str(killed)) == 2
-    assert leaving.blamed_process("bad batch of process 3") is None
+    assert exit_notice.blamed_process(str(again)) == exit_notice.blamed_process(str(killed)) == 2
+    assert exit_notice.blamed_process("bad batch of process 3") is None
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="this system does not tell")
 def test_a_process_that_has_ended_is_recognized():
-    host = leaving._own_host()
-    own = leaving._read_process(host, os.getpid())
-    assert not leaving._has_ended(own)
-    assert leaving._has_ended(own._replace(start_time=own.start_time - 1))  # its pid has been given to this one
-    assert not leaving._has_ended(own._replace(host="another", start_time=0))
+    host = exit_notice._own_host()
+    own = exit_notice._read_process(host, os.getpid())
+    assert not exit_notice._has_ended(own)
+    assert exit_notice._has_ended(own._replace(start_time=own.start_time - 1))  # its pid has been given to this one
+    assert not exit_notice._has_ended(own._replace(host="another", start_time=0))
     child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-    other = leaving._read_process(host, child.pid)
-    assert not leaving._has_ended(other)
+    other = exit_notice._read_process(host, child.pid)
+    assert not exit_notice._has_ended(other)
     child.stdin.close()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert leaving._has_ended(other)  # a zombie
+    assert exit_notice._has_ended(other)  # a zombie
     child.wait()
-    assert leaving._has_ended(other)
+    assert exit_notice._has_ended(other)
 
 
 def test_the_hook_calls_the_one_before(monkeypatch):
     told, shown = [], []
-    monkeypatch.setattr(leaving, "give_up", told.append)
+    monkeypatch.setattr(exit_notice, "give_up", told.append)
     monkeypatch.setattr(sys, "excepthook", lambda *exception: shown.append(exception))
-    leaving._chain_excepthook()
+    exit_notice._chain_excepthook()
     error = ValueError("bad batch")
     sys.excepthook(ValueError, error, None)
     assert told == ["raised ValueError: bad batch"]

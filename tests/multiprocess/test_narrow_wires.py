@@ -11,21 +11,21 @@ from jax.sharding import PartitionSpec as P
 from test_two_level import TWO_HOSTS, by_host, local_shards, on_mesh
 
 from jax_ring import explain, ring_psum, sync_gradients, sync_with_feedback
-from jax_ring.lowering import two_level
+from jax_ring.lowering.hierarchical import all_reduce
 
 RNG = np.random.default_rng(0)  # the same numbers in all processes
-LARGE = 2 * two_level.PART_BYTES // 4  # float32 of so many elements cross in parts
+LARGE = 2 * all_reduce.PART_BYTES // 4  # float32 of so many elements cross in parts
 
 
 def in_one_piece(fun):
     """The same function, of which nothing is cut."""
 
     def whole(*args):
-        part_bytes, two_level.PART_BYTES = two_level.PART_BYTES, 1 << 40
+        part_bytes, all_reduce.PART_BYTES = all_reduce.PART_BYTES, 1 << 40
         try:
             return fun(*args)
         finally:
-            two_level.PART_BYTES = part_bytes
+            all_reduce.PART_BYTES = part_bytes
 
     return whole
 

@@ -23,7 +23,7 @@ from jax_ring import (
     ring_psum,
     ring_psum_scatter,
 )
-from jax_ring.lowering import two_level
+from jax_ring.lowering.hierarchical import all_reduce
 
 RNG = np.random.default_rng(0)  # the same numbers in both processes
 TWO_HOSTS = [{"JAX_RING_HOST_ID": "a"}, {"JAX_RING_HOST_ID": "b"}]
@@ -155,7 +155,7 @@ def traffic_across_hosts():
 def large_messages_cross_in_parts():
     """Their bits are those of whole messages: padded ones, small ones beside them, donated ones, and in a loop."""
     mesh = Mesh(by_host().T.reshape(8), ("i",))
-    large = 2 * two_level.PART_BYTES // 4 + 1001
+    large = 2 * all_reduce.PART_BYTES // 4 + 1001
     values = [integers(8, 5), integers(8, large), integers(8, large).astype(jnp.bfloat16), integers(8, 3000, 3)]
     fun, arrays = on_mesh(lambda tree: ring_psum(tree, "i"), mesh, values)
     for out, x in zip(fun(arrays), values, strict=True):
@@ -190,7 +190,7 @@ def large_messages_cross_in_parts():
 def small_floats_in_many_parts():
     """They are converted part by part, and rounded once, after they have crossed; also where shards are padded."""
     mesh = Mesh(by_host().reshape(8), ("i",))
-    part = two_level.PART_BYTES
+    part = all_reduce.PART_BYTES
     sizes = {jnp.bfloat16: 5 * part // 4 + 1001, np.float16: part, jnp.float8_e5m2: part // 2 + 3}
     for dtype, size in sizes.items():
         values = RNG.standard_normal((8, size)).astype(np.float32).astype(dtype)
@@ -208,7 +208,7 @@ def small_floats_in_many_parts():
         assert found.predicted_bytes == found.counted_bytes
         across = sum(i.wire_bytes for i in found.instructions if not i.name.startswith("jax_ring"))
         each = (4 + jnp.dtype(dtype).itemsize) / 2
-        assert across == found.collectives[0].wire_bytes_across_hosts == each * two_level.shard_size(size, 4, 2)
+        assert across == found.collectives[0].wire_bytes_across_hosts == each * all_reduce.shard_size(size, 4, 2)
 
 
 def explained_as_lowered():
@@ -216,7 +216,7 @@ def explained_as_lowered():
     devices = by_host()
     # Nothing that crosses is enclosed where an axis is the compiler's, even one of a single rank.
     manual, automatic = Mesh(devices.reshape(8), ("i",)), Mesh(devices.reshape(8, 1), ("i", "automatic"))
-    large = 2 * two_level.PART_BYTES // 4
+    large = 2 * all_reduce.PART_BYTES // 4
     for mesh, function, dtype, size, options, exchanged in [
         (manual, ring_psum, jnp.bfloat16, large, {}, True),
         (manual, ring_psum, jnp.bfloat16, large // 2 - 1, {}, False),
@@ -240,7 +240,7 @@ def explained_as_lowered():
 def large_sums_beside_each_other():
     """The parts of one call cross in turn, whatever XLA runs first."""
     mesh = Mesh(by_host().reshape(8), ("i",))
-    values = [integers(8, 3 * two_level.PART_BYTES // 4 + i) for i in range(3)]
+    values = [integers(8, 3 * all_reduce.PART_BYTES // 4 + i) for i in range(3)]
     fun, arrays = on_mesh(lambda tree: [ring_psum(x, "i") for x in tree] + ring_psum(tree, "i"), mesh, values)
     for _ in range(3):
         for out, x in zip(fun(arrays), values * 2, strict=True):
@@ -347,7 +347,7 @@ def test_two_hosts():
 def test_two_hosts_of_two_processes():
     """The ranks of a host are in two processes, with an algorithm to choose between them."""
     mesh = Mesh(np.array(jax.devices()), ("i",))
-    large = integers(8, 6 * two_level.PART_BYTES // 4 + 3)
+    large = integers(8, 6 * all_reduce.PART_BYTES // 4 + 3)
     for dtype in (large.dtype, jnp.float16):
         fun, arrays = on_mesh(lambda x: ring_psum(x, "i"), mesh, large.astype(dtype), out_specs=P())
         for _ in range(2):
@@ -372,7 +372,7 @@ def test_two_hosts_of_two_processes():
 def test_three_hosts():
     """Large sums of small floats are added in the order of the hosts, and rounded once. Shards are padded."""
     mesh = Mesh(np.array(jax.devices()), ("i",))
-    values = RNG.standard_normal((6, 3 * two_level.PART_BYTES // 4 + 1)).astype(jnp.bfloat16)
+    values = RNG.standard_normal((6, 3 * all_reduce.PART_BYTES // 4 + 1)).astype(jnp.bfloat16)
     of_hosts = [rank_fold(values[2 * host : 2 * host + 2].astype(np.float32)) for host in range(3)]
     fun, arrays = on_mesh(lambda x: ring_psum(x, "i"), mesh, values, out_specs=P())
     found = explain(fun, arrays)

@@ -8,7 +8,7 @@ import numpy as np
 from helpers import assert_same_bits
 from jax import lax
 
-from jax_ring.training.evaluation import evaluate
+from jax_ring.training.same_bits.evaluation import evaluate
 
 X = np.linspace(-2, 2, 24, dtype=np.float32).reshape(4, 6)
 

@@ -10,7 +10,7 @@ from shards import numbers, terms
 
 from jax_ring import explain, ring_psum, ring_psum_scatter, ring_reduce
 from jax_ring.distributed import discovery
-from jax_ring.lowering import reach
+from jax_ring.lowering import topology
 
 RANKS = 8
 HOST_OF = {
@@ -29,8 +29,8 @@ def hosts(request, monkeypatch):
 
 def pretend(host_of, monkeypatch):
     """Makes the lowering believe that the devices of a mesh are on these hosts. Everything else is as it is."""
-    platform = reach._PLATFORMS["cpu"]._replace(processes_of=lambda mesh: (host_of, ""))
-    monkeypatch.setitem(reach._PLATFORMS, "cpu", platform)
+    platform = topology._PLATFORMS["cpu"]._replace(processes_of=lambda mesh: (host_of, ""))
+    monkeypatch.setitem(topology._PLATFORMS, "cpu", platform)
     monkeypatch.setattr(discovery, "host_of", lambda process: process)
     return host_of
 

@@ -20,8 +20,8 @@ from jax_ring import (
     ring_reduce,
     runtime,
 )
-from jax_ring.lowering import reach, service
-from jax_ring.lowering.service import Service
+from jax_ring.lowering import dispatch, topology
+from jax_ring.lowering.dispatch import Service
 from jax_ring.options import Options
 
 V, RANKS = 12, 4
@@ -106,7 +106,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_predicted_bytes(name, monkeypatch):
-    monkeypatch.setattr(service, "who_serves", lambda *args: Service(None, why_not="of the test"))
+    monkeypatch.setattr(dispatch, "who_serves", lambda *args: Service(None, why_not="of the test"))
     own = terms(numbers((V, 4, 3)), RANKS)
     body = lambda own: CALLS[name](own)[None]  # noqa: E731
 
@@ -122,13 +122,13 @@ def test_predicted_bytes(name, monkeypatch):
 )
 def test_trees_beyond_the_cuda_kernels(num_shards, ranks, fits, monkeypatch):
     groups = [tuple(range(ranks))]
-    monkeypatch.setattr(reach, "levels_of", lambda *args: (reach.Levels(groups), ""))
+    monkeypatch.setattr(topology, "levels_of", lambda *args: (topology.Levels(groups), ""))
     context = _compat.SPMDAxisContext(make_mesh(), frozenset({"i"}))
     options = Options(order="tree", num_shards=num_shards)
-    found = service.who_serves(("cuda",), context, groups, "all_reduce", options)
+    found = dispatch.who_serves(("cuda",), context, groups, "all_reduce", options)
     assert (found.levels is not None) == fits
     assert ("the CUDA kernels cannot add" in found.why_not) != fits
-    assert service.who_serves(("cpu",), context, groups, "all_reduce", options).levels is not None
+    assert dispatch.who_serves(("cpu",), context, groups, "all_reduce", options).levels is not None
 
 
 def test_explain_says_the_order_of_each_call():

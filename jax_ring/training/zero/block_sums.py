@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jax_ring.training.fence import fence
+from jax_ring.training.same_bits.fence import fence
 
 # The elements of a block. With order="tree" a rank's part of an array begins and ends between blocks.
 BLOCK = 1024

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_ring.collectives.axes import AxisName
-from jax_ring.training.fence import fence
 from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.sentinel import CheckedState, check_counted, digests_every, verdict
 from jax_ring.training.zero.interface import ShardedOptimizer
 

@@ -1,0 +1,317 @@
+"""One attempt at a job: starts the processes of this host, watches over them, and ends them."""
+
+import asyncio
+import pathlib
+import signal
+from typing import NamedTuple
+
+from jax_ring.launcher import environment, events, protocol
+from jax_ring.launcher.elastic.supervisor import Elastic
+from jax_ring.launcher.failures import Failure, Failures, from_report, from_status
+from jax_ring.launcher.processes import Process, format_ranks
+from jax_ring.launcher.shared import Remote, Shared
+
+# When a message says what is being waited for.
+_PATIENCE_SECONDS = 1.0
+
+
+class Plan(NamedTuple):
+    """What to start.
+
+    Attributes:
+      restart: how often the job has been started again.
+      slots: the places on this host that are used. They decide the devices.
+      first: the index of the first process of this host.
+      num_processes: the number of processes of all hosts.
+      coordinator: host:port of the coordination service.
+    """
+
+    restart: int
+    slots: tuple[int, ...]
+    first: int
+    num_processes: int
+    coordinator: str
+
+
+class Outcome(NamedTuple):
+    """How an attempt ended.
+
+    Attributes:
+      status: for the launcher to exit with, if this attempt is the last.
+      failure: whose fault it was, if it failed.
+      is_stopped: whether a signal has told the launcher to end.
+      is_ended: whether host 0 has ended the job.
+    """
+
+    status: int
+    failure: Failure | None = None
+    is_stopped: bool = False
+    is_ended: bool = False
+
+    def blamed_on(self, cause: Failure | None) -> "Outcome":
+        """The same, or if it failed and there was a cause outside of the attempt's processes, that failure."""
+        if self.failure is None or self.is_stopped or cause is None:
+            return self
+        return self._replace(status=cause.status, failure=cause)
+
+
+class Attempt:
+    """The processes of one attempt."""
+
+    def __init__(self, shared: Shared, plan: Plan, remote: Remote | None = None) -> None:
+        self._shared, self._options, self._plan, self._remote = shared, shared.options, plan, remote
+        self._log = shared.output.log
+        self._processes: dict[int, Process] = {}  # by the launcher's number
+        self._failures = Failures()
+        self._elastic: Elastic | None = None
+        self._reminded = False  # whether the time to name the cause has begun
+        self._timers: list[asyncio.TimerHandle] = []
+
+    async def run(self) -> Outcome:
+        """Starts the processes and returns when all have exited."""
+        self._forget_events()
+        try:
+            for index, slot in enumerate(self._plan.slots):
+                rank = self._plan.first + index
+                try:
+                    self._start(slot, rank)
+                except OSError as error:
+                    failure = Failure(f"rank {rank}", rank, f"could not be started: {error}")
+                    self._failures.add(-1, failure)
+                    return await self._terminate(signal.SIGTERM, self._options.failure_grace, str(failure))
+            return await self._supervise()
+        finally:
+            for timer in self._timers:
+                timer.cancel()
+            for process in self._processes.values():
+                process.kill()
+            if self._elastic is not None:
+                self._elastic.close()
+            _remove_memory(protocol.memory_prefix(self._shared.server.name))
+            self._shared.copying.extend(task for process in self._processes.values() for task in process.copying)
+
+    def reap(self) -> None:
+        """Finds out which processes have exited. Call it after SIGCHLD."""
+        for process in self._processes.values():
+            if process.reap():
+                self._shared.queue.put_nowait(events.Exited(process.number))
+
+    def _forget_events(self) -> None:
+        """Drops the events of the last attempt, except signals."""
+        queue = self._shared.queue
+        for _ in range(queue.qsize()):
+            event = queue.get_nowait()
+            if isinstance(event, events.Signalled | events.RemoteStop | events.RemoteEnd):
+                queue.put_nowait(event)
+
+    def _start(self, slot: int, rank: int, joins: bool = False) -> Process:
+        process = Process(next(self._shared.numbers), slot, rank)
+        member = protocol.Member(0, self._plan.coordinator, self._plan.num_processes, rank)
+        variables = environment.variables(
+            member, slot=slot, devices=self._options.devices, restart=self._plan.restart, number=process.number,
+            socket_name=self._shared.server.name, joins=joins,
+        )  # fmt: skip
+        process.start(self._options.command, self._options.is_module, variables)
+        self._processes[process.number] = process
+        label = f"[{rank}]".rjust(len(f"[{self._plan.num_processes - 1}]"))
+        process.copy_output(self._shared.output, label, self._shared.logs.of(self._plan.restart, rank))
+        return process
+
+    def _running(self) -> list[Process]:
+        return [process for process in self._processes.values() if process.status is None]
+
+    async def _supervise(self) -> Outcome:
+        while True:
+            if (outcome := self._finished()) is not None:
+                return outcome
+            event = await self._shared.queue.get()
+            reason: str | None = None
+            match event:
+                case events.Signalled(signum):
+                    return await self._stop(signum)
+                case events.RemoteStop(signum, grace, why):
+                    return await self._terminate(signum, grace, why)
+                case events.RemoteEnd(status):
+                    return Outcome(status, is_ended=True)
+                case events.Exited(number):
+                    reason = self._exited(self._processes[number])
+                case events.Asked(number, message, answer):
+                    reason = self._asked(self._processes.get(number), message, answer)
+                case events.Reminder(number):
+                    reason = self._reminded_of(number)
+                case events.Replace(slot, rank):
+                    reason = self._replace(slot, rank)
+                case events.Tick() if self._elastic is not None:
+                    self._elastic.ticked()
+                case events.RemoteFailed(node, failure):
+                    reason = self._failed((node, failure.rank), failure)
+            if reason is None and self._elastic is not None:
+                reason = self._elastic.advance()
+            if reason is not None:
+                return await self._terminate(signal.SIGTERM, self._options.failure_grace, reason)
+
+    def _finished(self) -> Outcome | None:
+        """The outcome, if there is nothing left to wait for."""
+        if self._running():
+            return None
+        if self._elastic is not None and self._elastic.waits_for_replacements():
+            return None
+        if self._elastic is not None and self._elastic.has_finished():
+            return Outcome(0)
+        if self._failures:
+            return self._outcome()
+        if self._remote is not None:
+            self._remote.tell_success()
+            if not self._remote.succeeded():
+                return None
+        return Outcome(0)
+
+    def _outcome(self) -> Outcome:
+        failure = self._failures.first()
+        return Outcome(failure.status if failure else 1, failure)
+
+    # Each of the following handles an event, and returns why the job has to end, or None.
+
+    def _exited(self, process: Process) -> str | None:
+        assert process.status is not None
+        if process.status == 0:
+            # An exception that was reported and then caught is no failure.
+            self._failures.forget(process.number)
+            return self._elastic.finished(process) if self._elastic is not None else None
+        failure = from_status(process.name, process.rank, process.status)
+        text = str(failure)
+        reported = self._failures.of(process.number)
+        if reported is not None:
+            reported.status = failure.status
+            failure = reported
+        if self._elastic is not None:
+            self._failures.survived(process.number)
+            self._failures.add(process.number, failure)
+            return self._elastic.died(process, failure)
+        return self._failed(process.number, failure, text)
+
+    def _failed(self, key: int | tuple[int, int], failure: Failure, text: str = "") -> str | None:
+        failure = self._failures.add(key, failure)
+        if isinstance(key, int) and self._remote is not None and self._remote.tell_failure(failure):
+            return None  # the launcher of host 0 decides
+        if failure.is_own or self._failures.has_own():
+            return text or str(failure)
+        self._remind_of_cause()  # the process that it blames may be about to fail as well
+        return None
+
+    def _remind_of_cause(self) -> None:
+        if not self._reminded:
+            self._reminded = True
+            self._later(self._options.failure_grace, events.Reminder(None))
+
+    def _reminded_of(self, number: int | None) -> str | None:
+        if number is None:
+            return None if self._elastic is not None else str(self._failures.first())
+        process = self._processes[number]
+        if process.status is not None:
+            return None
+        failure = self._failures.of(number)
+        waited = f"{failure}; it has not exited within {self._options.failure_grace:g} s"
+        if self._elastic is not None:
+            self._log(f"{waited}; killing it")
+            process.send(signal.SIGKILL)
+            return None
+        assert failure is not None
+        return self._failed(number, failure, waited)
+
+    def _asked(self, process: Process | None, message: dict, answer) -> str | None:
+        if process is None:
+            answer({"error": "this process belongs to an attempt that has ended"})
+            return None
+        if message.get("do") == "report":
+            failure = from_report(process.name, process.rank, message)
+            self._failures.add(process.number, failure)
+            answer({"done": True})
+            if failure.is_own or self._elastic is not None:
+                self._later(self._options.failure_grace, events.Reminder(process.number))
+            else:
+                self._remind_of_cause()
+            return None
+        if message.get("do") == "enlist" and self._elastic is None:
+            if self._options.nnodes > 1:
+                answer({"error": f"elastic jobs run on one host, and this one has --nnodes {self._options.nnodes}"})
+                return None
+            elastic = Elastic(self._shared, list(self._processes.values()), self._start, self._later)
+            elastic.asked(process, message, answer)
+            if elastic.has_begun:
+                self._elastic = elastic
+            else:
+                elastic.close()
+        elif self._elastic is None:
+            answer({"error": "this job is not elastic: call enlist() first"})
+        else:
+            self._elastic.asked(process, message, answer)
+        return None
+
+    def _replace(self, slot: int, rank: int) -> str | None:
+        assert self._elastic is not None
+        return self._elastic.replace(slot, rank)
+
+    def _later(self, seconds: float, event: events.Event) -> None:
+        self._timers.append(asyncio.get_running_loop().call_later(seconds, self._shared.queue.put_nowait, event))
+
+    async def _stop(self, signum: int) -> Outcome:
+        # Python ignores SIGPIPE, so forwarding it would have no effect.
+        forwarded = signal.SIGTERM if signum == signal.SIGPIPE else signum
+        reason = f"received {signal.Signals(signum).name}"
+        await self._terminate(forwarded, self._options.grace, reason)
+        return Outcome(128 + signum, is_stopped=True)
+
+    async def _terminate(self, signum: int, grace: float, reason: str) -> Outcome:
+        """Sends a signal to the running processes and waits for the grace period; `run` kills those that are left."""
+        running = self._running()
+        if running:
+            reason += f"; sending {signal.Signals(signum).name} to ranks {format_ranks(running)}"
+        self._log(reason)
+        if self._remote is not None:
+            self._remote.tell_stop(signum, grace, reason)
+        for process in running:
+            process.send(signum)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + grace
+        last: events.RemoteEnd | None = None
+        said = False
+        while self._running() and (left := end - loop.time()) > 0:
+            try:
+                async with asyncio.timeout(left if said else min(left, _PATIENCE_SECONDS)):
+                    event = await self._shared.queue.get()
+            except TimeoutError:
+                if not said and end > loop.time():
+                    ranks = format_ranks(self._running())
+                    self._log(f"waiting up to {grace:g} s for ranks {ranks} to exit; a second signal kills them")
+                said = True
+                continue
+            if isinstance(event, events.Signalled):  # a second signal ends the grace period
+                break
+            if isinstance(event, events.RemoteEnd):
+                last = event
+            self._note(event)
+        if last is not None:
+            self._shared.queue.put_nowait(last)
+        if running := self._running():
+            self._log(f"killing ranks {format_ranks(running)}")
+        return self._outcome()
+
+    def _note(self, event: events.Event) -> None:
+        """Takes from an event what it tells of the cause, while the processes are being ended."""
+        match event:
+            case events.Asked(number, message, answer):
+                process = self._processes.get(number)
+                if process is not None and message.get("do") == "report":
+                    self._failures.add(number, from_report(process.name, process.rank, message))
+                    answer({"done": True})
+                else:
+                    answer({"error": "the job is being ended"})
+            case events.RemoteFailed(node, failure):
+                self._failures.add((node, failure.rank), failure)
+
+
+def _remove_memory(prefix: str) -> None:
+    """Removes the names of shared memory that processes leave which are killed while they connect to it."""
+    for path in pathlib.Path("/dev/shm").glob(f"jax_ring-{prefix}*"):
+        path.unlink(missing_ok=True)

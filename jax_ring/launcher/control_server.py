@@ -1,0 +1,81 @@
+"""The launcher's end of `protocol.Control`: listens on a Unix socket, and passes on what processes ask."""
+
+import asyncio
+import json
+import os
+import secrets
+import socket
+import struct
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from jax_ring.launcher import protocol
+
+# Called with a process's number, its message, and a function that answers it. An answer may come later.
+Handler = Callable[[int, dict[str, Any], Callable[[dict[str, Any]], None]], None]
+
+
+class ControlServer:
+    """Listens to the processes of this launcher.
+
+    Attributes:
+      name: of the socket, for `JAX_RING_CONTROL`.
+    """
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+        self._folder: tempfile.TemporaryDirectory | None = None
+        if sys.platform == "linux":
+            # The abstract namespace has no files that a killed launcher would leave.
+            self.name = f"@jax_ring-{secrets.token_hex(16)}"
+        else:
+            self._folder = tempfile.TemporaryDirectory(prefix="jax_ring-")
+            self.name = f"{self._folder.name}/control"
+        self._server: asyncio.Server | None = None
+        self._connections: dict[int, set[asyncio.StreamWriter]] = {}  # by process
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_unix_server(self._serve, protocol.socket_address(self.name))
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for connections in self._connections.values():
+            for connection in connections:
+                connection.transport.abort()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def tell(self, process: int, message: dict[str, Any]) -> None:
+        """Sends a message to a process, if it is connected."""
+        for connection in self._connections.get(process, ()):
+            connection.write(protocol.encode(message))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        process = None
+        try:
+            if _peer_user(writer.get_extra_info("socket")) not in (None, os.geteuid()):
+                return
+            while line := await reader.readline():
+                message = json.loads(line)
+                if process is None:
+                    process = int(message["process"])
+                    self._connections.setdefault(process, set()).add(writer)
+                else:
+                    self._handler(process, message, lambda answer: writer.write(protocol.encode(answer)))
+        except (ConnectionError, ValueError, KeyError, TypeError):
+            pass  # not a process of this launcher, or one that has ended
+        finally:
+            if process is not None:
+                self._connections[process].discard(writer)
+            writer.close()
+
+
+def _peer_user(connection: Any) -> int | None:
+    """The user at the other end, where the system tells."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1]

@@ -1,0 +1,1 @@
+"""JAX's coordination service in a process of its own."""

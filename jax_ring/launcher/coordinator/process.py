@@ -1,0 +1,78 @@
+"""The launcher's side of the processes that host JAX's coordination service."""
+
+import asyncio
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+from jax_ring.launcher.failures import NO_RANK, Failure, from_status
+from jax_ring.launcher.output import Output
+
+_copying: set[asyncio.Task] = set()  # so that they are not collected
+_PROGRAM = pathlib.Path(__file__).parent / "server.py"
+
+
+class Service:
+    """A process that hosts a coordination service, or is ready to."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._process = _start(output)
+        self._stand_ins: list[subprocess.Popen] = []
+
+    def begin(self, address: str, num_processes: int) -> None:
+        """Makes it listen soon. Clients that connect earlier try again."""
+        assert self._process.stdin is not None
+        self._address = address
+        command = {"address": address, "num_processes": num_processes}
+        with contextlib.suppress(BrokenPipeError):  # `started` tells
+            # A line is far smaller than a pipe's buffer, so that this does not block.
+            os.write(self._process.stdin.fileno(), json.dumps(command).encode() + b"\n")
+
+    def stand_in(self, process_id: int) -> None:
+        """Lets the others connect when a process has died that may not have connected."""
+        self._stand_ins.append(_start(self._output, "stand-in", self._address, str(process_id)))
+
+    async def started(self) -> bool:
+        """Waits until it listens; returns whether it does."""
+        assert self._process.stdout is not None
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout
+        )
+        try:
+            return bool(await reader.readline())
+        finally:
+            transport.close()
+
+    def failure(self) -> Failure | None:
+        """How it has ended by itself, if it has. It takes its clients with it, which are not to blame."""
+        status = self._process.poll()
+        name = f"the coordination service (pid {self._process.pid})"
+        return None if status is None else from_status(name, NO_RANK, status)
+
+    def end(self) -> None:
+        """Ends it. Clients that are still connected abort their processes."""
+        for process in (*self._stand_ins, self._process):
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                assert stream is not None
+                stream.close()
+
+
+def _start(output: Output, *arguments: str) -> subprocess.Popen:
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(_PROGRAM), *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        process_group=0,  # Ctrl-C on a terminal must not reach it
+        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2"},  # errors only
+    )  # fmt: skip
+    assert process.stderr is not None
+    copying = asyncio.create_task(output.copy(process.stderr, True, "[coordinator]", 0, None))
+    _copying.add(copying)
+    copying.add_done_callback(_copying.discard)
+    return process

@@ -1,0 +1,301 @@
+"""Carries out the membership of an elastic job: services, replacements, and processes that do not leave in time."""
+
+import asyncio
+import contextlib
+import math
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax_ring.launcher import events, protocol
+from jax_ring.launcher.coordinator.process import Service
+from jax_ring.launcher.elastic.members import Formation, Membership, Refusal
+from jax_ring.launcher.environment import reserved_port
+from jax_ring.launcher.failures import Failure
+from jax_ring.launcher.processes import Process
+from jax_ring.launcher.shared import Shared
+
+_TICK_SECONDS = 0.1
+# After this long, all members of a generation have connected to its service.
+_CONNECT_SECONDS = 30.0
+
+Answer = Callable[[dict[str, Any]], None]
+
+
+class Elastic:
+    """The membership of one attempt at an elastic job.
+
+    start: starts a process in a slot, with a rank to be called by; raises OSError.
+    later: puts an event into the queue after some seconds, unless the attempt has ended.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        processes: Sequence[Process],
+        start: Callable[..., Process],
+        later: Callable[[float, events.Event], None],
+    ) -> None:
+        self._shared, self._options, self._start, self._later = shared, shared.options, start, later
+        self._log = shared.output.log
+        self._processes = {process.number: process for process in processes}
+        self._membership: Membership | None = None
+        self._numbers = [process.number for process in processes]
+        self._answers: dict[int, Answer] = {}  # to those that wait for a generation
+        self._replacing = 0  # processes that will be started after a back-off
+        self._has_finished = False  # whether a process has exited with status 0
+        self._is_dismissed = False  # whether the processes that are left are being killed
+        self._told = False  # whether the members know that a change is pending
+        self._is_ticking = False
+        self._forming: asyncio.Task | None = None
+        self._leaving_since: float | None = None
+        self._stopped_since: dict[int, float] = {}  # by member, while another process waits to join
+        self._formed_at = -math.inf  # when the last generation was formed
+        self._refused = ""
+        self._ports = contextlib.ExitStack()
+        self._ready = Service(shared.output)  # for the next generation
+        self._services: list[tuple[Service, tuple[int, ...]]] = []  # with the members
+
+    def close(self) -> None:
+        """Ends the services. Call it when no process runs."""
+        if self._forming is not None:
+            self._forming.cancel()
+        for service in [self._ready, *(service for service, _ in self._services)]:
+            service.end()
+        self._ports.close()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a process has enlisted."""
+        return self._membership is not None
+
+    def asked(self, process: Process, message: dict[str, Any], answer: Answer) -> None:
+        """A process has sent a message."""
+        try:
+            if message["do"] == "enlist":
+                self._enlist(message["min_processes"], message["multiple_of"])
+                answer({"done": True})
+                self._tell(process.number)
+            elif self._membership is None or self._refused:
+                raise ValueError(self._refused or "call enlist() first")
+            elif message["do"] == "next_generation":
+                self._membership.left(process.number, message["after"], message["reason"])
+                if process.number in self._membership.members:
+                    self._log(f"{process.name} has left generation {message['after']}: {message['reason']}")
+                self._answers[process.number] = answer
+            else:
+                raise ValueError(f"unknown request {message['do']!r}")
+        except (ValueError, KeyError, TypeError) as error:
+            answer({"error": str(error)})
+
+    def _enlist(self, min_processes: int, multiple_of: int | None) -> None:
+        if self._options.min_processes < self._options.processes:  # -n MIN:MAX
+            min_processes = max(min_processes, self._options.min_processes)
+        if not 1 <= min_processes <= self._options.processes:
+            raise ValueError(
+                f"enlist(min_processes={min_processes}): must be from 1 to the {self._options.processes} processes "
+                "of the job"
+            )
+        if multiple_of is not None and multiple_of < min_processes:
+            raise ValueError(
+                f"enlist(multiple_of={multiple_of}): {min_processes} processes or more cannot divide {multiple_of}"
+            )
+        if self._membership is None:
+            self._membership = Membership(self._numbers, min_processes, multiple_of)
+            for process in self._processes.values():
+                if process.status is not None:
+                    self._membership.ended(process.number)
+        elif (self._membership.min_processes, self._membership.multiple_of) != (min_processes, multiple_of):
+            raise ValueError(
+                f"enlist(): another process gave min_processes={self._membership.min_processes}, "
+                f"multiple_of={self._membership.multiple_of}; this one {min_processes}, {multiple_of}"
+            )
+
+    def finished(self, process: Process) -> str | None:
+        """A process has exited with status 0. Returns why the job has to end, or None."""
+        self._has_finished = True
+        self._ended(process, is_failure=False)
+        return None
+
+    def died(self, process: Process, failure: Failure) -> str | None:
+        """A process has failed. Returns why the job has to end, or None."""
+        self._ended(process)
+        if self._refused or self._is_dismissed:
+            return None
+        text = str(failure)
+        if self._has_finished:
+            self._log(f"{text}; others have finished, so that it is not replaced")
+        elif self._shared.take_restart():
+            wait = self._shared.backoff()
+            self._log(f"{text}; the others go on, and another process starts in its place in {wait:g} s")
+            self._replacing += 1
+            self._later(wait, events.Replace(process.slot, process.rank))
+        elif any(other.status is None for other in self._processes.values()):
+            self._log(f"{text}; the others go on, and no restarts are left (--max-restarts)")
+        else:
+            return text
+        return None
+
+    def _ended(self, process: Process, is_failure: bool = True) -> None:
+        self._answers.pop(process.number, None)
+        if self._membership is not None:
+            self._membership.ended(process.number, is_failure)
+            if is_failure and self._formed_at + _CONNECT_SECONDS > asyncio.get_running_loop().time():
+                for service, members in self._services[-1:]:  # none if all members have finished
+                    if process.number in members:
+                        service.stand_in(members.index(process.number))
+        # A client that has been dropped aborts its process when its service ends, so a service stays for them.
+        for entry in list(self._services):
+            service, members = entry
+            if all(self._processes[number].status is not None for number in members):
+                service.end()
+                self._services.remove(entry)
+
+    def replace(self, slot: int, rank: int) -> str | None:
+        """Starts a process in the place of one that died. Returns why the job has to end, or None."""
+        self._replacing -= 1
+        if self._has_finished or self._refused:
+            return None
+        try:
+            process = self._start(slot, rank, joins=True)
+        except OSError as error:
+            self._log(f"another process for rank {rank} could not be started: {error}")
+            return None
+        self._processes[process.number] = process
+        if self._membership is not None:
+            self._membership.started(process.number)
+        return None
+
+    def waits_for_replacements(self) -> bool:
+        """Whether a process will be started, so that the job goes on without any."""
+        return self._replacing > 0 and not self._has_finished and not self._refused
+
+    def has_finished(self) -> bool:
+        """Whether some process has finished the job."""
+        return self._has_finished and not self._refused
+
+    def ticked(self) -> None:
+        """The tick that was asked for has come."""
+        self._is_ticking = False
+
+    def advance(self) -> str | None:
+        """Takes the decisions that are due. Returns why the job has to end, or None."""
+        membership = self._membership
+        if membership is None or self._refused:
+            return None
+        if self._has_finished and not any(number in membership.alive for number in membership.members):
+            self._dismiss()
+            return None
+        if membership.is_change_pending() and not self._told:
+            self._told = True
+            for number in membership.members:
+                self._tell(number)
+        if self._forming is None:
+            decision = membership.decide(self._replacing)
+            if isinstance(decision, Formation):
+                self._forming = asyncio.create_task(self._form(membership, decision))
+                self._forming.add_done_callback(lambda task: self._shared.queue.put_nowait(events.Tick()))
+            elif isinstance(decision, Refusal):
+                return self._refuse(decision.reason)
+        elif self._forming.done():
+            self._forming.result()
+            self._forming = None
+            return self.advance()
+        self._end_overdue(membership)
+        return None
+
+    def _tell(self, number: int) -> None:
+        if self._told:
+            self._shared.server.tell(number, {"change_pending": True})
+
+    def _dismiss(self) -> None:
+        """Ends processes that wait for a generation that is not needed: the members have finished."""
+        if self._is_dismissed:
+            return
+        self._is_dismissed = True
+        for process in self._processes.values():
+            if process.status is None:
+                self._log(f"{process.name} is no longer needed: the members have finished; killing it")
+                process.send(signal.SIGKILL)
+
+    def _refuse(self, reason: str) -> str:
+        self._refused = reason
+        for answer in self._answers.values():
+            answer({"error": reason})
+        self._answers.clear()
+        return reason
+
+    def _end_overdue(self, membership: Membership) -> None:
+        """Kills members that are stopped, or take too long, while others wait for them."""
+        overdue = []
+        if membership.is_leaving():
+            overdue = self._end_those_who_stay(membership)
+        else:
+            self._leaving_since = None
+        if membership.is_change_pending() and not membership.is_leaving():
+            overdue = self._end_those_who_are_stopped(membership)
+        else:
+            self._stopped_since = {}
+        if overdue and not self._is_ticking:
+            self._is_ticking = True
+            self._later(_TICK_SECONDS, events.Tick())
+
+    def _end_those_who_stay(self, membership: Membership) -> list[int]:
+        loop = asyncio.get_running_loop()
+        if self._leaving_since is None:
+            self._leaving_since = loop.time()
+        is_late = loop.time() - self._leaving_since > self._options.leave_timeout
+        overdue = membership.members_left_over()
+        for process in (self._processes[number] for number in overdue):
+            if process.status is not None:
+                continue
+            if process.is_stopped():
+                self._log(f"{process.name} is stopped, and the others wait for it; killing it")
+            elif is_late:
+                self._log(
+                    f"{process.name} has not left generation {membership.generation} within "
+                    f"{self._options.leave_timeout:g} s (--leave-timeout) of the first; killing it"
+                )
+            else:
+                continue
+            process.send(signal.SIGKILL)
+        return overdue
+
+    def _end_those_who_are_stopped(self, membership: Membership) -> list[int]:
+        """No member has noticed that one is stopped, as when it is the only one. Those who want to join wait for it."""
+        now, members = asyncio.get_running_loop().time(), membership.members_left_over()
+        stopped = [number for number in members if self._processes[number].is_stopped()]
+        self._stopped_since = {number: self._stopped_since.get(number, now) for number in stopped}
+        for number, since in self._stopped_since.items():
+            if now - since > self._options.leave_timeout:
+                self._log(
+                    f"{self._processes[number].name} has been stopped for {self._options.leave_timeout:g} s "
+                    "(--leave-timeout), and others wait for it; killing it"
+                )
+                self._processes[number].send(signal.SIGKILL)
+        return members
+
+    async def _form(self, membership: Membership, formation: Formation) -> None:
+        """Starts a service and tells the members, unless one of them has ended meanwhile."""
+        service, self._ready = self._ready, Service(self._shared.output)
+        address = f"127.0.0.1:{self._ports.enter_context(reserved_port())}"
+        service.begin(address, len(formation.members))
+        is_started = await service.started()
+        if not is_started or any(number not in membership.waiting for number in formation.members):
+            service.end()
+            if not is_started:
+                self._log("the coordination service of the next generation could not be started; trying again")
+            return
+        self._services.append((service, formation.members))
+        self._formed_at = asyncio.get_running_loop().time()
+        membership.form(formation)
+        self._told = False
+        ranks = ", ".join(str(self._processes[number].rank) for number in formation.members)
+        spares = ", ".join(str(self._processes[number].rank) for number in formation.spares)
+        self._log(f"generation {membership.generation}: ranks {ranks}" + (f"; spares: {spares}" if spares else ""))
+        for index, number in enumerate(formation.members):
+            member = protocol.Member(membership.generation, address, len(formation.members), index)
+            self._answers.pop(number)({"member": member})
+        for number in formation.spares:
+            member = protocol.Member(membership.generation, "", len(formation.members), -1)
+            self._answers.pop(number)({"member": member})

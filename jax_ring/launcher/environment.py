@@ -1,0 +1,74 @@
+"""The environment variables of the processes that `jax_ring.launch` starts, and ports for coordinators."""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Mapping
+
+from jax_ring.launcher import protocol
+
+
+@contextlib.contextmanager
+def reserved_port(host: str = "127.0.0.1") -> Iterator[int]:
+    """A TCP port of this host that no other program gets, but on which a coordinator can listen."""
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    with socket.socket(family) as holder:
+        # The coordinator's socket has this option too: bound here without listening, the port is still free for it.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind((host, 0))
+        yield holder.getsockname()[1]
+
+
+def variables(
+    member: protocol.Member,
+    *,
+    slot: int,
+    devices: int | None,
+    restart: int,
+    number: int,
+    socket_name: str,
+    joins: bool = False,
+    outer: Mapping[str, str] = os.environ,
+) -> dict[str, str]:
+    """The whole environment of a process.
+
+    Args:
+      member: its place in the generation that it starts in.
+      slot: its place on this host, which decides its devices.
+      devices: the number of its devices, or None.
+      restart: how often the job has been started again.
+      number: the launcher's number of the process.
+      socket_name: of the launcher, for `protocol.Control`.
+      joins: whether it takes the place of another process of an elastic job.
+      outer: the environment of the launcher.
+    """
+    result = dict(outer)
+    result.pop(protocol.JOIN_VARIABLE, None)
+    result |= member.variables()
+    result |= {
+        protocol.CONTROL_VARIABLE: socket_name,
+        protocol.PROCESS_VARIABLE: str(number),
+        protocol.RESTART_VARIABLE: str(restart),
+    }
+    if joins:
+        result[protocol.JOIN_VARIABLE] = "1"
+    if (ids := _device_ids(slot, devices, outer)) is not None:
+        result["JAX_LOCAL_DEVICE_IDS"] = ids
+    if devices is not None:
+        result["JAX_NUM_CPU_DEVICES"] = str(devices)
+    return result
+
+
+def _device_ids(slot: int, devices: int | None, outer: Mapping[str, str]) -> str | None:
+    """The GPUs of a process, as indices; None to keep the user's choice."""
+    given = outer.get("JAX_LOCAL_DEVICE_IDS")
+    count = devices or 1
+    own = range(slot * count, (slot + 1) * count)
+    if given is not None and protocol.CONTROL_VARIABLE in outer:
+        # This launcher runs in a process of another one, which has set the variable. Its GPUs are divided again.
+        inherited = given.split(",")
+        if own.stop <= len(inherited):
+            return ",".join(inherited[i] for i in own)
+    elif given is not None and devices is None:
+        return None
+    return ",".join(map(str, own))

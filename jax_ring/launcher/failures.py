@@ -1,0 +1,85 @@
+"""What went wrong in a job, and whose fault it was."""
+
+import dataclasses
+from typing import Any
+
+from jax_ring.launcher.processes import describe_status
+
+NO_RANK = -1
+_MESSAGE_LENGTH = 500  # of an exception in the launcher's last line
+
+
+@dataclasses.dataclass
+class Failure:
+    """The failure of a process.
+
+    Attributes:
+      name: of the process, as in messages.
+      rank: its index when the job started; NO_RANK for a process of the launcher's own.
+      what: what happened, to follow the name.
+      status: for the launcher to exit with.
+      caused_by: the index of the process that it blames; -1 if another one that is not known; None for itself.
+    """
+
+    name: str
+    rank: int
+    what: str
+    status: int = 1
+    caused_by: int | None = None
+
+    @property
+    def is_own(self) -> bool:
+        return self.caused_by is None
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.what}"
+
+
+def from_status(name: str, rank: int, status: int) -> Failure:
+    """A process that has ended with a status other than 0, and without a report."""
+    return Failure(name, rank, describe_status(status), status if status > 0 else 128 - status)
+
+
+def from_report(name: str, rank: int, report: dict[str, Any]) -> Failure:
+    """A process that has reported the exception of which it dies."""
+    lines = str(report.get("message", "")).strip().splitlines()
+    text = lines[0] if lines else ""
+    if len(text) > _MESSAGE_LENGTH:
+        text = text[:_MESSAGE_LENGTH] + " ..."
+    caused_by = report.get("caused_by")
+    what = f"raised {report.get('type')}" + (f": {text}" if text else "")
+    return Failure(name, rank, what, caused_by=caused_by if isinstance(caused_by, int) else None)
+
+
+class Failures:
+    """The failures of one attempt, in the order in which they became known."""
+
+    def __init__(self) -> None:
+        self._of: dict[int | tuple[int, int], Failure] = {}  # by the launcher's number, or (host, rank) of other hosts
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def of(self, process: int) -> Failure | None:
+        """The failure of a process, if it has one."""
+        return self._of.get(process)
+
+    def add(self, process: int | tuple[int, int], failure: Failure) -> Failure:
+        """Adds a failure unless the process has one, which is kept. Returns that of the process."""
+        return self._of.setdefault(process, failure)
+
+    def forget(self, process: int) -> None:
+        """Forgets a failure that the job has survived."""
+        self._of.pop(process, None)
+
+    def survived(self, process: int) -> None:
+        """The job has survived all failures but that of this process."""
+        self._of = {key: failure for key, failure in self._of.items() if key == process}
+
+    def first(self) -> Failure | None:
+        """The first failure that was the process's own fault; without any, the first."""
+        own = [failure for failure in self._of.values() if failure.is_own]
+        return next(iter(own or self._of.values()), None)
+
+    def has_own(self) -> bool:
+        return any(failure.is_own for failure in self._of.values())

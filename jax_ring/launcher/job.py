@@ -1,0 +1,179 @@
+"""A job on one host: one attempt after the other, as long as there are restarts left."""
+
+import asyncio
+import itertools
+import signal
+import sys
+from collections.abc import Awaitable, Iterator
+
+from jax_ring.launcher import environment, events
+from jax_ring.launcher.arguments import Options
+from jax_ring.launcher.attempt import Attempt, Outcome, Plan
+from jax_ring.launcher.control_server import ControlServer
+from jax_ring.launcher.coordinator.process import Service
+from jax_ring.launcher.failures import NO_RANK
+from jax_ring.launcher.output import Output
+from jax_ring.launcher.processes import LogFiles
+from jax_ring.launcher.shared import Remote, Shared
+
+FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LONGEST_BACKOFF_SECONDS = 60.0
+# How long to wait for the end of the output. A descendant outside the process group may hold a pipe open.
+_DRAIN_SECONDS = 1.0
+
+
+class Job:
+    """Runs the processes of this host until they succeed, or fail for good."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._queue: asyncio.Queue[events.Event] = asyncio.Queue()
+        self._numbers: Iterator[int] = itertools.count()
+        self._restarts = 0  # used so far
+        self._attempt: Attempt | None = None
+
+    async def run(self) -> int:
+        """Runs the job and returns the launcher's exit status."""
+        self._output = Output(sys.stdout, sys.stderr, lambda: self._signalled(signal.SIGPIPE))
+        server = ControlServer(lambda process, message, answer: self._asked(process, message, answer))
+        self._shared = Shared(
+            self._options, self._output, self._queue, server, self._numbers, LogFiles(self._options.log_dir), [],
+            self.take_restart, self.backoff,
+        )  # fmt: skip
+        self._receive_signals()
+        await server.start()
+        try:
+            outcome = await self._attempts()
+        finally:
+            server.close()
+        return await self._drained(outcome)
+
+    def take_restart(self) -> bool:
+        """Uses up one of the restarts; returns whether there was one."""
+        if self._restarts == self._options.max_restarts:
+            return False
+        self._restarts += 1
+        return True
+
+    def backoff(self) -> float:
+        """The wait before the restart that was taken last, in seconds."""
+        return min(self._options.backoff * 2 ** (self._restarts - 1), _LONGEST_BACKOFF_SECONDS)
+
+    async def _attempts(self) -> Outcome:
+        slots = tuple(range(self._options.processes))
+        blamed = -1  # the slot whose process failed last
+        for restart in itertools.count():
+            outcome = await self._try(restart, slots)
+            failure = outcome.failure
+            if outcome.status == 0 or outcome.is_stopped:
+                break
+            if not self.take_restart():
+                self._output.log(f"failed: {failure}")
+                break
+            slot = slots[failure.rank] if failure is not None and failure.rank != NO_RANK else -1
+            if slot == blamed and len(slots) > self._options.min_processes:
+                slots = tuple(other for other in slots if other != slot)
+                self._output.log(f"{failure} in two attempts on end; going on with {len(slots)} processes without it")
+            blamed = slot
+            wait = self.backoff()
+            self._output.log(
+                f"failed: {failure}; restart {self._restarts} of {self._options.max_restarts} in {wait:g} s"
+            )
+            if (signum := await self._signal_within(wait)) is not None:
+                outcome = Outcome(128 + signum, is_stopped=True)
+                break
+        return outcome
+
+    async def _try(self, restart: int, slots: tuple[int, ...]) -> Outcome:
+        with environment.reserved_port() as port:
+            plan = Plan(restart, slots, 0, len(slots), f"127.0.0.1:{port}")
+            service = Service(self._output)
+            service.begin(plan.coordinator, plan.num_processes)
+            try:
+                return (await self._watch(plan)).blamed_on(service.failure())
+            finally:
+                service.end()
+
+    async def _watch(self, plan: Plan, remote: Remote | None = None) -> Outcome:
+        self._attempt = Attempt(self._shared, plan, remote)
+        try:
+            return await self._attempt.run()
+        finally:
+            self._attempt = None
+
+    def _asked(self, process: int, message: dict, answer) -> None:
+        self._queue.put_nowait(events.Asked(process, message, answer))
+
+    def _receive_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        # Not asyncio's subprocesses: those end only when their pipes are closed, and descendants may hold them open.
+        loop.add_signal_handler(signal.SIGCHLD, self._reap)
+        for signum in FORWARDED_SIGNALS:
+            # A launcher in the background or under nohup inherits ignored signals, and must keep ignoring them.
+            if signal.getsignal(signum) != signal.SIG_IGN:
+                loop.add_signal_handler(signum, self._signalled, signum)
+
+    def _signalled(self, signum: int) -> None:
+        self._queue.put_nowait(events.Signalled(signum))
+
+    def _reap(self) -> None:
+        if self._attempt is not None:
+            self._attempt.reap()
+
+    async def _signal_within(self, seconds: float | None) -> int | None:
+        """Waits; returns the signal that the launcher has received meanwhile, or None. Other events stay queued."""
+        others: list[events.Event] = []
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    event = await self._queue.get()
+                    if isinstance(event, events.Signalled):
+                        return event.signum
+                    others.append(event)
+        except TimeoutError:
+            return None
+        finally:
+            # Host 0 may say that the job starts before the connection to it is known to be there, for example.
+            others += [self._queue.get_nowait() for _ in range(self._queue.qsize())]
+            for event in others:
+                self._queue.put_nowait(event)
+
+    async def _within(self, waiting: Awaitable[None], seconds: float) -> tuple[int | None, bool]:
+        """Waits for something, but not longer; returns a signal that came meanwhile, and whether it has happened."""
+        task = asyncio.ensure_future(waiting)
+        signals = asyncio.create_task(self._signal_within(seconds))
+        await asyncio.wait({task, signals}, return_when=asyncio.FIRST_COMPLETED)
+        is_done = task.done()
+        signum = None if is_done else signals.result()
+        task.cancel()
+        signals.cancel()
+        return signum, is_done
+
+    async def _drained(self, outcome: Outcome) -> int:
+        """Waits until the output has been written, and returns the exit status.
+
+        What a job that succeeds has written is not lost, however slowly it is read; a signal ends the wait. A job that
+        has failed, or was told to end, does not wait for a reader that has stopped reading.
+        """
+        patience = None if outcome.status == 0 else _DRAIN_SECONDS if outcome.is_stopped else self._options.grace
+        writing = asyncio.create_task(self._all_written())
+        waiting = asyncio.create_task(self._signal_within(patience))
+        await asyncio.wait({writing, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        status = outcome.status
+        if not writing.done() and (signum := waiting.result()) is not None and status == 0:
+            status = 128 + signum
+        writing.cancel()
+        waiting.cancel()
+        return status
+
+    async def _all_written(self) -> None:
+        copying = set(self._shared.copying)
+        while copying:
+            _, copying = await asyncio.wait(copying, timeout=_DRAIN_SECONDS)
+            if copying and self._output.is_idle():
+                break  # a descendant holds a pipe open, and writes nothing
+        for task in copying:
+            task.cancel()
+        if copying:
+            await asyncio.wait(copying)
+        await self._output.written()

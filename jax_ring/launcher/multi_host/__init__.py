@@ -1,0 +1,1 @@
+"""Jobs on several hosts: one launcher on each."""

@@ -1,0 +1,115 @@
+"""A job on several hosts: what the launchers of host 0 and of the others do beside running their own processes."""
+
+import itertools
+import signal
+
+from jax_ring.launcher import environment, events
+from jax_ring.launcher.arguments import Options
+from jax_ring.launcher.attempt import Outcome, Plan
+from jax_ring.launcher.coordinator.process import Service
+from jax_ring.launcher.job import Job
+from jax_ring.launcher.multi_host.links import Hub, Spoke
+
+
+class FirstHost(Job):
+    """Host 0: it decides for all hosts, and hosts the coordination service."""
+
+    async def _attempts(self) -> Outcome:
+        options, log = self._options, self._output.log
+        self._hub = Hub(options.nnodes, self._queue)
+        host, port = options.coordinator
+        try:
+            await self._hub.start(host, port)
+        except OSError as error:
+            log(f"cannot listen at --coordinator {host}:{port}: {error}. It has to be an address of this host")
+            return Outcome(1)
+        outcome = await self._all_attempts()
+        reason = "" if outcome.status == 0 else f"host 0: {outcome.failure or 'it was told to end'}"
+        await self._hub.end(outcome.status, reason)
+        return outcome
+
+    async def _all_attempts(self) -> Outcome:
+        options, log = self._options, self._output.log
+        for restart in itertools.count():
+            signum, is_there = await self._within(self._hub.gathered(), options.node_timeout)
+            if signum is not None:
+                return Outcome(128 + signum, is_stopped=True)
+            if not is_there:
+                missing = ", ".join(map(str, self._hub.missing()))
+                log(f"failed: hosts {missing} are not there after {options.node_timeout:g} s (--node-timeout)")
+                return Outcome(1)
+            outcome = await self._try_on_all(restart)
+            if outcome.status == 0 or outcome.is_stopped:
+                return outcome
+            if not self.take_restart():
+                log(f"failed: {outcome.failure}")
+                return outcome
+            wait = self.backoff()
+            log(f"failed: {outcome.failure}; restart {self._restarts} of {options.max_restarts} in {wait:g} s")
+            if (signum := await self._signal_within(wait)) is not None:
+                return Outcome(128 + signum, is_stopped=True)
+        raise AssertionError("not reached")
+
+    async def _try_on_all(self, restart: int) -> Outcome:
+        options = self._options
+        host = options.coordinator[0]
+        with environment.reserved_port(host) as port:
+            coordinator = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            service = Service(self._output)
+            try:
+                total = self._hub.begin(restart, options.processes, coordinator)
+                service.begin(coordinator, total)
+                plan = Plan(restart, tuple(range(options.processes)), 0, total, coordinator)
+                outcome = (await self._watch(plan, self._hub)).blamed_on(service.failure())
+                if outcome.status != 0:
+                    # Their launchers end their processes within the same time, or are given up.
+                    await self._within(self._hub.stopped(), options.failure_grace + options.grace)
+                return outcome
+            finally:
+                service.end()
+
+
+class OtherHost(Job):
+    """A host that follows host 0."""
+
+    async def _attempts(self) -> Outcome:
+        options, log = self._options, self._output.log
+        self._spoke = Spoke(options.node_rank, self._queue)
+        host, port = options.coordinator
+        connecting = self._spoke.connect(host, port, options.nnodes, options.processes)
+        signum, is_there = await self._within(connecting, options.node_timeout)
+        if signum is not None:
+            return Outcome(128 + signum, is_stopped=True)
+        if not is_there:
+            log(f"failed: no launcher of host 0 at {host}:{port} within {options.node_timeout:g} s (--node-timeout)")
+            return Outcome(1)
+        try:
+            return await self._follow()
+        finally:
+            await self._spoke.close()
+
+    async def _follow(self) -> Outcome:
+        options = self._options
+        while True:
+            event = await self._queue.get()
+            match event:
+                case events.Signalled(signum):
+                    self._output.log(f"received {signal.Signals(signum).name}")
+                    return Outcome(128 + signum, is_stopped=True)
+                case events.RemoteEnd(status, reason):
+                    if status:
+                        self._output.log(f"failed: {reason}")
+                    return Outcome(status)
+                case events.RemoteStart(restart, first, num_processes, coordinator):
+                    slots = tuple(range(options.processes))
+                    outcome = await self._watch(Plan(restart, slots, first, num_processes, coordinator), self._spoke)
+                    if outcome.is_stopped or outcome.is_ended:
+                        return outcome
+                    self._spoke.tell_stopped()
+
+
+def job(options: Options) -> Job:
+    """The job of this host."""
+    if options.nnodes == 1:
+        return Job(options)
+    return OtherHost(options) if options.node_rank else FirstHost(options)

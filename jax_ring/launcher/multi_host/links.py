@@ -1,0 +1,255 @@
+"""The launchers of several hosts: that of host 0 decides, the others follow. They talk by TCP, a JSON object per line.
+
+As with JAX's coordination service, whoever can reach the port can take part: the network has to be trusted.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import signal
+from typing import Any
+
+from jax_ring.launcher import events
+from jax_ring.launcher.failures import Failure
+from jax_ring.launcher.protocol import encode
+
+# Each side says this often that it is there, and gives the other up after that long.
+_ALIVE_SECONDS = 2.0
+SILENCE_SECONDS = 20.0
+_RETRY_SECONDS = 0.2
+
+
+class Link:
+    """A connection between two launchers."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._beat = asyncio.create_task(self._beats())
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends a message, or drops it if the other side has gone. Never blocks."""
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            self._writer.write(encode(message))
+
+    async def receive(self) -> dict[str, Any] | None:
+        """The next message; None if the other side has gone, or has been silent for too long."""
+        while True:
+            try:
+                async with asyncio.timeout(SILENCE_SECONDS):
+                    line = await self._reader.readline()
+                message = json.loads(line) if line else None
+            except (TimeoutError, OSError, ValueError):
+                return None
+            if message != {}:
+                return message
+
+    async def close(self) -> None:
+        """Closes the connection after what was sent."""
+        self._beat.cancel()
+        self._writer.close()
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._writer.wait_closed()
+
+    async def _beats(self) -> None:
+        while True:
+            self.send({})
+            await asyncio.sleep(_ALIVE_SECONDS)
+
+
+class Hub:
+    """Host 0's side: the launchers of the other hosts."""
+
+    def __init__(self, nnodes: int, queue: asyncio.Queue[events.Event]) -> None:
+        self._nnodes, self._queue = nnodes, queue
+        self._links: dict[int, Link] = {}  # by host
+        self._processes: dict[int, int] = {}  # by host
+        self._taking_part: set[int] = set()  # in the present attempt
+        self._succeeded: set[int] = set()
+        self._stopped: set[int] = set()
+        self._restart = -1
+        self._changed = asyncio.Event()
+
+    async def start(self, host: str, port: int) -> None:
+        """Begins to listen.
+
+        Raises:
+          OSError: if it cannot.
+        """
+        self._server = await asyncio.start_server(self._serve, host, port)
+
+    async def gathered(self) -> None:
+        """Waits until all hosts are there."""
+        while len(self._links) < self._nnodes - 1:
+            await self._next_change()
+
+    def missing(self) -> list[int]:
+        """The hosts whose launchers are not there."""
+        return sorted(set(range(1, self._nnodes)) - set(self._links))
+
+    def begin(self, restart: int, own_processes: int, coordinator: str) -> int:
+        """Starts an attempt on the other hosts; returns the number of processes of all."""
+        self._restart, self._taking_part = restart, set(self._links)
+        self._succeeded.clear()
+        self._stopped.clear()
+        first = {}
+        total = own_processes
+        for node in sorted(self._links):
+            first[node] = total
+            total += self._processes[node]
+        for node, link in self._links.items():
+            link.send({"start": [restart, first[node], total, coordinator]})
+        return total
+
+    async def stopped(self) -> None:
+        """Waits until the processes of all other hosts have ended, or their launchers are gone."""
+        while self._taking_part - self._stopped & set(self._links):
+            await self._next_change()
+
+    async def end(self, status: int, reason: str) -> None:
+        """Ends the job on the other hosts."""
+        self._server.close()
+        for link in self._links.values():
+            link.send({"end": [status, reason]})
+        await asyncio.gather(*(link.close() for link in self._links.values()))
+
+    # What an attempt asks.
+
+    def succeeded(self) -> bool:
+        return self._taking_part <= self._succeeded
+
+    def tell_failure(self, failure: Failure) -> bool:
+        return False
+
+    def tell_stop(self, signum: int, grace: float, reason: str) -> None:
+        for node in self._taking_part & set(self._links):
+            self._links[node].send({"stop": [self._restart, signum, grace, f"host 0: {reason}"]})
+
+    def tell_success(self) -> None:
+        pass
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = Link(reader, writer)
+        hello = await link.receive()
+        if refusal := self._refusal(hello):
+            link.send({"error": refusal})
+            await link.close()
+            return
+        assert hello is not None
+        node = hello["node"]
+        self._links[node], self._processes[node] = link, hello["processes"]
+        self._notify()
+        while (message := await link.receive()) is not None:
+            self._take(node, message)
+        del self._links[node]
+        if node in self._taking_part and node not in self._stopped:
+            failure = Failure(f"host {node}", -node, "is gone: its launcher has ended, or cannot be reached")
+            self._queue.put_nowait(events.RemoteFailed(node, failure))
+        self._notify()
+        await link.close()
+
+    def _refusal(self, hello: dict[str, Any] | None) -> str:
+        try:
+            assert hello is not None
+            node, nnodes = hello["node"], hello["nnodes"]
+            hello["processes"] + 0
+        except (AssertionError, KeyError, TypeError):
+            return "this is the launcher of a jax_ring job"
+        if nnodes != self._nnodes:
+            return f"host 0 was started with --nnodes {self._nnodes}, host {node} with --nnodes {nnodes}"
+        if node in self._links or not 0 < node < self._nnodes:
+            return f"there is a launcher with --node-rank {node} already"
+        return ""
+
+    def _take(self, node: int, message: dict[str, Any]) -> None:
+        if message.get("restart") != self._restart:
+            return
+        if "failed" in message:
+            self._queue.put_nowait(events.RemoteFailed(node, Failure(**message["failed"])))
+        elif "succeeded" in message:
+            self._succeeded.add(node)
+        elif "stopped" in message:
+            self._stopped.add(node)
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._queue.put_nowait(events.RemoteChanged())
+
+    async def _next_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+
+class Spoke:
+    """Another host's side: the launcher of host 0. What it wants is put into the queue."""
+
+    def __init__(self, node: int, queue: asyncio.Queue[events.Event]) -> None:
+        self._node, self._queue = node, queue
+        self._restart = -1
+        self._has_told_success = False
+        self.is_lost = False
+
+    async def connect(self, host: str, port: int, nnodes: int, processes: int) -> None:
+        """Connects to host 0, as soon as it is there. Set a time limit."""
+        while True:
+            try:
+                reader, writer = await asyncio.open_connection(host, port)
+                break
+            except OSError:
+                await asyncio.sleep(_RETRY_SECONDS)
+        self._link = Link(reader, writer)
+        self._link.send({"node": self._node, "nnodes": nnodes, "processes": processes})
+        self._receiving = asyncio.create_task(self._receive())
+
+    async def _receive(self) -> None:
+        while (message := await self._link.receive()) is not None:
+            if "start" in message:
+                start = events.RemoteStart(*message["start"])
+                self._restart, self._has_told_success = start.restart, False
+                self._queue.put_nowait(start)
+            elif "stop" in message:
+                restart, signum, grace, reason = message["stop"]
+                if restart == self._restart:
+                    self._queue.put_nowait(events.RemoteStop(signum, grace, reason))
+            elif "end" in message:
+                self._queue.put_nowait(events.RemoteEnd(*message["end"]))
+                return
+            elif "error" in message:
+                self._queue.put_nowait(events.RemoteEnd(2, f"host 0 has refused this host: {message['error']}"))
+                return
+        self.is_lost = True
+        reason = "the launcher of host 0 has ended, or cannot be reached"
+        self._queue.put_nowait(events.RemoteStop(signal.SIGTERM, 0.0, reason))
+        self._queue.put_nowait(events.RemoteEnd(1, reason))
+
+    def tell_stopped(self) -> None:
+        """Tells host 0 that the processes of this host have ended."""
+        self._tell("stopped", True)
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        self._receiving.cancel()
+        await self._link.close()
+
+    # What an attempt asks.
+
+    def succeeded(self) -> bool:
+        return False  # host 0 says when the job ends
+
+    def tell_failure(self, failure: Failure) -> bool:
+        renamed = dataclasses.replace(failure, name=f"{failure.name} of host {self._node}")
+        self._tell("failed", dataclasses.asdict(renamed))
+        return not self.is_lost
+
+    def tell_stop(self, signum: int, grace: float, reason: str) -> None:
+        pass
+
+    def tell_success(self) -> None:
+        if not self._has_told_success:
+            self._has_told_success = True
+            self._tell("succeeded", True)
+
+    def _tell(self, what: str, value: Any) -> None:
+        self._link.send({what: value, "restart": self._restart})

@@ -1,0 +1,128 @@
+"""A process of a job: started, labeled, signalled, and described in messages."""
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from typing import IO
+
+from jax_ring.launcher.output import Output
+
+_PROGRAM = pathlib.Path(__file__).parent / "worker.py"
+
+
+class LogFiles:
+    """The files of --log-dir: FOLDER/rank-2.out and .err, and in FOLDER/restart-1 for the first restart, and so on."""
+
+    def __init__(self, folder: pathlib.Path | None) -> None:
+        self._folder = folder
+        self._files: dict[pathlib.Path, IO[bytes]] = {}
+
+    def of(self, restart: int, rank: int) -> tuple[int | None, int | None]:
+        """The file descriptors for standard output and standard error of a rank."""
+        if self._folder is None:
+            return None, None
+        folder = self._folder / f"restart-{restart}" if restart else self._folder
+        folder.mkdir(parents=True, exist_ok=True)
+        return self._open(folder / f"rank-{rank}.out"), self._open(folder / f"rank-{rank}.err")
+
+    def _open(self, path: pathlib.Path) -> int:
+        # Open for the whole job: a process that replaces another one of this rank goes on where that ended.
+        if path not in self._files:
+            self._files[path] = open(path, "wb", buffering=0)  # noqa: SIM115
+        return self._files[path].fileno()
+
+
+class Process:
+    """A process that runs the script. It leads a process group, so that its descendants can be killed with it.
+
+    Attributes:
+      number: the launcher's number of the process, never used again.
+      slot: its place on this host.
+      rank: how messages and its output name it: its index when the job started. A process started in its place has
+        the same.
+      status: its exit status, or minus the signal that killed it; None while it runs.
+      copying: the tasks that copy its output.
+    """
+
+    def __init__(self, number: int, slot: int, rank: int) -> None:
+        self.number, self.slot, self.rank = number, slot, rank
+        self.status: int | None = None
+        self.copying: list[asyncio.Task] = []
+        self._process: subprocess.Popen | None = None
+
+    def start(self, command: Sequence[str], is_module: bool, environment: dict[str, str]) -> None:
+        """Starts the process.
+
+        Raises:
+          OSError: if the system cannot.
+        """
+        program = [sys.executable, "-P", str(_PROGRAM), str(os.getpid()), "module" if is_module else "script"]
+        self._process = subprocess.Popen(
+            [*program, *command], env=environment, process_group=0,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def copy_output(self, output: Output, label: str, logs: tuple[int | None, int | None]) -> None:
+        """Begins to copy its output."""
+        assert self._process is not None
+        for to_stderr, stream in enumerate((self._process.stdout, self._process.stderr)):
+            assert stream is not None
+            copy = output.copy(stream, bool(to_stderr), label, self.rank, logs[to_stderr])
+            self.copying.append(asyncio.create_task(copy))
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (pid {self.pid})"
+
+    def reap(self) -> bool:
+        """Whether it has exited since the last call. Its descendants are killed then."""
+        if self._process is None or self.status is not None or (status := self._process.poll()) is None:
+            return False
+        self.status = status
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        return True
+
+    def send(self, signum: int) -> None:
+        """Sends a signal to it and its descendants, if it is running."""
+        if self._process is not None and self._process.returncode is None:
+            os.killpg(self.pid, signum)
+
+    def kill(self) -> None:
+        """Kills it and its descendants, and waits until it has ended."""
+        self.send(signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped it. False where the system does not tell."""
+        try:
+            state = pathlib.Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return False
+        return state in "Tt"
+
+
+def format_ranks(processes: Iterable[Process]) -> str:
+    """The ranks of processes, for messages."""
+    return ", ".join(map(str, sorted(process.rank for process in processes)))
+
+
+def describe_status(status: int) -> str:
+    """How a process ended, from its exit status or minus its signal."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"

@@ -1,0 +1,51 @@
+"""What the attempts of a job share, and what they need to know of other hosts."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from jax_ring.launcher import events
+from jax_ring.launcher.arguments import Options
+from jax_ring.launcher.control_server import ControlServer
+from jax_ring.launcher.failures import Failure
+from jax_ring.launcher.output import Output
+from jax_ring.launcher.processes import LogFiles
+
+
+@dataclasses.dataclass
+class Shared:
+    """What all attempts of a job share.
+
+    Attributes:
+      numbers: of processes.
+      copying: the tasks that copy the output of processes that have ended.
+      take_restart: uses up one of the restarts; False if there are none left.
+      backoff: the wait before the restart that was taken last, in seconds.
+    """
+
+    options: Options
+    output: Output
+    queue: asyncio.Queue[events.Event]
+    server: ControlServer
+    numbers: Iterator[int]
+    logs: LogFiles
+    copying: list[asyncio.Task]
+    take_restart: Callable[[], bool]
+    backoff: Callable[[], float]
+
+
+class Remote(Protocol):
+    """The other hosts of a job."""
+
+    def succeeded(self) -> bool:
+        """Whether the processes of all hosts have exited with status 0, as far as host 0 knows."""
+
+    def tell_failure(self, failure: Failure) -> bool:
+        """Tells host 0 of a failure. Returns whether its launcher decides what is to be done; else this one does."""
+
+    def tell_stop(self, signum: int, grace: float, reason: str) -> None:
+        """Tells the other hosts that this one's processes are being ended."""
+
+    def tell_success(self) -> None:
+        """Tells host 0 that the processes of this host have exited with status 0."""

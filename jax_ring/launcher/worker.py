@@ -1,0 +1,137 @@
+"""Runs the user's script in a process of `jax_ring.launch`, with `jax.distributed.initialize` needing no arguments.
+
+The launcher runs this file by its path, not as a module. Importing the package would import JAX, and scripts set
+environment variables before they import JAX.
+"""
+
+import ctypes
+import functools
+import importlib.abc
+import importlib.util
+import os
+import re
+import runpy
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+# Errors of jax_ring name the process that others waited for in this form. See blamed_process.
+_OTHER_PROCESS = re.compile(r"\b[Pp]rocess (\d+) \(ranks? ")
+_OF_ANOTHER = re.compile(r"jax_ring\.launch:|Gloo|Connection closed by peer|distributed service detected fatal errors")
+
+
+def load_beside(path: str):
+    """Loads a file below this folder that imports nothing of the package."""
+    name = "_jax_ring_" + os.path.splitext(path)[0].replace("/", "_")
+    spec = importlib.util.spec_from_file_location(name, os.path.join(os.path.dirname(__file__), path))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def die_with_parent(launcher_pid: int) -> None:
+    """Makes the kernel kill this process when the launcher exits, even if the launcher was killed itself."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    # The launcher may have exited before the call above.
+    if os.getppid() != launcher_pid:
+        raise SystemExit(128 + signal.SIGKILL)
+
+
+def with_environment_defaults(initialize):
+    """`jax.distributed.initialize`, for a coordination service that the launcher hosts.
+
+    The number of processes and the process id are taken from the environment. JAX itself reads only the coordinator's
+    address and the local device ids from there. With another coordinator, process 0 starts a service as usual.
+    """
+
+    @functools.wraps(initialize)
+    def initialize_with_defaults(coordinator_address=None, num_processes=None, process_id=None, *rest, **options):
+        if os.environ.get("JAX_RING_JOIN"):
+            # A process that takes the place of another runs the script alone until `jax_ring.elastic.run` makes it a
+            # member, so that the others need not wait for its imports and its data.
+            return None
+        if num_processes is None:
+            num_processes = int(os.environ["JAX_NUM_PROCESSES"])
+        if process_id is None:
+            process_id = int(os.environ["JAX_PROCESS_ID"])
+        if coordinator_address not in (None, os.environ["JAX_COORDINATOR_ADDRESS"]):
+            return initialize(coordinator_address, num_processes, process_id, *rest, **options)
+        with load_beside("coordinator/server.py").without_service():
+            return initialize(coordinator_address, num_processes, process_id, *rest, **options)
+
+    return initialize_with_defaults
+
+
+class InitializePatcher(importlib.abc.MetaPathFinder):
+    """Replaces `jax.distributed.initialize` when the script imports JAX, if it does."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname != "jax.distributed":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            module.initialize = with_environment_defaults(module.initialize)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def blamed_process(error: BaseException | None) -> int | None:
+    """The process whose failure has caused an exception; -1 if another one that is not known; None if it is this one.
+
+    The causes and contexts of the exception count as well.
+    """
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        text = str(error)
+        # Where the package is loaded, it knows its errors.
+        leaving = sys.modules.get("jax_ring.distributed.exit_notice")
+        if leaving is not None and (process := leaving.blamed_process(text)) is not None:
+            return process
+        if match := _OTHER_PROCESS.search(text):
+            return int(match.group(1))
+        if _OF_ANOTHER.search(text):
+            return -1
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def report(error: BaseException) -> None:
+    """Tells the launcher of an exception of which this process dies."""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    load_beside("protocol.py").Control.report_failure(name, str(error), blamed_process(error))
+
+
+def main(launcher_pid: str, kind: str, *command: str) -> None:
+    die_with_parent(int(launcher_pid))
+    sys.meta_path.insert(0, InitializePatcher())
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # as on a terminal
+    sys.argv[:] = command
+    try:
+        # The first place to import from is what Python uses for a script or a module.
+        if kind == "module":
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.realpath(command[0])))
+            runpy.run_path(command[0], run_name="__main__")
+    except Exception as error:
+        report(error)
+        raise
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Custom calls to an engine: operands, attributes, streams, and those that XLA's partitioner divides."""

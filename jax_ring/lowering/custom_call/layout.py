@@ -1,0 +1,55 @@
+"""Moves the blocks of a scatter or a gather between the user's dimension and the engine's, the leading one.
+
+Once for functions that are traced, and once for values of the program under lowering: tracing takes longer than all
+else that is done for a call.
+"""
+
+import jax.numpy as jnp
+from jax.extend.mlir import ir
+
+from jax_ring.lowering.xla import ops
+
+
+def blocks_first(x, *, axis_size: int, dimension: int, tiled: bool):
+    """The operand of a reduce-scatter over `dimension`, with one block per rank along a new leading dimension."""
+    return jnp.moveaxis(split_dimension(x, dimension, axis_size) if tiled else x, dimension, 0)
+
+
+def shape_of_blocks(shape: tuple, *, axis_size: int, dimension: int, tiled: bool) -> tuple:
+    """The shape of `blocks_first` of an array of this shape."""
+    kept = (shape[dimension] // axis_size,) if tiled else ()
+    return axis_size, *shape[:dimension], *kept, *shape[dimension + 1 :]
+
+
+def blocks_at(x, *, dimension: int, tiled: bool):
+    """The result of an all-gather, with the blocks moved from the leading dimension to `dimension`."""
+    x = jnp.moveaxis(x, 0, dimension)
+    return merge_dimensions(x, dimension) if tiled else x
+
+
+def split_dimension(x, dimension: int, num_blocks: int):
+    """x with `dimension` split into two: the block, and the index in it."""
+    return x.reshape(*x.shape[:dimension], num_blocks, x.shape[dimension] // num_blocks, *x.shape[dimension + 1 :])
+
+
+def merge_dimensions(x, dimension: int):
+    """x with `dimension` and the one after it merged."""
+    return x.reshape(*x.shape[:dimension], x.shape[dimension] * x.shape[dimension + 1], *x.shape[dimension + 2 :])
+
+
+def lower_blocks_first(x, *, slots: int, axis_size: int, dimension: int, tiled: bool):
+    """`blocks_first` of a value with so many dimensions for slots in front, which stay there."""
+    shape, dimension = ir.RankedTensorType(x.type).shape, slots + dimension
+    if tiled:
+        kept = shape[dimension] // axis_size
+        x = ops.reshape(x, (*shape[:dimension], axis_size, kept, *shape[dimension + 1 :]))
+    return ops.move_dimension(x, dimension, slots)
+
+
+def lower_blocks_at(x, *, dimension: int, tiled: bool):
+    """`blocks_at` of a value."""
+    x = ops.move_dimension(x, 0, dimension)
+    if not tiled:
+        return x
+    shape = ir.RankedTensorType(x.type).shape
+    return ops.reshape(x, (*shape[:dimension], shape[dimension] * shape[dimension + 1], *shape[dimension + 2 :]))

@@ -1,0 +1,183 @@
+"""The custom call as an operation of the program, and what is known of it."""
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo as hlo
+from jax.interpreters import mlir
+
+from jax_ring import _compat
+from jax_ring.lowering.custom_call import ffi_attributes, partitioned, partitioner
+from jax_ring.lowering.custom_call.ffi_attributes import CONFIG, named
+from jax_ring.lowering.state import cached_in_module
+
+Lines = tuple[str, ...]  # those of the user that one call serves
+_MAX_SHAPES = 4
+
+
+class Description(str):
+    """Describes a call in timeout errors, without its line: equal calls have equal descriptions.
+
+    Attributes:
+      function: of the user's call.
+      shapes: the types of the first operands.
+      num_operands: of all of them.
+      over: the axes and groups.
+    """
+
+    function: str
+    shapes: tuple[str, ...]
+    num_operands: int
+    over: str
+
+    def __new__(cls, function: str, shapes: Sequence[str], num_operands: int, over: str):
+        shapes = tuple(shapes[:_MAX_SHAPES])
+        more = f" and {num_operands - len(shapes)} more" if num_operands > len(shapes) else ""
+        self = super().__new__(cls, f"{function} of {', '.join(shapes)}{more} over {over}")
+        self.function, self.shapes, self.num_operands, self.over = function, shapes, num_operands, over
+        return self
+
+
+def describe_joined(calls: Sequence[str]) -> str:
+    """Describes a call that has joined others."""
+    if all(isinstance(call, Description) for call in calls):
+        first, num_operands = calls[0], 0
+        shapes: list[str] = []
+        for call in calls:
+            num_operands += call.num_operands  # type: ignore[attr-defined]
+            if len(shapes) < _MAX_SHAPES:
+                shapes.extend(call.shapes)  # type: ignore[attr-defined]
+        return Description(first.function, shapes, num_operands, first.over)  # type: ignore[attr-defined]
+    different = list(dict.fromkeys(calls))
+    return " and ".join(different[:2]) + (f" and {len(different) - 2} more calls" if len(different) > 2 else "")
+
+
+class Call(NamedTuple):
+    """What is known of a custom call to an engine.
+
+    Attributes:
+      shared: its attributes, but for those that name it in errors. The calls of one kind have equal ones.
+      description: names it in errors.
+      lines: the lines that it serves.
+      num_hidden: how many operands it has in front of the user's.
+      itemsize: of the user's operands, in bytes.
+      joins: whether it may be joined with others.
+      num_own: for a call that the partitioner divides, as in `partitioned.attributes`; else None.
+    """
+
+    shared: ir.DictAttr
+    description: str
+    lines: Lines
+    num_hidden: int
+    itemsize: int
+    joins: bool
+    num_own: tuple[int, int] | None = None
+
+    def function(self) -> str:
+        """The function and the axes that the description names; empty if it does not tell them."""
+        is_known = isinstance(self.description, Description)
+        return f"{self.description.function} {self.description.over}" if is_known else ""  # type: ignore[attr-defined]
+
+
+def build(
+    ctx, target: str, call: Call, operands: Sequence, result_types: Sequence, aliases: Collection[tuple[int, int]],
+    location: ir.Location | None = None,
+) -> ir.Operation:  # fmt: skip
+    """Builds the custom call at the insertion point.
+
+    The operation is the same as that of `jax.ffi.ffi_lowering`, at a tenth of the time.
+
+    Args:
+      operands: the hidden ones and those of the user.
+      aliases: pairs of an operand and a result that may have one buffer.
+    """
+    aliases, types = tuple(aliases), tuple([value.type for value in operands])
+    # Apart, because calls of different lines have the same attributes otherwise.
+    of_line = cached_in_module(ctx, ("config", call, aliases), lambda: _config(ctx, call, aliases))
+    of_types = cached_in_module(
+        ctx, ("operation", target, call.num_own, aliases, types, *result_types),
+        lambda: _attributes(ctx, target, call.num_own, operands, result_types, aliases),
+    )  # fmt: skip
+    attributes = {**of_types, CONFIG: of_line}
+    operation = ir.Operation.create(
+        "stablehlo.custom_call", results=result_types, operands=operands, attributes=attributes, loc=location
+    )
+    _note(ctx, of_line, call)
+    return operation
+
+
+def _config(ctx, call: Call, aliases: Collection[tuple[int, int]]) -> ir.DictAttr:
+    """The attributes that the handler decodes."""
+    of_kind = cached_in_module(ctx, ("entries", call.shared), lambda: dict(named(call.shared)))
+    names: dict[str, ir.Attribute] = {"call": ir.StringAttr.get(call.description), "site": site_of(call.lines)}
+    if call.num_own is not None:
+        names[partitioner.ALIASES] = mlir.ir_attribute(np.array([*aliases], np.int64).reshape(-1))
+    return ir.DictAttr.get({**of_kind, **names})
+
+
+def _attributes(
+    ctx, target: str, num_own: tuple[int, int] | None, operands: Sequence, result_types: Sequence,
+    aliases: Collection[tuple[int, int]],
+) -> dict[str, ir.Attribute]:  # fmt: skip
+    """All others."""
+    attributes = dict(cached_in_module(ctx, ("target", target), partial(ffi_attributes.fixed, target)))
+    if num_own is not None:
+        attributes["sdy.sharding_rule"] = partitioned.rule(operands, result_types, num_own)
+    attributes["operand_layouts"] = _layouts(ctx, [value.type for value in operands])
+    attributes["result_layouts"] = _layouts(ctx, result_types)
+    if aliases:
+        attributes["output_operand_aliases"] = ffi_attributes.aliases(aliases, len(result_types))
+    return attributes
+
+
+def config(shared: ir.DictAttr, **more: ir.Attribute) -> ir.DictAttr:
+    """The attributes of a call, with some more or others."""
+    return ir.DictAttr.get({**dict(named(shared)), **more})
+
+
+def site_of(lines: Lines) -> ir.StringAttr:
+    """The attribute `site` of a call that serves these lines, before it is known which calls are equal to it."""
+    return ir.StringAttr.get(" and ".join(lines))
+
+
+def compared(operation: ir.Operation) -> tuple:
+    """The attributes of an operation, in a form that is equal for operations with equal ones."""
+    try:
+        return tuple(named(operation.attributes))
+    except TypeError:
+        return (str(operation).partition("=")[2],)
+
+
+def note(ctx, operation: ir.Operation, call: Call) -> None:
+    """Notes what is known of a call. JAX copies operations, so that is found by their attributes."""
+    _note(ctx, operation.attributes[CONFIG], call)
+
+
+def _note(ctx, attributes: ir.Attribute, call: Call) -> None:
+    calls = _compat.module_state(ctx).setdefault("calls", {})
+    known = calls.get(attributes)
+    calls[attributes] = call if known is None else call._replace(joins=call.joins and known.joins)
+
+
+def known_calls(ctx) -> Mapping[ir.Attribute, Call]:
+    """The calls of the module, by their attributes."""
+    return _compat.module_state(ctx).get("calls", {})
+
+
+def aliased_operands(operation: ir.Operation) -> set[int]:
+    """The operands of a custom call that may have the buffer of a result."""
+    if "output_operand_aliases" not in operation.attributes:
+        return set()
+    aliases = ir.ArrayAttr(operation.attributes["output_operand_aliases"])
+    return {hlo.OutputOperandAlias(alias).operand_index for alias in aliases}
+
+
+def _layouts(ctx, types: Sequence[ir.Type]) -> ir.ArrayAttr:
+    ranks = [ir.RankedTensorType(type_).rank for type_ in types]
+    layouts = {
+        rank: cached_in_module(ctx, ("layout", rank), partial(ffi_attributes.row_major, rank)) for rank in set(ranks)
+    }
+    return ir.ArrayAttr.get([layouts[rank] for rank in ranks])

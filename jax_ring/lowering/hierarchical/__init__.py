@@ -1,0 +1,1 @@
+"""Collectives across hosts: an engine within each host, XLA between hosts."""

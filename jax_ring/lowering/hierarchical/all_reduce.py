@@ -1,0 +1,294 @@
+"""The hierarchical all-reduce across hosts: jax_ring's collectives within each host, XLA's all-reduce between hosts.
+
+The ranks of a host reduce-scatter, after which each has the host's result for one shard of the message. The ranks with
+the same shard on different hosts all-reduce it, served by XLA, or exchange it. Then the ranks of a host all-gather. In
+total one message leaves each host, not one per rank. Parts of a large message take these steps one after the other, so
+that one part crosses while others are summed and gathered.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo as hlo
+from jax.interpreters import mlir
+
+from jax_ring.lowering.custom_call import emitter
+from jax_ring.lowering.dispatch import Service
+from jax_ring.lowering.hierarchical import wait_markers
+from jax_ring.lowering.hierarchical.inter_host import (
+    ByAllReduce,
+    ByExchange,
+    Crossing,
+    Types,
+    aval_of,
+    shard_size,
+    types_of,
+)
+from jax_ring.lowering.passes import fold_casts
+from jax_ring.lowering.topology import Levels
+from jax_ring.lowering.xla import ops
+from jax_ring.options import Options
+
+# Crosses a link of 1 Gbit/s in some 30 ms. The ranks of a host need a few ms to sum and to gather it.
+PART_BYTES = 4 << 20
+# So many parts are reduce-scattered before they can cross: the ranks of a host do not cross in step.
+AHEAD = 2
+# So many elements begin at a cache line, whatever their type.
+_ALIGNMENT = 64
+
+
+class Part(NamedTuple):
+    """Consecutive elements of an array: the first one, and how many."""
+
+    begin: int
+    size: int
+
+
+def emit(ctx, operands, *, kind: str, op: str, service: Service, call: str, options) -> list:
+    """Emits an all-reduce that crosses hosts, and returns its results.
+
+    Each operand is sharded separately. Concatenating them first would copy all of the data once more, and save less
+    than one element of padding per operand and rank. One custom call takes all operands, and XLA combines its own
+    all-reduces. Only large operands are apart, and cut into parts.
+    """
+    assert kind == "all_reduce"
+    assert service.levels is not None
+    aval: Any = ctx.avals_in[0]
+    by_all_reduce = ByAllReduce(op, service.levels.inter, types_of(op, aval.dtype))
+    reduction = _Sum(ctx, op, service, service.levels, call, options, by_all_reduce)
+    in_parts = reduction._replace(crossing=_large_crossing(by_all_reduce))
+    is_large = [reduction.is_cut(aval) for aval in ctx.avals_in]
+    whole = [i for i, large in enumerate(is_large) if not large]
+    results: dict[int, Any] = {}
+    if whole:
+        sums = reduction.of_whole([operands[i] for i in whole], [ctx.avals_in[i] for i in whole])
+        results.update(zip(whole, sums, strict=True))
+    position = hlo.partition_id() if len(whole) < len(operands) else None
+    for i, aval in enumerate(ctx.avals_in):
+        if not is_large[i]:
+            continue
+        unrounded = fold_casts.unrounded(operands[i]) if in_parts.converts else None
+        if unrounded is None:
+            results[i], position = in_parts.in_parts(operands[i], aval, position)
+        else:
+            wide = aval_of(np.float32, *aval.shape)
+            total, position = in_parts.of_rounded().in_parts(unrounded, wide, position)
+            results[i] = fold_casts.rounded_again(ctx, total, aval)
+    return [results[i] for i in range(len(operands))]
+
+
+def emit_sum(ctx, operand, *, service: Service, call: str, options: Options, crossing: Crossing):
+    """Emits the sum of one operand between CPU processes, which crosses hosts in another way, and returns it."""
+    assert service.levels is not None
+    reduction = _Sum(ctx, "sum", service, service.levels, call, options, crossing)
+    return reduction.in_parts(operand, ctx.avals_in[0], hlo.partition_id())[0]
+
+
+def _large_crossing(by_all_reduce: ByAllReduce) -> Crossing:
+    """How operands cross that are cut into parts: small floats by an exchange, in which less is sent."""
+    types = by_all_reduce.types
+    if by_all_reduce.op == "sum" and types.gathered != types.scattered:
+        return ByExchange(by_all_reduce.groups, types.gathered, types.gathered)
+    return by_all_reduce
+
+
+def is_exchanged(op: str, size: int, types: Types, levels: Levels, options: Options, is_enclosed: bool) -> bool:
+    """Whether an operand of this size crosses hosts by an exchange.
+
+    is_enclosed: whether calls of jax_ring are around what crosses, see `wait_markers.are_enclosed`.
+    """
+    by_all_reduce = ByAllReduce(op, levels.inter, types)
+    is_cut = _is_cut(size, levels, options, by_all_reduce, is_enclosed)
+    return is_cut and isinstance(_large_crossing(by_all_reduce), ByExchange)
+
+
+def _is_cut(size: int, levels: Levels, options: Options, crossing: Crossing, is_enclosed: bool) -> bool:
+    """Whether an operand of this size crosses in several parts."""
+    # In ring order, the bits depend on how an array is cut.
+    return options.order != "ring" and is_enclosed and len(_parts_for(size, levels, crossing)) > 1
+
+
+def _parts_for(size: int, levels: Levels, crossing: Crossing) -> list[Part]:
+    """The parts of an operand of this size that cross one after the other."""
+    ranks = len(levels.intra[0])
+    padded = ranks * shard_size(size, ranks, crossing.unit)
+    return parts_of(padded, ranks, crossing.bytes_each, crossing.unit, crossing.max_parts)
+
+
+class _Sum(NamedTuple):
+    """An all-reduce that crosses hosts, under lowering: the arguments of `emit`, and how groups are split by host."""
+
+    ctx: mlir.LoweringRuleContext
+    op: str
+    service: Service
+    levels: Levels
+    call: str
+    options: Options
+    crossing: Crossing
+    rounds_to: str = ""  # to which operands of float32 are rounded before they are added
+
+    @property
+    def converts(self) -> bool:
+        """Whether the steps within a host convert between floats of 16 bits and float32."""
+        crossing = self.crossing
+        return isinstance(crossing, ByExchange) and crossing.rounded.itemsize == 2 and self.levels.num_processes == 1
+
+    def of_rounded(self) -> "_Sum":
+        """The sum of float32 that is rounded to the small floats of this one. Its result is float32, too."""
+        crossing = self.crossing
+        assert isinstance(crossing, ByExchange)
+        return self._replace(rounds_to=crossing.rounded.name, crossing=crossing._replace(result=crossing.scattered))
+
+    @property
+    def num_shards(self) -> int:
+        """The number of ranks of a group on each host."""
+        return len(self.levels.intra[0])
+
+    def is_cut(self, aval) -> bool:
+        """Whether an operand crosses in several parts."""
+        is_enclosed = wait_markers.are_enclosed(self.ctx, self.levels.inter)
+        return _is_cut(aval.size, self.levels, self.options, self.crossing, is_enclosed)
+
+    def of_whole(self, operands: Sequence, avals: Sequence) -> list:
+        """The sums of operands that cross together."""
+        sizes = [shard_size(aval.size, self.num_shards) for aval in avals]
+        full = [aval_of(self.crossing.scattered, self.num_shards, size) for size in sizes]
+        steps = [step for size in sizes for step in self.crossing.steps(size)]
+        shards, crossed = [step.before for step in steps], [step.after for step in steps]
+        gathered = [aval_of(self.crossing.result, self.num_shards, size) for size in sizes]
+        values: Sequence = [to_shards(self.ctx, x, aval) for x, aval in zip(operands, full, strict=True)]
+        values = self._within("reduce_scatter", values, full, shards)
+        cross = lambda values: [step.cross(self.ctx, x) for step, x in zip(steps, values, strict=True)]  # noqa: E731
+        values = self._enclose(cross, values, shards, crossed)
+        values = self._within("all_gather", values, crossed, gathered)
+        return [from_shards(x, aval) for x, aval in zip(values, avals, strict=True)]
+
+    def in_parts(self, operand, aval, position) -> tuple[Any, Any]:
+        """The sum of an operand in parts, and the position for those of the next one.
+
+        While one part crosses, the next ones are reduce-scattered and those before are all-gathered. The parts cross in
+        one order on all ranks, and XLA cannot combine its collectives: the rank's mesh position goes through the custom
+        calls that enclose each of them, as if computed there. The reduce-scatters wait for it, too. Other steps
+        run when their operands are there, unless XLA has given them a buffer that another step still reads: so the last
+        all-gather takes what has crossed, and the positions. An operand of another dtype is converted part by part.
+        """
+        parts = _parts_for(aval.size, self.levels, self.crossing)
+        result = aval_of(self.crossing.result, parts[-1].begin + parts[-1].size)
+        operand = to_shards(self.ctx, operand, result.update(dtype=aval.dtype))
+        steps = [self.crossing.steps(part.size // self.num_shards) for part in parts]
+        values: list = []  # of each part, as far as it is
+        crossed: list = []
+        positions: list = []
+        total: Sequence = []
+
+        def scatter(until: int) -> None:
+            for part, (first, *_) in zip(parts[len(values) : until], steps[len(values) : until], strict=True):
+                values.append(first.compute(self.ctx, self._scatter_part(operand, part, positions[-1:])))
+
+        scatter(1)
+        for k, i in _in_turn(len(parts), len(steps[0])):
+            step = steps[k][i]
+
+            def cross(values, k=k, step=step):
+                x, position = values
+                positions.append(position)
+                scatter(k + 1 + AHEAD)
+                return [step.cross(self.ctx, x), position]
+
+            x = values[k] if i == 0 else step.compute(self.ctx, values[k])
+            values[k], position = self._enclose(cross, [x, position], [step.before, _POSITION], [step.after, _POSITION])
+            if i < len(steps[k]) - 1:
+                continue
+            gathered, types = [values[k], *total], [step.after, *(result for _ in total)]
+            crossed.append((values[k], step.after))
+            if k == len(parts) - 1:
+                gathered += [*(x for x, _ in crossed[:k]), *positions]
+                types += [*(aval for _, aval in crossed[:k]), *(_POSITION for _ in positions)]
+            total = self._within("all_gather", gathered, types, [result], part=parts[k])
+        return from_shards(total[0], aval), position
+
+    def _scatter_part(self, operand, part: Part, positions: Sequence):
+        """The shard of a part of an operand, once the positions are there. Only the part is converted."""
+        whole = ir.RankedTensorType(operand.type)
+        dtype, num_read = self.crossing.scattered, whole.shape[0]
+        if whole.element_type != mlir.dtype_to_ir_type(dtype) and not self.converts:
+            operand, num_read = ops.convert(self.ctx, _part_after(operand, part, positions), dtype), part.size
+            part = Part(0, part.size)
+        types = [aval_of(dtype, num_read), *(_POSITION for _ in positions)]
+        shard = aval_of(dtype, part.size // self.num_shards)
+        return self._within(
+            "reduce_scatter", [operand, *positions], types, [shard], part=part, rounds_to=self.rounds_to
+        )[0]
+
+    def _within(self, kind: str, values: Sequence, avals_in: Sequence, avals_out: Sequence, **of_part) -> Sequence:
+        """Emits jax_ring's collective of this kind between the ranks of each host."""
+        return emitter.emit(
+            self.ctx.replace(avals_in=avals_in, avals_out=avals_out), values, kind=kind,
+            op=self.op if kind == "reduce_scatter" else "sum",
+            service=self.service._replace(levels=self.levels._replace(inter=())),
+            call=f"{self.call} ({kind.replace('_', '-')} within a host)", options=self.options,
+            axis_size=self.num_shards, dimension=0, tiled=False, **of_part,
+        )  # fmt: skip
+
+    def _enclose(self, emit: Callable, values: Sequence, avals_in: Sequence, avals_out: Sequence) -> Sequence:
+        return wait_markers.enclose(
+            self.ctx, values, emit, call=self.call, groups=self.levels.inter, avals_in=avals_in, avals_out=avals_out
+        )
+
+
+def _in_turn(num_parts: int, num_steps: int) -> list[tuple[int, int]]:
+    """The order in which parts take the steps of their crossing, as (part, step).
+
+    Before a part takes a further step, the next part takes the one before it: so the link is busy while what has been
+    exchanged is added.
+    """
+    order = ((begin - step, step) for begin in range(num_parts + num_steps - 1) for step in range(num_steps))
+    return [(part, step) for part, step in order if 0 <= part < num_parts]
+
+
+def _part_after(x, part: Part, positions: Sequence):
+    """A part of an array, which is read once the positions are there.
+
+    The start of the part depends on the position, in a way of which only the reader knows that it is none: XLA runs a
+    kernel as soon as its operands are there, and would convert all parts before the first one crosses.
+    """
+    begin = mlir.ir_constant(np.uint32(part.begin))
+    for position in positions:
+        begin = hlo.add(begin, hlo.shift_right_logical(position, mlir.ir_constant(np.uint32(31))))
+    return hlo.dynamic_slice(x, [begin], mlir.dense_int_array([part.size]))
+
+
+_POSITION = aval_of(np.uint32)
+
+
+def parts_of(size: int, num_shards: int, itemsize: int, unit: int = 1, max_parts: int = 16) -> list[Part]:
+    """The parts of an array of this many elements of this many bytes, with as many elements for each shard.
+
+    Each begins at a cache line in all shards, and at a multiple of `unit`.
+    """
+    num_parts = min(size * itemsize // PART_BYTES, max_parts)
+    unit = num_shards * math.lcm(_ALIGNMENT, unit)
+    if num_parts < 2 or size < num_parts * unit:
+        return [Part(0, size)]
+    length = math.ceil(size / num_parts / unit) * unit
+    return [Part(begin, min(length, size - begin)) for begin in range(0, size, length)]
+
+
+def to_shards(ctx, x, aval):
+    """x converted, flattened and padded to the type and shape of `aval`."""
+    num_elements = math.prod(ir.RankedTensorType(x.type).shape)
+    x = ops.convert(ctx, ops.reshape(x, (num_elements,)), aval.dtype)
+    if padding := aval.size - num_elements:
+        zero = mlir.ir_constant(np.zeros((), aval.dtype))
+        x = hlo.pad(x, zero, *(mlir.dense_int_array([n]) for n in (0, padding, 0)))
+    return ops.reshape(x, aval.shape)
+
+
+def from_shards(x, aval):
+    """The inverse of `to_shards`, without the conversion: an array of the shape of `aval`."""
+    x = ops.reshape(x, (math.prod(ir.RankedTensorType(x.type).shape),))
+    x = hlo.slice(x, *(mlir.dense_int_array([n]) for n in (0, aval.size, 1)))
+    return ops.reshape(x, aval.shape)

@@ -1,0 +1,211 @@
+"""How the shards of a sum on two levels cross hosts: by XLA's all-reduce or by an exchange.
+
+Either takes a rank's shard of its host's sum, and gives what the ranks of a host gather.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_ring import _compat
+from jax_ring.lowering.hierarchical import xla_ops
+from jax_ring.lowering.topology import Groups
+from jax_ring.lowering.xla import bitcasts, ops
+
+
+class Types(NamedTuple):
+    """The element types of the reduce-scatter, the all-reduce across hosts, and the all-gather."""
+
+    scattered: np.dtype
+    crossing: np.dtype
+    gathered: np.dtype
+
+
+def types_of(op: str, dtype) -> Types:
+    """The element types of the steps of an all-reduce of `dtype` across hosts.
+
+    Sums of small floats stay in float32 until they have crossed, so that they are rounded once, as on one host. On CPU
+    devices this adds no network traffic, since XLA's all-reduce of them is in float32, too. Maxima and minima of floats
+    cross as integers of the same order, because XLA's all-reduce of floats drops NaNs on CPU devices.
+    """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return Types(dtype, dtype, dtype)
+    is_double = jnp.finfo(dtype).bits == 64
+    if op != "sum":
+        return Types(dtype, np.dtype(np.int64 if is_double else np.int32), dtype)
+    accumulator = dtype if is_double else np.dtype(np.float32)
+    return Types(accumulator, accumulator, dtype)
+
+
+class Step(NamedTuple):
+    """A collective of XLA between hosts.
+
+    Attributes:
+      compute: (ctx, x) to what crosses; emitted apart, so that it is computed while something else crosses.
+      before: its type.
+      cross: (ctx, x) to the result of the collective.
+      after: its type.
+    """
+
+    compute: Callable
+    before: jax.core.ShapedArray
+    cross: Callable
+    after: jax.core.ShapedArray
+
+
+class Crossing(Protocol):
+    """How a rank's shard crosses hosts."""
+
+    @property
+    def scattered(self) -> np.dtype:
+        """The dtype of a shard."""
+
+    @property
+    def result(self) -> np.dtype:
+        """The dtype of the result, after the all-gather."""
+
+    @property
+    def unit(self) -> int:
+        """A shard has a multiple of so many elements."""
+
+    @property
+    def bytes_each(self) -> int:
+        """What an element counts where it is decided into how many parts a message is cut."""
+
+    @property
+    def max_parts(self) -> int:
+        """Into how many parts a message is cut at most. Each is a few calls of the program."""
+
+    def steps(self, size: int) -> list[Step]:
+        """The steps, for a shard of so many elements."""
+
+
+class ByAllReduce(NamedTuple):
+    """XLA's all-reduce."""
+
+    op: str
+    groups: Groups
+    types: Types
+    unit: int = 1
+    max_parts: int = 16
+
+    @property
+    def scattered(self) -> np.dtype:
+        return self.types.scattered
+
+    @property
+    def result(self) -> np.dtype:
+        return self.types.gathered
+
+    @property
+    def bytes_each(self) -> int:
+        return self.types.crossing.itemsize
+
+    def steps(self, size: int) -> list[Step]:
+        before, after = aval_of(self.scattered, size), aval_of(self.result, size)
+        return [Step(lambda ctx, x: x, before, partial(self._all_reduce, before, after), after)]
+
+    def _all_reduce(self, before, after, ctx, x):
+        op, to = self.op, self.types.crossing
+        if jnp.issubdtype(before.dtype, jnp.floating) and op != "sum":
+            keys = before.update(dtype=to)
+            x = ops.inline(ctx, _to_ordered_integers, x, before, keys, key_type=to, largest=op == "max")
+            x = xla_ops.all_reduce(ctx, op, self.groups, x, to)
+            return ops.inline(ctx, _from_ordered_integers, x, keys, after, dtype=after.dtype)
+        return ops.convert(ctx, xla_ops.all_reduce(ctx, op, self.groups, x, to), after.dtype)
+
+
+class ByExchange(NamedTuple):
+    """The sum of small floats: hosts exchange float32, each adds a part, rounds it, and they gather the bits of it.
+
+    An all-reduce would send the sums in float32 as well, where their rounded bits are enough.
+
+    Attributes:
+      groups: of the ranks that have the same shard on different hosts.
+      rounded: the small float.
+      result: the same, or float32, to which the ranks of a host widen what they gather.
+    """
+
+    groups: Groups
+    rounded: np.dtype
+    result: np.dtype
+    scattered: np.dtype = np.dtype(np.float32)
+    # Twice what the all-reduce of an element takes. A rank goes on when it has sent a part and received one, and the
+    # smaller these are, the less the links wait for the slower direction of each pair of ranks.
+    bytes_each: int = 8
+    max_parts: int = 24
+
+    @property
+    def unit(self) -> int:
+        return len(self.groups[0])
+
+    def steps(self, size: int) -> list[Step]:
+        shard, gathered = aval_of(self.scattered, size), aval_of(self.rounded, size)
+        sent = aval_of(np.uint32, self.unit, size // self.unit)
+        rounded = aval_of(bitcasts.bits_dtype(self.rounded), size // self.unit)
+        by_host = aval_of(rounded.dtype, self.unit, *rounded.shape)
+
+        def split(x):
+            return bitcasts.to_words(x.reshape(sent.shape))
+
+        def add(x):
+            return bitcasts.to_words(fold(bitcasts.from_words(x, self.scattered)).astype(self.rounded))
+
+        def join(x):
+            return bitcasts.from_words(x, self.rounded).reshape(-1)
+
+        def gather(ctx, x):
+            return inline(ctx, join, xla_ops.all_gather(self.groups, x), by_host, gathered)
+
+        return [
+            Step(
+                lambda ctx, x: inline(ctx, split, x, shard, sent), sent,
+                lambda ctx, x: xla_ops.all_to_all(self.groups, x), sent,
+            ),
+            Step(lambda ctx, x: inline(ctx, add, x, sent, rounded), rounded, gather, gathered),
+        ]  # fmt: skip
+
+
+def fold(terms: jax.Array) -> jax.Array:
+    """The sum of terms along the leading dimension, in their order."""
+    total = terms[0]
+    for i in range(1, len(terms)):
+        total = lax.add(total, terms[i])
+    return total
+
+
+def inline(ctx, fun, x, aval_in, aval_out):
+    """As `ops.inline`, in a context that does not track which values vary between ranks."""
+    with _compat.without_vma():
+        return ops.inline(ctx, fun, x, aval_in, aval_out)
+
+
+def aval_of(dtype, *shape: int) -> jax.core.ShapedArray:
+    """The type of an array."""
+    return jax.core.ShapedArray(shape, dtype)
+
+
+def shard_size(num_elements: int, num_shards: int, unit: int = 1) -> int:
+    """The number of elements of each shard. The last shards are padded."""
+    return math.ceil(num_elements / num_shards / unit) * unit
+
+
+def _to_ordered_integers(x, *, key_type, largest: bool):
+    """Integers that compare as the floats do, with -0 below +0, and NaN as the largest or the smallest value."""
+    keys = lax.bitcast_convert_type(x.astype(f"float{key_type.itemsize * 8}"), key_type)
+    limits = jnp.iinfo(key_type)
+    # The bits of negative floats order in reverse.
+    keys = jnp.where(keys < 0, keys ^ limits.max, keys)
+    return jnp.where(jnp.isnan(x), limits.max if largest else limits.min, keys)
+
+
+def _from_ordered_integers(keys, *, dtype):
+    """The inverse of `_to_ordered_integers`. The limits decode to NaN."""
+    bits = jnp.where(keys < 0, keys ^ jnp.iinfo(keys.dtype).max, keys)
+    return lax.bitcast_convert_type(bits, f"float{bits.dtype.itemsize * 8}").astype(dtype)

@@ -1,0 +1,143 @@
+"""Where the ranks of each group lie on hosts, as tables by rank and by mesh position."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ring.lowering.topology import Groups, Levels
+
+Pairs = Sequence[tuple[int, int]]  # (source, receiver)
+
+
+def group_of(levels: Levels) -> np.ndarray:
+    """For each mesh position, the index of its group."""
+    groups = np.zeros(sum(map(len, levels.intra)), np.int32)
+    for i, part in enumerate(levels.intra):
+        groups[list(part)] = i // levels.num_hosts
+    return groups
+
+
+def rank_of(groups: Groups) -> np.ndarray:
+    """For each mesh position, its rank in its group."""
+    ranks = np.zeros(sum(map(len, groups)), np.int32)
+    for group in groups:
+        ranks[list(group)] = range(len(group))
+    return ranks
+
+
+def ranks_by_host(groups: Groups, levels: Levels) -> np.ndarray:
+    """The ranks of each group, by group, host and place on the host."""
+    ranks = rank_of(groups)
+    return np.array([[ranks[position] for position in part] for part in levels.intra]).reshape(
+        len(groups), levels.num_hosts, -1
+    )
+
+
+class Blocks(NamedTuple):
+    """Orders of blocks, one block per rank: for each group, the place in the old order of each block of the new one.
+
+    Attributes:
+      by_place: from rank order to that by place on a host, then host.
+      from_places: the inverse.
+      from_hosts: from the order by host, then place on the host, to rank order.
+    """
+
+    by_place: np.ndarray
+    from_places: np.ndarray
+    from_hosts: np.ndarray
+
+
+def orders_of(groups: Groups, levels: Levels) -> Blocks:
+    """The orders of the blocks of a call on two levels."""
+    by_host = ranks_by_host(groups, levels)
+    by_place = by_host.swapaxes(1, 2).reshape(len(groups), -1)
+    return Blocks(by_place, np.argsort(by_place, axis=1), np.argsort(by_host.reshape(len(groups), -1), axis=1))
+
+
+def reorder(blocks: jax.Array, orders: np.ndarray, group: np.ndarray, position: jax.Array) -> jax.Array:
+    """Blocks, which lie along the leading dimension, in another order, one of those of `Blocks`.
+
+    Args:
+      group: for each mesh position, the index of its group.
+      position: this rank's mesh position.
+    """
+    order = orders[0]
+    if (orders != order).any():
+        return jnp.take(blocks, jnp.asarray(orders)[jnp.asarray(group)[position]], axis=0, mode="clip")
+    if (order == np.arange(order.size)).all():
+        return blocks
+    # Most orders are a transpose, which XLA can merge with what comes before and after.
+    columns = int(order[1]) if order[1] > 0 and order.size % order[1] == 0 else order.size
+    rows = order.size // columns
+    if (order == np.arange(order.size).reshape(rows, columns).T.reshape(-1)).all():
+        return blocks.reshape(rows, columns, *blocks.shape[1:]).swapaxes(0, 1).reshape(blocks.shape)
+    return jnp.take(blocks, order, axis=0, mode="clip")
+
+
+# ---- Permutations ---------------------------------------------------------------------------------------------------
+
+
+class SplitPermutation(NamedTuple):
+    """A permutation, split between hosts.
+
+    Attributes:
+      intra: permutations of the places on a host. Each is done on all hosts, for those that need it.
+      inter: the pairs of mesh positions on different hosts.
+      which: for each mesh position, the index in `within` of the permutation whose result it takes, or the number of
+        these if it takes what crosses hosts: zeros if it receives nothing.
+    """
+
+    intra: list[Pairs]
+    inter: list[tuple[int, int]]
+    which: np.ndarray
+
+
+def split_permutation(groups: Groups, levels: Levels, perm: Pairs) -> SplitPermutation:
+    """Splits a permutation of the ranks of each group."""
+    intra: list[dict[int, int]] = []  # by receiver
+    inter: list[tuple[int, int]] = []
+    taken: dict[int, int] = {}  # by mesh position
+    places = {position: (i, place) for i, part in enumerate(levels.intra) for place, position in enumerate(part)}
+    of_parts: dict[int, dict[int, int]] = {}
+    for group in groups:
+        for source, receiver in ((group[s % len(group)], group[r % len(group)]) for s, r in perm):
+            (part, from_place), (to_part, to_place) = places[source], places[receiver]
+            if part == to_part:
+                of_parts.setdefault(part, {})[to_place] = from_place
+            else:
+                inter.append((source, receiver))
+    for part, pairs in of_parts.items():
+        # One permutation serves several hosts if it includes the pairs of each.
+        index = next((i for i, each in enumerate(intra) if _fits(each, pairs)), len(intra))
+        if index == len(intra):
+            intra.append({})
+        intra[index].update(pairs)
+        taken.update((levels.intra[part][place], index) for place in pairs)
+    if not (intra or inter):
+        intra.append({})  # nothing is sent, and all ranks get zeros
+    which = np.full(len(places), len(intra), np.int32)
+    which[list(taken)] = list(taken.values())
+    return SplitPermutation([[(s, r) for r, s in each.items()] for each in intra], inter, which)
+
+
+def _fits(pairs: dict[int, int], more: dict[int, int]) -> bool:
+    """Whether two permutations, by receiver, have the same sources and receivers where they have any."""
+    source_of = {**pairs, **more}
+    return len(set(source_of.values())) == len(source_of) and all(pairs.get(r, s) == s for r, s in more.items())
+
+
+def crosses_hosts(kind: str, groups: Groups, levels: Levels, perm: Pairs | None) -> bool:
+    """Whether something of a call in these groups crosses hosts. A permutation may have all pairs within hosts."""
+    return bool(levels.inter) and (kind != "permute" or bool(split_permutation(groups, levels, perm or ()).inter))
+
+
+def why_not_split(kind: str, groups: Groups, levels: Levels, perm: Pairs | None) -> str:
+    """Why a call whose groups cross hosts is left to XLA, although hosts have several ranks each; "" if it is not."""
+    if kind == "ragged_all_to_all":
+        return "and a ragged all-to-all is not split between them"
+    if kind == "permute" and perm is not None and not split_permutation(groups, levels, perm).intra:
+        return "between which every pair of the permutation crosses"
+    return ""

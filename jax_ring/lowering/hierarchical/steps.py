@@ -1,0 +1,130 @@
+"""The steps of a call on two levels: functions of a rank's values, jax_ring's collectives, and XLA's between hosts."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo as hlo
+from jax.interpreters import mlir
+
+from jax_ring import _compat
+from jax_ring.lowering.custom_call import emitter
+from jax_ring.lowering.dispatch import Service
+from jax_ring.lowering.hierarchical import wait_markers
+from jax_ring.lowering.topology import Groups, Levels
+from jax_ring.options import Options
+
+
+class Values(NamedTuple):
+    """Values of one dtype in the program under construction."""
+
+    values: Sequence
+    dtype: np.dtype
+
+    @property
+    def avals(self) -> list:
+        """Their types."""
+        return [jax.core.ShapedArray(ir.RankedTensorType(x.type).shape, self.dtype) for x in self.values]
+
+
+class TwoLevelCall(NamedTuple):
+    """A call under lowering whose groups cross hosts.
+
+    Attributes:
+      ctx: of the lowering.
+      groups: those of the call, in mesh positions.
+      service: who serves it, and how the groups are split between hosts.
+      call: describes it.
+      options: of the call, for the steps within hosts.
+    """
+
+    ctx: mlir.LoweringRuleContext
+    groups: Groups
+    service: Service
+    call: str
+    options: Options
+
+    @property
+    def levels(self) -> Levels:
+        """How the groups are split between hosts."""
+        assert self.service.levels is not None
+        return self.service.levels
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of a group on each host."""
+        return len(self.levels.intra[0])
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts that each group spans."""
+        return self.levels.num_hosts
+
+    def operands(self, operands: Sequence) -> Values:
+        """The operands of the call."""
+        aval: Any = self.ctx.avals_in[0]
+        return Values(operands, aval.dtype)
+
+    def run(self, fun: Callable, values: Values, dtype) -> Values:
+        """Emits `fun(position, *values)`, which returns values of `dtype`. It has no collectives.
+
+        position: the rank's mesh position.
+        """
+        ctx = self.ctx.replace(
+            primitive=None, avals_in=[jax.core.ShapedArray((), np.uint32), *values.avals], avals_out=[]
+        )
+        with _compat.without_vma():
+            results = mlir.lower_fun(lambda *xs: list(fun(*xs)), multiple_results=True)(
+                ctx, hlo.partition_id(), *values.values
+            )
+        return Values(results, np.dtype(dtype))
+
+    def each(self, fun: Callable, values: Values, dtype) -> Values:
+        """Emits `fun(value)` for each of the values."""
+        return self.run(lambda _, *xs: map(fun, xs), values, dtype)
+
+    def intra(self, kind: str, values: Values, avals_out: Sequence, **params) -> Values:
+        """Emits jax_ring's collective of this kind between the ranks of each host."""
+        results = emitter.emit(
+            self.ctx.replace(avals_in=values.avals, avals_out=avals_out), values.values,
+            kind=kind, op="sum", service=self.service._replace(levels=self.levels._replace(inter=())),
+            call=f"{self.call} ({kind.replace('_', '-')} within a host)", options=self.options,
+            axis_size=self.num_ranks, dimension=0, tiled=False, **params,
+        )  # fmt: skip
+        return Values(results, values.dtype)
+
+    def inter(
+        self, emit: Callable, values: Values, *, added: tuple[int, ...] = (), after: Sequence[Values] = ()
+    ) -> tuple[Values, list[Values]]:
+        """Emits XLA's collective between hosts, one for all values together, which are concatenated.
+
+        Args:
+          emit: (value) to what the collective makes of it. It treats all indices of the last dimension alike.
+          values: of the same shape but for the last dimension.
+          added: leading dimensions that it adds.
+          after: values that it waits for, so that all ranks begin these and it in one order.
+
+        Returns:
+          The results, and the values that it waited for.
+        """
+        sizes = [aval.shape[-1] for aval in values.avals]
+        joined = values
+        if len(sizes) > 1:
+            joined = self.run(lambda _, *xs: [jnp.concatenate(xs, axis=-1)], values, values.dtype)
+        (aval,) = joined.avals
+        waited = [x for each in after for x in each.values]
+        waited_avals = [aval for each in after for aval in each.avals]
+        results = wait_markers.enclose(
+            self.ctx, [*joined.values, *waited], lambda all_values: [emit(all_values[0]), *all_values[1:]],
+            call=self.call, groups=self.levels.inter, avals_in=[aval, *waited_avals],
+            avals_out=[jax.core.ShapedArray((*added, *aval.shape), aval.dtype), *waited_avals],
+        )  # fmt: skip
+        crossed = Values(results[:1], values.dtype)
+        if len(sizes) > 1:
+            ends = np.cumsum(sizes)[:-1]
+            crossed = self.run(lambda _, x: jnp.split(x, ends, axis=-1), crossed, values.dtype)
+        rest = iter(results[1:])
+        return crossed, [Values([next(rest) for _ in each.values], each.dtype) for each in after]

@@ -1,0 +1,175 @@
+"""Sums along the tree across hosts: jax_ring's collectives within each host, XLA's movement of data between hosts.
+
+The ranks of a host reduce-scatter, after which each has, for one shard of the message, the sums that its host alone can
+form: those of the largest nodes of the tree of which its ranks have all shards. An all-to-all of XLA between the ranks
+that have the same shard on different hosts gives each of them all these sums for a part of it. They are added along the
+tree, in an order that does not depend on how the ranks lie on hosts, and rounded. The all-gathers of XLA between hosts
+and of jax_ring within each host distribute the result.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import mlir
+
+from jax_ring import _compat, shard_tree
+from jax_ring.lowering import trees
+from jax_ring.lowering.custom_call import emitter, layout
+from jax_ring.lowering.dispatch import Service
+from jax_ring.lowering.hierarchical import wait_markers
+from jax_ring.lowering.override_state import for_xla
+from jax_ring.lowering.xla import ops
+from jax_ring.options import Options
+
+
+def part_size(num_elements: int, num_ranks: int, num_hosts: int) -> int:
+    """The number of elements of a rank's part of its host's shard. The last parts are padded."""
+    return math.ceil(num_elements / (num_ranks * num_hosts))
+
+
+def emit(
+    ctx, operands, *, kind: str, op: str, service: Service, call: str, options: Options, groups: trees.Groups,
+    **dimensions,
+) -> list:  # fmt: skip
+    """Emits an all-reduce or a reduce-scatter that crosses hosts, and returns its results.
+
+    The parts of all operands cross hosts together.
+    """
+    assert service.levels is not None
+    levels = service.levels
+    num_ranks, num_hosts = len(levels.intra[0]), levels.num_hosts
+    hosts = trees.hosts_of(groups, levels.intra, options)
+    slots = trees.num_slots(groups, options)
+    lead = (slots,) if slots > 1 else ()
+    dtype = ctx.avals_in[0].dtype
+    wide = trees.accumulator(dtype)
+    if kind == "all_reduce":
+        sizes = [part_size(aval.size, num_ranks, num_hosts) for aval in ctx.avals_out]
+        arrange = partial(_in_parts, lead=lead, num_ranks=num_ranks, num_hosts=num_hosts)
+    else:
+        sizes = [aval.size for aval in ctx.avals_out]
+        arrange = partial(_in_parts_by_owner, lead=lead, levels=levels, hosts=hosts, axes=_mesh_axes(ctx), **dimensions)
+
+    def intra(kind: str, operands, avals_in, avals_out, **more):
+        return emitter.emit(
+            ctx.replace(avals_in=avals_in, avals_out=avals_out), operands, kind=kind, op=op,
+            service=service._replace(levels=levels._replace(inter=())),
+            call=f"{call} ({kind.replace('_', '-')} within a host)", options=options,
+            axis_size=num_ranks, dimension=0, tiled=False, **more,
+        )  # fmt: skip
+
+    shards = [_aval(wide, *lead, num_ranks, num_hosts * size) for size in sizes]
+    values: Sequence = [
+        _inline(ctx, partial(arrange, dtype=wide), [x], [aval], [shard])[0]
+        for x, aval, shard in zip(operands, ctx.avals_in, shards, strict=True)
+    ]
+    roots = [_aval(wide, hosts.num_roots, num_hosts * size) for size in sizes]
+    values = intra("reduce_scatter", values, shards, roots, group_trees=hosts.parts)
+    cross = partial(
+        _cross_hosts, levels=levels, hosts=hosts, axes=_mesh_axes(ctx), dtype=dtype, gathers=kind == "all_reduce"
+    )
+    crossed = [_aval(dtype, size if kind != "all_reduce" else num_hosts * size) for size in sizes]
+    values = wait_markers.enclose(
+        ctx, values, lambda values: _inline(ctx, cross, values, roots, crossed),
+        call=call, groups=levels.inter, avals_in=roots, avals_out=crossed,
+    )  # fmt: skip
+    if kind != "all_reduce":
+        return [ops.reshape(x, aval.shape) for x, aval in zip(values, ctx.avals_out, strict=True)]
+    gathered = [_aval(dtype, num_ranks, num_hosts * size) for size in sizes]
+    values = intra("all_gather", values, crossed, gathered)
+    return [
+        _inline(ctx, partial(_unpadded, shape=aval.shape), [x], [full], [_aval(dtype, *aval.shape)])[0]
+        for x, full, aval in zip(values, gathered, ctx.avals_out, strict=True)
+    ]
+
+
+def _aval(dtype, *shape: int):
+    return jax.core.ShapedArray(shape, dtype)
+
+
+def _mesh_axes(ctx) -> tuple:
+    return tuple(ctx.module_context.axis_context.mesh.axis_names)
+
+
+def _inline(ctx, fun, operands, avals_in, avals_out) -> Sequence:
+    """The results of a function, whose collectives are over all axes of the mesh."""
+    avals_in = [_aval(aval.dtype, *aval.shape) for aval in avals_in]
+    ctx = ctx.replace(primitive=None, avals_in=avals_in, avals_out=avals_out)
+    with _compat.without_vma(), for_xla():
+        return mlir.lower_fun(lambda *xs: fun(*xs), multiple_results=len(avals_out) != 1)(ctx, *operands)
+
+
+# ---- The steps, as functions of a rank's values ---------------------------------------------------------------------
+
+
+def _in_parts(x: jax.Array, *, lead: tuple, num_ranks: int, num_hosts: int, dtype) -> jax.Array:
+    """An operand of an all-reduce by slot, rank of a host, and element of the rank's shard."""
+    flat = x.astype(dtype).reshape(*lead, -1)
+    size = part_size(flat.shape[-1], num_ranks, num_hosts) * num_hosts
+    padded = jnp.pad(flat, [(0, 0)] * len(lead) + [(0, num_ranks * size - flat.shape[-1])])
+    return padded.reshape(*lead, num_ranks, size)
+
+
+def _in_parts_by_owner(
+    x: jax.Array, *, lead: tuple, levels, hosts: trees.Hosts, axes: tuple, dtype, **dimensions
+) -> jax.Array:
+    """The same of a reduce-scatter: the shard of rank j of each host has the blocks of the j-th ranks of all hosts."""
+    first: Callable = partial(layout.blocks_first, **dimensions)
+    blocks = jax.vmap(first)(x) if lead else first(x)
+    owners = [np.array([part.ranks for part in parts], np.int32).T.reshape(-1) for parts in hosts.layouts]
+    by_group = jnp.asarray(np.stack(owners))[_group_of(levels, axes)]
+    ordered = jnp.take(blocks.astype(dtype), by_group, axis=len(lead))
+    return ordered.reshape(*lead, len(levels.intra[0]), -1)
+
+
+def _cross_hosts(
+    *values: jax.Array, levels, hosts: trees.Hosts, axes: tuple, dtype, gathers: bool
+) -> jax.Array | list[jax.Array]:
+    """The sums of all hosts from those of this one, which are by root and element of a shard.
+
+    gathers: whether the sums are those of the whole shard, or of this rank's part of it.
+    """
+    inter = tuple(map(tuple, levels.inter))
+    parts = [x.reshape(x.shape[0], levels.num_hosts, -1) for x in values]
+    together = jnp.moveaxis(jnp.concatenate(parts, axis=2), 1, 0)
+    received = lax.all_to_all(together, axes, 0, 0, axis_index_groups=inter)
+    layouts = sorted(set(hosts.layouts))
+    folds = [partial(_fold_roots, layout=each) for each in layouts]
+    if len(folds) == 1:
+        total = folds[0](received)
+    else:
+        # The groups lie on hosts in different ways, and all ranks run one program.
+        which = np.array([layouts.index(each) for each in hosts.layouts], np.int32)
+        total = lax.switch(jnp.asarray(which)[_group_of(levels, axes)], folds, received)
+    total = total.astype(dtype)[None]
+    if gathers:
+        total = lax.all_gather(total[0], axes, axis_index_groups=inter)
+    ends = np.cumsum([part.shape[2] for part in parts])[:-1]
+    results = [part.reshape(-1) for part in jnp.split(total, ends, axis=1)]
+    return results if len(results) > 1 else results[0]
+
+
+def _fold_roots(received: jax.Array, *, layout: tuple[trees.GroupTree, ...]) -> jax.Array:
+    """The sum of what all hosts have formed. received: by host, root and element."""
+    found = sorted((root, host, i) for host, part in enumerate(layout) for i, root in enumerate(part.roots()))
+    after = shard_tree.merges_of(layout[0].num_shards, [root for root, _, _ in found])
+    terms = [shard_tree.Term(host, i, merges) for (_, host, i), merges in zip(found, after, strict=True)]
+    (total,) = shard_tree.run_fold(terms, lambda host, i: received[host, i], lax.add)
+    return total
+
+
+def _unpadded(x: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
+    return x.reshape(-1)[: math.prod(shape)].reshape(shape)
+
+
+def _group_of(levels, axes: tuple) -> jax.Array:
+    """The index of the group that this rank is in."""
+    groups = np.zeros(sum(map(len, levels.intra)), np.int32)
+    for i, part in enumerate(levels.intra):
+        groups[list(part)] = i // levels.num_hosts
+    return jnp.asarray(groups)[lax.axis_index(axes)]

@@ -1,0 +1,84 @@
+"""Encloses XLA's collectives of a call between CPU processes, so that errors can name the call."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.extend.mlir.dialects import stablehlo as hlo
+
+from jax_ring import _compat, runtime
+from jax_ring.distributed import xla_timeouts
+from jax_ring.lowering import topology
+from jax_ring.lowering.passes import source_lines
+
+
+def enclose(ctx, operands, emit: Callable, *, call: str, groups: topology.Groups, avals_in, avals_out) -> Sequence:
+    """The results of `emit(operands)`, which emits XLA's collectives between the ranks of each group.
+
+    A custom call before them notes that the call begins, and one after them that it has ended. Both pass their operands
+    on in place. There are none where they would not help: within one process, on GPUs, and in exported programs.
+
+    Args:
+      call: describes the call.
+      groups: of mesh positions.
+      avals_in, avals_out: the types of the operands and of the results.
+    """
+    processes = _processes_of(ctx, groups, [*avals_in, *avals_out])
+    if processes is None:
+        return emit(operands)
+    xla_timeouts.watch(sorted({processes[i] for group in groups for i in group}))
+    members = [i for group in groups for i in group]
+    attributes = {
+        "call": call,
+        "partitions": np.array(members, np.int64),
+        "processes": np.array([processes[i] for i in members], np.int64),
+        "group_sizes": np.array([len(group) for group in groups], np.int64),
+    }
+    operands = _pass_through(ctx, operands, avals_in, begins=np.int64(1), **attributes)
+    source_lines.write(ctx, operands, call)
+    return _pass_through(ctx, emit(operands), avals_out, begins=np.int64(0), site="", **attributes)
+
+
+def are_enclosed(ctx, groups: topology.Groups) -> bool:
+    """Whether `enclose` puts its calls around XLA's collectives in these groups."""
+    return _processes_of(ctx, groups, ()) is not None
+
+
+def are_enclosed_in(platforms: Sequence[str], axis_context, groups: topology.Groups) -> bool:
+    """The same for a program of these platforms that is not exported."""
+    return _processes_in(platforms, axis_context, groups) is not None
+
+
+def _processes_of(ctx, groups: topology.Groups, avals) -> list[int] | None:
+    """The process of each mesh position, if the collectives of these groups are worth enclosing; else None."""
+    is_symbolic = not all(isinstance(n, int) for aval in avals for n in aval.shape)
+    if _compat.is_exported(ctx) or is_symbolic:
+        return None
+    platforms = ctx.platforms or ctx.module_context.platforms
+    return _processes_in(platforms, ctx.module_context.axis_context, groups)
+
+
+def _processes_in(platforms: Sequence[str], axis_context, groups: topology.Groups) -> list[int] | None:
+    if jax.process_count() == 1 or tuple(platforms) != ("cpu",):
+        return None
+    if not isinstance(axis_context, _compat.SPMDAxisContext):
+        return None
+    mesh = axis_context.mesh
+    has_automatic_axes = set(mesh.axis_names) != set(axis_context.manual_axes)
+    if has_automatic_axes or topology.is_compile_only(mesh):
+        return None
+    processes = topology.processes_of_cpus(mesh)
+    if processes is None or all(len({processes[i] for i in group}) == 1 for group in groups):
+        return None
+    return processes
+
+
+def _pass_through(ctx, values, avals, **attributes) -> Sequence:
+    return jax.ffi.ffi_lowering(
+        runtime.BETWEEN_HOSTS_TARGET, operand_output_aliases={1 + i: i for i, aval in enumerate(avals) if aval.shape}
+    )(
+        ctx.replace(avals_in=[jax.core.ShapedArray((), np.uint32), *avals], avals_out=list(avals)),
+        hlo.partition_id(),
+        *values,
+        **attributes,
+    )

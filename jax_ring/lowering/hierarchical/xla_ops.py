@@ -1,0 +1,70 @@
+"""XLA's collectives between hosts, in groups of mesh positions.
+
+They are emitted as operations. JAX's rules derive the groups from mesh axes, but hosts need not be aligned with these;
+and traced functions of `lax` would lower to jax_ring under `override_lax()`.
+"""
+
+import jax
+import numpy as np
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo as hlo
+from jax.interpreters import mlir
+
+from jax_ring import _compat
+from jax_ring.lowering.hierarchical.ranks_by_host import Pairs
+from jax_ring.lowering.topology import Groups
+from jax_ring.lowering.xla import ops
+
+_REDUCERS = {"sum": hlo.add, "max": hlo.maximum, "min": hlo.minimum}
+
+
+def all_reduce(ctx, op: str, groups: Groups, x, dtype):
+    """The sum, maximum or minimum of x, of this dtype, over each group."""
+    call = hlo.AllReduceOp(
+        [x.type],
+        [x],
+        replica_groups=mlir.dense_int_elements(groups),
+        channel_handle=_channel(),
+        use_global_device_ids=True,
+    )
+    scalar = mlir.aval_to_ir_type(ctx.module_context, jax.core.ShapedArray((), dtype))
+    block = call.regions[0].blocks.append(scalar, scalar)
+    with ir.InsertionPoint(block):
+        hlo.return_([_REDUCERS[op](*block.arguments)])
+    return call.result
+
+
+def all_gather(groups: Groups, x):
+    """The values of x of all members of each group, along a new leading dimension."""
+    type_of = ir.RankedTensorType(x.type)
+    call = hlo.AllGatherOp(
+        [ir.RankedTensorType.get([len(groups[0]), *type_of.shape], type_of.element_type)],
+        [ops.reshape(x, (1, *type_of.shape))],
+        all_gather_dim=mlir.i64_attr(0),
+        replica_groups=mlir.dense_int_elements(groups),
+        channel_handle=_channel(),
+        use_global_device_ids=True,
+    )
+    return call.results[0]
+
+
+def all_to_all(groups: Groups, x):
+    """What the members of each group send: x has a block for each of them along the leading dimension."""
+    call = hlo.AllToAllOp(
+        [x],
+        split_dimension=mlir.i64_attr(0),
+        concat_dimension=mlir.i64_attr(0),
+        split_count=mlir.i64_attr(len(groups[0])),
+        replica_groups=mlir.dense_int_elements(groups),
+        channel_handle=_channel(),
+    )
+    return call.results[0]
+
+
+def permute(pairs: Pairs, x):
+    """What is sent to each mesh position, by pairs of these; zeros where nothing is."""
+    return hlo.CollectivePermuteOp(x, mlir.dense_int_elements(np.array(pairs)), channel_handle=_channel()).result
+
+
+def _channel():
+    return hlo.ChannelHandle.get(_compat.COLLECTIVE_CHANNEL_ID, mlir.DEVICE_TO_DEVICE_TYPE)

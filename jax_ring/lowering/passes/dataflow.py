@@ -1,0 +1,168 @@
+"""Which operations of a block can become one, and where it and all others then are: the block's graph of data flow."""
+
+import heapq
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+from jax.extend.mlir import ir
+
+from jax_ring.lowering.custom_call.operation import compared
+
+# They may have effects, or give other results the next time.
+_NOT_COMPARED = ("stablehlo.custom_call", "func.call", "stablehlo.rng", "stablehlo.infeed", "stablehlo.recv")
+
+
+class Flow:
+    """The flow of data through a part of a block.
+
+    Nothing else orders operations: XLA does not look at their order in the block, and effects that have an order pass a
+    token. Prints, which a program may have in one of its processes alone, therefore change nothing for the others.
+
+    Attributes:
+      operations: of the part.
+      inputs: by operation, the values that it reads, also within its regions.
+    """
+
+    def __init__(self, operations: Sequence[ir.Operation]) -> None:
+        self.operations = operations
+        self.inputs = [_inputs(op) for op in operations]
+
+
+def equal_values(operations: Sequence[ir.Operation]) -> dict[ir.Value, ir.Value]:
+    """For values that operations of a block compute a second time: the value that the first one has computed."""
+    first_of: dict[ir.Value, ir.Value] = {}
+    computed: dict[Hashable, ir.Operation] = {}
+    for op in operations:
+        name = op.name
+        if name in _NOT_COMPARED or len(op.regions):
+            continue
+        expression = (
+            name,
+            tuple([first_of.get(value, value) for value in op.operands]),
+            compared(op),
+            tuple([result.type for result in op.results]),
+        )
+        first = computed.setdefault(expression, op)
+        if first is not op:
+            first_of.update(zip(op.results, first.results, strict=True))
+    return first_of
+
+
+def choose_groups(
+    flow: Flow, candidates: Mapping[int, tuple[Hashable, int, int]], *, max_count: int, max_bytes: int
+) -> list[list[int]]:
+    """Groups of operations of equal key that can become one, none of which depends on another of its group.
+
+    An operation joins the last group of its key, or begins one. Joining adds paths from all that its members wait for
+    to all that waits for a member, and a later operation must not close a circle of them.
+
+    Args:
+      candidates: key, number of results and size of the operations that may be joined, by their index.
+      max_count, max_bytes: the limits of a group: of its results, and of its size. A larger operation stays alone.
+    """
+    groups: list[list[int]] = []
+    num_results: list[int] = []  # of each group
+    num_bytes: list[int] = []
+    behind: list[int] = []  # for each group the set of groups that it waits for, as bits
+    open_groups: dict[Hashable, int] = {}
+    grown = 0  # the groups to which an operation has been added after others looked at what they wait for
+    waits: dict[ir.Value, int] = {}  # by value, the groups on which it depends; no entry if on none
+
+    def closure(mask: int) -> int:
+        pending, seen = mask & grown, mask
+        while pending:
+            group = pending.bit_length() - 1
+            pending &= ~(1 << group)
+            pending |= behind[group] & ~seen & grown
+            seen |= behind[group]
+        return seen
+
+    for i, op in enumerate(flow.operations):
+        mask = 0
+        for value in flow.inputs[i]:
+            mask |= waits.get(value, 0)
+        if i in candidates:
+            key, count, size = candidates[i]
+            mask = closure(mask)
+            group = open_groups.get(key)
+            if (
+                group is None
+                or mask >> group & 1
+                or num_results[group] + count > max_count
+                or num_bytes[group] + size > max_bytes
+            ):
+                group = len(groups)
+                groups.append([])
+                num_results.append(0)
+                num_bytes.append(0)
+                behind.append(0)
+                if size <= max_bytes:
+                    open_groups[key] = group
+            else:
+                grown |= 1 << group
+            groups[group].append(i)
+            num_results[group] += count
+            num_bytes[group] += size
+            behind[group] |= mask
+            mask |= 1 << group
+        if mask:
+            for result in op.results:
+                waits[result] = mask
+    return [group for group in groups if len(group) > 1]
+
+
+def reorder(
+    flow: Flow, groups: Sequence[Sequence[int]], join: Callable[[Sequence[int]], ir.Operation]
+) -> dict[int, ir.Operation]:
+    """Puts one operation in the place of each group, and moves behind it what waits for it.
+
+    join: creates the operation for a group, in front of its last member, and gives its results to those who use the
+      members' results. The members stay, unused, for the caller to erase.
+
+    Returns the new operations, by the index of the last member.
+    """
+    node_of = {member: group[-1] for group in groups for member in group}
+    group_at = {group[-1]: group for group in groups}
+    first = min(group[0] for group in groups)
+    last = max(group[-1] for group in groups)
+    producers: dict[ir.Value, int] = {}
+    needs: dict[int, set[int]] = {}
+    for i in range(first, last + 1):
+        node = node_of.get(i, i)
+        needed = needs.setdefault(node, set())
+        needed.update(producers[value] for value in flow.inputs[i] if value in producers)
+        needed.discard(node)
+        for result in flow.operations[i].results:
+            producers[result] = node
+    users: dict[int, list[int]] = {node: [] for node in needs}
+    for node, needed in needs.items():
+        for producer in needed:
+            users[producer].append(node)
+    missing = {node: len(needed) for node, needed in needs.items()}
+    ready = [node for node, count in missing.items() if not count]
+    heapq.heapify(ready)
+    joined: dict[int, ir.Operation] = {}
+    previous: ir.Operation | None = None
+    furthest = -1
+    while ready:
+        node = heapq.heappop(ready)
+        if node in group_at:
+            op = joined[node] = join(group_at[node])
+        else:
+            op = flow.operations[node]
+        if previous and node < furthest:  # it has been waiting for a later one
+            op.move_after(previous)
+        previous, furthest = op, max(furthest, node)
+        for user in users[node]:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, user)
+    return joined
+
+
+def _inputs(op: ir.Operation) -> list[ir.Value]:
+    values = list(op.operands)
+    for region in op.regions:
+        for block in region:
+            for inner in block.operations:
+                values += _inputs(inner.operation)
+    return values

@@ -1,0 +1,122 @@
+"""Ends a shard_map with a barrier if some of its ranks may leave out a call that others make.
+
+A rank that leaves out a call would otherwise finish its part of the program, while the ranks that wait for it fail at
+the deadline. The next program would then have operands on that rank alone, and XLA's collectives wait there for the
+others until XLA ends the process. With the barrier all ranks fail together.
+"""
+
+import jax
+import numpy as np
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo as hlo
+
+from jax_ring import _compat, runtime
+from jax_ring.lowering import topology
+
+_NEEDED = "barrier"  # in the state of a module: whether it has calls that may be left out
+
+
+def note(ctx, results) -> None:
+    """Notes that a custom call with these results has been emitted."""
+    state = _compat.module_state(ctx)
+    if _NEEDED in state:
+        return
+    block = ir.InsertionPoint(results[0].owner).block
+    if block.owner.operation.name != "sdy.manual_computation":
+        state[_NEEDED] = True
+
+
+def end(ctx, body: ir.Operation, params: dict) -> None:
+    """Ends the body of a shard_map, which has been lowered, with a barrier if it needs one.
+
+    params: those of the shard_map's equation.
+    """
+    is_needed = _compat.module_state(ctx).get(_NEEDED) and _covers_whole_mesh(ctx, params)
+    if is_needed and _has_optional_call(ctx, body, False, set()):
+        _end_with_barrier(ctx, body, params)
+
+
+def _covers_whole_mesh(ctx, params: dict) -> bool:
+    """Whether the body is the program of one rank, and all ranks execute it."""
+    mesh = params["mesh"]
+    is_nested = bool(mesh.manual_axes)
+    is_for_cpu = tuple(ctx.module_context.platforms) == ("cpu",) and not _compat.is_exported(ctx)
+    return is_for_cpu and not is_nested and set(params["newly_manual_axes"]) == set(mesh.axis_names)
+
+
+def _has_optional_call(ctx, operation: ir.Operation, is_optional: bool, without: set) -> bool:
+    """Whether there are calls in branches, or in loops whose length is only known at run time.
+
+    is_optional: whether the operation itself is in one.
+    without: the functions that are known to have none, and whether these were.
+    """
+    for region in operation.regions:
+        for block in region:
+            for op in block.operations:
+                child = op.operation
+                name = child.name
+                if name == "stablehlo.custom_call":
+                    target = ir.StringAttr(child.attributes["call_target_name"]).value
+                    if is_optional and target in runtime.TARGETS.values():
+                        return True
+                elif name == "func.call":
+                    key = (child.attributes["callee"], is_optional)
+                    if key in without:
+                        continue
+                    if _has_optional_call(ctx, _compat.called_function(ctx, child), is_optional, without):
+                        return True
+                    without.add(key)
+                elif _has_optional_call(ctx, child, is_optional or _is_conditional(child), without):
+                    return True
+    return False
+
+
+def _is_conditional(operation: ir.Operation) -> bool:
+    if operation.name == "stablehlo.while":
+        return not _is_counted(operation)
+    return operation.name in ("stablehlo.case", "stablehlo.if")
+
+
+def _is_counted(loop: ir.Operation) -> bool:
+    """Whether a loop counts from a constant to a constant, by a constant, so that all ranks repeat it equally often."""
+    (condition,), (body,) = loop.regions
+    *head, end = condition.operations
+    compare = end.operation.operands[0].owner
+    if any(op.operation.name != "stablehlo.constant" and op != compare for op in head) or compare == condition:
+        return False
+    counters = [value for value in compare.operation.operands if value.owner == condition]
+    if len(counters) != 1 or not all(value in counters or _is_constant(value) for value in compare.operation.operands):
+        return False
+    index = ir.BlockArgument(counters[0]).arg_number
+    *_, end = body.operations
+    step = end.operation.operands[index].owner
+    is_sum = step != body and step.operation.name == "stablehlo.add"
+    counter = body.arguments[index]
+    return (
+        is_sum
+        and all(value == counter or _is_constant(value) for value in step.operation.operands)
+        and _is_constant(loop.operands[index])
+    )
+
+
+def _is_constant(value: ir.Value) -> bool:
+    return not isinstance(value.owner, ir.Block) and value.owner.operation.name == "stablehlo.constant"
+
+
+def _end_with_barrier(ctx, body: ir.Operation, params: dict) -> None:
+    """Emits the barrier. Its operands are the results of the body, which it awaits and does not read."""
+    processes = topology.processes_of_cpus(_compat.axis_context_within(params).mesh)
+    if processes is None:
+        return
+    (block,) = body.regions[0]
+    *_, end = block.operations
+    awaited = [value for value in end.operation.operands if isinstance(value.type, ir.RankedTensorType)]
+    emit = jax.ffi.ffi_lowering(runtime.BARRIER_TARGET, has_side_effect=True, skip_ffi_layout_processing=True)
+    with ir.InsertionPoint(end):
+        emit(
+            ctx.replace(avals_in=[], avals_out=[]),
+            hlo.partition_id(),
+            *awaited,
+            partitions=np.arange(len(processes)),
+            processes=np.array(processes, np.int64),
+        )

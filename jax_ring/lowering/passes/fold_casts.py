@@ -1,0 +1,46 @@
+"""Sums of floats that the program has just rounded from float32, and widens again: what a narrow wire does.
+
+A large sum between hosts reads the float32 and rounds each part as it adds, and its result is float32, as it is
+gathered. So the program needs neither a rounded copy of the operand nor one of the sum.
+"""
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo as hlo
+from jax.interpreters import mlir
+
+from jax_ring import _compat
+
+_SUMS = "rounded sums"  # in the state of a module: the sums as float32 and as they were asked for
+
+
+def unrounded(operand: ir.Value) -> ir.Value | None:
+    """The float32 of which the operand is a rounded copy, of any shape with as many elements; None if it is none."""
+    if isinstance(operand.owner, ir.Block):
+        return None
+    operation = operand.owner.operation
+    if operation.name == "stablehlo.reshape":
+        return unrounded(operation.operands[0])
+    if operation.name != "stablehlo.convert":
+        return None
+    source = operation.operands[0]
+    return source if isinstance(_element_type(source), ir.F32Type) else None
+
+
+def rounded_again(ctx, total: ir.Value, aval) -> ir.Value:
+    """A sum, rounded to the small floats that it consists of; `drop_redundant_casts` removes this where it is widened."""
+    rounded = hlo.convert(mlir.aval_to_ir_type(ctx.module_context, aval), total)
+    _compat.module_state(ctx).setdefault(_SUMS, []).append((total, rounded))
+    return rounded
+
+
+def drop_redundant_casts(ctx) -> None:
+    """Makes the module use sums as they are, where it would widen them."""
+    for total, rounded in _compat.module_state(ctx).pop(_SUMS, ()):
+        for use in list(rounded.uses):
+            operation = use.owner.operation
+            if operation.name == "stablehlo.convert" and operation.results[0].type == total.type:
+                operation.results[0].replace_all_uses_with(total)
+
+
+def _element_type(value: ir.Value) -> ir.Type:
+    return ir.RankedTensorType(value.type).element_type

@@ -1,0 +1,28 @@
+"""What is done with the body of a shard_map once it has been lowered: its calls are joined, named, and awaited."""
+
+from functools import partial
+
+from jax.extend.mlir import ir
+
+from jax_ring import _compat
+from jax_ring.lowering.custom_call import operation
+from jax_ring.lowering.passes import combiner, exit_barrier, fold_casts, merge_equations, program_id, source_lines
+
+
+def _lower_shard_map(jax_rule, ctx, *operands, **params):
+    program_id.note_body(ctx, params["jaxpr"])  # before its calls are lowered
+    results = jax_rule(ctx, *operands, **{**params, "jaxpr": merge_equations.join(params["jaxpr"])})
+    fold_casts.drop_redundant_casts(ctx)
+    if operation.known_calls(ctx):
+        body = next((value.owner.operation for value in results if isinstance(value, ir.OpResult)), None)
+        # A mesh of one rank has no such operation.
+        if body and body.name == "sdy.manual_computation":
+            joined = combiner.join(ctx, body)
+            source_lines.settle(ctx, joined.calls, joined.callers)
+            exit_barrier.end(ctx, body, params)
+    return results
+
+
+_compat.replace_lowering(
+    _compat.shard_map_p, ("cpu",), lambda jax_rule: partial(_lower_shard_map, jax_rule), cacheable=True
+)

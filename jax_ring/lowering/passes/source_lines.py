@@ -1,0 +1,211 @@
+"""Writes into each custom call the source lines that it serves, for the error when a rank is missing.
+
+XLA merges calls whose operands and attributes are equal. A line in an attribute would prevent that, so calls that are
+equal up to their lines all get the same attribute, which names the lines of all of them. Whether they are is known from
+the expressions that compute their operands: operations, constants and arguments, as the compiler sees them.
+
+A function that is lowered once and called from several places is compared without knowing what it is called with: its
+arguments count as equal to those of other functions, by position and type. The bodies of loops, branches and other
+operations with functions inside are compared with themselves alone.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable
+
+from jax.extend.mlir import ir
+
+from jax_ring import _compat
+from jax_ring.lowering.custom_call import operation
+from jax_ring.lowering.custom_call.ffi_attributes import CONFIG, named
+from jax_ring.lowering.custom_call.operation import Call, Lines, compared
+
+# A text with more lines than this does not help.
+_MAX_PLACES = 16
+_MAX_LINES_OF_CALL = 4
+
+
+def lines_of(ctx) -> Lines:
+    """The line of the user's call that is being lowered."""
+    return (_compat.call_site(ctx),)
+
+
+def write(ctx, results, description: str) -> None:
+    """Writes the attribute `site` of another custom call than those to the engines, which has just been emitted."""
+    call = results[0].owner.operation
+    shared, lines = ir.DictAttr(call.attributes[CONFIG]), lines_of(ctx)
+    call.attributes[CONFIG] = operation.config(shared, site=operation.site_of(lines))
+    operation.note(ctx, call, Call(shared, description, lines, num_hidden=1, itemsize=0, joins=False))
+
+
+def settle(ctx, calls: list[ir.Operation], callers: dict[ir.Block, ir.Operation]) -> None:
+    """Writes the attributes `site` of all calls in the body of a shard_map, which has been lowered.
+
+    callers: the only operation that calls a function, by the function's body.
+    """
+    table = _compat.module_state(ctx).setdefault("call sites", _Table())
+    for body, caller in callers.items():
+        table.note_caller(body, caller)
+    known = operation.known_calls(ctx)
+    for call in calls:
+        table.add(ctx, call, known[call.attributes[CONFIG]].lines)
+
+
+class _Together:
+    """Calls with one attribute `site`, which names the lines of all."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[ir.Operation, Lines]] = []
+        self._places: Counter[Lines] = Counter()
+
+    def has_only(self, lines: Lines) -> bool:
+        return not self.calls or list(self._places) == [lines]
+
+    def add(self, ctx, call: ir.Operation, lines: Lines) -> None:
+        self.calls.append((call, lines))
+        self._places[lines] += 1
+        is_news = self._places[lines] == 1 and len(self._places) <= _MAX_PLACES + 1
+        self._write(ctx, self.calls if is_news else [(call, lines)])
+
+    def _write(self, ctx, calls: list[tuple[ir.Operation, Lines]]) -> None:
+        site = ir.StringAttr.get(_text(list(self._places)))
+        for call, lines in calls:
+            written = call.attributes[CONFIG]
+            if ir.DictAttr(written)["site"] != site:
+                known = operation.known_calls(ctx)[written]
+                call.attributes[CONFIG] = operation.config(ir.DictAttr(written), site=site)
+                operation.note(ctx, call, known._replace(lines=lines))
+
+
+class _Table:
+    """The calls of one module, by the expressions that they compute. Expressions are numbered: equal ones alike.
+
+    Looking at expressions costs time. Calls that differ in an attribute or a type, and those of one line, need none.
+    The module owns the table, which therefore keeps no reference to it: what is in a cycle lives on for a while, with
+    all devices.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._values: dict[ir.Value, int] = {}
+        self._alike: dict[int, _Together | None] = {}  # by attributes and types; None: told apart by expression
+        self._equal: defaultdict[int, _Together] = defaultdict(_Together)  # by expression
+        self._callers: dict[ir.Block, ir.Operation] = {}  # of functions with one caller, by their bodies
+
+    def note_caller(self, body: ir.Block, caller: ir.Operation) -> None:
+        """Notes the only operation that calls a function."""
+        self._callers[body] = caller
+
+    def add(self, ctx, call: ir.Operation, lines: Lines) -> None:
+        types = tuple([value.type for value in (*call.operands, *call.results)])
+        signature = self._number((_attributes(call), types))
+        alike = self._alike.setdefault(signature, _Together())
+        if alike is not None and alike.has_only(lines):
+            alike.add(ctx, call, lines)
+            return
+        self._alike[signature] = None
+        for each, its_lines in (*(alike.calls if alike else ()), (call, lines)):
+            self._equal[self._number((self._operation(each), self._branch(each)))].add(ctx, each, its_lines)
+
+    def _number(self, expression: Hashable) -> int:
+        return self._numbers.setdefault(expression, len(self._numbers))
+
+    def _operation(self, operation: ir.Operation) -> int:
+        """The number of an operation: its kind, attributes, types and operands, but not what its regions do."""
+        operands = list(operation.operands)
+        for operand in operands:
+            self._value(operand)
+        return self._operation_on(operation, operands)
+
+    def _operation_on(self, operation: ir.Operation, operands: list) -> int:
+        """Requires that the numbers of the operands are known."""
+        types = tuple([result.type for result in operation.results])
+        numbers = tuple([self._values[operand] for operand in operands])
+        return self._number((operation.name, _attributes(operation), types, numbers))
+
+    def _value(self, value: ir.Value) -> int:
+        """The number of the expression that computes a value."""
+        pending = [] if value in self._values else [(value, *self._origin(value))]
+        while pending:  # not recursive: programs are deeper than Python's stack
+            value_, origin, inputs = pending[-1]
+            if unknown := [operand for operand in inputs if operand not in self._values]:
+                pending.extend([(operand, *self._origin(operand)) for operand in unknown])
+            else:
+                pending.pop()
+                self._values[value_] = self._number(self._expression(value_, origin, inputs))
+        return self._values[value]
+
+    def _origin(self, value: ir.Value) -> tuple[ir.Operation, list]:
+        """The operation that computes a value, or whose regions have it as an argument; and the values to compare."""
+        if isinstance(value, ir.OpResult):
+            operation = value.owner.operation
+            return operation, list(operation.operands)
+        index, block = ir.BlockArgument(value).arg_number, ir.BlockArgument(value).owner
+        owner = block.owner.operation
+        if block in self._callers:
+            return owner, [self._callers[block].operands[index]]
+        if owner.name == "sdy.manual_computation":
+            return owner, [owner.operands[index]]
+        return owner, [] if owner.name == "func.func" else list(owner.operands)
+
+    def _expression(self, value: ir.Value, origin: ir.Operation, inputs: list) -> Hashable:
+        if isinstance(value, ir.OpResult):
+            return "result", value.result_number, self._operation_on(origin, inputs)
+        index = ir.BlockArgument(value).arg_number
+        if ir.BlockArgument(value).owner in self._callers:
+            return "passed", self._values[inputs[0]]
+        if origin.name == "sdy.manual_computation":  # the body of a shard_map
+            return "shard", value.type, self._values[inputs[0]]
+        if origin.name != "func.func":  # a loop
+            return "argument", index, self._operation_on(origin, inputs)
+        return "argument", index, value.type if _is_shared(origin) else value.owner
+
+    def _branch(self, call: ir.Operation) -> Hashable:
+        """The loops and branches that a call is in: calls in unlike ones do not merge."""
+        path: list[Hashable] = []
+        block = ir.InsertionPoint(call).block
+        while (owner := block.owner.operation).name not in ("func.func", "sdy.manual_computation") or (
+            block in self._callers
+        ):
+            if block in self._callers:
+                owner = self._callers[block]
+            else:
+                path.append((self._operation(owner), [region == block.region for region in owner.regions].index(True)))
+            block = ir.InsertionPoint(owner).block
+        if owner.parent is None:
+            path.append(block)
+        return tuple(path)
+
+
+def _attributes(operation: ir.Operation) -> tuple:
+    """The attributes of an operation that tell it from others."""
+    if operation.name == "func.call":
+        return ()  # not the name of the function: two functions may do the same
+    attributes = operation.attributes
+    if CONFIG not in attributes or "site" not in ir.DictAttr(attributes[CONFIG]):
+        return compared(operation)
+    of_engine = [pair for pair in named(ir.DictAttr(attributes[CONFIG])) if pair[0] != "site"]
+    return (*[pair for pair in named(attributes) if pair[0] != CONFIG], *of_engine)
+
+
+def _is_shared(function: ir.Operation) -> bool:
+    """Whether a function may be called from several places, so that its arguments have no expressions.
+
+    One that has no parent is a draft: JAX copies its body to where it is used, with the attributes of that moment.
+    """
+    return function.parent is not None and ir.StringAttr(function.attributes["sym_name"]).value != "main"
+
+
+def _text(places: list[Lines]) -> str:
+    """The lines of equal calls, as errors name them."""
+    texts = [_text_of_call(lines) for lines in places]
+    if len(texts) == 1:
+        return texts[0]
+    if len(texts) > _MAX_PLACES:
+        return f"one of more than {_MAX_PLACES} places, such as {', '.join(texts[:_MAX_PLACES])}"
+    return f"one of {len(texts)} places: {', '.join(texts[:-1])} or {texts[-1]}"
+
+
+def _text_of_call(lines: Lines) -> str:
+    if len(lines) > _MAX_LINES_OF_CALL:
+        return f"{', '.join(lines[:_MAX_LINES_OF_CALL])} and {len(lines) - _MAX_LINES_OF_CALL} more places"
+    return " and ".join(lines)

@@ -1,0 +1,195 @@
+"""Finds out which devices can reach each other's memory, and splits groups that cross hosts between engine and XLA."""
+
+import collections
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+
+from jax_ring import _compat, runtime
+from jax_ring.distributed import discovery
+from jax_ring.distributed.assumed_hosts import are_assumed, assumed_host_of
+from jax_ring.distributed.gpus import Identity
+
+# The kernel arguments have room for this many (kMaxRanks in ffi/ring/endpoint.h).
+_MAX_RANKS = 64
+
+Groups = Sequence[Sequence[int]]  # of mesh positions
+
+
+class Levels(NamedTuple):
+    """How the groups of a call are split between hosts.
+
+    Attributes:
+      intra: the groups that an engine serves. If the groups of the call cross hosts, these are their parts on each
+        host, all of the same size, in rank order; else the groups themselves.
+      inter: the groups that XLA serves: the i-th ranks of all parts of a group. Empty if no group crosses hosts.
+      num_processes: the largest number of processes in one group of `intra`.
+    """
+
+    intra: Groups
+    inter: Groups = ()
+    num_processes: int = 1
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts that each group spans."""
+        return len(self.inter[0]) if self.inter else 1
+
+
+def levels_of(engine: str, mesh, groups: Groups) -> tuple[Levels | None, str]:
+    """How an engine, "cpu" or "cuda", serves these groups of a mesh; or None and the reason why it cannot."""
+    processes, why_not = _PLATFORMS[engine].processes_of(mesh)
+    if processes is None:
+        return None, why_not
+    is_elsewhere = is_compile_only(mesh)
+    levels, why_not = _split_by_host(processes, groups, assumed_host_of if is_elsewhere else discovery.host_of)
+    if levels is not None:
+        why_not = _PLATFORMS[engine].why_unreachable(mesh, levels.intra)
+    elif is_elsewhere and not are_assumed():
+        why_not += "; each process counts as a host, unless jax_ring.assume_hosts() says which of them share one"
+    return (None, why_not) if why_not else (levels, "")
+
+
+def is_compile_only(mesh) -> bool:
+    """Whether the devices of a mesh are not there, so that a program is only compiled for them."""
+    devices = _compat.mesh_devices(mesh)
+    return devices is not None and _compat.is_compile_only(devices[0])
+
+
+def _split_by_host(processes: Sequence[int], groups: Groups, host_of: Callable) -> tuple[Levels | None, str]:
+    """processes: the process of each mesh position."""
+    intra: list[Sequence[int]] = []
+    inter: list[Sequence[int]] = []
+    num_hosts = []
+    for group in groups:
+        by_host = collections.defaultdict(list)
+        for position in group:
+            by_host[host_of(processes[position])].append(position)
+        parts = list(by_host.values())
+        intra += parts
+        num_hosts.append(len(parts))
+        inter += zip(*parts, strict=False)
+    num_processes = max(len({processes[position] for position in part}) for part in intra)
+    if max(num_hosts) == 1:
+        return Levels(groups, (), num_processes), ""
+    crosses = crossing_text(max(num_hosts))
+    # All ranks run the same program, in which all parts have the same size.
+    if len({len(part) for part in intra}) > 1 or len(set(num_hosts)) > 1:
+        return None, f"{crosses}, with unequal numbers of ranks per host or of hosts per group"
+    if len(intra[0]) == 1:
+        return None, f"{crosses}, one rank on each"
+    return Levels(intra, inter, num_processes), ""
+
+
+def crossing_text(num_hosts: int) -> str:
+    """Begins the reason why a call across hosts is not split between them."""
+    return f"the ranks of a group are on {num_hosts} hosts"
+
+
+# ---- CPU devices ----------------------------------------------------------------------------------------------------
+
+
+def processes_of_cpus(mesh) -> list[int] | None:
+    """The process of each mesh position; None if it is not known yet."""
+    devices = _compat.mesh_devices(mesh)
+    if devices is not None:
+        return [device.process_index for device in devices]
+    return [0] * mesh.size if jax.process_count() == 1 else None
+
+
+def _processes_of_cpus(mesh) -> tuple[list[int] | None, str]:
+    processes = processes_of_cpus(mesh)
+    if processes is None:
+        return None, (
+            f"the mesh is abstract, so the devices of {jax.process_count()} processes in each group are not known"
+        )
+    return processes, ""
+
+
+# ---- GPUs -----------------------------------------------------------------------------------------------------------
+
+
+class Gpu(NamedTuple):
+    """Identifies a GPU across processes.
+
+    Attributes:
+      process: the process that owns it.
+      id: the id of the JAX device. Unlike its local id, every process knows it.
+    """
+
+    process: int
+    id: int
+
+
+def gpus_of(mesh) -> list[Gpu] | None:
+    """The GPUs of a mesh, by mesh position; None if its devices are not known yet, or not all are GPUs."""
+    devices = _compat.mesh_devices(mesh)
+    if devices is None or not all(map(_is_gpu, devices)):
+        return None
+    return [Gpu(device.process_index, device.id) for device in devices]
+
+
+def _is_gpu(device) -> bool:
+    return device.platform == "gpu"
+
+
+def _processes_of_gpus(mesh) -> tuple[list[int] | None, str]:
+    gpus = gpus_of(mesh)
+    if gpus is None:
+        return None, "the mesh is abstract or not of GPUs, so the GPUs in each group are not known"
+    return [gpu.process for gpu in gpus], ""
+
+
+def _why_unreachable_gpus(mesh, groups: Groups) -> str:
+    largest = max(len(group) for group in groups)
+    if largest > _MAX_RANKS:
+        return f"a group has {largest} ranks, and the CUDA engine serves at most {_MAX_RANKS}"
+    if is_compile_only(mesh):
+        return ""  # nothing is known of their links
+    devices = _compat.mesh_devices(mesh)
+    assert devices is not None  # checked by _processes_of_gpus
+    # Only what all processes know may decide, so that all lower the same program.
+    members = {position: devices[position] for group in groups if len(group) > 1 for position in group}
+    published = discovery.gpus_of(sorted({device.process_index for device in members.values()}))
+    for process, gpus in published.items():
+        if gpus.why_not:
+            return gpus.why_not if jax.process_count() == 1 else f"in process {process}, {gpus.why_not}"
+    identities = {}
+    for position, device in members.items():
+        peers, own = _compat.devices_of_process(device), published[device.process_index].own
+        if len(peers) != len(own):
+            return f"process {device.process_index} has {len(peers)} GPUs by JAX, and {len(own)} by CUDA"
+        identities[position] = own[peers.index(device)]
+    severed = {pair for gpus in published.values() for pair in gpus.severed}
+    for group in groups:
+        for one, other in itertools.permutations(group, 2):
+            here, there = identities[one], identities[other]
+            is_shared = here.shares_gpu_with(there) and not runtime.SHARED_GPU
+            if is_shared or (here, there) in severed:
+                what = "is on the same GPU as" if is_shared else "has no peer access to"
+                return f"{_name_of(devices[one], here)} {what} {_name_of(devices[other], there)}"
+    return ""
+
+
+def _name_of(device, identity: Identity) -> str:
+    return f"device {device.id} ({identity.uuid} at {identity.bus_id}, process {device.process_index})"
+
+
+class _Platform(NamedTuple):
+    """What differs between engines.
+
+    Attributes:
+      processes_of: (mesh) to (the process of each mesh position, ""), or (None, why they are not known).
+      why_unreachable: (mesh, groups) to why the ranks of a group on one host cannot reach each other, or "".
+    """
+
+    processes_of: Callable
+    why_unreachable: Callable
+
+
+_PLATFORMS = {
+    "cpu": _Platform(_processes_of_cpus, lambda mesh, groups: ""),
+    "cuda": _Platform(_processes_of_gpus, _why_unreachable_gpus),
+}

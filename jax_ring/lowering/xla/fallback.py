@@ -1,0 +1,119 @@
+"""Lowers collectives to XLA's all-reduce: those that XLA lacks, and those that it gets wrong.
+
+The all-reduce is emitted by JAX's rule, not traced as a `lax.psum`, which `override_lax()` would lower to jax_ring.
+"""
+
+import functools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.mlir.dialects import stablehlo as hlo
+from jax.interpreters import mlir
+
+from jax_ring import _compat
+from jax_ring.lowering.xla import ops
+from jax_ring.lowering.xla.bitcasts import bits_dtype, from_bits, to_bits, zeros_like
+
+
+def _all_reduce(ctx, operand, aval, *, axes, axis_index_groups=None):
+    """XLA's all-reduce of an operand of type `aval`."""
+    ctx = ctx.replace(avals_in=[aval], avals_out=[aval])
+    (total,) = _compat.lower_lax_reduction(_compat.psum_p, ctx, operand, axes=axes, axis_index_groups=axis_index_groups)
+    return total
+
+
+def lower_reduce_to_xla(ctx, operand, *, axes, axis_index_groups, root):
+    """Lowers a reduce to an all-reduce whose result only the root keeps. The others get zeros."""
+    del axis_index_groups
+    (aval,) = ctx.avals_in
+
+    total = _all_reduce(ctx, operand, aval, axes=axes)
+    return [ops.inline(ctx, partial(on_root, axes=axes, root=root), total, aval, ctx.avals_out[0])]
+
+
+def on_root(total, axes, root):
+    """The total on the root, and zeros elsewhere."""
+    if jnp.iscomplexobj(total):
+        return lax.complex(on_root(total.real, axes, root), on_root(total.imag, axes, root))
+    return from_bits(_or_zeros(to_bits(total), axes, root), total.dtype)
+
+
+def lower_broadcast_to_xla(ctx, operand, *, axes, axis_index_groups, root):
+    """Lowers a broadcast to an all-reduce to which all ranks but the root contribute zeros."""
+    (aval,) = ctx.avals_in
+    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        part = aval.update(dtype=jnp.finfo(aval.dtype).dtype)
+        lower = partial(
+            lower_broadcast_to_xla, ctx.replace(avals_in=[part], avals_out=[part]),
+            axes=axes, axis_index_groups=axis_index_groups, root=root,
+        )  # fmt: skip
+        return [hlo.complex(*lower(hlo.real(operand)), *lower(hlo.imag(operand)))]
+    # As integers, because 0.0 + -0.0 is 0.0.
+    bits_aval = aval.update(dtype=bits_dtype(aval.dtype))
+    bits = ops.inline(ctx, lambda x: _or_zeros(to_bits(x), axes, root), operand, aval, bits_aval)
+    bits = _all_reduce(ctx, bits, bits_aval, axes=axes)
+    return [ops.inline(ctx, partial(from_bits, dtype=aval.dtype), bits, bits_aval, aval)]
+
+
+def lower_dynamic_broadcast_to_sum(ctx, operand, source, axes, lower_sum):
+    """Lowers a broadcast from the rank in a scalar to a sum of bits, to which the other ranks contribute zeros.
+
+    lower_sum: (ctx, operand) -> results.
+    """
+    aval, source_aval = ctx.avals_in
+    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        part = jax.core.ShapedArray(aval.shape, jnp.finfo(aval.dtype).dtype)
+        ctx = ctx.replace(avals_in=[part, source_aval], avals_out=[part])
+        lower = partial(lower_dynamic_broadcast_to_sum, ctx, source=source, axes=axes, lower_sum=lower_sum)
+        return [hlo.complex(*lower(hlo.real(operand)), *lower(hlo.imag(operand)))]
+    aval = jax.core.ShapedArray(aval.shape, aval.dtype)
+    bits_aval = jax.core.ShapedArray(aval.shape, bits_dtype(aval.dtype))
+
+    def masked(x, source):
+        bits = to_bits(x)
+        return jnp.where(lax.axis_index(axes) == source, bits, jnp.zeros_like(bits))
+
+    with _compat.without_vma():
+        source_aval = jax.core.ShapedArray((), source_aval.dtype)
+        inline_ctx = ctx.replace(primitive=None, avals_in=[aval, source_aval], avals_out=[bits_aval])
+        (bits,) = mlir.lower_fun(masked, multiple_results=False)(inline_ctx, operand, source)
+        (bits,) = lower_sum(ctx.replace(avals_in=[bits_aval], avals_out=[bits_aval]), bits)
+        return [ops.inline(ctx, partial(from_bits, dtype=aval.dtype), bits, bits_aval, aval)]
+
+
+def _or_zeros(bits, axes, root):
+    """The integers on the root, and zeros elsewhere."""
+    # For shapes that are symbolic: in a shard_map, jaxlib crashes on the scalar conversions that `==` can insert.
+    coordinates = np.unravel_index(root, [lax.axis_size(axis) for axis in axes])
+    is_root = [lax.eq(lax.axis_index(axis), np.int32(c)) for axis, c in zip(axes, coordinates, strict=True)]
+    return lax.select(functools.reduce(lax.bitwise_and, is_root), bits, zeros_like(bits))
+
+
+def lower_psum_scatter_to_all_reduce(ctx, operand, *, axes, axis_index_groups, axis_size, dimension, tiled):
+    """Lowers a psum_scatter to an all-reduce of which each rank keeps its block."""
+    (aval,) = ctx.avals_in
+    keep = partial(
+        own_block, axes=axes, axis_index_groups=axis_index_groups, axis_size=axis_size, dimension=dimension, tiled=tiled
+    )
+    total = _all_reduce(ctx, operand, aval, axes=axes, axis_index_groups=axis_index_groups)
+    return [ops.inline(ctx, keep, total, aval, ctx.avals_out[0])]
+
+
+def rank_in_group(axes, axis_index_groups) -> jax.Array:
+    """This rank's number in its group."""
+    rank = lax.axis_index(axes)
+    if axis_index_groups is None:
+        return rank
+    place = {member: i for group in axis_index_groups for i, member in enumerate(group)}
+    return jnp.array([place[i] for i in range(len(place))])[rank]
+
+
+def own_block(total, *, axes, axis_index_groups, axis_size, dimension, tiled):
+    """The block of a total that a psum_scatter leaves on this rank."""
+    rank = rank_in_group(axes, axis_index_groups)
+    size = total.shape[dimension] // axis_size
+    block = lax.dynamic_slice_in_dim(total, rank * size, size, dimension)
+    return block if tiled else lax.squeeze(block, [dimension])

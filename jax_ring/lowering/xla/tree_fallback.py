@@ -1,0 +1,121 @@
+"""Sums along the tree where no engine serves the call: XLA moves the data, and the program adds it up.
+
+XLA's own sums choose their order. Its all-to-all gives each rank the operands of all ranks for one block of the
+message; the rank folds them along the tree, in the accumulator's dtype, and rounds once. A reduce-scatter ends there,
+and an all-reduce with XLA's all-gather of the blocks. An all-to-all cannot have groups of different sizes: there, XLA
+gathers all operands on all ranks.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import mlir
+
+from jax_ring import _compat, shard_tree
+from jax_ring.lowering import trees
+from jax_ring.lowering.custom_call import layout
+from jax_ring.lowering.override_state import for_xla
+from jax_ring.lowering.xla import fallback
+from jax_ring.options import Options
+
+
+def emit(ctx, operands, *, kind: str, groups: trees.Groups, **params) -> list:
+    """Emits a sum along the tree without an engine, and returns its results.
+
+    Args:
+      operands: with slots if there are several (`trees.num_slots`).
+      groups: those of the call in mesh positions.
+      params: of the primitive.
+    """
+    results = []
+    for x, aval_in, aval_out in zip(operands, ctx.avals_in, ctx.avals_out, strict=True):
+        run = partial(_SUMS[kind], sizes=[len(group) for group in groups], **params)
+        # In these there is no vma tracking, so the types have none either.
+        avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in (aval_in, aval_out)]
+        with _compat.without_vma(), for_xla():
+            (result,) = mlir.lower_fun(run, multiple_results=False)(
+                ctx.replace(primitive=None, avals_in=avals[:1], avals_out=avals[1:]), x
+            )
+        results.append(result)
+    return results
+
+
+def gathers_everything(sizes: Sequence[int]) -> bool:
+    """Whether all operands go to all ranks, instead of a block of each to each, in groups of these sizes."""
+    return len(set(sizes)) > 1
+
+
+def block_size(num_elements: int, num_ranks: int) -> int:
+    """The number of elements of each block of an all-reduce. The last ones are padded."""
+    return math.ceil(num_elements / num_ranks)
+
+
+# ---- The sums, as functions of a rank's operand ---------------------------------------------------------------------
+
+
+def _all_reduce(x: jax.Array, *, axes: tuple, axis_index_groups, options: Options, sizes: list[int]) -> jax.Array:
+    if gathers_everything(sizes):
+        return _fold_everything(x, axes, axis_index_groups)
+    size, shape = sizes[0], x.shape[_num_slot_dimensions(options, sizes) :]
+    slots = x.shape[0] if x.shape != shape else 1
+    count, block = math.prod(shape), block_size(math.prod(shape), size)
+    padded = jnp.pad(x.reshape(slots, count), ((0, 0), (0, size * block - count)))
+    blocks = padded.reshape(slots, size, block)
+    total = _fold_blocks(blocks, axes, axis_index_groups, options, size)
+    gathered = lax.all_gather(total, axes, axis_index_groups=axis_index_groups)
+    return gathered.reshape(-1)[:count].reshape(shape)
+
+
+def _reduce_scatter(
+    x: jax.Array, *, axes: tuple, axis_index_groups, options: Options, sizes: list[int], **dimensions
+) -> jax.Array:
+    first: Callable = partial(layout.blocks_first, **dimensions)
+    blocks = jax.vmap(first)(x) if _num_slot_dimensions(options, sizes) else first(x)[None]
+    flat = blocks.reshape(*blocks.shape[:2], -1)
+    return _fold_blocks(flat, axes, axis_index_groups, options, sizes[0]).reshape(blocks.shape[2:])
+
+
+def _reduce(x: jax.Array, *, root: int, axes: tuple, **params) -> jax.Array:
+    return fallback.on_root(_all_reduce(x, axes=axes, **params), axes, root)
+
+
+_SUMS: dict[str, Callable] = {"all_reduce": _all_reduce, "reduce_scatter": _reduce_scatter, "reduce": _reduce}
+
+
+def _num_slot_dimensions(options: Options, sizes: list[int]) -> int:
+    return int(options.num_shards is not None and shard_tree.num_slots(options.num_shards, sizes[0]) > 1)
+
+
+def _fold_blocks(blocks: jax.Array, axes: tuple, axis_index_groups, options: Options, size: int) -> jax.Array:
+    """The sum of this rank's block over the ranks. blocks: by slot, block and element."""
+    received = lax.all_to_all(jnp.moveaxis(blocks, 1, 0), axes, 0, 0, axis_index_groups=axis_index_groups)
+    return fold(received, options.num_shards or size, size)
+
+
+def fold(terms: jax.Array, num_shards: int, size: int) -> jax.Array:
+    """The sum of terms along the tree, rounded once. terms: by rank, slot and element."""
+    wide = terms.astype(trees.accumulator(terms.dtype))
+    value_of = lambda rank, slot: lax.index_in_dim(  # noqa: E731
+        lax.index_in_dim(wide, rank, keepdims=False), slot, keepdims=False
+    )
+    (total,) = shard_tree.run_fold(shard_tree.fold_of(num_shards, size), value_of, lax.add)
+    return total.astype(terms.dtype)
+
+
+def _fold_everything(x: jax.Array, axes: tuple, axis_index_groups) -> jax.Array:
+    """The sum of a group, one value of each rank, from the operands of all ranks."""
+    gathered = lax.all_gather(x, axes)
+    folds = [partial(_fold_members, members=members) for members in axis_index_groups]
+    group_of = np.zeros(lax.axis_size(axes), np.int32)
+    for i, members in enumerate(axis_index_groups):
+        group_of[list(members)] = i
+    return lax.switch(jnp.asarray(group_of)[lax.axis_index(axes)], folds, gathered)
+
+
+def _fold_members(gathered: jax.Array, *, members: tuple[int, ...]) -> jax.Array:
+    return fold(jnp.stack([gathered[rank][None] for rank in members]), len(members), len(members))

@@ -1,0 +1,259 @@
+"""The shards of a rank: a loss differentiated one shard at a time, such that no bit depends on the number of ranks."""
+
+import contextlib
+import contextvars
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_ring import _compat
+from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
+from jax_ring.collectives.leaves import bits_of_keys, own_copy
+from jax_ring.collectives.shard_sums import ShardSums, TermStack
+from jax_ring.training.same_bits.cuts import axes_of_leaves, dimension_of_cut
+from jax_ring.training.same_bits.evaluation import evaluate
+
+# The index of the shard that is being traced. JAX's caches know it by a number, so that a jitted layer is traced again
+# for another loss. JAX does not allow creating a user context while other threads trace, so it is created at import.
+_index: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("index", default=None)
+_number = jax.make_user_context(0)
+_numbers = itertools.count(1)
+
+
+def shard_index() -> jax.Array:
+    """The index of the shard whose loss is being computed, among the shards of all ranks: an int32 scalar.
+
+    For the function that `value_and_grad(..., num_shards=V)` differentiates, which runs once for each of V shards. A
+    random key made of it does not depend on the number of ranks:
+
+        key = jax.random.fold_in(key, jax_ring.shard_index())
+
+    Raises:
+      NameError: outside of such a function.
+    """
+    index = _index.get()
+    if index is None:
+        raise NameError(
+            "shard_index: there is no shard here. It has a value in a function that jax_ring.value_and_grad or grad "
+            "differentiates with num_shards=V. Pass num_shards to it, or use jax.lax.axis_index for the rank."
+        )
+    return index
+
+
+@contextlib.contextmanager
+def indexed(index: jax.Array) -> Iterator[None]:
+    """For the time of tracing a loss: the value of `shard_index()`."""
+    token = _index.set(index)
+    try:
+        with _number(next(_numbers)):
+            yield
+    finally:
+        _index.reset(token)
+
+
+def first_shard(axis_name: AxisName, num_shards: int) -> jax.Array:
+    """The index of this rank's first shard."""
+    axes = axes_of(axis_name)
+    return lax.axis_index(axes) * (num_shards // num_ranks(axes))
+
+
+def differentiate_shards(
+    function: str,
+    local: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    parameters: Sequence[int],
+    axis_name: AxisName,
+    num_shards: int,
+    in_axes: Any,
+) -> tuple[ShardSums, Any]:
+    """The sums over this rank's shards of the values and gradients that `local` returns.
+
+    Every shard is computed by the same program, whatever the number of ranks: see `_sealed`.
+
+    Args:
+      function: the public function, for errors.
+      local: as `jax.value_and_grad` of a function with auxiliary results: returns ((value, aux), gradients).
+      parameters: the positions of the arguments that are not cut. The others are, as `in_axes` says.
+
+    Returns:
+      The sums of (value, gradients). Gradients of integers, of dtype float0, are in it as they are, without slots.
+      The auxiliary results, stacked over the rank's shards.
+
+    Raises:
+      ValueError: if the arguments cannot be cut so, or if the loss asks for the axis.
+    """
+    axes = axes_of(axis_name)
+    each, first = num_shards // num_ranks(axes), first_shard(axis_name, num_shards)
+    data = _Data.of(function, args, kwargs, parameters, in_axes, each, num_shards)
+    body = _Body.traced(function, local, data, kwargs, first, axes)
+    condition = _hidden_one([*args, *kwargs.values()], axes)
+
+    def results(shard):
+        return _sealed(condition, body, [*data.shard(shard), first + shard])
+
+    if each == 1:
+        sums, aux = body.split(results(np.int32(0)))
+        stack = TermStack.empty(sums, axis_name, num_shards).push(sums, axis_name, num_shards, 0)
+        aux = [x[None] for x in aux]
+    else:
+
+        def step(stack, shard):
+            sums, aux = body.split(results(shard))
+            return stack.push(sums, axis_name, num_shards, shard), aux
+
+        stack = TermStack.empty(body.split(body.closed.out_avals)[0], axis_name, num_shards)
+        stack, aux = lax.scan(step, stack, jnp.arange(each, dtype=jnp.int32))
+    aux = [from_bits(x) for from_bits, x in zip(body.from_bits, aux, strict=True)]
+    return body.shard_sums(stack.terms(axis_name, num_shards), num_shards), jax.tree.unflatten(body.aux, aux)
+
+
+class _Data(NamedTuple):
+    """The arguments of a loss, and how they are cut into shards.
+
+    Attributes:
+      args: all positional arguments.
+      parameters: the positions of those that are not cut.
+      leaves: those of the others.
+      cuts: for each leaf its dimension that is cut and the size of a block; None if every shard gets it whole.
+      each: the number of shards.
+    """
+
+    args: Sequence[Any]
+    parameters: Sequence[int]
+    leaves: list
+    cuts: list[tuple[int, int] | None]
+    each: int
+
+    @classmethod
+    def of(cls, function, args, kwargs, parameters, in_axes, each, num_shards) -> "_Data":
+        others = tuple(x for i, x in enumerate(args) if i not in parameters)
+        paths = jax.tree_util.tree_leaves_with_path(others)
+        axes = axes_of_leaves(function, in_axes, others)
+        if (others or kwargs) and all(axis is None for axis in axes):
+            raise ValueError(
+                f"{function}: in_axes cuts no argument into shards, so that all {num_shards} would be equal. Pass data "
+                "as positional arguments after the parameters; keyword arguments are passed whole."
+            )
+        cuts: list[tuple[int, int] | None] = []
+        for (path, leaf), axis in zip(paths, axes, strict=True):
+            if axis is None:
+                cuts.append(None)
+                continue
+            dimension = dimension_of_cut(
+                function, path, leaf, axis, each, f"shards of a rank ({num_shards} in all)", "every shard"
+            )
+            cuts.append((dimension, jnp.shape(leaf)[dimension] // each))
+        return cls(args, parameters, [leaf for _, leaf in paths], cuts, each)
+
+    def shard(self, shard: Any) -> list:
+        """The parts of the leaves that are cut."""
+        parts = []
+        for leaf, cut in zip(self.leaves, self.cuts, strict=True):
+            if cut is None:
+                continue
+            dimension, size = cut
+            parts.append(
+                jnp.asarray(leaf) if self.each == 1
+                else lax.dynamic_slice_in_dim(jnp.asarray(leaf), shard * size, size, dimension)
+            )  # fmt: skip
+        return parts
+
+    def arguments(self, parts: Sequence) -> list:
+        """The positional arguments for a shard."""
+        rest = iter(parts)
+        leaves = [leaf if cut is None else next(rest) for leaf, cut in zip(self.leaves, self.cuts, strict=True)]
+        others = [x for i, x in enumerate(self.args) if i not in self.parameters]
+        own = iter(jax.tree.unflatten(jax.tree.structure(others), leaves))
+        return [x if i in self.parameters else next(own) for i, x in enumerate(self.args)]
+
+
+class _Body(NamedTuple):
+    """The computation for a shard, as a jaxpr of its parts and its index.
+
+    Attributes:
+      closed: its results are the leaves of (value, gradients) but for those of dtype float0, and of the auxiliary data.
+      sums: the structure of (value, gradients).
+      float0: by position among the leaves of (value, gradients), those of dtype float0.
+      aux: the structure of the auxiliary data.
+      from_bits: for each leaf of it a function from what the jaxpr returns; random keys are returned as their bits.
+    """
+
+    closed: Any
+    sums: Any
+    float0: dict[int, np.ndarray]
+    aux: Any
+    from_bits: list[Callable]
+
+    @classmethod
+    def traced(cls, function, local, data: _Data, kwargs, index, axes) -> "_Body":
+        found: dict[str, Any] = {}
+
+        def results(parts, index):
+            with indexed(index):
+                (value, aux), grads = local(*data.arguments(parts), **kwargs)
+            leaves, found["sums"] = jax.tree.flatten((value, grads))
+            found["float0"] = {i: x for i, x in enumerate(leaves) if x.dtype == jax.dtypes.float0}
+            aux_leaves, found["aux"] = jax.tree.flatten(aux)
+            pairs = [bits_of_keys(jnp.asarray(x)) for x in aux_leaves]
+            found["from_bits"] = [from_bits for _, from_bits in pairs]
+            return [x for i, x in enumerate(leaves) if i not in found["float0"]], [bits for bits, _ in pairs]
+
+        closed: Any = jax.make_jaxpr(results)(data.shard(np.int32(0)), index)
+        used = sorted(map(str, _compat.rank_dependent_axes(closed.jaxpr) & {*axes}))
+        if used:
+            raise ValueError(
+                f"{function}: with num_shards a loss is computed for each shard alone, and this one communicates over, "
+                f"or asks for its index in, the axis {', '.join(used)}, so that it would depend on the number of "
+                "ranks. For a random key, use jax_ring.shard_index(); value and gradients are averaged over the shards "
+                "without a pmean in the loss, and parameters are not to be passed through reduce_in_backward."
+            )
+        return cls(closed, **found)
+
+    def split(self, results: Sequence) -> tuple[list, list]:
+        """The leaves to be added, and those of the auxiliary data."""
+        count = self.sums.num_leaves - len(self.float0)
+        return list(results[:count]), list(results[count:])
+
+    def shard_sums(self, terms: list, num_shards: int) -> ShardSums:
+        rest, dtypes = iter(terms), iter(self.closed.out_avals)
+        places = range(self.sums.num_leaves)
+        leaves = [self.float0[i] if i in self.float0 else next(rest) for i in places]
+        kinds = tuple(np.dtype(self.float0[i].dtype if i in self.float0 else next(dtypes).dtype) for i in places)
+        return ShardSums(jax.tree.unflatten(self.sums, leaves), num_shards, kinds)
+
+
+def _sealed(condition: jax.Array, body: _Body, operands: list) -> list:
+    """The results of a body, compiled as a computation of its own.
+
+    XLA optimises a computation as a whole. What surrounds a loss depends on the number of ranks, such as the loop over
+    the shards, which is missing if a rank has one. It would have a part in which expressions are fused and which are
+    found to be equal, and so in the last bits. A branch of a conditional is optimised by itself.
+    """
+
+    def branch():
+        return evaluate(body.closed, operands)
+
+    def never():
+        # The loop is there because XLA turns a conditional whose branches are cheap into a `select`.
+        fill = lax.while_loop(lambda i: i < condition, lambda i: i + condition, condition * 0)
+        return [
+            own_copy(jnp.full(x.shape, fill.astype(x.dtype)), tuple(_compat.varying_axes(x)))
+            for x in body.closed.out_avals
+        ]
+
+    return lax.cond(condition == 1, branch, never)
+
+
+def _hidden_one(tree: Any, axes: tuple) -> jax.Array:
+    """An int32 scalar that is 1, which a compiler does not find out."""
+    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.core.Tracer) and x.size]
+    leaf = leaves[0] if leaves else lax.axis_index(axes)
+    first = bits_of_keys(lax.slice(leaf, [0] * leaf.ndim, [1] * leaf.ndim))[0].ravel()[0]
+    bits = lax.bitcast_convert_type(first.real.astype(jnp.float32), jnp.uint32)
+    return 1 + ((bits >> 1) >> 31).astype(jnp.int32)

@@ -1,0 +1,1 @@
+"""What an optimizer computes, as far as its layout must know."""

@@ -1,0 +1,1 @@
+"""The parameter layout of ZeRO: each rank owns whole parameters."""

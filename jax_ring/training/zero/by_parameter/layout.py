@@ -1,0 +1,147 @@
+"""The parameter layout of a sharded optimizer: ranks own parameters, so that every optimizer sees the whole tree."""
+
+from __future__ import annotations
+
+import functools
+from functools import partial
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jax_ring.collectives.axes import axes_of, check_named, num_ranks
+from jax_ring.collectives.leaves import own_copy
+from jax_ring.training.implementations import implementation
+from jax_ring.training.same_bits.fence import fence
+from jax_ring.training.zero.analysis import slicing
+from jax_ring.training.zero.block_sums import BLOCK
+from jax_ring.training.zero.by_parameter.norm import norm_over_ranks
+from jax_ring.training.zero.by_parameter.plan import Blocks
+from jax_ring.training.zero.by_parameter.state import ParameterState, Plan, Shapes, plan_state
+from jax_ring.training.zero.by_parameter.traced_update import trace_update
+from jax_ring.training.zero.by_parameter.update import OwnInputs, on_each_rank
+from jax_ring.training.zero.given_norms import order_given
+from jax_ring.training.zero.interface import ShardedOptimizer, Stage, check_num_ranks
+from jax_ring.training.zero.local_gradients import LocalGradients, Reduction
+
+if TYPE_CHECKING:
+    import optax
+
+
+def parameter_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Reduction) -> ShardedOptimizer:
+    """The sharded optimizer that updates each parameter on one rank, or pieces of it where `tx` is elementwise.
+
+    `tx.update` is traced for all parameters. A rank runs the equations that the updates of its own need, in a branch of
+    `lax.switch`; masks, labels and shapes are therefore those of the whole tree. The gradients of each dtype are packed
+    by owner, padded to the fullest rank and summed with `ring_psum_scatter`; the updates are gathered likewise.
+    """
+    axis_name = reduction.axis_name
+    run = implementation("sharded_optimizer", reduction.impl, reduction.overlap)
+    separated = fence if reduction.is_tree else lambda tree: tree
+
+    @functools.cache
+    def plan_for(shapes: Shapes, num_ranks: int) -> Plan:
+        with order_given(reduction.order):
+            return plan_state(tx, shapes, num_ranks, axis_name, block=BLOCK if reduction.is_tree else 1)
+
+    def init(params):
+        check_named("sharded_optimizer", axes_of(axis_name))
+        plan = plan_for(Shapes.of(params), num_ranks(axes_of(axis_name)))
+        leaves, structure = jax.tree.flatten(params)
+        closed = jax.make_jaxpr(lambda *x: jax.tree.leaves(tx.init(jax.tree.unflatten(structure, x))))(*leaves)
+
+        def on_rank(rank):
+            pieces = plan.state.ranks[rank]
+            values = slicing.compute(closed, [piece.leaf for piece in pieces], leaves)
+            flat = [jnp.reshape(x, -1)[piece.start : piece.stop] for x, piece in zip(values, pieces, strict=True)]
+            return plan.state.pack(rank, flat)
+
+        shared = slicing.compute(closed, plan.shared, leaves)
+        return plan.pack_state(shared, on_each_rank(on_rank, plan, axis_name))
+
+    def update(gradients, state, params):
+        local = LocalGradients.of(gradients, params, reduction)
+        has_gradient = local.has_gradient
+        plan = plan_for(Shapes.of(params), reduction.num_ranks)
+        shared, own = plan.unpack_state(state)
+        with order_given(reduction.order):
+            traced = trace_update(tx, local.varying_types(), plan.types(axis_name, shared), params, axis_name)
+        traced.check_state(plan.owners, params, has_gradient)
+        if reduction.is_tree:
+            traced = traced.with_scalars_apart()
+        gradient_blocks = Blocks(local.sent_types, plan.pieces)
+        if stage == 1:
+            synced = local.synced([x.dtype for x in local.types])
+            means = [own_copy(jnp.reshape(x, -1), axis_name) for x in synced]
+        else:
+            sums = local.scattered_sums(local.packed(gradient_blocks.pack_all))
+
+        def own_gradients(rank):
+            if stage == 1:
+                return [means[piece.leaf][piece.start : piece.stop] for piece in plan.pieces[rank]]
+            return [
+                local.mean(x, local.types[piece.leaf].dtype)
+                for x, piece in zip(gradient_blocks.unpack(rank, sums), plan.pieces[rank], strict=True)
+            ]
+
+        norms: list[jax.Array] = []
+
+        def inputs_of(scalars, rank):
+            states = plan.state.unpack(rank, own)
+            return OwnInputs(
+                traced, plan.pieces[rank], own_gradients(rank), states, shared, params, tuple(norms), plan.in_blocks,
+                scalars,
+            )  # fmt: skip
+
+        for request in traced.norms:
+            of_rank = partial(inputs_of, separated(traced.shared_scalars(shared, norms)))
+            norms.append(norm_over_ranks(request, traced, plan, of_rank, axis_name))
+        scalars = separated(traced.shared_scalars(shared, norms))
+        update_blocks = Blocks(traced.update_types, plan.pieces)
+
+        def on_rank(rank):
+            inputs = inputs_of(scalars, rank)
+            results = inputs.compute(
+                lambda leaf: (
+                    [leaf, *(traced.num_leaves + k for k in plan.states_of(leaf))] if has_gradient[leaf] else []
+                )
+            )
+            updates, states = [], []
+            for piece, kept, values in zip(plan.pieces[rank], inputs.states_by_piece(), results, strict=True):
+                nothing = [jnp.zeros(piece.stop - piece.start, traced.update_types[piece.leaf].dtype), *kept]
+                update, *new = values or nothing  # a parameter without a gradient keeps its value and its state
+                updates.append(update)
+                states += new
+            return update_blocks.pack(rank, updates), plan.state.pack(rank, states)
+
+        updates, new_own = on_each_rank(on_rank, plan, axis_name)
+        whole = update_blocks.unpack_all(run.all_gather(updates, axis_name))
+        shared_inputs = OwnInputs(traced, [], [], [], shared, params, tuple(norms), scalars=scalars)
+        new_shared = separated(shared_inputs.compute_shared(traced.new_states(plan.shared)))
+        updates = jax.tree.unflatten(jax.tree.structure(params), [whole[i] for i in range(traced.num_leaves)])
+        return updates, plan.pack_state(new_shared, new_own)
+
+    def specs(params):
+        plan = plan_for(Shapes.of(params), 1)
+        empty = plan.pack_state([PartitionSpec()] * len(plan.shared), {})
+        return empty._replace(own={name: PartitionSpec(axis_name) for name in plan.state.sizes})
+
+    def repartition(state, params, num_ranks):
+        num_ranks = check_num_ranks(num_ranks)
+        shapes = Shapes.of(params)
+        if not isinstance(state, ParameterState):
+            plan_for(shapes, num_ranks).check(state, num_ranks)  # says how its tree differs
+        if not state.own:
+            return state
+        before = plan_for(shapes, len(next(iter(state.own.values()))))
+        before.check(state, len(before.pieces))
+        whole = before.state.unpack_all({name: jnp.reshape(x, -1) for name, x in state.own.items()})
+        after = plan_for(shapes, num_ranks).state
+        blocks = after.pack_all([whole.get(k) for k in range(len(after.arrays))])
+        return ParameterState(state.shared, {name: jnp.reshape(x, (num_ranks, -1)) for name, x in blocks.items()})
+
+    def shares(params, num_ranks):
+        return plan_for(Shapes.of(params), check_num_ranks(num_ranks)).shares(params)
+
+    return ShardedOptimizer(init, update, specs, repartition, shares)

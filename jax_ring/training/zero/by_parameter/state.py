@@ -1,0 +1,209 @@
+"""The state of a sharded optimizer whose ranks own parameters, and the plan by which it is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ring.collectives.axes import AxisName
+from jax_ring.collectives.leaves import own_copy
+from jax_ring.options import check_arrays
+from jax_ring.training.zero.by_parameter.plan import Blocks, Piece, balance
+from jax_ring.training.zero.by_parameter.traced_update import trace_update
+from jax_ring.training.zero.interface import check_same_tree
+
+if TYPE_CHECKING:
+    import optax
+
+
+class ParameterState(NamedTuple):
+    """The state of a sharded optimizer with `layout="parameter"`.
+
+    Attributes:
+      shared: the state of the optimizer without what belongs to single parameters, which is None here: step counts and
+        hyperparameters, the same on all ranks.
+      own: what belongs to the rank's own parameters, for each dtype as an array of shape (1, size). Its first dimension
+        is divided over the ranks. All have the size of the fullest rank.
+    """
+
+    shared: Any
+    own: dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What each rank owns with `layout="parameter"`. `str` of it is a table.
+
+    Attributes:
+      parameters: for each rank the paths of its parameters, with the elements of those that are cut.
+      elements: for each rank the number of elements of its parameters.
+      state_bytes: for each rank the bytes of its own part of the state.
+      shared_bytes: the bytes of what all ranks hold a copy of.
+      allocated_bytes: the bytes of state that every rank allocates: `shared_bytes` and what the fullest rank needs.
+      padding: gradients and updates are sent in blocks of the size of the fullest rank's. The elements of all blocks,
+        divided by those of the parameters: 1 if all ranks own the same number of each dtype.
+    """
+
+    parameters: tuple[tuple[str, ...], ...]
+    elements: tuple[int, ...]
+    state_bytes: tuple[int, ...]
+    shared_bytes: int
+    allocated_bytes: int
+    padding: float
+
+    def __str__(self) -> str:
+        rows = zip(self.elements, self.state_bytes, self.parameters, strict=True)
+        lines = [f"{rank:4} {own:12,} {size:15,}  {', '.join(paths)}" for rank, (own, size, paths) in enumerate(rows)]
+        return "\n".join(
+            [
+                "rank     elements  bytes of state  parameters",
+                *lines,
+                f"each rank allocates {self.allocated_bytes:,} bytes of state; gradients and updates are sent with "
+                f"{self.padding:.3f} times their elements",
+            ]
+        )
+
+
+class Shapes(NamedTuple):
+    """Structure, shapes and dtypes of the parameters, as a key of a cache."""
+
+    structure: Any
+    leaves: tuple[tuple[tuple[int, ...], Any], ...]
+
+    @classmethod
+    def of(cls, params: Any) -> Shapes:
+        """Those of a tree of arrays or of their types."""
+        check_arrays("sharded_optimizer", "the parameters", params)
+        leaves, structure = jax.tree.flatten(params)
+        return cls(structure, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
+
+    @property
+    def params(self) -> Any:
+        """The parameters' types."""
+        return jax.tree.unflatten(self.structure, [jax.ShapeDtypeStruct(*leaf) for leaf in self.leaves])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who owns what.
+
+    Attributes:
+      pieces: of the parameters, for each rank.
+      state: the leaves of the state, and the pieces of each rank: for each of its parameters' pieces those of
+        `states_of`, in this order.
+      structure: of the optimizer's state.
+      owners: for each leaf of the state the parameter that it belongs to; None if all ranks share it.
+      in_blocks: the parameters that are computed in whole blocks, as `OwnInputs` has them.
+    """
+
+    pieces: Sequence[Sequence[Piece]]
+    state: Blocks
+    structure: Any
+    owners: tuple[int | None, ...]
+    in_blocks: frozenset[int]
+
+    @property
+    def num_busy(self) -> int:
+        """The number of ranks that own anything; they come first."""
+        return sum(map(bool, self.pieces))
+
+    @property
+    def shared(self) -> list[int]:
+        """The leaves of the state that all ranks share."""
+        return [k for k, owner in enumerate(self.owners) if owner is None]
+
+    def states_of(self, leaf: int) -> list[int]:
+        """The leaves of the state that belong to a parameter."""
+        return [k for k, owner in enumerate(self.owners) if owner == leaf]
+
+    def pack_state(self, shared: Sequence, own: dict[str, jax.Array]) -> ParameterState:
+        """A rank's state, from its shared leaves and its blocks."""
+        values = dict(zip(self.shared, shared, strict=True))
+        tree = jax.tree.unflatten(self.structure, [values.get(k) for k in range(len(self.owners))])
+        return ParameterState(tree, {name: x[None] for name, x in own.items()})
+
+    def unpack_state(self, state: ParameterState) -> tuple[dict[int, Any], dict[str, jax.Array]]:
+        """The shared leaves by index, and the blocks, of a rank's state. ValueError if it is not one of this plan."""
+        self.check(state, 1)
+        shared = dict(zip(self.shared, jax.tree.leaves(state.shared), strict=True))
+        return shared, {name: x[0] for name, x in state.own.items()}
+
+    def check(self, state: ParameterState, num_ranks: int) -> None:
+        """Raises ValueError unless a state, of one rank or of all, is one of this plan."""
+        own: Any = {name: jax.ShapeDtypeStruct((num_ranks, size), name) for name, size in self.state.sizes.items()}
+        expected = self.pack_state([self.state.arrays[k] for k in self.shared], {})._replace(own=own)
+        remedy = " A state that was made for another number of ranks has to pass through `repartition` first."
+        check_same_tree("state", state, expected, likes="state that init makes here", remedy=remedy)
+
+    def types(self, axis_name: AxisName, shared: dict[int, Any]) -> Any:
+        """The optimizer's whole state as types, which vary over the ranks; its shared leaves as they are."""
+
+        def varying(x):
+            return jax.eval_shape(lambda: own_copy(jnp.zeros(x.shape, x.dtype), axis_name))
+
+        leaves = [shared[k] if k in shared else varying(x) for k, x in enumerate(self.state.arrays)]
+        return jax.tree.unflatten(self.structure, leaves)
+
+    def shares(self, params: Any) -> Shares:
+        """What each rank owns."""
+        paths = [jax.tree_util.keystr(path) or "the root" for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        leaves = [jax.ShapeDtypeStruct(*leaf) for leaf in Shapes.of(params).leaves]
+        blocks = Blocks(leaves, self.pieces)
+
+        def name(piece):
+            cut = piece.stop - piece.start < leaves[piece.leaf].size
+            return paths[piece.leaf] + (f"[{piece.start}:{piece.stop} of {leaves[piece.leaf].size}]" if cut else "")
+
+        arrays = [self.state.arrays[k] for k in self.shared]
+        shared_bytes = sum(x.size * x.dtype.itemsize for x in arrays)
+        return Shares(
+            parameters=tuple(tuple(map(name, pieces)) for pieces in self.pieces),
+            elements=tuple(sum(piece.stop - piece.start for piece in pieces) for pieces in self.pieces),
+            state_bytes=tuple(self.state.used_bytes),
+            shared_bytes=shared_bytes,
+            allocated_bytes=shared_bytes + self.state.block_bytes,
+            padding=len(self.pieces) * sum(blocks.sizes.values()) / max(1, sum(x.size for x in leaves)),
+        )
+
+
+def plan_state(
+    tx: optax.GradientTransformation, shapes: Shapes, num_ranks: int, axis_name: AxisName, block: int = 1
+) -> Plan:
+    """Finds out which parameter each leaf of the state belongs to, and divides both among the ranks.
+
+    block: the number of elements of which pieces have a multiple. If it is more than one, what may be cut is computed
+      in blocks on any number of ranks.
+    """
+    params = shapes.params
+    leaves = jax.tree.leaves(params)
+    state = jax.eval_shape(tx.init, params)
+    while True:
+        traced = trace_update(tx, leaves, state, params, axis_name)
+        # A state may get a wider type in the first step, as that of bfloat16 parameters with float32 hyperparameters.
+        wider = traced.state_after(state)
+        if jax.tree.map(_type, wider) == jax.tree.map(_type, state):
+            break
+        state = wider
+    may_cut = cache(traced.may_cut)
+    pieces = balance(leaves, num_ranks, may_cut, block)
+    in_blocks = frozenset(i for i, leaf in enumerate(leaves) if block > 1 and leaf.size and may_cut(i))
+    owners = traced.state_owners()
+    arrays = jax.tree.leaves(state)
+
+    def states_of(piece):
+        cut = piece.stop - piece.start < leaves[piece.leaf].size
+        for k, owner in enumerate(owners):
+            if owner == piece.leaf:
+                yield Piece(k, *piece[1:]) if cut else Piece(k, 0, arrays[k].size)
+
+    ranks = [[part for piece in pieces for part in states_of(piece)] for pieces in pieces]
+    return Plan(pieces, Blocks(arrays, ranks), jax.tree.structure(state), owners, in_blocks)
+
+
+def _type(x) -> tuple:
+    return x.shape, x.dtype

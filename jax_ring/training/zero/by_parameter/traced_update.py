@@ -1,0 +1,269 @@
+"""The update of an optimizer, traced for all parameters: whose gradient each result needs, and who may compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jax_ring import _compat
+from jax_ring.collectives.axes import AxisName
+from jax_ring.training.same_bits.evaluation import evaluate
+from jax_ring.training.zero.analysis import slicing
+from jax_ring.training.zero.given_norms import NormRequest, norms_given
+
+if TYPE_CHECKING:
+    import optax
+
+_REMEDY = (
+    "For the norm of the whole gradient use zero.clip_by_global_norm. What else needs several parameters at once "
+    "cannot be sharded: use optax.chain(allreduce_gradients(...), ...), with the whole state on every rank."
+)
+
+
+@dataclass(frozen=True)
+class TracedUpdate:
+    """`tx.update` as a jaxpr. Its inputs are gradients, state, parameters and norms; its outputs updates and state.
+
+    Attributes:
+      closed: the jaxpr. Further outputs are what the norms are taken of.
+      num_leaves: the number of parameters.
+      num_states: the number of leaves of the state.
+      owners: for each output the parameter whose gradient it needs, directly or through the state. None for one that
+        needs no gradient, such as a step count; an update belongs to its parameter in any case.
+      norms: what `zero.clip_by_global_norm` has asked for; the leaves are indices of outputs.
+      scalars: a jaxpr of the same inputs, whose results are further inputs of `closed`; None if it has no others.
+    """
+
+    closed: core.ClosedJaxpr
+    num_leaves: int
+    num_states: int
+    owners: tuple[int | None, ...]
+    norms: tuple[NormRequest, ...]
+    scalars: core.ClosedJaxpr | None = None
+
+    def with_scalars_apart(self) -> TracedUpdate:
+        """The same, with inputs for the scalars that all parameters share, such as a learning rate.
+
+        Compiled with the update of a parameter, they are part of its loops, or not if another parameter needs them, and
+        which parameters a rank updates depends on the number of ranks.
+        """
+        flat = jax.make_jaxpr(lambda *inputs: evaluate(self.closed, inputs))(*self.closed.in_avals)
+        num_norms = len(self.closed.in_avals) - 2 * self.num_leaves - self.num_states
+        of_leaves, of_states = [False] * self.num_leaves, [owner is None for owner in self.state_owners()]
+        known = [*of_leaves, *of_states, *of_leaves, *[True] * num_norms]
+        scalars, closed = slicing.without_scalars(flat, known)
+        return replace(self, closed=closed, scalars=scalars)
+
+    def shared_scalars(self, shared: dict[int, Any], norms: Sequence[jax.Array]) -> list[jax.Array]:
+        """The values of the further inputs, where some norms are known; those that need others have no meaning."""
+        if self.scalars is None:
+            return []
+        first_norm = 2 * self.num_leaves + self.num_states
+        known = {self.num_leaves + k: x for k, x in shared.items()} | {first_norm + i: x for i, x in enumerate(norms)}
+        inputs = [known.get(i) for i in range(len(self.scalars.in_avals))]
+        return slicing.compute(self.scalars, range(len(self.scalars.out_avals)), inputs)
+
+    def state_owners(self) -> tuple[int | None, ...]:
+        """For each leaf of the state the parameter that it belongs to; None if it is shared by all."""
+        return self.owners[self.num_leaves : self.num_leaves + self.num_states]
+
+    @property
+    def update_types(self) -> list:
+        """Shapes and dtypes of the updates."""
+        return self.closed.out_avals[: self.num_leaves]
+
+    def new_states(self, indices: Sequence[int]) -> list[int]:
+        """The outputs that are these leaves of the new state."""
+        return [self.num_leaves + k for k in indices]
+
+    def state_after(self, state: Any) -> Any:
+        """The types of the state after the update; those that all parameters share are as in `state`."""
+        after = self.closed.out_avals[self.num_leaves : self.num_leaves + self.num_states]
+        leaves = [
+            x if owner is None or x.shape != new.shape else jax.ShapeDtypeStruct(new.shape, new.dtype)
+            for x, new, owner in zip(jax.tree.leaves(state), after, self.state_owners(), strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+    def check_state(self, owners: tuple[int | None, ...], params: Any, has_gradient: Sequence[bool]) -> None:
+        """Raises unless the state has the owners of the plan, and keeps its shapes and dtypes."""
+        if self.state_owners() != owners:
+            raise ValueError(
+                "sharded_optimizer: what tx.update does with the state depends on the dtypes of the gradients: with "
+                "those of the parameters other leaves of the state need them. Cast the gradients to them."
+            )
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        for k, owner in enumerate(owners):
+            before, after = (avals[self.num_leaves + k] for avals in (self.closed.in_avals, self.closed.out_avals))
+            if owner is None or not has_gradient[owner]:
+                continue
+            if (before.shape, before.dtype) != (after.shape, after.dtype):
+                raise TypeError(
+                    f"sharded_optimizer: tx changes the state of {paths[owner] or 'the root'} from "
+                    f"{before.str_short()} to {after.str_short()}, and layout='parameter' keeps types. Cast the "
+                    "gradients to the dtype of the parameters, or give tx the dtype of its state (mu_dtype)."
+                )
+
+    def may_cut(self, leaf: int) -> bool:
+        """Whether all that belongs to a parameter can be computed for pieces of it."""
+        shape = self.closed.in_avals[leaf].shape
+        outputs = [i for i, owner in enumerate(self.owners) if owner == leaf]
+        states = [k for k, owner in enumerate(self.state_owners()) if owner == leaf]
+        if any(self.closed.in_avals[self.num_leaves + k].shape != shape for k in states):
+            return False
+        cut = {leaf, self.num_leaves + self.num_states + leaf} | {self.num_leaves + k for k in states}
+
+        def one_element(*inputs):
+            inputs = [slicing.Piece(jnp.reshape(x, -1)[:1]) if i in cut else x for i, x in enumerate(inputs)]
+            return slicing.compute_piece(self.closed, outputs, inputs, slicing.Bounds(shape, 0, 1, 1))
+
+        try:
+            jax.eval_shape(one_element, *self.closed.in_avals)
+        except slicing.NotElementwise:
+            return False
+        return True
+
+
+def trace_update(
+    tx: optax.GradientTransformation, gradients: Sequence, state: Any, params: Any, axis_name: AxisName
+) -> TracedUpdate:
+    """Traces `tx.update` and finds out what each result needs.
+
+    Args:
+      tx: the optimizer.
+      gradients: one per leaf of `params`. Like the leaves of the two other trees, arrays or their types.
+      state: of the whole optimizer.
+      params: all parameters.
+      axis_name: of the sharded optimizer.
+
+    Raises:
+      ValueError: if a result needs the gradients of several parameters, or a collective other than those of
+        `zero.clip_by_global_norm`.
+    """
+    structure, leaves = jax.tree.structure(params), jax.tree.leaves(params)
+    state_structure, states = jax.tree.structure(state), jax.tree.leaves(state)
+
+    def traced_with(norm_dtypes: Sequence) -> tuple[core.ClosedJaxpr, list[NormRequest]]:
+        requests = []
+
+        def update(gradients, states, leaves, norms):
+            params = jax.tree.unflatten(structure, leaves)
+            gradients, state = jax.tree.unflatten(structure, gradients), jax.tree.unflatten(state_structure, states)
+            with norms_given(axis_name, norms) as asked:
+                updates, new_state = tx.update(gradients, state, params)
+            found = jax.tree.structure((updates, new_state))
+            if found != jax.tree.structure((params, state)):
+                raise ValueError(
+                    "sharded_optimizer: tx.update returned updates and a state of other structures than the parameters "
+                    f"and the state: {found} instead of {jax.tree.structure((params, state))}"
+                )
+            outputs = [*jax.tree.leaves(updates), *jax.tree.leaves(new_state)]
+            for request in asked:
+                requests.append(request._replace(leaves=range(len(outputs), len(outputs) + len(request.leaves))))
+                outputs += request.leaves
+            return outputs
+
+        norms = [jax.ShapeDtypeStruct((), dtype) for dtype in norm_dtypes]
+        return _traced(update, gradients, states, leaves, norms), requests
+
+    # Most often there is one norm or none. Otherwise it is known after the first trace what the inputs are.
+    given: list[Any] = [jnp.dtype(jnp.float32)]
+    closed, requests = traced_with(given)
+    wanted = [request.dtype for request in requests]
+    if wanted != given[: len(wanted)]:
+        closed, requests = traced_with(wanted)
+    _refuse_collectives(closed.jaxpr)
+    owners = _owners(closed.jaxpr, params, len(states))
+    return TracedUpdate(closed, len(leaves), len(states), owners, tuple(requests))
+
+
+def _traced(update: Callable, *inputs: Any) -> core.ClosedJaxpr:
+    try:
+        return jax.make_jaxpr(update)(*inputs)
+    except NameError as error:
+        if "unbound axis" not in str(error):
+            raise
+        raise ValueError(_collective_text(str(error), "")) from error
+
+
+def _refuse_collectives(jaxpr) -> None:
+    axes = _compat.rank_dependent_axes(jaxpr)
+    if axes:
+        place = next(slicing.place_of(eqn) for eqn in jaxpr.eqns if _compat.rank_dependent_axes(eqn))
+        raise ValueError(_collective_text(f"over {', '.join(map(repr, sorted(axes, key=repr)))}", _text(place)))
+
+
+def _collective_text(which: str, place: str) -> str:
+    return (
+        f"sharded_optimizer: tx.update has a collective or axis_index ({which}){place}. With layout='parameter' ranks "
+        "that own unlike parameters take different branches, in which a collective would wait forever. Only "
+        "zero.clip_by_global_norm may be in tx; gradients must not be reduced in it, because sharded_optimizer does so."
+    )
+
+
+def _text(place: tuple[str, str]) -> str:
+    name, line = place
+    return f", in {name} ({line})" if name else f", at {line}" if line else ""
+
+
+def _owners(jaxpr, params, num_states: int) -> tuple[int | None, ...]:
+    paths = [jax.tree_util.keystr(path) or "the root" for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    n = len(paths)
+    all_leaves = (1 << n) - 1
+    inputs = [1 << i if i < n + num_states else 0 for i in range(len(jaxpr.invars))]
+    masks = slicing.dependences(jaxpr, inputs)
+    # What a leaf of the state needs may have come into it through another one, some steps ago.
+    needs = masks[n : n + num_states]
+    while True:
+        through = [mask | _through_states(mask, needs, n) for mask in needs]
+        if through == needs:
+            break
+        needs = through
+    owners = []
+    for i, mask in enumerate(masks):
+        leaves = (mask | _through_states(mask, needs, n)) & all_leaves
+        if i < n:
+            leaves |= 1 << i
+        if leaves.bit_count() > 1:
+            named = [path for j, path in enumerate(paths) if leaves >> j & 1]
+            what = f"the update of {paths[i]}" if i < n else "its state" if i < n + num_states else "a norm"
+            more = f" and {len(named) - 4} more" if len(named) > 4 else ""
+            place = _text(_where_leaves_meet(jaxpr, i, n))
+            raise ValueError(
+                "sharded_optimizer: with layout='parameter' each parameter is updated by the rank that owns it, but "
+                f"{what} needs the gradients of {', '.join(named[:4])}{more}{place}. {_REMEDY}"
+            )
+        owners.append(leaves.bit_length() - 1 if leaves else None)
+    return tuple(owners)
+
+
+def _through_states(mask: int, needs: list[int], n: int) -> int:
+    """What the leaves of the state in a mask need."""
+    found, rest = 0, mask >> n
+    while rest:
+        lowest = rest & -rest
+        found |= needs[lowest.bit_length() - 1]
+        rest ^= lowest
+    return found
+
+
+def _where_leaves_meet(jaxpr, output: int, n: int) -> tuple[str, str]:
+    """The place of the first equation that needs several of the n gradients: on the way to an output, or anywhere."""
+    for used_outputs in ([i == output for i in range(len(jaxpr.outvars))], [True] * len(jaxpr.outvars)):
+        thin, used = _compat.dead_code_eliminated(jaxpr, used_outputs)
+        found: list = []
+
+        def visit(eqn, operands, results, found=found):
+            if max(map(int.bit_count, results), default=0) > 1 >= max(map(int.bit_count, operands), default=0):
+                found.append(eqn)
+
+        seeds = [1 << i if i < n else 0 for i in range(len(jaxpr.invars))]
+        slicing.dependences(thin, [seed for seed, kept in zip(seeds, used, strict=True) if kept], visit)
+        if found:
+            return slicing.place_of(found[0])
+    return "", ""

@@ -1,0 +1,128 @@
+"""Clipping by the norm of the whole gradient, of which each rank of a sharded optimizer has a part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ring import _compat
+from jax_ring.collectives import ring_psum
+from jax_ring.collectives.axes import AxisName, axes_of, check_axis_name, check_named, split_axes
+from jax_ring.options import Order, array_or_none
+from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.same_bits.fence import fence
+from jax_ring.training.zero.block_sums import block_sums, sum_of_blocks
+from jax_ring.training.zero.given_norms import given_norm, order_here
+from jax_ring.training.zero.interface import check_order
+
+if TYPE_CHECKING:
+    import optax
+
+
+def clip_by_global_norm(
+    max_norm: float, axis_name: AxisName, *, impl: Impl = "ring", order: Order | None = None
+) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` for a sharded optimizer: `optax.chain(clip_by_global_norm(...), adam)`.
+
+    The squares of the ranks' parts are added over the axis, so the norm is that of the whole mean gradient. It is
+    computed in float32, or in the dtype of the gradients if that is wider. Gradients that every rank has whole need
+    `optax.clip_by_global_norm`: here each copy would count.
+
+    Args:
+      max_norm: the largest norm that is not clipped.
+      axis_name, impl: as for `sharded_optimizer`.
+      order: of the sum over the ranks, as for `sharded_optimizer`; by default that of the sharded optimizer around it,
+        or "rank". With "tree" squares are added in blocks of 1024 elements and then along a fixed tree of blocks, so
+        that the norm does not depend on the number of ranks. Parts must then begin at multiples of 1024 elements, as
+        those of a `sharded_optimizer` with order="tree" do.
+
+    Returns:
+      An optax `GradientTransformation`.
+
+    Raises:
+      TypeError: if `max_norm` is not a real number.
+      ValueError: if it is negative or NaN; if `impl` or `order` is none of its choices, or if they contradict each
+        other; from `update`, if the sharded optimizer around it has another order than "tree" and this one has not, and
+        with vma tracking, if gradients are the same on all ranks.
+      NameError: from `update`, if an axis is not bound.
+    """
+    import optax
+
+    check_axis_name("clip_by_global_norm", axis_name)
+    check_order("clip_by_global_norm", impl, "rank" if order is None else order)
+    _check_max_norm(max_norm)
+
+    def update(updates, params):
+        del params
+        leaves = jax.tree.leaves(updates)
+        chosen = order_here(order)
+        norm = given_norm(leaves, axis_name, impl, chosen)
+        if norm is None:
+            _check_cut(updates, axis_name)
+            if chosen == "tree":
+                norm = jnp.sqrt(_sum_in_blocks(leaves, axis_name))
+            else:
+                norm = jnp.sqrt(sum_over_ranks(sum_of_squares(leaves), axis_name, impl, chosen))
+
+        def clip(g):
+            wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+            return jnp.where(norm < max_norm, g, (wide / norm * max_norm).astype(g.dtype))
+
+        return jax.tree.map(clip, updates)
+
+    return optax.stateless(update)
+
+
+def _check_max_norm(max_norm: Any) -> None:
+    array = array_or_none(max_norm)
+    is_real = array is not None and any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    if array is None or not is_real or array.size != 1:
+        raise TypeError(
+            f"clip_by_global_norm: max_norm must be a real number, got {max_norm!r}. For one that changes use "
+            "optax.inject_hyperparams."
+        )
+    # What is an array of JAX may still be computed, and is not waited for.
+    if not isinstance(max_norm, jax.Array) and not np.all(np.asarray(max_norm) >= 0):
+        raise ValueError(f"clip_by_global_norm: max_norm must be 0 or more, got {max_norm!r}")
+
+
+def sum_of_squares(leaves: Sequence[jax.Array]) -> jax.Array:
+    """The sum of the squares of all elements, as a float32, or wider if a leaf is."""
+    wide = [jnp.abs(x).astype(jnp.promote_types(jnp.abs(x).dtype, jnp.float32)) for x in leaves]
+    return sum((jnp.sum(jnp.square(x)) for x in wide), jnp.zeros((), jnp.float32))
+
+
+def sum_over_ranks(x: jax.Array, axis_name: AxisName, impl: Impl, order: Order) -> jax.Array:
+    """The sum of a scalar of each rank."""
+    if impl == "ring":
+        return ring_psum(x, axis_name, order=order)
+    return implementation("clip_by_global_norm", impl).psum(x, axis_name)
+
+
+def _sum_in_blocks(leaves: Sequence[jax.Array], axis_name: AxisName) -> jax.Array:
+    """The sum of the squares of leaves that are cut between blocks: for each along the tree of its blocks."""
+    gather = implementation("clip_by_global_norm", "ring").all_gather
+    sums = gather([block_sums(x) for x in leaves], axis_name)
+    return sum(map(sum_of_blocks, fence(sums)), jnp.zeros((), jnp.float32))
+
+
+def _check_cut(updates: Any, axis_name: AxisName) -> None:
+    """Raises ValueError for updates whose type says that every rank has the same ones."""
+    axes = axes_of(axis_name)
+    check_named("clip_by_global_norm", axes)
+    if not _compat.check_vma():
+        return
+    _, tracked = split_axes(_compat.skip_size_one_axes(axes))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+        same_over = [axis for axis in tracked if axis not in _compat.varying_axes(leaf)]
+        if same_over:
+            raise ValueError(
+                f"clip_by_global_norm: the leaf at {jax.tree_util.keystr(path) or 'the root'}, of type "
+                f"{jax.typeof(leaf)}, is the same on all ranks of {same_over}, so its square would count once for "
+                "each rank. This function is for the parts that ranks have within zero.sharded_optimizer; elsewhere "
+                "use optax.clip_by_global_norm."
+            )

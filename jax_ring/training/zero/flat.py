@@ -1,0 +1,128 @@
+"""The flat layout of a sharded optimizer: one vector of each dtype, of which every rank has an equal part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks
+from jax_ring.options import check_arrays
+from jax_ring.training.implementations import implementation
+from jax_ring.training.same_bits.fence import fence
+from jax_ring.training.zero.block_sums import BLOCK
+from jax_ring.training.zero.given_norms import order_given
+from jax_ring.training.zero.interface import (
+    ShardedOptimizer,
+    Stage,
+    by_dtype,
+    check_num_ranks,
+    check_same_structure,
+    check_same_tree,
+    padded,
+    vary,
+)
+from jax_ring.training.zero.local_gradients import LocalGradients, Reduction
+
+if TYPE_CHECKING:
+    import optax
+
+
+_STALE = (
+    " A state that was made for another number of ranks, or with another order, has to pass through `repartition` "
+    "first."
+)
+
+
+def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Reduction) -> ShardedOptimizer:
+    """The sharded optimizer that updates an equal part of each dtype's vector on every rank."""
+    axis_name = reduction.axis_name
+    run = implementation("sharded_optimizer", reduction.impl, reduction.overlap)
+    separated = fence if reduction.is_tree else lambda tree: tree
+
+    def cut(num_ranks):
+        return num_ranks * BLOCK if reduction.is_tree else num_ranks
+
+    def own_params(params):
+        return _own_part(_flat(jax.tree.leaves(params), params, cut(reduction.num_ranks)), axis_name)
+
+    def init(params):
+        check_named("sharded_optimizer", axes_of(axis_name))
+        return vary(tx.init(own_params(params)), axis_name)
+
+    def update(gradients, state, params):
+        local = LocalGradients.of(gradients, params, reduction)
+        own = own_params(params)
+        check_same_tree("state", state, jax.eval_shape(tx.init, own), likes="state that init makes here", remedy=_STALE)
+        multiple = cut(reduction.num_ranks)
+        dtypes = {
+            name: jnp.result_type(*(local.types[i].dtype for i in places)) for name, places in by_dtype(params).items()
+        }
+        if stage == 1:
+            # In the dtypes of the vectors, so that the sums have the bits of stage 2.
+            synced = local.synced([dtypes[np.dtype(jnp.result_type(x)).name] for x in jax.tree.leaves(params)])
+            means = _own_part(_flat(synced, params, multiple), axis_name)
+        else:
+            vectors = local.packed(lambda leaves: _flat(leaves, params, multiple))
+            means = jax.tree.map(local.mean, local.scattered_sums(vectors), dtypes)
+        # On one rank no collective keeps the compiler from fusing the update with what is around it.
+        means, own = separated((means, own))
+        with order_given(reduction.order):
+            updates, state = separated(tx.update(means, state, own))
+        updates = _unflat(run.all_gather(updates, axis_name), params, local.has_gradient)
+        return updates, vary(state, axis_name)
+
+    def specs(params):
+        return jax.tree.map(lambda x: PartitionSpec(axis_name) if x.ndim else PartitionSpec(), _whole(tx, params))
+
+    def repartition(state, params, num_ranks):
+        num_ranks = check_num_ranks(num_ranks)
+        check_arrays("sharded_optimizer", "the parameters", params)
+
+        def cut_and_fill(path, like, x):
+            if x.ndim != like.ndim or x.size < like.size:
+                raise ValueError(
+                    f"sharded_optimizer: repartition: the leaf of the state at {jax.tree_util.keystr(path)} has shape "
+                    f"{x.shape}, too small for these parameters, which need {like.size} elements. Give the global "
+                    "state, outside of shard_map, and the parameters that it was made for."
+                )
+            return padded(x[: like.size], cut(num_ranks)) if like.ndim else x
+
+        like = _whole(tx, params)
+        check_same_structure("state", state, like, likes="state that init makes here")
+        return jax.tree_util.tree_map_with_path(cut_and_fill, like, state)
+
+    return ShardedOptimizer(init, update, specs, repartition)
+
+
+def _flat(leaves: list[jax.Array], params: Any, multiple: int) -> dict[str, jax.Array]:
+    """One vector of the leaves for each dtype of the parameters. Leaves of several dtypes are promoted to one."""
+    return {
+        dtype: padded(jnp.concatenate([jnp.ravel(leaves[i]) for i in places]), multiple)
+        for dtype, places in by_dtype(params).items()
+    }
+
+
+def _unflat(vectors: dict[str, jax.Array], params: Any, has_gradient: list[bool]) -> Any:
+    """The updates of the parameters. Those without a gradient keep their value."""
+    leaves, structure = jax.tree.flatten(params)
+    for dtype, places in by_dtype(params).items():
+        ends = np.cumsum([jnp.size(leaves[i]) for i in places])
+        for i, end in zip(places, ends, strict=True):
+            update = vectors[dtype][end - jnp.size(leaves[i]) : end].reshape(jnp.shape(leaves[i]))
+            leaves[i] = update if has_gradient[i] else jnp.zeros_like(leaves[i])
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _whole(tx: Any, params: Any) -> Any:
+    """Shapes and dtypes of the state for a single rank."""
+    return jax.eval_shape(lambda params: tx.init(_flat(jax.tree.leaves(params), params, 1)), params)
+
+
+def _own_part(vectors: dict[str, jax.Array], axis_name: AxisName) -> dict[str, jax.Array]:
+    rank, p = lax.axis_index(axis_name), num_ranks(axes_of(axis_name))
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, rank * (x.size // p), x.size // p), vectors)

@@ -1,0 +1,116 @@
+"""ZeRO: an optimizer that is sharded over the data-parallel ranks.
+
+Stages 1 and 2 of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020):
+parameters are replicated. Each rank holds the optimizer state for one of p equal parts of them, updates that part, and
+gathers the updates of the other parts.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Literal, get_args
+
+from jax_ring.collectives.axes import AxisName, check_axis_name
+from jax_ring.options import Order, check_choice
+from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.sentinel import check_every
+from jax_ring.training.zero.analysis.elementwise import ElementwiseCheck
+from jax_ring.training.zero.analysis.optax_parts import is_transformation
+from jax_ring.training.zero.by_parameter.layout import parameter_layout
+from jax_ring.training.zero.checked import checked
+from jax_ring.training.zero.flat import flat_layout
+from jax_ring.training.zero.interface import ShardedOptimizer, Stage, check_order
+from jax_ring.training.zero.local_gradients import Reduction
+
+if TYPE_CHECKING:
+    import optax
+
+Layout = Literal["flat", "parameter"]
+
+
+def sharded_optimizer(
+    tx: optax.GradientTransformation,
+    axis_name: AxisName,
+    *,
+    stage: Stage = 2,
+    impl: Impl = "ring",
+    layout: Layout = "flat",
+    order: Order = "rank",
+    overlap: bool = True,
+    check_replicas: int | None = None,
+) -> ShardedOptimizer:
+    """Shards an optax optimizer over the ranks of a mapped axis: each holds 1/p of its state.
+
+    With `layout="flat"` parameters and gradients of each dtype are concatenated to one vector, in the order of
+    `jax.tree.leaves`, and padded with zeros to a multiple of p elements. Rank r updates the r-th of p equal parts. `tx`
+    gets these parts in a dictionary, by the name of the parameters' dtype. This is right for an elementwise `tx`; any
+    other is refused. To find out, `tx` is run on a few small vectors and matrices, whole and cut, when this function is
+    called (or at the first use, if JAX has not started its backend, or if `tx` names other axes), and its operations on
+    the parameters are traced when they are first seen. To clip by the norm of all gradients, use `clip_by_global_norm`
+    of this module.
+
+    Gradients may have another dtype than their parameters, and travel in it; where those of one vector have several,
+    they are promoted. Updates have the dtypes that optax gives. Integer parameters may have no gradient (float0, from
+    `allow_int=True`): their updates are zero.
+
+        optimizer = zero.sharded_optimizer(optax.adam(1e-3), "data")
+        specs = optimizer.specs(params)
+        state = jax.jit(jax.shard_map(optimizer.init, mesh=mesh, in_specs=P(), out_specs=specs))(params)
+        # in a train step, under shard_map with `specs` in in_specs and out_specs for the state:
+        updates, state = optimizer.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+
+    Args:
+      tx: an optax `GradientTransformation`; with `layout="flat"` an elementwise one.
+      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
+      stage: 2 reduces the gradients so that each rank gets only the part that it updates (`ring_psum_scatter`); 1
+        gives every rank all gradients, as `sync_gradients` does. The updates are the same.
+      impl: "ring" or "lax", as for `sync_gradients`.
+      layout: "flat", as above; or "parameter", where ranks own whole parameters, so that masks, labels and optimizers
+        that need whole parameters (LAMB, LARS, Adafactor, Muon) give the results that they give without sharding.
+        Parameters are balanced by size, and large ones cut where `tx` is elementwise. The state is a `ParameterState`.
+      order: in which gradients are added, as for `ring_psum`. With "tree" they may be a `ShardSums`, as
+        `value_and_grad(..., num_shards=V, reduce_gradients=False)` returns it, whose mean is over the V shards; and
+        then no bit of the parameters or of the state depends on the number of ranks. Ranks then own whole blocks of
+        1024 elements, so the state has another padding than with other orders; `repartition` converts it.
+      overlap: as for `sync_gradients`.
+      check_replicas: a number of steps: `jax_ring.check_replicas` of the parameters in the first step, and after so
+        many each time. The state is then a `CheckedState` around the one that there would be without.
+
+    Returns:
+      A `ShardedOptimizer`. Its `update` takes this rank's gradients, not reduced yet, and applies `tx` to their mean.
+
+    Raises:
+      TypeError: if `tx` has no `init` and `update`.
+      ValueError: if `stage`, `impl`, `layout` or `order` is none of its choices, if impl="lax" cannot follow the
+        order, or if `tx` cannot be sharded like this: also from `init`, `update` and `specs`, where the parameters are
+        known. From `update`, if the tree or the shapes of the gradients are not those of the parameters, or those of
+        the state not the ones that `init` makes; for a `ShardSums` without order="tree"; and with vma tracking, if
+        gradients are already the same on all ranks, because they have been summed before.
+    """
+    if stage not in (1, 2):
+        raise ValueError(
+            f"sharded_optimizer: stage must be 1 or 2, got {stage!r}; stage 3, sharded parameters, is not supported"
+        )
+    check_axis_name("sharded_optimizer", axis_name)
+    implementation("sharded_optimizer", impl, overlap)
+    check_every("sharded_optimizer", check_replicas)
+    check_order("sharded_optimizer", impl, order)
+    if not is_transformation(tx):
+        raise TypeError(
+            f"sharded_optimizer: tx must be an optax GradientTransformation, such as optax.adam(1e-3); got {tx!r}"
+        )
+    check_choice("sharded_optimizer", "layout", layout, get_args(Layout))
+    reduction = Reduction(axis_name, impl, order, overlap)
+    if layout == "parameter":
+        sharded = parameter_layout(tx, stage=stage, reduction=reduction)
+        return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas, impl)
+
+    def probed_over(axis):
+        # The probe runs under vmap, where a scatter takes one axis, and lax has no invariant gather.
+        return partial(flat_layout, stage=2, reduction=reduction._replace(axis_name=axis, impl="ring"))
+
+    check = ElementwiseCheck(tx, probed_over, axis_name)
+    check.check_outside()
+    sharded = check.checked(flat_layout(tx, stage=stage, reduction=reduction))
+    return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas, impl)
