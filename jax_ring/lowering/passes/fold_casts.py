@@ -27,7 +27,7 @@ def unrounded(operand: ir.Value) -> ir.Value | None:
 
 
 def rounded_again(ctx, total: ir.Value, aval) -> ir.Value:
-    """A sum, rounded to the small floats that it consists of; `drop_redundant_casts` removes this where it is widened."""
+    """A sum, rounded to the small floats that it consists of; `drop_redundant_casts` removes this where it widens."""
     rounded = hlo.convert(mlir.aval_to_ir_type(ctx.module_context, aval), total)
     _compat.module_state(ctx).setdefault(_SUMS, []).append((total, rounded))
     return rounded
