@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
         "that jax_ring is installed in, such as .venv/bin/python; its README has the command that makes one."
     ) from error
 
+from jax_ring._install import install as _install
 from jax_ring.collectives import (
     ShardSums,
     ring_all_gather,
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
     from jax_ring.inspect.explanation import Collective, Explanation, explain
     from jax_ring.inspect.flight_recorder import FlightRecord, RecordedCall, flight_recorder
     from jax_ring.inspect.statistics import CallStatistics, Late, Statistics, statistics
+
+_install()
 
 __version__ = _runtime.__version__
 

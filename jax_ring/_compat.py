@@ -107,8 +107,10 @@ WRONG_REDUCE_SCATTER_ON_CPU = _jaxlib_version.__version_info__ < (0, 12)
 FLAG_OF_CPU_LIMIT = "--xla_cpu_collective_timeout_seconds"
 HAS_FLAG_OF_CPU_LIMIT = _jaxlib_version.__version_info__ < (0, 13)
 
-# So that error messages and the metadata of compiled programs name the user's line, not one of this package.
-_source_info_util.register_exclusion(str(pathlib.Path(__file__).parent))
+
+def leave_out_of_call_sites() -> None:
+    """Makes JAX look for the user's line outside of this package."""
+    _source_info_util.register_exclusion(str(pathlib.Path(__file__).parent))
 
 
 def call_site(lowering_context) -> str:

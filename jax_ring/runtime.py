@@ -247,7 +247,8 @@ def check_gpu_groups() -> None:
         raise jax.errors.JaxRuntimeError(text)
 
 
-def _register() -> None:
+def register() -> None:
+    """Registers the FFI targets with JAX, and passes the engines what the environment says."""
     _compat.register_cpu_ffi_type("jax_ring_call_site", _ffi_cpu.call_site_type())
     handlers = _ffi_cpu.collective_handlers()
     for target in TARGETS.values():
@@ -269,6 +270,3 @@ def _register() -> None:
         seconds = timeout_from(os.environ[TIMEOUT_VARIABLE])
         _ffi_cpu.set_deadline(seconds)
         ffi_cuda.set_deadline(seconds)
-
-
-_register()

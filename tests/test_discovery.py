@@ -145,7 +145,7 @@ def test_gpus_are_published_as_soon_as_jax_may_use_them(runtime_of, monkeypatch)
     discovery.publish()
     assert "jax_ring/gpus/0" not in client.values  # the program may still choose its GPUs
     assert kernels.looks == 0
-    discovery._publish_with_plugins()  # as JAX calls it
+    discovery.publish_with_plugins()  # as JAX calls it
     assert Gpus.from_bytes(client.values["jax_ring/gpus/0"]) == GPUS
     discovery.publish()
     later = Client()
@@ -159,7 +159,7 @@ def test_without_kernels_no_gpus_are_published(runtime_of, monkeypatch):
     monkeypatch.setattr(runtime, "cuda_kernels", None)
     client = Client()
     runtime_of(client)
-    discovery._publish_with_plugins()
+    discovery.publish_with_plugins()
     assert set(client.values) == {"jax_ring/host/0", "jax_ring/hostname/0", "jax_ring/token", "jax_ring/process/0"}
 
 

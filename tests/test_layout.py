@@ -24,7 +24,7 @@ LAYERS = [
     {"lowering"},
     {"collectives", "inspect", "schedule"},
     {"training"},
-    {"zero", "elastic", "launch", "__main__"},
+    {"zero", "elastic", "launch", "__main__", "_install"},
     {"__init__"},
 ]
 LAYER_OF = {name: i for i, names in enumerate(LAYERS) for name in names}

@@ -207,12 +207,8 @@ def _own_memory() -> str:
     return f"{boot_id}/{shared_memory.st_dev}:{shared_memory.st_ino}/{os.geteuid()}"
 
 
-def _publish_with_plugins() -> None:
+def publish_with_plugins() -> None:
+    """Publishes the GPUs too, once JAX is about to use them."""
     global _has_plugins
     _has_plugins = True
     publish()
-
-
-# At import, and when JAX is about to use the GPUs, so that other processes rarely have to wait for this one.
-publish()
-_compat.call_with_plugins(_publish_with_plugins)

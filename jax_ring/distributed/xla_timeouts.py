@@ -233,6 +233,3 @@ def _name_key(process: int) -> str:
 
 def _wait_key(process: int) -> str:
     return f"jax_ring/waits/{process}"
-
-
-_compat.call_when_distributed(limit_xla)

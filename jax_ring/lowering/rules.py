@@ -13,8 +13,6 @@ from jax_ring.lowering import trees
 from jax_ring.lowering.custom_call import emitter
 from jax_ring.lowering.dispatch import groups_of, kind_by_xla, lowering_key, platforms_of, service_of, symbolic_shapes
 from jax_ring.lowering.hierarchical import other_collectives, ranks_by_host, wait_markers
-from jax_ring.lowering.passes import donation as donation  # which looks at lowered programs
-from jax_ring.lowering.passes import pipeline as pipeline  # which replaces the lowering of shard_map
 from jax_ring.lowering.state import cached_in_module
 from jax_ring.lowering.xla import fallback, ops, tree_fallback
 

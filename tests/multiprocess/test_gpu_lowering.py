@@ -39,7 +39,7 @@ def pretend(kernels) -> None:
     topology._is_gpu = lambda device: True
     runtime.cuda_kernels = kernels
     runtime.why_no_cuda = "it was not built"
-    discovery._publish_with_plugins()  # as JAX calls it
+    discovery.publish_with_plugins()  # as JAX calls it
 
 
 def lowered() -> str:

@@ -19,7 +19,7 @@ ENGINE_TARGET, TAKES_POSITION, ALIASES, STREAM = "target", "takes_position", "al
 NUM_OWN = "num_own"
 
 
-def _partition(shapes_in, shardings_in, shape_out, sharding_out, config: bytes) -> tuple:
+def partition(shapes_in, shardings_in, shape_out, sharding_out, config: bytes) -> tuple:
     """The program of one device: (its bytecode, the shardings of its operands, that of its result)."""
     shapes_out, shardings_out = [shape_out], [sharding_out]
     if is_tuple := shape_out.is_tuple():
@@ -87,6 +87,3 @@ def _custom_call(target: str, operands: Sequence, types_out: Sequence, aliases: 
         },
     )  # fmt: skip
     return list(call.results)
-
-
-_compat.register_partitioner(TARGET, _partition)

@@ -123,6 +123,3 @@ def _alias(use: ir.OpOperand) -> None:
     operands = sorted({*operation.aliased_operands(op), use.operand_number})
     pairs = [(operand, operand - _num_hidden(op)) for operand in operands]
     op.attributes["output_operand_aliases"] = ffi_attributes.aliases(pairs, len(op.results))
-
-
-_compat.call_with_donating_programs(sum_in_place)

@@ -1,0 +1,30 @@
+"""All that importing jax_ring changes in JAX, each with its reason.
+
+The primitives of jax_ring register their own rules. `override_lax()` replaces JAX's while it is on. A process of
+several adds hooks for its end (`distributed/exit_notice.py`) and for the errors of XLA's collectives
+(`distributed/xla_timeouts.py`).
+"""
+
+from jax_ring import _compat, runtime
+from jax_ring.distributed import discovery, xla_timeouts
+from jax_ring.lowering.custom_call import partitioner
+from jax_ring.lowering.passes import donation, pipeline
+
+
+def install() -> None:
+    """Makes the changes. Called once, when the package is imported."""
+    # XLA finds the engines by the names of their calls.
+    runtime.register()
+    # Error messages and the metadata of compiled programs name the user's line, not one of this package.
+    _compat.leave_out_of_call_sites()
+    # The calls in a shard_map are joined and named once its body is lowered.
+    _compat.replace_lowering(_compat.shard_map_p, ("cpu",), pipeline.rule, cacheable=True)
+    # XLA's partitioner asks for the call on one device's part of arrays that it divides.
+    _compat.register_partitioner(partitioner.TARGET, partitioner.partition)
+    # Donated arguments are known only once the whole program is lowered.
+    _compat.call_with_donating_programs(donation.sum_in_place)
+    # XLA's collectives between processes wait for 30 minutes, and read their limit when the backend starts.
+    _compat.call_when_distributed(xla_timeouts.limit_xla)
+    # Other processes wait for the host and the GPUs of this one. Its GPUs are read no earlier than JAX reads them.
+    discovery.publish()
+    _compat.call_with_plugins(discovery.publish_with_plugins)
