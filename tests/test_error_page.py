@@ -21,10 +21,10 @@ LEAST_LETTERS = 10  # in the constant parts of an entry; fewer would be in too m
 # ---- What is no message for users ------------------------------------------------------------------------------------
 
 FILES_WITHOUT = {
-    "what a native module's functions are": ["cpu/module.cc", "cuda/module.cc", "cuda/kernels_module.cc"],
+    "what a native module's functions are": ["xla_cpu/module.cc", "cuda/module.cc", "cuda/kernels_module.cc"],
     "labels of pictures": ["schedule/claims.py", "schedule/plots.py"],
     "what custom calls hold, which jax_ring itself writes": [
-        "common/trees.h", "common/xla_types.h", "cpu/decode.cc", "cuda/instance.cc",
+        "attributes/trees.h", "attributes/xla_types.h", "xla_cpu/decode.cc", "cuda/launch/instance.cc",
     ],
 }  # fmt: skip
 
