@@ -9,7 +9,7 @@ import pytest
 from helpers import assert_same_bits, make_mesh, rank_fold, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from test_typing import CALLS
+from gradient_functions import CALLS
 
 from jax_ring import (
     allreduce_gradients,

@@ -131,7 +131,7 @@ def _main(task: dict) -> None:
     os.dup2(2, 1)
     import jax
 
-    sys.path[:0] = [str(_HERE.parent), str(_HERE.parent.parent)]
+    sys.path.insert(0, str(_HERE.parent))
     import processes
 
     processes.distributed.update(task["distributed"])
@@ -142,6 +142,7 @@ def _main(task: dict) -> None:
         exec(compile(task["source"], "<body>", "exec"), {"__name__": "__main__"})
         return
     path = pathlib.Path(task["file"])
+    sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
