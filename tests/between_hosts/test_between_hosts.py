@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from job import of_all_processes
-from processes import Processes, as_text
+from watched import Processes, as_text
 
 from pytest_jax_ring import fault_point, stop
 

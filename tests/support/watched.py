@@ -48,7 +48,7 @@ class Processes(ProcessGroup):
       arguments: arguments of the function; must be serializable as JSON.
       environment: environment variables for all processes, added to those of this process.
       distributed: further arguments of `jax.distributed.initialize`; None if the body calls it, with
-        coordinator_address, num_processes and process_id from the dictionary `processes.distributed`.
+        coordinator_address, num_processes and process_id from the dictionary `watched.distributed`.
     """
 
     def __init__(
@@ -132,9 +132,9 @@ def _main(task: dict) -> None:
     import jax
 
     sys.path.insert(0, str(_HERE.parent))
-    import processes
+    import watched
 
-    processes.distributed.update(task["distributed"])
+    watched.distributed.update(task["distributed"])
     jax.config.update("jax_num_cpu_devices", task["devices"])
     if task["initialize"]:
         jax.distributed.initialize(**task["distributed"])
