@@ -16,7 +16,7 @@ import sys
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "multiprocess"), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
 import faults  # noqa: E402
 import launched_jobs  # noqa: E402

@@ -1,6 +1,6 @@
 """What the processes of the chaos program run: sums in long loops, checked in the program, until something happens.
 
-`sums` is a body for `processes.Processes`. As a script, for `jax_ring.launch`, this file runs one of SCRIPTS.
+`sums` is a body for `watched.Processes`. As a script, for `jax_ring.launch`, this file runs one of SCRIPTS.
 """
 
 import os

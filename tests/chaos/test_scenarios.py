@@ -1,16 +1,11 @@
 """The chaos program's cheapest scenarios, once each: that they run, and that they notice what they look for."""
 
 import pathlib
-import sys
 
+import faults
+import launched_jobs
 import pytest
-
-HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "multiprocess")]
-
-import faults  # noqa: E402
-import launched_jobs  # noqa: E402
-from trial import Outcome, Trial, Unexpected  # noqa: E402
+from trial import Outcome, Trial, Unexpected
 
 
 @pytest.mark.parametrize("scenario", [faults.brief_stops, launched_jobs.killed_launcher], ids=lambda f: f.__name__)

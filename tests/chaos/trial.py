@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from processes import Processes, as_text
+from watched import Processes, as_text
 
 JOBS = pathlib.Path(__file__).with_name("jobs.py")
 DEADLINE = 4.0  # seconds, JAX_RING_TIMEOUT_S of the processes
@@ -92,7 +92,7 @@ class Trial:
     # ---- Processes without a launcher --------------------------------------------------------------------------------
 
     def start(self, body: Callable, num_processes: int, devices: int = 1, *, arguments: Sequence = (), **options):
-        """The processes of a program, as of `processes.Processes`."""
+        """The processes of a program, as of `watched.Processes`."""
         environment = {**self.environment, "JAX_ENABLE_RECOVERABILITY": "1", **options.pop("environment", {})}
         return Processes(body, num_processes, devices, arguments=arguments, environment=environment, **options)
 

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from job import job_token, segments
-from processes import Processes
+from watched import Processes
 
 DEADLINE = 1.5
 TIME_LIMIT = DEADLINE + 10  # slack for a loaded machine
@@ -159,7 +159,7 @@ def test_stopped_killed_and_exited_processes_are_named(tmp_path):
 
 
 def make_mismatched_calls(folder):
-    import processes
+    import watched
 
     import jax_ring
     from jax_ring import ring_pmax, ring_psum
@@ -226,12 +226,12 @@ def make_mismatched_calls(folder):
 
     # After reinitialization, the processes form new groups.
     del calls, x, small, large, f
-    address, port = processes.distributed["coordinator_address"].split(":")
+    address, port = watched.distributed["coordinator_address"].split(":")
     for again in (1, 2):
         jax.distributed.shutdown()
         jax.clear_caches()
         jax.extend.backend.clear_backends()
-        jax.distributed.initialize(**{**processes.distributed, "coordinator_address": f"{address}:{int(port) + again}"})
+        jax.distributed.initialize(**{**watched.distributed, "coordinator_address": f"{address}:{int(port) + again}"})
         whole_mesh = Mesh(np.array(jax.devices()), ("i",))
         check_total(whole_mesh)
         # With the same layout as a group that failed.

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from processes import Processes, as_text
+from watched import Processes, as_text
 
 
 def total(scale):
@@ -31,7 +31,7 @@ def test_every_process_runs_the_body():
 
 
 def test_exceptions_are_reported_and_stopped_processes_are_killed():
-    source = "import processes, time\nprint('ready', flush=True)\nif processes.distributed['process_id'] == 0: 1 / 0\n"
+    source = "import watched, time\nprint('ready', flush=True)\nif watched.distributed['process_id'] == 0: 1 / 0\n"
     with Processes(source + "time.sleep(1000)", 2, distributed=None) as program:
         program.wait_until(1, "ready")
         program.popen[1].send_signal(signal.SIGSTOP)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from processes import Processes, as_text
 from test_failures import check_total, error_of, mapped, total, values, wait_for
+from watched import Processes, as_text
 
 from jax_ring.distributed import exit_notice
 from jax_ring.lowering.passes.program_id import digest_of

@@ -5,12 +5,12 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import processes
 import pytest
+import watched
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from job import client, job_token
-from processes import Processes, as_text
+from watched import Processes, as_text
 
 from pytest_jax_ring.processes import free_address
 
@@ -63,7 +63,7 @@ def initialize_twice(addresses):
 
     tokens = []
     for address in addresses:
-        jax.distributed.initialize(**{**processes.distributed, "coordinator_address": address})
+        jax.distributed.initialize(**{**watched.distributed, "coordinator_address": address})
         assert attributes(lowered(Mesh(np.array(jax.devices()), "i"))) == [("[0, 1]", "jit_f#0")] * 2
         tokens.append(job_token())
         assert {discovery.host_of(0), discovery.host_of(1)} == {discovery.host_of(0)}

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from job import segments
-from processes import Processes, as_text
 from random_programs import soak
+from watched import Processes, as_text
 
 DEADLINE = 4.0
 STEP_TIMEOUT = 60.0

@@ -8,7 +8,7 @@ import sys
 
 from helpers import AS_USERS_COMPILE
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "any_number_of_devices.py"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs/errors.md").read_text()
 ENTRY = re.compile(r"^- ((?:`[^`\n]+`\\\n  )+)\S", re.MULTILINE)
 LEAST_WORDS, LEAST_WORDS_OF_RAISE = 4, 2

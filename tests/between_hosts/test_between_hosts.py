@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from job import of_all_processes
-from processes import Processes, as_text
+from watched import Processes, as_text
 
 from pytest_jax_ring import fault_point, stop
 
@@ -87,7 +87,7 @@ def test_a_host_that_does_not_answer_is_named_at_the_deadline(capfd):
     assert "stopped, busy with something else, or cut off" in stderr
 
 
-_INITIALIZE = "jax.distributed.initialize(**__import__('processes').distributed)\n"
+_INITIALIZE = "jax.distributed.initialize(**__import__('watched').distributed)\n"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from jax_ring.schedule import topology
 
-BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 
 
 def run(name, *arguments):

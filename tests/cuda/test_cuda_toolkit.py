@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-TOOLKIT = pathlib.Path(__file__).parent.parent / "ffi/cuda/toolkit.cmake"
+TOOLKIT = pathlib.Path(__file__).parents[2] / "ffi/cuda/toolkit.cmake"
 
 pytestmark = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
 

@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from gradient_functions import CALLS
 from helpers import assert_same_bits, make_mesh, rank_fold, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from test_typing import CALLS
 
 from jax_ring import (
     allreduce_gradients,

@@ -10,6 +10,7 @@ import sysconfig
 
 import jax.numpy as jnp
 import pytest
+from gradient_functions import CALLS, loss
 
 import jax_ring
 from jax_ring import zero
@@ -38,20 +39,6 @@ def test_mypy_finds_the_mistakes_and_nothing_else(tmp_path):
     }
     assert len(expected) > 10
     assert found == expected, result.stdout + result.stderr
-
-
-def loss(params, x):
-    return (params * x).sum()
-
-
-CALLS = {
-    "value_and_grad": lambda **options: jax_ring.value_and_grad(loss, "i", **options),
-    "grad": lambda **options: jax_ring.grad(loss, "i", **options),
-    "reduce_in_backward": lambda **options: jax_ring.reduce_in_backward(1.0, "i", **options),
-    "allreduce_gradients": lambda **options: jax_ring.allreduce_gradients("i", **options),
-    "sync_gradients": lambda **options: jax_ring.sync_gradients(1.0, "i", **options),
-    "sync_with_feedback": lambda **options: jax_ring.sync_with_feedback(1.0, 0.0, "i", **options),
-}
 
 
 @pytest.mark.parametrize("function", CALLS)

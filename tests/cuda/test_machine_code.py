@@ -15,7 +15,7 @@ import subprocess
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 ALGORITHMS = ("one_shot", "two_shot", "ring", "multicast")
 
 # Flags that a team sets in each algorithm, each at one place of the program: one-shot sends tags with its data and sets

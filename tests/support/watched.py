@@ -48,7 +48,7 @@ class Processes(ProcessGroup):
       arguments: arguments of the function; must be serializable as JSON.
       environment: environment variables for all processes, added to those of this process.
       distributed: further arguments of `jax.distributed.initialize`; None if the body calls it, with
-        coordinator_address, num_processes and process_id from the dictionary `processes.distributed`.
+        coordinator_address, num_processes and process_id from the dictionary `watched.distributed`.
     """
 
     def __init__(
@@ -131,10 +131,10 @@ def _main(task: dict) -> None:
     os.dup2(2, 1)
     import jax
 
-    sys.path[:0] = [str(_HERE.parent), str(_HERE.parent.parent)]
-    import processes
+    sys.path.insert(0, str(_HERE.parent))
+    import watched
 
-    processes.distributed.update(task["distributed"])
+    watched.distributed.update(task["distributed"])
     jax.config.update("jax_num_cpu_devices", task["devices"])
     if task["initialize"]:
         jax.distributed.initialize(**task["distributed"])
@@ -142,6 +142,7 @@ def _main(task: dict) -> None:
         exec(compile(task["source"], "<body>", "exec"), {"__name__": "__main__"})
         return
     path = pathlib.Path(task["file"])
+    sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module

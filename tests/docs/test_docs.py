@@ -18,7 +18,7 @@ from helpers import run_python
 import jax_ring
 import pytest_jax_ring
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Their blocks have tests of their own, or are cells that run when the site is built.
 ELSEWHERE = {"compile_for_gpus.md": "gpu_topologies/test_topology_docs.py", "tutorial.md": "the site's build"}

@@ -17,7 +17,7 @@ from jax_ring.lowering import tuning
 from jax_ring.lowering.tuning import NO_LIMIT, Thresholds
 from jax_ring.schedule import fit
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TABLE = {2: Thresholds(1000, 2000), 8: Thresholds(32, 64)}
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from helpers import AS_USERS_COMPILE
 
-EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
 def run(*arguments, name="train_digits.py"):

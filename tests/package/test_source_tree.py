@@ -12,7 +12,7 @@ import pytest
 from jax_ring import _ffi_cpu, _ffi_cuda
 from jax_ring._fingerprint import fingerprint
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 COMMANDS = {
     "report": ["-m", "jax_ring"],

@@ -9,7 +9,7 @@ from jax_ring import schedule
 from jax_ring.schedule import __main__ as command
 from jax_ring.schedule import draw, plots, topology, training
 
-MEASURED = pathlib.Path(__file__).parent.parent / "benchmarks/results/cpu-2-cores"
+MEASURED = pathlib.Path(__file__).parents[2] / "benchmarks/results/cpu-2-cores"
 
 
 def main(*arguments):
