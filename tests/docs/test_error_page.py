@@ -24,7 +24,7 @@ FILES_WITHOUT = {
     "what a native module's functions are": ["xla_cpu/module.cc", "cuda/module.cc", "cuda/kernels_module.cc"],
     "labels of pictures": ["schedule/claims.py", "schedule/plots.py"],
     "what custom calls hold, which jax_ring itself writes": [
-        "attributes/trees.h", "attributes/xla_types.h", "xla_cpu/decode.cc", "cuda/launch/instance.cc",
+        "attributes/trees.h", "attributes/xla_types.h", "xla_cpu/decode.cc", "launch/instance.cc",
     ],
 }  # fmt: skip
 
@@ -139,9 +139,10 @@ def native_strings(source: str) -> Iterator[str]:
 def messages() -> dict[str, str]:
     """The messages of all sources, and the file of each."""
     found = {text: path for path, tree in TREES.items() for text in strings(tree)}
-    for part in ("common", "cpu", "cuda", "ring", "shm"):
+    for part in ("attributes", "base", "collective", "cpu", "cuda", "device", "recorder", "shm", "xla_cpu"):
         # Not what CMake says, which is seen while the modules are built.
-        for path in sorted(set((ROOT / "ffi" / part).glob("*.[hc]*")) - set((ROOT / "ffi" / part).glob("*.cmake"))):
+        folder = ROOT / "ffi" / part
+        for path in sorted(set(folder.rglob("*.[hc]*")) - set(folder.rglob("*.cmake"))):
             found |= dict.fromkeys(native_strings(path.read_text()), path)
     return {text: "/".join(path.parts[-2:]) for text, path in found.items()}
 
