@@ -2,6 +2,7 @@
 
 import faulthandler
 import pathlib
+import sys
 import types
 
 import jax
@@ -9,6 +10,8 @@ import pytest
 
 # More devices than most tests use, so that most meshes leave some devices out.
 jax.config.update("jax_num_cpu_devices", 16)
+# Last, because some benchmarks have the names of modules of the tests.
+sys.path.append(str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 
 
 def pytest_addoption(parser):

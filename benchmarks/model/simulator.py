@@ -16,9 +16,9 @@ from functools import cache
 
 import numpy as np
 
-from jax_ring.schedule.cost import best_pieces
-from jax_ring.schedule.topology import Topology
 from jax_ring.schedule.trees import double_binary_tree
+from model.cost import best_pieces
+from model.topology import Topology
 
 MAX_PAIRS = 1 << 24
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import gpu_check_measure
 from gpu_check_measure import VARIANTS
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 class Context(NamedTuple):

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from implementations import AXIS
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from harness.implementations import AXIS
 from jax_ring import _ffi_cpu, ring_psum
 
 LEAST_LOOPS = 8

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # The GPU check: builds the CUDA engine, runs its tests and measurements, and writes one JSON and one readable report.
 #
-#   benchmarks/gpu_check.sh [--dry] [--out FOLDER] [PART ...]
+#   benchmarks/gpu/gpu_check.sh [--dry] [--out FOLDER] [PART ...]
 #
 # Needs Python with JAX, nanobind, scikit-build-core, pytest and CMake, and nvcc, but no network. Completed parts are
 # skipped, so that the same command resumes an interrupted run; parts that are named run again. --dry runs everything
 # without a GPU, on threads of the host. On a GPU no part begins, and none runs on, after 9.5 minutes from the start,
 # the build included; GPU_CHECK_SECONDS sets another time. JAX_RING_CUDA_DTYPES=all builds the kernels of all types.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 dry= out= parts=()
 while [ $# -gt 0 ]; do
@@ -45,4 +45,4 @@ fi
 limit=()
 [ -n "$dry" ] || limit=(--seconds $((${GPU_CHECK_SECONDS:-570} - SECONDS)))
 PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 \
-  "$python" benchmarks/gpu_check.py $dry "${limit[@]}" --out "$out" "${parts[@]}"
+  "$python" benchmarks/gpu/gpu_check.py $dry "${limit[@]}" --out "$out" "${parts[@]}"

@@ -7,10 +7,10 @@ import math
 import os
 import platform
 
-import intervals
 import jax
-from compare import FIGURES
-from measure import Row, Spread
+
+from harness import FIGURES, intervals
+from harness.measure import Row, Spread
 
 CLASSES = (("small", 0, 4 << 10), ("medium", 64 << 10, 1 << 20), ("large", 16 << 20, math.inf))
 WARNING = (

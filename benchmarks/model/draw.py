@@ -19,7 +19,7 @@ def pyplot():
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'jax-ring[pictures]'") from error
+        raise ImportError("pictures need matplotlib: pip install 'jax-ring[benchmarks]'") from error
     matplotlib.use("Agg")
     # In an SVG, text stays text, and ids do not change from run to run.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "jax_ring", "font.size": 9})

@@ -1,18 +1,25 @@
-"""The command line of jax_ring.schedule: counts and draws schedules, simulates topologies, and fits cost models."""
+"""The command of this folder: counts and draws schedules, simulates topologies, and fits cost models.
+
+python benchmarks/model ring --ranks 4 --draw ring.svg
+"""
 
 import argparse
+import pathlib
+import sys
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from jax_ring.schedule import ALGORITHMS, claims, cost, draw, fit, plots, simulator, topology
-from jax_ring.schedule.interpreter import run
+sys.path.append(str(pathlib.Path(__file__).parent.parent))  # a folder that is run has only itself on the path
+
+from jax_ring.schedule import ALGORITHMS, run
+from model import claims, cost, draw, fit, plots, published, simulator, topology
 
 
 def parser() -> argparse.ArgumentParser:
     """The argument parser of the command line."""
-    result = argparse.ArgumentParser(prog="python -m jax_ring.schedule", description=__doc__)
+    result = argparse.ArgumentParser(prog="python benchmarks/model", description=__doc__.split("\n\n")[0])
     commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, algorithm in ALGORITHMS.items():
         command = commands.add_parser(name, help=(algorithm.__doc__ or "").split(".\n")[0])
@@ -37,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     fitted = commands.add_parser("fit", help="a cost model fitted to measurements, and its errors")
     fitted.add_argument("files", nargs="+", help="files written by benchmarks/allreduce.py --json")
     fitted.add_argument("--implementation", default="ring_psum")
+    commands.add_parser("published", help="the table of docs/algorithms.md: the simulator and published measurements")
     for command, required in ((crossover, True), (scaling, True), (refuted, True), (fitted, False)):
         command.add_argument("--draw", metavar="FILE", required=required)
     return result
@@ -89,6 +97,8 @@ def main(arguments: argparse.Namespace) -> None:
         return show_schedule(arguments)
     if arguments.command == "fit":
         return show_fit(arguments)
+    if arguments.command == "published":
+        return print("\n".join(published.table(published.rows())))
     loaded = topology.load(arguments.topology)
     if arguments.command == "crossover":
         draw.save(plots.crossover_map(loaded), arguments.draw)

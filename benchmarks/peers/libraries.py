@@ -1,32 +1,15 @@
-"""All-reduces between processes of this host: mpi4jax, torch.distributed, and JAX with jax_ring's or XLA's collectives.
+"""The libraries whose all-reduces run between processes: mpi4jax, torch.distributed, and JAX with jax_ring or XLA."""
 
-The processes of a library are started once. While others are measured, they block in a read and use no CPU time. Run as
-a program, this file is one of these processes.
-"""
-
-import contextlib
 import dataclasses
-import importlib.util
 import os
-import shutil
-import socket
 import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable
-from multiprocessing.connection import Client, Connection
 
 import numpy as np
-from implementations import AXIS, IMPLEMENTATIONS
-from measure import Spread, count_wrong, loop, rank_values
+from harness.implementations import AXIS, IMPLEMENTATIONS
+from harness.measure import loop
 
 from jax_ring import explain
-
-START_SECONDS = 120
-INSTALL_HINT = (
-    "pip install --editable '.[peers]' (mpi4jax also needs an MPI: apt-get install openmpi-bin libopenmpi-dev)"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,17 +30,6 @@ class Layout:
 
 
 @dataclasses.dataclass
-class Task:
-    """One measurement. `times` is the number of calls in a jitted loop, or 0 to skip the loop."""
-
-    count: int
-    dtype: str
-    iterations: int
-    warmup: int
-    times: int
-
-
-@dataclasses.dataclass
 class Calls:
     """One message size in a library, as functions that return when the call or the loop has completed."""
 
@@ -70,17 +42,6 @@ class Calls:
     results: np.ndarray  # (ranks of this process, elements)
     served_by: str = ""
     xla_bytes: int | None = None  # the operands of XLA's collectives in one call on one rank
-
-
-@dataclasses.dataclass
-class Measurement:
-    """The measurements of one process: seconds of each call out of place, in place and within a loop, and more."""
-
-    seconds: list[np.ndarray]
-    wrong: int  # elements
-    calls: int  # per rank
-    served_by: str
-    xla_bytes: int | None
 
 
 class Torch:
@@ -258,146 +219,3 @@ class LaxPsum(JaxProcesses):
 
 PEERS = {library.name: library for library in (Mpi4jax, Torch)}
 BETWEEN_PROCESSES = {library.name: library for library in (RingPsum, LaxPsum)} | PEERS
-
-
-def mpi_of(name: str) -> tuple[str, str | None]:
-    """An implementation and the environment of its MPI: "mpi4jax:PREFIX" is mpi4jax in another environment."""
-    library, _, prefix = name.partition(":")
-    return library, prefix or None
-
-
-def why_not(name: str, layout: Layout) -> str | None:
-    """Why the library cannot be measured here; None if it can."""
-    name, prefix = mpi_of(name)
-    library = BETWEEN_PROCESSES[name]
-    if prefix is not None:
-        program = os.path.join(prefix, "bin", "mpirun")
-        return None if os.path.exists(program) else f"there is no {program}"
-    missing = [module for module in library.modules if importlib.util.find_spec(module) is None]
-    missing += [program for program in library.programs if shutil.which(program) is None]
-    if missing:
-        return f"{', '.join(missing)} not found; {INSTALL_HINT}"
-    if not library.several_devices and layout.devices > 1:
-        return "it supports one rank per process only"
-    return None
-
-
-class Peer:
-    """The processes of one library."""
-
-    def __init__(self, name: str, layout: Layout):
-        self.name = name
-        library, prefix = mpi_of(name)
-        self.folder = tempfile.TemporaryDirectory()
-        path = os.path.join(self.folder.name, "socket")
-        numbers = map(str, dataclasses.astuple(layout))
-        command = [sys.executable, os.path.abspath(__file__), library, self.folder.name, *numbers]
-        # One thread per rank, like one per device in the other implementations.
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        options = {}
-        if prefix is not None:
-            # Its own programs and libraries; what else is imported is that of this environment.
-            environment |= {"PATH": f"{prefix}/bin:{os.environ['PATH']}", "I_MPI_ROOT": prefix, "I_MPI_PIN": "0"}
-            options = {"prefix": prefix}
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(path)
-            server.listen(layout.processes)
-            server.settimeout(START_SECONDS)
-            self.processes = [
-                # Their output must not mix with the table.
-                subprocess.Popen(one, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr)
-                for one in BETWEEN_PROCESSES[library].commands(command, layout, **options)
-            ]
-            self.connections = [Connection(server.accept()[0].detach()) for _ in range(layout.processes)]
-
-    def measure(self, task: Task) -> Measurement:
-        """The time of each call as the mean over processes, and the wrong elements of all of them.
-
-        Raises:
-          RuntimeError: if a process failed, for example on a dtype that the library does not support.
-        """
-        try:
-            for connection in self.connections:
-                connection.send(task)
-            measurements = [connection.recv() for connection in self.connections]
-        except (EOFError, OSError) as error:
-            measurements = [error]
-        for measurement in measurements:
-            if isinstance(measurement, Exception):
-                raise RuntimeError(f"{self.name} failed at {task.count} elements of {task.dtype}: {measurement!r}")
-        return dataclasses.replace(
-            measurements[0],
-            seconds=[np.mean(figures, axis=0) for figures in zip(*(a.seconds for a in measurements), strict=True)],
-            wrong=sum(measurement.wrong for measurement in measurements),
-        )
-
-    def run(self, task: Task) -> tuple[tuple[Spread, Spread, Spread], int]:
-        """The spreads out of place, in place and in a loop, and the number of wrong elements. Raises as `measure`."""
-        measurement = self.measure(task)
-        return tuple(Spread.of(seconds) for seconds in measurement.seconds), measurement.wrong
-
-    def close(self) -> None:
-        for connection in self.connections:
-            # The processes of a library that failed have exited.
-            with contextlib.suppress(OSError):
-                connection.send(None)
-        for process in self.processes:
-            process.wait(START_SECONDS)
-        self.folder.cleanup()
-
-
-def _measure(calls: Calls, task: Task) -> tuple[list[np.ndarray], int]:
-    """Seconds of each call out of place, in place and within a loop, and the number of calls made."""
-
-    def seconds(run) -> float:
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-
-    out_of_place, in_place, in_loop, empty = [], [], [], []
-    for i in range(task.warmup + task.iterations):
-        plain = seconds(calls.out_of_place)
-        calls.before_in_place()
-        donated = seconds(calls.in_place)
-        if i >= task.warmup:
-            out_of_place.append(plain)
-            in_place.append(donated)
-    loops = 1 + max(3, task.iterations // 4) if task.times else 0
-    for i in range(loops):
-        looped, empty_looped = seconds(calls.loop), seconds(calls.empty_loop)
-        if i >= 1:
-            in_loop.append(looped / calls.times)
-            empty.append(empty_looped / calls.times)
-    in_loop = np.array(in_loop) - np.median(empty or 0)
-    return [np.array(out_of_place), np.array(in_place), in_loop], 2 * (
-        task.warmup + task.iterations
-    ) + loops * calls.times
-
-
-def _serve(name: str, folder: str, processes: str, devices: str, hosts: str, *rest: str) -> None:
-    layout = Layout(int(processes), int(devices), int(hosts))
-    library = BETWEEN_PROCESSES[name](folder, layout, *rest)
-    message = None
-    with Client(os.path.join(folder, "socket")) as connection:
-        while (task := connection.recv()) is not None:
-            try:
-                # Interleaved libraries measure the same message repeatedly.
-                if message != (task.count, task.dtype, task.times):
-                    message = calls = None
-                    values = rank_values(layout.ranks, task.count, task.dtype)
-                    own = values[library.process * layout.devices :][: layout.devices]
-                    calls = library.calls(own, task.times)
-                    wrong = count_wrong(values, calls.results)
-                    message = (task.count, task.dtype, task.times)
-                    del values, own
-                seconds, num_calls = _measure(calls, task)
-                connection.send(Measurement(seconds, wrong, num_calls, calls.served_by, calls.xla_bytes))
-            except Exception as error:
-                connection.send(error)
-
-
-if __name__ == "__main__":
-    # Imported as a module, so that pickles name their classes peers.*, not __main__.*.
-    import peers
-
-    peers._serve(*sys.argv[1:])

@@ -5,11 +5,11 @@ from functools import partial
 
 import numpy as np
 
-from jax_ring.schedule import fit
-from jax_ring.schedule.draw import pyplot
-from jax_ring.schedule.simulator import Conditions, simulate
-from jax_ring.schedule.topology import Topology
-from jax_ring.schedule.training import Workload, step_seconds
+from model import fit
+from model.draw import pyplot
+from model.simulator import Conditions, simulate
+from model.topology import Topology
+from model.training import Workload, step_seconds
 
 COMPARED = ("one_shot", "two_shot", "halving_doubling", "double_tree", "ring", "two_level", "two_level_tree")
 TWO_LEVEL_PIECES = (1, 4, 16)

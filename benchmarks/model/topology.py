@@ -2,12 +2,13 @@
 
 import tomllib
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 import numpy as np
 
-from jax_ring.schedule.cost import Link
+from model.cost import Link
+
+FOLDER = Path(__file__).parent / "topologies"
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class Topology:
 
 
 def names() -> list[str]:
-    """The names of the packaged topologies."""
-    return sorted(p.name.removesuffix(".toml") for p in _folder().iterdir() if p.name.endswith(".toml"))
+    """The names of the topologies described here."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 def load(name_or_path: str) -> Topology:
@@ -94,8 +95,12 @@ def load(name_or_path: str) -> Topology:
     Raises:
       ValueError: if a key is missing or unknown, or a value is out of range.
     """
-    text = Path(name_or_path).read_text() if name_or_path.endswith(".toml") else _packaged(name_or_path)
-    data = tomllib.loads(text)
+    if not name_or_path.endswith(".toml") and name_or_path not in names():
+        raise ValueError(
+            f"no topology {name_or_path!r}: choose one of {', '.join(names())}, or give the path of a .toml file"
+        )
+    path = Path(name_or_path) if name_or_path.endswith(".toml") else FOLDER / f"{name_or_path}.toml"
+    data = tomllib.loads(path.read_text())
     flat = {f"{table}.{key}": value for table in ("host", "network") for key, value in data.pop(table, {}).items()}
     try:
         topology = Topology(
@@ -134,13 +139,3 @@ def load(name_or_path: str) -> Topology:
         if not getattr(topology, field) >= 0:
             raise ValueError(f"{name_or_path}: {field} must not be negative, got {getattr(topology, field)}")
     return topology
-
-
-def _folder():
-    return resources.files("jax_ring.schedule") / "topologies"
-
-
-def _packaged(name: str) -> str:
-    if name not in names():
-        raise ValueError(f"no topology {name!r}: choose one of {', '.join(names())}, or give the path of a .toml file")
-    return (_folder() / f"{name}.toml").read_text()

@@ -1,14 +1,11 @@
-"""Compares the simulator with published measurements, and prints the table of docs/algorithms.md.
-
-python benchmarks/published.py
-"""
+"""Compares the simulator with published measurements, in the table of docs/algorithms.md."""
 
 import pathlib
 import statistics
 import tomllib
 from typing import NamedTuple
 
-from jax_ring.schedule import cost, plots, topology
+from model import cost, plots, topology
 
 ROLES = {"input": "input", "prediction": "", "in_switch": "in the switches"}
 NCCL_CANDIDATES = ("ring", "two_level_tree")
@@ -71,22 +68,17 @@ def summary(found: list[Row]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    found = rows()
-    print("| published | ranks | message | measured | simulated as | simulated | error in time | |")
-    print("|---|---:|---:|---:|---|---:|---:|---|")
+def table(found: list[Row]) -> list[str]:
+    """The lines of a table in Markdown, and of its summary."""
+    lines = ["| published | ranks | message | measured | simulated as | simulated | error in time | |"]
+    lines.append("|---|---:|---:|---:|---|---:|---:|---|")
     previous = ""
     for row in found:
         unit = "µs" if row.unit == "us" else row.unit
         what = f"[{row.what}]({row.link})" if row.what != previous else "″"
         previous = row.what
-        print(
+        lines.append(
             f"| {what} | {row.ranks} | {size_name(row.bytes)} | {row.measured:.4g} {unit} "
             f"| {row.algorithm.replace('_', ' ')} | {row.simulated:.3g} | {row.error:+.0%} | {ROLES[row.role]} |"
         )
-    print()
-    print("\n".join(summary(found)))
-
-
-if __name__ == "__main__":
-    main()
+    return [*lines, "", *summary(found)]

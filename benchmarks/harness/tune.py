@@ -5,12 +5,12 @@ import math
 
 import jax
 import numpy as np
-import report
-from implementations import ALGORITHMS, AXIS
-from measure import Case, Row
+from model import fit
 
+from harness import report
+from harness.implementations import ALGORITHMS, AXIS
+from harness.measure import Case, Row
 from jax_ring.lowering import tuning
-from jax_ring.schedule import fit
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}
 

@@ -1,8 +1,8 @@
 """Times all-reduces between hosts that are network namespaces with a limited link, beside a raw stream over it.
 
-    sudo benchmarks/namespaces.sh up 2
-    sudo env "PATH=$PATH" python benchmarks/between_hosts.py --hosts 2 --ranks 4 --sizes 64K,4M,16M
-    sudo benchmarks/namespaces.sh down
+    sudo benchmarks/hosts/namespaces.sh up 2
+    sudo env "PATH=$PATH" python benchmarks/hosts/between_hosts.py --hosts 2 --ranks 4 --sizes 64K,4M,16M
+    sudo benchmarks/hosts/namespaces.sh down
 
 The raw stream is one TCP connection from each host to the next, in Python, with as many bytes as an all-reduce has to
 send at least: 2 (h - 1) / h messages for h hosts, in the type that crosses, which is float32 for smaller floats, or in
@@ -13,7 +13,6 @@ are those of process 0.
 
 import argparse
 import os
-import pathlib
 import socket
 import subprocess
 import sys
@@ -42,13 +41,10 @@ def bytes_of(text: str) -> int:
 
 def start(arguments: argparse.Namespace) -> int:
     """Starts a process in each namespace, and returns the exit status of the first one."""
-    folder = str(pathlib.Path(__file__).parent)
     processes = []
     for i in range(arguments.hosts):
-        variables = {
-            "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(arguments.ranks), "JAX_RING_HOST_ID": str(i),
-            "PYTHONPATH": os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")])),
-        }  # fmt: skip
+        devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(arguments.ranks)}
+        variables = {**devices, "JAX_RING_HOST_ID": str(i)}
         command = ["ip", "netns", "exec", f"jax-ring-{i}", sys.executable, *sys.argv, "--process", str(i)]
         out = None if i == 0 else subprocess.DEVNULL
         processes.append(subprocess.Popen(command, env={**os.environ, **variables}, stdout=out))

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes network namespaces jax-ring-0, jax-ring-1, ... that stand for hosts, with a limited link each. Needs root.
 #
-#   benchmarks/namespaces.sh up NUMBER [RATE]     RATE as tc writes it, by default 1gbit
-#   benchmarks/namespaces.sh down
+#   benchmarks/hosts/namespaces.sh up NUMBER [RATE]     RATE as tc writes it, by default 1gbit
+#   benchmarks/hosts/namespaces.sh down
 #
 # Host i has the address 10.77.0.(i + 1). A token bucket limits what it sends, and another what the switch sends to it.
 # BURST and LATENCY are those of the buckets, by default 256kb and 50ms. A bucket of 32kb is too small for the timer of

@@ -2,16 +2,16 @@
 
 import numpy as np
 
-from jax_ring.schedule import cost
-from jax_ring.schedule.draw import pyplot
-from jax_ring.schedule.simulator import Conditions, simulate
-from jax_ring.schedule.topology import Topology
+from model import cost
+from model.draw import pyplot
+from model.simulator import Conditions, simulate
+from model.topology import Topology
 
 # Bytes per parameter of Adam in mixed precision: 16-bit parameters and gradients, 32-bit parameters and two
 # moments. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020.
 PARAMETERS, GRADIENTS, OPTIMIZER = 2, 2, 12
 NVLINK_GB_PER_S = 450.0  # NVLink 4, in each direction
-SHARP_BUSBW = 480.0  # GB/s, published for 8 H100; see benchmarks/published.toml
+SHARP_BUSBW = 480.0  # GB/s, published for 8 H100; see published.toml
 
 
 def claims(topology: Topology):

@@ -1,6 +1,6 @@
 """Shows what a GPU does beside its collectives: the GPT of the examples, compiled for eight H100s.
 
-    python benchmarks/overlap.py [--draw docs/images/overlap.svg] [--dump DIRECTORY] [--unroll 1]
+    python benchmarks/gpu/overlap.py [--draw docs/images/overlap.svg] [--dump DIRECTORY] [--unroll 1]
 
 It compiles a training step with jax_ring's calls on XLA's stream for collectives, with overlap=False, and with
 `jax.lax`, prints how many matrix products XLA scheduled beside each collective, and draws the order. No program runs,
@@ -13,9 +13,9 @@ import os
 import pathlib
 import sys
 
-HERE = pathlib.Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "examples"))
-H100 = HERE.parent / "tests" / "gpu_topologies" / "h100.txtpb"
+ROOT = pathlib.Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]  # for the model's pictures and the GPT
+H100 = ROOT / "tests" / "gpu_topologies" / "h100.txtpb"
 PROGRAMS = {  # the options of the reduction of gradients, and of XLA
     "jax_ring": ({}, {}),
     "jax_ring, overlap=False": ({"overlap": False}, {}),
@@ -72,8 +72,9 @@ def print_table(console, timelines: dict) -> None:
 
 def draw(timelines: dict, title: str):
     """A figure with a pair of rows for each program: what its streams do, in the order of the program."""
+    from model.draw import pyplot
+
     from jax_ring.inspect.timeline import COLLECTIVE, EXCHANGE, MAIN, OTHER, PRODUCT
-    from jax_ring.schedule.draw import pyplot
 
     plt = pyplot()
     figure, rows = plt.subplots(len(timelines), 1, figsize=(11, 1.3 * len(timelines) + 0.8), layout="constrained")
@@ -117,10 +118,10 @@ def main() -> None:
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     import jax
     import jaxlib
+    from model.draw import save
     from rich.console import Console
 
     from jax_ring.inspect.timeline import timeline
-    from jax_ring.schedule.draw import save
 
     timelines = {name: timeline(compiled_step(arguments, *options)) for name, options in PROGRAMS.items()}
     console = Console()

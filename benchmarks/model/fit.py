@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_ring.lowering.tuning import NO_LIMIT, Thresholds
-from jax_ring.schedule import cost
+from model import cost
 
 
 class Measurement(NamedTuple):
