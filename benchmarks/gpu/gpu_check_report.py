@@ -6,8 +6,8 @@ MEANING = {
     "first_calls": (
         "The smallest call fails, with all ranks in one launch, so that neither streams nor graphs nor processes nor "
         "JAX matter. A launch that fails: the build is for another GPU. A rank that waited: the step in its message "
-        "says which flag or line never came (ffi/device/memory/signal.h, one_shot.h, two_shot.h, ring.h). One-shot alone works: "
-        "look at fences and flags. Only 8 ranks fail: not all CTAs run at the same time."
+        "says which flag or line never came (ffi/device/memory/signal.h, one_shot.h, two_shot.h, ring.h). One-shot alone "
+        "works: look at fences and flags. Only 8 ranks fail: not all CTAs run at the same time."
     ),
     "boundaries": (
         "Single calls work. Look at sizes around the boundaries of packs, parts and slots, at several operands, and at "
@@ -15,8 +15,8 @@ MEANING = {
     ),
     "tree": (
         "Calls in the orders of ranks and of the ring work, and these have the same protocol. Look at the kernels "
-        "along a tree (ffi/device/fold/fold_tree.h) and at several slots for each rank; wrong bits on some numbers of ranks "
-        "only are a wrong program (tree_program.h)."
+        "along a tree (ffi/device/fold/fold_tree.h) and at several slots for each rank; wrong bits on some numbers of "
+        "ranks only are a wrong program (tree_program.h)."
     ),
     "streams": (
         "It works in one launch, so the ranks did not run at the same time on streams of their own. Either streams "
