@@ -14,7 +14,7 @@ import pathlib
 import sys
 
 HERE = pathlib.Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "examples"))
+sys.path[:0] = [str(HERE.parent / "examples"), str(HERE.parent / "tests" / "support")]
 H100 = HERE.parent / "tests" / "gpu_topologies" / "h100.txtpb"
 PROGRAMS = {  # the options of the reduction of gradients, and of XLA
     "jax_ring": ({}, {}),
@@ -59,8 +59,7 @@ def compiled_step(arguments: argparse.Namespace, reduction: dict, options: dict)
 
 def print_table(console, timelines: dict) -> None:
     from rich.table import Table
-
-    from jax_ring.inspect.timeline import EXCHANGE, PRODUCT, products_beside
+    from timeline import EXCHANGE, PRODUCT, products_beside
 
     table = Table("program", "collectives", "of them asynchronous", "matrix products", "beside each collective")
     for name, work in timelines.items():
@@ -72,7 +71,8 @@ def print_table(console, timelines: dict) -> None:
 
 def draw(timelines: dict, title: str):
     """A figure with a pair of rows for each program: what its streams do, in the order of the program."""
-    from jax_ring.inspect.timeline import COLLECTIVE, EXCHANGE, MAIN, OTHER, PRODUCT
+    from timeline import COLLECTIVE, EXCHANGE, MAIN, OTHER, PRODUCT
+
     from jax_ring.schedule.draw import pyplot
 
     plt = pyplot()
@@ -118,8 +118,8 @@ def main() -> None:
     import jax
     import jaxlib
     from rich.console import Console
+    from timeline import timeline
 
-    from jax_ring.inspect.timeline import timeline
     from jax_ring.schedule.draw import save
 
     timelines = {name: timeline(compiled_step(arguments, *options)) for name, options in PROGRAMS.items()}
