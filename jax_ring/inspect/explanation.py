@@ -62,7 +62,8 @@ class Collective:
         each group is one rank.
         XLA serves order="tree" by moving data, which the program adds.
       why: the reason if it is served by XLA or by none; else empty.
-      wire_bytes: the predicted bytes that a rank sends in one call, on average; for ragged_all_to_all at most.
+      wire_bytes: the predicted bytes that a rank sends in one call, on average; for ragged_all_to_all at most. For a
+        call that jax_ring lowers, they are counted in the program that has this call alone.
       wire_bytes_across_hosts: the part of them that goes to other hosts; None if XLA serves the call.
       call_site: file, line and function.
     """
@@ -97,7 +98,7 @@ class Explanation:
 
     @property
     def predicted_bytes(self) -> float | None:
-        """Bytes that a rank sends in one call of the function, by formula; None if a number of calls is unknown."""
+        """Bytes that a rank sends in one call of the function, as written; None if a number of calls is unknown."""
         return None if _has_unknown_count(self.collectives) else _total_wire_bytes(self.collectives)
 
     @property

@@ -62,6 +62,21 @@ def test_a_tree_is_one_call_for_each_dtype():
     assert sorted(call.num_bytes for call in found.collectives) == [2, 16]
 
 
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint2, jnp.float4_e2m1fn, jnp.float8_e8m0fnu])
+def test_types_that_are_sent_as_wider_ones(dtype):
+    found = explained(lambda x: ring_psum(x, "i"), jax.ShapeDtypeStruct((64,), dtype))
+    itemsize = 1 if jnp.issubdtype(dtype, jnp.integer) else 4
+    assert found.predicted_bytes == found.counted_bytes == 2 * 8 * itemsize * 7 / 8
+
+
+def test_equal_and_constant_operands_and_unused_results():
+    sums, gather = explained(
+        lambda x: ring_psum((x, x), "i")[1] + jax_ring.ring_all_gather(np.float32(1), "i")[0]
+    ).collectives
+    assert sums.wire_bytes == 2 * (8 + 8) * 7 / 8
+    assert gather.wire_bytes == 8 * 4 * 7 / 8
+
+
 def test_groups_and_several_axes():
     mesh = make_mesh((2, 4), ("i", "j"))
     spec = P(("i", "j"))
