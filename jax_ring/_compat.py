@@ -708,9 +708,12 @@ def bind_equation(eqn, operands: list) -> list:
 def lowered_alone(eqn, axis_context, platform: str) -> str:
     """The HLO text of a program that is one equation of the body of a shard_map, before XLA compiles it."""
     core = jax.extend.core
-    operands, results = ([core.Var(v.aval) for v in variables] for variables in (eqn.invars, eqn.outvars))
+    operands = [core.Var(v.aval) for v in eqn.invars]
+    results = [core.Var(getattr(v.aval, "inner_aval", v.aval)) for v in eqn.outvars]
+    primitive = STARTS.get(eqn.primitive, eqn.primitive)  # whose results are arrays, which a program can return
+    alone = eqn.replace(primitive=primitive, invars=operands, outvars=results)
     unnamed = core.DebugInfo("lowered_alone", "", None, None)
-    jaxpr = core.Jaxpr((), operands, results, [eqn.replace(invars=operands, outvars=results)], debug_info=unnamed)
+    jaxpr = core.Jaxpr((), operands, results, [alone], debug_info=unnamed)
     sizes = axis_context.mesh.shape
     with _extend_axis_env([(axis, sizes[axis]) for axis in axis_context.manual_axes]), without_vma():
         module = _module_of(
