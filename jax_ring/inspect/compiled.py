@@ -133,7 +133,8 @@ def _instruction(
     # The operands come first. In an all-reduce they are the results, and listed apart only by newer versions of XLA.
     has_operands = kind != "all_reduce" or match["type"].startswith("((")
     if opcode.endswith("-start") and len(arrays) > 1 and has_operands:
-        arrays = arrays[len(arrays) // 2 :]
+        # Of a ragged all-to-all all operands are listed, and it has one result.
+        arrays = arrays[-1:] if kind == "ragged_all_to_all" else arrays[len(arrays) // 2 :]
     sizes = _group_sizes(rest, num_ranks)
     num_bytes = sum(_num_bytes(dtype, shape) for dtype, shape in arrays)
     along = _trees(rest, sizes)

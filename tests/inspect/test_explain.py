@@ -314,13 +314,18 @@ ENTRY %main.1_spmd (p: f32[4]) -> f32[4] {
   %part = f32[2]{0} all-reduce(%p), replica_groups=mesh['i'=2,'j'=4] {'i','j':(1)2}, to_apply=%add
   %start = (f32[1]{0}, f32[8]{0}) all-gather-start(%p), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
   %done = f32[8]{0} all-gather-done(%start)
+  %ragged = ((f32[16]{0}, f32[8]{0}, s64[4]{0}), f32[8]{0}) ragged-all-to-all-start(%p), replica_groups={{0,1,2,3}}
   ROOT %scatter = f32[1]{0} reduce-scatter(%p), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, to_apply=%add
 }
 """
     found = find_collectives(text)
-    assert [i.name for i in found] == ["all-reduce"] * 5 + ["all-gather-start", "reduce-scatter"]
-    assert [i.num_bytes for i in found] == [16, 3, 19, 8, 8, 32, 32]
-    assert [i.group_sizes for i in found] == [(2,) * 4, (8,), (4, 4), (4, 4), (4, 4), (8,), (8,)]
+    assert [i.name for i in found] == ["all-reduce"] * 5 + [
+        "all-gather-start",
+        "ragged-all-to-all-start",
+        "reduce-scatter",
+    ]
+    assert [i.num_bytes for i in found] == [16, 3, 19, 8, 8, 32, 32, 32]
+    assert [i.group_sizes for i in found] == [(2,) * 4, (8,), (4, 4), (4, 4), (4, 4), (8,), (4,), (8,)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
