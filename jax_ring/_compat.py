@@ -54,6 +54,9 @@ try:
     _uncacheable_primitives = _mlir._uncacheable_primitives
     _source_info_to_location = _mlir.source_info_to_location
     COLLECTIVE_CHANNEL_ID = _mlir.COLLECTIVE_CHANNEL_ID
+    _module_of = _mlir.build_mlir_module_helper
+    _to_xla = _xla_client._xla.mlir.mlir_module_to_xla_computation
+    _extend_axis_env = _core.extend_axis_env_nd
     _trace_state_clean = _core.trace_state_clean
     _backends_are_initialized = _xla_bridge.backends_are_initialized
     _register_plugin_callbacks = _xla_bridge.register_plugin_callbacks
@@ -700,6 +703,23 @@ def bind_equation(eqn, operands: list) -> list:
     with eqn.ctx.manager:
         results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def lowered_alone(eqn, axis_context, platform: str) -> str:
+    """The HLO text of a program that is one equation of the body of a shard_map, before XLA compiles it."""
+    core = jax.extend.core
+    operands = [core.Var(v.aval) for v in eqn.invars]
+    results = [core.Var(getattr(v.aval, "inner_aval", v.aval)) for v in eqn.outvars]
+    primitive = STARTS.get(eqn.primitive, eqn.primitive)  # whose results are arrays, which a program can return
+    alone = eqn.replace(primitive=primitive, invars=operands, outvars=results)
+    unnamed = core.DebugInfo("lowered_alone", "", None, None)
+    jaxpr = core.Jaxpr((), operands, results, [alone], debug_info=unnamed)
+    sizes = axis_context.mesh.shape
+    with _extend_axis_env([(axis, sizes[axis]) for axis in axis_context.manual_axes]), without_vma():
+        module = _module_of(
+            core.ClosedJaxpr(jaxpr, ()), name="alone", platforms=(platform,), backend=None, axis_context=axis_context
+        )
+    return _to_xla(_mlir.module_to_bytecode(module), use_tuple_args=False).as_hlo_text()
 
 
 # ---- A process that changes its distributed runtime, for jax_ring.elastic --------------------------------------------

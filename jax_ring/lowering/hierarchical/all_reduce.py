@@ -22,7 +22,6 @@ from jax_ring.lowering.hierarchical.inter_host import (
     ByAllReduce,
     ByExchange,
     Crossing,
-    Types,
     aval_of,
     shard_size,
     types_of,
@@ -93,16 +92,6 @@ def _large_crossing(by_all_reduce: ByAllReduce) -> Crossing:
     if by_all_reduce.op == "sum" and types.gathered != types.scattered:
         return ByExchange(by_all_reduce.groups, types.gathered, types.gathered)
     return by_all_reduce
-
-
-def is_exchanged(op: str, size: int, types: Types, levels: Levels, options: Options, is_enclosed: bool) -> bool:
-    """Whether an operand of this size crosses hosts by an exchange.
-
-    is_enclosed: whether calls of jax_ring are around what crosses, see `wait_markers.are_enclosed`.
-    """
-    by_all_reduce = ByAllReduce(op, levels.inter, types)
-    is_cut = _is_cut(size, levels, options, by_all_reduce, is_enclosed)
-    return is_cut and isinstance(_large_crossing(by_all_reduce), ByExchange)
 
 
 def _is_cut(size: int, levels: Levels, options: Options, crossing: Crossing, is_enclosed: bool) -> bool:
