@@ -133,8 +133,9 @@ def ring_pmax(
     """The maximum of `x` over the ranks of a mapped axis, element by element. A drop-in for `jax.lax.pmax`.
 
     Arguments and errors are those of `ring_psum`, except that booleans stay booleans and that `x` may vary over only
-    some of the axes. A NaN on any rank makes the result NaN, and +0 is larger than -0, as in `jnp.maximum`; XLA's
-    all-reduce on CPU devices drops NaNs. Like `lax.pmax` it has no derivative: stop the gradient of its operand.
+    some of the axes. `algorithm` has an effect between processes on CPU devices; GPUs have one for extrema. A NaN on
+    any rank makes the result NaN, and +0 is larger than -0, as in `jnp.maximum`; XLA's all-reduce on CPU devices drops
+    NaNs. Like `lax.pmax` it has no derivative: stop the gradient of its operand.
 
     Raises:
       TypeError: for complex numbers, which have no order.
