@@ -99,10 +99,10 @@ def _transpose(transpose_nonzero: Callable, cotangents: Sequence, *operands, **p
     ]
 
 
-def _batch(primitive, function: str, rules: Rules, axis_data, operands, dims, *, axes, axis_index_groups, **params):
+def _batch(primitive: Primitive, function: str, rules: Rules, axis_data, operands, dims, **params):
+    axes, axis_index_groups = params["axes"], params["axis_index_groups"]
     if axis_data.name not in axes:
-        bind = partial(primitive.bind, axes=axes, axis_index_groups=axis_index_groups)
-        return _batch_other_axis(bind, rules, operands, dims, **params)
+        return _batch_other_axis(primitive.bind, rules, operands, dims, **params)
     if axis_index_groups is not None:
         raise NotImplementedError(
             f"{function} over the vmap axis {axis_data.name!r} does not take axis_index_groups "
@@ -117,13 +117,11 @@ def _batch(primitive, function: str, rules: Rules, axis_data, operands, dims, *,
             f"{function} over {axes} includes the vmap axis {axis_data.name!r}, which must be the only axis. Use one "
             "call for each axis, or map them all over devices with shard_map."
         )
-    details = {name: value for name, value in params.items() if name != "axis_size"}
-    results = [
-        rules.over_vmap_axis(x, d, axis_data.size, **details) for x, d in zip(operands, dims, strict=True)
-    ]  # fmt: skip
+    details = {name: params[name] for name in params if name not in ("axes", "axis_index_groups", "axis_size")}
+    results = [rules.over_vmap_axis(x, d, axis_data.size, **details) for x, d in zip(operands, dims, strict=True)]
     values, result_dims = [value for value, _ in results], [dim for _, dim in results]
     if rest:
-        values = primitive.bind(*values, axes=rest, axis_index_groups=None, **params)
+        values = primitive.bind(*values, **{**params, "axes": rest})
     return values, result_dims
 
 
