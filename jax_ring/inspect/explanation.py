@@ -19,6 +19,7 @@ from jax_ring.inspect.wire_bytes import num_bytes_of as _num_bytes
 from jax_ring.inspect.wire_bytes import ragged_bytes, wire_bytes
 from jax_ring.lowering import dispatch, override, ragged, trees, tuning
 from jax_ring.lowering.hierarchical import ranks_by_host, wait_markers
+from jax_ring.lowering.kinds import KINDS
 from jax_ring.lowering.topology import Levels
 from jax_ring.lowering.xla import decompositions
 from jax_ring.options import Options
@@ -232,7 +233,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None, messages: M
     sizes = [len(group) for group in groups]
     sums = kind == "all_reduce" and "psum" in name
     options = params.get("options", Options())
-    along = trees.trees_of(groups, options) if trees.adds_along_tree(kind, options) else []
+    along = trees.trees_of(groups, options) if KINDS[kind].adds_along_tree(options) else []
     served_by, why, engine, levels = _who_serves(eqn, kind, axis_context, groups, options)
     has_options = "options" in params or sums
     algorithm = options.algorithm if has_options and engine else ""
@@ -259,7 +260,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None, messages: M
             joined_bytes = messages.size_with(_compat.call_site(eqn.source_info), num_bytes)
             by_group = [tuning.thresholds(engine, size).choose(joined_bytes) for size in sizes]
         falls_back = served_by == "XLA" and _belongs_to_jax_ring(eqn.primitive.name)
-        sent_as = dispatch.kind_by_xla(kind, (_platform(axis_context.mesh),)) if falls_back else kind
+        sent_as = KINDS[kind].by_xla((_platform(axis_context.mesh),)) if falls_back else kind
         sends = wire_bytes(sent_as, num_bytes, sizes, by_group or algorithm, trees.mean_terms(along))
         if kind == ragged.KIND:
             on_cpu = _platform(axis_context.mesh) == "cpu"
@@ -323,11 +324,11 @@ def _who_serves(
     if not _belongs_to_jax_ring(eqn.primitive.name):
         return "XLA", "a collective of lax, not overridden", None, None
     platforms = (_platform(axis_context.mesh),)
-    found = dispatch.who_serves(platforms, axis_context, groups, kind, options, eqn.params.get("perm"))
+    found = dispatch.who_serves(platforms, axis_context, groups, KINDS[kind], options, eqn.params.get("perm"))
     levels = found.levels
     if levels is None:
         return "XLA", found.why_not, None, None
-    if ranks_by_host.crosses_hosts(kind, groups, levels, eqn.params.get("perm")):
+    if ranks_by_host.crosses_hosts(groups, levels, eqn.params.get("perm")):
         return f"jax_ring within hosts, XLA across {levels.num_hosts} hosts", "", found.engine, levels
     if levels.num_processes > 1:
         transport = "shared memory" if found.engine == "cpu" else "CUDA IPC"

@@ -7,10 +7,11 @@ import numpy as np
 
 from jax_ring.inspect import tree_bytes
 from jax_ring.inspect.wire_bytes import num_bytes_of, wire_bytes
-from jax_ring.lowering import trees
+from jax_ring.lowering.group_tables import Groups
 from jax_ring.lowering.hierarchical import all_reduce, ranks_by_host
 from jax_ring.lowering.hierarchical.inter_host import shard_size, types_of
-from jax_ring.lowering.topology import Groups, Levels
+from jax_ring.lowering.kinds import KINDS
+from jax_ring.lowering.topology import Levels
 from jax_ring.lowering.xla import bitcasts
 from jax_ring.options import Options
 
@@ -34,7 +35,7 @@ def on_two_levels(
       perm: of a permutation.
       is_enclosed: whether calls of jax_ring are around what crosses hosts.
     """
-    if trees.adds_along_tree(kind, options):
+    if KINDS[kind].adds_along_tree(options):
         return tree_bytes.on_two_levels("all_reduce" if kind == "reduce" else kind, groups, levels, options, avals)
     ranks, hosts = [len(levels.intra[0])], [levels.num_hosts]
     steps = {"within": 0.0, "across": 0.0}

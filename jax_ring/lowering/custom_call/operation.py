@@ -1,7 +1,6 @@
 """The custom call as an operation of the program, and what is known of it."""
 
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,10 +8,9 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from jax_ring import _compat
 from jax_ring.lowering.custom_call import ffi_attributes, partitioned, partitioner
 from jax_ring.lowering.custom_call.ffi_attributes import CONFIG, named
-from jax_ring.lowering.state import cached_in_module
+from jax_ring.lowering.state import LoweringState, state_of
 
 Lines = tuple[str, ...]  # those of the user that one call serves
 _MAX_SHAPES = 4
@@ -96,38 +94,39 @@ def build(
     """
     aliases, types = tuple(aliases), tuple([value.type for value in operands])
     # Apart, because calls of different lines have the same attributes otherwise.
-    of_line = cached_in_module(ctx, ("config", call, aliases), lambda: _config(ctx, call, aliases))
-    of_types = cached_in_module(
-        ctx, ("operation", target, call.num_own, aliases, types, *result_types),
-        lambda: _attributes(ctx, target, call.num_own, operands, result_types, aliases),
+    state = state_of(ctx)
+    of_line = state.once(("config", call, aliases), _config, state, call, aliases)
+    of_types = state.once(
+        ("operation", target, call.num_own, aliases, types, *result_types),
+        _attributes, target, call.num_own, operands, types, result_types, aliases,
     )  # fmt: skip
     attributes = {**of_types, CONFIG: of_line}
     operation = ir.Operation.create(
         "stablehlo.custom_call", results=result_types, operands=operands, attributes=attributes, loc=location
     )
-    _note(ctx, of_line, call)
+    note(state, of_line, call)
     return operation
 
 
-def _config(ctx, call: Call, aliases: Collection[tuple[int, int]]) -> ir.DictAttr:
+def _config(state: LoweringState, call: Call, aliases: Collection[tuple[int, int]]) -> ir.DictAttr:
     """The attributes that the handler decodes."""
-    of_kind = cached_in_module(ctx, ("entries", call.shared), lambda: dict(named(call.shared)))
+    of_kind = state.once(("entries", call.shared), named, call.shared)
     names: dict[str, ir.Attribute] = {"call": ir.StringAttr.get(call.description), "site": site_of(call.lines)}
     if call.num_own is not None:
         names[partitioner.ALIASES] = mlir.ir_attribute(np.array([*aliases], np.int64).reshape(-1))
-    return ir.DictAttr.get({**of_kind, **names})
+    return ir.DictAttr.get({**dict(of_kind), **names})
 
 
 def _attributes(
-    ctx, target: str, num_own: tuple[int, int] | None, operands: Sequence, result_types: Sequence,
-    aliases: Collection[tuple[int, int]],
+    target: str, num_own: tuple[int, int] | None, operands: Sequence, types: Sequence[ir.Type],
+    result_types: Sequence[ir.Type], aliases: Collection[tuple[int, int]],
 ) -> dict[str, ir.Attribute]:  # fmt: skip
     """All others."""
-    attributes = dict(cached_in_module(ctx, ("target", target), partial(ffi_attributes.fixed, target)))
+    attributes = ffi_attributes.fixed(target)
     if num_own is not None:
         attributes["sdy.sharding_rule"] = partitioned.rule(operands, result_types, num_own)
-    attributes["operand_layouts"] = _layouts(ctx, [value.type for value in operands])
-    attributes["result_layouts"] = _layouts(ctx, result_types)
+    attributes["operand_layouts"] = ffi_attributes.layouts(types)
+    attributes["result_layouts"] = ffi_attributes.layouts(result_types)
     if aliases:
         attributes["output_operand_aliases"] = ffi_attributes.aliases(aliases, len(result_types))
     return attributes
@@ -151,20 +150,10 @@ def compared(operation: ir.Operation) -> tuple:
         return (str(operation).partition("=")[2],)
 
 
-def note(ctx, operation: ir.Operation, call: Call) -> None:
-    """Notes what is known of a call. JAX copies operations, so that is found by their attributes."""
-    _note(ctx, operation.attributes[CONFIG], call)
-
-
-def _note(ctx, attributes: ir.Attribute, call: Call) -> None:
-    calls = _compat.module_state(ctx).setdefault("calls", {})
-    known = calls.get(attributes)
-    calls[attributes] = call if known is None else call._replace(joins=call.joins and known.joins)
-
-
-def known_calls(ctx) -> Mapping[ir.Attribute, Call]:
-    """The calls of the module, by their attributes."""
-    return _compat.module_state(ctx).get("calls", {})
+def note(state: LoweringState, attributes: ir.Attribute, call: Call) -> None:
+    """Notes what is known of a call with these attributes. JAX copies operations, so they are what it is found by."""
+    known = state.calls.get(attributes)
+    state.calls[attributes] = call if known is None else call._replace(joins=call.joins and known.joins)
 
 
 def aliased_operands(operation: ir.Operation) -> set[int]:
@@ -173,11 +162,3 @@ def aliased_operands(operation: ir.Operation) -> set[int]:
         return set()
     aliases = ir.ArrayAttr(operation.attributes["output_operand_aliases"])
     return {hlo.OutputOperandAlias(alias).operand_index for alias in aliases}
-
-
-def _layouts(ctx, types: Sequence[ir.Type]) -> ir.ArrayAttr:
-    ranks = [ir.RankedTensorType(type_).rank for type_ in types]
-    layouts = {
-        rank: cached_in_module(ctx, ("layout", rank), partial(ffi_attributes.row_major, rank)) for rank in set(ranks)
-    }
-    return ir.ArrayAttr.get([layouts[rank] for rank in ranks])

@@ -16,10 +16,11 @@ from typing import NamedTuple
 from jax.extend.mlir import ir
 
 from jax_ring import _compat
-from jax_ring.lowering.custom_call import operation, streams
+from jax_ring.lowering.custom_call import operation
 from jax_ring.lowering.custom_call.ffi_attributes import CONFIG
 from jax_ring.lowering.custom_call.operation import Call
 from jax_ring.lowering.passes import dataflow
+from jax_ring.lowering.state import Numbers, state_of
 
 # Joining a call of this size saves a few microseconds of a few milliseconds.
 COMBINE_THRESHOLD_BYTES = 25 << 20
@@ -55,18 +56,18 @@ def _join_within(ctx, parent: ir.Operation, joined: Joined) -> None:
 def _join_function(ctx, caller: ir.Operation, joined: Joined) -> None:
     """Joins the calls in the function that an operation calls, unless that has been done."""
     name = ir.FlatSymbolRefAttr(caller.attributes["callee"]).value
-    done = _compat.module_state(ctx).setdefault("functions whose calls are joined", set())
-    if name in done:
+    state = state_of(ctx)
+    if name in state.joined_functions:
         return
-    done.add(name)
+    state.joined_functions.add(name)
     function = _compat.called_function(ctx, caller)
-    if streams.has_one_caller(ctx, name):
+    if name in state.functions_on_streams:
         joined.callers[function.regions[0].blocks[0]] = caller
     _join_within(ctx, function, joined)
 
 
 def _join_block(ctx, block: ir.Block, joined: Joined) -> None:
-    known = operation.known_calls(ctx)
+    known = state_of(ctx).calls
     operations: list[ir.Operation] = []
     calls: dict[int, Call] = {}
     within: dict[int, list[ir.Operation]] = {}  # by the operation that has them within it
@@ -92,6 +93,8 @@ def _join_block(ctx, block: ir.Block, joined: Joined) -> None:
 def _join_calls(ctx, operations: Sequence[ir.Operation], calls: dict[int, Call]) -> dict[int, ir.Operation]:
     """Joins the calls of one block, and returns those that are left."""
     left = {i: operations[i] for i in calls}
+    if len(calls) < 2:
+        return left
     kinds = _Kinds()
     keys = {i: kinds.key(operations[i], call) for i, call in calls.items() if call.joins}
     count = Counter(keys.values())
@@ -155,13 +158,13 @@ def _build(ctx, members: Sequence[tuple[ir.Operation, Call]], first_of: Mapping[
     operands: list[ir.Value] = []
     types: list[ir.Type] = []
     aliases: list[tuple[int, int]] = []
-    places: dict[tuple[ir.Value, ir.Type], int] = {}
+    places = Numbers()
     served: list[tuple[ir.OpResult, int]] = []
     for op, _ in members:
         aliased = operation.aliased_operands(op)
         values = list(op.operands)[len(hidden) :]
         for i, (value, result) in enumerate(zip(values, op.results, strict=True)):
-            place = places.setdefault((first_of.get(value, value), result.type), len(operands))
+            place = places[first_of.get(value, value), result.type]
             if place == len(operands):
                 operands.append(value)
                 types.append(result.type)
