@@ -37,7 +37,7 @@ def lowered(body, monkeypatch, tree=TREE, **options) -> int:
     """How many calls `body` lowers one by one."""
     seen, lower = [], rules.prepare
     monkeypatch.setattr(rules, "prepare", lambda *args: seen.append(args) or lower(*args))
-    monkeypatch.setattr(LoweringState, "once", lambda state, key, compute: compute())
+    monkeypatch.setattr(LoweringState, "once", lambda state, key, compute, *args: compute(*args))
     sharded(body, mesh=MESH, **{"check_vma": False, **options}).lower(tree)
     monkeypatch.undo()
     return len(seen)

@@ -99,7 +99,7 @@ def _by_host(x: jax.Array, *key_data: jax.Array, axes: tuple, key_impl, levels: 
         return jax.vmap(partial(_by_host, axes=axes, key_impl=key_impl, levels=levels))(x, *key_data)
     position = lax.axis_index(axes)
     rank, host = (jnp.asarray(rank_table(groups))[position] for groups in (levels.intra, levels.inter))
-    num_shards = len(levels.intra[0])
+    num_shards = levels.num_ranks
     intra: dict[str, Any] = {
         "axes": axes, "axis_index_groups": levels.intra, "axis_size": num_shards, "dimension": 0, "tiled": False,
         "options": Options(),

@@ -93,7 +93,7 @@ class CallSpec(NamedTuple):
             groups=levels.intra,
             service=self.service._replace(levels=levels._replace(inter=())),
             description=f"{self.description} ({kind.name.replace('_', '-')} within a host)",
-            **{**_NO_PARAMS, "axis_size": len(levels.intra[0]), **changes},
+            **{**_NO_PARAMS, "axis_size": levels.num_ranks, **changes},
         )
 
 

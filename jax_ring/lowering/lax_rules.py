@@ -8,34 +8,25 @@ from functools import partial
 import jax
 
 from jax_ring import _compat, runtime
-from jax_ring.lowering import ragged, rules
+from jax_ring.lowering import kinds, ragged, rules
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.dispatch import groups_of, lowering_key, service_of
-from jax_ring.lowering.kinds import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
-    PERMUTE,
-    RAGGED_ALL_TO_ALL,
-    REDUCE_SCATTER,
-)
 from jax_ring.lowering.state import state_of
 from jax_ring.lowering.xla.fallback import lower_broadcast_to_xla, lower_dynamic_broadcast_to_sum
 from jax_ring.options import Options
 
 # JAX's primitives.
 _OVERRIDDEN = {
-    _compat.psum_p: CallSpec("lax.psum", ALL_REDUCE),
-    _compat.psum_invariant_p: CallSpec("lax.psum", ALL_REDUCE),
-    _compat.pmax_p: CallSpec("lax.pmax", ALL_REDUCE, "max"),
-    _compat.pmin_p: CallSpec("lax.pmin", ALL_REDUCE, "min"),
-    _compat.reduce_scatter_p: CallSpec("lax.psum_scatter", REDUCE_SCATTER),
-    _compat.all_gather_p: CallSpec("lax.all_gather", ALL_GATHER),
-    _compat.all_gather_invariant_p: CallSpec("lax.all_gather", ALL_GATHER),
-    _compat.all_to_all_p: CallSpec("lax.all_to_all", ALL_TO_ALL),
-    _compat.ppermute_p: CallSpec("lax.ppermute", PERMUTE),
-    _compat.pbroadcast_p: CallSpec("lax.pbroadcast", BROADCAST),
+    _compat.psum_p: CallSpec("lax.psum", kinds.ALL_REDUCE),
+    _compat.psum_invariant_p: CallSpec("lax.psum", kinds.ALL_REDUCE),
+    _compat.pmax_p: CallSpec("lax.pmax", kinds.ALL_REDUCE, "max"),
+    _compat.pmin_p: CallSpec("lax.pmin", kinds.ALL_REDUCE, "min"),
+    _compat.reduce_scatter_p: CallSpec("lax.psum_scatter", kinds.REDUCE_SCATTER),
+    _compat.all_gather_p: CallSpec("lax.all_gather", kinds.ALL_GATHER),
+    _compat.all_gather_invariant_p: CallSpec("lax.all_gather", kinds.ALL_GATHER),
+    _compat.all_to_all_p: CallSpec("lax.all_to_all", kinds.ALL_TO_ALL),
+    _compat.ppermute_p: CallSpec("lax.ppermute", kinds.PERMUTE),
+    _compat.pbroadcast_p: CallSpec("lax.pbroadcast", kinds.BROADCAST),
 }
 
 # Parameters that have other names in the primitives of jax_ring.
@@ -108,7 +99,7 @@ def _prepare(call: CallSpec, jax_rule: Callable, ctx, params: dict) -> Callable:
     service = service_of(ctx, call)
     if service.automatic_axes and service.levels is None:
         _warn_of_automatic_axes(ctx, call, service.automatic_axes)
-    if jax_rule is _compat.no_lowering and call.kind is BROADCAST:  # JAX lowers it for GPUs only
+    if jax_rule is _compat.no_lowering and call.kind is kinds.BROADCAST:  # JAX lowers it for GPUs only
         call = call._replace(to_xla=lower_broadcast_to_xla)
     emit_operands = rules.prepare(call, ctx)
     return lambda ctx, operand: emit_operands(ctx, [operand])
@@ -116,7 +107,7 @@ def _prepare(call: CallSpec, jax_rule: Callable, ctx, params: dict) -> Callable:
 
 def _with_params(call: CallSpec, ctx, axes: tuple, params: dict) -> CallSpec:
     """The call under lowering, from the parameters of JAX's primitive."""
-    if call.kind is PERMUTE and isinstance(ctx.module_context.axis_context, _compat.SPMDAxisContext):
+    if call.kind is kinds.PERMUTE and isinstance(ctx.module_context.axis_context, _compat.SPMDAxisContext):
         axes = _compat.axes_of_permutation(axes, ctx.module_context.axis_context.mesh)
     # Normalized, so that equal calls have equal keys and are combined.
     index_groups = params.get("axis_index_groups")
@@ -124,12 +115,12 @@ def _with_params(call: CallSpec, ctx, axes: tuple, params: dict) -> CallSpec:
     groups = groups_of(ctx, axes, index_groups)
     size = len(groups[0])
     of_kind = {_RENAMED_PARAMS.get(name, name): value for name, value in params.items()}
-    if call.kind is ALL_TO_ALL:
+    if call.kind is kinds.ALL_TO_ALL:
         # JAX expands and squeezes dimensions around the primitive, which is always tiled.
         of_kind |= {"axis_size": size, "tiled": True}
-    if call.kind is PERMUTE:
+    if call.kind is kinds.PERMUTE:
         of_kind["perm"] = tuple((source % size, receiver % size) for source, receiver in params["perm"])
-    if call.kind is BROADCAST and not 0 <= params["source"] < size:
+    if call.kind is kinds.BROADCAST and not 0 <= params["source"] < size:
         raise ValueError(
             f"{call.function} over {axes}: source must be a rank, that is 0 to {size - 1}, got {params['source']}"
         )
@@ -145,7 +136,7 @@ def _is_permutation(perm, size: int) -> bool:
 
 
 def _make_ragged_rule(is_on: Callable, jax_rule: Callable):
-    call = CallSpec("lax.ragged_all_to_all", RAGGED_ALL_TO_ALL, to_xla=jax_rule)
+    call = CallSpec("lax.ragged_all_to_all", kinds.RAGGED_ALL_TO_ALL, to_xla=jax_rule)
 
     def lower(ctx, *operands, axis_name, axis_index_groups):
         if not is_on():
@@ -157,7 +148,7 @@ def _make_ragged_rule(is_on: Callable, jax_rule: Callable):
 
 def _make_dynamic_broadcast_rule(is_on: Callable, jax_rule: Callable):
     """A broadcast whose source is an operand: a sum of bits, to which the other ranks contribute zeros."""
-    total = CallSpec("lax.pbroadcast", ALL_REDUCE, to_xla=partial(_compat.lower_lax_reduction, _compat.psum_p))
+    total = CallSpec("lax.pbroadcast", kinds.ALL_REDUCE, to_xla=partial(_compat.lower_lax_reduction, _compat.psum_p))
 
     def lower(ctx, operand, source, *, axis_name):
         if not is_on() or jax.dtypes.issubdtype(ctx.avals_in[0].dtype, jax.dtypes.extended):

@@ -32,6 +32,11 @@ class Levels(NamedTuple):
     num_processes: int = 1
 
     @property
+    def num_ranks(self) -> int:
+        """The number of ranks of a group on each host, if groups cross hosts."""
+        return len(self.intra[0])
+
+    @property
     def num_hosts(self) -> int:
         """The number of hosts that each group spans."""
         return len(self.inter[0]) if self.inter else 1

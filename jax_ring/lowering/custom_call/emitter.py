@@ -93,14 +93,12 @@ class _Engine(NamedTuple):
 
     Attributes:
       call: what it computes.
-      target: of the custom call.
       stream: of a GPU, on which it runs.
       known: what is known of it.
       types: of its results.
     """
 
     call: CallSpec
-    target: str
     stream: str
     known: Call
     types: Sequence[ir.Type]
@@ -117,7 +115,7 @@ class _Engine(NamedTuple):
 
         def build(*operands):
             with _named_by_user(ctx):
-                return operation.build(ctx, self.target, known, operands, self.types, aliases)
+                return operation.build(state, known, operands, self.types, aliases)
 
         if self.stream:
             return streams.emit_on(ctx, self.stream, build, [*hidden, *operands], self.types)
@@ -139,6 +137,7 @@ def _prepare_engine(call: CallSpec, ctx, avals_in: Sequence, avals_out: Sequence
         shared = partitioned.attributes(shared, target, takes_position, num_own, stream)
         target, stream, takes_position = partitioner.TARGET, streams.MAIN, False
     known = Call(
+        target=target,
         shared=shared,
         description=call.description,
         lines=(),
@@ -147,7 +146,7 @@ def _prepare_engine(call: CallSpec, ctx, avals_in: Sequence, avals_out: Sequence
         joins=call.kind.joins and not (call.options.apart or call.part),
         num_own=num_own,
     )
-    return _Engine(call, target, stream, known, [_type_of(ctx, aval) for aval in avals_out])
+    return _Engine(call, stream, known, [_type_of(ctx, aval) for aval in avals_out])
 
 
 def _type_of(ctx, aval) -> ir.Type:

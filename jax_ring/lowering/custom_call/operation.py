@@ -10,9 +10,10 @@ from jax.interpreters import mlir
 
 from jax_ring.lowering.custom_call import ffi_attributes, partitioned, partitioner
 from jax_ring.lowering.custom_call.ffi_attributes import CONFIG, named
-from jax_ring.lowering.state import LoweringState, state_of
+from jax_ring.lowering.state import LoweringState
 
 Lines = tuple[str, ...]  # those of the user that one call serves
+Aliases = Collection[tuple[int, int]]  # pairs of an operand and a result that may have one buffer
 _MAX_SHAPES = 4
 
 
@@ -57,6 +58,7 @@ class Call(NamedTuple):
     """What is known of a custom call to an engine.
 
     Attributes:
+      target: of the custom call.
       shared: its attributes, but for those that name it in errors. The calls of one kind have equal ones.
       description: names it in errors.
       lines: the lines that it serves.
@@ -66,6 +68,7 @@ class Call(NamedTuple):
       num_own: for a call that the partitioner divides, as in `partitioned.attributes`; else None.
     """
 
+    target: str
     shared: ir.DictAttr
     description: str
     lines: Lines
@@ -81,34 +84,33 @@ class Call(NamedTuple):
 
 
 def build(
-    ctx, target: str, call: Call, operands: Sequence, result_types: Sequence, aliases: Collection[tuple[int, int]],
-    location: ir.Location | None = None,
-) -> ir.Operation:  # fmt: skip
+    state: LoweringState, call: Call, operands: Sequence, types: Sequence, aliases: Aliases, location=None
+) -> ir.Operation:
     """Builds the custom call at the insertion point.
 
     The operation is the same as that of `jax.ffi.ffi_lowering`, at a tenth of the time.
 
     Args:
       operands: the hidden ones and those of the user.
-      aliases: pairs of an operand and a result that may have one buffer.
+      types: of the results.
+      location: an `ir.Location`, if not that of the insertion point.
     """
-    aliases, types = tuple(aliases), tuple([value.type for value in operands])
+    aliases, operand_types = tuple(aliases), tuple([value.type for value in operands])
     # Apart, because calls of different lines have the same attributes otherwise.
-    state = state_of(ctx)
     of_line = state.once(("config", call, aliases), _config, state, call, aliases)
     of_types = state.once(
-        ("operation", target, call.num_own, aliases, types, *result_types),
-        _attributes, target, call.num_own, operands, types, result_types, aliases,
+        ("operation", call.target, call.num_own, aliases, operand_types, *types),
+        _attributes, call, operand_types, types, aliases,
     )  # fmt: skip
     attributes = {**of_types, CONFIG: of_line}
     operation = ir.Operation.create(
-        "stablehlo.custom_call", results=result_types, operands=operands, attributes=attributes, loc=location
+        "stablehlo.custom_call", results=types, operands=operands, attributes=attributes, loc=location
     )
     note(state, of_line, call)
     return operation
 
 
-def _config(state: LoweringState, call: Call, aliases: Collection[tuple[int, int]]) -> ir.DictAttr:
+def _config(state: LoweringState, call: Call, aliases: Aliases) -> ir.DictAttr:
     """The attributes that the handler decodes."""
     of_kind = state.once(("entries", call.shared), named, call.shared)
     names: dict[str, ir.Attribute] = {"call": ir.StringAttr.get(call.description), "site": site_of(call.lines)}
@@ -118,17 +120,16 @@ def _config(state: LoweringState, call: Call, aliases: Collection[tuple[int, int
 
 
 def _attributes(
-    target: str, num_own: tuple[int, int] | None, operands: Sequence, types: Sequence[ir.Type],
-    result_types: Sequence[ir.Type], aliases: Collection[tuple[int, int]],
-) -> dict[str, ir.Attribute]:  # fmt: skip
+    call: Call, operand_types: Sequence[ir.Type], types: Sequence[ir.Type], aliases: Aliases
+) -> dict[str, ir.Attribute]:
     """All others."""
-    attributes = ffi_attributes.fixed(target)
-    if num_own is not None:
-        attributes["sdy.sharding_rule"] = partitioned.rule(operands, result_types, num_own)
-    attributes["operand_layouts"] = ffi_attributes.layouts(types)
-    attributes["result_layouts"] = ffi_attributes.layouts(result_types)
+    attributes = ffi_attributes.fixed(call.target)
+    if call.num_own is not None:
+        attributes["sdy.sharding_rule"] = partitioned.rule(operand_types, types, call.num_own)
+    attributes["operand_layouts"] = ffi_attributes.layouts(operand_types)
+    attributes["result_layouts"] = ffi_attributes.layouts(types)
     if aliases:
-        attributes["output_operand_aliases"] = ffi_attributes.aliases(aliases, len(result_types))
+        attributes["output_operand_aliases"] = ffi_attributes.aliases(aliases, len(types))
     return attributes
 
 

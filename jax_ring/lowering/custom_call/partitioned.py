@@ -62,12 +62,12 @@ def attributes(
     return ir.DictAttr.get(dict([*named(shared), *named(ffi_attributes.from_values(own))]))
 
 
-def rule(operands: Sequence[ir.Value], result_types: Sequence[ir.Type], num_own: tuple[int, int]) -> ir.Attribute:
+def rule(operand_types: Sequence[ir.Type], result_types: Sequence[ir.Type], num_own: tuple[int, int]) -> ir.Attribute:
     """Shardy's rule for a call that the partitioner divides."""
     sizes: list[int] = []  # of the factors: dimensions that are divided alike
     undivided: list[int] = []
     mappings: tuple[list, list] = ([], [])
-    for types in zip([x.type for x in operands], result_types, strict=True):
+    for types in zip(operand_types, result_types, strict=True):
         shapes = [ir.RankedTensorType(each).shape for each in types]
         shared = range(len(sizes), len(sizes) + len(shapes[0]) - num_own[0])
         sizes += shapes[0][num_own[0] :]

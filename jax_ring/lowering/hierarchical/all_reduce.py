@@ -109,7 +109,7 @@ def _is_cut(size: int, levels: Levels, options: Options, crossing: Crossing, is_
 
 def _parts_for(size: int, levels: Levels, crossing: Crossing) -> list[Part]:
     """The parts of an operand of this size that cross one after the other."""
-    ranks = len(levels.intra[0])
+    ranks = levels.num_ranks
     padded = ranks * shard_size(size, ranks, crossing.unit)
     return parts_of(padded, ranks, crossing.bytes_each, crossing.unit, crossing.max_parts)
 
@@ -134,11 +134,6 @@ class _Sum(NamedTuple):
         assert isinstance(crossing, ByExchange)
         return self._replace(rounds_to=crossing.rounded.name, crossing=crossing._replace(result=crossing.scattered))
 
-    @property
-    def num_shards(self) -> int:
-        """The number of ranks of a group on each host."""
-        return len(self.call.levels.intra[0])
-
     def is_cut(self, aval) -> bool:
         """Whether an operand crosses in several parts."""
         levels = self.call.levels
@@ -147,11 +142,11 @@ class _Sum(NamedTuple):
 
     def of_whole(self, operands: Sequence, avals: Sequence) -> list:
         """The sums of operands that cross together."""
-        sizes = [shard_size(aval.size, self.num_shards) for aval in avals]
-        full = [aval_of(self.crossing.scattered, self.num_shards, size) for size in sizes]
+        sizes = [shard_size(aval.size, self.call.levels.num_ranks) for aval in avals]
+        full = [aval_of(self.crossing.scattered, self.call.levels.num_ranks, size) for size in sizes]
         steps = [step for size in sizes for step in self.crossing.steps(size)]
         shards, crossed = [step.before for step in steps], [step.after for step in steps]
-        gathered = [aval_of(self.crossing.result, self.num_shards, size) for size in sizes]
+        gathered = [aval_of(self.crossing.result, self.call.levels.num_ranks, size) for size in sizes]
         values: Sequence = [to_shards(self.ctx, x, aval) for x, aval in zip(operands, full, strict=True)]
         values = self._within(REDUCE_SCATTER, values, full, shards)
         cross = lambda values: [step.cross(self.ctx, x) for step, x in zip(steps, values, strict=True)]  # noqa: E731
@@ -171,7 +166,7 @@ class _Sum(NamedTuple):
         parts = _parts_for(aval.size, self.call.levels, self.crossing)
         result = aval_of(self.crossing.result, parts[-1].begin + parts[-1].size)
         operand = to_shards(self.ctx, operand, result.update(dtype=aval.dtype))
-        steps = [self.crossing.steps(part.size // self.num_shards) for part in parts]
+        steps = [self.crossing.steps(part.size // self.call.levels.num_ranks) for part in parts]
         values: list = []  # of each part, as far as it is
         crossed: list = []
         positions: list = []
@@ -211,7 +206,7 @@ class _Sum(NamedTuple):
             operand, num_read = ops.convert(self.ctx, _part_after(operand, part, positions), dtype), part.size
             part = Part(0, part.size)
         types = [aval_of(dtype, num_read), *(_POSITION for _ in positions)]
-        shard = aval_of(dtype, part.size // self.num_shards)
+        shard = aval_of(dtype, part.size // self.call.levels.num_ranks)
         return self._within(REDUCE_SCATTER, [operand, *positions], types, [shard], part=part, rounds_to=self.rounds_to)[
             0
         ]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ring.lowering import kinds
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import layout
 from jax_ring.lowering.group_tables import rank_table
@@ -19,22 +20,12 @@ from jax_ring.lowering.hierarchical import all_reduce, ranks_by_host, tree_sum, 
 from jax_ring.lowering.hierarchical.inter_host import fold, types_of
 from jax_ring.lowering.hierarchical.ranks_by_host import reorder
 from jax_ring.lowering.hierarchical.steps import Steps, Values
-from jax_ring.lowering.kinds import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
-    PERMUTE,
-    REDUCE,
-    REDUCE_SCATTER,
-    Kind,
-)
 from jax_ring.lowering.xla import bitcasts
 
 
 def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
     """Emits a call whose groups cross hosts, and returns its results."""
-    if call.kind is REDUCE or call.kind is ALL_REDUCE:
+    if call.kind is kinds.REDUCE or call.kind is kinds.ALL_REDUCE:
         return _sum(call, ctx, operands)
     if call.kind.adds_along_tree(call.options):
         return tree_sum.emit(call, ctx, operands)
@@ -43,9 +34,9 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
 
 def _sum(call: CallSpec, ctx, operands: Sequence) -> Sequence:
     """The sums of whole messages, also those that only the root gets."""
-    total = call._replace(kind=ALL_REDUCE)
+    total = call._replace(kind=kinds.ALL_REDUCE)
     results = (tree_sum if call.kind.adds_along_tree(call.options) else all_reduce).emit(total, ctx, operands)
-    if call.kind is ALL_REDUCE:
+    if call.kind is kinds.ALL_REDUCE:
         return results
     is_root = rank_table(call.groups) == call.root
 
@@ -66,9 +57,9 @@ def _all_gather(steps: Steps, operands: Values) -> Values:
     call, dtype = steps.call, operands.dtype
     orders, group = ranks_by_host.orders_of(call.groups, call.levels), ranks_by_host.group_of(call.levels)
     values = steps.each(lambda x: bitcasts.to_words(x.reshape(-1)), operands, bitcasts.words_dtype(dtype))
-    values, _ = steps.inter(partial(xla_ops.all_gather, call.levels.inter), values, added=(steps.num_hosts,))
-    gathered = [_aval(aval, steps.num_ranks, *aval.shape) for aval in values.avals]
-    values = steps.intra(ALL_GATHER, values, gathered)
+    values, _ = steps.inter(partial(xla_ops.all_gather, call.levels.inter), values, added=(call.levels.num_hosts,))
+    gathered = [_aval(aval, call.levels.num_ranks, *aval.shape) for aval in values.avals]
+    values = steps.intra(kinds.ALL_GATHER, values, gathered)
 
     def finish(position, *gathered):
         for x, aval in zip(gathered, operands.avals, strict=True):
@@ -81,7 +72,8 @@ def _all_gather(steps: Steps, operands: Values) -> Values:
 
 def _all_to_all(steps: Steps, operands: Values) -> Values:
     """Each rank gets from its host the blocks for its counterparts on all hosts, and exchanges these with them."""
-    call, dtype, num_ranks, num_hosts = steps.call, operands.dtype, steps.num_ranks, steps.num_hosts
+    call, dtype = steps.call, operands.dtype
+    num_ranks, num_hosts = call.levels.num_ranks, call.levels.num_hosts
     orders, group = ranks_by_host.orders_of(call.groups, call.levels), ranks_by_host.group_of(call.levels)
     first: Callable = partial(layout.blocks_first, **call.blocks)
     shapes = [layout.shape_of_blocks(aval.shape, **call.blocks) for aval in operands.avals]
@@ -104,7 +96,7 @@ def _all_to_all(steps: Steps, operands: Values) -> Values:
             yield layout.blocks_at(blocks, dimension=at, tiled=call.tiled)
 
     values = steps.run(arrange, operands, bitcasts.words_dtype(dtype))
-    values = steps.intra(ALL_TO_ALL, values, values.avals)
+    values = steps.intra(kinds.ALL_TO_ALL, values, values.avals)
     values = steps.each(by_host, values, values.dtype)
     values, _ = steps.inter(partial(xla_ops.all_to_all, call.levels.inter), values)
     return steps.run(finish, values, dtype)
@@ -115,7 +107,8 @@ def _reduce_scatter(steps: Steps, operands: Values) -> Values:
 
     It adds what it gets in the order of the hosts, and rounds once.
     """
-    call, dtype, num_ranks, num_hosts = steps.call, operands.dtype, steps.num_ranks, steps.num_hosts
+    call, dtype = steps.call, operands.dtype
+    num_ranks, num_hosts = call.levels.num_ranks, call.levels.num_hosts
     wide = types_of("sum", dtype).scattered
     orders, group = ranks_by_host.orders_of(call.groups, call.levels), ranks_by_host.group_of(call.levels)
     first: Callable = partial(layout.blocks_first, **call.blocks)
@@ -131,7 +124,7 @@ def _reduce_scatter(steps: Steps, operands: Values) -> Values:
             yield fold(bitcasts.from_words(x, wide)).astype(dtype).reshape(aval.shape)
 
     values = steps.run(arrange, operands, wide)
-    values = steps.intra(REDUCE_SCATTER, values, [_aval(aval, aval.shape[1]) for aval in values.avals])
+    values = steps.intra(kinds.REDUCE_SCATTER, values, [_aval(aval, aval.shape[1]) for aval in values.avals])
     values = steps.each(
         lambda x: bitcasts.to_words(x.reshape(num_hosts, x.size // num_hosts)), values, bitcasts.words_dtype(wide)
     )
@@ -158,7 +151,7 @@ def _broadcast(steps: Steps, operands: Values) -> Values:
         lambda position, *xs: [_where(is_root, position, bitcasts.packed(x)) for x in xs], operands, np.uint32
     )
     ctx = steps.ctx.replace(avals_in=values.avals, avals_out=values.avals)
-    totals = all_reduce.emit(call._replace(kind=ALL_REDUCE), ctx, values.values)
+    totals = all_reduce.emit(call._replace(kind=kinds.ALL_REDUCE), ctx, values.values)
 
     def finish(_, *totals):
         return [bitcasts.unpacked(x, aval.shape, dtype) for x, aval in zip(totals, avals, strict=True)]
@@ -179,7 +172,7 @@ def _permute(steps: Steps, operands: Values) -> Values:
     call, dtype, avals = steps.call, operands.dtype, operands.avals
     split = ranks_by_host.split_permutation(call.groups, call.levels, call.perm or ())
     values = steps.each(lambda x: bitcasts.to_words(x.reshape(-1)), operands, bitcasts.words_dtype(dtype))
-    results = [steps.intra(PERMUTE, values, values.avals, perm=pairs) for pairs in split.intra]
+    results = [steps.intra(kinds.PERMUTE, values, values.avals, perm=pairs) for pairs in split.intra]
     if split.inter:
         crossed, results = steps.inter(partial(xla_ops.permute, split.inter), values, after=results)
         results.append(crossed)
@@ -196,10 +189,10 @@ def _permute(steps: Steps, operands: Values) -> Values:
     return steps.run(finish, Values([x for each in results for x in each.values], values.dtype), dtype)
 
 
-_EMITTERS: dict[Kind, Callable[[Steps, Values], Values]] = {
-    ALL_GATHER: _all_gather,
-    ALL_TO_ALL: _all_to_all,
-    REDUCE_SCATTER: _reduce_scatter,
-    BROADCAST: _broadcast,
-    PERMUTE: _permute,
+_EMITTERS: dict[kinds.Kind, Callable[[Steps, Values], Values]] = {
+    kinds.ALL_GATHER: _all_gather,
+    kinds.ALL_TO_ALL: _all_to_all,
+    kinds.REDUCE_SCATTER: _reduce_scatter,
+    kinds.BROADCAST: _broadcast,
+    kinds.PERMUTE: _permute,
 }

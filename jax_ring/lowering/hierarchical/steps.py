@@ -35,16 +35,6 @@ class Steps(NamedTuple):
     ctx: mlir.LoweringRuleContext
     call: CallSpec
 
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks of a group on each host."""
-        return len(self.call.levels.intra[0])
-
-    @property
-    def num_hosts(self) -> int:
-        """The number of hosts that each group spans."""
-        return self.call.levels.num_hosts
-
     def run(self, fun: Callable, values: Values, dtype) -> Values:
         """Emits `fun(position, *values)`, which returns values of `dtype`. It has no collectives.
 

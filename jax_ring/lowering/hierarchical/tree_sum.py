@@ -37,7 +37,7 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
     The parts of all operands cross hosts together.
     """
     levels, scatters = call.levels, call.kind.scatters
-    num_ranks, num_hosts = len(levels.intra[0]), levels.num_hosts
+    num_ranks, num_hosts = levels.num_ranks, levels.num_hosts
     hosts = trees.hosts_of(call.groups, levels.intra, call.options)
     slots = trees.num_slots(call.groups, call.options)
     lead = (slots,) if slots > 1 else ()
@@ -93,7 +93,7 @@ def _in_parts_by_owner(
     owners = [np.array([part.ranks for part in parts], np.int32).T.reshape(-1) for parts in hosts.layouts]
     by_group = jnp.asarray(np.stack(owners))[_group_of(levels, axes)]
     ordered = jnp.take(blocks.astype(dtype), by_group, axis=len(lead))
-    return ordered.reshape(*lead, len(levels.intra[0]), -1)
+    return ordered.reshape(*lead, levels.num_ranks, -1)
 
 
 def _cross_hosts(

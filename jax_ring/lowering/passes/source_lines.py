@@ -14,7 +14,7 @@ from collections.abc import Hashable
 
 from jax.extend.mlir import ir
 
-from jax_ring import _compat
+from jax_ring import _compat, runtime
 from jax_ring.lowering.custom_call import operation
 from jax_ring.lowering.custom_call.ffi_attributes import CONFIG, named
 from jax_ring.lowering.custom_call.operation import Call, Lines, compared
@@ -30,7 +30,8 @@ def write(ctx, results, description: str) -> None:
     call = results[0].owner.operation
     shared, lines = ir.DictAttr(call.attributes[CONFIG]), (_compat.call_site(ctx),)
     call.attributes[CONFIG] = operation.config(shared, site=operation.site_of(lines))
-    known = Call(shared, description, lines, num_hidden=1, itemsize=0, joins=False)
+    target = runtime.BETWEEN_HOSTS_TARGET
+    known = Call(target, shared, description, lines, num_hidden=1, itemsize=0, joins=False)
     operation.note(state_of(ctx), call.attributes[CONFIG], known)
 
 
