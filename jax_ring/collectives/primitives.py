@@ -101,8 +101,7 @@ def _transpose(transpose_nonzero: Callable, cotangents: Sequence, *operands, **p
     ]
 
 
-def _batch(primitive, function: str, rules: Rules, axis_data, operands, dims, **params):
-    axes, axis_index_groups = params.pop("axes"), params.pop("axis_index_groups")
+def _batch(primitive, function: str, rules: Rules, axis_data, operands, dims, *, axes, axis_index_groups, **params):
     if axis_data.name not in axes:
         bind = partial(primitive.bind, axes=axes, axis_index_groups=axis_index_groups)
         return _batch_other_axis(bind, rules, operands, dims, **params)

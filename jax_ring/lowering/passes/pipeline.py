@@ -13,7 +13,8 @@ def _lower_shard_map(jax_rule, ctx, *operands, **params):
     program_id.note_body(ctx, params["jaxpr"])  # before its calls are lowered
     results = jax_rule(ctx, *operands, **{**params, "jaxpr": merge_equations.join(params["jaxpr"])})
     state = state_of(ctx)
-    fold_casts.drop_redundant_casts(state)
+    if state.rounded_sums:
+        fold_casts.drop_redundant_casts(state)
     if state.calls:
         body = next((value.owner.operation for value in results if isinstance(value, ir.OpResult)), None)
         # A mesh of one rank has no such operation.
