@@ -8,6 +8,7 @@ import re
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.extend.backend
@@ -19,6 +20,7 @@ from jax.extend.mlir import ir as _ir
 from jax.extend.mlir.dialects import func as _func
 
 OLDEST_JAX = (0, 10, 2)
+T = TypeVar("T")
 
 if jax.__version_info__ < OLDEST_JAX:
     raise ImportError(
@@ -385,9 +387,12 @@ def function_name(primitive) -> str:
     return _FUNCTION_NAMES.get(name, name)
 
 
-def module_state(lowering_context) -> dict:
-    """A dictionary of jax_ring's own, which lives as long as the lowering of one module."""
-    return lowering_context.module_context.cached_primitive_lowerings.setdefault("jax_ring", {})
+def module_state(lowering_context, make: Callable[[], T]) -> T:
+    """jax_ring's own state, the result of make(), which lives as long as the lowering of one module."""
+    kept = lowering_context.module_context.cached_primitive_lowerings
+    if "jax_ring" not in kept:
+        kept["jax_ring"] = make()
+    return kept["jax_ring"]
 
 
 def call_with_donating_programs(function: Callable) -> None:
@@ -526,7 +531,7 @@ def axis_context_within(shard_map_params: dict):
 
 def replica_groups(axis_context, axes: tuple) -> tuple[tuple[int, ...], ...]:
     """The groups of mesh positions that a collective over `axes` spans, each in rank order."""
-    return tuple(tuple(int(i) for i in group) for group in _axis_groups(axis_context, axes))
+    return tuple([tuple(map(int, group)) for group in _axis_groups(axis_context, axes)])
 
 
 def mesh_devices(mesh) -> list | None:

@@ -13,6 +13,8 @@ from jax_ring.collectives.exchange import ring_all_to_all
 from jax_ring.collectives.leaves import as_varying
 from jax_ring.distributed import discovery
 from jax_ring.lowering import ragged
+from jax_ring.lowering.call_spec import CallSpec
+from jax_ring.lowering.kinds import RAGGED_ALL_TO_ALL
 from jax_ring.options import make_options
 
 _NUMBERS = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
@@ -160,6 +162,7 @@ def _batch(axis_data, operands, dims, *, axes, axis_index_groups, options):
 
 
 ring_ragged_all_to_all_p = Primitive("ring_ragged_all_to_all")
+_CALL = CallSpec("ring_ragged_all_to_all", RAGGED_ALL_TO_ALL, to_xla=_compat.lax_rule(_compat.ragged_all_to_all_p))
 ring_ragged_all_to_all_p.def_effectful_abstract_eval(_abstract_eval)
 ring_ragged_all_to_all_p.def_impl(
     lambda *operands, **params: jax.jit(partial(ring_ragged_all_to_all_p.bind, **params))(*operands)
@@ -169,6 +172,6 @@ ad.primitive_transposes[ring_ragged_all_to_all_p] = _transpose
 batching.fancy_primitive_batchers[ring_ragged_all_to_all_p] = _batch
 mlir.register_lowering(
     ring_ragged_all_to_all_p,
-    partial(ragged.lower, "ring_ragged_all_to_all", _compat.lax_rule(_compat.ragged_all_to_all_p)),
+    partial(ragged.lower, _CALL),
     cacheable=False,
 )

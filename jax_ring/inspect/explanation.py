@@ -16,6 +16,7 @@ from jax_ring.inspect.predicted import Prediction, Predictor
 from jax_ring.inspect.wire_bytes import wire_bytes
 from jax_ring.lowering import dispatch, override, ragged
 from jax_ring.lowering.hierarchical import ranks_by_host
+from jax_ring.lowering.kinds import KINDS
 from jax_ring.lowering.xla import decompositions
 from jax_ring.options import Options
 
@@ -296,11 +297,11 @@ def _who_serves(
     if not _belongs_to_jax_ring(eqn.primitive.name):
         return "XLA", "a collective of lax, not overridden"
     platforms = (_platform(axis_context.mesh),)
-    found = dispatch.who_serves(platforms, axis_context, groups, kind, options, eqn.params.get("perm"))
+    found = dispatch.who_serves(platforms, axis_context, groups, KINDS[kind], options, eqn.params.get("perm"))
     levels = found.levels
     if levels is None:
         return "XLA", found.why_not
-    if ranks_by_host.crosses_hosts(kind, groups, levels, eqn.params.get("perm")):
+    if ranks_by_host.crosses_hosts(groups, levels, eqn.params.get("perm")):
         return f"jax_ring within hosts, XLA across {levels.num_hosts} hosts", ""
     if levels.num_processes > 1:
         transport = "shared memory" if found.engine == "cpu" else "CUDA IPC"
