@@ -40,7 +40,7 @@ REFUSED = {
     "adafactor": (optax.adafactor(0.1), r"clip_by_block_rms \(in chain\) is not elementwise"),
     "lamb": (optax.lamb(0.1), r"scale_by_trust_ratio \(in chain\) is not elementwise"),
     "lars": (optax.lars(0.1), r"scale_by_trust_ratio \(in masked, in chain\) is not elementwise"),
-    "muon": (optax.contrib.muon(0.1), "partition treats parameters by their names, places, shapes or sizes"),
+    "muon": (optax.contrib.muon(0.1), "partition treats parameters by their names, number, places, shapes or sizes"),
     "clip_by_block_rms": (optax.clip_by_block_rms(1e6), "clip_by_block_rms is not elementwise"),
     "adaptive_grad_clip": (optax.adaptive_grad_clip(0.1), "adaptive_grad_clip is not"),
     "clip_by_global_norm": (optax.clip_by_global_norm(1.0), "clip_by_global_norm is not elementwise"),

@@ -7,7 +7,6 @@ gathers the updates of the other parts.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Literal, get_args
 
 from jax_ring.collectives.axes import AxisName, check_axis_name
@@ -106,11 +105,7 @@ def sharded_optimizer(
         sharded = parameter_layout(tx, stage=stage, reduction=reduction)
         return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas, impl)
 
-    def probed_over(axis):
-        # The probe runs under vmap, where a scatter takes one axis, and lax has no invariant gather.
-        return partial(flat_layout, stage=2, reduction=reduction._replace(axis_name=axis, impl="ring"))
-
-    check = ElementwiseCheck(tx, probed_over, axis_name)
+    check = ElementwiseCheck(tx, axis_name, order)
     check.check_outside()
     sharded = check.checked(flat_layout(tx, stage=stage, reduction=reduction))
     return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas, impl)

@@ -1,74 +1,63 @@
-"""What a function computes, apart from the shapes: to see whether it treats other shapes or names in another way."""
+"""What an optimizer computes, apart from names, numbers and shapes of parameters: to see whether it depends on them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-# They change shapes, not values. Which of them are needed depends on the number of dimensions.
-_SHAPE_ONLY = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "copy_p"}
-_CALLS = {"jit", "pjit"}
+from jax_ring.training.zero.analysis.data_flow import Domain, flow
+from jax_ring.training.zero.analysis.traced import Traced
+from jax_ring.training.zero.given_norms import NORM
+
+# They change shapes, or the places of elements, but no values. Which are needed depends on shapes and their number.
+_SAME_VALUES = {"broadcast_in_dim", "copy", "copy_p", "expand_dims", "reshape", "slice", "split", "squeeze"}
+
+# What puts together the reductions of several parameters, in an order and a number that do not matter.
+_REDUCTIONS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_or": "or", "reduce_and": "and"}
+_TERM_BY_TERM = {"convert_element_type", "div", "mul", "neg"}
 
 
-def expressions_of(function: Any, *args: Any, axis_env: list[tuple[Any, int]]) -> list:
-    """For each result, a hash of the expression of operations, scalars and arguments that it is, without shapes.
+class _Reduction(NamedTuple):
+    """What a rank has reduced: the name of the operation of two operands, and the arrays."""
 
-    They are equal for two calls that apply the same operations to the corresponding leaves of their arguments.
+    name: str
+    terms: frozenset
+
+
+def expressions_of(traced: Traced) -> set:
+    """Hashes of the expressions that updates and the state are after the first step, without shapes.
+
+    They are equal for two trees of parameters if the same operations are applied to each leaf of either.
     """
-    closed: Any = jax.make_jaxpr(function, axis_env=axis_env)(*args)
-    return _results(closed.jaxpr, list(map(_constant, closed.consts)), list(range(len(closed.jaxpr.invars))))
+    params, gradients = (
+        [hash((role, str(x.dtype))) for x in traced.init.in_avals] for role in ("parameter", "gradient")
+    )
+    state = flow(traced.init, params, _DOMAIN)
+    return set(flow(traced.update, [*gradients, *state, *params], _DOMAIN))
 
 
-def primitives_of(function: Any, *args: Any, axis_env: list[tuple[Any, int]]) -> set[str]:
-    """The names of the operations of a function, also of those in branches and loops."""
-    closed: Any = jax.make_jaxpr(function, axis_env=axis_env)(*args)
-    return set(_primitives(closed.jaxpr))
-
-
-def _results(jaxpr: Any, consts: list, arguments: list) -> list:
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
-
-    def expression(x: Any) -> Any:
-        return _constant(x.val) if isinstance(x, Literal) else known[x]
-
-    for equation in jaxpr.eqns:
-        name, operands = equation.primitive.name, tuple(map(expression, equation.invars))
-        inner = _inner(equation.params)
-        if name in _SHAPE_ONLY:
-            results = [operands[0]]
-        elif name in _CALLS:
-            results = _results(inner[0][0], inner[0][1], list(operands))
-        elif len(operands) == len(equation.outvars) and not inner:
-            # A collective over many leaves is one for each: how leaves share calls depends on their sizes.
-            results = [hash((name, operand, _scalars(equation.params))) for operand in operands]
-        else:
-            bodies = tuple(tuple(_results(j, c, list(range(len(j.invars))))) for j, c in inner)
-            whole = hash((name, operands, bodies, _scalars(equation.params)))
-            results = [hash((whole, i)) for i in range(len(equation.outvars))]
-        known.update(zip(equation.outvars, results, strict=True))
-    return list(map(expression, jaxpr.outvars))
-
-
-def _primitives(jaxpr: Any) -> Iterator[str]:
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for inner, _ in _inner(equation.params):
-            yield from _primitives(inner)
-
-
-def _inner(params: dict[str, Any]) -> list[tuple[Any, list]]:
-    """The programs within an operation, each with its constants."""
-    values = [x for v in params.values() for x in (v if isinstance(v, list | tuple) else [v])]
-    closed = [(x.jaxpr, list(map(_constant, x.consts))) for x in values if isinstance(x, ClosedJaxpr)]
-    return closed + [(x, list(map(str, x.constvars))) for x in values if isinstance(x, Jaxpr)]
-
-
-def _scalars(params: dict[str, Any]) -> tuple:
-    return tuple((k, str(v)) for k, v in sorted(params.items()) if isinstance(v, bool | int | float | str | np.dtype))
+def _equation(eqn: Any, operands: list) -> list:
+    name, num_results = eqn.primitive.name, len(eqn.outvars)
+    scalars = [(k, str(v)) for k, v in sorted(eqn.params.items()) if isinstance(v, bool | int | float | str | np.dtype)]
+    first, *others = operands or [None]
+    reductions = [x for x in operands if isinstance(x, _Reduction)]
+    if name in _SAME_VALUES or (name in ("concatenate", "stack") and len(set(operands)) == 1):
+        return [first] * num_results
+    if eqn.primitive is NORM:
+        return [hash((name, frozenset(operands)))]
+    if name in _REDUCTIONS:
+        return [first if reductions else _Reduction(_REDUCTIONS[name], frozenset([first]))]
+    if reductions and name in (reductions[0].name, "concatenate", "stack"):
+        terms = [x.terms if isinstance(x, _Reduction) else {x} for x in operands if x not in ("0", "0.0")]
+        return [_Reduction(reductions[0].name, frozenset().union(*terms))]
+    if isinstance(first, _Reduction) and name in _TERM_BY_TERM:
+        return [first._replace(terms=frozenset(hash((name, x, *others, *scalars)) for x in first.terms))]
+    if len(operands) == num_results:
+        # A collective over many leaves is one for each: how leaves share calls depends on their sizes.
+        return [hash((name, operand, *scalars)) for operand in operands]
+    return [hash((name, *operands, *scalars, i)) for i in range(num_results)]
 
 
 def _constant(value: Any) -> Any:
@@ -76,3 +65,6 @@ def _constant(value: Any) -> Any:
     dtype = getattr(value, "dtype", None) or np.result_type(value)
     is_plain = not isinstance(value, jax.core.Tracer) and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
     return str(np.asarray(value).item()) if is_plain and np.size(value) == 1 else f"constant {dtype}"
+
+
+_DOMAIN = Domain(_constant, _equation, lambda decides, values: hash((decides, *values)), rounds=3)

@@ -14,6 +14,7 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName
 from jax_ring.training.same_bits.evaluation import evaluate
 from jax_ring.training.zero.analysis import slicing
+from jax_ring.training.zero.analysis.data_flow import dependences, place_of
 from jax_ring.training.zero.given_norms import NormRequest, norms_given
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ def _traced(update: Callable, *inputs: Any) -> core.ClosedJaxpr:
 def _refuse_collectives(jaxpr) -> None:
     axes = _compat.rank_dependent_axes(jaxpr)
     if axes:
-        place = next(slicing.place_of(eqn) for eqn in jaxpr.eqns if _compat.rank_dependent_axes(eqn))
+        place = next(place_of(eqn) for eqn in jaxpr.eqns if _compat.rank_dependent_axes(eqn))
         raise ValueError(_collective_text(f"over {', '.join(map(repr, sorted(axes, key=repr)))}", _text(place)))
 
 
@@ -216,7 +217,7 @@ def _owners(jaxpr, params, num_states: int) -> tuple[int | None, ...]:
     n = len(paths)
     all_leaves = (1 << n) - 1
     inputs = [1 << i if i < n + num_states else 0 for i in range(len(jaxpr.invars))]
-    masks = slicing.dependences(jaxpr, inputs)
+    masks = dependences(jaxpr, inputs)
     # What a leaf of the state needs may have come into it through another one, some steps ago.
     needs = masks[n : n + num_states]
     while True:
@@ -263,7 +264,7 @@ def _where_leaves_meet(jaxpr, output: int, n: int) -> tuple[str, str]:
                 found.append(eqn)
 
         seeds = [1 << i if i < n else 0 for i in range(len(jaxpr.invars))]
-        slicing.dependences(thin, [seed for seed, kept in zip(seeds, used, strict=True) if kept], visit)
+        dependences(thin, [seed for seed, kept in zip(seeds, used, strict=True) if kept], visit)
         if found:
-            return slicing.place_of(found[0])
+            return place_of(found[0])
     return "", ""
