@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 from jax.extend import core
 
 from jax_ring import _compat
@@ -33,14 +35,12 @@ class Domain(NamedTuple):
       constant: (a literal or a constant) -> value.
       equation: (equation, values of its operands) -> values of its results. Not for calls, `cond` and loops.
       chosen: (value of what decides, or None; values to choose from) -> value of a result of `cond`, or of a loop.
-      slices: (type of an array, value of it or of its slices) -> value of its slices, or of it: for `scan`.
       rounds: of a loop that are followed, unless its state stays the same before; 0 if loops are equations as others.
     """
 
     constant: Callable[[Any], Any]
     equation: Callable[[core.JaxprEqn, list], list]
     chosen: Callable[[Any, Sequence], Any]
-    slices: Callable[[Any, Any], Any] = lambda array, value: value
     rounds: int = 0
 
 
@@ -61,10 +61,8 @@ def flow(closed: core.ClosedJaxpr, values: Sequence, domain: Domain, visit: _Vis
         elif name == "cond":
             branches = [flow(branch, operands[1:], domain, visit) for branch in eqn.params["branches"]]
             results = [domain.chosen(operands[0], values) for values in zip(*branches, strict=True)]
-        elif name == "scan" and domain.rounds:
-            results = _scan(eqn, operands, domain)
-        elif name == "while" and domain.rounds:
-            results = _while(eqn.params, operands, domain)
+        elif name in ("scan", "while") and domain.rounds:
+            results = _loop(eqn.params, operands, domain)
         else:
             results = domain.equation(eqn, operands)
         if visit is not None:
@@ -94,6 +92,13 @@ def dependences(jaxpr: core.Jaxpr, masks: Sequence[int], visit: _Visit | None = 
     return flow(core.ClosedJaxpr(jaxpr, [0] * len(jaxpr.constvars)), masks, domain, visit)
 
 
+def number_of(value: Any) -> Any:
+    """The number that a constant is, or that it has everywhere if it is an array of one element; or else None."""
+    dtype = getattr(value, "dtype", np.dtype(float))
+    is_number = not isinstance(value, jax.core.Tracer) and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    return np.asarray(value).item() if is_number and np.size(value) == 1 else None
+
+
 def place_of(eqn: core.JaxprEqn) -> tuple[str, str]:
     """The transformation that an equation comes from, by the name of its factory, and the file and line."""
     frames = [frame for frame in _compat.frames(eqn) if "/jax/" not in frame.file_name]
@@ -112,31 +117,22 @@ def _union(masks: Sequence[int]) -> int:
     return union
 
 
-def _scan(eqn: core.JaxprEqn, operands: list, domain: Domain) -> list:
-    num_consts, num_carry = _compat.scan_counts(eqn.params)
-    first = num_consts + num_carry
-    fixed, state = operands[:num_consts], operands[num_consts:first]
-    slices = [domain.slices(atom.aval, x) for atom, x in zip(eqn.invars[first:], operands[first:], strict=True)]
-    stacked: list = []
+def _loop(params: dict[str, Any], operands: list, domain: Domain) -> list:
+    """What is known after any number of rounds of a `scan` or a `while`."""
+    condition, body = params.get("cond_jaxpr"), params["jaxpr" if "jaxpr" in params else "body_jaxpr"]
+    first, (num_consts, num_carry) = 0, (0, 0)
+    if condition is None:
+        num_consts, num_carry = _compat.scan_counts(params)
+    else:
+        first, num_consts, num_carry = params["cond_nconsts"], params["body_nconsts"], len(operands)
+    of_condition, fixed, rest = operands[:first], operands[first:][:num_consts], operands[first + num_consts :]
+    # What is known of an array says of its slices, or of a stack of them, that they depend on it.
+    state, slices = rest[:num_carry], [domain.chosen(x, [x]) for x in rest[num_carry:]]
+    results: list = []
     for _ in range(domain.rounds):
-        before, results = state, flow(eqn.params["jaxpr"], [*fixed, *state, *slices], domain)
-        state = [domain.chosen(None, values) for values in zip(before, results[:num_carry], strict=True)]
-        stacked = [
-            domain.slices(atom.aval, x) for atom, x in zip(eqn.outvars[num_carry:], results[num_carry:], strict=True)
-        ]
+        goes_on = None if condition is None else flow(condition, [*of_condition, *state], domain)[0]
+        results = flow(body, [*fixed, *state, *slices], domain)
+        before, state = state, [domain.chosen(goes_on, values) for values in zip(state, results, strict=False)]
         if state == before:
             break
-    return [*state, *stacked]
-
-
-def _while(params: dict[str, Any], operands: list, domain: Domain) -> list:
-    first, end = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    of_cond, of_body, state = operands[:first], operands[first:end], operands[end:]
-    for _ in range(domain.rounds):
-        before = state
-        (goes_on,) = flow(params["cond_jaxpr"], [*of_cond, *state], domain)
-        after = flow(params["body_jaxpr"], [*of_body, *state], domain)
-        state = [domain.chosen(goes_on, values) for values in zip(before, after, strict=True)]
-        if state == before:
-            break
-    return state
+    return [*state, *(domain.chosen(x, [x]) for x in results[len(state) :])]

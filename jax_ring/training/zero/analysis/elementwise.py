@@ -13,7 +13,7 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_named
 from jax_ring.options import Order, check_arrays
 from jax_ring.training.zero.analysis.cuts import SIZE, Cut
-from jax_ring.training.zero.analysis.expressions import expressions_of
+from jax_ring.training.zero.analysis.expressions import Expressions
 from jax_ring.training.zero.analysis.optax_parts import name_of, parts_of
 from jax_ring.training.zero.analysis.traced import Traced
 from jax_ring.training.zero.given_norms import order_given
@@ -89,15 +89,14 @@ class ElementwiseCheck:
             return known[key]
 
         def couples(tx):
-            # As one vector, and one by one: a parameter may need another one.
-            cuts = (Cut.of(traced(tx, like), self._axes) for like in (vectors, separate))
-            return next((cut.elements for cut in cuts if cut.elements), None)
+            return Cut.of(traced(tx, separate), self._axes).elements
 
         def distinguishes(tx):
-            of_vectors = expressions_of(traced(tx, vectors))
-            if of_vectors != expressions_of(traced(tx, vectors, num_ranks=3)):
+            together, one_by_one = (Expressions.of(traced(tx, like)) for like in (vectors, separate))
+            if together.constants != Expressions.of(traced(tx, vectors, num_ranks=3)).constants:
                 return "depends on the number of ranks"
-            return None if of_vectors == expressions_of(traced(tx, params)) else _LOOKS
+            is_alike = len(one_by_one.updates) == len(vectors) and one_by_one.constants == together.constants
+            return None if is_alike and Expressions.of(traced(tx, params)) == one_by_one else _LOOKS
 
         def does_not_divide(tx):
             return Cut.of(traced(tx, vectors), self._axes).division

@@ -1,4 +1,4 @@
-"""An optimizer as two traced functions, for parameters that exist as types only."""
+"""An optimizer as two traced functions, for parameters of which only the types exist."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
+from jax.extend.core import ClosedJaxpr
 
 from jax_ring import _compat
 from jax_ring.training.zero.given_norms import norms_as_equations
@@ -22,27 +22,15 @@ class Traced(NamedTuple):
       paths: to the state's leaves.
     """
 
-    init: core.ClosedJaxpr
-    update: core.ClosedJaxpr
+    init: ClosedJaxpr
+    update: ClosedJaxpr
     state: list
     paths: list[str]
 
     @classmethod
     def of(cls, tx: Any, params: Any, axis_sizes: dict[Any, int]) -> Traced:
-        """Traces it where these axes are bound, and no mesh is.
-
-        Raises:
-          UnexpectedTracerError: if it uses a value of a function that is being traced around it.
-        """
+        """Traces it where these axes are bound, and no mesh is. UnexpectedTracerError if it holds a tracer."""
         env = list(axis_sizes.items())
-
-        def update(gradients, state, params):
-            results = tx.update(gradients, state, params)
-            found, expected = map(jax.tree.structure, (results, (params, state)))
-            if found != expected:
-                raise ValueError(f"update returned a tree {found} instead of {expected}")
-            return results
-
         with ExitStack() as stack:
             for context in (
                 *(_compat.without_vma(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))),
@@ -56,11 +44,14 @@ class Traced(NamedTuple):
             ):
                 stack.enter_context(context)
             init, state = jax.make_jaxpr(tx.init, axis_env=env, return_shape=True)(params)
-            traced = jax.make_jaxpr(update, axis_env=env)(params, state, params)
-        if any(isinstance(x, jax.core.Tracer) for x in (*init.consts, *traced.consts)):
-            raise jax.errors.UnexpectedTracerError("the optimizer holds a value of the function that is being traced")
+            update, results = jax.make_jaxpr(tx.update, axis_env=env, return_shape=True)(params, state, params)
+        found, expected = (str(jax.tree.structure(tree)) for tree in (results, (params, state)))
+        if found != expected:
+            raise ValueError(f"update returned a tree {found} instead of {expected}")
+        if any(isinstance(x, jax.core.Tracer) for x in (*init.consts, *update.consts)):
+            raise jax.errors.UnexpectedTracerError("a constant is a value of the function that is being traced")
         paths = [jax.tree_util.keystr(path) or "the root" for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-        return cls(init, traced, jax.tree.leaves(state), paths)
+        return cls(init, update, jax.tree.leaves(state), paths)
 
     def split(self, results: list) -> tuple[list, list]:
         """What stands for the updates and for the state, among what stands for the results of `update`."""

@@ -215,19 +215,14 @@ def _text(place: tuple[str, str]) -> str:
 def _owners(jaxpr, params, num_states: int) -> tuple[int | None, ...]:
     paths = [jax.tree_util.keystr(path) or "the root" for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     n = len(paths)
-    all_leaves = (1 << n) - 1
-    inputs = [1 << i if i < n + num_states else 0 for i in range(len(jaxpr.invars))]
-    masks = dependences(jaxpr, inputs)
     # What a leaf of the state needs may have come into it through another one, some steps ago.
-    needs = masks[n : n + num_states]
-    while True:
-        through = [mask | _through_states(mask, needs, n) for mask in needs]
-        if through == needs:
-            break
-        needs = through
+    states, before = [0] * num_states, None
+    masks: list[int] = []
+    while states != before:
+        masks = dependences(jaxpr, [*(1 << i for i in range(n)), *states, *[0] * (len(jaxpr.invars) - n - num_states)])
+        before, states = states, [a | b for a, b in zip(states, masks[n:], strict=False)]
     owners = []
-    for i, mask in enumerate(masks):
-        leaves = (mask | _through_states(mask, needs, n)) & all_leaves
+    for i, leaves in enumerate(masks):
         if i < n:
             leaves |= 1 << i
         if leaves.bit_count() > 1:
@@ -241,16 +236,6 @@ def _owners(jaxpr, params, num_states: int) -> tuple[int | None, ...]:
             )
         owners.append(leaves.bit_length() - 1 if leaves else None)
     return tuple(owners)
-
-
-def _through_states(mask: int, needs: list[int], n: int) -> int:
-    """What the leaves of the state in a mask need."""
-    found, rest = 0, mask >> n
-    while rest:
-        lowest = rest & -rest
-        found |= needs[lowest.bit_length() - 1]
-        rest ^= lowest
-    return found
 
 
 def _where_leaves_meet(jaxpr, output: int, n: int) -> tuple[str, str]:
