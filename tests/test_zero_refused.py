@@ -140,6 +140,7 @@ ELEMENTWISE = {
     "norm in a condition": lambda: optax.MultiSteps(zero.clip_by_global_norm(1.0, "i"), 2),
     "norm of clipped gradients": lambda: optax.chain(optax.clip(1.0), zero.clip_by_global_norm(1.0, "i")),
     "sums over ranks": lambda: of_all(lambda leaves: lax.rsqrt(1 + summed(g**2 for g in leaves))),
+    "counts over ranks": lambda: of_all(lambda leaves: jnp.where(summed(~jnp.isfinite(g) for g in leaves) > 0, 0, 1)),
     "loops": lambda: of_each(lambda g: lax.fori_loop(0, 3, lambda i, x: i * g + jnp.where(x > 0, x, 0), g)),
     "other dimensions": lambda: of_each(lambda g: jnp.square(g.reshape(-1, 1)).reshape(g.shape)),
 }

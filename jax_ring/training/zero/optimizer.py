@@ -43,10 +43,9 @@ def sharded_optimizer(
     With `layout="flat"` parameters and gradients of each dtype are concatenated to one vector, in the order of
     `jax.tree.leaves`, and padded with zeros to a multiple of p elements. Rank r updates the r-th of p equal parts. `tx`
     gets these parts in a dictionary, by the name of the parameters' dtype. This is right for an elementwise `tx`; any
-    other is refused. To find out, `tx` is run on a few small vectors and matrices, whole and cut, when this function is
-    called (or at the first use, if JAX has not started its backend, or if `tx` names other axes), and its operations on
-    the parameters are traced when they are first seen. To clip by the norm of all gradients, use `clip_by_global_norm`
-    of this module.
+    other is refused. To find out, `tx` is traced when this function is called (or at the first use, if JAX has not
+    started its backend, or if `tx` names other axes), and when parameters are first seen. To clip by the norm of all
+    gradients, use `clip_by_global_norm` of this module.
 
     Gradients may have another dtype than their parameters, and travel in it; where those of one vector have several,
     they are promoted. Updates have the dtypes that optax gives. Integer parameters may have no gradient (float0, from

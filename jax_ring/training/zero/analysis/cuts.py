@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jax_ring import _compat
@@ -19,7 +20,7 @@ SIZE = 104729
 
 _UNCHANGED = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "reshape", "squeeze"}
 _OF_ELEMENTS = ELEMENTWISE | {"complex", "conj", "imag", "real"}
-_COLLECTIVES_OF_ELEMENTS = {"pmax", "pmin", "ppermute", "psum", "quantized_psum"}
+_COLLECTIVES_OF_ELEMENTS = {"pmax", "pmin", "ppermute", "psum"}
 _OF_SUMS = {"add", "concatenate", "neg", "reduce_sum", "stack", "sub"}
 _RANDOM = {"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"}
 _ZERO_OF_ZEROS = {
@@ -129,7 +130,7 @@ def _equation(axes: frozenset, eqn: Any, operands: list[_Known]) -> list[_Known]
     elif eqn.primitive is NORM:
         known = [_Known("same") if axes <= set(eqn.params["axes"]) and all(x.number == 0 for x in operands) else None]
     elif name in _UNCHANGED and keeps_sizes:
-        is_rounded = "sum" in kinds and not np.issubdtype(results[0].dtype, np.inexact)
+        is_rounded = "sum" in kinds and not jnp.issubdtype(results[0].dtype, jnp.inexact)
         known = [None if is_rounded else operands[0]]
     elif name in _RANDOM:
         pass
@@ -177,6 +178,10 @@ def _number(name: str, operands: list[_Known]) -> int | None:
         is_zero = any(are_zero)
     elif name == "div":
         is_zero = are_zero == [True, False]
+    elif name == "not":
+        is_zero = numbers[0] is True
+    elif name == "is_finite":
+        return True if are_zero[0] else None
     else:
         is_zero = all(are_zero[name == "select_n" :]) and name in _ZERO_OF_ZEROS | {"select_n"}
     return 0 if is_zero else None

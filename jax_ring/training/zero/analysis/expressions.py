@@ -17,8 +17,8 @@ class Expressions(NamedTuple):
     """What an optimizer's results are after the first step: operations, constants and arguments, without shapes.
 
     Attributes:
-      updates: hashes of those of the updates, which are equal if the same happens to two parameters of a dtype.
-      state: as `updates`.
+      updates: dtypes and hashes; one for all parameters of a dtype if the same happens to them.
+      state: hashes.
       constants: the numbers in them.
     """
 
@@ -41,7 +41,8 @@ class Expressions(NamedTuple):
         params, gradients = ([hash((role, x.dtype)) for x in traced.init.in_avals] for role in ("params", "gradients"))
         state = flow(traced.init, params, domain)
         updates, state = traced.split(flow(traced.update, [*gradients, *state, *params], domain))
-        return cls(set(updates), set(state), constants)
+        dtypes = (x.dtype for x in traced.init.in_avals)
+        return cls(set(zip(dtypes, updates, strict=True)), set(state), constants)
 
 
 def _equation(eqn: Any, operands: list) -> list:

@@ -49,7 +49,7 @@ class Traced(NamedTuple):
         if found != expected:
             raise ValueError(f"update returned a tree {found} instead of {expected}")
         if any(isinstance(x, jax.core.Tracer) for x in (*init.consts, *update.consts)):
-            raise jax.errors.UnexpectedTracerError("a constant is a value of the function that is being traced")
+            raise jax.errors.UnexpectedTracerError("closure")
         paths = [jax.tree_util.keystr(path) or "the root" for path, _ in jax.tree_util.tree_leaves_with_path(state)]
         return cls(init, update, jax.tree.leaves(state), paths)
 
