@@ -101,7 +101,9 @@ def bits_of(x) -> np.ndarray:
 
 def compiled_text(fun, *args) -> str:
     """The optimized HLO."""
-    return jax.jit(fun).lower(*args).compile().as_text()
+    # What is jitted already is not jitted again: then a call runs this executable, and compiles nothing.
+    jitted = fun if hasattr(fun, "lower") else jax.jit(fun)
+    return jitted.lower(*args).compile().as_text()
 
 
 def num_calls(fun, *args) -> int:
