@@ -19,20 +19,20 @@ STACKS_SIGNAL = signal.SIGUSR1
 
 
 def load_file(name: str) -> types.ModuleType:
-    """A module of jax_ring/distributed that imports nothing of the package, without importing the package."""
+    """A module of jax_ring/launcher that imports nothing of the package, without importing the package."""
     package = importlib.util.find_spec("jax_ring")
     assert package is not None
     assert package.submodule_search_locations is not None
     for folder in package.submodule_search_locations:
-        path = pathlib.Path(folder, "distributed", f"{name}.py")
+        path = pathlib.Path(folder, "launcher", f"{name}.py")
         if path.exists():
-            spec = importlib.util.spec_from_file_location(f"_jax_ring_{name}", path)
+            spec = importlib.util.spec_from_file_location(f"_jax_ring_{path.stem}", path)
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
             return module
-    raise ImportError(f"jax_ring has no distributed/{name}.py in {list(package.submodule_search_locations)}")
+    raise ImportError(f"jax_ring has no launcher/{name}.py in {list(package.submodule_search_locations)}")
 
 
 def prepare() -> None:
@@ -41,14 +41,14 @@ def prepare() -> None:
     Raises:
       pytest.UsageError: if it is too late.
     """
-    launched = load_file("launched")
-    launched.die_with_parent(json.loads(os.environ[VARIABLE])["parent"])
+    worker = load_file("worker")
+    worker.die_with_parent(json.loads(os.environ[VARIABLE])["parent"])
     if "jax" in sys.modules:
         raise pytest.UsageError(
             "jax_processes: a pytest plugin has imported JAX before pytest_jax_ring was loaded. Import JAX in "
             "conftest.py or later."
         )
-    sys.meta_path.insert(0, launched.InitializePatcher())
+    sys.meta_path.insert(0, worker.InitializePatcher())
 
 
 class Rank:
