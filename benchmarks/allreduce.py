@@ -87,12 +87,13 @@ def parse_arguments(implementations, peers) -> argparse.Namespace:
 
 
 def main() -> int:
-    import report
     from compare import SAME, compare, differences, load
-    from implementations import AXIS, IMPLEMENTATIONS
-    from measure import Case, Row, fold_limit
-    from peers import PEERS, Layout, Peer, Task, why_not
-    from tune import tune
+    from harness import report
+    from harness.implementations import AXIS, IMPLEMENTATIONS
+    from harness.measure import Case, Row, fold_limit
+    from harness.tune import tune
+    from peers.libraries import PEERS, Layout
+    from peers.peer import Peer, Task, why_not
 
     arguments = parse_arguments(IMPLEMENTATIONS, PEERS)
     jax.config.update("jax_num_cpu_devices", arguments.devices)

@@ -13,9 +13,8 @@ import json
 import pathlib
 import sys
 
-import intervals
+from harness import FIGURES, intervals
 
-FIGURES = ("in_loop", "in_waiting_loop", "out_of_place", "in_place")
 REFERENCE = "lax.psum"
 SAME, SAME_SOFTWARE = ("cpu", "cores", "system"), ("python", "jax")
 

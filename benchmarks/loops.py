@@ -12,13 +12,12 @@ import subprocess
 import sys
 import time
 
-import intervals
 import jax
 import jax.numpy as jnp
 import numpy as np
-import report
 from allreduce import size_of
-from implementations import AXIS, IMPLEMENTATIONS
+from harness import intervals, report
+from harness.implementations import AXIS, IMPLEMENTATIONS
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P

@@ -49,7 +49,7 @@ def spread(seconds) -> str:
 
 
 def main() -> None:
-    import report
+    from harness import report
 
     from jax_ring import override_lax, ring_psum
 

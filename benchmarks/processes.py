@@ -17,10 +17,11 @@ import sys
 
 import jax
 import numpy as np
-import report
 from allreduce import cases_of, check_messages, parser_of_messages
-from measure import Row, Spread, fold_limit
-from peers import BETWEEN_PROCESSES, Layout, Peer, Task, why_not
+from harness import report
+from harness.measure import Row, Spread, fold_limit
+from peers.libraries import BETWEEN_PROCESSES, Layout
+from peers.peer import Peer, Task, why_not
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -77,7 +77,7 @@ def measure(mesh, model: str, steps: int) -> dict[tuple[str, str], list[float]]:
 
 
 def main() -> None:
-    import report
+    from harness import report
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--devices", type=int, default=8)

@@ -13,7 +13,7 @@ import pathlib
 import subprocess
 import sys
 
-import intervals
+from harness import intervals
 
 ALLREDUCE = pathlib.Path(__file__).with_name("allreduce.py")
 NAMES = ("ring_psum", "lax.psum")

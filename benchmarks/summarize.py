@@ -13,10 +13,9 @@ import statistics
 import sys
 from collections import defaultdict
 
-import intervals
 import scaling
-from compare import FIGURES
-from peers import PEERS
+from harness import FIGURES, intervals
+from peers.libraries import PEERS
 
 
 def load(folder: pathlib.Path, pattern: str) -> list[dict]:

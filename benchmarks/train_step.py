@@ -15,13 +15,13 @@ import importlib.util
 import os
 import time
 
-import batch_norm
-import intervals
 import jax
 import numpy as np
+from harness import intervals
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from workloads import batch_norm
 
 SUMS = {"ring": "ring_psum", "lax": "lax.psum"}
 FLOOR, BASELINE = "no collective", "lax.psum"
@@ -47,7 +47,7 @@ def make_step(mesh, loss, psum, fused: bool):
 
 def variants_of(mesh, model: str, dtype: str):
     """The compiled steps by variant, the initial state, and the batch of one device."""
-    from models import MODELS
+    from workloads.models import MODELS
 
     from jax_ring import override_lax, ring_psum
 
@@ -121,8 +121,8 @@ def line(row: dict) -> str:
 
 
 def main() -> None:
-    import report
-    from models import MODELS
+    from harness import report
+    from workloads.models import MODELS
 
     choices = [*MODELS, *batch_norm.SIZES]
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])

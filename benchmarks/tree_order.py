@@ -17,10 +17,10 @@ import jax
 import numpy as np
 import optax
 from allreduce import size_of
-from implementations import AXIS
+from harness.implementations import AXIS
+from harness.measure import Case
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from measure import Case
 
 EVERY = 10  # steps between two comparisons of replicas
 
@@ -63,7 +63,7 @@ def loops(mesh, num_bytes: int, dtype: str, arguments: argparse.Namespace) -> di
 
 def steps(mesh, dtype: str) -> dict[str, Callable[[], float]]:
     """Runs that return the seconds of a training step, the mean of ten."""
-    from models import gpt
+    from workloads.models import gpt
 
     from jax_ring import value_and_grad
 
@@ -100,7 +100,7 @@ def steps(mesh, dtype: str) -> dict[str, Callable[[], float]]:
 
 
 def main() -> None:
-    import report
+    from harness import report
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--ranks", default="2,4,8", help="numbers of ranks (default: 2,4,8)")

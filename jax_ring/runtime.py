@@ -176,7 +176,7 @@ def join_processes(process: int, token: str, publish, fetch) -> None:
 
 def leave_processes() -> None:
     """Makes the engines forget the other processes, until `join_processes`. Call it when no program is running."""
-    leave_groups()
+    reset_groups()
     ffi_cuda.forget_groups()
     # The means of reaching the others hold the client of the distributed runtime.
     ffi_cuda.set_process(0, _no_other_processes, _no_other_processes)
@@ -186,20 +186,20 @@ def _no_other_processes(*args) -> NoReturn:
     raise RuntimeError("this process has left the others, and has not joined new ones yet")
 
 
-def give_up_groups(how: str) -> None:
+def abort_groups(how: str) -> None:
     """Fails all calls between processes, now and in future, here and in the others, which hear how this one has left.
 
     how: a predicate, such as "raised ValueError: bad batch".
     """
-    _ffi_cpu.give_up_groups(how)
+    _ffi_cpu.abort_groups(how)
 
 
-def leave_groups() -> None:
+def reset_groups() -> None:
     """Leaves all groups, so that this process can join others. Programs that were compiled before fail.
 
     Call it when no program is running, before `jax.clear_caches()`.
     """
-    _ffi_cpu.leave_groups()
+    _ffi_cpu.reset_groups()
 
 
 def has_groups() -> bool:

@@ -4,6 +4,7 @@ import faulthandler
 import importlib.util
 import os
 import pathlib
+import sys
 import types
 
 import jax
@@ -16,6 +17,8 @@ MARKERS_OF_ALL = pytest.StashKey[dict[str, list[str]]]()
 
 # More devices than most tests use, so that most meshes leave some devices out.
 jax.config.update("jax_num_cpu_devices", 16)
+# Last, because some benchmarks have the names of modules of the tests.
+sys.path.append(str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 
 
 def pytest_addoption(parser):

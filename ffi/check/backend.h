@@ -5,8 +5,8 @@
 #include <memory>
 #include <vector>
 
-#include "cuda/peer_memory.h"
-#include "cuda/plan.h"
+#include "cuda/launch/plan.h"
+#include "cuda/runtime/peer_memory.h"
 
 namespace jax_ring::check {
 

@@ -7,10 +7,10 @@
 #include <string>
 
 #include "check/backend.h"
-#include "cuda/gpus.h"
-#include "cuda/kernels.h"
-#include "cuda/together.h"
-#include "ring/kernel_fold.h"
+#include "cuda/kernels/kernels.h"
+#include "cuda/kernels/together.h"
+#include "cuda/runtime/gpus.h"
+#include "device/fold/kernel_fold.h"
 
 namespace jax_ring::check {
 namespace {

@@ -16,7 +16,7 @@
 #include <thread>
 
 #include "check/backend.h"
-#include "ring/algorithm.h"
+#include "device/algorithm.h"
 
 namespace jax_ring::check {
 namespace {

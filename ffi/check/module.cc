@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "check/backend.h"
-#include "cuda/communicator.h"
+#include "cuda/groups/communicator.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -8,9 +8,9 @@
 #include <memory>
 #include <utility>
 
-#include "cpu/completion_threads.h"
-#include "cpu/float_mode.h"
-#include "ring/blocks.h"
+#include "collective/blocks.h"
+#include "cpu/fold/float_mode.h"
+#include "cpu/rendezvous/completion_threads.h"
 
 namespace jax_ring::cpu {
 namespace {

@@ -6,9 +6,9 @@
 #include <memory>
 #include <vector>
 
-#include "cpu/fold_kernels.h"
-#include "cpu/rendezvous.h"
-#include "ring/collective.h"
+#include "collective/collective.h"
+#include "cpu/fold/fold_kernels.h"
+#include "cpu/rendezvous/rendezvous.h"
 
 namespace jax_ring::cpu {
 

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/gpus.h"
+#include "cuda/runtime/gpus.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -10,9 +10,9 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/communicators.h"
-#include "cuda/handler.h"
-#include "ring/tree_program.h"
+#include "cuda/groups/communicators.h"
+#include "cuda/launch/handler.h"
+#include "device/fold/tree_program.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

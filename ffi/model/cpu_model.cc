@@ -4,12 +4,12 @@
 #include <string>
 #include <vector>
 
-#include "cpu/completion_threads.h"
-#include "cpu/rendezvous.h"
-#include "cpu/watchdog.h"
-#include "model/atomic.h"
+#include "collective/watch.h"
+#include "cpu/rendezvous/completion_threads.h"
+#include "cpu/rendezvous/rendezvous.h"
+#include "cpu/rendezvous/watchdog.h"
+#include "model/checker/atomic.h"
 #include "model/scenarios.h"
-#include "ring/watch.h"
 
 namespace jax_ring::cpu {
 namespace {
@@ -20,13 +20,13 @@ using model::Options;
 // Whether a failure has been recorded; of one execution.
 model::Atomic<uint32_t>* recorded = nullptr;
 
-// As in cpu/handler.cc: for the calls of a thread, and whether it is one of the pool.
+// As in xla_cpu/handler.cc: for the calls of a thread, and whether it is one of the pool.
 model::PerThread<WaitingRankPtr> kept_waiting;
 model::PerThread<bool> is_of_pool;
 
 }  // namespace
 
-// In place of cpu/watchdog.cc: a failure that a thread of the model records.
+// In place of cpu/rendezvous/watchdog.cc: a failure that a thread of the model records.
 Watchdog& Watchdog::instance() {
   return immortal([] { return new Watchdog; });
 }
@@ -222,7 +222,7 @@ class Process {
     }
   }
 
-  // As cpu/watchdog.cc: records the failure, then fails the open rendezvous.
+  // As cpu/rendezvous/watchdog.cc: records the failure, then fails the open rendezvous.
   void fail_all() {
     failed_.store(1, std::memory_order_release);
     for (RendezvousPtr& rendezvous : map_.remove_if([](const Rendezvous&) { return true; })) {

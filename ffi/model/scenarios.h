@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "model/checker.h"
+#include "model/checker/checker.h"
 
 namespace jax_ring::model {
 

@@ -10,9 +10,9 @@
 #include <utility>
 #include <vector>
 
+#include "collective/watch.h"
 #include "model/scenarios.h"
-#include "ring/watch.h"
-#include "shm/exchange.h"
+#include "shm/exchange/exchange.h"
 
 namespace jax_ring::cpu {
 namespace {
@@ -227,8 +227,8 @@ class Processes {
     return call;
   }
 
-  // What shm/communicator.cc does, without its deadlines and its threads: all processes but the first switch to the
-  // call that the first has begun.
+  // What shm/group/communicator.cc does, without its deadlines and its threads: all processes but the first switch to
+  // the call that the first has begun.
   void run(int process, std::vector<size_t> ready) {
     std::vector<int64_t> ids;
     for (int i = 0; i < num_processes(); ++i) ids.push_back(i);

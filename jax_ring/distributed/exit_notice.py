@@ -84,7 +84,7 @@ def give_up(how: str) -> None:
     """
     how = " ".join(how.split())
     how = how if len(how) <= _MAX_LENGTH else how[: _MAX_LENGTH - 1] + "…"
-    runtime.give_up_groups(how)
+    runtime.abort_groups(how)
     membership = _membership
     if membership is not None and not membership.has_left:
         membership.has_left = True

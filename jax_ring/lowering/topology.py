@@ -12,7 +12,7 @@ from jax_ring.distributed import discovery
 from jax_ring.distributed.assumed_hosts import are_assumed, assumed_host_of
 from jax_ring.distributed.gpus import Identity
 
-# The kernel arguments have room for this many (kMaxRanks in ffi/ring/endpoint.h).
+# The kernel arguments have room for this many (kMaxRanks in ffi/device/memory/endpoint.h).
 _MAX_RANKS = 64
 
 Groups = Sequence[Sequence[int]]  # of mesh positions

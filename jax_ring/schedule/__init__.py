@@ -1,4 +1,4 @@
-"""Models of all-reduce algorithms: schedules, an interpreter, cost formulas, and a simulator of topologies."""
+"""All-reduce algorithms as data, and an interpreter that runs them, counts their bytes and proves their orders."""
 
 from jax_ring.schedule.algorithms import ALGORITHMS as ALGORITHMS
 from jax_ring.schedule.algorithms import all_gather as all_gather
@@ -11,7 +11,3 @@ from jax_ring.schedule.algorithms import ring as ring
 from jax_ring.schedule.algorithms import two_level as two_level
 from jax_ring.schedule.algorithms import two_shot as two_shot
 from jax_ring.schedule.interpreter import run as run
-from jax_ring.schedule.simulator import Conditions as Conditions
-from jax_ring.schedule.simulator import simulate as simulate
-from jax_ring.schedule.topology import Topology as Topology
-from jax_ring.schedule.topology import load as load

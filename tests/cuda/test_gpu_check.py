@@ -8,7 +8,7 @@ import time
 import pytest
 from command_buffers import Recorded, recorded
 
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks" / "gpu"))
 
 from gpu_check import run_limited
 from gpu_check_measure import metrics_of_launches

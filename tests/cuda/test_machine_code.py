@@ -1,7 +1,7 @@
 """The machine code of the CUDA kernels: nothing spills, parameters are constants, and every post has one fence.
 
 Needs no GPU, but the built kernels and NVIDIA's disassembler. The kernels are those of the GPU check
-(`benchmarks/gpu_check.sh`), or of the file that JAX_RING_KERNELS names.
+(`benchmarks/gpu/gpu_check.sh`), or of the file that JAX_RING_KERNELS names.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ def parse(code, resources):
 def all_kernels():
     file = kernels_file()
     if file is None:
-        pytest.skip("the CUDA kernels are not built: run benchmarks/gpu_check.sh --dry, or set JAX_RING_KERNELS")
+        pytest.skip("the CUDA kernels are not built: run benchmarks/gpu/gpu_check.sh --dry, or set JAX_RING_KERNELS")
     tools = folder_of_tools()
     if tools is None:
         why = (

@@ -21,21 +21,20 @@ LEAST_LETTERS = 10  # in the constant parts of an entry; fewer would be in too m
 # ---- What is no message for users ------------------------------------------------------------------------------------
 
 FILES_WITHOUT = {
-    "what a native module's functions are": ["cpu/module.cc", "cuda/module.cc", "cuda/kernels_module.cc"],
-    "labels of pictures": ["schedule/claims.py", "schedule/plots.py"],
+    "what a native module's functions are": ["xla_cpu/module.cc", "cuda/module.cc", "cuda/kernels_module.cc"],
     "what custom calls hold, which jax_ring itself writes": [
-        "common/trees.h", "common/xla_types.h", "cpu/decode.cc", "cuda/instance.cc",
+        "attributes/trees.h", "attributes/xla_types.h", "xla_cpu/decode.cc", "launch/instance.cc",
     ],
 }  # fmt: skip
 
 STRINGS_WITHOUT = {  # by their beginnings
-    "reports of `python -m jax_ring`, `explain`, `shares` and the simulator": [
+    "reports of `python -m jax_ring`, `explain` and `shares`": [
         "processes with equal names share memory", "hosts are told apart by", "groups of GPUs of one process",
         "do not use multicast memory", "fallback to XLA's collectives is", "the CUDA kernels are not loaded (",
         "the CUDA runtime finds no GPU (", "there is no NVIDIA driver (", "JAX has no such devices",
         "built-in thresholds for", "thresholds for algorithm='auto'", "Each rank sends, in bytes", "groups of one rank",
         "a collective of lax, not overridden", "jax_ring within hosts, XLA across", "rank     elements  bytes of state",
-        "each rank allocates", "mesh position…mesh positions", "… on CPU devices, predicted and measured",
+        "each rank allocates", "mesh position…mesh positions",
     ],
     "parts of messages that have entries": [
         "no fallback to XLA's collectives", "ranks may share a GPU", "it was told to end", "one of many other calls",
@@ -139,9 +138,10 @@ def native_strings(source: str) -> Iterator[str]:
 def messages() -> dict[str, str]:
     """The messages of all sources, and the file of each."""
     found = {text: path for path, tree in TREES.items() for text in strings(tree)}
-    for part in ("common", "cpu", "cuda", "ring", "shm"):
+    for part in ("attributes", "base", "collective", "cpu", "cuda", "device", "recorder", "shm", "xla_cpu"):
         # Not what CMake says, which is seen while the modules are built.
-        for path in sorted(set((ROOT / "ffi" / part).glob("*.[hc]*")) - set((ROOT / "ffi" / part).glob("*.cmake"))):
+        folder = ROOT / "ffi" / part
+        for path in sorted(set(folder.rglob("*.[hc]*")) - set(folder.rglob("*.cmake"))):
             found |= dict.fromkeys(native_strings(path.read_text()), path)
     return {text: "/".join(path.parts[-2:]) for text, path in found.items()}
 

@@ -1,6 +1,6 @@
 """Runs the tests of the CUDA engine on a GPU or, as a rehearsal, on threads of the host.
 
-They need the module that benchmarks/gpu_check.sh builds. JAX_RING_GPU_CHECK_BACKEND=host selects the rehearsal: the
+They need the module that benchmarks/gpu/gpu_check.sh builds. JAX_RING_GPU_CHECK_BACKEND=host selects the rehearsal: the
 same tests and algorithms, but no GPU kernels and no GPU memory.
 """
 
@@ -27,5 +27,5 @@ def check_backend() -> str | None:
 def backend() -> str:
     found = check_backend()
     if found is None:
-        pytest.skip("needs a GPU and the module that benchmarks/gpu_check.sh builds")
+        pytest.skip("needs a GPU and the module that benchmarks/gpu/gpu_check.sh builds")
     return found

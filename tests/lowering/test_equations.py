@@ -36,7 +36,7 @@ def lowered(body, monkeypatch, tree=TREE, **options) -> int:
     """How many calls `body` lowers one by one."""
     seen, lower = [], rules.prepare
     monkeypatch.setattr(rules, "prepare", lambda *args, **params: seen.append(args) or lower(*args, **params))
-    monkeypatch.setattr(rules.memo, "once", lambda ctx, key, compute: compute())
+    monkeypatch.setattr(rules, "cached_in_module", lambda ctx, key, compute: compute())
     sharded(body, mesh=MESH, **{"check_vma": False, **options}).lower(tree)
     monkeypatch.undo()
     return len(seen)

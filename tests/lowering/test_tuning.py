@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import pytest
 from fake_gpus import pretend_gpus
 from helpers import make_mesh, run_python, sharded
+from model import fit
 
 from jax_ring import explain, ring_pmax, ring_psum
 from jax_ring.inspect import explanation
 from jax_ring.inspect.compiled import find_collectives
 from jax_ring.lowering import tuning
 from jax_ring.lowering.tuning import NO_LIMIT, Thresholds
-from jax_ring.schedule import fit
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TABLE = {2: Thresholds(1000, 2000), 8: Thresholds(32, 64)}

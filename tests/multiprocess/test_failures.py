@@ -240,7 +240,7 @@ def make_mismatched_calls(folder):
             # What was compiled before fails at once.
             add, x = mapped(total, whole_mesh), values(whole_mesh)
             jax.block_until_ready(add(x))
-            jax_ring.runtime.leave_groups()
+            jax_ring.runtime.reset_groups()
             assert "it has left for another set of processes." in error_of(add, x)
             assert not jax_ring.runtime.has_groups()
             del add, x

@@ -74,7 +74,7 @@ def test_an_up_to_date_source_tree(source_tree):
 @pytest.mark.parametrize("change", ["edit", "add", "rename"])
 def test_a_stale_native_module_is_refused(source_tree, change):
     # As after a `git pull` that changes the native sources.
-    header = source_tree / "ffi" / "ring" / "fold.h"
+    header = source_tree / "ffi" / "collective" / "fold.h"
     if change == "edit":
         header.write_text(header.read_text() + "\n")
     elif change == "add":
@@ -89,7 +89,7 @@ def test_a_stale_native_module_is_refused(source_tree, change):
 
 
 def test_native_tests_are_no_part_of_the_module(source_tree):
-    (source_tree / "ffi" / "tests" / "fold_test.cc").write_text("")
+    (source_tree / "ffi" / "tests" / "collective" / "fold_test.cc").write_text("")
     assert import_from(source_tree).returncode == 0
 
 

@@ -1,7 +1,6 @@
 """The benchmarks run, and their results are correct. Measured times are not tested."""
 
 import csv
-import importlib
 import importlib.util
 import json
 import pathlib
@@ -9,10 +8,11 @@ import re
 import subprocess
 import sys
 
+import compare
 import numpy as np
 import pytest
-
-from jax_ring.schedule import topology
+from harness import intervals, measure, report
+from model import published, topology
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 
@@ -149,14 +149,8 @@ def noisy(median, size=20, seed=0):
     return median * np.exp(0.1 * np.random.default_rng(seed).standard_normal(size))
 
 
-@pytest.fixture
-def intervals(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("intervals")
-
-
 @pytest.mark.parametrize(("paired", "common", "most"), [(True, 0.0, 0.99), (True, 0.5, 1), (False, 0.0, 0.99)])
-def test_interval_covers_the_ratio(intervals, paired, common, most):
+def test_interval_covers_the_ratio(paired, common, most):
     """At about the nominal rate; more often where pairs have noise in common, which medians do not remove entirely."""
     rng = np.random.default_rng(0)
     trials, covered = 400, 0
@@ -168,7 +162,7 @@ def test_interval_covers_the_ratio(intervals, paired, common, most):
     assert 0.91 <= covered / trials <= most
 
 
-def test_verdicts(intervals):
+def test_verdicts():
     assert intervals.ratio([1.0] * 9, [1.0] * 9).verdict() == "noise"
     assert intervals.ratio(noisy(1), noisy(1, seed=1)).verdict() == "noise"
     assert intervals.ratio(noisy(2), noisy(1, seed=1)).verdict() == "faster"
@@ -179,9 +173,8 @@ def test_verdicts(intervals):
     assert "noise" in str(intervals.ratio(-noisy(1), -noisy(1)))
 
 
-def test_no_more_than_the_limit(intervals):
+def test_no_more_than_the_limit():
     """A time below the limit is reported with both numbers, and not as a fraction."""
-    measure, report = (importlib.import_module(name) for name in ("measure", "report"))
     spread, near_zero = (measure.Spread.of(noisy(50e-6) - offset) for offset in (0, 50e-6))
     row = measure.Row("ring_psum", 8, 1024, 256, "float32", spread, spread, spread, near_zero, limit_us=80.0)
     table_line, note = report.line(row).splitlines()
@@ -194,9 +187,8 @@ def test_no_more_than_the_limit(intervals):
     assert "%" in table_line
 
 
-def test_compare(intervals, tmp_path):
+def test_compare(tmp_path):
     """Twice as fast, on a machine that was slower on the day; the other size has not changed."""
-    compare = importlib.import_module("compare")
     machine = {"cpu": "x", "cores": 2, "system": "Linux", "python": "3", "jax": "1"}
     cases = (("old", {4: 2.0, 8: 2.0}, 1.0), ("new", {4: 1.0, 8: 2.0}, 1.3))
     files = {}
@@ -265,11 +257,9 @@ def test_summary_of_runs(tmp_path):
     assert "| 2 | 4 KiB | bfloat16 | 50.0 | 100.0 | 40.0 | 2.00 (1.50 to 2.50) |" in lines
 
 
-def test_docs_have_the_published_figures(monkeypatch):
-    assert run("published.py") in (BENCHMARKS.parent / "docs/algorithms.md").read_text()
+def test_docs_have_the_published_figures():
+    assert run("model", "published") in (BENCHMARKS.parent / "docs/algorithms.md").read_text()
     # The parameters are derived from the rows with role "input"; the other rows are predictions.
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    published = importlib.import_module("published")
     rows = published.rows()
     assert max(abs(row.error) for row in rows if row.role == "input") < 0.02
     small = [abs(row.error) for row in rows if row.role == "prediction" and row.bytes <= 1024]
@@ -277,9 +267,8 @@ def test_docs_have_the_published_figures(monkeypatch):
     assert max(small + large) < 0.25
 
 
-def test_a100_latencies_are_fitted_to_the_inputs(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    rows = [row for row in importlib.import_module("published").rows() if row.what.startswith("A100, one host")]
+def test_a100_latencies_are_fitted_to_the_inputs():
+    rows = [row for row in published.rows() if row.what.startswith("A100, one host")]
     inputs = [(2 * (row.ranks - 1), row.measured) for row in rows if row.role == "input"]
     hop, launch = np.polyfit(*zip(*inputs, strict=True), 1)
     described = topology.load("nvswitch8_a100")

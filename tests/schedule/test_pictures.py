@@ -4,10 +4,10 @@ import pathlib
 import sys
 
 import pytest
+from model import __main__ as command
+from model import draw, plots, topology, training
 
 from jax_ring import schedule
-from jax_ring.schedule import __main__ as command
-from jax_ring.schedule import draw, plots, topology, training
 
 MEASURED = pathlib.Path(__file__).parents[2] / "benchmarks/results/cpu-2-cores"
 
@@ -74,5 +74,5 @@ def test_overlap_hides_what_fits_into_the_backward_pass():
 
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install 'jax-ring\[pictures\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'jax-ring\[benchmarks\]'"):
         draw.pyplot()

@@ -4,9 +4,9 @@ from functools import partial
 
 import numpy as np
 import pytest
+from model import cost
 
 from jax_ring import _ffi_cpu, schedule
-from jax_ring.schedule import cost
 from jax_ring.schedule.trees import double_binary_tree
 
 # Every small number, and larger ones around powers of two, with many and with few divisors.

@@ -5,9 +5,10 @@ from functools import partial
 
 import numpy as np
 import pytest
+from model import cost
 
 from jax_ring import schedule, shard_tree
-from jax_ring.schedule import along_tree, cost
+from jax_ring.schedule import along_tree
 from jax_ring.shard_tree import Node
 
 

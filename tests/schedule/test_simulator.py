@@ -6,9 +6,8 @@ from dataclasses import astuple, replace
 import chex
 import numpy as np
 import pytest
-
-from jax_ring.schedule import cost, fit, simulator, topology
-from jax_ring.schedule.simulator import Conditions, simulate
+from model import cost, fit, simulator, topology
+from model.simulator import Conditions, simulate
 
 MEASURED = pathlib.Path(__file__).parents[2] / "benchmarks/results/cpu-2-cores"
 ONE_HOST = topology.Topology("one host", 1 << 20, 1e-6, 1e9, 5e-6, 1, 5e8, fold_bandwidth=4e9)

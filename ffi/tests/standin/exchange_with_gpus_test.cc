@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "common/xla_types.h"
-#include "standin/fixture.h"
+#include "attributes/xla_types.h"
+#include "tests/standin/program/fixture.h"
 
 namespace jax_ring::standin {
 namespace {

@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "standin/fixture.h"
+#include "tests/standin/program/fixture.h"
 
 namespace jax_ring::standin {
 namespace {

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/profiler_range.h"
-#include "standin/fixture.h"
+#include "cuda/runtime/profiler_range.h"
+#include "tests/standin/program/fixture.h"
 
 namespace jax_ring::standin {
 namespace {

@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include "standin/fixture.h"
-#include "standin/shared_store.h"
+#include "tests/standin/program/fixture.h"
+#include "tests/standin/program/shared_store.h"
 
 namespace jax_ring::standin {
 namespace {

@@ -6,7 +6,7 @@
 #include <tuple>
 #include <vector>
 
-#include "standin/fixture.h"
+#include "tests/standin/program/fixture.h"
 
 namespace jax_ring::standin {
 namespace {

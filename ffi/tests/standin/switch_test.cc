@@ -8,8 +8,8 @@
 #include <tuple>
 #include <vector>
 
-#include "standin/fixture.h"
-#include "standin/multicast.h"
+#include "tests/standin/program/fixture.h"
+#include "tests/standin/runtime/multicast.h"
 
 namespace jax_ring::standin {
 namespace {

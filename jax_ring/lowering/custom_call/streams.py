@@ -19,7 +19,7 @@ from jax_ring import _compat
 from jax_ring.options import Options
 
 MAIN, COLLECTIVE = "", "collective"
-_NUM_LANES = 4  # kLanes in ffi/cuda/communicator.h
+_NUM_LANES = 4  # kLanes in ffi/cuda/groups/communicator.h
 _FUNCTIONS = "functions on streams"  # in the state of a module: their names
 
 

@@ -1,0 +1,62 @@
+// trees.h: the trees of a call's replica groups, from the attributes of the custom call.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "collective/collective.h"
+
+namespace jax_ring {
+
+// The trees of all groups, for Order::tree.
+struct Trees {
+  std::vector<Tree> of_group;  // empty with another order
+  int num_results = 1;         // the largest number of roots
+};
+
+// group_sizes, tree_shards, tree_sizes: by group, the number of its members, of the shards of its tree, and of the
+// ranks that hold these, which are more than the members if others are on other hosts. tree_ranks: which of them the
+// members are, group after group. All but the first are empty with another order.
+template <class Span>
+Trees trees_of(const Plan& plan, const Span& group_sizes, const Span& tree_shards, const Span& tree_sizes,
+               const Span& tree_ranks) {
+  Trees trees;
+  if (!folds_along_tree(plan)) return trees;
+  size_t num_members = 0;
+  for (int64_t size : group_sizes) num_members += size;
+  if (tree_shards.size() != group_sizes.size() || tree_sizes.size() != group_sizes.size() ||
+      tree_ranks.size() != num_members) {
+    throw std::invalid_argument("jax_ring: order 'tree' needs a tree for each of the " +
+                                std::to_string(group_sizes.size()) + " groups and a place in it for each member");
+  }
+  size_t next = 0;
+  for (size_t group = 0; group < group_sizes.size(); ++group) {
+    const int64_t shards = tree_shards[group], size = tree_sizes[group];
+    if (size < 1 || shards < size || shards % size != 0 || shards > (1 << 24)) {
+      throw std::invalid_argument("jax_ring: " + std::to_string(size) + " ranks cannot hold equally many of " +
+                                  std::to_string(shards) + " shards");
+    }
+    std::vector<int> ranks;
+    for (const size_t end = next + group_sizes[group]; next < end; ++next) {
+      const int64_t rank = tree_ranks[next];
+      if (rank < 0 || rank >= size || (!ranks.empty() && rank <= ranks.back())) {
+        throw std::invalid_argument("jax_ring: the members of a group are not ranks of its tree in ascending order");
+      }
+      ranks.push_back(static_cast<int>(rank));
+    }
+    trees.of_group.emplace_back(static_cast<int>(shards), static_cast<int>(size), ranks);
+    const int roots = static_cast<int>(trees.of_group.back().roots().size());
+    if (roots > trees.num_results) trees.num_results = roots;
+  }
+  if (trees.num_results > 1 && plan.collective != Collective::reduce_scatter) {
+    throw std::invalid_argument(
+        "jax_ring: a group without all ranks of its tree has several partial sums, which only "
+        "a reduce-scatter returns");
+  }
+  return trees;
+}
+
+}  // namespace jax_ring

@@ -1,0 +1,83 @@
+// threads.h: the threads, locks and clock of the host. The model checker has a header of this name that takes the place
+// of this one.
+#pragma once
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+
+#include "base/thread_limits.h"
+
+namespace jax_ring {
+
+using Mutex = std::mutex;
+using ConditionVariable = std::condition_variable;
+using SteadyClock = std::chrono::steady_clock;
+template <class T>
+using Atomic = std::atomic<T>;
+
+// For tests: how many of the next starts of a thread fail, as at a limit.
+inline std::atomic<int> failing_thread_starts{0};
+
+inline bool takes_failing_start() {
+  int left = failing_thread_starts.load();
+  while (left > 0 && !failing_thread_starts.compare_exchange_weak(left, left - 1)) continue;
+  return left > 0;
+}
+
+// Tools that list threads show which are ours. A thread otherwise has the name of the one that started it: XLA's.
+inline void name_this_thread() {
+#if defined(__linux__)
+  pthread_setname_np(pthread_self(), "jax_ring");
+#elif defined(__APPLE__)
+  pthread_setname_np("jax_ring");
+#endif
+}
+
+// Starts a thread, named jax_ring. Throws std::runtime_error, with the limits, if that is not possible. So start a
+// thread before anything is noted that relies on it. purpose: what the thread does, for the error: "runs the calls
+// between processes".
+template <class Body>
+std::thread start_thread(const char* purpose, Body body) {
+  try {
+    if (takes_failing_start()) throw std::system_error(EAGAIN, std::generic_category());
+    return std::thread([body = std::move(body)]() mutable {
+      name_this_thread();
+      body();
+    });
+  } catch (const std::system_error& error) {
+    throw std::runtime_error(std::string("jax_ring cannot start the thread that ") + purpose + ": " +
+                             error.code().message() + ". " + describe_thread_limits());
+  }
+}
+
+// The cores that the threads of this process may use.
+inline int num_cores() { return static_cast<int>(std::thread::hardware_concurrency()); }
+
+template <class Body>
+void start_detached(const char* purpose, Body body) {
+  start_thread(purpose, std::move(body)).detach();
+}
+
+// What make() creates at the first call. It is never destroyed: threads that use it may outlive main.
+template <class Make>
+auto& immortal(Make make) {
+  static auto* const object = make();
+  return *object;
+}
+
+// A variable of namespace scope of which each thread has its own, zero at first.
+#define JAX_RING_THREAD_LOCAL(type, name) thread_local type name = {}
+
+}  // namespace jax_ring

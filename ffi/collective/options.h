@@ -1,0 +1,59 @@
+// options.h: the options of an all-reduce, and the unit in which they are defined.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "collective/element.h"
+
+namespace jax_ring {
+
+enum class Algorithm : int {
+  one_shot,
+  two_shot,
+  ring,
+  multicast,  // chosen by the engine for Order::any, where an NVSwitch can add; see multicast.h
+  count,
+};
+
+// The order of ranks in which values are folded.
+enum class Order : int {
+  rank,  // 0, 1, ..., p-1
+  ring,  // that of a ring reduce-scatter, which differs between the blocks of an operand; see `ring_first_rank`
+  any,   // whichever the engine prefers, as long as all ranks get the same bits: rank order where it has no other
+  tree,  // along a binary tree over shards, whatever the number of ranks; see tree.h
+};
+
+// In the place of a rank where there is none.
+constexpr int kNoRank = -1;
+
+// A rank's place in a permutation: whose operand it gets, and who gets its own.
+struct Route {
+  int32_t source = kNoRank;
+  int32_t receiver = kNoRank;
+};
+
+// Ranks exchange whole packs: what a GPU thread loads at once.
+constexpr uint64_t kPackBytes = 16;
+
+// The largest message of a rank, in bytes, for one-shot, and the largest for two-shot. Larger ones use the ring.
+struct Thresholds {
+  uint64_t one_shot;
+  uint64_t two_shot;
+};
+
+// The thresholds before any measurement. One-shot sends p-1 times the message and two-shot at most twice, but one-shot
+// has one step less and no fence. Where it pays off has not been measured between GPUs yet.
+inline Thresholds default_thresholds(int num_ranks) {
+  constexpr uint64_t kOneShotBytes = 256 << 10;  // sent by each rank
+  const uint64_t peers = num_ranks > 1 ? num_ranks - 1 : 1;
+  return {kOneShotBytes / peers, std::numeric_limits<int64_t>::max()};
+}
+
+// The algorithm of an all-reduce, if the caller does not specify one.
+inline Algorithm choose(uint64_t bytes, const Thresholds& thresholds) {
+  if (bytes <= thresholds.one_shot) return Algorithm::one_shot;
+  return bytes <= thresholds.two_shot ? Algorithm::two_shot : Algorithm::ring;
+}
+
+}  // namespace jax_ring

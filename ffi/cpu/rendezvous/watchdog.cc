@@ -1,0 +1,171 @@
+// watchdog.cc: the thread that fails expired rendezvous.
+#include "cpu/rendezvous/watchdog.h"
+
+#include <algorithm>
+#include <set>
+
+#include "base/threads.h"
+#include "cpu/rendezvous/completion_threads.h"
+#include "cpu/rendezvous/rendezvous.h"
+#include "recorder/flight_table.h"
+
+namespace jax_ring::cpu {
+namespace {
+
+// Run ids are never reused, so old failures can be dropped.
+constexpr size_t kMaxFailures = 256;
+constexpr double kChecksPerDeadline = 10;
+constexpr double kMaxCheckInterval = 10;  // seconds
+// A barrier outlasts the calls that its missing ranks may be waiting in.
+constexpr int kDeadlinesOfBarrier = 2;
+
+}  // namespace
+
+Watchdog& Watchdog::instance() {
+  // Never destroyed: the thread may outlive main.
+  static Watchdog* const watchdog = new Watchdog;
+  return *watchdog;
+}
+
+void Watchdog::watch(RendezvousMap* rendezvous_map) {
+  std::lock_guard<std::mutex> lock(watched_mutex_);
+  if (!started_) {
+    start_detached("fails calls at their deadline", [this] { run(); });
+    started_ = true;
+  }
+  watched_.push_back(rendezvous_map);
+}
+
+void Watchdog::unwatch(RendezvousMap* rendezvous_map) {
+  std::lock_guard<std::mutex> lock(watched_mutex_);
+  watched_.erase(std::remove(watched_.begin(), watched_.end(), rendezvous_map), watched_.end());
+}
+
+void Watchdog::set_deadline(double seconds) {
+  {
+    std::lock_guard<std::mutex> lock(watched_mutex_);
+    deadline_seconds_.store(seconds, std::memory_order_relaxed);
+  }
+  wake_.notify_all();
+}
+
+void Watchdog::record_failure(int64_t run_id, const std::string& why) {
+  std::lock_guard<std::mutex> lock(failures_mutex_);
+  if (failure_locked(run_id) != nullptr) return;
+  failures_.emplace_back(run_id, why);
+  if (failures_.size() > kMaxFailures) failures_.pop_front();
+  any_failure_.store(true, std::memory_order_release);
+}
+
+std::optional<std::string> Watchdog::failure(int64_t run_id) const {
+  if (!any_failure_.load(std::memory_order_acquire)) return std::nullopt;
+  std::lock_guard<std::mutex> lock(failures_mutex_);
+  const std::string* why = failure_locked(run_id);
+  return why == nullptr ? std::nullopt : std::optional(*why);
+}
+
+void Watchdog::abandon(const std::string& why) {
+  std::vector<RendezvousPtr> open;
+  {
+    std::lock_guard<std::mutex> lock(watched_mutex_);
+    for (RendezvousMap* rendezvous_map : watched_) {
+      for (auto& rendezvous : rendezvous_map->remove_if([](const Rendezvous&) { return true; })) {
+        open.push_back(std::move(rendezvous));
+      }
+    }
+    std::lock_guard<std::mutex> failures_lock(failures_mutex_);
+    failures_.clear();
+    any_failure_.store(false, std::memory_order_release);
+  }
+  for (auto& rendezvous : open) CompletionThreads::instance().complete(std::move(rendezvous), why);
+}
+
+const std::string* Watchdog::failure_locked(int64_t run_id) const {
+  for (const auto& [failed_run, why] : failures_) {
+    if (failed_run == run_id) return &why;
+  }
+  return nullptr;
+}
+
+void Watchdog::run() {
+  std::unique_lock<std::mutex> lock(watched_mutex_);
+  for (;;) {
+    const std::chrono::duration<double> interval(std::min(deadline() / kChecksPerDeadline, kMaxCheckInterval));
+    wake_.wait_for(lock, interval);
+    lock.unlock();
+    check_deadlines();
+    lock.lock();
+  }
+}
+
+void Watchdog::check_deadlines() {
+  std::vector<RendezvousPtr> expired;
+  std::vector<std::string> reasons;
+  std::string last_calls;
+  {
+    std::lock_guard<std::mutex> lock(watched_mutex_);
+    const auto limit = std::chrono::duration<double>(deadline());
+    const auto now = Clock::now();
+    std::vector<RendezvousMap*> maps;  // of each expired rendezvous
+    for (RendezvousMap* rendezvous_map : watched_) {
+      if (!rendezvous_map->has_deadline()) continue;
+      for (auto& rendezvous :
+           rendezvous_map->remove_if([&](const Rendezvous& m) { return now - m.start_time >= limit; })) {
+        expired.push_back(std::move(rendezvous));
+        maps.push_back(rendezvous_map);
+      }
+    }
+    // Where a partition waits, other than in the call of `except`: in one that has expired as well, or is still open.
+    const auto place_of = [&](int64_t run_id, int64_t partition,
+                              const RendezvousMap* except) -> std::optional<std::string> {
+      for (size_t i = 0; i < expired.size(); ++i) {
+        if (maps[i] != except && expired[i]->run_id == run_id && maps[i]->has_arrived(*expired[i], partition)) {
+          return maps[i]->place();
+        }
+      }
+      for (RendezvousMap* other : watched_) {
+        if (other != except && other->is_waiting(run_id, partition)) return other->place();
+      }
+      return std::nullopt;
+    };
+    for (size_t i = 0; i < expired.size(); ++i) {
+      reasons.push_back(maps[i]->describe_missing_ranks(
+          *expired[i], limit, [&](int64_t partition) { return place_of(expired[i]->run_id, partition, maps[i]); }));
+      reasons.back() += flight::last_calls_of_missing_ranks(expired[i]->entry);
+    }
+    if (!expired.empty()) last_calls = flight::table_of_ranks();
+    for (size_t i = 0; i < expired.size(); ++i) record_failure(expired[i]->run_id, reasons[i]);
+    // The other open rendezvous of failed executions cannot complete either. A communicator may have failed them.
+    for (RendezvousMap* rendezvous_map : watched_) {
+      for (auto& rendezvous :
+           rendezvous_map->remove_if([&](const Rendezvous& m) { return failure(m.run_id).has_value(); })) {
+        reasons.push_back(*failure(rendezvous->run_id));
+        expired.push_back(std::move(rendezvous));
+      }
+    }
+    release_barriers(kDeadlinesOfBarrier * limit);
+  }
+  // Before the calls fail, which may end the process at once.
+  flight::Recorder::instance().print_once(last_calls);
+  for (size_t i = 0; i < expired.size(); ++i)
+    CompletionThreads::instance().complete(std::move(expired[i]), std::move(reasons[i]));
+}
+
+// Lets the ranks go on that have waited at a barrier for so long, if none of the others waits in a call: these may be
+// computing, or have failed for reasons of their own.
+void Watchdog::release_barriers(std::chrono::duration<double> limit) {
+  const auto now = Clock::now();
+  std::set<int64_t> waiting;
+  for (RendezvousMap* rendezvous_map : watched_) {
+    if (rendezvous_map->has_deadline()) rendezvous_map->add_open_runs(waiting);
+  }
+  for (RendezvousMap* rendezvous_map : watched_) {
+    if (rendezvous_map->has_deadline()) continue;
+    for (auto& rendezvous : rendezvous_map->remove_if(
+             [&](const Rendezvous& m) { return now - m.start_time >= limit && waiting.count(m.run_id) == 0; })) {
+      CompletionThreads::instance().complete(std::move(rendezvous));
+    }
+  }
+}
+
+}  // namespace jax_ring::cpu

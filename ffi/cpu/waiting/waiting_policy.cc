@@ -1,0 +1,69 @@
+// waiting_policy.cc: chooses by what the calls before have shown.
+#include "cpu/waiting/waiting_policy.h"
+
+#include <algorithm>
+
+#include "cpu/waiting/executions.h"
+
+namespace jax_ring::cpu {
+namespace {
+
+// For those of a call that its execution makes once.
+constexpr std::chrono::microseconds kShortLimit(50);
+
+// The factor by which the interval of spreading changes, and after how many times in place it gets shorter.
+constexpr int kSpreadBackoff = 4, kTimesInPlace = 8;
+
+}  // namespace
+
+// Whether a call is made in a loop is known from the latest execution. If the pool is no gain there, ranks that
+// outnumber the cores do not wait: one thread that completes them in turn is faster.
+Waiting WaitingPolicy::next(int64_t run_id, SteadyClock::time_point now, bool is_counted, bool may_use_pool) {
+  Executions& executions = Executions::instance();
+  if (is_counted) executions.count(run_id);
+  const bool is_new = run_id != run_id_;
+  const bool in_loop = !is_new || num_calls_ > 1;
+  const bool is_one_of_many = in_loop || executions.num_calls(run_id) > 1 || executions.num_calls(run_id_) > 1;
+  const bool ends_iteration = !is_new || num_calls_ == 1;
+  if (is_new) num_calls_ = 0;
+  ++num_calls_;
+  run_id_ = run_id;
+  if (may_use_pool && is_one_of_many && tuner_.next(now, ends_iteration)) {
+    return {Waiting::Place::pool, tuner_.limit(), spreads_now(now)};
+  }
+  if (in_loop && !have_own_cores_) return {};
+  return {Waiting::Place::own_thread, kShortLimit, in_loop && spreads_now(now)};
+}
+
+bool WaitingPolicy::spreads_now(SteadyClock::time_point now) {
+  if (!spread_.applies_to(num_ranks_) || now - last_spread_ < spread_interval_) return false;
+  const bool has_moved_any = spread_.num_moved() > 0;
+  // It takes all ranks, on the threads where they go on.
+  if (has_moved_any) {
+    last_spread_ = now;
+    spread_interval_ = std::min(kSpreadBackoff * spread_interval_, kLongestSpreadInterval);
+    times_in_place_ = 0;
+  } else if (spread_.num_added() == num_ranks_) {
+    last_spread_ = now;
+    if (++times_in_place_ == kTimesInPlace) {
+      times_in_place_ = 0;
+      spread_interval_ = std::max(spread_interval_ / kSpreadBackoff, kShortestSpreadInterval);
+    }
+  }
+  spread_.begin(num_ranks_);
+  return true;
+}
+
+std::optional<WaitingRank::Terms> WaitingPolicy::terms(const Waiting& waiting, const CallingThread& thread) {
+  if (waiting.place == Waiting::Place::nowhere) return std::nullopt;
+  WaitingRank::Terms terms;
+  terms.limit = waiting.limit;
+  terms.spins = have_own_cores_;
+  const bool on_pool = waiting.place == Waiting::Place::pool;
+  if (!on_pool && !thread.may_wait) return std::nullopt;
+  terms.moves = on_pool && !thread.is_of_pool;
+  if (waiting.spreads && !terms.moves) terms.core = spread_.add(current_core());
+  return terms;
+}
+
+}  // namespace jax_ring::cpu

@@ -1,0 +1,61 @@
+// waiting_policy.h: where the ranks of a group wait in a call, and for how long.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+
+#include "base/threads.h"
+#include "cpu/waiting/cores.h"
+#include "cpu/waiting/wait_mode_tuner.h"
+#include "cpu/waiting/waiting_rank.h"
+
+namespace jax_ring::cpu {
+
+// How ranks wait in a call.
+struct Waiting {
+  enum class Place { nowhere, own_thread, pool };
+  Place place = Place::nowhere;
+  std::chrono::nanoseconds limit{};
+  bool spreads = false;  // over the cores
+};
+
+// The thread that makes a rank's call.
+struct CallingThread {
+  bool may_wait = true;       // no other rank needs it
+  bool is_of_pool = false;    // known to be of the runtime's pool
+  bool may_use_pool = false;  // the pool has a thread for each rank
+};
+
+// One per group of a call instruction. Not thread-safe.
+class WaitingPolicy {
+ public:
+  // num_ranks: of the group in this process. have_own_cores: whether no two ranks of the call share a core.
+  WaitingPolicy(int num_ranks, bool have_own_cores) : num_ranks_(num_ranks), have_own_cores_(have_own_cores) {}
+
+  // How the ranks wait in the call that begins now. is_counted: whether the call counts as one of its execution; all
+  // groups make the same calls.
+  Waiting next(int64_t run_id, SteadyClock::time_point now, bool is_counted, bool may_use_pool);
+
+  // What that means for a rank that arrives; empty if it does not wait.
+  std::optional<WaitingRank::Terms> terms(const Waiting& waiting, const CallingThread& thread);
+
+ private:
+  // How often ranks are spread over the cores. Where the system brings those together again that were moved apart, it
+  // has a reason, such as another process that needs a core: so they are moved ever more rarely, until they stay apart.
+  static constexpr std::chrono::milliseconds kShortestSpreadInterval{2}, kLongestSpreadInterval{2048};
+
+  bool spreads_now(SteadyClock::time_point now);
+
+  int num_ranks_;
+  bool have_own_cores_;
+  int64_t run_id_ = -1;    // of the latest execution
+  int64_t num_calls_ = 0;  // that it has made
+  WaitModeTuner tuner_;
+  Spread spread_{usable_cores()};
+  SteadyClock::time_point last_spread_;
+  std::chrono::milliseconds spread_interval_ = kShortestSpreadInterval;
+  int times_in_place_ = 0;  // that all ranks were found spread, since the interval has changed
+};
+
+}  // namespace jax_ring::cpu

@@ -1,0 +1,349 @@
+// handler.cc: the stages of the custom call: decodes and checks it, connects its group, launches its kernels.
+#include "cuda/launch/handler.h"
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "attributes/trees.h"
+#include "attributes/xla_types.h"
+#include "base/describe.h"
+#include "cuda/groups/communicators.h"
+#include "cuda/groups/watcher.h"
+#include "cuda/launch/first_run.h"
+#include "cuda/launch/instance.h"
+#include "cuda/launch/plan.h"
+
+namespace jax_ring::gpu {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// ---- Instantiate ----------------------------------------------------------------------------------------------------
+
+// Compiles for GPUs that may be elsewhere, so it decodes and checks: it touches no GPU and no store, and waits for
+// nothing.
+ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
+    std::string_view collective, std::string_view op, int64_t root, ffi::Span<const int64_t> sources,
+    std::string_view algorithm, std::string_view order, ffi::Span<const int64_t> processes,
+    ffi::Span<const int64_t> devices, ffi::Span<const int64_t> group_sizes, ffi::Span<const int64_t> one_shot_bytes,
+    ffi::Span<const int64_t> two_shot_bytes, ffi::Span<const int64_t> tree_shards, ffi::Span<const int64_t> tree_sizes,
+    ffi::Span<const int64_t> tree_ranks, std::string_view call, std::string_view lines, int64_t lane) {
+  const auto vector = [](ffi::Span<const int64_t> span) { return std::vector<int64_t>(span.begin(), span.end()); };
+  try {
+    auto instance = std::make_unique<Instance>();
+    Plan plan{named<Collective>(collective, kCollectives), named<Order>(order, kOrders), static_cast<int>(root)};
+    if (plan.collective == Collective::ragged_all_to_all) {
+      throw std::invalid_argument("the kernels have no ragged all-to-all, whose sizes are in the GPUs' memory");
+    }
+    instance->sources = sources_of(plan, sources, group_sizes);
+    plan.sources = instance->sources.data();
+    instance->site = {std::string(call), plan, named<Op>(op, kOps), algorithm_of(algorithm)};
+    instance->text = describe(call, lines);
+    if (lane < 0 || lane >= kLanes) {
+      throw std::invalid_argument("the lane is " + std::to_string(lane) + ", and there are " + std::to_string(kLanes) +
+                                  ", numbered from 0");
+    }
+    instance->site.lane = static_cast<int>(lane);
+    instance->groups = groups_of(vector(processes), vector(devices), vector(group_sizes), vector(one_shot_bytes),
+                                 vector(two_shot_bytes), root);
+    add_trees(instance->groups, trees_of(plan, group_sizes, tree_shards, tree_sizes, tree_ranks), instance->site);
+    return instance;
+  } catch (const std::exception& error) {
+    return ffi::Unexpected(ffi::Error::Internal(describe(call, lines) + ": " + error.what()));
+  }
+}
+
+// ---- Initialize -----------------------------------------------------------------------------------------------------
+
+// Runs before every execution on every GPU, including the replay of a CUDA graph, of which the host sees nothing else.
+//
+// The driver can make an allocation, the loading of a kernel or the creation of a CUDA graph wait for a running kernel,
+// which may be one that waits for the very GPU that allocates. XLA therefore lets the ranks of a process wait for each
+// other around its own collectives, but not around custom calls. Here they do, in the first runs of a call:
+// - every GPU of this process that takes part in the call has launched all of the programs before, so that their
+//   kernels end by themselves, before any connects;
+// - every one has connected and loaded all kernels before any leaves `initialize`;
+// - in each group, XLA has initialized every GPU of this process for the whole program, which includes the creation of
+//   CUDA graphs, before any launches the call; and every one has launched it before any goes on to what follows.
+//
+// That holds for calls that XLA launches itself, in the first run of a program all of them. From the second run on, it
+// may record a call in a CUDA graph, while it initializes the GPU. It launches the graph without the host's being told,
+// so a GPU may replay its graph while another one of this process still creates its own. If the driver makes that wait,
+// the kernel's deadline ends it with an error. XLA_FLAGS=--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN
+// keeps custom calls out of graphs.
+
+// Builds the points where the GPUs of this process wait for each other, in the first execution.
+void find_ranks_of_this_process(Instance& instance) {
+  const int64_t process = Communicators::instance().process();
+  const std::lock_guard<std::mutex> lock(instance.mutex);
+  if (instance.initialized != nullptr) return;
+  std::vector<std::string> all;
+  for (Instance::Group& group : instance.groups) {
+    std::vector<std::string> names;
+    for (const Member& member : group.members) {
+      if (member.process == process) names.push_back(name_of(member));
+    }
+    if (names.empty()) continue;
+    all.insert(all.end(), names.begin(), names.end());
+    group.launching = std::make_unique<FirstRun>("ready to launch " + instance.text, names);
+    group.launched = std::make_unique<FirstRun>("done with launching " + instance.text, names);
+  }
+  instance.initializing = std::make_unique<FirstRun>("ready to connect for " + instance.text, all);
+  instance.initialized = std::make_unique<FirstRun>("connected for " + instance.text, all);
+}
+
+// Where this GPU is in the call. Touches no GPU.
+Instance::Rank find_rank(Instance& instance, int64_t id) {
+  const Member self{Communicators::instance().process(), id};
+  Instance::Rank found{nullptr, 0, 0, 0};
+  for (Instance::Group& group : instance.groups) {
+    found.local = 0;
+    for (size_t rank = 0; rank < group.members.size(); ++rank) {
+      if (group.members[rank].process != self.process) continue;
+      if (group.members[rank] == self) {
+        found.group = &group;
+        found.rank = static_cast<int>(rank);
+        return found;
+      }
+      ++found.local;
+      ++found.index;
+    }
+  }
+  std::vector<int64_t> devices;
+  for (const Instance::Group& group : instance.groups) {
+    for (const Member& member : group.members) devices.push_back(member.device);
+  }
+  throw std::runtime_error("this execution is on " + name_of(self) +
+                           ", and the program was compiled for the GPUs with the ids " + list(devices));
+}
+
+// Connects the group of this GPU, and makes it known to executions.
+const Instance::Rank* connect(Instance& instance, Instance::Rank rank, int ordinal) {
+  Communicators& all = Communicators::instance();
+  std::shared_ptr<Communicator> communicator = all.get_or_create(rank.group->members);
+  {
+    // A group that was forgotten before this call ever ran is replaced; later it is not, since CUDA graphs know it.
+    const std::lock_guard<std::mutex> lock(instance.mutex);
+    std::shared_ptr<Communicator>& own = rank.group->communicator;
+    if (own == nullptr || (own->is_retired() && instance.ranks.empty())) own = communicator;
+    communicator = own;
+  }
+  communicator->name_call(instance.site.fingerprint(), instance.text);
+  all.connect(*communicator, instance.site.lane);
+  start_reporting_failures();
+  const std::lock_guard<std::mutex> lock(instance.mutex);
+  instance.ranks.push_back(std::make_unique<const Instance::Rank>(rank));
+  instance.rank_of[ordinal].store(instance.ranks.back().get(), std::memory_order_release);
+  return instance.ranks.back().get();
+}
+
+// Why the group cannot make a call, if it cannot.
+ffi::Error state_of(const Instance& instance, const Instance::Rank& rank) {
+  Communicator& communicator = *rank.group->communicator;
+  if (communicator.is_retired()) {
+    return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                      instance.text +
+                          ": this program was compiled before its group of GPUs was forgotten, by "
+                          "jax_ring.runtime.forget_gpu_groups() or since jax.distributed was initialized again. Call "
+                          "jax.clear_caches(), so that it is compiled again.");
+  }
+  if (const auto failure = communicator.failure()) {
+    communicator.should_report();  // by this error
+    return ffi::Error(ffi::ErrorCode::kDeadlineExceeded,
+                      communicator.describe(*failure, Communicators::instance().deadline()));
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error initialize(Instance* instance, ffi::RunId run, int32_t ordinal, ffi::RemainingArgs, ffi::RemainingRets,
+                      ffi::Dictionary) {
+  if (ordinal < 0 || ordinal >= kMaxOrdinals) {
+    return ffi::Error::Internal(instance->text + ": the CUDA ordinal " + std::to_string(ordinal) + " is not below " +
+                                std::to_string(kMaxOrdinals));
+  }
+  Communicators& all = Communicators::instance();
+  int index = -1;
+  const auto fail = [&](const std::string& why) {
+    if (index < 0) return;
+    instance->initializing->fail(run.run_id, index, why);
+    instance->initialized->fail(run.run_id, index, why);
+  };
+  try {
+    const Instance::Rank* rank = instance->rank_of[ordinal].load(std::memory_order_acquire);
+    if (rank != nullptr) {
+      index = rank->index;
+      instance->initializing->arrive_and_wait(run.run_id, index, all.deadline());
+    } else {
+      find_ranks_of_this_process(*instance);
+      const Instance::Rank found = find_rank(*instance, all.device_ids().id_of(ordinal));
+      index = found.index;
+      instance->initializing->arrive_and_wait(run.run_id, index, all.deadline());
+      rank = connect(*instance, found, ordinal);
+    }
+    if (ffi::Error error = state_of(*instance, *rank); error.failure()) {
+      fail(error.message());
+      return error;
+    }
+    instance->initialized->arrive_and_wait(run.run_id, index, all.deadline());
+    return ffi::Error::Success();
+  } catch (const std::exception& error) {
+    fail(error.what());
+    return ffi::Error::Internal(instance->text + ": " + error.what());
+  }
+}
+
+// ---- Execute --------------------------------------------------------------------------------------------------------
+
+// Kernels write as much as these sizes say. tree: of the group, or null.
+void check_sizes(const Plan& plan, int num_ranks, const TreeProgram* tree, const ffi::AnyBuffer& input,
+                 const ffi::AnyBuffer& result) {
+  const bool scatters = plan.collective == Collective::reduce_scatter;
+  const size_t slots = tree == nullptr ? 1 : tree->num_slots;
+  const size_t sums = tree != nullptr && scatters ? tree->num_results : 1;
+  const size_t inputs = input.element_count(), results = result.element_count();
+  const size_t expected = sums * result_count(plan, num_ranks, inputs / slots);
+  const bool divides = inputs % (slots * num_input_blocks(plan, num_ranks)) == 0;
+  if (divides && results == expected) return;
+  throw std::invalid_argument("an operand of " + std::to_string(inputs) + " elements in " + std::to_string(slots) +
+                              (slots == 1 ? " slot" : " slots") + " does not have a result of " +
+                              std::to_string(results) + " elements" +
+                              (divides ? ", but of " + std::to_string(expected) : "") + " in a group of " +
+                              std::to_string(num_ranks) + " GPUs");
+}
+
+void launch(const Instance& instance, const Instance::Rank& rank, Stream stream, ffi::RemainingArgs args,
+            ffi::RemainingRets rets) {
+  if (args.size() == 0 || args.size() != rets.size()) {
+    throw std::invalid_argument("a call needs one result per operand, and at least one operand; it has " +
+                                std::to_string(args.size()) + " operands and " + std::to_string(rets.size()) +
+                                " results");
+  }
+  Communicators& all = Communicators::instance();
+  Gpus& gpus = all.gpus();
+  const NamedRange range(gpus, instance.text.c_str());
+  const EngineType type = engine_type_of(instance.site.plan, args.get<ffi::AnyBuffer>(0)->element_type());
+  const TreeProgram* const tree = rank.group->tree.has_value() ? &*rank.group->tree : nullptr;
+  std::vector<Buffer> buffers;
+  for (size_t i = 0; i < args.size(); ++i) {
+    const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i), result = **rets.get<ffi::AnyBuffer>(i);
+    check_sizes(instance.site.plan, static_cast<int>(rank.group->members.size()), tree, input, result);
+    buffers.push_back({input.untyped_data(), result.untyped_data(), input.size_bytes()});
+  }
+  const std::vector<Launch> launches = launches_of(*rank.group->communicator, rank.rank, instance.site,
+                                                   rank.group->thresholds, type.dtype, buffers, all.deadline(), tree);
+  for (const Launch& each : launches) {
+    if (gpus.has_kernel(each.kernel)) continue;
+    throw std::runtime_error(
+        "this build of jax_ring has no GPU kernels for the operands' dtype. Build it again "
+        "without JAX_RING_CUDA_DTYPES.");
+  }
+  for (const Launch& each : launches) gpus.launch(each.kernel, each.call, stream);
+}
+
+// Waits for no connection. It waits for other ranks in the first runs alone, and not while XLA records: nothing runs
+// then, and another GPU may not record in this run.
+ffi::Error execute(Instance* instance, ffi::RunId run, Stream stream, int32_t ordinal, ffi::RemainingArgs args,
+                   ffi::RemainingRets rets, ffi::Dictionary /*seen by instantiate*/) {
+  const Instance::Rank* rank =
+      ordinal < 0 || ordinal >= kMaxOrdinals ? nullptr : instance->rank_of[ordinal].load(std::memory_order_acquire);
+  if (rank == nullptr) {
+    return ffi::Error::Internal(instance->text + ": executed on the GPU with CUDA ordinal " + std::to_string(ordinal) +
+                                ", which has not been initialized");
+  }
+  FirstRun &launching = *rank->group->launching, &launched = *rank->group->launched;
+  const auto fail = [&](const std::string& why) {
+    launching.fail(run.run_id, rank->local, why);
+    launched.fail(run.run_id, rank->local, why);
+  };
+  try {
+    if (ffi::Error error = state_of(*instance, *rank); error.failure()) {
+      fail(error.message());
+      return error;
+    }
+    const Communicators& all = Communicators::instance();
+    if (launched.is_done()) {
+      launch(*instance, *rank, stream, args, rets);
+      return ffi::Error::Success();
+    }
+    const bool waits = !all.gpus().is_capturing(stream);
+    const auto meet = [&](FirstRun& point) {
+      waits ? point.arrive_and_wait(run.run_id, rank->local, all.deadline()) : point.arrive(run.run_id, rank->local);
+    };
+    meet(launching);
+    launch(*instance, *rank, stream, args, rets);
+    meet(launched);
+    return ffi::Error::Success();
+  } catch (const std::exception& error) {
+    fail(error.what());
+    return ffi::Error::Internal(instance->text + ": " + error.what());
+  }
+}
+
+XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
+                       ffi::Ffi::BindInstantiate()
+                           .Attr<std::string_view>("collective")
+                           .Attr<std::string_view>("op")
+                           .Attr<int64_t>("root")
+                           .Attr<ffi::Span<const int64_t>>("sources")
+                           .Attr<std::string_view>("algorithm")
+                           .Attr<std::string_view>("order")
+                           .Attr<ffi::Span<const int64_t>>("processes")
+                           .Attr<ffi::Span<const int64_t>>("devices")
+                           .Attr<ffi::Span<const int64_t>>("group_sizes")
+                           .Attr<ffi::Span<const int64_t>>("one_shot_bytes")
+                           .Attr<ffi::Span<const int64_t>>("two_shot_bytes")
+                           .Attr<ffi::Span<const int64_t>>("tree_shards")
+                           .Attr<ffi::Span<const int64_t>>("tree_sizes")
+                           .Attr<ffi::Span<const int64_t>>("tree_ranks")
+                           .Attr<std::string_view>("call")
+                           .Attr<std::string_view>("site")
+                           .Attr<int64_t>("lane"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize,
+                       ffi::Ffi::BindInitialize()
+                           .Ctx<ffi::State<Instance>>()
+                           .Ctx<ffi::RunId>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attrs(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+auto execution() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::State<Instance>>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::PlatformStream<Stream>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
+}
+
+XLA_FFI_DEFINE_HANDLER(execute_handler, execute, execution(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(execute_unrecorded_handler, execute, execution());
+
+}  // namespace
+
+XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame) { return instantiate_handler(call_frame); }
+XLA_FFI_Error* collective_initialize(XLA_FFI_CallFrame* call_frame) { return initialize_handler(call_frame); }
+XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame) { return execute_handler(call_frame); }
+XLA_FFI_Error* collective_execute_unrecorded(XLA_FFI_CallFrame* call_frame) {
+  return execute_unrecorded_handler(call_frame);
+}
+
+XLA_FFI_TypeId* instance_type_id() { return &Instance::id; }
+
+XLA_FFI_TypeInfo* instance_type_info() {
+  static XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<Instance>();
+  return &info;
+}
+
+}  // namespace jax_ring::gpu

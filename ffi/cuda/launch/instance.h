@@ -1,0 +1,69 @@
+// instance.h: a call instruction of a program, with its groups of GPUs.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "attributes/trees.h"
+#include "cuda/groups/communicators.h"
+#include "cuda/launch/first_run.h"
+#include "cuda/launch/plan.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ring::gpu {
+
+// XLA numbers GPUs by CUDA ordinal. More are on no host.
+constexpr int kMaxOrdinals = 64;
+
+// One per call instruction and process, owned by the runtime.
+struct Instance {
+  static xla::ffi::TypeId id;
+
+  struct Group {
+    std::vector<Member> members;
+    Thresholds thresholds;
+    std::optional<TreeProgram> tree;  // with Order::tree
+    // From here on: of groups with GPUs of this process, from their first execution on.
+    std::shared_ptr<Communicator> communicator;
+    std::unique_ptr<FirstRun> launching, launched;
+  };
+
+  // A GPU of this process in the call.
+  struct Rank {
+    Group* group;
+    int rank;   // in the group
+    int local;  // among those of this process in the group
+    int index;  // among those of this process in the call
+  };
+
+  CallSite site;
+  std::vector<int> sources;  // of the site's plan
+  std::string text;          // for error messages
+  std::vector<Group> groups;
+
+  // By CUDA ordinal; null until the GPU's group is connected. Executions read it without a lock.
+  std::array<std::atomic<const Rank*>, kMaxOrdinals> rank_of{};
+
+  std::mutex mutex;  // of what follows, and of the groups; nothing is waited for under it
+  std::unique_ptr<FirstRun> initializing, initialized;
+  std::vector<std::unique_ptr<const Rank>> ranks;
+};
+// The groups, from the attributes of the custom call: see handler.h. Throws std::invalid_argument if these do not fit
+// each other.
+std::vector<Instance::Group> groups_of(const std::vector<int64_t>& processes, const std::vector<int64_t>& devices,
+                                       const std::vector<int64_t>& sizes, const std::vector<int64_t>& one_shot_bytes,
+                                       const std::vector<int64_t>& two_shot_bytes, int64_t root);
+
+// Compiles the groups' trees for the kernels. Throws std::invalid_argument if these have no such tree.
+void add_trees(std::vector<Instance::Group>& groups, const Trees& trees, const CallSite& site);
+
+// The values, for error messages.
+std::string list(const std::vector<int64_t>& values);
+
+}  // namespace jax_ring::gpu

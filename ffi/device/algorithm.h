@@ -1,0 +1,104 @@
+// algorithm.h: runs one team's share of a collective, with any algorithm.
+#pragma once
+
+#include <type_traits>
+
+#include "device/fold/kernel_fold.h"
+#include "device/multicast.h"
+#include "device/one_shot.h"
+#include "device/ring.h"
+#include "device/two_shot.h"
+
+namespace jax_ring {
+
+// Fills what this team would have written in a call that failed, and nothing else, since other teams may have
+// succeeded. All bits are ones, which is NaN in nearly every float type and cannot be mistaken for a result.
+template <class Team>
+JAX_RING_TEAM_CALL void poison(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team) {
+  const int p = self.num_ranks();
+  const Pack ones{{~uint64_t{0}, ~uint64_t{0}}};
+  if (requires_ring(plan)) {
+    const uint64_t block = ceil_div(message.num_packs, p);
+    const PackRange share = share_of({0, block}, cta, self.capacity.num_ctas);
+    for (int i = 0; i < p; ++i) {
+      fill(message, {i * block + share.begin, smaller(i * block + share.end, message.num_packs)}, 0, team, ones);
+    }
+    return;
+  }
+  const PackRange share = share_of({0, message.num_packs}, cta, self.capacity.num_ctas);
+  for (int block = 0; block < num_output_blocks(plan, p); ++block) {
+    fill(message, share, block, team, ones);
+  }
+}
+
+// The same along a tree, where a reduce-scatter may have several results.
+template <class Team>
+JAX_RING_TEAM_CALL void poison_results(const Endpoint& self, const Message& message, int num_results, int cta,
+                                       Team team) {
+  const PackRange share = share_of({0, message.num_packs}, cta, self.capacity.num_ctas);
+  for (int result = 0; result < num_results; ++result) {
+    fill(message, share, result, team, Pack{{~uint64_t{0}, ~uint64_t{0}}});
+  }
+}
+
+// Which kernels exist. Maxima and minima, whose order does not matter, have only two-shot kernels, which are never far
+// from the best: there are many kernels, and they take long to compile.
+template <class Element, class Op, Algorithm kAlgorithm>
+constexpr bool is_needed =
+    kHasKernels<Element, Op> &&
+    (kAlgorithm == Algorithm::multicast ? std::is_same_v<Op, Sum> && kSwitchAdds<Element>
+                                        : std::is_same_v<Op, Sum> || kAlgorithm == Algorithm::two_shot);
+
+// Along a tree there are only sums, and a ring has no place for it: a partial sum would visit one rank after the other.
+// Nor has a switch, whose order is its own.
+template <class Element, class Op, Algorithm kAlgorithm>
+constexpr bool has_tree = is_needed<Element, Op, kAlgorithm> && std::is_same_v<Op, Sum> &&
+                          (kAlgorithm == Algorithm::one_shot || kAlgorithm == Algorithm::two_shot);
+
+// Starts a call. False if it must not run: this rank has failed before, or its lane is busy.
+template <class Team>
+JAX_RING_TEAM bool start(const Endpoint& self, int cta, Team team) {
+  bool ok = true;
+  if (team.thread() == 0) {
+    // After a failure a rank no longer knows how far its peers are.
+    ok = SystemAtomic<uint32_t>(*self.failed).load(cuda::memory_order_relaxed) == 0;
+    if (ok && !try_take(&self.progress[cta].busy)) {
+      fail(self, FailureKind::busy, Step::start, self.rank, 0, cta);
+      ok = false;
+    }
+  }
+  return team.all(ok);
+}
+
+// Ends a call that has started. One that has not started leaves the lane to the call that runs there. All threads have
+// met at a barrier since they last used a mailbox or the counters: an algorithm ends with one, also if it fails.
+template <class Team>
+JAX_RING_TEAM void finish(const Endpoint& self, int cta, Team team) {
+  if (team.thread() == 0) give_back(&self.progress[cta].busy);
+}
+
+template <class Element, class Op, Algorithm kAlgorithm, class Team, class Terms = RankTerms>
+JAX_RING_TEAM void run_team(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team,
+                            const Terms& terms = {}) {
+  const auto op = kernel_operation<Op>(message.flipped);
+  const bool started = start(self, cta, team);
+  bool ok = started;
+  if constexpr (kAlgorithm == Algorithm::one_shot) {
+    ok = ok && one_shot::all_reduce<Element>(self, message, cta, team, op, terms);
+  } else if constexpr (kAlgorithm == Algorithm::two_shot) {
+    ok = ok && two_shot::run<Element>(self, message, plan, cta, team, op, terms);
+  } else if constexpr (kAlgorithm == Algorithm::multicast) {
+    ok = ok && multicast::all_reduce<Element>(self, message, cta, team);
+  } else {
+    ok = ok && ring::reduce<Element>(self, message, plan, cta, team, op);
+  }
+  if (started) finish(self, cta, team);
+  if (ok) return;
+  if constexpr (Terms::kIsTree) {
+    poison_results(self, message, terms.num_results(), cta, team);
+  } else {
+    poison(self, message, plan, cta, team);
+  }
+}
+
+}  // namespace jax_ring

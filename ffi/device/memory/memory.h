@@ -1,0 +1,82 @@
+// memory.h: how ranks read and write the memory that they share: flags, lines and packs.
+//
+// Every access to a mailbox is one of these functions, so that a model of memory can take their place.
+#pragma once
+
+#include <cstdint>
+#include <cuda/atomic>
+
+#include "collective/watch.h"
+#include "device/memory/mailbox.h"
+
+namespace jax_ring {
+
+// The protocols use libcu++, which has one set of atomics for host and device.
+template <class T>
+using SystemAtomic = cuda::atomic_ref<T, cuda::thread_scope_system>;
+
+// For what only the kernels of one rank use, in its own memory: this costs less.
+template <class T>
+using DeviceAtomic = cuda::atomic_ref<T, cuda::thread_scope_device>;
+
+// Takes what one call at a time may use. False if another has it. Who takes it sees all that the last one did with it.
+JAX_RING_TEAM bool try_take(uint32_t* busy) {
+  return DeviceAtomic<uint32_t>(*busy).exchange(1, cuda::memory_order_acquire) == 0;
+}
+JAX_RING_TEAM void give_back(uint32_t* busy) { DeviceAtomic<uint32_t>(*busy).store(0, cuda::memory_order_release); }
+
+// Sets a flag with release semantics. A rank that sees it also sees everything that this thread wrote before, and
+// everything that this thread had seen of its team's writes.
+JAX_RING_TEAM void post_flag(uint64_t* flag, uint64_t value) {
+  SystemAtomic<uint64_t>(*flag).store(value, cuda::memory_order_release);
+}
+JAX_RING_TEAM uint64_t load_flag(uint64_t* flag) {
+  return SystemAtomic<uint64_t>(*flag).load(cuda::memory_order_acquire);
+}
+
+JAX_RING_TEAM void store_line(Line* to, Line line) {
+#if defined(__CUDACC__)
+  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(line.word[0]), "l"(line.word[1])
+               : "memory");
+#else
+  for (int i = 0; i < 2; ++i) SystemAtomic<uint64_t>(to->word[i]).store(line.word[i], cuda::memory_order_relaxed);
+#endif
+}
+
+// The line at from[kOffset]. An offset in the instruction needs no register for an address of its own.
+template <int kOffset = 0>
+JAX_RING_TEAM Line load_line(Line* from) {
+  Line line;
+#if defined(__CUDACC__)
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2 + %3];"
+               : "=l"(line.word[0]), "=l"(line.word[1])
+               : "l"(from), "n"(kOffset * sizeof(Line))
+               : "memory");
+#else
+  for (int i = 0; i < 2; ++i)
+    line.word[i] = SystemAtomic<uint64_t>(from[kOffset].word[i]).load(cuda::memory_order_relaxed);
+#endif
+  return line;
+}
+
+// Packs in a mailbox. Plain accesses: a flag orders them.
+JAX_RING_TEAM Pack read_pack(const Pack* from) {
+  watch_read(from, sizeof(*from));
+  return *from;
+}
+JAX_RING_TEAM void write_pack(Pack* to, Pack pack) {
+  watch_write(to, sizeof(*to));
+  *to = pack;
+}
+
+// A word of a mailbox that a flag orders, as it does packs.
+JAX_RING_TEAM uint64_t read_word(const uint64_t* from) {
+  watch_read(from, sizeof(*from));
+  return *from;
+}
+JAX_RING_TEAM void write_word(uint64_t* to, uint64_t word) {
+  watch_write(to, sizeof(*to));
+  *to = word;
+}
+
+}  // namespace jax_ring

@@ -1,0 +1,249 @@
+// one_shot.h: all-reduce of small messages in one step: every rank sends its message to all ranks, and folds all of
+// them.
+//
+// Data and the tag of the round travel in the same words (as in NCCL's LL protocol), so there is no flag to wait for
+// and no fence: p-1 sends and a poll. A message up to the default threshold is exchanged in one round. Two sets of
+// lines alternate. A rank rewrites a set two rounds later, when it has finished the round in between, for which every
+// peer sent its data only after reading this set.
+//
+// Along a tree, a rank with several slots sends one pack of each for a pack of the result. A round is shorter then.
+#pragma once
+
+#include "device/fold/fold_pack.h"
+#include "device/fold/fold_tree.h"
+#include "device/memory/signal.h"
+
+namespace jax_ring {
+namespace one_shot {
+
+JAX_RING_TEAM Line tagged(uint64_t data, uint32_t tag) {
+  const uint64_t high = static_cast<uint64_t>(tag) << 32;
+  return {{high | static_cast<uint32_t>(data), high | (data >> 32)}};
+}
+JAX_RING_TEAM bool has_tag(const Line& line, uint32_t tag) {
+  return line.word[0] >> 32 == tag && line.word[1] >> 32 == tag;
+}
+JAX_RING_TEAM uint64_t data_of(const Line& line) { return (line.word[0] & 0xffffffffu) | line.word[1] << 32; }
+
+JAX_RING_TEAM Line* lines(const Endpoint& self, int owner, int cta, int source, uint32_t epoch) {
+  const size_t offset = self.capacity.lines(static_cast<int>(epoch % 2), cta, source);
+  return reinterpret_cast<Line*>(self.mailbox[owner] + offset);
+}
+
+// Sends this rank's packs and two more lines. One is the header, which identifies the call. The other is a line that
+// this round does not use, a different one each round, so that no line keeps its tag until the epochs wrap around.
+// Lines for itself need neither: the thread that reads one has just written it.
+template <class Team, class Terms>
+JAX_RING_TEAM void send(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
+                        uint32_t epoch, const Terms& terms) {
+  const int p = self.num_ranks();
+  const uint64_t swept = epoch / 2 % self.capacity.num_lines();
+  // From the last thread on: the first ones have packs to send.
+  for (int step = team.size() - team.thread(); step < p; step += team.size()) {
+    Line* to = lines(self, modulo(self.rank + step, p), cta, self.rank, epoch);
+    store_line(to, tagged(message.fingerprint, epoch));
+    if (swept > kLinesPerPack * terms.num_slots() * range.size()) store_line(to + swept, tagged(0, epoch));
+  }
+  JAX_RING_NO_UNROLL
+  for (int slot = 0; slot < terms.num_slots(); ++slot) {
+    for_each_small_pack<1>(
+        message, RangeWalk{range}, team,
+        [&](const auto& operand, uint64_t index, const Spot&) { return operand.load(index, slot); },
+        [&](const auto&, uint64_t, const Spot& spot, Pack pack) {
+          const uint64_t place = slot * range.size() + spot.place;
+          for (int step = Terms::kFirstStep; step < p; ++step) {
+            Line* to = lines(self, modulo(self.rank + step, p), cta, self.rank, epoch) + 1 + kLinesPerPack * place;
+            store_line(to, tagged(pack.word[0], epoch));
+            store_line(to + 1, tagged(pack.word[1], epoch));
+          }
+        });
+  }
+}
+
+// Waits until every peer has announced the same call, before any wait for data that another call would not send.
+template <class Team>
+JAX_RING_TEAM bool check_headers(const Endpoint& self, const Message& message, int cta, Team team, uint32_t epoch) {
+  bool ok = true;
+  // From the last thread on: the first ones have packs to fold.
+  for (int source = team.size() - 1 - team.thread(); ok && source < self.num_ranks(); source += team.size()) {
+    if (source == self.rank) continue;
+    Line header;
+    ok = await(
+        self,
+        [&] {
+          header = load_line(lines(self, self.rank, cta, source, epoch));
+          return has_tag(header, epoch);
+        },
+        Step::one_shot, [&] { return source; }, epoch, cta);
+    if (ok && data_of(header) != message.fingerprint) {
+      fail(self, FailureKind::mismatch, Step::one_shot, source, epoch, cta);
+      ok = false;
+    }
+  }
+  return ok;
+}
+
+// The same value, of which the compiler does not know that it stays the same. It computes what depends on it where it
+// is needed, and not ahead of a loop, where the results would occupy registers all along.
+JAX_RING_TEAM uint32_t unknown(uint32_t value) {
+#if defined(__CUDACC__)
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+
+// Waits for the packs at one place from some peers. All lines are loaded before any is tested, so that their latencies
+// overlap.
+template <int kCount>
+JAX_RING_TEAM bool receive(const Endpoint& self, int first, uint32_t place, int cta, uint32_t epoch,
+                           PeerPacks<kCount>* packs) {
+  Line* const from_rank_0 = lines(self, self.rank, cta, 0, epoch) + 1 + kLinesPerPack * place;
+  const uint32_t lines_per_rank = static_cast<uint32_t>(self.capacity.num_lines());
+  const auto exists = [&](int i) { return first + i < self.num_ranks() - 1; };
+  const auto line = [&](int i, uint32_t stride) { return from_rank_0 + stride * place_of_peer(first + i, self.rank); };
+  const auto is_ready = [&] {
+    const uint32_t stride = unknown(lines_per_rank);
+    Line received[kCount][kLinesPerPack] = {};
+    JAX_RING_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      if (!exists(i)) continue;
+      received[i][0] = load_line(line(i, stride));
+      received[i][1] = load_line<1>(line(i, stride));
+    }
+    bool complete = true;
+    JAX_RING_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      packs->pack[i] = {{data_of(received[i][0]), data_of(received[i][1])}};
+      complete = complete && (!exists(i) || (has_tag(received[i][0], epoch) && has_tag(received[i][1], epoch)));
+    }
+    return complete;
+  };
+  const auto missing = [&] {
+    const auto has_arrived = [&](int i) {
+      Line* from = line(i, lines_per_rank);
+      return has_tag(load_line(from), epoch) && has_tag(load_line<1>(from), epoch);
+    };
+    int i = 0;
+    JAX_RING_NO_UNROLL
+    while (exists(i + 1) && has_arrived(i)) ++i;
+    return place_of_peer(first + i, self.rank);
+  };
+  return await(self, is_ready, Step::one_shot, missing, epoch, cta);
+}
+
+// The same for the pieces of some terms of a tree, at one place of the result: the part-th ones of their packs.
+template <class Element>
+JAX_RING_TEAM bool receive_terms(const Endpoint& self, const TreeProgram& program, int first, int part, uint32_t place,
+                                 uint32_t packs_per_slot, int cta, uint32_t epoch, Pieces<Element>* terms) {
+  constexpr int kCount = kTermsInFlight<Element>, kWords = kPieceWords<Element>;
+  Line* const from_rank_0 = lines(self, self.rank, cta, 0, epoch) + 1 + kLinesPerPack * place + part;
+  const uint32_t lines_per_rank = static_cast<uint32_t>(self.capacity.num_lines());
+  const auto line = [&](int i, uint32_t per_rank) {
+    const uint32_t of_slot = static_cast<uint32_t>(kLinesPerPack) * packs_per_slot * program.slot(first + i);
+    return from_rank_0 + (per_rank * program.member(first + i) + of_slot);
+  };
+  const auto is_ready = [&] {
+    const uint32_t stride = unknown(lines_per_rank);
+    Line received[kCount][kWords] = {};
+    JAX_RING_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      if (!program.exists(first + i)) continue;
+      received[i][0] = load_line(line(i, stride));
+      if constexpr (kWords == 2) received[i][1] = load_line<1>(line(i, stride));
+    }
+    bool complete = true;
+    JAX_RING_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      JAX_RING_UNROLL
+      for (int word = 0; word < kWords; ++word) {
+        terms->piece[i].word[word] = data_of(received[i][word]);
+        complete = complete && (!program.exists(first + i) || has_tag(received[i][word], epoch));
+      }
+    }
+    return complete;
+  };
+  const auto missing = [&] {
+    int source = self.rank;
+    JAX_RING_NO_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      if (!program.exists(first + i)) continue;
+      Line* from = line(i, lines_per_rank);
+      bool has_arrived = has_tag(load_line(from), epoch);
+      if constexpr (kWords == 2) has_arrived = has_arrived && has_tag(load_line<1>(from), epoch);
+      source = program.member(first + i);
+      if (!has_arrived) break;
+    }
+    return source;
+  };
+  return await(self, is_ready, Step::one_shot, missing, epoch, cta);
+}
+
+// Folds the packs of all ranks into the output.
+template <class Element, class Op, class Team>
+JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
+                        uint32_t epoch, Op op, const RankTerms&) {
+  bool ok = true;
+  for_each_small_pack<1>(
+      message, RangeWalk{range}, team,
+      [](const auto& operand, uint64_t index, const Spot&) { return operand.load(index); },
+      [&](const auto& operand, uint64_t index, const Spot& spot, Pack mine) {
+        const auto load = [&](int first) {
+          PeerPacks<kPeersInFlight<Element>> packs{};
+          if (ok) ok = receive(self, first, spot.place, cta, epoch, &packs);
+          return packs;
+        };
+        operand.store(index, fold_packs<Element>(self.num_ranks(), self.rank, mine, load(0), load, op));
+      });
+  return ok;
+}
+
+// Adds the packs of all terms of a tree.
+template <class Element, class Op, class Team>
+JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
+                        uint32_t epoch, Op op, const TreeTerms& terms) {
+  const uint32_t packs_per_slot = static_cast<uint32_t>(range.size());
+  bool ok = true;
+  for_each_small_pack<1>(
+      message, RangeWalk{range}, team, [](const auto&, uint64_t, const Spot&) { return 0; },
+      [&](const auto& operand, uint64_t index, const Spot& spot, int) {
+        const auto load = [&](int first, int part) {
+          Pieces<Element> pieces{};
+          if (ok) {
+            ok = receive_terms<Element>(self, terms.program, first, part, spot.place, packs_per_slot, cta, epoch,
+                                        &pieces);
+          }
+          return pieces;
+        };
+        operand.store(index, fold_tree<Element>(terms.program, 0, load, op));
+      });
+  return ok;
+}
+
+// All-reduces the team's share of the message. Returns false if a wait failed; the rank's failure record names the
+// peer.
+template <class Element, class Op, class Team, class Terms = RankTerms>
+JAX_RING_TEAM bool all_reduce(const Endpoint& self, const Message& message, int cta, Team team, Op op,
+                              const Terms& terms = {}) {
+  const PackRange share = share_of({0, message.num_packs}, cta, self.capacity.num_ctas);
+  // A team without work meets at no barrier, behind which all its threads would have read the epoch.
+  if (share.size() == 0) return true;
+  Progress& progress = self.progress[cta];
+  uint32_t epoch = progress.one_shot_epoch;
+  const uint32_t round_packs = static_cast<uint32_t>(self.capacity.one_shot_packs / terms.num_slots());
+  bool ok = true;
+  JAX_RING_NO_UNROLL
+  for (PackRange rest = share; ok && rest.begin < rest.end; rest.begin += round_packs) {
+    ++epoch;
+    const PackRange range{rest.begin, smaller(rest.begin + round_packs, rest.end)};
+    send(self, message, range, cta, team, epoch, terms);
+    ok = check_headers(self, message, cta, team, epoch);
+    ok = fold<Element>(self, message, range, cta, team, epoch, op, terms) && ok;
+    // A thread without work in the next round must not announce it while another thread still reads this one.
+    ok = team.all(ok);
+  }
+  if (ok && team.thread() == 0) progress.one_shot_epoch = epoch;
+  return ok;
+}
+
+}  // namespace one_shot
+}  // namespace jax_ring

@@ -1,0 +1,358 @@
+// flight_table.cc: matches the calls of several processes, and prints which of them each one has made.
+#include "recorder/flight_table.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <map>
+#include <set>
+#include <utility>
+
+namespace jax_ring::flight {
+namespace {
+
+constexpr size_t kRows = 16;
+constexpr size_t kCallWidth = 72;
+constexpr size_t kNamesOfColumn = 8;
+
+// "0, 1, 5-7"
+std::string list_of(const std::vector<int64_t>& numbers) {
+  std::string text;
+  size_t named = 0;
+  for (size_t i = 0; i < numbers.size();) {
+    size_t end = i + 1;
+    while (end < numbers.size() && numbers[end] == numbers[end - 1] + 1) ++end;
+    if (named++ == kNamesOfColumn) return text + ", ...";
+    text += (text.empty() ? "" : ", ") + std::to_string(numbers[i]);
+    if (end - i > 1) text += (end - i == 2 ? ", " : "-") + std::to_string(numbers[end - 1]);
+    i = end;
+  }
+  return text;
+}
+
+// How a column, or a part of a sentence, is headed.
+struct Name {
+  const char *one, *several;
+  std::string of(const std::vector<int64_t>& numbers) const {
+    return std::string(numbers.size() > 1 ? several : one) + " " + list_of(numbers);
+  }
+};
+constexpr Name kProcess{"process", "processes"};
+constexpr Name kPosition{"mesh position", "mesh positions"};
+
+enum class Kind { not_in_group, not_made, partial, waiting, done, failed };
+
+// What a table says of one call in one process, or on one rank.
+struct Cell {
+  Kind kind = Kind::not_in_group;
+  int64_t since = 0;  // when it was entered, or ended
+  int arrived = 0, local = 0;
+
+  bool is_like(const Cell& other) const {
+    return kind == other.kind && (kind != Kind::partial || arrived == other.arrived);
+  }
+};
+
+struct Row {
+  std::string text;
+  int64_t entered;
+  int count;                      // of equal ones
+  std::map<int64_t, Cell> cells;  // by process or mesh position
+};
+
+std::string seconds(int64_t nanoseconds) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.3f s", static_cast<double>(std::max<int64_t>(nanoseconds, 0)) * 1e-9);
+  return text;
+}
+
+std::string text_of(const Cell& cell, int64_t now) {
+  switch (cell.kind) {
+    case Kind::not_in_group:
+      return "";
+    case Kind::not_made:
+      return "NOT MADE";
+    case Kind::partial:
+      return std::to_string(cell.arrived) + " ranks wait, " + seconds(now - cell.since);
+    case Kind::waiting:
+      return "waits, " + seconds(now - cell.since);
+    case Kind::done:
+      return "done " + seconds(now - cell.since) + " ago";
+    case Kind::failed:
+      return "failed " + seconds(now - cell.since) + " ago";
+  }
+  return "";
+}
+
+Cell cell_of(const Seen& seen) {
+  switch (seen.state) {
+    case State::arriving:
+      return {Kind::partial, seen.entered, __builtin_popcountll(seen.arrived), 0};
+    case State::ready:
+      return {Kind::waiting, seen.entered, 0, 0};
+    case State::done:
+      return {Kind::done, seen.ended, 0, 0};
+    case State::failed:
+      return {Kind::failed, seen.ended, 0, 0};
+  }
+  return {};
+}
+
+// Shortened in the middle: the kind of the call and its line are at the ends.
+std::string shortened(const std::string& text) {
+  if (text.size() <= kCallWidth) return text;
+  const auto is_inside = [&](size_t at) { return (text[at] & 0xc0) == 0x80; };  // a UTF-8 character
+  size_t head = kCallWidth / 2, tail = text.size() - (kCallWidth - head - 3);
+  while (head > 0 && is_inside(head)) --head;
+  while (tail < text.size() && is_inside(tail)) ++tail;
+  return text.substr(0, head) + "..." + text.substr(tail);
+}
+
+bool all_done(const Row& row) {
+  return std::all_of(row.cells.begin(), row.cells.end(), [](const auto& cell) {
+    return cell.second.kind == Kind::done || cell.second.kind == Kind::not_in_group;
+  });
+}
+
+// Equal calls one after the other that all have done become one row, the last of them.
+std::vector<Row> without_repetitions(std::vector<Row> rows) {
+  std::vector<Row> kept;
+  for (Row& row : rows) {
+    const auto is_like = [&](const Row& other) {
+      return other.text == row.text && all_done(other) && all_done(row) &&
+             std::equal(row.cells.begin(), row.cells.end(), other.cells.begin(), other.cells.end(),
+                        [](const auto& a, const auto& b) { return a.first == b.first && a.second.is_like(b.second); });
+    };
+    if (!kept.empty() && is_like(kept.back())) {
+      row.count += kept.back().count;
+      kept.pop_back();
+    }
+    kept.push_back(std::move(row));
+  }
+  return kept;
+}
+
+// Leaves the latest rows, and the columns that have a cell in them.
+std::string print(std::vector<Row> rows, const std::vector<int64_t>& all, Name name_of, int64_t now) {
+  std::stable_sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.entered < b.entered; });
+  rows = without_repetitions(std::move(rows));
+  if (rows.size() > kRows) rows.erase(rows.begin(), rows.end() - kRows);
+  if (rows.empty()) return "jax_ring: no calls are recorded.\n";
+  std::vector<std::vector<int64_t>> columns;  // the names of those alike
+  const auto cell_at = [](const Row& row, int64_t name) {
+    const auto found = row.cells.find(name);
+    return found == row.cells.end() ? Cell{} : found->second;
+  };
+  for (int64_t name : all) {
+    const auto alike = std::find_if(columns.begin(), columns.end(), [&](const std::vector<int64_t>& column) {
+      return std::all_of(rows.begin(), rows.end(),
+                         [&](const Row& row) { return cell_at(row, column[0]).is_like(cell_at(row, name)); });
+    });
+    if (alike == columns.end()) {
+      columns.push_back({name});
+    } else {
+      alike->push_back(name);
+    }
+  }
+  std::vector<std::vector<std::string>> lines(1, {""});
+  for (const auto& column : columns) {
+    lines[0].push_back(name_of.of(column));
+  }
+  for (const Row& row : rows) {
+    const std::string times = row.count > 1 ? std::to_string(row.count) + " times " : "";
+    lines.push_back({(all_done(row) ? "  " : "> ") + times + shortened(row.text)});
+    for (const auto& column : columns) lines.back().push_back(text_of(cell_at(row, column[0]), now));
+  }
+  std::vector<size_t> widths(lines[0].size());
+  for (const auto& line : lines) {
+    for (size_t i = 0; i < line.size(); ++i) widths[i] = std::max(widths[i], line[i].size());
+  }
+  std::string text = "jax_ring: the last calls, those that not all have done marked by >:\n";
+  for (const auto& line : lines) {
+    std::string whole;
+    for (size_t i = 0; i < line.size(); ++i) whole += line[i] + std::string(widths[i] - line[i].size() + 2, ' ');
+    text += whole.substr(0, whole.find_last_not_of(' ') + 1) + "\n";
+  }
+  return text;
+}
+
+// The newest record of a process that says where it is: an open one if there is one.
+const Seen* latest(const std::vector<Seen>& records) {
+  const Seen* found = nullptr;
+  for (const Seen& seen : records) {
+    const bool is_open = seen.state == State::arriving || seen.state == State::ready;
+    const bool found_open = found != nullptr && (found->state == State::arriving || found->state == State::ready);
+    if (found == nullptr || is_open || !found_open) found = &seen;
+  }
+  return found;
+}
+
+std::string sentence_of(const Cell& cell, const std::string& text, int64_t now) {
+  const std::string passed = seconds(now - cell.since);
+  switch (cell.kind) {
+    case Kind::partial:
+      return std::to_string(cell.arrived) + " ranks wait in " + text + ", for " + passed;
+    case Kind::waiting:
+      return "waiting in " + text + ", for " + passed;
+    case Kind::failed:
+      return "failed in " + text + ", " + passed + " ago";
+    default:
+      return "no call since " + text + " was done, " + passed + " ago";
+  }
+}
+
+// " Last calls: processes 0, 1: ...; process 2: ...": those in the same call in one part, with the time of the first.
+std::string sentence(const std::map<int64_t, std::pair<Cell, std::string>>& latest_calls, Name name_of, int64_t now) {
+  struct Part {
+    Cell cell;
+    std::string text;
+    std::vector<int64_t> names;
+  };
+  std::vector<Part> parts;
+  for (const auto& [name, call] : latest_calls) {
+    const auto alike = std::find_if(parts.begin(), parts.end(), [&, &call = call](const Part& part) {
+      return part.cell.is_like(call.first) && part.text == call.second;
+    });
+    if (alike == parts.end()) {
+      parts.push_back({call.first, call.second, {name}});
+    } else {
+      alike->names.push_back(name);
+    }
+  }
+  std::string text;
+  for (const Part& part : parts) {
+    text += (text.empty() ? " Last calls: " : "; ") + name_of.of(part.names) + ": " +
+            sentence_of(part.cell, part.text, now);
+  }
+  return text.empty() ? "" : text + ".";
+}
+
+}  // namespace
+
+int64_t nanoseconds_now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+std::string table_of_processes(const std::vector<Snapshot>& snapshots, int64_t now) {
+  std::vector<Row> rows;
+  std::map<uint64_t, size_t> by_id;
+  std::map<uint32_t, std::set<int64_t>> members;  // the processes that have made calls in a group
+  std::map<int64_t, int64_t> oldest;              // what came before has been overwritten
+  std::vector<uint32_t> group_of_row;
+  std::vector<int64_t> processes;
+  for (const Snapshot& snapshot : snapshots) {
+    processes.push_back(snapshot.process);
+    if (!snapshot.records.empty()) oldest[snapshot.process] = snapshot.records.front().entered;
+    for (const Seen& seen : snapshot.records) {
+      if (seen.members != 0) members[seen.members].insert(snapshot.process);
+      const bool is_alone = seen.id == 0;
+      if (is_alone && seen.members == 0 && seen.state == State::done && snapshots.size() > 1) continue;
+      const auto found = is_alone ? by_id.end() : by_id.find(seen.id);
+      if (found == by_id.end()) {
+        if (!is_alone) by_id[seen.id] = rows.size();
+        rows.push_back({seen.text, seen.entered, 1, {{snapshot.process, cell_of(seen)}}});
+        group_of_row.push_back(seen.members);
+      } else {
+        Row& row = rows[found->second];
+        row.cells[snapshot.process] = cell_of(seen);
+        row.entered = std::min(row.entered, seen.entered);
+      }
+    }
+  }
+  for (size_t i = 0; i < rows.size(); ++i) {
+    for (int64_t process : members[group_of_row[i]]) {
+      if (rows[i].cells.count(process) == 0 && oldest[process] < rows[i].entered) {
+        rows[i].cells[process] = {Kind::not_made, 0, 0, 0};
+      }
+    }
+  }
+  std::sort(processes.begin(), processes.end());
+  return print(std::move(rows), processes, kProcess, now);
+}
+
+std::string table_of_ranks() {
+  const Snapshot own = Recorder::instance().read_own();
+  const std::vector<RecordedCall*> calls = Recorder::instance().calls();
+  std::vector<Row> rows;
+  std::set<int64_t> positions;
+  for (const Seen& seen : own.records) {
+    if (seen.members != 0 || seen.call >= calls.size() || seen.group >= calls[seen.call]->groups.size()) continue;
+    Row row{seen.text, seen.entered, 1, {}};
+    const std::vector<int64_t>& members = calls[seen.call]->groups[seen.group].positions;
+    for (size_t rank = 0; rank < members.size(); ++rank) {
+      positions.insert(members[rank]);
+      if (rank >= kRanksInMask) continue;
+      Cell cell = cell_of(seen);
+      const bool has_arrived = (seen.arrived >> rank & 1) != 0;
+      if (seen.state == State::arriving) cell.kind = has_arrived ? Kind::waiting : Kind::not_made;
+      if (seen.state == State::failed && !has_arrived) cell.kind = Kind::not_made;
+      row.cells[members[rank]] = cell;
+    }
+    rows.push_back(std::move(row));
+  }
+  return print(std::move(rows), {positions.begin(), positions.end()}, kPosition, nanoseconds_now());
+}
+
+std::string last_calls_of_processes(const std::vector<Snapshot>& snapshots, int64_t now) {
+  std::map<int64_t, std::pair<Cell, std::string>> calls;
+  for (const Snapshot& snapshot : snapshots) {
+    if (const Seen* seen = latest(snapshot.records)) calls[snapshot.process] = {cell_of(*seen), seen->text};
+  }
+  return sentence(calls, kProcess, now);
+}
+
+std::string last_calls_of_missing_ranks(const Entry& entry) {
+  if (!entry) return "";
+  const Snapshot own = Recorder::instance().read_own();
+  const std::vector<RecordedCall*> calls = Recorder::instance().calls();
+  std::map<int64_t, std::pair<Cell, std::string>> latest_calls;
+  for (const Seen& seen : own.records) {
+    if (seen.members != 0 || seen.call >= calls.size() || seen.group >= calls[seen.call]->groups.size()) continue;
+    const std::vector<int64_t>& members = calls[seen.call]->groups[seen.group].positions;
+    for (size_t rank = 0; rank < std::min(members.size(), kRanksInMask); ++rank) {
+      if ((seen.arrived >> rank & 1) == 0) continue;
+      Cell cell = cell_of(seen);
+      if (cell.kind == Kind::partial) cell.kind = Kind::waiting;
+      latest_calls[members[rank]] = {cell, seen.text};
+    }
+  }
+  const std::vector<int64_t>& members = entry.call().groups[entry.group()].positions;
+  for (auto call = latest_calls.begin(); call != latest_calls.end();) {
+    const auto found = std::find(members.begin(), members.end(), call->first);
+    const auto rank = static_cast<size_t>(found - members.begin());
+    const bool is_missing = found != members.end() && rank < kRanksInMask && !entry.has_arrived(static_cast<int>(rank));
+    const bool waits = call->second.first.kind == Kind::waiting;
+    call = is_missing && !waits ? std::next(call) : latest_calls.erase(call);
+  }
+  return sentence(latest_calls, kPosition, nanoseconds_now());
+}
+
+std::string table_of_everything() {
+  const std::vector<Snapshot> snapshots = Recorder::instance().read();
+  return snapshots.size() > 1 ? table_of_processes(snapshots, nanoseconds_now()) : table_of_ranks();
+}
+
+std::vector<std::pair<std::string, std::string>> tables_of_host() {
+  std::map<std::pair<uint64_t, int64_t>, std::vector<std::pair<int64_t, Snapshot>>> jobs;
+  for (auto& [pid, snapshot] : Recorder::read_host()) {
+    if (snapshot.records.empty()) continue;
+    // A process alone is a job of its own.
+    jobs[{snapshot.job, snapshot.job == 0 ? pid : 0}].emplace_back(pid, std::move(snapshot));
+  }
+  std::vector<std::pair<std::string, std::string>> tables;
+  for (auto& [job, members] : jobs) {
+    std::sort(members.begin(), members.end(),
+              [](const auto& a, const auto& b) { return a.second.process < b.second.process; });
+    std::string pids;
+    std::vector<Snapshot> snapshots;
+    for (auto& [pid, snapshot] : members) {
+      pids += (pids.empty() ? "" : ", ") + std::to_string(snapshot.process) + ": pid " + std::to_string(pid);
+      snapshots.push_back(std::move(snapshot));
+    }
+    tables.emplace_back(pids, table_of_processes(snapshots, nanoseconds_now()));
+  }
+  return tables;
+}
+
+}  // namespace jax_ring::flight

@@ -1,0 +1,276 @@
+// channel.cc: the signals between processes, and the status each one posts.
+#include "shm/exchange/channel.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+#include <utility>
+
+namespace jax_ring::shm {
+namespace {
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free, "processes could not share them");
+
+// The most calls that do not ask for a larger segment after many refusals. Asking takes some microseconds.
+constexpr uint32_t kMostSkipped = 1024;
+
+// Values of Signals::aborted, which is zero at first.
+constexpr uint32_t kAborted = 1, kLeft = 2;
+
+// Identifies the pid namespace: the same pid in another namespace is another process.
+int64_t pid_namespace() {
+  struct stat status;
+  return stat("/proc/self/ns/pid", &status) == 0 ? static_cast<int64_t>(status.st_ino) : 0;
+}
+
+struct ProcessStat {
+  char state;
+  int64_t start_time;  // distinguishes the process from a later one with the same pid
+};
+
+// nullopt if /proc has no such entry.
+std::optional<ProcessStat> read_process_stat(int64_t pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string text, skipped;
+  if (!std::getline(file, text)) return std::nullopt;
+  const size_t name_end = text.rfind(')');  // the name may contain anything, including ')'
+  if (name_end == std::string::npos) return std::nullopt;
+  std::istringstream fields(text.substr(name_end + 1));
+  ProcessStat stat;
+  fields >> stat.state;
+  for (int field = 4; field < 22; ++field) fields >> skipped;
+  return fields >> stat.start_time ? std::optional(stat) : std::nullopt;
+}
+
+}  // namespace
+
+size_t Channel::bytes(int num_processes, const Capacities& capacities) {
+  return num_processes * (sizeof(Area) + bytes_of_values(capacities[0]));
+}
+
+Channel::Channel(unsigned char* memory, int num_processes, int self, const Capacities& capacities, Segments* segments)
+    : memory_(memory),
+      num_processes_(num_processes),
+      self_(self),
+      capacities_(capacities),
+      segments_(segments),
+      values_(memory + num_processes * sizeof(Area)) {}
+
+Channel::~Channel() { unlink_offer(); }
+
+void Channel::unlink_offer() {
+  if (segments_ == nullptr) return;
+  const uint32_t number = area(0).growth.offered.load(std::memory_order_relaxed) / kLevels;
+  if (number != 0) segments_->unlink(number);
+}
+
+void Channel::ring_doorbell() {
+  Area& own = area(self_);
+  // A release: whoever finds the new value before it sleeps has to find what is signaled, too.
+  own.signals.doorbell.store(own.signals.doorbell.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+  // Both sides change the count: either this process sees the waiter, or the waiter sees the new doorbell value and
+  // does not sleep. The count is in a line that is this process's own while none sleeps; changing the doorbell like
+  // that would wait for the line that the peers poll.
+  if (own.notices.waiters.fetch_add(0, std::memory_order_acq_rel) != 0) futex_wake(own.signals.doorbell);
+}
+
+void Channel::signal_staged(uint32_t round, uint64_t call, bool growth) {
+  Signals& signals = area(self_).signals;
+  // The call needs its own release: when a round is staged again, it is the only word that changes.
+  signals.calls[round % 2].store(call << 1 | growth, std::memory_order_release);
+  signals.staged.store(round, std::memory_order_release);
+  ring_doorbell();
+}
+
+void Channel::post_arrival(uint32_t round, uint64_t arrival) {
+  area(self_).signals.arrivals[round % 2].store(arrival, std::memory_order_relaxed);
+}
+
+uint64_t Channel::arrival_of(int process, uint32_t round) const {
+  return area(process).signals.arrivals[round % 2].load(std::memory_order_relaxed);
+}
+
+std::optional<uint64_t> Channel::staged_word(int process, uint32_t round) const {
+  const Signals& signals = area(process).signals;
+  if (is_before(signals.staged.load(std::memory_order_acquire), round)) return std::nullopt;
+  return signals.calls[round % 2].load(std::memory_order_acquire);
+}
+
+std::optional<uint64_t> Channel::staged_call(int process, uint32_t round) const {
+  const std::optional<uint64_t> word = staged_word(process, round);
+  return word ? std::optional(*word >> 1) : std::nullopt;
+}
+
+bool Channel::has_staged(int process, uint32_t round, uint64_t call, bool growth) const {
+  return staged_word(process, round) == (call << 1 | growth);
+}
+
+void Channel::offer(int level) {
+  const uint32_t offer = ++last_offer_ * kLevels + level;
+  // Relaxed, here and below: what follows in this thread is the signal of the round, a release.
+  area(self_).growth.offered.store(offer, std::memory_order_relaxed);
+  area(self_).growth.mapped.store(offer, std::memory_order_relaxed);
+}
+
+bool Channel::offer_growth(int level) {
+  if (calls_to_skip_ > 0) {
+    --calls_to_skip_;
+  } else if (level > level_) {
+    for (; level > level_; --level) {
+      // Said first: if this process is killed now, the others remove the segment.
+      area(self_).growth.offered.store((last_offer_ + 1) * kLevels + level, std::memory_order_relaxed);
+      accepted_ = segments_->create(last_offer_ + 1, num_processes_ * bytes_of_values(capacities_[level]));
+      if (accepted_ != nullptr) return offer(level), true;
+    }
+    skip_calls();
+  }
+  if (!has_retired_) return false;
+  offer(0);
+  return true;
+}
+
+void Channel::skip_calls() {
+  calls_to_skip_ = skip_next_time_;
+  skip_next_time_ = std::min(2 * skip_next_time_, kMostSkipped);
+}
+
+void Channel::accept_growth() {
+  const Growth& leaders = area(0).growth;
+  if (leaders.retired.load(std::memory_order_relaxed) == in_use_) use_first_segment();
+  const uint32_t offer = leaders.offered.load(std::memory_order_relaxed);
+  const uint32_t level = offer % kLevels;
+  if (level > 0) accepted_ = segments_->open(offer / kLevels, num_processes_ * bytes_of_values(capacities_[level]));
+  const bool has_it = level == 0 || accepted_ != nullptr;
+  area(self_).growth.mapped.store(has_it ? offer : kRefused, std::memory_order_relaxed);
+}
+
+void Channel::finish_growth() {
+  const uint32_t offer = area(0).growth.offered.load(std::memory_order_relaxed);
+  if (accepted_ != nullptr && self_ == 0) segments_->unlink(offer / kLevels);
+  has_retired_ = false;
+  bool have_all = true;
+  for (int process = 0; process < num_processes_; ++process) {
+    have_all = have_all && area(process).growth.mapped.load(std::memory_order_relaxed) == offer;
+  }
+  if (!have_all) {
+    accepted_.reset();
+    return skip_calls();
+  }
+  if (offer % kLevels == 0) return use_first_segment();
+  grown_ = std::move(accepted_);
+  values_ = grown_.get();
+  level_ = offer % kLevels;
+  in_use_ = offer;
+}
+
+void Channel::use_first_segment() {
+  grown_.reset();
+  values_ = memory_ + num_processes_ * sizeof(Area);
+  level_ = 0;
+  in_use_ = 0;
+}
+
+void Channel::release_idle() {
+  if (level_ == 0) return;
+  Growth& leaders = area(0).growth;
+  if (self_ == 0) {
+    leaders.retired.store(in_use_, std::memory_order_relaxed);
+    has_retired_ = true;
+  } else if (leaders.retired.load(std::memory_order_relaxed) != in_use_) {
+    return;
+  }
+  use_first_segment();
+}
+
+void Channel::signal_results(uint32_t round) {
+  area(self_).signals.results.store(round, std::memory_order_release);
+  ring_doorbell();
+}
+
+bool Channel::has_results(int process, uint32_t round) const {
+  return !is_before(area(process).signals.results.load(std::memory_order_acquire), round);
+}
+
+void Channel::skip_results(uint32_t round) { area(self_).signals.results.store(round, std::memory_order_release); }
+
+void Channel::post_status(const std::string& text) {
+  Status& status = area(self_).status;
+  size_t length = std::min(text.size(), sizeof(status.text));
+  const auto is_continued = [&] { return length < text.size() && (text[length] & 0xc0) == 0x80; };
+  while (is_continued()) --length;  // never half a UTF-8 character, which a Python exception could not hold
+  status.length.store(0, std::memory_order_release);
+  std::memcpy(status.text, text.data(), length);
+  status.length.store(static_cast<uint32_t>(length), std::memory_order_release);
+}
+
+std::string Channel::status_of(int process) const {
+  const Status& status = area(process).status;
+  const size_t length = status.length.load(std::memory_order_acquire);
+  if (length == 0 && segments_ != nullptr && !has_joined(process)) {
+    if (const std::optional<std::string> failure = segments_->failure_of(process)) return *failure;
+  }
+  return std::string(status.text, std::min(length, sizeof(status.text)));
+}
+
+void Channel::abort(bool leaves) {
+  area(self_).signals.aborted.store(leaves ? kLeft : kAborted, std::memory_order_release);
+  for (int process = 0; process < num_processes_; ++process) {
+    area(process).notices.of_abort.store(1, std::memory_order_release);
+  }
+  ring_doorbell();
+  unlink_offer();  // the leader may be dead
+}
+
+bool Channel::has_aborted(int process) const {
+  if (area(process).signals.aborted.load(std::memory_order_acquire) != 0) return true;
+  // A process that could not map this memory tells so by other means.
+  return segments_ != nullptr && !has_joined(process) && segments_->failure_of(process).has_value();
+}
+
+bool Channel::has_left(int process) const {
+  return area(process).signals.aborted.load(std::memory_order_acquire) == kLeft;
+}
+
+void Channel::join() {
+  Status& status = area(self_).status;
+  const auto stat = read_process_stat(getpid());
+  status.start_time.store(stat ? stat->start_time : 0, std::memory_order_relaxed);
+  status.pid_namespace.store(pid_namespace(), std::memory_order_relaxed);
+  status.pid.store(getpid(), std::memory_order_release);
+}
+
+bool Channel::has_joined(int process) const { return area(process).status.pid.load(std::memory_order_acquire) != 0; }
+
+int64_t Channel::pid_of(int process) const {
+  const Status& status = area(process).status;
+  const int64_t pid = status.pid.load(std::memory_order_acquire);
+  return status.pid_namespace.load(std::memory_order_relaxed) == pid_namespace() ? pid : 0;
+}
+
+bool Channel::has_exited(int process) const {
+  const Status& status = area(process).status;
+  const int64_t pid = status.pid.load(std::memory_order_acquire);
+  if (pid == 0 || status.pid_namespace.load(std::memory_order_relaxed) != pid_namespace()) return false;
+  if (kill(static_cast<pid_t>(pid), 0) != 0) return errno == ESRCH;
+  // A killed process keeps its pid until its parent reaps it.
+  const auto stat = read_process_stat(pid);
+  const int64_t start_time = status.start_time.load(std::memory_order_relaxed);
+  return stat && (stat->state == 'Z' || stat->state == 'X' || (start_time != 0 && stat->start_time != start_time));
+}
+
+uint32_t Channel::doorbell(int process) const { return area(process).signals.doorbell.load(std::memory_order_acquire); }
+
+void Channel::wait_doorbell(int process, uint32_t seen, std::chrono::nanoseconds timeout) const {
+  Area& other = area(process);
+  other.notices.waiters.fetch_add(1, std::memory_order_acq_rel);
+  futex_wait(other.signals.doorbell, seen, timeout);
+  other.notices.waiters.fetch_sub(1, std::memory_order_relaxed);
+}
+
+}  // namespace jax_ring::shm

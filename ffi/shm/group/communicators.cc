@@ -1,0 +1,163 @@
+// communicators.cc: creates each group's communicator once.
+#include "shm/group/communicators.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "base/hash.h"
+#include "base/threads.h"
+#include "cpu/rendezvous/watchdog.h"
+#include "shm/memory/shared_memory.h"
+#include "shm/peers/departures.h"
+
+namespace jax_ring::shm {
+namespace {
+
+// Empty if it is not set.
+std::string host_id() {
+  const char* const named = std::getenv("JAX_RING_HOST_ID");
+  return named == nullptr ? "" : named;
+}
+
+std::string hex(uint64_t number) {
+  char text[17];
+  std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(number));
+  return text;
+}
+
+}  // namespace
+
+Communicators& Communicators::instance() {
+  // Never destroyed: threads may outlive main.
+  static auto* const all = new Communicators;
+  return *all;
+}
+
+void Communicators::join(int64_t process, const std::string& token) {
+  std::map<std::vector<Member>, std::shared_ptr<Communicator>> old;  // destroyed after the lock is released
+  std::lock_guard<std::mutex> lock(mutex_);
+  process_ = process;
+  if (token == token_) return;
+  token_ = token;
+  aborted_.reset();
+  old.swap(by_members_);
+  next_indices_.clear();
+  run_counters_.clear();
+  Departures::instance().clear();
+}
+
+std::vector<std::shared_ptr<Communicator>> Communicators::all() const {
+  std::vector<std::shared_ptr<Communicator>> communicators;
+  for (const auto& [members, communicator] : by_members_) communicators.push_back(communicator);
+  return communicators;
+}
+
+void Communicators::abort(const std::string& how) {
+  std::vector<std::shared_ptr<Communicator>> communicators;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (aborted_) return;
+    aborted_ = how;
+    communicators = all();
+  }
+  for (const auto& communicator : communicators) communicator->leave(how);
+}
+
+void Communicators::reset() {
+  abort("has left for another set of processes");
+  std::map<std::vector<Member>, std::shared_ptr<Communicator>> old;  // destroyed after the lock is released
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    token_.clear();
+    aborted_.reset();
+    old.swap(by_members_);
+    next_indices_.clear();
+    run_counters_.clear();
+  }
+  cpu::Watchdog::instance().abandon("this process has left its groups of processes");
+  Departures::instance().clear();
+}
+
+bool Communicators::has_groups() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !by_members_.empty();
+}
+
+int64_t Communicators::process() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return process_;
+}
+
+std::shared_ptr<Communicator> Communicators::get_or_create(const std::vector<Member>& members) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (token_.empty()) {
+    throw std::logic_error(
+        "this program is for several processes, and jax_ring does not know the others. It discovers them when it "
+        "lowers a program: call jax.distributed.initialize() first, and do not load programs that were compiled "
+        "elsewhere");
+  }
+  std::shared_ptr<Communicator>& found = by_members_[members];
+  if (found == nullptr) {
+    std::vector<int64_t> processes;
+    Hash hash;
+    for (const Member& member : members) {
+      processes.push_back(member.first);
+      hash.add(member.first).add(member.second);
+    }
+    Group group(processes, process_);
+    Capacities capacities = capacities_of(group);
+    std::vector<std::string> names;
+    for (int process = 0; process < group.num_processes(); ++process) {
+      names.push_back("process " + std::to_string(group.process_id(process)));
+    }
+    auto segments = std::make_unique<SharedMemory>(
+        "/jax_ring-" + token_ + "-" + hex(hash.value()), std::move(names), group.self(),
+        [] { return cpu::Watchdog::instance().deadline(); }, host_id());
+    watch_idle_memory();
+    found = std::make_shared<Communicator>(std::move(group), std::move(capacities), std::move(segments));
+    if (aborted_) found->leave(*aborted_);
+  }
+  return found;
+}
+
+void Communicators::release_idle_memory() {
+  std::vector<std::shared_ptr<Communicator>> communicators;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    communicators = all();
+  }
+  for (const auto& communicator : communicators) communicator->release_idle_memory();
+}
+
+// Requires mutex_.
+void Communicators::watch_idle_memory() {
+  if (std::exchange(watches_idle_memory_, true)) return;
+  try {
+    start_detached("gives idle memory back", [this] {
+      for (;;) {
+        std::this_thread::sleep_for(kIdleTime);
+        release_idle_memory();
+      }
+    });
+  } catch (const std::runtime_error&) {
+    // Then idle groups keep their memory.
+  }
+}
+
+int64_t Communicators::next_index(const std::string& key) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return next_indices_[key]++;
+}
+
+std::shared_ptr<RunCounter> Communicators::run_counter(uint64_t identity) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::shared_ptr<RunCounter>& found = run_counters_[identity];
+  if (found == nullptr) found = std::make_shared<RunCounter>();
+  return found;
+}
+
+}  // namespace jax_ring::shm

@@ -1,0 +1,72 @@
+// communicators.h: the communicators of this process, one per group of processes.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "shm/group/communicator.h"
+#include "shm/group/launch_ids.h"
+
+namespace jax_ring::shm {
+
+// A rank: its process and its mesh position.
+using Member = std::pair<int64_t, int64_t>;
+
+// Communicators are created on first use and kept, because other processes may still be using theirs.
+class Communicators {
+ public:
+  static Communicators& instance();
+
+  // Sets the id of this process among those that share the token, which names their shared memory. A new token means a
+  // new set of processes: the old communicators are dropped.
+  void join(int64_t process, const std::string& token);
+  int64_t process() const;
+
+  // Aborts all groups, those that are still to be formed as well: see Communicator::leave(). For a process that makes
+  // no more calls.
+  void abort(const std::string& how);
+
+  // Leaves all groups and forgets the token, the counters, and the failures of executions, so that join() starts afresh
+  // in this process. Programs that were compiled before fail.
+  void reset();
+
+  // Whether this process has had a group since join().
+  bool has_groups() const;
+
+  // The communicator of these members, by rank. Throws std::logic_error before join().
+  std::shared_ptr<Communicator> get_or_create(const std::vector<Member>& members);
+
+  // Gives memory back that has not been used since the last time. A thread of this class does so every kIdleTime.
+  static constexpr std::chrono::seconds kIdleTime{30};
+  void release_idle_memory();
+
+  // How often this has been called for the key. Distinguishes equal calls of a program, which all processes build in
+  // the same order.
+  int64_t next_index(const std::string& key);
+
+  // The run counter of the calls with this identity, in one group.
+  std::shared_ptr<RunCounter> run_counter(uint64_t identity);
+
+ private:
+  void watch_idle_memory();
+
+  std::vector<std::shared_ptr<Communicator>> all() const;
+
+  mutable std::mutex mutex_;
+  int64_t process_ = 0;
+  std::string token_;
+  std::optional<std::string> aborted_;  // how
+  std::map<std::vector<Member>, std::shared_ptr<Communicator>> by_members_;
+  bool watches_idle_memory_ = false;
+  std::map<std::string, int64_t> next_indices_;
+  std::map<uint64_t, std::shared_ptr<RunCounter>> run_counters_;
+};
+
+}  // namespace jax_ring::shm

@@ -1,0 +1,48 @@
+// futex.h: atomics that processes share, and waits for a change of one. The model checker has a header of this name
+// that takes the place of this one.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+#include "base/threads.h"
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <climits>
+#include <ctime>
+#else
+#include <thread>
+#endif
+
+namespace jax_ring::shm {
+
+static_assert(Atomic<uint32_t>::is_always_lock_free && sizeof(Atomic<uint32_t>) == 4);
+
+// Sleeps while the word equals `seen`, until a wake or the timeout. May return spuriously.
+inline void futex_wait(Atomic<uint32_t>& word, uint32_t seen, std::chrono::nanoseconds timeout) {
+#if defined(__linux__)
+  timespec time;
+  time.tv_sec = timeout.count() / 1'000'000'000;
+  time.tv_nsec = timeout.count() % 1'000'000'000;
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &time, nullptr, 0);
+#else
+  // There is no such system call between processes: poll.
+  if (word.load() == seen) std::this_thread::sleep_for(std::min(timeout, std::chrono::nanoseconds(50'000)));
+#endif
+}
+
+// Wakes all threads that wait on the word.
+inline void futex_wake(Atomic<uint32_t>& word) {
+#if defined(__linux__)
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+#else
+  (void)word;
+#endif
+}
+
+}  // namespace jax_ring::shm

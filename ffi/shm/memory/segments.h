@@ -1,0 +1,40 @@
+// segments.h: where the memory of a group comes from, as the group's channel and communicator see it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace jax_ring::shm {
+
+using Memory = std::shared_ptr<unsigned char>;  // unmapped with its last owner
+
+// One process's access to the shared memory of its group: a first segment, and larger ones later. All are zeroed.
+class Segments {
+ public:
+  using Stop = std::function<bool()>;
+
+  virtual ~Segments() = default;
+
+  // Maps the first segment, and waits until the group's first process, the leader, has created it. Throws
+  // std::runtime_error, whose text starts with its code (base/error_code.h), if it cannot, and when stop() becomes
+  // true. The other processes have been told then.
+  virtual Memory connect(size_t bytes, const Stop& stop) = 0;
+
+  // For the leader: creates a larger segment. Null if there is no room for it.
+  virtual Memory create(uint32_t number, size_t bytes) = 0;
+  // For the others: maps a segment that the leader has created. Null if this process cannot.
+  virtual Memory open(uint32_t number, size_t bytes) = 0;
+  // After this nobody maps the segment any more. By the leader, or when the group is aborted by any process.
+  virtual void unlink(uint32_t number) = 0;
+
+  // Why another process could not map the first segment; nullopt if it has told nothing.
+  virtual std::optional<std::string> failure_of(int process) = 0;
+  // After connect() has thrown: leaves nothing behind. Waits until the others have been told, up to the deadline.
+  virtual void clean_up(const Stop& stop) = 0;
+};
+
+}  // namespace jax_ring::shm

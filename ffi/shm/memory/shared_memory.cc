@@ -1,0 +1,199 @@
+// shared_memory.cc: creates, opens and maps the segments.
+#include "shm/memory/shared_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <sstream>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "base/error_code.h"
+
+namespace jax_ring::shm {
+namespace {
+
+// Before the usable memory of the first segment, on a page of its own.
+struct Header {
+  std::atomic<uint32_t> num_mapped;
+};
+constexpr size_t kHeaderBytes = 4096;
+
+constexpr std::chrono::milliseconds kPollInterval(1);
+// Larger segments leave this part of the file system free: for the first segments of other groups, which cannot do
+// without, and for other programs.
+constexpr double kFreePart = 0.5;
+
+class File {
+ public:
+  explicit File(int descriptor) : descriptor_(descriptor) {}
+  ~File() {
+    if (descriptor_ >= 0) close(descriptor_);
+  }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  int get() const { return descriptor_; }
+
+ private:
+  const int descriptor_;
+};
+
+// Memory, or why there is none.
+struct Mapped {
+  Memory memory;
+  MappingFailure failure;
+};
+
+Mapped map(const File& file, size_t bytes) {
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
+  if (memory == MAP_FAILED) return {nullptr, MappingFailure::of(MappingFailure::mapping, bytes, errno)};
+  return {Memory(static_cast<unsigned char*>(memory), [bytes](unsigned char* mapped) { munmap(mapped, bytes); }), {}};
+}
+
+Mapped create_file(const std::string& name, size_t bytes) {
+  const File file(shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
+  if (file.get() < 0) return {nullptr, MappingFailure::of(MappingFailure::creating, bytes, errno)};
+  // Reserves all of it now: running out of memory on a later access would kill the process.
+  int error;
+  do {
+    error = posix_fallocate(file.get(), 0, static_cast<off_t>(bytes));
+  } while (error == EINTR);
+  Mapped mapped =
+      error == 0 ? map(file, bytes) : Mapped{nullptr, MappingFailure::of(MappingFailure::creating, bytes, error)};
+  if (mapped.memory == nullptr) shm_unlink(name.c_str());
+  return mapped;
+}
+
+// Neither memory nor a failure if it does not exist yet.
+Mapped open_file(const std::string& name, size_t bytes) {
+  const File file(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
+  if (file.get() < 0) {
+    if (errno == ENOENT) return {};
+    return {nullptr, MappingFailure::of(MappingFailure::opening, bytes, errno)};
+  }
+  struct stat status;
+  if (fstat(file.get(), &status) != 0) return {nullptr, MappingFailure::of(MappingFailure::opening, bytes, errno)};
+  if (status.st_uid != geteuid()) return {nullptr, MappingFailure::of(MappingFailure::opening, bytes, EACCES)};
+  if (static_cast<size_t>(status.st_size) < bytes) return {};  // still being created
+  return map(file, bytes);
+}
+
+bool leaves_room(size_t bytes) {
+  struct statvfs system;
+  if (statvfs("/dev/shm", &system) != 0 || system.f_blocks == 0) return true;  // 0: without a limit
+  const double all = static_cast<double>(system.f_blocks) * system.f_frsize;
+  const double free = static_cast<double>(system.f_bavail) * system.f_frsize;
+  return free - static_cast<double>(bytes) >= kFreePart * all;
+}
+
+// Puts who failed before a failure's text, after its code.
+std::string about(const std::string& who, const std::string& text) {
+  return std::string(code_name_of(text)) + who + " " + std::string(without_code(text));
+}
+
+class MappingError : public std::runtime_error {
+ public:
+  explicit MappingError(const MappingFailure& failure)
+      : std::runtime_error(about("this process", failure.text())), failure(failure) {}
+  const MappingFailure failure;
+};
+
+}  // namespace
+
+SharedMemory::SharedMemory(std::string name, std::vector<std::string> processes, int self,
+                           std::function<double()> deadline_seconds, std::string host_id)
+    : name_(std::move(name)),
+      processes_(std::move(processes)),
+      self_(self),
+      deadline_seconds_(std::move(deadline_seconds)),
+      host_id_(std::move(host_id)),
+      notes_(name_, num_processes(), self),
+      failures_(processes_.size()) {}
+
+std::string SharedMemory::name_of(uint32_t number) const { return name_ + "-" + std::to_string(number); }
+
+Memory SharedMemory::connect(size_t bytes, const Stop& stop) {
+  try {
+    return connect_or_fail(kHeaderBytes + bytes, stop);
+  } catch (const MappingError& error) {
+    notes_.write(error.failure);
+    throw;
+  }
+}
+
+Memory SharedMemory::connect_or_fail(size_t bytes, const Stop& stop) {
+  // Said by each process for itself: there is no place for a note either.
+  if (access("/dev/shm", W_OK | X_OK) != 0)
+    throw MappingError(MappingFailure::of(MappingFailure::creating, bytes, errno));
+  const double seconds = deadline_seconds_();
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  Mapped mapped = self_ == 0 ? create_file(name_, bytes) : open_file(name_, bytes);
+  for (;;) {
+    if (mapped.failure.error != 0) throw MappingError(mapped.failure);
+    if (mapped.memory != nullptr) break;
+    // If it is not the leader that has failed, it may be gone with the segment's name.
+    for (int process = 0; process < num_processes(); ++process) {
+      if (const std::optional<std::string> failure = failure_of(process)) {
+        throw std::runtime_error(about(processes_[process], *failure));
+      }
+    }
+    if (stop()) throw std::runtime_error("the group of processes was released while it was being created.");
+    if (std::chrono::steady_clock::now() > end) give_up_waiting(seconds);
+    std::this_thread::sleep_for(kPollInterval);
+    mapped = open_file(name_, bytes);
+  }
+  auto& header = *reinterpret_cast<Header*>(mapped.memory.get());
+  if (header.num_mapped.fetch_add(1) + 1 == static_cast<uint32_t>(num_processes())) shm_unlink(name_.c_str());
+  // If not all processes map it, the first one to release it unlinks the name.
+  unsigned char* const usable = mapped.memory.get() + kHeaderBytes;
+  return {usable, [memory = std::move(mapped.memory), name = name_](unsigned char*) mutable {
+            shm_unlink(name.c_str());
+            memory.reset();
+          }};
+}
+
+void SharedMemory::give_up_waiting(double seconds) const {
+  shm_unlink(name_.c_str());  // the first process may have exited while creating it
+  std::ostringstream text;
+  text << processes_[0] << ", the group's first, did not create the shared memory within " << seconds
+       << " s, or has already released it.";
+  if (!host_id_.empty()) {
+    text << " JAX_RING_HOST_ID is '" << host_id_ << "' in both processes, so they claim to share a host. If "
+         << processes_[0] << " has made this call, they do not share /dev/shm: they run in different containers, or on "
+         << "different machines. Give those different values of JAX_RING_HOST_ID, or let the containers share /dev/shm "
+         << "(docker run --ipc).";
+  }
+  throw std::runtime_error(text.str());
+}
+
+Memory SharedMemory::create(uint32_t number, size_t bytes) {
+  return leaves_room(bytes) ? create_file(name_of(number), bytes).memory : nullptr;
+}
+
+Memory SharedMemory::open(uint32_t number, size_t bytes) { return open_file(name_of(number), bytes).memory; }
+
+void SharedMemory::unlink(uint32_t number) { shm_unlink(name_of(number).c_str()); }
+
+std::optional<std::string> SharedMemory::failure_of(int process) {
+  std::optional<std::string>& known = failures_[process];
+  if (known || process == self_) return known;
+  if (const std::optional<MappingFailure> failure = notes_.take(process)) known = failure->text();
+  return known;
+}
+
+void SharedMemory::clean_up(const Stop& stop) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(deadline_seconds_());
+  while (!notes_.are_read() && !stop() && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(kPollInterval);
+  }
+  notes_.remove();
+}
+
+}  // namespace jax_ring::shm

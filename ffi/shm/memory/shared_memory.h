@@ -1,0 +1,48 @@
+// shared_memory.h: the memory of a group of processes as POSIX shared memory, whose names are removed once all have
+// mapped it.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "shm/memory/segments.h"
+#include "shm/peers/failure_notes.h"
+
+namespace jax_ring::shm {
+
+// The segments of one group. They are accessible to this user only. Nothing is left behind however the processes exit,
+// once all of them have mapped a segment.
+class SharedMemory final : public Segments {
+ public:
+  // name: for shm_open; secret enough that no other program uses it. processes: what to call each one in an error.
+  // self: the index of this one; 0 is the leader, which creates the segments.
+  // deadline_seconds: how long connect() waits for it. host_id: by which name the processes are on one host, for the
+  // error message; empty if they have none.
+  SharedMemory(std::string name, std::vector<std::string> processes, int self, std::function<double()> deadline_seconds,
+               std::string host_id = "");
+
+  Memory connect(size_t bytes, const Stop& stop) override;
+  Memory create(uint32_t number, size_t bytes) override;
+  Memory open(uint32_t number, size_t bytes) override;
+  void unlink(uint32_t number) override;
+  std::optional<std::string> failure_of(int process) override;
+  void clean_up(const Stop& stop) override;
+
+ private:
+  int num_processes() const { return static_cast<int>(processes_.size()); }
+  Memory connect_or_fail(size_t bytes, const Stop& stop);
+  [[noreturn]] void give_up_waiting(double seconds) const;
+  std::string name_of(uint32_t number) const;
+
+  const std::string name_;
+  const std::vector<std::string> processes_;
+  const int self_;
+  const std::function<double()> deadline_seconds_;
+  const std::string host_id_;
+  FailureNotes notes_;
+  std::vector<std::optional<std::string>> failures_;  // of the processes that have told one
+};
+
+}  // namespace jax_ring::shm

@@ -1,0 +1,372 @@
+// handler_test.cc: the CPU engine's handlers, called as XLA calls them: gathers that decode, in parts, and their
+// errors.
+#include "xla_cpu/handler.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <ostream>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "cpu/fold/fold_kernels.h"
+#include "cpu/waiting/wait_mode_tuner.h"
+#include "tests/support/frame.h"
+#include "tests/support/support.h"
+#include "tests/support/workers.h"
+
+// Opaque to handlers.
+struct XLA_FFI_ExecutionContext {
+  int64_t run_id;
+  void* state;
+  jax_ring::cpu::Workers* workers;
+};
+
+struct XLA_FFI_Future {
+  jax_ring::cpu::testing::Outcome outcome;
+};
+
+namespace jax_ring::cpu::testing {
+namespace {
+
+using jax_ring::testing::Attributes;
+using jax_ring::testing::Frame;
+using jax_ring::testing::FrameBuffer;
+using jax_ring::testing::take_message;
+
+// ---- XLA's side ---------------------------------------------------------------------------------------------------
+
+const XLA_FFI_Api& api() {
+  static const XLA_FFI_Api all = [] {
+    XLA_FFI_Api api = jax_ring::testing::api_for_errors();
+    api.XLA_FFI_RunId_Get = [](XLA_FFI_RunId_Get_Args* args) {
+      args->run_id = args->ctx->run_id;
+      return static_cast<XLA_FFI_Error*>(nullptr);
+    };
+    api.XLA_FFI_State_Set = [](XLA_FFI_State_Set_Args* args) {
+      args->ctx->state = args->state;
+      return static_cast<XLA_FFI_Error*>(nullptr);
+    };
+    api.XLA_FFI_State_Get = [](XLA_FFI_State_Get_Args* args) {
+      args->state = args->ctx->state;
+      return static_cast<XLA_FFI_Error*>(nullptr);
+    };
+    api.XLA_FFI_ThreadPool_NumThreads = [](XLA_FFI_ThreadPool_NumThreads_Args* args) {
+      *args->num_threads = args->ctx->workers->num_threads();
+      return static_cast<XLA_FFI_Error*>(nullptr);
+    };
+    api.XLA_FFI_ThreadPool_Schedule = [](XLA_FFI_ThreadPool_Schedule_Args* args) {
+      args->ctx->workers->schedule([task = args->task, data = args->data] { task(data); });
+      return static_cast<XLA_FFI_Error*>(nullptr);
+    };
+    api.XLA_FFI_Future_Create = [](XLA_FFI_Future_Create_Args* args) {
+      args->future = new XLA_FFI_Future;
+      return static_cast<XLA_FFI_Error*>(nullptr);
+    };
+    api.XLA_FFI_Future_SetAvailable = [](XLA_FFI_Future_SetAvailable_Args* args) {
+      args->future->outcome.completion()(nullptr);
+      return static_cast<XLA_FFI_Error*>(nullptr);
+    };
+    api.XLA_FFI_Future_SetError = [](XLA_FFI_Future_SetError_Args* args) {
+      const std::string message = take_message(args->error);
+      args->future->outcome.completion()(&message);
+      return static_cast<XLA_FFI_Error*>(nullptr);
+    };
+    // What XLA does when the type is registered.
+    call_site_type_id()->type_id = 1;
+    return api;
+  }();
+  return all;
+}
+
+// XLA's pool. One whose queue is full runs a task at once, on the thread that schedules it.
+class Pool final : public Workers {
+ public:
+  explicit Pool(bool is_full) : is_full_(is_full) {}
+  int num_threads() const override { return threads_.num_threads(); }
+  void schedule(std::function<void()> task) override {
+    if (is_full_) return task();
+    threads_.schedule(std::move(task));
+  }
+
+ private:
+  const bool is_full_;
+  Threads threads_;
+};
+
+// One rank's side of a call. Destroyed once it is done.
+class Execution {
+ public:
+  Execution(void* state, const Attributes& attributes, int rank, int64_t run_id, std::vector<FrameBuffer> operands,
+            std::vector<FrameBuffer> results, bool pool_is_full)
+      : rank_(rank),
+        context_{run_id, state, &pool_},
+        frame_(api(), context_, XLA_FFI_ExecutionStage_EXECUTE, attributes, with_rank(std::move(operands)),
+               std::move(results)),
+        pool_(pool_is_full) {
+    error_ = take_message(collective_execute(frame_.get()));
+    future_.reset(frame_.get()->future);
+  }
+
+  // The error's message, or an empty string.
+  std::string wait() const {
+    if (future_ == nullptr || !error_.empty()) return error_;
+    return future_->outcome.wait() ? future_->outcome.error() : "a rank was not completed";
+  }
+
+ private:
+  std::vector<FrameBuffer> with_rank(std::vector<FrameBuffer> operands) {
+    operands.insert(operands.begin(), {XLA_FFI_DataType_U32, &rank_, {}});
+    return operands;
+  }
+
+  uint32_t rank_;
+  XLA_FFI_ExecutionContext context_;
+  Frame frame_;
+  std::unique_ptr<XLA_FFI_Future> future_;
+  std::string error_;
+  Pool pool_;  // the first to be destroyed, which waits for its threads
+};
+
+// One custom call of a program, whose ranks are one group in this process.
+class Instruction {
+ public:
+  Instruction(const std::string& collective, int num_ranks, std::vector<int64_t> part = {}) {
+    std::vector<int64_t> ranks(num_ranks);
+    std::iota(ranks.begin(), ranks.end(), 0);
+    const std::vector<int64_t> none;
+    attributes_ = {{"collective", collective},
+                   {"op", "sum"},
+                   {"root", int64_t{0}},
+                   {"sources", none},
+                   {"algorithm", "auto"},
+                   {"order", "rank"},
+                   {"partitions", ranks},
+                   {"processes", std::vector<int64_t>(num_ranks, 0)},
+                   {"group_sizes", std::vector<int64_t>{num_ranks}},
+                   {"one_shot_bytes", none},
+                   {"two_shot_bytes", none},
+                   {"tree_shards", none},
+                   {"tree_sizes", none},
+                   {"tree_ranks", none},
+                   {"part", std::move(part)},
+                   {"rounds_to", ""},
+                   {"call", "the call"},
+                   {"site", ""},
+                   {"program", ""}};
+    XLA_FFI_ExecutionContext context{0, nullptr, nullptr};
+    Frame frame(api(), context, XLA_FFI_ExecutionStage_INSTANTIATE, attributes_);
+    const std::string error = take_message(collective_instantiate(frame.get()));
+    if (!error.empty()) throw std::runtime_error(error);
+    state_ = context.state;
+  }
+  ~Instruction() { call_site_type_info()->deleter(state_); }
+  Instruction(const Instruction&) = delete;
+  Instruction& operator=(const Instruction&) = delete;
+
+  // The error of a rank's call, or an empty string.
+  std::string call(int rank, int64_t run_id, std::vector<FrameBuffer> operands, std::vector<FrameBuffer> results,
+                   bool pool_is_full = false) const {
+    return Execution(state_, attributes_, rank, run_id, std::move(operands), std::move(results), pool_is_full).wait();
+  }
+
+ private:
+  Attributes attributes_;
+  void* state_ = nullptr;
+};
+
+// Runs body(rank) on a thread for each rank.
+template <class Body>
+void as_ranks(int num_ranks, Body body) {
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < num_ranks; ++rank) ranks.emplace_back([body, rank] { body(rank); });
+  for (std::thread& rank : ranks) rank.join();
+}
+
+TEST(Handler, SumsTheRanksOperands) {
+  constexpr int kRanks = 3;
+  const Instruction sum("all_reduce", kRanks);
+  as_ranks(kRanks, [&, run_id = next_run_id()](int rank) {
+    std::vector<float> operand(100, static_cast<float>(1 << rank)), result(100);
+    EXPECT_EQ(sum.call(rank, run_id, {{XLA_FFI_DataType_F32, operand.data(), {100}}},
+                       {{XLA_FFI_DataType_F32, result.data(), {100}}}),
+              "");
+    EXPECT_EQ(result, std::vector<float>(100, 7));
+  });
+}
+
+// Long enough for the ranks to wait on the pool for some of the time.
+void sum_in_a_loop(bool pool_is_full) {
+  constexpr int kRanks = 3;
+  constexpr WaitModeTuner::Duration kTime = 2 * WaitModeTuner::kRounds * WaitModeTuner::kTime;
+  const Instruction sum("all_reduce", kRanks);
+  std::atomic<int> num_iterations{0};
+  as_ranks(kRanks, [&, run_id = next_run_id()](int rank) {
+    const auto begin = std::chrono::steady_clock::now();
+    std::vector<float> operand(100), result(100);
+    // The ranks agree to go on: the last element counts those that would.
+    for (int iteration = 0; iteration == 0 || result.back() == kRanks; ++iteration) {
+      operand.assign(100, static_cast<float>(iteration << rank));
+      operand.back() = std::chrono::steady_clock::now() - begin < kTime || iteration < 200;
+      ASSERT_EQ(sum.call(rank, run_id, {{XLA_FFI_DataType_F32, operand.data(), {100}}},
+                         {{XLA_FFI_DataType_F32, result.data(), {100}}}, pool_is_full),
+                "");
+      ASSERT_EQ(result.front(), 7 * iteration);
+      num_iterations = iteration;
+    }
+  });
+  EXPECT_GE(num_iterations, 200);
+}
+
+TEST(Handler, SumsTheRanksOperandsInALoop) { sum_in_a_loop(false); }
+TEST(Handler, SumsTheRanksOperandsWhereThePoolIsFull) { sum_in_a_loop(true); }
+
+TEST(Handler, FailsARankWhosePeersDoNotArrive) {
+  const ScopedDeadline deadline(0.05);
+  const Instruction sum("all_reduce", 2);
+  float operand = 1, result = 0;
+  const std::string error =
+      sum.call(1, next_run_id(), {{XLA_FFI_DataType_F32, &operand, {1}}}, {{XLA_FFI_DataType_F32, &result, {1}}});
+  EXPECT_NE(error.find("the call"), std::string::npos) << error;
+}
+
+// ---- Gathers that decode ------------------------------------------------------------------------------------------
+
+// A format in which values cross hosts, and which an all-gather decodes.
+struct Format {
+  const char* name;
+  XLA_FFI_DataType packets, values;
+  size_t packet_bytes, block_elements, value_bytes;
+  // Writes a packet of random codes, and the values that they mean.
+  void (*make)(std::mt19937_64& random, unsigned char* packet, unsigned char* values);
+};
+
+void make_int8(std::mt19937_64& random, unsigned char* packet, unsigned char* values) {
+  const float scale = std::ldexp(1.5f, static_cast<int>(random() % 40) - 20);
+  std::memcpy(packet + kBlockElements, &scale, sizeof(scale));
+  for (size_t i = 0; i < kBlockElements; ++i) {
+    const int code = static_cast<int>(random() % 256) - 128;
+    const float value = code == -128   ? std::numeric_limits<float>::quiet_NaN()
+                        : code == 127  ? std::numeric_limits<float>::infinity()
+                        : code == -127 ? -std::numeric_limits<float>::infinity()
+                                       : static_cast<float>(code) * scale;
+    packet[i] = static_cast<unsigned char>(code);
+    std::memcpy(values + i * sizeof(value), &value, sizeof(value));
+  }
+}
+
+void PrintTo(const Format& format, std::ostream* out) { *out << format.name; }
+
+const Format kFormats[] = {
+    {"int8", XLA_FFI_DataType_S8, XLA_FFI_DataType_F32, kPacketBytes, kBlockElements, sizeof(float), make_int8}};
+
+class DecodingGather : public ::testing::TestWithParam<Format> {
+ protected:
+  // The ranks' packets for each part of an array, and its values.
+  struct Problem {
+    // packets: of each rank, for each part.
+    Problem(const Format& format, int num_ranks, const std::vector<size_t>& packets)
+        : format(format), num_ranks(num_ranks) {
+      std::mt19937_64 random(num_ranks);
+      for (size_t each : packets) {
+        const size_t block_bytes = format.block_elements * format.value_bytes;
+        const int64_t begin = size();
+        operands.emplace_back(num_ranks, Bytes(each * format.packet_bytes));
+        for (Bytes& of_rank : operands.back()) {
+          for (size_t i = 0; i < each; ++i) {
+            values.resize(values.size() + block_bytes);
+            format.make(random, &of_rank[i * format.packet_bytes], &values[values.size() - block_bytes]);
+          }
+        }
+        calls.push_back(
+            std::make_unique<Instruction>("all_gather", num_ranks, std::vector<int64_t>{begin, size() - begin}));
+      }
+    }
+
+    int64_t size() const { return static_cast<int64_t>(values.size() / format.value_bytes); }
+
+    // All parts, one after the other, as one rank, into one array or each into a further one.
+    void gather(int rank, int64_t run_id, bool in_place) const {
+      std::vector<OffsetBuffer> results;
+      for (size_t i = 0; i < calls.size(); ++i) {
+        if (i == 0 || !in_place) results.emplace_back(Bytes(values.size(), 0xa5), 0);
+        OffsetBuffer operand(operands[i][rank], 0);
+        std::vector<FrameBuffer> taken{{format.packets, operand.data(), {static_cast<int64_t>(operand.size())}}};
+        if (i > 0) taken.push_back(array(in_place ? results.back() : results[i - 1]));
+        ASSERT_EQ(calls[i]->call(rank, run_id, taken, {array(results.back())}), "") << "rank " << rank;
+      }
+      EXPECT_EQ(std::memcmp(results.back().data(), values.data(), values.size()), 0) << "rank " << rank;
+    }
+
+    FrameBuffer array(OffsetBuffer& buffer) const { return {format.values, buffer.data(), {size()}}; }
+
+    const Format& format;
+    int num_ranks;
+    std::vector<std::vector<Bytes>> operands;  // by part, then rank
+    std::vector<unsigned char> values;
+    std::vector<std::unique_ptr<Instruction>> calls;  // one for each part
+  };
+
+  // The error of a rank alone: none of these calls may wait for the others.
+  std::string refusal(std::vector<int64_t> part, size_t operand_bytes, size_t size, bool with_array_before = false) {
+    const Instruction gather("all_gather", 2, std::move(part));
+    Bytes operand(operand_bytes), result(size * GetParam().value_bytes);
+    const FrameBuffer array{GetParam().values, result.data(), {static_cast<int64_t>(size)}};
+    std::vector<FrameBuffer> taken{{GetParam().packets, operand.data(), {static_cast<int64_t>(operand_bytes)}}};
+    if (with_array_before) taken.push_back(array);
+    return gather.call(0, next_run_id(), taken, {array});
+  }
+};
+
+TEST_P(DecodingGather, OfSmallAndLargeParts) {
+  // The work of all parts but the last one is done on another thread. 300 packets are shared between threads; those of
+  // 4 ranks are more than the caches hold.
+  for (int num_ranks : {1, 2, 4}) {
+    for (const std::vector<size_t>& packets : {std::vector<size_t>{1}, {300}, {3, 1, 300}, {300, 2}}) {
+      SCOPED_TRACE(::testing::Message() << num_ranks << " ranks, packets " << ::testing::PrintToString(packets));
+      const Problem problem(GetParam(), num_ranks, packets);
+      for (bool in_place : {false, true}) {
+        as_ranks(num_ranks, [&, run_id = next_run_id()](int rank) { problem.gather(rank, run_id, in_place); });
+      }
+    }
+  }
+}
+
+TEST_P(DecodingGather, InSeveralExecutionsAtOnce) {
+  constexpr int kRanks = 3, kRuns = 3;
+  const Problem problem(GetParam(), kRanks, {2, 1, 120, 5});
+  for (int i = 0; i < 20 / kSlowdown + 1; ++i) {
+    int64_t run_ids[kRuns];
+    for (int64_t& run_id : run_ids) run_id = next_run_id();
+    as_ranks(kRanks * kRuns, [&](int i) { problem.gather(i % kRanks, run_ids[i / kRanks], i / kRanks == 0); });
+  }
+}
+
+TEST_P(DecodingGather, RefusesPartsThatAreNotWholeBlocks) {
+  const int64_t block = static_cast<int64_t>(GetParam().block_elements), half = block / 2;
+  const size_t packet = GetParam().packet_bytes, size = 4 * block;
+  const std::string no_part = "are no part of " + std::to_string(size);
+  for (const std::string& error :
+       {refusal({half, 2 * block}, packet, size, true), refusal({0, 2 * block}, packet + 1, size),
+        refusal({0, 2 * block}, 2 * packet, size), refusal({3 * block, 2 * block}, packet, size, true)}) {
+    EXPECT_NE(error.find(no_part), std::string::npos) << error;
+  }
+  EXPECT_NE(refusal({2 * block, 2 * block}, packet, size).find("takes the array with those before"), std::string::npos);
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, DecodingGather, ::testing::ValuesIn(kFormats),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+}  // namespace
+}  // namespace jax_ring::cpu::testing

@@ -1,0 +1,108 @@
+// calls_of_xla.cc: notes when XLA's collectives of a call begin and end.
+#include "xla_cpu/calls_of_xla.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string_view>
+#include <utility>
+
+#include "base/describe.h"
+
+namespace jax_ring::cpu {
+
+CallsOfXla& CallsOfXla::instance() {
+  // Never destroyed: XLA's threads may outlive main.
+  static CallsOfXla* const calls = new CallsOfXla;
+  return *calls;
+}
+
+void CallsOfXla::begin(CallOfXla call) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  // Calls of one execution may overlap. One of an earlier execution of this rank has failed if it is still here, unless
+  // the executions overlap too: then its end is not found, which does no harm.
+  const auto is_stale = [&](const CallOfXla& other) {
+    return other.partition == call.partition && other.run_id != call.run_id && other.call == call.call;
+  };
+  calls_.erase(std::remove_if(calls_.begin(), calls_.end(), is_stale), calls_.end());
+  calls_.push_back(std::move(call));
+}
+
+void CallsOfXla::end(int64_t run_id, int64_t partition, std::string_view name) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = std::find_if(calls_.begin(), calls_.end(), [&](const CallOfXla& call) {
+    return call.run_id == run_id && call.partition == partition && call.call == name;
+  });
+  if (found != calls_.end()) calls_.erase(found);
+}
+
+std::vector<CallOfXla> CallsOfXla::open() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return calls_;
+}
+
+std::vector<CallOfXla> CallsOfXla::take() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(calls_, {});
+}
+
+namespace {
+
+namespace ffi = xla::ffi;
+
+// The processes of the group that a rank is in.
+std::vector<int64_t> processes_with(int64_t partition, ffi::Span<const int64_t> partitions,
+                                    ffi::Span<const int64_t> processes, ffi::Span<const int64_t> group_sizes) {
+  size_t begin = 0;
+  for (const int64_t size : group_sizes) {
+    const size_t end = std::min(begin + static_cast<size_t>(size), std::min(partitions.size(), processes.size()));
+    const auto* const first = partitions.begin() + begin;
+    if (std::find(first, partitions.begin() + end, partition) != partitions.begin() + end) {
+      return {processes.begin() + begin, processes.begin() + end};
+    }
+    begin = end;
+  }
+  return {};
+}
+
+ffi::Error execute(ffi::RunId run, ffi::BufferR0<ffi::U32> partition, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   int64_t begins, std::string_view call, std::string_view site, ffi::Span<const int64_t> partitions,
+                   ffi::Span<const int64_t> processes, ffi::Span<const int64_t> group_sizes) {
+  if (args.size() != rets.size()) {
+    return ffi::Error::InvalidArgument("jax_ring: jax_ring.between_hosts needs one result per operand");
+  }
+  for (size_t i = 0; i < args.size(); ++i) {
+    const ffi::AnyBuffer from = *args.get<ffi::AnyBuffer>(i);
+    ffi::AnyBuffer to = **rets.get<ffi::AnyBuffer>(i);
+    if (to.untyped_data() != from.untyped_data()) {
+      std::memcpy(to.untyped_data(), from.untyped_data(), from.size_bytes());
+    }
+  }
+  const int64_t rank = *partition.typed_data();
+  if (begins != 0) {
+    CallsOfXla::instance().begin({run.run_id, rank, std::string(call), describe(call, site),
+                                  processes_with(rank, partitions, processes, group_sizes),
+                                  std::chrono::steady_clock::now()});
+  } else {
+    CallsOfXla::instance().end(run.run_id, rank, call);
+  }
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::RunId>()
+                           .Arg<ffi::BufferR0<ffi::U32>>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attr<int64_t>("begins")
+                           .Attr<std::string_view>("call")
+                           .Attr<std::string_view>("site")
+                           .Attr<ffi::Span<const int64_t>>("partitions")
+                           .Attr<ffi::Span<const int64_t>>("processes")
+                           .Attr<ffi::Span<const int64_t>>("group_sizes"));
+
+}  // namespace
+
+XLA_FFI_Error* between_hosts_execute(XLA_FFI_CallFrame* call_frame) { return execute_handler(call_frame); }
+
+}  // namespace jax_ring::cpu

@@ -1,0 +1,298 @@
+// handler.cc: the way of the custom call to the rendezvous and the engine, each time that it is executed.
+#include "xla_cpu/handler.h"
+
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "base/error_code.h"
+#include "base/hash.h"
+#include "cpu/engine.h"
+#include "cpu/fold/float_mode.h"
+#include "cpu/huge_pages.h"
+#include "cpu/rendezvous/completion_threads.h"
+#include "cpu/rendezvous/rendezvous.h"
+#include "recorder/flight_recorder.h"
+#include "shm/group/communicators.h"
+#include "xla_cpu/call_site.h"
+#include "xla_cpu/decode.h"
+
+namespace jax_ring::cpu {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// What a call returns that is done already: the runtime then goes on without the objects of a future.
+struct Done {};
+using Result = std::variant<Done, ffi::Future>;
+
+// Whether this thread is known to be one of the runtime's pool.
+thread_local bool is_of_pool = false;
+
+}  // namespace
+}  // namespace jax_ring::cpu
+
+template <xla::ffi::ExecutionStage stage>
+struct xla::ffi::ResultEncoding<stage, jax_ring::cpu::Result> {
+  static std::variant<XLA_FFI_Error*, XLA_FFI_Future*> Encode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* context,
+                                                              jax_ring::cpu::Result result) {
+    if (std::holds_alternative<jax_ring::cpu::Done>(result)) return static_cast<XLA_FFI_Error*>(nullptr);
+    return ResultEncoding<stage, Future>::Encode(api, context, std::get<Future>(std::move(result)));
+  }
+};
+
+namespace jax_ring::cpu {
+namespace {
+
+bool is_one_shot(const CallSite& site, const Message& message, const Thresholds& thresholds) {
+  size_t count = 0;
+  for (size_t of_operand : message.counts) count += of_operand;
+  const Algorithm chosen = choose(count * element_size(message.dtype), thresholds);
+  return site.algorithm.value_or(chosen) == Algorithm::one_shot;
+}
+
+class XlaWorkers final : public Workers {
+ public:
+  explicit XlaWorkers(ffi::ThreadPool& pool) : pool_(pool) {}
+  int num_threads() const override { return static_cast<int>(pool_.num_threads()); }
+  void schedule(std::function<void()> task) override { pool_.Schedule(std::move(task)); }
+
+ private:
+  ffi::ThreadPool& pool_;
+};
+
+// Whether further parts of an array follow that an all-gather is for. They cross hosts meanwhile.
+bool is_followed(const CallSite& site, ffi::RemainingRets rets) {
+  if (site.part.empty() || site.plan.collective != Collective::all_gather) return false;
+  return static_cast<size_t>(site.part[0] + site.part[1]) < (**rets.get<ffi::AnyBuffer>(0)).element_count();
+}
+
+// The parts of an array are gathered into one result, whose memory is mostly fresh. Page faults would take the time
+// that XLA needs to copy and to add what crosses hosts.
+void prepare_result(const CallSite& site, ffi::RemainingRets rets) {
+  if (site.part.empty() || site.plan.collective != Collective::all_gather || site.part[0] > 0) return;
+  ffi::AnyBuffer result = **rets.get<ffi::AnyBuffer>(0);
+  advise_huge_pages(result.untyped_data(), result.size_bytes());
+}
+
+// By what the other processes know a call that a loop makes again and again, the same in one execution.
+struct Identity {
+  uint64_t site = 0;
+  int group = 0;
+  int64_t run_id = 0;
+  uint64_t id = 0;
+  bool one_shot = false;
+};
+
+Identity identity_of(const CallSite& site, int group, int64_t run_id, const Message& message) {
+  const CrossProcessGroup& processes = *site.groups[group];
+  const auto [run, launch] = processes.launch_ids->get(run_id);
+  const bool one_shot = is_one_shot(site, message, processes.thresholds);
+  Hash hash = site.hash;
+  hash.add(run).add(launch).add(message.dtype).add(one_shot);
+  for (size_t count : message.counts) hash.add(count);
+  return {site.number, group, run_id, hash.value(), one_shot};
+}
+
+// What completes a call later.
+struct Pending {
+  ffi::Promise promise;
+  ffi::Future future{promise};
+};
+
+// What a thread keeps from one call for the next, so that a loop of small calls neither allocates memory nor finds out
+// again what it knows.
+struct Kept {
+  Participant participant;
+  shm::Call call;
+  Identity identity;  // of the last call between processes
+  // Of the last one that was done at once.
+  std::optional<Pending> pending;
+  RendezvousPtr rendezvous;
+  WaitingRankPtr waiting = std::make_shared<WaitingRank>();
+};
+
+// Runs the call of a group that spans several processes. Returns its rendezvous if it is done, else null.
+RendezvousPtr run_between_processes(const CallSite& site, RendezvousPtr rendezvous, Kept& kept) {
+  Identity& known = kept.identity;
+  if (known.site != site.number || known.group != rendezvous->group || known.run_id != rendezvous->run_id) {
+    known = identity_of(site, rendezvous->group, rendezvous->run_id, kept.call.message);
+  }
+  rendezvous->entry.identify(known.id);
+  kept.call.rendezvous = std::move(rendezvous);
+  kept.call.id = known.id;
+  kept.call.one_shot = known.one_shot;
+  if (kept.call.text != site.text) kept.call.text = site.text;
+  return site.groups[known.group]->communicator->submit(std::move(kept.call));
+}
+
+void note_bytes(flight::RecordedCall& call, const Message& message) {
+  if (call.bytes_per_rank.load(std::memory_order_relaxed) != 0) return;
+  size_t count = 0;
+  for (size_t of_operand : message.counts) count += of_operand;
+  call.bytes_per_rank.store(count * message.operand_element_bytes(), std::memory_order_relaxed);
+}
+
+// The runtime's error of a failure, from its text.
+ffi::Error error_of(const std::string& text) {
+  switch (code_of(text)) {
+    case ErrorCode::resource_exhausted:
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(without_code(text)));
+    case ErrorCode::failed_precondition:
+      return ffi::Error(ffi::ErrorCode::kFailedPrecondition, std::string(without_code(text)));
+    case ErrorCode::deadline_exceeded:
+      break;
+  }
+  return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, text);
+}
+
+// The completion may run on another thread, and the rank's program must compute there as it would have here.
+Completion completion_of(const ffi::Promise& to_complete) {
+  return [promise = to_complete, mode = FloatMode::current()](const std::string* error) mutable {
+    const ScopedFloatMode as_before(mode);
+    if (error == nullptr) {
+      promise.SetAvailable();
+    } else {
+      promise.SetError(error_of(*error));
+    }
+  };
+}
+
+// Whether a rank may wait in its call. Calls between processes have their own way, and parts of an array are summed
+// while others cross hosts.
+bool may_wait(const CallSite& site, int group) { return !site.groups[group].has_value() && site.part.empty(); }
+
+// Says how the rank of this thread may wait.
+void offer_to_wait(Kept& kept, const CallSite& site, int group, const ffi::ThreadPool& pool) {
+  if (!kept.waiting->is_free()) kept.waiting = std::make_shared<WaitingRank>();
+  kept.waiting->skip();
+  Participant& participant = kept.participant;
+  participant.waiting = may_wait(site, group) ? kept.waiting : nullptr;
+  participant.thread = {CompletionThreads::may_wait(), is_of_pool,
+                        pool.num_threads() >= site.rendezvous_map.groups().num_local()};
+}
+
+// The rank waits on a thread of the pool, and goes on there. Terminates the process if there is no memory for the task:
+// the others count on this rank by now.
+void wait_on_pool(ffi::ThreadPool& pool, WaitingRankPtr waiting, const ffi::Promise& to_complete) noexcept {
+  // Shared, as a std::function has to be copied.
+  auto done = std::make_shared<Completion>(completion_of(to_complete));
+  pool.Schedule([waiting = std::move(waiting), done = std::move(done), caller = std::this_thread::get_id()] {
+    // A pool whose queue is full runs a task at once, on the thread that schedules it. The rank is then completed.
+    if (std::this_thread::get_id() == caller) return;
+    is_of_pool = true;
+    if (waiting->wait()) (*done)(nullptr);
+  });
+}
+
+// Runs the call of a group within this process, whose ranks have all arrived.
+void run_within_process(const CallSite& site, RendezvousPtr rendezvous, const Message& message, ffi::ThreadPool& pool,
+                        ffi::RemainingRets rets) {
+  // The next part crosses hosts, and the links must not wait.
+  if (is_followed(site, rets)) return run_collective_beside(std::move(rendezvous), message);
+  XlaWorkers workers(pool);
+  run_collective(std::move(rendezvous), message, workers);
+}
+
+Result execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::BufferR0<ffi::U32> partition,
+               ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary /*seen by instantiate*/) {
+  thread_local Kept kept;
+  Pending pending = kept.pending ? *std::exchange(kept.pending, std::nullopt) : Pending();
+  try {
+    const ReplicaGroups& groups = site->rendezvous_map.groups();
+    const int group = groups.place(*partition.typed_data()).group;
+    Message& message = kept.call.message;
+    Participant& participant = kept.participant;
+    message.plan = site->plan;
+    message.op = site->op;
+    message.tree = site->trees.of_group.empty() ? nullptr : &site->trees.of_group[group];
+    message.num_results = site->trees.num_results;
+    message.counts.clear();
+    message.slices = nullptr;
+    message.conversion = {};
+    participant.inputs.clear();
+    participant.outputs.clear();
+    decode(*site, groups.size(group), args, rets, message, participant);
+    if (message.conversion.kernel != nullptr && site->groups[group].has_value()) {
+      throw std::invalid_argument("elements are converted within one process only");
+    }
+    if (site->recorded != nullptr) note_bytes(*site->recorded, message);
+    prepare_result(*site, rets);
+    participant.done = completion_of(pending.promise);
+    offer_to_wait(kept, *site, group, pool);
+    const bool is_alone = groups.num_local(group) == 1;
+    auto& map = site->rendezvous_map;
+    RendezvousPtr rendezvous = is_alone ? map.arrive_alone(run.run_id, *partition.typed_data(), std::move(participant),
+                                                           std::move(kept.rendezvous))
+                                        : map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
+    if (!site->groups[group].has_value()) {
+      const bool moves = kept.waiting->moves();
+      if (moves) wait_on_pool(pool, std::exchange(kept.waiting, std::make_shared<WaitingRank>()), pending.promise);
+      if (rendezvous != nullptr) run_within_process(*site, std::move(rendezvous), message, pool, rets);
+      if (moves || !kept.waiting->wait()) return std::move(pending.future);
+      kept.pending = std::move(pending);
+      return Done{};
+    }
+    if (rendezvous == nullptr) return std::move(pending.future);
+    rendezvous = run_between_processes(*site, std::move(rendezvous), kept);
+    if (rendezvous == nullptr) return std::move(pending.future);
+    if (is_alone) {
+      rendezvous->clear();
+      kept.rendezvous = std::move(rendezvous);
+      kept.pending = std::move(pending);
+      return Done{};
+    }
+    CompletionThreads::instance().complete(std::move(rendezvous));
+  } catch (const std::invalid_argument& error) {
+    pending.promise.SetError(ffi::Error::InvalidArgument(*site->text + ": " + error.what()));
+  } catch (const std::exception& error) {
+    pending.promise.SetError(ffi::Error::Internal(error.what()));
+  }
+  return std::move(pending.future);
+}
+
+ffi::Future execute_barrier(CallSite* site, ffi::RunId run, ffi::BufferR0<ffi::U32> partition,
+                            ffi::RemainingArgs /*awaited*/, ffi::Dictionary /*seen by instantiate_barrier*/) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  try {
+    Participant participant;
+    participant.done = completion_of(promise);
+    auto rendezvous = site->rendezvous_map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
+    if (rendezvous != nullptr) CompletionThreads::instance().complete(std::move(rendezvous));
+  } catch (const std::exception& error) {
+    promise.SetError(ffi::Error::Internal(error.what()));
+  }
+  return future;
+}
+
+XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::State<CallSite>>()
+                           .Ctx<ffi::RunId>()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::BufferR0<ffi::U32>>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attrs());
+
+XLA_FFI_DEFINE_HANDLER(execute_barrier_handler, execute_barrier,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::State<CallSite>>()
+                           .Ctx<ffi::RunId>()
+                           .Arg<ffi::BufferR0<ffi::U32>>()
+                           .RemainingArgs()
+                           .Attrs());
+
+}  // namespace
+
+XLA_FFI_Error* barrier_execute(XLA_FFI_CallFrame* call_frame) { return execute_barrier_handler(call_frame); }
+
+XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame) { return execute_handler(call_frame); }
+
+}  // namespace jax_ring::cpu
