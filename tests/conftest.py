@@ -12,8 +12,6 @@ import pytest
 import tiers
 
 TESTS = pathlib.Path(__file__).parent
-# By tests/support/tiers.py: the markers of each collected test, those too that are not selected.
-MARKERS_OF_ALL = pytest.StashKey[dict[str, list[str]]]()
 
 # More devices than most tests use, so that most meshes leave some devices out.
 jax.config.update("jax_num_cpu_devices", 16)
@@ -80,12 +78,10 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config, items):
-    config.stash[MARKERS_OF_ALL] = {}
     for item in items:
-        name = item.nodeid[item.nodeid.find("tests/") + len("tests/") :]
-        config.stash[MARKERS_OF_ALL][name] = tiers.markers_of(name)
-        for marker in config.stash[MARKERS_OF_ALL][name]:
+        for marker in tiers.markers_of(item.nodeid):
             item.add_marker(marker)
+    config.stash[tiers.ALL_IDS] = [item.nodeid for item in items]
     # Those that compare with lax; in others there would be nothing to compare.
     if config.getoption("--jax-ring-override"):
         kept = [item for item in items if _compares_with_lax(item.function)]

@@ -16,7 +16,7 @@ from job import job_token, segments
 from watched import Processes
 
 DEADLINE = 1.5
-TIME_LIMIT = DEADLINE + 10  # slack for a loaded machine
+HANG = 120.0  # seconds, far more than a process takes on a loaded machine
 ENVIRONMENT = {"JAX_RING_TIMEOUT_S": str(DEADLINE)}
 
 
@@ -48,12 +48,10 @@ def check_alone():
 
 
 def error_of(f, *arguments) -> str:
-    """The message of the error that a call raises; asserts that it is raised in time."""
-    began = time.monotonic()
+    """The message of the error that a call raises."""
     # JAX raises one of them at launch, and the other when the result is awaited.
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=r"^DEADLINE_EXCEEDED: ") as raised:
         jax.block_until_ready(f(*arguments))
-    assert time.monotonic() - began < TIME_LIMIT
     check_alone()
     return str(raised.value)
 
@@ -83,8 +81,10 @@ def fail_in_turn(folder):
     print("ready", flush=True)
     wait_for(folder / "stopped" if me != 3 else folder / "continued")
     error = error_of(mapped(total, whole_mesh), values(whole_mesh))
-    # Later calls in a failed group fail immediately.
-    assert fails_immediately(whole_mesh)
+    # A later call in a failed group does not wait: it has the error of the first, which names that one's operand.
+    later = error_of(mapped(total, whole_mesh), values(whole_mesh, (5,)))
+    assert "float32[1,3]" in later, later
+    assert "float32[1,5]" not in later, later
     if me == 3:
         assert "has aborted the group" in error, error
     else:
@@ -116,17 +116,6 @@ def fail_in_turn(folder):
     jax.distributed.shutdown()
 
 
-def fails_immediately(mesh) -> bool:
-    """A call that waits takes the deadline each time. On a loaded machine, one that does not may take as long once."""
-
-    def seconds():
-        began = time.monotonic()
-        error_of(mapped(total, mesh), values(mesh))
-        return time.monotonic() - began
-
-    return any(seconds() < DEADLINE for _ in range(10))
-
-
 def test_stopped_killed_and_exited_processes_are_named(tmp_path):
     # Without JAX_ENABLE_RECOVERABILITY, JAX waits for dead processes at shutdown, and then terminates all others.
     environment = {**ENVIRONMENT, "JAX_ENABLE_RECOVERABILITY": "1"}
@@ -146,9 +135,9 @@ def test_stopped_killed_and_exited_processes_are_named(tmp_path):
         program.popen[1].send_signal(signal.SIGKILL)  # during a call; stays a zombie
         program.wait_until(2, "survived")
         (tmp_path / "leave").touch()
-        survivor_status = program.popen[2].wait(TIME_LIMIT)
+        survivor_status = program.popen[2].wait(HANG)
         (tmp_path / "end").touch()
-        results = program.wait(TIME_LIMIT)
+        results = program.wait(HANG)
         program.kill()
     assert [result.returncode for result in results] == [0, -signal.SIGKILL, 0, 0], results
     assert survivor_status == 0
@@ -253,7 +242,7 @@ def make_mismatched_calls(folder):
 def test_mismatched_calls_and_reinitialization(tmp_path):
     with Processes(make_mismatched_calls, 2, 4, arguments=[str(tmp_path)], environment=ENVIRONMENT) as program:
         for process in (0, 1):
-            program.wait_until(process, "token", timeout=100)
+            program.wait_until(process, "token")
         token = program.result(0).stdout.split("token ")[1].split()[0]
         # Process 0 runs JAX's coordinator. JAX aborts the other processes when they notice that it is gone.
         program.popen[0].send_signal(signal.SIGKILL)
