@@ -1,5 +1,6 @@
 """Failed and mismatched processes: their peers get an error that names them, and continue; no result is wrong."""
 
+import collections
 import os
 import pathlib
 import signal
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from job import job_token, segments
+from job import client, job_token, segments
 from watched import Processes
 
 DEADLINE = 1.5
@@ -36,10 +37,22 @@ def total(x):
     return ring_psum(x, "i")
 
 
+_MEETINGS = collections.Counter()
+
+
+def compiled_together(f, mesh, *arguments):
+    """The executable, once all processes of the mesh have theirs: none waits to the deadline for one that compiles."""
+    executable = f.lower(*arguments).compile()
+    members = sorted({device.process_index for device in mesh.devices.flat})
+    _MEETINGS[tuple(members)] += 1
+    client().wait_at_barrier(f"{members} meet {_MEETINGS[tuple(members)]}", 240_000, members)
+    return executable
+
+
 def check_total(mesh):
     x = values(mesh)
     expected = np.arange(mesh.size * 3, dtype=np.float32).reshape(mesh.size, 3).sum(0)
-    for shard in mapped(total, mesh)(x).addressable_shards:
+    for shard in compiled_together(mapped(total, mesh), mesh, x)(x).addressable_shards:
         np.testing.assert_array_equal(shard.data[0], expected)
 
 
@@ -47,8 +60,10 @@ def check_alone():
     np.testing.assert_array_equal(jax.jit(lambda x: x * 2)(jnp.arange(3)), [0, 2, 4])
 
 
-def error_of(f, *arguments) -> str:
-    """The message of the error that a call raises."""
+def error_of(f, *arguments, together=None) -> str:
+    """The message of the error that a call raises; `together` is the mesh of those that make a call at once."""
+    if together is not None:
+        f = compiled_together(f, together, *arguments)
     # JAX raises one of them at launch, and the other when the result is awaited.
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=r"^DEADLINE_EXCEEDED: ") as raised:
         jax.block_until_ready(f(*arguments))
@@ -167,18 +182,18 @@ def make_mismatched_calls(folder):
     mesh = group()
     f = mapped(total, mesh)
     small, large = values(mesh), values(mesh, (5,))
-    error = error_of(f, (small, large)[me])
+    error = error_of(f, (small, large)[me], together=mesh)
     assert "float32[1,3]" in error, error
     assert "float32[1,5]" in error, error
 
     mesh = group()
     f = mapped(total, mesh)
-    error = error_of(f, values(mesh, dtype=(np.float32, np.int32)[me]))
+    error = error_of(f, values(mesh, dtype=(np.float32, np.int32)[me]), together=mesh)
     assert "float32[1,3]" in error, error
     assert "int32[1,3]" in error, error
 
     mesh = group()
-    error = error_of(mapped((total, lambda x: ring_pmax(x, "i"))[me], mesh), values(mesh))
+    error = error_of(mapped((total, lambda x: ring_pmax(x, "i"))[me], mesh), values(mesh), together=mesh)
     assert "ring_psum of" in error, error
     assert "ring_pmax of" in error, error
 
@@ -186,13 +201,13 @@ def make_mismatched_calls(folder):
     renamed = Mesh(mesh.devices, ("j",))
     x = jax.device_put(values(mesh), jax.NamedSharding((mesh, renamed)[me], P("ij"[me])))
     over_j = jax.shard_map(lambda x: ring_psum(x, "j"), mesh=renamed, in_specs=P("j"), out_specs=P("j"))
-    error = error_of((mapped(total, mesh), jax.jit(over_j))[me], x)
+    error = error_of((mapped(total, mesh), jax.jit(over_j))[me], x, together=mesh)
     assert "over axis 'i'" in error, error
     assert "over axis 'j'" in error, error
 
     mesh = group()
     calls = [(mapped(total, mesh), values(mesh)), (mapped(lambda x: ring_pmax(x, "i"), mesh), values(mesh))]
-    error = error_of(*calls[me])  # the processes make the calls in different orders
+    error = error_of(*calls[me], together=mesh)  # the processes make the calls in different orders
     assert "ring_psum of" in error, error
     assert "ring_pmax of" in error, error
 
