@@ -19,12 +19,12 @@ STACKS_SIGNAL = signal.SIGUSR1
 
 
 def load_file(name: str) -> types.ModuleType:
-    """A module of jax_ring/launcher that imports nothing of the package, without importing the package."""
+    """A file of jax_ring/launcher that imports nothing of the package, without importing the package."""
     package = importlib.util.find_spec("jax_ring")
     assert package is not None
     assert package.submodule_search_locations is not None
     for folder in package.submodule_search_locations:
-        path = pathlib.Path(folder, "launcher", f"{name}.py")
+        path = pathlib.Path(folder, "launcher", name)
         if path.exists():
             spec = importlib.util.spec_from_file_location(f"_jax_ring_{path.stem}", path)
             assert spec is not None
@@ -32,7 +32,7 @@ def load_file(name: str) -> types.ModuleType:
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
             return module
-    raise ImportError(f"jax_ring has no launcher/{name}.py in {list(package.submodule_search_locations)}")
+    raise ImportError(f"jax_ring has no launcher/{name} in {list(package.submodule_search_locations)}")
 
 
 def prepare() -> None:
@@ -41,7 +41,7 @@ def prepare() -> None:
     Raises:
       pytest.UsageError: if it is too late.
     """
-    worker = load_file("worker")
+    worker = load_file("worker.py")
     worker.die_with_parent(json.loads(os.environ[VARIABLE])["parent"])
     if "jax" in sys.modules:
         raise pytest.UsageError(

@@ -97,7 +97,7 @@ class _Ranks(ProcessGroup):
         self._ended: dict[int, float] = {}  # when, by rank
         address = free_address()
         # The service of the launcher, in a process of its own, survives the death of any rank.
-        program = rank.load_file("coordinator/server").__file__
+        program = rank.load_file("coordinator/server.py").__file__
         assert program is not None
         self._service = subprocess.Popen(
             [sys.executable, "-P", program],
@@ -238,7 +238,9 @@ class _Ranks(ProcessGroup):
                 outcome.has_finished |= report.when == "teardown"
                 if report.skipped:  # (file, line, reason)
                     outcome.skipped = str(report.longrepr[2])
-        outcome.blames_another = rank.load_file("worker").blamed_process(Exception(outcome.failure or "")) is not None
+        outcome.blames_another = (
+            rank.load_file("worker.py").blamed_process(Exception(outcome.failure or "")) is not None
+        )
         if outcome.failure is not None or self._is_killed_on_purpose(number):
             return outcome
         if number not in self._ended and not any(text.startswith("stop") for text in outcome.faults):

@@ -6,8 +6,8 @@ MEANING = {
     "first_calls": (
         "The smallest call fails, with all ranks in one launch, so that neither streams nor graphs nor processes nor "
         "JAX matter. A launch that fails: the build is for another GPU. A rank that waited: the step in its message "
-        "says which flag or line never came (ffi/device/memory/signal.h, one_shot.h, two_shot.h, ring.h). One-shot alone "
-        "works: look at fences and flags. Only 8 ranks fail: not all CTAs run at the same time."
+        "says which flag or line never came (ffi/device/memory/signal.h, one_shot.h, two_shot.h, ring.h). One-shot "
+        "alone works: look at fences and flags. Only 8 ranks fail: not all CTAs run at the same time."
     ),
     "boundaries": (
         "Single calls work. Look at sizes around the boundaries of packs, parts and slots, at several operands, and at "

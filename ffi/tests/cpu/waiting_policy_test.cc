@@ -34,7 +34,7 @@ struct Call {
   }
 };
 
-constexpr int kUntilChosen = WaitModeTuner::kRounds * WaitModeTuner::kTurns + 2;
+constexpr int kUntilChosen = WaitModeTuner::kRounds * WaitModeTuner::kIterations + 2;
 
 TEST(WaitingPolicy, ALoopUsesThePool) {
   EXPECT_EQ(Call(4, false).repeat(kUntilChosen, true, true), Place::pool);
