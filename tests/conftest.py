@@ -2,6 +2,7 @@
 
 import faulthandler
 import importlib.util
+import inspect
 import os
 import pathlib
 import sys
@@ -91,6 +92,7 @@ def pytest_collection_modifyitems(config, items):
 
 def _compares_with_lax(function):
     """Whether a test calls `helpers.ours_and_lax`, directly or through functions of the tests."""
+    function = inspect.unwrap(function)
     codes = [function.__code__]
     names = set()
     while codes:

@@ -21,7 +21,7 @@ from pytest_jax_ring import plugin
 TARGET = "jax_ring_all_reduce"
 TARGET_PREFIX = "jax_ring_"
 RANKS = 8
-# For programs that must be compiled as users do: CI compiles most tests without optimizations, by this variable.
+# For programs that must be compiled as users do: conftest.py turns optimizations off by this variable.
 AS_USERS_COMPILE = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
 
 
