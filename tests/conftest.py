@@ -1,12 +1,18 @@
-"""Devices, time limits and command-line options for all tests."""
+"""Devices, time limits, tiers and command-line options for all tests."""
 
 import faulthandler
+import importlib.util
+import inspect
+import os
 import pathlib
 import sys
 import types
 
 import jax
 import pytest
+import tiers
+
+TESTS = pathlib.Path(__file__).parent
 
 # More devices than most tests use, so that most meshes leave some devices out.
 jax.config.update("jax_num_cpu_devices", 16)
@@ -27,10 +33,18 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # pytest-timeout cannot interrupt native code that holds the GIL. This dumps all stacks and exits.
     faulthandler.dump_traceback_later(3000 + config.getoption("--soak"), exit=True)
+    for marker, meaning in tiers.MARKERS.items():
+        config.addinivalue_line("markers", f"{marker}: {meaning}")
+    # The plain command, without files and without -m. xdist's workers, which have the files, get this option.
+    if config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
+        config.option.markexpr = tiers.PLAIN
     if config.getoption("--jax-ring-override"):
         import override_option
 
         override_option.replace_ring_functions()
+    elif importlib.util.find_spec("jax_plugins") is None:  # no GPU, whose programs the option changes as well
+        # LLVM's optimizations take half of the time. XLA_FLAGS= keeps them, and so does the override.
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 
 @pytest.fixture
@@ -63,7 +77,12 @@ def pytest_terminal_summary(terminalreporter):
                 terminalreporter.write_line(text)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        for marker in tiers.markers_of(item.nodeid):
+            item.add_marker(marker)
+    config.stash[tiers.ALL_IDS] = [item.nodeid for item in items]
     # Those that compare with lax; in others there would be nothing to compare.
     if config.getoption("--jax-ring-override"):
         kept = [item for item in items if _compares_with_lax(item.function)]
@@ -73,6 +92,7 @@ def pytest_collection_modifyitems(config, items):
 
 def _compares_with_lax(function):
     """Whether a test calls `helpers.ours_and_lax`, directly or through functions of the tests."""
+    function = inspect.unwrap(function)
     codes = [function.__code__]
     names = set()
     while codes:
@@ -81,11 +101,10 @@ def _compares_with_lax(function):
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     called = [function.__globals__.get(name) for name in names]
     called = [value for value in called if isinstance(value, types.FunctionType) and value is not function]
-    tests = pathlib.Path(__file__).parent
     return any(
         value.__name__ == "ours_and_lax" or _compares_with_lax(value)
         for value in called
-        if tests in pathlib.Path(value.__code__.co_filename).parents
+        if TESTS in pathlib.Path(value.__code__.co_filename).parents
     )
 
 

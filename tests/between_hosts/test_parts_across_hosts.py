@@ -1,5 +1,7 @@
 """How an operand of an all-reduce across hosts is cut into parts."""
 
+import itertools
+
 import pytest
 
 from jax_ring.lowering.hierarchical.all_reduce import PART_BYTES, _in_turn, parts_of
@@ -11,12 +13,15 @@ def test_large_operands_are_cut(num_bytes, num_parts):
 
 
 @pytest.mark.parametrize("num_shards", [2, 3, 8, 48])
-@pytest.mark.parametrize("itemsize", [1, 4, 8])
-@pytest.mark.parametrize("num_bytes", [8, PART_BYTES, 5 * PART_BYTES + 1001, 123 * PART_BYTES])
-@pytest.mark.parametrize("unit", [1, 3, 512])
-@pytest.mark.parametrize("max_parts", [16, 24])
-def test_every_element_is_in_one_part(num_shards, itemsize, num_bytes, unit, max_parts):
-    size = -(-num_bytes // itemsize // num_shards // unit) * num_shards * unit
+def test_every_element_is_in_one_part(subtests, num_shards):
+    sizes = [8, PART_BYTES, 5 * PART_BYTES + 1001, 123 * PART_BYTES]
+    for itemsize, num_bytes, unit, max_parts in itertools.product([1, 4, 8], sizes, [1, 3, 512], [16, 24]):
+        with subtests.test(itemsize=itemsize, num_bytes=num_bytes, unit=unit, max_parts=max_parts):
+            size = -(-num_bytes // itemsize // num_shards // unit) * num_shards * unit
+            check_parts(size, num_shards, itemsize, unit, max_parts)
+
+
+def check_parts(size, num_shards, itemsize, unit, max_parts):
     parts = parts_of(size, num_shards, itemsize, unit, max_parts)
     assert len(parts) <= max_parts
     assert parts[0].begin == 0

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collectives import COLLECTIVES, SHAPE, every_collective, vary
+from collectives import COLLECTIVES, SHAPE, a_subtest_for_each_collective, every_collective, vary
 from helpers import RANKS, assert_same_trees, make_mesh, num_calls, run_python, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -52,39 +52,41 @@ def rejects(fun, exception, message, check_vma):
         jax.make_jaxpr(sharded(fun, check_vma=check_vma))(X)
 
 
-@every_collective()
+@a_subtest_for_each_collective()
 def test_unbound_axis(collective, check_vma):
     rejects(lambda x: collective.ring(x, "k"), NameError, r"ring_.*: unbound axis name 'k'.*bound here: 'i'", check_vma)
 
 
-@every_collective()
+@a_subtest_for_each_collective()
 def test_axis_named_twice(collective, check_vma):
     rejects(lambda x: collective.ring(x, ("i", "i")), ValueError, "ring_.*named once", check_vma)
 
 
-@every_collective(lambda name, pair: not name.startswith(("psum", "pm")) or "scatter" in name)
+@a_subtest_for_each_collective(lambda name, pair: not name.startswith(("psum", "pm")) or "scatter" in name)
 def test_positional_axes(collective, check_vma):
     rejects(lambda x: collective.ring(x, ("i", 0)), ValueError, r"ring_.*over named axes.*\(0,\)", check_vma)
 
 
-@every_collective(lambda name, pair: name not in MOVES)
+@a_subtest_for_each_collective(lambda name, pair: name not in MOVES)
 def test_no_axes_return_the_tree(collective):
     tree = {"x": X, "text": "left alone"}
     if collective is not COLLECTIVES["pmean"]:
         assert collective.ring(tree, ()) is tree
 
 
-@every_collective(lambda name, pair: name in HAVE_ALGORITHMS)
+@a_subtest_for_each_collective(lambda name, pair: name in HAVE_ALGORITHMS)
 def test_unknown_algorithm(collective, check_vma):
     rejects(lambda x: collective.ring(x, "i", algorithm="best"), ValueError, "ring_.*algorithm must be one", check_vma)
 
 
-@every_collective(lambda name, pair: name not in HAVE_ALGORITHMS)
+@a_subtest_for_each_collective(lambda name, pair: name not in HAVE_ALGORITHMS)
 def test_no_algorithm_where_it_would_have_no_effect(collective, check_vma):
     rejects(lambda x: collective.ring(x, "i", algorithm="auto"), TypeError, "argument 'algorithm'", check_vma)
 
 
-@every_collective(lambda name, pair: name not in ("pmax", "pmin", "broadcast", *MOVES) and "gather" not in name)
+@a_subtest_for_each_collective(
+    lambda name, pair: name not in ("pmax", "pmin", "broadcast", *MOVES) and "gather" not in name
+)
 def test_unknown_order(collective, check_vma):
     rejects(lambda x: collective.ring(x, "i", order="best"), ValueError, "ring_.*order must be one", check_vma)
 
@@ -150,12 +152,12 @@ def test_unknown_gather_destination(check_vma):
 
 
 @pytest.mark.parametrize("leaf", ["text", object()], ids=["str", "object"])
-@every_collective()
+@a_subtest_for_each_collective()
 def test_leaf_that_is_not_an_array(collective, leaf, check_vma):
     rejects(lambda x: collective.ring({"a": x, "b": leaf}, "i"), TypeError, "valid JAX", check_vma)
 
 
-@every_collective(lambda name, pair: name in ("psum", "psum_scatter", "reduce"))
+@a_subtest_for_each_collective(lambda name, pair: name in ("psum", "psum_scatter", "reduce"))
 def test_sum_of_a_partly_varying_operand(collective):
     mesh = make_mesh((4, 2), ("i", "j"))
     f = sharded(lambda x: collective.ring(x[:8], ("i", "j")), mesh=mesh)

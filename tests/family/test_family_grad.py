@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collectives import COLLECTIVES, PERM, SHAPE, every_collective, vary
-from helpers import RANKS, assert_matches_lax, num_calls, sharded
+from collectives import COLLECTIVES, PERM, SHAPE, assert_family_matches_lax, every_collective, vary
+from helpers import RANKS, num_calls, sharded
 from jax import lax
 
 from jax_ring import (
@@ -27,8 +27,8 @@ def comparable(name, pair):
     return pair.differentiable and ("invarying" not in name or jax.__version_info__ >= (0, 12))
 
 
-differentiable = every_collective(lambda name, pair: pair.differentiable)
-compared = every_collective(comparable)
+def differentiable(name, pair):
+    return pair.differentiable
 
 
 def loss(fun, x):
@@ -38,47 +38,40 @@ def loss(fun, x):
     return jnp.sum(weights * y * y)
 
 
-@compared
-def test_grad(collective, check_vma):
-    assert_matches_lax(
-        lambda fun, x: jax.grad(lambda x: loss(fun, x))(x), X, pair=collective[:2], check_vma=check_vma
-    )  # fmt: skip
+def test_grad(subtests, check_vma):
+    def body(fun, x, pair):
+        return jax.grad(lambda x: loss(fun, x))(x)
+
+    # With tracking, both have the same derivatives for all.
+    assert_family_matches_lax(subtests, body, X, differentiable if check_vma else comparable, check_vma=check_vma)
 
 
-@differentiable
-def test_grad_with_vma_tracking(collective):
-    assert_matches_lax(lambda fun, x: jax.grad(lambda x: loss(fun, x))(x), X, pair=collective[:2])
-
-
-@differentiable
-def test_jvp_and_linearize(collective, check_vma):
-    def body(fun, x):
+def test_jvp_and_linearize(subtests, check_vma):
+    def body(fun, x, pair):
         f = lambda x: vary(fun(x * x, "i"), "i")  # noqa: E731
         linear = jax.linearize(f, x)
         return jax.jvp(f, (x,), (x + 1,)), linear[0], linear[1](x - 1)
 
-    assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)
+    assert_family_matches_lax(subtests, body, X, differentiable, check_vma=check_vma)
 
 
-@compared
-def test_second_derivatives(collective, check_vma):
-    def body(fun, x):
+def test_second_derivatives(subtests, check_vma):
+    def body(fun, x, pair):
         gradient = jax.grad(lambda x: loss(fun, x))
         return jax.jvp(gradient, (x,), (x,))[1], jax.grad(lambda x: jnp.sum(gradient(x) * x))(x)
 
-    assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma, rtol=1e-6)
+    assert_family_matches_lax(subtests, body, X, comparable, check_vma=check_vma, rtol=1e-6)
 
 
-@compared
-def test_remat_and_scan(collective, check_vma):
-    def body(fun, x):
+def test_remat_and_scan(subtests, check_vma):
+    def body(fun, x, pair):
         step = jax.checkpoint(lambda c, _: (c + jnp.sum(vary(fun(c, "i"), "i")) / 64, None))
         return jax.grad(lambda x: jnp.sum(lax.scan(step, x, None, length=3)[0] ** 2))(x)
 
-    assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma, rtol=1e-5)
+    assert_family_matches_lax(subtests, body, X, comparable, check_vma=check_vma, rtol=1e-5)
 
 
-@compared
+@every_collective(comparable)
 def test_gradient_from_outside_of_the_map(collective, check_vma):
     gradients = []
     for fun in collective[:2]:
@@ -156,14 +149,16 @@ def test_extrema_of_constants_in_a_differentiated_function(check_vma):
     )  # fmt: skip
 
 
-@every_collective(lambda name, pair: name.startswith(("psum_scatter", "all_gather")) and comparable(name, pair))
-def test_gradient_of_one_leaf(collective, check_vma):
+def test_gradient_of_one_leaf(subtests, check_vma):
     # The tangents and cotangents of the other leaves are symbolic zeros.
-    def body(fun, x):
+    def body(fun, x, pair):
         def f(x):
             out = fun({"a": x, "b": 2 * lax.stop_gradient(x), "c": 3 * x}, "i")
             return jnp.sum(out["a"] ** 2)
 
         return jax.grad(f)(x)
 
-    assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)
+    def where(name, pair):
+        return name.startswith(("psum_scatter", "all_gather")) and comparable(name, pair)
+
+    assert_family_matches_lax(subtests, body, X, where, check_vma=check_vma)

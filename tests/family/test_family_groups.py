@@ -4,7 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collectives import COLLECTIVES, every_collective, supports_groups
+from collectives import (
+    COLLECTIVES,
+    a_subtest_for_each_collective,
+    assert_family_matches_lax,
+    every_collective,
+    supports_groups,
+)
 from helpers import RANKS, assert_matches_lax, assert_same_bits, make_mesh, num_calls, sharded
 from jax.sharding import PartitionSpec as P
 
@@ -28,10 +34,13 @@ def operand(collective, x, groups):
     return x[: len(groups[0])] if collective is COLLECTIVES["psum_scatter"] else x
 
 
+def varying(name, pair):
+    return name.startswith(VARYING) and supports_groups(name, pair)
+
+
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
-@grouped
-def test_matches_lax(collective, groups):
-    def body(fun, x):
+def test_matches_lax(subtests, groups):
+    def body(fun, x, collective):
         x = operand(collective, x, groups)
         f = lambda x: fun({"a": x, "b": x + 1}, "i", axis_index_groups=groups)  # noqa: E731
         out = [f(x)]
@@ -41,18 +50,17 @@ def test_matches_lax(collective, groups):
             out.append(jax.grad(lambda x: sum(map(lambda y: (y**2).sum(), jax.tree.leaves(f(x)))))(x))  # noqa: C417
         return out
 
-    assert_matches_lax(body, X, pair=collective[:2], check_vma=False)
+    assert_family_matches_lax(subtests, body, X, supports_groups, check_vma=False)
 
 
-@every_collective(lambda name, pair: name.startswith(VARYING) and supports_groups(name, pair))
-def test_with_vma_tracking(collective):
+def test_with_vma_tracking(subtests):
     # Results that vary may differ between groups.
     groups = GROUPS["permuted"]
 
-    def body(fun, x):
+    def body(fun, x, collective):
         return fun(operand(collective, x, groups), "i", axis_index_groups=groups)
 
-    assert_matches_lax(body, X, pair=collective[:2])
+    assert_family_matches_lax(subtests, body, X, varying, check_vma=True)
 
 
 @every_collective(lambda name, pair: name in ("psum", "pmean", "pmax", "pmin"))
@@ -71,7 +79,7 @@ def test_reductions_in_groups_of_different_sizes(collective):
             assert_same_bits(results[rank], collective.oracle(values[group])[0])
 
 
-@every_collective(lambda name, pair: name.startswith(VARYING) and supports_groups(name, pair))
+@every_collective(varying)
 def test_results_of_different_sizes_are_refused(collective):
     for fun in collective[:2]:
         with pytest.raises(ValueError, match=r"must all be of one size|must match|divisible|replica id"):
@@ -81,7 +89,7 @@ def test_results_of_different_sizes_are_refused(collective):
 
 
 @pytest.mark.parametrize("groups", [[[0, 1, 2, 3], [4, 5, 6, 6]], [[0, 1, 2, 3]], []], ids=str)
-@grouped
+@a_subtest_for_each_collective(supports_groups)
 def test_malformed_groups(collective, groups, check_vma):
     with pytest.raises(ValueError, match=r"ring_.*must hold every rank of .* exactly once, that is 0 to 7"):
         sharded(lambda x: collective.ring(x, "i", axis_index_groups=groups), check_vma=check_vma)(X)
@@ -98,14 +106,13 @@ def test_groups_of_one_need_no_call(collective):
     )  # fmt: skip
 
 
-@grouped
-def test_groups_of_one_axis_of_two(collective):
+def test_groups_of_one_axis_of_two(subtests):
     mesh = make_mesh((2, 8), ("j", "i"))
     groups = GROUPS["permuted"]
     spec = P(("j", "i"))
-    assert_matches_lax(
-        lambda fun, x: fun(operand(collective, x, groups), "i", axis_index_groups=groups), np.concatenate([X, X + 1]),
-        pair=collective[:2], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False,
+    assert_family_matches_lax(
+        subtests, lambda fun, x, collective: fun(operand(collective, x, groups), "i", axis_index_groups=groups),
+        np.concatenate([X, X + 1]), supports_groups, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False,
     )  # fmt: skip
 
 

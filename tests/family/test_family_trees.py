@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collectives import SHAPE, every_collective, vary
-from helpers import RANKS, assert_matches_lax, compiled_text, num_calls, sharded
+from collectives import SHAPE, assert_family_matches_lax, every_collective, vary
+from helpers import RANKS, compiled_text, num_calls, sharded
 from jax import lax
 
 from jax_ring import ring_all_gather, ring_pmax, ring_pmin, ring_psum, ring_psum_scatter
@@ -20,12 +20,11 @@ def tree_of(x):
     return {"a": x, "b": [x.astype(jnp.bfloat16), (x - 1, None)], "c": x.astype(jnp.int32), "d": 2 * x}
 
 
-@every_collective()
-def test_matches_lax(collective, check_vma):
-    def body(fun, x):
+def test_matches_lax(subtests, check_vma):
+    def body(fun, x, pair):
         return jax.tree.map(lambda y: vary(y, "i"), fun(tree_of(x), "i"))
 
-    assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)
+    assert_family_matches_lax(subtests, body, X, check_vma=check_vma)
 
 
 @every_collective()
@@ -96,25 +95,26 @@ def test_leaves_of_different_ranks_and_one_negative_axis(fun, check_vma):
     np.testing.assert_array_equal(out["scalar"][0], values[:, 0, 0])
 
 
-@every_collective()
-def test_empty_trees(collective, check_vma):
-    assert_matches_lax(lambda fun, x: (fun({}, "i"), fun(None, "i"), x), X, pair=collective[:2], check_vma=check_vma)
+def test_empty_trees(subtests, check_vma):
+    assert_family_matches_lax(
+        subtests, lambda fun, x, pair: (fun({}, "i"), fun(None, "i"), x), X, check_vma=check_vma
+    )  # fmt: skip
 
 
-@every_collective(lambda name, pair: name in ("pmax", "pmin", "pmean", "psum"))
-def test_constants(collective, check_vma):
-    def body(fun, x):
+def test_constants(subtests, check_vma):
+    def body(fun, x, pair):
         return x + vary(fun(3, "i"), "i"), vary(fun({"n": np.ones(3, np.int32), "f": 2.5}, "i")["n"], "i") + 0
 
-    assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)
+    assert_family_matches_lax(
+        subtests, body, X, lambda name, pair: name in ("pmax", "pmin", "pmean", "psum"), check_vma=check_vma
+    )
 
 
-@every_collective(lambda name, pair: "all_gather" in name)
-def test_constants_are_gathered(collective, check_vma):
-    def body(fun, x):
+def test_constants_are_gathered(subtests, check_vma):
+    def body(fun, x, pair):
         return x, vary(fun(np.ones((2, 3), np.float32), "i"), "i")
 
-    assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)
+    assert_family_matches_lax(subtests, body, X, lambda name, pair: "all_gather" in name, check_vma=check_vma)
 
 
 def test_no_copy_along_the_first_dimension():

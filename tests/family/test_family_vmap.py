@@ -4,23 +4,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collectives import COLLECTIVES, SHAPE, every_collective, vary
+from collectives import (
+    COLLECTIVES,
+    SHAPE,
+    a_subtest_for_each_collective,
+    assert_family_matches_lax,
+    every_collective,
+    vary,
+)
 from helpers import RANKS, assert_matches_lax, assert_same_trees, make_mesh, num_calls, sharded
 
 X = (np.arange(3 * RANKS * np.prod(SHAPE)) % 7 - 3).astype(np.float32).reshape(RANKS * SHAPE[0], SHAPE[1], 3)
 
 
-@pytest.mark.parametrize(("in_axis", "out_axis"), [(0, 0), (1, -1), (2, 0)])
-@every_collective()
-def test_batch_of_calls(collective, in_axis, out_axis, check_vma):
-    if collective.lax is COLLECTIVES["psum_scatter"].lax and in_axis:
-        pytest.skip("untiled lax.psum_scatter drops a batch dimension after the scattered one")
+def batches_with_lax(name, pair):
+    """Untiled lax.psum_scatter drops a batch dimension after the scattered one."""
+    return name != "psum_scatter"
 
-    def body(fun, x):
+
+@pytest.mark.parametrize(("in_axis", "out_axis"), [(0, 0), (1, -1), (2, 0)])
+def test_batch_of_calls(subtests, in_axis, out_axis, check_vma):
+    def body(fun, x, pair):
         x = jnp.moveaxis(x, 2, in_axis)
         return jax.vmap(lambda x: vary(fun(x, "i"), "i"), in_axis, out_axis)(x).reshape(-1, 3)
 
-    assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)
+    where = batches_with_lax if in_axis else lambda name, pair: True
+    assert_family_matches_lax(subtests, body, X, where, check_vma=check_vma)
 
 
 @pytest.mark.parametrize("in_axis", [0, 1, 2])
@@ -44,17 +53,14 @@ def test_one_call_for_a_batch_of_trees(collective, check_vma):
     assert num_calls(sharded(body, check_vma=check_vma), X) == 1
 
 
-@every_collective()
-def test_batched_and_unbatched_operands(collective, check_vma):
-    def body(fun, x):
+def test_batched_and_unbatched_operands(subtests, check_vma):
+    def body(fun, x, pair):
         def one(x, y):
             return jax.tree.map(lambda leaf: vary(leaf, "i"), fun({"x": x, "y": y, "z": x}, "i"))
 
         return jax.vmap(one, (2, None), {"x": -1, "y": None, "z": -1})(x, x[:, :, 0])
 
-    if collective.lax is COLLECTIVES["psum_scatter"].lax:
-        pytest.skip("untiled lax.psum_scatter drops a batch dimension after the scattered one")
-    assert_matches_lax(body, X, pair=collective[:2], check_vma=check_vma)
+    assert_family_matches_lax(subtests, body, X, batches_with_lax, check_vma=check_vma)
 
 
 # Over the vmap axis: no communication.
@@ -119,14 +125,14 @@ def test_over_the_batch_with_vma_tracking(collective):
     np.testing.assert_array_equal(result[RANKS:], collective.oracle(BATCH + 1))
 
 
-@every_collective(lambda name, pair: not name.startswith(("psum", "pm")) or "scatter" in name)
+@a_subtest_for_each_collective(lambda name, pair: not name.startswith(("psum", "pm")) or "scatter" in name)
 def test_batch_and_mesh_axis_together_are_refused(collective):
     f = sharded(lambda x: jax.vmap(lambda x: collective.ring(x, ("i", "v")), 2, axis_name="v")(x), check_vma=False)
     with pytest.raises((NotImplementedError, ValueError), match="ring_"):
         f(X)
 
 
-@every_collective(lambda name, pair: name in ("pmax", "pmin", "psum_scatter", "all_gather", "all_to_all"))
+@a_subtest_for_each_collective(lambda name, pair: name in ("pmax", "pmin", "psum_scatter", "all_gather", "all_to_all"))
 def test_groups_over_the_batch_are_refused(collective):
     groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
     for fun in collective[:2]:

@@ -14,7 +14,7 @@ from random_programs import soak
 from watched import Processes, as_text
 
 DEADLINE = 4.0
-STEP_TIMEOUT = 60.0
+STEP_TIMEOUT = 240.0
 LAYOUTS = [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (4, 2)]  # (processes, devices per process)
 EVENTS = ("none", "brief stop", "kill", "long stop")
 

@@ -92,7 +92,7 @@ class Processes(ProcessGroup):
         written = (self.file(process, name).read_text(errors="replace") for name in ("stdout", "stderr"))
         return Result(self.popen[process].poll(), *written)
 
-    def wait_until(self, process: int, text: str | tuple[str, ...], timeout: float = 60.0) -> None:
+    def wait_until(self, process: int, text: str | tuple[str, ...], timeout: float = 240.0) -> None:
         """Waits until a process has written a line to stdout that starts with `text`, or one of them, and its end.
 
         Raises:

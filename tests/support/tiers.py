@@ -1,0 +1,117 @@
+"""Which tests the plain command `pytest` leaves out, and which CI runs with one pair of Python and JAX alone.
+
+The one place that says so. Patterns are regular expressions that match the beginning of a test's id below tests/.
+"""
+
+import functools
+import re
+
+import pytest
+
+# What CI's invocations select. Together they run every test: test_tiers.py.
+PLAIN = "not full"  # with the oldest pair
+REST_OF_OLDEST = "full and one_pair"
+NEWEST = "not one_pair"
+
+MARKERS = {
+    "full": "left out of the plain command, whose tests are something of every feature; CI runs it",
+    "one_pair": "does not depend on JAX's version; CI runs it with the oldest pair alone",
+}
+
+FULL = [
+    # Without vma a test takes the same steps: "no_vma" in its id.
+    r".*\[(.*-)?no_vma",
+    # Products of options, dtypes, sizes and seeds: some of each are left.
+    r"collectives/test_options.py::test_ring_order\[(?!float32-[358]|bfloat16-4|int32-8)",
+    r"collectives/test_exchange.py::(?!test_matches_lax|test_permutations_match_lax|test_errors)",
+    r"family/test_family_values.py::test_bits_of_wide_types\[(?!psum|all_gather\])",
+    r"family/test_family_grad.py::test_(second_derivatives|gradient_from_outside)",
+    r"family/test_family_trees.py::test_(one_call_for_each_dtype|the_hlo_names)",
+    r"random_programs/test_random_programs.py::(?!.*\[(347|691|9.[05])\]|test_programs_of_a_seed)",
+    "zero/test_zero_any_ranks",
+    "zero/test_zero_refused.py::test_(what_is_not|settings)",
+    r"override/test_override_family",
+    r"tree/test_tree_across_hosts.py::test_(dtypes|bytes)",
+    "engine/test_concurrency.py::test_(ten_thousand|hundreds)",
+    # Jobs of several processes, each of which compiles for itself. One of each kind is left.
+    "multiprocess/test_(same_host|gpu_lowering|soak)",
+    "multiprocess/test_failures.py::test_(mismatched|equal)",
+    "multiprocess/test_flight_of_processes.py::(?!test_every_process)",
+    "multiprocess/test_leaving.py::test_threads",
+    "multiprocess/test_process_discovery.py::test_each_runtime",
+    "multiprocess/test_tree.py::(?!test_one_process|.*consecutive)",
+    "between_hosts/test_(narrow_wires|int8_across_hosts)",
+    "between_hosts/test_two_level.py::(?!test_two_hosts$)",
+    "between_hosts/test_between_hosts_family.py::test_four",
+    "elastic/test_elastic.py::(?!test_rank_0)",
+    "replicas/test_sentinel.py::test_all_ranks_of_all_processes",
+    "package/test_pytest_plugin.py::test_(lax_is_replaced|the_body_runs_in_each_process)",
+    "chaos/test_scenarios.py::test_scenario",
+    # Programs in processes of their own, which compile them with LLVM's optimizations.
+    "programs/test_example.py::(?!test_(replace_psum|invalid))",
+    "programs/test_benchmarks.py::test_(allreduce|loops|lowering|peers|processes|reduction|scaling|train|wire)",
+    "programs/test_any_number_of_devices.py::test_the",
+    "package/test_typing.py::test_mypy",
+    r"docs/test_docs.py::test_code_runs\[docs/(?!training|replacing_psum|sharp_bits|index)",
+]
+
+# Without vma, with one pair.
+_ON_TOP = "family|gradients|int8|sentinel|optax|buckets|training|zero|wire|the_fold|partial_sums|documented"
+
+ONE_PAIR = [
+    # The values of the family go through all of its code.
+    "family/(?!test_family_values)",
+    # Training is plain JAX on top of the collectives, which are tested with and without vma.
+    f"(?=.*no_vma)(?!family/test_family_values).*({_ON_TOP})",
+    # The layouts of ZeRO on any number of ranks are plain JAX on top of what the other tests of ZeRO run.
+    "zero/test_zero_(any_ranks|parameter)",
+    # The benchmarks and most examples call nothing new.
+    ".*(ten_steps|train_gpt|micro_batches|the_example)",
+    "programs/test_(benchmarks|example).py",
+    # Neither pages, messages and refused arguments, nor the source tree and its tables depend on the version.
+    "docs/",
+    "schedule/",
+    "package/test_(source_tree|typing|native_layout).py",
+    "lowering/test_tuning.py",
+    "collectives/test_arguments.py",
+    # Folds, shared memory, the record, deadlines and the launcher are native code and Python's. How processes join,
+    # find each other, lower and leave is JAX's. Those that leave meet the same errors as those that fail.
+    r"collectives/test_options.py::test_ring_order\[",
+    "collectives/test_dtypes.py::test_the_fold",
+    "multiprocess/test_(soak|tree|shared_memory|flight_of_processes|harness|failures).py",
+    "between_hosts/test_(int8_across_hosts|two_level|parts_across_hosts).py",
+    "chaos/",
+    "launcher/",
+    "tree/test_tree_values.py",
+    "engine/test_deadline.py",
+    "inspect/test_flight_recorder.py",
+    # The plugin's ranks run and join. What it says of failures and faults is pytest's.
+    "package/test_pytest_plugin.py::test_(the_rank_that_failed_comes_first|faults)",
+    # XLA's passes are asked what they make of single calls, in loops, beside others and recorded. The rest follows.
+    "gpu_topologies/test_topology_(?!family|overlap|recorded)",
+]
+
+
+# The ids of a session's tests before it selects some.
+ALL_IDS = pytest.StashKey[list[str]]()
+
+
+def below_tests(nodeid: str) -> str:
+    """The id as patterns have it: that of pytest begins at the root, or at a parent of it."""
+    return nodeid[nodeid.find("tests/") + len("tests/") :]
+
+
+@functools.cache
+def _pattern(marker: str) -> re.Pattern:
+    return re.compile("|".join({"full": FULL, "one_pair": ONE_PAIR}[marker]))
+
+
+def markers_of(nodeid: str) -> list[str]:
+    """The markers of a test."""
+    return [marker for marker in MARKERS if _pattern(marker).match(below_tests(nodeid))]
+
+
+def selects(expression: str, nodeid: str) -> bool:
+    """Whether `pytest -m expression` runs a test."""
+    markers = markers_of(nodeid)
+    return bool(eval(expression, {}, {marker: marker in markers for marker in MARKERS}))
