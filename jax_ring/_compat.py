@@ -759,7 +759,7 @@ def connect_to_runtime(coordinator: str, num_processes: int, process_id: int, ti
 _HEARTBEAT_SECONDS = 100  # JAX's default
 
 
-def leave_runtime() -> None:
+def detach_runtime() -> None:
     """Drops the distributed runtime and all backends without a word to the other processes, which may have died.
 
     Arrays are deleted, so that a use of one that was kept raises an error, where it would else compute with what was.

@@ -174,7 +174,7 @@ def join_processes(process: int, token: str, publish, fetch) -> None:
     ffi_cuda.set_process(process, publish, fetch)
 
 
-def leave_processes() -> None:
+def detach_processes() -> None:
     """Makes the engines forget the other processes, until `join_processes`. Call it when no program is running."""
     reset_groups()
     ffi_cuda.forget_groups()

@@ -18,8 +18,8 @@ from jax.interpreters import ad, batching, mlir
 from jax_ring import _compat, runtime
 from jax_ring.collectives import int8_blocks as int8
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks, split_axes
+from jax_ring.collectives.inter_host_packets import InPackets
 from jax_ring.collectives.leaves import as_varying
-from jax_ring.collectives.packets_between_hosts import InPackets
 from jax_ring.collectives.primitives import ring_all_gather_p, ring_psum_scatter_p
 from jax_ring.distributed import discovery
 from jax_ring.lowering.call_spec import CallSpec

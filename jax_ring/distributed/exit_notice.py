@@ -77,8 +77,8 @@ def forget() -> None:
     _membership = None
 
 
-def give_up(how: str) -> None:
-    """Gives up all groups of this process, now and in future; their calls fail at once, here and in the others.
+def abort(how: str) -> None:
+    """Aborts all groups of this process, now and in future; their calls fail at once, here and in the others.
 
     how: how this process leaves, a predicate for the errors of the others: "raised ValueError: bad batch".
     """
@@ -148,7 +148,7 @@ def _chain_excepthook() -> Callable:
         # Of an interactive session, which goes on.
         if error is not None and not hasattr(sys, "ps1") and not sys.flags.interactive:
             with contextlib.suppress(Exception):  # the user's exception matters more
-                give_up(description_of(error))
+                abort(description_of(error))
         previous(error_type, error, traceback)
 
     sys.excepthook = hook
@@ -164,9 +164,9 @@ def _at_exit() -> None:
         _watcher.join(timeout=10)
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is not None and sys.excepthook is not _hook:  # which may not have been called
-        give_up(description_of(error))
+        abort(description_of(error))
     elif _wait_for_programs():
-        give_up("has exited")
+        abort("has exited")
 
 
 def _wait_for_programs() -> bool:

@@ -97,10 +97,10 @@ def leave(how: str) -> None:
       how: how this process leaves, a predicate for their errors.
     """
     backends = _compat.backends_alive()
-    exit_notice.give_up(how)
-    runtime.leave_processes()
+    exit_notice.abort(how)
+    runtime.detach_processes()
     discovery.forget()
-    _compat.leave_runtime()
+    _compat.detach_runtime()
     gc.collect()
     if any(backend() is not None for backend in backends):
         logger.info(

@@ -90,11 +90,11 @@ def _prepare_operands(call: CallSpec, ctx) -> Emit:
     if not ranks_by_host.crosses_hosts(call.groups, levels, call.perm):
         return emit
 
-    def emit_between_hosts(ctx, operands):
+    def emit_inter_host(ctx, operands):
         logger.info("%s over %s is served by XLA between %d hosts", call.function, call.axes, levels.num_hosts)
         return emit(ctx, operands)
 
-    return emit_between_hosts
+    return emit_inter_host
 
 
 def _prepare_by_xla(call: CallSpec, ctx) -> Emit:

@@ -168,7 +168,7 @@ def test_a_process_that_has_ended_is_recognized():
 
 def test_the_hook_calls_the_one_before(monkeypatch):
     told, shown = [], []
-    monkeypatch.setattr(exit_notice, "give_up", told.append)
+    monkeypatch.setattr(exit_notice, "abort", told.append)
     monkeypatch.setattr(sys, "excepthook", lambda *exception: shown.append(exception))
     exit_notice._chain_excepthook()
     error = ValueError("bad batch")
