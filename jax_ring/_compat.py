@@ -8,6 +8,7 @@ import re
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.extend.backend
@@ -19,6 +20,7 @@ from jax.extend.mlir import ir as _ir
 from jax.extend.mlir.dialects import func as _func
 
 OLDEST_JAX = (0, 10, 2)
+T = TypeVar("T")
 
 if jax.__version_info__ < OLDEST_JAX:
     raise ImportError(
@@ -54,6 +56,9 @@ try:
     _uncacheable_primitives = _mlir._uncacheable_primitives
     _source_info_to_location = _mlir.source_info_to_location
     COLLECTIVE_CHANNEL_ID = _mlir.COLLECTIVE_CHANNEL_ID
+    _module_of = _mlir.build_mlir_module_helper
+    _to_xla = _xla_client._xla.mlir.mlir_module_to_xla_computation
+    _extend_axis_env = _core.extend_axis_env_nd
     _trace_state_clean = _core.trace_state_clean
     _backends_are_initialized = _xla_bridge.backends_are_initialized
     _register_plugin_callbacks = _xla_bridge.register_plugin_callbacks
@@ -382,9 +387,12 @@ def function_name(primitive) -> str:
     return _FUNCTION_NAMES.get(name, name)
 
 
-def module_state(lowering_context) -> dict:
-    """A dictionary of jax_ring's own, which lives as long as the lowering of one module."""
-    return lowering_context.module_context.cached_primitive_lowerings.setdefault("jax_ring", {})
+def module_state(lowering_context, make: Callable[[], T]) -> T:
+    """jax_ring's own state, the result of make(), which lives as long as the lowering of one module."""
+    kept = lowering_context.module_context.cached_primitive_lowerings
+    if "jax_ring" not in kept:
+        kept["jax_ring"] = make()
+    return kept["jax_ring"]
 
 
 def call_with_donating_programs(function: Callable) -> None:
@@ -523,7 +531,7 @@ def axis_context_within(shard_map_params: dict):
 
 def replica_groups(axis_context, axes: tuple) -> tuple[tuple[int, ...], ...]:
     """The groups of mesh positions that a collective over `axes` spans, each in rank order."""
-    return tuple(tuple(int(i) for i in group) for group in _axis_groups(axis_context, axes))
+    return tuple([tuple(map(int, group)) for group in _axis_groups(axis_context, axes)])
 
 
 def mesh_devices(mesh) -> list | None:
@@ -700,6 +708,23 @@ def bind_equation(eqn, operands: list) -> list:
     with eqn.ctx.manager:
         results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def lowered_alone(eqn, axis_context, platform: str) -> str:
+    """The HLO text of a program that is one equation of the body of a shard_map, before XLA compiles it."""
+    core = jax.extend.core
+    operands = [core.Var(v.aval) for v in eqn.invars]
+    results = [core.Var(getattr(v.aval, "inner_aval", v.aval)) for v in eqn.outvars]
+    primitive = STARTS.get(eqn.primitive, eqn.primitive)  # whose results are arrays, which a program can return
+    alone = eqn.replace(primitive=primitive, invars=operands, outvars=results)
+    unnamed = core.DebugInfo("lowered_alone", "", None, None)
+    jaxpr = core.Jaxpr((), operands, results, [alone], debug_info=unnamed)
+    sizes = axis_context.mesh.shape
+    with _extend_axis_env([(axis, sizes[axis]) for axis in axis_context.manual_axes]), without_vma():
+        module = _module_of(
+            core.ClosedJaxpr(jaxpr, ()), name="alone", platforms=(platform,), backend=None, axis_context=axis_context
+        )
+    return _to_xla(_mlir.module_to_bytecode(module), use_tuple_args=False).as_hlo_text()
 
 
 # ---- A process that changes its distributed runtime, for jax_ring.elastic --------------------------------------------

@@ -41,10 +41,6 @@ class Options:
         ignored = {"algorithm": self.algorithm != "auto", "order": self.order == "ring"}
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in ignored if ignored[name])
 
-    def algorithm_depends_on_size(self) -> bool:
-        """Whether a GPU engine chooses the algorithm of a sum by the size of the message."""
-        return self.algorithm == "auto" and self.order != "ring"
-
 
 _DEFAULT = Options()
 _defaults = contextvars.ContextVar("defaults", default=_DEFAULT)

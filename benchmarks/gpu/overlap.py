@@ -14,7 +14,8 @@ import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]  # for the model's pictures and the GPT
+# For the model's pictures, the GPT, and what a schedule of XLA says.
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples"), str(ROOT / "tests" / "support")]
 H100 = ROOT / "tests" / "gpu_topologies" / "h100.txtpb"
 PROGRAMS = {  # the options of the reduction of gradients, and of XLA
     "jax_ring": ({}, {}),
@@ -59,8 +60,7 @@ def compiled_step(arguments: argparse.Namespace, reduction: dict, options: dict)
 
 def print_table(console, timelines: dict) -> None:
     from rich.table import Table
-
-    from jax_ring.inspect.timeline import EXCHANGE, PRODUCT, products_beside
+    from timeline import EXCHANGE, PRODUCT, products_beside
 
     table = Table("program", "collectives", "of them asynchronous", "matrix products", "beside each collective")
     for name, work in timelines.items():
@@ -73,8 +73,7 @@ def print_table(console, timelines: dict) -> None:
 def draw(timelines: dict, title: str):
     """A figure with a pair of rows for each program: what its streams do, in the order of the program."""
     from model.draw import pyplot
-
-    from jax_ring.inspect.timeline import COLLECTIVE, EXCHANGE, MAIN, OTHER, PRODUCT
+    from timeline import COLLECTIVE, EXCHANGE, MAIN, OTHER, PRODUCT
 
     plt = pyplot()
     figure, rows = plt.subplots(len(timelines), 1, figsize=(11, 1.3 * len(timelines) + 0.8), layout="constrained")
@@ -120,8 +119,7 @@ def main() -> None:
     import jaxlib
     from model.draw import save
     from rich.console import Console
-
-    from jax_ring.inspect.timeline import timeline
+    from timeline import timeline
 
     timelines = {name: timeline(compiled_step(arguments, *options)) for name, options in PROGRAMS.items()}
     console = Console()

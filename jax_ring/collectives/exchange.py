@@ -26,7 +26,7 @@ from jax_ring.collectives.axes import (
     num_ranks,
 )
 from jax_ring.collectives.leaves import as_varying, belongs_to_lax, fused
-from jax_ring.options import Algorithm, integer, make_options
+from jax_ring.options import integer, make_options
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
 
@@ -39,7 +39,6 @@ def ring_all_to_all(
     *,
     axis_index_groups: Groups | None = None,
     tiled: bool = False,
-    algorithm: Algorithm = "auto",
 ) -> T:
     """Splits `x` into a block for each rank of a mapped axis, and gives each rank the blocks that are meant for it.
 
@@ -54,7 +53,6 @@ def ring_all_to_all(
       axis_index_groups: a list of lists of ranks, all of one length; p then counts within the group.
       tiled: whether `split_axis` is kept, with 1/p of its elements, and the blocks are concatenated along
         `concat_axis`. Otherwise `split_axis` is removed, and the blocks are stacked along a new dimension.
-      algorithm: as for `ring_psum`.
 
     Returns:
       A pytree like `x`, with p times as many elements along `concat_axis` and 1/p along `split_axis` if `tiled`;
@@ -66,7 +64,7 @@ def ring_all_to_all(
         `ring_psum`.
       NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
-    function, options = "ring_all_to_all", make_options("ring_all_to_all", algorithm)
+    function, options = "ring_all_to_all", make_options("ring_all_to_all")
     axes = axes_of(axis_name)
     check_named(function, axes)
     groups = check_groups(function, axis_index_groups, axes)
@@ -99,17 +97,15 @@ def ring_all_to_all(
     return fused(x, partial(belongs_to_lax, axes=axes, moved=True), to_lax, operand, run)
 
 
-def ring_pswapaxes(
-    x: T, axis_name: AxisName, axis: int, *, axis_index_groups: Groups | None = None, algorithm: Algorithm = "auto"
-) -> T:
+def ring_pswapaxes(x: T, axis_name: AxisName, axis: int, *, axis_index_groups: Groups | None = None) -> T:
     """Swaps a mapped axis with dimension `axis` of `x`, of the same size. A drop-in for `jax.lax.pswapaxes`.
 
     The same as `ring_all_to_all(x, axis_name, axis, axis)`, with its arguments and errors.
     """
-    return ring_all_to_all(x, axis_name, axis, axis, axis_index_groups=axis_index_groups, algorithm=algorithm)
+    return ring_all_to_all(x, axis_name, axis, axis, axis_index_groups=axis_index_groups)
 
 
-def ring_ppermute(x: T, axis_name: AxisName, perm: Iterable[tuple[int, int]], *, algorithm: Algorithm = "auto") -> T:
+def ring_ppermute(x: T, axis_name: AxisName, perm: Iterable[tuple[int, int]]) -> T:
     """Sends `x` from rank to rank of a mapped axis. A drop-in for `jax.lax.ppermute`.
 
     The bits of `x` are not changed, NaNs included. The transpose is the inverse permutation.
@@ -120,7 +116,6 @@ def ring_ppermute(x: T, axis_name: AxisName, perm: Iterable[tuple[int, int]], *,
       perm: pairs (source, receiver) of ranks. No two pairs have the same source, or the same
         receiver. A rank that is no receiver gets zeros. Negative ranks count from the end. Over several axes the
         rank is that of `jax.lax`: JAX 0.10 counts in the mesh's order of the axes, and later ones refuse another.
-      algorithm: as for `ring_psum`.
 
     Returns:
       A pytree like `x`. With vma tracking it varies over the axis.
@@ -132,7 +127,7 @@ def ring_ppermute(x: T, axis_name: AxisName, perm: Iterable[tuple[int, int]], *,
       NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`; a TypeError also if `perm`
         does not consist of pairs of integers.
     """
-    function, options = "ring_ppermute", make_options("ring_ppermute", algorithm)
+    function, options = "ring_ppermute", make_options("ring_ppermute")
     axes = axes_of(axis_name)
     check_named(function, axes)
     axes = _compat.axes_of_permutation(axes, jax.sharding.get_abstract_mesh())
@@ -154,7 +149,7 @@ def ring_ppermute(x: T, axis_name: AxisName, perm: Iterable[tuple[int, int]], *,
     return fused(x, partial(belongs_to_lax, axes=axes, moved=True), to_lax, operand, run)
 
 
-def ring_pshuffle(x: T, axis_name: AxisName, perm: Iterable[int], *, algorithm: Algorithm = "auto") -> T:
+def ring_pshuffle(x: T, axis_name: AxisName, perm: Iterable[int]) -> T:
     """Sends `x` from rank `perm[i]` of a mapped axis to rank i. A drop-in for `jax.lax.pshuffle`.
 
     The same as `ring_ppermute(x, axis_name, list(zip(perm, range(p))))`, with its arguments and errors, and a
@@ -163,7 +158,7 @@ def ring_pshuffle(x: T, axis_name: AxisName, perm: Iterable[int], *, algorithm: 
     perm = list(perm)
     if set(perm) != set(range(len(perm))):
         raise ValueError(f"ring_pshuffle: perm must hold every rank from 0 to {len(perm) - 1} once, got {perm}")
-    return ring_ppermute(x, axis_name, list(zip(perm, range(len(perm)), strict=True)), algorithm=algorithm)
+    return ring_ppermute(x, axis_name, list(zip(perm, range(len(perm)), strict=True)))
 
 
 def _check_permutation(function: str, perm: Iterable[tuple[int, int]], size: int) -> tuple[tuple[int, int], ...]:

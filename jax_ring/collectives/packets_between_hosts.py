@@ -5,9 +5,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_ring.collectives import int8_blocks as int8
+from jax_ring.lowering.group_tables import Groups
 from jax_ring.lowering.hierarchical import xla_ops
-from jax_ring.lowering.hierarchical.inter_host import Step, aval_of, inline
-from jax_ring.lowering.topology import Groups
+from jax_ring.lowering.hierarchical.inter_host import Step, aval_of
+from jax_ring.lowering.xla import ops
 
 
 class InPackets(NamedTuple):
@@ -48,11 +49,11 @@ class InPackets(NamedTuple):
 
         return [
             Step(
-                lambda ctx, x: inline(ctx, encode, x, shard, packets), packets,
+                lambda ctx, x: ops.inline_one(ctx, encode, x, shard), packets,
                 lambda ctx, x: xla_ops.all_to_all(self.groups, x), packets,
             ),
             Step(
-                lambda ctx, x: inline(ctx, add, x, packets, total), total,
+                lambda ctx, x: ops.inline_one(ctx, add, x, packets), total,
                 lambda ctx, x: xla_ops.all_gather(self.groups, x), packets,
             ),
         ]  # fmt: skip

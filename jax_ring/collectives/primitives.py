@@ -23,8 +23,10 @@ from jax_ring import _compat
 from jax_ring.collectives import vmap_axis
 from jax_ring.collectives.axes import refuse_mixed_axes
 from jax_ring.collectives.slots import spread
+from jax_ring.lowering import kinds
+from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.passes import merge_equations
-from jax_ring.lowering.rules import Collective, lower
+from jax_ring.lowering.rules import lower
 from jax_ring.lowering.xla.fallback import lower_broadcast_to_xla, lower_reduce_to_xla
 
 # ---- The template ---------------------------------------------------------------------------------------------------
@@ -49,7 +51,7 @@ class Rules(NamedTuple):
     added_dimensions: int = 0
 
 
-def _make_primitive(name: str, collective: Collective, rules: Rules) -> Primitive:
+def _make_primitive(name: str, call: CallSpec, rules: Rules) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
 
@@ -64,10 +66,10 @@ def _make_primitive(name: str, collective: Collective, rules: Rules) -> Primitiv
     if rules.transpose is not None:
         ad.primitive_jvps[primitive] = partial(_linear_jvp, primitive)
         ad.primitive_transposes[primitive] = partial(_transpose, rules.transpose)
-    batching.fancy_primitive_batchers[primitive] = partial(_batch, primitive, collective.function, rules)
+    batching.fancy_primitive_batchers[primitive] = partial(_batch, primitive, call.function, rules)
     _compat.register_dead_code_rule(primitive, _dead_code)
     # Not cacheable, because a cached lowering does not know the user's source line of the call.
-    mlir.register_lowering(primitive, partial(lower, collective), cacheable=False)
+    mlir.register_lowering(primitive, partial(lower, call), cacheable=False)
     merge_equations.PRIMITIVES.add(primitive)
     return primitive
 
@@ -99,10 +101,10 @@ def _transpose(transpose_nonzero: Callable, cotangents: Sequence, *operands, **p
     ]
 
 
-def _batch(primitive, function: str, rules: Rules, axis_data, operands, dims, *, axes, axis_index_groups, **params):
+def _batch(primitive: Primitive, function: str, rules: Rules, axis_data, operands, dims, **params):
+    axes, axis_index_groups = params["axes"], params["axis_index_groups"]
     if axis_data.name not in axes:
-        bind = partial(primitive.bind, axes=axes, axis_index_groups=axis_index_groups)
-        return _batch_other_axis(bind, rules, operands, dims, **params)
+        return _batch_other_axis(primitive.bind, rules, operands, dims, **params)
     if axis_index_groups is not None:
         raise NotImplementedError(
             f"{function} over the vmap axis {axis_data.name!r} does not take axis_index_groups "
@@ -117,13 +119,11 @@ def _batch(primitive, function: str, rules: Rules, axis_data, operands, dims, *,
             f"{function} over {axes} includes the vmap axis {axis_data.name!r}, which must be the only axis. Use one "
             "call for each axis, or map them all over devices with shard_map."
         )
-    details = {name: value for name, value in params.items() if name != "axis_size"}
-    results = [
-        rules.over_vmap_axis(x, d, axis_data.size, **details) for x, d in zip(operands, dims, strict=True)
-    ]  # fmt: skip
+    details = {name: params[name] for name in params if name not in ("axes", "axis_index_groups", "axis_size")}
+    results = [rules.over_vmap_axis(x, d, axis_data.size, **details) for x, d in zip(operands, dims, strict=True)]
     values, result_dims = [value for value, _ in results], [dim for _, dim in results]
     if rest:
-        values = primitive.bind(*values, axes=rest, axis_index_groups=None, **params)
+        values = primitive.bind(*values, **{**params, "axes": rest})
     return values, result_dims
 
 
@@ -197,16 +197,16 @@ def _from_root(cotangents, params):
 # ---- The primitives -------------------------------------------------------------------------------------------------
 
 
-def _pair(name: str, collective: Collective, plain: Rules, invariant: Rules) -> tuple[Primitive, Primitive]:
-    return _make_primitive(name, collective, plain), _make_primitive(f"{name}_invariant", collective, invariant)
+def _pair(name: str, call: CallSpec, plain: Rules, invariant: Rules) -> tuple[Primitive, Primitive]:
+    return _make_primitive(name, call, plain), _make_primitive(f"{name}_invariant", call, invariant)
 
 
 def _reduction(op: str, lax_primitive, over_batch: Callable, transposes: tuple) -> tuple[Primitive, Primitive]:
     name = f"ring_p{op}"
-    collective = Collective(name, "all_reduce", op, partial(_compat.lower_lax_reduction, lax_primitive))
+    call = CallSpec(name, kinds.ALL_REDUCE, op, partial(_compat.lower_lax_reduction, lax_primitive))
     plain = Rules(_compat.abstract_psum, transposes[0], over_batch, separable=True)
     invariant = plain._replace(abstract_eval=_compat.abstract_psum_invariant, transpose=transposes[1])
-    return _pair(name, collective, plain, invariant)
+    return _pair(name, call, plain, invariant)
 
 
 ring_psum_p: Primitive
@@ -222,7 +222,7 @@ ring_pmin_p, ring_pmin_invariant_p = _reduction("min", _compat.pmin_p, vmap_axis
 
 ring_psum_scatter_p: Primitive = _make_primitive(
     "ring_psum_scatter",
-    Collective("ring_psum_scatter", "reduce_scatter", "sum", _compat.lower_lax_psum_scatter),
+    CallSpec("ring_psum_scatter", kinds.REDUCE_SCATTER, "sum", _compat.lower_lax_psum_scatter),
     Rules(
         _compat.abstract_reduce_scatter,
         lambda cotangents, params: ring_all_gather_p.bind(*cotangents, **params),
@@ -241,15 +241,15 @@ ring_all_gather_p: Primitive
 ring_all_gather_invariant_p: Primitive
 ring_all_gather_p, ring_all_gather_invariant_p = _pair(
     "ring_all_gather",
-    Collective("ring_all_gather", "all_gather", "sum", _compat.lower_lax_all_gather),
+    CallSpec("ring_all_gather", kinds.ALL_GATHER, "sum", _compat.lower_lax_all_gather),
     _GATHER,
     _GATHER._replace(abstract_eval=_compat.abstract_all_gather_invariant, transpose=_own_blocks),
 )
 
-# Always tiled. The blocks that a rank receives lie along `concat_dimension`.
+# Always tiled.
 ring_all_to_all_p: Primitive = _make_primitive(
     "ring_all_to_all",
-    Collective("ring_all_to_all", "all_to_all", "sum", _compat.lower_lax_all_to_all),
+    CallSpec("ring_all_to_all", kinds.ALL_TO_ALL, "sum", _compat.lower_lax_all_to_all),
     Rules(
         _compat.abstract_all_to_all,
         lambda cotangents, params: ring_all_to_all_p.bind(
@@ -267,7 +267,7 @@ def _inverse(perm: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
 
 ring_ppermute_p: Primitive = _make_primitive(
     "ring_ppermute",
-    Collective("ring_ppermute", "permute", "sum", _compat.lower_lax_ppermute),
+    CallSpec("ring_ppermute", kinds.PERMUTE, "sum", _compat.lower_lax_ppermute),
     Rules(
         _compat.abstract_ppermute,
         lambda cotangents, params: ring_ppermute_p.bind(*cotangents, **{**params, "perm": _inverse(params["perm"])}),
@@ -283,7 +283,7 @@ def _abstract_rooted(abstract_eval: Callable, aval, *, root, **params):
 
 ring_reduce_p: Primitive = _make_primitive(
     "ring_reduce",
-    Collective("ring_reduce", "reduce", "sum", lower_reduce_to_xla),
+    CallSpec("ring_reduce", kinds.REDUCE, "sum", lower_reduce_to_xla),
     Rules(partial(_abstract_rooted, _compat.abstract_psum), _from_root, vmap_axis.reduce),
 )
 
@@ -294,7 +294,7 @@ _BROADCAST = Rules(
 )
 ring_broadcast_p, ring_broadcast_invariant_p = _pair(
     "ring_broadcast",
-    Collective("ring_broadcast", "broadcast", "sum", lower_broadcast_to_xla),
+    CallSpec("ring_broadcast", kinds.BROADCAST, "sum", lower_broadcast_to_xla),
     _BROADCAST,
     _BROADCAST._replace(
         abstract_eval=partial(_abstract_rooted, _compat.abstract_psum_invariant), transpose=_only_on_root

@@ -4,7 +4,6 @@ Values are rounded twice however many ranks there are: by the rank that contribu
 their sum. The scheme is that of ZeRO++ (Wang et al., 2023) and of EQuARX (Ahmed et al., 2025).
 """
 
-import contextlib
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -24,12 +22,14 @@ from jax_ring.collectives.leaves import as_varying
 from jax_ring.collectives.packets_between_hosts import InPackets
 from jax_ring.collectives.primitives import ring_all_gather_p, ring_psum_scatter_p
 from jax_ring.distributed import discovery
+from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import emitter
-from jax_ring.lowering.dispatch import Service, platforms_of, replica_groups, who_serves
+from jax_ring.lowering.dispatch import platforms_of, replica_groups, who_serves
+from jax_ring.lowering.group_tables import rank_table
 from jax_ring.lowering.hierarchical import all_reduce, wait_markers
-from jax_ring.lowering.override_state import for_xla
+from jax_ring.lowering.kinds import ALL_REDUCE
 from jax_ring.lowering.topology import Levels
-from jax_ring.lowering.xla import decompositions
+from jax_ring.lowering.xla import decompositions, ops
 from jax_ring.options import Options
 
 logger = logging.getLogger("jax_ring")
@@ -97,18 +97,17 @@ def _by_host(x: jax.Array, *key_data: jax.Array, axes: tuple, key_impl, levels: 
     """
     if x.ndim > 1:
         return jax.vmap(partial(_by_host, axes=axes, key_impl=key_impl, levels=levels))(x, *key_data)
-    groups_intra, groups_inter = (tuple(map(tuple, groups)) for groups in (levels.intra, levels.inter))
     position = lax.axis_index(axes)
-    rank, host = (_index_in_group(groups)[position] for groups in (groups_intra, groups_inter))
-    num_shards = len(groups_intra[0])
+    rank, host = (jnp.asarray(rank_table(groups))[position] for groups in (levels.intra, levels.inter))
+    num_shards = levels.num_ranks
     intra: dict[str, Any] = {
-        "axes": axes, "axis_index_groups": groups_intra, "axis_size": num_shards, "dimension": 0, "tiled": False,
+        "axes": axes, "axis_index_groups": levels.intra, "axis_size": num_shards, "dimension": 0, "tiled": False,
         "options": Options(),
     }  # fmt: skip
     shards = _padded(x, num_shards * levels.num_hosts * int8.BLOCK).reshape(num_shards, -1)
     (shard,) = ring_psum_scatter_p.bind(shards, **intra)
-    packets, shard_error = _reduce_scatter(shard, _keys(key_data, key_impl), axes, groups_inter, levels.num_hosts, host)
-    packets = lax.all_gather(packets, axes, axis_index_groups=groups_inter)
+    packets, shard_error = _reduce_scatter(shard, _keys(key_data, key_impl), axes, levels.inter, levels.num_hosts, host)
+    packets = lax.all_gather(packets, axes, axis_index_groups=levels.inter)
     (packets,) = ring_all_gather_p.bind(packets, **intra)
     error = jnp.where(jnp.arange(num_shards)[:, None] == rank, shard_error, 0)
     return _values(packets, x), error.reshape(-1)[: x.size]
@@ -142,14 +141,6 @@ def _keys(key_data: tuple, key_impl) -> tuple:
     return tuple(jax.random.fold_in(key, stage) for stage in (1, 2))
 
 
-def _index_in_group(groups) -> jax.Array:
-    """For each mesh position, its index in its group."""
-    indices = np.zeros(sum(map(len, groups)), np.int32)
-    for group in groups:
-        indices[list(group)] = range(len(group))
-    return jnp.asarray(indices)
-
-
 # ---- The primitive --------------------------------------------------------------------------------------------------
 
 # A primitive, because which ranks share a host is known only when it is lowered.
@@ -169,55 +160,53 @@ def _steps(platforms, axis_context, *, axes, key_impl, by_host, with_error, **pa
     del params  # do not affect the results
     steps: Callable = partial(_on_one_level, axes=axes, key_impl=key_impl)
     if by_host:
-        levels = _service(platforms, axis_context, axes).levels
+        levels = _call(platforms, axis_context, axes).service.levels
         if levels is not None and levels.inter:
             steps = partial(_by_host, axes=axis_context.mesh.axis_names, key_impl=key_impl, levels=levels)
     return lambda *operands: steps(*operands)[: 1 + with_error]
 
 
-def _service(platforms, axis_context, axes: tuple) -> Service:
-    return who_serves(platforms, axis_context, replica_groups(axis_context, axes, None), "all_reduce")
+def _call(platforms, axis_context, axes: tuple, function: str = "") -> CallSpec:
+    """The sum within hosts."""
+    call = CallSpec(function, ALL_REDUCE, axes=axes, groups=replica_groups(axis_context, axes, None))
+    return call._replace(service=who_serves(platforms, axis_context, call.groups, call.kind, call.options))
 
 
 def _lower(ctx, *operands, **params):
     platforms, axis_context = platforms_of(ctx), ctx.module_context.axis_context
-    exchange: contextlib.AbstractContextManager = contextlib.nullcontext()
+    within_hosts = False
     if params["by_host"]:
-        service = _service(platforms, axis_context, params["axes"])
-        _note_service(params["function"], params["axes"], service)
-        if service.levels is not None and service.levels.inter:
-            exchange = for_xla()
-            if _can_be_cut(ctx, service, params["with_error"]):
-                (x,) = operands
-                crossing = InPackets(service.levels.inter)
-                call = emitter.describe(ctx, params["function"], params["axes"], None)
-                return [all_reduce.emit_sum(ctx, x, service=service, call=call, options=Options(), crossing=crossing)]
-    with _compat.without_vma(), exchange:
-        avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
-        return mlir.lower_fun(_steps(platforms, axis_context, **params))(ctx.replace(avals_in=avals), *operands)
+        call = _call(platforms, axis_context, params["axes"], params["function"])
+        _note_service(call)
+        within_hosts = call.service.levels is not None and bool(call.levels.inter)
+        if within_hosts and _can_be_cut(ctx, call.levels, params["with_error"]):
+            call = call._replace(description=emitter.describe(ctx, call))
+            return [all_reduce.emit_sum(call, ctx, *operands, InPackets(call.levels.inter))]
+    steps = _steps(platforms, axis_context, **params)
+    return ops.inline(ctx, steps, operands, ctx.avals_in, lax_by_xla=within_hosts)
 
 
-def _can_be_cut(ctx, service: Service, with_error: bool) -> bool:
+def _can_be_cut(ctx, levels: Levels, with_error: bool) -> bool:
     """Whether the sum may cross hosts in parts.
 
     Not with an error or a random key, since which rank has which error, and which noise, depends on how blocks are cut.
     """
-    assert service.levels is not None
     (x, *key_data) = ctx.avals_in
     return (
-        wait_markers.are_enclosed(ctx, service.levels.inter)
-        and service.levels.num_processes == 1
+        wait_markers.are_enclosed(ctx, levels.inter)
+        and levels.num_processes == 1
         and x.ndim == 1
         and not (with_error or key_data)
     )
 
 
-def _note_service(function: str, axes: tuple, service: Service) -> None:
-    if service.levels is not None:
-        if service.levels.inter:
-            logger.info("%s over %s rounds only what crosses %d hosts", function, axes, service.levels.num_hosts)
+def _note_service(call: CallSpec) -> None:
+    function, axes, (levels, _, why_not, _) = call.function, call.axes, call.service
+    if levels is not None:
+        if levels.inter:
+            logger.info("%s over %s rounds only what crosses %d hosts", function, axes, levels.num_hosts)
     elif jax.process_count() > 1:
-        text = f"{function} over {axes} rounds the values of every rank, and XLA exchanges them: {service.why_not}"
+        text = f"{function} over {axes} rounds the values of every rank, and XLA exchanges them: {why_not}"
         if runtime.STRICT:
             raise NotImplementedError(
                 f"{text}. {runtime.STRICT_VARIABLE}=1 forbids it; unset the variable to allow it."

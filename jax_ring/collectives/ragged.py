@@ -13,7 +13,9 @@ from jax_ring.collectives.exchange import ring_all_to_all
 from jax_ring.collectives.leaves import as_varying
 from jax_ring.distributed import discovery
 from jax_ring.lowering import ragged
-from jax_ring.options import Algorithm, make_options
+from jax_ring.lowering.call_spec import CallSpec
+from jax_ring.lowering.kinds import RAGGED_ALL_TO_ALL
+from jax_ring.options import make_options
 
 _NUMBERS = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
 
@@ -28,7 +30,6 @@ def ring_ragged_all_to_all(
     *,
     axis_name: AxisName,
     axis_index_groups: Groups | None = None,
-    algorithm: Algorithm = "auto",
 ) -> jax.Array:
     """Sends slices of `operand` to the ranks of a mapped axis. A drop-in for `jax.lax.ragged_all_to_all`.
 
@@ -48,7 +49,6 @@ def ring_ragged_all_to_all(
         `all_to_all(send_sizes)`.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no vmap axis.
       axis_index_groups: a list of lists of ranks, all of one length; ranks then exchange within their group.
-      algorithm: as for `ring_psum`.
 
     Returns:
       An array like `output`. With vma tracking it varies over the axis.
@@ -60,7 +60,7 @@ def ring_ragged_all_to_all(
       NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`; NotImplementedError also
         over a vmap axis.
     """
-    function, options = "ring_ragged_all_to_all", make_options("ring_ragged_all_to_all", algorithm)
+    function, options = "ring_ragged_all_to_all", make_options("ring_ragged_all_to_all")
     axes = axes_of(axis_name)
     if not axes:
         raise ValueError(f"{function} needs at least one axis, got axis_name={axis_name!r}")
@@ -162,6 +162,7 @@ def _batch(axis_data, operands, dims, *, axes, axis_index_groups, options):
 
 
 ring_ragged_all_to_all_p = Primitive("ring_ragged_all_to_all")
+_CALL = CallSpec("ring_ragged_all_to_all", RAGGED_ALL_TO_ALL, to_xla=_compat.lax_rule(_compat.ragged_all_to_all_p))
 ring_ragged_all_to_all_p.def_effectful_abstract_eval(_abstract_eval)
 ring_ragged_all_to_all_p.def_impl(
     lambda *operands, **params: jax.jit(partial(ring_ragged_all_to_all_p.bind, **params))(*operands)
@@ -171,6 +172,6 @@ ad.primitive_transposes[ring_ragged_all_to_all_p] = _transpose
 batching.fancy_primitive_batchers[ring_ragged_all_to_all_p] = _batch
 mlir.register_lowering(
     ring_ragged_all_to_all_p,
-    partial(ragged.lower, "ring_ragged_all_to_all", _compat.lax_rule(_compat.ragged_all_to_all_p)),
+    partial(ragged.lower, _CALL),
     cacheable=False,
 )

@@ -133,8 +133,9 @@ def ring_pmax(
     """The maximum of `x` over the ranks of a mapped axis, element by element. A drop-in for `jax.lax.pmax`.
 
     Arguments and errors are those of `ring_psum`, except that booleans stay booleans and that `x` may vary over only
-    some of the axes. A NaN on any rank makes the result NaN, and +0 is larger than -0, as in `jnp.maximum`; XLA's
-    all-reduce on CPU devices drops NaNs. Like `lax.pmax` it has no derivative: stop the gradient of its operand.
+    some of the axes. `algorithm` has an effect between processes on CPU devices; GPUs have one for extrema. A NaN on
+    any rank makes the result NaN, and +0 is larger than -0, as in `jnp.maximum`; XLA's all-reduce on CPU devices drops
+    NaNs. Like `lax.pmax` it has no derivative: stop the gradient of its operand.
 
     Raises:
       TypeError: for complex numbers, which have no order.
@@ -202,7 +203,7 @@ def _psum(
         return as_varying(function, leaf, named, mixed=False), None
 
     def run(operands, _):
-        return _all_reduce(function, _PSUM, operands, named, axis_index_groups=groups, options=options)
+        return _all_reduce(function, _PSUM, operands, named, groups, options)
 
     namesake = no_namesake(f"{function} of a ShardSums") if has_slots else to_lax
     return finish(fused(leaves, left_to_lax, namesake, operand, run))
@@ -225,25 +226,25 @@ def _extremum(
         return as_varying(function, namesake(leaf, positional) if positional else leaf, named), None
 
     def run(operands, _):
-        return _all_reduce(function, pair, operands, named, axis_index_groups=groups, options=options)
+        return _all_reduce(function, pair, operands, named, groups, options)
 
     to_lax = partial(namesake, axis_name=axes, axis_index_groups=groups)
     return fused(x, partial(belongs_to_lax, axes=named), to_lax, operand, run)
 
 
-def _all_reduce(function: str, pair: Pair, operands: list, axes: tuple, *, axis_index_groups, **params) -> Sequence:
+def _all_reduce(function: str, pair: Pair, operands: list, axes: tuple, groups, options: Options) -> Sequence:
     """Binds the plain primitive over vmap axes, and the one that the vma mode needs over mesh axes."""
     plain, invariant = pair
     if not axes:
         return operands
     if not _compat.check_vma():
-        return plain.bind(*operands, axes=axes, axis_index_groups=axis_index_groups, **params)
-    refuse_groups(function, axis_index_groups)
+        return plain.bind(*operands, axes=axes, axis_index_groups=groups, options=options)
+    refuse_groups(function, groups)
     batch_axes, mesh_axes = split_axes(axes)
-    if batch_axes and mesh_axes and params["options"].order == "tree":
+    if batch_axes and mesh_axes and options.order == "tree":
         refuse_mixed_axes(function, axes, batch_axes)
     if batch_axes:
-        operands = plain.bind(*operands, axes=batch_axes, axis_index_groups=None, **params)
+        operands = plain.bind(*operands, axes=batch_axes, axis_index_groups=None, options=options)
     if mesh_axes:
-        operands = invariant.bind(*operands, axes=mesh_axes, axis_index_groups=None, **params)
+        operands = invariant.bind(*operands, axes=mesh_axes, axis_index_groups=None, options=options)
     return operands

@@ -61,13 +61,13 @@ def ring_reduce(
     return finish(fused(leaves, partial(belongs_to_lax, axes=axes), no_namesake(function), operand, run))
 
 
-def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array, *, algorithm: Algorithm = "auto") -> T:
+def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array) -> T:
     """Sends `x` from rank `source` to every rank of a mapped axis. A drop-in for `jax.lax.pbroadcast`.
 
     As `ring_broadcast`, whose results are known to be the same on all ranks: those of `lax.pbroadcast` are not.
 
     Args:
-      x, axis_name, algorithm: as for `ring_broadcast`.
+      x, axis_name: as for `ring_broadcast`.
       source: the rank whose value is sent, from 0 to p-1 and the same on all ranks: a Python integer, or an integer
         array of no dimensions. With an array the call is a sum to which the other ranks contribute zeros.
 
@@ -79,7 +79,7 @@ def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array, *, algor
         checked: the results are zeros if it does not exist.
       NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
-    function, options = "ring_pbroadcast", make_options("ring_pbroadcast", algorithm)
+    function, options = "ring_pbroadcast", make_options("ring_pbroadcast")
     axes = axes_of(axis_name)
     check_named(function, axes)
     if not isinstance(source, jax.Array):
@@ -124,7 +124,7 @@ def _from_dynamic_source(source: jax.Array, operands: list, axes: tuple, options
     return send(lax.axis_index(axes) == source, *operands)
 
 
-def ring_broadcast(x: T, axis_name: AxisName, *, root: int = 0, algorithm: Algorithm = "auto") -> T:
+def ring_broadcast(x: T, axis_name: AxisName, *, root: int = 0) -> T:
     """Sends `x` from rank `root` to every rank of a mapped axis.
 
     The bits are not changed, NaNs included. The transpose is `ring_reduce`.
@@ -133,7 +133,6 @@ def ring_broadcast(x: T, axis_name: AxisName, *, root: int = 0, algorithm: Algor
       x: an array, or a pytree of arrays, of any dtype. Random keys (`jax.random.key`) are sent as their bits.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
       root: the rank whose value is sent: a Python integer from 0 to p-1, the same on all ranks.
-      algorithm: as for `ring_psum`.
 
     Returns:
       A pytree like `x`. With vma tracking it is invariant over the axis.
@@ -142,7 +141,7 @@ def ring_broadcast(x: T, axis_name: AxisName, *, root: int = 0, algorithm: Algor
       ValueError: if there is no rank `root`, and as `ring_psum`.
       NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
-    function, options = "ring_broadcast", make_options("ring_broadcast", algorithm)
+    function, options = "ring_broadcast", make_options("ring_broadcast")
     axes = axes_of(axis_name)
     if not axes:
         return x

@@ -26,7 +26,7 @@ from jax_ring.collectives.axes import (
 )
 from jax_ring.collectives.leaves import as_varying, belongs_to_lax, fused, no_namesake
 from jax_ring.collectives.slots import first_terms, prepare
-from jax_ring.options import Algorithm, Order, check_choice, make_options
+from jax_ring.options import Order, check_choice, make_options
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
 
@@ -40,7 +40,6 @@ def ring_psum_scatter(
     scatter_dimension: int = 0,
     axis_index_groups: Groups | None = None,
     tiled: bool = False,
-    algorithm: Algorithm = "auto",
     order: Order = "rank",
     num_shards: int | None = None,
 ) -> T:
@@ -56,7 +55,7 @@ def ring_psum_scatter(
       scatter_dimension: the dimension of `x` to split. It has p elements, or a multiple of p if `tiled`.
       axis_index_groups: a list of lists of ranks, all of one length; r and p then count within the group.
       tiled: whether a block keeps `scatter_dimension`, with 1/p of its elements. Otherwise the dimension is removed.
-      algorithm, order, num_shards: as for `ring_psum`.
+      order, num_shards: as for `ring_psum`.
 
     Returns:
       A pytree as of `ring_psum`, with `scatter_dimension` p times smaller, or removed. With vma tracking it varies over
@@ -67,7 +66,7 @@ def ring_psum_scatter(
         `ring_psum`.
       NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
-    function, options = "ring_psum_scatter", make_options("ring_psum_scatter", algorithm, order)
+    function, options = "ring_psum_scatter", make_options("ring_psum_scatter", order=order)
     axes = _compat.skip_size_one_axes(axes_of(axis_name))
     if axes:
         check_named(function, axes)
@@ -107,7 +106,6 @@ def ring_all_gather(
     axis: int = 0,
     tiled: bool = False,
     to: To = "varying",
-    algorithm: Algorithm = "auto",
 ) -> T:
     """Gathers `x` from the ranks of a mapped axis; every rank gets all of it. A drop-in for `jax.lax.all_gather`.
 
@@ -123,7 +121,6 @@ def ring_all_gather(
       to: with vma tracking, "varying", or "invarying" for a result that is invariant over the axis; its transpose is a
         slice, without communication. "reduced" calls `lax.all_gather`. Without vma tracking "invarying" is the same as
         "varying", as in JAX 0.12.
-      algorithm: as for `ring_psum`.
 
     Returns:
       A pytree like `x` with an additional dimension of p elements, or p times as many elements along `axis`.
@@ -132,7 +129,7 @@ def ring_all_gather(
       ValueError: if `axis` does not exist or `to` is none of those listed, and as `ring_psum`.
       NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
-    function, options = "ring_all_gather", make_options("ring_all_gather", algorithm)
+    function, options = "ring_all_gather", make_options("ring_all_gather")
     check_choice(function, "to", to, get_args(To))
     axes = axes_of(axis_name)
     if not axes:

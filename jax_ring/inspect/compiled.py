@@ -1,9 +1,9 @@
-"""Finds the collectives in the HLO text of a compiled program."""
+"""Finds the collectives in the HLO text of a program, compiled or as lowered, and counts their bytes."""
 
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from jax_ring.inspect.wire_bytes import wire_bytes
@@ -27,7 +27,7 @@ _KINDS = {
     "collective-permute-start": "permute",
 }
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")  # only compiled ones list their parameters
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (?P<type>.+?) (?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$")
 _ARRAY = re.compile(r"\b([a-z]+(?:\d+\w*)?)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(condition|body|calls|to_apply)=%?([\w.\-]+)")
@@ -35,7 +35,8 @@ _BRANCHES = re.compile(r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_com
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OPERAND = re.compile(r"operand_layout_constraints=\{u32\[\], (\w+)\[([\d,]+)\]")
 _SITE = re.compile(r'\bsite = "([^"]*)"')
-_TARGET = re.compile(r'custom_call_target="(jax_ring_\w+)"')
+# A call that XLA's partitioner has yet to divide has the engine's target as an attribute.
+_TARGET = re.compile(r'(?:custom_call_target=|\btarget = )"(jax_ring_\w+)"')
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,23 @@ def find_collectives(hlo: str) -> list[Instruction]:
     """The collectives in the HLO text of a compiled program, in the order of its computations."""
     match = re.search(r"num_partitions=(\d+)", hlo)
     num_ranks = int(match[1]) if match else 1
+    return [instruction for instruction, _ in count(hlo, num_ranks, lambda call_site, num_bytes: num_bytes)]
+
+
+def count(
+    hlo: str, num_ranks: int, joined_bytes: Callable[[str, int], int]
+) -> Iterator[tuple[Instruction, tuple[str, ...]]]:
+    """The collectives in the HLO text of a program, each with the algorithms that "auto" selects for its groups.
+
+    There are none if it has no choice.
+
+    Args:
+      num_ranks: of the program.
+      joined_bytes: the size of the message that is sent for a custom call of this line and size.
+    """
     computations, entry = parse_computations(hlo)
-    return list(_walk(computations, entry, 1, num_ranks))
+    for match, target, times in _walk(computations, entry, 1):
+        yield _instruction(match, target, times, num_ranks, joined_bytes)
 
 
 def parse_computations(hlo: str) -> tuple[dict[str, list[str]], str]:
@@ -82,21 +98,21 @@ def parse_computations(hlo: str) -> tuple[dict[str, list[str]], str]:
     return computations, entry
 
 
-def _walk(computations: dict, name: str, times: int | None, num_ranks: int) -> Iterator[Instruction]:
+def _walk(computations: dict, name: str, times: int | None) -> Iterator[tuple[re.Match, re.Match | None, int | None]]:
+    """Each collective, with the match of its target if it is a custom call, and with the number of calls."""
     for line in computations[name]:
         match = _INSTRUCTION.match(line)
         if not match:
             continue
-        opcode = match["opcode"]
         target = _TARGET.search(line)
-        if target or opcode in _KINDS:
-            yield _instruction(match, target, times, num_ranks)
+        if target or match["opcode"] in _KINDS:
+            yield match, target, times
             continue
         for role, called in _CALLED.findall(match["rest"]):
-            yield from _walk(computations, called, _times_called(role, match["rest"], times), num_ranks)
+            yield from _walk(computations, called, _times_called(role, match["rest"], times))
         for branches, branch in _BRANCHES.findall(match["rest"]):
             for called in re.findall(r"[\w.\-]+", branches or branch):
-                yield from _walk(computations, called, None, num_ranks)
+                yield from _walk(computations, called, None)
 
 
 def _times_called(role: str, attributes: str, times: int | None) -> int | None:
@@ -108,14 +124,17 @@ def _times_called(role: str, attributes: str, times: int | None) -> int | None:
     return times * (int(count[1]) + (role == "condition"))
 
 
-def _instruction(match: re.Match, target: re.Match | None, times: int | None, num_ranks: int) -> Instruction:
+def _instruction(
+    match: re.Match, target: re.Match | None, times: int | None, num_ranks: int, joined_bytes: Callable
+) -> tuple[Instruction, tuple[str, ...]]:
     opcode, rest = match["opcode"], match["rest"]
     kind = _KINDS[opcode] if target is None else target[1].removeprefix("jax_ring_").removesuffix("_async")
     arrays = _ARRAY.findall(match["type"])
     # The operands come first. In an all-reduce they are the results, and listed apart only by newer versions of XLA.
     has_operands = kind != "all_reduce" or match["type"].startswith("((")
     if opcode.endswith("-start") and len(arrays) > 1 and has_operands:
-        arrays = arrays[len(arrays) // 2 :]
+        # Of a ragged all-to-all all operands are listed, and it has one result.
+        arrays = arrays[-1:] if kind == "ragged_all_to_all" else arrays[len(arrays) // 2 :]
     sizes = _group_sizes(rest, num_ranks)
     num_bytes = sum(_num_bytes(dtype, shape) for dtype, shape in arrays)
     along = _trees(rest, sizes)
@@ -125,17 +144,22 @@ def _instruction(match: re.Match, target: re.Match | None, times: int | None, nu
             num_bytes = max(sizes) * _num_bytes(*operand.groups())  # which may be widened as it is gathered
     elif kind == "reduce_scatter":
         num_bytes = num_bytes * max(sizes) // trees.num_roots(along)
-    return Instruction(
+    call_sites = site[1] if target and (site := _SITE.search(rest)) else ""
+    chosen: tuple[str, ...] = ()
+    if kind == "all_reduce" and (thresholds := _thresholds(rest)):
+        message = joined_bytes(call_sites, num_bytes)
+        chosen = tuple(each.choose(message) for each in thresholds)
+    algorithm = named[1] if (named := re.search(r'\balgorithm = "(\w+)"', rest)) else "auto"
+    instruction = Instruction(
         name=target[1] if target else opcode,
         operands=tuple(f"{dtype}[{shape}]" for dtype, shape in arrays),
         num_bytes=num_bytes,
         group_sizes=sizes,
         times=times,
-        wire_bytes=wire_bytes(
-            kind, num_bytes, sizes, _algorithms(rest, num_bytes, len(sizes)), trees.mean_terms(along)
-        ),
-        call_sites=site[1] if target and (site := _SITE.search(rest)) else "",
+        wire_bytes=wire_bytes(kind, num_bytes, sizes, chosen or algorithm, trees.mean_terms(along)),
+        call_sites=call_sites,
     )
+    return instruction, chosen
 
 
 def _trees(attributes: str, sizes: tuple[int, ...]) -> list[trees.GroupTree]:
@@ -148,14 +172,11 @@ def _trees(attributes: str, sizes: tuple[int, ...]) -> list[trees.GroupTree]:
     ]
 
 
-def _algorithms(attributes: str, num_bytes: int, num_groups: int) -> list[str]:
-    """The algorithm of each group."""
-    match = re.search(r'\balgorithm = "(\w+)"', attributes)
-    algorithm = match[1] if match else "auto"
+def _thresholds(attributes: str) -> list[Thresholds]:
+    """By which the engine selects the algorithm of a sum, for each group; empty if it has no choice."""
+    is_free = 'algorithm = "auto"' in attributes and 'op = "sum"' in attributes and 'order = "ring"' not in attributes
     limits = [_integers(name, attributes) for name in ("one_shot_bytes", "two_shot_bytes")]
-    if algorithm != "auto" or not all(limits) or 'op = "sum"' not in attributes or 'order = "ring"' in attributes:
-        return [algorithm] * num_groups
-    return [Thresholds(*pair).choose(num_bytes) for pair in zip(*limits, strict=True)]
+    return [Thresholds(*pair) for pair in zip(*limits, strict=True)] if is_free else []
 
 
 def _integers(name: str, attributes: str) -> list[int]:

@@ -12,14 +12,11 @@ from jax.extend.source_info_util import summarize
 
 from jax_ring import _compat
 from jax_ring.inspect.compiled import Instruction, find_collectives
-from jax_ring.inspect.messages import Messages
-from jax_ring.inspect.tree_bytes import by_xla
-from jax_ring.inspect.two_level_bytes import on_two_levels
-from jax_ring.inspect.wire_bytes import num_bytes_of as _num_bytes
-from jax_ring.inspect.wire_bytes import ragged_bytes, wire_bytes
-from jax_ring.lowering import dispatch, override, ragged, trees, tuning
-from jax_ring.lowering.hierarchical import ranks_by_host, wait_markers
-from jax_ring.lowering.topology import Levels
+from jax_ring.inspect.predicted import Prediction, Predictor
+from jax_ring.inspect.wire_bytes import wire_bytes
+from jax_ring.lowering import dispatch, override, ragged
+from jax_ring.lowering.hierarchical import ranks_by_host
+from jax_ring.lowering.kinds import KINDS
 from jax_ring.lowering.xla import decompositions
 from jax_ring.options import Options
 
@@ -66,7 +63,8 @@ class Collective:
         each group is one rank.
         XLA serves order="tree" by moving data, which the program adds.
       why: the reason if it is served by XLA or by none; else empty.
-      wire_bytes: the predicted bytes that a rank sends in one call, on average; for ragged_all_to_all at most.
+      wire_bytes: the predicted bytes that a rank sends in one call, on average; for ragged_all_to_all at most. For a
+        call that jax_ring lowers, they are counted in the program that has this call alone.
       wire_bytes_across_hosts: the part of them that goes to other hosts; None if XLA serves the call.
       call_site: file, line and function.
     """
@@ -101,7 +99,7 @@ class Explanation:
 
     @property
     def predicted_bytes(self) -> float | None:
-        """Bytes that a rank sends in one call of the function, by formula; None if a number of calls is unknown."""
+        """Bytes that a rank sends in one call of the function, as written; None if a number of calls is unknown."""
         return None if _has_unknown_count(self.collectives) else _total_wire_bytes(self.collectives)
 
     @property
@@ -172,23 +170,23 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
         )
     traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*args, **kwargs)
     instructions = tuple(find_collectives(traced.lower().compile().as_text() or ""))
-    return Explanation(tuple(_walk(_as_jaxpr(traced.jaxpr), None, 1, Messages(instructions))), instructions)
+    return Explanation(tuple(_walk(_as_jaxpr(traced.jaxpr), None, 1, Predictor(instructions))), instructions)
 
 
-def _walk(jaxpr: core.Jaxpr, axis_context, times: int | None, messages: Messages) -> Iterator[Collective]:
+def _walk(jaxpr: core.Jaxpr, axis_context, times: int | None, predictor: Predictor) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
         if axis_context is not None and _kind_of(_compat.function_name(eqn.primitive)):
-            yield _collective(eqn, axis_context, times, messages)
+            yield _collective(eqn, axis_context, times, predictor)
         if axis_context is not None and eqn.primitive in decompositions.STEPS:
-            yield from _steps(eqn, axis_context, times, messages)
+            yield from _steps(eqn, axis_context, times, predictor)
         is_shard_map = eqn.primitive.name == "shard_map"
         inner_context = _compat.axis_context_within(eqn.params) if is_shard_map else axis_context
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(inner):
-                yield from _walk(_as_jaxpr(inner), inner_context, _times_within(eqn, times), messages)
+                yield from _walk(_as_jaxpr(inner), inner_context, _times_within(eqn, times), predictor)
 
 
-def _steps(eqn: core.JaxprEqn, axis_context, times: int | None, messages: Messages) -> Iterator[Collective]:
+def _steps(eqn: core.JaxprEqn, axis_context, times: int | None, predictor: Predictor) -> Iterator[Collective]:
     """The collectives of a call that consists of several, at the user's line."""
     mesh = axis_context.mesh
     run = decompositions.STEPS[eqn.primitive]((_platform(mesh),), axis_context, **eqn.params)
@@ -196,12 +194,12 @@ def _steps(eqn: core.JaxprEqn, axis_context, times: int | None, messages: Messag
     with _compat.without_vma():
         types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         traced = jax.make_jaxpr(run, axis_env=list(mesh.shape.items()))(*types)
-    for step in _walk(traced.jaxpr, axis_context, times, messages):
+    for step in _walk(traced.jaxpr, axis_context, times, predictor):
         yield replace(step, call_site=summarize(eqn.source_info))
 
 
 def _kind_of(function: str) -> str | None:
-    """The kind of collective, as of `wire_bytes`; None if the function is no collective."""
+    """The kind of collective, as of `wire_bytes()`; None if the function is no collective."""
     function = function.removesuffix("_start")  # of an asynchronous collective
     return _KINDS.get(function) or _KINDS.get(function.removeprefix("ring_"))
 
@@ -220,7 +218,7 @@ def _times_within(eqn: core.JaxprEqn, times: int | None) -> int | None:
     return times * eqn.params["length"] if eqn.primitive.name == "scan" else times
 
 
-def _collective(eqn: core.JaxprEqn, axis_context, times: int | None, messages: Messages) -> Collective:
+def _collective(eqn: core.JaxprEqn, axis_context, times: int | None, predictor: Predictor) -> Collective:
     params = eqn.params
     name = _compat.function_name(eqn.primitive)
     kind = _kind_of(name)
@@ -229,42 +227,18 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None, messages: M
     axes = tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if not isinstance(axis, int))
     members = dispatch.replica_groups(axis_context, axes, params.get("axis_index_groups"))
     groups = tuple(tuple(int(i) for i in group) for group in members)
-    sizes = [len(group) for group in groups]
-    sums = kind == "all_reduce" and "psum" in name
     options = params.get("options", Options())
-    along = trees.trees_of(groups, options) if trees.adds_along_tree(kind, options) else []
-    served_by, why, engine, levels = _who_serves(eqn, kind, axis_context, groups, options)
-    has_options = "options" in params or sums
-    algorithm = options.algorithm if has_options and engine else ""
+    served_by, why = _who_serves(eqn, kind, axis_context, groups, options)
     message = _message(eqn, name, kind)
-    if along and options.num_shards is not None:
-        message = [jax.core.ShapedArray(aval.shape[1:], aval.dtype) for aval in message]
+    if options.num_shards is not None:
+        message = [jax.core.ShapedArray(aval.shape[1:], aval.dtype) for aval in message]  # without slots
     num_bytes = sum(map(_num_bytes, message))
-    by_group: list[str] = []
-    inter: float | None
-    if levels is not None and levels.inter:
-        op = "max" if "pmax" in name else "min" if "pmin" in name else "sum"
-        terms = [v.aval for v in eqn.invars] if kind == "all_gather" else message
-        is_enclosed = wait_markers.are_enclosed_in((_platform(axis_context.mesh),), axis_context, levels.inter)
-        intra, inter = on_two_levels(
-            kind, op, groups, levels, options, terms, params.get("perm"), is_enclosed=is_enclosed
-        )
-        sends = intra + inter
-    elif served_by == "XLA" and along:
-        num_ranks = math.prod(axis_context.mesh.shape[axis] for axis in axes)
-        sends, inter = by_xla(kind, sizes, num_ranks, options, message), None
+    if _belongs_to_jax_ring(eqn.primitive.name):
+        predicted = predictor.predict(eqn, axis_context, _platform(axis_context.mesh))
     else:
-        by_size = sums and options.algorithm_depends_on_size()
-        if by_size and levels is not None and engine and dispatch.has_choice(engine, levels):
-            joined_bytes = messages.size_with(_compat.call_site(eqn.source_info), num_bytes)
-            by_group = [tuning.thresholds(engine, size).choose(joined_bytes) for size in sizes]
-        falls_back = served_by == "XLA" and _belongs_to_jax_ring(eqn.primitive.name)
-        sent_as = dispatch.kind_by_xla(kind, (_platform(axis_context.mesh),)) if falls_back else kind
-        sends = wire_bytes(sent_as, num_bytes, sizes, by_group or algorithm, trees.mean_terms(along))
-        if kind == ragged.KIND:
-            on_cpu = _platform(axis_context.mesh) == "cpu"
-            sends = ragged_bytes(eqn.invars, num_bytes, sizes, as_gathers=falls_back and on_cpu)
-        inter = None if served_by == "XLA" else 0.0
+        sent = wire_bytes(kind, num_bytes, [len(group) for group in groups])
+        predicted = Prediction(sent, sent, ())
+    has_options = "options" in params or (kind == "all_reduce" and "psum" in name)
     return Collective(
         name=name,
         axes=axes,
@@ -272,13 +246,13 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None, messages: M
         operands=tuple(_aval_text(v.aval) for v in eqn.invars),
         num_bytes=num_bytes,
         times=times,
-        order=_order(name, options, served_by, levels),
-        algorithm=algorithm,
-        chosen=tuple(dict.fromkeys(by_group)),
+        order=_order(name, options, served_by),
+        algorithm=options.algorithm if has_options and served_by.startswith("jax_ring") else "",
+        chosen=predicted.chosen,
         served_by=served_by,
         why=why,
-        wire_bytes=sends,
-        wire_bytes_across_hosts=inter,
+        wire_bytes=predicted.wire_bytes,
+        wire_bytes_across_hosts=None if served_by == "XLA" else predicted.wire_bytes_by_xla,
         call_site=summarize(eqn.source_info),
     )
 
@@ -292,12 +266,12 @@ def _message(eqn: core.JaxprEqn, name: str, kind: str) -> list[Any]:
     return [getattr(aval, "inner_aval", aval) for aval in avals]  # of an asynchronous collective
 
 
-def _order(name: str, options: Options, served_by: str, levels: Levels | None) -> str:
+def _order(name: str, options: Options, served_by: str) -> str:
     if "psum" not in name and name != "ring_reduce":
         return ""
-    if "psum_scatter" in name and levels is not None and levels.inter and options.order != "tree":
-        return f"{options.order} by host"  # XLA only moves what crosses
-    return "XLA" if "XLA" in served_by and options.order != "tree" else options.order
+    if "XLA" not in served_by or options.order == "tree":
+        return options.order
+    return f"{options.order} by host" if "psum_scatter" in name and served_by != "XLA" else "XLA"
 
 
 def _algorithm_text(collective: Collective) -> str:
@@ -316,23 +290,23 @@ def _belongs_to_jax_ring(primitive_name: str) -> bool:
 
 def _who_serves(
     eqn: core.JaxprEqn, kind: str, axis_context, groups: Sequence[Sequence[int]], options: Options
-) -> tuple[str, str, str | None, Levels | None]:
-    """Returns `Collective.served_by` and `Collective.why`, and the engine and the groups it serves, if any."""
+) -> tuple[str, str]:
+    """`Collective.served_by` and `Collective.why`."""
     if all(len(group) == 1 for group in groups):
-        return "none", "groups of one rank", None, None
+        return "none", "groups of one rank"
     if not _belongs_to_jax_ring(eqn.primitive.name):
-        return "XLA", "a collective of lax, not overridden", None, None
+        return "XLA", "a collective of lax, not overridden"
     platforms = (_platform(axis_context.mesh),)
-    found = dispatch.who_serves(platforms, axis_context, groups, kind, options, eqn.params.get("perm"))
+    found = dispatch.who_serves(platforms, axis_context, groups, KINDS[kind], options, eqn.params.get("perm"))
     levels = found.levels
     if levels is None:
-        return "XLA", found.why_not, None, None
-    if ranks_by_host.crosses_hosts(kind, groups, levels, eqn.params.get("perm")):
-        return f"jax_ring within hosts, XLA across {levels.num_hosts} hosts", "", found.engine, levels
+        return "XLA", found.why_not
+    if ranks_by_host.crosses_hosts(groups, levels, eqn.params.get("perm")):
+        return f"jax_ring within hosts, XLA across {levels.num_hosts} hosts", ""
     if levels.num_processes > 1:
         transport = "shared memory" if found.engine == "cpu" else "CUDA IPC"
-        return f"jax_ring ({transport}, {levels.num_processes} processes)", "", found.engine, levels
-    return "jax_ring", "", found.engine, levels
+        return f"jax_ring ({transport}, {levels.num_processes} processes)", ""
+    return "jax_ring", ""
 
 
 def _platform(mesh) -> str:
@@ -352,6 +326,12 @@ def _total_wire_bytes(collectives: Sequence[Collective] | Sequence[Instruction])
 def _total_text(collectives: Sequence[Collective] | Sequence[Instruction]) -> str:
     at_least = "at least " if _has_unknown_count(collectives) else ""
     return f"{at_least}{_total_wire_bytes(collectives):,.0f}"
+
+
+def _num_bytes(aval) -> int:
+    # Integers of fewer than 8 bits are packed; booleans are not.
+    bits = 8 if aval.dtype == bool else jax.dtypes.itemsize_bits(aval.dtype)
+    return math.ceil(aval.size * bits / 8)
 
 
 def _abbreviate(values) -> str:

@@ -1,15 +1,11 @@
-"""Closed formulas for the bytes that a collective sends, used by `explain()`.
+"""Closed formulas for the bytes that a collective sends, one for each kind.
 
 V is the message size as nccl-tests defines it: of the operand of an all-reduce or a reduce-scatter, and of the result
 of an all-gather or a ragged all-to-all, on one rank. The formulas for rings are those of Patarasuk and Yuan, "Bandwidth
 optimal all-reduce algorithms for clusters of workstations" (2009); two-shot sends as much.
 """
 
-import math
 from collections.abc import Sequence
-
-import jax
-import jax.numpy as jnp
 
 # By kind: what a rank sends in a group of p ranks, in units of V, on average.
 _SENT_MESSAGES = {
@@ -54,28 +50,3 @@ def wire_bytes(
 
     total = sum(p * sent_messages(p, a) for p, a in zip(group_sizes, algorithms, strict=True) if p > 1)
     return num_bytes * total / sum(group_sizes)
-
-
-def ragged_bytes(arguments: Sequence, num_bytes: int, group_sizes: Sequence[int], *, as_gathers: bool) -> float:
-    """Bytes that a rank sends at most in a ragged all-to-all, with the sizes that ranks gather before it.
-
-    Args:
-      arguments: the variables of the call's operands: the rows, the result before it, and four arrays of numbers.
-      num_bytes: those of the result.
-      group_sizes: the number of ranks in each group.
-      as_gathers: whether XLA gathers all rows on all ranks in its place.
-    """
-    rows, _, *numbers = [variable.aval for variable in arguments]
-    table = len(numbers) * numbers[0].size * max(4, *(aval.dtype.itemsize for aval in numbers))
-    size = max(group_sizes)
-    gathered = wire_bytes("all_gather", size * table, group_sizes)
-    if as_gathers:
-        return gathered + wire_bytes("all_gather", size * num_bytes_of(rows), group_sizes)
-    return gathered + wire_bytes("ragged_all_to_all", num_bytes, group_sizes)
-
-
-def num_bytes_of(aval) -> int:
-    """The bytes of an array of this type."""
-    # Integers of fewer than 8 bits are packed; booleans are not.
-    bits = 8 if aval.dtype == jnp.bool_ else jax.dtypes.itemsize_bits(aval.dtype)
-    return math.ceil(aval.size * bits / 8)

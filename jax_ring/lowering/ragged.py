@@ -1,54 +1,55 @@
 """The lowering of a ragged all-to-all: the ranks gather all sizes and offsets, then the slices are sent."""
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.interpreters import mlir
 
-from jax_ring import _compat
+from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import emitter
 from jax_ring.lowering.dispatch import groups_of, platforms_of, service_of
-from jax_ring.lowering.override_state import for_xla
+from jax_ring.lowering.kinds import ALL_GATHER, RAGGED_ALL_TO_ALL
 from jax_ring.lowering.rules import WIDENED, note_fallback
 from jax_ring.lowering.xla import fallback, ops
 
-KIND = "ragged_all_to_all"
+KIND = RAGGED_ALL_TO_ALL.name
 
 
-def lower(function: str, to_xla: Callable, ctx, *operands, axes, axis_index_groups, options) -> list:
+def lower(call: CallSpec, ctx, *operands, **params) -> list:
     """Emits two custom calls to an engine, or what XLA can do.
 
-    function: the name of the public function, for messages.
-    to_xla: JAX's own lowering. XLA cannot compile it for CPU devices: there it gathers all operands on all ranks, and
-      each takes its slices.
+    Args:
+      call: what its primitive knows of it. XLA cannot compile JAX's own lowering for CPU devices: there it gathers all
+        operands on all ranks, and each takes its slices.
+      params: those of the primitive.
 
     Raises:
       NotImplementedError: if no engine serves the call, and `JAX_RING_STRICT` is 1.
     """
-    groups = groups_of(ctx, axes, axis_index_groups)
-    size = len(groups[0])
-    names = {"axes": axes, "axis_index_groups": axis_index_groups, "size": size}
+    call = call._replace(**params)
+    call = call._replace(groups=groups_of(ctx, call.axes, call.axis_index_groups))
+    size = len(call.groups[0])
+
+    def by_gather(*xs):
+        return [_receive_by_gather(*xs, axes=call.axes, axis_index_groups=call.axis_index_groups, size=size)]
+
     if size == 1:
-        return [_inline(ctx, partial(_receive_by_gather, **names), operands, ctx.avals_in, ctx.avals_out[0])]
-    service = service_of(ctx, groups, KIND, options)
-    if service.levels is None:
+        return ops.inline(ctx, by_gather, operands, ctx.avals_in)
+    call = call._replace(service=service_of(ctx, call), description=emitter.describe(ctx, call))
+    if call.service.levels is None:
         on_cpu = "cpu" in platforms_of(ctx)
-        note_fallback(function, axes, "all_gather" if on_cpu else KIND, service.why_not, options)
+        note_fallback(call, ALL_GATHER.name if on_cpu else KIND)
         if on_cpu:
-            return [_inline(ctx, partial(_receive_by_gather, **names), operands, ctx.avals_in, ctx.avals_out[0])]
-        return to_xla(ctx, *operands, axis_name=axes, axis_index_groups=axis_index_groups)
+            return ops.inline(ctx, by_gather, operands, ctx.avals_in)
+        assert call.to_xla is not None
+        return call.to_xla(ctx, *operands, axis_name=call.axes, axis_index_groups=call.axis_index_groups)
     numbers = ctx.avals_in[2:]
     own = jax.core.ShapedArray((len(numbers), *numbers[0].shape), _dtype_of(numbers))
     everyones = jax.core.ShapedArray((size, *own.shape), own.dtype)
-    call = emitter.describe(ctx, function, axes, axis_index_groups)
-    emit = partial(emitter.emit, op="sum", service=service, options=options)
-    (table,) = emit(
-        ctx.replace(avals_in=[own], avals_out=[everyones]), [_inline(ctx, _table, operands[2:], numbers, own)],
-        kind="all_gather", call=f"{call} (its sizes)", axis_size=size, dimension=0, tiled=False,
-    )  # fmt: skip
+    sizes = call._replace(kind=ALL_GATHER, axis_size=size, description=f"{call.description} (its sizes)")
+    rows_of_own = ops.inline(ctx, lambda *xs: [_table(*xs)], operands[2:], numbers)
+    table = emitter.emit(ctx.replace(avals_in=[own], avals_out=[everyones]), rows_of_own, sizes)
     rows, aval_out, given = ctx.avals_in[:2], ctx.avals_out[0], list(operands[:2])
     dtype = aval_out.dtype if jax.dtypes.itemsize_bits(aval_out.dtype) >= 8 else WIDENED[aval_out.dtype.name]
     if dtype != aval_out.dtype:
@@ -58,20 +59,8 @@ def lower(function: str, to_xla: Callable, ctx, *operands, axes, axis_index_grou
         avals_in=[everyones, *(jax.core.ShapedArray(aval.shape, dtype) for aval in rows)],
         avals_out=[jax.core.ShapedArray(aval_out.shape, dtype)],
     )
-    (result,) = emit(ctx, [table, *given], kind=KIND, call=call)
+    (result,) = emitter.emit(ctx, [*table, *given], call)
     return [ops.convert(ctx, result, aval_out.dtype)]
-
-
-def _inline(ctx, function: Callable, operands, avals_in, aval_out):
-    """Traces a function, emits its operations in the program under construction, and returns its result.
-
-    Its collectives are XLA's, also under the override.
-    """
-    with _compat.without_vma(), for_xla():
-        avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in (*avals_in, aval_out)]
-        ctx = ctx.replace(primitive=None, avals_in=avals[:-1], avals_out=avals[-1:])
-        (result,) = mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
-    return result
 
 
 def _dtype_of(numbers):

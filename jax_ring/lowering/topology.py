@@ -11,11 +11,10 @@ from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery
 from jax_ring.distributed.assumed_hosts import are_assumed, assumed_host_of
 from jax_ring.distributed.gpus import Identity
+from jax_ring.lowering.group_tables import Groups
 
 # The kernel arguments have room for this many (kMaxRanks in ffi/device/memory/endpoint.h).
 _MAX_RANKS = 64
-
-Groups = Sequence[Sequence[int]]  # of mesh positions
 
 
 class Levels(NamedTuple):
@@ -28,9 +27,14 @@ class Levels(NamedTuple):
       num_processes: the largest number of processes in one group of `intra`.
     """
 
-    intra: Groups
-    inter: Groups = ()
+    intra: tuple[tuple[int, ...], ...]
+    inter: tuple[tuple[int, ...], ...] = ()
     num_processes: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of a group on each host, if groups cross hosts."""
+        return len(self.intra[0])
 
     @property
     def num_hosts(self) -> int:
@@ -38,7 +42,7 @@ class Levels(NamedTuple):
         return len(self.inter[0]) if self.inter else 1
 
 
-def levels_of(engine: str, mesh, groups: Groups) -> tuple[Levels | None, str]:
+def levels_of(engine: str, mesh, groups: tuple[tuple[int, ...], ...]) -> tuple[Levels | None, str]:
     """How an engine, "cpu" or "cuda", serves these groups of a mesh; or None and the reason why it cannot."""
     processes, why_not = _PLATFORMS[engine].processes_of(mesh)
     if processes is None:
@@ -58,16 +62,20 @@ def is_compile_only(mesh) -> bool:
     return devices is not None and _compat.is_compile_only(devices[0])
 
 
-def _split_by_host(processes: Sequence[int], groups: Groups, host_of: Callable) -> tuple[Levels | None, str]:
+def _split_by_host(
+    processes: Sequence[int], groups: tuple[tuple[int, ...], ...], host_of: Callable
+) -> tuple[Levels | None, str]:
     """processes: the process of each mesh position."""
-    intra: list[Sequence[int]] = []
-    inter: list[Sequence[int]] = []
+    if len(set(processes)) == 1:
+        return Levels(groups), ""
+    intra: list[tuple[int, ...]] = []
+    inter: list[tuple[int, ...]] = []
     num_hosts = []
     for group in groups:
         by_host = collections.defaultdict(list)
         for position in group:
             by_host[host_of(processes[position])].append(position)
-        parts = list(by_host.values())
+        parts = list(map(tuple, by_host.values()))
         intra += parts
         num_hosts.append(len(parts))
         inter += zip(*parts, strict=False)
@@ -80,7 +88,7 @@ def _split_by_host(processes: Sequence[int], groups: Groups, host_of: Callable) 
         return None, f"{crosses}, with unequal numbers of ranks per host or of hosts per group"
     if len(intra[0]) == 1:
         return None, f"{crosses}, one rank on each"
-    return Levels(intra, inter, num_processes), ""
+    return Levels(tuple(intra), tuple(inter), num_processes), ""
 
 
 def crossing_text(num_hosts: int) -> str:

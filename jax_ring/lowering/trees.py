@@ -7,11 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ring import runtime, shard_tree
+from jax_ring.lowering.group_tables import Groups
 from jax_ring.options import Options
-
-Groups = Sequence[Sequence[int]]  # of mesh positions
-
-_SUMS = ("all_reduce", "reduce_scatter", "reduce")
 
 
 class GroupTree(NamedTuple):
@@ -35,11 +32,6 @@ class GroupTree(NamedTuple):
         """The nodes whose sums are left by the fold over the group."""
         each = self.num_shards // self.num_ranks
         return shard_tree.maximal_nodes(self.num_shards, [rank * each + i for rank in self.ranks for i in range(each)])
-
-
-def adds_along_tree(kind: str, options: Options) -> bool:
-    """Whether a call of this kind with these options adds along a tree."""
-    return options.order == "tree" and kind in _SUMS
 
 
 def trees_of(groups: Groups, options: Options) -> list[GroupTree]:

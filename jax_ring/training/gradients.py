@@ -93,7 +93,7 @@ def value_and_grad(
         order than "tree", and for options that need V = p.
       NameError, TypeError, ValueError, jax.errors.JaxRuntimeError: as `sync_gradients` and `jax.value_and_grad`.
     """
-    shards = Shards.of("value_and_grad", num_shards, in_axes, reduce_gradients, reduced_in_backward, options)
+    shards = Shards.of("value_and_grad", num_shards, in_axes, reduce_gradients, options)
     reduction = Reduction.of("value_and_grad", options)
     argnums = _checked("value_and_grad", fun, axis_name, argnums, check_replicas)
     local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
@@ -120,7 +120,7 @@ def grad(
     Arguments and errors are those of `value_and_grad`. Returns a function that returns the gradients; with `has_aux`,
     the gradients and the auxiliary data.
     """
-    shards = Shards.of("grad", num_shards, in_axes, reduce_gradients, reduced_in_backward, options)
+    shards = Shards.of("grad", num_shards, in_axes, reduce_gradients, options)
     reduction = Reduction.of("grad", options)
     argnums = _checked("grad", fun, axis_name, argnums, check_replicas)
     local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
@@ -164,6 +164,10 @@ def _of_mean(
     def copies(params):
         return jax.tree.map(lambda x: own_copy(jnp.asarray(x), axis_name), params)
 
+    def with_aux(*args, **kwargs):
+        out, grads = local(*args, **kwargs)
+        return (out if has_aux else (out, None)), grads
+
     def value_and_grad_of_mean(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, Any]:
         check_named(reduction.function, axes_of(axis_name))
         arguments: Sequence[Any] = args
@@ -175,13 +179,17 @@ def _of_mean(
             compared = [args[i] for i in parameters]
             own = digests(reduction.function, compared if len(compared) > 1 else compared[0], axis_name, check_replicas)
         if shards is not None:
-            shards.check(axis_name)
+            shards.check(axis_name, reduced_in_backward)
             if not reduced_in_backward:
-                return shards.reduced(reduction, local, arguments, kwargs, parameters, axis_name, has_aux, own)
+                sums, aux = differentiate_shards(
+                    reduction.function, with_aux, arguments, kwargs, parameters, axis_name, shards.num_shards,
+                    shards.in_axes,
+                )  # fmt: skip
+                value, grads = shards.reduced(reduction, sums, axis_name, own)
+                return ((value, aux) if has_aux else value), grads
         index = contextlib.nullcontext() if shards is None else indexed(first_shard(axis_name, shards.num_shards))
         with _noted(axis_name, reduced_in_backward), index:
-            out, grads = local(*arguments, **kwargs)
-        value, aux = out if has_aux else (out, None)
+            (value, aux), grads = with_aux(*arguments, **kwargs)
         # A value that is the same on all ranks counts once: the ranks' gradients are parts of it, which add up.
         axes = axes_of_difference(value, axis_name)
         divisor = num_ranks(axes)
@@ -213,13 +221,11 @@ class Shards:
     num_shards: int
     in_axes: Any
     reduce_gradients: bool
-    reduced_in_backward: bool
 
     @classmethod
     def of(
-        cls, function: str, num_shards: Any, in_axes: Any, reduce_gradients: bool, reduced_in_backward: bool,
-        options: ReductionOptions,
-    ) -> Self | None:  # fmt: skip
+        cls, function: str, num_shards: Any, in_axes: Any, reduce_gradients: bool, options: ReductionOptions
+    ) -> Self | None:
         """None without num_shards. With it, the order in the options is set, if it is not there."""
         if num_shards is None:
             for name, value, default in (("in_axes", in_axes, 0), ("reduce_gradients", reduce_gradients, True)):
@@ -235,9 +241,9 @@ class Shards:
                 f"{function}: with num_shards={num_shards} sums go along the tree, order='tree'; got order={order!r}"
             )
         check_in_axes(function, in_axes)
-        return cls(function, int(num_shards), in_axes, reduce_gradients, reduced_in_backward)
+        return cls(function, int(num_shards), in_axes, reduce_gradients)
 
-    def check(self, axis_name: AxisName) -> None:
+    def check(self, axis_name: AxisName, reduced_in_backward: bool) -> None:
         """Raises ValueError unless the ranks of the axis can share the shards."""
         count = num_ranks(axes_of(axis_name))
         if self.num_shards % count:
@@ -245,7 +251,7 @@ class Shards:
                 f"{self.function}: num_shards={self.num_shards} is not a multiple of the {count} ranks of "
                 f"{axis_name!r}. Take one that every number of ranks divides that the training may run on, such as 24."
             )
-        if self.num_shards > count and self.reduced_in_backward:
+        if self.num_shards > count and reduced_in_backward:
             raise ValueError(
                 f"{self.function}: gradients of {self.num_shards} shards on {count} ranks are added along the tree "
                 "before they are reduced, which reduced_in_backward=True would do in the backward pass of each "
@@ -253,18 +259,12 @@ class Shards:
             )
 
     def reduced(
-        self, reduction: Reduction, local: Callable, arguments: Sequence[Any], kwargs: dict, parameters: list[int],
-        axis_name: AxisName, has_aux: bool, own: Digests | None,
-    ) -> tuple[Any, Any]:  # fmt: skip
-        """The results of `value_and_grad`. own: the rank's digests, if replicas are compared."""
+        self, reduction: Reduction, sums: ShardSums, axis_name: AxisName, own: Digests | None
+    ) -> tuple[Any, Any]:
+        """The value and the gradients for their sums over the rank's shards.
 
-        def with_aux(*args, **kwargs):
-            out, grads = local(*args, **kwargs)
-            return (out if has_aux else (out, None)), grads
-
-        sums, aux = differentiate_shards(
-            self.function, with_aux, arguments, kwargs, parameters, axis_name, self.num_shards, self.in_axes
-        )
+        own: the rank's digests, if replicas are compared.
+        """
         value_terms, grad_terms = sums.terms
         wanted, grads = sums, ShardSums(grad_terms, self.num_shards, sums.dtypes[1:])
         has_wire = reduction.wire != UNCHANGED
@@ -285,7 +285,7 @@ class Shards:
         if own is not None and tables is not None:
             ok = verdict(self.function, own, tables, axis_name)
             value, grads = after(value, ok), after(grads, ok)
-        return ((value, aux) if has_aux else value), grads
+        return value, grads
 
 
 def _refuse_key(reduction: Reduction) -> None:

@@ -12,9 +12,10 @@ from helpers import make_mesh, sharded
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import emitter
 from jax_ring.lowering.dispatch import service_of
-from jax_ring.options import Options
+from jax_ring.lowering.kinds import ALL_GATHER
 
 RANKS = 4
 # Of the whole array. So large that a result is fresh memory.
@@ -30,11 +31,9 @@ def _abstract_eval(x, *, part, size):
 
 
 def _lower(ctx, x, *, part, size):
-    service = service_of(ctx, [range(RANKS)], "all_gather")
-    return emitter.emit(
-        ctx, [x], kind="all_gather", op="sum", service=service, call="gather_part", options=Options(),
-        axis_size=RANKS, dimension=0, tiled=False, part=part,
-    )  # fmt: skip
+    call = CallSpec("gather_part", ALL_GATHER, groups=(tuple(range(RANKS)),), axis_size=RANKS, part=part)
+    call = call._replace(service=service_of(ctx, call), description="gather_part")
+    return emitter.emit(ctx, [x], call)
 
 
 mlir.register_lowering(gather_part_p, _lower, platform="cpu")

@@ -12,10 +12,10 @@ from compiled_programs import ONE_HOST, attribute, calls_in, collectives_of_xla,
 from jax import lax
 from jax.experimental import compute_on as compute_on_module
 from jax.sharding import PartitionSpec as P
+from timeline import EXCHANGE, MAIN, timeline
 
 import jax_ring
 from jax_ring import assume_hosts
-from jax_ring.inspect.timeline import EXCHANGE, MAIN, timeline
 
 SHIFT = [(rank, (rank + 1) % 8) for rank in range(8)]
 PAIRS = [(0, 7), (5, 2)]

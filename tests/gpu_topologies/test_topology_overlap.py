@@ -14,10 +14,10 @@ from compiled_programs import ONE_HOST
 from jax import lax
 from jax.experimental import compute_on as compute_on_module
 from jax.sharding import PartitionSpec as P
+from timeline import COLLECTIVE, EXCHANGE, MAIN, products_beside, timeline
 
 from jax_ring import assume_hosts, explain, reduce_in_backward, ring_psum, sync_gradients, value_and_grad, zero
 from jax_ring.inspect.compiled import find_collectives
-from jax_ring.inspect.timeline import COLLECTIVE, EXCHANGE, MAIN, products_beside, timeline
 
 EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
 # In XLA of older versions the scheduler does not know that such a call takes time.

@@ -62,6 +62,21 @@ def test_a_tree_is_one_call_for_each_dtype():
     assert sorted(call.num_bytes for call in found.collectives) == [2, 16]
 
 
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint2, jnp.float4_e2m1fn, jnp.float8_e8m0fnu])
+def test_types_that_are_sent_as_wider_ones(dtype):
+    found = explained(lambda x: ring_psum(x, "i"), jax.ShapeDtypeStruct((64,), dtype))
+    itemsize = 1 if jnp.issubdtype(dtype, jnp.integer) else 4
+    assert found.predicted_bytes == found.counted_bytes == 2 * 8 * itemsize * 7 / 8
+
+
+def test_equal_and_constant_operands_and_unused_results():
+    sums, gather = explained(
+        lambda x: ring_psum((x, x), "i")[1] + jax_ring.ring_all_gather(np.float32(1), "i")[0]
+    ).collectives
+    assert sums.wire_bytes == 2 * (8 + 8) * 7 / 8
+    assert gather.wire_bytes == 8 * 4 * 7 / 8
+
+
 def test_groups_and_several_axes():
     mesh = make_mesh((2, 4), ("i", "j"))
     spec = P(("i", "j"))
@@ -299,13 +314,18 @@ ENTRY %main.1_spmd (p: f32[4]) -> f32[4] {
   %part = f32[2]{0} all-reduce(%p), replica_groups=mesh['i'=2,'j'=4] {'i','j':(1)2}, to_apply=%add
   %start = (f32[1]{0}, f32[8]{0}) all-gather-start(%p), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
   %done = f32[8]{0} all-gather-done(%start)
+  %ragged = ((f32[16]{0}, f32[8]{0}, s64[4]{0}), f32[8]{0}) ragged-all-to-all-start(%p), replica_groups={{0,1,2,3}}
   ROOT %scatter = f32[1]{0} reduce-scatter(%p), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, to_apply=%add
 }
 """
     found = find_collectives(text)
-    assert [i.name for i in found] == ["all-reduce"] * 5 + ["all-gather-start", "reduce-scatter"]
-    assert [i.num_bytes for i in found] == [16, 3, 19, 8, 8, 32, 32]
-    assert [i.group_sizes for i in found] == [(2,) * 4, (8,), (4, 4), (4, 4), (4, 4), (8,), (8,)]
+    assert [i.name for i in found] == ["all-reduce"] * 5 + [
+        "all-gather-start",
+        "ragged-all-to-all-start",
+        "reduce-scatter",
+    ]
+    assert [i.num_bytes for i in found] == [16, 3, 19, 8, 8, 32, 32, 32]
+    assert [i.group_sizes for i in found] == [(2,) * 4, (8,), (4, 4), (4, 4), (4, 4), (8,), (4,), (8,)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

@@ -8,6 +8,7 @@ import optax
 import pytest
 from helpers import make_mesh
 from jax.sharding import PartitionSpec as P
+from timeline import COLLECTIVE, COPIES, EXCHANGE, MAIN, OTHER, PRODUCT, products_beside, timeline
 
 from jax_ring import (
     allreduce_gradients,
@@ -19,7 +20,6 @@ from jax_ring import (
     zero,
 )
 from jax_ring.inspect.compiled import find_collectives
-from jax_ring.inspect.timeline import COLLECTIVE, COPIES, EXCHANGE, MAIN, OTHER, PRODUCT, products_beside, timeline
 
 W, X = jnp.ones((8, 4)), jnp.ones((16, 8))
 

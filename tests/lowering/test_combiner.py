@@ -422,7 +422,7 @@ def test_calls_of_one_type_are_prepared_once(sum_over, monkeypatch):
     monkeypatch.setattr(merge_equations, "join", lambda jaxpr: jaxpr)
     prepared = []
     prepare = rules.prepare
-    monkeypatch.setattr(rules, "prepare", lambda *args, **params: prepared.append(args) or prepare(*args, **params))
+    monkeypatch.setattr(rules, "prepare", lambda *args: prepared.append(args) or prepare(*args))
 
     def body(x):
         return [sum_over(y) for k in range(5) for y in (x * k, x[:, :1] * k)]

@@ -22,6 +22,7 @@ from jax_ring import (
 )
 from jax_ring.lowering import rules
 from jax_ring.lowering.passes import combiner, merge_equations
+from jax_ring.lowering.state import LoweringState
 
 RANKS = 4
 MESH = make_mesh((RANKS,))
@@ -35,8 +36,8 @@ psum = partial(ring_psum, axis_name="i")
 def lowered(body, monkeypatch, tree=TREE, **options) -> int:
     """How many calls `body` lowers one by one."""
     seen, lower = [], rules.prepare
-    monkeypatch.setattr(rules, "prepare", lambda *args, **params: seen.append(args) or lower(*args, **params))
-    monkeypatch.setattr(rules, "cached_in_module", lambda ctx, key, compute: compute())
+    monkeypatch.setattr(rules, "prepare", lambda *args: seen.append(args) or lower(*args))
+    monkeypatch.setattr(LoweringState, "once", lambda state, key, compute, *args: compute(*args))
     sharded(body, mesh=MESH, **{"check_vma": False, **options}).lower(tree)
     monkeypatch.undo()
     return len(seen)

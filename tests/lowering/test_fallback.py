@@ -20,6 +20,7 @@ from jax_ring import (
     ring_reduce,
 )
 from jax_ring.lowering import dispatch, rules
+from jax_ring.lowering.kinds import ALL_REDUCE
 
 pytestmark = pytest.mark.usefixtures("left_to_xla")
 
@@ -120,9 +121,9 @@ def test_the_override_does_not_reach_into_a_fallback(name, monkeypatch):
     f = sharded(body, check_vma=False)
     expected = f(X)
 
-    def as_between_hosts(ctx, groups, kind, options, perm):
-        found = dispatch.service_of(ctx, groups, kind, options, perm)
-        return found if kind == "all_reduce" else found._replace(levels=None)
+    def as_between_hosts(ctx, call):
+        found = dispatch.service_of(ctx, call)
+        return found if call.kind is ALL_REDUCE else found._replace(levels=None)
 
     monkeypatch.setattr(rules, "service_of", as_between_hosts)
     with override_lax():

@@ -20,7 +20,7 @@ sums: dict[str, jax.Array] = ring_psum(tree, "i")
 means: dict[str, jax.Array] = ring_pmean(tree, ("i", "j"))
 block: jax.Array = ring_psum_scatter(x, "i", tiled=True)
 whole: tuple[jax.Array, int] = ring_all_gather((x, 1), "i", to="invarying")
-turned: list[jax.Array] = jax_ring.ring_ppermute([x], "i", [(0, 1), (1, 0)], algorithm="two_shot")
+turned: list[jax.Array] = jax_ring.ring_ppermute([x], "i", [(0, 1), (1, 0)])
 exchanged: dict[str, jax.Array] = jax_ring.ring_all_to_all(tree, ("i", "j"), 0, 0, tiled=True)
 swapped: jax.Array = jax_ring.ring_pswapaxes(jax_ring.ring_pshuffle(x, "i", [1, 0]), "i", 0)
 received: jax.Array = jax_ring.ring_ragged_all_to_all(x, x, x, x, x, x, axis_name="i")
@@ -38,6 +38,7 @@ other: list[jax.Array] = ring_psum(tree, "i")  # refused: arg-type
 ring_psum(x, "i", algorithm="oneshot")  # refused: arg-type
 ring_psum(x, "i", order="tree_order")  # refused: arg-type
 ring_pmax(x, "i", algorithm="fast")  # refused: arg-type
+ring_all_gather(x, "i", algorithm="ring")  # refused: call-arg
 ring_all_gather(x, "i", to="invariant")  # refused: arg-type
 sync_gradients(tree, "i", impl="nccl")  # refused: arg-type
 ring_psum(x, "i", algorithms="ring")  # refused: call-arg

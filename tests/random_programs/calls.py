@@ -60,14 +60,14 @@ class Call:
         """One more argument."""
         self.arguments.append(text)
 
-    def choose_options(self, *, adds: bool) -> None:
-        """Options of jax_ring, which do not change the results of exact sums."""
+    def choose_options(self, *, algorithms: bool) -> None:
+        """Options of jax_ring's sums, which do not change the results of exact ones."""
         if self.random.random() < 0.3:
             orders = ("any", "tree") if self.groups is None and not self.over_batch else ("any",)
-            if adds and self.random.random() < 0.5:
-                self.option(f"order={self.random.choice((*orders, 'ring'))!r}")
-            else:
+            if algorithms and self.random.random() < 0.5:
                 self.option(f"algorithm={self.random.choice(_ALGORITHMS)!r}")
+            else:
+                self.option(f"order={self.random.choice((*orders, 'ring'))!r}")
 
 
 def call(generator, scope, value: Value):
@@ -137,7 +137,7 @@ def _reduction(kind: str, generator, scope, value: Value, made: Call):
         if generator.is_derived:
             operand = f"lax.stop_gradient({operand})"
         if generator.random.random() < 0.3 and made.groups is None:
-            made.option(f"algorithm={generator.random.choice(('auto', 'one_shot', 'two_shot', 'ring'))!r}")
+            made.option(f"algorithm={generator.random.choice(_ALGORITHMS)!r}")
         return operand, {}
     changes = {"bound": value.bound * made.size, "gain": value.gain * made.size}
     if kind == "pmean":
@@ -157,7 +157,7 @@ def _reduction(kind: str, generator, scope, value: Value, made: Call):
             changes["unit"] = value.unit * (made.size // odd)
     elif value.dtype == "bool":
         changes["dtype"] = "int32"
-    made.choose_options(adds=True)
+    made.choose_options(algorithms=True)
     return operand, changes
 
 
@@ -177,7 +177,7 @@ def _scatter(kind: str, generator, scope, value: Value, made: Call):
         shape[dim] //= p
     else:
         del shape[dim]
-    made.choose_options(adds=True)
+    made.choose_options(algorithms=False)
     return operand, {"shape": tuple(shape), "bound": value.bound * p, "gain": gain * p}
 
 
@@ -195,7 +195,6 @@ def _gather(kind: str, generator, scope, value: Value, made: Call):
     made.option(f"axis={dim - (len(shape) if random.random() < 0.2 else 0)}")
     if generator.check_vma and made.groups is None and not scope.batch_axes and random.random() < 0.3:
         made.option("to='invarying'")
-    made.choose_options(adds=False)
     return value.name, {"shape": tuple(shape), "gain": value.gain * made.size}
 
 
@@ -220,7 +219,6 @@ def _all_to_all(kind: str, generator, scope, value: Value, made: Call):
     else:
         del shape[split]
         shape.insert(concat, p)
-    made.choose_options(adds=False)
     return operand, {"shape": tuple(shape), "gain": gain}
 
 
@@ -232,7 +230,6 @@ def _permute(kind: str, generator, scope, value: Value, made: Call):
     else:
         pairs = [(i, j) for i, j in enumerate(receivers) if random.random() < 0.8]
         made.arguments.insert(1, f"{random.sample(pairs, len(pairs))}")
-    made.choose_options(adds=False)
     return value.name, {}
 
 
@@ -247,7 +244,7 @@ def _rooted(kind: str, generator, scope, value: Value, made: Call):
         changes["bound"] = value.bound * made.size
         if value.dtype == "bool":
             changes["dtype"] = "int32"
-    made.choose_options(adds=kind == "reduce")
+        made.choose_options(algorithms=True)
     return value.name, changes
 
 

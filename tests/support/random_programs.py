@@ -112,20 +112,26 @@ def make_program(shared, own) -> Program:
 
     call, oracle = [
         (
-            functools.partial(jax_ring.ring_psum, order="ring" if ring else "rank"),
+            functools.partial(jax_ring.ring_psum, algorithm=algorithm, order="ring" if ring else "rank"),
             lambda values: np.stack([(ring_fold if ring else rank_fold)(values)] * ranks),
         ),
-        (functools.partial(jax_ring.ring_psum, axis_index_groups=groups), by_groups(rank_fold)),
         (
-            functools.partial(jax_ring.ring_pmax, axis_index_groups=groups),
+            functools.partial(jax_ring.ring_psum, axis_index_groups=groups, algorithm=algorithm),
+            by_groups(rank_fold),
+        ),
+        (
+            functools.partial(jax_ring.ring_pmax, axis_index_groups=groups, algorithm=algorithm),
             by_groups(lambda values: extremum(values, np.maximum)),
         ),
         (jax_ring.ring_psum_scatter, lambda values: rank_fold(values)),
         (jax_ring.ring_all_gather, lambda values: np.stack([values] * ranks)),
-        (functools.partial(jax_ring.ring_reduce, root=root), lambda values: on_root(rank_fold(values), root, ranks)),
+        (
+            functools.partial(jax_ring.ring_reduce, root=root, algorithm=algorithm),
+            lambda values: on_root(rank_fold(values), root, ranks),
+        ),
         (functools.partial(jax_ring.ring_broadcast, root=root), lambda values: np.stack([values[root]] * ranks)),
     ][shared.integers(7)]
-    call = functools.partial(call, axis_name="i", algorithm=algorithm)
+    call = functools.partial(call, axis_name="i")
     kind = ("plain", "several", "loop")[shared.integers(3)]
     if kind == "loop" and oracle(np.zeros((ranks, *shape), dtype)).shape[1:] != shape:
         kind = "several"

@@ -10,7 +10,7 @@ from shards import numbers, on_ranks, terms
 
 from jax_ring import ShardSums, ring_pmean, ring_psum, ring_psum_scatter, ring_reduce
 from jax_ring.lowering import rules
-from jax_ring.lowering.dispatch import Service
+from jax_ring.lowering.call_spec import Service
 
 V = 24
 

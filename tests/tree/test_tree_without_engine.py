@@ -21,7 +21,8 @@ from jax_ring import (
     runtime,
 )
 from jax_ring.lowering import dispatch, topology
-from jax_ring.lowering.dispatch import Service
+from jax_ring.lowering.call_spec import Service
+from jax_ring.lowering.kinds import ALL_REDUCE
 from jax_ring.options import Options
 
 V, RANKS = 12, 4
@@ -125,10 +126,10 @@ def test_trees_beyond_the_cuda_kernels(num_shards, ranks, fits, monkeypatch):
     monkeypatch.setattr(topology, "levels_of", lambda *args: (topology.Levels(groups), ""))
     context = _compat.SPMDAxisContext(make_mesh(), frozenset({"i"}))
     options = Options(order="tree", num_shards=num_shards)
-    found = dispatch.who_serves(("cuda",), context, groups, "all_reduce", options)
+    found = dispatch.who_serves(("cuda",), context, groups, ALL_REDUCE, options)
     assert (found.levels is not None) == fits
     assert ("the CUDA kernels cannot add" in found.why_not) != fits
-    assert dispatch.who_serves(("cpu",), context, groups, "all_reduce", options).levels is not None
+    assert dispatch.who_serves(("cpu",), context, groups, ALL_REDUCE, options).levels is not None
 
 
 def test_explain_says_the_order_of_each_call():

@@ -1,6 +1,6 @@
 """The attributes of a custom call, in the form in which XLA reads them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -37,10 +37,14 @@ def fixed(target: str) -> dict[str, ir.Attribute]:
     }
 
 
-def row_major(rank: int) -> ir.Attribute:
-    """The layout of an array: its dimensions, the fastest first."""
-    dimensions: Any = np.arange(rank, dtype=np.int64)[::-1].copy()
-    return ir.DenseIntElementsAttr.get(dimensions, type=ir.IndexType.get())
+def layouts(types: Iterable[ir.Type]) -> ir.ArrayAttr:
+    """The layouts of arrays of these types: their dimensions, the fastest first."""
+    ranks = [ir.RankedTensorType(each).rank for each in types]
+    by_rank: dict[int, ir.Attribute] = {}
+    for rank in set(ranks):
+        dimensions: Any = np.arange(rank, dtype=np.int64)[::-1].copy()
+        by_rank[rank] = ir.DenseIntElementsAttr.get(dimensions, type=ir.IndexType.get())
+    return ir.ArrayAttr.get(list(map(by_rank.__getitem__, ranks)))
 
 
 def aliases(pairs: Collection[tuple[int, int]], num_results: int) -> ir.ArrayAttr:

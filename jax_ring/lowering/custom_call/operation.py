@@ -1,7 +1,6 @@
 """The custom call as an operation of the program, and what is known of it."""
 
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,12 +8,12 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from jax_ring import _compat
 from jax_ring.lowering.custom_call import ffi_attributes, partitioned, partitioner
 from jax_ring.lowering.custom_call.ffi_attributes import CONFIG, named
-from jax_ring.lowering.state import cached_in_module
+from jax_ring.lowering.state import LoweringState
 
 Lines = tuple[str, ...]  # those of the user that one call serves
+Aliases = Collection[tuple[int, int]]  # pairs of an operand and a result that may have one buffer
 _MAX_SHAPES = 4
 
 
@@ -59,6 +58,7 @@ class Call(NamedTuple):
     """What is known of a custom call to an engine.
 
     Attributes:
+      target: of the custom call.
       shared: its attributes, but for those that name it in errors. The calls of one kind have equal ones.
       description: names it in errors.
       lines: the lines that it serves.
@@ -68,6 +68,7 @@ class Call(NamedTuple):
       num_own: for a call that the partitioner divides, as in `partitioned.attributes`; else None.
     """
 
+    target: str
     shared: ir.DictAttr
     description: str
     lines: Lines
@@ -83,53 +84,52 @@ class Call(NamedTuple):
 
 
 def build(
-    ctx, target: str, call: Call, operands: Sequence, result_types: Sequence, aliases: Collection[tuple[int, int]],
-    location: ir.Location | None = None,
-) -> ir.Operation:  # fmt: skip
+    state: LoweringState, call: Call, operands: Sequence, types: Sequence, aliases: Aliases, location=None
+) -> ir.Operation:
     """Builds the custom call at the insertion point.
 
     The operation is the same as that of `jax.ffi.ffi_lowering`, at a tenth of the time.
 
     Args:
       operands: the hidden ones and those of the user.
-      aliases: pairs of an operand and a result that may have one buffer.
+      types: of the results.
+      location: an `ir.Location`, if not that of the insertion point.
     """
-    aliases, types = tuple(aliases), tuple([value.type for value in operands])
+    aliases, operand_types = tuple(aliases), tuple([value.type for value in operands])
     # Apart, because calls of different lines have the same attributes otherwise.
-    of_line = cached_in_module(ctx, ("config", call, aliases), lambda: _config(ctx, call, aliases))
-    of_types = cached_in_module(
-        ctx, ("operation", target, call.num_own, aliases, types, *result_types),
-        lambda: _attributes(ctx, target, call.num_own, operands, result_types, aliases),
+    of_line = state.once(("config", call, aliases), _config, state, call, aliases)
+    of_types = state.once(
+        ("operation", call.target, call.num_own, aliases, operand_types, *types),
+        _attributes, call, operand_types, types, aliases,
     )  # fmt: skip
     attributes = {**of_types, CONFIG: of_line}
     operation = ir.Operation.create(
-        "stablehlo.custom_call", results=result_types, operands=operands, attributes=attributes, loc=location
+        "stablehlo.custom_call", results=types, operands=operands, attributes=attributes, loc=location
     )
-    _note(ctx, of_line, call)
+    note(state, of_line, call)
     return operation
 
 
-def _config(ctx, call: Call, aliases: Collection[tuple[int, int]]) -> ir.DictAttr:
+def _config(state: LoweringState, call: Call, aliases: Aliases) -> ir.DictAttr:
     """The attributes that the handler decodes."""
-    of_kind = cached_in_module(ctx, ("entries", call.shared), lambda: dict(named(call.shared)))
+    of_kind = state.once(("entries", call.shared), named, call.shared)
     names: dict[str, ir.Attribute] = {"call": ir.StringAttr.get(call.description), "site": site_of(call.lines)}
     if call.num_own is not None:
         names[partitioner.ALIASES] = mlir.ir_attribute(np.array([*aliases], np.int64).reshape(-1))
-    return ir.DictAttr.get({**of_kind, **names})
+    return ir.DictAttr.get({**dict(of_kind), **names})
 
 
 def _attributes(
-    ctx, target: str, num_own: tuple[int, int] | None, operands: Sequence, result_types: Sequence,
-    aliases: Collection[tuple[int, int]],
-) -> dict[str, ir.Attribute]:  # fmt: skip
+    call: Call, operand_types: Sequence[ir.Type], types: Sequence[ir.Type], aliases: Aliases
+) -> dict[str, ir.Attribute]:
     """All others."""
-    attributes = dict(cached_in_module(ctx, ("target", target), partial(ffi_attributes.fixed, target)))
-    if num_own is not None:
-        attributes["sdy.sharding_rule"] = partitioned.rule(operands, result_types, num_own)
-    attributes["operand_layouts"] = _layouts(ctx, [value.type for value in operands])
-    attributes["result_layouts"] = _layouts(ctx, result_types)
+    attributes = ffi_attributes.fixed(call.target)
+    if call.num_own is not None:
+        attributes["sdy.sharding_rule"] = partitioned.rule(operand_types, types, call.num_own)
+    attributes["operand_layouts"] = ffi_attributes.layouts(operand_types)
+    attributes["result_layouts"] = ffi_attributes.layouts(types)
     if aliases:
-        attributes["output_operand_aliases"] = ffi_attributes.aliases(aliases, len(result_types))
+        attributes["output_operand_aliases"] = ffi_attributes.aliases(aliases, len(types))
     return attributes
 
 
@@ -151,20 +151,10 @@ def compared(operation: ir.Operation) -> tuple:
         return (str(operation).partition("=")[2],)
 
 
-def note(ctx, operation: ir.Operation, call: Call) -> None:
-    """Notes what is known of a call. JAX copies operations, so that is found by their attributes."""
-    _note(ctx, operation.attributes[CONFIG], call)
-
-
-def _note(ctx, attributes: ir.Attribute, call: Call) -> None:
-    calls = _compat.module_state(ctx).setdefault("calls", {})
-    known = calls.get(attributes)
-    calls[attributes] = call if known is None else call._replace(joins=call.joins and known.joins)
-
-
-def known_calls(ctx) -> Mapping[ir.Attribute, Call]:
-    """The calls of the module, by their attributes."""
-    return _compat.module_state(ctx).get("calls", {})
+def note(state: LoweringState, attributes: ir.Attribute, call: Call) -> None:
+    """Notes what is known of a call with these attributes. JAX copies operations, so they are what it is found by."""
+    known = state.calls.get(attributes)
+    state.calls[attributes] = call if known is None else call._replace(joins=call.joins and known.joins)
 
 
 def aliased_operands(operation: ir.Operation) -> set[int]:
@@ -173,11 +163,3 @@ def aliased_operands(operation: ir.Operation) -> set[int]:
         return set()
     aliases = ir.ArrayAttr(operation.attributes["output_operand_aliases"])
     return {hlo.OutputOperandAlias(alias).operand_index for alias in aliases}
-
-
-def _layouts(ctx, types: Sequence[ir.Type]) -> ir.ArrayAttr:
-    ranks = [ir.RankedTensorType(type_).rank for type_ in types]
-    layouts = {
-        rank: cached_in_module(ctx, ("layout", rank), partial(ffi_attributes.row_major, rank)) for rank in set(ranks)
-    }
-    return ir.ArrayAttr.get([layouts[rank] for rank in ranks])

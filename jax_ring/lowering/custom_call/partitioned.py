@@ -16,6 +16,7 @@ from jax.extend.mlir.dialects import sdy
 
 from jax_ring.lowering.custom_call import ffi_attributes, partitioner
 from jax_ring.lowering.custom_call.ffi_attributes import named
+from jax_ring.lowering.kinds import Kind
 from jax_ring.options import Options
 
 
@@ -26,12 +27,12 @@ def axes_of(axis_context) -> tuple[str, ...]:
     return tuple(sorted(map(str, names)))
 
 
-def why_not(axes: Sequence[str], kind: str, options: Options, num_hosts: int) -> str:
+def why_not(axes: Sequence[str], kind: Kind, options: Options, num_hosts: int) -> str:
     """Why no engine serves a call of this kind, whose groups span so many hosts, where these axes are automatic."""
     left = f"the enclosing shard_map leaves the axes {list(axes)} to the compiler"
     if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
         return f"{left}, and jax_use_shardy_partitioner is off"
-    if kind == "ragged_all_to_all":
+    if kind.is_ragged:
         return f"{left}, and the rows of a ragged all-to-all cannot be divided"
     if options.order == "ring":
         return f"{left}, and the blocks of order='ring' would depend on how it divides the operand"
@@ -61,12 +62,12 @@ def attributes(
     return ir.DictAttr.get(dict([*named(shared), *named(ffi_attributes.from_values(own))]))
 
 
-def rule(operands: Sequence[ir.Value], result_types: Sequence[ir.Type], num_own: tuple[int, int]) -> ir.Attribute:
+def rule(operand_types: Sequence[ir.Type], result_types: Sequence[ir.Type], num_own: tuple[int, int]) -> ir.Attribute:
     """Shardy's rule for a call that the partitioner divides."""
     sizes: list[int] = []  # of the factors: dimensions that are divided alike
     undivided: list[int] = []
     mappings: tuple[list, list] = ([], [])
-    for types in zip([x.type for x in operands], result_types, strict=True):
+    for types in zip(operand_types, result_types, strict=True):
         shapes = [ir.RankedTensorType(each).shape for each in types]
         shared = range(len(sizes), len(sizes) + len(shapes[0]) - num_own[0])
         sizes += shapes[0][num_own[0] :]

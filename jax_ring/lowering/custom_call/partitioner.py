@@ -73,16 +73,13 @@ def _program(types_in: Sequence, types_out: Sequence, attributes: dict) -> ir.Mo
 
 
 def _custom_call(target: str, operands: Sequence, types_out: Sequence, aliases: list, attributes: dict) -> list:
-    def layouts(types) -> ir.ArrayAttr:
-        return ir.ArrayAttr.get([ffi_attributes.row_major(ir.RankedTensorType(each).rank) for each in types])
-
     call = ir.Operation.create(
         "stablehlo.custom_call", results=list(types_out), operands=list(operands),
         attributes={
             **ffi_attributes.fixed(target),
             "output_operand_aliases": ffi_attributes.aliases(aliases, len(types_out)),
-            "operand_layouts": layouts([x.type for x in operands]),
-            "result_layouts": layouts(types_out),
+            "operand_layouts": ffi_attributes.layouts([x.type for x in operands]),
+            "result_layouts": ffi_attributes.layouts(types_out),
             ffi_attributes.CONFIG: ir.DictAttr.get(attributes),
         },
     )  # fmt: skip

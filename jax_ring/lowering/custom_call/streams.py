@@ -16,23 +16,18 @@ from jax.extend.mlir.dialects import func
 from jax.extend.mlir.dialects import stablehlo as hlo
 
 from jax_ring import _compat
+from jax_ring.lowering.state import state_of
 from jax_ring.options import Options
 
 MAIN, COLLECTIVE = "", "collective"
 _NUM_LANES = 4  # kLanes in ffi/cuda/groups/communicator.h
-_FUNCTIONS = "functions on streams"  # in the state of a module: their names
 
 
 def stream_of(ctx, engine: str, options: Options) -> str:
     """The stream of the call under lowering."""
     if engine != "cuda":
         return MAIN
-    return of_user(ctx) or (COLLECTIVE if options.overlap else MAIN)
-
-
-def of_user(ctx) -> str:
-    """The stream that the user has chosen for the call under lowering, by `compute_on` around it; or ""."""
-    return _compat.stream_of(ctx)
+    return _compat.stream_of(ctx) or (COLLECTIVE if options.overlap else MAIN)
 
 
 def lane_of(ctx, stream: str) -> int:
@@ -41,8 +36,9 @@ def lane_of(ctx, stream: str) -> int:
     Raises:
       NotImplementedError: if the program uses more streams than there are lanes.
     """
-    lanes = _compat.module_state(ctx).setdefault("lanes", {MAIN: 0, COLLECTIVE: 1})
-    lane = lanes.setdefault(stream, len(lanes))
+    lanes = state_of(ctx).lanes
+    for name in (MAIN, COLLECTIVE, stream):
+        lane = lanes[name]
     if lane >= _NUM_LANES:
         others = sorted(name for name in lanes if name not in (MAIN, COLLECTIVE))
         raise NotImplementedError(
@@ -59,7 +55,7 @@ def emit_on(ctx, stream: str, build: Callable[..., ir.Operation], operands: Sequ
       build: (*operands) to the operation, whose results have these types.
     """
     function = _compat.new_function(ctx, f"on_stream_{stream}", [value.type for value in operands], list(types))
-    _compat.module_state(ctx).setdefault(_FUNCTIONS, set()).add(function.name.value)
+    state_of(ctx).functions_on_streams.add(function.name.value)
     block = function.add_entry_block()
     with ir.InsertionPoint(block):
         func.return_(build(*block.arguments).results)
@@ -79,8 +75,3 @@ def call_on(stream: str, function: str, operands: Sequence, types: Sequence) -> 
         # stream. The barrier takes the tuple as a whole, and what follows it has no attributes.
         results = list(hlo.OptimizationBarrierOp(results).results)
     return results
-
-
-def has_one_caller(ctx, function: str) -> bool:
-    """Whether a function holds one operation that runs on a stream, so that it has one caller."""
-    return function in _compat.module_state(ctx).get(_FUNCTIONS, ())

@@ -15,18 +15,18 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
+from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import emitter
-from jax_ring.lowering.dispatch import Service
 from jax_ring.lowering.hierarchical import wait_markers
 from jax_ring.lowering.hierarchical.inter_host import (
     ByAllReduce,
     ByExchange,
     Crossing,
-    Types,
     aval_of,
     shard_size,
     types_of,
 )
+from jax_ring.lowering.kinds import ALL_GATHER, REDUCE_SCATTER, Kind
 from jax_ring.lowering.passes import fold_casts
 from jax_ring.lowering.topology import Levels
 from jax_ring.lowering.xla import ops
@@ -47,18 +47,15 @@ class Part(NamedTuple):
     size: int
 
 
-def emit(ctx, operands, *, kind: str, op: str, service: Service, call: str, options) -> list:
+def emit(call: CallSpec, ctx, operands: Sequence) -> list:
     """Emits an all-reduce that crosses hosts, and returns its results.
 
     Each operand is sharded separately. Concatenating them first would copy all of the data once more, and save less
     than one element of padding per operand and rank. One custom call takes all operands, and XLA combines its own
     all-reduces. Only large operands are apart, and cut into parts.
     """
-    assert kind == "all_reduce"
-    assert service.levels is not None
-    aval: Any = ctx.avals_in[0]
-    by_all_reduce = ByAllReduce(op, service.levels.inter, types_of(op, aval.dtype))
-    reduction = _Sum(ctx, op, service, service.levels, call, options, by_all_reduce)
+    by_all_reduce = ByAllReduce(call.op, call.levels.inter, types_of(call.op, ctx.avals_in[0].dtype))
+    reduction = _Sum(ctx, call, by_all_reduce)
     in_parts = reduction._replace(crossing=_large_crossing(by_all_reduce))
     is_large = [reduction.is_cut(aval) for aval in ctx.avals_in]
     whole = [i for i, large in enumerate(is_large) if not large]
@@ -80,11 +77,9 @@ def emit(ctx, operands, *, kind: str, op: str, service: Service, call: str, opti
     return [results[i] for i in range(len(operands))]
 
 
-def emit_sum(ctx, operand, *, service: Service, call: str, options: Options, crossing: Crossing):
+def emit_sum(call: CallSpec, ctx, operand, crossing: Crossing):
     """Emits the sum of one operand between CPU processes, which crosses hosts in another way, and returns it."""
-    assert service.levels is not None
-    reduction = _Sum(ctx, "sum", service, service.levels, call, options, crossing)
-    return reduction.in_parts(operand, ctx.avals_in[0], hlo.partition_id())[0]
+    return _Sum(ctx, call, crossing).in_parts(operand, ctx.avals_in[0], hlo.partition_id())[0]
 
 
 def _large_crossing(by_all_reduce: ByAllReduce) -> Crossing:
@@ -95,16 +90,6 @@ def _large_crossing(by_all_reduce: ByAllReduce) -> Crossing:
     return by_all_reduce
 
 
-def is_exchanged(op: str, size: int, types: Types, levels: Levels, options: Options, is_enclosed: bool) -> bool:
-    """Whether an operand of this size crosses hosts by an exchange.
-
-    is_enclosed: whether calls of jax_ring are around what crosses, see `wait_markers.are_enclosed`.
-    """
-    by_all_reduce = ByAllReduce(op, levels.inter, types)
-    is_cut = _is_cut(size, levels, options, by_all_reduce, is_enclosed)
-    return is_cut and isinstance(_large_crossing(by_all_reduce), ByExchange)
-
-
 def _is_cut(size: int, levels: Levels, options: Options, crossing: Crossing, is_enclosed: bool) -> bool:
     """Whether an operand of this size crosses in several parts."""
     # In ring order, the bits depend on how an array is cut.
@@ -113,28 +98,24 @@ def _is_cut(size: int, levels: Levels, options: Options, crossing: Crossing, is_
 
 def _parts_for(size: int, levels: Levels, crossing: Crossing) -> list[Part]:
     """The parts of an operand of this size that cross one after the other."""
-    ranks = len(levels.intra[0])
+    ranks = levels.num_ranks
     padded = ranks * shard_size(size, ranks, crossing.unit)
     return parts_of(padded, ranks, crossing.bytes_each, crossing.unit, crossing.max_parts)
 
 
 class _Sum(NamedTuple):
-    """An all-reduce that crosses hosts, under lowering: the arguments of `emit`, and how groups are split by host."""
+    """An all-reduce that crosses hosts, under lowering."""
 
     ctx: mlir.LoweringRuleContext
-    op: str
-    service: Service
-    levels: Levels
-    call: str
-    options: Options
+    call: CallSpec
     crossing: Crossing
     rounds_to: str = ""  # to which operands of float32 are rounded before they are added
 
     @property
     def converts(self) -> bool:
         """Whether the steps within a host convert between floats of 16 bits and float32."""
-        crossing = self.crossing
-        return isinstance(crossing, ByExchange) and crossing.rounded.itemsize == 2 and self.levels.num_processes == 1
+        crossing, num_processes = self.crossing, self.call.levels.num_processes
+        return isinstance(crossing, ByExchange) and crossing.rounded.itemsize == 2 and num_processes == 1
 
     def of_rounded(self) -> "_Sum":
         """The sum of float32 that is rounded to the small floats of this one. Its result is float32, too."""
@@ -142,28 +123,24 @@ class _Sum(NamedTuple):
         assert isinstance(crossing, ByExchange)
         return self._replace(rounds_to=crossing.rounded.name, crossing=crossing._replace(result=crossing.scattered))
 
-    @property
-    def num_shards(self) -> int:
-        """The number of ranks of a group on each host."""
-        return len(self.levels.intra[0])
-
     def is_cut(self, aval) -> bool:
         """Whether an operand crosses in several parts."""
-        is_enclosed = wait_markers.are_enclosed(self.ctx, self.levels.inter)
-        return _is_cut(aval.size, self.levels, self.options, self.crossing, is_enclosed)
+        levels = self.call.levels
+        is_enclosed = wait_markers.are_enclosed(self.ctx, levels.inter)
+        return _is_cut(aval.size, levels, self.call.options, self.crossing, is_enclosed)
 
     def of_whole(self, operands: Sequence, avals: Sequence) -> list:
         """The sums of operands that cross together."""
-        sizes = [shard_size(aval.size, self.num_shards) for aval in avals]
-        full = [aval_of(self.crossing.scattered, self.num_shards, size) for size in sizes]
+        sizes = [shard_size(aval.size, self.call.levels.num_ranks) for aval in avals]
+        full = [aval_of(self.crossing.scattered, self.call.levels.num_ranks, size) for size in sizes]
         steps = [step for size in sizes for step in self.crossing.steps(size)]
         shards, crossed = [step.before for step in steps], [step.after for step in steps]
-        gathered = [aval_of(self.crossing.result, self.num_shards, size) for size in sizes]
+        gathered = [aval_of(self.crossing.result, self.call.levels.num_ranks, size) for size in sizes]
         values: Sequence = [to_shards(self.ctx, x, aval) for x, aval in zip(operands, full, strict=True)]
-        values = self._within("reduce_scatter", values, full, shards)
+        values = self._within(REDUCE_SCATTER, values, full, shards)
         cross = lambda values: [step.cross(self.ctx, x) for step, x in zip(steps, values, strict=True)]  # noqa: E731
         values = self._enclose(cross, values, shards, crossed)
-        values = self._within("all_gather", values, crossed, gathered)
+        values = self._within(ALL_GATHER, values, crossed, gathered)
         return [from_shards(x, aval) for x, aval in zip(values, avals, strict=True)]
 
     def in_parts(self, operand, aval, position) -> tuple[Any, Any]:
@@ -175,10 +152,10 @@ class _Sum(NamedTuple):
         run when their operands are there, unless XLA has given them a buffer that another step still reads: so the last
         all-gather takes what has crossed, and the positions. An operand of another dtype is converted part by part.
         """
-        parts = _parts_for(aval.size, self.levels, self.crossing)
+        parts = _parts_for(aval.size, self.call.levels, self.crossing)
         result = aval_of(self.crossing.result, parts[-1].begin + parts[-1].size)
         operand = to_shards(self.ctx, operand, result.update(dtype=aval.dtype))
-        steps = [self.crossing.steps(part.size // self.num_shards) for part in parts]
+        steps = [self.crossing.steps(part.size // self.call.levels.num_ranks) for part in parts]
         values: list = []  # of each part, as far as it is
         crossed: list = []
         positions: list = []
@@ -207,7 +184,7 @@ class _Sum(NamedTuple):
             if k == len(parts) - 1:
                 gathered += [*(x for x, _ in crossed[:k]), *positions]
                 types += [*(aval for _, aval in crossed[:k]), *(_POSITION for _ in positions)]
-            total = self._within("all_gather", gathered, types, [result], part=parts[k])
+            total = self._within(ALL_GATHER, gathered, types, [result], part=parts[k])
         return from_shards(total[0], aval), position
 
     def _scatter_part(self, operand, part: Part, positions: Sequence):
@@ -218,25 +195,20 @@ class _Sum(NamedTuple):
             operand, num_read = ops.convert(self.ctx, _part_after(operand, part, positions), dtype), part.size
             part = Part(0, part.size)
         types = [aval_of(dtype, num_read), *(_POSITION for _ in positions)]
-        shard = aval_of(dtype, part.size // self.num_shards)
-        return self._within(
-            "reduce_scatter", [operand, *positions], types, [shard], part=part, rounds_to=self.rounds_to
-        )[0]
+        shard = aval_of(dtype, part.size // self.call.levels.num_ranks)
+        return self._within(REDUCE_SCATTER, [operand, *positions], types, [shard], part=part, rounds_to=self.rounds_to)[
+            0
+        ]
 
-    def _within(self, kind: str, values: Sequence, avals_in: Sequence, avals_out: Sequence, **of_part) -> Sequence:
+    def _within(self, kind: Kind, values: Sequence, avals_in: Sequence, avals_out: Sequence, **of_part) -> Sequence:
         """Emits jax_ring's collective of this kind between the ranks of each host."""
-        return emitter.emit(
-            self.ctx.replace(avals_in=avals_in, avals_out=avals_out), values, kind=kind,
-            op=self.op if kind == "reduce_scatter" else "sum",
-            service=self.service._replace(levels=self.levels._replace(inter=())),
-            call=f"{self.call} ({kind.replace('_', '-')} within a host)", options=self.options,
-            axis_size=self.num_shards, dimension=0, tiled=False, **of_part,
-        )  # fmt: skip
+        return emitter.emit_within_hosts(self.ctx, values, self.call, kind, avals_in, avals_out, **of_part)
 
     def _enclose(self, emit: Callable, values: Sequence, avals_in: Sequence, avals_out: Sequence) -> Sequence:
         return wait_markers.enclose(
-            self.ctx, values, emit, call=self.call, groups=self.levels.inter, avals_in=avals_in, avals_out=avals_out
-        )
+            self.ctx, values, emit, call=self.call.description, groups=self.call.levels.inter,
+            avals_in=avals_in, avals_out=avals_out,
+        )  # fmt: skip
 
 
 def _in_turn(num_parts: int, num_steps: int) -> list[tuple[int, int]]:

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ring import _compat
+from jax_ring.lowering.group_tables import Groups
 from jax_ring.lowering.hierarchical import xla_ops
-from jax_ring.lowering.topology import Groups
 from jax_ring.lowering.xla import bitcasts, ops
 
 
@@ -115,9 +114,9 @@ class ByAllReduce(NamedTuple):
         op, to = self.op, self.types.crossing
         if jnp.issubdtype(before.dtype, jnp.floating) and op != "sum":
             keys = before.update(dtype=to)
-            x = ops.inline(ctx, _to_ordered_integers, x, before, keys, key_type=to, largest=op == "max")
+            x = ops.inline_one(ctx, partial(_to_ordered_integers, key_type=to, largest=op == "max"), x, before)
             x = xla_ops.all_reduce(ctx, op, self.groups, x, to)
-            return ops.inline(ctx, _from_ordered_integers, x, keys, after, dtype=after.dtype)
+            return ops.inline_one(ctx, partial(_from_ordered_integers, dtype=after.dtype), x, keys)
         return ops.convert(ctx, xla_ops.all_reduce(ctx, op, self.groups, x, to), after.dtype)
 
 
@@ -161,14 +160,14 @@ class ByExchange(NamedTuple):
             return bitcasts.from_words(x, self.rounded).reshape(-1)
 
         def gather(ctx, x):
-            return inline(ctx, join, xla_ops.all_gather(self.groups, x), by_host, gathered)
+            return ops.inline_one(ctx, join, xla_ops.all_gather(self.groups, x), by_host)
 
         return [
             Step(
-                lambda ctx, x: inline(ctx, split, x, shard, sent), sent,
+                lambda ctx, x: ops.inline_one(ctx, split, x, shard), sent,
                 lambda ctx, x: xla_ops.all_to_all(self.groups, x), sent,
             ),
-            Step(lambda ctx, x: inline(ctx, add, x, sent, rounded), rounded, gather, gathered),
+            Step(lambda ctx, x: ops.inline_one(ctx, add, x, sent), rounded, gather, gathered),
         ]  # fmt: skip
 
 
@@ -178,12 +177,6 @@ def fold(terms: jax.Array) -> jax.Array:
     for i in range(1, len(terms)):
         total = lax.add(total, terms[i])
     return total
-
-
-def inline(ctx, fun, x, aval_in, aval_out):
-    """As `ops.inline`, in a context that does not track which values vary between ranks."""
-    with _compat.without_vma():
-        return ops.inline(ctx, fun, x, aval_in, aval_out)
 
 
 def aval_of(dtype, *shape: int) -> jax.core.ShapedArray:

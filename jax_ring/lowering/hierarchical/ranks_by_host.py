@@ -1,39 +1,25 @@
 """Where the ranks of each group lie on hosts, as tables by rank and by mesh position."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ring.lowering.topology import Groups, Levels
-
-Pairs = Sequence[tuple[int, int]]  # (source, receiver)
+from jax_ring.lowering.call_spec import Pairs
+from jax_ring.lowering.group_tables import Groups, group_table, rank_table
+from jax_ring.lowering.kinds import Kind
+from jax_ring.lowering.topology import Levels
 
 
 def group_of(levels: Levels) -> np.ndarray:
     """For each mesh position, the index of its group."""
-    groups = np.zeros(sum(map(len, levels.intra)), np.int32)
-    for i, part in enumerate(levels.intra):
-        groups[list(part)] = i // levels.num_hosts
-    return groups
-
-
-def rank_of(groups: Groups) -> np.ndarray:
-    """For each mesh position, its rank in its group."""
-    ranks = np.zeros(sum(map(len, groups)), np.int32)
-    for group in groups:
-        ranks[list(group)] = range(len(group))
-    return ranks
+    return group_table(levels.intra) // np.int32(levels.num_hosts)
 
 
 def ranks_by_host(groups: Groups, levels: Levels) -> np.ndarray:
     """The ranks of each group, by group, host and place on the host."""
-    ranks = rank_of(groups)
-    return np.array([[ranks[position] for position in part] for part in levels.intra]).reshape(
-        len(groups), levels.num_hosts, -1
-    )
+    return rank_table(groups)[np.array(levels.intra)].reshape(len(groups), levels.num_hosts, -1)
 
 
 class Blocks(NamedTuple):
@@ -120,7 +106,7 @@ def split_permutation(groups: Groups, levels: Levels, perm: Pairs) -> SplitPermu
         intra.append({})  # nothing is sent, and all ranks get zeros
     which = np.full(len(places), len(intra), np.int32)
     which[list(taken)] = list(taken.values())
-    return SplitPermutation([[(s, r) for r, s in each.items()] for each in intra], inter, which)
+    return SplitPermutation([tuple((s, r) for r, s in each.items()) for each in intra], inter, which)
 
 
 def _fits(pairs: dict[int, int], more: dict[int, int]) -> bool:
@@ -129,15 +115,15 @@ def _fits(pairs: dict[int, int], more: dict[int, int]) -> bool:
     return len(set(source_of.values())) == len(source_of) and all(pairs.get(r, s) == s for r, s in more.items())
 
 
-def crosses_hosts(kind: str, groups: Groups, levels: Levels, perm: Pairs | None) -> bool:
+def crosses_hosts(groups: Groups, levels: Levels, perm: Pairs | None) -> bool:
     """Whether something of a call in these groups crosses hosts. A permutation may have all pairs within hosts."""
-    return bool(levels.inter) and (kind != "permute" or bool(split_permutation(groups, levels, perm or ()).inter))
+    return bool(levels.inter) and (perm is None or bool(split_permutation(groups, levels, perm).inter))
 
 
-def why_not_split(kind: str, groups: Groups, levels: Levels, perm: Pairs | None) -> str:
+def why_not_split(kind: Kind, groups: Groups, levels: Levels, perm: Pairs | None) -> str:
     """Why a call whose groups cross hosts is left to XLA, although hosts have several ranks each; "" if it is not."""
-    if kind == "ragged_all_to_all":
+    if kind.is_ragged:
         return "and a ragged all-to-all is not split between them"
-    if kind == "permute" and perm is not None and not split_permutation(groups, levels, perm).intra:
+    if perm is not None and not split_permutation(groups, levels, perm).intra:
         return "between which every pair of the permutation crosses"
     return ""

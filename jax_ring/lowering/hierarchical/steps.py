@@ -10,12 +10,11 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from jax_ring import _compat
+from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import emitter
-from jax_ring.lowering.dispatch import Service
 from jax_ring.lowering.hierarchical import wait_markers
-from jax_ring.lowering.topology import Groups, Levels
-from jax_ring.options import Options
+from jax_ring.lowering.kinds import Kind
+from jax_ring.lowering.xla import ops
 
 
 class Values(NamedTuple):
@@ -30,70 +29,29 @@ class Values(NamedTuple):
         return [jax.core.ShapedArray(ir.RankedTensorType(x.type).shape, self.dtype) for x in self.values]
 
 
-class TwoLevelCall(NamedTuple):
-    """A call under lowering whose groups cross hosts.
-
-    Attributes:
-      ctx: of the lowering.
-      groups: those of the call, in mesh positions.
-      service: who serves it, and how the groups are split between hosts.
-      call: describes it.
-      options: of the call, for the steps within hosts.
-    """
+class Steps(NamedTuple):
+    """A call under lowering whose groups cross hosts."""
 
     ctx: mlir.LoweringRuleContext
-    groups: Groups
-    service: Service
-    call: str
-    options: Options
-
-    @property
-    def levels(self) -> Levels:
-        """How the groups are split between hosts."""
-        assert self.service.levels is not None
-        return self.service.levels
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks of a group on each host."""
-        return len(self.levels.intra[0])
-
-    @property
-    def num_hosts(self) -> int:
-        """The number of hosts that each group spans."""
-        return self.levels.num_hosts
-
-    def operands(self, operands: Sequence) -> Values:
-        """The operands of the call."""
-        aval: Any = self.ctx.avals_in[0]
-        return Values(operands, aval.dtype)
+    call: CallSpec
 
     def run(self, fun: Callable, values: Values, dtype) -> Values:
         """Emits `fun(position, *values)`, which returns values of `dtype`. It has no collectives.
 
         position: the rank's mesh position.
         """
-        ctx = self.ctx.replace(
-            primitive=None, avals_in=[jax.core.ShapedArray((), np.uint32), *values.avals], avals_out=[]
-        )
-        with _compat.without_vma():
-            results = mlir.lower_fun(lambda *xs: list(fun(*xs)), multiple_results=True)(
-                ctx, hlo.partition_id(), *values.values
-            )
-        return Values(results, np.dtype(dtype))
+        avals = [jax.core.ShapedArray((), np.uint32), *values.avals]
+        return Values(ops.inline(self.ctx, fun, [hlo.partition_id(), *values.values], avals), np.dtype(dtype))
 
     def each(self, fun: Callable, values: Values, dtype) -> Values:
         """Emits `fun(value)` for each of the values."""
         return self.run(lambda _, *xs: map(fun, xs), values, dtype)
 
-    def intra(self, kind: str, values: Values, avals_out: Sequence, **params) -> Values:
+    def intra(self, kind: Kind, values: Values, avals_out: Sequence, **changes: Any) -> Values:
         """Emits jax_ring's collective of this kind between the ranks of each host."""
-        results = emitter.emit(
-            self.ctx.replace(avals_in=values.avals, avals_out=avals_out), values.values,
-            kind=kind, op="sum", service=self.service._replace(levels=self.levels._replace(inter=())),
-            call=f"{self.call} ({kind.replace('_', '-')} within a host)", options=self.options,
-            axis_size=self.num_ranks, dimension=0, tiled=False, **params,
-        )  # fmt: skip
+        results = emitter.emit_within_hosts(
+            self.ctx, values.values, self.call, kind, values.avals, avals_out, **changes
+        )
         return Values(results, values.dtype)
 
     def inter(
@@ -119,7 +77,7 @@ class TwoLevelCall(NamedTuple):
         waited_avals = [aval for each in after for aval in each.avals]
         results = wait_markers.enclose(
             self.ctx, [*joined.values, *waited], lambda all_values: [emit(all_values[0]), *all_values[1:]],
-            call=self.call, groups=self.levels.inter, avals_in=[aval, *waited_avals],
+            call=self.call.description, groups=self.call.levels.inter, avals_in=[aval, *waited_avals],
             avals_out=[jax.core.ShapedArray((*added, *aval.shape), aval.dtype), *waited_avals],
         )  # fmt: skip
         crossed = Values(results[:1], values.dtype)

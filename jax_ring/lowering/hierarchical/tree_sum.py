@@ -15,16 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import mlir
 
-from jax_ring import _compat, shard_tree
+from jax_ring import shard_tree
 from jax_ring.lowering import trees
+from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import emitter, layout
-from jax_ring.lowering.dispatch import Service
-from jax_ring.lowering.hierarchical import wait_markers
-from jax_ring.lowering.override_state import for_xla
+from jax_ring.lowering.hierarchical import ranks_by_host, wait_markers
+from jax_ring.lowering.kinds import ALL_GATHER, REDUCE_SCATTER
+from jax_ring.lowering.topology import Levels
 from jax_ring.lowering.xla import ops
-from jax_ring.options import Options
 
 
 def part_size(num_elements: int, num_ranks: int, num_hosts: int) -> int:
@@ -32,76 +31,46 @@ def part_size(num_elements: int, num_ranks: int, num_hosts: int) -> int:
     return math.ceil(num_elements / (num_ranks * num_hosts))
 
 
-def emit(
-    ctx, operands, *, kind: str, op: str, service: Service, call: str, options: Options, groups: trees.Groups,
-    **dimensions,
-) -> list:  # fmt: skip
+def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
     """Emits an all-reduce or a reduce-scatter that crosses hosts, and returns its results.
 
     The parts of all operands cross hosts together.
     """
-    assert service.levels is not None
-    levels = service.levels
-    num_ranks, num_hosts = len(levels.intra[0]), levels.num_hosts
-    hosts = trees.hosts_of(groups, levels.intra, options)
-    slots = trees.num_slots(groups, options)
+    levels, scatters = call.levels, call.kind.scatters
+    num_ranks, num_hosts = levels.num_ranks, levels.num_hosts
+    hosts = trees.hosts_of(call.groups, levels.intra, call.options)
+    slots = trees.num_slots(call.groups, call.options)
     lead = (slots,) if slots > 1 else ()
-    dtype = ctx.avals_in[0].dtype
+    dtype, axes = ctx.avals_in[0].dtype, tuple(ctx.module_context.axis_context.mesh.axis_names)
     wide = trees.accumulator(dtype)
-    if kind == "all_reduce":
-        sizes = [part_size(aval.size, num_ranks, num_hosts) for aval in ctx.avals_out]
-        arrange = partial(_in_parts, lead=lead, num_ranks=num_ranks, num_hosts=num_hosts)
-    else:
-        sizes = [aval.size for aval in ctx.avals_out]
-        arrange = partial(_in_parts_by_owner, lead=lead, levels=levels, hosts=hosts, axes=_mesh_axes(ctx), **dimensions)
-
-    def intra(kind: str, operands, avals_in, avals_out, **more):
-        return emitter.emit(
-            ctx.replace(avals_in=avals_in, avals_out=avals_out), operands, kind=kind, op=op,
-            service=service._replace(levels=levels._replace(inter=())),
-            call=f"{call} ({kind.replace('_', '-')} within a host)", options=options,
-            axis_size=num_ranks, dimension=0, tiled=False, **more,
-        )  # fmt: skip
-
+    sizes = [aval.size if scatters else part_size(aval.size, num_ranks, num_hosts) for aval in ctx.avals_out]
+    arrange: Callable = partial(_in_parts, lead=lead, num_ranks=num_ranks, num_hosts=num_hosts, dtype=wide)
+    if scatters:
+        arrange = partial(
+            _in_parts_by_owner, lead=lead, levels=levels, hosts=hosts, axes=axes, dtype=wide, **call.blocks
+        )
     shards = [_aval(wide, *lead, num_ranks, num_hosts * size) for size in sizes]
-    values: Sequence = [
-        _inline(ctx, partial(arrange, dtype=wide), [x], [aval], [shard])[0]
-        for x, aval, shard in zip(operands, ctx.avals_in, shards, strict=True)
-    ]
+    values: Sequence = [ops.inline_one(ctx, arrange, x, aval) for x, aval in zip(operands, ctx.avals_in, strict=True)]
     roots = [_aval(wide, hosts.num_roots, num_hosts * size) for size in sizes]
-    values = intra("reduce_scatter", values, shards, roots, group_trees=hosts.parts)
-    cross = partial(
-        _cross_hosts, levels=levels, hosts=hosts, axes=_mesh_axes(ctx), dtype=dtype, gathers=kind == "all_reduce"
-    )
-    crossed = [_aval(dtype, size if kind != "all_reduce" else num_hosts * size) for size in sizes]
+    values = emitter.emit_within_hosts(ctx, values, call, REDUCE_SCATTER, shards, roots, group_trees=tuple(hosts.parts))
+    cross = partial(_cross_hosts, levels=levels, hosts=hosts, axes=axes, dtype=dtype, gathers=not scatters)
+    crossed = [_aval(dtype, size if scatters else num_hosts * size) for size in sizes]
     values = wait_markers.enclose(
-        ctx, values, lambda values: _inline(ctx, cross, values, roots, crossed),
-        call=call, groups=levels.inter, avals_in=roots, avals_out=crossed,
+        ctx, values, lambda values: ops.inline(ctx, cross, values, roots),
+        call=call.description, groups=levels.inter, avals_in=roots, avals_out=crossed,
     )  # fmt: skip
-    if kind != "all_reduce":
+    if scatters:
         return [ops.reshape(x, aval.shape) for x, aval in zip(values, ctx.avals_out, strict=True)]
     gathered = [_aval(dtype, num_ranks, num_hosts * size) for size in sizes]
-    values = intra("all_gather", values, crossed, gathered)
+    values = emitter.emit_within_hosts(ctx, values, call, ALL_GATHER, crossed, gathered)
     return [
-        _inline(ctx, partial(_unpadded, shape=aval.shape), [x], [full], [_aval(dtype, *aval.shape)])[0]
+        ops.inline_one(ctx, partial(_unpadded, shape=aval.shape), x, full)
         for x, full, aval in zip(values, gathered, ctx.avals_out, strict=True)
     ]
 
 
 def _aval(dtype, *shape: int):
     return jax.core.ShapedArray(shape, dtype)
-
-
-def _mesh_axes(ctx) -> tuple:
-    return tuple(ctx.module_context.axis_context.mesh.axis_names)
-
-
-def _inline(ctx, fun, operands, avals_in, avals_out) -> Sequence:
-    """The results of a function, whose collectives are over all axes of the mesh."""
-    avals_in = [_aval(aval.dtype, *aval.shape) for aval in avals_in]
-    ctx = ctx.replace(primitive=None, avals_in=avals_in, avals_out=avals_out)
-    with _compat.without_vma(), for_xla():
-        return mlir.lower_fun(lambda *xs: fun(*xs), multiple_results=len(avals_out) != 1)(ctx, *operands)
 
 
 # ---- The steps, as functions of a rank's values ---------------------------------------------------------------------
@@ -116,7 +85,7 @@ def _in_parts(x: jax.Array, *, lead: tuple, num_ranks: int, num_hosts: int, dtyp
 
 
 def _in_parts_by_owner(
-    x: jax.Array, *, lead: tuple, levels, hosts: trees.Hosts, axes: tuple, dtype, **dimensions
+    x: jax.Array, *, lead: tuple, levels: Levels, hosts: trees.Hosts, axes: tuple, dtype, **dimensions
 ) -> jax.Array:
     """The same of a reduce-scatter: the shard of rank j of each host has the blocks of the j-th ranks of all hosts."""
     first: Callable = partial(layout.blocks_first, **dimensions)
@@ -124,12 +93,12 @@ def _in_parts_by_owner(
     owners = [np.array([part.ranks for part in parts], np.int32).T.reshape(-1) for parts in hosts.layouts]
     by_group = jnp.asarray(np.stack(owners))[_group_of(levels, axes)]
     ordered = jnp.take(blocks.astype(dtype), by_group, axis=len(lead))
-    return ordered.reshape(*lead, len(levels.intra[0]), -1)
+    return ordered.reshape(*lead, levels.num_ranks, -1)
 
 
 def _cross_hosts(
-    *values: jax.Array, levels, hosts: trees.Hosts, axes: tuple, dtype, gathers: bool
-) -> jax.Array | list[jax.Array]:
+    *values: jax.Array, levels: Levels, hosts: trees.Hosts, axes: tuple, dtype, gathers: bool
+) -> list[jax.Array]:
     """The sums of all hosts from those of this one, which are by root and element of a shard.
 
     gathers: whether the sums are those of the whole shard, or of this rank's part of it.
@@ -150,8 +119,7 @@ def _cross_hosts(
     if gathers:
         total = lax.all_gather(total[0], axes, axis_index_groups=inter)
     ends = np.cumsum([part.shape[2] for part in parts])[:-1]
-    results = [part.reshape(-1) for part in jnp.split(total, ends, axis=1)]
-    return results if len(results) > 1 else results[0]
+    return [part.reshape(-1) for part in jnp.split(total, ends, axis=1)]
 
 
 def _fold_roots(received: jax.Array, *, layout: tuple[trees.GroupTree, ...]) -> jax.Array:
@@ -167,9 +135,6 @@ def _unpadded(x: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
     return x.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
-def _group_of(levels, axes: tuple) -> jax.Array:
+def _group_of(levels: Levels, axes: tuple) -> jax.Array:
     """The index of the group that this rank is in."""
-    groups = np.zeros(sum(map(len, levels.intra)), np.int32)
-    for i, part in enumerate(levels.intra):
-        groups[list(part)] = i // levels.num_hosts
-    return jnp.asarray(groups)[lax.axis_index(axes)]
+    return jnp.asarray(ranks_by_host.group_of(levels))[lax.axis_index(axes)]

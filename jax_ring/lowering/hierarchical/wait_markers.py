@@ -44,11 +44,6 @@ def are_enclosed(ctx, groups: topology.Groups) -> bool:
     return _processes_of(ctx, groups, ()) is not None
 
 
-def are_enclosed_in(platforms: Sequence[str], axis_context, groups: topology.Groups) -> bool:
-    """The same for a program of these platforms that is not exported."""
-    return _processes_in(platforms, axis_context, groups) is not None
-
-
 def _processes_of(ctx, groups: topology.Groups, avals) -> list[int] | None:
     """The process of each mesh position, if the collectives of these groups are worth enclosing; else None."""
     is_symbolic = not all(isinstance(n, int) for aval in avals for n in aval.shape)

@@ -4,6 +4,8 @@ They are emitted as operations. JAX's rules derive the groups from mesh axes, bu
 and traced functions of `lax` would lower to jax_ring under `override_lax()`.
 """
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 from jax.extend.mlir import ir
@@ -11,8 +13,7 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
 from jax_ring import _compat
-from jax_ring.lowering.hierarchical.ranks_by_host import Pairs
-from jax_ring.lowering.topology import Groups
+from jax_ring.lowering.group_tables import Groups
 from jax_ring.lowering.xla import ops
 
 _REDUCERS = {"sum": hlo.add, "max": hlo.maximum, "min": hlo.minimum}
@@ -61,7 +62,7 @@ def all_to_all(groups: Groups, x):
     return call.results[0]
 
 
-def permute(pairs: Pairs, x):
+def permute(pairs: Sequence[tuple[int, int]], x):
     """What is sent to each mesh position, by pairs of these; zeros where nothing is."""
     return hlo.CollectivePermuteOp(x, mlir.dense_int_elements(np.array(pairs)), channel_handle=_channel()).result
 

@@ -8,18 +8,20 @@ moves behind it. So the data that wait for it are at most those of the limit.
 All ranks lower the same program, so all join the same calls.
 """
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.extend.mlir import ir
 
 from jax_ring import _compat
-from jax_ring.lowering.custom_call import operation, streams
+from jax_ring.lowering.custom_call import operation
 from jax_ring.lowering.custom_call.ffi_attributes import CONFIG
 from jax_ring.lowering.custom_call.operation import Call
 from jax_ring.lowering.passes import dataflow
+from jax_ring.lowering.state import Numbers, state_of
 
 # Joining a call of this size saves a few microseconds of a few milliseconds.
 COMBINE_THRESHOLD_BYTES = 25 << 20
@@ -55,18 +57,18 @@ def _join_within(ctx, parent: ir.Operation, joined: Joined) -> None:
 def _join_function(ctx, caller: ir.Operation, joined: Joined) -> None:
     """Joins the calls in the function that an operation calls, unless that has been done."""
     name = ir.FlatSymbolRefAttr(caller.attributes["callee"]).value
-    done = _compat.module_state(ctx).setdefault("functions whose calls are joined", set())
-    if name in done:
+    state = state_of(ctx)
+    if name in state.joined_functions:
         return
-    done.add(name)
+    state.joined_functions.add(name)
     function = _compat.called_function(ctx, caller)
-    if streams.has_one_caller(ctx, name):
+    if name in state.functions_on_streams:
         joined.callers[function.regions[0].blocks[0]] = caller
     _join_within(ctx, function, joined)
 
 
 def _join_block(ctx, block: ir.Block, joined: Joined) -> None:
-    known = operation.known_calls(ctx)
+    known = state_of(ctx).calls
     operations: list[ir.Operation] = []
     calls: dict[int, Call] = {}
     within: dict[int, list[ir.Operation]] = {}  # by the operation that has them within it
@@ -92,8 +94,10 @@ def _join_block(ctx, block: ir.Block, joined: Joined) -> None:
 def _join_calls(ctx, operations: Sequence[ir.Operation], calls: dict[int, Call]) -> dict[int, ir.Operation]:
     """Joins the calls of one block, and returns those that are left."""
     left = {i: operations[i] for i in calls}
-    kinds = _Kinds()
-    keys = {i: kinds.key(operations[i], call) for i, call in calls.items() if call.joins}
+    if len(calls) < 2:
+        return left
+    elements = functools.cache(_elements)  # many calls have a few types
+    keys = {i: _key(operations[i], call, elements) for i, call in calls.items() if call.joins}
     count = Counter(keys.values())
     keys = {i: key for i, key in keys.items() if count[key] > 1}
     if not keys:
@@ -101,7 +105,7 @@ def _join_calls(ctx, operations: Sequence[ir.Operation], calls: dict[int, Call])
     first, last = min(keys), max(keys)
     flow = dataflow.Flow(operations[first : last + 1])
     candidates = {
-        i - first: (key, len(operations[i].results), kinds.num_bytes(operations[i], calls[i]))
+        i - first: (key, len(operations[i].results), _num_bytes(operations[i], calls[i], elements))
         for i, key in keys.items()
     }
     groups = dataflow.choose_groups(
@@ -119,30 +123,21 @@ def _join_calls(ctx, operations: Sequence[ir.Operation], calls: dict[int, Call])
     return left
 
 
-class _Kinds:
-    """What decides which calls are joined. Many calls have one description and a few types, so each is read once."""
+def _key(op: ir.Operation, call: Call, elements: Callable) -> Hashable:
+    """Equal for calls that one call can serve."""
+    return call.target, call.shared, call.function(), elements(op.operands[call.num_hidden].type)[0]
 
-    def __init__(self) -> None:
-        self._shared: dict[int, Hashable] = {}  # by what is known of a call
-        self._types: dict[ir.Type, tuple[ir.Type, int]] = {}  # to the type of the elements, and their number
 
-    def key(self, op: ir.Operation, call: Call) -> Hashable:
-        """Equal for calls that one call can serve."""
-        if id(call) not in self._shared:
-            self._shared[id(call)] = op.attributes["call_target_name"], call.shared, call.function()
-        return self._shared[id(call)], self._elements(op.operands[call.num_hidden])[0]
+def _num_bytes(op: ir.Operation, call: Call, elements: Callable) -> int:
+    """The size of the larger side of a call: the results of a gather, elsewhere the operands."""
+    sides = list(op.operands)[call.num_hidden :], op.results
+    return max([sum([elements(value.type)[1] for value in side]) for side in sides]) * call.itemsize
 
-    def num_bytes(self, op: ir.Operation, call: Call) -> int:
-        """The size of the larger side of a call: the results of a gather, elsewhere the operands."""
-        sides = list(op.operands)[call.num_hidden :], op.results
-        return max([sum([self._elements(value)[1] for value in side]) for side in sides]) * call.itemsize
 
-    def _elements(self, value: ir.Value) -> tuple[ir.Type, int]:
-        tensor = value.type
-        if tensor not in self._types:
-            ranked = ir.RankedTensorType(tensor)
-            self._types[tensor] = ranked.element_type, math.prod(ranked.shape)
-        return self._types[tensor]
+def _elements(tensor: ir.Type) -> tuple[ir.Type, int]:
+    """The type of an array's elements, and their number."""
+    ranked = ir.RankedTensorType(tensor)
+    return ranked.element_type, math.prod(ranked.shape)
 
 
 def _build(ctx, members: Sequence[tuple[ir.Operation, Call]], first_of: Mapping[ir.Value, ir.Value]) -> ir.Operation:
@@ -155,13 +150,13 @@ def _build(ctx, members: Sequence[tuple[ir.Operation, Call]], first_of: Mapping[
     operands: list[ir.Value] = []
     types: list[ir.Type] = []
     aliases: list[tuple[int, int]] = []
-    places: dict[tuple[ir.Value, ir.Type], int] = {}
+    places = Numbers()
     served: list[tuple[ir.OpResult, int]] = []
     for op, _ in members:
         aliased = operation.aliased_operands(op)
         values = list(op.operands)[len(hidden) :]
         for i, (value, result) in enumerate(zip(values, op.results, strict=True)):
-            place = places.setdefault((first_of.get(value, value), result.type), len(operands))
+            place = places[first_of.get(value, value), result.type]
             if place == len(operands):
                 operands.append(value)
                 types.append(result.type)
@@ -172,9 +167,8 @@ def _build(ctx, members: Sequence[tuple[ir.Operation, Call]], first_of: Mapping[
         description=operation.describe_joined([each.description for _, each in members]),
         lines=tuple(dict.fromkeys(line for _, each in members for line in each.lines)),
     )
-    target = ir.StringAttr(first.attributes["call_target_name"]).value
     with ir.InsertionPoint(last):
-        new = operation.build(ctx, target, new_call, [*hidden, *operands], types, aliases, last.location)
+        new = operation.build(state_of(ctx), new_call, [*hidden, *operands], types, aliases, last.location)
     for result, place in served:
         result.replace_all_uses_with(new.results[place])
     return new

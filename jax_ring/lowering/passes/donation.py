@@ -12,9 +12,9 @@ from jax.extend.mlir import ir
 
 from jax_ring import _compat, runtime
 from jax_ring.lowering.custom_call import ffi_attributes, operation
-from jax_ring.lowering.custom_call.emitter import IN_PLACE
+from jax_ring.lowering.kinds import KINDS
 
-_TARGETS = tuple(runtime.TARGETS[kind] for kind in IN_PLACE)
+_TARGETS = tuple(runtime.TARGETS[kind.name] for kind in KINDS.values() if kind.in_place)
 
 
 class _Sum(NamedTuple):

@@ -12,18 +12,13 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 
 from jax_ring import _compat, runtime
 from jax_ring.lowering import topology
+from jax_ring.lowering.state import LoweringState
 
-_NEEDED = "barrier"  # in the state of a module: whether it has calls that may be left out
 
-
-def note(ctx, results) -> None:
-    """Notes that a custom call with these results has been emitted."""
-    state = _compat.module_state(ctx)
-    if _NEEDED in state:
-        return
-    block = ir.InsertionPoint(results[0].owner).block
-    if block.owner.operation.name != "sdy.manual_computation":
-        state[_NEEDED] = True
+def note(state: LoweringState, call: ir.Operation) -> None:
+    """Notes that a custom call has been emitted."""
+    if not state.may_leave_out:
+        state.may_leave_out = ir.InsertionPoint(call).block.owner.operation.name != "sdy.manual_computation"
 
 
 def end(ctx, body: ir.Operation, params: dict) -> None:
@@ -31,8 +26,7 @@ def end(ctx, body: ir.Operation, params: dict) -> None:
 
     params: those of the shard_map's equation.
     """
-    is_needed = _compat.module_state(ctx).get(_NEEDED) and _covers_whole_mesh(ctx, params)
-    if is_needed and _has_optional_call(ctx, body, False, set()):
+    if _covers_whole_mesh(ctx, params) and _has_optional_call(ctx, body, False, set()):
         _end_with_barrier(ctx, body, params)
 
 

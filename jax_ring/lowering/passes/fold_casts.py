@@ -8,9 +8,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from jax_ring import _compat
-
-_SUMS = "rounded sums"  # in the state of a module: the sums as float32 and as they were asked for
+from jax_ring.lowering.state import LoweringState, state_of
 
 
 def unrounded(operand: ir.Value) -> ir.Value | None:
@@ -29,17 +27,18 @@ def unrounded(operand: ir.Value) -> ir.Value | None:
 def rounded_again(ctx, total: ir.Value, aval) -> ir.Value:
     """A sum, rounded to the small floats that it consists of; `drop_redundant_casts` removes this where it widens."""
     rounded = hlo.convert(mlir.aval_to_ir_type(ctx.module_context, aval), total)
-    _compat.module_state(ctx).setdefault(_SUMS, []).append((total, rounded))
+    state_of(ctx).rounded_sums.append((total, rounded))
     return rounded
 
 
-def drop_redundant_casts(ctx) -> None:
+def drop_redundant_casts(state: LoweringState) -> None:
     """Makes the module use sums as they are, where it would widen them."""
-    for total, rounded in _compat.module_state(ctx).pop(_SUMS, ()):
+    for total, rounded in state.rounded_sums:
         for use in list(rounded.uses):
             operation = use.owner.operation
             if operation.name == "stablehlo.convert" and operation.results[0].type == total.type:
                 operation.results[0].replace_all_uses_with(total)
+    state.rounded_sums.clear()
 
 
 def _element_type(value: ir.Value) -> ir.Type:

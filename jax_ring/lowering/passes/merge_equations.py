@@ -13,6 +13,7 @@ from jax.extend.core import Primitive
 
 from jax_ring import _compat
 from jax_ring.lowering.passes import combiner
+from jax_ring.lowering.state import Numbers
 
 # Each takes any number of operands of one dtype, and has a result for each.
 PRIMITIVES: set[Primitive] = set()
@@ -49,7 +50,7 @@ def join(jaxpr):
     only a program of one process is changed.
     """
     equations = jaxpr.eqns
-    if sum(equation.primitive in PRIMITIVES for equation in equations) < 2 or jax.process_count() > 1:
+    if jax.process_count() > 1 or len([1 for equation in equations if equation.primitive in PRIMITIVES]) < 2:
         return jaxpr
     groups = [group.places for group in _groups(equations) if len(group.places) > 1]
     joined = {places[0]: _joined([equations[place] for place in places]) for places in groups}
@@ -115,7 +116,7 @@ class _Expressions:
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[Hashable, int] = {}
+        self._numbers = Numbers()
         self._of: dict[Any, int] = {}
 
     def of(self, atom) -> Hashable:
@@ -124,4 +125,4 @@ class _Expressions:
     def note(self, equation) -> None:
         operands = [self.of(atom) for atom in equation.invars]
         for i, result in enumerate(equation.outvars):
-            self._of[result] = self._numbers.setdefault((equation.primitive, i, *operands), len(self._numbers))
+            self._of[result] = self._numbers[equation.primitive, i, *operands]

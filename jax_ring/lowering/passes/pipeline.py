@@ -5,21 +5,24 @@ from functools import partial
 
 from jax.extend.mlir import ir
 
-from jax_ring.lowering.custom_call import operation
 from jax_ring.lowering.passes import combiner, exit_barrier, fold_casts, merge_equations, program_id, source_lines
+from jax_ring.lowering.state import state_of
 
 
 def _lower_shard_map(jax_rule, ctx, *operands, **params):
     program_id.note_body(ctx, params["jaxpr"])  # before its calls are lowered
     results = jax_rule(ctx, *operands, **{**params, "jaxpr": merge_equations.join(params["jaxpr"])})
-    fold_casts.drop_redundant_casts(ctx)
-    if operation.known_calls(ctx):
+    state = state_of(ctx)
+    if state.rounded_sums:
+        fold_casts.drop_redundant_casts(state)
+    if state.calls:
         body = next((value.owner.operation for value in results if isinstance(value, ir.OpResult)), None)
         # A mesh of one rank has no such operation.
         if body and body.name == "sdy.manual_computation":
             joined = combiner.join(ctx, body)
-            source_lines.settle(ctx, joined.calls, joined.callers)
-            exit_barrier.end(ctx, body, params)
+            source_lines.settle(state, joined.calls, joined.callers)
+            if state.may_leave_out:
+                exit_barrier.end(ctx, body, params)
     return results
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from jax_ring import _compat
 from jax_ring.distributed import discovery
+from jax_ring.lowering.state import state_of
 
-_DIGEST, _COUNT = "digest of the program", "lowering of the program"  # in the state of a module
 _MAX_BYTES = 1 << 16  # of an array that is part of a program
 
 
@@ -28,25 +28,20 @@ def name_of(ctx) -> str:
     """
     if jax.process_count() == 1:
         return ""
-    state = _compat.module_state(ctx)
+    state = state_of(ctx)
     name = _compat.module_name(ctx)
-    if _COUNT not in state:
-        state[_COUNT] = discovery.next_lowering(name)
-    return f"{name}/{digest(ctx)}#{state[_COUNT]}"
-
-
-def digest(ctx) -> str:
-    """The digest of the program so far, in a program of several processes; else empty."""
-    return _compat.module_state(ctx).get(_DIGEST, "")
+    if state.number is None:
+        state.number = discovery.next_lowering(name)
+    return f"{name}/{state.digest}#{state.number}"
 
 
 def note_body(ctx, jaxpr) -> None:
     """Adds the body of a shard_map, which is about to be lowered, to the digest of its program."""
     if jax.process_count() == 1:
         return
-    state = _compat.module_state(ctx)
-    before = state.get(_DIGEST) or _digest(*_compat.main_argument_types(ctx))
-    state[_DIGEST] = _digest(before, digest_of(jaxpr))
+    state = state_of(ctx)
+    before = state.digest or _digest(*_compat.main_argument_types(ctx))
+    state.digest = _digest(before, digest_of(jaxpr))
 
 
 def digest_of(jaxpr) -> str:

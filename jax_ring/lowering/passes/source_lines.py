@@ -14,40 +14,39 @@ from collections.abc import Hashable
 
 from jax.extend.mlir import ir
 
-from jax_ring import _compat
+from jax_ring import _compat, runtime
 from jax_ring.lowering.custom_call import operation
 from jax_ring.lowering.custom_call.ffi_attributes import CONFIG, named
 from jax_ring.lowering.custom_call.operation import Call, Lines, compared
+from jax_ring.lowering.state import LoweringState, Numbers, state_of
 
 # A text with more lines than this does not help.
 _MAX_PLACES = 16
 _MAX_LINES_OF_CALL = 4
 
 
-def lines_of(ctx) -> Lines:
-    """The line of the user's call that is being lowered."""
-    return (_compat.call_site(ctx),)
-
-
 def write(ctx, results, description: str) -> None:
     """Writes the attribute `site` of another custom call than those to the engines, which has just been emitted."""
     call = results[0].owner.operation
-    shared, lines = ir.DictAttr(call.attributes[CONFIG]), lines_of(ctx)
+    shared, lines = ir.DictAttr(call.attributes[CONFIG]), (_compat.call_site(ctx),)
     call.attributes[CONFIG] = operation.config(shared, site=operation.site_of(lines))
-    operation.note(ctx, call, Call(shared, description, lines, num_hidden=1, itemsize=0, joins=False))
+    target = runtime.BETWEEN_HOSTS_TARGET
+    known = Call(target, shared, description, lines, num_hidden=1, itemsize=0, joins=False)
+    operation.note(state_of(ctx), call.attributes[CONFIG], known)
 
 
-def settle(ctx, calls: list[ir.Operation], callers: dict[ir.Block, ir.Operation]) -> None:
+def settle(state: LoweringState, calls: list[ir.Operation], callers: dict[ir.Block, ir.Operation]) -> None:
     """Writes the attributes `site` of all calls in the body of a shard_map, which has been lowered.
 
     callers: the only operation that calls a function, by the function's body.
     """
-    table = _compat.module_state(ctx).setdefault("call sites", _Table())
-    for body, caller in callers.items():
-        table.note_caller(body, caller)
-    known = operation.known_calls(ctx)
-    for call in calls:
-        table.add(ctx, call, known[call.attributes[CONFIG]].lines)
+    table = state.call_sites = state.call_sites or Table()
+    table.callers.update(callers)
+    table.pending += [(call, state.calls[call.attributes[CONFIG]].lines) for call in calls]
+    if len(state.calls) > 1:  # else all calls of the module have one line, which they name
+        for call, lines in table.pending:
+            table.add(state, call, lines)
+        table.pending.clear()
 
 
 class _Together:
@@ -60,23 +59,23 @@ class _Together:
     def has_only(self, lines: Lines) -> bool:
         return not self.calls or list(self._places) == [lines]
 
-    def add(self, ctx, call: ir.Operation, lines: Lines) -> None:
+    def add(self, state: LoweringState, call: ir.Operation, lines: Lines) -> None:
         self.calls.append((call, lines))
         self._places[lines] += 1
         is_news = self._places[lines] == 1 and len(self._places) <= _MAX_PLACES + 1
-        self._write(ctx, self.calls if is_news else [(call, lines)])
+        self._write(state, self.calls if is_news else [(call, lines)])
 
-    def _write(self, ctx, calls: list[tuple[ir.Operation, Lines]]) -> None:
+    def _write(self, state: LoweringState, calls: list[tuple[ir.Operation, Lines]]) -> None:
         site = ir.StringAttr.get(_text(list(self._places)))
         for call, lines in calls:
             written = call.attributes[CONFIG]
             if ir.DictAttr(written)["site"] != site:
-                known = operation.known_calls(ctx)[written]
+                known = state.calls[written]
                 call.attributes[CONFIG] = operation.config(ir.DictAttr(written), site=site)
-                operation.note(ctx, call, known._replace(lines=lines))
+                operation.note(state, call.attributes[CONFIG], known._replace(lines=lines))
 
 
-class _Table:
+class Table:
     """The calls of one module, by the expressions that they compute. Expressions are numbered: equal ones alike.
 
     Looking at expressions costs time. Calls that differ in an attribute or a type, and those of one line, need none.
@@ -85,29 +84,23 @@ class _Table:
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[Hashable, int] = {}
+        self._numbers = Numbers()
         self._values: dict[ir.Value, int] = {}
         self._alike: dict[int, _Together | None] = {}  # by attributes and types; None: told apart by expression
         self._equal: defaultdict[int, _Together] = defaultdict(_Together)  # by expression
-        self._callers: dict[ir.Block, ir.Operation] = {}  # of functions with one caller, by their bodies
+        self.callers: dict[ir.Block, ir.Operation] = {}  # of functions with one caller, by their bodies
+        self.pending: list[tuple[ir.Operation, Lines]] = []  # calls that have not been added
 
-    def note_caller(self, body: ir.Block, caller: ir.Operation) -> None:
-        """Notes the only operation that calls a function."""
-        self._callers[body] = caller
-
-    def add(self, ctx, call: ir.Operation, lines: Lines) -> None:
+    def add(self, state: LoweringState, call: ir.Operation, lines: Lines) -> None:
         types = tuple([value.type for value in (*call.operands, *call.results)])
-        signature = self._number((_attributes(call), types))
+        signature = self._numbers[_attributes(call), types]
         alike = self._alike.setdefault(signature, _Together())
         if alike is not None and alike.has_only(lines):
-            alike.add(ctx, call, lines)
+            alike.add(state, call, lines)
             return
         self._alike[signature] = None
         for each, its_lines in (*(alike.calls if alike else ()), (call, lines)):
-            self._equal[self._number((self._operation(each), self._branch(each)))].add(ctx, each, its_lines)
-
-    def _number(self, expression: Hashable) -> int:
-        return self._numbers.setdefault(expression, len(self._numbers))
+            self._equal[self._numbers[self._operation(each), self._branch(each)]].add(state, each, its_lines)
 
     def _operation(self, operation: ir.Operation) -> int:
         """The number of an operation: its kind, attributes, types and operands, but not what its regions do."""
@@ -120,7 +113,7 @@ class _Table:
         """Requires that the numbers of the operands are known."""
         types = tuple([result.type for result in operation.results])
         numbers = tuple([self._values[operand] for operand in operands])
-        return self._number((operation.name, _attributes(operation), types, numbers))
+        return self._numbers[operation.name, _attributes(operation), types, numbers]
 
     def _value(self, value: ir.Value) -> int:
         """The number of the expression that computes a value."""
@@ -131,7 +124,7 @@ class _Table:
                 pending.extend([(operand, *self._origin(operand)) for operand in unknown])
             else:
                 pending.pop()
-                self._values[value_] = self._number(self._expression(value_, origin, inputs))
+                self._values[value_] = self._numbers[self._expression(value_, origin, inputs)]
         return self._values[value]
 
     def _origin(self, value: ir.Value) -> tuple[ir.Operation, list]:
@@ -141,8 +134,8 @@ class _Table:
             return operation, list(operation.operands)
         index, block = ir.BlockArgument(value).arg_number, ir.BlockArgument(value).owner
         owner = block.owner.operation
-        if block in self._callers:
-            return owner, [self._callers[block].operands[index]]
+        if block in self.callers:
+            return owner, [self.callers[block].operands[index]]
         if owner.name == "sdy.manual_computation":
             return owner, [owner.operands[index]]
         return owner, [] if owner.name == "func.func" else list(owner.operands)
@@ -151,7 +144,7 @@ class _Table:
         if isinstance(value, ir.OpResult):
             return "result", value.result_number, self._operation_on(origin, inputs)
         index = ir.BlockArgument(value).arg_number
-        if ir.BlockArgument(value).owner in self._callers:
+        if ir.BlockArgument(value).owner in self.callers:
             return "passed", self._values[inputs[0]]
         if origin.name == "sdy.manual_computation":  # the body of a shard_map
             return "shard", value.type, self._values[inputs[0]]
@@ -164,10 +157,10 @@ class _Table:
         path: list[Hashable] = []
         block = ir.InsertionPoint(call).block
         while (owner := block.owner.operation).name not in ("func.func", "sdy.manual_computation") or (
-            block in self._callers
+            block in self.callers
         ):
-            if block in self._callers:
-                owner = self._callers[block]
+            if block in self.callers:
+                owner = self.callers[block]
             else:
                 path.append((self._operation(owner), [region == block.region for region in owner.regions].index(True)))
             block = ir.InsertionPoint(owner).block

@@ -54,11 +54,6 @@ def from_words(words: jax.Array, dtype) -> jax.Array:
     return from_bits(words, dtype)
 
 
-def packed_size(num_elements: int, dtype) -> int:
-    """The number of elements of `packed`."""
-    return -(-num_elements * jnp.dtype(dtype).itemsize // jnp.dtype(_PACKED).itemsize)
-
-
 def packed(x: jax.Array) -> jax.Array:
     """The bits of x as uint32[n]: several elements in each, or one element in several. The last one is padded."""
     words = to_words(x.reshape(-1))

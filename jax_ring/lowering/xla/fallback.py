@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.mlir.dialects import stablehlo as hlo
-from jax.interpreters import mlir
 
 from jax_ring import _compat
+from jax_ring.lowering.group_tables import rank_table
 from jax_ring.lowering.xla import ops
 from jax_ring.lowering.xla.bitcasts import bits_dtype, from_bits, to_bits, zeros_like
 
@@ -31,7 +31,7 @@ def lower_reduce_to_xla(ctx, operand, *, axes, axis_index_groups, root):
     (aval,) = ctx.avals_in
 
     total = _all_reduce(ctx, operand, aval, axes=axes)
-    return [ops.inline(ctx, partial(on_root, axes=axes, root=root), total, aval, ctx.avals_out[0])]
+    return [ops.inline_one(ctx, partial(on_root, axes=axes, root=root), total, aval)]
 
 
 def on_root(total, axes, root):
@@ -53,9 +53,9 @@ def lower_broadcast_to_xla(ctx, operand, *, axes, axis_index_groups, root):
         return [hlo.complex(*lower(hlo.real(operand)), *lower(hlo.imag(operand)))]
     # As integers, because 0.0 + -0.0 is 0.0.
     bits_aval = aval.update(dtype=bits_dtype(aval.dtype))
-    bits = ops.inline(ctx, lambda x: _or_zeros(to_bits(x), axes, root), operand, aval, bits_aval)
+    bits = ops.inline_one(ctx, lambda x: _or_zeros(to_bits(x), axes, root), operand, aval)
     bits = _all_reduce(ctx, bits, bits_aval, axes=axes)
-    return [ops.inline(ctx, partial(from_bits, dtype=aval.dtype), bits, bits_aval, aval)]
+    return [ops.inline_one(ctx, partial(from_bits, dtype=aval.dtype), bits, bits_aval)]
 
 
 def lower_dynamic_broadcast_to_sum(ctx, operand, source, axes, lower_sum):
@@ -69,19 +69,15 @@ def lower_dynamic_broadcast_to_sum(ctx, operand, source, axes, lower_sum):
         ctx = ctx.replace(avals_in=[part, source_aval], avals_out=[part])
         lower = partial(lower_dynamic_broadcast_to_sum, ctx, source=source, axes=axes, lower_sum=lower_sum)
         return [hlo.complex(*lower(hlo.real(operand)), *lower(hlo.imag(operand)))]
-    aval = jax.core.ShapedArray(aval.shape, aval.dtype)
     bits_aval = jax.core.ShapedArray(aval.shape, bits_dtype(aval.dtype))
 
     def masked(x, source):
         bits = to_bits(x)
-        return jnp.where(lax.axis_index(axes) == source, bits, jnp.zeros_like(bits))
+        return [jnp.where(lax.axis_index(axes) == source, bits, jnp.zeros_like(bits))]
 
-    with _compat.without_vma():
-        source_aval = jax.core.ShapedArray((), source_aval.dtype)
-        inline_ctx = ctx.replace(primitive=None, avals_in=[aval, source_aval], avals_out=[bits_aval])
-        (bits,) = mlir.lower_fun(masked, multiple_results=False)(inline_ctx, operand, source)
-        (bits,) = lower_sum(ctx.replace(avals_in=[bits_aval], avals_out=[bits_aval]), bits)
-        return [ops.inline(ctx, partial(from_bits, dtype=aval.dtype), bits, bits_aval, aval)]
+    (bits,) = ops.inline(ctx, masked, [operand, source], ctx.avals_in)
+    (bits,) = lower_sum(ctx.replace(avals_in=[bits_aval], avals_out=[bits_aval]), bits)
+    return [ops.inline_one(ctx, partial(from_bits, dtype=aval.dtype), bits, bits_aval)]
 
 
 def _or_zeros(bits, axes, root):
@@ -99,7 +95,7 @@ def lower_psum_scatter_to_all_reduce(ctx, operand, *, axes, axis_index_groups, a
         own_block, axes=axes, axis_index_groups=axis_index_groups, axis_size=axis_size, dimension=dimension, tiled=tiled
     )
     total = _all_reduce(ctx, operand, aval, axes=axes, axis_index_groups=axis_index_groups)
-    return [ops.inline(ctx, keep, total, aval, ctx.avals_out[0])]
+    return [ops.inline_one(ctx, keep, total, aval)]
 
 
 def rank_in_group(axes, axis_index_groups) -> jax.Array:
@@ -107,8 +103,7 @@ def rank_in_group(axes, axis_index_groups) -> jax.Array:
     rank = lax.axis_index(axes)
     if axis_index_groups is None:
         return rank
-    place = {member: i for group in axis_index_groups for i, member in enumerate(group)}
-    return jnp.array([place[i] for i in range(len(place))])[rank]
+    return jnp.asarray(rank_table(axis_index_groups))[rank]
 
 
 def own_block(total, *, axes, axis_index_groups, axis_size, dimension, tiled):

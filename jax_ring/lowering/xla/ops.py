@@ -1,9 +1,15 @@
 """StableHLO helpers that several lowerings share."""
 
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+
 import jax
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
+
+from jax_ring import _compat
+from jax_ring.lowering.override_state import for_xla
 
 
 def convert(ctx, x, dtype):
@@ -25,8 +31,22 @@ def move_dimension(x, source: int, destination: int):
     return x if source == destination else hlo.transpose(x, order)
 
 
-def inline(ctx, fun, x, aval_in, aval_out, **params):
-    """Traces fun(x), emits its operations in the program under construction, and returns the result."""
-    ctx = ctx.replace(primitive=None, avals_in=[aval_in], avals_out=[aval_out])
-    (result,) = mlir.lower_fun(fun, multiple_results=False)(ctx, x, **params)
+def inline(ctx, fun: Callable[..., Iterable], operands: Sequence, avals: Sequence, *, lax_by_xla: bool = True) -> list:
+    """Traces fun(*operands), emits its operations in the program under construction, and returns its results.
+
+    It does not track which values vary between ranks.
+
+    Args:
+      avals: the types of the operands.
+      lax_by_xla: whether its collectives of `lax` are XLA's, also under the override.
+    """
+    plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
+    with _compat.without_vma(), for_xla() if lax_by_xla else contextlib.nullcontext():
+        emit = mlir.lower_fun(lambda *xs: list(fun(*xs)), multiple_results=True)
+        return emit(ctx.replace(primitive=None, avals_in=plain, avals_out=None), *operands)
+
+
+def inline_one(ctx, fun: Callable, x, aval):
+    """The same of a function with one operand, of this type, and one result."""
+    (result,) = inline(ctx, lambda x: [fun(x)], [x], [aval])
     return result

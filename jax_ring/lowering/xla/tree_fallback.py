@@ -12,37 +12,25 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.interpreters import mlir
 
-from jax_ring import _compat, shard_tree
+from jax_ring import shard_tree
 from jax_ring.lowering import trees
+from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import layout
-from jax_ring.lowering.override_state import for_xla
-from jax_ring.lowering.xla import fallback
+from jax_ring.lowering.group_tables import group_table
+from jax_ring.lowering.kinds import ALL_REDUCE, REDUCE, REDUCE_SCATTER, Kind
+from jax_ring.lowering.xla import fallback, ops
 from jax_ring.options import Options
 
 
-def emit(ctx, operands, *, kind: str, groups: trees.Groups, **params) -> list:
+def emit(call: CallSpec, ctx, operands: Sequence) -> list:
     """Emits a sum along the tree without an engine, and returns its results.
 
-    Args:
-      operands: with slots if there are several (`trees.num_slots`).
-      groups: those of the call in mesh positions.
-      params: of the primitive.
+    operands: with slots if there are several (`trees.num_slots`).
     """
-    results = []
-    for x, aval_in, aval_out in zip(operands, ctx.avals_in, ctx.avals_out, strict=True):
-        run = partial(_SUMS[kind], sizes=[len(group) for group in groups], **params)
-        # In these there is no vma tracking, so the types have none either.
-        avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in (aval_in, aval_out)]
-        with _compat.without_vma(), for_xla():
-            (result,) = mlir.lower_fun(run, multiple_results=False)(
-                ctx.replace(primitive=None, avals_in=avals[:1], avals_out=avals[1:]), x
-            )
-        results.append(result)
-    return results
+    run = partial(_SUMS[call.kind], sizes=[len(group) for group in call.groups], options=call.options, **call.params)
+    return [ops.inline_one(ctx, run, x, aval) for x, aval in zip(operands, ctx.avals_in, strict=True)]
 
 
 def gathers_everything(sizes: Sequence[int]) -> bool:
@@ -84,7 +72,7 @@ def _reduce(x: jax.Array, *, root: int, axes: tuple, **params) -> jax.Array:
     return fallback.on_root(_all_reduce(x, axes=axes, **params), axes, root)
 
 
-_SUMS: dict[str, Callable] = {"all_reduce": _all_reduce, "reduce_scatter": _reduce_scatter, "reduce": _reduce}
+_SUMS: dict[Kind, Callable] = {ALL_REDUCE: _all_reduce, REDUCE_SCATTER: _reduce_scatter, REDUCE: _reduce}
 
 
 def _num_slot_dimensions(options: Options, sizes: list[int]) -> int:
@@ -111,10 +99,7 @@ def _fold_everything(x: jax.Array, axes: tuple, axis_index_groups) -> jax.Array:
     """The sum of a group, one value of each rank, from the operands of all ranks."""
     gathered = lax.all_gather(x, axes)
     folds = [partial(_fold_members, members=members) for members in axis_index_groups]
-    group_of = np.zeros(lax.axis_size(axes), np.int32)
-    for i, members in enumerate(axis_index_groups):
-        group_of[list(members)] = i
-    return lax.switch(jnp.asarray(group_of)[lax.axis_index(axes)], folds, gathered)
+    return lax.switch(jnp.asarray(group_table(axis_index_groups))[lax.axis_index(axes)], folds, gathered)
 
 
 def _fold_members(gathered: jax.Array, *, members: tuple[int, ...]) -> jax.Array:

@@ -1,0 +1,58 @@
+"""The bytes of calls as written: each is lowered by itself, and the collectives that it becomes are counted."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from jax_ring import _compat
+from jax_ring.inspect.compiled import Instruction, count
+
+
+class Prediction(NamedTuple):
+    """What a call becomes.
+
+    Attributes:
+      wire_bytes: the bytes that a rank sends, on average.
+      wire_bytes_by_xla: the part of them that XLA's collectives send.
+      chosen: the algorithms that "auto" selects for the groups; empty if it has no choice.
+    """
+
+    wire_bytes: float
+    wire_bytes_by_xla: float
+    chosen: tuple[str, ...]
+
+
+class Predictor:
+    """Predicts calls of one program. Their algorithms depend on the messages in which it sends them."""
+
+    def __init__(self, instructions: Iterable[Instruction]) -> None:
+        """instructions: those of the compiled program, in which calls may have been joined."""
+        self._messages = [(i, [i.num_bytes]) for i in instructions if i.name.startswith("jax_ring_all_reduce")]
+        self._lowered: dict[tuple, str] = {}
+
+    def predict(self, eqn: core.JaxprEqn, axis_context, platform: str) -> Prediction:
+        """Predicts a call that jax_ring lowers. axis_context: in which it is lowered."""
+        avals: list[Any] = [v.aval for v in eqn.invars]
+        key = (eqn.primitive, *eqn.params.items(), *avals, axis_context, platform)
+        if key not in self._lowered:
+            self._lowered[key] = _compat.lowered_alone(eqn, axis_context, platform)
+        call_site = _compat.call_site(eqn.source_info)
+        found = list(
+            count(self._lowered[key], axis_context.mesh.size, lambda _, size: self._joined_bytes(call_site, size))
+        )
+        return Prediction(
+            wire_bytes=sum((each.wire_bytes for each, _ in found), 0.0),
+            wire_bytes_by_xla=sum((each.wire_bytes for each, _ in found if not each.name.startswith("jax_ring")), 0.0),
+            chosen=tuple(dict.fromkeys(algorithm for _, chosen in found for algorithm in chosen)),
+        )
+
+    def _joined_bytes(self, call_site: str, num_bytes: int) -> int:
+        """The size of the message that has a call of `num_bytes` in this line; that of the call if none is known."""
+        own = [(i.num_bytes, left) for i, left in self._messages if call_site and call_site in i.call_sites]
+        for size, left in own:
+            if left[0] >= num_bytes:
+                left[0] -= num_bytes
+                return size
+        # Equal operands are sent once.
+        return next((size for size, _ in own if size >= num_bytes), num_bytes)

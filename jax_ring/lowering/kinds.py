@@ -1,0 +1,62 @@
+"""What differs between the kinds of collectives, in one table."""
+
+from dataclasses import dataclass
+
+from jax_ring import _compat
+from jax_ring.options import Options
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """A kind of collective.
+
+    Attributes:
+      name: a key of `runtime.TARGETS`.
+      params: the parameters of its primitives, besides those that all have.
+      adds: whether each rank contributes to sums, in an order that is an option.
+      scatters: whether an operand consists of blocks, one per rank.
+      gathers: whether a result does.
+      in_place: whether a result may overwrite its operand. In other kinds, peers may still read a rank's operand when
+        its result is written.
+      joins: whether each operand has a result of its own, so that one call can take the operands of several.
+      has_xla: whether XLA has this collective. It has an all-reduce in the place of the others.
+      is_ragged: whether sizes are known at run time alone.
+    """
+
+    name: str
+    params: tuple[str, ...] = ()
+    adds: bool = False
+    scatters: bool = False
+    gathers: bool = False
+    in_place: bool = False
+    joins: bool = True
+    has_xla: bool = True
+    is_ragged: bool = False
+
+    def adds_along_tree(self, options: Options) -> bool:
+        """Whether a call with these options adds along a tree."""
+        return options.order == "tree" and self.adds
+
+    def by_xla(self, platforms: tuple[str, ...]) -> str:
+        """The name of XLA's collective to which a call of this kind lowers where no engine serves it."""
+        is_wrong = self is REDUCE_SCATTER and "cpu" in platforms and _compat.WRONG_REDUCE_SCATTER_ON_CPU
+        return self.name if self.has_xla and not is_wrong else ALL_REDUCE.name
+
+
+_BLOCKS = ("axis_size", "dimension", "tiled")
+ALL_REDUCE = Kind("all_reduce", adds=True, in_place=True)
+REDUCE = Kind("reduce", ("root",), adds=True, in_place=True, has_xla=False)
+BROADCAST = Kind("broadcast", ("root",), in_place=True, has_xla=False)
+REDUCE_SCATTER = Kind("reduce_scatter", _BLOCKS, adds=True, scatters=True)
+ALL_GATHER = Kind("all_gather", _BLOCKS, gathers=True)
+# The blocks that a rank receives lie along `concat_dimension`.
+ALL_TO_ALL = Kind("all_to_all", (*_BLOCKS, "concat_dimension"), scatters=True, gathers=True)
+PERMUTE = Kind("permute", ("perm",))
+RAGGED_ALL_TO_ALL = Kind("ragged_all_to_all", joins=False, is_ragged=True)
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        ALL_REDUCE, REDUCE, BROADCAST, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, PERMUTE, RAGGED_ALL_TO_ALL
+    )
+}  # fmt: skip
