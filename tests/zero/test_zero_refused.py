@@ -36,11 +36,39 @@ def remembered(shape):
     )
 
 
+def of_each(function):
+    """A transformation that applies a function to each gradient."""
+    return optax.stateless(lambda updates, _: jax.tree.map(function, updates))
+
+
+def of_all(function):
+    """A transformation that scales all gradients by a function of them."""
+    return optax.stateless(lambda updates, _: jax.tree.map(lambda g: g * function(jax.tree.leaves(updates)), updates))
+
+
+def summed(values):
+    return lax.psum(sum(jnp.sum(x) for x in values), "i")
+
+
+def of_leaves(function):
+    """A transformation of the list of gradients."""
+
+    def update(updates, _):
+        leaves, structure = jax.tree.flatten(updates)
+        return jax.tree.unflatten(structure, function(leaves))
+
+    return optax.stateless(update)
+
+
+def loop(g):
+    return lax.fori_loop(0, 3, lambda _, x: x - x.mean(), g)
+
+
 REFUSED = {
     "adafactor": (optax.adafactor(0.1), r"clip_by_block_rms \(in chain\) is not elementwise"),
     "lamb": (optax.lamb(0.1), r"scale_by_trust_ratio \(in chain\) is not elementwise"),
     "lars": (optax.lars(0.1), r"scale_by_trust_ratio \(in masked, in chain\) is not elementwise"),
-    "muon": (optax.contrib.muon(0.1), "partition treats parameters by their names, places, shapes or sizes"),
+    "muon": (optax.contrib.muon(0.1), "partition treats parameters by their names, number, places, shapes or sizes"),
     "clip_by_block_rms": (optax.clip_by_block_rms(1e6), "clip_by_block_rms is not elementwise"),
     "adaptive_grad_clip": (optax.adaptive_grad_clip(0.1), "adaptive_grad_clip is not"),
     "clip_by_global_norm": (optax.clip_by_global_norm(1.0), "clip_by_global_norm is not elementwise"),
@@ -68,6 +96,26 @@ REFUSED = {
     "reduction of the parts": (allreduce_gradients("i"), "allreduce_gradients is not"),
     "scalars of a rank": (optax.zero_nans(), r"zero_nans keeps a scalar that differs between ranks.*found_nan"),
     "state of another shape": (remembered((3,)), "remembered has state that is not divided as the parameters are"),
+    "order of elements": (of_each(lambda g: jnp.cumsum(g.ravel()).reshape(g.shape)), "its cumsum may give other"),
+    "places of elements": (of_each(lambda g: g * jnp.arange(g.size).reshape(g.shape)), "its iota may give other"),
+    "random numbers": (of_each(lambda g: g + jax.random.normal(jax.random.key(0), g.shape)), "its random_bits may"),
+    "other parameters": (of_leaves(lambda leaves: leaves[::-1]), "its choice of parameters may"),
+    "a sum as a condition": (of_each(lambda g: lax.cond(g.sum() > 0, lambda: g, lambda: 2 * g)), "its sum may"),
+    "a sum in a loop": (of_each(loop), "its sum may"),
+    "slices in a loop": (
+        of_each(lambda g: lax.scan(lambda s, x: (s + x, s), 0.0, g.ravel())[1].reshape(g.shape)),
+        "its condition may",
+    ),
+    "a sum that zeros change": (of_all(lambda leaves: summed(map(jnp.exp, leaves))), "its reduce_sum may"),
+    "a sum of roots": (of_all(lambda leaves: lax.psum(optax.tree.norm(leaves), "i")), "its sum may"),
+    "a norm that zeros change": (
+        optax.chain(of_each(lambda g: g + 1), zero.clip_by_global_norm(1.0, "i")),
+        "chain is not elementwise: its norm may",
+    ),
+    "ranks": (of_each(lambda g: g * lax.axis_index("i")), "its axis_index may"),
+    "number of ranks": (of_each(lambda g: g / lax.axis_size("i")), "depends on the number of ranks"),
+    "number of parameters": (of_leaves(lambda leaves: [g / len(leaves) for g in leaves]), "by their names, number"),
+    "places of parameters": (of_leaves(lambda leaves: [2 * leaves[0], *leaves[1:]]), "by their names, number, places"),
     "extra arguments": (optax.polyak_sgd(), "missing 1 required keyword-only argument: 'value'"),
 }
 
@@ -89,6 +137,12 @@ ELEMENTWISE = {
     "inert mask": lambda: optax.masked(optax.sgd(0.1), lambda params: jax.tree.map(lambda _: True, params)),
     "schedule-free": lambda: optax.contrib.schedule_free(optax.sgd(0.1), 0.1),
     "nothing": optax.set_to_zero,
+    "norm in a condition": lambda: optax.MultiSteps(zero.clip_by_global_norm(1.0, "i"), 2),
+    "norm of clipped gradients": lambda: optax.chain(optax.clip(1.0), zero.clip_by_global_norm(1.0, "i")),
+    "sums over ranks": lambda: of_all(lambda leaves: lax.rsqrt(1 + summed(g**2 for g in leaves))),
+    "counts over ranks": lambda: of_all(lambda leaves: jnp.where(summed(~jnp.isfinite(g) for g in leaves) > 0, 0, 1)),
+    "loops": lambda: of_each(lambda g: lax.fori_loop(0, 3, lambda i, x: i * g + jnp.where(x > 0, x, 0), g)),
+    "other dimensions": lambda: of_each(lambda g: jnp.square(g.reshape(-1, 1)).reshape(g.shape)),
 }
 
 
@@ -112,7 +166,7 @@ def by_name(params):
 
 @pytest.mark.parametrize("call", ["specs", "init", "update"])
 def test_masks_that_only_these_parameters_set_off(call):
-    """The names occur in no probe, so the optimizer passes until its parameters are known."""
+    """The names are none of those that it is traced for first, so it passes until its parameters are known."""
     optimizer = zero.sharded_optimizer(optax.adamw(0.1, mask=by_name), "i")
     without = {"kernel": np.ones((2, 2), np.float32), "scale": np.ones(2, np.float32)}
     optimizer.specs(without)

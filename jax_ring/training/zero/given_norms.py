@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import get_opaque_trace_state
+from jax.extend.core import Primitive, get_opaque_trace_state
 
 from jax_ring.collectives.axes import AxisName, axes_of
 from jax_ring.options import Order
@@ -37,8 +37,23 @@ class _Given(NamedTuple):
     trace: object
 
 
+# Stands for the norm of its operands over the ranks of `axes`, where an update is only analyzed.
+NORM = Primitive("norm")
+NORM.def_abstract_eval(lambda *leaves, axes, dtype: jax.core.ShapedArray((), dtype))
+
 _given: ContextVar[_Given | None] = ContextVar("given_norms", default=None)
 _order: ContextVar[Order | None] = ContextVar("order", default=None)
+_as_equations: ContextVar[bool] = ContextVar("norms_as_equations", default=False)
+
+
+@contextlib.contextmanager
+def norms_as_equations() -> Iterator[None]:
+    """In the block `given_norm` binds `NORM`. What is traced in it cannot be computed."""
+    token = _as_equations.set(True)
+    try:
+        yield
+    finally:
+        _as_equations.reset(token)
 
 
 @contextlib.contextmanager
@@ -86,11 +101,14 @@ def norms_given(axis_name: AxisName, norms: Sequence[jax.Array]) -> Iterator[lis
 
 
 def given_norm(leaves: Sequence[jax.Array], axis_name: AxisName, impl: Impl, order: Order) -> jax.Array | None:
-    """The norm of all leaves of all ranks; None outside of `norms_given`, where the caller computes it.
+    """The norm of all leaves of all ranks; None outside of the blocks above, where the caller computes it.
 
     Raises:
       ValueError: within `norms_given`, if it is over other axes, or the call is within a nested trace.
     """
+    dtype = jnp.finfo(jnp.result_type(jnp.float32, *leaves)).dtype  # that of the absolute values, for complex leaves
+    if _as_equations.get():
+        return NORM.bind(*leaves, axes=axes_of(axis_name), dtype=dtype)
     given = _given.get()
     if given is None:
         return None
@@ -106,6 +124,5 @@ def given_norm(leaves: Sequence[jax.Array], axis_name: AxisName, impl: Impl, ord
             "gradients use jax_ring.accumulate_gradients."
         )
     index = len(given.requests)
-    dtype = jnp.finfo(jnp.result_type(jnp.float32, *leaves)).dtype  # that of the absolute values, for complex leaves
     given.requests.append(NormRequest(list(leaves), impl, order, dtype))
     return given.norms[index].astype(dtype) if index < len(given.norms) else jnp.ones((), dtype)

@@ -7,7 +7,6 @@ gathers the updates of the other parts.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Literal, get_args
 
 from jax_ring.collectives.axes import AxisName, check_axis_name
@@ -44,10 +43,9 @@ def sharded_optimizer(
     With `layout="flat"` parameters and gradients of each dtype are concatenated to one vector, in the order of
     `jax.tree.leaves`, and padded with zeros to a multiple of p elements. Rank r updates the r-th of p equal parts. `tx`
     gets these parts in a dictionary, by the name of the parameters' dtype. This is right for an elementwise `tx`; any
-    other is refused. To find out, `tx` is run on a few small vectors and matrices, whole and cut, when this function is
-    called (or at the first use, if JAX has not started its backend, or if `tx` names other axes), and its operations on
-    the parameters are traced when they are first seen. To clip by the norm of all gradients, use `clip_by_global_norm`
-    of this module.
+    other is refused. To find out, `tx` is traced when this function is called (or at the first use, if JAX has not
+    started its backend, or if `tx` names other axes), and when parameters are first seen. To clip by the norm of all
+    gradients, use `clip_by_global_norm` of this module.
 
     Gradients may have another dtype than their parameters, and travel in it; where those of one vector have several,
     they are promoted. Updates have the dtypes that optax gives. Integer parameters may have no gradient (float0, from
@@ -106,11 +104,7 @@ def sharded_optimizer(
         sharded = parameter_layout(tx, stage=stage, reduction=reduction)
         return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas, impl)
 
-    def probed_over(axis):
-        # The probe runs under vmap, where a scatter takes one axis, and lax has no invariant gather.
-        return partial(flat_layout, stage=2, reduction=reduction._replace(axis_name=axis, impl="ring"))
-
-    check = ElementwiseCheck(tx, probed_over, axis_name)
+    check = ElementwiseCheck(tx, axis_name, order)
     check.check_outside()
     sharded = check.checked(flat_layout(tx, stage=stage, reduction=reduction))
     return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas, impl)

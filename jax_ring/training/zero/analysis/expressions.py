@@ -1,78 +1,56 @@
-"""What a function computes, apart from the shapes: to see whether it treats other shapes or names in another way."""
+"""What an optimizer computes, apart from names and shapes of parameters: to see whether it depends on them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from jax_ring.training.zero.analysis.data_flow import Domain, flow, number_of
+from jax_ring.training.zero.analysis.traced import Traced
 
 # They change shapes, not values. Which of them are needed depends on the number of dimensions.
-_SHAPE_ONLY = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "copy_p"}
-_CALLS = {"jit", "pjit"}
+_SHAPE_ONLY = {"broadcast_in_dim", "copy", "copy_p", "expand_dims", "reshape", "squeeze"}
 
 
-def expressions_of(function: Any, *args: Any, axis_env: list[tuple[Any, int]]) -> list:
-    """For each result, a hash of the expression of operations, scalars and arguments that it is, without shapes.
+class Expressions(NamedTuple):
+    """What an optimizer's results are after the first step: operations, constants and arguments, without shapes.
 
-    They are equal for two calls that apply the same operations to the corresponding leaves of their arguments.
+    Attributes:
+      updates: dtypes and hashes; one for all parameters of a dtype if the same happens to them.
+      state: hashes.
+      constants: the numbers in them.
     """
-    closed: Any = jax.make_jaxpr(function, axis_env=axis_env)(*args)
-    return _results(closed.jaxpr, list(map(_constant, closed.consts)), list(range(len(closed.jaxpr.invars))))
+
+    updates: set[Any]
+    state: set[Any]
+    constants: set[str]
+
+    @classmethod
+    def of(cls, traced: Traced) -> Expressions:
+        """Those of an optimizer for the parameters that it has been traced for."""
+        constants = set()
+
+        def constant(value):
+            """A scalar's value; of larger constants only the dtype, because their shape is that of a leaf."""
+            number = number_of(value)
+            constants.add(str(number))
+            return str(getattr(value, "dtype", None)) if number is None else str(number)
+
+        domain = Domain(constant, _equation, lambda decides, values: hash((decides, *values)), rounds=3)
+        params, gradients = ([hash((role, x.dtype)) for x in traced.init.in_avals] for role in ("params", "gradients"))
+        state = flow(traced.init, params, domain)
+        updates, state = traced.split(flow(traced.update, [*gradients, *state, *params], domain))
+        dtypes = (x.dtype for x in traced.init.in_avals)
+        return cls(set(zip(dtypes, updates, strict=True)), set(state), constants)
 
 
-def primitives_of(function: Any, *args: Any, axis_env: list[tuple[Any, int]]) -> set[str]:
-    """The names of the operations of a function, also of those in branches and loops."""
-    closed: Any = jax.make_jaxpr(function, axis_env=axis_env)(*args)
-    return set(_primitives(closed.jaxpr))
-
-
-def _results(jaxpr: Any, consts: list, arguments: list) -> list:
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
-
-    def expression(x: Any) -> Any:
-        return _constant(x.val) if isinstance(x, Literal) else known[x]
-
-    for equation in jaxpr.eqns:
-        name, operands = equation.primitive.name, tuple(map(expression, equation.invars))
-        inner = _inner(equation.params)
-        if name in _SHAPE_ONLY:
-            results = [operands[0]]
-        elif name in _CALLS:
-            results = _results(inner[0][0], inner[0][1], list(operands))
-        elif len(operands) == len(equation.outvars) and not inner:
-            # A collective over many leaves is one for each: how leaves share calls depends on their sizes.
-            results = [hash((name, operand, _scalars(equation.params))) for operand in operands]
-        else:
-            bodies = tuple(tuple(_results(j, c, list(range(len(j.invars))))) for j, c in inner)
-            whole = hash((name, operands, bodies, _scalars(equation.params)))
-            results = [hash((whole, i)) for i in range(len(equation.outvars))]
-        known.update(zip(equation.outvars, results, strict=True))
-    return list(map(expression, jaxpr.outvars))
-
-
-def _primitives(jaxpr: Any) -> Iterator[str]:
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for inner, _ in _inner(equation.params):
-            yield from _primitives(inner)
-
-
-def _inner(params: dict[str, Any]) -> list[tuple[Any, list]]:
-    """The programs within an operation, each with its constants."""
-    values = [x for v in params.values() for x in (v if isinstance(v, list | tuple) else [v])]
-    closed = [(x.jaxpr, list(map(_constant, x.consts))) for x in values if isinstance(x, ClosedJaxpr)]
-    return closed + [(x, list(map(str, x.constvars))) for x in values if isinstance(x, Jaxpr)]
-
-
-def _scalars(params: dict[str, Any]) -> tuple:
-    return tuple((k, str(v)) for k, v in sorted(params.items()) if isinstance(v, bool | int | float | str | np.dtype))
-
-
-def _constant(value: Any) -> Any:
-    """A scalar's value; of larger constants only the dtype, because their shape is that of a leaf."""
-    dtype = getattr(value, "dtype", None) or np.result_type(value)
-    is_plain = not isinstance(value, jax.core.Tracer) and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
-    return str(np.asarray(value).item()) if is_plain and np.size(value) == 1 else f"constant {dtype}"
+def _equation(eqn: Any, operands: list) -> list:
+    name, num_results = eqn.primitive.name, len(eqn.outvars)
+    if name in _SHAPE_ONLY:
+        return operands[:1]
+    scalars = [(k, str(v)) for k, v in sorted(eqn.params.items()) if isinstance(v, bool | int | float | str | np.dtype)]
+    if len(operands) == num_results:
+        # A collective over many leaves is one for each: how leaves share calls depends on their sizes.
+        return [hash((name, operand, *scalars)) for operand in operands]
+    return [hash((name, *operands, *scalars, i)) for i in range(num_results)]

@@ -1,6 +1,6 @@
-"""Data flow of a traced function: which outputs depend on which inputs, and the parts that some outputs need."""
+"""Computes some outputs of a traced function, or some of their elements."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,19 +10,7 @@ from jax import lax
 from jax.extend import core
 
 from jax_ring import _compat
-
-# Equations that call their one jaxpr once, with their own operands and results.
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
-
-# Equations whose results at an index depend on the operands at that index only, or on scalars.
-_ELEMENTWISE = {
-    "abs", "acos", "acosh", "add", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp",
-    "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp",
-    "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt",
-    "max", "min", "mul", "ne", "neg", "nextafter", "not", "optimization_barrier", "or", "pcast", "population_count",
-    "pow", "pvary", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
-    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-}  # fmt: skip
+from jax_ring.training.zero.analysis.data_flow import ELEMENTWISE, called
 
 
 class NotElementwise(Exception):
@@ -64,39 +52,6 @@ class Bounds(NamedTuple):
     def filled(self, elements: jax.Array) -> jax.Array:
         """The elements, and zeros."""
         return jnp.pad(elements, (0, self.size - elements.size))
-
-
-def dependences(
-    jaxpr: core.Jaxpr, masks: Sequence[int], visit: Callable[[core.JaxprEqn, list[int], list[int]], None] | None = None
-) -> list[int]:
-    """For each output the union of the masks of the inputs that it may depend on. Masks are sets of bits.
-
-    Equations are seen as a whole, except for calls and `cond`, which are followed inside.
-
-    Args:
-      jaxpr: the traced function.
-      masks: one per input.
-      visit: called with every equation that is not a call, and the masks of its operands and results.
-    """
-    known = dict(zip(jaxpr.invars, masks, strict=True))
-
-    def mask_of(atom):
-        return 0 if isinstance(atom, core.Literal) else known.get(atom, 0)
-
-    for eqn in jaxpr.eqns:
-        operands = [mask_of(atom) for atom in eqn.invars]
-        if (called := _called(eqn)) is not None:
-            # JAX caches what it traced for a call, so equations inside may name the place of another call.
-            results = dependences(called, operands)
-        elif eqn.primitive.name == "cond":
-            branches = [dependences(branch.jaxpr, operands[1:], visit) for branch in eqn.params["branches"]]
-            results = [_union([operands[0], *masks]) for masks in zip(*branches, strict=True)]
-        else:
-            results = [_union(operands)] * len(eqn.outvars)
-        if visit is not None:
-            visit(eqn, operands, results)
-        known.update(zip(eqn.outvars, results, strict=True))
-    return [mask_of(atom) for atom in jaxpr.outvars]
 
 
 def compute(closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[Any]) -> list:
@@ -165,32 +120,6 @@ def without_scalars(closed: core.ClosedJaxpr, known: Sequence[bool]) -> tuple[co
     return first, second
 
 
-def place_of(eqn: core.JaxprEqn) -> tuple[str, str]:
-    """The transformation that an equation comes from, by the name of its factory, and the file and line."""
-    frames = [frame for frame in _compat.frames(eqn) if "/jax/" not in frame.file_name]
-    if not frames:
-        return "", ""
-    inside = [f.function_name.split(".<locals>.") for f in frames]
-    names = [names[0] for names in inside if len(names) > 1 and "update" in names[-1]]
-    name, frame = names[0] if names else "", frames[0]
-    return name, f"{'/'.join(frame.file_name.split('/')[-3:])}:{frame.line_num}"
-
-
-def _called(eqn) -> core.Jaxpr | None:
-    """The jaxpr of an equation that is nothing but a call."""
-    if eqn.primitive.name not in _CALLS:
-        return None
-    called = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    return getattr(called, "jaxpr", called)
-
-
-def _union(masks) -> int:
-    union = 0
-    for mask in masks:
-        union |= mask
-    return union
-
-
 def _thinned(closed, outputs, inputs):
     thin, used = _compat.dead_code_eliminated(closed.jaxpr, [i in outputs for i in range(len(closed.out_avals))])
     operands = [
@@ -222,12 +151,11 @@ def _evaluate_equation(eqn, values, shape, cut) -> list:
             if shape and result.aval.shape == shape:
                 return [Uniform(values[0])]
         return _compat.bind_equation(eqn, [_whole(x, shape) for x in values])
-    if (called := _called(eqn)) is not None:
-        consts: Sequence = next((p.consts for p in eqn.params.values() if isinstance(p, core.ClosedJaxpr)), [])
-        return _evaluate(called, consts, values, shape, cut)
+    if (inner := called(eqn)) is not None:
+        return _evaluate(inner.jaxpr, inner.consts, values, shape, cut)
     if eqn.primitive.name == "cond" and not isinstance(values[0], Piece):
         return _evaluate_cond(eqn, values, shape, cut)
-    if eqn.primitive.name in _ELEMENTWISE and all(x.aval.shape == shape for x in eqn.outvars):
+    if eqn.primitive.name in ELEMENTWISE and all(x.aval.shape == shape for x in eqn.outvars):
         pieces = [cut(x).value if isinstance(x, Piece | Uniform) or jnp.ndim(x) or not shape else x for x in values]
         return [Piece(x) for x in _compat.bind_equation(eqn, pieces)]
     raise NotElementwise(eqn.primitive.name)

@@ -14,6 +14,7 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName
 from jax_ring.training.same_bits.evaluation import evaluate
 from jax_ring.training.zero.analysis import slicing
+from jax_ring.training.zero.analysis.data_flow import dependences, place_of
 from jax_ring.training.zero.given_norms import NormRequest, norms_given
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ def _traced(update: Callable, *inputs: Any) -> core.ClosedJaxpr:
 def _refuse_collectives(jaxpr) -> None:
     axes = _compat.rank_dependent_axes(jaxpr)
     if axes:
-        place = next(slicing.place_of(eqn) for eqn in jaxpr.eqns if _compat.rank_dependent_axes(eqn))
+        place = next(place_of(eqn) for eqn in jaxpr.eqns if _compat.rank_dependent_axes(eqn))
         raise ValueError(_collective_text(f"over {', '.join(map(repr, sorted(axes, key=repr)))}", _text(place)))
 
 
@@ -214,19 +215,14 @@ def _text(place: tuple[str, str]) -> str:
 def _owners(jaxpr, params, num_states: int) -> tuple[int | None, ...]:
     paths = [jax.tree_util.keystr(path) or "the root" for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     n = len(paths)
-    all_leaves = (1 << n) - 1
-    inputs = [1 << i if i < n + num_states else 0 for i in range(len(jaxpr.invars))]
-    masks = slicing.dependences(jaxpr, inputs)
     # What a leaf of the state needs may have come into it through another one, some steps ago.
-    needs = masks[n : n + num_states]
-    while True:
-        through = [mask | _through_states(mask, needs, n) for mask in needs]
-        if through == needs:
-            break
-        needs = through
+    states, before = [0] * num_states, None
+    masks: list[int] = []
+    while states != before:
+        masks = dependences(jaxpr, [*(1 << i for i in range(n)), *states, *[0] * (len(jaxpr.invars) - n - num_states)])
+        before, states = states, [a | b for a, b in zip(states, masks[n:], strict=False)]
     owners = []
-    for i, mask in enumerate(masks):
-        leaves = (mask | _through_states(mask, needs, n)) & all_leaves
+    for i, leaves in enumerate(masks):
         if i < n:
             leaves |= 1 << i
         if leaves.bit_count() > 1:
@@ -242,16 +238,6 @@ def _owners(jaxpr, params, num_states: int) -> tuple[int | None, ...]:
     return tuple(owners)
 
 
-def _through_states(mask: int, needs: list[int], n: int) -> int:
-    """What the leaves of the state in a mask need."""
-    found, rest = 0, mask >> n
-    while rest:
-        lowest = rest & -rest
-        found |= needs[lowest.bit_length() - 1]
-        rest ^= lowest
-    return found
-
-
 def _where_leaves_meet(jaxpr, output: int, n: int) -> tuple[str, str]:
     """The place of the first equation that needs several of the n gradients: on the way to an output, or anywhere."""
     for used_outputs in ([i == output for i in range(len(jaxpr.outvars))], [True] * len(jaxpr.outvars)):
@@ -263,7 +249,7 @@ def _where_leaves_meet(jaxpr, output: int, n: int) -> tuple[str, str]:
                 found.append(eqn)
 
         seeds = [1 << i if i < n else 0 for i in range(len(jaxpr.invars))]
-        slicing.dependences(thin, [seed for seed, kept in zip(seeds, used, strict=True) if kept], visit)
+        dependences(thin, [seed for seed, kept in zip(seeds, used, strict=True) if kept], visit)
         if found:
-            return slicing.place_of(found[0])
+            return place_of(found[0])
     return "", ""

@@ -1,0 +1,187 @@
+"""Whether parts of vectors can be updated one by one: the data flow of an optimizer whose parameters are cut."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ring import _compat
+from jax_ring.training.zero.analysis.data_flow import ELEMENTWISE, Domain, flow, number_of
+from jax_ring.training.zero.analysis.traced import Traced
+from jax_ring.training.zero.given_norms import NORM
+
+# The elements of each vector that is analyzed: a prime, so that no array without a vector's elements has as many.
+SIZE = 104729
+
+_UNCHANGED = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "reshape", "squeeze"}
+_OF_ELEMENTS = ELEMENTWISE | {"complex", "conj", "imag", "real"}
+_COLLECTIVES_OF_ELEMENTS = {"pmax", "pmin", "ppermute", "psum"}
+_OF_SUMS = {"add", "concatenate", "neg", "reduce_sum", "stack", "sub"}
+_RANDOM = {"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"}
+_ZERO_OF_ZEROS = {
+    "abs", "add", "cbrt", "ceil", "complex", "concatenate", "conj", "erf", "expm1", "floor", "gt", "imag",
+    "integer_pow", "log1p", "lt", "ne", "neg", "or", "real", "reduce_sum", "round", "sign", "sin", "sqrt", "square",
+    "sub", "tanh", "xor",
+}  # fmt: skip
+_CHOOSING: dict[str, Callable] = {"clamp": lambda numbers: sorted(numbers)[1], "max": max, "min": min}
+
+
+class _Known(NamedTuple):
+    """What is known of a variable on a rank that has a part of each vector.
+
+    Attributes:
+      kind: "same" if it does not depend on the parts; "part" if it belongs to a vector, element by element; "sum" if
+        its sum over ranks does not depend on the parts; "mixed" if it may be anything else.
+      detail: of "part" the index of the vector, None if all elements are alike; of "sum" the axes; of "mixed" the
+        operation that mixes.
+      number: the value of a scalar, or of the elements where zeros fill up the parameters; None if it is not known.
+    """
+
+    kind: str
+    detail: Any = None
+    number: Any = None
+
+
+class Cut(NamedTuple):
+    """What is wrong with an optimizer if each rank has a part of every parameter; None if nothing is.
+
+    Attributes:
+      elements: with its updates, and the scalars of its state.
+      division: with the vectors of its state, which are to be cut as the parameters are.
+    """
+
+    elements: str | None
+    division: str | None
+
+    @classmethod
+    def of(cls, traced: Traced, axes: Sequence) -> Cut:
+        """Follows an optimizer, traced for parameters of `SIZE` elements that are cut over these axes."""
+        domain = Domain(_constant, partial(_equation, frozenset(axes)), _chosen, rounds=sys.maxsize)
+        params = [_Known("part", i, 0) for i in range(len(traced.init.in_avals))]
+        state, before = flow(traced.init, params, domain), None
+        while state != before:
+            updates, after = traced.split(flow(traced.update, [*params, *state, *params], domain))
+            before, state = state, [_kept(joined) for joined in map(_joined, zip(state, after, strict=True))]
+        elements = division = None
+        for i, x in enumerate(updates):
+            if x.kind != "part" or x.detail not in (i, None):
+                why = x.detail if x.kind == "mixed" else "sum" if x.kind == "sum" else "choice of parameters"
+                elements = elements or f"is not elementwise: its {why} may give other results for parts of parameters"
+        for path, like, x in zip(traced.paths, traced.state, state, strict=True):
+            if not like.shape and x.kind != "same":
+                elements = elements or f"keeps a scalar that differs between ranks, in its state at {path}"
+            # An array of one zero is what optax has where it needs none.
+            elif like.shape and (like.shape, x.kind) != ((SIZE,), "part") and (like.shape, x.number) != ((1,), 0):
+                division = division or f"has state that is not divided as the parameters are, at {path}"
+        return cls(elements, division)
+
+
+def _constant(value: Any) -> _Known:
+    return _Known("mixed", "constant") if _is_vector(np.shape(value)) else _Known("same", number=number_of(value))
+
+
+def _joined(values: Sequence[_Known], mixing: str = "condition") -> _Known:
+    """What is known of one of several values, or of what is made of their elements."""
+    first, *others = values
+    for x in others:
+        number = first.number if first.number == x.number else None
+        is_alike = first.kind == x.kind == "part" and None in (first.detail, x.detail)
+        if not is_alike and (first.kind, first.detail) != (x.kind, x.detail):
+            return next((y for y in values if y.kind == "mixed"), _Known("mixed", mixing))
+        first = _Known(first.kind, x.detail if first.detail is None else first.detail, number)
+    return first
+
+
+def _kept(x: _Known) -> _Known:
+    """In the state. When it is repartitioned, zeros fill up its vectors."""
+    return x if x.kind != "part" or x.number == 0 else x._replace(number=None)
+
+
+def _chosen(decides: _Known | None, values: Sequence[_Known]) -> _Known:
+    if decides is None or decides.kind == "same":
+        return _joined(values)
+    return decides if decides.kind == "mixed" else _Known("mixed", "condition")
+
+
+def _is_vector(shape: tuple) -> bool:
+    """Whether an array has as many elements as some vectors."""
+    return np.prod(shape) % SIZE == 0
+
+
+def _equation(axes: frozenset, eqn: Any, operands: list[_Known]) -> list[_Known]:
+    name, results = eqn.primitive.name, [x.aval for x in eqn.outvars]
+    kinds = {x.kind for x in operands}
+    mixed = next((x for x in operands if x.kind == "mixed"), _Known("mixed", "sum" if "sum" in kinds else name))
+    keeps_sizes = [x.aval.size for x in eqn.invars] == [x.size for x in results]
+    known: list[_Known | None] = [None]
+    if over := _compat.rank_dependent_axes(eqn):
+        collective = name.removeprefix("ring_").removesuffix("_invariant")
+        if over & axes:
+            known = [_summed(x, collective, eqn.params, over) for x in operands] or [None]
+        elif collective in _COLLECTIVES_OF_ELEMENTS and keeps_sizes:
+            known = [x._replace(number=0 if x.number == 0 else None) for x in operands]
+        elif kinds <= {"same"}:
+            known = [_Known("same")]
+    elif eqn.primitive is NORM:
+        known = [_Known("same") if axes <= set(eqn.params["axes"]) and all(x.number == 0 for x in operands) else None]
+    elif name in _UNCHANGED and keeps_sizes:
+        is_rounded = "sum" in kinds and not jnp.issubdtype(results[0].dtype, jnp.inexact)
+        known = [None if is_rounded else operands[0]]
+    elif name in _RANDOM:
+        pass
+    elif kinds <= {"same"}:
+        if not any(_is_vector(x.shape) for x in results):
+            known = [_Known("same", number=_number(name, operands))]
+        elif name == "broadcast_in_dim" and eqn.invars[0].aval.size == 1:
+            known = [operands[0]._replace(kind="part")]
+    elif kinds <= {"same", "sum"}:
+        known = [_of_sums(name, operands)]
+    elif name in _OF_ELEMENTS and kinds <= {"same", "part"}:
+        parts = [x for x in operands if x.kind == "part"]
+        if all(x in parts or atom.aval.size == 1 for x, atom in zip(operands, eqn.invars, strict=True)):
+            known = [_joined(parts, "choice of parameters")._replace(number=_number(name, operands))]
+    elif name == "reduce_sum" and results[0].size == 1 and operands[0].number == 0:
+        known = [_Known("sum", axes)]
+    known = known * len(results) if len(known) == 1 else known
+    return [mixed if x is None or mixed in operands else x for x in known]
+
+
+def _summed(x: _Known, collective: str, params: dict[str, Any], over: set) -> _Known | None:
+    """After a collective over axes that cut."""
+    if x.kind == "same" and collective in ("pmax", "pmin"):
+        return x
+    if x.kind != "sum" or collective != "psum" or params.get("axis_index_groups") is not None:
+        return None
+    return _Known("sum", x.detail - over) if x.detail - over else _Known("same")
+
+
+def _of_sums(name: str, operands: list[_Known]) -> _Known | None:
+    """What is linear in sums."""
+    sums = [x for x in operands if x.kind == "sum"]
+    is_scaled = len(sums) == 1 and (name == "mul" or (name == "div" and operands[0] in sums))
+    is_added = name in _OF_SUMS and all(x.kind == "sum" or x.number == 0 for x in operands)
+    return _joined(sums)._replace(number=None) if is_scaled or is_added else None
+
+
+def _number(name: str, operands: list[_Known]) -> int | None:
+    """0 if an elementwise equation gives it. Numbers that are not known are taken to be finite, and not zero."""
+    numbers = [x.number for x in operands]
+    are_zero = [x == 0 for x in numbers]
+    if name in _CHOOSING and None not in numbers:
+        is_zero = _CHOOSING[name](numbers) == 0
+    elif name in ("and", "mul"):
+        is_zero = any(are_zero)
+    elif name == "div":
+        is_zero = are_zero == [True, False]
+    elif name == "not":
+        is_zero = numbers[0] is True
+    elif name == "is_finite":
+        return True if are_zero[0] else None
+    else:
+        is_zero = all(are_zero[name == "select_n" :]) and name in _ZERO_OF_ZEROS | {"select_n"}
+    return 0 if is_zero else None

@@ -1,0 +1,58 @@
+"""An optimizer as two traced functions, for parameters of which only the types exist."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from jax_ring import _compat
+from jax_ring.training.zero.given_norms import norms_as_equations
+
+
+class Traced(NamedTuple):
+    """An optax transformation for certain parameters, and gradients of the same types.
+
+    Attributes:
+      init: from parameters to the state's leaves.
+      update: from gradients, the state's leaves and parameters to updates and the state's leaves.
+      state: types of the state's leaves.
+      paths: to the state's leaves.
+    """
+
+    init: ClosedJaxpr
+    update: ClosedJaxpr
+    state: list
+    paths: list[str]
+
+    @classmethod
+    def of(cls, tx: Any, params: Any, axis_sizes: dict[Any, int]) -> Traced:
+        """Traces it where these axes are bound, and no mesh is. UnexpectedTracerError if it holds a tracer."""
+        env = list(axis_sizes.items())
+        with ExitStack() as stack:
+            for context in (
+                *(_compat.without_vma(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))),
+                # Where these forbid what the optimizer does, its own update raises the error.
+                *(
+                    jax.numpy_rank_promotion("allow"),
+                    jax.numpy_dtype_promotion("standard"),
+                    jax.transfer_guard("allow"),
+                ),
+                norms_as_equations(),
+            ):
+                stack.enter_context(context)
+            init, state = jax.make_jaxpr(tx.init, axis_env=env, return_shape=True)(params)
+            update, results = jax.make_jaxpr(tx.update, axis_env=env, return_shape=True)(params, state, params)
+        found, expected = (str(jax.tree.structure(tree)) for tree in (results, (params, state)))
+        if found != expected:
+            raise ValueError(f"update returned a tree {found} instead of {expected}")
+        if any(isinstance(x, jax.core.Tracer) for x in (*init.consts, *update.consts)):
+            raise jax.errors.UnexpectedTracerError("closure")
+        paths = [jax.tree_util.keystr(path) or "the root" for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+        return cls(init, update, jax.tree.leaves(state), paths)
+
+    def split(self, results: list) -> tuple[list, list]:
+        """What stands for the updates and for the state, among what stands for the results of `update`."""
+        return results[: len(self.init.in_avals)], results[len(self.init.in_avals) :]
