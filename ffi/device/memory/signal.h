@@ -23,7 +23,6 @@ JAX_RING_INLINE uint64_t flag_value(uint32_t fingerprint, uint32_t epoch) {
   return static_cast<uint64_t>(fingerprint) << 32 | epoch;
 }
 JAX_RING_INLINE uint32_t epoch_of(uint64_t flag) { return static_cast<uint32_t>(flag); }
-JAX_RING_INLINE uint32_t fingerprint_of(uint64_t flag) { return static_cast<uint32_t>(flag >> 32); }
 
 JAX_RING_TEAM uint64_t now_ns() {
 #if defined(__CUDACC__)
