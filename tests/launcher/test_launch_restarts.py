@@ -36,7 +36,7 @@ import os, pathlib, signal, time
 for process in pathlib.Path("/proc").glob("[0-9]*"):
     try:
         parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-        is_service = parent == os.getppid() and b"coordination.py" in (process / "cmdline").read_bytes()
+        is_service = parent == os.getppid() and b"coordinator/server.py" in (process / "cmdline").read_bytes()
     except FileNotFoundError:
         continue
     if is_service and os.environ["JAX_RING_RESTART"] == "0":
