@@ -107,8 +107,8 @@ def test_xla_gets_the_deadline_unless_the_user_has_set_a_limit(imported_first, f
     lines = ["import jax_ring\n", _INITIALIZE]
     with Processes(
         f"import jax, os\n{''.join(lines if imported_first else lines[::-1])}jax.devices()\n"
-        "from jax_ring.distributed import between_hosts\n"
-        "print('flags', os.environ['XLA_FLAGS'], between_hosts._state.xla_limit)",
+        "from jax_ring.distributed import xla_timeouts\n"
+        "print('flags', os.environ['XLA_FLAGS'], xla_timeouts._state.xla_limit)",
         1, distributed=None, environment={"JAX_RING_TIMEOUT_S": "1.5", "XLA_FLAGS": flags},
     ) as program:  # fmt: skip
         (result,) = program.wait()

@@ -46,8 +46,8 @@ STRINGS_WITHOUT = {  # by their beginnings
     "names, expressions to search with, and what is sent between processes": [
         "python -m jax_ring", "collective operation timed out", "jax_ring\\.launch:|", "\\b(DEADLINE_EXCEEDED|",
         "\\b[Pp]rocess (?P<process>",
-        "Array has been deleted|", "^\\s+(?:ROOT )", "(?:custom_call_target=|", "digest of the program",
-        "lowering of the program", "functions whose calls are joined", "over … in blocks\n", "this is the launcher of",
+        "Array has been deleted|", "^\\s+(?:ROOT )", "(?:custom_call_target=|", "dict[ir.Attribute, Call]",
+        "over … in blocks\n", "this is the launcher of",
     ],
     "the help of the launcher": [
         "the wait before the first restart", "time that processes have", "time that the other processes have",

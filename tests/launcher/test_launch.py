@@ -43,11 +43,11 @@ x = jax.make_array_from_process_local_data(jax.NamedSharding(mesh, P("i")), own)
 total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P()))(x)
 import jax_ring
 from jax_ring import _compat
-from jax_ring.distributed import control
+from jax_ring.launcher import protocol
 ours = jax.jit(jax.shard_map(lambda x: jax_ring.ring_psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P()))(x)
 assert float(ours[0]) == float(total[0])
-assert control.memory_prefix()
-assert _compat.distributed_client().key_value_try_get("jax_ring/token").startswith(control.memory_prefix())
+assert protocol.memory_prefix()
+assert _compat.distributed_client().key_value_try_get("jax_ring/token").startswith(protocol.memory_prefix())
 print(jax.process_count(), jax.local_device_count(), jax.device_count(), float(total[0]))
 """
     )
