@@ -23,9 +23,9 @@ def ids(request):
 def test_every_test_is_run_in_ci(ids):
     assert len(ids) > 3000
     assert f'rest_of_oldest="{tiers.REST_OF_OLDEST}" newest="{tiers.NEWEST}"' in CI
-    assert re.findall(r"^\.venv.*pytest -m .*$", CI, re.MULTILINE) == [
-        '.venv/bin/pytest -m "$rest_of_oldest" tests',
-        '.venv-newest/bin/pytest -m "$newest" tests',
+    assert re.findall(r"^\.venv.*pytest -n 3 -m .*$", CI, re.MULTILINE) == [
+        '.venv/bin/pytest -n 3 -m "$rest_of_oldest" tests',
+        '.venv-newest/bin/pytest -n 3 -m "$newest" tests',
     ]
     invocations = (tiers.PLAIN, tiers.REST_OF_OLDEST, tiers.NEWEST)
     assert not [nodeid for nodeid in ids if not any(tiers.selects(expression, nodeid) for expression in invocations)]
