@@ -6,6 +6,7 @@ its constant parts are in it, in this order.
 """
 
 import ast
+import functools
 import pathlib
 import re
 from collections.abc import Iterator
@@ -74,13 +75,21 @@ def num_words(text: str) -> int:
 
 # ---- The messages of the Python sources ------------------------------------------------------------------------------
 
-TREES = {path: ast.parse(path.read_text()) for path in sorted(ROOT.glob("jax_ring/**/*.py"))}
-CONSTANTS = {  # the names of environment variables, above all
-    target.id: node.value.value
-    for tree in TREES.values() for node in tree.body
-    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    for target in node.targets if isinstance(target, ast.Name)
-}  # fmt: skip
+
+@functools.cache
+def trees() -> dict[pathlib.Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in sorted(ROOT.glob("jax_ring/**/*.py"))}
+
+
+@functools.cache
+def constants() -> dict[str, str]:
+    """The names of environment variables, above all."""
+    return {
+        target.id: node.value.value
+        for tree in trees().values() for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for target in node.targets if isinstance(target, ast.Name)
+    }  # fmt: skip
 
 
 def text_of(node: ast.AST) -> str:
@@ -94,7 +103,7 @@ def text_of(node: ast.AST) -> str:
         case ast.FormattedValue(value=ast.Name() | ast.Attribute() as name):
             return text_of(name)
         case ast.Name(id=name) | ast.Attribute(attr=name):
-            return CONSTANTS.get(name, "…")
+            return constants().get(name, "…")
     return "…"
 
 
@@ -137,7 +146,7 @@ def native_strings(source: str) -> Iterator[str]:
 
 def messages() -> dict[str, str]:
     """The messages of all sources, and the file of each."""
-    found = {text: path for path, tree in TREES.items() for text in strings(tree)}
+    found = {text: path for path, tree in trees().items() for text in strings(tree)}
     for part in ("attributes", "base", "collective", "cpu", "cuda", "device", "recorder", "shm", "xla_cpu"):
         # Not what CMake says, which is seen while the modules are built.
         folder = ROOT / "ffi" / part
@@ -158,23 +167,28 @@ def matches(entry: str, message: str) -> bool:
     return True
 
 
-STRINGS = messages()
 NOT_ON_PAGE = tuple(text for texts in STRINGS_WITHOUT.values() for text in texts)
 FILES_NOT_ON_PAGE = [file for files in FILES_WITHOUT.values() for file in files]
-MESSAGES = {
-    text: file for text, file in STRINGS.items()
-    if file not in FILES_NOT_ON_PAGE and not text.lstrip().startswith(NOT_ON_PAGE)
-}  # fmt: skip
 ENTRIES = [code for lines in ENTRY.findall(PAGE) for code in re.findall("`([^`]+)`", lines)]
 
 
+def messages_for_users() -> dict[str, str]:
+    """Those that the page must have."""
+    return {
+        text: file for text, file in messages().items()
+        if file not in FILES_NOT_ON_PAGE and not text.lstrip().startswith(NOT_ON_PAGE)
+    }  # fmt: skip
+
+
 def test_each_message_has_an_entry():
-    missing = [f"{file}: {text}" for text, file in MESSAGES.items() if not any(matches(each, text) for each in ENTRIES)]
+    messages = messages_for_users().items()
+    missing = [f"{file}: {text}" for text, file in messages if not any(matches(each, text) for each in ENTRIES)]
     assert not missing, "docs/errors.md has no entry for\n" + "\n".join(missing)
 
 
 def test_each_entry_is_a_message():
-    left_over = [entry for entry in ENTRIES if not any(matches(entry, text) for text in MESSAGES)]
+    messages = messages_for_users()
+    left_over = [entry for entry in ENTRIES if not any(matches(entry, text) for text in messages)]
     assert not left_over, "docs/errors.md has entries for what no source says:\n" + "\n".join(left_over)
 
 
@@ -185,8 +199,8 @@ def test_entries_are_distinct_and_long_enough():
 
 
 def test_what_is_left_out_is_there():
-    assert not [text for text in NOT_ON_PAGE if not any(each.lstrip().startswith(text) for each in STRINGS)]
-    assert set(FILES_NOT_ON_PAGE) <= {*STRINGS.values()}
+    assert not [text for text in NOT_ON_PAGE if not any(each.lstrip().startswith(text) for each in messages())]
+    assert set(FILES_NOT_ON_PAGE) <= {*messages().values()}
 
 
 @pytest.mark.parametrize(
