@@ -43,8 +43,11 @@ def pytest_configure(config):
 
         override_option.replace_ring_functions()
     elif importlib.util.find_spec("jax_plugins") is None:  # no GPU, whose programs the option changes as well
-        # LLVM's optimizations take half of the time. XLA_FLAGS= keeps them, and so does the override.
-        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        # The compiler's work for speed would take half of the time. XLA_FLAGS= keeps it, and so does the override.
+        flags = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+        if jax.__version_info__ < (0, 11):
+            flags.append("--xla_cpu_use_fusion_emitters=false")  # newer versions abort on this flag
+        os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 
 @pytest.fixture
