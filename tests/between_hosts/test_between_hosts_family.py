@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import time
 from functools import partial
 
 import jax
@@ -404,12 +403,13 @@ def test_four_hosts():
 
 
 @pytest.mark.jax_processes(2, devices=4, environment=TWO_HOSTS)
-@pytest.mark.filterwarnings("ignore:invalid value encountered in not_equal:RuntimeWarning")  # of signalling NaNs
 def test_two_hosts():
-    for part in (
-        everywhere_and_any_dtype, traffic, several_operands, transformations, left_to_xla,
-        steps_of_xla_under_the_override,
-    ):  # fmt: skip
-        began = time.monotonic()
+    for part in (traffic, several_operands, transformations, left_to_xla, steps_of_xla_under_the_override):
         part()
-        print(f"{part.__name__} passed in {time.monotonic() - began:.1f} s")
+        print(f"{part.__name__} passed")
+
+
+@pytest.mark.jax_processes(2, devices=4, environment=TWO_HOSTS)
+@pytest.mark.filterwarnings("ignore:invalid value encountered in not_equal:RuntimeWarning")  # of signalling NaNs
+def test_two_hosts_everywhere_and_any_dtype():
+    everywhere_and_any_dtype()

@@ -104,6 +104,12 @@ def test_in_this_process():
     assert "not today" in output
 
 
+def texts_by_test(output: str) -> dict[str, str]:
+    """What pytest says of each test that failed."""
+    texts = re.split(r"^_+ (test_\w+) _+$", output.partition("short test summary")[0], flags=re.MULTILINE)
+    return dict(zip(texts[1::2], texts[2::2], strict=True))
+
+
 def test_the_rank_that_failed_comes_first(run_tests):
     status, output = run_tests(
         """
@@ -114,6 +120,24 @@ def test_fails():
         raise ValueError("the batch is empty")
     total()
 
+@pytest.mark.jax_processes(2, devices=0)
+def test_wrong_mark():
+    pass
+"""
+    )
+    assert status == 1
+    of = texts_by_test(output)
+    assert of["test_fails"].lstrip().startswith("rank 1 of 3: ValueError: the batch is empty")
+    assert '>           raise ValueError("the batch is empty")' in of["test_fails"]  # its traceback
+    assert re.search(r"^rank 0 of 3: .*rank", of["test_fails"], re.MULTILINE)
+    assert "rank 2 was here" in of["test_fails"]
+    assert "devices must be a positive integer, got 0" in of["test_wrong_mark"]
+    assert "2 failed" in output
+
+
+def test_hangs_and_exits(run_tests):
+    status, output = run_tests(
+        """
 @pytest.mark.jax_processes(2, timeout=15)
 def test_hangs():
     if jax.process_index() == 1:
@@ -125,25 +149,15 @@ def test_exits():
     if jax.process_index() == 1:
         print("this is the end", flush=True)
         os._exit(7)
-
-@pytest.mark.jax_processes(2, devices=0)
-def test_wrong_mark():
-    pass
 """
     )
     assert status == 1
-    texts = re.split(r"^_+ (test_\w+) _+$", output.partition("short test summary")[0], flags=re.MULTILINE)
-    of = dict(zip(texts[1::2], texts[2::2], strict=True))
-    assert of["test_fails"].lstrip().startswith("rank 1 of 3: ValueError: the batch is empty")
-    assert '>           raise ValueError("the batch is empty")' in of["test_fails"]  # its traceback
-    assert re.search(r"^rank 0 of 3: .*rank", of["test_fails"], re.MULTILINE)
-    assert "rank 2 was here" in of["test_fails"]
+    of = texts_by_test(output)
     assert "still running after 15 s" in of["test_hangs"]
     assert re.search(r"test_ranks.py\", line \d+ in test_hangs", of["test_hangs"])  # in the stack of rank 1
     assert "rank 1 of 2: ended with status 7 before the test had ended" in of["test_exits"]
     assert "this is the end" in of["test_exits"]
-    assert "devices must be a positive integer, got 0" in of["test_wrong_mark"]
-    assert "4 failed" in output
+    assert "2 failed" in output
 
 
 def test_faults(run_tests):
@@ -157,6 +171,20 @@ def test_killed():
             total()
     assert step == 2
 
+@pytest.mark.jax_processes(2, faults=[kill(0, at="another point")])
+def test_not_reached():
+    fault_point("a point")
+"""
+    )
+    assert status == 1
+    assert "1 passed" in output
+    assert "1 failed" in output
+    assert "did not happen: kill of rank 0 at 'another point'" in output
+
+
+def test_stops_and_delays(run_tests):
+    status, output = run_tests(
+        """
 @pytest.mark.jax_processes(2, faults=[stop(1, at="a point")], environment={"JAX_RING_TIMEOUT_S": "2"})
 def test_stopped():
     total()
@@ -172,16 +200,10 @@ def test_delayed():
     fault_point("a point")
     total()
     assert time.monotonic() - start >= 0.3
-
-@pytest.mark.jax_processes(2, faults=[kill(0, at="another point")])
-def test_not_reached():
-    fault_point("a point")
 """
     )
-    assert status == 1
-    assert "3 passed" in output
-    assert "1 failed" in output
-    assert "did not happen: kill of rank 0 at 'another point'" in output
+    assert status == 0, output
+    assert "2 passed" in output
 
 
 def test_lax_is_replaced(run_tests):
