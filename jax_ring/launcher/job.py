@@ -108,6 +108,8 @@ class Job:
         loop = asyncio.get_running_loop()
         # Not asyncio's subprocesses: those end only when their pipes are closed, and descendants may hold them open.
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
+        # Whatever starts a launcher may block them, and the processes of the job would inherit that.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, *FORWARDED_SIGNALS})
         for signum in FORWARDED_SIGNALS:
             # A launcher in the background or under nohup inherits ignored signals, and must keep ignoring them.
             if signal.getsignal(signum) != signal.SIG_IGN:

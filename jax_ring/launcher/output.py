@@ -162,7 +162,7 @@ class Output:
 
     def log(self, text: str) -> None:
         """Writes a message of the launcher. Never blocks."""
-        self._writers[1].put(self._files[1], f"jax_ring.launch: {text}\n".encode())
+        self._writers[1].put(self._files[1], f"jax_ring.launch: {text}\n".encode(errors="backslashreplace"))
 
     async def copy(self, stream: IO[bytes], to_stderr: bool, label: str, color: int, log: int | None) -> None:
         """Copies lines from a pipe to its end, each with a label; `log` is a file that gets them without."""

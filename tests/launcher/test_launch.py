@@ -124,6 +124,45 @@ def test_signals_are_passed_on(script):
     assert_gone(started)
 
 
+@pytest.mark.parametrize("starter", ["blocks", "ignores"])
+def test_a_starter_that_blocks_or_ignores_signals(script, starter):
+    """As daemons do. The launcher sees its processes end, and they get the signals that it passes on."""
+
+    def prepare():
+        if starter == "blocks":
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
+        else:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    ends = start("-n", "2", script("import sys; sys.exit(3)"), preexec_fn=prepare)
+    _, err = ends.communicate(timeout=30)
+    assert ends.returncode == 3, err
+    assert "exited with status 3" in err
+
+    launcher = start("-n", "2", script(WAITS.format("")), preexec_fn=prepare)
+    started = pids(launcher, 2)
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 128 + signal.SIGTERM, err
+    assert "killing" not in err
+    assert_gone(started)
+
+
+def test_an_exception_with_a_text_that_utf_8_cannot_hold(script):
+    """As the names of files have it, from os.listdir. Restarts go on, and the right rank is named."""
+    path = script(
+        r"""
+import os
+if os.environ["JAX_PROCESS_ID"] == "1" and os.environ["JAX_RING_RESTART"] == "0":
+    raise ValueError("no such file: a\udcffb \ud800")
+"""
+    )
+    status, _, err = run("-n", "2", "--max-restarts", "1", path)
+    assert status == 0, err
+    assert r"jax_ring.launch: failed: rank 1" in err
+    assert r"ValueError: no such file: a\udcffb \ud800" in err
+
+
 def test_no_orphans_of_a_killed_launcher(script):
     launcher = start("-n", "2", script(WAITS.format("signal.signal(signal.SIGTERM, signal.SIG_IGN)")))
     started = pids(launcher, 2)
