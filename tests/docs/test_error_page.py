@@ -144,6 +144,7 @@ def native_strings(source: str) -> Iterator[str]:
             was_string = token[1] is not None
 
 
+@functools.cache  # not at import, which every worker does
 def messages() -> dict[str, str]:
     """The messages of all sources, and the file of each."""
     found = {text: path for path, tree in trees().items() for text in strings(tree)}
