@@ -23,7 +23,8 @@ LEAST_LETTERS = 10  # in the constant parts of an entry; fewer would be in too m
 FILES_WITHOUT = {
     "what a native module's functions are": ["xla_cpu/module.cc", "cuda/module.cc", "cuda/kernels_module.cc"],
     "what custom calls hold, which jax_ring itself writes": [
-        "attributes/trees.h", "attributes/xla_types.h", "xla_cpu/decode.cc", "launch/instance.cc",
+        "attributes/attributes.cc", "attributes/trees.h", "attributes/xla_types.h", "xla_cpu/decode.cc",
+        "launch/instance.cc",
     ],
 }  # fmt: skip
 
@@ -55,14 +56,12 @@ STRINGS_WITHOUT = {  # by their beginnings
     ],
     "checks of what jax_ring itself passes on": [
         "prctl(PR_SET_PDEATHSIG) failed", "call enlist() first", "unknown request", "not reached",
-        "jax_ring: jax_ring.between_hosts needs", "jax_ring: there must be one threshold", "replica groups: ",
-        "jax_ring: the root is not in every group", "jax_ring: there must be one process per partition",
-        "partition … is in none of", ": the ranks have different numbers", "a group has between 1 and",
-        "the group is not connected", "rank … is not of this process", "the memory handle has",
-        "the kernels have no ragged all-to-all", "the lane is …", ": the CUDA ordinal … is not below",
+        "jax_ring: jax_ring.between_hosts needs", "replica groups: ", "partition … is in none of",
+        ": the ranks have different numbers", "a group has between 1 and", "the group is not connected",
+        "rank … is not of this process", "the memory handle has", ": the CUDA ordinal … is not below",
         "an operand of … elements in", "a call needs one result per operand", ": executed on the GPU with CUDA ordinal",
-        "elements are converted within one process", "jax_ring: no part is rounded to",
-        "a message of … bytes is cut off", "no rank of the group is in this process", "process … has ended",
+        "elements are converted within one process", "a message of … bytes is cut off",
+        "no rank of the group is in this process", "process … has ended",
     ],
     "a default that is always replaced": ["it is not there"],
 }  # fmt: skip
