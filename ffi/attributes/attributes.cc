@@ -5,7 +5,6 @@
 #include <stdexcept>
 #include <string_view>
 
-#include "attributes/reader.h"
 #include "base/describe.h"
 
 namespace jax_ring {
@@ -14,6 +13,26 @@ namespace {
 namespace ffi = xla::ffi;
 using Numbers = std::vector<int64_t>;
 
+constexpr size_t kNumAttributes = 20;
+
+[[noreturn]] void fail_as_of_another_version(const std::string& why) {
+  throw std::invalid_argument(why +
+                              ", so the program was exported or compiled with another version of jax_ring. Export or "
+                              "compile it again with the version that runs it.");
+}
+
+template <class T>
+T get(ffi::Dictionary all, std::string_view name) {
+  const ffi::ErrorOr<T> value = all.get<T>(name);
+  if (value) return *value;
+  fail_as_of_another_version("the attribute '" + std::string(name) + "' is missing or has another type");
+}
+std::string_view text_of(ffi::Dictionary all, std::string_view name) { return get<std::string_view>(all, name); }
+Numbers numbers_of(ffi::Dictionary all, std::string_view name) {
+  const auto span = get<ffi::Span<const int64_t>>(all, name);
+  return {span.begin(), span.end()};
+}
+
 // The enumerator whose name is `name`; `names` lists them in the order of the enumeration.
 template <class Enum, size_t kCount>
 Enum named(std::string_view name, const std::string_view (&names)[kCount]) {
@@ -21,35 +40,6 @@ Enum named(std::string_view name, const std::string_view (&names)[kCount]) {
     if (names[i] == name) return static_cast<Enum>(i);
   }
   throw std::invalid_argument("unknown attribute value " + std::string(name));
-}
-
-// The requested algorithm; none if the engine chooses.
-std::optional<Algorithm> algorithm_of(std::string_view name) {
-  constexpr std::string_view kAlgorithms[] = {"one_shot", "two_shot", "ring"};
-  if (name == "auto") return std::nullopt;
-  return named<Algorithm>(name, kAlgorithms);
-}
-
-void check_groups(const Attributes& call, int64_t root) {
-  if (call.processes.size() != call.members.size()) {
-    throw std::invalid_argument("there are " + std::to_string(call.members.size()) + " members and " +
-                                std::to_string(call.processes.size()) + " processes of them");
-  }
-  int64_t left = static_cast<int64_t>(call.members.size());
-  for (int64_t size : call.group_sizes) {
-    if (root < 0 || root >= size) {
-      throw std::invalid_argument("the root, rank " + std::to_string(root) + ", is not in a group of " +
-                                  std::to_string(size));
-    }
-    left = size > left ? -1 : left - size;
-  }
-  if (left != 0) {
-    throw std::invalid_argument("groups of the sizes " + list(call.group_sizes) + " do not hold " +
-                                std::to_string(call.members.size()) + " members");
-  }
-  if (std::set<int64_t>(call.members.begin(), call.members.end()).size() != call.members.size()) {
-    throw std::invalid_argument("a member is in the groups twice: " + list(call.members));
-  }
 }
 
 // The attribute `sources`, see Plan::sources. Empty unless the collective is a permutation.
@@ -63,8 +53,7 @@ std::vector<int> sources_of(const Plan& plan, const Numbers& sources, const Numb
   }
   for (int64_t source : sources) {
     if (source == kNoRank) continue;
-    const bool exists = source >= 0 && static_cast<size_t>(source) < sources.size();
-    if (exists && !is_sent[source]) {
+    if (source >= 0 && static_cast<size_t>(source) < sources.size() && !is_sent[source]) {
       is_sent[source] = true;
       continue;
     }
@@ -100,37 +89,37 @@ std::optional<Range> part_of(const Plan& plan, const Numbers& part) {
   return Range{static_cast<size_t>(part[0]), static_cast<size_t>(part[1])};
 }
 
-ffi::DataType rounds_to_of(std::string_view name) {
-  if (name.empty()) return ffi::DataType::INVALID;
-  if (name == "bfloat16") return ffi::BF16;
-  if (name == "float16") return ffi::F16;
-  throw std::invalid_argument("no part is rounded to " + std::string(name));
-}
-
-void read(Reader& all, Attributes& call) {
-  const int64_t root = all.number("root");
-  call.plan = {named<Collective>(all.text("collective"), kCollectives), named<Order>(all.text("order"), kOrders),
-               static_cast<int>(root)};
-  call.op = named<Op>(all.text("op"), kOps);
-  call.algorithm = algorithm_of(all.text("algorithm"));
-  call.group_sizes = all.numbers("group_sizes");
-  call.members = all.numbers("members");
-  call.processes = all.numbers("processes");
+void read(ffi::Dictionary all, Attributes& call) {
+  constexpr std::string_view kAlgorithms[] = {"one_shot", "two_shot", "ring"}, kRounded[] = {"", "bfloat16", "float16"};
+  constexpr ffi::DataType kRoundsTo[] = {ffi::DataType::INVALID, ffi::BF16, ffi::F16};
+  const auto root = get<int64_t>(all, "root");
+  call.plan = {named<Collective>(text_of(all, "collective"), kCollectives),
+               named<Order>(text_of(all, "order"), kOrders), static_cast<int>(root)};
+  call.op = named<Op>(text_of(all, "op"), kOps);
+  const std::string_view algorithm = text_of(all, "algorithm");
+  if (algorithm != "auto") call.algorithm = named<Algorithm>(algorithm, kAlgorithms);
+  call.group_sizes = numbers_of(all, "group_sizes");
+  call.members = numbers_of(all, "members");
+  call.processes = numbers_of(all, "processes");
   check_groups(call, root);
   call.thresholds =
-      thresholds_of(all.numbers("one_shot_bytes"), all.numbers("two_shot_bytes"), call.group_sizes.size());
-  const Numbers sources = all.numbers("sources"), part = all.numbers("part"), shards = all.numbers("tree_shards"),
-                sizes = all.numbers("tree_sizes"), ranks = all.numbers("tree_ranks");
+      thresholds_of(numbers_of(all, "one_shot_bytes"), numbers_of(all, "two_shot_bytes"), call.group_sizes.size());
+  const Numbers sources = numbers_of(all, "sources"), part = numbers_of(all, "part"),
+                shards = numbers_of(all, "tree_shards"), sizes = numbers_of(all, "tree_sizes"),
+                ranks = numbers_of(all, "tree_ranks");
   call.sources = sources_of(call.plan, sources, call.group_sizes);
   call.plan.sources = call.sources.data();
   call.trees = trees_of(call.plan, call.group_sizes, shards, sizes, ranks);
   call.part = part_of(call.plan, part);
-  call.rounds_to = rounds_to_of(all.text("rounds_to"));
-  call.program = all.text("program");
-  call.lane = all.number("lane");
-  all.expect_end();
-  call.hash.add(std::string_view(call.call)).add(call.plan.collective).add(call.plan.order).add(call.plan.root);
-  call.hash.add(call.op).add(call.algorithm.value_or(Algorithm::count)).add(call.rounds_to);
+  call.rounds_to = kRoundsTo[named<int>(text_of(all, "rounds_to"), kRounded)];
+  call.program = text_of(all, "program");
+  call.lane = get<int64_t>(all, "lane");
+  if (all.size() != kNumAttributes) {
+    fail_as_of_another_version("there are " + std::to_string(all.size()) + " attributes, not " +
+                               std::to_string(kNumAttributes));
+  }
+  call.hash.add(std::string_view(call.call)).add(call.plan.collective).add(call.plan.order).add(root).add(call.op);
+  call.hash.add(call.algorithm.value_or(Algorithm::count)).add(call.rounds_to);
   for (const Numbers* numbers : {&sources, &shards, &sizes, &ranks, &part}) {
     for (int64_t number : *numbers) call.hash.add(number);
   }
@@ -138,19 +127,40 @@ void read(Reader& all, Attributes& call) {
 
 }  // namespace
 
+void check_groups(const Attributes& call, int64_t root) {
+  if (call.processes.size() != call.members.size()) {
+    throw std::invalid_argument("there are " + std::to_string(call.members.size()) + " members and " +
+                                std::to_string(call.processes.size()) + " processes of them");
+  }
+  int64_t left = static_cast<int64_t>(call.members.size());
+  for (int64_t size : call.group_sizes) {
+    if (root < 0 || root >= size) {
+      throw std::invalid_argument("the root, rank " + std::to_string(root) + ", is not in a group of " +
+                                  std::to_string(size));
+    }
+    left = size > left ? -1 : left - size;
+  }
+  if (left != 0 || call.members.empty()) {
+    throw std::invalid_argument("groups of the sizes " + list(call.group_sizes) + " do not hold " +
+                                std::to_string(call.members.size()) + " members");
+  }
+  if (std::set<int64_t>(call.members.begin(), call.members.end()).size() != call.members.size()) {
+    throw std::invalid_argument("a member is in the groups twice: " + list(call.members));
+  }
+}
+
 const Thresholds& Attributes::thresholds_of(size_t group) const {
   if (thresholds.empty()) throw std::invalid_argument("a group whose ranks choose an algorithm has no thresholds");
   return thresholds[group];
 }
 
 Attributes attributes_of(ffi::Dictionary all) {
-  Reader reader(all);
   Attributes call;
   call.text = "jax_ring";
   try {
-    call.call = reader.text("call");
-    call.text = describe(call.call, reader.text("site"));
-    read(reader, call);
+    call.call = text_of(all, "call");
+    call.text = describe(call.call, text_of(all, "site"));
+    read(all, call);
   } catch (const std::invalid_argument& error) {
     throw std::invalid_argument(call.text + ": " + error.what());
   }

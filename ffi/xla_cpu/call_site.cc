@@ -85,6 +85,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate_barrier(ffi::Span<const int6
     all.members = {members.begin(), members.end()};
     all.processes = {processes.begin(), processes.end()};
     all.group_sizes = {static_cast<int64_t>(members.size())};
+    check_groups(all, 0);
     return std::make_unique<CallSite>(std::move(all));
   } catch (const std::exception& error) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(error.what()));

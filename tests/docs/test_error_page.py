@@ -23,8 +23,7 @@ LEAST_LETTERS = 10  # in the constant parts of an entry; fewer would be in too m
 FILES_WITHOUT = {
     "what a native module's functions are": ["xla_cpu/module.cc", "cuda/module.cc", "cuda/kernels_module.cc"],
     "what custom calls hold, which jax_ring itself writes": [
-        "attributes/attributes.cc", "attributes/trees.h", "attributes/xla_types.h", "xla_cpu/decode.cc",
-        "launch/instance.cc",
+        "attributes/trees.h", "attributes/xla_types.h", "xla_cpu/decode.cc", "launch/instance.cc",
     ],
 }  # fmt: skip
 
@@ -62,6 +61,9 @@ STRINGS_WITHOUT = {  # by their beginnings
         "an operand of … elements in", "a call needs one result per operand", ": executed on the GPU with CUDA ordinal",
         "elements are converted within one process", "a message of … bytes is cut off",
         "no rank of the group is in this process", "process … has ended",
+        "unknown attribute value", "there are … members and", "there are … groups, with", "there are … sources for",
+        "the root, rank …", "groups of the sizes", "a member is in the groups twice", "the source …",
+        "the thresholds of a group are", "only a reduce-scatter and an all-gather can", "a group whose ranks choose",
     ],
     "a default that is always replaced": ["it is not there"],
 }  # fmt: skip
