@@ -61,7 +61,7 @@ STRINGS_WITHOUT = {  # by their beginnings
         "an operand of … elements in", "a call needs one result per operand", ": executed on the GPU with CUDA ordinal",
         "elements are converted within one process", "a message of … bytes is cut off",
         "no rank of the group is in this process", "process … has ended",
-        "unknown attribute value", "there are … members and", "there are … groups, with", "there are … sources for",
+        "there are … members and", "there are … groups, with", "there are … sources for",
         "the root, rank …", "groups of the sizes", "a member is in the groups twice", "the source …",
         "the thresholds of a group are", "only a reduce-scatter and an all-gather can", "a group whose ranks choose",
     ],
