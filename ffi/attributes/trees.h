@@ -20,30 +20,30 @@ struct Trees {
 // group_sizes, tree_shards, tree_sizes: by group, the number of its members, of the shards of its tree, and of the
 // ranks that hold these, which are more than the members if others are on other hosts. tree_ranks: which of them the
 // members are, group after group. All but the first are empty with another order.
-template <class Span>
-Trees trees_of(const Plan& plan, const Span& group_sizes, const Span& tree_shards, const Span& tree_sizes,
-               const Span& tree_ranks) {
+inline Trees trees_of(const Plan& plan, const std::vector<int64_t>& group_sizes,
+                      const std::vector<int64_t>& tree_shards, const std::vector<int64_t>& tree_sizes,
+                      const std::vector<int64_t>& tree_ranks) {
   Trees trees;
   if (!folds_along_tree(plan)) return trees;
   size_t num_members = 0;
   for (int64_t size : group_sizes) num_members += size;
   if (tree_shards.size() != group_sizes.size() || tree_sizes.size() != group_sizes.size() ||
       tree_ranks.size() != num_members) {
-    throw std::invalid_argument("jax_ring: order 'tree' needs a tree for each of the " +
-                                std::to_string(group_sizes.size()) + " groups and a place in it for each member");
+    throw std::invalid_argument("order 'tree' needs a tree for each of the " + std::to_string(group_sizes.size()) +
+                                " groups and a place in it for each member");
   }
   size_t next = 0;
   for (size_t group = 0; group < group_sizes.size(); ++group) {
     const int64_t shards = tree_shards[group], size = tree_sizes[group];
     if (size < 1 || shards < size || shards % size != 0 || shards > (1 << 24)) {
-      throw std::invalid_argument("jax_ring: " + std::to_string(size) + " ranks cannot hold equally many of " +
+      throw std::invalid_argument("" + std::to_string(size) + " ranks cannot hold equally many of " +
                                   std::to_string(shards) + " shards");
     }
     std::vector<int> ranks;
     for (const size_t end = next + group_sizes[group]; next < end; ++next) {
       const int64_t rank = tree_ranks[next];
       if (rank < 0 || rank >= size || (!ranks.empty() && rank <= ranks.back())) {
-        throw std::invalid_argument("jax_ring: the members of a group are not ranks of its tree in ascending order");
+        throw std::invalid_argument("the members of a group are not ranks of its tree in ascending order");
       }
       ranks.push_back(static_cast<int>(rank));
     }
@@ -53,7 +53,7 @@ Trees trees_of(const Plan& plan, const Span& group_sizes, const Span& tree_shard
   }
   if (trees.num_results > 1 && plan.collective != Collective::reduce_scatter) {
     throw std::invalid_argument(
-        "jax_ring: a group without all ranks of its tree has several partial sums, which only "
+        "a group without all ranks of its tree has several partial sums, which only "
         "a reduce-scatter returns");
   }
   return trees;

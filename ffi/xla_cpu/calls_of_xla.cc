@@ -50,13 +50,13 @@ namespace {
 namespace ffi = xla::ffi;
 
 // The processes of the group that a rank is in.
-std::vector<int64_t> processes_with(int64_t partition, ffi::Span<const int64_t> partitions,
+std::vector<int64_t> processes_with(int64_t partition, ffi::Span<const int64_t> members,
                                     ffi::Span<const int64_t> processes, ffi::Span<const int64_t> group_sizes) {
   size_t begin = 0;
   for (const int64_t size : group_sizes) {
-    const size_t end = std::min(begin + static_cast<size_t>(size), std::min(partitions.size(), processes.size()));
-    const auto* const first = partitions.begin() + begin;
-    if (std::find(first, partitions.begin() + end, partition) != partitions.begin() + end) {
+    const size_t end = std::min(begin + static_cast<size_t>(size), std::min(members.size(), processes.size()));
+    const auto* const first = members.begin() + begin;
+    if (std::find(first, members.begin() + end, partition) != members.begin() + end) {
       return {processes.begin() + begin, processes.begin() + end};
     }
     begin = end;
@@ -65,7 +65,7 @@ std::vector<int64_t> processes_with(int64_t partition, ffi::Span<const int64_t> 
 }
 
 ffi::Error execute(ffi::RunId run, ffi::BufferR0<ffi::U32> partition, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                   int64_t begins, std::string_view call, std::string_view site, ffi::Span<const int64_t> partitions,
+                   int64_t begins, std::string_view call, std::string_view site, ffi::Span<const int64_t> members,
                    ffi::Span<const int64_t> processes, ffi::Span<const int64_t> group_sizes) {
   if (args.size() != rets.size()) {
     return ffi::Error::InvalidArgument("jax_ring: jax_ring.between_hosts needs one result per operand");
@@ -80,7 +80,7 @@ ffi::Error execute(ffi::RunId run, ffi::BufferR0<ffi::U32> partition, ffi::Remai
   const int64_t rank = *partition.typed_data();
   if (begins != 0) {
     CallsOfXla::instance().begin({run.run_id, rank, std::string(call), describe(call, site),
-                                  processes_with(rank, partitions, processes, group_sizes),
+                                  processes_with(rank, members, processes, group_sizes),
                                   std::chrono::steady_clock::now()});
   } else {
     CallsOfXla::instance().end(run.run_id, rank, call);
@@ -97,7 +97,7 @@ XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
                            .Attr<int64_t>("begins")
                            .Attr<std::string_view>("call")
                            .Attr<std::string_view>("site")
-                           .Attr<ffi::Span<const int64_t>>("partitions")
+                           .Attr<ffi::Span<const int64_t>>("members")
                            .Attr<ffi::Span<const int64_t>>("processes")
                            .Attr<ffi::Span<const int64_t>>("group_sizes"));
 

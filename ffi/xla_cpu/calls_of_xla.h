@@ -47,8 +47,8 @@ class CallsOfXla {
 // Results:  these operands, unchanged; in the same buffers where XLA can.
 // Attributes:
 //   begins       int64: 1 before the collectives, 0 after them
-//   call, site   strings: as of the collectives of the engine (handler.h). The site is used where the call begins.
-//   partitions, processes, group_sizes
+//   call, site   strings: as of the collectives of the engine (attributes.h). The site is used where the call begins.
+//   members, processes, group_sizes
 //                int64 arrays: as of the collectives of the engine
 XLA_FFI_Error* between_hosts_execute(XLA_FFI_CallFrame* call_frame);
 

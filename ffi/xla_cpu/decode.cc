@@ -106,18 +106,17 @@ Conversion conversion_of(const Message& message, ffi::DataType rounds_to, ffi::D
 }
 
 // Of a reduce-scatter whose operand is a part of an array, or of an all-gather whose result is.
-void decode_part(const CallSite& site, int num_ranks, ffi::RemainingArgs args, ffi::RemainingRets rets,
+void decode_part(const Attributes& call, int num_ranks, ffi::RemainingArgs args, ffi::RemainingRets rets,
                  Message& message, Participant& participant) {
-  const std::vector<int64_t>& part = site.part;
+  const auto [begin, size] = *call.part;
   const bool scatters = message.plan.collective == Collective::reduce_scatter;
-  if ((!scatters && message.plan.collective != Collective::all_gather) || folds_along_tree(message.plan) ||
-      part.size() != 2 || part[0] < 0 || part[1] < 0 || rets.size() != 1 || args.size() == 0) {
-    throw std::invalid_argument("jax_ring: only a reduce-scatter and an all-gather of one operand can be for a part");
+  if (rets.size() != 1 || args.size() == 0) {
+    throw std::invalid_argument("jax_ring: a call for a part has one operand and one result");
   }
   const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(0);
   ffi::AnyBuffer output = **rets.get<ffi::AnyBuffer>(0);
   const ffi::AnyBuffer& whole = scatters ? input : output;
-  message.conversion = conversion_of(message, site.rounds_to, input.element_type(), output.element_type());
+  message.conversion = conversion_of(message, call.rounds_to, input.element_type(), output.element_type());
   const EngineType type = engine_type_of(message.plan, input.element_type());
   message.dtype = type.dtype;
   // An element of the engine, in elements of the operand and of the result.
@@ -126,8 +125,7 @@ void decode_part(const CallSite& site, int num_ranks, ffi::RemainingArgs args, f
     of_input = message.conversion.operand_bytes / ffi::ByteWidth(input.element_type());
     of_output = message.conversion.result_bytes / ffi::ByteWidth(output.element_type());
   }
-  const size_t begin = part[0], size = part[1], count = input.element_count() / of_input,
-               block = scatters ? output.element_count() : count * of_output;
+  const size_t count = input.element_count() / of_input, block = scatters ? output.element_count() : count * of_output;
   const bool is_whole = count * of_input == input.element_count() && begin % of_output == 0;
   if (!is_whole || size != block * num_ranks || begin > whole.element_count() || size > whole.element_count() - begin) {
     throw std::invalid_argument("jax_ring: " + std::to_string(size) + " elements from " + std::to_string(begin) +
@@ -150,9 +148,9 @@ void decode_part(const CallSite& site, int num_ranks, ffi::RemainingArgs args, f
 
 }  // namespace
 
-void decode(const CallSite& site, int num_ranks, ffi::RemainingArgs args, ffi::RemainingRets rets, Message& message,
+void decode(const Attributes& call, int num_ranks, ffi::RemainingArgs args, ffi::RemainingRets rets, Message& message,
             Participant& participant) {
-  if (!site.part.empty()) return decode_part(site, num_ranks, args, rets, message, participant);
+  if (call.part) return decode_part(call, num_ranks, args, rets, message, participant);
   if (message.plan.collective == Collective::ragged_all_to_all) {
     return decode_ragged(num_ranks, args, rets, message, participant);
   }

@@ -1,10 +1,10 @@
 // decode.h: the operands and results of a custom call, checked, as the engine takes them.
 #pragma once
 
+#include "attributes/attributes.h"
 #include "cpu/engine.h"
 #include "cpu/rendezvous/rendezvous.h"
 #include "xla/ffi/api/ffi.h"
-#include "xla_cpu/call_site.h"
 
 namespace jax_ring::cpu {
 
@@ -14,7 +14,7 @@ namespace jax_ring::cpu {
 // the result has where nothing is received, which is copied to it, unless it is there already.
 //
 // Throws std::invalid_argument if the buffers do not fit the collective in a group of `num_ranks` ranks.
-void decode(const CallSite& site, int num_ranks, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
+void decode(const Attributes& call, int num_ranks, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
             Message& message, Participant& participant);
 
 }  // namespace jax_ring::cpu

@@ -53,7 +53,7 @@ bool is_one_shot(const CallSite& site, const Message& message, const Thresholds&
   size_t count = 0;
   for (size_t of_operand : message.counts) count += of_operand;
   const Algorithm chosen = choose(count * element_size(message.dtype), thresholds);
-  return site.algorithm.value_or(chosen) == Algorithm::one_shot;
+  return site.call.algorithm.value_or(chosen) == Algorithm::one_shot;
 }
 
 class XlaWorkers final : public Workers {
@@ -68,14 +68,16 @@ class XlaWorkers final : public Workers {
 
 // Whether further parts of an array follow that an all-gather is for. They cross hosts meanwhile.
 bool is_followed(const CallSite& site, ffi::RemainingRets rets) {
-  if (site.part.empty() || site.plan.collective != Collective::all_gather) return false;
-  return static_cast<size_t>(site.part[0] + site.part[1]) < (**rets.get<ffi::AnyBuffer>(0)).element_count();
+  const std::optional<Range>& part = site.call.part;
+  if (!part || site.call.plan.collective != Collective::all_gather) return false;
+  return part->begin + part->count < (**rets.get<ffi::AnyBuffer>(0)).element_count();
 }
 
 // The parts of an array are gathered into one result, whose memory is mostly fresh. Page faults would take the time
 // that XLA needs to copy and to add what crosses hosts.
 void prepare_result(const CallSite& site, ffi::RemainingRets rets) {
-  if (site.part.empty() || site.plan.collective != Collective::all_gather || site.part[0] > 0) return;
+  const std::optional<Range>& part = site.call.part;
+  if (!part || site.call.plan.collective != Collective::all_gather || part->begin > 0) return;
   ffi::AnyBuffer result = **rets.get<ffi::AnyBuffer>(0);
   advise_huge_pages(result.untyped_data(), result.size_bytes());
 }
@@ -165,7 +167,7 @@ Completion completion_of(const ffi::Promise& to_complete) {
 
 // Whether a rank may wait in its call. Calls between processes have their own way, and parts of an array are summed
 // while others cross hosts.
-bool may_wait(const CallSite& site, int group) { return !site.groups[group].has_value() && site.part.empty(); }
+bool may_wait(const CallSite& site, int group) { return !site.groups[group].has_value() && !site.call.part; }
 
 // Says how the rank of this thread may wait.
 void offer_to_wait(Kept& kept, const CallSite& site, int group, const ffi::ThreadPool& pool) {
@@ -208,16 +210,16 @@ Result execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::Buffer
     const int group = groups.place(*partition.typed_data()).group;
     Message& message = kept.call.message;
     Participant& participant = kept.participant;
-    message.plan = site->plan;
-    message.op = site->op;
-    message.tree = site->trees.of_group.empty() ? nullptr : &site->trees.of_group[group];
-    message.num_results = site->trees.num_results;
+    message.plan = site->call.plan;
+    message.op = site->call.op;
+    message.tree = site->call.trees.of_group.empty() ? nullptr : &site->call.trees.of_group[group];
+    message.num_results = site->call.trees.num_results;
     message.counts.clear();
     message.slices = nullptr;
     message.conversion = {};
     participant.inputs.clear();
     participant.outputs.clear();
-    decode(*site, groups.size(group), args, rets, message, participant);
+    decode(site->call, groups.size(group), args, rets, message, participant);
     if (message.conversion.kernel != nullptr && site->groups[group].has_value()) {
       throw std::invalid_argument("elements are converted within one process only");
     }

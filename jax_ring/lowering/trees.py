@@ -1,4 +1,4 @@
-"""The trees along which the groups of a call add, and the attributes of the custom call that describe them."""
+"""The trees along which the groups of a call add."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -102,12 +102,3 @@ def mean_terms(trees: Sequence[GroupTree]) -> float:
     """How many terms a rank contributes, on average; one without trees."""
     counts = [len(shard_tree.terms_of(*tree[:2], rank)) for tree in trees for rank in tree.ranks]
     return sum(counts) / len(counts) if counts else 1
-
-
-def attributes_of(trees: Sequence[GroupTree]) -> dict:
-    """The attributes of the custom call for the trees of its groups; empty ones for a call in another order."""
-    return {
-        "tree_shards": np.array([tree.num_shards for tree in trees], np.int64),
-        "tree_sizes": np.array([tree.num_ranks for tree in trees], np.int64),
-        "tree_ranks": np.array([rank for tree in trees for rank in tree.ranks], np.int64),
-    }

@@ -66,7 +66,7 @@ def test_exchanges_are_ours(mesh_of, name, overridden):
         hlo = compiled_for(mesh_of("1x1x8"), lambda x: ours(x).reshape(-1))
     assert calls_in(hlo) == [kind]
     assert collectives_of_xla(hlo) == []
-    assert attribute("devices", hlo) == list(range(8))
+    assert attribute("members", hlo) == list(range(8))
 
 
 def test_between_processes_of_a_host(mesh_of):

@@ -18,7 +18,7 @@ def test_on_one_host(mesh_of, name, shape, hosts):
         hlo = compiled_for(mesh_of(shape), lambda x: function(x, "i"))
     assert calls_in(hlo) == [kind]
     assert collectives_of_xla(hlo) == []
-    assert attribute("devices", hlo) == list(range(8))
+    assert attribute("members", hlo) == list(range(8))
     assert attribute("processes", hlo) == ([0] * 8 if shape == "1x1x8" else list(range(8)))
 
 
@@ -90,13 +90,13 @@ def test_groups_within_hosts_of_a_mesh_across_hosts(mesh_of):
     hlo = compiled_for(mesh, lambda x: jax_ring.ring_all_gather(x, "i"))
     assert calls_in(hlo) == ["all_gather"]
     assert collectives_of_xla(hlo) == []
-    assert attribute("devices", hlo) == list(range(16))
+    assert attribute("members", hlo) == list(range(16))
 
 
 def test_permuted_devices(topology):
     devices = np.array(topology("1x1x8").devices)[[3, 1, 0, 2, 7, 5, 6, 4]]
     hlo = compiled_for(jax.sharding.Mesh(devices, "i"), lambda x: jax_ring.ring_psum(x, "i"))
-    assert attribute("devices", hlo) == [3, 1, 0, 2, 7, 5, 6, 4]
+    assert attribute("members", hlo) == [3, 1, 0, 2, 7, 5, 6, 4]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32, jnp.uint8, jnp.int4, jnp.float8_e4m3fn])

@@ -40,7 +40,7 @@ def test_no_lowering_is_reused_with_other_hosts(psum):
     assert len({alone, together, halves}) == 3
     assert attribute("group_sizes", together) == [8]
     assert attribute("group_sizes", halves) == [4, 4]
-    assert attribute("devices", halves) == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert attribute("members", halves) == [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def test_nor_is_a_compiled_program(psum):

@@ -160,3 +160,31 @@ def test_several_platforms_and_symbolic_shapes():
     (b,) = jax.export.symbolic_shape("b")
     program = exported(f, b, 2 * RANKS, platforms=("cpu", "cuda"))
     assert_same_values(program, f)
+
+
+# As they were before both engines had the same ones.
+OLD_ATTRIBUTES = {
+    "call": "ring_psum of float32[5,2] over axis 'i'", "site": "train.py:7", "program": "",
+    "collective": "all_reduce", "op": "sum", "root": np.int64(0), "algorithm": "auto", "order": "rank", "rounds_to": "",
+    "partitions": np.arange(RANKS), "processes": np.zeros(RANKS, np.int64), "group_sizes": np.array([RANKS]),
+    **{
+        name: np.zeros(0, np.int64)
+        for name in ("sources", "one_shot_bytes", "two_shot_bytes", "tree_shards", "tree_sizes", "tree_ranks", "part")
+    },
+}  # fmt: skip
+
+
+def test_a_program_that_another_version_has_exported_is_refused():
+    def body(x):
+        position = lax.axis_index(("i", "j")).astype(jnp.uint32)
+        return jax.ffi.ffi_call("jax_ring_all_reduce", jax.ShapeDtypeStruct(x.shape, x.dtype))(
+            position, x, **OLD_ATTRIBUTES
+        )
+
+    program = exported(mapped(body, check_vma=False), 5, 2 * RANKS)
+    error = (
+        r"ring_psum of float32\[5,2\] over axis 'i', called at train.py:7: the attribute 'members' is missing .*"
+        "exported or compiled with another version of jax_ring. Export or compile it again"
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match=error):
+        jax.jit(program.call)(values(5))

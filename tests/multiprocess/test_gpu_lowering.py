@@ -61,7 +61,7 @@ def test_members_are_ids_that_every_process_knows():
     assert theirs == [None, None]
     text = lowered()
     assert text.count("@jax_ring_all_reduce") == 1
-    assert f"devices = dense<{ids}>" in text
+    assert f"members = dense<{ids}>" in text
     assert "processes = dense<[0, 0, 1, 1]>" in text
 
 

@@ -26,22 +26,13 @@ std::string join(const std::vector<std::string>& parts) {
 
 ReplicaGroups::ReplicaGroups(const std::vector<int64_t>& partitions, const std::vector<int64_t>& sizes,
                              const std::vector<bool>& is_local) {
-  if (!is_local.empty() && is_local.size() != partitions.size()) {
-    throw std::invalid_argument("replica groups: is_local must have one entry per partition");
-  }
   size_t next = 0;
   for (int64_t size : sizes) {
-    if (size < 1 || next + size > partitions.size()) {
-      throw std::invalid_argument("replica groups: the sizes do not match the number of partitions");
-    }
     members_.emplace_back(partitions.begin() + next, partitions.begin() + next + size);
     is_local_.emplace_back(size, true);
     if (!is_local.empty()) is_local_.back().assign(is_local.begin() + next, is_local.begin() + next + size);
     num_local_.push_back(static_cast<int>(std::count(is_local_.back().begin(), is_local_.back().end(), true)));
     next += size;
-  }
-  if (members_.empty() || next != partitions.size()) {
-    throw std::invalid_argument("replica groups: the sizes do not match the number of partitions");
   }
   for (int group = 0; group < static_cast<int>(members_.size()); ++group) {
     for (int rank = 0; rank < size(group); ++rank) {
@@ -50,9 +41,6 @@ ReplicaGroups::ReplicaGroups(const std::vector<int64_t>& partitions, const std::
         throw std::invalid_argument("replica groups: there is no partition " + std::to_string(partition));
       }
       if (partition >= static_cast<int64_t>(places_.size())) places_.resize(partition + 1, Place{-1, -1});
-      if (places_[partition].group >= 0) {
-        throw std::invalid_argument("replica groups: partition " + std::to_string(partition) + " is in two groups");
-      }
       places_[partition] = {group, rank};
     }
   }

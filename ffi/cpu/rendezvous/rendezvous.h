@@ -81,9 +81,9 @@ class ReplicaGroups {
     int rank;
   };
 
-  // partitions: the members of all groups, one group after the other. sizes: the size of each group. is_local: whether
-  // each member is in this process; empty means all are.
-  // Throws std::invalid_argument unless all groups are non-empty and no partition is in two of them.
+  // partitions: the members of all groups, one group after the other, all of them different. sizes: the size of each
+  // group. is_local: whether each member is in this process; empty means all are.
+  // Throws std::invalid_argument if there can be no such partition.
   ReplicaGroups(const std::vector<int64_t>& partitions, const std::vector<int64_t>& sizes,
                 const std::vector<bool>& is_local = {});
 

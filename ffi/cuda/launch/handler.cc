@@ -3,16 +3,13 @@
 
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
-#include "attributes/trees.h"
+#include "attributes/attributes.h"
 #include "attributes/xla_types.h"
-#include "base/describe.h"
 #include "cuda/groups/communicators.h"
 #include "cuda/groups/watcher.h"
 #include "cuda/launch/first_run.h"
@@ -26,36 +23,12 @@ namespace ffi = xla::ffi;
 
 // ---- Instantiate ----------------------------------------------------------------------------------------------------
 
-// Compiles for GPUs that may be elsewhere, so it decodes and checks: it touches no GPU and no store, and waits for
-// nothing.
-ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(
-    std::string_view collective, std::string_view op, int64_t root, ffi::Span<const int64_t> sources,
-    std::string_view algorithm, std::string_view order, ffi::Span<const int64_t> processes,
-    ffi::Span<const int64_t> devices, ffi::Span<const int64_t> group_sizes, ffi::Span<const int64_t> one_shot_bytes,
-    ffi::Span<const int64_t> two_shot_bytes, ffi::Span<const int64_t> tree_shards, ffi::Span<const int64_t> tree_sizes,
-    ffi::Span<const int64_t> tree_ranks, std::string_view call, std::string_view lines, int64_t lane) {
-  const auto vector = [](ffi::Span<const int64_t> span) { return std::vector<int64_t>(span.begin(), span.end()); };
+// Compiles for GPUs that may be elsewhere: it touches no GPU and no store, and waits for nothing.
+ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(ffi::Dictionary attributes) {
   try {
-    auto instance = std::make_unique<Instance>();
-    Plan plan{named<Collective>(collective, kCollectives), named<Order>(order, kOrders), static_cast<int>(root)};
-    if (plan.collective == Collective::ragged_all_to_all) {
-      throw std::invalid_argument("the kernels have no ragged all-to-all, whose sizes are in the GPUs' memory");
-    }
-    instance->sources = sources_of(plan, sources, group_sizes);
-    plan.sources = instance->sources.data();
-    instance->site = {std::string(call), plan, named<Op>(op, kOps), algorithm_of(algorithm)};
-    instance->text = describe(call, lines);
-    if (lane < 0 || lane >= kLanes) {
-      throw std::invalid_argument("the lane is " + std::to_string(lane) + ", and there are " + std::to_string(kLanes) +
-                                  ", numbered from 0");
-    }
-    instance->site.lane = static_cast<int>(lane);
-    instance->groups = groups_of(vector(processes), vector(devices), vector(group_sizes), vector(one_shot_bytes),
-                                 vector(two_shot_bytes), root);
-    add_trees(instance->groups, trees_of(plan, group_sizes, tree_shards, tree_sizes, tree_ranks), instance->site);
-    return instance;
+    return instance_of(attributes_of(attributes));
   } catch (const std::exception& error) {
-    return ffi::Unexpected(ffi::Error::Internal(describe(call, lines) + ": " + error.what()));
+    return ffi::Unexpected(ffi::Error::Internal(error.what()));
   }
 }
 
@@ -285,25 +258,7 @@ ffi::Error execute(Instance* instance, ffi::RunId run, Stream stream, int32_t or
   }
 }
 
-XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
-                       ffi::Ffi::BindInstantiate()
-                           .Attr<std::string_view>("collective")
-                           .Attr<std::string_view>("op")
-                           .Attr<int64_t>("root")
-                           .Attr<ffi::Span<const int64_t>>("sources")
-                           .Attr<std::string_view>("algorithm")
-                           .Attr<std::string_view>("order")
-                           .Attr<ffi::Span<const int64_t>>("processes")
-                           .Attr<ffi::Span<const int64_t>>("devices")
-                           .Attr<ffi::Span<const int64_t>>("group_sizes")
-                           .Attr<ffi::Span<const int64_t>>("one_shot_bytes")
-                           .Attr<ffi::Span<const int64_t>>("two_shot_bytes")
-                           .Attr<ffi::Span<const int64_t>>("tree_shards")
-                           .Attr<ffi::Span<const int64_t>>("tree_sizes")
-                           .Attr<ffi::Span<const int64_t>>("tree_ranks")
-                           .Attr<std::string_view>("call")
-                           .Attr<std::string_view>("site")
-                           .Attr<int64_t>("lane"),
+XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate, ffi::Ffi::BindInstantiate().Attrs(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize,

@@ -1,81 +1,71 @@
-// instance.cc: reads the groups of a call from its attributes, and compiles their trees.
+// instance.cc: makes the groups of a call from its attributes, and compiles their trees.
 #include "cuda/launch/instance.h"
 
-#include <set>
 #include <stdexcept>
+#include <utility>
 
 namespace jax_ring::gpu {
 
 xla::ffi::TypeId Instance::id = {};
 
-std::string list(const std::vector<int64_t>& values) {
-  std::string text;
-  for (int64_t value : values) text += (text.empty() ? "" : ", ") + std::to_string(value);
-  return "[" + text + "]";
-}
+namespace {
 
-std::vector<Instance::Group> groups_of(const std::vector<int64_t>& processes, const std::vector<int64_t>& devices,
-                                       const std::vector<int64_t>& sizes, const std::vector<int64_t>& one_shot_bytes,
-                                       const std::vector<int64_t>& two_shot_bytes, int64_t root) {
-  if (processes.size() != devices.size()) {
-    throw std::invalid_argument("there are " + std::to_string(devices.size()) + " devices and " +
-                                std::to_string(processes.size()) + " processes of them");
-  }
-  if (one_shot_bytes.size() != sizes.size() || two_shot_bytes.size() != sizes.size()) {
-    throw std::invalid_argument("there are " + std::to_string(sizes.size()) + " groups, with " +
-                                std::to_string(one_shot_bytes.size()) + " and " +
-                                std::to_string(two_shot_bytes.size()) + " thresholds");
-  }
-  std::vector<Instance::Group> groups(sizes.size());
-  std::set<int64_t> seen;
+void add_groups(Instance& instance, const Attributes& call) {
   size_t next = 0;
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    const int64_t size = sizes[i];
-    if (size < 1 || size > kMaxRanks) {
+  for (size_t i = 0; i < call.group_sizes.size(); ++i) {
+    if (call.group_sizes[i] > kMaxRanks) {
       throw std::invalid_argument("a group has between 1 and " + std::to_string(kMaxRanks) + " GPUs; the sizes are " +
-                                  list(sizes));
+                                  list(call.group_sizes));
     }
-    if (next + size > devices.size()) {
-      throw std::invalid_argument("groups of the sizes " + list(sizes) + " do not fit " +
-                                  std::to_string(devices.size()) + " devices");
-    }
-    if (root < 0 || root >= size) {
-      throw std::invalid_argument("the root, rank " + std::to_string(root) + ", is not in a group of " +
-                                  std::to_string(size));
-    }
-    if (one_shot_bytes[i] < 0 || two_shot_bytes[i] < 0) {
-      throw std::invalid_argument("the thresholds of a group are " + std::to_string(one_shot_bytes[i]) + " and " +
-                                  std::to_string(two_shot_bytes[i]) + " bytes");
-    }
-    groups[i].thresholds = {static_cast<uint64_t>(one_shot_bytes[i]), static_cast<uint64_t>(two_shot_bytes[i])};
-    for (const size_t end = next + size; next < end; ++next) {
-      if (!seen.insert(devices[next]).second) {
-        throw std::invalid_argument("device " + std::to_string(devices[next]) +
-                                    " is in the groups twice: " + list(devices));
-      }
-      groups[i].members.push_back({processes[next], devices[next]});
+    Instance::Group& group = instance.groups.emplace_back();
+    group.thresholds = call.thresholds_of(i);
+    for (const size_t end = next + call.group_sizes[i]; next < end; ++next) {
+      group.members.push_back({call.processes[next], call.members[next]});
     }
   }
-  if (next != devices.size()) {
-    throw std::invalid_argument("groups of the sizes " + list(sizes) + " do not hold " +
-                                std::to_string(devices.size()) + " devices");
-  }
-  return groups;
 }
 
-void add_trees(std::vector<Instance::Group>& groups, const Trees& trees, const CallSite& site) {
-  if (!folds_along_tree(site.plan)) return;
-  if (site.op != Op::sum) throw std::invalid_argument("only sums have the order 'tree'");
-  if (site.algorithm == Algorithm::ring) throw std::invalid_argument("the ring does not have the order 'tree'");
-  for (size_t i = 0; i < groups.size(); ++i) {
+// Compiles the groups' trees for the kernels.
+void add_trees(Instance& instance, const Trees& trees) {
+  if (!folds_along_tree(instance.site.plan)) return;
+  if (instance.site.op != Op::sum) throw std::invalid_argument("only sums have the order 'tree'");
+  if (instance.site.algorithm == Algorithm::ring) {
+    throw std::invalid_argument("the ring does not have the order 'tree'");
+  }
+  for (size_t i = 0; i < instance.groups.size(); ++i) {
+    Instance::Group& group = instance.groups[i];
     const Tree& tree = trees.of_group.at(i);
-    groups[i].tree = TreeCompiler::compile(tree, trees.num_results);
-    if (groups[i].tree.has_value()) continue;
+    group.tree = TreeCompiler::compile(tree, trees.num_results);
+    if (group.tree.has_value()) continue;
     throw std::invalid_argument("the kernels cannot add the " + std::to_string(tree.terms().size()) + " terms of " +
-                                std::to_string(groups[i].members.size()) + " GPUs, which have up to " +
+                                std::to_string(group.members.size()) + " GPUs, which have up to " +
                                 std::to_string(tree.num_slots()) +
                                 " terms each, along their tree. Choose a num_shards whose quotient by the number of "
                                 "GPUs is a power of two.");
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<Instance> instance_of(Attributes call) {
+  try {
+    if (call.plan.collective == Collective::ragged_all_to_all || call.part) {
+      throw std::invalid_argument(
+          "the kernels have no ragged all-to-all, whose sizes are in the GPUs' memory, and no parts of an array");
+    }
+    if (call.lane < 0 || call.lane >= kLanes) {
+      throw std::invalid_argument("the lane is " + std::to_string(call.lane) + ", and there are " +
+                                  std::to_string(kLanes) + ", numbered from 0");
+    }
+    auto instance = std::make_unique<Instance>();
+    instance->site = {call.call, call.plan, call.op, call.algorithm, static_cast<int>(call.lane)};
+    add_groups(*instance, call);
+    add_trees(*instance, call.trees);
+    instance->sources = std::move(call.sources);
+    instance->text = call.text;
+    return instance;
+  } catch (const std::exception& error) {
+    throw std::invalid_argument(call.text + ": " + error.what());
   }
 }
 

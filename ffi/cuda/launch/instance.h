@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "attributes/trees.h"
+#include "attributes/attributes.h"
 #include "cuda/groups/communicators.h"
 #include "cuda/launch/first_run.h"
 #include "cuda/launch/plan.h"
@@ -54,16 +54,8 @@ struct Instance {
   std::unique_ptr<FirstRun> initializing, initialized;
   std::vector<std::unique_ptr<const Rank>> ranks;
 };
-// The groups, from the attributes of the custom call: see handler.h. Throws std::invalid_argument if these do not fit
-// each other.
-std::vector<Instance::Group> groups_of(const std::vector<int64_t>& processes, const std::vector<int64_t>& devices,
-                                       const std::vector<int64_t>& sizes, const std::vector<int64_t>& one_shot_bytes,
-                                       const std::vector<int64_t>& two_shot_bytes, int64_t root);
 
-// Compiles the groups' trees for the kernels. Throws std::invalid_argument if these have no such tree.
-void add_trees(std::vector<Instance::Group>& groups, const Trees& trees, const CallSite& site);
-
-// The values, for error messages.
-std::string list(const std::vector<int64_t>& values);
+// Throws std::invalid_argument, whose text names the call, if the kernels cannot serve it.
+std::unique_ptr<Instance> instance_of(Attributes call);
 
 }  // namespace jax_ring::gpu

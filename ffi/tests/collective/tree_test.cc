@@ -352,9 +352,8 @@ TEST(TreesOf, RefusesWhatIsNoTree) {
               std::string::npos);
   }
   for (const auto& [shards, size] : {std::pair(5, 2), {1, 2}, {0, 2}, {4, 0}, {(1 << 24) + 2, 2}}) {
-    EXPECT_EQ(refusal(plan, {2}, {shards}, {size}, {0, 1}), "jax_ring: " + std::to_string(size) +
-                                                                " ranks cannot hold equally many of " +
-                                                                std::to_string(shards) + " shards");
+    EXPECT_EQ(refusal(plan, {2}, {shards}, {size}, {0, 1}),
+              std::to_string(size) + " ranks cannot hold equally many of " + std::to_string(shards) + " shards");
   }
   for (const Numbers& ranks : {Numbers{1, 0}, {0, 0}, {0, 2}, {-1, 0}}) {
     EXPECT_NE(refusal(plan, {2}, {4}, {2}, ranks).find("ranks of its tree in ascending order"), std::string::npos);

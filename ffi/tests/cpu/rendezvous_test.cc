@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <limits>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -47,26 +46,10 @@ TEST(ReplicaGroups, PartitionsOutsideEveryGroup) {
   }
 }
 
-TEST(ReplicaGroups, RejectInvalidGroups) {
-  struct Case {
-    const char* what;
-    Partitions partitions, sizes;
-  };
-  const Case cases[] = {
-      {"no groups", {}, {}},
-      {"no sizes", {0, 1}, {}},
-      {"no partitions", {}, {2}},
-      {"an empty group", {0, 1}, {2, 0}},
-      {"an empty group first", {0, 1}, {0, 2}},
-      {"a negative size", {0, 1}, {3, -1}},
-      {"sizes too small", {0, 1, 2}, {2}},
-      {"sizes too large", {0, 1, 2}, {2, 2}},
-      {"a size near overflow", {0, 1}, {1, std::numeric_limits<int64_t>::max()}},
-      {"twice in one group", {0, 1, 1}, {3}},
-      {"in two groups", {0, 1, 1, 2}, {2, 2}},
-      {"a negative partition", {0, -1}, {2}},
-  };
-  for (const Case& c : cases) EXPECT_THROW(ReplicaGroups(c.partitions, c.sizes), std::invalid_argument) << c.what;
+TEST(ReplicaGroups, RejectPartitionsThatCannotBe) {
+  for (int64_t partition : {int64_t{-1}, int64_t{1} << 40}) {
+    EXPECT_THROW(ReplicaGroups({0, partition}, {2}), std::invalid_argument) << partition;
+  }
 }
 
 // ---- RendezvousMap ------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <variant>
@@ -20,6 +21,33 @@ namespace jax_ring::testing {
 
 using Attribute = std::variant<int64_t, std::string, std::vector<int64_t>>;
 using Attributes = std::map<std::string, Attribute>;
+
+// Those of a call of jax_ring, a sum unless it is another collective, whose ranks are one group in process 0.
+inline Attributes call_attributes(int num_ranks, const std::string& collective = "all_reduce") {
+  std::vector<int64_t> members(num_ranks);
+  std::iota(members.begin(), members.end(), 0);
+  const std::vector<int64_t> none;
+  return {{"call", "the call"},
+          {"site", ""},
+          {"collective", collective},
+          {"op", "sum"},
+          {"order", "rank"},
+          {"root", int64_t{0}},
+          {"sources", none},
+          {"algorithm", "auto"},
+          {"group_sizes", std::vector<int64_t>{num_ranks}},
+          {"members", members},
+          {"processes", std::vector<int64_t>(num_ranks, 0)},
+          {"one_shot_bytes", none},
+          {"two_shot_bytes", none},
+          {"tree_shards", none},
+          {"tree_sizes", none},
+          {"tree_ranks", none},
+          {"program", ""},
+          {"part", none},
+          {"rounds_to", ""},
+          {"lane", int64_t{0}}};
+}
 
 struct FrameBuffer {
   XLA_FFI_DataType dtype;

@@ -11,7 +11,6 @@
 #include <functional>
 #include <limits>
 #include <memory>
-#include <numeric>
 #include <ostream>
 #include <random>
 #include <stdexcept>
@@ -142,29 +141,9 @@ class Execution {
 // One custom call of a program, whose ranks are one group in this process.
 class Instruction {
  public:
-  Instruction(const std::string& collective, int num_ranks, std::vector<int64_t> part = {}) {
-    std::vector<int64_t> ranks(num_ranks);
-    std::iota(ranks.begin(), ranks.end(), 0);
-    const std::vector<int64_t> none;
-    attributes_ = {{"collective", collective},
-                   {"op", "sum"},
-                   {"root", int64_t{0}},
-                   {"sources", none},
-                   {"algorithm", "auto"},
-                   {"order", "rank"},
-                   {"partitions", ranks},
-                   {"processes", std::vector<int64_t>(num_ranks, 0)},
-                   {"group_sizes", std::vector<int64_t>{num_ranks}},
-                   {"one_shot_bytes", none},
-                   {"two_shot_bytes", none},
-                   {"tree_shards", none},
-                   {"tree_sizes", none},
-                   {"tree_ranks", none},
-                   {"part", std::move(part)},
-                   {"rounds_to", ""},
-                   {"call", "the call"},
-                   {"site", ""},
-                   {"program", ""}};
+  Instruction(const std::string& collective, int num_ranks, std::vector<int64_t> part = {})
+      : attributes_(jax_ring::testing::call_attributes(num_ranks, collective)) {
+    attributes_["part"] = std::move(part);
     XLA_FFI_ExecutionContext context{0, nullptr, nullptr};
     Frame frame(api(), context, XLA_FFI_ExecutionStage_INSTANTIATE, attributes_);
     const std::string error = take_message(collective_instantiate(frame.get()));

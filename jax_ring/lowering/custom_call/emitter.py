@@ -1,28 +1,29 @@
 """Emits the custom call to an engine: its operands and attributes, and the transposes around it."""
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
 from jax_ring import _compat, runtime
-from jax_ring.lowering import topology, trees, tuning
+from jax_ring.lowering import trees
 from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.custom_call import ffi_attributes, layout, operation, partitioned, partitioner, streams
+from jax_ring.lowering.custom_call import engine_attributes, layout, operation, partitioned, partitioner, streams
 from jax_ring.lowering.custom_call.operation import Call, Description
-from jax_ring.lowering.dispatch import has_choice
 from jax_ring.lowering.kinds import Kind
-from jax_ring.lowering.passes import exit_barrier, program_id
+from jax_ring.lowering.passes import exit_barrier
 from jax_ring.lowering.state import state_of
 from jax_ring.lowering.xla import ops
+
+# The operands in front of the user's. On CPU devices that is the mesh position, a run-time value, since all devices run
+# the same program. The handler of a GPU knows its GPU, and could not read the position, which would be in its memory.
+_TAKES_POSITION = {"cpu": True, "cuda": False}
 
 
 def emit(ctx, operands: Sequence, call: CallSpec) -> Sequence:
@@ -128,7 +129,7 @@ def _prepare_engine(call: CallSpec, ctx, avals_in: Sequence, avals_out: Sequence
     service = call.service
     stream = streams.stream_of(ctx, service.engine, call.options)
     target = (runtime.ASYNC_TARGETS if stream else runtime.TARGETS)[call.kind.name]
-    shared = _shared_attributes(call, ctx, stream)
+    shared = engine_attributes.of(call, ctx, stream)
     if stream and _compat.stream_of(ctx):
         stream = streams.MAIN  # JAX gives the user's stream to all that is around the call
     takes_position, num_own = _TAKES_POSITION[service.engine], None
@@ -168,81 +169,6 @@ def describe(ctx, call: CallSpec) -> Description:
     axis = f"axis {call.axes[0]!r}" if len(call.axes) == 1 else f"axes {call.axes!r}"
     groups = "" if call.axis_index_groups is None else f" in groups {list(map(list, call.axis_index_groups))}"
     return Description(call.function, shapes, len(shapes), axis + groups)
-
-
-# ---- Attributes -----------------------------------------------------------------------------------------------------
-
-# The operands in front of the user's. On CPU devices that is the mesh position, a run-time value, since all devices run
-# the same program. The handler of a GPU knows its GPU, and could not read the position, which would be in its memory.
-_TAKES_POSITION = {"cpu": True, "cuda": False}
-
-
-def _shared_attributes(call: CallSpec, ctx, stream: str) -> ir.DictAttr:
-    """The attributes of a call, but for those that name it in errors."""
-    mesh, levels, engine = ctx.module_context.axis_context.mesh, call.levels, call.service.engine
-    # What tells programs, or the calls of one, apart.
-    if engine == "cuda":
-        where: dict[str, Any] = {"lane": np.int64(streams.lane_of(ctx, stream))}
-    else:
-        where = {"program": program_id.name_of(ctx), "part": _integers(call.part), "rounds_to": call.rounds_to}
-
-    def compute() -> ir.DictAttr:
-        groups = levels.intra
-        # The engine picks the algorithm at run time, when it knows the size of each message.
-        has_thresholds = has_choice(engine, levels)
-        thresholds = [tuning.thresholds(engine, len(group)) for group in groups] if has_thresholds else []
-        return ffi_attributes.from_values(
-            {
-                "collective": call.kind.name,
-                "op": call.op,
-                "root": np.int64(call.root),
-                "sources": _sources_of(call),
-                "algorithm": call.options.algorithm,
-                "order": call.options.order,
-                "group_sizes": _integers(map(len, groups)),
-                "one_shot_bytes": _integers(t.one_shot for t in thresholds),
-                "two_shot_bytes": _integers(t.two_shot for t in thresholds),
-                **trees.attributes_of(call.group_trees or ()),
-                **_GROUP_ENCODERS[engine](mesh, list(itertools.chain.from_iterable(groups))),
-                **where,
-            }
-        )
-
-    key = (
-        call.kind, call.op, call.root, call.perm, call.options.algorithm, call.options.order,
-        levels, engine, call.group_trees, mesh, call.part, *map(str, where.values()),
-    )  # fmt: skip
-    return state_of(ctx).once(("attributes", *key), compute)
-
-
-def _integers(values: Iterable[int]) -> np.ndarray:
-    return np.array(list(values), np.int64)
-
-
-def _sources_of(call: CallSpec) -> np.ndarray:
-    """For each rank of a group the one whose operand it gets in a permutation, or -1."""
-    sources = np.full(0 if call.perm is None else len(call.levels.intra[0]), -1, np.int64)
-    for source, receiver in call.perm or ():
-        sources[receiver] = source
-    return sources
-
-
-def _encode_members_for_cpu(mesh, members: list[int]) -> dict:
-    processes = topology.processes_of_cpus(mesh)
-    assert processes is not None  # checked by topology.levels_of
-    return {"partitions": _integers(members), "processes": _integers(map(processes.__getitem__, members))}
-
-
-def _encode_members_for_cuda(mesh, members: list[int]) -> dict:
-    gpus = topology.gpus_of(mesh)
-    assert gpus is not None  # checked by topology.levels_of
-    return {
-        "processes": _integers(gpus[i].process for i in members),
-        "devices": _integers(gpus[i].id for i in members),
-    }
-
-
-_GROUP_ENCODERS = {"cpu": _encode_members_for_cpu, "cuda": _encode_members_for_cuda}
 
 
 # ---- Aliasing -------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def enclose(ctx, operands, emit: Callable, *, call: str, groups: topology.Groups
     members = [i for group in groups for i in group]
     attributes = {
         "call": call,
-        "partitions": np.array(members, np.int64),
+        "members": np.array(members, np.int64),
         "processes": np.array([processes[i] for i in members], np.int64),
         "group_sizes": np.array([len(group) for group in groups], np.int64),
     }

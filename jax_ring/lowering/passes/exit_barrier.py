@@ -111,6 +111,6 @@ def _end_with_barrier(ctx, body: ir.Operation, params: dict) -> None:
             ctx.replace(avals_in=[], avals_out=[]),
             hlo.partition_id(),
             *awaited,
-            partitions=np.arange(len(processes)),
+            members=np.arange(len(processes)),
             processes=np.array(processes, np.int64),
         )

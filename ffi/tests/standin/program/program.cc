@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "attributes/attributes.h"
 #include "tests/standin/runtime/machine.h"
 
 namespace jax_ring::standin {
@@ -45,45 +46,35 @@ int size_of_tree(const CallSpec& what) {
 }
 
 Attributes attributes_of(const CallSpec& what) {
-  const char* const collectives[] = {"all_reduce", "reduce_scatter", "all_gather", "reduce",
-                                     "broadcast",  "all_to_all",     "permute"};
-  const char* const ops[] = {"sum", "max", "min"};
-  const char* const orders[] = {"rank", "ring", "any", "tree"};
-  std::vector<int64_t> processes, devices;
-  for (const gpu::Member& member : what.members) {
-    processes.push_back(member.process);
-    devices.push_back(member.device);
-  }
   const int64_t size = static_cast<int64_t>(what.members.size()) / what.num_groups;
-  const Thresholds thresholds = default_thresholds(static_cast<int>(size));
-  const auto for_each_group = [&](uint64_t value) {
-    return std::vector<int64_t>(what.num_groups, static_cast<int64_t>(value));
+  Attributes all = testing::call_attributes(0, std::string(kCollectives[static_cast<int>(what.plan.collective)]));
+  const auto numbers = [&](const char* name) -> std::vector<int64_t>& {
+    return std::get<std::vector<int64_t>>(all.at(name));
   };
-  std::vector<int64_t> tree_shards, tree_sizes, tree_ranks;
-  for (int group = 0; group < what.num_groups && folds_along_tree(what.plan); ++group) {
-    tree_shards.push_back(int64_t{what.shards_per_rank} * size_of_tree(what));
-    tree_sizes.push_back(size_of_tree(what));
-    for (int rank : ranks_of(what)) tree_ranks.push_back(rank);
+  for (const gpu::Member& member : what.members) {
+    numbers("processes").push_back(member.process);
+    numbers("members").push_back(member.device);
   }
-  std::vector<int64_t> sources;
-  if (what.plan.collective == Collective::permute) sources.assign(what.plan.sources, what.plan.sources + size);
-  return {{"collective", std::string(collectives[static_cast<int>(what.plan.collective)])},
-          {"op", std::string(ops[static_cast<int>(what.op)])},
-          {"root", int64_t{what.plan.root}},
-          {"sources", sources},
-          {"algorithm", what.algorithm},
-          {"order", std::string(orders[static_cast<int>(what.plan.order)])},
-          {"processes", processes},
-          {"devices", devices},
-          {"group_sizes", for_each_group(size)},
-          {"one_shot_bytes", for_each_group(thresholds.one_shot)},
-          {"two_shot_bytes", for_each_group(thresholds.two_shot)},
-          {"tree_shards", tree_shards},
-          {"tree_sizes", tree_sizes},
-          {"tree_ranks", tree_ranks},
-          {"call", what.call},
-          {"site", std::string("train.py:7")},
-          {"lane", int64_t{what.lane}}};
+  const Thresholds thresholds = default_thresholds(static_cast<int>(size));
+  numbers("group_sizes").assign(what.num_groups, size);
+  numbers("one_shot_bytes").assign(what.num_groups, static_cast<int64_t>(thresholds.one_shot));
+  numbers("two_shot_bytes").assign(what.num_groups, static_cast<int64_t>(thresholds.two_shot));
+  for (int group = 0; group < what.num_groups && folds_along_tree(what.plan); ++group) {
+    numbers("tree_shards").push_back(int64_t{what.shards_per_rank} * size_of_tree(what));
+    numbers("tree_sizes").push_back(size_of_tree(what));
+    for (int rank : ranks_of(what)) numbers("tree_ranks").push_back(rank);
+  }
+  if (what.plan.collective == Collective::permute) {
+    numbers("sources").assign(what.plan.sources, what.plan.sources + size);
+  }
+  all["op"] = std::string(kOps[static_cast<int>(what.op)]);
+  all["order"] = std::string(kOrders[static_cast<int>(what.plan.order)]);
+  all["root"] = int64_t{what.plan.root};
+  all["algorithm"] = what.algorithm;
+  all["call"] = what.call;
+  all["site"] = "train.py:7";
+  all["lane"] = int64_t{what.lane};
+  return all;
 }
 
 }  // namespace

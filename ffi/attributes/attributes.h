@@ -1,0 +1,91 @@
+// attributes.h: what a custom call says of itself, decoded and checked: the same for both engines.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "attributes/trees.h"
+#include "base/hash.h"
+#include "collective/collective.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ring {
+
+// The values of attributes, in the order of the enumerations.
+inline constexpr std::string_view kCollectives[] = {"all_reduce", "reduce_scatter", "all_gather", "reduce",
+                                                    "broadcast",  "all_to_all",     "permute",    "ragged_all_to_all"};
+inline constexpr std::string_view kOps[] = {"sum", "max", "min"};
+inline constexpr std::string_view kOrders[] = {"rank", "ring", "any", "tree"};
+
+// The attributes that jax_ring/lowering/custom_call/engine_attributes.py writes, and what they become here:
+//   call, site   strings: describe the call, the same on all ranks, and the lines of the user's program that it serves.
+//                For error messages. The lines may be empty, and are no part of what identifies a call.
+//   collective   string: one of kCollectives
+//   op           string: sum, max or min; ignored by those that only move data
+//   order        string: rank, ring, any or tree, the order in which values are folded
+//   root         int64: the root of a reduce or broadcast, else 0
+//   sources      int64 array: of permute, for each rank of a group the one whose operand it gets, or -1; else empty
+//   algorithm    string: auto, one_shot, two_shot or ring. No effect between CPU devices of one process.
+//   group_sizes  int64 array: the size of each replica group
+//   members      int64 array: the members of the groups, one group after the other, in rank order: mesh positions of
+//   CPU
+//                devices; ids of GPUs, which are unique among those of all processes
+//   processes    int64 array: the process of each member
+//   one_shot_bytes, two_shot_bytes
+//                int64 arrays: for each group, the largest message for which auto selects one_shot, or two_shot. Empty
+//                for CPU devices if no group spans processes.
+//   tree_shards, tree_sizes, tree_ranks
+//                int64 arrays: for order tree, see trees_of() in trees.h; else empty
+// Of CPU devices alone:
+//   program      string: empty in a program of one process. Else the name of the program and a digest of its text,
+//                the same in all processes, '#', and how often this process has lowered a program of that name.
+//   part         int64 array: empty, or the first element and the number of elements of a part of an array, which is
+//                the operand of a reduce-scatter, or the result of an all-gather. The call has one result. If the part
+//                does not begin at 0, the second operand of an all-gather is the array with the parts before. Operands
+//                after these are not read: they make the call wait, and XLA does not reuse their buffers before it.
+//                If the ranks are in one process, the result may be float32 where the operand is not: an all-gather
+//                decodes int8 as packets (fold_kernels.h) and widens floats of 16 bits, whose sum a reduce-scatter does
+//                not round.
+//   rounds_to    string: empty, or float16 or bfloat16, to which a reduce-scatter of a part rounds float32 before it
+//                adds them
+// Of GPUs alone:
+//   lane         int64: calls that may run at the same time have different ones
+struct Attributes {
+  Attributes() = default;
+  // Not copied: the plan points to the sources.
+  Attributes(Attributes&&) = default;
+
+  std::string call;
+  std::string text;  // call and site
+  Plan plan;
+  std::vector<int> sources;  // of the plan
+  Op op = Op::sum;
+  std::optional<Algorithm> algorithm;  // none if the engine chooses
+  std::vector<int64_t> group_sizes, members, processes;
+  std::vector<Thresholds> thresholds;  // by group, or none
+  Trees trees;
+  std::string program;
+  std::optional<Range> part;
+  xla::ffi::DataType rounds_to = xla::ffi::DataType::INVALID;
+  int64_t lane = 0;
+  Hash hash;  // of what the call computes, in whatever groups
+
+  // Throws std::invalid_argument if the call has none.
+  const Thresholds& thresholds_of(size_t group) const;
+};
+
+// Throws std::invalid_argument, whose text names the call, if an attribute is missing, unknown or wrong: a program that
+// another version of jax_ring has lowered may have others.
+Attributes attributes_of(xla::ffi::Dictionary all);
+
+// Throws std::invalid_argument if the groups are not of different members, or one has no such root.
+void check_groups(const Attributes& call, int64_t root);
+
+// The values, for error messages.
+std::string list(const std::vector<int64_t>& values);
+
+}  // namespace jax_ring

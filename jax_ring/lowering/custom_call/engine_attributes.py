@@ -1,0 +1,82 @@
+"""The attributes that an engine decodes, which ffi/attributes/attributes.h describes: the same for all engines."""
+
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+from jax.extend.mlir import ir
+
+from jax_ring.lowering import topology, tuning
+from jax_ring.lowering.call_spec import CallSpec
+from jax_ring.lowering.custom_call import ffi_attributes, streams
+from jax_ring.lowering.dispatch import has_choice
+from jax_ring.lowering.passes import program_id
+from jax_ring.lowering.state import state_of
+
+
+def of(call: CallSpec, ctx, stream: str) -> ir.DictAttr:
+    """The attributes of a call on this stream, but for `call` and `site`, which operation.py adds."""
+    mesh, levels, engine = ctx.module_context.axis_context.mesh, call.levels, call.service.engine
+    is_cuda = engine == "cuda"
+    program, lane = ("", streams.lane_of(ctx, stream)) if is_cuda else (program_id.name_of(ctx), 0)
+    groups = levels.intra
+
+    def compute() -> ir.DictAttr:
+        members, processes = (_gpus if is_cuda else _positions)(mesh, list(itertools.chain.from_iterable(groups)))
+        # The engine picks the algorithm at run time, when it knows the size of each message.
+        thresholds = [tuning.thresholds(engine, len(group)) for group in groups] if has_choice(engine, levels) else []
+        trees = call.group_trees or ()
+        return ffi_attributes.from_values(
+            {
+                "collective": call.kind.name,
+                "op": call.op,
+                "order": call.options.order,
+                "root": np.int64(call.root),
+                "sources": _sources_of(call),
+                "algorithm": call.options.algorithm,
+                "group_sizes": _integers(map(len, groups)),
+                "members": _integers(members),
+                "processes": _integers(processes),
+                "one_shot_bytes": _integers(t.one_shot for t in thresholds),
+                "two_shot_bytes": _integers(t.two_shot for t in thresholds),
+                "tree_shards": _integers(tree.num_shards for tree in trees),
+                "tree_sizes": _integers(tree.num_ranks for tree in trees),
+                "tree_ranks": _integers(rank for tree in trees for rank in tree.ranks),
+                "program": program,
+                "part": _integers(call.part),
+                "rounds_to": call.rounds_to,
+                "lane": np.int64(lane),
+            }
+        )
+
+    key = (
+        call.kind, call.op, call.root, call.perm, call.options.algorithm, call.options.order,
+        levels, engine, call.group_trees, mesh, call.part, call.rounds_to, program, lane,
+    )  # fmt: skip
+    return state_of(ctx).once(("attributes", *key), compute)
+
+
+def _integers(values: Iterable[int]) -> np.ndarray:
+    return np.array(list(values), np.int64)
+
+
+def _sources_of(call: CallSpec) -> np.ndarray:
+    """For each rank of a group the one whose operand it gets in a permutation, or -1."""
+    sources = np.full(0 if call.perm is None else len(call.levels.intra[0]), -1, np.int64)
+    for source, receiver in call.perm or ():
+        sources[receiver] = source
+    return sources
+
+
+def _positions(mesh, members: list[int]) -> tuple[list[int], list[int]]:
+    """The mesh positions of CPU devices, and the process of each."""
+    processes = topology.processes_of_cpus(mesh)
+    assert processes is not None  # checked by topology.levels_of
+    return members, [processes[i] for i in members]
+
+
+def _gpus(mesh, members: list[int]) -> tuple[list[int], list[int]]:
+    """The ids of the GPUs at these mesh positions, and the process of each."""
+    gpus = topology.gpus_of(mesh)
+    assert gpus is not None  # checked by topology.levels_of
+    return [gpus[i].id for i in members], [gpus[i].process for i in members]
