@@ -332,7 +332,7 @@ TEST(Barrier, FailsWithItsRun) {
   }
   // A communicator fails a run without a deadline.
   EXPECT_EQ(barrier.arrive(other_run, 2, participant(2, outcomes[2])), nullptr);
-  Watchdog::instance().record_failure(other_run, "failed elsewhere");
+  Watchdog::instance().record_failure(other_run, failure_with("failed elsewhere"));
   ASSERT_TRUE(outcomes[2].wait());
   EXPECT_EQ(outcomes[2].error(), "failed elsewhere");
 }
@@ -417,7 +417,7 @@ TEST(Deadline, CallingBackIntoTheRendezvousIsAllowed) {
   const int64_t run = next_run_id();
   const Outcome outer, inner;
   Participant calls_again = participant(0, outer);
-  calls_again.done = [&](const std::string* error) {
+  calls_again.done = [&](const CallFailure* error) {
     rendezvous_map.arrive(run, 0, participant(0, inner));
     // A completion may also run another program's first call.
     const RendezvousMap another(ReplicaGroups({0}, {1}), "test");

@@ -276,8 +276,8 @@ TEST(Processes, LeavingIsHeardAtOnce) {
     first.expect_results();
     call.submit(processes[0]);
     if (!idle) call.submit(processes[2]);
-    processes[2].leave("raised ValueError: bad batch");
-    processes[2].leave("has exited");  // the first reason stays
+    processes[2].leave(CallFailure::departure("raised ValueError: bad batch"));
+    processes[2].leave(CallFailure::departure("has exited"));  // the first reason stays
     call.submit(processes[1]);
     for (int rank : {0, 1}) {
       ASSERT_TRUE(call.outcome(rank).wait());
@@ -297,7 +297,7 @@ TEST(Processes, LeavingIsHeardOfAProcessThatNeverCame) {
   TestCall call = small_call(2, 1);
   call.submit(processes[0]);
   EXPECT_EQ(Departures::instance().await_questions(60), std::vector<int64_t>{1});
-  Departures::instance().note(1, "has exited");
+  Departures::instance().note(1, CallFailure::departure("has exited"));
   ASSERT_TRUE(call.outcome(0).wait());
   expect_in("Process 1 (rank 1) has exited.", call.outcome(0).error());
   Departures::instance().clear();
@@ -312,7 +312,7 @@ TEST(Processes, LeavingBreaksNoCallThatIsComplete) {
       call.submit(processes[process]);
       if (process != 2) return;
       ASSERT_TRUE(call.outcome(2).wait());
-      processes[2].leave("has exited");
+      processes[2].leave(CallFailure::departure("has exited"));
     });
     ASSERT_NO_FATAL_FAILURE(call.expect_results());
   }
@@ -398,7 +398,7 @@ TEST(Channel, TruncatesTheStatusBetweenCharacters) {
     std::string text = before;
     while (text.size() < 2000) text += two_bytes;
     channel.post_status(text);
-    const std::string status = channel.status_of(0);
+    const std::string status = channel.status_of(0).text;
     EXPECT_EQ((status.size() - before.size()) % 2, 0u);
     EXPECT_GT(status.size(), 1000u);
     EXPECT_EQ(status, text.substr(0, status.size()));
