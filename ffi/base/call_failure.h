@@ -90,8 +90,8 @@ class CallFailures {
   // Null if it is not kept.
   CallFailurePtr find(int64_t number) const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const int64_t at = number - 1 - (last_ - static_cast<int64_t>(kept_.size()));
-    return at >= 0 && number <= last_ ? kept_[at] : nullptr;
+    const int64_t dropped = last_ - static_cast<int64_t>(kept_.size());
+    return number > dropped && number <= last_ ? kept_[number - dropped - 1] : nullptr;
   }
 
  private:

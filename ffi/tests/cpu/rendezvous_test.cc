@@ -299,6 +299,20 @@ TEST(Deadline, NamesSeveralMissingRanks) {
   EXPECT_NE(outcome.error().find(expected), std::string::npos) << outcome.error();
 }
 
+TEST(Failures, AreKeptByNumbersThatDiffer) {
+  const CallFailurePtr first = failure_with("first");
+  EXPECT_EQ(first->message(), "first [failure " + std::to_string(first->number) + "]");
+  const CallFailures& all = CallFailures::instance();
+  EXPECT_EQ(all.find(first->number), first);
+  EXPECT_EQ(all.find(first->number + 1), nullptr);
+  for (int later = 1; later < 256; ++later) EXPECT_EQ(failure_with("later")->number, first->number + later);
+  EXPECT_EQ(all.find(first->number), first);
+  const CallFailurePtr last = failure_with("last");
+  EXPECT_EQ(all.find(first->number), nullptr);
+  EXPECT_EQ(all.find(last->number), last);
+  for (int64_t number : {int64_t{-1}, int64_t{0}, INT64_MAX, INT64_MIN}) EXPECT_EQ(all.find(number), nullptr);
+}
+
 // Both calls expire in the same check, or one while the other is open.
 TEST(Deadline, NamesTheCallInWhichAMissingRankWaits) {
   for (const double between : {0.0, kDeadline / 2}) {

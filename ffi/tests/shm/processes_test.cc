@@ -17,6 +17,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -282,6 +283,12 @@ TEST(Processes, LeavingIsHeardAtOnce) {
     for (int rank : {0, 1}) {
       ASSERT_TRUE(call.outcome(rank).wait());
       expect_in("Process 2 (rank 2) raised ValueError: bad batch.", call.outcome(rank).error());
+      const CallFailure failure = call.outcome(rank).failure();
+      EXPECT_EQ(failure.kind, CallFailure::Kind::left);
+      EXPECT_EQ(failure.process, 2);
+      EXPECT_EQ(failure.rank, 2);
+      EXPECT_EQ(failure.cause, "process 2 (rank 2) raised ValueError: bad batch");
+      EXPECT_EQ(CallFailures::instance().find(failure.number)->text, failure.text);
       EXPECT_EQ(call.outcome(rank).error().find("Every process"), std::string::npos) << call.outcome(rank).error();
     }
     next.submit(processes[2]);
@@ -289,6 +296,25 @@ TEST(Processes, LeavingIsHeardAtOnce) {
     expect_in("this process has left its groups of processes: it raised ValueError: bad batch.",
               next.outcome(2).error());
   }
+}
+
+// One that leaves because of another's fault tells whose.
+TEST(Processes, TheFaultOfAnotherIsPassedOn) {
+  Processes processes({0, 1, 1});
+  TestCall first = small_call(3, 7), call = small_call(3, 1);
+  for (int process : {0, 1}) first.submit(processes[process]);
+  first.expect_results();
+  CallFailure how = CallFailure::departure("process 5 (ranks 8, 9) has ended");
+  std::tie(how.kind, how.process, how.rank) = std::make_tuple(CallFailure::Kind::ended, 5, 8);
+  processes[1].leave(how);
+  call.submit(processes[0]);
+  ASSERT_TRUE(call.outcome(0).wait());
+  const CallFailure failure = call.outcome(0).failure();
+  expect_in("Process 1 (ranks 1, 2) failed because process 5 (ranks 8, 9) has ended.", failure.text);
+  EXPECT_EQ(failure.kind, CallFailure::Kind::ended);
+  EXPECT_EQ(failure.process, 5);
+  EXPECT_EQ(failure.rank, 8);
+  EXPECT_EQ(failure.cause, "process 5 (ranks 8, 9) has ended");
 }
 
 TEST(Processes, LeavingIsHeardOfAProcessThatNeverCame) {
