@@ -4,6 +4,7 @@ import importlib.metadata
 import math
 import os
 import pathlib
+import re
 import sys
 from typing import Any, NamedTuple, NoReturn
 
@@ -164,6 +165,73 @@ def take_calls_of_xla() -> list[CallOfXla]:
     return [CallOfXla(*call) for call in _ffi_cpu.take_calls_of_xla()]
 
 
+class Failure(NamedTuple):
+    """Why calls have failed.
+
+    Attributes:
+      number: of the failure in this process. The text of each exception that it has raised ends in `[failure 7]`.
+      code: with which that text begins: `DEADLINE_EXCEEDED`, `RESOURCE_EXHAUSTED`, `FAILED_PRECONDITION`,
+        `INVALID_ARGUMENT` or `INTERNAL`.
+      kind: `deadline`: ranks did not come in time. `mismatch`: a process or a rank made another call. `absent`: a
+        process has made no call in the group yet. `stopped`: it is stopped, or busy with something else. `left`: it has
+        raised an exception or exited, and said so. `ended`: it has ended, and said nothing. `aborted`: it has given the
+        group up. `resources`: memory, files or threads are short. `released`: the program or its groups were given up
+        meanwhile. `overlap`: two calls of a GPU ran at the same time. `other`.
+      process: the other process that is at fault, by its index; None if no other one is.
+      rank: the rank at fault, in the group of the call, or the first of several; None if it is not known.
+      cause: what that process did, such as `process 2 (rank 1) has ended`; empty if that is not known.
+      text: the error, without the code and the number.
+    """
+
+    number: int
+    code: str
+    kind: str
+    process: int | None
+    rank: int | None
+    cause: str
+    text: str
+
+
+def failure(number: int) -> Failure:
+    """The failure with the number in which the text of an exception ends: 7 in `... [failure 7]`.
+
+    Raises:
+      ValueError: if this process has no failure with this number. It keeps the last 256.
+    """
+    found = _ffi_cpu.failure(number)
+    if found is None:
+        raise ValueError(
+            f"jax_ring.runtime.failure: this process knows no failure {number}. It keeps the last 256, and numbers "
+            "are those of the process that has raised the exception."
+        )
+    return Failure(*found)
+
+
+# Nothing else is read of jax_ring's own messages. An exception that quotes another one ends in its own number.
+_NUMBER = re.compile(r"\[failure (\d{1,18})\]")
+
+
+def failure_of(error: BaseException | str) -> Failure | None:
+    """The failure that an exception tells of by its number; None if it tells of none, or that one is not kept."""
+    numbers = _NUMBER.findall(str(error))
+    found = _ffi_cpu.failure(int(numbers[-1])) if numbers else None
+    return Failure(*found) if found else None
+
+
+class Departure(NamedTuple):
+    """How a process leaves the others, which hear of it.
+
+    Attributes:
+      cause: a predicate: `raised ValueError: bad batch`; or of a failure of which it leaves, that one's cause.
+      kind, process, rank: of that failure.
+    """
+
+    cause: str
+    kind: str = "left"
+    process: int | None = None
+    rank: int | None = None
+
+
 def join_processes(process: int, token: str, publish, fetch) -> None:
     """Passes the engines the index of this process, and the means to reach the other processes.
 
@@ -186,12 +254,9 @@ def _no_other_processes(*args) -> NoReturn:
     raise RuntimeError("this process has left the others, and has not joined new ones yet")
 
 
-def abort_groups(how: str) -> None:
-    """Fails all calls between processes, now and in future, here and in the others, which hear how this one has left.
-
-    how: a predicate, such as "raised ValueError: bad batch".
-    """
-    _ffi_cpu.abort_groups(how)
+def abort_groups(how: Departure) -> None:
+    """Fails all calls between processes, now and in future, here and in the others, which hear how this one left."""
+    _ffi_cpu.abort_groups(*how)
 
 
 def reset_groups() -> None:
@@ -220,9 +285,9 @@ def wake_watcher() -> None:
     _ffi_cpu.end_questions()
 
 
-def note_departure(process: int, how: str) -> None:
+def note_departure(process: int, how: Departure) -> None:
     """Tells the calls that wait for a process how it has left."""
-    _ffi_cpu.note_departure(process, how)
+    _ffi_cpu.note_departure(process, *how)
 
 
 def forget_gpu_groups() -> None:
@@ -261,6 +326,7 @@ def register() -> None:
     for targets, recorded in ((TARGETS, True), (ASYNC_TARGETS, False)):
         for target in targets.values():
             jax.ffi.register_ffi_target(target, ffi_cuda.collective_handlers(recorded), platform="CUDA")
+    ffi_cuda.share_failures(_ffi_cpu.failures())
     if cuda_kernels is not None:
         ffi_cuda.set_gpus(cuda_kernels.gpus())
     ffi_cuda.set_device_ids(_compat.local_gpu_ids)

@@ -102,5 +102,15 @@ class Rank:
         if report.failed:
             self._write("error", str(report.longrepr))
 
-    def pytest_internalerror(self, excrepr: Any) -> None:
+    def pytest_internalerror(self, excrepr: Any, excinfo: pytest.ExceptionInfo) -> None:
         self._write("error", str(excrepr))
+        self._note_blame(excinfo.value)
+
+    def pytest_exception_interact(self, call: pytest.CallInfo) -> None:
+        if call.excinfo is not None:
+            self._note_blame(call.excinfo.value)
+
+    def _note_blame(self, error: BaseException) -> None:
+        """While the exception is here: it tells of a failure by the failure's number in this process."""
+        if load_file("worker.py").blamed_process(error) is not None:
+            self._write("blames another", None)

@@ -230,6 +230,8 @@ class _Ranks(ProcessGroup):
                 outcome.faults.append(content)
             elif kind == "error":
                 outcome.failure = content
+            elif kind == "blames another":
+                outcome.blames_another = True
             else:
                 report = item.config.hook.pytest_report_from_serializable(config=item.config, data=content)
                 passed |= report.when == "call" and report.passed
@@ -238,9 +240,6 @@ class _Ranks(ProcessGroup):
                 outcome.has_finished |= report.when == "teardown"
                 if report.skipped:  # (file, line, reason)
                     outcome.skipped = str(report.longrepr[2])
-        outcome.blames_another = (
-            rank.load_file("worker.py").blamed_process(Exception(outcome.failure or "")) is not None
-        )
         if outcome.failure is not None or self._is_killed_on_purpose(number):
             return outcome
         if number not in self._ended and not any(text.startswith("stop") for text in outcome.faults):

@@ -229,7 +229,7 @@ void run_collective_beside(RendezvousPtr rendezvous, const Message& message) noe
   };
   auto task = std::make_unique<Task>(Task{std::move(rendezvous), message});
   auto alone = std::make_unique<Rendezvous>();
-  alone->done.emplace_back([task = std::move(task)](const std::string* /*error*/) {
+  alone->done.emplace_back([task = std::move(task)](const CallFailure* /*failure*/) {
     NoWorkers workers;
     run_collective(std::move(task->rendezvous), task->message, workers);
   });

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/call_failure.h"
 #include "cuda/groups/communicators.h"
 #include "cuda/launch/handler.h"
 #include "device/fold/tree_program.h"
@@ -107,6 +108,13 @@ NB_MODULE(_ffi_cuda, m) {
       "these of them.");
 
   m.def("fingerprint", [] { return JAX_RING_FINGERPRINT; }, "The fingerprint of the sources that this was built from.");
+
+  m.def(
+      "share_failures",
+      [](const nb::capsule& failures) {
+        jax_ring::CallFailures::share(static_cast<jax_ring::CallFailures*>(failures.data()));
+      },
+      "failures"_a, "Keeps failures from now on with those of another module.");
 
   m.def(
       "set_gpus",

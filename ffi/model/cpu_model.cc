@@ -32,9 +32,9 @@ Watchdog& Watchdog::instance() {
 }
 void Watchdog::watch(RendezvousMap*) {}
 void Watchdog::unwatch(RendezvousMap*) {}
-std::optional<std::string> Watchdog::failure(int64_t) const {
-  if (recorded == nullptr || recorded->load(std::memory_order_acquire) == 0) return std::nullopt;
-  return "a failure";
+CallFailurePtr Watchdog::failure(int64_t) const {
+  if (recorded == nullptr || recorded->load(std::memory_order_acquire) == 0) return nullptr;
+  return std::make_shared<const CallFailure>();
 }
 
 namespace {
@@ -129,7 +129,7 @@ class Process {
     Participant participant;
     participant.inputs = {&rank.input};
     participant.outputs = {&rank.output};
-    participant.done = [this, index, number](const std::string* error) { complete(index, number, error); };
+    participant.done = [this, index, number](const CallFailure* error) { complete(index, number, error); };
     const WaitingRankPtr waiting = program_.waits ? offer_to_wait(participant) : nullptr;
     RendezvousPtr rendezvous = map_.arrive(kRun, index, std::move(participant));
     const bool moves = waiting != nullptr && waiting->moves();
@@ -201,7 +201,7 @@ class Process {
   }
 
   // Runs when a call has completed: the rest of the rank's program, up to its next call.
-  void complete(int index, int number, const std::string* error) {
+  void complete(int index, int number, const CallFailure* error) {
     Rank& rank = ranks_[index];
     ++rank.results[number].num_completed;
     if (error == nullptr) {
@@ -226,7 +226,7 @@ class Process {
   void fail_all() {
     failed_.store(1, std::memory_order_release);
     for (RendezvousPtr& rendezvous : map_.remove_if([](const Rendezvous&) { return true; })) {
-      CompletionThreads::instance().complete(std::move(rendezvous), "a failure");
+      CompletionThreads::instance().complete(std::move(rendezvous), std::make_shared<const CallFailure>());
     }
   }
 
@@ -258,7 +258,7 @@ template <class Follow>
 void complete_lone_rank(Follow follow) {
   RendezvousPtr rendezvous(new Rendezvous);
   rendezvous->done.resize(2);
-  rendezvous->done[0] = [follow](const std::string*) { follow(); };
+  rendezvous->done[0] = [follow](const CallFailure*) { follow(); };
   CompletionThreads::instance().complete(std::move(rendezvous));
 }
 

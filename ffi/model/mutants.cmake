@@ -230,16 +230,16 @@ jax_ring_mutant(shm_model releases_without_saying_so shm/exchange/channel.cc
 
 # The rendezvous of the ranks of a process, and the relay of completions.
 jax_ring_mutant(cpu_model error_lost cpu/rendezvous/completion_threads.cc
-  [==[  pending.error = std::move(error);]==] [==[  pending.error = std::nullopt;]==]
+  [==[  pending.error = std::move(error);]==] [==[  pending.error = nullptr;]==]
   "2 ranks, 2 calls, a failure" "(wrong result|data race)")
 jax_ring_mutant(cpu_model idle_workers_miscounted cpu/rendezvous/completion_threads.cc
   [==[    --idle_workers_;]==] [==[]==]
   "completions that block" "(deadlock|livelock)")
 jax_ring_mutant(cpu_model completion_under_the_lock cpu/rendezvous/completion_threads.cc
   [==[    lock.unlock();
-    run_completion(*pending.rendezvous, rank, pending.error ? &*pending.error : nullptr);
+    run_completion(*pending.rendezvous, rank, pending.error.get());
     lock.lock();]==]
-  [==[    run_completion(*pending.rendezvous, rank, pending.error ? &*pending.error : nullptr);]==]
+  [==[    run_completion(*pending.rendezvous, rank, pending.error.get());]==]
   "2 ranks, 3 calls" "deadlock")
 jax_ring_mutant(cpu_model slow_completions_unnoticed cpu/rendezvous/completion_threads.cc
   [==[      pending.fan_out = true;]==] [==[]==]
@@ -254,8 +254,8 @@ jax_ring_mutant(cpu_model watcher_sleeps_on cpu/rendezvous/completion_threads.cc
 jax_ring_mutant(cpu_model failure_checked_before_the_lock cpu/rendezvous/rendezvous.cc
   [==[  std::unique_lock<Mutex> lock(mutex_);
   // Checked under the lock: the watchdog either finds this rendezvous in the map, or has recorded the failure before.
-  if (std::optional<std::string> failure = Watchdog::instance().failure(run_id)) {]==]
-  [==[  std::optional<std::string> failure = Watchdog::instance().failure(run_id);
+  if (const CallFailurePtr failure = Watchdog::instance().failure(run_id)) {]==]
+  [==[  const CallFailurePtr failure = Watchdog::instance().failure(run_id);
   std::unique_lock<Mutex> lock(mutex_);
   if (failure) {]==]
   "2 ranks, 2 calls, a failure" "deadlock")

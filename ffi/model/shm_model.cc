@@ -98,7 +98,7 @@ class ViewOfSegments final : public Segments {
   Memory create(uint32_t number, size_t bytes) override { return all_.create(number, bytes); }
   Memory open(uint32_t number, size_t) override { return all_.open(self_, number); }
   void unlink(uint32_t number) override { all_.unlink(number); }
-  std::optional<std::string> failure_of(int) override { return std::nullopt; }
+  std::optional<CallFailure> failure_of(int) override { return std::nullopt; }
   void clean_up(const Stop&) override {}
 
  private:

@@ -10,7 +10,8 @@
 #include <variant>
 #include <vector>
 
-#include "base/error_code.h"
+#include "attributes/xla_error.h"
+#include "base/call_failure.h"
 #include "base/hash.h"
 #include "cpu/engine.h"
 #include "cpu/fold/float_mode.h"
@@ -140,27 +141,14 @@ void note_bytes(flight::RecordedCall& call, const Message& message) {
   call.bytes_per_rank.store(count * message.operand_element_bytes(), std::memory_order_relaxed);
 }
 
-// The runtime's error of a failure, from its text.
-ffi::Error error_of(const std::string& text) {
-  switch (code_of(text)) {
-    case ErrorCode::resource_exhausted:
-      return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(without_code(text)));
-    case ErrorCode::failed_precondition:
-      return ffi::Error(ffi::ErrorCode::kFailedPrecondition, std::string(without_code(text)));
-    case ErrorCode::deadline_exceeded:
-      break;
-  }
-  return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, text);
-}
-
 // The completion may run on another thread, and the rank's program must compute there as it would have here.
 Completion completion_of(const ffi::Promise& to_complete) {
-  return [promise = to_complete, mode = FloatMode::current()](const std::string* error) mutable {
+  return [promise = to_complete, mode = FloatMode::current()](const CallFailure* failure) mutable {
     const ScopedFloatMode as_before(mode);
-    if (error == nullptr) {
+    if (failure == nullptr) {
       promise.SetAvailable();
     } else {
-      promise.SetError(error_of(*error));
+      promise.SetError(error_of(*failure));
     }
   };
 }
@@ -251,9 +239,9 @@ Result execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::Buffer
     }
     CompletionThreads::instance().complete(std::move(rendezvous));
   } catch (const std::invalid_argument& error) {
-    pending.promise.SetError(ffi::Error::InvalidArgument(*site->text + ": " + error.what()));
+    pending.promise.SetError(new_error(ErrorCode::invalid_argument, *site->text + ": " + error.what()));
   } catch (const std::exception& error) {
-    pending.promise.SetError(ffi::Error::Internal(error.what()));
+    pending.promise.SetError(new_error(ErrorCode::internal, error.what()));
   }
   return std::move(pending.future);
 }
@@ -268,7 +256,7 @@ ffi::Future execute_barrier(CallSite* site, ffi::RunId run, ffi::BufferR0<ffi::U
     auto rendezvous = site->rendezvous_map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
     if (rendezvous != nullptr) CompletionThreads::instance().complete(std::move(rendezvous));
   } catch (const std::exception& error) {
-    promise.SetError(ffi::Error::Internal(error.what()));
+    promise.SetError(new_error(ErrorCode::internal, error.what()));
   }
   return future;
 }

@@ -1,17 +1,22 @@
 // module.cc: the Python module `_ffi_cpu`: the handlers as capsules, and the engine's options.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <chrono>
+#include <iterator>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "base/call_failure.h"
 #include "collective/options.h"
 #include "collective/schedule.h"
 #include "cpu/fold/fold_kernels.h"
@@ -28,6 +33,8 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace {
+
+using jax_ring::CallFailure;
 
 template <class T>
 nb::capsule capsule_of(T* pointer) {
@@ -136,6 +143,52 @@ void bind_flight_recorder(nb::module_& m) {
         "seconds waited, seconds busy, and by member how often it came last, and by how many seconds.");
 }
 
+constexpr const char* kKindNames[] = {"deadline", "mismatch",  "absent",   "stopped", "left", "ended",
+                                      "aborted",  "resources", "released", "overlap", "other"};
+static_assert(std::size(kKindNames) == static_cast<size_t>(CallFailure::Kind::count));
+
+const char* name_of(jax_ring::ErrorCode code) {
+  switch (code) {
+    case jax_ring::ErrorCode::invalid_argument:
+      return "INVALID_ARGUMENT";
+    case jax_ring::ErrorCode::deadline_exceeded:
+      return "DEADLINE_EXCEEDED";
+    case jax_ring::ErrorCode::resource_exhausted:
+      return "RESOURCE_EXHAUSTED";
+    case jax_ring::ErrorCode::failed_precondition:
+      return "FAILED_PRECONDITION";
+    case jax_ring::ErrorCode::internal:
+      break;
+  }
+  return "INTERNAL";
+}
+
+std::optional<int64_t> optional_of(int64_t number) {
+  return number == CallFailure::kNone ? std::nullopt : std::optional(number);
+}
+
+using FailureFields = std::tuple<int64_t, std::string, std::string, std::optional<int64_t>, std::optional<int64_t>,
+                                 std::string, std::string>;
+
+std::optional<FailureFields> failure(int64_t number) {
+  const jax_ring::CallFailurePtr found = jax_ring::CallFailures::instance().find(number);
+  if (found == nullptr) return std::nullopt;
+  return FailureFields(found->number, name_of(found->code), kKindNames[static_cast<size_t>(found->kind)],
+                       optional_of(found->process), optional_of(found->rank), found->cause, found->text);
+}
+
+// What a process tells that leaves. kind, process, rank: of the failure of which it leaves.
+CallFailure departure(const std::string& cause, const std::string& kind, std::optional<int64_t> process,
+                      std::optional<int64_t> rank) {
+  CallFailure told = CallFailure::departure(cause);
+  const auto found = std::find(std::begin(kKindNames), std::end(kKindNames), kind);
+  if (found == std::end(kKindNames)) throw std::invalid_argument("no failure is of the kind " + kind);
+  told.kind = static_cast<CallFailure::Kind>(found - std::begin(kKindNames));
+  told.process = process.value_or(CallFailure::kNone);
+  told.rank = rank.value_or(CallFailure::kNone);
+  return told;
+}
+
 // (seconds since it began, text, processes) of each call.
 std::vector<std::tuple<double, std::string, std::vector<int64_t>>> ages_of(
     std::vector<jax_ring::cpu::CallOfXla> calls) {
@@ -222,10 +275,21 @@ NB_MODULE(_ffi_cpu, m) {
   bind_flight_recorder(m);
 
   m.def(
-      "abort_groups", [](const std::string& how) { jax_ring::shm::Communicators::instance().abort(how); }, "how"_a,
-      nb::call_guard<nb::gil_scoped_release>(),
+      "abort_groups",
+      [](const std::string& cause, const std::string& kind, std::optional<int64_t> process,
+         std::optional<int64_t> rank) {
+        jax_ring::shm::Communicators::instance().abort(departure(cause, kind, process, rank));
+      },
+      "cause"_a, "kind"_a, "process"_a = nb::none(), "rank"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
       "Fails all calls between processes, now and in future, here and in the other processes of the groups, which hear "
-      "how this process has left: a predicate, such as \"raised ValueError: bad batch\".");
+      "how this process has left.");
+
+  m.def("failure", &failure, "number"_a,
+        "(number, code, kind, process, rank, cause, text) of a failure of this process; None if it is not kept.");
+
+  m.def(
+      "failures", [] { return capsule_of(&jax_ring::CallFailures::instance()); },
+      "The failures of this process, for the module of the CUDA engine.");
 
   m.def(
       "reset_groups", [] { jax_ring::shm::Communicators::instance().reset(); },
@@ -249,8 +313,11 @@ NB_MODULE(_ffi_cpu, m) {
 
   m.def(
       "note_departure",
-      [](int64_t process, const std::string& how) { jax_ring::shm::Departures::instance().note(process, how); },
-      "process"_a, "how"_a, "Notes how a process has left.");
+      [](int64_t process, const std::string& cause, const std::string& kind, std::optional<int64_t> by,
+         std::optional<int64_t> rank) {
+        jax_ring::shm::Departures::instance().note(process, departure(cause, kind, by, rank));
+      },
+      "process"_a, "cause"_a, "kind"_a, "by"_a = nb::none(), "rank"_a = nb::none(), "Notes how a process has left.");
 
   m.def(
       "fold_limit_seconds",

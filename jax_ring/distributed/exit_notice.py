@@ -7,9 +7,9 @@ through their shared memory. Processes that wait for one which they share no mem
 
 import atexit
 import contextlib
+import json
 import os
 import pathlib
-import re
 import sys
 import threading
 import time
@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from jax_ring import _compat, runtime
+from jax_ring.runtime import Departure
 
 _MAX_LENGTH = 600  # of what is told, so that it fits into the shared memory of a group
 _SECONDS_BETWEEN_LOOKS = 0.2
@@ -77,65 +78,37 @@ def forget() -> None:
     _membership = None
 
 
-def abort(how: str) -> None:
-    """Aborts all groups of this process, now and in future; their calls fail at once, here and in the others.
-
-    how: how this process leaves, a predicate for the errors of the others: "raised ValueError: bad batch".
-    """
-    how = " ".join(how.split())
-    how = how if len(how) <= _MAX_LENGTH else how[: _MAX_LENGTH - 1] + "…"
+def abort(how: Departure) -> None:
+    """Aborts all groups of this process, now and in future; their calls fail at once, here and in the others."""
+    cause = " ".join(how.cause.split())
+    how = how._replace(cause=cause if len(cause) <= _MAX_LENGTH else cause[: _MAX_LENGTH - 1] + "…")
     runtime.abort_groups(how)
     membership = _membership
     if membership is not None and not membership.has_left:
         membership.has_left = True
-        _compat.put_value(membership.client, _left_key(membership.process), how)
+        _compat.put_value(membership.client, _left_key(membership.process), json.dumps(how))
 
 
-def departure_of(process: int) -> str | None:
-    """How another process has left, such as "raised ValueError: bad batch"; None if it is not known to have left."""
+def departure_of(process: int) -> Departure | None:
+    """How another process has left; None if it is not known to have left."""
     if _membership is None:
         return None
     if how := _compat.value_of(_membership.client, _left_key(process)):
-        return how
+        return Departure(*json.loads(how))
     if text := _compat.value_of(_membership.client, _process_key(process)):
         host, pid, start_time = text.split()
         if _has_ended(_Process(host, int(pid), int(start_time))):
-            return "has ended"
+            return Departure("has ended", "ended")
     return None
 
 
-def description_of(error: BaseException) -> str:
-    """How a process leaves that raises this exception: a predicate for the errors of the others."""
-    text = str(error)
-    if blamed := _sentence_about_another(text):
-        return f"failed because {blamed}"
-    name = type(error).__qualname__
-    return f"raised {name}: {text}" if text else f"raised {name}"
-
-
-def blamed_process(text: str) -> int | None:
-    """The index of the process at fault, if this is the text of an error for which another process is to blame."""
-    found = _BLAMED.search(_cause_in(text))
-    return int(found["process"]) if found else None
-
-
-# As the communicator of a group writes them; see `Communicator::describe_peer`.
-_BLAMED = re.compile(
-    r"\b[Pp]rocess (?P<process>\d+) \(ranks? [\d, ]+\) "
-    r"(has ended|has exited|raised .*|is stopped, or busy with something else|has aborted the group"
-    r"|has not made a call in this group yet)",
-    re.DOTALL,
-)
-
-
-def _cause_in(text: str) -> str:
-    """The part of an error about the process at fault: one that failed because of another quotes that one's."""
-    return text.rpartition(" failed because ")[2]
-
-
-def _sentence_about_another(text: str) -> str | None:
-    found = _BLAMED.search(_cause_in(text))
-    return "p" + found[0][1:].rstrip(".") if found else None
+def departure_by(error: BaseException) -> Departure:
+    """How a process leaves that raises this exception."""
+    failure = runtime.failure_of(error)
+    if failure is not None and failure.cause:
+        return Departure(failure.cause, failure.kind, failure.process, failure.rank)
+    name, text = type(error).__qualname__, f"{failure.code}: {failure.text}" if failure else str(error)
+    return Departure(f"raised {name}: {text}" if text else f"raised {name}")
 
 
 # ---- The end of this process ----------------------------------------------------------------------------------------
@@ -148,7 +121,7 @@ def _chain_excepthook() -> Callable:
         # Of an interactive session, which goes on.
         if error is not None and not hasattr(sys, "ps1") and not sys.flags.interactive:
             with contextlib.suppress(Exception):  # the user's exception matters more
-                abort(description_of(error))
+                abort(departure_by(error))
         previous(error_type, error, traceback)
 
     sys.excepthook = hook
@@ -164,9 +137,9 @@ def _at_exit() -> None:
         _watcher.join(timeout=10)
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is not None and sys.excepthook is not _hook:  # which may not have been called
-        abort(description_of(error))
+        abort(departure_by(error))
     elif _wait_for_programs():
-        abort("has exited")
+        abort(Departure("has exited"))
 
 
 def _wait_for_programs() -> bool:

@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterable
 import jax
 
 from jax_ring import _compat, runtime
+from jax_ring.launcher import foreign_errors
 
 _FLAG = _compat.FLAG_OF_CPU_LIMIT
 _CHECKS_PER_DEADLINE = 20
 # When the others are asked, and when the message is written, in deadlines since a call has begun.
 _ASK, _WRITE = 0.5, 1.0
-_ERRORS_OF_XLA = ("Gloo ", "collective operation timed out")
 _MAX_CALLS = 4  # in a message
 _SLACK_OF_XLA = 0.5  # seconds after its limit, when XLA's error has certainly come
 
@@ -173,7 +173,7 @@ def _ask(calls: list[runtime.CallOfXla]) -> None:
 
 def complete(text: str) -> str:
     """The text of an error of XLA, with the calls that waited in its collectives, if it is an error of these."""
-    if not any(part in text for part in _ERRORS_OF_XLA):
+    if not foreign_errors.OF_COLLECTIVE.search(text):
         return text
     calls = runtime.take_calls_of_xla()
     if calls:

@@ -1,18 +1,12 @@
 """Which exceptions mean that the members of a generation have changed, and what to say of the others."""
 
-import re
 import traceback
 from collections.abc import Iterator
 
 import jax
 
-# What the runtime raises where a program needs a process that is gone: jax_ring's engine, Gloo between hosts, and the
-# key-value store.
-_TEXTS = re.compile(
-    r"\b(DEADLINE_EXCEEDED|UNAVAILABLE|ABORTED)\b|[Gg]loo|Connection (closed|reset) by peer|coordination service"
-)
-# What JAX raises where a program uses arrays or devices of an earlier generation.
-_DEAD = re.compile(r"Array has been deleted|Received incompatible devices|[Bb]uffer has been deleted")
+from jax_ring import runtime
+from jax_ring.launcher import foreign_errors
 
 
 class Leave(BaseException):
@@ -31,14 +25,21 @@ def why_left(error: BaseException) -> str | None:
         return None
     for each in _chain(error):
         # JAX chooses the type: ValueError where a result is awaited.
-        if isinstance(each, jax.errors.JaxRuntimeError | ValueError) and _TEXTS.search(str(each)):
+        if isinstance(each, jax.errors.JaxRuntimeError | ValueError) and _is_of_a_member(each):
             return str(each)
     return None
 
 
+def _is_of_a_member(error: Exception) -> bool:
+    failure = runtime.failure_of(error)
+    if failure is not None:
+        return failure.code == "DEADLINE_EXCEEDED"
+    return foreign_errors.MEMBER_GONE.search(str(error)) is not None
+
+
 def explain(error: BaseException, generation: int) -> None:
     """Adds advice to an exception if it comes from the use of what belongs to an earlier generation."""
-    if generation and any(_DEAD.search(str(each)) for each in _chain(error)):
+    if generation and any(foreign_errors.DEAD.search(str(each)) for each in _chain(error)):
         error.add_note(
             f"jax_ring.elastic: this is generation {generation} of the job. Arrays, devices, meshes and jitted "
             "functions over them that were made before it are dead. Make them inside the function that "

@@ -88,13 +88,10 @@ class Generation:
                     raise Leave("another process has ended before it had entered the generation") from None
 
 
-def leave(how: str) -> None:
+def leave(how: runtime.Departure) -> None:
     """Drops all that this process has of its generation; it then belongs to none.
 
-    The other members need not be alive. Those that wait for this process get an error.
-
-    Args:
-      how: how this process leaves, a predicate for their errors.
+    The other members need not be alive. Those that wait for this process get an error, which says how it has left.
     """
     backends = _compat.backends_alive()
     exit_notice.abort(how)

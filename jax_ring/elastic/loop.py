@@ -14,6 +14,7 @@ from jax_ring.elastic import failures
 from jax_ring.elastic.generation import Generation, enter, leave
 from jax_ring.elastic.state import State
 from jax_ring.launcher.protocol import CONTROL_VARIABLE, GENERATION_VARIABLE, JOIN_VARIABLE, Control
+from jax_ring.runtime import Departure
 
 logger = logging.getLogger("jax_ring")
 
@@ -112,11 +113,11 @@ def _first_generation(state: State, control: Control | None) -> Generation:
     A new process has run the script so far alone, so that the others need not wait for its imports and its data.
     """
     if control is not None and os.environ.pop(JOIN_VARIABLE, ""):
-        return _next_generation(state, control, -1, "it is new", "has joined others")
+        return _next_generation(state, control, -1, "it is new", Departure("has joined others"))
     return Generation(int(os.environ.get(GENERATION_VARIABLE, "0")), control)
 
 
-def _next_generation(state: State, control: Control, after: int, reason: str, how: str) -> Generation:
+def _next_generation(state: State, control: Control, after: int, reason: str, how: Departure) -> Generation:
     state._leave()
     leave(how)
     return enter(control, after, reason, state._place, state._snapshots)
@@ -139,7 +140,8 @@ def _loop(train: Callable, state: State, control: Control | None, args: tuple, k
             if control is None or reason is None or fruitless == _MAX_FRUITLESS:
                 failures.explain(error, number)
                 raise
-            how = exit_notice.description_of(error) if isinstance(error, Exception) else "has left for new members"
+            is_failure = isinstance(error, Exception)
+            how = exit_notice.departure_by(error) if is_failure else Departure("has left for new members")
             failures.clear(error)
         # Not in the handler, which refers to the exception, and so to arrays.
         logger.info("leaving generation %d: %s", number, reason)

@@ -57,6 +57,10 @@ def memory_prefix(socket_name: str | None = None) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:16] if name else ""
 
 
+class RefusedError(RuntimeError):
+    """The launcher has refused what this process asked for, which is the fault of others."""
+
+
 def encode(message: dict[str, Any]) -> bytes:
     """A message as a line."""
     return json.dumps(message).encode() + b"\n"
@@ -191,7 +195,7 @@ class Control:
         while (message := self._receive()) is None:
             pass
         if "error" in message:
-            raise RuntimeError(f"jax_ring.launch: {message['error']}")
+            raise RefusedError(f"jax_ring.launch: {message['error']}")
         return message
 
     def _receive(self) -> dict[str, Any] | None:

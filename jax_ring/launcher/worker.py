@@ -9,15 +9,11 @@ import functools
 import importlib.abc
 import importlib.util
 import os
-import re
 import runpy
 import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-# Errors of jax_ring name the process that others waited for in this form. See blamed_process.
-_OTHER_PROCESS = re.compile(r"\b[Pp]rocess (\d+) \(ranks? ")
-_OF_ANOTHER = re.compile(r"jax_ring\.launch:|Gloo|Connection closed by peer|distributed service detected fatal errors")
 
 
 def load_beside(path: str):
@@ -90,19 +86,18 @@ class InitializePatcher(importlib.abc.MetaPathFinder):
 def blamed_process(error: BaseException | None) -> int | None:
     """The process whose failure has caused an exception; -1 if another one that is not known; None if it is this one.
 
-    The causes and contexts of the exception count as well.
+    The causes and contexts of the exception count as well. What jax_ring itself has raised is known only to the modules
+    of the package, which the program has loaded then.
     """
+    runtime, protocol = map(sys.modules.get, ("jax_ring.runtime", "jax_ring.launcher.protocol"))
+    of_another = load_beside("foreign_errors.py").OF_ANOTHER
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        text = str(error)
-        # Where the package is loaded, it knows its errors.
-        leaving = sys.modules.get("jax_ring.distributed.exit_notice")
-        if leaving is not None and (process := leaving.blamed_process(text)) is not None:
-            return process
-        if match := _OTHER_PROCESS.search(text):
-            return int(match.group(1))
-        if _OF_ANOTHER.search(text):
+        failure = runtime and runtime.failure_of(error)
+        if failure and failure.process is not None:
+            return failure.process
+        if of_another.search(str(error)) or (protocol and isinstance(error, protocol.RefusedError)):
             return -1
         error = error.__cause__ or error.__context__
     return None

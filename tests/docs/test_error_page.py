@@ -45,8 +45,7 @@ STRINGS_WITHOUT = {  # by their beginnings
         "waits for the other processes of a group", "gives idle memory back", "jax_ring.launch: …",
     ],
     "names, expressions to search with, and what is sent between processes": [
-        "python -m jax_ring", "collective operation timed out", "jax_ring\\.launch:|", "\\b(DEADLINE_EXCEEDED|",
-        "\\b[Pp]rocess (?P<process>",
+        "python -m jax_ring", "\\b(DEADLINE_EXCEEDED|", "Gloo|", "Gloo |",
         "Array has been deleted|", "^\\s+(?:ROOT )", "(?:custom_call_target=|", "dict[ir.Attribute, Call]",
         "over … in blocks\n", "this is the launcher of",
     ],

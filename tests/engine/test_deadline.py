@@ -59,6 +59,31 @@ check_health()
 """)
 
 
+def test_the_failure_as_fields():
+    run("""
+import jax_ring, re
+failures = []
+for absent in ([3], [0, 5]):
+    text, _ = error_of(skipped_by(absent), x)
+    number = int(re.search(r" \\[failure (\\d+)\\]$", text)[1])
+    failure = jax_ring.runtime.failure(number)
+    assert failure == jax_ring.runtime.failure_of(text), failure
+    assert failure[:6] == (number, "DEADLINE_EXCEEDED", "deadline", None, absent[0], ""), failure
+    assert text == f"DEADLINE_EXCEEDED: {failure.text} [failure {number}]", (text, failure.text)
+    failures.append(failure)
+assert failures[0].number < failures[1].number
+for unknown in (0, -1, 10**6):
+    try:
+        jax_ring.runtime.failure(unknown)
+    except ValueError as error:
+        assert f"knows no failure {unknown}. It keeps the last 256" in str(error), error
+    else:
+        raise AssertionError(unknown)
+assert jax_ring.runtime.failure_of(f"no number: {failures[0].text}") is None
+assert jax_ring.runtime.failure_of("not kept [failure 1000000]") is None
+""")
+
+
 LAYERS = r"""
 import re
 from jax_ring import ring_pmax

@@ -78,6 +78,17 @@ def error_of(f, *arguments, together=None) -> str:
     return str(raised.value)
 
 
+def blame_of(error: str) -> tuple:
+    """The fields of the failure that an error tells of by its number: kind, process, rank."""
+    from jax_ring import runtime
+
+    failure = runtime.failure_of(error)
+    assert failure is not None, error
+    assert error.endswith(f"{failure.text} [failure {failure.number}]"), error
+    assert runtime.failure(failure.number) == failure
+    return failure.kind, failure.process, failure.rank
+
+
 def wait_for(path) -> None:
     while not os.path.exists(path):
         time.sleep(0.01)
@@ -106,12 +117,15 @@ def fail_in_turn(folder):
     later = error_of(mapped(total, whole_mesh), values(whole_mesh, (5,)))
     assert "ring_psum of float32[1,3]" in later.partition("Last calls")[0], later
     assert "ring_psum of float32[1,5]" not in later.partition("Last calls")[0], later
+    assert blame_of(later) == blame_of(error)
     if me == 3:
         assert "has aborted the group" in error, error
+        assert blame_of(error)[0] == "aborted", error
     else:
         assert f"ring_psum of float32[1,3] over axis 'i', called at {__file__}" in error, error
         assert "(total)" in error, error
         assert "Process 3 (rank 2) is stopped, or busy with something else." in error, error
+        assert blame_of(error) == ("stopped", 3, 2), error
     print("resumed", flush=True)
     check_total(reverse)  # a new group, with its own memory
     add = mapped(total, reverse)
@@ -127,6 +141,7 @@ def fail_in_turn(folder):
 
     error = error_of(add_forever, x)
     assert "Process 1 (rank 2) has ended." in error or "has aborted the group" in error, error
+    assert blame_of(error) == ("ended", 1, 2), error  # also by what the one that has aborted the group tells
     check_total(two)
     if me == 3:
         wait_for(folder / "leave")
@@ -134,6 +149,7 @@ def fail_in_turn(folder):
     print("survived", flush=True)
     error = error_of(mapped(total, two), values(two))
     assert "Process 3 (rank 1) has exited." in error, error
+    assert blame_of(error) == ("left", 3, 1), error
     jax.distributed.shutdown()
 
 
@@ -192,6 +208,8 @@ def make_mismatched_calls(folder):
     error = error_of(f, (small, large)[me], together=mesh)
     assert "float32[1,3]" in error, error
     assert "float32[1,5]" in error, error
+    assert blame_of(error)[0] in ("mismatch", "aborted"), error
+    assert blame_of(error)[1] == 1 - me, error
 
     mesh = group()
     f = mapped(total, mesh)
@@ -224,6 +242,7 @@ def make_mismatched_calls(folder):
         error = error_of(mapped(total, mesh), values(mesh))
         assert "Process 1 (rank" in error, error
         assert ") has not made a call in this group yet." in error, error
+        assert blame_of(error)[:2] == ("absent", 1), error
         assert segments(job_token()) == []
     else:
         while not (found := segments(job_token())):
@@ -234,6 +253,7 @@ def make_mismatched_calls(folder):
     if me == 0:
         error = error_of(mapped(total, mesh), values(mesh))
         assert "is process 1 (rank 0)" in error, error
+        assert blame_of(error)[:2] == ("absent", 1), error
 
     # After reinitialization, the processes form new groups.
     del calls, x, small, large, f

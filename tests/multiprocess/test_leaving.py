@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from test_failures import check_total, error_of, mapped, total, values, wait_for
 from watched import Processes, as_text
 
+from jax_ring import runtime
 from jax_ring.distributed import exit_notice
 from jax_ring.lowering.passes.program_id import digest_of
 
@@ -62,7 +63,10 @@ def leave_in_turn(folder):
         error = error_of(mapped(total, three), values(three))
         assert "Process 2 (rank 2) raised ValueError: bad batch." in error, error
         assert "Every process must make" not in error
-        assert exit_notice.blamed_process(error) == 2
+        failure = runtime.failure_of(error)
+        assert failure[1:6] == (
+            "DEADLINE_EXCEEDED", "left", 2, 2, "process 2 (rank 2) raised ValueError: bad batch",
+        ), failure  # fmt: skip
     # A group that has not been formed, with the first process missing, which creates its memory.
     error = error_of(mapped(total, unknown), values(unknown))
     assert "rocess 2 (rank 0) raised ValueError: bad batch." in error, error
@@ -72,7 +76,11 @@ def leave_in_turn(folder):
         jax.block_until_ready(mapped(total, both)(values(both)))  # raises
     error = error_of(mapped(total, two), values(two))
     assert "Process 1 (rank 1) failed because process 2 (rank 1) raised ValueError: bad batch." in error, error
-    assert exit_notice.blamed_process(error) == 2
+    # Of the one that began: neither the process that waited for it nor its own text is read for that.
+    failure = runtime.failure_of(error)
+    assert failure[1:6] == (
+        "DEADLINE_EXCEEDED", "left", 2, 1, "process 2 (rank 1) raised ValueError: bad batch",
+    ), failure  # fmt: skip
     wait_for(folder / "others have exited")
 
 
@@ -133,20 +141,23 @@ def test_digests_of_programs():
     assert len({digest(), digest(factor=3.0), digest(repeats=4), digest(shape=(5,))}) == 4
 
 
-def test_what_is_told_of_an_exception():
-    text = (
-        "DEADLINE_EXCEEDED: ring_psum of float32[3] over axis 'i', called at a.py:1 (f): process 0 waited for 1 of the "
-        "group's 3 processes, for 0.03 s. {}"
-    )
-    description = exit_notice.description_of
-    assert description(ValueError("bad batch")) == "raised ValueError: bad batch"
-    assert description(KeyboardInterrupt()) == "raised KeyboardInterrupt"
-    killed = RuntimeError(text.format("Process 2 (ranks 4, 5) has ended."))
-    assert description(killed) == "failed because process 2 (ranks 4, 5) has ended"
-    again = RuntimeError(text.format(f"Process 1 (rank 3) {description(killed)}."))
-    assert description(again) == description(killed)
-    assert exit_notice.blamed_process(str(again)) == exit_notice.blamed_process(str(killed)) == 2
-    assert exit_notice.blamed_process("bad batch of process 3") is None
+def test_what_is_told_of_an_exception(monkeypatch):
+    kept = {
+        7: (7, "DEADLINE_EXCEEDED", "ended", 2, 4, "process 2 (ranks 4, 5) has ended", "ring_psum: process 0 waited"),
+        8: (8, "DEADLINE_EXCEEDED", "mismatch", 1, 3, "", "ring_psum: process 0 waited"),
+    }
+    monkeypatch.setattr(runtime._ffi_cpu, "failure", kept.get)
+    departure = exit_notice.departure_by
+    assert departure(ValueError("bad batch")) == ("raised ValueError: bad batch", "left", None, None)
+    assert departure(KeyboardInterrupt()) == ("raised KeyboardInterrupt", "left", None, None)
+    of_killed = ("process 2 (ranks 4, 5) has ended", "ended", 2, 4)
+    assert departure(RuntimeError("any text [failure 7]")) == of_killed
+    assert departure(ValueError("step 3: any text [failure 8] [failure 7]")) == of_killed  # the last number counts
+    # The number is of no use to the others, and neither process is known to be at fault.
+    text = "raised RuntimeError: DEADLINE_EXCEEDED: ring_psum: process 0 waited"
+    assert departure(RuntimeError("any text [failure 8]")) == (text, "left", None, None)
+    # What is not kept is an exception like any other.
+    assert departure(RuntimeError("old [failure 9]")) == ("raised RuntimeError: old [failure 9]", "left", None, None)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="this system does not tell")
@@ -173,7 +184,7 @@ def test_the_hook_calls_the_one_before(monkeypatch):
     exit_notice._chain_excepthook()
     error = ValueError("bad batch")
     sys.excepthook(ValueError, error, None)
-    assert told == ["raised ValueError: bad batch"]
+    assert told == [runtime.Departure("raised ValueError: bad batch")]
     assert shown == [(ValueError, error, None)]
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # an interactive session, which goes on
     sys.excepthook(ValueError, error, None)

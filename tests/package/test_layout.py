@@ -78,6 +78,34 @@ def test_private_names_of_jax_are_in_one_module():
     assert named == {"_compat.py", "launcher/coordinator/server.py"}
 
 
+# What regular expressions read, by file. Of jax_ring's own messages it is the number of a failure, and nothing else.
+READ_BY_EXPRESSIONS = {
+    "_compat.py": "names that JAX gives scopes, and the user's pattern for file names",
+    "distributed/xla_timeouts.py": "XLA_FLAGS",
+    "inspect/compiled.py": "compiled programs",
+    "launcher/foreign_errors.py": "errors of JAX, XLA and Gloo",
+    "launcher/output.py": "the ends of lines of the processes",
+    "runtime.py": "the number of a failure",
+}
+
+
+def test_no_text_of_jax_ring_is_read_but_the_number_of_a_failure():
+    """Neither by an expression nor by a search in the text of an exception."""
+    with_expressions, with_searches = set(), []
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "pytest_jax_ring").rglob("*.py")]:
+        name = path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                modules = [getattr(node, "module", None), *(alias.name for alias in node.names)]
+                with_expressions |= {name} if "re" in modules else set()
+            if isinstance(node, ast.Compare) and any(isinstance(each, ast.In | ast.NotIn) for each in node.ops):
+                texts = [each for each in node.comparators if isinstance(each, ast.Call)]
+                with_searches += [f"{name}:{node.lineno}" for each in texts if ast.unparse(each).startswith("str(")]
+    assert with_expressions == set(READ_BY_EXPRESSIONS)
+    assert with_searches == []
+    assert re.findall(r"re\.compile\((.*)\)", (PACKAGE / "runtime.py").read_text()) == [r'r"\[failure (\d{1,18})\]"']
+
+
 def test_the_launcher_and_what_it_runs_do_not_need_jax():
     launcher = PACKAGE / "launcher"
     for path in launcher.rglob("*.py"):

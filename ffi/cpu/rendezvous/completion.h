@@ -3,14 +3,15 @@
 
 #include <cstddef>
 #include <new>
-#include <string>
 #include <type_traits>
 #include <utility>
 
+#include "base/call_failure.h"
+
 namespace jax_ring::cpu {
 
-// Completes one rank's call; the error is null if the result has been written. Like a move-only
-// std::function<void(const std::string* error)>, whose in-place buffer is too small for the handler's callback.
+// Completes one rank's call; the failure is null if the result has been written. Like a move-only
+// std::function<void(const CallFailure* failure)>, whose in-place buffer is too small for the handler's callback.
 class Completion {
  public:
   Completion() = default;
@@ -33,20 +34,20 @@ class Completion {
   ~Completion() { reset(); }
 
   explicit operator bool() const { return operations_ != nullptr; }
-  void operator()(const std::string* error) { operations_->invoke(storage_, error); }
+  void operator()(const CallFailure* failure) { operations_->invoke(storage_, failure); }
 
  private:
   static constexpr size_t kCapacity = 4 * sizeof(void*);
 
   struct Operations {
-    void (*invoke)(void* at, const std::string* error);
+    void (*invoke)(void* at, const CallFailure* failure);
     void (*move)(void* from, void* to);  // and destroys the source
     void (*destroy)(void* at);
   };
 
   template <class F>
   static constexpr Operations kOperations = {
-      [](void* at, const std::string* error) { (*static_cast<F*>(at))(error); },
+      [](void* at, const CallFailure* failure) { (*static_cast<F*>(at))(failure); },
       [](void* from, void* to) {
         new (to) F(std::move(*static_cast<F*>(from)));
         static_cast<F*>(from)->~F();

@@ -37,7 +37,7 @@ bool release_waiting(Rendezvous& rendezvous) {
 }
 
 // Unless a thread of the pool has taken the rank over.
-void run_completion(Rendezvous& rendezvous, int rank, const std::string* error) {
+void run_completion(Rendezvous& rendezvous, int rank, const CallFailure* error) {
   Completion done = std::move(rendezvous.done[rank]);
   WaitingRank* const waiting = rendezvous.waiting.empty() ? nullptr : rendezvous.waiting[rank].get();
   if (waiting == nullptr || waiting->take_over()) done(error);
@@ -69,7 +69,7 @@ void CompletionThreads::start_locked() {
   }
 }
 
-void CompletionThreads::complete(RendezvousPtr rendezvous, std::optional<std::string> error) {
+void CompletionThreads::complete(RendezvousPtr rendezvous, CallFailurePtr error) {
   const Clock::time_point now = Clock::now();
   rendezvous->entry.end(error ? flight::State::failed : flight::State::done, nanoseconds(now));
   const bool any_waited = !error && release_waiting(*rendezvous);
@@ -123,7 +123,7 @@ void CompletionThreads::run_completions(Pending& pending, std::unique_lock<Mutex
     pending.last_start = Clock::now();
     holds_completions = !pending.all_started();
     lock.unlock();
-    run_completion(*pending.rendezvous, rank, pending.error ? &*pending.error : nullptr);
+    run_completion(*pending.rendezvous, rank, pending.error.get());
     lock.lock();
   }
   --pending.num_threads;

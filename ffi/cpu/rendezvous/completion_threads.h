@@ -3,9 +3,8 @@
 
 #include <chrono>
 #include <list>
-#include <optional>
-#include <string>
 
+#include "base/call_failure.h"
 #include "base/threads.h"
 #include "cpu/rendezvous/rendezvous.h"
 
@@ -37,12 +36,12 @@ class CompletionThreads {
 
   // Lets the ranks go on that wait in their calls, unless there is an error, and runs the completions of the others.
   // Returns without waiting for them. Throws as start() does.
-  void complete(RendezvousPtr rendezvous, std::optional<std::string> error = std::nullopt);
+  void complete(RendezvousPtr rendezvous, CallFailurePtr error = nullptr);
 
  private:
   struct Pending {
     RendezvousPtr rendezvous;
-    std::optional<std::string> error;
+    CallFailurePtr error;
     int next = 0;                  // rank whose completion runs next
     int num_threads = 0;           // threads that are running completions of this rendezvous
     bool is_watched = false;       // whether its completions may wait for one that is slow

@@ -99,8 +99,10 @@ RendezvousMap::RendezvousMap(ReplicaGroups groups, std::string call)
 RendezvousMap::~RendezvousMap() {
   Watchdog::instance().unwatch(this);
   for (auto& rendezvous : open_) {
-    CompletionThreads::instance().complete(std::move(rendezvous),
-                                           call_ + ": the program was released while ranks were waiting in it.");
+    CompletionThreads::instance().complete(
+        std::move(rendezvous),
+        numbered(CallFailure::of(CallFailure::Kind::released,
+                                 call_ + ": the program was released while ranks were waiting in it.")));
   }
 }
 
@@ -110,11 +112,11 @@ RendezvousPtr RendezvousMap::arrive(int64_t run_id, int64_t partition, Participa
   const size_t num_operands = participant.inputs.size();
   std::unique_lock<Mutex> lock(mutex_);
   // Checked under the lock: the watchdog either finds this rendezvous in the map, or has recorded the failure before.
-  if (std::optional<std::string> failure = Watchdog::instance().failure(run_id)) {
+  if (const CallFailurePtr failure = Watchdog::instance().failure(run_id)) {
     lock.unlock();
     // Moved first: the completion may run the rank's next call, which refills the participant.
     Completion done = std::move(participant.done);
-    done(&*failure);
+    done(failure.get());
     return nullptr;
   }
   auto found = std::find_if(open_.begin(), open_.end(), [&](const RendezvousPtr& rendezvous) {
@@ -142,9 +144,9 @@ RendezvousPtr RendezvousMap::arrive(int64_t run_id, int64_t partition, Participa
 RendezvousPtr RendezvousMap::arrive_alone(int64_t run_id, int64_t partition, Participant&& participant,
                                           RendezvousPtr used) {
   // Without the lock: it is never in the map, where the watchdog would look for it.
-  if (std::optional<std::string> failure = Watchdog::instance().failure(run_id)) {
+  if (const CallFailurePtr failure = Watchdog::instance().failure(run_id)) {
     Completion done = std::move(participant.done);
-    done(&*failure);
+    done(failure.get());
     return nullptr;
   }
   const ReplicaGroups::Place place = groups_.place(partition);
@@ -230,14 +232,17 @@ std::string RendezvousMap::place() const {
   return call_.empty() ? "at the end of the program, without having made this call" : "in another call: " + call_;
 }
 
-std::string RendezvousMap::describe_missing_ranks(const Rendezvous& rendezvous, std::chrono::duration<double> deadline,
-                                                  const OtherPlace& other_place) const {
+CallFailure RendezvousMap::failure_of_missing_ranks(const Rendezvous& rendezvous,
+                                                    std::chrono::duration<double> deadline,
+                                                    const OtherPlace& other_place) const {
+  CallFailure failure;
   const std::vector<int64_t>& members = groups_.members(rendezvous.group);
   std::vector<std::string> group, missing;
   std::map<std::string, std::vector<std::string>> elsewhere;  // the ranks that wait in other places
   for (size_t rank = 0; rank < members.size(); ++rank) {
     group.push_back(std::to_string(members[rank]));
     if (rendezvous.done[rank] || !groups_.is_local(rendezvous.group, static_cast<int>(rank))) continue;
+    if (missing.empty()) failure.rank = static_cast<int64_t>(rank);
     missing.push_back(std::to_string(rank) + " (mesh position " + group.back() + ")");
     if (const auto place = other_place(members[rank])) elsewhere[*place].push_back(std::to_string(rank));
   }
@@ -255,7 +260,8 @@ std::string RendezvousMap::describe_missing_ranks(const Rendezvous& rendezvous, 
       << " Every rank of a group must make the same calls: look for a branch or a loop whose condition differs between "
          "ranks (a lax.cond on lax.axis_index, say), or for an error on a missing rank. If the missing ranks are only "
          "slow, set JAX_RING_TIMEOUT_S to more seconds.";
-  return text.str();
+  failure.text = text.str();
+  return failure;
 }
 
 }  // namespace jax_ring::cpu

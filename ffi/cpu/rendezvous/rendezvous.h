@@ -150,11 +150,11 @@ class RendezvousMap {
   // Where its ranks wait, for error messages of other calls.
   std::string place() const;
 
-  // The error message that names the ranks missing from the rendezvous.
+  // The failure whose text names the ranks missing from the rendezvous.
   // other_place: where a partition waits instead; nullopt if that is unknown.
   using OtherPlace = std::function<std::optional<std::string>(int64_t partition)>;
-  std::string describe_missing_ranks(const Rendezvous& rendezvous, std::chrono::duration<double> deadline,
-                                     const OtherPlace& other_place) const;
+  CallFailure failure_of_missing_ranks(const Rendezvous& rendezvous, std::chrono::duration<double> deadline,
+                                       const OtherPlace& other_place) const;
 
  private:
   RendezvousPtr open(int64_t run_id, ReplicaGroups::Place place, size_t num_operands, RendezvousPtr used = nullptr);

@@ -49,7 +49,7 @@ void Watchdog::set_deadline(double seconds) {
   wake_.notify_all();
 }
 
-void Watchdog::record_failure(int64_t run_id, const std::string& why) {
+void Watchdog::record_failure(int64_t run_id, const CallFailurePtr& why) {
   std::lock_guard<std::mutex> lock(failures_mutex_);
   if (failure_locked(run_id) != nullptr) return;
   failures_.emplace_back(run_id, why);
@@ -57,11 +57,10 @@ void Watchdog::record_failure(int64_t run_id, const std::string& why) {
   any_failure_.store(true, std::memory_order_release);
 }
 
-std::optional<std::string> Watchdog::failure(int64_t run_id) const {
-  if (!any_failure_.load(std::memory_order_acquire)) return std::nullopt;
+CallFailurePtr Watchdog::failure(int64_t run_id) const {
+  if (!any_failure_.load(std::memory_order_acquire)) return nullptr;
   std::lock_guard<std::mutex> lock(failures_mutex_);
-  const std::string* why = failure_locked(run_id);
-  return why == nullptr ? std::nullopt : std::optional(*why);
+  return failure_locked(run_id);
 }
 
 void Watchdog::abandon(const std::string& why) {
@@ -77,12 +76,14 @@ void Watchdog::abandon(const std::string& why) {
     failures_.clear();
     any_failure_.store(false, std::memory_order_release);
   }
-  for (auto& rendezvous : open) CompletionThreads::instance().complete(std::move(rendezvous), why);
+  if (open.empty()) return;
+  const CallFailurePtr failure = numbered(CallFailure::of(CallFailure::Kind::released, why));
+  for (auto& rendezvous : open) CompletionThreads::instance().complete(std::move(rendezvous), failure);
 }
 
-const std::string* Watchdog::failure_locked(int64_t run_id) const {
+CallFailurePtr Watchdog::failure_locked(int64_t run_id) const {
   for (const auto& [failed_run, why] : failures_) {
-    if (failed_run == run_id) return &why;
+    if (failed_run == run_id) return why;
   }
   return nullptr;
 }
@@ -100,7 +101,7 @@ void Watchdog::run() {
 
 void Watchdog::check_deadlines() {
   std::vector<RendezvousPtr> expired;
-  std::vector<std::string> reasons;
+  std::vector<CallFailurePtr> reasons;
   std::string last_calls;
   {
     std::lock_guard<std::mutex> lock(watched_mutex_);
@@ -129,17 +130,18 @@ void Watchdog::check_deadlines() {
       return std::nullopt;
     };
     for (size_t i = 0; i < expired.size(); ++i) {
-      reasons.push_back(maps[i]->describe_missing_ranks(
-          *expired[i], limit, [&](int64_t partition) { return place_of(expired[i]->run_id, partition, maps[i]); }));
-      reasons.back() += flight::last_calls_of_missing_ranks(expired[i]->entry);
+      CallFailure failure = maps[i]->failure_of_missing_ranks(
+          *expired[i], limit, [&](int64_t partition) { return place_of(expired[i]->run_id, partition, maps[i]); });
+      failure.text += flight::last_calls_of_missing_ranks(expired[i]->entry);
+      reasons.push_back(numbered(std::move(failure)));
     }
     if (!expired.empty()) last_calls = flight::table_of_ranks();
     for (size_t i = 0; i < expired.size(); ++i) record_failure(expired[i]->run_id, reasons[i]);
     // The other open rendezvous of failed executions cannot complete either. A communicator may have failed them.
     for (RendezvousMap* rendezvous_map : watched_) {
       for (auto& rendezvous :
-           rendezvous_map->remove_if([&](const Rendezvous& m) { return failure(m.run_id).has_value(); })) {
-        reasons.push_back(*failure(rendezvous->run_id));
+           rendezvous_map->remove_if([&](const Rendezvous& m) { return failure(m.run_id) != nullptr; })) {
+        reasons.push_back(failure(rendezvous->run_id));
         expired.push_back(std::move(rendezvous));
       }
     }

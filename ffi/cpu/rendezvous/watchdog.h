@@ -7,10 +7,11 @@
 #include <cstdint>
 #include <deque>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "base/call_failure.h"
 
 namespace jax_ring::cpu {
 
@@ -32,21 +33,21 @@ class Watchdog {
   double deadline() const { return deadline_seconds_.load(std::memory_order_relaxed); }
 
   // Records that an execution has failed; its further calls fail at once.
-  void record_failure(int64_t run_id, const std::string& why);
+  void record_failure(int64_t run_id, const CallFailurePtr& why);
 
   // Fails all open rendezvous, and forgets all failures: the runtime numbers executions anew once its backends have
   // been cleared.
   void abandon(const std::string& why);
 
-  // The error of this execution, if it has failed.
-  std::optional<std::string> failure(int64_t run_id) const;
+  // Why this execution has failed; null if it has not.
+  CallFailurePtr failure(int64_t run_id) const;
 
  private:
   Watchdog() = default;
   void run();
   void check_deadlines();
   void release_barriers(std::chrono::duration<double> limit);  // requires watched_mutex_
-  const std::string* failure_locked(int64_t run_id) const;
+  CallFailurePtr failure_locked(int64_t run_id) const;
 
   std::atomic<double> deadline_seconds_{60.0};
 
@@ -57,7 +58,7 @@ class Watchdog {
 
   std::atomic<bool> any_failure_{false};
   mutable std::mutex failures_mutex_;
-  std::deque<std::pair<int64_t, std::string>> failures_;  // the latest kMaxFailures runs
+  std::deque<std::pair<int64_t, CallFailurePtr>> failures_;  // the latest kMaxFailures runs
 };
 
 }  // namespace jax_ring::cpu

@@ -80,13 +80,23 @@ void Communicator::free_all() noexcept {
   for (const auto& lane : lanes_) lane->free_all();
 }
 
-std::string Communicator::describe(const Failure& failure, double deadline_seconds) const {
-  std::string call = "a call of an earlier program";
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (const auto found = calls_.find(failure.call); found != calls_.end()) call = found->second;
+CallFailurePtr Communicator::call_failure(double deadline_seconds) {
+  const auto first = failure();
+  if (!first) return nullptr;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (failed_ != nullptr) return failed_;
+  using Kind = CallFailure::Kind;
+  const auto found = calls_.find(first->call);
+  CallFailure known = CallFailure::of(
+      Kind::deadline,
+      describe(*first, found == calls_.end() ? "a call of an earlier program" : found->second, deadline_seconds));
+  if (first->kind == static_cast<uint32_t>(FailureKind::mismatch)) known.kind = Kind::mismatch;
+  if (first->kind == static_cast<uint32_t>(FailureKind::busy)) known.kind = Kind::overlap;
+  known.rank = known.kind == Kind::overlap ? first->rank : first->peer;
+  if (known.rank >= 0 && known.rank < num_ranks() && !group_.is_local(static_cast<int>(known.rank))) {
+    known.process = group_.members[known.rank].process;
   }
-  return describe(failure, call, deadline_seconds);
+  return failed_ = numbered(std::move(known));
 }
 
 std::string Communicator::describe(const Failure& failure, const std::string& call, double deadline_seconds) const {

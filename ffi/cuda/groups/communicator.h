@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/call_failure.h"
 #include "cuda/groups/connection.h"
 #include "cuda/groups/group.h"
 #include "cuda/runtime/peer_memory.h"
@@ -65,9 +66,9 @@ class Communicator {
 
   // The failure as text. call: description of `failure.call`.
   std::string describe(const Failure& failure, const std::string& call, double deadline_seconds) const;
-  // With the text of a call that has been named.
-  std::string describe(const Failure& failure, double deadline_seconds) const;
 
+  // The first failure, with the text of a call that has been named; null if there is none. The same each time.
+  CallFailurePtr call_failure(double deadline_seconds);
   // True the first time.
   bool should_report() { return !reported_.exchange(true); }
 
@@ -81,8 +82,9 @@ class Communicator {
   std::vector<int> local_ranks_;
   std::array<std::unique_ptr<Connection>, kLanes> lanes_;
   std::atomic<bool> retired_{false}, reported_{false};
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::map<uint32_t, std::string> calls_;
+  CallFailurePtr failed_;
 };
 
 }  // namespace jax_ring::gpu

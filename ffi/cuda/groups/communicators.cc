@@ -150,7 +150,7 @@ std::vector<std::shared_ptr<Communicator>> Communicators::all() const {
 std::vector<std::string> Communicators::failures() const {
   std::vector<std::string> texts;
   for (const auto& each : all()) {
-    if (const auto failure = each->failure()) texts.push_back(each->describe(*failure, deadline()));
+    if (const auto failure = each->call_failure(deadline())) texts.push_back(failure->message());
   }
   return texts;
 }
@@ -158,8 +158,8 @@ std::vector<std::string> Communicators::failures() const {
 std::vector<std::string> Communicators::unreported_failures() {
   std::vector<std::string> texts;
   for (const auto& each : all()) {
-    const auto failure = each->failure();
-    if (failure && each->should_report()) texts.push_back(each->describe(*failure, deadline()));
+    const auto failure = each->call_failure(deadline());
+    if (failure && each->should_report()) texts.push_back(failure->message());
   }
   return texts;
 }

@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "attributes/attributes.h"
+#include "attributes/trees.h"
+#include "attributes/xla_error.h"
 #include "attributes/xla_types.h"
 #include "cuda/groups/communicators.h"
 #include "cuda/groups/watcher.h"
@@ -116,29 +118,27 @@ const Instance::Rank* connect(Instance& instance, Instance::Rank rank, int ordin
   return instance.ranks.back().get();
 }
 
-// Why the group cannot make a call, if it cannot.
-ffi::Error state_of(const Instance& instance, const Instance::Rank& rank) {
+// Why the group cannot make a call; null if it can.
+CallFailurePtr failure_of(const Instance& instance, const Instance::Rank& rank) {
   Communicator& communicator = *rank.group->communicator;
   if (communicator.is_retired()) {
-    return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                      instance.text +
-                          ": this program was compiled before its group of GPUs was forgotten, by "
-                          "jax_ring.runtime.forget_gpu_groups() or since jax.distributed was initialized again. Call "
-                          "jax.clear_caches(), so that it is compiled again.");
+    return numbered(CallFailure::of(
+        CallFailure::Kind::released,
+        instance.text + ": this program was compiled before its group of GPUs was forgotten, by "
+                        "jax_ring.runtime.forget_gpu_groups() or since jax.distributed was initialized again. Call "
+                        "jax.clear_caches(), so that it is compiled again.",
+        ErrorCode::failed_precondition));
   }
-  if (const auto failure = communicator.failure()) {
-    communicator.should_report();  // by this error
-    return ffi::Error(ffi::ErrorCode::kDeadlineExceeded,
-                      communicator.describe(*failure, Communicators::instance().deadline()));
-  }
-  return ffi::Error::Success();
+  CallFailurePtr failure = communicator.call_failure(Communicators::instance().deadline());
+  if (failure != nullptr) communicator.should_report();  // by this error
+  return failure;
 }
 
 ffi::Error initialize(Instance* instance, ffi::RunId run, int32_t ordinal, ffi::RemainingArgs, ffi::RemainingRets,
                       ffi::Dictionary) {
   if (ordinal < 0 || ordinal >= kMaxOrdinals) {
-    return ffi::Error::Internal(instance->text + ": the CUDA ordinal " + std::to_string(ordinal) + " is not below " +
-                                std::to_string(kMaxOrdinals));
+    return new_error(ErrorCode::internal, instance->text + ": the CUDA ordinal " + std::to_string(ordinal) +
+                                              " is not below " + std::to_string(kMaxOrdinals));
   }
   Communicators& all = Communicators::instance();
   int index = -1;
@@ -159,15 +159,15 @@ ffi::Error initialize(Instance* instance, ffi::RunId run, int32_t ordinal, ffi::
       instance->initializing->arrive_and_wait(run.run_id, index, all.deadline());
       rank = connect(*instance, found, ordinal);
     }
-    if (ffi::Error error = state_of(*instance, *rank); error.failure()) {
-      fail(error.message());
-      return error;
+    if (const CallFailurePtr failure = failure_of(*instance, *rank)) {
+      fail(failure->text);
+      return error_of(*failure);
     }
     instance->initialized->arrive_and_wait(run.run_id, index, all.deadline());
     return ffi::Error::Success();
   } catch (const std::exception& error) {
     fail(error.what());
-    return ffi::Error::Internal(instance->text + ": " + error.what());
+    return new_error(ErrorCode::internal, instance->text + ": " + error.what());
   }
 }
 
@@ -226,8 +226,8 @@ ffi::Error execute(Instance* instance, ffi::RunId run, Stream stream, int32_t or
   const Instance::Rank* rank =
       ordinal < 0 || ordinal >= kMaxOrdinals ? nullptr : instance->rank_of[ordinal].load(std::memory_order_acquire);
   if (rank == nullptr) {
-    return ffi::Error::Internal(instance->text + ": executed on the GPU with CUDA ordinal " + std::to_string(ordinal) +
-                                ", which has not been initialized");
+    return new_error(ErrorCode::internal, instance->text + ": executed on the GPU with CUDA ordinal " +
+                                              std::to_string(ordinal) + ", which has not been initialized");
   }
   FirstRun &launching = *rank->group->launching, &launched = *rank->group->launched;
   const auto fail = [&](const std::string& why) {
@@ -235,9 +235,9 @@ ffi::Error execute(Instance* instance, ffi::RunId run, Stream stream, int32_t or
     launched.fail(run.run_id, rank->local, why);
   };
   try {
-    if (ffi::Error error = state_of(*instance, *rank); error.failure()) {
-      fail(error.message());
-      return error;
+    if (const CallFailurePtr failure = failure_of(*instance, *rank)) {
+      fail(failure->text);
+      return error_of(*failure);
     }
     const Communicators& all = Communicators::instance();
     if (launched.is_done()) {
@@ -254,7 +254,7 @@ ffi::Error execute(Instance* instance, ffi::RunId run, Stream stream, int32_t or
     return ffi::Error::Success();
   } catch (const std::exception& error) {
     fail(error.what());
-    return ffi::Error::Internal(instance->text + ": " + error.what());
+    return new_error(ErrorCode::internal, instance->text + ": " + error.what());
   }
 }
 

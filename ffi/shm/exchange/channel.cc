@@ -209,16 +209,28 @@ void Channel::post_status(const std::string& text) {
   status.length.store(static_cast<uint32_t>(length), std::memory_order_release);
 }
 
-std::string Channel::status_of(int process) const {
+CallFailure Channel::status_of(int process) const {
   const Status& status = area(process).status;
   const size_t length = status.length.load(std::memory_order_acquire);
   if (length == 0 && segments_ != nullptr && !has_joined(process)) {
-    if (const std::optional<std::string> failure = segments_->failure_of(process)) return *failure;
+    if (std::optional<CallFailure> failure = segments_->failure_of(process)) return *failure;
   }
-  return std::string(status.text, std::min(length, sizeof(status.text)));
+  CallFailure posted;
+  posted.text = std::string(status.text, std::min(length, sizeof(status.text)));
+  if (area(process).signals.aborted.load(std::memory_order_acquire) == 0) return posted;
+  posted.code = static_cast<ErrorCode>(status.code.load(std::memory_order_relaxed));
+  posted.kind = static_cast<CallFailure::Kind>(status.kind.load(std::memory_order_relaxed));
+  posted.process = status.process.load(std::memory_order_relaxed);
+  posted.rank = status.rank.load(std::memory_order_relaxed);
+  return posted;
 }
 
-void Channel::abort(bool leaves) {
+void Channel::abort(const CallFailure& why, bool leaves) {
+  Status& status = area(self_).status;
+  status.code.store(static_cast<int64_t>(why.code), std::memory_order_relaxed);
+  status.kind.store(static_cast<int64_t>(why.kind), std::memory_order_relaxed);
+  status.process.store(why.process, std::memory_order_relaxed);
+  status.rank.store(why.rank, std::memory_order_relaxed);
   area(self_).signals.aborted.store(leaves ? kLeft : kAborted, std::memory_order_release);
   for (int process = 0; process < num_processes_; ++process) {
     area(process).notices.of_abort.store(1, std::memory_order_release);

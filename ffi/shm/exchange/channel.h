@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "base/call_failure.h"
 #include "shm/exchange/rounds.h"
 #include "shm/memory/futex.h"
 #include "shm/memory/segments.h"
@@ -98,11 +99,12 @@ class Channel {
 
   // The text that other processes report when they wait for this one, truncated to the space there is.
   void post_status(const std::string& text);
-  std::string status_of(int process) const;
+  // That text and, of a process that has aborted the group, why: all but the number and the cause.
+  CallFailure status_of(int process) const;
 
   // Aborts the group for all processes, and removes the name of a segment that was being offered. leaves: this process
-  // makes no more calls at all, and its status is a predicate that says why.
-  void abort(bool leaves = false);
+  // makes no more calls at all, and its status is the cause.
+  void abort(const CallFailure& why = {}, bool leaves = false);
   bool has_aborted(int process) const;
   // Whether another process has, of those that have joined. Reads a line of this process's own.
   bool has_notice_of_abort() const { return area(self_).notices.of_abort.load(std::memory_order_acquire) != 0; }
@@ -139,6 +141,7 @@ class Channel {
   };
   struct alignas(128) Status {
     Atomic<int64_t> pid, pid_namespace, start_time;
+    std::atomic<int64_t> code, kind, process, rank;  // of a CallFailure; published by `aborted`
     Atomic<uint32_t> length;
     char text[1024];
   };

@@ -6,10 +6,8 @@
 #include <algorithm>
 #include <sstream>
 #include <stdexcept>
-#include <string_view>
 #include <utility>
 
-#include "base/error_code.h"
 #include "base/polling.h"
 #include "base/threads.h"
 #include "cpu/rendezvous/completion_threads.h"
@@ -24,6 +22,11 @@ namespace {
 // takes tens of microseconds: with a quarter of this time, four processes on two cores hand over every tenth call,
 // which doubles the latency of small calls.
 constexpr std::chrono::microseconds kPollTime(200);
+
+CallFailure group_released() {
+  return CallFailure::of(CallFailure::Kind::released,
+                         "the group of processes was released while calls were waiting in it");
+}
 
 std::chrono::duration<double> deadline() { return std::chrono::duration<double>(cpu::Watchdog::instance().deadline()); }
 
@@ -43,21 +46,21 @@ Communicator::~Communicator() {
   }
   wake_.notify_all();
   if (thread_.joinable()) thread_.join();
-  abort("the group of processes was released while calls were waiting in it");
+  abort(group_released());
 }
 
-void Communicator::leave(const std::string& how) {
+void Communicator::leave(const CallFailure& how) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (failure_ || leaving_) return;
   leaving_ = how;
   if (running_calls_) {
     wake_.notify_all();
-    left_.wait_for(lock, kMaxWaitToLeave, [this] { return failure_.has_value(); });
+    left_.wait_for(lock, kMaxWaitToLeave, [this] { return failure_ != nullptr; });
     return;
   }
   running_calls_ = true;
   lock.unlock();
-  abort("");
+  abort({});
   lock.lock();
   running_calls_ = false;
 }
@@ -118,7 +121,7 @@ void Communicator::hand_over_to_progress_thread(std::unique_lock<std::mutex>& lo
       why = *(current_ != nullptr ? current_ : ready_.front())->call().text + ": " + why;
     }
     lock.unlock();
-    abort(std::string(kResourceExhausted) + why);
+    abort(CallFailure::of(CallFailure::Kind::resources, why, ErrorCode::resource_exhausted));
     lock.lock();
     running_calls_ = false;
     return;
@@ -160,11 +163,10 @@ void Communicator::connect() {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!ready_.empty()) call = *ready_.front()->call().text + ": ";
     }
-    const std::string_view why = error.what();
-    std::ostringstream text;
-    text << code_name_of(why) << call << without_code(why)
-         << " (The group's first process, which creates its memory, is " << name_of(0) << ".)";
-    abort(text.str());
+    const auto* const known = dynamic_cast<const CallError*>(&error);
+    CallFailure why = known != nullptr ? known->failure : CallFailure::of(CallFailure::Kind::other, error.what());
+    why.text = call + why.text + " (The group's first process, which creates its memory, is " + name_of(0) + ".)";
+    abort(std::move(why));
     segments_->clean_up([this] {
       std::lock_guard<std::mutex> lock(mutex_);
       return stop_ || leaving_;
@@ -172,8 +174,7 @@ void Communicator::connect() {
   }
 }
 
-// Whether there is no use in waiting for the others any longer. Throws std::runtime_error, with the reason, if one of
-// them has left.
+// Whether there is no use in waiting for the others any longer. Throws CallError if one of them has left.
 bool Communicator::should_stop_connecting(cpu::Clock::time_point began) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -183,9 +184,8 @@ bool Communicator::should_stop_connecting(cpu::Clock::time_point began) {
   for (int process = 0; process < group_.num_processes(); ++process) {
     if (process == group_.self()) continue;
     Departures::instance().ask(group_.process_id(process));
-    if (const auto how = Departures::instance().of(group_.process_id(process))) {
-      throw std::runtime_error("P" + name_of(process).substr(1) + " " + *how + ".");
-    }
+    if (const auto how = Departures::instance().of(group_.process_id(process)))
+      throw CallError(failure_by(process, *how));
   }
   return false;
 }
@@ -202,7 +202,7 @@ void Communicator::progress_calls() {
       const bool leaves = leaving_.has_value();
       lock.unlock();
       if (leaves) {
-        abort("");
+        abort({});
         continue;
       }
       wait_for_leader_call();
@@ -252,8 +252,9 @@ bool Communicator::abort_if_peer_aborted() {
   for (int process = 0; process < group_.num_processes(); ++process) {
     if (process == group_.self() || !channel_->has_aborted(process)) continue;
     const std::vector<int> culprits = gone_processes();
-    abort(*current_->call().text + ": this group of processes can no longer be used." +
-          describe_peers(culprits.empty() ? std::vector<int>{process} : culprits));
+    CallFailure why = failure_by(culprits.empty() ? std::vector<int>{process} : culprits);
+    why.text.insert(0, *current_->call().text + ": this group of processes can no longer be used.");
+    abort(std::move(why));
     return true;
   }
   return false;
@@ -315,13 +316,13 @@ void Communicator::wait_for_peer() {
     // It may have signaled before it exited.
     if (current_->advance(*channel_, next_round_) == Exchange::State::done) return complete_current();
     if (current_->num_steps() != steps) return;
-    return abort(describe_missing_processes(*current_));
+    return abort(failure_of_missing_processes(*current_));
   }
   channel_->wait_doorbell(peer, seen, kPollInterval);
   std::unique_lock<std::mutex> lock(mutex_);
   if (stop_ || leaving_) {
     lock.unlock();
-    abort("the group of processes was released while calls were waiting in it");
+    abort(group_released());
   }
 }
 
@@ -338,14 +339,15 @@ void Communicator::wait_for_leader_call() {
       text << *ready_.front()->call().text;
     }
     const std::vector<int> culprits = gone_processes();
+    CallFailure why = failure_by(culprits.empty() ? std::vector<int>{0} : culprits);
     text << ": process " << group_.process_id(0) << " makes another call, which process "
-         << group_.process_id(group_.self()) << " did not make within " << seconds_waited() << " s."
-         << describe_peers(culprits.empty() ? std::vector<int>{0} : culprits);
+         << group_.process_id(group_.self()) << " did not make within " << seconds_waited() << " s." << why.text;
     if (culprits.empty()) {
       text << " All processes must make the same calls in the same order, with the same shapes and dtypes: look for a "
               "branch or a loop whose condition differs between them.";
     }
-    return abort(text.str());
+    why.text = text.str();
+    return abort(std::move(why));
   }
   std::unique_lock<std::mutex> lock(mutex_);
   wake_.wait_for(lock, kPollInterval);

@@ -10,10 +10,10 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <thread>
 #include <vector>
 
+#include "base/call_failure.h"
 #include "shm/exchange/channel.h"
 #include "shm/exchange/exchange.h"
 #include "shm/group/group.h"
@@ -40,10 +40,10 @@ class Communicator {
   const Group& group() const { return group_; }
 
   // Fails the pending calls and all later ones, here and in the other processes, which hear at once how this process
-  // has left: a predicate, such as "raised ValueError: bad batch". Returns when that is done, or after kMaxWaitToLeave,
-  // if the thread that runs the calls is busy that long. Does nothing in a group that has failed.
+  // has left: a departure, or the failure of which it leaves. Returns when that is done, or after kMaxWaitToLeave, if
+  // the thread that runs the calls is busy that long. Does nothing in a group that has failed.
   static constexpr std::chrono::seconds kMaxWaitToLeave{1};
-  void leave(const std::string& how);
+  void leave(const CallFailure& how);
 
   // Gives memory back that no call has used since the last time that this was called.
   void release_idle_memory();
@@ -78,15 +78,15 @@ class Communicator {
   void post_current_call();
 
   // In communicator_failure.cc.
-  void abort(std::string why);
-  std::string_view code_of_peers(std::string_view why) const;
+  void abort(CallFailure why);
   bool is_hopeless(cpu::Clock::duration waited);
   std::vector<int> gone_processes() const;
-  std::optional<std::string> how_left(int process) const;
-  std::string describe_missing_processes(const Exchange& exchange) const;
+  std::optional<CallFailure> how_left(int process) const;
+  CallFailure failure_of_missing_processes(const Exchange& exchange) const;
   std::string name_of(int process) const;
-  std::string describe_peer(int process) const;
-  std::string describe_peers(const std::vector<int>& processes) const;
+  CallFailure failure_by(int process) const;
+  CallFailure failure_by(int process, const CallFailure& how) const;
+  CallFailure failure_by(const std::vector<int>& processes) const;
   std::string seconds_waited() const;
 
   const Group group_;
@@ -101,8 +101,8 @@ class Communicator {
   bool on_progress_thread_ = false;  // and it is the progress thread
   std::deque<ExchangePtr> ready_;
   std::vector<ExchangePtr> free_;
-  std::optional<std::string> failure_;
-  std::optional<std::string> leaving_;  // how this process leaves, or has left
+  CallFailurePtr failure_;
+  std::optional<CallFailure> leaving_;  // how this process leaves, or has left
   std::condition_variable left_;
   std::thread thread_;
 

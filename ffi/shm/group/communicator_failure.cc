@@ -2,9 +2,9 @@
 #include <algorithm>
 #include <iomanip>
 #include <sstream>
+#include <tuple>
 #include <utility>
 
-#include "base/error_code.h"
 #include "cpu/rendezvous/completion_threads.h"
 #include "cpu/rendezvous/watchdog.h"
 #include "shm/group/communicator.h"
@@ -16,6 +16,11 @@ namespace {
 
 // How long an answer about a process that shares no memory with this one may take.
 constexpr std::chrono::milliseconds kTimeForAnswer(500);
+
+// How a process leaves that tells this.
+std::string predicate_of(const CallFailure& how) {
+  return how.process == CallFailure::kNone ? how.cause : "failed because " + how.cause;
+}
 
 }  // namespace
 
@@ -59,26 +64,40 @@ std::vector<int> Communicator::gone_processes() const {
   return left.empty() ? ended : left;
 }
 
-// How a process has left, if it has.
-std::optional<std::string> Communicator::how_left(int process) const {
-  if (channel_->has_left(process)) return channel_->status_of(process);
+// What a process has told when it left, if it has.
+std::optional<CallFailure> Communicator::how_left(int process) const {
+  if (channel_->has_left(process)) {
+    CallFailure told = channel_->status_of(process);
+    told.cause = std::move(told.text);
+    return told;
+  }
   if (channel_->has_joined(process)) return std::nullopt;
   return Departures::instance().of(group_.process_id(process));
 }
 
 // Fails all calls, now and in future: after a timeout this process no longer knows how far its peers are. If it is
 // leaving, it says so instead of `why`. Called by the thread that runs calls.
-void Communicator::abort(std::string why) {
-  why.insert(0, code_of_peers(why));
+void Communicator::abort(CallFailure why) {
+  // Whatever a peer has failed with first, if this failure has no code of its own.
+  for (int process = 0; channel_ != nullptr && process < group_.num_processes(); ++process) {
+    if (why.code != ErrorCode::deadline_exceeded) break;
+    if (process != group_.self() && channel_->has_aborted(process)) why.code = channel_->status_of(process).code;
+  }
   std::vector<ExchangePtr> failed;
   const LastCalls last_calls = last_calls_of(group_);  // before they count as failed
-  std::optional<std::string> leaving;
+  std::optional<CallFailure> leaving;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!failure_) {
       leaving = leaving_;
-      failure_ =
-          leaving_ ? "this process has left its groups of processes: it " + *leaving_ + "." : why + last_calls.sentence;
+      CallFailure own = why;
+      own.text += last_calls.sentence;
+      if (leaving) {
+        own = *leaving;
+        if (own.process == CallFailure::kNone) own.cause.clear();
+        own.text = "this process has left its groups of processes: it " + predicate_of(*leaving) + ".";
+      }
+      failure_ = numbered(std::move(own));
     }
     if (current_ != nullptr) failed.push_back(std::move(current_));
     for (ExchangePtr& exchange : ready_) failed.push_back(std::move(exchange));
@@ -88,11 +107,11 @@ void Communicator::abort(std::string why) {
   left_.notify_all();
   if (channel_ != nullptr) {
     if (leaving) {
-      channel_->post_status(*leaving);
+      channel_->post_status(leaving->cause);
     } else if (!has_posted_status_) {
-      channel_->post_status(why);
+      channel_->post_status(why.text);
     }
-    channel_->abort(leaving.has_value());
+    channel_->abort(leaving.value_or(why), leaving.has_value());
     std::lock_guard<std::mutex> lock(mutex_);
     channel_.reset();
     memory_.reset();
@@ -101,20 +120,9 @@ void Communicator::abort(std::string why) {
   if (!failed.empty() && !leaving) flight::Recorder::instance().print_once(last_calls.table);
   for (ExchangePtr& exchange : failed) {
     cpu::RendezvousPtr rendezvous = exchange->release();
-    cpu::Watchdog::instance().record_failure(rendezvous->run_id, *failure_);
-    cpu::CompletionThreads::instance().complete(std::move(rendezvous), *failure_);
+    cpu::Watchdog::instance().record_failure(rendezvous->run_id, failure_);
+    cpu::CompletionThreads::instance().complete(std::move(rendezvous), failure_);
   }
-}
-
-// The code that a failure takes over from a peer, which failed first. Empty if the failure has a code of its own.
-std::string_view Communicator::code_of_peers(std::string_view why) const {
-  if (channel_ == nullptr || !code_name_of(why).empty()) return "";
-  for (int process = 0; process < group_.num_processes(); ++process) {
-    if (process == group_.self() || !channel_->has_aborted(process)) continue;
-    const std::string_view code = code_name_of(channel_->status_of(process));
-    if (!code.empty()) return code;
-  }
-  return "";
 }
 
 std::string Communicator::name_of(int process) const {
@@ -126,56 +134,91 @@ std::string Communicator::name_of(int process) const {
   return text.str();
 }
 
-std::string Communicator::describe_peer(int process) const {
-  std::ostringstream text;
-  text << "P" << name_of(process).substr(1) << " ";
-  const std::string status(without_code(channel_->status_of(process)));
-  if (const auto how = how_left(process)) {
-    text << *how << ".";
-  } else if (!channel_->has_joined(process)) {
+// The failure of a call that waits for a process. Its text says what is known of the process.
+CallFailure Communicator::failure_by(int process) const {
+  if (const auto how = how_left(process)) return failure_by(process, *how);
+  using Kind = CallFailure::Kind;
+  const CallFailure status = channel_->status_of(process);
+  CallFailure found;
+  std::string what, more = ".";
+  if (!channel_->has_joined(process)) {
     const bool failed = channel_->has_aborted(process);
-    text << (failed ? status : "has not made a call in this group yet.");
+    found.kind = failed ? status.kind : Kind::absent;
+    what = failed ? status.text.substr(0, status.text.size() - 1) : "has not made a call in this group yet";
   } else if (channel_->has_exited(process)) {
-    text << "has ended.";
+    found.kind = Kind::ended;
+    what = "has ended";
   } else if (channel_->has_aborted(process)) {
-    text << "has aborted the group. Last status: " << (status.empty() ? "none" : status) << ".";
-  } else if (!status.empty()) {
-    text << "waits in another call: " << status << ".";
+    found.kind = Kind::aborted;
+    what = "has aborted the group";
+    more = ". Last status: " + (status.text.empty() ? "none" : status.text) + ".";
+  } else if (!status.text.empty()) {
+    found.kind = Kind::mismatch;
+    more = "waits in another call: " + status.text + ".";
   } else {
-    text << "is stopped, or busy with something else.";
+    found.kind = Kind::stopped;
+    what = "is stopped, or busy with something else";
   }
-  return text.str();
+  found.process = group_.process_id(process);
+  found.rank = group_.ranks_of(process).front();
+  if (!what.empty()) found.cause = name_of(process) + " " + what;
+  found.text = "P" + name_of(process).substr(1) + " " + what + more;
+  // One that has aborted the group knows who is to blame, unless it blames this process.
+  const bool knows = found.kind == Kind::aborted && status.process != CallFailure::kNone &&
+                     status.process != group_.process_id(group_.self()) && status.kind != Kind::mismatch;
+  if (knows) std::tie(found.kind, found.process, found.rank) = std::tie(status.kind, status.process, status.rank);
+  return found;
 }
 
-std::string Communicator::describe_peers(const std::vector<int>& processes) const {
+// The same of one that has left. how: what it has told.
+CallFailure Communicator::failure_by(int process, const CallFailure& how) const {
+  CallFailure found = how;
+  found.text = "P" + name_of(process).substr(1) + " " + predicate_of(how) + ".";
+  if (how.process != CallFailure::kNone) return found;
+  found.process = group_.process_id(process);
+  found.rank = group_.ranks_of(process).front();
+  found.cause = name_of(process) + " " + how.cause;
+  return found;
+}
+
+// The failure by the first of these processes. Its text says what is known of all, each after a space.
+CallFailure Communicator::failure_by(const std::vector<int>& processes) const {
+  CallFailure found;
   std::string text;
-  for (int process : processes) text += " " + describe_peer(process);
-  return text;
+  for (int process : processes) {
+    const CallFailure next = failure_by(process);
+    if (text.empty()) found = next;
+    text += " " + next.text;
+  }
+  found.text = text;
+  return found;
 }
 
-std::string Communicator::describe_missing_processes(const Exchange& exchange) const {
+CallFailure Communicator::failure_of_missing_processes(const Exchange& exchange) const {
   std::vector<int> missing;
   for (int process = 0; process < group_.num_processes(); ++process) {
     if (exchange.is_missing(process, *channel_, next_round_)) missing.push_back(process);
   }
   const std::vector<int> culprits = gone_processes();
+  CallFailure failure = failure_by(culprits.empty() ? missing : culprits);
   std::ostringstream text;
   text << *exchange.call().text << ": process " << group_.process_id(group_.self()) << " waited for " << missing.size()
        << " of the group's " << group_.num_processes() << " processes, for " << seconds_waited() << " s."
-       << describe_peers(culprits.empty() ? missing : culprits);
+       << failure.text;
   if (culprits.empty()) {
     text << " Every process must make the same calls: look for an error or an early exit there, and for a branch or a "
             "loop whose condition differs between processes. If the others are only slow, set JAX_RING_TIMEOUT_S to "
             "more seconds.";
     const bool looks_alike = std::any_of(missing.begin(), missing.end(), [&](int process) {
-      return channel_->has_joined(process) && channel_->status_of(process) == *exchange.call().text;
+      return channel_->has_joined(process) && channel_->status_of(process).text == *exchange.call().text;
     });
     if (looks_alike) {
       text << " The other call reads like this one: it comes earlier or later in the program, or the program differs, "
               "by a constant, say.";
     }
   }
-  return text.str();
+  failure.text = text.str();
+  return failure;
 }
 
 // How long the current step has waited.

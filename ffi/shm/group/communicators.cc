@@ -56,7 +56,7 @@ std::vector<std::shared_ptr<Communicator>> Communicators::all() const {
   return communicators;
 }
 
-void Communicators::abort(const std::string& how) {
+void Communicators::abort(const CallFailure& how) {
   std::vector<std::shared_ptr<Communicator>> communicators;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -68,7 +68,7 @@ void Communicators::abort(const std::string& how) {
 }
 
 void Communicators::reset() {
-  abort("has left for another set of processes");
+  abort(CallFailure::departure("has left for another set of processes"));
   std::map<std::vector<Member>, std::shared_ptr<Communicator>> old;  // destroyed after the lock is released
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -110,12 +110,10 @@ std::shared_ptr<Communicator> Communicators::get_or_create(const std::vector<Mem
     }
     Group group(processes, process_);
     Capacities capacities = capacities_of(group);
-    std::vector<std::string> names;
-    for (int process = 0; process < group.num_processes(); ++process) {
-      names.push_back("process " + std::to_string(group.process_id(process)));
-    }
+    std::vector<int64_t> ids;
+    for (int process = 0; process < group.num_processes(); ++process) ids.push_back(group.process_id(process));
     auto segments = std::make_unique<SharedMemory>(
-        "/jax_ring-" + token_ + "-" + hex(hash.value()), std::move(names), group.self(),
+        "/jax_ring-" + token_ + "-" + hex(hash.value()), std::move(ids), group.self(),
         [] { return cpu::Watchdog::instance().deadline(); }, host_id());
     watch_idle_memory();
     found = std::make_shared<Communicator>(std::move(group), std::move(capacities), std::move(segments));

@@ -31,7 +31,7 @@ class Communicators {
 
   // Aborts all groups, those that are still to be formed as well: see Communicator::leave(). For a process that makes
   // no more calls.
-  void abort(const std::string& how);
+  void abort(const CallFailure& how);
 
   // Leaves all groups and forgets the token, the counters, and the failures of executions, so that join() starts afresh
   // in this process. Programs that were compiled before fail.
@@ -62,7 +62,7 @@ class Communicators {
   mutable std::mutex mutex_;
   int64_t process_ = 0;
   std::string token_;
-  std::optional<std::string> aborted_;  // how
+  std::optional<CallFailure> aborted_;  // how
   std::map<std::vector<Member>, std::shared_ptr<Communicator>> by_members_;
   bool watches_idle_memory_ = false;
   std::map<std::string, int64_t> next_indices_;

@@ -6,7 +6,8 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <string>
+
+#include "base/call_failure.h"
 
 namespace jax_ring::shm {
 
@@ -19,9 +20,8 @@ class Segments {
 
   virtual ~Segments() = default;
 
-  // Maps the first segment, and waits until the group's first process, the leader, has created it. Throws
-  // std::runtime_error, whose text starts with its code (base/error_code.h), if it cannot, and when stop() becomes
-  // true. The other processes have been told then.
+  // Maps the first segment, and waits until the group's first process, the leader, has created it. Throws CallError if
+  // it cannot, and when stop() becomes true. The other processes have been told then.
   virtual Memory connect(size_t bytes, const Stop& stop) = 0;
 
   // For the leader: creates a larger segment. Null if there is no room for it.
@@ -32,7 +32,7 @@ class Segments {
   virtual void unlink(uint32_t number) = 0;
 
   // Why another process could not map the first segment; nullopt if it has told nothing.
-  virtual std::optional<std::string> failure_of(int process) = 0;
+  virtual std::optional<CallFailure> failure_of(int process) = 0;
   // After connect() has thrown: leaves nothing behind. Waits until the others have been told, up to the deadline.
   virtual void clean_up(const Stop& stop) = 0;
 };

@@ -15,8 +15,6 @@
 #include <thread>
 #include <utility>
 
-#include "base/error_code.h"
-
 namespace jax_ring::shm {
 namespace {
 
@@ -93,21 +91,22 @@ bool leaves_room(size_t bytes) {
   return free - static_cast<double>(bytes) >= kFreePart * all;
 }
 
-// Puts who failed before a failure's text, after its code.
-std::string about(const std::string& who, const std::string& text) {
-  return std::string(code_name_of(text)) + who + " " + std::string(without_code(text));
+// Puts who failed before a failure's text.
+CallFailure about(const std::string& who, CallFailure failure) {
+  failure.text.insert(0, who + " ");
+  return failure;
 }
 
-class MappingError : public std::runtime_error {
+class MappingError : public CallError {
  public:
-  explicit MappingError(const MappingFailure& failure)
-      : std::runtime_error(about("this process", failure.text())), failure(failure) {}
-  const MappingFailure failure;
+  explicit MappingError(const MappingFailure& mapping)
+      : CallError(about("this process", mapping.failure())), mapping(mapping) {}
+  const MappingFailure mapping;
 };
 
 }  // namespace
 
-SharedMemory::SharedMemory(std::string name, std::vector<std::string> processes, int self,
+SharedMemory::SharedMemory(std::string name, std::vector<int64_t> processes, int self,
                            std::function<double()> deadline_seconds, std::string host_id)
     : name_(std::move(name)),
       processes_(std::move(processes)),
@@ -123,7 +122,7 @@ Memory SharedMemory::connect(size_t bytes, const Stop& stop) {
   try {
     return connect_or_fail(kHeaderBytes + bytes, stop);
   } catch (const MappingError& error) {
-    notes_.write(error.failure);
+    notes_.write(error.mapping);
     throw;
   }
 }
@@ -140,11 +139,17 @@ Memory SharedMemory::connect_or_fail(size_t bytes, const Stop& stop) {
     if (mapped.memory != nullptr) break;
     // If it is not the leader that has failed, it may be gone with the segment's name.
     for (int process = 0; process < num_processes(); ++process) {
-      if (const std::optional<std::string> failure = failure_of(process)) {
-        throw std::runtime_error(about(processes_[process], *failure));
+      if (const std::optional<CallFailure> known = failure_of(process)) {
+        CallFailure failure = about(name_of_process(process), *known);
+        failure.process = processes_[process];
+        failure.cause = failure.text.substr(0, failure.text.size() - 1);
+        throw CallError(std::move(failure));
       }
     }
-    if (stop()) throw std::runtime_error("the group of processes was released while it was being created.");
+    if (stop()) {
+      throw CallError(CallFailure::of(CallFailure::Kind::released,
+                                      "the group of processes was released while it was being created."));
+    }
     if (std::chrono::steady_clock::now() > end) give_up_waiting(seconds);
     std::this_thread::sleep_for(kPollInterval);
     mapped = open_file(name_, bytes);
@@ -161,16 +166,20 @@ Memory SharedMemory::connect_or_fail(size_t bytes, const Stop& stop) {
 
 void SharedMemory::give_up_waiting(double seconds) const {
   shm_unlink(name_.c_str());  // the first process may have exited while creating it
+  const std::string leader = name_of_process(0);
   std::ostringstream text;
-  text << processes_[0] << ", the group's first, did not create the shared memory within " << seconds
+  text << leader << ", the group's first, did not create the shared memory within " << seconds
        << " s, or has already released it.";
   if (!host_id_.empty()) {
-    text << " JAX_RING_HOST_ID is '" << host_id_ << "' in both processes, so they claim to share a host. If "
-         << processes_[0] << " has made this call, they do not share /dev/shm: they run in different containers, or on "
+    text << " JAX_RING_HOST_ID is '" << host_id_ << "' in both processes, so they claim to share a host. If " << leader
+         << " has made this call, they do not share /dev/shm: they run in different containers, or on "
          << "different machines. Give those different values of JAX_RING_HOST_ID, or let the containers share /dev/shm "
          << "(docker run --ipc).";
   }
-  throw std::runtime_error(text.str());
+  CallFailure failure = CallFailure::of(CallFailure::Kind::absent, text.str());
+  failure.process = processes_[0];
+  failure.cause = leader + " did not create the shared memory of a group";
+  throw CallError(std::move(failure));
 }
 
 Memory SharedMemory::create(uint32_t number, size_t bytes) {
@@ -181,10 +190,10 @@ Memory SharedMemory::open(uint32_t number, size_t bytes) { return open_file(name
 
 void SharedMemory::unlink(uint32_t number) { shm_unlink(name_of(number).c_str()); }
 
-std::optional<std::string> SharedMemory::failure_of(int process) {
-  std::optional<std::string>& known = failures_[process];
+std::optional<CallFailure> SharedMemory::failure_of(int process) {
+  std::optional<CallFailure>& known = failures_[process];
   if (known || process == self_) return known;
-  if (const std::optional<MappingFailure> failure = notes_.take(process)) known = failure->text();
+  if (const std::optional<MappingFailure> mapping = notes_.take(process)) known = mapping->failure();
   return known;
 }
 

@@ -2,6 +2,7 @@
 // mapped it.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
@@ -16,18 +17,18 @@ namespace jax_ring::shm {
 // once all of them have mapped a segment.
 class SharedMemory final : public Segments {
  public:
-  // name: for shm_open; secret enough that no other program uses it. processes: what to call each one in an error.
+  // name: for shm_open; secret enough that no other program uses it. processes: the runtime's id of each one.
   // self: the index of this one; 0 is the leader, which creates the segments.
   // deadline_seconds: how long connect() waits for it. host_id: by which name the processes are on one host, for the
   // error message; empty if they have none.
-  SharedMemory(std::string name, std::vector<std::string> processes, int self, std::function<double()> deadline_seconds,
+  SharedMemory(std::string name, std::vector<int64_t> processes, int self, std::function<double()> deadline_seconds,
                std::string host_id = "");
 
   Memory connect(size_t bytes, const Stop& stop) override;
   Memory create(uint32_t number, size_t bytes) override;
   Memory open(uint32_t number, size_t bytes) override;
   void unlink(uint32_t number) override;
-  std::optional<std::string> failure_of(int process) override;
+  std::optional<CallFailure> failure_of(int process) override;
   void clean_up(const Stop& stop) override;
 
  private:
@@ -35,14 +36,15 @@ class SharedMemory final : public Segments {
   Memory connect_or_fail(size_t bytes, const Stop& stop);
   [[noreturn]] void give_up_waiting(double seconds) const;
   std::string name_of(uint32_t number) const;
+  std::string name_of_process(int process) const { return "process " + std::to_string(processes_[process]); }
 
   const std::string name_;
-  const std::vector<std::string> processes_;
+  const std::vector<int64_t> processes_;
   const int self_;
   const std::function<double()> deadline_seconds_;
   const std::string host_id_;
   FailureNotes notes_;
-  std::vector<std::optional<std::string>> failures_;  // of the processes that have told one
+  std::vector<std::optional<CallFailure>> failures_;  // of the processes that have told one
 };
 
 }  // namespace jax_ring::shm

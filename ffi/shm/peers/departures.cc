@@ -11,7 +11,7 @@ Departures& Departures::instance() {
   return *departures;
 }
 
-std::optional<std::string> Departures::of(int64_t process) const {
+std::optional<CallFailure> Departures::of(int64_t process) const {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = left_.find(process);
   return found == left_.end() ? std::nullopt : std::optional(found->second);
@@ -41,7 +41,7 @@ void Departures::end_questions() {
   asked_.notify_all();
 }
 
-void Departures::note(int64_t process, const std::string& how) {
+void Departures::note(int64_t process, const CallFailure& how) {
   std::lock_guard<std::mutex> lock(mutex_);
   left_.emplace(process, how);
 }

@@ -8,8 +8,9 @@
 #include <mutex>
 #include <optional>
 #include <set>
-#include <string>
 #include <vector>
+
+#include "base/call_failure.h"
 
 namespace jax_ring::shm {
 
@@ -19,8 +20,8 @@ class Departures {
  public:
   static Departures& instance();
 
-  // How a process has left, such as "raised ValueError: bad batch"; nullopt if it is not known to have left.
-  std::optional<std::string> of(int64_t process) const;
+  // What a process has told when it left; nullopt if it is not known to have left.
+  std::optional<CallFailure> of(int64_t process) const;
 
   // Asks for news of a process that a call waits for.
   void ask(int64_t process);
@@ -29,7 +30,7 @@ class Departures {
   std::vector<int64_t> await_questions(double seconds);
   // Ends these waits, now and in future.
   void end_questions();
-  void note(int64_t process, const std::string& how);
+  void note(int64_t process, const CallFailure& how);
 
   // Forgets everything: the processes of another runtime are others.
   void clear();
@@ -39,7 +40,7 @@ class Departures {
   std::condition_variable asked_;
   bool ended_ = false;
   std::set<int64_t> questions_;
-  std::map<int64_t, std::string> left_;
+  std::map<int64_t, CallFailure> left_;
 };
 
 }  // namespace jax_ring::shm

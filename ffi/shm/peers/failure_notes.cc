@@ -12,8 +12,6 @@
 #include <sstream>
 #include <utility>
 
-#include "base/error_code.h"
-
 namespace jax_ring::shm {
 namespace {
 
@@ -76,13 +74,13 @@ MappingFailure MappingFailure::of(Step step, size_t bytes, int error) {
   return {error, step, bytes, error == EMFILE ? most_files() : 0};
 }
 
-std::string MappingFailure::text() const {
+CallFailure MappingFailure::failure() const {
   std::ostringstream text;
-  text << (is_shortage(error) ? kResourceExhausted : kFailedPrecondition) << "could not " << name_of(step) << " "
-       << ((bytes + 1023) >> 10) << " KiB of shared memory in " << kFolder
+  text << "could not " << name_of(step) << " " << ((bytes + 1023) >> 10) << " KiB of shared memory in " << kFolder
        << " for a group of processes: " << std::strerror(error) << ".";
   add_advice(*this, text);
-  return text.str();
+  return CallFailure::of(CallFailure::Kind::resources, text.str(),
+                         is_shortage(error) ? ErrorCode::resource_exhausted : ErrorCode::failed_precondition);
 }
 
 FailureNotes::FailureNotes(const std::string& name, int num_processes, int self)

@@ -6,6 +6,8 @@
 #include <optional>
 #include <string>
 
+#include "base/call_failure.h"
+
 namespace jax_ring::shm {
 
 // What failed, and why.
@@ -19,8 +21,8 @@ struct MappingFailure {
   // error: the errno of the system call that has just failed.
   static MappingFailure of(Step step, size_t bytes, int error);
 
-  // The text of the error, which starts with its code.
-  std::string text() const;
+  // With a text that follows what names the process.
+  CallFailure failure() const;
 };
 
 // A note to one process is a symbolic link with a short target beside the segment. It takes no space of the file

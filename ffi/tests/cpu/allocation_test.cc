@@ -93,7 +93,7 @@ class Loop {
       rank.participant.inputs.push_back(buffer.data());
       rank.participant.outputs.push_back(buffer.data());
     }
-    rank.participant.done = [this, index, &running](const std::string*) { call(index, running); };
+    rank.participant.done = [this, index, &running](const CallFailure*) { call(index, running); };
     if (RendezvousPtr rendezvous = rendezvous_map_.arrive(run_id_, index, std::move(rank.participant))) {
       run_collective(std::move(rendezvous), message_, workers_);
     }
@@ -112,7 +112,7 @@ void start_completion_threads() {
   std::atomic<int> arrived{0}, left{0};
   RendezvousPtr rendezvous(new Rendezvous);
   for (int rank = 0; rank < kThreads; ++rank) {
-    rendezvous->done.emplace_back([&](const std::string*) {
+    rendezvous->done.emplace_back([&](const CallFailure*) {
       ++arrived;
       while (arrived < kThreads) std::this_thread::yield();
       ++left;

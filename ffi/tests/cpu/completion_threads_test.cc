@@ -40,7 +40,7 @@ RendezvousPtr rendezvous_of(int num_ranks, Follow follow) {
   RendezvousPtr rendezvous(new Rendezvous);
   rendezvous->num_arrived = num_ranks;
   for (int rank = 0; rank < num_ranks; ++rank) {
-    rendezvous->done.emplace_back([rank, follow](const std::string* error) { follow(rank, error); });
+    rendezvous->done.emplace_back([rank, follow](const CallFailure* error) { follow(rank, error); });
   }
   return rendezvous;
 }
@@ -48,7 +48,7 @@ RendezvousPtr rendezvous_of(int num_ranks, Follow follow) {
 TEST(CompletionThreads, CompletesEveryRankOnce) {
   std::atomic<int> completed[5] = {};
   std::atomic<int> errors{0};
-  CompletionThreads::instance().complete(rendezvous_of(5, [&](int rank, const std::string* error) {
+  CompletionThreads::instance().complete(rendezvous_of(5, [&](int rank, const CallFailure* error) {
     if (error != nullptr) ++errors;
     ++completed[rank];
   }));
@@ -64,14 +64,14 @@ TEST(CompletionThreads, CompletesEveryRankOnce) {
 
 TEST(CompletionThreads, PassesTheErrorAndSkipsMissingRanks) {
   std::atomic<int> completed{0};
-  auto rendezvous = rendezvous_of(4, [&](int rank, const std::string* error) {
+  auto rendezvous = rendezvous_of(4, [&](int rank, const CallFailure* error) {
     EXPECT_NE(rank, 2);
     ASSERT_NE(error, nullptr);
-    EXPECT_EQ(*error, "rank 2 is missing");
+    EXPECT_EQ(error->text, "rank 2 is missing");
     ++completed;
   });
   rendezvous->done[2] = Completion();
-  CompletionThreads::instance().complete(std::move(rendezvous), "rank 2 is missing");
+  CompletionThreads::instance().complete(std::move(rendezvous), testing::failure_with("rank 2 is missing"));
   EXPECT_TRUE(eventually([&] { return completed == 3; }));
 }
 
@@ -86,7 +86,7 @@ TEST(CompletionThreads, ALoneRankIsNotWatched) {
   const long before = num_switches();
   for (int call = 1; call <= 50; ++call) {
     std::atomic<bool> completed{false};
-    auto rendezvous = rendezvous_of(3, [&](int rank, const std::string*) {
+    auto rendezvous = rendezvous_of(3, [&](int rank, const CallFailure*) {
       EXPECT_EQ(rank, 1);
       std::this_thread::sleep_for(std::chrono::milliseconds(4));
       completed = true;
@@ -104,7 +104,7 @@ TEST(CompletionThreads, RanksMayBlockUntilAllHaveCompleted) {
   for (int num_ranks : {2, 8, 33}) {
     for (int round = 0; round < 5; ++round) {
       std::atomic<int> arrived{0}, left{0};
-      CompletionThreads::instance().complete(rendezvous_of(num_ranks, [&](int, const std::string*) {
+      CompletionThreads::instance().complete(rendezvous_of(num_ranks, [&](int, const CallFailure*) {
         ++arrived;
         EXPECT_TRUE(eventually([&] { return arrived == num_ranks; }));
         ++left;
@@ -118,12 +118,12 @@ TEST(CompletionThreads, RanksMayBlockUntilAllHaveCompleted) {
 TEST(CompletionThreads, ABlockedRankDelaysNoOtherRendezvous) {
   std::atomic<bool> release{false};
   std::atomic<int> blocked{0}, others{0};
-  CompletionThreads::instance().complete(rendezvous_of(1, [&](int, const std::string*) {
-    CompletionThreads::instance().complete(rendezvous_of(3, [&](int, const std::string*) { ++others; }));
+  CompletionThreads::instance().complete(rendezvous_of(1, [&](int, const CallFailure*) {
+    CompletionThreads::instance().complete(rendezvous_of(3, [&](int, const CallFailure*) { ++others; }));
     EXPECT_TRUE(eventually([&] { return release.load(); }));
     ++blocked;
   }));
-  CompletionThreads::instance().complete(rendezvous_of(3, [&](int, const std::string*) { ++others; }));
+  CompletionThreads::instance().complete(rendezvous_of(3, [&](int, const CallFailure*) { ++others; }));
   EXPECT_TRUE(eventually([&] { return others == 6; }));
   EXPECT_EQ(blocked, 0);
   release = true;
@@ -151,7 +151,7 @@ TEST(CompletionThreads, AreNamed) {
   std::thread([&] {
     pthread_setname_np(pthread_self(), "tf_XLA");
     for (int rank = 0; rank < kRanks; ++rank) {
-      CompletionThreads::instance().complete(rendezvous_of(1, [&](int, const std::string*) { completion(); }));
+      CompletionThreads::instance().complete(rendezvous_of(1, [&](int, const CallFailure*) { completion(); }));
     }
   }).join();
   EXPECT_TRUE(eventually([&] { return left == kRanks; }));
@@ -170,7 +170,7 @@ TEST(CompletionThreads, AThreadThatCannotBeStarted) {
     do {
       const int before = failing_thread_starts;
       num_ranks += kRanks;
-      CompletionThreads::instance().complete(rendezvous_of(kRanks, [&](int, const std::string*) {
+      CompletionThreads::instance().complete(rendezvous_of(kRanks, [&](int, const CallFailure*) {
         ++arrived;
         EXPECT_TRUE(eventually([&] { return arrived == all; }));
         ++left;
@@ -179,7 +179,7 @@ TEST(CompletionThreads, AThreadThatCannotBeStarted) {
     } while (arrived == num_ranks);
     EXPECT_GE(arrived, 1);
     all = num_ranks;
-    CompletionThreads::instance().complete(rendezvous_of(1, [&](int, const std::string*) { ++others; }));
+    CompletionThreads::instance().complete(rendezvous_of(1, [&](int, const CallFailure*) { ++others; }));
   }
   EXPECT_TRUE(eventually([&] { return left == num_ranks && others == 1; }));
 }
@@ -201,7 +201,7 @@ TEST(CompletionThreadsDeathTest, NoThreadAtAll) {
     }
     std::atomic<int> completed{0};
     RendezvousMap map(ReplicaGroups({0, 1}, {2}), "call");
-    CompletionThreads::instance().complete(rendezvous_of(2, [&](int, const std::string*) { ++completed; }));
+    CompletionThreads::instance().complete(rendezvous_of(2, [&](int, const CallFailure*) { ++completed; }));
     if (!eventually([&] { return completed == 2; })) _exit(3);
     const FailingThreadStarts starts(1);
     // Its watchdog runs already, and so do the threads above.
@@ -218,7 +218,7 @@ TEST(CompletionThreads, QuickRanksShareAThread) {
   std::set<std::thread::id> threads;
   std::atomic<int> completed{0};
   for (int i = 0; i < kNumRendezvous; ++i) {
-    CompletionThreads::instance().complete(rendezvous_of(4, [&](int, const std::string*) {
+    CompletionThreads::instance().complete(rendezvous_of(4, [&](int, const CallFailure*) {
       {
         std::lock_guard<std::mutex> lock(mutex);
         threads.insert(std::this_thread::get_id());

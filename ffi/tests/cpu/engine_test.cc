@@ -393,12 +393,12 @@ TEST(AllReduce, TouchesNoBufferAfterCompletion) {
       rendezvous->inputs[rank] = rendezvous->inputs[rank + kSize] = input->data();
       rendezvous->outputs.push_back(output->data());
       const auto free_then_complete = [input, output,
-                                       complete = outcomes[rank].completion()](const std::string* error) mutable {
+                                       complete = outcomes[rank].completion()](const CallFailure* error) mutable {
         input.reset();
         output.reset();
         complete(error);
       };
-      rendezvous->done.emplace_back(std::function<void(const std::string*)>(free_then_complete));
+      rendezvous->done.emplace_back(std::function<void(const CallFailure*)>(free_then_complete));
     }
     run_collective(std::move(rendezvous), {DType::f32, {count}}, pool);
     for (const Outcome& one : outcomes) ASSERT_TRUE(one.wait());
@@ -461,7 +461,7 @@ TEST(AllReduceDeathTest, RestoresTheWorkersFloatMode) {
       };
       auto rendezvous = call.rendezvous();
       for (Completion& done : rendezvous->done) {
-        done = [check_mode, complete = std::make_shared<Completion>(std::move(done))](const std::string* error) {
+        done = [check_mode, complete = std::make_shared<Completion>(std::move(done))](const CallFailure* error) {
           check_mode(kFlush);
           (*complete)(error);
         };

@@ -282,6 +282,20 @@ TEST(Deadline, NamesSeveralMissingRanks) {
   EXPECT_NE(outcome.error().find(expected), std::string::npos) << outcome.error();
 }
 
+TEST(Failures, AreKeptByNumbersThatDiffer) {
+  const CallFailurePtr first = failure_with("first");
+  EXPECT_EQ(first->message(), "first [failure " + std::to_string(first->number) + "]");
+  const CallFailures& all = CallFailures::instance();
+  EXPECT_EQ(all.find(first->number), first);
+  EXPECT_EQ(all.find(first->number + 1), nullptr);
+  for (int later = 1; later < 256; ++later) EXPECT_EQ(failure_with("later")->number, first->number + later);
+  EXPECT_EQ(all.find(first->number), first);
+  const CallFailurePtr last = failure_with("last");
+  EXPECT_EQ(all.find(first->number), nullptr);
+  EXPECT_EQ(all.find(last->number), last);
+  for (int64_t number : {int64_t{-1}, int64_t{0}, INT64_MAX, INT64_MIN}) EXPECT_EQ(all.find(number), nullptr);
+}
+
 // Both calls expire in the same check, or one while the other is open.
 TEST(Deadline, NamesTheCallInWhichAMissingRankWaits) {
   for (const double between : {0.0, kDeadline / 2}) {
@@ -315,7 +329,7 @@ TEST(Barrier, FailsWithItsRun) {
   }
   // A communicator fails a run without a deadline.
   EXPECT_EQ(barrier.arrive(other_run, 2, participant(2, outcomes[2])), nullptr);
-  Watchdog::instance().record_failure(other_run, "failed elsewhere");
+  Watchdog::instance().record_failure(other_run, failure_with("failed elsewhere"));
   ASSERT_TRUE(outcomes[2].wait());
   EXPECT_EQ(outcomes[2].error(), "failed elsewhere");
 }
@@ -400,7 +414,7 @@ TEST(Deadline, CallingBackIntoTheRendezvousIsAllowed) {
   const int64_t run = next_run_id();
   const Outcome outer, inner;
   Participant calls_again = participant(0, outer);
-  calls_again.done = [&](const std::string* error) {
+  calls_again.done = [&](const CallFailure* error) {
     rendezvous_map.arrive(run, 0, participant(0, inner));
     // A completion may also run another program's first call.
     const RendezvousMap another(ReplicaGroups({0}, {1}), "test");

@@ -136,7 +136,7 @@ bool call_waits(RendezvousMap& map, int64_t run_id, int num_ranks) {
   RendezvousPtr complete;
   for (int rank = 0; rank < num_ranks; ++rank) {
     Participant participant;
-    participant.done = [](const std::string*) {};
+    participant.done = [](const CallFailure*) {};
     participant.waiting = std::make_shared<WaitingRank>();
     complete = map.arrive(run_id, rank, std::move(participant));
   }
@@ -166,7 +166,7 @@ TEST(WaitingRanks, ThatOutnumberTheCoresWaitUnlessTheCallIsMadeAgain) {
 TEST(WaitingRanks, DoNotWaitWithoutTheirConsent) {
   RendezvousMap map(one_group(1), "test");
   Participant participant;
-  participant.done = [](const std::string*) {};
+  participant.done = [](const CallFailure*) {};
   const int64_t run_id = next_run_id();
   const RendezvousPtr complete = map.arrive(run_id, 0, std::move(participant));
   EXPECT_EQ(complete->waiting[0], nullptr);
@@ -211,7 +211,7 @@ TEST(WaitingRanks, AreCompletedOnceTheyHaveLeft) {
 TEST(WaitingRanks, GetTheErrorByTheirCompletions) {
   const std::vector<Outcome> outcomes(2);
   const std::vector<WaitingRankPtr> ranks = {std::make_shared<WaitingRank>(), std::make_shared<WaitingRank>()};
-  CompletionThreads::instance().complete(waiting_ranks(outcomes, ranks), "an error");
+  CompletionThreads::instance().complete(waiting_ranks(outcomes, ranks), testing::failure_with("an error"));
   for (int rank = 0; rank < 2; ++rank) {
     EXPECT_FALSE(ranks[rank]->wait());
     ASSERT_TRUE(outcomes[rank].wait());
@@ -224,11 +224,11 @@ TEST(WaitingRanks, NotWhereACompletionWaitsForTheThread) {
   std::vector<Outcome> ended(2);
   RendezvousPtr rendezvous(new Rendezvous);
   std::atomic<int> first{-1}, last{-1};
-  rendezvous->done.push_back([&, done = &ended[0]](const std::string*) {
+  rendezvous->done.push_back([&, done = &ended[0]](const CallFailure*) {
     first = CompletionThreads::may_wait();
     done->completion()(nullptr);
   });
-  rendezvous->done.push_back([&, done = &ended[1]](const std::string*) {
+  rendezvous->done.push_back([&, done = &ended[1]](const CallFailure*) {
     last = CompletionThreads::may_wait();
     done->completion()(nullptr);
   });
@@ -258,7 +258,7 @@ TEST(WaitingRanks, ThatMoveGetTheError) {
   const std::vector<WaitingRankPtr> ranks = {std::make_shared<WaitingRank>(), std::make_shared<WaitingRank>()};
   RendezvousPtr rendezvous = waiting_ranks(outcomes, ranks);
   for (const WaitingRankPtr& rank : ranks) rank->start(kMoves);
-  CompletionThreads::instance().complete(std::move(rendezvous), "an error");
+  CompletionThreads::instance().complete(std::move(rendezvous), testing::failure_with("an error"));
   for (int rank = 0; rank < 2; ++rank) {
     ASSERT_TRUE(outcomes[rank].wait());
     EXPECT_EQ(outcomes[rank].error(), "an error");

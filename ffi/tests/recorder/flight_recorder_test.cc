@@ -220,7 +220,7 @@ TEST(FlightRecorder, RecordsRendezvousOfManyThreads) {
         cpu::Participant participant;
         participant.inputs = {nullptr};
         participant.outputs = {nullptr};
-        participant.done = [&completed](const std::string*) { ++completed; };
+        participant.done = [&completed](const CallFailure*) { ++completed; };
         if (auto rendezvous = map.arrive(n, rank, std::move(participant))) {
           cpu::CompletionThreads::instance().complete(std::move(rendezvous));
         }

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/error_code.h"
+#include "base/call_failure.h"
 #include "tests/support/processes.h"
 #include "tests/support/reference.h"
 #include "tests/support/support.h"
@@ -139,20 +139,20 @@ TEST(Growth, TheFirstSegmentIsEnoughForAnyTree) {
 
 TEST(Growth, OthersHearAtOnceWhoCannotMapAny) {
   Processes processes({0, 1, 2}, kGrowing);
-  processes.heap().failures[1] = std::string(kResourceExhausted) + "could not open it.";
+  processes.heap().failures[1] =
+      CallFailure::of(CallFailure::Kind::resources, "could not open it.", ErrorCode::resource_exhausted);
   SumCall call(3, kLittle, false, 1);
   for (int process : {0, 2}) call.submit(processes[process]);
   for (int rank : {0, 2}) {
     ASSERT_TRUE(call.outcome(rank).wait());
-    const std::string error = call.outcome(rank).error();
-    EXPECT_EQ(code_of(error), ErrorCode::resource_exhausted) << error;
+    EXPECT_EQ(call.outcome(rank).failure().code, ErrorCode::resource_exhausted) << call.outcome(rank).error();
   }
   const std::string error = call.outcome(0).error() + call.outcome(2).error();
   EXPECT_NE(error.find("Process 1 (rank 1) could not open it."), std::string::npos) << error;
   call.submit(processes[1]);
   ASSERT_TRUE(call.outcome(1).wait());
-  EXPECT_EQ(call.outcome(1).error().rfind("RESOURCE_EXHAUSTED: call 1: could not open it.", 0), 0u)
-      << call.outcome(1).error();
+  EXPECT_EQ(call.outcome(1).failure().code, ErrorCode::resource_exhausted);
+  EXPECT_EQ(call.outcome(1).error().rfind("call 1: could not open it.", 0), 0u) << call.outcome(1).error();
 }
 
 }  // namespace

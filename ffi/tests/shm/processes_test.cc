@@ -17,6 +17,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -276,12 +277,18 @@ TEST(Processes, LeavingIsHeardAtOnce) {
     first.expect_results();
     call.submit(processes[0]);
     if (!idle) call.submit(processes[2]);
-    processes[2].leave("raised ValueError: bad batch");
-    processes[2].leave("has exited");  // the first reason stays
+    processes[2].leave(CallFailure::departure("raised ValueError: bad batch"));
+    processes[2].leave(CallFailure::departure("has exited"));  // the first reason stays
     call.submit(processes[1]);
     for (int rank : {0, 1}) {
       ASSERT_TRUE(call.outcome(rank).wait());
       expect_in("Process 2 (rank 2) raised ValueError: bad batch.", call.outcome(rank).error());
+      const CallFailure failure = call.outcome(rank).failure();
+      EXPECT_EQ(failure.kind, CallFailure::Kind::left);
+      EXPECT_EQ(failure.process, 2);
+      EXPECT_EQ(failure.rank, 2);
+      EXPECT_EQ(failure.cause, "process 2 (rank 2) raised ValueError: bad batch");
+      EXPECT_EQ(CallFailures::instance().find(failure.number)->text, failure.text);
       EXPECT_EQ(call.outcome(rank).error().find("Every process"), std::string::npos) << call.outcome(rank).error();
     }
     next.submit(processes[2]);
@@ -291,13 +298,32 @@ TEST(Processes, LeavingIsHeardAtOnce) {
   }
 }
 
+// One that leaves because of another's fault tells whose.
+TEST(Processes, TheFaultOfAnotherIsPassedOn) {
+  Processes processes({0, 1, 1});
+  TestCall first = small_call(3, 7), call = small_call(3, 1);
+  for (int process : {0, 1}) first.submit(processes[process]);
+  first.expect_results();
+  CallFailure how = CallFailure::departure("process 5 (ranks 8, 9) has ended");
+  std::tie(how.kind, how.process, how.rank) = std::make_tuple(CallFailure::Kind::ended, 5, 8);
+  processes[1].leave(how);
+  call.submit(processes[0]);
+  ASSERT_TRUE(call.outcome(0).wait());
+  const CallFailure failure = call.outcome(0).failure();
+  expect_in("Process 1 (ranks 1, 2) failed because process 5 (ranks 8, 9) has ended.", failure.text);
+  EXPECT_EQ(failure.kind, CallFailure::Kind::ended);
+  EXPECT_EQ(failure.process, 5);
+  EXPECT_EQ(failure.rank, 8);
+  EXPECT_EQ(failure.cause, "process 5 (ranks 8, 9) has ended");
+}
+
 TEST(Processes, LeavingIsHeardOfAProcessThatNeverCame) {
   Departures::instance().clear();
   Processes processes({0, 1});
   TestCall call = small_call(2, 1);
   call.submit(processes[0]);
   EXPECT_EQ(Departures::instance().await_questions(60), std::vector<int64_t>{1});
-  Departures::instance().note(1, "has exited");
+  Departures::instance().note(1, CallFailure::departure("has exited"));
   ASSERT_TRUE(call.outcome(0).wait());
   expect_in("Process 1 (rank 1) has exited.", call.outcome(0).error());
   Departures::instance().clear();
@@ -312,7 +338,7 @@ TEST(Processes, LeavingBreaksNoCallThatIsComplete) {
       call.submit(processes[process]);
       if (process != 2) return;
       ASSERT_TRUE(call.outcome(2).wait());
-      processes[2].leave("has exited");
+      processes[2].leave(CallFailure::departure("has exited"));
     });
     ASSERT_NO_FATAL_FAILURE(call.expect_results());
   }
@@ -398,7 +424,7 @@ TEST(Channel, TruncatesTheStatusBetweenCharacters) {
     std::string text = before;
     while (text.size() < 2000) text += two_bytes;
     channel.post_status(text);
-    const std::string status = channel.status_of(0);
+    const std::string status = channel.status_of(0).text;
     EXPECT_EQ((status.size() - before.size()) % 2, 0u);
     EXPECT_GT(status.size(), 1000u);
     EXPECT_EQ(status, text.substr(0, status.size()));

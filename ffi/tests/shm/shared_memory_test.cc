@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "base/error_code.h"
+#include "base/call_failure.h"
 
 namespace jax_ring::shm {
 namespace {
@@ -27,8 +27,8 @@ class SharedMemoryTest : public ::testing::Test {
   SharedMemoryTest() : name_("/jax_ring-test-" + std::to_string(getpid()) + "-" + std::to_string(next_++)) {}
 
   SharedMemory of(int num_processes, int self, double seconds = kDeadline, std::string host_id = "") const {
-    std::vector<std::string> processes;
-    for (int process = 0; process < num_processes; ++process) processes.push_back("process " + std::to_string(process));
+    std::vector<int64_t> processes;
+    for (int process = 0; process < num_processes; ++process) processes.push_back(process);
     return SharedMemory(name_, std::move(processes), self, [seconds] { return seconds; }, std::move(host_id));
   }
   bool exists(const std::string& suffix = "") const {
@@ -42,14 +42,16 @@ class SharedMemoryTest : public ::testing::Test {
   static inline int next_ = 0;
 };
 
-std::string error_of(Segments& segments, size_t bytes) {
+CallFailure failure_of(Segments& segments, size_t bytes) {
   try {
     segments.connect(bytes, kNever);
-  } catch (const std::exception& error) {
-    return error.what();
+  } catch (const CallError& error) {
+    return error.failure;
   }
-  return "";
+  return {};
 }
+
+std::string error_of(Segments& segments, size_t bytes) { return failure_of(segments, bytes).text; }
 
 void expect_in(const std::string& expected, const std::string& text) {
   EXPECT_NE(text.find(expected), std::string::npos) << text;
@@ -96,18 +98,21 @@ TEST_F(SharedMemoryTest, LeavesNoNameIfAProcessIsMissing) {
 
 TEST_F(SharedMemoryTest, AllHearThatThereIsNoSpace) {
   SharedMemory leader = of(3, 0), waiting = of(3, 1), late = of(3, 2);
-  std::string heard;
-  std::thread waits([&] { heard = error_of(waiting, kTooMany); });
-  const std::string own = error_of(leader, kTooMany);
+  CallFailure heard;
+  std::thread waits([&] { heard = failure_of(waiting, kTooMany); });
+  const CallFailure own = failure_of(leader, kTooMany);
   waits.join();
-  EXPECT_EQ(code_of(own), ErrorCode::resource_exhausted);
-  expect_in("this process could not create 1099511627780 KiB of shared memory in /dev/shm", own);
-  expect_in("No space left on device. /dev/shm has ", own);
-  EXPECT_EQ(code_of(heard), ErrorCode::resource_exhausted);
-  expect_in("process 0 could not create 1099511627780 KiB of shared memory", heard);
+  EXPECT_EQ(own.code, ErrorCode::resource_exhausted);
+  EXPECT_EQ(own.process, CallFailure::kNone);
+  expect_in("this process could not create 1099511627780 KiB of shared memory in /dev/shm", own.text);
+  expect_in("No space left on device. /dev/shm has ", own.text);
+  EXPECT_EQ(heard.code, ErrorCode::resource_exhausted);
+  EXPECT_EQ(heard.kind, CallFailure::Kind::resources);
+  EXPECT_EQ(heard.process, 0);
+  expect_in("process 0 could not create 1099511627780 KiB of shared memory", heard.text);
   EXPECT_FALSE(exists(".failure-0-1"));
   EXPECT_TRUE(exists(".failure-0-2"));
-  EXPECT_EQ(code_of(error_of(late, kTooMany)), ErrorCode::resource_exhausted);
+  EXPECT_EQ(failure_of(late, kTooMany).code, ErrorCode::resource_exhausted);
   leader.clean_up(kNever);  // returns at once: all have read
   EXPECT_FALSE(exists(".failure-0-2"));
   EXPECT_FALSE(exists());
@@ -115,19 +120,19 @@ TEST_F(SharedMemoryTest, AllHearThatThereIsNoSpace) {
 
 TEST_F(SharedMemoryTest, AllHearThatThereIsNoFileDescriptor) {
   SharedMemory leader = of(2, 0), other = of(2, 1);
-  std::string own;
+  CallFailure own;
   {
     const NoFiles limit;
-    own = error_of(leader, 100);
+    own = failure_of(leader, 100);
   }
-  const std::string heard = error_of(other, 100);
-  for (const std::string& text : {own, heard}) {
-    EXPECT_EQ(code_of(text), ErrorCode::resource_exhausted);
+  // heard: with the limit of the one that failed
+  const CallFailure heard = failure_of(other, 100);
+  for (const CallFailure& failure : {own, heard}) {
+    EXPECT_EQ(failure.code, ErrorCode::resource_exhausted);
     expect_in("could not create 5 KiB of shared memory in /dev/shm for a group of processes: Too many open files",
-              text);
+              failure.text);
+    expect_in("It may have 0 files open", failure.text);
   }
-  expect_in("It may have 0 files open", own);
-  expect_in("It may have 0 files open", heard);  // the limit of the one that failed
 }
 
 TEST_F(SharedMemoryTest, TheFirstProcessHearsOfTheOthers) {
@@ -139,8 +144,8 @@ TEST_F(SharedMemoryTest, TheFirstProcessHearsOfTheOthers) {
     expect_in("this process could not open", error_of(other, 100));
   }
   ASSERT_TRUE(leader.failure_of(1).has_value());
-  expect_in("could not open 5 KiB of shared memory", *leader.failure_of(1));
-  expect_in("Too many open files", *leader.failure_of(1));
+  expect_in("could not open 5 KiB of shared memory", leader.failure_of(1)->text);
+  expect_in("Too many open files", leader.failure_of(1)->text);
   EXPECT_FALSE(exists(".failure-1-0"));
 }
 
@@ -186,10 +191,12 @@ TEST_F(SharedMemoryTest, LargerSegments) {
 
 TEST_F(SharedMemoryTest, NamesTheHostIdOfProcessesThatDoNotShareMemory) {
   SharedMemory other = of(2, 1, 0.05, "node7");
-  const std::string text = error_of(other, 100);
-  EXPECT_EQ(code_of(text), ErrorCode::deadline_exceeded);
-  expect_in("JAX_RING_HOST_ID is 'node7' in both processes, so they claim to share a host", text);
-  expect_in("they do not share /dev/shm", text);
+  const CallFailure failure = failure_of(other, 100);
+  EXPECT_EQ(failure.code, ErrorCode::deadline_exceeded);
+  EXPECT_EQ(failure.kind, CallFailure::Kind::absent);
+  EXPECT_EQ(failure.process, 0);
+  expect_in("JAX_RING_HOST_ID is 'node7' in both processes, so they claim to share a host", failure.text);
+  expect_in("they do not share /dev/shm", failure.text);
 }
 
 }  // namespace

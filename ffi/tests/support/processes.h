@@ -46,7 +46,7 @@ struct Heap {
   Memory first;
   std::mutex mutex;
   std::map<uint32_t, Memory> larger;    // that have a name
-  std::map<int, std::string> failures;  // of processes that could not map the first
+  std::map<int, CallFailure> failures;  // of processes that could not map the first
   size_t room = SIZE_MAX;               // for larger segments
   std::set<int> cannot_open;            // processes
   Memory last;                          // larger segment
@@ -61,7 +61,7 @@ class HeapSegments final : public Segments {
   Memory connect(size_t, const Stop&) override {
     std::lock_guard<std::mutex> lock(heap_->mutex);
     if (const auto found = heap_->failures.find(self_); found != heap_->failures.end()) {
-      throw std::runtime_error(found->second);
+      throw CallError(found->second);
     }
     return heap_->first;
   }
@@ -86,7 +86,7 @@ class HeapSegments final : public Segments {
     std::lock_guard<std::mutex> lock(heap_->mutex);
     heap_->larger.erase(number);
   }
-  std::optional<std::string> failure_of(int process) override {
+  std::optional<CallFailure> failure_of(int process) override {
     std::lock_guard<std::mutex> lock(heap_->mutex);
     const auto found = heap_->failures.find(process);
     return found == heap_->failures.end() ? std::nullopt : std::optional(found->second);

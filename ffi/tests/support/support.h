@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/call_failure.h"
 #include "base/threads.h"
 #include "cpu/fold/fold_kernels.h"
 #include "cpu/rendezvous/rendezvous.h"
@@ -406,6 +407,11 @@ inline int64_t next_run_id() {
   return next.fetch_add(1);
 }
 
+// A failure with this text.
+inline CallFailurePtr failure_with(std::string text) {
+  return numbered(CallFailure::of(CallFailure::Kind::other, std::move(text)));
+}
+
 // What one participant's completion received. The completion keeps the state alive, so that a late second call is
 // harmless, but counted.
 class Outcome {
@@ -413,10 +419,10 @@ class Outcome {
   Outcome() = default;
   Outcome(Outcome&&) = default;
 
-  std::function<void(const std::string* error)> completion() const {
-    return [state = state_](const std::string* error) {
+  std::function<void(const CallFailure* failure)> completion() const {
+    return [state = state_](const CallFailure* failure) {
       std::lock_guard<std::mutex> lock(state->mutex);
-      if (state->times++ == 0 && error != nullptr) state->error = *error;
+      if (state->times++ == 0 && failure != nullptr) state->failure = *failure;
       state->changed.notify_all();
     };
   }
@@ -433,9 +439,10 @@ class Outcome {
   }
 
   // Empty when the call succeeded.
-  std::string error() const {
+  std::string error() const { return failure().text; }
+  CallFailure failure() const {
     std::lock_guard<std::mutex> lock(state_->mutex);
-    return state_->error;
+    return state_->failure;
   }
 
  private:
@@ -443,7 +450,7 @@ class Outcome {
     std::mutex mutex;
     std::condition_variable changed;
     int times = 0;
-    std::string error;
+    CallFailure failure;
   };
   std::shared_ptr<State> state_ = std::make_shared<State>();
 };

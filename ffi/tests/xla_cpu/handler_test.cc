@@ -79,7 +79,7 @@ const XLA_FFI_Api& api() {
     };
     api.XLA_FFI_Future_SetError = [](XLA_FFI_Future_SetError_Args* args) {
       const std::string message = take_message(args->error);
-      args->future->outcome.completion()(&message);
+      args->future->outcome.completion()(failure_with(message).get());
       return static_cast<XLA_FFI_Error*>(nullptr);
     };
     // What XLA does when the type is registered.

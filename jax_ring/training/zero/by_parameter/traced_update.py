@@ -12,6 +12,7 @@ from jax.extend import core
 
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName
+from jax_ring.launcher import foreign_errors
 from jax_ring.training.same_bits.evaluation import evaluate
 from jax_ring.training.zero.analysis import slicing
 from jax_ring.training.zero.analysis.data_flow import dependences, place_of
@@ -187,7 +188,7 @@ def _traced(update: Callable, *inputs: Any) -> core.ClosedJaxpr:
     try:
         return jax.make_jaxpr(update)(*inputs)
     except NameError as error:
-        if "unbound axis" not in str(error):
+        if not foreign_errors.UNBOUND_AXIS.search(str(error)):
             raise
         raise ValueError(_collective_text(str(error), "")) from error
 

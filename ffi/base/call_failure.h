@@ -1,0 +1,113 @@
+// call_failure.h: why calls have failed, and the failures of this process, by number.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace jax_ring {
+
+// What the runtime is told of a failure beside its text, by the numbers that XLA gives these codes.
+enum class ErrorCode : int {
+  invalid_argument = 3,
+  deadline_exceeded = 4,
+  resource_exhausted = 8,
+  failed_precondition = 9,
+  internal = 13,
+};
+
+// Why a call has failed. Processes tell each other all but the number and, unless they leave, the cause.
+struct CallFailure {
+  enum class Kind {
+    deadline,   // ranks did not come in time
+    mismatch,   // a process or a rank makes another call
+    absent,     // a process has made no call in the group yet
+    stopped,    // a process is stopped, or busy with something else
+    left,       // a process has said that it leaves: it has raised an exception, or exited
+    ended,      // a process has ended without saying so
+    aborted,    // a process has aborted the group
+    resources,  // memory, files or threads are short
+    released,   // the program or its groups were given up meanwhile
+    overlap,    // two calls ran at the same time that must not
+    other,
+    count
+  };
+  static constexpr int64_t kNone = -1;
+
+  ErrorCode code = ErrorCode::deadline_exceeded;
+  Kind kind = Kind::deadline;
+  int64_t process = kNone;  // the other process at fault, if one is
+  int64_t rank = kNone;     // the rank at fault, in the group of the call; the first one if there are several
+  std::string cause = {};   // what that process did, as "process 2 (rank 1) has ended"; empty if none is at fault. Of
+                           // one that leaves through its own fault a predicate: "raised ValueError: bad batch"
+  std::string text = {};  // of the error
+  int64_t number = 0;     // in this process, from 1
+
+  // One that no other process is known to be at fault for.
+  static CallFailure of(Kind kind, std::string text, ErrorCode code = ErrorCode::deadline_exceeded) {
+    return {code, kind, kNone, kNone, {}, std::move(text)};
+  }
+  // What a process tells the others that leaves through its own fault. how: a predicate.
+  static CallFailure departure(std::string how) {
+    return {ErrorCode::deadline_exceeded, Kind::left, kNone, kNone, std::move(how)};
+  }
+
+  // What the runtime raises. The number is the one part of it that jax_ring itself reads.
+  std::string message() const { return text + " [failure " + std::to_string(number) + "]"; }
+};
+
+using CallFailurePtr = std::shared_ptr<const CallFailure>;
+
+// Thrown where a call cannot go on.
+class CallError : public std::runtime_error {
+ public:
+  explicit CallError(CallFailure failure) : std::runtime_error(failure.text), failure(std::move(failure)) {}
+  const CallFailure failure;
+};
+
+// The latest failures of this process.
+class CallFailures {
+ public:
+  static CallFailures& instance() { return *current().load(); }
+  // For a Python module, which has a copy of this code: takes those of another one, so that no number comes twice.
+  static void share(CallFailures* all) { current().store(all); }
+
+  // Gives a failure its number.
+  CallFailurePtr add(CallFailure failure) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    failure.number = ++last_;
+    kept_.push_back(std::make_shared<const CallFailure>(std::move(failure)));
+    if (kept_.size() > kMost) kept_.pop_front();
+    return kept_.back();
+  }
+
+  // Null if it is not kept.
+  CallFailurePtr find(int64_t number) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const int64_t dropped = last_ - static_cast<int64_t>(kept_.size());
+    return number > dropped && number <= last_ ? kept_[number - dropped - 1] : nullptr;
+  }
+
+ private:
+  static constexpr size_t kMost = 256;
+
+  // Never destroyed: threads may outlive main.
+  static std::atomic<CallFailures*>& current() {
+    static std::atomic<CallFailures*> current{new CallFailures};
+    return current;
+  }
+
+  mutable std::mutex mutex_;
+  int64_t last_ = 0;
+  std::deque<CallFailurePtr> kept_;
+};
+
+inline CallFailurePtr numbered(CallFailure failure) { return CallFailures::instance().add(std::move(failure)); }
+
+}  // namespace jax_ring

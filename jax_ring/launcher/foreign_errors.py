@@ -1,0 +1,19 @@
+"""What errors of JAX, XLA and Gloo say: their texts are all that tells them apart.
+
+In this folder, because `worker.py` loads it by its path, without the package, and all other parts may import it.
+"""
+
+import re
+
+# A program needed a process that is gone: Gloo between hosts, the key-value store, the coordination service.
+MEMBER_GONE = re.compile(
+    r"\b(DEADLINE_EXCEEDED|UNAVAILABLE|ABORTED)\b|[Gg]loo|Connection (closed|reset) by peer|coordination service"
+)
+# The same, where the process itself has done nothing wrong.
+OF_ANOTHER = re.compile(r"Gloo|Connection closed by peer|distributed service detected fatal errors")
+# One of XLA's collectives between CPU processes has failed.
+OF_COLLECTIVE = re.compile(r"Gloo |collective operation timed out")
+# A program used arrays or devices of an earlier runtime.
+DEAD = re.compile(r"Array has been deleted|Received incompatible devices|[Bb]uffer has been deleted")
+# A function used a mesh axis outside of its shard_map.
+UNBOUND_AXIS = re.compile(r"unbound axis")
