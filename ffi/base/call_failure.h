@@ -44,8 +44,9 @@ struct CallFailure {
   Kind kind = Kind::deadline;
   int64_t process = kNone;  // the other process at fault, if one is
   int64_t rank = kNone;     // the rank at fault, in the group of the call; the first one if there are several
-  std::string cause = {};   // what that process did, as "process 2 (rank 1) has ended"; empty if none is at fault. Of
-                           // one that leaves through its own fault a predicate: "raised ValueError: bad batch"
+  // What that process did, as "process 2 (rank 1) has ended"; empty if none is at fault. Of one that leaves through its
+  // own fault a predicate: "raised ValueError: bad batch".
+  std::string cause = {};
   std::string text = {};  // of the error
   int64_t number = 0;     // in this process, from 1
 

@@ -174,6 +174,10 @@ CallFailure Communicator::failure_by(int process) const {
 CallFailure Communicator::failure_by(int process, const CallFailure& how) const {
   CallFailure found = how;
   found.text = "P" + name_of(process).substr(1) + " " + predicate_of(how) + ".";
+  if (how.process == group_.process_id(group_.self())) {  // it blames this process, so no other is known
+    found.process = CallFailure::kNone;
+    found.cause.clear();
+  }
   if (how.process != CallFailure::kNone) return found;
   found.process = group_.process_id(process);
   found.rank = group_.ranks_of(process).front();

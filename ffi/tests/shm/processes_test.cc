@@ -317,6 +317,23 @@ TEST(Processes, TheFaultOfAnotherIsPassedOn) {
   EXPECT_EQ(failure.cause, "process 5 (ranks 8, 9) has ended");
 }
 
+// Which is not at fault by its own account, and knows of no other.
+TEST(Processes, AProcessThatIsBlamedBlamesNobody) {
+  Processes processes({0, 1});
+  TestCall first = small_call(2, 7), call = small_call(2, 1);
+  for (int process : {0, 1}) first.submit(processes[process]);
+  first.expect_results();
+  CallFailure how = CallFailure::departure("process 0 (rank 0) is stopped, or busy with something else");
+  std::tie(how.kind, how.process, how.rank) = std::make_tuple(CallFailure::Kind::stopped, 0, 0);
+  processes[1].leave(how);
+  call.submit(processes[0]);
+  ASSERT_TRUE(call.outcome(0).wait());
+  const CallFailure failure = call.outcome(0).failure();
+  expect_in("Process 1 (rank 1) failed because process 0 (rank 0) is stopped", failure.text);
+  EXPECT_EQ(failure.process, CallFailure::kNone);
+  EXPECT_EQ(failure.cause, "");
+}
+
 TEST(Processes, LeavingIsHeardOfAProcessThatNeverCame) {
   Departures::instance().clear();
   Processes processes({0, 1});
