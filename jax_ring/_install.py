@@ -5,6 +5,8 @@ several adds hooks for its end (`distributed/exit_notice.py`) and for the errors
 (`distributed/xla_timeouts.py`).
 """
 
+import os
+
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery, xla_timeouts
 from jax_ring.lowering.custom_call import partitioner
@@ -25,6 +27,8 @@ def install() -> None:
     _compat.call_with_donating_programs(donation.sum_in_place)
     # XLA's collectives between processes wait for 30 minutes, and read their limit when the backend starts.
     _compat.call_when_distributed(xla_timeouts.limit_xla)
+    # A forked child has none of JAX's threads.
+    os.register_at_fork(after_in_child=runtime.note_fork)
     # Other processes wait for the host and the GPUs of this one. Its GPUs are read no earlier than JAX reads them.
     discovery.publish()
     _compat.call_with_plugins(discovery.publish_with_plugins)

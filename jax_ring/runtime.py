@@ -232,6 +232,31 @@ class Departure(NamedTuple):
     rank: int | None = None
 
 
+# The process that this one was forked from after JAX had started there.
+_forked_from: int | None = None
+
+
+def note_fork() -> None:
+    """In a forked child."""
+    global _forked_from
+    if _compat.backends_alive():
+        _forked_from = os.getppid()
+
+
+def refuse_in_child(function: str) -> None:
+    """Raises an error where the program would wait forever.
+
+    Raises:
+      RuntimeError: in a child that was forked after JAX had started.
+    """
+    if _forked_from is not None:
+        raise RuntimeError(
+            f"{function}: this process was forked from process {_forked_from} after JAX had started there, and has "
+            'none of JAX\'s threads. Start it by multiprocessing\'s method "spawn" or "forkserver", or before the first '
+            "use of JAX."
+        )
+
+
 def join_processes(process: int, token: str, publish, fetch) -> None:
     """Passes the engines the index of this process, and the means to reach the other processes.
 

@@ -43,6 +43,12 @@ class _Membership:
         self.client = client
         self.process = process
         self.has_left = False
+        self._pid = os.getpid()
+
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether a fork has copied it into this process, which is no member then: how it ends concerns no other."""
+        return self._pid != os.getpid()
 
 
 _membership: _Membership | None = None
@@ -80,10 +86,13 @@ def forget() -> None:
 
 def abort(how: Departure) -> None:
     """Aborts all groups of this process, now and in future; their calls fail at once, here and in the others."""
-    cause = " ".join(how.cause.split())
+    membership = _membership
+    if membership is not None and membership.is_of_parent:
+        return
+    # Half of a surrogate pair, as names of files have it, has no form in UTF-8.
+    cause = " ".join(how.cause.split()).encode(errors="backslashreplace").decode()
     how = how._replace(cause=cause if len(cause) <= _MAX_LENGTH else cause[: _MAX_LENGTH - 1] + "…")
     runtime.abort_groups(how)
-    membership = _membership
     if membership is not None and not membership.has_left:
         membership.has_left = True
         _compat.put_value(membership.client, _left_key(membership.process), json.dumps(how))
@@ -130,6 +139,8 @@ def _chain_excepthook() -> Callable:
 
 def _at_exit() -> None:
     global _is_ending
+    if _membership is not None and _membership.is_of_parent:
+        return
     _is_ending = True
     # While Python ends, no thread may come back from a wait: it would be killed, and that kills the process.
     runtime.wake_watcher()

@@ -112,6 +112,7 @@ def report(error: BaseException) -> None:
 
 def main(launcher_pid: str, kind: str, *command: str) -> None:
     die_with_parent(int(launcher_pid))
+    pid = os.getpid()
     sys.meta_path.insert(0, InitializePatcher())
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # as on a terminal
     sys.argv[:] = command
@@ -124,7 +125,8 @@ def main(launcher_pid: str, kind: str, *command: str) -> None:
             sys.path.insert(0, os.path.dirname(os.path.realpath(command[0])))
             runpy.run_path(command[0], run_name="__main__")
     except Exception as error:
-        report(error)
+        if os.getpid() == pid:  # else of a child that the script has forked
+            report(error)
         raise
 
 

@@ -55,6 +55,7 @@ def prepare(call: CallSpec, ctx) -> Emit:
 
     call: with the parameters of its primitive.
     """
+    runtime.refuse_in_child(call.function)
     call = call._replace(groups=groups_of(ctx, call.axes, call.axis_index_groups))
     if call.kind.adds_along_tree(call.options) and (shapes := symbolic_shapes(ctx)):
         raise NotImplementedError(

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "attributes/attributes.h"
-#include "attributes/trees.h"
 #include "attributes/xla_error.h"
 #include "attributes/xla_types.h"
 #include "cuda/groups/communicators.h"
