@@ -31,9 +31,8 @@ inline constexpr std::string_view kOrders[] = {"rank", "ring", "any", "tree"};
 //   sources      int64 array: of permute, for each rank of a group the one whose operand it gets, or -1; else empty
 //   algorithm    string: auto, one_shot, two_shot or ring. No effect between CPU devices of one process.
 //   group_sizes  int64 array: the size of each replica group
-//   members      int64 array: the members of the groups, one group after the other, in rank order: mesh positions of
-//   CPU
-//                devices; ids of GPUs, which are unique among those of all processes
+//   members      int64 array: the members of the groups, one group after the other, in rank order: CPU devices by mesh
+//                position, GPUs by an id that is unique among those of all processes
 //   processes    int64 array: the process of each member
 //   one_shot_bytes, two_shot_bytes
 //                int64 arrays: for each group, the largest message for which auto selects one_shot, or two_shot. Empty

@@ -36,7 +36,7 @@ def test_groups_are_attributes(check_vma):
     assert TARGET in text
     assert "partition_id" not in text
     # Groups along the first axis: positions 0 and 2, and 1 and 3.
-    assert "devices = dense<[3, 0, 1, 2]>" in text
+    assert "members = dense<[3, 0, 1, 2]>" in text
     assert "processes = dense<0>" in text
     assert "group_sizes = dense<2>" in text
 
@@ -169,7 +169,7 @@ def test_all_reduce_across_hosts_is_two_level(caplog, monkeypatch):
     text = lower(psum, jnp.ones((8, 3)), check_vma=False)
     scatter, across, gather = re.findall(r"jax_ring_reduce_scatter|stablehlo.all_reduce|jax_ring_all_gather", text)
     assert (scatter, across, gather) == ("jax_ring_reduce_scatter", "stablehlo.all_reduce", "jax_ring_all_gather")
-    assert text.count("devices = dense<[0, 1, 4, 5, 2, 3, 6, 7]>") == 2
+    assert text.count("members = dense<[0, 1, 4, 5, 2, 3, 6, 7]>") == 2
     assert text.count("group_sizes = dense<4>") == 2
     assert "replica_groups = dense<[[0, 2], [1, 3], [4, 6], [5, 7]]>" in text
     assert "tensor<1xf32>) -> tensor<1xf32>" in text  # 3 elements in 4 shards
@@ -185,7 +185,7 @@ def test_a_gather_across_hosts_is_two_level(caplog, monkeypatch):
     across, gather = re.findall(r"stablehlo.all_gather|jax_ring_all_gather", text)
     assert (across, gather) == ("stablehlo.all_gather", "jax_ring_all_gather")
     assert "replica_groups = dense<[[0, 2], [1, 3], [4, 6], [5, 7]]>" in text
-    assert "devices = dense<[0, 1, 4, 5, 2, 3, 6, 7]>" in text
+    assert "members = dense<[0, 1, 4, 5, 2, 3, 6, 7]>" in text
     assert "ring_all_gather over ('i',) is served by XLA between 2 hosts" in caplog.text
 
 
@@ -228,7 +228,7 @@ def test_several_processes_of_one_host(monkeypatch):
     monkeypatch.setattr(discovery, "host_of", lambda process: "host")
     text = lower(psum, jnp.ones(8), check_vma=False)
     assert "processes = dense<[0, 0, 0, 0, 1, 1, 1, 1]>" in text
-    assert "devices = dense<[0, 1, 2, 3, 4, 5, 6, 7]>" in text
+    assert "members = dense<[0, 1, 2, 3, 4, 5, 6, 7]>" in text
 
 
 @pytest.mark.usefixtures("engine")
