@@ -311,13 +311,7 @@ def _check_summed_once(tree: Any, axis_name: AxisName) -> None:
         "Inside jax_ring.value_and_grad pass reduced_in_backward=True to it, which then leaves the parameters as they "
         "are."
     )
-    twice = [axis for axis in axes_of(axis_name) if axis in _summed_later.value]
-    if twice:
-        raise ValueError(
-            f"reduce_in_backward over {axis_name!r}: the enclosing jax_ring.value_and_grad or grad sums the gradients "
-            f"over {twice} as well, which would make them too large by the number of ranks, "
-            f"{num_ranks(tuple(twice))}. {advice}"
-        )
+    _refuse_summing_twice(axis_name, advice)
     if not _compat.check_vma():
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -329,6 +323,16 @@ def _check_summed_once(tree: Any, axis_name: AxisName) -> None:
             )
 
 
+def _refuse_summing_twice(axis_name: AxisName, advice: str) -> None:
+    """Raises ValueError if the enclosing `value_and_grad` sums gradients over the axis as well."""
+    if twice := [axis for axis in axes_of(axis_name) if axis in _summed_later.value]:
+        raise ValueError(
+            f"reduce_in_backward over {axis_name!r}: the enclosing jax_ring.value_and_grad or grad sums the gradients "
+            f"over {twice} as well, which would make them too large by the number of ranks, "
+            f"{num_ranks(tuple(twice))}. {advice}"
+        )
+
+
 def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[ReductionOptions]) -> T:
     """Returns parameters unchanged, and sums their gradients over the ranks at this point of the backward pass.
 
@@ -338,7 +342,9 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
     `ring_psum`, in buckets, and in both modes. On GPUs it goes on beside the rest of the backward pass, unless
     `overlap=False`. Differentiate with `value_and_grad(..., reduced_in_backward=True)`: it
     turns the sum into a mean. Without vma tracking pass every parameter through here: others stay unreduced. The sums
-    are not for `sync_gradients`, `allreduce_gradients` or `zero`, which would sum them again.
+    are not for `sync_gradients`, `allreduce_gradients` or `zero`, which would sum them again. Without vma tracking the
+    parameters must not be computed from values that were reduced over the axis, such as the gradients of an inner loss:
+    JAX would multiply their derivatives by the number of ranks.
 
     Args:
       tree: a pytree of parameters, replicated over the axis.
@@ -349,8 +355,9 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
       A pytree like `tree`, with the same values.
 
     Raises:
-      ValueError: inside `value_and_grad` or `grad` without `reduced_in_backward=True`, which would sum twice; with vma
-        tracking, if a leaf varies over the axis; and for a `key`, which would be the same in every step of a scan.
+      ValueError: inside `value_and_grad` or `grad` without `reduced_in_backward=True`, which would sum twice, also if
+        they differentiate the gradients of an inner one that has it; with vma tracking, if a leaf varies over the axis;
+        and for a `key`, which would be the same in every step of a scan.
       NameError, TypeError, jax.errors.JaxRuntimeError: as `sync_gradients`.
     """
     check_named("reduce_in_backward", axes_of(axis_name))
@@ -367,6 +374,13 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
         return copies(tree), None
 
     def backward(_, cotangents):
+        # Of an outer function, if it differentiates the gradients of the one that this call is in.
+        _refuse_summing_twice(
+            axis_name,
+            "It differentiates the gradients of an inner one with reduced_in_backward=True: leave that and "
+            "reduce_in_backward out of the inner one, whose gradients are then reduced after its backward pass, or "
+            "stop them by lax.stop_gradient.",
+        )
         return (reduction.reduce(cotangents, axis_name, 1, headroom=num_ranks(axes_of(axis_name))).tree,)
 
     copies.defvjp(forward, backward)

@@ -126,6 +126,48 @@ def test_the_innermost_decides():
         gradient(lambda v: reduce_in_backward(v, "i"))
 
 
+WRAPPERS = {
+    "plain": lambda f: f,
+    "jitted": jax.jit,
+    "rematerialised": jax.checkpoint,
+    "both": lambda f: jax.jit(jax.checkpoint(f)),
+}
+
+
+def adapted(layer, *, wrap=lambda f: f, between=lambda g: g):
+    """The loss after a step of gradient descent, whose gradients are reduced in the backward pass."""
+
+    def loss(w, x):
+        step = wrap(grad(loss_of(layer), "i", reduced_in_backward=True))(w, x)
+        return plain_loss(w - 0.1 * between(step), x)
+
+    return loss
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("layer", ["plain", "scanned"])
+def test_the_gradient_of_reduced_gradients_is_refused(layer, wrap, check_vma):
+    for function in (value_and_grad, grad):
+        with pytest.raises(ValueError, match=r"^reduce_in_backward"):
+            on_ranks(function(adapted(layer, wrap=wrap), "i"), check_vma)(W, X)
+
+
+def test_the_error_of_nested_gradients_says_what_to_do():
+    with pytest.raises(ValueError, match=r"of an inner one .* leave that and reduce_in_backward out"):
+        on_ranks(grad(adapted("plain"), "i"))(W, X)
+
+
+@pytest.mark.parametrize("layer", ["plain", "jitted", "scanned"])
+def test_reduced_gradients_that_are_not_differentiated(layer):
+    """First-order adaptation: the gradients are constants of the outer loss."""
+
+    def whole(w):
+        return plain_loss(w - 0.1 * lax.stop_gradient(jax.grad(plain_loss)(w, X)), X)
+
+    f = on_ranks(grad(adapted(layer, between=lax.stop_gradient), "i"))
+    np.testing.assert_allclose(f(W, X), jax.grad(whole)(W), rtol=1e-5, atol=1e-7)
+
+
 # ---- A sum over another axis ----------------------------------------------------------------------------------------
 
 
