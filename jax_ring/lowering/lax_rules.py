@@ -88,6 +88,7 @@ def _prepare(call: CallSpec, jax_rule: Callable, ctx, params: dict) -> Callable:
             return over_named(ctx.replace(avals_in=ctx.avals_out), operand) if over_named else [operand]
 
         return emit
+    _check_named_once(call.function, named)
     if not named:
         return lambda ctx, operand: [operand]
     call = _with_params(call._replace(to_xla=as_by_jax), ctx, named, params)
@@ -100,6 +101,12 @@ def _prepare(call: CallSpec, jax_rule: Callable, ctx, params: dict) -> Callable:
         call = call._replace(to_xla=lower_broadcast_to_xla)
     emit_operands = rules.prepare(call, ctx)
     return lambda ctx, operand: emit_operands(ctx, [operand])
+
+
+def _check_named_once(function: str, axes: tuple) -> None:
+    """Raises as the functions of jax_ring do, before JAX says it of an argument that its users do not know."""
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"{function}: each axis may be named once, got {axes}")
 
 
 def _refuses(call: CallSpec, ctx) -> bool:
@@ -143,6 +150,7 @@ def _make_ragged_rule(is_on: Callable, jax_rule: Callable):
     def lower(ctx, *operands, axis_name, axis_index_groups):
         if not is_on() or _refuses(call, ctx):
             return jax_rule(ctx, *operands, axis_name=axis_name, axis_index_groups=axis_index_groups)
+        _check_named_once(call.function, tuple(axis_name))
         return ragged.lower(call, ctx, *operands, axes=tuple(axis_name), axis_index_groups=axis_index_groups)
 
     return lower
@@ -157,6 +165,7 @@ def _make_dynamic_broadcast_rule(is_on: Callable, jax_rule: Callable):
         if not is_on() or _refuses(sent, ctx):
             return jax_rule(ctx, operand, source, axis_name=axis_name)
         axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+        _check_named_once(total.function, axes)
         return lower_dynamic_broadcast_to_sum(ctx, operand, source, axes, partial(rules.lower, total, axes=axes))
 
     return lower

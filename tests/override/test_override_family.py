@@ -237,6 +237,26 @@ def ragged(x):
     return lax.ragged_all_to_all(x, x, *[jnp.arange(4)] * 4, axis_name="i")
 
 
+TWICE = ("i", "i")
+OVER_AN_AXIS_TWICE = {
+    "psum": lambda x: lax.psum(x, TWICE),
+    "pmax": lambda x: lax.pmax(x, TWICE),
+    "psum_scatter": lambda x: lax.psum_scatter(x, TWICE),
+    "all_gather": lambda x: lax.all_gather(x, TWICE),
+    "all_to_all": lambda x: lax.all_to_all(x, TWICE, 0, 0),
+    "ppermute": lambda x: lax.ppermute(x, TWICE, [(0, 1)]),
+    "pbroadcast": lambda x: lax.pbroadcast(x, TWICE, 0),
+    "ragged_all_to_all": lambda x: lax.ragged_all_to_all(x, x, *[jnp.arange(RANKS**2)] * 4, axis_name=TWICE),
+}
+
+
+@pytest.mark.parametrize("name", OVER_AN_AXIS_TWICE)
+def test_an_axis_that_is_named_twice(name):
+    f = sharded(OVER_AN_AXIS_TWICE[name], in_specs=P(), out_specs=P(), check_vma=False)
+    with override_lax(), pytest.raises(ValueError, match=rf"^lax.{name}: each axis may be named once, got"):
+        f.lower(jnp.zeros(RANKS**2))
+
+
 NOT_TAKEN = {
     "pmax of complex numbers": (lambda x: lax.pmax(x, "i"), jnp.complex64),
     "pmin of complex numbers": (lambda x: lax.pmin(x, "i"), jnp.complex64),
