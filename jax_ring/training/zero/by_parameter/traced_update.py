@@ -16,6 +16,7 @@ from jax_ring.training.same_bits.evaluation import evaluate
 from jax_ring.training.zero.analysis import slicing
 from jax_ring.training.zero.analysis.data_flow import dependences, place_of
 from jax_ring.training.zero.given_norms import NormRequest, norms_given
+from jax_ring.training.zero.interface import refuse_further_arguments
 
 if TYPE_CHECKING:
     import optax
@@ -187,6 +188,9 @@ def trace_update(
 def _traced(update: Callable, *inputs: Any) -> core.ClosedJaxpr:
     try:
         return jax.make_jaxpr(update)(*inputs)
+    except TypeError as error:
+        refuse_further_arguments(error)
+        raise
     except NameError as error:
         if "unbound axis" not in str(error):
             raise
