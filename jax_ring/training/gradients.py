@@ -20,6 +20,7 @@ from jax_ring.training.same_bits.cuts import check_in_axes
 from jax_ring.training.same_bits.shards import differentiate_shards, first_shard, indexed
 from jax_ring.training.sentinel import Digests, after, check_when, digests, reduced_with, verdict
 from jax_ring.training.sync import Reduction, ReductionOptions, is_float0
+from jax_ring.training.transposed import transposed_by
 from jax_ring.training.wire import UNCHANGED
 
 P = ParamSpec("P")
@@ -366,14 +367,13 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
     _refuse_key(reduction)
     _check_summed_once(tree, axis_name)
 
-    @jax.custom_vjp
-    def copies(tree):
-        return jax.tree.map(lambda x: own_copy(x, axis_name), tree)
+    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
+    places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
-    def forward(tree):
-        return copies(tree), None
+    def copies(xs):
+        return [own_copy(x, axis_name) for x in xs]
 
-    def backward(_, cotangents):
+    def reduced(cotangents):
         # Of an outer function, if it differentiates the gradients of the one that this call is in.
         _refuse_summing_twice(
             axis_name,
@@ -381,7 +381,17 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
             "reduce_in_backward out of the inner one, whose gradients are then reduced after its backward pass, or "
             "stop them by lax.stop_gradient.",
         )
-        return (reduction.reduce(cotangents, axis_name, 1, headroom=num_ranks(axes_of(axis_name))).tree,)
+        whole: list[Any] = [np.zeros(x.shape, jax.dtypes.float0) for x in leaves]
+        for i, x in zip(places, cotangents, strict=True):
+            whole[i] = x
+        sums = reduction.reduce(
+            jax.tree.unflatten(structure, whole), axis_name, 1, headroom=num_ranks(axes_of(axis_name))
+        ).tree
+        return [jax.tree.leaves(sums)[i] for i in places]
 
-    copies.defvjp(forward, backward)
-    return copies(tree)
+    results = copies(leaves)
+    if places:
+        own = transposed_by(reduced, [leaves[i] for i in places], forward=copies, axes=axes_of(axis_name))
+        for i, x in zip(places, own, strict=True):
+            results[i] = x
+    return jax.tree.unflatten(structure, results)

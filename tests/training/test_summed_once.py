@@ -97,6 +97,33 @@ def test_over_a_vmap_axis():
         run(grad(loss_of("plain"), "i"))(W, parts)
 
 
+# In a branch that the batch chooses, JAX makes a batch of the parameters.
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "in a branch"])
+def test_differentiated_outside_of_a_vmap(name):
+    parts = X.reshape(RANKS, -1, 3)
+
+    def mean(w, in_axis=None):
+        return jax.vmap(loss_of(name), axis_name="i", in_axes=(in_axis, 0))(w, parts).mean()
+
+    np.testing.assert_allclose(jax.grad(mean)(W), EXPECTED[1], rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match="outside of that vmap"):
+        jax.grad(lambda w: mean(jnp.stack([w] * RANKS), 0))(W)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_forward_mode(name, check_vma):
+    """A product with the Hessian, by the derivative of the gradient."""
+    v = np.cos(W)
+    expected = jax.jvp(lambda w: jax.grad(plain_loss)(w, X), (W,), (v,))
+
+    def product(w, x):
+        gradient = grad(loss_of(name), "i", reduced_in_backward=True)
+        return jax.jvp(lambda w: gradient(w, x), (w,), (jnp.cos(w),))
+
+    for actual, wanted in zip(on_ranks(product, check_vma)(W, X), expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-6)
+
+
 def test_only_the_axes_that_are_summed_count():
     """Summed over one axis in the backward pass, and over the other after it."""
     mesh = make_mesh((2, 2), ("a", "b"))
