@@ -238,3 +238,11 @@ def test_scalars_must_be_whole(scalar):
 def test_without_data():
     with pytest.raises(ValueError, match="in_axes splits no argument"):
         accumulate_gradients(loss, NUM)(W, x=X, y=Y)
+
+
+@pytest.mark.parametrize(
+    "fun", [jax.value_and_grad(loss), jax.grad(loss), lambda params, x, y: y, lambda params, x, y: [y.mean()]]
+)
+def test_what_is_no_loss(fun):
+    with pytest.raises(TypeError, match=r"fun must return a scalar.*value_and_grad\(accumulate_gradients\(loss, 2\)"):
+        accumulate_gradients(fun, NUM)(W, X, Y)
