@@ -186,7 +186,9 @@ def _of_mean(
                     reduction.function, with_aux, arguments, kwargs, parameters, axis_name, shards.num_shards,
                     shards.in_axes,
                 )  # fmt: skip
-                value, grads = shards.reduced(reduction, sums, axis_name, own)
+                value, grads = _without_reverse_mode(
+                    reduction.function, shards.reduced(reduction, sums, axis_name, own)
+                )
                 return ((value, aux) if has_aux else value), grads
         index = contextlib.nullcontext() if shards is None else indexed(first_shard(axis_name, shards.num_shards))
         with _noted(axis_name, reduced_in_backward), index:
@@ -287,6 +289,18 @@ class Shards:
             ok = verdict(self.function, own, tables, axis_name)
             value, grads = after(value, ok), after(grads, ok)
         return value, grads
+
+
+def _without_reverse_mode(function: str, tree: Any) -> Any:
+    """The tree, with an error in the place of JAX's, which speaks of loops."""
+
+    def refuse(cotangents):
+        raise NotImplementedError(
+            f"{function}: what num_shards computes has no reverse mode, because loops add the shards. Take inner "
+            "gradients within a shard, by jax.grad in the function that num_shards is for, or differentiate by jax.jvp."
+        )
+
+    return jax.tree.map(lambda x: x if is_float0(x) else transposed_by(refuse, [x])[0], tree)
 
 
 def _refuse_key(reduction: Reduction) -> None:
