@@ -26,6 +26,15 @@ def accumulate_gradients(
         value_and_grad(accumulate_gradients(loss, 4), "data")(params, images, labels)
         value_and_grad(accumulate_gradients(loss, 4, in_axes=(0, 0, None)), "data")(params, images, labels, scale)
 
+    All micro-batches of all ranks have one weight, so a loss that is divided by its own number of tokens gives a mean
+    of means. For the mean over all tokens divide by their number, which is counted first:
+
+        parts = lax.axis_size("data") * 4
+        count = ring_psum(mask.sum(), "data")
+        def loss(params, x, mask, count):
+            return parts * (mask * error(params, x)).sum() / count
+        value_and_grad(accumulate_gradients(loss, 4, in_axes=(0, 0, None)), "data")(params, x, mask, count)
+
     Args:
       fun: a function of parameters and data, whose value is a mean over the data. If it communicates, it does so for
         every micro-batch.
