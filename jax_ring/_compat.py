@@ -263,7 +263,19 @@ def abstract_ppermute(aval, *, axes, axis_index_groups, perm):
     """JAX's own checks for a ppermute, and the effects of a psum over the same axes."""
     with _check_vma(False):
         ppermute_p.abstract_eval(aval, axis_name=axes, perm=perm)
-    return abstract_psum(aval, axes=axes, axis_index_groups=axis_index_groups)
+    return abstract_broadcast(aval, axes=axes, axis_index_groups=axis_index_groups)
+
+
+def abstract_broadcast(aval, *, axes, axis_index_groups):
+    """As `abstract_psum`, of a weak type as well: the value is one of the operands."""
+    out, effects = abstract_psum(aval, axes=axes, axis_index_groups=axis_index_groups)
+    return out.update(weak_type=aval.weak_type), effects
+
+
+def abstract_broadcast_invariant(aval, *, axes, axis_index_groups):
+    """As `abstract_psum_invariant`, of a weak type as well."""
+    out, effects = abstract_psum_invariant(aval, axes=axes, axis_index_groups=axis_index_groups)
+    return out.update(weak_type=aval.weak_type), effects
 
 
 def axes_of_permutation(axes: tuple, mesh) -> tuple:

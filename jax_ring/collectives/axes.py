@@ -89,6 +89,11 @@ def _check_axes(function: str, axes: tuple, named: tuple) -> None:
     for axis in named:
         if axis not in bound:
             known = ", ".join(repr(name) for name in bound) or "none"
+            if isinstance(axis, jax.sharding.PartitionSpec | jax.sharding.Mesh | jax.sharding.Sharding):
+                raise NameError(
+                    f"{function}: axis_name must be the name of an axis, not a {type(axis).__name__}, got {axis!r}; "
+                    f"the axes bound here: {known}"
+                )
             raise NameError(
                 f"{function}: unbound axis name {axis!r}; the axes bound here: {known}. Call it under jax.shard_map, "
                 "jax.vmap or jax.pmap with an axis of that name."

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, split_axes
 from jax_ring.distributed import discovery
+from jax_ring.lowering.kinds import Kind, is_number
 
 _BOOL = np.dtype(bool)
 _ARRAYS = (Tracer, jax.Array)  # whether a value is a tracer takes a tenth of the time
@@ -36,7 +37,7 @@ def fused(tree, left_to_lax: Callable, namesake: Callable, to_operand: Callable,
             continue
         leaves[i], common = to_operand(leaf if isinstance(leaf, Tracer) else jnp.asarray(leaf))
         dtype = leaves[i].dtype
-        if is_extended(dtype):
+        if not is_number(dtype):
             leaves[i], from_bits[i] = bits_of_keys(leaves[i])
             dtype = leaves[i].dtype
         together[dtype, common].append(i)
@@ -55,23 +56,24 @@ def bits_of_keys(x: jax.Array) -> tuple[jax.Array, Callable]:
 
 
 def _are_keys(x: jax.Array) -> bool:
-    return is_extended(x.dtype) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return not is_number(x.dtype) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def is_extended(dtype) -> bool:
-    """Whether a dtype is one that JAX defines and NumPy does not know, such as that of random keys."""
-    return not isinstance(dtype, np.dtype)
+def check_dtype(function: str, kind: Kind, op: str, leaf: jax.Array) -> None:
+    """Raises if a reduction has no meaning for the numbers of a leaf."""
+    if refusal := kind.refusal(op, leaf.dtype):
+        raise TypeError(refusal.format(function=function, type=jax.typeof(leaf)))
 
 
 def belongs_to_lax(leaf, axes: tuple, *, moved: bool = False) -> bool:
-    """Whether the engines cannot take a leaf: it has an extended dtype, or is marked as reduced or unreduced.
+    """Whether the engines cannot take a leaf: it has no numbers, or is marked as reduced or unreduced.
 
     moved: whether the collective does not add, so that it can take random keys.
     """
     if not isinstance(leaf, _ARRAYS):
-        return False
+        return getattr(leaf, "dtype", None) == jax.dtypes.float0
     aval = jax.typeof(leaf)
-    if is_extended(aval.dtype) and not (moved and _are_keys(leaf)):
+    if not is_number(aval.dtype) and not (moved and _are_keys(leaf)):
         return True
     return not _compat.partially_reduced_axes(aval).isdisjoint(axes)
 

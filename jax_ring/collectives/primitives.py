@@ -288,7 +288,7 @@ ring_reduce_p: Primitive = _make_primitive(
 )
 
 _BROADCAST = Rules(
-    partial(_abstract_rooted, _compat.abstract_psum),
+    partial(_abstract_rooted, _compat.abstract_broadcast),
     lambda cotangents, params: ring_reduce_p.bind(*cotangents, **params),
     vmap_axis.broadcast,
 )
@@ -297,6 +297,6 @@ ring_broadcast_p, ring_broadcast_invariant_p = _pair(
     CallSpec("ring_broadcast", kinds.BROADCAST, "sum", lower_broadcast_to_xla),
     _BROADCAST,
     _BROADCAST._replace(
-        abstract_eval=partial(_abstract_rooted, _compat.abstract_psum_invariant), transpose=_only_on_root
+        abstract_eval=partial(_abstract_rooted, _compat.abstract_broadcast_invariant), transpose=_only_on_root
     ),
 )

@@ -25,9 +25,10 @@ from jax_ring.collectives.axes import (
     split_axes,
     warn_of_equal_values,
 )
-from jax_ring.collectives.leaves import as_varying, belongs_to_lax, counted, fused, no_namesake
+from jax_ring.collectives.leaves import as_varying, belongs_to_lax, check_dtype, counted, fused, no_namesake
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.collectives.slots import first_terms, prepare
+from jax_ring.lowering.kinds import ALL_REDUCE
 from jax_ring.options import Algorithm, Options, Order, make_options
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
@@ -140,7 +141,7 @@ def ring_pmax(
     Raises:
       TypeError: for complex numbers, which have no order.
     """
-    return _extremum("ring_pmax", _PMAX, lax_pmax, x, axis_name, axis_index_groups, algorithm)
+    return _extremum("max", _PMAX, lax_pmax, x, axis_name, axis_index_groups, algorithm)
 
 
 def ring_pmin(
@@ -150,7 +151,7 @@ def ring_pmin(
 
     Everything else is as for `ring_pmax`.
     """
-    return _extremum("ring_pmin", _PMIN, lax_pmin, x, axis_name, axis_index_groups, algorithm)
+    return _extremum("min", _PMIN, lax_pmin, x, axis_name, axis_index_groups, algorithm)
 
 
 # ---- All-reduces ----------------------------------------------------------------------------------------------------
@@ -210,19 +211,16 @@ def _psum(
 
 
 def _extremum(
-    function: str, pair: Pair, namesake: Callable, x, axis_name: AxisName, axis_index_groups: Groups | None, algorithm
+    op: str, pair: Pair, namesake: Callable, x, axis_name: AxisName, axis_index_groups: Groups | None, algorithm
 ):
+    function = f"ring_p{op}"
     options = make_options(function, algorithm)
     axes, named, positional, groups = check_reduction(function, axis_name, axis_index_groups)
     if not axes:
         return x
 
     def operand(leaf):
-        if jnp.iscomplexobj(leaf):
-            raise TypeError(
-                f"{function}: complex numbers have no order, got {jax.typeof(leaf)}. Compare jnp.abs(x), or the real "
-                "and imaginary parts each."
-            )
+        check_dtype(function, ALL_REDUCE, op, leaf)
         return as_varying(function, namesake(leaf, positional) if positional else leaf, named), None
 
     def run(operands, _):

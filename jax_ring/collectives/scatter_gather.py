@@ -4,7 +4,6 @@ from functools import partial
 from typing import Literal, TypeVar, get_args
 
 import jax
-import jax.numpy as jnp
 
 # Bound here because users may replace them in `jax.lax`.
 from jax.lax import all_gather as lax_all_gather
@@ -24,8 +23,9 @@ from jax_ring.collectives.axes import (
     refuse_groups,
     split_axes,
 )
-from jax_ring.collectives.leaves import as_varying, belongs_to_lax, fused, no_namesake
+from jax_ring.collectives.leaves import as_varying, belongs_to_lax, check_dtype, fused, no_namesake
 from jax_ring.collectives.slots import first_terms, prepare
+from jax_ring.lowering.kinds import REDUCE_SCATTER
 from jax_ring.options import Order, check_choice, make_options
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
@@ -78,8 +78,7 @@ def ring_psum_scatter(
     size = group_size(function, axes, groups)
 
     def operand(leaf):
-        if leaf.dtype == jnp.bool_:
-            raise TypeError(f"{function} does not add booleans, got {jax.typeof(leaf)}. Use x.astype(jnp.int32).")
+        check_dtype(function, REDUCE_SCATTER, "sum", leaf)
         leaf = as_varying(function, leaf, axes, mixed=False)
         return leaf, divided_dimension(
             function, "scatter_dimension", scatter_dimension, leaf, size, tiled=tiled, first=int(has_slots)

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from jax_ring import _compat
 from jax_ring.options import Options
 
@@ -41,6 +45,27 @@ class Kind:
         """The name of XLA's collective to which a call of this kind lowers where no engine serves it."""
         is_wrong = self is REDUCE_SCATTER and "cpu" in platforms and _compat.WRONG_REDUCE_SCATTER_ON_CPU
         return self.name if self.has_xla and not is_wrong else ALL_REDUCE.name
+
+    def refusal(self, op: str, dtype) -> str:
+        """Why it does not take operands of a dtype, with places for the function and their type; empty if it does.
+
+        op: the reduction.
+        """
+        if not is_number(dtype):
+            return "{function} takes arrays of numbers, got {type}"
+        if self.adds and op == "sum" and dtype == np.bool_:
+            return "{function} does not add booleans, got {type}. Use x.astype(jnp.int32)."
+        if op != "sum" and jnp.issubdtype(dtype, jnp.complexfloating):
+            return (
+                "{function}: complex numbers have no order, got {type}. Compare jnp.abs(x), or the real and imaginary "
+                "parts each."
+            )
+        return ""
+
+
+def is_number(dtype) -> bool:
+    """Whether a dtype is not one that NumPy does not know, such as that of random keys, nor float0, without values."""
+    return isinstance(dtype, np.dtype) and dtype != jax.dtypes.float0
 
 
 _BLOCKS = ("axis_size", "dimension", "tiled")

@@ -5,8 +5,6 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 
-import jax
-
 from jax_ring import _compat, runtime
 from jax_ring.lowering import kinds, ragged, rules
 from jax_ring.lowering.call_spec import CallSpec
@@ -73,8 +71,7 @@ def _prepare(call: CallSpec, jax_rule: Callable, ctx, params: dict) -> Callable:
     def as_by_jax(ctx, operand, **_):
         return jax_rule(ctx, operand, **params)
 
-    # Random keys can be moved, but the engines do not support them.
-    if jax.dtypes.issubdtype(ctx.avals_in[0].dtype, jax.dtypes.extended):
+    if _refuses(call, ctx):
         return as_by_jax
     axes = params.get("axes", params.get("axis_name"))
     axes = axes if isinstance(axes, tuple | list) else (axes,)
@@ -91,6 +88,7 @@ def _prepare(call: CallSpec, jax_rule: Callable, ctx, params: dict) -> Callable:
             return over_named(ctx.replace(avals_in=ctx.avals_out), operand) if over_named else [operand]
 
         return emit
+    _check_named_once(call.function, named)
     if not named:
         return lambda ctx, operand: [operand]
     call = _with_params(call._replace(to_xla=as_by_jax), ctx, named, params)
@@ -103,6 +101,17 @@ def _prepare(call: CallSpec, jax_rule: Callable, ctx, params: dict) -> Callable:
         call = call._replace(to_xla=lower_broadcast_to_xla)
     emit_operands = rules.prepare(call, ctx)
     return lambda ctx, operand: emit_operands(ctx, [operand])
+
+
+def _check_named_once(function: str, axes: tuple) -> None:
+    """Raises as the functions of jax_ring do, before JAX says it of an argument that its users do not know."""
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"{function}: each axis may be named once, got {axes}")
+
+
+def _refuses(call: CallSpec, ctx) -> bool:
+    """Whether the engines do not take the operand. Then JAX's rule moves it, if it is a random key, or raises."""
+    return bool(call.kind.refusal(call.op, ctx.avals_in[0].dtype))
 
 
 def _with_params(call: CallSpec, ctx, axes: tuple, params: dict) -> CallSpec:
@@ -139,8 +148,9 @@ def _make_ragged_rule(is_on: Callable, jax_rule: Callable):
     call = CallSpec("lax.ragged_all_to_all", kinds.RAGGED_ALL_TO_ALL, to_xla=jax_rule)
 
     def lower(ctx, *operands, axis_name, axis_index_groups):
-        if not is_on():
+        if not is_on() or _refuses(call, ctx):
             return jax_rule(ctx, *operands, axis_name=axis_name, axis_index_groups=axis_index_groups)
+        _check_named_once(call.function, tuple(axis_name))
         return ragged.lower(call, ctx, *operands, axes=tuple(axis_name), axis_index_groups=axis_index_groups)
 
     return lower
@@ -148,12 +158,14 @@ def _make_ragged_rule(is_on: Callable, jax_rule: Callable):
 
 def _make_dynamic_broadcast_rule(is_on: Callable, jax_rule: Callable):
     """A broadcast whose source is an operand: a sum of bits, to which the other ranks contribute zeros."""
+    sent = CallSpec("lax.pbroadcast", kinds.BROADCAST)
     total = CallSpec("lax.pbroadcast", kinds.ALL_REDUCE, to_xla=partial(_compat.lower_lax_reduction, _compat.psum_p))
 
     def lower(ctx, operand, source, *, axis_name):
-        if not is_on() or jax.dtypes.issubdtype(ctx.avals_in[0].dtype, jax.dtypes.extended):
+        if not is_on() or _refuses(sent, ctx):
             return jax_rule(ctx, operand, source, axis_name=axis_name)
         axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+        _check_named_once(total.function, axes)
         return lower_dynamic_broadcast_to_sum(ctx, operand, source, axes, partial(rules.lower, total, axes=axes))
 
     return lower

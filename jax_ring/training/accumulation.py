@@ -26,6 +26,15 @@ def accumulate_gradients(
         value_and_grad(accumulate_gradients(loss, 4), "data")(params, images, labels)
         value_and_grad(accumulate_gradients(loss, 4, in_axes=(0, 0, None)), "data")(params, images, labels, scale)
 
+    All micro-batches of all ranks have one weight, so a loss that is divided by its own number of tokens gives a mean
+    of means. For the mean over all tokens divide by their number, which is counted first:
+
+        parts = lax.axis_size("data") * 4
+        count = ring_psum(mask.sum(), "data")
+        def loss(params, x, mask, count):
+            return parts * (mask * error(params, x)).sum() / count
+        value_and_grad(accumulate_gradients(loss, 4, in_axes=(0, 0, None)), "data")(params, x, mask, count)
+
     Args:
       fun: a function of parameters and data, whose value is a mean over the data. If it communicates, it does so for
         every micro-batch.
@@ -71,7 +80,8 @@ def accumulate_gradients(
             leaves = list(blocks)
             for i, block in zip(split, own, strict=True):
                 leaves[i] = block
-            return fun(params, *jax.tree.unflatten(structure, leaves), **whole)
+            out = fun(params, *jax.tree.unflatten(structure, leaves), **whole)
+            return _checked(out, has_aux)
 
         microbatches = [blocks[i] for i in split]
 
@@ -129,3 +139,15 @@ def _of_inexact(params: Any, tree: Any) -> list:
 
 def _as_pair(out: Any, has_aux: bool) -> tuple:
     return out if has_aux else (out, None)
+
+
+def _checked(out: Any, has_aux: bool) -> Any:
+    """What `fun` returned. Raises TypeError unless it can be the loss of a micro-batch."""
+    value = out[0] if has_aux else out
+    if [jnp.shape(x) for x in jax.tree.leaves(value)] != [()] or isinstance(value, tuple | list | dict):
+        raise TypeError(
+            "accumulate_gradients: fun must return a scalar, the loss of a micro-batch, or with has_aux=True a pair of "
+            f"it and more; got {jax.tree.map(jax.typeof, value)}. Gradients are taken around it, not in it: "
+            'value_and_grad(accumulate_gradients(loss, 2), "data").'
+        )
+    return out

@@ -20,6 +20,7 @@ from jax_ring.training.same_bits.cuts import check_in_axes
 from jax_ring.training.same_bits.shards import differentiate_shards, first_shard, indexed
 from jax_ring.training.sentinel import Digests, after, check_when, digests, reduced_with, verdict
 from jax_ring.training.sync import Reduction, ReductionOptions, is_float0
+from jax_ring.training.transposed import transposed_by
 from jax_ring.training.wire import UNCHANGED
 
 P = ParamSpec("P")
@@ -185,7 +186,9 @@ def _of_mean(
                     reduction.function, with_aux, arguments, kwargs, parameters, axis_name, shards.num_shards,
                     shards.in_axes,
                 )  # fmt: skip
-                value, grads = shards.reduced(reduction, sums, axis_name, own)
+                value, grads = _without_reverse_mode(
+                    reduction.function, shards.reduced(reduction, sums, axis_name, own)
+                )
                 return ((value, aux) if has_aux else value), grads
         index = contextlib.nullcontext() if shards is None else indexed(first_shard(axis_name, shards.num_shards))
         with _noted(axis_name, reduced_in_backward), index:
@@ -288,6 +291,18 @@ class Shards:
         return value, grads
 
 
+def _without_reverse_mode(function: str, tree: Any) -> Any:
+    """The tree, with an error in the place of JAX's, which speaks of loops."""
+
+    def refuse(cotangents):
+        raise NotImplementedError(
+            f"{function}: what num_shards computes has no reverse mode, because loops add the shards. Take inner "
+            "gradients within a shard, by jax.grad in the function that num_shards is for, or differentiate by jax.jvp."
+        )
+
+    return jax.tree.map(lambda x: x if is_float0(x) else transposed_by(refuse, [x])[0], tree)
+
+
 def _refuse_key(reduction: Reduction) -> None:
     if isinstance(reduction.wire, Int8Wire) and reduction.wire.key is not None:
         raise ValueError(
@@ -311,13 +326,7 @@ def _check_summed_once(tree: Any, axis_name: AxisName) -> None:
         "Inside jax_ring.value_and_grad pass reduced_in_backward=True to it, which then leaves the parameters as they "
         "are."
     )
-    twice = [axis for axis in axes_of(axis_name) if axis in _summed_later.value]
-    if twice:
-        raise ValueError(
-            f"reduce_in_backward over {axis_name!r}: the enclosing jax_ring.value_and_grad or grad sums the gradients "
-            f"over {twice} as well, which would make them too large by the number of ranks, "
-            f"{num_ranks(tuple(twice))}. {advice}"
-        )
+    _refuse_summing_twice(axis_name, advice)
     if not _compat.check_vma():
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -329,6 +338,16 @@ def _check_summed_once(tree: Any, axis_name: AxisName) -> None:
             )
 
 
+def _refuse_summing_twice(axis_name: AxisName, advice: str) -> None:
+    """Raises ValueError if the enclosing `value_and_grad` sums gradients over the axis as well."""
+    if twice := [axis for axis in axes_of(axis_name) if axis in _summed_later.value]:
+        raise ValueError(
+            f"reduce_in_backward over {axis_name!r}: the enclosing jax_ring.value_and_grad or grad sums the gradients "
+            f"over {twice} as well, which would make them too large by the number of ranks, "
+            f"{num_ranks(tuple(twice))}. {advice}"
+        )
+
+
 def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[ReductionOptions]) -> T:
     """Returns parameters unchanged, and sums their gradients over the ranks at this point of the backward pass.
 
@@ -338,7 +357,9 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
     `ring_psum`, in buckets, and in both modes. On GPUs it goes on beside the rest of the backward pass, unless
     `overlap=False`. Differentiate with `value_and_grad(..., reduced_in_backward=True)`: it
     turns the sum into a mean. Without vma tracking pass every parameter through here: others stay unreduced. The sums
-    are not for `sync_gradients`, `allreduce_gradients` or `zero`, which would sum them again.
+    are not for `sync_gradients`, `allreduce_gradients` or `zero`, which would sum them again. Without vma tracking the
+    parameters must not be computed from values that were reduced over the axis, such as the gradients of an inner loss:
+    JAX would multiply their derivatives by the number of ranks.
 
     Args:
       tree: a pytree of parameters, replicated over the axis.
@@ -349,8 +370,9 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
       A pytree like `tree`, with the same values.
 
     Raises:
-      ValueError: inside `value_and_grad` or `grad` without `reduced_in_backward=True`, which would sum twice; with vma
-        tracking, if a leaf varies over the axis; and for a `key`, which would be the same in every step of a scan.
+      ValueError: inside `value_and_grad` or `grad` without `reduced_in_backward=True`, which would sum twice, also if
+        they differentiate the gradients of an inner one that has it; with vma tracking, if a leaf varies over the axis;
+        and for a `key`, which would be the same in every step of a scan.
       NameError, TypeError, jax.errors.JaxRuntimeError: as `sync_gradients`.
     """
     check_named("reduce_in_backward", axes_of(axis_name))
@@ -359,15 +381,31 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
     _refuse_key(reduction)
     _check_summed_once(tree, axis_name)
 
-    @jax.custom_vjp
-    def copies(tree):
-        return jax.tree.map(lambda x: own_copy(x, axis_name), tree)
+    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
+    places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
-    def forward(tree):
-        return copies(tree), None
+    def copies(xs):
+        return [own_copy(x, axis_name) for x in xs]
 
-    def backward(_, cotangents):
-        return (reduction.reduce(cotangents, axis_name, 1, headroom=num_ranks(axes_of(axis_name))).tree,)
+    def reduced(cotangents):
+        # Of an outer function, if it differentiates the gradients of the one that this call is in.
+        _refuse_summing_twice(
+            axis_name,
+            "It differentiates the gradients of an inner one with reduced_in_backward=True: leave that and "
+            "reduce_in_backward out of the inner one, whose gradients are then reduced after its backward pass, or "
+            "stop them by lax.stop_gradient.",
+        )
+        whole: list[Any] = [np.zeros(x.shape, jax.dtypes.float0) for x in leaves]
+        for i, x in zip(places, cotangents, strict=True):
+            whole[i] = x
+        sums = reduction.reduce(
+            jax.tree.unflatten(structure, whole), axis_name, 1, headroom=num_ranks(axes_of(axis_name))
+        ).tree
+        return [jax.tree.leaves(sums)[i] for i in places]
 
-    copies.defvjp(forward, backward)
-    return copies(tree)
+    results = copies(leaves)
+    if places:
+        own = transposed_by(reduced, [leaves[i] for i in places], forward=copies, axes=axes_of(axis_name))
+        for i, x in zip(places, own, strict=True):
+            results[i] = x
+    return jax.tree.unflatten(structure, results)

@@ -84,6 +84,12 @@ class Reduction:
         known = [*ReductionOptions.__annotations__]
         for name in options:
             if name not in known:
+                if name == "mean":
+                    raise TypeError(
+                        f"{function}() has no argument 'mean': jax_ring.value_and_grad takes means over the ranks. For "
+                        "sums multiply the loss by the number of ranks, or pass this rank's own gradients to "
+                        "sync_gradients(..., mean=False)."
+                    )
                 similar = difflib.get_close_matches(name, known, n=1)
                 hint = f"Did you mean {similar[0]!r}?" if similar else f"The options are {', '.join(known)}."
                 raise TypeError(f"{function}() got an unexpected keyword argument {name!r}. {hint}")

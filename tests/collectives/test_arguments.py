@@ -381,3 +381,24 @@ assert jax.device_count("cpu") == 3
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     )
+
+
+NO_NAMES = [P("i"), MESH, jax.sharding.NamedSharding(MESH, P("i"))]
+
+
+@pytest.mark.parametrize("axis", NO_NAMES, ids=lambda axis: type(axis).__name__)
+def test_what_has_an_axis_and_is_none(axis):
+    for call in (
+        lambda x: jax_ring.ring_psum(x, axis),
+        lambda x: jax_ring.ring_ppermute(x, axis, perm_of(1)),
+        jax_ring.value_and_grad(jnp.sum, axis),
+    ):
+        with pytest.raises(NameError, match=rf"must be the name of an axis, not a {type(axis).__name__}, .* here: 'i'"):
+            run(call)
+
+
+def test_means_are_taken_in_any_case():
+    with pytest.raises(
+        TypeError, match=r"value_and_grad\(\) has no argument 'mean'.*sync_gradients\(..., mean=False\)"
+    ):
+        jax_ring.value_and_grad(jnp.sum, "i", mean=False)

@@ -231,3 +231,60 @@ def test_strict_makes_xla_an_error(monkeypatch):
     f = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=P(("i", "auto")), out_specs=P(("i", "auto"))))
     with override_lax(), pytest.raises(NotImplementedError, match=r"lax.all_to_all over \('i',\) would use XLA's"):
         f.trace(X).lower(lowering_platforms=("cpu", "tpu"))
+
+
+def ragged(x):
+    return lax.ragged_all_to_all(x, x, *[jnp.arange(4)] * 4, axis_name="i")
+
+
+TWICE = ("i", "i")
+OVER_AN_AXIS_TWICE = {
+    "psum": lambda x: lax.psum(x, TWICE),
+    "pmax": lambda x: lax.pmax(x, TWICE),
+    "psum_scatter": lambda x: lax.psum_scatter(x, TWICE),
+    "all_gather": lambda x: lax.all_gather(x, TWICE),
+    "all_to_all": lambda x: lax.all_to_all(x, TWICE, 0, 0),
+    "ppermute": lambda x: lax.ppermute(x, TWICE, [(0, 1)]),
+    "pbroadcast": lambda x: lax.pbroadcast(x, TWICE, 0),
+    "ragged_all_to_all": lambda x: lax.ragged_all_to_all(x, x, *[jnp.arange(RANKS**2)] * 4, axis_name=TWICE),
+}
+
+
+@pytest.mark.parametrize("name", OVER_AN_AXIS_TWICE)
+def test_an_axis_that_is_named_twice(name):
+    f = sharded(OVER_AN_AXIS_TWICE[name], in_specs=P(), out_specs=P(), check_vma=False)
+    with override_lax(), pytest.raises(ValueError, match=rf"^lax.{name}: each axis may be named once, got"):
+        f.lower(jnp.zeros(RANKS**2))
+
+
+NOT_TAKEN = {
+    "pmax of complex numbers": (lambda x: lax.pmax(x, "i"), jnp.complex64),
+    "pmin of complex numbers": (lambda x: lax.pmin(x, "i"), jnp.complex64),
+    "psum_scatter of booleans": (lambda x: lax.psum_scatter(x, "i", tiled=True), jnp.bool_),
+    "psum_scatter_start of booleans": (lambda x: parallel.psum_scatter_start(x, "i", tiled=True).done(), jnp.bool_),
+    "psum_scatter of float0": (lambda x: lax.psum_scatter(no_values(), "i", tiled=True), jnp.float32),
+    "pmax of float0": (lambda x: lax.pmax(no_values(), "i"), jnp.float32),
+    "ragged_all_to_all of keys": (lambda x: jax.random.key_data(ragged(jax.random.split(jax.random.key(0)))), jnp.int8),
+}
+
+
+def no_values():
+    return np.zeros(RANKS, jax.dtypes.float0)
+
+
+@pytest.mark.parametrize("axis_names", [{"i", "k"}, {"i"}], ids=["manual", "partly manual"])
+@pytest.mark.parametrize("case", NOT_TAKEN)
+def test_dtypes_are_refused_as_by_jax(case, axis_names, check_vma):
+    call, dtype = NOT_TAKEN[case]
+    if "start" in case and not hasattr(parallel, "psum_scatter_start"):
+        pytest.skip("this JAX has no psum_scatter_start")
+    mesh = make_mesh((4, 2), ("i", "k"))
+    f = jax.shard_map(
+        call, mesh=mesh, in_specs=P("i"), out_specs=P("i"), axis_names=axis_names, check_vma=check_vma
+    )  # fmt: skip
+    errors = []
+    for context in (override_lax, lambda: jax.disable_jit(disable=False)):
+        with context(), pytest.raises((TypeError, jax.errors.JaxRuntimeError)) as raised:
+            jax.jit(f).lower(jnp.zeros(4 * RANKS, dtype)).compile()
+        errors.append((raised.type, str(raised.value)[:50]))
+    assert errors[0] == errors[1]

@@ -10,7 +10,7 @@ from helpers import assert_same_bits, make_mesh, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import accumulate_gradients, value_and_grad
+from jax_ring import accumulate_gradients, ring_psum, value_and_grad
 
 NUM = 4
 RNG = np.random.default_rng(0)
@@ -238,3 +238,34 @@ def test_scalars_must_be_whole(scalar):
 def test_without_data():
     with pytest.raises(ValueError, match="in_axes splits no argument"):
         accumulate_gradients(loss, NUM)(W, x=X, y=Y)
+
+
+@pytest.mark.parametrize(
+    "fun", [jax.value_and_grad(loss), jax.grad(loss), lambda params, x, y: y, lambda params, x, y: [y.mean()]]
+)
+def test_what_is_no_loss(fun):
+    with pytest.raises(TypeError, match=r"fun must return a scalar.*value_and_grad\(accumulate_gradients\(loss, 2\)"):
+        accumulate_gradients(fun, NUM)(W, X, Y)
+
+
+def test_the_mean_over_all_tokens(check_vma):
+    """As the docstring has it. One rank has no token, and micro-batches have unlike numbers of them."""
+    mask = (np.arange(16) % 3 > 0) * (np.arange(16) < 12).astype(np.float32)
+
+    def errors(params, x):
+        return (x @ params["w"] + params["b"]) ** 2
+
+    def step(params, x, mask):
+        parts = lax.axis_size("i") * 2
+        count = ring_psum(mask.sum(), "i")
+
+        def of_tokens(params, x, mask, count):
+            return parts * (mask * errors(params, x)).sum() / count
+
+        return value_and_grad(accumulate_gradients(of_tokens, 2, in_axes=(0, 0, None)), "i")(params, x, mask, count)
+
+    f = sharded(
+        step, mesh=make_mesh((4,)), in_specs=(P(), P("i"), P("i")), out_specs=P(), check_vma=check_vma
+    )  # fmt: skip
+    expected = jax.value_and_grad(lambda params: (mask * errors(params, X)).sum() / mask.sum())(W)
+    assert_close(f(W, X, mask), expected)

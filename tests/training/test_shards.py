@@ -44,6 +44,18 @@ def test_is_the_mean_over_the_shards(ranks, check_vma):
     assert_same_bits(step(loss, W, X, ranks=ranks, check_vma=check_vma), jax.jit(jax.value_and_grad(loss))(W, X))
 
 
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_reverse_mode_is_refused_and_forward_mode_is_not(ranks, check_vma):
+    def gradient(scale, x):
+        return grad(loss, "i", num_shards=V, in_axes=(0, None))(W, x, scale)["b"]
+
+    f = {"mesh": make_mesh((ranks,)), "in_specs": (P(), P("i")), "out_specs": P(), "check_vma": check_vma}
+    with pytest.raises(NotImplementedError, match=r"^grad: .* no reverse mode.*within a shard, by jax.grad"):
+        sharded(jax.grad(gradient), **f)(1.0, X)
+    forward = sharded(lambda scale, x: jax.jvp(lambda s: gradient(s, x), (scale,), (1.0,))[1], **f)(1.0, X)
+    np.testing.assert_array_equal(forward, jax.grad(loss)(W, X)["b"])
+
+
 def test_over_several_axes():
     f = sharded(
         value_and_grad(loss, ("a", "b"), num_shards=V), mesh=make_mesh((2, 2), ("a", "b")),

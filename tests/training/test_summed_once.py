@@ -100,6 +100,33 @@ def test_over_a_vmap_axis():
         run(grad(loss_of("plain"), "i"))(W, parts)
 
 
+# In a branch that the batch chooses, JAX makes a batch of the parameters.
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "in a branch"])
+def test_differentiated_outside_of_a_vmap(name):
+    parts = X.reshape(RANKS, -1, 3)
+
+    def mean(w, in_axis=None):
+        return jax.vmap(loss_of(name), axis_name="i", in_axes=(in_axis, 0))(w, parts).mean()
+
+    np.testing.assert_allclose(jax.grad(mean)(W), EXPECTED[1], rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match="outside of that vmap"):
+        jax.grad(lambda w: mean(jnp.stack([w] * RANKS), 0))(W)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_forward_mode(name, check_vma):
+    """A product with the Hessian, by the derivative of the gradient."""
+    v = np.cos(W)
+    expected = jax.jvp(lambda w: jax.grad(plain_loss)(w, X), (W,), (v,))
+
+    def product(w, x):
+        gradient = grad(loss_of(name), "i", reduced_in_backward=True)
+        return jax.jvp(lambda w: gradient(w, x), (w,), (jnp.cos(w),))
+
+    for actual, wanted in zip(on_ranks(product, check_vma)(W, X), expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-6)
+
+
 def test_only_the_axes_that_are_summed_count():
     """Summed over one axis in the backward pass, and over the other after it."""
     mesh = make_mesh((2, 2), ("a", "b"))
@@ -127,6 +154,48 @@ def test_the_innermost_decides():
     np.testing.assert_allclose(gradient(lambda v: v), of_one_device()[1], rtol=1e-5, atol=1e-7)
     with pytest.raises(ValueError, match="pass reduced_in_backward=True"):
         gradient(lambda v: reduce_in_backward(v, "i"))
+
+
+WRAPPERS = {
+    "plain": lambda f: f,
+    "jitted": jax.jit,
+    "rematerialised": jax.checkpoint,
+    "both": lambda f: jax.jit(jax.checkpoint(f)),
+}
+
+
+def adapted(layer, *, wrap=lambda f: f, between=lambda g: g):
+    """The loss after a step of gradient descent, whose gradients are reduced in the backward pass."""
+
+    def loss(w, x):
+        step = wrap(grad(loss_of(layer), "i", reduced_in_backward=True))(w, x)
+        return plain_loss(w - 0.1 * between(step), x)
+
+    return loss
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("layer", ["plain", "scanned"])
+def test_the_gradient_of_reduced_gradients_is_refused(layer, wrap, check_vma):
+    for function in (value_and_grad, grad):
+        with pytest.raises(ValueError, match=r"^reduce_in_backward"):
+            on_ranks(function(adapted(layer, wrap=wrap), "i"), check_vma)(W, X)
+
+
+def test_the_error_of_nested_gradients_says_what_to_do():
+    with pytest.raises(ValueError, match=r"of an inner one .* leave that and reduce_in_backward out"):
+        on_ranks(grad(adapted("plain"), "i"))(W, X)
+
+
+@pytest.mark.parametrize("layer", ["plain", "jitted", "scanned"])
+def test_reduced_gradients_that_are_not_differentiated(layer):
+    """First-order adaptation: the gradients are constants of the outer loss."""
+
+    def whole(w):
+        return plain_loss(w - 0.1 * lax.stop_gradient(jax.grad(plain_loss)(w, X)), X)
+
+    f = on_ranks(grad(adapted(layer, between=lax.stop_gradient), "i"))
+    np.testing.assert_allclose(f(W, X), jax.grad(whole)(W), rtol=1e-5, atol=1e-7)
 
 
 # ---- A sum over another axis ----------------------------------------------------------------------------------------

@@ -252,6 +252,48 @@ def test_state_and_bytes_per_rank():
     assert explanation.predicted_bytes == explanation.counted_bytes == 2 * 3 * block_bytes
 
 
+FROZEN = {"embedding": True, "layer": {"w": False, "b": True}}
+BEFORE_ADAM = {
+    "masked": optax.masked(optax.set_to_zero(), FROZEN),
+    "freeze": optax.transforms.freeze(FROZEN),
+    "all": optax.set_to_zero(),
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+@pytest.mark.parametrize("name", BEFORE_ADAM)
+def test_the_state_of_frozen_parameters_is_divided(name, check_vma):
+    tx = optax.chain(BEFORE_ADAM[name], optax.adam(0.1))
+    run = Sharded(tx, 4, check_vma, names=SOME_NAMES)
+    assert_close(run.run(2), unsharded_steps(tx, 2))
+    shares = run.optimizer.shares({name: PARAMS[name] for name in SOME_NAMES}, 4)
+    assert shares.shared_bytes == 4  # the step count
+    assert sum(shares.state_bytes) == 2 * sum(x.nbytes for x in jax.tree.leaves([PARAMS[n] for n in SOME_NAMES]))
+
+
+def unsharded_steps(tx, steps):
+    params = {name: PARAMS[name] for name in SOME_NAMES}
+    state = tx.init(params)
+    for _ in range(steps):
+        grads = [gradients_of(params, x) for x in BATCH.reshape(4, -1)]
+        updates, state = tx.update(jax.tree.map(lambda *g: sum(g) / 4, *grads), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def test_scalars_that_are_called_like_a_parameter_are_shared():
+    tx = optax.inject_hyperparams(optax.sgd)(0.1)
+    for params in (
+        {"learning_rate": np.ones(3, np.float32)},
+        np.ones(3, np.float32),
+        {"count": np.float32(1), "b": BATCH},
+    ):
+        shared = jax.eval_shape(tx.init, params)
+        assert zero.sharded_optimizer(tx, "i", layout="parameter").shares(params, 2).shared_bytes == sum(
+            x.size * x.dtype.itemsize for x in jax.tree.leaves(shared)
+        )
+
+
 def test_state_of_another_number_of_ranks():
     """The state moves between numbers of ranks without a change, and training goes on as if it had not moved."""
     tx = OPTIMIZERS["schedule"]  # cuts some parameters on 8 ranks

@@ -266,3 +266,15 @@ except ValueError as error:
 def test_what_is_no_optimizer(tx):
     with pytest.raises(TypeError, match="sharded_optimizer: tx must be an optax GradientTransformation"):
         zero.sharded_optimizer(tx, "i")
+
+
+@pytest.mark.parametrize("layout", ["flat", "parameter"])
+@pytest.mark.parametrize(
+    "make",
+    [optax.polyak_sgd, optax.lbfgs, optax.contrib.momo_adam, optax.contrib.reduce_on_plateau],
+    ids=["polyak_sgd", "lbfgs", "momo_adam", "reduce_on_plateau"],
+)
+def test_optimizers_that_need_the_value_of_the_loss(make, layout):
+    tx = optax.chain(optax.sgd(0.1), make())
+    with pytest.raises(ValueError, match=r"(?s)in neither layout: .*'value'.* tx.update\(sync_gradients\("):
+        zero.sharded_optimizer(tx, "i", layout=layout).specs({"w": np.ones(3, np.float32)})

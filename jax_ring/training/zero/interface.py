@@ -86,6 +86,17 @@ def check_same_tree(name: str, tree: Any, like: Any, *, likes: str = "parameters
             )
 
 
+def refuse_further_arguments(error: Exception) -> None:
+    """Raises ValueError if what went wrong is that `tx.update` takes arguments that nobody gives it."""
+    if isinstance(error, TypeError) and "keyword-only argument" in str(error):
+        raise ValueError(
+            "sharded_optimizer: tx.update gets gradients, state and parameters and no further arguments, such as the "
+            f"value of the loss, in neither layout: {error}. Keep this optimizer on every rank, with its whole state: "
+            "tx.update(sync_gradients(gradients, axis_name), state, params, value=value), where value is the mean over "
+            "the ranks. A learning rate that depends on the loss can be set in the state of optax.inject_hyperparams."
+        ) from error
+
+
 def by_dtype(tree: Any) -> dict[str, list[int]]:
     """For each dtype, the positions of its leaves in jax.tree.leaves."""
     places: dict[str, list[int]] = {}

@@ -17,7 +17,7 @@ from jax_ring.training.zero.analysis.expressions import Expressions
 from jax_ring.training.zero.analysis.optax_parts import name_of, parts_of
 from jax_ring.training.zero.analysis.traced import Traced
 from jax_ring.training.zero.given_norms import order_given
-from jax_ring.training.zero.interface import ShardedOptimizer, by_dtype
+from jax_ring.training.zero.interface import ShardedOptimizer, by_dtype, refuse_further_arguments
 
 # The axes over which the optimizer with a certain `update` has been found to be elementwise.
 _elementwise_over: WeakKeyDictionary[Callable, set[tuple]] = WeakKeyDictionary()
@@ -165,5 +165,6 @@ def _refuse_what_fails(tx: Any, error: Exception) -> NoReturn:
             "whether it is the same on all ranks is not known. Make the optimizer outside of the traced function. For "
             "hyperparameters that change, use optax.inject_hyperparams, which keeps them in the state."
         ) from error
+    refuse_further_arguments(error)
     fault = f"fails when it is tried on other parameters: {type(error).__name__}: {error}"
     raise ValueError(f"sharded_optimizer: {name_of(tx)} {fault}\n{_REMEDY}") from error

@@ -17,6 +17,7 @@ from jax_ring.training.same_bits.evaluation import evaluate
 from jax_ring.training.zero.analysis import slicing
 from jax_ring.training.zero.analysis.data_flow import dependences, place_of
 from jax_ring.training.zero.given_norms import NormRequest, norms_given
+from jax_ring.training.zero.interface import refuse_further_arguments
 
 if TYPE_CHECKING:
     import optax
@@ -35,8 +36,9 @@ class TracedUpdate:
       closed: the jaxpr. Further outputs are what the norms are taken of.
       num_leaves: the number of parameters.
       num_states: the number of leaves of the state.
-      owners: for each output the parameter whose gradient it needs, directly or through the state. None for one that
-        needs no gradient, such as a step count; an update belongs to its parameter in any case.
+      owners: for each output the parameter whose gradient it needs, directly or through the state. An update belongs to
+        its parameter in any case, and the state of a parameter without a gradient, such as a frozen one, to that. None
+        for what all need, such as a step count.
       norms: what `zero.clip_by_global_norm` has asked for; the leaves are indices of outputs.
       scalars: a jaxpr of the same inputs, whose results are further inputs of `closed`; None if it has no others.
     """
@@ -180,13 +182,16 @@ def trace_update(
     if wanted != given[: len(wanted)]:
         closed, requests = traced_with(wanted)
     _refuse_collectives(closed.jaxpr)
-    owners = _owners(closed.jaxpr, params, len(states))
+    owners = _owners(closed.jaxpr, params, state)
     return TracedUpdate(closed, len(leaves), len(states), owners, tuple(requests))
 
 
 def _traced(update: Callable, *inputs: Any) -> core.ClosedJaxpr:
     try:
         return jax.make_jaxpr(update)(*inputs)
+    except TypeError as error:
+        refuse_further_arguments(error)
+        raise
     except NameError as error:
         if not foreign_errors.UNBOUND_AXIS.search(str(error)):
             raise
@@ -213,17 +218,19 @@ def _text(place: tuple[str, str]) -> str:
     return f", in {name} ({line})" if name else f", at {line}" if line else ""
 
 
-def _owners(jaxpr, params, num_states: int) -> tuple[int | None, ...]:
+def _owners(jaxpr, params, state) -> tuple[int | None, ...]:
     paths = [jax.tree_util.keystr(path) or "the root" for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    n = len(paths)
-    # What a leaf of the state needs may have come into it through another one, some steps ago.
-    states, before = [0] * num_states, None
+    n, num_states = len(paths), len(jax.tree.leaves(state))
+    # Bits for the gradients, then for the leaves of the state. What such a leaf needs may have come into it through
+    # another one, some steps ago.
+    states, before = [1 << n + k for k in range(num_states)], None
     masks: list[int] = []
     while states != before:
         masks = dependences(jaxpr, [*(1 << i for i in range(n)), *states, *[0] * (len(jaxpr.invars) - n - num_states)])
         before, states = states, [a | b for a, b in zip(states, masks[n:], strict=False)]
-    owners = []
-    for i, leaves in enumerate(masks):
+    owners: list[int | None] = []
+    for i, mask in enumerate(masks):
+        leaves = mask & (1 << n) - 1
         if i < n:
             leaves |= 1 << i
         if leaves.bit_count() > 1:
@@ -236,7 +243,34 @@ def _owners(jaxpr, params, num_states: int) -> tuple[int | None, ...]:
                 f"{what} needs the gradients of {', '.join(named[:4])}{more}{place}. {_REMEDY}"
             )
         owners.append(leaves.bit_length() - 1 if leaves else None)
+    places = {k: i for k, i in _places(params, state).items() if owners[n + k] is None}
+    while places:
+        for k, i in places.items():
+            owners[n + k] = i
+        others = {k for k, i in places.items() if any(m >> n + k & 1 and owners[o] != i for o, m in enumerate(masks))}
+        for k in others:
+            del places[k]
+            owners[n + k] = None
+        if not others:
+            break
     return tuple(owners)
+
+
+def _places(params, state) -> dict[int, int]:
+    """The leaves of the state whose path ends with that of a parameter, which they may belong to."""
+    of_params = [(path, i, x.shape) for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(params))]
+    places = {}
+    for k, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
+        # Not a scalar that is called like a parameter, nor one of a state without names for its parameter.
+        fits = [
+            (len(end), i)
+            for end, i, shape in of_params
+            if path[len(path) - len(end) :] == end
+            and (leaf.shape == shape != () if not end else leaf.ndim or not shape)
+        ]
+        if fits:
+            places[k] = max(fits)[1]
+    return places
 
 
 def _where_leaves_meet(jaxpr, output: int, n: int) -> tuple[str, str]:
