@@ -1,4 +1,4 @@
-"""What errors of JAX, XLA and Gloo say: their texts are all that tells them apart.
+"""What errors of JAX, XLA, Gloo and Python say: their texts are all that tells them apart.
 
 In this folder, because `worker.py` loads it by its path, without the package, and all other parts may import it.
 """
@@ -17,3 +17,5 @@ OF_COLLECTIVE = re.compile(r"Gloo |collective operation timed out")
 DEAD = re.compile(r"Array has been deleted|Received incompatible devices|[Bb]uffer has been deleted")
 # A function used a mesh axis outside of its shard_map.
 UNBOUND_AXIS = re.compile(r"unbound axis")
+# A call lacks an argument that has no default.
+MISSING_KEYWORD = re.compile(r"missing \d+ required keyword-only argument")

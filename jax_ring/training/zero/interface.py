@@ -11,6 +11,7 @@ import numpy as np
 
 from jax_ring.collectives.axes import AxisName
 from jax_ring.collectives.leaves import own_copy
+from jax_ring.launcher import foreign_errors
 from jax_ring.options import ORDERS, Order, check_choice, integer
 from jax_ring.training.implementations import Impl
 
@@ -88,7 +89,7 @@ def check_same_tree(name: str, tree: Any, like: Any, *, likes: str = "parameters
 
 def refuse_further_arguments(error: Exception) -> None:
     """Raises ValueError if what went wrong is that `tx.update` takes arguments that nobody gives it."""
-    if isinstance(error, TypeError) and "keyword-only argument" in str(error):
+    if isinstance(error, TypeError) and foreign_errors.MISSING_KEYWORD.search(str(error)):
         raise ValueError(
             "sharded_optimizer: tx.update gets gradients, state and parameters and no further arguments, such as the "
             f"value of the loss, in neither layout: {error}. Keep this optimizer on every rank, with its whole state: "
