@@ -251,8 +251,9 @@ def refuse_in_child(function: str) -> None:
     """
     if _forked_from is not None:
         raise RuntimeError(
-            f"{function}: this process was forked from process {_forked_from} after JAX had started there, and has none "
-            "of JAX's threads. Start it by multiprocessing's method spawn or forkserver, or before the first use of JAX."
+            f"{function}: this process was forked from process {_forked_from} after JAX had started there, and has "
+            "none of JAX's threads. Start it by multiprocessing's method spawn or forkserver, or before the first use "
+            "of JAX."
         )
 
 

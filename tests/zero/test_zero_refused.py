@@ -116,7 +116,6 @@ REFUSED = {
     "number of ranks": (of_each(lambda g: g / lax.axis_size("i")), "depends on the number of ranks"),
     "number of parameters": (of_leaves(lambda leaves: [g / len(leaves) for g in leaves]), "by their names, number"),
     "places of parameters": (of_leaves(lambda leaves: [2 * leaves[0], *leaves[1:]]), "by their names, number, places"),
-    "extra arguments": (optax.polyak_sgd(), "missing 1 required keyword-only argument: 'value'"),
 }
 
 
