@@ -30,9 +30,9 @@ time.sleep(60)
 """
 
 
-def start(*arguments, **options):
+def start(*arguments, starter=(), **options):
     return subprocess.Popen(
-        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+        [*starter, *COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     )
 
 

@@ -124,22 +124,15 @@ def test_signals_are_passed_on(script):
     assert_gone(started)
 
 
-@pytest.mark.parametrize("starter", ["blocks", "ignores"])
-def test_a_starter_that_blocks_or_ignores_signals(script, starter):
+@pytest.mark.parametrize("option", ["--block-signal=CHLD,TERM", "--ignore-signal=CHLD"])
+def test_a_starter_that_blocks_or_ignores_signals(script, option):
     """As daemons do. The launcher sees its processes end, and they get the signals that it passes on."""
-
-    def prepare():
-        if starter == "blocks":
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
-        else:
-            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-
-    ends = start("-n", "2", script("import sys; sys.exit(3)"), preexec_fn=prepare)
+    ends = start("-n", "2", script("import sys; sys.exit(3)"), starter=["env", option])
     _, err = ends.communicate(timeout=30)
     assert ends.returncode == 3, err
     assert "exited with status 3" in err
 
-    launcher = start("-n", "2", script(WAITS.format("")), preexec_fn=prepare)
+    launcher = start("-n", "2", script(WAITS.format("")), starter=["env", option])
     started = pids(launcher, 2)
     launcher.send_signal(signal.SIGTERM)
     _, err = launcher.communicate(timeout=30)
