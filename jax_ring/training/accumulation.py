@@ -31,8 +31,7 @@ def accumulate_gradients(
 
         parts = lax.axis_size("data") * 4
         count = ring_psum(mask.sum(), "data")
-        def loss(params, x, mask, count):
-            return parts * (mask * error(params, x)).sum() / count
+        loss = lambda params, x, mask, count: parts * (mask * error(params, x)).sum() / count
         value_and_grad(accumulate_gradients(loss, 4, in_axes=(0, 0, None)), "data")(params, x, mask, count)
 
     Args:
