@@ -16,6 +16,7 @@ import jax.extend.core
 import jaxlib.version as _jaxlib_version
 import numpy as np
 from jax.extend import source_info_util as _source_info_util
+from jax.extend import xla as _xla
 from jax.extend.mlir import ir as _ir
 from jax.extend.mlir.dialects import func as _func
 
@@ -106,6 +107,9 @@ except (ImportError, AttributeError, KeyError) as error:
 # sending. Large blocks show it, of 16 MiB and more on one machine. XLA uses Gloo once jax.distributed is initialized,
 # also between devices of one process.
 WRONG_REDUCE_SCATTER_ON_CPU = _jaxlib_version.__version_info__ < (0, 12)
+
+# A program that `register_hlo_transformation` changes forgets its aliases, so nothing is donated.
+CHANGED_HLO_LOSES_ALIASES = _jaxlib_version.__version_info__ < (0, 11)
 
 # A limit for XLA's collectives between CPU processes, in whole seconds, by `XLA_FLAGS`. XLA ends the process if it does
 # not know a flag, so a later jaxlib must be looked at first.
@@ -407,22 +411,29 @@ def module_state(lowering_context, make: Callable[[], T]) -> T:
     return kept["jax_ring"]
 
 
-def call_with_donating_programs(function: Callable) -> None:
-    """Calls a function with the module of each program that JAX has lowered and that has donated arguments.
+def call_with_programs(function: Callable) -> None:
+    """Calls a function with each program that JAX has lowered: (module, jaxpr, whether it has donated arguments).
 
-    Not with exported programs: there the caller decides which arguments are donated.
+    Not with exported programs: there the caller decides which arguments are donated, and how they are divided.
     """
     lower = _mlir.lower_jaxpr_to_module
 
     @functools.wraps(lower)
-    def lower_and_call(*arguments, **options):
-        lowered = lower(*arguments, **options)
-        if any(options["donated_args"]) and not options["lowering_parameters"].for_export:
+    def lower_and_call(name, jaxpr, **options):
+        lowered = lower(name, jaxpr, **options)
+        if not options["lowering_parameters"].for_export:
             with lowered.module.context, _ir.Location.unknown():
-                function(lowered.module)
+                function(lowered.module, jaxpr, any(options["donated_args"]))
         return lowered
 
-    _mlir.lower_jaxpr_to_module = lower_and_call
+    _mlir.lower_jaxpr_to_module = lower_and_call  # type: ignore[assignment]
+
+
+def register_hlo_transformation(name: str, transform: Callable[[bytes], bytes | None], platform: str) -> Callable:
+    """Makes XLA hand over the programs that it compiles for a platform, and returns a function that ends it."""
+    options: dict = {"name": name, "stage": _xla.PipelineStage.PRE_SCHEDULER, "platforms": platform}
+    _xla.register_hlo_module_transformation(transform, **options)
+    return functools.partial(_xla.clear_hlo_module_transformation, **options)
 
 
 def is_donated(attributes) -> bool:

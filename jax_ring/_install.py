@@ -10,7 +10,7 @@ import os
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery, xla_timeouts
 from jax_ring.lowering.custom_call import partitioner
-from jax_ring.lowering.passes import donation, pipeline
+from jax_ring.lowering.passes import pipeline
 
 
 def install() -> None:
@@ -23,8 +23,8 @@ def install() -> None:
     _compat.replace_lowering(_compat.shard_map_p, ("cpu",), pipeline.rule, cacheable=True)
     # XLA's partitioner asks for the call on one device's part of arrays that it divides.
     _compat.register_partitioner(partitioner.TARGET, partitioner.partition)
-    # Donated arguments are known only once the whole program is lowered.
-    _compat.call_with_donating_programs(donation.sum_in_place)
+    # Some things are known only once the whole program is lowered.
+    _compat.call_with_programs(pipeline.end_program)
     # XLA's collectives between processes wait for 30 minutes, and read their limit when the backend starts.
     _compat.call_when_distributed(xla_timeouts.limit_xla)
     # A forked child has none of JAX's threads.

@@ -1,4 +1,4 @@
-"""`override_lax()`: makes JAX's own collectives lower to jax_ring, by replacing the lowerings of its primitives."""
+"""`override_lax()`: makes JAX's own collectives, and those that XLA's partitioner inserts, use jax_ring."""
 
 import contextlib
 import threading
@@ -7,23 +7,25 @@ from typing import Self
 from jax_ring import _compat
 from jax_ring.distributed import discovery
 from jax_ring.lowering import lax_rules, tuning
-from jax_ring.lowering.override_state import enabled
+from jax_ring.lowering.hlo import hook
+from jax_ring.lowering.override_state import Settings, enabled
 
-_RULES = lax_rules.make_rules(lambda: enabled.value)
+_RULES = lax_rules.make_rules(lambda: bool(enabled.value))
 
 
 def is_overridden(primitive_name: str) -> bool:
     """Whether JAX's primitive of that name currently lowers to jax_ring in this thread."""
-    return enabled.value and any(primitive.name == primitive_name for primitive in _RULES)
+    return bool(enabled.value) and any(primitive.name == primitive_name for primitive in _RULES)
 
 
 class Override:
     """An active override, until `close()` or the end of its `with` block. Returned by `override_lax()`."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._thread = threading.current_thread()
         self._closed = False
-        _enable()
+        self.settings = settings
+        _enable(self)
 
     def close(self) -> None:
         """Ends this override. Further calls do nothing.
@@ -38,7 +40,7 @@ class Override:
                 f"override_lax() was opened in thread {self._thread.name!r} and must be closed there, "
                 f"not in {threading.current_thread().name!r}"
             )
-        _disable()
+        _disable(self)
         self._closed = True
 
     def __enter__(self) -> Self:
@@ -50,8 +52,8 @@ class Override:
         self.close()
 
 
-def override_lax() -> Override:
-    """Makes the collectives of `jax.lax` lower to jax_ring in this thread.
+def override_lax(*, partitioner: bool | None = None) -> Override:
+    """Makes the collectives of `jax.lax` lower to jax_ring in this thread, and those that XLA's partitioner inserts.
 
     A plain call is in effect until `close()` of the returned object, if ever; a context manager until the end of its
     block:
@@ -65,14 +67,29 @@ def override_lax() -> Override:
     the sums that differentiation inserts under `shard_map(..., check_vma=True)`. A jitted function is lowered when it
     is called, in the calling thread. Types, errors and transformation rules remain those of JAX. Functions that were
     compiled before are compiled again; their earlier programs stay cached for use after the override. Overrides nest,
-    and can be closed in any order.
+    and can be closed in any order; the arguments of the last one count.
+
+    A program of `jax.jit` whose arrays are divided by a `NamedSharding` has no collectives. XLA's partitioner inserts
+    them, and on CPU devices they become jax_ring's as well:
+
+        with override_lax():
+            state, loss = train_step(state, batch)  # jax.jit, with sharded arguments
+
+    Those that no engine serves stay XLA's, and the logger "jax_ring" says which and why, at level INFO.
+
+    Args:
+      partitioner: whether to replace what XLA's partitioner inserts. None: yes, but before JAX 0.11 not in programs
+        that donate buffers. There a changed program forgets what it donates; True accepts that.
 
     A `UserWarning` at the first call in a partial-manual `shard_map`, once per process, says that XLA serves it.
 
     Raises:
       RuntimeError: in a function that is being traced. It is lowered later, when the override may be closed.
+      TypeError: if `partitioner` is none of these.
     """
-    return Override()
+    if partitioner is not None and not isinstance(partitioner, bool):
+        raise TypeError(f"override_lax: partitioner must be None, True or False, got {partitioner!r}")
+    return Override(Settings(partitioner))
 
 
 _lock = threading.Lock()
@@ -84,14 +101,20 @@ class _ThreadOverrides(threading.local):
     """The overrides of one thread."""
 
     def __init__(self) -> None:
-        self.num_open = 0
+        self.open: list[Override] = []
         self.context = contextlib.ExitStack()
+
+    def update(self) -> None:
+        """Makes the settings of the last override count."""
+        self.context.close()
+        if self.open:
+            self.context.enter_context(enabled(self.open[-1].settings))
 
 
 _thread_overrides = _ThreadOverrides()
 
 
-def _enable() -> None:
+def _enable(override: Override) -> None:
     global _num_open
     _check_not_tracing()
     discovery.publish()  # other processes may be waiting for this host
@@ -99,17 +122,15 @@ def _enable() -> None:
         if not _num_open:
             _register()
         _num_open += 1
-    if not _thread_overrides.num_open:
-        _thread_overrides.context.enter_context(enabled(True))
-    _thread_overrides.num_open += 1
+    _thread_overrides.open.append(override)
+    _thread_overrides.update()
 
 
-def _disable() -> None:
+def _disable(override: Override) -> None:
     global _num_open
     _check_not_tracing()
-    _thread_overrides.num_open -= 1
-    if not _thread_overrides.num_open:
-        _thread_overrides.context.close()
+    _thread_overrides.open.remove(override)
+    _thread_overrides.update()
     with _lock:
         _num_open -= 1
         if not _num_open:
@@ -125,6 +146,7 @@ def _check_not_tracing() -> None:
 
 
 def _register() -> None:
+    _registrations.callback(hook.register())
     for primitive, make_rule in _RULES.items():
         undo = _compat.replace_lowering(primitive, tuning.PLATFORMS, make_rule, cacheable=False)
         _registrations.callback(undo)

@@ -1,10 +1,19 @@
-"""Whether `override_lax()` is on in this thread."""
+"""Whether `override_lax()` is on in this thread, and with which settings."""
+
+from typing import NamedTuple
 
 import jax
 
+
+class Settings(NamedTuple):
+    """Those of `override_lax()`."""
+
+    partitioner: bool | None = None
+
+
 # A user context is part of the key of all of JAX's caches, from traced functions to compiled programs, so that programs
 # lowered with and without the override never mix. JAX does not allow creating one while other threads trace, so it is
-# created at import.
+# created at import. Its value is False or the settings.
 enabled = jax.make_user_context(False)
 
 

@@ -17,43 +17,44 @@ from jax_ring.lowering.state import state_of
 def of(call: CallSpec, ctx, stream: str) -> ir.DictAttr:
     """The attributes of a call on this stream, but for `call` and `site`, which operation.py adds."""
     mesh, levels, engine = ctx.module_context.axis_context.mesh, call.levels, call.service.engine
-    is_cuda = engine == "cuda"
-    program, lane = ("", streams.lane_of(ctx, stream)) if is_cuda else (program_id.name_of(ctx), 0)
-    groups = levels.intra
-
-    def compute() -> ir.DictAttr:
-        members, processes = (_gpus if is_cuda else _positions)(mesh, list(itertools.chain.from_iterable(groups)))
-        # The engine picks the algorithm at run time, when it knows the size of each message.
-        thresholds = [tuning.thresholds(engine, len(group)) for group in groups] if has_choice(engine, levels) else []
-        trees = call.group_trees or ()
-        return ffi_attributes.from_values(
-            {
-                "collective": call.kind.name,
-                "op": call.op,
-                "order": call.options.order,
-                "root": np.int64(call.root),
-                "sources": _sources_of(call),
-                "algorithm": call.options.algorithm,
-                "group_sizes": _integers(map(len, groups)),
-                "members": _integers(members),
-                "processes": _integers(processes),
-                "one_shot_bytes": _integers(t.one_shot for t in thresholds),
-                "two_shot_bytes": _integers(t.two_shot for t in thresholds),
-                "tree_shards": _integers(tree.num_shards for tree in trees),
-                "tree_sizes": _integers(tree.num_ranks for tree in trees),
-                "tree_ranks": _integers(rank for tree in trees for rank in tree.ranks),
-                "program": program,
-                "part": _integers(call.part),
-                "rounds_to": call.rounds_to,
-                "lane": np.int64(lane),
-            }
-        )
-
+    program, lane = ("", streams.lane_of(ctx, stream)) if engine == "cuda" else (program_id.name_of(ctx), 0)
     key = (
         call.kind, call.op, call.root, call.perm, call.options.algorithm, call.options.order,
         levels, engine, call.group_trees, mesh, call.part, call.rounds_to, program, lane,
     )  # fmt: skip
-    return state_of(ctx).once(("attributes", *key), compute)
+    return state_of(ctx).once(
+        ("attributes", *key), lambda: ffi_attributes.from_values(values_of(call, mesh, program, lane))
+    )
+
+
+def values_of(call: CallSpec, mesh, program: str, lane: int) -> dict[str, str | np.ndarray | np.int64]:
+    """Their values. program: its name between processes. lane: of a GPU."""
+    levels, engine = call.levels, call.service.engine
+    groups = levels.intra
+    members, processes = (_gpus if engine == "cuda" else _positions)(mesh, list(itertools.chain.from_iterable(groups)))
+    # The engine picks the algorithm at run time, when it knows the size of each message.
+    thresholds = [tuning.thresholds(engine, len(group)) for group in groups] if has_choice(engine, levels) else []
+    trees = call.group_trees or ()
+    return {
+        "collective": call.kind.name,
+        "op": call.op,
+        "order": call.options.order,
+        "root": np.int64(call.root),
+        "sources": _sources_of(call),
+        "algorithm": call.options.algorithm,
+        "group_sizes": _integers(map(len, groups)),
+        "members": _integers(members),
+        "processes": _integers(processes),
+        "one_shot_bytes": _integers(t.one_shot for t in thresholds),
+        "two_shot_bytes": _integers(t.two_shot for t in thresholds),
+        "tree_shards": _integers(tree.num_shards for tree in trees),
+        "tree_sizes": _integers(tree.num_ranks for tree in trees),
+        "tree_ranks": _integers(rank for tree in trees for rank in tree.ranks),
+        "program": program,
+        "part": _integers(call.part),
+        "rounds_to": call.rounds_to,
+        "lane": np.int64(lane),
+    }
 
 
 def _integers(values: Iterable[int]) -> np.ndarray:

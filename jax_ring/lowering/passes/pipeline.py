@@ -1,11 +1,21 @@
-"""What is done with the body of a shard_map once it has been lowered: its calls are joined, named, and awaited."""
+"""What is done with a program once it has been lowered, and with the body of each of its shard_maps."""
 
 from collections.abc import Callable
 from functools import partial
 
 from jax.extend.mlir import ir
 
-from jax_ring.lowering.passes import combiner, exit_barrier, fold_casts, merge_equations, program_id, source_lines
+from jax_ring.lowering.hlo import hook
+from jax_ring.lowering.override_state import enabled
+from jax_ring.lowering.passes import (
+    combiner,
+    donation,
+    exit_barrier,
+    fold_casts,
+    merge_equations,
+    program_id,
+    source_lines,
+)
 from jax_ring.lowering.state import state_of
 
 
@@ -29,3 +39,12 @@ def _lower_shard_map(jax_rule, ctx, *operands, **params):
 def rule(jax_rule: Callable) -> Callable:
     """The lowering of a shard_map, in the place of JAX's."""
     return partial(_lower_shard_map, jax_rule)
+
+
+def end_program(module: ir.Module, jaxpr, has_donated: bool) -> None:
+    """What is done with a program that has been lowered from a jaxpr."""
+    if has_donated:
+        # Donated arguments are known only once the whole program is lowered.
+        donation.sum_in_place(module)
+    if enabled.value and enabled.value.partitioner is not False:
+        hook.mark(module, jaxpr, also_if_donating=enabled.value.partitioner is True)

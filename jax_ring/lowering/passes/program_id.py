@@ -12,6 +12,7 @@ import hashlib
 
 import jax
 import numpy as np
+from jax.extend.mlir import ir
 
 from jax_ring import _compat
 from jax_ring.distributed import discovery
@@ -42,6 +43,15 @@ def note_body(ctx, jaxpr) -> None:
     state = state_of(ctx)
     before = state.digest or _digest(*_compat.main_argument_types(ctx))
     state.digest = _digest(before, digest_of(jaxpr))
+
+
+def name_of_program(module: ir.Module, jaxpr) -> str:
+    """The same of a program as a whole, which has been lowered from this jaxpr."""
+    main = next(op for op in module.body.operations if ir.StringAttr(op.attributes["sym_name"]).value == "main")
+    marks = [str(main.attributes[name]) for name in ("arg_attrs", "res_attrs") if name in main.attributes]
+    name = ir.StringAttr(module.operation.attributes["sym_name"]).value
+    types = str(main.attributes["function_type"])
+    return f"{name}/{_digest(digest_of(jaxpr), types, *marks)}#{discovery.next_lowering(f'{name}, as a whole')}"
 
 
 def digest_of(jaxpr) -> str:

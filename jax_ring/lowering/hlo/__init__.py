@@ -1,0 +1,1 @@
+"""The collectives that XLA's partitioner inserts into ordinary `jit` programs, replaced in the program's HLO."""

@@ -1,0 +1,189 @@
+"""Reads a collective of a partitioned program: what it computes, between which partitions, of which arrays."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_ring.lowering import kinds
+from jax_ring.lowering.call_spec import Pairs
+from jax_ring.lowering.hlo.replica_groups import (
+    DEVICE_LIST,
+    IOTA,
+    LISTS,
+    MESH_AXES,
+    Groups,
+    Unsupported,
+    check_fields,
+    groups_of,
+)
+from jax_ring.lowering.hlo.shapes import Shape
+from jax_ring.lowering.hlo.wire import Message
+from jax_ring.lowering.kinds import Kind
+
+# Fields of HloInstructionProto.
+NAME, OPCODE, SHAPE, METADATA, TUPLE_INDEX, DIMENSIONS = 1, 2, 3, 7, 13, 14
+CHANNEL, ID, OPERANDS, PREDECESSORS, CALLED = 26, 35, 36, 37, 38
+_SHARDING, _BACKEND_CONFIG, _PAIRS, _CONSTRAIN_LAYOUT, _OPERAND_SHAPES, _FRONTEND, _USE_GLOBAL_IDS = (
+    40,
+    43,
+    52,
+    56,
+    57,
+    68,
+    71,
+)
+_FEATURE_GROUPS, _BATCH_GROUPS, _STATISTICS, _RESULT_ACCURACY = 50, 58, 82, 91
+_SOURCE, _TARGET = 1, 2  # of a pair
+
+_KNOWN = {
+    NAME, OPCODE, SHAPE, METADATA, DIMENSIONS, CHANNEL, ID, OPERANDS, PREDECESSORS, CALLED, LISTS, DEVICE_LIST, IOTA,
+    MESH_AXES, _SHARDING, _BACKEND_CONFIG, _PAIRS, _CONSTRAIN_LAYOUT, _OPERAND_SHAPES, _FRONTEND, _USE_GLOBAL_IDS,
+    _FEATURE_GROUPS, _BATCH_GROUPS, _STATISTICS, _RESULT_ACCURACY,
+}  # fmt: skip
+
+_KINDS = {
+    "all-reduce": kinds.ALL_REDUCE,
+    "reduce-scatter": kinds.REDUCE_SCATTER,
+    "all-gather": kinds.ALL_GATHER,
+    "all-to-all": kinds.ALL_TO_ALL,
+    "collective-permute": kinds.PERMUTE,
+}
+# Collectives without a call to the engine: asynchronous ones, and those with sizes or sources known at run time.
+_OTHERS = (*(f"{name}-start" for name in _KINDS), "ragged-all-to-all", "collective-broadcast", "async-start")
+_MARKS = tuple(b"\x12" + bytes([len(name)]) + name.encode() for name in (*_KINDS, *_OTHERS[:-1]))  # field 2, a text
+
+_REDUCTIONS = {"add": "sum", "maximum": "max", "minimum": "min"}
+_REDUCTIONS_OF_BOOLEANS = {"or": "max", "and": "min", "maximum": "max", "minimum": "min"}
+
+
+class Collective(NamedTuple):
+    """A collective that the engine can serve.
+
+    Attributes:
+      opcode: of HLO.
+      kind, op, groups, perm: as in a CallSpec.
+      operand_ids, operands, results: the ids of the operands, and the shapes.
+      dimension: along which it scatters or gathers.
+      in_tuple: whether an all-to-all has one operand and one result for each rank.
+    """
+
+    opcode: str
+    kind: Kind
+    op: str
+    groups: Groups
+    perm: Pairs | None
+    operand_ids: list[int]
+    operands: list[Shape]
+    results: list[Shape]
+    dimension: int
+    in_tuple: bool
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in a group."""
+        return len(self.groups[0])
+
+
+def may_hold_any(computation: bytes) -> bool:
+    """Whether a serialized computation has collectives. It is cheaper than reading it, and rarely wrong."""
+    return any(mark in computation for mark in _MARKS)
+
+
+def is_collective(opcode: str) -> bool:
+    """Whether instructions of that name communicate."""
+    return opcode in _KINDS or opcode in _OTHERS
+
+
+def read(
+    instruction: Message, shape_of: Callable[[int], Message], reduction_of: Callable[[int], str], num_partitions: int
+) -> Collective:
+    """Reads a collective.
+
+    Args:
+      shape_of: (the id of an instruction) to its shape.
+      reduction_of: (the id of a computation) to the opcode by which it combines its two arguments; empty if it does
+        anything else.
+
+    Raises:
+      Unsupported: if the engine cannot serve it, or it says what this version does not know.
+    """
+    opcode = instruction.text(OPCODE)
+    if opcode not in _KINDS:
+        raise Unsupported("the engine has no such collective")
+    check_fields(instruction, _KNOWN, "it")
+    kind, result = _KINDS[opcode], Shape(instruction.message(SHAPE))
+    operand_ids = instruction.integers(OPERANDS)
+    operands = [Shape(shape_of(each)) for each in operand_ids]
+    for shape in (*operands, *result.arrays):
+        shape.check()
+    if len({shape.dtype for shape in (*operands, *result.arrays)}) > 1:
+        raise Unsupported("its operands are of several types")
+    if not instruction.integer(CHANNEL):
+        raise Unsupported("it communicates between replicas")
+    groups, perm = _members(instruction, kind, num_partitions)
+    op = "sum"
+    if kind.adds:
+        op = _op_of(reduction_of(instruction.integers(CALLED)[0]), operands[0].dtype)
+        if refusal := kind.refusal(op, operands[0].dtype):
+            raise Unsupported(refusal.format(function=opcode, type=operands[0].dtype.name))
+    in_tuple = kind is kinds.ALL_TO_ALL and result.is_tuple
+    if len(operands) != len(result.arrays):
+        raise Unsupported(f"it has {len(operands)} operands and {len(result.arrays)} results")
+    if in_tuple and (len(operands) != len(groups[0]) or len(set(map(_text, (*operands, *result.elements)))) > 1):
+        raise Unsupported("the blocks of its operands differ")
+    dimensions = instruction.integers(DIMENSIONS)
+    if len(dimensions) != (1 if (kind.scatters or kind.gathers) and not in_tuple else 0):
+        raise Unsupported(f"it has the dimensions {dimensions}")
+    call = Collective(
+        opcode, kind, op, groups, perm, operand_ids, operands, result.arrays, (*dimensions, 0)[0], in_tuple
+    )
+    for operand, of_result in zip(operands, result.arrays, strict=True):
+        _check_shapes(call, operand, of_result)
+    return call
+
+
+def _text(shape: Shape) -> str:
+    return f"{shape}{shape.minor_to_major}"
+
+
+def _op_of(reduction: str, dtype) -> str:
+    table = _REDUCTIONS_OF_BOOLEANS if dtype == np.bool_ else _REDUCTIONS
+    if reduction not in table:
+        raise Unsupported(f"the engine does not reduce {np.dtype(dtype).name} by '{reduction or 'a computation'}'")
+    return table[reduction]
+
+
+def _members(instruction: Message, kind: Kind, num_partitions: int) -> tuple[Groups, Pairs | None]:
+    """The groups, and the pairs of a permutation."""
+    if kind is kinds.PERMUTE:
+        pairs = tuple((pair.integer(_SOURCE), pair.integer(_TARGET)) for pair in instruction.messages(_PAIRS))
+        sources, targets = zip(*pairs, strict=True) if pairs else ((), ())
+        if not pairs or len(set(sources)) < len(pairs) or len(set(targets)) < len(pairs):
+            raise Unsupported(f"its pairs {pairs} are no permutation")
+        if not all(0 <= position < num_partitions for position in (*sources, *targets)):
+            raise Unsupported(f"its pairs {pairs} name other ranks than the {num_partitions} partitions")
+        return (tuple(range(num_partitions)),), pairs
+    # With a channel these name partitions, whose ids are the global ones of programs without replicas. An all-to-all
+    # is always between partitions, others without this mark have groups of replicas, each of which has all partitions.
+    if kind is not kinds.ALL_TO_ALL and not instruction.integer(_USE_GLOBAL_IDS):
+        if groups_of(instruction, 1) != ((0,),):
+            raise Unsupported("its groups are of several replicas")
+        return (tuple(range(num_partitions)),), None
+    return groups_of(instruction, num_partitions), None
+
+
+def _check_shapes(call: Collective, operand: Shape, result: Shape) -> None:
+    """Refuses a call whose result has not the shape that follows from its operand's."""
+    expected, k = list(operand.dimensions), call.dimension
+    if call.in_tuple or not (call.kind.scatters or call.kind.gathers):
+        if operand.minor_to_major != result.minor_to_major:
+            raise Unsupported("its operand and its result have different layouts")
+    elif k >= len(expected) or (call.kind.scatters and expected[k] % call.size):
+        raise Unsupported(f"dimension {k} of {operand} does not consist of {call.size} blocks")
+    elif call.kind is kinds.ALL_GATHER:
+        expected[k] *= call.size
+    elif call.kind is kinds.REDUCE_SCATTER:
+        expected[k] //= call.size
+    if expected != result.dimensions:
+        raise Unsupported(f"its operand is {operand}, and its result {result}")

@@ -1,0 +1,211 @@
+"""Replaces the collectives of partitioned programs while XLA compiles them, where `override_lax()` asks for it.
+
+XLA hands each program over after its partitioner and most of its passes, on any of its threads. So whether the override
+is on is an attribute of the program, which is written as it is lowered. That is part of the key of every cache.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+
+from jax_ring import _compat, runtime
+from jax_ring.lowering import topology
+from jax_ring.lowering.call_spec import CallSpec, Service
+from jax_ring.lowering.custom_call import engine_attributes
+from jax_ring.lowering.custom_call.ffi_attributes import from_values, named
+from jax_ring.lowering.hlo import collectives, rewrite, wire
+from jax_ring.lowering.hlo.collectives import CALLED, ID, METADATA, NAME, OPCODE, OPERANDS, SHAPE, Collective
+from jax_ring.lowering.hlo.replica_groups import Unsupported
+from jax_ring.lowering.hlo.wire import Message
+from jax_ring.lowering.passes import program_id
+
+logger = logging.getLogger("jax_ring")
+
+# The attribute of a program whose collectives are replaced. Its value names the program between processes.
+_MARK = "jax_ring.partitioner"
+_ALSO_IF_DONATING = "+"  # begins the value for a program whose aliases may be lost
+
+# Fields of HloModuleProto, of the messages in it, and of HloComputationProto.
+_NAME, _COMPUTATIONS, _SCHEDULE, _ALIASES, _DEVICE_ASSIGNMENT, _STACK_FRAMES, _ATTRIBUTES = 1, 3, 7, 8, 15, 17, 19
+_REPLICAS, _PARTITIONS, _DEVICE_IDS = 1, 3, 1
+_FILES, _FUNCTIONS, _LOCATIONS, _FRAMES = 1, 2, 3, 4
+_LOCATION_FILE, _LOCATION_FUNCTION, _LOCATION_LINE = 1, 2, 3
+_KEY, _VALUE = 1, 2
+_OP_NAME, _STACK_FRAME = 2, 15  # of OpMetadata
+
+
+def mark(module: ir.Module, jaxpr, also_if_donating: bool) -> None:
+    """Marks a program that has just been lowered, if XLA divides it between devices.
+
+    also_if_donating: whether its collectives are replaced even if JAX then loses which buffers are donated.
+    """
+    attributes = module.operation.attributes
+    if ir.IntegerAttr(attributes["mhlo.num_partitions"]).value == 1:
+        return
+    name = ""
+    if jax.process_count() > 1:
+        name = program_id.name_of_program(module, jaxpr)
+    value = (_ALSO_IF_DONATING if also_if_donating else "-") + name
+    before = attributes["mhlo.frontend_attributes"] if "mhlo.frontend_attributes" in attributes else ir.DictAttr.get({})
+    attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
+        {**dict(named(ir.DictAttr(before))), _MARK: ir.StringAttr.get(value)}
+    )
+
+
+def transform(program: bytes) -> bytes | None:
+    """The program with calls to the engine in the place of collectives; None if it stays as it is."""
+    module = Message.parse(program)
+    value = _mark_of(module)
+    if value is None:
+        return None
+    name = module.text(_NAME)
+    try:
+        return _replace(module, name, value)
+    except _Forbidden:
+        raise
+    except Exception as error:
+        if runtime.STRICT:
+            raise
+        warnings.warn(
+            f"jax_ring leaves the collectives of {name} to XLA, because it could not read the program: "
+            f"{type(error).__name__}: {error}. override_lax(partitioner=False) avoids this.",
+            RuntimeWarning,
+            stacklevel=1,
+        )
+        return None
+
+
+class _Forbidden(NotImplementedError):
+    """A collective would stay XLA's, which `JAX_RING_STRICT` forbids."""
+
+
+def _mark_of(module: Message) -> str | None:
+    for entry in module.message(_ATTRIBUTES).messages(1):
+        if entry.text(_KEY) == _MARK:
+            return entry.text(_VALUE)
+    return None
+
+
+class _Program(NamedTuple):
+    """What the calls of a program have in common.
+
+    Attributes:
+      name: between processes.
+      mesh: of its devices, in the order of the partitions.
+      stack_frames: the StackFrameIndexProto.
+    """
+
+    name: str
+    mesh: jax.sharding.Mesh
+    stack_frames: Message
+
+    def config_of(self, call: Collective, instruction: Message) -> str:
+        """The attributes of the engine's call, as text."""
+        levels, why_not = topology.levels_of("cpu", self.mesh, call.groups)
+        if levels is None:
+            raise Unsupported(why_not)
+        if levels.inter:
+            raise Unsupported(topology.crossing_text(levels.num_hosts))
+        described = f"{call.opcode} (channel {instruction.integer(collectives.CHANNEL)}) of {', '.join(map(str, call.operands[:4]))}"
+        if len(call.operands) > 4:
+            described += f" and {len(call.operands) - 4} more"
+        spec = CallSpec(
+            call.opcode, call.kind, call.op, groups=call.groups, perm=call.perm, service=Service(levels, "cpu")
+        )
+        with mlir.make_ir_context(), ir.Location.unknown():
+            values = engine_attributes.values_of(spec, self.mesh, self.name, 0)
+            return str(from_values({**values, "call": described, "site": self._site_of(instruction)}))
+
+    def _site_of(self, instruction: Message) -> str:
+        """The user's line that an instruction comes from; without one, the name of the operation."""
+        metadata = instruction.message(METADATA)
+        frame = metadata.integer(_STACK_FRAME)
+        if not frame:
+            return metadata.text(_OP_NAME)
+        index = self.stack_frames
+        location = Message.parse(index.each(_LOCATIONS)[Message.parse(index.each(_FRAMES)[frame - 1]).integer(1) - 1])
+        file = index.each(_FILES)[location.integer(_LOCATION_FILE) - 1].decode()
+        function = index.each(_FUNCTIONS)[location.integer(_LOCATION_FUNCTION) - 1].decode()
+        return f"{file}:{location.integer(_LOCATION_LINE)} ({function})"
+
+
+def _replace(module: Message, name: str, value: str) -> bytes | None:
+    bodies = dict(
+        zip(
+            [i for i, field in enumerate(module.fields) if field[0] == _COMPUTATIONS],
+            module.each(_COMPUTATIONS),
+            strict=True,
+        )
+    )
+    if not any(map(collectives.may_hold_any, bodies.values())):
+        return None
+
+    def refuse(instruction: Message | None, why: str) -> None:
+        what = f"{instruction.text(OPCODE)} '{instruction.text(NAME)}'" if instruction else "all collectives"
+        if runtime.STRICT:
+            raise _Forbidden(
+                f"{what} of {name} would stay XLA's: {why}. {runtime.STRICT_VARIABLE}=1 forbids it; unset the variable to "
+                "allow it."
+            )
+        logger.info("%s of %s stays XLA's: %s", what, name, why)
+
+    devices, why_not = _devices_of(module)
+    if not why_not and _compat.CHANGED_HLO_LOSES_ALIASES and module.raw(_ALIASES) and value[0] != _ALSO_IF_DONATING:
+        why_not = (
+            "it donates buffers, which this version of JAX forgets if the program is changed. "
+            "override_lax(partitioner=True) replaces them all the same"
+        )
+    if why_not:
+        refuse(None, why_not)
+        return None
+    computations = {i: Message.parse(data) for i, data in bodies.items()}
+    by_id = {computation.integer(rewrite.COMPUTATION_ID): i for i, computation in computations.items()}
+    program = _Program(value[1:], jax.sharding.Mesh(np.array(devices), "partition"), module.message(_STACK_FRAMES))
+    fields, is_changed = list(module.fields), False
+    for i, data in bodies.items():
+        if not collectives.may_hold_any(data):
+            continue
+        replaced = rewrite.Computation(
+            computations[i], len(devices), program.config_of, lambda id_: _reduction_of(computations[by_id[id_]]),
+            lambda id_: bodies[by_id[id_]],
+        ).replace(refuse)  # fmt: skip
+        if replaced is not None:
+            fields[i], is_changed = wire.data(_COMPUTATIONS, replaced), True
+    return Message(fields).to_bytes() if is_changed else None
+
+
+def _devices_of(module: Message) -> tuple[list, str]:
+    """The devices of the partitions, or why they cannot be served."""
+    assignment = module.message(_DEVICE_ASSIGNMENT)
+    ids = [partition.integers(_DEVICE_IDS) for partition in assignment.messages(_PARTITIONS)]
+    if module.raw(_SCHEDULE):
+        return [], "it is scheduled already"
+    if not ids or assignment.integer(_REPLICAS, 1) != 1 or any(len(of_partition) != 1 for of_partition in ids):
+        return [], "it has replicas, or no known devices"
+    by_id = {device.id: device for device in jax.devices("cpu")}
+    if unknown := [of_partition[0] for of_partition in ids if of_partition[0] not in by_id]:
+        return [], f"its devices {unknown} are not there"
+    return [by_id[of_partition[0]] for of_partition in ids], ""
+
+
+def _reduction_of(computation: Message) -> str:
+    """The opcode by which a computation combines its two arguments; empty if it does anything else."""
+    instructions = {each.integer(ID): each for each in computation.messages(rewrite.INSTRUCTIONS)}
+    root = instructions[computation.integer(rewrite.ROOT)]
+    operands = root.integers(OPERANDS)
+    parameters = {id_ for id_, each in instructions.items() if each.text(OPCODE) == "parameter"}
+    if len(instructions) != 3 or len(operands) != 2 or parameters != set(operands) or root.integers(CALLED):
+        return ""
+    types = {each.raw(SHAPE) for each in instructions.values()}
+    return root.text(OPCODE) if len(types) == 1 else ""
+
+
+def register() -> Callable[[], None]:
+    """Makes XLA hand over the programs for CPU devices, and returns a function that ends it."""
+    return _compat.register_hlo_transformation("jax_ring", transform, "cpu")

@@ -1,0 +1,312 @@
+"""Replaces the collectives of one computation in HLO by calls to the engine."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from jax_ring import runtime
+from jax_ring.lowering import kinds
+from jax_ring.lowering.hlo import collectives, wire
+from jax_ring.lowering.hlo.collectives import (
+    CALLED,
+    ID,
+    METADATA,
+    NAME,
+    OPCODE,
+    OPERANDS,
+    PREDECESSORS,
+    SHAPE,
+    Collective,
+)
+from jax_ring.lowering.hlo.replica_groups import Unsupported
+from jax_ring.lowering.hlo.shapes import UINT32, Shape, array_shape, tuple_shape
+from jax_ring.lowering.hlo.wire import Message
+
+# Fields of HloComputationProto.
+INSTRUCTIONS, COMPUTATION_ID, ROOT = 2, 5, 6
+# Fields of HloInstructionProto, and of the messages in them.
+_TUPLE_INDEX, _DIMENSIONS, _SLICES, _TARGET, _CONFIG = 13, 14, 17, 28, 43
+_FEATURE_GROUPS, _CONSTRAIN_LAYOUT, _OPERAND_SHAPES, _BATCH_GROUPS, _ALIASES, _API_VERSION = 50, 56, 57, 58, 74, 77
+_SLICE_START, _SLICE_LIMIT, _SLICE_STRIDE = 1, 2, 3
+_ALIAS_RESULT, _ALIAS_OPERAND = 1, 2
+_TYPED_FFI = 4
+
+# What writes a buffer of its own, and what reads its operands without giving their buffers to its result. The module
+# comes after XLA has inserted its copies, so a buffer that is shared with anything else would not be copied any more.
+_PRODUCERS = {
+    "broadcast", "concatenate", "convolution", "copy", "dot", "fusion", "iota", "pad", "reduce", "slice", "transpose",
+}  # fmt: skip
+_READERS = _PRODUCERS | {"convert", "compare", "reduce-window"}
+_IN_PLACE = (b"dynamic-update-slice", b"scatter")
+
+
+class Computation:
+    """A computation whose collectives are replaced.
+
+    Args:
+      message: the HloComputationProto.
+      config_of: (the collective, the instruction) to the attributes of its call, as text; it raises Unsupported if the
+        engine cannot serve it.
+      reduction_of: as in `collectives.read`.
+      body_of: (the id of a computation) to its serialized message.
+    """
+
+    def __init__(
+        self,
+        message: Message,
+        num_partitions: int,
+        config_of: Callable[[Collective, Message], str],
+        reduction_of: Callable[[int], str],
+        body_of: Callable[[int], bytes],
+    ) -> None:
+        self._message = message
+        self._num_partitions = num_partitions
+        self._config_of, self._reduction_of, self._body_of = config_of, reduction_of, body_of
+        self._instructions = message.messages(INSTRUCTIONS)
+        self._by_id = {instruction.integer(ID): instruction for instruction in self._instructions}
+        self._next_id = max(self._by_id) + 1
+        self._users: dict[int, list[Message]] | None = None
+        self._written: list[Message] = []
+        self._position = 0
+
+    def replace(self, refuse: Callable[[Message, str], None]) -> Message | None:
+        """The computation with calls in the place of collectives; None if none is replaced.
+
+        refuse: called with each collective that stays, and why.
+        """
+        calls: dict[int, tuple[Collective, str]] = {}
+        for instruction in self._instructions:
+            if not collectives.is_collective(instruction.text(OPCODE)):
+                continue
+            try:
+                call = collectives.read(instruction, self._shape_of, self._reduction_of, self._num_partitions)
+                if call.size > 1:  # XLA has these done by a copy
+                    calls[instruction.integer(ID)] = call, self._config_of(call, instruction)
+            except Unsupported as why:
+                refuse(instruction, str(why))
+        if not calls:
+            return None
+        self._position = self._add("partition-id", array_shape(UINT32))
+        for instruction in self._instructions:
+            if (found := calls.get(instruction.integer(ID))) is None:
+                self._written.append(instruction)
+            else:
+                self._write(instruction, *found)
+        others = [field for field in self._message.fields if field[0] != INSTRUCTIONS]
+        return Message([*others, *(wire.data(INSTRUCTIONS, instruction) for instruction in self._written)])
+
+    def _shape_of(self, instruction: int) -> Message:
+        return self._by_id[instruction].message(SHAPE)
+
+    # ---- Calls ------------------------------------------------------------------------------------------------------
+
+    def _write(self, instruction: Message, call: Collective, config: str) -> None:
+        """Writes a call and what brings its operands and results into the form that the engine has.
+
+        The engine's blocks lie along a leading dimension, as for `layout.py`. Here arrays have layouts, and those that
+        XLA chooses for its collectives mostly have the blocks outermost, so they are reinterpreted, not moved.
+        """
+        operands, operand_ids, results = call.operands, call.operand_ids, call.results
+        if call.in_tuple:
+            block = operands[0]
+            blocks = [self._add("bitcast", _with_leading(block, 1), [each], instruction) for each in operand_ids]
+            whole = _with_leading(block, call.size)
+            along = [wire.packed(_DIMENSIONS, [0])]
+            operand_ids, operands = [self._add("concatenate", whole, blocks, instruction, along)], [whole]
+            results = [whole]
+        elif call.kind.scatters:
+            order = results if call.kind is kinds.REDUCE_SCATTER else operands
+            of_engine = [_blocks_first(x, call, y.minor_to_major) for x, y in zip(operands, order, strict=True)]
+            operand_ids = [
+                self._to_blocks(i, x, y, call, instruction)
+                for i, x, y in zip(operand_ids, operands, of_engine, strict=True)
+            ]
+            operands = of_engine
+        if call.kind.gathers and not call.in_tuple:
+            results = [_blocks_first(y, call, x.minor_to_major) for x, y in zip(call.operands, results, strict=True)]
+        shape = (
+            tuple_shape(results)
+            if len(results) > 1 or not (call.in_tuple or self._is_array(instruction))
+            else results[0]
+        )
+        fields = self._call_fields(call, config, operands)
+        if not call.kind.gathers:
+            if call.kind.in_place:
+                fields += self._aliases(instruction, call)
+            self._written.append(_instead(instruction, "custom-call", [self._position, *operand_ids], fields))
+            return
+        made = self._add("custom-call", shape, [self._position, *operand_ids], instruction, fields)
+        if call.in_tuple:
+            parts = [self._slice(made, whole, i, block, instruction) for i in range(call.size)]
+            self._written.append(_instead(instruction, "tuple", parts))
+        elif not shape.is_tuple:
+            self._from_blocks(made, results[0], call.results[0], call, instruction, as_instruction=True)
+        else:
+            parts = []
+            for i, (x, y) in enumerate(zip(results, call.results, strict=True)):
+                of_tuple = self._add("get-tuple-element", x, [made], instruction, [wire.integer(_TUPLE_INDEX, i)])
+                parts.append(self._from_blocks(of_tuple, x, y, call, instruction))
+            self._written.append(_instead(instruction, "tuple", parts))
+
+    def _is_array(self, instruction: Message) -> bool:
+        return not Shape(instruction.message(SHAPE)).is_tuple
+
+    def _call_fields(self, call: Collective, config: str, operands: Sequence[Shape]) -> list[wire.Field]:
+        shapes = [wire.data(_OPERAND_SHAPES, shape.message) for shape in (array_shape(UINT32), *operands)]
+        return [
+            wire.data(_TARGET, runtime.TARGETS[call.kind.name]),
+            wire.data(_CONFIG, config),
+            wire.integer(_FEATURE_GROUPS, 1),
+            wire.integer(_CONSTRAIN_LAYOUT, 1),
+            *shapes,
+            wire.integer(_BATCH_GROUPS, 1),
+            wire.integer(_API_VERSION, _TYPED_FFI),
+        ]
+
+    def _to_blocks(self, operand: int, shape: Shape, of_engine: Shape, call: Collective, instruction: Message) -> int:
+        if not _lies_as(of_engine, shape, call):
+            split, moved = _split(shape, call), _split(shape, call, of_engine)
+            operand = self._add("copy", moved, [self._add("bitcast", split, [operand], instruction)], instruction)
+        return self._add("bitcast", of_engine, [operand], instruction)
+
+    def _from_blocks(
+        self, made: int, of_engine: Shape, shape: Shape, call: Collective, instruction: Message, as_instruction=False
+    ) -> int:
+        """as_instruction: whether the last instruction takes the place of the collective."""
+        if not _lies_as(of_engine, shape, call):
+            split, moved = _split(shape, call), _split(shape, call, of_engine)
+            made = self._add("copy", split, [self._add("bitcast", moved, [made], instruction)], instruction)
+        if as_instruction:
+            self._written.append(_instead(instruction, "bitcast", [made]))
+            return made
+        return self._add("bitcast", shape, [made], instruction)
+
+    def _slice(self, made: int, whole: Shape, index: int, block: Shape, instruction: Message) -> int:
+        limits = [(index, index + 1), *((0, size) for size in block.dimensions)]
+        slices = [
+            wire.data(
+                _SLICES,
+                Message([wire.integer(_SLICE_START, i), wire.integer(_SLICE_LIMIT, j), wire.integer(_SLICE_STRIDE, 1)]),
+            )
+            for i, j in limits
+        ]
+        part = self._add("slice", _with_leading(block, 1), [made], instruction, slices)
+        return self._add("bitcast", block, [part], instruction)
+
+    def _add(
+        self,
+        opcode: str,
+        shape: Shape,
+        operands: Sequence[int] = (),
+        instruction: Message | None = None,
+        fields: Sequence[wire.Field] = (),
+    ) -> int:
+        """Writes another instruction, for one that is replaced, and returns its id."""
+        id_, self._next_id = self._next_id, self._next_id + 1
+        name = f"{instruction.text(NAME) if instruction else 'jax_ring'}.{self._message.integer(COMPUTATION_ID)}.{id_ & 0xFFFFFFFF}"
+        made = [wire.data(NAME, name), wire.data(OPCODE, opcode), wire.data(SHAPE, shape.message)]
+        made += [field for field in (instruction.fields if instruction else ()) if field[0] == METADATA]
+        made += [*fields, wire.integer(ID, id_)]
+        made += [wire.packed(OPERANDS, operands)] if operands else []
+        self._written.append(Message(made))
+        return id_
+
+    # ---- Aliases ----------------------------------------------------------------------------------------------------
+
+    def _aliases(self, instruction: Message, call: Collective) -> list[wire.Field]:
+        """Gives results the buffers of their operands, where nothing else has or reads these."""
+        of_tuple = Shape(instruction.message(SHAPE)).is_tuple
+        fields = []
+        for i, operand in enumerate(call.operand_ids):
+            if self._is_private(operand) and self._is_read(instruction, i, of_tuple):
+                result = [wire.packed(_ALIAS_RESULT, [i])] if of_tuple else []
+                fields.append(wire.data(_ALIASES, Message([*result, wire.integer(_ALIAS_OPERAND, i + 1)])))
+        return fields
+
+    def _users_of(self, id_: int) -> list[Message]:
+        if self._users is None:
+            self._users = {}
+            for instruction in self._instructions:
+                for operand in instruction.integers(OPERANDS):
+                    self._users.setdefault(operand, []).append(instruction)
+        return self._users.get(id_, [])
+
+    def _is_private(self, id_: int) -> bool:
+        """Whether a value has a buffer of its own, which only the collective reads."""
+        while True:
+            instruction = self._by_id[id_]
+            if len(self._users_of(id_)) != 1 or id_ == self._message.integer(ROOT):
+                return False
+            if instruction.text(OPCODE) != "bitcast":
+                return self._has_own_buffer(instruction, _PRODUCERS)
+            (id_,) = instruction.integers(OPERANDS)
+
+    def _has_own_buffer(self, instruction: Message, opcodes: set[str]) -> bool:
+        if instruction.text(OPCODE) not in opcodes or instruction.each(_ALIASES):
+            return False
+        bodies = [self._body_of(called) for called in instruction.integers(CALLED)]
+        return not any(mark in body for body in bodies for mark in _IN_PLACE)
+
+    def _is_read(self, instruction: Message, index: int, of_tuple: bool) -> bool:
+        """Whether a result is only read, by instructions whose results have buffers of their own."""
+        id_ = instruction.integer(ID)
+        if id_ == self._message.integer(ROOT):
+            return False
+        users = self._users_of(id_)
+        if of_tuple:
+            if any(user.text(OPCODE) != "get-tuple-element" for user in users):
+                return False
+            elements = [user for user in users if user.integer(_TUPLE_INDEX) == index]
+            if any(each.integer(ID) == self._message.integer(ROOT) for each in elements):
+                return False
+            users = [user for each in elements for user in self._users_of(each.integer(ID))]
+        while users:
+            user = users.pop()
+            if user.text(OPCODE) == "bitcast" and user.integer(ID) != self._message.integer(ROOT):
+                users += self._users_of(user.integer(ID))
+            elif not self._has_own_buffer(user, _READERS):
+                return False
+        return True
+
+
+def _instead(instruction: Message, opcode: str, operands: Sequence[int], fields: Sequence[wire.Field] = ()) -> Message:
+    """Another instruction with the name, the id and the shape of one that is replaced."""
+    kept = {NAME, SHAPE, METADATA, ID, PREDECESSORS}
+    made = [field for field in instruction.fields if field[0] in kept]
+    return Message([*made, wire.data(OPCODE, opcode), *fields, wire.packed(OPERANDS, operands)])
+
+
+# ---- Shapes ---------------------------------------------------------------------------------------------------------
+
+
+def _with_leading(block: Shape, size: int) -> Shape:
+    """The shape of so many blocks along a new dimension, one after the other."""
+    return block.like([size, *block.dimensions], [*(i + 1 for i in block.minor_to_major), 0])
+
+
+def _blocks_first(whole: Shape, call: Collective, order: Sequence[int]) -> Shape:
+    """The shape of an array as the engine has it, with the blocks along a new dimension.
+
+    order: the dimensions of a block, the fastest first.
+    """
+    dimensions = list(whole.dimensions)
+    dimensions[call.dimension] //= call.size
+    return whole.like([call.size, *dimensions], [*(i + 1 for i in order), 0])
+
+
+def _split(whole: Shape, call: Collective, of_engine: Shape | None = None) -> Shape:
+    """The shape of an array whose dimension is split into the block and the index in it, with the layout that it has,
+    or with that of the engine's array."""
+    k = call.dimension
+    dimensions = [*whole.dimensions[:k], call.size, whole.dimensions[k] // call.size, *whole.dimensions[k + 1 :]]
+    if of_engine is None:
+        layout = [j for i in whole.minor_to_major for j in ([k + 1, k] if i == k else [i + (i > k)])]
+    else:
+        layout = [*(i - 1 + (i - 1 >= k) for i in of_engine.minor_to_major[:-1]), k]
+    return whole.like(dimensions, layout)
+
+
+def _lies_as(of_engine: Shape, whole: Shape, call: Collective) -> bool:
+    """Whether an array lies in memory as the engine's does: the blocks one after the other."""
+    same_order = [i - 1 for i in of_engine.minor_to_major[:-1]] == whole.minor_to_major
+    outer = whole.minor_to_major[whole.minor_to_major.index(call.dimension) + 1 :]
+    return same_order and all(whole.dimensions[i] == 1 for i in outer)

@@ -1,0 +1,106 @@
+"""Shapes with layouts, as HLO has them."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ring.lowering.hlo import wire
+from jax_ring.lowering.hlo.replica_groups import Unsupported, check_fields
+from jax_ring.lowering.hlo.wire import Message
+
+# Fields of ShapeProto and LayoutProto.
+_ELEMENT_TYPE, _DIMENSIONS, _TUPLE, _LAYOUT, _IS_DYNAMIC = 2, 3, 4, 5, 6
+_MINOR_TO_MAJOR, _TAIL_ALIGNMENT = 1, 16
+_TUPLE_TYPE = 13
+
+# The values of PrimitiveType that both XLA's CPU backend and the engine have.
+_DTYPES = {
+    1: np.bool_, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.uint8, 7: np.uint16, 8: np.uint32,
+    9: np.uint64, 10: np.float16, 11: np.float32, 12: np.float64, 15: np.complex64, 16: jnp.bfloat16, 18: np.complex128,
+    19: jnp.float8_e5m2, 20: jnp.float8_e4m3fn, 23: jnp.float8_e4m3b11fnuz, 24: jnp.float8_e5m2fnuz,
+    25: jnp.float8_e4m3fnuz, 28: jnp.float8_e4m3, 29: jnp.float8_e3m4,
+}  # fmt: skip
+UINT32 = 8
+
+
+class Shape:
+    """A shape of an array or of a tuple of arrays.
+
+    Attributes:
+      message: the ShapeProto.
+      dimensions: of an array.
+      minor_to_major: its layout: dimensions, the fastest first.
+      elements: of a tuple.
+    """
+
+    def __init__(self, message: Message) -> None:
+        self.message = message
+        self._type = message.integer(_ELEMENT_TYPE)
+        self.dimensions = message.integers(_DIMENSIONS)
+        self.minor_to_major = message.message(_LAYOUT).integers(_MINOR_TO_MAJOR)
+        self.elements = [Shape(element) for element in message.messages(_TUPLE)]
+
+    @property
+    def is_tuple(self) -> bool:
+        """Whether it is that of a tuple."""
+        return self._type == _TUPLE_TYPE
+
+    @property
+    def arrays(self) -> "list[Shape]":
+        """The elements of a tuple, or itself."""
+        return self.elements if self.is_tuple else [self]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of an array, which `check` has checked."""
+        return np.dtype(_DTYPES[self._type])
+
+    def check(self) -> None:
+        """Refuses arrays that the engine does not have.
+
+        Raises:
+          Unsupported: if its type or its layout is one of these.
+        """
+        check_fields(self.message, {_ELEMENT_TYPE, _DIMENSIONS, _LAYOUT, _IS_DYNAMIC}, "a shape")
+        layout = self.message.message(_LAYOUT)
+        check_fields(layout, {_MINOR_TO_MAJOR, _TAIL_ALIGNMENT}, "a layout")
+        if self._type not in _DTYPES:
+            raise Unsupported(f"the engine has no element type {self._type} of XLA")
+        if any(self.message.integers(_IS_DYNAMIC)) or min(self.dimensions, default=1) < 1:
+            raise Unsupported(f"the shape {self.dimensions} is dynamic or empty")
+        if layout.integer(_TAIL_ALIGNMENT, 1) != 1 or sorted(self.minor_to_major) != list(range(len(self.dimensions))):
+            raise Unsupported("an array is padded, or has no layout")
+
+    def like(self, dimensions: Sequence[int], minor_to_major: Sequence[int]) -> "Shape":
+        """The shape of another array of this type."""
+        return array_shape(self._type, dimensions, minor_to_major)
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name}[{','.join(map(str, self.dimensions))}]"
+
+
+def array_shape(element_type: int, dimensions: Sequence[int] = (), minor_to_major: Sequence[int] = ()) -> Shape:
+    """The shape of an array, of an element type as XLA numbers them."""
+    layout = Message([*_list(_MINOR_TO_MAJOR, minor_to_major), wire.integer(_TAIL_ALIGNMENT, 1)])
+    static = _list(_IS_DYNAMIC, [0] * len(dimensions))
+    return Shape(
+        Message(
+            [
+                wire.integer(_ELEMENT_TYPE, element_type),
+                *_list(_DIMENSIONS, dimensions),
+                wire.data(_LAYOUT, layout),
+                *static,
+            ]
+        )
+    )
+
+
+def _list(number: int, values: Sequence[int]) -> list[wire.Field]:
+    return [wire.packed(number, values)] if values else []
+
+
+def tuple_shape(elements: Sequence[Shape]) -> Shape:
+    """The shape of a tuple."""
+    fields = [wire.data(_TUPLE, element.message) for element in elements]
+    return Shape(Message([wire.integer(_ELEMENT_TYPE, _TUPLE_TYPE), *fields]))
