@@ -1,0 +1,239 @@
+"""Ordinary `jit` programs compute the same under override_lax() as by XLA's collectives, none of which are left."""
+
+import collections
+import contextlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_same_bits, make_mesh
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_ring import override_lax
+from jax_ring.lowering.hlo import hook
+from jax_ring.lowering.override_state import Settings, enabled
+
+MESH = make_mesh((2, 4), ("a", "b"))
+RNG = np.random.default_rng(0)
+BY_XLA = re.compile(r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)\(")
+BY_ENGINE = re.compile(r'custom_call_target="jax_ring_(\w+)"')
+
+
+def on(*spec, mesh=MESH) -> NamedSharding:
+    return NamedSharding(mesh, P(*spec))
+
+
+def put(shape, *spec, mesh=MESH, dtype=np.float32):
+    return jax.device_put(RNG.normal(size=shape).astype(dtype), on(*spec, mesh=mesh))
+
+
+def calls(fun, *args, **options) -> tuple[collections.Counter, collections.Counter]:
+    """The collectives of the compiled program: the engine's, by kind, and XLA's."""
+    text = jax.jit(fun, **options).lower(*args).compile().as_text()
+    return collections.Counter(BY_ENGINE.findall(text)), collections.Counter(BY_XLA.findall(text))
+
+
+def check(fun, *args, left=(), **options) -> collections.Counter:
+    """Compares with XLA, bit for bit, and returns the engine's calls. left: collectives that stay XLA's."""
+    expected = jax.jit(fun, **options)(*args)
+    with override_lax():
+        actual = jax.jit(fun, **options)(*args)
+        engine, xla = calls(fun, *args, **options)
+    assert set(xla) == set(left)
+    jax.tree.map(assert_same_bits, actual, expected)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+    return engine
+
+
+def test_tensor_parallel_products():
+    def f(x, w, v):
+        return {
+            "replicated": x @ w,
+            "divided": lax.with_sharding_constraint(x @ w, on("a", "b")),
+            "bfloat16": (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32),
+            "complex": ((x + 1j * x) @ w).real,
+            "two sums": jnp.tanh(x @ w) @ v,
+        }
+
+    engine = check(f, put((16, 32), None, "b"), put((32, 8), "b", None), put((8, 24), None, "a"))
+    assert engine["all_reduce"] >= 2
+
+
+def test_reductions():
+    def f(x, n):
+        return {
+            "sum": x.sum(0), "max": x.max(0), "min": x.min(1), "argmax": x.argmax(0), "any": (x > 2).any(),
+            "all": (x > -9).all(1), "integers": n.sum(0), "int8": n.astype(jnp.int8).max(), "mean": x.mean(),
+            "softmax": jax.nn.softmax(x, 1), "logsumexp": jax.nn.logsumexp(x, 0), "cumsum": jnp.cumsum(x, 0),
+        }  # fmt: skip
+
+    engine = check(f, put((16, 32), "a", "b"), put((16, 32), "b", "a", dtype=np.int32))
+    assert engine["all_reduce"] >= 8
+
+
+def test_a_product_stays_xlas():
+    assert check(lambda x: x.prod(0), put((8, 4), "a"), left=["all-reduce"], out_shardings=on()) == {}
+
+
+SPECS = [
+    P(),
+    P("a"),
+    P(None, "b"),
+    P("b", "a"),
+    P(("a", "b")),
+    P(None, ("b", "a")),
+    P("a", None, "b"),
+    P(None, None, "a"),
+]
+
+
+def test_every_sharding_becomes_every_other():
+    def f(arrays):
+        return {
+            f"{one} to {other}": lax.with_sharding_constraint(x * 2, NamedSharding(MESH, other))
+            for one, x in zip(SPECS, arrays, strict=True)
+            for other in SPECS
+        }
+
+    engine = check(f, [put((8, 16, 8), *spec) for spec in SPECS])
+    assert engine["all_gather"] > 10
+    assert engine["all_to_all"] > 5
+
+
+def test_moves():
+    def f(x):
+        return {
+            "roll": jnp.roll(x, 3, 0), "sort": jnp.sort(x, 0), "take": x[jnp.argsort(x[:, 0])], "cat": jnp.flip(x, 0),
+            "convolution": lax.conv(x[None, None], jnp.ones((1, 1, 3, 3)), (1, 1), "SAME"),
+            "update": lax.dynamic_update_slice(x, x[:2, :2].sum(0, keepdims=True), (3, 5)),
+            "fft": jnp.fft.fft(x, axis=0),
+        }  # fmt: skip
+
+    engine = check(f, put((32, 16), ("a", "b")))
+    assert engine["permute"] >= 2
+    assert engine["all_to_all"] >= 1
+
+
+def test_loops_and_branches():
+    def f(x, w):
+        def step(carry, _):
+            carry = jnp.tanh(carry @ w @ w.T)
+            return carry, carry.sum()
+
+        scanned, sums = lax.scan(jax.checkpoint(step), x, length=3)
+        branch = lax.cond(x.sum() > 0, lambda: x - x.mean(0), lambda: x - x.max(1, keepdims=True))
+        loop, _ = lax.while_loop(
+            lambda c: c[1] < 4, lambda c: (c[0] - c[0].sum(0, keepdims=True) / 9, c[1] + 1), (x, 0)
+        )
+        rows = lax.fori_loop(0, 3, lambda i, c: (c * 0.5 + c.sum(1, keepdims=True) / 50).at[i].set(1.0), x)
+        return scanned, sums, branch, loop, rows
+
+    engine = check(f, put((16, 32), "a", "b"), put((32, 8), "b"))
+    assert engine["all_reduce"] >= 6
+
+
+def mlp_step(params, x, y):
+    def loss(params):
+        w, bias, v = params
+        return jnp.mean((jnp.tanh(x @ w + bias) @ v - y) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        pytest.param((P(), P(), P()), id="replicated"),
+        pytest.param((P("b", "a"), P(("a", "b")), P("a")), id="divided"),
+        pytest.param((P(None, "b"), P("b"), P("b")), id="tensor-parallel"),
+    ],
+)
+def test_training_steps(specs):
+    shapes = ((32, 64), (64,), (64, 8))
+    params = tuple(put(shape, *spec) for shape, spec in zip(shapes, specs, strict=True))
+    shardings = tuple(NamedSharding(MESH, spec) for spec in specs)
+    x, y = (put((16, size), ("a", "b") if specs[0] == P() else "a") for size in (32, 8))
+    engine = check(mlp_step, params, x, y, out_shardings=(on(), shardings))
+    assert engine["all_reduce"] >= 1
+
+
+@pytest.mark.parametrize("names", ["permuted", "half", "explicit"])
+def test_other_meshes(names):
+    devices = np.array(jax.devices()[:8])[[3, 1, 4, 0, 5, 7, 2, 6]]
+    devices = devices[:4].reshape(2, 2) if names == "half" else devices.reshape(2, 4)
+    explicit = {"axis_types": (jax.sharding.AxisType.Explicit,) * 2} if names == "explicit" else {}
+    mesh = Mesh(devices, ("a", "b"), **explicit)
+    x, w = put((16, 32), "a", "b", mesh=mesh), put((32, 8), None, "a", mesh=mesh)
+
+    def f(x, w):
+        if names == "explicit":
+            return jnp.matmul(jnp.sin(x), w, out_sharding=on(None, None, mesh=mesh))
+        return lax.with_sharding_constraint(jnp.sin(x) @ w, on(mesh=mesh))
+
+    assert check(f, x, w)
+
+
+# XLA's partitioner makes few of the forms that HLO allows. Those of shard_map's collectives are others, if the lowering
+# of lax is left as it is.
+
+
+@contextlib.contextmanager
+def by_hook_alone():
+    end = hook.register()
+    try:
+        with enabled(Settings(partitioner=True)):
+            yield
+    finally:
+        end()
+
+
+PAIRS = [[0, 2], [1, 3]]
+BODIES = {
+    "psum": lambda x: lax.psum((x, x[0] * 2, x[:1, :2]), "b"),
+    "psum of both axes": lambda x: lax.psum(x, ("a", "b")),
+    "psum in groups": lambda x: lax.psum(x, "b", axis_index_groups=PAIRS),
+    "pmax": lambda x: (lax.pmax(x, "a"), lax.pmin(x, "b")),
+    "gather": lambda x: (lax.all_gather(x, "b"), lax.all_gather(x, "a", axis=1)),
+    "gather tiles": lambda x: (lax.all_gather(x, ("a", "b"), axis=2, tiled=True), lax.all_gather(x.T, "b", tiled=True)),
+    "gather in groups": lambda x: lax.all_gather(x, "b", axis_index_groups=PAIRS, axis=1, tiled=True),
+    "scatter": lambda x: [lax.psum_scatter(x, "b", scatter_dimension=i, tiled=True) for i in range(3)],
+    "scatter of both axes": lambda x: lax.psum_scatter(x, ("a", "b"), scatter_dimension=2, tiled=True),
+    "scatter in groups": lambda x: lax.psum_scatter(x, "b", axis_index_groups=PAIRS, scatter_dimension=2, tiled=True),
+    "exchange": lambda x: [lax.all_to_all(x, "b", i, j, tiled=True) for i, j in ((0, 0), (1, 2), (2, 0))],
+    "exchange in groups": lambda x: lax.all_to_all(x, "b", 2, 0, axis_index_groups=PAIRS, tiled=True),
+    "permute": lambda x: (lax.ppermute(x, "b", [(0, 1), (1, 2), (3, 0)]), lax.ppermute(x, "a", [(0, 1), (1, 0)])),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "without"),
+    [
+        ("float32", ()), ("bfloat16", ()), ("int16", ()), ("uint32", ()),
+        # XLA and lax have no such sums.
+        ("bool", ("scatter",)), ("complex64", ("pmax",)), ("float8_e5m2", ("psum", "scatter")),
+    ],
+)  # fmt: skip
+def test_all_forms_of_collectives(dtype, without):
+    x = jnp.asarray(RNG.integers(0, 9, (8, 16, 8)), dtype)
+
+    def f(x):
+        results = {name: body(x) for name, body in BODIES.items() if not any(map(name.startswith, without))}
+        return jax.tree.map(lambda y: y[None], results)
+
+    def make():
+        mapped = jax.shard_map(f, mesh=MESH, in_specs=P("a", "b"), out_specs=P(("a", "b")), check_vma=False)
+        return jax.jit(mapped)
+
+    expected = make()(x)
+    with by_hook_alone():
+        actual = make()(x)
+        engine, xla = calls(make(), x)
+    assert not xla
+    assert set(engine) >= {"all_gather", "all_to_all", "permute"}
+    jax.tree.map(assert_same_bits, actual, expected)

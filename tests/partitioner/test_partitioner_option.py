@@ -1,0 +1,233 @@
+"""override_lax(partitioner=...): which programs it reaches, what stays XLA's and why, and that nothing mixes."""
+
+import functools
+import logging
+import re
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_same_bits, make_mesh, run_python
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ring
+from jax_ring import _compat, override_lax, runtime
+from jax_ring.lowering.hlo import hook, rewrite
+from jax_ring.lowering.hlo.wire import Message, integer
+
+MESH = make_mesh()
+ROWS, WHOLE = NamedSharding(MESH, P("i")), NamedSharding(MESH, P())
+X = np.arange(16, dtype=np.float32).reshape(8, 2)
+
+
+def column_sums(x):
+    return (x * 2).sum(0)
+
+
+def compiled(fun=column_sums, x=X, **options) -> str:
+    @functools.wraps(fun)
+    def fun_of_its_own(*args):  # JAX has not compiled it before
+        return fun(*args)
+
+    return (
+        jax.jit(fun_of_its_own, in_shardings=ROWS, **{"out_shardings": WHOLE, **options}).lower(x).compile().as_text()
+    )
+
+
+def is_engines(text: str) -> bool:
+    engine, xla = "jax_ring_all_reduce" in text, " all-reduce(" in text
+    assert engine != xla
+    return engine
+
+
+@pytest.mark.parametrize(("partitioner", "expected"), [(None, True), (True, True), (False, False)])
+def test_the_setting(partitioner, expected):
+    with override_lax(partitioner=partitioner):
+        assert is_engines(compiled()) == expected
+    assert not is_engines(compiled())
+
+
+def test_the_last_override_counts():
+    with override_lax(partitioner=False):
+        outer = override_lax()
+        assert is_engines(compiled())
+        inner = override_lax(partitioner=False)
+        assert not is_engines(compiled())
+        outer.close()
+        assert not is_engines(compiled())
+        inner.close()
+        assert not is_engines(compiled())
+
+
+@pytest.mark.parametrize("value", [1, "auto", []])
+def test_other_values(value):
+    with pytest.raises(
+        TypeError, match=re.escape(f"override_lax: partitioner must be None, True or False, got {value!r}")
+    ):
+        override_lax(partitioner=value)
+
+
+def test_programs_never_mix():
+    f = jax.jit(column_sums, in_shardings=ROWS, out_shardings=WHOLE)
+    for _ in range(2):
+        for partitioner in (None, False):
+            with override_lax(partitioner=partitioner):
+                assert is_engines(f.lower(X).compile().as_text()) == (partitioner is None)
+                assert_same_bits(f(X), column_sums(X))
+        assert not is_engines(f.lower(X).compile().as_text())
+        jax.clear_caches()
+
+
+def test_a_thread_has_its_own():
+    found = {}
+
+    def run(name, *overrides):
+        for open_one in overrides:
+            open_one()
+        found[name] = is_engines(compiled(lambda x: column_sums(x) + len(overrides)))
+
+    threads = [threading.Thread(target=run, args=(i, *([override_lax] if i % 2 else []))) for i in range(6)]
+    with override_lax():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == {i: bool(i % 2) for i in range(6)}
+
+
+def test_programs_of_one_device_are_as_before():
+    def text():
+        return jax.jit(column_sums).lower(jnp.ones((8, 2))).as_text()
+
+    before = text()
+    with override_lax():
+        assert text() == before
+
+
+def test_donation(caplog):
+    caplog.set_level(logging.INFO, "jax_ring")
+    options = {"donate_argnums": 0, "out_shardings": ROWS}
+
+    def f(x):
+        return x - x.sum(0)
+
+    with override_lax():
+        text = compiled(f, **options)
+    with override_lax(partitioner=True):
+        changed = compiled(f, **options)
+    assert is_engines(changed)
+    if _compat.CHANGED_HLO_LOSES_ALIASES:
+        assert not is_engines(text)
+        assert "input_output_alias" in text
+        assert "input_output_alias" not in changed
+        assert "all collectives of jit_f stays XLA's: it donates buffers" in caplog.text
+    else:
+        assert text == changed
+        assert "input_output_alias" in text
+
+
+def test_what_stays_xlas_is_logged(caplog):
+    caplog.set_level(logging.INFO, "jax_ring")
+    with override_lax():
+        assert " all-reduce(" in compiled(lambda x: x.prod(0))
+    (record,) = [record for record in caplog.records if "XLA's" in record.message]
+    assert record.message.endswith(" stays XLA's: the engine does not reduce float32 by 'multiply'")
+
+
+def test_strict(monkeypatch):
+    monkeypatch.setattr(runtime, "STRICT", True)
+    with override_lax():
+        assert is_engines(compiled())
+        with pytest.raises(jax.errors.JaxRuntimeError, match="JAX_RING_STRICT=1 forbids it"):
+            compiled(lambda x: x.prod(0))
+
+
+def test_unknown_fields_leave_a_collective_to_xla(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "jax_ring")
+    instructions = Message.messages
+
+    def with_a_new_field(self, number):
+        found = instructions(self, number)
+        for each in found if number == rewrite.INSTRUCTIONS else []:
+            if each.raw(2) == b"all-reduce":
+                each.fields.append(integer(1234, 1))
+        return found
+
+    monkeypatch.setattr(Message, "messages", with_a_new_field)
+    with override_lax():
+        assert not is_engines(compiled())
+    assert "stays XLA's: it has the unknown fields [1234]" in caplog.text
+
+
+def test_a_failure_leaves_the_program_to_xla(monkeypatch):
+    def fail(*arguments):
+        raise KeyError("a program of another kind")
+
+    monkeypatch.setattr(hook, "_devices_of", fail)
+    with override_lax(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert not is_engines(compiled())
+    assert "jax_ring leaves the collectives of jit_column_sums to XLA" in str(caught[-1].message)
+    assert "KeyError: 'a program of another kind'" in str(caught[-1].message)
+    monkeypatch.setattr(runtime, "STRICT", True)
+    with override_lax(), pytest.raises(jax.errors.JaxRuntimeError, match="a program of another kind"):
+        compiled(lambda x: column_sums(x) + 1)
+
+
+def test_exported_programs_are_those_of_their_callers():
+    def export():
+        return jax.export.export(jax.jit(column_sums, in_shardings=ROWS, out_shardings=WHOLE))(X)
+
+    plain = export()
+    with override_lax():
+        exported = export()
+        assert "jax_ring" not in exported.mlir_module()
+        assert is_engines(compiled(plain.call))
+    assert not is_engines(compiled(exported.call))
+
+
+def test_a_program_of_several_branches_and_pmap():
+    """pmap's programs are of replicas or of partitions, by JAX's version and settings."""
+    mapped = jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")
+    expected = mapped(X)
+    with override_lax():
+        assert_same_bits(mapped(X), expected)
+
+
+def test_errors_and_the_record_name_the_users_line():
+    line = column_sums.__code__.co_firstlineno + 1
+    with override_lax():
+        text = compiled()
+        jax.block_until_ready(jax.jit(column_sums, in_shardings=ROWS, out_shardings=WHOLE)(X))
+        found = jax_ring.explain(jax.jit(column_sums, in_shardings=ROWS, out_shardings=WHOLE), X)
+    assert re.search(rf'site = "[^"]*{re.escape(__file__.rpartition("/")[2])}:{line} \(column_sums\)"', text)
+    assert 'call = "all-reduce (channel 1) of float32[2]"' in text
+    (instruction,) = found.instructions
+    assert (instruction.name, instruction.num_bytes, instruction.group_sizes) == ("jax_ring_all_reduce", 8, (8,))
+    last = jax_ring.flight_recorder().calls[-1]
+    assert "all-reduce (channel 1) of float32[2]" in last.call
+
+
+CACHED = """
+import jax, numpy as np, jax_ring, sys
+from jax.sharding import NamedSharding, PartitionSpec as P
+jax.config.update("jax_compilation_cache_dir", {folder!r})
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+mesh = jax.make_mesh((8,), ("i",))
+f = jax.jit(lambda x: (x * 2).sum(0), out_shardings=NamedSharding(mesh, P()))
+x = jax.device_put(np.ones((8, 2), np.float32), NamedSharding(mesh, P("i")))
+print("jax_ring_all_reduce" in f.lower(x).compile().as_text())
+with jax_ring.override_lax():
+    print("jax_ring_all_reduce" in f.lower(x).compile().as_text(), *f(x))
+"""
+
+
+def test_the_persistent_cache(tmp_path):
+    for _ in range(2):
+        result = run_python(CACHED.format(folder=str(tmp_path)))
+        assert result.stdout.split() == ["False", "True", "16.0", "16.0"], result.stderr
+    assert len(list(tmp_path.glob("jit__lambda*-cache"))) == 2
