@@ -1,13 +1,17 @@
 """`python -m jax_ring`: Prints versions, devices, native modules, options, and which platforms can be served.
 
 `python -m jax_ring flight` prints the last calls of the processes of this user that run on this host.
+
+`python -m jax_ring run (script | -m module) [arguments]` runs a program under `override_lax()`, unchanged.
 """
 
 import argparse
 import os
 import pathlib
 import platform
+import sys
 from collections.abc import Iterator
+from typing import NoReturn
 
 import jax
 import jaxlib
@@ -16,6 +20,7 @@ import numpy as np
 from jax_ring import _ffi_cpu, runtime
 from jax_ring.distributed import discovery
 from jax_ring.inspect.flight_recorder import tables_of_host
+from jax_ring.launcher import worker
 from jax_ring.lowering import tuning
 
 DRIVER = pathlib.Path("/proc/driver/nvidia/version")
@@ -24,10 +29,18 @@ DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 def main() -> None:
     description, _, about_flight = (__doc__ or "").partition(": ")[2].partition("\n\n")
     parser = argparse.ArgumentParser(prog="python -m jax_ring", description=description, epilog=about_flight)
-    parser.add_argument("what", nargs="?", choices=["flight"], help="instead: the last calls of running processes")
-    if parser.parse_args().what == "flight":
+    commands = parser.add_subparsers(dest="what", metavar="{flight,run}")
+    commands.add_parser("flight", help="prints the last calls of running processes")
+    run = commands.add_parser("run", help="runs a program under override_lax(), unchanged")
+    run.add_argument("-m", "--module", action="store_true", help="run a module, as `python -m` does")
+    run.add_argument("script", help="a Python file; a module after -m")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    options = parser.parse_args()
+    if options.what == "flight":
         print(tables_of_host(), end="")
         return
+    if options.what == "run":
+        run_overridden("module" if options.module else "script", options.script, *options.arguments)
     sections = {
         "versions": versions(),
         "devices": devices(),
@@ -40,6 +53,12 @@ def main() -> None:
         print(title)
         for key, value in section.items():
             print(f"  {key:{width}}  {value}")
+
+
+def run_overridden(kind: str, *command: str) -> NoReturn:
+    """Runs a program in the place of this one, which has imported JAX already."""
+    os.environ[runtime.OVERRIDE_VARIABLE] = "1"
+    os.execv(sys.executable, [sys.executable, "-P", worker.__file__, "alone", kind, *command])
 
 
 def versions() -> dict[str, str]:
@@ -94,6 +113,7 @@ def environment() -> dict[str, str]:
             if os.environ.get(runtime.MULTICAST_VARIABLE) == "1"
             else "do not use multicast memory"
         ),
+        runtime.OVERRIDE_VARIABLE: f"override_lax() is {'on in all threads' if runtime.OVERRIDE else 'off at first'}",
         runtime.STRICT_VARIABLE: f"fallback to XLA's collectives is {'an error' if runtime.STRICT else 'allowed'}",
     }
     return {

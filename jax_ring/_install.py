@@ -1,6 +1,7 @@
 """All that importing jax_ring changes in JAX, each with its reason.
 
-The primitives of jax_ring register their own rules. `override_lax()` replaces JAX's while it is on. A process of
+The primitives of jax_ring register their own rules. `override_lax()` replaces JAX's while it is on, and reads the
+programs that XLA compiles. A process of
 several adds hooks for its end (`distributed/exit_notice.py`) and for the errors of XLA's collectives
 (`distributed/xla_timeouts.py`).
 """
@@ -9,6 +10,7 @@ import os
 
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery, xla_timeouts
+from jax_ring.lowering import override
 from jax_ring.lowering.custom_call import partitioner
 from jax_ring.lowering.passes import pipeline
 
@@ -25,6 +27,8 @@ def install() -> None:
     _compat.register_partitioner(partitioner.TARGET, partitioner.partition)
     # Some things are known only once the whole program is lowered.
     _compat.call_with_programs(pipeline.end_program)
+    if runtime.OVERRIDE:
+        override.enable_in_all_threads()
     # XLA's collectives between processes wait for 30 minutes, and read their limit when the backend starts.
     _compat.call_when_distributed(xla_timeouts.limit_xla)
     # A forked child has none of JAX's threads.

@@ -78,6 +78,7 @@ BARRIER_TARGET = "jax_ring.barrier"
 BETWEEN_HOSTS_TARGET = "jax_ring.between_hosts"
 TIMEOUT_VARIABLE = "JAX_RING_TIMEOUT_S"
 STRICT_VARIABLE = "JAX_RING_STRICT"
+OVERRIDE_VARIABLE = "JAX_RING_OVERRIDE"
 SHARED_GPU_VARIABLE = "JAX_RING_SHARED_GPU"
 MULTICAST_VARIABLE = "JAX_RING_MULTICAST"  # read by the CUDA engine
 ISA_VARIABLE = "JAX_RING_ISA"
@@ -125,6 +126,7 @@ def recorder_from(text: str) -> bool:
 
 
 STRICT = flag_from(STRICT_VARIABLE, os.environ.get(STRICT_VARIABLE, ""), "no fallback to XLA's collectives")
+OVERRIDE = flag_from(OVERRIDE_VARIABLE, os.environ.get(OVERRIDE_VARIABLE, ""), "override_lax() in all threads")
 # On one GPU, processes wait for each other's time slices, so this is for tests.
 SHARED_GPU = flag_from(SHARED_GPU_VARIABLE, os.environ.get(SHARED_GPU_VARIABLE, ""), "ranks may share a GPU")
 

@@ -48,7 +48,7 @@ def prepare() -> None:
             "jax_processes: a pytest plugin has imported JAX before pytest_jax_ring was loaded. Import JAX in "
             "conftest.py or later."
         )
-    sys.meta_path.insert(0, worker.InitializePatcher())
+    worker.patch_initialize()
 
 
 class Rank:

@@ -1,17 +1,19 @@
 """Runs the user's script in a process of `jax_ring.launch`, with `jax.distributed.initialize` needing no arguments.
 
 The launcher runs this file by its path, not as a module. Importing the package would import JAX, and scripts set
-environment variables before they import JAX.
+environment variables before they import JAX. `python -m jax_ring run` runs it as well, for a script alone.
 """
 
 import ctypes
 import functools
+import importlib
 import importlib.abc
 import importlib.util
 import os
 import runpy
 import signal
 import sys
+from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -63,11 +65,14 @@ def with_environment_defaults(initialize):
     return initialize_with_defaults
 
 
-class InitializePatcher(importlib.abc.MetaPathFinder):
-    """Replaces `jax.distributed.initialize` when the script imports JAX, if it does."""
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function with a module once the script has imported it, if it does."""
+
+    def __init__(self, name: str, function: Callable) -> None:
+        self._name, self._function = name, function
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname != "jax.distributed":
+        if fullname != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -77,10 +82,19 @@ class InitializePatcher(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             execute(module)
-            module.initialize = with_environment_defaults(module.initialize)
+            self._function(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def patch_initialize() -> None:
+    """Replaces `jax.distributed.initialize` when the script imports JAX, if it does."""
+
+    def patch(module):
+        module.initialize = with_environment_defaults(module.initialize)
+
+    sys.meta_path.insert(0, AfterImport("jax.distributed", patch))
 
 
 def blamed_process(error: BaseException | None) -> int | None:
@@ -110,20 +124,28 @@ def report(error: BaseException) -> None:
     load_beside("protocol.py").Control.report_failure(name, str(error), blamed_process(error))
 
 
-def main(launcher_pid: str, kind: str, *command: str) -> None:
+def run(kind: str, *command: str) -> None:
+    """Runs a module or a script with its arguments, as Python would. With JAX_RING_OVERRIDE=1 jax_ring follows JAX."""
+    if os.environ.get("JAX_RING_OVERRIDE", "") not in ("", "0"):
+        sys.meta_path.insert(0, AfterImport("jax", lambda jax: importlib.import_module("jax_ring")))
+    sys.argv[:] = command
+    # The first place to import from is what Python uses for a script or a module.
+    if kind == "module":
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(command[0])))
+        runpy.run_path(command[0], run_name="__main__")
+
+
+def run_for_launcher(launcher_pid: str, kind: str, *command: str) -> None:
+    """Runs it as a process of the launcher."""
     die_with_parent(int(launcher_pid))
     pid = os.getpid()
-    sys.meta_path.insert(0, InitializePatcher())
+    patch_initialize()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # as on a terminal
-    sys.argv[:] = command
     try:
-        # The first place to import from is what Python uses for a script or a module.
-        if kind == "module":
-            sys.path.insert(0, os.getcwd())
-            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, os.path.dirname(os.path.realpath(command[0])))
-            runpy.run_path(command[0], run_name="__main__")
+        run(kind, *command)
     except Exception as error:
         if os.getpid() == pid:  # else of a child that the script has forked
             report(error)
@@ -131,4 +153,7 @@ def main(launcher_pid: str, kind: str, *command: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "alone":
+        run(*sys.argv[2:])
+    else:
+        run_for_launcher(*sys.argv[1:])

@@ -137,6 +137,14 @@ def _disable(override: Override) -> None:
             _registrations.close()
 
 
+def enable_in_all_threads() -> None:
+    """What `JAX_RING_OVERRIDE=1` asks for. override_state.py has the value for threads without an override."""
+    global _num_open
+    with _lock:
+        _register()
+        _num_open += 1
+
+
 def _check_not_tracing() -> None:
     if _compat.is_tracing():
         raise RuntimeError(

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import jax
 
+from jax_ring import runtime
+
 
 class Settings(NamedTuple):
     """Those of `override_lax()`."""
@@ -13,8 +15,8 @@ class Settings(NamedTuple):
 
 # A user context is part of the key of all of JAX's caches, from traced functions to compiled programs, so that programs
 # lowered with and without the override never mix. JAX does not allow creating one while other threads trace, so it is
-# created at import. Its value is False or the settings.
-enabled = jax.make_user_context(False)
+# created at import. Its value is False or the settings. In threads without an override it is the one given here.
+enabled = jax.make_user_context(Settings() if runtime.OVERRIDE else False)
 
 
 def for_xla():

@@ -30,6 +30,7 @@ FILES_WITHOUT = {
 
 STRINGS_WITHOUT = {  # by their beginnings
     "reports of `python -m jax_ring`, `explain` and `shares`": [
+        "on in all threads",
         "processes with equal names share memory", "hosts are told apart by", "groups of GPUs of one process",
         "do not use multicast memory", "fallback to XLA's collectives is", "the CUDA kernels are not loaded (",
         "the CUDA runtime finds no GPU (", "there is no NVIDIA driver (", "JAX has no such devices",
@@ -38,6 +39,7 @@ STRINGS_WITHOUT = {  # by their beginnings
         "each rank allocates", "mesh position…mesh positions",
     ],
     "parts of messages that have entries": [
+        "override_lax() in all threads", "channel … of XLA's partitioner", "a list of groups by", "a part of a mesh axis",
         "no fallback to XLA's collectives", "ranks may share a GPU", "it was told to end", "one of many other calls",
         "the value is one of the shards' sums", "shards of a rank (", "state that init makes here", "scatter to the",
         "gather from the", "ring, for ", "start of the call", "a call of an earlier program",

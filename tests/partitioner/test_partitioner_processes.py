@@ -107,7 +107,7 @@ def test_between_hosts_they_stay_xlas(caplog):
         within, across = f(x)
     assert "jax_ring_all_reduce" in text
     assert " all-reduce(" in text
-    assert "stays XLA's: the ranks of a group are on 2 hosts" in caplog.text
+    assert "is left to XLA: the ranks of a group are on 2 hosts" in caplog.text
     for result, expected in ((within, whole.reshape(2, 2, 6).sum(1)), (across, whole.max(0))):
         for shard in result.addressable_shards:
             np.testing.assert_array_equal(shard.data, expected[shard.index])

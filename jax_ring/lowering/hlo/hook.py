@@ -19,6 +19,7 @@ from jax_ring.lowering import topology
 from jax_ring.lowering.call_spec import CallSpec, Service
 from jax_ring.lowering.custom_call import engine_attributes
 from jax_ring.lowering.custom_call.ffi_attributes import from_values, named
+from jax_ring.lowering.custom_call.operation import Description
 from jax_ring.lowering.hlo import collectives, rewrite, wire
 from jax_ring.lowering.hlo.collectives import CALLED, ID, METADATA, NAME, OPCODE, OPERANDS, SHAPE, Collective
 from jax_ring.lowering.hlo.replica_groups import Unsupported
@@ -27,9 +28,10 @@ from jax_ring.lowering.passes import program_id
 
 logger = logging.getLogger("jax_ring")
 
-# The attribute of a program whose collectives are replaced. Its value names the program between processes.
+# The attribute of a program whose collectives are replaced. Its value is one of the two below, and what names the
+# program between processes.
 _MARK = "jax_ring.partitioner"
-_ALSO_IF_DONATING = "+"  # begins the value for a program whose aliases may be lost
+_ALSO_IF_DONATING, _NOT_IF_DONATING = "+", "-"
 
 # Fields of HloModuleProto, of the messages in it, and of HloComputationProto.
 _NAME, _COMPUTATIONS, _SCHEDULE, _ALIASES, _DEVICE_ASSIGNMENT, _STACK_FRAMES, _ATTRIBUTES = 1, 3, 7, 8, 15, 17, 19
@@ -43,7 +45,7 @@ _OP_NAME, _STACK_FRAME = 2, 15  # of OpMetadata
 def mark(module: ir.Module, jaxpr, also_if_donating: bool) -> None:
     """Marks a program that has just been lowered, if XLA divides it between devices.
 
-    also_if_donating: whether its collectives are replaced even if JAX then loses which buffers are donated.
+    also_if_donating: whether its collectives are replaced even where JAX then forgets which buffers are donated.
     """
     attributes = module.operation.attributes
     if ir.IntegerAttr(attributes["mhlo.num_partitions"]).value == 1:
@@ -51,7 +53,8 @@ def mark(module: ir.Module, jaxpr, also_if_donating: bool) -> None:
     name = ""
     if jax.process_count() > 1:
         name = program_id.name_of_program(module, jaxpr)
-    value = (_ALSO_IF_DONATING if also_if_donating else "-") + name
+    is_safe = also_if_donating or not _compat.CHANGED_HLO_LOSES_ALIASES
+    value = (_ALSO_IF_DONATING if is_safe else _NOT_IF_DONATING) + name
     before = attributes["mhlo.frontend_attributes"] if "mhlo.frontend_attributes" in attributes else ir.DictAttr.get({})
     attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
         {**dict(named(ir.DictAttr(before))), _MARK: ir.StringAttr.get(value)}
@@ -85,6 +88,10 @@ class _Forbidden(NotImplementedError):
     """A collective would stay XLA's, which `JAX_RING_STRICT` forbids."""
 
 
+class _AcrossHosts(Unsupported):
+    """Its groups cross hosts. Such steps of a call of jax_ring are XLA's too, and nothing tells them from others."""
+
+
 def _mark_of(module: Message) -> str | None:
     for entry in module.message(_ATTRIBUTES).messages(1):
         if entry.text(_KEY) == _MARK:
@@ -108,13 +115,10 @@ class _Program(NamedTuple):
     def config_of(self, call: Collective, instruction: Message) -> str:
         """The attributes of the engine's call, as text."""
         levels, why_not = topology.levels_of("cpu", self.mesh, call.groups)
-        if levels is None:
-            raise Unsupported(why_not)
-        if levels.inter:
-            raise Unsupported(topology.crossing_text(levels.num_hosts))
-        described = f"{call.opcode} (channel {instruction.integer(collectives.CHANNEL)}) of {', '.join(map(str, call.operands[:4]))}"
-        if len(call.operands) > 4:
-            described += f" and {len(call.operands) - 4} more"
+        if levels is None or levels.inter:
+            raise _AcrossHosts(why_not if levels is None else topology.crossing_text(levels.num_hosts))
+        shapes, channel = list(map(str, call.operands)), instruction.integer(collectives.CHANNEL)
+        described = Description(call.opcode, shapes, len(shapes), f"channel {channel} of XLA's partitioner")
         spec = CallSpec(
             call.opcode, call.kind, call.op, groups=call.groups, perm=call.perm, service=Service(levels, "cpu")
         )
@@ -146,23 +150,23 @@ def _replace(module: Message, name: str, value: str) -> bytes | None:
     if not any(map(collectives.may_hold_any, bodies.values())):
         return None
 
-    def refuse(instruction: Message | None, why: str) -> None:
-        what = f"{instruction.text(OPCODE)} '{instruction.text(NAME)}'" if instruction else "all collectives"
-        if runtime.STRICT:
+    def refuse(instruction: Message | None, why: Unsupported) -> None:
+        what = f"{instruction.text(OPCODE)} '{instruction.text(NAME)}'" if instruction else "each collective"
+        if runtime.STRICT and not isinstance(why, _AcrossHosts):
             raise _Forbidden(
-                f"{what} of {name} would stay XLA's: {why}. {runtime.STRICT_VARIABLE}=1 forbids it; unset the variable to "
-                "allow it."
+                f"{what} of {name} would be left to XLA: {why}. {runtime.STRICT_VARIABLE}=1 forbids it; unset the variable "
+                "to allow it."
             )
-        logger.info("%s of %s stays XLA's: %s", what, name, why)
+        logger.info("%s of %s is left to XLA: %s", what, name, why)
 
     devices, why_not = _devices_of(module)
-    if not why_not and _compat.CHANGED_HLO_LOSES_ALIASES and module.raw(_ALIASES) and value[0] != _ALSO_IF_DONATING:
+    if not why_not and module.raw(_ALIASES) and value[0] == _NOT_IF_DONATING:
         why_not = (
             "it donates buffers, which this version of JAX forgets if the program is changed. "
             "override_lax(partitioner=True) replaces them all the same"
         )
     if why_not:
-        refuse(None, why_not)
+        refuse(None, Unsupported(why_not))
         return None
     computations = {i: Message.parse(data) for i, data in bodies.items()}
     by_id = {computation.integer(rewrite.COMPUTATION_ID): i for i, computation in computations.items()}

@@ -1,5 +1,6 @@
 """The replica groups of a collective in HLO, in any of their encodings."""
 
+import itertools
 import math
 
 import numpy as np
@@ -115,7 +116,7 @@ def _of_mesh_axes(message: Message) -> list[list[int]]:
     parts = []
     for axis, products in enumerate(boundaries):
         ordered = sorted(products)
-        for before, after in zip(ordered, ordered[1:], strict=False):
+        for before, after in itertools.pairwise(ordered):
             if after % before:
                 raise Unsupported(f"the parts of mesh axis {axis} overlap: {named}")
             parts.append((axis, before, after // before))

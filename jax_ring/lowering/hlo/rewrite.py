@@ -1,6 +1,5 @@
 """Replaces the collectives of one computation in HLO by calls to the engine."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from jax_ring import runtime
@@ -68,7 +67,7 @@ class Computation:
         self._written: list[Message] = []
         self._position = 0
 
-    def replace(self, refuse: Callable[[Message, str], None]) -> Message | None:
+    def replace(self, refuse: Callable[[Message, Unsupported], None]) -> Message | None:
         """The computation with calls in the place of collectives; None if none is replaced.
 
         refuse: called with each collective that stays, and why.
@@ -82,7 +81,7 @@ class Computation:
                 if call.size > 1:  # XLA has these done by a copy
                     calls[instruction.integer(ID)] = call, self._config_of(call, instruction)
             except Unsupported as why:
-                refuse(instruction, str(why))
+                refuse(instruction, why)
         if not calls:
             return None
         self._position = self._add("partition-id", array_shape(UINT32))
@@ -202,7 +201,8 @@ class Computation:
     ) -> int:
         """Writes another instruction, for one that is replaced, and returns its id."""
         id_, self._next_id = self._next_id, self._next_id + 1
-        name = f"{instruction.text(NAME) if instruction else 'jax_ring'}.{self._message.integer(COMPUTATION_ID)}.{id_ & 0xFFFFFFFF}"
+        of_whom = instruction.text(NAME) if instruction else "jax_ring"
+        name = f"{of_whom}.{self._message.integer(COMPUTATION_ID)}.{id_ & 0xFFFFFFFF}"  # unique in the program
         made = [wire.data(NAME, name), wire.data(OPCODE, opcode), wire.data(SHAPE, shape.message)]
         made += [field for field in (instruction.fields if instruction else ()) if field[0] == METADATA]
         made += [*fields, wire.integer(ID, id_)]
