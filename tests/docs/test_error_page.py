@@ -39,7 +39,8 @@ STRINGS_WITHOUT = {  # by their beginnings
         "each rank allocates", "mesh position…mesh positions",
     ],
     "parts of messages that have entries": [
-        "override_lax() in all threads", "channel … of XLA's partitioner", "a list of groups by", "a part of a mesh axis",
+        "override_lax() in all threads", "channel … of XLA's partitioner", "a list of groups by",
+        "a part of a mesh axis",
         "no fallback to XLA's collectives", "ranks may share a GPU", "it was told to end", "one of many other calls",
         "the value is one of the shards' sums", "shards of a rank (", "state that init makes here", "scatter to the",
         "gather from the", "ring, for ", "start of the call", "a call of an earlier program",

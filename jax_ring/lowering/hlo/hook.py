@@ -154,8 +154,8 @@ def _replace(module: Message, name: str, value: str) -> bytes | None:
         what = f"{instruction.text(OPCODE)} '{instruction.text(NAME)}'" if instruction else "each collective"
         if runtime.STRICT and not isinstance(why, _AcrossHosts):
             raise _Forbidden(
-                f"{what} of {name} would be left to XLA: {why}. {runtime.STRICT_VARIABLE}=1 forbids it; unset the variable "
-                "to allow it."
+                f"{what} of {name} would be left to XLA: {why}. {runtime.STRICT_VARIABLE}=1 forbids it; unset the "
+                "variable to allow it."
             )
         logger.info("%s of %s is left to XLA: %s", what, name, why)
 
