@@ -8,7 +8,8 @@ from functools import partial
 from jax_ring import _compat, runtime
 from jax_ring.lowering import kinds, ragged, rules
 from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.dispatch import groups_of, lowering_key, service_of
+from jax_ring.lowering.dispatch import groups_of, lowering_key, platforms_of, service_of
+from jax_ring.lowering.override_state import enabled
 from jax_ring.lowering.state import state_of
 from jax_ring.lowering.xla.fallback import lower_broadcast_to_xla, lower_dynamic_broadcast_to_sum
 from jax_ring.options import Options
@@ -95,7 +96,7 @@ def _prepare(call: CallSpec, jax_rule: Callable, ctx, params: dict) -> Callable:
     if call.perm is not None and not _is_permutation(params["perm"], len(call.groups[0])):
         return as_by_jax  # which raises
     service = service_of(ctx, call)
-    if service.automatic_axes and service.levels is None:
+    if service.automatic_axes and service.levels is None and not _is_replaced_later(ctx):
         _warn_of_automatic_axes(ctx, call, service.automatic_axes)
     if jax_rule is _compat.no_lowering and call.kind is kinds.BROADCAST:  # JAX lowers it for GPUs only
         call = call._replace(to_xla=lower_broadcast_to_xla)
@@ -188,6 +189,11 @@ def _make_start_rule(is_on: Callable, call: CallSpec, synchronous_rule: Callable
 
 def _make_done_rule(is_on: Callable, jax_rule: Callable):
     return lambda ctx, result: [result] if is_on() else jax_rule(ctx, result)
+
+
+def _is_replaced_later(ctx) -> bool:
+    """Whether XLA's collective in the program under lowering is replaced when the program is compiled."""
+    return enabled.value.partitioner is not False and platforms_of(ctx) == ("cpu",)
 
 
 _has_warned = False  # of automatic axes, in this process

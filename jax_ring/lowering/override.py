@@ -81,7 +81,7 @@ def override_lax(*, partitioner: bool | None = None) -> Override:
       partitioner: whether to replace what XLA's partitioner inserts. None: yes, but before JAX 0.11 not in programs
         that donate buffers. There a changed program forgets what it donates; True accepts that.
 
-    A `UserWarning` at the first call in a partial-manual `shard_map`, once per process, says that XLA serves it.
+    A `UserWarning` at the first call in a partial-manual `shard_map` that stays XLA's says so, once per process.
 
     Raises:
       RuntimeError: in a function that is being traced. It is lowered later, when the override may be closed.

@@ -97,7 +97,7 @@ def test_types_of_axes_and_the_override(kind, check_vma):
         with override_lax(), warnings.catch_warnings():
             warnings.simplefilter("error")
             assert_same_bits(make(lax.psum)(x), expected)
-            assert counts(text_of(make(lax.psum), x)) == (1, rest)
+            assert counts(text_of(make(lax.psum), x)) == (1 + sum(rest.values()), {})
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "int4", "int8", "bool", "complex64"])

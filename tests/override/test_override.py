@@ -219,6 +219,9 @@ def test_partly_manual_stays_with_xla_and_warns_once(monkeypatch):
     monkeypatch.setattr(lax_rules, "_has_warned", False)
     x = np.arange(8, dtype=np.float32)
     with override_lax():
+        # Replaced when XLA compiles the program.
+        assert served_by(partly_manual(psum_i).lower(x).compile().as_text()) == (1, 0)
+    with override_lax(partitioner=False):
         f = partly_manual(psum_i)
         with pytest.warns(UserWarning, match=r"lax.psum over \('i',\)") as caught:
             text = f.lower(x).compile().as_text()
@@ -281,8 +284,10 @@ def test_export():
     assert served_by(by_engine.mlir_module()) == (1, 0)
     assert served_by(both.mlir_module()) == served_by(other.mlir_module()) == (0, 1)
     assert jax.jit(by_engine.call)(x) == ENGINE_TOTAL
-    with override_lax():
+    with override_lax(partitioner=False):
         assert jax.jit(both.call)(x) == XLA_TOTAL
+    with override_lax():
+        assert jax.jit(both.call)(x) == ENGINE_TOTAL  # replaced when XLA compiles it
 
 
 def test_a_pullback_is_lowered_where_it_is_called(check_vma):
