@@ -46,6 +46,7 @@ FULL = [
     r"replicas/test_sentinel.py::test_optimizers_compare_every_n_steps\[(?!tree|zero)",
     r"tree/test_tree_across_hosts.py::(?!.*consecutive)",
     "engine/test_concurrency.py::test_(ten_thousand|hundreds)",
+    "engine/test_pauses.py",
     # Jobs of several processes, each of which compiles for itself. One of each kind is left.
     "multiprocess/test_(same_host|gpu_lowering|soak|process_discovery)",
     "multiprocess/test_failures.py::test_(mismatched|equal)",
@@ -109,7 +110,7 @@ ONE_PAIR = [
     "chaos/",
     "launcher/",
     "tree/test_tree_values.py",
-    "engine/test_deadline.py",
+    "engine/test_(deadline|pauses).py",
     "inspect/test_flight_recorder.py",
     # The plugin's ranks run and join. What it says of failures and faults is pytest's.
     "package/test_pytest_plugin.py::test_(the_rank_that_failed|hangs_and_exits|faults|stops_and_delays)",

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <set>
 
+#include "base/pauses.h"
 #include "base/threads.h"
 #include "cpu/rendezvous/completion_threads.h"
 #include "cpu/rendezvous/rendezvous.h"
@@ -18,6 +19,10 @@ constexpr double kChecksPerDeadline = 10;
 constexpr double kMaxCheckInterval = 10;  // seconds
 // A barrier outlasts the calls that its missing ranks may be waiting in.
 constexpr int kDeadlinesOfBarrier = 2;
+
+bool has_run_for(std::chrono::duration<double> limit, Clock::time_point since, Clock::time_point now) {
+  return Pauses::instance().run_since(since, now) >= limit;
+}
 
 }  // namespace
 
@@ -92,6 +97,7 @@ void Watchdog::run() {
   std::unique_lock<std::mutex> lock(watched_mutex_);
   for (;;) {
     const std::chrono::duration<double> interval(std::min(deadline() / kChecksPerDeadline, kMaxCheckInterval));
+    Pauses::instance().look(Clock::now(), std::chrono::duration_cast<Clock::duration>(interval));
     wake_.wait_for(lock, interval);
     lock.unlock();
     check_deadlines();
@@ -111,7 +117,7 @@ void Watchdog::check_deadlines() {
     for (RendezvousMap* rendezvous_map : watched_) {
       if (!rendezvous_map->has_deadline()) continue;
       for (auto& rendezvous :
-           rendezvous_map->remove_if([&](const Rendezvous& m) { return now - m.start_time >= limit; })) {
+           rendezvous_map->remove_if([&](const Rendezvous& m) { return has_run_for(limit, m.start_time, now); })) {
         expired.push_back(std::move(rendezvous));
         maps.push_back(rendezvous_map);
       }
@@ -163,8 +169,9 @@ void Watchdog::release_barriers(std::chrono::duration<double> limit) {
   }
   for (RendezvousMap* rendezvous_map : watched_) {
     if (rendezvous_map->has_deadline()) continue;
-    for (auto& rendezvous : rendezvous_map->remove_if(
-             [&](const Rendezvous& m) { return now - m.start_time >= limit && waiting.count(m.run_id) == 0; })) {
+    for (auto& rendezvous : rendezvous_map->remove_if([&](const Rendezvous& m) {
+           return has_run_for(limit, m.start_time, now) && waiting.count(m.run_id) == 0;
+         })) {
       CompletionThreads::instance().complete(std::move(rendezvous));
     }
   }

@@ -5,6 +5,7 @@
 #include <tuple>
 #include <utility>
 
+#include "base/pauses.h"
 #include "cpu/rendezvous/completion_threads.h"
 #include "cpu/rendezvous/watchdog.h"
 #include "shm/group/communicator.h"
@@ -229,7 +230,7 @@ CallFailure Communicator::failure_of_missing_processes(const Exchange& exchange)
 std::string Communicator::seconds_waited() const {
   std::ostringstream text;
   text << std::fixed << std::setprecision(2)
-       << std::chrono::duration<double>(cpu::Clock::now() - *waiting_since_).count();
+       << std::chrono::duration<double>(Pauses::instance().run_since(*waiting_since_)).count();
   return text.str();
 }
 
