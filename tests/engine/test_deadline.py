@@ -1,5 +1,6 @@
 """A missing rank: the call times out with an error that names the rank, and the process continues."""
 
+import jax
 import pytest
 from helpers import run_python
 
@@ -191,6 +192,20 @@ for _ in range(8):
     check_health()
 """,
         JAX_RING_TIMEOUT_S="0.2",
+    )
+
+
+@pytest.mark.parametrize("threads", [8, 15, 16])
+def test_names_the_threads_that_launches_may_hold(threads):
+    # Newer JAX keeps no thread for a launch that waits.
+    advised = threads < 16 and jax.__version_info__ < (0, 12)
+    run(
+        f"""
+text, _ = error_of(skipped_by([3]), x)
+advice = "await one now and then (jax.block_until_ready), or set NPROC=16 in the environment before JAX is imported."
+assert (advice in text) == {advised}, text
+""",
+        NPROC=str(threads),
     )
 
 
