@@ -211,9 +211,10 @@ CallFailure Communicator::failure_of_missing_processes(const Exchange& exchange)
        << " of the group's " << group_.num_processes() << " processes, for " << seconds_waited() << " s."
        << failure.text;
   if (culprits.empty()) {
-    text << " Every process must make the same calls: look for an error or an early exit there, and for a branch or a "
-            "loop whose condition differs between processes. If the others are only slow, set JAX_RING_TIMEOUT_S to "
-            "more seconds.";
+    text << " Every process must make the same calls: look for an error or an early exit there (an exception in a "
+            "callback is in its standard error), and for a branch or a loop whose condition differs between processes. "
+            "If "
+            "the others are only slow, set JAX_RING_TIMEOUT_S to more seconds.";
     const bool looks_alike = std::any_of(missing.begin(), missing.end(), [&](int process) {
       return channel_->has_joined(process) && channel_->status_of(process).text == *exchange.call().text;
     });
