@@ -111,6 +111,10 @@ WRONG_REDUCE_SCATTER_ON_CPU = _jaxlib_version.__version_info__ < (0, 12)
 # A program that `register_hlo_transformation` changes forgets its aliases, so nothing is donated.
 CHANGED_HLO_LOSES_ALIASES = _jaxlib_version.__version_info__ < (0, 11)
 
+# A launch that waits until its device has fewer executions in flight holds a thread of the pool that runs these, in JAX
+# before 0.12. The pool has NPROC threads, or one for each core or device.
+LAUNCHES_HOLD_THREADS = jax.__version_info__ < (0, 12)
+
 # A limit for XLA's collectives between CPU processes, in whole seconds, by `XLA_FLAGS`. XLA ends the process if it does
 # not know a flag, so a later jaxlib must be looked at first.
 FLAG_OF_CPU_LIMIT = "--xla_cpu_collective_timeout_seconds"

@@ -359,6 +359,8 @@ def register() -> None:
     ffi_cuda.set_device_ids(_compat.local_gpu_ids)
     if not RECORDER:
         _ffi_cpu.turn_off_recorder()
+    if _compat.LAUNCHES_HOLD_THREADS:
+        _ffi_cpu.say_that_launches_hold_threads()
     if TIMEOUT_VARIABLE in os.environ:
         seconds = timeout_from(os.environ[TIMEOUT_VARIABLE])
         _ffi_cpu.set_deadline(seconds)

@@ -58,8 +58,10 @@ class Rank:
         self._config = config
         self._task = json.loads(os.environ[VARIABLE])
         self._reports = open(self._task["reports"], "w", buffering=1)  # noqa: SIM115  # open to the end
-        self._stacks = open(self._task["stacks"], "w")  # noqa: SIM115
+        path = pathlib.Path(self._task["stacks"])
+        self._stacks = open(path.with_suffix(".new"), "w")  # noqa: SIM115
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
+        os.rename(self._stacks.name, path)  # now it may be asked for them
         for name, value in self._task["options"].items():
             if hasattr(config.option, name):
                 setattr(config.option, name, value)

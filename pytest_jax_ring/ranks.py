@@ -18,10 +18,12 @@ from pytest_jax_ring.processes import ProcessGroup, free_address, kill_session
 
 DEFAULT_TIMEOUT = 300.0  # seconds
 # How much earlier than pytest-timeout, which would end this process without the stacks of the ranks.
-_BEFORE_PYTEST_TIMEOUT = 5.0
+_BEFORE_PYTEST_TIMEOUT = 20.0
 # After a rank has failed, the others have so long to notice it by themselves.
 _GRACE = 10.0
-_STACKS_GRACE = 2.0
+# A rank begins to write its stacks within so long, on a loaded machine, and then ends.
+_STACKS_BEGIN = 15.0
+_STACKS_END = 2.0
 # Options that select, distribute or report tests concern this process alone.
 _OWN_OPTIONS = """
     file_or_dir keyword markexpr deselect maxfail lf failedfirst newfirst stepwise stepwise_skip last_failed_no_failures
@@ -168,7 +170,7 @@ class _Ranks(ProcessGroup):
             if not set(range(len(self.popen))) - set(self._ended) - stopped:
                 return
             if now >= until:
-                return self._ask_for_stacks()
+                return self._ask_for_stacks(stopped)
             time.sleep(0.01)
 
     def _failed(self, number: int) -> bool:
@@ -178,11 +180,21 @@ class _Ranks(ProcessGroup):
         planned = any(fault.kind == "kill" and fault.rank == number for fault in self._job.faults)
         return planned and self.popen[number].poll() == -signal.SIGKILL
 
-    def _ask_for_stacks(self) -> None:
-        for number, process in enumerate(self.popen):
-            if number not in self._ended:
-                os.kill(process.pid, rank.STACKS_SIGNAL)
-        time.sleep(_STACKS_GRACE)
+    def _ask_for_stacks(self, stopped: set[int]) -> None:
+        # The signal would end a rank that does not handle it yet.
+        running = {
+            number for number in range(len(self.popen)) if number not in self._ended and self._has_started(number)
+        }
+        for number in running:
+            os.kill(self.popen[number].pid, rank.STACKS_SIGNAL)
+        files = [self.file(number, "stacks") for number in running - stopped]
+        until = time.monotonic() + _STACKS_BEGIN
+        while time.monotonic() < until and not all(file.stat().st_size for file in files):
+            time.sleep(0.01)
+        time.sleep(_STACKS_END)
+
+    def _has_started(self, number: int) -> bool:
+        return self.file(number, "stacks").exists()
 
     def judge(self, item: pytest.Item) -> None:
         """Raises what the ranks have found; the rank that failed first, and by itself, comes first."""
@@ -243,9 +255,12 @@ class _Ranks(ProcessGroup):
         if outcome.failure is not None or self._is_killed_on_purpose(number):
             return outcome
         if number not in self._ended and not any(text.startswith("stop") for text in outcome.faults):
-            stacks, outcome.is_running = self.file(number, "stacks"), True
-            where = "has finished the test, but its process has not ended" if outcome.has_finished else "still running"
-            outcome.failure = f"{where} after {self._limit:g} s\n{stacks.read_text() if stacks.exists() else ''}"
+            outcome.is_running = True
+            stacks = self.file(number, "stacks").read_text() if self._has_started(number) else output
+            where = "still running" if self._has_started(number) else "still starting"
+            if outcome.has_finished:
+                where = "has finished the test, but its process has not ended"
+            outcome.failure = f"{where} after {self._limit:g} s\n{stacks}"
         elif number in self._ended and not passed and outcome.skipped is None:
             outcome.failure = f"ended with status {self.popen[number].poll()} before the test had ended:\n{output}"
         elif number in self._ended and self.popen[number].poll() != 0:

@@ -260,6 +260,10 @@ NB_MODULE(_ffi_cpu, m) {
       "Sets how many seconds a call waits for missing ranks.");
 
   m.def(
+      "say_that_launches_hold_threads", [] { jax_ring::cpu::Watchdog::instance().say_that_launches_hold_threads(); },
+      "Errors of missing ranks name what to do where launches hold the threads that these need.");
+
+  m.def(
       "deadline", [] { return jax_ring::cpu::Watchdog::instance().deadline(); },
       "The seconds that a call waits for missing ranks.");
 

@@ -1,5 +1,6 @@
 """A missing rank: the call times out with an error that names the rank, and the process continues."""
 
+import jax
 import pytest
 from helpers import run_python
 
@@ -40,9 +41,10 @@ check_health()
 """
 
 
-def run(body: str, **environment) -> None:
+def run(body: str, **environment) -> str:
     result = run_python(PROGRAM + body, **{"JAX_RING_TIMEOUT_S": "1.5", **environment})
     assert result.returncode == 0, result.stderr
+    return result.stderr
 
 
 def test_names_axis_message_missing_rank_and_call_site():
@@ -191,6 +193,50 @@ for _ in range(8):
     check_health()
 """,
         JAX_RING_TIMEOUT_S="0.2",
+    )
+
+
+@pytest.mark.parametrize("kind", ["pure_callback", "io_callback", "in a scan"])
+def test_a_callback_that_raises_on_one_rank(kind):
+    errors = run(f"""
+from jax.experimental import io_callback
+kind = {kind!r}
+
+def host(rank, x):
+    if rank == 3:
+        raise ValueError("bad batch")
+    return x
+
+def total(x):
+    like, rank = jax.ShapeDtypeStruct(x.shape, x.dtype), lax.axis_index("data")
+    callback = io_callback if kind == "io_callback" else jax.pure_callback
+    return ring_psum(callback(host, like, rank, x), "data")
+
+def step(x, _):
+    return total(x), None
+
+f = mapped(lambda x: lax.scan(step, x, None, length=3)[0]) if kind == "in a scan" else mapped(total)
+text, _ = error_of(f, x)
+assert "bad batch" in text, text
+check_health()
+import os
+os._exit(0)  # JAX raises the callback's exception once more
+""")
+    assert "Missing: rank 3 (mesh position 3)" in errors
+    assert "if a callback has raised there" in errors
+
+
+@pytest.mark.parametrize("threads", [8, 15, 16])
+def test_names_the_threads_that_launches_may_hold(threads):
+    # Newer JAX keeps no thread for a launch that waits.
+    advised = threads < 16 and jax.__version_info__ < (0, 12)
+    run(
+        f"""
+text, _ = error_of(skipped_by([3]), x)
+advice = "await one now and then (jax.block_until_ready), or set NPROC=16 in the environment before JAX is imported."
+assert (advice in text) == {advised}, text
+""",
+        NPROC=str(threads),
     )
 
 

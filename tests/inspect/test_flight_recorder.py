@@ -128,6 +128,8 @@ def test_a_failure_says_what_the_missing_rank_did_last():
     assert " Last calls: mesh position 3: no call since ring_pmax of float32[1] over axis 'i'" in result.stdout
     # Once per process, however often a call fails.
     assert result.stderr.count("jax_ring: the last calls") == 1
+    # With the error, which nobody sees who does not await the result.
+    assert result.stderr.count("7 of 8 ranks arrived") == 1
     table = result.stderr[result.stderr.index("jax_ring: the last calls") :].splitlines()
     assert table[1].split() == ["mesh", "positions", "0-2,", "4-7", "mesh", "position", "3"]
     assert table[2].lstrip().startswith("ring_pmax")

@@ -160,6 +160,32 @@ def test_exits():
     assert "2 failed" in output
 
 
+def test_stacks_of_slow_ranks(run_tests, tmp_path):
+    # As on a loaded machine: a rank that takes seconds to handle the signal, and one that is still starting.
+    starts = "import os, time\nif 'STARTS_SLOWLY' in os.environ: time.sleep(1000)"
+    (tmp_path / "sitecustomize.py").write_text(starts)
+    status, output = run_tests(
+        """
+WAIT_FOR_SIGNAL = "while ! grep -q 'ShdPnd:.*[1-9a-f]' /proc/$0/status; do sleep 0.1; done; sleep 4; kill -CONT $0"
+
+@pytest.mark.jax_processes(1, timeout=15)
+def test_stopped():
+    import os, signal, subprocess
+    subprocess.Popen(["sh", "-c", WAIT_FOR_SIGNAL, str(os.getpid())])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1000)
+
+@pytest.mark.jax_processes(1, timeout=2, environment={"STARTS_SLOWLY": "1"})
+def test_starting():
+    pass
+"""
+    )
+    assert status == 1
+    of = texts_by_test(output)
+    assert re.search(r"test_ranks.py\", line \d+ in test_stopped", of["test_stopped"])
+    assert "still starting after 2 s" in of["test_starting"]
+
+
 def test_faults(run_tests):
     status, output = run_tests(
         """

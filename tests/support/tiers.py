@@ -50,6 +50,7 @@ FULL = [
     r"replicas/test_sentinel.py::test_optimizers_compare_every_n_steps\[(?!tree|zero)",
     r"tree/test_tree_across_hosts.py::(?!.*consecutive)",
     "engine/test_concurrency.py::test_(ten_thousand|hundreds)",
+    "engine/test_pauses.py",
     # Jobs of several processes, each of which compiles for itself. One of each kind is left.
     "multiprocess/test_(same_host|gpu_lowering|soak|process_discovery)",
     "multiprocess/test_failures.py::test_(mismatched|equal)",
@@ -65,7 +66,7 @@ FULL = [
     "meshes/test_partial_manual.py::test_the_persistent_cache",
     "elastic/test_elastic.py::(?!test_rank_0)",
     "replicas/test_sentinel.py::test_all_ranks_of_all_processes",
-    "package/test_pytest_plugin.py::test_(lax_is_replaced|the_body_runs|faults|stops_and_delays|hangs_and_exits)",
+    "package/test_pytest_plugin.py::test_(lax_is_replaced|the_body_runs|faults|stops_and_delays|hangs_and_exits|stacks)",
     "package/test_tiers.py::test_which_tests_a_command_runs",
     "chaos/test_scenarios.py::test_scenario",
     # Programs in processes of their own, which compile them with LLVM's optimizations.
@@ -113,10 +114,10 @@ ONE_PAIR = [
     "chaos/",
     "launcher/",
     "tree/test_tree_values.py",
-    "engine/test_deadline.py",
+    "engine/test_(deadline|pauses).py",
     "inspect/test_flight_recorder.py",
     # The plugin's ranks run and join. What it says of failures and faults is pytest's.
-    "package/test_pytest_plugin.py::test_(the_rank_that_failed|hangs_and_exits|faults|stops_and_delays)",
+    "package/test_pytest_plugin.py::test_(the_rank_that_failed|hangs_and_exits|stacks|faults|stops_and_delays)",
     # XLA's passes are asked what they make of single calls, in loops, beside others and recorded. The rest follows.
     "gpu_topologies/test_topology_(?!family|overlap|recorded)",
 ]

@@ -258,8 +258,9 @@ CallFailure RendezvousMap::failure_of_missing_ranks(const Rendezvous& rendezvous
   }
   text
       << " Every rank of a group must make the same calls: look for a branch or a loop whose condition differs between "
-         "ranks (a lax.cond on lax.axis_index, say), or for an error on a missing rank. If the missing ranks are only "
-         "slow, set JAX_RING_TIMEOUT_S to more seconds.";
+         "ranks (a lax.cond on lax.axis_index, say), or for an error on a missing rank: if a callback has raised there "
+         "(jax.pure_callback, io_callback, jax.debug.callback), standard error has its traceback. If the missing ranks "
+         "are only slow, set JAX_RING_TIMEOUT_S to more seconds.";
   failure.text = text.str();
   return failure;
 }

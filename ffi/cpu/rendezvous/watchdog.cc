@@ -2,8 +2,10 @@
 #include "cpu/rendezvous/watchdog.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <set>
 
+#include "base/pauses.h"
 #include "base/threads.h"
 #include "cpu/rendezvous/completion_threads.h"
 #include "cpu/rendezvous/rendezvous.h"
@@ -18,6 +20,21 @@ constexpr double kChecksPerDeadline = 10;
 constexpr double kMaxCheckInterval = 10;  // seconds
 // A barrier outlasts the calls that its missing ranks may be waiting in.
 constexpr int kDeadlinesOfBarrier = 2;
+
+bool has_run_for(std::chrono::duration<double> limit, Clock::time_point since, Clock::time_point now) {
+  return Pauses::instance().run_since(since, now) >= limit;
+}
+
+// Empty if the runtime's pool has threads enough: one for the execution and one for a launch of each device.
+std::string advice_on_threads(int num_devices) {
+  const char* const nproc = std::getenv("NPROC");
+  const int num_threads = nproc != nullptr ? std::atoi(nproc) : num_cores();
+  if (num_threads >= 2 * num_devices) return "";
+  return " If the program launches steps without awaiting results, launches may hold the threads that the missing "
+         "ranks "
+         "need: await one now and then (jax.block_until_ready), or set NPROC=" +
+         std::to_string(2 * num_devices) + " in the environment before JAX is imported.";
+}
 
 }  // namespace
 
@@ -92,6 +109,7 @@ void Watchdog::run() {
   std::unique_lock<std::mutex> lock(watched_mutex_);
   for (;;) {
     const std::chrono::duration<double> interval(std::min(deadline() / kChecksPerDeadline, kMaxCheckInterval));
+    Pauses::instance().look(Clock::now(), std::chrono::duration_cast<Clock::duration>(interval));
     wake_.wait_for(lock, interval);
     lock.unlock();
     check_deadlines();
@@ -102,7 +120,7 @@ void Watchdog::run() {
 void Watchdog::check_deadlines() {
   std::vector<RendezvousPtr> expired;
   std::vector<CallFailurePtr> reasons;
-  std::string last_calls;
+  std::string report;
   {
     std::lock_guard<std::mutex> lock(watched_mutex_);
     const auto limit = std::chrono::duration<double>(deadline());
@@ -111,7 +129,7 @@ void Watchdog::check_deadlines() {
     for (RendezvousMap* rendezvous_map : watched_) {
       if (!rendezvous_map->has_deadline()) continue;
       for (auto& rendezvous :
-           rendezvous_map->remove_if([&](const Rendezvous& m) { return now - m.start_time >= limit; })) {
+           rendezvous_map->remove_if([&](const Rendezvous& m) { return has_run_for(limit, m.start_time, now); })) {
         expired.push_back(std::move(rendezvous));
         maps.push_back(rendezvous_map);
       }
@@ -132,10 +150,14 @@ void Watchdog::check_deadlines() {
     for (size_t i = 0; i < expired.size(); ++i) {
       CallFailure failure = maps[i]->failure_of_missing_ranks(
           *expired[i], limit, [&](int64_t partition) { return place_of(expired[i]->run_id, partition, maps[i]); });
+      if (launches_hold_threads_.load(std::memory_order_relaxed)) {
+        failure.text += advice_on_threads(maps[i]->groups().num_local());
+      }
       failure.text += flight::last_calls_of_missing_ranks(expired[i]->entry);
       reasons.push_back(numbered(std::move(failure)));
     }
-    if (!expired.empty()) last_calls = flight::table_of_ranks();
+    // With the error: nobody may ever await the results.
+    if (!expired.empty()) report = "jax_ring: " + reasons.front()->message() + "\n" + flight::table_of_ranks();
     for (size_t i = 0; i < expired.size(); ++i) record_failure(expired[i]->run_id, reasons[i]);
     // The other open rendezvous of failed executions cannot complete either. A communicator may have failed them.
     for (RendezvousMap* rendezvous_map : watched_) {
@@ -148,7 +170,7 @@ void Watchdog::check_deadlines() {
     release_barriers(kDeadlinesOfBarrier * limit);
   }
   // Before the calls fail, which may end the process at once.
-  flight::Recorder::instance().print_once(last_calls);
+  flight::Recorder::instance().print_once(report);
   for (size_t i = 0; i < expired.size(); ++i)
     CompletionThreads::instance().complete(std::move(expired[i]), std::move(reasons[i]));
 }
@@ -163,8 +185,9 @@ void Watchdog::release_barriers(std::chrono::duration<double> limit) {
   }
   for (RendezvousMap* rendezvous_map : watched_) {
     if (rendezvous_map->has_deadline()) continue;
-    for (auto& rendezvous : rendezvous_map->remove_if(
-             [&](const Rendezvous& m) { return now - m.start_time >= limit && waiting.count(m.run_id) == 0; })) {
+    for (auto& rendezvous : rendezvous_map->remove_if([&](const Rendezvous& m) {
+           return has_run_for(limit, m.start_time, now) && waiting.count(m.run_id) == 0;
+         })) {
       CompletionThreads::instance().complete(std::move(rendezvous));
     }
   }

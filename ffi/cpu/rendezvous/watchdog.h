@@ -32,6 +32,9 @@ class Watchdog {
   void set_deadline(double seconds);
   double deadline() const { return deadline_seconds_.load(std::memory_order_relaxed); }
 
+  // From now on errors of missing ranks name what to do where the runtime's launches hold the threads that these need.
+  void say_that_launches_hold_threads() { launches_hold_threads_.store(true, std::memory_order_relaxed); }
+
   // Records that an execution has failed; its further calls fail at once.
   void record_failure(int64_t run_id, const CallFailurePtr& why);
 
@@ -50,6 +53,7 @@ class Watchdog {
   CallFailurePtr failure_locked(int64_t run_id) const;
 
   std::atomic<double> deadline_seconds_{60.0};
+  std::atomic<bool> launches_hold_threads_{false};
 
   std::mutex watched_mutex_;  // held during checks, so that no map is destroyed meanwhile
   std::vector<RendezvousMap*> watched_;

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "base/pauses.h"
 #include "base/polling.h"
 #include "base/threads.h"
 #include "cpu/rendezvous/completion_threads.h"
@@ -310,7 +311,7 @@ void Communicator::wait_for_peer() {
     return;
   }
   if (current_->num_steps() != steps || is_preempted()) return;
-  const auto waited = cpu::Clock::now() - *waiting_since_;
+  const auto waited = Pauses::instance().run_since(*waiting_since_);
   if (waited > kPollInterval) post_current_call();
   if (waited > deadline() || is_hopeless(waited)) {
     // It may have signaled before it exited.
@@ -328,7 +329,7 @@ void Communicator::wait_for_peer() {
 
 // Sleeps until the leader's call may be ready, or aborts the group once the deadline has passed.
 void Communicator::wait_for_leader_call() {
-  const auto waited = cpu::Clock::now() - *waiting_since_;
+  const auto waited = Pauses::instance().run_since(*waiting_since_);
   if (waited > kPollInterval) post_current_call();
   const bool hopeless = is_hopeless(waited);
   if (waited > deadline() || hopeless) {

@@ -5,6 +5,7 @@
 #include <tuple>
 #include <utility>
 
+#include "base/pauses.h"
 #include "cpu/rendezvous/completion_threads.h"
 #include "cpu/rendezvous/watchdog.h"
 #include "shm/group/communicator.h"
@@ -210,9 +211,10 @@ CallFailure Communicator::failure_of_missing_processes(const Exchange& exchange)
        << " of the group's " << group_.num_processes() << " processes, for " << seconds_waited() << " s."
        << failure.text;
   if (culprits.empty()) {
-    text << " Every process must make the same calls: look for an error or an early exit there, and for a branch or a "
-            "loop whose condition differs between processes. If the others are only slow, set JAX_RING_TIMEOUT_S to "
-            "more seconds.";
+    text << " Every process must make the same calls: look for an error or an early exit there (an exception in a "
+            "callback is in its standard error), and for a branch or a loop whose condition differs between processes. "
+            "If "
+            "the others are only slow, set JAX_RING_TIMEOUT_S to more seconds.";
     const bool looks_alike = std::any_of(missing.begin(), missing.end(), [&](int process) {
       return channel_->has_joined(process) && channel_->status_of(process).text == *exchange.call().text;
     });
@@ -229,7 +231,7 @@ CallFailure Communicator::failure_of_missing_processes(const Exchange& exchange)
 std::string Communicator::seconds_waited() const {
   std::ostringstream text;
   text << std::fixed << std::setprecision(2)
-       << std::chrono::duration<double>(cpu::Clock::now() - *waiting_since_).count();
+       << std::chrono::duration<double>(Pauses::instance().run_since(*waiting_since_)).count();
   return text.str();
 }
 

@@ -15,6 +15,8 @@
 #include <thread>
 #include <utility>
 
+#include "base/pauses.h"
+
 namespace jax_ring::shm {
 namespace {
 
@@ -83,6 +85,10 @@ Mapped open_file(const std::string& name, size_t bytes) {
   return map(file, bytes);
 }
 
+bool has_passed(double seconds, SteadyClock::time_point began) {
+  return Pauses::instance().run_since(began) > std::chrono::duration<double>(seconds);
+}
+
 bool leaves_room(size_t bytes) {
   struct statvfs system;
   if (statvfs("/dev/shm", &system) != 0 || system.f_blocks == 0) return true;  // 0: without a limit
@@ -132,7 +138,7 @@ Memory SharedMemory::connect_or_fail(size_t bytes, const Stop& stop) {
   if (access("/dev/shm", W_OK | X_OK) != 0)
     throw MappingError(MappingFailure::of(MappingFailure::creating, bytes, errno));
   const double seconds = deadline_seconds_();
-  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  const auto began = SteadyClock::now();
   Mapped mapped = self_ == 0 ? create_file(name_, bytes) : open_file(name_, bytes);
   for (;;) {
     if (mapped.failure.error != 0) throw MappingError(mapped.failure);
@@ -150,7 +156,7 @@ Memory SharedMemory::connect_or_fail(size_t bytes, const Stop& stop) {
       throw CallError(CallFailure::of(CallFailure::Kind::released,
                                       "the group of processes was released while it was being created."));
     }
-    if (std::chrono::steady_clock::now() > end) give_up_waiting(seconds);
+    if (has_passed(seconds, began)) give_up_waiting(seconds);
     std::this_thread::sleep_for(kPollInterval);
     mapped = open_file(name_, bytes);
   }
@@ -198,8 +204,8 @@ std::optional<CallFailure> SharedMemory::failure_of(int process) {
 }
 
 void SharedMemory::clean_up(const Stop& stop) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(deadline_seconds_());
-  while (!notes_.are_read() && !stop() && std::chrono::steady_clock::now() < end) {
+  const auto began = SteadyClock::now();
+  while (!notes_.are_read() && !stop() && !has_passed(deadline_seconds_(), began)) {
     std::this_thread::sleep_for(kPollInterval);
   }
   notes_.remove();
