@@ -39,4 +39,8 @@ def checked(optimizer: ShardedOptimizer, axis_name: AxisName, every: int, impl: 
         check_counted(name, state)
         return CheckedState(state.step, optimizer.repartition(state.inner, params, num_ranks))
 
-    return ShardedOptimizer(init, update, specs, repartition, optimizer.shares)
+    def unsharded(state: Any, params: Any):
+        check_counted(name, state)
+        return optimizer.unsharded(state.inner, params)
+
+    return ShardedOptimizer(init, update, specs, repartition, unsharded, optimizer.shares)

@@ -26,6 +26,8 @@ class ShardedOptimizer(NamedTuple):
       update: (gradients, state, params) -> (updates of all parameters, the same on all ranks; this rank's state).
       specs: (params) -> the PartitionSpecs of the state, for `in_specs` and `out_specs`.
       repartition: (state, params, num_ranks) -> the state, sharded over that many ranks, at least one.
+      unsharded: (state, params) -> the state as `tx` itself has it, with the tree of `tx.init(params)`, for functions
+        that read it: `optax.contrib.schedule_free_eval_params(optimizer.unsharded(state, params), params)`.
       shares: (params, num_ranks) -> what each rank owns, with `layout="parameter"`; else None, as all ranks own the
         same number of elements.
     """
@@ -34,6 +36,7 @@ class ShardedOptimizer(NamedTuple):
     update: Callable[[Any, Any, Any], tuple[Any, Any]]
     specs: Callable[[Any], Any]
     repartition: Callable[[Any, Any, int], Any]
+    unsharded: Callable[[Any, Any], Any]
     shares: Callable[[Any, int], Any] | None = None
 
 

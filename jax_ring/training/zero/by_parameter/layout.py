@@ -127,21 +127,27 @@ def parameter_layout(tx: optax.GradientTransformation, *, stage: Stage, reductio
         empty = plan.pack_state([PartitionSpec()] * len(plan.shared), {})
         return empty._replace(own={name: PartitionSpec(axis_name) for name in plan.state.sizes})
 
+    def whole_arrays(state, params):
+        """The leaves of the optimizer's state that belong to parameters, by index."""
+        num_ranks = len(next(iter(state.own.values()))) if isinstance(state, ParameterState) and state.own else 1
+        plan = plan_for(Shapes.of(params), num_ranks)
+        plan.check(state, num_ranks)
+        return plan.state.unpack_all({name: jnp.reshape(x, -1) for name, x in state.own.items()})
+
     def repartition(state, params, num_ranks):
         num_ranks = check_num_ranks(num_ranks)
-        shapes = Shapes.of(params)
-        if not isinstance(state, ParameterState):
-            plan_for(shapes, num_ranks).check(state, num_ranks)  # says how its tree differs
-        if not state.own:
-            return state
-        before = plan_for(shapes, len(next(iter(state.own.values()))))
-        before.check(state, len(before.pieces))
-        whole = before.state.unpack_all({name: jnp.reshape(x, -1) for name, x in state.own.items()})
-        after = plan_for(shapes, num_ranks).state
+        whole = whole_arrays(state, params)
+        after = plan_for(Shapes.of(params), num_ranks).state
         blocks = after.pack_all([whole.get(k) for k in range(len(after.arrays))])
         return ParameterState(state.shared, {name: jnp.reshape(x, (num_ranks, -1)) for name, x in blocks.items()})
+
+    def unsharded(state, params):
+        whole = whole_arrays(state, params)
+        plan = plan_for(Shapes.of(params), 1)
+        whole |= zip(plan.shared, jax.tree.leaves(state.shared), strict=True)
+        return jax.tree.unflatten(plan.structure, [whole[k] for k in range(len(plan.owners))])
 
     def shares(params, num_ranks):
         return plan_for(Shapes.of(params), check_num_ranks(num_ranks)).shares(params)
 
-    return ShardedOptimizer(init, update, specs, repartition, shares)
+    return ShardedOptimizer(init, update, specs, repartition, unsharded, shares)
