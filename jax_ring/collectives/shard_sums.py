@@ -12,6 +12,7 @@ from jax import lax
 from jax_ring import shard_tree
 from jax_ring.collectives.axes import AxisName, axes_of, check_divisible, check_named, num_ranks
 from jax_ring.collectives.leaves import counted, own_copy
+from jax_ring.lowering.transposed import without_reverse_mode
 from jax_ring.lowering.trees import accumulator
 
 
@@ -62,7 +63,13 @@ class ShardSums:
             return stack.push(values, axis_name, num_shards, shard), None
 
         stack, _ = lax.scan(step, stack, (jnp.arange(each, dtype=jnp.int32), leaves))
-        terms = jax.tree.unflatten(structure, stack.terms(axis_name, num_shards))
+        terms = without_reverse_mode(
+            stack.terms(axis_name, num_shards),
+            "ShardSums.of has no reverse mode, because loops add the shards. To differentiate a loss whose shards are "
+            "added along the tree, use jax_ring.value_and_grad(loss, axis_name, num_shards=V), or differentiate by "
+            "jax.jvp.",
+        )
+        terms = jax.tree.unflatten(structure, terms)
         return cls(terms, num_shards, tuple(x.dtype for x in leaves))
 
 

@@ -14,13 +14,13 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, axes_of_difference, check_axis_name, check_named, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
+from jax_ring.lowering.transposed import transposed_by, without_reverse_mode
 from jax_ring.options import check_arrays, check_function, integer
 from jax_ring.training.quantized import Int8Wire
 from jax_ring.training.same_bits.cuts import check_in_axes
 from jax_ring.training.same_bits.shards import differentiate_shards, first_shard, indexed
 from jax_ring.training.sentinel import Digests, after, check_when, digests, reduced_with, verdict
 from jax_ring.training.sync import Reduction, ReductionOptions, is_float0
-from jax_ring.training.transposed import transposed_by
 from jax_ring.training.wire import UNCHANGED
 
 P = ParamSpec("P")
@@ -186,8 +186,11 @@ def _of_mean(
                     reduction.function, with_aux, arguments, kwargs, parameters, axis_name, shards.num_shards,
                     shards.in_axes,
                 )  # fmt: skip
-                value, grads = _without_reverse_mode(
-                    reduction.function, shards.reduced(reduction, sums, axis_name, own)
+                value, grads = without_reverse_mode(
+                    shards.reduced(reduction, sums, axis_name, own),
+                    f"{reduction.function}: what num_shards computes has no reverse mode, because loops add the "
+                    "shards. Take inner gradients within a shard, by jax.grad in the function that num_shards is for, "
+                    "or differentiate by jax.jvp.",
                 )
                 return ((value, aux) if has_aux else value), grads
         index = contextlib.nullcontext() if shards is None else indexed(first_shard(axis_name, shards.num_shards))
@@ -289,18 +292,6 @@ class Shards:
             ok = verdict(self.function, own, tables, axis_name)
             value, grads = after(value, ok), after(grads, ok)
         return value, grads
-
-
-def _without_reverse_mode(function: str, tree: Any) -> Any:
-    """The tree, with an error in the place of JAX's, which speaks of loops."""
-
-    def refuse(cotangents):
-        raise NotImplementedError(
-            f"{function}: what num_shards computes has no reverse mode, because loops add the shards. Take inner "
-            "gradients within a shard, by jax.grad in the function that num_shards is for, or differentiate by jax.jvp."
-        )
-
-    return jax.tree.map(lambda x: x if is_float0(x) else transposed_by(refuse, [x])[0], tree)
 
 
 def _refuse_key(reduction: Reduction) -> None:
