@@ -94,5 +94,5 @@ def test_a_state_of_other_parameters_is_refused(layout):
     optimizer = zero.sharded_optimizer(optax.adam(1.0), "i", layout=layout)
     specs = optimizer.specs(PARAMS)
     state = sharded(optimizer.init, mesh=make_mesh((2,)), in_specs=P(), out_specs=specs, check_vma=False)(PARAMS)
-    with pytest.raises(ValueError, match="sharded_optimizer: .*state"):
+    with pytest.raises(ValueError, match=r"sharded_optimizer: .*state"):
         optimizer.unsharded(state, {"w": np.ones(3000, np.float32)})

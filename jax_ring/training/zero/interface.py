@@ -92,7 +92,7 @@ def check_same_tree(name: str, tree: Any, like: Any, *, likes: str = "parameters
 
 def refuse_further_arguments(error: Exception) -> None:
     """Raises ValueError if what went wrong is that `tx.update` takes arguments that nobody gives it."""
-    if isinstance(error, TypeError) and foreign_errors.MISSING_KEYWORD.search(str(error)):
+    if isinstance(error, TypeError | ValueError) and foreign_errors.MISSING_KEYWORD.search(str(error)):
         raise ValueError(
             "sharded_optimizer: tx.update gets gradients, state and parameters and no further arguments, such as the "
             f"value of the loss, in neither layout: {error}. Keep this optimizer on every rank, with its whole state: "
