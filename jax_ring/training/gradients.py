@@ -16,6 +16,7 @@ from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.lowering.transposed import transposed_by, without_reverse_mode
 from jax_ring.options import check_arrays, check_function, integer
+from jax_ring.training.parameters import check_parameters
 from jax_ring.training.quantized import Int8Wire
 from jax_ring.training.same_bits.cuts import check_in_axes
 from jax_ring.training.same_bits.shards import differentiate_shards, first_shard, indexed
@@ -98,7 +99,10 @@ def value_and_grad(
     reduction = Reduction.of("value_and_grad", options)
     argnums = _checked("value_and_grad", fun, axis_name, argnums, check_replicas)
     local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
-    return _of_mean(reduction, local, axis_name, argnums, has_aux, reduced_in_backward, shards, check_replicas)
+    only_floats = not (allow_int or holomorphic)
+    return _of_mean(
+        reduction, local, axis_name, argnums, has_aux, only_floats, reduced_in_backward, shards, check_replicas
+    )
 
 
 def grad(
@@ -125,7 +129,10 @@ def grad(
     reduction = Reduction.of("grad", options)
     argnums = _checked("grad", fun, axis_name, argnums, check_replicas)
     local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
-    with_value = _of_mean(reduction, local, axis_name, argnums, has_aux, reduced_in_backward, shards, check_replicas)
+    only_floats = not (allow_int or holomorphic)
+    with_value = _of_mean(
+        reduction, local, axis_name, argnums, has_aux, only_floats, reduced_in_backward, shards, check_replicas
+    )
 
     def grad_of_mean(*args: P.args, **kwargs: P.kwargs) -> Any:
         value, grads = with_value(*args, **kwargs)
@@ -154,6 +161,7 @@ def _of_mean(
     axis_name: AxisName,
     argnums: int | Sequence[int],
     has_aux: bool,
+    only_floats: bool,
     reduced_in_backward: bool,
     shards: "Shards | None",
     check_replicas: Any,
@@ -173,6 +181,8 @@ def _of_mean(
         check_named(reduction.function, axes_of(axis_name))
         arguments: Sequence[Any] = args
         parameters = [i for i in range(len(args)) if i in numbers or i - len(args) in numbers]
+        for i in parameters:
+            check_parameters(reduction.function, i, args[i], only_floats=only_floats)
         if not reduced_in_backward:
             arguments = [copies(x) if i in parameters else x for i, x in enumerate(args)]
         own = None
