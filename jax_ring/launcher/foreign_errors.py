@@ -18,6 +18,6 @@ DEAD = re.compile(r"Array has been deleted|Received incompatible devices|[Bb]uff
 # A function used a mesh axis outside of its shard_map.
 UNBOUND_AXIS = re.compile(r"unbound axis")
 # A call lacks an argument that has no default.
-MISSING_KEYWORD = re.compile("keyword-only argument|obj_fn must be provided")
+MISSING_KEYWORD = re.compile("keyword-only|^obj_fn must")
 # A tree has not the structure of another one.
 OTHER_TREE = re.compile("pytree structure error")
