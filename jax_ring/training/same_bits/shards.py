@@ -237,7 +237,8 @@ def _sealed(condition: jax.Array, body: _Body, operands: list) -> list:
     """
 
     def branch():
-        return evaluate(body.closed, operands)
+        # A constant of the loss is the same on all ranks, and what stands in its place in the other branch is not.
+        return [own_copy(x, tuple(_compat.varying_axes(condition))) for x in evaluate(body.closed, operands)]
 
     def never():
         # The loop is there because XLA turns a conditional whose branches are cheap into a `select`.
@@ -251,8 +252,12 @@ def _sealed(condition: jax.Array, body: _Body, operands: list) -> list:
 
 
 def _hidden_one(tree: Any, axes: tuple) -> jax.Array:
-    """An int32 scalar that is 1, which a compiler does not find out."""
-    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.core.Tracer) and x.size]
+    """An int32 scalar that is 1, which a compiler does not find out. It does not vary over other axes than these."""
+    leaves = [
+        x
+        for x in jax.tree.leaves(tree)
+        if isinstance(x, jax.core.Tracer) and x.size and _compat.varying_axes(x) <= {*axes}
+    ]
     leaf = leaves[0] if leaves else lax.axis_index(axes)
     first = bits_of_keys(lax.slice(leaf, [0] * leaf.ndim, [1] * leaf.ndim))[0].ravel()[0]
     bits = lax.bitcast_convert_type(first.real.astype(jnp.float32), jnp.uint32)
