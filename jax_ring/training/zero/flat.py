@@ -20,6 +20,7 @@ from jax_ring.training.zero.interface import (
     ShardedOptimizer,
     Stage,
     by_dtype,
+    check_divided_alike,
     check_num_ranks,
     check_same_structure,
     check_same_tree,
@@ -55,6 +56,7 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
         return vary(tx.init(own_params(params)), axis_name)
 
     def update(gradients, state, params):
+        check_divided_alike(params, axis_name)
         local = LocalGradients.of(gradients, params, reduction)
         own = own_params(params)
         check_same_tree("state", state, jax.eval_shape(tx.init, own), likes="state that init makes here", remedy=_STALE)

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ring.collectives.axes import AxisName
+from jax_ring import _compat
+from jax_ring.collectives.axes import AxisName, axes_of
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.launcher import foreign_errors
 from jax_ring.options import ORDERS, Order, check_choice, integer
@@ -88,6 +89,38 @@ def check_same_tree(name: str, tree: Any, like: Any, *, likes: str = "parameters
                 f"sharded_optimizer: in the {name}, the leaf at {jax.tree_util.keystr(path) or 'the root'} has shape "
                 f"{jnp.shape(leaf)}; the shape in the {likes} is {jnp.shape(other)}.{remedy}"
             )
+
+
+def check_divided_alike(params: Any, axis_name: AxisName) -> None:
+    """Raises ValueError, with vma tracking, if other axes divide some of the parameters and not the others."""
+    (first, axes), *others = _divided_by(params, axis_name) or [("", [])]
+    for path, other in others:
+        if other != axes:
+            raise ValueError(
+                f"sharded_optimizer: the parameter at {first} varies over {axes}, and that at {path} over {other}, "
+                f"beside {axis_name!r}. A rank's part of the state has elements of several parameters. Give the "
+                "parameters of each kind a sharded_optimizer of their own. Where they vary over an axis 'm', its state "
+                'has the specs jax.tree.map(lambda spec: P(("m", *spec)) if spec else spec, optimizer.specs(params)).'
+            )
+
+
+def check_undivided(params: Any, axis_name: AxisName) -> None:
+    """Raises ValueError, with vma tracking, if other axes divide parameters."""
+    for path, axes in _divided_by(params, axis_name):
+        if axes:
+            raise ValueError(
+                f"sharded_optimizer: the parameter at {path} varies over {axes}, beside {axis_name!r}, which "
+                "layout='parameter' does not take. Give such parameters a sharded_optimizer of their own, with "
+                "layout='flat'."
+            )
+
+
+def _divided_by(params: Any, axis_name: AxisName) -> list[tuple[str, list]]:
+    """For each parameter its path, and the axes over which it varies without those of the ranks."""
+    return [
+        (jax.tree_util.keystr(path) or "the root", sorted(_compat.varying_axes(leaf) - {*axes_of(axis_name)}, key=str))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(jax.tree.map(jnp.asarray, params))
+    ]
 
 
 def refuse_further_arguments(error: Exception) -> None:

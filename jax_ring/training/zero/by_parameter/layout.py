@@ -22,7 +22,7 @@ from jax_ring.training.zero.by_parameter.state import ParameterState, Plan, Shap
 from jax_ring.training.zero.by_parameter.traced_update import trace_update
 from jax_ring.training.zero.by_parameter.update import OwnInputs, on_each_rank
 from jax_ring.training.zero.given_norms import order_given
-from jax_ring.training.zero.interface import ShardedOptimizer, Stage, check_num_ranks
+from jax_ring.training.zero.interface import ShardedOptimizer, Stage, check_num_ranks, check_undivided
 from jax_ring.training.zero.local_gradients import LocalGradients, Reduction
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def parameter_layout(tx: optax.GradientTransformation, *, stage: Stage, reductio
         return plan.pack_state(shared, on_each_rank(on_rank, plan, axis_name))
 
     def update(gradients, state, params):
+        check_undivided(params, axis_name)
         local = LocalGradients.of(gradients, params, reduction)
         has_gradient = local.has_gradient
         plan = plan_for(Shapes.of(params), reduction.num_ranks)
