@@ -10,7 +10,7 @@ from jax import lax
 
 from jax_ring.collectives.vmap_axis import accumulator_dtype
 from jax_ring.lowering.custom_call.layout import split_dimension
-from jax_ring.options import check_function, integer
+from jax_ring.options import check_arrays, check_function, integer
 from jax_ring.training.same_bits.cuts import axes_of_leaves, check_in_axes, dimension_of_cut
 
 
@@ -174,4 +174,6 @@ def _checked(out: Any, has_aux: bool) -> Any:
             f"it and more; got {jax.tree.map(jax.typeof, value)}. Gradients are taken around it, not in it: "
             'value_and_grad(accumulate_gradients(loss, 2), "data").'
         )
+    if has_aux:
+        check_arrays("accumulate_gradients", "the auxiliary data", out[1])
     return out

@@ -275,6 +275,12 @@ def test_what_is_no_loss(fun):
         accumulate_gradients(fun, NUM)(W, X, Y)
 
 
+def test_auxiliary_data_that_cannot_be_stacked():
+    f = accumulate_gradients(lambda *args: (loss(*args), {"name": "text"}), NUM, has_aux=True)
+    with pytest.raises(TypeError, match=r"accumulate_gradients: the leaf at \['name'\] of the auxiliary data.*'text'"):
+        f(W, X, Y)
+
+
 def test_the_mean_over_all_tokens(check_vma):
     """As the docstring has it. One rank has no token, and micro-batches have unlike numbers of them."""
     mask = (np.arange(16) % 3 > 0) * (np.arange(16) < 12).astype(np.float32)

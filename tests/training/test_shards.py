@@ -96,6 +96,11 @@ def test_auxiliary_constants(check_vma):
     )
 
 
+def test_auxiliary_data_that_cannot_be_stacked():
+    with pytest.raises(TypeError, match=r"value_and_grad: the leaf at \['name'\] of the auxiliary data.*'text'"):
+        step(lambda params, x: (loss(params, x), {"name": "text"}), W, X, has_aux=True)
+
+
 def test_a_parameter_that_another_axis_divides():
     """The value and the other gradients stay the same over that axis."""
     columns = np.arange(1, 9, dtype=np.float32).reshape(4, 2)

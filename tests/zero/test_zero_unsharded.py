@@ -87,6 +87,7 @@ def test_a_state_without_vectors(layout):
     optimizer = zero.sharded_optimizer(optax.sgd(optax.constant_schedule(0.5)), "i", layout=layout)
     _, state = trained(optimizer, optimizer.specs(PARAMS), jax.grad(loss))
     assert optax.tree.get(optimizer.unsharded(state, PARAMS), "count") == STEPS
+    assert optax.tree.get(state, "count") == STEPS
 
 
 @pytest.mark.parametrize("layout", ["flat", "parameter"])

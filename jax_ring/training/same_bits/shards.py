@@ -15,6 +15,7 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
 from jax_ring.collectives.leaves import bits_of_keys, own_copy
 from jax_ring.collectives.shard_sums import ShardSums, TermStack
+from jax_ring.options import check_arrays
 from jax_ring.training.same_bits.cuts import axes_of_leaves, dimension_of_cut
 from jax_ring.training.same_bits.evaluation import evaluate
 
@@ -199,6 +200,7 @@ class _Body(NamedTuple):
                 (value, aux), grads = local(*data.arguments(parts), **kwargs)
             leaves, found["sums"] = jax.tree.flatten((value, grads))
             found["float0"] = {i: x for i, x in enumerate(leaves) if x.dtype == jax.dtypes.float0}
+            check_arrays(function, "the auxiliary data", aux)
             aux_leaves, found["aux"] = jax.tree.flatten(aux)
             pairs = [bits_of_keys(jnp.asarray(x)) for x in aux_leaves]
             found["from_bits"] = [from_bits for _, from_bits in pairs]
