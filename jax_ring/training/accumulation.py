@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ring import _compat
 from jax_ring.collectives.vmap_axis import accumulator_dtype
 from jax_ring.lowering.custom_call.layout import split_dimension
 from jax_ring.options import check_arrays, check_function, integer
@@ -51,6 +52,7 @@ def accumulate_gradients(
 
     Raises:
       NotImplementedError: if other arguments are differentiated.
+      ValueError: with vma tracking, if gradients are taken of parameters that all ranks share, by `jax.grad`.
       ValueError: if `num_microbatches` is not positive or does not divide the dimensions of the data, and if `in_axes`
         does not fit the arguments, or leaves none of them to be split.
       TypeError: if `fun` is no function, `num_microbatches` is no integer, or a leaf of `in_axes` is neither an integer
@@ -116,6 +118,13 @@ def accumulate_gradients(
             def gradient(p):
                 if not _is_inexact(p):
                     return np.zeros(p.shape, jax.dtypes.float0)
+                if missing := sorted(_compat.varying_axes(scale) - _compat.varying_axes(p), key=str):
+                    raise ValueError(
+                        f"accumulate_gradients: the loss varies over {missing}, and a parameter of type "
+                        f"{jax.typeof(p)} does not, so that its gradients would be summed over the ranks in every "
+                        "micro-batch. Differentiate by jax_ring.value_and_grad, without reduce_in_backward in the "
+                        f"loss, or cast the parameters before: lax.pcast(params, {tuple(missing)}, to='varying')."
+                    )
                 total = next(rest)
                 return (total * scale.astype(total.dtype)).astype(p.dtype)
 

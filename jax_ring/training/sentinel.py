@@ -225,6 +225,11 @@ def after(tree: T, ok: jax.Array) -> T:
     return jax.tree.unflatten(structure, leaves)
 
 
+def next_step(step: jax.Array, tree: T, ok: jax.Array) -> tuple[jax.Array, T]:
+    """The number of steps after this one, and `tree`, its result. One of the two needs `ok`, as in `after`."""
+    return (step + 1, after(tree, ok)) if _compat.varying_axes(ok) else (step + 1 + ok, tree)
+
+
 def check_every(function: str, every: Any) -> None:
     """Raises unless `every`, the argument `check_replicas` of an optimizer, is None or a positive number of steps."""
     if every is None:
