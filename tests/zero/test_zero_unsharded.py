@@ -49,14 +49,21 @@ CASES = [
 ]
 
 
-def trained(optimizer, specs, gradients):
+def started(optimizer, specs, gradients):
+    """A step, and the state before the first one."""
+
     def step(params, state, x):
         updates, state = optimizer.update(gradients(params, x), state, params)
         return optax.apply_updates(params, updates), state
 
     mesh = make_mesh((RANKS,))
     step = sharded(step, mesh=mesh, in_specs=(P(), specs, SHARDED), out_specs=(P(), specs), check_vma=False)
-    params, state = PARAMS, sharded(optimizer.init, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False)(PARAMS)
+    return step, sharded(optimizer.init, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False)(PARAMS)
+
+
+def trained(optimizer, specs, gradients):
+    step, state = started(optimizer, specs, gradients)
+    params = PARAMS
     for _ in range(STEPS):
         params, state = step(params, state, BATCH)
     return params, state
@@ -97,3 +104,23 @@ def test_a_state_of_other_parameters_is_refused(layout):
     state = sharded(optimizer.init, mesh=make_mesh((2,)), in_specs=P(), out_specs=specs, check_vma=False)(PARAMS)
     with pytest.raises(ValueError, match=r"sharded_optimizer: .*state"):
         optimizer.unsharded(state, {"w": np.ones(3000, np.float32)})
+
+
+def test_lookahead_by_hand():
+    """As the error says that refuses it."""
+    fast = optax.sgd(0.5, momentum=0.5)
+    whole = optax.lookahead(fast, 2, 0.5)
+    expected = optax.LookaheadParams.init_synced(PARAMS)
+    expected_state = whole.init(expected)
+    optimizer = zero.sharded_optimizer(fast, "i")
+    step, state = started(optimizer, optimizer.specs(PARAMS), jax.grad(loss))
+    params = slow = jax.tree.map(jnp.asarray, PARAMS)
+    for i in range(1, 6):
+        updates, expected_state = whole.update(jax.grad(loss)(expected.fast, BATCH), expected_state, expected)
+        expected = optax.apply_updates(expected, updates)
+        params, state = step(params, state, BATCH)
+        if i % 2 == 0:
+            slow = optax.incremental_update(params, slow, 0.5)
+            params = slow
+    assert_same_bits(params, expected.fast)
+    assert_same_bits(slow, expected.slow)
