@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ring import shard_tree
+from jax_ring import _compat, shard_tree
 from jax_ring.collectives.axes import AxisName, axes_of, check_divisible, check_named, num_ranks
 from jax_ring.collectives.leaves import counted, own_copy
+from jax_ring.lowering.transposed import without_reverse_mode
 from jax_ring.lowering.trees import accumulator
 
 
@@ -55,14 +56,21 @@ class ShardSums:
                     f"ShardSums.of: each rank holds {each} of {num_shards} shards, the first dimension of every leaf; "
                     f"got one of shape {leaf.shape}"
                 )
-        stack = TermStack.empty([jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves], axis_name, num_shards)
+        each_type = [_compat.without_first_dimension(jax.typeof(x)) for x in leaves]
+        stack = TermStack.empty(each_type, axis_name, num_shards)
 
         def step(stack, own):
             shard, values = own
             return stack.push(values, axis_name, num_shards, shard), None
 
         stack, _ = lax.scan(step, stack, (jnp.arange(each, dtype=jnp.int32), leaves))
-        terms = jax.tree.unflatten(structure, stack.terms(axis_name, num_shards))
+        terms = without_reverse_mode(
+            stack.terms(axis_name, num_shards),
+            "ShardSums.of has no reverse mode, because loops add the shards. To differentiate a loss whose shards are "
+            "added along the tree, use jax_ring.value_and_grad(loss, axis_name, num_shards=V), or differentiate by "
+            "jax.jvp.",
+        )
+        terms = jax.tree.unflatten(structure, terms)
         return cls(terms, num_shards, tuple(x.dtype for x in leaves))
 
 
@@ -81,10 +89,15 @@ class TermStack(NamedTuple):
 
     @classmethod
     def empty(cls, likes: list, axis_name: AxisName, num_shards: int) -> Self:
-        """An empty stack for leaves of these shapes and dtypes."""
-        size = _stack_size(num_shards, num_ranks(axes_of(axis_name)))
-        slots = [jnp.zeros((size, *x.shape), accumulator(x.dtype)) for x in likes]
-        return cls([own_copy(x, axis_name) for x in slots], own_copy(jnp.zeros((), jnp.int32), axis_name))
+        """An empty stack for leaves of these types."""
+        axes = axes_of(axis_name)
+        size = _stack_size(num_shards, num_ranks(axes))
+
+        def slots(x):
+            others = sorted(_compat.varying_axes(x) - {*axes}, key=str)
+            return own_copy(jnp.zeros((size, *x.shape), accumulator(x.dtype)), (*axes, *others))
+
+        return cls([slots(x) for x in likes], own_copy(jnp.zeros((), jnp.int32), axis_name))
 
     def push(self, leaves: list, axis_name: AxisName, num_shards: int, shard: Any) -> Self:
         """The stack after the rank's next shard, the `shard`-th of its own, has been added along the tree."""

@@ -18,4 +18,6 @@ DEAD = re.compile(r"Array has been deleted|Received incompatible devices|[Bb]uff
 # A function used a mesh axis outside of its shard_map.
 UNBOUND_AXIS = re.compile(r"unbound axis")
 # A call lacks an argument that has no default.
-MISSING_KEYWORD = re.compile("keyword-only argument")
+MISSING_KEYWORD = re.compile(r"keyword-only\sargument|obj_fn\smust")
+# A tree has not the structure of another one.
+OTHER_TREE = re.compile("pytree structure error")

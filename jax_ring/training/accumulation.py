@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ring import _compat
 from jax_ring.collectives.vmap_axis import accumulator_dtype
 from jax_ring.lowering.custom_call.layout import split_dimension
-from jax_ring.options import check_function, integer
+from jax_ring.options import check_arrays, check_function, integer
 from jax_ring.training.same_bits.cuts import axes_of_leaves, check_in_axes, dimension_of_cut
 
 
@@ -50,6 +51,8 @@ def accumulate_gradients(
       integer leaves.
 
     Raises:
+      NotImplementedError: if other arguments are differentiated.
+      ValueError: with vma tracking, if gradients are taken of parameters that all ranks share, by `jax.grad`.
       ValueError: if `num_microbatches` is not positive or does not divide the dimensions of the data, and if `in_axes`
         does not fit the arguments, or leaves none of them to be split.
       TypeError: if `fun` is no function, `num_microbatches` is no integer, or a leaf of `in_axes` is neither an integer
@@ -62,11 +65,12 @@ def accumulate_gradients(
     check_in_axes("accumulate_gradients", in_axes)
 
     def accumulated(params, *data, **whole):
-        paths, structure = jax.tree.flatten_with_path(data)
         axes = axes_of_leaves("accumulate_gradients", in_axes, data)
-        blocks = [
+        paths, structure = jax.tree.flatten_with_path((data, whole))
+        paths = [(path[1:], leaf) for path, leaf in paths]
+        leaves = [
             leaf if axis is None else _split(num_microbatches, path, leaf, axis)
-            for (path, leaf), axis in zip(paths, axes, strict=True)
+            for (path, leaf), axis in zip(paths, [*axes, *[None] * (len(paths) - len(axes))], strict=True)
         ]
         split = [i for i, axis in enumerate(axes) if axis is not None]
         if not split:
@@ -75,24 +79,29 @@ def accumulate_gradients(
                 "positional arguments after the parameters; keyword arguments are passed whole."
             )
 
-        def of_microbatch(params, own):
-            leaves = list(blocks)
-            for i, block in zip(split, own, strict=True):
-                leaves[i] = block
-            out = fun(params, *jax.tree.unflatten(structure, leaves), **whole)
-            return _checked(out, has_aux)
+        given = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and i not in split]
 
-        microbatches = [blocks[i] for i in split]
+        def of_microbatch(params, own, others):
+            parts = list(leaves)
+            for i, part in zip([*split, *given], [*own, *others], strict=True):
+                parts[i] = part
+            arguments, keywords = jax.tree.unflatten(structure, parts)
+            return _checked(fun(params, *arguments, **keywords), has_aux)
 
-        # Closing over the data makes it a constant: JAX raises if something differentiates with respect to it.
+        # The data is an argument, because a jitted or rematerialised function of JAX may not close over its own.
         @jax.custom_vjp
-        def mean(params):
-            values, aux = lax.map(lambda own: _as_pair(of_microbatch(params, own), has_aux), microbatches)
+        def mean(params, microbatches, others):
+            values, aux = lax.map(lambda own: _as_pair(of_microbatch(params, own, others), has_aux), microbatches)
             return values.mean(), aux
 
-        def forward(params):
+        def forward(params, microbatches, others):
+            for i, argument in zip([*split, *given], [*microbatches, *others], strict=True):
+                if argument.perturbed:
+                    raise _not_differentiable(*paths[i])
+            params, microbatches, others = jax.tree.map(lambda x: x.value, (params, microbatches, others))
+
             def step(totals, own):
-                out, grads = jax.value_and_grad(of_microbatch, has_aux=has_aux, allow_int=True)(params, own)
+                out, grads = jax.value_and_grad(of_microbatch, has_aux=has_aux, allow_int=True)(params, own, others)
                 added = [t + g.astype(t.dtype) for t, g in zip(totals, _of_inexact(params, grads), strict=True)]
                 return added, _as_pair(out, has_aux)
 
@@ -101,18 +110,35 @@ def accumulate_gradients(
             return (values.mean(), aux), totals
 
         def backward(totals, cotangents):
-            scale, rest = cotangents[0] / num_microbatches, iter(totals)
+            of_value = cotangents[0]
+            if isinstance(of_value, jax.custom_derivatives.SymbolicZero):  # only the auxiliary data is differentiated
+                of_value = of_value.instantiate()
+            scale, rest = of_value / num_microbatches, iter(totals)
 
             def gradient(p):
                 if not _is_inexact(p):
                     return np.zeros(p.shape, jax.dtypes.float0)
+                if missing := sorted(_compat.varying_axes(scale) - _compat.varying_axes(p), key=str):
+                    raise ValueError(
+                        f"accumulate_gradients: the loss varies over {missing}, and a parameter of type "
+                        f"{jax.typeof(p)} does not, so that its gradients would be summed over the ranks in every "
+                        "micro-batch. Differentiate by jax_ring.value_and_grad, without reduce_in_backward in the "
+                        f"loss, or cast the parameters before: lax.pcast(params, {tuple(missing)}, to='varying')."
+                    )
                 total = next(rest)
                 return (total * scale.astype(total.dtype)).astype(p.dtype)
 
-            return (jax.tree.map(gradient, params),)
+            return jax.tree.map(gradient, params), None, None
 
-        mean.defvjp(forward, backward)
-        value, aux = mean(params)
+        mean.defvjp(forward, backward, symbolic_zeros=True)
+        try:
+            value, aux = mean(params, [leaves[i] for i in split], [leaves[i] for i in given])
+        except jax.errors.UnexpectedTracerError as error:
+            raise jax.errors.UnexpectedTracerError(
+                "accumulate_gradients: fun closes over a value that is being differentiated, or over one of a "
+                "transformation that has ended. Only what is in the first argument of fun can be differentiated: put "
+                "the value there."
+            ) from error
         return (value, aux) if has_aux else value
 
     return accumulated
@@ -124,6 +150,14 @@ def _split(num_microbatches: int, path, x: Any, axis: int) -> Any:
         "accumulate_gradients", path, x, axis, num_microbatches, "micro-batches", "every micro-batch"
     )
     return jnp.moveaxis(split_dimension(x, dimension, num_microbatches), dimension, 0)
+
+
+def _not_differentiable(path, x: Any) -> NotImplementedError:
+    return NotImplementedError(
+        f"accumulate_gradients: the argument at {jax.tree_util.keystr(path)}, of type {jax.typeof(x)}, is "
+        "differentiated, and gradients are accumulated for the first argument alone. What every micro-batch gets "
+        "whole can be put into the first argument. For gradients of data that is split, differentiate fun itself."
+    )
 
 
 def _is_inexact(x: Any) -> bool:
@@ -149,4 +183,6 @@ def _checked(out: Any, has_aux: bool) -> Any:
             f"it and more; got {jax.tree.map(jax.typeof, value)}. Gradients are taken around it, not in it: "
             'value_and_grad(accumulate_gradients(loss, 2), "data").'
         )
+    if has_aux:
+        check_arrays("accumulate_gradients", "the auxiliary data", out[1])
     return out

@@ -14,13 +14,14 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, axes_of_difference, check_axis_name, check_named, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
+from jax_ring.lowering.transposed import transposed_by, without_reverse_mode
 from jax_ring.options import check_arrays, check_function, integer
+from jax_ring.training.parameters import check_parameters
 from jax_ring.training.quantized import Int8Wire
 from jax_ring.training.same_bits.cuts import check_in_axes
 from jax_ring.training.same_bits.shards import differentiate_shards, first_shard, indexed
 from jax_ring.training.sentinel import Digests, after, check_when, digests, reduced_with, verdict
 from jax_ring.training.sync import Reduction, ReductionOptions, is_float0
-from jax_ring.training.transposed import transposed_by
 from jax_ring.training.wire import UNCHANGED
 
 P = ParamSpec("P")
@@ -98,7 +99,10 @@ def value_and_grad(
     reduction = Reduction.of("value_and_grad", options)
     argnums = _checked("value_and_grad", fun, axis_name, argnums, check_replicas)
     local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
-    return _of_mean(reduction, local, axis_name, argnums, has_aux, reduced_in_backward, shards, check_replicas)
+    only_floats = not (allow_int or holomorphic)
+    return _of_mean(
+        reduction, local, axis_name, argnums, has_aux, only_floats, reduced_in_backward, shards, check_replicas
+    )
 
 
 def grad(
@@ -125,7 +129,10 @@ def grad(
     reduction = Reduction.of("grad", options)
     argnums = _checked("grad", fun, axis_name, argnums, check_replicas)
     local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
-    with_value = _of_mean(reduction, local, axis_name, argnums, has_aux, reduced_in_backward, shards, check_replicas)
+    only_floats = not (allow_int or holomorphic)
+    with_value = _of_mean(
+        reduction, local, axis_name, argnums, has_aux, only_floats, reduced_in_backward, shards, check_replicas
+    )
 
     def grad_of_mean(*args: P.args, **kwargs: P.kwargs) -> Any:
         value, grads = with_value(*args, **kwargs)
@@ -154,6 +161,7 @@ def _of_mean(
     axis_name: AxisName,
     argnums: int | Sequence[int],
     has_aux: bool,
+    only_floats: bool,
     reduced_in_backward: bool,
     shards: "Shards | None",
     check_replicas: Any,
@@ -173,6 +181,8 @@ def _of_mean(
         check_named(reduction.function, axes_of(axis_name))
         arguments: Sequence[Any] = args
         parameters = [i for i in range(len(args)) if i in numbers or i - len(args) in numbers]
+        for i in parameters:
+            check_parameters(reduction.function, i, args[i], only_floats=only_floats)
         if not reduced_in_backward:
             arguments = [copies(x) if i in parameters else x for i, x in enumerate(args)]
         own = None
@@ -186,8 +196,11 @@ def _of_mean(
                     reduction.function, with_aux, arguments, kwargs, parameters, axis_name, shards.num_shards,
                     shards.in_axes,
                 )  # fmt: skip
-                value, grads = _without_reverse_mode(
-                    reduction.function, shards.reduced(reduction, sums, axis_name, own)
+                value, grads = without_reverse_mode(
+                    shards.reduced(reduction, sums, axis_name, own),
+                    f"{reduction.function}: what num_shards computes has no reverse mode, because loops add the "
+                    "shards. Take inner gradients within a shard, by jax.grad in the function that num_shards is for, "
+                    "or differentiate by jax.jvp.",
                 )
                 return ((value, aux) if has_aux else value), grads
         index = contextlib.nullcontext() if shards is None else indexed(first_shard(axis_name, shards.num_shards))
@@ -289,18 +302,6 @@ class Shards:
             ok = verdict(self.function, own, tables, axis_name)
             value, grads = after(value, ok), after(grads, ok)
         return value, grads
-
-
-def _without_reverse_mode(function: str, tree: Any) -> Any:
-    """The tree, with an error in the place of JAX's, which speaks of loops."""
-
-    def refuse(cotangents):
-        raise NotImplementedError(
-            f"{function}: what num_shards computes has no reverse mode, because loops add the shards. Take inner "
-            "gradients within a shard, by jax.grad in the function that num_shards is for, or differentiate by jax.jvp."
-        )
-
-    return jax.tree.map(lambda x: x if is_float0(x) else transposed_by(refuse, [x])[0], tree)
 
 
 def _refuse_key(reduction: Reduction) -> None:

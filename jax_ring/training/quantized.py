@@ -1,11 +1,13 @@
 """Gradients as 8-bit blocks: which leaves, how they are packed into buckets, and what is fed back."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName
 from jax_ring.collectives.quantized import quantized_psum
 from jax_ring.distributed.agreement import check_agreement
@@ -82,14 +84,15 @@ def reduce_in_blocks(
     plan = plan_buckets(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int8), tree), **bucket_sizes)
     check_agreement(function, f"over {axis_name!r} in blocks\n{plan}\nfingerprint {plan.fingerprint}")
     sums, errors = list(leaves), list(leaves)
-    for number, bucket in enumerate(plan.buckets):
-        packed = jnp.concatenate([leaves[i].reshape(-1) for i in bucket.leaves])
+    packs = [pack for bucket in plan.buckets for pack in _of_one_type(bucket.leaves, leaves)]
+    for number, pack in enumerate(packs):
+        packed = jnp.concatenate([leaves[i].reshape(-1) for i in pack])
         key = None if wire.key is None else jax.random.fold_in(wire.key, number)
         total, error = quantized_psum(
             function, packed, axis_name, key=key, by_host=by_host, with_error=residual is not None
         )
         begin = 0
-        for i in bucket.leaves:
+        for i in pack:
             part = slice(begin, begin := begin + leaves[i].size)
             sums[i] = total[part].reshape(leaves[i].shape)
             if error is not None:
@@ -99,6 +102,14 @@ def reduce_in_blocks(
         return jax.tree.unflatten(structure, sums), None
     errors = [e.astype(r.dtype) for e, r in zip(errors, jax.tree.leaves(residual), strict=True)]
     return jax.tree.unflatten(structure, sums), jax.tree.unflatten(structure, errors)
+
+
+def _of_one_type(places: Sequence[int], leaves: Sequence[jax.Array]) -> list[list[int]]:
+    """The places, apart for leaves that vary over other axes: what is packed varies over all of theirs."""
+    packs: dict[frozenset, list[int]] = {}
+    for i in places:
+        packs.setdefault(_compat.varying_axes(leaves[i]), []).append(i)
+    return list(packs.values())
 
 
 def partition(tree: Any, chosen: Any) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks
 from jax_ring.collectives.leaves import bits_of_keys, own_copy
 from jax_ring.collectives.shard_sums import ShardSums
@@ -81,19 +82,26 @@ def digests(function: str, tree: Any, axis_name: AxisName, when: Any) -> Digests
     if not named:
         raise ValueError(f"{function}: there are no arrays to compare in {tree!r}")
     names, arrays = zip(*named, strict=True)
-    local = [own_copy(bits_of_keys(jnp.asarray(x))[0], axes) for x in arrays]
-    zeros = own_copy(jnp.zeros((len(local), 2), jnp.uint32), axes)
+    bits = [bits_of_keys(jnp.asarray(x))[0] for x in arrays]
+    varying = (*axes, *_other_axes(axes, *bits))
+    local = [own_copy(x, varying) for x in bits]
+    zeros = own_copy(jnp.zeros((len(local), 2), jnp.uint32), varying)
 
     def compute(local):
         return jnp.stack([digest(x) for x in local])
 
     by_leaf = lax.cond(when, compute, lambda _: zeros, local)
     whole = _folded([by_leaf[:, lane] for lane in range(len(_LANES))])
-    dtype, bits = _dtype_of_table(local)
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    parts = ((whole[:, None] >> shifts) & np.uint32(2**bits - 1)).reshape(-1).astype(dtype)
-    table = own_copy(jnp.zeros((num_ranks(axes), parts.size), dtype), axes)
+    dtype, width = _dtype_of_table(local)
+    shifts = np.arange(0, 32, width, dtype=np.uint32)
+    parts = ((whole[:, None] >> shifts) & np.uint32(2**width - 1)).reshape(-1).astype(dtype)
+    table = own_copy(jnp.zeros((num_ranks(axes), parts.size), dtype), varying)
     return Digests(names, by_leaf, table.at[lax.axis_index(axes)].set(parts))
+
+
+def _other_axes(axes: tuple, *arrays: jax.Array) -> list:
+    """The axes over which arrays vary, as parameters do that these axes divide, without those of the ranks."""
+    return sorted(frozenset().union(*map(_compat.varying_axes, arrays)) - {*axes}, key=str)
 
 
 def _dtype_of_table(leaves: list[jax.Array]) -> tuple[np.dtype, int]:
@@ -159,13 +167,15 @@ def verdict(function: str, own: Digests, sums: jax.Array, axis_name: AxisName) -
     axes = axes_of(axis_name)
     # On one rank as well, so that the rest of the step is compiled as on several.
     differ = (sums != sums[0]).any()
+    others = _other_axes(axes, own.leaves)
 
     def fail(leaves):
-        rows = own_copy(jnp.zeros((num_ranks(axes), *leaves.shape), leaves.dtype), axes)
+        rows = own_copy(jnp.zeros((num_ranks(axes), *leaves.shape), leaves.dtype), (*axes, *others))
         by_rank = lax.psum(rows.at[lax.axis_index(axes)].set(leaves), axes)
-        return jax.pure_callback(partial(_raise, function, own.names), jax.ShapeDtypeStruct((), jnp.int32), by_rank)
+        failed = partial(_raise, function, own.names)
+        return own_copy(jax.pure_callback(failed, jax.ShapeDtypeStruct((), jnp.int32), by_rank), tuple(others))
 
-    return lax.cond(differ, fail, lambda _: jnp.zeros((), jnp.int32), own.leaves)
+    return lax.cond(differ, fail, lambda _: own_copy(jnp.zeros((), jnp.int32), tuple(others)), own.leaves)
 
 
 def _raise(function: str, names: tuple[str, ...], by_rank: Any) -> np.ndarray:
@@ -195,9 +205,17 @@ def report(function: str, names: tuple[str, ...], by_rank: np.ndarray) -> str:
 
 
 def after(tree: T, ok: jax.Array) -> T:
-    """`tree`, unchanged, but so that its smallest array needs `ok`, the zero that `verdict` returns."""
+    """`tree`, unchanged, but so that its smallest array needs `ok`, the zero that `verdict` returns.
+
+    If `ok` differs along other axes, as parameters do that these divide, it is an array that does so, too.
+    """
     leaves, structure = jax.tree.flatten(tree)
-    sizes = {i: size for i, x in enumerate(leaves) if not is_float0(x) and (size := jnp.size(x))}
+    axes = _compat.varying_axes(ok)
+    sizes = {
+        i: size
+        for i, x in enumerate(leaves)
+        if not is_float0(x) and (size := jnp.size(x)) and axes <= _compat.varying_axes(x)
+    }
     if not sizes:
         return tree
     smallest = min(sizes, key=sizes.__getitem__)
@@ -205,6 +223,11 @@ def after(tree: T, ok: jax.Array) -> T:
     # A choice, because adding a zero would change the sign of another.
     leaves[smallest] = from_bits(jnp.where(ok == 0, bits, jnp.zeros_like(bits)))
     return jax.tree.unflatten(structure, leaves)
+
+
+def next_step(step: jax.Array, tree: T, ok: jax.Array) -> tuple[jax.Array, T]:
+    """The number of steps after this one, and `tree`, its result. One of the two needs `ok`, as in `after`."""
+    return (step + 1, after(tree, ok)) if _compat.varying_axes(ok) else (step + 1 + ok, tree)
 
 
 def check_every(function: str, every: Any) -> None:

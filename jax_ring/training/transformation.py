@@ -13,7 +13,15 @@ from jax.sharding import PartitionSpec
 from jax_ring.collectives.axes import AxisName, axes_of, check_axis_name
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.training.quantized import Int8Wire
-from jax_ring.training.sentinel import CheckedState, check_counted, check_every, digests_every, reduced_with, verdict
+from jax_ring.training.sentinel import (
+    CheckedState,
+    check_counted,
+    check_every,
+    digests_every,
+    next_step,
+    reduced_with,
+    verdict,
+)
 from jax_ring.training.sync import Reduction, ReductionOptions
 from jax_ring.training.wire import UNCHANGED
 
@@ -94,7 +102,8 @@ def allreduce_gradients(
         check_counted(name, state)
         own = digests_every(name, params, axis_name, check_replicas, state.step)
         reduced, tables = reduced_with(now, reduce, updates, own.table)
-        return reduced, state._replace(step=state.step + 1 + verdict(name, own, tables, axis_name))
+        step, tree = next_step(state.step, reduced.tree, verdict(name, own, tables, axis_name))
+        return reduced._replace(tree=tree), state._replace(step=step)
 
     def counted(inner):
         return inner if check_replicas is None else CheckedState(jnp.zeros((), jnp.int32), inner)

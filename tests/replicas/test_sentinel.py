@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_same_bits, make_mesh, num_calls, run_processes, sharded
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -330,6 +331,35 @@ def test_value_and_grad_compares_when_it_is_told_to(options, check_vma):
         assert_same_bits(with_check, without)
     assert "value_and_grad: the copies" in error_of(step, float_params(damaged="w"), x, True)
     jax.block_until_ready(step(float_params(damaged="w"), x, False))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_shards": 8}], ids=str)
+def test_parameters_that_another_axis_divides(options):
+    """What is the same over that axis stays so, in the types of vma tracking."""
+
+    def of_columns(params, x):
+        return (lax.psum((x @ params["w"]).sum(-1), "j") * params["scale"]).mean()
+
+    def step(params, x, damage):
+        here = (lax.axis_index("i") == 2) & (lax.axis_index("j") == 1) & damage
+        value, grads = jax_ring.value_and_grad(of_columns, "i", check_replicas=True, **options)(params, x)
+        kept = jax_ring.check_replicas(params, "i")
+        return value, grads, kept, jax_ring.check_replicas({"w": params["w"] + here.astype(int)}, "i")
+
+    specs = {"w": P(None, "j"), "scale": P()}
+    params = {"w": np.arange(8, dtype=np.float32).reshape(4, 2), "scale": np.float32(2)}
+    x = np.ones((2 * RANKS, 4), np.float32)
+    step = sharded(
+        step, mesh=make_mesh((RANKS, 2), ("i", "j")), in_specs=(specs, P("i"), P()),
+        out_specs=(P(), specs, specs, {"w": P("i", "j")}),
+    )  # fmt: skip
+    value, grads, kept, _ = step(params, x, False)
+    expected = jax.value_and_grad(lambda p: ((x @ p["w"]).sum(-1) * p["scale"]).mean())(params)
+    assert_same_bits((value, grads), expected)
+    assert_same_bits(kept, params)
+    assert "check_replicas: the copies of parameters are not the same on all ranks: ['w']: rank 2" in error_of(
+        step, params, x, True
+    )
 
 
 def test_grad_compares_all_its_parameters():

@@ -99,9 +99,36 @@ def test_batched_arguments_have_the_bits_of_a_scan():
 @pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "no_jit"])
 def test_data_and_whole_arguments_have_no_gradient(jit):
     f = jit(accumulate_gradients(loss, NUM, in_axes=(0, 0, None)))
-    for of_scale in (lambda s: f(W, X, Y, s), lambda s: f(W, X, Y, 1.0, step=s), lambda s: f(W, X, s * Y, 1.0)):
-        with pytest.raises(Exception, match="closed-over value" if jit is jax.jit else "unexpected tracer"):
-            jax.grad(of_scale)(2.0)
+    for of_scale, place in (
+        (lambda s: f(W, X, Y, s), r"\[2\]"),
+        (lambda s: f(W, X, Y, 1.0, step=s), r"\['step'\]"),
+        (lambda s: f(W, X, s * Y, 1.0), r"\[1\]"),
+    ):
+        for differentiate in (jax.grad(of_scale), lambda s, fun=of_scale: jax.jvp(fun, (s,), (s,))):
+            with pytest.raises(NotImplementedError, match=rf"the argument at {place}, of type ~?f.*first argument"):
+                differentiate(2.0)
+
+
+def test_only_parameters_can_be_differentiated_in_a_step(check_vma):
+    f = value_and_grad(accumulate_gradients(loss, 2), "i", argnums=1)
+    with pytest.raises(NotImplementedError, match=r"the argument at \[0\], of type float32\[8,3\]"):
+        sharded(f, mesh=make_mesh((2,)), in_specs=(P(), P("i"), P("i")), out_specs=P("i"), check_vma=check_vma)(W, X, Y)
+
+
+def test_what_the_loss_closes_over_has_no_gradient():
+    def of_scale(s):
+        return accumulate_gradients(lambda *args: loss(*args, s), NUM)(W, X, Y)
+
+    with pytest.raises(jax.errors.UnexpectedTracerError, match=r"accumulate_gradients: .*closes over.*first argument"):
+        jax.grad(of_scale)(2.0)
+
+
+@pytest.mark.parametrize("wrapped", [jax.jit, jax.checkpoint])
+def test_jitted_or_rematerialised(wrapped):
+    f = wrapped(accumulate_gradients(loss, NUM))
+    assert_close(jax.value_and_grad(lambda w: f(w, X, Y, step=1))(W), jax.value_and_grad(loss)(W, X, Y, step=1))
+    of_product = jax.grad(lambda w: jax.grad(f)(w, X, Y)["w"] @ Y[:3])
+    assert_close(of_product(W), jax.grad(lambda w: jax.grad(loss)(w, X, Y)["w"] @ Y[:3])(W))
 
 
 # ---- Random keys ----------------------------------------------------------------------------------------------------
@@ -246,6 +273,12 @@ def test_without_data():
 def test_what_is_no_loss(fun):
     with pytest.raises(TypeError, match=r"fun must return a scalar.*value_and_grad\(accumulate_gradients\(loss, 2\)"):
         accumulate_gradients(fun, NUM)(W, X, Y)
+
+
+def test_auxiliary_data_that_cannot_be_stacked():
+    f = accumulate_gradients(lambda *args: (loss(*args), {"name": "text"}), NUM, has_aux=True)
+    with pytest.raises(TypeError, match=r"accumulate_gradients: the leaf at \['name'\] of the auxiliary data.*'text'"):
+        f(W, X, Y)
 
 
 def test_the_mean_over_all_tokens(check_vma):

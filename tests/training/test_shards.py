@@ -79,6 +79,45 @@ def test_grad_with_auxiliary_results_of_every_shard(check_vma):
     np.testing.assert_array_equal(aux["rows"], X.reshape(V, 2, 4))
 
 
+def test_auxiliary_constants(check_vma):
+    """What is the same on all ranks, such as a number or an argument that no rank cuts."""
+
+    def with_aux(params, x, scale):
+        return loss(params, x), {"number": 2.5, "flag": True, "scale": scale}
+
+    f = sharded(
+        value_and_grad(with_aux, "i", num_shards=V, has_aux=True, in_axes=(0, None)), mesh=make_mesh((4,)),
+        in_specs=(P(), P("i"), P()), out_specs=((P(), P("i")), P()), check_vma=check_vma,
+    )  # fmt: skip
+    (value, aux), grads = f(W, X, np.float32(3))
+    assert_same_bits((value, grads), jax.value_and_grad(loss)(W, X))
+    assert_same_bits(
+        aux, {"number": np.full(V, 2.5, np.float32), "flag": np.ones(V, bool), "scale": np.full(V, 3.0, np.float32)}
+    )
+
+
+def test_auxiliary_data_that_cannot_be_stacked():
+    with pytest.raises(TypeError, match=r"value_and_grad: the leaf at \['name'\] of the auxiliary data.*'text'"):
+        step(lambda params, x: (loss(params, x), {"name": "text"}), W, X, has_aux=True)
+
+
+def test_a_parameter_that_another_axis_divides():
+    """The value and the other gradients stay the same over that axis."""
+    columns = np.arange(1, 9, dtype=np.float32).reshape(4, 2)
+
+    def of_columns(params, x):
+        return (lax.psum((x @ params["columns"]).sum(-1), "j") * params["scale"]).mean()
+
+    specs = {"columns": P(None, "j"), "scale": P()}
+    f = sharded(
+        value_and_grad(of_columns, "i", num_shards=V), mesh=make_mesh((4, 2), ("i", "j")),
+        in_specs=(specs, P("i")), out_specs=(P(), specs),
+    )  # fmt: skip
+    params = {"columns": columns, "scale": np.float32(2)}
+    expected = jax.value_and_grad(lambda p, x: ((x @ p["columns"]).sum(-1) * p["scale"]).mean())(params, X)
+    assert_same_bits(f(params, X), expected)
+
+
 def test_arguments_that_are_not_cut():
     def of_two(x, scale, params, *, power):
         return loss(params, x["rows"].T, scale.sum()) ** power

@@ -201,6 +201,21 @@ def test_reduced_gradients_that_are_not_differentiated(layer):
 # ---- A sum over another axis ----------------------------------------------------------------------------------------
 
 
+def test_adapted_parameters_of_hooked_ones(check_vma):
+    """The hook is where the parameters come in, and what is computed from them and from their gradients has none."""
+
+    def adapted(w, x, gradient):
+        return plain_loss(w - 0.5 * gradient(plain_loss)(w, x), x)
+
+    def loss(w, x):
+        return adapted(reduce_in_backward(w, "i"), x, lambda loss: grad(loss, "i"))
+
+    found = on_ranks(value_and_grad(loss, "i", reduced_in_backward=True), check_vma)(W, X)
+    expected = jax.value_and_grad(lambda w: adapted(w, X, jax.grad))(W)
+    for actual, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(actual, right, rtol=1e-5, atol=1e-7)
+
+
 def test_a_sum_over_another_axis(check_vma):
     """Right with vma tracking. Without it JAX makes it too large by the size of that axis, unless that is named too."""
     mesh = make_mesh((2, 2), ("a", "b"))

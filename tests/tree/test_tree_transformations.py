@@ -67,6 +67,18 @@ def test_vjp(reduction, num_shards, check_vma):
     assert not np.asarray(found).reshape(expected.shape)[~used].any()
 
 
+def test_reverse_mode_over_the_sums_of_shards_is_refused_and_forward_mode_is_not(check_vma):
+    x = numbers((8, 3))
+
+    def total(x):
+        return ring_psum(ShardSums.of({"x": x, "n": jnp.ones(len(x), int)}, "i", 8), "i", order="tree")["x"]
+
+    with pytest.raises(NotImplementedError, match=r"^ShardSums\.of has no reverse mode.*num_shards=V"):
+        on_ranks(jax.grad(lambda x: total(x).sum()), RANKS, check_vma=check_vma, out_specs=P("i"))(x)
+    forward = on_ranks(lambda x: jax.jvp(total, (x,), (x,))[1], RANKS, check_vma=check_vma, out_specs=P())
+    assert_same_bits(forward(x), tree_fold(x))
+
+
 def test_the_transpose_of_one_value_on_each_rank(check_vma):
     x = numbers((RANKS, 5))
     f = on_ranks(

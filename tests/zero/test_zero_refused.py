@@ -80,7 +80,11 @@ REFUSED = {
     "size mask": (optax.adamw(0.1, mask=size_mask), r"masked \(in chain\) treats parameters by.*sizes"),
     "mask of this tree": (
         optax.adamw(0.1, mask={"w": True}),
-        "chain fails when it is tried on other parameters: ValueError",
+        r"masked \(in chain\) takes parameters of one tree alone, as with a mask or labels .* given as a tree",
+    ),
+    "labels of this tree": (
+        optax.multi_transform({"a": optax.sgd(0.1), "b": optax.adam(0.1)}, {"w": "a", "b": "b"}),
+        "partition takes parameters of one tree alone",
     ),
     "hyperparameters": (optax.inject_hyperparams(optax.clip_by_global_norm)(0.1), "inject_hyperparams is not"),
     "a part that is not used yet": (
@@ -261,19 +265,38 @@ except ValueError as error:
     assert result.stdout.startswith("3\nsharded_optimizer: ")
 
 
+def sophia():
+    return optax.contrib.sophia(0.1)
+
+
 @pytest.mark.parametrize("tx", ["adam", optax.adam, None])
 def test_what_is_no_optimizer(tx):
     with pytest.raises(TypeError, match="sharded_optimizer: tx must be an optax GradientTransformation"):
         zero.sharded_optimizer(tx, "i")
 
 
+def test_a_mask_that_is_no_tree_of_the_users_is_not_blamed_on_keys():
+    """The trees of a trial of one's own are nothing that a user has seen."""
+    with pytest.raises(ValueError, match=r"^sharded_optimizer: masked takes") as caught:
+        zero.sharded_optimizer(optax.masked(optax.sgd(0.1), {"w": True, "b": False}), "i")
+    assert "key path" not in str(caught.value)
+    assert "<class" not in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["flat", "parameter"])
+def test_lookahead(layout):
+    tx = optax.chain(optax.clip(1.0), optax.lookahead(optax.sgd(0.1), 2, 0.5))
+    with pytest.raises(ValueError, match=r"lookahead.*fast parameters alone.*in both layouts.*incremental_update"):
+        zero.sharded_optimizer(tx, "i", layout=layout)
+
+
 @pytest.mark.parametrize("layout", ["flat", "parameter"])
 @pytest.mark.parametrize(
     "make",
-    [optax.polyak_sgd, optax.lbfgs, optax.contrib.momo_adam, optax.contrib.reduce_on_plateau],
-    ids=["polyak_sgd", "lbfgs", "momo_adam", "reduce_on_plateau"],
+    [optax.polyak_sgd, optax.lbfgs, optax.contrib.momo_adam, optax.contrib.reduce_on_plateau, sophia],
+    ids=["polyak_sgd", "lbfgs", "momo_adam", "reduce_on_plateau", "sophia"],
 )
 def test_optimizers_that_need_the_value_of_the_loss(make, layout):
     tx = optax.chain(optax.sgd(0.1), make())
-    with pytest.raises(ValueError, match=r"(?s)in neither layout: .*'value'.* tx.update\(sync_gradients\("):
+    with pytest.raises(ValueError, match=r"(?s)in neither layout: .*('value'|obj_fn).* tx.update\(sync_gradients\("):
         zero.sharded_optimizer(tx, "i", layout=layout).specs({"w": np.ones(3, np.float32)})

@@ -1,5 +1,7 @@
 """Gradients of a sharded optimizer whose tree, shapes or dtypes are not those of the parameters."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,3 +138,44 @@ def test_integer_parameters_without_gradient_keep_their_value(check_vma):
     gradients = jax.tree.map(np.ones_like, PARAMS)
     expected = optax.apply_updates(PARAMS, tx.update(gradients, tx.init(PARAMS), PARAMS)[0])
     assert_same_trees(new, jax.tree.map(np.asarray, expected), rtol=1e-6)
+
+
+def test_parameters_that_another_axis_divides():
+    """They have an optimizer of their own, with specs as the error says."""
+    mesh = make_mesh((RANKS, 2), ("i", "m"))
+    params = {"columns": np.arange(8, dtype=np.float32).reshape(4, 2), "scale": np.float32(2)}
+    specs = {"columns": P(None, "m"), "scale": P()}
+    tx = optax.sgd(0.5, momentum=0.5)
+    optimizer = zero.sharded_optimizer(tx, "i")
+    of_whole = zero.sharded_optimizer(tx, "i", layout="parameter")
+
+    def gradients(params):
+        return jax.tree.map(lambda x: jax.lax.pcast(x + 1, "i", to="varying"), params)
+
+    def all_in_one(optimizer, params):
+        return optimizer.update(gradients(params), optimizer.init(params), params)[0]
+
+    for each, message in (
+        (optimizer, r"at \['columns'\] varies over \['m'\], and that at \['scale'\] over \[\], beside 'i'.*specs"),
+        (of_whole, r"at \['columns'\] varies over \['m'\], beside 'i', which layout='parameter'.*layout='flat'"),
+    ):
+        step = functools.partial(all_in_one, each)
+        with pytest.raises(ValueError, match=message):
+            sharded(step, mesh=mesh, in_specs=(specs,), out_specs=specs)(params)
+
+    def state_specs(name):
+        of_state = optimizer.specs({name: params[name]})
+        return jax.tree.map(lambda spec: P(("m", *spec)) if spec else spec, of_state) if name == "columns" else of_state
+
+    for name, spec in specs.items():
+        own, of_own, of_state = {name: params[name]}, {name: spec}, state_specs(name)
+        init = sharded(optimizer.init, mesh=mesh, in_specs=(of_own,), out_specs=of_state)
+        step = sharded(
+            lambda own, state: optimizer.update(gradients(own), state, own), mesh=mesh,
+            in_specs=(of_own, of_state), out_specs=(of_own, of_state),
+        )  # fmt: skip
+        state, expected = init(own), tx.init(own)
+        for _ in range(2):
+            updates, state = step(own, state)
+            wanted, expected = tx.update(jax.tree.map(lambda x: x + 1, own), expected, own)
+            assert_same_bits(updates, wanted)

@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ring import _compat
+from jax_ring.collectives.leaves import own_copy
+
 T = TypeVar("T")  # a pytree: results have the structure of the argument
 
 
@@ -38,8 +41,14 @@ def fence(tree: T, after: jax.Array | None = None) -> T:
 
 
 def _behind_barriers(first: list[jax.Array], values: list[jax.Array]) -> list[jax.Array]:
-    # One for each, because all that share one have to vary over the same axes.
-    return [lax.optimization_barrier((first, x))[1] for x in values]
+    # One for each, because all that share one have to vary over the same axes. What varies over fewer than `first` has
+    # to do without it.
+    fenced = []
+    for x in values:
+        axes = _compat.varying_axes(x)
+        others = [own_copy(y, tuple(axes)) for y in first if _compat.varying_axes(y) <= axes]
+        fenced.append(lax.optimization_barrier((others, x))[1])
+    return fenced
 
 
 def _in_a_loop(first: list[jax.Array], values: list[jax.Array]) -> list[jax.Array]:

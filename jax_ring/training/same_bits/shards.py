@@ -15,6 +15,7 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
 from jax_ring.collectives.leaves import bits_of_keys, own_copy
 from jax_ring.collectives.shard_sums import ShardSums, TermStack
+from jax_ring.options import check_arrays
 from jax_ring.training.same_bits.cuts import axes_of_leaves, dimension_of_cut
 from jax_ring.training.same_bits.evaluation import evaluate
 
@@ -199,6 +200,7 @@ class _Body(NamedTuple):
                 (value, aux), grads = local(*data.arguments(parts), **kwargs)
             leaves, found["sums"] = jax.tree.flatten((value, grads))
             found["float0"] = {i: x for i, x in enumerate(leaves) if x.dtype == jax.dtypes.float0}
+            check_arrays(function, "the auxiliary data", aux)
             aux_leaves, found["aux"] = jax.tree.flatten(aux)
             pairs = [bits_of_keys(jnp.asarray(x)) for x in aux_leaves]
             found["from_bits"] = [from_bits for _, from_bits in pairs]
@@ -237,7 +239,8 @@ def _sealed(condition: jax.Array, body: _Body, operands: list) -> list:
     """
 
     def branch():
-        return evaluate(body.closed, operands)
+        # A constant of the loss is the same on all ranks, and what stands in its place in the other branch is not.
+        return [own_copy(x, tuple(_compat.varying_axes(condition))) for x in evaluate(body.closed, operands)]
 
     def never():
         # The loop is there because XLA turns a conditional whose branches are cheap into a `select`.
@@ -251,8 +254,12 @@ def _sealed(condition: jax.Array, body: _Body, operands: list) -> list:
 
 
 def _hidden_one(tree: Any, axes: tuple) -> jax.Array:
-    """An int32 scalar that is 1, which a compiler does not find out."""
-    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.core.Tracer) and x.size]
+    """An int32 scalar that is 1, which a compiler does not find out. It does not vary over other axes than these."""
+    leaves = [
+        x
+        for x in jax.tree.leaves(tree)
+        if isinstance(x, jax.core.Tracer) and x.size and _compat.varying_axes(x) <= {*axes}
+    ]
     leaf = leaves[0] if leaves else lax.axis_index(axes)
     first = bits_of_keys(lax.slice(leaf, [0] * leaf.ndim, [1] * leaf.ndim))[0].ravel()[0]
     bits = lax.bitcast_convert_type(first.real.astype(jnp.float32), jnp.uint32)

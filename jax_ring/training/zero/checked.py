@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jax_ring.collectives.axes import AxisName
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.same_bits.fence import fence
-from jax_ring.training.sentinel import CheckedState, check_counted, digests_every, verdict
+from jax_ring.training.sentinel import CheckedState, check_counted, digests_every, next_step, verdict
 from jax_ring.training.zero.interface import ShardedOptimizer
 
 
@@ -30,7 +30,8 @@ def checked(optimizer: ShardedOptimizer, axis_name: AxisName, every: int, impl: 
         sums = implementation(name, impl).psum(own.table, axis_name)
         ok = verdict(name, own, sums, axis_name)
         updates, inner = optimizer.update(gradients, state.inner, params)
-        return fence(updates, sums), CheckedState(state.step + 1 + ok, inner)
+        step, updates = next_step(state.step, fence(updates, sums), ok)
+        return updates, CheckedState(step, inner)
 
     def specs(params):
         return CheckedState(PartitionSpec(), optimizer.specs(params))
@@ -39,4 +40,8 @@ def checked(optimizer: ShardedOptimizer, axis_name: AxisName, every: int, impl: 
         check_counted(name, state)
         return CheckedState(state.step, optimizer.repartition(state.inner, params, num_ranks))
 
-    return ShardedOptimizer(init, update, specs, repartition, optimizer.shares)
+    def unsharded(state: Any, params: Any):
+        check_counted(name, state)
+        return optimizer.unsharded(state.inner, params)
+
+    return ShardedOptimizer(init, update, specs, repartition, unsharded, optimizer.shares)

@@ -20,6 +20,7 @@ from jax_ring.training.zero.interface import (
     ShardedOptimizer,
     Stage,
     by_dtype,
+    check_divided_alike,
     check_num_ranks,
     check_same_structure,
     check_same_tree,
@@ -55,6 +56,7 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
         return vary(tx.init(own_params(params)), axis_name)
 
     def update(gradients, state, params):
+        check_divided_alike(params, axis_name)
         local = LocalGradients.of(gradients, params, reduction)
         own = own_params(params)
         check_same_tree("state", state, jax.eval_shape(tx.init, own), likes="state that init makes here", remedy=_STALE)
@@ -73,7 +75,12 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
         means, own = separated((means, own))
         with order_given(reduction.order):
             updates, state = separated(tx.update(means, state, own))
-        updates = _unflat(run.all_gather(updates, axis_name), params, local.has_gradient)
+        updates = _unflat(run.all_gather(updates, axis_name), params)
+        # Parameters without a gradient keep their value.
+        updates = jax.tree.map(
+            lambda x, like, has: x if has else jnp.zeros_like(like),
+            updates, params, jax.tree.unflatten(jax.tree.structure(params), local.has_gradient),
+        )  # fmt: skip
         return updates, vary(state, axis_name)
 
     def specs(params):
@@ -96,7 +103,16 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
         check_same_structure("state", state, like, likes="state that init makes here")
         return jax.tree_util.tree_map_with_path(cut_and_fill, like, state)
 
-    return ShardedOptimizer(init, update, specs, repartition)
+    def unsharded(state, params):
+        names = by_dtype(params).keys()
+
+        def is_vectors(x):
+            return isinstance(x, dict) and x.keys() == names
+
+        whole = repartition(state, params, 1)
+        return jax.tree.map(lambda x: _unflat(x, params) if is_vectors(x) else x, whole, is_leaf=is_vectors)
+
+    return ShardedOptimizer(init, update, specs, repartition, unsharded)
 
 
 def _flat(leaves: list[jax.Array], params: Any, multiple: int) -> dict[str, jax.Array]:
@@ -107,14 +123,13 @@ def _flat(leaves: list[jax.Array], params: Any, multiple: int) -> dict[str, jax.
     }
 
 
-def _unflat(vectors: dict[str, jax.Array], params: Any, has_gradient: list[bool]) -> Any:
-    """The updates of the parameters. Those without a gradient keep their value."""
+def _unflat(vectors: dict[str, jax.Array], params: Any) -> Any:
+    """A tree like the parameters, from vectors as `_flat` makes them."""
     leaves, structure = jax.tree.flatten(params)
     for dtype, places in by_dtype(params).items():
         ends = np.cumsum([jnp.size(leaves[i]) for i in places])
         for i, end in zip(places, ends, strict=True):
-            update = vectors[dtype][end - jnp.size(leaves[i]) : end].reshape(jnp.shape(leaves[i]))
-            leaves[i] = update if has_gradient[i] else jnp.zeros_like(leaves[i])
+            leaves[i] = vectors[dtype][end - jnp.size(leaves[i]) : end].reshape(jnp.shape(leaves[i]))
     return jax.tree.unflatten(structure, leaves)
 
 

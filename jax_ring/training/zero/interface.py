@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ring.collectives.axes import AxisName
+from jax_ring import _compat
+from jax_ring.collectives.axes import AxisName, axes_of
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.launcher import foreign_errors
 from jax_ring.options import ORDERS, Order, check_choice, integer
@@ -26,6 +27,8 @@ class ShardedOptimizer(NamedTuple):
       update: (gradients, state, params) -> (updates of all parameters, the same on all ranks; this rank's state).
       specs: (params) -> the PartitionSpecs of the state, for `in_specs` and `out_specs`.
       repartition: (state, params, num_ranks) -> the state, sharded over that many ranks, at least one.
+      unsharded: (state, params) -> the state as `tx` itself has it, with the tree of `tx.init(params)`, for functions
+        that read it: `optax.contrib.schedule_free_eval_params(optimizer.unsharded(state, params), params)`.
       shares: (params, num_ranks) -> what each rank owns, with `layout="parameter"`; else None, as all ranks own the
         same number of elements.
     """
@@ -34,6 +37,7 @@ class ShardedOptimizer(NamedTuple):
     update: Callable[[Any, Any, Any], tuple[Any, Any]]
     specs: Callable[[Any], Any]
     repartition: Callable[[Any, Any, int], Any]
+    unsharded: Callable[[Any, Any], Any]
     shares: Callable[[Any, int], Any] | None = None
 
 
@@ -87,9 +91,41 @@ def check_same_tree(name: str, tree: Any, like: Any, *, likes: str = "parameters
             )
 
 
+def check_divided_alike(params: Any, axis_name: AxisName) -> None:
+    """Raises ValueError, with vma tracking, if other axes divide some of the parameters and not the others."""
+    (first, axes), *others = _divided_by(params, axis_name) or [("", [])]
+    for path, other in others:
+        if other != axes:
+            raise ValueError(
+                f"sharded_optimizer: the parameter at {first} varies over {axes}, and that at {path} over {other}, "
+                f"beside {axis_name!r}. A rank's part of the state has elements of several parameters. Give the "
+                "parameters of each kind a sharded_optimizer of their own. Where they vary over an axis 'm', its state "
+                'has the specs jax.tree.map(lambda spec: P(("m", *spec)) if spec else spec, optimizer.specs(params)).'
+            )
+
+
+def check_undivided(params: Any, axis_name: AxisName) -> None:
+    """Raises ValueError, with vma tracking, if other axes divide parameters."""
+    for path, axes in _divided_by(params, axis_name):
+        if axes:
+            raise ValueError(
+                f"sharded_optimizer: the parameter at {path} varies over {axes}, beside {axis_name!r}, which "
+                "layout='parameter' does not take. Give such parameters a sharded_optimizer of their own, with "
+                "layout='flat'."
+            )
+
+
+def _divided_by(params: Any, axis_name: AxisName) -> list[tuple[str, list]]:
+    """For each parameter its path, and the axes over which it varies without those of the ranks."""
+    return [
+        (jax.tree_util.keystr(path) or "the root", sorted(_compat.varying_axes(leaf) - {*axes_of(axis_name)}, key=str))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(jax.tree.map(jnp.asarray, params))
+    ]
+
+
 def refuse_further_arguments(error: Exception) -> None:
     """Raises ValueError if what went wrong is that `tx.update` takes arguments that nobody gives it."""
-    if isinstance(error, TypeError) and foreign_errors.MISSING_KEYWORD.search(str(error)):
+    if isinstance(error, TypeError | ValueError) and foreign_errors.MISSING_KEYWORD.search(str(error)):
         raise ValueError(
             "sharded_optimizer: tx.update gets gradients, state and parameters and no further arguments, such as the "
             f"value of the loss, in neither layout: {error}. Keep this optimizer on every rank, with its whole state: "

@@ -14,7 +14,7 @@ from jax_ring.options import Order, check_choice
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.sentinel import check_every
 from jax_ring.training.zero.analysis.elementwise import ElementwiseCheck
-from jax_ring.training.zero.analysis.optax_parts import is_transformation
+from jax_ring.training.zero.analysis.optax_parts import all_names, is_transformation
 from jax_ring.training.zero.by_parameter.layout import parameter_layout
 from jax_ring.training.zero.checked import checked
 from jax_ring.training.zero.flat import flat_layout
@@ -97,6 +97,12 @@ def sharded_optimizer(
     if not is_transformation(tx):
         raise TypeError(
             f"sharded_optimizer: tx must be an optax GradientTransformation, such as optax.adam(1e-3); got {tx!r}"
+        )
+    if "lookahead" in all_names(tx):
+        raise ValueError(
+            "sharded_optimizer: optax.lookahead gets gradients of its fast parameters alone, and a sharded optimizer "
+            "those of all parameters, in both layouts. Shard the fast optimizer, and every sync_period steps take "
+            "slow = optax.incremental_update(params, slow, slow_step_size) and params = slow."
         )
     check_choice("sharded_optimizer", "layout", layout, get_args(Layout))
     reduction = Reduction(axis_name, impl, order, overlap)

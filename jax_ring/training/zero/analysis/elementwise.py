@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_named
+from jax_ring.launcher import foreign_errors
 from jax_ring.options import Order, check_arrays
 from jax_ring.training.zero.analysis.cuts import SIZE, Cut
 from jax_ring.training.zero.analysis.expressions import Expressions
@@ -133,12 +134,15 @@ def _refuse_if(fault_of: _Test, tx: Any) -> None:
     try:
         found = _innermost_fault(fault_of, tx)
     except Exception as error:
-        _refuse_what_fails(tx, error)
+        _refuse_what_fails(fault_of, tx, error)
     if found is not None:
-        names, fault = found
-        innermost, *others = dict.fromkeys(names)
-        within = f" (in {', in '.join(others)})" if others else ""
-        raise ValueError(f"sharded_optimizer: {innermost}{within} {fault}. It cannot be sharded like this. {_REMEDY}")
+        raise _not_like_this(*found)
+
+
+def _not_like_this(names: tuple[str, ...], fault: str) -> ValueError:
+    innermost, *others = dict.fromkeys(names)
+    within = f" (in {', in '.join(others)})" if others else ""
+    return ValueError(f"sharded_optimizer: {innermost}{within} {fault}. It cannot be sharded like this. {_REMEDY}")
 
 
 def _innermost_fault(fault_of: _Test, tx: Any) -> tuple[tuple[str, ...], str] | None:
@@ -156,7 +160,17 @@ def _innermost_fault(fault_of: _Test, tx: Any) -> tuple[tuple[str, ...], str] | 
     return (name_of(tx),), fault
 
 
-def _refuse_what_fails(tx: Any, error: Exception) -> NoReturn:
+def _innermost_failing(fault_of: _Test, tx: Any) -> tuple[str, ...]:
+    """The names of the innermost part that cannot be traced, and of those around it."""
+    for part in parts_of(tx):
+        try:
+            fault_of(part)
+        except Exception:
+            return (*_innermost_failing(fault_of, part), name_of(tx))
+    return (name_of(tx),)
+
+
+def _refuse_what_fails(fault_of: _Test, tx: Any, error: Exception) -> NoReturn:
     if isinstance(error, NameError):  # a collective over an axis that is not bound here
         raise error
     if isinstance(error, jax.errors.UnexpectedTracerError):
@@ -166,5 +180,8 @@ def _refuse_what_fails(tx: Any, error: Exception) -> NoReturn:
             "hyperparameters that change, use optax.inject_hyperparams, which keeps them in the state."
         ) from error
     refuse_further_arguments(error)
+    if foreign_errors.OTHER_TREE.search(str(error)):
+        fault = "takes parameters of one tree alone, as with a mask or labels that are given as a tree"
+        raise _not_like_this(_innermost_failing(fault_of, tx), fault) from error
     fault = f"fails when it is tried on other parameters: {type(error).__name__}: {error}"
     raise ValueError(f"sharded_optimizer: {name_of(tx)} {fault}\n{_REMEDY}") from error

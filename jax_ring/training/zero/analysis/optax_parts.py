@@ -40,6 +40,11 @@ def name_of(tx: Any) -> str:
     return name
 
 
+def all_names(tx: Any) -> set[str]:
+    """The names of a transformation and of all that it contains."""
+    return {name_of(tx)}.union(*map(all_names, parts_of(tx)))
+
+
 def _without_wrapper(tx: Any) -> Any:
     """The transformation itself, where optax has only changed the signature of its update."""
     while _made_by(tx.update) == "with_extra_args_support" and (

@@ -22,7 +22,7 @@ from jax_ring.training.zero.by_parameter.state import ParameterState, Plan, Shap
 from jax_ring.training.zero.by_parameter.traced_update import trace_update
 from jax_ring.training.zero.by_parameter.update import OwnInputs, on_each_rank
 from jax_ring.training.zero.given_norms import order_given
-from jax_ring.training.zero.interface import ShardedOptimizer, Stage, check_num_ranks
+from jax_ring.training.zero.interface import ShardedOptimizer, Stage, check_num_ranks, check_undivided
 from jax_ring.training.zero.local_gradients import LocalGradients, Reduction
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def parameter_layout(tx: optax.GradientTransformation, *, stage: Stage, reductio
         return plan.pack_state(shared, on_each_rank(on_rank, plan, axis_name))
 
     def update(gradients, state, params):
+        check_undivided(params, axis_name)
         local = LocalGradients.of(gradients, params, reduction)
         has_gradient = local.has_gradient
         plan = plan_for(Shapes.of(params), reduction.num_ranks)
@@ -127,21 +128,27 @@ def parameter_layout(tx: optax.GradientTransformation, *, stage: Stage, reductio
         empty = plan.pack_state([PartitionSpec()] * len(plan.shared), {})
         return empty._replace(own={name: PartitionSpec(axis_name) for name in plan.state.sizes})
 
+    def whole_arrays(state, params):
+        """The leaves of the optimizer's state that belong to parameters, by index."""
+        num_ranks = len(next(iter(state.own.values()))) if isinstance(state, ParameterState) and state.own else 1
+        plan = plan_for(Shapes.of(params), num_ranks)
+        plan.check(state, num_ranks)
+        return plan.state.unpack_all({name: jnp.reshape(x, -1) for name, x in state.own.items()})
+
     def repartition(state, params, num_ranks):
         num_ranks = check_num_ranks(num_ranks)
-        shapes = Shapes.of(params)
-        if not isinstance(state, ParameterState):
-            plan_for(shapes, num_ranks).check(state, num_ranks)  # says how its tree differs
-        if not state.own:
-            return state
-        before = plan_for(shapes, len(next(iter(state.own.values()))))
-        before.check(state, len(before.pieces))
-        whole = before.state.unpack_all({name: jnp.reshape(x, -1) for name, x in state.own.items()})
-        after = plan_for(shapes, num_ranks).state
+        whole = whole_arrays(state, params)
+        after = plan_for(Shapes.of(params), num_ranks).state
         blocks = after.pack_all([whole.get(k) for k in range(len(after.arrays))])
         return ParameterState(state.shared, {name: jnp.reshape(x, (num_ranks, -1)) for name, x in blocks.items()})
+
+    def unsharded(state, params):
+        whole = whole_arrays(state, params)
+        plan = plan_for(Shapes.of(params), 1)
+        whole |= zip(plan.shared, jax.tree.leaves(state.shared), strict=True)
+        return jax.tree.unflatten(plan.structure, [whole[k] for k in range(len(plan.owners))])
 
     def shares(params, num_ranks):
         return plan_for(Shapes.of(params), check_num_ranks(num_ranks)).shares(params)
 
-    return ShardedOptimizer(init, update, specs, repartition, shares)
+    return ShardedOptimizer(init, update, specs, repartition, unsharded, shares)

@@ -189,7 +189,7 @@ def trace_update(
 def _traced(update: Callable, *inputs: Any) -> core.ClosedJaxpr:
     try:
         return jax.make_jaxpr(update)(*inputs)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         refuse_further_arguments(error)
         raise
     except NameError as error:

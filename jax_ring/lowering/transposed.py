@@ -1,9 +1,11 @@
-"""The identity with another transpose: differentiable in forward mode, with a backward pass of one's own."""
+"""The identity with another transpose: differentiable in forward mode, with a backward pass of one's own or none."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -17,6 +19,18 @@ def transposed_by(transpose: Callable, xs: Sequence, *, forward: Callable = list
       axes: over which transpose communicates.
     """
     return _transposed_p.bind(*xs, transpose=transpose, forward=forward, axes=axes)
+
+
+def without_reverse_mode(tree: Any, why: str) -> Any:
+    """The tree, whose arrays of floats raise NotImplementedError, in the place of an error of JAX that speaks of loops.
+
+    why: says that there is no reverse mode, and what to do.
+    """
+
+    def refuse(cotangents):
+        raise NotImplementedError(why)
+
+    return jax.tree.map(lambda x: transposed_by(refuse, [x])[0] if jnp.issubdtype(x.dtype, jnp.inexact) else x, tree)
 
 
 def _impl(*xs, transpose, forward, axes):

@@ -1,0 +1,32 @@
+"""What `value_and_grad` can differentiate: trees of floats, and the advice for a model that is given whole."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ring.options import check_arrays
+
+_ADVICE = (
+    "Of a model give the parameters alone. equinox: params, static = eqx.partition(model, eqx.is_inexact_array), and "
+    "eqx.combine(params, static) in the loss. flax: graphdef, params, rest = nnx.split(model, nnx.Param, ...), and "
+    "nnx.merge(graphdef, params, rest, copy=True) in the loss."
+)
+
+
+def check_parameters(function: str, position: int, tree: Any, *, only_floats: bool) -> None:
+    """Raises TypeError unless the leaves of an argument are arrays, and floats or complex numbers if there must be."""
+    try:
+        check_arrays(function, f"argument {position}", tree)
+    except TypeError as error:
+        raise TypeError(f"{error}. {_ADVICE}") from None
+    if not only_floats:
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            # JAX's words, for those who look for them.
+            raise TypeError(
+                "grad requires real- or complex-valued inputs (input dtype that is a sub-dtype of np.inexact), but "
+                f"{function} got {jax.typeof(leaf)} at {jax.tree_util.keystr(path) or 'the root'} of argument "
+                f"{position}. With allow_int=True its gradient is of dtype float0. {_ADVICE}"
+            )
