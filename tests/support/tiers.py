@@ -94,6 +94,9 @@ ONE_PAIR = [
     # The benchmarks and most examples call nothing new.
     ".*(ten_steps|train_gpt|micro_batches|the_example)",
     "programs/test_(benchmarks|example).py",
+    # Which kernels a processor runs is native code's. pytest selects tests.
+    "package/test_package.py::test_(every_instruction_set|the_widest_instruction_set|an_unknown_instruction_set)",
+    "package/test_tiers.py::test_which_tests_a_command_runs",
     # Neither pages, messages and refused arguments, nor the source tree and its tables depend on the version.
     "docs/",
     "schedule/",
@@ -106,6 +109,13 @@ ONE_PAIR = [
     "collectives/test_dtypes.py::test_the_fold",
     "multiprocess/test_(soak|tree|shared_memory|flight_of_processes|harness|failures).py",
     "between_hosts/test_(int8_across_hosts|two_level|parts_across_hosts).py",
+    # Two hosts ask XLA for each of its steps. More of them, and more processes, are other tables of the same steps.
+    "between_hosts/test_(narrow_wires|between_hosts_family).py::(?!test_two_hosts)",
+    "between_hosts/test_narrow_wires.py::test_two_hosts_of_two_processes",
+    # One reason goes the way of all: what a process says is text in JAX's service.
+    r"multiprocess/test_gpu_lowering.py::test_all_processes_fall_back_for_the_same_reason\[(?!one GPU)",
+    # As two processes on this host do.
+    r"multiprocess/test_same_host.py::test_same_bits_as_one_process\[4",
     "chaos/",
     "launcher/",
     "tree/test_tree_values.py",
