@@ -1,6 +1,6 @@
 """Trains a small byte-level GPT on the source code of Python's standard library, and prints a sample.
 
-    python examples/train_gpt.py [--devices 8] [--steps 600] [--dtype float32|bfloat16] [--impl ring|lax] [--wire int8]
+    python examples/train_gpt.py [--devices 8] [--steps 300] [--dtype float32|bfloat16] [--impl ring|lax] [--wire int8]
 
 Each device has a copy of the parameters and a part of each batch. The parameters of a layer pass through
 `reduce_in_backward` where they are used, so that their gradients are reduced while earlier layers are still in the
@@ -162,7 +162,7 @@ def sample_bytes(params: chex.ArrayTree, start: chex.Array, length: int, context
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=8, help="a divisor of --batch (default: 8)")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=16, help="rows per batch (default: 16)")
     parser.add_argument("--context", type=int, default=64, help="context length in bytes (default: 64)")
     parser.add_argument("--width", type=int, default=128, help=f"model width, a multiple of {HEADS} (default: 128)")

@@ -170,12 +170,16 @@ def test_a_function_within_the_program():
     np.testing.assert_array_equal(program(fresh()), TOTAL)
 
 
-def test_a_function_that_is_called_twice():
+def test_a_function_that_is_called_several_times():
     inner = jax.jit(mapped(ring))
-    program = donating(lambda x, y: (inner(x), inner(y)))  # y is not donated
-    x, y = fresh(), fresh(2)
-    np.testing.assert_array_equal(program(x, y), [TOTAL, 2 * TOTAL])
-    np.testing.assert_array_equal(y, 2 * VALUES.ravel())
+    program = donating(lambda x, y, z: (inner(x), inner(y), inner(z)))  # y and z are not donated
+    x, y, z = fresh(), fresh(2), fresh(3)
+    # In place, each that is not donated would be copied first: XLA makes the function a part of each caller.
+    text = text_of(program, x, y, z)
+    assert num_in_place(text) == 0
+    assert text.count(" copy(") == 1  # of the sum, into the donated buffer
+    np.testing.assert_array_equal(program(x, y, z), [TOTAL, 2 * TOTAL, 3 * TOTAL])
+    np.testing.assert_array_equal([y, z], [2 * VALUES.ravel(), 3 * VALUES.ravel()])
 
 
 def test_a_donation_within_the_program_counts_for_nothing():

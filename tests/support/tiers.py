@@ -48,7 +48,7 @@ FULL = [
     r"lowering/test_export.py::test_symbolic_shapes\[(?!psum-True|psum_scatter-False|all_gather, two)",
     r"zero/test_zero_parameter.py::test_any_number_of_ranks\[(?!8-1-ring)",
     r"replicas/test_sentinel.py::test_optimizers_compare_every_n_steps\[(?!tree|zero)",
-    r"tree/test_tree_across_hosts.py::(?!.*consecutive)",
+    r"tree/test_tree_across_hosts.py::(?!.*consecutive|test_groups_that_lie.*\[i\])",
     "engine/test_concurrency.py::test_(ten_thousand|hundreds)",
     "engine/test_pauses.py",
     # Jobs of several processes, each of which compiles for itself. One of each kind is left.
@@ -95,10 +95,19 @@ ONE_PAIR = [
     # Training is plain JAX on top of the collectives, which are tested with and without vma.
     f"(?=.*no_vma)(?!family/test_family_values).*({_ON_TOP})",
     # The layouts of ZeRO on any number of ranks are plain JAX on top of what the other tests of ZeRO run.
-    "zero/test_zero_(any_ranks|parameter)",
+    "zero/test_zero_(any_ranks|parameter|norm|trees)",
+    # Values on the wire, means by weight and comparisons of replicas are plain JAX, too. Some of each run with both.
+    r"wire/test_int8.py::(?!test_(sum\[|value_and_grad|in_a_scan|vmap|pmap|derivatives|explain|optax_state))",
+    "wire/test_wire.py::(?!test_(a_mean_in_range|dtypes_are_kept|feedback_in_optax))",
+    "training/test_weighted_pmean.py::(?!test_(the_documented|the_gradient|a_mean_over_no_examples))",
+    r"training/test_optax_wrappers.py::test_(?!as_on_one_device\[(MultiSteps-True|apply_if))",
+    "replicas/test_sentinel.py::(?!test_(a_flipped_bit|digests|the_only_call|a_step_that_donates|all_ranks))",
     # The benchmarks and most examples call nothing new.
     ".*(ten_steps|train_gpt|micro_batches|the_example)",
     "programs/test_(benchmarks|example).py",
+    # Which kernels a processor runs is native code's. pytest selects tests.
+    "package/test_package.py::test_(every_instruction_set|the_widest_instruction_set|an_unknown_instruction_set)",
+    "package/test_tiers.py::test_which_tests_a_command_runs",
     # Neither pages, messages and refused arguments, nor the source tree and its tables depend on the version.
     "docs/",
     "schedule/",
@@ -111,6 +120,13 @@ ONE_PAIR = [
     "collectives/test_dtypes.py::test_the_fold",
     "multiprocess/test_(soak|tree|shared_memory|flight_of_processes|harness|failures).py",
     "between_hosts/test_(int8_across_hosts|two_level|parts_across_hosts).py",
+    # Two hosts ask XLA for each of its steps. More of them, and more processes, are other tables of the same steps.
+    "between_hosts/test_(narrow_wires|between_hosts_family).py::(?!test_two_hosts)",
+    "between_hosts/test_narrow_wires.py::test_two_hosts_of_two_processes",
+    # One reason goes the way of all: what a process says is text in JAX's service.
+    r"multiprocess/test_gpu_lowering.py::test_all_processes_fall_back_for_the_same_reason\[(?!one GPU)",
+    # As two processes on this host do.
+    r"multiprocess/test_same_host.py::test_same_bits_as_one_process\[4",
     "chaos/",
     "launcher/",
     "tree/test_tree_values.py",

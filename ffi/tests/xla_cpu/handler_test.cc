@@ -185,6 +185,20 @@ TEST(Handler, SumsTheRanksOperands) {
   });
 }
 
+// What would be written beyond a result, or left as it was, is refused before the ranks meet.
+TEST(Handler, RefusesResultsOfAnotherSize) {
+  for (const char* collective : {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}) {
+    const Instruction call(collective, 1);
+    for (int64_t size : {99, 101}) {
+      std::vector<float> operand(100), result(101);
+      const std::string error = call.call(0, next_run_id(), {{XLA_FFI_DataType_F32, operand.data(), {100}}},
+                                          {{XLA_FFI_DataType_F32, result.data(), {size}}});
+      EXPECT_NE(error.find("the size of a result does not match its operand and the group size"), std::string::npos)
+          << collective << ", " << size << ": " << error;
+    }
+  }
+}
+
 // Long enough for the ranks to wait on the pool for some of the time.
 void sum_in_a_loop(bool pool_is_full) {
   constexpr int kRanks = 3;
