@@ -416,7 +416,7 @@ def module_state(lowering_context, make: Callable[[], T]) -> T:
 
 
 def call_with_programs(function: Callable) -> None:
-    """Calls a function with each program that JAX has lowered: (module, jaxpr, whether it has donated arguments).
+    """Calls a function with each program that JAX has lowered: (module, jaxpr, platforms, whether it donates arguments).
 
     Not with exported programs: there the caller decides which arguments are donated, and how they are divided.
     """
@@ -427,7 +427,7 @@ def call_with_programs(function: Callable) -> None:
         lowered = lower(name, jaxpr, **options)
         if not options["lowering_parameters"].for_export:
             with lowered.module.context, _ir.Location.unknown():
-                function(lowered.module, jaxpr, any(options["donated_args"]))
+                function(lowered.module, jaxpr, tuple(options["platforms"]), any(options["donated_args"]))
         return lowered
 
     _mlir.lower_jaxpr_to_module = lower_and_call  # type: ignore[assignment]

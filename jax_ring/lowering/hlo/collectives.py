@@ -50,8 +50,8 @@ _KINDS = {
     "collective-permute": kinds.PERMUTE,
 }
 # Collectives without a call to the engine: asynchronous ones, and those with sizes or sources known at run time.
-_OTHERS = (*(f"{name}-start" for name in _KINDS), "ragged-all-to-all", "collective-broadcast", "async-start")
-_MARKS = tuple(b"\x12" + bytes([len(name)]) + name.encode() for name in (*_KINDS, *_OTHERS[:-1]))  # field 2, a text
+_OTHERS = (*(f"{name}-start" for name in _KINDS), "ragged-all-to-all", "collective-broadcast")
+_MARKS = tuple(b"\x12" + bytes([len(name)]) + name.encode() for name in (*_KINDS, *_OTHERS))  # field 2, a text
 
 _REDUCTIONS = {"add": "sum", "maximum": "max", "minimum": "min"}
 _REDUCTIONS_OF_BOOLEANS = {"or": "max", "and": "min", "maximum": "max", "minimum": "min"}

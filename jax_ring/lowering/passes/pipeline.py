@@ -41,10 +41,10 @@ def rule(jax_rule: Callable) -> Callable:
     return partial(_lower_shard_map, jax_rule)
 
 
-def end_program(module: ir.Module, jaxpr, has_donated: bool) -> None:
+def end_program(module: ir.Module, jaxpr, platforms: tuple[str, ...], donates: bool) -> None:
     """What is done with a program that has been lowered from a jaxpr."""
-    if has_donated:
+    if donates:
         # Donated arguments are known only once the whole program is lowered.
         donation.sum_in_place(module)
-    if enabled.value and enabled.value.partitioner is not False:
+    if enabled.value and enabled.value.partitioner is not False and platforms == ("cpu",):
         hook.mark(module, jaxpr, also_if_donating=enabled.value.partitioner is True)
