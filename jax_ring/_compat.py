@@ -416,7 +416,7 @@ def module_state(lowering_context, make: Callable[[], T]) -> T:
 
 
 def call_with_programs(function: Callable) -> None:
-    """Calls a function with each program that JAX has lowered: (module, jaxpr, platforms, whether it donates arguments).
+    """Calls a function with each program that JAX has lowered: (module, jaxpr, platforms, whether it donates).
 
     Not with exported programs: there the caller decides which arguments are donated, and how they are divided.
     """
