@@ -1,5 +1,6 @@
 """The replica groups that jax_ring reads from HLO are those that XLA means, in all of its encodings."""
 
+import contextlib
 import itertools
 import math
 import re
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jaxlib import _hlo
 
-from jax_ring.lowering.hlo import rewrite, wire
+from jax_ring.lowering.hlo import collectives, rewrite, wire
 from jax_ring.lowering.hlo.replica_groups import DEVICE_LIST, IOTA, LISTS, MESH_AXES, Unsupported, groups_of
 from jax_ring.lowering.hlo.wire import Message
 
@@ -129,3 +130,32 @@ def test_messages_keep_what_they_were_read_from():
 def test_what_is_no_message(data):
     with pytest.raises(ValueError, match="not a message"):
         Message.parse(data)
+
+
+GATHER = """
+HloModule m, replica_count=1, num_partitions=8
+ENTRY main {{
+  x = f32[4,6]{operand} parameter(0)
+  ROOT y = f32[{rows},{columns}]{result} all-gather(x), channel_id={channel}, use_global_device_ids=true,
+    replica_groups=[2,4]<=[8], dimensions={{{dimension}}}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"dimension": 1, "rows": 4, "columns": 24, "operand": "{0,1}", "result": "{0,1}"}, ""),
+        ({"dimension": 1, "rows": 4, "columns": 24}, "its blocks along dimension 1 do not lie one after the other"),
+        ({"result": "{0,1}"}, "its operand and its result have different layouts"),
+    ],
+)
+def test_layouts_of_blocks(changes, why):
+    form = {"dimension": 0, "rows": 16, "columns": 6, "operand": "{1,0}", "result": "{1,0}", "channel": 1}
+    module = _hlo.hlo_module_from_text(GATHER.format(**form | changes))
+    (computation,) = Message.parse(module.as_serialized_hlo_module_proto()).messages(3)
+    parameter, gather = computation.messages(rewrite.INSTRUCTIONS)
+    with pytest.raises(Unsupported, match=why) if why else contextlib.nullcontext():
+        call = collectives.read(gather, lambda _: parameter.message(3), str, 8)
+        assert (call.size, call.dimension, call.kind.name) == (4, (form | changes)["dimension"], "all_gather")

@@ -174,14 +174,17 @@ def _members(instruction: Message, kind: Kind, num_partitions: int) -> tuple[Gro
 
 
 def _check_shapes(call: Collective, operand: Shape, result: Shape) -> None:
-    """Refuses a call whose result has not the shape that follows from its operand's."""
+    """Refuses a call whose result has not the shape that follows from its operand's, or another layout."""
     expected, k = list(operand.dimensions), call.dimension
-    if call.in_tuple or not (call.kind.scatters or call.kind.gathers):
-        if operand.minor_to_major != result.minor_to_major:
-            raise Unsupported("its operand and its result have different layouts")
-    elif k >= len(expected) or (call.kind.scatters and expected[k] % call.size):
-        raise Unsupported(f"dimension {k} of {operand} does not consist of {call.size} blocks")
-    elif call.kind is kinds.ALL_GATHER:
+    if operand.minor_to_major != result.minor_to_major:
+        raise Unsupported("its operand and its result have different layouts")
+    if (call.kind.scatters or call.kind.gathers) and not call.in_tuple:
+        if k >= len(expected) or (call.kind.scatters and expected[k] % call.size):
+            raise Unsupported(f"dimension {k} of {operand} does not consist of {call.size} blocks")
+        outer = operand.minor_to_major[operand.minor_to_major.index(k) + 1 :]
+        if any(operand.dimensions[i] != 1 for i in outer):
+            raise Unsupported(f"its blocks along dimension {k} do not lie one after the other in memory")
+    if call.kind is kinds.ALL_GATHER:
         expected[k] *= call.size
     elif call.kind is kinds.REDUCE_SCATTER:
         expected[k] //= call.size

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 from jax_ring import runtime
-from jax_ring.lowering import kinds
 from jax_ring.lowering.hlo import collectives, wire
 from jax_ring.lowering.hlo.collectives import (
     CALLED,
@@ -99,55 +98,47 @@ class Computation:
     # ---- Calls ------------------------------------------------------------------------------------------------------
 
     def _write(self, instruction: Message, call: Collective, config: str) -> None:
-        """Writes a call and what brings its operands and results into the form that the engine has.
+        """Writes a call, with operands and results in the form that the engine has.
 
-        The engine's blocks lie along a leading dimension, as for `layout.py`. Here arrays have layouts, and those that
-        XLA chooses for its collectives mostly have the blocks outermost, so they are reinterpreted, not moved.
+        The engine's blocks lie along a leading dimension. XLA's lie one after the other in memory as well, by the
+        layout of the array, so that arrays are reinterpreted, not moved.
         """
-        operands, operand_ids, results = call.operands, call.operand_ids, call.results
         if call.in_tuple:
-            block = operands[0]
-            blocks = [self._add("bitcast", _with_leading(block, 1), [each], instruction) for each in operand_ids]
-            whole = _with_leading(block, call.size)
-            along = [wire.packed(_DIMENSIONS, [0])]
-            operand_ids, operands = [self._add("concatenate", whole, blocks, instruction, along)], [whole]
-            results = [whole]
-        elif call.kind.scatters:
-            order = results if call.kind is kinds.REDUCE_SCATTER else operands
-            of_engine = [_blocks_first(x, call, y.minor_to_major) for x, y in zip(operands, order, strict=True)]
-            operand_ids = [
-                self._to_blocks(i, x, y, call, instruction)
-                for i, x, y in zip(operand_ids, operands, of_engine, strict=True)
-            ]
-            operands = of_engine
-        if call.kind.gathers and not call.in_tuple:
-            results = [_blocks_first(y, call, x.minor_to_major) for x, y in zip(call.operands, results, strict=True)]
-        shape = (
-            tuple_shape(results)
-            if len(results) > 1 or not (call.in_tuple or self._is_array(instruction))
-            else results[0]
-        )
-        fields = self._call_fields(call, config, operands)
-        if not call.kind.gathers:
-            if call.kind.in_place:
-                fields += self._aliases(instruction, call)
-            self._written.append(_instead(instruction, "custom-call", [self._position, *operand_ids], fields))
+            self._write_exchange(instruction, call, config)
             return
-        made = self._add("custom-call", shape, [self._position, *operand_ids], instruction, fields)
-        if call.in_tuple:
-            parts = [self._slice(made, whole, i, block, instruction) for i in range(call.size)]
-            self._written.append(_instead(instruction, "tuple", parts))
-        elif not shape.is_tuple:
-            self._from_blocks(made, results[0], call.results[0], call, instruction, as_instruction=True)
-        else:
-            parts = []
-            for i, (x, y) in enumerate(zip(results, call.results, strict=True)):
-                of_tuple = self._add("get-tuple-element", x, [made], instruction, [wire.integer(_TUPLE_INDEX, i)])
-                parts.append(self._from_blocks(of_tuple, x, y, call, instruction))
-            self._written.append(_instead(instruction, "tuple", parts))
+        operands, operand_ids = call.operands, call.operand_ids
+        if call.kind.scatters:
+            operands = [_blocks_first(x, call) for x in operands]
+            operand_ids = [
+                self._add("bitcast", shape, [id_], instruction)
+                for id_, shape in zip(operand_ids, operands, strict=True)
+            ]
+        fields, operand_ids = self._call_fields(call, config, operands), [self._position, *operand_ids]
+        if not call.kind.gathers:
+            fields += self._aliases(instruction, call) if call.kind.in_place else []
+            self._written.append(_instead(instruction, "custom-call", operand_ids, fields))
+            return
+        results = [_blocks_first(x, call) for x in call.results]
+        if not Shape(instruction.message(SHAPE)).is_tuple:
+            made = self._add("custom-call", results[0], operand_ids, instruction, fields)
+            self._written.append(_instead(instruction, "bitcast", [made]))
+            return
+        made = self._add("custom-call", tuple_shape(results), operand_ids, instruction, fields)
+        parts = []
+        for i, (shape, result) in enumerate(zip(results, call.results, strict=True)):
+            part = self._add("get-tuple-element", shape, [made], instruction, [wire.integer(_TUPLE_INDEX, i)])
+            parts.append(self._add("bitcast", result, [part], instruction))
+        self._written.append(_instead(instruction, "tuple", parts))
 
-    def _is_array(self, instruction: Message) -> bool:
-        return not Shape(instruction.message(SHAPE)).is_tuple
+    def _write_exchange(self, instruction: Message, call: Collective, config: str) -> None:
+        """Writes the call for an all-to-all that has one operand and one result for each rank: blocks of one array."""
+        block, whole = call.operands[0], _with_leading(call.operands[0], call.size)
+        blocks = [self._add("bitcast", _with_leading(block, 1), [each], instruction) for each in call.operand_ids]
+        joined = self._add("concatenate", whole, blocks, instruction, [wire.packed(_DIMENSIONS, [0])])
+        fields = self._call_fields(call, config, [whole])
+        made = self._add("custom-call", whole, [self._position, joined], instruction, fields)
+        parts = [self._slice(made, i, block, instruction) for i in range(call.size)]
+        self._written.append(_instead(instruction, "tuple", parts))
 
     def _call_fields(self, call: Collective, config: str, operands: Sequence[Shape]) -> list[wire.Field]:
         shapes = [wire.data(_OPERAND_SHAPES, shape.message) for shape in (array_shape(UINT32), *operands)]
@@ -161,25 +152,7 @@ class Computation:
             wire.integer(_API_VERSION, _TYPED_FFI),
         ]
 
-    def _to_blocks(self, operand: int, shape: Shape, of_engine: Shape, call: Collective, instruction: Message) -> int:
-        if not _lies_as(of_engine, shape, call):
-            split, moved = _split(shape, call), _split(shape, call, of_engine)
-            operand = self._add("copy", moved, [self._add("bitcast", split, [operand], instruction)], instruction)
-        return self._add("bitcast", of_engine, [operand], instruction)
-
-    def _from_blocks(
-        self, made: int, of_engine: Shape, shape: Shape, call: Collective, instruction: Message, as_instruction=False
-    ) -> int:
-        """as_instruction: whether the last instruction takes the place of the collective."""
-        if not _lies_as(of_engine, shape, call):
-            split, moved = _split(shape, call), _split(shape, call, of_engine)
-            made = self._add("copy", split, [self._add("bitcast", moved, [made], instruction)], instruction)
-        if as_instruction:
-            self._written.append(_instead(instruction, "bitcast", [made]))
-            return made
-        return self._add("bitcast", shape, [made], instruction)
-
-    def _slice(self, made: int, whole: Shape, index: int, block: Shape, instruction: Message) -> int:
+    def _slice(self, made: int, index: int, block: Shape, instruction: Message) -> int:
         limits = [(index, index + 1), *((0, size) for size in block.dimensions)]
         slices = [
             wire.data(
@@ -283,30 +256,8 @@ def _with_leading(block: Shape, size: int) -> Shape:
     return block.like([size, *block.dimensions], [*(i + 1 for i in block.minor_to_major), 0])
 
 
-def _blocks_first(whole: Shape, call: Collective, order: Sequence[int]) -> Shape:
-    """The shape of an array as the engine has it, with the blocks along a new dimension.
-
-    order: the dimensions of a block, the fastest first.
-    """
+def _blocks_first(whole: Shape, call: Collective) -> Shape:
+    """The shape of an array as the engine has it, with the blocks along a new dimension."""
     dimensions = list(whole.dimensions)
     dimensions[call.dimension] //= call.size
-    return whole.like([call.size, *dimensions], [*(i + 1 for i in order), 0])
-
-
-def _split(whole: Shape, call: Collective, of_engine: Shape | None = None) -> Shape:
-    """The shape of an array whose dimension is split into the block and the index in it, with the layout that it has,
-    or with that of the engine's array."""
-    k = call.dimension
-    dimensions = [*whole.dimensions[:k], call.size, whole.dimensions[k] // call.size, *whole.dimensions[k + 1 :]]
-    if of_engine is None:
-        layout = [j for i in whole.minor_to_major for j in ([k + 1, k] if i == k else [i + (i > k)])]
-    else:
-        layout = [*(i - 1 + (i - 1 >= k) for i in of_engine.minor_to_major[:-1]), k]
-    return whole.like(dimensions, layout)
-
-
-def _lies_as(of_engine: Shape, whole: Shape, call: Collective) -> bool:
-    """Whether an array lies in memory as the engine's does: the blocks one after the other."""
-    same_order = [i - 1 for i in of_engine.minor_to_major[:-1]] == whole.minor_to_major
-    outer = whole.minor_to_major[whole.minor_to_major.index(call.dimension) + 1 :]
-    return same_order and all(whole.dimensions[i] == 1 for i in outer)
+    return _with_leading(whole.like(dimensions, whole.minor_to_major), call.size)
