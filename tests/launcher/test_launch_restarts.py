@@ -14,7 +14,8 @@ def test_a_failed_job_starts_again(script):
         """
 import os
 restart, rank = os.environ["JAX_RING_RESTART"], os.environ["JAX_PROCESS_ID"]
-print("restart", restart, os.environ["JAX_COORDINATOR_ADDRESS"])
+# In one write, also where PYTHONUNBUFFERED is set: a process may be terminated between two.
+print("restart " + restart + " " + os.environ["JAX_COORDINATOR_ADDRESS"])
 if rank == "1" and restart != "2": raise ValueError("bad batch\\nand more")
 if restart != "2": import time; time.sleep(60)
 """
