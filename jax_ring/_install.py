@@ -1,9 +1,8 @@
 """All that importing jax_ring changes in JAX, each with its reason.
 
 The primitives of jax_ring register their own rules. `override_lax()` replaces JAX's while it is on, and reads the
-programs that XLA compiles. A process of
-several adds hooks for its end (`distributed/exit_notice.py`) and for the errors of XLA's collectives
-(`distributed/xla_timeouts.py`).
+programs that XLA compiles. A process of several adds hooks for its end (`distributed/exit_notice.py`) and for the
+errors of XLA's collectives (`distributed/xla_timeouts.py`).
 """
 
 import os

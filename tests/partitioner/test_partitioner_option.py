@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ring
 from jax_ring import _compat, override_lax, runtime
+from jax_ring.lowering import topology
 from jax_ring.lowering.hlo import hook, rewrite
 from jax_ring.lowering.hlo.wire import Message, integer
 
@@ -182,6 +183,17 @@ def test_a_failure_leaves_the_program_to_xla(monkeypatch):
         compiled(lambda x: column_sums(x) + 1)
 
 
+def test_a_process_that_does_not_say_where_it_is_is_an_error(monkeypatch):
+    """Other processes may know, replace the collectives, and wait for this one."""
+
+    def fail(*arguments):
+        raise RuntimeError("process 1 did not publish its host")
+
+    monkeypatch.setattr(topology, "levels_of", fail)
+    with override_lax(), pytest.raises(jax.errors.JaxRuntimeError, match="process 1 did not publish its host"):
+        compiled()
+
+
 def test_exported_programs_are_those_of_their_callers():
     def export():
         return jax.export.export(jax.jit(column_sums, in_shardings=ROWS, out_shardings=WHOLE))(X)
@@ -194,8 +206,7 @@ def test_exported_programs_are_those_of_their_callers():
     assert not is_engines(compiled(exported.call))
 
 
-def test_a_program_of_several_branches_and_pmap():
-    """pmap's programs are of replicas or of partitions, by JAX's version and settings."""
+def test_pmap():
     mapped = jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")
     expected = mapped(X)
     with override_lax():

@@ -31,8 +31,7 @@ std::string advice_on_threads(int num_devices) {
   const int num_threads = nproc != nullptr ? std::atoi(nproc) : num_cores();
   if (num_threads >= 2 * num_devices) return "";
   return " If the program launches steps without awaiting results, launches may hold the threads that the missing "
-         "ranks "
-         "need: await one now and then (jax.block_until_ready), or set NPROC=" +
+         "ranks need: await one now and then (jax.block_until_ready), or set NPROC=" +
          std::to_string(2 * num_devices) + " in the environment before JAX is imported.";
 }
 

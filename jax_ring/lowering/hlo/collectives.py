@@ -22,7 +22,7 @@ from jax_ring.lowering.hlo.wire import Message
 from jax_ring.lowering.kinds import Kind
 
 # Fields of HloInstructionProto.
-NAME, OPCODE, SHAPE, METADATA, TUPLE_INDEX, DIMENSIONS = 1, 2, 3, 7, 13, 14
+NAME, OPCODE, SHAPE, METADATA, DIMENSIONS = 1, 2, 3, 7, 14
 CHANNEL, ID, OPERANDS, PREDECESSORS, CALLED = 26, 35, 36, 37, 38
 _SHARDING, _BACKEND_CONFIG, _PAIRS, _CONSTRAIN_LAYOUT, _OPERAND_SHAPES, _FRONTEND, _USE_GLOBAL_IDS = (
     40,

@@ -70,7 +70,8 @@ def transform(program: bytes) -> bytes | None:
     name = module.text(_NAME)
     try:
         return _replace(module, name, value)
-    except _Forbidden:
+    except RuntimeError:
+        # It is forbidden, or a process does not say on which host it is. The others would wait for this one.
         raise
     except Exception as error:
         if runtime.STRICT:

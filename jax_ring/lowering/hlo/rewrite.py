@@ -6,6 +6,7 @@ from jax_ring import runtime
 from jax_ring.lowering.hlo import collectives, wire
 from jax_ring.lowering.hlo.collectives import (
     CALLED,
+    DIMENSIONS,
     ID,
     METADATA,
     NAME,
@@ -22,7 +23,7 @@ from jax_ring.lowering.hlo.wire import Message
 # Fields of HloComputationProto.
 INSTRUCTIONS, COMPUTATION_ID, ROOT = 2, 5, 6
 # Fields of HloInstructionProto, and of the messages in them.
-_TUPLE_INDEX, _DIMENSIONS, _SLICES, _TARGET, _CONFIG = 13, 14, 17, 28, 43
+_TUPLE_INDEX, _SLICES, _TARGET, _CONFIG = 13, 17, 28, 43
 _FEATURE_GROUPS, _CONSTRAIN_LAYOUT, _OPERAND_SHAPES, _BATCH_GROUPS, _ALIASES, _API_VERSION = 50, 56, 57, 58, 74, 77
 _SLICE_START, _SLICE_LIMIT, _SLICE_STRIDE = 1, 2, 3
 _ALIAS_RESULT, _ALIAS_OPERAND = 1, 2
@@ -134,7 +135,7 @@ class Computation:
         """Writes the call for an all-to-all that has one operand and one result for each rank: blocks of one array."""
         block, whole = call.operands[0], _with_leading(call.operands[0], call.size)
         blocks = [self._add("bitcast", _with_leading(block, 1), [each], instruction) for each in call.operand_ids]
-        joined = self._add("concatenate", whole, blocks, instruction, [wire.packed(_DIMENSIONS, [0])])
+        joined = self._add("concatenate", whole, blocks, instruction, [wire.packed(DIMENSIONS, [0])])
         fields = self._call_fields(call, config, [whole])
         made = self._add("custom-call", whole, [self._position, joined], instruction, fields)
         parts = [self._slice(made, i, block, instruction) for i in range(call.size)]

@@ -1,4 +1,4 @@
-"""The replica groups that jax_ring reads from HLO are those that XLA means, in all of its encodings."""
+"""What jax_ring reads of HLO is what XLA means: replica groups in all encodings, layouts, serialized messages."""
 
 import contextlib
 import itertools
