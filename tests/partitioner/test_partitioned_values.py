@@ -80,6 +80,21 @@ def test_a_product_stays_xlas():
     assert check(lambda x: x.prod(0), put((8, 4), "a"), left=["all-reduce"], out_shardings=on()) == {}
 
 
+def test_beside_collectives_of_xla():
+    """Those that stay and those that are replaced, in one program, several runs of which are in flight."""
+
+    def f(x):
+        return x.prod(0), x.sum(0), x.max(1), (x * 2).prod(1), (x * 3).sum(1), jnp.roll(x, 1, 0)
+
+    x, options = jnp.abs(put((16, 32), "a", "b")), {"out_shardings": (on(),) * 6}
+    assert check(f, x, left=["all-reduce"], **options).total() >= 6
+    expected = jax.jit(f, **options)(x)
+    with override_lax():
+        g = jax.jit(f, **options)
+        for results in [g(x) for _ in range(30)]:
+            jax.tree.map(assert_same_bits, results, expected)
+
+
 SPECS = [
     P(),
     P("a"),

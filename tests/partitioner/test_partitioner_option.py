@@ -266,22 +266,26 @@ thread.join()
 """
 
 
-@pytest.mark.parametrize("command", [["run", "unchanged.py"], ["run", "-m", "unchanged"], None])
-def test_a_program_that_is_not_edited(command, tmp_path):
+@pytest.mark.parametrize(
+    ("expected", "command"),
+    [
+        (True, ["-m", "jax_ring", "run", "unchanged.py"]),
+        (True, ["-m", "jax_ring", "run", "-m", "unchanged"]),
+        (True, ["-m", "jax_ring.launch", "-n", "1", "--devices", "8", "unchanged.py"]),
+        (False, ["unchanged.py"]),
+    ],
+)
+def test_a_program_that_is_not_edited(expected, command, tmp_path):
     (tmp_path / "unchanged.py").write_text(UNCHANGED)
-    command = ["-m", "jax_ring", *command, "--epochs", "3"] if command else ["unchanged.py", "--epochs", "3"]
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    if "jax_ring.launch" in command:
+        environment["JAX_RING_OVERRIDE"] = "1"
     result = subprocess.run(
-        [sys.executable, *command],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    expected = "False" if command[0] == "unchanged.py" else "True"
-    assert result.stdout.split() == [expected, "--epochs", "3", expected, expected]
+        [sys.executable, *command, "--epochs", "3"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    words = result.stdout.replace("[0] ", "").split()  # as the launcher begins lines
+    assert words == [str(expected), "--epochs", "3", str(expected), str(expected)]
 
 
 def test_the_variable_is_checked():
