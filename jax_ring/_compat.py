@@ -732,7 +732,9 @@ def scan_counts(scan_params: dict) -> tuple[int, int]:
 
 def bind_equation(eqn, operands: list) -> list:
     """The results of an equation for these operands, as `jax.core.eval_jaxpr` computes them."""
-    with eqn.ctx.manager:
+    source = eqn.source_info
+    name_stack = _source_info_util.current_name_stack() + source.name_stack
+    with _source_info_util.user_context(source.traceback, name_stack=name_stack), eqn.ctx.manager:
         results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
 
