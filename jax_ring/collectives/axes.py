@@ -142,15 +142,15 @@ def refuse_groups(function: str, groups) -> None:
         )
 
 
-def check_divisible(function: str, num_shards: int, size: int) -> int:
+def check_divisible(function: str, count: int, size: int, parts: str = "shards") -> int:
     """The number of shards as a Python integer. Raises unless `size` ranks can hold equally many shards."""
-    num_shards = integer(function, "num_shards", num_shards)
-    if num_shards < 1 or num_shards % size:
+    count = integer(function, f"num_{parts}", count)
+    if count < 1 or count % size:
         raise ValueError(
-            f"{function}: num_shards must be a positive multiple of the number of ranks, {size}, because all hold "
-            f"equally many shards; got {num_shards}"
+            f"{function}: num_{parts} must be a positive multiple of the number of ranks, {size}, because all hold "
+            f"equally many {parts}; got {count}"
         )
-    return num_shards
+    return count
 
 
 def refuse_mixed_axes(function: str, axes: tuple, batch_axes: tuple) -> None:

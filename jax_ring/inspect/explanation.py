@@ -36,13 +36,17 @@ _KINDS = {
     "ring_broadcast": "broadcast",
 }
 
+# Functions of the training layer whose collectives have their names, by a `jax.named_scope`.
+_NAMED = ("block_sum", "block_max")
+
 
 @dataclass(frozen=True)
 class Collective:
     """A collective as written in the function, or as inserted by differentiation.
 
     Attributes:
-      name: the name of the function that one calls for it: ring_psum, psum, psum_scatter, ... A pmean is a psum.
+      name: the name of the function that one calls for it: ring_psum, psum, psum_scatter, block_sum, ... A pmean is a
+        psum.
       axes: the names of the mesh axes over which it communicates.
       groups: the groups of mesh positions that communicate with each other.
       operands: dtype and shape of each operand on one rank.
@@ -239,8 +243,9 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None, predictor: 
         sent = wire_bytes(kind, num_bytes, [len(group) for group in groups])
         predicted = Prediction(sent, sent, ())
     has_options = "options" in params or (kind == "all_reduce" and "psum" in name)
+    scope = str(eqn.source_info.name_stack).rsplit("/", 1)[-1].rstrip(")").rsplit("(", 1)[-1]  # of "jvp(scope)"
     return Collective(
-        name=name,
+        name=scope if scope in _NAMED else name,
         axes=axes,
         groups=groups,
         operands=tuple(_aval_text(v.aval) for v in eqn.invars),

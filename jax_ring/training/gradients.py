@@ -19,7 +19,8 @@ from jax_ring.options import check_arrays, check_function, integer
 from jax_ring.training.parameters import check_parameters
 from jax_ring.training.quantized import Int8Wire
 from jax_ring.training.same_bits.cuts import check_in_axes
-from jax_ring.training.same_bits.shards import differentiate_shards, first_shard, indexed
+from jax_ring.training.same_bits.indices import SHARD
+from jax_ring.training.same_bits.shards import differentiate_shards, first_shard
 from jax_ring.training.sentinel import Digests, after, check_when, digests, reduced_with, verdict
 from jax_ring.training.sync import Reduction, ReductionOptions, is_float0
 from jax_ring.training.wire import UNCHANGED
@@ -203,7 +204,7 @@ def _of_mean(
                     "or differentiate by jax.jvp.",
                 )
                 return ((value, aux) if has_aux else value), grads
-        index = contextlib.nullcontext() if shards is None else indexed(first_shard(axis_name, shards.num_shards))
+        index = contextlib.nullcontext() if shards is None else SHARD.set(first_shard(axis_name, shards.num_shards))
         with _noted(axis_name, reduced_in_backward), index:
             (value, aux), grads = with_aux(*arguments, **kwargs)
         # A value that is the same on all ranks counts once: the ranks' gradients are parts of it, which add up.

@@ -1,9 +1,6 @@
 """The shards of a rank: a loss differentiated one shard at a time, such that no bit depends on the number of ranks."""
 
-import contextlib
-import contextvars
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,48 +10,12 @@ from jax import lax
 
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
-from jax_ring.collectives.leaves import bits_of_keys, own_copy
+from jax_ring.collectives.leaves import bits_of_keys
 from jax_ring.collectives.shard_sums import ShardSums, TermStack
 from jax_ring.options import check_arrays
 from jax_ring.training.same_bits.cuts import axes_of_leaves, dimension_of_cut
-from jax_ring.training.same_bits.evaluation import evaluate
-
-# The index of the shard that is being traced. JAX's caches know it by a number, so that a jitted layer is traced again
-# for another loss. JAX does not allow creating a user context while other threads trace, so it is created at import.
-_index: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("index", default=None)
-_number = jax.make_user_context(0)
-_numbers = itertools.count(1)
-
-
-def shard_index() -> jax.Array:
-    """The index of the shard whose loss is being computed, among the shards of all ranks: an int32 scalar.
-
-    For the function that `value_and_grad(..., num_shards=V)` differentiates, which runs once for each of V shards. A
-    random key made of it does not depend on the number of ranks:
-
-        key = jax.random.fold_in(key, jax_ring.shard_index())
-
-    Raises:
-      NameError: outside of such a function.
-    """
-    index = _index.get()
-    if index is None:
-        raise NameError(
-            "shard_index: there is no shard here. It has a value in a function that jax_ring.value_and_grad or grad "
-            "differentiates with num_shards=V. Pass num_shards to it, or use jax.lax.axis_index for the rank."
-        )
-    return index
-
-
-@contextlib.contextmanager
-def indexed(index: jax.Array) -> Iterator[None]:
-    """For the time of tracing a loss: the value of `shard_index()`."""
-    token = _index.set(index)
-    try:
-        with _number(next(_numbers)):
-            yield
-    finally:
-        _index.reset(token)
+from jax_ring.training.same_bits.indices import SHARD
+from jax_ring.training.same_bits.sealed import hidden_one, sealed
 
 
 def first_shard(axis_name: AxisName, num_shards: int) -> jax.Array:
@@ -75,7 +36,7 @@ def differentiate_shards(
 ) -> tuple[ShardSums, Any]:
     """The sums over this rank's shards of the values and gradients that `local` returns.
 
-    Every shard is computed by the same program, whatever the number of ranks: see `_sealed`.
+    Every shard is computed by the same program, whatever the number of ranks: see `sealed`.
 
     Args:
       function: the public function, for errors.
@@ -93,10 +54,10 @@ def differentiate_shards(
     each, first = num_shards // num_ranks(axes), first_shard(axis_name, num_shards)
     data = _Data.of(function, args, kwargs, parameters, in_axes, each, num_shards)
     body = _Body.traced(function, local, data, kwargs, first, axes)
-    condition = _hidden_one([*args, *kwargs.values()], axes)
+    condition = hidden_one([*args, *kwargs.values()], axes)
 
     def results(shard):
-        return _sealed(condition, body, [*data.shard(shard), first + shard])
+        return sealed(condition, body.closed, [*data.shard(shard), first + shard])
 
     if each == 1:
         sums, aux = body.split(results(np.int32(0)))
@@ -196,7 +157,7 @@ class _Body(NamedTuple):
         found: dict[str, Any] = {}
 
         def results(parts, index):
-            with indexed(index):
+            with SHARD.set(index):
                 (value, aux), grads = local(*data.arguments(parts), **kwargs)
             leaves, found["sums"] = jax.tree.flatten((value, grads))
             found["float0"] = {i: x for i, x in enumerate(leaves) if x.dtype == jax.dtypes.float0}
@@ -228,39 +189,3 @@ class _Body(NamedTuple):
         leaves = [self.float0[i] if i in self.float0 else next(rest) for i in places]
         kinds = tuple(np.dtype(self.float0[i].dtype if i in self.float0 else next(dtypes).dtype) for i in places)
         return ShardSums(jax.tree.unflatten(self.sums, leaves), num_shards, kinds)
-
-
-def _sealed(condition: jax.Array, body: _Body, operands: list) -> list:
-    """The results of a body, compiled as a computation of its own.
-
-    XLA optimises a computation as a whole. What surrounds a loss depends on the number of ranks, such as the loop over
-    the shards, which is missing if a rank has one. It would have a part in which expressions are fused and which are
-    found to be equal, and so in the last bits. A branch of a conditional is optimised by itself.
-    """
-
-    def branch():
-        # A constant of the loss is the same on all ranks, and what stands in its place in the other branch is not.
-        return [own_copy(x, tuple(_compat.varying_axes(condition))) for x in evaluate(body.closed, operands)]
-
-    def never():
-        # The loop is there because XLA turns a conditional whose branches are cheap into a `select`.
-        fill = lax.while_loop(lambda i: i < condition, lambda i: i + condition, condition * 0)
-        return [
-            own_copy(jnp.full(x.shape, fill.astype(x.dtype)), tuple(_compat.varying_axes(x)))
-            for x in body.closed.out_avals
-        ]
-
-    return lax.cond(condition == 1, branch, never)
-
-
-def _hidden_one(tree: Any, axes: tuple) -> jax.Array:
-    """An int32 scalar that is 1, which a compiler does not find out. It does not vary over other axes than these."""
-    leaves = [
-        x
-        for x in jax.tree.leaves(tree)
-        if isinstance(x, jax.core.Tracer) and x.size and _compat.varying_axes(x) <= {*axes}
-    ]
-    leaf = leaves[0] if leaves else lax.axis_index(axes)
-    first = bits_of_keys(lax.slice(leaf, [0] * leaf.ndim, [1] * leaf.ndim))[0].ravel()[0]
-    bits = lax.bitcast_convert_type(first.real.astype(jnp.float32), jnp.uint32)
-    return 1 + ((bits >> 1) >> 31).astype(jnp.int32)

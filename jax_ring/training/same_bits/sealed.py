@@ -1,0 +1,50 @@
+"""A computation that XLA compiles by itself, so that its bits do not depend on what surrounds it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ring import _compat
+from jax_ring.collectives.leaves import bits_of_keys, own_copy
+from jax_ring.training.same_bits.evaluation import evaluate
+
+
+def sealed(condition: jax.Array, closed: Any, operands: Sequence) -> list:
+    """The results of a ClosedJaxpr, compiled as a computation of its own.
+
+    XLA optimises a computation as a whole. What surrounds a loss depends on the number of ranks, such as the loop over
+    the shards, which is missing if a rank has one. It would have a part in which expressions are fused and which are
+    found to be equal, and so in the last bits. A branch of a conditional is optimised by itself.
+
+    Args:
+      condition: a scalar that is 1, which a compiler must not find out: `hidden_one`.
+    """
+
+    def branch():
+        # A constant of the loss is the same on all ranks, and what stands in its place in the other branch is not.
+        return [own_copy(x, tuple(_compat.varying_axes(condition))) for x in evaluate(closed, operands)]
+
+    def never():
+        # The loop is there because XLA turns a conditional whose branches are cheap into a `select`.
+        fill = lax.while_loop(lambda i: i < condition, lambda i: i + condition, condition * 0)
+        return [
+            own_copy(jnp.full(x.shape, fill.astype(x.dtype)), tuple(_compat.varying_axes(x))) for x in closed.out_avals
+        ]
+
+    return lax.cond(condition == 1, branch, never)
+
+
+def hidden_one(tree: Any, axes: tuple) -> jax.Array:
+    """An int32 scalar that is 1, which a compiler does not find out. It does not vary over other axes than these."""
+    leaves = [
+        x
+        for x in jax.tree.leaves(tree)
+        if isinstance(x, jax.core.Tracer) and x.size and _compat.varying_axes(x) <= {*axes}
+    ]
+    leaf = leaves[0] if leaves else lax.axis_index(axes)
+    first = bits_of_keys(lax.slice(leaf, [0] * leaf.ndim, [1] * leaf.ndim))[0].ravel()[0]
+    bits = lax.bitcast_convert_type(first.real.astype(jnp.float32), jnp.uint32)
+    return 1 + ((bits >> 1) >> 31).astype(jnp.int32)
