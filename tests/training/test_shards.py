@@ -1,5 +1,7 @@
 """value_and_grad(num_shards=V): what it computes, of which arguments, and what it refuses. All sums here are exact."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,6 +96,21 @@ def test_auxiliary_constants(check_vma):
     assert_same_bits(
         aux, {"number": np.full(V, 2.5, np.float32), "flag": np.ones(V, bool), "scale": np.full(V, 3.0, np.float32)}
     )
+
+
+def test_operations_keep_the_lines_of_the_loss():
+    def with_a_collective(params, x):
+        return loss(params, lax.psum(x, "j"))  # the line
+
+    f = jax.shard_map(
+        value_and_grad(with_a_collective, "i", num_shards=V), mesh=make_mesh((2, 2), ("i", "j")),
+        in_specs=(P(), P("i", "j")), out_specs=P(),
+    )  # fmt: skip
+    x = np.concatenate([X, X], axis=1)
+    (call,) = [call for call in jax_ring.explain(f, W, x).collectives if call.name == "psum"]
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    number = next(i for i, line in enumerate(lines, 1) if line.endswith("# the line"))
+    assert f"test_shards.py:{number}:" in call.call_site
 
 
 def test_auxiliary_data_that_cannot_be_stacked():
