@@ -1,7 +1,8 @@
 """`explain()`: lists the collectives of a function, who serves each of them, and the bytes they send."""
 
-import io
 import math
+import os
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -114,38 +115,37 @@ class Explanation:
     def __str__(self) -> str:
         written = _table(
             "Collectives, as written",
-            ("collective", "over", "ranks", "operands", "bytes", "times", "order", "served by", "sends", "at"),
+            ("collective", "over", "ranks", "bytes", "times", "order", "sends"),
             [
                 (
                     c.name,
                     ", ".join(map(str, c.axes)),
                     _abbreviate(map(len, c.groups)),
-                    _abbreviate(c.operands),
                     f"{c.num_bytes:,}",
                     _count_text(c.times),
                     c.order,
-                    f"{c.served_by}{_algorithm_text(c)}{f': {c.why}' if c.why else ''}",
                     f"{c.wire_bytes:,.0f}"
                     + (f", {c.wire_bytes_across_hosts:,.0f} across hosts" if c.wire_bytes_across_hosts else ""),
-                    c.call_site,
+                )
+                for c in self.collectives
+            ],
+            [
+                (
+                    _relative(c.call_site),
+                    f"{c.served_by}{_algorithm_text(c)}{f': {c.why}' if c.why else ''}",
+                    _abbreviate(c.operands),
                 )
                 for c in self.collectives
             ],
         )
         compiled = _table(
             "Collectives, as compiled",
-            ("instruction", "ranks", "operands", "bytes", "times", "sends"),
+            ("instruction", "ranks", "bytes", "times", "sends"),
             [
-                (
-                    i.name,
-                    _abbreviate(i.group_sizes),
-                    _abbreviate(i.operands),
-                    f"{i.num_bytes:,}",
-                    _count_text(i.times),
-                    f"{i.wire_bytes:,.0f}",
-                )
+                (i.name, _abbreviate(i.group_sizes), f"{i.num_bytes:,}", _count_text(i.times), f"{i.wire_bytes:,.0f}")
                 for i in self.instructions
             ],
+            [(_abbreviate(i.operands),) for i in self.instructions],
         )
         predicted, counted = _total_text(self.collectives), _total_text(self.instructions)
         totals = f"Each rank sends, in bytes: {predicted} predicted, {counted} counted in the compiled program."
@@ -350,17 +350,20 @@ def _count_text(count: int | None) -> str:
     return "?" if count is None else str(count)
 
 
-def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)) for row in (header, *rows)]
-        return "\n".join([title, *(line.rstrip() for line in lines), ""])
-    table = Table(*header, title=title)
-    for row in rows:
-        table.add_row(*row)
-    text = io.StringIO()
-    Console(file=text, width=160).print(table, markup=False)
-    return text.getvalue()
+def _relative(call_site: str) -> str:
+    """A call site, whose file is relative to the working directory if it is below it."""
+    return call_site.removeprefix(os.path.join(os.getcwd(), ""))
+
+
+def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], details: Sequence[Sequence[str]]) -> str:
+    """A table that fits a terminal of 80 columns: columns of numbers, and below each row what has no fixed width."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    head, *lines = ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)) for row in (header, *rows)]
+    text = [title, f"  {head.rstrip()}"]
+    for line, parts in zip(lines, details, strict=True):
+        text.append(f"  {line.rstrip()}")
+        text += textwrap.wrap(
+            "; ".join(filter(None, parts)), 80, initial_indent="      ", subsequent_indent="      ",
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+    return "\n".join([*text, ""])
