@@ -28,6 +28,7 @@
 #include "shm/peers/departures.h"
 #include "xla_cpu/calls_of_xla.h"
 #include "xla_cpu/handler.h"
+#include "xla_cpu/python_lock.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -205,6 +206,8 @@ std::vector<std::tuple<double, std::string, std::vector<int64_t>>> ages_of(
 
 NB_MODULE(_ffi_cpu, m) {
   m.doc() = "The CPU engine of jax_ring: XLA FFI handlers and their options.";
+
+  jax_ring::cpu::Watchdog::instance().set_launch_lock(jax_ring::cpu::python_lock());
 
   m.def(
       "collective_handlers",

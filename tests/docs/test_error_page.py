@@ -45,7 +45,8 @@ STRINGS_WITHOUT = {  # by their beginnings
         "the value is one of the shards' sums", "shards of a rank (", "state that init makes here", "scatter to the",
         "gather from the", "ring, for ", "start of the call", "a call of an earlier program",
         "ready to connect for", "fails calls at their", "looks for slow completions", "reports failures of GPU calls",
-        "waits for the other processes of a group", "gives idle memory back", "jax_ring.launch: …",
+        "waits for the other processes of a group", "gives idle memory back", "keeps Python from launching",
+        "jax_ring.launch: …",
     ],
     "names, expressions to search with, and what is sent between processes": [
         "python -m jax_ring", "\\b(DEADLINE_EXCEEDED|", "Gloo|", "Gloo |",

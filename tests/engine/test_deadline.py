@@ -167,6 +167,30 @@ check_health()
     )
 
 
+def test_what_is_in_flight_fails_with_the_call_that_it_waits_behind():
+    run(
+        """
+def f(x, absent):
+    # A call that all ranks make, and one that some may leave out.
+    x = ring_psum(x, "data")
+    return lax.cond(lax.axis_index("data") == absent[0], lambda x: x, lambda x: ring_psum(x, "data"), x)
+f = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=False))
+all_there, without_3 = jnp.array([-1]), jnp.array([3])
+expected = np.asarray(f(x, all_there))
+for _ in range(2):
+    f(x, without_3)  # dropped
+    behind = f(x, all_there)
+    beside = healthy(x)  # of another program
+    text, _ = error_of(lambda _: behind, x)
+    assert text.startswith("DEADLINE_EXCEEDED: In flight when an earlier execution of this program failed: "), text
+    assert "Missing: rank 3" in text, text
+    np.testing.assert_array_equal(f(x, all_there), expected)  # a new attempt
+    np.testing.assert_array_equal(beside, np.tile(np.asarray(x).reshape(8, 2, 3).sum(0), (8, 1)))
+""",
+        JAX_RING_TIMEOUT_S="3",
+    )
+
+
 def test_other_programs_are_not_disturbed():
     # While one program waits for its deadline, another one on the same devices completes.
     run("""

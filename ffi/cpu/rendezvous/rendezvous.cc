@@ -112,13 +112,14 @@ RendezvousPtr RendezvousMap::arrive(int64_t run_id, int64_t partition, Participa
   const size_t num_operands = participant.inputs.size();
   std::unique_lock<Mutex> lock(mutex_);
   // Checked under the lock: the watchdog either finds this rendezvous in the map, or has recorded the failure before.
-  if (const CallFailurePtr failure = Watchdog::instance().failure(run_id)) {
+  if (const CallFailurePtr failure = Watchdog::instance().failure(run_id, this)) {
     lock.unlock();
     // Moved first: the completion may run the rank's next call, which refills the participant.
     Completion done = std::move(participant.done);
     done(failure.get());
     return nullptr;
   }
+  latest_run_ = run_id;
   auto found = std::find_if(open_.begin(), open_.end(), [&](const RendezvousPtr& rendezvous) {
     return rendezvous->run_id == run_id && rendezvous->group == place.group && !rendezvous->done[place.rank];
   });
@@ -216,11 +217,20 @@ bool RendezvousMap::has_arrived(const Rendezvous& rendezvous, int64_t partition)
   return rendezvous.group == place.group && rendezvous.done[place.rank];
 }
 
-bool RendezvousMap::is_waiting(int64_t run_id, int64_t partition) {
+bool RendezvousMap::has_open(const std::function<bool(const Rendezvous&)>& predicate) {
   std::lock_guard<Mutex> lock(mutex_);
-  return std::any_of(open_.begin(), open_.end(), [&](const RendezvousPtr& rendezvous) {
-    return rendezvous->run_id == run_id && has_arrived(*rendezvous, partition);
-  });
+  return std::any_of(open_.begin(), open_.end(),
+                     [&](const RendezvousPtr& rendezvous) { return predicate(*rendezvous); });
+}
+
+bool RendezvousMap::is_waiting(int64_t run_id, int64_t partition) {
+  return has_open(
+      [&](const Rendezvous& rendezvous) { return rendezvous.run_id == run_id && has_arrived(rendezvous, partition); });
+}
+
+int64_t RendezvousMap::latest_run() {
+  std::lock_guard<Mutex> lock(mutex_);
+  return latest_run_;
 }
 
 void RendezvousMap::add_open_runs(std::set<int64_t>& runs) {

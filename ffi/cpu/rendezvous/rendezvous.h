@@ -147,6 +147,10 @@ class RendezvousMap {
   void add_open_runs(std::set<int64_t>& runs);
 
   bool has_deadline() const { return !call_.empty(); }
+  // Whether an open rendezvous satisfies the predicate.
+  bool has_open(const std::function<bool(const Rendezvous&)>& predicate);
+  // The execution of the latest arrival.
+  int64_t latest_run();
   // Where its ranks wait, for error messages of other calls.
   std::string place() const;
 
@@ -169,6 +173,7 @@ class RendezvousMap {
   Mutex mutex_;
   std::vector<RendezvousPtr> open_;      // oldest first
   std::vector<WaitingPolicy> policies_;  // by group
+  int64_t latest_run_ = -1;
 };
 
 }  // namespace jax_ring::cpu

@@ -18,6 +18,10 @@ namespace {
 constexpr size_t kMaxFailures = 256;
 constexpr double kChecksPerDeadline = 10;
 constexpr double kMaxCheckInterval = 10;  // seconds
+// How long nothing must arrive until all that was in flight is taken to have arrived, and how long that may take at
+// most. In parts of a deadline.
+constexpr double kQuiet = 0.05;
+constexpr double kLongestDrain = 0.2;
 // A barrier outlasts the calls that its missing ranks may be waiting in.
 constexpr int kDeadlinesOfBarrier = 2;
 
@@ -55,6 +59,8 @@ void Watchdog::watch(RendezvousMap* rendezvous_map) {
 void Watchdog::unwatch(RendezvousMap* rendezvous_map) {
   std::lock_guard<std::mutex> lock(watched_mutex_);
   watched_.erase(std::remove(watched_.begin(), watched_.end(), rendezvous_map), watched_.end());
+  std::lock_guard<std::mutex> failures_lock(failures_mutex_);
+  failing_.erase(rendezvous_map);
 }
 
 void Watchdog::set_deadline(double seconds) {
@@ -65,8 +71,17 @@ void Watchdog::set_deadline(double seconds) {
   wake_.notify_all();
 }
 
+void Watchdog::set_launch_lock(std::unique_ptr<LaunchLock> lock) {
+  std::lock_guard<std::mutex> watched_lock(watched_mutex_);
+  launch_lock_ = std::move(lock);
+}
+
 void Watchdog::record_failure(int64_t run_id, const CallFailurePtr& why) {
   std::lock_guard<std::mutex> lock(failures_mutex_);
+  record_failure_locked(run_id, why);
+}
+
+void Watchdog::record_failure_locked(int64_t run_id, const CallFailurePtr& why) {
   if (failure_locked(run_id) != nullptr) return;
   failures_.emplace_back(run_id, why);
   if (failures_.size() > kMaxFailures) failures_.pop_front();
@@ -77,6 +92,16 @@ CallFailurePtr Watchdog::failure(int64_t run_id) const {
   if (!any_failure_.load(std::memory_order_acquire)) return nullptr;
   std::lock_guard<std::mutex> lock(failures_mutex_);
   return failure_locked(run_id);
+}
+
+CallFailurePtr Watchdog::failure(int64_t run_id, RendezvousMap* rendezvous_map) {
+  if (!any_failure_.load(std::memory_order_acquire)) return nullptr;
+  std::lock_guard<std::mutex> lock(failures_mutex_);
+  if (CallFailurePtr known = failure_locked(run_id)) return known;
+  if (failing_.count(rendezvous_map) == 0) return nullptr;
+  record_failure_locked(run_id, failure_in_flight_);
+  ++num_failed_in_flight_;
+  return failure_in_flight_;
 }
 
 void Watchdog::abandon(const std::string& why) {
@@ -90,6 +115,7 @@ void Watchdog::abandon(const std::string& why) {
     }
     std::lock_guard<std::mutex> failures_lock(failures_mutex_);
     failures_.clear();
+    failing_.clear();
     any_failure_.store(false, std::memory_order_release);
   }
   if (open.empty()) return;
@@ -117,6 +143,46 @@ void Watchdog::run() {
 }
 
 void Watchdog::check_deadlines() {
+  // Before anyone can know of a failure.
+  LaunchLock* const launches = lock_of_expired();
+  const bool is_locked = launches != nullptr && launches->acquire();
+  fail_expired(is_locked);
+  if (!is_locked) return;
+  await_those_in_flight();
+  launches->release();
+}
+
+LaunchLock* Watchdog::lock_of_expired() {
+  std::lock_guard<std::mutex> lock(watched_mutex_);
+  const auto limit = std::chrono::duration<double>(deadline());
+  const auto now = Clock::now();
+  const bool expired = std::any_of(watched_.begin(), watched_.end(), [&](RendezvousMap* rendezvous_map) {
+    return rendezvous_map->has_deadline() && rendezvous_map->has_open([&](const Rendezvous& rendezvous) {
+      return has_run_for(limit, rendezvous.start_time, now);
+    });
+  });
+  return expired ? launch_lock_.get() : nullptr;
+}
+
+// Waits until no execution arrives any more of those that fail.
+void Watchdog::await_those_in_flight() {
+  const std::chrono::duration<double> quiet(kQuiet * deadline()), longest(kLongestDrain * deadline());
+  const auto begin = Clock::now();
+  int64_t before = -1;
+  for (;;) {
+    {
+      std::lock_guard<std::mutex> lock(failures_mutex_);
+      if (num_failed_in_flight_ == before || Clock::now() - begin > longest) {
+        failing_.clear();
+        return;
+      }
+      before = num_failed_in_flight_;
+    }
+    std::this_thread::sleep_for(quiet);
+  }
+}
+
+void Watchdog::fail_expired(bool with_those_in_flight) {
   std::vector<RendezvousPtr> expired;
   std::vector<CallFailurePtr> reasons;
   std::string report;
@@ -157,6 +223,7 @@ void Watchdog::check_deadlines() {
     }
     // With the error: nobody may ever await the results.
     if (!expired.empty()) report = "jax_ring: " + reasons.front()->message() + "\n" + flight::table_of_ranks();
+    if (with_those_in_flight && !expired.empty()) fail_later_executions(expired, *reasons.front());
     for (size_t i = 0; i < expired.size(); ++i) record_failure(expired[i]->run_id, reasons[i]);
     // The other open rendezvous of failed executions cannot complete either. A communicator may have failed them.
     for (RendezvousMap* rendezvous_map : watched_) {
@@ -172,6 +239,21 @@ void Watchdog::check_deadlines() {
   flight::Recorder::instance().print_once(report);
   for (size_t i = 0; i < expired.size(); ++i)
     CompletionThreads::instance().complete(std::move(expired[i]), std::move(reasons[i]));
+}
+
+// Requires watched_mutex_.
+void Watchdog::fail_later_executions(const std::vector<RendezvousPtr>& failed, CallFailure why) {
+  std::set<RendezvousMap*> calls;
+  for (RendezvousMap* rendezvous_map : watched_) {
+    const int64_t run_id = rendezvous_map->latest_run();
+    if (std::any_of(failed.begin(), failed.end(), [&](const auto& one) { return one->run_id == run_id; })) {
+      calls.insert(rendezvous_map);
+    }
+  }
+  why.text = "In flight when an earlier execution of this program failed: " + why.text;
+  std::lock_guard<std::mutex> lock(failures_mutex_);
+  failing_ = std::move(calls);
+  failure_in_flight_ = numbered(std::move(why));
 }
 
 // Lets the ranks go on that have waited at a barrier for so long, if none of the others waits in a call: these may be

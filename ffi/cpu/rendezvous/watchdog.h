@@ -6,16 +6,26 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/call_failure.h"
+#include "cpu/rendezvous/rendezvous.h"
 
 namespace jax_ring::cpu {
 
-class RendezvousMap;
+// Keeps the program from launching executions, and from acting on the errors of those that it has launched.
+class LaunchLock {
+ public:
+  virtual ~LaunchLock() = default;
+  // Returns false if it cannot be had soon.
+  virtual bool acquire() = 0;
+  virtual void release() = 0;
+};
 
 // One per process. Its thread starts with the first RendezvousMap and checks a few times per deadline, so that a call
 // needs no timer. Once one call of an execution has failed, all its calls fail at once with the same error, since the
@@ -35,6 +45,11 @@ class Watchdog {
   // From now on errors of missing ranks name what to do where the runtime's launches hold the threads that these need.
   void say_that_launches_hold_threads() { launches_hold_threads_.store(true, std::memory_order_relaxed); }
 
+  // What keeps the program from launching while calls fail at their deadline. Executions of the same program that
+  // arrive meanwhile were in flight before anyone could know of the failure, and fail too: each would otherwise wait
+  // for a deadline of its own. A later one may be a new attempt, and one of another program may be healthy.
+  void set_launch_lock(std::unique_ptr<LaunchLock> lock);
+
   // Records that an execution has failed; its further calls fail at once.
   void record_failure(int64_t run_id, const CallFailurePtr& why);
 
@@ -44,13 +59,20 @@ class Watchdog {
 
   // Why this execution has failed; null if it has not.
   CallFailurePtr failure(int64_t run_id) const;
+  // The same for an execution in which a rank makes the call of this map.
+  CallFailurePtr failure(int64_t run_id, RendezvousMap* rendezvous_map);
 
  private:
   Watchdog() = default;
   void run();
   void check_deadlines();
+  LaunchLock* lock_of_expired();  // null if no call has expired
+  void fail_expired(bool with_those_in_flight);
+  void fail_later_executions(const std::vector<RendezvousPtr>& failed, CallFailure why);
+  void await_those_in_flight();
   void release_barriers(std::chrono::duration<double> limit);  // requires watched_mutex_
   CallFailurePtr failure_locked(int64_t run_id) const;
+  void record_failure_locked(int64_t run_id, const CallFailurePtr& why);
 
   std::atomic<double> deadline_seconds_{60.0};
   std::atomic<bool> launches_hold_threads_{false};
@@ -59,10 +81,14 @@ class Watchdog {
   std::vector<RendezvousMap*> watched_;
   bool started_ = false;
   std::condition_variable wake_;
+  std::unique_ptr<LaunchLock> launch_lock_;
 
   std::atomic<bool> any_failure_{false};
   mutable std::mutex failures_mutex_;
   std::deque<std::pair<int64_t, CallFailurePtr>> failures_;  // the latest kMaxFailures runs
+  std::set<RendezvousMap*> failing_;                         // calls of programs of which all in flight fail
+  CallFailurePtr failure_in_flight_;
+  int64_t num_failed_in_flight_ = 0;
 };
 
 }  // namespace jax_ring::cpu

@@ -5,11 +5,13 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <random>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "cpu/rendezvous/watchdog.h"
@@ -406,6 +408,54 @@ TEST(Deadline, ANewDeadlineTakesEffectAtOnce) {
   EXPECT_FALSE(outcome.wait(std::chrono::duration<double>(kDeadline)));
   Watchdog::instance().set_deadline(kDeadline);  // a shorter one takes effect at once, also for ranks that already wait
   EXPECT_TRUE(outcome.wait(std::chrono::seconds(2)));
+}
+
+// In place of the interpreter's lock: acts while nothing can be launched.
+class ActingLock final : public LaunchLock {
+ public:
+  explicit ActingLock(std::function<void()> on_release) : on_release_(std::move(on_release)) {}
+  bool acquire() override { return true; }
+  void release() override { on_release_(); }
+
+ private:
+  std::function<void()> on_release_;
+};
+
+TEST(Deadline, WhatWasInFlightFailsAndWhatIsLaunchedLaterDoesNot) {
+  RendezvousMap first(ReplicaGroups({0, 1}, {2}), "first"), second(ReplicaGroups({0, 1}, {2}), "second");
+  RendezvousMap of_another_program(ReplicaGroups({0, 1}, {2}), "another");
+  const int64_t failed = next_run_id(), in_flight = next_run_id(), other = next_run_id(), later = next_run_id();
+  const Outcome complete, its_peer, missing, early, its_call, elsewhere, retry;
+  Outcome released;
+  const auto before = Watchdog::instance().deadline();
+  Watchdog::instance().set_launch_lock(std::make_unique<ActingLock>([&] { released.completion()(nullptr); }));
+  EXPECT_EQ(first.arrive(failed, 0, participant(0, complete)), nullptr);
+  EXPECT_NE(first.arrive(failed, 1, participant(0, its_peer)), nullptr);
+  Participant waits = participant(0, missing);
+  const std::function<void()> meanwhile = [&] {
+    // The first call that the failed execution has made, not the one that failed it.
+    first.arrive(in_flight, 1, participant(0, early));
+    first.arrive(in_flight, 0, participant(0, its_call));
+    of_another_program.arrive(other, 0, participant(0, elsewhere));
+  };
+  waits.done = [&](const CallFailure* error) {
+    meanwhile();
+    missing.completion()(error);
+  };
+  EXPECT_EQ(second.arrive(failed, 0, std::move(waits)), nullptr);
+  Watchdog::instance().set_deadline(kDeadline);
+  ASSERT_TRUE(released.wait());
+  Watchdog::instance().set_deadline(300);
+  EXPECT_EQ(missing.error().find("second: 1 of 2 ranks"), 0u) << missing.error();
+  for (const Outcome* outcome : {&early, &its_call}) {
+    EXPECT_EQ(outcome->times(), 1);
+    EXPECT_EQ(outcome->error(), "In flight when an earlier execution of this program failed: " + missing.error());
+  }
+  EXPECT_EQ(elsewhere.times(), 0);
+  EXPECT_EQ(first.arrive(later, 0, participant(0, retry)), nullptr);
+  EXPECT_EQ(retry.times(), 0);
+  Watchdog::instance().set_launch_lock(nullptr);
+  Watchdog::instance().set_deadline(before);
 }
 
 TEST(Deadline, CallingBackIntoTheRendezvousIsAllowed) {
