@@ -32,8 +32,7 @@ def bits(result: dict) -> str:
 def line(result: dict) -> str:
     """A row of the table, of at most 80 columns."""
     program = registry.PROGRAMS[result["name"]]
-    version = sources.versions().get(program.source)
-    source = f"{program.source}-{version}" if version else program.source
+    source = sources.full_name(program.source)
     replaced = " ".join(f"{number}{KINDS[kind]}" for kind, number in sorted(result["replaced"].items()))
     by_xla, by_engine = (min(seconds) for seconds in result["compile"])
     mesh = "x".join(map(str, program.mesh.values()))

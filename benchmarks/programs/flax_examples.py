@@ -13,8 +13,9 @@ from programs.registry import divide, example, program, put
 SOURCE = "flax-0.12.8"
 # What reads data sets and writes logs.
 ABSENT = (
-    "tensorflow", "tensorflow_datasets", "input_pipeline", "clu", "clu.metric_writers", "clu.periodic_actions",
-    "flax.metrics.tensorboard", "flax.metrics", "grain", "tokenizer", "env_utils", "test_episodes", "sampler",
+    "tensorflow", "tensorflow_datasets", "grain", "flax.metrics.tensorboard", "clu.metric_writers", "clu.checkpoint",
+    "clu.periodic_actions", "clu.parameter_overview", "input_pipeline", "tokenizer", "env_utils", "test_episodes",
+    "sampler",
 )  # fmt: skip
 
 

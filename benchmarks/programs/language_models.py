@@ -16,7 +16,7 @@ def tokens(shape, below: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, below, shape)
 
 
-@program("google-tunix", fsdp=4, tp=2)
+@program("google-tunix", fsdp=2, tp=2)
 def qwen3_moe(mesh):
     """Qwen3 of Tunix with a mixture of experts: experts divided over one axis, their weights over the other."""
     import optax
@@ -25,7 +25,7 @@ def qwen3_moe(mesh):
     qwen3 = without(ABSENT, "tunix.models.qwen3.model")
 
     config = qwen3.ModelConfig(
-        num_layers=2, vocab_size=64, embed_dim=32, hidden_dim=32, num_heads=4, head_dim=8, num_kv_heads=2,
+        num_layers=1, vocab_size=64, embed_dim=32, hidden_dim=32, num_heads=4, head_dim=8, num_kv_heads=2,
         rope_theta=10_000, norm_eps=1e-6, num_experts=4, num_experts_per_tok=2, use_tied_embedding=True,
     )  # fmt: skip
     batch = put(tokens((8, 16), 64), mesh, "fsdp")

@@ -4,6 +4,7 @@ import importlib
 import sys
 import types
 from collections.abc import Callable
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import NamedTuple
@@ -68,11 +69,30 @@ def divide(tree, mesh: Mesh, *axes: str):
     return jax.tree.map(place, tree)
 
 
+class _Absent(MetaPathFinder, Loader):
+    """Stands in for modules and all that is below them."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+
+    def find_spec(self, name, path=None, target=None) -> ModuleSpec | None:
+        is_named = any(f"{name}.".startswith(f"{each}.") for each in self._names)
+        return ModuleSpec(name, self, is_package=True) if is_named else None
+
+    def create_module(self, spec) -> MagicMock:
+        return MagicMock()
+
+    def exec_module(self, module) -> None:
+        pass
+
+
 def without(absent: tuple[str, ...], module: str) -> types.ModuleType:
     """Imports a module. absent: modules that read data sets or write logs, for which nothing is there."""
-    for name in absent:
-        sys.modules.setdefault(name, MagicMock(__spec__=ModuleSpec(name, None)))
-    return importlib.import_module(module)
+    sys.meta_path.insert(0, finder := _Absent(absent))
+    try:
+        return importlib.import_module(module)
+    finally:
+        sys.meta_path.remove(finder)
 
 
 def example(folder: str, module: str, absent: tuple[str, ...] = ()) -> types.ModuleType:

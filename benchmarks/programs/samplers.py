@@ -72,11 +72,10 @@ def blackjax_chees(mesh):
     def log_density(x):
         return -0.5 * ((x / scales) ** 2).sum()
 
-    def calculate():
+    @jax.jit
+    def adapt(key, start):
         warmup = blackjax.chees_adaptation(log_density, num_chains=32)
-        (states, parameters), _ = jax.jit(
-            lambda key, start: warmup.run(key, start, 0.1, optax.adam(0.05), 15)
-        )(jax.random.key(0), start)  # fmt: skip
-        return states, {name: value for name, value in parameters.items() if isinstance(value, jax.Array)}
+        (states, parameters), _ = warmup.run(key, start, 0.1, optax.adam(0.05), 15)
+        return states, parameters["step_size"], parameters["inverse_mass_matrix"]
 
-    return calculate
+    return lambda: adapt(jax.random.key(0), start)

@@ -1,5 +1,6 @@
 """Fetches the programs of others: distributions by name, version and hash, into a folder outside of the source tree."""
 
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -9,6 +10,16 @@ from pathlib import Path
 REQUIREMENTS = Path(__file__).parent / "requirements.txt"
 # Distributions of which only the examples are used, which wheels do not hold. The package itself is the environment's.
 EXAMPLES = ("flax",)
+# Distributions whose version is the environment's, of the extra `test`.
+OF_ENVIRONMENT = ("equinox", "flax", "optax")
+
+
+def full_name(source: str) -> str:
+    """The name of a program's source with its version."""
+    if source in OF_ENVIRONMENT:
+        return f"{source}-{importlib.metadata.version(source)}"
+    version = versions().get(source)
+    return f"{source}-{version}" if version else source
 
 
 def versions() -> dict[str, str]:

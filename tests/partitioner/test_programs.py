@@ -1,6 +1,5 @@
 """Programs of others, unmodified, have the bits of XLA's collectives, and none of these are left."""
 
-import importlib.util
 import json
 import pathlib
 import subprocess
@@ -11,13 +10,12 @@ import pytest
 from programs import registry, sources, worker
 
 WORKER = pathlib.Path(worker.__file__)
-OF_TESTS = {"flax", "equinox", "optax"}  # what the extra `test` brings, and no requirement names
 
 
 @pytest.mark.parametrize("name", ["flax_batch_norm", "equinox_attention", "optax_lbfgs"])
 def test_the_bits_of_xla(name):
-    if missing := {"optax", name.partition("_")[0]} - {each for each in OF_TESTS if importlib.util.find_spec(each)}:
-        pytest.skip(f"needs {missing}")
+    for package in {"optax", name.partition("_")[0]}:
+        pytest.importorskip(package)
     result = subprocess.run([sys.executable, WORKER, name], capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
@@ -39,5 +37,5 @@ def test_every_source_has_a_version_and_a_hash():
     registry.load_all()
     named = {program.source for program in registry.PROGRAMS.values()}
     pinned = {f"{name}-{version}" for name, version in sources.versions().items()} | set(sources.versions())
-    assert named <= pinned | OF_TESTS
+    assert named <= pinned | {*sources.OF_ENVIRONMENT}
     assert sources.REQUIREMENTS.read_text().count("==") == len(sources.versions())
