@@ -7,6 +7,7 @@ The folder is for what is fetched. Results in lines of JSON: --json FILE.
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -17,9 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # a program has its own f
 
 from programs import registry, sources
 
-KINDS = {
-    "all_reduce": "AR", "all_gather": "AG", "all_to_all": "A2A", "permute": "CP", "reduce_scatter": "RS",
-}  # fmt: skip
+KINDS = {"all_reduce": "R", "all_gather": "G", "all_to_all": "A", "permute": "P", "reduce_scatter": "S"}
 
 
 def bits(result: dict) -> str:
@@ -33,12 +32,12 @@ def line(result: dict) -> str:
     """A row of the table, of at most 80 columns."""
     program = registry.PROGRAMS[result["name"]]
     source = sources.full_name(program.source)
-    replaced = " ".join(f"{number}{KINDS[kind]}" for kind, number in sorted(result["replaced"].items()))
+    replaced = " ".join(f"{result['replaced'][kind]}{KINDS[kind]}" for kind in KINDS if kind in result["replaced"])
     by_xla, by_engine = (min(seconds) for seconds in result["compile"])
     mesh = "x".join(map(str, program.mesh.values()))
     left = sum(result["left"].values())
     return (
-        f"{result['name']:<20} {source[:17]:<17} {mesh:<5} {replaced:<17.17} {left:>3} {bits(result):<8.8}"
+        f"{result['name']:<20} {source[:17]:<17} {mesh:<5} {replaced:<17} {left:>3} {bits(result):<8.8}"
         f" {by_engine / by_xla:.2f}"
     )
 
@@ -52,6 +51,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="how often each way is run; compile times are the least")
     arguments = parser.parse_args()
     paths = [*map(str, sources.fetch(arguments.folder.resolve())), *filter(None, [os.environ.get("PYTHONPATH")])]
+    print(
+        f"# JAX {importlib.metadata.version('jax')}. R all-reduce, G all-gather, A all-to-all, P permute, S reduce-scatter"
+    )
     print(f"# {'program':<18} {'source':<17} {'mesh':<5} {'replaced':<17} XLA bits     compile", flush=True)
     failed = []
     for name in arguments.names or registry.PROGRAMS:
