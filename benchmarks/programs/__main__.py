@@ -51,9 +51,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="how often each way is run; compile times are the least")
     arguments = parser.parse_args()
     paths = [*map(str, sources.fetch(arguments.folder.resolve())), *filter(None, [os.environ.get("PYTHONPATH")])]
-    print(
-        f"# JAX {importlib.metadata.version('jax')}. R all-reduce, G all-gather, A all-to-all, P permute, S reduce-scatter"
-    )
+    print(f"# JAX {importlib.metadata.version('jax')}; R: all-reduce, G: all-gather, A: all-to-all, P: permute,")
+    print("# S: reduce-scatter; XLA: how many are left; compile: how long, over XLA's")
     print(f"# {'program':<18} {'source':<17} {'mesh':<5} {'replaced':<17} XLA bits     compile", flush=True)
     failed = []
     for name in arguments.names or registry.PROGRAMS:
