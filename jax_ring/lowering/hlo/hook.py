@@ -106,12 +106,13 @@ class _Program(NamedTuple):
     Attributes:
       name: between processes.
       mesh: of its devices, in the order of the partitions.
-      stack_frames: the StackFrameIndexProto.
+      stack_frames: the lists of the StackFrameIndexProto, by the numbers of their fields. Programs have thousands of
+        lines, so they are read once.
     """
 
     name: str
     mesh: jax.sharding.Mesh
-    stack_frames: Message
+    stack_frames: dict[int, list[bytes]]
 
     def config_of(self, call: Collective, instruction: Message) -> str:
         """The attributes of the engine's call, as text."""
@@ -134,9 +135,9 @@ class _Program(NamedTuple):
         if not frame:
             return metadata.text(_OP_NAME)
         index = self.stack_frames
-        location = Message.parse(index.each(_LOCATIONS)[Message.parse(index.each(_FRAMES)[frame - 1]).integer(1) - 1])
-        file = index.each(_FILES)[location.integer(_LOCATION_FILE) - 1].decode()
-        function = index.each(_FUNCTIONS)[location.integer(_LOCATION_FUNCTION) - 1].decode()
+        location = Message.parse(index[_LOCATIONS][Message.parse(index[_FRAMES][frame - 1]).integer(1) - 1])
+        file = index[_FILES][location.integer(_LOCATION_FILE) - 1].decode()
+        function = index[_FUNCTIONS][location.integer(_LOCATION_FUNCTION) - 1].decode()
         return f"{file}:{location.integer(_LOCATION_LINE)} ({function})"
 
 
@@ -171,7 +172,9 @@ def _replace(module: Message, name: str, value: str) -> bytes | None:
         return None
     computations = {i: Message.parse(data) for i, data in bodies.items()}
     by_id = {computation.integer(rewrite.COMPUTATION_ID): i for i, computation in computations.items()}
-    program = _Program(value[1:], jax.sharding.Mesh(np.array(devices), "partition"), module.message(_STACK_FRAMES))
+    index = module.message(_STACK_FRAMES)
+    frames = {field: index.each(field) for field in (_FILES, _FUNCTIONS, _LOCATIONS, _FRAMES)}
+    program = _Program(value[1:], jax.sharding.Mesh(np.array(devices), "partition"), frames)
     fields, is_changed = list(module.fields), False
     for i, data in bodies.items():
         if not collectives.may_hold_any(data):

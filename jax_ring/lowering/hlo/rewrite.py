@@ -60,11 +60,12 @@ class Computation:
         self._message = message
         self._num_partitions = num_partitions
         self._config_of, self._reduction_of, self._body_of = config_of, reduction_of, body_of
+        self._serialized = message.each(INSTRUCTIONS)
         self._instructions = message.messages(INSTRUCTIONS)
         self._by_id = {instruction.integer(ID): instruction for instruction in self._instructions}
         self._next_id = max(self._by_id) + 1
         self._users: dict[int, list[Message]] | None = None
-        self._written: list[Message] = []
+        self._written: list[Message | bytes] = []
         self._position = 0
 
     def replace(self, refuse: Callable[[Message, Unsupported], None]) -> Message | None:
@@ -85,9 +86,9 @@ class Computation:
         if not calls:
             return None
         self._position = self._add("partition-id", array_shape(UINT32))
-        for instruction in self._instructions:
+        for instruction, serialized in zip(self._instructions, self._serialized, strict=True):
             if (found := calls.get(instruction.integer(ID))) is None:
-                self._written.append(instruction)
+                self._written.append(serialized)
             else:
                 self._write(instruction, *found)
         others = [field for field in self._message.fields if field[0] != INSTRUCTIONS]
@@ -133,12 +134,13 @@ class Computation:
 
     def _write_exchange(self, instruction: Message, call: Collective, config: str) -> None:
         """Writes the call for an all-to-all that has one operand and one result for each rank: blocks of one array."""
-        block, whole = call.operands[0], _with_leading(call.operands[0], call.size)
-        blocks = [self._add("bitcast", _with_leading(block, 1), [each], instruction) for each in call.operand_ids]
+        block = call.operands[0]
+        whole, one = _with_leading(block, call.size), _with_leading(block, 1)
+        blocks = [self._add("bitcast", one, [each], instruction) for each in call.operand_ids]
         joined = self._add("concatenate", whole, blocks, instruction, [wire.packed(DIMENSIONS, [0])])
         fields = self._call_fields(call, config, [whole])
         made = self._add("custom-call", whole, [self._position, joined], instruction, fields)
-        parts = [self._slice(made, i, block, instruction) for i in range(call.size)]
+        parts = [self._slice(made, i, block, one, instruction) for i in range(call.size)]
         self._written.append(_instead(instruction, "tuple", parts))
 
     def _call_fields(self, call: Collective, config: str, operands: Sequence[Shape]) -> list[wire.Field]:
@@ -153,7 +155,7 @@ class Computation:
             wire.integer(_API_VERSION, _TYPED_FFI),
         ]
 
-    def _slice(self, made: int, index: int, block: Shape, instruction: Message) -> int:
+    def _slice(self, made: int, index: int, block: Shape, one: Shape, instruction: Message) -> int:
         limits = [(index, index + 1), *((0, size) for size in block.dimensions)]
         slices = [
             wire.data(
@@ -162,7 +164,7 @@ class Computation:
             )
             for i, j in limits
         ]
-        part = self._add("slice", _with_leading(block, 1), [made], instruction, slices)
+        part = self._add("slice", one, [made], instruction, slices)
         return self._add("bitcast", block, [part], instruction)
 
     def _add(
