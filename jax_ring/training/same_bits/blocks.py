@@ -91,7 +91,7 @@ def block_max(f: Callable[[Any, Any], Any], axis_name: AxisName) -> Callable[[An
         blocks, inputs = lax.stop_gradient((blocks, inputs))
         where = _Where.of("block_max", axis_name, None, blocks, inputs)
         values, _ = where.run(
-            lambda block, inputs: (where.applied(f, *block, inputs), []), [where.indices(), blocks], inputs
+            lambda block, inputs: (where.applied(f, block[0], block[1], inputs), []), [where.indices(), blocks], inputs
         )
         return where.named(ring_pmax, jax.tree.map(lambda x: x.max(0), values), axis_name)
 
