@@ -1,7 +1,6 @@
 """Ordinary `jit` programs compute the same under override_lax() as by XLA's collectives, none of which are left."""
 
 import collections
-import contextlib
 import re
 
 import jax
@@ -9,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_same_bits, make_mesh
+from hook import FORMS, by_hook_alone
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import override_lax
-from jax_ring.lowering.hlo import hook
-from jax_ring.lowering.override_state import Settings, enabled
 
 MESH = make_mesh((2, 4), ("a", "b"))
 RNG = np.random.default_rng(0)
@@ -194,38 +192,6 @@ def test_other_meshes(names):
     assert check(f, x, w)
 
 
-# XLA's partitioner makes few of the forms that HLO allows. Those of shard_map's collectives are others, if the lowering
-# of lax is left as it is.
-
-
-@contextlib.contextmanager
-def by_hook_alone():
-    end = hook.register()
-    try:
-        with enabled(Settings(partitioner=True)):
-            yield
-    finally:
-        end()
-
-
-PAIRS = [[0, 2], [1, 3]]
-BODIES = {
-    "psum": lambda x: lax.psum((x, x[0] * 2, x[:1, :2]), "b"),
-    "psum of both axes": lambda x: lax.psum(x, ("a", "b")),
-    "psum in groups": lambda x: lax.psum(x, "b", axis_index_groups=PAIRS),
-    "pmax": lambda x: (lax.pmax(x, "a"), lax.pmin(x, "b")),
-    "gather": lambda x: (lax.all_gather(x, "b"), lax.all_gather(x, "a", axis=1)),
-    "gather tiles": lambda x: (lax.all_gather(x, ("a", "b"), axis=2, tiled=True), lax.all_gather(x.T, "b", tiled=True)),
-    "gather in groups": lambda x: lax.all_gather(x, "b", axis_index_groups=PAIRS, axis=1, tiled=True),
-    "scatter": lambda x: [lax.psum_scatter(x, "b", scatter_dimension=i, tiled=True) for i in range(3)],
-    "scatter of both axes": lambda x: lax.psum_scatter(x, ("a", "b"), scatter_dimension=2, tiled=True),
-    "scatter in groups": lambda x: lax.psum_scatter(x, "b", axis_index_groups=PAIRS, scatter_dimension=2, tiled=True),
-    "exchange": lambda x: [lax.all_to_all(x, "b", i, j, tiled=True) for i, j in ((0, 0), (1, 2), (2, 0))],
-    "exchange in groups": lambda x: lax.all_to_all(x, "b", 2, 0, axis_index_groups=PAIRS, tiled=True),
-    "permute": lambda x: (lax.ppermute(x, "b", [(0, 1), (1, 2), (3, 0)]), lax.ppermute(x, "a", [(0, 1), (1, 0)])),
-}
-
-
 @pytest.mark.parametrize(
     ("dtype", "without"),
     [
@@ -238,7 +204,7 @@ def test_all_forms_of_collectives(dtype, without):
     x = jnp.asarray(RNG.integers(0, 9, (8, 16, 8)), dtype)
 
     def f(x):
-        results = {name: body(x) for name, body in BODIES.items() if not any(map(name.startswith, without))}
+        results = {name: body(x) for name, body in FORMS.items() if not any(map(name.startswith, without))}
         return jax.tree.map(lambda y: y[None], results)
 
     def make():

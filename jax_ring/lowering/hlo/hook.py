@@ -4,6 +4,7 @@ XLA hands each program over after its partitioner and most of its passes, on any
 is on is an attribute of the program, which is written as it is lowered. That is part of the key of every cache.
 """
 
+import itertools
 import logging
 import warnings
 from collections.abc import Callable
@@ -15,16 +16,27 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from jax_ring import _compat, runtime
-from jax_ring.lowering import topology
-from jax_ring.lowering.call_spec import CallSpec, Service
+from jax_ring.lowering import dispatch
+from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import engine_attributes
 from jax_ring.lowering.custom_call.ffi_attributes import from_values, named
 from jax_ring.lowering.custom_call.operation import Description
-from jax_ring.lowering.hlo import collectives, rewrite, wire
-from jax_ring.lowering.hlo.collectives import CALLED, ID, METADATA, NAME, OPCODE, OPERANDS, SHAPE, Collective
+from jax_ring.lowering.hlo import across_hosts, collectives, rewrite, wire
+from jax_ring.lowering.hlo.collectives import (
+    CALLED,
+    COMPUTATION_ID,
+    ID,
+    METADATA,
+    NAME,
+    OPCODE,
+    OPERANDS,
+    SHAPE,
+    Collective,
+)
 from jax_ring.lowering.hlo.replica_groups import Unsupported
 from jax_ring.lowering.hlo.wire import Message
 from jax_ring.lowering.passes import program_id
+from jax_ring.options import Options
 
 logger = logging.getLogger("jax_ring")
 
@@ -89,10 +101,6 @@ class _Forbidden(NotImplementedError):
     """A collective would stay XLA's, which `JAX_RING_STRICT` forbids."""
 
 
-class _AcrossHosts(Unsupported):
-    """Its groups cross hosts. Such steps of a call of jax_ring are XLA's too, and nothing tells them from others."""
-
-
 def _mark_of(module: Message) -> str | None:
     for entry in module.message(_ATTRIBUTES).messages(1):
         if entry.text(_KEY) == _MARK:
@@ -107,25 +115,44 @@ class _Program(NamedTuple):
       name: between processes.
       mesh: of its devices, in the order of the partitions.
       stack_frames: the StackFrameIndexProto.
+      computations: those of the program.
+      added: those that have steps of calls across hosts.
+      channels: which no collective of the program has.
     """
 
     name: str
     mesh: jax.sharding.Mesh
     stack_frames: Message
+    computations: list[Message]
+    added: list[Message]
+    channels: "itertools.count[int]"
 
-    def config_of(self, call: Collective, instruction: Message) -> str:
-        """The attributes of the engine's call, as text."""
-        levels, why_not = topology.levels_of("cpu", self.mesh, call.groups)
-        if levels is None or levels.inter:
-            raise _AcrossHosts(why_not if levels is None else topology.crossing_text(levels.num_hosts))
+    def serve(self, call: Collective, instruction: Message) -> str | int:
+        """The attributes of the engine's call, as text, or the computation with the steps of one across hosts."""
+        context = _compat.SPMDAxisContext(self.mesh, frozenset(self.mesh.axis_names))
+        service = dispatch.who_serves(("cpu",), context, call.groups, call.kind, Options(), call.perm)
+        if service.levels is None:
+            raise across_hosts.AcrossHosts(service.why_not)
         shapes, channel = list(map(str, call.operands)), instruction.integer(collectives.CHANNEL)
         described = Description(call.opcode, shapes, len(shapes), f"channel {channel} of XLA's partitioner")
         spec = CallSpec(
-            call.opcode, call.kind, call.op, groups=call.groups, perm=call.perm, service=Service(levels, "cpu")
-        )
+            call.opcode, call.kind, call.op, groups=call.groups, perm=call.perm, service=service,
+            axis_size=call.size, description=described,
+        )  # fmt: skip
+        if service.levels.inter:
+            return self._steps(spec, call, instruction)
         with mlir.make_ir_context(), ir.Location.unknown():
             values = engine_attributes.values_of(spec, self.mesh, self.name, 0)
             return str(from_values({**values, "call": described, "site": self._site_of(instruction)}))
+
+    def _steps(self, spec: CallSpec, call: Collective, instruction: Message) -> int:
+        """Adds the computations with the steps of a call across hosts, and returns the id of that which is called."""
+        shapes, _ = across_hosts.shapes_of(call)
+        steps = across_hosts.lowered(spec, shapes, self.mesh, self.name, self._site_of(instruction))
+        first_id = 1 + max(each.integer(COMPUTATION_ID) for each in (*self.computations, *self.added))
+        stead = across_hosts.Stead(instruction, spec.levels.num_hosts, self.channels)
+        self.added.extend(across_hosts.computations_of(steps, stead, first_id))
+        return self.added[-1].integer(COMPUTATION_ID)
 
     def _site_of(self, instruction: Message) -> str:
         """The user's line that an instruction comes from; without one, the name of the operation."""
@@ -153,7 +180,7 @@ def _replace(module: Message, name: str, value: str) -> bytes | None:
 
     def refuse(instruction: Message | None, why: Unsupported) -> None:
         what = f"{instruction.text(OPCODE)} '{instruction.text(NAME)}'" if instruction else "each collective"
-        if runtime.STRICT and not isinstance(why, _AcrossHosts):
+        if runtime.STRICT and not isinstance(why, across_hosts.AcrossHosts):
             raise _Forbidden(
                 f"{what} of {name} would be left to XLA: {why}. {runtime.STRICT_VARIABLE}=1 forbids it; unset the "
                 "variable to allow it."
@@ -170,19 +197,27 @@ def _replace(module: Message, name: str, value: str) -> bytes | None:
         refuse(None, Unsupported(why_not))
         return None
     computations = {i: Message.parse(data) for i, data in bodies.items()}
-    by_id = {computation.integer(rewrite.COMPUTATION_ID): i for i, computation in computations.items()}
-    program = _Program(value[1:], jax.sharding.Mesh(np.array(devices), "partition"), module.message(_STACK_FRAMES))
+    by_id = {computation.integer(COMPUTATION_ID): i for i, computation in computations.items()}
+    program = _Program(
+        value[1:], jax.sharding.Mesh(np.array(devices), "partition"), module.message(_STACK_FRAMES),
+        list(computations.values()), [], itertools.count(1 + max(map(_last_channel, computations.values()))),
+    )  # fmt: skip
     fields, is_changed = list(module.fields), False
     for i, data in bodies.items():
         if not collectives.may_hold_any(data):
             continue
         replaced = rewrite.Computation(
-            computations[i], len(devices), program.config_of, lambda id_: _reduction_of(computations[by_id[id_]]),
+            computations[i], len(devices), program.serve, lambda id_: _reduction_of(computations[by_id[id_]]),
             lambda id_: bodies[by_id[id_]],
         ).replace(refuse)  # fmt: skip
         if replaced is not None:
             fields[i], is_changed = wire.data(_COMPUTATIONS, replaced), True
+    fields[min(bodies) : min(bodies)] = [wire.data(_COMPUTATIONS, each) for each in program.added]
     return Message(fields).to_bytes() if is_changed else None
+
+
+def _last_channel(computation: Message) -> int:
+    return max(each.integer(collectives.CHANNEL) for each in computation.messages(collectives.INSTRUCTIONS))
 
 
 def _devices_of(module: Message) -> tuple[list, str]:
@@ -201,8 +236,8 @@ def _devices_of(module: Message) -> tuple[list, str]:
 
 def _reduction_of(computation: Message) -> str:
     """The opcode by which a computation combines its two arguments; empty if it does anything else."""
-    instructions = {each.integer(ID): each for each in computation.messages(rewrite.INSTRUCTIONS)}
-    root = instructions[computation.integer(rewrite.ROOT)]
+    instructions = {each.integer(ID): each for each in computation.messages(collectives.INSTRUCTIONS)}
+    root = instructions[computation.integer(collectives.ROOT)]
     operands = root.integers(OPERANDS)
     parameters = {id_ for id_, each in instructions.items() if each.text(OPCODE) == "parameter"}
     if len(instructions) != 3 or len(operands) != 2 or parameters != set(operands) or root.integers(CALLED):
