@@ -43,16 +43,22 @@ def assert_shards(actual, expected) -> None:
 
 
 def reductions():
+    """(the order, a function of `jit`, the collective, the dtype, the shape of a rank's operand)."""
+    from functools import partial
+
     from jax_ring import ring_pmax, ring_pmin, ring_psum
 
-    for dtype in (np.float32, jnp.bfloat16, np.float16, np.int32, np.int8, np.complex64):
-        yield lambda x: x.sum(0, dtype=x.dtype), ring_psum, dtype, (5, 7)
-    for dtype in (np.float32, jnp.bfloat16, np.int8, np.bool_):
-        yield lambda x: x.max(0), ring_pmax, dtype, (7,)
-    for dtype in (np.float32, np.uint32):
-        yield lambda x: x.min(0), ring_pmin, dtype, (2, 3)
     for dtype in (np.float32, jnp.bfloat16):
-        yield lambda x: x.sum(0, dtype=x.dtype), ring_psum, dtype, (1 << 20, 3)  # crosses in parts
+        yield "tree", lambda x: x.sum(0, dtype=x.dtype), partial(ring_psum, order="tree"), dtype, (5, 7)
+
+    for dtype in (np.float32, jnp.bfloat16, np.float16, np.int32, np.int8, np.complex64):
+        yield "rank", lambda x: x.sum(0, dtype=x.dtype), ring_psum, dtype, (5, 7)
+    for dtype in (np.float32, jnp.bfloat16, np.int8, np.bool_):
+        yield "rank", lambda x: x.max(0), ring_pmax, dtype, (7,)
+    for dtype in (np.float32, np.uint32):
+        yield "rank", lambda x: x.min(0), ring_pmin, dtype, (2, 3)
+    for dtype in (np.float32, jnp.bfloat16):
+        yield "rank", lambda x: x.sum(0, dtype=x.dtype), ring_psum, dtype, (1 << 20, 3)  # crosses in parts
 
 
 @pytest.mark.jax_processes(2, devices=4, environment=HOSTS)
@@ -60,7 +66,7 @@ def test_reductions_have_the_bits_of_ring_psum():
     from jax_ring import override_lax
 
     mesh = mesh_of_hosts()
-    for reduce, ring, dtype, shape in reductions():
+    for order, reduce, ring, dtype, shape in reductions():
         values = floats(8, *shape)
         values = values > 0 if dtype == np.bool_ else values.astype(dtype)
         values.flat[5] = np.nan if jnp.issubdtype(dtype, jnp.floating) else values.flat[5]
@@ -68,7 +74,7 @@ def test_reductions_have_the_bits_of_ring_psum():
             divided = others or (None,)
             x = put(values.reshape(-1, 2, *shape) if others else values[:, None], mesh, axes, *divided)
             out = NamedSharding(mesh, P(*divided))
-            with override_lax():
+            with override_lax(order=order):
                 actual, _, steps = replaced(reduce, x, out_shardings=out)
             by_hand = jax.shard_map(
                 lambda x, ring=ring, axes=axes: ring(x[0], axes), mesh=mesh, in_specs=P(axes, *divided),

@@ -8,7 +8,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from jax_ring import _compat, runtime
-from jax_ring.lowering import dispatch
+from jax_ring.lowering import dispatch, trees
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import engine_attributes
 from jax_ring.lowering.custom_call.ffi_attributes import from_values, named
@@ -35,13 +35,14 @@ from jax_ring.lowering.hlo.collectives import (
 )
 from jax_ring.lowering.hlo.replica_groups import Unsupported
 from jax_ring.lowering.hlo.wire import Message
+from jax_ring.lowering.override_state import Settings
 from jax_ring.lowering.passes import program_id
-from jax_ring.options import Options
+from jax_ring.options import Order
 
 logger = logging.getLogger("jax_ring")
 
-# The attribute of a program whose collectives are replaced. Its value is one of the two below, and what names the
-# program between processes.
+# The attribute of a program whose collectives are replaced. Its value is one of the two below, the order of its sums,
+# and what names the program between processes.
 _MARK = "jax_ring.partitioner"
 _ALSO_IF_DONATING, _NOT_IF_DONATING = "+", "-"
 
@@ -54,19 +55,16 @@ _KEY, _VALUE = 1, 2
 _OP_NAME, _STACK_FRAME = 2, 15  # of OpMetadata
 
 
-def mark(module: ir.Module, jaxpr, also_if_donating: bool) -> None:
-    """Marks a program that has just been lowered, if XLA divides it between devices.
-
-    also_if_donating: whether its collectives are replaced even where JAX then forgets which buffers are donated.
-    """
+def mark(module: ir.Module, jaxpr, settings: Settings) -> None:
+    """Marks a program that has just been lowered, if XLA divides it between devices."""
     attributes = module.operation.attributes
     if ir.IntegerAttr(attributes["mhlo.num_partitions"]).value == 1:
         return
     name = ""
     if jax.process_count() > 1:
         name = program_id.name_of_program(module, jaxpr)
-    is_safe = also_if_donating or not _compat.CHANGED_HLO_LOSES_ALIASES
-    value = (_ALSO_IF_DONATING if is_safe else _NOT_IF_DONATING) + name
+    is_safe = settings.partitioner is True or not _compat.CHANGED_HLO_LOSES_ALIASES
+    value = f"{_ALSO_IF_DONATING if is_safe else _NOT_IF_DONATING}{settings.order} {name}"
     before = attributes["mhlo.frontend_attributes"] if "mhlo.frontend_attributes" in attributes else ir.DictAttr.get({})
     attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
         {**dict(named(ir.DictAttr(before))), _MARK: ir.StringAttr.get(value)}
@@ -113,6 +111,7 @@ class _Program(NamedTuple):
 
     Attributes:
       name: between processes.
+      order: of its sums.
       mesh: of its devices, in the order of the partitions.
       stack_frames: the StackFrameIndexProto.
       computations: those of the program.
@@ -121,6 +120,7 @@ class _Program(NamedTuple):
     """
 
     name: str
+    order: Order
     mesh: jax.sharding.Mesh
     stack_frames: Message
     computations: list[Message]
@@ -130,17 +130,19 @@ class _Program(NamedTuple):
     def serve(self, call: Collective, instruction: Message) -> str | int:
         """The attributes of the engine's call, as text, or the computation with the steps of one across hosts."""
         context = _compat.SPMDAxisContext(self.mesh, frozenset(self.mesh.axis_names))
-        service = dispatch.who_serves(("cpu",), context, call.groups, call.kind, Options(), call.perm)
+        spec = CallSpec(call.opcode, call.kind, call.op, groups=call.groups, perm=call.perm, axis_size=call.size)
+        if spec.is_sum:
+            spec = spec._replace(options=spec.options.of_sum(self.order))
+        service = dispatch.who_serves(("cpu",), context, spec.groups, spec.kind, spec.options, spec.perm)
         if service.levels is None:
             raise across_hosts.AcrossHosts(service.why_not)
         shapes, channel = list(map(str, call.operands)), instruction.integer(collectives.CHANNEL)
         described = Description(call.opcode, shapes, len(shapes), f"channel {channel} of XLA's partitioner")
-        spec = CallSpec(
-            call.opcode, call.kind, call.op, groups=call.groups, perm=call.perm, service=service,
-            axis_size=call.size, description=described,
-        )  # fmt: skip
+        spec = spec._replace(service=service, description=described)
         if service.levels.inter:
             return self._steps(spec, call, instruction)
+        if spec.kind.adds_along_tree(spec.options):
+            spec = spec._replace(group_trees=tuple(trees.trees_of(spec.groups, spec.options)))
         with mlir.make_ir_context(), ir.Location.unknown():
             values = engine_attributes.values_of(spec, self.mesh, self.name, 0)
             return str(from_values({**values, "call": described, "site": self._site_of(instruction)}))
@@ -198,9 +200,11 @@ def _replace(module: Message, name: str, value: str) -> bytes | None:
         return None
     computations = {i: Message.parse(data) for i, data in bodies.items()}
     by_id = {computation.integer(COMPUTATION_ID): i for i, computation in computations.items()}
+    order, _, name_between_processes = value[1:].partition(" ")  # as `mark` has written it
     program = _Program(
-        value[1:], jax.sharding.Mesh(np.array(devices), "partition"), module.message(_STACK_FRAMES),
-        list(computations.values()), [], itertools.count(1 + max(map(_last_channel, computations.values()))),
+        name_between_processes, cast(Order, order), jax.sharding.Mesh(np.array(devices), "partition"),
+        module.message(_STACK_FRAMES), list(computations.values()), [],
+        itertools.count(1 + max(map(_last_channel, computations.values()))),
     )  # fmt: skip
     fields, is_changed = list(module.fields), False
     for i, data in bodies.items():
