@@ -218,3 +218,22 @@ def test_all_forms_of_collectives(dtype, without):
     assert not xla
     assert set(engine) >= {"all_gather", "all_to_all", "permute"}
     jax.tree.map(assert_same_bits, actual, expected)
+
+
+def test_all_devices_take_the_same_branch():
+    """What decides is made of divided data. Each device alone would decide otherwise."""
+
+    def f(x):
+        branch = lax.cond(x.sum() > 0, lambda: x - x.mean(0), lambda: x.max(0) - x)
+        first = lax.cond(x[3, 3] > 0, lambda: jnp.roll(x, 1, 0), lambda: x + x.sum(0))
+        steps = lax.while_loop(
+            lambda carry: carry[1].sum() < 64, lambda carry: (carry[0] + 1, carry[1] * 2), (0, abs(x))
+        )
+        return branch, first, steps
+
+    for sign in (1, -1):
+        x = np.full((8, 4), -sign, np.float32)
+        x[3] = 100 * sign  # on one device
+        engine = check(f, jax.device_put(x, on(("a", "b"))))
+        assert engine["all_reduce"] >= 4
+        np.testing.assert_array_equal(jax.jit(f)(x)[1], np.roll(x, 1, 0) if sign > 0 else x + x.sum(0))
