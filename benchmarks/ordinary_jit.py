@@ -1,14 +1,18 @@
 """Times programs of `jit` alone, whose collectives XLA's partitioner inserts, as they are and under override_lax().
 
     python benchmarks/ordinary_jit.py --devices 4
+    python -m jax_ring.launch -n 2 --devices 2 benchmarks/ordinary_jit.py --models ""
 
 Training steps of the models of train_step.py, with replicated parameters and a divided batch, and a loop of sums. For
-the loop there is the same program by shard_map and ring_psum beside. All are interleaved, and a ratio has a confidence
-interval of 95 %. "compile" is the time of the first compilation under the override, over that without.
+the loop there is the same program by shard_map and ring_psum beside. The launcher runs it in several processes, where
+XLA has Gloo. All are interleaved, and a ratio has a confidence interval of 95 %. "compile" is the time of the first
+compilation under the override, over that without.
 """
 
 import argparse
 import contextlib
+import os
+import sys
 import time
 from functools import partial
 
@@ -83,17 +87,23 @@ def line(what: str, times: dict[str, list[float]], turns: int, compile_ratio: fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--devices", type=int, help="without the launcher, which has an option for it (default: 8)")
     parser.add_argument("--sizes", default="4K,64K,256K,1M,4M,16M", help="messages of one rank in the loop")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("-n", "--iters", type=int, default=30, help="timed calls of each")
     arguments = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", arguments.devices)
+    if "JAX_NUM_PROCESSES" in os.environ:  # by the launcher
+        jax.distributed.initialize()
+    else:
+        jax.config.update("jax_num_cpu_devices", arguments.devices or 8)
     jax.config.update("jax_platforms", "cpu")
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     machine = report.machine()
-    print(f"# {machine['cpu']}, {machine['cores']} cores; JAX {machine['jax']}; {mesh.size} CPU devices")
+    if jax.process_index():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    where = f"{mesh.size} CPU devices in {jax.process_count()} processes"
+    print(f"# {machine['cpu']}, {machine['cores']} cores; JAX {machine['jax']}; {where}")
     print(f"# {'microseconds':>14}{XLA:>12}{OVERRIDE:>15}{RING:>10} {'XLA / override':>24} {'compile':>9}")
     for model in filter(None, arguments.models.split(",")):
         params, loss, batch = MODELS[model]("float32")

@@ -739,8 +739,8 @@ def bind_equation(eqn, operands: list) -> list:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def lowered_alone(eqn, axis_context, platform: str) -> str:
-    """The HLO text of a program that is one equation of the body of a shard_map, before XLA compiles it."""
+def lowered_alone(eqn, axis_context, platform: str):
+    """The XlaComputation of a program that is one equation of the body of a shard_map, before XLA compiles it."""
     core = jax.extend.core
     operands = [core.Var(v.aval) for v in eqn.invars]
     results = [core.Var(getattr(v.aval, "inner_aval", v.aval)) for v in eqn.outvars]
@@ -753,7 +753,7 @@ def lowered_alone(eqn, axis_context, platform: str) -> str:
         module = _module_of(
             core.ClosedJaxpr(jaxpr, ()), name="alone", platforms=(platform,), backend=None, axis_context=axis_context
         )
-    return _to_xla(_mlir.module_to_bytecode(module), use_tuple_args=False).as_hlo_text()
+    return _to_xla(_mlir.module_to_bytecode(module), use_tuple_args=False)
 
 
 # ---- A process that changes its distributed runtime, for jax_ring.elastic --------------------------------------------

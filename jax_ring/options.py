@@ -33,6 +33,10 @@ class Options:
     num_shards: int | None = None
     apart: bool = False  # whether the call is never joined with others, such as one for a bucket of gradients
 
+    def of_sum(self, order: Order) -> "Options":
+        """These with another order."""
+        return dataclasses.replace(self, order=order)
+
     def ignored_by_xla(self) -> str:
         """The options that XLA's collectives do not follow, written as keyword arguments; empty if there are none.
 

@@ -36,7 +36,7 @@ class Predictor:
         avals: list[Any] = [v.aval for v in eqn.invars]
         key = (eqn.primitive, *eqn.params.items(), *avals, axis_context, platform)
         if key not in self._lowered:
-            self._lowered[key] = _compat.lowered_alone(eqn, axis_context, platform)
+            self._lowered[key] = _compat.lowered_alone(eqn, axis_context, platform).as_hlo_text()
         call_site = _compat.call_site(eqn.source_info)
         found = list(
             count(self._lowered[key], axis_context.mesh.size, lambda _, size: self._joined_bytes(call_site, size))

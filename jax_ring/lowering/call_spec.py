@@ -74,6 +74,11 @@ class CallSpec(NamedTuple):
         return self.service.levels
 
     @property
+    def is_sum(self) -> bool:
+        """Whether its result depends on the order in which it folds."""
+        return self.kind.adds and self.op == "sum"
+
+    @property
     def params(self) -> dict[str, Any]:
         """The parameters of the primitive, without the options."""
         names = ("axes", "axis_index_groups", *self.kind.params)

@@ -61,9 +61,14 @@ def _make_rule(is_on: Callable, call: CallSpec, jax_rule: Callable):
         if not is_on():
             return jax_rule(ctx, operand, **params)
         key = ("override", call.function, call.options, *lowering_key(ctx, params))
-        return state_of(ctx).once(key, _prepare, call, jax_rule, ctx, params)(ctx, operand)
+        return state_of(ctx).once(key, _prepare, _in_order(call), jax_rule, ctx, params)(ctx, operand)
 
     return lower
+
+
+def _in_order(call: CallSpec) -> CallSpec:
+    """The call in the order of sums that the override has asked for."""
+    return call._replace(options=call.options.of_sum(enabled.value.order)) if call.is_sum else call
 
 
 def _prepare(call: CallSpec, jax_rule: Callable, ctx, params: dict) -> Callable:

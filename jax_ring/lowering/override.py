@@ -9,6 +9,7 @@ from jax_ring.distributed import discovery
 from jax_ring.lowering import lax_rules, tuning
 from jax_ring.lowering.hlo import hook
 from jax_ring.lowering.override_state import Settings, enabled
+from jax_ring.options import ORDERS, Order, check_choice
 
 _RULES = lax_rules.make_rules(lambda: bool(enabled.value))
 
@@ -52,7 +53,7 @@ class Override:
         self.close()
 
 
-def override_lax(*, partitioner: bool | None = None) -> Override:
+def override_lax(*, partitioner: bool | None = None, order: Order = "rank") -> Override:
     """Makes the collectives of `jax.lax` lower to jax_ring in this thread, and those that XLA's partitioner inserts.
 
     A plain call is in effect until `close()` of the returned object, if ever; a context manager until the end of its
@@ -80,16 +81,19 @@ def override_lax(*, partitioner: bool | None = None) -> Override:
     Args:
       partitioner: whether to replace what XLA's partitioner inserts. None: yes, but before JAX 0.11 not in programs
         that donate buffers. There a changed program forgets what it donates; True accepts that.
+      order: in which sums are folded, as in `ring_psum`: "rank", "ring", "any" or "tree".
 
     A `UserWarning` at the first call in a partial-manual `shard_map` that stays XLA's says so, once per process.
 
     Raises:
       RuntimeError: in a function that is being traced. It is lowered later, when the override may be closed.
       TypeError: if `partitioner` is none of these.
+      ValueError: if `order` is none of these.
     """
     if partitioner is not None and not isinstance(partitioner, bool):
         raise TypeError(f"override_lax: partitioner must be None, True or False, got {partitioner!r}")
-    return Override(Settings(partitioner))
+    check_choice("override_lax", "order", order, ORDERS)
+    return Override(Settings(partitioner, order))
 
 
 _lock = threading.Lock()

@@ -5,12 +5,14 @@ from typing import NamedTuple
 import jax
 
 from jax_ring import runtime
+from jax_ring.options import Order
 
 
 class Settings(NamedTuple):
     """Those of `override_lax()`."""
 
     partitioner: bool | None = None
+    order: Order = "rank"
 
 
 # A user context is part of the key of all of JAX's caches, from traced functions to compiled programs, so that programs

@@ -39,6 +39,8 @@ class LoweringState:
       may_leave_out: whether there are calls that a rank may leave out.
       digest: of the program so far; empty in a program of one process.
       number: of the lowering, among those of programs of one name; None until it is asked for.
+      program, site: the name of the program between processes and the user's line, where the module is only a part of
+        a program; else empty.
     """
 
     known: dict[Hashable, Any] = field(default_factory=dict)
@@ -51,6 +53,8 @@ class LoweringState:
     may_leave_out: bool = False
     digest: str = ""
     number: int | None = None
+    program: str = ""
+    site: str = ""
 
     def once(self, key: Hashable, compute: Callable[..., T], *args: Any) -> T:
         """The result of compute(*args), which is called once for each key."""

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import time
 
 import jax
@@ -37,6 +38,12 @@ def function_and_operand(devices, sum_of_ranks=total, size=3):
     return jax.jit(jax.shard_map(sum_of_ranks, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False)), x
 
 
+def partitioned_function_and_operand(devices):
+    """The same sum of ones, by `jit` alone."""
+    _, x = function_and_operand(devices)
+    return jax.jit(lambda x: x.sum(0, keepdims=True) * jax.numpy.ones_like(x), out_shardings=x.sharding), x
+
+
 def wait_until_stopped(pid):
     """Until the state of a process is T, see proc(5)."""
     while b") T " not in pathlib.Path(f"/proc/{pid}/stat").read_bytes():
@@ -53,13 +60,15 @@ def wait_until_stopped(pid):
     ],
 )
 def test_a_host_that_does_not_answer_is_named_at_the_deadline(capfd):
-    """First in a sum that is XLA's alone, then on two levels: in a sum, in a gather, and in a large sum."""
-    import jax_ring  # noqa: F401, before JAX starts its backend
+    """First in a sum that is XLA's alone, then on two levels: in a sum, a gather, a large sum, and by `jit` alone."""
+    import jax_ring  # before JAX starts its backend
 
     devices = jax.devices()
     calls = [function_and_operand(which) for which in (devices[:: len(devices) // 2], devices)]
     calls.append(function_and_operand(devices, gathered_total))
     calls.append(function_and_operand(devices, size=3_000_000))  # crosses in parts
+    calls.append(partitioned_function_and_operand(devices))
+    jax_ring.override_lax()
     for f, x in calls:
         for shard in f(x).addressable_shards:
             np.testing.assert_array_equal(shard.data[0], len(x))
@@ -74,8 +83,8 @@ def test_a_host_that_does_not_answer_is_named_at_the_deadline(capfd):
         np.testing.assert_array_equal(jax.jit(lambda x: x * 2)(np.arange(3)), [0, 2, 4])
         time.sleep(1)  # a message about a ValueError follows it
     stderr = capfd.readouterr().err
-    alone, two_level, gather, in_parts = errors
-    for error in (alone, two_level, in_parts):
+    alone, two_level, gather, in_parts, partitioned = errors
+    for error in (alone, two_level, in_parts, partitioned):
         assert "Gloo all-reduce" in error
     assert alone.startswith("ValueError")
     assert two_level.startswith("JaxRuntimeError")
@@ -84,6 +93,8 @@ def test_a_host_that_does_not_answer_is_named_at_the_deadline(capfd):
         assert text in two_level
     assert "ring_psum of float32[1,3000000] over axis 'i', called at" in in_parts
     assert "ring_all_gather of float32[1,3] over axis 'i', called at" in gather
+    call = r"all-reduce of float32\[[13,]+\] over channel \d+ of XLA's partitioner, called at .*<lambda>"
+    assert re.search(call, partitioned)
     assert "stopped, busy with something else, or cut off" in stderr
 
 

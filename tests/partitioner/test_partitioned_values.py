@@ -1,7 +1,6 @@
 """Ordinary `jit` programs compute the same under override_lax() as by XLA's collectives, none of which are left."""
 
 import collections
-import contextlib
 import re
 
 import jax
@@ -9,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_same_bits, make_mesh
+from hook import FORMS, by_hook_alone
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import override_lax
-from jax_ring.lowering.hlo import hook
-from jax_ring.lowering.override_state import Settings, enabled
 
 MESH = make_mesh((2, 4), ("a", "b"))
 RNG = np.random.default_rng(0)
@@ -194,38 +192,6 @@ def test_other_meshes(names):
     assert check(f, x, w)
 
 
-# XLA's partitioner makes few of the forms that HLO allows. Those of shard_map's collectives are others, if the lowering
-# of lax is left as it is.
-
-
-@contextlib.contextmanager
-def by_hook_alone():
-    end = hook.register()
-    try:
-        with enabled(Settings(partitioner=True)):
-            yield
-    finally:
-        end()
-
-
-PAIRS = [[0, 2], [1, 3]]
-BODIES = {
-    "psum": lambda x: lax.psum((x, x[0] * 2, x[:1, :2]), "b"),
-    "psum of both axes": lambda x: lax.psum(x, ("a", "b")),
-    "psum in groups": lambda x: lax.psum(x, "b", axis_index_groups=PAIRS),
-    "pmax": lambda x: (lax.pmax(x, "a"), lax.pmin(x, "b")),
-    "gather": lambda x: (lax.all_gather(x, "b"), lax.all_gather(x, "a", axis=1)),
-    "gather tiles": lambda x: (lax.all_gather(x, ("a", "b"), axis=2, tiled=True), lax.all_gather(x.T, "b", tiled=True)),
-    "gather in groups": lambda x: lax.all_gather(x, "b", axis_index_groups=PAIRS, axis=1, tiled=True),
-    "scatter": lambda x: [lax.psum_scatter(x, "b", scatter_dimension=i, tiled=True) for i in range(3)],
-    "scatter of both axes": lambda x: lax.psum_scatter(x, ("a", "b"), scatter_dimension=2, tiled=True),
-    "scatter in groups": lambda x: lax.psum_scatter(x, "b", axis_index_groups=PAIRS, scatter_dimension=2, tiled=True),
-    "exchange": lambda x: [lax.all_to_all(x, "b", i, j, tiled=True) for i, j in ((0, 0), (1, 2), (2, 0))],
-    "exchange in groups": lambda x: lax.all_to_all(x, "b", 2, 0, axis_index_groups=PAIRS, tiled=True),
-    "permute": lambda x: (lax.ppermute(x, "b", [(0, 1), (1, 2), (3, 0)]), lax.ppermute(x, "a", [(0, 1), (1, 0)])),
-}
-
-
 @pytest.mark.parametrize(
     ("dtype", "without"),
     [
@@ -238,7 +204,7 @@ def test_all_forms_of_collectives(dtype, without):
     x = jnp.asarray(RNG.integers(0, 9, (8, 16, 8)), dtype)
 
     def f(x):
-        results = {name: body(x) for name, body in BODIES.items() if not any(map(name.startswith, without))}
+        results = {name: body(x) for name, body in FORMS.items() if not any(map(name.startswith, without))}
         return jax.tree.map(lambda y: y[None], results)
 
     def make():
@@ -252,3 +218,22 @@ def test_all_forms_of_collectives(dtype, without):
     assert not xla
     assert set(engine) >= {"all_gather", "all_to_all", "permute"}
     jax.tree.map(assert_same_bits, actual, expected)
+
+
+def test_all_devices_take_the_same_branch():
+    """What decides is made of divided data. Each device alone would decide otherwise."""
+
+    def f(x):
+        branch = lax.cond(x.sum() > 0, lambda: x - x.mean(0), lambda: x.max(0) - x)
+        first = lax.cond(x[3, 3] > 0, lambda: jnp.roll(x, 1, 0), lambda: x + x.sum(0))
+        steps = lax.while_loop(
+            lambda carry: carry[1].sum() < 64, lambda carry: (carry[0] + 1, carry[1] * 2), (0, abs(x))
+        )
+        return branch, first, steps
+
+    for sign in (1, -1):
+        x = np.full((8, 4), -sign, np.float32)
+        x[3] = 100 * sign  # on one device
+        engine = check(f, jax.device_put(x, on(("a", "b"))))
+        assert engine["all_reduce"] >= 4
+        np.testing.assert_array_equal(jax.jit(f)(x)[1], np.roll(x, 1, 0) if sign > 0 else x + x.sum(0))

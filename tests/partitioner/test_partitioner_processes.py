@@ -1,7 +1,6 @@
 """Ordinary `jit` programs of several processes: the same bits as in one, and errors for programs that differ."""
 
 import hashlib
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -86,28 +85,3 @@ def test_programs_that_differ():
             jax.block_until_ready(f(x))
     waiting = f"process {1 - jax.process_index()} makes another call", "the program differs, by a constant, say"
     assert any(text in str(raised.value).lower() for text in waiting)
-
-
-@pytest.mark.jax_processes(2, devices=2, environment=[{"JAX_RING_HOST_ID": host} for host in "ab"])
-def test_between_hosts_they_stay_xlas(caplog):
-    from jax_ring import override_lax
-
-    caplog.set_level(logging.INFO, "jax_ring")
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("host", "i"))
-    whole = np.arange(24, dtype=np.float32).reshape(4, 6)
-    x = jax.make_array_from_callback(whole.shape, NamedSharding(mesh, P(("host", "i"))), lambda index: whole[index])
-
-    def totals(x):
-        return x.reshape(2, 2, 6).sum(1), x.max(0)
-
-    shardings = NamedSharding(mesh, P("host")), NamedSharding(mesh, P())
-    with override_lax():
-        f = jax.jit(totals, out_shardings=shardings)
-        text = f.lower(x).compile().as_text()
-        within, across = f(x)
-    assert "jax_ring_all_reduce" in text
-    assert " all-reduce(" in text
-    assert "is left to XLA: the ranks of a group are on 2 hosts" in caplog.text
-    for result, expected in ((within, whole.reshape(2, 2, 6).sum(1)), (across, whole.max(0))):
-        for shard in result.addressable_shards:
-            np.testing.assert_array_equal(shard.data, expected[shard.index])

@@ -112,7 +112,7 @@ class _Engine(NamedTuple):
             # The calls of a block share the mesh position.
             hidden = [state.once(("position", ir.InsertionPoint.current.block), hlo.partition_id)]
         aliases = [(len(hidden) + operand, result) for operand, result in _aliases_of(self.call, operands)]
-        known = self.known._replace(lines=(_compat.call_site(ctx),))
+        known = self.known._replace(lines=(state.site or _compat.call_site(ctx),))
 
         def build(*operands):
             with _named_by_user(ctx):

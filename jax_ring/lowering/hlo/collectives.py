@@ -21,9 +21,11 @@ from jax_ring.lowering.hlo.shapes import Shape
 from jax_ring.lowering.hlo.wire import Message
 from jax_ring.lowering.kinds import Kind
 
+# Fields of HloComputationProto.
+INSTRUCTIONS, COMPUTATION_ID, ROOT = 2, 5, 6
 # Fields of HloInstructionProto.
 NAME, OPCODE, SHAPE, METADATA, DIMENSIONS = 1, 2, 3, 7, 14
-CHANNEL, ID, OPERANDS, PREDECESSORS, CALLED = 26, 35, 36, 37, 38
+TUPLE_INDEX, CHANNEL, ID, OPERANDS, PREDECESSORS, CALLED, ALIASES = 13, 26, 35, 36, 37, 38, 74
 _SHARDING, _BACKEND_CONFIG, _PAIRS, _CONSTRAIN_LAYOUT, _OPERAND_SHAPES, _FRONTEND, _USE_GLOBAL_IDS = (
     40,
     43,

@@ -4,10 +4,11 @@ XLA hands each program over after its partitioner and most of its passes, on any
 is on is an attribute of the program, which is written as it is lowered. That is part of the key of every cache.
 """
 
+import itertools
 import logging
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
@@ -15,21 +16,33 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from jax_ring import _compat, runtime
-from jax_ring.lowering import topology
-from jax_ring.lowering.call_spec import CallSpec, Service
+from jax_ring.lowering import dispatch, trees
+from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import engine_attributes
 from jax_ring.lowering.custom_call.ffi_attributes import from_values, named
 from jax_ring.lowering.custom_call.operation import Description
-from jax_ring.lowering.hlo import collectives, rewrite, wire
-from jax_ring.lowering.hlo.collectives import CALLED, ID, METADATA, NAME, OPCODE, OPERANDS, SHAPE, Collective
+from jax_ring.lowering.hlo import across_hosts, collectives, rewrite, wire
+from jax_ring.lowering.hlo.collectives import (
+    CALLED,
+    COMPUTATION_ID,
+    ID,
+    METADATA,
+    NAME,
+    OPCODE,
+    OPERANDS,
+    SHAPE,
+    Collective,
+)
 from jax_ring.lowering.hlo.replica_groups import Unsupported
 from jax_ring.lowering.hlo.wire import Message
+from jax_ring.lowering.override_state import Settings
 from jax_ring.lowering.passes import program_id
+from jax_ring.options import Order
 
 logger = logging.getLogger("jax_ring")
 
-# The attribute of a program whose collectives are replaced. Its value is one of the two below, and what names the
-# program between processes.
+# The attribute of a program whose collectives are replaced. Its value is one of the two below, the order of its sums,
+# and what names the program between processes.
 _MARK = "jax_ring.partitioner"
 _ALSO_IF_DONATING, _NOT_IF_DONATING = "+", "-"
 
@@ -42,19 +55,16 @@ _KEY, _VALUE = 1, 2
 _OP_NAME, _STACK_FRAME = 2, 15  # of OpMetadata
 
 
-def mark(module: ir.Module, jaxpr, also_if_donating: bool) -> None:
-    """Marks a program that has just been lowered, if XLA divides it between devices.
-
-    also_if_donating: whether its collectives are replaced even where JAX then forgets which buffers are donated.
-    """
+def mark(module: ir.Module, jaxpr, settings: Settings) -> None:
+    """Marks a program that has just been lowered, if XLA divides it between devices."""
     attributes = module.operation.attributes
     if ir.IntegerAttr(attributes["mhlo.num_partitions"]).value == 1:
         return
     name = ""
     if jax.process_count() > 1:
         name = program_id.name_of_program(module, jaxpr)
-    is_safe = also_if_donating or not _compat.CHANGED_HLO_LOSES_ALIASES
-    value = (_ALSO_IF_DONATING if is_safe else _NOT_IF_DONATING) + name
+    is_safe = settings.partitioner is True or not _compat.CHANGED_HLO_LOSES_ALIASES
+    value = f"{_ALSO_IF_DONATING if is_safe else _NOT_IF_DONATING}{settings.order} {name}"
     before = attributes["mhlo.frontend_attributes"] if "mhlo.frontend_attributes" in attributes else ir.DictAttr.get({})
     attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
         {**dict(named(ir.DictAttr(before))), _MARK: ir.StringAttr.get(value)}
@@ -89,10 +99,6 @@ class _Forbidden(NotImplementedError):
     """A collective would stay XLA's, which `JAX_RING_STRICT` forbids."""
 
 
-class _AcrossHosts(Unsupported):
-    """Its groups cross hosts. Such steps of a call of jax_ring are XLA's too, and nothing tells them from others."""
-
-
 def _mark_of(module: Message) -> str | None:
     for entry in module.message(_ATTRIBUTES).messages(1):
         if entry.text(_KEY) == _MARK:
@@ -105,28 +111,51 @@ class _Program(NamedTuple):
 
     Attributes:
       name: between processes.
+      order: of its sums.
       mesh: of its devices, in the order of the partitions.
       stack_frames: the lists of the StackFrameIndexProto, by the numbers of their fields. Programs have thousands of
         lines, so they are read once.
+      computations: those of the program.
+      added: those that have steps of calls across hosts.
+      channels: which no collective of the program has.
     """
 
     name: str
+    order: Order
     mesh: jax.sharding.Mesh
     stack_frames: dict[int, list[bytes]]
+    computations: list[Message]
+    added: list[Message]
+    channels: "itertools.count[int]"
 
-    def config_of(self, call: Collective, instruction: Message) -> str:
-        """The attributes of the engine's call, as text."""
-        levels, why_not = topology.levels_of("cpu", self.mesh, call.groups)
-        if levels is None or levels.inter:
-            raise _AcrossHosts(why_not if levels is None else topology.crossing_text(levels.num_hosts))
+    def serve(self, call: Collective, instruction: Message) -> str | int:
+        """The attributes of the engine's call, as text, or the computation with the steps of one across hosts."""
+        context = _compat.SPMDAxisContext(self.mesh, frozenset(self.mesh.axis_names))
+        spec = CallSpec(call.opcode, call.kind, call.op, groups=call.groups, perm=call.perm, axis_size=call.size)
+        if spec.is_sum:
+            spec = spec._replace(options=spec.options.of_sum(self.order))
+        service = dispatch.who_serves(("cpu",), context, spec.groups, spec.kind, spec.options, spec.perm)
+        if service.levels is None:
+            raise across_hosts.AcrossHosts(service.why_not)
         shapes, channel = list(map(str, call.operands)), instruction.integer(collectives.CHANNEL)
         described = Description(call.opcode, shapes, len(shapes), f"channel {channel} of XLA's partitioner")
-        spec = CallSpec(
-            call.opcode, call.kind, call.op, groups=call.groups, perm=call.perm, service=Service(levels, "cpu")
-        )
+        spec = spec._replace(service=service, description=described)
+        if service.levels.inter:
+            return self._steps(spec, call, instruction)
+        if spec.kind.adds_along_tree(spec.options):
+            spec = spec._replace(group_trees=tuple(trees.trees_of(spec.groups, spec.options)))
         with mlir.make_ir_context(), ir.Location.unknown():
             values = engine_attributes.values_of(spec, self.mesh, self.name, 0)
             return str(from_values({**values, "call": described, "site": self._site_of(instruction)}))
+
+    def _steps(self, spec: CallSpec, call: Collective, instruction: Message) -> int:
+        """Adds the computations with the steps of a call across hosts, and returns the id of that which is called."""
+        shapes, _ = across_hosts.shapes_of(call)
+        steps = across_hosts.lowered(spec, shapes, self.mesh, self.name, self._site_of(instruction))
+        first_id = 1 + max(each.integer(COMPUTATION_ID) for each in (*self.computations, *self.added))
+        stead = across_hosts.Stead(instruction, spec.levels.num_hosts, self.channels)
+        self.added.extend(across_hosts.computations_of(steps, stead, first_id))
+        return self.added[-1].integer(COMPUTATION_ID)
 
     def _site_of(self, instruction: Message) -> str:
         """The user's line that an instruction comes from; without one, the name of the operation."""
@@ -154,7 +183,7 @@ def _replace(module: Message, name: str, value: str) -> bytes | None:
 
     def refuse(instruction: Message | None, why: Unsupported) -> None:
         what = f"{instruction.text(OPCODE)} '{instruction.text(NAME)}'" if instruction else "each collective"
-        if runtime.STRICT and not isinstance(why, _AcrossHosts):
+        if runtime.STRICT and not isinstance(why, across_hosts.AcrossHosts):
             raise _Forbidden(
                 f"{what} of {name} would be left to XLA: {why}. {runtime.STRICT_VARIABLE}=1 forbids it; unset the "
                 "variable to allow it."
@@ -171,21 +200,30 @@ def _replace(module: Message, name: str, value: str) -> bytes | None:
         refuse(None, Unsupported(why_not))
         return None
     computations = {i: Message.parse(data) for i, data in bodies.items()}
-    by_id = {computation.integer(rewrite.COMPUTATION_ID): i for i, computation in computations.items()}
+    by_id = {computation.integer(COMPUTATION_ID): i for i, computation in computations.items()}
+    order, _, name_between_processes = value[1:].partition(" ")  # as `mark` has written it
     index = module.message(_STACK_FRAMES)
-    frames = {field: index.each(field) for field in (_FILES, _FUNCTIONS, _LOCATIONS, _FRAMES)}
-    program = _Program(value[1:], jax.sharding.Mesh(np.array(devices), "partition"), frames)
+    program = _Program(
+        name_between_processes, cast(Order, order), jax.sharding.Mesh(np.array(devices), "partition"),
+        {field: index.each(field) for field in (_FILES, _FUNCTIONS, _LOCATIONS, _FRAMES)}, list(computations.values()),
+        [], itertools.count(1 + max(map(_last_channel, computations.values()))),
+    )  # fmt: skip
     fields, is_changed = list(module.fields), False
     for i, data in bodies.items():
         if not collectives.may_hold_any(data):
             continue
         replaced = rewrite.Computation(
-            computations[i], len(devices), program.config_of, lambda id_: _reduction_of(computations[by_id[id_]]),
+            computations[i], len(devices), program.serve, lambda id_: _reduction_of(computations[by_id[id_]]),
             lambda id_: bodies[by_id[id_]],
         ).replace(refuse)  # fmt: skip
         if replaced is not None:
             fields[i], is_changed = wire.data(_COMPUTATIONS, replaced), True
+    fields[min(bodies) : min(bodies)] = [wire.data(_COMPUTATIONS, each) for each in program.added]
     return Message(fields).to_bytes() if is_changed else None
+
+
+def _last_channel(computation: Message) -> int:
+    return max(each.integer(collectives.CHANNEL) for each in computation.messages(collectives.INSTRUCTIONS))
 
 
 def _devices_of(module: Message) -> tuple[list, str]:
@@ -204,8 +242,8 @@ def _devices_of(module: Message) -> tuple[list, str]:
 
 def _reduction_of(computation: Message) -> str:
     """The opcode by which a computation combines its two arguments; empty if it does anything else."""
-    instructions = {each.integer(ID): each for each in computation.messages(rewrite.INSTRUCTIONS)}
-    root = instructions[computation.integer(rewrite.ROOT)]
+    instructions = {each.integer(ID): each for each in computation.messages(collectives.INSTRUCTIONS)}
+    root = instructions[computation.integer(collectives.ROOT)]
     operands = root.integers(OPERANDS)
     parameters = {id_ for id_, each in instructions.items() if each.text(OPCODE) == "parameter"}
     if len(instructions) != 3 or len(operands) != 2 or parameters != set(operands) or root.integers(CALLED):

@@ -3,29 +3,31 @@
 from collections.abc import Callable, Sequence
 
 from jax_ring import runtime
-from jax_ring.lowering.hlo import collectives, wire
+from jax_ring.lowering.hlo import across_hosts, collectives, wire
 from jax_ring.lowering.hlo.collectives import (
+    ALIASES,
     CALLED,
+    COMPUTATION_ID,
     DIMENSIONS,
     ID,
+    INSTRUCTIONS,
     METADATA,
     NAME,
     OPCODE,
     OPERANDS,
     PREDECESSORS,
+    ROOT,
     SHAPE,
+    TUPLE_INDEX,
     Collective,
 )
 from jax_ring.lowering.hlo.replica_groups import Unsupported
-from jax_ring.lowering.hlo.shapes import UINT32, Shape, array_shape, tuple_shape
+from jax_ring.lowering.hlo.shapes import UINT32, Shape, array_shape, slices, tuple_shape
 from jax_ring.lowering.hlo.wire import Message
 
-# Fields of HloComputationProto.
-INSTRUCTIONS, COMPUTATION_ID, ROOT = 2, 5, 6
 # Fields of HloInstructionProto, and of the messages in them.
-_TUPLE_INDEX, _SLICES, _TARGET, _CONFIG = 13, 17, 28, 43
-_FEATURE_GROUPS, _CONSTRAIN_LAYOUT, _OPERAND_SHAPES, _BATCH_GROUPS, _ALIASES, _API_VERSION = 50, 56, 57, 58, 74, 77
-_SLICE_START, _SLICE_LIMIT, _SLICE_STRIDE = 1, 2, 3
+_TARGET, _CONFIG = 28, 43
+_FEATURE_GROUPS, _CONSTRAIN_LAYOUT, _OPERAND_SHAPES, _BATCH_GROUPS, _API_VERSION = 50, 56, 57, 58, 77
 _ALIAS_RESULT, _ALIAS_OPERAND = 1, 2
 _TYPED_FFI = 4
 
@@ -43,8 +45,8 @@ class Computation:
 
     Args:
       message: the HloComputationProto.
-      config_of: (the collective, the instruction) to the attributes of its call, as text; it raises Unsupported if the
-        engine cannot serve it.
+      serve: (the collective, the instruction) to the attributes of the engine's call, as text, or to the id of a
+        computation with the steps of one across hosts; it raises Unsupported if the engine cannot serve it.
       reduction_of: as in `collectives.read`.
       body_of: (the id of a computation) to its serialized message.
     """
@@ -53,13 +55,13 @@ class Computation:
         self,
         message: Message,
         num_partitions: int,
-        config_of: Callable[[Collective, Message], str],
+        serve: Callable[[Collective, Message], str | int],
         reduction_of: Callable[[int], str],
         body_of: Callable[[int], bytes],
     ) -> None:
         self._message = message
         self._num_partitions = num_partitions
-        self._config_of, self._reduction_of, self._body_of = config_of, reduction_of, body_of
+        self._serve, self._reduction_of, self._body_of = serve, reduction_of, body_of
         self._serialized = message.each(INSTRUCTIONS)
         self._instructions = message.messages(INSTRUCTIONS)
         self._by_id = {instruction.integer(ID): instruction for instruction in self._instructions}
@@ -73,14 +75,14 @@ class Computation:
 
         refuse: called with each collective that stays, and why.
         """
-        calls: dict[int, tuple[Collective, str]] = {}
+        calls: dict[int, tuple[Collective, str | int]] = {}
         for instruction in self._instructions:
             if not collectives.is_collective(instruction.text(OPCODE)):
                 continue
             try:
                 call = collectives.read(instruction, self._shape_of, self._reduction_of, self._num_partitions)
                 if call.size > 1:  # XLA has these done by a copy
-                    calls[instruction.integer(ID)] = call, self._config_of(call, instruction)
+                    calls[instruction.integer(ID)] = call, self._serve(call, instruction)
             except Unsupported as why:
                 refuse(instruction, why)
         if not calls:
@@ -89,8 +91,14 @@ class Computation:
         for instruction, serialized in zip(self._instructions, self._serialized, strict=True):
             if (found := calls.get(instruction.integer(ID))) is None:
                 self._written.append(serialized)
+                continue
+            call, by = found
+            if isinstance(by, int):
+                self._write_steps(instruction, call, by)
+            elif call.in_tuple:
+                self._write_exchange(instruction, call, by)
             else:
-                self._write(instruction, *found)
+                self._write(instruction, call, by)
         others = [field for field in self._message.fields if field[0] != INSTRUCTIONS]
         return Message([*others, *(wire.data(INSTRUCTIONS, instruction) for instruction in self._written)])
 
@@ -105,9 +113,6 @@ class Computation:
         The engine's blocks lie along a leading dimension. XLA's lie one after the other in memory as well, by the
         layout of the array, so that arrays are reinterpreted, not moved.
         """
-        if call.in_tuple:
-            self._write_exchange(instruction, call, config)
-            return
         operands, operand_ids = call.operands, call.operand_ids
         if call.kind.scatters:
             operands = [_blocks_first(x, call) for x in operands]
@@ -121,26 +126,56 @@ class Computation:
             self._written.append(_instead(instruction, "custom-call", operand_ids, fields))
             return
         results = [_blocks_first(x, call) for x in call.results]
+        self._write_bitcasts(instruction, call, "custom-call", results, operand_ids, fields)
+
+    def _write_bitcasts(
+        self, instruction: Message, call: Collective, opcode: str, results: Sequence[Shape], operands: Sequence[int],
+        fields: Sequence[wire.Field],
+    ) -> None:  # fmt: skip
+        """Writes a call that makes results of these shapes, which are those of the collective in another form."""
         if not Shape(instruction.message(SHAPE)).is_tuple:
-            made = self._add("custom-call", results[0], operand_ids, instruction, fields)
+            made = self._add(opcode, results[0], operands, instruction, fields)
             self._written.append(_instead(instruction, "bitcast", [made]))
             return
-        made = self._add("custom-call", tuple_shape(results), operand_ids, instruction, fields)
+        made = self._add(
+            opcode, tuple_shape(results) if len(results) > 1 else results[0], operands, instruction, fields
+        )
         parts = []
         for i, (shape, result) in enumerate(zip(results, call.results, strict=True)):
-            part = self._add("get-tuple-element", shape, [made], instruction, [wire.integer(_TUPLE_INDEX, i)])
+            part = self._add("get-tuple-element", shape, [made], instruction, [wire.integer(TUPLE_INDEX, i)])
             parts.append(self._add("bitcast", result, [part], instruction))
         self._written.append(_instead(instruction, "tuple", parts))
 
+    def _write_steps(self, instruction: Message, call: Collective, computation: int) -> None:
+        """Writes a call of a computation, which has the steps of a collective across hosts."""
+        operands, results = across_hosts.shapes_of(call)
+        fields = [wire.packed(CALLED, [computation])]
+        if not call.in_tuple:
+            flat = [
+                self._add("bitcast", *item) for item in zip(operands, ([id_] for id_ in call.operand_ids), strict=True)
+            ]
+            self._write_bitcasts(instruction, call, "call", results, flat, fields)
+            return
+        joined = self._add("bitcast", operands[0], [self._joined(instruction, call)], instruction)
+        made = self._add("call", results[0], [joined], instruction, fields)
+        self._write_cut(instruction, call, self._add("bitcast", _blocks_of(call), [made], instruction))
+
     def _write_exchange(self, instruction: Message, call: Collective, config: str) -> None:
         """Writes the call for an all-to-all that has one operand and one result for each rank: blocks of one array."""
-        block = call.operands[0]
-        whole, one = _with_leading(block, call.size), _with_leading(block, 1)
-        blocks = [self._add("bitcast", one, [each], instruction) for each in call.operand_ids]
-        joined = self._add("concatenate", whole, blocks, instruction, [wire.packed(DIMENSIONS, [0])])
+        joined, whole = self._joined(instruction, call), _blocks_of(call)
         fields = self._call_fields(call, config, [whole])
-        made = self._add("custom-call", whole, [self._position, joined], instruction, fields)
-        parts = [self._slice(made, i, block, one, instruction) for i in range(call.size)]
+        self._write_cut(
+            instruction, call, self._add("custom-call", whole, [self._position, joined], instruction, fields)
+        )
+
+    def _joined(self, instruction: Message, call: Collective) -> int:
+        block = _with_leading(call.operands[0], 1)
+        blocks = [self._add("bitcast", block, [each], instruction) for each in call.operand_ids]
+        return self._add("concatenate", _blocks_of(call), blocks, instruction, [wire.packed(DIMENSIONS, [0])])
+
+    def _write_cut(self, instruction: Message, call: Collective, made: int) -> None:
+        one = _with_leading(call.operands[0], 1)
+        parts = [self._slice(made, i, call.operands[0], one, instruction) for i in range(call.size)]
         self._written.append(_instead(instruction, "tuple", parts))
 
     def _call_fields(self, call: Collective, config: str, operands: Sequence[Shape]) -> list[wire.Field]:
@@ -157,14 +192,7 @@ class Computation:
 
     def _slice(self, made: int, index: int, block: Shape, one: Shape, instruction: Message) -> int:
         limits = [(index, index + 1), *((0, size) for size in block.dimensions)]
-        slices = [
-            wire.data(
-                _SLICES,
-                Message([wire.integer(_SLICE_START, i), wire.integer(_SLICE_LIMIT, j), wire.integer(_SLICE_STRIDE, 1)]),
-            )
-            for i, j in limits
-        ]
-        part = self._add("slice", one, [made], instruction, slices)
+        part = self._add("slice", one, [made], instruction, slices(limits))
         return self._add("bitcast", block, [part], instruction)
 
     def _add(
@@ -195,7 +223,7 @@ class Computation:
         for i, operand in enumerate(call.operand_ids):
             if self._is_private(operand) and self._is_read(instruction, i, of_tuple):
                 result = [wire.packed(_ALIAS_RESULT, [i])] if of_tuple else []
-                fields.append(wire.data(_ALIASES, Message([*result, wire.integer(_ALIAS_OPERAND, i + 1)])))
+                fields.append(wire.data(ALIASES, Message([*result, wire.integer(_ALIAS_OPERAND, i + 1)])))
         return fields
 
     def _users_of(self, id_: int) -> list[Message]:
@@ -217,7 +245,7 @@ class Computation:
             (id_,) = instruction.integers(OPERANDS)
 
     def _has_own_buffer(self, instruction: Message, opcodes: set[str]) -> bool:
-        if instruction.text(OPCODE) not in opcodes or instruction.each(_ALIASES):
+        if instruction.text(OPCODE) not in opcodes or instruction.each(ALIASES):
             return False
         bodies = [self._body_of(called) for called in instruction.integers(CALLED)]
         return not any(mark in body for body in bodies for mark in _IN_PLACE)
@@ -231,7 +259,7 @@ class Computation:
         if of_tuple:
             if any(user.text(OPCODE) != "get-tuple-element" for user in users):
                 return False
-            elements = [user for user in users if user.integer(_TUPLE_INDEX) == index]
+            elements = [user for user in users if user.integer(TUPLE_INDEX) == index]
             if any(each.integer(ID) == self._message.integer(ROOT) for each in elements):
                 return False
             users = [user for each in elements for user in self._users_of(each.integer(ID))]
@@ -257,6 +285,11 @@ def _instead(instruction: Message, opcode: str, operands: Sequence[int], fields:
 def _with_leading(block: Shape, size: int) -> Shape:
     """The shape of so many blocks along a new dimension, one after the other."""
     return block.like([size, *block.dimensions], [*(i + 1 for i in block.minor_to_major), 0])
+
+
+def _blocks_of(call: Collective) -> Shape:
+    """The shape of all blocks of an all-to-all that has one operand for each rank."""
+    return _with_leading(call.operands[0], call.size)
 
 
 def _blocks_first(whole: Shape, call: Collective) -> Shape:

@@ -13,6 +13,9 @@ from jax_ring.lowering.hlo.wire import Message
 _ELEMENT_TYPE, _DIMENSIONS, _TUPLE, _LAYOUT, _IS_DYNAMIC = 2, 3, 4, 5, 6
 _MINOR_TO_MAJOR, _TAIL_ALIGNMENT = 1, 16
 _TUPLE_TYPE = 13
+# The field of HloInstructionProto that says what a slice takes, and those of the messages in it.
+_SLICES = 17
+_SLICE_START, _SLICE_LIMIT, _SLICE_STRIDE = 1, 2, 3
 
 # The values of PrimitiveType that both XLA's CPU backend and the engine have.
 _DTYPES = {
@@ -76,6 +79,12 @@ class Shape:
         """The shape of another array of this type."""
         return array_shape(self._type, dimensions, minor_to_major)
 
+    def with_default_layout(self) -> "Shape":
+        """The same with the last dimension of each array as the fastest."""
+        if self.is_tuple:
+            return tuple_shape([element.with_default_layout() for element in self.elements])
+        return self.like(self.dimensions, range(len(self.dimensions))[::-1])
+
     def __str__(self) -> str:
         return f"{self.dtype.name}[{','.join(map(str, self.dimensions))}]"
 
@@ -104,3 +113,9 @@ def tuple_shape(elements: Sequence[Shape]) -> Shape:
     """The shape of a tuple."""
     fields = [wire.data(_TUPLE, element.message) for element in elements]
     return Shape(Message([wire.integer(_ELEMENT_TYPE, _TUPLE_TYPE), *fields]))
+
+
+def slices(limits: Sequence[tuple[int, int]]) -> list[wire.Field]:
+    """The fields of an instruction that takes a slice, from the first and behind the last index of each dimension."""
+    bounds = [{_SLICE_START: start, _SLICE_LIMIT: limit, _SLICE_STRIDE: 1} for start, limit in limits]
+    return [wire.data(_SLICES, Message([wire.integer(*item) for item in each.items()])) for each in bounds]

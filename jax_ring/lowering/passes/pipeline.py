@@ -47,4 +47,4 @@ def end_program(module: ir.Module, jaxpr, platforms: tuple[str, ...], donates: b
         # Donated arguments are known only once the whole program is lowered.
         donation.sum_in_place(module)
     if enabled.value and enabled.value.partitioner is not False and platforms == ("cpu",):
-        hook.mark(module, jaxpr, also_if_donating=enabled.value.partitioner is True)
+        hook.mark(module, jaxpr, enabled.value)

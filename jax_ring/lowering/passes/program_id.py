@@ -30,6 +30,8 @@ def name_of(ctx) -> str:
     if jax.process_count() == 1:
         return ""
     state = state_of(ctx)
+    if state.program:
+        return state.program
     name = _compat.module_name(ctx)
     if state.number is None:
         state.number = discovery.next_lowering(name)

@@ -28,7 +28,7 @@ _MAX_LINES_OF_CALL = 4
 def write(ctx, results, description: str) -> None:
     """Writes the attribute `site` of another custom call than those to the engines, which has just been emitted."""
     call = results[0].owner.operation
-    shared, lines = ir.DictAttr(call.attributes[CONFIG]), (_compat.call_site(ctx),)
+    shared, lines = ir.DictAttr(call.attributes[CONFIG]), (state_of(ctx).site or _compat.call_site(ctx),)
     call.attributes[CONFIG] = operation.config(shared, site=operation.site_of(lines))
     target = runtime.BETWEEN_HOSTS_TARGET
     known = Call(target, shared, description, lines, num_hidden=1, itemsize=0, joins=False)

@@ -1,0 +1,273 @@
+"""A collective whose groups cross hosts as computations in HLO: the steps that lowering emits for a call of `lax`.
+
+They are lowered as a program of this call alone, whose computations then become part of the partitioned program. XLA's
+passes are over by then. So what they would do is done here: all arrays get a layout, reshapes become bitcasts, an
+all-to-all gets an operand for each rank, and a value that a call overwrites is copied first if something else may read
+it.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jax_ring import _compat
+from jax_ring.lowering.call_spec import CallSpec
+from jax_ring.lowering.hierarchical import other_collectives
+from jax_ring.lowering.hlo import wire
+from jax_ring.lowering.hlo.collectives import (
+    ALIASES,
+    CALLED,
+    CHANNEL,
+    COMPUTATION_ID,
+    DIMENSIONS,
+    ID,
+    INSTRUCTIONS,
+    METADATA,
+    NAME,
+    OPCODE,
+    OPERANDS,
+    PREDECESSORS,
+    ROOT,
+    SHAPE,
+    TUPLE_INDEX,
+    Collective,
+)
+from jax_ring.lowering.hlo.replica_groups import Unsupported
+from jax_ring.lowering.hlo.shapes import Shape, slices, tuple_shape
+from jax_ring.lowering.hlo.wire import Message
+from jax_ring.lowering.override_state import for_xla
+from jax_ring.lowering.state import state_of
+
+# Fields of HloModuleProto, of HloComputationProto, and of an alias.
+_COMPUTATIONS, _ENTRY = 3, 6
+_COMPUTATION_NAME = 1
+_ALIAS_OPERAND = 2
+
+_REWRITTEN = {NAME, OPCODE, SHAPE, METADATA, ID, OPERANDS, PREDECESSORS, CALLED, CHANNEL}
+# XLA would have to insert copies for these, or to simplify them.
+_REFUSED = {"conditional", "while", "dynamic-update-slice", "gather", "scatter", "sort"}
+_WITHOUT_BUFFER = {"parameter", "constant", "call", "tuple"}
+
+_steps_p = Primitive("jax_ring_across_hosts")
+_steps_p.multiple_results = True
+
+
+@_steps_p.def_abstract_eval
+def _types_of_results(*avals, call: CallSpec, **_) -> list:
+    if call.kind.scatters == call.kind.gathers:
+        return list(avals)
+    of_blocks = (lambda shape: shape[1:]) if call.kind.scatters else (lambda shape: (call.axis_size, *shape))
+    return [aval.update(shape=of_blocks(aval.shape)) for aval in avals]
+
+
+def _lower_steps(ctx, *operands, call: CallSpec, program: str, site: str) -> Sequence:
+    state = state_of(ctx)
+    state.program, state.site = program, site
+    return other_collectives.emit(call, ctx, operands)
+
+
+mlir.register_lowering(_steps_p, _lower_steps)
+
+
+def shapes_of(call: Collective) -> tuple[list[Shape], list[Shape]]:
+    """The operands and the results of its steps: of one dimension, behind that of the blocks if they consist of any."""
+    if call.in_tuple:
+        size = math.prod(call.operands[0].dimensions)
+        blocks = [call.operands[0].like([call.size, size], [1, 0])]
+        return blocks, blocks
+    return (
+        [_flat(x, call.size if call.kind.scatters else 0) for x in call.operands],
+        [_flat(x, call.size if call.kind.gathers else 0) for x in call.results],
+    )
+
+
+def _flat(shape: Shape, num_blocks: int) -> Shape:
+    size = math.prod(shape.dimensions)
+    return shape.like([num_blocks, size // num_blocks], [1, 0]) if num_blocks else shape.like([size], [0])
+
+
+def lowered(call: CallSpec, shapes: Sequence[Shape], mesh, program: str, site: str) -> Message:
+    """The HloModuleProto of the steps of a call.
+
+    Args:
+      shapes: of its operands, see `shapes_of`.
+      program: the name of the program that makes the call, between processes.
+      site: the user's line.
+    """
+    steps = partial(_steps_p.bind, call=call, program=program, site=site)
+    context = _compat.SPMDAxisContext(mesh, frozenset(mesh.axis_names))
+    operands = [jax.ShapeDtypeStruct(shape.dimensions, shape.dtype) for shape in shapes]
+    # The thread is one of XLA's, without the settings of the one that has lowered the program.
+    with for_xla(), jax.enable_x64(True):
+        (equation,) = jax.make_jaxpr(steps)(*operands).eqns
+        computation = _compat.lowered_alone(equation, context, "cpu")
+    return Message.parse(computation.as_serialized_hlo_module_proto())
+
+
+class AcrossHosts(Unsupported):
+    """Its groups cross hosts. Such steps of a call of jax_ring are XLA's too, and nothing tells them from others."""
+
+
+class Stead(NamedTuple):
+    """What the computations stand for.
+
+    Attributes:
+      instruction: the collective.
+      num_hosts: that each of its groups spans.
+      channels: which no collective of the program has; the same in all processes.
+    """
+
+    instruction: Message
+    num_hosts: int
+    channels: Iterator[int]
+
+
+def computations_of(program: Message, stead: Stead, first_id: int) -> list[Message]:
+    """The computations of a program as part of another one: those that are called first, its entry last.
+
+    One that is called several times is there as often, as in all programs that XLA has flattened.
+
+    first_id: a number from which on no computation of the other program has any.
+
+    Raises:
+      AcrossHosts: if it has instructions for which XLA has passes.
+    """
+    by_id = {each.integer(COMPUTATION_ID): each for each in program.messages(_COMPUTATIONS)}
+    copies: list[Message] = []
+
+    def copy(id_: int) -> int:
+        copied = _Copied(by_id[id_], stead, copy)
+        new_id = first_id + len(copies)
+        copies.append(copied.message(new_id))
+        return new_id
+
+    copy(program.integer(_ENTRY))
+    return copies
+
+
+class _Copied:
+    """A computation with other ids, in which calls overwrite only what nothing else reads.
+
+    copy: (the id of a computation that it calls) to that of another copy.
+    """
+
+    def __init__(self, computation: Message, stead: Stead, copy: Callable[[int], int]) -> None:
+        self._computation, self._stead = computation, stead
+        self._by_id = {each.integer(ID): each for each in computation.messages(INSTRUCTIONS)}
+        self._called = {id_: list(map(copy, each.integers(CALLED))) for id_, each in self._by_id.items()}
+        self._uses = Counter(operand for each in self._by_id.values() for operand in each.integers(OPERANDS))
+        self._elements = Counter(map(_element, self._by_id.values()))
+        self._last = max(map(_local, self._by_id))
+        self._id = 0
+
+    def message(self, id_: int) -> Message:
+        """The HloComputationProto, with this id."""
+        self._id = id_
+        replaced = {_COMPUTATION_NAME, INSTRUCTIONS, COMPUTATION_ID, ROOT}
+        instructions = [new for old in self._by_id.values() for new in self._written(old)]
+        return Message(
+            [
+                wire.data(_COMPUTATION_NAME, f"{self._computation.text(_COMPUTATION_NAME)}.{self._id}"),
+                *(wire.data(INSTRUCTIONS, each) for each in instructions),
+                *(field for field in self._computation.fields if field[0] not in replaced),
+                wire.integer(COMPUTATION_ID, self._id),
+                wire.integer(ROOT, self._new(self._computation.integer(ROOT))),
+            ]
+        )
+
+    def _new(self, id_: int) -> int:
+        return self._id << 32 | _local(id_)
+
+    def _written(self, instruction: Message) -> Iterator[Message]:
+        """An instruction as it is written, behind the copies that it needs."""
+        opcode = instruction.text(OPCODE)
+        if opcode in _REFUSED:
+            raise AcrossHosts(f"between these hosts it would take a {opcode}")
+        operands = instruction.integers(OPERANDS)
+        for alias in instruction.messages(ALIASES):
+            index = alias.integer(_ALIAS_OPERAND)
+            if not self._is_private(operands[index]):
+                self._last += 1
+                shape = self._by_id[operands[index]].message(SHAPE)
+                yield self._rewritten(Message([wire.data(SHAPE, shape)]), "copy", self._last, [operands[index]])
+                operands[index] = self._last
+        if opcode == "all-to-all":
+            yield from self._exchange(instruction)
+            return
+        yield self._rewritten(
+            instruction, "bitcast" if opcode == "reshape" else opcode, instruction.integer(ID), operands
+        )
+
+    def _exchange(self, instruction: Message) -> Iterator[Message]:
+        """An all-to-all of blocks along the leading dimension, whose operands and results are the blocks."""
+        whole = Shape(instruction.message(SHAPE)).with_default_layout()
+        size, *rest = whole.dimensions
+        block = whole.like([size // self._stead.num_hosts, *rest], whole.minor_to_major)
+        limits = [[(i, i + block.dimensions[0]), *((0, n) for n in rest)] for i in range(0, size, block.dimensions[0])]
+
+        def add(opcode: str, shape: Shape, operands: Sequence[int], fields: Sequence[wire.Field]) -> Message:
+            self._last += 1
+            made = Message([*fields, wire.data(SHAPE, shape.message)])
+            return self._rewritten(made, opcode, self._last, operands)
+
+        sent = [add("slice", block, instruction.integers(OPERANDS), slices(each)) for each in limits]
+        exchange = [field for field in instruction.fields if field[0] != DIMENSIONS]
+        received = add("all-to-all", tuple_shape([block] * self._stead.num_hosts), _ids(sent), exchange)
+        parts = [
+            add("get-tuple-element", block, _ids([received]), [wire.integer(TUPLE_INDEX, i)])
+            for i in range(self._stead.num_hosts)
+        ]
+        yield from (*sent, received, *parts)
+        along = Message([wire.data(SHAPE, whole.message), wire.packed(DIMENSIONS, [0])])
+        yield self._rewritten(along, "concatenate", instruction.integer(ID), _ids(parts))
+
+    def _rewritten(self, instruction: Message, opcode: str, id_: int, operands: Sequence[int]) -> Message:
+        ids = {
+            OPERANDS: map(self._new, operands),
+            PREDECESSORS: map(self._new, instruction.integers(PREDECESSORS)),
+            CALLED: self._called.get(id_, ()),
+        }
+        fields = [field for field in instruction.fields if field[0] not in _REWRITTEN]
+        # As it is, a transpose has a layout in which it moves nothing.
+        fields.append(wire.data(SHAPE, Shape(instruction.message(SHAPE)).with_default_layout().message))
+        fields += [wire.data(NAME, f"{opcode}.{self._id}.{_local(id_)}"), wire.data(OPCODE, opcode)]
+        fields.append(wire.data(METADATA, self._stead.instruction.raw(METADATA)))
+        fields += [wire.integer(ID, self._new(id_)), *(wire.packed(*item) for item in ids.items())]
+        if instruction.integer(CHANNEL):
+            fields.append(wire.integer(CHANNEL, next(self._stead.channels)))
+        return Message(fields)
+
+    def _is_private(self, id_: int) -> bool:
+        """Whether a value has a buffer of its own, which one instruction reads."""
+        while self._uses[id_] == 1:
+            instruction = self._by_id[id_]
+            opcode = instruction.text(OPCODE)
+            if opcode not in ("bitcast", "reshape", "get-tuple-element"):
+                return opcode not in _WITHOUT_BUFFER
+            (id_,) = instruction.integers(OPERANDS)
+            if opcode == "get-tuple-element":
+                made = self._by_id[id_].text(OPCODE)
+                return made not in _WITHOUT_BUFFER and self._elements[_element(instruction)] == 1
+        return False
+
+
+def _ids(instructions: Sequence[Message]) -> list[int]:
+    return [each.integer(ID) for each in instructions]
+
+
+def _local(id_: int) -> int:
+    """The number of an instruction in its computation."""
+    return id_ & 0xFFFFFFFF
+
+
+def _element(instruction: Message) -> tuple | None:
+    """The tuple and the index of a get-tuple-element."""
+    if instruction.text(OPCODE) != "get-tuple-element":
+        return None
+    return (*instruction.integers(OPERANDS), instruction.integer(TUPLE_INDEX))
