@@ -4,5 +4,15 @@ from jax_ring.training.zero.by_parameter.state import ParameterState, Shares
 from jax_ring.training.zero.clip import clip_by_global_norm
 from jax_ring.training.zero.interface import ShardedOptimizer
 from jax_ring.training.zero.optimizer import sharded_optimizer
+from jax_ring.training.zero.sharded_layer import sharded_layer
+from jax_ring.training.zero.vectors import ShardedParams
 
-__all__ = ["ParameterState", "ShardedOptimizer", "Shares", "clip_by_global_norm", "sharded_optimizer"]
+__all__ = [
+    "ParameterState",
+    "ShardedOptimizer",
+    "ShardedParams",
+    "Shares",
+    "clip_by_global_norm",
+    "sharded_layer",
+    "sharded_optimizer",
+]

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec
 
-from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks
+from jax_ring.collectives.axes import axes_of, check_named
 from jax_ring.options import check_arrays
 from jax_ring.training.implementations import implementation
 from jax_ring.training.same_bits.fence import fence
-from jax_ring.training.zero.block_sums import BLOCK
 from jax_ring.training.zero.given_norms import order_given
 from jax_ring.training.zero.interface import (
     ShardedOptimizer,
@@ -28,15 +26,10 @@ from jax_ring.training.zero.interface import (
     vary,
 )
 from jax_ring.training.zero.local_gradients import LocalGradients, Reduction
+from jax_ring.training.zero.vectors import flat, own_part, unflat
 
 if TYPE_CHECKING:
     import optax
-
-
-_STALE = (
-    " A state that was made for another number of ranks, or with another order, has to pass through `repartition` "
-    "first."
-)
 
 
 def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Reduction) -> ShardedOptimizer:
@@ -45,11 +38,8 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
     run = implementation("sharded_optimizer", reduction.impl, reduction.overlap)
     separated = fence if reduction.is_tree else lambda tree: tree
 
-    def cut(num_ranks):
-        return num_ranks * BLOCK if reduction.is_tree else num_ranks
-
     def own_params(params):
-        return _own_part(_flat(jax.tree.leaves(params), params, cut(reduction.num_ranks)), axis_name)
+        return own_part(flat(jax.tree.leaves(params), params, reduction.cut(reduction.num_ranks)), axis_name)
 
     def init(params):
         check_named("sharded_optimizer", axes_of(axis_name))
@@ -59,23 +49,23 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
         check_divided_alike(params, axis_name)
         local = LocalGradients.of(gradients, params, reduction)
         own = own_params(params)
-        check_same_tree("state", state, jax.eval_shape(tx.init, own), likes="state that init makes here", remedy=_STALE)
-        multiple = cut(reduction.num_ranks)
-        dtypes = {
-            name: jnp.result_type(*(local.types[i].dtype for i in places)) for name, places in by_dtype(params).items()
-        }
+        check_state(tx, state, own)
+        multiple = reduction.cut(reduction.num_ranks)
         if stage == 1:
             # In the dtypes of the vectors, so that the sums have the bits of stage 2.
+            dtypes = {
+                name: jnp.result_type(*(local.types[i].dtype for i in places))
+                for name, places in by_dtype(params).items()
+            }
             synced = local.synced([dtypes[np.dtype(jnp.result_type(x)).name] for x in jax.tree.leaves(params)])
-            means = _own_part(_flat(synced, params, multiple), axis_name)
+            means = own_part(flat(synced, params, multiple), axis_name)
         else:
-            vectors = local.packed(lambda leaves: _flat(leaves, params, multiple))
-            means = jax.tree.map(local.mean, local.scattered_sums(vectors), dtypes)
+            means = local.scattered(params, multiple)
         # On one rank no collective keeps the compiler from fusing the update with what is around it.
         means, own = separated((means, own))
         with order_given(reduction.order):
             updates, state = separated(tx.update(means, state, own))
-        updates = _unflat(run.all_gather(updates, axis_name), params)
+        updates = unflat(run.all_gather(updates, axis_name), params)
         # Parameters without a gradient keep their value.
         updates = jax.tree.map(
             lambda x, like, has: x if has else jnp.zeros_like(like),
@@ -87,21 +77,8 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
         return jax.tree.map(lambda x: PartitionSpec(axis_name) if x.ndim else PartitionSpec(), _whole(tx, params))
 
     def repartition(state, params, num_ranks):
-        num_ranks = check_num_ranks(num_ranks)
         check_arrays("sharded_optimizer", "the parameters", params)
-
-        def cut_and_fill(path, like, x):
-            if x.ndim != like.ndim or x.size < like.size:
-                raise ValueError(
-                    f"sharded_optimizer: repartition: the leaf of the state at {jax.tree_util.keystr(path)} has shape "
-                    f"{x.shape}, too small for these parameters, which need {like.size} elements. Give the global "
-                    "state, outside of shard_map, and the parameters that it was made for."
-                )
-            return padded(x[: like.size], cut(num_ranks)) if like.ndim else x
-
-        like = _whole(tx, params)
-        check_same_structure("state", state, like, likes="state that init makes here")
-        return jax.tree_util.tree_map_with_path(cut_and_fill, like, state)
+        return repartitioned(state, _whole(tx, params), reduction.cut(check_num_ranks(num_ranks)))
 
     def unsharded(state, params):
         names = by_dtype(params).keys()
@@ -110,34 +87,36 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
             return isinstance(x, dict) and x.keys() == names
 
         whole = repartition(state, params, 1)
-        return jax.tree.map(lambda x: _unflat(x, params) if is_vectors(x) else x, whole, is_leaf=is_vectors)
+        return jax.tree.map(lambda x: unflat(x, params) if is_vectors(x) else x, whole, is_leaf=is_vectors)
 
     return ShardedOptimizer(init, update, specs, repartition, unsharded)
 
 
-def _flat(leaves: list[jax.Array], params: Any, multiple: int) -> dict[str, jax.Array]:
-    """One vector of the leaves for each dtype of the parameters. Leaves of several dtypes are promoted to one."""
-    return {
-        dtype: padded(jnp.concatenate([jnp.ravel(leaves[i]) for i in places]), multiple)
-        for dtype, places in by_dtype(params).items()
-    }
-
-
-def _unflat(vectors: dict[str, jax.Array], params: Any) -> Any:
-    """A tree like the parameters, from vectors as `_flat` makes them."""
-    leaves, structure = jax.tree.flatten(params)
-    for dtype, places in by_dtype(params).items():
-        ends = np.cumsum([jnp.size(leaves[i]) for i in places])
-        for i, end in zip(places, ends, strict=True):
-            leaves[i] = vectors[dtype][end - jnp.size(leaves[i]) : end].reshape(jnp.shape(leaves[i]))
-    return jax.tree.unflatten(structure, leaves)
-
-
 def _whole(tx: Any, params: Any) -> Any:
     """Shapes and dtypes of the state for a single rank."""
-    return jax.eval_shape(lambda params: tx.init(_flat(jax.tree.leaves(params), params, 1)), params)
+    return jax.eval_shape(lambda params: tx.init(flat(jax.tree.leaves(params), params, 1)), params)
 
 
-def _own_part(vectors: dict[str, jax.Array], axis_name: AxisName) -> dict[str, jax.Array]:
-    rank, p = lax.axis_index(axis_name), num_ranks(axes_of(axis_name))
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, rank * (x.size // p), x.size // p), vectors)
+def check_state(tx: Any, state: Any, own: Any) -> None:
+    """Raises ValueError unless a state has the tree and the shapes of that for a rank's own parameters."""
+    check_same_tree(
+        "state", state, jax.eval_shape(tx.init, own), likes="state that init makes here",
+        remedy=" A state that was made for another number of ranks, or with another order, has to pass through "
+        "`repartition` first.",
+    )  # fmt: skip
+
+
+def repartitioned(state: Any, like: Any, multiple: int) -> Any:
+    """A global state, whose vectors end with zeros up to a multiple of a number of elements; like has no such zeros."""
+
+    def cut_and_fill(path, like, x):
+        if x.ndim != like.ndim or x.size < like.size:
+            raise ValueError(
+                f"sharded_optimizer: repartition: the leaf of the state at {jax.tree_util.keystr(path)} has shape "
+                f"{x.shape}, too small for these parameters, which need {like.size} elements. Give the global "
+                "state, outside of shard_map, and the parameters that it was made for."
+            )
+        return padded(x[..., : like.shape[-1]], multiple) if like.ndim else x
+
+    check_same_structure("state", state, like, likes="state that init makes here")
+    return jax.tree_util.tree_map_with_path(cut_and_fill, like, state)

@@ -16,11 +16,21 @@ from jax_ring.launcher import foreign_errors
 from jax_ring.options import ORDERS, Order, check_choice, integer
 from jax_ring.training.implementations import Impl
 
-Stage = Literal[1, 2]
+Stage = Literal[1, 2, 3]
+
+
+def _for_stage_3(*_: Any) -> Any:
+    raise ValueError(
+        "sharded_optimizer: shard, gather and param_specs are for parameters that are divided: pass stage=3. With "
+        "stages 1 and 2 parameters are replicated."
+    )
 
 
 class ShardedOptimizer(NamedTuple):
-    """The result of `sharded_optimizer`. Call `init` and `update` inside `shard_map`, the others outside.
+    """The result of `sharded_optimizer`. Call `init`, `update`, `shard` and `gather` inside `shard_map`.
+
+    With `stage=3` what is called params here is the shards, a `ShardedParams` or a tree of such. `update` returns
+    updates of the shards, `repartition` takes and returns both, (state, shards), and `specs` takes either.
 
     Attributes:
       init: (params) -> this rank's state.
@@ -31,6 +41,9 @@ class ShardedOptimizer(NamedTuple):
         that read it: `optax.contrib.schedule_free_eval_params(optimizer.unsharded(state, params), params)`.
       shares: (params, num_ranks) -> what each rank owns, with `layout="parameter"`; else None, as all ranks own the
         same number of elements.
+      shard: (params) -> this rank's shards, a `ShardedParams`; with `stage=3`, as the following.
+      gather: (shards) -> the parameters, the same on all ranks.
+      param_specs: (params) -> the PartitionSpecs of the shards, for `in_specs` and `out_specs`.
     """
 
     init: Callable[[Any], Any]
@@ -39,6 +52,9 @@ class ShardedOptimizer(NamedTuple):
     repartition: Callable[[Any, Any, int], Any]
     unsharded: Callable[[Any, Any], Any]
     shares: Callable[[Any, int], Any] | None = None
+    shard: Callable[[Any], Any] = _for_stage_3
+    gather: Callable[[Any], Any] = _for_stage_3
+    param_specs: Callable[[Any], Any] = _for_stage_3
 
 
 def check_order(function: str, impl: Impl, order: Order) -> None:
@@ -143,8 +159,8 @@ def by_dtype(tree: Any) -> dict[str, list[int]]:
 
 
 def padded(vector: jax.Array, multiple: int) -> jax.Array:
-    """The vector, with zeros up to a multiple of a number of elements."""
-    return jnp.pad(vector, (0, -vector.size % multiple))
+    """The vector, with zeros up to a multiple of a number of elements; or the vectors of an array's last dimension."""
+    return jnp.pad(vector, [*[(0, 0)] * (vector.ndim - 1), (0, -vector.shape[-1] % multiple)])
 
 
 def vary(state: Any, axis_name: AxisName) -> Any:

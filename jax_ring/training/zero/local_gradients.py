@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ring.collectives import ring_psum_scatter
-from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
+from jax_ring.collectives.axes import AxisName, axes_of, check_divisible, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.options import Order, bucketed, check_arrays
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.sync import check_local, is_float0, sync_gradients
-from jax_ring.training.zero.interface import check_same_tree
+from jax_ring.training.zero.block_sums import BLOCK
+from jax_ring.training.zero.interface import by_dtype, check_same_tree
+from jax_ring.training.zero.vectors import flat
 
 
 class Reduction(NamedTuple):
@@ -26,6 +28,7 @@ class Reduction(NamedTuple):
     impl: Impl
     order: Order
     overlap: bool
+    num_shards: int | None = None
 
     @property
     def is_tree(self) -> bool:
@@ -36,6 +39,12 @@ class Reduction(NamedTuple):
     def num_ranks(self) -> int:
         """The number of ranks, where the axes are bound."""
         return num_ranks(axes_of(self.axis_name))
+
+    def cut(self, num_ranks: int) -> int:
+        """Of what number of elements the size of a flat vector is a multiple. Raises if V ranks cannot be so many."""
+        if self.num_shards is not None:
+            num_ranks = check_divisible("sharded_optimizer", self.num_shards, num_ranks)
+        return num_ranks * BLOCK if self.is_tree else num_ranks
 
 
 class LocalGradients(NamedTuple):
@@ -110,16 +119,24 @@ class LocalGradients(NamedTuple):
 
     def scattered_sums(self, vectors: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """This rank's part of the sums over the ranks of `packed` vectors, in their dtypes."""
-        axis_name, impl, order, overlap = self.reduction
+        axis_name, impl, order, overlap, _ = self.reduction
         if impl == "lax":
             return implementation("sharded_optimizer", impl, overlap).psum_scatter(vectors, axis_name)
         with bucketed(overlap):
             sums = self._sums(vectors, jax.tree.map(lambda x: x.dtype, vectors))
             return ring_psum_scatter(sums, axis_name, tiled=True, order=order)
 
+    def scattered(self, params: Any, multiple: int, *, mean: bool = True) -> dict[str, jax.Array]:
+        """This rank's part of the means, or of the sums, as a vector for each dtype of the parameters."""
+        dtypes = {
+            name: jnp.result_type(*(self.types[i].dtype for i in places)) for name, places in by_dtype(params).items()
+        }
+        sums = self.scattered_sums(self.packed(lambda leaves: flat(leaves, params, multiple)))
+        return jax.tree.map(self.mean if mean else lambda x, dtype: x.astype(dtype), sums, dtypes)
+
     def synced(self, dtypes: list) -> list[jax.Array]:
         """The means over all ranks, each summed in one of these dtypes."""
-        axis_name, impl, order, overlap = self.reduction
+        axis_name, impl, order, overlap, _ = self.reduction
         leaves: Any = self.leaves
         if self.num_shards is None:
             leaves = [x.astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]

@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, get_args
 
 from jax_ring.collectives.axes import AxisName, check_axis_name
-from jax_ring.options import Order, check_choice
+from jax_ring.options import Order, check_choice, integer
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.sentinel import check_every
 from jax_ring.training.zero.analysis.elementwise import ElementwiseCheck
 from jax_ring.training.zero.analysis.optax_parts import all_names, is_transformation
 from jax_ring.training.zero.by_parameter.layout import parameter_layout
 from jax_ring.training.zero.checked import checked
+from jax_ring.training.zero.divided import divided_layout
 from jax_ring.training.zero.flat import flat_layout
 from jax_ring.training.zero.interface import ShardedOptimizer, Stage, check_order
 from jax_ring.training.zero.local_gradients import Reduction
@@ -37,6 +38,7 @@ def sharded_optimizer(
     order: Order = "rank",
     overlap: bool = True,
     check_replicas: int | None = None,
+    num_shards: int | None = None,
 ) -> ShardedOptimizer:
     """Shards an optax optimizer over the ranks of a mapped axis: each holds 1/p of its state.
 
@@ -86,10 +88,8 @@ def sharded_optimizer(
         the state not the ones that `init` makes; for a `ShardSums` without order="tree"; and with vma tracking, if
         gradients are already the same on all ranks, because they have been summed before.
     """
-    if stage not in (1, 2):
-        raise ValueError(
-            f"sharded_optimizer: stage must be 1 or 2, got {stage!r}; stage 3, sharded parameters, is not supported"
-        )
+    if stage not in (1, 2, 3):
+        raise ValueError(f"sharded_optimizer: stage must be 1, 2 or 3, got {stage!r}")
     check_axis_name("sharded_optimizer", axis_name)
     implementation("sharded_optimizer", impl, overlap)
     check_every("sharded_optimizer", check_replicas)
@@ -105,12 +105,39 @@ def sharded_optimizer(
             "slow = optax.incremental_update(params, slow, slow_step_size) and params = slow."
         )
     check_choice("sharded_optimizer", "layout", layout, get_args(Layout))
-    reduction = Reduction(axis_name, impl, order, overlap)
+    _check_division(stage, layout, order, num_shards, check_replicas)
+    reduction = Reduction(axis_name, impl, order, overlap, num_shards)
     if layout == "parameter":
         sharded = parameter_layout(tx, stage=stage, reduction=reduction)
         return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas, impl)
 
     check = ElementwiseCheck(tx, axis_name, order)
     check.check_outside()
+    if stage == 3:
+        return check.checked(divided_layout(tx, reduction=reduction))
     sharded = check.checked(flat_layout(tx, stage=stage, reduction=reduction))
     return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas, impl)
+
+
+def _check_division(
+    stage: Stage, layout: Layout, order: Order, num_shards: int | None, check_replicas: int | None
+) -> None:
+    """Raises ValueError for options that exclude each other."""
+    if num_shards is not None and integer("sharded_optimizer", "num_shards", num_shards) < 1:
+        raise ValueError(f"sharded_optimizer: num_shards must be positive, got {num_shards}")
+    if layout == "parameter" and (stage == 3 or num_shards is not None):
+        given = "stage=3" if stage == 3 else f"num_shards={num_shards}"
+        raise ValueError(
+            f"sharded_optimizer: {given} is for layout='flat', the default, where all ranks own equal parts of "
+            "vectors; with layout='parameter' parameters are replicated, and their sizes decide who updates them."
+        )
+    if stage == 3 and order == "tree" and num_shards is None:
+        raise ValueError(
+            "sharded_optimizer: stage=3 with order='tree' needs num_shards, the number of shards of the batch that "
+            "value_and_grad has, so that the shapes of the shards do not depend on the number of ranks"
+        )
+    if stage == 3 and check_replicas is not None:
+        raise ValueError(
+            "sharded_optimizer: with stage=3 there is one copy of each parameter, and so nothing that check_replicas "
+            "could compare. Leave it out."
+        )

@@ -19,6 +19,7 @@ from jax_ring.training.zero.analysis.optax_parts import name_of, parts_of
 from jax_ring.training.zero.analysis.traced import Traced
 from jax_ring.training.zero.given_norms import order_given
 from jax_ring.training.zero.interface import ShardedOptimizer, by_dtype, refuse_further_arguments
+from jax_ring.training.zero.vectors import map_sharded
 
 # The axes over which the optimizer with a certain `update` has been found to be elementwise.
 _elementwise_over: WeakKeyDictionary[Callable, set[tuple]] = WeakKeyDictionary()
@@ -50,7 +51,11 @@ class ElementwiseCheck:
             self.check_outside(params)
             return plain.specs(params)
 
-        return plain._replace(init=init, update=update, specs=specs)
+        def shard(params):
+            self._check_inside(params)
+            return plain.shard(params)
+
+        return plain._replace(init=init, update=update, specs=specs, shard=shard)
 
     def check_outside(self, *params: Any) -> None:
         """Checks where the axes are not bound. An optimizer that names others has to wait until they are."""
@@ -71,6 +76,7 @@ class ElementwiseCheck:
             self._check_tree(_ANY_PARAMETERS, bound)
             found.add(self._axes)
         for tree in trees:
+            tree = map_sharded(lambda shards: shards.like, tree)
             check_arrays("sharded_optimizer", "the parameters", tree)
             shapes = jax.tree.map(_filled, tree)
             key = (jax.tree.structure(shapes), tuple((x.shape, x.dtype) for x in jax.tree.leaves(shapes)))

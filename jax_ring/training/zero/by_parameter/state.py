@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from jax_ring.collectives.axes import AxisName
 from jax_ring.collectives.leaves import own_copy
-from jax_ring.options import check_arrays
 from jax_ring.training.zero.by_parameter.plan import Blocks, Piece, balance
 from jax_ring.training.zero.by_parameter.traced_update import trace_update
 from jax_ring.training.zero.interface import check_same_tree
+from jax_ring.training.zero.vectors import Shapes
 
 if TYPE_CHECKING:
     import optax
@@ -67,25 +67,6 @@ class Shares:
                 f"{self.padding:.3f} times their elements",
             ]
         )
-
-
-class Shapes(NamedTuple):
-    """Structure, shapes and dtypes of the parameters, as a key of a cache."""
-
-    structure: Any
-    leaves: tuple[tuple[tuple[int, ...], Any], ...]
-
-    @classmethod
-    def of(cls, params: Any) -> Shapes:
-        """Those of a tree of arrays or of their types."""
-        check_arrays("sharded_optimizer", "the parameters", params)
-        leaves, structure = jax.tree.flatten(params)
-        return cls(structure, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
-
-    @property
-    def params(self) -> Any:
-        """The parameters' types."""
-        return jax.tree.unflatten(self.structure, [jax.ShapeDtypeStruct(*leaf) for leaf in self.leaves])
 
 
 @dataclass(frozen=True)
