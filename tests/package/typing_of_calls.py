@@ -65,7 +65,7 @@ jax_ring.reduce_in_backward(tree, "i", wire_dtyp=jnp.bfloat16)  # refused: call-
 jax_ring.allreduce_gradients("i", error_feedback=True, bucket_bytes="1 MiB")  # refused: arg-type
 jax_ring.sync_with_feedback(tree, tree, "i", first_bucket_byte=1)  # refused: call-arg
 optimizer: jax_ring.ShardedOptimizer = zero.sharded_optimizer(optax.adam(1e-3), "i", stage=1)
-zero.sharded_optimizer(optax.adam(1e-3), "i", stage=3)  # refused: arg-type
+zero.sharded_optimizer(optax.adam(1e-3), "i", stage=4)  # refused: arg-type
 plan: jax_ring.BucketPlan = jax_ring.plan_buckets(tree)
 found: jax_ring.Explanation = jax_ring.explain(loss, tree, x)
 override: jax_ring.Override = jax_ring.override_lax()

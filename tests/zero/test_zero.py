@@ -171,7 +171,7 @@ def test_summed_gradients_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"stage": 3}, "stage must be 1 or 2, got 3"), ({"impl": "mpi"}, "impl must be one of")]
+    ("options", "message"), [({"stage": 4}, "stage must be 1, 2 or 3, got 4"), ({"impl": "mpi"}, "impl must be one of")]
 )
 def test_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):

@@ -1,8 +1,8 @@
 """ZeRO: an optimizer that is sharded over the data-parallel ranks.
 
-Stages 1 and 2 of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020):
-parameters are replicated. Each rank holds the optimizer state for one of p equal parts of them, updates that part, and
-gathers the updates of the other parts.
+The stages of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020). Each
+rank holds the optimizer state for one of p equal parts of the parameters, and updates that part. In stages 1 and 2 it
+gathers the updates of the other parts; in stage 3 it has only its part of the parameters, too.
 """
 
 from __future__ import annotations
@@ -60,11 +60,21 @@ def sharded_optimizer(
         updates, state = optimizer.update(gradients, state, params)
         params = optax.apply_updates(params, updates)
 
+    With `stage=3` parameters are divided as well, and only their shards are kept from step to step:
+
+        shards = jax.jit(jax.shard_map(optimizer.shard, mesh=mesh, in_specs=P(), out_specs=P("data")))(params)
+        # in a train step, under shard_map with P("data") for the shards:
+        params = optimizer.gather(shards)
+        updates, state = optimizer.update(gradients, state, shards)
+        shards = optax.apply_updates(shards, updates)
+
     Args:
       tx: an optax `GradientTransformation`; with `layout="flat"` an elementwise one.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
       stage: 2 reduces the gradients so that each rank gets only the part that it updates (`ring_psum_scatter`); 1
-        gives every rank all gradients, as `sync_gradients` does. The updates are the same.
+        gives every rank all gradients, as `sync_gradients` does. The updates are the same. 3 divides the parameters, in
+        the flat layout: what the result's functions call params is then a `ShardedParams`, or a tree of such, and
+        updates are those of the shards. Gradients may be such shards, too, as those of `sharded_layer` are.
       impl: "ring" or "lax", as for `sync_gradients`.
       layout: "flat", as above; or "parameter", where ranks own whole parameters, so that masks, labels and optimizers
         that need whole parameters (LAMB, LARS, Adafactor, Muon) give the results that they give without sharding.
@@ -75,7 +85,9 @@ def sharded_optimizer(
         1024 elements, so the state has another padding than with other orders; `repartition` converts it.
       overlap: as for `sync_gradients`.
       check_replicas: a number of steps: `jax_ring.check_replicas` of the parameters in the first step, and after so
-        many each time. The state is then a `CheckedState` around the one that there would be without.
+        many each time. The state is then a `CheckedState` around the one that there would be without. Not in stage 3.
+      num_shards: V, a multiple of all numbers of ranks that the training may run on. The flat vectors are then padded
+        for V ranks, and their shapes do not depend on p. Needed with stage=3 and order="tree".
 
     Returns:
       A `ShardedOptimizer`. Its `update` takes this rank's gradients, not reduced yet, and applies `tx` to their mean.
@@ -83,7 +95,8 @@ def sharded_optimizer(
     Raises:
       TypeError: if `tx` has no `init` and `update`.
       ValueError: if `stage`, `impl`, `layout` or `order` is none of its choices, if impl="lax" cannot follow the
-        order, or if `tx` cannot be sharded like this: also from `init`, `update` and `specs`, where the parameters are
+        order, if stage=3 has layout="parameter", `check_replicas`, or a tree without `num_shards`, if p does not divide
+        V, or if `tx` cannot be sharded like this: also from `init`, `update` and `specs`, where the parameters are
         known. From `update`, if the tree or the shapes of the gradients are not those of the parameters, or those of
         the state not the ones that `init` makes; for a `ShardSums` without order="tree"; and with vma tracking, if
         gradients are already the same on all ranks, because they have been summed before.

@@ -109,7 +109,7 @@ def unflat(vectors: dict[str, jax.Array], params: Any) -> Any:
         vector = vectors[dtype]
         for i, end in zip(places, ends, strict=True):
             part = vector[..., end - int(np.prod(shapes[i])) : end]
-            leaves[i] = part.reshape(*jnp.shape(vector)[:-1], *shapes[i])
+            leaves[i] = part.reshape((*jnp.shape(vector)[:-1], *shapes[i]))
     return jax.tree.unflatten(structure, leaves)
 
 
