@@ -30,6 +30,7 @@ from jax_ring.training.zero.vectors import (
     flat,
     has_shards,
     is_sharded,
+    is_single,
     map_sharded,
     own_part,
     size_of,
@@ -64,12 +65,12 @@ def divided_layout(tx: optax.GradientTransformation, *, reduction: Reduction) ->
         if has_shards(gradients):
             check_same_tree("gradients", gradients, shards, likes="shards")
             means = gradients
-        elif is_sharded(shards):
+        elif is_single(shards):
             means = scattered(gradients, shards, reduction)
         else:
             raise ValueError(
-                "sharded_optimizer: the shards are a tree of several ShardedParams, so the gradients have to be such "
-                "shards, too, as those of zero.sharded_layer are. For gradients of whole parameters make one "
+                "sharded_optimizer: the shards are several ShardedParams, in a tree or stacked, so the gradients have "
+                "to be such, too, as those of zero.sharded_layer are. For gradients of whole parameters make one "
                 "ShardedParams of all parameters."
             )
         lacking = jax.tree.map(is_float0, means)

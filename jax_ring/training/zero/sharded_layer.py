@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +22,7 @@ from jax_ring.training.same_bits.shards import first_shard
 from jax_ring.training.sync import is_float0
 from jax_ring.training.zero.divided import checked_shards, gathered, scattered
 from jax_ring.training.zero.local_gradients import Reduction
-from jax_ring.training.zero.vectors import ShardedParams, is_sharded
+from jax_ring.training.zero.vectors import ShardedParams, is_single
 
 
 def sharded_layer(
@@ -89,8 +88,11 @@ class _Where(NamedTuple):
         check_named("sharded_layer", axes)
         each = check_divisible("sharded_layer", num_shards, num_ranks(axes)) // num_ranks(axes)
         reduction = Reduction(axis_name, "ring", "tree", True, num_shards)
-        if not is_sharded(checked_shards(shards, reduction)):
-            raise ValueError("sharded_layer: takes the ShardedParams of one layer, got a tree of several")
+        if not is_single(checked_shards(shards, reduction)):
+            raise ValueError(
+                "sharded_layer: takes the ShardedParams of one layer, got several. For layers whose shards are stacked "
+                "use jax.lax.scan."
+            )
         check_arrays("sharded_layer", "inputs", inputs)
         for path, x in jax.tree_util.tree_leaves_with_path(inputs):
             if np.shape(x)[:1] != (each,):

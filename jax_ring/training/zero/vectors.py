@@ -76,6 +76,11 @@ def is_sharded(x: Any) -> bool:
     return isinstance(x, ShardedParams)
 
 
+def is_single(x: Any) -> bool:
+    """Whether x is a `ShardedParams` that is not stacked."""
+    return is_sharded(x) and all(jnp.ndim(vector) == 1 for vector in x.vectors.values())
+
+
 def has_shards(tree: Any) -> bool:
     """Whether there is a `ShardedParams` in a tree."""
     return any(map(is_sharded, jax.tree.leaves(tree, is_leaf=is_sharded)))
