@@ -284,6 +284,16 @@ def test_wire_error():
     assert {row[1]: row[2] for row in rows}["int8"] == "0.254"
 
 
+def test_memory_at_rest():
+    text = run("memory_at_rest.py", "--processes", "2", "--megabytes", "20")
+    rows = [line.split(" | ") for line in text.splitlines()[2:]]
+    assert [(row[1], row[3]) for row in rows] == [
+        ("replicated", "3.00 |"),
+        ("stage 2", "2.00 |"),
+        ("stage 3", "1.50 |"),
+    ]
+
+
 def test_lowering_time():
     text = run("lowering_time.py", "--devices", "2", "--leaves", "3", "--runs", "1")
     rows = [line.split() for line in text.splitlines() if not line.startswith("#")]

@@ -41,7 +41,7 @@ FULL = [
     r"family/test_family_groups.py::test_matches_lax\[(all|halves|pairs)",
     r"family/test_family_vmap.py::test_gradient_over_the_batch\[(?!psum\]|all_to_all\]|all_gather_last)",
     r"replicas/test_sentinel.py::test_a_step_that_donates.*\[(?!zero|gradients)",
-    "programs/test_benchmarks.py::test_interval_covers_the_ratio",
+    "programs/test_benchmarks.py::test_(interval_covers_the_ratio|memory_at_rest)",
     "zero/test_zero_refused.py::test_(what_is_not|settings)",
     "override/test_(override_family|training_script)",
     r"partitioner/test_partitioned_values.py::test_all_forms_of_collectives\[(?!float32)",
