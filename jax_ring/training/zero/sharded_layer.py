@@ -76,9 +76,10 @@ def sharded_layer(
 
 
 class _Where(NamedTuple):
-    """The axis of a call, and how many shards a rank has."""
+    """The axis of a call, and how many shards all ranks and each rank have."""
 
     reduction: Reduction
+    num_shards: int
     each: int
     varying: tuple
 
@@ -102,7 +103,7 @@ class _Where(NamedTuple):
                     f"{np.shape(x)}"
                 )
         varying = {*axes}.union(*(_compat.varying_axes(jnp.asarray(x)) for x in jax.tree.leaves((shards, inputs))))
-        return cls(reduction, each, tuple(sorted(varying, key=str)))
+        return cls(reduction, num_shards, each, tuple(sorted(varying, key=str)))
 
     def own_copies(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: own_copy(jnp.asarray(x), self.varying), tree)
@@ -145,7 +146,7 @@ class _Where(NamedTuple):
 
     def indices(self) -> jax.Array:
         """Those of the rank's shards, among all."""
-        first = first_shard(self.reduction.axis_name, self.reduction.num_shards)
+        first = first_shard(self.reduction.axis_name, self.num_shards)
         return own_copy(first + jnp.arange(self.each, dtype=jnp.int32), self.varying)
 
     def gathered(self, shards: ShardedParams, after: Any) -> Any:
@@ -155,7 +156,7 @@ class _Where(NamedTuple):
 
     def run(self, f: Callable, params: Any, own: Any) -> tuple[Any, Any]:
         """f(params, own, index) -> (what is stacked, what is added along the tree): the first, and the terms."""
-        axis_name, _, _, _, num_shards = self.reduction
+        axis_name, num_shards = self.reduction.axis_name, self.num_shards
         params, own = fence((params, own))
         numbered = (self.indices(), own)
         found: dict[str, Any] = {}
@@ -220,7 +221,7 @@ def _differentiable(where: _Where, f: Callable) -> Callable[[ShardedParams, Any,
         of_inputs, terms = where.run(gradients, params, (inputs, _numbers(cotangents)))
         terms = _with_float0(terms, shards.like)
         dtypes = tuple(np.dtype(x.dtype) for x in jax.tree.leaves(shards.like))
-        sums = ShardSums(terms, where.reduction.num_shards, dtypes)
+        sums = ShardSums(terms, where.num_shards, dtypes)
         return scattered(sums, shards, where.reduction, mean=False), _with_float0(of_inputs, inputs), None
 
     layer.defvjp(forward, backward)
