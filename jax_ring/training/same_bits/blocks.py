@@ -6,7 +6,8 @@ The idea was shown for inference in arXiv:2511.17826.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +17,12 @@ from jax.extend import source_info_util
 
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_axis_name, check_divisible, check_named, num_ranks
-from jax_ring.collectives.leaves import counted, own_copy
+from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.reductions import ring_pmax, ring_psum
-from jax_ring.collectives.shard_sums import ShardSums, TermStack
 from jax_ring.lowering.transposed import without_reverse_mode
 from jax_ring.options import check_arrays, check_function, integer
 from jax_ring.training.same_bits.fence import fence
-from jax_ring.training.same_bits.indices import BLOCK
-from jax_ring.training.same_bits.sealed import hidden_one, sealed
+from jax_ring.training.same_bits.parts import Parts, axes_of_results
 
 
 def block_sum(
@@ -43,7 +42,8 @@ def block_sum(
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
       num_blocks: B, of all ranks together. Take one that every number of ranks divides that a mesh may have.
       remat: whether the backward pass computes `f` again. If not, what it needs is kept, for each block, which takes
-        less time and more memory. The gradients may have other bits than with remat; no bit of either depends on p.
+        more memory, and less time where blocks are large. The gradients may have other bits than with remat; no bit of
+        either depends on p.
 
     Returns:
       A function of (blocks, inputs), two pytrees. Leaves of blocks have a first dimension for the rank's B/p blocks: in
@@ -61,10 +61,11 @@ def block_sum(
     num_blocks = integer("block_sum", "num_blocks", num_blocks)
 
     def sum_of_blocks(blocks: Any, inputs: Any) -> Any:
-        where = _Where.of("block_sum", axis_name, num_blocks, blocks, inputs)
+        where = _Blocks.of("block_sum", axis_name, num_blocks, blocks, inputs)
         blocks, inputs = where.same_other_axes(blocks, inputs)
-        g, closed_over = where.closed(f, blocks, inputs)
-        return _differentiable(where, g, [where.indices(), blocks], inputs, closed_over, remat)[1]
+        g, closed_over = where.closed(f, jax.tree.map(lambda x: x[0], blocks), where.own_copies(inputs))
+        numbered = (where.indices(), blocks)
+        return _differentiable(where, lambda *args: ((), g(*args)), numbered, inputs, closed_over, remat)[1]
 
     return sum_of_blocks
 
@@ -89,9 +90,9 @@ def block_max(f: Callable[[Any, Any], Any], axis_name: AxisName) -> Callable[[An
 
     def max_of_blocks(blocks: Any, inputs: Any) -> Any:
         blocks, inputs = lax.stop_gradient((blocks, inputs))
-        where = _Where.of("block_max", axis_name, None, blocks, inputs)
+        where = _Blocks.of("block_max", axis_name, None, blocks, inputs)
         values, _ = where.run(
-            lambda block, inputs: (where.applied(f, block[0], block[1], inputs), []), [where.indices(), blocks], inputs
+            lambda block, inputs: (where.applied(f, block[0], block[1], inputs), ()), (where.indices(), blocks), inputs
         )
         return where.named(ring_pmax, jax.tree.map(lambda x: x.max(0), values), axis_name)
 
@@ -116,8 +117,8 @@ def each_block(f: Callable[..., Any], *trees: Any) -> Any:
       TypeError: if `f` returns anything but arrays or numbers.
     """
     check_function("each_block", "f", f)
-    where = _Where.of("each_block", (), None, trees, ())
-    results, _ = where.run(lambda block, _: (where.arrays(f(*block)), []), trees, ())
+    where = _Blocks.of("each_block", (), None, trees, ())
+    results, _ = where.run(lambda block, _: (where.arrays(f(*block)), ()), trees, ())
     return without_reverse_mode(
         results,
         "each_block has no reverse mode: it is for what comes after the gradients. For a sum over blocks that is "
@@ -125,57 +126,39 @@ def each_block(f: Callable[..., Any], *trees: Any) -> Any:
     )
 
 
-class _Where(NamedTuple):
+@dataclass(frozen=True)
+class _Blocks(Parts):
     """The blocks of a call.
 
     Attributes:
-      function: the public function, for errors.
-      axis_name: over which the blocks are divided; () if there is no sum.
-      num_blocks: of all ranks.
-      each: of a rank.
-      varying: the mesh axes over which a block's result may vary, if vma is tracked.
       caller: the stack of the user's call, which JAX does not have where it calls the rules of a `custom_vjp`.
     """
 
-    function: str
-    axis_name: AxisName
-    num_blocks: int
-    each: int
-    varying: tuple
     caller: Any
 
     @classmethod
-    def of(cls, function: str, axis_name: AxisName, num_blocks: int | None, blocks: Any, inputs: Any) -> "_Where":
+    def of(cls, function: str, axis_name: AxisName, num_blocks: int | None, blocks: Any, inputs: Any) -> "_Blocks":
         axes = axes_of(axis_name)
         check_named(function, axes)
-        check_arrays(function, "blocks", blocks)
         check_arrays(function, "inputs", inputs)
-        leaves = jax.tree_util.tree_leaves_with_path(blocks)
         if num_blocks is None:
-            shapes = [np.shape(x) for _, x in leaves]
+            shapes = [np.shape(x) for x in jax.tree.leaves(blocks)]
             if not shapes or not shapes[0]:
                 raise ValueError(f"{function}: the first leaf must have a first dimension for blocks, got {shapes[:1]}")
-            each, total = shapes[0][0], shapes[0][0] * num_ranks(axes)
+            num_blocks = shapes[0][0] * num_ranks(axes)
         else:
-            total = check_divisible(function, num_blocks, num_ranks(axes), "blocks")
-            each = total // num_ranks(axes)
-        for path, x in leaves:
-            if np.shape(x)[:1] != (each,) or not each:
+            num_blocks = check_divisible(function, num_blocks, num_ranks(axes), "blocks")
+        for path, x in jax.tree_util.tree_leaves_with_path(inputs):
+            if differs := sorted(map(str, _compat.varying_axes(jnp.asarray(x)) & {*axes})):
                 raise ValueError(
-                    f"{function}: every leaf of blocks has a first dimension for the rank's blocks, {each} here "
-                    f"({total} in all); the one at {jax.tree_util.keystr(path) or 'the root'} has shape {np.shape(x)}"
+                    f"{function} over {axis_name!r}: inputs must be the same on all its ranks, and the one at "
+                    f"{jax.tree_util.keystr(path) or 'the root'} varies over {', '.join(differs)}. Pass what each "
+                    "block has for itself in blocks, with a first dimension for the rank's blocks."
                 )
-        if _compat.check_vma():
-            for path, x in jax.tree_util.tree_leaves_with_path(inputs):
-                if found := sorted(map(str, _compat.varying_axes(jnp.asarray(x)) & {*axes})):
-                    raise ValueError(
-                        f"{function} over {axis_name!r}: inputs must be the same on all its ranks, and the one at "
-                        f"{jax.tree_util.keystr(path) or 'the root'} varies over {', '.join(found)}. Pass what each "
-                        "block has for itself in blocks, with a first dimension for the rank's blocks."
-                    )
-        varying = {*axes}.union(*(_compat.varying_axes(jnp.asarray(x)) for x in jax.tree.leaves((blocks, inputs))))
-        caller = source_info_util.current().traceback
-        return cls(function, axis_name, total, each, tuple(sorted(varying, key=str)), caller)
+        varying, caller = axes_of_results(axis_name, (blocks, inputs)), source_info_util.current().traceback
+        found = cls(function, "block", axis_name, num_blocks, num_blocks // num_ranks(axes), varying, caller)
+        found.check("blocks", blocks)
+        return found
 
     def named(self, collective: Callable, *args: Any, **options: Any) -> Any:
         """A collective, with the line of the user's call, in a scope of the function's name."""
@@ -183,111 +166,27 @@ class _Where(NamedTuple):
         with source, jax.named_scope(self.function):
             return collective(*args, **options)
 
-    def own_copies(self, tree: Any) -> Any:
-        return jax.tree.map(lambda x: own_copy(jnp.asarray(x), self.varying), tree)
-
     def same_other_axes(self, blocks: Any, inputs: Any) -> tuple[Any, Any]:
         """Casts such that cotangents have the types of what they are of. JAX sums over the other axes by itself."""
         others = tuple(axis for axis in self.varying if axis not in axes_of(self.axis_name))
         return self.own_copies(blocks), jax.tree.map(lambda x: own_copy(jnp.asarray(x), others), inputs)
 
-    def indices(self) -> jax.Array:
-        """Those of the rank's blocks, among all."""
-        axes = axes_of(self.axis_name)
-        return (lax.axis_index(axes) * self.each if axes else 0) + jnp.arange(self.each, dtype=jnp.int32)
-
-    def arrays(self, result: Any) -> Any:
-        check_arrays(self.function, "the result of f", result)
-        return jax.tree.map(jnp.asarray, result)
-
-    def applied(self, f: Callable, index: jax.Array, block: Any, inputs: Any) -> Any:
-        """f of a block."""
-        with BLOCK.set(index):
-            return self.arrays(f(block, inputs))
-
-    def closed(self, f: Callable, blocks: Any, inputs: Any) -> tuple[Callable, list]:
-        """A function of ((index, block), inputs, closed_over), and the arrays that f closes over."""
-        first = jax.tree.map(lambda x: x[0], self.own_copies([self.indices(), blocks]))
-        found: dict[str, Any] = {}
-
-        def flat(block, inputs):
-            leaves, found["structure"] = jax.tree.flatten(self.applied(f, *block, inputs))
-            return leaves
-
-        traced: Any = jax.make_jaxpr(flat)(first, self.own_copies(inputs))
-        floats = [x for x in traced.consts if isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)]
-        if floats:
-            raise TypeError(
-                f"{self.function}: f closes over {len(floats)} traced arrays of floats, the first of type "
-                f"{jax.typeof(floats[0])}. Pass them in inputs, so that the cotangents of all blocks are added along "
-                "the tree, or in blocks, if each block has its own."
-            )
-
-        jaxpr = traced.jaxpr  # without its constants, of which some belong to the trace around this one
-
-        def g(block, inputs, closed_over):
-            results = jax.core.eval_jaxpr(jaxpr, closed_over, *jax.tree.leaves((block, inputs)))
-            return (), jax.tree.unflatten(found["structure"], results)
-
-        return g, traced.consts
-
-    def run(self, f: Callable, blocks: Any, inputs: Any) -> tuple[Any, Any]:
+    def summed(self, f: Callable, blocks: Any, inputs: Any) -> tuple[Any, Any]:
         """f(block, inputs) -> (what stays with the block, what is added): the first stacked, and the sums."""
-        axes = axes_of(self.axis_name)
-        blocks, inputs = fence(self.own_copies((blocks, inputs)))
-        found: dict[str, Any] = {}
-
-        def flat(block, inputs):
-            own, summed = f(block, inputs)
-            found["own"], found["sums"] = jax.tree.structure(own), jax.tree.structure(summed)
-            return [*jax.tree.leaves(own), *(counted(x) for x in jax.tree.leaves(summed))]
-
-        closed: Any = jax.make_jaxpr(flat)(jax.tree.map(lambda x: x[0], blocks), inputs)
-        if used := sorted(map(str, _compat.rank_dependent_axes(closed.jaxpr) & {*axes})):
-            raise ValueError(
-                f"{self.function}: f is computed for each block alone, and this one communicates over, or asks for its "
-                f"index in, the axis {', '.join(used)}, so that it would depend on the number of ranks. For the index "
-                "of the block use jax_ring.block_index()."
-            )
-        count = found["own"].num_leaves
-        condition = hidden_one((blocks, inputs), self.varying)
-
-        def results(block):
-            values = sealed(condition, closed, jax.tree.leaves((block, inputs)))
-            values = [own_copy(x, self.varying) for x in values]
-            return values[:count], values[count:]
-
-        types = [jax.eval_shape(lambda x: own_copy(x, self.varying), x) for x in closed.out_avals[count:]]
-        stack = TermStack.empty(types, self.axis_name, self.num_blocks)
-        if self.each == 1:
-            own, sums = results(jax.tree.map(lambda x: x[0], blocks))
-            stack = stack.push(sums, self.axis_name, self.num_blocks, 0) if sums else stack
-            own = [x[None] for x in own]
-        else:
-
-            def step(stack, numbered):
-                number, block = numbered
-                own, sums = results(block)
-                return (stack.push(sums, self.axis_name, self.num_blocks, number) if sums else stack), own
-
-            stack, own = lax.scan(step, stack, (jnp.arange(self.each, dtype=jnp.int32), blocks))
-        sums = []
-        if types:
-            terms = stack.terms(self.axis_name, self.num_blocks)
-            partial = ShardSums(terms, self.num_blocks, tuple(np.dtype(x.dtype) for x in types))
-            sums = self.named(ring_psum, partial, self.axis_name, order="tree")
-        return jax.tree.unflatten(found["own"], fence(own)), jax.tree.unflatten(found["sums"], fence(sums))
+        stays, partial = self.run(f, blocks, inputs)
+        sums = self.named(ring_psum, partial, self.axis_name, order="tree") if partial.dtypes else partial.terms
+        return stays, fence(sums)
 
 
-def _differentiable(where: _Where, f: Callable, blocks: Any, inputs: Any, closed_over: Any, remat: bool) -> Any:
-    """`where.run`, with a backward pass that is such a call itself: cotangents of blocks stay, others are added.
+def _differentiable(where: _Blocks, f: Callable, blocks: Any, inputs: Any, closed_over: Any, remat: bool) -> Any:
+    """`where.summed`, with a backward pass that is such a call itself: cotangents of blocks stay, others are added.
 
     f: (block, inputs, closed_over) -> (what stays, what is added). What is closed over has no cotangent.
     """
     found: dict[str, Any] = {}
 
     def applied(blocks, inputs, closed_over):
-        return where.run(lambda block, inputs: f(block, inputs, closed_over), blocks, inputs)
+        return where.summed(lambda block, inputs: f(block, inputs, closed_over), blocks, inputs)
 
     def pullback_of(block, inputs, closed_over):
         xs, of_xs = _floats((block, inputs))

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_axis_name, check_divisible, check_named, num_ranks
-from jax_ring.collectives.leaves import own_copy
-from jax_ring.collectives.shard_sums import ShardSums, TermStack
-from jax_ring.options import check_arrays, check_function, integer
+from jax_ring.collectives.shard_sums import ShardSums
+from jax_ring.options import check_function, integer
 from jax_ring.training.same_bits.fence import fence
-from jax_ring.training.same_bits.indices import SHARD
-from jax_ring.training.same_bits.sealed import hidden_one, sealed
-from jax_ring.training.same_bits.shards import first_shard
+from jax_ring.training.same_bits.parts import Parts, axes_of_results
 from jax_ring.training.sync import is_float0
 from jax_ring.training.zero.divided import checked_shards, gathered, scattered
 from jax_ring.training.zero.local_gradients import Reduction
@@ -67,140 +63,57 @@ def sharded_layer(
     num_shards = integer("sharded_layer", "num_shards", num_shards)
 
     def layer(shards: ShardedParams, inputs: Any) -> Any:
-        where = _Where.of(axis_name, num_shards, shards, inputs)
+        where = _Shards.of(axis_name, num_shards, shards, inputs)
         shards, inputs = where.own_copies((shards, inputs))  # JAX adds cotangents over further axes by itself
-        traced, closed_over = where.traced(f, shards, inputs)
-        return _differentiable(where, traced)(shards, inputs, closed_over)
+        first = jax.tree.map(lambda x: x[0], inputs)
+        g, closed_over = where.closed(lambda own, params: f(params, own), first, where.types_of(shards))
+        return _differentiable(where, g)(shards, inputs, closed_over)
 
     return layer
 
 
-class _Where(NamedTuple):
-    """The axis of a call, and how many shards all ranks and each rank have."""
+@dataclass(frozen=True)
+class _Shards(Parts):
+    """The shards of a call, and how parameters are divided."""
 
     reduction: Reduction
-    num_shards: int
-    each: int
-    varying: tuple
 
     @classmethod
-    def of(cls, axis_name: AxisName, num_shards: int, shards: Any, inputs: Any) -> _Where:
-        axes = axes_of(axis_name)
-        check_named("sharded_layer", axes)
-        each = check_divisible("sharded_layer", num_shards, num_ranks(axes)) // num_ranks(axes)
+    def of(cls, axis_name: AxisName, num_shards: int, shards: Any, inputs: Any) -> _Shards:
+        function, axes = "sharded_layer", axes_of(axis_name)
+        check_named(function, axes)
+        each = check_divisible(function, num_shards, num_ranks(axes)) // num_ranks(axes)
         reduction = Reduction(axis_name, "ring", "tree", True, num_shards)
         if not is_single(checked_shards(shards, reduction)):
             raise ValueError(
                 "sharded_layer: takes the ShardedParams of one layer, got several. For layers whose shards are stacked "
                 "use jax.lax.scan."
             )
-        check_arrays("sharded_layer", "inputs", inputs)
-        for path, x in jax.tree_util.tree_leaves_with_path(inputs):
-            if np.shape(x)[:1] != (each,):
-                raise ValueError(
-                    f"sharded_layer: every leaf of inputs has a first dimension for the rank's shards, {each} here "
-                    f"({num_shards} in all); the one at {jax.tree_util.keystr(path) or 'the root'} has shape "
-                    f"{np.shape(x)}"
-                )
-        varying = {*axes}.union(*(_compat.varying_axes(jnp.asarray(x)) for x in jax.tree.leaves((shards, inputs))))
-        return cls(reduction, num_shards, each, tuple(sorted(varying, key=str)))
+        varying = axes_of_results(axis_name, (shards, inputs))
+        found = cls(function, "shard", axis_name, num_shards, each, varying, reduction)
+        found.check("inputs", inputs)
+        return found
 
-    def own_copies(self, tree: Any) -> Any:
-        return jax.tree.map(lambda x: own_copy(jnp.asarray(x), self.varying), tree)
-
-    def traced(self, f: Callable, shards: ShardedParams, inputs: Any) -> tuple[Callable, list]:
-        """A function of (parameters, inputs of a shard, index, closed_over), and the arrays that f closes over."""
-        found: dict[str, Any] = {}
-
-        def flat(params, own, index):
-            with SHARD.set(index):
-                results = f(params, own)
-            check_arrays("sharded_layer", "the result of f", results)
-            leaves, found["structure"] = jax.tree.flatten(results)
-            return [jnp.asarray(x) for x in leaves]
-
-        first = jax.tree.map(lambda x: x[0], inputs)
-        params = jax.eval_shape(
-            lambda: self.own_copies(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shards.like))
-        )
-        closed: Any = jax.make_jaxpr(flat)(params, first, self.indices()[0])
-        if used := sorted(map(str, _compat.rank_dependent_axes(closed.jaxpr) & {*axes_of(self.reduction.axis_name)})):
-            raise ValueError(
-                "sharded_layer: f is computed for each shard alone, and this one communicates over, or asks for its "
-                f"index in, the axis {', '.join(used)}, so that it would depend on the number of ranks. For the index "
-                "of the shard use jax_ring.shard_index()."
-            )
-        floats = [x for x in closed.consts if isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)]
-        if floats:
-            raise TypeError(
-                f"sharded_layer: f closes over {len(floats)} traced arrays of floats, the first of type "
-                f"{jax.typeof(floats[0])}. Pass parameters in the shards, so that their gradients are added along the "
-                "tree, and what belongs to the shards of the batch in inputs."
-            )
-
-        def g(params, own, index, closed_over):
-            results = jax.core.eval_jaxpr(closed.jaxpr, closed_over, *jax.tree.leaves((params, own)), index)
-            return jax.tree.unflatten(found["structure"], results)
-
-        return g, closed.consts
-
-    def indices(self) -> jax.Array:
-        """Those of the rank's shards, among all."""
-        first = first_shard(self.reduction.axis_name, self.num_shards)
-        return own_copy(first + jnp.arange(self.each, dtype=jnp.int32), self.varying)
+    def types_of(self, shards: ShardedParams) -> Any:
+        """Those of whole parameters, which vary over all axes of `varying`."""
+        return jax.eval_shape(lambda: self.own_copies(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shards.like)))
 
     def gathered(self, shards: ShardedParams, after: Any) -> Any:
         """The parameters, once what comes before is computed: else all layers could be gathered at the beginning."""
         leaves = [x for x in jax.tree.leaves(after) if x.size and not is_float0(x)]
-        return self.own_copies(gathered(fence(shards, leaves[0]) if leaves else shards, self.reduction))
-
-    def run(self, f: Callable, params: Any, own: Any) -> tuple[Any, Any]:
-        """f(params, own, index) -> (what is stacked, what is added along the tree): the first, and the terms."""
-        axis_name, num_shards = self.reduction.axis_name, self.num_shards
-        params, own = fence((params, own))
-        numbered = (self.indices(), own)
-        found: dict[str, Any] = {}
-
-        def flat(params, numbered):
-            stacked, added = f(params, numbered[1], numbered[0])
-            found["stacked"], found["added"] = jax.tree.structure(stacked), jax.tree.structure(added)
-            return [*jax.tree.leaves(stacked), *jax.tree.leaves(added)]
-
-        closed: Any = jax.make_jaxpr(flat)(params, jax.tree.map(lambda x: x[0], numbered))
-        count = found["stacked"].num_leaves
-        condition = hidden_one((params, own), self.varying)
-
-        def results(numbered):
-            values = sealed(condition, closed, jax.tree.leaves((params, numbered)))
-            values = [own_copy(x, self.varying) for x in values]
-            return values[:count], values[count:]
-
-        types = [jax.eval_shape(lambda x: own_copy(x, self.varying), x) for x in closed.out_avals[count:]]
-        stack = TermStack.empty(types, axis_name, num_shards)
-        if self.each == 1:
-            stacked, added = results(jax.tree.map(lambda x: x[0], numbered))
-            stacked = [x[None] for x in stacked]
-            stack = stack.push(added, axis_name, num_shards, 0) if added else stack
-        else:
-
-            def step(stack, numbered):
-                number, of_shard = numbered
-                stacked, added = results(of_shard)
-                return (stack.push(added, axis_name, num_shards, number) if added else stack), stacked
-
-            numbers = jnp.arange(self.each, dtype=jnp.int32)
-            stack, stacked = lax.scan(step, stack, (numbers, numbered))
-        terms = fence(stack.terms(axis_name, num_shards))
-        return jax.tree.unflatten(found["stacked"], fence(stacked)), jax.tree.unflatten(found["added"], terms)
+        return gathered(fence(shards, leaves[0]) if leaves else shards, self.reduction)
 
 
-def _differentiable(where: _Where, f: Callable) -> Callable[[ShardedParams, Any, list], Any]:
-    """The layer, with a backward pass that gathers and computes again. What `f` closes over has no cotangent."""
+def _differentiable(where: _Shards, f: Callable) -> Callable[[ShardedParams, Any, Any], Any]:
+    """The layer, with a backward pass that gathers and computes again. What `f` closes over has no cotangent.
+
+    f: ((index, inputs of a shard), parameters, closed_over) -> results.
+    """
 
     @jax.custom_vjp
     def layer(shards, inputs, closed_over):
-        params = where.gathered(shards, inputs)
-        return where.run(lambda params, own, index: (f(params, own, index, closed_over), ()), params, inputs)[0]
+        params, numbered = where.gathered(shards, inputs), (where.indices(), inputs)
+        return where.run(lambda own, params: (f(own, params, closed_over), ()), numbered, params)[0]
 
     def forward(shards, inputs, closed_over):
         return layer(shards, inputs, closed_over), (shards, inputs, closed_over)
@@ -210,18 +123,18 @@ def _differentiable(where: _Where, f: Callable) -> Callable[[ShardedParams, Any,
         params = where.gathered(shards, cotangents)
         leaves, structure = jax.tree.flatten(cotangents)
 
-        def gradients(params, own, index):
-            own, given = own
-            _, pullback = jax.vjp(lambda params, own: f(params, own, index, closed_over), params, own)
+        def gradients(part, params):
+            (index, own), given = part
+            _, pullback = jax.vjp(lambda own, params: f((index, own), params, closed_over), own, params)
             rest = iter(given)
             of_results = [np.zeros(x.shape[1:], x.dtype) if is_float0(x) else next(rest) for x in leaves]
-            of_params, of_own = pullback(jax.tree.unflatten(structure, of_results))
+            of_own, of_params = pullback(jax.tree.unflatten(structure, of_results))
             return _numbers(of_own), _numbers(of_params)
 
-        of_inputs, terms = where.run(gradients, params, (inputs, _numbers(cotangents)))
-        terms = _with_float0(terms, shards.like)
+        numbered = (where.indices(), inputs)
+        of_inputs, sums = where.run(gradients, (numbered, _numbers(cotangents)), params)
         dtypes = tuple(np.dtype(x.dtype) for x in jax.tree.leaves(shards.like))
-        sums = ShardSums(terms, where.num_shards, dtypes)
+        sums = ShardSums(_with_float0(fence(sums.terms), shards.like), where.total, dtypes)
         return scattered(sums, shards, where.reduction, mean=False), _with_float0(of_inputs, inputs), None
 
     layer.defvjp(forward, backward)

@@ -1,0 +1,156 @@
+"""A rank's parts, blocks of a layer or shards of a batch, computed one after the other by one compiled body.
+
+Every part is computed by the same program, whatever the number of ranks, and what is added goes along the tree.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_ring import _compat
+from jax_ring.collectives.axes import AxisName, axes_of
+from jax_ring.collectives.leaves import counted, own_copy
+from jax_ring.collectives.shard_sums import ShardSums, TermStack
+from jax_ring.options import check_arrays
+from jax_ring.training.same_bits.fence import fence
+from jax_ring.training.same_bits.indices import BLOCK, SHARD, TracedIndex
+from jax_ring.training.same_bits.sealed import hidden_one, sealed
+
+_INDICES: dict[str, TracedIndex] = {"block": BLOCK, "shard": SHARD}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a call.
+
+    Attributes:
+      function: the public function, for errors.
+      part: what they are: "block" or "shard".
+      axis_name: over which they are divided; () if nothing is added.
+      total: the number of all ranks' parts.
+      each: that of a rank's.
+      varying: the mesh axes over which results may vary, if vma is tracked.
+    """
+
+    function: str
+    part: str
+    axis_name: AxisName
+    total: int
+    each: int
+    varying: tuple
+
+    def check(self, name: str, tree: Any) -> None:
+        """Raises unless the leaves of a tree, the argument `name`, are arrays of the rank's parts."""
+        check_arrays(self.function, name, tree)
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            if np.shape(x)[:1] != (self.each,) or not self.each:
+                raise ValueError(
+                    f"{self.function}: every leaf of {name} has a first dimension for the rank's {self.part}s, "
+                    f"{self.each} here ({self.total} in all); the one at {jax.tree_util.keystr(path) or 'the root'} "
+                    f"has shape {np.shape(x)}"
+                )
+
+    def own_copies(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: own_copy(jnp.asarray(x), self.varying), tree)
+
+    def indices(self) -> jax.Array:
+        """Those of the rank's parts, among all."""
+        axes = axes_of(self.axis_name)
+        first = lax.axis_index(axes) * self.each if axes else 0
+        return own_copy(first + jnp.arange(self.each, dtype=jnp.int32), self.varying)
+
+    def arrays(self, result: Any) -> Any:
+        check_arrays(self.function, "the result of f", result)
+        return jax.tree.map(jnp.asarray, result)
+
+    def applied(self, f: Callable, index: jax.Array, part: Any, shared: Any) -> Any:
+        """f of a part, which can ask for its index."""
+        with _INDICES[self.part].set(index):
+            return self.arrays(f(part, shared))
+
+    def closed(self, f: Callable, part: Any, shared: Any) -> tuple[Callable, Sequence]:
+        """f(part, shared) as a function of ((index, part), shared, closed_over), and what f closes over.
+
+        part, shared: examples, or types, which vary over all axes of `varying`.
+        """
+        found: dict[str, Any] = {}
+
+        def flat(index, part, shared):
+            leaves, found["structure"] = jax.tree.flatten(self.applied(f, index, part, shared))
+            return leaves
+
+        traced: Any = jax.make_jaxpr(flat)(self.indices()[0], part, shared)
+        floats = [x for x in traced.consts if isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)]
+        if floats:
+            raise TypeError(
+                f"{self.function}: f closes over {len(floats)} traced arrays of floats, the first of type "
+                f"{jax.typeof(floats[0])}. Pass them to f as arguments: closed over, they would have no cotangents."
+            )
+        jaxpr = traced.jaxpr  # without its constants, of which some belong to the trace around this one
+
+        def g(numbered, shared, closed_over):
+            results = jax.core.eval_jaxpr(jaxpr, closed_over, *jax.tree.leaves((numbered, shared)))
+            return jax.tree.unflatten(found["structure"], results)
+
+        return g, traced.consts
+
+    def run(self, f: Callable, parts: Any, shared: Any) -> tuple[Any, ShardSums]:
+        """f(part, shared) -> (what stays with the part, what is added) for each part.
+
+        Returns:
+          What stays, stacked; and the partial sums of what is added.
+        """
+        axes = axes_of(self.axis_name)
+        parts, shared = fence(self.own_copies((parts, shared)))
+        found: dict[str, Any] = {}
+
+        def flat(part, shared):
+            stays, added = f(part, shared)
+            found["stays"], found["added"] = jax.tree.structure(stays), jax.tree.structure(added)
+            return [*jax.tree.leaves(stays), *(counted(x) for x in jax.tree.leaves(added))]
+
+        closed: Any = jax.make_jaxpr(flat)(jax.tree.map(lambda x: x[0], parts), shared)
+        if used := sorted(map(str, _compat.rank_dependent_axes(closed.jaxpr) & {*axes})):
+            raise ValueError(
+                f"{self.function}: f is computed for each {self.part} alone, and this one communicates over, or asks "
+                f"for its index in, the axis {', '.join(used)}, so that it would depend on the number of ranks. For "
+                f"the index of the {self.part} use jax_ring.{self.part}_index()."
+            )
+        count = found["stays"].num_leaves
+        condition = hidden_one((parts, shared), self.varying)
+
+        def results(part):
+            values = sealed(condition, closed, jax.tree.leaves((part, shared)))
+            values = [own_copy(x, self.varying) for x in values]
+            return values[:count], values[count:]
+
+        def pushed(stack, added, number):
+            return stack.push(added, self.axis_name, self.total, number) if added else stack
+
+        types = [jax.eval_shape(lambda x: own_copy(x, self.varying), x) for x in closed.out_avals[count:]]
+        stack = TermStack.empty(types, self.axis_name, self.total)
+        if self.each == 1:
+            stays, added = results(jax.tree.map(lambda x: x[0], parts))
+            stays, stack = [x[None] for x in stays], pushed(stack, added, 0)
+        else:
+
+            def step(stack, numbered):
+                number, part = numbered
+                stays, added = results(part)
+                return pushed(stack, added, number), stays
+
+            stack, stays = lax.scan(step, stack, (jnp.arange(self.each, dtype=jnp.int32), parts))
+        terms = stack.terms(self.axis_name, self.total) if types else []
+        sums = ShardSums(jax.tree.unflatten(found["added"], terms), self.total, tuple(np.dtype(x.dtype) for x in types))
+        return jax.tree.unflatten(found["stays"], fence(stays)), sums
+
+
+def axes_of_results(axis_name: AxisName, tree: Any) -> tuple:
+    """The mesh axes over which results may vary that are computed from a tree."""
+    varying = {*axes_of(axis_name)}.union(*(_compat.varying_axes(jnp.asarray(x)) for x in jax.tree.leaves(tree)))
+    return tuple(sorted(varying, key=str))
