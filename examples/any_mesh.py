@@ -1,11 +1,12 @@
 """Trains a small GPT on meshes of several shapes, data x tensor parallel: the same bits on all of them.
 
-    python examples/any_mesh.py [--steps 10] [--dtype float32|bfloat16] [--layouts "dp=1,tp=1 dp=2,tp=3 ..."]
+    python examples/any_mesh.py [--steps 10] [--dtype float32|bfloat16] [--stage-3] [--layouts "dp=1,tp=1 dp=2,tp=3"]
 
 The batch is cut into 24 shards, and each layer into 24 blocks: heads of attention, slices of the hidden units, parts of
 the vocabulary. A device computes its blocks of its shards one at a time, and all partial sums follow one fixed tree, so
 that no bit depends on the shape of the mesh. The example prints a digest of parameters and optimizer state for each
-mesh, as one process or several, and fails if two differ.
+mesh, as one process or several, and fails if two differ. With --stage-3 parameters and optimizer state are divided over
+the data-parallel devices as well.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from train_gpt import VOCABULARY, load_text, normalized
 
-from jax_ring import block_index, block_max, block_sum, each_block, value_and_grad
+from jax_ring import ShardSums, block_index, block_max, block_sum, each_block, value_and_grad, zero
 
 NUM_SHARDS = 24  # of a batch: a multiple of every number of ranks on "data"
 NUM_BLOCKS = 24  # of a layer: a multiple of every number of ranks on "model"
@@ -142,15 +143,26 @@ def loss(params, tokens, dtype):
     return (jnp.log(total) + largest - of_next).mean()
 
 
-def make_train_step(mesh, optimizer, dtype):
-    """A step from (parameters, optimizer state, tokens) to (parameters, optimizer state, loss)."""
+def place(tree, mesh, spec):
+    """Arrays that every process has, as arrays of the mesh."""
+    sharding = jax.NamedSharding(mesh, spec)
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda i: np.asarray(x)[i]), tree)
+
+
+def gradients_of(dtype, **options):
+    return value_and_grad(functools.partial(loss, dtype=dtype), "data", num_shards=NUM_SHARDS, **options)
+
+
+def replicated_training(mesh, optimizer, dtype, params):
+    """Parameters and state, a step from (both, tokens) to (both, loss), and what to compare of them."""
+    state = {"replicated": optimizer.init(params["replicated"]), "blocks": jax.vmap(optimizer.init)(params["blocks"])}
     specs = {"replicated": P(), "blocks": P("model")}
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs, specs, P("data")), out_specs=(specs, specs, P()))
-    def train_step(params, state, tokens):
-        of_mean = value_and_grad(functools.partial(loss, dtype=dtype), "data", num_shards=NUM_SHARDS)
-        value, grads = of_mean(params, tokens)
+    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=((specs, specs), P("data")), out_specs=((specs, specs), P()))
+    def train_step(both, tokens):
+        params, state = both
+        value, grads = gradients_of(dtype)(params, tokens)
 
         def updated(params, state, grads):
             updates, state = optimizer.update(grads, state, params)
@@ -160,10 +172,60 @@ def make_train_step(mesh, optimizer, dtype):
         as_one = jax.tree.map(lambda x: x[None], [tree["replicated"] for tree in (params, state, grads)])
         replicated = jax.tree.map(lambda x: x[0], each_block(updated, *as_one))
         blocks = each_block(updated, *[tree["blocks"] for tree in (params, state, grads)])
-        params, state = ({"replicated": a, "blocks": b} for a, b in zip(replicated, blocks, strict=True))
-        return params, state, value
+        return tuple({"replicated": a, "blocks": b} for a, b in zip(replicated, blocks, strict=True)), value
 
-    return train_step, specs
+    both = tuple({name: place(tree[name], mesh, spec) for name, spec in specs.items()} for tree in (params, state))
+    return both, train_step, lambda both: both
+
+
+def divided_training(mesh, optimizer, dtype, params):
+    """The same with ZeRO stage 3: parameters and state are divided over "data", too. Parameters are compared."""
+    divided = zero.sharded_optimizer(optimizer, "data", stage=3, order="tree", num_shards=NUM_SHARDS)
+    tp = mesh.shape["model"]
+    whole = {"replicated": P(), "blocks": P("model")}
+
+    def specs_of(specs):
+        """Those of the shards, and of the state: a rank's blocks are divided over "data"."""
+        own = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) // tp, *x.shape[1:]), x.dtype), params["blocks"])
+        of_blocks = jax.tree.map(lambda spec: P(("model", *spec)) if spec else spec, specs(own))
+        return {"replicated": specs(params["replicated"]), "blocks": of_blocks}
+
+    def each(function, *trees):
+        return {name: function(*(tree[name] for tree in trees)) for name in whole}
+
+    shard_specs, state_specs = specs_of(divided.param_specs), specs_of(divided.specs)
+    specs = (shard_specs, state_specs)
+
+    def mapped(function, in_specs, out_specs, **options):
+        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs), **options)
+
+    def train_step(both, tokens):
+        shards, state = both
+        value, sums = gradients_of(dtype, reduce_gradients=False)(each(divided.gather, shards), tokens)
+
+        def updated(terms, state, shards):
+            kinds = (np.dtype(np.float32),) * len(jax.tree.leaves(terms))
+            updates, state = divided.update(ShardSums(terms, NUM_SHARDS, kinds), state, shards)
+            return optax.apply_updates(shards, updates), state
+
+        both = each(updated, sums.terms, state, shards)
+        return tuple({name: pair[i] for name, pair in both.items()} for i in (0, 1)), value
+
+    shards = mapped(functools.partial(each, divided.shard), (whole,), shard_specs)(
+        each(lambda tree, spec: place(tree, mesh, spec), params, whole)
+    )
+    state = mapped(functools.partial(each, divided.init), (shard_specs,), state_specs)(shards)
+    step = mapped(train_step, (specs, P("data")), (specs, P()), donate_argnums=0)
+    gather = jax.jit(
+        jax.shard_map(
+            functools.partial(each, divided.gather),
+            mesh=mesh,
+            in_specs=(shard_specs,),
+            out_specs=whole,
+            check_vma=False,
+        )
+    )
+    return (shards, state), step, lambda both: gather(both[0])
 
 
 def train(args: argparse.Namespace) -> None:
@@ -172,24 +234,17 @@ def train(args: argparse.Namespace) -> None:
     if layout.processes > 1:
         jax.distributed.initialize()
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(layout.dp, layout.tp), ("data", "model"))
-    optimizer = optax.adam(3e-3)
-    train_step, specs = make_train_step(mesh, optimizer, jnp.dtype(args.dtype))
-
-    def placed(tree, spec):
-        sharding = jax.NamedSharding(mesh, spec)
-        return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda i: np.asarray(x)[i]), tree)
-
+    training = divided_training if args.stage_3 else replicated_training
     params = init_params(args.width, args.head, args.hidden, args.layers, args.context)
-    state = {"replicated": optimizer.init(params["replicated"]), "blocks": jax.vmap(optimizer.init)(params["blocks"])}
-    params, state = ({name: placed(tree[name], specs[name]) for name in specs} for tree in (params, state))
+    both, train_step, compared = training(mesh, optax.adam(3e-3), jnp.dtype(args.dtype), params)
     text, value = load_text(), None
     for step in range(args.steps):
         # A batch depends on nothing but its step.
         starts = np.random.default_rng(step).integers(0, len(text) - args.context - 1, NUM_SHARDS)
         tokens = text[starts[:, None] + np.arange(args.context + 1)].astype(np.int32)
-        params, state, value = train_step(params, state, placed(tokens, P("data")))
+        both, value = train_step(both, place(tokens, mesh, P("data")))
     gather = jax.jit(lambda tree: tree, out_shardings=jax.NamedSharding(mesh, P()))
-    leaves = [np.asarray(leaf.addressable_shards[0].data) for leaf in jax.tree.leaves(gather((params, state)))]
+    leaves = [np.asarray(leaf.addressable_shards[0].data) for leaf in jax.tree.leaves(gather(compared(both)))]
     digest = hashlib.sha256(b"".join(leaf.tobytes() for leaf in leaves)).hexdigest()
     print(REPORT + json.dumps({"digest": digest[:16], "loss": float(value)}), flush=True)
 
@@ -201,6 +256,7 @@ def run_layout(args: argparse.Namespace, dtype: str, layout: str) -> dict:
     sizes = [f"--{name}={getattr(args, name)}" for name in ("steps", "context", "width", "head", "hidden", "layers")]
     launcher = ["-P", "-m", "jax_ring.launch", "-n", str(processes), "--devices", str(devices)]
     command = [sys.executable, *(launcher if processes > 1 else []), __file__, f"--layout={layout}", f"--dtype={dtype}"]
+    command += ["--stage-3"] if args.stage_3 else []
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     result = subprocess.run([*command, *sizes], env=environment, capture_output=True, text=True, check=False)
     reports = [json.loads(report) for report in re.findall(rf"{REPORT}(\{{.*?\}})", result.stdout)]
@@ -219,6 +275,7 @@ def main() -> int:
     parser.add_argument("--head", type=int, default=5, help="size of each of the 24 heads (default: 5)")
     parser.add_argument("--hidden", type=int, default=7, help="hidden units of each of the 24 blocks (default: 7)")
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--stage-3", action="store_true", help='divide parameters and state over "data", too, by ZeRO')
     parser.add_argument("--layout", type=Layout.parse, help="train on this layout alone, in this process")
     args = parser.parse_args()
     if args.layout:
