@@ -36,6 +36,7 @@ CallFailurePtr Watchdog::failure(int64_t) const {
   if (recorded == nullptr || recorded->load(std::memory_order_acquire) == 0) return nullptr;
   return std::make_shared<const CallFailure>();
 }
+CallFailurePtr Watchdog::failure(int64_t run_id, RendezvousMap*) { return failure(run_id); }
 
 namespace {
 

@@ -254,8 +254,8 @@ jax_ring_mutant(cpu_model watcher_sleeps_on cpu/rendezvous/completion_threads.cc
 jax_ring_mutant(cpu_model failure_checked_before_the_lock cpu/rendezvous/rendezvous.cc
   [==[  std::unique_lock<Mutex> lock(mutex_);
   // Checked under the lock: the watchdog either finds this rendezvous in the map, or has recorded the failure before.
-  if (const CallFailurePtr failure = Watchdog::instance().failure(run_id)) {]==]
-  [==[  const CallFailurePtr failure = Watchdog::instance().failure(run_id);
+  if (const CallFailurePtr failure = Watchdog::instance().failure(run_id, this)) {]==]
+  [==[  const CallFailurePtr failure = Watchdog::instance().failure(run_id, this);
   std::unique_lock<Mutex> lock(mutex_);
   if (failure) {]==]
   "2 ranks, 2 calls, a failure" "deadlock")
