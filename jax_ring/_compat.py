@@ -111,6 +111,9 @@ WRONG_REDUCE_SCATTER_ON_CPU = _jaxlib_version.__version_info__ < (0, 12)
 # A program that `register_hlo_transformation` changes forgets its aliases, so nothing is donated.
 CHANGED_HLO_LOSES_ALIASES = _jaxlib_version.__version_info__ < (0, 11)
 
+# JAX before 0.11 hands over programs for GPUs only if it is asked before it has started.
+PLATFORMS_WITH_HOOK = ("cpu",) if CHANGED_HLO_LOSES_ALIASES else ("cpu", "cuda")
+
 # A launch that waits until its device has fewer executions in flight holds a thread of the pool that runs these, in JAX
 # before 0.12. The pool has NPROC threads, or one for each core or device.
 LAUNCHES_HOLD_THREADS = jax.__version_info__ < (0, 12)
@@ -416,7 +419,7 @@ def module_state(lowering_context, make: Callable[[], T]) -> T:
 
 
 def call_with_programs(function: Callable) -> None:
-    """Calls a function with each program that JAX has lowered: (module, jaxpr, platforms, whether it donates).
+    """Calls a function with each program that JAX has lowered: (module, jaxpr, platforms, donates, shardings).
 
     Not with exported programs: there the caller decides which arguments are donated, and how they are divided.
     """
@@ -427,7 +430,9 @@ def call_with_programs(function: Callable) -> None:
         lowered = lower(name, jaxpr, **options)
         if not options["lowering_parameters"].for_export:
             with lowered.module.context, _ir.Location.unknown():
-                function(lowered.module, jaxpr, tuple(options["platforms"]), any(options["donated_args"]))
+                shardings = [*(options.get("arg_shardings") or ()), *(options.get("result_shardings") or ())]
+                platforms, donates = tuple(options["platforms"]), any(options["donated_args"])
+                function(lowered.module, jaxpr, platforms, donates, shardings)
         return lowered
 
     _mlir.lower_jaxpr_to_module = lower_and_call  # type: ignore[assignment]
@@ -438,6 +443,19 @@ def register_hlo_transformation(name: str, transform: Callable[[bytes], bytes | 
     options: dict = {"name": name, "stage": _xla.PipelineStage.PRE_SCHEDULER, "platforms": platform}
     _xla.register_hlo_module_transformation(transform, **options)
     return functools.partial(_xla.clear_hlo_module_transformation, **options)
+
+
+def devices(platform: str) -> list:
+    """JAX's devices of a platform; none if it has no such platform."""
+    try:
+        return jax.devices(platform)
+    except RuntimeError:
+        return []
+
+
+def devices_of(sharding) -> frozenset:
+    """The devices of a sharding; none if it has no known ones."""
+    return frozenset() if getattr(sharding, "mesh", None) is None else frozenset(mesh_devices(sharding.mesh) or ())
 
 
 def is_donated(attributes) -> bool:

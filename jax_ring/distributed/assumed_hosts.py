@@ -52,6 +52,16 @@ def assume_hosts(hosts: Mapping[int, int | str]) -> Iterator[None]:
         yield
 
 
+def assumed() -> tuple | None:
+    """What this thread assumes, for `assuming`."""
+    return _assumed.value
+
+
+def assuming(hosts: tuple | None) -> contextlib.AbstractContextManager:
+    """A context in which a thread assumes what another one has."""
+    return _assumed(hosts)
+
+
 def are_assumed() -> bool:
     """Whether this thread is in a block of `assume_hosts()`."""
     return _assumed.value is not None

@@ -71,7 +71,7 @@ def override_lax(*, partitioner: bool | None = None, order: Order = "rank") -> O
     and can be closed in any order; the arguments of the last one count.
 
     A program of `jax.jit` whose arrays are divided by a `NamedSharding` has no collectives. XLA's partitioner inserts
-    them, and on CPU devices they become jax_ring's as well:
+    them, and they become jax_ring's as well, on GPUs from JAX 0.11 on:
 
         with override_lax():
             state, loss = train_step(state, batch)  # jax.jit, with sharded arguments

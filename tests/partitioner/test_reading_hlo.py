@@ -157,5 +157,5 @@ def test_layouts_of_blocks(changes, why):
     (computation,) = Message.parse(module.as_serialized_hlo_module_proto()).messages(3)
     parameter, gather = computation.messages(rewrite.INSTRUCTIONS)
     with pytest.raises(Unsupported, match=why) if why else contextlib.nullcontext():
-        call = collectives.read(gather, lambda _: parameter.message(3), str, 8)
+        call = collectives.read(gather, lambda _: parameter.message(3), str, 8, has_layouts=True)
         assert (call.size, call.dimension, call.kind.name) == (4, (form | changes)["dimension"], "all_gather")

@@ -20,6 +20,7 @@ from jax_ring.lowering.state import state_of
 from jax_ring.options import Options
 
 MAIN, COLLECTIVE = "", "collective"
+LANES = {False: 0, True: 1}  # of the calls on each of these two
 _NUM_LANES = 4  # kLanes in ffi/cuda/groups/communicator.h
 
 
@@ -62,12 +63,16 @@ def emit_on(ctx, stream: str, build: Callable[..., ir.Operation], operands: Sequ
     return call_on(stream, function.name.value, operands, types)
 
 
+def attributes_of(stream: str) -> dict[str, str]:
+    """The frontend attributes of a call that XLA gives to the stream."""
+    return {"_xla_stream_annotation": stream, "inlineable": "false"}
+
+
 def call_on(stream: str, function: str, operands: Sequence, types: Sequence) -> list:
     """Emits a call of a function that XLA gives to the stream, and returns its results, which have these types."""
     call = func.CallOp(list(types), ir.FlatSymbolRefAttr.get(function), operands).operation
-    attributes = {"_xla_stream_annotation": stream, "inlineable": "false"}
     call.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
-        {name: ir.StringAttr.get(value) for name, value in attributes.items()}
+        {name: ir.StringAttr.get(value) for name, value in attributes_of(stream).items()}
     )
     results = list(call.results)
     if len(results) > 1:

@@ -1,9 +1,9 @@
 """A collective whose groups cross hosts as computations in HLO: the steps that lowering emits for a call of `lax`.
 
-They are lowered as a program of this call alone, whose computations then become part of the partitioned program. XLA's
-passes are over by then. So what they would do is done here: all arrays get a layout, reshapes become bitcasts, an
-all-to-all gets an operand for each rank, and a value that a call overwrites is copied first if something else may read
-it.
+They are lowered as a program of this call alone, whose computations then become part of the partitioned program. On CPU
+devices XLA's passes are over by then. So what they would do is done here: all arrays get a layout, reshapes become
+bitcasts, an all-to-all gets an operand for each rank, and a value that a call overwrites is copied first if something
+else may read it.
 """
 
 import math
@@ -92,7 +92,7 @@ def _flat(shape: Shape, num_blocks: int) -> Shape:
     return shape.like([num_blocks, size // num_blocks], [1, 0]) if num_blocks else shape.like([size], [0])
 
 
-def lowered(call: CallSpec, shapes: Sequence[Shape], mesh, program: str, site: str) -> Message:
+def lowered(call: CallSpec, shapes: Sequence[Shape], mesh, program: str, site: str, platform: str) -> Message:
     """The HloModuleProto of the steps of a call.
 
     Args:
@@ -106,7 +106,7 @@ def lowered(call: CallSpec, shapes: Sequence[Shape], mesh, program: str, site: s
     # The thread is one of XLA's, without the settings of the one that has lowered the program.
     with for_xla(), jax.enable_x64(True):
         (equation,) = jax.make_jaxpr(steps)(*operands).eqns
-        computation = _compat.lowered_alone(equation, context, "cpu")
+        computation = _compat.lowered_alone(equation, context, platform)
     return Message.parse(computation.as_serialized_hlo_module_proto())
 
 
@@ -121,11 +121,13 @@ class Stead(NamedTuple):
       instruction: the collective.
       num_hosts: that each of its groups spans.
       channels: which no collective of the program has; the same in all processes.
+      has_layouts: whether XLA's passes are over.
     """
 
     instruction: Message
     num_hosts: int
     channels: Iterator[int]
+    has_layouts: bool
 
 
 def computations_of(program: Message, stead: Stead, first_id: int) -> list[Message]:
@@ -190,6 +192,9 @@ class _Copied:
         if opcode in _REFUSED:
             raise AcrossHosts(f"between these hosts it would take a {opcode}")
         operands = instruction.integers(OPERANDS)
+        if not self._stead.has_layouts:
+            yield self._rewritten(instruction, opcode, instruction.integer(ID), operands)
+            return
         for alias in instruction.messages(ALIASES):
             index = alias.integer(_ALIAS_OPERAND)
             if not self._is_private(operands[index]):

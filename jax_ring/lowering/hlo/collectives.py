@@ -26,7 +26,7 @@ INSTRUCTIONS, COMPUTATION_ID, ROOT = 2, 5, 6
 # Fields of HloInstructionProto.
 NAME, OPCODE, SHAPE, METADATA, DIMENSIONS = 1, 2, 3, 7, 14
 TUPLE_INDEX, CHANNEL, ID, OPERANDS, PREDECESSORS, CALLED, ALIASES = 13, 26, 35, 36, 37, 38, 74
-_SHARDING, _BACKEND_CONFIG, _PAIRS, _CONSTRAIN_LAYOUT, _OPERAND_SHAPES, _FRONTEND, _USE_GLOBAL_IDS = (
+_SHARDING, _BACKEND_CONFIG, _PAIRS, _CONSTRAIN_LAYOUT, _OPERAND_SHAPES, FRONTEND, _USE_GLOBAL_IDS = (
     40,
     43,
     52,
@@ -35,13 +35,13 @@ _SHARDING, _BACKEND_CONFIG, _PAIRS, _CONSTRAIN_LAYOUT, _OPERAND_SHAPES, _FRONTEN
     68,
     71,
 )
-_FEATURE_GROUPS, _BATCH_GROUPS, _STATISTICS, _RESULT_ACCURACY = 50, 58, 82, 91
+_FEATURE_GROUPS, _BATCH_GROUPS, STATISTICS, _RESULT_ACCURACY = 50, 58, 82, 91
 _SOURCE, _TARGET = 1, 2  # of a pair
 
 _KNOWN = {
     NAME, OPCODE, SHAPE, METADATA, DIMENSIONS, CHANNEL, ID, OPERANDS, PREDECESSORS, CALLED, LISTS, DEVICE_LIST, IOTA,
-    MESH_AXES, _SHARDING, _BACKEND_CONFIG, _PAIRS, _CONSTRAIN_LAYOUT, _OPERAND_SHAPES, _FRONTEND, _USE_GLOBAL_IDS,
-    _FEATURE_GROUPS, _BATCH_GROUPS, _STATISTICS, _RESULT_ACCURACY,
+    MESH_AXES, _SHARDING, _BACKEND_CONFIG, _PAIRS, _CONSTRAIN_LAYOUT, _OPERAND_SHAPES, FRONTEND, _USE_GLOBAL_IDS,
+    _FEATURE_GROUPS, _BATCH_GROUPS, STATISTICS, _RESULT_ACCURACY,
 }  # fmt: skip
 
 _KINDS = {
@@ -98,14 +98,16 @@ def is_collective(opcode: str) -> bool:
 
 
 def read(
-    instruction: Message, shape_of: Callable[[int], Message], reduction_of: Callable[[int], str], num_partitions: int
-) -> Collective:
+    instruction: Message, shape_of: Callable[[int], Message], reduction_of: Callable[[int], str], num_partitions: int,
+    has_layouts: bool,
+) -> Collective:  # fmt: skip
     """Reads a collective.
 
     Args:
       shape_of: (the id of an instruction) to its shape.
       reduction_of: (the id of a computation) to the opcode by which it combines its two arguments; empty if it does
         anything else.
+      has_layouts: whether XLA has assigned layouts, so that blocks that do not lie one after the other are copied.
 
     Raises:
       Unsupported: if the engine cannot serve it, or it says what this version does not know.
@@ -141,7 +143,7 @@ def read(
         opcode, kind, op, groups, perm, operand_ids, operands, result.arrays, (*dimensions, 0)[0], in_tuple
     )
     for operand, of_result in zip(operands, result.arrays, strict=True):
-        _check_shapes(call, operand, of_result)
+        _check_shapes(call, operand, of_result, has_layouts)
     return call
 
 
@@ -175,16 +177,18 @@ def _members(instruction: Message, kind: Kind, num_partitions: int) -> tuple[Gro
     return groups_of(instruction, num_partitions), None
 
 
-def _check_shapes(call: Collective, operand: Shape, result: Shape) -> None:
+def _check_shapes(call: Collective, operand: Shape, result: Shape, has_layouts: bool) -> None:
     """Refuses a call whose result has not the shape that follows from its operand's, or another layout."""
     expected, k = list(operand.dimensions), call.dimension
     if operand.minor_to_major != result.minor_to_major:
         raise Unsupported("its operand and its result have different layouts")
+    if not has_layouts and operand.minor_to_major != operand.with_default_layout().minor_to_major:
+        raise Unsupported("it has a layout before XLA has assigned any")
     if (call.kind.scatters or call.kind.gathers) and not call.in_tuple:
         if k >= len(expected) or (call.kind.scatters and expected[k] % call.size):
             raise Unsupported(f"dimension {k} of {operand} does not consist of {call.size} blocks")
         outer = operand.minor_to_major[operand.minor_to_major.index(k) + 1 :]
-        if any(operand.dimensions[i] != 1 for i in outer):
+        if has_layouts and any(operand.dimensions[i] != 1 for i in outer):
             raise Unsupported(f"its blocks along dimension {k} do not lie one after the other in memory")
     if call.kind is kinds.ALL_GATHER:
         expected[k] *= call.size

@@ -4,10 +4,13 @@ XLA hands each program over after its partitioner and most of its passes, on any
 is on is an attribute of the program, which is written as it is lowered. That is part of the key of every cache.
 """
 
+import functools
+import hashlib
 import itertools
 import logging
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import jax
@@ -16,9 +19,10 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from jax_ring import _compat, runtime
+from jax_ring.distributed import assumed_hosts
 from jax_ring.lowering import dispatch, trees
 from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.custom_call import engine_attributes
+from jax_ring.lowering.custom_call import engine_attributes, streams
 from jax_ring.lowering.custom_call.ffi_attributes import from_values, named
 from jax_ring.lowering.custom_call.operation import Description
 from jax_ring.lowering.hlo import across_hosts, collectives, rewrite, wire
@@ -42,7 +46,7 @@ from jax_ring.options import Order
 logger = logging.getLogger("jax_ring")
 
 # The attribute of a program whose collectives are replaced. Its value is one of the two below, the order of its sums,
-# and what names the program between processes.
+# and what names the program between processes, or the devices that it is only compiled for.
 _MARK = "jax_ring.partitioner"
 _ALSO_IF_DONATING, _NOT_IF_DONATING = "+", "-"
 
@@ -55,13 +59,45 @@ _KEY, _VALUE = 1, 2
 _OP_NAME, _STACK_FRAME = 2, 15  # of OpMetadata
 
 
-def mark(module: ir.Module, jaxpr, settings: Settings) -> None:
-    """Marks a program that has just been lowered, if XLA divides it between devices."""
+class _Devices(NamedTuple):
+    """Where a program's devices are looked up. JAX does not find those by their ids that are not there.
+
+    Attributes:
+      by_id: the devices.
+      hosts: which of their processes are assumed to share one.
+    """
+
+    by_id: dict[int, jax.Device]
+    hosts: tuple | None
+
+
+# By what programs for them are marked with.
+_elsewhere: dict[str, _Devices] = {}
+
+
+def _note_devices(shardings: Sequence) -> str:
+    """Notes the devices of a program's arrays, if they are not there, and returns the name by which they are found."""
+    devices = {device.id: device for sharding in shardings for device in _compat.devices_of(sharding)}
+    if not devices or not _compat.is_compile_only(next(iter(devices.values()))):
+        return ""
+    hosts = assumed_hosts.assumed()
+    processes = sorted((id_, device.process_index) for id_, device in devices.items())
+    name = hashlib.sha256(repr((processes, hosts)).encode()).hexdigest()[:16]
+    _elsewhere[name] = _Devices(devices, hosts)
+    return name
+
+
+def mark(module: ir.Module, jaxpr, platform: str, shardings: Sequence, settings: Settings) -> None:
+    """Marks a program that has just been lowered for a platform, if XLA divides it between devices.
+
+    shardings: of its arguments and results.
+    """
     attributes = module.operation.attributes
-    if ir.IntegerAttr(attributes["mhlo.num_partitions"]).value == 1:
+    if platform not in _compat.PLATFORMS_WITH_HOOK or ir.IntegerAttr(attributes["mhlo.num_partitions"]).value == 1:
         return
-    name = ""
-    if jax.process_count() > 1:
+    _register_once(platform)
+    name = _note_devices(shardings)
+    if not name and jax.process_count() > 1:
         name = program_id.name_of_program(module, jaxpr)
     is_safe = settings.partitioner is True or not _compat.CHANGED_HLO_LOSES_ALIASES
     value = f"{_ALSO_IF_DONATING if is_safe else _NOT_IF_DONATING}{settings.order} {name}"
@@ -71,7 +107,7 @@ def mark(module: ir.Module, jaxpr, settings: Settings) -> None:
     )
 
 
-def transform(program: bytes) -> bytes | None:
+def transform(platform: str, program: bytes) -> bytes | None:
     """The program with calls to the engine in the place of collectives; None if it stays as it is."""
     module = Message.parse(program)
     value = _mark_of(module)
@@ -79,7 +115,7 @@ def transform(program: bytes) -> bytes | None:
         return None
     name = module.text(_NAME)
     try:
-        return _replace(module, name, value)
+        return _replace(module, name, value, platform)
     except RuntimeError:
         # It is forbidden, or a process does not say on which host it is. The others would wait for this one.
         raise
@@ -111,6 +147,7 @@ class _Program(NamedTuple):
 
     Attributes:
       name: between processes.
+      platform: "cpu" or "cuda".
       order: of its sums.
       mesh: of its devices, in the order of the partitions.
       stack_frames: the lists of the StackFrameIndexProto, by the numbers of their fields. Programs have thousands of
@@ -121,6 +158,7 @@ class _Program(NamedTuple):
     """
 
     name: str
+    platform: str
     order: Order
     mesh: jax.sharding.Mesh
     stack_frames: dict[int, list[bytes]]
@@ -128,13 +166,13 @@ class _Program(NamedTuple):
     added: list[Message]
     channels: "itertools.count[int]"
 
-    def serve(self, call: Collective, instruction: Message) -> str | int:
+    def serve(self, call: Collective, instruction: Message, is_beside: bool) -> str | int:
         """The attributes of the engine's call, as text, or the computation with the steps of one across hosts."""
         context = _compat.SPMDAxisContext(self.mesh, frozenset(self.mesh.axis_names))
         spec = CallSpec(call.opcode, call.kind, call.op, groups=call.groups, perm=call.perm, axis_size=call.size)
         if spec.is_sum:
             spec = spec._replace(options=spec.options.of_sum(self.order))
-        service = dispatch.who_serves(("cpu",), context, spec.groups, spec.kind, spec.options, spec.perm)
+        service = dispatch.who_serves((self.platform,), context, spec.groups, spec.kind, spec.options, spec.perm)
         if service.levels is None:
             raise across_hosts.AcrossHosts(service.why_not)
         shapes, channel = list(map(str, call.operands)), instruction.integer(collectives.CHANNEL)
@@ -145,17 +183,28 @@ class _Program(NamedTuple):
         if spec.kind.adds_along_tree(spec.options):
             spec = spec._replace(group_trees=tuple(trees.trees_of(spec.groups, spec.options)))
         with mlir.make_ir_context(), ir.Location.unknown():
-            values = engine_attributes.values_of(spec, self.mesh, self.name, 0)
+            name = self.name if self.platform == "cpu" else ""  # GPUs meet by the order of calls in their lane
+            values = engine_attributes.values_of(spec, self.mesh, name, streams.LANES[is_beside])
             return str(from_values({**values, "call": described, "site": self._site_of(instruction)}))
 
     def _steps(self, spec: CallSpec, call: Collective, instruction: Message) -> int:
         """Adds the computations with the steps of a call across hosts, and returns the id of that which is called."""
         shapes, _ = across_hosts.shapes_of(call)
-        steps = across_hosts.lowered(spec, shapes, self.mesh, self.name, self._site_of(instruction))
-        first_id = 1 + max(each.integer(COMPUTATION_ID) for each in (*self.computations, *self.added))
-        stead = across_hosts.Stead(instruction, spec.levels.num_hosts, self.channels)
-        self.added.extend(across_hosts.computations_of(steps, stead, first_id))
+        steps = across_hosts.lowered(spec, shapes, self.mesh, self.name, self._site_of(instruction), self.platform)
+        stead = across_hosts.Stead(
+            instruction, spec.levels.num_hosts, self.channels, rewrite.PLATFORMS[self.platform].has_layouts
+        )
+        self.added.extend(across_hosts.computations_of(steps, stead, self._next_id()))
         return self.added[-1].integer(COMPUTATION_ID)
+
+    def _next_id(self) -> int:
+        return 1 + max(each.integer(COMPUTATION_ID) for each in (*self.computations, *self.added))
+
+    def add(self, make: Callable[[int], Message]) -> int:
+        """Adds a computation, a function of its id, and returns this id."""
+        id_ = self._next_id()
+        self.added.append(make(id_))
+        return id_
 
     def _site_of(self, instruction: Message) -> str:
         """The user's line that an instruction comes from; without one, the name of the operation."""
@@ -170,7 +219,7 @@ class _Program(NamedTuple):
         return f"{file}:{location.integer(_LOCATION_LINE)} ({function})"
 
 
-def _replace(module: Message, name: str, value: str) -> bytes | None:
+def _replace(module: Message, name: str, value: str, platform: str) -> bytes | None:
     bodies = dict(
         zip(
             [i for i, field in enumerate(module.fields) if field[0] == _COMPUTATIONS],
@@ -190,7 +239,9 @@ def _replace(module: Message, name: str, value: str) -> bytes | None:
             )
         logger.info("%s of %s is left to XLA: %s", what, name, why)
 
-    devices, why_not = _devices_of(module)
+    order, _, named = value[1:].partition(" ")  # as `mark` has written it
+    found = _elsewhere.get(named) or _Devices({device.id: device for device in _compat.devices(platform)}, None)
+    devices, why_not = _devices_of(module, found.by_id)
     if not why_not and module.raw(_ALIASES) and value[0] == _NOT_IF_DONATING:
         why_not = (
             "it donates buffers, which this version of JAX forgets if the program is changed. "
@@ -200,24 +251,24 @@ def _replace(module: Message, name: str, value: str) -> bytes | None:
         refuse(None, Unsupported(why_not))
         return None
     computations = {i: Message.parse(data) for i, data in bodies.items()}
-    by_id = {computation.integer(COMPUTATION_ID): i for i, computation in computations.items()}
-    order, _, name_between_processes = value[1:].partition(" ")  # as `mark` has written it
+    numbers = {computation.integer(COMPUTATION_ID): i for i, computation in computations.items()}
     index = module.message(_STACK_FRAMES)
     program = _Program(
-        name_between_processes, cast(Order, order), jax.sharding.Mesh(np.array(devices), "partition"),
+        named, platform, cast(Order, order), jax.sharding.Mesh(np.array(devices), "partition"),
         {field: index.each(field) for field in (_FILES, _FUNCTIONS, _LOCATIONS, _FRAMES)}, list(computations.values()),
         [], itertools.count(1 + max(map(_last_channel, computations.values()))),
     )  # fmt: skip
+    environment = rewrite.Environment(
+        rewrite.PLATFORMS[platform], len(devices), program.serve, lambda id_: _reduction_of(computations[numbers[id_]]),
+        lambda id_: bodies[numbers[id_]], program.add,
+    )  # fmt: skip
     fields, is_changed = list(module.fields), False
-    for i, data in bodies.items():
-        if not collectives.may_hold_any(data):
-            continue
-        replaced = rewrite.Computation(
-            computations[i], len(devices), program.serve, lambda id_: _reduction_of(computations[by_id[id_]]),
-            lambda id_: bodies[by_id[id_]],
-        ).replace(refuse)  # fmt: skip
-        if replaced is not None:
-            fields[i], is_changed = wire.data(_COMPUTATIONS, replaced), True
+    with assumed_hosts.assuming(found.hosts):
+        for i, data in bodies.items():
+            if not collectives.may_hold_any(data):
+                continue
+            if (replaced := rewrite.Computation(computations[i], environment).replace(refuse)) is not None:
+                fields[i], is_changed = wire.data(_COMPUTATIONS, replaced), True
     fields[min(bodies) : min(bodies)] = [wire.data(_COMPUTATIONS, each) for each in program.added]
     return Message(fields).to_bytes() if is_changed else None
 
@@ -226,7 +277,7 @@ def _last_channel(computation: Message) -> int:
     return max(each.integer(collectives.CHANNEL) for each in computation.messages(collectives.INSTRUCTIONS))
 
 
-def _devices_of(module: Message) -> tuple[list, str]:
+def _devices_of(module: Message, by_id: dict[int, jax.Device]) -> tuple[list, str]:
     """The devices of the partitions, or why they cannot be served."""
     assignment = module.message(_DEVICE_ASSIGNMENT)
     ids = [partition.integers(_DEVICE_IDS) for partition in assignment.messages(_PARTITIONS)]
@@ -234,7 +285,6 @@ def _devices_of(module: Message) -> tuple[list, str]:
         return [], "it is scheduled already"
     if not ids or assignment.integer(_REPLICAS, 1) != 1 or any(len(of_partition) != 1 for of_partition in ids):
         return [], "it has replicas, or no known devices"
-    by_id = {device.id: device for device in jax.devices("cpu")}
     if unknown := [of_partition[0] for of_partition in ids if of_partition[0] not in by_id]:
         return [], f"its devices {unknown} are not there"
     return [by_id[of_partition[0]] for of_partition in ids], ""
@@ -252,6 +302,32 @@ def _reduction_of(computation: Message) -> str:
     return root.text(OPCODE) if len(types) == 1 else ""
 
 
+_lock = threading.Lock()
+_registered: dict[str, Callable] = {}  # what ends it, by platform
+_platforms = {"cpu"}  # those of all programs so far: the plugin of another one may not be loaded before
+
+
 def register() -> Callable[[], None]:
-    """Makes XLA hand over the programs for CPU devices, and returns a function that ends it."""
-    return _compat.register_hlo_transformation("jax_ring", transform, "cpu")
+    """Makes XLA hand over programs, and returns a function that ends it."""
+    with _lock:
+        for platform in _platforms:
+            _registered[platform] = _register(platform)
+    return _end
+
+
+def _register(platform: str) -> Callable:
+    return _compat.register_hlo_transformation("jax_ring", functools.partial(transform, platform), platform)
+
+
+def _register_once(platform: str) -> None:
+    with _lock:
+        _platforms.add(platform)
+        if platform not in _registered:
+            _registered[platform] = _register(platform)
+
+
+def _end() -> None:
+    with _lock:
+        for end in _registered.values():
+            end()
+        _registered.clear()

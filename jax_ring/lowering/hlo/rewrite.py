@@ -1,14 +1,16 @@
 """Replaces the collectives of one computation in HLO by calls to the engine."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from jax_ring import runtime
-from jax_ring.lowering.hlo import across_hosts, collectives, wire
+from jax_ring.lowering.custom_call import streams
+from jax_ring.lowering.hlo import across_hosts, collectives, for_gpus, in_place, wire
 from jax_ring.lowering.hlo.collectives import (
-    ALIASES,
     CALLED,
     COMPUTATION_ID,
     DIMENSIONS,
+    FRONTEND,
     ID,
     INSTRUCTIONS,
     METADATA,
@@ -25,50 +27,71 @@ from jax_ring.lowering.hlo.replica_groups import Unsupported
 from jax_ring.lowering.hlo.shapes import UINT32, Shape, array_shape, slices, tuple_shape
 from jax_ring.lowering.hlo.wire import Message
 
-# Fields of HloInstructionProto, and of the messages in them.
-_TARGET, _CONFIG = 28, 43
+# Fields of HloInstructionProto, of a map's entry, and of HloComputationProto.
+_PARAMETER_NUMBER, _TARGET, _CONFIG = 9, 28, 43
 _FEATURE_GROUPS, _CONSTRAIN_LAYOUT, _OPERAND_SHAPES, _BATCH_GROUPS, _API_VERSION = 50, 56, 57, 58, 77
-_ALIAS_RESULT, _ALIAS_OPERAND = 1, 2
 _TYPED_FFI = 4
+_KEY, _VALUE = 1, 2
+_COMPUTATION_NAME, _PROGRAM_SHAPE = 1, 4
+_PROGRAM_OPERANDS, _PROGRAM_RESULT, _PROGRAM_NAMES = 1, 2, 3
 
-# What writes a buffer of its own, and what reads its operands without giving their buffers to its result. The module
-# comes after XLA has inserted its copies, so a buffer that is shared with anything else would not be copied any more.
-_PRODUCERS = {
-    "broadcast", "concatenate", "convolution", "copy", "dot", "fusion", "iota", "pad", "reduce", "slice", "transpose",
-}  # fmt: skip
-_READERS = _PRODUCERS | {"convert", "compare", "reduce-window"}
-_IN_PLACE = (b"dynamic-update-slice", b"scatter")
+
+class Platform(NamedTuple):
+    """What differs between platforms.
+
+    Attributes:
+      takes_position: whether calls have the position in the mesh as an operand in front of the others.
+      has_layouts: whether XLA has assigned layouts, inserted copies and joined its sums before it hands the program
+        over.
+      has_streams: whether calls can run beside the computation.
+    """
+
+    takes_position: bool
+    has_layouts: bool
+    has_streams: bool
+
+
+PLATFORMS = {"cpu": Platform(True, True, False), "cuda": Platform(False, False, True)}
+
+
+class Environment(NamedTuple):
+    """What a computation has from its program.
+
+    Attributes:
+      platform: what it is compiled for.
+      num_partitions: the number of devices.
+      serve: (the collective, the instruction, whether it runs beside products) to the attributes of the engine's call,
+        as text, or to the id of a computation with the steps of one across hosts; it raises Unsupported if the engine
+        cannot serve it.
+      reduction_of: as in `collectives.read`.
+      body_of: (the id of a computation) to its serialized message.
+      add: adds a computation, a function of its id, to the program, and returns this id.
+    """
+
+    platform: Platform
+    num_partitions: int
+    serve: Callable[[Collective, Message, bool], str | int]
+    reduction_of: Callable[[int], str]
+    body_of: Callable[[int], bytes]
+    add: Callable[[Callable[[int], Message]], int]
 
 
 class Computation:
-    """A computation whose collectives are replaced.
+    """A computation whose collectives are replaced. message: the HloComputationProto."""
 
-    Args:
-      message: the HloComputationProto.
-      serve: (the collective, the instruction) to the attributes of the engine's call, as text, or to the id of a
-        computation with the steps of one across hosts; it raises Unsupported if the engine cannot serve it.
-      reduction_of: as in `collectives.read`.
-      body_of: (the id of a computation) to its serialized message.
-    """
-
-    def __init__(
-        self,
-        message: Message,
-        num_partitions: int,
-        serve: Callable[[Collective, Message], str | int],
-        reduction_of: Callable[[int], str],
-        body_of: Callable[[int], bytes],
-    ) -> None:
+    def __init__(self, message: Message, environment: Environment) -> None:
+        self._of = environment
+        self._beside: set[int] = set()
+        if environment.platform.has_streams:
+            message, self._beside = for_gpus.prepared(message, environment.num_partitions, environment.reduction_of)
         self._message = message
-        self._num_partitions = num_partitions
-        self._serve, self._reduction_of, self._body_of = serve, reduction_of, body_of
         self._serialized = message.each(INSTRUCTIONS)
         self._instructions = message.messages(INSTRUCTIONS)
         self._by_id = {instruction.integer(ID): instruction for instruction in self._instructions}
         self._next_id = max(self._by_id) + 1
-        self._users: dict[int, list[Message]] | None = None
         self._written: list[Message | bytes] = []
-        self._position = 0
+        self._hidden: list[int] = []  # the operands in front of the collective's
+        self._buffers = in_place.Buffers(self._instructions, message.integer(ROOT), environment.body_of)
 
     def replace(self, refuse: Callable[[Message, Unsupported], None]) -> Message | None:
         """The computation with calls in the place of collectives; None if none is replaced.
@@ -76,18 +99,27 @@ class Computation:
         refuse: called with each collective that stays, and why.
         """
         calls: dict[int, tuple[Collective, str | int]] = {}
+        of = self._of
         for instruction in self._instructions:
             if not collectives.is_collective(instruction.text(OPCODE)):
                 continue
             try:
-                call = collectives.read(instruction, self._shape_of, self._reduction_of, self._num_partitions)
+                call = collectives.read(
+                    instruction,
+                    self._shape_of,
+                    self._of.reduction_of,
+                    self._of.num_partitions,
+                    self._of.platform.has_layouts,
+                )
                 if call.size > 1:  # XLA has these done by a copy
-                    calls[instruction.integer(ID)] = call, self._serve(call, instruction)
+                    is_beside = instruction.integer(ID) in self._beside
+                    calls[instruction.integer(ID)] = call, of.serve(call, instruction, is_beside)
             except Unsupported as why:
                 refuse(instruction, why)
         if not calls:
             return None
-        self._position = self._add("partition-id", array_shape(UINT32))
+        if of.platform.takes_position:
+            self._hidden = [self._add("partition-id", array_shape(UINT32))]
         for instruction, serialized in zip(self._instructions, self._serialized, strict=True):
             if (found := calls.get(instruction.integer(ID))) is None:
                 self._written.append(serialized)
@@ -108,92 +140,157 @@ class Computation:
     # ---- Calls ------------------------------------------------------------------------------------------------------
 
     def _write(self, instruction: Message, call: Collective, config: str) -> None:
-        """Writes a call, with operands and results in the form that the engine has.
+        """Writes a call, with operands and results in the form that the engine has: blocks along a leading dimension.
 
-        The engine's blocks lie along a leading dimension. XLA's lie one after the other in memory as well, by the
-        layout of the array, so that arrays are reinterpreted, not moved.
+        With layouts XLA's blocks lie one after the other in memory as well, so that arrays are reinterpreted, not
+        moved. Before it has assigned any, they are moved where they have to be.
         """
-        operands, operand_ids = call.operands, call.operand_ids
+        operands, ids = call.operands, call.operand_ids
         if call.kind.scatters:
+            ids = [self._blocks_first(*item, call, instruction) for item in zip(ids, operands, strict=True)]
             operands = [_blocks_first(x, call) for x in operands]
-            operand_ids = [
-                self._add("bitcast", shape, [id_], instruction)
-                for id_, shape in zip(operand_ids, operands, strict=True)
-            ]
-        fields, operand_ids = self._call_fields(call, config, operands), [self._position, *operand_ids]
         if not call.kind.gathers:
-            fields += self._aliases(instruction, call) if call.kind.in_place else []
-            self._written.append(_instead(instruction, "custom-call", operand_ids, fields))
+            aliased = self._aliased(instruction, call)
+            self._call(instruction, call, config, (operands, ids), instruction.message(SHAPE), aliased, instead=True)
             return
         results = [_blocks_first(x, call) for x in call.results]
-        self._write_bitcasts(instruction, call, "custom-call", results, operand_ids, fields)
+        made = self._call(instruction, call, config, (operands, ids), _of_all(results).message)
+        self._write_results(instruction, call, made, results)
 
-    def _write_bitcasts(
-        self, instruction: Message, call: Collective, opcode: str, results: Sequence[Shape], operands: Sequence[int],
-        fields: Sequence[wire.Field],
-    ) -> None:  # fmt: skip
-        """Writes a call that makes results of these shapes, which are those of the collective in another form."""
+    def _call(
+        self, instruction: Message, call: Collective, config: str, operands: tuple[Sequence[Shape], Sequence[int]],
+        shape: Message, aliased: Sequence[tuple[int, int]] = (), instead: bool = False,
+    ) -> int:  # fmt: skip
+        """Writes a call of the engine with a result of this shape, and returns its id.
+
+        Args:
+          operands: their shapes and ids.
+          aliased: see `in_place`.
+          instead: whether it takes the place of the collective.
+        """
+        hidden = [array_shape(UINT32)] * len(self._hidden)
+        shapes, ids = [*hidden, *operands[0]], [*self._hidden, *operands[1]]
+        is_beside = instruction.integer(ID) in self._beside
+        targets = runtime.ASYNC_TARGETS if is_beside else runtime.TARGETS
+        is_tuple = Shape(shape).is_tuple
+        fields = [
+            wire.data(_TARGET, targets[call.kind.name]),
+            wire.data(_CONFIG, config),
+            wire.integer(_FEATURE_GROUPS, 1),
+            wire.integer(_CONSTRAIN_LAYOUT, 1),
+            *(wire.data(_OPERAND_SHAPES, each.message) for each in shapes),
+            wire.integer(_BATCH_GROUPS, 1),
+            wire.integer(_API_VERSION, _TYPED_FFI),
+            *in_place.fields(aliased, len(hidden), is_tuple),
+        ]
+        if not is_beside:
+            return self._put("custom-call", shape, ids, instruction, fields, instead)
+        computation = self._of.add(lambda id_: _function(id_, instruction, shapes, Shape(shape), fields))
+        fields = [wire.packed(CALLED, [computation]), *_ON_COLLECTIVE_STREAM]
+        if not is_tuple:
+            return self._put("call", shape, ids, instruction, fields, instead)
+        # As in streams.py.
+        made = self._put("call", shape, ids, instruction, fields)
+        return self._put("opt-barrier", shape, [made], instruction, (), instead)
+
+    def _aliased(self, instruction: Message, call: Collective) -> list[tuple[int, int]]:
+        """Pairs of an operand and a result of the call that get one buffer."""
+        if not call.kind.in_place:
+            return []
+        allowed = self._buffers.may_share if self._of.platform.has_layouts else self._buffers.is_computed
+        return [(i, i) for i, id_ in enumerate(call.operand_ids) if allowed(instruction, i, id_)]
+
+    def _write_results(self, instruction: Message, call: Collective, made: int, shapes: Sequence[Shape]) -> None:
+        """Writes what takes the place of a collective, from its results in other shapes."""
+        parts = [made]
+        if len(shapes) > 1:
+            parts = [
+                self._add("get-tuple-element", shape, [made], instruction, [wire.integer(TUPLE_INDEX, i)])
+                for i, shape in enumerate(shapes)
+            ]
         if not Shape(instruction.message(SHAPE)).is_tuple:
-            made = self._add(opcode, results[0], operands, instruction, fields)
-            self._written.append(_instead(instruction, "bitcast", [made]))
+            self._write_whole(made, call.results[0], call, instruction, instead=True)
             return
-        made = self._add(
-            opcode, tuple_shape(results) if len(results) > 1 else results[0], operands, instruction, fields
-        )
-        parts = []
-        for i, (shape, result) in enumerate(zip(results, call.results, strict=True)):
-            part = self._add("get-tuple-element", shape, [made], instruction, [wire.integer(TUPLE_INDEX, i)])
-            parts.append(self._add("bitcast", result, [part], instruction))
-        self._written.append(_instead(instruction, "tuple", parts))
+        wholes = [
+            self._write_whole(part, result, call, instruction) for part, result in zip(parts, call.results, strict=True)
+        ]
+        self._written.append(_instead(instruction, "tuple", wholes))
 
     def _write_steps(self, instruction: Message, call: Collective, computation: int) -> None:
         """Writes a call of a computation, which has the steps of a collective across hosts."""
         operands, results = across_hosts.shapes_of(call)
         fields = [wire.packed(CALLED, [computation])]
-        if not call.in_tuple:
-            flat = [
-                self._add("bitcast", *item) for item in zip(operands, ([id_] for id_ in call.operand_ids), strict=True)
-            ]
-            self._write_bitcasts(instruction, call, "call", results, flat, fields)
+        if call.in_tuple:
+            joined = self._reshape(self._joined(instruction, call), operands[0], instruction)
+            made = self._add("call", results[0], [joined], instruction, fields)
+            self._write_cut(instruction, call, self._reshape(made, _blocks_of(call), instruction))
             return
-        joined = self._add("bitcast", operands[0], [self._joined(instruction, call)], instruction)
-        made = self._add("call", results[0], [joined], instruction, fields)
-        self._write_cut(instruction, call, self._add("bitcast", _blocks_of(call), [made], instruction))
+        ids = call.operand_ids
+        if call.kind.scatters:
+            ids = [self._blocks_first(*item, call, instruction) for item in zip(ids, call.operands, strict=True)]
+        ids = [self._reshape(id_, shape, instruction) for id_, shape in zip(ids, operands, strict=True)]
+        made = self._add("call", _of_all(results), ids, instruction, fields)
+        self._write_results(instruction, call, made, results)
 
     def _write_exchange(self, instruction: Message, call: Collective, config: str) -> None:
         """Writes the call for an all-to-all that has one operand and one result for each rank: blocks of one array."""
         joined, whole = self._joined(instruction, call), _blocks_of(call)
-        fields = self._call_fields(call, config, [whole])
-        self._write_cut(
-            instruction, call, self._add("custom-call", whole, [self._position, joined], instruction, fields)
-        )
+        self._write_cut(instruction, call, self._call(instruction, call, config, ([whole], [joined]), whole.message))
 
     def _joined(self, instruction: Message, call: Collective) -> int:
         block = _with_leading(call.operands[0], 1)
-        blocks = [self._add("bitcast", block, [each], instruction) for each in call.operand_ids]
+        blocks = [self._reshape(each, block, instruction) for each in call.operand_ids]
         return self._add("concatenate", _blocks_of(call), blocks, instruction, [wire.packed(DIMENSIONS, [0])])
 
     def _write_cut(self, instruction: Message, call: Collective, made: int) -> None:
-        one = _with_leading(call.operands[0], 1)
-        parts = [self._slice(made, i, call.operands[0], one, instruction) for i in range(call.size)]
+        one, block = _with_leading(call.operands[0], 1), call.operands[0]
+        parts = []
+        for i in range(call.size):
+            limits = [(i, i + 1), *((0, size) for size in block.dimensions)]
+            part = self._add("slice", one, [made], instruction, slices(limits))
+            parts.append(self._reshape(part, block, instruction))
         self._written.append(_instead(instruction, "tuple", parts))
 
-    def _call_fields(self, call: Collective, config: str, operands: Sequence[Shape]) -> list[wire.Field]:
-        shapes = [wire.data(_OPERAND_SHAPES, shape.message) for shape in (array_shape(UINT32), *operands)]
-        return [
-            wire.data(_TARGET, runtime.TARGETS[call.kind.name]),
-            wire.data(_CONFIG, config),
-            wire.integer(_FEATURE_GROUPS, 1),
-            wire.integer(_CONSTRAIN_LAYOUT, 1),
-            *shapes,
-            wire.integer(_BATCH_GROUPS, 1),
-            wire.integer(_API_VERSION, _TYPED_FFI),
-        ]
+    # ---- Blocks -----------------------------------------------------------------------------------------------------
 
-    def _slice(self, made: int, index: int, block: Shape, one: Shape, instruction: Message) -> int:
-        limits = [(index, index + 1), *((0, size) for size in block.dimensions)]
-        part = self._add("slice", one, [made], instruction, slices(limits))
-        return self._add("bitcast", block, [part], instruction)
+    def _reshape(self, id_: int, shape: Shape, instruction: Message, instead: bool = False) -> int:
+        """Writes an array in another shape, whose elements lie in memory as before."""
+        opcode = "bitcast" if self._of.platform.has_layouts else "reshape"
+        return self._put(opcode, shape.message, [id_], instruction, (), instead)
+
+    def _blocks_first(self, id_: int, whole: Shape, call: Collective, instruction: Message) -> int:
+        """Writes an array as blocks along a leading dimension."""
+        first = _blocks_first(whole, call)
+        if self._of.platform.has_layouts or not call.dimension:
+            return self._reshape(id_, first, instruction)
+        cut, order = _blocks_within(first, call.dimension)
+        return self._transpose(self._reshape(id_, cut, instruction), first, order, instruction)
+
+    def _write_whole(
+        self, id_: int, whole: Shape, call: Collective, instruction: Message, instead: bool = False
+    ) -> int:
+        """Writes the array that consists of blocks along a leading dimension, or has its elements."""
+        if call.kind.gathers and call.dimension and not self._of.platform.has_layouts:
+            first = _blocks_first(whole, call)
+            cut, order = _blocks_within(first, call.dimension)
+            inverse = sorted(range(len(order)), key=order.__getitem__)
+            id_ = self._transpose(self._reshape(id_, first, instruction), cut, inverse, instruction)
+        return self._reshape(id_, whole, instruction, instead)
+
+    def _transpose(self, id_: int, shape: Shape, order: Sequence[int], instruction: Message) -> int:
+        return self._add("transpose", shape, [id_], instruction, [wire.packed(DIMENSIONS, order)])
+
+    # ---- Instructions -----------------------------------------------------------------------------------------------
+
+    def _put(
+        self, opcode: str, shape: Message, operands: Sequence[int], instruction: Message,
+        fields: Sequence[wire.Field] = (), instead: bool = False,
+    ) -> int:  # fmt: skip
+        """Writes an instruction for one that is replaced, or in its place, and returns its id."""
+        if not instead:
+            return self._add(opcode, Shape(shape), operands, instruction, fields)
+        self._written.append(_instead(instruction, opcode, operands, fields))
+        return instruction.integer(ID)
 
     def _add(
         self,
@@ -214,69 +311,50 @@ class Computation:
         self._written.append(Message(made))
         return id_
 
-    # ---- Aliases ----------------------------------------------------------------------------------------------------
-
-    def _aliases(self, instruction: Message, call: Collective) -> list[wire.Field]:
-        """Gives results the buffers of their operands, where nothing else has or reads these."""
-        of_tuple = Shape(instruction.message(SHAPE)).is_tuple
-        fields = []
-        for i, operand in enumerate(call.operand_ids):
-            if self._is_private(operand) and self._is_read(instruction, i, of_tuple):
-                result = [wire.packed(_ALIAS_RESULT, [i])] if of_tuple else []
-                fields.append(wire.data(ALIASES, Message([*result, wire.integer(_ALIAS_OPERAND, i + 1)])))
-        return fields
-
-    def _users_of(self, id_: int) -> list[Message]:
-        if self._users is None:
-            self._users = {}
-            for instruction in self._instructions:
-                for operand in instruction.integers(OPERANDS):
-                    self._users.setdefault(operand, []).append(instruction)
-        return self._users.get(id_, [])
-
-    def _is_private(self, id_: int) -> bool:
-        """Whether a value has a buffer of its own, which only the collective reads."""
-        while True:
-            instruction = self._by_id[id_]
-            if len(self._users_of(id_)) != 1 or id_ == self._message.integer(ROOT):
-                return False
-            if instruction.text(OPCODE) != "bitcast":
-                return self._has_own_buffer(instruction, _PRODUCERS)
-            (id_,) = instruction.integers(OPERANDS)
-
-    def _has_own_buffer(self, instruction: Message, opcodes: set[str]) -> bool:
-        if instruction.text(OPCODE) not in opcodes or instruction.each(ALIASES):
-            return False
-        bodies = [self._body_of(called) for called in instruction.integers(CALLED)]
-        return not any(mark in body for body in bodies for mark in _IN_PLACE)
-
-    def _is_read(self, instruction: Message, index: int, of_tuple: bool) -> bool:
-        """Whether a result is only read, by instructions whose results have buffers of their own."""
-        id_ = instruction.integer(ID)
-        if id_ == self._message.integer(ROOT):
-            return False
-        users = self._users_of(id_)
-        if of_tuple:
-            if any(user.text(OPCODE) != "get-tuple-element" for user in users):
-                return False
-            elements = [user for user in users if user.integer(TUPLE_INDEX) == index]
-            if any(each.integer(ID) == self._message.integer(ROOT) for each in elements):
-                return False
-            users = [user for each in elements for user in self._users_of(each.integer(ID))]
-        while users:
-            user = users.pop()
-            if user.text(OPCODE) == "bitcast" and user.integer(ID) != self._message.integer(ROOT):
-                users += self._users_of(user.integer(ID))
-            elif not self._has_own_buffer(user, _READERS):
-                return False
-        return True
-
 
 def _instead(instruction: Message, opcode: str, operands: Sequence[int], fields: Sequence[wire.Field] = ()) -> Message:
     """Another instruction with the name, the id and the shape of one that is replaced."""
     kept = {NAME, SHAPE, METADATA, ID, PREDECESSORS}
     made = [field for field in instruction.fields if field[0] in kept]
     return Message([*made, wire.data(OPCODE, opcode), *fields, wire.packed(OPERANDS, operands)])
+
+
+# The attributes of a call that XLA's GPU compiler runs on another stream, as streams.py has them.
+_ON_COLLECTIVE_STREAM = [
+    wire.data(FRONTEND, Message([wire.data(1, Message([wire.data(_KEY, key), wire.data(_VALUE, value)]))]))
+    for key, value in streams.attributes_of(streams.COLLECTIVE).items()
+]
+
+
+def _function(
+    id_: int, instruction: Message, operands: Sequence[Shape], result: Shape, fields: Sequence[wire.Field]
+) -> Message:
+    """A computation with the custom call alone."""
+    name, metadata = instruction.text(NAME), [field for field in instruction.fields if field[0] == METADATA]
+    names = [f"operand.{id_}.{i}" for i in range(len(operands))]
+
+    def written(number: int, opcode: str, name: str, shape: Shape, *more: wire.Field) -> wire.Field:
+        own = [wire.data(NAME, name), wire.data(OPCODE, opcode), wire.data(SHAPE, shape.message), *metadata]
+        return wire.data(INSTRUCTIONS, Message([*own, wire.integer(ID, id_ << 32 | number), *more]))
+
+    parameters = [
+        written(i, "parameter", name, shape, wire.integer(_PARAMETER_NUMBER, i))
+        for i, (name, shape) in enumerate(zip(names, operands, strict=True))
+    ]
+    used = wire.packed(OPERANDS, [id_ << 32 | i for i in range(len(operands))])
+    call = written(len(operands), "custom-call", f"{name}.{id_}.call", result, *fields, used)
+    types = [
+        *(wire.data(_PROGRAM_OPERANDS, shape.message) for shape in operands),
+        wire.data(_PROGRAM_RESULT, result.message),
+        *(wire.data(_PROGRAM_NAMES, name) for name in names),
+    ]
+    return Message(
+        [
+            wire.data(_COMPUTATION_NAME, f"{name}.{id_}.on_stream"), *parameters, call,
+            wire.data(_PROGRAM_SHAPE, Message(types)), wire.integer(COMPUTATION_ID, id_),
+            wire.integer(ROOT, id_ << 32 | len(operands)),
+        ]
+    )  # fmt: skip
 
 
 # ---- Shapes ---------------------------------------------------------------------------------------------------------
@@ -297,3 +375,16 @@ def _blocks_first(whole: Shape, call: Collective) -> Shape:
     dimensions = list(whole.dimensions)
     dimensions[call.dimension] //= call.size
     return _with_leading(whole.like(dimensions, whole.minor_to_major), call.size)
+
+
+def _blocks_within(first: Shape, dimension: int) -> tuple[Shape, list[int]]:
+    """The shape of blocks that lie along another dimension, and the order of its dimensions that puts them first."""
+    num_blocks, *block = first.dimensions
+    sizes = [*block[:dimension], num_blocks, *block[dimension:]]
+    order = [dimension, *(i for i in range(len(sizes)) if i != dimension)]
+    return first.like(sizes, range(len(sizes))[::-1]), order
+
+
+def _of_all(shapes: Sequence[Shape]) -> Shape:
+    """The shape of all results of a call."""
+    return tuple_shape(shapes) if len(shapes) > 1 else shapes[0]

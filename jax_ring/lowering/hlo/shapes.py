@@ -1,5 +1,6 @@
 """Shapes with layouts, as HLO has them."""
 
+import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ class Shape:
 
     Attributes:
       message: the ShapeProto.
+      element_type: of an array, as XLA numbers them.
       dimensions: of an array.
       minor_to_major: its layout: dimensions, the fastest first.
       elements: of a tuple.
@@ -39,7 +41,7 @@ class Shape:
 
     def __init__(self, message: Message) -> None:
         self.message = message
-        self._type = message.integer(_ELEMENT_TYPE)
+        self.element_type = message.integer(_ELEMENT_TYPE)
         self.dimensions = message.integers(_DIMENSIONS)
         self.minor_to_major = message.message(_LAYOUT).integers(_MINOR_TO_MAJOR)
         self.elements = [Shape(element) for element in message.messages(_TUPLE)]
@@ -47,7 +49,7 @@ class Shape:
     @property
     def is_tuple(self) -> bool:
         """Whether it is that of a tuple."""
-        return self._type == _TUPLE_TYPE
+        return self.element_type == _TUPLE_TYPE
 
     @property
     def arrays(self) -> "list[Shape]":
@@ -57,7 +59,12 @@ class Shape:
     @property
     def dtype(self) -> np.dtype:
         """The dtype of an array, which `check` has checked."""
-        return np.dtype(_DTYPES[self._type])
+        return np.dtype(_DTYPES[self.element_type])
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of an array of a type that the engine has."""
+        return math.prod(self.dimensions) * np.dtype(_DTYPES.get(self.element_type, np.void)).itemsize
 
     def check(self) -> None:
         """Refuses arrays that the engine does not have.
@@ -68,8 +75,8 @@ class Shape:
         check_fields(self.message, {_ELEMENT_TYPE, _DIMENSIONS, _LAYOUT, _IS_DYNAMIC}, "a shape")
         layout = self.message.message(_LAYOUT)
         check_fields(layout, {_MINOR_TO_MAJOR, _TAIL_ALIGNMENT}, "a layout")
-        if self._type not in _DTYPES:
-            raise Unsupported(f"the engine has no element type {self._type} of XLA")
+        if self.element_type not in _DTYPES:
+            raise Unsupported(f"the engine has no element type {self.element_type} of XLA")
         if any(self.message.integers(_IS_DYNAMIC)) or min(self.dimensions, default=1) < 1:
             raise Unsupported(f"the shape {self.dimensions} is dynamic or empty")
         if layout.integer(_TAIL_ALIGNMENT, 1) != 1 or sorted(self.minor_to_major) != list(range(len(self.dimensions))):
@@ -77,7 +84,7 @@ class Shape:
 
     def like(self, dimensions: Sequence[int], minor_to_major: Sequence[int]) -> "Shape":
         """The shape of another array of this type."""
-        return array_shape(self._type, dimensions, minor_to_major)
+        return array_shape(self.element_type, dimensions, minor_to_major)
 
     def with_default_layout(self) -> "Shape":
         """The same with the last dimension of each array as the fastest."""

@@ -1,6 +1,6 @@
 """What is done with a program once it has been lowered, and with the body of each of its shard_maps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from jax.extend.mlir import ir
@@ -41,10 +41,10 @@ def rule(jax_rule: Callable) -> Callable:
     return partial(_lower_shard_map, jax_rule)
 
 
-def end_program(module: ir.Module, jaxpr, platforms: tuple[str, ...], donates: bool) -> None:
-    """What is done with a program that has been lowered from a jaxpr."""
+def end_program(module: ir.Module, jaxpr, platforms: tuple[str, ...], donates: bool, shardings: Sequence) -> None:
+    """What is done with a program that has been lowered from a jaxpr. shardings: of its arguments and results."""
     if donates:
         # Donated arguments are known only once the whole program is lowered.
         donation.sum_in_place(module)
-    if enabled.value and enabled.value.partitioner is not False and platforms == ("cpu",):
-        hook.mark(module, jaxpr, enabled.value)
+    if enabled.value and enabled.value.partitioner is not False and len(platforms) == 1:
+        hook.mark(module, jaxpr, platforms[0], shardings, enabled.value)

@@ -1,0 +1,261 @@
+"""What XLA does for its own collectives on GPUs after the hook: scatters and joins sums, runs some beside products."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from jax_ring.lowering.hlo import collectives, wire
+from jax_ring.lowering.hlo.collectives import (
+    CALLED,
+    CHANNEL,
+    DIMENSIONS,
+    ID,
+    INSTRUCTIONS,
+    METADATA,
+    NAME,
+    OPCODE,
+    OPERANDS,
+    PREDECESSORS,
+    ROOT,
+    SHAPE,
+    STATISTICS,
+    TUPLE_INDEX,
+)
+from jax_ring.lowering.hlo.replica_groups import Unsupported, groups_of
+from jax_ring.lowering.hlo.shapes import Shape, tuple_shape
+from jax_ring.lowering.hlo.wire import Message
+from jax_ring.lowering.passes.combiner import COMBINE_THRESHOLD_BYTES, COMBINE_THRESHOLD_COUNT
+
+_LITERAL, _LITERAL_SHAPE = 8, 1  # of HloInstructionProto, and of LiteralProto
+_ELEMENTS = {4: 4, 5: 6, 8: 5, 9: 7}  # the field with the elements of int32, int64, uint32, uint64
+
+# What takes long enough for a collective to run beside it.
+_PRODUCTS = {"call", "conditional", "convolution", "custom-call", "dot", "fusion", "scaled-dot", "while"}
+_SUMS = {"all-reduce", "reduce-scatter"}
+
+
+def prepared(computation: Message, num_partitions: int, reduction_of: Callable[[int], str]) -> tuple[Message, set[int]]:
+    """A computation whose sums are scattered and joined, and the ids of the collectives to run beside products.
+
+    reduction_of: as in `collectives.read`.
+    """
+    instructions = computation.messages(INSTRUCTIONS)
+    if not any(each.text(OPCODE) in _PRODUCTS for each in instructions):
+        return computation, set()
+    root = computation.integer(ROOT)
+    instructions = _in_order(_joined(_scattered(instructions, root, num_partitions), root, reduction_of))
+    others = [field for field in computation.fields if field[0] != INSTRUCTIONS]
+    changed = Message([*others, *(wire.data(INSTRUCTIONS, each) for each in instructions)])
+    return changed, _beside_products(instructions)
+
+
+# ---- Beside products ------------------------------------------------------------------------------------------------
+
+
+def _beside_products(instructions: Sequence[Message]) -> set[int]:
+    """Sums that no product waits for, as those of gradients, and gathers that wait for none, as those of parameters."""
+    waited_for, depths = _waited_for(instructions), _depths(instructions)
+    found = set()
+    for each in instructions:
+        opcode, id_ = each.text(OPCODE), each.integer(ID)
+        is_late = opcode in _SUMS and id_ not in waited_for
+        is_early = opcode == "all-gather" and not depths[id_]
+        if is_late or is_early:
+            found.add(id_)
+    return found
+
+
+def _takes_time(instruction: Message) -> bool:
+    opcode = instruction.text(OPCODE)
+    return opcode in _PRODUCTS or collectives.is_collective(opcode)
+
+
+def _waited_for(instructions: Sequence[Message]) -> set[int]:
+    """The instructions that a product or a collective needs."""
+    found: set[int] = set()
+    for each in reversed(instructions):
+        if _takes_time(each) or each.integer(ID) in found:
+            found.update(each.integers(OPERANDS))
+    return found
+
+
+def _depths(instructions: Sequence[Message]) -> dict[int, int]:
+    """How many products and collectives come one after the other before each instruction."""
+    depths: dict[int, int] = {}
+    by_id = {each.integer(ID): each for each in instructions}
+    for id_, each in by_id.items():
+        depths[id_] = max((depths[i] + _takes_time(by_id[i]) for i in each.integers(OPERANDS)), default=0)
+    return depths
+
+
+# ---- Joined sums ----------------------------------------------------------------------------------------------------
+
+
+def _joined(instructions: Sequence[Message], root: int, reduction_of: Callable[[int], str]) -> list[Message]:
+    """Sums of one kind that no product waits for are one, up to the combiner's limits: those that are ready first."""
+    waited_for, depths = _waited_for(instructions), _depths(instructions)
+    alike: dict[tuple, list[Message]] = {}
+    for each in sorted(instructions, key=lambda each: depths[each.integer(ID)]):
+        is_single = len(each.integers(OPERANDS)) == 1 and not each.integers(PREDECESSORS)
+        if each.text(OPCODE) in _SUMS and each.integer(ID) not in waited_for | {root} and is_single:
+            alike.setdefault(_kind_of(each, reduction_of), []).append(each)
+    next_id = 1 + max(each.integer(ID) for each in instructions)
+    replaced: dict[int, Message] = {}
+    added = []
+    for group in alike.values():
+        for bucket in _buckets(group):
+            if len(bucket) == 1:
+                continue
+            added.append(_one_of(bucket, next_id))
+            for i, each in enumerate(bucket):
+                kept = [field for field in each.fields if field[0] in (NAME, SHAPE, METADATA, ID)]
+                element = [wire.data(OPCODE, "get-tuple-element"), wire.integer(TUPLE_INDEX, i)]
+                replaced[each.integer(ID)] = Message([*kept, *element, wire.packed(OPERANDS, [next_id])])
+            next_id += 1
+    return [*(replaced.get(each.integer(ID), each) for each in instructions), *added]
+
+
+# What differs between sums that can be one. Each has a computation of its own that says how it reduces.
+_OWN = {NAME, SHAPE, METADATA, CHANNEL, ID, OPERANDS, CALLED, STATISTICS}
+
+
+def _kind_of(instruction: Message, reduction_of: Callable[[int], str]) -> tuple:
+    """What sums have in common that can be one: all that they say, known here or not, but for their arrays."""
+    dtype = Shape(instruction.message(SHAPE)).element_type
+    common = [field for field in instruction.fields if field[0] not in _OWN]
+    return dtype, reduction_of(instruction.integers(CALLED)[0]), *sorted(common)
+
+
+def _buckets(group: Sequence[Message]) -> Iterator[list[Message]]:
+    bucket: list[Message] = []
+    num_bytes = 0
+    for each in group:
+        size = Shape(each.message(SHAPE)).num_bytes
+        if bucket and (num_bytes + size > COMBINE_THRESHOLD_BYTES or len(bucket) == COMBINE_THRESHOLD_COUNT):
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append(each)
+        num_bytes += size
+    if bucket:
+        yield bucket
+
+
+def _one_of(bucket: Sequence[Message], id_: int) -> Message:
+    """The sum of all operands of some."""
+    last = bucket[-1]
+    shape = tuple_shape([Shape(each.message(SHAPE)) for each in bucket])
+    kept = [field for field in last.fields if field[0] not in (NAME, SHAPE, ID, OPERANDS)]
+    operands = [operand for each in bucket for operand in each.integers(OPERANDS)]
+    own = [wire.data(NAME, f"{last.text(NAME)}.joined"), wire.data(SHAPE, shape.message), wire.integer(ID, id_)]
+    return Message([*kept, *own, wire.packed(OPERANDS, operands)])
+
+
+def _in_order(instructions: Sequence[Message]) -> list[Message]:
+    """Operands before what reads them, and otherwise as before."""
+    by_id = {each.integer(ID): each for each in instructions}
+    ordered: dict[int, Message] = {}
+    for each in instructions:
+        waiting = [each]
+        while waiting:
+            last = waiting[-1]
+            missing = [
+                i for i in (*last.integers(OPERANDS), *last.integers(PREDECESSORS)) if i not in ordered
+            ]  # no cycles: what is joined waits for nothing that is
+            if missing:
+                waiting += (by_id[i] for i in reversed(missing))
+            else:
+                ordered.setdefault(last.integer(ID), waiting.pop())
+    return list(ordered.values())
+
+
+# ---- Scattered sums -------------------------------------------------------------------------------------------------
+
+
+def _scattered(instructions: Sequence[Message], root: int, num_partitions: int) -> list[Message]:
+    """Sums of which each partition takes its own block alone are reduce-scatters."""
+    by_id = {each.integer(ID): each for each in instructions}
+    users: dict[int, list[Message]] = {}
+    for each in instructions:
+        for operand in set(each.integers(OPERANDS)):
+            users.setdefault(operand, []).append(each)
+    replaced: dict[int, Message | None] = {}
+    for each in instructions:
+        id_ = each.integer(ID)
+        readers = users.get(id_, [])
+        if each.text(OPCODE) != "all-reduce" or len(readers) != 1 or id_ == root:
+            continue
+        (taken,) = readers
+        if taken.text(OPCODE) == "dynamic-slice" and taken.integers(OPERANDS)[0] == id_:
+            dimension = _dimension_of_blocks(each, taken, by_id, num_partitions)
+            if dimension is not None:
+                replaced[id_] = None
+                kept = [field for field in each.fields if field[0] not in (SHAPE, ID)]
+                own = [field for field in taken.fields if field[0] in (SHAPE, ID)]
+                scattered = [wire.data(OPCODE, "reduce-scatter"), wire.packed(DIMENSIONS, [dimension])]
+                replaced[taken.integer(ID)] = Message([*kept, *own, *scattered])
+    found = (replaced.get(each.integer(ID), each) for each in instructions)
+    return [each for each in found if each is not None]
+
+
+def _dimension_of_blocks(total: Message, taken: Message, by_id: dict[int, Message], num_partitions: int) -> int | None:
+    """The dimension along which each member of a group takes its block of the group's sum; None if any does not."""
+    whole, block = Shape(total.message(SHAPE)), Shape(taken.message(SHAPE))
+    if whole.is_tuple:
+        return None
+    try:
+        groups = groups_of(total, num_partitions)
+    except Unsupported:
+        return None
+    cut = [i for i, size in enumerate(whole.dimensions) if size != block.dimensions[i]]
+    if len(cut) != 1 or whole.dimensions[cut[0]] != block.dimensions[cut[0]] * len(groups[0]):
+        return None
+    starts = taken.integers(OPERANDS)[1:]
+    size = block.dimensions[cut[0]]
+    for group in groups:
+        for rank, partition in enumerate(group):
+            value_of = _evaluator(by_id, partition)
+            for dimension, start in enumerate(starts):
+                if value_of(start) != [rank * size if dimension == cut[0] else 0]:
+                    return None
+    return cut[0]
+
+
+def _evaluator(by_id: dict[int, Message], partition: int) -> Callable[[int], list[int] | None]:
+    """The elements of a small integer expression for a partition; None if it is of another kind."""
+
+    def value_of(id_: int) -> list[int] | None:
+        instruction = by_id[id_]
+        opcode = instruction.text(OPCODE)
+        if opcode == "partition-id":
+            return [partition]
+        if opcode == "constant":
+            return _elements_of(instruction.message(_LITERAL))
+        if opcode not in _EVALUATED or math.prod(Shape(instruction.message(SHAPE)).dimensions) > 1:
+            return None
+        operands = [value_of(i) for i in instruction.integers(OPERANDS)]
+        if None in operands:
+            return None
+        return _EVALUATED[opcode](*operands)
+
+    return value_of
+
+
+def _elements_of(literal: Message) -> list[int] | None:
+    shape = Shape(literal.message(_LITERAL_SHAPE))
+    field = _ELEMENTS.get(shape.element_type)
+    return None if field is None or len(shape.dimensions) > 1 else literal.integers(field)
+
+
+def _element_at(values: list[int], *starts: list[int]) -> list[int] | None:
+    """Of a table with an entry for each partition."""
+    return [values[starts[0][0]]] if len(starts) == 1 and 0 <= starts[0][0] < len(values) else None
+
+
+_EVALUATED: dict[str, Callable] = {
+    "convert": lambda x: x,
+    "reshape": lambda x: x,
+    "bitcast": lambda x: x,
+    "multiply": lambda x, y: [a * b for a, b in zip(x, y, strict=True)],
+    "add": lambda x, y: [a + b for a, b in zip(x, y, strict=True)],
+    "subtract": lambda x, y: [a - b for a, b in zip(x, y, strict=True)],
+    "dynamic-slice": _element_at,
+}

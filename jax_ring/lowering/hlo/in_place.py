@@ -1,0 +1,97 @@
+"""Which operands of a call give their buffers to its results, in a program that has been through XLA's passes."""
+
+from collections.abc import Callable, Sequence
+
+from jax_ring.lowering.hlo import wire
+from jax_ring.lowering.hlo.collectives import ALIASES, CALLED, ID, OPCODE, OPERANDS, SHAPE, TUPLE_INDEX
+from jax_ring.lowering.hlo.shapes import Shape
+from jax_ring.lowering.hlo.wire import Message
+
+_ALIAS_RESULT, _ALIAS_OPERAND = 1, 2  # of an alias of HloInstructionProto
+
+# What writes a buffer of its own, and what reads its operands without giving their buffers to its result. The module
+# comes after XLA has inserted its copies, so a buffer that is shared with anything else would not be copied any more.
+_PRODUCERS = {
+    "broadcast", "concatenate", "convolution", "copy", "dot", "fusion", "iota", "pad", "reduce", "slice", "transpose",
+}  # fmt: skip
+_READERS = _PRODUCERS | {"convert", "compare", "reduce-window"}
+_IN_PLACE = (b"dynamic-update-slice", b"scatter")
+
+
+def fields(aliased: Sequence[tuple[int, int]], num_hidden: int, of_tuple: bool) -> list[wire.Field]:
+    """The fields of a custom call with pairs of an operand, behind the hidden ones, and a result in one buffer."""
+    made = []
+    for operand, result in aliased:
+        of_result = [wire.packed(_ALIAS_RESULT, [result])] if of_tuple else []
+        made.append(wire.data(ALIASES, Message([*of_result, wire.integer(_ALIAS_OPERAND, operand + num_hidden)])))
+    return made
+
+
+class Buffers:
+    """The buffers of a computation.
+
+    Args:
+      instructions: its instructions.
+      root: the id of its result.
+      body_of: (the id of a computation) to its serialized message.
+    """
+
+    def __init__(self, instructions: Sequence[Message], root: int, body_of: Callable[[int], bytes]) -> None:
+        self._instructions, self._root, self._body_of = instructions, root, body_of
+        self._by_id = {instruction.integer(ID): instruction for instruction in instructions}
+        self._users: dict[int, list[Message]] | None = None
+
+    def is_computed(self, collective: Message, index: int, operand: int) -> bool:
+        """Whether an operand is no argument of the program: before XLA inserts its copies, any other may be shared."""
+        while (instruction := self._by_id[operand]).text(OPCODE) in ("bitcast", "reshape", "get-tuple-element"):
+            (operand,) = instruction.integers(OPERANDS)
+        return instruction.text(OPCODE) != "parameter"
+
+    def may_share(self, collective: Message, index: int, operand: int) -> bool:
+        """Whether nothing else has or reads the buffer of an operand, which the result of this index then gets."""
+        return self._is_private(operand) and self._is_read(collective, index)
+
+    def _users_of(self, id_: int) -> list[Message]:
+        if self._users is None:
+            self._users = {}
+            for instruction in self._instructions:
+                for operand in instruction.integers(OPERANDS):
+                    self._users.setdefault(operand, []).append(instruction)
+        return self._users.get(id_, [])
+
+    def _is_private(self, id_: int) -> bool:
+        """Whether a value has a buffer of its own, which only the collective reads."""
+        while True:
+            instruction = self._by_id[id_]
+            if len(self._users_of(id_)) != 1 or id_ == self._root:
+                return False
+            if instruction.text(OPCODE) != "bitcast":
+                return self._has_own_buffer(instruction, _PRODUCERS)
+            (id_,) = instruction.integers(OPERANDS)
+
+    def _has_own_buffer(self, instruction: Message, opcodes: set[str]) -> bool:
+        if instruction.text(OPCODE) not in opcodes or instruction.each(ALIASES):
+            return False
+        bodies = [self._body_of(called) for called in instruction.integers(CALLED)]
+        return not any(mark in body for body in bodies for mark in _IN_PLACE)
+
+    def _is_read(self, instruction: Message, index: int) -> bool:
+        """Whether a result is only read, by instructions whose results have buffers of their own."""
+        id_, of_tuple = instruction.integer(ID), Shape(instruction.message(SHAPE)).is_tuple
+        if id_ == self._root:
+            return False
+        users = self._users_of(id_)
+        if of_tuple:
+            if any(user.text(OPCODE) != "get-tuple-element" for user in users):
+                return False
+            elements = [user for user in users if user.integer(TUPLE_INDEX) == index]
+            if any(each.integer(ID) == self._root for each in elements):
+                return False
+            users = [user for each in elements for user in self._users_of(each.integer(ID))]
+        while users:
+            user = users.pop()
+            if user.text(OPCODE) == "bitcast" and user.integer(ID) != self._root:
+                users += self._users_of(user.integer(ID))
+            elif not self._has_own_buffer(user, _READERS):
+                return False
+        return True
