@@ -151,12 +151,14 @@ def user_name(lowering_context) -> str:
     That is the innermost `jax.named_scope`, or else the function that makes the call. A scope around a call of another
     jitted function is not known: JAX lowers that function for all its callers.
     """
-    scopes = [str(scope.name) for scope in lowering_context.name_stack.stack]
-    if named := [scope for scope in scopes if not _SCOPES_OF_JAX.fullmatch(scope)]:
-        return named[-1]
+    for scope in reversed(lowering_context.name_stack.stack):
+        if not _SCOPES_OF_JAX.fullmatch(name := str(scope.name)):
+            return name
     frame = _user_frame(lowering_context.traceback)
-    functions = [part for part in frame.function_name.split(".") if part.isidentifier()] if frame else []
-    return functions[-1] if functions else ""
+    for name in reversed(frame.function_name.split(".")) if frame else ():
+        if name.isidentifier():
+            return name
+    return ""
 
 
 def location_named(lowering_context, name: str):

@@ -8,7 +8,7 @@ from jax_ring.lowering.call_spec import CallSpec, Pairs, Service
 from jax_ring.lowering.custom_call import partitioned
 from jax_ring.lowering.hierarchical import ranks_by_host
 from jax_ring.lowering.kinds import Kind
-from jax_ring.lowering.state import state_of
+from jax_ring.lowering.state import LoweringState, state_of
 from jax_ring.options import Options
 
 
@@ -21,10 +21,10 @@ def service_of(ctx, call: CallSpec) -> Service:
     return state_of(ctx).once(("service", *key), who_serves, *key)
 
 
-def lowering_key(ctx, params: dict) -> tuple:
+def lowering_key(ctx, state: LoweringState, params: dict) -> tuple:
     """Cache key of the call under lowering: calls with equal keys lower identically, their lines apart.
 
-    params: of its primitive.
+    state: of its module. params: of its primitive.
     """
     return (
         ctx.primitive,
@@ -33,7 +33,7 @@ def lowering_key(ctx, params: dict) -> tuple:
         platforms_of(ctx),
         ctx.module_context.axis_context,
         _compat.stream_of(ctx),
-        state_of(ctx).digest,
+        state.digest,
     )
 
 

@@ -60,8 +60,9 @@ def _make_rule(is_on: Callable, call: CallSpec, jax_rule: Callable):
     def lower(ctx, operand, **params):
         if not is_on():
             return jax_rule(ctx, operand, **params)
-        key = ("override", call.function, call.options, *lowering_key(ctx, params))
-        return state_of(ctx).once(key, _prepare, _in_order(call), jax_rule, ctx, params)(ctx, operand)
+        state = state_of(ctx)
+        key = ("override", call.function, call.options, *lowering_key(ctx, state, params))
+        return state.once(key, _prepare, _in_order(call), jax_rule, ctx, params)(ctx, operand)
 
     return lower
 

@@ -46,8 +46,9 @@ def lower(call: CallSpec, ctx, *operands, **params):
       NotImplementedError: if no engine serves the call, and `JAX_RING_STRICT` is 1 or XLA's collective could be wrong;
         or if a sum along the tree has a symbolic shape.
     """
-    key = (call.function, *lowering_key(ctx, params))
-    return state_of(ctx).once(key, lambda: prepare(call._replace(**params), ctx))(ctx, operands)
+    state = state_of(ctx)
+    key = (call.function, *lowering_key(ctx, state, params))
+    return state.once(key, lambda: prepare(call._replace(**params), ctx))(ctx, operands)
 
 
 def prepare(call: CallSpec, ctx) -> Emit:
