@@ -3,33 +3,13 @@
 from collections.abc import Callable, Sequence
 
 from jax_ring import runtime
-from jax_ring.lowering.hlo import across_hosts, collectives, wire
-from jax_ring.lowering.hlo.collectives import (
-    ALIASES,
-    CALLED,
-    COMPUTATION_ID,
-    DIMENSIONS,
-    ID,
-    INSTRUCTIONS,
-    METADATA,
-    NAME,
-    OPCODE,
-    OPERANDS,
-    PREDECESSORS,
-    ROOT,
-    SHAPE,
-    TUPLE_INDEX,
-    Collective,
-)
+from jax_ring.lowering.hlo import across_hosts, collectives, proto, wire
+from jax_ring.lowering.hlo.collectives import Collective
 from jax_ring.lowering.hlo.replica_groups import Unsupported
 from jax_ring.lowering.hlo.shapes import UINT32, Shape, array_shape, slices, tuple_shape
 from jax_ring.lowering.hlo.wire import Message
 
-# Fields of HloInstructionProto, and of the messages in them.
-_TARGET, _CONFIG = 28, 43
-_FEATURE_GROUPS, _CONSTRAIN_LAYOUT, _OPERAND_SHAPES, _BATCH_GROUPS, _API_VERSION = 50, 56, 57, 58, 77
-_ALIAS_RESULT, _ALIAS_OPERAND = 1, 2
-_TYPED_FFI = 4
+_TYPED_FFI = 4  # an API_VERSION
 
 # What writes a buffer of its own, and what reads its operands without giving their buffers to its result. The module
 # comes after XLA has inserted its copies, so a buffer that is shared with anything else would not be copied any more.
@@ -62,9 +42,9 @@ class Computation:
         self._message = message
         self._num_partitions = num_partitions
         self._serve, self._reduction_of, self._body_of = serve, reduction_of, body_of
-        self._serialized = message.each(INSTRUCTIONS)
-        self._instructions = message.messages(INSTRUCTIONS)
-        self._by_id = {instruction.integer(ID): instruction for instruction in self._instructions}
+        self._serialized = message.each(proto.INSTRUCTIONS)
+        self._instructions = message.messages(proto.INSTRUCTIONS)
+        self._by_id = {instruction.integer(proto.ID): instruction for instruction in self._instructions}
         self._next_id = max(self._by_id) + 1
         self._users: dict[int, list[Message]] | None = None
         self._written: list[Message | bytes] = []
@@ -77,19 +57,19 @@ class Computation:
         """
         calls: dict[int, tuple[Collective, str | int]] = {}
         for instruction in self._instructions:
-            if not collectives.is_collective(instruction.text(OPCODE)):
+            if not collectives.is_collective(instruction.text(proto.OPCODE)):
                 continue
             try:
                 call = collectives.read(instruction, self._shape_of, self._reduction_of, self._num_partitions)
                 if call.size > 1:  # XLA has these done by a copy
-                    calls[instruction.integer(ID)] = call, self._serve(call, instruction)
+                    calls[instruction.integer(proto.ID)] = call, self._serve(call, instruction)
             except Unsupported as why:
                 refuse(instruction, why)
         if not calls:
             return None
         self._position = self._add("partition-id", array_shape(UINT32))
         for instruction, serialized in zip(self._instructions, self._serialized, strict=True):
-            if (found := calls.get(instruction.integer(ID))) is None:
+            if (found := calls.get(instruction.integer(proto.ID))) is None:
                 self._written.append(serialized)
                 continue
             call, by = found
@@ -99,11 +79,11 @@ class Computation:
                 self._write_exchange(instruction, call, by)
             else:
                 self._write(instruction, call, by)
-        others = [field for field in self._message.fields if field[0] != INSTRUCTIONS]
-        return Message([*others, *(wire.data(INSTRUCTIONS, instruction) for instruction in self._written)])
+        others = [field for field in self._message.fields if field[0] != proto.INSTRUCTIONS]
+        return Message([*others, *(wire.data(proto.INSTRUCTIONS, instruction) for instruction in self._written)])
 
     def _shape_of(self, instruction: int) -> Message:
-        return self._by_id[instruction].message(SHAPE)
+        return self._by_id[instruction].message(proto.SHAPE)
 
     # ---- Calls ------------------------------------------------------------------------------------------------------
 
@@ -133,7 +113,7 @@ class Computation:
         fields: Sequence[wire.Field],
     ) -> None:  # fmt: skip
         """Writes a call that makes results of these shapes, which are those of the collective in another form."""
-        if not Shape(instruction.message(SHAPE)).is_tuple:
+        if not Shape(instruction.message(proto.SHAPE)).is_tuple:
             made = self._add(opcode, results[0], operands, instruction, fields)
             self._written.append(_instead(instruction, "bitcast", [made]))
             return
@@ -142,14 +122,14 @@ class Computation:
         )
         parts = []
         for i, (shape, result) in enumerate(zip(results, call.results, strict=True)):
-            part = self._add("get-tuple-element", shape, [made], instruction, [wire.integer(TUPLE_INDEX, i)])
+            part = self._add("get-tuple-element", shape, [made], instruction, [wire.integer(proto.TUPLE_INDEX, i)])
             parts.append(self._add("bitcast", result, [part], instruction))
         self._written.append(_instead(instruction, "tuple", parts))
 
     def _write_steps(self, instruction: Message, call: Collective, computation: int) -> None:
         """Writes a call of a computation, which has the steps of a collective across hosts."""
         operands, results = across_hosts.shapes_of(call)
-        fields = [wire.packed(CALLED, [computation])]
+        fields = [wire.packed(proto.CALLED, [computation])]
         if not call.in_tuple:
             flat = [
                 self._add("bitcast", *item) for item in zip(operands, ([id_] for id_ in call.operand_ids), strict=True)
@@ -171,7 +151,7 @@ class Computation:
     def _joined(self, instruction: Message, call: Collective) -> int:
         block = _with_leading(call.operands[0], 1)
         blocks = [self._add("bitcast", block, [each], instruction) for each in call.operand_ids]
-        return self._add("concatenate", _blocks_of(call), blocks, instruction, [wire.packed(DIMENSIONS, [0])])
+        return self._add("concatenate", _blocks_of(call), blocks, instruction, [wire.packed(proto.DIMENSIONS, [0])])
 
     def _write_cut(self, instruction: Message, call: Collective, made: int) -> None:
         one = _with_leading(call.operands[0], 1)
@@ -179,15 +159,15 @@ class Computation:
         self._written.append(_instead(instruction, "tuple", parts))
 
     def _call_fields(self, call: Collective, config: str, operands: Sequence[Shape]) -> list[wire.Field]:
-        shapes = [wire.data(_OPERAND_SHAPES, shape.message) for shape in (array_shape(UINT32), *operands)]
+        shapes = [wire.data(proto.OPERAND_SHAPES, shape.message) for shape in (array_shape(UINT32), *operands)]
         return [
-            wire.data(_TARGET, runtime.TARGETS[call.kind.name]),
-            wire.data(_CONFIG, config),
-            wire.integer(_FEATURE_GROUPS, 1),
-            wire.integer(_CONSTRAIN_LAYOUT, 1),
+            wire.data(proto.TARGET, runtime.TARGETS[call.kind.name]),
+            wire.data(proto.CONFIG, config),
+            wire.integer(proto.FEATURE_GROUPS, 1),
+            wire.integer(proto.CONSTRAIN_LAYOUT, 1),
             *shapes,
-            wire.integer(_BATCH_GROUPS, 1),
-            wire.integer(_API_VERSION, _TYPED_FFI),
+            wire.integer(proto.BATCH_GROUPS, 1),
+            wire.integer(proto.API_VERSION, _TYPED_FFI),
         ]
 
     def _slice(self, made: int, index: int, block: Shape, one: Shape, instruction: Message) -> int:
@@ -205,12 +185,12 @@ class Computation:
     ) -> int:
         """Writes another instruction, for one that is replaced, and returns its id."""
         id_, self._next_id = self._next_id, self._next_id + 1
-        of_whom = instruction.text(NAME) if instruction else "jax_ring"
-        name = f"{of_whom}.{self._message.integer(COMPUTATION_ID)}.{id_ & 0xFFFFFFFF}"  # unique in the program
-        made = [wire.data(NAME, name), wire.data(OPCODE, opcode), wire.data(SHAPE, shape.message)]
-        made += [field for field in (instruction.fields if instruction else ()) if field[0] == METADATA]
-        made += [*fields, wire.integer(ID, id_)]
-        made += [wire.packed(OPERANDS, operands)] if operands else []
+        of_whom = instruction.text(proto.NAME) if instruction else "jax_ring"
+        name = f"{of_whom}.{self._message.integer(proto.COMPUTATION_ID)}.{id_ & 0xFFFFFFFF}"  # unique in the program
+        made = [wire.data(proto.NAME, name), wire.data(proto.OPCODE, opcode), wire.data(proto.SHAPE, shape.message)]
+        made += [field for field in (instruction.fields if instruction else ()) if field[0] == proto.METADATA]
+        made += [*fields, wire.integer(proto.ID, id_)]
+        made += [wire.packed(proto.OPERANDS, operands)] if operands else []
         self._written.append(Message(made))
         return id_
 
@@ -218,19 +198,19 @@ class Computation:
 
     def _aliases(self, instruction: Message, call: Collective) -> list[wire.Field]:
         """Gives results the buffers of their operands, where nothing else has or reads these."""
-        of_tuple = Shape(instruction.message(SHAPE)).is_tuple
+        of_tuple = Shape(instruction.message(proto.SHAPE)).is_tuple
         fields = []
         for i, operand in enumerate(call.operand_ids):
             if self._is_private(operand) and self._is_read(instruction, i, of_tuple):
-                result = [wire.packed(_ALIAS_RESULT, [i])] if of_tuple else []
-                fields.append(wire.data(ALIASES, Message([*result, wire.integer(_ALIAS_OPERAND, i + 1)])))
+                result = [wire.packed(proto.ALIAS_RESULT, [i])] if of_tuple else []
+                fields.append(wire.data(proto.ALIASES, Message([*result, wire.integer(proto.ALIAS_OPERAND, i + 1)])))
         return fields
 
     def _users_of(self, id_: int) -> list[Message]:
         if self._users is None:
             self._users = {}
             for instruction in self._instructions:
-                for operand in instruction.integers(OPERANDS):
+                for operand in instruction.integers(proto.OPERANDS):
                     self._users.setdefault(operand, []).append(instruction)
         return self._users.get(id_, [])
 
@@ -238,35 +218,35 @@ class Computation:
         """Whether a value has a buffer of its own, which only the collective reads."""
         while True:
             instruction = self._by_id[id_]
-            if len(self._users_of(id_)) != 1 or id_ == self._message.integer(ROOT):
+            if len(self._users_of(id_)) != 1 or id_ == self._message.integer(proto.ROOT):
                 return False
-            if instruction.text(OPCODE) != "bitcast":
+            if instruction.text(proto.OPCODE) != "bitcast":
                 return self._has_own_buffer(instruction, _PRODUCERS)
-            (id_,) = instruction.integers(OPERANDS)
+            (id_,) = instruction.integers(proto.OPERANDS)
 
     def _has_own_buffer(self, instruction: Message, opcodes: set[str]) -> bool:
-        if instruction.text(OPCODE) not in opcodes or instruction.each(ALIASES):
+        if instruction.text(proto.OPCODE) not in opcodes or instruction.each(proto.ALIASES):
             return False
-        bodies = [self._body_of(called) for called in instruction.integers(CALLED)]
+        bodies = [self._body_of(called) for called in instruction.integers(proto.CALLED)]
         return not any(mark in body for body in bodies for mark in _IN_PLACE)
 
     def _is_read(self, instruction: Message, index: int, of_tuple: bool) -> bool:
         """Whether a result is only read, by instructions whose results have buffers of their own."""
-        id_ = instruction.integer(ID)
-        if id_ == self._message.integer(ROOT):
+        id_ = instruction.integer(proto.ID)
+        if id_ == self._message.integer(proto.ROOT):
             return False
         users = self._users_of(id_)
         if of_tuple:
-            if any(user.text(OPCODE) != "get-tuple-element" for user in users):
+            if any(user.text(proto.OPCODE) != "get-tuple-element" for user in users):
                 return False
-            elements = [user for user in users if user.integer(TUPLE_INDEX) == index]
-            if any(each.integer(ID) == self._message.integer(ROOT) for each in elements):
+            elements = [user for user in users if user.integer(proto.TUPLE_INDEX) == index]
+            if any(each.integer(proto.ID) == self._message.integer(proto.ROOT) for each in elements):
                 return False
-            users = [user for each in elements for user in self._users_of(each.integer(ID))]
+            users = [user for each in elements for user in self._users_of(each.integer(proto.ID))]
         while users:
             user = users.pop()
-            if user.text(OPCODE) == "bitcast" and user.integer(ID) != self._message.integer(ROOT):
-                users += self._users_of(user.integer(ID))
+            if user.text(proto.OPCODE) == "bitcast" and user.integer(proto.ID) != self._message.integer(proto.ROOT):
+                users += self._users_of(user.integer(proto.ID))
             elif not self._has_own_buffer(user, _READERS):
                 return False
         return True
@@ -274,9 +254,9 @@ class Computation:
 
 def _instead(instruction: Message, opcode: str, operands: Sequence[int], fields: Sequence[wire.Field] = ()) -> Message:
     """Another instruction with the name, the id and the shape of one that is replaced."""
-    kept = {NAME, SHAPE, METADATA, ID, PREDECESSORS}
+    kept = {proto.NAME, proto.SHAPE, proto.METADATA, proto.ID, proto.PREDECESSORS}
     made = [field for field in instruction.fields if field[0] in kept]
-    return Message([*made, wire.data(OPCODE, opcode), *fields, wire.packed(OPERANDS, operands)])
+    return Message([*made, wire.data(proto.OPCODE, opcode), *fields, wire.packed(proto.OPERANDS, operands)])
 
 
 # ---- Shapes ---------------------------------------------------------------------------------------------------------
