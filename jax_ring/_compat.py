@@ -224,49 +224,17 @@ def abstract_psum(aval, *, axes, axis_index_groups):
     return out.update(sharding=aval.sharding, manual_axis_type=aval.mat), effects
 
 
-def abstract_psum_invariant(aval, *, axes, axis_index_groups):
-    """JAX's own checks, type and effects for a psum from varying to invariant."""
-    del axis_index_groups
-    return psum_invariant_p.abstract_eval(aval, axes=axes)
-
-
-def abstract_reduce_scatter(aval, *, axes, axis_index_groups, axis_size, dimension, tiled):
-    """JAX's own checks and effects for a psum_scatter, whose result varies as its operand does."""
-    # JAX's rule rejects vmap axes while it tracks vma. The operands here have already been cast.
+def abstract_varying(primitive, aval, **params):
+    """The checks and effects of one of JAX's primitives, whose result varies as its operand does."""
+    # Some of JAX's rules reject vmap axes while they track vma. The operands here have already been cast.
     with _check_vma(False):
-        out, effects = reduce_scatter_p.abstract_eval(
-            aval, axis_name=axes, axis_index_groups=axis_index_groups, axis_size=axis_size,
-            scatter_dimension=dimension, tiled=tiled,
-        )  # fmt: skip
+        out, effects = primitive.abstract_eval(aval, **_params_of_lax(primitive, params))
     return out.update(manual_axis_type=aval.mat), effects
 
 
-def abstract_all_gather(aval, *, axes, axis_index_groups, axis_size, dimension, tiled):
-    """JAX's own checks and effects for an all_gather whose result varies as its operand does."""
-    with _check_vma(False):
-        out, effects = all_gather_p.abstract_eval(
-            aval, axis_name=axes, axis_index_groups=axis_index_groups, axis_size=axis_size,
-            all_gather_dimension=dimension, tiled=tiled,
-        )  # fmt: skip
-    return out.update(manual_axis_type=aval.mat), effects
-
-
-def abstract_all_gather_invariant(aval, *, axes, axis_index_groups, axis_size, dimension, tiled):
-    """JAX's own checks, type and effects for an all_gather from varying to invariant."""
-    del axis_index_groups
-    return all_gather_invariant_p.abstract_eval(
-        aval, axis_name=axes, axis_size=axis_size, all_gather_dimension=dimension, tiled=tiled
-    )
-
-
-def abstract_all_to_all(aval, *, axes, axis_index_groups, axis_size, dimension, concat_dimension, tiled):
-    """JAX's own checks and effects for an all_to_all that keeps both dimensions."""
-    with _check_vma(False):
-        out, effects = all_to_all_p.abstract_eval(
-            aval, axis_name=axes, split_axis=dimension, concat_axis=concat_dimension,
-            axis_index_groups=axis_index_groups, tiled=tiled,
-        )  # fmt: skip
-    return out.update(manual_axis_type=aval.mat), effects
+def abstract_invariant(primitive, aval, **params):
+    """The checks, type and effects of one of JAX's primitives, from varying to invariant."""
+    return primitive.abstract_eval(aval, **_params_of_lax(primitive, params))
 
 
 def abstract_ppermute(aval, *, axes, axis_index_groups, perm):
@@ -283,8 +251,8 @@ def abstract_broadcast(aval, *, axes, axis_index_groups):
 
 
 def abstract_broadcast_invariant(aval, *, axes, axis_index_groups):
-    """As `abstract_psum_invariant`, of a weak type as well."""
-    out, effects = abstract_psum_invariant(aval, axes=axes, axis_index_groups=axis_index_groups)
+    """As `abstract_invariant` of a psum, of a weak type as well."""
+    out, effects = abstract_invariant(psum_invariant_p, aval, axes=axes, axis_index_groups=axis_index_groups)
     return out.update(weak_type=aval.weak_type), effects
 
 
@@ -310,40 +278,40 @@ def lax_rule(primitive) -> Callable:
     return _lax_rules.get(primitive, no_lowering)
 
 
-def lower_lax_reduction(primitive, ctx, operand, *, axes, axis_index_groups):
-    """Lowers one operand as `primitive`, one of psum_p, pmax_p and pmin_p, does: to XLA's all_reduce."""
-    return _lax_rules[primitive](
-        ctx.replace(primitive=primitive), operand, axes=axes, axis_index_groups=axis_index_groups
-    )
+def lower_as_lax(primitive, ctx, operand, **params):
+    """Lowers one operand as JAX lowers one of its primitives: to XLA's collective."""
+    return _lax_rules[primitive](ctx.replace(primitive=primitive), operand, **_params_of_lax(primitive, params))
 
 
-def lower_lax_psum_scatter(ctx, operand, *, axes, axis_index_groups, axis_size, dimension, tiled):
-    """Lowers one operand as `lax.psum_scatter` does, to XLA's reduce_scatter."""
-    return _lax_rules[reduce_scatter_p](
-        ctx.replace(primitive=reduce_scatter_p), operand, axis_name=axes, axis_index_groups=axis_index_groups,
-        axis_size=axis_size, scatter_dimension=dimension, tiled=tiled,
-    )  # fmt: skip
+# For each of JAX's primitives its parameters, by their names in jax_ring. It lacks those that are not listed.
+_REDUCTION = {"axes": "axes", "axis_index_groups": "axis_index_groups"}
+_BLOCKS = {"axes": "axis_name", "axis_index_groups": "axis_index_groups", "axis_size": "axis_size", "tiled": "tiled"}
+_PARAMS_OF_LAX: dict = {
+    psum_p: _REDUCTION,
+    psum_invariant_p: {"axes": "axes"},
+    pmax_p: _REDUCTION,
+    pmin_p: _REDUCTION,
+    reduce_scatter_p: {**_BLOCKS, "dimension": "scatter_dimension"},
+    all_gather_p: {**_BLOCKS, "dimension": "all_gather_dimension"},
+    all_gather_invariant_p: {
+        "axes": "axis_name", "axis_size": "axis_size", "dimension": "all_gather_dimension", "tiled": "tiled"
+    },
+    all_to_all_p: {
+        "axes": "axis_name", "axis_index_groups": "axis_index_groups", "dimension": "split_axis",
+        "concat_dimension": "concat_axis", "tiled": "tiled",
+    },
+    ppermute_p: {"axes": "axis_name", "perm": "perm"},
+    pbroadcast_p: {"axes": "axis_name", "root": "source"},
+}  # fmt: skip
 
 
-def lower_lax_all_gather(ctx, operand, *, axes, axis_index_groups, axis_size, dimension, tiled):
-    """Lowers one operand as `lax.all_gather` does, to XLA's all_gather."""
-    return _lax_rules[all_gather_p](
-        ctx.replace(primitive=all_gather_p), operand, axis_name=axes, axis_index_groups=axis_index_groups,
-        axis_size=axis_size, all_gather_dimension=dimension, tiled=tiled,
-    )  # fmt: skip
+def _params_of_lax(primitive, params: dict) -> dict:
+    return {name: params[own] for own, name in _PARAMS_OF_LAX[primitive].items()}
 
 
-def lower_lax_all_to_all(ctx, operand, *, axes, axis_index_groups, axis_size, dimension, concat_dimension, tiled):
-    """Lowers one operand as `lax.all_to_all` does, to XLA's all_to_all."""
-    return _lax_rules[all_to_all_p](
-        ctx.replace(primitive=all_to_all_p), operand, axis_name=axes, axis_index_groups=axis_index_groups,
-        split_axis=dimension, concat_axis=concat_dimension, tiled=tiled,
-    )  # fmt: skip
-
-
-def lower_lax_ppermute(ctx, operand, *, axes, axis_index_groups, perm):
-    """Lowers one operand as `lax.ppermute` does, to XLA's collective_permute."""
-    return _lax_rules[ppermute_p](ctx.replace(primitive=ppermute_p), operand, axis_name=axes, perm=perm)
+def params_from_lax(primitive, params: dict) -> dict:
+    """The parameters of one of JAX's collectives, also of one that starts it, by their names in jax_ring."""
+    return {own: params[name] for own, name in _PARAMS_OF_LAX[STARTS.get(primitive, primitive)].items()}
 
 
 def no_lowering(lowering_context, *operands, **params):

@@ -150,8 +150,10 @@ quantized_psum_p.multiple_results = True
 
 def _abstract_eval(x, *key_data, axes, with_error, invariant, **params):
     del key_data, params  # do not affect the types
-    abstract_psum = _compat.abstract_psum_invariant if invariant else _compat.abstract_psum
-    total, effects = abstract_psum(x, axes=axes, axis_index_groups=None)
+    of_psum: Callable = _compat.abstract_psum
+    if invariant:
+        of_psum = partial(_compat.abstract_invariant, _compat.psum_invariant_p)
+    total, effects = of_psum(x, axes=axes, axis_index_groups=None)
     return [total, x][: 1 + with_error], effects
 
 

@@ -28,15 +28,6 @@ _OVERRIDDEN = {
     _compat.pbroadcast_p: CallSpec("lax.pbroadcast", kinds.BROADCAST),
 }
 
-# Parameters that have other names in the primitives of jax_ring.
-_RENAMED_PARAMS = {
-    "scatter_dimension": "dimension",
-    "all_gather_dimension": "dimension",
-    "split_axis": "dimension",
-    "concat_axis": "concat_dimension",
-    "source": "root",
-}
-
 
 def make_rules(is_on: Callable[[], bool]) -> dict:
     """By primitive of JAX: a function from JAX's rule to one that is used instead.
@@ -130,7 +121,7 @@ def _with_params(call: CallSpec, ctx, axes: tuple, params: dict) -> CallSpec:
     index_groups = index_groups and tuple(tuple(map(operator.index, group)) for group in index_groups)
     groups = groups_of(ctx, axes, index_groups)
     size = len(groups[0])
-    of_kind = {_RENAMED_PARAMS.get(name, name): value for name, value in params.items()}
+    of_kind = _compat.params_from_lax(ctx.primitive, params)
     if call.kind is kinds.ALL_TO_ALL:
         # JAX expands and squeezes dimensions around the primitive, which is always tiled.
         of_kind |= {"axis_size": size, "tiled": True}
@@ -166,7 +157,7 @@ def _make_ragged_rule(is_on: Callable, jax_rule: Callable):
 def _make_dynamic_broadcast_rule(is_on: Callable, jax_rule: Callable):
     """A broadcast whose source is an operand: a sum of bits, to which the other ranks contribute zeros."""
     sent = CallSpec("lax.pbroadcast", kinds.BROADCAST)
-    total = CallSpec("lax.pbroadcast", kinds.ALL_REDUCE, to_xla=partial(_compat.lower_lax_reduction, _compat.psum_p))
+    total = CallSpec("lax.pbroadcast", kinds.ALL_REDUCE, to_xla=partial(_compat.lower_as_lax, _compat.psum_p))
 
     def lower(ctx, operand, source, *, axis_name):
         if not is_on() or _refuses(sent, ctx):
