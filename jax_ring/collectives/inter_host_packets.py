@@ -7,8 +7,9 @@ import numpy as np
 from jax_ring.collectives import int8_blocks as int8
 from jax_ring.lowering.group_tables import Groups
 from jax_ring.lowering.hierarchical import xla_ops
-from jax_ring.lowering.hierarchical.inter_host import Step, aval_of
+from jax_ring.lowering.hierarchical.inter_host import Step
 from jax_ring.lowering.xla import ops
+from jax_ring.lowering.xla.ops import aval_of
 
 
 class InPackets(NamedTuple):

@@ -18,19 +18,12 @@ from jax.interpreters import mlir
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import emitter
 from jax_ring.lowering.hierarchical import wait_markers
-from jax_ring.lowering.hierarchical.inter_host import (
-    ByAllReduce,
-    ByExchange,
-    Crossing,
-    aval_of,
-    shard_size,
-    types_of,
-)
+from jax_ring.lowering.hierarchical.inter_host import ByAllReduce, ByExchange, Crossing, shard_size, types_of
 from jax_ring.lowering.kinds import ALL_GATHER, REDUCE_SCATTER, Kind
 from jax_ring.lowering.passes import fold_casts
 from jax_ring.lowering.topology import Levels
 from jax_ring.lowering.xla import ops
-from jax_ring.options import Options
+from jax_ring.lowering.xla.ops import aval_of
 
 # Crosses a link of 1 Gbit/s in some 30 ms. The ranks of a host need a few ms to sum and to gather it.
 PART_BYTES = 4 << 20
@@ -90,12 +83,6 @@ def _large_crossing(by_all_reduce: ByAllReduce) -> Crossing:
     return by_all_reduce
 
 
-def _is_cut(size: int, levels: Levels, options: Options, crossing: Crossing, is_enclosed: bool) -> bool:
-    """Whether an operand of this size crosses in several parts."""
-    # In ring order, the bits depend on how an array is cut.
-    return options.order != "ring" and is_enclosed and len(_parts_for(size, levels, crossing)) > 1
-
-
 def _parts_for(size: int, levels: Levels, crossing: Crossing) -> list[Part]:
     """The parts of an operand of this size that cross one after the other."""
     ranks = levels.num_ranks
@@ -126,8 +113,12 @@ class _Sum(NamedTuple):
     def is_cut(self, aval) -> bool:
         """Whether an operand crosses in several parts."""
         levels = self.call.levels
-        is_enclosed = wait_markers.are_enclosed(self.ctx, levels.inter)
-        return _is_cut(aval.size, levels, self.call.options, self.crossing, is_enclosed)
+        # In ring order, the bits depend on how an array is cut.
+        return (
+            self.call.options.order != "ring"
+            and wait_markers.are_enclosed(self.ctx, levels.inter)
+            and len(_parts_for(aval.size, levels, self.crossing)) > 1
+        )
 
     def of_whole(self, operands: Sequence, avals: Sequence) -> list:
         """The sums of operands that cross together."""

@@ -16,6 +16,7 @@ from jax import lax
 from jax_ring.lowering.group_tables import Groups
 from jax_ring.lowering.hierarchical import xla_ops
 from jax_ring.lowering.xla import bitcasts, ops
+from jax_ring.lowering.xla.ops import aval_of
 
 
 class Types(NamedTuple):
@@ -177,11 +178,6 @@ def fold(terms: jax.Array) -> jax.Array:
     for i in range(1, len(terms)):
         total = lax.add(total, terms[i])
     return total
-
-
-def aval_of(dtype, *shape: int) -> jax.core.ShapedArray:
-    """The type of an array."""
-    return jax.core.ShapedArray(shape, dtype)
 
 
 def shard_size(num_elements: int, num_shards: int, unit: int = 1) -> int:

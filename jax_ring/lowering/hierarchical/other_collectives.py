@@ -21,6 +21,7 @@ from jax_ring.lowering.hierarchical.inter_host import fold, types_of
 from jax_ring.lowering.hierarchical.ranks_by_host import reorder
 from jax_ring.lowering.hierarchical.steps import Steps, Values
 from jax_ring.lowering.xla import bitcasts
+from jax_ring.lowering.xla.ops import aval_of
 
 
 def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
@@ -58,7 +59,7 @@ def _all_gather(steps: Steps, operands: Values) -> Values:
     orders, group = ranks_by_host.orders_of(call.groups, call.levels), ranks_by_host.group_of(call.levels)
     values = steps.each(lambda x: bitcasts.to_words(x.reshape(-1)), operands, bitcasts.words_dtype(dtype))
     values, _ = steps.inter(partial(xla_ops.all_gather, call.levels.inter), values, added=(call.levels.num_hosts,))
-    gathered = [_aval(aval, call.levels.num_ranks, *aval.shape) for aval in values.avals]
+    gathered = [aval_of(aval.dtype, call.levels.num_ranks, *aval.shape) for aval in values.avals]
     values = steps.intra(kinds.ALL_GATHER, values, gathered)
 
     def finish(position, *gathered):
@@ -124,7 +125,7 @@ def _reduce_scatter(steps: Steps, operands: Values) -> Values:
             yield fold(bitcasts.from_words(x, wide)).astype(dtype).reshape(aval.shape)
 
     values = steps.run(arrange, operands, wide)
-    values = steps.intra(kinds.REDUCE_SCATTER, values, [_aval(aval, aval.shape[1]) for aval in values.avals])
+    values = steps.intra(kinds.REDUCE_SCATTER, values, [aval_of(aval.dtype, aval.shape[1]) for aval in values.avals])
     values = steps.each(
         lambda x: bitcasts.to_words(x.reshape(num_hosts, x.size // num_hosts)), values, bitcasts.words_dtype(wide)
     )
@@ -134,10 +135,6 @@ def _reduce_scatter(steps: Steps, operands: Values) -> Values:
 
 def _block_size(x: jax.Array, num_blocks: int) -> int:
     return x.size // num_blocks
-
-
-def _aval(like, *shape: int):
-    return jax.core.ShapedArray(shape, like.dtype)
 
 
 # ---- Roots ----------------------------------------------------------------------------------------------------------
