@@ -105,12 +105,12 @@ class Explanation:
     @property
     def predicted_bytes(self) -> float | None:
         """Bytes that a rank sends in one call of the function, as written; None if a number of calls is unknown."""
-        return None if _has_unknown_count(self.collectives) else _total_wire_bytes(self.collectives)
+        return _total_wire_bytes(self.collectives)
 
     @property
     def counted_bytes(self) -> float | None:
         """Bytes that a rank sends in one call of the compiled program; None if a number of calls is unknown."""
-        return None if _has_unknown_count(self.instructions) else _total_wire_bytes(self.instructions)
+        return _total_wire_bytes(self.instructions)
 
     def __str__(self) -> str:
         written = _table(
@@ -185,8 +185,8 @@ def _walk(jaxpr: core.Jaxpr, axis_context, times: int | None, predictor: Predict
             yield from _steps(eqn, axis_context, times, predictor)
         is_shard_map = eqn.primitive.name == "shard_map"
         inner_context = _compat.axis_context_within(eqn.params) if is_shard_map else axis_context
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(inner):
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_compat.is_jaxpr):
+            if _compat.is_jaxpr(inner):
                 yield from _walk(_as_jaxpr(inner), inner_context, _times_within(eqn, times), predictor)
 
 
@@ -206,10 +206,6 @@ def _kind_of(function: str) -> str | None:
     """The kind of collective, as of `wire_bytes()`; None if the function is no collective."""
     function = function.removesuffix("_start")  # of an asynchronous collective
     return _KINDS.get(function) or _KINDS.get(function.removeprefix("ring_"))
-
-
-def _is_jaxpr(value) -> bool:
-    return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
 
 
 def _as_jaxpr(jaxpr) -> core.Jaxpr:
@@ -320,17 +316,14 @@ def _platform(mesh) -> str:
     return "cuda" if platform == "gpu" else platform
 
 
-def _has_unknown_count(collectives: Sequence[Collective] | Sequence[Instruction]) -> bool:
-    return any(collective.times is None for collective in collectives)
+def _total_wire_bytes(collectives: Sequence[Collective | Instruction]) -> float | None:
+    known = [each.wire_bytes * each.times for each in collectives if each.times is not None]
+    return sum(known) if len(known) == len(collectives) else None
 
 
-def _total_wire_bytes(collectives: Sequence[Collective] | Sequence[Instruction]) -> float:
-    return sum(collective.wire_bytes * (collective.times or 0) for collective in collectives)
-
-
-def _total_text(collectives: Sequence[Collective] | Sequence[Instruction]) -> str:
-    at_least = "at least " if _has_unknown_count(collectives) else ""
-    return f"{at_least}{_total_wire_bytes(collectives):,.0f}"
+def _total_text(collectives: Sequence[Collective | Instruction]) -> str:
+    known = [each for each in collectives if each.times is not None]
+    return f"{'at least ' if len(known) < len(collectives) else ''}{_total_wire_bytes(known):,.0f}"
 
 
 def _num_bytes(aval) -> int:
