@@ -28,7 +28,7 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
     """Emits a call whose groups cross hosts, and returns its results."""
     if call.kind is kinds.REDUCE or call.kind is kinds.ALL_REDUCE:
         return _sum(call, ctx, operands)
-    if call.kind.adds_along_tree(call.options):
+    if call.adds_along_tree:
         return tree_sum.emit(call, ctx, operands)
     return _EMITTERS[call.kind](Steps(ctx, call), Values(operands, ctx.avals_in[0].dtype)).values
 
@@ -36,7 +36,7 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
 def _sum(call: CallSpec, ctx, operands: Sequence) -> Sequence:
     """The sums of whole messages, also those that only the root gets."""
     total = call._replace(kind=kinds.ALL_REDUCE)
-    results = (tree_sum if call.kind.adds_along_tree(call.options) else all_reduce).emit(total, ctx, operands)
+    results = (tree_sum if call.adds_along_tree else all_reduce).emit(total, ctx, operands)
     if call.kind is kinds.ALL_REDUCE:
         return results
     is_root = rank_table(call.groups) == call.root

@@ -132,7 +132,7 @@ class _Program(NamedTuple):
         spec = spec._replace(service=service, description=described)
         if service.levels.inter:
             return self._steps(spec, call, instruction)
-        if spec.kind.adds_along_tree(spec.options):
+        if spec.adds_along_tree:
             spec = spec._replace(group_trees=tuple(trees.trees_of(spec.groups, spec.options)))
         with mlir.make_ir_context(), ir.Location.unknown():
             values = engine_attributes.values_of(spec, self.mesh, self.name, 0)
