@@ -35,7 +35,7 @@ try:
     from jax._src import distributed as _distributed
     from jax._src import xla_bridge as _xla_bridge
     from jax._src.interpreters import mlir as _mlir
-    from jax._src.interpreters.pxla import axis_groups as _axis_groups
+    from jax._src.interpreters.pxla import axis_groups as axis_groups
     from jax._src.lax import parallel as _parallel
     from jax._src.shard_map import shard_map_p as shard_map_p
     from jax._src.source_info_util import user_frame as _user_frame
@@ -524,11 +524,6 @@ def axis_context_within(shard_map_params: dict):
     """The axis context in which the body of a shard_map is lowered, from the parameters of its equation."""
     mesh = shard_map_params["mesh"]
     return SPMDAxisContext(mesh, frozenset(shard_map_params["newly_manual_axes"]) | set(mesh.manual_axes))
-
-
-def replica_groups(axis_context, axes: tuple) -> tuple[tuple[int, ...], ...]:
-    """The groups of mesh positions that a collective over `axes` spans, each in rank order."""
-    return tuple([tuple(map(int, group)) for group in _axis_groups(axis_context, axes)])
 
 
 def mesh_devices(mesh) -> list | None:

@@ -225,8 +225,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None, predictor: 
     assert kind is not None
     axes = params.get("axes", params.get("axis_name"))
     axes = tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if not isinstance(axis, int))
-    members = dispatch.replica_groups(axis_context, axes, params.get("axis_index_groups"))
-    groups = tuple(tuple(int(i) for i in group) for group in members)
+    groups = dispatch.replica_groups(axis_context, axes, params.get("axis_index_groups"))
     options = params.get("options", Options())
     served_by, why = _who_serves(eqn, kind, axis_context, groups, options)
     message = _message(eqn, name, kind)

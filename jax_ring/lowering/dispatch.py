@@ -85,7 +85,7 @@ def has_choice(engine: str, levels: topology.Levels) -> bool:
 
 def replica_groups(axis_context, axes, axis_index_groups: Sequence | None) -> tuple[tuple[int, ...], ...]:
     """The groups of mesh positions within which a call over `axes` communicates, each in rank order."""
-    groups = _compat.replica_groups(axis_context, axes)
+    groups = [tuple(map(int, group)) for group in _compat.axis_groups(axis_context, axes)]
     if axis_index_groups is None:
-        return groups
+        return tuple(groups)
     return tuple([tuple([group[i] for i in members]) for group in groups for members in axis_index_groups])

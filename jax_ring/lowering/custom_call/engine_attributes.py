@@ -21,15 +21,11 @@ def of(call: CallSpec, ctx, stream: str) -> ir.DictAttr:
         call.kind, call.op, call.root, call.perm, call.options.algorithm, call.options.order,
         levels, engine, call.group_trees, mesh, call.part, call.rounds_to, program, lane,
     )  # fmt: skip
-    return state_of(ctx).once(("attributes", *key), _attributes, call, mesh, program, lane)
+    return state_of(ctx).once(("attributes", *key), attributes_of, call, mesh, program, lane)
 
 
-def _attributes(call: CallSpec, mesh, program: str, lane: int) -> ir.DictAttr:
-    return ffi_attributes.from_values(values_of(call, mesh, program, lane))
-
-
-def values_of(call: CallSpec, mesh, program: str, lane: int) -> dict[str, str | int | Sequence[int]]:
-    """Their values. program: its name between processes. lane: of a GPU."""
+def attributes_of(call: CallSpec, mesh, program: str, lane: int) -> ir.DictAttr:
+    """The same. program: its name between processes. lane: of a GPU."""
     levels, engine = call.levels, call.service.engine
     groups = levels.intra
     members, processes = (_gpus if engine == "cuda" else _positions)(mesh, list(itertools.chain.from_iterable(groups)))
@@ -37,7 +33,7 @@ def values_of(call: CallSpec, mesh, program: str, lane: int) -> dict[str, str | 
     thresholds = [tuning.thresholds(engine, len(group)) for group in groups] if has_choice(engine, levels) else []
     one_shot, two_shot = zip(*thresholds, strict=True) if thresholds else ((), ())
     shards, sizes, ranks = zip(*call.group_trees, strict=True) if call.group_trees else ((), (), ())
-    return {
+    values: dict[str, str | int | Sequence[int]] = {
         "collective": call.kind.name,
         "op": call.op,
         "order": call.options.order,
@@ -57,6 +53,7 @@ def values_of(call: CallSpec, mesh, program: str, lane: int) -> dict[str, str | 
         "rounds_to": call.rounds_to,
         "lane": lane,
     }
+    return ffi_attributes.from_values(values)
 
 
 def _sources_of(call: CallSpec) -> list[int]:

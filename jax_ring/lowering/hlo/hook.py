@@ -18,8 +18,8 @@ from jax.interpreters import mlir
 from jax_ring import _compat, runtime
 from jax_ring.lowering import dispatch, trees
 from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.custom_call import engine_attributes
-from jax_ring.lowering.custom_call.ffi_attributes import from_values, named
+from jax_ring.lowering.custom_call import engine_attributes, operation
+from jax_ring.lowering.custom_call.ffi_attributes import named
 from jax_ring.lowering.custom_call.operation import Description
 from jax_ring.lowering.hlo import across_hosts, collectives, proto, rewrite, wire
 from jax_ring.lowering.hlo.collectives import Collective
@@ -135,8 +135,9 @@ class _Program(NamedTuple):
         if spec.adds_along_tree:
             spec = spec._replace(group_trees=tuple(trees.trees_of(spec.groups, spec.options)))
         with mlir.make_ir_context(), ir.Location.unknown():
-            values = engine_attributes.values_of(spec, self.mesh, self.name, 0)
-            return str(from_values({**values, "call": described, "site": self._site_of(instruction)}))
+            shared = engine_attributes.attributes_of(spec, self.mesh, self.name, 0)
+            site = operation.site_of((self._site_of(instruction),))
+            return str(operation.config(shared, call=ir.StringAttr.get(described), site=site))
 
     def _steps(self, spec: CallSpec, call: Collective, instruction: Message) -> int:
         """Adds the computations with the steps of a call across hosts, and returns the id of that which is called."""
