@@ -217,9 +217,9 @@ def without_first_dimension(aval):
     return aval.update(shape=aval.shape[1:], sharding=sharding)
 
 
-def abstract_psum(aval, *, axes, axis_index_groups):
+def abstract_psum(aval, **params):
     """JAX's own checks and effects for a psum that keeps its operand's type."""
-    out, effects = psum_p.abstract_eval(aval, axes=axes, axis_index_groups=axis_index_groups)
+    out, effects = psum_p.abstract_eval(aval, **_params_of_lax(psum_p, params))
     # JAX's rule is for code without vma tracking and drops the type; this one may also be called with it.
     return out.update(sharding=aval.sharding, manual_axis_type=aval.mat), effects
 
@@ -241,18 +241,12 @@ def abstract_ppermute(aval, *, axes, axis_index_groups, perm):
     """JAX's own checks for a ppermute, and the effects of a psum over the same axes."""
     with _check_vma(False):
         ppermute_p.abstract_eval(aval, axis_name=axes, perm=perm)
-    return abstract_broadcast(aval, axes=axes, axis_index_groups=axis_index_groups)
+    return with_weak_type(abstract_psum, aval, axes=axes, axis_index_groups=axis_index_groups)
 
 
-def abstract_broadcast(aval, *, axes, axis_index_groups):
-    """As `abstract_psum`, of a weak type as well: the value is one of the operands."""
-    out, effects = abstract_psum(aval, axes=axes, axis_index_groups=axis_index_groups)
-    return out.update(weak_type=aval.weak_type), effects
-
-
-def abstract_broadcast_invariant(aval, *, axes, axis_index_groups):
-    """As `abstract_invariant` of a psum, of a weak type as well."""
-    out, effects = abstract_invariant(psum_invariant_p, aval, axes=axes, axis_index_groups=axis_index_groups)
+def with_weak_type(abstract_eval: Callable, aval, **params):
+    """As `abstract_eval`, of a weak type as well: the value is one of the operands."""
+    out, effects = abstract_eval(aval, **params)
     return out.update(weak_type=aval.weak_type), effects
 
 

@@ -201,13 +201,14 @@ def _pair(name: str, call: CallSpec, plain: Rules, invariant: Rules) -> tuple[Pr
     return _make_primitive(name, call, plain), _make_primitive(f"{name}_invariant", call, invariant)
 
 
+_ABSTRACT_INVARIANT = partial(_compat.abstract_invariant, _compat.psum_invariant_p)
+
+
 def _reduction(op: str, lax_primitive, over_batch: Callable, transposes: tuple) -> tuple[Primitive, Primitive]:
     name = f"ring_p{op}"
     call = CallSpec(name, kinds.ALL_REDUCE, op, partial(_compat.lower_as_lax, lax_primitive))
     plain = Rules(_compat.abstract_psum, transposes[0], over_batch, separable=True)
-    invariant = plain._replace(
-        abstract_eval=partial(_compat.abstract_invariant, _compat.psum_invariant_p), transpose=transposes[1]
-    )
+    invariant = plain._replace(abstract_eval=_ABSTRACT_INVARIANT, transpose=transposes[1])
     return _pair(name, call, plain, invariant)
 
 
@@ -280,19 +281,14 @@ ring_ppermute_p: Primitive = _make_primitive(
 )
 
 
-def _abstract_rooted(abstract_eval: Callable, aval, *, root, **params):
-    del root  # does not affect the types
-    return abstract_eval(aval, **params)
-
-
 ring_reduce_p: Primitive = _make_primitive(
     "ring_reduce",
     CallSpec("ring_reduce", kinds.REDUCE, "sum", lower_reduce_to_xla),
-    Rules(partial(_abstract_rooted, _compat.abstract_psum), _from_root, vmap_axis.reduce),
+    Rules(_compat.abstract_psum, _from_root, vmap_axis.reduce),
 )
 
 _BROADCAST = Rules(
-    partial(_abstract_rooted, _compat.abstract_broadcast),
+    partial(_compat.with_weak_type, _compat.abstract_psum),
     lambda cotangents, params: ring_reduce_p.bind(*cotangents, **params),
     vmap_axis.broadcast,
 )
@@ -301,6 +297,7 @@ ring_broadcast_p, ring_broadcast_invariant_p = _pair(
     CallSpec("ring_broadcast", kinds.BROADCAST, "sum", lower_broadcast_to_xla),
     _BROADCAST,
     _BROADCAST._replace(
-        abstract_eval=partial(_abstract_rooted, _compat.abstract_broadcast_invariant), transpose=_only_on_root
+        abstract_eval=partial(_compat.with_weak_type, _ABSTRACT_INVARIANT),
+        transpose=_only_on_root,
     ),
 )
