@@ -81,7 +81,7 @@ def _all_to_all(steps: Steps, operands: Values) -> Values:
 
     def arrange(position, *xs):
         for x in xs:
-            blocks = bitcasts.to_words(first(x).reshape(call.axis_size, _block_size(x, call.axis_size)))
+            blocks = bitcasts.to_words(first(x).reshape(call.axis_size, x.size // call.axis_size))
             blocks = reorder(blocks, orders.by_place, group, position)
             yield blocks.reshape(num_ranks, num_hosts * blocks.shape[1])
 
@@ -116,7 +116,7 @@ def _reduce_scatter(steps: Steps, operands: Values) -> Values:
 
     def arrange(position, *xs):
         for x in xs:
-            size = _block_size(x, call.axis_size)
+            size = x.size // call.axis_size
             blocks = reorder(first(x).reshape(call.axis_size, size), orders.by_place, group, position)
             yield blocks.astype(wide).reshape(num_ranks, num_hosts * size)
 
@@ -131,10 +131,6 @@ def _reduce_scatter(steps: Steps, operands: Values) -> Values:
     )
     values, _ = steps.inter(partial(xla_ops.all_to_all, call.levels.inter), values)
     return steps.run(finish, values, dtype)
-
-
-def _block_size(x: jax.Array, num_blocks: int) -> int:
-    return x.size // num_blocks
 
 
 # ---- Roots ----------------------------------------------------------------------------------------------------------
