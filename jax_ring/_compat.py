@@ -525,9 +525,10 @@ def mesh_devices(mesh) -> list | None:
     return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
 
 
-def is_compile_only(device) -> bool:
-    """Whether a device is one of `jax.experimental.topologies`, which is not there."""
-    return isinstance(device.client, _CompileOnlyClient)
+def is_compile_only(mesh) -> bool:
+    """Whether a mesh is of devices of `jax.experimental.topologies`, which are not there: it is only compiled for."""
+    devices = mesh_devices(mesh)
+    return devices is not None and isinstance(devices[0].client, _CompileOnlyClient)
 
 
 def module_name(lowering_context) -> str:

@@ -78,11 +78,6 @@ def who_serves(
     return Service(levels, platforms[0], why_not, automatic_axes)
 
 
-def has_choice(engine: str, levels: topology.Levels) -> bool:
-    """Whether the engine has several algorithms for a sum. The CPU engine has, but only between processes."""
-    return engine == "cuda" or levels.num_processes > 1
-
-
 def replica_groups(axis_context, axes, axis_index_groups: Sequence | None) -> tuple[tuple[int, ...], ...]:
     """The groups of mesh positions within which a call over `axes` communicates, each in rank order."""
     groups = [tuple(map(int, group)) for group in _compat.axis_groups(axis_context, axes)]

@@ -50,7 +50,7 @@ def levels_of(engine: str, mesh, groups: tuple[tuple[int, ...], ...]) -> tuple[L
         return None, platform.why_unknown.format(count=jax.process_count())
     levels, why_not = Levels(groups), ""
     if len(set(processes)) > 1:
-        is_elsewhere = is_compile_only(mesh)
+        is_elsewhere = _compat.is_compile_only(mesh)
         split, why_not = _split_by_host(processes, groups, assumed_host_of if is_elsewhere else discovery.host_of)
         if split is None:
             unless = "; each process counts as a host, unless jax_ring.assume_hosts() says which of them share one"
@@ -58,12 +58,6 @@ def levels_of(engine: str, mesh, groups: tuple[tuple[int, ...], ...]) -> tuple[L
         levels = split
     why_not = platform.why_unreachable(mesh, levels.intra)
     return (None, why_not) if why_not else (levels, "")
-
-
-def is_compile_only(mesh) -> bool:
-    """Whether the devices of a mesh are not there, so that a program is only compiled for them."""
-    devices = _compat.mesh_devices(mesh)
-    return devices is not None and _compat.is_compile_only(devices[0])
 
 
 def _split_by_host(
@@ -145,7 +139,7 @@ def _why_unreachable_gpus(mesh, groups: Groups) -> str:
     largest = max(len(group) for group in groups)
     if largest > _MAX_RANKS:
         return f"a group has {largest} ranks, and the CUDA engine serves at most {_MAX_RANKS}"
-    if is_compile_only(mesh):
+    if _compat.is_compile_only(mesh):
         return ""  # nothing is known of their links
     devices = _compat.mesh_devices(mesh)
     assert devices is not None  # checked by _processes_of_gpus

@@ -8,7 +8,6 @@ from jax.extend.mlir import ir
 from jax_ring.lowering import topology, tuning
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import ffi_attributes, streams
-from jax_ring.lowering.dispatch import has_choice
 from jax_ring.lowering.passes import program_id
 from jax_ring.lowering.state import state_of
 
@@ -29,9 +28,11 @@ def attributes_of(call: CallSpec, mesh, program: str, lane: int) -> ir.DictAttr:
     levels, engine = call.levels, call.service.engine
     groups = levels.intra
     members, processes = (_gpus if engine == "cuda" else _positions)(mesh, list(itertools.chain.from_iterable(groups)))
-    # The engine picks the algorithm at run time, when it knows the size of each message.
-    thresholds = [tuning.thresholds(engine, len(group)) for group in groups] if has_choice(engine, levels) else []
-    one_shot, two_shot = zip(*thresholds, strict=True) if thresholds else ((), ())
+    one_shot: Sequence[int] = ()
+    two_shot: Sequence[int] = ()
+    if engine == "cuda" or levels.num_processes > 1:  # the CPU engine has several algorithms only between processes
+        # The engine picks the algorithm at run time, when it knows the size of each message.
+        one_shot, two_shot = zip(*[tuning.thresholds(engine, len(group)) for group in groups], strict=True)
     shards, sizes, ranks = zip(*call.group_trees, strict=True) if call.group_trees else ((), (), ())
     values: dict[str, str | int | Sequence[int]] = {
         "collective": call.kind.name,

@@ -54,7 +54,7 @@ def _processes_of(ctx, groups: topology.Groups, avals) -> list[int] | None:
         return None
     mesh = axis_context.mesh
     has_automatic_axes = set(mesh.axis_names) != set(axis_context.manual_axes)
-    if has_automatic_axes or topology.is_compile_only(mesh):
+    if has_automatic_axes or _compat.is_compile_only(mesh):
         return None
     processes = topology.processes_of_cpus(mesh)
     if processes is None or all(len({processes[i] for i in group}) == 1 for group in groups):
