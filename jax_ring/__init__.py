@@ -35,30 +35,17 @@ from jax_ring.collectives import (
 )
 from jax_ring.distributed.assumed_hosts import assume_hosts
 from jax_ring.lowering.override import Override, override_lax
-from jax_ring.training import (
-    Bucket,
-    BucketPlan,
-    FeedbackState,
-    ShardedOptimizer,
-    accumulate_gradients,
-    allreduce_gradients,
-    assert_replicated,
-    block_index,
-    block_max,
-    block_sum,
-    broadcast_params,
-    check_replicas,
-    each_block,
-    feedback_specs,
-    grad,
-    plan_buckets,
-    reduce_in_backward,
-    shard_index,
-    sync_gradients,
-    sync_with_feedback,
-    value_and_grad,
-    weighted_pmean,
-)
+from jax_ring.training.accumulation import accumulate_gradients
+from jax_ring.training.buckets import Bucket, BucketPlan, plan_buckets
+from jax_ring.training.gradients import grad, reduce_in_backward, value_and_grad
+from jax_ring.training.replicas import assert_replicated, broadcast_params
+from jax_ring.training.same_bits.blocks import block_max, block_sum, each_block
+from jax_ring.training.same_bits.indices import block_index, shard_index
+from jax_ring.training.sentinel import check_replicas
+from jax_ring.training.sync import sync_gradients, sync_with_feedback
+from jax_ring.training.transformation import FeedbackState, allreduce_gradients, feedback_specs
+from jax_ring.training.weighted_mean import weighted_pmean
+from jax_ring.training.zero.interface import ShardedOptimizer
 
 if TYPE_CHECKING:
     from jax_ring import elastic, zero

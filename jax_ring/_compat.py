@@ -35,7 +35,7 @@ try:
     from jax._src import distributed as _distributed
     from jax._src import xla_bridge as _xla_bridge
     from jax._src.interpreters import mlir as _mlir
-    from jax._src.interpreters.pxla import axis_groups as _axis_groups
+    from jax._src.interpreters.pxla import axis_groups as axis_groups
     from jax._src.lax import parallel as _parallel
     from jax._src.shard_map import shard_map_p as shard_map_p
     from jax._src.source_info_util import user_frame as _user_frame
@@ -154,12 +154,14 @@ def user_name(lowering_context) -> str:
     That is the innermost `jax.named_scope`, or else the function that makes the call. A scope around a call of another
     jitted function is not known: JAX lowers that function for all its callers.
     """
-    scopes = [str(scope.name) for scope in lowering_context.name_stack.stack]
-    if named := [scope for scope in scopes if not _SCOPES_OF_JAX.fullmatch(scope)]:
-        return named[-1]
+    for scope in reversed(lowering_context.name_stack.stack):
+        if not _SCOPES_OF_JAX.fullmatch(name := str(scope.name)):
+            return name
     frame = _user_frame(lowering_context.traceback)
-    functions = [part for part in frame.function_name.split(".") if part.isidentifier()] if frame else []
-    return functions[-1] if functions else ""
+    for name in reversed(frame.function_name.split(".")) if frame else ():
+        if name.isidentifier():
+            return name
+    return ""
 
 
 def location_named(lowering_context, name: str):
@@ -218,74 +220,36 @@ def without_first_dimension(aval):
     return aval.update(shape=aval.shape[1:], sharding=sharding)
 
 
-def abstract_psum(aval, *, axes, axis_index_groups):
+def abstract_psum(aval, **params):
     """JAX's own checks and effects for a psum that keeps its operand's type."""
-    out, effects = psum_p.abstract_eval(aval, axes=axes, axis_index_groups=axis_index_groups)
+    out, effects = psum_p.abstract_eval(aval, **_params_of_lax(psum_p, params))
     # JAX's rule is for code without vma tracking and drops the type; this one may also be called with it.
     return out.update(sharding=aval.sharding, manual_axis_type=aval.mat), effects
 
 
-def abstract_psum_invariant(aval, *, axes, axis_index_groups):
-    """JAX's own checks, type and effects for a psum from varying to invariant."""
-    del axis_index_groups
-    return psum_invariant_p.abstract_eval(aval, axes=axes)
-
-
-def abstract_reduce_scatter(aval, *, axes, axis_index_groups, axis_size, dimension, tiled):
-    """JAX's own checks and effects for a psum_scatter, whose result varies as its operand does."""
-    # JAX's rule rejects vmap axes while it tracks vma. The operands here have already been cast.
+def abstract_varying(primitive, aval, **params):
+    """The checks and effects of one of JAX's primitives, whose result varies as its operand does."""
+    # Some of JAX's rules reject vmap axes while they track vma. The operands here have already been cast.
     with _check_vma(False):
-        out, effects = reduce_scatter_p.abstract_eval(
-            aval, axis_name=axes, axis_index_groups=axis_index_groups, axis_size=axis_size,
-            scatter_dimension=dimension, tiled=tiled,
-        )  # fmt: skip
+        out, effects = primitive.abstract_eval(aval, **_params_of_lax(primitive, params))
     return out.update(manual_axis_type=aval.mat), effects
 
 
-def abstract_all_gather(aval, *, axes, axis_index_groups, axis_size, dimension, tiled):
-    """JAX's own checks and effects for an all_gather whose result varies as its operand does."""
-    with _check_vma(False):
-        out, effects = all_gather_p.abstract_eval(
-            aval, axis_name=axes, axis_index_groups=axis_index_groups, axis_size=axis_size,
-            all_gather_dimension=dimension, tiled=tiled,
-        )  # fmt: skip
-    return out.update(manual_axis_type=aval.mat), effects
-
-
-def abstract_all_gather_invariant(aval, *, axes, axis_index_groups, axis_size, dimension, tiled):
-    """JAX's own checks, type and effects for an all_gather from varying to invariant."""
-    del axis_index_groups
-    return all_gather_invariant_p.abstract_eval(
-        aval, axis_name=axes, axis_size=axis_size, all_gather_dimension=dimension, tiled=tiled
-    )
-
-
-def abstract_all_to_all(aval, *, axes, axis_index_groups, axis_size, dimension, concat_dimension, tiled):
-    """JAX's own checks and effects for an all_to_all that keeps both dimensions."""
-    with _check_vma(False):
-        out, effects = all_to_all_p.abstract_eval(
-            aval, axis_name=axes, split_axis=dimension, concat_axis=concat_dimension,
-            axis_index_groups=axis_index_groups, tiled=tiled,
-        )  # fmt: skip
-    return out.update(manual_axis_type=aval.mat), effects
+def abstract_invariant(primitive, aval, **params):
+    """The checks, type and effects of one of JAX's primitives, from varying to invariant."""
+    return primitive.abstract_eval(aval, **_params_of_lax(primitive, params))
 
 
 def abstract_ppermute(aval, *, axes, axis_index_groups, perm):
     """JAX's own checks for a ppermute, and the effects of a psum over the same axes."""
     with _check_vma(False):
         ppermute_p.abstract_eval(aval, axis_name=axes, perm=perm)
-    return abstract_broadcast(aval, axes=axes, axis_index_groups=axis_index_groups)
+    return with_weak_type(abstract_psum, aval, axes=axes, axis_index_groups=axis_index_groups)
 
 
-def abstract_broadcast(aval, *, axes, axis_index_groups):
-    """As `abstract_psum`, of a weak type as well: the value is one of the operands."""
-    out, effects = abstract_psum(aval, axes=axes, axis_index_groups=axis_index_groups)
-    return out.update(weak_type=aval.weak_type), effects
-
-
-def abstract_broadcast_invariant(aval, *, axes, axis_index_groups):
-    """As `abstract_psum_invariant`, of a weak type as well."""
-    out, effects = abstract_psum_invariant(aval, axes=axes, axis_index_groups=axis_index_groups)
+def with_weak_type(abstract_eval: Callable, aval, **params):
+    """As `abstract_eval`, of a weak type as well: the value is one of the operands."""
+    out, effects = abstract_eval(aval, **params)
     return out.update(weak_type=aval.weak_type), effects
 
 
@@ -311,40 +275,40 @@ def lax_rule(primitive) -> Callable:
     return _lax_rules.get(primitive, no_lowering)
 
 
-def lower_lax_reduction(primitive, ctx, operand, *, axes, axis_index_groups):
-    """Lowers one operand as `primitive`, one of psum_p, pmax_p and pmin_p, does: to XLA's all_reduce."""
-    return _lax_rules[primitive](
-        ctx.replace(primitive=primitive), operand, axes=axes, axis_index_groups=axis_index_groups
-    )
+def lower_as_lax(primitive, ctx, operand, **params):
+    """Lowers one operand as JAX lowers one of its primitives: to XLA's collective."""
+    return _lax_rules[primitive](ctx.replace(primitive=primitive), operand, **_params_of_lax(primitive, params))
 
 
-def lower_lax_psum_scatter(ctx, operand, *, axes, axis_index_groups, axis_size, dimension, tiled):
-    """Lowers one operand as `lax.psum_scatter` does, to XLA's reduce_scatter."""
-    return _lax_rules[reduce_scatter_p](
-        ctx.replace(primitive=reduce_scatter_p), operand, axis_name=axes, axis_index_groups=axis_index_groups,
-        axis_size=axis_size, scatter_dimension=dimension, tiled=tiled,
-    )  # fmt: skip
+# For each of JAX's primitives its parameters, by their names in jax_ring. It lacks those that are not listed.
+_REDUCTION = {"axes": "axes", "axis_index_groups": "axis_index_groups"}
+_BLOCKS = {"axes": "axis_name", "axis_index_groups": "axis_index_groups", "axis_size": "axis_size", "tiled": "tiled"}
+_PARAMS_OF_LAX: dict = {
+    psum_p: _REDUCTION,
+    psum_invariant_p: {"axes": "axes"},
+    pmax_p: _REDUCTION,
+    pmin_p: _REDUCTION,
+    reduce_scatter_p: {**_BLOCKS, "dimension": "scatter_dimension"},
+    all_gather_p: {**_BLOCKS, "dimension": "all_gather_dimension"},
+    all_gather_invariant_p: {
+        "axes": "axis_name", "axis_size": "axis_size", "dimension": "all_gather_dimension", "tiled": "tiled"
+    },
+    all_to_all_p: {
+        "axes": "axis_name", "axis_index_groups": "axis_index_groups", "dimension": "split_axis",
+        "concat_dimension": "concat_axis", "tiled": "tiled",
+    },
+    ppermute_p: {"axes": "axis_name", "perm": "perm"},
+    pbroadcast_p: {"axes": "axis_name", "root": "source"},
+}  # fmt: skip
 
 
-def lower_lax_all_gather(ctx, operand, *, axes, axis_index_groups, axis_size, dimension, tiled):
-    """Lowers one operand as `lax.all_gather` does, to XLA's all_gather."""
-    return _lax_rules[all_gather_p](
-        ctx.replace(primitive=all_gather_p), operand, axis_name=axes, axis_index_groups=axis_index_groups,
-        axis_size=axis_size, all_gather_dimension=dimension, tiled=tiled,
-    )  # fmt: skip
+def _params_of_lax(primitive, params: dict) -> dict:
+    return {name: params[own] for own, name in _PARAMS_OF_LAX[primitive].items()}
 
 
-def lower_lax_all_to_all(ctx, operand, *, axes, axis_index_groups, axis_size, dimension, concat_dimension, tiled):
-    """Lowers one operand as `lax.all_to_all` does, to XLA's all_to_all."""
-    return _lax_rules[all_to_all_p](
-        ctx.replace(primitive=all_to_all_p), operand, axis_name=axes, axis_index_groups=axis_index_groups,
-        split_axis=dimension, concat_axis=concat_dimension, tiled=tiled,
-    )  # fmt: skip
-
-
-def lower_lax_ppermute(ctx, operand, *, axes, axis_index_groups, perm):
-    """Lowers one operand as `lax.ppermute` does, to XLA's collective_permute."""
-    return _lax_rules[ppermute_p](ctx.replace(primitive=ppermute_p), operand, axis_name=axes, perm=perm)
+def params_from_lax(primitive, params: dict) -> dict:
+    """The parameters of one of JAX's collectives, also of one that starts it, by their names in jax_ring."""
+    return {own: params[name] for own, name in _PARAMS_OF_LAX[STARTS.get(primitive, primitive)].items()}
 
 
 def no_lowering(lowering_context, *operands, **params):
@@ -574,19 +538,15 @@ def axis_context_within(shard_map_params: dict):
     return SPMDAxisContext(mesh, frozenset(shard_map_params["newly_manual_axes"]) | set(mesh.manual_axes))
 
 
-def replica_groups(axis_context, axes: tuple) -> tuple[tuple[int, ...], ...]:
-    """The groups of mesh positions that a collective over `axes` spans, each in rank order."""
-    return tuple([tuple(map(int, group)) for group in _axis_groups(axis_context, axes)])
-
-
 def mesh_devices(mesh) -> list | None:
     """The devices of a mesh, by mesh position; None for an abstract mesh."""
     return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
 
 
-def is_compile_only(device) -> bool:
-    """Whether a device is one of `jax.experimental.topologies`, which is not there."""
-    return isinstance(device.client, _CompileOnlyClient)
+def is_compile_only(mesh) -> bool:
+    """Whether a mesh is of devices of `jax.experimental.topologies`, which are not there: it is only compiled for."""
+    devices = mesh_devices(mesh)
+    return devices is not None and isinstance(devices[0].client, _CompileOnlyClient)
 
 
 def module_name(lowering_context) -> str:

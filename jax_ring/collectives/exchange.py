@@ -70,17 +70,16 @@ def ring_all_to_all(
     groups = check_groups(function, axis_index_groups, axes)
     size = group_size(function, axes, groups)
 
-    def operand(leaf):
-        leaf = as_varying(function, leaf, axes)
+    def dimensions(leaf):
         split = divided_dimension(function, "split_axis", split_axis, leaf, size, tiled=tiled)
         concat = canonical_dimension(function, "concat_axis", concat_axis, leaf.ndim)
-        return leaf, (split, concat)
+        return split, concat
 
     def to_lax(leaf):
         return lax_all_to_all(leaf, axes, split_axis, concat_axis, axis_index_groups=groups, tiled=tiled)
 
-    def run(operands, dimensions):
-        split, concat = dimensions
+    def run(operands, at):
+        split, concat = at
         moves = not tiled and split != concat
         if moves:
             # Where the blocks that arrive will lie, counted without the split dimension.
@@ -94,7 +93,8 @@ def ring_all_to_all(
             )  # fmt: skip
         return [lax.squeeze(x, [split]) for x in operands] if moves else operands
 
-    return fused(x, partial(belongs_to_lax, axes=axes, moved=True), to_lax, operand, run)
+    to_operand = partial(as_varying, function, axes=axes)
+    return fused(x, partial(belongs_to_lax, axes=axes, moved=True), to_lax, to_operand, run, dimensions)
 
 
 def ring_pswapaxes(x: T, axis_name: AxisName, axis: int, *, axis_index_groups: Groups | None = None) -> T:
@@ -133,20 +133,18 @@ def ring_ppermute(x: T, axis_name: AxisName, perm: Iterable[tuple[int, int]]) ->
     axes = _compat.axes_of_permutation(axes, jax.sharding.get_abstract_mesh())
     pairs = _check_permutation(function, perm, num_ranks(axes))
 
-    def operand(leaf):
-        return as_varying(function, leaf, axes), None
-
     def to_lax(leaf):
         return lax_ppermute(leaf, axes, pairs)
 
-    def run(operands, _):
+    def run(operands):
         if not axes:
             return operands if pairs else [jnp.zeros_like(x) for x in operands]
         return primitives.ring_ppermute_p.bind(
             *operands, axes=axes, axis_index_groups=None, perm=pairs, options=options
         )
 
-    return fused(x, partial(belongs_to_lax, axes=axes, moved=True), to_lax, operand, run)
+    to_operand = partial(as_varying, function, axes=axes)
+    return fused(x, partial(belongs_to_lax, axes=axes, moved=True), to_lax, to_operand, run)
 
 
 def ring_pshuffle(x: T, axis_name: AxisName, perm: Iterable[int]) -> T:

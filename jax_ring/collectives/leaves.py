@@ -19,14 +19,17 @@ _BOOL = np.dtype(bool)
 _ARRAYS = (Tracer, jax.Array)  # whether a value is a tracer takes a tenth of the time
 
 
-def fused(tree, left_to_lax: Callable, namesake: Callable, to_operand: Callable, run: Callable):
+def fused(
+    tree, left_to_lax: Callable, namesake: Callable, to_operand: Callable, run: Callable, key_of: Callable | None = None
+):
     """Runs a collective over the leaves of a tree, with one call for all leaves that can share one.
 
     left_to_lax: (leaf) -> whether `namesake` handles the leaf instead.
     namesake: (leaf) -> result, by the function of the same name in `jax.lax`.
-    to_operand: (leaf, an array) -> (operand, key). Operands of equal dtype and key share a call. Random keys, which
-      only collectives that move data leave here, become their bits.
-    run: (operands, key) -> results.
+    to_operand: (leaf, an array) -> operand. Operands of equal dtype share a call. Random keys, which only collectives
+      that move data leave here, become their bits.
+    run: (operands, *key) -> results.
+    key_of: (operand, before it becomes bits) -> key, if operands that share a call need to have equal ones.
     """
     discovery.publish()  # the lowering in another process may be waiting for it
     leaves, structure = jax.tree.flatten(tree)
@@ -35,14 +38,15 @@ def fused(tree, left_to_lax: Callable, namesake: Callable, to_operand: Callable,
         if left_to_lax(leaf):
             leaves[i] = namesake(leaf)
             continue
-        leaves[i], common = to_operand(leaf if isinstance(leaf, Tracer) else jnp.asarray(leaf))
+        leaves[i] = to_operand(leaf if isinstance(leaf, Tracer) else jnp.asarray(leaf))
+        key = (key_of(leaves[i]),) if key_of else ()
         dtype = leaves[i].dtype
         if not is_number(dtype):
             leaves[i], from_bits[i] = bits_of_keys(leaves[i])
             dtype = leaves[i].dtype
-        together[dtype, common].append(i)
-    for (_, common), members in together.items():
-        results = run([leaves[i] for i in members], common)
+        together[dtype, key].append(i)
+    for (_, key), members in together.items():
+        results = run([leaves[i] for i in members], *key)
         for i, result in zip(members, results, strict=True):
             leaves[i] = from_bits[i](result) if i in from_bits else result
     return jax.tree.unflatten(structure, leaves)

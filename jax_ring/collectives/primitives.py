@@ -201,11 +201,14 @@ def _pair(name: str, call: CallSpec, plain: Rules, invariant: Rules) -> tuple[Pr
     return _make_primitive(name, call, plain), _make_primitive(f"{name}_invariant", call, invariant)
 
 
+_ABSTRACT_INVARIANT = partial(_compat.abstract_invariant, _compat.psum_invariant_p)
+
+
 def _reduction(op: str, lax_primitive, over_batch: Callable, transposes: tuple) -> tuple[Primitive, Primitive]:
     name = f"ring_p{op}"
-    call = CallSpec(name, kinds.ALL_REDUCE, op, partial(_compat.lower_lax_reduction, lax_primitive))
+    call = CallSpec(name, kinds.ALL_REDUCE, op, partial(_compat.lower_as_lax, lax_primitive))
     plain = Rules(_compat.abstract_psum, transposes[0], over_batch, separable=True)
-    invariant = plain._replace(abstract_eval=_compat.abstract_psum_invariant, transpose=transposes[1])
+    invariant = plain._replace(abstract_eval=_ABSTRACT_INVARIANT, transpose=transposes[1])
     return _pair(name, call, plain, invariant)
 
 
@@ -222,9 +225,9 @@ ring_pmin_p, ring_pmin_invariant_p = _reduction("min", _compat.pmin_p, vmap_axis
 
 ring_psum_scatter_p: Primitive = _make_primitive(
     "ring_psum_scatter",
-    CallSpec("ring_psum_scatter", kinds.REDUCE_SCATTER, "sum", _compat.lower_lax_psum_scatter),
+    CallSpec("ring_psum_scatter", kinds.REDUCE_SCATTER, "sum", partial(_compat.lower_as_lax, _compat.reduce_scatter_p)),
     Rules(
-        _compat.abstract_reduce_scatter,
+        partial(_compat.abstract_varying, _compat.reduce_scatter_p),
         lambda cotangents, params: ring_all_gather_p.bind(*cotangents, **params),
         vmap_axis.psum_scatter,
         added_dimensions=-1,
@@ -232,7 +235,7 @@ ring_psum_scatter_p: Primitive = _make_primitive(
 )
 
 _GATHER = Rules(
-    _compat.abstract_all_gather,
+    partial(_compat.abstract_varying, _compat.all_gather_p),
     lambda cotangents, params: ring_psum_scatter_p.bind(*cotangents, **params),
     vmap_axis.all_gather,
     added_dimensions=1,
@@ -241,17 +244,19 @@ ring_all_gather_p: Primitive
 ring_all_gather_invariant_p: Primitive
 ring_all_gather_p, ring_all_gather_invariant_p = _pair(
     "ring_all_gather",
-    CallSpec("ring_all_gather", kinds.ALL_GATHER, "sum", _compat.lower_lax_all_gather),
+    CallSpec("ring_all_gather", kinds.ALL_GATHER, "sum", partial(_compat.lower_as_lax, _compat.all_gather_p)),
     _GATHER,
-    _GATHER._replace(abstract_eval=_compat.abstract_all_gather_invariant, transpose=_own_blocks),
+    _GATHER._replace(
+        abstract_eval=partial(_compat.abstract_invariant, _compat.all_gather_invariant_p), transpose=_own_blocks
+    ),
 )
 
 # Always tiled.
 ring_all_to_all_p: Primitive = _make_primitive(
     "ring_all_to_all",
-    CallSpec("ring_all_to_all", kinds.ALL_TO_ALL, "sum", _compat.lower_lax_all_to_all),
+    CallSpec("ring_all_to_all", kinds.ALL_TO_ALL, "sum", partial(_compat.lower_as_lax, _compat.all_to_all_p)),
     Rules(
-        _compat.abstract_all_to_all,
+        partial(_compat.abstract_varying, _compat.all_to_all_p),
         lambda cotangents, params: ring_all_to_all_p.bind(
             *cotangents,
             **{**params, "dimension": params["concat_dimension"], "concat_dimension": params["dimension"]},
@@ -267,7 +272,7 @@ def _inverse(perm: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
 
 ring_ppermute_p: Primitive = _make_primitive(
     "ring_ppermute",
-    CallSpec("ring_ppermute", kinds.PERMUTE, "sum", _compat.lower_lax_ppermute),
+    CallSpec("ring_ppermute", kinds.PERMUTE, "sum", partial(_compat.lower_as_lax, _compat.ppermute_p)),
     Rules(
         _compat.abstract_ppermute,
         lambda cotangents, params: ring_ppermute_p.bind(*cotangents, **{**params, "perm": _inverse(params["perm"])}),
@@ -276,19 +281,14 @@ ring_ppermute_p: Primitive = _make_primitive(
 )
 
 
-def _abstract_rooted(abstract_eval: Callable, aval, *, root, **params):
-    del root  # does not affect the types
-    return abstract_eval(aval, **params)
-
-
 ring_reduce_p: Primitive = _make_primitive(
     "ring_reduce",
     CallSpec("ring_reduce", kinds.REDUCE, "sum", lower_reduce_to_xla),
-    Rules(partial(_abstract_rooted, _compat.abstract_psum), _from_root, vmap_axis.reduce),
+    Rules(_compat.abstract_psum, _from_root, vmap_axis.reduce),
 )
 
 _BROADCAST = Rules(
-    partial(_abstract_rooted, _compat.abstract_broadcast),
+    partial(_compat.with_weak_type, _compat.abstract_psum),
     lambda cotangents, params: ring_reduce_p.bind(*cotangents, **params),
     vmap_axis.broadcast,
 )
@@ -297,6 +297,7 @@ ring_broadcast_p, ring_broadcast_invariant_p = _pair(
     CallSpec("ring_broadcast", kinds.BROADCAST, "sum", lower_broadcast_to_xla),
     _BROADCAST,
     _BROADCAST._replace(
-        abstract_eval=partial(_abstract_rooted, _compat.abstract_broadcast_invariant), transpose=_only_on_root
+        abstract_eval=partial(_compat.with_weak_type, _ABSTRACT_INVARIANT),
+        transpose=_only_on_root,
     ),
 )

@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jax_ring import _compat, runtime
 from jax_ring.collectives import int8_blocks as int8
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks, split_axes
-from jax_ring.collectives.inter_host_packets import InPackets
+from jax_ring.collectives.inter_host_packets import in_packets
 from jax_ring.collectives.leaves import as_varying
 from jax_ring.collectives.primitives import ring_all_gather_p, ring_psum_scatter_p
 from jax_ring.distributed import discovery
@@ -150,8 +150,10 @@ quantized_psum_p.multiple_results = True
 
 def _abstract_eval(x, *key_data, axes, with_error, invariant, **params):
     del key_data, params  # do not affect the types
-    abstract_psum = _compat.abstract_psum_invariant if invariant else _compat.abstract_psum
-    total, effects = abstract_psum(x, axes=axes, axis_index_groups=None)
+    of_psum: Callable = _compat.abstract_psum
+    if invariant:
+        of_psum = partial(_compat.abstract_invariant, _compat.psum_invariant_p)
+    total, effects = of_psum(x, axes=axes, axis_index_groups=None)
     return [total, x][: 1 + with_error], effects
 
 
@@ -181,7 +183,7 @@ def _lower(ctx, *operands, **params):
         within_hosts = call.service.levels is not None and bool(call.levels.inter)
         if within_hosts and _can_be_cut(ctx, call.levels, params["with_error"]):
             call = call._replace(description=emitter.describe(ctx, call))
-            return [all_reduce.emit_sum(call, ctx, *operands, InPackets(call.levels.inter))]
+            return [all_reduce.emit_sum(call, ctx, *operands, in_packets(call.levels.inter))]
     steps = _steps(platforms, axis_context, **params)
     return ops.inline(ctx, steps, operands, ctx.avals_in, lax_by_xla=within_hosts)
 

@@ -201,9 +201,9 @@ def _psum(
 
     def operand(leaf):
         leaf = counted(lax_psum(leaf, positional) if positional else leaf)
-        return as_varying(function, leaf, named, mixed=False), None
+        return as_varying(function, leaf, named, mixed=False)
 
-    def run(operands, _):
+    def run(operands):
         return _all_reduce(function, _PSUM, operands, named, groups, options)
 
     namesake = no_namesake(f"{function} of a ShardSums") if has_slots else to_lax
@@ -221,9 +221,9 @@ def _extremum(
 
     def operand(leaf):
         check_dtype(function, ALL_REDUCE, op, leaf)
-        return as_varying(function, namesake(leaf, positional) if positional else leaf, named), None
+        return as_varying(function, namesake(leaf, positional) if positional else leaf, named)
 
-    def run(operands, _):
+    def run(operands):
         return _all_reduce(function, pair, operands, named, groups, options)
 
     to_lax = partial(namesake, axis_name=axes, axis_index_groups=groups)

@@ -53,9 +53,9 @@ def ring_reduce(
     root = check_root(function, axes, root)
 
     def operand(leaf):
-        return as_varying(function, counted(leaf), axes, mixed=False), None
+        return as_varying(function, counted(leaf), axes, mixed=False)
 
-    def run(operands, _):
+    def run(operands):
         return primitives.ring_reduce_p.bind(*operands, axes=axes, axis_index_groups=None, root=root, options=options)
 
     return finish(fused(leaves, partial(belongs_to_lax, axes=axes), no_namesake(function), operand, run))
@@ -89,10 +89,7 @@ def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array) -> T:
     elif not jnp.issubdtype(source.dtype, jnp.integer):
         raise TypeError(f"{function}: source must be an integer, got {jax.typeof(source)}")
 
-    def operand(leaf):
-        return as_varying(function, leaf, axes), None
-
-    def run(operands, _):
+    def run(operands):
         if not axes:
             return operands
         if isinstance(source, jax.Array):
@@ -101,7 +98,8 @@ def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array) -> T:
             *operands, axes=axes, axis_index_groups=None, root=source, options=options
         )
 
-    return fused(x, partial(belongs_to_lax, axes=axes, moved=True), no_namesake(function), operand, run)
+    to_operand = partial(as_varying, function, axes=axes)
+    return fused(x, partial(belongs_to_lax, axes=axes, moved=True), no_namesake(function), to_operand, run)
 
 
 def _from_dynamic_source(source: jax.Array, operands: list, axes: tuple, options) -> list:
@@ -148,13 +146,11 @@ def ring_broadcast(x: T, axis_name: AxisName, *, root: int = 0) -> T:
     check_named(function, axes)
     root = check_root(function, axes, root)
 
-    def operand(leaf):
-        return as_varying(function, leaf, axes), None
-
-    def run(operands, _):
+    def run(operands):
         # vma tracks mesh axes only.
         tracked = _compat.check_vma() and not split_axes(axes)[0]
         broadcast = primitives.ring_broadcast_invariant_p if tracked else primitives.ring_broadcast_p
         return broadcast.bind(*operands, axes=axes, axis_index_groups=None, root=root, options=options)
 
-    return fused(x, partial(belongs_to_lax, axes=axes, moved=True), no_namesake(function), operand, run)
+    to_operand = partial(as_varying, function, axes=axes)
+    return fused(x, partial(belongs_to_lax, axes=axes, moved=True), no_namesake(function), to_operand, run)

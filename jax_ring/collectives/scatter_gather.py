@@ -79,8 +79,10 @@ def ring_psum_scatter(
 
     def operand(leaf):
         check_dtype(function, REDUCE_SCATTER, "sum", leaf)
-        leaf = as_varying(function, leaf, axes, mixed=False)
-        return leaf, divided_dimension(
+        return as_varying(function, leaf, axes, mixed=False)
+
+    def divided(leaf):
+        return divided_dimension(
             function, "scatter_dimension", scatter_dimension, leaf, size, tiled=tiled, first=int(has_slots)
         )
 
@@ -94,7 +96,7 @@ def ring_psum_scatter(
         )  # fmt: skip
 
     namesake = no_namesake(f"{function} of a ShardSums") if has_slots else to_lax
-    return finish(fused(leaves, partial(belongs_to_lax, axes=axes), namesake, operand, run))
+    return finish(fused(leaves, partial(belongs_to_lax, axes=axes), namesake, operand, run, divided))
 
 
 def ring_all_gather(
@@ -147,9 +149,8 @@ def ring_all_gather(
     if to == "reduced":
         return jax.tree.map(namesake, x)
 
-    def operand(leaf):
-        leaf = as_varying(function, leaf, axes)
-        return leaf, canonical_dimension(function, "axis", axis, leaf.ndim if tiled else leaf.ndim + 1)
+    def gathered(leaf):
+        return canonical_dimension(function, "axis", axis, leaf.ndim if tiled else leaf.ndim + 1)
 
     def run(operands, dimension):
         return gather.bind(
@@ -157,4 +158,5 @@ def ring_all_gather(
             options=options,
         )  # fmt: skip
 
-    return fused(x, partial(belongs_to_lax, axes=axes, moved=True), namesake, operand, run)
+    to_operand = partial(as_varying, function, axes=axes)
+    return fused(x, partial(belongs_to_lax, axes=axes, moved=True), namesake, to_operand, run, gathered)

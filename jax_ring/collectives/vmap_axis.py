@@ -11,16 +11,15 @@ from jax import lax
 
 from jax_ring import shard_tree
 from jax_ring.lowering.custom_call.layout import merge_dimensions, split_dimension
+from jax_ring.lowering.trees import accumulator
 from jax_ring.options import Options
 
 
 def accumulator_dtype(dtype) -> jnp.dtype:
     """The dtype in which values of `dtype` are added: at least float32 for floats, at least int32 for integers."""
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
-        return jnp.dtype(jnp.float32)
     if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 32:
         return jnp.dtype(jnp.int32)
-    return jnp.dtype(dtype)
+    return accumulator(dtype)
 
 
 def _sum(x: jax.Array, dim: int | None, size: int, options: Options) -> jax.Array:

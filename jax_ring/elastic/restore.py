@@ -10,7 +10,7 @@ import numpy as np
 from jax_ring.elastic import spares
 from jax_ring.elastic.checkpoints import Checkpoints
 from jax_ring.elastic.generation import Generation
-from jax_ring.elastic.snapshots import Divided, Lost, Snapshot, array_of, joined, with_array
+from jax_ring.elastic.snapshots import Divided, Lost, Snapshot, array_of, cut, joined, with_array
 from jax_ring.elastic.spares import Place
 
 
@@ -197,10 +197,8 @@ def _broadcast(generation: Generation, snapshot: Snapshot | None, root: int, val
     own = None if receives else joined(arrays if generation.process == root else [])
     received = generation.exchange.broadcast(own, size, root)
     if received is not None:
-        at = 0
-        for array in arrays:  # those of the header are empty
-            array.reshape(-1).view(np.uint8)[:] = received[at : at + array.nbytes]
-            at += array.nbytes
+        for array, part in zip(arrays, cut(received, [array.nbytes for array in arrays]), strict=True):
+            array.reshape(-1).view(np.uint8)[:] = part  # those of the header are empty
         if from_root and snapshot is not None:  # its own parts
             parts = iter(snapshot.divided())
             leaves = [with_array(leaf, next(parts)) if isinstance(array_of(leaf), Divided) else leaf
@@ -218,12 +216,9 @@ def _gathered(generation: Generation, snapshot: Snapshot, have: Sequence[Have | 
     sizes = [sum(map(snapshot.num_bytes, owners)) for owners in gives]
     own = joined([snapshot.packed(owner) for owner in gives[generation.process]])
     received = generation.exchange.gather(own, sizes, range(len(have)))
-    parts = {}
+    parts: dict[int, np.ndarray] = {}
     for process, owners in enumerate(gives):
-        at = 0
-        for owner in owners:
-            parts[owner] = received[process][at : at + snapshot.num_bytes(owner)]
-            at += snapshot.num_bytes(owner)
+        parts.update(zip(owners, cut(received[process], map(snapshot.num_bytes, owners)), strict=True))
     return snapshot.with_parts(parts).whole()
 
 

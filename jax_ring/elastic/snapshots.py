@@ -2,7 +2,8 @@
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,13 +58,9 @@ class Divided(NamedTuple):
 
     def unpack(self, process: int, data: np.ndarray) -> None:
         """Takes the parts of a process from their bytes."""
-        self.parts[process] = []
-        at = 0
-        for box in self.boxes[process]:
-            shape = [stop - start for start, stop in box]
-            size = int(np.prod(shape)) * self.dtype.itemsize
-            self.parts[process].append(data[at : at + size].view(self.dtype).reshape(shape))
-            at += size
+        shapes = [[stop - start for start, stop in box] for box in self.boxes[process]]
+        parts = cut(data, [int(np.prod(shape)) * self.dtype.itemsize for shape in shapes])
+        self.parts[process] = [part.view(self.dtype).reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def whole(self) -> np.ndarray:
         """The array. All parts must be here."""
@@ -113,12 +110,11 @@ class Snapshot(NamedTuple):
 
     def with_parts(self, received: Mapping[int, np.ndarray]) -> "Snapshot":
         """This snapshot with the parts of other processes, from their bytes."""
+        leaves = self.divided()
         for process, data in received.items():
-            at = 0
-            for leaf in self.divided():
-                size = leaf.num_bytes(process)
-                leaf.unpack(process, data[at : at + size])
-                at += size
+            parts = cut(data, [leaf.num_bytes(process) for leaf in leaves])
+            for leaf, own in zip(leaves, parts, strict=True):
+                leaf.unpack(process, own)
         return self._replace(held=tuple(sorted({*(self.held or ()), *received})))
 
     def whole(self) -> "Snapshot":
@@ -151,6 +147,11 @@ def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """The bytes of some arrays, one after the other: uint8."""
     flat = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
     return np.concatenate(flat) if flat else np.empty(0, np.uint8)
+
+
+def cut(data: np.ndarray, sizes: Iterable[int]) -> list[np.ndarray]:
+    """The inverse of `joined`: consecutive parts of so many bytes."""
+    return [data[begin:end] for begin, end in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
 
 
 def _copied(leaf: Any, process: int, num_processes: int) -> Any:

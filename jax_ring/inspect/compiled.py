@@ -10,21 +10,15 @@ from jax_ring.inspect.wire_bytes import wire_bytes
 from jax_ring.lowering import trees
 from jax_ring.lowering.tuning import Thresholds
 
+# By opcode; one that starts a collective has the suffix -start.
 _KINDS = {
     "all-reduce": "all_reduce",
-    "all-reduce-start": "all_reduce",
     "reduce-scatter": "reduce_scatter",
-    "reduce-scatter-start": "reduce_scatter",
     "all-gather": "all_gather",
-    "all-gather-start": "all_gather",
     "all-to-all": "all_to_all",
-    "all-to-all-start": "all_to_all",
     "ragged-all-to-all": "ragged_all_to_all",
-    "ragged-all-to-all-start": "ragged_all_to_all",
     "collective-broadcast": "broadcast",
-    "collective-broadcast-start": "broadcast",
     "collective-permute": "permute",
-    "collective-permute-start": "permute",
 }
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")  # only compiled ones list their parameters
@@ -105,7 +99,7 @@ def _walk(computations: dict, name: str, times: int | None) -> Iterator[tuple[re
         if not match:
             continue
         target = _TARGET.search(line)
-        if target or match["opcode"] in _KINDS:
+        if target or match["opcode"].removesuffix("-start") in _KINDS:
             yield match, target, times
             continue
         for role, called in _CALLED.findall(match["rest"]):
@@ -128,7 +122,10 @@ def _instruction(
     match: re.Match, target: re.Match | None, times: int | None, num_ranks: int, joined_bytes: Callable
 ) -> tuple[Instruction, tuple[str, ...]]:
     opcode, rest = match["opcode"], match["rest"]
-    kind = _KINDS[opcode] if target is None else target[1].removeprefix("jax_ring_").removesuffix("_async")
+    if target:
+        kind = target[1].removeprefix("jax_ring_").removesuffix("_async")
+    else:
+        kind = _KINDS[opcode.removesuffix("-start")]
     arrays = _ARRAY.findall(match["type"])
     # The operands come first. In an all-reduce they are the results, and listed apart only by newer versions of XLA.
     has_operands = kind != "all_reduce" or match["type"].startswith("((")

@@ -105,12 +105,12 @@ class Explanation:
     @property
     def predicted_bytes(self) -> float | None:
         """Bytes that a rank sends in one call of the function, as written; None if a number of calls is unknown."""
-        return None if _has_unknown_count(self.collectives) else _total_wire_bytes(self.collectives)
+        return _total_wire_bytes(self.collectives)
 
     @property
     def counted_bytes(self) -> float | None:
         """Bytes that a rank sends in one call of the compiled program; None if a number of calls is unknown."""
-        return None if _has_unknown_count(self.instructions) else _total_wire_bytes(self.instructions)
+        return _total_wire_bytes(self.instructions)
 
     def __str__(self) -> str:
         written = _table(
@@ -185,8 +185,8 @@ def _walk(jaxpr: core.Jaxpr, axis_context, times: int | None, predictor: Predict
             yield from _steps(eqn, axis_context, times, predictor)
         is_shard_map = eqn.primitive.name == "shard_map"
         inner_context = _compat.axis_context_within(eqn.params) if is_shard_map else axis_context
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(inner):
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_compat.is_jaxpr):
+            if _compat.is_jaxpr(inner):
                 yield from _walk(_as_jaxpr(inner), inner_context, _times_within(eqn, times), predictor)
 
 
@@ -208,10 +208,6 @@ def _kind_of(function: str) -> str | None:
     return _KINDS.get(function) or _KINDS.get(function.removeprefix("ring_"))
 
 
-def _is_jaxpr(value) -> bool:
-    return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
-
-
 def _as_jaxpr(jaxpr) -> core.Jaxpr:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
@@ -229,8 +225,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None, predictor: 
     assert kind is not None
     axes = params.get("axes", params.get("axis_name"))
     axes = tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if not isinstance(axis, int))
-    members = dispatch.replica_groups(axis_context, axes, params.get("axis_index_groups"))
-    groups = tuple(tuple(int(i) for i in group) for group in members)
+    groups = dispatch.replica_groups(axis_context, axes, params.get("axis_index_groups"))
     options = params.get("options", Options())
     served_by, why = _who_serves(eqn, kind, axis_context, groups, options)
     message = _message(eqn, name, kind)
@@ -320,17 +315,14 @@ def _platform(mesh) -> str:
     return "cuda" if platform == "gpu" else platform
 
 
-def _has_unknown_count(collectives: Sequence[Collective] | Sequence[Instruction]) -> bool:
-    return any(collective.times is None for collective in collectives)
+def _total_wire_bytes(collectives: Sequence[Collective | Instruction]) -> float | None:
+    known = [each.wire_bytes * each.times for each in collectives if each.times is not None]
+    return sum(known) if len(known) == len(collectives) else None
 
 
-def _total_wire_bytes(collectives: Sequence[Collective] | Sequence[Instruction]) -> float:
-    return sum(collective.wire_bytes * (collective.times or 0) for collective in collectives)
-
-
-def _total_text(collectives: Sequence[Collective] | Sequence[Instruction]) -> str:
-    at_least = "at least " if _has_unknown_count(collectives) else ""
-    return f"{at_least}{_total_wire_bytes(collectives):,.0f}"
+def _total_text(collectives: Sequence[Collective | Instruction]) -> str:
+    known = [each for each in collectives if each.times is not None]
+    return f"{'at least ' if len(known) < len(collectives) else ''}{_total_wire_bytes(known):,.0f}"
 
 
 def _num_bytes(aval) -> int:

@@ -35,6 +35,9 @@ class RecordedCall(NamedTuple):
     last: int | None
 
 
+_AS_RECORDED = ("sequence", "call", "group", "state", "entered_ago", "ready_ago", "ended_ago")
+
+
 class FlightRecord(NamedTuple):
     """What `flight_recorder()` returns. Printed, it is a table.
 
@@ -61,15 +64,9 @@ def flight_recorder() -> FlightRecord:
     calls = [
         RecordedCall(
             process=process,
-            sequence=record["sequence"],
-            call=record["call"],
-            group=record["group"],
-            state=record["state"],
-            entered_ago=record["entered_ago"],
-            ready_ago=record["ready_ago"],
-            ended_ago=record["ended_ago"],
             ranks_here=tuple(rank for rank in range(64) if record["arrived"] >> rank & 1),
             last=None if record["ready_ago"] is None else record["last"],
+            **{name: record[name] for name in _AS_RECORDED},
         )
         for _, process, _, records in _ffi_cpu.flight_records()
         for record in records

@@ -8,10 +8,6 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-GRACE_SECONDS = 10.0
-# After a failure the other processes have nothing left to do but what their own handlers of SIGTERM do.
-FAILURE_GRACE_SECONDS = 1.0
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -42,8 +38,9 @@ class Options:
     devices: int | None = None
     max_restarts: int = 0
     backoff: float = 1.0
-    grace: float = GRACE_SECONDS
-    failure_grace: float = FAILURE_GRACE_SECONDS
+    grace: float = 10.0
+    # After a failure the other processes have nothing left to do but what their own handlers of SIGTERM do.
+    failure_grace: float = 1.0
     leave_timeout: float = 5.0
     log_dir: pathlib.Path | None = None
     nnodes: int = 1
@@ -59,8 +56,11 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
         usage="%(prog)s [options] -n N (script | -m module) [arguments]",
     )  # fmt: skip
 
-    def add_seconds(flag: str, default: float, text: str) -> None:
-        parser.add_argument(flag, type=float, default=default, metavar="SECONDS", help=f"{text} (default: %(default)g)")
+    def add_seconds(name: str, text: str) -> None:
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=float, default=getattr(Options, name), metavar="SECONDS",
+            help=f"{text} (default: %(default)g)",
+        )  # fmt: skip
 
     parser.add_argument(
         "-n", "--processes", required=True, metavar="N | MIN:MAX",
@@ -75,18 +75,11 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
         help="how often to start the processes again after a failure (default: %(default)s). The script finds the "
         "number of the restart in JAX_RING_RESTART",
     )  # fmt: skip
-    add_seconds("--backoff", 1.0, "the wait before the first restart; it doubles with each, up to 60 s")
+    add_seconds("backoff", "the wait before the first restart; it doubles with each, up to 60 s")
+    add_seconds("grace", "time that processes have to exit after a signal to the launcher, before they are killed")
+    add_seconds("failure_grace", "time that the other processes have to exit after one has failed")
     add_seconds(
-        "--grace",
-        GRACE_SECONDS,
-        "time that processes have to exit after a signal to the launcher, before they are killed",
-    )
-    add_seconds(
-        "--failure-grace", FAILURE_GRACE_SECONDS, "time that the other processes have to exit after one has failed"
-    )
-    add_seconds(
-        "--leave-timeout",
-        5.0,
+        "leave_timeout",
         "time that a process of an elastic job has to notice that the members change, after another has noticed",
     )
     parser.add_argument(
@@ -97,7 +90,7 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
     parser.add_argument(
         "--coordinator", metavar="HOST:PORT", help="where host 0 can be reached, and a port for its launcher"
     )
-    add_seconds("--node-timeout", 300.0, "time that the launchers of all hosts have to find each other")
+    add_seconds("node_timeout", "time that the launchers of all hosts have to find each other")
     parser.add_argument("script", help="a Python file; a module after -m")
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     rest.required = False  # argparse would list them among those that are missing
@@ -114,12 +107,13 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
         if not getattr(given, flag) >= 0:
             parser.error(f"--{flag.replace('_', '-')} must be a number of seconds, got {getattr(given, flag)}")
     _check_program(parser, given.script, given.module)
+    as_given = (
+        "devices", "max_restarts", "backoff", "grace", "failure_grace", "leave_timeout", "log_dir", "nnodes",
+        "node_rank", "node_timeout",
+    )  # fmt: skip
     return Options(
         command=(given.script, *given.arguments), is_module=given.module, min_processes=fewest, processes=most,
-        devices=given.devices, max_restarts=given.max_restarts, backoff=given.backoff, grace=given.grace,
-        failure_grace=given.failure_grace, leave_timeout=given.leave_timeout, log_dir=given.log_dir,
-        nnodes=given.nnodes, node_rank=given.node_rank, node_timeout=given.node_timeout,
-        coordinator=_coordinator(parser, given),
+        coordinator=_coordinator(parser, given), **{name: getattr(given, name) for name in as_given},
     )  # fmt: skip
 
 

@@ -139,8 +139,8 @@ class Attempt:
                     reason = self._asked(self._processes.get(number), message, answer)
                 case events.Reminder(number):
                     reason = self._reminded_of(number)
-                case events.Replace(slot, rank):
-                    reason = self._replace(slot, rank)
+                case events.Replace(slot, rank) if self._elastic is not None:
+                    reason = self._elastic.replace(slot, rank)
                 case events.Tick() if self._elastic is not None:
                     self._elastic.ticked()
                 case events.RemoteFailed(node, failure):
@@ -247,10 +247,6 @@ class Attempt:
         else:
             self._elastic.asked(process, message, answer)
         return None
-
-    def _replace(self, slot: int, rank: int) -> str | None:
-        assert self._elastic is not None
-        return self._elastic.replace(slot, rank)
 
     def _later(self, seconds: float, event: events.Event) -> None:
         self._timers.append(asyncio.get_running_loop().call_later(seconds, self._shared.queue.put_nowait, event))

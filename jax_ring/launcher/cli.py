@@ -16,8 +16,4 @@ from jax_ring.launcher.multi_host.hosts import job
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
     options = command_line.parse(arguments, (__doc__ or "").partition(": ")[2])
-    return asyncio.run(_run(options))
-
-
-async def _run(options: command_line.Options) -> int:
-    return await job(options).run()
+    return asyncio.run(job(options).run())

@@ -11,7 +11,7 @@ from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.attempt import Attempt, Outcome, Plan
 from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.coordinator.process import Service
-from jax_ring.launcher.failures import NO_RANK
+from jax_ring.launcher.failures import NO_RANK, Failure
 from jax_ring.launcher.output import Output
 from jax_ring.launcher.processes import LogFiles
 from jax_ring.launcher.shared import Remote, Shared
@@ -75,14 +75,16 @@ class Job:
                 slots = tuple(other for other in slots if other != slot)
                 self._output.log(f"{failure} in two attempts on end; going on with {len(slots)} processes without it")
             blamed = slot
-            wait = self.backoff()
-            self._output.log(
-                f"failed: {failure}; restart {self._restarts} of {self._options.max_restarts} in {wait:g} s"
-            )
-            if (signum := await self._signal_within(wait)) is not None:
-                outcome = Outcome(128 + signum, is_stopped=True)
-                break
+            if (stopped := await self._backed_off(failure)) is not None:
+                return stopped
         return outcome
+
+    async def _backed_off(self, failure: Failure | None) -> Outcome | None:
+        """Waits before the restart that was taken last; returns the outcome if a signal ends the job meanwhile."""
+        wait = self.backoff()
+        self._output.log(f"failed: {failure}; restart {self._restarts} of {self._options.max_restarts} in {wait:g} s")
+        signum = await self._signal_within(wait)
+        return None if signum is None else Outcome(128 + signum, is_stopped=True)
 
     async def _try(self, restart: int, slots: tuple[int, ...]) -> Outcome:
         with environment.reserved_port() as port:
@@ -140,7 +142,7 @@ class Job:
             for event in others:
                 self._queue.put_nowait(event)
 
-    async def _within(self, waiting: Awaitable[None], seconds: float) -> tuple[int | None, bool]:
+    async def _within(self, waiting: Awaitable[None], seconds: float | None) -> tuple[int | None, bool]:
         """Waits for something, but not longer; returns a signal that came meanwhile, and whether it has happened."""
         task = asyncio.ensure_future(waiting)
         signals = asyncio.create_task(self._signal_within(seconds))
@@ -158,15 +160,8 @@ class Job:
         has failed, or was told to end, does not wait for a reader that has stopped reading.
         """
         patience = None if outcome.status == 0 else _DRAIN_SECONDS if outcome.is_stopped else self._options.grace
-        writing = asyncio.create_task(self._all_written())
-        waiting = asyncio.create_task(self._signal_within(patience))
-        await asyncio.wait({writing, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        status = outcome.status
-        if not writing.done() and (signum := waiting.result()) is not None and status == 0:
-            status = 128 + signum
-        writing.cancel()
-        waiting.cancel()
-        return status
+        signum, _ = await self._within(self._all_written(), patience)
+        return outcome.status if outcome.status or signum is None else 128 + signum
 
     async def _all_written(self) -> None:
         copying = set(self._shared.copying)

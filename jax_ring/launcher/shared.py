@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from jax_ring.launcher import events
 from jax_ring.launcher.arguments import Options
@@ -35,14 +34,16 @@ class Shared:
     backoff: Callable[[], float]
 
 
-class Remote(Protocol):
-    """The other hosts of a job."""
+class Remote:
+    """The other hosts of a job. What one side has no part in is as it is here."""
 
     def succeeded(self) -> bool:
         """Whether the processes of all hosts have exited with status 0, as far as host 0 knows."""
+        return False
 
     def tell_failure(self, failure: Failure) -> bool:
         """Tells host 0 of a failure. Returns whether its launcher decides what is to be done; else this one does."""
+        return False
 
     def tell_stop(self, signum: int, grace: float, reason: str) -> None:
         """Tells the other hosts that this one's processes are being ended."""

@@ -79,6 +79,11 @@ class CallSpec(NamedTuple):
         return self.kind.adds and self.op == "sum"
 
     @property
+    def adds_along_tree(self) -> bool:
+        """Whether it adds along a tree."""
+        return self.kind.adds and self.options.order == "tree"
+
+    @property
     def params(self) -> dict[str, Any]:
         """The parameters of the primitive, without the options."""
         names = ("axes", "axis_index_groups", *self.kind.params)

@@ -8,7 +8,7 @@ from jax_ring.lowering.call_spec import CallSpec, Pairs, Service
 from jax_ring.lowering.custom_call import partitioned
 from jax_ring.lowering.hierarchical import ranks_by_host
 from jax_ring.lowering.kinds import Kind
-from jax_ring.lowering.state import state_of
+from jax_ring.lowering.state import LoweringState, state_of
 from jax_ring.options import Options
 
 
@@ -21,10 +21,10 @@ def service_of(ctx, call: CallSpec) -> Service:
     return state_of(ctx).once(("service", *key), who_serves, *key)
 
 
-def lowering_key(ctx, params: dict) -> tuple:
+def lowering_key(ctx, state: LoweringState, params: dict) -> tuple:
     """Cache key of the call under lowering: calls with equal keys lower identically, their lines apart.
 
-    params: of its primitive.
+    state: of its module. params: of its primitive.
     """
     return (
         ctx.primitive,
@@ -33,7 +33,7 @@ def lowering_key(ctx, params: dict) -> tuple:
         platforms_of(ctx),
         ctx.module_context.axis_context,
         _compat.stream_of(ctx),
-        state_of(ctx).digest,
+        state.digest,
     )
 
 
@@ -71,21 +71,16 @@ def who_serves(
             return Service(None, why_not=why_not, automatic_axes=automatic_axes)
     if levels is not None and levels.inter and (alone := ranks_by_host.why_not_split(kind, groups, levels, perm)):
         return Service(None, why_not=f"{topology.crossing_text(levels.num_hosts)}, {alone}")
-    if levels is not None and platforms[0] == "cuda" and kind.adds_along_tree(options):
+    if levels is not None and platforms[0] == "cuda" and kind.adds and options.order == "tree":
         parts = trees.hosts_of(groups, levels.intra, options).parts
         if beyond := trees.why_beyond_kernels(parts):
             return Service(None, why_not=beyond)
     return Service(levels, platforms[0], why_not, automatic_axes)
 
 
-def has_choice(engine: str, levels: topology.Levels) -> bool:
-    """Whether the engine has several algorithms for a sum. The CPU engine has, but only between processes."""
-    return engine == "cuda" or levels.num_processes > 1
-
-
 def replica_groups(axis_context, axes, axis_index_groups: Sequence | None) -> tuple[tuple[int, ...], ...]:
     """The groups of mesh positions within which a call over `axes` communicates, each in rank order."""
-    groups = _compat.replica_groups(axis_context, axes)
+    groups = [tuple(map(int, group)) for group in _compat.axis_groups(axis_context, axes)]
     if axis_index_groups is None:
-        return groups
+        return tuple(groups)
     return tuple([tuple([group[i] for i in members]) for group in groups for members in axis_index_groups])

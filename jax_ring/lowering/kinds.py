@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ring import _compat
-from jax_ring.options import Options
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +35,6 @@ class Kind:
     joins: bool = True
     has_xla: bool = True
     is_ragged: bool = False
-
-    def adds_along_tree(self, options: Options) -> bool:
-        """Whether a call with these options adds along a tree."""
-        return options.order == "tree" and self.adds
 
     def by_xla(self, platforms: tuple[str, ...]) -> str:
         """The name of XLA's collective to which a call of this kind lowers where no engine serves it."""

@@ -28,40 +28,32 @@ _OVERRIDDEN = {
     _compat.pbroadcast_p: CallSpec("lax.pbroadcast", kinds.BROADCAST),
 }
 
-# Parameters that have other names in the primitives of jax_ring.
-_RENAMED_PARAMS = {
-    "scatter_dimension": "dimension",
-    "all_gather_dimension": "dimension",
-    "split_axis": "dimension",
-    "concat_axis": "concat_dimension",
-    "source": "root",
-}
 
-
-def make_rules(is_on: Callable[[], bool]) -> dict:
+def make_rules() -> dict:
     """By primitive of JAX: a function from JAX's rule to one that is used instead.
 
-    is_on: whether the override is on in this thread. If it is not, JAX's rule lowers.
+    In threads in which the override is off, JAX's rule lowers.
     """
-    by_primitive: dict = {primitive: partial(_make_rule, is_on, call) for primitive, call in _OVERRIDDEN.items()}
-    by_primitive[_compat.ragged_all_to_all_p] = partial(_make_ragged_rule, is_on)
+    by_primitive: dict = {primitive: partial(_make_rule, call) for primitive, call in _OVERRIDDEN.items()}
+    by_primitive[_compat.ragged_all_to_all_p] = _make_ragged_rule
     if _compat.pbroadcast_dynamic_p is not None:
-        by_primitive[_compat.pbroadcast_dynamic_p] = partial(_make_dynamic_broadcast_rule, is_on)
+        by_primitive[_compat.pbroadcast_dynamic_p] = _make_dynamic_broadcast_rule
     for start, primitive in _compat.STARTS.items():
         call = _OVERRIDDEN[primitive]
         call = call._replace(function=f"{call.function}_start", options=Options(apart=True))
-        by_primitive[start] = partial(_make_start_rule, is_on, call, _compat.lax_rule(primitive))
+        by_primitive[start] = partial(_make_start_rule, call, _compat.lax_rule(primitive))
     for done in _compat.DONES:
-        by_primitive[done] = partial(_make_done_rule, is_on)
+        by_primitive[done] = _make_done_rule
     return by_primitive
 
 
-def _make_rule(is_on: Callable, call: CallSpec, jax_rule: Callable):
+def _make_rule(call: CallSpec, jax_rule: Callable):
     def lower(ctx, operand, **params):
-        if not is_on():
+        if not enabled.value:
             return jax_rule(ctx, operand, **params)
-        key = ("override", call.function, call.options, *lowering_key(ctx, params))
-        return state_of(ctx).once(key, _prepare, _in_order(call), jax_rule, ctx, params)(ctx, operand)
+        state = state_of(ctx)
+        key = ("override", call.function, call.options, *lowering_key(ctx, state, params))
+        return state.once(key, _prepare, _in_order(call), jax_rule, ctx, params)(ctx, operand)
 
     return lower
 
@@ -129,7 +121,7 @@ def _with_params(call: CallSpec, ctx, axes: tuple, params: dict) -> CallSpec:
     index_groups = index_groups and tuple(tuple(map(operator.index, group)) for group in index_groups)
     groups = groups_of(ctx, axes, index_groups)
     size = len(groups[0])
-    of_kind = {_RENAMED_PARAMS.get(name, name): value for name, value in params.items()}
+    of_kind = _compat.params_from_lax(ctx.primitive, params)
     if call.kind is kinds.ALL_TO_ALL:
         # JAX expands and squeezes dimensions around the primitive, which is always tiled.
         of_kind |= {"axis_size": size, "tiled": True}
@@ -150,11 +142,11 @@ def _is_permutation(perm, size: int) -> bool:
     return is_unique and all(-size <= rank < size for pair in perm for rank in pair)
 
 
-def _make_ragged_rule(is_on: Callable, jax_rule: Callable):
+def _make_ragged_rule(jax_rule: Callable):
     call = CallSpec("lax.ragged_all_to_all", kinds.RAGGED_ALL_TO_ALL, to_xla=jax_rule)
 
     def lower(ctx, *operands, axis_name, axis_index_groups):
-        if not is_on() or _refuses(call, ctx):
+        if not enabled.value or _refuses(call, ctx):
             return jax_rule(ctx, *operands, axis_name=axis_name, axis_index_groups=axis_index_groups)
         _check_named_once(call.function, tuple(axis_name))
         return ragged.lower(call, ctx, *operands, axes=tuple(axis_name), axis_index_groups=axis_index_groups)
@@ -162,13 +154,13 @@ def _make_ragged_rule(is_on: Callable, jax_rule: Callable):
     return lower
 
 
-def _make_dynamic_broadcast_rule(is_on: Callable, jax_rule: Callable):
+def _make_dynamic_broadcast_rule(jax_rule: Callable):
     """A broadcast whose source is an operand: a sum of bits, to which the other ranks contribute zeros."""
     sent = CallSpec("lax.pbroadcast", kinds.BROADCAST)
-    total = CallSpec("lax.pbroadcast", kinds.ALL_REDUCE, to_xla=partial(_compat.lower_lax_reduction, _compat.psum_p))
+    total = CallSpec("lax.pbroadcast", kinds.ALL_REDUCE, to_xla=partial(_compat.lower_as_lax, _compat.psum_p))
 
     def lower(ctx, operand, source, *, axis_name):
-        if not is_on() or _refuses(sent, ctx):
+        if not enabled.value or _refuses(sent, ctx):
             return jax_rule(ctx, operand, source, axis_name=axis_name)
         axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
         _check_named_once(total.function, axes)
@@ -181,19 +173,19 @@ def _make_dynamic_broadcast_rule(is_on: Callable, jax_rule: Callable):
 # not depend on it. So what it gives is the result, and there is nothing to do when the program asks for that.
 
 
-def _make_start_rule(is_on: Callable, call: CallSpec, synchronous_rule: Callable, jax_rule: Callable):
-    synchronous = _make_rule(is_on, call, synchronous_rule)
+def _make_start_rule(call: CallSpec, synchronous_rule: Callable, jax_rule: Callable):
+    synchronous = _make_rule(call, synchronous_rule)
 
     def lower(ctx, operand, **params):
-        if not is_on():
+        if not enabled.value:
             return jax_rule(ctx, operand, **params)
         return synchronous(ctx.replace(avals_out=[ctx.avals_out[0].inner_aval]), operand, **params)
 
     return lower
 
 
-def _make_done_rule(is_on: Callable, jax_rule: Callable):
-    return lambda ctx, result: [result] if is_on() else jax_rule(ctx, result)
+def _make_done_rule(jax_rule: Callable):
+    return lambda ctx, result: [result] if enabled.value else jax_rule(ctx, result)
 
 
 def _is_replaced_later(ctx) -> bool:

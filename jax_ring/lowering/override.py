@@ -11,7 +11,7 @@ from jax_ring.lowering.hlo import hook
 from jax_ring.lowering.override_state import Settings, enabled
 from jax_ring.options import ORDERS, Order, check_choice
 
-_RULES = lax_rules.make_rules(lambda: bool(enabled.value))
+_RULES = lax_rules.make_rules()
 
 
 def is_overridden(primitive_name: str) -> bool:

@@ -46,8 +46,9 @@ def lower(call: CallSpec, ctx, *operands, **params):
       NotImplementedError: if no engine serves the call, and `JAX_RING_STRICT` is 1 or XLA's collective could be wrong;
         or if a sum along the tree has a symbolic shape.
     """
-    key = (call.function, *lowering_key(ctx, params))
-    return state_of(ctx).once(key, lambda: prepare(call._replace(**params), ctx))(ctx, operands)
+    state = state_of(ctx)
+    key = (call.function, *lowering_key(ctx, state, params))
+    return state.once(key, lambda: prepare(call._replace(**params), ctx))(ctx, operands)
 
 
 def prepare(call: CallSpec, ctx) -> Emit:
@@ -57,13 +58,13 @@ def prepare(call: CallSpec, ctx) -> Emit:
     """
     runtime.refuse_in_child(call.function)
     call = call._replace(groups=groups_of(ctx, call.axes, call.axis_index_groups))
-    if call.kind.adds_along_tree(call.options) and (shapes := symbolic_shapes(ctx)):
+    if call.adds_along_tree and (shapes := symbolic_shapes(ctx)):
         raise NotImplementedError(
             f"{call.function}(..., order='tree') over {call.axes} of the symbolic shape {shapes[0]}: no engine serves "
             "it, and the blocks that XLA would exchange need static shapes. Export with static shapes, or with "
             "order='rank'."
         )
-    if trees.num_slots(call.groups, call.options) != 1:
+    if call.options.num_shards is None or trees.num_slots(call.groups, call.options) != 1:
         return _prepare_operands(call, ctx)
     emit = _prepare_operands(call, _without_slots(ctx))
 
@@ -100,7 +101,7 @@ def _prepare_operands(call: CallSpec, ctx) -> Emit:
 
 def _prepare_by_xla(call: CallSpec, ctx) -> Emit:
     """The same where no engine serves the call."""
-    if call.kind.adds_along_tree(call.options):
+    if call.adds_along_tree:
         emit_tree = _prepare_widened(ctx, lambda ctx: partial(tree_fallback.emit, call))
 
         def emit_by_xla(ctx, operands):

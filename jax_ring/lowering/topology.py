@@ -44,30 +44,26 @@ class Levels(NamedTuple):
 
 def levels_of(engine: str, mesh, groups: tuple[tuple[int, ...], ...]) -> tuple[Levels | None, str]:
     """How an engine, "cpu" or "cuda", serves these groups of a mesh; or None and the reason why it cannot."""
-    processes, why_not = _PLATFORMS[engine].processes_of(mesh)
+    platform = _PLATFORMS[engine]
+    processes = platform.processes_of(mesh)
     if processes is None:
-        return None, why_not
-    is_elsewhere = is_compile_only(mesh)
-    levels, why_not = _split_by_host(processes, groups, assumed_host_of if is_elsewhere else discovery.host_of)
-    if levels is not None:
-        why_not = _PLATFORMS[engine].why_unreachable(mesh, levels.intra)
-    elif is_elsewhere and not are_assumed():
-        why_not += "; each process counts as a host, unless jax_ring.assume_hosts() says which of them share one"
+        return None, platform.why_unknown.format(count=jax.process_count())
+    levels, why_not = Levels(groups), ""
+    if len(set(processes)) > 1:
+        is_elsewhere = _compat.is_compile_only(mesh)
+        split, why_not = _split_by_host(processes, groups, assumed_host_of if is_elsewhere else discovery.host_of)
+        if split is None:
+            unless = "; each process counts as a host, unless jax_ring.assume_hosts() says which of them share one"
+            return None, why_not + unless if is_elsewhere and not are_assumed() else why_not
+        levels = split
+    why_not = platform.why_unreachable(mesh, levels.intra)
     return (None, why_not) if why_not else (levels, "")
-
-
-def is_compile_only(mesh) -> bool:
-    """Whether the devices of a mesh are not there, so that a program is only compiled for them."""
-    devices = _compat.mesh_devices(mesh)
-    return devices is not None and _compat.is_compile_only(devices[0])
 
 
 def _split_by_host(
     processes: Sequence[int], groups: tuple[tuple[int, ...], ...], host_of: Callable
 ) -> tuple[Levels | None, str]:
-    """processes: the process of each mesh position."""
-    if len(set(processes)) == 1:
-        return Levels(groups), ""
+    """processes: the process of each mesh position, of several."""
     intra: list[tuple[int, ...]] = []
     inter: list[tuple[int, ...]] = []
     num_hosts = []
@@ -107,15 +103,6 @@ def processes_of_cpus(mesh) -> list[int] | None:
     return [0] * mesh.size if jax.process_count() == 1 else None
 
 
-def _processes_of_cpus(mesh) -> tuple[list[int] | None, str]:
-    processes = processes_of_cpus(mesh)
-    if processes is None:
-        return None, (
-            f"the mesh is abstract, so the devices of {jax.process_count()} processes in each group are not known"
-        )
-    return processes, ""
-
-
 # ---- GPUs -----------------------------------------------------------------------------------------------------------
 
 
@@ -143,18 +130,16 @@ def _is_gpu(device) -> bool:
     return device.platform == "gpu"
 
 
-def _processes_of_gpus(mesh) -> tuple[list[int] | None, str]:
+def _processes_of_gpus(mesh) -> list[int] | None:
     gpus = gpus_of(mesh)
-    if gpus is None:
-        return None, "the mesh is abstract or not of GPUs, so the GPUs in each group are not known"
-    return [gpu.process for gpu in gpus], ""
+    return None if gpus is None else [gpu.process for gpu in gpus]
 
 
 def _why_unreachable_gpus(mesh, groups: Groups) -> str:
     largest = max(len(group) for group in groups)
     if largest > _MAX_RANKS:
         return f"a group has {largest} ranks, and the CUDA engine serves at most {_MAX_RANKS}"
-    if is_compile_only(mesh):
+    if _compat.is_compile_only(mesh):
         return ""  # nothing is known of their links
     devices = _compat.mesh_devices(mesh)
     assert devices is not None  # checked by _processes_of_gpus
@@ -189,15 +174,25 @@ class _Platform(NamedTuple):
     """What differs between engines.
 
     Attributes:
-      processes_of: (mesh) to (the process of each mesh position, ""), or (None, why they are not known).
+      processes_of: (mesh) to the process of each mesh position; None if they are not known.
+      why_unknown: why they are not, in a program of `count` processes.
       why_unreachable: (mesh, groups) to why the ranks of a group on one host cannot reach each other, or "".
     """
 
     processes_of: Callable
+    why_unknown: str
     why_unreachable: Callable
 
 
 _PLATFORMS = {
-    "cpu": _Platform(_processes_of_cpus, lambda mesh, groups: ""),
-    "cuda": _Platform(_processes_of_gpus, _why_unreachable_gpus),
+    "cpu": _Platform(
+        processes_of_cpus,
+        "the mesh is abstract, so the devices of {count} processes in each group are not known",
+        lambda mesh, groups: "",
+    ),
+    "cuda": _Platform(
+        _processes_of_gpus,
+        "the mesh is abstract or not of GPUs, so the GPUs in each group are not known",
+        _why_unreachable_gpus,
+    ),
 }

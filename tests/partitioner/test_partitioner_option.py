@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ring
 from jax_ring import _compat, override_lax, runtime
 from jax_ring.lowering import topology
-from jax_ring.lowering.hlo import hook, rewrite
+from jax_ring.lowering.hlo import hook, proto
 from jax_ring.lowering.hlo.wire import Message, integer
 
 MESH = make_mesh()
@@ -157,7 +157,7 @@ def test_unknown_fields_leave_a_collective_to_xla(monkeypatch, caplog):
 
     def with_a_new_field(self, number):
         found = instructions(self, number)
-        for each in found if number == rewrite.INSTRUCTIONS else []:
+        for each in found if number == proto.INSTRUCTIONS else []:
             if each.raw(2) == b"all-reduce":
                 each.fields.append(integer(1234, 1))
         return found

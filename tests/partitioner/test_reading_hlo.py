@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jaxlib import _hlo
 
-from jax_ring.lowering.hlo import collectives, rewrite, wire
+from jax_ring.lowering.hlo import collectives, proto, wire
 from jax_ring.lowering.hlo.replica_groups import DEVICE_LIST, IOTA, LISTS, MESH_AXES, Unsupported, groups_of
 from jax_ring.lowering.hlo.wire import Message
 
@@ -31,7 +31,7 @@ def instruction_with(groups: str, ranks: int = 8) -> Message:
     """XLA's own all-reduce with these groups."""
     module = _hlo.hlo_module_from_text(MODULE.format(groups=groups, ranks=ranks))
     computations = Message.parse(module.as_serialized_hlo_module_proto()).messages(3)
-    instructions = [each for computation in computations for each in computation.messages(rewrite.INSTRUCTIONS)]
+    instructions = [each for computation in computations for each in computation.messages(proto.INSTRUCTIONS)]
     return next(each for each in instructions if each.text(2) == "all-reduce")
 
 
@@ -155,7 +155,7 @@ def test_layouts_of_blocks(changes, why):
     form = {"dimension": 0, "rows": 16, "columns": 6, "operand": "{1,0}", "result": "{1,0}", "channel": 1}
     module = _hlo.hlo_module_from_text(GATHER.format(**form | changes))
     (computation,) = Message.parse(module.as_serialized_hlo_module_proto()).messages(3)
-    parameter, gather = computation.messages(rewrite.INSTRUCTIONS)
+    parameter, gather = computation.messages(proto.INSTRUCTIONS)
     with pytest.raises(Unsupported, match=why) if why else contextlib.nullcontext():
         call = collectives.read(gather, lambda _: parameter.message(3), str, 8, has_layouts=True)
         assert (call.size, call.dimension, call.kind.name) == (4, (form | changes)["dimension"], "all_gather")

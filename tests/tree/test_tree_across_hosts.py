@@ -29,7 +29,7 @@ def hosts(request, monkeypatch):
 
 def pretend(host_of, monkeypatch):
     """Makes the lowering believe that the devices of a mesh are on these hosts. Everything else is as it is."""
-    platform = topology._PLATFORMS["cpu"]._replace(processes_of=lambda mesh: (host_of, ""))
+    platform = topology._PLATFORMS["cpu"]._replace(processes_of=lambda mesh: host_of)
     monkeypatch.setitem(topology._PLATFORMS, "cpu", platform)
     monkeypatch.setattr(discovery, "host_of", lambda process: process)
     return host_of

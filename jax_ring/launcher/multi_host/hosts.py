@@ -44,10 +44,8 @@ class FirstHost(Job):
             if not self.take_restart():
                 log(f"failed: {outcome.failure}")
                 return outcome
-            wait = self.backoff()
-            log(f"failed: {outcome.failure}; restart {self._restarts} of {options.max_restarts} in {wait:g} s")
-            if (signum := await self._signal_within(wait)) is not None:
-                return Outcome(128 + signum, is_stopped=True)
+            if (stopped := await self._backed_off(outcome.failure)) is not None:
+                return stopped
         raise AssertionError("not reached")
 
     async def _try_on_all(self, restart: int) -> Outcome:

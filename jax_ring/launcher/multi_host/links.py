@@ -13,6 +13,7 @@ from typing import Any
 from jax_ring.launcher import events
 from jax_ring.launcher.failures import Failure
 from jax_ring.launcher.protocol import encode
+from jax_ring.launcher.shared import Remote
 
 # Each side says this often that it is there, and gives the other up after that long.
 _ALIVE_SECONDS = 2.0
@@ -58,7 +59,7 @@ class Link:
             await asyncio.sleep(_ALIVE_SECONDS)
 
 
-class Hub:
+class Hub(Remote):
     """Host 0's side: the launchers of the other hosts."""
 
     def __init__(self, nnodes: int, queue: asyncio.Queue[events.Event]) -> None:
@@ -119,15 +120,9 @@ class Hub:
     def succeeded(self) -> bool:
         return self._taking_part <= self._succeeded
 
-    def tell_failure(self, failure: Failure) -> bool:
-        return False
-
     def tell_stop(self, signum: int, grace: float, reason: str) -> None:
         for node in self._taking_part & set(self._links):
             self._links[node].send({"stop": [self._restart, signum, grace, f"host 0: {reason}"]})
-
-    def tell_success(self) -> None:
-        pass
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = Link(reader, writer)
@@ -182,7 +177,7 @@ class Hub:
         await self._changed.wait()
 
 
-class Spoke:
+class Spoke(Remote):
     """Another host's side: the launcher of host 0. What it wants is put into the queue."""
 
     def __init__(self, node: int, queue: asyncio.Queue[events.Event]) -> None:
@@ -235,16 +230,10 @@ class Spoke:
 
     # What an attempt asks.
 
-    def succeeded(self) -> bool:
-        return False  # host 0 says when the job ends
-
     def tell_failure(self, failure: Failure) -> bool:
         renamed = dataclasses.replace(failure, name=f"{failure.name} of host {self._node}")
         self._tell("failed", dataclasses.asdict(renamed))
         return not self.is_lost
-
-    def tell_stop(self, signum: int, grace: float, reason: str) -> None:
-        pass
 
     def tell_success(self) -> None:
         if not self._has_told_success:

@@ -49,7 +49,7 @@ def prepare(call: CallSpec, ctx) -> Callable[..., Sequence]:
     blocks.
     """
     levels = call.levels
-    if call.kind.adds_along_tree(call.options) and call.group_trees is None:
+    if call.adds_along_tree and call.group_trees is None:
         call = call._replace(group_trees=tuple(trees.trees_of(levels.intra, call.options)))
     scatters, gathers = call.kind.scatters and not call.part, call.kind.gathers and not call.part
     slots = int(_has_slots(call))

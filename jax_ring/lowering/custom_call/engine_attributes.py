@@ -1,15 +1,13 @@
 """The attributes that an engine decodes, which ffi/attributes/attributes.h describes: the same for all engines."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-import numpy as np
 from jax.extend.mlir import ir
 
 from jax_ring.lowering import topology, tuning
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import ffi_attributes, streams
-from jax_ring.lowering.dispatch import has_choice
 from jax_ring.lowering.passes import program_id
 from jax_ring.lowering.state import state_of
 
@@ -22,48 +20,46 @@ def of(call: CallSpec, ctx, stream: str) -> ir.DictAttr:
         call.kind, call.op, call.root, call.perm, call.options.algorithm, call.options.order,
         levels, engine, call.group_trees, mesh, call.part, call.rounds_to, program, lane,
     )  # fmt: skip
-    return state_of(ctx).once(
-        ("attributes", *key), lambda: ffi_attributes.from_values(values_of(call, mesh, program, lane))
-    )
+    return state_of(ctx).once(("attributes", *key), attributes_of, call, mesh, program, lane)
 
 
-def values_of(call: CallSpec, mesh, program: str, lane: int) -> dict[str, str | np.ndarray | np.int64]:
-    """Their values. program: its name between processes. lane: of a GPU."""
+def attributes_of(call: CallSpec, mesh, program: str, lane: int) -> ir.DictAttr:
+    """The same. program: its name between processes. lane: of a GPU."""
     levels, engine = call.levels, call.service.engine
     groups = levels.intra
     members, processes = (_gpus if engine == "cuda" else _positions)(mesh, list(itertools.chain.from_iterable(groups)))
-    # The engine picks the algorithm at run time, when it knows the size of each message.
-    thresholds = [tuning.thresholds(engine, len(group)) for group in groups] if has_choice(engine, levels) else []
-    trees = call.group_trees or ()
-    return {
+    one_shot: Sequence[int] = ()
+    two_shot: Sequence[int] = ()
+    if engine == "cuda" or levels.num_processes > 1:  # the CPU engine has several algorithms only between processes
+        # The engine picks the algorithm at run time, when it knows the size of each message.
+        one_shot, two_shot = zip(*[tuning.thresholds(engine, len(group)) for group in groups], strict=True)
+    shards, sizes, ranks = zip(*call.group_trees, strict=True) if call.group_trees else ((), (), ())
+    values: dict[str, str | int | Sequence[int]] = {
         "collective": call.kind.name,
         "op": call.op,
         "order": call.options.order,
-        "root": np.int64(call.root),
+        "root": call.root,
         "sources": _sources_of(call),
         "algorithm": call.options.algorithm,
-        "group_sizes": _integers(map(len, groups)),
-        "members": _integers(members),
-        "processes": _integers(processes),
-        "one_shot_bytes": _integers(t.one_shot for t in thresholds),
-        "two_shot_bytes": _integers(t.two_shot for t in thresholds),
-        "tree_shards": _integers(tree.num_shards for tree in trees),
-        "tree_sizes": _integers(tree.num_ranks for tree in trees),
-        "tree_ranks": _integers(rank for tree in trees for rank in tree.ranks),
+        "group_sizes": list(map(len, groups)),
+        "members": members,
+        "processes": processes,
+        "one_shot_bytes": one_shot,
+        "two_shot_bytes": two_shot,
+        "tree_shards": shards,
+        "tree_sizes": sizes,
+        "tree_ranks": list(itertools.chain.from_iterable(ranks)),
         "program": program,
-        "part": _integers(call.part),
+        "part": call.part,
         "rounds_to": call.rounds_to,
-        "lane": np.int64(lane),
+        "lane": lane,
     }
+    return ffi_attributes.from_values(values)
 
 
-def _integers(values: Iterable[int]) -> np.ndarray:
-    return np.array(list(values), np.int64)
-
-
-def _sources_of(call: CallSpec) -> np.ndarray:
+def _sources_of(call: CallSpec) -> list[int]:
     """For each rank of a group the one whose operand it gets in a permutation, or -1."""
-    sources = np.full(0 if call.perm is None else len(call.levels.intra[0]), -1, np.int64)
+    sources = [-1] * (0 if call.perm is None else len(call.levels.intra[0]))
     for source, receiver in call.perm or ():
         sources[receiver] = source
     return sources

@@ -12,8 +12,13 @@ CONFIG = "mhlo.backend_config"  # where the attributes are that the call's handl
 
 
 def from_values(values: Mapping) -> ir.DictAttr:
-    """The attributes for a handler, from values of Python and NumPy."""
-    return ir.DictAttr.get({name: mlir.ir_attribute(value) for name, value in values.items()})
+    """The attributes for a handler: integers of 64 bits, sequences of these, booleans and texts."""
+    return ir.DictAttr.get(
+        {
+            name: mlir.ir_attribute(value if isinstance(value, str | bool) else np.asarray(value, np.int64)[()])
+            for name, value in values.items()
+        }
+    )
 
 
 def named(attributes) -> list[tuple[str, ir.Attribute]]:

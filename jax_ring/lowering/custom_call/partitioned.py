@@ -10,7 +10,6 @@ attributes of the engine's call, so that any process can compile the program.
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 
@@ -56,7 +55,7 @@ def attributes(
     own = {
         partitioner.ENGINE_TARGET: target,
         partitioner.TAKES_POSITION: takes_position,
-        partitioner.NUM_OWN: np.array(num_own, np.int64),
+        partitioner.NUM_OWN: num_own,
         partitioner.STREAM: stream,
     }
     return ir.DictAttr.get(dict([*named(shared), *named(ffi_attributes.from_values(own))]))

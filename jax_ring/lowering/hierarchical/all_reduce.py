@@ -18,19 +18,12 @@ from jax.interpreters import mlir
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import emitter
 from jax_ring.lowering.hierarchical import wait_markers
-from jax_ring.lowering.hierarchical.inter_host import (
-    ByAllReduce,
-    ByExchange,
-    Crossing,
-    aval_of,
-    shard_size,
-    types_of,
-)
+from jax_ring.lowering.hierarchical.inter_host import Crossing, by_all_reduce, by_exchange, shard_size, types_of
 from jax_ring.lowering.kinds import ALL_GATHER, REDUCE_SCATTER, Kind
 from jax_ring.lowering.passes import fold_casts
 from jax_ring.lowering.topology import Levels
 from jax_ring.lowering.xla import ops
-from jax_ring.options import Options
+from jax_ring.lowering.xla.ops import aval_of
 
 # Crosses a link of 1 Gbit/s in some 30 ms. The ranks of a host need a few ms to sum and to gather it.
 PART_BYTES = 4 << 20
@@ -54,9 +47,10 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> list:
     than one element of padding per operand and rank. One custom call takes all operands, and XLA combines its own
     all-reduces. Only large operands are apart, and cut into parts.
     """
-    by_all_reduce = ByAllReduce(call.op, call.levels.inter, types_of(call.op, ctx.avals_in[0].dtype))
-    reduction = _Sum(ctx, call, by_all_reduce)
-    in_parts = reduction._replace(crossing=_large_crossing(by_all_reduce))
+    types = types_of(call.op, ctx.avals_in[0].dtype)
+    in_parts = reduction = _Sum(ctx, call, by_all_reduce(call.op, call.levels.inter, types))
+    if call.op == "sum" and types.gathered != types.scattered:  # small floats, of which an exchange sends less
+        in_parts = reduction._replace(crossing=by_exchange(call.levels.inter, types.gathered))
     is_large = [reduction.is_cut(aval) for aval in ctx.avals_in]
     whole = [i for i, large in enumerate(is_large) if not large]
     results: dict[int, Any] = {}
@@ -82,20 +76,6 @@ def emit_sum(call: CallSpec, ctx, operand, crossing: Crossing):
     return _Sum(ctx, call, crossing).in_parts(operand, ctx.avals_in[0], hlo.partition_id())[0]
 
 
-def _large_crossing(by_all_reduce: ByAllReduce) -> Crossing:
-    """How operands cross that are cut into parts: small floats by an exchange, in which less is sent."""
-    types = by_all_reduce.types
-    if by_all_reduce.op == "sum" and types.gathered != types.scattered:
-        return ByExchange(by_all_reduce.groups, types.gathered, types.gathered)
-    return by_all_reduce
-
-
-def _is_cut(size: int, levels: Levels, options: Options, crossing: Crossing, is_enclosed: bool) -> bool:
-    """Whether an operand of this size crosses in several parts."""
-    # In ring order, the bits depend on how an array is cut.
-    return options.order != "ring" and is_enclosed and len(_parts_for(size, levels, crossing)) > 1
-
-
 def _parts_for(size: int, levels: Levels, crossing: Crossing) -> list[Part]:
     """The parts of an operand of this size that cross one after the other."""
     ranks = levels.num_ranks
@@ -114,20 +94,24 @@ class _Sum(NamedTuple):
     @property
     def converts(self) -> bool:
         """Whether the steps within a host convert between floats of 16 bits and float32."""
-        crossing, num_processes = self.crossing, self.call.levels.num_processes
-        return isinstance(crossing, ByExchange) and crossing.rounded.itemsize == 2 and num_processes == 1
+        rounded, num_processes = self.crossing.rounded, self.call.levels.num_processes
+        return rounded is not None and rounded.itemsize == 2 and num_processes == 1
 
     def of_rounded(self) -> "_Sum":
         """The sum of float32 that is rounded to the small floats of this one. Its result is float32, too."""
         crossing = self.crossing
-        assert isinstance(crossing, ByExchange)
+        assert crossing.rounded is not None
         return self._replace(rounds_to=crossing.rounded.name, crossing=crossing._replace(result=crossing.scattered))
 
     def is_cut(self, aval) -> bool:
         """Whether an operand crosses in several parts."""
         levels = self.call.levels
-        is_enclosed = wait_markers.are_enclosed(self.ctx, levels.inter)
-        return _is_cut(aval.size, levels, self.call.options, self.crossing, is_enclosed)
+        # In ring order, the bits depend on how an array is cut.
+        return (
+            self.call.options.order != "ring"
+            and wait_markers.are_enclosed(self.ctx, levels.inter)
+            and len(_parts_for(aval.size, levels, self.crossing)) > 1
+        )
 
     def of_whole(self, operands: Sequence, avals: Sequence) -> list:
         """The sums of operands that cross together."""

@@ -6,7 +6,7 @@ Either takes a rank's shard of its host's sum, and gives what the ranks of a hos
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax import lax
 from jax_ring.lowering.group_tables import Groups
 from jax_ring.lowering.hierarchical import xla_ops
 from jax_ring.lowering.xla import bitcasts, ops
+from jax_ring.lowering.xla.ops import aval_of
 
 
 class Types(NamedTuple):
@@ -58,117 +59,84 @@ class Step(NamedTuple):
     after: jax.core.ShapedArray
 
 
-class Crossing(Protocol):
-    """How a rank's shard crosses hosts."""
+class Crossing(NamedTuple):
+    """How a rank's shard crosses hosts.
 
-    @property
-    def scattered(self) -> np.dtype:
-        """The dtype of a shard."""
+    Attributes:
+      scattered: the dtype of a shard.
+      result: the dtype of the result, after the all-gather.
+      steps: (the number of elements of a shard) to the steps.
+      bytes_each: what an element counts where it is decided into how many parts a message is cut.
+      unit: a shard has a multiple of so many elements.
+      max_parts: into how many parts a message is cut at most. Each is a few calls of the program.
+      rounded: the small float to which sums are rounded before hosts gather them; None if they are not.
+    """
 
-    @property
-    def result(self) -> np.dtype:
-        """The dtype of the result, after the all-gather."""
-
-    @property
-    def unit(self) -> int:
-        """A shard has a multiple of so many elements."""
-
-    @property
-    def bytes_each(self) -> int:
-        """What an element counts where it is decided into how many parts a message is cut."""
-
-    @property
-    def max_parts(self) -> int:
-        """Into how many parts a message is cut at most. Each is a few calls of the program."""
-
-    def steps(self, size: int) -> list[Step]:
-        """The steps, for a shard of so many elements."""
-
-
-class ByAllReduce(NamedTuple):
-    """XLA's all-reduce."""
-
-    op: str
-    groups: Groups
-    types: Types
+    scattered: np.dtype
+    result: np.dtype
+    steps: Callable[[int], list[Step]]
+    bytes_each: int
     unit: int = 1
     max_parts: int = 16
+    rounded: np.dtype | None = None
 
-    @property
-    def scattered(self) -> np.dtype:
-        return self.types.scattered
 
-    @property
-    def result(self) -> np.dtype:
-        return self.types.gathered
+def by_all_reduce(op: str, groups: Groups, types: Types) -> Crossing:
+    """XLA's all-reduce. groups: of the ranks that have the same shard on different hosts."""
 
-    @property
-    def bytes_each(self) -> int:
-        return self.types.crossing.itemsize
-
-    def steps(self, size: int) -> list[Step]:
-        before, after = aval_of(self.scattered, size), aval_of(self.result, size)
-        return [Step(lambda ctx, x: x, before, partial(self._all_reduce, before, after), after)]
-
-    def _all_reduce(self, before, after, ctx, x):
-        op, to = self.op, self.types.crossing
+    def all_reduce(before, after, ctx, x):
+        to = types.crossing
         if jnp.issubdtype(before.dtype, jnp.floating) and op != "sum":
             keys = before.update(dtype=to)
             x = ops.inline_one(ctx, partial(_to_ordered_integers, key_type=to, largest=op == "max"), x, before)
-            x = xla_ops.all_reduce(ctx, op, self.groups, x, to)
+            x = xla_ops.all_reduce(ctx, op, groups, x, to)
             return ops.inline_one(ctx, partial(_from_ordered_integers, dtype=after.dtype), x, keys)
-        return ops.convert(ctx, xla_ops.all_reduce(ctx, op, self.groups, x, to), after.dtype)
+        return ops.convert(ctx, xla_ops.all_reduce(ctx, op, groups, x, to), after.dtype)
+
+    def steps(size: int) -> list[Step]:
+        before, after = aval_of(types.scattered, size), aval_of(types.gathered, size)
+        return [Step(lambda ctx, x: x, before, partial(all_reduce, before, after), after)]
+
+    return Crossing(types.scattered, types.gathered, steps, types.crossing.itemsize)
 
 
-class ByExchange(NamedTuple):
+def by_exchange(groups: Groups, rounded: np.dtype) -> Crossing:
     """The sum of small floats: hosts exchange float32, each adds a part, rounds it, and they gather the bits of it.
 
-    An all-reduce would send the sums in float32 as well, where their rounded bits are enough.
-
-    Attributes:
-      groups: of the ranks that have the same shard on different hosts.
-      rounded: the small float.
-      result: the same, or float32, to which the ranks of a host widen what they gather.
+    An all-reduce would send the sums in float32 as well, where their rounded bits are enough. The ranks of a host may
+    widen what they gather.
     """
+    num_hosts, wide = len(groups[0]), np.dtype(np.float32)
 
-    groups: Groups
-    rounded: np.dtype
-    result: np.dtype
-    scattered: np.dtype = np.dtype(np.float32)
-    # Twice what the all-reduce of an element takes. A rank goes on when it has sent a part and received one, and the
-    # smaller these are, the less the links wait for the slower direction of each pair of ranks.
-    bytes_each: int = 8
-    max_parts: int = 24
-
-    @property
-    def unit(self) -> int:
-        return len(self.groups[0])
-
-    def steps(self, size: int) -> list[Step]:
-        shard, gathered = aval_of(self.scattered, size), aval_of(self.rounded, size)
-        sent = aval_of(np.uint32, self.unit, size // self.unit)
-        rounded = aval_of(bitcasts.bits_dtype(self.rounded), size // self.unit)
-        by_host = aval_of(rounded.dtype, self.unit, *rounded.shape)
+    def steps(size: int) -> list[Step]:
+        shard, gathered = aval_of(wide, size), aval_of(rounded, size)
+        sent = aval_of(np.uint32, num_hosts, size // num_hosts)
+        bits = aval_of(bitcasts.bits_dtype(rounded), size // num_hosts)
+        by_host = aval_of(bits.dtype, num_hosts, *bits.shape)
 
         def split(x):
             return bitcasts.to_words(x.reshape(sent.shape))
 
         def add(x):
-            return bitcasts.to_words(fold(bitcasts.from_words(x, self.scattered)).astype(self.rounded))
+            return bitcasts.to_words(fold(bitcasts.from_words(x, wide)).astype(rounded))
 
         def join(x):
-            return bitcasts.from_words(x, self.rounded).reshape(-1)
+            return bitcasts.from_words(x, rounded).reshape(-1)
 
         def gather(ctx, x):
-            return ops.inline_one(ctx, join, xla_ops.all_gather(self.groups, x), by_host)
+            return ops.inline_one(ctx, join, xla_ops.all_gather(groups, x), by_host)
 
         return [
             Step(
                 lambda ctx, x: ops.inline_one(ctx, split, x, shard), sent,
-                lambda ctx, x: xla_ops.all_to_all(self.groups, x), sent,
+                lambda ctx, x: xla_ops.all_to_all(groups, x), sent,
             ),
-            Step(lambda ctx, x: ops.inline_one(ctx, add, x, sent), rounded, gather, gathered),
+            Step(lambda ctx, x: ops.inline_one(ctx, add, x, sent), bits, gather, gathered),
         ]  # fmt: skip
+
+    # Twice what the all-reduce of an element takes. A rank goes on when it has sent a part and received one, and the
+    # smaller these are, the less the links wait for the slower direction of each pair of ranks.
+    return Crossing(wide, rounded, steps, bytes_each=8, unit=num_hosts, max_parts=24, rounded=rounded)
 
 
 def fold(terms: jax.Array) -> jax.Array:
@@ -177,11 +145,6 @@ def fold(terms: jax.Array) -> jax.Array:
     for i in range(1, len(terms)):
         total = lax.add(total, terms[i])
     return total
-
-
-def aval_of(dtype, *shape: int) -> jax.core.ShapedArray:
-    """The type of an array."""
-    return jax.core.ShapedArray(shape, dtype)
 
 
 def shard_size(num_elements: int, num_shards: int, unit: int = 1) -> int:

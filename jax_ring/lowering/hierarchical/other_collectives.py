@@ -21,13 +21,14 @@ from jax_ring.lowering.hierarchical.inter_host import fold, types_of
 from jax_ring.lowering.hierarchical.ranks_by_host import reorder
 from jax_ring.lowering.hierarchical.steps import Steps, Values
 from jax_ring.lowering.xla import bitcasts
+from jax_ring.lowering.xla.ops import aval_of
 
 
 def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
     """Emits a call whose groups cross hosts, and returns its results."""
     if call.kind is kinds.REDUCE or call.kind is kinds.ALL_REDUCE:
         return _sum(call, ctx, operands)
-    if call.kind.adds_along_tree(call.options):
+    if call.adds_along_tree:
         return tree_sum.emit(call, ctx, operands)
     return _EMITTERS[call.kind](Steps(ctx, call), Values(operands, ctx.avals_in[0].dtype)).values
 
@@ -35,7 +36,7 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
 def _sum(call: CallSpec, ctx, operands: Sequence) -> Sequence:
     """The sums of whole messages, also those that only the root gets."""
     total = call._replace(kind=kinds.ALL_REDUCE)
-    results = (tree_sum if call.kind.adds_along_tree(call.options) else all_reduce).emit(total, ctx, operands)
+    results = (tree_sum if call.adds_along_tree else all_reduce).emit(total, ctx, operands)
     if call.kind is kinds.ALL_REDUCE:
         return results
     is_root = rank_table(call.groups) == call.root
@@ -58,7 +59,7 @@ def _all_gather(steps: Steps, operands: Values) -> Values:
     orders, group = ranks_by_host.orders_of(call.groups, call.levels), ranks_by_host.group_of(call.levels)
     values = steps.each(lambda x: bitcasts.to_words(x.reshape(-1)), operands, bitcasts.words_dtype(dtype))
     values, _ = steps.inter(partial(xla_ops.all_gather, call.levels.inter), values, added=(call.levels.num_hosts,))
-    gathered = [_aval(aval, call.levels.num_ranks, *aval.shape) for aval in values.avals]
+    gathered = [aval_of(aval.dtype, call.levels.num_ranks, *aval.shape) for aval in values.avals]
     values = steps.intra(kinds.ALL_GATHER, values, gathered)
 
     def finish(position, *gathered):
@@ -80,7 +81,7 @@ def _all_to_all(steps: Steps, operands: Values) -> Values:
 
     def arrange(position, *xs):
         for x in xs:
-            blocks = bitcasts.to_words(first(x).reshape(call.axis_size, _block_size(x, call.axis_size)))
+            blocks = bitcasts.to_words(first(x).reshape(call.axis_size, x.size // call.axis_size))
             blocks = reorder(blocks, orders.by_place, group, position)
             yield blocks.reshape(num_ranks, num_hosts * blocks.shape[1])
 
@@ -115,7 +116,7 @@ def _reduce_scatter(steps: Steps, operands: Values) -> Values:
 
     def arrange(position, *xs):
         for x in xs:
-            size = _block_size(x, call.axis_size)
+            size = x.size // call.axis_size
             blocks = reorder(first(x).reshape(call.axis_size, size), orders.by_place, group, position)
             yield blocks.astype(wide).reshape(num_ranks, num_hosts * size)
 
@@ -124,20 +125,12 @@ def _reduce_scatter(steps: Steps, operands: Values) -> Values:
             yield fold(bitcasts.from_words(x, wide)).astype(dtype).reshape(aval.shape)
 
     values = steps.run(arrange, operands, wide)
-    values = steps.intra(kinds.REDUCE_SCATTER, values, [_aval(aval, aval.shape[1]) for aval in values.avals])
+    values = steps.intra(kinds.REDUCE_SCATTER, values, [aval_of(aval.dtype, aval.shape[1]) for aval in values.avals])
     values = steps.each(
         lambda x: bitcasts.to_words(x.reshape(num_hosts, x.size // num_hosts)), values, bitcasts.words_dtype(wide)
     )
     values, _ = steps.inter(partial(xla_ops.all_to_all, call.levels.inter), values)
     return steps.run(finish, values, dtype)
-
-
-def _block_size(x: jax.Array, num_blocks: int) -> int:
-    return x.size // num_blocks
-
-
-def _aval(like, *shape: int):
-    return jax.core.ShapedArray(shape, like.dtype)
 
 
 # ---- Roots ----------------------------------------------------------------------------------------------------------

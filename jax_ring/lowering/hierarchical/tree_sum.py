@@ -24,6 +24,7 @@ from jax_ring.lowering.hierarchical import ranks_by_host, wait_markers
 from jax_ring.lowering.kinds import ALL_GATHER, REDUCE_SCATTER
 from jax_ring.lowering.topology import Levels
 from jax_ring.lowering.xla import ops
+from jax_ring.lowering.xla.ops import aval_of
 
 
 def part_size(num_elements: int, num_ranks: int, num_hosts: int) -> int:
@@ -49,28 +50,24 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
         arrange = partial(
             _in_parts_by_owner, lead=lead, levels=levels, hosts=hosts, axes=axes, dtype=wide, **call.blocks
         )
-    shards = [_aval(wide, *lead, num_ranks, num_hosts * size) for size in sizes]
+    shards = [aval_of(wide, *lead, num_ranks, num_hosts * size) for size in sizes]
     values: Sequence = [ops.inline_one(ctx, arrange, x, aval) for x, aval in zip(operands, ctx.avals_in, strict=True)]
-    roots = [_aval(wide, hosts.num_roots, num_hosts * size) for size in sizes]
+    roots = [aval_of(wide, hosts.num_roots, num_hosts * size) for size in sizes]
     values = emitter.emit_within_hosts(ctx, values, call, REDUCE_SCATTER, shards, roots, group_trees=tuple(hosts.parts))
     cross = partial(_cross_hosts, levels=levels, hosts=hosts, axes=axes, dtype=dtype, gathers=not scatters)
-    crossed = [_aval(dtype, size if scatters else num_hosts * size) for size in sizes]
+    crossed = [aval_of(dtype, size if scatters else num_hosts * size) for size in sizes]
     values = wait_markers.enclose(
         ctx, values, lambda values: ops.inline(ctx, cross, values, roots),
         call=call.description, groups=levels.inter, avals_in=roots, avals_out=crossed,
     )  # fmt: skip
     if scatters:
         return [ops.reshape(x, aval.shape) for x, aval in zip(values, ctx.avals_out, strict=True)]
-    gathered = [_aval(dtype, num_ranks, num_hosts * size) for size in sizes]
+    gathered = [aval_of(dtype, num_ranks, num_hosts * size) for size in sizes]
     values = emitter.emit_within_hosts(ctx, values, call, ALL_GATHER, crossed, gathered)
     return [
         ops.inline_one(ctx, partial(_unpadded, shape=aval.shape), x, full)
         for x, full, aval in zip(values, gathered, ctx.avals_out, strict=True)
     ]
-
-
-def _aval(dtype, *shape: int):
-    return jax.core.ShapedArray(shape, dtype)
 
 
 # ---- The steps, as functions of a rank's values ---------------------------------------------------------------------

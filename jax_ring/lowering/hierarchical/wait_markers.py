@@ -8,7 +8,7 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 
 from jax_ring import _compat, runtime
 from jax_ring.distributed import xla_timeouts
-from jax_ring.lowering import topology
+from jax_ring.lowering import dispatch, topology
 from jax_ring.lowering.passes import source_lines
 
 
@@ -46,21 +46,15 @@ def are_enclosed(ctx, groups: topology.Groups) -> bool:
 
 def _processes_of(ctx, groups: topology.Groups, avals) -> list[int] | None:
     """The process of each mesh position, if the collectives of these groups are worth enclosing; else None."""
+    if jax.process_count() == 1 or dispatch.platforms_of(ctx) != ("cpu",) or _compat.is_exported(ctx):
+        return None
+    axis_context = ctx.module_context.axis_context
     is_symbolic = not all(isinstance(n, int) for aval in avals for n in aval.shape)
-    if _compat.is_exported(ctx) or is_symbolic:
-        return None
-    platforms = ctx.platforms or ctx.module_context.platforms
-    return _processes_in(platforms, ctx.module_context.axis_context, groups)
-
-
-def _processes_in(platforms: Sequence[str], axis_context, groups: topology.Groups) -> list[int] | None:
-    if jax.process_count() == 1 or tuple(platforms) != ("cpu",):
-        return None
-    if not isinstance(axis_context, _compat.SPMDAxisContext):
+    if is_symbolic or not isinstance(axis_context, _compat.SPMDAxisContext):
         return None
     mesh = axis_context.mesh
     has_automatic_axes = set(mesh.axis_names) != set(axis_context.manual_axes)
-    if has_automatic_axes or topology.is_compile_only(mesh):
+    if has_automatic_axes or _compat.is_compile_only(mesh):
         return None
     processes = topology.processes_of_cpus(mesh)
     if processes is None or all(len({processes[i] for i in group}) == 1 for group in groups):

@@ -19,37 +19,20 @@ from jax.interpreters import mlir
 from jax_ring import _compat
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.hierarchical import other_collectives
-from jax_ring.lowering.hlo import wire
-from jax_ring.lowering.hlo.collectives import (
-    ALIASES,
-    CALLED,
-    CHANNEL,
-    COMPUTATION_ID,
-    DIMENSIONS,
-    ID,
-    INSTRUCTIONS,
-    METADATA,
-    NAME,
-    OPCODE,
-    OPERANDS,
-    PREDECESSORS,
-    ROOT,
-    SHAPE,
-    TUPLE_INDEX,
-    Collective,
-)
+from jax_ring.lowering.hlo import proto, wire
+from jax_ring.lowering.hlo.collectives import Collective
 from jax_ring.lowering.hlo.replica_groups import Unsupported
 from jax_ring.lowering.hlo.shapes import Shape, slices, tuple_shape
 from jax_ring.lowering.hlo.wire import Message
 from jax_ring.lowering.override_state import for_xla
 from jax_ring.lowering.state import state_of
 
-# Fields of HloModuleProto, of HloComputationProto, and of an alias.
-_COMPUTATIONS, _ENTRY = 3, 6
-_COMPUTATION_NAME = 1
-_ALIAS_OPERAND = 2
+_ENTRY = 6  # a field of HloModuleProto
 
-_REWRITTEN = {NAME, OPCODE, SHAPE, METADATA, ID, OPERANDS, PREDECESSORS, CALLED, CHANNEL}
+_REWRITTEN = {
+    proto.NAME, proto.OPCODE, proto.SHAPE, proto.METADATA, proto.ID, proto.OPERANDS, proto.PREDECESSORS, proto.CALLED,
+    proto.CHANNEL,
+}  # fmt: skip
 # XLA would have to insert copies for these, or to simplify them.
 _REFUSED = {"conditional", "while", "dynamic-update-slice", "gather", "scatter", "sort"}
 _WITHOUT_BUFFER = {"parameter", "constant", "call", "tuple"}
@@ -140,7 +123,7 @@ def computations_of(program: Message, stead: Stead, first_id: int) -> list[Messa
     Raises:
       AcrossHosts: if it has instructions for which XLA has passes.
     """
-    by_id = {each.integer(COMPUTATION_ID): each for each in program.messages(_COMPUTATIONS)}
+    by_id = {each.integer(proto.COMPUTATION_ID): each for each in program.messages(proto.COMPUTATIONS)}
     copies: list[Message] = []
 
     def copy(id_: int) -> int:
@@ -161,9 +144,9 @@ class _Copied:
 
     def __init__(self, computation: Message, stead: Stead, copy: Callable[[int], int]) -> None:
         self._computation, self._stead = computation, stead
-        self._by_id = {each.integer(ID): each for each in computation.messages(INSTRUCTIONS)}
-        self._called = {id_: list(map(copy, each.integers(CALLED))) for id_, each in self._by_id.items()}
-        self._uses = Counter(operand for each in self._by_id.values() for operand in each.integers(OPERANDS))
+        self._by_id = {each.integer(proto.ID): each for each in computation.messages(proto.INSTRUCTIONS)}
+        self._called = {id_: list(map(copy, each.integers(proto.CALLED))) for id_, each in self._by_id.items()}
+        self._uses = Counter(operand for each in self._by_id.values() for operand in each.integers(proto.OPERANDS))
         self._elements = Counter(map(_element, self._by_id.values()))
         self._last = max(map(_local, self._by_id))
         self._id = 0
@@ -171,15 +154,15 @@ class _Copied:
     def message(self, id_: int) -> Message:
         """The HloComputationProto, with this id."""
         self._id = id_
-        replaced = {_COMPUTATION_NAME, INSTRUCTIONS, COMPUTATION_ID, ROOT}
+        replaced = {proto.NAME, proto.INSTRUCTIONS, proto.COMPUTATION_ID, proto.ROOT}
         instructions = [new for old in self._by_id.values() for new in self._written(old)]
         return Message(
             [
-                wire.data(_COMPUTATION_NAME, f"{self._computation.text(_COMPUTATION_NAME)}.{self._id}"),
-                *(wire.data(INSTRUCTIONS, each) for each in instructions),
-                *(field for field in self._computation.fields if field[0] not in replaced),
-                wire.integer(COMPUTATION_ID, self._id),
-                wire.integer(ROOT, self._new(self._computation.integer(ROOT))),
+                wire.data(proto.NAME, f"{self._computation.text(proto.NAME)}.{self._id}"),
+                *(wire.data(proto.INSTRUCTIONS, each) for each in instructions),
+                *self._computation.without(*replaced),
+                wire.integer(proto.COMPUTATION_ID, self._id),
+                wire.integer(proto.ROOT, self._new(self._computation.integer(proto.ROOT))),
             ]
         )
 
@@ -188,82 +171,82 @@ class _Copied:
 
     def _written(self, instruction: Message) -> Iterator[Message]:
         """An instruction as it is written, behind the copies that it needs."""
-        opcode = instruction.text(OPCODE)
+        opcode = instruction.text(proto.OPCODE)
         if opcode in _REFUSED:
             raise AcrossHosts(f"between these hosts it would take a {opcode}")
-        operands = instruction.integers(OPERANDS)
+        operands = instruction.integers(proto.OPERANDS)
         if not self._stead.has_layouts:
-            yield self._rewritten(instruction, opcode, instruction.integer(ID), operands)
+            yield self._rewritten(instruction, opcode, instruction.integer(proto.ID), operands)
             return
-        for alias in instruction.messages(ALIASES):
-            index = alias.integer(_ALIAS_OPERAND)
+        for alias in instruction.messages(proto.ALIASES):
+            index = alias.integer(proto.ALIAS_OPERAND)
             if not self._is_private(operands[index]):
                 self._last += 1
-                shape = self._by_id[operands[index]].message(SHAPE)
-                yield self._rewritten(Message([wire.data(SHAPE, shape)]), "copy", self._last, [operands[index]])
+                shape = self._by_id[operands[index]].message(proto.SHAPE)
+                yield self._rewritten(Message([wire.data(proto.SHAPE, shape)]), "copy", self._last, [operands[index]])
                 operands[index] = self._last
         if opcode == "all-to-all":
             yield from self._exchange(instruction)
             return
         yield self._rewritten(
-            instruction, "bitcast" if opcode == "reshape" else opcode, instruction.integer(ID), operands
+            instruction, "bitcast" if opcode == "reshape" else opcode, instruction.integer(proto.ID), operands
         )
 
     def _exchange(self, instruction: Message) -> Iterator[Message]:
         """An all-to-all of blocks along the leading dimension, whose operands and results are the blocks."""
-        whole = Shape(instruction.message(SHAPE)).with_default_layout()
+        whole = Shape(instruction.message(proto.SHAPE)).with_default_layout()
         size, *rest = whole.dimensions
         block = whole.like([size // self._stead.num_hosts, *rest], whole.minor_to_major)
         limits = [[(i, i + block.dimensions[0]), *((0, n) for n in rest)] for i in range(0, size, block.dimensions[0])]
 
         def add(opcode: str, shape: Shape, operands: Sequence[int], fields: Sequence[wire.Field]) -> Message:
             self._last += 1
-            made = Message([*fields, wire.data(SHAPE, shape.message)])
+            made = Message([*fields, wire.data(proto.SHAPE, shape.message)])
             return self._rewritten(made, opcode, self._last, operands)
 
-        sent = [add("slice", block, instruction.integers(OPERANDS), slices(each)) for each in limits]
-        exchange = [field for field in instruction.fields if field[0] != DIMENSIONS]
+        sent = [add("slice", block, instruction.integers(proto.OPERANDS), slices(each)) for each in limits]
+        exchange = instruction.without(proto.DIMENSIONS)
         received = add("all-to-all", tuple_shape([block] * self._stead.num_hosts), _ids(sent), exchange)
         parts = [
-            add("get-tuple-element", block, _ids([received]), [wire.integer(TUPLE_INDEX, i)])
+            add("get-tuple-element", block, _ids([received]), [wire.integer(proto.TUPLE_INDEX, i)])
             for i in range(self._stead.num_hosts)
         ]
         yield from (*sent, received, *parts)
-        along = Message([wire.data(SHAPE, whole.message), wire.packed(DIMENSIONS, [0])])
-        yield self._rewritten(along, "concatenate", instruction.integer(ID), _ids(parts))
+        along = Message([wire.data(proto.SHAPE, whole.message), wire.packed(proto.DIMENSIONS, [0])])
+        yield self._rewritten(along, "concatenate", instruction.integer(proto.ID), _ids(parts))
 
     def _rewritten(self, instruction: Message, opcode: str, id_: int, operands: Sequence[int]) -> Message:
         ids = {
-            OPERANDS: map(self._new, operands),
-            PREDECESSORS: map(self._new, instruction.integers(PREDECESSORS)),
-            CALLED: self._called.get(id_, ()),
+            proto.OPERANDS: map(self._new, operands),
+            proto.PREDECESSORS: map(self._new, instruction.integers(proto.PREDECESSORS)),
+            proto.CALLED: self._called.get(id_, ()),
         }
-        fields = [field for field in instruction.fields if field[0] not in _REWRITTEN]
+        fields = instruction.without(*_REWRITTEN)
         # As it is, a transpose has a layout in which it moves nothing.
-        fields.append(wire.data(SHAPE, Shape(instruction.message(SHAPE)).with_default_layout().message))
-        fields += [wire.data(NAME, f"{opcode}.{self._id}.{_local(id_)}"), wire.data(OPCODE, opcode)]
-        fields.append(wire.data(METADATA, self._stead.instruction.raw(METADATA)))
-        fields += [wire.integer(ID, self._new(id_)), *(wire.packed(*item) for item in ids.items())]
-        if instruction.integer(CHANNEL):
-            fields.append(wire.integer(CHANNEL, next(self._stead.channels)))
+        fields.append(wire.data(proto.SHAPE, Shape(instruction.message(proto.SHAPE)).with_default_layout().message))
+        fields += [wire.data(proto.NAME, f"{opcode}.{self._id}.{_local(id_)}"), wire.data(proto.OPCODE, opcode)]
+        fields.append(wire.data(proto.METADATA, self._stead.instruction.raw(proto.METADATA)))
+        fields += [wire.integer(proto.ID, self._new(id_)), *(wire.packed(*item) for item in ids.items())]
+        if instruction.integer(proto.CHANNEL):
+            fields.append(wire.integer(proto.CHANNEL, next(self._stead.channels)))
         return Message(fields)
 
     def _is_private(self, id_: int) -> bool:
         """Whether a value has a buffer of its own, which one instruction reads."""
         while self._uses[id_] == 1:
             instruction = self._by_id[id_]
-            opcode = instruction.text(OPCODE)
+            opcode = instruction.text(proto.OPCODE)
             if opcode not in ("bitcast", "reshape", "get-tuple-element"):
                 return opcode not in _WITHOUT_BUFFER
-            (id_,) = instruction.integers(OPERANDS)
+            (id_,) = instruction.integers(proto.OPERANDS)
             if opcode == "get-tuple-element":
-                made = self._by_id[id_].text(OPCODE)
+                made = self._by_id[id_].text(proto.OPCODE)
                 return made not in _WITHOUT_BUFFER and self._elements[_element(instruction)] == 1
         return False
 
 
 def _ids(instructions: Sequence[Message]) -> list[int]:
-    return [each.integer(ID) for each in instructions]
+    return [each.integer(proto.ID) for each in instructions]
 
 
 def _local(id_: int) -> int:
@@ -273,6 +256,6 @@ def _local(id_: int) -> int:
 
 def _element(instruction: Message) -> tuple | None:
     """The tuple and the index of a get-tuple-element."""
-    if instruction.text(OPCODE) != "get-tuple-element":
+    if instruction.text(proto.OPCODE) != "get-tuple-element":
         return None
-    return (*instruction.integers(OPERANDS), instruction.integer(TUPLE_INDEX))
+    return (*instruction.integers(proto.OPERANDS), instruction.integer(proto.TUPLE_INDEX))

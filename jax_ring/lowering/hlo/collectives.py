@@ -7,6 +7,7 @@ import numpy as np
 
 from jax_ring.lowering import kinds
 from jax_ring.lowering.call_spec import Pairs
+from jax_ring.lowering.hlo import proto
 from jax_ring.lowering.hlo.replica_groups import (
     DEVICE_LIST,
     IOTA,
@@ -21,27 +22,13 @@ from jax_ring.lowering.hlo.shapes import Shape
 from jax_ring.lowering.hlo.wire import Message
 from jax_ring.lowering.kinds import Kind
 
-# Fields of HloComputationProto.
-INSTRUCTIONS, COMPUTATION_ID, ROOT = 2, 5, 6
-# Fields of HloInstructionProto.
-NAME, OPCODE, SHAPE, METADATA, DIMENSIONS = 1, 2, 3, 7, 14
-TUPLE_INDEX, CHANNEL, ID, OPERANDS, PREDECESSORS, CALLED, ALIASES = 13, 26, 35, 36, 37, 38, 74
-_SHARDING, _BACKEND_CONFIG, _PAIRS, _CONSTRAIN_LAYOUT, _OPERAND_SHAPES, FRONTEND, _USE_GLOBAL_IDS = (
-    40,
-    43,
-    52,
-    56,
-    57,
-    68,
-    71,
-)
-_FEATURE_GROUPS, _BATCH_GROUPS, STATISTICS, _RESULT_ACCURACY = 50, 58, 82, 91
 _SOURCE, _TARGET = 1, 2  # of a pair
 
 _KNOWN = {
-    NAME, OPCODE, SHAPE, METADATA, DIMENSIONS, CHANNEL, ID, OPERANDS, PREDECESSORS, CALLED, LISTS, DEVICE_LIST, IOTA,
-    MESH_AXES, _SHARDING, _BACKEND_CONFIG, _PAIRS, _CONSTRAIN_LAYOUT, _OPERAND_SHAPES, FRONTEND, _USE_GLOBAL_IDS,
-    _FEATURE_GROUPS, _BATCH_GROUPS, STATISTICS, _RESULT_ACCURACY,
+    proto.NAME, proto.OPCODE, proto.SHAPE, proto.METADATA, proto.DIMENSIONS, proto.CHANNEL, proto.ID, proto.OPERANDS,
+    proto.PREDECESSORS, proto.CALLED, proto.SHARDING, proto.CONFIG, proto.FEATURE_GROUPS, proto.PAIRS,
+    proto.CONSTRAIN_LAYOUT, proto.OPERAND_SHAPES, proto.BATCH_GROUPS, proto.FRONTEND, proto.USE_GLOBAL_IDS,
+    proto.STATISTICS, proto.RESULT_ACCURACY, LISTS, DEVICE_LIST, IOTA, MESH_AXES,
 }  # fmt: skip
 
 _KINDS = {
@@ -112,23 +99,23 @@ def read(
     Raises:
       Unsupported: if the engine cannot serve it, or it says what this version does not know.
     """
-    opcode = instruction.text(OPCODE)
+    opcode = instruction.text(proto.OPCODE)
     if opcode not in _KINDS:
         raise Unsupported("the engine has no such collective")
     check_fields(instruction, _KNOWN, "it")
-    kind, result = _KINDS[opcode], Shape(instruction.message(SHAPE))
-    operand_ids = instruction.integers(OPERANDS)
+    kind, result = _KINDS[opcode], Shape(instruction.message(proto.SHAPE))
+    operand_ids = instruction.integers(proto.OPERANDS)
     operands = [Shape(shape_of(each)) for each in operand_ids]
     for shape in (*operands, *result.arrays):
         shape.check()
     if len({shape.dtype for shape in (*operands, *result.arrays)}) > 1:
         raise Unsupported("its operands are of several types")
-    if not instruction.integer(CHANNEL):
+    if not instruction.integer(proto.CHANNEL):
         raise Unsupported("it communicates between replicas")
     groups, perm = _members(instruction, kind, num_partitions)
     op = "sum"
     if kind.adds:
-        op = _op_of(reduction_of(instruction.integers(CALLED)[0]), operands[0].dtype)
+        op = _op_of(reduction_of(instruction.integers(proto.CALLED)[0]), operands[0].dtype)
         if refusal := kind.refusal(op, operands[0].dtype):
             raise Unsupported(refusal.format(function=opcode, type=operands[0].dtype.name))
     in_tuple = kind is kinds.ALL_TO_ALL and result.is_tuple
@@ -136,7 +123,7 @@ def read(
         raise Unsupported(f"it has {len(operands)} operands and {len(result.arrays)} results")
     if in_tuple and (len(operands) != len(groups[0]) or len(set(map(_text, (*operands, *result.elements)))) > 1):
         raise Unsupported("the blocks of its operands differ")
-    dimensions = instruction.integers(DIMENSIONS)
+    dimensions = instruction.integers(proto.DIMENSIONS)
     if len(dimensions) != (1 if (kind.scatters or kind.gathers) and not in_tuple else 0):
         raise Unsupported(f"it has the dimensions {dimensions}")
     call = Collective(
@@ -161,7 +148,7 @@ def _op_of(reduction: str, dtype) -> str:
 def _members(instruction: Message, kind: Kind, num_partitions: int) -> tuple[Groups, Pairs | None]:
     """The groups, and the pairs of a permutation."""
     if kind is kinds.PERMUTE:
-        pairs = tuple((pair.integer(_SOURCE), pair.integer(_TARGET)) for pair in instruction.messages(_PAIRS))
+        pairs = tuple((pair.integer(_SOURCE), pair.integer(_TARGET)) for pair in instruction.messages(proto.PAIRS))
         sources, targets = zip(*pairs, strict=True) if pairs else ((), ())
         if not pairs or len(set(sources)) < len(pairs) or len(set(targets)) < len(pairs):
             raise Unsupported(f"its pairs {pairs} are no permutation")
@@ -170,7 +157,7 @@ def _members(instruction: Message, kind: Kind, num_partitions: int) -> tuple[Gro
         return (tuple(range(num_partitions)),), pairs
     # With a channel these name partitions, whose ids are the global ones of programs without replicas. An all-to-all
     # is always between partitions, others without this mark have groups of replicas, each of which has all partitions.
-    if kind is not kinds.ALL_TO_ALL and not instruction.integer(_USE_GLOBAL_IDS):
+    if kind is not kinds.ALL_TO_ALL and not instruction.integer(proto.USE_GLOBAL_IDS):
         if groups_of(instruction, 1) != ((0,),):
             raise Unsupported("its groups are of several replicas")
         return (tuple(range(num_partitions)),), None

@@ -3,23 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from jax_ring.lowering.hlo import collectives, wire
-from jax_ring.lowering.hlo.collectives import (
-    CALLED,
-    CHANNEL,
-    DIMENSIONS,
-    ID,
-    INSTRUCTIONS,
-    METADATA,
-    NAME,
-    OPCODE,
-    OPERANDS,
-    PREDECESSORS,
-    ROOT,
-    SHAPE,
-    STATISTICS,
-    TUPLE_INDEX,
-)
+from jax_ring.lowering.hlo import collectives, proto, wire
 from jax_ring.lowering.hlo.replica_groups import Unsupported, groups_of
 from jax_ring.lowering.hlo.shapes import Shape, tuple_shape
 from jax_ring.lowering.hlo.wire import Message
@@ -38,13 +22,13 @@ def prepared(computation: Message, num_partitions: int, reduction_of: Callable[[
 
     reduction_of: as in `collectives.read`.
     """
-    instructions = computation.messages(INSTRUCTIONS)
-    if not any(each.text(OPCODE) in _PRODUCTS for each in instructions):
+    instructions = computation.messages(proto.INSTRUCTIONS)
+    if not any(each.text(proto.OPCODE) in _PRODUCTS for each in instructions):
         return computation, set()
-    root = computation.integer(ROOT)
+    root = computation.integer(proto.ROOT)
     instructions = _in_order(_joined(_scattered(instructions, root, num_partitions), root, reduction_of))
-    others = [field for field in computation.fields if field[0] != INSTRUCTIONS]
-    changed = Message([*others, *(wire.data(INSTRUCTIONS, each) for each in instructions)])
+    others = computation.without(proto.INSTRUCTIONS)
+    changed = Message([*others, *(wire.data(proto.INSTRUCTIONS, each) for each in instructions)])
     return changed, _beside_products(instructions)
 
 
@@ -56,7 +40,7 @@ def _beside_products(instructions: Sequence[Message]) -> set[int]:
     waited_for, depths = _waited_for(instructions), _depths(instructions)
     found = set()
     for each in instructions:
-        opcode, id_ = each.text(OPCODE), each.integer(ID)
+        opcode, id_ = each.text(proto.OPCODE), each.integer(proto.ID)
         is_late = opcode in _SUMS and id_ not in waited_for
         is_early = opcode == "all-gather" and not depths[id_]
         if is_late or is_early:
@@ -65,7 +49,7 @@ def _beside_products(instructions: Sequence[Message]) -> set[int]:
 
 
 def _takes_time(instruction: Message) -> bool:
-    opcode = instruction.text(OPCODE)
+    opcode = instruction.text(proto.OPCODE)
     return opcode in _PRODUCTS or collectives.is_collective(opcode)
 
 
@@ -73,17 +57,17 @@ def _waited_for(instructions: Sequence[Message]) -> set[int]:
     """The instructions that a product or a collective needs."""
     found: set[int] = set()
     for each in reversed(instructions):
-        if _takes_time(each) or each.integer(ID) in found:
-            found.update(each.integers(OPERANDS))
+        if _takes_time(each) or each.integer(proto.ID) in found:
+            found.update(each.integers(proto.OPERANDS))
     return found
 
 
 def _depths(instructions: Sequence[Message]) -> dict[int, int]:
     """How many products and collectives come one after the other before each instruction."""
     depths: dict[int, int] = {}
-    by_id = {each.integer(ID): each for each in instructions}
+    by_id = {each.integer(proto.ID): each for each in instructions}
     for id_, each in by_id.items():
-        depths[id_] = max((depths[i] + _takes_time(by_id[i]) for i in each.integers(OPERANDS)), default=0)
+        depths[id_] = max((depths[i] + _takes_time(by_id[i]) for i in each.integers(proto.OPERANDS)), default=0)
     return depths
 
 
@@ -94,11 +78,13 @@ def _joined(instructions: Sequence[Message], root: int, reduction_of: Callable[[
     """Sums of one kind that no product waits for are one, up to the combiner's limits: those that are ready first."""
     waited_for, depths = _waited_for(instructions), _depths(instructions)
     alike: dict[tuple, list[Message]] = {}
-    for each in sorted(instructions, key=lambda each: depths[each.integer(ID)]):
-        is_single = len(each.integers(OPERANDS)) == 1 and not each.integers(PREDECESSORS)
-        if each.text(OPCODE) in _SUMS and each.integer(ID) not in waited_for | {root} and is_single:
-            alike.setdefault(_kind_of(each, reduction_of), []).append(each)
-    next_id = 1 + max(each.integer(ID) for each in instructions)
+    for each in sorted(instructions, key=lambda each: depths[each.integer(proto.ID)]):
+        if each.text(proto.OPCODE) not in _SUMS or each.integer(proto.ID) in waited_for | {root}:
+            continue
+        is_single = len(each.integers(proto.OPERANDS)) == 1 and not each.integers(proto.PREDECESSORS)
+        if is_single and (reduction := reduction_of(each.integers(proto.CALLED)[0])):
+            alike.setdefault((reduction, *_kind_of(each)), []).append(each)
+    next_id = 1 + max(each.integer(proto.ID) for each in instructions)
     replaced: dict[int, Message] = {}
     added = []
     for group in alike.values():
@@ -107,29 +93,31 @@ def _joined(instructions: Sequence[Message], root: int, reduction_of: Callable[[
                 continue
             added.append(_one_of(bucket, next_id))
             for i, each in enumerate(bucket):
-                kept = [field for field in each.fields if field[0] in (NAME, SHAPE, METADATA, ID)]
-                element = [wire.data(OPCODE, "get-tuple-element"), wire.integer(TUPLE_INDEX, i)]
-                replaced[each.integer(ID)] = Message([*kept, *element, wire.packed(OPERANDS, [next_id])])
+                kept = each.only(proto.NAME, proto.SHAPE, proto.METADATA, proto.ID)
+                element = [wire.data(proto.OPCODE, "get-tuple-element"), wire.integer(proto.TUPLE_INDEX, i)]
+                replaced[each.integer(proto.ID)] = Message([*kept, *element, wire.packed(proto.OPERANDS, [next_id])])
             next_id += 1
-    return [*(replaced.get(each.integer(ID), each) for each in instructions), *added]
+    return [*(replaced.get(each.integer(proto.ID), each) for each in instructions), *added]
 
 
 # What differs between sums that can be one. Each has a computation of its own that says how it reduces.
-_OWN = {NAME, SHAPE, METADATA, CHANNEL, ID, OPERANDS, CALLED, STATISTICS}
+_OWN = {
+    proto.NAME, proto.SHAPE, proto.METADATA, proto.CHANNEL, proto.ID, proto.OPERANDS, proto.CALLED, proto.STATISTICS,
+}  # fmt: skip
 
 
-def _kind_of(instruction: Message, reduction_of: Callable[[int], str]) -> tuple:
+def _kind_of(instruction: Message) -> tuple:
     """What sums have in common that can be one: all that they say, known here or not, but for their arrays."""
-    dtype = Shape(instruction.message(SHAPE)).element_type
-    common = [field for field in instruction.fields if field[0] not in _OWN]
-    return dtype, reduction_of(instruction.integers(CALLED)[0]), *sorted(common)
+    dtype = Shape(instruction.message(proto.SHAPE)).element_type
+    common = instruction.without(*_OWN)
+    return dtype, *sorted(common)
 
 
 def _buckets(group: Sequence[Message]) -> Iterator[list[Message]]:
     bucket: list[Message] = []
     num_bytes = 0
     for each in group:
-        size = Shape(each.message(SHAPE)).num_bytes
+        size = Shape(each.message(proto.SHAPE)).num_bytes
         if bucket and (num_bytes + size > COMBINE_THRESHOLD_BYTES or len(bucket) == COMBINE_THRESHOLD_COUNT):
             yield bucket
             bucket, num_bytes = [], 0
@@ -142,28 +130,32 @@ def _buckets(group: Sequence[Message]) -> Iterator[list[Message]]:
 def _one_of(bucket: Sequence[Message], id_: int) -> Message:
     """The sum of all operands of some."""
     last = bucket[-1]
-    shape = tuple_shape([Shape(each.message(SHAPE)) for each in bucket])
-    kept = [field for field in last.fields if field[0] not in (NAME, SHAPE, ID, OPERANDS)]
-    operands = [operand for each in bucket for operand in each.integers(OPERANDS)]
-    own = [wire.data(NAME, f"{last.text(NAME)}.joined"), wire.data(SHAPE, shape.message), wire.integer(ID, id_)]
-    return Message([*kept, *own, wire.packed(OPERANDS, operands)])
+    shape = tuple_shape([Shape(each.message(proto.SHAPE)) for each in bucket])
+    kept = last.without(proto.NAME, proto.SHAPE, proto.ID, proto.OPERANDS)
+    operands = [operand for each in bucket for operand in each.integers(proto.OPERANDS)]
+    own = [
+        wire.data(proto.NAME, f"{last.text(proto.NAME)}.joined"),
+        wire.data(proto.SHAPE, shape.message),
+        wire.integer(proto.ID, id_),
+    ]
+    return Message([*kept, *own, wire.packed(proto.OPERANDS, operands)])
 
 
 def _in_order(instructions: Sequence[Message]) -> list[Message]:
     """Operands before what reads them, and otherwise as before."""
-    by_id = {each.integer(ID): each for each in instructions}
+    by_id = {each.integer(proto.ID): each for each in instructions}
     ordered: dict[int, Message] = {}
     for each in instructions:
         waiting = [each]
         while waiting:
             last = waiting[-1]
             missing = [
-                i for i in (*last.integers(OPERANDS), *last.integers(PREDECESSORS)) if i not in ordered
+                i for i in (*last.integers(proto.OPERANDS), *last.integers(proto.PREDECESSORS)) if i not in ordered
             ]  # no cycles: what is joined waits for nothing that is
             if missing:
                 waiting += (by_id[i] for i in reversed(missing))
             else:
-                ordered.setdefault(last.integer(ID), waiting.pop())
+                ordered.setdefault(last.integer(proto.ID), waiting.pop())
     return list(ordered.values())
 
 
@@ -172,33 +164,33 @@ def _in_order(instructions: Sequence[Message]) -> list[Message]:
 
 def _scattered(instructions: Sequence[Message], root: int, num_partitions: int) -> list[Message]:
     """Sums of which each partition takes its own block alone are reduce-scatters."""
-    by_id = {each.integer(ID): each for each in instructions}
+    by_id = {each.integer(proto.ID): each for each in instructions}
     users: dict[int, list[Message]] = {}
     for each in instructions:
-        for operand in set(each.integers(OPERANDS)):
+        for operand in set(each.integers(proto.OPERANDS)):
             users.setdefault(operand, []).append(each)
     replaced: dict[int, Message | None] = {}
     for each in instructions:
-        id_ = each.integer(ID)
+        id_ = each.integer(proto.ID)
         readers = users.get(id_, [])
-        if each.text(OPCODE) != "all-reduce" or len(readers) != 1 or id_ == root:
+        if each.text(proto.OPCODE) != "all-reduce" or len(readers) != 1 or id_ == root:
             continue
         (taken,) = readers
-        if taken.text(OPCODE) == "dynamic-slice" and taken.integers(OPERANDS)[0] == id_:
+        if taken.text(proto.OPCODE) == "dynamic-slice" and taken.integers(proto.OPERANDS)[0] == id_:
             dimension = _dimension_of_blocks(each, taken, by_id, num_partitions)
             if dimension is not None:
                 replaced[id_] = None
-                kept = [field for field in each.fields if field[0] not in (SHAPE, ID)]
-                own = [field for field in taken.fields if field[0] in (SHAPE, ID)]
-                scattered = [wire.data(OPCODE, "reduce-scatter"), wire.packed(DIMENSIONS, [dimension])]
-                replaced[taken.integer(ID)] = Message([*kept, *own, *scattered])
-    found = (replaced.get(each.integer(ID), each) for each in instructions)
+                kept = each.without(proto.SHAPE, proto.ID)
+                own = taken.only(proto.SHAPE, proto.ID)
+                scattered = [wire.data(proto.OPCODE, "reduce-scatter"), wire.packed(proto.DIMENSIONS, [dimension])]
+                replaced[taken.integer(proto.ID)] = Message([*kept, *own, *scattered])
+    found = (replaced.get(each.integer(proto.ID), each) for each in instructions)
     return [each for each in found if each is not None]
 
 
 def _dimension_of_blocks(total: Message, taken: Message, by_id: dict[int, Message], num_partitions: int) -> int | None:
     """The dimension along which each member of a group takes its block of the group's sum; None if any does not."""
-    whole, block = Shape(total.message(SHAPE)), Shape(taken.message(SHAPE))
+    whole, block = Shape(total.message(proto.SHAPE)), Shape(taken.message(proto.SHAPE))
     if whole.is_tuple:
         return None
     try:
@@ -208,7 +200,7 @@ def _dimension_of_blocks(total: Message, taken: Message, by_id: dict[int, Messag
     cut = [i for i, size in enumerate(whole.dimensions) if size != block.dimensions[i]]
     if len(cut) != 1 or whole.dimensions[cut[0]] != block.dimensions[cut[0]] * len(groups[0]):
         return None
-    starts = taken.integers(OPERANDS)[1:]
+    starts = taken.integers(proto.OPERANDS)[1:]
     size = block.dimensions[cut[0]]
     for group in groups:
         for rank, partition in enumerate(group):
@@ -224,14 +216,14 @@ def _evaluator(by_id: dict[int, Message], partition: int) -> Callable[[int], lis
 
     def value_of(id_: int) -> list[int] | None:
         instruction = by_id[id_]
-        opcode = instruction.text(OPCODE)
+        opcode = instruction.text(proto.OPCODE)
         if opcode == "partition-id":
             return [partition]
         if opcode == "constant":
             return _elements_of(instruction.message(_LITERAL))
-        if opcode not in _EVALUATED or math.prod(Shape(instruction.message(SHAPE)).dimensions) > 1:
+        if opcode not in _EVALUATED or math.prod(Shape(instruction.message(proto.SHAPE)).dimensions) > 1:
             return None
-        operands = [value_of(i) for i in instruction.integers(OPERANDS)]
+        operands = [value_of(i) for i in instruction.integers(proto.OPERANDS)]
         if None in operands:
             return None
         return _EVALUATED[opcode](*operands)

@@ -22,21 +22,11 @@ from jax_ring import _compat, runtime
 from jax_ring.distributed import assumed_hosts
 from jax_ring.lowering import dispatch, trees
 from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.custom_call import engine_attributes, streams
-from jax_ring.lowering.custom_call.ffi_attributes import from_values, named
+from jax_ring.lowering.custom_call import engine_attributes, operation, streams
+from jax_ring.lowering.custom_call.ffi_attributes import named
 from jax_ring.lowering.custom_call.operation import Description
-from jax_ring.lowering.hlo import across_hosts, collectives, rewrite, wire
-from jax_ring.lowering.hlo.collectives import (
-    CALLED,
-    COMPUTATION_ID,
-    ID,
-    METADATA,
-    NAME,
-    OPCODE,
-    OPERANDS,
-    SHAPE,
-    Collective,
-)
+from jax_ring.lowering.hlo import across_hosts, collectives, proto, rewrite, wire
+from jax_ring.lowering.hlo.collectives import Collective
 from jax_ring.lowering.hlo.replica_groups import Unsupported
 from jax_ring.lowering.hlo.wire import Message
 from jax_ring.lowering.override_state import Settings
@@ -50,8 +40,8 @@ logger = logging.getLogger("jax_ring")
 _MARK = "jax_ring.partitioner"
 _ALSO_IF_DONATING, _NOT_IF_DONATING = "+", "-"
 
-# Fields of HloModuleProto, of the messages in it, and of HloComputationProto.
-_NAME, _COMPUTATIONS, _SCHEDULE, _ALIASES, _DEVICE_ASSIGNMENT, _STACK_FRAMES, _ATTRIBUTES = 1, 3, 7, 8, 15, 17, 19
+# Fields of HloModuleProto, and of the messages in it.
+_NAME, _SCHEDULE, _ALIASES, _DEVICE_ASSIGNMENT, _STACK_FRAMES, _ATTRIBUTES = 1, 7, 8, 15, 17, 19
 _REPLICAS, _PARTITIONS, _DEVICE_IDS = 1, 3, 1
 _FILES, _FUNCTIONS, _LOCATIONS, _FRAMES = 1, 2, 3, 4
 _LOCATION_FILE, _LOCATION_FUNCTION, _LOCATION_LINE = 1, 2, 3
@@ -175,17 +165,18 @@ class _Program(NamedTuple):
         service = dispatch.who_serves((self.platform,), context, spec.groups, spec.kind, spec.options, spec.perm)
         if service.levels is None:
             raise across_hosts.AcrossHosts(service.why_not)
-        shapes, channel = list(map(str, call.operands)), instruction.integer(collectives.CHANNEL)
+        shapes, channel = list(map(str, call.operands)), instruction.integer(proto.CHANNEL)
         described = Description(call.opcode, shapes, len(shapes), f"channel {channel} of XLA's partitioner")
         spec = spec._replace(service=service, description=described)
         if service.levels.inter:
             return self._steps(spec, call, instruction)
-        if spec.kind.adds_along_tree(spec.options):
+        if spec.adds_along_tree:
             spec = spec._replace(group_trees=tuple(trees.trees_of(spec.groups, spec.options)))
         with mlir.make_ir_context(), ir.Location.unknown():
             name = self.name if self.platform == "cpu" else ""  # GPUs meet by the order of calls in their lane
-            values = engine_attributes.values_of(spec, self.mesh, name, streams.LANES[is_beside])
-            return str(from_values({**values, "call": described, "site": self._site_of(instruction)}))
+            shared = engine_attributes.attributes_of(spec, self.mesh, name, streams.LANES[is_beside])
+            site = operation.site_of((self._site_of(instruction),))
+            return str(operation.config(shared, call=ir.StringAttr.get(described), site=site))
 
     def _steps(self, spec: CallSpec, call: Collective, instruction: Message) -> int:
         """Adds the computations with the steps of a call across hosts, and returns the id of that which is called."""
@@ -195,10 +186,10 @@ class _Program(NamedTuple):
             instruction, spec.levels.num_hosts, self.channels, rewrite.PLATFORMS[self.platform].has_layouts
         )
         self.added.extend(across_hosts.computations_of(steps, stead, self._next_id()))
-        return self.added[-1].integer(COMPUTATION_ID)
+        return self.added[-1].integer(proto.COMPUTATION_ID)
 
     def _next_id(self) -> int:
-        return 1 + max(each.integer(COMPUTATION_ID) for each in (*self.computations, *self.added))
+        return 1 + max(each.integer(proto.COMPUTATION_ID) for each in (*self.computations, *self.added))
 
     def add(self, make: Callable[[int], Message]) -> int:
         """Adds a computation, a function of its id, and returns this id."""
@@ -208,7 +199,7 @@ class _Program(NamedTuple):
 
     def _site_of(self, instruction: Message) -> str:
         """The user's line that an instruction comes from; without one, the name of the operation."""
-        metadata = instruction.message(METADATA)
+        metadata = instruction.message(proto.METADATA)
         frame = metadata.integer(_STACK_FRAME)
         if not frame:
             return metadata.text(_OP_NAME)
@@ -222,8 +213,8 @@ class _Program(NamedTuple):
 def _replace(module: Message, name: str, value: str, platform: str) -> bytes | None:
     bodies = dict(
         zip(
-            [i for i, field in enumerate(module.fields) if field[0] == _COMPUTATIONS],
-            module.each(_COMPUTATIONS),
+            [i for i, field in enumerate(module.fields) if field[0] == proto.COMPUTATIONS],
+            module.each(proto.COMPUTATIONS),
             strict=True,
         )
     )
@@ -231,7 +222,9 @@ def _replace(module: Message, name: str, value: str, platform: str) -> bytes | N
         return None
 
     def refuse(instruction: Message | None, why: Unsupported) -> None:
-        what = f"{instruction.text(OPCODE)} '{instruction.text(NAME)}'" if instruction else "each collective"
+        what = "each collective"
+        if instruction:
+            what = f"{instruction.text(proto.OPCODE)} '{instruction.text(proto.NAME)}'"
         if runtime.STRICT and not isinstance(why, across_hosts.AcrossHosts):
             raise _Forbidden(
                 f"{what} of {name} would be left to XLA: {why}. {runtime.STRICT_VARIABLE}=1 forbids it; unset the "
@@ -251,7 +244,7 @@ def _replace(module: Message, name: str, value: str, platform: str) -> bytes | N
         refuse(None, Unsupported(why_not))
         return None
     computations = {i: Message.parse(data) for i, data in bodies.items()}
-    numbers = {computation.integer(COMPUTATION_ID): i for i, computation in computations.items()}
+    numbers = {computation.integer(proto.COMPUTATION_ID): i for i, computation in computations.items()}
     index = module.message(_STACK_FRAMES)
     program = _Program(
         named, platform, cast(Order, order), jax.sharding.Mesh(np.array(devices), "partition"),
@@ -268,13 +261,13 @@ def _replace(module: Message, name: str, value: str, platform: str) -> bytes | N
             if not collectives.may_hold_any(data):
                 continue
             if (replaced := rewrite.Computation(computations[i], environment).replace(refuse)) is not None:
-                fields[i], is_changed = wire.data(_COMPUTATIONS, replaced), True
-    fields[min(bodies) : min(bodies)] = [wire.data(_COMPUTATIONS, each) for each in program.added]
+                fields[i], is_changed = wire.data(proto.COMPUTATIONS, replaced), True
+    fields[min(bodies) : min(bodies)] = [wire.data(proto.COMPUTATIONS, each) for each in program.added]
     return Message(fields).to_bytes() if is_changed else None
 
 
 def _last_channel(computation: Message) -> int:
-    return max(each.integer(collectives.CHANNEL) for each in computation.messages(collectives.INSTRUCTIONS))
+    return max(each.integer(proto.CHANNEL) for each in computation.messages(proto.INSTRUCTIONS))
 
 
 def _devices_of(module: Message, by_id: dict[int, jax.Device]) -> tuple[list, str]:
@@ -292,14 +285,14 @@ def _devices_of(module: Message, by_id: dict[int, jax.Device]) -> tuple[list, st
 
 def _reduction_of(computation: Message) -> str:
     """The opcode by which a computation combines its two arguments; empty if it does anything else."""
-    instructions = {each.integer(ID): each for each in computation.messages(collectives.INSTRUCTIONS)}
-    root = instructions[computation.integer(collectives.ROOT)]
-    operands = root.integers(OPERANDS)
-    parameters = {id_ for id_, each in instructions.items() if each.text(OPCODE) == "parameter"}
-    if len(instructions) != 3 or len(operands) != 2 or parameters != set(operands) or root.integers(CALLED):
+    instructions = {each.integer(proto.ID): each for each in computation.messages(proto.INSTRUCTIONS)}
+    root = instructions[computation.integer(proto.ROOT)]
+    operands = root.integers(proto.OPERANDS)
+    parameters = {id_ for id_, each in instructions.items() if each.text(proto.OPCODE) == "parameter"}
+    if len(instructions) != 3 or len(operands) != 2 or parameters != set(operands) or root.integers(proto.CALLED):
         return ""
-    types = {each.raw(SHAPE) for each in instructions.values()}
-    return root.text(OPCODE) if len(types) == 1 else ""
+    types = {each.raw(proto.SHAPE) for each in instructions.values()}
+    return root.text(proto.OPCODE) if len(types) == 1 else ""
 
 
 _lock = threading.Lock()

@@ -2,12 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from jax_ring.lowering.hlo import wire
-from jax_ring.lowering.hlo.collectives import ALIASES, CALLED, ID, OPCODE, OPERANDS, SHAPE, TUPLE_INDEX
+from jax_ring.lowering.hlo import proto, wire
 from jax_ring.lowering.hlo.shapes import Shape
 from jax_ring.lowering.hlo.wire import Message
-
-_ALIAS_RESULT, _ALIAS_OPERAND = 1, 2  # of an alias of HloInstructionProto
 
 # What writes a buffer of its own, and what reads its operands without giving their buffers to its result. The module
 # comes after XLA has inserted its copies, so a buffer that is shared with anything else would not be copied any more.
@@ -22,8 +19,10 @@ def fields(aliased: Sequence[tuple[int, int]], num_hidden: int, of_tuple: bool) 
     """The fields of a custom call with pairs of an operand, behind the hidden ones, and a result in one buffer."""
     made = []
     for operand, result in aliased:
-        of_result = [wire.packed(_ALIAS_RESULT, [result])] if of_tuple else []
-        made.append(wire.data(ALIASES, Message([*of_result, wire.integer(_ALIAS_OPERAND, operand + num_hidden)])))
+        of_result = [wire.packed(proto.ALIAS_RESULT, [result])] if of_tuple else []
+        made.append(
+            wire.data(proto.ALIASES, Message([*of_result, wire.integer(proto.ALIAS_OPERAND, operand + num_hidden)]))
+        )
     return made
 
 
@@ -38,14 +37,14 @@ class Buffers:
 
     def __init__(self, instructions: Sequence[Message], root: int, body_of: Callable[[int], bytes]) -> None:
         self._instructions, self._root, self._body_of = instructions, root, body_of
-        self._by_id = {instruction.integer(ID): instruction for instruction in instructions}
+        self._by_id = {instruction.integer(proto.ID): instruction for instruction in instructions}
         self._users: dict[int, list[Message]] | None = None
 
     def is_computed(self, collective: Message, index: int, operand: int) -> bool:
         """Whether an operand is no argument of the program: before XLA inserts its copies, any other may be shared."""
-        while (instruction := self._by_id[operand]).text(OPCODE) in ("bitcast", "reshape", "get-tuple-element"):
-            (operand,) = instruction.integers(OPERANDS)
-        return instruction.text(OPCODE) != "parameter"
+        while (instruction := self._by_id[operand]).text(proto.OPCODE) in ("bitcast", "reshape", "get-tuple-element"):
+            (operand,) = instruction.integers(proto.OPERANDS)
+        return instruction.text(proto.OPCODE) != "parameter"
 
     def may_share(self, collective: Message, index: int, operand: int) -> bool:
         """Whether nothing else has or reads the buffer of an operand, which the result of this index then gets."""
@@ -55,7 +54,7 @@ class Buffers:
         if self._users is None:
             self._users = {}
             for instruction in self._instructions:
-                for operand in instruction.integers(OPERANDS):
+                for operand in instruction.integers(proto.OPERANDS):
                     self._users.setdefault(operand, []).append(instruction)
         return self._users.get(id_, [])
 
@@ -65,33 +64,33 @@ class Buffers:
             instruction = self._by_id[id_]
             if len(self._users_of(id_)) != 1 or id_ == self._root:
                 return False
-            if instruction.text(OPCODE) != "bitcast":
+            if instruction.text(proto.OPCODE) != "bitcast":
                 return self._has_own_buffer(instruction, _PRODUCERS)
-            (id_,) = instruction.integers(OPERANDS)
+            (id_,) = instruction.integers(proto.OPERANDS)
 
     def _has_own_buffer(self, instruction: Message, opcodes: set[str]) -> bool:
-        if instruction.text(OPCODE) not in opcodes or instruction.each(ALIASES):
+        if instruction.text(proto.OPCODE) not in opcodes or instruction.each(proto.ALIASES):
             return False
-        bodies = [self._body_of(called) for called in instruction.integers(CALLED)]
+        bodies = [self._body_of(called) for called in instruction.integers(proto.CALLED)]
         return not any(mark in body for body in bodies for mark in _IN_PLACE)
 
     def _is_read(self, instruction: Message, index: int) -> bool:
         """Whether a result is only read, by instructions whose results have buffers of their own."""
-        id_, of_tuple = instruction.integer(ID), Shape(instruction.message(SHAPE)).is_tuple
+        id_, of_tuple = instruction.integer(proto.ID), Shape(instruction.message(proto.SHAPE)).is_tuple
         if id_ == self._root:
             return False
         users = self._users_of(id_)
         if of_tuple:
-            if any(user.text(OPCODE) != "get-tuple-element" for user in users):
+            if any(user.text(proto.OPCODE) != "get-tuple-element" for user in users):
                 return False
-            elements = [user for user in users if user.integer(TUPLE_INDEX) == index]
-            if any(each.integer(ID) == self._root for each in elements):
+            elements = [user for user in users if user.integer(proto.TUPLE_INDEX) == index]
+            if any(each.integer(proto.ID) == self._root for each in elements):
                 return False
-            users = [user for each in elements for user in self._users_of(each.integer(ID))]
+            users = [user for each in elements for user in self._users_of(each.integer(proto.ID))]
         while users:
             user = users.pop()
-            if user.text(OPCODE) == "bitcast" and user.integer(ID) != self._root:
-                users += self._users_of(user.integer(ID))
+            if user.text(proto.OPCODE) == "bitcast" and user.integer(proto.ID) != self._root:
+                users += self._users_of(user.integer(proto.ID))
             elif not self._has_own_buffer(user, _READERS):
                 return False
         return True

@@ -5,33 +5,16 @@ from typing import NamedTuple
 
 from jax_ring import runtime
 from jax_ring.lowering.custom_call import streams
-from jax_ring.lowering.hlo import across_hosts, collectives, for_gpus, in_place, wire
-from jax_ring.lowering.hlo.collectives import (
-    CALLED,
-    COMPUTATION_ID,
-    DIMENSIONS,
-    FRONTEND,
-    ID,
-    INSTRUCTIONS,
-    METADATA,
-    NAME,
-    OPCODE,
-    OPERANDS,
-    PREDECESSORS,
-    ROOT,
-    SHAPE,
-    TUPLE_INDEX,
-    Collective,
-)
+from jax_ring.lowering.hlo import across_hosts, collectives, for_gpus, in_place, proto, wire
+from jax_ring.lowering.hlo.collectives import Collective
 from jax_ring.lowering.hlo.replica_groups import Unsupported
 from jax_ring.lowering.hlo.shapes import UINT32, Shape, array_shape, slices, tuple_shape
 from jax_ring.lowering.hlo.wire import Message
 
-# Fields of HloInstructionProto, of a map's entry, and of HloComputationProto.
-_PARAMETER_NUMBER, _TARGET, _CONFIG = 9, 28, 43
-_FEATURE_GROUPS, _CONSTRAIN_LAYOUT, _OPERAND_SHAPES, _BATCH_GROUPS, _API_VERSION = 50, 56, 57, 58, 77
-_TYPED_FFI = 4
-_KEY, _VALUE = 1, 2
+_TYPED_FFI = 4  # an API_VERSION
+_PARAMETER_NUMBER = 9  # of HloInstructionProto
+_KEY, _VALUE = 1, 2  # of a map's entry
+# Of HloComputationProto, and of its ProgramShapeProto.
 _COMPUTATION_NAME, _PROGRAM_SHAPE = 1, 4
 _PROGRAM_OPERANDS, _PROGRAM_RESULT, _PROGRAM_NAMES = 1, 2, 3
 
@@ -85,13 +68,13 @@ class Computation:
         if environment.platform.has_streams:
             message, self._beside = for_gpus.prepared(message, environment.num_partitions, environment.reduction_of)
         self._message = message
-        self._serialized = message.each(INSTRUCTIONS)
-        self._instructions = message.messages(INSTRUCTIONS)
-        self._by_id = {instruction.integer(ID): instruction for instruction in self._instructions}
+        self._serialized = message.each(proto.INSTRUCTIONS)
+        self._instructions = message.messages(proto.INSTRUCTIONS)
+        self._by_id = {instruction.integer(proto.ID): instruction for instruction in self._instructions}
         self._next_id = max(self._by_id) + 1
         self._written: list[Message | bytes] = []
         self._hidden: list[int] = []  # the operands in front of the collective's
-        self._buffers = in_place.Buffers(self._instructions, message.integer(ROOT), environment.body_of)
+        self._buffers = in_place.Buffers(self._instructions, message.integer(proto.ROOT), environment.body_of)
 
     def replace(self, refuse: Callable[[Message, Unsupported], None]) -> Message | None:
         """The computation with calls in the place of collectives; None if none is replaced.
@@ -101,7 +84,7 @@ class Computation:
         calls: dict[int, tuple[Collective, str | int]] = {}
         of = self._of
         for instruction in self._instructions:
-            if not collectives.is_collective(instruction.text(OPCODE)):
+            if not collectives.is_collective(instruction.text(proto.OPCODE)):
                 continue
             try:
                 call = collectives.read(
@@ -112,8 +95,8 @@ class Computation:
                     self._of.platform.has_layouts,
                 )
                 if call.size > 1:  # XLA has these done by a copy
-                    is_beside = instruction.integer(ID) in self._beside
-                    calls[instruction.integer(ID)] = call, of.serve(call, instruction, is_beside)
+                    is_beside = instruction.integer(proto.ID) in self._beside
+                    calls[instruction.integer(proto.ID)] = call, of.serve(call, instruction, is_beside)
             except Unsupported as why:
                 refuse(instruction, why)
         if not calls:
@@ -121,7 +104,7 @@ class Computation:
         if of.platform.takes_position:
             self._hidden = [self._add("partition-id", array_shape(UINT32))]
         for instruction, serialized in zip(self._instructions, self._serialized, strict=True):
-            if (found := calls.get(instruction.integer(ID))) is None:
+            if (found := calls.get(instruction.integer(proto.ID))) is None:
                 self._written.append(serialized)
                 continue
             call, by = found
@@ -131,11 +114,11 @@ class Computation:
                 self._write_exchange(instruction, call, by)
             else:
                 self._write(instruction, call, by)
-        others = [field for field in self._message.fields if field[0] != INSTRUCTIONS]
-        return Message([*others, *(wire.data(INSTRUCTIONS, instruction) for instruction in self._written)])
+        others = self._message.without(proto.INSTRUCTIONS)
+        return Message([*others, *(wire.data(proto.INSTRUCTIONS, instruction) for instruction in self._written)])
 
     def _shape_of(self, instruction: int) -> Message:
-        return self._by_id[instruction].message(SHAPE)
+        return self._by_id[instruction].message(proto.SHAPE)
 
     # ---- Calls ------------------------------------------------------------------------------------------------------
 
@@ -150,8 +133,8 @@ class Computation:
             ids = [self._blocks_first(*item, call, instruction) for item in zip(ids, operands, strict=True)]
             operands = [_blocks_first(x, call) for x in operands]
         if not call.kind.gathers:
-            aliased = self._aliased(instruction, call)
-            self._call(instruction, call, config, (operands, ids), instruction.message(SHAPE), aliased, instead=True)
+            shape, aliased = instruction.message(proto.SHAPE), self._aliased(instruction, call)
+            self._call(instruction, call, config, (operands, ids), shape, aliased, instead=True)
             return
         results = [_blocks_first(x, call) for x in call.results]
         made = self._call(instruction, call, config, (operands, ids), _of_all(results).message)
@@ -170,23 +153,23 @@ class Computation:
         """
         hidden = [array_shape(UINT32)] * len(self._hidden)
         shapes, ids = [*hidden, *operands[0]], [*self._hidden, *operands[1]]
-        is_beside = instruction.integer(ID) in self._beside
+        is_beside = instruction.integer(proto.ID) in self._beside
         targets = runtime.ASYNC_TARGETS if is_beside else runtime.TARGETS
         is_tuple = Shape(shape).is_tuple
         fields = [
-            wire.data(_TARGET, targets[call.kind.name]),
-            wire.data(_CONFIG, config),
-            wire.integer(_FEATURE_GROUPS, 1),
-            wire.integer(_CONSTRAIN_LAYOUT, 1),
-            *(wire.data(_OPERAND_SHAPES, each.message) for each in shapes),
-            wire.integer(_BATCH_GROUPS, 1),
-            wire.integer(_API_VERSION, _TYPED_FFI),
+            wire.data(proto.TARGET, targets[call.kind.name]),
+            wire.data(proto.CONFIG, config),
+            wire.integer(proto.FEATURE_GROUPS, 1),
+            wire.integer(proto.CONSTRAIN_LAYOUT, 1),
+            *(wire.data(proto.OPERAND_SHAPES, each.message) for each in shapes),
+            wire.integer(proto.BATCH_GROUPS, 1),
+            wire.integer(proto.API_VERSION, _TYPED_FFI),
             *in_place.fields(aliased, len(hidden), is_tuple),
         ]
         if not is_beside:
             return self._put("custom-call", shape, ids, instruction, fields, instead)
         computation = self._of.add(lambda id_: _function(id_, instruction, shapes, Shape(shape), fields))
-        fields = [wire.packed(CALLED, [computation]), *_ON_COLLECTIVE_STREAM]
+        fields = [wire.packed(proto.CALLED, [computation]), *_ON_COLLECTIVE_STREAM]
         if not is_tuple:
             return self._put("call", shape, ids, instruction, fields, instead)
         # As in streams.py.
@@ -205,10 +188,10 @@ class Computation:
         parts = [made]
         if len(shapes) > 1:
             parts = [
-                self._add("get-tuple-element", shape, [made], instruction, [wire.integer(TUPLE_INDEX, i)])
+                self._add("get-tuple-element", shape, [made], instruction, [wire.integer(proto.TUPLE_INDEX, i)])
                 for i, shape in enumerate(shapes)
             ]
-        if not Shape(instruction.message(SHAPE)).is_tuple:
+        if not Shape(instruction.message(proto.SHAPE)).is_tuple:
             self._write_whole(made, call.results[0], call, instruction, instead=True)
             return
         wholes = [
@@ -219,7 +202,7 @@ class Computation:
     def _write_steps(self, instruction: Message, call: Collective, computation: int) -> None:
         """Writes a call of a computation, which has the steps of a collective across hosts."""
         operands, results = across_hosts.shapes_of(call)
-        fields = [wire.packed(CALLED, [computation])]
+        fields = [wire.packed(proto.CALLED, [computation])]
         if call.in_tuple:
             joined = self._reshape(self._joined(instruction, call), operands[0], instruction)
             made = self._add("call", results[0], [joined], instruction, fields)
@@ -240,7 +223,7 @@ class Computation:
     def _joined(self, instruction: Message, call: Collective) -> int:
         block = _with_leading(call.operands[0], 1)
         blocks = [self._reshape(each, block, instruction) for each in call.operand_ids]
-        return self._add("concatenate", _blocks_of(call), blocks, instruction, [wire.packed(DIMENSIONS, [0])])
+        return self._add("concatenate", _blocks_of(call), blocks, instruction, [wire.packed(proto.DIMENSIONS, [0])])
 
     def _write_cut(self, instruction: Message, call: Collective, made: int) -> None:
         one, block = _with_leading(call.operands[0], 1), call.operands[0]
@@ -278,7 +261,7 @@ class Computation:
         return self._reshape(id_, whole, instruction, instead)
 
     def _transpose(self, id_: int, shape: Shape, order: Sequence[int], instruction: Message) -> int:
-        return self._add("transpose", shape, [id_], instruction, [wire.packed(DIMENSIONS, order)])
+        return self._add("transpose", shape, [id_], instruction, [wire.packed(proto.DIMENSIONS, order)])
 
     # ---- Instructions -----------------------------------------------------------------------------------------------
 
@@ -290,7 +273,7 @@ class Computation:
         if not instead:
             return self._add(opcode, Shape(shape), operands, instruction, fields)
         self._written.append(_instead(instruction, opcode, operands, fields))
-        return instruction.integer(ID)
+        return instruction.integer(proto.ID)
 
     def _add(
         self,
@@ -302,26 +285,25 @@ class Computation:
     ) -> int:
         """Writes another instruction, for one that is replaced, and returns its id."""
         id_, self._next_id = self._next_id, self._next_id + 1
-        of_whom = instruction.text(NAME) if instruction else "jax_ring"
-        name = f"{of_whom}.{self._message.integer(COMPUTATION_ID)}.{id_ & 0xFFFFFFFF}"  # unique in the program
-        made = [wire.data(NAME, name), wire.data(OPCODE, opcode), wire.data(SHAPE, shape.message)]
-        made += [field for field in (instruction.fields if instruction else ()) if field[0] == METADATA]
-        made += [*fields, wire.integer(ID, id_)]
-        made += [wire.packed(OPERANDS, operands)] if operands else []
+        of_whom = instruction.text(proto.NAME) if instruction else "jax_ring"
+        name = f"{of_whom}.{self._message.integer(proto.COMPUTATION_ID)}.{id_ & 0xFFFFFFFF}"  # unique in the program
+        made = [wire.data(proto.NAME, name), wire.data(proto.OPCODE, opcode), wire.data(proto.SHAPE, shape.message)]
+        made += [field for field in (instruction.fields if instruction else ()) if field[0] == proto.METADATA]
+        made += [*fields, wire.integer(proto.ID, id_)]
+        made += [wire.packed(proto.OPERANDS, operands)] if operands else []
         self._written.append(Message(made))
         return id_
 
 
 def _instead(instruction: Message, opcode: str, operands: Sequence[int], fields: Sequence[wire.Field] = ()) -> Message:
     """Another instruction with the name, the id and the shape of one that is replaced."""
-    kept = {NAME, SHAPE, METADATA, ID, PREDECESSORS}
-    made = [field for field in instruction.fields if field[0] in kept]
-    return Message([*made, wire.data(OPCODE, opcode), *fields, wire.packed(OPERANDS, operands)])
+    made = instruction.only(proto.NAME, proto.SHAPE, proto.METADATA, proto.ID, proto.PREDECESSORS)
+    return Message([*made, wire.data(proto.OPCODE, opcode), *fields, wire.packed(proto.OPERANDS, operands)])
 
 
 # The attributes of a call that XLA's GPU compiler runs on another stream, as streams.py has them.
 _ON_COLLECTIVE_STREAM = [
-    wire.data(FRONTEND, Message([wire.data(1, Message([wire.data(_KEY, key), wire.data(_VALUE, value)]))]))
+    wire.data(proto.FRONTEND, Message([wire.data(1, Message([wire.data(_KEY, key), wire.data(_VALUE, value)]))]))
     for key, value in streams.attributes_of(streams.COLLECTIVE).items()
 ]
 
@@ -330,18 +312,19 @@ def _function(
     id_: int, instruction: Message, operands: Sequence[Shape], result: Shape, fields: Sequence[wire.Field]
 ) -> Message:
     """A computation with the custom call alone."""
-    name, metadata = instruction.text(NAME), [field for field in instruction.fields if field[0] == METADATA]
+    name, metadata = instruction.text(proto.NAME), instruction.only(proto.METADATA)
     names = [f"operand.{id_}.{i}" for i in range(len(operands))]
 
     def written(number: int, opcode: str, name: str, shape: Shape, *more: wire.Field) -> wire.Field:
-        own = [wire.data(NAME, name), wire.data(OPCODE, opcode), wire.data(SHAPE, shape.message), *metadata]
-        return wire.data(INSTRUCTIONS, Message([*own, wire.integer(ID, id_ << 32 | number), *more]))
+        own = [wire.data(proto.NAME, name), wire.data(proto.OPCODE, opcode), wire.data(proto.SHAPE, shape.message)]
+        numbered = wire.integer(proto.ID, id_ << 32 | number)
+        return wire.data(proto.INSTRUCTIONS, Message([*own, *metadata, numbered, *more]))
 
     parameters = [
         written(i, "parameter", name, shape, wire.integer(_PARAMETER_NUMBER, i))
         for i, (name, shape) in enumerate(zip(names, operands, strict=True))
     ]
-    used = wire.packed(OPERANDS, [id_ << 32 | i for i in range(len(operands))])
+    used = wire.packed(proto.OPERANDS, [id_ << 32 | i for i in range(len(operands))])
     call = written(len(operands), "custom-call", f"{name}.{id_}.call", result, *fields, used)
     types = [
         *(wire.data(_PROGRAM_OPERANDS, shape.message) for shape in operands),
@@ -351,8 +334,8 @@ def _function(
     return Message(
         [
             wire.data(_COMPUTATION_NAME, f"{name}.{id_}.on_stream"), *parameters, call,
-            wire.data(_PROGRAM_SHAPE, Message(types)), wire.integer(COMPUTATION_ID, id_),
-            wire.integer(ROOT, id_ << 32 | len(operands)),
+            wire.data(_PROGRAM_SHAPE, Message(types)), wire.integer(proto.COMPUTATION_ID, id_),
+            wire.integer(proto.ROOT, id_ << 32 | len(operands)),
         ]
     )  # fmt: skip
 

@@ -66,6 +66,14 @@ class Message:
         """The numbers of its fields."""
         return {number for number, _, _ in self.fields}
 
+    def only(self, *numbers: int) -> list[Field]:
+        """The fields of these numbers."""
+        return [field for field in self.fields if field[0] in numbers]
+
+    def without(self, *numbers: int) -> list[Field]:
+        """The fields of all other numbers."""
+        return [field for field in self.fields if field[0] not in numbers]
+
     def _last(self, number: int) -> Value | None:
         for field_number, _, value in reversed(self.fields):
             if field_number == number:

@@ -21,7 +21,7 @@ from jax_ring.lowering.xla.bitcasts import bits_dtype, from_bits, to_bits, zeros
 def _all_reduce(ctx, operand, aval, *, axes, axis_index_groups=None):
     """XLA's all-reduce of an operand of type `aval`."""
     ctx = ctx.replace(avals_in=[aval], avals_out=[aval])
-    (total,) = _compat.lower_lax_reduction(_compat.psum_p, ctx, operand, axes=axes, axis_index_groups=axis_index_groups)
+    (total,) = _compat.lower_as_lax(_compat.psum_p, ctx, operand, axes=axes, axis_index_groups=axis_index_groups)
     return total
 
 

@@ -12,10 +12,14 @@ from jax_ring import _compat
 from jax_ring.lowering.override_state import for_xla
 
 
+def aval_of(dtype, *shape: int) -> jax.core.ShapedArray:
+    """The type of an array."""
+    return jax.core.ShapedArray(shape, dtype)
+
+
 def convert(ctx, x, dtype):
     """x converted to `dtype`."""
-    aval = jax.core.ShapedArray(ir.RankedTensorType(x.type).shape, dtype)
-    to = mlir.aval_to_ir_type(ctx.module_context, aval)
+    to = mlir.aval_to_ir_type(ctx.module_context, aval_of(dtype, *ir.RankedTensorType(x.type).shape))
     return x if x.type == to else hlo.convert(to, x)
 
 

@@ -33,25 +33,15 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> list:
     return [ops.inline_one(ctx, run, x, aval) for x, aval in zip(operands, ctx.avals_in, strict=True)]
 
 
-def gathers_everything(sizes: Sequence[int]) -> bool:
-    """Whether all operands go to all ranks, instead of a block of each to each, in groups of these sizes."""
-    return len(set(sizes)) > 1
-
-
-def block_size(num_elements: int, num_ranks: int) -> int:
-    """The number of elements of each block of an all-reduce. The last ones are padded."""
-    return math.ceil(num_elements / num_ranks)
-
-
 # ---- The sums, as functions of a rank's operand ---------------------------------------------------------------------
 
 
 def _all_reduce(x: jax.Array, *, axes: tuple, axis_index_groups, options: Options, sizes: list[int]) -> jax.Array:
-    if gathers_everything(sizes):
+    if len(set(sizes)) > 1:
         return _fold_everything(x, axes, axis_index_groups)
     size, shape = sizes[0], x.shape[_num_slot_dimensions(options, sizes) :]
     slots = x.shape[0] if x.shape != shape else 1
-    count, block = math.prod(shape), block_size(math.prod(shape), size)
+    count, block = math.prod(shape), math.ceil(math.prod(shape) / size)
     padded = jnp.pad(x.reshape(slots, count), ((0, 0), (0, size * block - count)))
     blocks = padded.reshape(slots, size, block)
     total = _fold_blocks(blocks, axes, axis_index_groups, options, size)
