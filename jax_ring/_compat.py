@@ -383,8 +383,9 @@ def module_state(lowering_context, make: Callable[[], T]) -> T:
 
 
 def call_with_programs(function: Callable) -> None:
-    """Calls a function with each program that JAX has lowered: (module, jaxpr, platforms, donates, shardings).
+    """Calls a function with each program that JAX has lowered: (module, jaxpr, platforms, donates, meshes).
 
+    The meshes are those of its arguments and results.
     Not with exported programs: there the caller decides which arguments are donated, and how they are divided.
     """
     lower = _mlir.lower_jaxpr_to_module
@@ -396,7 +397,8 @@ def call_with_programs(function: Callable) -> None:
             with lowered.module.context, _ir.Location.unknown():
                 shardings = [*(options.get("arg_shardings") or ()), *(options.get("result_shardings") or ())]
                 platforms, donates = tuple(options["platforms"]), any(options["donated_args"])
-                function(lowered.module, jaxpr, platforms, donates, shardings)
+                meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, jax.sharding.NamedSharding)]
+                function(lowered.module, jaxpr, platforms, donates, meshes)
         return lowered
 
     _mlir.lower_jaxpr_to_module = lower_and_call  # type: ignore[assignment]
@@ -415,11 +417,6 @@ def devices(platform: str) -> list:
         return jax.devices(platform)
     except RuntimeError:
         return []
-
-
-def devices_of(sharding) -> frozenset:
-    """The devices of a sharding; none if it has no known ones."""
-    return frozenset() if getattr(sharding, "mesh", None) is None else frozenset(mesh_devices(sharding.mesh) or ())
 
 
 def is_donated(attributes) -> bool:

@@ -65,10 +65,11 @@ class _Devices(NamedTuple):
 _elsewhere: dict[str, _Devices] = {}
 
 
-def _note_devices(shardings: Sequence) -> str:
-    """Notes the devices of a program's arrays, if they are not there, and returns the name by which they are found."""
-    devices = {device.id: device for sharding in shardings for device in _compat.devices_of(sharding)}
-    if not devices or not _compat.is_compile_only(next(iter(devices.values()))):
+def _note_devices(meshes: Sequence) -> str:
+    """Notes the devices of a program that are not there, and returns the name by which they are found."""
+    absent = filter(_compat.is_compile_only, meshes)
+    devices = {device.id: device for mesh in absent for device in _compat.mesh_devices(mesh) or ()}
+    if not devices:
         return ""
     hosts = assumed_hosts.assumed()
     processes = sorted((id_, device.process_index) for id_, device in devices.items())
@@ -77,16 +78,16 @@ def _note_devices(shardings: Sequence) -> str:
     return name
 
 
-def mark(module: ir.Module, jaxpr, platform: str, shardings: Sequence, settings: Settings) -> None:
+def mark(module: ir.Module, jaxpr, platform: str, meshes: Sequence, settings: Settings) -> None:
     """Marks a program that has just been lowered for a platform, if XLA divides it between devices.
 
-    shardings: of its arguments and results.
+    meshes: of its arguments and results.
     """
     attributes = module.operation.attributes
     if platform not in _compat.PLATFORMS_WITH_HOOK or ir.IntegerAttr(attributes["mhlo.num_partitions"]).value == 1:
         return
     _register_once(platform)
-    name = _note_devices(shardings)
+    name = _note_devices(meshes)
     if not name and jax.process_count() > 1:
         name = program_id.name_of_program(module, jaxpr)
     is_safe = settings.partitioner is True or not _compat.CHANGED_HLO_LOSES_ALIASES

@@ -41,10 +41,10 @@ def rule(jax_rule: Callable) -> Callable:
     return partial(_lower_shard_map, jax_rule)
 
 
-def end_program(module: ir.Module, jaxpr, platforms: tuple[str, ...], donates: bool, shardings: Sequence) -> None:
-    """What is done with a program that has been lowered from a jaxpr. shardings: of its arguments and results."""
+def end_program(module: ir.Module, jaxpr, platforms: tuple[str, ...], donates: bool, meshes: Sequence) -> None:
+    """What is done with a program that has been lowered from a jaxpr. meshes: of its arguments and results."""
     if donates:
         # Donated arguments are known only once the whole program is lowered.
         donation.sum_in_place(module)
     if enabled.value and enabled.value.partitioner is not False and len(platforms) == 1:
-        hook.mark(module, jaxpr, platforms[0], shardings, enabled.value)
+        hook.mark(module, jaxpr, platforms[0], meshes, enabled.value)
