@@ -302,7 +302,7 @@ def sync_gradients(
         which is then cast back to the dtype of the leaf. Half the traffic for a loss of precision; see
         `sync_with_feedback`. A type with less range than float32, such as float16, is sent divided by the number of
         ranks if `mean` is set, also for gradients that have such a type themselves: the mean overflows only if it, or a
-        rank's own part of it, is not in the range of the type. docs/training.md has the ranges.
+        rank's own part of it, is not in the range of the type. docs/compression.md has the ranges.
         Or "int8": floats of more than 8 bits are sent as blocks of 256 8-bit integers with a common float32 scale. The
         leaves of a bucket are packed in float32 before blocks are cut. XLA's all-to-all exchanges the ranks' blocks,
         which are added in float32 in rank order, rounded again, and gathered. Across hosts, the ranks of a host first
