@@ -15,7 +15,7 @@ from typing import NamedTuple
 from harness import intervals
 
 TIMES = "\N{MULTIPLICATION SIGN}"
-GREY = "#767676"
+GREY = "#7f7f7f"
 COLORS = ("#3b82c4", "#d97706", "#2e9e6b")
 MARKERS = {2: "o", 4: "s", 8: "^", 16: "D"}
 
@@ -83,7 +83,7 @@ def draw(file: str, folders: list[pathlib.Path]) -> None:
     axes.set_xticks(range(len(sizes)), names)
     axes.set_title("ring_psum against lax.psum: times faster,\nfloat32 in a jitted loop on 2 cores", fontsize=11)
     shapes = ", ".join(f"{name} {n}" for name, n in zip("●■▲◆", MARKERS, strict=True))
-    axes.set_xlabel(f"message of each device    devices: {shapes}", fontsize=9.5)
+    axes.set_xlabel(f"message; devices: {shapes}", fontsize=9.5)
     axes.legend(frameon=False, fontsize=9, loc="upper right")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, transparent=True, metadata={"Date": None})
