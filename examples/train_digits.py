@@ -134,11 +134,11 @@ def main():
     for number in numbers:
         cells = [f"{digests[impl, number]}  {results[impl, number][1]:.2%}" for impl in NAMES]
         table.add_row(str(number), *cells)
-    console.print(table)
     for impl, name in NAMES.items():
         compiled = results[impl, numbers[0]][2]
         num_ring, num_xla = compiled.count('"jax_ring_all_reduce"'), compiled.count(" all-reduce(")
         console.print(f"A step with {name} calls jax_ring's all-reduce {num_ring}x and XLA's {num_xla}x.")
+    console.print(table)
     num_results = {impl: len({digests[impl, number] for number in numbers}) for impl in NAMES}
     devices = " and ".join(filter(None, [", ".join(map(str, numbers[:-1])), str(numbers[-1])]))
     same = num_results["ring"] == 1
