@@ -49,5 +49,17 @@ def link_pages(app, what, name, obj, options, lines):
     lines[:] = [re.sub(r"docs/(\w+)\.md(#[\w-]+)?", r":doc:`/\1`", line) for line in lines]
 
 
+def mark_examples(app, what, name, obj, options, lines):
+    """Indented lines below a paragraph of a docstring are code."""
+    marked, last = [], ""
+    for line in lines:
+        if line.startswith("    ") and last[:1].strip() and not marked[-1].strip():
+            marked += [".. code-block:: python", ""]
+        marked.append(line)
+        last = line if line.strip() else last
+    lines[:] = marked
+
+
 def setup(app):
+    app.connect("autodoc-process-docstring", mark_examples, priority=400)  # before napoleon's
     app.connect("autodoc-process-docstring", link_pages)

@@ -56,19 +56,21 @@ def allreduce_gradients(
 ) -> optax.GradientTransformation:
     """An optax `GradientTransformation` that replaces this rank's gradients by their mean over the ranks.
 
-    Put it first in an `optax.chain`. `clip_by_global_norm` after it clips the norm of the mean, as one device with the
-    whole batch would. A wrapper that decides by the gradients whether to update, such as `optax.apply_if_finite`, goes
-    after it as well: around it, each rank would decide by its own gradients, and leave the others waiting.
+        optimizer = optax.chain(allreduce_gradients("data"), optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+
+    Put it first: clipping after it clips the norm of the mean, as one device with the whole batch would. A wrapper that
+    decides by the gradients whether to update, such as `optax.apply_if_finite`, goes after it as well: around it, each
+    rank would decide by its own gradients, and leave the others waiting.
 
     Args:
       axis_name, mean: as for `sync_gradients`; so are the gradients, which may be a `ShardSums`.
       **options: as for `sync_gradients`. A `key` is split in every step, and the state holds the next. With neither a
         key nor `error_feedback` the state has no leaves.
-      error_feedback: whether to add the error of rounding a rank's gradients to `wire` to its gradients of the
-        next step, as `sync_with_feedback` does. The optimizer then has a state that differs between ranks: it enters
-        and leaves `shard_map` by `feedback_specs`, and `init` is called inside. So has one in `optax.MultiSteps`.
-      check_replicas: a number of steps: `jax_ring.check_replicas` in the first step, and after so many each time. The
-        digests are in a bucket of the gradients. Needs the parameters: `optimizer.update(gradients, state, params)`.
+      error_feedback: whether to add the error of rounding a rank's gradients to `wire` to its gradients of the next
+        step, as `sync_with_feedback` does. The state then differs between ranks: it enters and leaves `shard_map` by
+        `feedback_specs`, and `init` is called inside. So has one in `optax.MultiSteps`.
+      check_replicas: a number of steps: `jax_ring.check_replicas` in the first step, and after so many each time. Needs
+        the parameters: `optimizer.update(gradients, state, params)`.
 
     Raises:
       ImportError: if optax is not installed.
