@@ -51,7 +51,7 @@ def value_and_grad(
 ) -> Callable[P, tuple[Any, Any]]:
     """`jax.value_and_grad` for a loss of which each data-parallel rank computes its part.
 
-        value, grads = value_and_grad(loss, "data")(params, x, y)               # under shard_map
+        value, grads = value_and_grad(loss, "data")(params, x, y)  # under shard_map
 
     It differentiates the mean of `fun` over the ranks with respect to parameters that all ranks share, or the value of
     `fun` itself where `fun` has reduced it over the axis, as by `weighted_pmean`. Both are right with vma tracking
@@ -349,7 +349,7 @@ def _refuse_summing_twice(axis_name: AxisName, advice: str) -> None:
 def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[ReductionOptions]) -> T:
     """Returns parameters unchanged, and sums their gradients over the ranks at this point of the backward pass.
 
-        layer = reduce_in_backward(layer, "data")     # in the loss, where the layer is used, also in a lax.scan
+        layer = reduce_in_backward(layer, "data")  # in the loss, where the layer is used, also in a lax.scan
 
     The reduction of a layer's gradients starts as soon as they are computed, before those of the earlier layers; on
     GPUs it goes on beside them, unless `overlap=False`. Differentiate with `value_and_grad(...,

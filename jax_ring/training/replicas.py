@@ -49,7 +49,7 @@ def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0, impl: Imp
 def assert_replicated(tree: Any) -> None:
     """Checks that the copies of each array have the same bits on all its devices, those of other processes included.
 
-        jax_ring.assert_replicated(params)                                      # outside of jit, now and then
+        jax_ring.assert_replicated(params)  # outside of jit, now and then
 
     Without vma tracking `shard_map` trusts `out_specs=P()`: a step that forgets a reduction leaves copies that drift
     apart. If an array is sharded over some mesh axes and replicated over others, the copies of each shard are compared.

@@ -291,7 +291,7 @@ def with_table(sums: ShardSums, table: jax.Array) -> ShardSums:
 def check_replicas(tree: T, axis_name: AxisName, *, when: Any = True, impl: Impl = "ring") -> T:
     """Compares the ranks' copies of a pytree within a step, and fails the step on all ranks if any two differ.
 
-        params = check_replicas(params, "data", when=step % 10 == 0)            # under shard_map
+        params = check_replicas(params, "data", when=step % 10 == 0)  # under shard_map
 
     Go on with the result: a step that does not use it does not compare. Where `when` is true, each rank computes a
     64-bit digest of its copy; in every step the ranks exchange 16 or 32 bytes each. Copies that differ in one element

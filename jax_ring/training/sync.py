@@ -288,7 +288,7 @@ def sync_gradients(
 ) -> T:
     """The mean over data-parallel ranks of the gradients that each rank has computed.
 
-        grads = sync_gradients(jax.grad(loss)(local_params, x, y), "data")      # under shard_map
+        grads = sync_gradients(jax.grad(loss)(local_params, x, y), "data")  # under shard_map
 
     Each bucket of `plan_buckets` is one call of `ring_psum`, which reads its leaves in place. The bits do not depend on
     the buckets, except with `wire="int8"`.
@@ -334,7 +334,7 @@ def sync_with_feedback(
 ) -> tuple[T, T]:
     """`sync_gradients` with a narrow `wire`; adds the rounding error of each step to the next one.
 
-        grads, residual = sync_with_feedback(grads, residual, "data")           # under shard_map
+        grads, residual = sync_with_feedback(grads, residual, "data")  # under shard_map
 
     This is the error feedback of Seide et al., "1-Bit Stochastic Gradient Descent" (2014). The error of rounding the
     sum itself is fed back with `wire="int8"` only. Of a value that is too large, as much is sent as leaves room for

@@ -19,7 +19,7 @@ T = TypeVar("T")  # a pytree: results have the structure of the argument
 def weighted_pmean(x: T, weight: Any, axis_name: AxisName, *, impl: Impl = "ring") -> T:
     """The weighted mean of `x` over the ranks of a mapped axis: the sum of weight * x, over the sum of weight.
 
-        mean = weighted_pmean(total / jnp.maximum(count, 1), count, "data")    # over all examples
+        mean = weighted_pmean(total / jnp.maximum(count, 1), count, "data")  # over all examples
 
     The value of a rank of weight 0 does not count, even if it is not finite. Its gradient does not count either if the
     derivatives of `x` on that rank are finite. Those of `total / 0` are not, and make the gradients NaN on all ranks:
