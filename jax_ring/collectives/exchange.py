@@ -118,8 +118,8 @@ def ring_ppermute(x: T, axis_name: AxisName, perm: Iterable[tuple[int, int]]) ->
       x: an array, or a pytree of arrays, of any dtype. Random keys are sent as their bits.
       axis_name: as for `ring_psum`; no positional axes.
       perm: pairs (source, receiver) of ranks. No two pairs have the same source, or the same receiver. A rank that is
-        no receiver gets zeros. Negative ranks count from the end. Over several axes the rank is that of `jax.lax`: JAX
-        0.10 counts in the mesh's order of the axes, and later ones refuse another.
+        no receiver gets zeros. Negative ranks count from the end. Over several axes ranks are counted as in `jax.lax`:
+        JAX 0.10 counts in the mesh's order of the axes, and later ones refuse another.
 
     Returns:
       A pytree like `x`. With vma tracking it varies over the axis.

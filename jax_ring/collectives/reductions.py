@@ -1,4 +1,4 @@
-"""Reductions of which every rank gets the result: sum, mean, maximum and minimum."""
+"""Reductions whose result every rank gets: sum, mean, maximum and minimum."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -69,8 +69,8 @@ def ring_psum(
         may differ. Only under `shard_map(..., check_vma=False)` and `pmap`.
       algorithm: "auto", "one_shot", "two_shot" or "ring": how the engine moves the data. It never changes the result.
         CPU devices of one process have only one algorithm.
-      order: "rank" is the fold above. "ring" is that of a ring reduce-scatter, which needs the least bandwidth where
-        ranks reach only their neighbors: block i of the flattened operand is folded over ranks i+1, i+2, ..., i
+      order: "rank" is the fold above. "ring" is the order of a ring reduce-scatter, which needs the least bandwidth
+        where ranks reach only their neighbors: block i of the flattened operand is folded over ranks i+1, i+2, ..., i
         (docs/how_it_works.md#another-order-for-rings); with algorithm "auto" or "ring". "any" leaves the order to the
         engine: all ranks get the same bits, which may differ between machines, versions, algorithms and runs
         (docs/algorithms.md#any-order). "tree" adds along a fixed binary tree over V shards: the same bits for any
@@ -84,7 +84,7 @@ def ring_psum(
     Raises:
       NameError: if no enclosing transformation binds an axis of that name.
       ValueError: if `axis_index_groups` do not partition the ranks, an axis is named twice, `x` varies over only some
-        of the axes, or `algorithm` or `order` is none of those listed or they do not go together. With order="tree"
+        of the axes, or `algorithm` or `order` is not one of its choices or they do not go together. With order="tree"
         also if V is not a multiple of p, or not `num_shards`, or if a `ShardSums` meets groups of different sizes,
         positional axes or another order.
       NotImplementedError: for `axis_index_groups` with vma tracking, or over a `vmap` axis; for order="tree" over a
@@ -107,7 +107,7 @@ def ring_pmean(
 ) -> T:
     """The mean of `x` over the ranks of a mapped axis: `ring_psum`, divided. A drop-in for `jax.lax.pmean`.
 
-    Arguments, errors and order are those of `ring_psum`. Means of integers and booleans are floats, but as in
+    Arguments, errors and order are as in `ring_psum`. Means of integers and booleans are floats, but as in
     `lax.pmean` integers are added in their own dtype, where a sum wraps around that does not fit. Only integers of 2
     bits, which `lax.pmean` does not take, are added as int32. In groups of different sizes each sum is divided by the
     size of its own group (`lax.pmean` uses the size of the first). The sum of a `ShardSums` is divided by its number of
@@ -131,7 +131,7 @@ def ring_pmax(
 ) -> T:
     """The maximum of `x` over the ranks of a mapped axis, element by element. A drop-in for `jax.lax.pmax`.
 
-    Arguments and errors are those of `ring_psum`, except that booleans stay booleans and that `x` may vary over only
+    Arguments and errors are as in `ring_psum`, except that booleans stay booleans and that `x` may vary over only
     some of the axes. `algorithm` has an effect between processes on CPU devices; GPUs have one for extrema. A NaN on
     any rank makes the result NaN, and +0 is larger than -0, as in `jnp.maximum`; XLA's all-reduce on CPU devices drops
     NaNs. Like `lax.pmax` it has no derivative: stop the gradient of its operand.

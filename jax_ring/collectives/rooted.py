@@ -66,7 +66,8 @@ def ring_reduce(
 def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array) -> T:
     """Sends `x` from rank `source` to every rank of a mapped axis. A drop-in for `jax.lax.pbroadcast`.
 
-    As `ring_broadcast`, whose results are known to be the same on all ranks: those of `lax.pbroadcast` are not.
+    As `ring_broadcast`, but with the type of `lax.pbroadcast`: JAX does not know that results are the same on all
+    ranks.
 
     Args:
       x, axis_name: as for `ring_broadcast`.

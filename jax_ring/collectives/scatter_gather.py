@@ -129,7 +129,7 @@ def ring_all_gather(
       A pytree like `x` with an additional dimension of p elements, or p times as many elements along `axis`.
 
     Raises:
-      ValueError: if `axis` does not exist or `to` is none of those listed, and as `ring_psum`.
+      ValueError: if `axis` does not exist or `to` is not one of its choices, and as `ring_psum`.
       NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
     function, options = "ring_all_gather", make_options("ring_all_gather")

@@ -49,7 +49,7 @@ def value_and_grad(
     check_replicas: Any = None,
     **options: Unpack[ReductionOptions],
 ) -> Callable[P, tuple[Any, Any]]:
-    """`jax.value_and_grad` for a loss of which each data-parallel rank computes its part.
+    """`jax.value_and_grad` for a loss that is divided over data-parallel ranks.
 
         value, grads = value_and_grad(loss, "data")(params, x, y)  # under shard_map
 
@@ -69,10 +69,10 @@ def value_and_grad(
       holomorphic, allow_int: as for `jax.value_and_grad`. Gradients of integers have dtype float0.
       reduced_in_backward: whether `fun` passes all its parameters through `reduce_in_backward`.
       num_shards: V, for the same bits on any number of ranks p that divides it (docs/any_number_of_devices.md). The
-        rank's data is cut into V/p shards, each of which is differentiated alone; sums follow the tree of
-        `order="tree"` and are divided by V. The rank keeps log2(V/p) + 1 gradients at a time, or up to twice as many if
-        V/p is no power of two. `fun` may not communicate over the axis or ask for its index; it has `shard_index()`.
-        With V > p, `wire` and `reduced_in_backward` are refused.
+        rank's data is cut into V/p shards, differentiated one by one; sums follow the tree of `order="tree"` and are
+        divided by V. The rank keeps log2(V/p) + 1 gradients at a time, or up to twice as many if V/p is no power of
+        two. `fun` may not communicate over the axis or ask for its index; it has `shard_index()`. With V > p, `wire`
+        and `reduced_in_backward` are refused.
       in_axes: with num_shards, which dimension of the arguments that are not in `argnums` is cut: an integer for all,
         or a tuple with an entry for each, whose None stands for an argument that every shard gets whole, as in
         `accumulate_gradients`. Keyword arguments are passed whole.
@@ -117,9 +117,9 @@ def grad(
     check_replicas: Any = None,
     **options: Unpack[ReductionOptions],
 ) -> Callable[P, Any]:
-    """`jax.grad` for a loss of which each data-parallel rank computes its part: `value_and_grad` without the value.
+    """`jax.grad` for a loss that is divided over data-parallel ranks: `value_and_grad` without the value.
 
-    Arguments and errors are those of `value_and_grad`. Returns a function that returns the gradients; with `has_aux`,
+    Arguments and errors are as in `value_and_grad`. Returns a function that returns the gradients; with `has_aux`,
     the gradients and the auxiliary data.
     """
     shards = Shards.of("grad", num_shards, in_axes, reduce_gradients, options)

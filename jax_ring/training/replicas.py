@@ -47,7 +47,7 @@ def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0, impl: Imp
 
 
 def assert_replicated(tree: Any) -> None:
-    """Checks that the copies of each array have the same bits on all its devices, those of other processes included.
+    """Checks that the copies of each array have the same bits on all its devices, also in other processes.
 
         jax_ring.assert_replicated(params)  # outside of jit, now and then
 
@@ -57,7 +57,7 @@ def assert_replicated(tree: Any) -> None:
     with the same tree; they exchange digests.
 
     Args:
-      tree: a pytree, of which each `jax.Array` is compared. Other leaves are ignored.
+      tree: a pytree. Each `jax.Array` in it is compared, other leaves are ignored.
 
     Raises:
       AssertionError: if copies differ, in every process that has one. It names the leaf, the ranks (positions of

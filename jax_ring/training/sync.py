@@ -134,7 +134,7 @@ class Reduction:
           divisor: the number of ranks, or of shards, for a mean; 1 for a sum.
           headroom: how many ranks' values must fit the range of the wire together; by default `divisor`.
           residual: a tree like `tree`, to be added to it.
-          value: a tree of which the mean is taken, in the same buckets, and never rounded.
+          value: a tree whose mean is taken too, in the same buckets, and never rounded.
         """
         if isinstance(tree, ShardSums):
             return self._reduce_shards(tree, axis_name, divisor, headroom, residual, value)
@@ -299,7 +299,7 @@ def sync_gradients(
         the dtype in which it is added, and rounded once.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
       mean: whether to divide the sum by the number of ranks, or of shards.
-      impl: "ring" for the collectives of jax_ring, "lax" for those of `jax.lax`.
+      impl: "ring" for jax_ring's collectives, "lax" for `jax.lax`'s.
       wire: a floating-point dtype, to which wider floats are rounded before they are sent, and their sum again; or
         "int8", for blocks of 256 8-bit integers with a common scale. docs/compression.md has ranges, errors and bytes.
       wire_dtype: the same argument by its first name.
@@ -337,9 +337,8 @@ def sync_with_feedback(
         grads, residual = sync_with_feedback(grads, residual, "data")  # under shard_map
 
     This is the error feedback of Seide et al., "1-Bit Stochastic Gradient Descent" (2014). The error of rounding the
-    sum itself is fed back with `wire="int8"` only. Of a value that is too large, as much is sent as leaves room for
-    those of the other ranks, and the rest later. An infinite gradient or NaN reaches all ranks in its step and leaves a
-    residual of zero.
+    sum itself is fed back with `wire="int8"` only. A value that is too large for the sum to be in range is sent in
+    parts, over several steps. An infinite gradient or NaN reaches all ranks in its step and leaves a residual of zero.
 
     Args:
       tree: as for `sync_gradients`.

@@ -38,7 +38,7 @@ class FeedbackState(NamedTuple):
 
     Attributes:
       residual: this rank's rounding errors, which are still to be sent: a pytree like the gradients, with an additional
-        first dimension of 1, along which `shard_map` concatenates those of all ranks; None without `error_feedback`.
+        first dimension of 1, along which `shard_map` concatenates all ranks' residuals; None without `error_feedback`.
       key: for the next step, the same on all ranks; None without `key`.
     """
 
@@ -143,7 +143,7 @@ def allreduce_gradients(
 
 
 def feedback_specs(state: Any, axis_name: AxisName) -> Any:
-    """The PartitionSpecs, for `in_specs` and `out_specs`, of an optax state of which parts differ between ranks.
+    """The PartitionSpecs, for `in_specs` and `out_specs`, of an optax state that differs in parts between ranks.
 
         optimizer = optax.chain(allreduce_gradients("data", wire=jnp.bfloat16, error_feedback=True), adam)
         specs = feedback_specs(jax.eval_shape(optimizer.init, params), "data")

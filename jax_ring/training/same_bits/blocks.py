@@ -34,7 +34,7 @@ def block_sum(
 
     For tensor parallelism: a block is a head of attention, or a slice of the hidden units of an MLP. Each rank computes
     its B/p blocks one after the other, by one compiled body, and the sum goes along the tree of `order="tree"`. So do
-    the sums of the cotangents of `inputs`; those of `blocks` stay with the rank that has the block.
+    the sums of the cotangents of `inputs`; cotangents of `blocks` stay with the rank that has the block.
 
     Args:
       f: a function of a block and the inputs. Returns a pytree of arrays. May ask for `block_index()`, may not
@@ -166,7 +166,7 @@ class _Blocks(Parts):
             return collective(*args, **options)
 
     def same_other_axes(self, blocks: Any, inputs: Any) -> tuple[Any, Any]:
-        """Casts such that cotangents have the types of what they are of. JAX sums over the other axes by itself."""
+        """Casts cotangents to the types of their primals. JAX sums over the other axes by itself."""
         others = tuple(axis for axis in self.varying if axis not in axes_of(self.axis_name))
         return self.own_copies(blocks), jax.tree.map(lambda x: own_copy(jnp.asarray(x), others), inputs)
 
@@ -247,7 +247,7 @@ def _floats(tree: Any) -> tuple[list, Callable[[list], Any]]:
 
 
 def _cotangents(tree: Any, of_floats: list) -> Any:
-    """Those of a tree, from those of its floats."""
+    """The cotangents of a tree, from the cotangents of its floats."""
     leaves, structure = jax.tree.flatten(tree)
     rest = iter(of_floats)
     return jax.tree.unflatten(

@@ -58,7 +58,7 @@ def sharded_optimizer(
         shards = optax.apply_updates(shards, updates)
 
     Gradients may have another dtype than their parameters, and travel in it. Updates have the dtypes that optax gives.
-    Integer parameters may have no gradient (float0, from `allow_int=True`): their updates are zero. The idea is that of
+    Integer parameters may have no gradient (float0, from `allow_int=True`): their updates are zero. The idea is from
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020); docs/zero.md is
     the guide.
 
@@ -68,11 +68,11 @@ def sharded_optimizer(
         seen.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
       stage: 2 gives each rank only the gradients of the part that it updates (`ring_psum_scatter`); 1 gives every rank
-        all, as `sync_gradients` does. 3 divides the parameters, in the flat layout: what the result's functions call
-        params is then a `ShardedParams`, or a tree of such, and so may gradients be, as those of `sharded_layer` are.
+        all, as `sync_gradients` does. 3 divides the parameters, in the flat layout: params are then a `ShardedParams`,
+        or a tree of such, and so are gradients of a `sharded_layer`.
       impl: "ring" or "lax", as for `sync_gradients`.
       layout: "flat": parameters of each dtype are one vector, in the order of `jax.tree.leaves`, padded with zeros to a
-        multiple of p elements, of which rank r updates the r-th part; `tx` gets the parts in a dictionary by dtype.
+        multiple of p elements; rank r updates the r-th part of it, and `tx` gets the parts in a dictionary by dtype.
         "parameter": ranks own whole parameters, balanced by size, so that masks, labels, LAMB, LARS, Adafactor and Muon
         give the results that they give without sharding. The state is a `ParameterState`.
       order: in which gradients are added, as for `ring_psum`. With "tree" they may be a `ShardSums`, as
@@ -91,9 +91,9 @@ def sharded_optimizer(
       TypeError: if `tx` has no `init` and `update`.
       ValueError: if `stage`, `impl`, `layout` or `order` is none of its choices, if impl="lax" cannot follow the order,
         if stage=3 has layout="parameter", `check_replicas`, or a tree without `num_shards`, if p does not divide V, or
-        if `tx` cannot be sharded like this: also from `init`, `update` and `specs`. From `update`, if the tree or the
-        shapes of the gradients are not those of the parameters, or those of the state not the ones that `init` makes;
-        for a `ShardSums` without order="tree"; and with vma tracking, if gradients are already the same on all ranks.
+        if `tx` cannot be sharded like this: also from `init`, `update` and `specs`. From `update`, if gradients do not
+        have the tree and shapes of the parameters, or the state does not have those that `init` makes; for a
+        `ShardSums` without order="tree"; and with vma tracking, if gradients are already the same on all ranks.
     """
     if stage not in (1, 2, 3):
         raise ValueError(f"sharded_optimizer: stage must be 1, 2 or 3, got {stage!r}")

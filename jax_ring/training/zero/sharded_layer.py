@@ -44,7 +44,7 @@ def sharded_layer(
         `shard_index()`, may not communicate over the axis, and gets traced arrays of floats as arguments, not by
         closure.
       axis_name: as for `sharded_optimizer`.
-      num_shards: V, that of the optimizer.
+      num_shards: V, as for the optimizer.
 
     Returns:
       A function of (shards, inputs). shards: what `shard` of a `sharded_optimizer` with stage=3, order="tree" and this
