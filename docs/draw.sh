@@ -22,3 +22,6 @@ model claims --draw docs/images/claims.svg
 model fit benchmarks/results/cpu-2-cores/allreduce-p*.json --draw docs/images/fit.svg
 # Of docs/gpu.md. Needs JAX's CUDA plugin and a CUDA toolkit, and no GPU.
 "$python" -P benchmarks/gpu/overlap.py --draw docs/images/overlap.svg
+# Of the README and docs/performance.md.
+"$python" benchmarks/draw_speedup.py docs/images/speed.svg \
+  benchmarks/results/cpu-2-cores-zen4 benchmarks/results/cpu-2-cores-zen4-jax-0.12 benchmarks/results/cpu-2-cores-zen5

@@ -178,17 +178,20 @@ def main() -> int:
 
     console, same = Console(), True
     for dtype in ["float32", "bfloat16"] if args.dtype == "both" else [args.dtype]:
+        console.print(f"{args.steps} steps in {dtype} on {len(layouts)} layouts, and once with a change of devices.")
         table = Table("layout", "digest", "loss of the last step", title=f"{args.steps} steps in {dtype}")
         with tempfile.TemporaryDirectory() as directory, concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
             runs = {layout: pool.submit(run_layout, args, dtype, layout) for layout in layouts}
             interrupted = f"1x8, from step {args.steps // 2} 1x3, from step {args.steps * 3 // 4} 1x4"
             runs[interrupted] = pool.submit(run_interrupted, args, dtype, directory)
             for name, run in runs.items():
+                console.print(f"  {name}: digest {run.result()['digest']}")
                 table.add_row(name, run.result()["digest"], repr(run.result()["loss"]))
         digests = {run.result()["digest"] for run in runs.values()}
         same = same and len(digests) == 1
         console.print(table)
-        console.print("the same bits" if len(digests) == 1 else f"NOT the same bits: {len(digests)} digests")
+        verdict = "the same bits" if len(digests) == 1 else f"NOT the same bits: {len(digests)} digests"
+        console.print(f"{dtype} on all layouts: {verdict}.")
     return 0 if same else 1
 
 

@@ -8,6 +8,7 @@ updates that shard. Stage 1 all-reduces the gradients; stage 2 reduce-scatters t
 
 import argparse
 import functools
+import math
 import sys
 
 import jax
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from train_digits import BATCH, accuracy, difference, init_params, load_data, loss
+from train_digits import BATCH, accuracy, init_params, load_data, loss
 
 from jax_ring import sync_gradients, zero
 
@@ -44,6 +45,13 @@ def bytes_on_a_device(state) -> int:
 def predicted_bytes(num_params: int, num_devices: int) -> int:
     """Two float32 numbers per parameter of a shard, and the step count."""
     return 2 * 4 * -(-num_params // num_devices) + 4
+
+
+def relative_distance(a, b) -> float:
+    """The norm of the difference of two trees of parameters, relative to that of the first."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    squares = sum(float(np.sum((x.astype(np.float64) - y) ** 2)) for x, y in pairs)
+    return math.sqrt(squares) / float(optax.tree.norm(a))
 
 
 def plot_memory(file: str, params, num_params: int) -> None:
@@ -114,7 +122,7 @@ def main() -> int:
                 jax.block_until_ready(params)
         on_a_device = bytes_on_a_device(state)
         results[name] = jax.device_get(params), on_a_device
-        _, distance = difference(results["replicated"][0], results[name][0])
+        distance = relative_distance(results["replicated"][0], results[name][0])
         table.add_row(
             name, f"{accuracy(params, test_images, test_labels):.2%}", f"{on_a_device} bytes",
             f"differ by {distance:.1e} of their norm",

@@ -329,8 +329,8 @@ def check_gpu_groups() -> None:
     """Raises an error if a GPU call of this process has failed.
 
     A kernel cannot raise, and JAX does not ask a custom call whether it succeeded: `jax.block_until_ready` returns the
-    results of a call that failed, all bits of which are ones. The next call of its group raises the error. Call this
-    after the last one, when its results are ready.
+    results of a failed call, with all bits set. The next call of its group raises the error. Call this after the last
+    one, when its results are ready.
 
     Raises:
       jax.errors.JaxRuntimeError: with the rank, the peer and the call of each failure.

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     fitted = commands.add_parser("fit", help="a cost model fitted to measurements, and its errors")
     fitted.add_argument("files", nargs="+", help="files written by benchmarks/allreduce.py --json")
     fitted.add_argument("--implementation", default="ring_psum")
-    commands.add_parser("published", help="the table of docs/algorithms.md: the simulator and published measurements")
+    commands.add_parser("published", help="the table of RESULTS.md: the simulator and published measurements")
     for command, required in ((crossover, True), (scaling, True), (refuted, True), (fitted, False)):
         command.add_argument("--draw", metavar="FILE", required=required)
     return result

@@ -1,4 +1,4 @@
-"""Compares the simulator with published measurements, in the table of docs/algorithms.md."""
+"""Compares the simulator with published measurements, in the table of RESULTS.md."""
 
 import pathlib
 import statistics

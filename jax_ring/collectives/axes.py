@@ -20,7 +20,7 @@ def axes_of(axis_name: AxisName) -> tuple:
 
 
 def split_axes(axes: tuple) -> tuple[tuple, tuple]:
-    """Splits axes into those of `vmap` and those of a mesh, which are the ones that vma tracks."""
+    """Splits axes into `vmap` axes and mesh axes. Only mesh axes are tracked by vma."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if set(axes).issubset(manual):
         return (), axes

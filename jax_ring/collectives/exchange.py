@@ -42,12 +42,14 @@ def ring_all_to_all(
 ) -> T:
     """Splits `x` into a block for each rank of a mapped axis, and gives each rank the blocks that are meant for it.
 
+        heads = ring_all_to_all(x, "data", split_axis=2, concat_axis=1, tiled=True)
+
     A drop-in for `jax.lax.all_to_all`. The bits of `x` are not changed, NaNs included. The transpose is the call with
     `split_axis` and `concat_axis` exchanged.
 
     Args:
-      x: an array, or a pytree of arrays, of any dtype. Random keys (`jax.random.key`) are sent as their bits.
-      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
+      x: an array, or a pytree of arrays, of any dtype. Random keys are sent as their bits.
+      axis_name: as for `ring_psum`; no positional axes.
       split_axis: the dimension of `x` to split. It has p elements, or a multiple of p if `tiled`.
       concat_axis: the dimension of the result along which the blocks lie, in rank order.
       axis_index_groups: a list of lists of ranks, all of one length; p then counts within the group.
@@ -108,14 +110,16 @@ def ring_pswapaxes(x: T, axis_name: AxisName, axis: int, *, axis_index_groups: G
 def ring_ppermute(x: T, axis_name: AxisName, perm: Iterable[tuple[int, int]]) -> T:
     """Sends `x` from rank to rank of a mapped axis. A drop-in for `jax.lax.ppermute`.
 
+        from_the_left = ring_ppermute(x, "data", [(i, (i + 1) % 8) for i in range(8)])
+
     The bits of `x` are not changed, NaNs included. The transpose is the inverse permutation.
 
     Args:
-      x: an array, or a pytree of arrays, of any dtype. Random keys (`jax.random.key`) are sent as their bits.
-      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
-      perm: pairs (source, receiver) of ranks. No two pairs have the same source, or the same
-        receiver. A rank that is no receiver gets zeros. Negative ranks count from the end. Over several axes the
-        rank is that of `jax.lax`: JAX 0.10 counts in the mesh's order of the axes, and later ones refuse another.
+      x: an array, or a pytree of arrays, of any dtype. Random keys are sent as their bits.
+      axis_name: as for `ring_psum`; no positional axes.
+      perm: pairs (source, receiver) of ranks. No two pairs have the same source, or the same receiver. A rank that is
+        no receiver gets zeros. Negative ranks count from the end. Over several axes ranks are counted as in `jax.lax`:
+        JAX 0.10 counts in the mesh's order of the axes, and later ones refuse another.
 
     Returns:
       A pytree like `x`. With vma tracking it varies over the axis.

@@ -36,7 +36,7 @@ def encode(blocks: jax.Array, key: jax.Array | None = None) -> jax.Array:
 
     Args:
       blocks: float32[..., 256].
-      key: for stochastic rounding, up or down with probabilities that make the expected value that of the element. By
+      key: for stochastic rounding: up or down, so that the expected value is the element. By
         default to the nearest code, ties to even.
 
     Returns:
@@ -71,7 +71,7 @@ def fold(packets: jax.Array) -> jax.Array:
 
 
 def _scale_of(largest: jax.Array) -> jax.Array:
-    """The smallest scale of which 126 reach `largest`, whichever way the compiler rounds the division."""
+    """The smallest scale with 126 * scale >= `largest`, however the compiler rounds the division."""
     bits = lax.bitcast_convert_type(largest / _LARGEST, jnp.int32) & ~_CLEARED
     below, above = (lax.bitcast_convert_type(b, jnp.float32) for b in (bits, bits + _CLEARED + 1))
     return jnp.clip(jnp.where(below * _LARGEST < largest, above, below), _SMALLEST_SCALE, _LARGEST_SCALE)

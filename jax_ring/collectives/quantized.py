@@ -1,7 +1,7 @@
 """The sum over ranks that sends 8-bit blocks: all-to-all, sum in float32, all-gather.
 
 Values are rounded twice however many ranks there are: by the rank that contributes them, and by the rank that owns
-their sum. The scheme is that of ZeRO++ (Wang et al., 2023) and of EQuARX (Ahmed et al., 2025).
+their sum. The scheme follows ZeRO++ (Wang et al., 2023) and EQuARX (Ahmed et al., 2025).
 """
 
 import logging

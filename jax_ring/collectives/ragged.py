@@ -37,8 +37,8 @@ def ring_ragged_all_to_all(
     send_sizes[i]` of `operand` become rows `output_offsets[i]` and following of that rank's result. The bits are not
     changed, NaNs included. On GPUs, and between hosts, XLA serves the call.
 
-    The derivative is that of `jax.lax`: the transpose sends cotangents back. Slices of an operand that overlap have no
-    transpose, nor have slices of a result: the cotangent of a row that is sent twice would be that of one of them.
+    The derivative is as in `jax.lax`: the transpose sends cotangents back. Overlapping slices, of an operand or of a
+    result, have no transpose: a row that is sent twice would get only one of its cotangents.
 
     Args:
       operand: an array of shape (N, ...), of any dtype but random keys.

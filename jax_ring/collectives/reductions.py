@@ -1,4 +1,4 @@
-"""Reductions of which every rank gets the result: sum, mean, maximum and minimum."""
+"""Reductions whose result every rank gets: sum, mean, maximum and minimum."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -51,32 +51,30 @@ def ring_psum(
 ) -> T:
     """Sums `x` over the ranks of a mapped axis; every rank gets the sum. A drop-in for `jax.lax.psum`.
 
-    The result is the fold `((x_0 + x_1) + x_2) + ...` over ranks 0, 1, ..., p-1. Floats of 16 bits and fewer are added
-    in float32, all other types in themselves; the sum is rounded once. All ranks get the same bits. One custom call
-    reduces all leaves of one dtype, without copying them into one buffer first. Where XLA's all-reduce serves the call
-    or a part of it (see docs/sharp_bits.md), and over a vmap axis, XLA chooses the order, unless it is "tree".
+        total = jax.shard_map(lambda x: ring_psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())(x)
+
+    The result is the fold `((x_0 + x_1) + x_2) + ...` over ranks 0, 1, ..., p-1, with the same bits on all ranks.
+    Floats of 16 bits and fewer are added in float32, other types in themselves; the sum is rounded once. One custom
+    call reduces all leaves of one dtype. Where XLA serves the call or a part of it (docs/sharp_bits.md), and over a
+    vmap axis, XLA chooses the order, unless it is "tree".
 
     Args:
       x: an array, or a pytree of arrays, of any shape and any dtype that `lax.psum` takes. Booleans are summed as
-        int32. A Python number or another constant is multiplied by the size of the group, without communication.
-        With order="tree" also a `ShardSums`, with the partial sums of the shards that this rank holds.
-      axis_name: the name of a `shard_map`, `vmap` or `pmap` axis, or a sequence of names. With several, rank r is
-        the row-major index over them in the order given. Without vma tracking, integers among them name positional
-        axes of `x`, which each device sums first.
-      axis_index_groups: a list of lists of ranks; the sum is then taken within each group. The groups must partition
-        the ranks; their sizes may differ. Only under `shard_map(..., check_vma=False)` and `pmap`.
-      algorithm: "auto", "one_shot", "two_shot" or "ring": how the engine moves the data. It changes the speed, never
-        the result. CPU devices of one process have only one algorithm.
+        int32. A constant is multiplied by the size of the group, without communication. With order="tree" also a
+        `ShardSums`.
+      axis_name: the name of a `shard_map`, `vmap` or `pmap` axis, or a sequence of names. With several, rank r is the
+        row-major index over them in the order given. Without vma tracking, integers among them name positional axes of
+        `x`, which each device sums first.
+      axis_index_groups: a list of lists of ranks, which partition the ranks; sums are taken within each group. Sizes
+        may differ. Only under `shard_map(..., check_vma=False)` and `pmap`.
+      algorithm: "auto", "one_shot", "two_shot" or "ring": how the engine moves the data. It never changes the result.
+        CPU devices of one process have only one algorithm.
       order: "rank" is the fold above. "ring" is the order of a ring reduce-scatter, which needs the least bandwidth
-        on an interconnect without all-to-all links. Each operand is flattened and cut into packs of 16 bytes, and the
-        packs into p blocks of ceil(packs / p); the last blocks may be shorter or empty. Block i is folded over ranks
-        i+1, i+2, ..., i (modulo p), so rank i's value is added last. Accumulator and rounding are the same, and
-        so is the result on every rank and platform. Needs algorithm "auto" or "ring". "any" leaves the order to the
-        engine, for speed: all ranks get the same bits, but they may differ between machines, versions, algorithms and
-        runs (docs/algorithms.md#any-order). On CPU devices it is "rank". "tree" adds along a fixed binary tree over
-        V shards, one on each rank, or V/p of them in a `ShardSums`: the same bits for any number of ranks p that
-        divides V, and wherever they run. Needs another algorithm than "ring". Partial sums stay in the accumulator's
-        dtype up to the root of the tree.
+        where ranks reach only their neighbors: block i of the flattened operand is folded over ranks i+1, i+2, ..., i
+        (docs/how_it_works.md#another-order-for-rings); with algorithm "auto" or "ring". "any" leaves the order to the
+        engine: all ranks get the same bits, which may differ between machines, versions, algorithms and runs
+        (docs/algorithms.md#any-order). "tree" adds along a fixed binary tree over V shards: the same bits for any
+        number of ranks that divides V (docs/any_number_of_devices.md); not with algorithm "ring".
       num_shards: only with order="tree", and checked there: the number of shards V of a `ShardSums`, or p.
 
     Returns:
@@ -85,15 +83,15 @@ def ring_psum(
 
     Raises:
       NameError: if no enclosing transformation binds an axis of that name.
-      ValueError: if `axis_index_groups` do not partition the ranks, if an axis is named twice, if `x` varies over
-        only some of the axes, or if `algorithm` or `order` is none of those listed or they do not go together. With
-        order="tree" also if V is not a multiple of p, or not `num_shards`, or if a `ShardSums` meets groups of
-        different sizes, positional axes or another order.
+      ValueError: if `axis_index_groups` do not partition the ranks, an axis is named twice, `x` varies over only some
+        of the axes, or `algorithm` or `order` is not one of its choices or they do not go together. With order="tree"
+        also if V is not a multiple of p, or not `num_shards`, or if a `ShardSums` meets groups of different sizes,
+        positional axes or another order.
       NotImplementedError: for `axis_index_groups` with vma tracking, or over a `vmap` axis; for order="tree" over a
         `vmap` axis and others in one call.
       TypeError: if a leaf is not a valid JAX type.
-      jax.errors.JaxRuntimeError: at run time, if a rank of the group does not arrive within `JAX_RING_TIMEOUT_S`
-        seconds (60 by default). `jax.Array.block_until_ready` raises it as a ValueError.
+      jax.errors.JaxRuntimeError: at run time, if a rank does not arrive within `JAX_RING_TIMEOUT_S` seconds (60).
+        `jax.Array.block_until_ready` raises it as a ValueError.
     """
     return _psum("ring_psum", x, axis_name, axis_index_groups, make_options("ring_psum", algorithm, order), num_shards)
 
@@ -109,7 +107,7 @@ def ring_pmean(
 ) -> T:
     """The mean of `x` over the ranks of a mapped axis: `ring_psum`, divided. A drop-in for `jax.lax.pmean`.
 
-    Arguments, errors and order are those of `ring_psum`. Means of integers and booleans are floats, but as in
+    Arguments, errors and order are as in `ring_psum`. Means of integers and booleans are floats, but as in
     `lax.pmean` integers are added in their own dtype, where a sum wraps around that does not fit. Only integers of 2
     bits, which `lax.pmean` does not take, are added as int32. In groups of different sizes each sum is divided by the
     size of its own group (`lax.pmean` uses the size of the first). The sum of a `ShardSums` is divided by its number of
@@ -133,7 +131,7 @@ def ring_pmax(
 ) -> T:
     """The maximum of `x` over the ranks of a mapped axis, element by element. A drop-in for `jax.lax.pmax`.
 
-    Arguments and errors are those of `ring_psum`, except that booleans stay booleans and that `x` may vary over only
+    Arguments and errors are as in `ring_psum`, except that booleans stay booleans and that `x` may vary over only
     some of the axes. `algorithm` has an effect between processes on CPU devices; GPUs have one for extrema. A NaN on
     any rank makes the result NaN, and +0 is larger than -0, as in `jnp.maximum`; XLA's all-reduce on CPU devices drops
     NaNs. Like `lax.pmax` it has no derivative: stop the gradient of its operand.

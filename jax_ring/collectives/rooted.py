@@ -29,11 +29,13 @@ def ring_reduce(
 ) -> T:
     """Sums `x` over the ranks of a mapped axis, for rank `root` only; the others get zeros.
 
+        loss_on_rank_0 = ring_reduce(loss, "data", root=0)
+
     The sum has the bits that `ring_psum` gives. The transpose is `ring_broadcast`.
 
     Args:
       x: an array, a pytree of arrays or a `ShardSums`, as for `ring_psum`. Booleans are summed as int32.
-      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
+      axis_name: as for `ring_psum`; no positional axes.
       root: the rank that gets the sum: a Python integer from 0 to p-1, the same on all ranks.
       algorithm, order, num_shards: as for `ring_psum`.
 
@@ -64,7 +66,8 @@ def ring_reduce(
 def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array) -> T:
     """Sends `x` from rank `source` to every rank of a mapped axis. A drop-in for `jax.lax.pbroadcast`.
 
-    As `ring_broadcast`, whose results are known to be the same on all ranks: those of `lax.pbroadcast` are not.
+    As `ring_broadcast`, but with the type of `lax.pbroadcast`: JAX does not know that results are the same on all
+    ranks.
 
     Args:
       x, axis_name: as for `ring_broadcast`.
@@ -125,11 +128,13 @@ def _from_dynamic_source(source: jax.Array, operands: list, axes: tuple, options
 def ring_broadcast(x: T, axis_name: AxisName, *, root: int = 0) -> T:
     """Sends `x` from rank `root` to every rank of a mapped axis.
 
+        params = ring_broadcast(params, "data", root=0)
+
     The bits are not changed, NaNs included. The transpose is `ring_reduce`.
 
     Args:
-      x: an array, or a pytree of arrays, of any dtype. Random keys (`jax.random.key`) are sent as their bits.
-      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
+      x: an array, or a pytree of arrays, of any dtype. Random keys are sent as their bits.
+      axis_name: as for `ring_psum`; no positional axes.
       root: the rank whose value is sent: a Python integer from 0 to p-1, the same on all ranks.
 
     Returns:

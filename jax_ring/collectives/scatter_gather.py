@@ -45,13 +45,15 @@ def ring_psum_scatter(
 ) -> T:
     """Like `ring_psum`, but rank r of p keeps only block r of the sum. A drop-in for `jax.lax.psum_scatter`.
 
+        own_part = ring_psum_scatter(grads, "data", tiled=True)
+
     Each element is the fold over ranks 0, 1, ..., p-1 that `ring_psum` promises, with the same bits. With
     `order="ring"` block r is folded over ranks r+1, r+2, ..., r. The transpose is `ring_all_gather`.
 
     Args:
       x: an array, or a pytree of arrays, of any dtype that can be added; with order="tree" also a `ShardSums`, whose
         first dimension `scatter_dimension` does not count.
-      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
+      axis_name: as for `ring_psum`; no positional axes.
       scatter_dimension: the dimension of `x` to split. It has p elements, or a multiple of p if `tiled`.
       axis_index_groups: a list of lists of ranks, all of one length; r and p then count within the group.
       tiled: whether a block keeps `scatter_dimension`, with 1/p of its elements. Otherwise the dimension is removed.
@@ -110,11 +112,13 @@ def ring_all_gather(
 ) -> T:
     """Gathers `x` from the ranks of a mapped axis; every rank gets all of it. A drop-in for `jax.lax.all_gather`.
 
+        whole = ring_all_gather(own_part, "data", tiled=True)
+
     The bits of `x` are not changed, NaNs included. The transpose is `ring_psum_scatter`.
 
     Args:
-      x: an array, or a pytree of arrays, of any dtype. Random keys (`jax.random.key`) are sent as their bits.
-      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no positional axes.
+      x: an array, or a pytree of arrays, of any dtype. Random keys are sent as their bits.
+      axis_name: as for `ring_psum`; no positional axes.
       axis_index_groups: a list of lists of ranks, all of one length: ranks then gather within their group.
       axis: the dimension of the result along which the ranks' blocks lie.
       tiled: whether to concatenate the blocks along `axis`, a dimension of `x`. Otherwise they are stacked along a new
@@ -127,7 +131,7 @@ def ring_all_gather(
       A pytree like `x` with an additional dimension of p elements, or p times as many elements along `axis`.
 
     Raises:
-      ValueError: if `axis` does not exist or `to` is none of those listed, and as `ring_psum`.
+      ValueError: if `axis` does not exist or `to` is not one of its choices, and as `ring_psum`.
       NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
     """
     function, options = "ring_all_gather", make_options("ring_all_gather")

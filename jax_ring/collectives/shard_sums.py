@@ -22,11 +22,10 @@ class ShardSums:
     """The partial sums of the shards that a rank holds, for `ring_psum(..., order="tree")` and the training layer.
 
     Attributes:
-      terms: a pytree like the sum, of which each leaf has a first dimension more, for the rank's terms
-        (`shard_tree.terms_of`), in the dtype in which they are added. What is in slots beyond the rank's last term has
-        no meaning.
+      terms: a pytree like the sum, with an additional first dimension for the rank's terms (`shard_tree.terms_of`), in
+        the accumulator's dtype. What is in slots beyond the rank's last term has no meaning.
       num_shards: the number of shards of all ranks together, V.
-      dtypes: those of the sum, in the order of `jax.tree.leaves(terms)`.
+      dtypes: the dtypes of the sum, in the order of `jax.tree.leaves(terms)`.
     """
 
     terms: Any

@@ -28,8 +28,7 @@ class Gpus(NamedTuple):
 
     Attributes:
       own: the GPUs that are its JAX devices, in the order of the devices' ids.
-      severed: the pairs of all GPUs it sees, also those of other processes, of which the first has no peer access to
-        the second.
+      severed: pairs of the GPUs it sees, also of other processes, whose first has no peer access to the second.
       why_not: why it can serve no GPUs, or "".
     """
 

@@ -15,7 +15,7 @@ _KEPT = 2
 
 
 class Checkpoints:
-    """A directory of commits, one folder each, of which the newest two are kept. One process at a time uses it.
+    """A directory of commits, one folder each. The newest two are kept. One process at a time uses it.
 
     Raises:
       ImportError: if orbax is not installed.

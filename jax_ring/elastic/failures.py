@@ -38,7 +38,7 @@ def _is_of_a_member(error: Exception) -> bool:
 
 
 def explain(error: BaseException, generation: int) -> None:
-    """Adds advice to an exception if it comes from the use of what belongs to an earlier generation."""
+    """Adds advice to an exception caused by using an object of an earlier generation."""
     if generation and any(foreign_errors.DEAD.search(str(each)) for each in _chain(error)):
         error.add_note(
             f"jax_ring.elastic: this is generation {generation} of the job. Arrays, devices, meshes and jitted "

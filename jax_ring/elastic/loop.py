@@ -26,22 +26,19 @@ _MAX_FRUITLESS = 3
 def run(*, min_processes: int = 1, num_shards: int | None = None) -> Callable[[Callable], Callable]:
     """A decorator for a training function that goes on when processes of the job are lost or added.
 
-    For example::
-
         @jax_ring.elastic.run(min_processes=2)
         def train(state):
             mesh = jax.make_mesh((jax.device_count(),), ("data",))
-            ...
             while state.step < 1000:
                 ...
                 state.commit()
 
         train(state)
 
-    The function takes a `State` as its first argument. When a process is killed, is stopped, hangs or fails, the
-    others leave the function by the error that they get, form a new group without it, set the state to the newest
-    commit that all of them have, and call the function again, with arrays of numpy in the state. All else of JAX that
-    was made before is dead: arrays, devices, meshes, and jitted functions over them. So make them inside the function.
+    The function takes a `State` as its first argument. When a process is killed, is stopped, hangs or fails, the others
+    leave the function by the error that they get, form a new group without it, set the state to the newest commit that
+    all of them have, and call the function again, with arrays of numpy in the state. All else of JAX that was made
+    before is dead (arrays, devices, meshes, jitted functions over them), so make it inside the function.
 
     An exception that is not about other processes is a failure of this process: it is raised, and the others go on
     without it. Start the program with `python -m jax_ring.launch`. A program of one process without a launcher calls

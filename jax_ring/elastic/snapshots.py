@@ -1,4 +1,4 @@
-"""Host copies of a state: whole ones of what every process has, and parts of what is divided over the processes."""
+"""Host copies of a state: whole arrays that every process has, and parts of divided ones."""
 
 import copy
 import dataclasses

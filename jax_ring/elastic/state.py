@@ -82,10 +82,9 @@ class State:
     def commit(self) -> None:
         """Copies the state to host memory: what the job goes on from if a process is lost after this.
 
-        All processes must call it, at the same points. Each copies its own part of divided leaves, and that of its
-        neighbor. It waits until the state is computed, and for the other processes. If a new process waits to join,
-        or the launcher wants the members to change, it does not return: the function that `run` decorates is entered
-        anew.
+        All processes must call it, at the same points. Each copies its own part of divided leaves and its neighbor's.
+        It waits until the state is computed, and for the other processes. If a new process waits to join, or the
+        launcher wants the members to change, it does not return: the function that `run` decorates is entered anew.
 
         Raises:
           RuntimeError: outside of a function that `run` decorates; or if the processes commit different states.
@@ -125,7 +124,7 @@ class State:
         return restored.newcomers
 
     def _leave(self) -> None:
-        """Drops the arrays of the generation. The values are then those of before the first commit, or nothing."""
+        """Drops the arrays of the generation. The values are then as before the first commit, or missing."""
         values, generation = self._values, self._generation
         if self._snapshots:
             # The structure stays: what another process sends is compared with it.

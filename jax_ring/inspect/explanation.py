@@ -46,30 +46,24 @@ class Collective:
     """A collective as written in the function, or as inserted by differentiation.
 
     Attributes:
-      name: the name of the function that one calls for it: ring_psum, psum, psum_scatter, block_sum, ... A pmean is a
-        psum.
+      name: of the function that one calls for it: ring_psum, psum, psum_scatter, block_sum, ... A pmean is a psum.
       axes: the names of the mesh axes over which it communicates.
       groups: the groups of mesh positions that communicate with each other.
       operands: dtype and shape of each operand on one rank.
       num_bytes: the message size of one call in bytes: of the operands, or for all_gather and ragged_all_to_all of the
         results. Terms of a `ShardSums` count as one.
-      times: the number of calls in one call of the function; None if it is known only at run time, as in a while_loop
-        or in a branch of a cond.
+      times: the number of calls in one call of the function; None if it is known only at run time, as in a while_loop.
       order: in which values are added: the option `order`; "XLA" if XLA chooses it, alone or between hosts; "rank by
         host" of a psum_scatter across hosts, in the order `order` on each host, then in that of the hosts; empty if
         nothing is added.
       algorithm: the option `algorithm`; empty if XLA serves the call.
-      chosen: the algorithms that "auto" selects by the active thresholds (`JAX_RING_TUNING`), several if groups differ,
-        for the message of which the call is a part in the compiled program. Empty if there is no choice: on CPU devices
-        of one process, and for anything but a sum by an all-reduce. More than 64 operands are sent as several messages,
-        each of which may use a different algorithm.
-      served_by: "jax_ring"; if a group spans processes or hosts, with the transport, as in
-        "jax_ring (shared memory, 2 processes)" or "jax_ring within hosts, XLA across 2 hosts"; "XLA"; or "none" if
-        each group is one rank.
-        XLA serves order="tree" by moving data, which the program adds.
+      chosen: the algorithms that "auto" selects by the active thresholds (`JAX_RING_TUNING`), several if groups differ.
+        Empty if there is no choice: on CPU devices of one process, and for anything but a sum by an all-reduce. More
+        than 64 operands are sent as several messages, each of which may use a different algorithm.
+      served_by: "jax_ring", with the transport if a group spans processes or hosts, as in "jax_ring (shared memory, 2
+        processes)" or "jax_ring within hosts, XLA across 2 hosts"; "XLA"; or "none" if each group is one rank.
       why: the reason if it is served by XLA or by none; else empty.
-      wire_bytes: the predicted bytes that a rank sends in one call, on average; for ragged_all_to_all at most. For a
-        call that jax_ring lowers, they are counted in the program that has this call alone.
+      wire_bytes: the predicted bytes that a rank sends in one call, on average; for ragged_all_to_all at most.
       wire_bytes_across_hosts: the part of them that goes to other hosts; None if XLA serves the call.
       call_site: file, line and function.
     """
@@ -155,9 +149,10 @@ class Explanation:
 def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
     """Lists the collectives of a function, who serves each of them, and the bytes they send.
 
+        print(jax_ring.explain(train_step, params, batch))
+
     The function is traced and compiled, but not run. Collectives of jax_ring and of `jax.lax` are found in nested
-    functions, loops, branches and `shard_map`. Under `override_lax()`, those of `jax.lax` are reported as the
-    override lowers them.
+    functions, loops, branches and `shard_map`; under `override_lax()`, those of `jax.lax` as the override lowers them.
 
     Args:
       fn: a function, jitted or not.

@@ -1,4 +1,4 @@
-"""The last calls of this process and of those that it communicates with, side by side."""
+"""The last calls of this process and its peers, side by side."""
 
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ class FlightRecord(NamedTuple):
     """What `flight_recorder()` returns. Printed, it is a table.
 
     Attributes:
-      calls: those of this process, the oldest first, then those of each peer.
+      calls: this process's calls, the oldest first, then each peer's.
       table: the last calls, with a column for each process or, in a program of one process, for each mesh position.
         Columns alike are one. A row that begins with > is a call that not all of its ranks have done.
     """

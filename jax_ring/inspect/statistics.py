@@ -49,8 +49,8 @@ class CallStatistics:
       count: how often it was done. Each group that has ranks in this process counts.
       failures: how often it failed.
       bytes_per_rank: the bytes of a rank's operands.
-      waited: seconds from the arrival of the first rank of this process to that of the last rank of all, over all
-        executions.
+      waited: seconds from the arrival of the first rank of this process to the arrival of the last rank of all, over
+        all executions.
       busy: seconds from there to the end.
       late: the ranks that came last, the one with the most seconds first.
     """

@@ -1,7 +1,7 @@
 """Closed formulas for the bytes that a collective sends, one for each kind.
 
 V is the message size as nccl-tests defines it: of the operand of an all-reduce or a reduce-scatter, and of the result
-of an all-gather or a ragged all-to-all, on one rank. The formulas for rings are those of Patarasuk and Yuan, "Bandwidth
+of an all-gather or a ragged all-to-all, on one rank. The formulas for rings are from Patarasuk and Yuan, "Bandwidth
 optimal all-reduce algorithms for clusters of workstations" (2009); two-shot sends as much.
 """
 

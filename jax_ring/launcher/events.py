@@ -37,7 +37,7 @@ class Tick(NamedTuple):
 
 
 class Replace(NamedTuple):
-    """It is time to start a process in the place of one that died."""
+    """It is time to replace a process that died."""
 
     slot: int
     rank: int

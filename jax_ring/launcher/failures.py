@@ -41,7 +41,7 @@ def from_status(name: str, rank: int, status: int) -> Failure:
 
 
 def from_report(name: str, rank: int, report: dict[str, Any]) -> Failure:
-    """A process that has reported the exception of which it dies."""
+    """A process that has reported the exception that ends it."""
     lines = str(report.get("message", "")).strip().splitlines()
     text = lines[0] if lines else ""
     if len(text) > _MESSAGE_LENGTH:

@@ -160,7 +160,7 @@ class Control:
 
     @classmethod
     def report_failure(cls, error_type: str, message: str, caused_by: int | None) -> None:
-        """Reports an exception of which this process is about to die.
+        """Reports an exception that is about to end this process.
 
         It needs no connection, waits until the launcher has it, but no longer than 2 s, and never raises an error.
 

@@ -118,7 +118,7 @@ def blamed_process(error: BaseException | None) -> int | None:
 
 
 def report(error: BaseException) -> None:
-    """Tells the launcher of an exception of which this process dies."""
+    """Tells the launcher which exception ends this process."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     load_beside("protocol.py").Control.report_failure(name, str(error), blamed_process(error))

@@ -1,4 +1,4 @@
-"""The elements of a schedule: chunks of a message, and a rank's steps, each of which receives and then sends."""
+"""The elements of a schedule: chunks of a message, and a rank's steps. A step receives, then sends."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache

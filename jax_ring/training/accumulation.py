@@ -20,15 +20,12 @@ def accumulate_gradients(
 ) -> Callable[..., Any]:
     """The same loss, computed and differentiated one micro-batch at a time, in the memory of one micro-batch.
 
-    Differentiate the result with `value_and_grad`, with respect to its first argument. Its value is the mean of `fun`
-    over the micro-batches, and its gradients are the mean of the gradients. They are added in a scan, in float32 if
-    they have 16 bits or fewer, and reduced over the ranks once, after the scan.
-
         value_and_grad(accumulate_gradients(loss, 4), "data")(params, images, labels)
         value_and_grad(accumulate_gradients(loss, 4, in_axes=(0, 0, None)), "data")(params, images, labels, scale)
 
-    All micro-batches of all ranks have one weight, so a loss that is divided by its own number of tokens gives a mean
-    of means. For the mean over all tokens divide by their number, which is counted first:
+    Its value is the mean of `fun` over the micro-batches, and its gradients are the mean of the gradients, added in a
+    scan, in float32 if they have 16 bits or fewer, and reduced over the ranks once, after the scan. All micro-batches
+    of all ranks have one weight. For the mean over all tokens count them first:
 
         parts = lax.axis_size("data") * 4
         count = ring_psum(mask.sum(), "data")
@@ -39,16 +36,16 @@ def accumulate_gradients(
       fun: a function of parameters and data, whose value is a mean over the data. If it communicates, it does so for
         every micro-batch.
       num_microbatches: the number of parts into which the data is split.
-      in_axes: which dimension of the arguments after the first is split, into so many equal blocks: an integer for all
-        of them, or a tuple with one entry for each. An entry is an integer, None for an argument that every micro-batch
-        gets whole, or a pytree prefix of the argument with these as leaves, as in `jax.vmap`. The dimension stays, with
-        the size of a block. Keyword arguments are always passed whole, and need not be arrays. A random key that is
-        passed whole draws the same numbers in every micro-batch; a batch of keys can be split.
+      in_axes: which dimension of the arguments after the first is split, into so many equal blocks: an integer for all,
+        or a tuple with an entry for each. An entry is an integer, None for an argument that is passed whole, or a
+        pytree prefix of the argument with these as leaves, as in `jax.vmap`. The dimension stays, with the size of a
+        block. Keyword arguments are passed whole. A random key that is passed whole draws the same numbers in every
+        micro-batch; a batch of keys can be split.
       has_aux: whether `fun` returns a pair. Its second part is stacked over the micro-batches.
 
     Returns:
-      A function with the arguments of `fun`. Only the first one can be differentiated, with `allow_int=True` if it has
-      integer leaves.
+      A function with the arguments of `fun`. Only the first can be differentiated, with `allow_int=True` if it has
+      integers.
 
     Raises:
       NotImplementedError: if other arguments are differentiated.

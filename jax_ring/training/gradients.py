@@ -49,47 +49,43 @@ def value_and_grad(
     check_replicas: Any = None,
     **options: Unpack[ReductionOptions],
 ) -> Callable[P, tuple[Any, Any]]:
-    """`jax.value_and_grad` for a loss of which each data-parallel rank computes its part.
+    """`jax.value_and_grad` for a loss that is divided over data-parallel ranks.
 
-    It differentiates the mean of `fun` over the ranks with respect to parameters that all ranks share. If `fun` has
-    reduced its value over the axis itself (by `weighted_pmean`, say), it differentiates that value. Both are right with
-    vma tracking (`check_vma=True`) and without.
+        value, grads = value_and_grad(loss, "data")(params, x, y)  # under shard_map
 
-    A sum within `fun` over an axis that is not in `axis_name` needs vma tracking. Without it JAX makes `psum` its own
-    transpose, so that gradients through the sum are too large by the size of that axis, as in `jax.value_and_grad`. If
-    the parameters are replicated over that axis too, naming it in `axis_name` makes them right.
+    It differentiates the mean of `fun` over the ranks with respect to parameters that all ranks share, or the value of
+    `fun` itself where `fun` has reduced it over the axis, as by `weighted_pmean`. Both are right with vma tracking
+    (`check_vma=True`) and without. A sum within `fun` over an axis that is not in `axis_name` needs vma tracking:
+    without it JAX makes gradients through the sum too large by the size of that axis. If the parameters are replicated
+    over that axis too, naming it in `axis_name` makes them right.
 
     Args:
       fun: a function of parameters and this rank's data. Returns a scalar, or a scalar and auxiliary data.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
-      argnums: which arguments are parameters, replicated over the axis. The gradients of a leaf that differs between
-        ranks are averaged too.
+      argnums: which arguments are parameters, replicated over the axis. Gradients of a leaf that differs between ranks
+        are averaged too.
       has_aux: whether `fun` returns a pair. Its second part is returned unchanged, by each rank its own; with
         `num_shards` it is stacked over the rank's shards.
       holomorphic, allow_int: as for `jax.value_and_grad`. Gradients of integers have dtype float0.
-      reduced_in_backward: whether `fun` passes all its parameters through `reduce_in_backward`, which leaves only the
-        value to reduce.
-      num_shards: V, for the same bits on any number of ranks p that divides it. The rank's data is cut into V/p shards,
-        each of which is differentiated alone, by one and the same computation. Values and gradients are added along the
-        tree of `order="tree"` and divided by V. The rank keeps log2(V/p) + 1 gradients at a time, or up to twice as
-        many if V/p is no power of two. `fun` may not communicate over the axis or ask for its index; it has
-        `shard_index()`. With V = p the options are as without; for more shards `wire` and `reduced_in_backward` are
-        refused, because they cannot be the same for every p.
-      in_axes: with num_shards, which dimension of the arguments that are not in `argnums` is cut, in the form that
-        `accumulate_gradients` takes: an integer for all, or a tuple with an entry for each, whose None stands for an
-        argument that every shard gets whole. Keyword arguments are always passed whole.
+      reduced_in_backward: whether `fun` passes all its parameters through `reduce_in_backward`.
+      num_shards: V, for the same bits on any number of ranks p that divides it (docs/any_number_of_devices.md). The
+        rank's data is cut into V/p shards, differentiated one by one; sums follow the tree of `order="tree"` and are
+        divided by V. The rank keeps log2(V/p) + 1 gradients at a time, or up to twice as many if V/p is no power of
+        two. `fun` may not communicate over the axis or ask for its index; it has `shard_index()`. With V > p, `wire`
+        and `reduced_in_backward` are refused.
+      in_axes: with num_shards, which dimension of the arguments that are not in `argnums` is cut: an integer for all,
+        or a tuple with an entry for each, whose None stands for an argument that every shard gets whole, as in
+        `accumulate_gradients`. Keyword arguments are passed whole.
       reduce_gradients: with num_shards, whether to reduce. If not, the gradients are a `ShardSums`, for
         `sync_gradients`, `allreduce_gradients` and `zero.sharded_optimizer`. The value is reduced in any case.
       check_replicas: a boolean scalar, the same on all ranks, such as `step % 10 == 0`: whether to compare the ranks'
-        copies of the parameters, as `jax_ring.check_replicas` does. The digests are in a bucket of the value. For a
-        step: pass it where `value_and_grad` is called in the step.
+        copies of the parameters, as `jax_ring.check_replicas` does.
       **options: `impl`, `wire`, `key`, `bucket_bytes`, `first_bucket_bytes`, `overlap` and `order`, as for
-        `sync_gradients`. The value is never rounded to `wire`. A key is for one step: pass it where `value_and_grad` is
-        called in the step.
+        `sync_gradients`. The value is never rounded to `wire`. Pass a key where `value_and_grad` is called in the step:
+        it is for one.
 
     Returns:
-      A function with the arguments of `fun` that returns what `jax.value_and_grad(fun)` does. The value and the
-      gradients are the same on all ranks.
+      A function with the arguments of `fun` that returns what `jax.value_and_grad(fun)` does, the same on all ranks.
 
     Raises:
       ValueError: with `num_shards`, if the ranks or the data do not divide so, if `fun` uses the axis, for another
@@ -121,9 +117,9 @@ def grad(
     check_replicas: Any = None,
     **options: Unpack[ReductionOptions],
 ) -> Callable[P, Any]:
-    """`jax.grad` for a loss of which each data-parallel rank computes its part: `value_and_grad` without the value.
+    """`jax.grad` for a loss that is divided over data-parallel ranks: `value_and_grad` without the value.
 
-    Arguments and errors are those of `value_and_grad`. Returns a function that returns the gradients; with `has_aux`,
+    Arguments and errors are as in `value_and_grad`. Returns a function that returns the gradients; with `has_aux`,
     the gradients and the auxiliary data.
     """
     shards = Shards.of("grad", num_shards, in_axes, reduce_gradients, options)
@@ -353,15 +349,14 @@ def _refuse_summing_twice(axis_name: AxisName, advice: str) -> None:
 def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[ReductionOptions]) -> T:
     """Returns parameters unchanged, and sums their gradients over the ranks at this point of the backward pass.
 
-    Apply it to each layer's parameters where the layer uses them, also in the body of a `lax.scan` over layers. The
-    reduction of a layer's gradients then starts as soon as they are computed, before those of the earlier layers. With
-    vma tracking JAX sums the gradients of replicated parameters itself, by XLA's all-reduce; this is the same sum, by
-    `ring_psum`, in buckets, and in both modes. On GPUs it goes on beside the rest of the backward pass, unless
-    `overlap=False`. Differentiate with `value_and_grad(..., reduced_in_backward=True)`: it
-    turns the sum into a mean. Without vma tracking pass every parameter through here: others stay unreduced. The sums
-    are not for `sync_gradients`, `allreduce_gradients` or `zero`, which would sum them again. Without vma tracking the
-    parameters must not be computed from values that were reduced over the axis, such as the gradients of an inner loss:
-    JAX would multiply their derivatives by the number of ranks.
+        layer = reduce_in_backward(layer, "data")  # in the loss, where the layer is used, also in a lax.scan
+
+    The reduction of a layer's gradients starts as soon as they are computed, before those of the earlier layers; on
+    GPUs it goes on beside them, unless `overlap=False`. Differentiate with `value_and_grad(...,
+    reduced_in_backward=True)`, which turns the sum into a mean. Without vma tracking pass every parameter through here,
+    as others stay unreduced, and none that was computed from values reduced over the axis, such as the gradients of an
+    inner loss: JAX would multiply their derivatives by the number of ranks. Do not give the sums to `sync_gradients`,
+    `allreduce_gradients` or `zero`.
 
     Args:
       tree: a pytree of parameters, replicated over the axis.

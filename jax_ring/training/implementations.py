@@ -1,4 +1,4 @@
-"""The option `impl` of the training layer: the collectives of this library, or those of `jax.lax`."""
+"""The option `impl` of the training layer: this library's collectives, or `jax.lax`'s."""
 
 from collections.abc import Callable
 from functools import partial

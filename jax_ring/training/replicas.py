@@ -47,16 +47,17 @@ def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0, impl: Imp
 
 
 def assert_replicated(tree: Any) -> None:
-    """Checks that the copies of each array have the same bits on all its devices, those of other processes included.
+    """Checks that the copies of each array have the same bits on all its devices, also in other processes.
+
+        jax_ring.assert_replicated(params)  # outside of jit, now and then
 
     Without vma tracking `shard_map` trusts `out_specs=P()`: a step that forgets a reduction leaves copies that drift
-    apart. If an array is sharded over some mesh axes and replicated over others, the copies of each shard are compared;
-    an array without copies passes.
-    Everything is copied to the host, so call it now and then, outside `jit`. If arrays are on devices of several
-    processes, all of these must call it, in the same order and with the same tree. They exchange digests, not arrays.
+    apart. If an array is sharded over some mesh axes and replicated over others, the copies of each shard are compared.
+    Everything is copied to the host. All processes that have devices of the arrays must call it, in the same order and
+    with the same tree; they exchange digests.
 
     Args:
-      tree: a pytree, of which each `jax.Array` is compared. Other leaves are ignored.
+      tree: a pytree. Each `jax.Array` in it is compared, other leaves are ignored.
 
     Raises:
       AssertionError: if copies differ, in every process that has one. It names the leaf, the ranks (positions of

@@ -134,7 +134,7 @@ class Reduction:
           divisor: the number of ranks, or of shards, for a mean; 1 for a sum.
           headroom: how many ranks' values must fit the range of the wire together; by default `divisor`.
           residual: a tree like `tree`, to be added to it.
-          value: a tree of which the mean is taken, in the same buckets, and never rounded.
+          value: a tree whose mean is taken too, in the same buckets, and never rounded.
         """
         if isinstance(tree, ShardSums):
             return self._reduce_shards(tree, axis_name, divisor, headroom, residual, value)
@@ -288,41 +288,35 @@ def sync_gradients(
 ) -> T:
     """The mean over data-parallel ranks of the gradients that each rank has computed.
 
-    Each bucket of `plan_buckets` is one call of `ring_psum`, which reads its leaves in place. The result does not
-    depend on the buckets, bit for bit, except with `wire="int8"`.
+        grads = sync_gradients(jax.grad(loss)(local_params, x, y), "data")  # under shard_map
+
+    Each bucket of `plan_buckets` is one call of `ring_psum`, which reads its leaves in place. The bits do not depend on
+    the buckets, except with `wire="int8"`.
 
     Args:
-      tree: a pytree of this rank's gradients. Its structure, shapes and dtypes are the same on all ranks. Gradients of
-        integers (dtype float0) have no value and come back as they are. Or a `ShardSums` of such, which is always
-        summed along the tree, divided in the dtype in which it is added, and rounded once.
+      tree: a pytree of this rank's gradients, of the same structure, shapes and dtypes on all ranks. Gradients of
+        integers (float0) come back as they are. Or a `ShardSums` of such, which is summed along the tree, divided in
+        the dtype in which it is added, and rounded once.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
       mean: whether to divide the sum by the number of ranks, or of shards.
-      impl: "ring" for the collectives of jax_ring, "lax" for those of `jax.lax`.
-      wire: a floating-point dtype. Wider floats are rounded to it before they are sent, and so is their sum,
-        which is then cast back to the dtype of the leaf. Half the traffic for a loss of precision; see
-        `sync_with_feedback`. A type with less range than float32, such as float16, is sent divided by the number of
-        ranks if `mean` is set, also for gradients that have such a type themselves: the mean overflows only if it, or a
-        rank's own part of it, is not in the range of the type. docs/training.md has the ranges.
-        Or "int8": floats of more than 8 bits are sent as blocks of 256 8-bit integers with a common float32 scale. The
-        leaves of a bucket are packed in float32 before blocks are cut. XLA's all-to-all exchanges the ranks' blocks,
-        which are added in float32 in rank order, rounded again, and gathered. Across hosts, the ranks of a host first
-        add in float32, and only what crosses is rounded.
+      impl: "ring" for jax_ring's collectives, "lax" for `jax.lax`'s.
+      wire: a floating-point dtype, to which wider floats are rounded before they are sent, and their sum again; or
+        "int8", for blocks of 256 8-bit integers with a common scale. docs/compression.md has ranges, errors and bytes.
       wire_dtype: the same argument by its first name.
-      key: a random key, the same on all ranks and another in every step, for stochastic rounding with wire="int8": the
-        expected value of the result is then the sum. By default blocks are rounded to nearest, ties to even.
+      key: a random key, the same on all ranks and another in every step, for stochastic rounding with wire="int8". By
+        default blocks are rounded to nearest, ties to even.
       bucket_bytes, first_bucket_bytes: as for `plan_buckets`, counted in the dtypes that are sent.
-      overlap: whether GPUs run the calls of jax_ring on XLA's stream for collectives, beside the computation on its
-        main stream (docs/gpu.md). It changes no result, and nothing on CPU devices.
-      order: in which order values are added, as for `ring_psum`: "rank", "tree", "ring" or "any".
+      overlap: whether GPUs run the calls of jax_ring beside the computation (docs/gpu.md). It changes no result, and
+        nothing on CPU devices.
+      order: in which values are added, as for `ring_psum`: "rank", "tree", "ring" or "any".
 
     Returns:
       A pytree like `tree`, or like its terms, the same on all ranks.
 
     Raises:
-      ValueError: with vma tracking, if a leaf is already the same on all ranks, because its gradients have then been
-        summed before (by JAX, if they are with respect to a replicated parameter); and in a program of several
-        processes, if their plans differ. Also for a `key` with another wire than "int8", for an order that `impl` or
-        `wire` does not have, and for a `wire` with more shards than ranks.
+      ValueError: with vma tracking, if a leaf is already the same on all ranks, because JAX has summed it; in a program
+        of several processes, if their plans differ; for a `key` with another wire than "int8", an order that `impl` or
+        `wire` does not have, and a `wire` with more shards than ranks.
       TypeError: if `wire` is neither "int8" nor a floating-point dtype with a zero, a sign and NaN, or is given by both
         of its names; if `key` is not a random key, or `overlap` no boolean.
       NameError, jax.errors.JaxRuntimeError: as `ring_psum`.
@@ -340,16 +334,16 @@ def sync_with_feedback(
 ) -> tuple[T, T]:
     """`sync_gradients` with a narrow `wire`; adds the rounding error of each step to the next one.
 
-    This is the error feedback of Seide et al., "1-Bit Stochastic Gradient Descent" (2014): each rank keeps the part of
-    its gradients that was not sent. The error of rounding the sum itself to `wire` is not fed back, except with
-    `wire="int8"`, where the rank that rounds a part of the sum keeps that error, too. Of a value that is too large, as
-    much is sent as leaves room for those of the other ranks, and the rest in later steps. An infinite gradient or NaN
-    reaches all ranks in its step and leaves a residual of zero.
+        grads, residual = sync_with_feedback(grads, residual, "data")  # under shard_map
+
+    This is the error feedback of Seide et al., "1-Bit Stochastic Gradient Descent" (2014). The error of rounding the
+    sum itself is fed back with `wire="int8"` only. A value that is too large for the sum to be in range is sent in
+    parts, over several steps. An infinite gradient or NaN reaches all ranks in its step and leaves a residual of zero.
 
     Args:
       tree: as for `sync_gradients`.
-      residual: the second result of the previous step; zeros like the gradients in the first step. It differs between
-        ranks, so it leaves a `shard_map` by `out_specs=P(axis_name)`.
+      residual: the second result of the previous step; zeros like the gradients in the first. It differs between ranks,
+        so it leaves a `shard_map` by `out_specs=P(axis_name)`.
       axis_name, mean: as for `sync_gradients`.
       **options: as for `sync_gradients`; `wire` is bfloat16 by default.
 

@@ -38,7 +38,7 @@ class FeedbackState(NamedTuple):
 
     Attributes:
       residual: this rank's rounding errors, which are still to be sent: a pytree like the gradients, with an additional
-        first dimension of 1, along which `shard_map` concatenates those of all ranks; None without `error_feedback`.
+        first dimension of 1, along which `shard_map` concatenates all ranks' residuals; None without `error_feedback`.
       key: for the next step, the same on all ranks; None without `key`.
     """
 
@@ -56,19 +56,21 @@ def allreduce_gradients(
 ) -> optax.GradientTransformation:
     """An optax `GradientTransformation` that replaces this rank's gradients by their mean over the ranks.
 
-    Put it first in an `optax.chain`. `clip_by_global_norm` after it clips the norm of the mean, as one device with the
-    whole batch would. A wrapper that decides by the gradients whether to update, such as `optax.apply_if_finite`, goes
-    after it as well: around it, each rank would decide by its own gradients, and leave the others waiting.
+        optimizer = optax.chain(allreduce_gradients("data"), optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+
+    Put it first: clipping after it clips the norm of the mean, as one device with the whole batch would. A wrapper that
+    decides by the gradients whether to update, such as `optax.apply_if_finite`, goes after it as well: around it, each
+    rank would decide by its own gradients, and leave the others waiting.
 
     Args:
       axis_name, mean: as for `sync_gradients`; so are the gradients, which may be a `ShardSums`.
       **options: as for `sync_gradients`. A `key` is split in every step, and the state holds the next. With neither a
         key nor `error_feedback` the state has no leaves.
-      error_feedback: whether to add the error of rounding a rank's gradients to `wire` to its gradients of the
-        next step, as `sync_with_feedback` does. The optimizer then has a state that differs between ranks: it enters
-        and leaves `shard_map` by `feedback_specs`, and `init` is called inside. So has one in `optax.MultiSteps`.
-      check_replicas: a number of steps: `jax_ring.check_replicas` in the first step, and after so many each time. The
-        digests are in a bucket of the gradients. Needs the parameters: `optimizer.update(gradients, state, params)`.
+      error_feedback: whether to add the error of rounding a rank's gradients to `wire` to its gradients of the next
+        step, as `sync_with_feedback` does. The state then differs between ranks: it enters and leaves `shard_map` by
+        `feedback_specs`, and `init` is called inside. So has one in `optax.MultiSteps`.
+      check_replicas: a number of steps: `jax_ring.check_replicas` in the first step, and after so many each time. Needs
+        the parameters: `optimizer.update(gradients, state, params)`.
 
     Raises:
       ImportError: if optax is not installed.
@@ -141,7 +143,7 @@ def allreduce_gradients(
 
 
 def feedback_specs(state: Any, axis_name: AxisName) -> Any:
-    """The PartitionSpecs, for `in_specs` and `out_specs`, of an optax state of which parts differ between ranks.
+    """The PartitionSpecs, for `in_specs` and `out_specs`, of an optax state that differs in parts between ranks.
 
         optimizer = optax.chain(allreduce_gradients("data", wire=jnp.bfloat16, error_feedback=True), adam)
         specs = feedback_specs(jax.eval_shape(optimizer.init, params), "data")

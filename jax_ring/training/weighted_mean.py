@@ -19,12 +19,11 @@ T = TypeVar("T")  # a pytree: results have the structure of the argument
 def weighted_pmean(x: T, weight: Any, axis_name: AxisName, *, impl: Impl = "ring") -> T:
     """The weighted mean of `x` over the ranks of a mapped axis: the sum of weight * x, over the sum of weight.
 
-    For batches that are split unevenly: with the numbers of examples as weights, the weighted mean of the ranks' means
-    is the mean over the whole batch. The value of a rank of weight 0 does not count, even if it is not finite.
+        mean = weighted_pmean(total / jnp.maximum(count, 1), count, "data")  # over all examples
 
-    Its gradient does not count either if the derivatives of `x` on that rank are finite. Those of `total / 0` are not,
-    and 0, the cotangent that `x` gets here, times infinity is NaN, on all ranks once the gradients are reduced. So
-    compute the mean of a rank that may have no examples as `total / jnp.maximum(num_examples, 1)`.
+    The value of a rank of weight 0 does not count, even if it is not finite. Its gradient does not count either if the
+    derivatives of `x` on that rank are finite. Those of `total / 0` are not, and make the gradients NaN on all ranks:
+    hence the maximum above.
 
     Products and sums are float32, or float64 for `x` or a float weight of 64 bits. They must be finite there.
 

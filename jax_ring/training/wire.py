@@ -74,7 +74,7 @@ class FloatWire:
 
 
 def _largest_of(dtype: np.dtype, count: int) -> np.ndarray:
-    """The largest number of a dtype of which the sum of `count` is in its range."""
+    """The largest number x of a dtype with `count` * x in its range."""
     largest = float(jnp.finfo(dtype).max) / count
     rounded = np.asarray(largest, dtype)
     return rounded if float(rounded) <= largest else np.nextafter(rounded, np.zeros((), dtype))

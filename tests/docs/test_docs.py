@@ -1,4 +1,4 @@
-"""The code of the README and of docs/ runs as it stands there, but for the blocks that are marked as fragments.
+"""The code of README, CONTRIBUTING and docs/ runs as it stands there, but for the blocks that are marked as fragments.
 
 A mark is the word "fragment" after the language of a block: code that is a part of something, or needs what a test has
 not (a GPU, a network, an hour). All other Python blocks of a page are one program. Lines in an HTML comment that begins
@@ -19,7 +19,9 @@ import jax_ring
 import pytest_jax_ring
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Of these CI runs the commands: .ci/run.
+RUN_BY_CI = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs/install.md"]
+PAGES = [*RUN_BY_CI[:2], *sorted((ROOT / "docs").rglob("*.md"))]
 # Their blocks have tests of their own, or are cells that run when the site is built.
 ELSEWHERE = {"compile_for_gpus.md": "gpu_topologies/test_topology_docs.py", "tutorial.md": "the site's build"}
 
@@ -37,8 +39,8 @@ def blocks_of(page: pathlib.Path) -> list[Block]:
 
 
 def programs() -> list:
-    """Each page with Python code that runs, and each command line, but for those that CI runs from the README."""
-    cases, of_readme = [], PAGES[0].read_text()
+    """Each page with Python code that runs, and each command line, but for those that CI runs."""
+    cases, of_ci = [], "".join(page.read_text() for page in RUN_BY_CI)
     for page in PAGES:
         if page.name in ELSEWHERE:
             continue
@@ -46,11 +48,11 @@ def programs() -> list:
         name = str(page.relative_to(ROOT))
         if python := [block.text for block in blocks if block.language == "python"]:
             cases.append(pytest.param("python", "\n".join(python), id=name))
-        for block in blocks if page is not PAGES[0] else ():
+        for block in blocks if page not in RUN_BY_CI else ():
             if block.language == "bash":
                 for line in block.text.splitlines():
                     command = line.partition("  #")[0].strip()
-                    if command not in of_readme:
+                    if command not in of_ci:
                         cases.append(pytest.param("bash", command, id=f"{name}: {command}"))
     return cases
 

@@ -1,8 +1,8 @@
 """docs/errors.md has an entry for each message of the sources, and no entry for one that is not there any more.
 
 A message is a string of several words that is no documentation. What varies in it is "…", here and on the page. An
-entry of the page is an item of a list that begins with lines of code; each ends in a backslash. It matches a message if
-its constant parts are in it, in this order.
+entry of the page is a heading that is code, so that a link and the search find it. Several in a row have the text below
+the last. An entry matches a message if its constant parts are in it, in this order.
 """
 
 import ast
@@ -15,7 +15,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs/errors.md").read_text()
-ENTRY = re.compile(r"^- ((?:`[^`\n]+`\\\n  )+)\S", re.MULTILINE)
+ENTRY = re.compile(r"^### `([^`\n]+)`$", re.MULTILINE)
 LEAST_WORDS, LEAST_WORDS_OF_RAISE = 4, 2
 LEAST_LETTERS = 10  # in the constant parts of an entry; fewer would be in too many messages
 
@@ -174,7 +174,7 @@ def matches(entry: str, message: str) -> bool:
 
 NOT_ON_PAGE = tuple(text for texts in STRINGS_WITHOUT.values() for text in texts)
 FILES_NOT_ON_PAGE = [file for files in FILES_WITHOUT.values() for file in files]
-ENTRIES = [code for lines in ENTRY.findall(PAGE) for code in re.findall("`([^`]+)`", lines)]
+ENTRIES = ENTRY.findall(PAGE)
 
 
 def messages_for_users() -> dict[str, str]:
@@ -201,6 +201,14 @@ def test_entries_are_distinct_and_long_enough():
     assert len(ENTRIES) > 300
     assert len(set(ENTRIES)) == len(ENTRIES)
     assert not [entry for entry in ENTRIES if sum(map(str.isalpha, entry)) < LEAST_LETTERS]
+
+
+def test_each_entry_has_a_text():
+    """Below it, or below the last of those in a row; and all headings of that level are entries."""
+    blocks = [block for block in PAGE.split("\n\n") if block]
+    for block, below in zip(blocks, [*blocks[1:], "## the end"], strict=True):
+        assert not (block.startswith("### ") and below.startswith("## ")), block
+    assert len(re.findall("^### ", PAGE, re.MULTILINE)) == len(ENTRIES)
 
 
 def test_what_is_left_out_is_there():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import compare
+import draw_speedup
 import numpy as np
 import pytest
 from harness import intervals, measure, report
@@ -257,8 +258,24 @@ def test_summary_of_runs(tmp_path):
     assert "| 2 | 4 KiB | bfloat16 | 50.0 | 100.0 | 40.0 | 2.00 (1.50 to 2.50) |" in lines
 
 
-def test_docs_have_the_published_figures():
-    assert run("model", "published") in (BENCHMARKS.parent / "docs/algorithms.md").read_text()
+def test_picture_of_speed(tmp_path):
+    """It has the lowest ratio of a size, and that of the documentation is drawn from the published results."""
+    picture = tmp_path / "speed.svg"
+    names = ("cpu-2-cores-zen4", "cpu-2-cores-zen4-jax-0.12", "cpu-2-cores-zen5")
+    folders = [BENCHMARKS / "results" / name for name in names]
+    run("draw_speedup.py", str(picture), *map(str, folders))
+    texts = re.findall(r">([^<>]+)</text>", picture.read_text())
+    lowest = min(
+        (point for folder in folders for point in draw_speedup.points(folder) if point.size == 1 << 20),
+        key=lambda point: point.ratio.value,
+    )
+    assert f"{lowest.ratio.value:.1f}{draw_speedup.TIMES}" in texts
+    published = (BENCHMARKS.parent / "docs/images/speed.svg").read_text()
+    assert texts == re.findall(r">([^<>]+)</text>", published)
+
+
+def test_results_have_the_published_figures():
+    assert run("model", "published") in (BENCHMARKS / "model/RESULTS.md").read_text()
     # The parameters are derived from the rows with role "input"; the other rows are predictions.
     rows = published.rows()
     assert max(abs(row.error) for row in rows if row.role == "input") < 0.02

@@ -94,7 +94,7 @@ FULL = [
     "chaos/test_scenarios.py::test_scenario",
     # Programs in processes of their own, which compile them with LLVM's optimizations.
     "programs/test_example.py",
-    "programs/test_benchmarks.py::test_(allreduce|loops|lowering|peers|processes|reduction|scaling|train|wire)",
+    "programs/test_benchmarks.py::test_(allreduce|loops|lowering|peers|picture|processes|reduction|scaling|train|wire)",
     "programs/test_any_number_of_devices.py::test_the",
     "package/test_typing.py::test_mypy",
     r"package/test_source_tree.py::test_(from_the_root|a_stale_native_module.*\[(add|rename))",

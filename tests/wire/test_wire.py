@@ -23,7 +23,7 @@ from jax_ring import (
 
 RANKS = 8
 REPLICATED = P()
-# The largest number of each type that may be on the wire, as in the table of docs/training.md.
+# The largest number of each type that may be on the wire, as in the table of docs/compression.md.
 LARGEST = {
     "bfloat16": 3.39e38,
     "float16": 65504,

@@ -76,7 +76,7 @@ class _WithoutService:
 
 
 def stand_in(address: str, process_id: int) -> None:
-    """Connects in the place of a process that has died.
+    """Connects for a process that has died.
 
     Clients wait in `connect` until all have connected, and abort their processes if one does not come.
     """

@@ -152,7 +152,7 @@ class Elastic:
                 self._services.remove(entry)
 
     def replace(self, slot: int, rank: int) -> str | None:
-        """Starts a process in the place of one that died. Returns why the job has to end, or None."""
+        """Replaces a process that died. Returns why the job has to end, or None."""
         self._replacing -= 1
         if self._has_finished or self._refused:
             return None

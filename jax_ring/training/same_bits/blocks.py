@@ -30,25 +30,24 @@ def block_sum(
 ) -> Callable[[Any, Any], Any]:
     """The sum of `f(block, inputs)` over the blocks of all ranks, with the same bits on any number of ranks.
 
+        h = h + jax_ring.block_sum(one_head, "model", num_blocks=8)(params["heads"], normed(h))
+
     For tensor parallelism: a block is a head of attention, or a slice of the hidden units of an MLP. Each rank computes
     its B/p blocks one after the other, by one compiled body, and the sum goes along the tree of `order="tree"`. So do
-    the sums of the cotangents of `inputs`; those of `blocks` stay with the rank that has the block.
-
-        h = h + jax_ring.block_sum(one_head, "model", num_blocks=8)(params["heads"], normed(h))
+    the sums of the cotangents of `inputs`; cotangents of `blocks` stay with the rank that has the block.
 
     Args:
       f: a function of a block and the inputs. Returns a pytree of arrays. May ask for `block_index()`, may not
         communicate over the axis, and gets traced arrays of floats as arguments, not by closure.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
       num_blocks: B, of all ranks together. Take one that every number of ranks divides that a mesh may have.
-      remat: whether the backward pass computes `f` again. If not, what it needs is kept, for each block, which takes
-        more memory, and less time where blocks are large. The gradients may have other bits than with remat; no bit of
-        either depends on p.
+      remat: whether the backward pass computes `f` again. If not, what it needs is kept for each block: more memory,
+        and less time where blocks are large. Gradients may then have other bits; none of them depends on p.
 
     Returns:
-      A function of (blocks, inputs), two pytrees. Leaves of blocks have a first dimension for the rank's B/p blocks: in
-      order, rank r has those from r * B/p on. inputs are the same on all ranks of the axis, and so is the sum, in the
-      dtype of f's result; narrow floats are added in float32. It has reverse mode, of any order, but no forward mode.
+      A function of (blocks, inputs), two pytrees. Leaves of blocks have a first dimension for the rank's B/p blocks:
+      rank r has those from r * B/p on. inputs are the same on all ranks of the axis, and so is the sum, in the dtype of
+      f's result; narrow floats are added in float32. It has reverse mode, of any order, but no forward mode.
 
     Raises:
       ValueError: if p does not divide B, if a leaf of blocks does not have B/p blocks, if an input is known to vary
@@ -167,7 +166,7 @@ class _Blocks(Parts):
             return collective(*args, **options)
 
     def same_other_axes(self, blocks: Any, inputs: Any) -> tuple[Any, Any]:
-        """Casts such that cotangents have the types of what they are of. JAX sums over the other axes by itself."""
+        """Casts cotangents to the types of their primals. JAX sums over the other axes by itself."""
         others = tuple(axis for axis in self.varying if axis not in axes_of(self.axis_name))
         return self.own_copies(blocks), jax.tree.map(lambda x: own_copy(jnp.asarray(x), others), inputs)
 
@@ -248,7 +247,7 @@ def _floats(tree: Any) -> tuple[list, Callable[[list], Any]]:
 
 
 def _cotangents(tree: Any, of_floats: list) -> Any:
-    """Those of a tree, from those of its floats."""
+    """The cotangents of a tree, from the cotangents of its floats."""
     leaves, structure = jax.tree.flatten(tree)
     rest = iter(of_floats)
     return jax.tree.unflatten(

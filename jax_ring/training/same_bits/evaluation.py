@@ -1,4 +1,4 @@
-"""The evaluation of a jaxpr such that XLA finds no expression in it twice.
+"""Evaluates a jaxpr so that XLA finds no expression in it twice.
 
 XLA looks for equal expressions at another point of its pipeline if a program is for several devices: before it rewrites
 expressions, instead of after. The rewriting depends on how often an expression is used, and so the last bits would

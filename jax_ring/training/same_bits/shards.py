@@ -1,4 +1,4 @@
-"""The shards of a rank: a loss differentiated one shard at a time, such that no bit depends on the number of ranks."""
+"""The shards of a rank: a loss differentiated one shard at a time, so that no bit depends on the number of ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Clipping by the norm of the whole gradient, of which each rank of a sharded optimizer has a part."""
+"""Clipping by the norm of the whole gradient, which a sharded optimizer divides over the ranks."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def clip_by_global_norm(
 ) -> optax.GradientTransformation:
     """`optax.clip_by_global_norm` for a sharded optimizer: `optax.chain(clip_by_global_norm(...), adam)`.
 
-    The squares of the ranks' parts are added over the axis, so the norm is that of the whole mean gradient. It is
-    computed in float32, or in the dtype of the gradients if that is wider. Gradients that every rank has whole need
+    The squares of the ranks' parts are added over the axis: the norm of the whole mean gradient. It is computed in
+    float32, or in the dtype of the gradients if that is wider. Gradients that every rank has whole need
     `optax.clip_by_global_norm`: here each copy would count.
 
     Args:
       max_norm: the largest norm that is not clipped.
       axis_name, impl: as for `sharded_optimizer`.
-      order: of the sum over the ranks, as for `sharded_optimizer`; by default that of the sharded optimizer around it,
-        or "rank". With "tree" squares are added in blocks of 1024 elements and then along a fixed tree of blocks, so
-        that the norm does not depend on the number of ranks. Parts must then begin at multiples of 1024 elements, as
+      order: of the sum over the ranks, as for `sharded_optimizer`; by default the order of the sharded optimizer around
+        it, or "rank". With "tree" squares are added in blocks of 1024 elements and then along a fixed tree of blocks,
+        so that the norm does not depend on the number of ranks. Parts must then begin at multiples of 1024 elements, as
         those of a `sharded_optimizer` with order="tree" do.
 
     Returns:

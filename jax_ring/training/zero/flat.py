@@ -1,4 +1,4 @@
-"""The flat layout of a sharded optimizer: one vector of each dtype, of which every rank has an equal part."""
+"""The flat layout of a sharded optimizer: one vector of each dtype, divided equally over the ranks."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def _for_stage_3(*_: Any) -> Any:
 class ShardedOptimizer(NamedTuple):
     """The result of `sharded_optimizer`. Call `init`, `update`, `shard` and `gather` inside `shard_map`.
 
-    With `stage=3` what is called params here is the shards, a `ShardedParams` or a tree of such. `update` returns
+    With `stage=3`, params are shards: a `ShardedParams`, or a tree of such. `update` returns
     updates of the shards, `repartition` takes and returns both, (state, shards), and `specs` takes either.
 
     Attributes:

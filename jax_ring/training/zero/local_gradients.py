@@ -70,7 +70,7 @@ class LocalGradients(NamedTuple):
         """The gradients that `update` gets.
 
         Raises:
-          ValueError: if structures or shapes differ from those of the parameters; if gradients are already the same on
+          ValueError: if structures or shapes are not the parameters'; if gradients are already the same on
             all ranks; or if they are a `ShardSums` and are not to be added along the tree.
         """
         num_shards, tree = None, gradients

@@ -42,17 +42,6 @@ def sharded_optimizer(
 ) -> ShardedOptimizer:
     """Shards an optax optimizer over the ranks of a mapped axis: each holds 1/p of its state.
 
-    With `layout="flat"` parameters and gradients of each dtype are concatenated to one vector, in the order of
-    `jax.tree.leaves`, and padded with zeros to a multiple of p elements. Rank r updates the r-th of p equal parts. `tx`
-    gets these parts in a dictionary, by the name of the parameters' dtype. This is right for an elementwise `tx`; any
-    other is refused. To find out, `tx` is traced when this function is called (or at the first use, if JAX has not
-    started its backend, or if `tx` names other axes), and when parameters are first seen. To clip by the norm of all
-    gradients, use `clip_by_global_norm` of this module.
-
-    Gradients may have another dtype than their parameters, and travel in it; where those of one vector have several,
-    they are promoted. Updates have the dtypes that optax gives. Integer parameters may have no gradient (float0, from
-    `allow_int=True`): their updates are zero.
-
         optimizer = zero.sharded_optimizer(optax.adam(1e-3), "data")
         specs = optimizer.specs(params)
         state = jax.jit(jax.shard_map(optimizer.init, mesh=mesh, in_specs=P(), out_specs=specs))(params)
@@ -68,21 +57,27 @@ def sharded_optimizer(
         updates, state = optimizer.update(gradients, state, shards)
         shards = optax.apply_updates(shards, updates)
 
+    Gradients may have another dtype than their parameters, and travel in it. Updates have the dtypes that optax gives.
+    Integer parameters may have no gradient (float0, from `allow_int=True`): their updates are zero. The idea is from
+    Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020); docs/zero.md is
+    the guide.
+
     Args:
-      tx: an optax `GradientTransformation`; with `layout="flat"` an elementwise one.
+      tx: an optax `GradientTransformation`; with `layout="flat"` an elementwise one. To find out, it is traced here, or
+        at the first use if JAX has not started its backend or if `tx` names other axes, and when parameters are first
+        seen.
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
-      stage: 2 reduces the gradients so that each rank gets only the part that it updates (`ring_psum_scatter`); 1
-        gives every rank all gradients, as `sync_gradients` does. The updates are the same. 3 divides the parameters, in
-        the flat layout: what the result's functions call params is then a `ShardedParams`, or a tree of such, and
-        updates are those of the shards. Gradients may be such shards, too, as those of `sharded_layer` are.
+      stage: 2 gives each rank only the gradients of the part that it updates (`ring_psum_scatter`); 1 gives every rank
+        all, as `sync_gradients` does. 3 divides the parameters, in the flat layout: params are then a `ShardedParams`,
+        or a tree of such, and so are gradients of a `sharded_layer`.
       impl: "ring" or "lax", as for `sync_gradients`.
-      layout: "flat", as above; or "parameter", where ranks own whole parameters, so that masks, labels and optimizers
-        that need whole parameters (LAMB, LARS, Adafactor, Muon) give the results that they give without sharding.
-        Parameters are balanced by size, and large ones cut where `tx` is elementwise. The state is a `ParameterState`.
+      layout: "flat": parameters of each dtype are one vector, in the order of `jax.tree.leaves`, padded with zeros to a
+        multiple of p elements; rank r updates the r-th part of it, and `tx` gets the parts in a dictionary by dtype.
+        "parameter": ranks own whole parameters, balanced by size, so that masks, labels, LAMB, LARS, Adafactor and Muon
+        give the results that they give without sharding. The state is a `ParameterState`.
       order: in which gradients are added, as for `ring_psum`. With "tree" they may be a `ShardSums`, as
-        `value_and_grad(..., num_shards=V, reduce_gradients=False)` returns it, whose mean is over the V shards; and
-        then no bit of the parameters or of the state depends on the number of ranks. Ranks then own whole blocks of
-        1024 elements, so the state has another padding than with other orders; `repartition` converts it.
+        `value_and_grad(..., num_shards=V, reduce_gradients=False)` returns it, and no bit of parameters or state
+        depends on the number of ranks. The state then has another padding; `repartition` converts it.
       overlap: as for `sync_gradients`.
       check_replicas: a number of steps: `jax_ring.check_replicas` of the parameters in the first step, and after so
         many each time. The state is then a `CheckedState` around the one that there would be without. Not in stage 3.
@@ -94,12 +89,11 @@ def sharded_optimizer(
 
     Raises:
       TypeError: if `tx` has no `init` and `update`.
-      ValueError: if `stage`, `impl`, `layout` or `order` is none of its choices, if impl="lax" cannot follow the
-        order, if stage=3 has layout="parameter", `check_replicas`, or a tree without `num_shards`, if p does not divide
-        V, or if `tx` cannot be sharded like this: also from `init`, `update` and `specs`, where the parameters are
-        known. From `update`, if the tree or the shapes of the gradients are not those of the parameters, or those of
-        the state not the ones that `init` makes; for a `ShardSums` without order="tree"; and with vma tracking, if
-        gradients are already the same on all ranks, because they have been summed before.
+      ValueError: if `stage`, `impl`, `layout` or `order` is none of its choices, if impl="lax" cannot follow the order,
+        if stage=3 has layout="parameter", `check_replicas`, or a tree without `num_shards`, if p does not divide V, or
+        if `tx` cannot be sharded like this: also from `init`, `update` and `specs`. From `update`, if gradients do not
+        have the tree and shapes of the parameters, or the state does not have those that `init` makes; for a
+        `ShardSums` without order="tree"; and with vma tracking, if gradients are already the same on all ranks.
     """
     if stage not in (1, 2, 3):
         raise ValueError(f"sharded_optimizer: stage must be 1, 2 or 3, got {stage!r}")

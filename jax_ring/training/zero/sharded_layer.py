@@ -26,10 +26,6 @@ def sharded_layer(
 ) -> Callable[[ShardedParams, Any], Any]:
     """A layer with divided parameters, computed for each shard of the batch: the same bits on any number of ranks.
 
-    Where a loss gathers all parameters at once, every rank has them whole for a step. Layers of this kind gather their
-    own alone, compute `f` for the rank's V/p shards one after the other, and drop them. The backward pass gathers them
-    anew and computes `f` again. Gradients of the parameters are added over all V shards along the tree and scattered.
-
         embed, block, head = (zero.sharded_layer(f, "data", num_shards=24) for f in (embed_of, block_of, loss_of))
 
         def loss(shards, tokens):                             # leaves of shape (V/p, examples of a shard, ...)
@@ -39,18 +35,21 @@ def sharded_layer(
 
         gradients = jax.grad(loss)(shards, tokens)            # shards, for `update` of the sharded optimizer
 
+    A layer gathers its own parameters, computes `f` for the rank's V/p shards one after the other, and drops them. The
+    backward pass gathers them anew and computes `f` again. Gradients of the parameters are added over all V shards
+    along the tree and scattered.
+
     Args:
       f: a function of whole parameters and the inputs of a shard. Returns a pytree of arrays. May ask for
         `shard_index()`, may not communicate over the axis, and gets traced arrays of floats as arguments, not by
         closure.
       axis_name: as for `sharded_optimizer`.
-      num_shards: V, that of the optimizer.
+      num_shards: V, as for the optimizer.
 
     Returns:
       A function of (shards, inputs). shards: what `shard` of a `sharded_optimizer` with stage=3, order="tree" and this
-      num_shards makes of the layer's parameters. Leaves of inputs have a first dimension for the rank's V/p shards, and
-      so have those of the result. The gradient of the shards is that of the sum of all ranks' losses: divide a rank's
-      loss by V, not by V/p, for the mean. It has reverse mode of first order.
+      num_shards makes of the layer's parameters. Leaves of inputs and of the result have a first dimension for the
+      rank's V/p shards. Divide a rank's loss by V, not by V/p, for the mean. It has reverse mode of first order.
 
     Raises:
       ValueError: if p does not divide V, if a leaf of inputs does not have V/p shards, if the shards are divided

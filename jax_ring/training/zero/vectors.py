@@ -1,4 +1,4 @@
-"""Parameters as one vector for each dtype, of which every rank has an equal part."""
+"""Parameters as one vector for each dtype, divided equally over the ranks."""
 
 from __future__ import annotations
 

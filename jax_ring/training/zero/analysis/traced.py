@@ -1,4 +1,4 @@
-"""An optimizer as two traced functions, for parameters of which only the types exist."""
+"""An optimizer as two traced functions, for abstract parameters."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def parameter_layout(tx: optax.GradientTransformation, *, stage: Stage, reductio
     """The sharded optimizer that updates each parameter on one rank, or pieces of it where `tx` is elementwise.
 
     `tx.update` is traced for all parameters. A rank runs the equations that the updates of its own need, in a branch of
-    `lax.switch`; masks, labels and shapes are therefore those of the whole tree. The gradients of each dtype are packed
+    `lax.switch`; masks, labels and shapes therefore see the whole tree. The gradients of each dtype are packed
     by owner, padded to the fullest rank and summed with `ring_psum_scatter`; the updates are gathered likewise.
     """
     axis_name = reduction.axis_name

@@ -58,7 +58,7 @@ def balance(
 
 @dataclass(frozen=True)
 class Blocks:
-    """Arrays of which each rank has pieces, and the blocks that hold a rank's pieces: one vector per dtype.
+    """Arrays that are divided into pieces, and the blocks that hold a rank's pieces: one vector per dtype.
 
     All ranks' blocks of a dtype have the size of the fullest; zeros fill the others.
 
