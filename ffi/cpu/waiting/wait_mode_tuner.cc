@@ -39,7 +39,7 @@ void WaitModeTuner::end_round() {
   if (on_pool_) {
     on_pool_iteration_ = std::min(on_pool_iteration_, mean);
   } else {
-    elsewhere_iteration_ += mean / kRoundsEach;
+    elsewhere_iteration_ = std::min(elsewhere_iteration_, mean);
     limit_ = std::clamp(2 * mean, kLeastLimit, kLargestLimit);
   }
   time_of_rounds_ += std::exchange(time_, Duration());

@@ -14,9 +14,9 @@ class WaitModeTuner {
   using Duration = SteadyClock::duration;
 
   // From a call to the next is an iteration. Each way is tried twice, for at least so many iterations and so long. The
-  // first half does not count: it takes milliseconds until threads stay where they are. On the pool the better round
-  // counts, as threads stay there once they are well placed. Elsewhere both do: threads are placed anew in each
-  // iteration.
+  // first half does not count: it takes milliseconds until threads stay where they are. Of either way the better round
+  // counts. The first round of all is slow, whichever way it tries: pages are new, and caches and predictors know
+  // nothing.
   static constexpr int kRoundsEach = 2;
   static constexpr int kRounds = 2 * kRoundsEach;
   static constexpr int kIterations = 16;
@@ -50,7 +50,7 @@ class WaitModeTuner {
   Duration time_counted_{};
   // The durations of an iteration that are compared.
   Duration on_pool_iteration_ = Duration::max();
-  Duration elsewhere_iteration_{};
+  Duration elsewhere_iteration_ = Duration::max();
 };
 
 }  // namespace jax_ring::cpu

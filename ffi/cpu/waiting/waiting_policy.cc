@@ -16,8 +16,9 @@ constexpr int kSpreadBackoff = 4, kTimesInPlace = 8;
 
 }  // namespace
 
-// Whether a call is made in a loop is known from the latest execution. If the pool is no gain there, ranks that
-// outnumber the cores do not wait: one thread that completes them in turn is faster.
+// Whether a call is made in a loop is known from the latest execution. If the pool is no gain there, the ranks do not
+// wait: one thread that completes them in turn is faster, as no core waits for what another one has written. Where the
+// pool has too few threads, only ranks that outnumber the cores do so.
 Waiting WaitingPolicy::next(int64_t run_id, SteadyClock::time_point now, bool is_counted, bool may_use_pool) {
   Executions& executions = Executions::instance();
   if (is_counted) executions.count(run_id);
@@ -31,7 +32,7 @@ Waiting WaitingPolicy::next(int64_t run_id, SteadyClock::time_point now, bool is
   if (may_use_pool && is_one_of_many && tuner_.next(now, ends_iteration)) {
     return {Waiting::Place::pool, tuner_.limit(), spreads_now(now)};
   }
-  if (in_loop && !have_own_cores_) return {};
+  if (in_loop && (may_use_pool || !have_own_cores_)) return {};
   return {Waiting::Place::own_thread, kShortLimit, in_loop && spreads_now(now)};
 }
 

@@ -21,14 +21,15 @@ struct Call {
 
   Call(int num_ranks, bool have_own_cores) : policy(num_ranks, have_own_cores) {}
 
-  // Makes the call again and again, in turns that are faster on the pool. Returns where ranks wait in the end.
-  Place repeat(int times, bool in_loop, bool may_use_pool) {
+  // Makes the call again and again, in turns that take `on_pool` if ranks wait on the pool, and else 2 ms. Returns
+  // where ranks wait in the end.
+  Place repeat(int times, bool in_loop, bool may_use_pool, milliseconds on_pool = milliseconds(1)) {
     Place place = Place::nowhere;
     int64_t run_id = next_run_id();
     for (int i = 0; i < times; ++i) {
       if (!in_loop) run_id = next_run_id();
       place = policy.next(run_id, now, true, may_use_pool).place;
-      now += milliseconds(place == Place::pool ? 1 : 2);
+      now += place == Place::pool ? on_pool : milliseconds(2);
     }
     return place;
   }
@@ -39,6 +40,11 @@ constexpr int kUntilChosen = WaitModeTuner::kRounds * WaitModeTuner::kIterations
 TEST(WaitingPolicy, ALoopUsesThePool) {
   EXPECT_EQ(Call(4, false).repeat(kUntilChosen, true, true), Place::pool);
   EXPECT_EQ(Call(4, true).repeat(kUntilChosen, true, true), Place::pool);
+}
+
+TEST(WaitingPolicy, ALoopThatIsNotFasterOnThePoolDoesNotWait) {
+  EXPECT_EQ(Call(4, false).repeat(kUntilChosen, true, true, milliseconds(2)), Place::nowhere);
+  EXPECT_EQ(Call(4, true).repeat(kUntilChosen, true, true, milliseconds(2)), Place::nowhere);
 }
 
 TEST(WaitingPolicy, APoolWithTooFewThreadsIsNotUsed) {
