@@ -136,11 +136,11 @@ class Attempt:
                 case events.Exited(number):
                     reason = self._exited(self._processes[number])
                 case events.Asked(number, message, answer):
-                    reason = self._asked(self._processes.get(number), message, answer)
+                    self._asked(self._processes.get(number), message, answer)
                 case events.Reminder(number):
                     reason = self._reminded_of(number)
                 case events.Replace(slot, rank) if self._elastic is not None:
-                    reason = self._elastic.replace(slot, rank)
+                    self._elastic.replace(slot, rank)
                 case events.Tick() if self._elastic is not None:
                     self._elastic.ticked()
                 case events.RemoteFailed(node, failure):
@@ -170,14 +170,16 @@ class Attempt:
         failure = self._failures.first()
         return Outcome(failure.status if failure else 1, failure)
 
-    # Each of the following handles an event, and returns why the job has to end, or None.
+    # Each of the following handles an event. Those that can end the job return why, or None.
 
     def _exited(self, process: Process) -> str | None:
         assert process.status is not None
         if process.status == 0:
             # An exception that was reported and then caught is no failure.
             self._failures.forget(process.number)
-            return self._elastic.finished(process) if self._elastic is not None else None
+            if self._elastic is not None:
+                self._elastic.finished(process)
+            return None
         failure = from_status(process.name, process.rank, process.status)
         text = str(failure)
         reported = self._failures.of(process.number)
@@ -219,10 +221,10 @@ class Attempt:
         assert failure is not None
         return self._failed(number, failure, waited)
 
-    def _asked(self, process: Process | None, message: dict, answer) -> str | None:
+    def _asked(self, process: Process | None, message: dict, answer) -> None:
         if process is None:
             answer({"error": "this process belongs to an attempt that has ended"})
-            return None
+            return
         if message.get("do") == "report":
             failure = from_report(process.name, process.rank, message)
             self._failures.add(process.number, failure)
@@ -231,11 +233,11 @@ class Attempt:
                 self._later(self._options.failure_grace, events.Reminder(process.number))
             else:
                 self._remind_of_cause()
-            return None
+            return
         if message.get("do") == "enlist" and self._elastic is None:
             if self._options.nnodes > 1:
                 answer({"error": f"elastic jobs run on one host, and this one has --nnodes {self._options.nnodes}"})
-                return None
+                return
             elastic = Elastic(self._shared, list(self._processes.values()), self._start, self._later)
             elastic.asked(process, message, answer)
             if elastic.has_begun:
@@ -246,7 +248,6 @@ class Attempt:
             answer({"error": "this job is not elastic: call enlist() first"})
         else:
             self._elastic.asked(process, message, answer)
-        return None
 
     def _later(self, seconds: float, event: events.Event) -> None:
         self._timers.append(asyncio.get_running_loop().call_later(seconds, self._shared.queue.put_nowait, event))

@@ -111,11 +111,10 @@ class Elastic:
                 f"multiple_of={self._membership.multiple_of}; this one {min_processes}, {multiple_of}"
             )
 
-    def finished(self, process: Process) -> str | None:
-        """A process has exited with status 0. Returns why the job has to end, or None."""
+    def finished(self, process: Process) -> None:
+        """A process has exited with status 0."""
         self._has_finished = True
         self._ended(process, is_failure=False)
-        return None
 
     def died(self, process: Process, failure: Failure) -> str | None:
         """A process has failed. Returns why the job has to end, or None."""
@@ -151,20 +150,19 @@ class Elastic:
                 service.end()
                 self._services.remove(entry)
 
-    def replace(self, slot: int, rank: int) -> str | None:
-        """Replaces a process that died. Returns why the job has to end, or None."""
+    def replace(self, slot: int, rank: int) -> None:
+        """Replaces a process that died."""
         self._replacing -= 1
         if self._has_finished or self._refused:
-            return None
+            return
         try:
             process = self._start(slot, rank, joins=True)
         except OSError as error:
             self._log(f"another process for rank {rank} could not be started: {error}")
-            return None
+            return
         self._processes[process.number] = process
         if self._membership is not None:
             self._membership.started(process.number)
-        return None
 
     def waits_for_replacements(self) -> bool:
         """Whether a process will be started, so that the job goes on without any."""
