@@ -25,8 +25,9 @@ site=$PWD/build/gpu_check_site
 
 # The kernels of the other types differ from these only in their elements, and take minutes to compile.
 dtypes=${JAX_RING_CUDA_DTYPES:-f32,bf16,u32,u8}
+built="$dtypes ${JAX_RING_TOGETHER_DTYPES:-}"
 changed() { find ffi jax_ring pyproject.toml -newer "$site/.built" -type f -not -path '*/__pycache__/*' -print -quit; }
-if [ "$(cat "$site/.built" 2>/dev/null)" != "$dtypes" ] || [ -n "$(changed)" ]; then
+if [ "$(cat "$site/.built" 2>/dev/null)" != "$built" ] || [ -n "$(changed)" ]; then
   echo "== build ($("$python" --version))"
   rm -rf "$site"
   # For one compute capability, which takes a third of the build time: that of this GPU, or a common one.
@@ -37,7 +38,7 @@ if [ "$(cat "$site/.built" 2>/dev/null)" != "$dtypes" ] || [ -n "$(changed)" ]; 
   # Where jax_ring is installed in editable mode, its import hook would find the source tree before this build.
   echo 'import sys; sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]' \
     >"$site/sitecustomize.py"
-  echo "$dtypes" >"$site/.built"
+  echo "$built" >"$site/.built"
   rm -f "$out/results.json"  # measured with another build
 fi
 

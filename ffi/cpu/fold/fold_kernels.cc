@@ -9,20 +9,24 @@
 namespace jax_ring::cpu {
 
 extern const FoldKernels fold_kernels_baseline;
-#if defined(__x86_64__)
+#if defined(JAX_RING_HAS_avx2)
 extern const FoldKernels fold_kernels_avx2;
+#endif
+#if defined(JAX_RING_HAS_avx512)
 extern const FoldKernels fold_kernels_avx512;
 #endif
 
 namespace {
 
 const FoldKernels& choose() {
-#if defined(__x86_64__)
+#if defined(JAX_RING_HAS_avx2)
   // A smaller instruction set can be requested, to compare them in tests and when debugging.
   const char* asked = std::getenv("JAX_RING_ISA");
   const std::string_view limit = asked != nullptr ? asked : "";
   const InstructionSets sets = instruction_sets();
+#if defined(JAX_RING_HAS_avx512)
   if (sets.avx512 && limit != "baseline" && limit != "avx2") return fold_kernels_avx512;
+#endif
   if (sets.avx2 && limit != "baseline") return fold_kernels_avx2;
 #endif
   return fold_kernels_baseline;

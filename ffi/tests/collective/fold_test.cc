@@ -21,8 +21,10 @@ namespace jax_ring::cpu {
 
 // Not in a header: only fold_kernels.cc selects among them.
 extern const FoldKernels fold_kernels_baseline;
-#if defined(__x86_64__)
+#if defined(JAX_RING_HAS_avx2)
 extern const FoldKernels fold_kernels_avx2;
+#endif
+#if defined(JAX_RING_HAS_avx512)
 extern const FoldKernels fold_kernels_avx512;
 #endif
 
@@ -32,8 +34,10 @@ namespace {
 // The instruction sets of this CPU, smallest first.
 std::vector<const FoldKernels*> runnable_kernels() {
   std::vector<const FoldKernels*> kernels = {&fold_kernels_baseline};
-#if defined(__x86_64__)
+#if defined(JAX_RING_HAS_avx2)
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) kernels.push_back(&fold_kernels_avx2);
+#endif
+#if defined(JAX_RING_HAS_avx512)
   if (kernels.size() == 2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     kernels.push_back(&fold_kernels_avx512);
