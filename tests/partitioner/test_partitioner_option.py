@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ring
 from jax_ring import _compat, override_lax, runtime
 from jax_ring.lowering import topology
-from jax_ring.lowering.hlo import hook, proto
+from jax_ring.lowering.hlo import collectives, hook, proto
 from jax_ring.lowering.hlo.wire import Message, integer
 
 MESH = make_mesh()
@@ -149,6 +149,33 @@ def test_strict(monkeypatch):
         assert is_engines(compiled())
         with pytest.raises(jax.errors.JaxRuntimeError, match="JAX_RING_STRICT=1 forbids it"):
             compiled(lambda x: x.prod(0))
+
+
+def test_all_else_stays_as_it_was(monkeypatch):
+    programs = []
+
+    def transform(platform, program, transform=hook.transform):
+        if (changed := transform(platform, program)) is not None:
+            programs.append((Message.parse(program), Message.parse(changed)))
+        return changed
+
+    monkeypatch.setattr(hook, "transform", transform)
+    with override_lax():
+        assert is_engines(compiled(lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: jnp.sort(x, 0), jnp.sin, x).sum(0)))
+    ((before, after),) = programs
+    assert before.without(proto.COMPUTATIONS) == after.without(proto.COMPUTATIONS)
+    bodies = {body.integer(proto.COMPUTATION_ID): body for body in after.messages(proto.COMPUTATIONS)}
+    num_replaced = 0
+    for body in before.messages(proto.COMPUTATIONS):
+        other = bodies.pop(body.integer(proto.COMPUTATION_ID))
+        assert body.without(proto.INSTRUCTIONS) == other.without(proto.INSTRUCTIONS)
+        now = {each.integer(proto.ID): each for each in other.messages(proto.INSTRUCTIONS)}
+        for each in body.messages(proto.INSTRUCTIONS):
+            is_replaced = collectives.is_collective(each.text(proto.OPCODE))
+            num_replaced += is_replaced
+            assert is_replaced or each.to_bytes() == now[each.integer(proto.ID)].to_bytes()
+    assert num_replaced > 1
+    assert not bodies
 
 
 def test_unknown_fields_leave_a_collective_to_xla(monkeypatch, caplog):
