@@ -404,10 +404,18 @@ def call_with_programs(function: Callable) -> None:
     _mlir.lower_jaxpr_to_module = lower_and_call  # type: ignore[assignment]
 
 
-def register_hlo_transformation(name: str, transform: Callable[[bytes], bytes | None], platform: str) -> Callable:
-    """Makes XLA hand over the programs that it compiles for a platform, and returns a function that ends it."""
+def register_hlo_transformation(
+    name: str, transform: Callable[[bytes], bytes | None], platform: str
+) -> Callable | None:
+    """Makes XLA hand over the programs that it compiles for a platform, and returns a function that ends it.
+
+    None: the platform's plugin is not loaded, so that programs are lowered for it, and not compiled.
+    """
     options: dict = {"name": name, "stage": _xla.PipelineStage.PRE_SCHEDULER, "platforms": platform}
-    _xla.register_hlo_module_transformation(transform, **options)
+    try:
+        _xla.register_hlo_module_transformation(transform, **options)
+    except jax.errors.JaxRuntimeError:
+        return None
     return functools.partial(_xla.clear_hlo_module_transformation, **options)
 
 

@@ -56,6 +56,14 @@ def test_the_setting(partitioner, expected):
     assert not is_engines(compiled())
 
 
+def test_programs_that_are_only_lowered_for_gpus():
+    """Without JAX's plugin for GPUs nothing compiles them here."""
+    traced = jax.jit(column_sums, in_shardings=ROWS, out_shardings=WHOLE).trace(X)
+    with override_lax():
+        assert "jax_ring.partitioner" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "jax_ring.partitioner" in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
 def test_the_last_override_counts():
     with override_lax(partitioner=False):
         outer = override_lax()

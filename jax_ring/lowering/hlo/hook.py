@@ -86,9 +86,10 @@ def mark(module: ir.Module, jaxpr, platform: str, meshes: Sequence, settings: Se
     attributes = module.operation.attributes
     if platform not in _compat.PLATFORMS_WITH_HOOK or ir.IntegerAttr(attributes["mhlo.num_partitions"]).value == 1:
         return
-    _register_once(platform)
+    if not _is_registered(platform):
+        return
     name = _note_devices(meshes)
-    if not name and jax.process_count() > 1:
+    if platform == "cpu" and jax.process_count() > 1:
         name = program_id.name_of_program(module, jaxpr)
     is_safe = settings.partitioner is True or not _compat.CHANGED_HLO_LOSES_ALIASES
     value = f"{_ALSO_IF_DONATING if is_safe else _NOT_IF_DONATING}{settings.order} {name}"
@@ -303,21 +304,21 @@ _platforms = {"cpu"}  # those of all programs so far: the plugin of another one 
 
 def register() -> Callable[[], None]:
     """Makes XLA hand over programs, and returns a function that ends it."""
-    with _lock:
-        for platform in _platforms:
-            _registered[platform] = _register(platform)
+    for platform in tuple(_platforms):  # another thread may add one
+        _is_registered(platform)
     return _end
 
 
-def _register(platform: str) -> Callable:
-    return _compat.register_hlo_transformation("jax_ring", functools.partial(transform, platform), platform)
-
-
-def _register_once(platform: str) -> None:
+def _is_registered(platform: str) -> bool:
+    """Whether XLA hands over programs for a platform, from now on if it can."""
     with _lock:
-        _platforms.add(platform)
         if platform not in _registered:
-            _registered[platform] = _register(platform)
+            end = _compat.register_hlo_transformation("jax_ring", functools.partial(transform, platform), platform)
+            if end is None:
+                return False
+            _registered[platform] = end
+            _platforms.add(platform)
+        return True
 
 
 def _end() -> None:
