@@ -59,6 +59,11 @@ TABLE = """table = s32[8] constant({{{entries}}})
         ("size = s32[] constant(4) number = s32[] convert(id) start = s32[] multiply(number, size)", False),
         (TABLE.format(entries="0,8,16,24,32,40,48,56"), True),
         (TABLE.format(entries="8,0,16,24,32,40,48,56"), False),
+        (
+            "is_other = pred[] convert(id) one = s32[] convert(is_other) size = s32[] constant(8) "
+            "start = s32[] multiply(one, size)",
+            False,
+        ),
         ("start = s32[] parameter(2)", False),
     ],
 )
@@ -111,6 +116,14 @@ def test_sums_are_one_if_they_are_alike(changes, left):
     assert opcodes(found)["all-reduce"] == left == len(beside)
     positions = {each.integer(proto.ID): i for i, each in enumerate(found)}
     assert all(positions[id_] < i for i, each in enumerate(found) for id_ in each.integers(proto.OPERANDS))
+
+
+def test_sums_in_an_order_of_control_are_not_joined():
+    """One sum that needs another by way of a third instruction."""
+    entry = sums(SUM, SUM.replace("channel_id=1", "channel_id=2"))
+    entry = entry.replace("total1 =", "between = f32[3] negate(p1), control-predecessors={total0}\n      total1 =")
+    found, _ = prepared(entry.replace("all-reduce(p1)", "all-reduce(between)"))
+    assert opcodes(found)["all-reduce"] == 2
 
 
 def test_reductions_that_are_not_known_are_not_joined():

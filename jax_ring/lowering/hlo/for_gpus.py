@@ -1,5 +1,6 @@
 """What XLA does for its own collectives on GPUs after the hook: scatters and joins sums, runs some beside products."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -48,6 +49,11 @@ def _beside_products(instructions: Sequence[Message]) -> set[int]:
     return found
 
 
+def _needed(instruction: Message) -> list[int]:
+    """What has to be done before an instruction: its operands, and others by order of control."""
+    return [*instruction.integers(proto.OPERANDS), *instruction.integers(proto.PREDECESSORS)]
+
+
 def _takes_time(instruction: Message) -> bool:
     opcode = instruction.text(proto.OPCODE)
     return opcode in _PRODUCTS or collectives.is_collective(opcode)
@@ -58,7 +64,7 @@ def _waited_for(instructions: Sequence[Message]) -> set[int]:
     found: set[int] = set()
     for each in reversed(instructions):
         if _takes_time(each) or each.integer(proto.ID) in found:
-            found.update(each.integers(proto.OPERANDS))
+            found.update(_needed(each))
     return found
 
 
@@ -67,7 +73,7 @@ def _depths(instructions: Sequence[Message]) -> dict[int, int]:
     depths: dict[int, int] = {}
     by_id = {each.integer(proto.ID): each for each in instructions}
     for id_, each in by_id.items():
-        depths[id_] = max((depths[i] + _takes_time(by_id[i]) for i in each.integers(proto.OPERANDS)), default=0)
+        depths[id_] = max((depths[i] + _takes_time(by_id[i]) for i in _needed(each)), default=0)
     return depths
 
 
@@ -149,9 +155,7 @@ def _in_order(instructions: Sequence[Message]) -> list[Message]:
         waiting = [each]
         while waiting:
             last = waiting[-1]
-            missing = [
-                i for i in (*last.integers(proto.OPERANDS), *last.integers(proto.PREDECESSORS)) if i not in ordered
-            ]  # no cycles: what is joined waits for nothing that is
+            missing = [i for i in _needed(last) if i not in ordered]  # no cycles: no sum that is joined needs another
             if missing:
                 waiting += (by_id[i] for i in reversed(missing))
             else:
@@ -214,6 +218,7 @@ def _dimension_of_blocks(total: Message, taken: Message, by_id: dict[int, Messag
 def _evaluator(by_id: dict[int, Message], partition: int) -> Callable[[int], list[int] | None]:
     """The elements of a small integer expression for a partition; None if it is of another kind."""
 
+    @functools.cache
     def value_of(id_: int) -> list[int] | None:
         instruction = by_id[id_]
         opcode = instruction.text(proto.OPCODE)
@@ -221,7 +226,8 @@ def _evaluator(by_id: dict[int, Message], partition: int) -> Callable[[int], lis
             return [partition]
         if opcode == "constant":
             return _elements_of(instruction.message(_LITERAL))
-        if opcode not in _EVALUATED or math.prod(Shape(instruction.message(proto.SHAPE)).dimensions) > 1:
+        shape = Shape(instruction.message(proto.SHAPE))
+        if opcode not in _EVALUATED or shape.element_type not in _ELEMENTS or math.prod(shape.dimensions) > 1:
             return None
         operands = [value_of(i) for i in instruction.integers(proto.OPERANDS)]
         if None in operands:

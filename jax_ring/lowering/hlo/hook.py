@@ -145,7 +145,7 @@ class _Program(NamedTuple):
       stack_frames: the lists of the StackFrameIndexProto, by the numbers of their fields. Programs have thousands of
         lines, so they are read once.
       computations: those of the program.
-      added: those that have steps of calls across hosts.
+      added: those that have steps of calls across hosts, or a call on another stream.
       channels: which no collective of the program has.
     """
 
