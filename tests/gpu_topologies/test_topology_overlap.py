@@ -205,6 +205,26 @@ def test_zero(mesh_of, overlap):
     assert sorted(names) == [f"jax_ring_all_gather{ending}", f"jax_ring_reduce_scatter{ending}"]
 
 
+def test_the_next_layer_is_gathered_beside_the_products_of_this_one(mesh_of):
+    """In both passes, which gather in a loop over stacked layers and compute each for a rank's three shards."""
+    mesh, num_shards = mesh_of("1x1x8"), 24
+    optimizer = zero.sharded_optimizer(optax.sgd(0.1), "i", stage=3, order="tree", num_shards=num_shards)
+    layer = zero.sharded_layer(lambda w, h: jnp.tanh(h @ w["up"] @ w["down"]), "i", num_shards=num_shards)
+
+    def gradients(params, x):
+        return jax.grad(lambda shards: (layer(shards, x) ** 2).sum())(jax.vmap(optimizer.shard)(params))
+
+    def step(up, x):
+        return gradients({"up": up, "down": up.mT}, x).vectors
+
+    work = timeline(compiled(mesh, step, (4, 64, 256), (num_shards, 16, 64)))
+    gathers = [each for each in work if each.kind == EXCHANGE and each.loop]
+    assert {each.stream for each in gathers} == {COLLECTIVE}
+    beside = products_beside(work)
+    # Two products of a layer in the forward pass, and six in the backward pass, which then scatters.
+    assert [beside[each.name] for each in gathers] == ([2, 6, 0] if KNOWS_CALLS else [0, 0, 0])
+
+
 # ---- Lanes ----------------------------------------------------------------------------------------------------------
 
 

@@ -190,8 +190,8 @@ LAYER_SPECS = {"embed": P("i"), "blocks": P(None, "i"), "head": P("i")}
 
 
 @functools.cache
-def of_layers(ranks, check_vma=True):
-    """Shards, state, gradients and the value after two steps with divided layers."""
+def of_layers(ranks, check_vma=True, stacked=False):
+    """Shards, state, gradients and the value after two steps with divided layers: in a scan, or as one stack."""
     optimizer = zero.sharded_optimizer(optax.sgd(0.1, momentum=0.9), "i", stage=3, order="tree", num_shards=SHARDS)
     layer = functools.partial(zero.sharded_layer, axis_name="i", num_shards=SHARDS)
 
@@ -202,7 +202,10 @@ def of_layers(ranks, check_vma=True):
     def local(shards, tokens, key):
         one_block = layer(functools.partial(block, key=key))
         h = layer(embedded)(shards["embed"], tokens[..., :-1])
-        h, _ = lax.scan(lambda h, own: (one_block(own, h), None), h, shards["blocks"])
+        if stacked:
+            h = one_block(shards["blocks"], h)
+        else:
+            h, _ = lax.scan(lambda h, own: (one_block(own, h), None), h, shards["blocks"])
         values = layer(loss_of)(shards["head"], (h, tokens[..., 1:]))
         return values.sum() / SHARDS, values
 
@@ -229,9 +232,27 @@ def of_layers(ranks, check_vma=True):
     return jax.device_get((shards, state, first, value))
 
 
+@pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize(("ranks", "check_vma"), [(1, True), (2, False), (6, True)])
-def test_layers_have_the_same_bits_on_any_number_of_ranks(ranks, check_vma):
-    assert_same_bits(of_layers(ranks, check_vma), of_layers(3))
+def test_layers_have_the_same_bits_on_any_number_of_ranks(ranks, check_vma, stacked):
+    assert_same_bits(of_layers(ranks, check_vma, stacked), of_layers(3))
+
+
+def test_stacked_layers_with_inputs_that_have_no_cotangent():
+    """Integers, and a layer that leaves its inputs alone."""
+    optimizer = zero.sharded_optimizer(optax.sgd(1.0), "i", stage=3, order="tree", num_shards=SHARDS)
+    layer = zero.sharded_layer(lambda w, given: (given[0] * w["s"], given[1] + 1, given[2]), "i", num_shards=SHARDS)
+
+    def gradients(stack, x):
+        def local(shards):
+            y, count, same = layer(shards, (x, jnp.zeros((len(x),), jnp.int32), x))
+            return (y * count[:, None] + same).sum()
+
+        return optimizer.gather(jax.grad(local)(jax.vmap(optimizer.shard)(stack)))["s"]
+
+    s, x = np.array([2, 3, 4], np.float32), np.ones((SHARDS, 2), np.float32)
+    mapped = sharded(gradients, mesh=make_mesh((2,)), in_specs=(P(), P("i")), out_specs=P())
+    assert mapped({"s": s}, x).tolist() == (3 * 2 * SHARDS * s.prod() / s).tolist()
 
 
 def test_gradients_of_layers_are_those_of_the_mean():
@@ -313,3 +334,10 @@ def test_wrong_uses():
 
     with pytest.raises(TypeError, match="f closes over 1 traced arrays of floats"):
         inside(closes_over, PARAMS)
+
+    def of_a_stack(params):
+        grows = zero.sharded_layer(lambda w, x: jnp.append(x, w["s"]), "i", num_shards=SHARDS)
+        return grows(jax.vmap(optimizer.shard)(jax.tree.map(lambda x: x[None], params)), x[:3])
+
+    with pytest.raises(TypeError, match=r"inputs\. These are float32\[3\], and the result's are float32\[4\]"):
+        inside(of_a_stack, PARAMS)

@@ -108,10 +108,14 @@ def divided_layout(tx: optax.GradientTransformation, *, reduction: Reduction) ->
 
 def gathered(shards: ShardedParams, reduction: Reduction) -> Any:
     """The whole parameters, on every rank."""
-    gather = implementation("sharded_optimizer", reduction.impl, reduction.overlap).all_gather
-    vectors = {name: gather(x, reduction.axis_name, axis=x.ndim - 1) for name, x in shards.vectors.items()}
-    params = unflat(vectors, shards.like)
+    params = unflat(whole_vectors(shards, reduction), shards.like)
     return fence(params) if reduction.is_tree else params
+
+
+def whole_vectors(shards: ShardedParams, reduction: Reduction) -> dict[str, jax.Array]:
+    """The vectors of the whole parameters, on every rank."""
+    gather = implementation("sharded_optimizer", reduction.impl, reduction.overlap).all_gather
+    return {name: gather(x, reduction.axis_name, axis=x.ndim - 1) for name, x in shards.vectors.items()}
 
 
 def scattered(gradients: Any, shards: ShardedParams, reduction: Reduction, *, mean: bool = True) -> ShardedParams:

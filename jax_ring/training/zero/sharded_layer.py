@@ -1,4 +1,4 @@
-"""A layer whose parameters are divided over the ranks: gathered where it is computed, in both passes, and dropped."""
+"""Layers whose parameters are divided over the ranks: gathered where they are computed, in both passes, and dropped."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_ring.collectives.axes import AxisName, axes_of, check_axis_name, check_divisible, check_named, num_ranks
 from jax_ring.collectives.shard_sums import ShardSums
@@ -16,9 +17,9 @@ from jax_ring.options import check_function, integer
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.parts import Parts, axes_of_results
 from jax_ring.training.sync import is_float0
-from jax_ring.training.zero.divided import checked_shards, gathered, scattered
+from jax_ring.training.zero.divided import checked_shards, gathered, scattered, whole_vectors
 from jax_ring.training.zero.local_gradients import Reduction
-from jax_ring.training.zero.vectors import ShardedParams, is_single
+from jax_ring.training.zero.vectors import ShardedParams, is_sharded, is_single, unflat
 
 
 def sharded_layer(
@@ -30,7 +31,7 @@ def sharded_layer(
 
         def loss(shards, tokens):                             # leaves of shape (V/p, examples of a shard, ...)
             h = embed(shards["embed"], tokens)
-            h, _ = jax.lax.scan(lambda h, own: (block(own, h), None), h, shards["blocks"])
+            h = block(shards["blocks"], h)                    # stacked shards: all blocks, one after the other
             return head(shards["head"], (h, tokens)).sum() / 24
 
         gradients = jax.grad(loss)(shards, tokens)            # shards, for `update` of the sharded optimizer
@@ -38,6 +39,10 @@ def sharded_layer(
     A layer gathers its own parameters, computes `f` for the rank's V/p shards one after the other, and drops them. The
     backward pass gathers them anew and computes `f` again. Gradients of the parameters are added over all V shards
     along the tree and scattered.
+
+    Shards of several layers, stacked in a first dimension as `jax.vmap(optimizer.shard)` does it, are layers of which
+    each gets the result of the one before. While a layer is computed the next one's parameters are gathered, on GPUs
+    beside it, so that two layers are whole at a time. The bits are those of a `jax.lax.scan` over single layers.
 
     Args:
       f: a function of whole parameters and the inputs of a shard. Returns a pytree of arrays. May ask for
@@ -48,13 +53,15 @@ def sharded_layer(
 
     Returns:
       A function of (shards, inputs). shards: what `shard` of a `sharded_optimizer` with stage=3, order="tree" and this
-      num_shards makes of the layer's parameters. Leaves of inputs and of the result have a first dimension for the
-      rank's V/p shards. Divide a rank's loss by V, not by V/p, for the mean. It has reverse mode of first order.
+      num_shards makes of the layer's parameters, or a stack of such. Leaves of inputs and of the result have a first
+      dimension for the rank's V/p shards. Divide a rank's loss by V, not by V/p, for the mean. It has reverse mode of
+      first order.
 
     Raises:
       ValueError: if p does not divide V, if a leaf of inputs does not have V/p shards, if the shards are divided
         otherwise, or if `f` communicates over the axis.
-      TypeError: if `f` returns anything but arrays of numbers, or closes over traced arrays of floats.
+      TypeError: if `f` returns anything but arrays of numbers, or closes over traced arrays of floats; for stacked
+        shards, if its result has other types than its inputs.
       NameError: if no enclosing transformation binds the axis.
     """
     check_function("sharded_layer", "f", f)
@@ -66,7 +73,16 @@ def sharded_layer(
         shards, inputs = where.own_copies((shards, inputs))  # JAX adds cotangents over further axes by itself
         first = jax.tree.map(lambda x: x[0], inputs)
         g, closed_over = where.closed(lambda own, params: f(params, own), first, where.types_of(shards))
-        return _differentiable(where, g)(shards, inputs, closed_over)
+        if is_single(shards):
+            return _differentiable(where, g)(shards, inputs, closed_over)
+        results = jax.eval_shape(g, (where.indices()[0], first), where.types_of(shards), closed_over)
+        if _types(results) != _types(first):
+            raise TypeError(
+                "sharded_layer: of stacked shards each layer gets the result of the one before, so f must return what "
+                f"has the tree, the shapes and the dtypes of its inputs. These are {_types(first)}, and the result's "
+                f"are {_types(results)}."
+            )
+        return _one_after_the_other(where, g)(shards, inputs, closed_over)
 
     return layer
 
@@ -83,10 +99,10 @@ class _Shards(Parts):
         check_named(function, axes)
         each = check_divisible(function, num_shards, num_ranks(axes)) // num_ranks(axes)
         reduction = Reduction(axis_name, "ring", "tree", True, num_shards)
-        if not is_single(checked_shards(shards, reduction)):
+        if not is_sharded(checked_shards(shards, reduction)) or any(x.ndim > 2 for x in shards.vectors.values()):
             raise ValueError(
-                "sharded_layer: takes the ShardedParams of one layer, got several. For layers whose shards are stacked "
-                "use jax.lax.scan."
+                "sharded_layer: takes the ShardedParams of one layer, or those of several layers stacked in a first "
+                "dimension; got several in a tree, or with further dimensions."
             )
         varying = axes_of_results(axis_name, (shards, inputs))
         found = cls(function, "shard", axis_name, num_shards, each, varying, reduction)
@@ -99,8 +115,30 @@ class _Shards(Parts):
 
     def gathered(self, shards: ShardedParams, after: Any) -> Any:
         """The parameters, once what comes before is computed: else all layers could be gathered at the beginning."""
-        leaves = [x for x in jax.tree.leaves(after) if x.size and not is_float0(x)]
-        return gathered(fence(shards, leaves[0]) if leaves else shards, self.reduction)
+        return gathered(_fenced(shards, after), self.reduction)
+
+    def one_after_the_other(self, f: Callable, shards: ShardedParams, carry: Any, given: Any, *, reverse: bool) -> Any:
+        """A scan of f(params, carry, x, following) over layers. It gathers the next layer's, `following`, beside `f`.
+
+        The last layer has no next one, and gathers its own again: cheaper than to compile `f` twice.
+        """
+        count = jax.tree.leaves(shards)[0].shape[0]
+        order = np.arange(count)[:: -1 if reverse else 1]
+
+        def of_layer(i):
+            return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), shards)
+
+        def step(both, numbered):
+            vectors, carry = both
+            following, x = numbered
+            following = whole_vectors(of_layer(following), self.reduction)  # needs nothing that `f` computes
+            carry, y = f(fence(unflat(vectors, shards.like)), carry, x, following)
+            return (following, carry), y
+
+        following = np.append(order[1:], order[-1]).astype(np.int32)[:: -1 if reverse else 1]
+        first = whole_vectors(_fenced(of_layer(order[0]), carry), self.reduction)
+        (_, carry), ys = lax.scan(step, (first, carry), (following, given), reverse=reverse)
+        return carry, ys
 
 
 def _differentiable(where: _Shards, f: Callable) -> Callable[[ShardedParams, Any, Any], Any]:
@@ -111,8 +149,7 @@ def _differentiable(where: _Shards, f: Callable) -> Callable[[ShardedParams, Any
 
     @jax.custom_vjp
     def layer(shards, inputs, closed_over):
-        params, numbered = where.gathered(shards, inputs), (where.indices(), inputs)
-        return where.run(lambda own, params: (f(own, params, closed_over), ()), numbered, params)[0]
+        return _forward(where, f, where.gathered(shards, inputs), inputs, closed_over)
 
     def forward(shards, inputs, closed_over):
         return layer(shards, inputs, closed_over), (shards, inputs, closed_over)
@@ -120,24 +157,88 @@ def _differentiable(where: _Shards, f: Callable) -> Callable[[ShardedParams, Any
     def backward(saved, cotangents):
         shards, inputs, closed_over = saved
         params = where.gathered(shards, cotangents)
-        leaves, structure = jax.tree.flatten(cotangents)
-
-        def gradients(part, params):
-            (index, own), given = part
-            _, pullback = jax.vjp(lambda own, params: f((index, own), params, closed_over), own, params)
-            rest = iter(given)
-            of_results = [np.zeros(x.shape[1:], x.dtype) if is_float0(x) else next(rest) for x in leaves]
-            of_own, of_params = pullback(jax.tree.unflatten(structure, of_results))
-            return _numbers(of_own), _numbers(of_params)
-
-        numbered = (where.indices(), inputs)
-        of_inputs, sums = where.run(gradients, (numbered, _numbers(cotangents)), params)
-        dtypes = tuple(np.dtype(x.dtype) for x in jax.tree.leaves(shards.like))
-        sums = ShardSums(_with_float0(fence(sums.terms), shards.like), where.total, dtypes)
-        return scattered(sums, shards, where.reduction, mean=False), _with_float0(of_inputs, inputs), None
+        return *_backward(where, f, shards, params, inputs, closed_over, cotangents), None
 
     layer.defvjp(forward, backward)
     return layer
+
+
+def _one_after_the_other(where: _Shards, f: Callable) -> Callable[[ShardedParams, Any, Any], Any]:
+    """The same for stacked shards, with `f` as for `_differentiable`. The inputs of each layer are kept."""
+
+    @jax.custom_vjp
+    def layers(shards, inputs, closed_over):
+        return forward(shards, inputs, closed_over)[0]
+
+    def forward(shards, inputs, closed_over):
+        def one(params, inputs, *_):
+            return _forward(where, f, params, inputs, closed_over), inputs
+
+        results, kept = where.one_after_the_other(one, shards, inputs, None, reverse=False)
+        return results, (shards, kept, closed_over)
+
+    def backward(saved, cotangents):
+        shards, kept, closed_over = saved
+        own = jax.tree.map(lambda x: x[0], shards)  # for its types
+
+        def one(params, of_results, inputs, following):
+            of_results = _with_float0(of_results, inputs)
+            of_own, of_inputs = _backward(where, f, own, params, inputs, closed_over, of_results, following)
+            return _numbers(of_inputs), _numbers(of_own)
+
+        of_inputs, of_shards = where.one_after_the_other(one, shards, _numbers(cotangents), kept, reverse=True)
+        first = jax.tree.map(lambda x: x[0], kept)
+        return _with_float0(of_shards, shards), _with_float0(of_inputs, first), None
+
+    layers.defvjp(forward, backward)
+    return layers
+
+
+def _forward(where: _Shards, f: Callable, params: Any, inputs: Any, closed_over: Any) -> Any:
+    """The results of one layer, from whole parameters."""
+    return where.run(lambda own, params: (f(own, params, closed_over), ()), (where.indices(), inputs), params)[0]
+
+
+def _backward(
+    where: _Shards,
+    f: Callable,
+    shards: ShardedParams,
+    params: Any,
+    inputs: Any,
+    closed_over: Any,
+    cotangents: Any,
+    following: Any = (),
+) -> tuple[ShardedParams, Any]:
+    """The cotangents of the shards and of the inputs of one layer, from whole parameters.
+
+    They are scattered after `following` is gathered. XLA has one collective in flight at a time, and would put the
+    gather after the scatter, where nothing is left to compute beside it.
+    """
+    leaves, structure = jax.tree.flatten(cotangents)
+
+    def gradients(part, params):
+        (index, own), given = part
+        _, pullback = jax.vjp(lambda own, params: f((index, own), params, closed_over), own, params)
+        rest = iter(given)
+        of_results = [np.zeros(x.shape[1:], x.dtype) if is_float0(x) else next(rest) for x in leaves]
+        of_own, of_params = pullback(jax.tree.unflatten(structure, of_results))
+        return _numbers(of_own), _numbers(of_params)
+
+    numbered = (where.indices(), inputs)
+    of_inputs, sums = where.run(gradients, (numbered, _numbers(cotangents)), params)
+    dtypes = tuple(np.dtype(x.dtype) for x in jax.tree.leaves(shards.like))
+    sums = ShardSums(_with_float0(_fenced(sums.terms, following), shards.like), where.total, dtypes)
+    return scattered(sums, shards, where.reduction, mean=False), _with_float0(of_inputs, inputs)
+
+
+def _fenced(tree: Any, after: Any) -> Any:
+    """`fence` of a tree, after what the first leaf of another is computed from."""
+    leaves = [x for x in jax.tree.leaves(after) if x.size and not is_float0(x)]
+    return fence(tree, leaves[0] if leaves else None)
+
+
+def _types(tree: Any) -> Any:
+    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
 
 
 def _numbers(tree: Any) -> list:
