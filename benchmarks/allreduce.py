@@ -17,6 +17,7 @@ between them, for JAX_RING_TUNING.
 """
 
 import argparse
+import math
 import sys
 
 import jax
@@ -90,8 +91,8 @@ def main() -> int:
     from compare import SAME, compare, differences, load
     from harness import report
     from harness.implementations import AXIS, IMPLEMENTATIONS
-    from harness.measure import Case, Row, fold_limit
-    from harness.tune import tune
+    from harness.machine import describe, fold_limit, heading
+    from harness.measure import Case, Row
     from peers.libraries import PEERS, Layout
     from peers.peer import Peer, Task, why_not
 
@@ -103,17 +104,17 @@ def main() -> int:
         jax.config.update("jax_enable_x64", True)
     mesh = jax.sharding.Mesh(jax.devices(), (AXIS,))
     if arguments.tune:
+        from harness.tune import tune
+
         sizes = sorted({size for _, size in cases})
         tune(arguments.tune, sizes, cases[0][0], arguments.iters, arguments.warmup_iters, arguments.loop_seconds)
         return 0
 
-    machine = report.machine()
+    machine = describe()
     old = load(arguments.compare) if arguments.compare else None
     if old and (different := differences(old, {"machine": machine}, SAME)):
         sys.exit(f"not compared: {arguments.compare} is of another machine: {', '.join(different)}")
-    print(
-        f"# {machine['cpu']}, {machine['cores']} cores; JAX {machine['jax']}; {mesh.size} {arguments.platform} devices"
-    )
+    print(heading(machine, f"{mesh.size} {arguments.platform} devices"))
     print(report.header(), flush=True)
     layout = Layout(mesh.size)
     peers = []
@@ -148,7 +149,7 @@ def main() -> int:
                         wrong=wrong if arguments.check else -1, limit_us=limit * 1e6,
                     )
                 )  # fmt: skip
-                print(report.line(rows[-1]), flush=True)
+                print(report.line(rows[-1], machine["round_trip_us"] or math.nan), flush=True)
     for peer in peers:
         peer.close()
     print(report.summary(rows))
@@ -156,9 +157,9 @@ def main() -> int:
     print(f"# Out of bounds values: {wrong} {'OK' if wrong == 0 else 'FAILED'}")
 
     if old:
-        print(compare(old, report.as_json(rows)))
+        print(compare(old, report.as_json(rows, machine)))
     if arguments.json:
-        report.write_json(arguments.json, rows)
+        report.write_json(arguments.json, rows, machine)
     if arguments.csv:
         report.write_csv(arguments.csv, rows)
     if arguments.plot:

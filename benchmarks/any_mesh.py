@@ -148,7 +148,7 @@ def variants(dp: int, tp: int, width: int) -> tuple[dict[str, Callable[[], float
 
 
 def main() -> None:
-    from harness import report
+    from harness.machine import describe, heading
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--meshes", default="1x2,2x2,1x4,2x4", help="dp x tp (default: 1x2,2x2,1x4,2x4)")
@@ -159,8 +159,8 @@ def main() -> None:
     meshes = [tuple(map(int, text.split("x"))) for text in arguments.meshes.split(",")]
     jax.config.update("jax_num_cpu_devices", max(dp * tp for dp, tp in meshes))
     jax.config.update("jax_platforms", "cpu")
-    machine = report.machine()
-    print(f"# {machine['cpu']}, {machine['cores']} cores; JAX {machine['jax']}")
+    machine = describe()
+    print(heading(machine))
     print(f"# {'mesh':>5} {'width':>5} {'variant':>20} {'ms':>8} {'/ jit':>6} (p10-p90)  {'compiling':>9}")
     rows = []
     for dp, tp in meshes:

@@ -16,7 +16,7 @@ import sys
 from harness import FIGURES, intervals
 
 REFERENCE = "lax.psum"
-SAME, SAME_SOFTWARE = ("cpu", "cores", "system"), ("python", "jax")
+SAME, SAME_SOFTWARE = ("cpu", "family", "model", "cores", "usable_cores", "system"), ("python", "jax", "isa")
 
 
 def load(path: str) -> dict:
@@ -24,8 +24,9 @@ def load(path: str) -> dict:
 
 
 def differences(old: dict, new: dict, keys: tuple[str, ...]) -> list[str]:
-    """What the machines of two files differ in."""
-    values = [(key, old["machine"].get(key), new["machine"].get(key)) for key in keys]
+    """What the machines of two files differ in, of what both files say."""
+    before, after = old["machine"], new["machine"]
+    values = [(key, before[key], after[key]) for key in keys if key in before and key in after]
     return [f"{key} {before} and {after}" for key, before, after in values if before != after]
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from allreduce import size_of
 from harness import intervals, report
 from harness.implementations import AXIS, IMPLEMENTATIONS
+from harness.machine import describe, heading
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -112,8 +113,8 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", int(numbers[0]))
     jax.config.update("jax_platforms", "cpu")
     mesh = jax.sharding.Mesh(jax.devices(), (AXIS,))
-    machine = report.machine()
-    print(f"# {machine['cpu']}, {machine['cores']} cores; JAX {machine['jax']}; us per turn")
+    machine = describe()
+    print(heading(machine, "us per turn"))
     names = "".join(f"{name:>15}" for name in (THIS, BASELINE, FLOOR))
     print(f"# {'ranks':>5} {'bytes':>10} {'dtype':>10}{names} {'lax.psum / this':>26}")
     rows = []

@@ -49,7 +49,7 @@ def spread(seconds) -> str:
 
 
 def main() -> None:
-    from harness import report
+    from harness.machine import describe, heading
 
     from jax_ring import override_lax, ring_psum
 
@@ -69,8 +69,8 @@ def main() -> None:
         "ring_psum, tree": (by_tree(ring_psum), contextlib.nullcontext),
         "ring_psum, per leaf": (by_leaf(ring_psum), contextlib.nullcontext),
     }
-    machine = report.machine()
-    print(f"# {machine['cpu']}, {machine['cores']} cores; JAX {machine['jax']}; {arguments.devices} CPU devices")
+    machine = describe()
+    print(heading(machine, f"{arguments.devices} CPU devices"))
     print(f"# import jax_ring, after jax: {spread([import_time() for _ in range(arguments.runs)])} ms")
     print(f"# {'leaves':>6} {'variant':>30} {'trace, ms':>22} {'lower, ms':>22} {'all-reduces':>12}")
     for leaves in map(int, arguments.leaves.split(",")):

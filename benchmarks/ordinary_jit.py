@@ -18,7 +18,8 @@ from functools import partial
 
 import jax
 import numpy as np
-from harness import intervals, report
+from harness import intervals
+from harness.machine import describe, heading
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -99,11 +100,11 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
-    machine = report.machine()
+    machine = describe()
     if jax.process_index():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     where = f"{mesh.size} CPU devices in {jax.process_count()} processes"
-    print(f"# {machine['cpu']}, {machine['cores']} cores; JAX {machine['jax']}; {where}")
+    print(heading(machine, where))
     print(f"# {'microseconds':>14}{XLA:>12}{OVERRIDE:>15}{RING:>10} {'XLA / override':>24} {'compile':>9}")
     for model in filter(None, arguments.models.split(",")):
         params, loss, batch = MODELS[model]("float32")

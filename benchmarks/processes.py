@@ -19,7 +19,8 @@ import jax
 import numpy as np
 from allreduce import cases_of, check_messages, parser_of_messages
 from harness import report
-from harness.measure import Row, Spread, fold_limit
+from harness.machine import describe, fold_limit, heading
+from harness.measure import Row, Spread
 from peers.libraries import BETWEEN_PROCESSES, Layout
 from peers.peer import Peer, Task, why_not
 from rich.console import Console
@@ -115,8 +116,8 @@ def measure(peers: list[Peer], count: int, dtype: str, arguments: argparse.Names
 def main() -> int:
     arguments = parse_arguments()
     cases = cases_of(arguments)
-    machine = report.machine()
-    print(f"# {machine['cpu']}, {machine['cores']} cores; JAX {machine['jax']}")
+    machine = describe()
+    print(heading(machine))
     rows: list[Row] = []
     for layout in arguments.layouts:
         print(f"\n# {layout}\n{report.header()}", flush=True)
@@ -132,7 +133,7 @@ def main() -> int:
     wrong = sum(max(row.wrong, 0) for row in rows)
     print(f"# Out of bounds values: {wrong} {'OK' if wrong == 0 else 'FAILED'}")
     if arguments.json:
-        report.write_json(arguments.json, rows)
+        report.write_json(arguments.json, rows, machine)
     return 0 if rows and wrong == 0 else 1
 
 

@@ -77,7 +77,7 @@ def measure(mesh, model: str, steps: int) -> dict[tuple[str, str], list[float]]:
 
 
 def main() -> None:
-    from harness import report
+    from harness.machine import describe, heading
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--devices", type=int, default=8)
@@ -87,8 +87,8 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", arguments.devices)
     jax.config.update("jax_platforms", "cpu")
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
-    machine = report.machine()
-    print(f"# {machine['cpu']}, {machine['cores']} cores; JAX {machine['jax']}; {arguments.devices} CPU devices")
+    machine = describe()
+    print(heading(machine, f"{arguments.devices} CPU devices"))
     print(f"# {'layers':>8} {'impl':>5} {'gradients summed':>17} {'ms per step':>12} {'(p10-p90)':>17}")
     rows = []
     for model in ("unrolled", "scanned"):

@@ -12,7 +12,6 @@ confidence interval of 95 %.
 import argparse
 import contextlib
 import importlib.util
-import os
 import time
 
 import jax
@@ -122,6 +121,7 @@ def line(row: dict) -> str:
 
 def main() -> None:
     from harness import report
+    from harness.machine import describe, heading
     from workloads.models import MODELS
 
     choices = [*MODELS, *batch_norm.SIZES]
@@ -139,8 +139,8 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
 
-    machine = report.machine()
-    print(f"# {machine['cpu']}, {machine['cores']} cores; JAX {machine['jax']}; {arguments.devices} CPU devices")
+    machine = describe()
+    print(heading(machine, f"{arguments.devices} CPU devices"))
     if importlib.util.find_spec("flax") is None and set(models) & set(batch_norm.SIZES):
         models = [model for model in models if model not in batch_norm.SIZES]
         print("# BatchNorm: left out: flax not found; pip install flax")
@@ -155,7 +155,7 @@ def main() -> None:
                 rows[-1] |= row_of(label, times)
                 print(line(rows[-1]), flush=True)
     if arguments.json:
-        report.write_rows(arguments.json, rows, machine | {"cores": os.cpu_count()})
+        report.write_rows(arguments.json, rows, machine)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def steps(mesh, dtype: str) -> dict[str, Callable[[], float]]:
 
 
 def main() -> None:
-    from harness import report
+    from harness.machine import describe, heading
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--ranks", default="2,4,8", help="numbers of ranks (default: 2,4,8)")
@@ -118,8 +118,8 @@ def main() -> None:
         parser.error("needs 0 < minbytes <= maxbytes, stepfactor >= 2 and rounds >= 1")
     jax.config.update("jax_num_cpu_devices", max(ranks))
     jax.config.update("jax_platforms", "cpu")
-    machine = report.machine()
-    print(f"# {machine['cpu']}, {machine['cores']} cores; JAX {machine['jax']}")
+    machine = describe()
+    print(heading(machine))
     print(f"# {'ranks':>5} {'dtype':>9} {'what':>12} {'variant':>22} {'us':>12} {'/ rank':>7} (p10-p90)")
     rows = []
 

@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from harness.implementations import AXIS
-from jax_ring import _ffi_cpu, ring_psum
+from jax_ring import ring_psum
 
 LEAST_LOOPS = 8
 EMPTY, WAITING = "the empty loop", "the waiting loop"
@@ -61,16 +59,6 @@ class Row:
         """algbw and busbw in GB/s, as nccl-tests defines them: bytes / time, and that times 2 (p - 1) / p."""
         algbw = self.bytes / max(microseconds, 1e-3) / 1e3
         return algbw, algbw * 2 * (self.ranks - 1) / self.ranks
-
-
-def fold_limit(ranks: int, count: int, dtype) -> float:
-    """Seconds of a bare fold of the message, by one thread per core."""
-    dtype = jnp.dtype(dtype)
-    if dtype.kind == "c":  # two floats
-        count, dtype = 2 * count, jnp.dtype(f"float{4 * dtype.itemsize}")
-    # The engine's names: f32, bf16, s8, u16, f8e4m3fn.
-    name = re.sub("^(bf|f|u|i)[a-z]*", lambda match: match[1].replace("i", "s"), dtype.name).replace("_", "")
-    return _ffi_cpu.fold_limit_seconds(ranks, count * dtype.itemsize, os.cpu_count() or 1, 5, name)
 
 
 def rank_values(ranks: int, count: int, dtype) -> np.ndarray:

@@ -5,20 +5,19 @@ import dataclasses
 import json
 import math
 import os
-import platform
-
-import jax
 
 from harness import FIGURES, intervals
 from harness.measure import Row, Spread
 
-CLASSES = (("small", 0, 4 << 10), ("medium", 64 << 10, 1 << 20), ("large", 16 << 20, math.inf))
+SMALL = 4 << 10
+CLASSES = (("small", 0, SMALL), ("medium", 64 << 10, 1 << 20), ("large", 16 << 20, math.inf))
 WARNING = (
     "# CPU devices share one memory: 'bandwidth' here is memory bandwidth, not that of a network.\n"
     "# Times in us: median (p10-p90). In a jitted loop: less the same loop without a collective, or (waiting) with a\n"
     "# sum of 4 bytes instead, less the time of that sum: ranks wait for each other in both. limit: a bare fold by\n"
-    "# one thread per core, in the same run, over that time. noise: the time may be 0, or the times equal, by the\n"
-    "# confidence interval of 95 %. above: the time is below the limit, see the note."
+    "# one thread per core, in the same run, over that time. pt, up to 4 KiB: the time by p round trips of a cache\n"
+    "# line. noise: the time may be 0, or the times equal, by the confidence interval of 95 %. above: the time is\n"
+    "# below the limit, see the note."
 )
 
 
@@ -37,23 +36,27 @@ def is_noise(spread: Spread) -> bool:
     return bool(spread.samples) and intervals.median(spread.samples).low <= 0
 
 
-def fraction(row: Row, spread: Spread) -> str:
-    """The limit over a time in a loop, as far as the two make sense."""
+def fraction(row: Row, spread: Spread, round_trip_us: float = math.nan) -> str:
+    """A time in a loop in units that carry over to other machines, as far as they make sense: the limit over it, and of
+    a small message the multiple of p round trips of a cache line."""
     if is_noise(spread):
         return "noise"
+    if row.bytes <= SMALL and round_trip_us > 0:
+        return f"{spread.median / row.ranks / round_trip_us:.1f} pt"
     share = row.limit_us / max(spread.median, 1e-3)
     return "-" if math.isnan(share) else "above" if share > 1 else f"{share:.0%}"
 
 
-def line(row: Row) -> str:
+def line(row: Row, round_trip_us: float = math.nan) -> str:
     algbw, busbw = row.bandwidths(row.out_of_place.median)
     loop, waiting = row.in_loop, row.in_waiting_loop
     _, loop_busbw = row.bandwidths(loop.median)
+    part, waiting_part = (fraction(row, each, round_trip_us) if each else "-" for each in (loop, waiting))
     text = (
         f"{row.bytes:>11} {row.count:>10} {row.dtype:>9} {'sum':>5} {row.implementation:>15}"
         f" | {row.out_of_place.median:>9.1f} {algbw:>7.2f} {busbw:>7.2f} {'':>7} | {row.in_place.median:>10.1f}"
-        f" | {loop.median:>8.1f} {f'({loop.p10:.1f}-{loop.p90:.1f})':>15} {loop_busbw:>6.2f} {fraction(row, loop):>8}"
-        f" {f'{waiting.median:.1f}' if waiting else '-':>9} {fraction(row, waiting) if waiting else '-':>7}"
+        f" | {loop.median:>8.1f} {f'({loop.p10:.1f}-{loop.p90:.1f})':>15} {loop_busbw:>6.2f} {part:>8}"
+        f" {f'{waiting.median:.1f}' if waiting else '-':>9} {waiting_part:>7}"
         f" | {row.wrong if row.wrong >= 0 else 'N/A':>6}"
     )
     return "\n".join([text, *notes(row)])
@@ -180,30 +183,8 @@ def crossing_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def machine() -> dict:
-    """Describes the hardware and software."""
-    model = next(
-        (text.split(":", 1)[1].strip() for text in _lines("/proc/cpuinfo") if text.startswith("model name")), "unknown"
-    )
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "system": f"{platform.system()} {platform.machine()}",
-    }
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        with open(path) as file:
-            return file.readlines()
-    except OSError:
-        return []
-
-
-def as_json(rows: list[Row]) -> dict:
-    return {"machine": machine(), "rows": [dataclasses.asdict(row) for row in rows]}
+def as_json(rows: list[Row], machine: dict) -> dict:
+    return {"machine": machine, "rows": [dataclasses.asdict(row) for row in rows]}
 
 
 def write_rows(path: str, rows: list[dict], machine: dict) -> None:
@@ -213,8 +194,8 @@ def write_rows(path: str, rows: list[dict], machine: dict) -> None:
         file.write(f'{{"machine": {json.dumps(machine)},\n"rows": [\n{text}\n]}}\n')
 
 
-def write_json(path: str, rows: list[Row]) -> None:
-    write_rows(path, **as_json(rows))
+def write_json(path: str, rows: list[Row], machine: dict) -> None:
+    write_rows(path, **as_json(rows, machine))
 
 
 def write_csv(path: str, rows: list[Row]) -> None:

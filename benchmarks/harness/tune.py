@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from model import fit
 
-from harness import report
 from harness.implementations import ALGORITHMS, AXIS
+from harness.machine import describe
 from harness.measure import Case, Row
 from jax_ring.lowering import tuning
 
@@ -71,7 +71,7 @@ def tune(path: str, sizes: list[int], dtype: str, iterations: int, warmup: int, 
     tuning.write(
         path,
         {platform: table},
-        machine=report.machine(),
+        machine=describe(),
         measured={"ranks": measured, "bytes": sizes, "dtype": dtype},
         fitted={name: dataclasses.asdict(line) for name, line in lines.items()},
     )

@@ -22,6 +22,7 @@
 #include "cpu/fold/fold_kernels.h"
 #include "cpu/fold/fold_limit.h"
 #include "cpu/rendezvous/watchdog.h"
+#include "cpu/waiting/core_costs.h"
 #include "recorder/flight_recorder.h"
 #include "recorder/flight_table.h"
 #include "shm/group/communicators.h"
@@ -335,6 +336,16 @@ NB_MODULE(_ffi_cpu, m) {
       nb::call_guard<nb::gil_scoped_release>(),
       "Seconds that plain threads need to sum `num_ranks` buffers of `num_bytes` each in place. dtype: f32, bf16, s8, "
       "f8e4m3fn, ...");
+
+  m.def(
+      "core_costs",
+      [] {
+        const jax_ring::cpu::CoreCosts costs = jax_ring::cpu::core_costs();
+        return std::make_pair(costs.round_trip, costs.context_switch);
+      },
+      nb::call_guard<nb::gil_scoped_release>(),
+      "Seconds in which a cache line goes to another core and back (not a number where there is one), and of a context "
+      "switch.");
 
   m.def("ring_hops", &ring_hops, "rank_order"_a, "num_ranks"_a, "rank"_a, "num_chunks"_a, "lag"_a,
         "The (chunk, hop) that a rank of the native ring handles at each step, in order.");

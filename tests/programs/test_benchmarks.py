@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -12,7 +13,7 @@ import compare
 import draw_speedup
 import numpy as np
 import pytest
-from harness import intervals, measure, report
+from harness import intervals, machine, measure, report
 from model import published, topology
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
@@ -34,6 +35,9 @@ def test_allreduce(tmp_path):
         *("--impl", "ring_psum,lax.psum,ppermute"),
     )
     assert "# Out of bounds values: 0 OK" in text
+    described = json.loads(files[0].read_text())["machine"]
+    assert f"# t = {described['round_trip_us']} us" in text
+    assert described.keys() >= {"caches", "isa", "switch_us", "jaxlib", "jax_ring", "usable_cores"}
     rows = json.loads(files[0].read_text())["rows"]
     assert {(row["implementation"], row["dtype"]) for row in rows} == {
         (implementation, dtype)
@@ -45,6 +49,39 @@ def test_allreduce(tmp_path):
     assert all(len(row[figure]["samples"]) == 8 for row in rows for figure in ("in_loop", "in_waiting_loop"))
     with files[1].open() as file:
         assert len(list(csv.DictReader(file))) == len(rows)
+
+
+def test_costs_of_the_machine():
+    """One core has no round trip to another, but switches."""
+    code = (
+        "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); sys.path.insert(0, sys.argv[1]);"
+        "from harness import machine; print(machine.describe())"
+    )
+    command = [sys.executable, "-c", code, str(BENCHMARKS)]
+    described = eval(subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout)
+    assert (described["usable_cores"], described["round_trip_us"]) == (1, None)
+    assert described["switch_us"] > 0
+    assert described["memory_gb_s"] > 0
+    two = len(os.sched_getaffinity(0)) > 1
+    assert (machine.describe()["round_trip_us"] is not None) == two
+
+
+def test_names_of_processors():
+    known = {("AuthenticAMD", 25, 1): "Zen 3", ("AuthenticAMD", 25, 17): "Zen 4", ("AuthenticAMD", 23, 49): "Zen 2"}
+    for (vendor, family, model), name in known.items():
+        assert machine.processor_of(vendor, family, model) == name
+    assert machine.processor_of("GenuineIntel", 6, 143) == "GenuineIntel family 6 model 143"
+
+
+def test_small_messages_in_round_trips():
+    """Up to 4 KiB a time is given in p round trips of a cache line, above in parts of the limit."""
+    spread = measure.Spread.of(noisy(8e-6))
+    small, large = (
+        measure.Row("ring_psum", 4, size, size // 4, "float32", spread, spread, spread, limit_us=4.0)
+        for size in (4096, 8192)
+    )
+    assert " 4.0 pt" in report.line(small, round_trip_us=spread.median / 16)
+    assert "pt" not in report.line(small) + report.line(large, round_trip_us=0.5)
 
 
 def test_loops(tmp_path):
