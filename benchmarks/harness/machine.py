@@ -98,6 +98,7 @@ def describe() -> dict:
         "cores": os.cpu_count(),
         "usable_cores": usable_cores(),
         "isa": _native("instruction_set", otherwise=None),
+        "forced_isa": os.environ.get("JAX_RING_ISA"),
         "round_trip_us": _positive(round_trip * 1e6, 3),
         "switch_us": _positive(switch * 1e6, 3),
         # Two messages of 64 MiB, each read and written.
