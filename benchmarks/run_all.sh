@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs all measurements of docs/performance.md and writes them to benchmarks/results/NAME. Takes about 40 minutes on two
-# cores. The rows of mpi4jax and torch.distributed need pip install --editable '.[peers]'.
+# Runs all measurements of docs/performance.md, writes them to benchmarks/results/NAME (cpu-...), and makes the tables of
+# that page from these and all others. Takes about 40 minutes on two cores. The rows of mpi4jax and torch.distributed need pip install --editable '.[peers]'.
 #
 #   benchmarks/run_all.sh NAME [RUNS]
 set -euo pipefail
@@ -31,4 +31,4 @@ done
 "$python" benchmarks/allreduce.py --devices 8 -f 4 -n 12 --impl "ring_psum,ring_psum(ring),lax.psum,ppermute" \
   --plot "$out/allreduce.png"
 "$python" benchmarks/scaling.py "$out"
-"$python" benchmarks/summarize.py "$out"
+"$python" benchmarks/tables.py

@@ -14,6 +14,7 @@ import subprocess
 import sys
 
 from harness import intervals
+from harness.report import size_name
 
 ALLREDUCE = pathlib.Path(__file__).with_name("allreduce.py")
 NAMES = ("ring_psum", "lax.psum")
@@ -40,8 +41,6 @@ def per_rank(rows: list[dict]) -> dict[tuple[int, str], list[tuple[int, interval
 
 
 def table(rows: list[dict]) -> str:
-    from summarize import size_name  # which imports this module
-
     by_message = per_rank(rows)
     ranks = sorted({row["ranks"] for row in rows})
     lines = [f"| time per rank, µs | {' | '.join(f'p = {p}' for p in ranks)} |", "|---|" + "---:|" * len(ranks)]
@@ -60,7 +59,6 @@ def plot(path: pathlib.Path, rows: list[dict]) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot, ticker
-    from summarize import size_name  # which imports this module
 
     curves = per_rank(rows)
     sizes = sorted({size for size, _ in curves})

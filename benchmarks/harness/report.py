@@ -183,6 +183,13 @@ def crossing_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def size_name(size: int) -> str:
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size // unit} {name}"
+    return f"{size} B"
+
+
 def as_json(rows: list[Row], machine: dict) -> dict:
     return {"machine": machine, "rows": [dataclasses.asdict(row) for row in rows]}
 

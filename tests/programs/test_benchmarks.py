@@ -13,6 +13,7 @@ import compare
 import draw_speedup
 import numpy as np
 import pytest
+import tables
 from harness import intervals, machine, measure, report
 from model import published, topology
 
@@ -275,24 +276,66 @@ def test_scaling(tmp_path):
     ]
 
 
-def test_summary_of_runs(tmp_path):
-    """The tables have the bounds of all runs, and say where a ratio is noise or a time below the limit."""
-    machine = {"cpu": "x", "cores": 2, "system": "Linux", "python": "3", "jax": "1"}
-    for seed in (0, 1):
-        rows = [fake_row(name, 1024, noisy(us, seed=seed)) for name, us in (("ring_psum", 2), ("lax.psum", 8))]
-        rows += [fake_row(name, 2048, noisy(4, seed=seed + i)) for i, name in enumerate(("ring_psum", "lax.psum"))]
-        rows[0]["limit_us"] = 3.0
-        (tmp_path / f"allreduce-{seed}.json").write_text(json.dumps({"machine": machine, "rows": rows}))
-    of_loop = {"ranks": 2, "bytes": 4096, "dtype": "bfloat16", "speedup": 2.0, "speedup_interval": [1.5, 2.5]}
-    of_loop["median_us"] = {"ring_psum": 50.0, "lax.psum": 100.0, "no collective": 40.0}
-    (tmp_path / "loops-p2.json").write_text(json.dumps({"machine": machine, "rows": [of_loop]}))
-    run("summarize.py", str(tmp_path))
-    lines = (tmp_path / "README.md").read_text().splitlines()
-    small, large = (next(line for line in lines if line.startswith(f"| {size}")) for size in ("1 KiB", "2 KiB"))
-    assert "above (disturbed)" in small
-    assert "noise" not in small
-    assert "noise" in large
-    assert "| 2 | 4 KiB | bfloat16 | 50.0 | 100.0 | 40.0 | 2.00 (1.50 to 2.50) |" in lines
+def write_results(folder, kind, rows, about=None, **machine):
+    folder.mkdir(exist_ok=True)
+    described = {"cpu": "x", "cores": 2, "jax": "1.2.3"} | machine
+    number = len(list(folder.glob("*.json")))
+    (folder / f"{kind}-{number}.json").write_text(json.dumps({"machine": described, "rows": rows}))
+    if about:
+        (folder / "about.json").write_text(json.dumps(about))
+
+
+def test_tables_of_all_results(tmp_path):
+    """A row for each processor, version and engine, with the lowest and the highest ratio of all runs."""
+    for folder, lax, about in (
+        ("cpu-a", (8.0, 12.0), {"processor": "A"}),
+        ("cpu-b", (4.0, 6.0), {"processor": "B"}),
+        ("cpu-c", (2.0,), {"processor": "B", "engine": "earlier engine"}),
+        ("gpu", (1.0,), None),
+    ):
+        for us in lax:
+            rows = [fake_row("ring_psum", 4096, [2.0] * 9), fake_row("lax.psum", 4096, [us] * 9)]
+            write_results(tmp_path / folder, "allreduce", rows, about)
+    reported = {"ranks": 2, "bytes": 4096, "dtype": "float32", "reported": {"in_loop": [1.5, 20.0]}}
+    write_results(tmp_path / "cpu-a", "allreduce", [reported], processor="A", forced_isa="avx2")
+    of_loop = {"ranks": 2, "bytes": 4096, "dtype": "float32", "speedup": 2.0, "speedup_interval": [1.5, 2.5]}
+    write_results(tmp_path / "cpu-b", "loops", [of_loop])
+    runs = tables.load(tmp_path)
+    cells = {line.split(" | ")[0]: line.split(" | ") for line in tables.TABLES["loop"](runs).splitlines()[2:]}
+    ratios = {name.strip("| "): (row[1], row[-1].strip("| ")) for name, row in cells.items()}
+    times, to = tables.TIMES, tables.TO
+    assert ratios == {
+        "all of today's engine": (f"2.0{to}6.0{times}", "4"),
+        "A, JAX 1.2": (f"4.0{to}6.0{times}", "2"),
+        "B, JAX 1.2": (f"2.0{to}3.0{times}", "2"),
+        "A, JAX 1.2, avx2": (f"1.50{to}20{times}", "2"),
+        "B, JAX 1.2, earlier engine": (f"1.00{times}", "1"),
+    }
+    assert f"| B, JAX 1.2 | 2.0{times} |" in tables.TABLES["product"](runs)
+    text = "Sums: <!-- table: headline -->nothing<!-- end -->. <!-- table: loop -->\n\nold\n\n<!-- end -->"
+    filled = tables.filled(text, runs)
+    assert f"4 KiB is 2.0{to}6.0{times}" in filled
+    assert "nothing" not in filled
+    assert filled == tables.filled(filled, runs)
+
+
+def test_times_in_units_that_carry_over(tmp_path):
+    """Small messages in p round trips and parts of the aim, large ones in per cent of the limit."""
+    rows = [fake_row("ring_psum", 4096, [40.0] * 9, ranks=4), fake_row("ring_psum", 1 << 20, [40.0] * 9, limit_us=10.0)]
+    rows.append(fake_row("ring_psum", 1 << 18, [40.0] * 9, limit_us=50.0))
+    costs = {"round_trip_us": 0.5, "switch_us": 20.0, "usable_cores": 2, "processor": "A"}
+    write_results(tmp_path / "cpu-a", "allreduce", rows, **costs)
+    line = tables.TABLES["limit"](tables.load(tmp_path)).splitlines()[-1]
+    # Four ranks on two cores: 20 * 4 * 0.5 and 4 / 2 * 20 us.
+    assert line == "| A, JAX 1.2 | | 20 pt | 0.50 | | above | 25 | | |"
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_published_tables_are_made_from_the_results(page):
+    """Run benchmarks/tables.py after adding results."""
+    text = page.read_text()
+    assert "<!-- table: " in text
+    assert tables.filled(text, tables.load()) == text
 
 
 def test_picture_of_speed(tmp_path):
