@@ -14,6 +14,11 @@ over the ranks. torch.distributed reduces in place only, and its loop is in Pyth
 
 measures one-shot, two-shot and ring instead, on 2, 4, ... devices, and writes the sizes at which "auto" should switch
 between them, for JAX_RING_TUNING.
+
+    python benchmarks/allreduce.py --devices 4 --impl ring_psum --against REV
+
+builds the commit REV in an environment of its own, and measures processes of both in turn. So the modules that time
+calls import public names only; those of `harness/machine.py` may be absent there.
 """
 
 import argparse
@@ -65,6 +70,8 @@ def check_messages(parser: argparse.ArgumentParser, arguments: argparse.Namespac
 
 
 def parse_arguments(implementations, peers) -> argparse.Namespace:
+    from harness import against
+
     parser = parser_of_messages(__doc__.split("\n\n")[0])
     parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--devices", type=int, default=8, help="number of CPU devices; other platforms use all")
@@ -74,6 +81,7 @@ def parse_arguments(implementations, peers) -> argparse.Namespace:
     parser.add_argument("--csv", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE", help="plot the first datatype")
     parser.add_argument("--tune", metavar="FILE", help="write thresholds of algorithm='auto' for JAX_RING_TUNING")
+    against.add_options(parser)
     arguments = parser.parse_args()
     arguments.impl = arguments.impl.split(",")
     unknown = set(arguments.impl) - set(choices)
@@ -89,7 +97,7 @@ def parse_arguments(implementations, peers) -> argparse.Namespace:
 
 def main() -> int:
     from compare import SAME, compare, differences, load
-    from harness import report
+    from harness import against, report
     from harness.implementations import AXIS, IMPLEMENTATIONS
     from harness.machine import describe, fold_limit, heading
     from harness.measure import Case, Row
@@ -97,6 +105,9 @@ def main() -> int:
     from peers.peer import Peer, Task, why_not
 
     arguments = parse_arguments(IMPLEMENTATIONS, PEERS)
+    if arguments.against:
+        against.run(__file__, sys.argv[1:], arguments.against, arguments.pairs, arguments.json)
+        return 0
     jax.config.update("jax_num_cpu_devices", arguments.devices)
     jax.config.update("jax_platforms", arguments.platform)
     cases = cases_of(arguments)

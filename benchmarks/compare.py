@@ -31,13 +31,15 @@ def differences(old: dict, new: dict, keys: tuple[str, ...]) -> list[str]:
 
 
 def samples_of(file: dict) -> dict[tuple, list[float]]:
-    """The timed runs by ranks, bytes, dtype, implementation and figure."""
-    return {
-        (row["ranks"], row["bytes"], row["dtype"], row["implementation"], figure): row[figure]["samples"]
-        for row in file["rows"]
-        for figure in FIGURES
-        if row.get(figure) and row[figure].get("samples")
-    }
+    """The timed runs by ranks, bytes, dtype, implementation and figure, of allreduce.py or loops.py."""
+    found = {}
+    for row in file["rows"]:
+        message = (row["ranks"], row["bytes"], row["dtype"])
+        for figure in FIGURES:
+            if row.get(figure) and row[figure].get("samples"):
+                found[*message, row["implementation"], figure] = row[figure]["samples"]
+        found |= {(*message, name, "turn"): samples for name, samples in row.get("samples_us", {}).items()}
+    return found
 
 
 def check_comparable(old: dict, new: dict) -> list[str]:

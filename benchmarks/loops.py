@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from allreduce import size_of
-from harness import intervals, report
+from harness import against, intervals, report
 from harness.implementations import AXIS, IMPLEMENTATIONS
 from harness.machine import describe, heading
 from jax import lax
@@ -102,7 +102,11 @@ def main() -> None:
     parser.add_argument("-n", "--iters", type=int, default=9, help="timed loops of each kind")
     parser.add_argument("--loop-seconds", type=float, default=0.1, help="approximate duration of one loop")
     parser.add_argument("--json", metavar="FILE", help="for one number of devices")
+    against.add_options(parser)
     arguments = parser.parse_args()
+    if arguments.against:
+        against.run(__file__, sys.argv[1:], arguments.against, arguments.pairs, arguments.json)
+        return
     numbers = arguments.devices.split(",")
     if len(numbers) > 1:
         if arguments.json:

@@ -11,10 +11,10 @@ import sys
 
 import compare
 import draw_speedup
+import jax
 import numpy as np
 import pytest
-import tables
-from harness import intervals, machine, measure, report
+from harness import against, intervals, machine, measure, report
 from model import published, topology
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
@@ -265,6 +265,37 @@ def test_compare_of_another_machine_is_refused_first(tmp_path):
     assert "ring_psum" not in result.stdout
 
 
+@pytest.mark.parametrize("script", ["allreduce.py", "loops.py"])
+def test_against_another_commit(script, tmp_path, monkeypatch, capsys):
+    """Processes of both commits take turns, with the options of the whole; here both are this one, without a build."""
+    arguments = ["--devices=2", "--sizes", "4,64", "-n", "2", "--loop-seconds", "0.001"]
+    arguments += {"allreduce.py": ["--impl", "ring_psum,lax.psum"], "loops.py": ["--product", "8"]}[script]
+    asked, file = [], tmp_path / "rows.json"
+    monkeypatch.setattr(against, "build", lambda revision: asked.append(revision) or sys.executable)
+    whole = [*arguments, "--against=abc", "--json", str(file), "--pairs", "2"]
+    assert against.command_of("py", script, whole, "f") == ["py", script, *arguments, "--json", "f"]
+    against.run(str(BENCHMARKS / script), whole, "abc", 2, str(file))
+    assert asked == ["abc"]
+    results = json.loads(file.read_text())
+    assert results["machine"]["against"] == "abc"
+    figure = {"allreduce.py": "out_of_place", "loops.py": "turn"}[script]
+    rows = [row for row in results["rows"] if row["figure"] == figure and row["implementation"] == "ring_psum"]
+    assert [(row["ranks"], row["bytes"]) for row in rows] == [(2, 4), (2, 64)]
+    assert all(len(row["old_us"]) == len(row["new_us"]) == 4 for row in rows)
+    order = re.findall("process (.) of 2, (...): done", capsys.readouterr().out)
+    assert order == [("1", "old"), ("1", "new"), ("2", "new"), ("2", "old")]
+
+
+def test_environment_of_another_commit(tmp_path):
+    """The tree of the commit is installed, with this version of JAX, in an environment that has nothing else."""
+    _, tree, venv, install, remove = against.steps_to_build("abc", tmp_path)
+    assert tree[-2:] == [str(tmp_path / "tree"), "abc"]
+    assert venv == [sys.executable, "-m", "venv", str(tmp_path / "venv")]
+    assert install[0] == str(tmp_path / "venv/bin/python")
+    assert {f"jax=={jax.__version__}", str(tmp_path / "tree")} <= set(install)
+    assert remove[-1] == str(tmp_path / "tree")
+
+
 def test_scaling(tmp_path):
     text = run("scaling.py", str(tmp_path), "--devices", "2,3", "--sizes", "4,64", "-n", "1", "--loop-seconds", "0.001")
     assert "| time per rank, µs | p = 2 | p = 3 |" in text
@@ -274,68 +305,6 @@ def test_scaling(tmp_path):
         {(2, 4), (2, 64)},
         {(3, 4), (3, 64)},
     ]
-
-
-def write_results(folder, kind, rows, about=None, **machine):
-    folder.mkdir(exist_ok=True)
-    described = {"cpu": "x", "cores": 2, "jax": "1.2.3"} | machine
-    number = len(list(folder.glob("*.json")))
-    (folder / f"{kind}-{number}.json").write_text(json.dumps({"machine": described, "rows": rows}))
-    if about:
-        (folder / "about.json").write_text(json.dumps(about))
-
-
-def test_tables_of_all_results(tmp_path):
-    """A row for each processor, version and engine, with the lowest and the highest ratio of all runs."""
-    for folder, lax, about in (
-        ("cpu-a", (8.0, 12.0), {"processor": "A"}),
-        ("cpu-b", (4.0, 6.0), {"processor": "B"}),
-        ("cpu-c", (2.0,), {"processor": "B", "engine": "earlier engine"}),
-        ("gpu", (1.0,), None),
-    ):
-        for us in lax:
-            rows = [fake_row("ring_psum", 4096, [2.0] * 9), fake_row("lax.psum", 4096, [us] * 9)]
-            write_results(tmp_path / folder, "allreduce", rows, about)
-    reported = {"ranks": 2, "bytes": 4096, "dtype": "float32", "reported": {"in_loop": [1.5, 20.0]}}
-    write_results(tmp_path / "cpu-a", "allreduce", [reported], processor="A", forced_isa="avx2")
-    of_loop = {"ranks": 2, "bytes": 4096, "dtype": "float32", "speedup": 2.0, "speedup_interval": [1.5, 2.5]}
-    write_results(tmp_path / "cpu-b", "loops", [of_loop])
-    runs = tables.load(tmp_path)
-    cells = {line.split(" | ")[0]: line.split(" | ") for line in tables.TABLES["loop"](runs).splitlines()[2:]}
-    ratios = {name.strip("| "): (row[1], row[-1].strip("| ")) for name, row in cells.items()}
-    times, to = tables.TIMES, tables.TO
-    assert ratios == {
-        "all of today's engine": (f"2.0{to}6.0{times}", "4"),
-        "A, JAX 1.2": (f"4.0{to}6.0{times}", "2"),
-        "B, JAX 1.2": (f"2.0{to}3.0{times}", "2"),
-        "A, JAX 1.2, avx2": (f"1.50{to}20{times}", "2"),
-        "B, JAX 1.2, earlier engine": (f"1.00{times}", "1"),
-    }
-    assert f"| B, JAX 1.2 | 2.0{times} |" in tables.TABLES["product"](runs)
-    text = "Sums: <!-- table: headline -->nothing<!-- end -->. <!-- table: loop -->\n\nold\n\n<!-- end -->"
-    filled = tables.filled(text, runs)
-    assert f"4 KiB is 2.0{to}6.0{times}" in filled
-    assert "nothing" not in filled
-    assert filled == tables.filled(filled, runs)
-
-
-def test_times_in_units_that_carry_over(tmp_path):
-    """Small messages in p round trips and parts of the aim, large ones in per cent of the limit."""
-    rows = [fake_row("ring_psum", 4096, [40.0] * 9, ranks=4), fake_row("ring_psum", 1 << 20, [40.0] * 9, limit_us=10.0)]
-    rows.append(fake_row("ring_psum", 1 << 18, [40.0] * 9, limit_us=50.0))
-    costs = {"round_trip_us": 0.5, "switch_us": 20.0, "usable_cores": 2, "processor": "A"}
-    write_results(tmp_path / "cpu-a", "allreduce", rows, **costs)
-    line = tables.TABLES["limit"](tables.load(tmp_path)).splitlines()[-1]
-    # Four ranks on two cores: 20 * 4 * 0.5 and 4 / 2 * 20 us.
-    assert line == "| A, JAX 1.2 | | 20 pt | 0.50 | | above | 25 | | |"
-
-
-@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
-def test_published_tables_are_made_from_the_results(page):
-    """Run benchmarks/tables.py after adding results."""
-    text = page.read_text()
-    assert "<!-- table: " in text
-    assert tables.filled(text, tables.load()) == text
 
 
 def test_picture_of_speed(tmp_path):

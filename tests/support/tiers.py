@@ -104,7 +104,7 @@ FULL = [
     "chaos/test_scenarios.py::test_scenario",
     # Programs in processes of their own, which compile them with LLVM's optimizations.
     "programs/test_example.py",
-    "programs/test_benchmarks.py::test_(allreduce|loops|lowering|peers|picture|processes|reduction|scaling|train|wire)",
+    "programs/test_benchmarks.py::test_(against|allreduce|loops|lowering|peers|picture|processes|reduction|scaling|train|wire)",
     "programs/test_any_number_of_devices.py::test_the",
     "package/test_typing.py::test_mypy",
     r"package/test_source_tree.py::test_(from_the_root|a_stale_native_module.*\[(add|rename))",
@@ -138,7 +138,7 @@ ONE_PAIR = [
     "replicas/test_sentinel.py::(?!test_(a_flipped_bit|digests|the_only_call|a_step_that_donates|all_ranks))",
     # The benchmarks and most examples call nothing new.
     ".*(ten_steps|train_gpt|micro_batches|the_example)",
-    "programs/test_(benchmarks|example).py",
+    "programs/test_(benchmarks|example|tables).py",
     # Which kernels a processor runs is native code's. pytest selects tests.
     "package/test_package.py::test_(every_instruction_set|the_widest_instruction_set|an_unknown_instruction_set)",
     "package/test_tiers.py::test_which_tests_a_command_runs",
