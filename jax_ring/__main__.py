@@ -78,6 +78,8 @@ def devices() -> dict[str, str]:
     for name in dict.fromkeys(("cpu", "cuda", default)):
         found = _devices_of(name)
         lines[name] = f"{len(found)} x {found[0].device_kind}" if found else "none"
+    spread = _ffi_cpu.spreads_ranks(len(_devices_of("cpu")))
+    lines["cores"] = "CPU ranks are spread over them" if spread else "ranks stay where the system runs them"
     return lines
 
 

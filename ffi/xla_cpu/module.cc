@@ -23,6 +23,7 @@
 #include "cpu/fold/fold_limit.h"
 #include "cpu/rendezvous/watchdog.h"
 #include "cpu/waiting/core_costs.h"
+#include "cpu/waiting/cores.h"
 #include "recorder/flight_recorder.h"
 #include "recorder/flight_table.h"
 #include "shm/group/communicators.h"
@@ -346,6 +347,11 @@ NB_MODULE(_ffi_cpu, m) {
       nb::call_guard<nb::gil_scoped_release>(),
       "Seconds in which a cache line goes to another core and back (not a number where there is one), and of a context "
       "switch.");
+
+  m.def(
+      "spreads_ranks",
+      [](int num_ranks) { return jax_ring::cpu::Spread(jax_ring::cpu::usable_cores()).applies_to(num_ranks); },
+      "num_ranks"_a, "Whether so many ranks that wait on a pool are moved to other cores, so that each has its share.");
 
   m.def("ring_hops", &ring_hops, "rank_order"_a, "num_ranks"_a, "rank"_a, "num_chunks"_a, "lag"_a,
         "The (chunk, hop) that a rank of the native ring handles at each step, in order.");

@@ -51,6 +51,15 @@ def test_active_options():
     assert value_of("JAX_RING_TUNING", text) == "not set: built-in thresholds for algorithm='auto'"
 
 
+def test_ranks_are_spread_where_no_core_is_to_spare():
+    """One core has no other, and with more cores than ranks the system's placement stays."""
+    cores = len(os.sched_getaffinity(0))
+    stays = value_of("cores", run(JAX_NUM_CPU_DEVICES=str(cores - 1 if cores > 1 else 2)))
+    assert stays == "ranks stay where the system runs them"
+    if cores > 1:
+        assert value_of("cores", run(JAX_NUM_CPU_DEVICES=str(cores))) == "CPU ranks are spread over them"
+
+
 def test_why_gpus_are_not_served(monkeypatch, tmp_path):
     monkeypatch.setattr(report, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(runtime, "cuda_kernels", None)
