@@ -2,9 +2,8 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, ParamSpec, Self, TypeVar, Unpack
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +12,16 @@ import numpy as np
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, axes_of_difference, check_axis_name, check_named, num_ranks
 from jax_ring.collectives.leaves import own_copy
-from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.lowering.transposed import transposed_by, without_reverse_mode
 from jax_ring.options import check_arrays, check_function, integer
 from jax_ring.training.parameters import check_parameters
 from jax_ring.training.quantized import Int8Wire
-from jax_ring.training.same_bits.cuts import check_in_axes
+from jax_ring.training.same_bits.audit import Audit
 from jax_ring.training.same_bits.indices import SHARD
+from jax_ring.training.same_bits.options import Shards
 from jax_ring.training.same_bits.shards import differentiate_shards, first_shard
-from jax_ring.training.sentinel import Digests, after, check_when, digests, reduced_with, verdict
+from jax_ring.training.sentinel import after, check_when, digests, verdict
 from jax_ring.training.sync import Reduction, ReductionOptions, is_float0
-from jax_ring.training.wire import UNCHANGED
 
 P = ParamSpec("P")
 T = TypeVar("T")  # a pytree: results have the structure of the argument
@@ -47,6 +45,8 @@ def value_and_grad(
     in_axes: Any = 0,
     reduce_gradients: bool = True,
     check_replicas: Any = None,
+    audit: int | None = None,
+    step: Any = None,
     **options: Unpack[ReductionOptions],
 ) -> Callable[P, tuple[Any, Any]]:
     """`jax.value_and_grad` for a loss that is divided over data-parallel ranks.
@@ -80,6 +80,10 @@ def value_and_grad(
         `sync_gradients`, `allreduce_gradients` and `zero.sharded_optimizer`. The value is reduced in any case.
       check_replicas: a boolean scalar, the same on all ranks, such as `step % 10 == 0`: whether to compare the ranks'
         copies of the parameters, as `jax_ring.check_replicas` does.
+      audit: with num_shards, k: in each k-th step another rank computes a shard again, and the step fails on all ranks,
+        before it is applied, if a bit of the shard's value or gradients differs (docs/any_number_of_devices.md).
+      step: with audit, the number of the step, an integer scalar, the same on all ranks, which tells whether to audit,
+        which shard, and by which rank. k V steps in a row audit every shard once.
       **options: `impl`, `wire`, `key`, `bucket_bytes`, `first_bucket_bytes`, `overlap` and `order`, as for
         `sync_gradients`. The value is never rounded to `wire`. Pass a key where `value_and_grad` is called in the step:
         it is for one.
@@ -89,10 +93,11 @@ def value_and_grad(
 
     Raises:
       ValueError: with `num_shards`, if the ranks or the data do not divide so, if `fun` uses the axis, for another
-        order than "tree", and for options that need V = p.
+        order than "tree", and for options that need V = p. With `audit`, if there is only one rank.
       NameError, TypeError, ValueError, jax.errors.JaxRuntimeError: as `sync_gradients` and `jax.value_and_grad`.
     """
-    shards = Shards.of("value_and_grad", num_shards, in_axes, reduce_gradients, options)
+    audits = Audit.of("value_and_grad", audit, step, num_shards)
+    shards = Shards.of("value_and_grad", num_shards, in_axes, reduce_gradients, audits, options)
     reduction = Reduction.of("value_and_grad", options)
     argnums = _checked("value_and_grad", fun, axis_name, argnums, check_replicas)
     local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
@@ -115,6 +120,8 @@ def grad(
     in_axes: Any = 0,
     reduce_gradients: bool = True,
     check_replicas: Any = None,
+    audit: int | None = None,
+    step: Any = None,
     **options: Unpack[ReductionOptions],
 ) -> Callable[P, Any]:
     """`jax.grad` for a loss that is divided over data-parallel ranks: `value_and_grad` without the value.
@@ -122,7 +129,8 @@ def grad(
     Arguments and errors are as in `value_and_grad`. Returns a function that returns the gradients; with `has_aux`,
     the gradients and the auxiliary data.
     """
-    shards = Shards.of("grad", num_shards, in_axes, reduce_gradients, options)
+    audits = Audit.of("grad", audit, step, num_shards)
+    shards = Shards.of("grad", num_shards, in_axes, reduce_gradients, audits, options)
     reduction = Reduction.of("grad", options)
     argnums = _checked("grad", fun, axis_name, argnums, check_replicas)
     local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
@@ -160,7 +168,7 @@ def _of_mean(
     has_aux: bool,
     only_floats: bool,
     reduced_in_backward: bool,
-    shards: "Shards | None",
+    shards: Shards | None,
     check_replicas: Any,
 ) -> Callable[P, tuple[Any, Any]]:
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
@@ -189,12 +197,12 @@ def _of_mean(
         if shards is not None:
             shards.check(axis_name, reduced_in_backward)
             if not reduced_in_backward:
-                sums, aux = differentiate_shards(
+                sums, aux, findings = differentiate_shards(
                     reduction.function, with_aux, arguments, kwargs, parameters, axis_name, shards.num_shards,
-                    shards.in_axes,
+                    shards.in_axes, shards.audit,
                 )  # fmt: skip
                 value, grads = without_reverse_mode(
-                    shards.reduced(reduction, sums, axis_name, own),
+                    shards.reduced(reduction, sums, axis_name, own, findings),
                     f"{reduction.function}: what num_shards computes has no reverse mode, because loops add the "
                     "shards. Take inner gradients within a shard, by jax.grad in the function that num_shards is for, "
                     "or differentiate by jax.jvp.",
@@ -224,81 +232,6 @@ def _of_mean(
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad_of_mean
-
-
-@dataclass(frozen=True)
-class Shards:
-    """What `value_and_grad` is told about shards."""
-
-    function: str
-    num_shards: int
-    in_axes: Any
-    reduce_gradients: bool
-
-    @classmethod
-    def of(
-        cls, function: str, num_shards: Any, in_axes: Any, reduce_gradients: bool, options: ReductionOptions
-    ) -> Self | None:
-        """None without num_shards. With it, the order in the options is set, if it is not there."""
-        if num_shards is None:
-            for name, value, default in (("in_axes", in_axes, 0), ("reduce_gradients", reduce_gradients, True)):
-                if value is not default:
-                    raise ValueError(f"{function}: {name}={value!r} is for shards; pass num_shards as well")
-            return None
-        if isinstance(num_shards, bool) or not isinstance(num_shards, int | np.integer):
-            raise TypeError(f"{function}: num_shards must be a whole number of shards, got {num_shards!r}")
-        if num_shards < 1:
-            raise ValueError(f"{function}: num_shards must be positive, got {num_shards}")
-        if (order := options.setdefault("order", "tree")) != "tree":
-            raise ValueError(
-                f"{function}: with num_shards={num_shards} sums go along the tree, order='tree'; got order={order!r}"
-            )
-        check_in_axes(function, in_axes)
-        return cls(function, int(num_shards), in_axes, reduce_gradients)
-
-    def check(self, axis_name: AxisName, reduced_in_backward: bool) -> None:
-        """Raises ValueError unless the ranks of the axis can share the shards."""
-        count = num_ranks(axes_of(axis_name))
-        if self.num_shards % count:
-            raise ValueError(
-                f"{self.function}: num_shards={self.num_shards} is not a multiple of the {count} ranks of "
-                f"{axis_name!r}. Take one that every number of ranks divides that the training may run on, such as 24."
-            )
-        if self.num_shards > count and reduced_in_backward:
-            raise ValueError(
-                f"{self.function}: gradients of {self.num_shards} shards on {count} ranks are added along the tree "
-                "before they are reduced, which reduced_in_backward=True would do in the backward pass of each "
-                f"shard. Leave it out, or take num_shards={count}."
-            )
-
-    def reduced(
-        self, reduction: Reduction, sums: ShardSums, axis_name: AxisName, own: Digests | None
-    ) -> tuple[Any, Any]:
-        """The value and the gradients for their sums over the rank's shards.
-
-        own: the rank's digests, if replicas are compared.
-        """
-        value_terms, grad_terms = sums.terms
-        wanted, grads = sums, ShardSums(grad_terms, self.num_shards, sums.dtypes[1:])
-        has_wire = reduction.wire != UNCHANGED
-        if has_wire:
-            reduction.refuse_rounding(self.num_shards, axis_name)
-        if has_wire or not self.reduce_gradients:
-            wanted = ShardSums(value_terms, self.num_shards, sums.dtypes[:1])
-        exact = replace(reduction, wire=UNCHANGED)  # the value is never rounded
-        reduce = partial(Reduction.reduce, axis_name=axis_name, divisor=self.num_shards)
-        tables = None
-        if own is None:
-            reduced = reduce(exact, wanted)
-        else:
-            reduced, tables = reduced_with(exact, reduce, wanted, own.table)
-        value, grads = reduced.tree if wanted is sums else (reduced.tree, grads)
-        if has_wire and self.reduce_gradients:
-            grads = reduction.reduce(grads, axis_name, self.num_shards).tree
-        if own is not None and tables is not None:
-            ok = verdict(self.function, own, tables, axis_name)
-            value, grads = after(value, ok), after(grads, ok)
-        return value, grads
 
 
 def _refuse_key(reduction: Reduction) -> None:

@@ -7,7 +7,7 @@ differ, so that a step without an error has no further collective.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -91,12 +91,17 @@ def digests(function: str, tree: Any, axis_name: AxisName, when: Any) -> Digests
         return jnp.stack([digest(x) for x in local])
 
     by_leaf = lax.cond(when, compute, lambda _: zeros, local)
+    row = row_of_table(by_leaf, local)
+    table = own_copy(jnp.zeros((num_ranks(axes), row.size), row.dtype), varying)
+    return Digests(names, by_leaf, table.at[lax.axis_index(axes)].set(row))
+
+
+def row_of_table(by_leaf: jax.Array, leaves: Sequence) -> jax.Array:
+    """The digest of the digests of these leaves, as integers of 16 or 4 bits in a floating-point dtype."""
     whole = _folded([by_leaf[:, lane] for lane in range(len(_LANES))])
-    dtype, width = _dtype_of_table(local)
+    dtype, width = _dtype_of_table(leaves)
     shifts = np.arange(0, 32, width, dtype=np.uint32)
-    parts = ((whole[:, None] >> shifts) & np.uint32(2**width - 1)).reshape(-1).astype(dtype)
-    table = own_copy(jnp.zeros((num_ranks(axes), parts.size), dtype), varying)
-    return Digests(names, by_leaf, table.at[lax.axis_index(axes)].set(parts))
+    return ((whole[:, None] >> shifts) & np.uint32(2**width - 1)).reshape(-1).astype(dtype)
 
 
 def _other_axes(axes: tuple, *arrays: jax.Array) -> list:
@@ -104,7 +109,7 @@ def _other_axes(axes: tuple, *arrays: jax.Array) -> list:
     return sorted(frozenset().union(*map(_compat.varying_axes, arrays)) - {*axes}, key=str)
 
 
-def _dtype_of_table(leaves: list[jax.Array]) -> tuple[np.dtype, int]:
+def _dtype_of_table(leaves: Sequence) -> tuple[np.dtype, int]:
     """The dtype of the table, and how many bits each of its elements holds.
 
     It is that of gradients of some of the leaves, so that the table needs no bucket of its own. Even after a division
@@ -263,10 +268,8 @@ def digests_every(function: str, params: Any, axis_name: AxisName, every: int, c
     return digests(function, params, axis_name, count % every == 0)
 
 
-def reduced_with(
-    reduction: Reduction, reduce: Callable[..., Reduced], tree: Any, table: jax.Array
-) -> tuple[Reduced, jax.Array]:
-    """What `reduce`, a method of `Reduction`, returns for a tree, and the table reduced in its buckets.
+def reduced_with(reduction: Reduction, reduce: Callable[..., Reduced], tree: Any, table: Any) -> tuple[Reduced, Any]:
+    """What `reduce`, a method of `Reduction`, returns for a tree, and a tree of tables reduced in its buckets.
 
     reduce: takes a reduction, the tree, and the argument `value` of `Reduction.reduce`.
     """
@@ -280,12 +283,16 @@ def reduced_with(
     return reduced._replace(tree=sums), tables
 
 
-def with_table(sums: ShardSums, table: jax.Array) -> ShardSums:
-    """The sums of (terms, table). The table is the rank's first term, which every rank has."""
+def with_table(sums: ShardSums, table: Any) -> ShardSums:
+    """The sums of (terms, table). A table is the rank's first term, which every rank has."""
     slots = next(x.shape[0] for x in jax.tree.leaves(sums.terms) if x.dtype != jax.dtypes.float0)
-    own = table.astype(accumulator(table.dtype))
-    terms = jnp.concatenate([own[None], jnp.zeros_like(own, shape=(slots - 1, *own.shape))])
-    return ShardSums((sums.terms, terms), sums.num_shards, (*sums.dtypes, np.dtype(table.dtype)))
+
+    def terms(table):
+        own = table.astype(accumulator(table.dtype))
+        return jnp.concatenate([own[None], jnp.zeros_like(own, shape=(slots - 1, *own.shape))])
+
+    dtypes = (np.dtype(x.dtype) for x in jax.tree.leaves(table))
+    return ShardSums((sums.terms, jax.tree.map(terms, table)), sums.num_shards, (*sums.dtypes, *dtypes))
 
 
 def check_replicas(tree: T, axis_name: AxisName, *, when: Any = True, impl: Impl = "ring") -> T:

@@ -13,6 +13,7 @@ from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
 from jax_ring.collectives.leaves import bits_of_keys
 from jax_ring.collectives.shard_sums import ShardSums, TermStack
 from jax_ring.options import check_arrays
+from jax_ring.training.same_bits.audit import Audit, Audited, Findings
 from jax_ring.training.same_bits.cuts import axes_of_leaves, dimension_of_cut
 from jax_ring.training.same_bits.indices import SHARD
 from jax_ring.training.same_bits.sealed import hidden_one, sealed
@@ -33,7 +34,8 @@ def differentiate_shards(
     axis_name: AxisName,
     num_shards: int,
     in_axes: Any,
-) -> tuple[ShardSums, Any]:
+    audit: Audit | None = None,
+) -> tuple[ShardSums, Any, Findings | None]:
     """The sums over this rank's shards of the values and gradients that `local` returns.
 
     Every shard is computed by the same program, whatever the number of ranks: see `sealed`.
@@ -46,9 +48,10 @@ def differentiate_shards(
     Returns:
       The sums of (value, gradients). Gradients of integers, of dtype float0, are in it as they are, without slots.
       The auxiliary results, stacked over the rank's shards.
+      What an audit has found.
 
     Raises:
-      ValueError: if the arguments cannot be cut so, or if the loss asks for the axis.
+      ValueError: if the arguments cannot be cut so, if the loss asks for the axis, or if there is no rank to audit.
     """
     axes = axes_of(axis_name)
     each, first = num_shards // num_ranks(axes), first_shard(axis_name, num_shards)
@@ -56,23 +59,41 @@ def differentiate_shards(
     body = _Body.traced(function, local, data, kwargs, first, axes)
     condition = hidden_one([*args, *kwargs.values()], axes)
 
-    def results(shard):
-        return sealed(condition, body.closed, [*data.shard(shard), first + shard])
+    def results(parts, index):
+        return body.split(sealed(condition, body.closed, [*parts, index]))
+
+    types = body.split(body.closed.out_avals)[0]
+    audited: Audited | None = None
+    digests: Any = None  # those of an audit
+    if audit is not None:
+        drawn = audit.draw(axis_name, num_shards)
+        others = tuple(axis for axis in _compat.bound_axis_sizes() if axis not in axes)
+        audited = Audited(
+            function, axes, drawn, body.names(), others, lambda: data.shard(drawn.shard % each),
+            lambda parts, index: results(parts, index)[0],
+        )  # fmt: skip
+        digests = audited.none()
+
+    def noted(digests, sums, shard):
+        return digests if audited is None else audited.noted(digests, sums, first + shard)
 
     if each == 1:
-        sums, aux = body.split(results(np.int32(0)))
+        sums, aux = results(data.shard(np.int32(0)), first)
+        digests = noted(digests, sums, 0)
         stack = TermStack.empty(sums, axis_name, num_shards).push(sums, axis_name, num_shards, 0)
         aux = [x[None] for x in aux]
     else:
 
-        def step(stack, shard):
-            sums, aux = body.split(results(shard))
-            return stack.push(sums, axis_name, num_shards, shard), aux
+        def step(carry, shard):
+            stack, digests = carry
+            sums, aux = results(data.shard(shard), first + shard)
+            return (stack.push(sums, axis_name, num_shards, shard), noted(digests, sums, shard)), aux
 
-        stack = TermStack.empty(body.split(body.closed.out_avals)[0], axis_name, num_shards)
-        stack, aux = lax.scan(step, stack, jnp.arange(each, dtype=jnp.int32))
-    aux = [from_bits(x) for from_bits, x in zip(body.from_bits, aux, strict=True)]
-    return body.shard_sums(stack.terms(axis_name, num_shards), num_shards), jax.tree.unflatten(body.aux, aux)
+        stack = TermStack.empty(types, axis_name, num_shards)
+        (stack, digests), aux = lax.scan(step, (stack, digests), jnp.arange(each, dtype=jnp.int32))
+    aux = jax.tree.unflatten(body.aux, [from_bits(x) for from_bits, x in zip(body.from_bits, aux, strict=True)])
+    findings = None if audited is None else audited.finished(digests, types)
+    return body.shard_sums(stack.terms(axis_name, num_shards), num_shards), aux, findings
 
 
 class _Data(NamedTuple):
@@ -182,6 +203,14 @@ class _Body(NamedTuple):
         """The leaves to be added, and those of the auxiliary data."""
         count = self.sums.num_leaves - len(self.float0)
         return list(results[:count]), list(results[count:])
+
+    def names(self) -> tuple[str, ...]:
+        """Of the leaves to be added, for errors."""
+        tree = jax.tree.unflatten(self.sums, range(self.sums.num_leaves))
+        return tuple(
+            f"the gradient of {jax.tree_util.keystr(path[1:]) or 'the parameter'}" if path[0].idx else "the value"
+            for path, i in jax.tree_util.tree_leaves_with_path(tree) if i not in self.float0
+        )  # fmt: skip
 
     def shard_sums(self, terms: list, num_shards: int) -> ShardSums:
         rest, dtypes = iter(terms), iter(self.closed.out_avals)
