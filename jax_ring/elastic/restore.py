@@ -1,6 +1,5 @@
 """What the members of a new generation go on from: the newest commit that all have, put together in host memory."""
 
-import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,8 +9,12 @@ import numpy as np
 from jax_ring.elastic import spares
 from jax_ring.elastic.checkpoints import Checkpoints
 from jax_ring.elastic.generation import Generation
+from jax_ring.elastic.headers import header_of, without_arrays
+from jax_ring.elastic.kept import KeptCommits
 from jax_ring.elastic.snapshots import Divided, Lost, Snapshot, array_of, cut, joined, with_array
 from jax_ring.elastic.spares import Place
+
+Store = KeptCommits | Checkpoints
 
 
 class Have(NamedTuple):
@@ -43,19 +46,20 @@ def restore(
     place: Place | None,
     snapshots: Sequence[Snapshot],
     values: Mapping[str, Any],
-    checkpoints: Checkpoints | None,
+    stores: Sequence[Store],
 ) -> Restored:
     """Agrees with the other members on a commit, and puts it together. All members must call it.
 
-    If none has a commit, they start from the newest checkpoint on disk, and else from the values of process 0.
+    If none has a commit, they start from the newest one that is stored, and else from the values of process 0.
 
     Args:
       place: where the commits of this process were made; None if it has none.
       snapshots: these commits.
       values: its state as the script has made it.
+      stores: where commits outlive the processes, the one that is asked first first. The same in all processes.
 
     Raises:
-      RuntimeError: if parts of the commit are lost and there is no checkpoint; or if the states of the processes have
+      RuntimeError: if parts of the commit are lost and none is stored; or if the states of the processes have
         different structures.
     """
     own = {str(snapshot.number): Have(snapshot.num_processes, snapshot.held) for snapshot in snapshots}
@@ -64,7 +68,7 @@ def restore(
     _ = generation.exchange
     made_in = max(number for number, _ in posted)
     if made_in < 0:
-        return Restored(_first_of_all(generation, values, checkpoints), 0)
+        return Restored(_first_of_all(generation, values, stores), 0)
     # The commits of a process that was a spare are older than the others'. It is like a new process.
     known = [
         {int(number): Have(*have) for number, have in haves.items()} if made == made_in else {}
@@ -79,7 +83,7 @@ def restore(
         chosen, have = _from_spares(generation, made_in, chosen, have, lost)
         lost = _lost(have)
     if lost:
-        snapshot = _from_disk(generation, values, checkpoints, number, lost)
+        snapshot = _from_stores(generation, values, stores, number, lost)
     else:
         snapshot = _assembled(generation, chosen, have, values)
     return Restored(snapshot, generation.num_processes - len(newest))
@@ -103,12 +107,12 @@ def _from_spares(
     return snapshot, have
 
 
-def _first_of_all(generation: Generation, values: Mapping[str, Any], checkpoints: Checkpoints | None) -> Snapshot:
+def _first_of_all(generation: Generation, values: Mapping[str, Any], stores: Sequence[Store]) -> Snapshot:
     """What a job starts from."""
     process, count = generation.process, generation.num_processes
-    on_disk = _loaded(generation, values, checkpoints)
-    if on_disk is not None:
-        return on_disk
+    stored = _loaded(generation, values, stores)
+    if stored is not None:
+        return stored
     if any(isinstance(leaf, Lost) for leaf in jax.tree.leaves(dict(values))):
         raise RuntimeError(
             "jax_ring.elastic: a process has ended before the first commit, and with it its part of what is divided "
@@ -121,23 +125,27 @@ def _first_of_all(generation: Generation, values: Mapping[str, Any], checkpoints
     return _assembled(generation, snapshot, root_only, values, from_root=True)
 
 
-def _from_disk(generation, values, checkpoints, number: int, lost: Sequence[int]) -> Snapshot:
-    snapshot = _loaded(generation, values, checkpoints)
+def _from_stores(generation, values, stores: Sequence[Store], number: int, lost: Sequence[int]) -> Snapshot:
+    snapshot = _loaded(generation, values, stores)
     if snapshot is not None:
         return snapshot
-    where = "there is no checkpoint in " + str(checkpoints.directory) if checkpoints else "no directory was given"
+    directories = [str(store.directory) for store in stores if isinstance(store, Checkpoints)]
+    where = f"there is no checkpoint in {directories[0]}" if directories else "no directory was given"
     raise RuntimeError(
         f"jax_ring.elastic: parts of commit {number} are lost. Of its processes {', '.join(map(str, lost))} and the "
-        f"neighbors that had copies of their parts have ended at the same time, and {where}. With "
-        "State(..., directory=..., every=k) every k-th commit is also written to disk, from where the job goes on then."
+        f"neighbors that had copies of their parts have ended at the same time, and {where}. With State(keep='host', "
+        "...) the launcher keeps the commits as well, and with State(..., directory=..., every=k) every k-th one is "
+        "also written to disk: the job goes on from there then."
     )
 
 
-def _loaded(generation: Generation, values: Mapping[str, Any], checkpoints: Checkpoints | None) -> Snapshot | None:
-    """The newest checkpoint, which process 0 reads; None if there is none."""
-    if checkpoints is None:
+def _loaded(generation: Generation, values: Mapping[str, Any], stores: Sequence[Store]) -> Snapshot | None:
+    """The newest commit of the first store that has one, which process 0 reads; None if there is none."""
+    if not stores:
         return None
-    snapshot = checkpoints.newest(values) if generation.process == 0 else None
+    snapshot = None
+    if generation.process == 0:
+        snapshot = next((found for store in stores if (found := store.newest(values)) is not None), None)
     if not any(generation.post(snapshot is not None)):
         return None
     have = [None] * generation.num_processes
@@ -188,9 +196,9 @@ def _broadcast(generation: Generation, snapshot: Snapshot | None, root: int, val
     """The root's snapshot in those processes that have none, without the parts of divided leaves."""
     if generation.process == root:
         assert snapshot is not None
-        generation.put("header", _header(snapshot))
+        generation.put("header", header_of(snapshot))
     receives = snapshot is None or (from_root and generation.process != root)
-    described = _described(generation.get("header"), values, generation.process, root) if receives else snapshot
+    described = without_arrays(generation.get("header"), values, generation.process, root) if receives else snapshot
     assert described is not None
     arrays = [array for leaf in described.leaves if _is_whole(array := array_of(leaf))]
     size = sum(array.nbytes for array in arrays)
@@ -224,55 +232,3 @@ def _gathered(generation: Generation, snapshot: Snapshot, have: Sequence[Have | 
 
 def _is_whole(array: Any) -> bool:
     return isinstance(array, np.ndarray)
-
-
-class _Empty(NamedTuple):
-    """Stands for an array in a header."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-
-def _header(snapshot: Snapshot) -> bytes:
-    """A snapshot without its arrays."""
-
-    def without_array(leaf):
-        array = array_of(leaf)
-        if isinstance(array, Divided):
-            return with_array(leaf, array._replace(parts={}))
-        return with_array(leaf, _Empty(array.shape, array.dtype)) if _is_whole(array) else leaf
-
-    leaves = [without_array(leaf) for leaf in snapshot.leaves]
-    paths = _paths(jax.tree.unflatten(snapshot.structure, range(len(leaves))))
-    try:
-        return pickle.dumps((snapshot.number, paths, leaves, snapshot.num_processes, snapshot.held is not None))
-    except Exception as error:
-        kinds = sorted({type(array_of(leaf)).__name__ for leaf in snapshot.leaves} - {"ndarray", "Divided"})
-        raise RuntimeError(
-            "jax_ring.elastic: a leaf of the state cannot be sent to a new process: it is no array, and cannot be "
-            f"pickled ({error}). The leaves that are no arrays have the types {', '.join(kinds)}."
-        ) from error
-
-
-def _described(header: bytes, values: Mapping[str, Any], process: int, root: int) -> Snapshot:
-    """The snapshot of a header, with empty arrays, in the structure of this process's state."""
-    number, paths, leaves, num_processes, is_divided = pickle.loads(header)
-    own = _paths(dict(values))
-    if own != paths:
-        difference = sorted(set(own) ^ set(paths))
-        raise RuntimeError(
-            f"jax_ring.elastic: the state of this process, {process}, has other leaves than that of process {root}: "
-            f"{', '.join(difference[:6]) or 'in another order'}. All processes must make the state in the same way, "
-            "and its trees keep their structure."
-        )
-
-    def with_empty(leaf):
-        array = array_of(leaf)
-        return with_array(leaf, np.empty(array.shape, array.dtype)) if isinstance(array, _Empty) else leaf
-
-    structure = jax.tree.structure(dict(values))
-    return Snapshot(number, structure, [*map(with_empty, leaves)], num_processes, () if is_divided else None)
-
-
-def _paths(tree: Any) -> list[str]:
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

@@ -1,7 +1,7 @@
 """`State`: what a job goes on from when its processes change."""
 
 import zlib
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -9,12 +9,16 @@ import numpy as np
 from jax_ring.elastic.checkpoints import Checkpoints
 from jax_ring.elastic.failures import Leave
 from jax_ring.elastic.generation import Generation
+from jax_ring.elastic.kept import KeptCommits
 from jax_ring.elastic.restore import restore
 from jax_ring.elastic.snapshots import Divided, Snapshot, array_of
 from jax_ring.elastic.spares import Place
+from jax_ring.options import check_choice
 
 # One process may have completed a commit in which another has failed, but not the one after.
 _KEPT = 2
+
+Keep = Literal["process", "host"]
 
 
 class State:
@@ -33,14 +37,22 @@ class State:
       directory: where commits are also written to disk, by process 0 with orbax. A job starts from the newest
         checkpoint there, if there is one, and goes on from it when parts of a divided leaf are lost.
       every: every how many commits one is written.
+      keep: where commits are: "process", in the memory of the processes, or "host", in that of the launcher as well, so
+        that the job goes on from the last one when all its processes are lost. Process 0 then copies what is the same
+        in all processes once more, and each its part of divided leaves. Without a launcher nobody would start the
+        processes again, and it has no effect.
       trees: the state.
 
     Raises:
-      ValueError: if one of `directory` and `every` is given alone, or `every` is not positive.
+      ValueError: if one of `directory` and `every` is given alone, if `every` is not positive, or `keep` is not a
+        choice.
       ImportError: if orbax is not installed, with `directory`.
     """
 
-    def __init__(self, *, directory: str | None = None, every: int | None = None, **trees: Any) -> None:
+    def __init__(
+        self, *, directory: str | None = None, every: int | None = None, keep: Keep = "process", **trees: Any
+    ) -> None:
+        check_choice("State", "keep", keep, get_args(Keep))
         if (directory is None) != (every is None):
             raise ValueError(
                 f"State: directory and every go together, got directory={directory!r} and every={every!r}. With both, "
@@ -52,6 +64,7 @@ class State:
         hidden["_names"] = tuple(trees)
         hidden["_values"] = trees
         hidden["_checkpoints"] = Checkpoints(directory) if directory is not None else None
+        hidden["_kept"] = KeptCommits.of_launcher() if keep == "host" else None
         hidden["_every"] = every
         hidden["_snapshots"] = []
         hidden["_generation"] = None
@@ -102,6 +115,8 @@ class State:
         writes = self._every is not None and snapshot.number % self._every == 0
         snapshot, whole = _with_others(generation, snapshot, whole_in_first=writes)
         self._keep(snapshot)
+        if self._kept is not None:
+            self._kept.write(snapshot, generation.process, generation.number)
         if whole is not None:
             assert self._checkpoints is not None
             self._checkpoints.write(whole)
@@ -114,7 +129,9 @@ class State:
     def _enter(self, generation: Generation) -> int:
         """Takes the values that a generation starts from, and returns the number of new processes in it."""
         self.__dict__["_generation"] = generation
-        restored = restore(generation, self._place, self._snapshots, self._values, self._checkpoints)
+        # Of the two the launcher's is never older.
+        stores = [store for store in (self._kept, self._checkpoints) if store is not None]
+        restored = restore(generation, self._place, self._snapshots, self._values, stores)
         # All leaves are whole: another process may be lost before the next commit.
         self.__dict__.update(
             _snapshots=[restored.snapshot],

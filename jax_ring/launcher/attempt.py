@@ -109,9 +109,9 @@ class Attempt:
         member = protocol.Member(0, self._plan.coordinator, self._plan.num_processes, rank)
         variables = environment.variables(
             member, slot=slot, devices=self._options.devices, restart=self._plan.restart, number=process.number,
-            socket_name=self._shared.server.name, joins=joins,
+            socket_name=self._shared.server.name, kept=self._shared.kept, joins=joins,
         )  # fmt: skip
-        process.start(self._options.command, self._options.is_module, variables)
+        process.start(self._options.command, self._options.is_module, variables, self._shared.kept)
         self._processes[process.number] = process
         label = f"[{rank}]".rjust(len(f"[{self._plan.num_processes - 1}]"))
         process.copy_output(self._shared.output, label, self._shared.logs.of(self._plan.restart, rank))

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from jax_ring.launcher import protocol
 
@@ -19,6 +19,11 @@ def reserved_port(host: str = "127.0.0.1") -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
+def kept_files(slots: int) -> tuple[int, ...]:
+    """Two files in memory for each slot, for the commits of an elastic job. They are gone when nobody has them open."""
+    return tuple(os.memfd_create(protocol.KEPT_NAME) for _ in range(2 * slots))
+
+
 def variables(
     member: protocol.Member,
     *,
@@ -27,6 +32,7 @@ def variables(
     restart: int,
     number: int,
     socket_name: str,
+    kept: Sequence[int],
     joins: bool = False,
     outer: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
@@ -39,6 +45,7 @@ def variables(
       restart: how often the job has been started again.
       number: the launcher's number of the process.
       socket_name: of the launcher, for `protocol.Control`.
+      kept: the files that all processes inherit for their commits.
       joins: whether it takes the place of another process of an elastic job.
       outer: the environment of the launcher.
     """
@@ -49,6 +56,7 @@ def variables(
         protocol.CONTROL_VARIABLE: socket_name,
         protocol.PROCESS_VARIABLE: str(number),
         protocol.RESTART_VARIABLE: str(restart),
+        protocol.KEPT_VARIABLE: ",".join(map(str, (slot, *kept))),
     }
     if joins:
         result[protocol.JOIN_VARIABLE] = "1"

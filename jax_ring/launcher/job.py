@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Iterator
@@ -38,7 +39,7 @@ class Job:
         server = ControlServer(lambda process, message, answer: self._asked(process, message, answer))
         self._shared = Shared(
             self._options, self._output, self._queue, server, self._numbers, LogFiles(self._options.log_dir), [],
-            self.take_restart, self.backoff,
+            self.take_restart, self.backoff, environment.kept_files(self._options.processes),
         )  # fmt: skip
         self._receive_signals()
         await server.start()
@@ -46,6 +47,8 @@ class Job:
             outcome = await self._attempts()
         finally:
             server.close()
+            for file in self._shared.kept:
+                os.close(file)
         return await self._drained(outcome)
 
     def take_restart(self) -> bool:

@@ -55,8 +55,10 @@ class Process:
         self.copying: list[asyncio.Task] = []
         self._process: subprocess.Popen | None = None
 
-    def start(self, command: Sequence[str], is_module: bool, environment: dict[str, str]) -> None:
-        """Starts the process.
+    def start(
+        self, command: Sequence[str], is_module: bool, environment: dict[str, str], files: Sequence[int] = ()
+    ) -> None:
+        """Starts the process. files: that it inherits.
 
         Raises:
           OSError: if the system cannot.
@@ -64,7 +66,7 @@ class Process:
         program = [sys.executable, "-P", str(_PROGRAM), str(os.getpid()), "module" if is_module else "script"]
         self._process = subprocess.Popen(
             [*program, *command], env=environment, process_group=0,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=files,
         )  # fmt: skip
 
     def copy_output(self, output: Output, label: str, logs: tuple[int | None, int | None]) -> None:

@@ -17,6 +17,8 @@ PROCESS_VARIABLE = "JAX_RING_LAUNCHED"  # the launcher's number of a process; a 
 GENERATION_VARIABLE = "JAX_RING_GENERATION"
 JOIN_VARIABLE = "JAX_RING_JOIN"
 RESTART_VARIABLE = "JAX_RING_RESTART"
+KEPT_NAME = "jax_ring_kept"  # of the files that commits are kept in
+KEPT_VARIABLE = "JAX_RING_KEPT"  # the slot of a process, and the descriptors of the files of all slots
 # How long a failing process waits for the launcher to take its report.
 _REPORT_SECONDS = 2.0
 _MESSAGE_LENGTH = 8000  # of a report, in characters; more would not fit into a line that the launcher reads

@@ -21,6 +21,7 @@ class Shared:
       copying: the tasks that copy the output of processes that have ended.
       take_restart: uses up one of the restarts; False if there are none left.
       backoff: the wait before the restart that was taken last, in seconds.
+      kept: the files in which elastic jobs keep commits: two for each slot.
     """
 
     options: Options
@@ -32,6 +33,7 @@ class Shared:
     copying: list[asyncio.Task]
     take_restart: Callable[[], bool]
     backoff: Callable[[], float]
+    kept: tuple[int, ...]
 
 
 class Remote:

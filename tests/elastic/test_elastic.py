@@ -78,6 +78,16 @@ def test_rank_0_is_killed_and_another_process_joins(environment, undisturbed, re
     record_property("soak", f"{recovery_seconds(result):.2f} s from the kill, {time.monotonic() - began:.1f} s in all")
 
 
+def test_all_are_killed_at_once(environment, undisturbed):
+    """The launcher starts others, which go on from the commits that it has kept."""
+    faults = {str(process): [4, "SIGKILL"] for process in range(3)}
+    options = ["--max-restarts", "3", "--backoff", "0.1"]
+    result = launched(environment, 3, faults, "--keep", "host", "--wait-for", "3", launcher_options=options)
+    assert digests(result) == [(undisturbed, 3)] * 3, result.stdout
+    # The commit after step 3, which all have made.
+    assert entries(result)[3][0] == 3, result.stdout
+
+
 FAULTS = {
     "the last is killed": (3, {"2": [4, "SIGKILL"]}, 2),
     "one is stopped": (3, {"1": [4, "SIGSTOP"]}, 2),

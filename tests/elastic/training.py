@@ -1,6 +1,6 @@
 """A training that tests run under the launcher: prints a digest of its result, which no fault may change.
 
-    python training.py STEPS FAULTS [--wait-for COUNT] [--directory FOLDER]
+    python training.py STEPS FAULTS [--wait-for COUNT] [--directory FOLDER] [--keep host]
 
 FAULTS is a JSON object: by the launcher's number of a process, the step after which it fails, and how. A leaf of the
 state is divided over the ranks, as a sharded optimizer does it. Every process prints the times of what happens.
@@ -97,6 +97,7 @@ def main():
     parser.add_argument("faults", type=json.loads)
     parser.add_argument("--wait-for", type=int, default=0, help="how many processes there are to be at the end")
     parser.add_argument("--directory")
+    parser.add_argument("--keep", default="process")
     parser.add_argument("--use-dead-array", action="store_true")
     options = parser.parse_args()
     if "JAX_RING_CONTROL" in os.environ:
@@ -105,7 +106,7 @@ def main():
 
     params, momentum = initial()
     disk = {"directory": options.directory, "every": 4} if options.directory else {}
-    state = jax_ring.elastic.State(params=params, momentum=momentum, step=0, **disk)
+    state = jax_ring.elastic.State(params=params, momentum=momentum, step=0, keep=options.keep, **disk)
     fault = options.faults.get(os.environ.get("JAX_RING_LAUNCHED"))
 
     @jax_ring.elastic.run(min_processes=1, num_shards=NUM_SHARDS)

@@ -1,0 +1,137 @@
+"""Commits in memory of the launcher: which one is found, whatever the writers have left."""
+
+import os
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jax_ring.elastic.kept import KeptCommits
+from jax_ring.elastic.snapshots import Divided, Snapshot
+from jax_ring.launcher import environment
+from jax_ring.launcher.protocol import KEPT_VARIABLE, RESTART_VARIABLE
+
+BOXES = ((((0, 1),), ((3, 4),)), (((1, 3),),))  # of two processes
+
+
+@pytest.fixture
+def files():
+    files = environment.kept_files(3)
+    yield files
+    for file in files:
+        os.close(file)
+
+
+def values(number, divided=True):
+    """A state, as it is after so many commits."""
+    w = (np.arange(6) + number).astype(ml_dtypes.bfloat16)
+    return {"w": w, "step": number, "m": np.arange(4.0) * number if divided else np.zeros(0), "empty": np.zeros((0, 3))}
+
+
+def commit(files, process, number, *, slot=None, generation=0, divided=True):
+    """What one of two processes writes."""
+    leaves, structure = jax.tree.flatten(values(number, divided))
+    if divided:
+        whole = values(number)["m"]
+        parts = [whole[begin:end] for ((begin, end),) in BOXES[process]]
+        leaves = [Divided(whole.shape, whole.dtype, BOXES, {process: parts}) if x is leaves[1] else x for x in leaves]
+    snapshot = Snapshot(number, structure, leaves, 2, (process,) if divided else None)
+    KeptCommits(files, process if slot is None else slot).write(snapshot, process, generation)
+
+
+def assert_newest(files, number, divided=True):
+    found = KeptCommits(files, 0).newest(values(0, divided))
+    assert found is not None
+    assert (found.number, found.held) == (number, None)
+    expected = values(number, divided)
+    for name, leaf in found.trees().items():
+        assert np.asarray(leaf).dtype == np.asarray(expected[name]).dtype
+        np.testing.assert_array_equal(leaf, expected[name])
+
+
+def test_nothing_is_kept_at_the_beginning(files):
+    assert KeptCommits(files, 0).newest(values(0)) is None
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_the_newest(files, divided):
+    for number in (1, 2, 3):
+        for process in (0, 1):
+            commit(files, process, number, divided=divided)
+        assert_newest(files, number, divided)
+
+
+def test_one_that_a_process_has_not_made_is_not_taken(files):
+    for process in (0, 1):
+        commit(files, process, 6)
+        commit(files, process, 7)
+    commit(files, 1, 8)
+    assert_newest(files, 7)
+    commit(files, 0, 8)
+    assert_newest(files, 8)
+
+
+def test_parts_of_two_generations_are_not_mixed(files):
+    for process in (0, 1):
+        commit(files, process, 6)
+    commit(files, 0, 7)
+    # Process 1 has died in commit 7. Another one takes its index, in another slot, and all go on from commit 6.
+    commit(files, 1, 7, slot=2, generation=1)
+    assert_newest(files, 6)
+    commit(files, 0, 7, generation=1)
+    assert_newest(files, 7)
+
+
+def test_restarts_begin_with_generation_0_again(files, monkeypatch):
+    for process in (0, 1):
+        commit(files, process, 6)
+    commit(files, 0, 7)
+    monkeypatch.setenv(RESTART_VARIABLE, "1")
+    commit(files, 1, 7)
+    assert_newest(files, 6)
+
+
+def test_a_process_that_dies_while_it_writes(files, monkeypatch):
+    for process in (0, 1):
+        for number in (6, 7):
+            commit(files, process, number)
+    commit(files, 1, 8)
+    write, left = os.pwrite, iter(range(3))
+
+    def dies(file, data, offset):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return write(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", dies)
+    with pytest.raises(KeyboardInterrupt):
+        commit(files, 0, 8)
+    assert_newest(files, 7)
+
+
+def test_a_larger_commit_leaves_nothing_of_itself(files):
+    commit(files, 0, 2, divided=False)
+    snapshot = Snapshot.of({"w": np.ones(10_000)}, 4, 0, 1)
+    KeptCommits(files, 0).write(snapshot, 0, 0)
+    commit(files, 0, 6, divided=False)
+    assert os.fstat(files[0]).st_size < 10_000
+    assert_newest(files, 6, divided=False)
+
+
+def test_another_state_is_refused(files):
+    commit(files, 0, 2, divided=False)
+    with pytest.raises(RuntimeError, match=r"other leaves than that of process 0: \['other'\]"):
+        KeptCommits(files, 0).newest({**values(0), "other": 1})
+
+
+def test_files_of_others_are_left_alone(files, monkeypatch, tmp_path):
+    monkeypatch.setenv(KEPT_VARIABLE, ",".join(map(str, (1, *files))))
+    assert KeptCommits.of_launcher() is not None
+    with open(tmp_path / "log", "w") as log:
+        monkeypatch.setenv(KEPT_VARIABLE, f"1,{log.fileno()}")
+        assert KeptCommits.of_launcher() is None
+    monkeypatch.setenv(KEPT_VARIABLE, "1,9999")
+    assert KeptCommits.of_launcher() is None
+    monkeypatch.delenv(KEPT_VARIABLE)
+    assert KeptCommits.of_launcher() is None
