@@ -30,7 +30,7 @@ FILES_WITHOUT = {
 
 STRINGS_WITHOUT = {  # by their beginnings
     "reports of `python -m jax_ring`, `explain` and `shares`": [
-        "on in all threads",
+        "on in all threads", "CPU ranks are spread over them", "ranks stay where the system",
         "processes with equal names share memory", "hosts are told apart by", "groups of GPUs of one process",
         "do not use multicast memory", "fallback to XLA's collectives is", "the CUDA kernels are not loaded (",
         "the CUDA runtime finds no GPU (", "there is no NVIDIA driver (", "JAX has no such devices",
