@@ -133,11 +133,10 @@ def ratio_table(runs: list[Run], kind: str, figure: str, dtypes: Iterable[str], 
                 continue
             lowest = min(found, key=lambda ratio: ratio.value.value)
             worst = lowest.value
-            bounds = f" ({number(worst.low)}{TO}{number(worst.high)})" if worst.low < worst.high else ""
             lines.append(
                 [label + f", {dtype}" * (dtype != "float32")]
                 + [span(ratio.value.value for ratio in found if ratio.size == size) for size in sizes]
-                + [f"{number(worst.value)}{TIMES}{bounds}, p = {lowest.ranks}"]
+                + [f"{bounded(worst) if worst.low < worst.high else number(worst.value) + TIMES}, p = {lowest.ranks}"]
                 + [number_of_runs(found)]
             )
     return table(["", *map(size_name, sizes), "lowest", "runs"], lines)
@@ -205,6 +204,25 @@ def train_table(runs: list[Run]) -> str:
     )
 
 
+def against_table(runs: list[Run]) -> str:
+    """An earlier commit's time over today's, from processes in turn; samples of all processes of a file together."""
+    names = {"in_loop": "in a loop", "turn": "with a product", "out_of_place": "from Python"}
+    sizes, cells = (4, 1 << 12, 1 << 16, 1 << 18), defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        for row in run.rows if run.kind == "against" else ():
+            if row["implementation"] == "ring_psum" and row["figure"] in names:
+                key = (run.label, run.machine["against"], names[row["figure"]], str(row["ranks"]))
+                cells[key][row["bytes"]].append(intervals.ratio(row["old_us"], row["new_us"], paired=False))
+    return table(
+        ["", "commit", "", "p", *map(size_name, sizes)],
+        [[*key, *(", ".join(map(bounded, found[size])) for size in sizes)] for key, found in sorted(cells.items())],
+    )
+
+
+def bounded(ratio: intervals.Interval) -> str:
+    return f"{number(ratio.value)}{TIMES} ({number(ratio.low)}{TO}{number(ratio.high)})"
+
+
 def scaling_table(runs: list[Run]) -> str:
     labels = by_label(runs, "scaling")
     return "\n\n".join(
@@ -247,6 +265,7 @@ TABLES: dict[str, Callable[[list[Run]], str]] = {
     "python": lambda runs: ratio_table(runs, "allreduce", "out_of_place", ("float32",)),
     "donated": lambda runs: ratio_table(runs, "allreduce", "in_place", ("float32",)),
     "limit": limit_table,
+    "against": against_table,
     "devices": scaling_table,
     "train": train_table,
 }
