@@ -6,6 +6,7 @@ import pathlib
 import platform
 import re
 import subprocess
+import time
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,23 @@ def _lines(path: str) -> list[str]:
         return pathlib.Path(path).read_text().splitlines()
     except OSError:
         return []
+
+
+def _core_seconds() -> tuple[float, float, float]:
+    """The time, and the seconds of cores that all programs have taken, and that this one has with those it started."""
+    fields = next(iter(_lines("/proc/stat")), "").split()[1:]
+    user, nice, system, _, _, irq, softirq, *_ = [int(text) / os.sysconf("SC_CLK_TCK") for text in fields] or [0.0] * 7
+    return time.monotonic(), user + nice + system + irq + softirq, sum(os.times()[:4])
+
+
+_BEGIN = _core_seconds()
+
+
+def share_of_others() -> float:
+    """The part of all cores that other programs have taken since this module was imported."""
+    (begin, all_before, own_before), (end, all_after, own_after) = _BEGIN, _core_seconds()
+    others = all_after - all_before - (own_after - own_before)
+    return round(max(others, 0) / max(end - begin, 1e-3) / (os.cpu_count() or 1), 3)
 
 
 def processor_of(vendor: str, family: int, model: int) -> str:

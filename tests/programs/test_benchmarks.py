@@ -74,6 +74,15 @@ def test_names_of_processors():
     assert machine.processor_of("GenuineIntel", 6, 143) == "GenuineIntel family 6 model 143"
 
 
+def test_share_of_other_programs(tmp_path, monkeypatch):
+    """Half of all cores were with others: of 8 seconds of two cores 10 were busy, 2 of them with this program."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(machine, "_BEGIN", (100.0, 1000.0, 20.0))
+    monkeypatch.setattr(machine, "_core_seconds", lambda: (108.0, 1010.0, 22.0))
+    report.write_rows(str(tmp_path / "rows.json"), [], {"cpu": "x"})
+    assert json.loads((tmp_path / "rows.json").read_text())["machine"] == {"cpu": "x", "share_of_others": 0.5}
+
+
 def test_small_messages_in_round_trips():
     """Up to 4 KiB a time is given in p round trips of a cache line, above in parts of the limit."""
     spread = measure.Spread.of(noisy(8e-6))
