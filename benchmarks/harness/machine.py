@@ -129,6 +129,12 @@ def describe() -> dict:
     }
 
 
+def at_end() -> dict:
+    """What may have changed while a benchmark ran: a virtual machine's cores move, near to each other and apart."""
+    round_trip, _ = _native("core_costs", otherwise=(math.nan, math.nan))
+    return {"share_of_others": share_of_others(), "round_trip_at_end_us": _positive(round_trip * 1e6, 3)}
+
+
 def heading(machine: dict, more: str = "") -> str:
     """The description as a comment above a table."""
     more = f"; {more}" if more else ""

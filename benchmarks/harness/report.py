@@ -7,7 +7,7 @@ import math
 import os
 
 from harness import FIGURES, intervals
-from harness.machine import share_of_others
+from harness.machine import at_end
 from harness.measure import Row, Spread
 
 SMALL = 4 << 10
@@ -196,8 +196,8 @@ def as_json(rows: list[Row], machine: dict) -> dict:
 
 
 def write_rows(path: str, rows: list[dict], machine: dict) -> None:
-    """Writes JSON with a line for each row, and how much of the cores other programs had meanwhile."""
-    machine = machine | {"share_of_others": share_of_others()}
+    """Writes JSON with a line for each row, and what the machine was like at the end."""
+    machine = machine | at_end()
     with open(path, "w") as file:
         text = ",\n".join(json.dumps(row) for row in rows)
         file.write(f'{{"machine": {json.dumps(machine)},\n"rows": [\n{text}\n]}}\n')
