@@ -248,6 +248,7 @@ def machines(runs: list[Run]) -> str:
         versions = " and ".join(filter(None, (run.machine.get("python"), run.machine["jax"])))
         for key in (*columns.values(), "jax_ring"):
             lines[run.label, versions][key] += [run.machine[key]] if run.machine.get(key) else []
+        lines[run.label, versions]["round_trip_us"] += filter(None, [run.machine.get("round_trip_at_end_us")])
     return table(
         ["", "Python and JAX", *columns, "jax_ring"],
         [
