@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <filesystem>
 #include <map>
 #include <set>
 #include <utility>
@@ -11,9 +12,10 @@
 namespace jax_ring::flight {
 namespace {
 
-constexpr size_t kRows = 16;
-constexpr size_t kCallWidth = 72;
-constexpr size_t kNamesOfColumn = 8;
+constexpr size_t kRows = 10;
+constexpr size_t kWidth = 80;  // of a terminal
+constexpr size_t kIndent = 6;
+constexpr size_t kNamesListed = 8;
 
 // "0, 1, 5-7"
 std::string list_of(const std::vector<int64_t>& numbers) {
@@ -22,7 +24,7 @@ std::string list_of(const std::vector<int64_t>& numbers) {
   for (size_t i = 0; i < numbers.size();) {
     size_t end = i + 1;
     while (end < numbers.size() && numbers[end] == numbers[end - 1] + 1) ++end;
-    if (named++ == kNamesOfColumn) return text + ", ...";
+    if (named++ == kNamesListed) return text + ", ...";
     text += (text.empty() ? "" : ", ") + std::to_string(numbers[i]);
     if (end - i > 1) text += (end - i == 2 ? ", " : "-") + std::to_string(numbers[end - 1]);
     i = end;
@@ -30,7 +32,7 @@ std::string list_of(const std::vector<int64_t>& numbers) {
   return text;
 }
 
-// How a column, or a part of a sentence, is headed.
+// How a part of a sentence begins.
 struct Name {
   const char *one, *several;
   std::string of(const std::vector<int64_t>& numbers) const {
@@ -98,11 +100,15 @@ Cell cell_of(const Seen& seen) {
   return {};
 }
 
-// Shortened in the middle: the kind of the call and its line are at the ends.
-std::string shortened(const std::string& text) {
-  if (text.size() <= kCallWidth) return text;
+// Relative to the working directory, and shortened in the middle: the kind of the call and its line are at the ends.
+std::string shortened(std::string text, size_t width) {
+  std::error_code ignored;
+  const std::string folder = " " + (std::filesystem::current_path(ignored) / "").string();
+  const size_t found = text.find(folder);
+  if (found != std::string::npos) text.erase(found + 1, folder.size() - 1);
+  if (text.size() <= width) return text;
   const auto is_inside = [&](size_t at) { return (text[at] & 0xc0) == 0x80; };  // a UTF-8 character
-  size_t head = kCallWidth / 2, tail = text.size() - (kCallWidth - head - 3);
+  size_t head = width / 2, tail = text.size() - (width - head - 3);
   while (head > 0 && is_inside(head)) --head;
   while (tail < text.size() && is_inside(tail)) ++tail;
   return text.substr(0, head) + "..." + text.substr(tail);
@@ -114,7 +120,7 @@ bool all_done(const Row& row) {
   });
 }
 
-// Equal calls one after the other that all have done become one row, the last of them.
+// Equal calls that all have done become one row, the last of them.
 std::vector<Row> without_repetitions(std::vector<Row> rows) {
   std::vector<Row> kept;
   for (Row& row : rows) {
@@ -123,55 +129,53 @@ std::vector<Row> without_repetitions(std::vector<Row> rows) {
              std::equal(row.cells.begin(), row.cells.end(), other.cells.begin(), other.cells.end(),
                         [](const auto& a, const auto& b) { return a.first == b.first && a.second.is_like(b.second); });
     };
-    if (!kept.empty() && is_like(kept.back())) {
-      row.count += kept.back().count;
-      kept.pop_back();
+    const auto found = std::find_if(kept.begin(), kept.end(), is_like);
+    if (found != kept.end()) {
+      row.count += found->count;
+      kept.erase(found);
     }
     kept.push_back(std::move(row));
   }
   return kept;
 }
 
-// Leaves the latest rows, and the columns that have a cell in them.
-std::string print(std::vector<Row> rows, const std::vector<int64_t>& all, Name name_of, int64_t now) {
+// "processes 0, 1: waits, 3.000 s; process 2: NOT MADE", in lines that fit the terminal.
+std::string states_of(const Row& row, Name name_of, int64_t now) {
+  std::vector<std::pair<Cell, std::vector<int64_t>>> parts;  // with the names of those alike
+  for (const auto& [name, cell] : row.cells) {
+    if (cell.kind == Kind::not_in_group) continue;
+    const auto alike = std::find_if(parts.begin(), parts.end(),
+                                    [&, &cell = cell](const auto& part) { return part.first.is_like(cell); });
+    if (alike == parts.end()) {
+      parts.push_back({cell, {name}});
+    } else {
+      alike->second.push_back(name);
+    }
+  }
+  std::string text, line;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const std::string part =
+        name_of.of(parts[i].second) + ": " + text_of(parts[i].first, now) + (i + 1 < parts.size() ? ";" : "");
+    if (!line.empty() && kIndent + line.size() + 1 + part.size() > kWidth) {
+      text += std::string(kIndent, ' ') + line + "\n";
+      line.clear();
+    }
+    line += (line.empty() ? "" : " ") + part;
+  }
+  return text + std::string(kIndent, ' ') + line + "\n";
+}
+
+// Leaves the latest rows.
+std::string print(std::vector<Row> rows, Name name_of, int64_t now) {
   std::stable_sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.entered < b.entered; });
   rows = without_repetitions(std::move(rows));
   if (rows.size() > kRows) rows.erase(rows.begin(), rows.end() - kRows);
   if (rows.empty()) return "jax_ring: no calls are recorded.\n";
-  std::vector<std::vector<int64_t>> columns;  // the names of those alike
-  const auto cell_at = [](const Row& row, int64_t name) {
-    const auto found = row.cells.find(name);
-    return found == row.cells.end() ? Cell{} : found->second;
-  };
-  for (int64_t name : all) {
-    const auto alike = std::find_if(columns.begin(), columns.end(), [&](const std::vector<int64_t>& column) {
-      return std::all_of(rows.begin(), rows.end(),
-                         [&](const Row& row) { return cell_at(row, column[0]).is_like(cell_at(row, name)); });
-    });
-    if (alike == columns.end()) {
-      columns.push_back({name});
-    } else {
-      alike->push_back(name);
-    }
-  }
-  std::vector<std::vector<std::string>> lines(1, {""});
-  for (const auto& column : columns) {
-    lines[0].push_back(name_of.of(column));
-  }
+  std::string text = "jax_ring: the last calls (> = not completed by everyone):\n";
   for (const Row& row : rows) {
     const std::string times = row.count > 1 ? std::to_string(row.count) + " times " : "";
-    lines.push_back({(all_done(row) ? "  " : "> ") + times + shortened(row.text)});
-    for (const auto& column : columns) lines.back().push_back(text_of(cell_at(row, column[0]), now));
-  }
-  std::vector<size_t> widths(lines[0].size());
-  for (const auto& line : lines) {
-    for (size_t i = 0; i < line.size(); ++i) widths[i] = std::max(widths[i], line[i].size());
-  }
-  std::string text = "jax_ring: the last calls, those that not all have done marked by >:\n";
-  for (const auto& line : lines) {
-    std::string whole;
-    for (size_t i = 0; i < line.size(); ++i) whole += line[i] + std::string(widths[i] - line[i].size() + 2, ' ');
-    text += whole.substr(0, whole.find_last_not_of(' ') + 1) + "\n";
+    text += (all_done(row) ? "  " : "> ") + times + shortened(row.text, kWidth - 2 - times.size()) + "\n" +
+            states_of(row, name_of, now);
   }
   return text;
 }
@@ -240,9 +244,7 @@ std::string table_of_processes(const std::vector<Snapshot>& snapshots, int64_t n
   std::map<uint32_t, std::set<int64_t>> members;  // the processes that have made calls in a group
   std::map<int64_t, int64_t> oldest;              // what came before has been overwritten
   std::vector<uint32_t> group_of_row;
-  std::vector<int64_t> processes;
   for (const Snapshot& snapshot : snapshots) {
-    processes.push_back(snapshot.process);
     if (!snapshot.records.empty()) oldest[snapshot.process] = snapshot.records.front().entered;
     for (const Seen& seen : snapshot.records) {
       if (seen.members != 0) members[seen.members].insert(snapshot.process);
@@ -267,22 +269,18 @@ std::string table_of_processes(const std::vector<Snapshot>& snapshots, int64_t n
       }
     }
   }
-  std::sort(processes.begin(), processes.end());
-  return print(std::move(rows), processes, kProcess, now);
+  return print(std::move(rows), kProcess, now);
 }
 
 std::string table_of_ranks() {
   const Snapshot own = Recorder::instance().read_own();
   const std::vector<RecordedCall*> calls = Recorder::instance().calls();
   std::vector<Row> rows;
-  std::set<int64_t> positions;
   for (const Seen& seen : own.records) {
     if (seen.members != 0 || seen.call >= calls.size() || seen.group >= calls[seen.call]->groups.size()) continue;
     Row row{seen.text, seen.entered, 1, {}};
     const std::vector<int64_t>& members = calls[seen.call]->groups[seen.group].positions;
-    for (size_t rank = 0; rank < members.size(); ++rank) {
-      positions.insert(members[rank]);
-      if (rank >= kRanksInMask) continue;
+    for (size_t rank = 0; rank < std::min(members.size(), kRanksInMask); ++rank) {
       Cell cell = cell_of(seen);
       const bool has_arrived = (seen.arrived >> rank & 1) != 0;
       if (seen.state == State::arriving) cell.kind = has_arrived ? Kind::waiting : Kind::not_made;
@@ -291,7 +289,7 @@ std::string table_of_ranks() {
     }
     rows.push_back(std::move(row));
   }
-  return print(std::move(rows), {positions.begin(), positions.end()}, kPosition, nanoseconds_now());
+  return print(std::move(rows), kPosition, nanoseconds_now());
 }
 
 std::string last_calls_of_processes(const std::vector<Snapshot>& snapshots, int64_t now) {

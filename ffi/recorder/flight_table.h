@@ -10,13 +10,13 @@
 
 namespace jax_ring::flight {
 
-// A table with a row per call, the latest last, and a column per process; processes alike share a column. If there
-// are several, calls within one of them are left out once they are done.
+// The last ten calls, the latest last, with the state of each process; 80 columns wide. If there are several processes,
+// completed calls within one of them are left out.
 //
 // now: nanoseconds of the steady clock.
 std::string table_of_processes(const std::vector<Snapshot>& snapshots, int64_t now);
 
-// The same with a column per mesh position of this process, for calls whose groups are within the process.
+// The same by mesh position of this process, for calls whose groups are within the process.
 std::string table_of_ranks();
 
 // A sentence about the last call of each process, for errors: " Last calls: ...". Empty if nothing is known.

@@ -1,8 +1,6 @@
 """`explain()`: lists the collectives of a function, who serves each of them, and the bytes they send."""
 
 import math
-import os
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +12,7 @@ from jax.extend.source_info_util import summarize
 from jax_ring import _compat
 from jax_ring.inspect.compiled import Instruction, find_collectives
 from jax_ring.inspect.predicted import Prediction, Predictor
+from jax_ring.inspect.table import relative, table
 from jax_ring.inspect.wire_bytes import wire_bytes
 from jax_ring.lowering import dispatch, override, ragged
 from jax_ring.lowering.hierarchical import ranks_by_host
@@ -86,7 +85,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The result of `explain()`. `str` of it has two tables: the collectives as written, and as compiled.
+    """The result of `explain()`. Printed, it is two tables of up to ten rows each.
 
     Attributes:
       collectives: those of the function, without those that the compiler's partitioner inserts.
@@ -107,7 +106,7 @@ class Explanation:
         return _total_wire_bytes(self.instructions)
 
     def __str__(self) -> str:
-        written = _table(
+        written = table(
             "Collectives, as written",
             ("collective", "over", "ranks", "bytes", "times", "order", "sends"),
             [
@@ -125,14 +124,15 @@ class Explanation:
             ],
             [
                 (
-                    _relative(c.call_site),
+                    relative(c.call_site),
                     f"{c.served_by}{_algorithm_text(c)}{f': {c.why}' if c.why else ''}",
                     _abbreviate(c.operands),
                 )
                 for c in self.collectives
             ],
+            "collectives",
         )
-        compiled = _table(
+        compiled = table(
             "Collectives, as compiled",
             ("instruction", "ranks", "bytes", "times", "sends"),
             [
@@ -140,6 +140,7 @@ class Explanation:
                 for i in self.instructions
             ],
             [(_abbreviate(i.operands),) for i in self.instructions],
+            "instructions",
         )
         predicted, counted = _total_text(self.collectives), _total_text(self.instructions)
         totals = f"Each rank sends, in bytes: {predicted} predicted, {counted} counted in the compiled program."
@@ -335,22 +336,3 @@ def _abbreviate(values) -> str:
 
 def _count_text(count: int | None) -> str:
     return "?" if count is None else str(count)
-
-
-def _relative(call_site: str) -> str:
-    """A call site, whose file is relative to the working directory if it is below it."""
-    return call_site.removeprefix(os.path.join(os.getcwd(), ""))
-
-
-def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], details: Sequence[Sequence[str]]) -> str:
-    """A table that fits a terminal of 80 columns: columns of numbers, and below each row what has no fixed width."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    head, *lines = ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)) for row in (header, *rows)]
-    text = [title, f"  {head.rstrip()}"]
-    for line, parts in zip(lines, details, strict=True):
-        text.append(f"  {line.rstrip()}")
-        text += textwrap.wrap(
-            "; ".join(filter(None, parts)), 80, initial_indent="      ", subsequent_indent="      ",
-            break_long_words=False, break_on_hyphens=False,
-        )  # fmt: skip
-    return "\n".join([*text, ""])

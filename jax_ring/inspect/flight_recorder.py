@@ -43,8 +43,8 @@ class FlightRecord(NamedTuple):
 
     Attributes:
       calls: this process's calls, the oldest first, then each peer's.
-      table: the last calls, with a column for each process or, in a program of one process, for each mesh position.
-        Columns alike are one. A row that begins with > is a call that not all of its ranks have done.
+      table: the last ten calls, with the state of each process or, in a program of one process, of each mesh position.
+        > marks a call that not everyone has completed. Completed calls that are equal are one row.
     """
 
     calls: tuple[RecordedCall, ...]

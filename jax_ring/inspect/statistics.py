@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jax_ring import _ffi_cpu
+from jax_ring.inspect.table import ROWS, left_out, relative, wrapped
 
 # By kind: the bus bandwidth, in units of a rank's operand per second, in a group of p ranks, as nccl-tests defines it:
 # what each rank would send in a ring.
@@ -77,7 +78,7 @@ class CallStatistics:
 
 
 class Statistics(NamedTuple):
-    """What `statistics()` returns. Printed, it is two tables.
+    """What `statistics()` returns. Printed, it is two tables of up to ten rows each.
 
     Attributes:
       calls: the calls that have run, the one that has taken the most time first.
@@ -90,19 +91,21 @@ class Statistics(NamedTuple):
     def __str__(self) -> str:
         if not self.calls:
             return "jax_ring: no calls on CPU devices have been recorded.\n"
-        titles = f"{'count':>9} {'failed':>6} {'ranks':>5} {'bytes/rank':>12} {'busy s':>9} {'waited s':>9}"
-        lines = [f"{titles} {'bus GB/s':>9}  call"]
+        lines = [f"{'busy s':>9} {'waited s':>9} {'count':>9} {'bus GB/s':>9} {'bytes/rank':>12} {'ranks':>5} {'failed':>6}"]
+        for each in self.calls[:ROWS]:
+            lines += [
+                f"{each.busy:>9.3f} {each.waited:>9.3f} {each.count:>9} {each.bus_bandwidth / 1e9:>9.3f} "
+                f"{each.bytes_per_rank:>12} {each.num_ranks:>5} {each.failures:>6}",
+                *wrapped(relative(each.call)),
+            ]
+        lines += left_out(len(self.calls), "calls")
+        lines += ["", f"{'by s':>9} {'by us each':>11} {'came last':>10} {'position':>9} {'process':>9}"]
         lines += [
-            f"{each.count:>9} {each.failures:>6} {each.num_ranks:>5} {each.bytes_per_rank:>12} {each.busy:>9.3f} "
-            f"{each.waited:>9.3f} {each.bus_bandwidth / 1e9:>9.3f}  {each.call}"
-            for each in self.calls
+            f"{late.seconds:>9.3f} {late.seconds / late.count * 1e6:>11.1f} {late.count:>10} {late.position:>9} "
+            f"{late.process:>9}"
+            for late in self.late[:ROWS]
         ]
-        lines += ["", f"{'process':>9} {'position':>9} {'came last':>10} {'by s':>9} {'by us each':>11}"]
-        lines += [
-            f"{late.process:>9} {late.position:>9} {late.count:>10} {late.seconds:>9.3f} "
-            f"{late.seconds / late.count * 1e6:>11.1f}"
-            for late in self.late
-        ]
+        lines += left_out(len(self.late), "late")
         return "\n".join(lines) + "\n"
 
 

@@ -289,6 +289,12 @@ def test_text_fits_a_terminal():
     assert "44 predicted, 44 counted" in text  # 2 x 14, and 1.75 + 3.5 + 3.5 + 7
 
 
+def test_text_has_ten_rows_of_each_table():
+    text = str(explained(lambda x: [ring_psum(jnp.tile(x, k), "i") for k in range(1, 13)]))
+    assert text.count("  ring_psum ") == 10
+    assert "... and 2 more: all are in .collectives" in text
+
+
 def test_no_collectives():
     found = explain(lambda x: x + 1, X)
     assert found.collectives == found.instructions == ()
