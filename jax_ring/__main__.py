@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def run_overridden(kind: str, *command: str) -> NoReturn:
-    """Runs a program in the place of this one, which has imported JAX already."""
+    """Replaces this process, which has imported JAX already, by the program."""
     os.environ[runtime.OVERRIDE_VARIABLE] = "1"
     os.execv(sys.executable, [sys.executable, "-P", worker.__file__, "alone", kind, *command])
 

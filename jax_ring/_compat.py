@@ -125,12 +125,11 @@ HAS_FLAG_OF_CPU_LIMIT = _jaxlib_version.__version_info__ < (0, 13)
 
 
 def leave_out_of_call_sites() -> None:
-    """Makes JAX look for the user's line outside of this package."""
     _source_info_util.register_exclusion(str(pathlib.Path(__file__).parent))
 
 
 def call_site(lowering_context) -> str:
-    """File, line and function of the user's call that is being lowered; empty if they are not known.
+    """File, line and function of the user's call; empty if unknown.
 
     As in the metadata of compiled programs, `jax_hlo_source_file_canonicalization_regex` shortens the name of the file.
     """
@@ -149,11 +148,7 @@ _SCOPES_OF_JAX = re.compile(
 
 
 def user_name(lowering_context) -> str:
-    """What the user calls the part of the program that is being lowered; empty if that is not known.
-
-    That is the innermost `jax.named_scope`, or else the function that makes the call. A scope around a call of another
-    jitted function is not known: JAX lowers that function for all its callers.
-    """
+    """The innermost `jax.named_scope`, or else the function that makes the call; empty if unknown."""
     for scope in reversed(lowering_context.name_stack.stack):
         if not _SCOPES_OF_JAX.fullmatch(name := str(scope.name)):
             return name
@@ -165,70 +160,69 @@ def user_name(lowering_context) -> str:
 
 
 def location_named(lowering_context, name: str):
-    """A context in which operations get this name in compiled programs and profiles, and the user's line."""
+    """A context that gives operations this name, and the user's line, in compiled programs and profiles."""
     named = types.SimpleNamespace(name=name)
     ctx = lowering_context
     return _source_info_to_location(ctx.module_context, named, ctx.name_stack, ctx.traceback)  # type: ignore[arg-type]
 
 
 def call_location(lowering_context) -> tuple[str, int]:
-    """File and line of the user's call that is being lowered; ("<unknown>", 0) if they are not known."""
+    """File and line of the user's call; ("<unknown>", 0) if unknown."""
     frame = _user_frame(lowering_context.traceback)
     return (frame.file_name, frame.start_line) if frame else ("<unknown>", 0)
 
 
 def check_vma() -> bool:
-    """Whether the enclosing shard_map tracks which axes a value varies over."""
+    """Whether shard_map tracks which axes a value varies over."""
     return _check_vma.value
 
 
 def without_vma():
-    """A context in which functions are traced without vma tracking."""
+    """A context without vma tracking."""
     return _check_vma(False)
 
 
 def auto_pcast() -> bool:
-    """Whether JAX automatically casts a replicated operand of a collective to a varying one."""
+    """Whether JAX casts replicated operands of collectives to varying ones."""
     return _auto_pcast.value
 
 
 def skip_size_one_axes(axes: tuple) -> tuple:
-    """Drops the axes of size one, if JAX is configured to leave them out of types."""
+    """Drops axes of size one, if JAX leaves them out of types."""
     return _skip_size_one_axes(axes)
 
 
 def bound_axis_sizes() -> Mapping:
-    """Name and size of every axis that a collective can name at this point of the trace."""
+    """Name and size of every axis that a collective can name here."""
     return _core.get_axis_env().axis_sizes
 
 
 def varying_axes(x) -> frozenset:
-    """The mesh axes over which x, a value or a type, varies. Empty unless check_vma()."""
+    """The mesh axes over which a value or type varies. Empty unless check_vma()."""
     return (x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)).mat.varying
 
 
 def partially_reduced_axes(aval) -> frozenset:
-    """The mesh axes over which values of a type are marked `unreduced` or `reduced`."""
+    """The mesh axes over which a type is marked `unreduced` or `reduced`."""
     mat = aval.mat
     return mat.unreduced | mat.reduced if mat.unreduced else mat.reduced
 
 
 def without_first_dimension(aval):
-    """The type of one of the arrays that are stacked along the first dimension."""
     spec = aval.sharding.spec
     sharding = aval.sharding.update(spec=spec.update(partitions=spec.partitions[1:]))
     return aval.update(shape=aval.shape[1:], sharding=sharding)
 
 
 def abstract_psum(aval, **params):
-    """JAX's own checks and effects for a psum that keeps its operand's type."""
+    """JAX's checks and effects for a psum that keeps its operand's type."""
     out, effects = psum_p.abstract_eval(aval, **_params_of_lax(psum_p, params))
     # JAX's rule is for code without vma tracking and drops the type; this one may also be called with it.
     return out.update(sharding=aval.sharding, manual_axis_type=aval.mat), effects
 
 
 def abstract_varying(primitive, aval, **params):
-    """The checks and effects of one of JAX's primitives, whose result varies as its operand does."""
+    """Checks and effects of one of JAX's primitives whose result varies as its operand does."""
     # Some of JAX's rules reject vmap axes while they track vma. The operands here have already been cast.
     with _check_vma(False):
         out, effects = primitive.abstract_eval(aval, **_params_of_lax(primitive, params))
@@ -236,12 +230,12 @@ def abstract_varying(primitive, aval, **params):
 
 
 def abstract_invariant(primitive, aval, **params):
-    """The checks, type and effects of one of JAX's primitives, from varying to invariant."""
+    """Checks, type and effects of one of JAX's primitives, from varying to invariant."""
     return primitive.abstract_eval(aval, **_params_of_lax(primitive, params))
 
 
 def abstract_ppermute(aval, *, axes, axis_index_groups, perm):
-    """JAX's own checks for a ppermute, and the effects of a psum over the same axes."""
+    """JAX's checks for a ppermute, and the effects of a psum over the same axes."""
     with _check_vma(False):
         ppermute_p.abstract_eval(aval, axis_name=axes, perm=perm)
     return with_weak_type(abstract_psum, aval, axes=axes, axis_index_groups=axis_index_groups)
@@ -254,7 +248,7 @@ def with_weak_type(abstract_eval: Callable, aval, **params):
 
 
 def axes_of_permutation(axes: tuple, mesh) -> tuple:
-    """The axes of a ppermute in the order in which JAX counts its ranks. Raises RuntimeError where JAX does."""
+    """The axes of a ppermute in JAX's order of ranks. Raises JAX's RuntimeError."""
     if not all(axis in mesh.axis_names for axis in axes):
         return axes
     in_order = tuple(axis for axis in mesh.axis_names if axis in axes)
@@ -271,12 +265,12 @@ def axes_of_permutation(axes: tuple, mesh) -> tuple:
 
 
 def lax_rule(primitive) -> Callable:
-    """JAX's own lowering of a primitive, for all platforms; if it has none, one that raises."""
+    """JAX's lowering of a primitive for all platforms, or one that raises."""
     return _lax_rules.get(primitive, no_lowering)
 
 
 def lower_as_lax(primitive, ctx, operand, **params):
-    """Lowers one operand as JAX lowers one of its primitives: to XLA's collective."""
+    """Lowers one operand to XLA's collective, as JAX does."""
     return _lax_rules[primitive](ctx.replace(primitive=primitive), operand, **_params_of_lax(primitive, params))
 
 
@@ -307,12 +301,12 @@ def _params_of_lax(primitive, params: dict) -> dict:
 
 
 def params_from_lax(primitive, params: dict) -> dict:
-    """The parameters of one of JAX's collectives, also of one that starts it, by their names in jax_ring."""
+    """The parameters of one of JAX's collectives (or of its start), by their names in jax_ring."""
     return {own: params[name] for own, name in _PARAMS_OF_LAX[STARTS.get(primitive, primitive)].items()}
 
 
 def no_lowering(lowering_context, *operands, **params):
-    """The lowering of a primitive for a platform for which JAX has none: it raises as JAX does."""
+    """Raises as JAX does for a platform without a lowering."""
     platform = (lowering_context.platforms or lowering_context.module_context.platforms)[0]
     raise NotImplementedError(
         f"MLIR translation rule for primitive '{lowering_context.primitive}' not found for platform {platform}"
@@ -322,11 +316,11 @@ def no_lowering(lowering_context, *operands, **params):
 def replace_lowering(
     primitive, platforms: tuple[str, ...], make_rule: Callable, *, cacheable: bool
 ) -> Callable[[], None]:
-    """Replaces the lowering of one of JAX's primitives for some platforms, and returns a function that undoes it.
+    """Replaces the lowering of one of JAX's primitives for some platforms; returns a function that undoes it.
 
-    A rule that JAX registers for all platforms stays one rule. If it were split by platform, a program for several
-    platforms would need a conditional, which JAX (up to 0.12) fails to build for primitives that are not cacheable.
-    Programs for several platforms therefore reach the new rule as well; it recognises them by `ctx`.
+    A rule for all platforms stays one rule: split by platform, a program for several would need a conditional, which
+    JAX (up to 0.12) fails to build for primitives that are not cacheable. The new rule therefore sees such programs,
+    and recognises them by `ctx`.
 
     make_rule: (JAX's rule) to the rule that replaces it. Where JAX has none, it gets one that raises JAX's error.
     cacheable: whether equal equations may be lowered once. A cached lowering does not know the call site.
@@ -369,13 +363,13 @@ _FUNCTION_NAMES = {
 
 
 def function_name(primitive) -> str:
-    """The name of the function that one calls to bind a collective's primitive: psum for psum_invariant."""
+    """The function that binds a collective's primitive: psum for psum_invariant."""
     name = primitive.name.removesuffix("_invariant")
     return _FUNCTION_NAMES.get(name, name)
 
 
 def module_state(lowering_context, make: Callable[[], T]) -> T:
-    """jax_ring's own state, the result of make(), which lives as long as the lowering of one module."""
+    """State of jax_ring, made by make(), that lives as long as the lowering of one module."""
     kept = lowering_context.module_context.cached_primitive_lowerings
     if "jax_ring" not in kept:
         kept["jax_ring"] = make()
@@ -385,8 +379,8 @@ def module_state(lowering_context, make: Callable[[], T]) -> T:
 def call_with_programs(function: Callable) -> None:
     """Calls a function with each program that JAX has lowered: (module, jaxpr, platforms, donates, meshes).
 
-    The meshes are those of its arguments and results.
-    Not with exported programs: there the caller decides which arguments are donated, and how they are divided.
+    The meshes are those of arguments and results. Exported programs are left out: their caller decides on donation and
+    sharding.
     """
     lower = _mlir.lower_jaxpr_to_module
 
@@ -407,9 +401,9 @@ def call_with_programs(function: Callable) -> None:
 def register_hlo_transformation(
     name: str, transform: Callable[[bytes], bytes | None], platform: str
 ) -> Callable | None:
-    """Makes XLA hand over the programs that it compiles for a platform, and returns a function that ends it.
+    """Makes XLA hand over the programs that it compiles for a platform; returns a function that ends it.
 
-    None: the platform's plugin is not loaded, so that programs are lowered for it, and not compiled.
+    None without the platform's plugin: programs are then lowered, and not compiled.
     """
     options: dict = {"name": name, "stage": _xla.PipelineStage.PRE_SCHEDULER, "platforms": platform}
     try:
@@ -420,7 +414,7 @@ def register_hlo_transformation(
 
 
 def devices(platform: str) -> list:
-    """JAX's devices of a platform; none if it has no such platform."""
+    """JAX's devices of a platform, maybe none."""
     try:
         return jax.devices(platform)
     except RuntimeError:
@@ -428,23 +422,21 @@ def devices(platform: str) -> list:
 
 
 def is_donated(attributes) -> bool:
-    """Whether an argument of a program with these attributes is donated, for a certain result or for any."""
+    """Whether an argument with these attributes is donated, for a certain result or for any."""
     return "tf.aliasing_output" in attributes or "jax.buffer_donor" in attributes
 
 
 def is_exported(lowering_context) -> bool:
-    """Whether the module is lowered for `jax.export`."""
     return lowering_context.module_context.lowering_parameters.for_export
 
 
 def called_function(lowering_context, call):
-    """The function that a func.call calls."""
     name = _ir.FlatSymbolRefAttr(call.attributes["callee"]).value
     return lowering_context.module_context.symbol_table[name].operation
 
 
 def new_function(lowering_context, name: str, operand_types: list, result_types: list):
-    """A private function of the module, without a body yet. It gets another name if there is one of this name."""
+    """A private function of the module without a body; renamed if the name is taken."""
     module = lowering_context.module_context
     function = _func.FuncOp(name, _ir.FunctionType.get(operand_types, result_types), ip=module.ip)
     function.attributes["sym_visibility"] = _ir.StringAttr.get("private")
@@ -453,32 +445,31 @@ def new_function(lowering_context, name: str, operand_types: list, result_types:
 
 
 def stream_of(lowering_context) -> str:
-    """The GPU stream that the user has chosen for an equation by `compute_on("gpu_stream:...")`; empty by default."""
+    """The GPU stream of `compute_on("gpu_stream:...")`; empty by default."""
     eqn_context = lowering_context.jaxpr_eqn_ctx
     kind, _, name = ((eqn_context and eqn_context.compute_type) or "").partition(":")
     return name.lower() if kind == "gpu_stream" else ""  # XLA ignores the case of names
 
 
 def is_tracing() -> bool:
-    """Whether this thread is tracing a function."""
     return not _trace_state_clean()
 
 
 def has_backend() -> bool:
-    """Whether JAX has started a backend, after which the number of devices and of processes is fixed."""
+    """Whether JAX has started a backend, which fixes the numbers of devices and processes."""
     return _backends_are_initialized()
 
 
 def call_with_plugins(function: Callable[[], None]) -> None:
-    """Calls a function as soon as JAX has loaded a plugin, such as that of CUDA: before it starts the backends, or now.
+    """Calls a function once per plugin that JAX loads, such as CUDA's: before it starts the backends, or now.
 
-    The function is called once for each plugin. JAX holds a lock meanwhile, so the function must not start a backend.
+    JAX holds a lock meanwhile, so the function must not start a backend.
     """
     _register_plugin_callbacks(lambda c_api: function())
 
 
 def register_partitioner(target: str, partition: Callable) -> None:
-    """Registers how XLA's partitioner replaces the custom calls to a target, which has no other implementation.
+    """Registers how XLA's partitioner replaces custom calls to a target, which has no other implementation.
 
     partition: (shapes of the operands, their shardings, shape of the result, its sharding, attributes of the call as
       text) to (bytecode of the program of one device, shardings of the operands, sharding of the result), where shapes
@@ -494,11 +485,11 @@ def register_partitioner(target: str, partition: Callable) -> None:
 
 
 def reshape_sharding(sharding, removed: int, added: int):
-    """A sharding of XLA's for an array with other dimensions in front, and the same ones after them.
+    """XLA's sharding for an array with other leading dimensions.
 
     Args:
-      removed: how many dimensions the array of the sharding has in front.
-      added: how many the new one has, which are not divided.
+      removed: the number of leading dimensions now.
+      added: the number of new ones, which are not divided.
     """
     if not sharding.is_tiled():
         return sharding  # it divides nothing
@@ -517,71 +508,65 @@ def reshape_sharding(sharding, removed: int, added: int):
 
 
 def tuple_sharding(shape, shardings: Sequence):
-    """The sharding of XLA's for a tuple."""
     return _xla_client.HloSharding.tuple_sharding(shape, list(shardings))
 
 
 def visible_gpus() -> tuple[int, ...] | None:
-    """The CUDA ordinals of the GPUs that JAX may use in this process; None for all that CUDA shows."""
+    """CUDA ordinals of the GPUs that JAX may use in this process; None for all that CUDA shows."""
     return None if _visible_gpus.value == "all" else tuple(map(int, _visible_gpus.value.split(",")))
 
 
 def local_gpu_ids() -> dict[int, int]:
-    """The id of the JAX device of each GPU of this process, by its CUDA ordinal."""
+    """The JAX device id of each GPU of this process, by CUDA ordinal."""
     return {device.local_hardware_id: device.id for device in jax.local_devices(backend="cuda")}
 
 
 def devices_of_process(device) -> list:
-    """All devices of the process and the backend of a device, also those in no mesh, in the order of their ids."""
+    """All devices of a device's process and backend, also those in no mesh, by id."""
     peers = [other for other in device.client.devices() if other.process_index == device.process_index]
     return sorted(peers, key=lambda other: other.id)
 
 
 def axis_context_within(shard_map_params: dict):
-    """The axis context in which the body of a shard_map is lowered, from the parameters of its equation."""
+    """The axis context of a shard_map's body, from its equation's parameters."""
     mesh = shard_map_params["mesh"]
     return SPMDAxisContext(mesh, frozenset(shard_map_params["newly_manual_axes"]) | set(mesh.manual_axes))
 
 
 def mesh_devices(mesh) -> list | None:
-    """The devices of a mesh, by mesh position; None for an abstract mesh."""
     return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
 
 
 def is_compile_only(mesh) -> bool:
-    """Whether a mesh is of devices of `jax.experimental.topologies`, which are not there: it is only compiled for."""
+    """Whether a mesh is of `jax.experimental.topologies`, which programs are only compiled for."""
     devices = mesh_devices(mesh)
     return devices is not None and isinstance(devices[0].client, _CompileOnlyClient)
 
 
 def module_name(lowering_context) -> str:
-    """The name of the module that is being lowered, such as jit_f."""
     return _ir.StringAttr(lowering_context.module_context.module.operation.attributes["sym_name"]).value
 
 
 def main_argument_types(lowering_context) -> list[str]:
-    """The types of the arguments of the program that is being lowered."""
     main = lowering_context.module_context.symbol_table["main"].operation
     return [str(argument.type) for argument in main.regions[0].blocks[0].arguments]
 
 
 def is_jaxpr(value) -> bool:
-    """Whether a parameter of an equation is a jaxpr, with or without its constants."""
+    """Whether a parameter is a jaxpr, closed or not."""
     return isinstance(value, (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr))
 
 
 def place_of(equation) -> tuple:
-    """Equal for equations of one line, one `jax.named_scope`, and one setting of JAX's options."""
+    """Equal for equations of one line, one `jax.named_scope` and one setting of JAX's options."""
     return equation.ctx, equation.source_info.traceback, equation.source_info.name_stack
 
 
 def is_literal(atom) -> bool:
-    """Whether an operand of an equation is a literal rather than a variable."""
     return isinstance(atom, jax.extend.core.Literal)
 
 
 def is_distributed() -> bool:
-    """Whether `jax.distributed` is initialized now."""
     return _distributed.global_state.client is not None
 
 
@@ -601,7 +586,7 @@ def distributed_client():
 
 
 def call_when_distributed(function: Callable[[], None]) -> None:
-    """Calls a function whenever `jax.distributed` has been initialized, and now if it is."""
+    """Calls a function whenever `jax.distributed` is initialized, and now if it is."""
     state = type(_distributed.global_state)
     initialize = state.initialize
 
@@ -616,23 +601,23 @@ def call_when_distributed(function: Callable[[], None]) -> None:
 
 
 def distributed_process() -> int:
-    """The index of this process. Unlike `jax.process_index()` it does not create a backend, and does not block."""
+    """The index of this process, without creating a backend."""
     return _distributed.global_state.process_id
 
 
 def num_distributed_processes() -> int:
-    """The number of processes. Unlike `jax.process_count()` it does not create a backend, and does not block."""
+    """The number of processes, without creating a backend."""
     return _distributed.global_state.num_processes if is_distributed() else 1
 
 
 def key_value_store(timeout_s: float) -> tuple:
-    """The key-value store of `jax.distributed`: publish(key, bytes), and fetch(key), which blocks up to `timeout_s`."""
+    """The store of `jax.distributed`: publish(key, bytes) and fetch(key), which blocks up to `timeout_s`."""
     client = distributed_client()
     return client.key_value_set_bytes, lambda key: client.blocking_key_value_get_bytes(key, int(timeout_s * 1000))
 
 
 def put_value(client, key: str, value: str) -> bool:
-    """Publishes a value in the key-value store of a distributed runtime. Returns whether the store took it."""
+    """Publishes a value in a runtime's store. Returns whether the store took it."""
     try:
         client.key_value_set(key, value)
     except jax.errors.JaxRuntimeError:
@@ -641,7 +626,7 @@ def put_value(client, key: str, value: str) -> bool:
 
 
 def value_of(client, key: str) -> str | None:
-    """The value of a key in the store of a distributed runtime, if it can be had at once."""
+    """A key's value, if it can be had at once."""
     try:
         return client.key_value_try_get(key)
     except jax.errors.JaxRuntimeError:
@@ -649,7 +634,7 @@ def value_of(client, key: str) -> str | None:
 
 
 def publish_once(key: str, value: str) -> str:
-    """Publishes a value unless the key has one already. Returns the value of the key, without blocking."""
+    """Publishes a value unless the key has one; returns the key's value, without blocking."""
     client = distributed_client()
     try:
         client.key_value_set(key, value)
@@ -660,7 +645,7 @@ def publish_once(key: str, value: str) -> str:
 
 
 def complete_errors(complete: Callable[[str], str]) -> None:
-    """Passes the text of each error that XLA raises through `complete`, which returns the text that the error gets."""
+    """Passes the text of each error of XLA through `complete`."""
     error = jax.errors.JaxRuntimeError
     initialize = error.__init__
 
@@ -674,38 +659,38 @@ def complete_errors(complete: Callable[[str], str]) -> None:
 
 
 def register_cpu_ffi_type(name: str, registration: dict) -> None:
-    """Registers the type of an FFI handler's state immediately.
+    """Registers the type of an FFI handler's state at once.
 
-    `jax.ffi.register_ffi_type` defers the registration until the CPU client exists, and then registers handlers before
-    types, which XLA rejects. Creating the client here would fix the number of devices when jax_ring is imported.
+    `jax.ffi.register_ffi_type` waits for the CPU client and then registers handlers before types, which XLA rejects.
+    Creating the client on import would fix the number of devices.
     """
     _register_custom_type(name, registration)
 
 
 def register_dead_code_rule(primitive, rule) -> None:
-    """Registers how an equation shrinks when only some of its outputs are used: (used_outputs, eqn)."""
+    """Registers how an equation shrinks when only some outputs are used: (used_outputs, eqn)."""
     # JAX 0.12 inserts the liveness of the inputs between the two.
     _dce_rules[primitive] = lambda used_outputs, *rest: rule(used_outputs, rest[-1])
 
 
 def dead_code_eliminated(jaxpr, used_outputs: list[bool]) -> tuple:
-    """The jaxpr for some of its outputs only: (jaxpr, which inputs it still takes)."""
+    """The jaxpr for some outputs only: (jaxpr, which inputs it takes)."""
     return _dce_jaxpr(jaxpr, used_outputs)
 
 
 def frames(eqn) -> list:
-    """The stack frames of an equation, the innermost first, with function_name, file_name and line_num."""
+    """An equation's stack frames, innermost first, with function_name, file_name and line_num."""
     traceback = eqn.source_info.traceback
     return [] if traceback is None else list(traceback.frames)
 
 
 def rank_dependent_axes(jaxpr) -> set:
-    """The named axes of the collectives, and of `axis_index`, anywhere in a jaxpr."""
+    """The named axes of all collectives and `axis_index` in a jaxpr."""
     return {effect.name for effect in jaxpr.effects if isinstance(effect, _core.NamedAxisEffect)}
 
 
 def scan_counts(scan_params: dict) -> tuple[int, int]:
-    """How many operands of a `scan` are constants of its body, and how many its carry, from its parameters."""
+    """The numbers of constants and carries of a `scan`."""
     if "num_consts" in scan_params:
         return scan_params["num_consts"], scan_params["num_carry"]
     # JAX 0.12 has the structures of the three kinds of operands instead.
@@ -714,7 +699,7 @@ def scan_counts(scan_params: dict) -> tuple[int, int]:
 
 
 def bind_equation(eqn, operands: list) -> list:
-    """The results of an equation for these operands, as `jax.core.eval_jaxpr` computes them."""
+    """An equation's results for these operands, as from `jax.core.eval_jaxpr`."""
     source = eqn.source_info
     name_stack = _source_info_util.current_name_stack() + source.name_stack
     with _source_info_util.user_context(source.traceback, name_stack=name_stack), eqn.ctx.manager:
@@ -723,7 +708,7 @@ def bind_equation(eqn, operands: list) -> list:
 
 
 def lowered_alone(eqn, axis_context, platform: str):
-    """The XlaComputation of a program that is one equation of the body of a shard_map, before XLA compiles it."""
+    """The XlaComputation, not yet compiled, of one equation of a shard_map's body."""
     core = jax.extend.core
     operands = [core.Var(v.aval) for v in eqn.invars]
     results = [core.Var(getattr(v.aval, "inner_aval", v.aval)) for v in eqn.outvars]
@@ -743,10 +728,9 @@ def lowered_alone(eqn, axis_context, platform: str):
 
 
 def connect_to_runtime(coordinator: str, num_processes: int, process_id: int, timeout_s: float) -> None:
-    """What `jax.distributed.initialize` does for a process that does not host the coordination service.
+    """`jax.distributed.initialize` for a process that does not host the coordination service.
 
-    Blocks until all processes have connected. If they do not in time, the runtime ends the process: it has no error for
-    that.
+    Blocks until all have connected; the runtime ends the process if they do not in time.
 
     Args:
       coordinator: the address of the service, host:port.
@@ -772,11 +756,10 @@ _HEARTBEAT_SECONDS = 100  # JAX's default
 
 
 def detach_runtime() -> None:
-    """Drops the distributed runtime and all backends without a word to the other processes, which may have died.
+    """Drops the distributed runtime and all backends without a word to other processes, which may have died.
 
-    Arrays are deleted, so that a use of one that was kept raises an error, where it would else compute with what was.
-    As long as one is kept, the old client lives on, and with it the threads that end the process when its coordination
-    service ends.
+    Arrays are deleted, so that using one raises an error. A backend that is kept keeps the old client alive, and its
+    threads, which end the process when the coordination service ends.
     """
     # Array.delete() does not wait for the programs that compute or use it.
     for backend in _xla_bridge._backends.values():
@@ -792,5 +775,5 @@ def detach_runtime() -> None:
 
 
 def backends_alive() -> list[weakref.ref]:
-    """A weak reference to each backend, which is dead once nothing of the backend is left."""
+    """Weak references to the backends."""
     return [weakref.ref(backend) for backend in _xla_bridge._backends.values()]

@@ -1,8 +1,8 @@
-"""All that importing jax_ring changes in JAX, each with its reason.
+"""What importing jax_ring changes in JAX, each with its reason.
 
-The primitives of jax_ring register their own rules. `override_lax()` replaces JAX's while it is on, and reads the
-programs that XLA compiles. A process of several adds hooks for its end (`distributed/exit_notice.py`) and for the
-errors of XLA's collectives (`distributed/xla_timeouts.py`).
+The package's primitives register their own rules; `override_lax()` replaces JAX's while it is on, and reads the
+programs that XLA compiles. A process of several adds hooks for its end (`distributed/exit_notice.py`) and for errors of
+XLA's collectives (`distributed/xla_timeouts.py`).
 """
 
 import os
@@ -15,7 +15,6 @@ from jax_ring.lowering.passes import pipeline
 
 
 def install() -> None:
-    """Makes the changes. Called once, when the package is imported."""
     # XLA finds the engines by the names of their calls.
     runtime.register()
     # Error messages and the metadata of compiled programs name the user's line, not one of this package.

@@ -15,12 +15,11 @@ Groups = Sequence[Sequence[int]]
 
 
 def axes_of(axis_name: AxisName) -> tuple:
-    """The argument `axis_name` as a tuple of axes."""
     return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
 def split_axes(axes: tuple) -> tuple[tuple, tuple]:
-    """Splits axes into `vmap` axes and mesh axes. Only mesh axes are tracked by vma."""
+    """Splits axes into `vmap` axes and mesh axes; only mesh axes are tracked by vma."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if set(axes).issubset(manual):
         return (), axes
@@ -28,13 +27,12 @@ def split_axes(axes: tuple) -> tuple[tuple, tuple]:
 
 
 def num_ranks(axes: tuple) -> int:
-    """The product of the axes' sizes."""
     bound = _compat.bound_axis_sizes()
     return math.prod(bound[axis] for axis in axes)
 
 
 def axes_of_difference(x: jax.Array, axis_name: AxisName) -> tuple:
-    """The axes over which x may differ between ranks: all vmap axes, and all mesh axes if vma is not tracked."""
+    """The axes over which x may differ: all vmap axes, and all mesh axes without vma tracking."""
     axes = _compat.skip_size_one_axes(axes_of(axis_name))
     if not _compat.check_vma():
         return axes
@@ -43,7 +41,7 @@ def axes_of_difference(x: jax.Array, axis_name: AxisName) -> tuple:
 
 
 def warn_of_equal_values(function: str, x, axis_name: AxisName) -> None:
-    """Warns of a mean over equal values, which is most likely a gradient that JAX has already summed."""
+    """Warns of a mean over equal values, probably a gradient that JAX has summed."""
     axes = _compat.skip_size_one_axes(axes_of(axis_name))
     leaves = [leaf for leaf in jax.tree.leaves(x) if isinstance(leaf, jax.core.Tracer)]
     equal = [leaf for leaf in leaves if axes and not axes_of_difference(leaf, axes)]
@@ -59,7 +57,7 @@ def warn_of_equal_values(function: str, x, axis_name: AxisName) -> None:
 
 
 def check_axis_name(function: str, axis_name: AxisName) -> None:
-    """Raises unless `axis_name` can name axes. Whether they are bound is known only where the program is traced."""
+    """Raises unless `axis_name` can name axes; tracing decides whether they are bound."""
     axes = axes_of(axis_name)
     try:
         is_name = None not in set(axes)
@@ -102,7 +100,7 @@ def _check_axes(function: str, axes: tuple, named: tuple) -> None:
 
 
 def check_named(function: str, axes: tuple) -> None:
-    """Raises unless every axis is a bound, named axis and occurs once."""
+    """Raises unless each axis is bound, named and unique."""
     _refuse_positional(function, axes)
     _check_axes(function, axes, axes)
 
@@ -123,7 +121,7 @@ def check_groups(function: str, axis_index_groups: Groups | None, named: tuple) 
 
 
 def group_size(function: str, axes: tuple, groups: tuple[tuple[int, ...], ...] | None) -> int:
-    """The size of the groups. Raises unless they all have one size, because results must have one shape."""
+    """The groups' size. Raises unless they have one: results have one shape."""
     sizes = {num_ranks(axes)} if groups is None else {len(group) for group in groups}
     if len(sizes) > 1:
         raise ValueError(
@@ -133,7 +131,7 @@ def group_size(function: str, axes: tuple, groups: tuple[tuple[int, ...], ...] |
 
 
 def refuse_groups(function: str, groups) -> None:
-    """Raises if there are groups: their results differ, so they are not invariant over the axis."""
+    """Raises for groups: their results differ, so none is invariant over the axis."""
     if groups is not None:
         raise NotImplementedError(
             f"{function}: axis_index_groups are not supported under shard_map(..., check_vma=True), because results "
@@ -143,7 +141,7 @@ def refuse_groups(function: str, groups) -> None:
 
 
 def check_divisible(function: str, count: int, size: int, parts: str = "shards") -> int:
-    """The number of shards as a Python integer. Raises unless `size` ranks can hold equally many shards."""
+    """The number of shards as a Python integer. Raises unless the ranks can hold equally many."""
     count = integer(function, f"num_{parts}", count)
     if count < 1 or count % size:
         raise ValueError(
@@ -154,7 +152,7 @@ def check_divisible(function: str, count: int, size: int, parts: str = "shards")
 
 
 def refuse_mixed_axes(function: str, axes: tuple, batch_axes: tuple) -> None:
-    """Raises for a sum along the tree over vmap axes and other axes together."""
+    """Raises for a sum along the tree over vmap and other axes together."""
     raise NotImplementedError(
         f"{function}(..., order='tree') over {axes} includes the vmap axis {batch_axes[0]!r}, which must be the only "
         "axis: a sum over one axis after the other is not the sum along the tree over all ranks. Use one call for each "
@@ -164,7 +162,7 @@ def refuse_mixed_axes(function: str, axes: tuple, batch_axes: tuple) -> None:
 
 
 def check_root(function: str, axes: tuple, root: int, name: str = "root") -> int:
-    """The root, the argument `name`, as a Python integer. Raises unless it is a rank."""
+    """The argument `name` as a Python integer. Raises unless it is a rank."""
     root, size = integer(function, name, root), num_ranks(axes)
     if not 0 <= root < size:
         raise ValueError(f"{function}: {name} must be a rank of {axes}, that is 0 to {size - 1}, got {root}")
@@ -172,7 +170,7 @@ def check_root(function: str, axes: tuple, root: int, name: str = "root") -> int
 
 
 def canonical_dimension(function: str, name: str, dimension: int, ndim: int) -> int:
-    """The dimension, counted from the front. Raises if it is no integer or out of bounds."""
+    """The dimension, counted from the front. Raises if there is none."""
     dimension = integer(function, name, dimension)
     if not -ndim <= dimension < ndim:
         raise np.exceptions.AxisError(
@@ -182,11 +180,11 @@ def canonical_dimension(function: str, name: str, dimension: int, ndim: int) -> 
 
 
 def divided_dimension(function: str, name: str, dimension: int, leaf, size: int, *, tiled: bool, first: int = 0) -> int:
-    """The dimension of a leaf that is divided into a block for each rank, counted from the front.
+    """The dimension of a leaf that is cut into a block per rank, counted from the front.
 
-    Raises if it is out of bounds, or its size does not fit the number of ranks.
+    Raises if it does not exist or its size does not fit.
 
-    first: how many dimensions of the leaf come before those that are counted.
+    first: leading dimensions of the leaf that are not counted.
     """
     shape = leaf.shape[first:]
     dimension = canonical_dimension(function, name, dimension, len(shape))
@@ -204,7 +202,7 @@ def divided_dimension(function: str, name: str, dimension: int, leaf, size: int,
 
 
 def check_reduction(function: str, axis_name: AxisName, axis_index_groups: Groups | None):
-    """Checks the axes and groups of a reduction: (all axes, named axes, positional axes, groups)."""
+    """Checks a reduction: (all axes, named axes, positional axes, groups)."""
     axes = _compat.skip_size_one_axes(axes_of(axis_name))
     positional = tuple([axis for axis in axes if isinstance(axis, int)])
     named = tuple([axis for axis in axes if not isinstance(axis, int)]) if positional else axes

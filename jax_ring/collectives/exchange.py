@@ -1,4 +1,4 @@
-"""Collectives that send blocks, or whole values, from rank to rank: all-to-all and permutations."""
+"""Collectives that send blocks or whole values from rank to rank: all-to-all and permutations."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -40,11 +40,11 @@ def ring_all_to_all(
     axis_index_groups: Groups | None = None,
     tiled: bool = False,
 ) -> T:
-    """Splits `x` into a block for each rank of a mapped axis, and gives each rank the blocks that are meant for it.
+    """Splits `x` into a block for each rank of a mapped axis, and sends each rank its blocks.
 
         heads = ring_all_to_all(x, "data", split_axis=2, concat_axis=1, tiled=True)
 
-    A drop-in for `jax.lax.all_to_all`. The bits of `x` are not changed, NaNs included. The transpose is the call with
+    A drop-in for `jax.lax.all_to_all`. It keeps the bits of `x`, NaNs included. The transpose is the call with
     `split_axis` and `concat_axis` exchanged.
 
     Args:
@@ -58,13 +58,12 @@ def ring_all_to_all(
 
     Returns:
       A pytree like `x`, with p times as many elements along `concat_axis` and 1/p along `split_axis` if `tiled`;
-      otherwise of the shape `np.insert(np.delete(x.shape, split_axis), concat_axis, p)`. With vma tracking it varies
-      over the axis.
+        otherwise of the shape `np.insert(np.delete(x.shape, split_axis), concat_axis, p)`. With vma tracking it varies
+        over the axis.
 
     Raises:
-      ValueError: if a dimension does not exist, or the size of `split_axis` does not fit the number of ranks, and as
-        `ring_psum`.
-      NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
+      ValueError: if a dimension does not exist or does not fit the number of ranks.
+      Others: as `ring_psum`.
     """
     function, options = "ring_all_to_all", make_options("ring_all_to_all")
     axes = axes_of(axis_name)
@@ -102,7 +101,7 @@ def ring_all_to_all(
 def ring_pswapaxes(x: T, axis_name: AxisName, axis: int, *, axis_index_groups: Groups | None = None) -> T:
     """Swaps a mapped axis with dimension `axis` of `x`, of the same size. A drop-in for `jax.lax.pswapaxes`.
 
-    The same as `ring_all_to_all(x, axis_name, axis, axis)`, with its arguments and errors.
+    Short for `ring_all_to_all(x, axis_name, axis, axis)`.
     """
     return ring_all_to_all(x, axis_name, axis, axis, axis_index_groups=axis_index_groups)
 
@@ -112,24 +111,23 @@ def ring_ppermute(x: T, axis_name: AxisName, perm: Iterable[tuple[int, int]]) ->
 
         from_the_left = ring_ppermute(x, "data", [(i, (i + 1) % 8) for i in range(8)])
 
-    The bits of `x` are not changed, NaNs included. The transpose is the inverse permutation.
+    It keeps the bits of `x`, NaNs included. The transpose is the inverse permutation.
 
     Args:
       x: an array, or a pytree of arrays, of any dtype. Random keys are sent as their bits.
       axis_name: as for `ring_psum`; no positional axes.
-      perm: pairs (source, receiver) of ranks. No two pairs have the same source, or the same receiver. A rank that is
-        no receiver gets zeros. Negative ranks count from the end. Over several axes ranks are counted as in `jax.lax`:
-        JAX 0.10 counts in the mesh's order of the axes, and later ones refuse another.
+      perm: pairs (source, receiver) of ranks. Sources are unique, and so are receivers. Other ranks get zeros. Negative
+        ranks count from the end. Over several axes ranks are counted as in `jax.lax`: JAX 0.10 counts in the mesh's
+        order of the axes, and later ones refuse another.
 
     Returns:
       A pytree like `x`. With vma tracking it varies over the axis.
 
     Raises:
-      ValueError: if two pairs have the same source or the same receiver, and as `ring_psum`.
+      ValueError: if sources or receivers repeat.
       IndexError: if there is no such rank.
-      RuntimeError: if several axes are not in the mesh's order, as from `jax.lax`, with the same option to allow it.
-      NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`; a TypeError also if `perm`
-        does not consist of pairs of integers.
+      RuntimeError: if several axes are not in the mesh's order, unless JAX's option allows it.
+      TypeError: if `perm` does not consist of pairs of integers. Others: as `ring_psum`.
     """
     function, options = "ring_ppermute", make_options("ring_ppermute")
     axes = axes_of(axis_name)
@@ -154,8 +152,7 @@ def ring_ppermute(x: T, axis_name: AxisName, perm: Iterable[tuple[int, int]]) ->
 def ring_pshuffle(x: T, axis_name: AxisName, perm: Iterable[int]) -> T:
     """Sends `x` from rank `perm[i]` of a mapped axis to rank i. A drop-in for `jax.lax.pshuffle`.
 
-    The same as `ring_ppermute(x, axis_name, list(zip(perm, range(p))))`, with its arguments and errors, and a
-    ValueError if `perm` does not hold each of its indices once.
+    Short for `ring_ppermute(x, axis_name, list(zip(perm, range(p))))`; a ValueError if `perm` is no permutation.
     """
     perm = list(perm)
     if set(perm) != set(range(len(perm))):
@@ -164,7 +161,7 @@ def ring_pshuffle(x: T, axis_name: AxisName, perm: Iterable[int]) -> T:
 
 
 def _check_permutation(function: str, perm: Iterable[tuple[int, int]], size: int) -> tuple[tuple[int, int], ...]:
-    """The pairs (source, receiver), as ranks from 0 to p-1. Raises unless sources and receivers are unique."""
+    """The pairs (source, receiver), from 0 to p-1. Raises unless both are unique."""
     try:
         perm = [(source, receiver) for source, receiver in perm]
     except (TypeError, ValueError) as error:  # a ValueError for another number than two, as in `lax`

@@ -17,7 +17,7 @@ _CLEARED = 0x7F
 
 
 def _at_17_bits(value: float) -> np.float32:
-    """The largest float32 of 17 significant bits that is not above `value`."""
+    """The largest float32 of 17 significant bits up to `value`."""
     rounded = np.float32(value)
     down = rounded if rounded <= value else np.nextafter(rounded, np.float32(0))
     return (down.view(np.int32) & np.int32(~_CLEARED)).view(np.float32)
@@ -31,13 +31,11 @@ _LARGEST_SCALE = _at_17_bits(float(np.finfo(np.float32).max) / _LARGEST)
 def encode(blocks: jax.Array, key: jax.Array | None = None) -> jax.Array:
     """Rounds blocks to packets.
 
-    The scale is the block's largest magnitude, infinities and NaNs apart, divided by 126. These have codes of their
-    own, so that they do not affect the other elements.
+    The scale is the largest finite magnitude divided by 126. Infinities and NaNs have codes of their own.
 
     Args:
       blocks: float32[..., 256].
-      key: for stochastic rounding: up or down, so that the expected value is the element. By
-        default to the nearest code, ties to even.
+      key: for stochastic rounding, whose expected value is the element. By default to the nearest code, ties to even.
 
     Returns:
       int8[..., 260]: the codes, and the bytes of the scale.
@@ -53,7 +51,7 @@ def encode(blocks: jax.Array, key: jax.Array | None = None) -> jax.Array:
 
 
 def decode(packets: jax.Array) -> jax.Array:
-    """The values of packets, int8[..., 260], as blocks, float32[..., 256]."""
+    """Packets, int8[..., 260], as blocks, float32[..., 256]."""
     codes = packets[..., :BLOCK].astype(jnp.float32)
     scale = lax.bitcast_convert_type(packets[..., BLOCK:], jnp.float32)[..., None]
     special = jnp.where(codes == _NAN, jnp.nan, jnp.sign(codes) * jnp.inf)
@@ -61,12 +59,12 @@ def decode(packets: jax.Array) -> jax.Array:
 
 
 def rounding_error(blocks: jax.Array, packets: jax.Array) -> jax.Array:
-    """What encoding removed: blocks less what their packets decode to. Zero for infinities and NaNs."""
+    """Blocks less their decoded packets. Zero for infinities and NaNs."""
     return jnp.where(jnp.isfinite(blocks), blocks - decode(packets), 0)
 
 
 def fold(packets: jax.Array) -> jax.Array:
-    """The sum over the first dimension, int8[ranks, ..., 260] to float32[..., 256], from the first rank to the last."""
+    """The sum over the first dimension, int8[ranks, ..., 260] to float32[..., 256], in rank order."""
     return lax.scan(lambda total, packet: (total + decode(packet), None), decode(packets[0]), packets[1:])[0]
 
 
@@ -78,5 +76,5 @@ def _scale_of(largest: jax.Array) -> jax.Array:
 
 
 def _noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Uniform numbers between 0 and 1. Added to an integer up to 126, none is rounded to the next one."""
+    """Uniform numbers from [0, 1); added to an integer up to 126, none reaches the next one."""
     return (jax.random.bits(key, shape, jnp.uint16).astype(jnp.float32) + 0.5) / (1 << 16)

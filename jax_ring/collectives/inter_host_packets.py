@@ -1,4 +1,4 @@
-"""How 8-bit blocks cross hosts in parts: packets, which are added by the ranks that own a part of the blocks."""
+"""8-bit blocks that cross hosts in parts: packets, added by the ranks that own a part."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from jax_ring.lowering.xla.ops import aval_of
 def in_packets(groups: Groups) -> Crossing:
     """A crossing whose all-gather decodes the packets of the sum.
 
-    groups: of the ranks that have the same shard on different hosts.
+    groups: ranks with the same shard on different hosts.
     """
     num_hosts, dtype = len(groups[0]), np.dtype(np.float32)
     unit = num_hosts * int8.BLOCK  # a block for each host

@@ -1,4 +1,4 @@
-"""The operands of a call: the leaves of a pytree, grouped by dtype and cast to the types that the primitives take."""
+"""The operands of a call: leaves of a pytree, grouped by dtype and cast to the primitives' types."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def fused(
 
 
 def bits_of_keys(x: jax.Array) -> tuple[jax.Array, Callable]:
-    """The bits of random keys, with one more dimension, and a function from such bits to keys. Else x, unchanged."""
+    """The bits of random keys, with one more dimension, and the way back; else x."""
     if not _are_keys(x):
         return x, lambda bits: bits
     return jax.random.key_data(x), partial(jax.random.wrap_key_data, impl=jax.random.key_impl(x))
@@ -64,15 +64,14 @@ def _are_keys(x: jax.Array) -> bool:
 
 
 def check_dtype(function: str, kind: Kind, op: str, leaf: jax.Array) -> None:
-    """Raises if a reduction has no meaning for the numbers of a leaf."""
     if refusal := kind.refusal(op, leaf.dtype):
         raise TypeError(refusal.format(function=function, type=jax.typeof(leaf)))
 
 
 def belongs_to_lax(leaf, axes: tuple, *, moved: bool = False) -> bool:
-    """Whether the engines cannot take a leaf: it has no numbers, or is marked as reduced or unreduced.
+    """Whether the engines cannot take a leaf: it has no numbers, or is reduced or unreduced.
 
-    moved: whether the collective does not add, so that it can take random keys.
+    moved: whether the collective only moves, so that it takes random keys.
     """
     if not isinstance(leaf, _ARRAYS):
         return getattr(leaf, "dtype", None) == jax.dtypes.float0
@@ -83,7 +82,7 @@ def belongs_to_lax(leaf, axes: tuple, *, moved: bool = False) -> bool:
 
 
 def no_namesake(function: str) -> Callable:
-    """The `namesake` of a function that `jax.lax` does not have: it raises TypeError."""
+    """For a function without a `namesake` in `jax.lax`: raises TypeError."""
 
     def refuse(leaf):
         raise TypeError(
@@ -95,14 +94,14 @@ def no_namesake(function: str) -> Callable:
 
 
 def counted(leaf):
-    """x, with booleans as int32, which is what lax.psum adds."""
+    """x, with booleans as int32, as for lax.psum."""
     return leaf.astype(jnp.int32) if leaf.dtype == _BOOL else leaf
 
 
 def as_varying(function: str, operand, axes: tuple, *, mixed: bool = True):
-    """Casts the operand to one that varies over all of the axes, as JAX does implicitly. No-op without vma tracking.
+    """Casts to a value that varies over all of the axes, as JAX does implicitly. No-op without vma tracking.
 
-    mixed: whether an operand that varies over only some of the axes is accepted.
+    mixed: whether an operand may vary over only some of the axes.
     """
     if not _compat.check_vma():
         return operand
@@ -124,7 +123,7 @@ def as_varying(function: str, operand, axes: tuple, *, mixed: bool = True):
 
 
 def own_copy(x, axis_name: AxisName):
-    """x, cast to a value that varies over all of the axes. No-op without vma tracking."""
+    """x as a value that varies over all of the axes. No-op without vma tracking."""
     if not _compat.check_vma():
         return x
     missing = tuple(axis for axis in split_axes(axes_of(axis_name))[1] if axis not in _compat.varying_axes(x))

@@ -1,10 +1,9 @@
-"""The primitives: type, jvp, transpose, batching and dead-code rules, all from one template.
+"""The primitives: types, derivatives, batching and dead-code rules from one template.
 
-Each takes any number of operands of one dtype, so that a whole tree is one custom call. If `options.num_shards` is set,
-operands have a first dimension for the terms of the rank, which results do not have and which the parameters do not
-count: `dimension` is that of the term. Primitives whose result is the
-same on all ranks come in pairs, as JAX's psum does: `ring_x_p`, whose result has the operand's type, for code without
-vma tracking and for vmap axes; `ring_x_invariant_p`, from varying to invariant, for mesh axes with vma tracking.
+Each takes any number of operands of one dtype, so a whole tree is one custom call. With `options.num_shards`, operands
+have a first dimension for the rank's terms, which results do not have and parameters such as `dimension` do not count.
+Primitives with the same result on all ranks come in pairs, as JAX's psum does: `ring_x_p` keeps the operand's type, for
+code without vma tracking and for vmap axes; `ring_x_invariant_p` goes from varying to invariant, for mesh axes.
 """
 
 import dataclasses
@@ -37,11 +36,11 @@ class Rules(NamedTuple):
 
     Attributes:
       abstract_eval: (aval, **params) -> (aval, effects), for one operand; `options` is not among the params.
-      transpose: (cotangents, params) -> the operands' cotangents; None if the collective is not linear.
+      transpose: (cotangents, params) -> the operands' cotangents; None if not linear.
       over_vmap_axis: (x, batch dimension, axis size, options, **details) -> (result, batch dimension), as in
-        vmap_axis.py; details are the params that not every primitive has.
-      separable: whether the collective over several axes equals the collective over one axis after the other.
-      added_dimensions: number of dimensions of the result less that of the operand, unless `tiled`.
+        vmap_axis.py.
+      separable: whether several axes equal one axis after the other.
+      added_dimensions: dimensions of the result less those of the operand, unless `tiled`.
     """
 
     abstract_eval: Callable
@@ -169,7 +168,7 @@ def _as_varying(cotangents, params):
 
 
 def _own_blocks(cotangents, params):
-    """The transpose of an all-gather with an invariant result: as in JAX, each rank slices out its own block."""
+    """The transpose of an all-gather with an invariant result: each rank slices out its block, as in JAX."""
     axes, dimension, size, tiled = (params[name] for name in ("axes", "dimension", "axis_size", "tiled"))
     rank = lax.axis_index(axes)
     blocks = []
@@ -181,13 +180,12 @@ def _own_blocks(cotangents, params):
 
 
 def _only_on_root(cotangents, params):
-    """The transpose of a broadcast with an invariant result."""
     is_root = lax.axis_index(params["axes"]) == params["root"]
     return [jnp.where(is_root, ct, jnp.zeros_like(ct)) for ct in _as_varying(cotangents, params)]
 
 
 def _from_root(cotangents, params):
-    """The transpose of a reduce: a broadcast, because the results of the other ranks are constant zeros."""
+    """The transpose of a reduce: a broadcast, as other ranks' results are constant zeros."""
     # With vma tracking the cotangents vary over the axes, but the result of a broadcast is invariant.
     if not all(_compat.varying_axes(ct).issuperset(params["axes"]) for ct in cotangents):
         return ring_broadcast_p.bind(*cotangents, **params)

@@ -1,7 +1,7 @@
-"""The sum over ranks that sends 8-bit blocks: all-to-all, sum in float32, all-gather.
+"""The sum that sends 8-bit blocks: all-to-all, sum in float32, all-gather.
 
-Values are rounded twice however many ranks there are: by the rank that contributes them, and by the rank that owns
-their sum. The scheme follows ZeRO++ (Wang et al., 2023) and EQuARX (Ahmed et al., 2025).
+Values are rounded twice for any number of ranks: by the contributor and by the owner of the sum. The scheme follows
+ZeRO++ (Wang et al., 2023) and EQuARX (Ahmed et al., 2025).
 """
 
 import logging
@@ -44,20 +44,20 @@ def quantized_psum(
     by_host: bool = True,
     with_error: bool = True,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The sum of `x` over the ranks, sent in 8 bits per element; and what is missing from it.
+    """The sum of `x` over the ranks, sent in 8 bits per element, and the rounding error.
 
     Args:
-      function: the public function that the user called, for errors.
+      function: the public function, for errors.
       x: float32[n].
-      axis_name: the name of a mapped axis, or a sequence of names.
+      axis_name: a mapped axis, or several.
       key: for stochastic rounding, the same on all ranks; None for rounding to nearest.
-      by_host: whether to sum within each host first, in float32, and to round only what crosses hosts.
-      with_error: whether the second result is wanted; else it is None.
+      by_host: whether to sum in float32 within hosts, and round only what crosses them.
+      with_error: whether to return the error; else None.
 
     Returns:
-      The sum, the same on all ranks, and this rank's rounding error, a float32[n]. The sum of `x` is, up to rounding in
-      float32, the first result plus the sum of the second over the ranks. Where the sum of `x` is not finite, the first
-      is the same infinity or NaN, and the second 0.
+      The sum, the same on all ranks, and this rank's error, a float32[n]. The sum of `x` is the first plus the sum of
+        the second over the ranks, up to rounding in float32. Where it is not finite, the first is the same infinity or
+        NaN, and the second 0.
     """
     discovery.publish()  # the lowering in another process may be waiting for it
     axes = _compat.skip_size_one_axes(axes_of(axis_name))
@@ -83,7 +83,7 @@ def quantized_psum(
 
 
 def _on_one_level(x: jax.Array, *key_data: jax.Array, axes: tuple, key_impl):
-    """The results of `quantized_psum` for float32[..., n], row by row, exchanged between all ranks."""
+    """`quantized_psum` of float32[..., n], row by row, between all ranks."""
     if x.ndim > 1:
         return jax.vmap(partial(_on_one_level, axes=axes, key_impl=key_impl))(x, *key_data)
     packets, error = _reduce_scatter(x, _keys(key_data, key_impl), axes, None, num_ranks(axes), lax.axis_index(axes))
@@ -91,9 +91,9 @@ def _on_one_level(x: jax.Array, *key_data: jax.Array, axes: tuple, key_impl):
 
 
 def _by_host(x: jax.Array, *key_data: jax.Array, axes: tuple, key_impl, levels: Levels):
-    """The same, exchanged between the ranks of different hosts that own the same shard of their host's sum.
+    """The same between the ranks that own one shard of their hosts' sums.
 
-    axes: those of the whole mesh, so that the ranks are the mesh positions of `levels`.
+    axes: of the whole mesh: ranks are the mesh positions of `levels`.
     """
     if x.ndim > 1:
         return jax.vmap(partial(_by_host, axes=axes, key_impl=key_impl, levels=levels))(x, *key_data)
@@ -114,7 +114,7 @@ def _by_host(x: jax.Array, *key_data: jax.Array, axes: tuple, key_impl, levels: 
 
 
 def _reduce_scatter(x: jax.Array, keys: tuple, axes: tuple, groups, num_ranks: int, rank: jax.Array):
-    """The packets of this rank's part of the sum of x, and this rank's rounding error, an array like x."""
+    """The packets of this rank's part of the sum, and its rounding error, like x."""
     blocks = _padded(x, num_ranks * int8.BLOCK).reshape(num_ranks, -1, int8.BLOCK)
     packets = int8.encode(blocks, keys[0])
     received = lax.all_to_all(packets, axes, 0, 0, axis_index_groups=groups)
@@ -134,7 +134,6 @@ def _values(packets: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _keys(key_data: tuple, key_impl) -> tuple:
-    """The keys of the two stages."""
     if not key_data:
         return None, None
     key = jax.random.wrap_key_data(*key_data, impl=key_impl)
@@ -158,7 +157,7 @@ def _abstract_eval(x, *key_data, axes, with_error, invariant, **params):
 
 
 def _steps(platforms, axis_context, *, axes, key_impl, by_host, with_error, **params):
-    """The function that computes the results, by the collectives to which this primitive is lowered."""
+    """Computes the results by the collectives that this primitive becomes."""
     del params  # do not affect the results
     steps: Callable = partial(_on_one_level, axes=axes, key_impl=key_impl)
     if by_host:
@@ -169,7 +168,6 @@ def _steps(platforms, axis_context, *, axes, key_impl, by_host, with_error, **pa
 
 
 def _call(platforms, axis_context, axes: tuple, function: str = "") -> CallSpec:
-    """The sum within hosts."""
     call = CallSpec(function, ALL_REDUCE, axes=axes, groups=replica_groups(axis_context, axes, None))
     return call._replace(service=who_serves(platforms, axis_context, call.groups, call.kind, call.options))
 
@@ -189,9 +187,8 @@ def _lower(ctx, *operands, **params):
 
 
 def _can_be_cut(ctx, levels: Levels, with_error: bool) -> bool:
-    """Whether the sum may cross hosts in parts.
-
-    Not with an error or a random key, since which rank has which error, and which noise, depends on how blocks are cut.
+    """Whether the sum may cross hosts in parts: not with an error or a random key, which depend on the blocks'
+    ranks.
     """
     (x, *key_data) = ctx.avals_in
     return (

@@ -1,4 +1,4 @@
-"""The ragged all-to-all: slices, whose sizes are known at run time alone, from every rank to every other."""
+"""The ragged all-to-all: slices of sizes known at run time, from every rank to every other."""
 
 from functools import partial
 
@@ -34,31 +34,28 @@ def ring_ragged_all_to_all(
     """Sends slices of `operand` to the ranks of a mapped axis. A drop-in for `jax.lax.ragged_all_to_all`.
 
     With K slices and p ranks, slice i goes to rank i // (K // p): rows `input_offsets[i]` to `input_offsets[i] +
-    send_sizes[i]` of `operand` become rows `output_offsets[i]` and following of that rank's result. The bits are not
-    changed, NaNs included. On GPUs, and between hosts, XLA serves the call.
+    send_sizes[i]` of `operand` become rows `output_offsets[i]` and following of that rank's result. Bits are kept, NaNs
+    included. On GPUs, and between hosts, XLA serves the call.
 
-    The derivative is as in `jax.lax`: the transpose sends cotangents back. Overlapping slices, of an operand or of a
-    result, have no transpose: a row that is sent twice would get only one of its cotangents.
+    The transpose sends cotangents back, as in `jax.lax`. Overlapping slices have none: a row sent twice would get one
+    of its cotangents.
 
     Args:
       operand: an array of shape (N, ...), of any dtype but random keys.
-      output: what the result has where nothing is received, of shape (M, ...) and the same dtype.
-      input_offsets, send_sizes: integer arrays of shape (K,), a multiple of p: the rows to send.
-      output_offsets: the same: where the rows that this rank sends begin in the receivers' results.
-      recv_sizes: the same: the number of rows of each slice that this rank receives. `recv_sizes` of all ranks must be
-        `all_to_all(send_sizes)`.
-      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`; no vmap axis.
-      axis_index_groups: a list of lists of ranks, all of one length; ranks then exchange within their group.
+      output: the result where nothing is received, of shape (M, ...) and the same dtype.
+      input_offsets, send_sizes: integer arrays of shape (K,), K a multiple of p: the rows to send.
+      output_offsets: the same: where these rows begin in the receivers' results.
+      recv_sizes: the same: the rows of each slice that this rank receives, `all_to_all(send_sizes)`.
+      axis_name: as for `ring_psum`; no vmap axis.
+      axis_index_groups: a list of lists of ranks, all of one length.
 
     Returns:
       An array like `output`. With vma tracking it varies over the axis.
 
     Raises:
-      ValueError: if the shapes do not fit each other or the number of ranks, or sizes and offsets are no integers; and
-        as `ring_psum`. At run time, on all ranks, if a slice is not within its operand and its result, or not as long
-        as its receiver expects.
-      NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`; NotImplementedError also
-        over a vmap axis.
+      ValueError: if shapes do not fit each other or the number of ranks, or sizes and offsets are no integers. At run
+        time, on all ranks, if a slice leaves its operand or result, or its receiver expects another size.
+      NotImplementedError: over a vmap axis. Others: as `ring_psum`.
     """
     function, options = "ring_ragged_all_to_all", make_options("ring_ragged_all_to_all")
     axes = axes_of(axis_name)
@@ -91,7 +88,7 @@ def ring_ragged_all_to_all(
 
 
 def _alike(operands: list, axes: tuple) -> list:
-    """The operands, cast to values that vary over the same axes, which is also how the result varies."""
+    """The operands, cast to values that vary over the same axes, as the result does."""
     all_axes = dict.fromkeys(axis for x in operands for axis in sorted(_compat.varying_axes(x), key=str))
     return [as_varying("ring_ragged_all_to_all", x, tuple({**dict.fromkeys(axes), **all_axes})) for x in operands]
 

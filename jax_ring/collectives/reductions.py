@@ -1,4 +1,4 @@
-"""Reductions whose result every rank gets: sum, mean, maximum and minimum."""
+"""Reductions for every rank: sum, mean, maximum and minimum."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -53,40 +53,39 @@ def ring_psum(
 
         total = jax.shard_map(lambda x: ring_psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())(x)
 
-    The result is the fold `((x_0 + x_1) + x_2) + ...` over ranks 0, 1, ..., p-1, with the same bits on all ranks.
-    Floats of 16 bits and fewer are added in float32, other types in themselves; the sum is rounded once. One custom
-    call reduces all leaves of one dtype. Where XLA serves the call or a part of it (docs/sharp_bits.md), and over a
-    vmap axis, XLA chooses the order, unless it is "tree".
+    The result is the fold `((x_0 + x_1) + x_2) + ...` over ranks 0 to p-1, with the same bits on all ranks. Floats of
+    16 bits and fewer are added in float32, other types in themselves, and rounded once. All leaves of one dtype are one
+    custom call. Where XLA serves the call (docs/sharp_bits.md), and over a vmap axis, XLA chooses the order, unless it
+    is "tree".
 
     Args:
       x: an array, or a pytree of arrays, of any shape and any dtype that `lax.psum` takes. Booleans are summed as
-        int32. A constant is multiplied by the size of the group, without communication. With order="tree" also a
-        `ShardSums`.
-      axis_name: the name of a `shard_map`, `vmap` or `pmap` axis, or a sequence of names. With several, rank r is the
-        row-major index over them in the order given. Without vma tracking, integers among them name positional axes of
-        `x`, which each device sums first.
-      axis_index_groups: a list of lists of ranks, which partition the ranks; sums are taken within each group. Sizes
-        may differ. Only under `shard_map(..., check_vma=False)` and `pmap`.
-      algorithm: "auto", "one_shot", "two_shot" or "ring": how the engine moves the data. It never changes the result.
-        CPU devices of one process have only one algorithm.
-      order: "rank" is the fold above. "ring" is the order of a ring reduce-scatter, which needs the least bandwidth
-        where ranks reach only their neighbors: block i of the flattened operand is folded over ranks i+1, i+2, ..., i
-        (docs/how_it_works.md#another-order-for-rings); with algorithm "auto" or "ring". "any" leaves the order to the
-        engine: all ranks get the same bits, which may differ between machines, versions, algorithms and runs
+        int32. A constant is multiplied by the size of the group. With order="tree" also a `ShardSums`.
+      axis_name: a `shard_map`, `vmap` or `pmap` axis, or a sequence of them. With several, rank r is the row-major
+        index over them in the order given. Without vma tracking, integers name positional axes of `x`, which each
+        device sums first.
+      axis_index_groups: a list of lists that partition the ranks; sums are taken within each group. Sizes may differ.
+        Only under `shard_map(..., check_vma=False)` and `pmap`.
+      algorithm: "auto", "one_shot", "two_shot" or "ring": how the engine moves the data, never the result. One process
+        of CPU devices has only one.
+      order: "rank" is the fold above. "ring" is that of a ring reduce-scatter, which needs the least bandwidth between
+        neighbors: block i of the flattened operand is folded over ranks i+1, i+2, ..., i
+        (docs/how_it_works.md#another-order-for-rings); with algorithm "auto" or "ring". "any" leaves it to the engine:
+        all ranks get the same bits, which may differ between machines, versions, algorithms and runs
         (docs/algorithms.md#any-order). "tree" adds along a fixed binary tree over V shards: the same bits for any
         number of ranks that divides V (docs/any_number_of_devices.md); not with algorithm "ring".
-      num_shards: only with order="tree", and checked there: the number of shards V of a `ShardSums`, or p.
+      num_shards: with order="tree": the number of shards V, checked against a `ShardSums`; default p.
 
     Returns:
-      A pytree like `x`, of the same shapes and dtypes; for a `ShardSums` one like its `terms`, without their first
-      dimension and in its `dtypes`. With vma tracking (`check_vma=True`) the sums are invariant over the axis.
+      A pytree like `x`; for a `ShardSums` like its `terms`, without their first dimension and in its `dtypes`. With vma
+        tracking (`check_vma=True`) the sums are invariant over the axis.
 
     Raises:
       NameError: if no enclosing transformation binds an axis of that name.
       ValueError: if `axis_index_groups` do not partition the ranks, an axis is named twice, `x` varies over only some
-        of the axes, or `algorithm` or `order` is not one of its choices or they do not go together. With order="tree"
-        also if V is not a multiple of p, or not `num_shards`, or if a `ShardSums` meets groups of different sizes,
-        positional axes or another order.
+        of the axes, or `algorithm` and `order` are unknown or do not go together. With order="tree" also if p does not
+        divide V, V is not `num_shards`, or a `ShardSums` meets groups of different sizes, positional axes or another
+        order.
       NotImplementedError: for `axis_index_groups` with vma tracking, or over a `vmap` axis; for order="tree" over a
         `vmap` axis and others in one call.
       TypeError: if a leaf is not a valid JAX type.
@@ -107,11 +106,9 @@ def ring_pmean(
 ) -> T:
     """The mean of `x` over the ranks of a mapped axis: `ring_psum`, divided. A drop-in for `jax.lax.pmean`.
 
-    Arguments, errors and order are as in `ring_psum`. Means of integers and booleans are floats, but as in
-    `lax.pmean` integers are added in their own dtype, where a sum wraps around that does not fit. Only integers of 2
-    bits, which `lax.pmean` does not take, are added as int32. In groups of different sizes each sum is divided by the
-    size of its own group (`lax.pmean` uses the size of the first). The sum of a `ShardSums` is divided by its number of
-    shards.
+    As `ring_psum`. Means of integers and booleans are floats, but integers are added in their own dtype, as in
+    `lax.pmean`, and may wrap around. Integers of 2 bits, which `lax.pmean` refuses, are added as int32. Each group
+    divides by its own size (`lax.pmean`: by the first's), a `ShardSums` by its number of shards.
 
     Warns:
       UserWarning: if JAX knows that `x` is already the same on all ranks, like a gradient that it has summed.
@@ -129,12 +126,12 @@ def ring_pmean(
 def ring_pmax(
     x: T, axis_name: AxisName, *, axis_index_groups: Groups | None = None, algorithm: Algorithm = "auto"
 ) -> T:
-    """The maximum of `x` over the ranks of a mapped axis, element by element. A drop-in for `jax.lax.pmax`.
+    """The maximum of `x` over the ranks of a mapped axis, by element. A drop-in for `jax.lax.pmax`.
 
-    Arguments and errors are as in `ring_psum`, except that booleans stay booleans and that `x` may vary over only
-    some of the axes. `algorithm` has an effect between processes on CPU devices; GPUs have one for extrema. A NaN on
-    any rank makes the result NaN, and +0 is larger than -0, as in `jnp.maximum`; XLA's all-reduce on CPU devices drops
-    NaNs. Like `lax.pmax` it has no derivative: stop the gradient of its operand.
+    As `ring_psum`, but booleans stay booleans, and `x` may vary over only some of the axes. `algorithm` matters between
+    processes on CPU devices alone. A NaN on any rank makes the result NaN, and +0 is larger than -0, as in
+    `jnp.maximum`; XLA's all-reduce on CPU devices drops NaNs. It has no derivative, like `lax.pmax`: stop its operand's
+    gradient.
 
     Raises:
       TypeError: for complex numbers, which have no order.
@@ -145,10 +142,7 @@ def ring_pmax(
 def ring_pmin(
     x: T, axis_name: AxisName, *, axis_index_groups: Groups | None = None, algorithm: Algorithm = "auto"
 ) -> T:
-    """The minimum of `x` over the ranks of a mapped axis, element by element. A drop-in for `jax.lax.pmin`.
-
-    Everything else is as for `ring_pmax`.
-    """
+    """The minimum, as `ring_pmax`. A drop-in for `jax.lax.pmin`."""
     return _extremum("min", _PMIN, lax_pmin, x, axis_name, axis_index_groups, algorithm)
 
 
@@ -156,7 +150,7 @@ def ring_pmin(
 
 
 def _averageable(leaf):
-    """A leaf of a mean. JAX has no float type for integers of 2 bits, which hardly hold a sum either."""
+    """A leaf of a mean. JAX has no float type for integers of 2 bits."""
     return leaf.astype(jnp.int32) if getattr(leaf, "dtype", None) in (jnp.int2, jnp.uint2) else leaf
 
 
@@ -229,7 +223,7 @@ def _extremum(
 
 
 def _all_reduce(function: str, pair: Pair, operands: list, axes: tuple, groups, options: Options) -> Sequence:
-    """Binds the plain primitive over vmap axes, and the one that the vma mode needs over mesh axes."""
+    """Binds the plain primitive over vmap axes, and that of the vma mode over mesh axes."""
     plain, invariant = pair
     if not axes:
         return operands

@@ -1,4 +1,4 @@
-"""Collectives with a root: a sum for one rank alone, and a broadcast from one rank."""
+"""Collectives with a root: a sum for one rank, and a broadcast from one."""
 
 from functools import partial
 from typing import TypeVar
@@ -31,20 +31,20 @@ def ring_reduce(
 
         loss_on_rank_0 = ring_reduce(loss, "data", root=0)
 
-    The sum has the bits that `ring_psum` gives. The transpose is `ring_broadcast`.
+    The bits are those of `ring_psum`. The transpose is `ring_broadcast`.
 
     Args:
       x: an array, a pytree of arrays or a `ShardSums`, as for `ring_psum`. Booleans are summed as int32.
       axis_name: as for `ring_psum`; no positional axes.
-      root: the rank that gets the sum: a Python integer from 0 to p-1, the same on all ranks.
+      root: the rank that gets the sum, a Python integer, the same on all ranks.
       algorithm, order, num_shards: as for `ring_psum`.
 
     Returns:
       A pytree as of `ring_psum`. With vma tracking it varies over the axis.
 
     Raises:
-      ValueError: if there is no rank `root`, and as `ring_psum`.
-      NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
+      ValueError: if there is no rank `root`.
+      Others: as `ring_psum`.
     """
     function, options = "ring_reduce", make_options("ring_reduce", algorithm, order)
     axes = axes_of(axis_name)
@@ -66,21 +66,20 @@ def ring_reduce(
 def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array) -> T:
     """Sends `x` from rank `source` to every rank of a mapped axis. A drop-in for `jax.lax.pbroadcast`.
 
-    As `ring_broadcast`, but with the type of `lax.pbroadcast`: JAX does not know that results are the same on all
-    ranks.
+    As `ring_broadcast`, with the type of `lax.pbroadcast`: JAX does not know that results are the same on all ranks.
 
     Args:
       x, axis_name: as for `ring_broadcast`.
-      source: the rank whose value is sent, from 0 to p-1 and the same on all ranks: a Python integer, or an integer
-        array of no dimensions. With an array the call is a sum to which the other ranks contribute zeros.
+      source: the sender, the same on all ranks: a Python integer, or an integer array of no dimensions. With an array
+        the call is a sum with zeros of the other ranks.
 
     Returns:
       A pytree like `x`. With vma tracking it varies over the axis.
 
     Raises:
-      ValueError: if there is no rank `source`, or it has dimensions, and as `ring_psum`. A rank in an array is not
-        checked: the results are zeros if it does not exist.
-      NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
+      ValueError: if there is no rank `source`, or it has dimensions. A rank in an array is not checked: results are
+        zeros if it does not exist.
+      Others: as `ring_psum`.
     """
     function, options = "ring_pbroadcast", make_options("ring_pbroadcast")
     axes = axes_of(axis_name)
@@ -106,7 +105,7 @@ def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array) -> T:
 
 
 def _from_dynamic_source(source: jax.Array, operands: list, axes: tuple, options) -> list:
-    """The operands of the rank in `source`: a sum to which the others contribute zeros, of bits and so unchanged."""
+    """The operands of rank `source`: a sum of bits with zeros of the others, and so unchanged."""
 
     def total(is_source, terms):
         masked = [jnp.where(is_source, x, jnp.zeros_like(x)) for x in terms]
@@ -130,19 +129,19 @@ def ring_broadcast(x: T, axis_name: AxisName, *, root: int = 0) -> T:
 
         params = ring_broadcast(params, "data", root=0)
 
-    The bits are not changed, NaNs included. The transpose is `ring_reduce`.
+    Bits are kept, NaNs included. The transpose is `ring_reduce`.
 
     Args:
       x: an array, or a pytree of arrays, of any dtype. Random keys are sent as their bits.
       axis_name: as for `ring_psum`; no positional axes.
-      root: the rank whose value is sent: a Python integer from 0 to p-1, the same on all ranks.
+      root: the sender, a Python integer, the same on all ranks.
 
     Returns:
       A pytree like `x`. With vma tracking it is invariant over the axis.
 
     Raises:
-      ValueError: if there is no rank `root`, and as `ring_psum`.
-      NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
+      ValueError: if there is no rank `root`.
+      Others: as `ring_psum`.
     """
     function, options = "ring_broadcast", make_options("ring_broadcast")
     axes = axes_of(axis_name)

@@ -1,4 +1,4 @@
-"""The two halves of an all-reduce: a sum of which each rank keeps a block, and a gather of blocks."""
+"""The halves of an all-reduce: a sum of which each rank keeps a block, and a gather of blocks."""
 
 from functools import partial
 from typing import Literal, TypeVar, get_args
@@ -47,26 +47,25 @@ def ring_psum_scatter(
 
         own_part = ring_psum_scatter(grads, "data", tiled=True)
 
-    Each element is the fold over ranks 0, 1, ..., p-1 that `ring_psum` promises, with the same bits. With
-    `order="ring"` block r is folded over ranks r+1, r+2, ..., r. The transpose is `ring_all_gather`.
+    The bits are those of `ring_psum`. With `order="ring"` block r is folded over ranks r+1, r+2, ..., r. The transpose
+    is `ring_all_gather`.
 
     Args:
       x: an array, or a pytree of arrays, of any dtype that can be added; with order="tree" also a `ShardSums`, whose
-        first dimension `scatter_dimension` does not count.
+        first dimension is not counted.
       axis_name: as for `ring_psum`; no positional axes.
       scatter_dimension: the dimension of `x` to split. It has p elements, or a multiple of p if `tiled`.
-      axis_index_groups: a list of lists of ranks, all of one length; r and p then count within the group.
+      axis_index_groups: a list of lists of ranks, all of one length.
       tiled: whether a block keeps `scatter_dimension`, with 1/p of its elements. Otherwise the dimension is removed.
       order, num_shards: as for `ring_psum`.
 
     Returns:
       A pytree as of `ring_psum`, with `scatter_dimension` p times smaller, or removed. With vma tracking it varies over
-      the axis.
+        the axis.
 
     Raises:
-      ValueError: if `scatter_dimension` does not exist or its size does not fit the number of ranks, and as
-        `ring_psum`.
-      NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
+      ValueError: if `scatter_dimension` does not exist or does not fit the number of ranks.
+      Others: as `ring_psum`.
     """
     function, options = "ring_psum_scatter", make_options("ring_psum_scatter", order=order)
     axes = _compat.skip_size_one_axes(axes_of(axis_name))
@@ -110,29 +109,29 @@ def ring_all_gather(
     tiled: bool = False,
     to: To = "varying",
 ) -> T:
-    """Gathers `x` from the ranks of a mapped axis; every rank gets all of it. A drop-in for `jax.lax.all_gather`.
+    """Gathers `x` from the ranks of a mapped axis, for every rank. A drop-in for `jax.lax.all_gather`.
 
         whole = ring_all_gather(own_part, "data", tiled=True)
 
-    The bits of `x` are not changed, NaNs included. The transpose is `ring_psum_scatter`.
+    Bits are kept, NaNs included. The transpose is `ring_psum_scatter`.
 
     Args:
       x: an array, or a pytree of arrays, of any dtype. Random keys are sent as their bits.
       axis_name: as for `ring_psum`; no positional axes.
-      axis_index_groups: a list of lists of ranks, all of one length: ranks then gather within their group.
+      axis_index_groups: a list of lists of ranks, all of one length.
       axis: the dimension of the result along which the ranks' blocks lie.
       tiled: whether to concatenate the blocks along `axis`, a dimension of `x`. Otherwise they are stacked along a new
         dimension.
       to: with vma tracking, "varying", or "invarying" for a result that is invariant over the axis; its transpose is a
-        slice, without communication. "reduced" calls `lax.all_gather`. Without vma tracking "invarying" is the same as
-        "varying", as in JAX 0.12.
+        slice, without communication. "reduced" calls `lax.all_gather`. Without vma tracking it is "varying", as in JAX
+        0.12.
 
     Returns:
-      A pytree like `x` with an additional dimension of p elements, or p times as many elements along `axis`.
+      A pytree like `x` with a new dimension of p elements, or p times as many along `axis`.
 
     Raises:
-      ValueError: if `axis` does not exist or `to` is not one of its choices, and as `ring_psum`.
-      NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `ring_psum`.
+      ValueError: if `axis` does not exist or `to` is no choice.
+      Others: as `ring_psum`.
     """
     function, options = "ring_all_gather", make_options("ring_all_gather")
     check_choice(function, "to", to, get_args(To))

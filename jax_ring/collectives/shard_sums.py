@@ -1,4 +1,4 @@
-"""`ShardSums`: what a rank that holds several shards contributes to a sum along the tree."""
+"""`ShardSums`: what a rank with several shards contributes to a sum along the tree."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,12 +19,12 @@ from jax_ring.lowering.trees import accumulator
 @partial(jax.tree_util.register_dataclass, data_fields=["terms"], meta_fields=["num_shards", "dtypes"])
 @dataclass(frozen=True)
 class ShardSums:
-    """The partial sums of the shards that a rank holds, for `ring_psum(..., order="tree")` and the training layer.
+    """Partial sums of a rank's shards, for `ring_psum(..., order="tree")` and the training layer.
 
     Attributes:
       terms: a pytree like the sum, with an additional first dimension for the rank's terms (`shard_tree.terms_of`), in
-        the accumulator's dtype. What is in slots beyond the rank's last term has no meaning.
-      num_shards: the number of shards of all ranks together, V.
+        the accumulator's dtype. Slots beyond the rank's last term have no meaning.
+      num_shards: the number of shards of all ranks, V.
       dtypes: the dtypes of the sum, in the order of `jax.tree.leaves(terms)`.
     """
 
@@ -34,14 +34,14 @@ class ShardSums:
 
     @classmethod
     def of(cls, values: Any, axis_name: AxisName, num_shards: int) -> Self:
-        """The partial sums of a pytree whose leaves have a first dimension for the rank's V/p shards, in order.
+        """Partial sums of a pytree whose leaves have a first dimension for the rank's V/p shards, in order.
 
-        Rank r of p holds the shards from r * V/p on. Booleans are summed as int32.
+        Rank r holds the shards from r * V/p on. Booleans are summed as int32.
 
         Raises:
-          ValueError: if V is not a multiple of p, or a leaf does not have V/p elements along its first dimension.
+          ValueError: if p does not divide V, or a leaf's first dimension is not V/p.
           TypeError: if V is no integer.
-          NameError: if no enclosing transformation binds an axis of that name.
+          NameError: if no axis of that name is bound.
         """
         axes = axes_of(axis_name)
         check_named("ShardSums.of", axes)
@@ -74,12 +74,12 @@ class ShardSums:
 
 
 class TermStack(NamedTuple):
-    """A stack of partial sums, to which a rank adds its shards one after the other.
+    """A stack of partial sums, to which a rank adds its shards in turn.
 
-    It never holds more than log2(V/p) + 1 values if V/p is a power of two, and at most twice as many if not.
+    It holds log2(V/p) + 1 values if V/p is a power of two, and at most twice as many if not.
 
     Attributes:
-      slots: for each leaf an array with a first dimension for the places of the stack.
+      slots: arrays with a first dimension for the places of the stack.
       depth: the number of places in use.
     """
 
@@ -88,7 +88,6 @@ class TermStack(NamedTuple):
 
     @classmethod
     def empty(cls, likes: list, axis_name: AxisName, num_shards: int) -> Self:
-        """An empty stack for leaves of these types."""
         axes = axes_of(axis_name)
         size = _stack_size(num_shards, num_ranks(axes))
 
@@ -99,7 +98,7 @@ class TermStack(NamedTuple):
         return cls([slots(x) for x in likes], own_copy(jnp.zeros((), jnp.int32), axis_name))
 
     def push(self, leaves: list, axis_name: AxisName, num_shards: int, shard: Any) -> Self:
-        """The stack after the rank's next shard, the `shard`-th of its own, has been added along the tree."""
+        """The stack after the rank's shard number `shard`."""
         merges = _merges(num_shards, num_ranks(axes_of(axis_name)))
         count = jnp.asarray(merges)[lax.axis_index(axes_of(axis_name)), shard]
         wide = [own_copy(x.astype(s.dtype), axis_name) for x, s in zip(leaves, self.slots, strict=True)]
@@ -114,13 +113,12 @@ class TermStack(NamedTuple):
         return type(self)(slots, depth + 1)
 
     def terms(self, axis_name: AxisName, num_shards: int) -> list[jax.Array]:
-        """The rank's terms, after its last shard."""
         count = shard_tree.num_slots(num_shards, num_ranks(axes_of(axis_name)))
         return [s[:count] for s in self.slots]
 
 
 def _merges(num_shards: int, num_ranks: int) -> np.ndarray:
-    """By rank and shard of the rank: how many partial sums are added after it."""
+    """By rank and shard: how many partial sums are added after it."""
     each = num_shards // num_ranks
     nodes = [[shard_tree.Node(rank * each + i, 1) for i in range(each)] for rank in range(num_ranks)]
     return np.array([shard_tree.merges_of(num_shards, own) for own in nodes], np.int32)

@@ -1,6 +1,4 @@
-"""The slot dimension of a sum along the tree: from `ShardSums` to operands, from results to the user's dtypes, and back
-for cotangents.
-"""
+"""The slot dimension of a sum along the tree, from `ShardSums` to operands and back."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -23,9 +21,9 @@ class Prepared(NamedTuple):
     """What a sum adds.
 
     Attributes:
-      leaves: a pytree of operands. If `options.num_shards` is set, each has a first dimension for its terms.
+      leaves: a pytree of operands, with a first dimension for terms if `options.num_shards` is set.
       options: of the primitive.
-      finish: from the sum, a pytree like `leaves`, to the result of the call.
+      finish: from the sum to the result of the call.
     """
 
     leaves: Any
@@ -39,9 +37,9 @@ def prepare(
     """What a sum of `x`, a pytree or `ShardSums`, adds in these groups of the ranks of some axes.
 
     Raises:
-      ValueError: if the order is not "tree" although x is a `ShardSums` or `num_shards` is given; if `num_shards` is
-        not the number of shards of x, no multiple of the number of ranks, or given for groups of different sizes; or
-        if the terms of x are not as many as those of a rank.
+      ValueError: if a `ShardSums` or `num_shards` meets another order than "tree"; if `num_shards` is not that of x, no
+        multiple of the number of ranks, or given for groups of different sizes; or if x does not have the terms of a
+        rank.
     """
     if num_shards is None and not isinstance(x, ShardSums):
         return Prepared(x, options, lambda total: total)
@@ -94,10 +92,7 @@ def first_terms(leaves: Any) -> Any:
 
 
 def spread(cotangents: Sequence[jax.Array], num_shards: int, axes: tuple, groups: Groups | None) -> list[jax.Array]:
-    """The cotangents of operands with slots: that of the sum in each slot that the rank uses, and zeros in the others.
-
-    cotangents: of the sum, on this rank.
-    """
+    """The cotangents of operands with slots: that of the sum in each used slot, zeros elsewhere."""
     size = num_ranks(axes) if groups is None else len(groups[0])
     counts = np.array([len(shard_tree.terms_of(num_shards, size, rank)) for rank in range(size)], np.int32)
     slots = int(counts.max())

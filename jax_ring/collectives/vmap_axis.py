@@ -1,7 +1,7 @@
-"""Collectives over a `vmap` axis: local computations along a batch dimension, because the axis is within a device.
+"""Collectives over a `vmap` axis: local computations along a batch dimension.
 
-Each takes an operand, its batch dimension (None if unbatched), the size of the batch, the options and the collective's
-own parameters, and returns the result with its batch dimension (None if it is the same for the whole batch).
+Each takes an operand, its batch dimension (None if unbatched), the batch size, options and own parameters, and returns
+the result with its batch dimension (None if the same for all).
 """
 
 import jax
@@ -16,7 +16,7 @@ from jax_ring.options import Options
 
 
 def accumulator_dtype(dtype) -> jnp.dtype:
-    """The dtype in which values of `dtype` are added: at least float32 for floats, at least int32 for integers."""
+    """The dtype of an addition: at least float32 for floats, at least int32 for integers."""
     if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 32:
         return jnp.dtype(jnp.int32)
     return accumulator(dtype)
@@ -31,7 +31,7 @@ def _sum(x: jax.Array, dim: int | None, size: int, options: Options) -> jax.Arra
 
 
 def _tree_sum(x: jax.Array, dim: int | None, size: int, num_shards: int | None) -> jax.Array:
-    """The sum along the tree, of which each member of the batch has one shard, or a dimension with its terms."""
+    """The sum along the tree; each member has one shard, or a dimension with its terms."""
 
     def term(rank: int, slot: int) -> jax.Array:
         of_member = x if dim is None else lax.index_in_dim(x, rank, dim, keepdims=False)
@@ -42,30 +42,26 @@ def _tree_sum(x: jax.Array, dim: int | None, size: int, num_shards: int | None) 
 
 
 def psum(x, dim, size, options):
-    """The sum of the batch. In another order than that of the tree, that of an unbatched operand is a product."""
+    """The sum; of an unbatched operand a product, except along the tree."""
     return _sum(x, dim, size, options), None
 
 
 def pmax(x, dim, size, options):
-    """The largest of the batch."""
     del size, options
     return x if dim is None else jnp.max(x, dim), None
 
 
 def pmin(x, dim, size, options):
-    """The smallest of the batch."""
     del size, options
     return x if dim is None else jnp.min(x, dim), None
 
 
 def psum_scatter(x, dim, size, options, *, dimension, tiled):
-    """The sum of the batch; member i keeps block i along `dimension`."""
     total = _sum(x, dim, size, options)
     return split_dimension(total, dimension, size) if tiled else total, dimension
 
 
 def all_gather(x, dim, size, options, *, dimension, tiled):
-    """The batch along `dimension`."""
     del options
     if dim is None:
         stacked = jnp.broadcast_to(jnp.expand_dims(x, dimension), (*x.shape[:dimension], size, *x.shape[dimension:]))
@@ -94,12 +90,10 @@ def permute(x, dim, size, options, *, perm):
 
 
 def reduce(x, dim, size, options, *, root):
-    """The sum of the batch for member `root`, and zeros for the others."""
     total = _sum(x, dim, size, options)
     return jnp.zeros((size, *total.shape), total.dtype).at[root].set(total), 0
 
 
 def broadcast(x, dim, size, options, *, root):
-    """Member `root` of the batch."""
     del size, options
     return x if dim is None else lax.index_in_dim(x, root, dim, keepdims=False), None

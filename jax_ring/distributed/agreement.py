@@ -14,11 +14,11 @@ Exchange = tuple[Callable, Callable]  # publish(key, bytes), and fetch(key), whi
 def check_agreement(function: str, description: str) -> None:
     """Checks that all processes describe their k-th call of this function alike.
 
-    For programs of several processes under a mesh of all their devices, where each process must trace the same calls
-    in the same order. Elsewhere it does nothing, since a process cannot know which others take part.
+    For a mesh of all devices of several processes, where each must trace the same calls in the same order. Elsewhere it
+    does nothing.
 
     Raises:
-      ValueError: if the descriptions differ, or another process does not trace a k-th call within the deadline.
+      ValueError: if descriptions differ, or a process traces no k-th call within the deadline.
     """
     processes = range(jax.process_count())
     if len(processes) == 1 or jax.sharding.get_abstract_mesh().size != jax.device_count():
@@ -31,10 +31,10 @@ def check_agreement(function: str, description: str) -> None:
 def compare(
     function: str, description: str, exchange: Exchange, key: str, process: int, processes: Sequence[int]
 ) -> None:
-    """Compares the description of this process with those that the others publish under the same key.
+    """Compares this process's description with those published under the same key.
 
     Raises:
-      ValueError: if two descriptions differ, or a process does not publish one within the deadline.
+      ValueError: if two differ, or one is missing at the deadline.
     """
     for other, value in gather(function, description.encode(), exchange, key, process, processes):
         theirs = value.decode()
@@ -50,10 +50,10 @@ def compare(
 def gather(
     function: str, value: bytes, exchange: Exchange, key: str, process: int, processes: Sequence[int]
 ) -> Iterator[tuple[int, bytes]]:
-    """Publishes the value of this process, and yields (process, value) for each process as its value is fetched.
+    """Publishes a value, and yields (process, value) as values are fetched.
 
     Raises:
-      ValueError: if a process does not publish a value under this key within the deadline.
+      ValueError: if one is missing at the deadline.
     """
     publish, fetch = exchange
     publish(f"{key}/{process}", value)

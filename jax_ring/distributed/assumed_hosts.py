@@ -1,4 +1,4 @@
-"""`assume_hosts()`: which processes share a host, for devices that a program is only compiled for."""
+"""`assume_hosts()`: which processes share a host, for devices that are only compiled for."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -14,25 +14,22 @@ _assumed = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def assume_hosts(hosts: Mapping[int, int | str]) -> Iterator[None]:
-    """States which processes share a host, while programs are compiled for devices that are not there.
+    """States which processes share a host, for devices of `jax.experimental.topologies`.
 
-    The devices of `jax.experimental.topologies` do not show their hosts. Without this, each process counts as a host
-    of its own. Hosts of devices that are there are known, and stay as they are.
+    Without it each of their processes counts as a host of its own; hosts of real devices are known.
 
         with jax_ring.assume_hosts({process: process // 8 for process in range(16)}):  # two hosts of 8 processes
             compiled = jax.jit(step).lower(params, batch).compile()
 
-    It affects programs lowered in this thread until the end of the block. Inside another such block it replaces the
-    outer one.
+    It affects programs lowered in this thread within the block, and replaces an outer one.
 
     Args:
-      hosts: the host of each process, as a number or a name. Processes with equal hosts share one. It has to name all
-        processes of the mesh.
+      hosts: a number or name for each process of the mesh; equal ones share a host.
 
     Raises:
       TypeError: if `hosts` is not a mapping from integers to integers or strings.
       ValueError: if it is empty, or a process is negative.
-      RuntimeError: in a function that is being traced. It is lowered later, when the block may have ended.
+      RuntimeError: in a function that is being traced, and lowered later.
     """
     if not isinstance(hosts, Mapping):
         raise TypeError(f"assume_hosts: pass a mapping from process to host, as in {{0: 0, 1: 0}}; got {hosts!r}")
@@ -53,25 +50,23 @@ def assume_hosts(hosts: Mapping[int, int | str]) -> Iterator[None]:
 
 
 def assumed() -> tuple | None:
-    """What this thread assumes, for `assuming`."""
     return _assumed.value
 
 
 def assuming(hosts: tuple | None) -> contextlib.AbstractContextManager:
-    """A context in which a thread assumes what another one has."""
+    """A context with another thread's assumption."""
     return _assumed(hosts)
 
 
 def are_assumed() -> bool:
-    """Whether this thread is in a block of `assume_hosts()`."""
     return _assumed.value is not None
 
 
 def assumed_host_of(process: int) -> int | str:
-    """The host of a process of a mesh whose devices are not there.
+    """The host of a process whose devices are not there.
 
     Raises:
-      ValueError: if `assume_hosts()` is in force, and does not name the process.
+      ValueError: if `assume_hosts()` does not name it.
     """
     if _assumed.value is None:
         return process

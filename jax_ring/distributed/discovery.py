@@ -1,4 +1,4 @@
-"""Finds out which processes share a host, and their GPUs, through the key-value store of `jax.distributed`."""
+"""Which processes share a host, and their GPUs, through the key-value store of `jax.distributed`."""
 
 import collections
 import itertools
@@ -21,16 +21,16 @@ _SEPARATOR = "\0"  # between the host id that a process publishes and what ident
 
 
 class _Membership:
-    """This process as a member of one distributed runtime. Construction publishes its host and does not block.
+    """This process in one distributed runtime; construction publishes its host, without blocking.
 
     Attributes:
-      client: the client of the runtime, kept to recognise a later runtime by its other client.
-      hosts: the known host ids, by process.
-      memory: what identifies the shared memory of this process; empty if that is unknown.
-      gpus: the known GPUs, by process. Has this process from when they are published.
-      lowerings: counters of the modules lowered so far, by module name.
-      comparisons: counters of what has been compared between processes, by name. Both restart with each runtime,
-        because the other processes of a later runtime may have just been started.
+      client: tells a later runtime from this one.
+      hosts: known host ids, by process.
+      memory: identifies this process's shared memory; empty if unknown.
+      gpus: known GPUs, by process, including its own once published.
+      lowerings: modules lowered so far, by name.
+      comparisons: comparisons with other processes so far, by name. Both restart with a runtime, whose other processes
+        may be new.
     """
 
     def __init__(self, client) -> None:
@@ -51,7 +51,7 @@ class _Membership:
         exit_notice.join(client, process)
 
     def publish_gpus(self) -> None:
-        """Publishes the GPUs of this process, once. Does not block."""
+        """Publishes this process's GPUs once, without blocking."""
         process = _compat.distributed_process()
         if process not in self.gpus:
             gpus = gpus_here()
@@ -66,12 +66,12 @@ _has_plugins = False  # whether JAX has loaded its plugins, and so may use GPUs
 
 
 def publish() -> _Membership | None:
-    """Publishes the host of this process, once per distributed runtime; returns None if there is no runtime.
+    """Publishes this process's host, once per runtime; None without one.
 
-    If there are GPU kernels and JAX has loaded its plugins, it publishes the GPUs as well. Earlier, CUDA might be
-    started before the program has chosen its GPUs by `CUDA_VISIBLE_DEVICES`.
+    With GPU kernels and loaded plugins also its GPUs, which earlier might start CUDA before `CUDA_VISIBLE_DEVICES` is
+    set.
 
-    Call it as soon as `jax.distributed` may be initialized, since other processes may be waiting for the host.
+    Call it as soon as `jax.distributed` may be initialized: others may wait for it.
     """
     global _membership
     with _lock:
@@ -85,7 +85,6 @@ def publish() -> _Membership | None:
 
 
 def forget() -> None:
-    """Drops the membership, and with it the client of a distributed runtime that this process leaves."""
     global _membership
     with _lock:
         _membership = None
@@ -100,15 +99,15 @@ def _current_membership() -> _Membership:
 
 
 def host_of(process: int) -> str:
-    """The host id of a process. Processes with equal ids can share memory.
+    """The host id of a process; equal ids share memory.
 
-    The id is the value of `JAX_RING_HOST_ID` in that process, if set. Otherwise it is made of the boot id of the
-    kernel; the file system mounted at /dev/shm, which containers of one machine may or may not share; and the user,
-    since only the owner can read a segment. Without a boot id, each process is a host of its own.
+    It is `JAX_RING_HOST_ID` of that process, if set. Otherwise it consists of the kernel's boot id, the file system at
+    /dev/shm, which containers may or may not share, and the user, since only a segment's owner can read it. Without a
+    boot id, each process is a host.
 
     Raises:
-      RuntimeError: if the process does not publish its host within the deadline; or if it has the same
-        `JAX_RING_HOST_ID` as this one, and does not share its memory.
+      RuntimeError: if the process publishes none within the deadline, or has this one's `JAX_RING_HOST_ID` but not its
+        memory.
     """
     if jax.process_count() == 1:
         return ""
@@ -135,13 +134,12 @@ def host_of(process: int) -> str:
 
 
 def gpus_of(processes: Iterable[int]) -> dict[int, Gpus]:
-    """The GPUs of each of these processes, all of which have GPUs.
+    """The GPUs of each of these processes.
 
-    In programs of several processes this publishes those of this process, and waits for the others, unless this one
-    cannot serve any: then no process will, once it knows.
+    It publishes its own and waits for the others, unless it can serve none: then no process will.
 
     Raises:
-      RuntimeError: if one of the processes does not publish its GPUs. All are given one deadline together.
+      RuntimeError: if a process does not publish its GPUs; one deadline holds for all.
     """
     if jax.process_count() == 1:
         return {process: gpus_here() for process in processes}
@@ -176,12 +174,12 @@ def _fetch(key: str, process: int, what: str, advice: str, timeout: float) -> by
 
 
 def next_lowering(module: str) -> int:
-    """The number of modules of that name that this process has lowered before, in programs of several processes."""
+    """How many modules of that name this process has lowered, in programs of several processes."""
     return next(_current_membership().lowerings[module])
 
 
 def next_comparison(name: str) -> int:
-    """How often this process has compared something of that name with the others, in programs of several processes."""
+    """How often it has compared something of that name."""
     return next(_current_membership().comparisons[name])
 
 
@@ -198,7 +196,6 @@ def _own_host() -> str:
 
 
 def _own_memory() -> str:
-    """Identifies the shared memory that this process can use; empty if that is unknown."""
     try:
         boot_id = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         shared_memory = os.stat("/dev/shm")
@@ -208,7 +205,7 @@ def _own_memory() -> str:
 
 
 def publish_with_plugins() -> None:
-    """Publishes the GPUs too, once JAX is about to use them."""
+    """Publishes GPUs too, once JAX is about to use them."""
     global _has_plugins
     _has_plugins = True
     publish()

@@ -1,8 +1,8 @@
-"""Tells the other processes at once when this one leaves the program, so that none waits for it until its deadline.
+"""Tells other processes when this one leaves, so that none waits until its deadline.
 
-A process leaves by an uncaught exception, or because its program has ended. The groups that it has connected hear of it
-through their shared memory. Processes that wait for one which they share no memory with look in the key-value store of
-`jax.distributed`; that is also where they find its pid, to see whether it has been killed.
+A process leaves by an uncaught exception, or at its program's end. Its groups hear of it through shared memory.
+Processes without shared memory look in the key-value store of `jax.distributed`, where the pid shows whether it was
+killed.
 """
 
 import atexit
@@ -29,7 +29,7 @@ _QUIET_SECONDS, _BUSY_FRACTION = 0.1, 0.3
 
 
 class _Process(NamedTuple):
-    """A process as others on its host find it. Equal pids of other hosts or pid namespaces are other processes."""
+    """A process as its host sees it; pids of other hosts or namespaces do not compare."""
 
     host: str
     pid: int
@@ -47,7 +47,7 @@ class _Membership:
 
     @property
     def is_of_parent(self) -> bool:
-        """Whether a fork has copied it into this process, which is no member then: how it ends concerns no other."""
+        """Whether a fork has copied it into this process, whose end concerns no other."""
         return self._pid != os.getpid()
 
 
@@ -58,9 +58,9 @@ _is_ending = False
 
 
 def join(client, process: int) -> None:
-    """Publishes how others see whether this process has ended, and begins to watch over its end.
+    """Publishes how others see whether this process has ended, and watches over its end.
 
-    client: of the distributed runtime that it is in, in place of an earlier one. process: its index.
+    client: of the runtime that replaces an earlier one. process: its index.
     """
     global _membership, _watcher, _hook
     with contextlib.suppress(OSError):
@@ -79,13 +79,12 @@ def join(client, process: int) -> None:
 
 
 def forget() -> None:
-    """Drops the client of the distributed runtime, which this process leaves."""
     global _membership
     _membership = None
 
 
 def abort(how: Departure) -> None:
-    """Aborts all groups of this process, now and in future; their calls fail at once, here and in the others."""
+    """Aborts all groups of this process, now and in future: their calls fail everywhere."""
     membership = _membership
     if membership is not None and membership.is_of_parent:
         return
@@ -99,7 +98,7 @@ def abort(how: Departure) -> None:
 
 
 def departure_of(process: int) -> Departure | None:
-    """How another process has left; None if it is not known to have left."""
+    """How another process has left; None if unknown."""
     if _membership is None:
         return None
     if how := _compat.value_of(_membership.client, _left_key(process)):
@@ -154,11 +153,11 @@ def _at_exit() -> None:
 
 
 def _wait_for_programs() -> bool:
-    """Waits until all that this process has launched has ended. Returns whether it has, within two deadlines.
+    """Waits until launched programs have ended; returns whether they have, within two deadlines.
 
-    The results of a program need not be referenced by anyone, so there is nothing to ask. JAX runs the programs of a
-    process that are for several devices, or come from one thread, one after the other: another one tells. Those that
-    other threads have launched on a single device show by the time that they take of the processors.
+    Nobody may refer to their results, so there is nothing to ask. JAX runs programs of several devices, or of one
+    thread, one after the other: another one tells. Other threads' programs on single devices show by their processor
+    time.
     """
     if not runtime.has_groups():
         return True
@@ -188,7 +187,7 @@ def _wait_for_programs() -> bool:
 
 
 def _answer_questions() -> None:
-    """Looks for the processes that calls of the native code wait for, until this process ends."""
+    """Looks for the processes that native calls wait for, until this one ends."""
     while not _is_ending:
         for process in runtime.await_questions(seconds=60.0):
             with contextlib.suppress(Exception):  # the runtime may be shutting down
@@ -200,13 +199,13 @@ def _answer_questions() -> None:
 
 
 def _own_host() -> str:
-    """Names the kernel and the pid namespace. The number of the first namespace is the same on all hosts."""
+    """Kernel and pid namespace, whose first number is the same on all hosts."""
     boot_id = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def _read_process(host: str, pid: int) -> _Process:
-    """A running process of this host. Raises OSError if there is none, or if this system does not tell."""
+    """A running process of this host. Raises OSError if there is none or the system does not tell."""
     # The name in front of the last parenthesis may contain anything.
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     if fields[0] in "ZX":

@@ -1,4 +1,4 @@
-"""Which GPUs a process has, and which cannot reach each other's memory, as it tells the other processes."""
+"""A process's GPUs, and those that cannot reach each other's memory, as told to other processes."""
 
 import functools
 import json
@@ -8,10 +8,10 @@ from jax_ring import _compat, runtime
 
 
 class Identity(NamedTuple):
-    """A GPU, or a MIG slice of one, as all processes of its host see it.
+    """A GPU or MIG slice, as all processes of a host see it.
 
     Attributes:
-      bus_id: its PCI address. Slices of a GPU have the same.
+      bus_id: its PCI address, shared by slices.
       uuid: differs between slices.
     """
 
@@ -19,16 +19,15 @@ class Identity(NamedTuple):
     uuid: str
 
     def shares_gpu_with(self, other: "Identity") -> bool:
-        """Whether both are the same GPU, or slices of it."""
         return self.bus_id == other.bus_id or self.uuid == other.uuid
 
 
 class Gpus(NamedTuple):
-    """What a process tells the others about GPUs.
+    """What a process tells of GPUs.
 
     Attributes:
-      own: the GPUs that are its JAX devices, in the order of the devices' ids.
-      severed: pairs of the GPUs it sees, also of other processes, whose first has no peer access to the second.
+      own: its JAX devices, by id.
+      severed: pairs of visible GPUs, the first without peer access to the second.
       why_not: why it can serve no GPUs, or "".
     """
 
@@ -47,7 +46,7 @@ class Gpus(NamedTuple):
 
 
 def gpus_here() -> Gpus:
-    """The GPUs of this process. It starts no JAX backend, and creates no CUDA context."""
+    """The GPUs of this process, without starting a JAX backend or a CUDA context."""
     return _gpus_of(runtime.cuda_kernels, _compat.visible_gpus())
 
 

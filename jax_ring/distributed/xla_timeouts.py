@@ -1,14 +1,13 @@
-"""Errors and a deadline for the collectives of XLA between CPU processes, which name neither the call nor the host.
+"""Errors and a deadline for XLA's collectives between CPU processes, which name neither call nor host.
 
-XLA's collective is the step between hosts of a call of jax_ring, or the whole call. Left alone, it waits for 30
-minutes. JAX ends the process before, when its coordinator is out of reach. Three things are done here:
+XLA's collective is a call's step between hosts, or the whole call. It would wait for 30 minutes, and JAX end the
+process before, when its coordinator is out of reach. Three things are done here:
 
-- XLA's limit is set to jax_ring's deadline, by `XLA_FLAGS`, so that the collective raises an error then.
-- That error, "Gloo all-reduce failed", is completed with the calls that waited, their hosts and processes. Where an
-  array on one device is awaited, JAX raises it as a ValueError: that cannot be completed, and standard error gets the
-  same text.
-- A thread asks the key-value store of `jax.distributed` which of the others wait too, before the deadline. It writes
-  what is known to standard error if no error has been completed by then, also where XLA's limit could not be set.
+- `XLA_FLAGS` sets XLA's limit to jax_ring's deadline, so that the collective raises an error.
+- That error, "Gloo all-reduce failed", gets the waiting calls, their hosts and processes. Awaiting an array on one
+  device raises it as a ValueError, which cannot be completed: standard error gets the text.
+- Before the deadline a thread asks the key-value store of `jax.distributed` which others wait. It writes that to
+  standard error if no error was completed by then, also where XLA's limit could not be set.
 """
 
 import math
@@ -34,10 +33,7 @@ _SLACK_OF_XLA = 0.5  # seconds after its limit, when XLA's error has certainly c
 
 
 def limit_xla() -> None:
-    """Sets XLA's limit for its collectives between CPU processes to the deadline, if XLA has not read its flags yet.
-
-    A limit that `XLA_FLAGS` sets already stays.
-    """
+    """Sets XLA's limit to the deadline, unless XLA has read its flags or `XLA_FLAGS` has one."""
     if not _compat.HAS_FLAG_OF_CPU_LIMIT or _compat.has_backend():
         return
     flags = os.environ.get("XLA_FLAGS", "")
@@ -48,17 +44,17 @@ def limit_xla() -> None:
 
 
 class _State:
-    """What this process knows of the calls between hosts.
+    """What this process knows of calls between hosts.
 
     Attributes:
-      xla_limit: seconds after which XLA's collectives fail; None if XLA had read its flags before it could be set.
-      names: the names of the hosts of processes.
-      asked: whether the others have been asked since the calls that wait have begun.
-      reached: whether the key-value store has answered then.
-      answers: the calls in which the others wait, by process; empty texts if in none; None if not known yet.
+      xla_limit: seconds until XLA's collectives fail; None if it could not be set.
+      names: of the hosts of processes.
+      asked: whether the others were asked since the waiting calls began.
+      reached: whether the store answered then.
+      answers: the calls in which others wait, by process; empty if in none, None if unknown.
       is_watching: whether the thread runs.
-      written: the calls of which a message has been written.
-      completed: XLA's last text, and what was added to it.
+      written: the calls that a message was written of.
+      completed: XLA's last text, and what was added.
     """
 
     def __init__(self) -> None:
@@ -76,10 +72,7 @@ _state = _State()
 
 
 def join() -> None:
-    """Joins another distributed runtime: publishes the name of this host, for the messages of the other processes.
-
-    Does not block. What is known of the processes of the last runtime is forgotten.
-    """
+    """Joins a distributed runtime, without blocking: publishes this host's name, and forgets the last runtime."""
     with _state.lock:
         _state.names.clear()
         _state.written.clear()
@@ -90,10 +83,7 @@ def join() -> None:
 
 
 def watch(processes: Iterable[int]) -> None:
-    """Prepares for calls between these processes: learns the names of their hosts, and starts the thread.
-
-    All of them have published their host.
-    """
+    """Learns the names of these processes' hosts, which all have published, and starts the thread."""
     _, get = _compat.key_value_store(runtime.timeout())
     for process in processes:
         if process not in _state.names:
@@ -140,12 +130,12 @@ _ADVICE = (
 
 
 def _in_background(function, *arguments) -> None:
-    """Calls a function that may not return while the coordinator is out of reach."""
+    """Calls a function that may hang while the coordinator is out of reach."""
     threading.Thread(target=function, args=arguments, name="jax_ring-between-hosts", daemon=True).start()
 
 
 def _post(text: str) -> bool:
-    """Publishes what this process waits in. Returns whether the key-value store has answered."""
+    """Publishes what this process waits in; returns whether the store answered."""
     try:
         _compat.distributed_client().key_value_set(_wait_key(_compat.distributed_process()), text, allow_overwrite=True)
     except Exception:  # the runtime may be gone, or out of reach
@@ -154,7 +144,7 @@ def _post(text: str) -> bool:
 
 
 def _ask(calls: list[runtime.CallOfXla]) -> None:
-    """Says which call this process waits in, and finds out which of the others wait as well."""
+    """Says what this process waits in, and asks who else waits."""
     if not _post(calls[0].text):
         return
     _state.reached = True
@@ -172,7 +162,7 @@ def _ask(calls: list[runtime.CallOfXla]) -> None:
 
 
 def complete(text: str) -> str:
-    """The text of an error of XLA, with the calls that waited in its collectives, if it is an error of these."""
+    """An error of XLA's collectives with the calls that waited; other errors as they are."""
     if not foreign_errors.OF_COLLECTIVE.search(text):
         return text
     calls = runtime.take_calls_of_xla()
@@ -189,7 +179,7 @@ def complete(text: str) -> str:
 
 
 def _explain_uncaught(previous: Callable) -> Callable:
-    """An excepthook that completes those errors of XLA that are ValueErrors."""
+    """An excepthook that completes such errors where they are ValueErrors."""
 
     def explain(kind, error, traceback) -> None:
         previous(kind, error, traceback)

@@ -15,7 +15,7 @@ _KEPT = 2
 
 
 class Checkpoints:
-    """A directory of commits, one folder each. The newest two are kept. One process at a time uses it.
+    """A directory of commits, a folder each, for one process at a time; the newest two are kept.
 
     Raises:
       ImportError: if orbax is not installed.
@@ -29,7 +29,7 @@ class Checkpoints:
         self.directory = pathlib.Path(directory).absolute()
 
     def write(self, snapshot: Snapshot) -> None:
-        """Writes a commit, none of whose leaves is divided, and waits until it is on disk.
+        """Writes a commit without divided leaves, and waits until it is on disk.
 
         Raises:
           TypeError: if a leaf is neither an array nor a value of JSON.
@@ -57,10 +57,10 @@ class Checkpoints:
         """The newest commit on disk; None if there is none.
 
         Args:
-          values: the state whose structure it must have.
+          values: the state that gives its structure.
 
         Raises:
-          ValueError: if it has another one.
+          ValueError: if it has another.
         """
         if not self.directory.is_dir():
             return None
@@ -86,7 +86,7 @@ class Checkpoints:
         return Snapshot(number, structure, leaves, 1, None)
 
     def _manager(self):
-        """One that does not wait for other processes, which need not exist or need not be alive."""
+        """A manager that does not wait for other processes."""
         import orbax.checkpoint as ocp
 
         self.directory.mkdir(parents=True, exist_ok=True)

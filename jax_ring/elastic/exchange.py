@@ -1,4 +1,4 @@
-"""Moves bytes between the processes of a generation by jax_ring's own collectives, one device per process."""
+"""Moves bytes between processes by jax_ring's collectives, one device per process."""
 
 from collections.abc import Sequence
 
@@ -16,14 +16,11 @@ _MIN_CHUNK = 4 << 10
 
 
 class Exchange:
-    """The processes of a generation, as the ranks of a mesh with one device of each.
+    """A mesh with one device of each process of a generation.
 
-    All processes must make the same calls, in the same order. A call raises the errors of jax_ring's collectives if
-    another process has died.
+    All processes make the same calls in the same order. A call raises the collectives' errors if a process has died.
 
     Attributes:
-      process: the index of this process.
-      num_processes: the number of processes.
     """
 
     def __init__(self) -> None:
@@ -36,7 +33,7 @@ class Exchange:
         self._programs: dict = {}
 
     def most(self, numbers: Sequence[int]) -> list[int]:
-        """The largest of each of these numbers (of 32 bits) over the processes."""
+        """The largest of each of these 32-bit numbers over the processes."""
 
         def elastic_most(x):
             return ring_pmax(x, _AXIS)
@@ -47,9 +44,9 @@ class Exchange:
         """The bytes of some of the processes.
 
         Args:
-          own: those that this process gives: uint8.
-          sizes: the number of bytes that each process gives.
-          wanted: the processes whose bytes are returned. May differ between processes.
+          own: of this process: uint8.
+          sizes: the bytes of each process.
+          wanted: the processes to return, which may differ between processes.
         """
         assert len(own) == sizes[self.process]
 
@@ -66,10 +63,10 @@ class Exchange:
         return results
 
     def broadcast(self, own: np.ndarray | None, size: int, root: int) -> np.ndarray | None:
-        """The bytes of process `root`, in all processes that pass None; None in those that pass bytes.
+        """The bytes of process `root`, for processes that pass None; None for others.
 
         Args:
-          own: uint8; in the root those that are sent. Other processes that have them pass anything else than None.
+          own: in the root the bytes, uint8; elsewhere anything but None if they are there.
           size: the number of bytes.
         """
 
@@ -87,7 +84,7 @@ class Exchange:
         return result
 
     def _run(self, function, own: np.ndarray, *key) -> np.ndarray:
-        """The result in this process of a function of one row per process."""
+        """This process's result of a function of one row per process."""
         key = (function.__name__, own.shape, *key)
         if key not in self._programs:
             # Not checked for vma: the result of the gather is the same everywhere, and is not typed so.
@@ -100,7 +97,6 @@ class Exchange:
 
 
 def _chunk_of(size: int) -> int:
-    """A power of two, so that few programs are compiled."""
     return min(_MAX_CHUNK, max(_MIN_CHUNK, 1 << max(0, size - 1).bit_length()))
 
 

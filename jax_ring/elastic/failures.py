@@ -1,4 +1,4 @@
-"""Which exceptions mean that the members of a generation have changed, and what to say of the others."""
+"""Which exceptions mean that a generation's members have changed, and what to say of others."""
 
 import traceback
 from collections.abc import Iterator
@@ -10,14 +10,13 @@ from jax_ring.launcher import foreign_errors
 
 
 class Leave(BaseException):
-    """Ends `train` after a commit, so that a new process can join. Not an Exception, which `train` might catch."""
+    """Ends `train` after a commit, so that a new process can join. No Exception, which `train` might catch."""
 
 
 def why_left(error: BaseException) -> str | None:
-    """Why this process must leave its generation, if that is what an exception of `train` means; else None.
+    """Why an exception of `train` makes this process leave its generation; else None.
 
-    An exception that was raised while such an error was handled counts as that error, unless it was raised `from None`
-    or asks to exit.
+    So does one raised while such an error was handled, unless `from None` or an exit.
     """
     if isinstance(error, Leave):
         return str(error)
@@ -38,7 +37,7 @@ def _is_of_a_member(error: Exception) -> bool:
 
 
 def explain(error: BaseException, generation: int) -> None:
-    """Adds advice to an exception caused by using an object of an earlier generation."""
+    """Adds advice where an object of an earlier generation was used."""
     if generation and any(foreign_errors.DEAD.search(str(each)) for each in _chain(error)):
         error.add_note(
             f"jax_ring.elastic: this is generation {generation} of the job. Arrays, devices, meshes and jitted "
@@ -48,7 +47,7 @@ def explain(error: BaseException, generation: int) -> None:
 
 
 def clear(error: BaseException) -> None:
-    """Frees what the frames of an exception hold, such as the arrays of `train`."""
+    """Frees what an exception's frames hold, such as arrays."""
     for each in _chain(error):
         traceback.clear_frames(each.__traceback__)
         each.__traceback__ = None

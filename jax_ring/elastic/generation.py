@@ -1,4 +1,4 @@
-"""One generation of a job as its members see it: how a process leaves it, enters the next, and meets the others."""
+"""A generation as its members see it: leaving it, entering the next, meeting the others."""
 
 import gc
 import itertools
@@ -32,9 +32,9 @@ class Generation:
     """The members of a job between two changes.
 
     Attributes:
-      number: of this generation, from 0.
-      control: the connection to the launcher; None in a program of one process that has none.
-      process, num_processes: the index of this process, and the number of processes.
+      number: from 0.
+      control: the connection to the launcher; None for a single process without one.
+      process, num_processes: index of this process, number of all.
     """
 
     def __init__(self, number: int, control: Control | None) -> None:
@@ -46,21 +46,21 @@ class Generation:
 
     @property
     def exchange(self) -> Exchange:
-        """The means to exchange bytes. Its first use starts the backend, which waits for all processes."""
+        """Exchanges bytes; its first use starts the backend, which waits for all processes."""
         if self._exchange is None:
             self._exchange = Exchange()
         return self._exchange
 
     def change_pending(self) -> bool:
-        """Whether the launcher wants the members to leave at their next commit."""
+        """Whether the launcher wants members to leave at their next commit."""
         return self.control is not None and self.control.change_pending()
 
     def post(self, own: Any) -> list[Any]:
-        """What each process posts, by process: values that JSON can hold. Waits for all.
+        """Each process's post, by process: values for JSON. Waits for all.
 
         Raises:
-          Leave: if the launcher wants the members to leave meanwhile, because another has died.
-          jax.errors.JaxRuntimeError: if a process does not post within the deadline.
+          Leave: if the launcher wants members to leave because another has died.
+          jax.errors.JaxRuntimeError: if one does not post within the deadline.
         """
         index = next(self._posts)
         if self.num_processes == 1:
@@ -69,12 +69,11 @@ class Generation:
         return [json.loads(self.get(f"{index}/{process}")) for process in range(self.num_processes)]
 
     def put(self, key: str, value: bytes) -> None:
-        """Publishes a value in this generation."""
         put, _ = _compat.key_value_store(_SLICE_SECONDS)
         put(f"jax_ring/elastic/{key}", value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key; waits for it. Raises the errors of `post`."""
+        """Waits for a key's value. Raises the errors of `post`."""
         _, get = _compat.key_value_store(_SLICE_SECONDS)
         began = time.monotonic()
         while True:
@@ -89,9 +88,9 @@ class Generation:
 
 
 def leave(how: runtime.Departure) -> None:
-    """Drops all that this process has of its generation; it then belongs to none.
+    """Drops all that this process has of its generation.
 
-    The other members need not be alive. Those that wait for this process get an error, which says how it has left.
+    Other members need not be alive; those that wait for this one get an error with the reason.
     """
     backends = _compat.backends_alive()
     exit_notice.abort(how)
@@ -109,9 +108,9 @@ def leave(how: runtime.Departure) -> None:
 def enter(
     control: Control, after: int, reason: str, place: spares.Place | None, snapshots: Sequence[Snapshot]
 ) -> Generation:
-    """Waits until this process is a member of a later generation, and connects to the others.
+    """Waits to be a member of a later generation, and connects to the others.
 
-    As long as it is a spare, it gives its parts of divided leaves to the members.
+    A spare gives its parts of divided leaves meanwhile.
 
     Raises:
       RuntimeError: if there will be none, with the launcher's reason.

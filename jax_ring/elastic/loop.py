@@ -1,4 +1,4 @@
-"""`run`: calls a training function anew whenever the processes of the job have changed."""
+"""`run`: calls a training function anew when the processes have changed."""
 
 import functools
 import logging
@@ -35,19 +35,18 @@ def run(*, min_processes: int = 1, num_shards: int | None = None) -> Callable[[C
 
         train(state)
 
-    The function takes a `State` as its first argument. When a process is killed, is stopped, hangs or fails, the others
-    leave the function by the error that they get, form a new group without it, set the state to the newest commit that
-    all of them have, and call the function again, with arrays of numpy in the state. All else of JAX that was made
-    before is dead (arrays, devices, meshes, jitted functions over them), so make it inside the function.
+    The function's first argument is a `State`. When a process is killed, is stopped, hangs or fails, the others leave
+    the function by their error, form a new group, take the newest commit that all have, as arrays of numpy, and call
+    the function again. Anything else of JAX made before is dead (arrays, devices, meshes, jitted functions), so make it
+    inside.
 
-    An exception that is not about other processes is a failure of this process: it is raised, and the others go on
-    without it. Start the program with `python -m jax_ring.launch`. A program of one process without a launcher calls
-    the function as it is.
+    Any other exception is a failure of this process: it is raised, and the others go on. Start the program with `python
+    -m jax_ring.launch`; a single process without it just calls the function.
 
     Args:
-      min_processes: the job ends with an error if fewer are left.
-      num_shards: the number of shards of `value_and_grad(..., num_shards=V)`, which the number of ranks must divide. As
-        many processes as do so take part; the others wait. None allows any number.
+      min_processes: with fewer the job ends with an error.
+      num_shards: that of `value_and_grad(..., num_shards=V)`, a multiple of the number of ranks. As many processes as
+        fit take part; the others wait. None allows any number.
 
     Raises:
       ValueError: if `min_processes` or `num_shards` is not positive.
@@ -74,11 +73,11 @@ def run(*, min_processes: int = 1, num_shards: int | None = None) -> Callable[[C
 
 
 def _enlisted(min_processes: int, num_shards: int | None) -> Control | None:
-    """The connection to the launcher, for a job that is elastic from now on; None in a program of one process.
+    """The connection to the launcher, in a job that is elastic from now on; None for a single process.
 
     Raises:
-      RuntimeError: if there is no launcher, or `jax.distributed.initialize()` has not been called.
-      ValueError: if the ranks of a process do not divide `num_shards`.
+      RuntimeError: without a launcher, or before `jax.distributed.initialize()`.
+      ValueError: if a process's ranks do not divide `num_shards`.
     """
     if not os.environ.get(CONTROL_VARIABLE):
         if _compat.num_distributed_processes() == 1:
@@ -105,9 +104,9 @@ def _enlisted(min_processes: int, num_shards: int | None) -> Control | None:
 
 
 def _first_generation(state: State, control: Control | None) -> Generation:
-    """The generation that `jax.distributed.initialize()` has entered; for a new process the next.
+    """The generation of `jax.distributed.initialize()`, or for a new process the next.
 
-    A new process has run the script so far alone, so that the others need not wait for its imports and its data.
+    A new process has run the script so far alone: nobody waits for its imports and data.
     """
     if control is not None and os.environ.pop(JOIN_VARIABLE, ""):
         return _next_generation(state, control, -1, "it is new", Departure("has joined others"))
@@ -121,7 +120,7 @@ def _next_generation(state: State, control: Control, after: int, reason: str, ho
 
 
 def _loop(train: Callable, state: State, control: Control | None, args: tuple, kwargs: dict) -> Any:
-    """Calls `train` once per generation until it returns or raises an error of its own."""
+    """Calls `train` once per generation until it returns or raises its own error."""
     fruitless = 0
     generation = _first_generation(state, control)
     while True:

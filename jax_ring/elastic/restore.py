@@ -1,4 +1,4 @@
-"""What the members of a new generation go on from: the newest commit that all have, put together in host memory."""
+"""Where a new generation starts: the newest commit that all have, in host memory."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,11 +18,11 @@ Store = KeptCommits | Checkpoints
 
 
 class Have(NamedTuple):
-    """What the others need to know of a process's snapshot.
+    """What others need to know of a process's snapshot.
 
     Attributes:
-      num_processes: the number of processes that its divided leaves are divided over.
-      held: those whose parts it has. None if no leaf is divided.
+      num_processes: over which its divided leaves are divided.
+      held: the processes whose parts it has; None if no leaf is divided.
     """
 
     num_processes: int
@@ -33,8 +33,8 @@ class Restored(NamedTuple):
     """What a generation starts from.
 
     Attributes:
-      snapshot: the commit, with no leaf divided. The same in all processes.
-      newcomers: how many processes had no commit.
+      snapshot: the commit, with no leaf divided, the same in all processes.
+      newcomers: processes without a commit.
     """
 
     snapshot: Snapshot
@@ -48,7 +48,7 @@ def restore(
     values: Mapping[str, Any],
     stores: Sequence[Store],
 ) -> Restored:
-    """Agrees with the other members on a commit, and puts it together. All members must call it.
+    """Agrees with all other members on a commit, and puts it together.
 
     If none has a commit, they start from the newest one that is stored, and else from the values of process 0.
 
@@ -92,7 +92,7 @@ def restore(
 def _from_spares(
     generation: Generation, made_in: int, snapshot: Snapshot | None, have: list[Have | None], lost: Sequence[int]
 ) -> tuple[Snapshot | None, list[Have | None]]:
-    """The snapshot of this process, and what each has, once the first that has it has asked spares for lost parts."""
+    """This process's snapshot and what each has, after spares were asked for lost parts."""
     first = next(process for process, each in enumerate(have) if each is not None)
     found = None
     if generation.process == first:
@@ -153,7 +153,6 @@ def _loaded(generation: Generation, values: Mapping[str, Any], stores: Sequence[
 
 
 def _lost(have: Sequence[Have | None]) -> list[int]:
-    """The processes whose parts nobody has."""
     known = [each for each in have if each is not None]
     if any(each.held is None for each in known):
         return []
@@ -169,12 +168,12 @@ def _assembled(
     *,
     from_root: bool = False,
 ) -> Snapshot:
-    """A commit with all parts, in all processes, from those that have it.
+    """A commit with all parts, in all processes.
 
     Args:
-      snapshot: that of this process, if it has it.
-      have: what each process has of it.
-      from_root: whether all take the leaves that are not divided from the first process that has them.
+      snapshot: this process's, if it has it.
+      have: what each process has.
+      from_root: whether all take undivided leaves from the first process that has them.
     """
     if generation.num_processes == 1:
         assert snapshot is not None
@@ -193,7 +192,7 @@ def _assembled(
 
 
 def _broadcast(generation: Generation, snapshot: Snapshot | None, root: int, values, *, from_root: bool) -> Snapshot:
-    """The root's snapshot in those processes that have none, without the parts of divided leaves."""
+    """The root's snapshot for processes without one, less the parts of divided leaves."""
     if generation.process == root:
         assert snapshot is not None
         generation.put("header", header_of(snapshot))
@@ -216,7 +215,6 @@ def _broadcast(generation: Generation, snapshot: Snapshot | None, root: int, val
 
 
 def _gathered(generation: Generation, snapshot: Snapshot, have: Sequence[Have | None]) -> Snapshot:
-    """A snapshot with the parts of all processes."""
     gives: list[list[int]] = [[] for _ in have]
     for owner in range(snapshot.num_processes):
         giver = next(process for process, each in enumerate(have) if each is not None and owner in (each.held or ()))

@@ -1,4 +1,4 @@
-"""Host copies of a state: whole arrays that every process has, and parts of divided ones."""
+"""Host copies of a state: whole arrays, and parts of divided ones."""
 
 import copy
 import dataclasses
@@ -14,20 +14,19 @@ Box = tuple[tuple[int, int], ...]  # the range of each dimension
 
 @dataclasses.dataclass(frozen=True)  # not a tuple, which would be a tree
 class Key:
-    """Random keys: their bits, and the name of their generator."""
+    """Random keys: bits, and generator."""
 
     bits: Any
     impl: str
 
 
 class Divided(NamedTuple):
-    """An array whose parts are on the devices of different processes.
+    """An array divided over the devices of several processes.
 
     Attributes:
       shape, dtype: those of the whole array.
-      boxes: by process, where the parts are that it keeps. Each part of the array is kept by one process, and then by
-        its neighbor.
-      parts: by process, the parts themselves, of those processes whose parts are here.
+      boxes: by process, where its parts are. A process keeps its parts and its neighbor's.
+      parts: by process, the parts that are here.
     """
 
     shape: tuple[int, ...]
@@ -37,7 +36,7 @@ class Divided(NamedTuple):
 
     @classmethod
     def of(cls, x: jax.Array, process: int, num_processes: int) -> "Divided":
-        """The parts on the devices of this process, copied."""
+        """Copies of this process's parts."""
         owners: dict[Box, int] = {}
         device: Any
         for device, index in x.sharding.devices_indices_map(x.shape).items():
@@ -52,18 +51,17 @@ class Divided(NamedTuple):
         return cls(x.shape, np.dtype(x.dtype), boxes, {process: own})
 
     def num_bytes(self, process: int) -> int:
-        """The bytes of the parts that a process keeps."""
+        """The bytes of a process's parts."""
         sizes = (int(np.prod([stop - start for start, stop in box])) for box in self.boxes[process])
         return sum(sizes) * self.dtype.itemsize
 
     def unpack(self, process: int, data: np.ndarray) -> None:
-        """Takes the parts of a process from their bytes."""
         shapes = [[stop - start for start, stop in box] for box in self.boxes[process]]
         parts = cut(data, [int(np.prod(shape)) * self.dtype.itemsize for shape in shapes])
         self.parts[process] = [part.view(self.dtype).reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def whole(self) -> np.ndarray:
-        """The array. All parts must be here."""
+        """The array; all parts must be here."""
         result = np.empty(self.shape, self.dtype)
         for process, boxes in enumerate(self.boxes):
             for box, part in zip(boxes, self.parts[process], strict=True):
@@ -75,11 +73,11 @@ class Snapshot(NamedTuple):
     """A commit, as one process keeps it.
 
     Attributes:
-      number: how many commits came before.
+      number: of earlier commits.
       structure: that of the dictionary of trees.
-      leaves: arrays of numpy, `Divided`, `Key`s of one of these, and copies of anything else.
-      num_processes: the number of processes that the divided leaves are divided over.
-      held: the processes whose parts of those are here. None if no leaf is divided.
+      leaves: arrays of numpy, `Divided`, `Key`s of either, and copies of anything else.
+      num_processes: over which leaves are divided.
+      held: the processes whose parts are here; None if no leaf is divided.
     """
 
     number: int
@@ -90,26 +88,24 @@ class Snapshot(NamedTuple):
 
     @classmethod
     def of(cls, trees: Mapping[str, Any], number: int, process: int, num_processes: int) -> "Snapshot":
-        """Copies a state to host memory, and waits until it is computed."""
+        """Copies a state to host memory, once it is computed."""
         leaves, structure = jax.tree.flatten(dict(trees))
         copies = [_copied(leaf, process, num_processes) for leaf in leaves]
         held = (process,) if any(isinstance(array_of(leaf), Divided) for leaf in copies) else None
         return cls(number, structure, copies, num_processes, held)
 
     def divided(self) -> list[Divided]:
-        """The divided leaves."""
         return [array for leaf in self.leaves if isinstance(array := array_of(leaf), Divided)]
 
     def num_bytes(self, process: int) -> int:
-        """The bytes of all parts that a process keeps."""
         return sum(leaf.num_bytes(process) for leaf in self.divided())
 
     def packed(self, process: int) -> np.ndarray:
-        """The bytes of all parts that a process keeps, which must be here."""
+        """The bytes of a process's parts, which must be here."""
         return joined([part for leaf in self.divided() for part in leaf.parts[process]])
 
     def with_parts(self, received: Mapping[int, np.ndarray]) -> "Snapshot":
-        """This snapshot with the parts of other processes, from their bytes."""
+        """With other processes' parts, from their bytes."""
         leaves = self.divided()
         for process, data in received.items():
             parts = cut(data, [leaf.num_bytes(process) for leaf in leaves])
@@ -118,39 +114,37 @@ class Snapshot(NamedTuple):
         return self._replace(held=tuple(sorted({*(self.held or ()), *received})))
 
     def whole(self) -> "Snapshot":
-        """This snapshot with no leaf divided. All parts must be here."""
+        """With no leaf divided; all parts must be here."""
         leaves = [with_array(leaf, a.whole()) if isinstance(a := array_of(leaf), Divided) else leaf
                   for leaf in self.leaves]  # fmt: skip
         return self._replace(leaves=leaves, held=None)
 
     def trees(self) -> dict[str, Any]:
-        """The trees, with arrays of numpy that may be changed, and random keys of JAX. No leaf may be divided."""
+        """The trees, with writable arrays of numpy and JAX's random keys; no leaf may be divided."""
         return jax.tree.unflatten(self.structure, [_for_user(leaf) for leaf in self.leaves])
 
     def trees_without_backend(self) -> dict[str, Any]:
-        """The trees with nothing of JAX in them, from which a snapshot can be made; `Lost` for divided leaves."""
+        """The trees without JAX, from which a snapshot can be made; `Lost` for divided leaves."""
         leaves = [Lost() if isinstance(array_of(leaf), Divided) else leaf for leaf in self.leaves]
         return jax.tree.unflatten(self.structure, leaves)
 
 
 def array_of(leaf: Any) -> Any:
-    """The array of a leaf of a snapshot; for other leaves the leaf itself."""
+    """The array of a leaf, or the leaf."""
     return leaf.bits if isinstance(leaf, Key) else leaf
 
 
 def with_array(leaf: Any, array: Any) -> Any:
-    """A leaf like this one, with another array."""
     return dataclasses.replace(leaf, bits=array) if isinstance(leaf, Key) else array
 
 
 def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The bytes of some arrays, one after the other: uint8."""
     flat = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
     return np.concatenate(flat) if flat else np.empty(0, np.uint8)
 
 
 def cut(data: np.ndarray, sizes: Iterable[int]) -> list[np.ndarray]:
-    """The inverse of `joined`: consecutive parts of so many bytes."""
+    """The inverse of `joined`."""
     return [data[begin:end] for begin, end in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
 
 
@@ -168,7 +162,7 @@ def _copied(leaf: Any, process: int, num_processes: int) -> Any:
 
 
 class Lost:
-    """Stands for a divided leaf of a state that has been lost before the first commit."""
+    """A divided leaf lost before the first commit."""
 
 
 def _for_user(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How a spare gives its parts of divided leaves to the members of the generation that it has no place in."""
+"""How a spare gives its parts of divided leaves to the members."""
 
 import contextlib
 import json
@@ -22,22 +22,20 @@ _REQUEST_BYTES = 1 << 10
 
 
 class Place(NamedTuple):
-    """A process in the generation in which its commits were made."""
-
     generation: int
     process: int
 
     @property
     def address(self) -> str:
-        """Of its socket, in Linux's abstract namespace: there is no file that could be left over."""
+        """A socket in Linux's abstract namespace, which leaves no file."""
         return f"\0jax_ring/elastic/{os.environ[CONTROL_VARIABLE]}/{self.generation}/{self.process}"
 
 
 @contextlib.contextmanager
 def served(place: Place | None, snapshots: Sequence[Snapshot]) -> Iterator[None]:
-    """Until the end of the block, a thread gives the parts in these commits to whoever asks, of the same user.
+    """Within the block, a thread gives the parts in these commits to processes of this user.
 
-    place: of this process; None if it has no commits.
+    place: of this process; None without commits.
     """
     if place is None or all(snapshot.held is None for snapshot in snapshots):
         yield
@@ -56,9 +54,9 @@ def served(place: Place | None, snapshots: Sequence[Snapshot]) -> Iterator[None]
 
 
 def fetched(generation: int, snapshot: Snapshot, owners: Sequence[int]) -> Snapshot | None:
-    """A commit with the parts of some processes, from spares that have them; None if one cannot be had.
+    """A commit with some processes' parts, from spares; None if one is missing.
 
-    generation: the one in which the commit was made.
+    generation: in which the commit was made.
     """
     received = {}
     until = time.monotonic() + _APPEARS_WITHIN_SECONDS

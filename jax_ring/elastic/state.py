@@ -1,4 +1,4 @@
-"""`State`: what a job goes on from when its processes change."""
+"""`State`: what a job goes on from."""
 
 import zlib
 from typing import Any, Literal, get_args
@@ -22,16 +22,16 @@ Keep = Literal["process", "host"]
 
 
 class State:
-    """The state of a training that survives the processes it runs in.
+    """The state of a training that survives its processes.
 
         state = jax_ring.elastic.State(params=params, opt_state=opt_state, step=0)
 
-    Each keyword is a tree, which is then an attribute that can be read and replaced: `state.step += 1`. A leaf may be
+    Each keyword is a tree, an attribute to read and replace: `state.step += 1`. A leaf is
 
-    - an array of JAX that is the same in all processes, or of numpy, or any Python value;
-    - an array of JAX that is divided over the devices of all processes, such as the state of a sharded optimizer.
+    - an array of JAX that all processes have, or of numpy, or any Python value;
+    - an array of JAX divided over all devices, such as a sharded optimizer's state.
 
-    All processes must make the state in the same way. The trees keep their structure.
+    All processes make the state alike, and trees keep their structure.
 
     Args:
       directory: where commits are also written to disk, by process 0 with orbax. A job starts from the newest
@@ -89,18 +89,18 @@ class State:
 
     @property
     def commits(self) -> int:
-        """How many commits have been made in this job. Restoring one sets it back."""
+        """The number of commits of this job; restoring one sets it back."""
         return self._snapshots[-1].number if self._snapshots else 0
 
     def commit(self) -> None:
-        """Copies the state to host memory: what the job goes on from if a process is lost after this.
+        """Copies the state to host memory, from which the job goes on when a process is lost.
 
-        All processes must call it, at the same points. Each copies its own part of divided leaves and its neighbor's.
-        It waits until the state is computed, and for the other processes. If a new process waits to join, or the
-        launcher wants the members to change, it does not return: the function that `run` decorates is entered anew.
+        All processes call it at the same points. Each copies its part of divided leaves, and its neighbor's. It waits
+        for the state and the other processes. If members are to change, it does not return: `run` enters its function
+        anew.
 
         Raises:
-          RuntimeError: outside of a function that `run` decorates; or if the processes commit different states.
+          RuntimeError: outside a function of `run`, or if processes commit different states.
           jax.errors.JaxRuntimeError, ValueError: if a process has been lost. `run` handles it.
         """
         generation = self._generation
@@ -127,7 +127,7 @@ class State:
         self.__dict__["_snapshots"] = [*self._snapshots, snapshot][-_KEPT:]
 
     def _enter(self, generation: Generation) -> int:
-        """Takes the values that a generation starts from, and returns the number of new processes in it."""
+        """Takes the values to start from; returns the number of new processes."""
         self.__dict__["_generation"] = generation
         # Of the two the launcher's is never older.
         stores = [store for store in (self._kept, self._checkpoints) if store is not None]
@@ -141,7 +141,7 @@ class State:
         return restored.newcomers
 
     def _leave(self) -> None:
-        """Drops the arrays of the generation. The values are then as before the first commit, or missing."""
+        """Drops the generation's arrays: values are as before the first commit, or missing."""
         values, generation = self._values, self._generation
         if self._snapshots:
             # The structure stays: what another process sends is compared with it.
@@ -153,10 +153,10 @@ class State:
 
 
 def _agreed(generation: Generation, snapshot: Snapshot) -> bool:
-    """Whether the members are to change after this commit: the same in all processes.
+    """Whether members change after this commit.
 
     Raises:
-      RuntimeError: if the others commit something else.
+      RuntimeError: if others commit something else.
     """
     pending = generation.change_pending()
     if generation.num_processes == 1:
@@ -178,7 +178,7 @@ def _agreed(generation: Generation, snapshot: Snapshot) -> bool:
 def _with_others(
     generation: Generation, snapshot: Snapshot, *, whole_in_first: bool
 ) -> tuple[Snapshot, Snapshot | None]:
-    """A commit with the neighbor's parts; and in process 0, if asked for, one that is whole."""
+    """A commit with the neighbor's parts; in process 0, on request, a whole one."""
     process, count = generation.process, generation.num_processes
     if snapshot.held is None or count == 1:
         return snapshot, (snapshot.whole() if whole_in_first and process == 0 else None)

@@ -1,4 +1,4 @@
-"""Finds the collectives in the HLO text of a program, compiled or as lowered, and counts their bytes."""
+"""Finds the collectives in HLO text, and counts their bytes."""
 
 import itertools
 import math
@@ -38,13 +38,13 @@ class Instruction:
     """A collective of the compiled program.
 
     Attributes:
-      name: the HLO opcode, or the target of a custom call.
-      operands: type and shape of each array, as in HLO.
-      num_bytes: the message size of one call in bytes.
-      group_sizes: the number of ranks in each group.
-      times: the number of calls in one run of the program; None if it is known only at run time.
-      wire_bytes: the bytes that a rank sends in one call, on average.
-      call_sites: the lines that a custom call serves, as its errors name them. Joined calls are one instruction.
+      name: HLO opcode, or target of a custom call.
+      operands: type and shape, as in HLO.
+      num_bytes: the message size of one call.
+      group_sizes: ranks per group.
+      times: calls in one run of the program; None if known only at run time.
+      wire_bytes: the average bytes that a rank sends per call.
+      call_sites: the lines of a custom call, as in its errors. Joined calls are one instruction.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Instruction:
 
 
 def find_collectives(hlo: str) -> list[Instruction]:
-    """The collectives in the HLO text of a compiled program, in the order of its computations."""
+    """The collectives of a compiled program, in the order of its computations."""
     match = re.search(r"num_partitions=(\d+)", hlo)
     num_ranks = int(match[1]) if match else 1
     return [instruction for instruction, _ in count(hlo, num_ranks, lambda call_site, num_bytes: num_bytes)]
@@ -66,13 +66,11 @@ def find_collectives(hlo: str) -> list[Instruction]:
 def count(
     hlo: str, num_ranks: int, joined_bytes: Callable[[str, int], int]
 ) -> Iterator[tuple[Instruction, tuple[str, ...]]]:
-    """The collectives in the HLO text of a program, each with the algorithms that "auto" selects for its groups.
-
-    There are none if it has no choice.
+    """The collectives of a program, with the algorithms that "auto" selects for their groups; none without a choice.
 
     Args:
       num_ranks: of the program.
-      joined_bytes: the size of the message that is sent for a custom call of this line and size.
+      joined_bytes: the message size of a custom call of this line and size.
     """
     computations, entry = parse_computations(hlo)
     for match, target, times in _walk(computations, entry, 1):
@@ -80,7 +78,7 @@ def count(
 
 
 def parse_computations(hlo: str) -> tuple[dict[str, list[str]], str]:
-    """The lines of each computation, by name, and the name of the entry computation."""
+    """Each computation's lines, by name, and the entry's name."""
     computations: dict[str, list[str]] = {}
     entry, lines = "", []
     for line in hlo.splitlines():
@@ -93,7 +91,7 @@ def parse_computations(hlo: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _walk(computations: dict, name: str, times: int | None) -> Iterator[tuple[re.Match, re.Match | None, int | None]]:
-    """Each collective, with the match of its target if it is a custom call, and with the number of calls."""
+    """Each collective, with its target's match if a custom call, and the number of calls."""
     for line in computations[name]:
         match = _INSTRUCTION.match(line)
         if not match:
@@ -160,7 +158,7 @@ def _instruction(
 
 
 def _trees(attributes: str, sizes: tuple[int, ...]) -> list[trees.GroupTree]:
-    """The trees of the groups; none for a call in another order."""
+    """The groups' trees; none in another order."""
     shards, num_ranks, ranks = (_integers(f"tree_{name}", attributes) for name in ("shards", "sizes", "ranks"))
     places = iter(ranks)
     return [
@@ -170,14 +168,13 @@ def _trees(attributes: str, sizes: tuple[int, ...]) -> list[trees.GroupTree]:
 
 
 def _thresholds(attributes: str) -> list[Thresholds]:
-    """By which the engine selects the algorithm of a sum, for each group; empty if it has no choice."""
+    """By which the engine selects a sum's algorithm, for each group; empty without a choice."""
     is_free = 'algorithm = "auto"' in attributes and 'op = "sum"' in attributes and 'order = "ring"' not in attributes
     limits = [_integers(name, attributes) for name in ("one_shot_bytes", "two_shot_bytes")]
     return [Thresholds(*pair) for pair in zip(*limits, strict=True)] if is_free else []
 
 
 def _integers(name: str, attributes: str) -> list[int]:
-    """The elements of an attribute; empty if the attribute is missing."""
     match = re.search(rf"\b{name} = dense<\[?([\d, ]+)\]?> : tensor<(\d+)x", attributes)
     if match is None:
         return []

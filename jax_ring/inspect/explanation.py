@@ -42,28 +42,28 @@ _NAMED = ("block_sum", "block_max")
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective as written in the function, or as inserted by differentiation.
+    """A collective as written, or as inserted by differentiation.
 
     Attributes:
-      name: of the function that one calls for it: ring_psum, psum, psum_scatter, block_sum, ... A pmean is a psum.
-      axes: the names of the mesh axes over which it communicates.
-      groups: the groups of mesh positions that communicate with each other.
-      operands: dtype and shape of each operand on one rank.
-      num_bytes: the message size of one call in bytes: of the operands, or for all_gather and ragged_all_to_all of the
-        results. Terms of a `ShardSums` count as one.
-      times: the number of calls in one call of the function; None if it is known only at run time, as in a while_loop.
-      order: in which values are added: the option `order`; "XLA" if XLA chooses it, alone or between hosts; "rank by
-        host" of a psum_scatter across hosts, in the order `order` on each host, then in that of the hosts; empty if
-        nothing is added.
-      algorithm: the option `algorithm`; empty if XLA serves the call.
-      chosen: the algorithms that "auto" selects by the active thresholds (`JAX_RING_TUNING`), several if groups differ.
-        Empty if there is no choice: on CPU devices of one process, and for anything but a sum by an all-reduce. More
-        than 64 operands are sent as several messages, each of which may use a different algorithm.
-      served_by: "jax_ring", with the transport if a group spans processes or hosts, as in "jax_ring (shared memory, 2
+      name: of the function to call: ring_psum, psum, psum_scatter, block_sum, ... A pmean is a psum.
+      axes: the mesh axes.
+      groups: of mesh positions.
+      operands: dtype and shape on one rank.
+      num_bytes: the message size of one call: of the operands, or for all_gather and ragged_all_to_all of the results.
+        Terms of a `ShardSums` count as one.
+      times: calls in one call of the function; None if known only at run time, as in a while_loop.
+      order: of the addition: the option `order`; "XLA" if XLA chooses it, alone or between hosts; "rank by host" of a
+        psum_scatter across hosts, in the order `order` on each host, then in that of the hosts; empty if nothing is
+        added.
+      algorithm: the option; empty if XLA serves the call.
+      chosen: the algorithms that "auto" selects by the active thresholds (`JAX_RING_TUNING`), several if groups differ
+        or more than 64 operands make several messages. Empty without a choice: on CPU devices of one process, and for
+        anything but an all-reduced sum.
+      served_by: "jax_ring", with the transport between processes or hosts, as in "jax_ring (shared memory, 2
         processes)" or "jax_ring within hosts, XLA across 2 hosts"; "XLA"; or "none" if each group is one rank.
-      why: the reason if it is served by XLA or by none; else empty.
-      wire_bytes: the predicted bytes that a rank sends in one call, on average; for ragged_all_to_all at most.
-      wire_bytes_across_hosts: the part of them that goes to other hosts; None if XLA serves the call.
+      why: the reason for XLA or none; else empty.
+      wire_bytes: the predicted average bytes that a rank sends per call; for ragged_all_to_all at most.
+      wire_bytes_across_hosts: the part to other hosts; None if XLA serves the call.
       call_site: file, line and function.
     """
 
@@ -88,8 +88,8 @@ class Explanation:
     """The result of `explain()`. Printed, it is two tables of up to ten rows each.
 
     Attributes:
-      collectives: those of the function, without those that the compiler's partitioner inserts.
-      instructions: those of the compiled program, after merging and dead-code elimination, with the partitioner's.
+      collectives: those of the function.
+      instructions: those of the compiled program, with the partitioner's.
     """
 
     collectives: tuple[Collective, ...]
@@ -97,12 +97,12 @@ class Explanation:
 
     @property
     def predicted_bytes(self) -> float | None:
-        """Bytes that a rank sends in one call of the function, as written; None if a number of calls is unknown."""
+        """Bytes that a rank sends per call, as written; None if a number of calls is unknown."""
         return _total_wire_bytes(self.collectives)
 
     @property
     def counted_bytes(self) -> float | None:
-        """Bytes that a rank sends in one call of the compiled program; None if a number of calls is unknown."""
+        """Bytes that a rank sends per call, as compiled; None if a number of calls is unknown."""
         return _total_wire_bytes(self.instructions)
 
     def __str__(self) -> str:
@@ -152,17 +152,16 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
 
         print(jax_ring.explain(train_step, params, batch))
 
-    The function is traced and compiled, but not run. Collectives of jax_ring and of `jax.lax` are found in nested
-    functions, loops, branches and `shard_map`; under `override_lax()`, those of `jax.lax` as the override lowers them.
+    The function is traced and compiled, not run. Collectives are found in nested functions, loops, branches and
+    `shard_map`; those of `jax.lax` as an active `override_lax()` lowers them.
 
     Args:
       fn: a function, jitted or not.
-      *args: the arguments of `fn`: arrays, or for each a `jax.ShapeDtypeStruct`.
-      **kwargs: the keyword arguments of `fn`.
+      *args: its arguments: arrays or `jax.ShapeDtypeStruct`s.
+      **kwargs: its keyword arguments.
 
     Raises:
-      TypeError: if `fn` is not callable.
-      Any exception that tracing or compiling `fn` with these arguments raises.
+      TypeError: if `fn` is not callable. Others: as from tracing and compiling `fn`.
     """
     if not callable(fn):
         raise TypeError(
@@ -199,7 +198,7 @@ def _steps(eqn: core.JaxprEqn, axis_context, times: int | None, predictor: Predi
 
 
 def _kind_of(function: str) -> str | None:
-    """The kind of collective, as of `wire_bytes()`; None if the function is no collective."""
+    """The kind of collective, as of `wire_bytes()`; None for other functions."""
     function = function.removesuffix("_start")  # of an asynchronous collective
     return _KINDS.get(function) or _KINDS.get(function.removeprefix("ring_"))
 
@@ -254,7 +253,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None, predictor: 
 
 
 def _message(eqn: core.JaxprEqn, name: str, kind: str) -> list[Any]:
-    """The types of the larger side of a call: the results of a gather and of a ragged all-to-all, else the operands."""
+    """The types of a call's larger side: results of a gather and a ragged all-to-all, else operands."""
     variables = eqn.outvars if kind in ("all_gather", ragged.KIND) else eqn.invars
     if name == "pbroadcast_dynamic":
         variables = variables[:1]  # without the source

@@ -6,21 +6,20 @@ from jax_ring import _ffi_cpu
 
 
 class RecordedCall(NamedTuple):
-    """One call, as one process has recorded it. Times are in seconds before `flight_recorder()` was called.
+    """A call as one process recorded it; times are seconds before `flight_recorder()`.
 
     Attributes:
-      process: the process that recorded it.
-      sequence: its number among the calls of that process, from 1. A collective of several groups has one call for each
-        group that has ranks there.
-      call: what is called, with dtype, shape and axis, and where in the program.
-      group: the index of its replica group.
-      state: "arriving" (some ranks of the process have made the call), "ready" (all have), "done" or "failed".
-      entered_ago: since the first rank of the process made the call.
-      ready_ago: since the last one did; None if some are missing.
-      ended_ago: since it was done, or failed; None if it is neither.
-      ranks_here: those of the group's ranks that have made the call in that process, among the first 64.
-      last: the mesh position that made the call last, among all processes once it is done, and else in this one; None
-        if some ranks of the process are missing.
+      process: that recorded it.
+      sequence: its number in that process, from 1. Each group with ranks there counts.
+      call: with dtype, shape, axis and place in the program.
+      group: index of its replica group.
+      state: "arriving" (some ranks of the process have called), "ready" (all have), "done" or "failed".
+      entered_ago: since the process's first rank called.
+      ready_ago: since its last one did; None if some are missing.
+      ended_ago: since it was done or failed, or None.
+      ranks_here: the group's ranks that have called there, of the first 64.
+      last: the mesh position that called last, among all processes once done, else in this one; None if some ranks here
+        are missing.
     """
 
     process: int
@@ -42,7 +41,7 @@ class FlightRecord(NamedTuple):
     """What `flight_recorder()` returns. Printed, it is a table.
 
     Attributes:
-      calls: this process's calls, the oldest first, then each peer's.
+      calls: this process's, oldest first, then each peer's.
       table: the last ten calls, with the state of each process or, in a program of one process, of each mesh position.
         > marks a call that not everyone has completed. Completed calls that are equal are one row.
     """
@@ -55,10 +54,10 @@ class FlightRecord(NamedTuple):
 
 
 def flight_recorder() -> FlightRecord:
-    """The last 256 calls on CPU devices of this process, and of each process that it has communicated with.
+    """The last 256 calls on CPU devices of this process and of those that it has communicated with.
 
-    A peer's calls are there also after it has died. They are missing before the first call together, and if the peer
-    cannot be found: processes in containers that share `/dev/shm` but have process ids of their own.
+    A dead peer's calls are there, too. Missing are those of peers before the first call together, or in containers with
+    process ids of their own.
     """
     table = _ffi_cpu.flight_table()
     calls = [
@@ -75,7 +74,7 @@ def flight_recorder() -> FlightRecord:
 
 
 def tables_of_host() -> str:
-    """The last calls of all live processes of this user on this host that use jax_ring: a table for each job."""
+    """The last calls of this user's processes on this host: a table per job."""
     tables = _ffi_cpu.flight_tables_of_host()
     if not tables:
         return "No process of this user on this host has made a call of jax_ring on CPU devices.\n"

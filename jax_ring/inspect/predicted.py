@@ -1,4 +1,4 @@
-"""The bytes of calls as written: each is lowered by itself, and the collectives that it becomes are counted."""
+"""The bytes of calls as written: each is lowered alone, and its collectives counted."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -13,9 +13,9 @@ class Prediction(NamedTuple):
     """What a call becomes.
 
     Attributes:
-      wire_bytes: the bytes that a rank sends, on average.
-      wire_bytes_by_xla: the part of them that XLA's collectives send.
-      chosen: the algorithms that "auto" selects for the groups; empty if it has no choice.
+      wire_bytes: that a rank sends, on average.
+      wire_bytes_by_xla: those of XLA's collectives.
+      chosen: the algorithms that "auto" selects for the groups; empty without a choice.
     """
 
     wire_bytes: float
@@ -24,10 +24,10 @@ class Prediction(NamedTuple):
 
 
 class Predictor:
-    """Predicts calls of one program. Their algorithms depend on the messages in which it sends them."""
+    """Predicts calls of a program, whose messages decide the algorithms."""
 
     def __init__(self, instructions: Iterable[Instruction]) -> None:
-        """instructions: those of the compiled program, in which calls may have been joined."""
+        """instructions: of the compiled program, which may have joined calls."""
         self._messages = [(i, [i.num_bytes]) for i in instructions if i.name.startswith("jax_ring_all_reduce")]
         self._lowered: dict[tuple, str] = {}
 
@@ -48,7 +48,7 @@ class Predictor:
         )
 
     def _joined_bytes(self, call_site: str, num_bytes: int) -> int:
-        """The size of the message that has a call of `num_bytes` in this line; that of the call if none is known."""
+        """The message size of a call of `num_bytes` in this line, or else `num_bytes`."""
         own = [(i.num_bytes, left) for i, left in self._messages if call_site and call_site in i.call_sites]
         for size, left in own:
             if left[0] >= num_bytes:

@@ -1,4 +1,4 @@
-"""How often each call ran, how long that took, and which ranks came last: the table of stragglers."""
+"""How often each call ran, how long, and which ranks came last."""
 
 import collections
 from dataclasses import dataclass
@@ -26,11 +26,9 @@ class Late:
     """A rank that came last.
 
     Attributes:
-      process: its process.
-      position: its mesh position.
-      count: how many calls it was the last to make.
-      seconds: by how much it was later there than the one before it, over all these calls. Between processes, than the
-        last rank of the process before it.
+      position: in the mesh.
+      count: of calls that it made last.
+      seconds: behind the one before it, over all these calls; between processes, behind the process before.
     """
 
     process: int
@@ -41,19 +39,18 @@ class Late:
 
 @dataclass(frozen=True)
 class CallStatistics:
-    """A call of a program, over all its executions.
+    """A call, over all its executions.
 
     Attributes:
-      call: what is called, with dtype, shape and axis, and where in the program.
+      call: with dtype, shape, axis and place in the program.
       kind: all_reduce, reduce_scatter, all_gather, reduce, broadcast, all_to_all, permute or ragged_all_to_all.
-      num_ranks: the number of ranks in the largest of its groups.
-      count: how often it was done. Each group that has ranks in this process counts.
-      failures: how often it failed.
-      bytes_per_rank: the bytes of a rank's operands.
-      waited: seconds from the arrival of the first rank of this process to the arrival of the last rank of all, over
-        all executions.
+      num_ranks: of its largest group.
+      count: executions, for each group with ranks here.
+      failures: of them.
+      bytes_per_rank: of the operands.
+      waited: seconds from the first arrival in this process to the last of all, in total.
       busy: seconds from there to the end.
-      late: the ranks that came last, the one with the most seconds first.
+      late: the ranks that came last, most seconds first.
     """
 
     call: str
@@ -68,12 +65,11 @@ class CallStatistics:
 
     @property
     def bytes(self) -> int:
-        """The bytes of a rank's operands, over all executions."""
         return self.count * self.bytes_per_rank
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes per second, as nccl-tests defines it, without the time in which ranks waited; 0 before the first."""
+        """Bytes per second, as in nccl-tests, over the busy time; 0 before the first call."""
         return _BUS_FACTORS[self.kind](self.num_ranks) * self.bytes / self.busy if self.busy else 0.0
 
 
@@ -81,8 +77,8 @@ class Statistics(NamedTuple):
     """What `statistics()` returns. Printed, it is two tables of up to ten rows each.
 
     Attributes:
-      calls: the calls that have run, the one that has taken the most time first.
-      late: the ranks that came last, over all calls, the one with the most seconds first: the stragglers.
+      calls: the most expensive first.
+      late: the ranks that came last, over all calls: the stragglers.
     """
 
     calls: tuple[CallStatistics, ...]
@@ -91,7 +87,9 @@ class Statistics(NamedTuple):
     def __str__(self) -> str:
         if not self.calls:
             return "jax_ring: no calls on CPU devices have been recorded.\n"
-        lines = [f"{'busy s':>9} {'waited s':>9} {'count':>9} {'bus GB/s':>9} {'bytes/rank':>12} {'ranks':>5} {'failed':>6}"]
+        lines = [
+            f"{'busy s':>9} {'waited s':>9} {'count':>9} {'bus GB/s':>9} {'bytes/rank':>12} {'ranks':>5} {'failed':>6}"
+        ]
         for each in self.calls[:ROWS]:
             lines += [
                 f"{each.busy:>9.3f} {each.waited:>9.3f} {each.count:>9} {each.bus_bandwidth / 1e9:>9.3f} "
@@ -110,13 +108,13 @@ class Statistics(NamedTuple):
 
 
 def statistics(*, reset: bool = False) -> Statistics:
-    """What the calls on CPU devices of this process have done since it began, and who was late.
+    """What this process's calls on CPU devices have taken, and who was late.
 
-    Every process has its own view of the calls that it takes part in. The ranks of one process that come last by a few
-    microseconds are those that the runtime starts last; look at the seconds, not at the count.
+    Every process sees the calls that it takes part in. Some rank comes last by microseconds: look at the seconds, not
+    at the count.
 
     Args:
-      reset: whether to count anew from now on, for example after the first steps, which compile.
+      reset: whether to count anew from now on, as after the first steps, which compile.
     """
     calls = []
     counts: collections.Counter[tuple[int, int]] = collections.Counter()  # by process and mesh position

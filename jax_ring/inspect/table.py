@@ -19,7 +19,7 @@ def wrapped(text: str) -> list[str]:
 
 
 def left_out(num_rows: int, field: str) -> list[str]:
-    return [f"  ... and {num_rows - ROWS} more: all are in .{field}"] if num_rows > ROWS else []
+    return [f"  ... {num_rows - ROWS} more in .{field}"] if num_rows > ROWS else []
 
 
 def table(

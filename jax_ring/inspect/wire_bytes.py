@@ -1,8 +1,8 @@
-"""Closed formulas for the bytes that a collective sends, one for each kind.
+"""Closed formulas for the bytes of each kind of collective.
 
-V is the message size as nccl-tests defines it: of the operand of an all-reduce or a reduce-scatter, and of the result
-of an all-gather or a ragged all-to-all, on one rank. The formulas for rings are from Patarasuk and Yuan, "Bandwidth
-optimal all-reduce algorithms for clusters of workstations" (2009); two-shot sends as much.
+V is the message size of nccl-tests: of the operand of an all-reduce or reduce-scatter, and of the result of an
+all-gather or ragged all-to-all, on one rank. Rings: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
+clusters of workstations" (2009); two-shot sends as much.
 """
 
 from collections.abc import Sequence
@@ -29,16 +29,15 @@ def wire_bytes(
     algorithm: str | Sequence[str] = "auto",
     num_terms: float = 1,
 ) -> float:
-    """Bytes that a rank sends in one call of a collective, on average over all ranks.
+    """Average bytes that a rank sends per call.
 
     Args:
       kind: all_reduce, reduce_scatter, all_gather, all_to_all, ragged_all_to_all, reduce, broadcast or permute.
-      num_bytes: the message size V, in bytes.
-      group_sizes: the number of ranks in each group.
-      algorithm: of an all-reduce, for all groups or one per group. With "one_shot" each rank sends its whole message to
-        every other rank.
-      num_terms: of a sum along the tree: how many terms a rank contributes, on average. Each is a message, and only the
-        result is not multiplied by them.
+      num_bytes: the message size V.
+      group_sizes: ranks per group.
+      algorithm: of an all-reduce, for all groups or for each. With "one_shot" each rank sends its message to every
+        other.
+      num_terms: of a sum along the tree: average messages of a rank; its result is sent once.
     """
     algorithms = [algorithm] * len(group_sizes) if isinstance(algorithm, str) else algorithm
 

@@ -11,24 +11,24 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to run, and how. Times are in seconds.
+    """What to run, and how; times in seconds.
 
     Attributes:
-      command: the script or module, and its arguments.
-      is_module: whether `command` begins with a module.
-      min_processes: the number of processes of this host without which the job cannot go on.
-      processes: the number of processes of this host.
-      devices: the number of devices of each process, if given.
-      max_restarts: how often processes may be started again.
-      backoff: the wait before the first restart. It doubles each time.
-      grace: the time that processes have after a signal to the launcher.
-      failure_grace: the time that they have after another process has failed.
-      leave_timeout: the time that members of an elastic job have to leave a generation after the first of them.
-      log_dir: the folder for a file of output per process, if given.
+      command: script or module, with arguments.
+      is_module: whether `command` is a module.
+      min_processes: of this host, without which the job ends.
+      processes: of this host.
+      devices: of each process, if given.
+      max_restarts: of processes.
+      backoff: before the first restart, then doubled.
+      grace: for processes after a signal to the launcher.
+      failure_grace: for them after another has failed.
+      leave_timeout: for members of an elastic job to leave a generation after the first.
+      log_dir: for a file of output per process, if given.
       nnodes: the number of hosts.
-      node_rank: the index of this host.
-      coordinator: host:port at which the launcher of host 0 listens to the others.
-      node_timeout: the time that the hosts have to find each other, at the start and after a failure.
+      node_rank: this host's index.
+      coordinator: host:port where host 0's launcher listens to the others.
+      node_timeout: for hosts to find each other, at the start and after a failure.
     """
 
     command: tuple[str, ...]
@@ -50,7 +50,7 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None, description: str) -> Options:
-    """Parses the command line; exits with status 2 and a message if it is wrong."""
+    """Parses the command line; exits with status 2 and a message if wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m jax_ring.launch", description=description, allow_abbrev=False,
         usage="%(prog)s [options] -n N (script | -m module) [arguments]",

@@ -1,4 +1,4 @@
-"""One attempt at a job: starts the processes of this host, watches over them, and ends them."""
+"""One attempt at a job: starts this host's processes, watches and ends them."""
 
 import asyncio
 import pathlib
@@ -19,10 +19,10 @@ class Plan(NamedTuple):
     """What to start.
 
     Attributes:
-      restart: how often the job has been started again.
-      slots: the places on this host that are used. They decide the devices.
-      first: the index of the first process of this host.
-      num_processes: the number of processes of all hosts.
+      restart: how often the job was restarted.
+      slots: the places used on this host, which decide the devices.
+      first: index of this host's first process.
+      num_processes: of all hosts.
       coordinator: host:port of the coordination service.
     """
 
@@ -37,10 +37,10 @@ class Outcome(NamedTuple):
     """How an attempt ended.
 
     Attributes:
-      status: for the launcher to exit with, if this attempt is the last.
-      failure: whose fault it was, if it failed.
-      is_stopped: whether a signal has told the launcher to end.
-      is_ended: whether host 0 has ended the job.
+      status: for the launcher to exit with if this is the last attempt.
+      failure: whose fault, if it failed.
+      is_stopped: whether a signal has ended it.
+      is_ended: whether host 0 has.
     """
 
     status: int
@@ -49,15 +49,13 @@ class Outcome(NamedTuple):
     is_ended: bool = False
 
     def blamed_on(self, cause: Failure | None) -> "Outcome":
-        """The same, or if it failed and there was a cause outside of the attempt's processes, that failure."""
+        """The same, or a failure for a cause outside of the attempt's processes."""
         if self.failure is None or self.is_stopped or cause is None:
             return self
         return self._replace(status=cause.status, failure=cause)
 
 
 class Attempt:
-    """The processes of one attempt."""
-
     def __init__(self, shared: Shared, plan: Plan, remote: Remote | None = None) -> None:
         self._shared, self._options, self._plan, self._remote = shared, shared.options, plan, remote
         self._log = shared.output.log
@@ -68,7 +66,6 @@ class Attempt:
         self._timers: list[asyncio.TimerHandle] = []
 
     async def run(self) -> Outcome:
-        """Starts the processes and returns when all have exited."""
         self._forget_events()
         try:
             for index, slot in enumerate(self._plan.slots):
@@ -91,13 +88,13 @@ class Attempt:
             self._shared.copying.extend(task for process in self._processes.values() for task in process.copying)
 
     def reap(self) -> None:
-        """Finds out which processes have exited. Call it after SIGCHLD."""
+        """Finds exited processes, after SIGCHLD."""
         for process in self._processes.values():
             if process.reap():
                 self._shared.queue.put_nowait(events.Exited(process.number))
 
     def _forget_events(self) -> None:
-        """Drops the events of the last attempt, except signals."""
+        """Drops the last attempt's events, except signals."""
         queue = self._shared.queue
         for _ in range(queue.qsize()):
             event = queue.get_nowait()
@@ -151,7 +148,7 @@ class Attempt:
                 return await self._terminate(signal.SIGTERM, self._options.failure_grace, reason)
 
     def _finished(self) -> Outcome | None:
-        """The outcome, if there is nothing left to wait for."""
+        """The outcome, once there is nothing to wait for."""
         if self._running():
             return None
         if self._elastic is not None and self._elastic.waits_for_replacements():
@@ -260,7 +257,7 @@ class Attempt:
         return Outcome(128 + signum, is_stopped=True)
 
     async def _terminate(self, signum: int, grace: float, reason: str) -> Outcome:
-        """Sends a signal to the running processes and waits for the grace period; `run` kills those that are left."""
+        """Signals the running processes and waits for the grace period; `run` kills the rest."""
         running = self._running()
         if running:
             reason += f"; sending {signal.Signals(signum).name} to ranks {format_ranks(running)}"
@@ -295,7 +292,7 @@ class Attempt:
         return self._outcome()
 
     def _note(self, event: events.Event) -> None:
-        """Takes from an event what it tells of the cause, while the processes are being ended."""
+        """Learns the cause from an event, while processes are being ended."""
         match event:
             case events.Asked(number, message, answer):
                 process = self._processes.get(number)
@@ -309,6 +306,6 @@ class Attempt:
 
 
 def _remove_memory(prefix: str) -> None:
-    """Removes the names of shared memory that processes leave which are killed while they connect to it."""
+    """Removes names of shared memory of processes killed while they connect."""
     for path in pathlib.Path("/dev/shm").glob(f"jax_ring-{prefix}*"):
         path.unlink(missing_ok=True)

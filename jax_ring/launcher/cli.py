@@ -1,9 +1,9 @@
 """`python -m jax_ring.launch -n 4 script.py`: Runs a script as several processes of `jax.distributed`.
 
-In the script, `jax.distributed.initialize()` needs no arguments. Each line of output is prefixed with the rank of its
-process. When a process fails, the launcher terminates the others, starts all of them again if it has restarts left
-(--max-restarts), and otherwise exits with the status of the failed one. It forwards SIGINT, SIGTERM and SIGHUP, and
-kills processes that are still running after the grace period. The standard input of the processes is empty.
+In the script, `jax.distributed.initialize()` needs no arguments. Output lines are prefixed with the process's rank.
+When a process fails, the launcher ends the others, starts all again if restarts are left (--max-restarts), or exits
+with the failed one's status. It forwards SIGINT, SIGTERM and SIGHUP, and kills what still runs after the grace period.
+Standard input is empty.
 """
 
 import asyncio
@@ -14,6 +14,5 @@ from jax_ring.launcher.multi_host.hosts import job
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status."""
     options = command_line.parse(arguments, (__doc__ or "").partition(": ")[2])
     return asyncio.run(job(options).run())

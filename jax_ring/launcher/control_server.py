@@ -1,4 +1,4 @@
-"""The launcher's end of `protocol.Control`: listens on a Unix socket, and passes on what processes ask."""
+"""The launcher's end of `protocol.Control`: a Unix socket whose messages it passes on."""
 
 import asyncio
 import json
@@ -49,7 +49,6 @@ class ControlServer:
             self._folder.cleanup()
 
     def tell(self, process: int, message: dict[str, Any]) -> None:
-        """Sends a message to a process, if it is connected."""
         for connection in self._connections.get(process, ()):
             connection.write(protocol.encode(message))
 
@@ -74,7 +73,6 @@ class ControlServer:
 
 
 def _peer_user(connection: Any) -> int | None:
-    """The user at the other end, where the system tells."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

@@ -1,4 +1,4 @@
-"""The environment variables of the processes that `jax_ring.launch` starts, and ports for coordinators."""
+"""Environment variables of launched processes, and ports for coordinators."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from jax_ring.launcher import protocol
 
 @contextlib.contextmanager
 def reserved_port(host: str = "127.0.0.1") -> Iterator[int]:
-    """A TCP port of this host that no other program gets, but on which a coordinator can listen."""
+    """A TCP port for a coordinator alone."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     with socket.socket(family) as holder:
         # The coordinator's socket has this option too: bound here without listening, the port is still free for it.
@@ -36,7 +36,7 @@ def variables(
     joins: bool = False,
     outer: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """The whole environment of a process.
+    """A process's whole environment.
 
     Args:
       member: its place in the generation that it starts in.
@@ -68,7 +68,7 @@ def variables(
 
 
 def _device_ids(slot: int, devices: int | None, outer: Mapping[str, str]) -> str | None:
-    """The GPUs of a process, as indices; None to keep the user's choice."""
+    """A process's GPUs, as indices; None for the user's choice."""
     given = outer.get("JAX_LOCAL_DEVICE_IDS")
     count = devices or 1
     own = range(slot * count, (slot + 1) * count)

@@ -292,7 +292,7 @@ def test_text_fits_a_terminal():
 def test_text_has_ten_rows_of_each_table():
     text = str(explained(lambda x: [ring_psum(jnp.tile(x, k), "i") for k in range(1, 13)]))
     assert text.count("  ring_psum ") == 10
-    assert "... and 2 more: all are in .collectives" in text
+    assert "... 2 more in .collectives" in text
 
 
 def test_no_collectives():

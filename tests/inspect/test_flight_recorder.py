@@ -74,7 +74,7 @@ def test_statistics_count_bytes_and_start_anew():
     assert "came last" in str(statistics)
     assert "ring_all_gather of float32[77]" in str(statistics)
     assert max(map(len, str(statistics).splitlines())) <= 80
-    assert "called at tests/inspect/test_flight_recorder.py:" in str(statistics)
+    assert "called at tests/inspect/test_flight_recorder.py:" in " ".join(str(statistics).split())
     assert jax_ring.statistics().calls == ()
     assert "no calls" in str(jax_ring.statistics())
 
@@ -85,7 +85,7 @@ def test_at_most_ten_rows_are_printed():
         sharded(lambda x: ring_psum(x, "i"))(jnp.ones(8 * size)).block_until_ready()
     text = str(jax_ring.statistics(reset=True))
     assert text.count("ring_psum of float32") == 10
-    assert "... and 2 more: all are in .calls" in text
+    assert "... 2 more in .calls" in text
 
 
 def test_the_straggler_is_named():

@@ -51,7 +51,7 @@ def check_what_is_known_without_process_2(capfd) -> str:
     assert table[1].startswith("  3 times ring_psum"), table
     assert table[3].startswith("  ring_pmax"), table
     assert table[5].startswith("> ring_psum"), table
-    assert table[6].endswith("process 2: NOT MADE"), table
+    assert "process 2: NOT MADE" in "".join(table[6:]), table
     assert stderr.count("jax_ring: the last calls") == 1
     return error
 

@@ -24,7 +24,7 @@ class Service:
         self._stand_ins: list[subprocess.Popen] = []
 
     def begin(self, address: str, num_processes: int) -> None:
-        """Makes it listen soon. Clients that connect earlier try again."""
+        """Makes it listen soon; clients that connect earlier try again."""
         assert self._process.stdin is not None
         self._address = address
         command = {"address": address, "num_processes": num_processes}
@@ -33,11 +33,11 @@ class Service:
             os.write(self._process.stdin.fileno(), json.dumps(command).encode() + b"\n")
 
     def stand_in(self, process_id: int) -> None:
-        """Lets the others connect when a process has died that may not have connected."""
+        """Lets others connect when a process has died that may not have."""
         self._stand_ins.append(_start(self._output, "stand-in", self._address, str(process_id)))
 
     async def started(self) -> bool:
-        """Waits until it listens; returns whether it does."""
+        """Waits until it listens; returns whether."""
         assert self._process.stdout is not None
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -49,13 +49,13 @@ class Service:
             transport.close()
 
     def failure(self) -> Failure | None:
-        """How it has ended by itself, if it has. It takes its clients with it, which are not to blame."""
+        """How it ended by itself, if so, with clients that are not to blame."""
         status = self._process.poll()
         name = f"the coordination service (pid {self._process.pid})"
         return None if status is None else from_status(name, NO_RANK, status)
 
     def end(self) -> None:
-        """Ends it. Clients that are still connected abort their processes."""
+        """Ends it; clients still connected abort."""
         for process in (*self._stand_ins, self._process):
             process.kill()
             process.wait()

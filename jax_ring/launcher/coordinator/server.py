@@ -1,11 +1,10 @@
-"""JAX's coordination service in a process of its own, so that no process of a job is special.
+"""JAX's coordination service in its own process, so that no process of a job is special.
 
-The launcher runs this file by its path, one process per service. The process loads jaxlib, then reads one command from
-its standard input, a JSON object, starts the service, and answers. It ends with its input, so it does not outlive the
-launcher. `worker.py` loads the file as well, for `without_service`.
+The launcher runs this file by path, a process per service. It loads jaxlib, reads one JSON command from standard input,
+starts the service, answers, and ends with its input. `worker.py` loads the file for `without_service`.
 
-It uses private names of JAX, as only `jax_ring/_compat.py` does otherwise. It must not import the package: that takes
-seconds in the service's process, and in a script's process it would import JAX too early.
+It uses private names of JAX beside `jax_ring/_compat.py`, because it must not import the package: that takes seconds,
+and in a script's process would import JAX too early.
 """
 
 import contextlib
@@ -23,12 +22,11 @@ _HEARTBEAT_SECONDS = 100
 def start_service(address: str, num_processes: int) -> Any:
     """Starts a service that survives the death of its clients.
 
-    The service of a recoverable job neither passes on a client's death to the others nor makes them wait for each
-    other when they exit.
+    It neither passes a client's death on nor makes clients wait for each other when they exit.
 
     Args:
-      address: host:port at which to listen.
-      num_processes: the number of clients. Each blocks in `connect` until all have connected.
+      address: host:port to listen at.
+      num_processes: clients, each of which blocks in `connect` until all have connected.
     """
     from jaxlib import _jax
 
@@ -39,10 +37,10 @@ def start_service(address: str, num_processes: int) -> Any:
 
 @contextlib.contextmanager
 def without_service() -> Iterator[None]:
-    """Until the end of the block, `jax.distributed.initialize` starts no service in process 0.
+    """Within the block, `jax.distributed.initialize` starts no service in process 0.
 
     Raises:
-      RuntimeError: if this version of JAX starts its service in another way.
+      RuntimeError: if this JAX starts its service in another way.
     """
     from jax._src import distributed
 
@@ -63,8 +61,6 @@ def without_service() -> Iterator[None]:
 
 
 class _WithoutService:
-    """A module of jaxlib, except that it starts no service."""
-
     def __init__(self, module: Any) -> None:
         self._module = module
 
@@ -78,7 +74,7 @@ class _WithoutService:
 def stand_in(address: str, process_id: int) -> None:
     """Connects for a process that has died.
 
-    Clients wait in `connect` until all have connected, and abort their processes if one does not come.
+    Others wait in `connect` for it, and would abort.
     """
     from jaxlib import _jax
 

@@ -1,29 +1,27 @@
-"""Who is a member of an elastic job: decides when a generation is formed, of which processes, and who is overdue."""
+"""Who is a member of an elastic job: when a generation is formed, of whom, and who is overdue."""
 
 from typing import NamedTuple
 
 
 class Formation(NamedTuple):
-    """A generation: the launcher's numbers of its members, by process index, and of the spares."""
+    """A generation: the launcher's numbers of members, by process index, and of spares."""
 
     members: tuple[int, ...]
     spares: tuple[int, ...]
 
 
 class Refusal(NamedTuple):
-    """There will be no other generation."""
-
     reason: str
 
 
 class Membership:
-    """The processes of an elastic job. It holds no process and reads no clock.
+    """The processes of an elastic job, without handles or clocks.
 
     Attributes:
-      generation: the number of the generation.
-      members: the launcher's numbers of its members, by process index, also of those that have ended.
-      alive: all processes that are running, among them those that start and have never been members.
-      waiting: those that wait for the next generation, with their reasons.
+      generation: its number.
+      members: their numbers in the launcher, by process index, ended ones too.
+      alive: running processes, also those that were never members.
+      waiting: for the next generation, with reasons.
     """
 
     def __init__(self, members: list[int], min_processes: int, multiple_of: int | None) -> None:
@@ -35,7 +33,7 @@ class Membership:
         self.min_processes, self.multiple_of = min_processes, multiple_of
 
     def size(self, candidates: int) -> int:
-        """How many of so many processes can be members."""
+        """How many of so many can be members."""
         if self.multiple_of is None:
             return candidates
         return max((d for d in range(1, candidates + 1) if self.multiple_of % d == 0), default=0)
@@ -50,27 +48,27 @@ class Membership:
         self.waiting.pop(process, None)
 
     def left(self, process: int, after: int, reason: str) -> None:
-        """A process has left a generation, or was in none (-1), and waits for the next.
+        """A process has left a generation, or none (-1), and waits for the next.
 
         Raises:
-          ValueError: if it cannot have been in that generation.
+          ValueError: if it cannot have been in it.
         """
         if after > self.generation or (process in self.members and after != self.generation):
             raise ValueError(f"next_generation(after={after}): the generation is {self.generation}")
         self.waiting[process] = reason
 
     def members_left_over(self) -> list[int]:
-        """The members that are running and have not left the generation."""
+        """Running members that have not left."""
         return [process for process in self.members if process in self.alive and process not in self.waiting]
 
     def is_leaving(self) -> bool:
-        """Whether some members have left the generation and others are to follow."""
+        """Whether some members have left and others are to follow."""
         return any(process in self.waiting for process in self.members)
 
     def is_change_pending(self) -> bool:
-        """Whether the members should leave: one has died, or there would be more if the generation were formed anew.
+        """Whether members should leave: one has died, or a new generation would have more.
 
-        Members that the dead one owes something get an error as well; but not if it dies before they have connected.
+        Members that wait for the dead one get an error as well, but not before they have connected.
         """
         members = self.members_left_over()
         if any(process in self._died for process in self.members):
@@ -80,9 +78,9 @@ class Membership:
         return self.size(len(members) + len(self.waiting)) > len(members)
 
     def decide(self, to_come: int) -> Formation | Refusal | None:
-        """What is to be done now; None to wait.
+        """What to do now; None to wait.
 
-        to_come: how many processes will still be started, beside those that are running.
+        to_come: processes still to be started.
         """
         if not self.waiting or self.members_left_over():
             return None
@@ -101,7 +99,6 @@ class Membership:
         )
 
     def form(self, formation: Formation) -> None:
-        """The generation has been formed."""
         self.generation += 1
         self.members = list(formation.members)
         for process in formation.members + formation.spares:

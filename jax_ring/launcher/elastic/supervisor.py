@@ -1,4 +1,4 @@
-"""Carries out the membership of an elastic job: services, replacements, and processes that do not leave in time."""
+"""Carries out an elastic job's membership: services, replacements, overdue processes."""
 
 import asyncio
 import contextlib
@@ -23,10 +23,10 @@ Answer = Callable[[dict[str, Any]], None]
 
 
 class Elastic:
-    """The membership of one attempt at an elastic job.
+    """The membership in one attempt.
 
-    start: starts a process in a slot, with a rank to be called by; raises OSError.
-    later: puts an event into the queue after some seconds, unless the attempt has ended.
+    start: starts a process in a slot with a rank to be called by; raises OSError. later: queues an event after some
+    seconds, unless the attempt has ended.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Elastic:
         self._services: list[tuple[Service, tuple[int, ...]]] = []  # with the members
 
     def close(self) -> None:
-        """Ends the services. Call it when no process runs."""
+        """Ends the services, once no process runs."""
         if self._forming is not None:
             self._forming.cancel()
         for service in [self._ready, *(service for service, _ in self._services)]:
@@ -66,11 +66,9 @@ class Elastic:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a process has enlisted."""
         return self._membership is not None
 
     def asked(self, process: Process, message: dict[str, Any], answer: Answer) -> None:
-        """A process has sent a message."""
         try:
             if message["do"] == "enlist":
                 self._enlist(message["min_processes"], message["multiple_of"])
@@ -112,12 +110,11 @@ class Elastic:
             )
 
     def finished(self, process: Process) -> None:
-        """A process has exited with status 0."""
         self._has_finished = True
         self._ended(process, is_failure=False)
 
     def died(self, process: Process, failure: Failure) -> str | None:
-        """A process has failed. Returns why the job has to end, or None."""
+        """A process has failed; returns why the job ends, or None."""
         self._ended(process)
         if self._refused or self._is_dismissed:
             return None
@@ -151,7 +148,6 @@ class Elastic:
                 self._services.remove(entry)
 
     def replace(self, slot: int, rank: int) -> None:
-        """Replaces a process that died."""
         self._replacing -= 1
         if self._has_finished or self._refused:
             return
@@ -165,19 +161,16 @@ class Elastic:
             self._membership.started(process.number)
 
     def waits_for_replacements(self) -> bool:
-        """Whether a process will be started, so that the job goes on without any."""
         return self._replacing > 0 and not self._has_finished and not self._refused
 
     def has_finished(self) -> bool:
-        """Whether some process has finished the job."""
         return self._has_finished and not self._refused
 
     def ticked(self) -> None:
-        """The tick that was asked for has come."""
         self._is_ticking = False
 
     def advance(self) -> str | None:
-        """Takes the decisions that are due. Returns why the job has to end, or None."""
+        """Takes due decisions; returns why the job ends, or None."""
         membership = self._membership
         if membership is None or self._refused:
             return None
@@ -207,7 +200,7 @@ class Elastic:
             self._shared.server.tell(number, {"change_pending": True})
 
     def _dismiss(self) -> None:
-        """Ends processes that wait for a generation that is not needed: the members have finished."""
+        """Ends processes that wait when the members have finished."""
         if self._is_dismissed:
             return
         self._is_dismissed = True
@@ -224,7 +217,7 @@ class Elastic:
         return reason
 
     def _end_overdue(self, membership: Membership) -> None:
-        """Kills members that are stopped, or take too long, while others wait for them."""
+        """Kills members that are stopped or late while others wait."""
         overdue = []
         if membership.is_leaving():
             overdue = self._end_those_who_stay(membership)
@@ -260,7 +253,7 @@ class Elastic:
         return overdue
 
     def _end_those_who_are_stopped(self, membership: Membership) -> list[int]:
-        """No member has noticed that one is stopped, as when it is the only one. Those who want to join wait for it."""
+        """No member notices that another is stopped when it is the only one; joiners wait for it."""
         now, members = asyncio.get_running_loop().time(), membership.members_left_over()
         stopped = [number for number in members if self._processes[number].is_stopped()]
         self._stopped_since = {number: self._stopped_since.get(number, now) for number in stopped}
@@ -274,7 +267,7 @@ class Elastic:
         return members
 
     async def _form(self, membership: Membership, formation: Formation) -> None:
-        """Starts a service and tells the members, unless one of them has ended meanwhile."""
+        """Starts a service and tells the members, unless one has ended."""
         service, self._ready = self._ready, Service(self._shared.output)
         address = f"127.0.0.1:{self._ports.enter_context(reserved_port())}"
         service.begin(address, len(formation.members))
