@@ -1,4 +1,4 @@
-"""The options of a collective: which algorithm moves the data, in which order values are folded, on which stream."""
+"""A collective's options: algorithm, order of folding, stream."""
 
 import contextlib
 import contextvars
@@ -20,9 +20,9 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of one call. They are parameters of the primitive, so they are hashable and the same on all ranks.
+    """Options of one call, hashable parameters of the primitive, the same on all ranks.
 
-    Not a tuple: in a parameter that is one JAX looks for programs, several times for each equation.
+    No tuple: JAX looks in those for programs, several times per equation.
     """
 
     algorithm: Algorithm = "auto"
@@ -34,13 +34,12 @@ class Options:
     apart: bool = False  # whether the call is never joined with others, such as one for a bucket of gradients
 
     def of_sum(self, order: Order) -> "Options":
-        """These with another order."""
         return dataclasses.replace(self, order=order)
 
     def ignored_by_xla(self) -> str:
-        """The options that XLA's collectives do not follow, written as keyword arguments; empty if there are none.
+        """Options that XLA ignores, as keyword arguments; maybe empty.
 
-        The order "tree" is followed: XLA then moves the data, and the program adds it up.
+        Not order "tree": XLA then moves, and the program adds.
         """
         ignored = {"algorithm": self.algorithm != "auto", "order": self.order == "ring"}
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in ignored if ignored[name])
@@ -52,9 +51,9 @@ _defaults = contextvars.ContextVar("defaults", default=_DEFAULT)
 
 @contextlib.contextmanager
 def bucketed(overlap: bool) -> Iterator[None]:
-    """For the collectives that are called within, which have buckets as operands.
+    """For collectives with buckets as operands.
 
-    overlap: whether a GPU runs them beside its computation.
+    overlap: whether GPUs run them beside their computation.
     """
     token = _defaults.set(Options(overlap=overlap, apart=True))
     try:
@@ -64,16 +63,16 @@ def bucketed(overlap: bool) -> Iterator[None]:
 
 
 def check_choice(function: str, name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raises ValueError unless `value`, the argument `name` of `function`, is one of the choices."""
+    """Raises ValueError unless `value`, argument `name` of `function`, is a choice."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
 
 
 def integer(function: str, name: str, value: Any) -> int:
-    """`value`, the argument `name` of `function`, as a Python integer.
+    """`value`, argument `name` of `function`, as a Python integer.
 
     Raises:
-      TypeError: if it is none, or is traced; that error is JAX's, which says where the value comes from.
+      TypeError: if it is none, or traced: JAX's error, with the value's origin.
     """
     try:
         return operator.index(value)
@@ -84,15 +83,15 @@ def integer(function: str, name: str, value: Any) -> int:
 
 
 def check_function(function: str, name: str, value: Any) -> None:
-    """Raises TypeError unless `value`, the argument `name` of `function`, can be called."""
+    """Raises TypeError unless `value`, argument `name` of `function`, can be called."""
     if not callable(value):
         raise TypeError(f"{function}: {name} must be a function, got {value!r}")
 
 
 def array_or_none(value: Any) -> jax.Array | np.ndarray | None:
-    """`value` as an array, which may have no dimensions; None if it is neither an array nor a number.
+    """`value` as an array, maybe without dimensions; None if it is no array or number.
 
-    Where a function is only made, an array of JAX would start its backend, and so fix the number of devices.
+    Of NumPy: JAX's would start its backend, and fix the number of devices.
     """
     if isinstance(value, jax.Array):
         return value
@@ -102,7 +101,7 @@ def array_or_none(value: Any) -> jax.Array | np.ndarray | None:
 
 
 def check_arrays(function: str, name: str, tree: Any) -> None:
-    """Raises TypeError unless the leaves of `tree`, the argument `name` of `function`, are arrays or numbers.
+    """Raises TypeError unless the leaves of `tree`, argument `name` of `function`, are arrays or numbers.
 
     What has a dtype stands for an array, such as `jax.ShapeDtypeStruct`.
     """

@@ -7,19 +7,15 @@ from jax_ring.launcher.failures import Failure
 
 
 class Exited(NamedTuple):
-    """A process of this host has exited."""
-
     process: int
 
 
 class Signalled(NamedTuple):
-    """The launcher has received a signal."""
-
     signum: int
 
 
 class Asked(NamedTuple):
-    """A process has sent a message, to which `answer` replies."""
+    """A process has sent a message, to be answered by `answer`."""
 
     process: int
     message: dict[str, Any]
@@ -27,35 +23,29 @@ class Asked(NamedTuple):
 
 
 class Reminder(NamedTuple):
-    """A time has come: that of `process` to exit after it has reported its failure, or of all, to name their cause."""
+    """`process` should have exited after reporting its failure, or all have named their cause."""
 
     process: int | None
 
 
-class Tick(NamedTuple):
-    """It is time to look again."""
+class Tick(NamedTuple): ...
 
 
 class Replace(NamedTuple):
-    """It is time to replace a process that died."""
-
     slot: int
     rank: int
 
 
 class RemoteFailed(NamedTuple):
-    """A process of another host has failed."""
-
     node: int
     failure: Failure
 
 
-class RemoteChanged(NamedTuple):
-    """What is known of other hosts has changed."""
+class RemoteChanged(NamedTuple): ...
 
 
 class RemoteStart(NamedTuple):
-    """The launcher of host 0 wants an attempt to start: the fields of its plan that do not depend on this host."""
+    """Host 0's launcher starts an attempt: the fields of its plan that all hosts share."""
 
     restart: int
     first: int
@@ -64,7 +54,7 @@ class RemoteStart(NamedTuple):
 
 
 class RemoteStop(NamedTuple):
-    """The launcher of host 0 wants this host's processes to end, within a grace period in seconds."""
+    """Host 0's launcher ends this host's processes, within a grace period in seconds."""
 
     signum: int
     grace: float
@@ -72,8 +62,6 @@ class RemoteStop(NamedTuple):
 
 
 class RemoteEnd(NamedTuple):
-    """The job has ended."""
-
     status: int
     reason: str
 

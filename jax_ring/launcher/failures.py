@@ -14,11 +14,11 @@ class Failure:
     """The failure of a process.
 
     Attributes:
-      name: of the process, as in messages.
-      rank: its index when the job started; NO_RANK for a process of the launcher's own.
-      what: what happened, to follow the name.
+      name: of the process, for messages.
+      rank: its first index; NO_RANK for a process of the launcher.
+      what: what happened, after the name.
       status: for the launcher to exit with.
-      caused_by: the index of the process that it blames; -1 if another one that is not known; None for itself.
+      caused_by: the process it blames; -1 if unknown, None for itself.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Failure:
 
 
 def from_status(name: str, rank: int, status: int) -> Failure:
-    """A process that has ended with a status other than 0, and without a report."""
+    """A status other than 0, without a report."""
     return Failure(name, rank, describe_status(status), status if status > 0 else 128 - status)
 
 
 def from_report(name: str, rank: int, report: dict[str, Any]) -> Failure:
-    """A process that has reported the exception that ends it."""
+    """A report of the exception that ended it."""
     lines = str(report.get("message", "")).strip().splitlines()
     text = lines[0] if lines else ""
     if len(text) > _MESSAGE_LENGTH:
@@ -52,7 +52,7 @@ def from_report(name: str, rank: int, report: dict[str, Any]) -> Failure:
 
 
 class Failures:
-    """The failures of one attempt, in the order in which they became known."""
+    """An attempt's failures, in the order in which they became known."""
 
     def __init__(self) -> None:
         self._of: dict[int | tuple[int, int], Failure] = {}  # by the launcher's number, or (host, rank) of other hosts
@@ -61,23 +61,21 @@ class Failures:
         return bool(self._of)
 
     def of(self, process: int) -> Failure | None:
-        """The failure of a process, if it has one."""
         return self._of.get(process)
 
     def add(self, process: int | tuple[int, int], failure: Failure) -> Failure:
-        """Adds a failure unless the process has one, which is kept. Returns that of the process."""
+        """Adds a failure unless the process has one; returns the process's."""
         return self._of.setdefault(process, failure)
 
     def forget(self, process: int) -> None:
-        """Forgets a failure that the job has survived."""
         self._of.pop(process, None)
 
     def survived(self, process: int) -> None:
-        """The job has survived all failures but that of this process."""
+        """The job has survived all failures but this process's."""
         self._of = {key: failure for key, failure in self._of.items() if key == process}
 
     def first(self) -> Failure | None:
-        """The first failure that was the process's own fault; without any, the first."""
+        """The first failure by a process's own fault; without any, the first."""
         own = [failure for failure in self._of.values() if failure.is_own]
         return next(iter(own or self._of.values()), None)
 

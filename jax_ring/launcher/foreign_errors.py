@@ -1,6 +1,6 @@
-"""What errors of JAX, XLA, Gloo and Python say: their texts are all that tells them apart.
+"""Texts of errors of JAX, XLA, Gloo and Python, which tell them apart.
 
-In this folder, because `worker.py` loads it by its path, without the package, and all other parts may import it.
+`worker.py` loads this file by path, without the package.
 """
 
 import re

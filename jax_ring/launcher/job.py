@@ -1,4 +1,4 @@
-"""A job on one host: one attempt after the other, as long as there are restarts left."""
+"""A job on one host: attempts, as long as restarts are left."""
 
 import asyncio
 import itertools
@@ -24,8 +24,6 @@ _DRAIN_SECONDS = 1.0
 
 
 class Job:
-    """Runs the processes of this host until they succeed, or fail for good."""
-
     def __init__(self, options: Options) -> None:
         self._options = options
         self._queue: asyncio.Queue[events.Event] = asyncio.Queue()
@@ -34,7 +32,7 @@ class Job:
         self._attempt: Attempt | None = None
 
     async def run(self) -> int:
-        """Runs the job and returns the launcher's exit status."""
+        """Returns the launcher's exit status."""
         self._output = Output(sys.stdout, sys.stderr, lambda: self._signalled(signal.SIGPIPE))
         server = ControlServer(lambda process, message, answer: self._asked(process, message, answer))
         self._shared = Shared(
@@ -52,14 +50,14 @@ class Job:
         return await self._drained(outcome)
 
     def take_restart(self) -> bool:
-        """Uses up one of the restarts; returns whether there was one."""
+        """Uses up a restart; returns whether there was one."""
         if self._restarts == self._options.max_restarts:
             return False
         self._restarts += 1
         return True
 
     def backoff(self) -> float:
-        """The wait before the restart that was taken last, in seconds."""
+        """The seconds before the last restart taken."""
         return min(self._options.backoff * 2 ** (self._restarts - 1), _LONGEST_BACKOFF_SECONDS)
 
     async def _attempts(self) -> Outcome:
@@ -83,7 +81,7 @@ class Job:
         return outcome
 
     async def _backed_off(self, failure: Failure | None) -> Outcome | None:
-        """Waits before the restart that was taken last; returns the outcome if a signal ends the job meanwhile."""
+        """Waits before that restart; returns the outcome if a signal ends the job."""
         wait = self.backoff()
         self._output.log(f"failed: {failure}; restart {self._restarts} of {self._options.max_restarts} in {wait:g} s")
         signum = await self._signal_within(wait)
@@ -128,7 +126,7 @@ class Job:
             self._attempt.reap()
 
     async def _signal_within(self, seconds: float | None) -> int | None:
-        """Waits; returns the signal that the launcher has received meanwhile, or None. Other events stay queued."""
+        """Waits; returns a signal received meanwhile, or None. Other events stay queued."""
         others: list[events.Event] = []
         try:
             async with asyncio.timeout(seconds):
@@ -146,7 +144,7 @@ class Job:
                 self._queue.put_nowait(event)
 
     async def _within(self, waiting: Awaitable[None], seconds: float | None) -> tuple[int | None, bool]:
-        """Waits for something, but not longer; returns a signal that came meanwhile, and whether it has happened."""
+        """Waits for something; returns a signal received meanwhile, and whether it happened."""
         task = asyncio.ensure_future(waiting)
         signals = asyncio.create_task(self._signal_within(seconds))
         await asyncio.wait({task, signals}, return_when=asyncio.FIRST_COMPLETED)
@@ -157,10 +155,9 @@ class Job:
         return signum, is_done
 
     async def _drained(self, outcome: Outcome) -> int:
-        """Waits until the output has been written, and returns the exit status.
+        """Waits until output is written; returns the exit status.
 
-        What a job that succeeds has written is not lost, however slowly it is read; a signal ends the wait. A job that
-        has failed, or was told to end, does not wait for a reader that has stopped reading.
+        A success waits for slow readers, until a signal; a failure does not.
         """
         patience = None if outcome.status == 0 else _DRAIN_SECONDS if outcome.is_stopped else self._options.grace
         signum, _ = await self._within(self._all_written(), patience)

@@ -1,4 +1,4 @@
-"""One description of a call on its way through lowering: what it computes, and who serves it."""
+"""The description of a call in lowering: what it computes, and who serves it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,10 +15,10 @@ class Service(NamedTuple):
     """Who serves a call.
 
     Attributes:
-      levels: the groups that an engine serves, and those that XLA serves; None if XLA serves the whole call.
+      levels: groups of the engine and of XLA; None if XLA serves the whole call.
       engine: "cpu" or "cuda".
-      why_not: why no engine serves the call, if `levels` is None.
-      automatic_axes: the mesh axes that the enclosing shard_maps leave to the compiler, of more than one device.
+      why_not: the reason, if `levels` is None.
+      automatic_axes: axes that enclosing shard_maps leave to the compiler, of more than one device.
     """
 
     levels: Levels | None
@@ -28,23 +28,20 @@ class Service(NamedTuple):
 
 
 class CallSpec(NamedTuple):
-    """A call of a collective. Its primitive knows the function, the kind and the reduction; lowering adds the rest.
+    """A call of a collective: function, kind and reduction from its primitive, the rest from lowering.
 
     Attributes:
-      function: the name of the public function, for messages.
-      kind: what it does.
+      function: the public function, for messages.
       op: the reduction: "sum", "max" or "min".
-      to_xla: (ctx, operand, **params of the primitive) to the results for one operand, by XLA's collectives.
-      axes, axis_index_groups, options: parameters that all primitives have.
+      to_xla: (ctx, operand, **params) to the results for one operand, by XLA.
+      axes, axis_index_groups, options: parameters of all primitives.
       axis_size, dimension, tiled, concat_dimension, root, perm: parameters of some, see `Kind.params`.
-      groups: of mesh positions that communicate with each other, each in rank order.
-      service: who serves the call.
-      description: names it in errors, without its line: equal calls have equal descriptions.
-      group_trees: along which it adds if its order is "tree" and its groups do not have all ranks of their trees.
-      part: the first element and the number of elements of the part that the operand of a reduce-scatter or the result
-        of an all-gather is, of an array of one dimension, which the call has in its stead. An all-gather takes the
-        array with the parts before as well, if there are any. Further operands are not read, but awaited.
-      rounds_to: the float of 16 bits to which a reduce-scatter of a part rounds float32 before it adds; else empty.
+      groups: of mesh positions, in rank order.
+      description: for errors, without the line; equal for equal calls.
+      group_trees: of order "tree" where groups lack some ranks of their trees.
+      part: (offset, length) of the slice of a 1-D array that a reduce-scatter reads or an all-gather writes. An
+        all-gather also takes the array with earlier parts, if any. Further operands are awaited, not read.
+      rounds_to: the 16-bit float to which a reduce-scatter of a part rounds float32 before adding; else empty.
     """
 
     function: str
@@ -69,33 +66,32 @@ class CallSpec(NamedTuple):
 
     @property
     def levels(self) -> Levels:
-        """How the groups are split between hosts, if an engine serves the call."""
+        """The groups' split between hosts, if an engine serves the call."""
         assert self.service.levels is not None
         return self.service.levels
 
     @property
     def is_sum(self) -> bool:
-        """Whether its result depends on the order in which it folds."""
+        """Whether the order of the fold affects the result."""
         return self.kind.adds and self.op == "sum"
 
     @property
     def adds_along_tree(self) -> bool:
-        """Whether it adds along a tree."""
         return self.kind.adds and self.options.order == "tree"
 
     @property
     def params(self) -> dict[str, Any]:
-        """The parameters of the primitive, without the options."""
+        """The primitive's parameters, without options."""
         names = ("axes", "axis_index_groups", *self.kind.params)
         return {name: getattr(self, name) for name in names}
 
     @property
     def blocks(self) -> dict[str, Any]:
-        """The blocks of its operands and results in the user's arrays, as arguments of the functions in layout.py."""
+        """The blocks in the user's arrays, as arguments of layout.py."""
         return {"axis_size": self.axis_size, "dimension": self.dimension, "tiled": self.tiled}
 
     def within_hosts(self, kind: Kind, **changes: Any) -> "CallSpec":
-        """The call of this kind between the ranks of each host that is a step of this one."""
+        """The call of this kind between each host's ranks that is a step of this one."""
         levels = self.levels
         return self._replace(
             kind=kind,

@@ -1,4 +1,4 @@
-"""Decides who serves a call: an engine, XLA's collective, or both, the engine within hosts and XLA across them."""
+"""Decides who serves a call: an engine, XLA, or the engine within hosts and XLA across them."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,6 @@ from jax_ring.options import Options
 
 
 def service_of(ctx, call: CallSpec) -> Service:
-    """Who serves the call under lowering."""
     if shapes := symbolic_shapes(ctx):
         why_not = f"in a shard_map, JAX does not refine custom calls of a symbolic shape, here {shapes[0]}"
         return Service(None, why_not=why_not)
@@ -22,9 +21,9 @@ def service_of(ctx, call: CallSpec) -> Service:
 
 
 def lowering_key(ctx, state: LoweringState, params: dict) -> tuple:
-    """Cache key of the call under lowering: calls with equal keys lower identically, their lines apart.
+    """Cache key: calls with equal keys lower identically, except for lines.
 
-    state: of its module. params: of its primitive.
+    state: of the module. params: of the primitive.
     """
     return (
         ctx.primitive,
@@ -38,25 +37,24 @@ def lowering_key(ctx, state: LoweringState, params: dict) -> tuple:
 
 
 def groups_of(ctx, axes, axis_index_groups) -> tuple[tuple[int, ...], ...]:
-    """The groups of mesh positions within which the call under lowering communicates, each in rank order."""
+    """The call's groups of mesh positions, in rank order."""
     key = (ctx.module_context.axis_context, axes, axis_index_groups)
     return state_of(ctx).once(("groups", *key), replica_groups, *key)
 
 
 def symbolic_shapes(ctx) -> list[str]:
-    """The shapes of the operands that have symbolic dimensions, in a program that `jax.export` lowers."""
+    """Operand shapes with symbolic dimensions, in a program of `jax.export`."""
     return [f"({', '.join(map(str, aval.shape))})" for aval in ctx.avals_in if set(map(type, aval.shape)) - {int}]
 
 
 def platforms_of(ctx) -> tuple[str, ...]:
-    """The platforms for which the call under lowering is lowered."""
     return tuple(ctx.platforms or ctx.module_context.platforms)
 
 
 def who_serves(
     platforms: tuple[str, ...], axis_context, groups, kind: Kind, options: Options, perm: Pairs | None = None
 ) -> Service:
-    """Who serves a call of this kind in these groups of mesh positions. perm: of a permutation."""
+    """Who serves a call of this kind in these groups. perm: of a permutation."""
     if len(platforms) > 1 or platforms[0] not in tuning.PLATFORMS:
         return Service(None, why_not=f"the program is lowered for {' and '.join(platforms)}")
     if not isinstance(axis_context, _compat.SPMDAxisContext):
@@ -79,7 +77,7 @@ def who_serves(
 
 
 def replica_groups(axis_context, axes, axis_index_groups: Sequence | None) -> tuple[tuple[int, ...], ...]:
-    """The groups of mesh positions within which a call over `axes` communicates, each in rank order."""
+    """The groups of mesh positions of a call over `axes`, in rank order."""
     groups = [tuple(map(int, group)) for group in _compat.axis_groups(axis_context, axes)]
     if axis_index_groups is None:
         return tuple(groups)

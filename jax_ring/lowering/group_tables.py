@@ -1,4 +1,4 @@
-"""Groups of mesh positions as tables, which a rank reads at its own position."""
+"""Groups as tables that a rank reads at its mesh position."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ Groups = Sequence[Sequence[int]]  # of mesh positions
 
 
 def group_table(groups: Groups) -> np.ndarray:
-    """For each position, the index of its group."""
+    """By position, its group's index."""
     table = np.zeros(sum(map(len, groups)), np.int32)
     for i, group in enumerate(groups):
         table[list(group)] = i
@@ -16,7 +16,7 @@ def group_table(groups: Groups) -> np.ndarray:
 
 
 def rank_table(groups: Groups) -> np.ndarray:
-    """For each position, its rank in its group."""
+    """By position, its rank in its group."""
     table = np.zeros(sum(map(len, groups)), np.int32)
     for group in groups:
         table[list(group)] = range(len(group))

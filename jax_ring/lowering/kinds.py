@@ -1,4 +1,4 @@
-"""What differs between the kinds of collectives, in one table."""
+"""Differences between kinds of collectives, as a table."""
 
 from dataclasses import dataclass
 
@@ -15,15 +15,14 @@ class Kind:
 
     Attributes:
       name: a key of `runtime.TARGETS`.
-      params: the parameters of its primitives, besides those that all have.
-      adds: whether each rank contributes to sums, in an order that is an option.
-      scatters: whether an operand consists of blocks, one per rank.
+      params: of its primitives, besides common ones.
+      adds: whether ranks contribute to sums, in an optional order.
+      scatters: whether an operand has a block per rank.
       gathers: whether a result does.
-      in_place: whether a result may overwrite its operand. In other kinds, peers may still read a rank's operand when
-        its result is written.
-      joins: whether each operand has a result of its own, so that one call can take the operands of several.
-      has_xla: whether XLA has this collective. It has an all-reduce in the place of the others.
-      is_ragged: whether sizes are known at run time alone.
+      in_place: whether a result may overwrite its operand, which in other kinds peers may still read.
+      joins: whether each operand has its own result, so that calls can be joined.
+      has_xla: whether XLA has it; others become an all-reduce.
+      is_ragged: whether sizes are known only at run time.
     """
 
     name: str
@@ -37,12 +36,12 @@ class Kind:
     is_ragged: bool = False
 
     def by_xla(self, platforms: tuple[str, ...]) -> str:
-        """The name of XLA's collective to which a call of this kind lowers where no engine serves it."""
+        """XLA's collective where no engine serves the call."""
         is_wrong = self is REDUCE_SCATTER and "cpu" in platforms and _compat.WRONG_REDUCE_SCATTER_ON_CPU
         return self.name if self.has_xla and not is_wrong else ALL_REDUCE.name
 
     def refusal(self, op: str, dtype) -> str:
-        """Why it does not take operands of a dtype, with places for the function and their type; empty if it does.
+        """Why it refuses a dtype, with places for function and type; empty if it does not.
 
         op: the reduction.
         """
@@ -59,7 +58,7 @@ class Kind:
 
 
 def is_number(dtype) -> bool:
-    """Whether a dtype is not one that NumPy does not know, such as that of random keys, nor float0, without values."""
+    """Whether NumPy knows a dtype: no random keys, and no float0."""
     return isinstance(dtype, np.dtype) and dtype != jax.dtypes.float0
 
 

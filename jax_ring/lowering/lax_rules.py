@@ -1,4 +1,4 @@
-"""The lowerings that `override_lax()` puts in the place of JAX's own."""
+"""The lowerings that `override_lax()` puts in place of JAX's."""
 
 import operator
 import warnings
@@ -30,9 +30,9 @@ _OVERRIDDEN = {
 
 
 def make_rules() -> dict:
-    """By primitive of JAX: a function from JAX's rule to one that is used instead.
+    """By primitive of JAX: from JAX's rule to its replacement.
 
-    In threads in which the override is off, JAX's rule lowers.
+    JAX's rule lowers where the override is off.
     """
     by_primitive: dict = {primitive: partial(_make_rule, call) for primitive, call in _OVERRIDDEN.items()}
     by_primitive[_compat.ragged_all_to_all_p] = _make_ragged_rule
@@ -59,12 +59,12 @@ def _make_rule(call: CallSpec, jax_rule: Callable):
 
 
 def _in_order(call: CallSpec) -> CallSpec:
-    """The call in the order of sums that the override has asked for."""
+    """The call in the override's order of sums."""
     return call._replace(options=call.options.of_sum(enabled.value.order)) if call.is_sum else call
 
 
 def _prepare(call: CallSpec, jax_rule: Callable, ctx, params: dict) -> Callable:
-    """How calls like the one under lowering are emitted: a function of (ctx, operand), without a reference to ctx."""
+    """Emits calls like the current one: a function of (ctx, operand), without a reference to ctx."""
 
     def as_by_jax(ctx, operand, **_):
         return jax_rule(ctx, operand, **params)
@@ -102,18 +102,18 @@ def _prepare(call: CallSpec, jax_rule: Callable, ctx, params: dict) -> Callable:
 
 
 def _check_named_once(function: str, axes: tuple) -> None:
-    """Raises as the functions of jax_ring do, before JAX says it of an argument that its users do not know."""
+    """Raises as jax_ring does, before JAX names an argument that users do not know."""
     if len(set(axes)) != len(axes):
         raise ValueError(f"{function}: each axis may be named once, got {axes}")
 
 
 def _refuses(call: CallSpec, ctx) -> bool:
-    """Whether the engines do not take the operand. Then JAX's rule moves it, if it is a random key, or raises."""
+    """Whether engines refuse the operand; JAX's rule then moves random keys, or raises."""
     return bool(call.kind.refusal(call.op, ctx.avals_in[0].dtype))
 
 
 def _with_params(call: CallSpec, ctx, axes: tuple, params: dict) -> CallSpec:
-    """The call under lowering, from the parameters of JAX's primitive."""
+    """The call, from the parameters of JAX's primitive."""
     if call.kind is kinds.PERMUTE and isinstance(ctx.module_context.axis_context, _compat.SPMDAxisContext):
         axes = _compat.axes_of_permutation(axes, ctx.module_context.axis_context.mesh)
     # Normalized, so that equal calls have equal keys and are combined.
@@ -136,7 +136,7 @@ def _with_params(call: CallSpec, ctx, axes: tuple, params: dict) -> CallSpec:
 
 
 def _is_permutation(perm, size: int) -> bool:
-    """Whether no rank sends or receives twice, and all pairs are of ranks, which may be counted from the end."""
+    """Whether ranks are valid, and send and receive at most once."""
     ranks = [[rank % size for rank in side] for side in zip(*perm, strict=True)]
     is_unique = all(len(set(side)) == len(side) for side in ranks)
     return is_unique and all(-size <= rank < size for pair in perm for rank in pair)
@@ -155,7 +155,7 @@ def _make_ragged_rule(jax_rule: Callable):
 
 
 def _make_dynamic_broadcast_rule(jax_rule: Callable):
-    """A broadcast whose source is an operand: a sum of bits, to which the other ranks contribute zeros."""
+    """A broadcast from an operand's rank: a sum of bits with zeros of the others."""
     sent = CallSpec("lax.pbroadcast", kinds.BROADCAST)
     total = CallSpec("lax.pbroadcast", kinds.ALL_REDUCE, to_xla=partial(_compat.lower_as_lax, _compat.psum_p))
 
@@ -189,7 +189,7 @@ def _make_done_rule(jax_rule: Callable):
 
 
 def _is_replaced_later(ctx) -> bool:
-    """Whether XLA's collective in the program under lowering is replaced when the program is compiled."""
+    """Whether XLA's collective will be replaced at compilation."""
     return enabled.value.partitioner is not False and platforms_of(ctx) == ("cpu",)
 
 
@@ -197,7 +197,7 @@ _has_warned = False  # of automatic axes, in this process
 
 
 def _warn_of_automatic_axes(ctx, call: CallSpec, automatic: tuple[str, ...]) -> None:
-    """Warns of the first call that the override does not reach because its shard_map is manual over some axes only."""
+    """Warns of the first call that the override misses in a partial-manual shard_map."""
     global _has_warned
     if _has_warned or runtime.STRICT:  # JAX_RING_STRICT makes it an error
         return

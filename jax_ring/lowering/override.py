@@ -1,4 +1,4 @@
-"""`override_lax()`: makes JAX's own collectives, and those that XLA's partitioner inserts, use jax_ring."""
+"""`override_lax()`: JAX's collectives, and those of XLA's partitioner, by jax_ring."""
 
 import contextlib
 import threading
@@ -15,12 +15,12 @@ _RULES = lax_rules.make_rules()
 
 
 def is_overridden(primitive_name: str) -> bool:
-    """Whether JAX's primitive of that name currently lowers to jax_ring in this thread."""
+    """Whether JAX's primitive of that name lowers to jax_ring in this thread."""
     return bool(enabled.value) and any(primitive.name == primitive_name for primitive in _RULES)
 
 
 class Override:
-    """An active override, until `close()` or the end of its `with` block. Returned by `override_lax()`."""
+    """An override, until `close()` or the end of its `with` block."""
 
     def __init__(self, settings: Settings) -> None:
         self._thread = threading.current_thread()
@@ -29,10 +29,10 @@ class Override:
         _enable(self)
 
     def close(self) -> None:
-        """Ends this override. Further calls do nothing.
+        """Ends this override, once.
 
         Raises:
-          RuntimeError: in a thread other than the one that opened it, or in a function that is being traced.
+          RuntimeError: in another thread than opened it, or in a function that is being traced.
         """
         if self._closed:
             return
@@ -54,41 +54,39 @@ class Override:
 
 
 def override_lax(*, partitioner: bool | None = None, order: Order = "rank") -> Override:
-    """Makes the collectives of `jax.lax` lower to jax_ring in this thread, and those that XLA's partitioner inserts.
+    """Lowers `jax.lax`'s collectives to jax_ring in this thread, and those of XLA's partitioner.
 
-    A plain call is in effect until `close()` of the returned object, if ever; a context manager until the end of its
-    block:
+    A call is in effect until `close()` of the returned object, a context manager until its end:
 
         override_lax()                  # at the top of a script
 
         with override_lax():            # or around the code that should use jax_ring
             train_step(params, batch)
 
-    Programs lowered in this time use jax_ring's engine wherever `ring_psum` would. That includes third-party code, and
-    the sums that differentiation inserts under `shard_map(..., check_vma=True)`. A jitted function is lowered when it
-    is called, in the calling thread. Types, errors and transformation rules remain those of JAX. Functions that were
-    compiled before are compiled again; their earlier programs stay cached for use after the override. Overrides nest,
-    and can be closed in any order; the arguments of the last one count.
+    Programs lowered meanwhile use the engine wherever `ring_psum` would, third-party code and the sums of
+    differentiation under `shard_map(..., check_vma=True)` included. A jitted function is lowered when called, in the
+    calling thread. Types, errors and transformation rules stay JAX's. Compiled functions are compiled again, and their
+    earlier programs kept for afterwards. Overrides nest and close in any order; the last one's arguments count.
 
-    A program of `jax.jit` whose arrays are divided by a `NamedSharding` has no collectives. XLA's partitioner inserts
-    them, and they become jax_ring's as well, on GPUs from JAX 0.11 on:
+    XLA's partitioner inserts the collectives of `jax.jit` with arrays divided by a `NamedSharding`; they become
+    jax_ring's, too, on GPUs from JAX 0.11 on:
 
         with override_lax():
             state, loss = train_step(state, batch)  # jax.jit, with sharded arguments
 
-    Those that no engine serves stay XLA's, and the logger "jax_ring" says which and why, at level INFO.
+    The logger "jax_ring" names those that stay XLA's, and why, at level INFO.
 
     Args:
-      partitioner: whether to replace what XLA's partitioner inserts. None: yes, but before JAX 0.11 not in programs
-        that donate buffers. There a changed program forgets what it donates; True accepts that.
-      order: in which sums are folded, as in `ring_psum`: "rank", "ring", "any" or "tree".
+      partitioner: whether to replace the partitioner's. None: yes, but before JAX 0.11 not in programs that donate
+        buffers, as a changed one forgets that; True accepts it.
+      order: of sums, as in `ring_psum`: "rank", "ring", "any" or "tree".
 
-    A `UserWarning` at the first call in a partial-manual `shard_map` that stays XLA's says so, once per process.
+    A `UserWarning` reports the first call in a partial-manual `shard_map` that stays XLA's.
 
     Raises:
-      RuntimeError: in a function that is being traced. It is lowered later, when the override may be closed.
-      TypeError: if `partitioner` is none of these.
-      ValueError: if `order` is none of these.
+      RuntimeError: in a function that is being traced, and lowered later.
+      TypeError: for another `partitioner`.
+      ValueError: for another `order`.
     """
     if partitioner is not None and not isinstance(partitioner, bool):
         raise TypeError(f"override_lax: partitioner must be None, True or False, got {partitioner!r}")
@@ -102,14 +100,11 @@ _registrations = contextlib.ExitStack()
 
 
 class _ThreadOverrides(threading.local):
-    """The overrides of one thread."""
-
     def __init__(self) -> None:
         self.open: list[Override] = []
         self.context = contextlib.ExitStack()
 
     def update(self) -> None:
-        """Makes the settings of the last override count."""
         self.context.close()
         if self.open:
             self.context.enter_context(enabled(self.open[-1].settings))
@@ -142,7 +137,7 @@ def _disable(override: Override) -> None:
 
 
 def enable_in_all_threads() -> None:
-    """What `JAX_RING_OVERRIDE=1` asks for. override_state.py has the value for threads without an override."""
+    """For `JAX_RING_OVERRIDE=1`: override_state.py has the value for threads without an override."""
     global _num_open
     with _lock:
         _register()

@@ -1,4 +1,4 @@
-"""Whether `override_lax()` is on in this thread, and with which settings."""
+"""Whether `override_lax()` is on in this thread, and its settings."""
 
 from typing import NamedTuple
 
@@ -9,8 +9,6 @@ from jax_ring.options import Order
 
 
 class Settings(NamedTuple):
-    """Those of `override_lax()`."""
-
     partitioner: bool | None = None
     order: Order = "rank"
 
@@ -22,5 +20,5 @@ enabled = jax.make_user_context(Settings() if runtime.OVERRIDE else False)
 
 
 def for_xla():
-    """A context in which the collectives of `lax` lower to XLA's: for the steps of a call that are XLA's."""
+    """A context in which `lax` lowers to XLA, for XLA's steps of a call."""
     return enabled(False)

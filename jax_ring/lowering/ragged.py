@@ -1,4 +1,4 @@
-"""The lowering of a ragged all-to-all: the ranks gather all sizes and offsets, then the slices are sent."""
+"""Lowers a ragged all-to-all: ranks gather sizes and offsets, then send slices."""
 
 from functools import partial
 
@@ -20,12 +20,12 @@ def lower(call: CallSpec, ctx, *operands, **params) -> list:
     """Emits two custom calls to an engine, or what XLA can do.
 
     Args:
-      call: what its primitive knows of it. XLA cannot compile JAX's own lowering for CPU devices: there it gathers all
-        operands on all ranks, and each takes its slices.
-      params: those of the primitive.
+      call: from its primitive. XLA cannot compile JAX's lowering for CPU devices: there ranks gather all operands, and
+        take their slices.
+      params: of the primitive.
 
     Raises:
-      NotImplementedError: if no engine serves the call, and `JAX_RING_STRICT` is 1.
+      NotImplementedError: without an engine, under `JAX_RING_STRICT=1`.
     """
     call = call._replace(**params)
     call = call._replace(groups=groups_of(ctx, call.axes, call.axis_index_groups))
@@ -64,19 +64,18 @@ def lower(call: CallSpec, ctx, *operands, **params) -> list:
 
 
 def _dtype_of(numbers):
-    """The type in which ranks exchange sizes and offsets."""
     return jnp.dtype(
         jnp.int64 if jax.config.jax_enable_x64 and any(x.dtype.itemsize > 4 for x in numbers) else jnp.int32
     )
 
 
 def _table(*numbers: jax.Array) -> jax.Array:
-    """What a rank tells the others, with a row for each of its sizes and offsets, in the order of the arguments."""
+    """A rank's sizes and offsets, a row each, in the order of arguments."""
     return jnp.stack([x.astype(_dtype_of(numbers)) for x in numbers])
 
 
 def _receive_by_gather(operand, output, *numbers, axes, axis_index_groups, size: int) -> jax.Array:
-    """What a rank receives, from the gathered operands of all."""
+    """What a rank receives, from gathered operands."""
     if size == 1:
         everyones, tables, rank = operand[None], _table(*numbers)[None], jnp.int32(0)
     else:

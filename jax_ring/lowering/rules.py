@@ -1,4 +1,4 @@
-"""The lowering rule of all primitives: emits the call for the engine that serves it, or for XLA."""
+"""The lowering rule of all primitives: a call to its engine, or to XLA."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -36,15 +36,15 @@ Emit = Callable[..., Sequence]
 
 
 def lower(call: CallSpec, ctx, *operands, **params):
-    """Emits one custom call to an engine for all operands, or XLA's collectives where no engine serves the call.
+    """Emits one custom call for all operands, or XLA's collectives without an engine.
 
     Args:
-      call: what its primitive knows of it.
-      params: those of the primitive.
+      call: from its primitive.
+      params: of the primitive.
 
     Raises:
-      NotImplementedError: if no engine serves the call, and `JAX_RING_STRICT` is 1 or XLA's collective could be wrong;
-        or if a sum along the tree has a symbolic shape.
+      NotImplementedError: without an engine under `JAX_RING_STRICT=1`, or where XLA could be wrong; for a sum along the
+        tree of a symbolic shape.
     """
     state = state_of(ctx)
     key = (call.function, *lowering_key(ctx, state, params))
@@ -52,9 +52,9 @@ def lower(call: CallSpec, ctx, *operands, **params):
 
 
 def prepare(call: CallSpec, ctx) -> Emit:
-    """How calls like the one under lowering are emitted, for any operands of its types.
+    """How such calls are emitted, for any operands of the current types.
 
-    call: with the parameters of its primitive.
+    call: with the primitive's parameters.
     """
     runtime.refuse_in_child(call.function)
     call = call._replace(groups=groups_of(ctx, call.axes, call.axis_index_groups))
@@ -76,12 +76,12 @@ def prepare(call: CallSpec, ctx) -> Emit:
 
 
 def _without_slots(ctx):
-    """The context of ranks that have one term each, without the dimension for it."""
+    """The context without the dimension of terms, of ranks with one each."""
     return ctx.replace(avals_in=[jax.core.ShapedArray(aval.shape[1:], aval.dtype) for aval in ctx.avals_in])
 
 
 def _prepare_operands(call: CallSpec, ctx) -> Emit:
-    """The same for operands without a dimension for a single term."""
+    """The same without a dimension for a single term."""
     call = call._replace(service=service_of(ctx, call), description=emitter.describe(ctx, call))
     levels = call.service.levels
     if levels is None:
@@ -100,7 +100,7 @@ def _prepare_operands(call: CallSpec, ctx) -> Emit:
 
 
 def _prepare_by_xla(call: CallSpec, ctx) -> Emit:
-    """The same where no engine serves the call."""
+    """The same without an engine."""
     if call.adds_along_tree:
         emit_tree = _prepare_widened(ctx, lambda ctx: partial(tree_fallback.emit, call))
 
@@ -116,7 +116,7 @@ def _prepare_by_xla(call: CallSpec, ctx) -> Emit:
 
 
 def note_fallback(call: CallSpec, by: str) -> None:
-    """Logs that XLA's collective of this name serves a call, or raises if that is forbidden."""
+    """Logs that XLA serves a call, or raises if forbidden."""
     ignored = f", which ignores {chosen}" if (chosen := call.options.ignored_by_xla()) else ""
     by_xla = f"XLA's {by}{ignored}: {call.service.why_not}"
     if runtime.STRICT:
@@ -128,7 +128,6 @@ def note_fallback(call: CallSpec, by: str) -> None:
 
 
 def _fall_back(call: CallSpec, ctx, operands):
-    """Emits XLA's collective for each operand."""
     by = call.kind.by_xla(platforms_of(ctx))
     note_fallback(call, by)
     to_xla = call.to_xla
@@ -153,7 +152,7 @@ def _fall_back(call: CallSpec, ctx, operands):
 
 
 def _prepare_widened(ctx, prepare: Callable[..., Emit]) -> Emit:
-    """The answer of `prepare(ctx)`, with conversions around it if the engines do not support the dtype."""
+    """`prepare(ctx)`, with conversions if the engines lack the dtype."""
     dtype = WIDENED.get(ctx.avals_in[0].dtype.name)
     if dtype is None:
         return prepare(ctx)

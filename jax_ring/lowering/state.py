@@ -1,4 +1,4 @@
-"""What is known of the module under lowering: programs have many calls that differ in nothing but their operands."""
+"""What is known of the module in lowering, whose calls often differ only in operands."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Numbers(dict[Any, int]):
-    """Numbers for values, in the order in which they are first asked for; equal values have one."""
+    """Numbers for values, equal ones alike, in order of appearance."""
 
     def __missing__(self, value: Hashable) -> int:
         self[value] = number = len(self)
@@ -26,21 +26,20 @@ class Numbers(dict[Any, int]):
 
 @dataclass(slots=True)
 class LoweringState:
-    """The state of one module. It has no reference to the module, which owns it: cycles live on for a while.
+    """A module's state, without a reference to it: a cycle would live on for a while.
 
     Attributes:
-      known: what has been computed for a key, once for all calls.
-      calls: the calls to engines, by their attributes. JAX copies operations, so they are found by these.
-      call_sites: the lines of these calls, by what the calls compute.
-      lanes: the lane of each of a GPU's streams.
-      functions_on_streams: the names of functions that hold one operation that runs on a stream.
-      joined_functions: the names of functions whose calls are joined.
-      rounded_sums: sums as float32, and as they were asked for.
-      may_leave_out: whether there are calls that a rank may leave out.
-      digest: of the program so far; empty in a program of one process.
-      number: of the lowering, among those of programs of one name; None until it is asked for.
-      program, site: the name of the program between processes and the user's line, where the module is only a part of
-        a program; else empty.
+      known: results by key, shared by calls.
+      calls: to engines, by attributes, as JAX copies operations.
+      call_sites: their lines, by what they compute.
+      lanes: by GPU stream.
+      functions_on_streams: functions of one operation on a stream.
+      joined_functions: whose calls are joined.
+      rounded_sums: as float32, and as asked for.
+      may_leave_out: whether a rank may leave out a call.
+      digest: of the program so far; empty in one process.
+      number: among lowerings of programs of one name; None until needed.
+      program, site: name between processes and user's line, where the module is a part of a program; else empty.
     """
 
     known: dict[Hashable, Any] = field(default_factory=dict)
@@ -57,7 +56,7 @@ class LoweringState:
     site: str = ""
 
     def once(self, key: Hashable, compute: Callable[..., T], *args: Any) -> T:
-        """The result of compute(*args), which is called once for each key."""
+        """compute(*args), called once per key."""
         if key not in self.known:
             self.known[key] = compute(*args)
         return self.known[key]

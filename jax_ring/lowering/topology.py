@@ -1,4 +1,4 @@
-"""Finds out which devices can reach each other's memory, and splits groups that cross hosts between engine and XLA."""
+"""Which devices reach each other's memory; splits groups across hosts between engine and XLA."""
 
 import collections
 import itertools
@@ -18,13 +18,12 @@ _MAX_RANKS = 64
 
 
 class Levels(NamedTuple):
-    """How the groups of a call are split between hosts.
+    """A call's groups, split between hosts.
 
     Attributes:
-      intra: the groups that an engine serves. If the groups of the call cross hosts, these are their parts on each
-        host, all of the same size, in rank order; else the groups themselves.
-      inter: the groups that XLA serves: the i-th ranks of all parts of a group. Empty if no group crosses hosts.
-      num_processes: the largest number of processes in one group of `intra`.
+      intra: the engine's: if groups cross hosts, their parts on each, equally large, in rank order; else the groups.
+      inter: XLA's: the i-th ranks of a group's parts; empty if none crosses hosts.
+      num_processes: the most in one group of `intra`.
     """
 
     intra: tuple[tuple[int, ...], ...]
@@ -33,17 +32,17 @@ class Levels(NamedTuple):
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks of a group on each host, if groups cross hosts."""
+        """A group's ranks on each host, if groups cross hosts."""
         return len(self.intra[0])
 
     @property
     def num_hosts(self) -> int:
-        """The number of hosts that each group spans."""
+        """The hosts of each group."""
         return len(self.inter[0]) if self.inter else 1
 
 
 def levels_of(engine: str, mesh, groups: tuple[tuple[int, ...], ...]) -> tuple[Levels | None, str]:
-    """How an engine, "cpu" or "cuda", serves these groups of a mesh; or None and the reason why it cannot."""
+    """How an engine, "cpu" or "cuda", serves these groups; or None, and why not."""
     platform = _PLATFORMS[engine]
     processes = platform.processes_of(mesh)
     if processes is None:
@@ -63,7 +62,7 @@ def levels_of(engine: str, mesh, groups: tuple[tuple[int, ...], ...]) -> tuple[L
 def _split_by_host(
     processes: Sequence[int], groups: tuple[tuple[int, ...], ...], host_of: Callable
 ) -> tuple[Levels | None, str]:
-    """processes: the process of each mesh position, of several."""
+    """processes: by mesh position, several."""
     intra: list[tuple[int, ...]] = []
     inter: list[tuple[int, ...]] = []
     num_hosts = []
@@ -88,7 +87,7 @@ def _split_by_host(
 
 
 def crossing_text(num_hosts: int) -> str:
-    """Begins the reason why a call across hosts is not split between them."""
+    """Why a call across hosts is not split; the beginning."""
     return f"the ranks of a group are on {num_hosts} hosts"
 
 
@@ -96,7 +95,7 @@ def crossing_text(num_hosts: int) -> str:
 
 
 def processes_of_cpus(mesh) -> list[int] | None:
-    """The process of each mesh position; None if it is not known yet."""
+    """By mesh position, its process; None if unknown yet."""
     devices = _compat.mesh_devices(mesh)
     if devices is not None:
         return [device.process_index for device in devices]
@@ -107,11 +106,11 @@ def processes_of_cpus(mesh) -> list[int] | None:
 
 
 class Gpu(NamedTuple):
-    """Identifies a GPU across processes.
+    """A GPU, for all processes.
 
     Attributes:
-      process: the process that owns it.
-      id: the id of the JAX device. Unlike its local id, every process knows it.
+      process: its owner.
+      id: of the JAX device, which every process knows.
     """
 
     process: int
@@ -119,7 +118,7 @@ class Gpu(NamedTuple):
 
 
 def gpus_of(mesh) -> list[Gpu] | None:
-    """The GPUs of a mesh, by mesh position; None if its devices are not known yet, or not all are GPUs."""
+    """GPUs by mesh position; None if unknown yet, or not all are GPUs."""
     devices = _compat.mesh_devices(mesh)
     if devices is None or not all(map(_is_gpu, devices)):
         return None
@@ -174,9 +173,9 @@ class _Platform(NamedTuple):
     """What differs between engines.
 
     Attributes:
-      processes_of: (mesh) to the process of each mesh position; None if they are not known.
-      why_unknown: why they are not, in a program of `count` processes.
-      why_unreachable: (mesh, groups) to why the ranks of a group on one host cannot reach each other, or "".
+      processes_of: (mesh) to the process of each position; None if unknown.
+      why_unknown: in a program of `count` processes.
+      why_unreachable: (mesh, groups) to why a group's ranks on one host cannot reach each other, or "".
     """
 
     processes_of: Callable

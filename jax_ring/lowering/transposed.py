@@ -1,4 +1,4 @@
-"""The identity with another transpose: differentiable in forward mode, with a backward pass of one's own or none."""
+"""The identity with another transpose, or none, and forward mode."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,20 +11,20 @@ from jax.interpreters import ad, batching, mlir
 
 
 def transposed_by(transpose: Callable, xs: Sequence, *, forward: Callable = list, axes: tuple = ()) -> list:
-    """Arrays of floats, unchanged. `jax.custom_vjp` would have no forward mode.
+    """Arrays of floats, unchanged; `jax.custom_vjp` would have no forward mode.
 
     Args:
-      transpose: (the cotangents of the results, a list) -> those of `xs`.
-      forward: (xs) -> the results, which may differ in type.
+      transpose: (a list of the results' cotangents) -> those of `xs`.
+      forward: (xs) -> the results, maybe of other types.
       axes: over which transpose communicates.
     """
     return _transposed_p.bind(*xs, transpose=transpose, forward=forward, axes=axes)
 
 
 def without_reverse_mode(tree: Any, why: str) -> Any:
-    """The tree, whose arrays of floats raise NotImplementedError, in the place of an error of JAX that speaks of loops.
+    """A tree whose floats raise NotImplementedError in reverse mode, where JAX's error speaks of loops.
 
-    why: says that there is no reverse mode, and what to do.
+    why: that there is no reverse mode, and what to do.
     """
 
     def refuse(cotangents):
@@ -60,7 +60,7 @@ def _batch(axis_data, xs, dims, *, transpose, axes, **params):
 
 
 def _transpose_over_batch(transpose, axis_data, dims, cotangents):
-    """The cotangents, where the axis over which `transpose` communicates is that of a batch."""
+    """The cotangents, where `transpose` communicates over a batch axis."""
     if any(dim is not None for dim in dims):
         raise ValueError(
             f"reduce_in_backward over the vmap axis {axis_data.name!r} got parameters that are a batch, and their "

@@ -1,4 +1,4 @@
-"""The trees along which the groups of a call add."""
+"""The trees of a call's groups."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,8 +16,8 @@ class GroupTree(NamedTuple):
 
     Attributes:
       num_shards: of the tree.
-      num_ranks: how many ranks hold these shards: more than the group has, if others are on other hosts.
-      ranks: which of them the members of the group are, in ascending order.
+      num_ranks: that hold these shards, also on other hosts.
+      ranks: of the members, ascending.
     """
 
     num_shards: int
@@ -25,27 +25,27 @@ class GroupTree(NamedTuple):
     ranks: tuple[int, ...]
 
     def num_slots(self) -> int:
-        """The number of terms for which each rank has room."""
+        """Each rank's places for terms."""
         return shard_tree.num_slots(self.num_shards, self.num_ranks)
 
     def roots(self) -> list[shard_tree.Node]:
-        """The nodes whose sums are left by the fold over the group."""
+        """The nodes left by the fold over the group."""
         each = self.num_shards // self.num_ranks
         return shard_tree.maximal_nodes(self.num_shards, [rank * each + i for rank in self.ranks for i in range(each)])
 
 
 def trees_of(groups: Groups, options: Options) -> list[GroupTree]:
-    """The trees of groups that have all ranks of their trees."""
+    """Trees of groups that have all their ranks."""
     return [GroupTree(options.num_shards or len(group), len(group), tuple(range(len(group)))) for group in groups]
 
 
 class Hosts(NamedTuple):
-    """How the trees of a call lie on hosts.
+    """A call's trees on hosts.
 
     Attributes:
-      parts: the trees of the parts of all groups on each host, in the order of `Levels.intra`.
-      layouts: for each group, the trees of its parts, one per host.
-      num_roots: the largest number of sums that a part forms.
+      parts: trees of groups' parts per host, in the order of `Levels.intra`.
+      layouts: by group, its parts' trees, one per host.
+      num_roots: the most sums that a part forms.
     """
 
     parts: list[GroupTree]
@@ -54,7 +54,7 @@ class Hosts(NamedTuple):
 
 
 def hosts_of(groups: Groups, intra: Groups, options: Options) -> Hosts:
-    """How the trees of `groups` lie on hosts. intra: the parts of the groups, group by group."""
+    """The trees of `groups` on hosts. intra: their parts, by group."""
     num_hosts = len(intra) // len(groups)
     layouts = []
     for i, group in enumerate(groups):
@@ -71,7 +71,7 @@ def hosts_of(groups: Groups, intra: Groups, options: Options) -> Hosts:
 
 
 def why_beyond_kernels(trees: Sequence[GroupTree]) -> str:
-    """Why the CUDA kernels cannot add along these trees; "" if they can."""
+    """Why the CUDA kernels cannot add along these trees, or ""."""
     for tree in set(trees):
         if not runtime.ffi_cuda.serves_tree(*tree):
             return (
@@ -83,22 +83,22 @@ def why_beyond_kernels(trees: Sequence[GroupTree]) -> str:
 
 
 def accumulator(dtype) -> np.dtype:
-    """The dtype in which partial sums are kept: float32 for narrower floats."""
+    """The dtype of partial sums: at least float32 for floats."""
     is_small = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return np.dtype(np.float32) if is_small else np.dtype(dtype)
 
 
 def num_slots(groups: Groups, options: Options) -> int:
-    """The size of the slot dimension of the operands; 0 if they have none."""
+    """The size of the slot dimension; 0 without one."""
     return 0 if options.num_shards is None else shard_tree.num_slots(options.num_shards, len(groups[0]))
 
 
 def num_roots(trees: Sequence[GroupTree]) -> int:
-    """The largest number of sums that the fold over a group leaves; one without trees."""
+    """The most sums left by a group's fold; one without trees."""
     return max((len(tree.roots()) for tree in trees), default=1)
 
 
 def mean_terms(trees: Sequence[GroupTree]) -> float:
-    """How many terms a rank contributes, on average; one without trees."""
+    """A rank's average terms; one without trees."""
     counts = [len(shard_tree.terms_of(*tree[:2], rank)) for tree in trees for rank in tree.ranks]
     return sum(counts) / len(counts) if counts else 1

@@ -1,4 +1,4 @@
-"""The thresholds by which `algorithm="auto"` chooses: built-in, or read from a file (`JAX_RING_TUNING`)."""
+"""The thresholds of `algorithm="auto"`: built-in, or from a file (`JAX_RING_TUNING`)."""
 
 import json
 import os
@@ -15,18 +15,18 @@ NO_LIMIT = (1 << 63) - 1
 
 
 class Thresholds(NamedTuple):
-    """The largest message of a rank, in bytes, for which each algorithm is chosen. Above both, a ring is.
+    """The largest message in bytes for each algorithm; a ring above both.
 
     Attributes:
-      one_shot: the limit of one-shot.
-      two_shot: the limit of two-shot, for messages above that of one-shot.
+      one_shot: its limit.
+      two_shot: its limit, above one-shot's.
     """
 
     one_shot: int
     two_shot: int
 
     def choose(self, num_bytes: int) -> str:
-        """The algorithm that the engine chooses for a message of `num_bytes`."""
+        """The algorithm for `num_bytes`."""
         return _ffi_cpu.choose(num_bytes, self.one_shot, self.two_shot)
 
 
@@ -34,13 +34,13 @@ Tuning = Mapping[str, Mapping[int, Thresholds]]  # by platform, then number of r
 
 
 def read(path: str | os.PathLike) -> dict[str, dict[int, Thresholds]]:
-    """Reads the thresholds from a file that `benchmarks/allreduce.py --tune` wrote.
+    """Reads a file that `benchmarks/allreduce.py --tune` wrote.
 
-    The file is JSON: {"thresholds": {platform: {number of ranks: {"one_shot": bytes, "two_shot": bytes}}}}, where null
-    stands for no limit. Other keys are ignored.
+    JSON: {"thresholds": {platform: {number of ranks: {"one_shot": bytes, "two_shot": bytes}}}}, with null for no limit.
+    Other keys are ignored.
 
     Raises:
-      ValueError: if the file cannot be read, or is malformed.
+      ValueError: if it cannot be read, or is malformed.
     """
 
     def invalid(why: str) -> ValueError:
@@ -87,7 +87,7 @@ def _thresholds(entry: Any) -> Thresholds:
 
 
 def write(path: str | os.PathLike, tuning: Tuning, **about: Any) -> None:
-    """Writes a file for `read`. `about` adds further keys to it."""
+    """Writes a file for `read`, with `about` as further keys."""
     tables = {
         platform: {
             str(ranks): {name: None if value >= NO_LIMIT else value for name, value in thresholds._asdict().items()}
@@ -102,11 +102,10 @@ ACTIVE: Tuning = read(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else {}
 
 
 def thresholds(platform: str, num_ranks: int) -> Thresholds:
-    """The active thresholds for groups of `num_ranks` on a platform, "cpu" or "cuda".
+    """The thresholds for groups of `num_ranks` on "cpu" or "cuda", the same in all processes.
 
-    If the file has no entry for this number of ranks, the one for the next smaller number applies, or else the one for
-    the smallest. If it has none for the platform, or there is no file, the built-in thresholds apply. They must be the
-    same in all processes of a program.
+    The file's entry for the next smaller number applies, or else its smallest; without a file or platform, the built-in
+    ones.
     """
     table = ACTIVE.get(platform)
     if not table:
@@ -117,7 +116,6 @@ def thresholds(platform: str, num_ranks: int) -> Thresholds:
 
 
 def describe() -> str:
-    """Describes the active thresholds."""
     if not ACTIVE:
         return "built-in thresholds for algorithm='auto'"
     tables = (f"{platform} with {', '.join(map(str, sorted(table)))} ranks" for platform, table in ACTIVE.items())

@@ -1,4 +1,4 @@
-"""Emits the custom call to an engine: its operands and attributes, and the transposes around it."""
+"""Emits the custom call to an engine: operands, attributes, and transposes around it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -27,26 +27,25 @@ _TAKES_POSITION = {"cpu": True, "cuda": False}
 
 
 def emit(ctx, operands: Sequence, call: CallSpec) -> Sequence:
-    """Emits one custom call for all operands, of the types in ctx, and returns its results."""
+    """Emits one custom call for all operands, of the types in ctx."""
     return prepare(call, ctx)(ctx, operands)
 
 
 def emit_within_hosts(
     ctx, operands: Sequence, call: CallSpec, kind: Kind, avals_in: Sequence, avals_out: Sequence, **changes: Any
 ) -> Sequence:
-    """The same of the call of this kind between the ranks of each host that is a step of a call, with these changes."""
+    """Emits a step of a call between each host's ranks, with these changes."""
     return emit(ctx.replace(avals_in=avals_in, avals_out=avals_out), operands, call.within_hosts(kind, **changes))
 
 
 def prepare(call: CallSpec, ctx) -> Callable[..., Sequence]:
-    """How one custom call is emitted for operands of the types in ctx: a function of (ctx, operands) to its results.
+    """A function of (ctx, operands) that emits one custom call for operands of the types in ctx.
 
-    A module may keep this function, so it keeps no reference to the module.
+    The module may keep it, so it does not refer to the module.
 
-    The engine scatters and gathers contiguous blocks, one per rank, along a leading dimension: it removes that
-    dimension from the operand of a reduce-scatter, adds it to the result of an all-gather, and keeps it in an
-    all-to-all. For other dimensions the data is transposed here. Operands with several slots have these in front of the
-    blocks.
+    The engine has contiguous blocks, one per rank, along a leading dimension, which it removes in a reduce-scatter,
+    adds in an all-gather and keeps in an all-to-all. For other dimensions data is transposed here. Slots come before
+    the blocks.
     """
     levels = call.levels
     if call.adds_along_tree and call.group_trees is None:
@@ -90,12 +89,11 @@ def _has_slots(call: CallSpec) -> bool:
 
 
 class _Engine(NamedTuple):
-    """A custom call, but for its operands and for the lines that it serves.
+    """A custom call without operands and lines.
 
     Attributes:
-      call: what it computes.
-      stream: of a GPU, on which it runs.
-      known: what is known of it.
+      stream: of a GPU.
+      known: its `operation.Call`.
       types: of its results.
     """
 
@@ -105,7 +103,6 @@ class _Engine(NamedTuple):
     types: Sequence[ir.Type]
 
     def emit(self, ctx, operands: Sequence) -> Sequence:
-        """Emits it."""
         state = state_of(ctx)
         hidden: list[ir.Value] = []
         if self.known.num_hidden:
@@ -157,14 +154,14 @@ def _type_of(ctx, aval) -> ir.Type:
 
 
 def _named_by_user(ctx):
-    """A context in which operations get a name that tells in a profile which part of the user's program they serve."""
+    """A context whose operations are named in profiles after the user's part of the program."""
     function = _compat.function_name(ctx.primitive)
     name = f"{user}.{function}" if (user := _compat.user_name(ctx).replace("/", ".")) else function
     return _compat.location_named(ctx, name)
 
 
 def describe(ctx, call: CallSpec) -> Description:
-    """Describes the call in timeout errors, without its line: equal calls have equal descriptions."""
+    """The call in timeout errors, without its line; equal for equal calls."""
     shapes = [f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]" for aval in ctx.avals_in]
     axis = f"axis {call.axes[0]!r}" if len(call.axes) == 1 else f"axes {call.axes!r}"
     groups = "" if call.axis_index_groups is None else f" in groups {list(map(list, call.axis_index_groups))}"
@@ -175,7 +172,7 @@ def describe(ctx, call: CallSpec) -> Description:
 
 
 def _aliases_of(call: CallSpec, operands: Sequence) -> list[tuple[int, int]]:
-    """The pairs of an operand and a result that have one buffer."""
+    """Pairs of operand and result in one buffer."""
     if call.part and call.kind.gathers:
         return [(1, 0)] if call.part[0] else []
     candidates: list[tuple[int, int]] = []
@@ -191,10 +188,10 @@ _RESHAPE_OPS = ("stablehlo.reshape", "stablehlo.broadcast_in_dim", "sdy.sharding
 
 
 def _should_alias(value) -> bool:
-    """Whether the result should alias the operand's buffer, which saves memory and memory traffic.
+    """Whether the result should take the operand's buffer, which saves memory and traffic.
 
-    It should not if the operand is an argument of the shard_map: its buffer may belong to the caller, and XLA would
-    copy it first. XLA also copies a value that is used later, so aliasing affects speed only.
+    Not for an argument of the shard_map, which may be the caller's and would be copied. XLA also copies a value used
+    later, so only speed depends on it.
     """
     owner = value.owner
     if isinstance(owner, ir.Block):

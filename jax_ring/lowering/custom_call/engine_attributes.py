@@ -1,4 +1,4 @@
-"""The attributes that an engine decodes, which ffi/attributes/attributes.h describes: the same for all engines."""
+"""The attributes that all engines decode; see ffi/attributes/attributes.h."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from jax_ring.lowering.state import state_of
 
 
 def of(call: CallSpec, ctx, stream: str) -> ir.DictAttr:
-    """The attributes of a call on this stream, but for `call` and `site`, which operation.py adds."""
+    """A call's attributes on this stream, without `call` and `site` of operation.py."""
     mesh, levels, engine = ctx.module_context.axis_context.mesh, call.levels, call.service.engine
     program, lane = ("", streams.lane_of(ctx, stream)) if engine == "cuda" else (program_id.name_of(ctx), 0)
     key = (
@@ -58,7 +58,7 @@ def attributes_of(call: CallSpec, mesh, program: str, lane: int) -> ir.DictAttr:
 
 
 def _sources_of(call: CallSpec) -> list[int]:
-    """For each rank of a group the one whose operand it gets in a permutation, or -1."""
+    """By rank, the source in a permutation, or -1."""
     sources = [-1] * (0 if call.perm is None else len(call.levels.intra[0]))
     for source, receiver in call.perm or ():
         sources[receiver] = source
@@ -66,14 +66,14 @@ def _sources_of(call: CallSpec) -> list[int]:
 
 
 def _positions(mesh, members: list[int]) -> tuple[list[int], list[int]]:
-    """The mesh positions of CPU devices, and the process of each."""
+    """Mesh positions of CPU devices, and their processes."""
     processes = topology.processes_of_cpus(mesh)
     assert processes is not None  # checked by topology.levels_of
     return members, [processes[i] for i in members]
 
 
 def _gpus(mesh, members: list[int]) -> tuple[list[int], list[int]]:
-    """The ids of the GPUs at these mesh positions, and the process of each."""
+    """Ids of the GPUs at these mesh positions, and their processes."""
     gpus = topology.gpus_of(mesh)
     assert gpus is not None  # checked by topology.levels_of
     return [gpus[i].id for i in members], [gpus[i].process for i in members]

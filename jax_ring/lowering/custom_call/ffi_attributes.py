@@ -1,4 +1,4 @@
-"""The attributes of a custom call, in the form in which XLA reads them."""
+"""Custom-call attributes in XLA's form."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ CONFIG = "mhlo.backend_config"  # where the attributes are that the call's handl
 
 
 def from_values(values: Mapping) -> ir.DictAttr:
-    """The attributes for a handler: integers of 64 bits, sequences of these, booleans and texts."""
+    """Attributes of 64-bit integers, sequences of these, booleans and texts."""
     return ir.DictAttr.get(
         {
             name: mlir.ir_attribute(value if isinstance(value, str | bool) else np.asarray(value, np.int64)[()])
@@ -22,17 +22,16 @@ def from_values(values: Mapping) -> ir.DictAttr:
 
 
 def named(attributes) -> list[tuple[str, ir.Attribute]]:
-    """The entries of a dictionary of attributes.
+    """A dictionary's entries as Python values.
 
     Raises:
-      TypeError: if Python has no type for one of them, such as a complex constant.
+      TypeError: if Python has no type for one, such as a complex constant.
     """
     # Not `attributes[i].attr`, which ends the process where the other raises.
     return [(name, attributes[name]) for i in range(len(attributes)) if (name := attributes[i].name)]
 
 
 def fixed(target: str) -> dict[str, ir.Attribute]:
-    """Those that all calls to a target have."""
     return {
         "call_target_name": ir.StringAttr.get(target),
         "has_side_effect": ir.BoolAttr.get(False),
@@ -43,7 +42,7 @@ def fixed(target: str) -> dict[str, ir.Attribute]:
 
 
 def layouts(types: Iterable[ir.Type]) -> ir.ArrayAttr:
-    """The layouts of arrays of these types: their dimensions, the fastest first."""
+    """Layouts of arrays of these types: dimensions, fastest first."""
     ranks = [ir.RankedTensorType(each).rank for each in types]
     by_rank: dict[int, ir.Attribute] = {}
     for rank in set(ranks):
@@ -53,7 +52,7 @@ def layouts(types: Iterable[ir.Type]) -> ir.ArrayAttr:
 
 
 def aliases(pairs: Collection[tuple[int, int]], num_results: int) -> ir.ArrayAttr:
-    """The pairs of an operand and a result that may have one buffer."""
+    """Pairs of operand and result that may share a buffer."""
     return ir.ArrayAttr.get(
         [
             # An only result is no tuple.

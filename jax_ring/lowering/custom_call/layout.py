@@ -1,7 +1,6 @@
-"""Moves the blocks of a scatter or a gather between the user's dimension and the engine's, the leading one.
+"""Moves blocks between the user's dimension and the engine's leading one.
 
-Once for functions that are traced, and once for values of the program under lowering: tracing takes longer than all
-else that is done for a call.
+Twice: traced, and for values of the program, because tracing takes longer than the rest of a call.
 """
 
 import jax.numpy as jnp
@@ -11,34 +10,32 @@ from jax_ring.lowering.xla import ops
 
 
 def blocks_first(x, *, axis_size: int, dimension: int, tiled: bool):
-    """The operand of a reduce-scatter over `dimension`, with one block per rank along a new leading dimension."""
+    """A reduce-scatter's operand, with a block per rank along a new leading dimension."""
     return jnp.moveaxis(split_dimension(x, dimension, axis_size) if tiled else x, dimension, 0)
 
 
 def shape_of_blocks(shape: tuple, *, axis_size: int, dimension: int, tiled: bool) -> tuple:
-    """The shape of `blocks_first` of an array of this shape."""
     kept = (shape[dimension] // axis_size,) if tiled else ()
     return axis_size, *shape[:dimension], *kept, *shape[dimension + 1 :]
 
 
 def blocks_at(x, *, dimension: int, tiled: bool):
-    """The result of an all-gather, with the blocks moved from the leading dimension to `dimension`."""
+    """An all-gather's result, with blocks moved to `dimension`."""
     x = jnp.moveaxis(x, 0, dimension)
     return merge_dimensions(x, dimension) if tiled else x
 
 
 def split_dimension(x, dimension: int, num_blocks: int):
-    """x with `dimension` split into two: the block, and the index in it."""
+    """x with `dimension` split into block and index."""
     return x.reshape(*x.shape[:dimension], num_blocks, x.shape[dimension] // num_blocks, *x.shape[dimension + 1 :])
 
 
 def merge_dimensions(x, dimension: int):
-    """x with `dimension` and the one after it merged."""
     return x.reshape(*x.shape[:dimension], x.shape[dimension] * x.shape[dimension + 1], *x.shape[dimension + 2 :])
 
 
 def lower_blocks_first(x, *, slots: int, axis_size: int, dimension: int, tiled: bool):
-    """`blocks_first` of a value with so many dimensions for slots in front, which stay there."""
+    """`blocks_first` of a value, behind its slots."""
     shape, dimension = ir.RankedTensorType(x.type).shape, slots + dimension
     if tiled:
         kept = shape[dimension] // axis_size
@@ -47,7 +44,6 @@ def lower_blocks_first(x, *, slots: int, axis_size: int, dimension: int, tiled: 
 
 
 def lower_blocks_at(x, *, dimension: int, tiled: bool):
-    """`blocks_at` of a value."""
     x = ops.move_dimension(x, 0, dimension)
     if not tiled:
         return x

@@ -1,4 +1,4 @@
-"""The custom call as an operation of the program, and what is known of it."""
+"""The custom call as an operation, and what is known of it."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -18,13 +18,12 @@ _MAX_SHAPES = 4
 
 
 class Description(str):
-    """Describes a call in timeout errors, without its line: equal calls have equal descriptions.
+    """A call in timeout errors, without its line; equal for equal calls.
 
     Attributes:
-      function: of the user's call.
-      shapes: the types of the first operands.
-      num_operands: of all of them.
-      over: the axes and groups.
+      shapes: of the first operands.
+      num_operands: in total.
+      over: axes and groups.
     """
 
     function: str
@@ -41,7 +40,6 @@ class Description(str):
 
 
 def describe_joined(calls: Sequence[str]) -> str:
-    """Describes a call that has joined others."""
     if all(isinstance(call, Description) for call in calls):
         first, num_operands = calls[0], 0
         shapes: list[str] = []
@@ -55,17 +53,16 @@ def describe_joined(calls: Sequence[str]) -> str:
 
 
 class Call(NamedTuple):
-    """What is known of a custom call to an engine.
+    """A custom call to an engine.
 
     Attributes:
-      target: of the custom call.
-      shared: its attributes, but for those that name it in errors. The calls of one kind have equal ones.
-      description: names it in errors.
-      lines: the lines that it serves.
-      num_hidden: how many operands it has in front of the user's.
-      itemsize: of the user's operands, in bytes.
-      joins: whether it may be joined with others.
-      num_own: for a call that the partitioner divides, as in `partitioned.attributes`; else None.
+      shared: attributes, except names in errors; equal within a kind.
+      description: for errors.
+      lines: that it serves.
+      num_hidden: operands before the user's.
+      itemsize: of the user's operands.
+      joins: whether others may join it.
+      num_own: as in `partitioned.attributes`; None if the partitioner does not divide it.
     """
 
     target: str
@@ -78,7 +75,7 @@ class Call(NamedTuple):
     num_own: tuple[int, int] | None = None
 
     def function(self) -> str:
-        """The function and the axes that the description names; empty if it does not tell them."""
+        """Function and axes of the description; empty if unknown."""
         is_known = isinstance(self.description, Description)
         return f"{self.description.function} {self.description.over}" if is_known else ""  # type: ignore[attr-defined]
 
@@ -86,14 +83,12 @@ class Call(NamedTuple):
 def build(
     state: LoweringState, call: Call, operands: Sequence, types: Sequence, aliases: Aliases, location=None
 ) -> ir.Operation:
-    """Builds the custom call at the insertion point.
-
-    The operation is the same as that of `jax.ffi.ffi_lowering`, at a tenth of the time.
+    """Builds the call at the insertion point, as `jax.ffi.ffi_lowering` does in ten times the time.
 
     Args:
-      operands: the hidden ones and those of the user.
+      operands: hidden ones, then the user's.
       types: of the results.
-      location: an `ir.Location`, if not that of the insertion point.
+      location: an `ir.Location`, if another.
     """
     aliases, operand_types = tuple(aliases), tuple([value.type for value in operands])
     # Apart, because calls of different lines have the same attributes otherwise.
@@ -111,7 +106,7 @@ def build(
 
 
 def _config(state: LoweringState, call: Call, aliases: Aliases) -> ir.DictAttr:
-    """The attributes that the handler decodes."""
+    """Attributes for the handler."""
     of_kind = state.once(("entries", call.shared), named, call.shared)
     names: dict[str, ir.Attribute] = {"call": ir.StringAttr.get(call.description), "site": site_of(call.lines)}
     if call.num_own is not None:
@@ -122,7 +117,6 @@ def _config(state: LoweringState, call: Call, aliases: Aliases) -> ir.DictAttr:
 def _attributes(
     call: Call, operand_types: Sequence[ir.Type], types: Sequence[ir.Type], aliases: Aliases
 ) -> dict[str, ir.Attribute]:
-    """All others."""
     attributes = ffi_attributes.fixed(call.target)
     if call.num_own is not None:
         attributes["sdy.sharding_rule"] = partitioned.rule(operand_types, types, call.num_own)
@@ -134,17 +128,17 @@ def _attributes(
 
 
 def config(shared: ir.DictAttr, **more: ir.Attribute) -> ir.DictAttr:
-    """The attributes of a call, with some more or others."""
+    """A call's attributes, some replaced or added."""
     return ir.DictAttr.get({**dict(named(shared)), **more})
 
 
 def site_of(lines: Lines) -> ir.StringAttr:
-    """The attribute `site` of a call that serves these lines, before it is known which calls are equal to it."""
+    """The attribute `site` of these lines, before equal calls are known."""
     return ir.StringAttr.get(" and ".join(lines))
 
 
 def compared(operation: ir.Operation) -> tuple:
-    """The attributes of an operation, in a form that is equal for operations with equal ones."""
+    """An operation's attributes, to compare."""
     try:
         return tuple(named(operation.attributes))
     except TypeError:
@@ -152,13 +146,13 @@ def compared(operation: ir.Operation) -> tuple:
 
 
 def note(state: LoweringState, attributes: ir.Attribute, call: Call) -> None:
-    """Notes what is known of a call with these attributes. JAX copies operations, so they are what it is found by."""
+    """Notes a call by its attributes, as JAX copies operations."""
     known = state.calls.get(attributes)
     state.calls[attributes] = call if known is None else call._replace(joins=call.joins and known.joins)
 
 
 def aliased_operands(operation: ir.Operation) -> set[int]:
-    """The operands of a custom call that may have the buffer of a result."""
+    """Operands that may have a result's buffer."""
     if "output_operand_aliases" not in operation.attributes:
         return set()
     aliases = ir.ArrayAttr(operation.attributes["output_operand_aliases"])

@@ -1,10 +1,9 @@
-"""Calls in a partial-manual shard_map, some of whose mesh axes are the compiler's.
+"""Calls in a partial-manual shard_map, some of whose axes are the compiler's.
 
-There the program has the shapes that its author wrote, and XLA's partitioner divides every array over the automatic
-axes. A collective over manual axes treats all elements alike, so its operands may be divided in any way: each device
-then makes the call with its part, in the groups of the whole mesh. So the program gets a call that partitioner.py
-replaces when it is compiled, with a rule that says which dimensions of operands and results belong together. It has all
-attributes of the engine's call, so that any process can compile the program.
+The program has its author's shapes there, and XLA's partitioner divides arrays over the automatic axes. A collective
+treats all elements alike, so each device can call with its part, in groups of the whole mesh. The program gets a call
+that partitioner.py replaces at compilation, with a rule that says which dimensions of operands and results belong
+together. It has all attributes of the engine's call, so any process can compile it.
 """
 
 from collections.abc import Sequence
@@ -20,14 +19,14 @@ from jax_ring.options import Options
 
 
 def axes_of(axis_context) -> tuple[str, ...]:
-    """The mesh axes that the enclosing shard_maps leave to the compiler, and over which it can divide an array."""
+    """Axes left to the compiler, over which it can divide an array."""
     mesh = axis_context.mesh
     names = [axis for axis, size in mesh.shape.items() if axis not in axis_context.manual_axes and size > 1]
     return tuple(sorted(map(str, names)))
 
 
 def why_not(axes: Sequence[str], kind: Kind, options: Options, num_hosts: int) -> str:
-    """Why no engine serves a call of this kind, whose groups span so many hosts, where these axes are automatic."""
+    """Why no engine serves such a call on so many hosts, with these axes automatic."""
     left = f"the enclosing shard_map leaves the axes {list(axes)} to the compiler"
     if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
         return f"{left}, and jax_use_shardy_partitioner is off"
@@ -41,16 +40,16 @@ def why_not(axes: Sequence[str], kind: Kind, options: Options, num_hosts: int) -
 def attributes(
     shared: ir.DictAttr, target: str, takes_position: bool, num_own: tuple[int, int], stream: str
 ) -> ir.DictAttr:
-    """The attributes of a call that the partitioner divides, from those of the engine's call.
+    """The attributes of a call to be divided, from the engine's.
 
-    Each operand may be divided as its result is, along the dimensions that they share, which are the last ones. The
-    dimensions before these number ranks or terms, and each device needs all of them.
+    An operand is divided like its result, along their last dimensions. Those before number ranks or terms; each device
+    needs all.
 
     Args:
       target: the engine's custom call.
-      takes_position: whether that takes the caller's mesh position, before the operands.
-      num_own: how many dimensions of an operand, and of a result, are not shared.
-      stream: the GPU stream on which the call runs, unless it is that of its surroundings.
+      takes_position: whether it takes the mesh position before the operands.
+      num_own: dimensions that operand and result do not share.
+      stream: of the GPU, unless that of its surroundings.
     """
     own = {
         partitioner.ENGINE_TARGET: target,
@@ -62,7 +61,7 @@ def attributes(
 
 
 def rule(operand_types: Sequence[ir.Type], result_types: Sequence[ir.Type], num_own: tuple[int, int]) -> ir.Attribute:
-    """Shardy's rule for a call that the partitioner divides."""
+    """Shardy's rule for it."""
     sizes: list[int] = []  # of the factors: dimensions that are divided alike
     undivided: list[int] = []
     mappings: tuple[list, list] = ([], [])

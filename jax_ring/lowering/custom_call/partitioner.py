@@ -1,4 +1,4 @@
-"""Called by XLA's partitioner: replaces the calls of partitioned.py by the engine's, on one device's part."""
+"""Replaces the calls of partitioned.py by the engine's, on one device's part, for XLA's partitioner."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +20,7 @@ NUM_OWN = "num_own"
 
 
 def partition(shapes_in, shardings_in, shape_out, sharding_out, config: bytes) -> tuple:
-    """The program of one device: (its bytecode, the shardings of its operands, that of its result)."""
+    """The program of one device: (bytecode, shardings of operands, sharding of the result)."""
     shapes_out, shardings_out = [shape_out], [sharding_out]
     if is_tuple := shape_out.is_tuple():
         shapes_out, shardings_out = shape_out.tuple_shapes(), sharding_out.tuple_elements()
@@ -46,7 +46,7 @@ def _local_type(shape, sharding) -> ir.RankedTensorType:
 
 
 def _program(types_in: Sequence, types_out: Sequence, attributes: dict) -> ir.Module:
-    """A module whose main function makes the engine's call for operands of these types."""
+    """A module whose main function makes the engine's call."""
     target = ir.StringAttr(attributes.pop(ENGINE_TARGET)).value
     takes_position = ir.BoolAttr(attributes.pop(TAKES_POSITION)).value
     aliases = _integers(attributes.pop(ALIASES))

@@ -1,12 +1,11 @@
-"""On which of a GPU's streams a custom call runs, and which lane of its group it therefore has.
+"""The GPU stream of a custom call, and its group's lane.
 
-XLA runs a program's instructions on its main stream, one after the other. A call to a function that has a stream as an
-attribute becomes an asynchronous pair: the start gives the work to that stream, and what follows on the main stream
-runs beside it until the done. "collective" is XLA's name for the stream of its own collectives. From JAX 0.12 its
-latency-hiding scheduler treats such a pair as it does an all-reduce: one at a time, with as much work as possible
-between start and done. The scheduler of JAX 0.10.2 does not know that the pair takes time.
+XLA runs instructions in order on a main stream. Calling a function with a stream as attribute becomes an asynchronous
+pair: work starts on that stream, and the main stream goes on until the done. "collective" is XLA's name for the stream
+of its own collectives. From JAX 0.12 the latency-hiding scheduler treats the pair like an all-reduce: one at a time,
+with as much work as possible in between. That of JAX 0.10.2 does not know that it takes time.
 
-Calls of one stream run in the order of the program, so they may share a lane; calls of different streams may not.
+Calls of one stream run in order and share a lane; those of different streams may not.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,17 +24,16 @@ _NUM_LANES = 4  # kLanes in ffi/cuda/groups/communicator.h
 
 
 def stream_of(ctx, engine: str, options: Options) -> str:
-    """The stream of the call under lowering."""
     if engine != "cuda":
         return MAIN
     return _compat.stream_of(ctx) or (COLLECTIVE if options.overlap else MAIN)
 
 
 def lane_of(ctx, stream: str) -> int:
-    """The lane of the calls on a stream: all ranks lower the same program, so they number its streams alike.
+    """The lane of a stream's calls; all ranks lower one program, and number its streams alike.
 
     Raises:
-      NotImplementedError: if the program uses more streams than there are lanes.
+      NotImplementedError: for more streams than lanes.
     """
     lanes = state_of(ctx).lanes
     for name in (MAIN, COLLECTIVE, stream):
@@ -50,10 +48,10 @@ def lane_of(ctx, stream: str) -> int:
 
 
 def emit_on(ctx, stream: str, build: Callable[..., ir.Operation], operands: Sequence, types: Sequence) -> list:
-    """Emits an operation in a function of its own, and a call to it that XLA gives to the stream.
+    """Emits an operation in a function, and a call to it on the stream.
 
     Args:
-      build: (*operands) to the operation, whose results have these types.
+      build: (*operands) to the operation, with results of these types.
     """
     function = _compat.new_function(ctx, f"on_stream_{stream}", [value.type for value in operands], list(types))
     state_of(ctx).functions_on_streams.add(function.name.value)
@@ -64,12 +62,11 @@ def emit_on(ctx, stream: str, build: Callable[..., ir.Operation], operands: Sequ
 
 
 def attributes_of(stream: str) -> dict[str, str]:
-    """The frontend attributes of a call that XLA gives to the stream."""
     return {"_xla_stream_annotation": stream, "inlineable": "false"}
 
 
 def call_on(stream: str, function: str, operands: Sequence, types: Sequence) -> list:
-    """Emits a call of a function that XLA gives to the stream, and returns its results, which have these types."""
+    """Emits a call of a function on the stream, with results of these types."""
     call = func.CallOp(list(types), ir.FlatSymbolRefAttr.get(function), operands).operation
     call.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
         {name: ir.StringAttr.get(value) for name, value in attributes_of(stream).items()}

@@ -1,9 +1,8 @@
-"""The hierarchical all-reduce across hosts: jax_ring's collectives within each host, XLA's all-reduce between hosts.
+"""The hierarchical all-reduce: jax_ring within hosts, XLA between them.
 
-The ranks of a host reduce-scatter, after which each has the host's result for one shard of the message. The ranks with
-the same shard on different hosts all-reduce it, served by XLA, or exchange it. Then the ranks of a host all-gather. In
-total one message leaves each host, not one per rank. Parts of a large message take these steps one after the other, so
-that one part crosses while others are summed and gathered.
+A host's ranks reduce-scatter; each then has a shard of the host's result. Ranks with the same shard on different hosts
+all-reduce it by XLA, or exchange it. Then a host's ranks all-gather. One message leaves each host, not one per rank. A
+large message takes these steps in parts: one crosses while others are summed and gathered.
 """
 
 import math
@@ -34,18 +33,18 @@ _ALIGNMENT = 64
 
 
 class Part(NamedTuple):
-    """Consecutive elements of an array: the first one, and how many."""
+    """(offset, length) of a slice of an array."""
 
     begin: int
     size: int
 
 
 def emit(call: CallSpec, ctx, operands: Sequence) -> list:
-    """Emits an all-reduce that crosses hosts, and returns its results.
+    """Emits an all-reduce that crosses hosts.
 
-    Each operand is sharded separately. Concatenating them first would copy all of the data once more, and save less
-    than one element of padding per operand and rank. One custom call takes all operands, and XLA combines its own
-    all-reduces. Only large operands are apart, and cut into parts.
+    Operands are sharded separately: concatenating would copy all data, and save at most one element of padding per
+    operand and rank. One custom call takes all, and XLA combines its own all-reduces. Large operands are apart, and cut
+    into parts.
     """
     types = types_of(call.op, ctx.avals_in[0].dtype)
     in_parts = reduction = _Sum(ctx, call, by_all_reduce(call.op, call.levels.inter, types))
@@ -72,20 +71,18 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> list:
 
 
 def emit_sum(call: CallSpec, ctx, operand, crossing: Crossing):
-    """Emits the sum of one operand between CPU processes, which crosses hosts in another way, and returns it."""
+    """Emits the sum of one operand between CPU processes with another crossing."""
     return _Sum(ctx, call, crossing).in_parts(operand, ctx.avals_in[0], hlo.partition_id())[0]
 
 
 def _parts_for(size: int, levels: Levels, crossing: Crossing) -> list[Part]:
-    """The parts of an operand of this size that cross one after the other."""
+    """The parts of an operand of this size."""
     ranks = levels.num_ranks
     padded = ranks * shard_size(size, ranks, crossing.unit)
     return parts_of(padded, ranks, crossing.bytes_each, crossing.unit, crossing.max_parts)
 
 
 class _Sum(NamedTuple):
-    """An all-reduce that crosses hosts, under lowering."""
-
     ctx: mlir.LoweringRuleContext
     call: CallSpec
     crossing: Crossing
@@ -93,18 +90,17 @@ class _Sum(NamedTuple):
 
     @property
     def converts(self) -> bool:
-        """Whether the steps within a host convert between floats of 16 bits and float32."""
+        """Whether steps within a host convert between 16-bit floats and float32."""
         rounded, num_processes = self.crossing.rounded, self.call.levels.num_processes
         return rounded is not None and rounded.itemsize == 2 and num_processes == 1
 
     def of_rounded(self) -> "_Sum":
-        """The sum of float32 that is rounded to the small floats of this one. Its result is float32, too."""
+        """The sum of float32 rounded to this one's small floats, with a float32 result."""
         crossing = self.crossing
         assert crossing.rounded is not None
         return self._replace(rounds_to=crossing.rounded.name, crossing=crossing._replace(result=crossing.scattered))
 
     def is_cut(self, aval) -> bool:
-        """Whether an operand crosses in several parts."""
         levels = self.call.levels
         # In ring order, the bits depend on how an array is cut.
         return (
@@ -114,7 +110,6 @@ class _Sum(NamedTuple):
         )
 
     def of_whole(self, operands: Sequence, avals: Sequence) -> list:
-        """The sums of operands that cross together."""
         sizes = [shard_size(aval.size, self.call.levels.num_ranks) for aval in avals]
         full = [aval_of(self.crossing.scattered, self.call.levels.num_ranks, size) for size in sizes]
         steps = [step for size in sizes for step in self.crossing.steps(size)]
@@ -128,13 +123,13 @@ class _Sum(NamedTuple):
         return [from_shards(x, aval) for x, aval in zip(values, avals, strict=True)]
 
     def in_parts(self, operand, aval, position) -> tuple[Any, Any]:
-        """The sum of an operand in parts, and the position for those of the next one.
+        """The sum of an operand in parts, and the position for the next operand's.
 
-        While one part crosses, the next ones are reduce-scattered and those before are all-gathered. The parts cross in
-        one order on all ranks, and XLA cannot combine its collectives: the rank's mesh position goes through the custom
-        calls that enclose each of them, as if computed there. The reduce-scatters wait for it, too. Other steps
-        run when their operands are there, unless XLA has given them a buffer that another step still reads: so the last
-        all-gather takes what has crossed, and the positions. An operand of another dtype is converted part by part.
+        While a part crosses, later ones are reduce-scattered and earlier ones all-gathered. All ranks cross in one
+        order, and XLA cannot combine: the mesh position goes through the custom calls around each crossing, as if
+        computed there. Reduce-scatters wait for it, too. Other steps run when operands are there, unless XLA reuses a
+        buffer that is still read: so the last all-gather takes all crossings and positions. Operands of another dtype
+        are converted by part.
         """
         parts = _parts_for(aval.size, self.call.levels, self.crossing)
         result = aval_of(self.crossing.result, parts[-1].begin + parts[-1].size)
@@ -172,7 +167,7 @@ class _Sum(NamedTuple):
         return from_shards(total[0], aval), position
 
     def _scatter_part(self, operand, part: Part, positions: Sequence):
-        """The shard of a part of an operand, once the positions are there. Only the part is converted."""
+        """A part's shard, converted, once the positions are there."""
         whole = ir.RankedTensorType(operand.type)
         dtype, num_read = self.crossing.scattered, whole.shape[0]
         if whole.element_type != mlir.dtype_to_ir_type(dtype) and not self.converts:
@@ -185,7 +180,7 @@ class _Sum(NamedTuple):
         ]
 
     def _within(self, kind: Kind, values: Sequence, avals_in: Sequence, avals_out: Sequence, **of_part) -> Sequence:
-        """Emits jax_ring's collective of this kind between the ranks of each host."""
+        """Emits jax_ring's collective between each host's ranks."""
         return emitter.emit_within_hosts(self.ctx, values, self.call, kind, avals_in, avals_out, **of_part)
 
     def _enclose(self, emit: Callable, values: Sequence, avals_in: Sequence, avals_out: Sequence) -> Sequence:
@@ -196,20 +191,19 @@ class _Sum(NamedTuple):
 
 
 def _in_turn(num_parts: int, num_steps: int) -> list[tuple[int, int]]:
-    """The order in which parts take the steps of their crossing, as (part, step).
+    """The order of (part, step).
 
-    Before a part takes a further step, the next part takes the one before it: so the link is busy while what has been
-    exchanged is added.
+    Before a part's next step, the next part takes the one before: the link is busy during additions.
     """
     order = ((begin - step, step) for begin in range(num_parts + num_steps - 1) for step in range(num_steps))
     return [(part, step) for part, step in order if 0 <= part < num_parts]
 
 
 def _part_after(x, part: Part, positions: Sequence):
-    """A part of an array, which is read once the positions are there.
+    """A part of an array, read once the positions are there.
 
-    The start of the part depends on the position, in a way of which only the reader knows that it is none: XLA runs a
-    kernel as soon as its operands are there, and would convert all parts before the first one crosses.
+    Adds position >> 31, always 0, to the start, as a fake data dependency: XLA would convert all parts before the first
+    crosses.
     """
     begin = mlir.ir_constant(np.uint32(part.begin))
     for position in positions:
@@ -221,9 +215,9 @@ _POSITION = aval_of(np.uint32)
 
 
 def parts_of(size: int, num_shards: int, itemsize: int, unit: int = 1, max_parts: int = 16) -> list[Part]:
-    """The parts of an array of this many elements of this many bytes, with as many elements for each shard.
+    """The parts of an array, with as many elements for each shard.
 
-    Each begins at a cache line in all shards, and at a multiple of `unit`.
+    Each begins at a cache line in all shards, and a multiple of `unit`.
     """
     num_parts = min(size * itemsize // PART_BYTES, max_parts)
     unit = num_shards * math.lcm(_ALIGNMENT, unit)
@@ -234,7 +228,7 @@ def parts_of(size: int, num_shards: int, itemsize: int, unit: int = 1, max_parts
 
 
 def to_shards(ctx, x, aval):
-    """x converted, flattened and padded to the type and shape of `aval`."""
+    """x converted, flattened and padded for `aval`."""
     num_elements = math.prod(ir.RankedTensorType(x.type).shape)
     x = ops.convert(ctx, ops.reshape(x, (num_elements,)), aval.dtype)
     if padding := aval.size - num_elements:
@@ -244,7 +238,7 @@ def to_shards(ctx, x, aval):
 
 
 def from_shards(x, aval):
-    """The inverse of `to_shards`, without the conversion: an array of the shape of `aval`."""
+    """The inverse of `to_shards`, without conversion."""
     x = ops.reshape(x, (math.prod(ir.RankedTensorType(x.type).shape),))
     x = hlo.slice(x, *(mlir.dense_int_array([n]) for n in (0, aval.size, 1)))
     return ops.reshape(x, aval.shape)

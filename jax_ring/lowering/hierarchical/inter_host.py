@@ -1,6 +1,6 @@
-"""How the shards of a sum on two levels cross hosts: by XLA's all-reduce or by an exchange.
+"""How a sum's shards cross hosts: by XLA's all-reduce or an exchange.
 
-Either takes a rank's shard of its host's sum, and gives what the ranks of a host gather.
+Both take a rank's shard of its host's sum, and give what the host gathers.
 """
 
 import math
@@ -20,7 +20,7 @@ from jax_ring.lowering.xla.ops import aval_of
 
 
 class Types(NamedTuple):
-    """The element types of the reduce-scatter, the all-reduce across hosts, and the all-gather."""
+    """The dtypes of reduce-scatter, all-reduce across hosts, and all-gather."""
 
     scattered: np.dtype
     crossing: np.dtype
@@ -28,11 +28,11 @@ class Types(NamedTuple):
 
 
 def types_of(op: str, dtype) -> Types:
-    """The element types of the steps of an all-reduce of `dtype` across hosts.
+    """The dtypes of an all-reduce of `dtype` across hosts.
 
-    Sums of small floats stay in float32 until they have crossed, so that they are rounded once, as on one host. On CPU
-    devices this adds no network traffic, since XLA's all-reduce of them is in float32, too. Maxima and minima of floats
-    cross as integers of the same order, because XLA's all-reduce of floats drops NaNs on CPU devices.
+    Sums of small floats cross in float32 and are rounded once, as on one host. CPU devices send no more for it: XLA's
+    all-reduce is in float32, too. Maxima and minima of floats cross as integers of the same order, because XLA's
+    all-reduce drops NaNs on CPU devices.
     """
     if not jnp.issubdtype(dtype, jnp.floating):
         return Types(dtype, dtype, dtype)
@@ -47,9 +47,9 @@ class Step(NamedTuple):
     """A collective of XLA between hosts.
 
     Attributes:
-      compute: (ctx, x) to what crosses; emitted apart, so that it is computed while something else crosses.
+      compute: (ctx, x) to what crosses, computed while something else crosses.
       before: its type.
-      cross: (ctx, x) to the result of the collective.
+      cross: (ctx, x) to the collective's result.
       after: its type.
     """
 
@@ -63,13 +63,13 @@ class Crossing(NamedTuple):
     """How a rank's shard crosses hosts.
 
     Attributes:
-      scattered: the dtype of a shard.
-      result: the dtype of the result, after the all-gather.
-      steps: (the number of elements of a shard) to the steps.
-      bytes_each: what an element counts where it is decided into how many parts a message is cut.
-      unit: a shard has a multiple of so many elements.
-      max_parts: into how many parts a message is cut at most. Each is a few calls of the program.
-      rounded: the small float to which sums are rounded before hosts gather them; None if they are not.
+      scattered: a shard's dtype.
+      result: the dtype after the all-gather.
+      steps: (elements of a shard) to the steps.
+      bytes_each: an element's bytes when the number of parts is decided.
+      unit: of which a shard's elements are a multiple.
+      max_parts: of a message; each is a few calls.
+      rounded: the small float to which sums are rounded before hosts gather; or None.
     """
 
     scattered: np.dtype
@@ -82,7 +82,7 @@ class Crossing(NamedTuple):
 
 
 def by_all_reduce(op: str, groups: Groups, types: Types) -> Crossing:
-    """XLA's all-reduce. groups: of the ranks that have the same shard on different hosts."""
+    """XLA's all-reduce. groups: ranks with one shard on different hosts."""
 
     def all_reduce(before, after, ctx, x):
         to = types.crossing
@@ -101,10 +101,9 @@ def by_all_reduce(op: str, groups: Groups, types: Types) -> Crossing:
 
 
 def by_exchange(groups: Groups, rounded: np.dtype) -> Crossing:
-    """The sum of small floats: hosts exchange float32, each adds a part, rounds it, and they gather the bits of it.
+    """The sum of small floats: hosts exchange float32, each adds and rounds a part, and all gather its bits.
 
-    An all-reduce would send the sums in float32 as well, where their rounded bits are enough. The ranks of a host may
-    widen what they gather.
+    An all-reduce would send sums in float32, where rounded bits are enough. Ranks may widen what they gather.
     """
     num_hosts, wide = len(groups[0]), np.dtype(np.float32)
 
@@ -140,7 +139,7 @@ def by_exchange(groups: Groups, rounded: np.dtype) -> Crossing:
 
 
 def fold(terms: jax.Array) -> jax.Array:
-    """The sum of terms along the leading dimension, in their order."""
+    """The sum along the leading dimension, in order."""
     total = terms[0]
     for i in range(1, len(terms)):
         total = lax.add(total, terms[i])
@@ -148,12 +147,12 @@ def fold(terms: jax.Array) -> jax.Array:
 
 
 def shard_size(num_elements: int, num_shards: int, unit: int = 1) -> int:
-    """The number of elements of each shard. The last shards are padded."""
+    """The elements of each shard; the last ones are padded."""
     return math.ceil(num_elements / num_shards / unit) * unit
 
 
 def _to_ordered_integers(x, *, key_type, largest: bool):
-    """Integers that compare as the floats do, with -0 below +0, and NaN as the largest or the smallest value."""
+    """Integers ordered like the floats, -0 below +0, NaN largest or smallest."""
     keys = lax.bitcast_convert_type(x.astype(f"float{key_type.itemsize * 8}"), key_type)
     limits = jnp.iinfo(key_type)
     # The bits of negative floats order in reverse.
@@ -162,6 +161,6 @@ def _to_ordered_integers(x, *, key_type, largest: bool):
 
 
 def _from_ordered_integers(keys, *, dtype):
-    """The inverse of `_to_ordered_integers`. The limits decode to NaN."""
+    """The inverse; the limits decode to NaN."""
     bits = jnp.where(keys < 0, keys ^ jnp.iinfo(keys.dtype).max, keys)
     return lax.bitcast_convert_type(bits, f"float{bits.dtype.itemsize * 8}").astype(dtype)

@@ -1,7 +1,7 @@
-"""The collectives across hosts but for the sums that all ranks get: jax_ring within each host, XLA between hosts.
+"""Collectives across hosts other than sums for all: jax_ring within hosts, XLA between them.
 
-What a rank moves between hosts is at most its own operand, and 1/m of a message that all m ranks of its host need. It
-moves as integers of its bits, so that XLA does not convert it.
+A rank sends at most its operand, and 1/m of a message for all m ranks of its host. Integers of its bits move, which XLA
+does not convert.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,6 @@ from jax_ring.lowering.xla.ops import aval_of
 
 
 def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
-    """Emits a call whose groups cross hosts, and returns its results."""
     if call.kind is kinds.REDUCE or call.kind is kinds.ALL_REDUCE:
         return _sum(call, ctx, operands)
     if call.adds_along_tree:
@@ -34,7 +33,7 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
 
 
 def _sum(call: CallSpec, ctx, operands: Sequence) -> Sequence:
-    """The sums of whole messages, also those that only the root gets."""
+    """Sums of whole messages, for all or for the root."""
     total = call._replace(kind=kinds.ALL_REDUCE)
     results = (tree_sum if call.adds_along_tree else all_reduce).emit(total, ctx, operands)
     if call.kind is kinds.ALL_REDUCE:
@@ -54,7 +53,7 @@ def _sum(call: CallSpec, ctx, operands: Sequence) -> Sequence:
 
 
 def _all_gather(steps: Steps, operands: Values) -> Values:
-    """Each rank gathers the operands of its counterparts on all hosts, and the ranks of a host gather these."""
+    """Ranks gather their counterparts' operands from all hosts, then a host's ranks gather these."""
     call, dtype = steps.call, operands.dtype
     orders, group = ranks_by_host.orders_of(call.groups, call.levels), ranks_by_host.group_of(call.levels)
     values = steps.each(lambda x: bitcasts.to_words(x.reshape(-1)), operands, bitcasts.words_dtype(dtype))
@@ -72,7 +71,7 @@ def _all_gather(steps: Steps, operands: Values) -> Values:
 
 
 def _all_to_all(steps: Steps, operands: Values) -> Values:
-    """Each rank gets from its host the blocks for its counterparts on all hosts, and exchanges these with them."""
+    """A rank gets its host's blocks for its counterparts, and exchanges them with these."""
     call, dtype = steps.call, operands.dtype
     num_ranks, num_hosts = call.levels.num_ranks, call.levels.num_hosts
     orders, group = ranks_by_host.orders_of(call.groups, call.levels), ranks_by_host.group_of(call.levels)
@@ -104,10 +103,7 @@ def _all_to_all(steps: Steps, operands: Values) -> Values:
 
 
 def _reduce_scatter(steps: Steps, operands: Values) -> Values:
-    """Each rank gets the host's sums of the blocks of its counterparts on all hosts, and exchanges these with them.
-
-    It adds what it gets in the order of the hosts, and rounds once.
-    """
+    """A rank gets its host's sums for its counterparts, exchanges them, adds in the order of hosts, and rounds once."""
     call, dtype = steps.call, operands.dtype
     num_ranks, num_hosts = call.levels.num_ranks, call.levels.num_hosts
     wide = types_of("sum", dtype).scattered
@@ -137,7 +133,7 @@ def _reduce_scatter(steps: Steps, operands: Values) -> Values:
 
 
 def _broadcast(steps: Steps, operands: Values) -> Values:
-    """An all-reduce to which all ranks but the root contribute zeros."""
+    """An all-reduce with zeros from all but the root."""
     call, dtype, avals = steps.call, operands.dtype, operands.avals
     is_root = rank_table(call.groups) == call.root
     values = steps.run(
@@ -153,7 +149,7 @@ def _broadcast(steps: Steps, operands: Values) -> Values:
 
 
 def _where(table: np.ndarray, position: jax.Array, bits: jax.Array) -> jax.Array:
-    """Integers on the mesh positions for which the table says so, and zeros elsewhere."""
+    """Integers where the table says so, zeros elsewhere."""
     return jnp.where(jnp.asarray(table)[position], bits, jnp.zeros_like(bits))
 
 
@@ -161,7 +157,7 @@ def _where(table: np.ndarray, position: jax.Array, bits: jax.Array) -> jax.Array
 
 
 def _permute(steps: Steps, operands: Values) -> Values:
-    """The pairs within hosts, then those that cross hosts. Each rank takes what is for it."""
+    """Pairs within hosts, then those across; each rank takes its own."""
     call, dtype, avals = steps.call, operands.dtype, operands.avals
     split = ranks_by_host.split_permutation(call.groups, call.levels, call.perm or ())
     values = steps.each(lambda x: bitcasts.to_words(x.reshape(-1)), operands, bitcasts.words_dtype(dtype))

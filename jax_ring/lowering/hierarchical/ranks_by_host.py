@@ -1,4 +1,4 @@
-"""Where the ranks of each group lie on hosts, as tables by rank and by mesh position."""
+"""Where groups' ranks lie on hosts, by rank and by mesh position."""
 
 from typing import NamedTuple
 
@@ -13,22 +13,22 @@ from jax_ring.lowering.topology import Levels
 
 
 def group_of(levels: Levels) -> np.ndarray:
-    """For each mesh position, the index of its group."""
+    """By mesh position, its group's index."""
     return group_table(levels.intra) // np.int32(levels.num_hosts)
 
 
 def ranks_by_host(groups: Groups, levels: Levels) -> np.ndarray:
-    """The ranks of each group, by group, host and place on the host."""
+    """Ranks by group, host and place on the host."""
     return rank_table(groups)[np.array(levels.intra)].reshape(len(groups), levels.num_hosts, -1)
 
 
 class Blocks(NamedTuple):
-    """Orders of blocks, one block per rank: for each group, the place in the old order of each block of the new one.
+    """Orders of blocks, one per rank: by group, the old place of each new block.
 
     Attributes:
-      by_place: from rank order to that by place on a host, then host.
+      by_place: from rank order to place on a host, then host.
       from_places: the inverse.
-      from_hosts: from the order by host, then place on the host, to rank order.
+      from_hosts: from host, then place, to rank order.
     """
 
     by_place: np.ndarray
@@ -37,17 +37,16 @@ class Blocks(NamedTuple):
 
 
 def orders_of(groups: Groups, levels: Levels) -> Blocks:
-    """The orders of the blocks of a call on two levels."""
     by_host = ranks_by_host(groups, levels)
     by_place = by_host.swapaxes(1, 2).reshape(len(groups), -1)
     return Blocks(by_place, np.argsort(by_place, axis=1), np.argsort(by_host.reshape(len(groups), -1), axis=1))
 
 
 def reorder(blocks: jax.Array, orders: np.ndarray, group: np.ndarray, position: jax.Array) -> jax.Array:
-    """Blocks, which lie along the leading dimension, in another order, one of those of `Blocks`.
+    """Blocks along the leading dimension in an order of `Blocks`.
 
     Args:
-      group: for each mesh position, the index of its group.
+      group: by mesh position, its group's index.
       position: this rank's mesh position.
     """
     order = orders[0]
@@ -70,10 +69,9 @@ class SplitPermutation(NamedTuple):
     """A permutation, split between hosts.
 
     Attributes:
-      intra: permutations of the places on a host. Each is done on all hosts, for those that need it.
-      inter: the pairs of mesh positions on different hosts.
-      which: for each mesh position, the index in `within` of the permutation whose result it takes, or the number of
-        these if it takes what crosses hosts: zeros if it receives nothing.
+      intra: permutations of places, each done on all hosts.
+      inter: pairs of mesh positions across hosts.
+      which: by mesh position, the permutation in `intra` whose result it takes, or their number for what crosses hosts.
     """
 
     intra: list[Pairs]
@@ -82,7 +80,6 @@ class SplitPermutation(NamedTuple):
 
 
 def split_permutation(groups: Groups, levels: Levels, perm: Pairs) -> SplitPermutation:
-    """Splits a permutation of the ranks of each group."""
     intra: list[dict[int, int]] = []  # by receiver
     inter: list[tuple[int, int]] = []
     taken: dict[int, int] = {}  # by mesh position
@@ -110,18 +107,18 @@ def split_permutation(groups: Groups, levels: Levels, perm: Pairs) -> SplitPermu
 
 
 def _fits(pairs: dict[int, int], more: dict[int, int]) -> bool:
-    """Whether two permutations, by receiver, have the same sources and receivers where they have any."""
+    """Whether two permutations, by receiver, agree in sources and receivers."""
     source_of = {**pairs, **more}
     return len(set(source_of.values())) == len(source_of) and all(pairs.get(r, s) == s for r, s in more.items())
 
 
 def crosses_hosts(groups: Groups, levels: Levels, perm: Pairs | None) -> bool:
-    """Whether something of a call in these groups crosses hosts. A permutation may have all pairs within hosts."""
+    """Whether a call in these groups crosses hosts; a permutation may not."""
     return bool(levels.inter) and (perm is None or bool(split_permutation(groups, levels, perm).inter))
 
 
 def why_not_split(kind: Kind, groups: Groups, levels: Levels, perm: Pairs | None) -> str:
-    """Why a call whose groups cross hosts is left to XLA, although hosts have several ranks each; "" if it is not."""
+    """Why XLA serves a call across hosts of several ranks; "" if it does not."""
     if kind.is_ragged:
         return "and a ragged all-to-all is not split between them"
     if perm is not None and not split_permutation(groups, levels, perm).intra:

@@ -1,4 +1,4 @@
-"""The steps of a call on two levels: functions of a rank's values, jax_ring's collectives, and XLA's between hosts."""
+"""Steps of a call on two levels: functions of values, jax_ring's collectives, and XLA's between hosts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,25 +18,22 @@ from jax_ring.lowering.xla import ops
 
 
 class Values(NamedTuple):
-    """Values of one dtype in the program under construction."""
-
     values: Sequence
     dtype: np.dtype
 
     @property
     def avals(self) -> list:
-        """Their types."""
         return [jax.core.ShapedArray(ir.RankedTensorType(x.type).shape, self.dtype) for x in self.values]
 
 
 class Steps(NamedTuple):
-    """A call under lowering whose groups cross hosts."""
+    """A call across hosts, in lowering."""
 
     ctx: mlir.LoweringRuleContext
     call: CallSpec
 
     def run(self, fun: Callable, values: Values, dtype) -> Values:
-        """Emits `fun(position, *values)`, which returns values of `dtype`. It has no collectives.
+        """Emits `fun(position, *values)`, without collectives, which returns values of `dtype`.
 
         position: the rank's mesh position.
         """
@@ -44,11 +41,10 @@ class Steps(NamedTuple):
         return Values(ops.inline(self.ctx, fun, [hlo.partition_id(), *values.values], avals), np.dtype(dtype))
 
     def each(self, fun: Callable, values: Values, dtype) -> Values:
-        """Emits `fun(value)` for each of the values."""
         return self.run(lambda _, *xs: map(fun, xs), values, dtype)
 
     def intra(self, kind: Kind, values: Values, avals_out: Sequence, **changes: Any) -> Values:
-        """Emits jax_ring's collective of this kind between the ranks of each host."""
+        """Emits jax_ring's collective between each host's ranks."""
         results = emitter.emit_within_hosts(
             self.ctx, values.values, self.call, kind, values.avals, avals_out, **changes
         )
@@ -57,16 +53,16 @@ class Steps(NamedTuple):
     def inter(
         self, emit: Callable, values: Values, *, added: tuple[int, ...] = (), after: Sequence[Values] = ()
     ) -> tuple[Values, list[Values]]:
-        """Emits XLA's collective between hosts, one for all values together, which are concatenated.
+        """Emits one collective of XLA between hosts for all values, concatenated.
 
         Args:
-          emit: (value) to what the collective makes of it. It treats all indices of the last dimension alike.
-          values: of the same shape but for the last dimension.
+          emit: (value) to the collective's result; indices of the last dimension are alike to it.
+          values: of one shape but for the last dimension.
           added: leading dimensions that it adds.
-          after: values that it waits for, so that all ranks begin these and it in one order.
+          after: values to wait for, so that all ranks begin in one order.
 
         Returns:
-          The results, and the values that it waited for.
+          The results, and these values.
         """
         sizes = [aval.shape[-1] for aval in values.avals]
         joined = values

@@ -1,10 +1,9 @@
-"""Sums along the tree across hosts: jax_ring's collectives within each host, XLA's movement of data between hosts.
+"""Sums along the tree across hosts: jax_ring within hosts; XLA moves data between them.
 
-The ranks of a host reduce-scatter, after which each has, for one shard of the message, the sums that its host alone can
-form: those of the largest nodes of the tree of which its ranks have all shards. An all-to-all of XLA between the ranks
-that have the same shard on different hosts gives each of them all these sums for a part of it. They are added along the
-tree, in an order that does not depend on how the ranks lie on hosts, and rounded. The all-gathers of XLA between hosts
-and of jax_ring within each host distribute the result.
+After a host's reduce-scatter, each rank has a shard of the sums that the host alone can form: of the largest nodes
+whose shards are all there. An all-to-all of XLA between ranks with the same shard gives each a part of all hosts' sums.
+They are added along the tree, in an order independent of hosts, and rounded. All-gathers of XLA between hosts and
+jax_ring within them distribute the result.
 """
 
 import math
@@ -28,15 +27,12 @@ from jax_ring.lowering.xla.ops import aval_of
 
 
 def part_size(num_elements: int, num_ranks: int, num_hosts: int) -> int:
-    """The number of elements of a rank's part of its host's shard. The last parts are padded."""
+    """The elements of a rank's part of its host's shard; the last parts are padded."""
     return math.ceil(num_elements / (num_ranks * num_hosts))
 
 
 def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
-    """Emits an all-reduce or a reduce-scatter that crosses hosts, and returns its results.
-
-    The parts of all operands cross hosts together.
-    """
+    """Emits an all-reduce or a reduce-scatter; parts of all operands cross together."""
     levels, scatters = call.levels, call.kind.scatters
     num_ranks, num_hosts = levels.num_ranks, levels.num_hosts
     hosts = trees.hosts_of(call.groups, levels.intra, call.options)
@@ -74,7 +70,7 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
 
 
 def _in_parts(x: jax.Array, *, lead: tuple, num_ranks: int, num_hosts: int, dtype) -> jax.Array:
-    """An operand of an all-reduce by slot, rank of a host, and element of the rank's shard."""
+    """An all-reduce's operand by slot, rank of a host, and element of its shard."""
     flat = x.astype(dtype).reshape(*lead, -1)
     size = part_size(flat.shape[-1], num_ranks, num_hosts) * num_hosts
     padded = jnp.pad(flat, [(0, 0)] * len(lead) + [(0, num_ranks * size - flat.shape[-1])])
@@ -84,7 +80,7 @@ def _in_parts(x: jax.Array, *, lead: tuple, num_ranks: int, num_hosts: int, dtyp
 def _in_parts_by_owner(
     x: jax.Array, *, lead: tuple, levels: Levels, hosts: trees.Hosts, axes: tuple, dtype, **dimensions
 ) -> jax.Array:
-    """The same of a reduce-scatter: the shard of rank j of each host has the blocks of the j-th ranks of all hosts."""
+    """The same of a reduce-scatter: the j-th ranks of all hosts own the j-th shard."""
     first: Callable = partial(layout.blocks_first, **dimensions)
     blocks = jax.vmap(first)(x) if lead else first(x)
     owners = [np.array([part.ranks for part in parts], np.int32).T.reshape(-1) for parts in hosts.layouts]
@@ -96,9 +92,9 @@ def _in_parts_by_owner(
 def _cross_hosts(
     *values: jax.Array, levels: Levels, hosts: trees.Hosts, axes: tuple, dtype, gathers: bool
 ) -> list[jax.Array]:
-    """The sums of all hosts from those of this one, which are by root and element of a shard.
+    """The sums of all hosts from this one's, by root and element of a shard.
 
-    gathers: whether the sums are those of the whole shard, or of this rank's part of it.
+    gathers: whether of the whole shard, or of this rank's part.
     """
     inter = tuple(map(tuple, levels.inter))
     parts = [x.reshape(x.shape[0], levels.num_hosts, -1) for x in values]
@@ -120,7 +116,7 @@ def _cross_hosts(
 
 
 def _fold_roots(received: jax.Array, *, layout: tuple[trees.GroupTree, ...]) -> jax.Array:
-    """The sum of what all hosts have formed. received: by host, root and element."""
+    """The sum of all hosts. received: by host, root and element."""
     found = sorted((root, host, i) for host, part in enumerate(layout) for i, root in enumerate(part.roots()))
     after = shard_tree.merges_of(layout[0].num_shards, [root for root, _, _ in found])
     terms = [shard_tree.Term(host, i, merges) for (_, host, i), merges in zip(found, after, strict=True)]
@@ -133,5 +129,4 @@ def _unpadded(x: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _group_of(levels: Levels, axes: tuple) -> jax.Array:
-    """The index of the group that this rank is in."""
     return jnp.asarray(ranks_by_host.group_of(levels))[lax.axis_index(axes)]

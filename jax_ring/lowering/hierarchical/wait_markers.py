@@ -1,4 +1,4 @@
-"""Encloses XLA's collectives of a call between CPU processes, so that errors can name the call."""
+"""Marks XLA's collectives between CPU processes, so that errors can name the call."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,15 +13,15 @@ from jax_ring.lowering.passes import source_lines
 
 
 def enclose(ctx, operands, emit: Callable, *, call: str, groups: topology.Groups, avals_in, avals_out) -> Sequence:
-    """The results of `emit(operands)`, which emits XLA's collectives between the ranks of each group.
+    """Results of `emit(operands)`, which emits XLA's collectives in these groups.
 
-    A custom call before them notes that the call begins, and one after them that it has ended. Both pass their operands
-    on in place. There are none where they would not help: within one process, on GPUs, and in exported programs.
+    A custom call before them notes that the call begins, one after them that it has ended; both pass operands on in
+    place. Omitted where useless: in one process, on GPUs, in exported programs.
 
     Args:
-      call: describes the call.
+      call: its description.
       groups: of mesh positions.
-      avals_in, avals_out: the types of the operands and of the results.
+      avals_in, avals_out: of operands and results.
     """
     processes = _processes_of(ctx, groups, [*avals_in, *avals_out])
     if processes is None:
@@ -40,12 +40,12 @@ def enclose(ctx, operands, emit: Callable, *, call: str, groups: topology.Groups
 
 
 def are_enclosed(ctx, groups: topology.Groups) -> bool:
-    """Whether `enclose` puts its calls around XLA's collectives in these groups."""
+    """Whether `enclose` marks collectives in these groups."""
     return _processes_of(ctx, groups, ()) is not None
 
 
 def _processes_of(ctx, groups: topology.Groups, avals) -> list[int] | None:
-    """The process of each mesh position, if the collectives of these groups are worth enclosing; else None."""
+    """By mesh position, its process; None if not worth marking."""
     if jax.process_count() == 1 or dispatch.platforms_of(ctx) != ("cpu",) or _compat.is_exported(ctx):
         return None
     axis_context = ctx.module_context.axis_context

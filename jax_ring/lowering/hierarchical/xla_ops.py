@@ -1,7 +1,7 @@
 """XLA's collectives between hosts, in groups of mesh positions.
 
-They are emitted as operations. JAX's rules derive the groups from mesh axes, but hosts need not be aligned with these;
-and traced functions of `lax` would lower to jax_ring under `override_lax()`.
+As operations, because JAX's rules derive groups from mesh axes, with which hosts need not be aligned, and traced `lax`
+would be overridden.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def all_reduce(ctx, op: str, groups: Groups, x, dtype):
 
 
 def all_gather(groups: Groups, x):
-    """The values of x of all members of each group, along a new leading dimension."""
+    """The members' x, along a new leading dimension."""
     type_of = ir.RankedTensorType(x.type)
     call = hlo.AllGatherOp(
         [ir.RankedTensorType.get([len(groups[0]), *type_of.shape], type_of.element_type)],
@@ -50,7 +50,7 @@ def all_gather(groups: Groups, x):
 
 
 def all_to_all(groups: Groups, x):
-    """What the members of each group send: x has a block for each of them along the leading dimension."""
+    """What members send: x has a block for each along the leading dimension."""
     call = hlo.AllToAllOp(
         [x],
         split_dimension=mlir.i64_attr(0),
@@ -63,7 +63,7 @@ def all_to_all(groups: Groups, x):
 
 
 def permute(pairs: Sequence[tuple[int, int]], x):
-    """What is sent to each mesh position, by pairs of these; zeros where nothing is."""
+    """What each mesh position is sent, by pairs; else zeros."""
     return hlo.CollectivePermuteOp(x, mlir.dense_int_elements(np.array(pairs)), channel_handle=_channel()).result
 
 

@@ -1,9 +1,8 @@
-"""A collective whose groups cross hosts as computations in HLO: the steps that lowering emits for a call of `lax`.
+"""A collective across hosts as computations in HLO: the steps of a call of `lax`.
 
-They are lowered as a program of this call alone, whose computations then become part of the partitioned program. On CPU
-devices XLA's passes are over by then. So what they would do is done here: all arrays get a layout, reshapes become
-bitcasts, an all-to-all gets an operand for each rank, and a value that a call overwrites is copied first if something
-else may read it.
+They are lowered as a program, whose computations join the partitioned one. On CPU devices XLA's passes are over by
+then, so their work is done here: arrays get layouts, reshapes become bitcasts, an all-to-all gets an operand per rank,
+and a value that a call overwrites is copied if something else may read it.
 """
 
 import math
@@ -59,7 +58,7 @@ mlir.register_lowering(_steps_p, _lower_steps)
 
 
 def shapes_of(call: Collective) -> tuple[list[Shape], list[Shape]]:
-    """The operands and the results of its steps: of one dimension, behind that of the blocks if they consist of any."""
+    """Its steps' operands and results: 1-D, behind the dimension of blocks, if any."""
     if call.in_tuple:
         size = math.prod(call.operands[0].dimensions)
         blocks = [call.operands[0].like([call.size, size], [1, 0])]
@@ -76,11 +75,11 @@ def _flat(shape: Shape, num_blocks: int) -> Shape:
 
 
 def lowered(call: CallSpec, shapes: Sequence[Shape], mesh, program: str, site: str, platform: str) -> Message:
-    """The HloModuleProto of the steps of a call.
+    """The HloModuleProto of a call's steps.
 
     Args:
-      shapes: of its operands, see `shapes_of`.
-      program: the name of the program that makes the call, between processes.
+      shapes: see `shapes_of`.
+      program: the calling program's name between processes.
       site: the user's line.
     """
     steps = partial(_steps_p.bind, call=call, program=program, site=site)
@@ -94,16 +93,16 @@ def lowered(call: CallSpec, shapes: Sequence[Shape], mesh, program: str, site: s
 
 
 class AcrossHosts(Unsupported):
-    """Its groups cross hosts. Such steps of a call of jax_ring are XLA's too, and nothing tells them from others."""
+    """Its groups cross hosts; XLA's steps of a jax_ring call look the same."""
 
 
 class Stead(NamedTuple):
-    """What the computations stand for.
+    """What the computations replace.
 
     Attributes:
       instruction: the collective.
-      num_hosts: that each of its groups spans.
-      channels: which no collective of the program has; the same in all processes.
+      num_hosts: of each group.
+      channels: unused ones, the same in all processes.
       has_layouts: whether XLA's passes are over.
     """
 
@@ -114,14 +113,14 @@ class Stead(NamedTuple):
 
 
 def computations_of(program: Message, stead: Stead, first_id: int) -> list[Message]:
-    """The computations of a program as part of another one: those that are called first, its entry last.
+    """A program's computations for another one, callees first, entry last.
 
-    One that is called several times is there as often, as in all programs that XLA has flattened.
+    One with several callers is repeated, as XLA flattens programs.
 
-    first_id: a number from which on no computation of the other program has any.
+    first_id: from which on ids are free.
 
     Raises:
-      AcrossHosts: if it has instructions for which XLA has passes.
+      AcrossHosts: for instructions that need XLA's passes.
     """
     by_id = {each.integer(proto.COMPUTATION_ID): each for each in program.messages(proto.COMPUTATIONS)}
     copies: list[Message] = []
@@ -139,7 +138,7 @@ def computations_of(program: Message, stead: Stead, first_id: int) -> list[Messa
 class _Copied:
     """A computation with other ids, in which calls overwrite only what nothing else reads.
 
-    copy: (the id of a computation that it calls) to that of another copy.
+    copy: (a callee's id) to that of another copy.
     """
 
     def __init__(self, computation: Message, stead: Stead, copy: Callable[[int], int]) -> None:
@@ -152,7 +151,6 @@ class _Copied:
         self._id = 0
 
     def message(self, id_: int) -> Message:
-        """The HloComputationProto, with this id."""
         self._id = id_
         replaced = {proto.NAME, proto.INSTRUCTIONS, proto.COMPUTATION_ID, proto.ROOT}
         instructions = [new for old in self._by_id.values() for new in self._written(old)]
@@ -170,7 +168,7 @@ class _Copied:
         return self._id << 32 | _local(id_)
 
     def _written(self, instruction: Message) -> Iterator[Message]:
-        """An instruction as it is written, behind the copies that it needs."""
+        """An instruction, behind the copies that it needs."""
         opcode = instruction.text(proto.OPCODE)
         if opcode in _REFUSED:
             raise AcrossHosts(f"between these hosts it would take a {opcode}")
@@ -193,7 +191,7 @@ class _Copied:
         )
 
     def _exchange(self, instruction: Message) -> Iterator[Message]:
-        """An all-to-all of blocks along the leading dimension, whose operands and results are the blocks."""
+        """An all-to-all with a block as each operand and result."""
         whole = Shape(instruction.message(proto.SHAPE)).with_default_layout()
         size, *rest = whole.dimensions
         block = whole.like([size // self._stead.num_hosts, *rest], whole.minor_to_major)
@@ -232,7 +230,7 @@ class _Copied:
         return Message(fields)
 
     def _is_private(self, id_: int) -> bool:
-        """Whether a value has a buffer of its own, which one instruction reads."""
+        """Whether a value has its own buffer and one reader."""
         while self._uses[id_] == 1:
             instruction = self._by_id[id_]
             opcode = instruction.text(proto.OPCODE)
@@ -250,12 +248,10 @@ def _ids(instructions: Sequence[Message]) -> list[int]:
 
 
 def _local(id_: int) -> int:
-    """The number of an instruction in its computation."""
     return id_ & 0xFFFFFFFF
 
 
 def _element(instruction: Message) -> tuple | None:
-    """The tuple and the index of a get-tuple-element."""
     if instruction.text(proto.OPCODE) != "get-tuple-element":
         return None
     return (*instruction.integers(proto.OPERANDS), instruction.integer(proto.TUPLE_INDEX))

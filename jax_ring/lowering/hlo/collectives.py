@@ -1,4 +1,4 @@
-"""Reads a collective of a partitioned program: what it computes, between which partitions, of which arrays."""
+"""Reads a collective of a partitioned program: what it computes, between which partitions."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -52,9 +52,9 @@ class Collective(NamedTuple):
     Attributes:
       opcode: of HLO.
       kind, op, groups, perm: as in a CallSpec.
-      operand_ids, operands, results: the ids of the operands, and the shapes.
-      dimension: along which it scatters or gathers.
-      in_tuple: whether an all-to-all has one operand and one result for each rank.
+      operand_ids, operands, results: ids of operands, and shapes.
+      dimension: of the scatter or gather.
+      in_tuple: whether an all-to-all has an operand and a result per rank.
     """
 
     opcode: str
@@ -70,17 +70,15 @@ class Collective(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of ranks in a group."""
         return len(self.groups[0])
 
 
 def may_hold_any(computation: bytes) -> bool:
-    """Whether a serialized computation has collectives. It is cheaper than reading it, and rarely wrong."""
+    """Whether a serialized computation has collectives: cheaper than reading it, rarely wrong."""
     return any(mark in computation for mark in _MARKS)
 
 
 def is_collective(opcode: str) -> bool:
-    """Whether instructions of that name communicate."""
     return opcode in _KINDS or opcode in _OTHERS
 
 
@@ -91,13 +89,12 @@ def read(
     """Reads a collective.
 
     Args:
-      shape_of: (the id of an instruction) to its shape.
-      reduction_of: (the id of a computation) to the opcode by which it combines its two arguments; empty if it does
-        anything else.
-      has_layouts: whether XLA has assigned layouts, so that blocks that do not lie one after the other are copied.
+      shape_of: (an instruction's id) to its shape.
+      reduction_of: (a computation's id) to the opcode that combines its arguments; else empty.
+      has_layouts: whether layouts are assigned, so that blocks apart in memory are copied.
 
     Raises:
-      Unsupported: if the engine cannot serve it, or it says what this version does not know.
+      Unsupported: if the engine cannot serve it, or it has unknown fields.
     """
     opcode = instruction.text(proto.OPCODE)
     if opcode not in _KINDS:
@@ -146,7 +143,6 @@ def _op_of(reduction: str, dtype) -> str:
 
 
 def _members(instruction: Message, kind: Kind, num_partitions: int) -> tuple[Groups, Pairs | None]:
-    """The groups, and the pairs of a permutation."""
     if kind is kinds.PERMUTE:
         pairs = tuple((pair.integer(_SOURCE), pair.integer(_TARGET)) for pair in instruction.messages(proto.PAIRS))
         sources, targets = zip(*pairs, strict=True) if pairs else ((), ())
@@ -165,7 +161,7 @@ def _members(instruction: Message, kind: Kind, num_partitions: int) -> tuple[Gro
 
 
 def _check_shapes(call: Collective, operand: Shape, result: Shape, has_layouts: bool) -> None:
-    """Refuses a call whose result has not the shape that follows from its operand's, or another layout."""
+    """Refuses a result whose shape does not follow from the operand's, or with another layout."""
     expected, k = list(operand.dimensions), call.dimension
     if operand.minor_to_major != result.minor_to_major:
         raise Unsupported("its operand and its result have different layouts")

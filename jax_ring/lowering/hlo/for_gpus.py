@@ -1,4 +1,4 @@
-"""What XLA does for its own collectives on GPUs after the hook: scatters and joins sums, runs some beside products."""
+"""What XLA does after the hook for its own collectives on GPUs: scatters and joins sums, overlaps some."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ _SUMS = {"all-reduce", "reduce-scatter"}
 
 
 def prepared(computation: Message, num_partitions: int, reduction_of: Callable[[int], str]) -> tuple[Message, set[int]]:
-    """A computation whose sums are scattered and joined, and the ids of the collectives to run beside products.
+    """A computation with sums scattered and joined, and the collectives to run beside products.
 
     reduction_of: as in `collectives.read`.
     """
@@ -37,7 +37,7 @@ def prepared(computation: Message, num_partitions: int, reduction_of: Callable[[
 
 
 def _beside_products(instructions: Sequence[Message]) -> set[int]:
-    """Sums that no product waits for, as those of gradients, and gathers that wait for none, as those of parameters."""
+    """Sums that no product waits for, such as gradients, and gathers that wait for none, such as parameters."""
     waited_for, depths = _waited_for(instructions), _depths(instructions)
     found = set()
     for each in instructions:
@@ -50,7 +50,7 @@ def _beside_products(instructions: Sequence[Message]) -> set[int]:
 
 
 def _needed(instruction: Message) -> list[int]:
-    """What has to be done before an instruction: its operands, and others by order of control."""
+    """What precedes an instruction: operands, and others by control."""
     return [*instruction.integers(proto.OPERANDS), *instruction.integers(proto.PREDECESSORS)]
 
 
@@ -60,7 +60,7 @@ def _takes_time(instruction: Message) -> bool:
 
 
 def _waited_for(instructions: Sequence[Message]) -> set[int]:
-    """The instructions that a product or a collective needs."""
+    """Instructions that a product or a collective needs."""
     found: set[int] = set()
     for each in reversed(instructions):
         if _takes_time(each) or each.integer(proto.ID) in found:
@@ -69,7 +69,7 @@ def _waited_for(instructions: Sequence[Message]) -> set[int]:
 
 
 def _depths(instructions: Sequence[Message]) -> dict[int, int]:
-    """How many products and collectives come one after the other before each instruction."""
+    """The products and collectives in a chain before each instruction."""
     depths: dict[int, int] = {}
     by_id = {each.integer(proto.ID): each for each in instructions}
     for id_, each in by_id.items():
@@ -81,7 +81,7 @@ def _depths(instructions: Sequence[Message]) -> dict[int, int]:
 
 
 def _joined(instructions: Sequence[Message], root: int, reduction_of: Callable[[int], str]) -> list[Message]:
-    """Sums of one kind that no product waits for are one, up to the combiner's limits: those that are ready first."""
+    """Joins sums of one kind that no product waits for, the earliest first, up to the combiner's limits."""
     waited_for, depths = _waited_for(instructions), _depths(instructions)
     alike: dict[tuple, list[Message]] = {}
     for each in sorted(instructions, key=lambda each: depths[each.integer(proto.ID)]):
@@ -113,7 +113,7 @@ _OWN = {
 
 
 def _kind_of(instruction: Message) -> tuple:
-    """What sums have in common that can be one: all that they say, known here or not, but for their arrays."""
+    """What joined sums must share: all but their arrays."""
     dtype = Shape(instruction.message(proto.SHAPE)).element_type
     common = instruction.without(*_OWN)
     return dtype, *sorted(common)
@@ -134,7 +134,6 @@ def _buckets(group: Sequence[Message]) -> Iterator[list[Message]]:
 
 
 def _one_of(bucket: Sequence[Message], id_: int) -> Message:
-    """The sum of all operands of some."""
     last = bucket[-1]
     shape = tuple_shape([Shape(each.message(proto.SHAPE)) for each in bucket])
     kept = last.without(proto.NAME, proto.SHAPE, proto.ID, proto.OPERANDS)
@@ -148,7 +147,7 @@ def _one_of(bucket: Sequence[Message], id_: int) -> Message:
 
 
 def _in_order(instructions: Sequence[Message]) -> list[Message]:
-    """Operands before what reads them, and otherwise as before."""
+    """Operands before readers, otherwise in the old order."""
     by_id = {each.integer(proto.ID): each for each in instructions}
     ordered: dict[int, Message] = {}
     for each in instructions:
@@ -167,7 +166,7 @@ def _in_order(instructions: Sequence[Message]) -> list[Message]:
 
 
 def _scattered(instructions: Sequence[Message], root: int, num_partitions: int) -> list[Message]:
-    """Sums of which each partition takes its own block alone are reduce-scatters."""
+    """Turns sums of which partitions take their own blocks into reduce-scatters."""
     by_id = {each.integer(proto.ID): each for each in instructions}
     users: dict[int, list[Message]] = {}
     for each in instructions:
@@ -193,7 +192,7 @@ def _scattered(instructions: Sequence[Message], root: int, num_partitions: int) 
 
 
 def _dimension_of_blocks(total: Message, taken: Message, by_id: dict[int, Message], num_partitions: int) -> int | None:
-    """The dimension along which each member of a group takes its block of the group's sum; None if any does not."""
+    """The dimension along which all members take their blocks; None if any does not."""
     whole, block = Shape(total.message(proto.SHAPE)), Shape(taken.message(proto.SHAPE))
     if whole.is_tuple:
         return None
@@ -216,7 +215,7 @@ def _dimension_of_blocks(total: Message, taken: Message, by_id: dict[int, Messag
 
 
 def _evaluator(by_id: dict[int, Message], partition: int) -> Callable[[int], list[int] | None]:
-    """The elements of a small integer expression for a partition; None if it is of another kind."""
+    """A small integer expression's elements for a partition; None for other kinds."""
 
     @functools.cache
     def value_of(id_: int) -> list[int] | None:
@@ -244,7 +243,6 @@ def _elements_of(literal: Message) -> list[int] | None:
 
 
 def _element_at(values: list[int], *starts: list[int]) -> list[int] | None:
-    """Of a table with an entry for each partition."""
     return [values[starts[0][0]]] if len(starts) == 1 and 0 <= starts[0][0] < len(values) else None
 
 

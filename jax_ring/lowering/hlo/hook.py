@@ -1,7 +1,7 @@
-"""Replaces the collectives of partitioned programs while XLA compiles them, where `override_lax()` asks for it.
+"""Replaces collectives of partitioned programs while XLA compiles them under `override_lax()`.
 
-XLA hands each program over after its partitioner and most of its passes, on any of its threads. So whether the override
-is on is an attribute of the program, which is written as it is lowered. That is part of the key of every cache.
+XLA hands programs over after its partitioner and most passes, on any thread. So the override is an attribute, written
+when a program is lowered. Every cache's key has it.
 """
 
 import functools
@@ -50,11 +50,10 @@ _OP_NAME, _STACK_FRAME = 2, 15  # of OpMetadata
 
 
 class _Devices(NamedTuple):
-    """Where a program's devices are looked up. JAX does not find those by their ids that are not there.
+    """Where a program's devices are looked up; JAX does not find absent ones by id.
 
     Attributes:
-      by_id: the devices.
-      hosts: which of their processes are assumed to share one.
+      hosts: assumed, by process.
     """
 
     by_id: dict[int, jax.Device]
@@ -66,7 +65,7 @@ _elsewhere: dict[str, _Devices] = {}
 
 
 def _note_devices(meshes: Sequence) -> str:
-    """Notes the devices of a program that are not there, and returns the name by which they are found."""
+    """Notes a program's absent devices; returns their name."""
     absent = filter(_compat.is_compile_only, meshes)
     devices = {device.id: device for mesh in absent for device in _compat.mesh_devices(mesh) or ()}
     if not devices:
@@ -79,9 +78,9 @@ def _note_devices(meshes: Sequence) -> str:
 
 
 def mark(module: ir.Module, jaxpr, platform: str, meshes: Sequence, settings: Settings) -> None:
-    """Marks a program that has just been lowered for a platform, if XLA divides it between devices.
+    """Marks a program just lowered, if XLA divides it.
 
-    meshes: of its arguments and results.
+    meshes: of arguments and results.
     """
     attributes = module.operation.attributes
     if platform not in _compat.PLATFORMS_WITH_HOOK or ir.IntegerAttr(attributes["mhlo.num_partitions"]).value == 1:
@@ -100,7 +99,7 @@ def mark(module: ir.Module, jaxpr, platform: str, meshes: Sequence, settings: Se
 
 
 def transform(platform: str, program: bytes) -> bytes | None:
-    """The program with calls to the engine in the place of collectives; None if it stays as it is."""
+    """The program with calls to the engine for collectives; None if unchanged."""
     module = Message.parse(program)
     value = _mark_of(module)
     if value is None:
@@ -124,7 +123,7 @@ def transform(platform: str, program: bytes) -> bytes | None:
 
 
 class _Forbidden(NotImplementedError):
-    """A collective would stay XLA's, which `JAX_RING_STRICT` forbids."""
+    """A collective would stay XLA's against `JAX_RING_STRICT`."""
 
 
 def _mark_of(module: Message) -> str | None:
@@ -135,18 +134,16 @@ def _mark_of(module: Message) -> str | None:
 
 
 class _Program(NamedTuple):
-    """What the calls of a program have in common.
+    """What a program's calls share.
 
     Attributes:
       name: between processes.
       platform: "cpu" or "cuda".
-      order: of its sums.
-      mesh: of its devices, in the order of the partitions.
-      stack_frames: the lists of the StackFrameIndexProto, by the numbers of their fields. Programs have thousands of
-        lines, so they are read once.
-      computations: those of the program.
-      added: those that have steps of calls across hosts, or a call on another stream.
-      channels: which no collective of the program has.
+      order: of sums.
+      mesh: of its devices, as partitions.
+      stack_frames: the lists of the StackFrameIndexProto, by field, read once.
+      added: with steps across hosts, or a call on another stream.
+      channels: unused ones.
     """
 
     name: str
@@ -159,7 +156,7 @@ class _Program(NamedTuple):
     channels: "itertools.count[int]"
 
     def serve(self, call: Collective, instruction: Message, is_beside: bool) -> str | int:
-        """The attributes of the engine's call, as text, or the computation with the steps of one across hosts."""
+        """The engine's attributes, as text, or the computation of a call across hosts."""
         context = _compat.SPMDAxisContext(self.mesh, frozenset(self.mesh.axis_names))
         spec = CallSpec(call.opcode, call.kind, call.op, groups=call.groups, perm=call.perm, axis_size=call.size)
         if spec.is_sum:
@@ -181,7 +178,7 @@ class _Program(NamedTuple):
             return str(operation.config(shared, call=ir.StringAttr.get(described), site=site))
 
     def _steps(self, spec: CallSpec, call: Collective, instruction: Message) -> int:
-        """Adds the computations with the steps of a call across hosts, and returns the id of that which is called."""
+        """Adds a call's computations across hosts; returns the callee's id."""
         shapes, _ = across_hosts.shapes_of(call)
         steps = across_hosts.lowered(spec, shapes, self.mesh, self.name, self._site_of(instruction), self.platform)
         stead = across_hosts.Stead(
@@ -194,13 +191,12 @@ class _Program(NamedTuple):
         return 1 + max(each.integer(proto.COMPUTATION_ID) for each in (*self.computations, *self.added))
 
     def add(self, make: Callable[[int], Message]) -> int:
-        """Adds a computation, a function of its id, and returns this id."""
         id_ = self._next_id()
         self.added.append(make(id_))
         return id_
 
     def _site_of(self, instruction: Message) -> str:
-        """The user's line that an instruction comes from; without one, the name of the operation."""
+        """The user's line of an instruction, or its name."""
         metadata = instruction.message(proto.METADATA)
         frame = metadata.integer(_STACK_FRAME)
         if not frame:
@@ -273,7 +269,7 @@ def _last_channel(computation: Message) -> int:
 
 
 def _devices_of(module: Message, by_id: dict[int, jax.Device]) -> tuple[list, str]:
-    """The devices of the partitions, or why they cannot be served."""
+    """The partitions' devices, or why they cannot be served."""
     assignment = module.message(_DEVICE_ASSIGNMENT)
     ids = [partition.integers(_DEVICE_IDS) for partition in assignment.messages(_PARTITIONS)]
     if module.raw(_SCHEDULE):
@@ -286,7 +282,7 @@ def _devices_of(module: Message, by_id: dict[int, jax.Device]) -> tuple[list, st
 
 
 def _reduction_of(computation: Message) -> str:
-    """The opcode by which a computation combines its two arguments; empty if it does anything else."""
+    """The opcode that combines a computation's arguments; else empty."""
     instructions = {each.integer(proto.ID): each for each in computation.messages(proto.INSTRUCTIONS)}
     root = instructions[computation.integer(proto.ROOT)]
     operands = root.integers(proto.OPERANDS)
@@ -303,14 +299,14 @@ _platforms = {"cpu"}  # those of all programs so far: the plugin of another one 
 
 
 def register() -> Callable[[], None]:
-    """Makes XLA hand over programs, and returns a function that ends it."""
+    """Makes XLA hand over programs; returns a function that ends it."""
     for platform in tuple(_platforms):  # another thread may add one
         _is_registered(platform)
     return _end
 
 
 def _is_registered(platform: str) -> bool:
-    """Whether XLA hands over programs for a platform, from now on if it can."""
+    """Whether XLA hands over a platform's programs, from now on if it can."""
     with _lock:
         if platform not in _registered:
             end = _compat.register_hlo_transformation("jax_ring", functools.partial(transform, platform), platform)

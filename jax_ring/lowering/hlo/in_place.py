@@ -1,4 +1,4 @@
-"""Which operands of a call give their buffers to its results, in a program that has been through XLA's passes."""
+"""Which operands give their buffers to results, after XLA's passes."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,7 +16,7 @@ _IN_PLACE = (b"dynamic-update-slice", b"scatter")
 
 
 def fields(aliased: Sequence[tuple[int, int]], num_hidden: int, of_tuple: bool) -> list[wire.Field]:
-    """The fields of a custom call with pairs of an operand, behind the hidden ones, and a result in one buffer."""
+    """A custom call's pairs of operand, behind hidden ones, and result in one buffer."""
     made = []
     for operand, result in aliased:
         of_result = [wire.packed(proto.ALIAS_RESULT, [result])] if of_tuple else []
@@ -30,9 +30,8 @@ class Buffers:
     """The buffers of a computation.
 
     Args:
-      instructions: its instructions.
       root: the id of its result.
-      body_of: (the id of a computation) to its serialized message.
+      body_of: (a computation's id) to its message.
     """
 
     def __init__(self, instructions: Sequence[Message], root: int, body_of: Callable[[int], bytes]) -> None:
@@ -41,13 +40,13 @@ class Buffers:
         self._users: dict[int, list[Message]] | None = None
 
     def is_computed(self, collective: Message, index: int, operand: int) -> bool:
-        """Whether an operand is no argument of the program: before XLA inserts its copies, any other may be shared."""
+        """Whether an operand is no argument: others may be shared before XLA copies."""
         while (instruction := self._by_id[operand]).text(proto.OPCODE) in ("bitcast", "reshape", "get-tuple-element"):
             (operand,) = instruction.integers(proto.OPERANDS)
         return instruction.text(proto.OPCODE) != "parameter"
 
     def may_share(self, collective: Message, index: int, operand: int) -> bool:
-        """Whether nothing else has or reads the buffer of an operand, which the result of this index then gets."""
+        """Whether nothing else has or reads an operand's buffer, for the result of this index."""
         return self._is_private(operand) and self._is_read(collective, index)
 
     def _users_of(self, id_: int) -> list[Message]:
@@ -59,7 +58,7 @@ class Buffers:
         return self._users.get(id_, [])
 
     def _is_private(self, id_: int) -> bool:
-        """Whether a value has a buffer of its own, which only the collective reads."""
+        """Whether only the collective reads a value's buffer."""
         while True:
             instruction = self._by_id[id_]
             if len(self._users_of(id_)) != 1 or id_ == self._root:
@@ -75,7 +74,7 @@ class Buffers:
         return not any(mark in body for body in bodies for mark in _IN_PLACE)
 
     def _is_read(self, instruction: Message, index: int) -> bool:
-        """Whether a result is only read, by instructions whose results have buffers of their own."""
+        """Whether a result is read only by instructions with buffers of their own."""
         id_, of_tuple = instruction.integer(proto.ID), Shape(instruction.message(proto.SHAPE)).is_tuple
         if id_ == self._root:
             return False

@@ -1,4 +1,4 @@
-"""The numbers of the fields in XLA's messages that several modules read or write."""
+"""Field numbers of XLA's messages, shared by modules."""
 
 # Of HloModuleProto, of the computations in it, and of the instructions in these.
 COMPUTATIONS = 3

@@ -1,4 +1,4 @@
-"""The replica groups of a collective in HLO, in any of their encodings."""
+"""Replica groups in HLO, in any encoding."""
 
 import itertools
 import math
@@ -22,15 +22,14 @@ _REF_AXIS, _REF_SUB_AXIS = 1, 2
 _SUB_AXIS_PRE_SIZE, _SUB_AXIS_SIZE = 1, 2
 
 
-class Unsupported(Exception):
-    """Why a collective stays XLA's."""
+class Unsupported(Exception): ...
 
 
 def groups_of(instruction: Message, num_partitions: int) -> Groups:
-    """The groups of partitions between which a collective communicates, each in rank order.
+    """A collective's groups of partitions, in rank order.
 
     Raises:
-      Unsupported: if they have an unknown encoding, several, or do not divide the partitions.
+      Unsupported: for an unknown encoding, several, or groups that do not divide the partitions.
     """
     encodings = instruction.field_numbers() & {LISTS, DEVICE_LIST, IOTA, MESH_AXES}
     if len(encodings) > 1:
@@ -52,10 +51,10 @@ def groups_of(instruction: Message, num_partitions: int) -> Groups:
 
 
 def check_fields(message: Message, known: set[int], what: str) -> None:
-    """Refuses what a later version of XLA may have added.
+    """Refuses fields of later versions of XLA.
 
     Raises:
-      Unsupported: if a message has other fields.
+      Unsupported: for other fields.
     """
     if unknown := message.field_numbers() - known:
         raise Unsupported(f"{what} has the unknown fields {sorted(unknown)}")
@@ -86,10 +85,9 @@ def _iota(shape: list[int], permutation: list[int]) -> np.ndarray:
 
 
 def _of_mesh_axes(message: Message) -> list[list[int]]:
-    """Groups along axes of a mesh, or along parts of axes.
+    """Groups along mesh axes or parts of them.
 
-    The part (pre, size) of an axis of size n is the middle one of three axes (pre, size, n / (pre * size)) into which
-    it is divided.
+    The part (pre, size) of an axis of size n is the middle of (pre, size, n / (pre * size)).
     """
     check_fields(message, {_MESH, _AXES}, "a list of groups by mesh axes")
     mesh = message.message(_MESH)

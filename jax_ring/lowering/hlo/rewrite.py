@@ -1,4 +1,4 @@
-"""Replaces the collectives of one computation in HLO by calls to the engine."""
+"""Replaces a computation's collectives in HLO by calls to the engine."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -23,9 +23,8 @@ class Platform(NamedTuple):
     """What differs between platforms.
 
     Attributes:
-      takes_position: whether calls have the position in the mesh as an operand in front of the others.
-      has_layouts: whether XLA has assigned layouts, inserted copies and joined its sums before it hands the program
-        over.
+      takes_position: whether calls take the mesh position first.
+      has_layouts: whether XLA has assigned layouts, inserted copies and joined sums.
       has_streams: whether calls can run beside the computation.
     """
 
@@ -38,17 +37,14 @@ PLATFORMS = {"cpu": Platform(True, True, False), "cuda": Platform(False, False, 
 
 
 class Environment(NamedTuple):
-    """What a computation has from its program.
+    """What a program gives its computations.
 
     Attributes:
-      platform: what it is compiled for.
-      num_partitions: the number of devices.
-      serve: (the collective, the instruction, whether it runs beside products) to the attributes of the engine's call,
-        as text, or to the id of a computation with the steps of one across hosts; it raises Unsupported if the engine
-        cannot serve it.
+      serve: (collective, instruction, whether beside products) to the engine's attributes, as text, or the id of a
+        computation across hosts; raises Unsupported.
       reduction_of: as in `collectives.read`.
-      body_of: (the id of a computation) to its serialized message.
-      add: adds a computation, a function of its id, to the program, and returns this id.
+      body_of: (a computation's id) to its message.
+      add: adds a computation, a function of its id; returns the id.
     """
 
     platform: Platform
@@ -60,7 +56,7 @@ class Environment(NamedTuple):
 
 
 class Computation:
-    """A computation whose collectives are replaced. message: the HloComputationProto."""
+    """A computation, an HloComputationProto, whose collectives are replaced."""
 
     def __init__(self, message: Message, environment: Environment) -> None:
         self._of = environment
@@ -77,7 +73,7 @@ class Computation:
         self._buffers = in_place.Buffers(self._instructions, message.integer(proto.ROOT), environment.body_of)
 
     def replace(self, refuse: Callable[[Message, Unsupported], None]) -> Message | None:
-        """The computation with calls in the place of collectives; None if none is replaced.
+        """The computation with calls for collectives; None if there are none.
 
         refuse: called with each collective that stays, and why.
         """
@@ -123,10 +119,9 @@ class Computation:
     # ---- Calls ------------------------------------------------------------------------------------------------------
 
     def _write(self, instruction: Message, call: Collective, config: str) -> None:
-        """Writes a call, with operands and results in the form that the engine has: blocks along a leading dimension.
+        """Writes a call, with blocks along a leading dimension.
 
-        With layouts XLA's blocks lie one after the other in memory as well, so that arrays are reinterpreted, not
-        moved. Before it has assigned any, they are moved where they have to be.
+        With layouts they lie one after the other, and arrays are reinterpreted; before, they are moved where necessary.
         """
         operands, ids = call.operands, call.operand_ids
         if call.kind.scatters:
@@ -144,12 +139,12 @@ class Computation:
         self, instruction: Message, call: Collective, config: str, operands: tuple[Sequence[Shape], Sequence[int]],
         shape: Message, aliased: Sequence[tuple[int, int]] = (), instead: bool = False,
     ) -> int:  # fmt: skip
-        """Writes a call of the engine with a result of this shape, and returns its id.
+        """Writes the engine's call with a result of this shape; returns its id.
 
         Args:
-          operands: their shapes and ids.
+          operands: shapes and ids.
           aliased: see `in_place`.
-          instead: whether it takes the place of the collective.
+          instead: whether it replaces the collective.
         """
         hidden = [array_shape(UINT32)] * len(self._hidden)
         shapes, ids = [*hidden, *operands[0]], [*self._hidden, *operands[1]]
@@ -177,14 +172,14 @@ class Computation:
         return self._put("opt-barrier", shape, [made], instruction, (), instead)
 
     def _aliased(self, instruction: Message, call: Collective) -> list[tuple[int, int]]:
-        """Pairs of an operand and a result of the call that get one buffer."""
+        """Pairs of operand and result in one buffer."""
         if not call.kind.in_place:
             return []
         allowed = self._buffers.may_share if self._of.platform.has_layouts else self._buffers.is_computed
         return [(i, i) for i, id_ in enumerate(call.operand_ids) if allowed(instruction, i, id_)]
 
     def _write_results(self, instruction: Message, call: Collective, made: int, shapes: Sequence[Shape]) -> None:
-        """Writes what takes the place of a collective, from its results in other shapes."""
+        """Writes a collective's replacement, from results in other shapes."""
         parts = [made]
         if len(shapes) > 1:
             parts = [
@@ -200,7 +195,7 @@ class Computation:
         self._written.append(_instead(instruction, "tuple", wholes))
 
     def _write_steps(self, instruction: Message, call: Collective, computation: int) -> None:
-        """Writes a call of a computation, which has the steps of a collective across hosts."""
+        """Writes the call of a computation across hosts."""
         operands, results = across_hosts.shapes_of(call)
         fields = [wire.packed(proto.CALLED, [computation])]
         if call.in_tuple:
@@ -216,7 +211,7 @@ class Computation:
         self._write_results(instruction, call, made, results)
 
     def _write_exchange(self, instruction: Message, call: Collective, config: str) -> None:
-        """Writes the call for an all-to-all that has one operand and one result for each rank: blocks of one array."""
+        """Writes an all-to-all with an operand and a result per rank, as blocks of one array."""
         joined, whole = self._joined(instruction, call), _blocks_of(call)
         self._write_cut(instruction, call, self._call(instruction, call, config, ([whole], [joined]), whole.message))
 
@@ -237,12 +232,12 @@ class Computation:
     # ---- Blocks -----------------------------------------------------------------------------------------------------
 
     def _reshape(self, id_: int, shape: Shape, instruction: Message, instead: bool = False) -> int:
-        """Writes an array in another shape, whose elements lie in memory as before."""
+        """Reinterprets an array in another shape."""
         opcode = "bitcast" if self._of.platform.has_layouts else "reshape"
         return self._put(opcode, shape.message, [id_], instruction, (), instead)
 
     def _blocks_first(self, id_: int, whole: Shape, call: Collective, instruction: Message) -> int:
-        """Writes an array as blocks along a leading dimension."""
+        """Writes blocks along a leading dimension."""
         first = _blocks_first(whole, call)
         if self._of.platform.has_layouts or not call.dimension:
             return self._reshape(id_, first, instruction)
@@ -252,7 +247,7 @@ class Computation:
     def _write_whole(
         self, id_: int, whole: Shape, call: Collective, instruction: Message, instead: bool = False
     ) -> int:
-        """Writes the array that consists of blocks along a leading dimension, or has its elements."""
+        """Writes the array of blocks along a leading dimension, or with its elements."""
         if call.kind.gathers and call.dimension and not self._of.platform.has_layouts:
             first = _blocks_first(whole, call)
             cut, order = _blocks_within(first, call.dimension)
@@ -269,7 +264,7 @@ class Computation:
         self, opcode: str, shape: Message, operands: Sequence[int], instruction: Message,
         fields: Sequence[wire.Field] = (), instead: bool = False,
     ) -> int:  # fmt: skip
-        """Writes an instruction for one that is replaced, or in its place, and returns its id."""
+        """Writes an instruction for a replaced one, or in its place; returns its id."""
         if not instead:
             return self._add(opcode, Shape(shape), operands, instruction, fields)
         self._written.append(_instead(instruction, opcode, operands, fields))
@@ -283,7 +278,7 @@ class Computation:
         instruction: Message | None = None,
         fields: Sequence[wire.Field] = (),
     ) -> int:
-        """Writes another instruction, for one that is replaced, and returns its id."""
+        """Writes another instruction, for a replaced one; returns its id."""
         id_, self._next_id = self._next_id, self._next_id + 1
         of_whom = instruction.text(proto.NAME) if instruction else "jax_ring"
         name = f"{of_whom}.{self._message.integer(proto.COMPUTATION_ID)}.{id_ & 0xFFFFFFFF}"  # unique in the program
@@ -296,7 +291,7 @@ class Computation:
 
 
 def _instead(instruction: Message, opcode: str, operands: Sequence[int], fields: Sequence[wire.Field] = ()) -> Message:
-    """Another instruction with the name, the id and the shape of one that is replaced."""
+    """An instruction with a replaced one's name, id and shape."""
     made = instruction.only(proto.NAME, proto.SHAPE, proto.METADATA, proto.ID, proto.PREDECESSORS)
     return Message([*made, wire.data(proto.OPCODE, opcode), *fields, wire.packed(proto.OPERANDS, operands)])
 
@@ -311,7 +306,7 @@ _ON_COLLECTIVE_STREAM = [
 def _function(
     id_: int, instruction: Message, operands: Sequence[Shape], result: Shape, fields: Sequence[wire.Field]
 ) -> Message:
-    """A computation with the custom call alone."""
+    """A computation of the custom call."""
     name, metadata = instruction.text(proto.NAME), instruction.only(proto.METADATA)
     names = [f"operand.{id_}.{i}" for i in range(len(operands))]
 
@@ -344,24 +339,24 @@ def _function(
 
 
 def _with_leading(block: Shape, size: int) -> Shape:
-    """The shape of so many blocks along a new dimension, one after the other."""
+    """The shape of so many blocks along a new dimension."""
     return block.like([size, *block.dimensions], [*(i + 1 for i in block.minor_to_major), 0])
 
 
 def _blocks_of(call: Collective) -> Shape:
-    """The shape of all blocks of an all-to-all that has one operand for each rank."""
+    """The shape of all blocks of an all-to-all with an operand per rank."""
     return _with_leading(call.operands[0], call.size)
 
 
 def _blocks_first(whole: Shape, call: Collective) -> Shape:
-    """The shape of an array as the engine has it, with the blocks along a new dimension."""
+    """An array's shape in the engine, blocks first."""
     dimensions = list(whole.dimensions)
     dimensions[call.dimension] //= call.size
     return _with_leading(whole.like(dimensions, whole.minor_to_major), call.size)
 
 
 def _blocks_within(first: Shape, dimension: int) -> tuple[Shape, list[int]]:
-    """The shape of blocks that lie along another dimension, and the order of its dimensions that puts them first."""
+    """The shape of blocks along another dimension, and the permutation that puts them first."""
     num_blocks, *block = first.dimensions
     sizes = [*block[:dimension], num_blocks, *block[dimension:]]
     order = [dimension, *(i for i in range(len(sizes)) if i != dimension)]
@@ -369,5 +364,4 @@ def _blocks_within(first: Shape, dimension: int) -> tuple[Shape, list[int]]:
 
 
 def _of_all(shapes: Sequence[Shape]) -> Shape:
-    """The shape of all results of a call."""
     return tuple_shape(shapes) if len(shapes) > 1 else shapes[0]

@@ -29,13 +29,13 @@ UINT32 = 8
 
 
 class Shape:
-    """A shape of an array or of a tuple of arrays.
+    """A shape of an array or a tuple of arrays.
 
     Attributes:
       message: the ShapeProto.
-      element_type: of an array, as XLA numbers them.
+      element_type: of an array, XLA's number.
       dimensions: of an array.
-      minor_to_major: its layout: dimensions, the fastest first.
+      minor_to_major: its layout, fastest first.
       elements: of a tuple.
     """
 
@@ -48,29 +48,26 @@ class Shape:
 
     @property
     def is_tuple(self) -> bool:
-        """Whether it is that of a tuple."""
         return self.element_type == _TUPLE_TYPE
 
     @property
     def arrays(self) -> "list[Shape]":
-        """The elements of a tuple, or itself."""
         return self.elements if self.is_tuple else [self]
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of an array, which `check` has checked."""
+        """The dtype of a checked array."""
         return np.dtype(_DTYPES[self.element_type])
 
     @property
     def num_bytes(self) -> int:
-        """The size of an array of a type that the engine has."""
         return math.prod(self.dimensions) * np.dtype(_DTYPES.get(self.element_type, np.void)).itemsize
 
     def check(self) -> None:
         """Refuses arrays that the engine does not have.
 
         Raises:
-          Unsupported: if its type or its layout is one of these.
+          Unsupported: for other types or layouts.
         """
         check_fields(self.message, {_ELEMENT_TYPE, _DIMENSIONS, _LAYOUT, _IS_DYNAMIC}, "a shape")
         layout = self.message.message(_LAYOUT)
@@ -83,11 +80,10 @@ class Shape:
             raise Unsupported("an array is padded, or has no layout")
 
     def like(self, dimensions: Sequence[int], minor_to_major: Sequence[int]) -> "Shape":
-        """The shape of another array of this type."""
         return array_shape(self.element_type, dimensions, minor_to_major)
 
     def with_default_layout(self) -> "Shape":
-        """The same with the last dimension of each array as the fastest."""
+        """The same with each array's last dimension fastest."""
         if self.is_tuple:
             return tuple_shape([element.with_default_layout() for element in self.elements])
         return self.like(self.dimensions, range(len(self.dimensions))[::-1])
@@ -97,7 +93,7 @@ class Shape:
 
 
 def array_shape(element_type: int, dimensions: Sequence[int] = (), minor_to_major: Sequence[int] = ()) -> Shape:
-    """The shape of an array, of an element type as XLA numbers them."""
+    """The shape of an array of XLA's element type."""
     layout = Message([*_list(_MINOR_TO_MAJOR, minor_to_major), wire.integer(_TAIL_ALIGNMENT, 1)])
     static = _list(_IS_DYNAMIC, [0] * len(dimensions))
     return Shape(
@@ -117,12 +113,11 @@ def _list(number: int, values: Sequence[int]) -> list[wire.Field]:
 
 
 def tuple_shape(elements: Sequence[Shape]) -> Shape:
-    """The shape of a tuple."""
     fields = [wire.data(_TUPLE, element.message) for element in elements]
     return Shape(Message([wire.integer(_ELEMENT_TYPE, _TUPLE_TYPE), *fields]))
 
 
 def slices(limits: Sequence[tuple[int, int]]) -> list[wire.Field]:
-    """The fields of an instruction that takes a slice, from the first and behind the last index of each dimension."""
+    """The fields of a slice, from the first to behind the last index of each dimension."""
     bounds = [{_SLICE_START: start, _SLICE_LIMIT: limit, _SLICE_STRIDE: 1} for start, limit in limits]
     return [wire.data(_SLICES, Message([wire.integer(*item) for item in each.items()])) for each in bounds]

@@ -1,4 +1,4 @@
-"""Protobuf's wire format: XLA hands over programs as serialized messages, whose schema Python does not have.
+"""Protobuf's wire format, for XLA's serialized messages, whose schema Python lacks:
 
 https://protobuf.dev/programming-guides/encoding
 """
@@ -15,7 +15,7 @@ Field = tuple[int, int, Value]  # number, wire type, value
 
 
 class Message:
-    """A message as its fields, in their order. Later ones of a number count, and lists may be in several."""
+    """A message as its fields, in order; later ones of a number count, and lists may be in several."""
 
     def __init__(self, fields: Iterable[Field] = ()) -> None:
         self.fields = list(fields)
@@ -25,7 +25,7 @@ class Message:
         """Reads a message.
 
         Raises:
-          ValueError: if the bytes are none.
+          ValueError: for bytes that are no message.
         """
         fields: list[Field] = []
         at = 0
@@ -50,7 +50,6 @@ class Message:
         return cls(fields)
 
     def to_bytes(self) -> bytes:
-        """The serialized message."""
         out = bytearray()
         for number, wire_type, value in self.fields:
             _write_varint(out, number << 3 | wire_type)
@@ -63,15 +62,12 @@ class Message:
         return bytes(out)
 
     def field_numbers(self) -> set[int]:
-        """The numbers of its fields."""
         return {number for number, _, _ in self.fields}
 
     def only(self, *numbers: int) -> list[Field]:
-        """The fields of these numbers."""
         return [field for field in self.fields if field[0] in numbers]
 
     def without(self, *numbers: int) -> list[Field]:
-        """The fields of all other numbers."""
         return [field for field in self.fields if field[0] not in numbers]
 
     def _last(self, number: int) -> Value | None:
@@ -81,21 +77,20 @@ class Message:
         return None
 
     def integer(self, number: int, default: int = 0) -> int:
-        """The integer in a field."""
         value = self._last(number)
         return default if value is None else _signed(value)
 
     def raw(self, number: int) -> bytes:
-        """The bytes in a field; none if it is missing."""
+        """The bytes in a field, maybe none."""
         value = self._last(number)
         return b"" if value is None else _checked(value)
 
     def text(self, number: int) -> str:
-        """The text in a field; empty if it is missing."""
+        """The text in a field, maybe empty."""
         return self.raw(number).decode()
 
     def message(self, number: int) -> "Message":
-        """The message in a field; one without fields if it is missing."""
+        """The message in a field, maybe empty."""
         return Message.parse(self.raw(number))
 
     def each(self, number: int) -> list[bytes]:
@@ -103,11 +98,10 @@ class Message:
         return [_checked(value) for field_number, _, value in self.fields if field_number == number]
 
     def messages(self, number: int) -> "list[Message]":
-        """The elements of a list of messages."""
         return [Message.parse(data) for data in self.each(number)]
 
     def integers(self, number: int) -> list[int]:
-        """The elements of a list of integers, whether packed or not."""
+        """A list of integers, packed or not."""
         found: list[int] = []
         for field_number, _, value in self.fields:
             if field_number != number:
@@ -123,19 +117,16 @@ class Message:
 
 
 def integer(number: int, value: int) -> Field:
-    """A field with an integer."""
     return number, _VARINT, value
 
 
 def data(number: int, value: "bytes | str | Message") -> Field:
-    """A field with bytes, a text or a message."""
     if isinstance(value, Message):
         value = value.to_bytes()
     return number, _BYTES, value.encode() if isinstance(value, str) else value
 
 
 def packed(number: int, values: Iterable[int]) -> Field:
-    """A field with a list of integers."""
     out = bytearray()
     for value in values:
         _write_varint(out, value)

@@ -1,11 +1,10 @@
-"""Joins calls of a program into one, as XLA's combiner does with its own all-reduces. XLA cannot join custom calls.
+"""Joins calls into one, as XLA's combiner joins all-reduces but not custom calls.
 
-JAX has one equation for each leaf of a tree that `lax.psum` sums, programs call `ring_psum` for each leaf, and autodiff
-sums each gradient where the backward pass has computed it. Calls of one kind in one block are joined up to a limit, as
-long as none depends on another. The joined call takes the place of the last one; what uses the results of the others
-moves behind it. So the data that wait for it are at most those of the limit.
+`lax.psum` of a tree has an equation per leaf, programs call `ring_psum` for each, and autodiff sums gradients where
+they are computed. Calls of one kind in one block are joined up to a limit, if none depends on another. The joined call
+replaces the last one; users of earlier results move behind it. At most the limit's data wait for it.
 
-All ranks lower the same program, so all join the same calls.
+All ranks lower the same program, and join alike.
 """
 
 import functools
@@ -30,11 +29,11 @@ COMBINE_THRESHOLD_COUNT = 256
 
 
 class Joined(NamedTuple):
-    """The calls in the body of a shard_map, and in the functions that it calls.
+    """The calls in a shard_map's body and its functions.
 
     Attributes:
-      calls: in the order of the program.
-      callers: the only operation that calls a function, by the function's body.
+      calls: in program order.
+      callers: the only caller of a function, by body.
     """
 
     calls: list[ir.Operation]
@@ -42,7 +41,7 @@ class Joined(NamedTuple):
 
 
 def join(ctx, body: ir.Operation) -> Joined:
-    """Joins the calls in the body of a shard_map, which has been lowered."""
+    """Joins the calls in a lowered shard_map's body."""
     joined = Joined([], {})
     _join_within(ctx, body, joined)
     return joined
@@ -55,7 +54,7 @@ def _join_within(ctx, parent: ir.Operation, joined: Joined) -> None:
 
 
 def _join_function(ctx, caller: ir.Operation, joined: Joined) -> None:
-    """Joins the calls in the function that an operation calls, unless that has been done."""
+    """Joins the calls in a called function, once."""
     name = ir.FlatSymbolRefAttr(caller.attributes["callee"]).value
     state = state_of(ctx)
     if name in state.joined_functions:
@@ -92,7 +91,7 @@ def _join_block(ctx, block: ir.Block, joined: Joined) -> None:
 
 
 def _join_calls(ctx, operations: Sequence[ir.Operation], calls: dict[int, Call]) -> dict[int, ir.Operation]:
-    """Joins the calls of one block, and returns those that are left."""
+    """Joins a block's calls; returns those left."""
     left = {i: operations[i] for i in calls}
     if len(calls) < 2:
         return left
@@ -124,26 +123,26 @@ def _join_calls(ctx, operations: Sequence[ir.Operation], calls: dict[int, Call])
 
 
 def _key(op: ir.Operation, call: Call, elements: Callable) -> Hashable:
-    """Equal for calls that one call can serve."""
+    """Equal for calls that can be one."""
     return call.target, call.shared, call.function(), elements(op.operands[call.num_hidden].type)[0]
 
 
 def _num_bytes(op: ir.Operation, call: Call, elements: Callable) -> int:
-    """The size of the larger side of a call: the results of a gather, elsewhere the operands."""
+    """The size of a call's larger side: a gather's results, else operands."""
     sides = list(op.operands)[call.num_hidden :], op.results
     return max([sum([elements(value.type)[1] for value in side]) for side in sides]) * call.itemsize
 
 
 def _elements(tensor: ir.Type) -> tuple[ir.Type, int]:
-    """The type of an array's elements, and their number."""
+    """Element type and number."""
     ranked = ir.RankedTensorType(tensor)
     return ranked.element_type, math.prod(ranked.shape)
 
 
 def _build(ctx, members: Sequence[tuple[ir.Operation, Call]], first_of: Mapping[ir.Value, ir.Value]) -> ir.Operation:
-    """Builds the call that serves those of the members, in front of the last of them, and passes on its results.
+    """Builds a call for the members in front of the last, and passes on its results.
 
-    first_of: the values that equal others, which are sent once.
+    first_of: values that equal others, sent once.
     """
     (first, call), (last, _) = members[0], members[-1]
     hidden = list(first.operands)[: call.num_hidden]
@@ -175,7 +174,7 @@ def _build(ctx, members: Sequence[tuple[ir.Operation, Call]], first_of: Mapping[
 
 
 def _erase(op: ir.Operation, call: Call) -> None:
-    """Erases a call whose results are unused, and the operands in front that nothing else uses."""
+    """Erases an unused call, and hidden operands without other uses."""
     hidden = list(op.operands)[: call.num_hidden]
     op.erase()
     for value in hidden:

@@ -1,4 +1,4 @@
-"""Which operations of a block can become one, and where it and all others then are: the block's graph of data flow."""
+"""A block's data flow: which operations can be one, and where they then are."""
 
 import heapq
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -12,14 +12,14 @@ _NOT_COMPARED = ("stablehlo.custom_call", "func.call", "stablehlo.rng", "stableh
 
 
 class Flow:
-    """The flow of data through a part of a block.
+    """Data flow through a part of a block.
 
-    Nothing else orders operations: XLA does not look at their order in the block, and effects that have an order pass a
-    token. Prints, which a program may have in one of its processes alone, therefore change nothing for the others.
+    Nothing else orders operations: XLA ignores their order, and ordered effects pass tokens. Prints, maybe in one
+    process alone, therefore change nothing for others.
 
     Attributes:
       operations: of the part.
-      inputs: by operation, the values that it reads, also within its regions.
+      inputs: by operation, values read, also in its regions.
     """
 
     def __init__(self, operations: Sequence[ir.Operation]) -> None:
@@ -28,7 +28,7 @@ class Flow:
 
 
 def equal_values(operations: Sequence[ir.Operation]) -> dict[ir.Value, ir.Value]:
-    """For values that operations of a block compute a second time: the value that the first one has computed."""
+    """For values computed twice: the first."""
     first_of: dict[ir.Value, ir.Value] = {}
     computed: dict[Hashable, ir.Operation] = {}
     for op in operations:
@@ -50,14 +50,14 @@ def equal_values(operations: Sequence[ir.Operation]) -> dict[ir.Value, ir.Value]
 def choose_groups(
     flow: Flow, candidates: Mapping[int, tuple[Hashable, int, int]], *, max_count: int, max_bytes: int
 ) -> list[list[int]]:
-    """Groups of operations of equal key that can become one, none of which depends on another of its group.
+    """Groups of operations with equal keys, none depending on another of its group.
 
-    An operation joins the last group of its key, or begins one. Joining adds paths from all that its members wait for
-    to all that waits for a member, and a later operation must not close a circle of them.
+    An operation joins the last group of its key, or begins one. Joining adds paths from all that members wait for to
+    all that waits for them; later ones must not close a cycle.
 
     Args:
-      candidates: key, number of results and size of the operations that may be joined, by their index.
-      max_count, max_bytes: the limits of a group: of its results, and of its size. A larger operation stays alone.
+      candidates: key, number of results and size, by index.
+      max_count, max_bytes: limits of a group, which a larger operation does not join.
     """
     groups: list[list[int]] = []
     num_results: list[int] = []  # of each group
@@ -113,7 +113,7 @@ def choose_groups(
 def reorder(
     flow: Flow, groups: Sequence[Sequence[int]], join: Callable[[Sequence[int]], ir.Operation]
 ) -> dict[int, ir.Operation]:
-    """Puts one operation in the place of each group, and moves behind it what waits for it.
+    """Puts one operation in place of each group, and moves what waits for it behind.
 
     join: creates the operation for a group, in front of its last member, and gives its results to those who use the
       members' results. The members stay, unused, for the caller to erase.

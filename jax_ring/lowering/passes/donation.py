@@ -1,8 +1,8 @@
-"""Sums donated arguments of a program in place, once the program has been lowered.
+"""Sums donated arguments in place, once the program is lowered.
 
-A custom call's result has the buffer of its operand always or never. XLA would copy an argument that is not donated
-before the call. It would copy the result into a donated argument's buffer after the call, unless the sum is in place.
-Only the whole program shows whether an argument is donated, and whether anything else reads it.
+A custom call has its operand's buffer always or never. XLA would copy an argument that is not donated before the call,
+and the result into a donated one after the call, unless the sum is in place. Only the whole program shows donation and
+other readers.
 """
 
 from collections import Counter
@@ -18,11 +18,11 @@ _TARGETS = tuple(runtime.TARGETS[kind.name] for kind in KINDS.values() if kind.i
 
 
 class _Sum(NamedTuple):
-    """A sum that reads an argument of the program.
+    """A sum of a program's argument.
 
     Attributes:
-      use: the operand that is the argument.
-      type: the argument's type on one device, where that is known.
+      use: the operand.
+      type: of the argument on one device, if known.
     """
 
     use: ir.OpOperand
@@ -30,7 +30,7 @@ class _Sum(NamedTuple):
 
 
 def sum_in_place(module: ir.Module) -> None:
-    """Gives the sums of donated arguments the arguments' buffers, where nothing else reads these."""
+    """Gives sums of donated arguments their buffers, where nothing else reads these."""
     functions = {_text(op.attributes["sym_name"]): op for op in _operations(module.body) if op.name == "func.func"}
     main = functions["main"].regions[0].blocks[0]
     marks = ir.ArrayAttr(functions["main"].attributes["arg_attrs"])
@@ -77,7 +77,7 @@ def _callee(call: ir.Operation) -> str:
 
 
 def _type_in_shard_map(value: ir.Value) -> ir.Type | None:
-    """The type of a result of a shard_map on one device; None for other values."""
+    """A shard_map result's type on one device; None for other values."""
     if not isinstance(value, ir.OpResult) or value.owner.operation.name != "sdy.manual_computation":
         return None
     end = _operations(value.owner.operation.regions[0].blocks[0])[-1]
@@ -85,9 +85,9 @@ def _type_in_shard_map(value: ir.Value) -> ir.Type | None:
 
 
 def _find_sum(value: ir.Value, bodies: dict[str, ir.Block]) -> _Sum | None:
-    """The sum that alone reads a value; None also where the value is reshaped before, which XLA would do by a copy.
+    """The only reader of a value, if a sum; not behind a reshape, which XLA would copy.
 
-    bodies: of the functions with one caller.
+    bodies: of functions with one caller.
     """
     type_ = None
     while True:
@@ -114,7 +114,7 @@ def _can_alias(op: ir.Operation, operand: int) -> bool:
 
 
 def _num_hidden(op: ir.Operation) -> int:
-    """How many operands a sum has in front of the user's, each of which has a result."""
+    """A sum's operands before the user's, each with a result."""
     return len(op.operands) - len(op.results)
 
 

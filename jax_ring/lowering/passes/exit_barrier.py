@@ -1,8 +1,8 @@
-"""Ends a shard_map with a barrier if some of its ranks may leave out a call that others make.
+"""Ends a shard_map with a barrier if ranks may leave out a call.
 
-A rank that leaves out a call would otherwise finish its part of the program, while the ranks that wait for it fail at
-the deadline. The next program would then have operands on that rank alone, and XLA's collectives wait there for the
-others until XLA ends the process. With the barrier all ranks fail together.
+Such a rank would finish its part, while those that wait for it fail at the deadline. The next program would have
+operands on that rank alone, and XLA's collectives wait there until XLA ends the process. With the barrier all ranks
+fail together.
 """
 
 import jax
@@ -16,22 +16,21 @@ from jax_ring.lowering.state import LoweringState
 
 
 def note(state: LoweringState, call: ir.Operation) -> None:
-    """Notes that a custom call has been emitted."""
     if not state.may_leave_out:
         state.may_leave_out = ir.InsertionPoint(call).block.owner.operation.name != "sdy.manual_computation"
 
 
 def end(ctx, body: ir.Operation, params: dict) -> None:
-    """Ends the body of a shard_map, which has been lowered, with a barrier if it needs one.
+    """Ends a lowered shard_map's body with a barrier if needed.
 
-    params: those of the shard_map's equation.
+    params: of its equation.
     """
     if _covers_whole_mesh(ctx, params) and _has_optional_call(ctx, body, False, set()):
         _end_with_barrier(ctx, body, params)
 
 
 def _covers_whole_mesh(ctx, params: dict) -> bool:
-    """Whether the body is the program of one rank, and all ranks execute it."""
+    """Whether the body is one rank's program, and all execute it."""
     mesh = params["mesh"]
     is_nested = bool(mesh.manual_axes)
     is_for_cpu = tuple(ctx.module_context.platforms) == ("cpu",) and not _compat.is_exported(ctx)
@@ -39,10 +38,9 @@ def _covers_whole_mesh(ctx, params: dict) -> bool:
 
 
 def _has_optional_call(ctx, operation: ir.Operation, is_optional: bool, without: set) -> bool:
-    """Whether there are calls in branches, or in loops whose length is only known at run time.
+    """Whether calls are in branches, or in loops of a length known at run time.
 
-    is_optional: whether the operation itself is in one.
-    without: the functions that are known to have none, and whether these were.
+    is_optional: whether the operation is in one. without: functions known to have none, and whether.
     """
     for region in operation.regions:
         for block in region:
@@ -72,7 +70,7 @@ def _is_conditional(operation: ir.Operation) -> bool:
 
 
 def _is_counted(loop: ir.Operation) -> bool:
-    """Whether a loop counts from a constant to a constant, by a constant, so that all ranks repeat it equally often."""
+    """Whether a loop counts between constants, so that ranks repeat it equally often."""
     (condition,), (body,) = loop.regions
     *head, end = condition.operations
     compare = end.operation.operands[0].owner
@@ -98,7 +96,7 @@ def _is_constant(value: ir.Value) -> bool:
 
 
 def _end_with_barrier(ctx, body: ir.Operation, params: dict) -> None:
-    """Emits the barrier. Its operands are the results of the body, which it awaits and does not read."""
+    """Emits the barrier, which awaits the body's results and does not read them."""
     processes = topology.processes_of_cpus(_compat.axis_context_within(params).mesh)
     if processes is None:
         return

@@ -1,7 +1,7 @@
-"""Sums of floats that the program has just rounded from float32, and widens again: what a narrow wire does.
+"""Sums of floats rounded from float32 and widened again, as for a narrow wire.
 
-A large sum between hosts reads the float32 and rounds each part as it adds, and its result is float32, as it is
-gathered. So the program needs neither a rounded copy of the operand nor one of the sum.
+A large sum between hosts reads float32, rounds each part as it adds, and returns float32. So neither operand nor sum
+needs a rounded copy.
 """
 
 from jax.extend.mlir import ir
@@ -12,7 +12,7 @@ from jax_ring.lowering.state import LoweringState, state_of
 
 
 def unrounded(operand: ir.Value) -> ir.Value | None:
-    """The float32 of which the operand is a rounded copy, of any shape with as many elements; None if it is none."""
+    """The float32 of which the operand is a rounded copy, in any shape; else None."""
     if isinstance(operand.owner, ir.Block):
         return None
     operation = operand.owner.operation
@@ -25,14 +25,14 @@ def unrounded(operand: ir.Value) -> ir.Value | None:
 
 
 def rounded_again(ctx, total: ir.Value, aval) -> ir.Value:
-    """A sum, rounded to the small floats that it consists of; `drop_redundant_casts` removes this where it widens."""
+    """A sum rounded to its small floats; `drop_redundant_casts` removes this before widening."""
     rounded = hlo.convert(mlir.aval_to_ir_type(ctx.module_context, aval), total)
     state_of(ctx).rounded_sums.append((total, rounded))
     return rounded
 
 
 def drop_redundant_casts(state: LoweringState) -> None:
-    """Makes the module use sums as they are, where it would widen them."""
+    """Makes the module use sums as they are where it would widen them."""
     for total, rounded in state.rounded_sums:
         for use in list(rounded.uses):
             operation = use.owner.operation

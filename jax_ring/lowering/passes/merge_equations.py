@@ -1,8 +1,7 @@
-"""Joins collectives in the body of a shard_map before it is lowered, which saves the lowering of each.
+"""Joins collectives in a shard_map's body before lowering, which saves theirs.
 
-`jax.tree.map(lambda x: ring_psum(x, "data"), tree)` has one equation for each leaf. Those that differ in nothing but
-their operands, all of which are there when the first of them runs, become one equation in its place: that of a call
-for the whole tree. The combiner joins what is left, at more effort.
+`jax.tree.map(lambda x: ring_psum(x, "data"), tree)` has an equation per leaf. Those equal but for operands, all there
+when the first runs, become one equation. The combiner joins the rest, at more effort.
 """
 
 from collections.abc import Hashable
@@ -20,11 +19,11 @@ PRIMITIVES: set[Primitive] = set()
 
 
 class _Group:
-    """Equations that can become one.
+    """Equations that can be one.
 
     Attributes:
       places: in the jaxpr.
-      num_operands, num_bytes: of all of them.
+      num_operands, num_bytes: in total.
       expressions: of the operands.
     """
 
@@ -35,7 +34,7 @@ class _Group:
         self.expressions: set[Hashable] = set()
 
     def can_take(self, expressions: list[Hashable], num_bytes: int) -> bool:
-        """Whether operands can be added. The combiner sends equal ones once, so it gets those that may be equal."""
+        """Whether operands can be added; maybe equal ones are left to the combiner, which sends them once."""
         return (
             self.num_operands + len(expressions) <= combiner.COMBINE_THRESHOLD_COUNT
             and self.num_bytes + num_bytes <= combiner.COMBINE_THRESHOLD_BYTES
@@ -44,10 +43,9 @@ class _Group:
 
 
 def join(jaxpr):
-    """The jaxpr with its collectives joined, within the combiner's limits.
+    """The jaxpr with collectives joined, within the combiner's limits.
 
-    Which are joined depends on their lines. These may differ between processes, which must all make the same calls, so
-    only a program of one process is changed.
+    That depends on lines, which may differ between processes, so only single-process programs change.
     """
     equations = jaxpr.eqns
     if jax.process_count() > 1 or len([1 for equation in equations if equation.primitive in PRIMITIVES]) < 2:
@@ -86,7 +84,7 @@ def _groups(equations) -> list[_Group]:
 
 
 def _key(equation) -> Hashable | None:
-    """Equal for collectives that can become one, of one line and one `jax.named_scope`; None for other equations."""
+    """Equal for joinable collectives of one line and `jax.named_scope`; None for other equations."""
     if equation.primitive not in PRIMITIVES:
         return None
     options = equation.params["options"]
@@ -110,9 +108,9 @@ def _joined(equations):
 
 
 class _Expressions:
-    """Numbers for variables. Those that the same primitive computes from equal operands have one number.
+    """Numbers for variables, equal for one primitive of equal operands.
 
-    Parameters are not looked at, so that not all of them are equal.
+    Parameters are ignored, so equal numbers may differ.
     """
 
     def __init__(self) -> None:

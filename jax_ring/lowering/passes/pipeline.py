@@ -1,4 +1,4 @@
-"""What is done with a program once it has been lowered, and with the body of each of its shard_maps."""
+"""Passes on a lowered program, and on the body of each shard_map."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,12 +37,12 @@ def _lower_shard_map(jax_rule, ctx, *operands, **params):
 
 
 def rule(jax_rule: Callable) -> Callable:
-    """The lowering of a shard_map, in the place of JAX's."""
+    """A shard_map's lowering, in place of JAX's."""
     return partial(_lower_shard_map, jax_rule)
 
 
 def end_program(module: ir.Module, jaxpr, platforms: tuple[str, ...], donates: bool, meshes: Sequence) -> None:
-    """What is done with a program that has been lowered from a jaxpr. meshes: of its arguments and results."""
+    """Passes on a program lowered from a jaxpr. meshes: of arguments and results."""
     if donates:
         # Donated arguments are known only once the whole program is lowered.
         donation.sum_in_place(module)

@@ -1,9 +1,8 @@
-"""Names the program that is being lowered alike in all its processes, so that calls can be matched across them.
+"""Names the program under lowering alike in all processes, to match calls.
 
-Two programs of one name may run at the same time, launched by two threads, and each process may start with the other
-one. So the name is not enough. The digest is of what the bodies of the program's shard_maps compute, by the expressions
-that lead to their results: locations do not count, nor do callbacks, whose addresses differ between processes, nor what
-only prints, which a program may do in one process alone.
+Programs of one name may run at once from two threads, in another order in each process. So a digest is added of what
+the shard_maps' bodies compute, by the expressions of their results: without locations, callbacks, whose addresses
+differ, and prints, which one process may have alone.
 """
 
 import dataclasses
@@ -22,10 +21,10 @@ _MAX_BYTES = 1 << 16  # of an array that is part of a program
 
 
 def name_of(ctx) -> str:
-    """The name of the program under lowering, in a program of several processes; else empty.
+    """The program's name, with several processes; else empty.
 
-    The part before the '#' is the same everywhere. The part after it counts the programs of that name; a process may
-    lower more of them than the others, to print one or to run one alone.
+    Before the '#' it is the same everywhere. Behind it programs of that name are counted; a process may lower more, to
+    print or run one alone.
     """
     if jax.process_count() == 1:
         return ""
@@ -39,7 +38,7 @@ def name_of(ctx) -> str:
 
 
 def note_body(ctx, jaxpr) -> None:
-    """Adds the body of a shard_map, which is about to be lowered, to the digest of its program."""
+    """Adds a shard_map's body to its program's digest."""
     if jax.process_count() == 1:
         return
     state = state_of(ctx)
@@ -48,7 +47,7 @@ def note_body(ctx, jaxpr) -> None:
 
 
 def name_of_program(module: ir.Module, jaxpr) -> str:
-    """The same of a program as a whole, which has been lowered from this jaxpr."""
+    """The same of a whole program, lowered from this jaxpr."""
     main = next(op for op in module.body.operations if ir.StringAttr(op.attributes["sym_name"]).value == "main")
     marks = [str(main.attributes[name]) for name in ("arg_attrs", "res_attrs") if name in main.attributes]
     name = ir.StringAttr(module.operation.attributes["sym_name"]).value
@@ -57,7 +56,7 @@ def name_of_program(module: ir.Module, jaxpr) -> str:
 
 
 def digest_of(jaxpr) -> str:
-    """A digest of what a jaxpr computes, the same in all processes."""
+    """A digest of a jaxpr, the same in all processes."""
     return _Digests().of_jaxpr(jaxpr)
 
 
@@ -66,7 +65,7 @@ def _digest(*texts: str) -> str:
 
 
 class _Digests:
-    """The digests of jaxprs; those that occur several times are looked at once."""
+    """Digests of jaxprs, each computed once."""
 
     def __init__(self) -> None:
         self._of_jaxpr: dict[int, str] = {}
@@ -93,7 +92,7 @@ class _Digests:
         return _digest(*map(of_atom, jaxpr.outvars))
 
     def _text_of(self, value) -> str:
-        """A text of a parameter, as far as it is the same in all processes."""
+        """A parameter as text, as far as processes agree."""
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.dtype, enum.Enum)):
             return repr(value)
         if isinstance(value, dict):

@@ -1,12 +1,11 @@
-"""Writes into each custom call the source lines that it serves, for the error when a rank is missing.
+"""Writes the source lines into each custom call, for the error when a rank is missing.
 
-XLA merges calls whose operands and attributes are equal. A line in an attribute would prevent that, so calls that are
-equal up to their lines all get the same attribute, which names the lines of all of them. Whether they are is known from
-the expressions that compute their operands: operations, constants and arguments, as the compiler sees them.
+XLA merges calls with equal operands and attributes, which a line would prevent. So calls equal but for lines get one
+attribute that names all lines. Equality is by the expressions of operands: operations, constants and arguments, as the
+compiler sees them.
 
-A function that is lowered once and called from several places is compared without knowing what it is called with: its
-arguments count as equal to those of other functions, by position and type. The bodies of loops, branches and other
-operations with functions inside are compared with themselves alone.
+Arguments of a function called from several places are equal by position and type. Operations with regions, such as
+loops and branches, equal only themselves.
 """
 
 from collections import Counter, defaultdict
@@ -26,7 +25,7 @@ _MAX_LINES_OF_CALL = 4
 
 
 def write(ctx, results, description: str) -> None:
-    """Writes the attribute `site` of another custom call than those to the engines, which has just been emitted."""
+    """Writes `site` of a call other than to the engines, just emitted."""
     call = results[0].owner.operation
     shared, lines = ir.DictAttr(call.attributes[CONFIG]), (state_of(ctx).site or _compat.call_site(ctx),)
     call.attributes[CONFIG] = operation.config(shared, site=operation.site_of(lines))
@@ -36,9 +35,9 @@ def write(ctx, results, description: str) -> None:
 
 
 def settle(state: LoweringState, calls: list[ir.Operation], callers: dict[ir.Block, ir.Operation]) -> None:
-    """Writes the attributes `site` of all calls in the body of a shard_map, which has been lowered.
+    """Writes `site` of all calls in a lowered shard_map's body.
 
-    callers: the only operation that calls a function, by the function's body.
+    callers: the only caller of a function, by body.
     """
     table = state.call_sites = state.call_sites or Table()
     table.callers.update(callers)
@@ -50,7 +49,7 @@ def settle(state: LoweringState, calls: list[ir.Operation], callers: dict[ir.Blo
 
 
 class _Together:
-    """Calls with one attribute `site`, which names the lines of all."""
+    """Calls with one `site`, which names all lines."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[ir.Operation, Lines]] = []
@@ -76,11 +75,10 @@ class _Together:
 
 
 class Table:
-    """The calls of one module, by the expressions that they compute. Expressions are numbered: equal ones alike.
+    """A module's calls, by numbered expressions, equal ones alike.
 
-    Looking at expressions costs time. Calls that differ in an attribute or a type, and those of one line, need none.
-    The module owns the table, which therefore keeps no reference to it: what is in a cycle lives on for a while, with
-    all devices.
+    Expressions cost time, so calls that differ in an attribute or a type, or share a line, need none. The module owns
+    the table; a reference back would make a cycle, which lives on for a while with all devices.
     """
 
     def __init__(self) -> None:
@@ -103,20 +101,19 @@ class Table:
             self._equal[self._numbers[self._operation(each), self._branch(each)]].add(state, each, its_lines)
 
     def _operation(self, operation: ir.Operation) -> int:
-        """The number of an operation: its kind, attributes, types and operands, but not what its regions do."""
+        """An operation's number: kind, attributes, types and operands, without regions."""
         operands = list(operation.operands)
         for operand in operands:
             self._value(operand)
         return self._operation_on(operation, operands)
 
     def _operation_on(self, operation: ir.Operation, operands: list) -> int:
-        """Requires that the numbers of the operands are known."""
+        """The same; the operands' numbers must be known."""
         types = tuple([result.type for result in operation.results])
         numbers = tuple([self._values[operand] for operand in operands])
         return self._numbers[operation.name, _attributes(operation), types, numbers]
 
     def _value(self, value: ir.Value) -> int:
-        """The number of the expression that computes a value."""
         pending = [] if value in self._values else [(value, *self._origin(value))]
         while pending:  # not recursive: programs are deeper than Python's stack
             value_, origin, inputs = pending[-1]
@@ -128,7 +125,7 @@ class Table:
         return self._values[value]
 
     def _origin(self, value: ir.Value) -> tuple[ir.Operation, list]:
-        """The operation that computes a value, or whose regions have it as an argument; and the values to compare."""
+        """The operation that computes a value or has it as a region's argument, and the values to compare."""
         if isinstance(value, ir.OpResult):
             operation = value.owner.operation
             return operation, list(operation.operands)
@@ -153,7 +150,7 @@ class Table:
         return "argument", index, value.type if _is_shared(origin) else value.owner
 
     def _branch(self, call: ir.Operation) -> Hashable:
-        """The loops and branches that a call is in: calls in unlike ones do not merge."""
+        """A call's loops and branches; calls in unlike ones do not merge."""
         path: list[Hashable] = []
         block = ir.InsertionPoint(call).block
         while (owner := block.owner.operation).name not in ("func.func", "sdy.manual_computation") or (
@@ -170,7 +167,6 @@ class Table:
 
 
 def _attributes(operation: ir.Operation) -> tuple:
-    """The attributes of an operation that tell it from others."""
     if operation.name == "func.call":
         return ()  # not the name of the function: two functions may do the same
     attributes = operation.attributes
@@ -181,15 +177,15 @@ def _attributes(operation: ir.Operation) -> tuple:
 
 
 def _is_shared(function: ir.Operation) -> bool:
-    """Whether a function may be called from several places, so that its arguments have no expressions.
+    """Whether a function may have several callers, so that arguments have no expressions.
 
-    One that has no parent is a draft: JAX copies its body to where it is used, with the attributes of that moment.
+    Without a parent it is a draft, whose body JAX copies to its use with the attributes of that moment.
     """
     return function.parent is not None and ir.StringAttr(function.attributes["sym_name"]).value != "main"
 
 
 def _text(places: list[Lines]) -> str:
-    """The lines of equal calls, as errors name them."""
+    """Equal calls' lines, as in errors."""
     texts = [_text_of_call(lines) for lines in places]
     if len(texts) == 1:
         return texts[0]

@@ -1,4 +1,4 @@
-"""Arrays as integers of their bits, in which values are moved and selected without a change."""
+"""Arrays as integers of their bits, to move and select unchanged."""
 
 import math
 
@@ -10,52 +10,48 @@ _PACKED = jnp.uint32
 
 
 def bits_dtype(dtype):
-    """The dtype of `to_bits` of an array that is not complex."""
+    """The dtype of `to_bits`."""
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
     return jnp.dtype(jnp.uint8) if dtype == jnp.bool_ else dtype
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """Integers of the bits of x, which is not complex."""
+    """Integers of the bits of x, not complex."""
     to = bits_dtype(x.dtype)
     return lax.bitcast_convert_type(x, to) if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(to)
 
 
 def from_bits(bits: jax.Array, dtype) -> jax.Array:
-    """The inverse of `to_bits`."""
     if dtype == jnp.bool_:
         return lax.ne(bits, zeros_like(bits))
     return lax.bitcast_convert_type(bits, dtype) if jnp.issubdtype(dtype, jnp.floating) else bits.astype(dtype)
 
 
 def zeros_like(bits: jax.Array) -> jax.Array:
-    """Zeros of the type of these integers."""
     # In a shard_map, JAX cannot compile a constant of symbolic shape.
     return lax.bitwise_xor(bits, bits)
 
 
 def words_dtype(dtype):
-    """The dtype of `to_words`."""
     return bits_dtype(jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype)
 
 
 def to_words(x: jax.Array) -> jax.Array:
-    """As `to_bits`, of any array with a dimension: along the last one, imaginary parts follow the real parts."""
+    """As `to_bits`, also of complex arrays: imaginary behind real parts along the last dimension."""
     if jnp.iscomplexobj(x):
         return jnp.concatenate([to_bits(x.real), to_bits(x.imag)], axis=-1)
     return to_bits(x)
 
 
 def from_words(words: jax.Array, dtype) -> jax.Array:
-    """The inverse of `to_words`."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return lax.complex(*(from_bits(part, jnp.finfo(dtype).dtype) for part in jnp.split(words, 2, axis=-1)))
     return from_bits(words, dtype)
 
 
 def packed(x: jax.Array) -> jax.Array:
-    """The bits of x as uint32[n]: several elements in each, or one element in several. The last one is padded."""
+    """The bits of x as uint32[n], padded."""
     words = to_words(x.reshape(-1))
     ratio = jnp.dtype(_PACKED).itemsize // words.dtype.itemsize
     if ratio > 1:
@@ -64,7 +60,6 @@ def packed(x: jax.Array) -> jax.Array:
 
 
 def unpacked(words: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
-    """The inverse of `packed`."""
     to = words_dtype(dtype)
     ratio = to.itemsize // words.dtype.itemsize
     if ratio > 1:

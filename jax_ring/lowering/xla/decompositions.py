@@ -1,4 +1,4 @@
-"""Primitives that lower to several collectives: how `explain()` finds out which."""
+"""Primitives that lower to several collectives, for `explain()`."""
 
 from collections.abc import Callable
 

@@ -1,6 +1,6 @@
-"""Lowers collectives to XLA's all-reduce: those that XLA lacks, and those that it gets wrong.
+"""Collectives by XLA's all-reduce: those that XLA lacks or gets wrong.
 
-The all-reduce is emitted by JAX's rule, not traced as a `lax.psum`, which `override_lax()` would lower to jax_ring.
+By JAX's rule, as `override_lax()` would lower a traced `lax.psum` to jax_ring.
 """
 
 import functools
@@ -19,14 +19,13 @@ from jax_ring.lowering.xla.bitcasts import bits_dtype, from_bits, to_bits, zeros
 
 
 def _all_reduce(ctx, operand, aval, *, axes, axis_index_groups=None):
-    """XLA's all-reduce of an operand of type `aval`."""
     ctx = ctx.replace(avals_in=[aval], avals_out=[aval])
     (total,) = _compat.lower_as_lax(_compat.psum_p, ctx, operand, axes=axes, axis_index_groups=axis_index_groups)
     return total
 
 
 def lower_reduce_to_xla(ctx, operand, *, axes, axis_index_groups, root):
-    """Lowers a reduce to an all-reduce whose result only the root keeps. The others get zeros."""
+    """A reduce: an all-reduce, then zeros off the root."""
     del axis_index_groups
     (aval,) = ctx.avals_in
 
@@ -35,14 +34,13 @@ def lower_reduce_to_xla(ctx, operand, *, axes, axis_index_groups, root):
 
 
 def on_root(total, axes, root):
-    """The total on the root, and zeros elsewhere."""
     if jnp.iscomplexobj(total):
         return lax.complex(on_root(total.real, axes, root), on_root(total.imag, axes, root))
     return from_bits(_or_zeros(to_bits(total), axes, root), total.dtype)
 
 
 def lower_broadcast_to_xla(ctx, operand, *, axes, axis_index_groups, root):
-    """Lowers a broadcast to an all-reduce to which all ranks but the root contribute zeros."""
+    """A broadcast: an all-reduce with zeros off the root."""
     (aval,) = ctx.avals_in
     if jnp.issubdtype(aval.dtype, jnp.complexfloating):
         part = aval.update(dtype=jnp.finfo(aval.dtype).dtype)
@@ -59,7 +57,7 @@ def lower_broadcast_to_xla(ctx, operand, *, axes, axis_index_groups, root):
 
 
 def lower_dynamic_broadcast_to_sum(ctx, operand, source, axes, lower_sum):
-    """Lowers a broadcast from the rank in a scalar to a sum of bits, to which the other ranks contribute zeros.
+    """A broadcast from the rank in a scalar: a sum of bits with zeros elsewhere.
 
     lower_sum: (ctx, operand) -> results.
     """
@@ -81,7 +79,6 @@ def lower_dynamic_broadcast_to_sum(ctx, operand, source, axes, lower_sum):
 
 
 def _or_zeros(bits, axes, root):
-    """The integers on the root, and zeros elsewhere."""
     # For shapes that are symbolic: in a shard_map, jaxlib crashes on the scalar conversions that `==` can insert.
     coordinates = np.unravel_index(root, [lax.axis_size(axis) for axis in axes])
     is_root = [lax.eq(lax.axis_index(axis), np.int32(c)) for axis, c in zip(axes, coordinates, strict=True)]
@@ -89,7 +86,7 @@ def _or_zeros(bits, axes, root):
 
 
 def lower_psum_scatter_to_all_reduce(ctx, operand, *, axes, axis_index_groups, axis_size, dimension, tiled):
-    """Lowers a psum_scatter to an all-reduce of which each rank keeps its block."""
+    """A psum_scatter: an all-reduce, then this rank's block."""
     (aval,) = ctx.avals_in
     keep = partial(
         own_block, axes=axes, axis_index_groups=axis_index_groups, axis_size=axis_size, dimension=dimension, tiled=tiled
@@ -99,7 +96,6 @@ def lower_psum_scatter_to_all_reduce(ctx, operand, *, axes, axis_index_groups, a
 
 
 def rank_in_group(axes, axis_index_groups) -> jax.Array:
-    """This rank's number in its group."""
     rank = lax.axis_index(axes)
     if axis_index_groups is None:
         return rank
@@ -107,7 +103,7 @@ def rank_in_group(axes, axis_index_groups) -> jax.Array:
 
 
 def own_block(total, *, axes, axis_index_groups, axis_size, dimension, tiled):
-    """The block of a total that a psum_scatter leaves on this rank."""
+    """This rank's block of a total."""
     rank = rank_in_group(axes, axis_index_groups)
     size = total.shape[dimension] // axis_size
     block = lax.dynamic_slice_in_dim(total, rank * size, size, dimension)

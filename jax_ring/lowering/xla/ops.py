@@ -1,4 +1,4 @@
-"""StableHLO helpers that several lowerings share."""
+"""StableHLO helpers."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
@@ -13,36 +13,31 @@ from jax_ring.lowering.override_state import for_xla
 
 
 def aval_of(dtype, *shape: int) -> jax.core.ShapedArray:
-    """The type of an array."""
     return jax.core.ShapedArray(shape, dtype)
 
 
 def convert(ctx, x, dtype):
-    """x converted to `dtype`."""
     to = mlir.aval_to_ir_type(ctx.module_context, aval_of(dtype, *ir.RankedTensorType(x.type).shape))
     return x if x.type == to else hlo.convert(to, x)
 
 
 def reshape(x, shape: tuple[int, ...]):
-    """x reshaped to `shape`."""
     return hlo.reshape(ir.RankedTensorType.get(shape, ir.RankedTensorType(x.type).element_type), x)
 
 
 def move_dimension(x, source: int, destination: int):
-    """x with one dimension moved, as by jnp.moveaxis."""
+    """As jnp.moveaxis."""
     order = list(range(ir.RankedTensorType(x.type).rank))
     order.insert(destination, order.pop(source))
     return x if source == destination else hlo.transpose(x, order)
 
 
 def inline(ctx, fun: Callable[..., Iterable], operands: Sequence, avals: Sequence, *, lax_by_xla: bool = True) -> list:
-    """Traces fun(*operands), emits its operations in the program under construction, and returns its results.
-
-    It does not track which values vary between ranks.
+    """Traces fun(*operands) and emits its operations, without tracking variance.
 
     Args:
-      avals: the types of the operands.
-      lax_by_xla: whether its collectives of `lax` are XLA's, also under the override.
+      avals: of the operands.
+      lax_by_xla: whether its `lax` collectives are XLA's, also under the override.
     """
     plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
     with _compat.without_vma(), for_xla() if lax_by_xla else contextlib.nullcontext():
@@ -51,6 +46,6 @@ def inline(ctx, fun: Callable[..., Iterable], operands: Sequence, avals: Sequenc
 
 
 def inline_one(ctx, fun: Callable, x, aval):
-    """The same of a function with one operand, of this type, and one result."""
+    """The same with one operand, of this type, and one result."""
     (result,) = inline(ctx, lambda x: [fun(x)], [x], [aval])
     return result

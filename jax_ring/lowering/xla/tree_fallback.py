@@ -1,9 +1,8 @@
-"""Sums along the tree where no engine serves the call: XLA moves the data, and the program adds it up.
+"""Sums along the tree without an engine: XLA moves the data, the program adds.
 
-XLA's own sums choose their order. Its all-to-all gives each rank the operands of all ranks for one block of the
-message; the rank folds them along the tree, in the accumulator's dtype, and rounds once. A reduce-scatter ends there,
-and an all-reduce with XLA's all-gather of the blocks. An all-to-all cannot have groups of different sizes: there, XLA
-gathers all operands on all ranks.
+XLA's sums choose their order. An all-to-all gives each rank one block of all operands, which it folds along the tree in
+the accumulator's dtype, and rounds once. An all-reduce ends with an all-gather of the blocks. With groups of different
+sizes, XLA gathers all operands on all ranks.
 """
 
 import math
@@ -25,9 +24,9 @@ from jax_ring.options import Options
 
 
 def emit(call: CallSpec, ctx, operands: Sequence) -> list:
-    """Emits a sum along the tree without an engine, and returns its results.
+    """Emits a sum along the tree without an engine.
 
-    operands: with slots if there are several (`trees.num_slots`).
+    operands: with slots, if several (`trees.num_slots`).
     """
     run = partial(_SUMS[call.kind], sizes=[len(group) for group in call.groups], options=call.options, **call.params)
     return [ops.inline_one(ctx, run, x, aval) for x, aval in zip(operands, ctx.avals_in, strict=True)]
@@ -70,13 +69,13 @@ def _num_slot_dimensions(options: Options, sizes: list[int]) -> int:
 
 
 def _fold_blocks(blocks: jax.Array, axes: tuple, axis_index_groups, options: Options, size: int) -> jax.Array:
-    """The sum of this rank's block over the ranks. blocks: by slot, block and element."""
+    """This rank's block of the sum. blocks: by slot, block and element."""
     received = lax.all_to_all(jnp.moveaxis(blocks, 1, 0), axes, 0, 0, axis_index_groups=axis_index_groups)
     return fold(received, options.num_shards or size, size)
 
 
 def fold(terms: jax.Array, num_shards: int, size: int) -> jax.Array:
-    """The sum of terms along the tree, rounded once. terms: by rank, slot and element."""
+    """The sum along the tree, rounded once. terms: by rank, slot and element."""
     wide = terms.astype(trees.accumulator(terms.dtype))
     value_of = lambda rank, slot: lax.index_in_dim(  # noqa: E731
         lax.index_in_dim(wide, rank, keepdims=False), slot, keepdims=False
@@ -86,7 +85,7 @@ def fold(terms: jax.Array, num_shards: int, size: int) -> jax.Array:
 
 
 def _fold_everything(x: jax.Array, axes: tuple, axis_index_groups) -> jax.Array:
-    """The sum of a group, one value of each rank, from the operands of all ranks."""
+    """A group's sum, one value per rank, from all operands."""
     gathered = lax.all_gather(x, axes)
     folds = [partial(_fold_members, members=members) for members in axis_index_groups]
     return lax.switch(jnp.asarray(group_table(axis_index_groups))[lax.axis_index(axes)], folds, gathered)
