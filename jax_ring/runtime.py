@@ -1,4 +1,4 @@
-"""Loads the native modules, registers their FFI targets with JAX, and reads the options from the environment."""
+"""Loads the native modules, registers FFI targets, and reads options from the environment."""
 
 import importlib.metadata
 import math
@@ -41,7 +41,7 @@ except ImportError as error:
 
 
 def _check_not_stale(module) -> None:
-    """Raises ImportError if a native module was built from other sources than those of the source tree."""
+    """Raises ImportError if a native module was built from other sources."""
     built_from = module.fingerprint() if hasattr(module, "fingerprint") else "none"
     if _IN_SOURCE_TREE and built_from != (found := fingerprint(_PROJECT / "ffi")):
         raise ImportError(
@@ -86,10 +86,10 @@ RECORDER_VARIABLE = "JAX_RING_RECORDER"
 
 
 def timeout_from(text: str) -> float:
-    """Parses `JAX_RING_TIMEOUT_S`: seconds that a call waits for missing ranks.
+    """`JAX_RING_TIMEOUT_S`: seconds that a call waits for missing ranks.
 
     Raises:
-      ValueError: if the text is not a positive, finite number.
+      ValueError: unless positive and finite.
     """
     try:
         seconds = float(text)
@@ -104,10 +104,10 @@ def timeout_from(text: str) -> float:
 
 
 def flag_from(variable: str, text: str, meaning: str) -> bool:
-    """Parses the text of an environment variable that is 1 or 0; the default, an empty text, is 0.
+    """An environment variable of 1 or 0, by default 0.
 
     Raises:
-      ValueError: if the text is neither 1 nor 0. Says what 1 means.
+      ValueError: for other texts; says what 1 means.
     """
     if text not in ("", "0", "1"):
         raise ValueError(f"{variable} must be 1 ({meaning}) or 0, got {text!r}")
@@ -115,10 +115,10 @@ def flag_from(variable: str, text: str, meaning: str) -> bool:
 
 
 def recorder_from(text: str) -> bool:
-    """Parses `JAX_RING_RECORDER`: whether calls are recorded.
+    """`JAX_RING_RECORDER`: whether calls are recorded.
 
     Raises:
-      ValueError: if the text is none of 0, 1 and empty, the default.
+      ValueError: unless 0, 1 or empty, the default.
     """
     if text not in ("", "0", "1"):
         raise ValueError(f"{RECORDER_VARIABLE} must be 0 (record no calls) or 1, the default; got {text!r}")
@@ -148,8 +148,8 @@ class CallOfXla(NamedTuple):
 
     Attributes:
       age: seconds since it began.
-      text: names the call.
-      processes: those of the ranks that it communicates with, its own as well.
+      text: its name.
+      processes: of its ranks, this one included.
     """
 
     age: float
@@ -158,7 +158,6 @@ class CallOfXla(NamedTuple):
 
 
 def calls_of_xla() -> list[CallOfXla]:
-    """The calls of this process that wait in XLA's collectives between processes."""
     return [CallOfXla(*call) for call in _ffi_cpu.calls_of_xla()]
 
 
@@ -171,18 +170,18 @@ class Failure(NamedTuple):
     """Why calls have failed.
 
     Attributes:
-      number: of the failure in this process. The text of each exception that it has raised ends in `[failure 7]`.
-      code: with which that text begins: `DEADLINE_EXCEEDED`, `RESOURCE_EXHAUSTED`, `FAILED_PRECONDITION`,
-        `INVALID_ARGUMENT` or `INTERNAL`.
-      kind: `deadline`: ranks did not come in time. `mismatch`: a process or a rank made another call. `absent`: a
-        process has made no call in the group yet. `stopped`: it is stopped, or busy with something else. `left`: it has
-        raised an exception or exited, and said so. `ended`: it has ended, and said nothing. `aborted`: it has given the
-        group up. `resources`: memory, files or threads are short. `released`: the program or its groups were given up
-        meanwhile. `overlap`: two calls of a GPU ran at the same time. `other`.
-      process: the other process that is at fault, by its index; None if no other one is.
-      rank: the rank at fault, in the group of the call, or the first of several; None if it is not known.
-      cause: what that process did, such as `process 2 (rank 1) has ended`; empty if that is not known.
-      text: the error, without the code and the number.
+      number: in this process; texts of its exceptions end in `[failure 7]`.
+      code: their beginning: `DEADLINE_EXCEEDED`, `RESOURCE_EXHAUSTED`, `FAILED_PRECONDITION`, `INVALID_ARGUMENT` or
+        `INTERNAL`.
+      kind: `deadline`: ranks did not come in time. `mismatch`: a process or rank made another call. `absent`: a process
+        has made no call in the group. `stopped`: it is stopped, or busy elsewhere. `left`: it has announced its
+        exception or exit. `ended`: it has ended silently. `aborted`: it has given up the group. `resources`: memory,
+        files or threads are short. `released`: the program or its groups were given up. `overlap`: two calls of a GPU
+        ran at once. `other`.
+      process: the index of another process at fault, or None.
+      rank: at fault, in the call's group, or the first of several; None if unknown.
+      cause: what it did, such as `process 2 (rank 1) has ended`; empty if unknown.
+      text: the error without code and number.
     """
 
     number: int
@@ -195,10 +194,10 @@ class Failure(NamedTuple):
 
 
 def failure(number: int) -> Failure:
-    """The failure with the number in which the text of an exception ends: 7 in `... [failure 7]`.
+    """The failure in which an exception's text ends: 7 in `... [failure 7]`.
 
     Raises:
-      ValueError: if this process has no failure with this number. It keeps the last 256.
+      ValueError: if this process has no such failure among the last 256.
     """
     found = _ffi_cpu.failure(number)
     if found is None:
@@ -214,17 +213,17 @@ _NUMBER = re.compile(r"\[failure (\d{1,18})\]")
 
 
 def failure_of(error: BaseException | str) -> Failure | None:
-    """The failure that an exception tells of by its number; None if it tells of none, or that one is not kept."""
+    """The failure that an exception names, or None if it names none that is kept."""
     numbers = _NUMBER.findall(str(error))
     found = _ffi_cpu.failure(int(numbers[-1])) if numbers else None
     return Failure(*found) if found else None
 
 
 class Departure(NamedTuple):
-    """How a process leaves the others, which hear of it.
+    """How a process leaves, as others hear it.
 
     Attributes:
-      cause: a predicate: `raised ValueError: bad batch`; or of a failure of which it leaves, that one's cause.
+      cause: a predicate: `raised ValueError: bad batch`, or the cause of a failure.
       kind, process, rank: of that failure.
     """
 
@@ -239,17 +238,16 @@ _forked_from: int | None = None
 
 
 def note_fork() -> None:
-    """In a forked child."""
     global _forked_from
     if _compat.backends_alive():
         _forked_from = os.getppid()
 
 
 def refuse_in_child(function: str) -> None:
-    """Raises an error where the program would wait forever.
+    """Raises where the program would wait forever.
 
     Raises:
-      RuntimeError: in a child that was forked after JAX had started.
+      RuntimeError: in a child forked after JAX had started.
     """
     if _forked_from is not None:
         raise RuntimeError(
@@ -260,17 +258,17 @@ def refuse_in_child(function: str) -> None:
 
 
 def join_processes(process: int, token: str, publish, fetch) -> None:
-    """Passes the engines the index of this process, and the means to reach the other processes.
+    """Gives the engines this process's index, and the means to reach others.
 
-    token: a random string that all processes share; it names their shared memory.
-    publish, fetch: the key-value store of `jax.distributed`, as of `_compat.key_value_store`.
+    token: a random string of all processes that names their shared memory. publish, fetch: as of
+    `_compat.key_value_store`.
     """
     _ffi_cpu.join(process, token)
     ffi_cuda.set_process(process, publish, fetch)
 
 
 def detach_processes() -> None:
-    """Makes the engines forget the other processes, until `join_processes`. Call it when no program is running."""
+    """Makes the engines forget other processes until `join_processes`, while no program runs."""
     reset_groups()
     ffi_cuda.forget_groups()
     # The means of reaching the others hold the client of the distributed runtime.
@@ -282,45 +280,45 @@ def _no_other_processes(*args) -> NoReturn:
 
 
 def abort_groups(how: Departure) -> None:
-    """Fails all calls between processes, now and in future, here and in the others, which hear how this one left."""
+    """Fails all calls between processes for good, here and in the others, which hear why."""
     _ffi_cpu.abort_groups(*how)
 
 
 def reset_groups() -> None:
-    """Leaves all groups, so that this process can join others. Programs that were compiled before fail.
+    """Leaves all groups to join others; programs compiled before fail.
 
-    Call it when no program is running, before `jax.clear_caches()`.
+    Call it while no program runs, before `jax.clear_caches()`.
     """
     _ffi_cpu.reset_groups()
 
 
 def has_groups() -> bool:
-    """Whether this process has had a CPU group with other processes since it joined them."""
+    """Whether it has had a CPU group with others since joining them."""
     return _ffi_cpu.has_groups()
 
 
 def await_questions(seconds: float) -> list[int]:
-    """The processes that a call waits for, and of which `note_departure` should tell whether they have left.
+    """The processes that a call waits for, whose departure `note_departure` should tell.
 
-    Waits for up to so many seconds for such a call, or until `wake_watcher` is called.
+    Waits some seconds for such a call, or until `wake_watcher`.
     """
     return _ffi_cpu.await_questions(seconds)
 
 
 def wake_watcher() -> None:
-    """Ends the wait of `await_questions`, now and in future."""
+    """Ends `await_questions`, for good."""
     _ffi_cpu.end_questions()
 
 
 def note_departure(process: int, how: Departure) -> None:
-    """Tells the calls that wait for a process how it has left."""
+    """Tells waiting calls how a process has left."""
     _ffi_cpu.note_departure(process, *how)
 
 
 def forget_gpu_groups() -> None:
-    """Drops all GPU groups, so that programs compiled afterwards form new ones. Call it after a GPU call has failed.
+    """Drops all GPU groups, so that later programs form new ones: after a failed GPU call.
 
-    Call it in all processes, together with `jax.clear_caches()`, while no program is running.
+    Call it in all processes with `jax.clear_caches()`, while no program runs.
     """
     ffi_cuda.forget_groups()
 
@@ -328,19 +326,18 @@ def forget_gpu_groups() -> None:
 def check_gpu_groups() -> None:
     """Raises an error if a GPU call of this process has failed.
 
-    A kernel cannot raise, and JAX does not ask a custom call whether it succeeded: `jax.block_until_ready` returns the
-    results of a failed call, with all bits set. The next call of its group raises the error. Call this after the last
-    one, when its results are ready.
+    Kernels cannot raise, and JAX does not ask custom calls for success: `jax.block_until_ready` returns a failed call's
+    results, with all bits set. The group's next call raises. Call this after the last one, when results are ready.
 
     Raises:
-      jax.errors.JaxRuntimeError: with the rank, the peer and the call of each failure.
+      jax.errors.JaxRuntimeError: with rank, peer and call of each failure.
     """
     if text := ffi_cuda.failure():
         raise jax.errors.JaxRuntimeError(text)
 
 
 def register() -> None:
-    """Registers the FFI targets with JAX, and passes the engines what the environment says."""
+    """Registers the FFI targets, and passes the engines the environment's options."""
     _compat.register_cpu_ffi_type("jax_ring_call_site", _ffi_cpu.call_site_type())
     handlers = _ffi_cpu.collective_handlers()
     for target in TARGETS.values():

@@ -1,8 +1,7 @@
-"""The binary tree over shards along which `order="tree"` adds: its nodes, and which of them a rank contributes.
+"""The binary tree over shards of `order="tree"`: its nodes, and those that a rank contributes.
 
-A tree over V shards is split at the largest power of two smaller than V, and so is each of its parts (the shape of the
-hash tree of RFC 6962). It depends on V alone, never on the number of ranks: a rank that holds several shards adds them
-up as far as the tree allows, and contributes the partial sums that are left.
+Its parts are split at the largest power of two below their size (the hash tree of RFC 6962). It depends on V alone: a
+rank adds its shards as far as the tree allows, and contributes the partial sums.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,19 +12,19 @@ Value = TypeVar("Value")
 
 
 class Node(NamedTuple):
-    """A node of the tree, over the shards `first`, ..., `first + size - 1`."""
+    """The node over shards `first`, ..., `first + size - 1`."""
 
     first: int
     size: int
 
     def children(self) -> tuple["Node", "Node"]:
-        """The two halves of a node of several shards. The left one has a power of two of them, and at least half."""
+        """A node's halves; the left one is a power of two, and the larger."""
         left = 1 << (self.size - 1).bit_length() - 1
         return Node(self.first, left), Node(self.first + left, self.size - left)
 
 
 def maximal_nodes(num_shards: int, shards: Iterable[int]) -> list[Node]:
-    """The largest nodes of a tree over `num_shards` that contain none but the given shards, from left to right."""
+    """The largest nodes within the given shards, from left to right."""
     held = set(shards)
 
     def visit(node: Node) -> list[Node]:
@@ -39,17 +38,16 @@ def maximal_nodes(num_shards: int, shards: Iterable[int]) -> list[Node]:
 
 @cache
 def terms_of(num_shards: int, num_ranks: int, rank: int) -> tuple[Node, ...]:
-    """The partial sums that rank `rank` of `num_ranks` contributes: those of the largest nodes within its shards.
+    """The partial sums of rank `rank` of `num_ranks`: the largest nodes within its shards.
 
-    The rank holds the V/p consecutive shards from rank * V/p on. There are at most 2 log2(V/p) terms, and one if V/p
-    is a power of two.
+    Its V/p shards begin at rank * V/p. There are up to 2 log2(V/p) terms; one if V/p is a power of two.
     """
     each = num_shards // num_ranks
     return tuple(maximal_nodes(num_shards, range(rank * each, (rank + 1) * each)))
 
 
 def num_slots(num_shards: int, num_ranks: int) -> int:
-    """The largest number of terms of a rank. All ranks run one program, in which each has room for so many."""
+    """The most terms of a rank, for which the one program of all has room."""
     return max(len(terms_of(num_shards, num_ranks, rank)) for rank in range(num_ranks))
 
 
@@ -57,9 +55,9 @@ class Term(NamedTuple):
     """A step of a fold.
 
     Attributes:
-      rank: whose term it is.
-      slot: which of the rank's terms.
-      merges: how many times the two partial sums on top of the stack are added after this one has been pushed.
+      rank: of the term.
+      slot: of the rank's terms.
+      merges: how often the top two of the stack are added after pushing this.
     """
 
     rank: int
@@ -69,10 +67,9 @@ class Term(NamedTuple):
 
 @cache
 def fold_of(num_shards: int, num_ranks: int, ranks: tuple[int, ...] | None = None) -> tuple[Term, ...]:
-    """The fold of the terms of some ranks (all, by default), as a program for a stack machine.
+    """The fold of some ranks' terms (by default all), as a program for a stack machine.
 
-    The terms come in the order of their shards. What is on the stack in the end are the sums of the largest nodes
-    within the shards of these ranks: one, if these are all ranks.
+    Terms are in the order of shards. The sums of the largest nodes are left on the stack: one for all ranks.
     """
     members = range(num_ranks) if ranks is None else sorted(ranks)
     owned = [(rank, slot, node) for rank in members
@@ -82,13 +79,13 @@ def fold_of(num_shards: int, num_ranks: int, ranks: tuple[int, ...] | None = Non
 
 
 def roots_of(num_shards: int, num_ranks: int, ranks: Iterable[int]) -> list[Node]:
-    """The largest nodes within the shards of some ranks, from left to right: those whose sums their fold leaves."""
+    """The largest nodes within some ranks' shards, from left to right, whose sums a fold leaves."""
     each = num_shards // num_ranks
     return maximal_nodes(num_shards, (rank * each + i for rank in ranks for i in range(each)))
 
 
 def merges_of(num_shards: int, nodes: Sequence[Node]) -> list[int]:
-    """After each of these nodes, from left to right, how many pairs of partial sums on top of a stack are added."""
+    """How often the top two of a stack are added after each of these nodes."""
     place, merges = {node: i for i, node in enumerate(nodes)}, [0] * len(nodes)
     ends = [node.first + node.size for node in nodes]
 
@@ -109,7 +106,7 @@ def merges_of(num_shards: int, nodes: Sequence[Node]) -> list[int]:
 def run_fold(
     terms: Sequence[Term], value_of: Callable[[int, int], Value], add: Callable[[Value, Value], Value]
 ) -> list:
-    """Runs a fold: value_of(rank, slot) is a term, add(left, right) a sum. Returns what is left on the stack."""
+    """Runs a fold: value_of(rank, slot) is a term, add(left, right) a sum. Returns the stack."""
     stack: list[Value] = []
     for term in terms:
         stack.append(value_of(term.rank, term.slot))

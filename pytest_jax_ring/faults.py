@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a rank at a point. Made by `kill`, `stop` and `delay`.
+    """What happens to a rank at a point, by `kill`, `stop` or `delay`.
 
     Attributes:
       kind: "kill", "stop" or "delay".
-      rank: the rank to which it happens.
-      at: the name of the point.
+      at: the point's name.
       seconds: of a delay.
     """
 
@@ -28,27 +27,25 @@ class Fault:
 
 
 def kill(rank: int, *, at: str) -> Fault:
-    """The rank dies by SIGKILL at the point. Its own test is then neither passed nor failed."""
+    """The rank dies by SIGKILL at the point; its own test neither passes nor fails."""
     return Fault("kill", rank, at)
 
 
 def stop(rank: int, *, at: str) -> Fault:
-    """The rank stops by SIGSTOP at the point, like a process that hangs, until the other ranks have ended."""
+    """The rank stops by SIGSTOP, like a hanging process, until the others have ended."""
     return Fault("stop", rank, at)
 
 
 def delay(rank: int, seconds: float, *, at: str) -> Fault:
-    """The rank sleeps at the point."""
     return Fault("delay", rank, at, seconds)
 
 
 class Points:
-    """The faults of this rank that are still to come.
+    """This rank's faults still to come.
 
     Args:
-      rank: this process's rank.
-      faults: those of the test, of all ranks.
-      note: is called with a fault before it happens, so that the parent process knows of it.
+      faults: of the test, for all ranks.
+      note: called with a fault before it happens, for the parent process.
     """
 
     def __init__(self, rank: int, faults: Sequence[Fault], note: Callable[[Fault], None]) -> None:
@@ -69,16 +66,15 @@ _points: Points | None = None
 
 
 def set_points(points: Points | None) -> None:
-    """The points of the test that begins, or None after it."""
     global _points
     _points = points
 
 
 def fault_point(name: str) -> None:
-    """Names a point of the program. A fault that a test has put there happens, once; otherwise nothing does.
+    """Names a point, where a test's fault happens, once.
 
     Args:
-      name: as in `kill(rank, at=name)`. In a loop it can contain the step: `fault_point(f"step {step}")`.
+      name: as in `kill(rank, at=name)`, with the step in loops: `fault_point(f"step {step}")`.
     """
     if _points is not None:
         _points.reach(name)
@@ -88,8 +84,8 @@ def check_faults(faults: object, num_processes: int) -> Sequence[Fault]:
     """The faults of a mark.
 
     Raises:
-      TypeError: if they are not a sequence of `Fault`.
-      ValueError: if there is no such rank, or if two of them are to end the same one.
+      TypeError: unless a sequence of `Fault`.
+      ValueError: for a rank that does not exist, or is to end twice.
     """
     if not isinstance(faults, Sequence) or not all(isinstance(fault, Fault) for fault in faults):
         raise TypeError(f"faults must be a list of pytest_jax_ring.kill(...), stop(...) or delay(...), got {faults!r}")

@@ -1,4 +1,4 @@
-"""The plugin: the mark `jax_processes`, the option `--jax-ring-override`, and which side of them this process is on."""
+"""The plugin: the mark `jax_processes`, the option `--jax-ring-override`, and this process's side."""
 
 import os
 from typing import Any
@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In this process, a marked test is what starts its ranks; its fixtures are made in the ranks alone."""
+    """Makes marked tests start their ranks here; fixtures are made in the ranks alone."""
     if rank.VARIABLE in os.environ:
         return
     for item in items:

@@ -1,4 +1,4 @@
-"""Processes that a test starts: their output goes to files, and none of them outlives the test."""
+"""Processes of a test: output goes to files, and none outlives it."""
 
 import contextlib
 import os
@@ -13,17 +13,17 @@ from typing import Self
 
 
 def free_address() -> str:
-    """An address of this machine at which nothing listens."""
+    """An address at which nothing listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 class ProcessGroup:
-    """Processes with the numbers 0, 1, and so on. Leaving the `with` block kills those that are left.
+    """Processes numbered from 0, killed when the `with` block ends.
 
     Attributes:
-      popen: the processes, by number.
+      popen: by number.
     """
 
     def __init__(self) -> None:
@@ -31,13 +31,13 @@ class ProcessGroup:
         self._folder = tempfile.TemporaryDirectory(prefix="jax-processes-")
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: str, stderr: str) -> None:
-        """Starts one more process, with the Python of this one.
+        """Starts a process with this one's Python.
 
         Args:
           arguments: of Python.
-          environment: variables that are added to those of this process.
-          stdout: the name of the file for the output, see `file`.
-          stderr: the same for errors; it may be the same file.
+          environment: variables beside this process's.
+          stdout: the output's file, see `file`.
+          stderr: the same for errors, maybe the same file.
         """
         number = len(self.popen)
         # The process is no worker of pytest-xdist, if this one is.
@@ -57,11 +57,11 @@ class ProcessGroup:
             )  # fmt: skip
 
     def file(self, number: int, name: str) -> pathlib.Path:
-        """A file of a process, which is there until the end of the block."""
+        """A file that lasts until the block's end."""
         return pathlib.Path(self._folder.name, f"{number}.{name}")
 
     def kill(self) -> None:
-        """Kills all processes that are still running, stopped ones and children included."""
+        """Kills all running processes, stopped ones and children included."""
         for process in self.popen:
             kill_session(process)
 
@@ -74,7 +74,7 @@ class ProcessGroup:
 
 
 def kill_session(process: subprocess.Popen) -> None:
-    """Kills a process that was started in a session of its own, and its children, and waits for it."""
+    """Kills and awaits a process with a session of its own, and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""A rank: what pytest does differently in a process that runs one test as a member of a job."""
+"""A rank: pytest in a process that runs one test as a member of a job."""
 
 import faulthandler
 import importlib.util
@@ -19,7 +19,7 @@ STACKS_SIGNAL = signal.SIGUSR1
 
 
 def load_file(name: str) -> types.ModuleType:
-    """A file of jax_ring/launcher that imports nothing of the package, without importing the package."""
+    """Loads a file of jax_ring/launcher without the package."""
     package = importlib.util.find_spec("jax_ring")
     assert package is not None
     assert package.submodule_search_locations is not None
@@ -36,7 +36,7 @@ def load_file(name: str) -> types.ModuleType:
 
 
 def prepare() -> None:
-    """Before anything imports JAX: `jax.distributed.initialize` is to join the job, whose service is not in rank 0.
+    """Before JAX is imported: makes `jax.distributed.initialize` join the job, whose service is not in rank 0.
 
     Raises:
       pytest.UsageError: if it is too late.
@@ -52,7 +52,7 @@ def prepare() -> None:
 
 
 class Rank:
-    """Hooks of a rank. It joins the job once the conftest files are loaded, and writes its reports to a file."""
+    """A rank's hooks: joins the job after the conftest files, and writes reports to a file."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -71,7 +71,7 @@ class Rank:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
-        """After the conftest files, which may configure JAX, and before the test modules, which may use its devices."""
+        """After conftest files, which may configure JAX, before test modules, which may use devices."""
         # The test's output is this process's; that of pytest would only be mixed with it.
         self._config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115
         import jax
@@ -113,6 +113,6 @@ class Rank:
             self._note_blame(call.excinfo.value)
 
     def _note_blame(self, error: BaseException) -> None:
-        """While the exception is here: it tells of a failure by the failure's number in this process."""
+        """While the exception, which names a failure by number, is here."""
         if load_file("worker.py").blamed_process(error) is not None:
             self._write("blames another", None)

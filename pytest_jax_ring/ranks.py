@@ -1,4 +1,4 @@
-"""The side that starts the ranks of a test, waits for them, and makes one outcome of theirs."""
+"""Starts a test's ranks, waits for them, and makes one outcome."""
 
 import json
 import os
@@ -36,13 +36,11 @@ _OWN_OPTIONS = """
 
 
 class RanksFailed(Exception):
-    """Carries the text that pytest shows in the place of a traceback."""
+    """The text that pytest shows for a traceback."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of the mark."""
-
     num_processes: int
     devices: int = 1
     timeout: float | None = None
@@ -64,12 +62,11 @@ class Job:
         check_faults(self.faults, self.num_processes)
 
     def environment_of(self, number: int) -> Mapping[str, str]:
-        """The variables of a rank."""
         return self.environment if isinstance(self.environment, Mapping) else self.environment[number]
 
 
 def run_in_ranks(item: pytest.Item, mark: pytest.Mark) -> None:
-    """Replaces what an item does here: no fixtures, and the ranks in place of the function."""
+    """Replaces an item's run: the ranks, without fixtures here."""
 
     def runtest() -> None:
         try:
@@ -90,7 +87,7 @@ def run_in_ranks(item: pytest.Item, mark: pytest.Mark) -> None:
 
 
 class _Ranks(ProcessGroup):
-    """The ranks of one test, and the service that they join."""
+    """A test's ranks, and their service."""
 
     def __init__(self, item: pytest.Item, job: Job) -> None:
         super().__init__()
@@ -157,7 +154,7 @@ class _Ranks(ProcessGroup):
         super().__exit__()
 
     def wait(self) -> None:
-        """Until all ranks have ended but those that are stopped on purpose, or the time is over."""
+        """Until all ranks have ended, except those stopped on purpose, or time is up."""
         stopped = {fault.rank for fault in self._job.faults if fault.kind == "stop"}
         until = time.monotonic() + self._limit
         while True:
@@ -197,7 +194,7 @@ class _Ranks(ProcessGroup):
         return self.file(number, "stacks").exists()
 
     def judge(self, item: pytest.Item) -> None:
-        """Raises what the ranks have found; the rank that failed first, and by itself, comes first."""
+        """Raises what ranks have found, first the one that failed first and by itself."""
         outcomes = [self._outcome(item, number) for number in range(len(self.popen))]
         failed = [outcome for outcome in outcomes if outcome.failure is not None]
         if failed:
@@ -270,8 +267,6 @@ class _Ranks(ProcessGroup):
 
 @dataclass
 class _Outcome:
-    """What is known of a rank."""
-
     rank: int
     size: int
     output: str
@@ -284,13 +279,13 @@ class _Outcome:
     faults: list[str] = field(default_factory=list)
 
     def text(self) -> str:
-        """The error in one line, then all that is known of it."""
+        """The error in one line, then all that is known."""
         assert self.failure is not None
         first, _, rest = self.failure.partition("\n")
         return f"{self.summary()}\n\n{rest if self.summary().endswith(first) else self.failure}"
 
     def summary(self) -> str:
-        """One line: the error, for a rank that failed after another."""
+        """The error in one line, for a rank that failed after another."""
         assert self.failure is not None
         lines = self.failure.strip().splitlines()
         errors = [line[1:].strip() for line in lines if line.startswith("E ")]
@@ -298,7 +293,7 @@ class _Outcome:
 
 
 def _limit_of(item: pytest.Item, job: Job) -> float:
-    """Seconds: the mark's, or else those of pytest-timeout, or else the default."""
+    """Seconds: the mark's, pytest-timeout's, or the default."""
     if job.timeout is not None:
         return job.timeout
     mark = item.get_closest_marker("timeout")
@@ -310,7 +305,7 @@ def _limit_of(item: pytest.Item, job: Job) -> float:
 
 
 def _options_for_ranks(config: pytest.Config) -> dict[str, Any]:
-    """The command-line options of the tests themselves, as conftest files and plugins define them."""
+    """The tests' own options, from conftest files and plugins."""
     simple = (bool, int, float, str, type(None))
     return {
         name: value

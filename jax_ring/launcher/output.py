@@ -1,4 +1,4 @@
-"""The output of processes: labeled whole lines, written by threads so that a blocked reader blocks nothing else."""
+"""Labeled output lines, by threads, so that a blocked reader blocks nothing else."""
 
 import asyncio
 import collections
@@ -21,13 +21,13 @@ _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 
 
 class Writer:
-    """A thread that writes to files which may block. The process does not wait for it when it exits.
+    """A thread that writes to files that may block; the process's exit does not wait for it.
 
-    Everything is called in the event loop's thread, except `_run`.
+    All but `_run` is called in the event loop's thread.
     """
 
     def __init__(self, name: str, on_error: Callable[[int, OSError], None]) -> None:
-        """on_error: called in the event loop with a file and why it could not be written; later output is dropped."""
+        """on_error: called in the event loop with a file and the reason; later output is dropped."""
         self._loop = asyncio.get_running_loop()
         self._on_error = on_error
         self._changed = threading.Condition()
@@ -39,7 +39,7 @@ class Writer:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def put(self, file: int, data: bytes) -> None:
-        """Queues data for a file. Never blocks."""
+        """Queues data without blocking."""
         with self._changed:
             self._queue.append((file, data))
             self._queued += len(data)
@@ -49,15 +49,14 @@ class Writer:
             self._changed.notify()
 
     def is_busy(self) -> bool:
-        """Whether there is something left to write."""
         return not self._empty.is_set()
 
     async def room(self) -> None:
-        """Waits until there is little in the queue."""
+        """Waits until the queue is short."""
         await self._room.wait()
 
     async def emptied(self) -> None:
-        """Waits until everything has been written."""
+        """Waits until all is written."""
         await self._empty.wait()
 
     def _run(self) -> None:
@@ -125,7 +124,7 @@ class Lines:
         self._partial = bytearray(text[start:])
 
     def is_waiting(self) -> bool:
-        """Whether `pause` has something to show."""
+        """Whether `pause` has a state."""
         is_bar = self._is_bar or self._partial.endswith(b"\r")
         return is_bar and bytes(self._partial.removesuffix(b"\r")) not in (b"", self._shown)
 
@@ -134,7 +133,6 @@ class Lines:
         yield from self._state(bytes(self._partial.removesuffix(b"\r")))
 
     def end(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yields an unfinished line."""
         if last := bytes(self._partial.removesuffix(b"\r")) or self._shown:
             yield last, b"\n"
 
@@ -145,9 +143,9 @@ class Lines:
 
 
 class Output:
-    """Where everything goes that the processes and the launcher write.
+    """Where processes and launcher write.
 
-    on_closed: called when the reader of standard output or standard error has exited.
+    on_closed: called when standard output or standard error has lost its reader.
     """
 
     def __init__(self, stdout: TextIO | None, stderr: TextIO | None, on_closed: Callable[[], None]) -> None:
@@ -161,11 +159,11 @@ class Output:
         self._writers.append(self._writers[0] if is_same else Writer("standard error", self._failed))
 
     def log(self, text: str) -> None:
-        """Writes a message of the launcher. Never blocks."""
+        """Writes a message without blocking."""
         self._writers[1].put(self._files[1], f"jax_ring.launch: {text}\n".encode(errors="backslashreplace"))
 
     async def copy(self, stream: IO[bytes], to_stderr: bool, label: str, color: int, log: int | None) -> None:
-        """Copies lines from a pipe to its end, each with a label; `log` is a file that gets them without."""
+        """Copies lines from a pipe, labeled; `log` is a file without labels."""
         out, writer = self._files[to_stderr], self._writers[to_stderr]
         prefix, erase = f"{label} ".encode(), b""
         if self._is_terminal[to_stderr]:
@@ -201,11 +199,10 @@ class Output:
             transport.close()
 
     def is_idle(self) -> bool:
-        """Whether nothing waits to be written."""
         return not any(writer.is_busy() for writer in (*self._writers, self._logs))
 
     async def written(self) -> None:
-        """Waits until everything that was copied or logged has been written."""
+        """Waits until all that was copied or logged is written."""
         for writer in {*self._writers, self._logs}:
             await writer.emptied()
 

@@ -1,4 +1,4 @@
-"""A process of a job: started, labeled, signalled, and described in messages."""
+"""A process of a job: started, labeled, signalled, described."""
 
 import asyncio
 import contextlib
@@ -16,14 +16,14 @@ _PROGRAM = pathlib.Path(__file__).parent / "worker.py"
 
 
 class LogFiles:
-    """The files of --log-dir: FOLDER/rank-2.out and .err, and in FOLDER/restart-1 for the first restart, and so on."""
+    """The files of --log-dir: FOLDER/rank-2.out and .err, in FOLDER/restart-1 after the first restart."""
 
     def __init__(self, folder: pathlib.Path | None) -> None:
         self._folder = folder
         self._files: dict[pathlib.Path, IO[bytes]] = {}
 
     def of(self, restart: int, rank: int) -> tuple[int | None, int | None]:
-        """The file descriptors for standard output and standard error of a rank."""
+        """Descriptors for a rank's standard output and error."""
         if self._folder is None:
             return None, None
         folder = self._folder / f"restart-{restart}" if restart else self._folder
@@ -38,15 +38,14 @@ class LogFiles:
 
 
 class Process:
-    """A process that runs the script. It leads a process group, so that its descendants can be killed with it.
+    """A process that runs the script, leading a group that is killed with it.
 
     Attributes:
-      number: the launcher's number of the process, never used again.
-      slot: its place on this host.
-      rank: how messages and its output name it: its index when the job started. A process started in its place has
-        the same.
-      status: its exit status, or minus the signal that killed it; None while it runs.
-      copying: the tasks that copy its output.
+      number: the launcher's, never used again.
+      slot: place on this host.
+      rank: its first index, or that of the process it replaces, for messages and output.
+      status: exit status, or minus its signal; None while it runs.
+      copying: tasks that copy its output.
     """
 
     def __init__(self, number: int, slot: int, rank: int) -> None:
@@ -70,7 +69,6 @@ class Process:
         )  # fmt: skip
 
     def copy_output(self, output: Output, label: str, logs: tuple[int | None, int | None]) -> None:
-        """Begins to copy its output."""
         assert self._process is not None
         for to_stderr, stream in enumerate((self._process.stdout, self._process.stderr)):
             assert stream is not None
@@ -87,7 +85,7 @@ class Process:
         return f"rank {self.rank} (pid {self.pid})"
 
     def reap(self) -> bool:
-        """Whether it has exited since the last call. Its descendants are killed then."""
+        """Whether it has exited since the last call; kills its descendants then."""
         if self._process is None or self.status is not None or (status := self._process.poll()) is None:
             return False
         self.status = status
@@ -96,18 +94,18 @@ class Process:
         return True
 
     def send(self, signum: int) -> None:
-        """Sends a signal to it and its descendants, if it is running."""
+        """Signals it and its descendants, if running."""
         if self._process is not None and self._process.returncode is None:
             os.killpg(self.pid, signum)
 
     def kill(self) -> None:
-        """Kills it and its descendants, and waits until it has ended."""
+        """Kills it and its descendants, and waits for its end."""
         self.send(signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
 
     def is_stopped(self) -> bool:
-        """Whether a signal or a debugger has stopped it. False where the system does not tell."""
+        """Whether a signal or a debugger has stopped it, if the system tells."""
         try:
             state = pathlib.Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, IndexError):
@@ -116,12 +114,11 @@ class Process:
 
 
 def format_ranks(processes: Iterable[Process]) -> str:
-    """The ranks of processes, for messages."""
     return ", ".join(map(str, sorted(process.rank for process in processes)))
 
 
 def describe_status(status: int) -> str:
-    """How a process ended, from its exit status or minus its signal."""
+    """How a process ended, from its status or minus its signal."""
     if status >= 0:
         return f"exited with status {status}"
     try:

@@ -1,7 +1,7 @@
-"""How a process of `jax_ring.launch` talks to its launcher: membership in generations, and failures that it reports.
+"""How a process talks to its launcher: generations, and failures.
 
-The launcher listens on a Unix socket, whose name is in `JAX_RING_CONTROL`. Both ends send JSON objects, one per line.
-`worker.py` loads this file by its path before JAX may be imported, so it uses the standard library only.
+The launcher listens on a Unix socket named in `JAX_RING_CONTROL`; messages are JSON objects, one per line. `worker.py`
+loads this file by path before JAX may be imported, so it uses only the standard library.
 """
 
 import hashlib
@@ -28,10 +28,10 @@ class Member(NamedTuple):
     """A process's place in a generation.
 
     Attributes:
-      generation: the number of the generation. The first is 0.
-      coordinator: the address of its coordination service, host:port. Empty for a spare.
-      num_processes: the number of its members.
-      process_id: the index of this process; -1 for a spare, which waits for the next generation.
+      generation: its number, from 0.
+      coordinator: host:port of its coordination service; empty for a spare.
+      num_processes: of its members.
+      process_id: this process's index; -1 for a spare, which waits for the next one.
     """
 
     generation: int
@@ -40,7 +40,7 @@ class Member(NamedTuple):
     process_id: int
 
     def variables(self) -> dict[str, str]:
-        """The environment variables from which `jax.distributed.initialize()` takes its arguments in this process."""
+        """The environment variables for `jax.distributed.initialize()`."""
         return {
             "JAX_COORDINATOR_ADDRESS": self.coordinator,
             "JAX_COORDINATOR_BIND_ADDRESS": self.coordinator,
@@ -51,25 +51,24 @@ class Member(NamedTuple):
 
 
 def memory_prefix(socket_name: str | None = None) -> str:
-    """With what the names of shared memory begin in the processes of a launcher, which removes what they leave behind.
+    """The prefix of shared memory names in a launcher's processes, which it cleans up; empty without one.
 
-    socket_name: of the launcher; that of this process by default. Without a launcher the prefix is empty.
+    socket_name: of the launcher; default this process's.
     """
     name = os.environ.get(CONTROL_VARIABLE, "") if socket_name is None else socket_name
     return hashlib.sha256(name.encode()).hexdigest()[:16] if name else ""
 
 
 class RefusedError(RuntimeError):
-    """The launcher has refused what this process asked for, which is the fault of others."""
+    """The launcher has refused a request, by others' fault."""
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """A message as a line."""
     return json.dumps(message).encode() + b"\n"
 
 
 class Control:
-    """A process's connection to its launcher. Several threads may use it."""
+    """A process's connection to its launcher, for several threads."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -79,10 +78,10 @@ class Control:
 
     @classmethod
     def connect(cls) -> Self:
-        """Connects to the launcher that has started this process.
+        """Connects to this process's launcher.
 
         Raises:
-          RuntimeError: if this process was not started by a launcher, or the launcher has ended.
+          RuntimeError: without a launcher, or when it has ended.
         """
         name, number = os.environ.get(CONTROL_VARIABLE), os.environ.get(PROCESS_VARIABLE)
         if not name or not number:
@@ -103,18 +102,17 @@ class Control:
         return cls(connection)
 
     def close(self) -> None:
-        """Closes the connection. The launcher takes no notice."""
+        """Closes the connection, unnoticed by the launcher."""
         self._connection.close()
 
     def enlist(self, *, min_processes: int, multiple_of: int | None = None) -> None:
-        """Makes this job elastic: from now on, the death of a process changes the members and does not end the job.
+        """Makes this job elastic: a process's death changes the members and does not end the job.
 
-        Every process may call it; all must give the same numbers.
+        All processes that call it give the same numbers.
 
         Args:
-          min_processes: the job ends when fewer than this are left, and no more are being started.
-          multiple_of: a number of shards, which the number of members must divide. Processes that are left over are
-            spares. None allows any number of members.
+          min_processes: the job ends with fewer left and none being started.
+          multiple_of: shards, a multiple of the number of members; others are spares. None allows any number.
 
         Raises:
           RuntimeError: if the launcher refuses, with its reason.
@@ -124,17 +122,16 @@ class Control:
             self._reply()
 
     def next_generation(self, after: int, reason: str) -> Member:
-        """Tells the launcher that this process has left a generation, and waits until it is in a later one.
+        """Tells the launcher that this process has left a generation, and waits for a later one.
 
-        It sets the environment variables from which `jax.distributed.initialize()` takes its arguments, and
-        `JAX_RING_GENERATION`, unless this process becomes a spare.
+        Unless it becomes a spare, it sets `JAX_RING_GENERATION` and the variables of `jax.distributed.initialize()`.
 
         Args:
-          after: the generation that this process has left; -1 if it was in none.
+          after: the generation left; -1 for none.
           reason: why, for the launcher's messages.
 
         Raises:
-          RuntimeError: if there will be no generation with this process, with the launcher's reason.
+          RuntimeError: if there will be none with this process, with the launcher's reason.
         """
         with self._lock:
             self._send({"do": "next_generation", "after": after, "reason": reason})
@@ -145,9 +142,9 @@ class Control:
         return member
 
     def change_pending(self) -> bool:
-        """Whether the launcher wants the members to leave at their next commit. Never blocks.
+        """Whether members should leave at their next commit, without blocking.
 
-        It does when a process waits to join, and when a member has died. An error may tell of the latter earlier.
+        True when a process waits to join, or a member has died, which an error may tell earlier.
 
         Raises:
           RuntimeError: if the launcher has ended.
@@ -162,15 +159,14 @@ class Control:
 
     @classmethod
     def report_failure(cls, error_type: str, message: str, caused_by: int | None) -> None:
-        """Reports an exception that is about to end this process.
+        """Reports the exception that ends this process.
 
-        It needs no connection, waits until the launcher has it, but no longer than 2 s, and never raises an error.
+        It needs no connection, waits up to 2 s for the launcher, and raises nothing.
 
         Args:
-          error_type: the exception's type.
+          error_type: of the exception.
           message: its text.
-          caused_by: the process whose fault it is, by its index in this generation; -1 if it is not known which;
-            None if it is this process's own.
+          caused_by: the index of the process at fault; -1 if unknown, None for this one.
         """
         try:
             own = cls.connect()  # another thread may hold a connection while it waits for a generation
@@ -201,7 +197,7 @@ class Control:
         return message
 
     def _receive(self) -> dict[str, Any] | None:
-        """Waits for a message. Returns it if it is a reply; takes note of the others."""
+        """Waits for a reply, noting other messages."""
         while b"\n" not in self._received:
             try:
                 chunk = self._connection.recv(1 << 16)
@@ -220,5 +216,5 @@ class Control:
 
 
 def socket_address(name: str) -> str:
-    """The address for a name in `JAX_RING_CONTROL`. One that begins with @ is of Linux's abstract namespace."""
+    """The address for a name in `JAX_RING_CONTROL`; with @ in Linux's abstract namespace."""
     return "\0" + name[1:] if name.startswith("@") else name

@@ -1,4 +1,4 @@
-"""What the attempts of a job share, and what they need to know of other hosts."""
+"""What a job's attempts share, and know of other hosts."""
 
 import asyncio
 import dataclasses
@@ -14,7 +14,7 @@ from jax_ring.launcher.processes import LogFiles
 
 @dataclasses.dataclass
 class Shared:
-    """What all attempts of a job share.
+    """What a job's attempts share.
 
     Attributes:
       numbers: of processes.
@@ -37,18 +37,18 @@ class Shared:
 
 
 class Remote:
-    """The other hosts of a job. What one side has no part in is as it is here."""
+    """The other hosts; one side overrides what it has a part in."""
 
     def succeeded(self) -> bool:
-        """Whether the processes of all hosts have exited with status 0, as far as host 0 knows."""
+        """Whether all hosts' processes have exited with status 0, as far as host 0 knows."""
         return False
 
     def tell_failure(self, failure: Failure) -> bool:
-        """Tells host 0 of a failure. Returns whether its launcher decides what is to be done; else this one does."""
+        """Tells host 0 of a failure; returns whether its launcher decides what to do."""
         return False
 
     def tell_stop(self, signum: int, grace: float, reason: str) -> None:
-        """Tells the other hosts that this one's processes are being ended."""
+        """Tells other hosts that this one's processes are being ended."""
 
     def tell_success(self) -> None:
-        """Tells host 0 that the processes of this host have exited with status 0."""
+        """Tells host 0 that this host's processes have exited with status 0."""

@@ -1,7 +1,7 @@
-"""Runs the user's script in a process of `jax_ring.launch`, with `jax.distributed.initialize` needing no arguments.
+"""Runs the user's script in a process of `jax_ring.launch`, for `jax.distributed.initialize` without arguments.
 
-The launcher runs this file by its path, not as a module. Importing the package would import JAX, and scripts set
-environment variables before they import JAX. `python -m jax_ring run` runs it as well, for a script alone.
+It is run by path: importing the package would import JAX, before which scripts set environment variables. `python -m
+jax_ring run` uses it, too.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def load_beside(path: str):
-    """Loads a file below this folder that imports nothing of the package."""
+    """Loads a file of this folder that imports nothing of the package."""
     name = "_jax_ring_" + os.path.splitext(path)[0].replace("/", "_")
     spec = importlib.util.spec_from_file_location(name, os.path.join(os.path.dirname(__file__), path))
     assert spec is not None
@@ -30,7 +30,7 @@ def load_beside(path: str):
 
 
 def die_with_parent(launcher_pid: int) -> None:
-    """Makes the kernel kill this process when the launcher exits, even if the launcher was killed itself."""
+    """Makes the kernel kill this process when the launcher ends, even by a kill."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
@@ -41,10 +41,10 @@ def die_with_parent(launcher_pid: int) -> None:
 
 
 def with_environment_defaults(initialize):
-    """`jax.distributed.initialize`, for a coordination service that the launcher hosts.
+    """`jax.distributed.initialize` with the launcher's coordination service.
 
-    The number of processes and the process id are taken from the environment. JAX itself reads only the coordinator's
-    address and the local device ids from there. With another coordinator, process 0 starts a service as usual.
+    Number of processes and process id come from the environment, where JAX reads only the coordinator's address and
+    local device ids. With another coordinator, process 0 starts a service as usual.
     """
 
     @functools.wraps(initialize)
@@ -66,7 +66,7 @@ def with_environment_defaults(initialize):
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function with a module once the script has imported it, if it does."""
+    """Calls a function with a module once the script has imported it."""
 
     def __init__(self, name: str, function: Callable) -> None:
         self._name, self._function = name, function
@@ -89,7 +89,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 def patch_initialize() -> None:
-    """Replaces `jax.distributed.initialize` when the script imports JAX, if it does."""
+    """Replaces `jax.distributed.initialize` when the script imports JAX."""
 
     def patch(module):
         module.initialize = with_environment_defaults(module.initialize)
@@ -98,10 +98,10 @@ def patch_initialize() -> None:
 
 
 def blamed_process(error: BaseException | None) -> int | None:
-    """The process whose failure has caused an exception; -1 if another one that is not known; None if it is this one.
+    """The process whose failure caused an exception; -1 if unknown, None for this one.
 
-    The causes and contexts of the exception count as well. What jax_ring itself has raised is known only to the modules
-    of the package, which the program has loaded then.
+    Causes and contexts count as well. What jax_ring has raised is known to the package's modules, which are loaded
+    then.
     """
     runtime, protocol = map(sys.modules.get, ("jax_ring.runtime", "jax_ring.launcher.protocol"))
     of_another = load_beside("foreign_errors.py").OF_ANOTHER
@@ -118,14 +118,14 @@ def blamed_process(error: BaseException | None) -> int | None:
 
 
 def report(error: BaseException) -> None:
-    """Tells the launcher which exception ends this process."""
+    """Tells the launcher the exception that ends this process."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     load_beside("protocol.py").Control.report_failure(name, str(error), blamed_process(error))
 
 
 def run(kind: str, *command: str) -> None:
-    """Runs a module or a script with its arguments, as Python would. With JAX_RING_OVERRIDE=1 jax_ring follows JAX."""
+    """Runs a module or script as Python would; under JAX_RING_OVERRIDE=1 jax_ring follows JAX."""
     if os.environ.get("JAX_RING_OVERRIDE", "") not in ("", "0"):
         sys.meta_path.insert(0, AfterImport("jax", lambda jax: importlib.import_module("jax_ring")))
     sys.argv[:] = command
@@ -139,7 +139,6 @@ def run(kind: str, *command: str) -> None:
 
 
 def run_for_launcher(launcher_pid: str, kind: str, *command: str) -> None:
-    """Runs it as a process of the launcher."""
     die_with_parent(int(launcher_pid))
     pid = os.getpid()
     patch_initialize()

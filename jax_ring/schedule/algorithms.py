@@ -1,7 +1,6 @@
-"""Schedules of all-reduce algorithms: pure functions from (ranks, elements, rank) to the rank's steps.
+"""All-reduce schedules: pure functions from (ranks, elements, rank) to the rank's steps.
 
-Parameters of an algorithm are keyword arguments. All functions raise ValueError for a rank out of range. Empty messages
-are not sent.
+Parameters are keyword arguments; a rank out of range is a ValueError. Empty messages are not sent.
 """
 
 from collections.abc import Sequence
@@ -12,14 +11,14 @@ from jax_ring.schedule.trees import Tree, double_binary_tree
 
 
 def _hop(chunk: Chunk, hop: int, num_ranks: int, rank: int, first: int, last: int) -> Step:
-    """A rank's step for hop `hop` of a chunk around the ring. Hops up to p-1 fold the chunk, later ones copy it."""
+    """A rank's step for hop `hop` around the ring: up to p-1 folds, then copies."""
     left, right = (rank - 1) % num_ranks, (rank + 1) % num_ranks
     sources = (left, rank) if hop < num_ranks else (left,)
     return Step((Receive(chunk, sources),) if hop > first else (), (Send(chunk, right),) if hop < last else ())
 
 
 def _ring_hops(block: Sequence[Chunk], rank: int, first: int, last: int) -> Steps:
-    """Hops `first` to `last` of all blocks around the ring. Block i starts at rank i+1."""
+    """Hops `first` to `last` of all blocks; block i starts at rank i+1."""
     p = len(block)
     return without_empty(
         [_hop(block[(rank - hop - 1) % p], hop, p, rank, first, last) for hop in range(first, last + 1)]
@@ -27,21 +26,21 @@ def _ring_hops(block: Sequence[Chunk], rank: int, first: int, last: int) -> Step
 
 
 def reduce_scatter(num_ranks: int, num_elements: int, rank: int) -> Steps:
-    """The first round of the ring: block i starts at rank i+1, is folded by each rank in turn, and ends at rank i."""
+    """The ring's first round: block i starts at rank i+1, is folded in turn, and ends at rank i."""
     check(num_ranks, num_elements, rank)
     return _ring_hops(blocks(Chunk(0, num_elements), num_ranks), rank, 0, num_ranks - 1)
 
 
 def all_gather(num_ranks: int, num_elements: int, rank: int) -> Steps:
-    """The second round of the ring: block i starts at rank i, and each other rank copies it."""
+    """The ring's second round: block i starts at rank i, and is copied."""
     check(num_ranks, num_elements, rank)
     return _ring_hops(blocks(Chunk(0, num_elements), num_ranks), rank, num_ranks - 1, 2 * num_ranks - 2)
 
 
 def ring(num_ranks: int, num_elements: int, rank: int, *, pieces: int = 1) -> Steps:
-    """The ring: both rounds, with all links busy all the time. Block i is folded over ranks i+1, i+2, ..., i.
+    """The ring: both rounds, with all links always busy. Block i is folded over ranks i+1, i+2, ..., i.
 
-    Each block is cut into `pieces` pieces, and both rounds run for one piece after the other.
+    Blocks are cut into `pieces`, which take both rounds in turn.
 
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009).
     """
@@ -53,9 +52,9 @@ def ring(num_ranks: int, num_elements: int, rank: int, *, pieces: int = 1) -> St
 
 
 def rank_ordered_ring(num_ranks: int, num_elements: int, rank: int, *, pieces: int = 8, lag: int = 7) -> Steps:
-    """A chain of all ranks that folds one piece after the other, and a second round that distributes the results.
+    """A chain of ranks that folds pieces in turn, and a second round that distributes results.
 
-    Each rank alternates between a piece on its way to the end of the chain and a result `lag` pieces behind it.
+    Ranks alternate between a piece on its way and a result `lag` pieces behind.
     """
     check(num_ranks, num_elements, rank)
     last = 2 * num_ranks - 2
@@ -70,7 +69,7 @@ def rank_ordered_ring(num_ranks: int, num_elements: int, rank: int, *, pieces: i
 
 
 def one_shot(num_ranks: int, num_elements: int, rank: int) -> Steps:
-    """Each rank sends its whole message to every other rank, and folds all messages in rank order."""
+    """Ranks send their messages to all others, and fold in rank order."""
     check(num_ranks, num_elements, rank)
     whole = Chunk(0, num_elements)
     peers = [(rank + i) % num_ranks for i in range(1, num_ranks)]
@@ -80,7 +79,7 @@ def one_shot(num_ranks: int, num_elements: int, rank: int) -> Steps:
 
 
 def two_shot(num_ranks: int, num_elements: int, rank: int) -> Steps:
-    """Each rank sends block i to rank i, which folds it in rank order and sends the result to every other rank."""
+    """Ranks send block i to rank i, which folds it in rank order and sends the result to all others."""
     check(num_ranks, num_elements, rank)
     block = blocks(Chunk(0, num_elements), num_ranks)
     peers = [(rank + i) % num_ranks for i in range(1, num_ranks)]
@@ -94,10 +93,10 @@ def two_shot(num_ranks: int, num_elements: int, rank: int) -> Steps:
 
 
 def halving_doubling(num_ranks: int, num_elements: int, rank: int) -> Steps:
-    """Recursive vector halving, then doubling: ranks exchange ever smaller halves with ever more distant partners.
+    """Recursive vector halving, then doubling: ever smaller halves with ever more distant partners.
 
-    If p is not a power of two, only p' ranks take part, the largest power of two below p. Of the first 2(p-p') ranks
-    these are the odd ones; each first folds in the message of its left neighbour, and sends it the result at the end.
+    With p' the largest power of two up to p, only p' ranks take part. Of the first 2(p-p') these are the odd ones,
+    which fold in their left neighbour's message first, and send it the result.
 
     Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19 (2005).
     """
@@ -134,7 +133,7 @@ _cached_trees = cache(double_binary_tree)
 
 
 def _tree_steps(tree: Tree, pieces: Sequence[Chunk], rank: int) -> list[tuple[int, Step]]:
-    """A rank's steps in one tree, for all pieces up and down, each with its time if every message took one step."""
+    """A rank's steps in one tree, up and down, each with its time if messages take one step."""
     node, height = tree[rank], max(node.depth for node in tree)
     above = () if node.parent is None else (node.parent,)
     timed = []
@@ -147,10 +146,10 @@ def _tree_steps(tree: Tree, pieces: Sequence[Chunk], rank: int) -> list[tuple[in
 
 
 def double_tree(num_ranks: int, num_elements: int, rank: int, *, pieces: int = 1) -> Steps:
-    """Reduces and broadcasts half of the message over each of two binary trees, in `pieces` pieces per half.
+    """Reduces and broadcasts half of the message over each of two binary trees, in `pieces`.
 
-    An inner node folds its children's values and its own in rank order (in the second tree of an odd number of ranks,
-    in the order of the ring). See `double_binary_tree` for the source.
+    Inner nodes fold their children's values and their own in rank order (in the second tree of an odd number of ranks,
+    in the ring's). Source: `double_binary_tree`.
     """
     check(num_ranks, num_elements, rank)
     halves = blocks(Chunk(0, num_elements), 2)
@@ -165,9 +164,9 @@ def double_tree(num_ranks: int, num_elements: int, rank: int, *, pieces: int = 1
 def two_level(
     num_ranks: int, num_elements: int, rank: int, *, ranks_per_host: int = 8, between: Schedule = ring
 ) -> Steps:
-    """A ring reduce-scatter on each host, an all-reduce of each shard between hosts, and a ring all-gather.
+    """A ring reduce-scatter per host, an all-reduce of each shard between hosts, and a ring all-gather.
 
-    The i-th ranks of all hosts all-reduce shard i by the algorithm `between`, all shards at the same time.
+    The i-th ranks of hosts all-reduce shard i by `between`, all shards at once.
 
     Raises:
       ValueError: if `ranks_per_host` does not divide the number of ranks.

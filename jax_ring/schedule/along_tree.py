@@ -1,7 +1,6 @@
-"""Schedules that fold along the tree of `order="tree"`, in which a rank may have several terms.
+"""Schedules along the tree of `order="tree"`, whose ranks may have several terms.
 
-The message of a rank has one slot after the other, each of as many elements as the result, with one term in each
-(`shard_tree.terms_of`). The result replaces the first slot.
+A rank's message has a slot, as large as the result, per term (`shard_tree.terms_of`); the result replaces the first.
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from jax_ring.schedule.steps import Chunk, Receive, Send, Step, Steps, blocks, c
 
 
 def num_elements_of(num_shards: int, num_ranks: int, num_elements: int) -> int:
-    """The elements of a rank's message, for a result of `num_elements`."""
+    """A rank's elements, for a result of `num_elements`."""
     return num_elements * shard_tree.num_slots(num_shards, num_ranks)
 
 
@@ -28,7 +27,7 @@ def _fold(chunk: Chunk, slot_size: int, num_shards: int, num_ranks: int) -> Rece
 
 
 def _terms(chunk: Chunk, slot_size: int, num_shards: int, num_ranks: int, rank: int) -> list[Chunk]:
-    """These elements in each of the rank's terms."""
+    """These elements of each term."""
     count = len(shard_tree.terms_of(num_shards, num_ranks, rank))
     return [chunk.moved(slot * slot_size) for slot in range(count)]
 
@@ -43,7 +42,7 @@ def _slot_size(num_ranks: int, num_elements: int, num_shards: int) -> int:
 
 
 def one_shot(num_ranks: int, num_elements: int, rank: int, *, num_shards: int) -> Steps:
-    """Each rank sends its terms to every other rank, and folds all terms along the tree."""
+    """Ranks send their terms to all others, and fold along the tree."""
     check(num_ranks, num_elements, rank)
     size = _slot_size(num_ranks, num_elements, num_shards)
     whole = Chunk(0, size)
@@ -53,7 +52,7 @@ def one_shot(num_ranks: int, num_elements: int, rank: int, *, num_shards: int) -
 
 
 def two_shot(num_ranks: int, num_elements: int, rank: int, *, num_shards: int) -> Steps:
-    """Each rank sends block i of its terms to rank i, which folds them along the tree and sends the result to all."""
+    """Ranks send block i of their terms to rank i, which folds along the tree and sends the result to all."""
     check(num_ranks, num_elements, rank)
     size = _slot_size(num_ranks, num_elements, num_shards)
     block, peers = blocks(Chunk(0, size), num_ranks), _peers(num_ranks, rank)
@@ -75,11 +74,10 @@ Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host, in ascending orde
 
 
 def two_level(num_ranks: int, num_elements: int, rank: int, *, num_shards: int, hosts: Hosts) -> Steps:
-    """Folds on each host as far as the tree allows, then the hosts' partial sums, of one shard of the message per rank.
+    """Folds on hosts as far as the tree allows, then the hosts' partial sums, a shard per rank.
 
-    After its slots, a message has as many more as the largest number of partial sums of a host. The steps: a
-    reduce-scatter of the partial sums on each host, an all-to-all of them between the i-th ranks of all hosts, a fold,
-    an all-gather between these, and one on each host.
+    Behind its slots a message has as many as the most partial sums of a host. Steps: a reduce-scatter of partial sums
+    on hosts, an all-to-all between the i-th ranks of hosts, a fold, an all-gather between these, and one on hosts.
     """
     check(num_ranks, num_elements, rank)
     roots = [shard_tree.roots_of(num_shards, num_ranks, members) for members in hosts]

@@ -1,4 +1,4 @@
-"""Runs a schedule on numpy arrays, and counts steps and bytes."""
+"""Runs schedules on numpy arrays, and counts steps and bytes."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -11,13 +11,13 @@ from jax_ring.schedule.steps import Chunk, Receive, Schedule, Send
 
 @dataclass
 class Message:
-    """A message that was sent from rank `source` to rank `to`.
+    """A message from rank `source` to rank `to`.
 
     Attributes:
-      chunk: the elements that it carries.
-      folded: whether the receiver folds it, rather than copies it.
-      sent: the time step in which it is sent.
-      values: the elements' values.
+      chunk: its elements.
+      folded: whether the receiver folds rather than copies.
+      sent: its time step.
+      values: of its elements.
     """
 
     source: int
@@ -30,27 +30,25 @@ class Message:
 
 @dataclass
 class Run:
-    """The outcome of a schedule: the result of each rank, and all messages."""
+    """A schedule's outcome: each rank's result, and all messages."""
 
     outputs: list[np.ndarray]
     messages: list[Message] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
-        """Time steps until completion, if a message takes one step and a link carries one message at a time."""
+        """Time steps, if a message takes one and a link carries one at a time."""
         return max((message.sent + 1 for message in self.messages), default=0)
 
     def bytes_per_link(self) -> Counter[tuple[int, int]]:
-        """Bytes sent over each link, by (source, destination)."""
+        """By (source, destination)."""
         return self._count(lambda message: (message.source, message.to))
 
     def bytes_sent(self) -> list[int]:
-        """Bytes sent by each rank."""
         counted = self._count(lambda message: message.source)
         return [counted[rank] for rank in range(len(self.outputs))]
 
     def bytes_received(self) -> list[int]:
-        """Bytes received by each rank."""
         counted = self._count(lambda message: message.to)
         return [counted[rank] for rank in range(len(self.outputs))]
 
@@ -65,12 +63,12 @@ def run(schedule: Schedule, inputs: Sequence[np.ndarray], fold: Callable = np.ad
     """All-reduces one-dimensional arrays, one per rank, by a schedule.
 
     Args:
-      schedule: one of `jax_ring.schedule.ALGORITHMS`, or another function of this type.
-      inputs: the operands of the ranks, equal in shape and dtype.
-      fold: combines two arrays. A fold that does not commute, such as concatenation of strings, shows the order.
+      schedule: of `jax_ring.schedule.ALGORITHMS`, or alike.
+      inputs: operands, equal in shape and dtype.
+      fold: combines two arrays. A fold that does not commute shows the order, such as concatenation.
 
     Raises:
-      RuntimeError: if the schedule is invalid: a rank waits for a message that is never sent, or one is not received.
+      RuntimeError: if a rank waits for a message never sent, or one is not received.
     """
     p = len(inputs)
     result = Run([np.array(x) for x in inputs])

@@ -1,4 +1,4 @@
-"""The elements of a schedule: chunks of a message, and a rank's steps. A step receives, then sends."""
+"""A schedule's elements: chunks, and a rank's steps, which receive, then send."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -14,25 +14,21 @@ class Chunk(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return self.end - self.begin
 
     def moved(self, offset: int) -> "Chunk":
-        """As many elements, `offset` further on."""
         return Chunk(self.begin + offset, self.end + offset)
 
 
 class Receive(NamedTuple):
-    """Replaces a chunk by the fold of the values that `sources` have of it, in this order.
+    """Replaces a chunk by the fold of its values from `sources`, in this order.
 
-    The receiving rank among the sources stands for its own value. So `(left, rank)` folds the value from the left with
-    its own, `(0, 1, 2, 3)` folds in rank order, and a single other source is a copy.
+    The receiver among the sources stands for its own value: `(left, rank)` folds the value from the left with its own,
+    `(0, 1, 2, 3)` folds in rank order, and a single other source is a copy.
 
     Attributes:
-      merges: for a fold along a tree, the number of partial sums on top of a stack that are added after each source;
-        empty for a fold in sequence.
-      offsets: how far each source's elements are from the chunk, for ranks that send several values for an element;
-        empty if they are the chunk.
+      merges: along a tree, how many partial sums on a stack are added after each source; empty in sequence.
+      offsets: of each source's elements from the chunk, for ranks with several values per element; empty without.
     """
 
     chunk: Chunk
@@ -41,13 +37,13 @@ class Receive(NamedTuple):
     offsets: tuple[int, ...] = ()
 
     def sent(self) -> list[tuple[int, Chunk]]:
-        """The sources, each with the elements that it sends."""
+        """The sources, with the elements they send."""
         offsets = self.offsets or (0,) * len(self.sources)
         return [(source, self.chunk.moved(offset)) for source, offset in zip(self.sources, offsets, strict=True)]
 
 
 class Send(NamedTuple):
-    """Sends the current value of the chunk to a rank."""
+    """Sends the chunk's current value to a rank."""
 
     chunk: Chunk
     to: int
@@ -66,14 +62,14 @@ Schedule = Callable[[int, int, int], Steps]  # (ranks, elements, rank) -> the ra
 
 @lru_cache(1024)  # the same for all ranks
 def blocks(whole: Chunk, count: int) -> tuple[Chunk, ...]:
-    """`count` chunks of equal size. If `count` does not divide the size, the last ones are shorter, or empty."""
+    """`count` chunks of equal size, the last ones shorter or empty."""
     size = -(-whole.size // count)
     bounds = [min(whole.begin + i * size, whole.end) for i in range(count + 1)]
     return tuple(Chunk(*pair) for pair in pairwise(bounds))
 
 
 def check(num_ranks: int, num_elements: int, rank: int) -> None:
-    """Raises ValueError if the rank is out of range, or the number of elements negative."""
+    """Raises ValueError for a rank out of range or a negative number of elements."""
     if num_ranks < 1 or not 0 <= rank < num_ranks:
         raise ValueError(f"there must be at least one rank, and 0 <= rank < ranks; got rank {rank} of {num_ranks}")
     if num_elements < 0:
@@ -81,7 +77,7 @@ def check(num_ranks: int, num_elements: int, rank: int) -> None:
 
 
 def without_empty(steps: Steps) -> Steps:
-    """The steps without empty messages. Both ends of such a message drop it."""
+    """The steps without empty messages, which both ends drop."""
     kept = (
         Step(tuple(r for r in step.receives if r.chunk.size > 0), tuple(s for s in step.sends if s.chunk.size > 0))
         for step in steps
@@ -90,7 +86,7 @@ def without_empty(steps: Steps) -> Steps:
 
 
 def relabel(steps: Steps, ranks: Sequence[int], begin: int) -> Steps:
-    """The steps of a group within a larger one, where its rank i is `ranks[i]` and its message begins at `begin`."""
+    """A group's steps within a larger one: its rank i is `ranks[i]`, its message begins at `begin`."""
 
     return [
         Step(

@@ -1,10 +1,10 @@
-"""Builds the two binary trees of the double-tree all-reduce."""
+"""The two binary trees of the double-tree all-reduce."""
 
 from typing import NamedTuple
 
 
 class Node(NamedTuple):
-    """A rank's position in a tree: parent, children in rank order, and depth (0 at the root)."""
+    """A rank in a tree: parent, children in rank order, depth from 0."""
 
     parent: int | None
     children: tuple[int, ...]
@@ -15,10 +15,10 @@ Tree = list[Node]  # by rank
 
 
 def inorder_tree(num_ranks: int) -> Tree:
-    """The binary tree whose in-order traversal visits the ranks in order, and whose leaves are the even ranks.
+    """The binary tree with in-order traversal in rank order, and the even ranks as leaves.
 
-    The root is 2^floor(log2 p) - 1. Its left subtree is full; its right subtree is a smaller tree of the same kind. The
-    height is floor(log2 p).
+    The root is 2^floor(log2 p) - 1, with a full left subtree and a smaller tree of the kind on the right. The height is
+    floor(log2 p).
     """
     parent: list[int | None] = [None] * num_ranks
     children: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -40,11 +40,10 @@ def inorder_tree(num_ranks: int) -> Tree:
 
 
 def double_binary_tree(num_ranks: int) -> tuple[Tree, Tree]:
-    """Two trees over the same ranks. No rank is an inner node of both, so each can carry half of a message.
+    """Two trees without a common inner node, so that each can carry half of a message.
 
-    The second is the mirror image of the first, or, if the number of ranks is odd, the first shifted by one rank.
-    Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
-    Computing 35 (2009).
+    The second mirrors the first, or, for an odd number of ranks, shifts it by one. Sanders, Speck and Träff, "Two-tree
+    algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35 (2009).
     """
     first = inorder_tree(num_ranks)
     if num_ranks % 2 == 0:

@@ -1,4 +1,4 @@
-"""Gradient accumulation: a loss that is computed and differentiated one micro-batch at a time."""
+"""Gradient accumulation: a loss differentiated one micro-batch at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,14 +18,13 @@ from jax_ring.training.same_bits.cuts import axes_of_leaves, check_in_axes, dime
 def accumulate_gradients(
     fun: Callable[..., Any], num_microbatches: int, *, in_axes: Any = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """The same loss, computed and differentiated one micro-batch at a time, in the memory of one micro-batch.
+    """A loss differentiated one micro-batch at a time, in the memory of one.
 
         value_and_grad(accumulate_gradients(loss, 4), "data")(params, images, labels)
         value_and_grad(accumulate_gradients(loss, 4, in_axes=(0, 0, None)), "data")(params, images, labels, scale)
 
-    Its value is the mean of `fun` over the micro-batches, and its gradients are the mean of the gradients, added in a
-    scan, in float32 if they have 16 bits or fewer, and reduced over the ranks once, after the scan. All micro-batches
-    of all ranks have one weight. For the mean over all tokens count them first:
+    Its value and gradients are means over the micro-batches, added in a scan, in float32 for 16 bits or fewer, and
+    reduced over ranks once. All micro-batches weigh the same. For a mean over all tokens count them first:
 
         parts = lax.axis_size("data") * 4
         count = ring_psum(mask.sum(), "data")
@@ -33,27 +32,25 @@ def accumulate_gradients(
         value_and_grad(accumulate_gradients(loss, 4, in_axes=(0, 0, None)), "data")(params, x, mask, count)
 
     Args:
-      fun: a function of parameters and data, whose value is a mean over the data. If it communicates, it does so for
-        every micro-batch.
-      num_microbatches: the number of parts into which the data is split.
-      in_axes: which dimension of the arguments after the first is split, into so many equal blocks: an integer for all,
-        or a tuple with an entry for each. An entry is an integer, None for an argument that is passed whole, or a
-        pytree prefix of the argument with these as leaves, as in `jax.vmap`. The dimension stays, with the size of a
-        block. Keyword arguments are passed whole. A random key that is passed whole draws the same numbers in every
-        micro-batch; a batch of keys can be split.
-      has_aux: whether `fun` returns a pair. Its second part is stacked over the micro-batches.
+      fun: a function of parameters and data, a mean over the data. Its communication is repeated for every micro-batch.
+      num_microbatches: of equal size.
+      in_axes: the split dimension of arguments after the first: an integer for all, or a tuple with an entry for each:
+        an integer, None for an argument passed whole, or a pytree prefix of these, as in `jax.vmap`. The dimension
+        stays. Keyword arguments are passed whole. A random key passed whole draws the same numbers each time; a batch
+        of keys can be split.
+      has_aux: whether `fun` returns a pair, whose second part is stacked over micro-batches.
 
     Returns:
-      A function with the arguments of `fun`. Only the first can be differentiated, with `allow_int=True` if it has
-      integers.
+      A function with the arguments of `fun`. Only the first is differentiable, with `allow_int=True` if it has
+        integers.
 
     Raises:
-      NotImplementedError: if other arguments are differentiated.
-      ValueError: with vma tracking, if gradients are taken of parameters that all ranks share, by `jax.grad`.
-      ValueError: if `num_microbatches` is not positive or does not divide the dimensions of the data, and if `in_axes`
-        does not fit the arguments, or leaves none of them to be split.
-      TypeError: if `fun` is no function, `num_microbatches` is no integer, or a leaf of `in_axes` is neither an integer
-        nor None.
+      NotImplementedError: for derivatives of others.
+      ValueError: with vma tracking, for gradients by `jax.grad` of parameters that all ranks share.
+      ValueError: if `num_microbatches` is not positive or does not divide the data, or `in_axes` does not fit or splits
+        nothing.
+      TypeError: if `fun` is no function, `num_microbatches` no integer, or a leaf of `in_axes` neither integer nor
+        None.
     """
     check_function("accumulate_gradients", "fun", fun)
     num_microbatches = integer("accumulate_gradients", "num_microbatches", num_microbatches)
@@ -142,7 +139,7 @@ def accumulate_gradients(
 
 
 def _split(num_microbatches: int, path, x: Any, axis: int) -> Any:
-    """The blocks of x along `axis`, stacked along a new first dimension."""
+    """Blocks of x along `axis`, stacked along a new first dimension."""
     dimension = dimension_of_cut(
         "accumulate_gradients", path, x, axis, num_microbatches, "micro-batches", "every micro-batch"
     )
@@ -162,7 +159,7 @@ def _is_inexact(x: Any) -> bool:
 
 
 def _of_inexact(params: Any, tree: Any) -> list:
-    """The leaves of a tree like `params` at which `params` has floats or complex numbers."""
+    """A tree's leaves where `params` has floats or complex numbers."""
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(tree), strict=True)
     return [leaf for p, leaf in pairs if _is_inexact(p)]
 
@@ -172,7 +169,7 @@ def _as_pair(out: Any, has_aux: bool) -> tuple:
 
 
 def _checked(out: Any, has_aux: bool) -> Any:
-    """What `fun` returned. Raises TypeError unless it can be the loss of a micro-batch."""
+    """What `fun` returned. Raises TypeError unless it is a micro-batch's loss."""
     value = out[0] if has_aux else out
     if [jnp.shape(x) for x in jax.tree.leaves(value)] != [()] or isinstance(value, tuple | list | dict):
         raise TypeError(

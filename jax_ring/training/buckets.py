@@ -1,4 +1,4 @@
-"""Buckets: which gradients are reduced by one call. They are planned at trace time."""
+"""Buckets of gradients that one call reduces, planned at trace time."""
 
 import hashlib
 import math
@@ -16,12 +16,10 @@ FIRST_BUCKET_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Bucket:
-    """Leaves of one dtype that are reduced by one call.
+    """Leaves of one dtype in one call.
 
     Attributes:
-      dtype: of the leaves.
-      leaves: their positions in `jax.tree.leaves`, in the order in which the backward pass computes them.
-      num_bytes: their size.
+      leaves: positions in `jax.tree.leaves`, in the order of the backward pass.
     """
 
     dtype: np.dtype
@@ -31,11 +29,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The result of `plan_buckets`. Prints as a table.
+    """The result of `plan_buckets`; prints as a table.
 
     Attributes:
-      names: paths and types of the leaves, in the order of `jax.tree.leaves`.
-      buckets: in the order in which they are reduced.
+      names: the leaves' paths and types, as in `jax.tree.leaves`.
+      buckets: in the order of reduction.
     """
 
     names: tuple[str, ...]
@@ -51,12 +49,12 @@ class BucketPlan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the plan, the same in all processes."""
+        """The plan's hash, the same in all processes."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
 
 def check_bucket_bytes(function: str, bucket_bytes: Any, first_bucket_bytes: Any) -> None:
-    """Raises unless both sizes, arguments of `function`, are positive integers."""
+    """Raises unless both sizes are positive integers."""
     for name, value in (("bucket_bytes", bucket_bytes), ("first_bucket_bytes", first_bucket_bytes)):
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise TypeError(f"{function}: {name} must be a whole number of bytes, got {value!r}")
@@ -67,21 +65,20 @@ def check_bucket_bytes(function: str, bucket_bytes: Any, first_bucket_bytes: Any
 def plan_buckets(
     tree: Any, bucket_bytes: int = BUCKET_BYTES, first_bucket_bytes: int = FIRST_BUCKET_BYTES
 ) -> BucketPlan:
-    """Plans which leaves of a tree of gradients share a bucket.
+    """Plans which gradients share a bucket.
 
-    Leaves are taken in the reverse order of `jax.tree.leaves`, because the backward pass computes the gradients of the
-    last parameters first. Each leaf is added to the open bucket of its dtype, or opens a new one if that would become
-    too large. A leaf is never split. Gradients of integers (float0) have no value and no bucket. The plan depends only
-    on shapes, dtypes and sizes, so it is the same on all ranks.
+    Leaves are taken in reverse, because the backward pass begins with the last parameters. Each is added to its dtype's
+    open bucket, or opens a new one, and is never split. Gradients of integers (float0) have no bucket. The plan depends
+    on shapes, dtypes and sizes alone: all ranks have the same.
 
     Args:
-      tree: a pytree of arrays, or of `jax.ShapeDtypeStruct`.
-      bucket_bytes: the most bytes in a bucket; a larger leaf has a bucket of its own.
-      first_bucket_bytes: the same for the first bucket of each dtype. A small one starts early.
+      tree: of arrays or `jax.ShapeDtypeStruct`s.
+      bucket_bytes: the most in a bucket; a larger leaf has its own.
+      first_bucket_bytes: the same for each dtype's first bucket; a small one starts early.
 
     Raises:
       ValueError: if a size is not positive.
-      TypeError: if a size is not an integer, or a leaf is no array of numbers.
+      TypeError: if a size is no integer, or a leaf no array of numbers.
     """
     check_bucket_bytes("plan_buckets", bucket_bytes, first_bucket_bytes)
     paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -112,7 +109,7 @@ def plan_buckets(
 
 
 def _dtype_of(path: Any, leaf: Any) -> np.dtype:
-    """The dtype of a leaf. Raises TypeError unless there are gradients of that type."""
+    """A leaf's dtype. Raises TypeError unless it can be a gradient's."""
     dtype = getattr(leaf, "dtype", None)
     if not isinstance(dtype, np.dtype) or not (
         jnp.issubdtype(dtype, jnp.number) or dtype in (np.bool_, jax.dtypes.float0)

@@ -1,4 +1,4 @@
-"""The option `impl` of the training layer: this library's collectives, or `jax.lax`'s."""
+"""The training layer's option `impl`: jax_ring's collectives, or `jax.lax`'s."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,13 +15,13 @@ Impl = Literal["ring", "lax"]
 
 
 class Implementation(NamedTuple):
-    """The collectives that the training layer calls, each as (tree, axis_name) -> tree.
+    """The training layer's collectives, each (tree, axis_name) -> tree.
 
     Attributes:
       psum: the sum.
-      psum_scatter: the sum, scattered in tiles along dimension 0.
-      all_gather: the inverse layout; with vma tracking the result is invariant over the axis.
-      broadcast: takes the keyword argument `root` as well.
+      psum_scatter: in tiles along dimension 0.
+      all_gather: the inverse layout; invariant over the axis with vma tracking.
+      broadcast: with the keyword argument `root`.
     """
 
     psum: Callable
@@ -56,12 +56,12 @@ _IMPLEMENTATIONS: dict[Impl, Implementation] = {
 
 
 def implementation(function: str, impl: Impl, overlap: bool = False) -> Implementation:
-    """The implementation that the argument `impl` of `function` names.
+    """The implementation named by `impl` of `function`.
 
-    overlap: whether a GPU runs the collectives of jax_ring beside its computation.
+    overlap: whether GPUs run jax_ring's collectives beside computation.
 
     Raises:
-      ValueError: if `impl` is none of the choices.
+      ValueError: for another `impl`.
       TypeError: if `overlap` is no boolean.
     """
     check_choice(function, "impl", impl, get_args(Impl))

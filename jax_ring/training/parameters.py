@@ -1,4 +1,4 @@
-"""What `value_and_grad` can differentiate: trees of floats, and the advice for a model that is given whole."""
+"""What can be differentiated: trees of floats; advice for whole models."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _ADVICE = (
 
 
 def check_parameters(function: str, position: int, tree: Any, *, only_floats: bool) -> None:
-    """Raises TypeError unless the leaves of an argument are arrays, and floats or complex numbers if there must be."""
+    """Raises TypeError unless an argument's leaves are arrays (of floats or complex numbers, if required)."""
     try:
         check_arrays(function, f"argument {position}", tree)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""Gradients as 8-bit blocks: which leaves, how they are packed into buckets, and what is fed back."""
+"""Gradients as 8-bit blocks: which leaves, in which buckets, with which feedback."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from jax_ring.training.buckets import plan_buckets
 
 @dataclass(frozen=True)
 class Int8Wire:
-    """Sends floats of more than 8 bits as blocks of 8-bit integers, and all other leaves as they are.
+    """Sends floats of more than 8 bits as blocks of 8-bit integers, and other leaves unchanged.
 
     Attributes:
       key: for stochastic rounding, the same on all ranks; None rounds to nearest.
@@ -25,12 +25,12 @@ class Int8Wire:
     key: jax.Array | None = None
 
     def takes(self, x: Any) -> bool:
-        """Whether the leaf `x` is sent in blocks."""
+        """Whether `x` is sent in blocks."""
         return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits > 8 and x.size > 0
 
 
 def is_int8(dtype: Any) -> bool:
-    """Whether the argument `wire` asks for blocks: "int8", or the dtype of that name."""
+    """Whether `wire` asks for blocks: "int8", or that dtype."""
     try:
         return dtype is not None and jnp.dtype(dtype) == jnp.int8
     except TypeError:
@@ -38,7 +38,7 @@ def is_int8(dtype: Any) -> bool:
 
 
 def int8_wire(function: str, key: Any) -> Int8Wire:
-    """The wire for the argument `key` of `function`.
+    """The wire for `key` of `function`.
 
     Raises:
       TypeError: unless it is one random key, of `jax.random.key` or `jax.random.PRNGKey`, or None.
@@ -62,20 +62,19 @@ def reduce_in_blocks(
     by_host: bool,
     **bucket_sizes: int,
 ) -> tuple[Any, Any]:
-    """The sums over the ranks, divided in float32, and this rank's rounding errors.
+    """The sums, divided in float32, and this rank's rounding errors.
 
-    The leaves of a bucket are concatenated in float32 before blocks are cut, so that a block may have parts of several
-    leaves.
+    A bucket's leaves are concatenated before blocks are cut, so blocks may span leaves.
 
     Args:
-      function: the public function that the user called, for errors.
+      function: the public function, for errors.
       tree: leaves that the wire takes.
-      residual: None, or a tree like `tree` to be added to it, in float32.
+      residual: None, or a tree to be added to `tree`, in float32.
       by_host: as for `quantized_psum`.
-      **bucket_sizes: as for `plan_buckets`, counted in the bytes of the codes.
+      **bucket_sizes: as for `plan_buckets`, in bytes of codes.
 
     Returns:
-      Two trees in the dtypes of `tree` and of `residual`; the second is None if `residual` is.
+      Two trees in the dtypes of `tree` and `residual`; the second None if `residual` is.
     """
     likes, structure = jax.tree.flatten(tree)
     leaves = [x.astype(jnp.float32) for x in likes]
@@ -105,7 +104,7 @@ def reduce_in_blocks(
 
 
 def _of_one_type(places: Sequence[int], leaves: Sequence[jax.Array]) -> list[list[int]]:
-    """The places, apart for leaves that vary over other axes: what is packed varies over all of theirs."""
+    """The places, by axes over which leaves vary: what is packed varies over all."""
     packs: dict[frozenset, list[int]] = {}
     for i in places:
         packs.setdefault(_compat.varying_axes(leaves[i]), []).append(i)
@@ -113,11 +112,11 @@ def _of_one_type(places: Sequence[int], leaves: Sequence[jax.Array]) -> list[lis
 
 
 def partition(tree: Any, chosen: Any) -> tuple[Any, Any]:
-    """Two trees with the leaves for which `chosen` is true, and with the others; None in place of the rest."""
+    """Two trees: the leaves for which `chosen` is true, and the others, with None for the rest."""
     first = jax.tree.map(lambda x, c: x if c else None, tree, chosen)
     return first, jax.tree.map(lambda x, c: None if c else x, tree, chosen)
 
 
 def merge(first: Any, second: Any) -> Any:
-    """The tree of which `partition` returned the parts."""
+    """The inverse of `partition`."""
     return jax.tree.map(lambda x, y: y if x is None else x, first, second, is_leaf=lambda x: x is None)

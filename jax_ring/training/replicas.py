@@ -1,4 +1,4 @@
-"""Replicated parameters: sent from one rank to all, and checked to be equal."""
+"""Replicated parameters: broadcast, and checked to be equal."""
 
 import hashlib
 import itertools
@@ -25,19 +25,19 @@ T = TypeVar("T")  # a pytree: results have the structure of the argument
 
 
 def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0, impl: Impl = "ring") -> T:
-    """Sends the parameters of rank `root` to every rank of a mapped axis, bit for bit.
+    """Sends rank `root`'s parameters to every rank of a mapped axis, bit for bit.
 
     Args:
-      params: a pytree of arrays of any dtype, random keys (`jax.random.key`) among them.
+      params: a pytree of arrays of any dtype, random keys included.
       axis_name, root: as for `ring_broadcast`.
-      impl: "ring" or "lax". `jax.lax` has no broadcast: "lax" gathers the copies of all ranks and takes one.
+      impl: "ring" or "lax". `jax.lax` has no broadcast, so "lax" gathers all copies and takes one.
 
     Returns:
-      A pytree like `params`, with vma tracking invariant over the axis.
+      A pytree like `params`, invariant over the axis with vma tracking.
 
     Raises:
-      ValueError: if there is no rank `root`, or `impl` is none of its choices.
-      NameError, TypeError, jax.errors.JaxRuntimeError: as `ring_broadcast`.
+      ValueError: if there is no rank `root`, or for another `impl`.
+      Others: as `ring_broadcast`.
     """
     axes = axes_of(axis_name)
     check_named("broadcast_params", axes)
@@ -47,23 +47,22 @@ def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0, impl: Imp
 
 
 def assert_replicated(tree: Any) -> None:
-    """Checks that the copies of each array have the same bits on all its devices, also in other processes.
+    """Checks that an array's copies have the same bits on all devices of all processes.
 
         jax_ring.assert_replicated(params)  # outside of jit, now and then
 
-    Without vma tracking `shard_map` trusts `out_specs=P()`: a step that forgets a reduction leaves copies that drift
-    apart. If an array is sharded over some mesh axes and replicated over others, the copies of each shard are compared.
-    Everything is copied to the host. All processes that have devices of the arrays must call it, in the same order and
-    with the same tree; they exchange digests.
+    Without vma tracking `shard_map` trusts `out_specs=P()`: a forgotten reduction leaves copies that drift apart.
+    Copies of each shard are compared, on the host. All processes with devices of the arrays must call it, in one order
+    and with one tree; they exchange digests.
 
     Args:
-      tree: a pytree. Each `jax.Array` in it is compared, other leaves are ignored.
+      tree: a pytree, of which each `jax.Array` is compared.
 
     Raises:
-      AssertionError: if copies differ, in every process that has one. It names the leaf, the ranks (positions of
-        devices in the array's sharding), the first index at which they differ, and both values.
-      TypeError: under `jit`, where there are no copies to compare.
-      ValueError: if another process does not call it within the deadline, or calls it with other arrays.
+      AssertionError: if copies differ, in every process that has one, with the leaf, the ranks (positions of devices in
+        the sharding), the first differing index, and both values.
+      TypeError: under `jit`, which has no copies.
+      ValueError: if another process does not call it within the deadline, or with other arrays.
     """
     here: dict[str, jax.Array] = {}
     across: dict[str, jax.Array] = {}
@@ -83,7 +82,7 @@ def assert_replicated(tree: Any) -> None:
 
 
 def _gather_from(arrays: dict[str, jax.Array], processes: list[int]) -> Callable[[Any], list]:
-    """Returns gather(value): the values that all processes of these arrays pass to it, in the order of processes."""
+    """Returns gather(value): all these arrays' processes' values, by process."""
     exchange, process = _compat.key_value_store(runtime.timeout()), jax.process_index()
     members = ",".join(map(str, processes))
     key = f"jax_ring/replicas/{members}/{discovery.next_comparison(members)}"
@@ -115,7 +114,7 @@ def _assert_copies_equal(arrays: dict[str, jax.Array], gather: Callable[[Any], l
 
 
 def _report(name: str, array: jax.Array, place: str, ranks: tuple[int, ...], gather: Callable[[Any], list]) -> str:
-    """The error text for a shard where the copies of `ranks[1:]` differ from that of `ranks[0]`."""
+    """The error for a shard whose copies on `ranks[1:]` differ from that on `ranks[0]`."""
     first, *different = ranks
     pair = {str(rank): copy for at, rank, copy in _copies(array) if at == place and rank in ranks[:2]}
     shape = array.sharding.shard_shape(array.shape)
@@ -133,9 +132,9 @@ def _report(name: str, array: jax.Array, place: str, ranks: tuple[int, ...], gat
 
 
 def _first_difference(pair: dict[str, np.ndarray], size: int, gather: Callable[[Any], list]) -> int:
-    """The first index at which two flat arrays differ. This process may have one, both or neither of them.
+    """The first index at which two flat arrays differ, of which this process may have any.
 
-    Splits the range into parts, compares their digests, and goes on within the first part that differs.
+    Compares digests of parts, and goes on in the first that differs.
     """
     begin, end = 0, size
     while end - begin > 1:
@@ -148,7 +147,7 @@ def _first_difference(pair: dict[str, np.ndarray], size: int, gather: Callable[[
 
 
 def _copies(array: jax.Array) -> Iterator[tuple[str, int, np.ndarray]]:
-    """The copies of shards in this process: (the part of the array, as text; rank; copy)."""
+    """This process's copies of shards: (part of the array, as text; rank; copy)."""
     ranks = {device: rank for rank, device in enumerate(array.sharding.devices_indices_map(array.shape))}
     for shard in array.addressable_shards:
         yield str(shard.index), ranks[shard.device], np.asarray(shard.data)

@@ -1,4 +1,4 @@
-"""The reduction of gradients as an optax transformation."""
+"""Gradient reduction as an optax transformation."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 
 class LocalGradients(NamedTuple):
-    """The state of `allreduce_gradients` without error feedback. It has no leaves; `feedback_specs` looks for it."""
+    """The state without error feedback: no leaves; `feedback_specs` looks for it."""
 
 
 class FeedbackState(NamedTuple):
-    """The state of `allreduce_gradients` with `error_feedback`, a `key`, or both.
+    """The state with `error_feedback`, a `key`, or both.
 
     Attributes:
-      residual: this rank's rounding errors, which are still to be sent: a pytree like the gradients, with an additional
-        first dimension of 1, along which `shard_map` concatenates all ranks' residuals; None without `error_feedback`.
+      residual: this rank's errors still to be sent: a pytree like the gradients with a first dimension of 1, along
+        which `shard_map` concatenates; None without `error_feedback`.
       key: for the next step, the same on all ranks; None without `key`.
     """
 
@@ -54,30 +54,30 @@ def allreduce_gradients(
     check_replicas: int | None = None,
     **options: Unpack[ReductionOptions],
 ) -> optax.GradientTransformation:
-    """An optax `GradientTransformation` that replaces this rank's gradients by their mean over the ranks.
+    """An optax `GradientTransformation` to the gradients' mean over the ranks.
 
         optimizer = optax.chain(allreduce_gradients("data"), optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 
-    Put it first: clipping after it clips the norm of the mean, as one device with the whole batch would. A wrapper that
-    decides by the gradients whether to update, such as `optax.apply_if_finite`, goes after it as well: around it, each
-    rank would decide by its own gradients, and leave the others waiting.
+    Put it first: clipping then clips the norm of the mean, as one device would. Wrappers that decide by gradients
+    whether to update, such as `optax.apply_if_finite`, go behind it: around it, ranks would decide differently, and
+    wait for each other.
 
     Args:
       axis_name, mean: as for `sync_gradients`; so are the gradients, which may be a `ShardSums`.
-      **options: as for `sync_gradients`. A `key` is split in every step, and the state holds the next. With neither a
-        key nor `error_feedback` the state has no leaves.
-      error_feedback: whether to add the error of rounding a rank's gradients to `wire` to its gradients of the next
-        step, as `sync_with_feedback` does. The state then differs between ranks: it enters and leaves `shard_map` by
-        `feedback_specs`, and `init` is called inside. So has one in `optax.MultiSteps`.
-      check_replicas: a number of steps: `jax_ring.check_replicas` in the first step, and after so many each time. Needs
-        the parameters: `optimizer.update(gradients, state, params)`.
+      **options: as for `sync_gradients`. A `key` is split in every step; the state holds the next. Without key and
+        `error_feedback` the state has no leaves.
+      error_feedback: whether to add the error of rounding to `wire` to the next step's gradients, as
+        `sync_with_feedback`. The state then differs between ranks: it passes `shard_map` by `feedback_specs`, and
+        `init` is called inside, as with `optax.MultiSteps`.
+      check_replicas: steps between comparisons by `jax_ring.check_replicas`, from the first on. Needs the parameters:
+        `optimizer.update(gradients, state, params)`.
 
     Raises:
-      ImportError: if optax is not installed.
-      ValueError: if `error_feedback` is given without `wire`, or `check_replicas` is not positive; from `update`, as
+      ImportError: without optax.
+      ValueError: for `error_feedback` without `wire`, or `check_replicas` not positive; from `update`, as
         `sync_gradients`.
       TypeError: for an unknown option.
-      jax.errors.JaxRuntimeError: from a step in which ranks' parameters differ, as `check_replicas`.
+      jax.errors.JaxRuntimeError: from a step whose parameters differ, as `check_replicas`.
     """
     try:
         import optax
@@ -97,7 +97,7 @@ def allreduce_gradients(
         )
 
     def synced(now, updates, state, params, residual=None):
-        """The reduced gradients, and the state with its count of the steps advanced."""
+        """Reduced gradients, and the state with its step advanced."""
         reduce = partial(Reduction.synced, axis_name=axis_name, mean=mean, residual=residual)
         if check_replicas is None:
             return reduce(now, updates), state
@@ -143,18 +143,18 @@ def allreduce_gradients(
 
 
 def feedback_specs(state: Any, axis_name: AxisName) -> Any:
-    """The PartitionSpecs, for `in_specs` and `out_specs`, of an optax state that differs in parts between ranks.
+    """PartitionSpecs, for `in_specs` and `out_specs`, of a state that differs in parts between ranks.
 
         optimizer = optax.chain(allreduce_gradients("data", wire=jnp.bfloat16, error_feedback=True), adam)
         specs = feedback_specs(jax.eval_shape(optimizer.init, params), "data")
         state = jax.jit(jax.shard_map(optimizer.init, mesh=mesh, in_specs=P(), out_specs=specs))(params)
 
-    What differs between ranks is each rank's own part along the first dimension: the rounding errors, and the sums of
-    `optax.MultiSteps(optax.chain(allreduce_gradients(...), ...), k)`, which adds gradients before they are reduced. The
-    rest of the state is the same on all ranks.
+    Each rank has its part along the first dimension of rounding errors, and of sums of
+    `optax.MultiSteps(optax.chain(allreduce_gradients(...), ...), k)`, which adds before reducing; the rest is the same
+    on all.
 
     Raises:
-      ValueError: for such a sum of a parameter without dimensions.
+      ValueError: for such a sum of a scalar parameter.
     """
     import optax
 
@@ -193,5 +193,5 @@ def feedback_specs(state: Any, axis_name: AxisName) -> Any:
 
 
 def _reduces(node: Any) -> bool:
-    """Whether this part of an optimizer's state is that of `allreduce_gradients`."""
+    """Whether this part of a state is that of `allreduce_gradients`."""
     return isinstance(node, LocalGradients | FeedbackState)

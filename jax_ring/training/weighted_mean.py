@@ -1,4 +1,4 @@
-"""`weighted_pmean`: the mean over ranks that hold uneven parts of a batch."""
+"""`weighted_pmean`: the mean over uneven parts of a batch."""
 
 from functools import reduce
 from typing import Any, TypeVar
@@ -17,26 +17,25 @@ T = TypeVar("T")  # a pytree: results have the structure of the argument
 
 
 def weighted_pmean(x: T, weight: Any, axis_name: AxisName, *, impl: Impl = "ring") -> T:
-    """The weighted mean of `x` over the ranks of a mapped axis: the sum of weight * x, over the sum of weight.
+    """The weighted mean over the ranks: the sum of weight * x, over the sum of weight.
 
         mean = weighted_pmean(total / jnp.maximum(count, 1), count, "data")  # over all examples
 
-    The value of a rank of weight 0 does not count, even if it is not finite. Its gradient does not count either if the
-    derivatives of `x` on that rank are finite. Those of `total / 0` are not, and make the gradients NaN on all ranks:
-    hence the maximum above.
+    A value of weight 0 does not count, even if not finite, nor does its gradient if finite. Derivatives of `total / 0`
+    are not, and make all gradients NaN: hence the maximum above.
 
-    Products and sums are float32, or float64 for `x` or a float weight of 64 bits. They must be finite there.
+    Products and sums are float32, float64 for 64 bits, and must be finite there.
 
     Args:
-      x: an array, or a pytree of arrays. Floats keep their dtype; integers and booleans have float means.
-      weight: this rank's weight, a scalar of any real dtype: not negative, and not zero on all ranks, which gives NaN.
+      x: an array, or a pytree of arrays. Integers and booleans have float means; floats keep their dtype.
+      weight: a real scalar, not negative; zeros on all ranks give NaN.
       axis_name: as for `ring_psum`.
       impl: "ring" or "lax", as for `sync_gradients`.
 
     Raises:
-      ValueError: if `weight` is a constant that is zero, so on all ranks, or negative.
-      TypeError: if `weight` is not a real number.
-      NameError, TypeError, ValueError, jax.errors.JaxRuntimeError: as `ring_psum`.
+      ValueError: for a constant `weight` of zero or less.
+      TypeError: for a `weight` that is no real number.
+      Others: as `ring_psum`.
     """
     check_named("weighted_pmean", axes_of(axis_name))
     psum = implementation("weighted_pmean", impl).psum
@@ -82,7 +81,7 @@ def _checked(weight: Any) -> jax.Array:
 
 
 def _accumulator(dtype, weight_dtype) -> jnp.dtype:
-    """The dtype in which products of values and weights are added."""
+    """The dtype for products of values and weights."""
     wide = accumulator_dtype(weight_dtype) if jnp.issubdtype(weight_dtype, jnp.floating) else jnp.dtype(jnp.float32)
     return jnp.promote_types(accumulator_dtype(_mean_dtype(dtype)), wide)
 

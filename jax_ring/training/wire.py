@@ -1,4 +1,4 @@
-"""How a leaf is sent: the dtype on the wire, and the division that keeps a mean in its range."""
+"""How leaves are sent: their dtype, and the division that keeps a mean in range."""
 
 from dataclasses import dataclass
 
@@ -10,28 +10,26 @@ from jax.typing import DTypeLike
 
 @dataclass(frozen=True)
 class FloatWire:
-    """Sends every leaf as it is, or floats rounded to a narrower dtype.
+    """Sends leaves as they are, or floats rounded to a narrower dtype.
 
-    A value is sent as x / scale. For a mean the scale is the number of ranks if the dtype on the wire has less range
-    than float32 or the leaf: the sum of what is sent is then the mean, and overflows only if the mean does. Otherwise
-    it is 1, which does not round twice.
+    What is sent is x / scale. For a mean the scale is the number of ranks if the wire has less range than float32 or
+    the leaf: the sum is the mean, and overflows only with it. Otherwise it is 1, which rounds once.
 
     Attributes:
-      dtype: floats of more bits are rounded to it; None sends all leaves in their own dtype.
+      dtype: to which wider floats are rounded; None for their own.
     """
 
     dtype: np.dtype | None = None
 
     def dtype_of(self, x: jax.Array) -> np.dtype:
-        """The dtype in which `x` is sent."""
         if self.dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
             return x.dtype
         return self.dtype if jnp.finfo(self.dtype).bits < jnp.finfo(x.dtype).bits else x.dtype
 
     def scale_of(self, x: jax.Array, divisor: int, headroom: int) -> int:
-        """By which number `x` is divided before it is sent, if the sum will be divided by `divisor`.
+        """By what `x` is divided before sending, if the sum will be divided by `divisor`.
 
-        headroom: the same where the sum is multiplied again, in a dtype that has more range than the one on the wire.
+        headroom: the same where the sum is multiplied again, in a dtype of more range.
         """
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return 1
@@ -44,7 +42,7 @@ class FloatWire:
     def sent(self, x: jax.Array, scale: int, *, saturate_for: int = 0) -> jax.Array:
         """What is sent for `x`.
 
-        saturate_for: if positive, finite values are limited so that the sum of so many fits the dtype on the wire.
+        saturate_for: if positive, how many values must fit the dtype in sum; finite ones are limited.
         """
         dtype = self.dtype_of(x)
         x = x if scale == 1 else x / scale
@@ -56,7 +54,7 @@ class FloatWire:
         return x.astype(dtype)
 
     def received(self, total: jax.Array, like: jax.Array, scale: int, divisor: int) -> jax.Array:
-        """The sum of what is sent, multiplied by `scale` / `divisor`, in the dtype of `like`; integers keep theirs."""
+        """The sum times `scale` / `divisor`, in the dtype of `like`; integers keep theirs."""
         if not jnp.issubdtype(like.dtype, jnp.floating):
             return total if divisor == 1 else total / divisor
         # In the wider of the two types: a sum may be out of the range of the leaf although the mean is not.
@@ -68,13 +66,13 @@ class FloatWire:
         return total.astype(like.dtype)
 
     def unsent(self, x: jax.Array, sent: jax.Array, scale: int) -> jax.Array:
-        """The part of `x` that is not in `sent`; 0 where `x` is not finite, so that the next step recovers."""
+        """What `sent` lacks of `x`; 0 where `x` is not finite, so that the next step recovers."""
         told = sent.astype(x.dtype)
         return jnp.where(jnp.isfinite(x), x - (told if scale == 1 else told * scale), jnp.zeros_like(x))
 
 
 def _largest_of(dtype: np.dtype, count: int) -> np.ndarray:
-    """The largest number x of a dtype with `count` * x in its range."""
+    """The largest x of a dtype with `count` * x in range."""
     largest = float(jnp.finfo(dtype).max) / count
     rounded = np.asarray(largest, dtype)
     return rounded if float(rounded) <= largest else np.nextafter(rounded, np.zeros((), dtype))
@@ -84,10 +82,10 @@ UNCHANGED = FloatWire()  # every leaf in its own dtype
 
 
 def float_wire(function: str, name: str, dtype: DTypeLike | None) -> FloatWire:
-    """The wire for the argument `name` of `function`.
+    """The wire for argument `name` of `function`.
 
     Raises:
-      TypeError: if `dtype` is not a floating-point dtype, or one in which some gradients would become other numbers.
+      TypeError: for dtypes that are no floats, or change some gradients to other numbers.
     """
     if dtype is None:
         return UNCHANGED

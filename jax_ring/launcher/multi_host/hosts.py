@@ -1,4 +1,4 @@
-"""A job on several hosts: what the launchers of host 0 and of the others do beside running their own processes."""
+"""A job on several hosts: what launchers do beside running their own processes."""
 
 import itertools
 import signal
@@ -12,7 +12,7 @@ from jax_ring.launcher.multi_host.links import Hub, Spoke
 
 
 class FirstHost(Job):
-    """Host 0: it decides for all hosts, and hosts the coordination service."""
+    """Decides for all hosts, and hosts the coordination service."""
 
     async def _attempts(self) -> Outcome:
         options, log = self._options, self._output.log
@@ -68,7 +68,7 @@ class FirstHost(Job):
 
 
 class OtherHost(Job):
-    """A host that follows host 0."""
+    """Follows host 0."""
 
     async def _attempts(self) -> Outcome:
         options, log = self._options, self._output.log
@@ -107,7 +107,6 @@ class OtherHost(Job):
 
 
 def job(options: Options) -> Job:
-    """The job of this host."""
     if options.nnodes == 1:
         return Job(options)
     return OtherHost(options) if options.node_rank else FirstHost(options)

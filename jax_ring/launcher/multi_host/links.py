@@ -1,6 +1,6 @@
-"""The launchers of several hosts: that of host 0 decides, the others follow. They talk by TCP, a JSON object per line.
+"""The launchers of several hosts: host 0's decides, by TCP, a JSON object per line.
 
-As with JAX's coordination service, whoever can reach the port can take part: the network has to be trusted.
+Whoever reaches the port can take part, as with JAX's coordination service: the network has to be trusted.
 """
 
 import asyncio
@@ -22,19 +22,17 @@ _RETRY_SECONDS = 0.2
 
 
 class Link:
-    """A connection between two launchers."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._beat = asyncio.create_task(self._beats())
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends a message, or drops it if the other side has gone. Never blocks."""
+        """Sends a message without blocking, or drops it if the other side has gone."""
         with contextlib.suppress(ConnectionError, RuntimeError):
             self._writer.write(encode(message))
 
     async def receive(self) -> dict[str, Any] | None:
-        """The next message; None if the other side has gone, or has been silent for too long."""
+        """The next message; None if the other side has gone or is silent."""
         while True:
             try:
                 async with asyncio.timeout(SILENCE_SECONDS):
@@ -46,7 +44,7 @@ class Link:
                 return message
 
     async def close(self) -> None:
-        """Closes the connection after what was sent."""
+        """Closes the connection behind what was sent."""
         self._beat.cancel()
         self._writer.close()
         with contextlib.suppress(OSError, TimeoutError):
@@ -60,7 +58,7 @@ class Link:
 
 
 class Hub(Remote):
-    """Host 0's side: the launchers of the other hosts."""
+    """Host 0's side."""
 
     def __init__(self, nnodes: int, queue: asyncio.Queue[events.Event]) -> None:
         self._nnodes, self._queue = nnodes, queue
@@ -81,16 +79,15 @@ class Hub(Remote):
         self._server = await asyncio.start_server(self._serve, host, port)
 
     async def gathered(self) -> None:
-        """Waits until all hosts are there."""
         while len(self._links) < self._nnodes - 1:
             await self._next_change()
 
     def missing(self) -> list[int]:
-        """The hosts whose launchers are not there."""
+        """The hosts without a launcher here."""
         return sorted(set(range(1, self._nnodes)) - set(self._links))
 
     def begin(self, restart: int, own_processes: int, coordinator: str) -> int:
-        """Starts an attempt on the other hosts; returns the number of processes of all."""
+        """Starts an attempt on other hosts; returns the number of all processes."""
         self._restart, self._taking_part = restart, set(self._links)
         self._succeeded.clear()
         self._stopped.clear()
@@ -104,12 +101,11 @@ class Hub(Remote):
         return total
 
     async def stopped(self) -> None:
-        """Waits until the processes of all other hosts have ended, or their launchers are gone."""
+        """Waits until other hosts' processes have ended, or their launchers are gone."""
         while self._taking_part - self._stopped & set(self._links):
             await self._next_change()
 
     async def end(self, status: int, reason: str) -> None:
-        """Ends the job on the other hosts."""
         self._server.close()
         for link in self._links.values():
             link.send({"end": [status, reason]})
@@ -178,7 +174,7 @@ class Hub(Remote):
 
 
 class Spoke(Remote):
-    """Another host's side: the launcher of host 0. What it wants is put into the queue."""
+    """Another host's side, which queues what host 0 wants."""
 
     def __init__(self, node: int, queue: asyncio.Queue[events.Event]) -> None:
         self._node, self._queue = node, queue
@@ -187,7 +183,7 @@ class Spoke(Remote):
         self.is_lost = False
 
     async def connect(self, host: str, port: int, nnodes: int, processes: int) -> None:
-        """Connects to host 0, as soon as it is there. Set a time limit."""
+        """Connects to host 0, once it is there; set a time limit."""
         while True:
             try:
                 reader, writer = await asyncio.open_connection(host, port)
@@ -220,11 +216,10 @@ class Spoke(Remote):
         self._queue.put_nowait(events.RemoteEnd(1, reason))
 
     def tell_stopped(self) -> None:
-        """Tells host 0 that the processes of this host have ended."""
+        """Tells host 0 that this host's processes have ended."""
         self._tell("stopped", True)
 
     async def close(self) -> None:
-        """Closes the connection."""
         self._receiving.cancel()
         await self._link.close()
 

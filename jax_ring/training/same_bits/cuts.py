@@ -1,4 +1,4 @@
-"""Which arguments of a loss are cut into parts, and along which dimension: the argument `in_axes`."""
+"""The dimensions along which a loss's arguments are cut: `in_axes`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from jax_ring.collectives.axes import canonical_dimension
 
 
 def check_in_axes(function: str, in_axes: Any) -> None:
-    """Raises TypeError unless the leaves of `in_axes`, an argument of `function`, are integers or None."""
+    """Raises TypeError unless the leaves of `in_axes` are integers or None."""
     if not all(axis is None or type(axis) is int for axis in jax.tree.leaves(in_axes, is_leaf=_is_none)):
         raise TypeError(
             f"{function}: in_axes must be an int, None, or a tuple with an entry for each argument after the "
@@ -18,7 +18,7 @@ def check_in_axes(function: str, in_axes: Any) -> None:
 
 
 def axes_of_leaves(function: str, in_axes: Any, data: tuple) -> list[int | None]:
-    """The axis of each leaf of the data, the arguments of `fun` that are not its parameters.
+    """The axis of each leaf of the arguments that are not parameters.
 
     Raises:
       ValueError: if `in_axes` does not fit the arguments.
@@ -45,15 +45,15 @@ def axes_of_leaves(function: str, in_axes: Any, data: tuple) -> list[int | None]
 
 
 def dimension_of_cut(function: str, path, x: Any, axis: int, count: int, parts: str, whole: str) -> int:
-    """The dimension along which an argument is cut into `count` equal blocks, counted from the front.
+    """The dimension along which an argument is cut into `count` blocks, from the front.
 
     Args:
       path: of the leaf, for errors.
-      parts: what the blocks are, such as "micro-batches".
-      whole: who would get the leaf if it were not cut, such as "every micro-batch".
+      parts: of the blocks, such as "micro-batches".
+      whole: who gets an uncut leaf, such as "every micro-batch".
 
     Raises:
-      ValueError: if the leaf has no such dimension, or if `count` does not divide it.
+      ValueError: if there is no such dimension, or `count` does not divide it.
     """
     where, shape = jax.tree_util.keystr(path), jnp.shape(x)
     if not shape:

@@ -1,8 +1,7 @@
-"""Evaluates a jaxpr so that XLA finds no expression in it twice.
+"""Evaluates a jaxpr so that XLA finds no expression twice.
 
-XLA looks for equal expressions at another point of its pipeline if a program is for several devices: before it rewrites
-expressions, instead of after. The rewriting depends on how often an expression is used, and so the last bits would
-depend on the number of devices, if there were anything to find.
+For several devices XLA merges equal expressions before it rewrites them, for one after. Rewriting depends on the number
+of uses, and so would the last bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,13 +36,13 @@ Known = dict[tuple, tuple[list, Sequence]]  # results by equation and operands, 
 
 
 def evaluate(closed: Any, operands: Sequence, known: Known | None = None) -> list:
-    """The results of a ClosedJaxpr for some operands.
+    """A ClosedJaxpr's results.
 
-    It computes what `jax.core.eval_jaxpr` computes. Equal equations are bound once, broadcasts and powers are equations
-    of their own, and bodies of calls are evaluated as if they had been written there.
+    As `jax.core.eval_jaxpr`, but equal equations are bound once, broadcasts and powers are equations of their own, and
+    calls are inlined.
 
     Args:
-      known: the results of the equations so far, where this jaxpr is part of another.
+      known: results of equations so far, where this is part of another jaxpr.
     """
     jaxpr, results = closed.jaxpr, Known() if known is None else known
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *operands], strict=True))
@@ -62,7 +61,6 @@ def _constant(literal: Any) -> Any:
 
 
 def _equation(eqn: Any, operands: list, known: Known) -> list:
-    """The results of an equation."""
     name, params = eqn.primitive.name, eqn.params
     if name in _CALLS:
         return evaluate(_closed(params[_CALLS[name]]), operands, known)
@@ -89,7 +87,7 @@ def _equation(eqn: Any, operands: list, known: Known) -> list:
 
 
 def _once(key: tuple, fun: Callable[[list], list], operands: Sequence, known: Known) -> list:
-    """The results of `fun`, of which the key tells all but the operands."""
+    """`fun`'s results, once per key, which tells all but the operands."""
     key = (*key, *map(_identity, operands))
     if key not in known:
         known[key] = (fun(list(operands)), operands)
@@ -103,7 +101,7 @@ def _identity(x: Any) -> Any:
 
 
 def _broadcast(x: Any, shape: Sequence[int], dimensions: Sequence[int], known: Known) -> Any:
-    """`lax.broadcast_in_dim`, in the two steps in which XLA does it: dimensions of size 1 are dropped first."""
+    """`lax.broadcast_in_dim` in XLA's two steps: dimensions of size 1 are dropped first."""
     shape, old = tuple(shape), np.shape(x)
     if old == shape and tuple(dimensions) == tuple(range(len(shape))):
         return x
@@ -117,7 +115,7 @@ def _broadcast(x: Any, shape: Sequence[int], dimensions: Sequence[int], known: K
 
 
 def _power(x: Any, exponent: int, known: Known) -> Any:
-    """x to the power of an integer, in the multiplications of `lax.integer_pow`."""
+    """An integer power, by the multiplications of `lax.integer_pow`."""
     if exponent <= 0:
         one = _broadcast(np.ones((), x.dtype), x.shape, (), known)
         if exponent == 0:

@@ -1,7 +1,7 @@
-"""A fence between two parts of a program: the compiler computes each as if the other were not there.
+"""A fence between parts of a program, which are compiled as if alone.
 
-Compilers contract a product and a sum in one loop to a fused multiply-add, which rounds once instead of twice. Which
-operations share a loop depends on what lies between them: a collective on several ranks, nothing on one.
+Compilers contract a product and a sum in one loop to a fused multiply-add, which rounds once. What lies between
+decides: a collective on several ranks, nothing on one.
 """
 
 from functools import reduce
@@ -18,13 +18,13 @@ T = TypeVar("T")  # a pytree: results have the structure of the argument
 
 
 def fence(tree: T, after: jax.Array | None = None) -> T:
-    """The same values, which are stored in memory before anything is computed from them.
+    """The same values, stored in memory before they are used.
 
-    Bits that do not depend on the number of ranks need it where a collective over one rank is no operation at all.
+    Needed where a collective over one rank is no operation.
 
     Args:
-      tree: a pytree of arrays. Only those of floating-point numbers are fenced.
-      after: what is computed from the values comes after what this array of numbers is computed from.
+      tree: a pytree of arrays; only floats are fenced.
+      after: numbers whose computation precedes uses of the values.
 
     Returns:
       A pytree like `tree`.
@@ -52,10 +52,9 @@ def _behind_barriers(first: list[jax.Array], values: list[jax.Array]) -> list[ja
 
 
 def _in_a_loop(first: list[jax.Array], values: list[jax.Array]) -> list[jax.Array]:
-    """The values after a loop that never runs, which the compiler cannot know without `first`, or else the values.
+    """The values after a loop that never runs, unknown to the compiler, or else the values.
 
-    XLA drops an optimization_barrier on CPUs before it fuses operations, in some versions. It also drops a loop whose
-    body returns its argument.
+    Some versions of XLA drop an optimization_barrier on CPUs before fusion, and a loop whose body returns its argument.
     """
     # Of all of them, because some may be constants.
     elements = [x.reshape(-1)[0].real.astype(jnp.float32) for x in first or values]

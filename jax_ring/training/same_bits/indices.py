@@ -1,4 +1,4 @@
-"""The index of the shard or block that is being traced, which a function can ask for: `shard_index`, `block_index`."""
+"""The index of the traced shard or block: `shard_index`, `block_index`."""
 
 import contextlib
 import contextvars
@@ -11,10 +11,10 @@ _numbers = itertools.count(1)
 
 
 class TracedIndex:
-    """An index that has a value while a function is traced.
+    """An index with a value while a function is traced.
 
-    JAX's caches know the value by a number, so that a jitted layer is traced again for another one. JAX does not allow
-    creating a user context while other threads trace, so instances are made at import.
+    JAX's caches know the value by a number, so a jitted layer is traced again for another. Instances are made at
+    import: JAX allows no new user context while other threads trace.
     """
 
     def __init__(self, name: str):
@@ -23,7 +23,6 @@ class TracedIndex:
 
     @contextlib.contextmanager
     def set(self, index: jax.Array) -> Iterator[None]:
-        """For the time of tracing: the value."""
         token = self._index.set(index)
         try:
             with self._number(next(_numbers)):
@@ -32,7 +31,7 @@ class TracedIndex:
             self._index.reset(token)
 
     def get(self, missing: str) -> jax.Array:
-        """The value. Raises NameError with this text if there is none."""
+        """The value, or a NameError with this text."""
         index = self._index.get()
         if index is None:
             raise NameError(missing)
@@ -44,10 +43,10 @@ BLOCK = TracedIndex("block")
 
 
 def shard_index() -> jax.Array:
-    """The index of the shard whose loss is being computed, among the shards of all ranks: an int32 scalar.
+    """The index of the current shard among those of all ranks: an int32 scalar.
 
-    For the function that `value_and_grad(..., num_shards=V)` differentiates, which runs once for each of V shards. A
-    random key made of it does not depend on the number of ranks:
+    For the function of `value_and_grad(..., num_shards=V)`, which runs once per shard. A random key from it does not
+    depend on the number of ranks:
 
         key = jax.random.fold_in(key, jax_ring.shard_index())
 
@@ -61,9 +60,9 @@ def shard_index() -> jax.Array:
 
 
 def block_index() -> jax.Array:
-    """The index of the block that is being computed, among the blocks of all ranks: an int32 scalar.
+    """The index of the current block among those of all ranks: an int32 scalar.
 
-    For the function of `block_sum` and `block_max`, which runs once for each of B blocks.
+    For the function of `block_sum` and `block_max`, which runs once per block.
 
     Raises:
       NameError: outside of such a function.

@@ -1,6 +1,5 @@
-"""A rank's parts, blocks of a layer or shards of a batch, computed one after the other by one compiled body.
-
-Every part is computed by the same program, whatever the number of ranks, and what is added goes along the tree.
+"""A rank's blocks or shards, computed in turn by one compiled body, whatever the number of ranks; sums go along the
+tree.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,11 +29,11 @@ class Parts:
 
     Attributes:
       function: the public function, for errors.
-      part: what they are: "block" or "shard".
-      axis_name: over which they are divided; () if nothing is added.
-      total: the number of all ranks' parts.
-      each: that of a rank's.
-      varying: the mesh axes over which results may vary, if vma is tracked.
+      part: "block" or "shard".
+      axis_name: that divides them; () if nothing is added.
+      total: of all ranks.
+      each: of one rank.
+      varying: axes over which results may vary, with vma tracking.
     """
 
     function: str
@@ -45,7 +44,7 @@ class Parts:
     varying: tuple
 
     def check(self, name: str, tree: Any) -> None:
-        """Raises unless the leaves of a tree, the argument `name`, are arrays of the rank's parts."""
+        """Raises unless the argument `name` is a tree of arrays of the rank's parts."""
         check_arrays(self.function, name, tree)
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
             if np.shape(x)[:1] != (self.each,) or not self.each:
@@ -59,7 +58,7 @@ class Parts:
         return jax.tree.map(lambda x: own_copy(jnp.asarray(x), self.varying), tree)
 
     def indices(self) -> jax.Array:
-        """Those of the rank's parts, among all."""
+        """The rank's, among all."""
         axes = axes_of(self.axis_name)
         first = lax.axis_index(axes) * self.each if axes else 0
         return own_copy(first + jnp.arange(self.each, dtype=jnp.int32), self.varying)
@@ -69,14 +68,14 @@ class Parts:
         return jax.tree.map(jnp.asarray, result)
 
     def applied(self, f: Callable, index: jax.Array, part: Any, shared: Any) -> Any:
-        """f of a part, which can ask for its index."""
+        """f of a part, with its index."""
         with _INDICES[self.part].set(index):
             return self.arrays(f(part, shared))
 
     def closed(self, f: Callable, part: Any, shared: Any) -> tuple[Callable, Sequence]:
         """f(part, shared) as a function of ((index, part), shared, closed_over), and what f closes over.
 
-        part, shared: examples, or types, which vary over all axes of `varying`.
+        part, shared: examples or types, varying over `varying`.
         """
         found: dict[str, Any] = {}
 
@@ -103,7 +102,7 @@ class Parts:
         """f(part, shared) -> (what stays with the part, what is added) for each part.
 
         Returns:
-          What stays, stacked; and the partial sums of what is added.
+          What stays, stacked; and partial sums.
         """
         axes = axes_of(self.axis_name)
         parts, shared = fence(self.own_copies((parts, shared)))
@@ -151,6 +150,6 @@ class Parts:
 
 
 def axes_of_results(axis_name: AxisName, tree: Any) -> tuple:
-    """The mesh axes over which results may vary that are computed from a tree."""
+    """The axes over which results from a tree may vary."""
     varying = {*axes_of(axis_name)}.union(*(_compat.varying_axes(jnp.asarray(x)) for x in jax.tree.leaves(tree)))
     return tuple(sorted(varying, key=str))

@@ -1,4 +1,4 @@
-"""A computation that XLA compiles by itself, so that its bits do not depend on what surrounds it."""
+"""A computation compiled by itself, with bits that do not depend on its surroundings."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,14 +13,14 @@ from jax_ring.training.same_bits.evaluation import evaluate
 
 
 def sealed(condition: jax.Array, closed: Any, operands: Sequence) -> list:
-    """The results of a ClosedJaxpr, compiled as a computation of its own.
+    """A ClosedJaxpr's results, compiled apart.
 
-    XLA optimises a computation as a whole. What surrounds a loss depends on the number of ranks, such as the loop over
-    the shards, which is missing if a rank has one. It would have a part in which expressions are fused and which are
-    found to be equal, and so in the last bits. A branch of a conditional is optimised by itself.
+    XLA optimises a computation as a whole, and what surrounds a loss depends on the number of ranks, such as the loop
+    over shards. It would affect fusion and merging of expressions, and so the last bits. A conditional's branch is
+    optimised by itself.
 
     Args:
-      condition: a scalar that is 1, which a compiler must not find out: `hidden_one`.
+      condition: a scalar that is 1, unknown to the compiler: `hidden_one`.
     """
 
     def branch():
@@ -38,7 +38,7 @@ def sealed(condition: jax.Array, closed: Any, operands: Sequence) -> list:
 
 
 def hidden_one(tree: Any, axes: tuple) -> jax.Array:
-    """An int32 scalar that is 1, which a compiler does not find out. It does not vary over other axes than these."""
+    """An int32 scalar 1, unknown to the compiler, which varies over these axes alone."""
     leaves = [
         x
         for x in jax.tree.leaves(tree)
