@@ -1,4 +1,4 @@
-"""Sums of gradients over data-parallel ranks, one bucket at a time."""
+"""Sums of gradients over data-parallel ranks, by buckets."""
 
 import difflib
 from collections.abc import Callable
@@ -26,7 +26,7 @@ T = TypeVar("T")  # a pytree: results have the structure of the argument
 
 
 class BucketOptions(TypedDict, total=False):
-    """Keyword arguments of the functions that reduce gradients; `sync_gradients` documents them."""
+    """Keyword arguments for reducing gradients; see `sync_gradients`."""
 
     impl: Impl
     bucket_bytes: int
@@ -47,8 +47,8 @@ class Reduced(NamedTuple):
     """The result of `Reduction.reduce`.
 
     Attributes:
-      tree: the sums over the ranks, divided, in the dtypes of the leaves.
-      residual: the part of this rank's leaves that was not sent; None unless a residual was given.
+      tree: the divided sums, in the leaves' dtypes.
+      residual: what this rank has not sent; None without a residual.
       value: the means of the argument `value`.
     """
 
@@ -59,7 +59,7 @@ class Reduced(NamedTuple):
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a public function reduces gradients: its name, for errors, and the options of `sync_gradients`.
+    """A public function's reduction: its name, for errors, and the options of `sync_gradients`.
 
     after_last: whether what is computed from the sums comes after what the last leaf is computed from: the last of
       `value`, or of `ShardSums`.
@@ -76,10 +76,10 @@ class Reduction:
 
     @classmethod
     def of(cls, function: str, options: ReductionOptions) -> Self:
-        """The reduction for the keyword arguments of `function`.
+        """The reduction for `function`'s keyword arguments.
 
         Raises:
-          TypeError: for an unknown keyword argument. It names `function`, as Python does for any other function.
+          TypeError: for an unknown one, as Python raises it for `function`.
         """
         known = [*ReductionOptions.__annotations__]
         for name in options:
@@ -127,14 +127,14 @@ class Reduction:
         residual: Any = None,
         value: Any = None,
     ) -> Reduced:
-        """The sums over the ranks of the leaves of `tree`, divided by `divisor`. The wire is decided here.
+        """The sums of the leaves of `tree`, divided by `divisor`; decides the wire.
 
         Args:
-          tree: gradients, or `ShardSums` of them. Those of integers, of dtype float0, have no value and are not sent.
-          divisor: the number of ranks, or of shards, for a mean; 1 for a sum.
-          headroom: how many ranks' values must fit the range of the wire together; by default `divisor`.
-          residual: a tree like `tree`, to be added to it.
-          value: a tree whose mean is taken too, in the same buckets, and never rounded.
+          tree: gradients, or `ShardSums` of them; float0 ones are not sent.
+          divisor: ranks, or shards, for a mean; 1 for a sum.
+          headroom: ranks whose values must fit the wire together; default `divisor`.
+          residual: a tree to be added to `tree`.
+          value: a tree to be averaged in the same buckets, never rounded.
         """
         if isinstance(tree, ShardSums):
             return self._reduce_shards(tree, axis_name, divisor, headroom, residual, value)
@@ -164,7 +164,7 @@ class Reduction:
     def _reduce_in_blocks(
         self, wire: Int8Wire, tree: Any, axis_name: AxisName, divisor: int, residual: Any, value: Any
     ) -> Reduced:
-        """`reduce` for wire="int8". Leaves that are not sent in blocks are reduced as without a wire."""
+        """`reduce` for wire="int8"; other leaves as without a wire."""
         in_blocks = jax.tree.map(wire.takes, tree)
         trees = [None if t is None else partition(t, in_blocks) for t in (tree, residual)]
         (chosen, others), (chosen_residual, other_residual) = (pair or (None, None) for pair in trees)
@@ -179,7 +179,7 @@ class Reduction:
     def _reduce_shards(
         self, tree: ShardSums, axis_name: AxisName, divisor: int, headroom: int, residual: Any, value: Any
     ) -> Reduced:
-        """`reduce` along the tree. Sums are divided in the dtype in which they are added, and rounded once."""
+        """`reduce` along the tree: divided in the accumulator, rounded once."""
         num_shards = tree.num_shards
         along = replace(self, order="tree")
         leaves, structure = jax.tree.flatten(tree.terms)
@@ -207,7 +207,7 @@ class Reduction:
         return Reduced(jax.tree.unflatten(structure, means), None, None)
 
     def refuse_rounding(self, num_shards: int, axis_name: AxisName) -> None:
-        """Raises ValueError for a wire to which partial sums of several shards would be rounded."""
+        """Raises ValueError for a wire that would round partial sums."""
         count = num_ranks(axes_of(axis_name))
         if num_shards != count:
             raise ValueError(
@@ -218,7 +218,7 @@ class Reduction:
             )
 
     def _sum(self, tree: Any, axis_name: AxisName) -> Any:
-        """The sums over the ranks of leaves that already have the dtypes in which they are sent."""
+        """Sums of leaves in their sent dtypes."""
         leaves, structure = jax.tree.flatten(tree)
         sums = self._in_buckets(tree, leaves, axis_name, self._collective(), num_ranks(axes_of(axis_name)))
         return jax.tree.unflatten(structure, sums)
@@ -228,7 +228,7 @@ class Reduction:
         return psum if self.impl == "lax" else partial(psum, order=self.order)
 
     def _in_buckets(self, likes: Any, leaves: list, axis_name: AxisName, psum: Callable, num_shards: int) -> list:
-        """The sums of leaves, with one call of psum for each bucket of a tree of their results' shapes and dtypes."""
+        """Sums of leaves, with a psum per bucket of a tree of their results' types."""
         plan = plan_buckets(likes, self.bucket_bytes, self.first_bucket_bytes)
         terms = f"order {self.order}, {num_shards} terms"
         check_agreement(self.function, f"over {axis_name!r}\n{terms}\n{plan}\nfingerprint {plan.fingerprint}")
@@ -239,7 +239,7 @@ class Reduction:
         return fence(sums, sums[-1]) if self.after_last else sums
 
     def synced(self, tree: Any, axis_name: AxisName, mean: bool, residual: Any = None, value: Any = None) -> Reduced:
-        """The sums or means of this rank's gradients, and the mean of `value`."""
+        """Sums or means of gradients, and the mean of `value`."""
         check_local(self.function, tree, axis_name)
         count = tree.num_shards if isinstance(tree, ShardSums) else num_ranks(axes_of(axis_name))
         numbers = jax.tree.map(jnp.asarray, tree)
@@ -258,17 +258,16 @@ def _wire_of(function: str, name: str, dtype: DTypeLike | None, key: Any) -> Flo
 
 
 def is_float0(x: Any) -> bool:
-    """Whether `x` is the gradient of an integer, which has no value."""
     return getattr(x, "dtype", None) == jax.dtypes.float0
 
 
 def _numbers(gradients: Any, tree: Any) -> Any:
-    """`tree` without the leaves whose gradients have no value."""
+    """`tree` without float0 leaves."""
     return jax.tree.map(lambda g, x: None if is_float0(g) else x, gradients, tree)
 
 
 def _filled(tree: Any, whole: Any) -> Any:
-    """`tree`, with the leaves of `whole` where it has none."""
+    """`tree`, filled from `whole`."""
     return jax.tree.map(lambda x, own: x if own is None else own, whole, tree)
 
 
@@ -286,40 +285,38 @@ def sync_gradients(
     overlap: bool = True,
     order: Order = "rank",
 ) -> T:
-    """The mean over data-parallel ranks of the gradients that each rank has computed.
+    """The mean over the ranks of gradients that each has computed.
 
         grads = sync_gradients(jax.grad(loss)(local_params, x, y), "data")  # under shard_map
 
-    Each bucket of `plan_buckets` is one call of `ring_psum`, which reads its leaves in place. The bits do not depend on
-    the buckets, except with `wire="int8"`.
+    Each bucket of `plan_buckets` is one `ring_psum`, which reads its leaves in place. The bits do not depend on the
+    buckets, except with `wire="int8"`.
 
     Args:
-      tree: a pytree of this rank's gradients, of the same structure, shapes and dtypes on all ranks. Gradients of
-        integers (float0) come back as they are. Or a `ShardSums` of such, which is summed along the tree, divided in
-        the dtype in which it is added, and rounded once.
-      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
-      mean: whether to divide the sum by the number of ranks, or of shards.
+      tree: a pytree of this rank's gradients, of the same structure, shapes and dtypes on all ranks, or a `ShardSums`,
+        which is summed along the tree, divided in its accumulator, and rounded once. Gradients of integers (float0)
+        come back unchanged.
+      axis_name: as for `ring_psum`.
+      mean: whether to divide by the number of ranks or shards.
       impl: "ring" for jax_ring's collectives, "lax" for `jax.lax`'s.
-      wire: a floating-point dtype, to which wider floats are rounded before they are sent, and their sum again; or
-        "int8", for blocks of 256 8-bit integers with a common scale. docs/compression.md has ranges, errors and bytes.
-      wire_dtype: the same argument by its first name.
-      key: a random key, the same on all ranks and another in every step, for stochastic rounding with wire="int8". By
-        default blocks are rounded to nearest, ties to even.
-      bucket_bytes, first_bucket_bytes: as for `plan_buckets`, counted in the dtypes that are sent.
-      overlap: whether GPUs run the calls of jax_ring beside the computation (docs/gpu.md). It changes no result, and
-        nothing on CPU devices.
-      order: in which values are added, as for `ring_psum`: "rank", "tree", "ring" or "any".
+      wire: a floating-point dtype, to which wider floats and their sum are rounded; or "int8", for blocks of 256
+        integers with a common scale. docs/compression.md has ranges, errors and bytes.
+      wire_dtype: the older name of `wire`.
+      key: a random key, the same on all ranks and new in each step, for stochastic rounding with wire="int8". The
+        default is to nearest, ties to even.
+      bucket_bytes, first_bucket_bytes: as for `plan_buckets`, in the dtypes sent.
+      overlap: whether GPUs run jax_ring's calls beside computation (docs/gpu.md). No effect on results or CPU devices.
+      order: of addition, as for `ring_psum`.
 
     Returns:
       A pytree like `tree`, or like its terms, the same on all ranks.
 
     Raises:
-      ValueError: with vma tracking, if a leaf is already the same on all ranks, because JAX has summed it; in a program
-        of several processes, if their plans differ; for a `key` with another wire than "int8", an order that `impl` or
-        `wire` does not have, and a `wire` with more shards than ranks.
-      TypeError: if `wire` is neither "int8" nor a floating-point dtype with a zero, a sign and NaN, or is given by both
-        of its names; if `key` is not a random key, or `overlap` no boolean.
-      NameError, jax.errors.JaxRuntimeError: as `ring_psum`.
+      ValueError: with vma tracking, for a leaf that JAX has already summed; if processes' plans differ; for a `key`
+        with another wire, an order that `impl` or `wire` lacks, and a `wire` with more shards than ranks.
+      TypeError: if `wire` is neither "int8" nor a float with zero, sign and NaN, or is given by both names; if `key` is
+        no random key, or `overlap` no boolean.
+      Others: as `ring_psum`.
     """
     options: ReductionOptions = {
         "impl": impl, "wire": wire, "wire_dtype": wire_dtype, "key": key,
@@ -332,27 +329,27 @@ def sync_gradients(
 def sync_with_feedback(
     tree: T, residual: T, axis_name: AxisName, *, mean: bool = True, **options: Unpack[ReductionOptions]
 ) -> tuple[T, T]:
-    """`sync_gradients` with a narrow `wire`; adds the rounding error of each step to the next one.
+    """`sync_gradients` with a narrow `wire`, whose rounding errors are added to the next step.
 
         grads, residual = sync_with_feedback(grads, residual, "data")  # under shard_map
 
-    This is the error feedback of Seide et al., "1-Bit Stochastic Gradient Descent" (2014). The error of rounding the
-    sum itself is fed back with `wire="int8"` only. A value that is too large for the sum to be in range is sent in
-    parts, over several steps. An infinite gradient or NaN reaches all ranks in its step and leaves a residual of zero.
+    Error feedback of Seide et al., "1-Bit Stochastic Gradient Descent" (2014). Errors of the sum itself are fed back
+    with `wire="int8"` only. A value too large for the sum's range is sent in parts, over several steps. Infinities and
+    NaNs reach all ranks at once, and leave a residual of zero.
 
     Args:
       tree: as for `sync_gradients`.
-      residual: the second result of the previous step; zeros like the gradients in the first. It differs between ranks,
-        so it leaves a `shard_map` by `out_specs=P(axis_name)`.
+      residual: the previous step's second result, first zeros like the gradients. Ranks have different ones:
+        `out_specs=P(axis_name)`.
       axis_name, mean: as for `sync_gradients`.
       **options: as for `sync_gradients`; `wire` is bfloat16 by default.
 
     Returns:
-      The gradients, in their dtypes, and the residual for the next step, in its own.
+      The gradients and the residual for the next step, in their own dtypes.
 
     Raises:
-      ValueError: if `residual` is not a tree like the gradients, and as `sync_gradients`.
-      TypeError, NameError, jax.errors.JaxRuntimeError: as `sync_gradients`.
+      ValueError: if `residual` is no tree like the gradients.
+      Others: as `sync_gradients`.
     """
     if not {"wire", "wire_dtype"} & {*options}:
         options["wire"] = jnp.bfloat16
@@ -375,7 +372,7 @@ _HINTS = {
 
 
 def check_local(function: str, tree: Any, axis_name: AxisName) -> None:
-    """Raises ValueError for gradients whose type says that they are the same on all ranks: they are already summed."""
+    """Raises ValueError for gradients that are, by their type, already summed."""
     check_named(function, axes_of(axis_name))
     check_arrays(function, "the gradients", tree)
     if not _compat.check_vma():

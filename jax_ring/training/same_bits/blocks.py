@@ -1,8 +1,7 @@
-"""Tensor parallelism in a fixed number of blocks, whose sums go along the tree: the same bits on any number of ranks.
+"""Tensor parallelism in a fixed number of blocks, with sums along the tree: the same bits on any number of ranks.
 
-A matrix product that is cut by columns or rows has other bits than the whole one, because kernels add in another order.
-Blocks of one size have the same bits wherever they are computed, and the tree over them does not depend on the ranks.
-The idea was shown for inference in arXiv:2511.17826.
+A product cut by columns or rows has other bits than the whole, because kernels add in another order. Blocks of one size
+have the same bits anywhere, and their tree does not depend on ranks. Shown for inference in arXiv:2511.17826.
 """
 
 from collections.abc import Callable
@@ -28,32 +27,32 @@ from jax_ring.training.same_bits.parts import Parts, axes_of_results
 def block_sum(
     f: Callable[[Any, Any], Any], axis_name: AxisName, num_blocks: int, *, remat: bool = True
 ) -> Callable[[Any, Any], Any]:
-    """The sum of `f(block, inputs)` over the blocks of all ranks, with the same bits on any number of ranks.
+    """The sum of `f(block, inputs)` over all ranks' blocks, with the same bits on any number of ranks.
 
         h = h + jax_ring.block_sum(one_head, "model", num_blocks=8)(params["heads"], normed(h))
 
-    For tensor parallelism: a block is a head of attention, or a slice of the hidden units of an MLP. Each rank computes
-    its B/p blocks one after the other, by one compiled body, and the sum goes along the tree of `order="tree"`. So do
-    the sums of the cotangents of `inputs`; cotangents of `blocks` stay with the rank that has the block.
+    A block is a head of attention, or a slice of an MLP's hidden units. A rank computes its B/p blocks in turn, by one
+    compiled body; sums go along the tree of `order="tree"`. So do cotangents of `inputs`; those of `blocks` stay with
+    their rank.
 
     Args:
-      f: a function of a block and the inputs. Returns a pytree of arrays. May ask for `block_index()`, may not
+      f: a function of a block and the inputs, to a pytree of arrays. It may ask for `block_index()`, may not
         communicate over the axis, and gets traced arrays of floats as arguments, not by closure.
-      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
-      num_blocks: B, of all ranks together. Take one that every number of ranks divides that a mesh may have.
-      remat: whether the backward pass computes `f` again. If not, what it needs is kept for each block: more memory,
-        and less time where blocks are large. Gradients may then have other bits; none of them depends on p.
+      axis_name: as for `ring_psum`.
+      num_blocks: B, of all ranks together. Take one that all numbers of ranks of your meshes divide.
+      remat: whether the backward pass computes `f` again. If not, its residuals are kept per block: more memory, and
+        less time where blocks are large. Bits of gradients may differ, but never depend on p.
 
     Returns:
-      A function of (blocks, inputs), two pytrees. Leaves of blocks have a first dimension for the rank's B/p blocks:
-      rank r has those from r * B/p on. inputs are the same on all ranks of the axis, and so is the sum, in the dtype of
-      f's result; narrow floats are added in float32. It has reverse mode, of any order, but no forward mode.
+      A function of (blocks, inputs), two pytrees. Leaves of blocks have a first dimension for the rank's B/p blocks,
+        from r * B/p on. inputs and the sum are the same on all ranks; narrow floats are added in float32, the result
+        has f's dtype. It has reverse mode of any order, and no forward mode.
 
     Raises:
-      ValueError: if p does not divide B, if a leaf of blocks does not have B/p blocks, if an input is known to vary
-        over the axis, or if `f` communicates over it.
+      ValueError: if p does not divide B, a leaf does not have B/p blocks, an input varies over the axis, or `f`
+        communicates over it.
       TypeError: if `f` returns anything but arrays of numbers, or closes over traced arrays of floats.
-      NameError: if no enclosing transformation binds the axis.
+      NameError: if the axis is not bound.
     """
     check_function("block_sum", "f", f)
     check_axis_name("block_sum", axis_name)
@@ -70,19 +69,18 @@ def block_sum(
 
 
 def block_max(f: Callable[[Any, Any], Any], axis_name: AxisName) -> Callable[[Any, Any], Any]:
-    """The elementwise maximum of `f(block, inputs)` over the blocks of all ranks. It has no derivative.
+    """The elementwise maximum of `f(block, inputs)` over all ranks' blocks, without derivative.
 
-    For a softmax over a vocabulary that is divided: subtract the maximum of the logits, and take block_sum of their
-    exponentials.
+    For a softmax over a divided vocabulary: subtract the maximum, and take block_sum of the exponentials.
 
     Args:
       f, axis_name: as for `block_sum`.
 
     Returns:
-      A function of (blocks, inputs), as `block_sum` does. Its results are constants to differentiation.
+      A function of (blocks, inputs), as `block_sum` does. Results are constants to differentiation.
 
     Raises:
-      NameError, TypeError, ValueError: as `block_sum`, but `f` may close over anything.
+      As `block_sum`, but `f` may close over anything.
     """
     check_function("block_max", "f", f)
     check_axis_name("block_max", axis_name)
@@ -99,20 +97,20 @@ def block_max(f: Callable[[Any, Any], Any], axis_name: AxisName) -> Callable[[An
 
 
 def each_block(f: Callable[..., Any], *trees: Any) -> Any:
-    """`f` of each block, by one compiled body, with the results stacked. It has no reverse mode.
+    """`f` of each block, by one compiled body, stacked; without reverse mode.
 
-    For the optimizer's update of parameters that are divided in blocks. XLA computes the end of a vector by other
-    instructions than the rest, and a rank's vector ends elsewhere for another number of ranks.
+    For optimizer updates of parameters in blocks: XLA computes a vector's end by other instructions, and a rank's
+    vector ends elsewhere for another number of ranks.
 
         state = jax_ring.each_block(optimizer.init, params)
         updates, state = jax_ring.each_block(optimizer.update, grads, state, params)
 
     Args:
-      f: a function of as many pytrees as there are `trees`.
-      *trees: pytrees whose leaves all have a first dimension for the rank's blocks.
+      f: a function of as many pytrees as `trees`.
+      *trees: pytrees with a first dimension for the rank's blocks.
 
     Raises:
-      ValueError: if the leaves' first dimensions differ, or a leaf has none.
+      ValueError: if first dimensions differ, or are missing.
       TypeError: if `f` returns anything but arrays or numbers.
     """
     check_function("each_block", "f", f)
@@ -130,7 +128,7 @@ class _Blocks(Parts):
     """The blocks of a call.
 
     Attributes:
-      caller: the stack of the user's call, which JAX does not have where it calls the rules of a `custom_vjp`.
+      caller: the user's stack, which JAX lacks in rules of a `custom_vjp`.
     """
 
     caller: Any
@@ -160,27 +158,27 @@ class _Blocks(Parts):
         return found
 
     def named(self, collective: Callable, *args: Any, **options: Any) -> Any:
-        """A collective, with the line of the user's call, in a scope of the function's name."""
+        """A collective, with the user's line, in a scope of the function's name."""
         source = source_info_util.user_context(self.caller, name_stack=source_info_util.current_name_stack())
         with source, jax.named_scope(self.function):
             return collective(*args, **options)
 
     def same_other_axes(self, blocks: Any, inputs: Any) -> tuple[Any, Any]:
-        """Casts cotangents to the types of their primals. JAX sums over the other axes by itself."""
+        """Casts cotangents to their primals' types; JAX sums over other axes."""
         others = tuple(axis for axis in self.varying if axis not in axes_of(self.axis_name))
         return self.own_copies(blocks), jax.tree.map(lambda x: own_copy(jnp.asarray(x), others), inputs)
 
     def summed(self, f: Callable, blocks: Any, inputs: Any) -> tuple[Any, Any]:
-        """f(block, inputs) -> (what stays with the block, what is added): the first stacked, and the sums."""
+        """f(block, inputs) -> (what stays with the block, what is added): stacked, and summed."""
         stays, partial = self.run(f, blocks, inputs)
         sums = self.named(ring_psum, partial, self.axis_name, order="tree") if partial.dtypes else partial.terms
         return stays, fence(sums)
 
 
 def _differentiable(where: _Blocks, f: Callable, blocks: Any, inputs: Any, closed_over: Any, remat: bool) -> Any:
-    """`where.summed`, with a backward pass that is such a call itself: cotangents of blocks stay, others are added.
+    """`where.summed`, whose backward pass is such a call: cotangents of blocks stay, others are added.
 
-    f: (block, inputs, closed_over) -> (what stays, what is added). What is closed over has no cotangent.
+    f: (block, inputs, closed_over) -> (what stays, what is added). What is closed over has none.
     """
     found: dict[str, Any] = {}
 
@@ -236,7 +234,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _floats(tree: Any) -> tuple[list, Callable[[list], Any]]:
-    """The leaves of floats, and a function from such to a tree that has them in their places."""
+    """Leaves of floats, and the way back to the tree."""
     leaves, structure = jax.tree.flatten(tree)
 
     def whole(floats):
@@ -247,7 +245,7 @@ def _floats(tree: Any) -> tuple[list, Callable[[list], Any]]:
 
 
 def _cotangents(tree: Any, of_floats: list) -> Any:
-    """The cotangents of a tree, from the cotangents of its floats."""
+    """A tree's cotangents, from those of its floats."""
     leaves, structure = jax.tree.flatten(tree)
     rest = iter(of_floats)
     return jax.tree.unflatten(

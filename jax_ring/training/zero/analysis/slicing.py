@@ -14,17 +14,17 @@ from jax_ring.training.zero.analysis.data_flow import ELEMENTWISE, called
 
 
 class NotElementwise(Exception):
-    """An equation mixes the elements of an array that is to be cut into pieces."""
+    """An equation mixes elements of an array to be cut."""
 
 
 class Piece(NamedTuple):
-    """A value that stands for elements `start` to `stop` of a flattened array."""
+    """Stands for elements `start` to `stop` of a flattened array."""
 
     value: Any
 
 
 class Uniform(NamedTuple):
-    """A value that stands for an array with this scalar everywhere."""
+    """Stands for an array filled with this scalar."""
 
     value: Any
 
@@ -33,9 +33,8 @@ class Bounds(NamedTuple):
     """Some elements of a flattened array.
 
     Attributes:
-      shape: of the array.
-      start, stop: the first of the elements, and the one after the last.
-      size: of the vector that holds them; zeros fill it.
+      start, stop: half open.
+      size: of their vector, filled with zeros.
     """
 
     shape: tuple
@@ -44,23 +43,21 @@ class Bounds(NamedTuple):
     size: int
 
     def of(self, x: Any) -> jax.Array:
-        """The elements of an array of that shape."""
         if isinstance(x, Uniform) or not self.shape:  # not filled with zeros, which would be another computation
             return jnp.broadcast_to(x.value if isinstance(x, Uniform) else x, (self.size,))
         return self.filled(jnp.reshape(x, -1)[self.start : self.stop])
 
     def filled(self, elements: jax.Array) -> jax.Array:
-        """The elements, and zeros."""
         return jnp.pad(elements, (0, self.size - elements.size))
 
 
 def compute(closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[Any]) -> list:
-    """Some outputs of a traced function, by the equations that they need.
+    """Some outputs, by the equations that they need.
 
     Args:
       closed: the traced function.
-      outputs: the indices of the outputs.
-      inputs: one per input; None for an input that the outputs do not depend on.
+      outputs: their indices.
+      inputs: None where outputs do not depend on it.
     """
     if not outputs:
         return []
@@ -69,15 +66,14 @@ def compute(closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[A
 
 
 def compute_piece(closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[Any], bounds: Bounds) -> list:
-    """As `compute`, for some elements of flattened outputs of one shape; and what fills them has no meaning.
+    """As `compute`, for some elements of flattened outputs of one shape; the filling has no meaning.
 
     Args:
       closed, outputs: as for `compute`.
-      inputs: as for `compute`; or a `Piece` of an array of that shape, filled.
-      bounds: which elements.
+      inputs: as for `compute`, or a filled `Piece`.
 
     Raises:
-      NotElementwise: if an equation cannot be computed for a piece alone.
+      NotElementwise: if an equation needs more than a piece.
     """
     thin, operands = _thinned(closed, outputs, inputs)
 
@@ -89,14 +85,14 @@ def compute_piece(closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequ
 
 
 def without_scalars(closed: core.ClosedJaxpr, known: Sequence[bool]) -> tuple[core.ClosedJaxpr, core.ClosedJaxpr]:
-    """Splits a traced function into the scalars that depend on some of its inputs only, and the rest.
+    """Splits a traced function into scalars of some inputs only, and the rest.
 
     Args:
-      closed: the traced function; calls in it are equations of the rest.
-      known: for each input whether scalars may depend on it.
+      closed: calls in it are equations of the rest.
+      known: by input, whether scalars may depend on it.
 
     Returns:
-      A function from the same inputs to scalars; and one from these inputs and the scalars to the results.
+      A function from the inputs to scalars, and one from inputs and scalars to results.
     """
     jaxpr = closed.jaxpr
     found = {x for x, is_known in zip(jaxpr.invars, known, strict=True) if is_known} | set(jaxpr.constvars)
@@ -136,7 +132,6 @@ def _in_order(outputs, results) -> list:
 
 
 def _evaluate(jaxpr, consts, operands, shape, cut) -> list:
-    """Evaluates a jaxpr on whole values and pieces."""
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
     for eqn in jaxpr.eqns:
         values = [x.val if isinstance(x, core.Literal) else known[x] for x in eqn.invars]
@@ -170,7 +165,7 @@ def _whole(x, shape):
 
 
 def _evaluate_cond(eqn, values, shape, cut) -> list:
-    """A `cond` on a whole value, with pieces among its operands. All of its results of that shape become pieces."""
+    """A `cond` on a whole value; results of the pieces' shape become pieces."""
     index, *operands = (_whole(x, shape) for x in values)
     are_pieces = [x.aval.shape == shape for x in eqn.outvars]
     were_pieces = [isinstance(x, Piece) for x in operands]

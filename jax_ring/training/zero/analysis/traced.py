@@ -13,13 +13,13 @@ from jax_ring.training.zero.given_norms import norms_as_equations
 
 
 class Traced(NamedTuple):
-    """An optax transformation for certain parameters, and gradients of the same types.
+    """An optax transformation for certain parameters, and gradients of their types.
 
     Attributes:
       init: from parameters to the state's leaves.
       update: from gradients, the state's leaves and parameters to updates and the state's leaves.
-      state: types of the state's leaves.
-      paths: to the state's leaves.
+      state: its leaves' types.
+      paths: to them.
     """
 
     init: ClosedJaxpr
@@ -29,7 +29,7 @@ class Traced(NamedTuple):
 
     @classmethod
     def of(cls, tx: Any, params: Any, axis_sizes: dict[Any, int]) -> Traced:
-        """Traces it where these axes are bound, and no mesh is. UnexpectedTracerError if it holds a tracer."""
+        """Traces where these axes are bound, without a mesh. UnexpectedTracerError if it holds a tracer."""
         env = list(axis_sizes.items())
         with ExitStack() as stack:
             for context in (
@@ -54,5 +54,5 @@ class Traced(NamedTuple):
         return cls(init, update, jax.tree.leaves(state), paths)
 
     def split(self, results: list) -> tuple[list, list]:
-        """What stands for the updates and for the state, among what stands for the results of `update`."""
+        """What stands for updates and for the state in results of `update`."""
         return results[: len(self.init.in_avals)], results[len(self.init.in_avals) :]

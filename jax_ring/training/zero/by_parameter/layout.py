@@ -1,4 +1,4 @@
-"""The parameter layout of a sharded optimizer: ranks own parameters, so that every optimizer sees the whole tree."""
+"""The parameter layout: ranks own parameters, so optimizers see the whole tree."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 def parameter_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Reduction) -> ShardedOptimizer:
-    """The sharded optimizer that updates each parameter on one rank, or pieces of it where `tx` is elementwise.
+    """Updates each parameter on one rank, or in pieces where `tx` is elementwise.
 
-    `tx.update` is traced for all parameters. A rank runs the equations that the updates of its own need, in a branch of
-    `lax.switch`; masks, labels and shapes therefore see the whole tree. The gradients of each dtype are packed
-    by owner, padded to the fullest rank and summed with `ring_psum_scatter`; the updates are gathered likewise.
+    `tx.update` is traced for all parameters, so masks, labels and shapes see the whole tree. A rank runs the equations
+    of its own updates, in a branch of `lax.switch`. Gradients are packed by dtype and owner, padded to the fullest rank
+    and summed with `ring_psum_scatter`; updates are gathered likewise.
     """
     axis_name = reduction.axis_name
     run = implementation("sharded_optimizer", reduction.impl, reduction.overlap)
@@ -130,7 +130,7 @@ def parameter_layout(tx: optax.GradientTransformation, *, stage: Stage, reductio
         return empty._replace(own={name: PartitionSpec(axis_name) for name in plan.state.sizes})
 
     def whole_arrays(state, params):
-        """The leaves of the optimizer's state that belong to parameters, by index."""
+        """The state's leaves that belong to parameters, by index."""
         num_ranks = len(next(iter(state.own.values()))) if isinstance(state, ParameterState) and state.own else 1
         plan = plan_for(Shapes.of(params), num_ranks)
         plan.check(state, num_ranks)

@@ -1,4 +1,4 @@
-"""The norm of all gradients where ranks own parameters, for `clip_by_global_norm`."""
+"""The norm of all gradients for `clip_by_global_norm`, where ranks own parameters."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from jax_ring.training.zero.given_norms import NormRequest
 
 
 class Summand(NamedTuple):
-    """Elements of an output of the traced update, whose squares are added.
+    """Elements of an output whose squares are added.
 
     Attributes:
-      output: the index of the output.
+      output: its index.
       start: the first element.
-      size: the number of elements.
-      dtype: the name of the dtype.
+      size: their number.
+      dtype: its name.
     """
 
     output: int
@@ -38,21 +38,19 @@ class Summand(NamedTuple):
 
     @property
     def size_in_blocks(self) -> int:
-        """The elements of its blocks."""
         return up_to_blocks(self.size)
 
 
 def norm_over_ranks(
     request: NormRequest, traced: TracedUpdate, plan: Plan, inputs_of: Callable[[int], OwnInputs], axis_name: AxisName
 ) -> jax.Array:
-    """The norm that a transformation has asked for; its leaves are indices of outputs of the traced update.
+    """The norm that a transformation asked for, of outputs of the traced update.
 
     Args:
       request: the leaves, and how to add.
       traced: the update.
       plan: who owns what.
       inputs_of: (rank) -> what it knows.
-      axis_name: of the sharded optimizer.
     """
 
     def values_of(rank):
@@ -74,12 +72,12 @@ def norm_over_ranks(
 
 
 def _outputs(request: NormRequest, traced: TracedUpdate, owner: int | None) -> list[int]:
-    """The leaves of the request that belong to a parameter, or to none."""
+    """The request's leaves that belong to a parameter, or to none."""
     return [i for i in request.leaves if traced.owners[i] == owner]
 
 
 def _summands(request: NormRequest, traced: TracedUpdate, plan: Plan, rank: int) -> list[Summand]:
-    """What a rank adds, in the order of its values."""
+    """What a rank adds, in order."""
     found = []
     for piece in plan.pieces[rank]:
         is_cut = piece.stop - piece.start < traced.closed.in_avals[piece.leaf].size
@@ -96,7 +94,7 @@ def _summands(request: NormRequest, traced: TracedUpdate, plan: Plan, rank: int)
 def _sum_in_blocks(
     ranks: Sequence[Sequence[Summand]], values_of: Callable[[int], list], plan: Plan, axis_name: AxisName, dtype: Any
 ) -> jax.Array:
-    """The sum of the squares of all summands: for each dtype along the tree of the blocks of all outputs."""
+    """The sum of all summands' squares: by dtype, along the tree of all outputs' blocks."""
     names = sorted({x.dtype for own in ranks for x in own if x.size})
     used = {name: [sum(x.size_in_blocks for x in own if x.dtype == name) for own in ranks] for name in names}
 
@@ -121,7 +119,7 @@ def _sum_in_blocks(
 
 
 def _places(ranks: Sequence[Sequence[Summand]], name: str, num_blocks: int) -> np.ndarray:
-    """Where the blocks of all outputs of a dtype are, in their order, among `num_blocks` of each rank."""
+    """Where a dtype's blocks are, in order, among `num_blocks` of each rank."""
     places = []
     for rank, own in enumerate(ranks):
         first = rank * num_blocks

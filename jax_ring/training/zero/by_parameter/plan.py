@@ -1,4 +1,4 @@
-"""Which rank owns which parameters, and how ranks pack what belongs to theirs into blocks of the same size."""
+"""Which rank owns which parameters, and how they are packed into blocks of one size."""
 
 import functools
 import itertools
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Piece(NamedTuple):
-    """Elements `start` to `stop` of a flattened array, here of the parameter with index `leaf`."""
+    """Elements `start` to `stop` of the flattened parameter `leaf`."""
 
     leaf: int
     start: int
@@ -23,16 +23,16 @@ class Piece(NamedTuple):
 def balance(
     leaves: Sequence[jax.ShapeDtypeStruct], num_ranks: int, may_cut: Callable[[int], bool], block: int = 1
 ) -> list[list[Piece]]:
-    """The pieces of each rank. Ranks without any come last.
+    """The pieces of each rank, ranks without any last.
 
-    The largest piece goes first, each to the rank that has least of its dtype (the greedy algorithm of Graham, "Bounds
-    on Multiprocessing Timing Anomalies", 1969). A leaf with more than 1/p of its dtype's elements is cut, if it may be.
+    The largest piece goes first, to the rank with the least of its dtype (Graham, "Bounds on Multiprocessing Timing
+    Anomalies", 1969). A leaf of more than 1/p of its dtype is cut, if it may be.
 
     Args:
-      leaves: shapes and dtypes of the parameters.
+      leaves: of the parameters.
       num_ranks: p.
-      may_cut: (index of a leaf) -> whether it may be cut into pieces. Called for leaves that exceed their share.
-      block: pieces begin at multiples of this number of elements.
+      may_cut: (index of a leaf) -> whether it may be cut.
+      block: of which pieces begin at multiples.
     """
     totals: defaultdict[Any, int] = defaultdict(int)
     for leaf in leaves:
@@ -58,9 +58,9 @@ def balance(
 
 @dataclass(frozen=True)
 class Blocks:
-    """Arrays that are divided into pieces, and the blocks that hold a rank's pieces: one vector per dtype.
+    """Arrays in pieces, and a rank's pieces as one vector per dtype,
 
-    All ranks' blocks of a dtype have the size of the fullest; zeros fill the others.
+    as large as the fullest rank's, filled with zeros.
 
     Attributes:
       arrays: shapes and dtypes.
@@ -72,7 +72,7 @@ class Blocks:
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """The elements of a block, by the name of its dtype."""
+        """A block's elements, by dtype."""
         used = [self._used(rank) for rank in range(len(self.ranks))]
         return {
             name: max(sizes.get(name, 0) for sizes in used) for name in sorted({k for sizes in used for k in sizes})
@@ -80,17 +80,16 @@ class Blocks:
 
     @property
     def used_bytes(self) -> list[int]:
-        """For each rank the bytes of its pieces, without the zeros."""
+        """By rank, the bytes of its pieces."""
         used = [self._used(rank) for rank in range(len(self.ranks))]
         return [sum(size * np.dtype(name).itemsize for name, size in sizes.items()) for sizes in used]
 
     @property
     def block_bytes(self) -> int:
-        """The bytes of all blocks of one rank."""
+        """The bytes of a rank's blocks."""
         return sum(size * np.dtype(name).itemsize for name, size in self.sizes.items())
 
     def pack(self, rank: int, values: Sequence[jax.Array]) -> dict[str, jax.Array]:
-        """The blocks of a rank, from its pieces."""
         parts = defaultdict(list)
         for piece, value in zip(self.ranks[rank], values, strict=True):
             parts[self._dtype(piece)].append(jnp.reshape(value, -1).astype(self.arrays[piece.leaf].dtype))
@@ -101,7 +100,6 @@ class Blocks:
         return blocks
 
     def unpack(self, rank: int, blocks: dict[str, jax.Array]) -> list[jax.Array]:
-        """The pieces of a rank, from its blocks."""
         ends: defaultdict[str, int] = defaultdict(int)
         values = []
         for piece in self.ranks[rank]:
@@ -111,7 +109,7 @@ class Blocks:
         return values
 
     def pack_all(self, arrays: Sequence[jax.Array | None]) -> dict[str, jax.Array]:
-        """The blocks of all ranks, one after the other, from whole arrays. None for one without pieces."""
+        """All ranks' blocks, from whole arrays; None for one without pieces."""
         flat = {i: jnp.reshape(x, -1) for i, x in enumerate(arrays) if x is not None}
         ranks = [
             self.pack(rank, [flat[piece.leaf][piece.start : piece.stop] for piece in pieces])
@@ -120,7 +118,7 @@ class Blocks:
         return {name: jnp.concatenate([blocks[name] for blocks in ranks]) for name in self.sizes}
 
     def unpack_all(self, blocks: dict[str, jax.Array]) -> dict[int, jax.Array]:
-        """The whole arrays that any rank has pieces of, from the blocks of all ranks, one after the other."""
+        """The whole arrays with pieces, from all ranks' blocks."""
         parts: dict[int, list] = defaultdict(list)
         for rank, pieces in enumerate(self.ranks):
             own = {name: blocks[name][rank * size : (rank + 1) * size] for name, size in self.sizes.items()}

@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer whose ranks own parameters, and the plan by which it is divided."""
+"""The state where ranks own parameters, and its plan."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 
 
 class ParameterState(NamedTuple):
-    """The state of a sharded optimizer with `layout="parameter"`.
+    """The state with `layout="parameter"`.
 
     Attributes:
-      shared: the state of the optimizer without what belongs to single parameters, which is None here: step counts and
-        hyperparameters, the same on all ranks.
-      own: what belongs to the rank's own parameters, for each dtype as an array of shape (1, size). Its first dimension
-        is divided over the ranks. All have the size of the fullest rank.
+      shared: what belongs to no parameter, such as step counts, the same on all ranks; None elsewhere.
+      own: what belongs to the rank's parameters, by dtype as an array of shape (1, size), divided along the first
+        dimension, as large as the fullest rank's.
     """
 
     shared: Any
@@ -37,16 +36,15 @@ class ParameterState(NamedTuple):
 
 @dataclass(frozen=True)
 class Shares:
-    """What each rank owns with `layout="parameter"`. `str` of it is a table.
+    """What each rank owns with `layout="parameter"`; prints as a table.
 
     Attributes:
-      parameters: for each rank the paths of its parameters, with the elements of those that are cut.
-      elements: for each rank the number of elements of its parameters.
-      state_bytes: for each rank the bytes of its own part of the state.
-      shared_bytes: the bytes of what all ranks hold a copy of.
-      allocated_bytes: the bytes of state that every rank allocates: `shared_bytes` and what the fullest rank needs.
-      padding: gradients and updates are sent in blocks of the size of the fullest rank's. The elements of all blocks,
-        divided by those of the parameters: 1 if all ranks own the same number of each dtype.
+      parameters: by rank, the paths, with the elements of those that are cut.
+      elements: by rank, of its parameters.
+      state_bytes: by rank, of its own state.
+      shared_bytes: of what all ranks copy.
+      allocated_bytes: of each rank's state: `shared_bytes` and the fullest rank's need.
+      padding: the elements of all blocks by those of the parameters: 1 if all ranks own the same number of each dtype.
     """
 
     parameters: tuple[tuple[str, ...], ...]
@@ -75,11 +73,11 @@ class Plan:
 
     Attributes:
       pieces: of the parameters, for each rank.
-      state: the leaves of the state, and the pieces of each rank: for each of its parameters' pieces those of
-        `states_of`, in this order.
-      structure: of the optimizer's state.
-      owners: for each leaf of the state the parameter that it belongs to; None if all ranks share it.
-      in_blocks: the parameters that are computed in whole blocks, as `OwnInputs` has them.
+      state: the state's leaves, and each rank's pieces: for each of its parameters' pieces those of `states_of`, in
+        order.
+      structure: of the state.
+      owners: by leaf of the state, its parameter; None if shared.
+      in_blocks: parameters computed in whole blocks, as in `OwnInputs`.
     """
 
     pieces: Sequence[Sequence[Piece]]
@@ -90,39 +88,36 @@ class Plan:
 
     @property
     def num_busy(self) -> int:
-        """The number of ranks that own anything; they come first."""
+        """The ranks that own anything, the first ones."""
         return sum(map(bool, self.pieces))
 
     @property
     def shared(self) -> list[int]:
-        """The leaves of the state that all ranks share."""
         return [k for k, owner in enumerate(self.owners) if owner is None]
 
     def states_of(self, leaf: int) -> list[int]:
-        """The leaves of the state that belong to a parameter."""
         return [k for k, owner in enumerate(self.owners) if owner == leaf]
 
     def pack_state(self, shared: Sequence, own: dict[str, jax.Array]) -> ParameterState:
-        """A rank's state, from its shared leaves and its blocks."""
         values = dict(zip(self.shared, shared, strict=True))
         tree = jax.tree.unflatten(self.structure, [values.get(k) for k in range(len(self.owners))])
         return ParameterState(tree, {name: x[None] for name, x in own.items()})
 
     def unpack_state(self, state: ParameterState) -> tuple[dict[int, Any], dict[str, jax.Array]]:
-        """The shared leaves by index, and the blocks, of a rank's state. ValueError if it is not one of this plan."""
+        """Shared leaves by index, and blocks. ValueError if not of this plan."""
         self.check(state, 1)
         shared = dict(zip(self.shared, jax.tree.leaves(state.shared), strict=True))
         return shared, {name: x[0] for name, x in state.own.items()}
 
     def check(self, state: ParameterState, num_ranks: int) -> None:
-        """Raises ValueError unless a state, of one rank or of all, is one of this plan."""
+        """Raises ValueError unless a state, of one or all ranks, is of this plan."""
         own: Any = {name: jax.ShapeDtypeStruct((num_ranks, size), name) for name, size in self.state.sizes.items()}
         expected = self.pack_state([self.state.arrays[k] for k in self.shared], {})._replace(own=own)
         remedy = " A state that was made for another number of ranks has to pass through `repartition` first."
         check_same_tree("state", state, expected, likes="state that init makes here", remedy=remedy)
 
     def types(self, axis_name: AxisName, shared: dict[int, Any]) -> Any:
-        """The optimizer's whole state as types, which vary over the ranks; its shared leaves as they are."""
+        """The whole state as types varying over the ranks; shared leaves unchanged."""
 
         def varying(x):
             return jax.eval_shape(lambda: own_copy(jnp.zeros(x.shape, x.dtype), axis_name))
@@ -131,7 +126,6 @@ class Plan:
         return jax.tree.unflatten(self.structure, leaves)
 
     def shares(self, params: Any) -> Shares:
-        """What each rank owns."""
         paths = [jax.tree_util.keystr(path) or "the root" for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         leaves = [jax.ShapeDtypeStruct(*leaf) for leaf in Shapes.of(params).leaves]
         blocks = Blocks(leaves, self.pieces)
@@ -155,9 +149,9 @@ class Plan:
 def plan_state(
     tx: optax.GradientTransformation, shapes: Shapes, num_ranks: int, axis_name: AxisName, block: int = 1
 ) -> Plan:
-    """Finds out which parameter each leaf of the state belongs to, and divides both among the ranks.
+    """Finds the parameter of each leaf of the state, and divides both among the ranks.
 
-    block: the number of elements of which pieces have a multiple. If it is more than one, what may be cut is computed
+    block: of which pieces' elements are a multiple. If it is more than one, what may be cut is computed
       in blocks on any number of ranks.
     """
     params = shapes.params

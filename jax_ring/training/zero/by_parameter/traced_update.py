@@ -1,4 +1,4 @@
-"""The update of an optimizer, traced for all parameters: whose gradient each result needs, and who may compute it."""
+"""An optimizer's traced update: whose gradients each result needs, and who may compute it."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class TracedUpdate:
-    """`tx.update` as a jaxpr. Its inputs are gradients, state, parameters and norms; its outputs updates and state.
+    """`tx.update` as a jaxpr from gradients, state, parameters and norms to updates and state.
 
     Attributes:
-      closed: the jaxpr. Further outputs are what the norms are taken of.
-      num_leaves: the number of parameters.
-      num_states: the number of leaves of the state.
-      owners: for each output the parameter whose gradient it needs, directly or through the state. An update belongs to
-        its parameter in any case, and the state of a parameter without a gradient, such as a frozen one, to that. None
-        for what all need, such as a step count.
-      norms: what `zero.clip_by_global_norm` has asked for; the leaves are indices of outputs.
-      scalars: a jaxpr of the same inputs, whose results are further inputs of `closed`; None if it has no others.
+      closed: the jaxpr; further outputs are what norms are taken of.
+      num_leaves: of the parameters.
+      num_states: leaves of the state.
+      owners: by output, the parameter whose gradient it needs, directly or through the state. An update belongs to its
+        parameter, and the state of one without a gradient to that. None for what all need, such as step counts.
+      norms: asked for by `zero.clip_by_global_norm`; leaves are indices of outputs.
+      scalars: a jaxpr of the same inputs, to further inputs of `closed`; or None.
     """
 
     closed: core.ClosedJaxpr
@@ -51,10 +50,10 @@ class TracedUpdate:
     scalars: core.ClosedJaxpr | None = None
 
     def with_scalars_apart(self) -> TracedUpdate:
-        """The same, with inputs for the scalars that all parameters share, such as a learning rate.
+        """The same, with inputs for shared scalars, such as a learning rate.
 
-        Compiled with the update of a parameter, they are part of its loops, or not if another parameter needs them, and
-        which parameters a rank updates depends on the number of ranks.
+        Compiled within an update, they might be part of its loops, depending on the rank's other parameters, and so on
+        the number of ranks.
         """
         flat = jax.make_jaxpr(lambda *inputs: evaluate(self.closed, inputs))(*self.closed.in_avals)
         num_norms = len(self.closed.in_avals) - 2 * self.num_leaves - self.num_states
@@ -64,7 +63,7 @@ class TracedUpdate:
         return replace(self, closed=closed, scalars=scalars)
 
     def shared_scalars(self, shared: dict[int, Any], norms: Sequence[jax.Array]) -> list[jax.Array]:
-        """The values of the further inputs, where some norms are known; those that need others have no meaning."""
+        """The further inputs, where some norms are known; others have no meaning."""
         if self.scalars is None:
             return []
         first_norm = 2 * self.num_leaves + self.num_states
@@ -73,20 +72,19 @@ class TracedUpdate:
         return slicing.compute(self.scalars, range(len(self.scalars.out_avals)), inputs)
 
     def state_owners(self) -> tuple[int | None, ...]:
-        """For each leaf of the state the parameter that it belongs to; None if it is shared by all."""
+        """By leaf of the state, its parameter; None if shared."""
         return self.owners[self.num_leaves : self.num_leaves + self.num_states]
 
     @property
     def update_types(self) -> list:
-        """Shapes and dtypes of the updates."""
         return self.closed.out_avals[: self.num_leaves]
 
     def new_states(self, indices: Sequence[int]) -> list[int]:
-        """The outputs that are these leaves of the new state."""
+        """The outputs of these leaves."""
         return [self.num_leaves + k for k in indices]
 
     def state_after(self, state: Any) -> Any:
-        """The types of the state after the update; those that all parameters share are as in `state`."""
+        """The state's types after the update; shared ones as in `state`."""
         after = self.closed.out_avals[self.num_leaves : self.num_leaves + self.num_states]
         leaves = [
             x if owner is None or x.shape != new.shape else jax.ShapeDtypeStruct(new.shape, new.dtype)
@@ -95,7 +93,7 @@ class TracedUpdate:
         return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
     def check_state(self, owners: tuple[int | None, ...], params: Any, has_gradient: Sequence[bool]) -> None:
-        """Raises unless the state has the owners of the plan, and keeps its shapes and dtypes."""
+        """Raises unless the state keeps owners, shapes and dtypes."""
         if self.state_owners() != owners:
             raise ValueError(
                 "sharded_optimizer: what tx.update does with the state depends on the dtypes of the gradients: with "
@@ -114,7 +112,7 @@ class TracedUpdate:
                 )
 
     def may_cut(self, leaf: int) -> bool:
-        """Whether all that belongs to a parameter can be computed for pieces of it."""
+        """Whether a parameter's results can be computed in pieces."""
         shape = self.closed.in_avals[leaf].shape
         outputs = [i for i, owner in enumerate(self.owners) if owner == leaf]
         states = [k for k, owner in enumerate(self.state_owners()) if owner == leaf]
@@ -136,17 +134,15 @@ class TracedUpdate:
 def trace_update(
     tx: optax.GradientTransformation, gradients: Sequence, state: Any, params: Any, axis_name: AxisName
 ) -> TracedUpdate:
-    """Traces `tx.update` and finds out what each result needs.
+    """Traces `tx.update`, and finds what each result needs.
 
     Args:
       tx: the optimizer.
-      gradients: one per leaf of `params`. Like the leaves of the two other trees, arrays or their types.
-      state: of the whole optimizer.
-      params: all parameters.
-      axis_name: of the sharded optimizer.
+      gradients: one per leaf of `params`: arrays or types, as the others.
+      state: the whole.
 
     Raises:
-      ValueError: if a result needs the gradients of several parameters, or a collective other than those of
+      ValueError: if a result needs several parameters' gradients, or a collective other than those of
         `zero.clip_by_global_norm`.
     """
     structure, leaves = jax.tree.structure(params), jax.tree.leaves(params)
@@ -257,7 +253,7 @@ def _owners(jaxpr, params, state) -> tuple[int | None, ...]:
 
 
 def _places(params, state) -> dict[int, int]:
-    """The leaves of the state whose path ends with that of a parameter, which they may belong to."""
+    """Leaves of the state whose path ends with a parameter's."""
     of_params = [(path, i, x.shape) for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(params))]
     places = {}
     for k, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
@@ -274,7 +270,7 @@ def _places(params, state) -> dict[int, int]:
 
 
 def _where_leaves_meet(jaxpr, output: int, n: int) -> tuple[str, str]:
-    """The place of the first equation that needs several of the n gradients: on the way to an output, or anywhere."""
+    """The first equation that needs several of n gradients: on the way to an output, or anywhere."""
     for used_outputs in ([i == output for i in range(len(jaxpr.outvars))], [True] * len(jaxpr.outvars)):
         thin, used = _compat.dead_code_eliminated(jaxpr, used_outputs)
         found: list = []

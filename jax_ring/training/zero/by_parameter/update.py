@@ -1,4 +1,4 @@
-"""The part of a traced update that one rank computes: for the parameters, or pieces of them, that it owns."""
+"""What one rank computes of a traced update: for its parameters or pieces."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from jax_ring.training.zero.by_parameter.traced_update import TracedUpdate
 
 @dataclass(frozen=True)
 class OwnInputs:
-    """What a rank knows when it computes its outputs of a traced update.
+    """What a rank knows of a traced update's inputs.
 
     Attributes:
-      traced: the update.
-      pieces: of the parameters that the rank owns.
-      gradients: for each piece, flat.
-      states: for each piece those of the leaves of the state that belong to its parameter, flat, in one list.
-      shared: the other leaves of the state, by index.
-      params: all parameters.
-      norms: those that are known.
-      in_blocks: the parameters whose pieces are computed as vectors, filled up to whole blocks, also if a rank has one
-        of them whole: the last elements of a vector that is not a multiple of the processor's can have other bits.
-      scalars: the values of `TracedUpdate.shared_scalars`.
+      pieces: of its parameters.
+      gradients: by piece, flat.
+      states: by piece, its parameter's leaves, flat, in one list.
+      shared: other leaves, by index.
+      params: all.
+      norms: known ones.
+      in_blocks: parameters computed as vectors of whole blocks, even if whole: the last elements of other vectors can
+        have other bits.
+      scalars: of `TracedUpdate.shared_scalars`.
     """
 
     traced: TracedUpdate
@@ -49,16 +48,15 @@ class OwnInputs:
     scalars: Sequence[jax.Array] = ()
 
     def states_by_piece(self) -> list[list[jax.Array]]:
-        """The states of each piece."""
         rest = iter(self.states)
         return [[next(rest) for _ in self._states_of(piece.leaf)] for piece in self.pieces]
 
     def compute_shared(self, outputs: Sequence[int]) -> list[jax.Array]:
-        """Outputs that need nobody's gradient."""
+        """Outputs that need no gradient."""
         return slicing.compute(self.traced.closed, outputs, self._inputs({}))
 
     def compute(self, wanted: Callable[[int], list[int]]) -> list[list[jax.Array]]:
-        """For each piece the outputs `wanted` of its parameter; those of a piece that is not the whole are flat."""
+        """By piece, its parameter's outputs `wanted`, flat unless whole."""
         traced, avals = self.traced, self.traced.closed.in_avals
         results: dict[int, list] = {}
         together: dict[int, Any] = {}
@@ -104,7 +102,7 @@ class OwnInputs:
         return [k for k, owner in enumerate(self.traced.state_owners()) if owner == leaf]
 
     def _inputs(self, known: dict[int, Any], scalars: Sequence[jax.Array] | None = None) -> list:
-        """The inputs of the jaxpr; None for those that are not known here."""
+        """The jaxpr's inputs; None if unknown here."""
         scalars = self.scalars if scalars is None else scalars
         first_param = self.traced.num_leaves + self.traced.num_states
         params = jax.tree.leaves(self.params)
@@ -120,7 +118,7 @@ class OwnInputs:
 
 
 def on_each_rank(function: Callable[[int], Any], plan: Plan, axis_name: AxisName) -> Any:
-    """`function(rank)` in a branch per rank that owns anything. All other ranks share one branch."""
+    """`function(rank)` in a branch per owner; other ranks share one."""
 
     def branch(rank):
         return jax.tree.map(lambda x: own_copy(x, axis_name), function(rank))
