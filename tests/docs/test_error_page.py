@@ -69,6 +69,19 @@ STRINGS_WITHOUT = {  # by their beginnings
         "the root, rank …", "groups of the sizes", "a member is in the groups twice", "the source …",
         "the thresholds of a group are", "only a reduce-scatter and an all-gather can", "a group whose ranks choose",
     ],
+    "reasons that no supported JAX gives, in the docstring of hlo/collectives.py: read()": [
+        "… has the unknown fields", "its groups are encoded in fields", "its groups … do not divide",
+        "the parts of mesh axis … overlap", "its pairs … are no permutation", "its pairs … name other ranks",
+        "it has … operands and … results", "it has the dimensions", "dimension … of … does not consist of",
+        "its blocks along dimension … do not lie", "it has a layout before XLA", "its operand is …, and its result",
+        "it is scheduled already", "not a message in protobuf's", "a field holds bytes where",
+        "a field holds an integer",
+    ],
+    "arguments of jax_ring.schedule, in the docstrings of its functions": [
+        "there must be at least one rank", "a message has 0 elements or more", "… ranks do not fill hosts of",
+        "… shards cannot be divided evenly", "a message of … elements does not have", "rank … expects … from",
+        "ranks … wait for messages that were not sent",
+    ],
     "a default that is always replaced": ["it is not there"],
 }  # fmt: skip
 
