@@ -157,7 +157,7 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
 
     Args:
       fn: a function, jitted or not.
-      *args: its arguments: arrays or `jax.ShapeDtypeStruct`s.
+      *args: its arguments: arrays, or `jax.ShapeDtypeStruct` for them.
       **kwargs: its keyword arguments.
 
     Raises:

@@ -72,7 +72,7 @@ def plan_buckets(
     on shapes, dtypes and sizes alone: all ranks have the same.
 
     Args:
-      tree: of arrays or `jax.ShapeDtypeStruct`s.
+      tree: of arrays or `jax.ShapeDtypeStruct`.
       bucket_bytes: the most in a bucket; a larger leaf has its own.
       first_bucket_bytes: the same for each dtype's first bucket; a small one starts early.
 
