@@ -4,6 +4,7 @@ from jax_ring.training.zero.by_parameter.state import ParameterState, Shares
 from jax_ring.training.zero.clip import clip_by_global_norm
 from jax_ring.training.zero.interface import ShardedOptimizer
 from jax_ring.training.zero.optimizer import sharded_optimizer
+from jax_ring.training.zero.replicated import replicated_optimizer
 from jax_ring.training.zero.sharded_layer import sharded_layer
 from jax_ring.training.zero.vectors import ShardedParams
 
@@ -13,6 +14,7 @@ __all__ = [
     "ShardedParams",
     "Shares",
     "clip_by_global_norm",
+    "replicated_optimizer",
     "sharded_layer",
     "sharded_optimizer",
 ]

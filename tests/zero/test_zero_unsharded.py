@@ -70,14 +70,16 @@ def trained(optimizer, specs, gradients):
 
 
 @functools.cache
-def replicated(name):
-    return trained(OPTIMIZERS[name], P(), lambda params, _: jax.grad(loss)(params, BATCH))
+def replicated(name, wrapped=lambda tx: tx):
+    return trained(wrapped(OPTIMIZERS[name]), P(), lambda params, _: jax.grad(loss)(params, BATCH))
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_has_the_bits_of_the_optimizer_itself(name, options):
     tx = OPTIMIZERS[name]
-    params, expected = replicated(name)
+    # Operations on bfloat16 are rounded one by one where the layout is flat and the order that of the tree.
+    is_rounded = options == {"order": "tree"}
+    params, expected = replicated(name, zero.replicated_optimizer) if is_rounded else replicated(name)
     optimizer = zero.sharded_optimizer(tx, "i", **options)
     own, state = trained(optimizer, optimizer.specs(PARAMS), jax.grad(loss))
     assert_same_bits(own, params)

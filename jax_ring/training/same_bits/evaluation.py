@@ -32,7 +32,17 @@ _ELEMENTWISE = {
     "clamp", "complex",
 }  # fmt: skip
 
-Known = dict[tuple, tuple[list, Sequence]]  # results by equation and operands, and the operands, so that they live on
+
+class Known(dict[tuple, tuple[list, Sequence]]):
+    """The results of a computation so far, by equation and operands, and the operands, so that they live on.
+
+    Attributes:
+      rounding: None, or how elementwise operations are computed: a `rounding.Rounding`.
+    """
+
+    def __init__(self, rounding: Any = None):
+        super().__init__()
+        self.rounding = rounding
 
 
 def evaluate(closed: Any, operands: Sequence, known: Known | None = None) -> list:
@@ -69,7 +79,9 @@ def _equation(eqn: Any, operands: list, known: Known) -> list:
         is_again = params["differentiated"] and params["prevent_cse"]
         return evaluate(_closed(params["jaxpr"]), lax.optimization_barrier(operands) if is_again else operands, known)
     if name in _LOOPS and not eqn.effects:
-        return _LOOPS[name](operands, **params)
+        return _LOOPS[name](
+            lambda jaxpr, operands: evaluate(jaxpr, operands, Known(known.rounding)), operands, **params
+        )
     if name in ("integer_pow", "square"):
         return [_power(operands[0], params.get("y", 2), known)]
     if name == "broadcast_in_dim" and len(operands) == 1 and params["sharding"] is None:
@@ -78,6 +90,8 @@ def _equation(eqn: Any, operands: list, known: Known) -> list:
         shape = eqn.outvars[0].aval.shape
         operands = [_broadcast(x, shape, range(np.ndim(x)), known) for x in operands]
     bind = partial(_compat.bind_equation, eqn)
+    if known.rounding is not None and not eqn.effects:
+        bind = partial(known.rounding.results, name, bind)
     try:
         key = (eqn.primitive, *((name, type(value), value) for name, value in params.items()), repr(eqn.ctx))
         hash(key)
@@ -120,19 +134,24 @@ def _power(x: Any, exponent: int, known: Known) -> Any:
         one = _broadcast(np.ones((), x.dtype), x.shape, (), known)
         if exponent == 0:
             return one
-        return _once(("div",), lambda x: [lax.div(*x)], [one, _power(x, -exponent, known)], known)[0]
+        return _computed("div", lax.div, [one, _power(x, -exponent, known)], known)
     result = None
     while exponent:
         if exponent & 1:
-            result = x if result is None else _product(result, x, known)
+            result = x if result is None else _computed("mul", lax.mul, [result, x], known)
         exponent >>= 1
         if exponent:
-            x = _product(x, x, known)
+            x = _computed("mul", lax.mul, [x, x], known)
     return result
 
 
-def _product(x: Any, y: Any, known: Known) -> Any:
-    return _once(("mul",), lambda x: [lax.mul(*x)], [x, y], known)[0]
+def _computed(name: str, fun: Callable, operands: list, known: Known) -> Any:
+    def bind(operands):
+        return [fun(*operands)]
+
+    if known.rounding is not None:
+        return _once((name,), partial(known.rounding.results, name, bind), operands, known)[0]
+    return _once((name,), bind, operands, known)[0]
 
 
 def _closed(jaxpr: Any) -> Any:
@@ -142,32 +161,32 @@ def _closed(jaxpr: Any) -> Any:
 # ---- Control flow: the same, with bodies evaluated so ---------------------------------------------------------------
 
 
-def _scan(operands: list, *, jaxpr, length, reverse, unroll, **structure) -> list:
+def _scan(run: Callable, operands: list, *, jaxpr, length, reverse, unroll, **structure) -> list:
     num_consts, num_carry = _compat.scan_counts(structure)
     end = num_consts + num_carry
     consts, carry, xs = operands[:num_consts], operands[num_consts:end], operands[end:]
 
     def step(carry, x):
-        results = evaluate(jaxpr, [*consts, *carry, *x])
+        results = run(jaxpr, [*consts, *carry, *x])
         return results[:num_carry], results[num_carry:]
 
     carry, ys = lax.scan(step, carry, xs, length, reverse, unroll)
     return [*carry, *ys]
 
 
-def _while(operands: list, *, cond_jaxpr, cond_nconsts, body_jaxpr, body_nconsts, **_) -> list:
+def _while(run: Callable, operands: list, *, cond_jaxpr, cond_nconsts, body_jaxpr, body_nconsts, **_) -> list:
     end = cond_nconsts + body_nconsts
     of_cond, of_body, state = operands[:cond_nconsts], operands[cond_nconsts:end], operands[end:]
     return lax.while_loop(
-        lambda state: evaluate(cond_jaxpr, [*of_cond, *state])[0],
-        lambda state: evaluate(body_jaxpr, [*of_body, *state]),
+        lambda state: run(cond_jaxpr, [*of_cond, *state])[0],
+        lambda state: run(body_jaxpr, [*of_body, *state]),
         state,
     )
 
 
-def _cond(operands: list, *, branches, **_) -> list:
+def _cond(run: Callable, operands: list, *, branches, **_) -> list:
     index, *rest = operands
-    return lax.switch(index, [lambda *x, branch=branch: evaluate(branch, x) for branch in branches], *rest)
+    return lax.switch(index, [lambda *x, branch=branch: run(branch, x) for branch in branches], *rest)
 
 
 _LOOPS: dict[str, Callable[..., list]] = {"scan": _scan, "while": _while, "cond": _cond}

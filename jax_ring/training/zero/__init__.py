@@ -3,5 +3,6 @@
 `optimizer.py` has the public function. Each layout is an `interface.ShardedOptimizer`: `flat.py`, with the check that
 an optimizer is elementwise (`analysis/elementwise.py`), `divided.py`, where the parameters are divided, too (stage 3),
 and `by_parameter/layout.py`, which runs the traced update of each rank's own parameters
-(`by_parameter/traced_update.py`). `sharded_layer.py` gathers the divided parameters of one layer.
+(`by_parameter/traced_update.py`). `sharded_layer.py` gathers the divided parameters of one layer. `replicated.py` has
+the optimizer that is not sharded, with the same bits.
 """

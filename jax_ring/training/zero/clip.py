@@ -16,8 +16,9 @@ from jax_ring.options import Order, array_or_none
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.zero.block_sums import block_sums, sum_of_blocks
-from jax_ring.training.zero.given_norms import given_norm, order_here
+from jax_ring.training.zero.given_norms import given_norm, order_here, whole_here
 from jax_ring.training.zero.interface import check_order
+from jax_ring.training.zero.vectors import flat
 
 if TYPE_CHECKING:
     import optax
@@ -30,7 +31,7 @@ def clip_by_global_norm(
 
     The squares of the ranks' parts are added over the axis: the norm of the whole mean gradient. It is computed in
     float32, or in the dtype of the gradients if that is wider. Gradients that every rank has whole need
-    `optax.clip_by_global_norm`: here each copy would count.
+    `optax.clip_by_global_norm`, as each copy would count here, unless it is within a `replicated_optimizer`.
 
     Args:
       max_norm: the largest norm that is not clipped.
@@ -61,6 +62,8 @@ def clip_by_global_norm(
         leaves = jax.tree.leaves(updates)
         chosen = order_here(order)
         norm = given_norm(leaves, axis_name, impl, chosen)
+        if norm is None and (like := whole_here()) is not None:
+            norm = jnp.sqrt(_sum_of_whole(leaves, like))
         if norm is None:
             _check_cut(updates, axis_name)
             if chosen == "tree":
@@ -108,6 +111,12 @@ def _sum_in_blocks(leaves: Sequence[jax.Array], axis_name: AxisName) -> jax.Arra
     gather = implementation("clip_by_global_norm", "ring").all_gather
     sums = gather([block_sums(x) for x in leaves], axis_name)
     return sum(map(sum_of_blocks, fence(sums)), jnp.zeros((), jnp.float32))
+
+
+def _sum_of_whole(leaves: Sequence[jax.Array], like: Any) -> jax.Array:
+    """The same for leaves that every rank has whole, with the bits of the flat layout."""
+    vectors = jax.tree.leaves(flat([*leaves], like, 1))
+    return sum((sum_of_blocks(block_sums(x)) for x in vectors), jnp.zeros((), jnp.float32))
 
 
 def _check_cut(updates: Any, axis_name: AxisName) -> None:

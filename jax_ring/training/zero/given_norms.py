@@ -43,6 +43,7 @@ NORM.def_abstract_eval(lambda *leaves, axes, dtype: jax.core.ShapedArray((), dty
 
 _given: ContextVar[_Given | None] = ContextVar("given_norms", default=None)
 _order: ContextVar[Order | None] = ContextVar("order", default=None)
+_whole: ContextVar[Any] = ContextVar("whole", default=None)
 _as_equations: ContextVar[bool] = ContextVar("norms_as_equations", default=False)
 
 
@@ -79,6 +80,21 @@ def order_here(order: Order | None) -> Order:
             "parts that depend on their number. Pass order='tree' to sharded_optimizer, too."
         )
     return order or around or "rank"
+
+
+@contextlib.contextmanager
+def whole_on_each_rank(like: Any) -> Iterator[None]:
+    """For the time of tracing an update of parameters that every rank has whole; `like` has their dtypes."""
+    token = _whole.set(like)
+    try:
+        yield
+    finally:
+        _whole.reset(token)
+
+
+def whole_here() -> Any:
+    """What `whole_on_each_rank` got, if this is in its block; else None."""
+    return _whole.get()
 
 
 @contextlib.contextmanager

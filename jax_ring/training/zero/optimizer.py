@@ -14,13 +14,14 @@ from jax_ring.options import Order, check_choice, integer
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.sentinel import check_every
 from jax_ring.training.zero.analysis.elementwise import ElementwiseCheck
-from jax_ring.training.zero.analysis.optax_parts import all_names, is_transformation
+from jax_ring.training.zero.analysis.optax_parts import all_names, check_transformation
 from jax_ring.training.zero.by_parameter.layout import parameter_layout
 from jax_ring.training.zero.checked import checked
 from jax_ring.training.zero.divided import divided_layout
 from jax_ring.training.zero.flat import flat_layout
 from jax_ring.training.zero.interface import ShardedOptimizer, Stage, check_order
 from jax_ring.training.zero.local_gradients import Reduction
+from jax_ring.training.zero.replicated import rounded
 
 if TYPE_CHECKING:
     import optax
@@ -77,7 +78,8 @@ def sharded_optimizer(
         give the results that they give without sharding. The state is a `ParameterState`.
       order: in which gradients are added, as for `ring_psum`. With "tree" they may be a `ShardSums`, as
         `value_and_grad(..., num_shards=V, reduce_gradients=False)` returns it, and no bit of parameters or state
-        depends on the number of ranks. The state then has another padding; `repartition` converts it.
+        depends on the number of ranks. The state then has another padding; `repartition` converts it. In the flat
+        layout results have the bits of `replicated_optimizer(tx)`.
       overlap: as for `sync_gradients`.
       check_replicas: a number of steps: `jax_ring.check_replicas` of the parameters in the first step, and after so
         many each time. The state is then a `CheckedState` around the one that there would be without. Not in stage 3.
@@ -101,10 +103,7 @@ def sharded_optimizer(
     implementation("sharded_optimizer", impl, overlap)
     check_every("sharded_optimizer", check_replicas)
     check_order("sharded_optimizer", impl, order)
-    if not is_transformation(tx):
-        raise TypeError(
-            f"sharded_optimizer: tx must be an optax GradientTransformation, such as optax.adam(1e-3); got {tx!r}"
-        )
+    check_transformation("sharded_optimizer", tx)
     if "lookahead" in all_names(tx):
         raise ValueError(
             "sharded_optimizer: optax.lookahead gets gradients of its fast parameters alone, and a sharded optimizer "
@@ -120,6 +119,7 @@ def sharded_optimizer(
 
     check = ElementwiseCheck(tx, axis_name, order)
     check.check_outside()
+    tx = rounded(tx) if reduction.is_tree else tx
     if stage == 3:
         return check.checked(divided_layout(tx, reduction=reduction))
     sharded = check.checked(flat_layout(tx, stage=stage, reduction=reduction))

@@ -19,6 +19,12 @@ def is_transformation(x: Any) -> bool:
     return not isinstance(x, type) and callable(getattr(x, "init", None)) and callable(getattr(x, "update", None))
 
 
+def check_transformation(function: str, tx: Any) -> None:
+    """Raises TypeError unless tx, an argument of `function`, can be used as an optax GradientTransformation."""
+    if not is_transformation(tx):
+        raise TypeError(f"{function}: tx must be an optax GradientTransformation, such as optax.adam(1e-3); got {tx!r}")
+
+
 def parts_of(tx: Any) -> list[Part]:
     """The transformations that `tx` directly contains, in their order, as far as closures show them."""
     inits, updates = (list(_held(f)) for f in (tx.init, tx.update))
