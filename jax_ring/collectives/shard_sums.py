@@ -97,6 +97,17 @@ class TermStack(NamedTuple):
 
         return cls([slots(x) for x in likes], own_copy(jnp.zeros((), jnp.int32), axis_name))
 
+    def after(self, other: jax.Array) -> Self:
+        """The same stack, which needs `other`, integers: what reads values of a shard ends before `push` adds to them.
+
+        Otherwise XLA would copy them. No-op if `other` differs along axes over which the stack's depth is the same.
+        """
+        if not _compat.varying_axes(other) <= _compat.varying_axes(self.depth):
+            return self
+        # A zero, which a compiler does not find out.
+        zero = jnp.minimum(lax.population_count(other.ravel()[0]).astype(jnp.int32), 0)
+        return self._replace(depth=self.depth + zero)
+
     def push(self, leaves: list, axis_name: AxisName, num_shards: int, shard: Any) -> Self:
         """The stack after the rank's shard number `shard`."""
         merges = _merges(num_shards, num_ranks(axes_of(axis_name)))

@@ -131,6 +131,18 @@ def test_results_have_the_bits_of_a_step_without_audits(ranks, check_vma):
     )
 
 
+@pytest.mark.parametrize("ranks", [2, V])
+def test_steps_keep_no_copies_of_gradients(ranks):
+    """Which the digests would read while the sums are added to them."""
+
+    def num_copies(audit):
+        step = audited_step(ranks=ranks, audit=audit)
+        text = step.lower(PARAMS, X, masks_of(ranks), 0).compile().as_text()
+        return len(re.findall(r"= f32\[5,7\]\S* copy\(", text))
+
+    assert num_copies(3) <= num_copies(None)
+
+
 def test_only_each_kth_step_is_audited():
     step = audited_step(audit=3)
     bad = masks_of(RANKS, 0, 1)  # both equally wrong, so that audits of rank 0 by rank 1 find nothing

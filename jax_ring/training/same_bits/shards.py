@@ -74,20 +74,22 @@ def differentiate_shards(
         )  # fmt: skip
         digests = audited.none()
 
-    def noted(digests, sums, shard):
-        return digests if audited is None else audited.noted(digests, sums, first + shard)
+    def added(stack, digests, sums, shard):
+        if audited is not None:
+            digests = audited.noted(digests, sums, first + shard)
+            stack = stack.after(digests)
+        return stack.push(sums, axis_name, num_shards, shard), digests
 
     if each == 1:
         sums, aux = results(data.shard(np.int32(0)), first)
-        digests = noted(digests, sums, 0)
-        stack = TermStack.empty(sums, axis_name, num_shards).push(sums, axis_name, num_shards, 0)
+        stack, digests = added(TermStack.empty(sums, axis_name, num_shards), digests, sums, 0)
         aux = [x[None] for x in aux]
     else:
 
         def step(carry, shard):
             stack, digests = carry
             sums, aux = results(data.shard(shard), first + shard)
-            return (stack.push(sums, axis_name, num_shards, shard), noted(digests, sums, shard)), aux
+            return added(stack, digests, sums, shard), aux
 
         stack = TermStack.empty(types, axis_name, num_shards)
         (stack, digests), aux = lax.scan(step, (stack, digests), jnp.arange(each, dtype=jnp.int32))
