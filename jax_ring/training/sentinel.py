@@ -26,6 +26,7 @@ from jax_ring.options import array_or_none, check_arrays
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.sync import Reduced, Reduction, is_float0
 from jax_ring.training.wire import UNCHANGED
+from jax_ring.training.zero.vectors import is_sharded
 
 T = TypeVar("T")  # a pytree: results have the structure of the argument
 
@@ -72,10 +73,17 @@ def digests(function: str, tree: Any, axis_name: AxisName, when: Any) -> Digests
     """This rank's digests of a pytree, if `when`, a boolean that is the same on all ranks.
 
     Raises:
-      ValueError: if the tree has no arrays.
+      ValueError: if the tree has no arrays, or shards.
     """
     axes = axes_of(axis_name)
     check_named(function, axes)
+    for path, shards in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sharded):
+        if is_sharded(shards):
+            raise ValueError(
+                f"{function}: what is at {jax.tree_util.keystr(path) or 'the root'} are shards, a ShardedParams, of "
+                "which each rank has another part: there are no copies to compare. Leave them out. For copies of "
+                "shards along another axis pass that axis and their `vectors`."
+            )
     named = [
         (jax.tree_util.keystr(path) or "the array", leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     ]
@@ -318,7 +326,7 @@ def check_replicas(tree: T, axis_name: AxisName, *, when: Any = True, impl: Impl
     Raises:
       jax.errors.JaxRuntimeError: when the program runs, if copies differ, in every process. It names the leaves and the
         ranks. As with any error of a step, its results do not exist, and what it was donated is gone.
-      ValueError: if the tree has no arrays, or `impl` is none of its choices.
+      ValueError: if the tree has no arrays, or a `ShardedParams`, or `impl` is none of its choices.
       TypeError: if `when` is no boolean scalar, or a leaf is neither an array nor a number.
       NameError: as `ring_psum`.
     """

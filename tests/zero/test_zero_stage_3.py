@@ -1,5 +1,6 @@
 """Stage 3 of the sharded optimizer: divided parameters, with the bits of the other stages on any number of ranks."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,7 +14,16 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import ShardSums, elastic, ring_pmean, shard_index, value_and_grad, zero
+from jax_ring import (
+    ShardSums,
+    assert_replicated,
+    check_replicas,
+    elastic,
+    ring_pmean,
+    shard_index,
+    value_and_grad,
+    zero,
+)
 
 SHARDS, STEPS = 6, 4
 RNG = np.random.default_rng(0)
@@ -292,6 +302,32 @@ def test_gradients_of_layers_are_those_of_the_mean():
 def test_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):
         zero.sharded_optimizer(optax.sgd(1.0), "i", **({"stage": 3} | options))
+
+
+def test_copies_are_compared_and_shards_are_not():
+    optimizer = zero.sharded_optimizer(optax.adam(1.0), "i", stage=3, order="tree", num_shards=SHARDS)
+
+    def compared(params, what):
+        shards = optimizer.shard(params)
+        return check_replicas(what(shards, optimizer.init(shards)), "i")
+
+    with pytest.raises(ValueError, match=r"check_replicas: what is at \['of'\] are shards, a ShardedParams"):
+        inside(lambda p: compared(p, lambda shards, _: {"of": shards}), PARAMS)
+    with pytest.raises(ValueError, match=r"check_replicas: what is at \[0\]\.mu are shards"):
+        inside(lambda p: compared(p, lambda _, state: state), PARAMS)
+    assert inside(lambda p: compared(p, lambda _, state: state[0].count), PARAMS) == 0
+    assert_same_bits(jax.device_get(inside(lambda p: compared(p, lambda x, _: optimizer.gather(x)), PARAMS)), PARAMS)
+
+    # On a mesh with copies of shards, outside: those are compared, and what has no copies passes.
+    mesh = make_mesh((2, 2), ("i", "copies"))
+    shards = sharded(optimizer.shard, mesh=mesh, in_specs=P(), out_specs=optimizer.param_specs(PARAMS))(PARAMS)
+    assert_replicated(shards)
+    like = shards.vectors["float32"]
+    parts = enumerate(like.addressable_shards)
+    own = [jax.device_put(np.asarray(part.data) + (i == 1), part.device) for i, part in parts]
+    damaged = jax.make_array_from_single_device_arrays(like.shape, like.sharding, own)
+    with pytest.raises(AssertionError, match=r"float32.* is not the same on all ranks"):
+        assert_replicated(dataclasses.replace(shards, vectors=shards.vectors | {"float32": damaged}))
 
 
 def inside(f, *args, ranks=2):
