@@ -1,11 +1,14 @@
-"""The price of tensor parallelism in blocks: a training step of a GPT, against the same by jit and its partitioner.
+"""The price of the same bits on any mesh: a training step of a GPT, against the same by jit and its partitioner.
 
     python benchmarks/any_mesh.py --json any_mesh.json
 
-The peer divides heads, hidden units and vocabulary over the axis "model" by NamedSharding, and computes them in whole
-matrix products. With blocks, a rank computes its B/tp blocks one after the other, with recomputation in the backward
-pass or without. What is compared runs interleaved. A ratio is the median of the ratios of neighbouring runs, with the
-10th and the 90th percentile. The time to compile is that of one compilation.
+Meshes are data x tensor parallel. With tensor parallelism the peer divides heads, hidden units and vocabulary over the
+axis "model" by NamedSharding, and computes them in whole matrix products; with blocks, a rank computes its B/tp blocks
+one after the other. Where the second number is 1 the peer is FSDP: parameters are divided over the axis "data" and
+gathered in each layer by sharding constraints, and ours are ZeRO stage 3, whole and layer by layer.
+
+What is compared runs interleaved. A ratio is that of medians, with its 95 % interval by the bootstrap of pairs. Memory
+is what XLA plans for one device besides the step's arguments. The time to compile is that of one compilation.
 """
 
 import argparse
@@ -18,13 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from harness import intervals
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tree_order import compared
 
 HEADS, LAYERS, CONTEXT, VOCABULARY, ROWS = 8, 2, 64, 1024, 8
 STEPS = 5  # in a run
+OPTIMIZER = optax.adam(1e-3)
 
 
 def normalized(x):
@@ -56,26 +60,45 @@ def next_tokens(logits, following):
     return optax.softmax_cross_entropy_with_integer_labels(logits, following).mean()
 
 
-def loss_by_jit(params, tokens):
+def embedded(tokens_of, tokens):
+    return tokens_of[tokens[..., :-1]]
+
+
+def whole_layer(block, x):
     """Whole products, which the partitioner divides by heads, hidden units and vocabulary."""
-    x = params["tokens"][tokens[:, :-1]]
+    heads = attended(*jnp.einsum("ntw,bcwh->cbnth", normalized(x), block["qkv"]))
+    x = x + jnp.einsum("bnth,bhw->ntw", heads, block["out"])
+    hidden = jax.nn.gelu(jnp.einsum("ntw,bwh->ntbh", normalized(x), block["up"]))
+    return x + jnp.einsum("ntbh,bhw->ntw", hidden, block["down"])
 
-    def layer(x, block):
-        heads = attended(*jnp.einsum("ntw,bcwh->cbnth", normalized(x), block["qkv"]))
-        x = x + jnp.einsum("bnth,bhw->ntw", heads, block["out"])
-        hidden = jax.nn.gelu(jnp.einsum("ntw,bwh->ntbh", normalized(x), block["up"]))
-        return x + jnp.einsum("ntbh,bhw->ntw", hidden, block["down"]), None
 
-    of_layers = {name: jnp.moveaxis(x, 1, 0) for name, x in params["blocks"].items() if name != "vocabulary"}
-    x, _ = lax.scan(layer, x, of_layers)
-    logits = jnp.einsum("ntw,bwv->ntbv", normalized(x), params["blocks"]["vocabulary"])
+def loss_of(vocabulary, given):
+    x, tokens = given
+    logits = jnp.einsum("ntw,bwv->ntbv", normalized(x), vocabulary)
     return next_tokens(logits.reshape(*x.shape[:2], VOCABULARY), tokens[:, 1:])
 
 
-def loss_in_blocks(params, tokens, remat):
+def of_layers(blocks):
+    return {name: jnp.moveaxis(x, 1, 0) for name, x in blocks.items() if name != "vocabulary"}
+
+
+def loss_by_jit(params, tokens, gathered=lambda tree: tree, remat=False):
+    def layer(x, block):
+        return whole_layer(gathered(block), x), None
+
+    x = embedded(gathered(params["tokens"]), tokens)
+    x, _ = lax.scan(jax.checkpoint(layer) if remat else layer, x, of_layers(params["blocks"]))
+    return loss_of(gathered(params["blocks"]["vocabulary"]), (x, tokens))
+
+
+def loss_in_blocks(params, tokens, remat, only_products):
     from jax_ring import block_index, block_max, block_sum
 
-    total = functools.partial(block_sum, axis_name="model", num_blocks=HEADS, remat=remat)
+    def total(f):
+        if only_products:
+            f = jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable, prevent_cse=False)
+        return block_sum(f, "model", HEADS, remat=remat)
+
     x = params["tokens"][tokens[:, :-1]]
 
     def attention(block, x):
@@ -95,64 +118,145 @@ def loss_in_blocks(params, tokens, remat):
         x = x + total(attention)({name: block[name] for name in ("qkv", "out")}, normalized(x))
         return x + total(feed_forward)({name: block[name] for name in ("up", "down")}, normalized(x)), None
 
-    of_layers = {name: jnp.moveaxis(x, 1, 0) for name, x in params["blocks"].items() if name != "vocabulary"}
-    x, _ = lax.scan(layer, x, of_layers)
+    x, _ = lax.scan(layer, x, of_layers(params["blocks"]))
     x, vocabulary = normalized(x), params["blocks"]["vocabulary"]
     largest = block_max(lambda block, x: (x @ block).max(-1), "model")(vocabulary, x)
     denominator, of_next = total(likelihoods)(vocabulary, (x, largest, tokens[:, 1:]))
     return (jnp.log(denominator) + largest - of_next).mean()
 
 
-def variants(dp: int, tp: int, width: int) -> tuple[dict[str, Callable[[], float]], dict[str, float]]:
-    """Runs that return the seconds of a step, and the seconds that each took to compile."""
+def tensor_parallel(mesh, params) -> dict:
+    """By name, a step from (params, state, tokens) to (params, state), and its params and state."""
     from jax_ring import value_and_grad
 
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[: dp * tp]).reshape(dp, tp), ("data", "model"))
-    optimizer = optax.adam(1e-3)
     specs = {"tokens": P(), "blocks": P("model")}
-    params = {name: jax.device_put(tree, NamedSharding(mesh, specs[name])) for name, tree in init_params(width).items()}
-    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (ROWS * dp, CONTEXT + 1)).astype(np.int32)
-    tokens = jax.device_put(tokens, NamedSharding(mesh, P("data")))
+    params = {name: jax.device_put(tree, NamedSharding(mesh, specs[name])) for name, tree in params.items()}
 
-    def of_mean(remat):
-        loss = functools.partial(loss_in_blocks, remat=remat)
-        return jax.shard_map(
-            value_and_grad(loss, "data", num_shards=dp), mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs)
-        )
+    def of_mean(remat, only_products=False):
+        loss = functools.partial(loss_in_blocks, remat=remat, only_products=only_products)
+        of_shard = value_and_grad(loss, "data", num_shards=mesh.shape["data"])
+        return jax.shard_map(of_shard, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs))
 
-    runs, compile_seconds = {}, {}
-
-    def variant(name, value_and_gradients):
+    def step_of(value_and_gradients):
         def step(params, state, tokens):
-            _, grads = value_and_gradients(params, tokens)
-            updates, state = optimizer.update(grads, state, params)
+            updates, state = OPTIMIZER.update(value_and_gradients(params, tokens)[1], state, params)
             return optax.apply_updates(params, updates), state
 
-        begin = time.perf_counter()
-        compiled = jax.jit(step).lower(params, optimizer.init(params), tokens).compile()
-        compile_seconds[name] = time.perf_counter() - begin
-        state = [(params, optimizer.init(params))]
+        return step, params, OPTIMIZER.init(params)
 
-        def run() -> float:
+    return {
+        "jit": step_of(jax.value_and_grad(loss_by_jit)),
+        "blocks, recomputed": step_of(of_mean(True)),
+        "blocks, products kept": step_of(of_mean(False, only_products=True)),
+        "blocks, all kept": step_of(of_mean(False)),
+    }
+
+
+def divided_parameters(mesh, params) -> dict:
+    """The same for parameters that are divided over the axis "data"."""
+    from jax_ring import value_and_grad, zero
+
+    num_shards = mesh.shape["data"]
+    over_data, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    divided = jax.device_put(params, over_data)
+    state = jax.tree.map(lambda x: jax.device_put(x, over_data if x.ndim else whole), OPTIMIZER.init(params))
+
+    def by_jit(remat):
+        gathered = functools.partial(lax.with_sharding_constraint, shardings=whole)
+        loss = functools.partial(loss_by_jit, gathered=gathered, remat=remat)
+
+        def step(params, state, tokens):
+            gradients = lax.with_sharding_constraint(jax.grad(loss)(params, tokens), over_data)
+            updates, state = OPTIMIZER.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        return step, divided, state
+
+    optimizer = zero.sharded_optimizer(OPTIMIZER, "data", stage=3, order="tree", num_shards=num_shards)
+    layer = functools.partial(zero.sharded_layer, axis_name="data", num_shards=num_shards)
+
+    def in_the_step(shards, tokens):
+        """Gathers all at once, and keeps what the backward pass needs."""
+        of_mean = value_and_grad(loss_by_jit, "data", num_shards=num_shards, reduce_gradients=False)
+        return of_mean(optimizer.gather(shards), tokens)[1]
+
+    def layer_by_layer(shards, tokens):
+        """Gathers layers one after the other, in both passes, and recomputes them."""
+
+        def loss(shards):
+            x = layer(embedded)(shards["tokens"], tokens[None])
+            x = layer(whole_layer)(shards["layers"], x)
+            return layer(loss_of)(shards["vocabulary"], (x, tokens[None])).sum() / num_shards
+
+        return jax.grad(loss)(shards)
+
+    def sharded_by_layer(params):
+        shards = {"tokens": optimizer.shard(params["tokens"]), "layers": params["blocks"]}
+        shards["layers"] = jax.vmap(optimizer.shard)(of_layers(params["blocks"]))
+        return shards | {"vocabulary": optimizer.shard(params["blocks"]["vocabulary"])}
+
+    def by_zero(shard, specs, gradients_of):
+        mapped = functools.partial(jax.shard_map, mesh=mesh)
+
+        def step(shards, state, tokens):
+            updates, state = optimizer.update(gradients_of(shards, tokens), state, shards)
+            return optax.apply_updates(shards, updates), state
+
+        shards = jax.jit(mapped(shard, in_specs=P(), out_specs=specs))(params)
+        of_state = optimizer.specs(shards)
+        state = jax.jit(mapped(optimizer.init, in_specs=(specs,), out_specs=of_state))(shards)
+        return mapped(step, in_specs=(specs, of_state, P("data")), out_specs=(specs, of_state)), shards, state
+
+    by_layer = {"tokens": P("data"), "layers": P(None, "data"), "vocabulary": P("data")}
+    return {
+        "jit": by_jit(False),
+        "jit, recomputed": by_jit(True),
+        "stage 3": by_zero(optimizer.shard, P("data"), in_the_step),
+        "layer by layer": by_zero(sharded_by_layer, by_layer, layer_by_layer),
+    }
+
+
+def variants(dp: int, tp: int, width: int) -> tuple[dict[str, Callable[[], float]], dict[str, dict]]:
+    """Runs that return the seconds of a step; and of each the seconds to compile and the bytes that a device needs."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[: dp * tp]).reshape(dp, tp), ("data", "model"))
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (ROWS * dp, CONTEXT + 1)).astype(np.int32)
+    tokens = jax.device_put(tokens, NamedSharding(mesh, P("data")))
+    runs, compiled = {}, {}
+    for name, (step, *both) in (divided_parameters if tp == 1 else tensor_parallel)(mesh, init_params(width)).items():
+        begin = time.perf_counter()
+        program = jax.jit(step).lower(*both, tokens).compile()
+        seconds = time.perf_counter() - begin
+        compiled[name] = {"compile_seconds": seconds, "bytes": program.memory_analysis().temp_size_in_bytes}
+        carry = [both]
+
+        def run(program=program, carry=carry) -> float:
             begin = time.perf_counter()
             for _ in range(STEPS):
-                state[0] = jax.block_until_ready(compiled(*state[0], tokens))
+                carry[0] = jax.block_until_ready(program(*carry[0], tokens))
             return (time.perf_counter() - begin) / STEPS
 
         runs[name] = run
+    return runs, compiled
 
-    variant("jit", jax.value_and_grad(loss_by_jit))
-    variant("blocks, recomputed", of_mean(True))
-    variant("blocks, remat=False", of_mean(False))
-    return runs, compile_seconds
+
+def measured(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """The seconds of each run in some rounds, interleaved, each time another one first; after one that is not timed."""
+    names, seconds = list(runs), {name: [] for name in runs}
+    for i in range(1 + rounds):
+        shift = i % len(names)
+        for name in names[shift:] + names[:shift]:
+            duration = runs[name]()
+            if i:
+                seconds[name].append(duration)
+    return seconds
 
 
 def main() -> None:
     from harness.machine import describe, heading
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--meshes", default="1x2,2x2,1x4,2x4", help="dp x tp (default: 1x2,2x2,1x4,2x4)")
-    parser.add_argument("--widths", default="256,512", help="(default: 256,512)")
+    parser.add_argument("--meshes", default="1x2,2x2,1x4,2x1,4x1", help="dp x tp (default: %(default)s)")
+    parser.add_argument("--widths", default="256,512", help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="timed runs of each variant (default: 9)")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
@@ -161,17 +265,19 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     machine = describe()
     print(heading(machine))
-    print(f"# {'mesh':>5} {'width':>5} {'variant':>20} {'ms':>8} {'/ jit':>6} (p10-p90)  {'compiling':>9}")
+    print(f"# {'mesh':>5} {'width':>5} {'variant':>21} {'ms':>8} {'/ jit':>18} {'MB':>7} {'compiling':>10}")
     rows = []
     for dp, tp in meshes:
         for width in map(int, arguments.widths.split(",")):
-            runs, seconds = variants(dp, tp, width)
-            for row in compared(runs, arguments.rounds):
-                row |= {"mesh": f"{dp}x{tp}", "width": width, "compile_seconds": seconds[row["variant"]]}
+            runs, compiled = variants(dp, tp, width)
+            seconds = measured(runs, arguments.rounds)
+            for name, own in seconds.items():
+                row = {"mesh": f"{dp}x{tp}", "width": width, "variant": name, "seconds": own} | compiled[name]
                 rows.append(row)
                 print(
-                    f"  {row['mesh']:>5} {width:>5} {row['variant']:>20} {row['us'] / 1e3:>8.1f} {row['ratio']:>6.2f} "
-                    f"({row['p10']:.2f}-{row['p90']:.2f})  {row['compile_seconds']:>7.1f} s",
+                    f"  {row['mesh']:>5} {width:>5} {name:>21} {np.median(own) * 1e3:>8.1f} "
+                    f"{intervals.ratio(own, seconds['jit']).bounds():>18} {row['bytes'] / 1e6:>7.1f} "
+                    f"{row['compile_seconds']:>8.1f} s",
                     flush=True,
                 )
     if arguments.json:
