@@ -51,10 +51,13 @@ def all_of(total, w, x):
     return (total(w, x), value, dx, second_x), (dw, second_w)
 
 
-@pytest.mark.parametrize("remat", [True, False])
-def test_values_and_derivatives_on_any_number_of_ranks(remat, check_vma):
+PRODUCTS_KEPT = jax.checkpoint(mlp, policy=jax.checkpoint_policies.dots_saveable, prevent_cse=False)
+
+
+@pytest.mark.parametrize(("f", "remat"), [(mlp, True), (mlp, False), (PRODUCTS_KEPT, False)])
+def test_values_and_derivatives_on_any_number_of_ranks(f, remat, check_vma):
     def total(w, x):
-        return block_sum(mlp, "m", B, remat=remat)(w, x)
+        return block_sum(f, "m", B, remat=remat)(w, x)
 
     def expected(w, x):
         return sum(mlp(jax.tree.map(lambda leaf, i=i: leaf[i], w), x) for i in range(B))
