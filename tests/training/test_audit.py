@@ -7,6 +7,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import assert_same_bits, make_mesh, run_processes, sharded
 from jax import lax
@@ -131,16 +132,44 @@ def test_results_have_the_bits_of_a_step_without_audits(ranks, check_vma):
     )
 
 
+def trained(ranks, audit):
+    """A step of an optimizer that donates its state: (params, state, number) -> the next ones."""
+    optimizer = optax.adam(0.1)
+
+    def step(params, state, number, x):
+        audits = {"audit": audit, "step": number} if audit else {}
+        grads = grad(loss, "i", num_shards=V, in_axes=(0, None), **audits)(params, x, np.zeros(1, np.uint32))
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, number + 1
+
+    mapped = jax.shard_map(
+        step, mesh=make_mesh((ranks,)), in_specs=(P(), P(), P(), P("i")), out_specs=P(), check_vma=False
+    )
+    start = jax.tree.map(jnp.array, PARAMS)
+    return jax.jit(mapped, donate_argnums=(0, 1, 2)), (start, optimizer.init(start), jnp.int32(0))
+
+
 @pytest.mark.parametrize("ranks", [2, V])
-def test_steps_keep_no_copies_of_gradients(ranks):
-    """Which the digests would read while the sums are added to them."""
+def test_steps_keep_no_copies(ranks):
+    """Of gradients, which digests read before they are added, or of parameters, which the update overwrites."""
 
     def num_copies(audit):
-        step = audited_step(ranks=ranks, audit=audit)
-        text = step.lower(PARAMS, X, masks_of(ranks), 0).compile().as_text()
-        return len(re.findall(r"= f32\[5,7\]\S* copy\(", text))
+        step, start = trained(ranks, audit)
+        return len(re.findall(r"= f32\[5,7\]\S* copy\(", step.lower(*start, X).compile().as_text()))
 
     assert num_copies(3) <= num_copies(None)
+
+
+def test_training_has_the_same_bits_with_audits_and_without():
+    def after_steps(*args):
+        step, carry = trained(*args)
+        for _ in range(5):
+            carry = step(*carry, X)
+        return carry
+
+    expected = after_steps(1, None)
+    assert_same_bits(after_steps(2, 1), expected)
+    assert_same_bits(after_steps(V, 2), expected)
 
 
 def test_only_each_kth_step_is_audited():

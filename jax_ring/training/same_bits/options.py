@@ -10,6 +10,7 @@ from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.training.same_bits.audit import Audit, Findings
 from jax_ring.training.same_bits.cuts import check_in_axes
+from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.sentinel import Digests, after, reduced_with, verdict
 from jax_ring.training.sync import Reduction, ReductionOptions
 from jax_ring.training.wire import UNCHANGED
@@ -101,6 +102,6 @@ class Shards:
             ok = verdict(self.function, own, tables[0], axis_name)
             value, grads = after(value, ok), after(grads, ok)
         if findings is not None:
-            ok = findings.verdict(tables[-1])
-            value, grads = after(value, ok), after(grads, ok)
+            # All of them after it, because XLA would copy parameters that the update overwrites before a verdict.
+            value, grads = fence((value, grads), findings.verdict(tables[-1]))
         return value, grads
