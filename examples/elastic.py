@@ -61,7 +61,7 @@ def train(state, data, epochs, kill):
 
     def say(text):
         if jax.process_index() == 0:
-            print(text)
+            print(text, flush=True)
 
     # Everything of JAX is made here: what an earlier call made is dead.
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
@@ -102,7 +102,8 @@ def main():
     state = jax_ring.elastic.State(params=params, opt_state=jax.device_get(OPTIMIZER.init(params)), step=0)
     began = time.perf_counter()
     digest = train(state, data, args.epochs, args.kill)
-    print(f"parameters {digest[:16]} after {state.commits} commits in {time.perf_counter() - began:.1f} s")
+    print(f"trained in {time.perf_counter() - began:.1f} s, with {state.commits} commits")
+    print(f"parameters {digest[:16]}, whichever processes were lost")
 
 
 if __name__ == "__main__":

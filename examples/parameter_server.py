@@ -92,6 +92,7 @@ def main() -> int:
         table.add_row(name, f"{busiest[name]}", f"{1e3 * np.median(times):.2f}", f"{last:.4f}")
     console.print(table)
     console.print("Times are of CPU devices, which share one memory. Bytes are what links would have to carry.")
+    console.print("Ring and server have the same losses, up to rounding; stale gradients have others.")
     if args.plot:
         from matplotlib import pyplot as plt
 

@@ -100,9 +100,10 @@ def main():
         bits = "the same bits" if same_bits else "different bits"
         table.add_row(name, str(by_ring), str(by_xla), f"{loss:.4f}", bits)
     console = Console()
-    console.print(table)
     console.print("Under override_lax(), jax_ring.explain() shows, for one step:\n", style="bold")
     print(explanation_of_override)
+    console.print(table)
+    console.print(f"The parameters of the three trainings have {'the same' if same else 'DIFFERENT'} bits.")
     return 0 if same else 1
 
 

@@ -101,6 +101,7 @@ def main() -> int:
             mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS),
         )
     )  # fmt: skip
+    print(f"Attention over {args.length} positions on {args.devices} devices, then on one.", flush=True)
     ours = on_the_ring(*arrays)
     expected = jax.jit(functools.partial(loss_and_gradients, plain_attention, causal))(*arrays)
 
@@ -110,13 +111,11 @@ def main() -> int:
     print(f"collectives that XLA serves: {len(by_xla)}")
     part = args.length // args.devices
     print(f"a device holds scores of {part} x {part} for each head, instead of {args.length} x {args.length}")
-    names = ("result", "gradient of the queries", "gradient of the keys", "gradient of the values")
     distances = [
         float(jnp.abs(a - b).max() / jnp.abs(b).max())
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True)
     ]
-    for name, distance in zip(names, distances, strict=True):
-        print(f"{name}: differs from plain attention by at most {distance:.1e} of its largest element")
+    print(f"Result and gradients are those of plain attention up to {max(distances):.1e}, by rounding.")
     return 0 if max(distances) < 1e-4 and not by_xla else 1
 
 

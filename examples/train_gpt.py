@@ -214,12 +214,13 @@ def main() -> int:
             losses.append(float(value))
             progress.update(bar, advance=1, status=f"loss {losses[-1]:.3f} nats per byte")
     assert_replicated(state.params)
-    console.print(f"Loss of the first step {losses[0]:.3f}, mean of the last ten {np.mean(losses[-10:]):.3f}.")
-
     start = np.frombuffer(b"def ", np.uint8).astype(np.int32)
     sample = sample_bytes(jax.device_get(state.params), start, args.sample, args.context, jax.random.key(1))
     console.rule("a sample")
     console.print("def " + bytes(sample.astype(np.uint8).tolist()).decode("latin-1"), markup=False, highlight=False)
+    console.rule()
+    console.print(f"Loss of the first step {losses[0]:.3f}, mean of the last ten {np.mean(losses[-10:]):.3f}.")
+    console.print(f"The parameters are the same on all {args.devices} devices.")
     return 0
 
 

@@ -131,7 +131,10 @@ def main() -> int:
 
     size = sum(p.size for p in jax.tree.leaves(params))
     predicted = predicted_bytes(size, args.devices)
-    console.print(f"Predicted for ZeRO: 2 x 4 bytes x ceil({size} / {args.devices}) + 4 = {predicted} bytes.")
+    counted = results["ZeRO stage 1"][1]
+    console.print(
+        f"ZeRO: {counted} bytes on a device, predicted 2 x 4 x ceil({size} / {args.devices}) + 4 = {predicted}."
+    )
     if args.plot:
         plot_memory(args.plot, params, size)
     as_predicted = all(results[name][1] == predicted for name in ("ZeRO stage 1", "ZeRO stage 2"))

@@ -8,6 +8,8 @@ from jax_ring.schedule.interpreter import Message, Run, run
 from jax_ring.schedule.steps import Schedule
 
 FRAMES_PER_STEP = 10
+GREY = "#7f7f7f"  # legible on light and on dark pages
+_INK = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 
 
 def pyplot():
@@ -23,6 +25,7 @@ def pyplot():
     matplotlib.use("Agg")
     # In an SVG, text stays text, and ids do not change from run to run.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "jax_ring", "font.size": 9})
+    matplotlib.rcParams.update(dict.fromkeys(_INK, GREY))
     from matplotlib import pyplot
 
     return pyplot
@@ -31,7 +34,7 @@ def pyplot():
 def save(figure, path: str | Path) -> None:
     """Writes a figure in the format of the file name's extension, and closes it."""
     svg = str(path).endswith(".svg")
-    figure.savefig(path, metadata={"Date": None} if svg else None, dpi=110)
+    figure.savefig(path, metadata={"Date": None} if svg else None, dpi=110, transparent=svg)
     pyplot().close(figure)
 
 

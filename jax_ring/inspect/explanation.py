@@ -143,7 +143,7 @@ class Explanation:
             "instructions",
         )
         predicted, counted = _total_text(self.collectives), _total_text(self.instructions)
-        totals = f"Each rank sends, in bytes: {predicted} predicted, {counted} counted in the compiled program."
+        totals = f"Each rank sends, in bytes: {predicted} predicted, {counted} counted."
         return f"{written}\n{compiled}\n{totals}"
 
 
