@@ -28,7 +28,7 @@ from jax_ring.collectives.axes import (
 from jax_ring.collectives.leaves import as_varying, belongs_to_lax, fused
 from jax_ring.options import integer, make_options
 
-T = TypeVar("T")  # a pytree: results have the structure of the argument
+T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
 
 def ring_all_to_all(
@@ -83,7 +83,7 @@ def ring_all_to_all(
         split, concat = at
         moves = not tiled and split != concat
         if moves:
-            # Where the blocks that arrive will lie, counted without the split dimension.
+            # The position of the arriving blocks, counted without the split dimension.
             concat += split < concat
             operands = [lax.expand_dims(x, [concat]) for x in operands]
             split += concat <= split
@@ -164,7 +164,7 @@ def _check_permutation(function: str, perm: Iterable[tuple[int, int]], size: int
     """The pairs (source, receiver), from 0 to p-1. Raises unless both are unique."""
     try:
         perm = [(source, receiver) for source, receiver in perm]
-    except (TypeError, ValueError) as error:  # a ValueError for another number than two, as in `lax`
+    except (TypeError, ValueError) as error:  # ValueError: not exactly two elements, as in `lax`
         raise type(error)(f"{function}: perm must consist of pairs (source, receiver), got {perm!r}") from None
     pairs = tuple((integer(function, "a rank in perm", i), integer(function, "a rank in perm", j)) for i, j in perm)
     if beyond := sorted({rank for pair in pairs for rank in pair if not -size <= rank < size}):

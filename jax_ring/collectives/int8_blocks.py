@@ -8,11 +8,11 @@ from jax import lax
 BLOCK = 256  # elements
 PACKET = BLOCK + 4  # bytes: a block's codes and its scale
 
-# The codes of finite values are -126 to 126. The others are:
+# Finite values have codes -126 to 126. The other codes:
 _LARGEST, _INFINITY, _NAN = 126, 127, -128
 
-# A scale has 17 significant bits and a code has 7, so that their product is exact in float32. A sum of products is then
-# the same whether or not the compiler contracts a product and an addition into one rounding.
+# A scale has 17 significant bits and a code has 7, so their product is exact in float32. A sum of products is then the
+# same whether or not the compiler fuses multiply and add.
 _CLEARED = 0x7F
 
 

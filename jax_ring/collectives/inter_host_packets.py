@@ -39,5 +39,5 @@ def in_packets(groups: Groups) -> Crossing:
             ),
         ]  # fmt: skip
 
-    # Twice what crosses. Steps between processes take as long for a quarter of the bytes, so there are fewer of them.
+    # Twice the wire size. A step between processes takes as long for a quarter of the bytes, so use fewer steps.
     return Crossing(dtype, dtype, steps, bytes_each=2, unit=unit)

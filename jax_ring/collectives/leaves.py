@@ -16,7 +16,7 @@ from jax_ring.distributed import discovery
 from jax_ring.lowering.kinds import Kind, is_number
 
 _BOOL = np.dtype(bool)
-_ARRAYS = (Tracer, jax.Array)  # whether a value is a tracer takes a tenth of the time
+_ARRAYS = (Tracer, jax.Array)  # testing for a tracer takes a tenth of the time
 
 
 def fused(

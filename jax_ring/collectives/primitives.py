@@ -88,7 +88,7 @@ def _linear_jvp(primitive: Primitive, primals: Sequence, tangents: Sequence, **p
 def _transpose(transpose_nonzero: Callable, cotangents: Sequence, *operands, **params):
     nonzero = [ct for ct in cotangents if type(ct) is not ad.Zero]
     options = params["options"]
-    # A cotangent is one value on each rank, whatever the operand was.
+    # A cotangent is one value per rank, even if the operand had slots.
     params["options"] = dataclasses.replace(options, num_shards=None)
     of_operands = transpose_nonzero(nonzero, params) if nonzero else []
     if options.num_shards is not None:
@@ -128,7 +128,7 @@ def _batch(primitive: Primitive, function: str, rules: Rules, axis_data, operand
 
 def _batch_other_axis(bind: Callable, rules: Rules, operands: Sequence, dims: Sequence, **params):
     if params["options"].num_shards is not None:
-        # The slots stay in front. No other dimension counts them.
+        # The slots stay in front: other dimension numbers do not count them.
         operands = [jnp.moveaxis(x, 0, 1) if dim == 0 else x for x, dim in zip(operands, dims, strict=True)]
         dims = [dim if dim is None else max(dim - 1, 0) for dim in dims]
     if "dimension" not in params:

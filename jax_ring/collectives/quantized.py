@@ -142,7 +142,7 @@ def _keys(key_data: tuple, key_impl) -> tuple:
 
 # ---- The primitive --------------------------------------------------------------------------------------------------
 
-# A primitive, because which ranks share a host is known only when it is lowered.
+# A primitive, because the hosts of the ranks are known only at lowering.
 quantized_psum_p = Primitive("ring_quantized_psum")
 quantized_psum_p.multiple_results = True
 
@@ -214,7 +214,7 @@ def _note_service(call: CallSpec) -> None:
 
 
 def _refuse_jvp(primals, tangents, *, function, **params):
-    # The derivative of rounding is zero, which nobody wants.
+    # The derivative of rounding is zero, which is of no use.
     raise NotImplementedError(f"{function} with wire='int8' has no derivative. Differentiate before reducing.")
 
 

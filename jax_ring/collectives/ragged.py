@@ -95,7 +95,7 @@ def _alike(operands: list, axes: tuple) -> list:
 
 def _abstract_eval(operand, output, *numbers, axes, axis_index_groups, options):
     del operand, numbers, options
-    # For its effects. The result has the type of the output.
+    # Called for its effects. The result has the type of the output.
     return _compat.abstract_psum(output, axes=axes, axis_index_groups=axis_index_groups)
 
 
@@ -141,8 +141,7 @@ def _batch(axis_data, operands, dims, *, axes, axis_index_groups, options):
             *operands, axes=axes, axis_index_groups=axis_index_groups, options=options
         ), None
     size = axis_data.size
-    # The members of the batch become consecutive rows, and their slices those of one call. A rank's slices must stay
-    # together.
+    # Make the batch members consecutive rows and their slices those of one call. A rank's slices must stay together.
     operand, output = (batching.bdim_at_front(x, dim, size) for x, dim in zip(operands[:2], dims[:2], strict=True))
     numbers = [batching.bdim_at_front(x, dim, size) for x, dim in zip(operands[2:], dims[2:], strict=True)]
     for i, rows in ((0, operand.shape[1]), (2, output.shape[1])):

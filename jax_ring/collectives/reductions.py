@@ -31,7 +31,7 @@ from jax_ring.collectives.slots import first_terms, prepare
 from jax_ring.lowering.kinds import ALL_REDUCE
 from jax_ring.options import Algorithm, Options, Order, make_options
 
-T = TypeVar("T")  # a pytree: results have the structure of the argument
+T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
 Pair = tuple[Primitive, Primitive]  # without and with vma tracking
 
@@ -157,7 +157,7 @@ def _averageable(leaf):
 def _divided(total, count):
     if not isinstance(count, jax.Array):
         return total / count
-    # The groups differ in size. Two arrays would promote to another type than an array and a Python number do.
+    # The groups differ in size. Two arrays would promote differently from an array and a Python number.
     total = total / 1
     return total / count.astype(total.dtype)
 
@@ -183,8 +183,8 @@ def _psum(
     uneven = groups is not None and len({len(group) for group in groups}) > 1
 
     def left_to_lax(leaf):
-        # lax.psum multiplies a constant by the size of the first group, which is wrong for groups of other sizes, and
-        # for the terms of a rank.
+        # lax.psum multiplies a constant by the size of the first group. That is wrong for groups of other sizes and for
+        # a rank with several terms.
         is_constant = not (isinstance(leaf, Tracer) or uneven or has_slots)
         return is_constant or belongs_to_lax(leaf, named)
 

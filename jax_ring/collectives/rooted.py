@@ -15,7 +15,7 @@ from jax_ring.collectives.slots import first_terms, prepare
 from jax_ring.lowering.xla.bitcasts import from_bits, to_bits
 from jax_ring.options import Algorithm, Order, make_options
 
-T = TypeVar("T")  # a pytree: results have the structure of the argument
+T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
 
 def ring_reduce(
@@ -119,7 +119,7 @@ def _from_dynamic_source(source: jax.Array, operands: list, axes: tuple, options
             return [lax.complex(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
         return [from_bits(bits, dtype) for bits in total(is_source, [to_bits(x) for x in operands])]
 
-    # An operand, because a rule that closes over it would keep it beyond a jax.checkpoint.
+    # An operand: a rule that closes over it would keep it alive beyond a jax.checkpoint.
     send.defjvp(lambda primals, tangents: (send(*primals), total(primals[0], tangents[1:])))
     return send(lax.axis_index(axes) == source, *operands)
 

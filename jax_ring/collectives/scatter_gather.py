@@ -28,7 +28,7 @@ from jax_ring.collectives.slots import first_terms, prepare
 from jax_ring.lowering.kinds import REDUCE_SCATTER
 from jax_ring.options import Order, check_choice, make_options
 
-T = TypeVar("T")  # a pytree: results have the structure of the argument
+T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
 To = Literal["varying", "invarying", "reduced"]
 

@@ -104,7 +104,7 @@ class TermStack(NamedTuple):
         """
         if not _compat.varying_axes(other) <= _compat.varying_axes(self.depth):
             return self
-        # A zero, which a compiler does not find out.
+        # Always zero, but the compiler cannot tell.
         zero = jnp.minimum(lax.population_count(other.ravel()[0]).astype(jnp.int32), 0)
         return self._replace(depth=self.depth + zero)
 
