@@ -7,8 +7,8 @@ import jax
 
 from jax_ring import _compat
 
-# Pairs of process and host, or None. A user context is part of the keys of all of JAX's caches, so a program that was
-# lowered with other hosts is never reused. JAX does not allow creating one while other threads trace.
+# Pairs of process and host, or None. A user context is part of the keys of JAX's caches, so a program lowered with
+# other hosts is never reused. JAX does not allow creating a context while other threads trace.
 _assumed = jax.make_user_context(None)
 
 

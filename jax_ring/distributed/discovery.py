@@ -17,7 +17,7 @@ from jax_ring.distributed.gpus import Gpus, gpus_here
 from jax_ring.launcher import protocol
 
 HOST_VARIABLE = "JAX_RING_HOST_ID"
-_SEPARATOR = "\0"  # between the host id that a process publishes and what identifies its memory
+_SEPARATOR = "\0"  # between host id and memory id in what a process publishes
 
 
 class _Membership:
@@ -34,7 +34,7 @@ class _Membership:
     """
 
     def __init__(self, client) -> None:
-        xla_timeouts.join()  # before the host is published, for which the others wait
+        xla_timeouts.join()  # before the host is published: the other processes wait for that
         self.client = client
         process = _compat.distributed_process()
         self.hosts = {process: _own_host()}
@@ -44,8 +44,8 @@ class _Membership:
         self.comparisons: dict[str, itertools.count] = collections.defaultdict(itertools.count)
         put, get = _compat.key_value_store(runtime.timeout())
         put(_host_key(process), f"{self.hosts[process]}{_SEPARATOR}{self.memory}".encode())
-        # The first process to publish a token wins. Shared resources are named by it, so other programs must not
-        # be able to guess it.
+        # The first process to publish a token wins. Shared resources are named after it, so other programs must not be
+        # able to guess it.
         token = _compat.publish_once("jax_ring/token", protocol.memory_prefix() + secrets.token_hex(16))
         runtime.join_processes(process, token, put, get)
         exit_notice.join(client, process)
@@ -62,7 +62,7 @@ class _Membership:
 
 _lock = threading.Lock()
 _membership: _Membership | None = None
-_has_plugins = False  # whether JAX has loaded its plugins, and so may use GPUs
+_has_plugins = False  # whether JAX has loaded its plugins and may use GPUs
 
 
 def publish() -> _Membership | None:

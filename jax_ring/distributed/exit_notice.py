@@ -22,9 +22,10 @@ import numpy as np
 from jax_ring import _compat, runtime
 from jax_ring.runtime import Departure
 
-_MAX_LENGTH = 600  # of what is told, so that it fits into the shared memory of a group
+_MAX_LENGTH = 600  # of the notice, so that it fits into a group's shared memory
 _SECONDS_BETWEEN_LOOKS = 0.2
-# Once all that was launched has ended, so much time of the processors in so many seconds is no program of JAX.
+# After all launched programs have ended: at most this fraction of processor time within this many seconds means that no
+# program of JAX runs.
 _QUIET_SECONDS, _BUSY_FRACTION = 0.1, 0.3
 
 
@@ -53,7 +54,7 @@ class _Membership:
 
 _membership: _Membership | None = None
 _watcher: threading.Thread | None = None
-_hook: Callable | None = None  # in sys.excepthook, unless the program has replaced it since
+_hook: Callable | None = None  # this module's sys.excepthook; the program may have replaced it since
 _is_ending = False
 
 
@@ -88,7 +89,7 @@ def abort(how: Departure) -> None:
     membership = _membership
     if membership is not None and membership.is_of_parent:
         return
-    # Half of a surrogate pair, as names of files have it, has no form in UTF-8.
+    # Half of a surrogate pair, as in some file names, has no UTF-8 form.
     cause = " ".join(how.cause.split()).encode(errors="backslashreplace").decode()
     how = how._replace(cause=cause if len(cause) <= _MAX_LENGTH else cause[: _MAX_LENGTH - 1] + "…")
     runtime.abort_groups(how)
@@ -126,7 +127,7 @@ def _chain_excepthook() -> Callable:
     previous = sys.excepthook
 
     def hook(error_type, error, traceback):
-        # Of an interactive session, which goes on.
+        # An interactive session goes on after an error.
         if error is not None and not hasattr(sys, "ps1") and not sys.flags.interactive:
             with contextlib.suppress(Exception):  # the user's exception matters more
                 abort(departure_by(error))
@@ -141,12 +142,12 @@ def _at_exit() -> None:
     if _membership is not None and _membership.is_of_parent:
         return
     _is_ending = True
-    # While Python ends, no thread may come back from a wait: it would be killed, and that kills the process.
+    # A thread that returns from a wait while Python ends is killed, and that kills the process. So none may.
     runtime.wake_watcher()
     if _watcher is not None:
         _watcher.join(timeout=10)
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if error is not None and sys.excepthook is not _hook:  # which may not have been called
+    if error is not None and sys.excepthook is not _hook:  # the program's own hook may not have called it
         abort(departure_by(error))
     elif _wait_for_programs():
         abort(Departure("has exited"))
@@ -206,7 +207,7 @@ def _own_host() -> str:
 
 def _read_process(host: str, pid: int) -> _Process:
     """A running process of this host. Raises OSError if there is none or the system does not tell."""
-    # The name in front of the last parenthesis may contain anything.
+    # The name before the last parenthesis may contain anything.
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     if fields[0] in "ZX":
         raise FileNotFoundError(f"process {pid} has ended")
@@ -217,7 +218,7 @@ def _has_ended(process: _Process) -> bool:
     try:
         return process.host == _own_host() and _read_process(process.host, process.pid) != process
     except (FileNotFoundError, ProcessLookupError):
-        return True  # this system has such files, or the process would not have published its own
+        return True  # missing: the system has such files, or the process would not have published its own
 
 
 def _process_key(process: int) -> str:

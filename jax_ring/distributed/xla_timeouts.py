@@ -26,10 +26,10 @@ from jax_ring.launcher import foreign_errors
 
 _FLAG = _compat.FLAG_OF_CPU_LIMIT
 _CHECKS_PER_DEADLINE = 20
-# When the others are asked, and when the message is written, in deadlines since a call has begun.
+# When to ask the others and when to write the message, in deadlines since a call began.
 _ASK, _WRITE = 0.5, 1.0
 _MAX_CALLS = 4  # in a message
-_SLACK_OF_XLA = 0.5  # seconds after its limit, when XLA's error has certainly come
+_SLACK_OF_XLA = 0.5  # seconds after XLA's limit: its error has certainly arrived
 
 
 def limit_xla() -> None:
@@ -138,7 +138,7 @@ def _post(text: str) -> bool:
     """Publishes what this process waits in; returns whether the store answered."""
     try:
         _compat.distributed_client().key_value_set(_wait_key(_compat.distributed_process()), text, allow_overwrite=True)
-    except Exception:  # the runtime may be gone, or out of reach
+    except Exception:  # the runtime may be gone or unreachable
         return False
     return True
 
@@ -153,7 +153,7 @@ def _ask(calls: list[runtime.CallOfXla]) -> None:
     for process in {process for call in calls for process in call.processes} - {_compat.distributed_process()}:
         try:
             answers[process] = _compat.distributed_client().key_value_try_get(_wait_key(process))
-        except Exception:  # it has not said anything
+        except Exception:  # it has published nothing
             answers[process] = ""
     _state.answers = answers
 
@@ -174,7 +174,7 @@ def complete(text: str) -> str:
         with _state.lock:
             _state.completed.clear()
             _state.completed[text] = added
-    # Several arrays may have the error of one execution.
+    # Several arrays may carry the error of one execution.
     return text + _state.completed.get(text, "")
 
 
