@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jax_ring.collectives import ring_all_gather, ring_broadcast, ring_pmax
 
 _AXIS = "processes"
-# The bytes of a process in one call. Each process then holds as many of every other's for a moment.
+# Bytes of a process in one call. For a moment each process holds this much of every other process too.
 _MAX_CHUNK = 8 << 20
 _MIN_CHUNK = 4 << 10
 
@@ -87,7 +87,7 @@ class Exchange:
         """This process's result of a function of one row per process."""
         key = (function.__name__, own.shape, *key)
         if key not in self._programs:
-            # Not checked for vma: the result of the gather is the same everywhere, and is not typed so.
+            # No vma check: the result of the gather is the same everywhere, but its type does not say so.
             mapped = jax.shard_map(function, mesh=self._mesh, in_specs=P(_AXIS), out_specs=P(), check_vma=False)
             self._programs[key] = jax.jit(mapped)
         shape = (self.num_processes, *own.shape[1:])

@@ -23,7 +23,7 @@ def why_left(error: BaseException) -> str | None:
     if not isinstance(error, Exception):
         return None
     for each in _chain(error):
-        # JAX chooses the type: ValueError where a result is awaited.
+        # JAX chooses the type: awaiting a result raises ValueError.
         if isinstance(each, jax.errors.JaxRuntimeError | ValueError) and _is_of_a_member(each):
             return str(each)
     return None

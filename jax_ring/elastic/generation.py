@@ -21,10 +21,10 @@ from jax_ring.launcher.protocol import Control, Member
 logger = logging.getLogger("jax_ring")
 
 _SLICE_SECONDS = 0.2
-# All processes enter a generation at the same time, so that one which takes longer has died, or is stopped.
+# All processes enter a generation at the same time. One that takes longer than this has died or is stopped.
 _ENTRY_SECONDS = 20.0
-# A process that has waited this long for the others asks the launcher whether one has died. Not at once: a new process
-# may be waiting to join, which is no reason to leave before the next commit.
+# After waiting this long for the others, a process asks the launcher whether one has died. It does not ask at once: a
+# new process may be waiting to join, and that is no reason to leave before the next commit.
 _PATIENCE_SECONDS = 1.0
 
 

@@ -16,7 +16,7 @@ from jax_ring.elastic.headers import header_of, without_arrays
 from jax_ring.elastic.snapshots import Snapshot, array_of
 from jax_ring.launcher.protocol import KEPT_NAME, KEPT_VARIABLE, RESTART_VARIABLE
 
-_SIZE_BYTES = 8  # of the size of an entry, which a file begins with; 0 while the file is written
+_SIZE_BYTES = 8  # the size of an entry, at the start of its file; 0 while the file is written
 
 
 class _Entry(NamedTuple):
@@ -53,7 +53,7 @@ class KeptCommits:
         if not (given := os.environ.get(KEPT_VARIABLE)):
             return None
         slot, *files = map(int, given.split(","))
-        # A program that a process of the launcher has started has the variable, and other files by these numbers.
+        # A program started by a process of the launcher inherits the variable, but other files have these numbers.
         return cls(files, slot) if all(map(_is_kept_file, files)) else None
 
     def write(self, snapshot: Snapshot, process: int, generation: int) -> None:
@@ -72,7 +72,7 @@ class KeptCommits:
         if is_divided:
             arrays = [*arrays, snapshot.packed(process)]
         file = self._files[2 * self._slot + snapshot.number % 2]
-        # Whoever dies in between leaves a file that nobody reads.
+        # A process that dies in between leaves a file that nobody reads.
         _write(file, bytes(_SIZE_BYTES), 0)
         end = _write(file, entry, _SIZE_BYTES)
         for array in arrays:

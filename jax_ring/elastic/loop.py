@@ -18,8 +18,8 @@ from jax_ring.runtime import Departure
 
 logger = logging.getLogger("jax_ring")
 
-# Generations in a row that end without a commit and without a change of members. Then it is no process that fails, but
-# the program.
+# Generations in a row without a commit and without a change of members. After so many, the program fails, not a
+# process.
 _MAX_FRUITLESS = 3
 
 
@@ -139,7 +139,7 @@ def _loop(train: Callable, state: State, control: Control | None, args: tuple, k
             is_failure = isinstance(error, Exception)
             how = exit_notice.departure_by(error) if is_failure else Departure("has left for new members")
             failures.clear(error)
-        # Not in the handler, which refers to the exception, and so to arrays.
+        # Not in the handler: it refers to the exception, and so to arrays.
         logger.info("leaving generation %d: %s", number, reason)
         made_commits = state.commits > at_entry
         del generation

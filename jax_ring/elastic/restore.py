@@ -64,12 +64,12 @@ def restore(
     """
     own = {str(snapshot.number): Have(snapshot.num_processes, snapshot.held) for snapshot in snapshots}
     posted = generation.post([place.generation if place else -1, own])
-    # Now that all are here, start the backend together: it waits for all processes.
+    # All are here: start the backend together, because it waits for all processes.
     _ = generation.exchange
     made_in = max(number for number, _ in posted)
     if made_in < 0:
         return Restored(_first_of_all(generation, values, stores), 0)
-    # The commits of a process that was a spare are older than the others'. It is like a new process.
+    # The commits of a former spare are older than the others', so treat it like a new process.
     known = [
         {int(number): Have(*have) for number, have in haves.items()} if made == made_in else {}
         for made, haves in posted
@@ -178,7 +178,7 @@ def _assembled(
     if generation.num_processes == 1:
         assert snapshot is not None
         return snapshot.whole()
-    # A process that has all of it, after an earlier change for example, saves collecting the parts.
+    # A process that has all of it, for example after an earlier change, saves collecting the parts.
     with_all = [process for process, each in enumerate(have) if each is not None and each.held is None]
     root = with_all[0] if with_all else next(process for process, each in enumerate(have) if each is not None)
     if with_all and snapshot is not None and snapshot.held is not None:
@@ -205,8 +205,8 @@ def _broadcast(generation: Generation, snapshot: Snapshot | None, root: int, val
     received = generation.exchange.broadcast(own, size, root)
     if received is not None:
         for array, part in zip(arrays, cut(received, [array.nbytes for array in arrays]), strict=True):
-            array.reshape(-1).view(np.uint8)[:] = part  # those of the header are empty
-        if from_root and snapshot is not None:  # its own parts
+            array.reshape(-1).view(np.uint8)[:] = part  # parts of the header are empty
+        if from_root and snapshot is not None:  # the root's own parts
             parts = iter(snapshot.divided())
             leaves = [with_array(leaf, next(parts)) if isinstance(array_of(leaf), Divided) else leaf
                       for leaf in described.leaves]  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 Box = tuple[tuple[int, int], ...]  # the range of each dimension
 
 
-@dataclasses.dataclass(frozen=True)  # not a tuple, which would be a tree
+@dataclasses.dataclass(frozen=True)  # not a tuple: JAX would treat it as a tree
 class Key:
     """Random keys: bits, and generator."""
 

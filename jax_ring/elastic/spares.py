@@ -15,7 +15,7 @@ import numpy as np
 from jax_ring.elastic.snapshots import Snapshot
 from jax_ring.launcher.protocol import CONTROL_VARIABLE
 
-# Spares and members hear of the new generation at the same time. There may be no spare, and the other members wait.
+# Spares and members learn of a new generation at the same time. There may be no spare, and the other members wait.
 _APPEARS_WITHIN_SECONDS = 2.0
 _TRANSFER_SECONDS = 10.0  # without progress
 _REQUEST_BYTES = 1 << 10
@@ -61,7 +61,7 @@ def fetched(generation: int, snapshot: Snapshot, owners: Sequence[int]) -> Snaps
     received = {}
     until = time.monotonic() + _APPEARS_WITHIN_SECONDS
     for owner in owners:
-        # Its own process has the part, and the neighbor.
+        # The owner has the part, and so does its neighbor.
         places = [Place(generation, process % snapshot.num_processes) for process in (owner, owner + 1)]
         data = None
         while data is None and time.monotonic() < until:

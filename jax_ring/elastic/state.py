@@ -15,7 +15,7 @@ from jax_ring.elastic.snapshots import Divided, Snapshot, array_of
 from jax_ring.elastic.spares import Place
 from jax_ring.options import check_choice
 
-# One process may have completed a commit in which another has failed, but not the one after.
+# One process may have completed a commit in which another failed, but not the following commit.
 _KEPT = 2
 
 Keep = Literal["process", "host"]
@@ -110,7 +110,7 @@ class State:
                 "state"
             )
         snapshot = Snapshot.of(self._values, self.commits + 1, generation.process, generation.num_processes)
-        # The state is not yet kept: that it can be kept is known only when all have come so far.
+        # Do not keep the state yet: only when all have come this far is it known to be usable.
         change = _agreed(generation, snapshot)
         writes = self._every is not None and snapshot.number % self._every == 0
         snapshot, whole = _with_others(generation, snapshot, whole_in_first=writes)
@@ -129,10 +129,10 @@ class State:
     def _enter(self, generation: Generation) -> int:
         """Takes the values to start from; returns the number of new processes."""
         self.__dict__["_generation"] = generation
-        # Of the two the launcher's is never older.
+        # Of the two, the launcher's is never the older one.
         stores = [store for store in (self._kept, self._checkpoints) if store is not None]
         restored = restore(generation, self._place, self._snapshots, self._values, stores)
-        # All leaves are whole: another process may be lost before the next commit.
+        # Every leaf is complete here, so another process may be lost before the next commit.
         self.__dict__.update(
             _snapshots=[restored.snapshot],
             _values=restored.snapshot.trees(),
@@ -144,7 +144,7 @@ class State:
         """Drops the generation's arrays: values are as before the first commit, or missing."""
         values, generation = self._values, self._generation
         if self._snapshots:
-            # The structure stays: what another process sends is compared with it.
+            # Keep the structure: data from another process is compared with it.
             values = jax.tree.map(lambda leaf: 0, values)
         else:
             process, count = (generation.process, generation.num_processes) if generation else (0, 1)
