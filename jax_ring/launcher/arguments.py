@@ -39,7 +39,7 @@ class Options:
     max_restarts: int = 0
     backoff: float = 1.0
     grace: float = 10.0
-    # After a failure the other processes have nothing left to do but what their own handlers of SIGTERM do.
+    # After a failure the other processes only have to run their own SIGTERM handlers.
     failure_grace: float = 1.0
     leave_timeout: float = 5.0
     log_dir: pathlib.Path | None = None
@@ -93,7 +93,7 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
     add_seconds("node_timeout", "time that the launchers of all hosts have to find each other")
     parser.add_argument("script", help="a Python file; a module after -m")
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    rest.required = False  # argparse would list them among those that are missing
+    rest.required = False  # else argparse lists them among the missing ones
     given = parser.parse_args(arguments)
 
     fewest, most = _process_counts(parser, given.processes)
@@ -148,7 +148,7 @@ def _check_program(parser: argparse.ArgumentParser, script: str, is_module: bool
         if not pathlib.Path(script).is_file():
             parser.error(f"there is no file {script!r} in {os.getcwd()}; options of the launcher go before the script")
         return
-    # Only the first part: to look further would import the package.
+    # Only the top-level name: looking further would import the package.
     first = script.partition(".")[0]
     original = list(sys.path)
     sys.path.insert(0, os.getcwd())

@@ -11,7 +11,7 @@ from jax_ring.launcher.failures import Failure, Failures, from_report, from_stat
 from jax_ring.launcher.processes import Process, format_ranks
 from jax_ring.launcher.shared import Remote, Shared
 
-# When a message says what is being waited for.
+# After this long, a message says what the launcher waits for.
 _PATIENCE_SECONDS = 1.0
 
 
@@ -62,7 +62,7 @@ class Attempt:
         self._processes: dict[int, Process] = {}  # by the launcher's number
         self._failures = Failures()
         self._elastic: Elastic | None = None
-        self._reminded = False  # whether the time to name the cause has begun
+        self._reminded = False  # whether the wait for a report of the cause has begun
         self._timers: list[asyncio.TimerHandle] = []
 
     async def run(self) -> Outcome:
@@ -167,7 +167,7 @@ class Attempt:
         failure = self._failures.first()
         return Outcome(failure.status if failure else 1, failure)
 
-    # Each of the following handles an event. Those that can end the job return why, or None.
+    # Each method below handles an event. Those that can end the job return the reason, or None.
 
     def _exited(self, process: Process) -> str | None:
         assert process.status is not None
@@ -195,7 +195,7 @@ class Attempt:
             return None  # the launcher of host 0 decides
         if failure.is_own or self._failures.has_own():
             return text or str(failure)
-        self._remind_of_cause()  # the process that it blames may be about to fail as well
+        self._remind_of_cause()  # the process that it blames may be about to fail too
         return None
 
     def _remind_of_cause(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax_ring.launcher import protocol
 
-# Called with a process's number, its message, and a function that answers it. An answer may come later.
+# Called with a process's number, its message and a function to answer it. The answer may come later.
 Handler = Callable[[int, dict[str, Any], Callable[[dict[str, Any]], None]], None]
 
 
@@ -28,7 +28,7 @@ class ControlServer:
         self._handler = handler
         self._folder: tempfile.TemporaryDirectory | None = None
         if sys.platform == "linux":
-            # The abstract namespace has no files that a killed launcher would leave.
+            # A killed launcher leaves no files behind in the abstract namespace.
             self.name = f"@jax_ring-{secrets.token_hex(16)}"
         else:
             self._folder = tempfile.TemporaryDirectory(prefix="jax_ring-")
@@ -65,7 +65,7 @@ class ControlServer:
                 else:
                     self._handler(process, message, lambda answer: writer.write(protocol.encode(answer)))
         except (ConnectionError, ValueError, KeyError, TypeError):
-            pass  # not a process of this launcher, or one that has ended
+            pass  # not a process of this launcher, or it has ended
         finally:
             if process is not None:
                 self._connections[process].discard(writer)

@@ -13,7 +13,8 @@ def reserved_port(host: str = "127.0.0.1") -> Iterator[int]:
     """A TCP port for a coordinator alone."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     with socket.socket(family) as holder:
-        # The coordinator's socket has this option too: bound here without listening, the port is still free for it.
+        # The coordinator's socket sets this option too, so it can still bind a port that is bound here without
+        # listening.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind((host, 0))
         yield holder.getsockname()[1]
@@ -73,7 +74,7 @@ def _device_ids(slot: int, devices: int | None, outer: Mapping[str, str]) -> str
     count = devices or 1
     own = range(slot * count, (slot + 1) * count)
     if given is not None and protocol.CONTROL_VARIABLE in outer:
-        # This launcher runs in a process of another one, which has set the variable. Its GPUs are divided again.
+        # This launcher runs in a process of another launcher, which has set the variable. Divide its GPUs again.
         inherited = given.split(",")
         if own.stop <= len(inherited):
             return ",".join(inherited[i] for i in own)

@@ -6,7 +6,7 @@ from typing import Any
 from jax_ring.launcher.processes import describe_status
 
 NO_RANK = -1
-_MESSAGE_LENGTH = 500  # of an exception in the launcher's last line
+_MESSAGE_LENGTH = 500  # of an exception, in the launcher's last line
 
 
 @dataclasses.dataclass

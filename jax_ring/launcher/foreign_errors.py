@@ -5,11 +5,11 @@
 
 import re
 
-# A program needed a process that is gone: Gloo between hosts, the key-value store, the coordination service.
+# A program needed a process that is gone. Sources: Gloo between hosts, the key-value store, the coordination service.
 MEMBER_GONE = re.compile(
     r"\b(DEADLINE_EXCEEDED|UNAVAILABLE|ABORTED)\b|[Gg]loo|Connection (closed|reset) by peer|coordination service"
 )
-# The same, where the process itself has done nothing wrong.
+# The same, but this process did nothing wrong.
 OF_ANOTHER = re.compile(r"Gloo|Connection closed by peer|distributed service detected fatal errors")
 # One of XLA's collectives between CPU processes has failed.
 OF_COLLECTIVE = re.compile(r"Gloo |collective operation timed out")
@@ -19,5 +19,5 @@ DEAD = re.compile(r"Array has been deleted|Received incompatible devices|[Bb]uff
 UNBOUND_AXIS = re.compile(r"unbound axis")
 # A call lacks an argument that has no default.
 MISSING_KEYWORD = re.compile(r"keyword-only\sargument|obj_fn\smust")
-# A tree has not the structure of another one.
+# Two trees differ in structure.
 OTHER_TREE = re.compile("pytree structure error")

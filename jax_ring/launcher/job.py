@@ -109,9 +109,10 @@ class Job:
 
     def _receive_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        # Not asyncio's subprocesses: those end only when their pipes are closed, and descendants may hold them open.
+        # Not asyncio's subprocesses: they end only when their pipes are closed, and descendants may hold the pipes
+        # open.
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
-        # Whatever starts a launcher may block them, and the processes of the job would inherit that.
+        # The launcher's parent may block these signals, and the job's processes would inherit that.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, *FORWARDED_SIGNALS})
         for signum in FORWARDED_SIGNALS:
             # A launcher in the background or under nohup inherits ignored signals, and must keep ignoring them.
@@ -138,7 +139,8 @@ class Job:
         except TimeoutError:
             return None
         finally:
-            # Host 0 may say that the job starts before the connection to it is known to be there, for example.
+            # Events may arrive out of order. For example, host 0 may announce the job before the connection to it is
+            # known.
             others += [self._queue.get_nowait() for _ in range(self._queue.qsize())]
             for event in others:
                 self._queue.put_nowait(event)
@@ -168,7 +170,7 @@ class Job:
         while copying:
             _, copying = await asyncio.wait(copying, timeout=_DRAIN_SECONDS)
             if copying and self._output.is_idle():
-                break  # a descendant holds a pipe open, and writes nothing
+                break  # a descendant holds a pipe open, but writes nothing
         for task in copying:
             task.cancel()
         if copying:

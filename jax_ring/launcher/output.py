@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from typing import IO, TextIO
 
 _COLORS = (36, 33, 32, 35, 34, 31)
-# A writer with more than this queued takes no more from the processes, which then wait in their own writes.
+# Above this queue length a writer takes no more from the processes; they then block in their own writes.
 _QUEUE_BYTES = 1 << 20
 # After a pause of this length, a progress bar's last state is shown.
 _PAUSE_SECONDS = 0.1
-_ERASE_REST = b"\x1b[K"  # of the terminal's line, where a longer state of a progress bar may have been
-# A \r at the end of what has been read may be the first half of \r\n.
+_ERASE_REST = b"\x1b[K"  # rest of the terminal's line: a longer state of a progress bar may have been there
+# A \r at the end of the data may be the first half of \r
+# .
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 
 
@@ -32,7 +33,7 @@ class Writer:
         self._on_error = on_error
         self._changed = threading.Condition()
         self._queue: collections.deque[tuple[int, bytes]] = collections.deque()  # file descriptor, data
-        self._queued = 0  # bytes, with those that are being written
+        self._queued = 0  # bytes, including those being written
         self._room, self._empty = asyncio.Event(), asyncio.Event()
         self._room.set()
         self._empty.set()
@@ -84,7 +85,7 @@ class Writer:
                 self._empty.set()
 
     def _call(self, function: Callable, *arguments) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop has ended; nobody waits
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
@@ -103,7 +104,7 @@ class Lines:
     def __init__(self) -> None:
         self._partial = bytearray()
         self._shown = b""  # the last state since the last newline
-        self._is_bar = False  # whether there was a \r since the last newline
+        self._is_bar = False  # whether a \r came since the last newline
 
     def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Adds data; yields (text, end) of what is complete, where `end` is a newline, or \\r for a state."""
@@ -119,7 +120,7 @@ class Lines:
                 self._is_bar = True
                 yield from self._state(piece)
             else:
-                yield piece or self._shown, b"\n"  # a newline alone leaves the bar's last state on its line
+                yield piece or self._shown, b"\n"  # a newline alone leaves the bar's last state visible
                 self._shown, self._is_bar = b"", False
         self._partial = bytearray(text[start:])
 
@@ -154,7 +155,7 @@ class Output:
         self._is_terminal = [os.isatty(file) for file in self._files]
         self._logs = Writer("log files", self._failed)
         self._writers = [Writer("standard output", self._failed)]
-        # Two threads that write to one pipe would mix their lines.
+        # Two threads writing to one pipe would mix their lines.
         is_same = os.path.sameopenfile(*self._files)
         self._writers.append(self._writers[0] if is_same else Writer("standard error", self._failed))
 

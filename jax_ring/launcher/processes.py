@@ -31,7 +31,7 @@ class LogFiles:
         return self._open(folder / f"rank-{rank}.out"), self._open(folder / f"rank-{rank}.err")
 
     def _open(self, path: pathlib.Path) -> int:
-        # Open for the whole job: a process that replaces another one of this rank goes on where that ended.
+        # Keep the file open for the whole job: a process that replaces another of this rank appends to it.
         if path not in self._files:
             self._files[path] = open(path, "wb", buffering=0)  # noqa: SIM115
         return self._files[path].fileno()

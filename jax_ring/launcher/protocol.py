@@ -13,15 +13,15 @@ import threading
 from typing import Any, NamedTuple, Self
 
 CONTROL_VARIABLE = "JAX_RING_CONTROL"
-PROCESS_VARIABLE = "JAX_RING_LAUNCHED"  # the launcher's number of a process; a process started in its place has another
+PROCESS_VARIABLE = "JAX_RING_LAUNCHED"  # the launcher's number of a process; a replacement has a new one
 GENERATION_VARIABLE = "JAX_RING_GENERATION"
 JOIN_VARIABLE = "JAX_RING_JOIN"
 RESTART_VARIABLE = "JAX_RING_RESTART"
-KEPT_NAME = "jax_ring_kept"  # of the files that commits are kept in
-KEPT_VARIABLE = "JAX_RING_KEPT"  # the slot of a process, and the descriptors of the files of all slots
+KEPT_NAME = "jax_ring_kept"  # names the files that hold commits
+KEPT_VARIABLE = "JAX_RING_KEPT"  # the slot of a process, and the file descriptors of all slots
 # How long a failing process waits for the launcher to take its report.
 _REPORT_SECONDS = 2.0
-_MESSAGE_LENGTH = 8000  # of a report, in characters; more would not fit into a line that the launcher reads
+_MESSAGE_LENGTH = 8000  # characters in a report; more would not fit into a line that the launcher reads
 
 
 class Member(NamedTuple):
@@ -72,7 +72,7 @@ class Control:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._lock = threading.Lock()  # of the connection and of what follows
+        self._lock = threading.Lock()  # protects the connection and the fields below
         self._received = bytearray()
         self._change_pending = False
 
@@ -136,7 +136,7 @@ class Control:
         with self._lock:
             self._send({"do": "next_generation", "after": after, "reason": reason})
             member = Member(*self._reply()["member"])
-            self._change_pending = False  # what came before the reply was about the last generation
+            self._change_pending = False  # earlier messages concern the previous generation
         if member.process_id >= 0:
             os.environ.update(member.variables())
         return member
@@ -169,7 +169,7 @@ class Control:
           caused_by: the index of the process at fault; -1 if unknown, None for this one.
         """
         try:
-            own = cls.connect()  # another thread may hold a connection while it waits for a generation
+            own = cls.connect()  # a separate one: another thread may hold its own while it waits for a generation
         except RuntimeError:
             return
         try:

@@ -50,8 +50,8 @@ def with_environment_defaults(initialize):
     @functools.wraps(initialize)
     def initialize_with_defaults(coordinator_address=None, num_processes=None, process_id=None, *rest, **options):
         if os.environ.get("JAX_RING_JOIN"):
-            # A process that takes the place of another runs the script alone until `jax_ring.elastic.run` makes it a
-            # member, so that the others need not wait for its imports and its data.
+            # A replacement process runs the script alone until `jax_ring.elastic.run` makes it a member. So the others
+            # need not wait for its imports and its data.
             return None
         if num_processes is None:
             num_processes = int(os.environ["JAX_NUM_PROCESSES"])
@@ -129,7 +129,7 @@ def run(kind: str, *command: str) -> None:
     if os.environ.get("JAX_RING_OVERRIDE", "") not in ("", "0"):
         sys.meta_path.insert(0, AfterImport("jax", lambda jax: importlib.import_module("jax_ring")))
     sys.argv[:] = command
-    # The first place to import from is what Python uses for a script or a module.
+    # Python puts this first on the path for a script or a module.
     if kind == "module":
         sys.path.insert(0, os.getcwd())
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
@@ -146,7 +146,7 @@ def run_for_launcher(launcher_pid: str, kind: str, *command: str) -> None:
     try:
         run(kind, *command)
     except Exception as error:
-        if os.getpid() == pid:  # else of a child that the script has forked
+        if os.getpid() == pid:  # else a child forked by the script
             report(error)
         raise
 

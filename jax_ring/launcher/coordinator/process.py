@@ -11,7 +11,7 @@ import sys
 from jax_ring.launcher.failures import NO_RANK, Failure, from_status
 from jax_ring.launcher.output import Output
 
-_copying: set[asyncio.Task] = set()  # so that they are not collected
+_copying: set[asyncio.Task] = set()  # references, so that running tasks are not garbage-collected
 _PROGRAM = pathlib.Path(__file__).parent / "server.py"
 
 
@@ -28,8 +28,8 @@ class Service:
         assert self._process.stdin is not None
         self._address = address
         command = {"address": address, "num_processes": num_processes}
-        with contextlib.suppress(BrokenPipeError):  # `started` tells
-            # A line is far smaller than a pipe's buffer, so that this does not block.
+        with contextlib.suppress(BrokenPipeError):  # `started` reports it
+            # A line is far smaller than a pipe's buffer, so this does not block.
             os.write(self._process.stdin.fileno(), json.dumps(command).encode() + b"\n")
 
     def stand_in(self, process_id: int) -> None:
@@ -68,7 +68,7 @@ def _start(output: Output, *arguments: str) -> subprocess.Popen:
     process = subprocess.Popen(
         [sys.executable, "-P", str(_PROGRAM), *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        process_group=0,  # Ctrl-C on a terminal must not reach it
+        process_group=0,  # keeps Ctrl-C on a terminal away from it
         env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2"},  # errors only
     )  # fmt: skip
     assert process.stderr is not None

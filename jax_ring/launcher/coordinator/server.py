@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-# A process without a heartbeat for this long counts as dead. Only what asks the service for the processes that are
-# alive sees it: the launcher knows of deaths, and the engine notices them.
+# A process without a heartbeat for this long counts as dead. Only queries for live processes see that: the launcher
+# knows of deaths, and the engine notices them.
 _HEARTBEAT_SECONDS = 100
 
 
@@ -94,8 +94,8 @@ def main() -> None:
         service = start_service(command["address"], command["num_processes"])
         print(json.dumps({"started": command["address"]}), flush=True)
         sys.stdin.read()
-        assert service is not None  # it lives until here
-    # A service that shuts down in order would wait for its clients; these have ended, or end with the launcher.
+        assert service is not None  # alive until here
+    # An orderly shutdown would wait for the clients. They have ended, or end with the launcher.
     os._exit(0)
 
 

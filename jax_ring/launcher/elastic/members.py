@@ -88,7 +88,7 @@ class Membership:
         candidates = survivors + sorted(set(self.waiting) - set(survivors))
         to_come += len(self.alive - set(self.waiting))
         if not survivors and to_come:
-            return None  # nobody has a state to keep, so that nothing is gained by an early start
+            return None  # nobody has a state to keep, so an early start gains nothing
         count = self.size(len(candidates))
         if count >= self.min_processes:
             return Formation(tuple(candidates[:count]), tuple(candidates[count:]))
@@ -102,4 +102,4 @@ class Membership:
         self.generation += 1
         self.members = list(formation.members)
         for process in formation.members + formation.spares:
-            del self.waiting[process]  # others may have come meanwhile
+            del self.waiting[process]  # others may have joined meanwhile

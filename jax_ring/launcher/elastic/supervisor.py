@@ -16,7 +16,7 @@ from jax_ring.launcher.processes import Process
 from jax_ring.launcher.shared import Shared
 
 _TICK_SECONDS = 0.1
-# After this long, all members of a generation have connected to its service.
+# By then all members of a generation have connected to its service.
 _CONNECT_SECONDS = 30.0
 
 Answer = Callable[[dict[str, Any]], None]
@@ -41,10 +41,10 @@ class Elastic:
         self._processes = {process.number: process for process in processes}
         self._membership: Membership | None = None
         self._numbers = [process.number for process in processes]
-        self._answers: dict[int, Answer] = {}  # to those that wait for a generation
-        self._replacing = 0  # processes that will be started after a back-off
+        self._answers: dict[int, Answer] = {}  # to processes that wait for a generation
+        self._replacing = 0  # processes to start after a back-off
         self._has_finished = False  # whether a process has exited with status 0
-        self._is_dismissed = False  # whether the processes that are left are being killed
+        self._is_dismissed = False  # whether the remaining processes are being killed
         self._told = False  # whether the members know that a change is pending
         self._is_ticking = False
         self._forming: asyncio.Task | None = None
@@ -140,7 +140,7 @@ class Elastic:
                 for service, members in self._services[-1:]:  # none if all members have finished
                     if process.number in members:
                         service.stand_in(members.index(process.number))
-        # A client that has been dropped aborts its process when its service ends, so a service stays for them.
+        # A dropped client aborts its process when its service ends, so keep a service for such clients.
         for entry in list(self._services):
             service, members = entry
             if all(self._processes[number].status is not None for number in members):

@@ -60,7 +60,7 @@ class FirstHost(Job):
                 plan = Plan(restart, tuple(range(options.processes)), 0, total, coordinator)
                 outcome = (await self._watch(plan, self._hub)).blamed_on(service.failure())
                 if outcome.status != 0:
-                    # Their launchers end their processes within the same time, or are given up.
+                    # Their launchers end their processes within the same time. Otherwise drop them.
                     await self._within(self._hub.stopped(), options.failure_grace + options.grace)
                 return outcome
             finally:

@@ -15,7 +15,7 @@ from jax_ring.launcher.failures import Failure
 from jax_ring.launcher.protocol import encode
 from jax_ring.launcher.shared import Remote
 
-# Each side says this often that it is there, and gives the other up after that long.
+# Each side sends a sign of life every _ALIVE_SECONDS, and gives the other up after SILENCE_SECONDS without one.
 _ALIVE_SECONDS = 2.0
 SILENCE_SECONDS = 20.0
 _RETRY_SECONDS = 0.2
@@ -64,7 +64,7 @@ class Hub(Remote):
         self._nnodes, self._queue = nnodes, queue
         self._links: dict[int, Link] = {}  # by host
         self._processes: dict[int, int] = {}  # by host
-        self._taking_part: set[int] = set()  # in the present attempt
+        self._taking_part: set[int] = set()  # in the current attempt
         self._succeeded: set[int] = set()
         self._stopped: set[int] = set()
         self._restart = -1
@@ -111,7 +111,7 @@ class Hub(Remote):
             link.send({"end": [status, reason]})
         await asyncio.gather(*(link.close() for link in self._links.values()))
 
-    # What an attempt asks.
+    # Called by the attempt:
 
     def succeeded(self) -> bool:
         return self._taking_part <= self._succeeded
@@ -223,7 +223,7 @@ class Spoke(Remote):
         self._receiving.cancel()
         await self._link.close()
 
-    # What an attempt asks.
+    # Called by the attempt:
 
     def tell_failure(self, failure: Failure) -> bool:
         renamed = dataclasses.replace(failure, name=f"{failure.name} of host {self._node}")
