@@ -68,7 +68,7 @@ REDUCE = Kind("reduce", ("root",), adds=True, in_place=True, has_xla=False)
 BROADCAST = Kind("broadcast", ("root",), in_place=True, has_xla=False)
 REDUCE_SCATTER = Kind("reduce_scatter", _BLOCKS, adds=True, scatters=True)
 ALL_GATHER = Kind("all_gather", _BLOCKS, gathers=True)
-# The blocks that a rank receives lie along `concat_dimension`.
+# The received blocks are concatenated along `concat_dimension`.
 ALL_TO_ALL = Kind("all_to_all", (*_BLOCKS, "concat_dimension"), scatters=True, gathers=True)
 PERMUTE = Kind("permute", ("perm",))
 RAGGED_ALL_TO_ALL = Kind("ragged_all_to_all", joins=False, is_ragged=True)

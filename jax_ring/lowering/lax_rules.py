@@ -91,7 +91,7 @@ def _prepare(call: CallSpec, jax_rule: Callable, ctx, params: dict) -> Callable:
         return lambda ctx, operand: [operand]
     call = _with_params(call._replace(to_xla=as_by_jax), ctx, named, params)
     if call.perm is not None and not _is_permutation(params["perm"], len(call.groups[0])):
-        return as_by_jax  # which raises
+        return as_by_jax  # raises an error
     service = service_of(ctx, call)
     if service.automatic_axes and service.levels is None and not _is_replaced_later(ctx):
         _warn_of_automatic_axes(ctx, call, service.automatic_axes)
@@ -116,7 +116,7 @@ def _with_params(call: CallSpec, ctx, axes: tuple, params: dict) -> CallSpec:
     """The call, from the parameters of JAX's primitive."""
     if call.kind is kinds.PERMUTE and isinstance(ctx.module_context.axis_context, _compat.SPMDAxisContext):
         axes = _compat.axes_of_permutation(axes, ctx.module_context.axis_context.mesh)
-    # Normalized, so that equal calls have equal keys and are combined.
+    # Normalized: equal calls get equal keys and are combined.
     index_groups = params.get("axis_index_groups")
     index_groups = index_groups and tuple(tuple(map(operator.index, group)) for group in index_groups)
     groups = groups_of(ctx, axes, index_groups)
@@ -169,8 +169,8 @@ def _make_dynamic_broadcast_rule(jax_rule: Callable):
     return lower
 
 
-# An asynchronous collective lowers to the synchronous call. The engines run it while the program goes on with what does
-# not depend on it. So what it gives is the result, and there is nothing to do when the program asks for that.
+# An asynchronous collective lowers to the synchronous call. The engines run it while the program does independent work,
+# so the start returns the result, and the done operation has nothing to do.
 
 
 def _make_start_rule(call: CallSpec, synchronous_rule: Callable, jax_rule: Callable):
@@ -193,7 +193,7 @@ def _is_replaced_later(ctx) -> bool:
     return enabled.value.partitioner is not False and platforms_of(ctx) == ("cpu",)
 
 
-_has_warned = False  # of automatic axes, in this process
+_has_warned = False  # about automatic axes, in this process
 
 
 def _warn_of_automatic_axes(ctx, call: CallSpec, automatic: tuple[str, ...]) -> None:

@@ -13,9 +13,9 @@ class Settings(NamedTuple):
     order: Order = "rank"
 
 
-# A user context is part of the key of all of JAX's caches, from traced functions to compiled programs, so that programs
-# lowered with and without the override never mix. JAX does not allow creating one while other threads trace, so it is
-# created at import. Its value is False or the settings. In threads without an override it is the one given here.
+# False or the settings. A user context is part of the key of all of JAX's caches, from traced functions to compiled
+# programs, so programs lowered with and without the override never mix. JAX does not allow creating one while other
+# threads trace, so create it at import. Threads without an override see the initial value.
 enabled = jax.make_user_context(Settings() if runtime.OVERRIDE else False)
 
 

@@ -19,8 +19,8 @@ from jax_ring.lowering.xla import fallback, ops, tree_fallback
 
 logger = logging.getLogger("jax_ring")
 
-# Dtypes that the engines do not support: XLA packs integers of fewer than 8 bits, and these floats are too rarely
-# used to have kernels. They are converted before the call, and rounded once after it.
+# Dtypes without engine support: XLA packs integers of fewer than 8 bits, and these floats are too rare to justify
+# kernels. They are converted before the call, and rounded once after it.
 WIDENED = {
     "int2": jnp.int8,
     "int4": jnp.int8,
@@ -31,7 +31,7 @@ WIDENED = {
 }
 
 
-# How a call is emitted: (ctx, operands) to its results. It has no reference to the module, which keeps it.
+# Emits a call: (ctx, operands) to its results. It holds no reference to the module, because the module keeps it.
 Emit = Callable[..., Sequence]
 
 

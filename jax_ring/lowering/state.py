@@ -62,5 +62,5 @@ class LoweringState:
         return self.known[key]
 
 
-# Of a lowering context, the state of its module.
+# Maps a lowering context to the state of its module.
 state_of: Callable[[Any], LoweringState] = partial(_compat.module_state, make=LoweringState)

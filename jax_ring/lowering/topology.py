@@ -13,7 +13,7 @@ from jax_ring.distributed.assumed_hosts import are_assumed, assumed_host_of
 from jax_ring.distributed.gpus import Identity
 from jax_ring.lowering.group_tables import Groups
 
-# The kernel arguments have room for this many (kMaxRanks in ffi/device/memory/endpoint.h).
+# Room in the kernel arguments (kMaxRanks in ffi/device/memory/endpoint.h).
 _MAX_RANKS = 64
 
 
@@ -78,7 +78,7 @@ def _split_by_host(
     if max(num_hosts) == 1:
         return Levels(groups, (), num_processes), ""
     crosses = crossing_text(max(num_hosts))
-    # All ranks run the same program, in which all parts have the same size.
+    # All ranks run the same program, so all parts need the same size.
     if len({len(part) for part in intra}) > 1 or len(set(num_hosts)) > 1:
         return None, f"{crosses}, with unequal numbers of ranks per host or of hosts per group"
     if len(intra[0]) == 1:
@@ -139,10 +139,10 @@ def _why_unreachable_gpus(mesh, groups: Groups) -> str:
     if largest > _MAX_RANKS:
         return f"a group has {largest} ranks, and the CUDA engine serves at most {_MAX_RANKS}"
     if _compat.is_compile_only(mesh):
-        return ""  # nothing is known of their links
+        return ""  # their links are unknown
     devices = _compat.mesh_devices(mesh)
     assert devices is not None  # checked by _processes_of_gpus
-    # Only what all processes know may decide, so that all lower the same program.
+    # Decide only by facts that all processes know, so that all lower the same program.
     members = {position: devices[position] for group in groups if len(group) > 1 for position in group}
     published = discovery.gpus_of(sorted({device.process_index for device in members.values()}))
     for process, gpus in published.items():

@@ -70,7 +70,7 @@ def _transpose_over_batch(transpose, axis_data, dims, cotangents):
     over_batch = jax.vmap(
         lambda: transpose(cotangents), out_axes=None, axis_name=axis_data.name, axis_size=axis_data.size
     )
-    # Each is a sum over the batch already.
+    # Each term already sums over the batch.
     return [x / axis_data.size for x in over_batch()]
 
 

@@ -10,7 +10,7 @@ from jax_ring.runtime import _ffi_cpu
 
 VARIABLE = "JAX_RING_TUNING"
 PLATFORMS = ("cpu", "cuda")
-# As a threshold: the algorithm is chosen for messages of any size.
+# A threshold that no message exceeds.
 NO_LIMIT = (1 << 63) - 1
 
 

@@ -21,8 +21,8 @@ from jax_ring.lowering.passes import exit_barrier
 from jax_ring.lowering.state import state_of
 from jax_ring.lowering.xla import ops
 
-# The operands in front of the user's. On CPU devices that is the mesh position, a run-time value, since all devices run
-# the same program. The handler of a GPU knows its GPU, and could not read the position, which would be in its memory.
+# The hidden operands. On CPU devices that is the mesh position, a run-time value, since all devices run the same
+# program. A GPU handler knows its GPU, and could not read the position from device memory.
 _TAKES_POSITION = {"cpu": True, "cuda": False}
 
 
@@ -128,7 +128,7 @@ def _prepare_engine(call: CallSpec, ctx, avals_in: Sequence, avals_out: Sequence
     target = (runtime.ASYNC_TARGETS if stream else runtime.TARGETS)[call.kind.name]
     shared = engine_attributes.of(call, ctx, stream)
     if stream and _compat.stream_of(ctx):
-        stream = streams.MAIN  # JAX gives the user's stream to all that is around the call
+        stream = streams.MAIN  # JAX moves everything around the call to the user's stream
     takes_position, num_own = _TAKES_POSITION[service.engine], None
     if service.automatic_axes:
         num_own = (call.kind.scatters + _has_slots(call), int(call.kind.gathers))
@@ -148,7 +148,7 @@ def _prepare_engine(call: CallSpec, ctx, avals_in: Sequence, avals_out: Sequence
 
 
 def _type_of(ctx, aval) -> ir.Type:
-    # Without explicit mesh axes: which reshapes they allow is no question any more.
+    # Drop explicit mesh axes: whether they allow a reshape no longer matters.
     plain = jax.core.ShapedArray(aval.shape, aval.dtype)
     return state_of(ctx).once(plain, mlir.aval_to_ir_type, ctx.module_context, plain)
 
@@ -183,7 +183,8 @@ def _aliases_of(call: CallSpec, operands: Sequence) -> list[tuple[int, int]]:
     return [(operand, result) for operand, result in candidates if _should_alias(operands[operand])]
 
 
-# Ops whose result is a bitcast of the operand, if both have the same number of elements. (A constraint may be more.)
+# Ops whose result is a bitcast of the operand if both have the same number of elements. (A constraint can be more than
+# that.)
 _RESHAPE_OPS = ("stablehlo.reshape", "stablehlo.broadcast_in_dim", "sdy.sharding_constraint")
 
 

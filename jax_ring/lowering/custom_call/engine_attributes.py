@@ -30,8 +30,8 @@ def attributes_of(call: CallSpec, mesh, program: str, lane: int) -> ir.DictAttr:
     members, processes = (_gpus if engine == "cuda" else _positions)(mesh, list(itertools.chain.from_iterable(groups)))
     one_shot: Sequence[int] = ()
     two_shot: Sequence[int] = ()
-    if engine == "cuda" or levels.num_processes > 1:  # the CPU engine has several algorithms only between processes
-        # The engine picks the algorithm at run time, when it knows the size of each message.
+    if engine == "cuda" or levels.num_processes > 1:  # within a process the CPU engine has one algorithm
+        # The engine picks the algorithm at run time, by the size of each message.
         one_shot, two_shot = zip(*[tuning.thresholds(engine, len(group)) for group in groups], strict=True)
     shards, sizes, ranks = zip(*call.group_trees, strict=True) if call.group_trees else ((), (), ())
     values: dict[str, str | int | Sequence[int]] = {

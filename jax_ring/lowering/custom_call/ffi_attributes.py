@@ -8,7 +8,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-CONFIG = "mhlo.backend_config"  # where the attributes are that the call's handler decodes
+CONFIG = "mhlo.backend_config"  # holds the attributes that the call's handler decodes
 
 
 def from_values(values: Mapping) -> ir.DictAttr:
@@ -27,7 +27,7 @@ def named(attributes) -> list[tuple[str, ir.Attribute]]:
     Raises:
       TypeError: if Python has no type for one, such as a complex constant.
     """
-    # Not `attributes[i].attr`, which ends the process where the other raises.
+    # Not `attributes[i].attr`: it ends the process where this raises.
     return [(name, attributes[name]) for i in range(len(attributes)) if (name := attributes[i].name)]
 
 
@@ -55,7 +55,7 @@ def aliases(pairs: Collection[tuple[int, int]], num_results: int) -> ir.ArrayAtt
     """Pairs of operand and result that may share a buffer."""
     return ir.ArrayAttr.get(
         [
-            # An only result is no tuple.
+            # A single result is no tuple.
             hlo.OutputOperandAlias.get(
                 output_tuple_indices=[result] if num_results > 1 else [], operand_index=operand,
                 operand_tuple_indices=[],

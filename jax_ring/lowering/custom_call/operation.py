@@ -12,8 +12,8 @@ from jax_ring.lowering.custom_call import ffi_attributes, partitioned, partition
 from jax_ring.lowering.custom_call.ffi_attributes import CONFIG, named
 from jax_ring.lowering.state import LoweringState
 
-Lines = tuple[str, ...]  # those of the user that one call serves
-Aliases = Collection[tuple[int, int]]  # pairs of an operand and a result that may have one buffer
+Lines = tuple[str, ...]  # user lines served by one call
+Aliases = Collection[tuple[int, int]]  # pairs of operand and result that may share a buffer
 _MAX_SHAPES = 4
 
 
@@ -91,7 +91,7 @@ def build(
       location: an `ir.Location`, if another.
     """
     aliases, operand_types = tuple(aliases), tuple([value.type for value in operands])
-    # Apart, because calls of different lines have the same attributes otherwise.
+    # Separate, because calls on different lines otherwise have the same attributes.
     of_line = state.once(("config", call, aliases), _config, state, call, aliases)
     of_types = state.once(
         ("operation", call.target, call.num_own, aliases, operand_types, *types),

@@ -62,7 +62,7 @@ def attributes(
 
 def rule(operand_types: Sequence[ir.Type], result_types: Sequence[ir.Type], num_own: tuple[int, int]) -> ir.Attribute:
     """Shardy's rule for it."""
-    sizes: list[int] = []  # of the factors: dimensions that are divided alike
+    sizes: list[int] = []  # one factor for dimensions that are divided alike
     undivided: list[int] = []
     mappings: tuple[list, list] = ([], [])
     for types in zip(operand_types, result_types, strict=True):

@@ -13,7 +13,7 @@ from jax_ring import _compat
 from jax_ring.lowering.custom_call import ffi_attributes, streams
 from jax_ring.lowering.custom_call.ffi_attributes import named
 
-# A call to this target has the attributes of the engine's call, and these, which partitioned.py describes.
+# A call to this target has the attributes of the engine's call, plus those described in partitioned.py.
 TARGET = "jax_ring.partitioned"
 ENGINE_TARGET, TAKES_POSITION, ALIASES, STREAM = "target", "takes_position", "aliases", "stream"
 NUM_OWN = "num_own"
@@ -27,7 +27,8 @@ def partition(shapes_in, shardings_in, shape_out, sharding_out, config: bytes) -
     with mlir.make_ir_context(), ir.Location.unknown():
         attributes = dict(named(ir.DictAttr(ir.Attribute.parse(config.decode()))))
         own_in, own_out = _integers(attributes.pop(NUM_OWN))
-        # The rule asks for operands that are divided as their results are. The partitioner sees to it that they are, if
+        # The rule asks for operands divided like their results. The partitioner inserts resharding if the program
+        # divides them otherwise.
         # the program divides them otherwise.
         alike = [partial(_compat.reshape_sharding, each, own_out) for each in shardings_out]
         shardings_in, shardings_out = [each(own_in) for each in alike], [each(own_out) for each in alike]

@@ -19,7 +19,7 @@ from jax_ring.lowering.state import state_of
 from jax_ring.options import Options
 
 MAIN, COLLECTIVE = "", "collective"
-LANES = {False: 0, True: 1}  # of the calls on each of these two
+LANES = {False: 0, True: 1}  # for calls on these two
 _NUM_LANES = 4  # kLanes in ffi/cuda/groups/communicator.h
 
 
@@ -73,7 +73,7 @@ def call_on(stream: str, function: str, operands: Sequence, types: Sequence) -> 
     )
     results = list(call.results)
     if len(results) > 1:
-        # What takes the call's tuple apart has its attributes, too, and XLA of JAX 0.12 would run each of those on the
-        # stream. The barrier takes the tuple as a whole, and what follows it has no attributes.
+        # The ops that unpack the call's tuple inherit its attributes, and XLA of JAX 0.12 would run each of them on the
+        # stream. The barrier takes the tuple as a whole, and the ops after it have no attributes.
         results = list(hlo.OptimizationBarrierOp(results).results)
     return results

@@ -24,11 +24,11 @@ from jax_ring.lowering.topology import Levels
 from jax_ring.lowering.xla import ops
 from jax_ring.lowering.xla.ops import aval_of
 
-# Crosses a link of 1 Gbit/s in some 30 ms. The ranks of a host need a few ms to sum and to gather it.
+# Crosses a link of 1 Gbit/s in some 30 ms. The ranks of a host need a few ms to sum and gather it.
 PART_BYTES = 4 << 20
-# So many parts are reduce-scattered before they can cross: the ranks of a host do not cross in step.
+# Number of parts to reduce-scatter before they can cross: the ranks of a host do not cross in step.
 AHEAD = 2
-# So many elements begin at a cache line, whatever their type.
+# An offset of this many elements is on a cache line, whatever their type.
 _ALIGNMENT = 64
 
 
@@ -48,7 +48,7 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> list:
     """
     types = types_of(call.op, ctx.avals_in[0].dtype)
     in_parts = reduction = _Sum(ctx, call, by_all_reduce(call.op, call.levels.inter, types))
-    if call.op == "sum" and types.gathered != types.scattered:  # small floats, of which an exchange sends less
+    if call.op == "sum" and types.gathered != types.scattered:  # small floats: an exchange sends fewer bytes
         in_parts = reduction._replace(crossing=by_exchange(call.levels.inter, types.gathered))
     is_large = [reduction.is_cut(aval) for aval in ctx.avals_in]
     whole = [i for i, large in enumerate(is_large) if not large]
@@ -86,7 +86,7 @@ class _Sum(NamedTuple):
     ctx: mlir.LoweringRuleContext
     call: CallSpec
     crossing: Crossing
-    rounds_to: str = ""  # to which operands of float32 are rounded before they are added
+    rounds_to: str = ""  # the type to which float32 operands are rounded before the addition
 
     @property
     def converts(self) -> bool:
@@ -135,7 +135,7 @@ class _Sum(NamedTuple):
         result = aval_of(self.crossing.result, parts[-1].begin + parts[-1].size)
         operand = to_shards(self.ctx, operand, result.update(dtype=aval.dtype))
         steps = [self.crossing.steps(part.size // self.call.levels.num_ranks) for part in parts]
-        values: list = []  # of each part, as far as it is
+        values: list = []  # latest value of each part
         crossed: list = []
         positions: list = []
         total: Sequence = []

@@ -133,8 +133,8 @@ def by_exchange(groups: Groups, rounded: np.dtype) -> Crossing:
             Step(lambda ctx, x: ops.inline_one(ctx, add, x, sent), bits, gather, gathered),
         ]  # fmt: skip
 
-    # Twice what the all-reduce of an element takes. A rank goes on when it has sent a part and received one, and the
-    # smaller these are, the less the links wait for the slower direction of each pair of ranks.
+    # Twice an all-reduce's bytes per element. A rank goes on once it has sent a part and received one. With smaller
+    # parts the links wait less for the slower direction of each pair of ranks.
     return Crossing(wide, rounded, steps, bytes_each=8, unit=num_hosts, max_parts=24, rounded=rounded)
 
 

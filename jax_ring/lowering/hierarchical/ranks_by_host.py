@@ -54,7 +54,7 @@ def reorder(blocks: jax.Array, orders: np.ndarray, group: np.ndarray, position: 
         return jnp.take(blocks, jnp.asarray(orders)[jnp.asarray(group)[position]], axis=0, mode="clip")
     if (order == np.arange(order.size)).all():
         return blocks
-    # Most orders are a transpose, which XLA can merge with what comes before and after.
+    # Most orders are a transpose. XLA can merge it with the operations before and after.
     columns = int(order[1]) if order[1] > 0 and order.size % order[1] == 0 else order.size
     rows = order.size // columns
     if (order == np.arange(order.size).reshape(rows, columns).T.reshape(-1)).all():
@@ -100,7 +100,7 @@ def split_permutation(groups: Groups, levels: Levels, perm: Pairs) -> SplitPermu
         intra[index].update(pairs)
         taken.update((levels.intra[part][place], index) for place in pairs)
     if not (intra or inter):
-        intra.append({})  # nothing is sent, and all ranks get zeros
+        intra.append({})  # sends nothing; all ranks get zeros
     which = np.full(len(places), len(intra), np.int32)
     which[list(taken)] = list(taken.values())
     return SplitPermutation([tuple((s, r) for r, s in each.items()) for each in intra], inter, which)

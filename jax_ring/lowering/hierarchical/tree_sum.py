@@ -105,7 +105,7 @@ def _cross_hosts(
     if len(folds) == 1:
         total = folds[0](received)
     else:
-        # The groups lie on hosts in different ways, and all ranks run one program.
+        # The groups lie on hosts in different ways, but all ranks run one program.
         which = np.array([layouts.index(each) for each in hosts.layouts], np.int32)
         total = lax.switch(jnp.asarray(which)[_group_of(levels, axes)], folds, received)
     total = total.astype(dtype)[None]

@@ -85,7 +85,7 @@ def lowered(call: CallSpec, shapes: Sequence[Shape], mesh, program: str, site: s
     steps = partial(_steps_p.bind, call=call, program=program, site=site)
     context = _compat.SPMDAxisContext(mesh, frozenset(mesh.axis_names))
     operands = [jax.ShapeDtypeStruct(shape.dimensions, shape.dtype) for shape in shapes]
-    # The thread is one of XLA's, without the settings of the one that has lowered the program.
+    # A thread of XLA lacks the settings of the lowering thread.
     with for_xla(), jax.enable_x64(True):
         (equation,) = jax.make_jaxpr(steps)(*operands).eqns
         computation = _compat.lowered_alone(equation, context, platform)
@@ -220,7 +220,7 @@ class _Copied:
             proto.CALLED: self._called.get(id_, ()),
         }
         fields = instruction.without(*_REWRITTEN)
-        # As it is, a transpose has a layout in which it moves nothing.
+        # With the default layout a transpose moves data; with its own layout it moves nothing.
         fields.append(wire.data(proto.SHAPE, Shape(instruction.message(proto.SHAPE)).with_default_layout().message))
         fields += [wire.data(proto.NAME, f"{opcode}.{self._id}.{_local(id_)}"), wire.data(proto.OPCODE, opcode)]
         fields.append(wire.data(proto.METADATA, self._stead.instruction.raw(proto.METADATA)))

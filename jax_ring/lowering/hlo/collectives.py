@@ -151,8 +151,8 @@ def _members(instruction: Message, kind: Kind, num_partitions: int) -> tuple[Gro
         if not all(0 <= position < num_partitions for position in (*sources, *targets)):
             raise Unsupported(f"its pairs {pairs} name other ranks than the {num_partitions} partitions")
         return (tuple(range(num_partitions)),), pairs
-    # With a channel these name partitions, whose ids are the global ones of programs without replicas. An all-to-all
-    # is always between partitions, others without this mark have groups of replicas, each of which has all partitions.
+    # With a channel these name partitions, by the global ids of programs without replicas. An all-to-all is always
+    # between partitions. Other collectives without this mark have groups of replicas, each with all partitions.
     if kind is not kinds.ALL_TO_ALL and not instruction.integer(proto.USE_GLOBAL_IDS):
         if groups_of(instruction, 1) != ((0,),):
             raise Unsupported("its groups are of several replicas")

@@ -11,9 +11,9 @@ from jax_ring.lowering.hlo.wire import Message
 from jax_ring.lowering.passes.combiner import COMBINE_THRESHOLD_BYTES, COMBINE_THRESHOLD_COUNT
 
 _LITERAL, _LITERAL_SHAPE = 8, 1  # of HloInstructionProto, and of LiteralProto
-_ELEMENTS = {4: 4, 5: 6, 8: 5, 9: 7}  # the field with the elements of int32, int64, uint32, uint64
+_ELEMENTS = {4: 4, 5: 6, 8: 5, 9: 7}  # element type to the field that holds int32, int64, uint32 or uint64
 
-# What takes long enough for a collective to run beside it.
+# Operations that take long enough for a collective to run beside them.
 _PRODUCTS = {"call", "conditional", "convolution", "custom-call", "dot", "fusion", "scaled-dot", "while"}
 _SUMS = {"all-reduce", "reduce-scatter"}
 
@@ -106,7 +106,7 @@ def _joined(instructions: Sequence[Message], root: int, reduction_of: Callable[[
     return [*(replaced.get(each.integer(proto.ID), each) for each in instructions), *added]
 
 
-# What differs between sums that can be one. Each has a computation of its own that says how it reduces.
+# Fields that may differ between sums to be joined. Each sum has a computation of its own that says how it reduces.
 _OWN = {
     proto.NAME, proto.SHAPE, proto.METADATA, proto.CHANNEL, proto.ID, proto.OPERANDS, proto.CALLED, proto.STATISTICS,
 }  # fmt: skip
@@ -154,7 +154,7 @@ def _in_order(instructions: Sequence[Message]) -> list[Message]:
         waiting = [each]
         while waiting:
             last = waiting[-1]
-            missing = [i for i in _needed(last) if i not in ordered]  # no cycles: no sum that is joined needs another
+            missing = [i for i in _needed(last) if i not in ordered]  # no cycles: no joined sum needs another
             if missing:
                 waiting += (by_id[i] for i in reversed(missing))
             else:

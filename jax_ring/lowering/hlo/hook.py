@@ -35,8 +35,8 @@ from jax_ring.options import Order
 
 logger = logging.getLogger("jax_ring")
 
-# The attribute of a program whose collectives are replaced. Its value is one of the two below, the order of its sums,
-# and what names the program between processes, or the devices that it is only compiled for.
+# Marks a program whose collectives are replaced. Its value: one of the two signs below, the order of its sums, and the
+# program's name between processes, or the devices that it is only compiled for.
 _MARK = "jax_ring.partitioner"
 _ALSO_IF_DONATING, _NOT_IF_DONATING = "+", "-"
 
@@ -60,7 +60,7 @@ class _Devices(NamedTuple):
     hosts: tuple | None
 
 
-# By what programs for them are marked with.
+# By the name in the mark of their programs.
 _elsewhere: dict[str, _Devices] = {}
 
 
@@ -108,7 +108,7 @@ def transform(platform: str, program: bytes) -> bytes | None:
     try:
         return _replace(module, name, value, platform)
     except RuntimeError:
-        # It is forbidden, or a process does not say on which host it is. The others would wait for this one.
+        # Forbidden, or a process does not publish its host. The others would wait for this process.
         raise
     except Exception as error:
         if runtime.STRICT:
@@ -230,7 +230,7 @@ def _replace(module: Message, name: str, value: str, platform: str) -> bytes | N
             )
         logger.info("%s of %s is left to XLA: %s", what, name, why)
 
-    order, _, named = value[1:].partition(" ")  # as `mark` has written it
+    order, _, named = value[1:].partition(" ")  # written by `mark`
     found = _elsewhere.get(named) or _Devices({device.id: device for device in _compat.devices(platform)}, None)
     devices, why_not = _devices_of(module, found.by_id)
     if not why_not and module.raw(_ALIASES) and value[0] == _NOT_IF_DONATING:
@@ -294,13 +294,13 @@ def _reduction_of(computation: Message) -> str:
 
 
 _lock = threading.Lock()
-_registered: dict[str, Callable] = {}  # what ends it, by platform
-_platforms = {"cpu"}  # those of all programs so far: the plugin of another one may not be loaded before
+_registered: dict[str, Callable] = {}  # functions that end it, by platform
+_platforms = {"cpu"}  # of all programs so far; do not load the plugin of another one early
 
 
 def register() -> Callable[[], None]:
     """Makes XLA hand over programs; returns a function that ends it."""
-    for platform in tuple(_platforms):  # another thread may add one
+    for platform in tuple(_platforms):  # a copy: another thread may add one
         _is_registered(platform)
     return _end
 

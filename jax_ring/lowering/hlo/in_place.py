@@ -6,8 +6,8 @@ from jax_ring.lowering.hlo import proto, wire
 from jax_ring.lowering.hlo.shapes import Shape
 from jax_ring.lowering.hlo.wire import Message
 
-# What writes a buffer of its own, and what reads its operands without giving their buffers to its result. The module
-# comes after XLA has inserted its copies, so a buffer that is shared with anything else would not be copied any more.
+# _PRODUCERS write a buffer of their own. _READERS read their operands without passing the buffers on to the result. The
+# module comes after XLA has inserted its copies, so nothing would copy a shared buffer any more.
 _PRODUCERS = {
     "broadcast", "concatenate", "convolution", "copy", "dot", "fusion", "iota", "pad", "reduce", "slice", "transpose",
 }  # fmt: skip

@@ -1,11 +1,11 @@
 """Field numbers of XLA's messages, shared by modules."""
 
-# Of HloModuleProto, of the computations in it, and of the instructions in these.
+# Fields of HloModuleProto, of its computations, and of their instructions.
 COMPUTATIONS = 3
 INSTRUCTIONS, COMPUTATION_ID, ROOT = 2, 5, 6
 NAME, OPCODE, SHAPE, METADATA, TUPLE_INDEX, DIMENSIONS, CHANNEL, TARGET = 1, 2, 3, 7, 13, 14, 26, 28
 ID, OPERANDS, PREDECESSORS, CALLED, SHARDING, CONFIG = 35, 36, 37, 38, 40, 43
 FEATURE_GROUPS, PAIRS, CONSTRAIN_LAYOUT, OPERAND_SHAPES, BATCH_GROUPS = 50, 52, 56, 57, 58
 FRONTEND, USE_GLOBAL_IDS, ALIASES, API_VERSION, STATISTICS, RESULT_ACCURACY = 68, 71, 74, 77, 82, 91
-# Of an alias.
+# Fields of an alias.
 ALIAS_RESULT, ALIAS_OPERAND = 1, 2

@@ -99,8 +99,8 @@ def _of_mesh_axes(message: Message) -> list[list[int]]:
         ids = _iota(iota.integers(_MESH_IOTA_RESHAPE), iota.integers(_MESH_IOTA_TRANSPOSE))
     else:
         ids = np.array(mesh.integers(_MESH_DEVICE_IDS) or range(math.prod(sizes)))
-    named = []  # (axis, the product of the sizes of its parts before, size)
-    boundaries = [{1, size} for size in sizes]  # of the parts of each axis, as products of sizes
+    named = []  # (axis, product of the sizes of its earlier parts, size)
+    boundaries = [{1, size} for size in sizes]  # boundaries between the parts of each axis, as products of sizes
     for reference in message.messages(_AXES):
         check_fields(reference, {_REF_AXIS, _REF_SUB_AXIS}, "a mesh axis")
         axis, before, size = reference.integer(_REF_AXIS), 1, sizes[reference.integer(_REF_AXIS)]
@@ -110,7 +110,7 @@ def _of_mesh_axes(message: Message) -> list[list[int]]:
             before, size = part.integer(_SUB_AXIS_PRE_SIZE, 1), part.integer(_SUB_AXIS_SIZE, 1)
         named.append((axis, before, size))
         boundaries[axis] |= {before, before * size}
-    # The coarsest parts of which all named ones consist, the major ones first.
+    # The coarsest parts that make up all named ones, major ones first.
     parts = []
     for axis, products in enumerate(boundaries):
         ordered = sorted(products)

@@ -11,10 +11,10 @@ from jax_ring.lowering.hlo.replica_groups import Unsupported
 from jax_ring.lowering.hlo.shapes import UINT32, Shape, array_shape, slices, tuple_shape
 from jax_ring.lowering.hlo.wire import Message
 
-_TYPED_FFI = 4  # an API_VERSION
+_TYPED_FFI = 4  # a value of API_VERSION
 _PARAMETER_NUMBER = 9  # of HloInstructionProto
 _KEY, _VALUE = 1, 2  # of a map's entry
-# Of HloComputationProto, and of its ProgramShapeProto.
+# Fields of HloComputationProto and of its ProgramShapeProto.
 _COMPUTATION_NAME, _PROGRAM_SHAPE = 1, 4
 _PROGRAM_OPERANDS, _PROGRAM_RESULT, _PROGRAM_NAMES = 1, 2, 3
 
@@ -69,7 +69,7 @@ class Computation:
         self._by_id = {instruction.integer(proto.ID): instruction for instruction in self._instructions}
         self._next_id = max(self._by_id) + 1
         self._written: list[Message | bytes] = []
-        self._hidden: list[int] = []  # the operands in front of the collective's
+        self._hidden: list[int] = []  # operands in front of the collective's
         self._buffers = in_place.Buffers(self._instructions, message.integer(proto.ROOT), environment.body_of)
 
     def replace(self, refuse: Callable[[Message, Unsupported], None]) -> Message | None:
@@ -90,7 +90,7 @@ class Computation:
                     self._of.num_partitions,
                     self._of.platform.has_layouts,
                 )
-                if call.size > 1:  # XLA has these done by a copy
+                if call.size > 1:  # XLA implements groups of one rank by a copy
                     is_beside = instruction.integer(proto.ID) in self._beside
                     calls[instruction.integer(proto.ID)] = call, of.serve(call, instruction, is_beside)
             except Unsupported as why:
@@ -296,7 +296,7 @@ def _instead(instruction: Message, opcode: str, operands: Sequence[int], fields:
     return Message([*made, wire.data(proto.OPCODE, opcode), *fields, wire.packed(proto.OPERANDS, operands)])
 
 
-# The attributes of a call that XLA's GPU compiler runs on another stream, as streams.py has them.
+# Attributes of a call that XLA's GPU compiler runs on another stream; see streams.py.
 _ON_COLLECTIVE_STREAM = [
     wire.data(proto.FRONTEND, Message([wire.data(1, Message([wire.data(_KEY, key), wire.data(_VALUE, value)]))]))
     for key, value in streams.attributes_of(streams.COLLECTIVE).items()

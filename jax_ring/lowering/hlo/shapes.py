@@ -14,11 +14,11 @@ from jax_ring.lowering.hlo.wire import Message
 _ELEMENT_TYPE, _DIMENSIONS, _TUPLE, _LAYOUT, _IS_DYNAMIC = 2, 3, 4, 5, 6
 _MINOR_TO_MAJOR, _TAIL_ALIGNMENT = 1, 16
 _TUPLE_TYPE = 13
-# The field of HloInstructionProto that says what a slice takes, and those of the messages in it.
+# The field of HloInstructionProto with the ranges of a slice, and the fields of its messages.
 _SLICES = 17
 _SLICE_START, _SLICE_LIMIT, _SLICE_STRIDE = 1, 2, 3
 
-# The values of PrimitiveType that both XLA's CPU backend and the engine have.
+# PrimitiveType values that both XLA's CPU backend and the engine support.
 _DTYPES = {
     1: np.bool_, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.uint8, 7: np.uint16, 8: np.uint32,
     9: np.uint64, 10: np.float16, 11: np.float32, 12: np.float64, 15: np.complex64, 16: jnp.bfloat16, 18: np.complex128,

@@ -22,9 +22,9 @@ from jax_ring.lowering.custom_call.operation import Call
 from jax_ring.lowering.passes import dataflow
 from jax_ring.lowering.state import Numbers, state_of
 
-# Joining a call of this size saves a few microseconds of a few milliseconds.
+# Joining larger calls saves a few microseconds of a few milliseconds.
 COMBINE_THRESHOLD_BYTES = 25 << 20
-# An engine sends this many operands as a few messages.
+# An engine sends this many operands in a few messages.
 COMBINE_THRESHOLD_COUNT = 256
 
 
@@ -70,7 +70,7 @@ def _join_block(ctx, block: ir.Block, joined: Joined) -> None:
     known = state_of(ctx).calls
     operations: list[ir.Operation] = []
     calls: dict[int, Call] = {}
-    within: dict[int, list[ir.Operation]] = {}  # by the operation that has them within it
+    within: dict[int, list[ir.Operation]] = {}  # by the enclosing operation
     for i, view in enumerate(block.operations):
         op = view.operation
         operations.append(op)
@@ -81,7 +81,7 @@ def _join_block(ctx, block: ir.Block, joined: Joined) -> None:
             if call is not None:
                 calls[i] = call
         elif name == "func.call" or (len(op.regions) and name != "sdy.manual_computation"):
-            # The calls in another shard_map have been joined.
+            # The calls in a nested shard_map have been joined already.
             inner = Joined([], joined.callers)
             (_join_function if name == "func.call" else _join_within)(ctx, op, inner)
             within[i] = inner.calls
@@ -95,7 +95,7 @@ def _join_calls(ctx, operations: Sequence[ir.Operation], calls: dict[int, Call])
     left = {i: operations[i] for i in calls}
     if len(calls) < 2:
         return left
-    elements = functools.cache(_elements)  # many calls have a few types
+    elements = functools.cache(_elements)  # many calls share a few types
     keys = {i: _key(operations[i], call, elements) for i, call in calls.items() if call.joins}
     count = Counter(keys.values())
     keys = {i: key for i, key in keys.items() if count[key] > 1}

@@ -7,7 +7,7 @@ from jax.extend.mlir import ir
 
 from jax_ring.lowering.custom_call.operation import compared
 
-# They may have effects, or give other results the next time.
+# They may have effects, or give another result next time.
 _NOT_COMPARED = ("stablehlo.custom_call", "func.call", "stablehlo.rng", "stablehlo.infeed", "stablehlo.recv")
 
 
@@ -62,10 +62,10 @@ def choose_groups(
     groups: list[list[int]] = []
     num_results: list[int] = []  # of each group
     num_bytes: list[int] = []
-    behind: list[int] = []  # for each group the set of groups that it waits for, as bits
+    behind: list[int] = []  # for each group, the set of groups that it waits for, as bits
     open_groups: dict[Hashable, int] = {}
-    grown = 0  # the groups to which an operation has been added after others looked at what they wait for
-    waits: dict[ir.Value, int] = {}  # by value, the groups on which it depends; no entry if on none
+    grown = 0  # groups that got an operation after others computed what they wait for
+    waits: dict[ir.Value, int] = {}  # the groups that each value depends on; no entry if none
 
     def closure(mask: int) -> int:
         pending, seen = mask & grown, mask
@@ -149,7 +149,7 @@ def reorder(
             op = joined[node] = join(group_at[node])
         else:
             op = flow.operations[node]
-        if previous and node < furthest:  # it has been waiting for a later one
+        if previous and node < furthest:  # it has waited for a later group
             op.move_after(previous)
         previous, furthest = op, max(furthest, node)
         for user in users[node]:

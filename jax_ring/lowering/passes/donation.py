@@ -43,7 +43,7 @@ def sum_in_place(module: ir.Module) -> None:
         sum_ = _find_sum(value, bodies)
         if sum_ is None:
             continue
-        # XLA gives a donated buffer to a result of its size. It copies an argument whose buffer no result gets.
+        # XLA gives a donated buffer to a result of its size. It copies an argument if no result takes its buffer.
         takers = [
             sum_.type == on_device if sum_.type and on_device else value.type == in_program
             for in_program, on_device in results
@@ -109,7 +109,7 @@ def _can_alias(op: ir.Operation, operand: int) -> bool:
     if op.name != "stablehlo.custom_call" or _text(op.attributes["call_target_name"]) not in _TARGETS:
         return False
     result = operand - _num_hidden(op)
-    # The terms of a sum along a tree are of another type.
+    # The terms of a tree sum have another type than the result.
     return result >= 0 and op.operands[operand].type == op.results[result].type
 
 

@@ -14,7 +14,7 @@ from jax_ring import _compat
 from jax_ring.lowering.passes import combiner
 from jax_ring.lowering.state import Numbers
 
-# Each takes any number of operands of one dtype, and has a result for each.
+# Primitives with any number of operands of one dtype and one result for each.
 PRIMITIVES: set[Primitive] = set()
 
 
@@ -62,7 +62,7 @@ def _groups(equations) -> list[_Group]:
     groups: list[_Group] = []
     open_groups: dict[Hashable, _Group] = {}
     expressions = _Expressions()
-    place_of: dict[Any, int] = {}  # by variable, that of the equation that computes it
+    place_of: dict[Any, int] = {}  # variable to the place of the equation that computes it
     for place, equation in enumerate(equations):
         key = _key(equation)
         if key is not None:

@@ -17,7 +17,7 @@ from jax_ring import _compat
 from jax_ring.distributed import discovery
 from jax_ring.lowering.state import state_of
 
-_MAX_BYTES = 1 << 16  # of an array that is part of a program
+_MAX_BYTES = 1 << 16  # size limit of an array that is part of a program
 
 
 def name_of(ctx) -> str:
@@ -71,13 +71,13 @@ class _Digests:
         self._of_jaxpr: dict[int, str] = {}
 
     def of_jaxpr(self, jaxpr) -> str:
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # without the values of constants, which may be on a device
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # drop the constants: their values may be on a device
         if id(jaxpr) not in self._of_jaxpr:
             self._of_jaxpr[id(jaxpr)] = self._look_at(jaxpr)
         return self._of_jaxpr[id(jaxpr)]
 
     def _look_at(self, jaxpr) -> str:
-        digests = {}  # of the expression of each variable
+        digests = {}  # variable to the digest of its expression
         for i, var in enumerate((*jaxpr.constvars, *jaxpr.invars)):
             digests[var] = _digest("argument", str(i), str(var.aval.shape), str(var.aval.dtype))
 

@@ -42,7 +42,7 @@ def settle(state: LoweringState, calls: list[ir.Operation], callers: dict[ir.Blo
     table = state.call_sites = state.call_sites or Table()
     table.callers.update(callers)
     table.pending += [(call, state.calls[call.attributes[CONFIG]].lines) for call in calls]
-    if len(state.calls) > 1:  # else all calls of the module have one line, which they name
+    if len(state.calls) > 1:  # else all calls of the module name the same line
         for call, lines in table.pending:
             table.add(state, call, lines)
         table.pending.clear()
@@ -84,10 +84,10 @@ class Table:
     def __init__(self) -> None:
         self._numbers = Numbers()
         self._values: dict[ir.Value, int] = {}
-        self._alike: dict[int, _Together | None] = {}  # by attributes and types; None: told apart by expression
+        self._alike: dict[int, _Together | None] = {}  # by attributes and types; None: distinguish by expression
         self._equal: defaultdict[int, _Together] = defaultdict(_Together)  # by expression
-        self.callers: dict[ir.Block, ir.Operation] = {}  # of functions with one caller, by their bodies
-        self.pending: list[tuple[ir.Operation, Lines]] = []  # calls that have not been added
+        self.callers: dict[ir.Block, ir.Operation] = {}  # functions with one caller, by body
+        self.pending: list[tuple[ir.Operation, Lines]] = []  # calls not yet added
 
     def add(self, state: LoweringState, call: ir.Operation, lines: Lines) -> None:
         types = tuple([value.type for value in (*call.operands, *call.results)])
@@ -115,7 +115,7 @@ class Table:
 
     def _value(self, value: ir.Value) -> int:
         pending = [] if value in self._values else [(value, *self._origin(value))]
-        while pending:  # not recursive: programs are deeper than Python's stack
+        while pending:  # a loop, because programs are deeper than Python's stack
             value_, origin, inputs = pending[-1]
             if unknown := [operand for operand in inputs if operand not in self._values]:
                 pending.extend([(operand, *self._origin(operand)) for operand in unknown])
@@ -168,7 +168,7 @@ class Table:
 
 def _attributes(operation: ir.Operation) -> tuple:
     if operation.name == "func.call":
-        return ()  # not the name of the function: two functions may do the same
+        return ()  # no function name: two functions may do the same
     attributes = operation.attributes
     if CONFIG not in attributes or "site" not in ir.DictAttr(attributes[CONFIG]):
         return compared(operation)

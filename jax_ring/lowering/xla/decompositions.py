@@ -4,5 +4,5 @@ from collections.abc import Callable
 
 from jax.extend.core import Primitive
 
-# By primitive: (platforms, axis context, **params) to the function of the operands that it is lowered as.
+# By primitive: (platforms, axis context, **params) to a function of the operands, which is lowered in its place.
 STEPS: dict[Primitive, Callable] = {}

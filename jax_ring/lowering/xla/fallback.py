@@ -79,7 +79,7 @@ def lower_dynamic_broadcast_to_sum(ctx, operand, source, axes, lower_sum):
 
 
 def _or_zeros(bits, axes, root):
-    # For shapes that are symbolic: in a shard_map, jaxlib crashes on the scalar conversions that `==` can insert.
+    # For symbolic shapes: in a shard_map, jaxlib crashes on scalar conversions that `==` can insert.
     coordinates = np.unravel_index(root, [lax.axis_size(axis) for axis in axes])
     is_root = [lax.eq(lax.axis_index(axis), np.int32(c)) for axis, c in zip(axes, coordinates, strict=True)]
     return lax.select(functools.reduce(lax.bitwise_and, is_root), bits, zeros_like(bits))
