@@ -82,7 +82,8 @@ def accumulate_gradients(
             arguments, keywords = jax.tree.unflatten(structure, parts)
             return _checked(fun(params, *arguments, **keywords), has_aux)
 
-        # The data is an argument, because a jitted or rematerialised function of JAX may not close over its own.
+        # Pass the data as an argument: inside jit or checkpoint it is traced, and a custom_vjp must not close over
+        # tracers.
         @jax.custom_vjp
         def mean(params, microbatches, others):
             values, aux = lax.map(lambda own: _as_pair(of_microbatch(params, own, others), has_aux), microbatches)
@@ -105,7 +106,7 @@ def accumulate_gradients(
 
         def backward(totals, cotangents):
             of_value = cotangents[0]
-            if isinstance(of_value, jax.custom_derivatives.SymbolicZero):  # only the auxiliary data is differentiated
+            if isinstance(of_value, jax.custom_derivatives.SymbolicZero):  # differentiates only the auxiliary data
                 of_value = of_value.instantiate()
             scale, rest = of_value / num_microbatches, iter(totals)
 

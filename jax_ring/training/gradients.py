@@ -24,11 +24,11 @@ from jax_ring.training.sentinel import after, check_when, digests, verdict
 from jax_ring.training.sync import Reduction, ReductionOptions, is_float0
 
 P = ParamSpec("P")
-T = TypeVar("T")  # a pytree: results have the structure of the argument
+T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
-# Without vma tracking, the axes over which the enclosing `value_and_grad` will sum the gradients of the function that
-# is being traced. A user context is part of the key of JAX's caches, so that a jitted layer is traced once more there.
-# JAX does not allow creating one while other threads trace, so it is created at import.
+# Without vma tracking: the axes over which the enclosing `value_and_grad` will sum the gradients of the traced
+# function. A user context is part of the key of JAX's caches, so a jitted layer is traced again there. JAX does not
+# allow creating one while other threads trace, so create it at import.
 _summed_later = jax.make_user_context(frozenset())
 
 
@@ -211,7 +211,7 @@ def _of_mean(
         index = contextlib.nullcontext() if shards is None else SHARD.set(first_shard(axis_name, shards.num_shards))
         with _noted(axis_name, reduced_in_backward), index:
             (value, aux), grads = with_aux(*arguments, **kwargs)
-        # A value that is the same on all ranks counts once: the ranks' gradients are parts of it, which add up.
+        # A value that is the same on all ranks counts once: the ranks' gradients are parts of it and add up.
         axes = axes_of_difference(value, axis_name)
         divisor = num_ranks(axes)
         local_value = own_copy(value, axis_name) if axes else None
@@ -318,7 +318,7 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
         return [own_copy(x, axis_name) for x in xs]
 
     def reduced(cotangents):
-        # Of an outer function, if it differentiates the gradients of the one that this call is in.
+        # Refuse if an outer function differentiates the gradients of the function around this call.
         _refuse_summing_twice(
             axis_name,
             "It differentiates the gradients of an inner one with reduced_in_backward=True: leave that and "

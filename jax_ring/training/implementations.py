@@ -31,9 +31,9 @@ class Implementation(NamedTuple):
 
 
 def _lax_broadcast(tree: Any, axis_name, *, root: int) -> Any:
-    # jax.lax has no broadcast that keeps all bits and is invariant over the axis.
+    # jax.lax has no broadcast that keeps all bits and whose result is invariant over the axis.
     def broadcast(x):
-        bits, from_bits = bits_of_keys(x)  # up to JAX 0.12 an untiled all_gather of keys cannot be lowered
+        bits, from_bits = bits_of_keys(x)  # JAX up to 0.12 cannot lower an untiled all_gather of keys
         return from_bits(lax.all_gather(bits, axis_name, to="invarying")[root])
 
     return jax.tree.map(broadcast, tree)

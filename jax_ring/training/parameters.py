@@ -24,7 +24,7 @@ def check_parameters(function: str, position: int, tree: Any, *, only_floats: bo
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            # JAX's words, for those who look for them.
+            # Uses JAX's words, so that a search finds them.
             raise TypeError(
                 "grad requires real- or complex-valued inputs (input dtype that is a sub-dtype of np.inexact), but "
                 f"{function} got {jax.typeof(leaf)} at {jax.tree_util.keystr(path) or 'the root'} of argument "

@@ -21,7 +21,7 @@ from jax_ring.training.implementations import Impl, implementation
 # Digests per round of the search for the first difference: four rounds for 4 billion elements.
 PARTS = 256
 
-T = TypeVar("T")  # a pytree: results have the structure of the argument
+T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
 
 def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0, impl: Impl = "ring") -> T:
@@ -73,7 +73,7 @@ def assert_replicated(tree: Any) -> None:
         if isinstance(leaf, jax.Array):
             array = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
             (here if array.is_fully_addressable else across)[name] = array
-    # First the checks that all processes make together: a local failure would leave the others waiting.
+    # Make the checks common to all processes first: a local failure would leave the others waiting.
     devices: list[Any] = [device for array in across.values() for device in array.sharding.device_set]
     processes = sorted({device.process_index for device in devices})
     if jax.process_index() in processes:

@@ -28,11 +28,11 @@ from jax_ring.training.sync import Reduced, Reduction, is_float0
 from jax_ring.training.wire import UNCHANGED
 from jax_ring.training.zero.vectors import is_sharded
 
-T = TypeVar("T")  # a pytree: results have the structure of the argument
+T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
-# Odd multipliers, so that every step of the mixing is a bijection of 32-bit words.
+# Odd multipliers make every mixing step a bijection of 32-bit words.
 _LANES = ((0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35), (0x61C88647, 0x7FEB352D, 0x846CA68B))
-_NAMED = 4  # leaves that an error describes
+_NAMED = 4  # leaves described in an error
 
 
 class CheckedState(NamedTuple):
@@ -147,12 +147,12 @@ def _folded(words: list[jax.Array]) -> jax.Array:
 
     mixed = tuple(map(_mixed, words, _LANES))
     zeros = tuple(jnp.zeros_like(x, shape=()) for x in mixed)
-    # One reduction of two operands takes XLA half the time of two.
+    # One reduction of two operands takes XLA half as long as two reductions.
     return jnp.stack(lax.reduce(mixed, zeros, add, (0,)))
 
 
 def _mixed(words: jax.Array, lane: tuple[int, int, int]) -> jax.Array:
-    # A sum of words times weights would not do: two flipped signs would cancel, because the weights are odd.
+    # A weighted sum of words would not do: two flipped signs would cancel, because the weights are odd.
     by_place, first, second = lane
     words = words ^ (lax.iota(jnp.uint32, words.size) * np.uint32(by_place))
     words = (words ^ (words >> 16)) * np.uint32(first)
@@ -166,7 +166,7 @@ def _words(x: jax.Array) -> jax.Array:
         x = jnp.stack([x.real, x.imag])
     if jnp.issubdtype(x.dtype, jnp.floating):
         bits = jnp.finfo(x.dtype).bits
-        x = lax.bitcast_convert_type(x, f"uint{min(bits, 32)}")  # a dimension more for those of 64 bits
+        x = lax.bitcast_convert_type(x, f"uint{min(bits, 32)}")  # 64-bit elements get one more dimension
     elif x.dtype.itemsize == 8:
         x = lax.bitcast_convert_type(x, jnp.uint32)
     return x.reshape(-1).astype(jnp.uint32)
@@ -178,7 +178,7 @@ def verdict(function: str, own: Digests, sums: jax.Array, axis_name: AxisName) -
     sums: the sum of `own.table` over the ranks.
     """
     axes = axes_of(axis_name)
-    # On one rank as well, so that the rest of the step is compiled as on several.
+    # On one rank too, so that the rest of the step compiles as on several.
     differ = (sums != sums[0]).any()
     others = _other_axes(axes, own.leaves)
 
@@ -200,7 +200,7 @@ def report(function: str, names: tuple[str, ...], by_rank: np.ndarray) -> str:
     lines = []
     for i, name in enumerate(names):
         of_ranks = [by_rank[rank, i].tobytes() for rank in range(len(by_rank))]
-        # Of several that are equally common, the first rank's.
+        # Of several equally common values, take the first rank's.
         common = Counter(of_ranks).most_common(1)[0][0]
         others = [rank for rank, own in enumerate(of_ranks) if own != common]
         if others:
@@ -233,7 +233,7 @@ def after(tree: T, ok: jax.Array) -> T:
         return tree
     smallest = min(sizes, key=sizes.__getitem__)
     bits, from_bits = bits_of_keys(jnp.asarray(leaves[smallest]))
-    # A choice, because adding a zero would change the sign of another.
+    # A select: adding a zero would change the sign of another zero.
     leaves[smallest] = from_bits(jnp.where(ok == 0, bits, jnp.zeros_like(bits)))
     return jax.tree.unflatten(structure, leaves)
 
@@ -281,7 +281,7 @@ def reduced_with(reduction: Reduction, reduce: Callable[..., Reduced], tree: Any
 
     reduce: takes a reduction, the tree, and the argument `value` of `Reduction.reduce`.
     """
-    # If the update could overwrite the parameters first, XLA would keep a copy of them for the digests, in every step.
+    # If the update could overwrite the parameters first, XLA would copy them for the digests in every step.
     reduction = replace(reduction, after_last=True)
     if not isinstance(tree, ShardSums) or reduction.wire != UNCHANGED:
         reduced = reduce(reduction, tree, value=table)

@@ -22,7 +22,7 @@ from jax_ring.training.quantized import Int8Wire, int8_wire, is_int8, merge, par
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.wire import UNCHANGED, FloatWire, float_wire
 
-T = TypeVar("T")  # a pytree: results have the structure of the argument
+T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
 
 class BucketOptions(TypedDict, total=False):
@@ -145,7 +145,7 @@ class Reduction:
         wanted = numbers if residual is None else jax.tree.map(jnp.add, numbers, _numbers(tree, residual))
         scales = jax.tree.map(lambda x: wire.scale_of(x, divisor, headroom or divisor), wanted)
         count = num_ranks(axes_of(axis_name))
-        # With a residual, what does not fit is sent in a later step.
+        # With a residual, a later step sends what does not fit.
         send = partial(wire.sent, saturate_for=0 if residual is None else count)
         sent = jax.tree.map(send, wanted, scales)
         value_scales = jax.tree.map(lambda x: UNCHANGED.scale_of(x, count, count), value)
@@ -153,7 +153,7 @@ class Reduction:
         value = jax.tree.map(partial(UNCHANGED.received, divisor=count), value_sums, value, value_scales)
 
         received = jax.tree.map(partial(wire.received, divisor=divisor), sums, numbers, scales)
-        # Made here, because a float0 that varies over the axis has the wrong type for a mean.
+        # Create it here: a float0 that varies over the axis has the wrong type for a mean.
         float0 = jax.tree.map(lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0), tree)
         if residual is not None:
             unsent = jax.tree.map(wire.unsent, wanted, sent, scales)
@@ -198,7 +198,8 @@ class Reduction:
             wide = ShardSums(terms, num_shards, tuple(x.dtype for x in terms))
             return along._collective()(wide, axis_name)
 
-        # What comes after the sums is compiled alike whether an engine makes them, XLA, or nothing, on one rank.
+        # Code after the fence compiles alike whether the sums come from an engine, from XLA or, on one rank, from
+        # nothing.
         sums = fence(along._in_buckets(jax.tree.unflatten(structure, likes), leaves, axis_name, psum, num_shards))
         means = [
             np.zeros(x.shape, x.dtype) if is_float0(like) else UNCHANGED.received(x, like, 1, divisor)

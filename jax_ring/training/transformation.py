@@ -123,7 +123,7 @@ def allreduce_gradients(
         if error_feedback:
             residual = jax.tree.map(lambda p: own_copy(jnp.zeros((1, *p.shape), p.dtype), axis_name), params)
         key = options.get("key")
-        # Not the key itself, which the caller still has when a step donates the state.
+        # A copy of the key: the caller still holds it when a step donates the state.
         return counted(FeedbackState(residual, None if key is None else jax.random.fold_in(key, 0)))
 
     def update(updates, state, params=None):

@@ -13,7 +13,7 @@ from jax_ring.collectives.vmap_axis import accumulator_dtype
 from jax_ring.options import check_arrays
 from jax_ring.training.implementations import Impl, implementation
 
-T = TypeVar("T")  # a pytree: results have the structure of the argument
+T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
 
 def weighted_pmean(x: T, weight: Any, axis_name: AxisName, *, impl: Impl = "ring") -> T:
@@ -43,7 +43,7 @@ def weighted_pmean(x: T, weight: Any, axis_name: AxisName, *, impl: Impl = "ring
     check_arrays("weighted_pmean", "x", x)
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
     dtypes = [_accumulator(leaf.dtype, weight.dtype) for leaf in leaves]
-    # One sum of weights serves all leaves.
+    # All leaves share one sum of weights.
     weight = weight.astype(reduce(jnp.promote_types, map(_real, dtypes), _real(jnp.float32)))
     products = [
         _product(leaf.astype(dtype), weight.astype(_real(dtype))) for leaf, dtype in zip(leaves, dtypes, strict=True)
@@ -59,7 +59,7 @@ def weighted_pmean(x: T, weight: Any, axis_name: AxisName, *, impl: Impl = "ring
 def _checked(weight: Any) -> jax.Array:
     """The weight as an array. Raises if no mean has it."""
     try:
-        array = None if isinstance(weight, type) else jnp.asarray(weight)  # `float` would be the array 0.0
+        array = None if isinstance(weight, type) else jnp.asarray(weight)  # `float` would become the array 0.0
     except (TypeError, ValueError):
         array = None
     kinds = (jnp.floating, jnp.integer, jnp.bool_)
@@ -95,5 +95,5 @@ def _real(dtype) -> jnp.dtype:
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    # 0 times the NaN of a mean over no examples would be NaN. A finite value stays, for the gradient of the weight.
+    # 0 times the NaN of a mean over no examples would be NaN. Finite values stay, for the gradient of the weight.
     return jnp.where((weight == 0) & ~jnp.isfinite(x), jnp.zeros_like(x), x) * weight

@@ -57,7 +57,7 @@ class FloatWire:
         """The sum times `scale` / `divisor`, in the dtype of `like`; integers keep theirs."""
         if not jnp.issubdtype(like.dtype, jnp.floating):
             return total if divisor == 1 else total / divisor
-        # In the wider of the two types: a sum may be out of the range of the leaf although the mean is not.
+        # Use the wider of the two types: a sum may exceed the leaf's range although the mean does not.
         wide = like.dtype if jnp.finfo(like.dtype).bits >= jnp.finfo(total.dtype).bits else total.dtype
         total = total.astype(wide)
         if scale != divisor:

@@ -69,7 +69,7 @@ class Audit:
             )
         step = jnp.asarray(self.step).astype(jnp.int32)
         number = step // self.every
-        # Audits in a row visit all shards, because the stride has no divisor in common with their number.
+        # Successive audits visit all shards, because the stride and the number of shards are coprime.
         stride = next(
             i for i in range(max(1, round(num_shards * 0.618)), 2 * num_shards) if math.gcd(i, num_shards) == 1
         )

@@ -15,7 +15,7 @@ from jax.extend import core
 
 from jax_ring import _compat
 
-# Calls in whose place their bodies are evaluated, by the name of the primitive, with the parameter that holds the body.
+# Calls to replace by their bodies: the primitive's name, and the parameter that holds the body.
 _CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -25,7 +25,8 @@ _CALLS = {
     "custom_vjp_call": "call_jaxpr",
 }
 
-# Operations whose operands may have fewer elements than the result. XLA broadcasts them, once for each operation.
+# Operations that may have operands with fewer elements than the result. XLA broadcasts such operands, once per
+# operation.
 _ELEMENTWISE = {
     "add", "add_any", "sub", "mul", "div", "rem", "pow", "max", "min", "atan2", "nextafter", "and", "or", "xor",
     "shift_left", "shift_right_logical", "shift_right_arithmetic", "eq", "ne", "lt", "le", "gt", "ge", "select_n",
@@ -75,7 +76,7 @@ def _equation(eqn: Any, operands: list, known: Known) -> list:
     if name in _CALLS:
         return evaluate(_closed(params[_CALLS[name]]), operands, known)
     if name in ("remat2", "checkpoint"):
-        # What is computed again is behind a barrier, as in JAX's own lowering, and thus differs from what was computed.
+        # A barrier separates recomputed values, as in JAX's own lowering, so they differ from the first computation.
         is_again = params["differentiated"] and params["prevent_cse"]
         return evaluate(_closed(params["jaxpr"]), lax.optimization_barrier(operands) if is_again else operands, known)
     if name in _LOOPS and not eqn.effects:

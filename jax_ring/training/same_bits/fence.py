@@ -14,7 +14,7 @@ from jax import lax
 from jax_ring import _compat
 from jax_ring.collectives.leaves import own_copy
 
-T = TypeVar("T")  # a pytree: results have the structure of the argument
+T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
 
 def fence(tree: T, after: jax.Array | None = None) -> T:
@@ -41,8 +41,8 @@ def fence(tree: T, after: jax.Array | None = None) -> T:
 
 
 def _behind_barriers(first: list[jax.Array], values: list[jax.Array]) -> list[jax.Array]:
-    # One for each, because all that share one have to vary over the same axes. What varies over fewer than `first` has
-    # to do without it.
+    # One element each, because all values of one fence must vary over the same axes. Values that vary over fewer axes
+    # than `first` go without.
     fenced = []
     for x in values:
         axes = _compat.varying_axes(x)
@@ -56,7 +56,7 @@ def _in_a_loop(first: list[jax.Array], values: list[jax.Array]) -> list[jax.Arra
 
     Some versions of XLA drop an optimization_barrier on CPUs before fusion, and a loop whose body returns its argument.
     """
-    # Of all of them, because some may be constants.
+    # Take all of them, because some may be constants.
     elements = [x.reshape(-1)[0].real.astype(jnp.float32) for x in first or values]
     bits = reduce(jnp.bitwise_or, [lax.bitcast_convert_type(x, jnp.int32) for x in elements])
     none = jnp.minimum(lax.population_count(bits), 0)

@@ -102,6 +102,7 @@ class Shards:
             ok = verdict(self.function, own, tables[0], axis_name)
             value, grads = after(value, ok), after(grads, ok)
         if findings is not None:
-            # All of them after it, because XLA would copy parameters that the update overwrites before a verdict.
+            # Fence all of them behind the verdict: if the update could overwrite parameters before it, XLA would copy
+            # them.
             value, grads = fence((value, grads), findings.verdict(tables[-1]))
         return value, grads

@@ -90,7 +90,7 @@ class Parts:
                 f"{self.function}: f closes over {len(floats)} traced arrays of floats, the first of type "
                 f"{jax.typeof(floats[0])}. Pass them to f as arguments: closed over, they would have no cotangents."
             )
-        jaxpr = traced.jaxpr  # without its constants, of which some belong to the trace around this one
+        jaxpr = traced.jaxpr  # without its constants: some belong to the enclosing trace
 
         def g(numbered, shared, closed_over):
             results = jax.core.eval_jaxpr(jaxpr, closed_over, *jax.tree.leaves((numbered, shared)))

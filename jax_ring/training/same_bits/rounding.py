@@ -60,7 +60,7 @@ class Rounding:
 
     def results(self, name: str, bind: Callable[[list], list], operands: list) -> list:
         """The results of an elementwise operation."""
-        if name == "rsqrt" and _is_real(operands[0]):  # of which XLA makes an approximation of its own for vectors
+        if name == "rsqrt" and _is_real(operands[0]):  # XLA has an approximation of its own for vectors
             wide = operands[0].astype(jnp.promote_types(operands[0].dtype, jnp.float32))
             root = self.stored(lax.sqrt(wide))
             return [self.stored((jnp.ones_like(root) / root).astype(operands[0].dtype))]

@@ -24,11 +24,11 @@ def sealed(condition: jax.Array, closed: Any, operands: Sequence) -> list:
     """
 
     def branch():
-        # A constant of the loss is the same on all ranks, and what stands in its place in the other branch is not.
+        # A constant of the loss is the same on all ranks, but its counterpart in the other branch is not.
         return [own_copy(x, tuple(_compat.varying_axes(condition))) for x in evaluate(closed, operands)]
 
     def never():
-        # The loop is there because XLA turns a conditional whose branches are cheap into a `select`.
+        # A loop, because XLA turns a conditional with cheap branches into a `select`.
         fill = lax.while_loop(lambda i: i < condition, lambda i: i + condition, condition * 0)
         return [
             own_copy(jnp.full(x.shape, fill.astype(x.dtype)), tuple(_compat.varying_axes(x))) for x in closed.out_avals

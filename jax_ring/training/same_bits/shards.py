@@ -64,7 +64,7 @@ def differentiate_shards(
 
     types = body.split(body.closed.out_avals)[0]
     audited: Audited | None = None
-    digests: Any = None  # those of an audit
+    digests: Any = None  # from an audit
     if audit is not None:
         drawn = audit.draw(axis_name, num_shards)
         others = tuple(axis for axis in _compat.bound_axis_sizes() if axis not in axes)

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 
 from jax_ring.training.same_bits.fence import fence
 
-# The elements of a block. With order="tree" a rank's part of an array begins and ends between blocks.
+# Elements in a block. With order="tree" a rank's part of an array begins and ends between blocks.
 BLOCK = 1024
 
-# The fold of a block, as the factors of its size, and that of the sums of blocks. Each is one loop over additions that
-# are written out: a reduction of XLA adds in an order that depends on the shape.
+# Factors of the block size, for the fold of a block, and factors for the sums of blocks. Each is one loop over
+# written-out additions: a reduction of XLA adds in an order that depends on the shape.
 _FACTORS = (8, 8, 16)
 _FACTOR = 16
 

@@ -88,7 +88,7 @@ def _check_max_norm(max_norm: Any) -> None:
             f"clip_by_global_norm: max_norm must be a real number, got {max_norm!r}. For one that changes use "
             "optax.inject_hyperparams."
         )
-    # What is an array of JAX may still be computed, and is not waited for.
+    # Do not wait for a JAX array: it may still be computed.
     if not isinstance(max_norm, jax.Array) and not np.all(np.asarray(max_norm) >= 0):
         raise ValueError(f"clip_by_global_norm: max_norm must be 0 or more, got {max_norm!r}")
 

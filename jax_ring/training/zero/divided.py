@@ -75,8 +75,8 @@ def divided_layout(tx: optax.GradientTransformation, *, reduction: Reduction) ->
             )
         lacking = jax.tree.map(is_float0, means)
         means = jax.tree.map(lambda x, own: jnp.zeros_like(own) if is_float0(x) else x, means, shards)
-        # On one rank no collective keeps the compiler from fusing the update with what is before it, and with
-        # apply_updates on none: so the bits are those of the other stages.
+        # On one rank no collective keeps the compiler from fusing the update with the code before it. Nothing ever
+        # keeps it from fusing apply_updates. The fences give the bits of the other stages.
         means, own = separated((means, shards))
         with order_given(reduction.order):
             updates, state = separated(tx.update(means, state, own))

@@ -52,7 +52,7 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
         check_state(tx, state, own)
         multiple = reduction.cut(reduction.num_ranks)
         if stage == 1:
-            # In the dtypes of the vectors, so that the sums have the bits of stage 2.
+            # Use the dtypes of the vectors, so that the sums have the bits of stage 2.
             dtypes = {
                 name: jnp.result_type(*(local.types[i].dtype for i in places))
                 for name, places in by_dtype(params).items()
@@ -61,7 +61,7 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
             means = own_part(flat(synced, params, multiple), axis_name)
         else:
             means = local.scattered(params, multiple)
-        # On one rank no collective keeps the compiler from fusing the update with what is around it.
+        # On one rank no collective keeps the compiler from fusing the update with the code around it.
         means, own = separated((means, own))
         with order_given(reduction.order):
             updates, state = separated(tx.update(means, state, own))

@@ -37,7 +37,7 @@ class _Given(NamedTuple):
     trace: object
 
 
-# Stands for the norm of its operands over the ranks of `axes`, where an update is only analyzed.
+# Stands for the norm over the ranks of `axes` while an update is only analyzed.
 NORM = Primitive("norm")
 NORM.def_abstract_eval(lambda *leaves, axes, dtype: jax.core.ShapedArray((), dtype))
 
@@ -122,7 +122,7 @@ def given_norm(leaves: Sequence[jax.Array], axis_name: AxisName, impl: Impl, ord
     Raises:
       ValueError: within `norms_given`, if it is over other axes, or the call is within a nested trace.
     """
-    dtype = jnp.finfo(jnp.result_type(jnp.float32, *leaves)).dtype  # that of the absolute values, for complex leaves
+    dtype = jnp.finfo(jnp.result_type(jnp.float32, *leaves)).dtype  # of complex leaves: that of their absolute values
     if _as_equations.get():
         return NORM.bind(*leaves, axes=axes_of(axis_name), dtype=dtype)
     given = _given.get()

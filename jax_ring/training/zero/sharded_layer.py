@@ -70,7 +70,7 @@ def sharded_layer(
 
     def layer(shards: ShardedParams, inputs: Any) -> Any:
         where = _Shards.of(axis_name, num_shards, shards, inputs)
-        shards, inputs = where.own_copies((shards, inputs))  # JAX adds cotangents over further axes by itself
+        shards, inputs = where.own_copies((shards, inputs))  # JAX itself adds up cotangents over further axes
         first = jax.tree.map(lambda x: x[0], inputs)
         g, closed_over = where.closed(lambda own, params: f(params, own), first, where.types_of(shards))
         if is_single(shards):
@@ -131,7 +131,7 @@ class _Shards(Parts):
         def step(both, numbered):
             vectors, carry = both
             following, x = numbered
-            following = whole_vectors(of_layer(following), self.reduction)  # needs nothing that `f` computes
+            following = whole_vectors(of_layer(following), self.reduction)  # does not depend on results of `f`
             carry, y = f(fence(unflat(vectors, shards.like)), carry, x, following)
             return (following, carry), y
 
@@ -179,7 +179,7 @@ def _one_after_the_other(where: _Shards, f: Callable) -> Callable[[ShardedParams
 
     def backward(saved, cotangents):
         shards, kept, closed_over = saved
-        own = jax.tree.map(lambda x: x[0], shards)  # for its types
+        own = jax.tree.map(lambda x: x[0], shards)  # used for its types
 
         def one(params, of_results, inputs, following):
             of_results = _with_float0(of_results, inputs)

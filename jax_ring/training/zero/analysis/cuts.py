@@ -15,7 +15,7 @@ from jax_ring.training.zero.analysis.data_flow import ELEMENTWISE, Domain, flow,
 from jax_ring.training.zero.analysis.traced import Traced
 from jax_ring.training.zero.given_norms import NORM
 
-# The elements of each vector that is analyzed: a prime, so that no array without a vector's elements has as many.
+# Elements of each analyzed vector. A prime, so that no other array has the same number by chance.
 SIZE = 104729
 
 _UNCHANGED = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "reshape", "squeeze"}
@@ -75,7 +75,7 @@ class Cut(NamedTuple):
         for path, like, x in zip(traced.paths, traced.state, state, strict=True):
             if not like.shape and x.kind != "same":
                 elements = elements or f"keeps a scalar that differs between ranks, in its state at {path}"
-            # An array of one zero is what optax has where it needs none.
+            # optax uses an array of one zero as an unused placeholder.
             elif like.shape and (like.shape, x.kind) != ((SIZE,), "part") and (like.shape, x.number) != ((1,), 0):
                 division = division or f"has state that is not divided as the parameters are, at {path}"
         return cls(elements, division)

@@ -11,10 +11,10 @@ from jax.extend import core
 
 from jax_ring import _compat
 
-# Equations that call their one jaxpr once, with their own operands and results.
+# Equations that call their only jaxpr once, with their own operands and results.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
 
-# Equations whose results at an index depend on the operands at that index only, or on scalars.
+# Equations whose result at an index depends only on the operands at that index, or on scalars.
 ELEMENTWISE = {
     "abs", "acos", "acosh", "add", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp",
     "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp",
@@ -24,7 +24,7 @@ ELEMENTWISE = {
     "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
 }  # fmt: skip
 
-# (equation, values of its operands, values of its results), for each that is not within a call.
+# (equation, values of its operands, values of its results), for each equation outside of calls.
 _Visit = Callable[[core.JaxprEqn, list, list], None]
 
 
@@ -56,7 +56,7 @@ def flow(closed: core.ClosedJaxpr, values: Sequence, domain: Domain, visit: _Vis
         operands = [value_of(atom) for atom in eqn.invars]
         name = eqn.primitive.name
         if (inner := called(eqn)) is not None:
-            # JAX caches what it traced for a call, so equations inside may name the place of another call.
+            # JAX caches the traced body of a call, so equations inside may name the place of another call.
             results = flow(inner, operands, domain)
         elif name == "cond":
             branches = [flow(branch, operands[1:], domain, visit) for branch in eqn.params["branches"]]
@@ -126,7 +126,7 @@ def _loop(params: dict[str, Any], operands: list, domain: Domain) -> list:
     else:
         first, num_consts, num_carry = params["cond_nconsts"], params["body_nconsts"], len(operands)
     of_condition, fixed, rest = operands[:first], operands[first:][:num_consts], operands[first + num_consts :]
-    # What is known of an array says of its slices, or of a stack of them, that they depend on it.
+    # Of slices of an array, or a stack of them, it is only known that they depend on the array.
     state, slices = rest[:num_carry], [domain.chosen(x, [x]) for x in rest[num_carry:]]
     results: list = []
     for _ in range(domain.rounds):

@@ -21,7 +21,7 @@ from jax_ring.training.zero.given_norms import order_given
 from jax_ring.training.zero.interface import ShardedOptimizer, by_dtype, refuse_further_arguments
 from jax_ring.training.zero.vectors import map_sharded
 
-# The axes over which the optimizer with a certain `update` has been found to be elementwise.
+# By `update`: the axes over which the optimizer was found to be elementwise.
 _elementwise_over: WeakKeyDictionary[Callable, set[tuple]] = WeakKeyDictionary()
 
 
@@ -59,7 +59,7 @@ class ElementwiseCheck:
 
     def check_outside(self, *params: Any) -> None:
         """Checks where the axes are not bound. An optimizer that names others has to wait until they are."""
-        # Tracing may make constants, which would fix the number of devices.
+        # Tracing may create constants, and that would fix the number of devices.
         if _compat.has_backend():
             try:
                 self._check(params, {})
@@ -159,7 +159,7 @@ def _innermost_fault(fault_of: _Test, tx: Any) -> tuple[tuple[str, ...], str] | 
     for part in parts_of(tx):
         try:
             inner = _innermost_fault(fault_of, part)
-        except Exception:  # some parts only work within the whole
+        except Exception:  # some parts work only within the whole
             continue
         if inner is not None:
             return (*inner[0], name_of(tx)), inner[1]

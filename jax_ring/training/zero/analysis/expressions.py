@@ -9,7 +9,7 @@ import numpy as np
 from jax_ring.training.zero.analysis.data_flow import Domain, flow, number_of
 from jax_ring.training.zero.analysis.traced import Traced
 
-# They change shapes, not values. Which of them are needed depends on the number of dimensions.
+# Change shapes, not values. The number of dimensions decides which of them are needed.
 _SHAPE_ONLY = {"broadcast_in_dim", "copy", "copy_p", "expand_dims", "reshape", "squeeze"}
 
 
@@ -51,6 +51,6 @@ def _equation(eqn: Any, operands: list) -> list:
         return operands[:1]
     scalars = [(k, str(v)) for k, v in sorted(eqn.params.items()) if isinstance(v, bool | int | float | str | np.dtype)]
     if len(operands) == num_results:
-        # A collective over many leaves is one for each: how leaves share calls depends on their sizes.
+        # Treat a collective over many leaves as one per leaf: the leaves' sizes decide how they share calls.
         return [hash((name, operand, *scalars)) for operand in operands]
     return [hash((name, *operands, *scalars, i)) for i in range(num_results)]

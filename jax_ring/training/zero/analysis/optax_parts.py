@@ -94,6 +94,6 @@ def _is_functions(x: Any) -> bool:
 def _is_set(cell: Any) -> bool:
     try:
         _ = cell.cell_contents
-    except ValueError:  # a variable that has no value yet
+    except ValueError:  # the variable has no value yet
         return False
     return True

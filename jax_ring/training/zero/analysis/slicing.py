@@ -43,7 +43,7 @@ class Bounds(NamedTuple):
     size: int
 
     def of(self, x: Any) -> jax.Array:
-        if isinstance(x, Uniform) or not self.shape:  # not filled with zeros, which would be another computation
+        if isinstance(x, Uniform) or not self.shape:  # no padding with zeros: that would be another computation
             return jnp.broadcast_to(x.value if isinstance(x, Uniform) else x, (self.size,))
         return self.filled(jnp.reshape(x, -1)[self.start : self.stop])
 

@@ -34,7 +34,8 @@ class Traced(NamedTuple):
         with ExitStack() as stack:
             for context in (
                 *(_compat.without_vma(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))),
-                # Where these forbid what the optimizer does, its own update raises the error.
+                # Lift the program's settings here. If they forbid an operation of the optimizer, its own update raises
+                # the error.
                 *(
                     jax.numpy_rank_promotion("allow"),
                     jax.numpy_dtype_promotion("standard"),

@@ -56,7 +56,7 @@ def norm_over_ranks(
     def values_of(rank):
         inputs = inputs_of(rank)
         parts = [x for of_piece in inputs.compute(lambda leaf: _outputs(request, traced, leaf)) for x in of_piece]
-        if rank == 0:  # what needs no gradient is nobody's
+        if rank == 0:  # parts without a gradient have no owner, so rank 0 adds them
             parts += inputs.compute_shared(_outputs(request, traced, None))
         return parts
 

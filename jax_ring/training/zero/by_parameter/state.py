@@ -159,7 +159,7 @@ def plan_state(
     state = jax.eval_shape(tx.init, params)
     while True:
         traced = trace_update(tx, leaves, state, params, axis_name)
-        # A state may get a wider type in the first step, as that of bfloat16 parameters with float32 hyperparameters.
+        # The first step may widen a state, e.g. for bfloat16 parameters with float32 hyperparameters.
         wider = traced.state_after(state)
         if jax.tree.map(_type, wider) == jax.tree.map(_type, state):
             break

@@ -171,7 +171,7 @@ def trace_update(
         norms = [jax.ShapeDtypeStruct((), dtype) for dtype in norm_dtypes]
         return _traced(update, gradients, states, leaves, norms), requests
 
-    # Most often there is one norm or none. Otherwise it is known after the first trace what the inputs are.
+    # Most optimizers use one norm or none. Otherwise the first trace tells what the inputs are.
     given: list[Any] = [jnp.dtype(jnp.float32)]
     closed, requests = traced_with(given)
     wanted = [request.dtype for request in requests]
@@ -217,8 +217,8 @@ def _text(place: tuple[str, str]) -> str:
 def _owners(jaxpr, params, state) -> tuple[int | None, ...]:
     paths = [jax.tree_util.keystr(path) or "the root" for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     n, num_states = len(paths), len(jax.tree.leaves(state))
-    # Bits for the gradients, then for the leaves of the state. What such a leaf needs may have come into it through
-    # another one, some steps ago.
+    # Bits for the gradients, then for the leaves of the state. A leaf may receive its inputs through another leaf, some
+    # steps later.
     states, before = [1 << n + k for k in range(num_states)], None
     masks: list[int] = []
     while states != before:
@@ -257,7 +257,7 @@ def _places(params, state) -> dict[int, int]:
     of_params = [(path, i, x.shape) for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(params))]
     places = {}
     for k, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
-        # Not a scalar that is called like a parameter, nor one of a state without names for its parameter.
+        # Skip scalars that merely share a parameter's name, and scalars of states without parameter names.
         fits = [
             (len(end), i)
             for end, i, shape in of_params

@@ -83,13 +83,13 @@ class OwnInputs:
                 results[i] = slicing.compute_piece(traced.closed, outputs, inputs, bounds)
             else:
                 bounds = slicing.Bounds(shape, piece.start, piece.stop, up_to_blocks(gradient.size))
-                # Filling and cutting are not to be a part of the loops that compute the update. The scalars are fenced
-                # for each piece, because XLA divides by a scalar in another way if several loops of a size do.
+                # Keep padding and cutting out of the loops that compute the update. Fence the scalars for each piece,
+                # because XLA divides by a scalar in another way if several loops of one size use it.
                 vectors, scalars = fence(({j: bounds.filled(x) for j, x in known.items()}, self.scalars))
                 inputs = self._inputs({j: slicing.Piece(x) for j, x in vectors.items()}, scalars)
                 filled = fence(slicing.compute_piece(traced.closed, outputs, inputs, bounds))
                 results[i] = [x[: gradient.size] for x in filled]
-        # One call for all other parameters, so that what they have in common is computed once.
+        # One call for all other parameters computes their common terms once.
         rest = [i for i in range(len(self.pieces)) if i not in results]
         of_rest = [wanted(self.pieces[i].leaf) for i in rest]
         values = iter(
