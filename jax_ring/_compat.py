@@ -73,7 +73,7 @@ try:
     ppermute_p = _parallel.ppermute_p
     pbroadcast_p = _parallel.pbroadcast_p
     ragged_all_to_all_p = _parallel.ragged_all_to_all_p
-    # Whose source is an operand. JAX 0.10 has none.
+    # Its source is an operand. JAX 0.10 lacks it.
     pbroadcast_dynamic_p = getattr(_parallel, "pbroadcast_dynamic_p", None)
     _lax_rules = {
         primitive: _common_lowerings[primitive].rule
@@ -89,7 +89,8 @@ try:
             ragged_all_to_all_p,
         )
     }
-    # The asynchronous collectives: the primitives that start one, with the synchronous ones, and those that wait.
+    # Asynchronous collectives: STARTS maps each primitive that starts one to its synchronous primitive; DONES holds
+    # those that wait.
     STARTS, DONES = {}, []
     for _name in ("all_gather", "psum", "psum_invariant", "reduce_scatter", "all_to_all", "pbroadcast", "ppermute"):
         if (_start := getattr(_parallel, f"{_name}_start_p", None)) is not None:
@@ -103,8 +104,8 @@ except (ImportError, AttributeError, KeyError) as error:
     ) from error
 
 
-# Gloo's reduce-scatter returns wrong sums in jaxlib before 0.12, with no error: a rank can overwrite what it is still
-# sending. Large blocks show it, of 16 MiB and more on one machine. XLA uses Gloo once jax.distributed is initialized,
+# Before jaxlib 0.12 Gloo's reduce-scatter returns wrong sums without an error: a rank can overwrite data that it is
+# still sending. Blocks of 16 MiB and more show it on one machine. XLA uses Gloo once jax.distributed is initialized,
 # also between devices of one process.
 WRONG_REDUCE_SCATTER_ON_CPU = _jaxlib_version.__version_info__ < (0, 12)
 
@@ -114,12 +115,12 @@ CHANGED_HLO_LOSES_ALIASES = _jaxlib_version.__version_info__ < (0, 11)
 # JAX before 0.11 hands over programs for GPUs only if it is asked before it has started.
 PLATFORMS_WITH_HOOK = ("cpu",) if CHANGED_HLO_LOSES_ALIASES else ("cpu", "cuda")
 
-# A launch that waits until its device has fewer executions in flight holds a thread of the pool that runs these, in JAX
-# before 0.12. The pool has NPROC threads, or one for each core or device.
+# Before JAX 0.12 a launch holds a thread of the execution pool while it waits for its device to have fewer executions
+# in flight. The pool has NPROC threads, or one for each core or device.
 LAUNCHES_HOLD_THREADS = jax.__version_info__ < (0, 12)
 
-# A limit for XLA's collectives between CPU processes, in whole seconds, by `XLA_FLAGS`. XLA ends the process if it does
-# not know a flag, so a later jaxlib must be looked at first.
+# The flag in XLA_FLAGS for the time limit, in whole seconds, of XLA's collectives between CPU processes. XLA ends the
+# process on an unknown flag, so check each later jaxlib before allowing it here.
 FLAG_OF_CPU_LIMIT = "--xla_cpu_collective_timeout_seconds"
 HAS_FLAG_OF_CPU_LIMIT = _jaxlib_version.__version_info__ < (0, 13)
 
@@ -141,7 +142,7 @@ def call_site(lowering_context) -> str:
     return f"{file_name}:{frame.start_line} ({frame.function_name})"
 
 
-# Names that JAX itself puts on the stack of `jax.named_scope`s.
+# Names that JAX itself adds to the name stack.
 _SCOPES_OF_JAX = re.compile(
     r".*\(.*|shard_map|while|body|cond|scan|closed_call|eval_jaxpr|checkpoint|rematted_computation|branch_\d+_fun"
 )
@@ -274,7 +275,7 @@ def lower_as_lax(primitive, ctx, operand, **params):
     return _lax_rules[primitive](ctx.replace(primitive=primitive), operand, **_params_of_lax(primitive, params))
 
 
-# For each of JAX's primitives its parameters, by their names in jax_ring. It lacks those that are not listed.
+# For each of JAX's primitives: jax_ring's parameter names, mapped to JAX's. JAX's primitive lacks the others.
 _REDUCTION = {"axes": "axes", "axis_index_groups": "axis_index_groups"}
 _BLOCKS = {"axes": "axis_name", "axis_index_groups": "axis_index_groups", "axis_size": "axis_size", "tiled": "tiled"}
 _PARAMS_OF_LAX: dict = {
@@ -500,7 +501,7 @@ def reshape_sharding(sharding, removed: int, added: int):
     devices = np.reshape(sharding.tile_assignment_devices(), tiles).transpose(kept + others).ravel()
     proto = _xla_client.OpSharding()
     proto.type = _xla_client.OpSharding.Type.OTHER
-    # The devices along the last dimension have the same tile.
+    # Devices along the last dimension share a tile.
     proto.tile_assignment_dimensions = [1] * added + [tiles[i] for i in kept] + [math.prod(tiles[i] for i in others)]
     proto.tile_assignment_devices = [int(device) for device in devices]
     proto.replicate_on_last_tile_dim = True
@@ -639,7 +640,7 @@ def publish_once(key: str, value: str) -> str:
     try:
         client.key_value_set(key, value)
     except jax.errors.JaxRuntimeError:
-        # Either the key has a value, or the store is unreachable, in which case this raises.
+        # Raises if the store is unreachable. Otherwise the key has a value.
         return client.key_value_try_get(key)
     return value
 
@@ -650,7 +651,7 @@ def complete_errors(complete: Callable[[str], str]) -> None:
     initialize = error.__init__
 
     def initialize_completed(self, *arguments):
-        # The status may follow.
+        # A status may follow as second argument.
         if arguments and isinstance(arguments[0], str):
             arguments = (complete(arguments[0]), *arguments[1:])
         initialize(self, *arguments)
@@ -693,7 +694,7 @@ def scan_counts(scan_params: dict) -> tuple[int, int]:
     """The numbers of constants and carries of a `scan`."""
     if "num_consts" in scan_params:
         return scan_params["num_consts"], scan_params["num_carry"]
-    # JAX 0.12 has the structures of the three kinds of operands instead.
+    # JAX 0.12 has the tree structures of consts, carry and inputs instead.
     consts, carry, _ = scan_params["ft_in"].unpack()
     return len(consts), len(carry)
 
@@ -712,7 +713,7 @@ def lowered_alone(eqn, axis_context, platform: str):
     core = jax.extend.core
     operands = [core.Var(v.aval) for v in eqn.invars]
     results = [core.Var(getattr(v.aval, "inner_aval", v.aval)) for v in eqn.outvars]
-    primitive = STARTS.get(eqn.primitive, eqn.primitive)  # whose results are arrays, which a program can return
+    primitive = STARTS.get(eqn.primitive, eqn.primitive)  # results are arrays, so a program can return them
     alone = eqn.replace(primitive=primitive, invars=operands, outvars=results)
     unnamed = core.DebugInfo("lowered_alone", "", None, None)
     jaxpr = core.Jaxpr((), operands, results, [alone], debug_info=unnamed)
@@ -741,9 +742,9 @@ def connect_to_runtime(coordinator: str, num_processes: int, process_id: int, ti
         process_id,
         init_timeout=max(1, round(timeout_s)),
         use_compression=True,
-        # The launcher knows who has died. A process that swaps or is in a debugger must not be ended for it.
+        # The launcher knows who has died. The heartbeat must not end a process that swaps or sits in a debugger.
         heartbeat_timeout=_HEARTBEAT_SECONDS,
-        # The shutdown is a barrier, which fails once a process has died, and XLA then ends this process.
+        # The shutdown is a barrier. It fails once a process has died, and XLA then ends this process.
         shutdown_on_destruction=False,
     )
     client.connect()

@@ -17,5 +17,5 @@ def fingerprint(ffi: pathlib.Path) -> str:
     return digest.hexdigest()[:16]
 
 
-if __name__ == "__main__":  # CMake runs it with the Python that it builds for
+if __name__ == "__main__":  # CMake runs it with the Python that the build is for
     print(fingerprint(pathlib.Path(sys.argv[1])))

@@ -21,16 +21,16 @@ def install() -> None:
     _compat.leave_out_of_call_sites()
     # The calls in a shard_map are joined and named once its body is lowered.
     _compat.replace_lowering(_compat.shard_map_p, ("cpu",), pipeline.rule, cacheable=True)
-    # XLA's partitioner asks for the call on one device's part of arrays that it divides.
+    # XLA's partitioner divides arrays and then asks for the call on one device's part.
     _compat.register_partitioner(partitioner.TARGET, partitioner.partition)
-    # Some things are known only once the whole program is lowered.
+    # Passes that need the whole lowered program.
     _compat.call_with_programs(pipeline.end_program)
     if runtime.OVERRIDE:
         override.enable_in_all_threads()
-    # XLA's collectives between processes wait for 30 minutes, and read their limit when the backend starts.
+    # XLA's collectives between processes wait for 30 minutes. XLA reads their limit when the backend starts.
     _compat.call_when_distributed(xla_timeouts.limit_xla)
-    # A forked child has none of JAX's threads.
+    # A forked child lacks JAX's threads.
     os.register_at_fork(after_in_child=runtime.note_fork)
-    # Other processes wait for the host and the GPUs of this one. Its GPUs are read no earlier than JAX reads them.
+    # Other processes wait for the host and the GPUs of this one. Read its GPUs no earlier than JAX does.
     discovery.publish()
     _compat.call_with_plugins(discovery.publish_with_plugins)

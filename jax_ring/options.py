@@ -28,10 +28,10 @@ class Options:
     algorithm: Algorithm = "auto"
     order: Order = "rank"
     overlap: bool = False  # whether a GPU runs the call on XLA's collective stream, beside the main one
-    # Of order="tree": operands have a first dimension with the terms of the rank, as in ShardSums. None: one shard for
-    # each rank, and no such dimension.
+    # For order="tree": operands have a first dimension with the rank's terms, as in ShardSums. None: one shard per rank
+    # and no such dimension.
     num_shards: int | None = None
-    apart: bool = False  # whether the call is never joined with others, such as one for a bucket of gradients
+    apart: bool = False  # whether never to join the call with others, e.g. one per bucket of gradients
 
     def of_sum(self, order: Order) -> "Options":
         return dataclasses.replace(self, order=order)

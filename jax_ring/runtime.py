@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-from jax_ring import _compat as _compat  # first, because it raises if this JAX is not supported
+from jax_ring import _compat as _compat  # first: it raises if this JAX is not supported
 from jax_ring._fingerprint import fingerprint
 
 _PROJECT = pathlib.Path(__file__).parent.parent  # in the source tree; site-packages when installed as a wheel
@@ -70,10 +70,10 @@ TARGETS = {
         "ragged_all_to_all",
     )
 }
-# The same on a GPU's other streams. XLA must not record these in a CUDA graph, where calls of one stream could run at
-# the same time. It does not record its own collectives either, by default.
+# The same on a GPU's other streams. XLA must not record these in a CUDA graph: there, calls of one stream could run at
+# the same time. By default it does not record its own collectives either.
 ASYNC_TARGETS = {collective: f"{target}_async" for collective, target in TARGETS.items()}
-# Another prefix than theirs: it is no collective.
+# Another prefix: a barrier is no collective.
 BARRIER_TARGET = "jax_ring.barrier"
 BETWEEN_HOSTS_TARGET = "jax_ring.between_hosts"
 TIMEOUT_VARIABLE = "JAX_RING_TIMEOUT_S"
@@ -130,7 +130,7 @@ OVERRIDE = flag_from(OVERRIDE_VARIABLE, os.environ.get(OVERRIDE_VARIABLE, ""), "
 # On one GPU, processes wait for each other's time slices, so this is for tests.
 SHARED_GPU = flag_from(SHARED_GPU_VARIABLE, os.environ.get(SHARED_GPU_VARIABLE, ""), "ranks may share a GPU")
 
-# The engine reads it. A name that it does not know would be ignored there.
+# The engine reads it, but ignores unknown names.
 if (_isa := os.environ.get(ISA_VARIABLE, "")) not in ("", "baseline", "avx2", "avx512"):
     raise ValueError(f"{ISA_VARIABLE} must be baseline, avx2 or avx512, got {_isa!r}. Unset it for the best one.")
 
@@ -208,7 +208,7 @@ def failure(number: int) -> Failure:
     return Failure(*found)
 
 
-# Nothing else is read of jax_ring's own messages. An exception that quotes another one ends in its own number.
+# The only part of jax_ring's own messages that is parsed. An exception that quotes another one ends in its own number.
 _NUMBER = re.compile(r"\[failure (\d{1,18})\]")
 
 
@@ -233,7 +233,7 @@ class Departure(NamedTuple):
     rank: int | None = None
 
 
-# The process that this one was forked from after JAX had started there.
+# The parent process of a fork that happened after JAX had started.
 _forked_from: int | None = None
 
 
@@ -271,7 +271,7 @@ def detach_processes() -> None:
     """Makes the engines forget other processes until `join_processes`, while no program runs."""
     reset_groups()
     ffi_cuda.forget_groups()
-    # The means of reaching the others hold the client of the distributed runtime.
+    # These functions keep the client of the distributed runtime alive.
     ffi_cuda.set_process(0, _no_other_processes, _no_other_processes)
 
 

@@ -10,7 +10,7 @@ from jax_ring.inspect.wire_bytes import wire_bytes
 from jax_ring.lowering import trees
 from jax_ring.lowering.tuning import Thresholds
 
-# By opcode; one that starts a collective has the suffix -start.
+# By opcode. The start of an asynchronous collective has the suffix -start.
 _KINDS = {
     "all-reduce": "all_reduce",
     "reduce-scatter": "reduce_scatter",
@@ -21,7 +21,7 @@ _KINDS = {
     "collective-permute": "permute",
 }
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")  # only compiled ones list their parameters
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")  # only compiled computations list parameters
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (?P<type>.+?) (?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$")
 _ARRAY = re.compile(r"\b([a-z]+(?:\d+\w*)?)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(condition|body|calls|to_apply)=%?([\w.\-]+)")
@@ -125,10 +125,10 @@ def _instruction(
     else:
         kind = _KINDS[opcode.removesuffix("-start")]
     arrays = _ARRAY.findall(match["type"])
-    # The operands come first. In an all-reduce they are the results, and listed apart only by newer versions of XLA.
+    # Operands come first. In an all-reduce they are the results, and only newer versions of XLA list them separately.
     has_operands = kind != "all_reduce" or match["type"].startswith("((")
     if opcode.endswith("-start") and len(arrays) > 1 and has_operands:
-        # Of a ragged all-to-all all operands are listed, and it has one result.
+        # A ragged all-to-all lists all operands and has one result.
         arrays = arrays[-1:] if kind == "ragged_all_to_all" else arrays[len(arrays) // 2 :]
     sizes = _group_sizes(rest, num_ranks)
     num_bytes = sum(_num_bytes(dtype, shape) for dtype, shape in arrays)
@@ -136,7 +136,7 @@ def _instruction(
     if part := _integers("part", rest):
         num_bytes = part[1] * _num_bytes(arrays[0][0], "1")
         if kind == "all_gather" and (operand := _OPERAND.search(rest)):
-            num_bytes = max(sizes) * _num_bytes(*operand.groups())  # which may be widened as it is gathered
+            num_bytes = max(sizes) * _num_bytes(*operand.groups())  # the gather may widen it
     elif kind == "reduce_scatter":
         num_bytes = num_bytes * max(sizes) // trees.num_roots(along)
     call_sites = site[1] if target and (site := _SITE.search(rest)) else ""
@@ -184,7 +184,7 @@ def _integers(name: str, attributes: str) -> list[int]:
 
 def _num_bytes(dtype: str, shape: str) -> int:
     digits = re.search(r"\d+", dtype)
-    bits = int(digits[0]) if digits else 8  # pred
+    bits = int(digits[0]) if digits else 8  # no digits: pred
     return math.ceil(math.prod(int(n) for n in shape.split(",") if n) * bits / 8)
 
 

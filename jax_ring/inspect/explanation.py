@@ -20,7 +20,7 @@ from jax_ring.lowering.kinds import KINDS
 from jax_ring.lowering.xla import decompositions
 from jax_ring.options import Options
 
-# By function of jax.lax; those of jax_ring have the same names with the prefix ring_.
+# By function of jax.lax. jax_ring's functions have the prefix ring_.
 _KINDS = {
     "psum": "all_reduce",
     "pmax": "all_reduce",
@@ -31,12 +31,12 @@ _KINDS = {
     "all_to_all": "all_to_all",
     "ragged_all_to_all": ragged.KIND,
     "pbroadcast": "broadcast",
-    "pbroadcast_dynamic": "all_reduce",  # with the source in an array
+    "pbroadcast_dynamic": "all_reduce",  # the source is in an array
     "ring_reduce": "reduce",  # lax.reduce is no collective
     "ring_broadcast": "broadcast",
 }
 
-# Functions of the training layer whose collectives have their names, by a `jax.named_scope`.
+# Functions of the training layer that name their collectives by `jax.named_scope`.
 _NAMED = ("block_sum", "block_max")
 
 
@@ -305,7 +305,8 @@ def _who_serves(
 
 
 def _platform(mesh) -> str:
-    # An abstract mesh has no platform. The program is then lowered for the default one, or for that of its arguments.
+    # An abstract mesh has no platform. The program is then lowered for the default platform, or for that of its
+    # arguments.
     platform = mesh.devices.flat[0].platform if isinstance(mesh, jax.sharding.Mesh) else jax.default_backend()
     return "cuda" if platform == "gpu" else platform
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from jax_ring import _ffi_cpu
 from jax_ring.inspect.table import ROWS, left_out, relative, wrapped
 
-# By kind: the bus bandwidth, in units of a rank's operand per second, in a group of p ranks, as nccl-tests defines it:
-# what each rank would send in a ring.
+# By kind: bus bandwidth as nccl-tests defines it, in units of a rank's operand per second, in a group of p ranks: what
+# each rank would send in a ring.
 _BUS_FACTORS = {
     "all_reduce": lambda p: 2 * (p - 1) / p,
     "reduce_scatter": lambda p: (p - 1) / p,

@@ -17,7 +17,7 @@ _SENT_MESSAGES = {
     "reduce": lambda p: (p - 1) / p,
     "broadcast": lambda p: (p - 1) / p,
     "permute": lambda p: 1,
-    # At most, as if the ranks sent all that their results can hold. The sizes are known at run time alone.
+    # An upper bound: the ranks send all that their results can hold. Sizes are known only at run time.
     "ragged_all_to_all": lambda p: (p - 1) / p,
 }
 

@@ -70,7 +70,7 @@ def _peers(num_ranks: int, rank: int) -> Sequence[int]:
     return [(rank + i) % num_ranks for i in range(1, num_ranks)]
 
 
-Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host, in ascending order, equally many
+Hosts = tuple[tuple[int, ...], ...]  # ranks of each host, ascending; all hosts have equally many
 
 
 def two_level(num_ranks: int, num_elements: int, rank: int, *, num_shards: int, hosts: Hosts) -> Steps:

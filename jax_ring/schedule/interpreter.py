@@ -74,7 +74,7 @@ def run(schedule: Schedule, inputs: Sequence[np.ndarray], fold: Callable = np.ad
     result = Run([np.array(x) for x in inputs])
     steps = [deque(schedule(p, len(inputs[0]), rank)) for rank in range(p)]
     clock = [0] * p
-    free: Counter[tuple[int, int]] = Counter()  # the time step from which each link is free
+    free: Counter[tuple[int, int]] = Counter()  # first free time step of each link
     inbox: dict[tuple[int, int], deque[Message]] = {}
 
     def send(rank: int, item: Send) -> None:
@@ -107,7 +107,7 @@ def run(schedule: Schedule, inputs: Sequence[np.ndarray], fold: Callable = np.ad
         (result.outputs[rank][slice(*item.chunk)],) = stack
 
     waiting = deque(range(p))
-    blocked = 0  # ranks in a row that made no progress
+    blocked = 0  # consecutive ranks without progress
     while waiting and blocked < len(waiting):
         rank = waiting.popleft()
         before = len(steps[rank])
