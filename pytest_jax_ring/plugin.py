@@ -9,7 +9,7 @@ from pytest_jax_ring import rank, ranks
 
 MARK = "jax_processes"
 
-# The `jax_ring.Override` of the test that runs, with --jax-ring-override. A test may close it and put another here.
+# The `jax_ring.Override` of the running test, with --jax-ring-override. A test may close it and set another.
 active_override: Any = None
 
 # Here, because conftest files are loaded before any hook is called.
@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # a rank has its options before conftest files look at them
+@pytest.hookimpl(tryfirst=True)  # a rank needs its options before conftest files look at them
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",

@@ -40,7 +40,7 @@ class ProcessGroup:
           stderr: the same for errors, maybe the same file.
         """
         number = len(self.popen)
-        # The process is no worker of pytest-xdist, if this one is.
+        # The process is no worker of pytest-xdist, even if this one is.
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
         variables = {
             "JAX_PLATFORMS": "cpu",
@@ -52,7 +52,7 @@ class ProcessGroup:
                 subprocess.Popen(
                     [sys.executable, "-P", *arguments],  # -P: import the installed package
                     env=inherited | variables, stdin=subprocess.DEVNULL, stdout=output, stderr=errors,
-                    start_new_session=True,  # killpg reaches the children of the process as well
+                    start_new_session=True,  # so that killpg also reaches its children
                 )
             )  # fmt: skip
 

@@ -61,7 +61,7 @@ class Rank:
         path = pathlib.Path(self._task["stacks"])
         self._stacks = open(path.with_suffix(".new"), "w")  # noqa: SIM115
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
-        os.rename(self._stacks.name, path)  # now it may be asked for them
+        os.rename(self._stacks.name, path)  # now others may ask for them
         for name, value in self._task["options"].items():
             if hasattr(config.option, name):
                 setattr(config.option, name, value)
@@ -72,7 +72,7 @@ class Rank:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
         """After conftest files, which may configure JAX, before test modules, which may use devices."""
-        # The test's output is this process's; that of pytest would only be mixed with it.
+        # This process's output is the test's. Pytest's own would only mix with it.
         self._config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115
         import jax
 
@@ -84,7 +84,7 @@ class Rank:
         try:
             return (yield)
         finally:
-            # Nobody reads this process's summary, for which plugins import what the test may not have needed.
+            # Nobody reads this process's summary, and plugins would import more for it than the test needs.
             self._config.pluginmanager.unregister(name="terminalreporter")
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:

@@ -17,11 +17,11 @@ from pytest_jax_ring.faults import Fault, check_faults
 from pytest_jax_ring.processes import ProcessGroup, free_address, kill_session
 
 DEFAULT_TIMEOUT = 300.0  # seconds
-# How much earlier than pytest-timeout, which would end this process without the stacks of the ranks.
+# How long before pytest-timeout to stop: it would end this process without the stacks of the ranks.
 _BEFORE_PYTEST_TIMEOUT = 20.0
-# After a rank has failed, the others have so long to notice it by themselves.
+# After a rank has failed, the others have this long to notice it themselves.
 _GRACE = 10.0
-# A rank begins to write its stacks within so long, on a loaded machine, and then ends.
+# On a loaded machine, a rank starts writing its stacks within this time, and then ends.
 _STACKS_BEGIN = 15.0
 _STACKS_END = 2.0
 # Options that select, distribute or report tests concern this process alone.
@@ -95,7 +95,7 @@ class _Ranks(ProcessGroup):
         self._limit = _limit_of(item, job)
         self._ended: dict[int, float] = {}  # when, by rank
         address = free_address()
-        # The service of the launcher, in a process of its own, survives the death of any rank.
+        # The launcher's service runs in a process of its own and survives the death of any rank.
         program = rank.load_file("coordinator/server.py").__file__
         assert program is not None
         self._service = subprocess.Popen(
@@ -178,7 +178,7 @@ class _Ranks(ProcessGroup):
         return planned and self.popen[number].poll() == -signal.SIGKILL
 
     def _ask_for_stacks(self, stopped: set[int]) -> None:
-        # The signal would end a rank that does not handle it yet.
+        # The signal would end a rank without a handler for it.
         running = {
             number for number in range(len(self.popen)) if number not in self._ended and self._has_started(number)
         }
@@ -208,7 +208,7 @@ class _Ranks(ProcessGroup):
                 "\n\n".join(
                     [
                         failed[0].text(),
-                        # Of those that hang, all stacks: none of them is the cause by itself.
+                        # If ranks hang, show all stacks: no single rank is the cause.
                         *(outcome.text() if outcome.is_running else outcome.summary() for outcome in failed[1:]),
                     ]
                 )
@@ -234,7 +234,7 @@ class _Ranks(ProcessGroup):
             try:
                 kind, content = json.loads(line)
             except json.JSONDecodeError:
-                continue  # the last line of a rank that was killed
+                continue  # the last line of a killed rank
             if kind == "fault":
                 outcome.faults.append(content)
             elif kind == "error":
