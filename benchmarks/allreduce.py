@@ -145,7 +145,7 @@ def main() -> int:
                 name: (spreads, case.wrong(name) if arguments.check else -1)
                 for name, spreads in case.run(arguments.iters, arguments.warmup_iters).items()
             }
-            # After the measurement: the limit leaves no buffers, but what it touched would be in the caches.
+            # Measure it last: the limit leaves no buffers, but its memory would be in the caches.
             limit = fold_limit(mesh.size, count, case.dtype)
             task = Task(count, dtype, arguments.iters, arguments.warmup_iters, case.times)
             for peer in peers:

@@ -32,7 +32,7 @@ def make_loop(mesh, reduce, turns: int, width: int):
     def body(_, carry):
         x, matrix = carry
         dtype, bits = x.dtype, jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-        # The compiler cannot know that neither condition holds, nor compute them for each element.
+        # The compiler cannot know that neither condition holds, and cannot compute them per element.
         first = lax.bitcast_convert_type(x[0], bits)
         scale = lax.optimization_barrier(jnp.where(first == 123, 0.5, 1.0))
         matrix = scale * (matrix @ matrix)
@@ -63,7 +63,7 @@ def measure(mesh, size: int, dtype: str, width: int, rounds: int, loop_seconds: 
     turns = int(np.clip(loop_seconds / (seconds(few, x) / 8), 16, 5000))
     loops = {name: make_loop(mesh, reduce, turns, width) for name, reduce in reduces.items()}
     for loop in loops.values():
-        # Compiles, and lets the ranks find out how they wait.
+        # Compiles, and lets the ranks find their way of waiting.
         for _ in range(3):
             seconds(loop, x)
     times = {name: [] for name in loops}

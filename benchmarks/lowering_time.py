@@ -25,7 +25,7 @@ IMPORT = "import time, jax, jax.numpy; begin = time.process_time(); import jax_r
 def measure(mesh, run, context, leaves: int) -> tuple[float, float, int]:
     """Seconds of tracing and of lowering, and the number of all-reduces in the program before XLA looks at it."""
     shapes = [jax.ShapeDtypeStruct((mesh.size, 4 + i % 5), jnp.float32) for i in range(leaves)]
-    # A new function each time, so that nothing is cached.
+    # A new function each time avoids all caches.
     mapped = jax.shard_map(lambda tree: run(tree), mesh=mesh, in_specs=(P("data"),), out_specs=P())
     gc.collect()
     with context():

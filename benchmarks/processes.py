@@ -77,7 +77,7 @@ class Rounds:
     def measure(self) -> None:
         before = loopback_bytes()
         measurement = self.peer.measure(self.task)
-        # The last round counts: the first one also compiles programs and checks results.
+        # Keep the last round: the first one also compiles programs and checks results.
         self.loopback = (loopback_bytes() - before) / measurement.calls
         self.measurements.append(measurement)
 

@@ -24,7 +24,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs/performance.md")
 TIMES, TO = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 SIZES = tuple(1 << n for n in (12, 16, 18, 20, 22, 24))
 EVERY = "all of today's engine"
-AIMS = (60, 80, 90, 90, 90)  # per cent of the limit, of all sizes but the first
+AIMS = (60, 80, 90, 90, 90)  # percent of the limit, for all sizes but the first
 
 
 class Run(NamedTuple):
@@ -80,7 +80,7 @@ def ratios(run: Run, figure: str, dtype: str) -> Iterator[Ratio]:
     """`lax.psum`'s time over ring_psum's, by ranks and size, of a file of allreduce.py or loops.py."""
     rows = {(row["ranks"], row["bytes"], row.get("implementation")): row for row in run.rows if row["dtype"] == dtype}
     for (ranks, size, name), row in rows.items():
-        if "reported" in row:  # the lowest and the highest of runs of others
+        if "reported" in row:  # the lowest and the highest of other people's runs
             for value in row["reported"].get(figure, []):
                 yield Ratio(ranks, size, intervals.Interval(value, value, value))
         elif figure == "turn":

@@ -87,7 +87,7 @@ def measure(mesh, model: str, dtype: str, steps: int) -> dict[str, list[float]]:
     times = {label: [] for label in compiled}
     labels, warmup = list(compiled), 3
     for i in range(warmup + steps):
-        # Rotate, so that each variant follows each other one.
+        # Rotate, so that each variant follows every other one.
         for label in labels[i % len(labels) :] + labels[: i % len(labels)]:
             begin = time.perf_counter()
             states[label] = jax.block_until_ready(compiled[label](states[label], batch))

@@ -32,7 +32,7 @@ def run_part(name: str, dry: bool, limit: float) -> dict:
     elif not found:
         found["error"] = f"ended with exit status {status} and no result"
     if has_failed(found) and log.exists():
-        found["log"] = log.read_text()[-6000:]  # its end names the test that was running
+        found["log"] = log.read_text()[-6000:]  # the end names the test that was running
     return found
 
 
@@ -100,7 +100,7 @@ def main() -> int:
         if has_failed(results[name]):
             print(results[name].get("log", ""), explanation(name, results[name]), sep="\n", flush=True)
             if name == "machine":
-                break  # there is nothing to check
+                break  # nothing to check
     print(report(results, arguments.dry))
     return 1 if any(map(has_failed, results.values())) or set(names) - set(results) else 0
 

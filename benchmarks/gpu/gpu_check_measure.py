@@ -4,7 +4,7 @@ import csv
 import statistics
 import time
 
-# Every algorithm, in the orders in which it can fold.
+# Every algorithm, with each order in which it can fold.
 VARIANTS = [("one_shot", "rank"), ("two_shot", "rank"), ("ring", "rank"), ("ring", "ring"), ("ring", "any")]
 VARIANTS += [("one_shot", "tree"), ("two_shot", "tree")]
 RANKS = [2, 4, 8]
@@ -45,7 +45,7 @@ def measure(dry: bool) -> dict:
                     continue
                 name = algorithm if algorithm != "ring" and order == "rank" else f"{algorithm}, {order} order"
                 if (algorithm, order) == ("ring", "any"):
-                    continue  # it is the ring in ring order
+                    continue  # with these options it is the ring in ring order
                 repeats = max(1, min(200, (1 << 26) // num_bytes))
                 samples = group.seconds(
                     num_bytes, algorithm=algorithm, order=order, how="graphs", repeats=2 if dry else repeats,

@@ -116,9 +116,9 @@ def part_of_tests(
         outcomes = log.with_suffix(".xml")
         variables = os.environ | ({"JAX_RING_GPU_CHECK_BACKEND": "host"} if context.dry else {})
         if not jax_on_gpu:
-            variables["JAX_PLATFORMS"] = "cpu"  # where JAX starts on the GPU, it takes most of its memory
+            variables["JAX_PLATFORMS"] = "cpu"  # JAX on the GPU would take most of its memory
         # -W default: warnings of an untested version of JAX do not fail tests. One test at a time: processes share a
-        # GPU in time slices, so that tests in parallel would make ranks wait for slices, not for each other.
+        # GPU in time slices, so in parallel tests ranks would wait for slices, not for each other.
         options = ["-v", "-W", "default", "-n", "auto" if context.dry else "0", "--maxfail=3", f"--junitxml={outcomes}"]
         if selected := (select_dry or select) if context.dry else select:
             options += ["-k", selected]
@@ -140,7 +140,7 @@ def _outcomes(file: pathlib.Path, name: str) -> dict:
     return counts | {"failed": failed, "why_skipped": sorted(filter(None, reasons))}
 
 
-# Few CTAs: a sanitizer makes kernels larger, so that fewer fit.
+# Few CTAs: a sanitizer makes kernels larger, so fewer fit.
 SANITIZED_PROGRAM = """
 from jax_ring import _gpu_check
 import os
@@ -233,9 +233,9 @@ def _cuda_tool(name: str) -> str | None:
     return None if found is None else str(found)
 
 
-# In the order of what a failure would say: the kernels alone, then queues and graphs, then memory, then processes, and
-# only then JAX. Without a GPU all modes are the same, so that a dry run tries streams and graphs with 3 ranks only, and
-# it runs the tests of a file at once.
+# In the order in which failures tell most: the kernels alone, then queues and graphs, then memory, then processes, and
+# only then JAX. Without a GPU all modes are the same, so a dry run tries streams and graphs with 3 ranks only, and runs
+# the tests of a file at once.
 PARTS = {
     "machine": Part(machine, 40),
     "first_calls": Part(first_calls, 60),

@@ -1,6 +1,6 @@
 """The readable report of the GPU check, and what the failure of each part would say."""
 
-# By part, in the order of the check: where to look if this part is the first to fail.
+# By part, in the order of the check: where to look if this part fails first.
 MEANING = {
     "machine": "There is no GPU that CUDA can use, or the package was not built with its kernels.",
     "first_calls": (
@@ -68,7 +68,7 @@ def report(results: dict, dry: bool) -> str:
         lines += ["**A dry run on threads of the host: it shows that the check works, and nothing about a GPU.**", ""]
     lines += [f"- {name}: {value}" for name, value in results.get("machine", {}).items() if name != "error"]
     lines += ["", "Several ranks share one GPU: the figures measure its memory, not links between GPUs.", ""]
-    parts = [part for part in MEANING if part in results]  # in order, however often they were run
+    parts = [part for part in MEANING if part in results]  # in the check's order, however often a part ran
     if first := next((part for part in parts if has_failed(results[part])), None):
         lines += ["## The first part that failed", "", explanation(first, results[first]), ""]
         if log := results[first].get("log"):

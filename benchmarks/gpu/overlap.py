@@ -14,14 +14,14 @@ import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).parents[2]
-# For the model's pictures, the GPT, and what a schedule of XLA says.
+# To import the model's pictures, the GPT and the reader of XLA's schedules.
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples"), str(ROOT / "tests" / "support")]
 H100 = ROOT / "tests" / "gpu_topologies" / "h100.txtpb"
 PROGRAMS = {  # the options of the reduction of gradients, and of XLA
     "jax_ring": ({}, {}),
     "jax_ring, overlap=False": ({"overlap": False}, {}),
     "jax.lax": ({"impl": "lax"}, {}),
-    # By default XLA combines all-reduces up to 30 MB, which then wait for the last gradient of all.
+    # By default XLA combines all-reduces up to 30 MB, and these wait for the very last gradient.
     "jax.lax, combined up to 1 MiB": ({"impl": "lax"}, {"xla_gpu_all_reduce_combine_threshold_bytes": 1 << 20}),
 }
 COLORS = {"matrix product": "#4477aa", "collective": "#ee6677", "other": "#bbbbbb"}
@@ -78,7 +78,7 @@ def draw(timelines: dict, title: str):
     plt = pyplot()
     figure, rows = plt.subplots(len(timelines), 1, figsize=(11, 1.3 * len(timelines) + 0.8), layout="constrained")
     for axes, (name, work) in zip(rows, timelines.items(), strict=True):
-        # Where each place of the order is drawn: other kernels are short and many.
+        # The position of each place in the order: other kernels are short and many.
         places, at = [], 0.0
         for each in work:
             places.append(at)

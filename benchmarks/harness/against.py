@@ -49,7 +49,7 @@ def build(revision: str) -> pathlib.Path:
     folder = pathlib.Path(tempfile.gettempdir()) / f"jax_ring-{commit}-jax-{jax.__version__}"
     if not (folder / "done").exists():
         print(f"# builds {commit} in {folder}", flush=True)
-        shutil.rmtree(folder, ignore_errors=True)  # what a build that failed has left
+        shutil.rmtree(folder, ignore_errors=True)  # leftovers of a failed build
         for step in steps_to_build(commit, folder):
             subprocess.run(step, check=True)
         (folder / "done").touch()

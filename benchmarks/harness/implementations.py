@@ -31,7 +31,7 @@ IMPLEMENTATIONS = {
     "ppermute": ppermute_ring,
 }
 
-# The choices of `algorithm="auto"`.
+# Options that `algorithm="auto"` chooses from.
 ALGORITHMS = {
     name: lambda x, name=name: ring_psum(x, AXIS, algorithm=name) for name in ("one_shot", "two_shot", "ring")
 }

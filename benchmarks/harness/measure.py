@@ -45,10 +45,10 @@ class Row:
     dtype: str
     out_of_place: Spread
     in_place: Spread
-    in_loop: Spread  # less the loop without a collective, in which no rank waits
-    in_waiting_loop: Spread | None = None  # less the loop in which the ranks wait for each other in each iteration
+    in_loop: Spread  # minus the loop without a collective, where no rank waits
+    in_waiting_loop: Spread | None = None  # minus the loop where the ranks wait for each other in each iteration
     wrong: int = -1
-    limit_us: float = math.nan  # time of a bare fold of a message of as many bytes
+    limit_us: float = math.nan  # time of a bare fold of an equally large message
     processes: int = 1
     hosts: int = 1
     served_by: str = ""
@@ -90,7 +90,7 @@ def loop(reduce: Callable | None, times: int, x):
 
     def body(_, x):
         x = reduce(x) if reduce else x
-        # A use that is cheap in every dtype. Arithmetic on small floats takes XLA many instructions.
+        # A use of x that is cheap in every dtype. XLA needs many instructions for arithmetic on small floats.
         return lax.bitcast_convert_type(lax.bitcast_convert_type(x, bits) ^ jnp.ones((), bits), x.dtype)
 
     return lax.fori_loop(0, times, body, x)
@@ -101,7 +101,7 @@ def waiting_loop(times: int, x):
 
     def body(_, carry):
         x, small = carry
-        # The sum takes place between the uses of x, as the all-reduce does in the other loop.
+        # The sum happens between the uses of x, like the all-reduce in the other loop.
         x, small = lax.optimization_barrier((x, ring_psum(small, AXIS)))
         return loop(None, 1, x), small ^ 1
 
@@ -123,7 +123,7 @@ class Case:
 
         self.plain = {name: compiled(reduce) for name, reduce in implementations.items()}
         self.donating = {name: compiled(reduce, donate_argnums=0) for name, reduce in implementations.items()}
-        # Many calls amortize the launch of the loop. The number is the same for all implementations.
+        # Many calls amortize the launch of the loop. All implementations use the same number.
         first = self.plain[self.names[0]]
         first(self.x).block_until_ready()
         self.times = int(np.clip(loop_seconds / self._time_once(first, self.x), 4, 2000))
@@ -132,7 +132,7 @@ class Case:
             for name, reduce in {**implementations, EMPTY: None}.items()
         }
         self.loops[WAITING] = compiled(lambda x: waiting_loop(self.times, x))
-        # What the sums of the waiting loop take by themselves is no part of the baseline.
+        # The cost of the waiting loop's own sums is not part of the baseline.
         self.small = jax.device_put(np.zeros(mesh.size, np.uint32), sharding)
         self.sums, self.no_sums = (
             compiled(lambda x, reduce=reduce: loop(reduce, self.times, x))

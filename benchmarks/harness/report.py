@@ -109,7 +109,7 @@ def compared(rows: list[Row], figure: str, other: str) -> dict[tuple, intervals.
     }
     ring, others = of["ring_psum"], of[other]
     return {
-        # Samples of other processes have no order in common with these.
+        # Samples of other processes cannot be paired with these.
         key: intervals.ratio(others[key], ring[key], paired=key[0] == 1 and len(others[key]) == len(ring[key]))
         for key in others
         if ring.get(key) and others[key]

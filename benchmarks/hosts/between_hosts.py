@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace) -> None:
             report(f"{hosts} x {arguments.ranks} {arguments.dtype} {text:>5}", seconds, raw_of)
     multihost_utils.sync_global_devices("done")
     sys.stdout.flush()
-    os._exit(0)  # the other processes are killed
+    os._exit(0)  # kills the other processes
 
 
 def bytes_crossing(name: str, dtype: np.dtype, count: int) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.append(str(pathlib.Path(__file__).parent.parent))  # a folder that is run has only itself on the path
+sys.path.append(str(pathlib.Path(__file__).parent.parent))  # running a folder puts only the folder on the path
 
 from jax_ring.schedule import ALGORITHMS, run
 from model import claims, cost, draw, fit, plots, published, simulator, topology

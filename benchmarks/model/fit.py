@@ -127,7 +127,7 @@ def fit(measurements: Sequence[Measurement]) -> Model:
     best, result = np.inf, None
     for cache in totals:
         rows = np.array([_terms(m.num_ranks, m.num_bytes, cache) for m in measurements])
-        # Scaled by the largest entry of each column, so that the solver does not take small columns for zero.
+        # Scale each column by its largest entry, so that the solver does not mistake small columns for zero.
         scale = np.maximum(rows.max(0), 1)
         relative = rows / scale / seconds[:, None]
         x = _non_negative_least_squares(relative, np.ones(len(seconds)))
@@ -162,7 +162,8 @@ class Line:
         return self.alpha + self.arrival * num_ranks, self.beta * SENT_BYTES[self.algorithm](num_ranks)
 
 
-# By algorithm: bytes that a rank of p sends per byte of its message. A ring in many pieces sends all and their results.
+# By algorithm: bytes sent by a rank of p per byte of its message. A ring in many pieces sends all pieces and their
+# results.
 SENT_BYTES = {
     "one_shot": lambda p: cost.one_shot(p, 1).sent,
     "two_shot": lambda p: cost.two_shot(p, 1).sent,

@@ -98,7 +98,7 @@ class Rings:
             return ready
         hop = self.hop(machine)
         if machine.conditions.jitter == 0 and np.ptp(ready) == 0:
-            # The slowest hop holds up all others. Ranks that finish slightly earlier are counted as finishing with it.
+            # The slowest hop holds up all others. A rank that finishes slightly earlier counts as finishing with it.
             return np.full_like(ready, ready[0] + self.hops * hop.max())
         return self.step_by_step(ready, hop, machine)
 
@@ -160,7 +160,7 @@ class Chain:
         copy = machine.hop_seconds(source, to, self.num_bytes, False)[path[:-1]]
         fold = machine.hop_seconds(source, to, self.num_bytes, True)[path[:-1]]
         hop = np.where(np.arange(len(copy)) < p - 1, fold, copy)
-        # As soon as results go around, all links carry both, so that each further piece costs two hops.
+        # Once results go around, all links carry both kinds, so each further piece costs two hops.
         pieces = self.pieces if p == 2 else min(self.pieces, p)
         index = np.arange(pieces)
         at = np.full(pieces, ready[0])

@@ -70,7 +70,7 @@ class Torch:
         tensor = self.torch.from_numpy(x.view(f"int{8 * x.itemsize}").copy()).view(dtype)
         reduce = self.torch.distributed.all_reduce
 
-        # Fewer calls suffice, since there is no launch of a program to amortize.
+        # Fewer calls suffice: there is no program launch to amortize.
         times = min(times, 100)
 
         def loop():
@@ -105,7 +105,7 @@ class Mpi4jax:
         if not is_open_mpi:
             return ["-n", str(ranks)]
         options = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        # Processes may use any core, as the threads of the others do. By default mpirun rejects more ranks than cores.
+        # Processes may use any core, like the threads of the others. By default mpirun rejects more ranks than cores.
         options += ["--bind-to", "none"] + (["--oversubscribe"] if ranks > (os.cpu_count() or 1) else [])
         return [*options, "-n", str(ranks)]
 

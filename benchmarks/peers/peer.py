@@ -85,7 +85,7 @@ class Peer:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         options = {}
         if prefix is not None:
-            # Its own programs and libraries; what else is imported is that of this environment.
+            # Its own programs and libraries. All other imports come from this environment.
             environment |= {"PATH": f"{prefix}/bin:{os.environ['PATH']}", "I_MPI_ROOT": prefix, "I_MPI_PIN": "0"}
             options = {"prefix": prefix}
         with socket.socket(socket.AF_UNIX) as server:
@@ -93,7 +93,7 @@ class Peer:
             server.listen(layout.processes)
             server.settimeout(START_SECONDS)
             self.processes = [
-                # Their output must not mix with the table.
+                # Keep their output out of the table.
                 subprocess.Popen(one, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr)
                 for one in BETWEEN_PROCESSES[library].commands(command, layout, **options)
             ]

@@ -8,7 +8,7 @@ from multiprocessing.connection import Client
 
 import numpy as np
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))  # a program has its own folder on the path, not that one
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))  # a program has only its own folder on the path
 
 from harness.measure import count_wrong, rank_values
 
@@ -51,7 +51,7 @@ def serve(name: str, folder: str, processes: str, devices: str, hosts: str, *res
     with Client(os.path.join(folder, "socket")) as connection:
         while (task := connection.recv()) is not None:
             try:
-                # Interleaved libraries measure the same message repeatedly.
+                # With interleaved libraries, one message is measured repeatedly.
                 if message != (task.count, task.dtype, task.times):
                     message = calls = None
                     values = rank_values(layout.ranks, task.count, task.dtype)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a program has its own folder on the path, not that one
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a program has only its own folder on the path
 
 from programs import registry, sources
 

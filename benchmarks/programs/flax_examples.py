@@ -11,7 +11,7 @@ import numpy as np
 from programs.registry import divide, example, program, put
 
 SOURCE = "flax-0.12.8"
-# What reads data sets and writes logs.
+# Modules that read data sets or write logs.
 ABSENT = (
     "tensorflow", "tensorflow_datasets", "grain", "flax.metrics.tensorboard", "clu.metric_writers", "clu.checkpoint",
     "clu.periodic_actions", "clu.parameter_overview", "input_pipeline", "tokenizer", "env_utils", "test_episodes",
@@ -20,7 +20,7 @@ ABSENT = (
 
 
 def load(name: str, module: str = "train"):
-    importlib.import_module("flax.training.checkpoints")  # before: it looks for TensorFlow
+    importlib.import_module("flax.training.checkpoints")  # import it first: it looks for TensorFlow
     return example(f"{SOURCE}/examples/{name}", module, ABSENT)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from programs.registry import divide, program, put, without
 
-# What Tunix imports to read checkpoints, to write logs and to talk to other programs.
+# Modules that Tunix imports to read checkpoints, write logs and talk to other programs.
 ABSENT = ("sentencepiece", "perfetto", "tensorboardX", "tensorflow", "grain", "wandb", "kagglehub")
 
 

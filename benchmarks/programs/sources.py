@@ -8,9 +8,9 @@ import tarfile
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).parent / "requirements.txt"
-# Distributions of which only the examples are used, which wheels do not hold. The package itself is the environment's.
+# Distributions used only for their examples, which wheels lack. The package itself comes from the environment.
 EXAMPLES = ("flax",)
-# Distributions whose version is the environment's, of the extra `test`.
+# Distributions in the version of the environment, from the extra `test`.
 OF_ENVIRONMENT = ("equinox", "flax", "optax")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a program has its own folder on the path, not that one
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a program has only its own folder on the path
 
 from programs import registry
 
@@ -78,7 +78,7 @@ def compare(actual: dict, expected: dict) -> dict:
         different += 1
         wide = np.complex128 if np.iscomplexobj(x) else np.float64
         gap = np.abs(x.astype(wide) - wanted.astype(wide)).max() / max(np.abs(wanted.astype(wide)).max(), 1e-30)
-        if not gap <= largest and not np.isnan(largest):  # NaN is the largest of all
+        if not gap <= largest and not np.isnan(largest):  # NaN counts as the largest
             largest, where = float(gap), name
     finite = all(np.isfinite(x.astype(np.complex128)).all() for x in expected.values() if x.dtype.kind in "fcV")
     return {
@@ -137,7 +137,7 @@ def main() -> None:
         ),
         flush=True,
     )
-    os._exit(0)  # some of them leave threads behind
+    os._exit(0)  # some programs leave threads behind
 
 
 if __name__ == "__main__":
