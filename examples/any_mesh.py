@@ -168,7 +168,7 @@ def replicated_training(mesh, optimizer, dtype, params):
             updates, state = optimizer.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
-        # What all ranks have is one block, for this.
+        # Treat values that all ranks have as one block.
         as_one = jax.tree.map(lambda x: x[None], [tree["replicated"] for tree in (params, state, grads)])
         replicated = jax.tree.map(lambda x: x[0], each_block(updated, *as_one))
         blocks = each_block(updated, *[tree["blocks"] for tree in (params, state, grads)])
@@ -239,7 +239,7 @@ def train(args: argparse.Namespace) -> None:
     both, train_step, compared = training(mesh, optax.adam(3e-3), jnp.dtype(args.dtype), params)
     text, value = load_text(), None
     for step in range(args.steps):
-        # A batch depends on nothing but its step.
+        # A batch depends only on its step.
         starts = np.random.default_rng(step).integers(0, len(text) - args.context - 1, NUM_SHARDS)
         tokens = text[starts[:, None] + np.arange(args.context + 1)].astype(np.int32)
         both, value = train_step(both, place(tokens, mesh, P("data")))

@@ -37,7 +37,7 @@ from train_gpt import TrainState, init_params, load_text, make_train_step
 
 NUM_SHARDS = 24  # of a batch: a multiple of every number of devices
 LAYOUTS = ("1x1", "1x2", "1x3", "1x4", "1x6", "1x8", "2x4", "4x2", "2x4@2")
-# What the digest of a stage is printed after.
+# Prefix of the line with a stage's digest.
 REPORT = "any_number_of_devices: "
 
 
@@ -106,7 +106,7 @@ def train(args: argparse.Namespace) -> None:
     train_step = make_train_step(mesh, optimizer, jnp.dtype(args.dtype), in_backward=False, num_shards=NUM_SHARDS)
     text, value = load_text(), None
     for step in range(args.begin, args.until or args.steps):
-        # A batch depends on nothing but its step.
+        # A batch depends only on its step.
         starts = np.random.default_rng(step).integers(0, len(text) - args.context - 1, NUM_SHARDS)
         tokens = text[starts[:, None] + np.arange(args.context + 1)].astype(np.int32)
         state, value = train_step(state, placed(tokens, split))
@@ -141,7 +141,7 @@ def run_layout(args: argparse.Namespace, dtype: str, layout: str, *options: str)
     command = [__file__, f"--layout={layout}", f"--dtype={dtype}", *sizes, *options]
     launcher = ["-P", "-m", "jax_ring.launch", "-n", str(processes), "--devices", str(devices)]
     program = [sys.executable, *(launcher if processes > 1 else []), *command]
-    # In one process, too, as many devices as the layout has: what others there are must not matter, and shall not help.
+    # One process too gets as many devices as the layout has: further devices must neither matter nor help.
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     result = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     # Not anchored at the start of a line, because Gloo writes partial lines.

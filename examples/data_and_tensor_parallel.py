@@ -123,7 +123,7 @@ def main():
             print(f"loss of the first step {value:.5f}")
     print(f"loss of the last step {value:.5f}, on one device {expected_loss:.5f}")
     for name, w in divided.items():
-        # Training keeps the weights divided: no device ever holds one as a whole.
+        # Training keeps the weights divided: no device ever holds a whole one.
         assert w.sharding.is_equivalent_to(NamedSharding(mesh, SPECS[name]), w.ndim), (name, w.sharding)
     difference = max(float(jnp.max(jnp.abs(np.asarray(w) - expected[name]))) for name, w in divided.items())
     print(f"The weights are those of one device up to {difference:.1e}, by rounding.")

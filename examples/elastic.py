@@ -63,7 +63,7 @@ def train(state, data, epochs, kill):
         if jax.process_index() == 0:
             print(text, flush=True)
 
-    # Everything of JAX is made here: what an earlier call made is dead.
+    # Create all JAX objects here: those of an earlier call are dead.
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     train_step = make_train_step(mesh)
     params, opt_state = to_devices(mesh, P(), (state.params, state.opt_state))
@@ -95,7 +95,7 @@ def main():
     parser.add_argument("--kill", type=rank_and_epoch, metavar="RANK:EPOCH", help="a process that kills itself")
     args = parser.parse_args()
     data = load_data()
-    # Before any other use of JAX. Without the launcher this is a program of one process.
+    # Before any other use of JAX. Without the launcher this is a one-process program.
     if "JAX_RING_CONTROL" in os.environ:
         jax.distributed.initialize()
     params = jax.device_get(init_params(jax.random.key(0)))

@@ -69,12 +69,12 @@ def by_slices(params, tokens):
     sizes = jnp.bincount(expert, length=num_ranks)
     starts = jnp.cumsum(sizes) - sizes
     received = ring_all_to_all(sizes, AXIS, 0, 0, tiled=True)
-    places = jnp.cumsum(received) - received  # where the slices that this device receives begin
+    places = jnp.cumsum(received) - received  # start of each received slice
     at_sender = ring_all_to_all(places, AXIS, 0, 0, tiled=True)
     room = jnp.zeros((num_ranks * len(tokens), WIDTH))
     at_expert = ring_ragged_all_to_all(tokens[order], room, starts, sizes, at_sender, received, axis_name=AXIS)
     results = expert_layer(jax.tree.map(lambda w: w[0], params["experts"]), at_expert)
-    # Back, with the roles of sent and received exchanged.
+    # Send back: swap the roles of sent and received.
     at_expert_starts = ring_all_to_all(starts, AXIS, 0, 0, tiled=True)
     back = ring_ragged_all_to_all(
         results, jnp.zeros_like(tokens), places, received, at_expert_starts, sizes, axis_name=AXIS
@@ -92,7 +92,7 @@ def make_step(layer, num_devices):
         if num_devices > 1:
             local = jax.lax.pcast(params["router"], AXIS, to="varying")
             value, grads = jax.value_and_grad(loss)({**params, "router": local})
-            # The exchanges have summed the gradients of the experts over the tokens of all devices.
+            # The exchanges have already summed the experts' gradients over the tokens of all devices.
             grads["router"] = ring_psum(grads["router"], AXIS)
             value = ring_pmean(value * num_devices, AXIS)
         else:

@@ -34,7 +34,7 @@ def own_batches(images, labels, mesh, rng):
     order = rng.permutation(examples)
     for start in range(0, examples - size + 1, size):
         batch = order[start : start + size]
-        # Of shape (BATCH, ...): the parts in process order.
+        # Shape (BATCH, ...), the parts in process order.
         yield tuple(
             jax.make_array_from_process_local_data(jax.NamedSharding(mesh, P("data")), part[batch])
             for part in (images, labels)
@@ -82,7 +82,7 @@ def main():
             params, opt_state, loss = train_step(params, opt_state, images, labels)
             losses.append(float(loss))
         print_once(f"epoch {epoch + 1}: mean loss {np.mean(losses):.4f}")
-    # All processes must call this as well, since the parameters span all of them.
+    # All processes must call this: the parameters span them all.
     held_out = float(accuracy(params, test_images, test_labels))
     print_once(f"held-out accuracy {held_out:.2%}")
 

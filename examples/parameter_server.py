@@ -68,7 +68,7 @@ def main() -> int:
     server = make_server_step(mesh, args.rate)
     runs = {"ring": (make_ring_step(mesh, args.rate), 0), "server": (server, 0)}
     runs |= {f"server, stale by {k}": (server, k) for k in (2, 4, 8, 16)}
-    # Bytes in and out of the busiest rank in a step, if each message goes over one link.
+    # Bytes in and out of the busiest rank in a step, with one link per message.
     busiest = dict.fromkeys(runs, 2 * (p - 1) * volume) | {"ring": 4 * volume * (p - 1) // p}
 
     console = Console()
@@ -76,7 +76,7 @@ def main() -> int:
     curves = {}
     for name, (step, staleness) in runs.items():
         params, rng = initial, np.random.default_rng(0)
-        history = collections.deque([params], maxlen=staleness + 1)  # the oldest is first
+        history = collections.deque([params], maxlen=staleness + 1)  # the oldest comes first
         losses, times = [], []
         for _ in track(range(args.epochs), name, console=console):
             order = rng.permutation(len(images))
@@ -97,7 +97,7 @@ def main() -> int:
         from matplotlib import pyplot as plt
 
         for name, losses in curves.items():
-            # The ring's curve lies under the server's.
+            # The ring's curve is hidden under the server's.
             plt.semilogy(losses, label=name, linewidth=5 if name == "ring" else 1.5)
         plt.xlabel("step")
         plt.ylabel("loss")

@@ -33,7 +33,7 @@ class ThirdPartyTrainer:
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
 
     def __init__(self, mesh):
-        # A new function for each trainer, so that jit traces it again, with the current meaning of `psum`.
+        # A new function per trainer, so that jit traces it again, with the current `psum`.
         step = functools.partial(ThirdPartyTrainer._step, self)
         self.step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P()))
 

@@ -57,10 +57,10 @@ def ring_attention(q, k, v, causal):
     def step(carry, i):
         total, kv = carry
         kv = ring_ppermute(kv, AXIS, to_next)  # a tree is one call
-        source = (rank - i) % p  # whose keys and values these are
+        source = (rank - i) % p  # the rank that these keys and values come from
         return (add_block(total, q, *kv, rank * size, source * size, causal), kv), None
 
-    # The first part is the device's own, in which each query has a key that it may see.
+    # Begin with the device's own part: there each query may see at least one key.
     empty = jnp.zeros_like(q), jnp.zeros_like(q[..., 0]), jnp.full_like(q[..., 0], -1e30)
     total = add_block(empty, q, k, v, rank * size, rank * size, causal)
     ((values, weight, _), _), _ = lax.scan(step, (total, (k, v)), jnp.arange(1, p))
