@@ -15,7 +15,7 @@ from jax import lax
 import jax_ring
 from jax_ring.lowering.passes import combiner
 
-# Of each rank's operand. Both dimensions are divisible by 8 ranks.
+# Shape of a rank's operand. Both dimensions are divisible by 8 ranks.
 SHAPE = (RANKS, 2 * RANKS)
 
 
@@ -61,7 +61,7 @@ def extremum(values, better):
     wide = values if values.dtype.itemsize >= 4 else values.astype(np.float32)
     result = better.reduce(wide, axis=0)
     if wide.dtype.kind == "f":
-        # The maximum of zeros is -0 if all are -0, and the minimum if any is.
+        # The maximum of zeros is -0 only if all are -0; the minimum is -0 if any is.
         if better is np.maximum:
             negative = (np.signbit(wide) | (wide != 0)).all(0)
         else:

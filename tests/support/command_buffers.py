@@ -3,7 +3,7 @@
 import pathlib
 from typing import NamedTuple
 
-# Without the first flag only sequences of at least five commands are recorded, and without the second no loops.
+# Without the first flag XLA records only sequences of at least five commands, and without the second no loops.
 FLAGS = "--xla_gpu_graph_min_graph_size=1 --xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL"
 
 
@@ -30,7 +30,7 @@ def recorded(folder: pathlib.Path, module: str) -> Recorded:
     """What XLA records of the program of this name; Recorded(0, 0, 0) if it records nothing or has not compiled it."""
     found = [0, 0, 0]
     for file in folder.glob(f"*.{module}.thunk_sequence_after_thunk_passes.txt"):
-        buffer = None  # the indentation of the command buffer that the line is in
+        buffer = None  # the indentation of the current command buffer
         for line in file.read_text().splitlines():
             _, colon, command = line.partition(": ")
             if not colon:

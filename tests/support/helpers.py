@@ -21,7 +21,7 @@ from pytest_jax_ring import plugin
 TARGET = "jax_ring_all_reduce"
 TARGET_PREFIX = "jax_ring_"
 RANKS = 8
-# For programs that must be compiled as users do: conftest.py turns optimizations off by this variable.
+# For programs that must compile as users compile them: conftest.py turns optimizations off by this variable.
 AS_USERS_COMPILE = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
 
 
@@ -101,7 +101,7 @@ def bits_of(x) -> np.ndarray:
 
 def compiled_text(fun, *args) -> str:
     """The optimized HLO."""
-    # What is jitted already is not jitted again: then a call runs this executable, and compiles nothing.
+    # Do not jit a jitted function again: then a call runs this executable and compiles nothing.
     jitted = fun if hasattr(fun, "lower") else jax.jit(fun)
     return jitted.lower(*args).compile().as_text()
 

@@ -7,8 +7,8 @@ from jax import lax
 from jax_ring.lowering.hlo import hook
 from jax_ring.lowering.override_state import Settings, enabled
 
-# XLA's partitioner makes few of the forms that HLO allows. Those of shard_map's collectives are others, if the lowering
-# of lax is left as it is.
+# XLA's partitioner makes few of the forms that HLO allows. shard_map's collectives have other forms if lax keeps its
+# own lowering.
 
 
 @contextlib.contextmanager

@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec as P
 from job import job_token
 
 PROGRAMS = 10
-REPEATS = 20  # of the call in a loop
+REPEATS = 20  # of a call, in a loop
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8")
-# Limits for the growth of a process in the last two thirds of its rounds. A leak grows with each of thousands of calls;
-# the completion threads are bounded by the calls of local ranks that are in flight, and a group has at most one segment
-# beside its first, which it gets with its first large call.
+# Limits for the growth of a process in the last two thirds of its rounds. A leak would grow with each of thousands of
+# calls. The local ranks' calls in flight bound the completion threads, and a group has at most one segment beside its
+# first, from its first large call on.
 IN_FLIGHT, COPIES = 5, 4
 MAX_GROWTH = {"MiB": 24, "files": 4, "threads": IN_FLIGHT * COPIES * 3, "groups": 0, "segments of a group": 1}
 

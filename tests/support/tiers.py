@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-# What CI's invocations select. Together they run every test: test_tiers.py.
+# The selections of CI's invocations. Together they run every test: test_tiers.py.
 PLAIN = "not full"  # with the oldest pair
 REST_OF_OLDEST = "full and one_pair"
 NEWEST = "not one_pair"
@@ -21,7 +21,7 @@ MARKERS = {
 FULL = [
     # Without vma a test takes the same steps: "no_vma" in its id.
     r".*\[(.*-)?no_vma",
-    # Products of options, dtypes, sizes and seeds: some of each are left.
+    # Products of options, dtypes, sizes and seeds: keep some of each.
     r"collectives/test_options.py::test_ring_order\[(?!float32-[358]|bfloat16-4|int32-8)",
     r"collectives/test_exchange.py::(?!test_matches_lax|test_permutations_match_lax|test_errors)",
     r"family/test_family_values.py::test_bits_of_wide_types\[(?!psum|all_gather\])",
@@ -85,7 +85,7 @@ FULL = [
     r"tree/test_tree_across_hosts.py::(?!.*consecutive|test_groups_that_lie.*\[i\])",
     "engine/test_concurrency.py::test_(ten_thousand|hundreds)",
     "engine/test_pauses.py",
-    # Jobs of several processes, each of which compiles for itself. One of each kind is left.
+    # Jobs of several processes, each with its own compilation. Keep one of each kind.
     "multiprocess/test_(same_host|gpu_lowering|soak|process_discovery)",
     "multiprocess/test_failures.py::test_(mismatched|equal)",
     "multiprocess/test_flight_of_processes",
@@ -103,7 +103,7 @@ FULL = [
     "package/test_pytest_plugin.py::test_(lax_is_replaced|the_body_runs|the_rank_that|faults|stops_and_delays|hangs|stacks)",
     "package/test_tiers.py::test_which_tests_a_command_runs",
     "chaos/test_scenarios.py::test_scenario",
-    # Programs in processes of their own, which compile them with LLVM's optimizations.
+    # Programs in processes of their own, compiled with LLVM's optimizations.
     "programs/test_example.py",
     "programs/test_benchmarks.py::test_(against|allreduce|loops|lowering|peers|picture|processes|reduction|scaling|train|wire)",
     "programs/test_any_number_of_devices.py::test_the",
@@ -125,56 +125,56 @@ FULL = [
 _ON_TOP = "family|gradients|int8|sentinel|optax|buckets|training|zero|wire|the_fold|partial_sums|documented"
 
 ONE_PAIR = [
-    # The values of the family go through all of its code.
+    # The values of the family cover all of its code.
     "family/(?!test_family_values)",
-    # Training is plain JAX on top of the collectives, which are tested with and without vma.
+    # Training is plain JAX on top of the collectives, and these are tested with and without vma.
     f"(?=.*no_vma)(?!family/test_family_values).*({_ON_TOP})",
-    # The layouts of ZeRO on any number of ranks are plain JAX on top of what the other tests of ZeRO run.
+    # The layouts of ZeRO on any number of ranks are plain JAX on code that the other ZeRO tests cover.
     "zero/test_zero_(any_ranks|parameter|norm|trees)",
-    # Values on the wire, means by weight and comparisons of replicas are plain JAX, too. Some of each run with both.
+    # Wire values, weighted means and replica comparisons are plain JAX, too. Some of each run both ways.
     r"wire/test_int8.py::(?!test_(sum\[|value_and_grad|in_a_scan|vmap|pmap|derivatives|explain|optax_state))",
     "wire/test_wire.py::(?!test_(a_mean_in_range|dtypes_are_kept|feedback_in_optax))",
     "training/test_weighted_pmean.py::(?!test_(the_documented|the_gradient|a_mean_over_no_examples))",
     r"training/test_optax_wrappers.py::test_(?!as_on_one_device\[(MultiSteps-True|apply_if))",
     "replicas/test_sentinel.py::(?!test_(a_flipped_bit|digests|the_only_call|a_step_that_donates|all_ranks))",
-    # The benchmarks and most examples call nothing new.
+    # The benchmarks and most examples add no new calls.
     ".*(ten_steps|train_gpt|micro_batches|the_example)",
     "programs/test_(benchmarks|example|tables).py",
-    # Which kernels a processor runs is native code's. pytest selects tests.
+    # The choice of kernels per processor is native code, and the selection of tests is pytest's.
     "package/test_package.py::test_(every_instruction_set|the_widest_instruction_set|an_unknown_instruction_set)",
     "package/test_tiers.py::test_which_tests_a_command_runs",
-    # Neither pages, messages and refused arguments, nor the source tree and its tables depend on the version.
+    # Pages, messages, refused arguments, the source tree and its tables do not depend on the version.
     "docs/",
     "schedule/",
     "package/test_(source_tree|typing|native_layout).py",
     "lowering/test_tuning.py",
     "collectives/test_arguments.py",
-    # Folds, shared memory, the record, deadlines and the launcher are native code and Python's. How processes join,
-    # find each other, lower and leave is JAX's. Those that leave meet the same errors as those that fail.
+    # Folds, shared memory, the record, deadlines and the launcher are native code and Python's. Joining, discovery,
+    # lowering and leaving are JAX's. Processes that leave meet the same errors as processes that fail.
     r"collectives/test_options.py::test_ring_order\[",
     "collectives/test_dtypes.py::test_the_fold",
     "multiprocess/test_(soak|tree|shared_memory|flight_of_processes|harness|failures).py",
     "between_hosts/test_(int8_across_hosts|two_level|parts_across_hosts).py",
-    # Two hosts ask XLA for each of its steps. More of them, and more processes, are other tables of the same steps.
+    # Two hosts ask XLA for each of its steps. More hosts or processes only change the tables of the same steps.
     "between_hosts/test_(narrow_wires|between_hosts_family).py::(?!test_two_hosts)",
     "between_hosts/test_narrow_wires.py::test_two_hosts_of_two_processes",
-    # One reason goes the way of all: what a process says is text in JAX's service.
+    # One reason stands for all: a process publishes text in JAX's service.
     r"multiprocess/test_gpu_lowering.py::test_all_processes_fall_back_for_the_same_reason\[(?!one GPU)",
-    # As two processes on this host do.
+    # Two processes on this host cover it.
     r"multiprocess/test_same_host.py::test_same_bits_as_one_process\[4",
     "chaos/",
     "launcher/",
     "tree/test_tree_values.py",
     "engine/test_(deadline|pauses).py",
     "inspect/test_flight_recorder.py",
-    # The plugin's ranks run and join. What it says of failures and faults is pytest's.
+    # The plugin's ranks run and join. Its reports of failures and faults are pytest's.
     "package/test_pytest_plugin.py::test_(the_rank_that_failed|hangs_and_exits|stacks|faults|stops_and_delays)",
-    # XLA's passes are asked what they make of single calls, in loops, beside others and recorded. The rest follows.
+    # Single calls, calls in loops, beside others and recorded go through XLA's passes. The rest follows.
     "gpu_topologies/test_topology_(?!family|jit|overlap|recorded)",
 ]
 
 
-# The ids of a session's tests before it selects some.
+# The ids of a session's tests before selection.
 ALL_IDS = pytest.StashKey[list[str]]()
 
 

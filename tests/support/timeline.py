@@ -49,7 +49,7 @@ def timeline(hlo: str) -> list[Work]:
     """The work of a program, in its order. A loop's body is listed once, in its place, and so is each branch."""
     computations, entry = parse_computations(hlo)
     found: list[Work] = []
-    starts: dict[str, int] = {}  # of the asynchronous instructions that are not done, their index in `found`
+    starts: dict[str, int] = {}  # index in `found` of each asynchronous instruction not yet done
     place = 0
     for loop, line in _lines(computations, entry, ""):
         match = _INSTRUCTION.match(line)
@@ -91,7 +91,7 @@ def _lines(computations: dict, name: str, loop: str) -> Iterator[tuple[str, str]
 
 def _kind(computations: dict, line: str) -> str:
     called = _CALLED.search(line)
-    # The function that adds two elements in an all-reduce is called by it as well, but is nothing of its own.
+    # An all-reduce also calls the function that adds two elements. That is no operation of its own.
     lines = [line, *(computations.get(called[1], ()) if called else ())]
     if any(_IS_EXCHANGE.search(each) for each in lines):
         return EXCHANGE

@@ -120,13 +120,13 @@ def as_text(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-# The arguments of jax.distributed.initialize, for programs that call it in their body.
+# Arguments of jax.distributed.initialize, for programs that call it in their body.
 distributed: dict = {}
 
 
 def _main(task: dict) -> None:
     """Entry point of each process."""
-    # Gloo writes to stdout, in pieces and from several threads. A line of a test is whole only apart from them.
+    # Gloo writes to stdout, in pieces and from several threads, so keep a test's lines apart from its output.
     sys.stdout = open(os.dup(1), "w", buffering=1)  # noqa: SIM115
     os.dup2(2, 1)
     import jax
