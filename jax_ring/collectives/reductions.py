@@ -68,12 +68,11 @@ def ring_psum(
         Only under `shard_map(..., check_vma=False)` and `pmap`.
       algorithm: "auto", "one_shot", "two_shot" or "ring": how the engine moves the data, never the result. One process
         of CPU devices has only one.
-      order: "rank" is the fold above. "ring" is that of a ring reduce-scatter, which needs the least bandwidth between
-        neighbors: block i of the flattened operand is folded over ranks i+1, i+2, ..., i
+      order: "rank" is the fold above. "ring" is that of a ring reduce-scatter
         (docs/how_it_works.md#another-order-for-rings); with algorithm "auto" or "ring". "any" leaves it to the engine:
-        all ranks get the same bits, which may differ between machines, versions, algorithms and runs
-        (docs/algorithms.md#any-order). "tree" adds along a fixed binary tree over V shards: the same bits for any
-        number of ranks that divides V (docs/any_number_of_devices.md); not with algorithm "ring".
+        all ranks get the same bits, which may differ elsewhere (docs/algorithms.md#any-order). "tree" adds along a
+        fixed binary tree over V shards: the same bits for any number of ranks that divides V
+        (docs/any_number_of_devices.md); not with algorithm "ring".
       num_shards: with order="tree": the number of shards V, checked against a `ShardSums`; default p.
 
     Returns:

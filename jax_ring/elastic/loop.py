@@ -35,10 +35,9 @@ def run(*, min_processes: int = 1, num_shards: int | None = None) -> Callable[[C
 
         train(state)
 
-    The function's first argument is a `State`. When a process is killed, is stopped, hangs or fails, the others leave
-    the function by their error, form a new group, take the newest commit that all have, as arrays of numpy, and call
-    the function again. Anything else of JAX made before is dead (arrays, devices, meshes, jitted functions), so make it
-    inside.
+    The function's first argument is a `State`. When a process is killed, is stopped, hangs or fails, the others form
+    a new group, take the newest commit that all have, as arrays of numpy, and call the function again. Anything else of
+    JAX made before is dead, so make it inside (docs/elastic.md).
 
     Any other exception is a failure of this process: it is raised, and the others go on. Start the program with `python
     -m jax_ring.launch`; a single process without it just calls the function.

@@ -64,9 +64,9 @@ def override_lax(*, partitioner: bool | None = None, order: Order = "rank") -> O
             train_step(params, batch)
 
     Programs lowered meanwhile use the engine wherever `ring_psum` would, third-party code and the sums of
-    differentiation under `shard_map(..., check_vma=True)` included. A jitted function is lowered when called, in the
-    calling thread. Types, errors and transformation rules stay JAX's. Compiled functions are compiled again, and their
-    earlier programs kept for afterwards. Overrides nest and close in any order; the last one's arguments count.
+    differentiation under `shard_map(..., check_vma=True)` included. Types, errors and
+    transformation rules stay JAX's. Compiled functions are compiled again (docs/sharp_bits.md#override_lax). Overrides
+    nest and close in any order; the last one's arguments count.
 
     XLA's partitioner inserts the collectives of `jax.jit` with arrays divided by a `NamedSharding`; they become
     jax_ring's, too, on GPUs from JAX 0.11 on:

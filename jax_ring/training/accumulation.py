@@ -24,12 +24,7 @@ def accumulate_gradients(
         value_and_grad(accumulate_gradients(loss, 4, in_axes=(0, 0, None)), "data")(params, images, labels, scale)
 
     Its value and gradients are means over the micro-batches, added in a scan, in float32 for 16 bits or fewer, and
-    reduced over ranks once. All micro-batches weigh the same. For a mean over all tokens count them first:
-
-        parts = lax.axis_size("data") * 4
-        count = ring_psum(mask.sum(), "data")
-        loss = lambda params, x, mask, count: parts * (mask * error(params, x)).sum() / count
-        value_and_grad(accumulate_gradients(loss, 4, in_axes=(0, 0, None)), "data")(params, x, mask, count)
+    reduced over ranks once. All micro-batches weigh the same; docs/training.md has a mean over all tokens.
 
     Args:
       fun: a function of parameters and data, a mean over the data. Its communication is repeated for every micro-batch.

@@ -70,9 +70,8 @@ def value_and_grad(
       reduced_in_backward: whether `fun` passes all its parameters through `reduce_in_backward`.
       num_shards: V, for the same bits on any number of ranks p that divides it (docs/any_number_of_devices.md). The
         rank's data is cut into V/p shards, differentiated one by one; sums follow the tree of `order="tree"` and are
-        divided by V. The rank keeps log2(V/p) + 1 gradients at a time, or up to twice as many if V/p is no power of
-        two. `fun` may not communicate over the axis or ask for its index; it has `shard_index()`. With V > p, `wire`
-        and `reduced_in_backward` are refused.
+        divided by V. `fun` may not communicate over the axis or ask for its index; it has `shard_index()`. With V > p,
+        `wire` and `reduced_in_backward` are refused.
       in_axes: with num_shards, which dimension of the arguments that are not in `argnums` is cut: an integer for all,
         or a tuple with an entry for each, whose None stands for an argument that every shard gets whole, as in
         `accumulate_gradients`. Keyword arguments are passed whole.
@@ -80,10 +79,9 @@ def value_and_grad(
         `sync_gradients`, `allreduce_gradients` and `zero.sharded_optimizer`. The value is reduced in any case.
       check_replicas: a boolean scalar, the same on all ranks, such as `step % 10 == 0`: whether to compare the ranks'
         copies of the parameters, as `jax_ring.check_replicas` does.
-      audit: with num_shards, k: in each k-th step another rank computes a shard again, and the step fails on all ranks,
-        before it is applied, if a bit of the shard's value or gradients differs (docs/any_number_of_devices.md).
-      step: with audit, the number of the step, an integer scalar, the same on all ranks, which tells whether to audit,
-        which shard, and by which rank. k V steps in a row audit every shard once.
+      audit: with num_shards, k: in each k-th step another rank computes a shard again, and the step fails on all ranks
+        if a bit of its value or gradients differs (docs/any_number_of_devices.md).
+      step: with audit, the number of the step, an integer scalar, the same on all ranks.
       **options: `impl`, `wire`, `key`, `bucket_bytes`, `first_bucket_bytes`, `overlap` and `order`, as for
         `sync_gradients`. The value is never rounded to `wire`. Pass a key where `value_and_grad` is called in the step:
         it is for one.
@@ -284,12 +282,10 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
 
         layer = reduce_in_backward(layer, "data")  # in the loss, where the layer is used, also in a lax.scan
 
-    The reduction of a layer's gradients starts as soon as they are computed, before those of the earlier layers; on
-    GPUs it goes on beside them, unless `overlap=False`. Differentiate with `value_and_grad(...,
-    reduced_in_backward=True)`, which turns the sum into a mean. Without vma tracking pass every parameter through here,
-    as others stay unreduced, and none that was computed from values reduced over the axis, such as the gradients of an
-    inner loss: JAX would multiply their derivatives by the number of ranks. Do not give the sums to `sync_gradients`,
-    `allreduce_gradients` or `zero`.
+    On GPUs the reduction goes on beside the backward pass of earlier layers, unless `overlap=False`. Differentiate with
+    `value_and_grad(..., reduced_in_backward=True)`, which turns the sum into a mean. Without vma tracking pass every
+    parameter through here, and none computed from values reduced over the axis (docs/training.md). Do not give the sums
+    to `sync_gradients`, `allreduce_gradients` or `zero`.
 
     Args:
       tree: a pytree of parameters, replicated over the axis.

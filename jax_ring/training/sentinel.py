@@ -309,10 +309,9 @@ def check_replicas(tree: T, axis_name: AxisName, *, when: Any = True, impl: Impl
         params = check_replicas(params, "data", when=step % 10 == 0)  # under shard_map
 
     Go on with the result: a step that does not use it does not compare. Where `when` is true, each rank computes a
-    64-bit digest of its copy; in every step the ranks exchange 16 or 32 bytes each. Copies that differ in one element
-    of at most 32 bits are always found, any others but for one chance in 2^64. An error that reaches all copies alike
-    is not found. `value_and_grad`, `allreduce_gradients` and `zero.sharded_optimizer` do the same by their option
-    `check_replicas`. The error is raised by a callback to Python, so the program cannot be exported.
+    64-bit digest of its copy; in every step the ranks exchange 16 or 32 bytes each. `value_and_grad`,
+    `allreduce_gradients` and `zero.sharded_optimizer` do the same by their option `check_replicas`.
+    docs/any_number_of_devices.md says what is found. The program cannot be exported.
 
     Args:
       tree: a pytree of arrays of any dtype, random keys among them, which should be the same on all ranks.

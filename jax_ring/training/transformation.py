@@ -58,9 +58,8 @@ def allreduce_gradients(
 
         optimizer = optax.chain(allreduce_gradients("data"), optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 
-    Put it first: clipping then clips the norm of the mean, as one device would. Wrappers that decide by gradients
-    whether to update, such as `optax.apply_if_finite`, go behind it: around it, ranks would decide differently, and
-    wait for each other.
+    Put it first: clipping then clips the norm of the mean, as one device would. Put it before wrappers, too, that
+    decide whether to update, such as `optax.apply_if_finite`: around it, ranks would wait for each other.
 
     Args:
       axis_name, mean: as for `sync_gradients`; so are the gradients, which may be a `ShardSums`.

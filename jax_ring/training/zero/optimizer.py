@@ -1,8 +1,4 @@
 """ZeRO: an optimizer that is sharded over the data-parallel ranks.
-
-The stages of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020). Each
-rank holds the optimizer state for one of p equal parts of the parameters, and updates that part. In stages 1 and 2 it
-gathers the updates of the other parts; in stage 3 it has only its part of the parameters, too.
 """
 
 from __future__ import annotations
@@ -64,9 +60,7 @@ def sharded_optimizer(
     the guide.
 
     Args:
-      tx: an optax `GradientTransformation`; with `layout="flat"` an elementwise one. To find out, it is traced here, or
-        at the first use if JAX has not started its backend or if `tx` names other axes, and when parameters are first
-        seen.
+      tx: an optax `GradientTransformation`; with `layout="flat"` an elementwise one, as its trace shows (docs/zero.md).
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
       stage: 2 gives each rank only the gradients of the part that it updates (`ring_psum_scatter`); 1 gives every rank
         all, as `sync_gradients` does. 3 divides the parameters, in the flat layout: params are then a `ShardedParams`,

@@ -21,9 +21,7 @@ def replicated_optimizer(tx: optax.GradientTransformation) -> optax.GradientTran
         params = optax.apply_updates(params, updates)
 
     A training with it can go on with stage 1, 2 or 3 in the flat layout, and has the same parameters and the same
-    state, `unsharded`, on any number of ranks. In a plain optax update the compiler contracts products and sums, and
-    does it in another way for one vector than for many arrays, so that last bits differ. Here products, divisions and
-    square roots are rounded one by one, as in the sharded optimizer.
+    state, `unsharded`, on any number of ranks. A plain optax update has other last bits (docs/zero.md).
 
     Args:
       tx: an elementwise optax `GradientTransformation`, as for `sharded_optimizer`. `zero.clip_by_global_norm` within

@@ -41,8 +41,8 @@ def sharded_layer(
     along the tree and scattered.
 
     Shards of several layers, stacked in a first dimension as `jax.vmap(optimizer.shard)` does it, are layers of which
-    each gets the result of the one before. While a layer is computed the next one's parameters are gathered, on GPUs
-    beside it, so that two layers are whole at a time. The bits are those of a `jax.lax.scan` over single layers.
+    each gets the result of the one before. While a layer is computed the next one's parameters are gathered. The bits
+    are those of a `jax.lax.scan` over single layers.
 
     Args:
       f: a function of whole parameters and the inputs of a shard. Returns a pytree of arrays. May ask for
