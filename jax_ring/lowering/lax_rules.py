@@ -14,7 +14,6 @@ from jax_ring.lowering.state import state_of
 from jax_ring.lowering.xla.fallback import lower_broadcast_to_xla, lower_dynamic_broadcast_to_sum
 from jax_ring.options import Options
 
-# JAX's primitives.
 _OVERRIDDEN = {
     _compat.psum_p: CallSpec("lax.psum", kinds.ALL_REDUCE),
     _compat.psum_invariant_p: CallSpec("lax.psum", kinds.ALL_REDUCE),
