@@ -1,4 +1,4 @@
-// attributes.cc: reads the attributes by their names, and checks that they fit each other.
+// attributes.cc: reads the attributes by name, and checks that they fit each other.
 #include "attributes/attributes.h"
 
 #include <set>
@@ -33,7 +33,7 @@ Numbers numbers_of(ffi::Dictionary all, std::string_view name) {
   return {span.begin(), span.end()};
 }
 
-// The enumerator whose name is `name`; `names` lists them in the order of the enumeration.
+// The enumerator called `name`; `names` lists them in the order of the enumeration.
 template <class Enum, size_t kCount>
 Enum named(std::string_view name, const std::string_view (&names)[kCount]) {
   for (size_t i = 0; i < kCount; ++i) {

@@ -1,4 +1,4 @@
-// attributes.h: what a custom call says of itself, decoded and checked: the same for both engines.
+// attributes.h: the attributes of a custom call, decoded and checked: the same for both engines.
 #pragma once
 
 #include <cstddef>
@@ -21,41 +21,40 @@ inline constexpr std::string_view kCollectives[] = {"all_reduce", "reduce_scatte
 inline constexpr std::string_view kOps[] = {"sum", "max", "min"};
 inline constexpr std::string_view kOrders[] = {"rank", "ring", "any", "tree"};
 
-// The attributes that jax_ring/lowering/custom_call/engine_attributes.py writes, and what they become here:
-//   call, site   strings: describe the call, the same on all ranks, and the lines of the user's program that it serves.
-//                For error messages. The lines may be empty, and are no part of what identifies a call.
+// The attributes that jax_ring/lowering/custom_call/engine_attributes.py writes, decoded here:
+//   call, site   strings for error messages: the call, the same on all ranks, and the lines of the user's program.
+//                The lines may be empty, and do not identify a call.
 //   collective   string: one of kCollectives
-//   op           string: sum, max or min; ignored by those that only move data
-//   order        string: rank, ring, any or tree, the order in which values are folded
+//   op           string: sum, max or min; ignored if a collective only moves data
+//   order        string: rank, ring, any or tree, the order of the fold
 //   root         int64: the root of a reduce or broadcast, else 0
-//   sources      int64 array: of permute, for each rank of a group the one whose operand it gets, or -1; else empty
+//   sources      int64 array: for permute, the source of each rank of a group, or -1; else empty
 //   algorithm    string: auto, one_shot, two_shot or ring. No effect between CPU devices of one process.
 //   group_sizes  int64 array: the size of each replica group
 //   members      int64 array: the members of the groups, one group after the other, in rank order: CPU devices by mesh
-//                position, GPUs by an id that is unique among those of all processes
+//                position, GPUs by an id that is unique among all processes
 //   processes    int64 array: the process of each member
 //   one_shot_bytes, two_shot_bytes
 //                int64 arrays: for each group, the largest message for which auto selects one_shot, or two_shot. Empty
 //                for CPU devices if no group spans processes.
 //   tree_shards, tree_sizes, tree_ranks
 //                int64 arrays: for order tree, see trees_of() in trees.h; else empty
-// Of CPU devices alone:
-//   program      string: empty in a program of one process. Else the name of the program and a digest of its text,
-//                the same in all processes, '#', and how often this process has lowered a program of that name.
-//   part         int64 array: empty, or the first element and the number of elements of a part of an array, which is
-//                the operand of a reduce-scatter, or the result of an all-gather. The call has one result. If the part
-//                does not begin at 0, the second operand of an all-gather is the array with the parts before. Operands
-//                after these are not read: they make the call wait, and XLA does not reuse their buffers before it.
-//                If the ranks are in one process, the result may be float32 where the operand is not: an all-gather
-//                decodes int8 as packets (fold_kernels.h) and widens floats of 16 bits, whose sum a reduce-scatter does
-//                not round.
-//   rounds_to    string: empty, or float16 or bfloat16, to which a reduce-scatter of a part rounds float32 before it
-//                adds them
-// Of GPUs alone:
-//   lane         int64: calls that may run at the same time have different ones
+// For CPU devices only:
+//   program      string: empty in a program of one process. Else the program's name and a digest of its text, the
+//                same in all processes, '#', and how often this process has lowered a program of that name.
+//   part         int64 array: empty, or (offset, length) of the part of an array that a reduce-scatter reads or an
+//                all-gather writes. The call has one result. If the offset is not 0, an all-gather's second operand
+//                is the array with the earlier parts. Further operands are not read: they make the call wait, and
+//                keep XLA from reusing their buffers before it. If the ranks are in one process, the result may be
+//                float32 with another operand type: an all-gather decodes int8 as packets (fold_kernels.h) and widens
+//                16-bit floats, and a reduce-scatter leaves the sum of 16-bit floats unrounded.
+//   rounds_to    string: empty, or the type, float16 or bfloat16, to which a reduce-scatter of a part rounds float32
+//                before the addition
+// For GPUs only:
+//   lane         int64: calls that may run at the same time have different lanes
 struct Attributes {
   Attributes() = default;
-  // Not copied: the plan points to the sources.
+  // Not copyable: the plan points to the sources.
   Attributes(Attributes&&) = default;
 
   std::string call;
@@ -63,17 +62,17 @@ struct Attributes {
   Plan plan;
   std::vector<int> sources;  // of the plan
   Op op = Op::sum;
-  std::optional<Algorithm> algorithm;  // none if the engine chooses
+  std::optional<Algorithm> algorithm;  // none: the engine chooses
   std::vector<int64_t> group_sizes, members, processes;
-  std::vector<Thresholds> thresholds;  // by group, or none
+  std::vector<Thresholds> thresholds;  // by group; empty if none are given
   Trees trees;
   std::string program;
   std::optional<Range> part;
   xla::ffi::DataType rounds_to = xla::ffi::DataType::INVALID;
   int64_t lane = 0;
-  Hash hash;  // of what the call computes, in whatever groups
+  Hash hash;  // of what the call computes, in any groups
 
-  // Throws std::invalid_argument if the call has none.
+  // Throws std::invalid_argument if the call has no thresholds.
   const Thresholds& thresholds_of(size_t group) const;
 };
 

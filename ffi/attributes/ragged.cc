@@ -12,16 +12,16 @@ enum Row { input_offset, send_size, output_offset, receive_size };
 // One slice, in rows.
 struct Slice {
   int source, receiver;
-  size_t sent, expected;  // its numbers among the slices of both
+  size_t sent, expected;  // the slice's index in the sender's and the receiver's row
   int64_t from, to, size;
 };
 
-// Sizes are not negative here, and their sums with offsets that are not either fit unsigned numbers.
+// Sizes are not negative here. Their sums with non-negative offsets fit unsigned numbers.
 bool is_within(int64_t offset, int64_t size, size_t rows) {
   return offset >= 0 && static_cast<uint64_t>(offset) + static_cast<uint64_t>(size) <= rows;
 }
 
-// Out of line, so that tables without a fault cost no text.
+// Out of line: tables without a fault pay nothing for the text.
 [[noreturn]] void fail(const Slice& slice, const std::string& what) {
   throw std::invalid_argument("slice " + std::to_string(slice.sent) + " of rank " + std::to_string(slice.source) +
                               what);
@@ -37,7 +37,7 @@ void check(const Slice& slice, int64_t expected_size, size_t operand_rows, size_
     fail(slice, " has " + std::to_string(slice.size) + " rows, but rank " + std::to_string(slice.receiver) +
                     " expects " + std::to_string(expected_size) + " in its slice " + std::to_string(slice.expected));
   }
-  if (slice.size == 0) return;  // moves nothing, wherever that would be
+  if (slice.size == 0) return;  // moves nothing, so its place does not matter
   if (!is_within(slice.from, slice.size, operand_rows)) {
     fail(slice,
          range(slice.from, slice.size) + ", is not within its operand of " + std::to_string(operand_rows) + " rows");

@@ -1,4 +1,4 @@
-// ragged.h: the slices that a ragged all-to-all moves, from the sizes and offsets that the ranks have exchanged.
+// ragged.h: the slices that a ragged all-to-all moves, from the sizes and offsets that the ranks exchanged.
 #pragma once
 
 #include <cstddef>
@@ -9,9 +9,9 @@
 
 namespace jax_ring {
 
-// What the ranks of a group have told each other, in rank order. Each has four rows of `num_slices` numbers: offsets
-// into its operand, sizes to send, offsets into the receivers' results, and sizes to receive. The slices of a row are
-// divided evenly over the other side's ranks.
+// The numbers that the ranks of a group exchanged, in rank order. Each rank has four rows of `num_slices` numbers:
+// offsets into its operand, sizes to send, offsets into the receivers' results, and sizes to receive. The slices of a
+// row are divided evenly over the other side's ranks.
 struct RaggedTable {
   const void* data;
   bool is_64_bit;
@@ -25,9 +25,9 @@ struct RaggedTable {
 };
 
 // The slices as parts, in bytes, of the operands and results of all ranks. A row has `row_bytes` bytes, an operand
-// `operand_rows` rows and a result `result_rows`. Empty slices are left out, wherever they are. Slices that overlap in
-// a result leave there the rows of one of them. Throws std::invalid_argument if a slice is not within its operand and
-// its result, or not as long as its receiver expects.
+// `operand_rows` rows and a result `result_rows`. Empty slices are dropped, wherever they are. Where slices overlap in
+// a result, it gets the rows of one of them. Throws std::invalid_argument if a slice exceeds its operand or its result,
+// or if sender and receiver disagree on its size.
 std::vector<Part> slices_of(const RaggedTable& table, size_t row_bytes, size_t operand_rows, size_t result_rows);
 
 }  // namespace jax_ring

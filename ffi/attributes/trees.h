@@ -13,13 +13,13 @@ namespace jax_ring {
 
 // The trees of all groups, for Order::tree.
 struct Trees {
-  std::vector<Tree> of_group;  // empty with another order
-  int num_results = 1;         // the largest number of roots
+  std::vector<Tree> of_group;  // empty with other orders
+  int num_results = 1;         // the largest number of roots in a group
 };
 
-// group_sizes, tree_shards, tree_sizes: by group, the number of its members, of the shards of its tree, and of the
-// ranks that hold these, which are more than the members if others are on other hosts. tree_ranks: which of them the
-// members are, group after group. All but the first are empty with another order.
+// group_sizes, tree_shards, tree_sizes: by group, the numbers of its members, of the shards in its tree, and of the
+// ranks that hold these. There are more such ranks than members if some are on other hosts. tree_ranks: the members'
+// places among them, group after group. All but the first are empty with other orders.
 inline Trees trees_of(const Plan& plan, const std::vector<int64_t>& group_sizes,
                       const std::vector<int64_t>& tree_shards, const std::vector<int64_t>& tree_sizes,
                       const std::vector<int64_t>& tree_ranks) {

@@ -1,4 +1,4 @@
-// xla_types.h: maps XLA's element types to those of the engines.
+// xla_types.h: maps XLA's element types to the engines'.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// call_failure.h: why calls have failed, and the failures of this process, by number.
+// call_failure.h: why calls failed, and this process's failures by number.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@
 
 namespace jax_ring {
 
-// What the runtime is told of a failure beside its text, by the numbers that XLA gives these codes.
+// Error codes for the runtime, with the values that XLA gives them.
 enum class ErrorCode : int {
   invalid_argument = 3,
   deadline_exceeded = 4,
@@ -22,19 +22,19 @@ enum class ErrorCode : int {
   internal = 13,
 };
 
-// Why a call has failed. Processes tell each other all but the number and, unless they leave, the cause.
+// Why a call failed. Processes tell each other everything but the number and, unless they leave, the cause.
 struct CallFailure {
   enum class Kind {
-    deadline,   // ranks did not come in time
-    mismatch,   // a process or a rank makes another call
+    deadline,   // ranks did not arrive in time
+    mismatch,   // a process or rank makes a different call
     absent,     // a process has made no call in the group yet
-    stopped,    // a process is stopped, or busy with something else
-    left,       // a process has said that it leaves: it has raised an exception, or exited
-    ended,      // a process has ended without saying so
+    stopped,    // a process is stopped, or busy with other work
+    left,       // a process announced its departure: it raised an exception, or exited
+    ended,      // a process ended without announcing it
     aborted,    // a process has aborted the group
     resources,  // memory, files or threads are short
-    released,   // the program or its groups were given up meanwhile
-    overlap,    // two calls ran at the same time that must not
+    released,   // the program or its groups were released meanwhile
+    overlap,    // two calls ran at the same time, but must not
     other,
     count
   };
@@ -42,24 +42,24 @@ struct CallFailure {
 
   ErrorCode code = ErrorCode::deadline_exceeded;
   Kind kind = Kind::deadline;
-  int64_t process = kNone;  // the other process at fault, if one is
-  int64_t rank = kNone;     // the rank at fault, in the group of the call; the first one if there are several
-  // What that process did, as "process 2 (rank 1) has ended"; empty if none is at fault. Of one that leaves through its
-  // own fault a predicate: "raised ValueError: bad batch".
+  int64_t process = kNone;  // the other process at fault, if any
+  int64_t rank = kNone;     // the rank at fault, in the call's group; the first one if several are
+  // What that process did, e.g. "process 2 (rank 1) has ended"; empty if none is at fault. If a process leaves through
+  // its own fault: a predicate, "raised ValueError: bad batch".
   std::string cause = {};
-  std::string text = {};  // of the error
+  std::string text = {};  // the error message
   int64_t number = 0;     // in this process, from 1
 
-  // One that no other process is known to be at fault for.
+  // A failure without another process at fault.
   static CallFailure of(Kind kind, std::string text, ErrorCode code = ErrorCode::deadline_exceeded) {
     return {code, kind, kNone, kNone, {}, std::move(text)};
   }
-  // What a process tells the others that leaves through its own fault. how: a predicate.
+  // The notice of a process that leaves through its own fault. how: a predicate.
   static CallFailure departure(std::string how) {
     return {ErrorCode::deadline_exceeded, Kind::left, kNone, kNone, std::move(how)};
   }
 
-  // What the runtime raises. The number is the one part of it that jax_ring itself reads.
+  // The error that the runtime raises. jax_ring itself reads back only the number.
   std::string message() const { return text + " [failure " + std::to_string(number) + "]"; }
 };
 
@@ -72,11 +72,11 @@ class CallError : public std::runtime_error {
   const CallFailure failure;
 };
 
-// The latest failures of this process.
+// This process's latest failures.
 class CallFailures {
  public:
   static CallFailures& instance() { return *current().load(); }
-  // For a Python module, which has a copy of this code: takes those of another one, so that no number comes twice.
+  // For a Python module with its own copy of this code: use another module's failures, so that no number comes twice.
   static void share(CallFailures* all) { current().store(all); }
 
   // Gives a failure its number.
@@ -88,7 +88,7 @@ class CallFailures {
     return kept_.back();
   }
 
-  // Null if it is not kept.
+  // Null if it is no longer kept.
   CallFailurePtr find(int64_t number) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     const int64_t dropped = last_ - static_cast<int64_t>(kept_.size());

@@ -6,7 +6,7 @@
 
 namespace jax_ring {
 
-// call: what is called, the same on all ranks. lines: where in the user's program, or empty if that is unknown.
+// call: the call, the same on all ranks. lines: lines of the user's program; empty if unknown.
 inline std::string describe(std::string_view call, std::string_view lines) {
   std::string text(call);
   if (!lines.empty()) text.append(", called at ").append(lines);

@@ -1,4 +1,4 @@
-// pauses.h: when this process could not run, which no deadline counts.
+// pauses.h: times when this process could not run, which no deadline counts.
 #pragma once
 
 #include <algorithm>
@@ -8,9 +8,9 @@
 
 namespace jax_ring {
 
-// The steady clock goes on while a process is stopped or frozen, and while it gets no core. A thread that looks at
-// intervals then comes late, and what it is late by is a pause. Whoever asks how long something has run looks as well:
-// after a pause, no thread need come before another. One per process, except for tests.
+// The steady clock goes on while a process is stopped, frozen or without a core. A thread that looks at intervals then
+// comes late, and the delay is a pause. Whoever asks for a running time looks as well, because after a pause threads
+// resume in any order. One per process, except in tests.
 class Pauses {
  public:
   using Time = SteadyClock::time_point;
@@ -20,14 +20,14 @@ class Pauses {
     return immortal([] { return new Pauses; });
   }
 
-  // Called again and again; the next time within the interval, if the process can run.
+  // Call it again and again: the next time within the interval, if the process can run.
   void look(Time now, Duration interval) {
     const std::lock_guard<Mutex> lock(mutex_);
     note(now);
     interval_ = interval;
   }
 
-  // How long the process has run since then.
+  // The time that the process has run since then.
   Duration run_since(Time begin, Time now = SteadyClock::now()) {
     const std::lock_guard<Mutex> lock(mutex_);
     note(now);
@@ -42,9 +42,10 @@ class Pauses {
   struct Pause {
     Time begin, end;
   };
-  // As if it had stopped where the next look was due. A little late is usual, on a machine with much to do.
+  // A pause begins when the next look was due. Small delays are usual on a busy machine: only a look later than this
+  // many intervals ends a pause.
   static constexpr int kLate = 2;
-  // Each takes an interval of running, too, so that the latest are enough for a deadline of as many intervals.
+  // Each pause also takes an interval of running, so a deadline of n intervals needs only the latest n pauses.
   static constexpr size_t kMost = 1024;
 
   // Requires mutex_.

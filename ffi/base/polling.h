@@ -1,4 +1,4 @@
-// polling.h: waits a moment for what another thread is about to do.
+// polling.h: waits a moment for another thread.
 #pragma once
 
 #include <sched.h>
@@ -17,12 +17,12 @@ inline void cpu_relax() {
 #endif
 }
 
-// Looks back to back, followed by one look per sched_yield().
+// Looks back to back, then one look per sched_yield().
 constexpr int kSpins = 200;
 constexpr int kYieldsPerClockRead = 8;
 
-// Calls `stop` until it returns true, or for about as long as `limit`. Returns whether it did. Threads that have no
-// core of their own run meanwhile; if `spins`, only after the first microseconds.
+// Calls `stop` until it returns true, or for about `limit`. Returns whether it did. Threads without a core of their own
+// run meanwhile; if `spins`, only after the first microseconds.
 template <class Stop>
 bool poll(std::chrono::nanoseconds limit, bool spins, Stop stop) {
   for (int i = 0; spins && i < kSpins; ++i) {

@@ -1,4 +1,4 @@
-// thread_limits.h: the limits that can keep a thread from being started, with their values, for an error message.
+// thread_limits.h: the limits that can keep a thread from starting, with their values, for an error message.
 #pragma once
 
 #include <fstream>
@@ -26,7 +26,7 @@ inline std::string text_of_limit(int resource, rlim_t unit) {
 }
 #endif
 
-// A sentence with the limits, and one with advice.
+// One sentence with the limits, and one with advice.
 inline std::string describe_thread_limits() {
   std::ostringstream text;
   text << "The limits here:";

@@ -1,5 +1,4 @@
-// threads.h: the threads, locks and clock of the host. The model checker has a header of this name that takes the place
-// of this one.
+// threads.h: the host's threads, locks and clock. The model checker replaces this header by its own of the same name.
 #pragma once
 
 #include <atomic>
@@ -27,7 +26,7 @@ using SteadyClock = std::chrono::steady_clock;
 template <class T>
 using Atomic = std::atomic<T>;
 
-// For tests: how many of the next starts of a thread fail, as at a limit.
+// For tests: how many of the next thread starts fail, as at a limit.
 inline std::atomic<int> failing_thread_starts{0};
 
 inline bool takes_failing_start() {
@@ -36,7 +35,7 @@ inline bool takes_failing_start() {
   return left > 0;
 }
 
-// Tools that list threads show which are ours. A thread otherwise has the name of the one that started it: XLA's.
+// Marks our threads in tools. Without a name, a thread has the name of the one that started it: XLA's.
 inline void name_this_thread() {
 #if defined(__linux__)
   pthread_setname_np(pthread_self(), "jax_ring");
@@ -45,9 +44,9 @@ inline void name_this_thread() {
 #endif
 }
 
-// Starts a thread, named jax_ring. Throws std::runtime_error, with the limits, if that is not possible. So start a
-// thread before anything is noted that relies on it. purpose: what the thread does, for the error: "runs the calls
-// between processes".
+// Starts a thread, named jax_ring. Throws std::runtime_error, with the limits, if that fails. So start a thread before
+// recording anything that relies on it. purpose: what the thread does, for the error: "runs the calls between
+// processes".
 template <class Body>
 std::thread start_thread(const char* purpose, Body body) {
   try {
@@ -62,7 +61,7 @@ std::thread start_thread(const char* purpose, Body body) {
   }
 }
 
-// The cores that the threads of this process may use.
+// The cores available to this process's threads.
 inline int num_cores() { return static_cast<int>(std::thread::hardware_concurrency()); }
 
 template <class Body>
@@ -70,14 +69,14 @@ void start_detached(const char* purpose, Body body) {
   start_thread(purpose, std::move(body)).detach();
 }
 
-// What make() creates at the first call. It is never destroyed: threads that use it may outlive main.
+// The object that make() creates at the first call. Never destroyed: threads that use it may outlive main.
 template <class Make>
 auto& immortal(Make make) {
   static auto* const object = make();
   return *object;
 }
 
-// A variable of namespace scope of which each thread has its own, zero at first.
+// A thread-local variable at namespace scope, zero at first.
 #define JAX_RING_THREAD_LOCAL(type, name) thread_local type name = {}
 
 }  // namespace jax_ring
