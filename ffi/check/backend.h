@@ -1,4 +1,4 @@
-// backend.h: where the ranks of a check run: on GPUs, or on threads of the host for a dry run.
+// backend.h: runs a check's ranks on GPUs, or on host threads for a dry run.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace jax_ring::check {
 
-// How the kernels of several ranks are launched so that they run concurrently.
+// How to launch the kernels of several ranks so that they run concurrently.
 enum class LaunchMode {
   together,  // one launch for all ranks
   streams,   // one launch per rank, on a stream of its own
@@ -31,17 +31,17 @@ class Backend {
   virtual void copy_in(void* to, const void* from_host, size_t bytes) = 0;
   virtual void copy_out(void* to_host, const void* from, size_t bytes) = 0;
 
-  // Runs the ranks' work `repeats` times, waits for it, and returns the seconds it took in all.
+  // Runs the ranks' work `repeats` times, waits for it, and returns the total seconds.
   virtual double run(const std::vector<Work>& ranks, LaunchMode how, int repeats) = 0;
 
-  // The CTAs of any one kernel that the device runs at the same time. Ranks wait for each other, so that those of all
-  // ranks on the device must not be more.
+  // How many CTAs of any one kernel the device runs at the same time. Ranks wait for each other, so all ranks on the
+  // device together must not exceed it.
   virtual int resident_ctas(int device) = 0;
 
   // Whether this build has kernels of the type.
   virtual bool has_kernels(DType dtype) = 0;
 
-  // Seconds that `repeats` copies of `bytes` bytes within a device's memory take.
+  // Seconds for `repeats` copies of `bytes` bytes within a device's memory.
   virtual double copy_seconds(int device, size_t bytes, int repeats) = 0;
 };
 

@@ -1,4 +1,4 @@
-// host_backend.cc: ranks on threads of the host, with mailboxes in POSIX shared memory, within and between processes.
+// host_backend.cc: ranks on host threads, with mailboxes in POSIX shared memory, within and between processes.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -94,7 +94,7 @@ class SharedMemory final : public gpu::PeerMemory {
 
 std::atomic<int> SharedMemory::next_{0};
 
-// Several, so that a dry run takes the paths of a team as well.
+// Several, so that a dry run also takes the paths of a team.
 constexpr int kThreadsPerTeam = 2;
 
 using Kernel = void (*)(const gpu::Call& call, int cta, HostTeam team);

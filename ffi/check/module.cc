@@ -44,12 +44,12 @@ const std::map<std::string, DType>& dtypes() {
   return all;
 }
 
-// A call, as described by the arguments from Python.
+// A call, described by the arguments from Python.
 struct Request {
   gpu::CallSite site;
   DType dtype;
   LaunchMode how;
-  int num_shards;            // of the tree; 0: one for each rank
+  int num_shards;            // of the tree; 0: one per rank
   std::vector<int> sources;  // of the plan
 };
 
@@ -73,7 +73,7 @@ Request request_of(const std::string& collective, const std::string& op, int roo
       lookup<Order>("order", {{"rank", Order::rank}, {"ring", Order::ring}, {"any", Order::any}, {"tree", Order::tree}},
                     order),
       root};
-  plan.sources = sources.data();  // where they stay when the vector is moved
+  plan.sources = sources.data();  // stays valid when the vector is moved
   return {
       {"check", plan, lookup<Op>("operation", {{"sum", Op::sum}, {"max", Op::max}, {"min", Op::min}}, op),
        lookup("algorithm", algorithms, algorithm)},
@@ -91,8 +91,8 @@ std::unique_ptr<Backend> backend_named(const std::string& name) {
   throw std::invalid_argument("the backend is cuda or host, got " + name);
 }
 
-// The CTAs of each rank where `ranks` ranks share a GPU that runs `resident` CTAs at the same time: at most `wanted`.
-// With more, some would wait for CTAs that never start.
+// CTAs per rank if `ranks` ranks share a GPU that runs `resident` CTAs at the same time: at most `wanted`. With more,
+// some CTAs would wait for others that never start.
 int ctas_of_each(int wanted, int ranks, int resident) {
   if (resident < ranks) {
     throw std::runtime_error(std::to_string(ranks) + " ranks share a GPU that runs " + std::to_string(resident) +
@@ -102,7 +102,7 @@ int ctas_of_each(int wanted, int ranks, int resident) {
   return std::min(wanted, resident / ranks);
 }
 
-// The ranks of this process in a group.
+// This process's ranks in a group.
 class Ranks {
  public:
   Ranks(const std::string& backend, std::vector<std::pair<int64_t, int64_t>> members, int64_t process,
@@ -113,7 +113,7 @@ class Ranks {
     Capacity capacity = gpu::default_capacity(static_cast<int>(group.size()));
     if (backend == "host") capacity.num_ctas = 1;  // one thread per rank
     if (max_ctas > 0) capacity.num_ctas = std::min(capacity.num_ctas, max_ctas);
-    // All processes see the same GPUs here, under the same numbers, so that all come to the same result.
+    // All processes see the same GPUs under the same numbers, so all get the same result.
     std::map<int64_t, int> ranks_on;
     for (const gpu::Member& member : group) ++ranks_on[member.device];
     for (const auto& [device, ranks] : ranks_on) {
@@ -154,11 +154,11 @@ class Ranks {
     return results;
   }
 
-  // Seconds per call, one for each of `samples` runs of `repeats` calls.
+  // Seconds per call, for each of `samples` runs of `repeats` calls.
   std::vector<double> seconds(size_t num_bytes, const Request& request, int repeats, int samples) {
     const nb::gil_scoped_release without_gil;
     std::vector<std::vector<gpu::Buffer>> buffers;
-    // Small numbers: sums of them are finite in every type. Not zeros, which move faster than real data.
+    // Small numbers, so that sums are finite in every type. Not zeros, which move faster than real data.
     std::string data(num_bytes, '\0');
     std::minstd_rand random(1);
     for (char& byte : data) byte = static_cast<char>(random() % 16);
@@ -231,7 +231,7 @@ class Ranks {
   }
 
   gpu::Buffer allocate(int device, size_t input_bytes, size_t output_bytes) {
-    // At least one byte: an operand may be empty, an allocation may not.
+    // At least one byte: an operand may be empty, but an allocation may not.
     return {backend_->memory().allocate(device, input_bytes + 1), backend_->memory().allocate(device, output_bytes + 1),
             input_bytes};
   }
@@ -243,7 +243,7 @@ class Ranks {
     if (buffer.input_bytes > 0) backend_->copy_in(const_cast<void*>(buffer.input), data, buffer.input_bytes);
   }
 
-  // Of all ranks; none with another order.
+  // Trees of all ranks; none with other orders.
   std::optional<TreeProgram> tree_of(const Request& request) const {
     if (!folds_along_tree(request.site.plan)) return std::nullopt;
     std::vector<int> ranks(communicator_->num_ranks());
