@@ -16,8 +16,8 @@ struct Range {
   size_t count;
 };
 
-// Block i of an operand, for 0 <= i < num_ranks: the result of rank i in a ring reduce-scatter. The operand's packs are
-// distributed evenly; if they do not divide evenly, the last blocks are shorter or empty.
+// Block i of an operand, for 0 <= i < num_ranks: the result of rank i in a ring reduce-scatter. Packs are distributed
+// evenly; if they do not divide evenly, the last blocks are shorter or empty.
 JAX_RING_INLINE Range ring_block(size_t count, size_t element_bytes, int num_ranks, int i) {
   const size_t pack = kPackBytes / element_bytes;
   const size_t num_packs = (count + pack - 1) / pack;
@@ -26,8 +26,7 @@ JAX_RING_INLINE Range ring_block(size_t count, size_t element_bytes, int num_ran
   return {begin, count - begin < block ? count - begin : block};
 }
 
-// The rank at which the fold of block i starts. It continues with the next rank around the ring and ends with rank i,
-// the owner.
+// The rank at which the fold of block i starts. It goes around the ring and ends with rank i, the owner.
 JAX_RING_INLINE int ring_first_rank(int num_ranks, int i) { return i + 1 < num_ranks ? i + 1 : 0; }
 
 // Elements [begin, begin + count) of one part of a message.
@@ -37,8 +36,8 @@ struct Chunk {
   size_t count;
 };
 
-// The chunks of a message, in order. Every element of every part is in exactly one chunk, no chunk is empty or spans
-// two parts, and chunks start at multiples of `chunk_elements` within their part.
+// The chunks of a message, in order. Every element of every part is in exactly one chunk. No chunk is empty or spans
+// two parts. Chunks start at multiples of `chunk_elements` within their part.
 class ChunkSchedule {
  public:
   // counts: elements of each part (zero is allowed). chunk_elements: the largest size of a chunk, at least 1.
@@ -52,11 +51,10 @@ class ChunkSchedule {
     }
   }
 
-  // Number of chunks in the message.
   size_t size() const { return ends_.empty() ? 0 : ends_.back(); }
 
   Chunk operator[](size_t index) const {
-    // The first part whose chunks end after `index`; empty parts have none.
+    // The part of chunk `index`: the first one that ends after it. Empty parts have no chunks.
     const size_t part = std::upper_bound(ends_.begin(), ends_.end(), index) - ends_.begin();
     const size_t first = part == 0 ? 0 : ends_[part - 1];
     const size_t begin = (index - first) * chunk_elements_;

@@ -1,4 +1,4 @@
-// collective.h: each collective as a list of parts: whose operands are folded, and who receives the result.
+// collective.h: each collective as a list of parts: which operands are folded, and who receives the result.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ enum class Collective : int {
   broadcast,          // the root's operand, for every rank
   all_to_all,         // rank r gets the r-th of p equal blocks of each operand, in rank order
   permute,            // rank r gets the operand of one rank, or zeros
-  ragged_all_to_all,  // slices of the operands go to places in the results, which keep what they have elsewhere
+  ragged_all_to_all,  // slices of operands go to places in the results; other places keep their contents
 };
 
 struct Part;
@@ -26,15 +26,14 @@ struct Plan {
   Collective collective = Collective::all_reduce;
   Order order = Order::rank;
   int root = 0;  // of reduce and broadcast
-  // Of permute, for each rank: the one whose operand it gets, or kNoRank. In host memory; kernels know their rank's
-  // Route.
+  // For permute: the rank whose operand each rank gets, or kNoRank. In host memory; kernels use their rank's Route.
   const int* sources = nullptr;
-  // Of ragged_all_to_all, in host memory: the slices. They differ from execution to execution.
+  // For ragged_all_to_all, in host memory: the slices. They differ between executions.
   const Part* slices = nullptr;
   int num_slices = 0;
 };
 
-// Whether there is nothing to fold: the results are copies of operands.
+// Whether results are copies of operands, without a fold.
 JAX_RING_INLINE bool only_moves(const Plan& plan) {
   switch (plan.collective) {
     case Collective::all_reduce:
@@ -51,14 +50,14 @@ JAX_RING_INLINE bool only_moves(const Plan& plan) {
   return true;
 }
 
-// Whether the fold order depends on the blocks of the whole operand, which only the ring algorithm implements.
+// Whether the fold order depends on the blocks of the whole operand. Only the ring algorithm implements such orders.
 JAX_RING_INLINE bool requires_ring(const Plan& plan) {
   return plan.order == Order::ring &&
          (plan.collective == Collective::all_reduce || plan.collective == Collective::reduce);
 }
 
-// The plan with the order that an engine which moves data takes for `any`. A ring in rank order carries p/(p-1) times
-// the bytes of one in its own order and takes longer to fill; the other algorithms gain nothing from another order.
+// The plan with the order that a data-moving engine uses for `any`. A ring in rank order carries p/(p-1) times the
+// bytes of one in ring order and takes longer to fill; the other algorithms gain nothing from another order.
 JAX_RING_INLINE Plan with_order_for(Plan plan, Algorithm algorithm) {
   if (plan.order != Order::any) return plan;
   plan.order = Order::ring;
@@ -72,18 +71,18 @@ struct RankRange {
   int count;
 };
 
-// One part of a collective: elements [from, from + count) of the sources' operands are folded, in the order of the
-// sources, into elements [to, to + count) of the receivers' results. Without sources they are zero.
+// One part of a collective: fold elements [from, from + count) of the sources' operands, in the order of the sources,
+// into elements [to, to + count) of the receivers' results. Without sources these become zero.
 struct Part {
   RankRange sources;  // Order::tree: terms of the tree, not ranks; they never wrap around
   size_t from;
   RankRange receivers;
   size_t to;
   size_t count;
-  bool zeros_elsewhere = false;  // whether the other ranks' results are zero there
+  bool zeros_elsewhere = false;  // whether this part is zero in the other ranks' results
 };
 
-// The first half of a ring: block i of all operands is folded for its owner, rank i.
+// The first half of a ring: fold block i of all operands for its owner, rank i.
 JAX_RING_INLINE Part scatter_block(Order order, int num_ranks, int i, Range block) {
   const int first = order == Order::ring ? ring_first_rank(num_ranks, i) : 0;
   return {{first, num_ranks}, block.begin, {i, 1}, 0, block.count};
@@ -110,7 +109,7 @@ inline Route route_of(const Plan& plan, int num_ranks, int rank) {
   return route;
 }
 
-// Number of parts of each operand. It is one if all elements are folded alike; an engine may cut it anywhere.
+// Number of parts of each operand. It is one if all elements fold alike; an engine may cut that part anywhere.
 JAX_RING_INLINE int num_parts(const Plan& plan, int num_ranks) {
   switch (plan.collective) {
     case Collective::reduce_scatter:
@@ -164,12 +163,12 @@ JAX_RING_INLINE Part part_of(const Plan& plan, int num_ranks, size_t count, size
   return {{plan.root, 1}, 0, {0, num_ranks}, 0, count};
 }
 
-// Whether the sources of a part are the terms of a tree. What is only moved has ranks as its sources.
+// Whether the sources of a part are terms of a tree. Collectives that only move data have ranks as sources.
 JAX_RING_INLINE bool folds_along_tree(const Plan& plan) { return plan.order == Order::tree && !only_moves(plan); }
 
 // The same with Order::tree. An operand has one slot of `count` elements for each of the tree's slots. A reduce-scatter
-// in a group without all ranks has several results, one for each root of the tree; `num_results` is the largest number
-// of roots of any group.
+// in a group without all ranks has one result per root of the tree; `num_results` is the largest number of roots in any
+// group.
 inline int num_parts(const Plan& plan, int num_ranks, const Tree* /*tree*/, int num_results) {
   const bool scatters = plan.collective == Collective::reduce_scatter;
   return folds_along_tree(plan) && scatters ? num_ranks * num_results : num_parts(plan, num_ranks);
@@ -188,7 +187,7 @@ inline Part part_of(const Plan& plan, int num_ranks, const Tree* tree, int num_r
   return part;
 }
 
-// Blocks of an operand, of which each rank gets one, and of a result.
+// Blocks of an operand that are distributed to the ranks, and blocks of a result.
 JAX_RING_INLINE int num_input_blocks(const Plan& plan, int num_ranks) {
   const bool has_blocks = plan.collective == Collective::reduce_scatter || plan.collective == Collective::all_to_all;
   return has_blocks ? num_ranks : 1;
@@ -198,7 +197,7 @@ JAX_RING_INLINE int num_output_blocks(const Plan& plan, int num_ranks) {
   return has_blocks ? num_ranks : 1;
 }
 
-// Blocks of which an engine finds the packs, in an operand with so many slots or in its result.
+// Number of blocks that an engine divides into packs, in an operand with this many slots or in its result.
 JAX_RING_INLINE uint32_t num_blocks(const Plan& plan, int num_ranks, uint64_t slots) {
   const int in = num_input_blocks(plan, num_ranks), out = num_output_blocks(plan, num_ranks);
   return static_cast<uint32_t>((in > out ? in : out) * slots);

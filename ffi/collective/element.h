@@ -1,4 +1,4 @@
-// element.h: how each element type is widened into its accumulator and rounded back, on host and device.
+// element.h: widens each element type to its accumulator and rounds it back, on host and device.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 #define JAX_RING_INLINE __host__ __device__ __forceinline__
 #define JAX_RING_LAMBDA
 #else
-// Always inlined: the linker must not pick an out-of-line copy, compiled for a larger instruction set, for code that
-// runs on a smaller one.
+// Always inlined: otherwise the linker could pick an out-of-line copy, compiled for a larger instruction set, for code
+// that runs on a smaller one.
 #define JAX_RING_INLINE inline __attribute__((always_inline))
 #define JAX_RING_LAMBDA __attribute__((always_inline))
 #endif
@@ -24,7 +24,7 @@ JAX_RING_INLINE To bit_cast(From from) {
   return to;
 }
 
-// The formulas below are written over `Lanes`, and hold for one value as well as for a vector.
+// The formulas below use `Lanes`, for one value as well as for a vector.
 
 // One value at a time.
 struct Scalar {
@@ -37,7 +37,7 @@ struct Scalar {
 };
 
 #if !defined(__CUDACC__)
-// N values at a time, in the vector types of GCC and Clang, whose operators and `?:` work lane by lane.
+// N values at a time, in the vector types of GCC and Clang: their operators and `?:` work lane by lane.
 template <int N>
 struct Vector {
   template <class T>
@@ -53,7 +53,7 @@ struct Vector {
 };
 #endif
 
-// Types that are their own accumulator. A complex number is stored as two reals.
+// Types that accumulate in themselves. A complex number is stored as two reals.
 template <class T>
 struct Native {
   using Storage = T;
@@ -73,7 +73,7 @@ struct BFloat16 {
   using Storage = uint16_t;
   using Accumulator = float;
 
-  // The code is the stored bits, as the low bits of 32.
+  // The code is the stored bits, in the low bits of 32.
   template <class Lanes>
   static JAX_RING_INLINE typename Lanes::template Of<float> value_of(typename Lanes::template Of<uint32_t> code) {
     return bit_cast<typename Lanes::template Of<float>>(code << 16);
@@ -99,7 +99,7 @@ struct BFloat16 {
   }
 };
 
-// The meaning of the top of a small float's range.
+// What a small float's largest exponent means.
 enum class Specials {
   ieee,        // an all-ones exponent is infinity or NaN
   finite,      // "fn": no infinity; all ones is NaN
@@ -162,7 +162,7 @@ struct SmallFloat {
 
     const U32 rebiased = magnitude - kRebias;
     const U32 normal = (rebiased + ((1u << (kShift - 1)) - 1) + ((rebiased >> kShift) & 1u)) >> kShift;
-    // Adding a number whose unit in the last place is the smallest subnormal makes the hardware round.
+    // Adding a number whose last place is worth the smallest subnormal makes the hardware round.
     const float magic = power_of_two(24 - kBias - kMantissaBits);
     const U32 subnormal = bit_cast<U32>(bit_cast<F32>(magnitude) + magic) - bit_cast<uint32_t>(magic);
 
@@ -175,7 +175,7 @@ struct SmallFloat {
     const U zero = code - code;
     constexpr uint16_t kOverflow = kSpecials == Specials::ieee ? kInfinity : kNaN;
     code = code > uint16_t{kLargest} ? zero + kOverflow : code;
-    // A type without negative zero has only one zero and one NaN, without a sign.
+    // A type without negative zero has a single zero and a single NaN, without a sign.
     const U with_sign = kSpecials == Specials::finite_nuz
                             ? (code == zero || code == uint16_t{kNaN} ? code : code | sign)
                             : U(code | sign);

@@ -1,4 +1,4 @@
-// fold.h: what a reduction computes: the fold over ranks, or along a tree, in a wide accumulator, rounded once.
+// fold.h: the arithmetic of a reduction: a fold over ranks, or along a tree, in a wide accumulator, rounded once.
 #pragma once
 
 #include <type_traits>
@@ -67,9 +67,9 @@ struct Sum {
 struct Max {
   template <class A>
   JAX_RING_INLINE A operator()(A a, A b) const {
-    const A larger = a > b ? a : b;  // b if that is NaN
+    const A larger = a > b ? a : b;  // b if b is NaN
     if constexpr (IsFloating<A>::value) {
-      const A equal = a == A{} ? a + b : a;  // -0 only if both are
+      const A equal = a == A{} ? a + b : a;  // -0 only if both are -0
       return a != a ? a : (a == b ? equal : larger);
     } else {
       return larger;
@@ -82,7 +82,7 @@ struct Min {
   JAX_RING_INLINE A operator()(A a, A b) const {
     const A smaller = a < b ? a : b;
     if constexpr (IsFloating<A>::value) {
-      const A equal = a == A{} ? -(-a - b) : a;  // +0 only if both are
+      const A equal = a == A{} ? -(-a - b) : a;  // +0 only if both are +0
       return a != a ? a : (a == b ? equal : smaller);
     } else {
       return smaller;
@@ -90,8 +90,8 @@ struct Min {
   }
 };
 
-// The element type that an operation computes in. Sums of signed integers use the unsigned type: the bits are the same,
-// and overflow is defined.
+// The element type for the arithmetic. Sums of signed integers use the unsigned type: the bits are the same, and
+// overflow is defined.
 template <class Element, class Op>
 struct FoldedAs {
   using type = Element;
@@ -119,7 +119,7 @@ struct Partial {
     for (int v = 0; v < kVectors; ++v) value[v] = op(value[v], Element::template widen<Lanes>(load(v)));
   }
 
-  // Adds a partial fold of what follows.
+  // Adds a partial fold of the terms that follow.
   template <class Op>
   JAX_RING_INLINE void merge(const Partial& next, Op op) {
     for (int v = 0; v < kVectors; ++v) value[v] = op(value[v], next.value[v]);
@@ -143,9 +143,8 @@ JAX_RING_INLINE void fold_ranks(int num_ranks, Load load, Store store, Op op) {
   partial.finish(store);
 }
 
-// A step of a fold along a tree, for a machine with a stack of partial folds: the next terms, which are the leaves of a
-// perfect binary tree, are folded along it. The result is pushed, then the two on top of the stack are merged `merges`
-// times.
+// One step of a fold along a tree, for a machine with a stack of partial folds. It folds the next terms, the leaves of
+// a perfect binary tree, pushes the result, and then merges the two topmost partial folds `merges` times.
 struct Subtree {
   int num_terms;  // 1, 2, 4 or 8
   int merges;
@@ -157,7 +156,7 @@ constexpr int kLargestSubtree = 8;
 // The largest tree has 2^24 shards, and one partial fold per level on the stack.
 constexpr int kMaxTreeDepth = 25;
 
-// Folds kTerms terms from `first` on along a perfect binary tree.
+// Folds kTerms terms, starting at `first`, along a perfect binary tree.
 template <class Element, class Lanes, int kVectors, int kTerms, class Load, class Op>
 JAX_RING_INLINE Partial<Element, Lanes, kVectors> fold_subtree(int first, Load load, Op op) {
   Partial<Element, Lanes, kVectors> left;
@@ -202,7 +201,7 @@ JAX_RING_INLINE void fold_tree(int num_terms, const Subtree* subtrees, Load load
       for (int i = 0; i < next.num_terms; ++i) {
         if (i > 0) below[depth++] = top;
         top = fold_subtree<Element, Lanes, kVectors, 1>(first + i, load, op);
-        // Leaf i ends as many subtrees as its number ends with ones.
+        // The number of subtrees that end at leaf i is the number of trailing ones in i.
         for (int ones = i; ones % 2 == 1; ones /= 2) merge();
       }
     }

@@ -1,4 +1,4 @@
-// options.h: the options of an all-reduce, and the unit in which they are defined.
+// options.h: the options of an all-reduce, and their unit.
 #pragma once
 
 #include <cstdint>
@@ -16,34 +16,34 @@ enum class Algorithm : int {
   count,
 };
 
-// The order of ranks in which values are folded.
+// The order of ranks in the fold of a value.
 enum class Order : int {
   rank,  // 0, 1, ..., p-1
-  ring,  // that of a ring reduce-scatter, which differs between the blocks of an operand; see `ring_first_rank`
-  any,   // whichever the engine prefers, as long as all ranks get the same bits: rank order where it has no other
-  tree,  // along a binary tree over shards, whatever the number of ranks; see tree.h
+  ring,  // as in a ring reduce-scatter: differs between the blocks of an operand; see `ring_first_rank`
+  any,   // the engine's choice, with the same bits on all ranks; rank order unless it has another
+  tree,  // along a binary tree over shards, for any number of ranks; see tree.h
 };
 
-// In the place of a rank where there is none.
+// Stands for no rank.
 constexpr int kNoRank = -1;
 
-// A rank's place in a permutation: whose operand it gets, and who gets its own.
+// A rank's place in a permutation: the source of its result, and the receiver of its operand.
 struct Route {
   int32_t source = kNoRank;
   int32_t receiver = kNoRank;
 };
 
-// Ranks exchange whole packs: what a GPU thread loads at once.
+// Ranks exchange whole packs: the unit that a GPU thread loads at once.
 constexpr uint64_t kPackBytes = 16;
 
-// The largest message of a rank, in bytes, for one-shot, and the largest for two-shot. Larger ones use the ring.
+// The largest messages of a rank, in bytes, for one-shot and for two-shot. Larger ones use the ring.
 struct Thresholds {
   uint64_t one_shot;
   uint64_t two_shot;
 };
 
 // The thresholds before any measurement. One-shot sends p-1 times the message and two-shot at most twice, but one-shot
-// has one step less and no fence. Where it pays off has not been measured between GPUs yet.
+// saves a step and a fence. The break-even point between GPUs has not been measured yet.
 inline Thresholds default_thresholds(int num_ranks) {
   constexpr uint64_t kOneShotBytes = 256 << 10;  // sent by each rank
   const uint64_t peers = num_ranks > 1 ? num_ranks - 1 : 1;

@@ -1,8 +1,8 @@
 // tree.h: the canonical binary tree over shards, along which Order::tree adds.
 //
 // A tree over V shards is split at the largest power of two smaller than V, and so is each of its parts. It depends on
-// V alone. Rank r of p holds the V/p consecutive shards from r V/p on, and contributes one term for each of the largest
-// nodes that contain none but its shards: one term if V/p is a power of two, else at most 2 log2(V/p).
+// V alone. Rank r of p holds V/p consecutive shards, starting at r V/p. It contributes one term for each largest node
+// within these: one term if V/p is a power of two, else at most 2 log2(V/p).
 #pragma once
 
 #include <algorithm>
@@ -27,12 +27,12 @@ inline int tree_split(int count) {
 
 // One step of a fold, for a machine with a stack of partial sums.
 struct TreeTerm {
-  int member;  // of the group, whose term it is
-  int slot;    // which of its terms
-  int merges;  // how often the two sums on top of the stack are added after this term has been pushed
+  int member;  // the group member with the term
+  int slot;    // the term's index on that member
+  int merges;  // after the push: how often to add the two topmost sums
 };
 
-// Whether the terms of a fold are added one after the other.
+// Whether a fold adds its terms one after the other.
 inline bool is_sequence(const TreeTerm* terms, int num_terms) {
   for (int i = 1; i < num_terms; ++i) {
     if (terms[i].merges != 1) return false;
@@ -40,7 +40,7 @@ inline bool is_sequence(const TreeTerm* terms, int num_terms) {
   return true;
 }
 
-// Whether terms are the leaves of a perfect binary tree, up to the merges that follow it.
+// Whether terms are the leaves of a perfect binary tree, up to the merges after it.
 inline bool is_perfect(const TreeTerm* terms, int num_terms) {
   for (int i = 0; i < num_terms; ++i) {
     int levels = 0;
@@ -50,8 +50,8 @@ inline bool is_perfect(const TreeTerm* terms, int num_terms) {
   return true;
 }
 
-// Writes the steps for fold_tree(), by term, of a fold whose merges leave one sum; none if it adds its terms one after
-// the other. subtrees: {} for each term.
+// Writes the steps for fold_tree(), by term, of a fold whose merges leave one sum. Writes none if the fold adds its
+// terms one after the other. subtrees: {} for each term.
 inline void find_subtrees(const TreeTerm* terms, int num_terms, Subtree* subtrees) {
   if (is_sequence(terms, num_terms)) return;
   for (int term = 0; term < num_terms;) {
@@ -64,17 +64,16 @@ inline void find_subtrees(const TreeTerm* terms, int num_terms, Subtree* subtree
   }
 }
 
-// The fold over a group of the ranks that share the shards of a tree.
+// The fold over a group of ranks, among the ranks that share a tree's shards.
 class Tree {
  public:
-  // The fold of terms [first, first + num_terms), whose merges leave one sum on the stack.
+  // The fold of terms [first, first + num_terms). Its merges leave one sum on the stack.
   struct Root {
     int first;
     int num_terms;
   };
 
-  // ranks: those of the group's members among the `num_ranks` ranks, in ascending order. num_shards: a multiple of
-  // num_ranks.
+  // ranks: the group's members among the `num_ranks` ranks, in ascending order. num_shards: a multiple of num_ranks.
   Tree(int num_shards, int num_ranks, const std::vector<int>& ranks) {
     const int each = num_shards / num_ranks;
     for (int rank = 0; rank < num_ranks; ++rank) {
@@ -84,14 +83,14 @@ class Tree {
     find_all_subtrees();
   }
 
-  // In the order of their shards.
+  // In shard order.
   const std::vector<TreeTerm>& terms() const { return terms_; }
-  // The sums that the fold leaves, in the order of their shards: one, if the group has all ranks.
+  // The sums that the fold leaves, in shard order: one if the group has all ranks.
   const std::vector<Root>& roots() const { return roots_; }
   // The steps for fold_tree(), by term, of the root that begins with term `first`. Null if it folds its terms in
   // sequence.
   const Subtree* subtrees(int first) const { return subtrees_[first].num_terms == 0 ? nullptr : &subtrees_[first]; }
-  // The largest number of terms of any rank, in the group or not: each operand has room for so many.
+  // The largest number of terms on any rank, in the group or not: each operand has room for that many.
   int num_slots() const { return num_slots_; }
 
  private:
@@ -137,7 +136,7 @@ class Tree {
 
   std::vector<TreeTerm> terms_;
   std::vector<Root> roots_;
-  std::vector<Subtree> subtrees_;  // by term; {} where no step begins, and in a root that is a sequence
+  std::vector<Subtree> subtrees_;  // by term; {} if no step begins there, or if its root is a sequence
   int num_slots_ = 0;
 };
 

@@ -1,6 +1,6 @@
-// watch.h: where a model of memory watches the protocols. Here, it does nothing.
+// watch.h: the hook through which a model of memory watches the protocols. This version does nothing.
 //
-// The model has a header of this name that takes the place of this one; see model/checker/checker.h.
+// The model replaces this header by its own of the same name; see model/checker/checker.h.
 #pragma once
 
 #include <cstdint>
