@@ -1,4 +1,4 @@
-// engine.cc: splits a collective into chunks that the threads of a pool take as they become free.
+// engine.cc: splits a collective into chunks. Threads of a pool take them as they become free.
 #include "cpu/engine.h"
 
 #include <algorithm>
@@ -16,22 +16,22 @@ namespace jax_ring::cpu {
 namespace {
 
 constexpr size_t kCacheLine = 64;
-// Bytes of one rank's operand: large compared with the cost of taking a chunk, small compared with the message.
+// Bytes of one rank's operand: many compared with the cost of taking a chunk, few compared with the message.
 constexpr size_t kChunkBytes = 128 << 10;
 // Below this many bytes read and written, waking another thread costs more than it saves.
 constexpr size_t kParallelBytes = 2 << 20;
-// The same for ranks that wait in their calls, and so are awake.
+// The same for ranks that wait in their calls, and so are awake already.
 constexpr size_t kAwakeParallelBytes = 512 << 10;
 constexpr size_t kAwakeChunkBytes = 64 << 10;
-// Results of more bytes than this, over all ranks, would evict each other from the caches. They are written with
-// streaming stores.
+// Above this many bytes, over all ranks, results would evict each other from the caches. Write them with streaming
+// stores.
 constexpr size_t kStreamingBytes = 4 << 20;
 
 // One part of one operand.
 struct OperandPart {
   size_t operand;
   Part part;
-  const Subtree* subtrees;  // of the fold along a tree, else null
+  const Subtree* subtrees;  // of the fold along a tree, or null
 };
 
 // Calls visit(operand_part) for all parts of all operands.
@@ -48,14 +48,14 @@ void for_each_part(const Message& message, int num_ranks, Visit visit) {
   }
 }
 
-// The addresses of the terms of a tree. Where every rank has one term they are those of the operands.
+// The addresses of a tree's terms. If every rank has one term they are the operands' addresses.
 void find_terms(const Message& message, Rendezvous& rendezvous) {
   if (!folds_along_tree(message.plan) || message.tree->num_slots() == 1) return;
   for (size_t operand = 0; operand < message.counts.size(); ++operand) {
     const void* const* operands = &rendezvous.inputs[operand * 2 * rendezvous.num_ranks()];
     const size_t slot_bytes = message.counts[operand] * element_size(message.dtype);
     for (const TreeTerm& term : message.tree->terms()) {
-      // Not null + n, if the operand is empty.
+      // An empty operand is null: do not add to it.
       const void* const slot = slot_bytes == 0
                                    ? operands[term.member]
                                    : static_cast<const char*>(operands[term.member]) + term.slot * slot_bytes;
@@ -81,13 +81,13 @@ Traffic traffic_of(const Message& message, int num_ranks) {
   return traffic;
 }
 
-// What the chunks of a collective have in common.
+// Shared by the chunks of a collective.
 struct Work {
   RendezvousPtr rendezvous;
   FoldKernel kernel;
   size_t element_bytes;  // of the results
   size_t num_terms;      // of each operand, see find_terms()
-  bool streaming;        // if the buffers allow it, see can_stream()
+  bool streaming;        // if the buffers allow it: see can_stream()
 
   // Executes elements [begin, begin + count) of a part.
   void execute(const OperandPart& operand_part, size_t begin, size_t count) const {
@@ -104,7 +104,7 @@ struct Work {
     }
     const bool zeros = zeros_elsewhere || sources.count == 0;
     if (!zeros || count == 0) return;  // empty buffers may be null, which memset does not allow
-    // After the fold, which may have read the same memory.
+    // Write zeros after the fold, which may have read the same memory.
     for (int rank = 0; rank < num_ranks; ++rank) {
       const bool receives = rank >= receivers.first && rank < receivers.first + receivers.count;
       if (receives == (sources.count > 0)) continue;
@@ -112,8 +112,8 @@ struct Work {
     }
   }
 
-  // Whether streaming stores are possible and worthwhile. They are not where results overwrite inputs, whose lines have
-  // just been read into the cache, and they need whole cache lines.
+  // Whether streaming stores are possible and worthwhile. They need whole cache lines, and do not pay where results
+  // overwrite inputs: reading these has just put their lines into the cache.
   bool can_stream(const void* const* inputs, const Outputs& out) const {
     for (int i = 0; i < out.count; ++i) {
       const auto address = reinterpret_cast<uintptr_t>(out.buffers[i]) + out.begin * element_bytes;
@@ -123,7 +123,7 @@ struct Work {
   }
 };
 
-// The work of one call, shared by several threads: the one that leads, and those that help.
+// The work of one call, shared by the leading thread and its helpers.
 class SharedWork : public std::enable_shared_from_this<SharedWork> {
  public:
   SharedWork(Work work, const Message& message, size_t chunk_bytes)
@@ -131,12 +131,12 @@ class SharedWork : public std::enable_shared_from_this<SharedWork> {
         parts_(parts_of(message, work_.rendezvous->num_ranks())),
         schedule_(counts_of(parts_), chunk_bytes / work_.element_bytes) {}
 
-  // Asks the ranks that wait, and if these are too few the pool's threads, and takes part.
+  // Asks waiting ranks for help, then the pool's threads if these are too few, and takes part.
   void lead(Workers& workers) {
     const auto help = [shared = shared_from_this()] { shared->run(); };
     size_t threads = 0;
     for (const WaitingRankPtr& rank : work_.rendezvous->waiting) threads += rank != nullptr && rank->offer(help);
-    // The rank of this thread may be among them.
+    // This thread's rank may be among them.
     threads = std::max<size_t>(threads, 1);
     const size_t useful = std::min<size_t>(std::max(workers.num_threads(), 1), schedule_.size());
     for (; threads < useful; ++threads) workers.schedule(help);
@@ -145,7 +145,7 @@ class SharedWork : public std::enable_shared_from_this<SharedWork> {
   }
 
  private:
-  // Counts as a chunk: ranks must not go on, and use what they wait with again, before all have been asked.
+  // Counts as a chunk: ranks must not go on, and reuse what they wait with, before all have been asked.
   static constexpr size_t kAsking = 1;
 
   // Takes chunks until none is left.
@@ -187,7 +187,7 @@ class SharedWork : public std::enable_shared_from_this<SharedWork> {
   std::atomic<size_t> done_{0};
 };
 
-// The thread that runs a collective does all of its work.
+// The calling thread does all the work of a collective.
 class NoWorkers final : public Workers {
  public:
   int num_threads() const override { return 1; }
@@ -205,7 +205,7 @@ void run_collective(RendezvousPtr rendezvous, const Message& message, Workers& w
   Work work{std::move(rendezvous), kernel, message.result_element_bytes(),
             message.tree != nullptr ? message.tree->terms().size() : 0, traffic.bytes_written > kStreamingBytes};
   const auto& waiting = work.rendezvous->waiting;
-  // One may be that of this thread.
+  // One of them may be this thread's rank.
   const bool others_wait = std::count_if(waiting.begin(), waiting.end(), [](const WaitingRankPtr& rank) {
                              return rank != nullptr && rank->is_waiting();
                            }) > 1;

@@ -26,12 +26,12 @@ struct Message {
   std::vector<size_t> counts;  // elements of each operand
   Plan plan = {};
   Op op = Op::sum;
-  // Order::tree: of the group, with a lifetime beyond the call's. An operand then has one slot of `counts` elements for
-  // each of the tree's slots, one after the other.
+  // For Order::tree: the group's tree, which outlives the call. An operand then has one slot of `count` elements per
+  // slot of the tree, one after the other.
   const Tree* tree = nullptr;
   int num_results = 1;                                        // of a reduce-scatter, see num_parts()
-  std::shared_ptr<const std::vector<Part>> slices = nullptr;  // those of the plan, which lives as long
-  Conversion conversion = {};                                 // of a part of an array; `counts` are of its elements
+  std::shared_ptr<const std::vector<Part>> slices = nullptr;  // slices of the plan, kept alive as long as it
+  Conversion conversion = {};                                 // for a part of an array; `counts` are in its elements
 
   size_t operand_element_bytes() const {
     return conversion.kernel != nullptr ? conversion.operand_bytes : element_size(dtype);
@@ -42,12 +42,11 @@ struct Message {
 };
 
 // Executes the collective and queues the ranks' completions on CompletionThreads. Returns at once or after doing part
-// of the work, and never waits for another thread. The buffers of the rendezvous must stay valid until its completions
-// have run. Terminates the process if the little memory for bookkeeping cannot be allocated: the ranks would wait
-// forever.
+// of the work, and never waits for another thread. The rendezvous's buffers must stay valid until its completions have
+// run. Terminates the process if the little memory for bookkeeping cannot be allocated: the ranks would wait forever.
 void run_collective(RendezvousPtr rendezvous, const Message& message, Workers& workers) noexcept;
 
-// The same, all of it on a thread that may take its time, so that the caller's rank goes on with its next call.
+// The same on another thread, which may take its time, so that the caller's rank goes on with its next call.
 void run_collective_beside(RendezvousPtr rendezvous, const Message& message) noexcept;
 
 }  // namespace jax_ring::cpu

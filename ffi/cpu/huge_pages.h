@@ -1,4 +1,4 @@
-// huge_pages.h: asks the kernel for huge pages where a large result is about to be written.
+// huge_pages.h: asks the kernel for huge pages before a large result is written.
 #pragma once
 
 #include <cstddef>
@@ -10,9 +10,8 @@
 
 namespace jax_ring::cpu {
 
-// Large results are mostly fresh memory. In huge pages it is there after one fault for 2 MiB, not 512. Whole pages
-// only, so that nothing beyond the buffer is affected. Without effect where memory is there already, or the system has
-// none.
+// Large results are mostly fresh memory. With huge pages 2 MiB of it take one fault, not 512. Whole pages only, to
+// leave memory beyond the buffer alone. No effect if the memory is present already, or the system has no huge pages.
 inline void advise_huge_pages([[maybe_unused]] void* buffer, [[maybe_unused]] size_t num_bytes) {
 #if defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = 2 << 20;

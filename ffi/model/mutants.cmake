@@ -1,4 +1,4 @@
-# Weakenings of the protocols, each of which the model must find.
+# Weakenings of the protocols. The model must find each of them.
 #
 #   jax_ring_mutant(model name file from to scenario expected)
 
@@ -253,7 +253,7 @@ jax_ring_mutant(cpu_model watcher_sleeps_on cpu/rendezvous/completion_threads.cc
   "a pause" "deadlock")
 jax_ring_mutant(cpu_model failure_checked_before_the_lock cpu/rendezvous/rendezvous.cc
   [==[  std::unique_lock<Mutex> lock(mutex_);
-  // Checked under the lock: the watchdog either finds this rendezvous in the map, or has recorded the failure before.
+  // Check under the lock: the watchdog either finds this rendezvous in the map, or recorded the failure before.
   if (const CallFailurePtr failure = Watchdog::instance().failure(run_id, this)) {]==]
   [==[  const CallFailurePtr failure = Watchdog::instance().failure(run_id, this);
   std::unique_lock<Mutex> lock(mutex_);

@@ -1,4 +1,4 @@
-// float_mode.h: the floating-point mode of a thread, so that results do not depend on the thread that computes them.
+// float_mode.h: a thread's floating-point mode, so that results do not depend on the thread.
 #pragma once
 
 #include <cstdint>
@@ -50,12 +50,12 @@ class FloatMode {
   uint64_t word_;
 };
 
-// Sets the mode for a scope and restores it. Some of XLA's threads flush subnormal numbers and others do not, and a
-// result must not depend on the thread that computed it.
+// Sets the mode for a scope and restores it. Some of XLA's threads flush subnormal numbers, others do not; a result
+// must not depend on that.
 class ScopedFloatMode {
  public:
   explicit ScopedFloatMode(FloatMode mode) : saved_(FloatMode::current()), differs_(mode != saved_) {
-    // Setting it waits for the instructions before it.
+    // Setting the mode waits for the instructions before it, so avoid it if nothing changes.
     if (differs_) mode.set();
   }
   ~ScopedFloatMode() {

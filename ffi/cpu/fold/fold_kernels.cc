@@ -1,4 +1,4 @@
-// fold_kernels.cc: picks the fold kernels for the CPU that runs the program.
+// fold_kernels.cc: picks the fold kernels for this CPU.
 #include "cpu/fold/fold_kernels.h"
 
 #include <cstdlib>
@@ -20,7 +20,7 @@ namespace {
 
 const FoldKernels& choose() {
 #if defined(JAX_RING_HAS_avx2)
-  // A smaller instruction set can be requested, to compare them in tests and when debugging.
+  // A smaller instruction set can be requested, for comparisons in tests and for debugging.
   const char* asked = std::getenv("JAX_RING_ISA");
   const std::string_view limit = asked != nullptr ? asked : "";
   const InstructionSets sets = instruction_sets();

@@ -7,7 +7,7 @@
 
 namespace jax_ring::cpu {
 
-// Elements from `begin` on of each of `count` buffers.
+// `count` buffers, each from element `begin` on.
 template <class Buffer>
 struct BufferSlices {
   const Buffer* buffers;
@@ -22,7 +22,7 @@ struct Inputs : BufferSlices<const void*> {
   Inputs(const void* const* buffers, int count, size_t begin, const Subtree* tree = nullptr)
       : BufferSlices<const void*>{buffers, count, begin}, subtrees(tree) {}
 
-  const Subtree* subtrees;  // Tree::subtrees(), with one input for each term. Null: the inputs are folded in sequence
+  const Subtree* subtrees;  // Tree::subtrees(), with one input per term; null: fold the inputs in sequence
 };
 
 // Folds `count` elements of the inputs, in the order of the inputs or along a tree, and writes the result to each
@@ -30,15 +30,15 @@ struct Inputs : BufferSlices<const void*> {
 // if the CPU has them; the outputs must then be aligned to 64 bytes.
 using FoldKernel = void (*)(const Inputs& inputs, const Outputs& outputs, size_t count, bool streaming);
 
-// Floats in blocks of 8 bits, as jax_ring/collectives/int8_blocks.py defines them. A packet has a block's codes and
+// Floats in blocks of 8-bit codes, as defined in jax_ring/collectives/int8_blocks.py. A packet holds a block's codes,
 // then its scale, a float32.
 constexpr size_t kBlockElements = 256;
 constexpr size_t kPacketBytes = kBlockElements + sizeof(float);
 
-// Sums, not rounded, of floats of 16 bits. The sum of one is its value.
+// Unrounded sums of 16-bit floats. The sum of a single one is its value.
 struct SumsInFloat32 {
-  FoldKernel stored;   // of such floats
-  FoldKernel rounded;  // of float32, each of which is rounded to such a float first
+  FoldKernel stored;   // of stored 16-bit floats
+  FoldKernel rounded;  // of float32, each rounded to a 16-bit float first
 };
 
 struct FoldKernels {
@@ -50,7 +50,7 @@ struct FoldKernels {
   FoldKernel get(Op op, DType dtype) const { return kernels[static_cast<int>(op)][static_cast<int>(dtype)]; }
 };
 
-// A fold whose elements are not those of a type: its operands or its results are in another form.
+// A fold with operands or results in another form than the type's elements.
 struct Conversion {
   FoldKernel kernel = nullptr;  // null: no conversion
   size_t operand_bytes = 0;     // of an element

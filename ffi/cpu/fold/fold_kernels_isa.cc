@@ -14,7 +14,7 @@ constexpr int kRegisterBytes = 32;
 constexpr int kRegisterBytes = 16;
 #endif
 
-// A streaming store bypasses the cache, which saves reading the line that is about to be overwritten.
+// A streaming store bypasses the cache. That saves reading a line only to overwrite it.
 template <class V>
 JAX_RING_INLINE void stream(void* to, V value) {
 #if defined(__AVX512F__)
@@ -31,7 +31,7 @@ JAX_RING_INLINE void stream(void* to, V value) {
   __builtin_memcpy(to, &value, sizeof(value));
 }
 
-// A small float whose sums are not rounded to it.
+// A small float with sums that are not rounded to it.
 template <class Small>
 struct Unrounded {
   using Storage = typename Small::Storage;
@@ -46,7 +46,7 @@ struct Unrounded {
   }
 };
 
-// A float32 that stands for the small float to which it rounds. Its sums are not rounded.
+// A float32 in place of the small float to which it rounds. Its sums are not rounded.
 template <class Small>
 struct Rounded {
   using Storage = float;
@@ -71,13 +71,13 @@ struct ResultOf<Unrounded<Small>> {
   using type = float;
 };
 
-// Where the conversion of the elements takes most of the time and of the code, fewer copies of it do.
+// If converting the elements takes most of the time and code, use fewer copies of that code.
 template <class Element>
 constexpr bool kConvertsFast = sizeof(typename Element::Storage) == sizeof(typename Element::Accumulator);
 template <>
 constexpr bool kConvertsFast<BFloat16> = true;
 
-// The shapes of a fold. Those of small perfect trees need no decision within a block.
+// The shapes of a fold. Small perfect trees need no decision within a block.
 struct InSequence {
   template <class Element, class Op, class Lanes, int kVectors, class Load, class Store>
   static JAX_RING_INLINE void fold(const Inputs& inputs, Load load, Store store) {
@@ -99,8 +99,7 @@ struct AlongTree {
   }
 };
 
-// Folds blocks of `kVectors` registers from element `at` on while a whole block fits. Returns the first element that is
-// left.
+// Folds whole blocks of `kVectors` registers, starting at element `at`. Returns the first remaining element.
 template <class Element, class Op, class Shape, class Lanes, int kVectors, bool kStream>
 size_t fold_blocks(const Inputs& inputs, const Outputs& outputs, size_t at, size_t end) {
   using Storage = typename Element::Storage;
@@ -131,7 +130,7 @@ size_t fold_blocks(const Inputs& inputs, const Outputs& outputs, size_t at, size
   return at;
 }
 
-// How blocks of an element are folded. A block covers whole cache lines of every rank, and its accumulators, 4
+// How to fold blocks of an element type. A block covers whole cache lines of every rank, and its accumulators, 4
 // registers of 16 values, stay in registers.
 template <class ElementT, class OpT, bool kIsPacked>
 struct InVectors {
@@ -160,16 +159,16 @@ void fold_in_shape(const Inputs& inputs, const Outputs& outputs, size_t count, b
   if (streaming) {
     at = fold_vectors(std::true_type{}, at);
 #if defined(__x86_64__)
-    _mm_sfence();  // streaming stores are not ordered with the store that signals completion
+    _mm_sfence();  // the store that signals completion is not ordered with streaming stores
 #endif
   }
   at = fold_vectors(std::false_type{}, at);
-  // The rest needs no code of its own for a perfect tree.
+  // The remainder needs no code of its own for a perfect tree.
   using ShapeOfRest = std::conditional_t<std::is_same_v<Shape, InSequence>, InSequence, AlongTree>;
   fold_blocks<Element, Op, ShapeOfRest, Scalar, 1, false>(inputs, outputs, at, count);
 }
 
-// Only sums of floats depend on where the parentheses are.
+// Only sums of floats depend on the parentheses.
 template <class Element, class Op>
 constexpr bool kDependsOnTree = false;
 template <class Element>
@@ -194,7 +193,7 @@ void fold(const Inputs& inputs, const Outputs& outputs, size_t count, bool strea
   fold_in_shape<Element, Op, InSequence>(inputs, outputs, count, streaming);
 }
 
-// The values of codes with one scale. The product is exact. Codes beyond 126 stand for what is not finite.
+// The values of codes with one scale. The product is exact. Codes beyond 126 stand for non-finite values.
 template <class Lanes>
 JAX_RING_INLINE typename Lanes::template Of<float> values_of(typename Lanes::template Of<int8_t> codes, float scale) {
   using Floats = typename Lanes::template Of<float>;

@@ -44,7 +44,7 @@ double fold_limit_seconds(int num_ranks, size_t num_bytes, int num_threads, int 
   const size_t line = 64 / element_size(dtype);
   const size_t share = (count / num_threads + line - 1) / line * line;
   const FoldKernel kernel = fold_kernels().get(Op::sum, dtype);
-  // Small folds are repeated within a measurement, so that the cost of starting threads is negligible.
+  // Repeat small folds within a measurement, so that the cost of starting threads is negligible.
   const int times = static_cast<int>(std::clamp<size_t>((size_t{32} << 20) / std::max<size_t>(num_bytes, 1), 1, 20000));
   const auto fold_share = [&](int thread) {
     const size_t begin = std::min(thread * share, count);

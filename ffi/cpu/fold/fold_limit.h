@@ -1,4 +1,4 @@
-// fold_limit.h: the time of a bare fold, which the benchmarks report as the limit of an all-reduce.
+// fold_limit.h: the time of a bare fold, reported by the benchmarks as the limit of an all-reduce.
 #pragma once
 
 #include <cstddef>
@@ -7,11 +7,11 @@
 
 namespace jax_ring::cpu {
 
-// Seconds that plain threads need to sum `num_ranks` buffers of `num_bytes` each in place: every byte is read once and
-// written once, by the kernel of this dtype. The threads have equal shares. The minimum over `repeats`.
+// Seconds in which plain threads sum `num_ranks` buffers of `num_bytes` each in place: the kernel of this dtype reads
+// every byte once and writes it once. The threads have equal shares. The minimum over `repeats`.
 //
-// What an all-reduce in a compiled program takes beyond this is for arriving, waking threads and completing. It is a
-// limit of the kernel as well as of the memory: no all-reduce with this kernel is faster.
+// An all-reduce in a compiled program takes longer: ranks arrive, threads wake, calls complete. The limit is the
+// kernel's as well as the memory's: no all-reduce with this kernel is faster.
 double fold_limit_seconds(int num_ranks, size_t num_bytes, int num_threads, int repeats, DType dtype);
 
 }  // namespace jax_ring::cpu

@@ -1,4 +1,4 @@
-// instruction_sets.h: which instruction sets this processor and its operating system can run.
+// instruction_sets.h: the instruction sets that this processor and its operating system support.
 #pragma once
 
 #if defined(__x86_64__)
@@ -8,14 +8,14 @@
 
 namespace jax_ring::cpu {
 
-// What the fold kernels of each set are compiled for.
+// The targets of the compiled fold kernels.
 struct InstructionSets {
   bool avx2 = false;    // with F16C
   bool avx512 = false;  // F, BW, VL and DQ
 };
 
-// Not by __builtin_cpu_supports: with zig, which builds the wheels, it knows of none. Bits: Intel's Software
-// Developer's Manual, CPUID in volume 2 and XCR0 in volume 1, section 13.3.
+// Not __builtin_cpu_supports: zig, which builds the wheels, does not implement it. Bits: Intel's Software Developer's
+// Manual, CPUID in volume 2 and XCR0 in volume 1, section 13.3.
 inline InstructionSets instruction_sets() {
   uint32_t eax, ebx, ecx, edx;
   const auto all_of = [](uint32_t word, auto... bits) { return (... && (word >> bits & 1)); };

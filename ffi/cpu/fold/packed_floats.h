@@ -1,4 +1,4 @@
-// packed_floats.h: registers of floats of 8 or 16 bits, each widened into several registers of float32.
+// packed_floats.h: registers of 8- or 16-bit floats, each widened to several registers of float32.
 //
 // Only for fold_kernels_isa.cc, which is compiled for several instruction sets.
 #pragma once
@@ -15,7 +15,7 @@
 namespace jax_ring::cpu {
 namespace {
 
-// The float32 values of one register. Their order is the one in which they are cheapest to separate.
+// The float32 values of one register, in the order that is cheapest to separate.
 template <class F32, int kParts>
 struct Parts {
   F32 part[kParts];
@@ -46,7 +46,7 @@ struct PackedLanes {
                                 typename Type<T>::type>;
 };
 
-// Any element: part k has byte k, or the k-th pair of bytes, of every 4 bytes.
+// Any element: part k holds byte k, or the k-th pair of bytes, of every 4 bytes.
 template <class Element>
 struct ByParts {
   using Storage = typename Element::Storage;
@@ -81,7 +81,7 @@ struct Packed : ByParts<Element> {};
 
 #if defined(__F16C__)
 
-// Halves: a register of float16, as their bits. Part 0 has the values of its lower half.
+// Halves: a register of float16, as their bits. Part 0 holds the values of its lower half.
 #if defined(__AVX512F__)
 template <class Halves, class Values>
 JAX_RING_INLINE void widen_halves(Halves halves, Values* to) {
@@ -110,7 +110,7 @@ JAX_RING_INLINE Halves narrow_to_halves(const Values* from) {
 }
 #endif
 
-// float16, by the instructions for it.
+// float16, by its own instructions.
 template <>
 struct Packed<Float16> {
   using Storage = uint16_t;
@@ -131,8 +131,8 @@ struct Packed<Float16> {
   }
 };
 
-// Floats of 8 bits are float16 with fewer bits, but for their bias and their special values. The values here are
-// theirs times a power of two, so that the biases agree: 2^(bias - 15). No sum is rounded differently for it.
+// 8-bit floats are float16 with fewer bits, except for bias and special values. The values here are theirs times
+// 2^(bias - 15), so that the biases agree. This changes no rounding of a sum.
 template <int kExponentBits, int kMantissaBits, int kBias, Specials kSpecials>
 struct ByHalves {
   using Element = SmallFloat<uint8_t, kExponentBits, kMantissaBits, kBias, kSpecials>;
@@ -144,7 +144,7 @@ struct ByHalves {
   // The float16 of codes in the upper bytes.
   template <class U16, class I16>
   static JAX_RING_INLINE U16 half_of(U16 code) {
-    // An arithmetic shift moves exponent and mantissa to their place, and leaves the sign and copies of it.
+    // An arithmetic shift moves exponent and mantissa into place, and leaves the sign and copies of it.
     constexpr uint16_t kKept = 0x8000 | 0x7fff >> kFewerExponentBits;
     const U16 half = bit_cast<U16>(bit_cast<I16>(code) >> kFewerExponentBits) & kKept;
     if constexpr (kSpecials == Specials::finite_nuz) {
@@ -160,7 +160,7 @@ struct ByHalves {
     }
   }
 
-  // The codes, in the lower bytes, of float16 that were rounded to odd.
+  // The codes, in the lower bytes, of float16 values that were rounded to odd.
   template <class U16>
   static JAX_RING_INLINE U16 code_of(U16 half) {
     const U16 magnitude = half & uint16_t{0x7fff};
@@ -181,15 +181,15 @@ struct ByHalves {
     return values;
   }
 
-  // Rounds twice, the first time to odd, which does not change the result of the second. Below the smallest normal
-  // number the first one is exact: a fold is a multiple of the smallest number of the format, and so of float16's.
+  // Rounds twice, first to odd, which leaves the second result unchanged. Below the smallest normal number the first
+  // rounding is exact: a fold is a multiple of the format's smallest number, and so of float16's.
   template <class Lanes>
   static JAX_RING_INLINE typename Lanes::template Of<uint8_t> narrow(const typename Lanes::template Of<float>& values) {
     using U16 = typename Lanes::template Of<uint16_t>;
     using U32 = typename Lanes::template Of<uint32_t>;
     auto odd = values;
     for (auto& part : odd.part) {
-      // If any of the bits that float16 does not have is set, so is the last one that it has.
+      // Sets the last bit of float16 if any of the dropped bits is set.
       const U32 bits = bit_cast<U32>(part);
       part = bit_cast<std::decay_t<decltype(part)>>(bits | (((bits & 0x1fffu) + 0x1fffu) & 0x2000u));
     }
@@ -202,7 +202,7 @@ struct ByHalves {
 template <int kExponentBits, int kMantissaBits, int kBias, Specials kSpecials>
 struct Packed<SmallFloat<uint8_t, kExponentBits, kMantissaBits, kBias, kSpecials>>
     : ByHalves<kExponentBits, kMantissaBits, kBias, kSpecials> {};
-// Has finite numbers with the exponent that float16 keeps for infinity.
+// Has finite numbers at the exponent that float16 reserves for infinity.
 template <>
 struct Packed<Float8E5M2FNUZ> : ByParts<Float8E5M2FNUZ> {};
 

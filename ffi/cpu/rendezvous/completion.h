@@ -1,4 +1,4 @@
-// completion.h: the callback that completes a rank's call. Stored in place, so that no call allocates memory for it.
+// completion.h: the callback that completes a rank's call. Stored in place: no call allocates memory for it.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 namespace jax_ring::cpu {
 
 // Completes one rank's call; the failure is null if the result has been written. Like a move-only
-// std::function<void(const CallFailure* failure)>, whose in-place buffer is too small for the handler's callback.
+// std::function<void(const CallFailure* failure)>, but with an in-place buffer large enough for the handler's callback.
 class Completion {
  public:
   Completion() = default;

@@ -13,15 +13,15 @@
 namespace jax_ring::cpu {
 namespace {
 
-// After the last use the watcher keeps checking every kStragglerDelay for this long. Then it sleeps until woken. A loop
-// of collectives thus never pays for waking it.
+// After the last use the watcher keeps checking every kStragglerDelay for this long, then sleeps until woken. So a loop
+// of collectives never pays for waking it.
 constexpr std::chrono::milliseconds kWatcherIdleTime(20);
 
 JAX_RING_THREAD_LOCAL(bool, is_completion_thread);
 // Whether completions wait for the one that this thread runs.
 JAX_RING_THREAD_LOCAL(bool, holds_completions);
 
-// Lets the ranks go on that wait in their calls. Returns whether there were any. Keeps those that move.
+// Lets ranks that wait in their calls go on. Returns whether there were any. Ranks that move to another thread stay.
 bool release_waiting(Rendezvous& rendezvous) {
   bool any = false;
   for (size_t rank = 0; rank < rendezvous.waiting.size(); ++rank) {
@@ -36,7 +36,7 @@ bool release_waiting(Rendezvous& rendezvous) {
   return any;
 }
 
-// Unless a thread of the pool has taken the rank over.
+// Unless a pool thread has taken over the rank.
 void run_completion(Rendezvous& rendezvous, int rank, const CallFailure* error) {
   Completion done = std::move(rendezvous.done[rank]);
   WaitingRank* const waiting = rendezvous.waiting.empty() ? nullptr : rendezvous.waiting[rank].get();
@@ -86,9 +86,10 @@ void CompletionThreads::complete(RendezvousPtr rendezvous, CallFailurePtr error)
   pending_.splice(pending_.end(), free_, std::prev(free_.end()));
   pending.last_start = now;
   pending.find_next();
-  // A completion that gets here is about to return, unless its rank has waited; its thread then picks up this entry.
+  // A completion that gets here is about to return, unless its rank has waited. Then this thread picks up the entry
+  // next.
   const bool has_worker = (!is_completion_thread || any_waited) && wake_worker();
-  // Looking every kStragglerDelay takes a tenth of a core, in each process. Those of one rank do without.
+  // Checking every kStragglerDelay takes a tenth of a core per process. A single rank does without.
   pending.is_watched = num_completions > 1 || !has_worker;
   if (!pending.is_watched) return;
   last_use_ = pending.last_start;
@@ -98,7 +99,7 @@ void CompletionThreads::complete(RendezvousPtr rendezvous, CallFailurePtr error)
   }
 }
 
-// Requires mutex_. Returns false if no worker is idle and none can be started. One that is busy takes the work later.
+// Requires mutex_. Returns false if no worker is idle and none can start. A busy worker takes the work later.
 bool CompletionThreads::wake_worker() {
   if (woken_workers_ < idle_workers_) {
     ++woken_workers_;
@@ -133,7 +134,7 @@ void CompletionThreads::work() {
   is_completion_thread = true;
   std::unique_lock<Mutex> lock(mutex_);
   for (;;) {
-    // A new thread starts here as an idle one, which may have been woken.
+    // A new thread starts as an idle one, and may have been woken already.
     work_available_.wait(lock, [this] { return woken_workers_ > 0; });
     --woken_workers_;
     --idle_workers_;
@@ -166,7 +167,7 @@ void CompletionThreads::watch_stragglers() {
         if (now - pending.last_start < kStragglerDelay) continue;
         pending.missing_threads = pending.rendezvous->num_ranks() - pending.next;
       }
-      // Those that cannot be started now may be at the next check.
+      // Threads that cannot start now may start at the next check.
       while (pending.missing_threads > 0 && wake_worker()) {
         pending.fan_out = true;
         --pending.missing_threads;

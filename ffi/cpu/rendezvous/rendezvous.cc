@@ -1,4 +1,4 @@
-// rendezvous.cc: matches arrivals to rendezvous, and describes missing ranks.
+// rendezvous.cc: matches arrivals with rendezvous, and describes missing ranks.
 #include "cpu/rendezvous/rendezvous.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace jax_ring::cpu {
 namespace {
 
-constexpr int64_t kLargestPartition = 1 << 24;  // far more than there are devices: catches corrupt input
+constexpr int64_t kLargestPartition = 1 << 24;  // far more than any number of devices: catches corrupt input
 
 std::string join(const std::vector<std::string>& parts) {
   std::string text;
@@ -111,10 +111,10 @@ RendezvousPtr RendezvousMap::arrive(int64_t run_id, int64_t partition, Participa
   const size_t num_ranks = groups_.size(place.group);
   const size_t num_operands = participant.inputs.size();
   std::unique_lock<Mutex> lock(mutex_);
-  // Checked under the lock: the watchdog either finds this rendezvous in the map, or has recorded the failure before.
+  // Check under the lock: the watchdog either finds this rendezvous in the map, or recorded the failure before.
   if (const CallFailurePtr failure = Watchdog::instance().failure(run_id, this)) {
     lock.unlock();
-    // Moved first: the completion may run the rank's next call, which refills the participant.
+    // Move it first: the completion may run the rank's next call, which refills the participant.
     Completion done = std::move(participant.done);
     done(failure.get());
     return nullptr;
@@ -144,7 +144,7 @@ RendezvousPtr RendezvousMap::arrive(int64_t run_id, int64_t partition, Participa
 
 RendezvousPtr RendezvousMap::arrive_alone(int64_t run_id, int64_t partition, Participant&& participant,
                                           RendezvousPtr used) {
-  // Without the lock: it is never in the map, where the watchdog would look for it.
+  // No lock needed: the watchdog looks in the map, and this one is never there.
   if (const CallFailurePtr failure = Watchdog::instance().failure(run_id)) {
     Completion done = std::move(participant.done);
     done(failure.get());
@@ -192,7 +192,7 @@ void RendezvousMap::add(Rendezvous& rendezvous, ReplicaGroups::Place place, Part
   if (rendezvous.entry) record_arrival(rendezvous, place.rank, groups_.num_local(place.group));
 }
 
-// Reads the clock for the last two arrivals alone: the others' order is not reported.
+// Reads the clock only for the last two arrivals: the others' order is not reported.
 void RendezvousMap::record_arrival(Rendezvous& rendezvous, int rank, int num_local) {
   rendezvous.entry.arrive(rank);
   if (rendezvous.num_arrived == num_local) {
@@ -248,7 +248,7 @@ CallFailure RendezvousMap::failure_of_missing_ranks(const Rendezvous& rendezvous
   CallFailure failure;
   const std::vector<int64_t>& members = groups_.members(rendezvous.group);
   std::vector<std::string> group, missing;
-  std::map<std::string, std::vector<std::string>> elsewhere;  // the ranks that wait in other places
+  std::map<std::string, std::vector<std::string>> elsewhere;  // ranks that wait in other places
   for (size_t rank = 0; rank < members.size(); ++rank) {
     group.push_back(std::to_string(members[rank]));
     if (rendezvous.done[rank] || !groups_.is_local(rendezvous.group, static_cast<int>(rank))) continue;

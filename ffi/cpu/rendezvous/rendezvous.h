@@ -1,4 +1,4 @@
-// rendezvous.h: collects the ranks that make the same call, without blocking any of them.
+// rendezvous.h: gathers the ranks that make the same call, without blocking any of them.
 #pragma once
 
 #include <chrono>
@@ -21,41 +21,41 @@ namespace jax_ring::cpu {
 
 using Clock = SteadyClock;
 
-// Since the clock's epoch: what the flight recorder keeps.
+// Since the clock's epoch, as in the flight recorder.
 inline int64_t nanoseconds(Clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
 }
 
-// One rank's contribution to a call: its operands, its results, and what completes it.
+// One rank's contribution to a call: operands, results, and the completion.
 struct Participant {
   std::vector<const void*> inputs;
   std::vector<void*> outputs;  // one per input
   Completion done;             // not empty
-  WaitingRankPtr waiting;      // null if it does not wait
+  WaitingRankPtr waiting;      // null: it does not wait
   CallingThread thread;
 };
 
-// All ranks of one group in one call of one execution, from the first arrival until the last completion.
+// All ranks of one group in one call of one execution, from first arrival to last completion.
 struct Rendezvous {
   int64_t run_id = 0;
   int group = 0;
   int num_arrived = 0;
   Clock::time_point start_time;
-  std::vector<const void*> inputs;      // by operand, then rank; ranks twice, since a fold may start at any of them
-  std::vector<void*> outputs;           // by operand, then rank
-  std::vector<const void*> terms;       // by operand, then term of the tree; filled by the engine if a rank has several
-  std::vector<Completion> done;         // by rank; empty for ranks that have not arrived, or are in another process
-  std::vector<WaitingRankPtr> waiting;  // by rank; null for those that do not wait
-  Waiting how_to_wait;                  // for those that come soon
+  std::vector<const void*> inputs;  // by operand, then rank; ranks twice, since a fold may start at any of them
+  std::vector<void*> outputs;       // by operand, then rank
+  std::vector<const void*> terms;   // by operand, then term of the tree; filled in by the engine if a rank has several
+  std::vector<Completion> done;     // by rank; empty if the rank has not arrived or is in another process
+  std::vector<WaitingRankPtr> waiting;  // by rank; null if it does not wait
+  Waiting how_to_wait;                  // for ranks that arrive soon
   flight::Entry entry;                  // of the flight recorder
 
   int num_ranks() const { return static_cast<int>(done.size()); }
-  // Forgets the call, and keeps the memory for another.
+  // Forgets the call, and keeps the memory for the next one.
   void clear();
 };
 
-// The finished rendezvous of a call site, whose memory is reused: a repeated call allocates none. Shared with the
-// rendezvous in use, which may outlive the call site.
+// A call site's finished rendezvous, for reuse: a repeated call allocates no memory. Shared with the rendezvous in use,
+// which may outlive the call site.
 class RendezvousPool {
  public:
   std::unique_ptr<Rendezvous> acquire();
@@ -73,7 +73,7 @@ struct ReturnToPool {
 };
 using RendezvousPtr = std::unique_ptr<Rendezvous, ReturnToPool>;
 
-// The replica groups of a call: which partitions (mesh positions) reduce together, in rank order.
+// The replica groups of a call: the partitions (mesh positions) that reduce together, in rank order.
 class ReplicaGroups {
  public:
   struct Place {
@@ -81,9 +81,9 @@ class ReplicaGroups {
     int rank;
   };
 
-  // partitions: the members of all groups, one group after the other, all of them different. sizes: the size of each
-  // group. is_local: whether each member is in this process; empty means all are.
-  // Throws std::invalid_argument if there can be no such partition.
+  // partitions: the members of all groups, one group after the other, all different. sizes: the size of each group.
+  // is_local: whether each member is in this process; empty means all are.
+  // Throws std::invalid_argument if a partition number is impossible.
   ReplicaGroups(const std::vector<int64_t>& partitions, const std::vector<int64_t>& sizes,
                 const std::vector<bool>& is_local = {});
 
@@ -104,14 +104,14 @@ class ReplicaGroups {
   std::vector<Place> places_;                // by partition
 };
 
-// The open rendezvous of one call site, for the ranks of this process. A rank joins the oldest open rendezvous of its
-// group and run that it has not joined yet. Its next call comes only after its last one completed, that is, after every
-// rank had arrived there, so a loop has one open rendezvous at a time.
+// The open rendezvous of one call site, for this process's ranks. A rank joins the oldest open rendezvous of its group
+// and run that it has not joined yet. Its next call comes only after its last one completed, that is, after every rank
+// had arrived there, so a loop has one open rendezvous at a time.
 class RendezvousMap {
  public:
-  // call: description of the call for error messages (axis, message, lines). Empty for a barrier at the end of a
-  // program, which fails with its execution, and has no deadline: a rank may arrive there at any time.
-  // Throws std::runtime_error if the threads that complete calls cannot be started.
+  // call: describes the call in error messages (axis, message, lines). Empty for a barrier at the end of a program.
+  // Such a barrier fails with its execution, and has no deadline: a rank may arrive at any time.
+  // Throws std::runtime_error if the completion threads cannot start.
   RendezvousMap(ReplicaGroups groups, std::string call);
   // Fails the open rendezvous.
   ~RendezvousMap();
@@ -120,20 +120,20 @@ class RendezvousMap {
 
   const ReplicaGroups& groups() const { return groups_; }
 
-  // Records the calls from now on, in this memory, unless the call is null. To be called before the first arrival.
+  // From now on records the calls in this memory, unless the call is null. Call it before the first arrival.
   void record(flight::RecordedCall* call, flight::Memory* memory) {
     recorded_ = call;
     memory_ = memory;
   }
 
-  // Adds the participant to its rendezvous. Returns the rendezvous if it was the last rank of this process to arrive,
-  // else null. The caller then owns the rendezvous and must complete every participant. Only `done` is moved from, and
-  // `waiting`, if the rank is to wait: the participant's vectors stay with the caller, which may refill them for its
-  // next call. Throws std::invalid_argument if the participant has another number of operands than those before it.
+  // Adds the participant to its rendezvous. Returns the rendezvous if this was the last rank of this process to arrive,
+  // else null. The caller then owns the rendezvous and must complete every participant. Moves only `done` and, if the
+  // rank is to wait, `waiting`. The participant's vectors stay with the caller for its next call. Throws
+  // std::invalid_argument if the participant has a different number of operands from earlier ones.
   RendezvousPtr arrive(int64_t run_id, int64_t partition, Participant&& participant);
 
-  // The same for the only rank of this process in its group: the rendezvous is complete at once. used: one that has
-  // been cleared, whose memory is used again; null if there is none.
+  // The same for a group's only rank in this process: the rendezvous is complete at once. used: a cleared rendezvous,
+  // for its memory; null if there is none.
   RendezvousPtr arrive_alone(int64_t run_id, int64_t partition, Participant&& participant, RendezvousPtr used);
 
   // Removes and returns the open rendezvous that satisfy the predicate.
@@ -141,7 +141,7 @@ class RendezvousMap {
 
   // Whether the partition has arrived in this rendezvous, which is or was in this map.
   bool has_arrived(const Rendezvous& rendezvous, int64_t partition) const;
-  // Whether it waits in one of the open rendezvous of the run.
+  // Whether the partition waits in one of the run's open rendezvous.
   bool is_waiting(int64_t run_id, int64_t partition);
   // Adds the runs that have open rendezvous.
   void add_open_runs(std::set<int64_t>& runs);
@@ -151,11 +151,11 @@ class RendezvousMap {
   bool has_open(const std::function<bool(const Rendezvous&)>& predicate);
   // The execution of the latest arrival.
   int64_t latest_run();
-  // Where its ranks wait, for error messages of other calls.
+  // Where its ranks wait, for other calls' error messages.
   std::string place() const;
 
-  // The failure whose text names the ranks missing from the rendezvous.
-  // other_place: where a partition waits instead; nullopt if that is unknown.
+  // The failure, with the ranks missing from the rendezvous in its text.
+  // other_place: where else a partition waits; nullopt if unknown.
   using OtherPlace = std::function<std::optional<std::string>(int64_t partition)>;
   CallFailure failure_of_missing_ranks(const Rendezvous& rendezvous, std::chrono::duration<double> deadline,
                                        const OtherPlace& other_place) const;

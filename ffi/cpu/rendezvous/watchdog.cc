@@ -18,18 +18,18 @@ namespace {
 constexpr size_t kMaxFailures = 256;
 constexpr double kChecksPerDeadline = 10;
 constexpr double kMaxCheckInterval = 10;  // seconds
-// How long nothing must arrive until all that was in flight is taken to have arrived, and how long that may take at
-// most. In parts of a deadline.
+// When nothing arrives for the first time span, all executions in flight count as arrived. The second limits the whole
+// wait. Both in parts of a deadline.
 constexpr double kQuiet = 0.05;
 constexpr double kLongestDrain = 0.2;
-// A barrier outlasts the calls that its missing ranks may be waiting in.
+// A barrier outlasts calls in which its missing ranks may be waiting.
 constexpr int kDeadlinesOfBarrier = 2;
 
 bool has_run_for(std::chrono::duration<double> limit, Clock::time_point since, Clock::time_point now) {
   return Pauses::instance().run_since(since, now) >= limit;
 }
 
-// Empty if the runtime's pool has threads enough: one for the execution and one for a launch of each device.
+// Empty if the runtime's pool has enough threads: one for the execution and one for a launch on each device.
 std::string advice_on_threads(int num_devices) {
   const char* const nproc = std::getenv("NPROC");
   const int num_threads = nproc != nullptr ? std::atoi(nproc) : num_cores();
@@ -143,7 +143,7 @@ void Watchdog::run() {
 }
 
 void Watchdog::check_deadlines() {
-  // Before anyone can know of a failure.
+  // Record it before anyone can learn of a failure.
   LaunchLock* const launches = lock_of_expired();
   const bool is_locked = launches != nullptr && launches->acquire();
   fail_expired(is_locked);
@@ -164,7 +164,7 @@ LaunchLock* Watchdog::lock_of_expired() {
   return expired ? launch_lock_.get() : nullptr;
 }
 
-// Waits until no execution arrives any more of those that fail.
+// Waits until no more of the failing executions arrive.
 void Watchdog::await_those_in_flight() {
   const std::chrono::duration<double> quiet(kQuiet * deadline()), longest(kLongestDrain * deadline());
   const auto begin = Clock::now();
@@ -190,7 +190,7 @@ void Watchdog::fail_expired(bool with_those_in_flight) {
     std::lock_guard<std::mutex> lock(watched_mutex_);
     const auto limit = std::chrono::duration<double>(deadline());
     const auto now = Clock::now();
-    std::vector<RendezvousMap*> maps;  // of each expired rendezvous
+    std::vector<RendezvousMap*> maps;  // the maps of each expired rendezvous
     for (RendezvousMap* rendezvous_map : watched_) {
       if (!rendezvous_map->has_deadline()) continue;
       for (auto& rendezvous :
@@ -199,7 +199,7 @@ void Watchdog::fail_expired(bool with_those_in_flight) {
         maps.push_back(rendezvous_map);
       }
     }
-    // Where a partition waits, other than in the call of `except`: in one that has expired as well, or is still open.
+    // Where else than in the call of `except` a partition waits: in another expired or an open one.
     const auto place_of = [&](int64_t run_id, int64_t partition,
                               const RendezvousMap* except) -> std::optional<std::string> {
       for (size_t i = 0; i < expired.size(); ++i) {
@@ -221,11 +221,11 @@ void Watchdog::fail_expired(bool with_those_in_flight) {
       failure.text += flight::last_calls_of_missing_ranks(expired[i]->entry);
       reasons.push_back(numbered(std::move(failure)));
     }
-    // With the error: nobody may ever await the results.
+    // Log it with the error: nobody may ever await the results.
     if (!expired.empty()) report = "jax_ring: " + reasons.front()->message() + "\n" + flight::table_of_ranks();
     if (with_those_in_flight && !expired.empty()) fail_later_executions(expired, *reasons.front());
     for (size_t i = 0; i < expired.size(); ++i) record_failure(expired[i]->run_id, reasons[i]);
-    // The other open rendezvous of failed executions cannot complete either. A communicator may have failed them.
+    // Failed executions cannot complete their other open rendezvous either. A communicator may have failed them.
     for (RendezvousMap* rendezvous_map : watched_) {
       for (auto& rendezvous :
            rendezvous_map->remove_if([&](const Rendezvous& m) { return failure(m.run_id) != nullptr; })) {
@@ -235,7 +235,7 @@ void Watchdog::fail_expired(bool with_those_in_flight) {
     }
     release_barriers(kDeadlinesOfBarrier * limit);
   }
-  // Before the calls fail, which may end the process at once.
+  // Before the calls fail: that may end the process at once.
   flight::Recorder::instance().print_once(report);
   for (size_t i = 0; i < expired.size(); ++i)
     CompletionThreads::instance().complete(std::move(expired[i]), std::move(reasons[i]));
@@ -256,7 +256,8 @@ void Watchdog::fail_later_executions(const std::vector<RendezvousPtr>& failed, C
   failure_in_flight_ = numbered(std::move(why));
 }
 
-// Lets the ranks go on that have waited at a barrier for so long, if none of the others waits in a call: these may be
+// Releases ranks that have waited at a barrier this long, if no other rank waits in a call: these may be computing, or
+// have failed for reasons of their own.
 // computing, or have failed for reasons of their own.
 void Watchdog::release_barriers(std::chrono::duration<double> limit) {
   const auto now = Clock::now();

@@ -1,4 +1,4 @@
-// watchdog.h: fails every rendezvous that is not complete by its deadline.
+// watchdog.h: fails every rendezvous that misses its deadline.
 #pragma once
 
 #include <atomic>
@@ -18,23 +18,23 @@
 
 namespace jax_ring::cpu {
 
-// Keeps the program from launching executions, and from acting on the errors of those that it has launched.
+// Keeps the program from launching executions, and from reacting to their errors.
 class LaunchLock {
  public:
   virtual ~LaunchLock() = default;
-  // Returns false if it cannot be had soon.
+  // Returns false if the lock is not available soon.
   virtual bool acquire() = 0;
   virtual void release() = 0;
 };
 
-// One per process. Its thread starts with the first RendezvousMap and checks a few times per deadline, so that a call
-// needs no timer. Once one call of an execution has failed, all its calls fail at once with the same error, since the
-// ranks that got it make no further calls of the execution.
+// One per process. Its thread starts with the first RendezvousMap and checks a few times per deadline, so a call needs
+// no timer. Once one call of an execution has failed, all its calls fail at once with the same error: ranks that got
+// the error make no further calls of the execution.
 class Watchdog {
  public:
   static Watchdog& instance();
 
-  // Throws std::runtime_error if the thread cannot be started; the map is not watched then.
+  // Throws std::runtime_error if the thread cannot start; then nobody watches the map.
   void watch(RendezvousMap* rendezvous_map);
   void unwatch(RendezvousMap* rendezvous_map);
 
@@ -42,24 +42,24 @@ class Watchdog {
   void set_deadline(double seconds);
   double deadline() const { return deadline_seconds_.load(std::memory_order_relaxed); }
 
-  // From now on errors of missing ranks name what to do where the runtime's launches hold the threads that these need.
+  // From now on errors about missing ranks suggest a remedy if the runtime's launches hold the threads that these need.
   void say_that_launches_hold_threads() { launches_hold_threads_.store(true, std::memory_order_relaxed); }
 
-  // What keeps the program from launching while calls fail at their deadline. Executions of the same program that
-  // arrive meanwhile were in flight before anyone could know of the failure, and fail too: each would otherwise wait
-  // for a deadline of its own. A later one may be a new attempt, and one of another program may be healthy.
+  // Keeps the program from launching while calls fail at their deadline. Executions of the same program that arrive
+  // meanwhile were in flight before anyone could know of the failure. They fail too: each would otherwise wait for a
+  // deadline of its own. A later one may be a new attempt, and other programs may be healthy.
   void set_launch_lock(std::unique_ptr<LaunchLock> lock);
 
-  // Records that an execution has failed; its further calls fail at once.
+  // Records that an execution has failed. Its further calls fail at once.
   void record_failure(int64_t run_id, const CallFailurePtr& why);
 
-  // Fails all open rendezvous, and forgets all failures: the runtime numbers executions anew once its backends have
-  // been cleared.
+  // Fails all open rendezvous and forgets all failures: the runtime restarts its numbering of executions once its
+  // backends are cleared.
   void abandon(const std::string& why);
 
-  // Why this execution has failed; null if it has not.
+  // The failure of this execution; null if there is none.
   CallFailurePtr failure(int64_t run_id) const;
-  // The same for an execution in which a rank makes the call of this map.
+  // The same for an execution in which a rank makes this map's call.
   CallFailurePtr failure(int64_t run_id, RendezvousMap* rendezvous_map);
 
  private:
@@ -86,7 +86,7 @@ class Watchdog {
   std::atomic<bool> any_failure_{false};
   mutable std::mutex failures_mutex_;
   std::deque<std::pair<int64_t, CallFailurePtr>> failures_;  // the latest kMaxFailures runs
-  std::set<RendezvousMap*> failing_;                         // calls of programs of which all in flight fail
+  std::set<RendezvousMap*> failing_;                         // calls of programs with all executions in flight failing
   CallFailurePtr failure_in_flight_;
   int64_t num_failed_in_flight_ = 0;
 };

@@ -27,14 +27,14 @@ void bind_to_core(int core) {
   sched_setaffinity(0, sizeof(only), &only);
 }
 
-// The time of two turns, one of each thread: the least of some repeats, since other programs only add to it.
+// The time of two turns, one per thread: the minimum over repeats, since other programs only add to it.
 template <class Wait>
 double seconds_of_two_turns(std::array<int, 2> cores, Wait wait) {
   double least = std::numeric_limits<double>::infinity();
   for (int repeat = 0; repeat < kRepeats; ++repeat) {
     alignas(64) std::atomic<int> turn(0);
     double elapsed = 0;
-    // Both exist until they are joined, so neither waits in vain.
+    // Both threads exist until joined, so neither waits in vain.
     const auto take_turns = [&](int first) {
       bind_to_core(cores[first]);
       SteadyClock::time_point begin;

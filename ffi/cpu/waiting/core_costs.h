@@ -1,4 +1,4 @@
-// core_costs.h: what it costs cores to wait for each other, in which the benchmarks give the times of small calls.
+// core_costs.h: the cost of waiting between cores, the benchmarks' unit for the times of small calls.
 #pragma once
 
 #include <limits>
@@ -6,9 +6,9 @@
 namespace jax_ring::cpu {
 
 struct CoreCosts {
-  // Seconds in which a cache line goes to another core and back; not a number where there is one core.
+  // Seconds for a cache line to go to another core and back; NaN with a single core.
   double round_trip = std::numeric_limits<double>::quiet_NaN();
-  // Seconds in which a core passes from one thread that polls and yields, as ranks do, to another.
+  // Seconds for a core to switch from one polling and yielding thread to another, as between ranks.
   double context_switch = 0;
 };
 

@@ -10,7 +10,7 @@ namespace jax_ring::cpu {
 std::vector<int> usable_cores() {
   std::vector<int> cores;
   cpu_set_t usable;
-  // Fails where the machine has more cores than fit. They are not spread over then.
+  // Fails if the machine has too many cores for the mask. Then ranks are not spread.
   if (sched_getaffinity(0, sizeof(usable), &usable) != 0) return cores;
   for (int core = 0; core < CPU_SETSIZE; ++core) {
     if (CPU_ISSET(core, &usable)) cores.push_back(core);

@@ -10,25 +10,25 @@ namespace jax_ring::cpu {
 // The cores that this thread may run on.
 std::vector<int> usable_cores();
 
-// The core that this thread runs on. The system may move it at any time.
+// This thread's core. The system may move the thread at any time.
 int current_core();
 
-// Goes on on another core, as if the system had moved this thread there. Does nothing if it may not run there.
+// Moves this thread to another core, as the system might. Does nothing if that core is not allowed.
 void move_to_core(int core);
 
-// Finds out whether ranks share cores unequally. The system takes milliseconds to mend that: it does not know that a
-// thread that polls waits for another of its core.
+// Finds out whether ranks share cores unequally. The system takes milliseconds to fix that: it does not know that a
+// polling thread waits for another one on its core.
 class Spread {
  public:
   explicit Spread(std::vector<int> cores) : cores_(std::move(cores)), num_ranks_(cores_.size()) {}
 
-  // Whether there is no core to spare, so that each must have its share of the ranks.
+  // Whether no core is to spare, so that each must have its share of the ranks.
   bool applies_to(int num_ranks) const { return cores_.size() > 1 && num_ranks >= static_cast<int>(cores_.size()); }
 
-  // Begins with another call of so many ranks.
+  // Begins with another call of this many ranks.
   void begin(int num_ranks);
 
-  // Adds a rank. Returns the core that it should move to, if its own has its share already.
+  // Adds a rank. Returns the core to move to if its own core has its share already.
   std::optional<int> add(int core);
 
   int num_added() const { return num_added_; }
@@ -39,7 +39,7 @@ class Spread {
   std::vector<int> num_ranks_;  // by core
   int share_ = 0;
   int num_added_ = 0;
-  int num_moved_ = 0;  // of those added
+  int num_moved_ = 0;  // among the added ranks
 };
 
 }  // namespace jax_ring::cpu

@@ -1,4 +1,4 @@
-// executions.h: how many calls the latest executions have made.
+// executions.h: counts the calls of the latest executions.
 #pragma once
 
 #include <array>
@@ -13,10 +13,9 @@ class Executions {
  public:
   static Executions& instance();
 
-  // Counts a call.
   void count(int64_t run_id);
 
-  // The calls that an execution has made; 0 if it is not among the latest.
+  // The number of calls that an execution has made; 0 if it is not among the latest.
   int num_calls(int64_t run_id);
 
  private:

@@ -1,4 +1,4 @@
-// wait_mode_tuner.h: whether ranks wait on threads of the runtime's pool, by which way was faster.
+// wait_mode_tuner.h: chooses by trial whether ranks wait on threads of the runtime's pool.
 #pragma once
 
 #include <chrono>
@@ -7,30 +7,29 @@
 
 namespace jax_ring::cpu {
 
-// Ranks that wait on the pool's threads are faster in most programs (see WaitingRank), and slower in some. So a call
-// that is made again and again tries both ways in turn, keeps the faster, and tries again later.
+// Most programs are faster if ranks wait on the pool's threads (see WaitingRank), some are slower. So a repeated call
+// tries both ways in turn, keeps the faster one, and tries again later.
 class WaitModeTuner {
  public:
   using Duration = SteadyClock::duration;
 
-  // From a call to the next is an iteration. Each way is tried twice, for at least so many iterations and so long. The
-  // first half does not count: it takes milliseconds until threads stay where they are. Of either way the better round
-  // counts. The first round of all is slow, whichever way it tries: pages are new, and caches and predictors know
-  // nothing.
+  // An iteration lasts from one call to the next. Each way gets two rounds of at least this many iterations and this
+  // much time. The first half of a round does not count: threads take milliseconds to settle. The better round of each
+  // way counts. The very first round is slow either way: pages are new, caches and predictors are empty.
   static constexpr int kRoundsEach = 2;
   static constexpr int kRounds = 2 * kRoundsEach;
   static constexpr int kIterations = 16;
   static constexpr Duration kTime = std::chrono::milliseconds(4);
-  // The time until the next trial, as times the time that the last one took.
+  // The time until the next trial, as a multiple of the last trial's time.
   static constexpr int kPause = 30;
-  // Of the time of an iteration. Ranks that wait take time from other processes.
+  // As a fraction of an iteration. Waiting ranks take time from other processes.
   static constexpr double kLeastGain = 0.1;
 
   // Whether the ranks wait on the pool in the call that begins now. ends_iteration: whether an iteration has passed
   // since the last.
   bool next(SteadyClock::time_point now, bool ends_iteration);
 
-  // For how long they wait there at most. If what they wait for needs the threads of the pool, a trial loses no more
+  // The limit of a wait there. If the ranks wait for something that needs the pool's threads, a trial loses no more
   // than a multiple of an iteration.
   Duration limit() const { return limit_; }
 
@@ -41,14 +40,14 @@ class WaitModeTuner {
   bool on_pool_ = false;
   Duration limit_{};
   SteadyClock::time_point last_call_;
-  int round_ = 0;              // kRounds in the pause
+  int round_ = 0;              // kRounds during the pause
   int num_iterations_ = 0;     // of this round
-  Duration time_{};            // of this round, or in the pause
-  Duration time_of_rounds_{};  // of this trial that have ended
-  // The iterations of this round that count.
+  Duration time_{};            // of this round, or of the pause
+  Duration time_of_rounds_{};  // of this trial's finished rounds
+  // This round's iterations that count.
   int num_counted_ = 0;
   Duration time_counted_{};
-  // The durations of an iteration that are compared.
+  // The iteration times to compare.
   Duration on_pool_iteration_ = Duration::max();
   Duration elsewhere_iteration_ = Duration::max();
 };

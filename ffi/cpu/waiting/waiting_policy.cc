@@ -1,4 +1,4 @@
-// waiting_policy.cc: chooses by what the calls before have shown.
+// waiting_policy.cc: chooses by the results of earlier calls.
 #include "cpu/waiting/waiting_policy.h"
 
 #include <algorithm>
@@ -8,17 +8,17 @@
 namespace jax_ring::cpu {
 namespace {
 
-// For those of a call that its execution makes once.
+// For ranks of a call that its execution makes once.
 constexpr std::chrono::microseconds kShortLimit(50);
 
-// The factor by which the interval of spreading changes, and after how many times in place it gets shorter.
+// The factor by which the spreading interval changes, and the number of times in place before it gets shorter.
 constexpr int kSpreadBackoff = 4, kTimesInPlace = 8;
 
 }  // namespace
 
-// Whether a call is made in a loop is known from the latest execution. If the pool is no gain there, the ranks do not
-// wait: one thread that completes them in turn is faster, as no core waits for what another one has written. Where the
-// pool has too few threads, only ranks that outnumber the cores do so.
+// The latest execution shows whether a call is made in a loop. If the pool brings no gain there, the ranks do not wait:
+// one thread completes them in turn. That is faster, because no core waits for data from another one. With too few pool
+// threads, only ranks that outnumber the cores do so.
 Waiting WaitingPolicy::next(int64_t run_id, SteadyClock::time_point now, bool is_counted, bool may_use_pool) {
   Executions& executions = Executions::instance();
   if (is_counted) executions.count(run_id);
@@ -39,7 +39,7 @@ Waiting WaitingPolicy::next(int64_t run_id, SteadyClock::time_point now, bool is
 bool WaitingPolicy::spreads_now(SteadyClock::time_point now) {
   if (!spread_.applies_to(num_ranks_) || now - last_spread_ < spread_interval_) return false;
   const bool has_moved_any = spread_.num_moved() > 0;
-  // It takes all ranks, on the threads where they go on.
+  // The pool takes all ranks, on the threads where they go on.
   if (has_moved_any) {
     last_spread_ = now;
     spread_interval_ = std::min(kSpreadBackoff * spread_interval_, kLongestSpreadInterval);

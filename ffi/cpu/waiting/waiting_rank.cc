@@ -1,4 +1,4 @@
-// waiting_rank.cc: the states of a rank that waits.
+// waiting_rank.cc: the states of a waiting rank.
 #include "cpu/waiting/waiting_rank.h"
 
 #include "base/polling.h"
@@ -28,10 +28,10 @@ bool WaitingRank::wait() {
       return seen == State::released || seen == State::offered;
     });
     if (seen == State::released) {
-      share_ = nullptr;  // offered, but done by others
+      share_ = nullptr;  // offered, but others did it
       return true;
     }
-    // Where a state has changed meanwhile, the next turn finds out.
+    // If a state has changed meanwhile, the next iteration sees it.
     if (!state_.compare_exchange_strong(seen, has_changed ? State::working : State::left, std::memory_order_acq_rel)) {
       continue;
     }
@@ -50,9 +50,9 @@ WaitingRank::Released WaitingRank::release() {
 }
 
 bool WaitingRank::take_over() {
-  // A thread of the pool has a head start: it may have to wake, and this one is awake.
+  // Give a pool thread a head start: it may have to wake, and this thread is awake.
   poll(kHeadStart, false, [&] { return state_.load(std::memory_order_relaxed) != State::movable; });
-  // It may be moving still after an error, with which nobody releases ranks.
+  // It may still be moving after an error: then nobody releases ranks.
   for (State seen : {State::movable, State::moving}) {
     if (state_.compare_exchange_strong(seen, State::taken, std::memory_order_acq_rel)) return true;
   }
