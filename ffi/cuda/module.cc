@@ -22,7 +22,8 @@ namespace {
 
 using jax_ring::gpu::Communicators;
 
-// Calls into Python. Errors leave it as text, since what a Python error holds needs the GIL wherever it is caught.
+// Calls into Python. Converts errors to text, because the contents of a Python error need the GIL wherever it is
+// caught.
 template <class Action>
 auto with_python(const Action& action) {
   const nb::gil_scoped_acquire gil;
@@ -81,7 +82,7 @@ NB_MODULE(_ffi_cuda, m) {
             return std::string(value.c_str(), value.size());
           });
         };
-        const nb::gil_scoped_release without_gil;  // it may wait for the GPUs of the groups that it forgets
+        const nb::gil_scoped_release without_gil;  // it may wait for GPUs of the forgotten groups
         Communicators::instance().set_process(process, std::move(store));
       },
       "process"_a, "publish"_a, "fetch"_a,

@@ -1,9 +1,9 @@
-# Asks nvcc which version of CUDA it is of, and which GPUs it compiles for.
+# Asks nvcc for its CUDA version and for the GPUs that it supports.
 
-# The oldest that has compiled the kernels.
+# The oldest version known to compile the kernels.
 set(JAX_RING_OLDEST_CUDA 12.4)
 
-# Sets `version`; or, if it cannot be used, `version` to nothing and `why_not` to a sentence.
+# Sets `version`; if the toolkit is unusable, sets `version` to nothing and `why_not` to a sentence.
 function(jax_ring_nvcc_version nvcc version why_not)
   execute_process(COMMAND ${nvcc} --version OUTPUT_VARIABLE said ERROR_VARIABLE said RESULT_VARIABLE failed)
   set(found "")
@@ -18,8 +18,8 @@ function(jax_ring_nvcc_version nvcc version why_not)
   set(${version} "${found}" PARENT_SCOPE)
 endfunction()
 
-# Sets the variable, if it names none, to machine code for each generation of data-center GPUs that nvcc knows, and PTX
-# for later ones. Refuses one that nvcc does not know, before CMake's test of the compiler fails on it.
+# If the variable names no GPUs, sets it to machine code for each generation of data-center GPUs that nvcc knows, plus
+# PTX for later ones. Refuses a GPU that nvcc does not know, before CMake's test of the compiler fails on it.
 function(jax_ring_cuda_architectures nvcc variable)
   execute_process(COMMAND ${nvcc} --list-gpu-arch OUTPUT_VARIABLE said COMMAND_ERROR_IS_FATAL ANY)
   string(REGEX MATCHALL "[0-9]+" known "${said}")

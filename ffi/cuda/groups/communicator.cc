@@ -1,4 +1,4 @@
-// communicator.cc: the members of a group, and the description of their failures.
+// communicator.cc: the members of a group, and the texts of their failures.
 #include "cuda/groups/communicator.h"
 
 #include <sstream>

@@ -25,12 +25,12 @@ constexpr int kLanes = 4;
 
 using jax_ring::default_capacity;
 
-// This process's side of a group. A lane takes memory from the time when it is connected.
+// This process's side of a group. A lane takes memory once it is connected.
 class Communicator {
  public:
-  // members: by rank. name: unique to the group, and the same in all of its processes. store: not needed if all members
-  // are of this process. ordinals: the CUDA ordinals of this process's members, by id; empty if they are the ids.
-  // multicasts: whether the mailboxes have a multicast address, without which the group does not connect.
+  // members: by rank. name: unique to the group, and the same in all its processes. store: not needed if all members
+  // belong to this process. ordinals: the CUDA ordinals of this process's members, by id; empty if they equal the ids.
+  // multicasts: whether the mailboxes have a multicast address; if so, the group does not connect without one.
   // Throws std::runtime_error if the members are not a group. Touches no GPU and no store.
   Communicator(std::vector<Member> members, int64_t process, const Capacity& capacity, const std::string& name,
                PeerMemory& memory, std::shared_ptr<const KeyValueStore> store, std::map<int64_t, int> ordinals = {},
@@ -44,35 +44,35 @@ class Communicator {
   const std::vector<int>& local_ranks() const { return local_ranks_; }
   bool is_in_one_process() const { return static_cast<int>(local_ranks_.size()) == num_ranks(); }
 
-  // The rank of a GPU of this process, by CUDA ordinal, if it is a member.
+  // The rank of this process's GPU with this CUDA ordinal, if it is a member.
   std::optional<int> rank_of(int ordinal) const;
 
-  // As of Connection.
+  // As in Connection.
   void connect(int lane, double deadline_seconds) { lanes_[lane]->connect(deadline_seconds); }
   bool is_connected(int lane) const { return lanes_[lane]->is_connected(); }
 
-  // The kernel's view of the group, for a rank of this process, in a lane that is connected. call: stored in the record
-  // of a failure.
+  // The kernel's view of the group, for a rank of this process, in a connected lane. call: stored in the record of a
+  // failure.
   Endpoint endpoint(int rank, int lane, uint32_t call, double deadline_seconds) const {
     return lanes_[lane]->endpoint(rank, call, deadline_seconds);
   }
 
-  // The text of a call for errors, by the number that endpoints carry.
+  // Text of a call for errors, by the number in the endpoints.
   void name_call(uint32_t call, const std::string& text);
 
-  // The first failure of a rank of this process in any lane, if any. After a failure the ranks' counters disagree, and
-  // the group cannot be used again. May be called at any time.
+  // The first failure of any of this process's ranks in any lane. After a failure the ranks' counters disagree, and the
+  // group cannot be used again. May be called at any time.
   std::optional<Failure> failure() const;
 
-  // The failure as text. call: description of `failure.call`.
+  // The failure as text. call: describes `failure.call`.
   std::string describe(const Failure& failure, const std::string& call, double deadline_seconds) const;
 
-  // The first failure, with the text of a call that has been named; null if there is none. The same each time.
+  // The first failure, with the text of a named call; null if there is none. The same each time.
   CallFailurePtr call_failure(double deadline_seconds);
-  // True the first time.
+  // True only the first time.
   bool should_report() { return !reported_.exchange(true); }
 
-  // Closes all lanes: see Connection. No call may be launched from then on.
+  // Closes all lanes: see Connection. Launch no call from then on.
   void retire() noexcept;
   bool is_retired() const { return retired_.load(std::memory_order_acquire); }
   void free_all() noexcept;

@@ -1,4 +1,4 @@
-// communicators.cc: creates each group's communicator once, and retires those of the past.
+// communicators.cc: creates each group's communicator once, and retires old ones.
 #include "cuda/groups/communicators.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ std::set<int64_t> processes_of(const Communicator& communicator) {
   return processes;
 }
 
-// Whether the user asks for multicast. It has not run on a GPU, so it is off by default.
+// Whether the user asks for multicast. It has never run on a GPU, so it is off by default.
 bool is_multicast_requested() {
   const char* const requested = std::getenv("JAX_RING_MULTICAST");
   const std::string value = requested == nullptr ? "" : requested;
@@ -69,9 +69,9 @@ void Communicators::connect(Communicator& communicator, int lane) {
   if (communicator.is_connected(lane)) return;
   communicator.connect(lane, deadline());
   if (communicator.is_in_one_process()) return;
-  // Every process of this group has told its handles in this generation. Before, it closed what it had in earlier ones,
-  // so nobody maps that memory of this process any more. It is freed later, when no program is running: freeing waits
-  // for the work of a GPU, which may be a kernel that waits for the GPU of this thread.
+  // In this generation every process of this group has published its handles. Before that, it closed its groups of
+  // earlier generations, so nobody maps that memory of this process any more. Free it later, when no program is
+  // running: freeing waits for a GPU's work, perhaps for a kernel that waits for this thread's GPU.
   const std::set<int64_t> processes = processes_of(communicator);
   const std::lock_guard<std::mutex> lock(mutex_);
   if (communicator.is_retired()) return;
@@ -83,8 +83,7 @@ void Communicators::connect(Communicator& communicator, int lane) {
   }
 }
 
-// Closes first and counts afterwards, so that no process can be told of a generation before those that precede it are
-// closed.
+// Close first and count afterwards, so that no process can learn of a generation before the earlier ones are closed.
 void Communicators::reset() {
   retire_all();
   std::map<std::vector<Member>, std::shared_ptr<Communicator>> old;
@@ -106,7 +105,7 @@ void Communicators::set_process(int64_t process, KeyValueStore store) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     process_.store(process, std::memory_order_relaxed);
-    store_.swap(shared);  // the old one goes without the lock, since that may wait for Python
+    store_.swap(shared);  // drop the old one without the lock, since that may wait for Python
     old.swap(by_members_);
     runtime = runtime_++;
     generation_ = 0;
@@ -115,7 +114,7 @@ void Communicators::set_process(int64_t process, KeyValueStore store) {
   keep(old, runtime);
 }
 
-// Frees, too, what an earlier call has left and nobody maps any more.
+// Also frees memory that an earlier call left and nobody maps any more.
 void Communicators::retire_all() {
   for (const auto& each : all()) each->retire();
   std::vector<std::shared_ptr<Communicator>> unused;
@@ -129,8 +128,8 @@ void Communicators::retire_all() {
   for (const auto& each : unused) each->free_all();
 }
 
-// Keeps alive what other processes may map, which a destructor would free. Processes of an earlier runtime say nothing
-// any more, so what those map stays until this process exits.
+// Keeps memory alive that other processes may map, and that a destructor would free. Processes of an earlier runtime
+// announce nothing any more, so memory that they map stays until this process exits.
 void Communicators::keep(const std::map<std::vector<Member>, std::shared_ptr<Communicator>>& old, uint64_t runtime) {
   for (const auto& [members, communicator] : old) {
     communicator->retire();

@@ -15,17 +15,17 @@
 
 namespace jax_ring::gpu {
 
-// Its mutex guards the maps alone: nothing is waited for under it. Whatever a call needs in every execution is atomic.
+// Its mutex guards only the maps: no wait happens under it. State that a call needs in every execution is atomic.
 class Communicators {
  public:
   static Communicators& instance();
 
-  // The id of this process, and how it exchanges memory handles with the others. A single process needs no store.
-  // Another runtime has other processes, so all communicators are retired.
+  // This process's id, and its means of exchanging memory handles with other processes. A single process needs no
+  // store. A new runtime has other processes, so this retires all communicators.
   void set_process(int64_t process, KeyValueStore store);
   int64_t process() const { return process_.load(std::memory_order_relaxed); }
 
-  // The GPUs of this machine. Without them, programs can be compiled but not run.
+  // This machine's GPUs. Without GPUs, programs can be compiled but not run.
   void set_gpus(Gpus* gpus) { gpus_.store(gpus, std::memory_order_release); }
   // Throws std::runtime_error if there are none.
   Gpus& gpus() const;
@@ -35,7 +35,7 @@ class Communicators {
 
   DeviceIds& device_ids() { return device_ids_; }
 
-  // The communicator of these members, by rank, some of which are of this process.
+  // The communicator of these members, by rank. Some of them belong to this process.
   std::shared_ptr<Communicator> get_or_create(const std::vector<Member>& members);
 
   // Connects a lane; see Connection.
@@ -47,11 +47,11 @@ class Communicators {
 
   // The failures of all groups, as texts.
   std::vector<std::string> failures() const;
-  // Those that have not been returned before.
+  // Failures that were not returned before.
   std::vector<std::string> unreported_failures();
 
  private:
-  // One whose mailboxes other processes may still map.
+  // A communicator with mailboxes that other processes may still map.
   struct Retired {
     std::shared_ptr<Communicator> communicator;
     uint64_t runtime;
@@ -68,8 +68,8 @@ class Communicators {
   DeviceIds device_ids_;
 
   mutable std::mutex mutex_;
-  uint64_t runtime_ = 0;    // how often the process has joined one
-  int64_t generation_ = 0;  // how often groups have been forgotten in this runtime
+  uint64_t runtime_ = 0;    // how often the process has joined a runtime
+  int64_t generation_ = 0;  // how often groups were forgotten in this runtime
   std::shared_ptr<const KeyValueStore> store_;
   std::map<std::vector<Member>, std::shared_ptr<Communicator>> by_members_;
   std::vector<Retired> retired_;

@@ -45,7 +45,7 @@ void Connection::connect(double deadline_seconds) {
   if (is_connected()) return;
   std::unique_lock<std::mutex> lock(mutex_);
   if (state_ == State::connecting) {
-    // The other thread waits for each process up to the deadline, so this one waits longer: its error says more.
+    // The other thread waits up to the deadline for each process, so wait longer here: its error says more.
     const uint64_t before = num_tries_;
     if (!changed_.wait_for(lock, duration_of(2 * deadline_seconds), [&] { return num_tries_ != before; })) {
       throw std::runtime_error("another GPU of this process has been connecting the group for " +
@@ -127,13 +127,13 @@ void Connection::try_to_connect() {
     throw;
   }
   if (others.empty()) return;
-  // Nobody launches before all are ready: an error reaches all processes, and no kernel's deadline runs meanwhile.
+  // Launch only when all are ready: an error reaches all processes, and no kernel's deadline runs meanwhile.
   handshake_.tell(Phase::connected, {});
   for (int64_t process : others) handshake_.ask(Phase::connected, process);
 }
 
-// One allocation for all mailboxes. Other processes would need its file descriptors, which a key-value store cannot
-// pass on.
+// One allocation for all mailboxes. Other processes would need its file descriptors, and a key-value store cannot pass
+// these on.
 void Connection::set_up_multicast() {
   const auto refuse = [&](const std::string& why) {
     std::string names;
@@ -242,7 +242,7 @@ std::optional<Failure> Connection::failure() const {
   const std::lock_guard<std::mutex> lock(records_mutex_);
   for (const LocalRank& local : local_) {
     if (local.failure == nullptr) continue;  // closed meanwhile
-    // Written by the GPU, as the last field of the record.
+    // The GPU writes this field last.
     const uint32_t kind = __atomic_load_n(&local.failure->kind, __ATOMIC_ACQUIRE);
     if (kind != static_cast<uint32_t>(FailureKind::none)) return *local.failure;
   }
@@ -255,7 +255,7 @@ void Connection::close() noexcept {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     should_close_ = true;
-    // The thread that connects releases everything when it is done.
+    // The connecting thread releases everything when it is done.
     if (state_ == State::connecting || state_ == State::closed) return;
     state_ = State::closed;
     connected_.store(false, std::memory_order_release);
@@ -263,10 +263,10 @@ void Connection::close() noexcept {
   release();
 }
 
-// Posts outlive calls: a rank posts to its peers last, and may return before a peer's kernel has looked. So no memory
-// goes before all kernels that write it are done.
+// Posts outlive calls: a rank posts to its peers last, and may return before a peer's kernel has looked. So free no
+// memory before all kernels that write to it are done.
 void Connection::release() noexcept {
-  // All local ranks first, since freeing waits for the device: then no kernel of this process writes to any peer.
+  // All local ranks first: freeing waits for the device, so no kernel of this process writes to any peer afterwards.
   for (LocalRank& local : local_) {
     if (local.counters != nullptr) memory_.release(local.ordinal, std::exchange(local.counters, nullptr));
   }

@@ -9,23 +9,23 @@
 
 namespace jax_ring::gpu {
 
-// Programs name GPUs by JAX's ids, which are unique among all processes. XLA names the GPU of an execution by its CUDA
+// Programs name GPUs by JAX's ids, which are unique among all processes. XLA names an execution's GPU by its CUDA
 // ordinal.
 class DeviceIds {
  public:
-  // The ids of this process's GPUs, by CUDA ordinal. It may wait for Python, so it is called with no lock held.
+  // The ids of this process's GPUs, by CUDA ordinal. It may wait for Python, so call it without a lock.
   using Find = std::function<std::map<int, int64_t>()>;
 
-  // Without it the ids are the ordinals, as they are in a single process that sees all GPUs.
+  // Without it the ids are the ordinals, as in a single process that sees all GPUs.
   void set(Find find);
 
   // Throws std::runtime_error if JAX knows no such GPU.
   int64_t id_of(int ordinal);
 
-  // By id, as far as they are known; empty if the ids are the ordinals. All of them once `id_of` has succeeded.
+  // By id, as far as known; empty if the ids are the ordinals. Complete once `id_of` has succeeded.
   std::map<int64_t, int> ordinals() const;
 
-  // A later runtime may number them differently.
+  // A later runtime may number the GPUs differently.
   void forget();
 
  private:

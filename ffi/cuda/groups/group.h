@@ -14,7 +14,7 @@ namespace jax_ring::gpu {
 // A GPU of any process.
 struct Member {
   int64_t process;
-  int64_t device;  // JAX's id of it, which is unique among the GPUs of all processes
+  int64_t device;  // its JAX id, unique among the GPUs of all processes
 };
 
 inline bool operator==(const Member& a, const Member& b) { return a.process == b.process && a.device == b.device; }
@@ -26,19 +26,19 @@ inline std::string name_of(const Member& member) {
   return "GPU " + std::to_string(member.device) + " of process " + std::to_string(member.process);
 }
 
-// A table of byte strings that all processes can read and write, by which they exchange memory handles.
+// A table of byte strings that all processes can read and write. They exchange memory handles in it.
 struct KeyValueStore {
   std::function<void(const std::string& key, const std::string& value)> publish;
   std::function<std::string(const std::string& key)> fetch;  // blocks until the key exists, and throws after a deadline
 };
 
-// A group, as one of its processes sees it.
+// A group, as seen by one of its processes.
 struct Group {
   std::vector<Member> members;  // by rank
   int64_t process;
   Capacity capacity;
-  std::string name;                 // unique to the group, and the same in all of its processes
-  std::map<int64_t, int> ordinals;  // the CUDA ordinals of this process's GPUs, by id. Empty: they are the ids
+  std::string name;                 // unique to the group, the same in all its processes
+  std::map<int64_t, int> ordinals;  // CUDA ordinals of this process's GPUs, by id; empty if they equal the ids
   bool multicasts = false;          // whether its mailboxes have a multicast address; the same in all processes
 
   int num_ranks() const { return static_cast<int>(members.size()); }

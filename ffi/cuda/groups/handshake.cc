@@ -1,4 +1,4 @@
-// handshake.cc: messages between the processes of a group, by way of a key-value store.
+// handshake.cc: messages between the processes of a group, through a key-value store.
 #include "cuda/groups/handshake.h"
 
 #include <cstring>
@@ -45,7 +45,7 @@ std::string Handshake::key(Phase phase, int64_t process) const {
          std::to_string(process);
 }
 
-// The store refuses a key that it has. If it took the key but reported an error, the next try finds it there.
+// The store refuses an existing key. If it took the key but reported an error, the next try finds it there.
 void Handshake::publish(const std::string& key, const std::string& value) {
   if (store_ == nullptr || !store_->publish) {
     throw std::runtime_error("the processes of this group have no key-value store. Call jax.distributed.initialize()");
@@ -68,7 +68,7 @@ void Handshake::tell_error(Phase phase, const std::string& error) noexcept {
   try {
     publish(key(phase, process_), kError + error);
   } catch (const std::exception&) {
-    return;  // the others time out, and this attempt goes on when this process tries again
+    return;  // the others time out, and this attempt goes on at this process's next try
   }
   ++attempt_;
   told_.clear();

@@ -1,4 +1,4 @@
-// handshake.h: what the processes of a group tell each other while they connect.
+// handshake.h: the messages of a group's processes while they connect.
 #pragma once
 
 #include <cstdint>
@@ -11,27 +11,27 @@
 
 namespace jax_ring::gpu {
 
-// The processes connect in two phases, and each tells the others once in each phase how it went.
+// The processes connect in two phases. In each phase, each process reports its outcome to the others once.
 enum class Phase {
   handles,    // its memory is allocated; the message holds the handles
   connected,  // it has mapped the memory of all others
 };
 
-// The messages of one process. All processes make the same attempts, numbered from 0: an attempt ends when a process
-// tells an error in it. Every process that has not timed out hears of that error in the same attempt, since a phase
-// begins only when all have succeeded in the one before; one that has timed out hears of it when it tries again.
-// A timeout ends no attempt: what has been told stays valid, and the process goes on from there when it tries again.
+// The messages of one process. All processes make the same attempts, numbered from 0. An attempt ends when a process
+// reports an error in it. Every process that has not timed out receives that error in the same attempt, since a phase
+// begins only when all have succeeded in the previous one; a process that has timed out receives it at its next try. A
+// timeout ends no attempt: messages stay valid, and the process goes on from there when it tries again.
 class Handshake {
  public:
   Handshake(std::string name, int64_t process, std::shared_ptr<const KeyValueStore> store);
 
-  // Tells the others, unless this has been told in this attempt.
+  // Reports success to the others, unless already reported in this attempt.
   void tell(Phase phase, const std::vector<std::string>& items);
 
-  // Tells the others why this process failed in the phase, and ends the attempt. Does not throw.
+  // Reports to the others why this process failed in the phase, and ends the attempt. Does not throw.
   void tell_error(Phase phase, const std::string& error) noexcept;
 
-  // Waits for a process. Throws std::runtime_error if it told an error, which ends the attempt, or nothing in time.
+  // Waits for a process. Throws std::runtime_error if it reports an error, which ends the attempt, or nothing in time.
   std::vector<std::string> ask(Phase phase, int64_t process);
 
  private:
@@ -43,7 +43,7 @@ class Handshake {
   const std::shared_ptr<const KeyValueStore> store_;
   int64_t attempt_ = 0;
   std::set<Phase> told_;   // in this attempt
-  std::string uncertain_;  // a key that the store may have, although it reported an error
+  std::string uncertain_;  // a key that the store may have although it reported an error
 };
 
 }  // namespace jax_ring::gpu

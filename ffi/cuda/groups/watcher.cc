@@ -40,8 +40,8 @@ void start_reporting_failures() {
         std::fprintf(stderr, "jax_ring: %s\n", text.c_str());
       }
     });
-    // Registered after the CUDA runtime has registered its own exit handlers, so it runs before them, while the records
-    // of failures can be read.
+    // Registered after the CUDA runtime's own exit handlers, so it runs before them, while failure records are still
+    // readable.
     std::atexit([] { delete watcher; });
   });
 }

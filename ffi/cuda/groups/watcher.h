@@ -8,12 +8,12 @@
 
 namespace jax_ring::gpu {
 
-// A kernel cannot raise an error; the next call of its group does. If there is none, as after the last step of a
-// program, nobody would learn of the failure.
+// A kernel cannot raise an error; the group's next call does. Without a next call, as after a program's last step,
+// nobody would learn of the failure.
 class Watcher {
  public:
   // Calls `look` every few tenths of a second, and once more at the end. Throws std::runtime_error if the thread cannot
-  // be started.
+  // start.
   explicit Watcher(std::function<void()> look);
   ~Watcher();
   Watcher(const Watcher&) = delete;
@@ -26,7 +26,7 @@ class Watcher {
   std::thread thread_;
 };
 
-// Starts a watcher, once, that writes the failures of this process's groups to standard error until the program exits.
+// Starts a watcher, once, that writes failures of this process's groups to standard error until the program exits.
 void start_reporting_failures();
 
 }  // namespace jax_ring::gpu

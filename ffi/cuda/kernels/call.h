@@ -17,7 +17,7 @@ struct KernelKey {
   bool along_tree = false;
 };
 
-// Everything that a kernel needs. Passed by value in its parameters, so that a captured graph holds no pointer to it.
+// All data of a kernel. Passed by value in its parameters, so that a captured graph holds no pointer to it.
 struct Call {
   Endpoint self;
   Message message;
@@ -27,7 +27,7 @@ struct Call {
 
 static_assert(sizeof(Call) <= 4096, "a kernel's parameters have 4 KiB");
 
-// The teams that have a share of the message, the first ones. The others would only start and end.
+// The teams with a share of the message, the first ones. The others would only start and end.
 inline int num_teams(const Call& call) {
   const uint64_t packs = call.message.num_packs;
   const uint64_t shared = requires_ring(call.plan) ? ceil_div(packs, call.self.num_ranks()) : packs;

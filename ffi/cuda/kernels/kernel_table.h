@@ -10,7 +10,7 @@ constexpr int kThreadsPerCta = 512;
 // A kernel of programs. It reads its call from constant memory.
 using Kernel = void (*)(Call call);
 
-// By operation and algorithm; null where the combination is not used.
+// By operation and algorithm; null for unused combinations.
 template <class AnyKernel>
 struct TableOf {
   AnyKernel kernel[static_cast<int>(Op::count)][static_cast<int>(Algorithm::count)];

@@ -9,17 +9,17 @@
 
 namespace jax_ring::gpu {
 
-// Whether this build has the kernel. A build for development may leave out some types (JAX_RING_CUDA_DTYPES).
+// Whether this build has the kernel. A development build may omit some types (JAX_RING_CUDA_DTYPES).
 bool has_kernel(const KernelKey& key);
 
 // Runs the call on the stream's device.
 cudaError_t launch(const KernelKey& key, const Call& call, cudaStream_t stream);
 
-// The kernels of this build, as the CUDA runtime knows them: for questions about their occupancy.
+// This build's kernels, in the CUDA runtime's terms: for questions about their occupancy.
 std::vector<const void*> built_kernels();
 
 // Loads all kernels on the current device. Must precede the first launch: loading a kernel later may wait for a running
-// kernel that waits for this rank.
+// kernel, and that may wait for this rank.
 cudaError_t load_kernels();
 
 }  // namespace jax_ring::gpu

@@ -4,7 +4,7 @@
 namespace jax_ring::gpu {
 namespace {
 
-// One CTA per SM: with more, a thread would have 64 registers, which are not enough.
+// One CTA per SM: with more, a thread would get 64 registers, which are too few.
 template <class Element, class Op, Algorithm kAlgorithm>
 __global__ void __launch_bounds__(kThreadsPerCta, 1) collective_kernel(const __grid_constant__ Call call) {
   run_team<Element, Op, kAlgorithm>(call.self, call.message, call.plan, blockIdx.x, Cta{});

@@ -1,4 +1,4 @@
-// make_table.h: fills the table of an element type with the kernels that are needed.
+// make_table.h: fills an element type's table with the needed kernels.
 #pragma once
 
 #include "cuda/kernels/kernel_table.h"
@@ -39,7 +39,7 @@ constexpr TableOf<AnyKernel> table_of() {
 #undef JAX_RING_TREE_KERNELS
 }
 
-// Element_f32 and so on, for a file that is compiled once for each type (JAX_RING_DTYPE names it).
+// Element_f32 and so on, for a file compiled once per type (JAX_RING_DTYPE names it).
 #define JAX_RING_ELEMENT(name, element) using Element_##name = element;
 JAX_RING_FOR_EACH_DTYPE(JAX_RING_ELEMENT)
 #undef JAX_RING_ELEMENT

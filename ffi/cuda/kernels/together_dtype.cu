@@ -5,7 +5,7 @@
 namespace jax_ring::gpu {
 namespace {
 
-// Each rank has num_ctas teams of the grid. The calls are in device memory: the parameters have no space for several.
+// Each rank has num_ctas teams of the grid. The calls are in device memory: the parameters have no room for several.
 template <class Element, class Op, Algorithm kAlgorithm>
 __global__ void __launch_bounds__(kThreadsPerCta, 1) together_kernel(const Call* calls, int num_ctas) {
   const Call& call = calls[blockIdx.x / num_ctas];

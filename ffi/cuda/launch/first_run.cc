@@ -21,7 +21,7 @@ FirstRun::FirstRun(std::string what, std::vector<std::string> ranks)
 // Whether a rank of this run need not wait any longer, or at all.
 bool FirstRun::is_over(int64_t run) const { return is_done() || completed_.count(run) > 0; }
 
-// Null for a run that is not one of the first.
+// Null if the run is not one of the first.
 FirstRun::Run* FirstRun::find_or_open(int64_t run) {
   if (const auto found = open_.find(run); found != open_.end()) return &found->second;
   size_t num_runs = completed_.size();
@@ -35,7 +35,7 @@ bool FirstRun::add(int64_t run, Run& here, int rank) {
   if (!here.error.empty() || here.arrived.size() < ranks_.size()) return false;
   completed_.insert(run);
   if (completed_.size() >= kFirstRuns) done_.store(true, std::memory_order_release);
-  // Those who wait are told by `completed_`, and do not look here again.
+  // `completed_` releases these waiting ranks; they do not look here again.
   open_.erase(run);
   changed_.notify_all();
   return true;

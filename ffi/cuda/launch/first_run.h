@@ -12,24 +12,24 @@
 
 namespace jax_ring::gpu {
 
-// How many: XLA runs a program once, and creates its CUDA graphs in the second run.
+// Number of first runs: XLA runs a program once, and creates its CUDA graphs in the second run.
 constexpr size_t kFirstRuns = 2;
 
-// A point that no rank passes, in each of the first runs that reach it, before all ranks have reached it in that run.
-// From then on nobody waits.
+// A barrier in each of the first runs that reach it: no rank passes before all ranks have arrived in that run. After
+// these runs nobody waits.
 class FirstRun {
  public:
-  // what: what the ranks have done when they are here; ranks: their names. Both for errors.
+  // what: the work that the ranks have finished on arrival; ranks: their names. Both for errors.
   FirstRun(std::string what, std::vector<std::string> ranks);
 
-  // This rank is here, and need not wait. run: identifies an execution of the program, in which every rank takes part.
-  // May be repeated.
+  // Reports this rank's arrival, without waiting. run: identifies an execution of the program, which includes every
+  // rank. May be repeated.
   void arrive(int64_t run, int rank);
 
   // Waits for the others. Throws std::runtime_error if one of them fails in this run, or does not arrive in time.
   void arrive_and_wait(int64_t run, int rank, double deadline_seconds);
 
-  // This rank will not arrive in this run: the others must not wait for it.
+  // Reports that this rank will not arrive in this run, so that the others do not wait for it.
   void fail(int64_t run, int rank, const std::string& why);
 
   bool is_done() const { return done_.load(std::memory_order_acquire); }
@@ -52,7 +52,7 @@ class FirstRun {
   std::atomic<bool> done_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::map<int64_t, Run> open_;  // and those that failed, so that a rank that comes late hears of it
+  std::map<int64_t, Run> open_;  // and failed runs, so that a late rank learns of the failure
   std::set<int64_t> completed_;
 };
 

@@ -35,24 +35,24 @@ ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(ffi::Dictionary attributes) 
 
 // ---- Initialize -----------------------------------------------------------------------------------------------------
 
-// Runs before every execution on every GPU, including the replay of a CUDA graph, of which the host sees nothing else.
+// Runs before every execution on every GPU. That includes replays of a CUDA graph, where the host sees nothing else.
 //
 // The driver can make an allocation, the loading of a kernel or the creation of a CUDA graph wait for a running kernel,
-// which may be one that waits for the very GPU that allocates. XLA therefore lets the ranks of a process wait for each
-// other around its own collectives, but not around custom calls. Here they do, in the first runs of a call:
-// - every GPU of this process that takes part in the call has launched all of the programs before, so that their
-//   kernels end by themselves, before any connects;
-// - every one has connected and loaded all kernels before any leaves `initialize`;
-// - in each group, XLA has initialized every GPU of this process for the whole program, which includes the creation of
-//   CUDA graphs, before any launches the call; and every one has launched it before any goes on to what follows.
+// and that kernel may wait for the very GPU that allocates. So XLA makes a process's ranks wait for each other around
+// its own collectives, but not around custom calls. Here they do so themselves, in the first runs of a call:
+// - before any GPU connects, every participating GPU of this process has launched all earlier programs, so that their
+//   kernels end by themselves;
+// - before any GPU leaves `initialize`, every one has connected and loaded all kernels;
+// - in each group, before any GPU launches the call, XLA has initialized every GPU of this process for the whole
+//   program, including its CUDA graphs; and before any goes on, every one has launched the call.
 //
-// That holds for calls that XLA launches itself, in the first run of a program all of them. From the second run on, it
-// may record a call in a CUDA graph, while it initializes the GPU. It launches the graph without the host's being told,
-// so a GPU may replay its graph while another one of this process still creates its own. If the driver makes that wait,
-// the kernel's deadline ends it with an error. XLA_FLAGS=--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN
-// keeps custom calls out of graphs.
+// That holds for calls that XLA launches itself: all calls of a program's first run. From the second run on, XLA may
+// record a call in a CUDA graph while it initializes the GPU. It launches the graph without telling the engine, so a
+// GPU may replay its graph while another GPU of this process still creates its own. If the driver makes that wait, the
+// kernel's deadline ends it with an error. XLA_FLAGS=--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN keeps
+// custom calls out of graphs.
 
-// Builds the points where the GPUs of this process wait for each other, in the first execution.
+// Builds the points where this process's GPUs wait for each other, in the first execution.
 void find_ranks_of_this_process(Instance& instance) {
   const int64_t process = Communicators::instance().process();
   const std::lock_guard<std::mutex> lock(instance.mutex);
@@ -72,7 +72,7 @@ void find_ranks_of_this_process(Instance& instance) {
   instance.initialized = std::make_unique<FirstRun>("connected for " + instance.text, all);
 }
 
-// Where this GPU is in the call. Touches no GPU.
+// This GPU's place in the call. Touches no GPU.
 Instance::Rank find_rank(Instance& instance, int64_t id) {
   const Member self{Communicators::instance().process(), id};
   Instance::Rank found{nullptr, 0, 0, 0};
@@ -97,12 +97,13 @@ Instance::Rank find_rank(Instance& instance, int64_t id) {
                            ", and the program was compiled for the GPUs with the ids " + list(devices));
 }
 
-// Connects the group of this GPU, and makes it known to executions.
+// Connects this GPU's group, and publishes it to executions.
 const Instance::Rank* connect(Instance& instance, Instance::Rank rank, int ordinal) {
   Communicators& all = Communicators::instance();
   std::shared_ptr<Communicator> communicator = all.get_or_create(rank.group->members);
   {
-    // A group that was forgotten before this call ever ran is replaced; later it is not, since CUDA graphs know it.
+    // Replaces a group that was forgotten before this call ever ran. Later groups stay, since CUDA graphs refer to
+    // them.
     const std::lock_guard<std::mutex> lock(instance.mutex);
     std::shared_ptr<Communicator>& own = rank.group->communicator;
     if (own == nullptr || (own->is_retired() && instance.ranks.empty())) own = communicator;
@@ -129,7 +130,7 @@ CallFailurePtr failure_of(const Instance& instance, const Instance::Rank& rank) 
         ErrorCode::failed_precondition));
   }
   CallFailurePtr failure = communicator.call_failure(Communicators::instance().deadline());
-  if (failure != nullptr) communicator.should_report();  // by this error
+  if (failure != nullptr) communicator.should_report();  // this error reports it
   return failure;
 }
 
@@ -172,7 +173,7 @@ ffi::Error initialize(Instance* instance, ffi::RunId run, int32_t ordinal, ffi::
 
 // ---- Execute --------------------------------------------------------------------------------------------------------
 
-// Kernels write as much as these sizes say. tree: of the group, or null.
+// Kernels write exactly these sizes. tree: of the group, or null.
 void check_sizes(const Plan& plan, int num_ranks, const TreeProgram* tree, const ffi::AnyBuffer& input,
                  const ffi::AnyBuffer& result) {
   const bool scatters = plan.collective == Collective::reduce_scatter;
@@ -218,8 +219,8 @@ void launch(const Instance& instance, const Instance::Rank& rank, Stream stream,
   for (const Launch& each : launches) gpus.launch(each.kernel, each.call, stream);
 }
 
-// Waits for no connection. It waits for other ranks in the first runs alone, and not while XLA records: nothing runs
-// then, and another GPU may not record in this run.
+// Waits for no connection. Waits for other ranks only in the first runs, and not while XLA records: nothing runs then,
+// and another GPU may not record in this run.
 ffi::Error execute(Instance* instance, ffi::RunId run, Stream stream, int32_t ordinal, ffi::RemainingArgs args,
                    ffi::RemainingRets rets, ffi::Dictionary /*seen by instantiate*/) {
   const Instance::Rank* rank =

@@ -8,13 +8,13 @@ namespace jax_ring::gpu {
 // Stages of the custom calls `jax_ring_*` on CUDA.
 //
 // Operands: all of one dtype.
-// Results:  one per operand, of the same dtype, and of the size that the collective gives.
+// Results:  one per operand, of the same dtype and of the collective's result size.
 // Attributes: see attributes/attributes.h.
 XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_initialize(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame);
-// The same for calls that XLA must not record in a CUDA graph, which has no streams: calls of one lane that are on one
-// stream could run at the same time.
+// The same for calls that XLA must not record in a CUDA graph. A graph has no streams: calls of one lane, ordered by
+// their stream, could run at the same time.
 XLA_FFI_Error* collective_execute_unrecorded(XLA_FFI_CallFrame* call_frame);
 
 // The type of the state of one call instruction, shared by all devices of a process.

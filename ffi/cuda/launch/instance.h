@@ -18,7 +18,7 @@
 
 namespace jax_ring::gpu {
 
-// XLA numbers GPUs by CUDA ordinal. More are on no host.
+// XLA numbers GPUs by CUDA ordinal. No host has more.
 constexpr int kMaxOrdinals = 64;
 
 // One per call instruction and process, owned by the runtime.
@@ -29,7 +29,7 @@ struct Instance {
     std::vector<Member> members;
     Thresholds thresholds;
     std::optional<TreeProgram> tree;  // with Order::tree
-    // From here on: of groups with GPUs of this process, from their first execution on.
+    // Below: groups with GPUs of this process, from their first execution on.
     std::shared_ptr<Communicator> communicator;
     std::unique_ptr<FirstRun> launching, launched;
   };
@@ -38,8 +38,8 @@ struct Instance {
   struct Rank {
     Group* group;
     int rank;   // in the group
-    int local;  // among those of this process in the group
-    int index;  // among those of this process in the call
+    int local;  // among this process's GPUs in the group
+    int index;  // among this process's GPUs in the call
   };
 
   CallSite site;
@@ -50,12 +50,12 @@ struct Instance {
   // By CUDA ordinal; null until the GPU's group is connected. Executions read it without a lock.
   std::array<std::atomic<const Rank*>, kMaxOrdinals> rank_of{};
 
-  std::mutex mutex;  // of what follows, and of the groups; nothing is waited for under it
+  std::mutex mutex;  // guards the fields below and the groups; no wait happens under it
   std::unique_ptr<FirstRun> initializing, initialized;
   std::vector<std::unique_ptr<const Rank>> ranks;
 };
 
-// Throws std::invalid_argument, whose text names the call, if the kernels cannot serve it.
+// Throws std::invalid_argument, with the call in its text, if the kernels cannot serve it.
 std::unique_ptr<Instance> instance_of(Attributes call);
 
 }  // namespace jax_ring::gpu

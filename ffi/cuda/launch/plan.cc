@@ -11,8 +11,8 @@
 namespace jax_ring::gpu {
 namespace {
 
-// The algorithm of a call with `bytes` bytes per rank. The caller may choose it for a sum by all-reduce; a sum for one
-// root may use the ring instead of two-shot.
+// The algorithm for a call with `bytes` bytes per rank. The caller may choose it for the sum of an all-reduce. A sum
+// for one root may use the ring instead of two-shot.
 Algorithm algorithm_of(const CallSite& site, uint64_t bytes, const Thresholds& thresholds) {
   if (site.op != Op::sum) return Algorithm::two_shot;
   if (requires_ring(site.plan)) return Algorithm::ring;
@@ -21,8 +21,8 @@ Algorithm algorithm_of(const CallSite& site, uint64_t bytes, const Thresholds& t
   return uses_ring ? Algorithm::ring : Algorithm::two_shot;
 }
 
-// Whether an NVSwitch adds instead: where the order is the engine's choice, and the algorithm too. One-shot stays where
-// it is chosen, as it has one step less.
+// Whether an NVSwitch adds instead: only where both order and algorithm are the engine's choice. One-shot stays if
+// chosen, as it saves a step.
 bool adds_in_switch(const CallSite& requested, const KernelKey& kernel, const Endpoint& self) {
   return self.multicast != nullptr && requested.plan.order == Order::any && !requested.algorithm &&
          requested.plan.collective == Collective::all_reduce && kernel.op == Op::sum &&
@@ -52,12 +52,12 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
     throw std::invalid_argument("the " + std::to_string(slots) + " slots of an operand do not fit into a mailbox of " +
                                 std::to_string(communicator.capacity().part_packs) + " packs");
   }
-  // By the requested algorithm, not the chosen one: which operands share a message depends on the order.
+  // Use the requested algorithm, not the chosen one: the order decides which operands share a message.
   site.plan = with_order_for(site.plan, site.algorithm.value_or(Algorithm::two_shot));
-  // The blocks of a ring are those of one operand, so each operand is a message of its own there.
+  // The blocks of a ring belong to one operand, so there each operand is a message of its own.
   const size_t most = requires_ring(site.plan) ? 1 : kMaxOperands;
   const uint64_t blocks = num_input_blocks(site.plan, communicator.num_ranks());
-  // What is only moved is bytes.
+  // Data that is only moved is bytes.
   const KernelFold fold = kernel_fold(only_moves(site.plan) ? DType::u8 : dtype, site.op);
   std::vector<Launch> launches;
   for (size_t first = 0; first < buffers.size(); first += most) {
@@ -75,7 +75,7 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
       bytes += block_bytes;
     }
     if (message.num_packs == 0) continue;
-    // All slots are sent.
+    // Send all slots.
     launch.kernel = {fold.dtype, fold.op, algorithm_of(site, bytes * slots, thresholds)};
     launch.call.plan = site.plan;
     launch.call.plan.sources = nullptr;  // host memory

@@ -14,13 +14,13 @@ namespace jax_ring::gpu {
 
 // What all ranks of a call agree on.
 struct CallSite {
-  std::string call;  // description, for error messages
+  std::string call;  // for error messages
   Plan plan;
   Op op = Op::sum;
-  std::optional<Algorithm> algorithm;  // selected by the thresholds if missing
-  int lane = 0;                        // of the mailboxes; calls that may run concurrently have different ones
+  std::optional<Algorithm> algorithm;  // none: the thresholds select one
+  int lane = 0;                        // of the mailboxes; calls that may run concurrently need different lanes
 
-  // The same number on all ranks, and very likely a different one for a different call.
+  // The same on all ranks, and very likely different for a different call.
   uint32_t fingerprint() const;
 };
 
@@ -36,9 +36,9 @@ struct Launch {
   Call call;
 };
 
-// The kernels to launch, in order. The buffers are those of `rank`, all of one dtype. The thresholds must be the same
-// on all ranks: ranks that select different algorithms time out. tree: of the group, for a fold along it; the operands
-// have its slots, one after the other.
+// The kernels to launch, in order. The buffers belong to `rank` and have one dtype. The thresholds must be the same on
+// all ranks: ranks that select different algorithms time out. tree: of the group, for a fold along it; the operands
+// then have its slots, one after the other.
 std::vector<Launch> launches_of(const Communicator& communicator, int rank, const CallSite& site,
                                 const Thresholds& thresholds, DType dtype, const std::vector<Buffer>& buffers,
                                 double deadline_seconds, const TreeProgram* tree = nullptr);

@@ -1,4 +1,4 @@
-// driver.h: functions of the CUDA driver, found at run time, so that nothing links to it.
+// driver.h: finds functions of the CUDA driver at run time, so that nothing links to it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,8 +8,8 @@
 
 namespace jax_ring::gpu {
 
-// Finds a function of the driver, as it was in the given version of CUDA: 12010 is 12.1. Throws std::runtime_error if
-// the driver has none.
+// Finds a driver function in its form for the given version of CUDA: 12010 is 12.1. Throws std::runtime_error if the
+// driver has none.
 template <class Function>
 void find_driver_function(const char* name, unsigned version, Function* function) {
   void* found = nullptr;
@@ -17,12 +17,12 @@ void find_driver_function(const char* name, unsigned version, Function* function
 #if CUDART_VERSION >= 12050
   const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, version, cudaEnableDefault, &result);
 #else
-  // As it was in the version of the toolkit, which is not older.
+  // In its form for the toolkit's version, which is not older.
   static_cast<void>(version);
   const cudaError_t error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
 #endif
   if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) {
-    cudaGetLastError();  // the text below reports it, and XLA's next check must not
+    cudaGetLastError();  // the text below reports the error, and XLA's next check must not
     throw std::runtime_error(std::string("the CUDA driver has no ") + name + ". Install a newer one.");
   }
   *function = reinterpret_cast<Function>(found);

@@ -26,7 +26,7 @@ namespace {
 
 void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // the text below reports it, and XLA's next check must not
+  cudaGetLastError();  // the text below reports the error, and XLA's next check must not
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error) + " (" + cudaGetErrorName(error) + ")");
 }
 
@@ -46,9 +46,9 @@ struct CurrentContext {
   }
 };
 
-// Makes a device current on the calling thread, and restores what was current before. That may have been nothing, and
-// must be again: selecting any device instead, such as the first, would create a context on it, which takes half a
-// gigabyte there for each process of the host.
+// Makes a device current on the calling thread, and later restores the previous state. That may have been no device,
+// and must become so again: selecting any device instead, such as the first, would create a context on it. That takes
+// half a gigabyte there for each process of the host.
 class OnDevice {
  public:
   explicit OnDevice(int device) {
@@ -63,8 +63,8 @@ class OnDevice {
   CUcontext before_ = nullptr;
 };
 
-// Another thread may be capturing. Allocations would invalidate its capture, unless this thread says that it has
-// nothing to do with it.
+// Another thread may be capturing. Allocations would invalidate its capture, unless this thread declares that it is not
+// involved.
 class OutsideCaptures {
  public:
   OutsideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -76,7 +76,7 @@ class OutsideCaptures {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// A stream of its own, since the legacy one waits for all others.
+// A stream of its own: the legacy stream waits for all others.
 class PrivateStream {
  public:
   PrivateStream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags"); }
@@ -106,7 +106,7 @@ void quietly(int device, Action action) noexcept {
 
 class CudaGpus final : public Gpus {
  public:
-  // Not from a memory pool, whose handles are of another kind.
+  // Not from a memory pool: its handles are of another kind.
   void* allocate(int device, size_t bytes) override {
     const OutsideCaptures outside;
     const OnDevice on(device);
@@ -152,7 +152,7 @@ class CudaGpus final : public Gpus {
     const OnDevice on(device);
     const cudaError_t error = cudaDeviceEnablePeerAccess(peer, 0);
     if (error == cudaErrorPeerAccessAlreadyEnabled) {
-      cudaGetLastError();  // XLA enables it as well; clear the error, or a later check elsewhere would report it
+      cudaGetLastError();  // XLA enables it as well: clear the error, or a later check elsewhere would report it
       return;
     }
     check(error, "cudaDeviceEnablePeerAccess");

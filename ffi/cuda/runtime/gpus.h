@@ -1,4 +1,4 @@
-// gpus.h: what the engine needs from GPUs: memory that peers can reach, and launches.
+// gpus.h: the GPU services that the engine needs: memory that peers can reach, and launches.
 #pragma once
 
 #include <memory>
@@ -19,19 +19,19 @@ struct Identity {
   std::string uuid;    // 32 hexadecimal digits
 };
 
-// An interface: the kernels and the CUDA runtime are in a module of their own, which not every build has.
+// An interface: the kernels and the CUDA runtime are in a separate module, which not every build has.
 class Gpus : public PeerMemory {
  public:
   // The GPUs that this process sees, by CUDA ordinal. Creates no context.
   virtual std::vector<Identity> identities() = 0;
 
-  // Whether this build has the kernel. A build for development may leave out some types (JAX_RING_CUDA_DTYPES).
+  // Whether this build has the kernel. A development build may omit some types (JAX_RING_CUDA_DTYPES).
   virtual bool has_kernel(const KernelKey& key) const = 0;
 
   // Runs the call on the stream's device. Throws std::runtime_error if it cannot be launched.
   virtual void launch(const KernelKey& key, const Call& call, Stream stream) = 0;
 
-  // Between these calls a thread does what `name` says, as profilers show it.
+  // Profilers show the thread's work between these calls under `name`.
   virtual void begin_range(const char* /*name*/) noexcept {}
   virtual void end_range() noexcept {}
 
@@ -39,7 +39,7 @@ class Gpus : public PeerMemory {
   virtual bool is_capturing(Stream stream) = 0;
 };
 
-// The range of a block.
+// The profiler range of a block.
 class NamedRange {
  public:
   NamedRange(Gpus& gpus, const char* name) noexcept : gpus_(gpus) { gpus_.begin_range(name); }

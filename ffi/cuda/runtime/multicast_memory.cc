@@ -110,7 +110,7 @@ class Mapping {
 
 }  // namespace
 
-// The memory of each device, and the object that joins them.
+// The memory of each device, and the object that joins the parts.
 class MulticastAllocations::Allocation {
  public:
   Allocation(const std::vector<int>& devices, size_t bytes) : parts_(devices.size()) {
@@ -133,7 +133,7 @@ class MulticastAllocations::Allocation {
     try {
       check(driver.cuMulticastCreate(&all_, &properties), "cuMulticastCreate");
       has_all_ = true;
-      // All devices before any memory: binding waits until they are there.
+      // Add all devices before any memory: binding waits for them.
       for (const Part& part : parts_) check(driver.cuMulticastAddDevice(all_, part.device), "cuMulticastAddDevice");
       for (size_t i = 0; i < parts_.size(); ++i) {
         Part& part = parts_[i];
@@ -169,7 +169,7 @@ class MulticastAllocations::Allocation {
     Mapping mapping;
   };
 
-  // Errors are ignored: at the end of a program the driver may be gone, with all memory.
+  // Ignore errors: at the end of a program the driver may be gone, with all memory.
   void release() noexcept {
     const Driver& driver = Driver::functions();
     mapping_.release();

@@ -1,4 +1,4 @@
-// multicast_memory.h: memory on several GPUs that an NVSwitch reaches by one address, through the CUDA driver.
+// multicast_memory.h: memory on several GPUs behind one NVSwitch address, through the CUDA driver.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace jax_ring::gpu {
 
-// All such memory of this process. The functions are those of PeerMemory; the caller gives each device a context first,
+// All such memory of this process. The functions implement PeerMemory's. The caller first gives each device a context,
 // writes the zeros, and waits for the devices' work before a release.
 class MulticastAllocations {
  public:
@@ -28,7 +28,7 @@ class MulticastAllocations {
  private:
   class Allocation;
   std::mutex mutex_;
-  std::map<const void*, std::unique_ptr<Allocation>> by_address_;  // that reaches all
+  std::map<const void*, std::unique_ptr<Allocation>> by_address_;  // by the address that reaches all parts
 };
 
 }  // namespace jax_ring::gpu

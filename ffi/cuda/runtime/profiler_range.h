@@ -1,4 +1,4 @@
-// profiler_range.h: names what a thread does, for NVIDIA's profilers (NVTX). Without one attached it costs a branch.
+// profiler_range.h: names a thread's work for NVIDIA's profilers (NVTX). Without a profiler it costs a branch.
 #pragma once
 
 // Header only, of the CUDA toolkit. Without it there are no ranges.
