@@ -11,8 +11,8 @@
 
 namespace jax_ring {
 
-// Fills what this team would have written in a call that failed, and nothing else, since other teams may have
-// succeeded. All bits are ones, which is NaN in nearly every float type and cannot be mistaken for a result.
+// Fills only this team's part of a failed call's results: other teams may have succeeded. All bits are ones, which is
+// NaN in nearly every float type and cannot be mistaken for a result.
 template <class Team>
 JAX_RING_TEAM_CALL void poison(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team) {
   const int p = self.num_ranks();
@@ -31,7 +31,7 @@ JAX_RING_TEAM_CALL void poison(const Endpoint& self, const Message& message, con
   }
 }
 
-// The same along a tree, where a reduce-scatter may have several results.
+// The same along a tree: there, a reduce-scatter may have several results.
 template <class Team>
 JAX_RING_TEAM_CALL void poison_results(const Endpoint& self, const Message& message, int num_results, int cta,
                                        Team team) {
@@ -41,21 +41,21 @@ JAX_RING_TEAM_CALL void poison_results(const Endpoint& self, const Message& mess
   }
 }
 
-// Which kernels exist. Maxima and minima, whose order does not matter, have only two-shot kernels, which are never far
-// from the best: there are many kernels, and they take long to compile.
+// The existing kernels. Maxima and minima do not depend on the order and have only two-shot kernels, which are never
+// far from the best: there are many kernels, and they take long to compile.
 template <class Element, class Op, Algorithm kAlgorithm>
 constexpr bool is_needed =
     kHasKernels<Element, Op> &&
     (kAlgorithm == Algorithm::multicast ? std::is_same_v<Op, Sum> && kSwitchAdds<Element>
                                         : std::is_same_v<Op, Sum> || kAlgorithm == Algorithm::two_shot);
 
-// Along a tree there are only sums, and a ring has no place for it: a partial sum would visit one rank after the other.
-// Nor has a switch, whose order is its own.
+// Along a tree there are only sums. A ring cannot follow a tree: a partial sum would visit one rank after the other.
+// Nor can a switch, which has an order of its own.
 template <class Element, class Op, Algorithm kAlgorithm>
 constexpr bool has_tree = is_needed<Element, Op, kAlgorithm> && std::is_same_v<Op, Sum> &&
                           (kAlgorithm == Algorithm::one_shot || kAlgorithm == Algorithm::two_shot);
 
-// Starts a call. False if it must not run: this rank has failed before, or its lane is busy.
+// Starts a call. Returns false if it must not run: this rank has failed before, or its lane is busy.
 template <class Team>
 JAX_RING_TEAM bool start(const Endpoint& self, int cta, Team team) {
   bool ok = true;
@@ -70,8 +70,8 @@ JAX_RING_TEAM bool start(const Endpoint& self, int cta, Team team) {
   return team.all(ok);
 }
 
-// Ends a call that has started. One that has not started leaves the lane to the call that runs there. All threads have
-// met at a barrier since they last used a mailbox or the counters: an algorithm ends with one, also if it fails.
+// Ends a call that has started. A call that never started leaves the lane to the running call. All threads have met at
+// a barrier since they last used a mailbox or the counters: every algorithm ends with one, even if it fails.
 template <class Team>
 JAX_RING_TEAM void finish(const Endpoint& self, int cta, Team team) {
   if (team.thread() == 0) give_back(&self.progress[cta].busy);

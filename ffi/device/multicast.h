@@ -1,12 +1,12 @@
 // multicast.h: all-reduce in an NVSwitch: one load adds what all ranks have at an address, one store writes to all.
 //
-// It is two_shot.h, with less to send: in each round every rank writes its values into its own mailbox, each rank
-// loads the sums of its part of the round, and stores them to all mailboxes at once. (p+1)/p of the message go out of
-// each GPU, in two-shot 2(p-1)/p. Steps, flags and buffers are those of two_shot.h, and so is the proof that no buffer
+// Like two_shot.h, but it sends less: in each round every rank writes its values into its own mailbox, then each rank
+// loads the sums of its part of the round and stores them to all mailboxes at once. Each GPU sends (p+1)/p of the
+// message, in two-shot 2(p-1)/p. Steps, flags and buffers are those of two_shot.h, and so is the proof that no buffer
 // is written too early: read "loads the sums of" for "folds". So calls of both may follow each other in a lane.
 //
-// The switch adds in an order of its own, so this is for Order::any. All ranks still get the same bits, because one of
-// them loads each sum, and stores it to all.
+// The switch adds in an order of its own, so this is for Order::any. All ranks still get the same bits: one of them
+// loads each sum, and stores it to all.
 #pragma once
 
 #include "device/memory/multimem.h"
@@ -73,7 +73,7 @@ JAX_RING_TEAM bool all_reduce(const Endpoint& self, const Message& message, int 
                                       team,
                                       self.capacity.part_packs};
   const uint32_t num_rounds = worker.num_rounds();
-  // A team without work meets at no barrier, behind which all its threads would have read the number.
+  // A team without work meets at no barrier after which all its threads would have read the number.
   if (num_rounds == 0) return true;
   uint32_t number = progress.round;
   bool ok = true;

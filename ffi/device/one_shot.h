@@ -1,12 +1,12 @@
 // one_shot.h: all-reduce of small messages in one step: every rank sends its message to all ranks, and folds all of
 // them.
 //
-// Data and the tag of the round travel in the same words (as in NCCL's LL protocol), so there is no flag to wait for
-// and no fence: p-1 sends and a poll. A message up to the default threshold is exchanged in one round. Two sets of
-// lines alternate. A rank rewrites a set two rounds later, when it has finished the round in between, for which every
-// peer sent its data only after reading this set.
+// Data and the round's tag travel in the same words (as in NCCL's LL protocol), so there is no flag to wait for and no
+// fence: p-1 sends and a poll. One round exchanges a message up to the default threshold. Two sets of lines alternate.
+// A rank rewrites a set two rounds later. By then it has finished the round in between, and every peer sent its data
+// for that round only after reading this set.
 //
-// Along a tree, a rank with several slots sends one pack of each for a pack of the result. A round is shorter then.
+// Along a tree, a rank with several slots sends one pack per slot for a pack of the result. A round is shorter then.
 #pragma once
 
 #include "device/fold/fold_pack.h"
@@ -31,8 +31,8 @@ JAX_RING_TEAM Line* lines(const Endpoint& self, int owner, int cta, int source, 
 }
 
 // Sends this rank's packs and two more lines. One is the header, which identifies the call. The other is a line that
-// this round does not use, a different one each round, so that no line keeps its tag until the epochs wrap around.
-// Lines for itself need neither: the thread that reads one has just written it.
+// this round does not use, a different one each round, so that no line keeps its tag until the epochs wrap around. A
+// rank's lines to itself need neither: the thread that reads one has just written it.
 template <class Team, class Terms>
 JAX_RING_TEAM void send(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
                         uint32_t epoch, const Terms& terms) {
@@ -60,7 +60,7 @@ JAX_RING_TEAM void send(const Endpoint& self, const Message& message, PackRange 
   }
 }
 
-// Waits until every peer has announced the same call, before any wait for data that another call would not send.
+// Waits until every peer has announced the same call, before waiting for data that another call would not send.
 template <class Team>
 JAX_RING_TEAM bool check_headers(const Endpoint& self, const Message& message, int cta, Team team, uint32_t epoch) {
   bool ok = true;
@@ -83,8 +83,8 @@ JAX_RING_TEAM bool check_headers(const Endpoint& self, const Message& message, i
   return ok;
 }
 
-// The same value, of which the compiler does not know that it stays the same. It computes what depends on it where it
-// is needed, and not ahead of a loop, where the results would occupy registers all along.
+// The same value, but the compiler does not know that it never changes. So it computes dependent values where they are
+// needed, and not ahead of a loop, where they would occupy registers all along.
 JAX_RING_TEAM uint32_t unknown(uint32_t value) {
 #if defined(__CUDACC__)
   asm volatile("" : "+r"(value));
@@ -92,8 +92,7 @@ JAX_RING_TEAM uint32_t unknown(uint32_t value) {
   return value;
 }
 
-// Waits for the packs at one place from some peers. All lines are loaded before any is tested, so that their latencies
-// overlap.
+// Waits for some peers' packs at one place. All lines are loaded before any is tested, so that their latencies overlap.
 template <int kCount>
 JAX_RING_TEAM bool receive(const Endpoint& self, int first, uint32_t place, int cta, uint32_t epoch,
                            PeerPacks<kCount>* packs) {
@@ -131,7 +130,7 @@ JAX_RING_TEAM bool receive(const Endpoint& self, int first, uint32_t place, int 
   return await(self, is_ready, Step::one_shot, missing, epoch, cta);
 }
 
-// The same for the pieces of some terms of a tree, at one place of the result: the part-th ones of their packs.
+// The same for the pieces of some terms of a tree, at one place of the result: part `part` of their packs.
 template <class Element>
 JAX_RING_TEAM bool receive_terms(const Endpoint& self, const TreeProgram& program, int first, int part, uint32_t place,
                                  uint32_t packs_per_slot, int cta, uint32_t epoch, Pieces<Element>* terms) {
@@ -225,7 +224,7 @@ template <class Element, class Op, class Team, class Terms = RankTerms>
 JAX_RING_TEAM bool all_reduce(const Endpoint& self, const Message& message, int cta, Team team, Op op,
                               const Terms& terms = {}) {
   const PackRange share = share_of({0, message.num_packs}, cta, self.capacity.num_ctas);
-  // A team without work meets at no barrier, behind which all its threads would have read the epoch.
+  // A team without work meets at no barrier after which all its threads would have read the epoch.
   if (share.size() == 0) return true;
   Progress& progress = self.progress[cta];
   uint32_t epoch = progress.one_shot_epoch;

@@ -1,7 +1,7 @@
-// ring.h: all-reduce and reduce around a ring. Each rank sends to the next one only, as schedule.h says, and never
-// more than fits into its slots. For ranks without all-to-all access, and for messages too large for latency to matter.
+// ring.h: all-reduce and reduce around a ring. Each rank sends only to the next one, as in schedule.h, and never more
+// than fits into its slots. For ranks without all-to-all access, and for messages too large for latency to matter.
 //
-// Partial folds are sent in the accumulator's type, so that a result is rounded once here as well.
+// Partial folds are sent in the accumulator's type, so a ring rounds a result only once too.
 #pragma once
 
 #include "collective/collective.h"
@@ -12,7 +12,7 @@
 namespace jax_ring {
 namespace ring {
 
-// One team's position in the ring: the slots of the next rank, which it fills, and its own, which it drains.
+// One team's position in the ring: the next rank's slots, which it fills, and its own, which it drains.
 template <class Team>
 struct Link {
   const Endpoint& self;
@@ -62,8 +62,8 @@ struct Link {
   JAX_RING_TEAM Pack* outgoing() const { return slot(next(), sent) + 1; }
   JAX_RING_TEAM const Pack* incoming() const { return slot(self.rank, received) + 1; }
 
-  // Ends a hop: publishes what was written, and frees the slot that was read. Each post waits for a fence, and so that
-  // these take their time at once, and while the first thread already waits for the next item, three warps share them.
+  // Ends a hop: publishes the written data, and frees the slot that was read. Each post waits for a fence. Three warps
+  // share the posts, so that the fences overlap and the first thread already waits for the next item.
   JAX_RING_TEAM void finish(bool sends, bool receives) {
     team.sync();
     sent += sends;
@@ -168,7 +168,7 @@ JAX_RING_TEAM bool reduce(const Endpoint& self, const Message& message, const Pl
     if (!hop.exists() || chunks[hop.chunk].size() == 0) continue;
     ok = run_hop<Element>(message, hop, chunks[hop.chunk], keeps_result, link, op);
   }
-  // A team without work meets at no barrier, behind which all its threads would have read the counters.
+  // A team without work meets at no barrier after which all its threads would have read the counters.
   if (schedule.num_steps() == 0) return ok;
   team.sync();  // the last flags have been posted
   if (ok && team.thread() == 0) {

@@ -1,9 +1,9 @@
 // two_shot.h: collectives in two steps, for ranks that all reach each other: scatter to the owners, gather from them.
 //
 // An all-reduce is a reduce-scatter followed by an all-gather. In each round rank i owns the i-th part of the message.
-// All ranks send this part to i, which folds it and sends the result to all. Each rank sends 2(p-1)/p of the message,
-// as in a ring, but in 2 steps instead of 2(p-1). The other collectives leave out senders, the fold, or receivers. In
-// an all-to-all and a permutation the owner keeps what it receives, and does not fold it.
+// All ranks send this part to rank i, which folds it and sends the result to all. Each rank sends 2(p-1)/p of the
+// message, as in a ring, but in 2 steps instead of 2(p-1). The other collectives omit senders, the fold, or receivers.
+// In an all-to-all and a permutation the owner keeps the received data unfolded.
 //
 // The rounds of a call overlap. In step s, of N + 2 for N rounds, a rank
 //
@@ -13,22 +13,22 @@
 //   copies the results of round s - 2, and
 //   tells all peers that it has ended step s.
 //
-// So the values of a round travel while the rank waits for those of the round before, and there is one fence for each
-// step. No buffer is written too early:
+// So the values of a round travel while the rank waits for the previous round's, with one fence per step. No buffer is
+// written too early:
 //
-// - The values of round s go into a buffer that held those of round s - 3. Its owner has folded these in its step
-//   s - 2, for whose end this rank has waited in its own step s - 1. Hence three buffers.
-// - The results of round s - 1 go into a buffer that held those of round s - 3. Its receiver has copied these in its
-//   step s - 1, for whose end this rank has just waited. Hence two buffers.
-// - A call that follows starts with the first buffers. At the last wait of a call, for step N, all peers have folded
-//   all of its rounds; and its last results are copied before the first step of the next call ends, before which the
-//   next call writes no results.
+// - The values of round s go into the buffer of the values of round s - 3. Its owner folded these in its step s - 2,
+//   and this rank waited for the end of that step in its own step s - 1. Hence three buffers.
+// - The results of round s - 1 go into the buffer of the results of round s - 3. Its receiver copied these in its step
+//   s - 1, and this rank has just waited for the end of that step. Hence two buffers.
+// - A following call starts with the first buffers. At a call's last wait, for step N, all peers have folded all of its
+//   rounds. Its last results are copied before the first step of the next call ends, and the next call writes no
+//   results before that.
 //
-// Steps are counted over all calls. A peer can be one step ahead of what this rank waits for, as the next one waits for
-// this rank, so that steps with even and with odd numbers have flags of their own.
+// Steps are counted over all calls. A peer can be one step ahead of the step that this rank waits for, because its next
+// step waits for this rank. So even and odd steps have separate flags.
 //
-// Along a tree, a rank with several slots sends one pack of each for a pack of the result. A round is shorter then. Its
-// own values go through its own mailbox, of which the above holds as well.
+// Along a tree, a rank with several slots sends one pack per slot for a pack of the result. A round is shorter then.
+// The rank's own values go through its own mailbox, where the same argument holds.
 #pragma once
 
 #include <cstdint>
@@ -43,15 +43,15 @@
 namespace jax_ring {
 namespace two_shot {
 
-// Which ranks send, fold and keep results in a collective.
+// The ranks that send, fold and keep results in a collective.
 struct Roles {
   Plan plan;
 
-  // Whether each rank's part is a block of its own, of the operands or of the results, and not a share of one message.
+  // Whether each rank's part is a separate block of the operands or results, not a share of one message.
   JAX_RING_INLINE bool have_blocks() const {
     return plan.collective == Collective::reduce_scatter || plan.collective == Collective::all_gather || exchanges();
   }
-  // Whether an owner keeps what each rank sends it.
+  // Whether an owner keeps the data that each rank sends it.
   JAX_RING_INLINE bool exchanges() const {
     return plan.collective == Collective::all_to_all || plan.collective == Collective::permute;
   }
@@ -114,9 +114,9 @@ struct Worker {
     const uint64_t begin = first_of_part(range, size, owner);
     return {begin, smaller(begin + size, range.end)};
   }
-  // The rank `step` places after this one, so that not all ranks start with rank 0, whose links would be a bottleneck.
+  // The rank `step` places after this one, so that not all ranks start with rank 0 and overload its links.
   JAX_RING_TEAM int peer(int step) const { return modulo(self.rank + step, num_ranks()); }
-  // Where the packs of a source are, in the mailbox of any owner or receiver.
+  // The place of a source's packs, in the mailbox of any owner or receiver.
   JAX_RING_TEAM size_t scatter_offset(uint32_t round, int source) const {
     return self.capacity.scatter(static_cast<int>(round % kScatterBuffers), cta, source);
   }
@@ -133,9 +133,9 @@ struct Worker {
     return packs_at(receiver, gather_offset(round, source));
   }
 
-  // Whether one store reaches all who receive a result of this rank.
+  // Whether one store reaches all receivers of this rank's result.
   JAX_RING_TEAM bool stores_to_all() const { return self.multicast != nullptr && roles.all_receive(); }
-  // Sends a pack of this rank's result to all who receive it: `buffer` is the offset of the packs of this rank.
+  // Sends a pack of this rank's result to all receivers: `buffer` is the offset of this rank's packs.
   JAX_RING_TEAM void send_result(size_t buffer, uint32_t place, Pack pack) const {
     if (stores_to_all()) return store_to_all(self, buffer + place * kPackBytes, pack);
     if (roles.all_receive()) {
@@ -147,7 +147,7 @@ struct Worker {
 
   static JAX_RING_TEAM FlagKind flag_of(uint32_t number) { return number % 2 == 0 ? FlagKind::even : FlagKind::odd; }
 
-  // Tells all peers that this team has ended a step: it has read what it was sent, and what it wrote is complete.
+  // Tells all peers that this team has ended a step: it has read its input, and its writes are complete.
   JAX_RING_TEAM void signal_peers(uint32_t number) const {
     team.sync();
     JAX_RING_NO_UNROLL
@@ -162,14 +162,14 @@ struct Worker {
     JAX_RING_NO_UNROLL
     for (int step = 1 + team.thread(); ok && step < num_ranks(); step += team.size()) {
       ok = await_epoch(self, flag_of(number), flag_value(message.fingerprint, number), where, peer(step), cta);
-      // Between what this peer did by one address and what this team does by another.
+      // Orders this peer's accesses by one address before this team's by another.
       if (self.multicast != nullptr) order_aliases();
     }
     return team.all(ok);
   }
 };
 
-// The parts of a range, from that of the rank kFirstStep places after this one on.
+// The parts of a range, starting with that of the rank kFirstStep places after this one.
 template <class Team, int kFirstStep = 1>
 struct PartsWalk {
   const Worker<Team>& worker;
@@ -209,11 +209,11 @@ struct PartsWalk {
   }
 };
 
-// What is only moved is moved as bytes, so that the other kernels do without the code for it.
+// Data that is only moved is moved as bytes, so the other kernels do without this code.
 template <class Element>
 constexpr bool kMoves = std::is_same_v<Element, Native<uint8_t>>;
 
-// Sends this rank's operand of a permutation to the rank that gets it.
+// Sends this rank's operand of a permutation to its receiver.
 template <class Team>
 JAX_RING_TEAM void send_to_receiver(const Worker<Team>& worker, uint32_t round) {
   const int rank = worker.self.rank, receiver = worker.message.route.receiver;
@@ -226,7 +226,7 @@ JAX_RING_TEAM void send_to_receiver(const Worker<Team>& worker, uint32_t round) 
       });
 }
 
-// Keeps what this rank has received in a round of an all-to-all or a permutation, and its own part.
+// Keeps the data that this rank received in a round of an all-to-all or a permutation, and its own part.
 template <class Team>
 JAX_RING_TEAM void keep_received(const Worker<Team>& worker, uint32_t round) {
   const Roles& roles = worker.roles;
@@ -272,7 +272,7 @@ JAX_RING_TEAM void send_to_owners(const Worker<Team>& worker, uint32_t round, co
 template <class Element>
 constexpr int kFoldsInFlight = kPerPack<Element> <= 8 ? 2 : 1;
 
-// What a thread loads for a pack of a result: its own values, and those of the first peers.
+// The data that a thread loads for a pack of a result: its own values, and the first peers'.
 template <class Element>
 struct Loaded {
   Pack mine;
@@ -386,7 +386,7 @@ JAX_RING_TEAM bool run(const Endpoint& self, const Message& message, const Plan&
   const Worker<Team> worker{self,        message, roles, share_of({0, message.num_packs}, cta, self.capacity.num_ctas),
                             round_packs, cta,     team,  packs_per_slot};
   const uint32_t num_rounds = worker.num_rounds();
-  // A team without work meets at no barrier, behind which all its threads would have read the number.
+  // A team without work meets at no barrier after which all its threads would have read the number.
   if (num_rounds == 0) return true;
   uint32_t number = progress.round;
   bool ok = true;

@@ -22,7 +22,7 @@ template <class Element>
 struct PackFold {
   Partial<Element, Scalar, kPerPack<Element>> partial;
 
-  // Packs that a partial fold takes when sent to the next rank: an accumulator may be wider than its elements.
+  // Packs of a partial fold sent to the next rank: an accumulator may be wider than its elements.
   static constexpr int kPacks = static_cast<int>(sizeof(partial) / kPackBytes);
 
   JAX_RING_INLINE void start(const Pack& pack) { partial.start(Elements<Element>::of(pack)); }
@@ -54,22 +54,22 @@ struct PackFold {
 // i mod p for i < 2p, without a division.
 JAX_RING_TEAM int modulo(int i, int p) { return i < p ? i : i - p; }
 
-// Peers whose packs are loaded together, so that the memory latency is paid once for all of them. The accumulators of
-// small types leave registers for fewer.
+// Peers whose packs are loaded together, to pay the memory latency only once. Small types have wider accumulators,
+// which leave registers for fewer.
 template <class Element>
 constexpr int kPeersInFlight = kPerPack<Element> <= 8 ? 7 : 4;
 
-// The packs of some peers, in the order of the fold.
+// The packs of some peers, in fold order.
 template <int kCount>
 struct PeerPacks {
   Pack pack[kCount];
 };
 
-// The place in the fold of its i-th peer, where this rank has `own` place.
+// The fold position of this rank's i-th peer, if this rank has position `own`.
 JAX_RING_TEAM int place_of_peer(int i, int own) { return i < own ? i : i + 1; }
 
-// The fold over all ranks in their order, in which this rank has `own` place. `peers` are the packs of the first peers,
-// and load(first) returns those of the peers from `first` on.
+// The fold over all ranks in order, with this rank at position `own`. `peers` holds the packs of the first peers, and
+// load(first) returns those of the peers from `first` on.
 template <class Element, class Op, class Load>
 JAX_RING_TEAM Pack fold_packs(int num_ranks, int own, Pack mine, PeerPacks<kPeersInFlight<Element>> peers, Load load,
                               Op op) {

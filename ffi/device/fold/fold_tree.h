@@ -8,15 +8,15 @@
 
 namespace jax_ring {
 
-// Where the values of a fold come from. In the order of ranks each rank sends one to its peers and keeps its own.
+// The sources of a fold's values. In rank order each rank sends one value to its peers and keeps its own.
 struct RankTerms {
   static constexpr bool kIsTree = false;
-  static constexpr int kFirstStep = 1;  // ranks that many places after the own one, and later ones, are sent to
+  static constexpr int kFirstStep = 1;  // sends to the ranks this many places further on, and to later ones
   JAX_RING_TEAM int num_slots() const { return 1; }
 };
 
-// Along a tree a rank may have several values. It sends its own through its own mailbox too, so that all terms are
-// loaded alike.
+// Along a tree a rank may have several values. It also sends its own through its own mailbox, so that all terms load
+// alike.
 struct TreeTerms {
   const TreeProgram& program;
 
@@ -26,14 +26,14 @@ struct TreeTerms {
   JAX_RING_TEAM int num_results() const { return program.num_results; }
 };
 
-// A pack, or half of one, so that the sums on the stack fit into registers where accumulators are much wider than
-// elements.
+// A pack, or half of one if accumulators are much wider than elements, so that the sums on the stack fit into
+// registers.
 template <int kWords>
 struct Piece {
   uint64_t word[kWords];
 };
 
-// A piece in a mailbox: the part-th one of a pack.
+// A piece in a mailbox: part `part` of a pack.
 template <int kWords>
 JAX_RING_TEAM Piece<kWords> read_piece(const Pack* from, int part) {
   if constexpr (kWords == 1) {
@@ -48,8 +48,8 @@ constexpr bool kIsExact = std::is_integral_v<typename Element::Accumulator>;
 template <class Element>
 constexpr int kPieceWords = kPerPack<Element> <= 8 || kIsExact<Element> ? 2 : 1;
 
-// Terms that are loaded together, so that the memory latency is paid once for all of them: a block, or half of one
-// where elements and accumulators leave registers for fewer.
+// Terms loaded together, to pay the memory latency only once: a block, or half of one if elements and accumulators
+// leave too few registers.
 template <class Element>
 constexpr int kTermsInFlight = kPieceWords<Element> == 2 && kPerPack<Element> >= 8 ? kBlockTerms / 2 : kBlockTerms;
 
@@ -73,7 +73,7 @@ struct PieceSum {
     sum.partial.start(bit_cast<Values>(piece));
     return sum;
   }
-  // What comes later in the order of shards is on the right.
+  // The later one in shard order is on the right.
   template <class Op>
   JAX_RING_TEAM void add(const PieceSum& right, Op op) {
     partial.merge(right.partial, op);
@@ -85,7 +85,7 @@ struct PieceSum {
   }
 };
 
-// The sum of kCount places of a block, of which the first one has a term.
+// The sum of kCount places of a block. The first of them has a term.
 template <int kCount, int kFrom, class Element, class Op>
 JAX_RING_TEAM PieceSum<Element> sum_of_places(const TreeProgram& program, int first, const Pieces<Element>& terms,
                                               Op op) {
@@ -101,7 +101,7 @@ JAX_RING_TEAM PieceSum<Element> sum_of_places(const TreeProgram& program, int fi
   }
 }
 
-// The sum of one block. load(first) returns the terms of some places, from `first` on.
+// The sum of one block. load(first) returns the terms of some places, starting at `first`.
 template <class Element, class Op, class Load>
 JAX_RING_TEAM PieceSum<Element> sum_of_block(const TreeProgram& program, int first, Load load, Op op) {
   constexpr int kCount = kTermsInFlight<Element>;
@@ -120,7 +120,7 @@ template <class Element, class Op, class Load>
 JAX_RING_TEAM Piece<kPieceWords<Element>> fold_terms(const TreeProgram& program, int result, Load load, Op op) {
   const int root = program.root_of(result), end = program.end_block(root);
   if constexpr (kIsExact<Element>) {
-    // Sums of integers are the same in every order, and this one needs no stack.
+    // Sums of integers are the same in every order, so they need no stack.
     constexpr int kCount = kTermsInFlight<Element>;
     PieceSum<Element> sum{};
     JAX_RING_NO_UNROLL
@@ -153,7 +153,7 @@ JAX_RING_TEAM Piece<kPieceWords<Element>> fold_terms(const TreeProgram& program,
   }
 }
 
-// The fold of whole packs. load(first, part) returns the pieces that are the part-th ones of their packs.
+// The fold of whole packs. load(first, part) returns part `part` of the packs.
 template <class Element, class Op, class Load>
 JAX_RING_TEAM Pack fold_tree(const TreeProgram& program, int result, Load load, Op op) {
   constexpr int kWords = kPieceWords<Element>, kParts = 2 / kWords;

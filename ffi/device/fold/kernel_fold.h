@@ -1,4 +1,4 @@
-// kernel_fold.h: the kernel that computes a fold. Types and operations whose bits can be had from each other share one.
+// kernel_fold.h: the kernel for a fold. Types and operations share a kernel if their bits convert into each other.
 #pragma once
 
 #include <type_traits>
@@ -7,8 +7,8 @@
 
 namespace jax_ring {
 
-// The maximum of values of which some bits are flipped, flipped back. With all bits of an integer flipped, or the sign
-// of a float, this is a minimum; with the sign of a signed integer, an unsigned maximum is a signed one.
+// The maximum of values with some bits flipped, flipped back. Flipping all bits of an integer, or the sign of a float,
+// turns it into a minimum. Flipping the sign of signed integers turns their maximum into an unsigned one.
 struct MaxOfFlipped {
   uint64_t flipped;
 
@@ -25,7 +25,7 @@ struct MaxOfFlipped {
   }
 };
 
-// The operation of a kernel, for a call that flips these bits.
+// The operation of a kernel, for a call with these bits flipped.
 template <class Op>
 JAX_RING_INLINE auto kernel_operation(uint64_t flipped) {
   if constexpr (std::is_same_v<Op, Max>) {
@@ -35,7 +35,7 @@ JAX_RING_INLINE auto kernel_operation(uint64_t flipped) {
   }
 }
 
-// Whether there are kernels for an operation on an element type: those of signed integers are the unsigned ones.
+// Whether an operation has kernels for an element type. Signed integers use the unsigned kernels.
 template <class Element, class Op>
 constexpr bool kHasKernels = std::is_same_v<typename FoldedAs<Element, Sum>::type, Element> && !std::is_same_v<Op, Min>;
 
@@ -45,7 +45,7 @@ struct KernelFold {
   uint64_t flipped;  // bits of each accumulator, for MaxOfFlipped
 };
 
-// The type of the kernels that fold a type.
+// The element type whose kernels fold this type.
 inline DType kernel_type(DType dtype) {
   switch (dtype) {
     case DType::s8:

@@ -1,8 +1,8 @@
-// tree_program.h: the fold along a tree as the kernels run it: terms in blocks of eight, and what is added after each.
+// tree_program.h: the fold along a tree as kernels run it: terms in blocks of eight, with the additions after each.
 //
 // A tree is cut into its largest subtrees with at most three additions on any path. The terms of such a block are
 // loaded together, and its additions are the same in every kernel: a complete tree of eight places, in which a sum
-// without a right half is its left half. Only the few additions between blocks need a stack.
+// without a right half equals its left half. Only the few additions between blocks need a stack.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ constexpr int kBlockLevels = 3;
 constexpr int kBlockTerms = 1 << kBlockLevels;
 
 // The limits of the kernels. Sums on the stack take registers, the program takes space among the arguments, and each
-// slot takes a share of the mailboxes. A tree of one term for each of 64 ranks has 8 blocks.
+// slot takes a share of the mailboxes. A tree with one term for each of 64 ranks has 8 blocks.
 constexpr int kMaxBlocks = 16;
 constexpr int kMaxStacked = 3;
 constexpr int kMaxSlots = 16;
@@ -28,15 +28,15 @@ constexpr int kMaxSlots = 16;
 constexpr uint16_t kNoTerm = 0xffff;
 
 struct TreeProgram {
-  // By block, then place: the member whose term it is, and 256 times its slot; or kNoTerm. The first place has a term.
+  // By block, then place: the member with the term, plus 256 times its slot; or kNoTerm. The first place has a term.
   uint16_t term[kMaxBlocks * kBlockTerms];
-  // After a block, so many sums on top of the stack are added to its own sum, which then goes on the stack with so many
-  // sums below it.
+  // After a block: how many sums on top of the stack to add to its own sum, and how many sums then lie below the
+  // result.
   uint8_t merges[kMaxBlocks];
   uint8_t below[kMaxBlocks];
-  uint8_t end[kMaxBlocks];  // by root: the block after its last one. Each root starts with an empty stack
+  uint8_t end[kMaxBlocks];  // by root: the block after its last one; each root starts with an empty stack
   uint8_t num_roots;
-  uint8_t num_results;  // of a reduce-scatter; those after the last root repeat it
+  uint8_t num_results;  // of a reduce-scatter; results beyond the last root repeat it
   uint8_t num_slots;
 
   JAX_RING_INLINE bool exists(int place) const { return term[place] != kNoTerm; }
@@ -50,7 +50,7 @@ struct TreeProgram {
 // Builds a program from the terms and merges of a tree.
 class TreeCompiler {
  public:
-  // nullopt: beyond the limits of the kernels. num_results: at least the number of roots.
+  // nullopt: beyond the kernels' limits. num_results: at least the number of roots.
   static std::optional<TreeProgram> compile(const Tree& tree, int num_results) {
     TreeCompiler compiler(tree);
     const int num_roots = static_cast<int>(tree.roots().size());
@@ -75,7 +75,7 @@ class TreeCompiler {
     std::fill(std::begin(program_.term), std::end(program_.term), kNoTerm);
   }
 
-  // Runs the stack machine on nodes. Returns that of the root.
+  // Runs the stack machine on nodes. Returns the root's node.
   int run(const Tree::Root& root) {
     std::vector<int> stack;
     for (int i = root.first; i < root.first + root.num_terms; ++i) {
@@ -95,7 +95,7 @@ class TreeCompiler {
     return static_cast<int>(nodes_.size()) - 1;
   }
 
-  // Appends the blocks of a node, whose sum goes on the stack above `below` others. False if it does not fit.
+  // Appends the blocks of a node. Its sum goes on the stack above `below` others. Returns false if it does not fit.
   bool emit(int index, int below) {
     const Node node = nodes_[index];
     if (node.levels <= kBlockLevels) {
@@ -112,7 +112,7 @@ class TreeCompiler {
     return true;
   }
 
-  // Puts the terms of a node into the places from `place` on.
+  // Puts a node's terms into the places starting at `place`.
   void fill(int index, int place) {
     const Node& node = nodes_[index];
     if (node.levels == 0) {

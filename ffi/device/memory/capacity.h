@@ -1,4 +1,4 @@
-// capacity.h: how much memory a group's mailboxes get, and how many teams each call.
+// capacity.h: the amount of memory for a group's mailboxes, and the number of teams per call.
 #pragma once
 
 #include "collective/options.h"
@@ -6,8 +6,8 @@
 
 namespace jax_ring {
 
-// Teams of a call: CTAs on a GPU, each on a multiprocessor of its own. An H100 has 132 multiprocessors and an A100 has
-// 108; what the teams leave goes on with the program's other work.
+// Teams per call: CTAs on a GPU, each on a multiprocessor of its own. An H100 has 132 multiprocessors and an A100 has
+// 108; the rest runs the program's other work.
 constexpr int kTeams = 32;
 
 // The mailbox sizes for a group of this many ranks. A mailbox has about 26 MiB, whatever the number of ranks.
@@ -19,10 +19,10 @@ inline Capacity default_capacity(int num_ranks) {
   const uint64_t packs = ceil_div(default_thresholds(num_ranks).one_shot, kPackBytes);
   const uint64_t each = ceil_div(packs, kTeams);
   capacity.one_shot_packs = each > 16 ? each : 16;
-  // Two-shot: a team's round is 128 KiB of the message. Smaller rounds fence more often, larger ones take more memory.
+  // Two-shot: a team's round is 128 KiB of the message. Smaller rounds need more fences, larger ones more memory.
   capacity.part_packs = 8192 / num_ranks;
-  // Ring: results follow the partial folds at a distance of all slots but one, and a chain needs one chunk in flight
-  // for each rank to keep all links busy. A link has 128 KiB of each team in flight.
+  // Ring: results follow the partial folds at a distance of all slots but one. To keep all links busy, a chain needs
+  // one chunk in flight per rank. A link holds 128 KiB of each team in flight.
   capacity.num_slots = num_ranks <= 8 ? 8 : num_ranks <= 16 ? 16 : num_ranks <= 32 ? 32 : 64;
   capacity.slot_packs = 8192 / capacity.num_slots;
   return capacity;

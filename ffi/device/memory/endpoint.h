@@ -1,4 +1,4 @@
-// endpoint.h: a rank's view of its group: all mailboxes, its progress, and where it reports a failure.
+// endpoint.h: a rank's view of its group: all mailboxes, its progress, and its failure record.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ enum class FailureKind : uint32_t {
   busy,  // two calls of this rank ran at the same time in one lane
 };
 
-// The first failure of a rank, in host memory that the GPU can write. `kind` is written last.
+// A rank's first failure, in host memory that the GPU can write. `kind` is written last.
 struct Failure {
   uint32_t kind;
   uint32_t step;
@@ -28,34 +28,34 @@ struct Failure {
   uint32_t cta;
 };
 
-// How far each team of a rank is, over all calls so far. In device memory and not in the host's, since a CUDA graph is
-// replayed without the host. The counters wrap around.
+// How far each of a rank's teams is, over all calls so far. In device memory, because a CUDA graph replays without the
+// host. The counters wrap around.
 struct Progress {
   uint32_t one_shot_epoch;
   uint32_t round;     // steps of the two-shot algorithm
   uint32_t sent;      // items sent around the ring
   uint32_t received;  // items received around the ring
-  // Whether a call runs now. Two at a time would read the same counters, send under the same tags, and take each
+  // Whether a call is running. Two at a time would read the same counters, send under the same tags, and take each
   // other's data for their own.
   uint32_t busy = 0;
 };
 
 constexpr int kMaxRanks = 64;
 
-// All that a rank knows about its group.
+// A rank's knowledge of its group.
 struct Endpoint {
   Capacity capacity;
   int rank;
   uint32_t call;                      // copied into the record of a failure
-  unsigned char* mailbox[kMaxRanks];  // of all ranks, at the addresses where this rank maps them
-  unsigned char* multicast;           // where multimem instructions reach all mailboxes; null if the group has no such
-  Progress* progress;                 // by team
-  uint32_t* failed;                   // set once any team of this rank has failed
+  unsigned char* mailbox[kMaxRanks];  // of all ranks, at this rank's addresses
+  unsigned char* multicast;  // address where multimem instructions reach all mailboxes; null if the group has none
+  Progress* progress;        // by team
+  uint32_t* failed;          // set once any team of this rank has failed
   Failure* failure;
   uint64_t deadline_ns;
 
   JAX_RING_INLINE int num_ranks() const { return capacity.num_ranks; }
-  // The flag of `kind` in the mailbox of rank `owner` that `peer` sets.
+  // The flag of `kind` in the mailbox of rank `owner`, set by `peer`.
   JAX_RING_INLINE uint64_t* flag(int owner, FlagKind kind, int cta, int peer) const {
     return reinterpret_cast<uint64_t*>(mailbox[owner] + capacity.flag(kind, cta, peer));
   }

@@ -8,38 +8,37 @@
 
 namespace jax_ring {
 
-// A rank may free its mailbox only when the last calls of all its peers have ended: some of what they write is not
-// waited for, and may arrive after the owner's own last call. In one-shot that is the line that a round sweeps, and in
-// the ring the flag `head`, by which the next rank frees a slot. (A call of two-shot has seen all that was written for
-// it.) A call that fails waits for nothing. So before the memory is freed, each rank waits for its own kernels, and
-// then all ranks for each other; after a failure they cannot, and the memory of a rank that others may still reach is
-// better kept.
+// A rank may free its mailbox only when the last calls of all its peers have ended: it does not wait for all of their
+// writes, and some may arrive after its own last call. In one-shot that is the line that a round sweeps, in the ring
+// the flag `head`, with which the next rank frees a slot. (Two-shot waits for all writes.) A failed call waits for
+// nothing. So before freeing the memory, each rank waits for its own kernels, and then all ranks wait for each other.
+// After a failure they cannot, so memory that others may still reach is better kept.
 
 // Distance between the flags of different writers, so that no two share a cache line.
 constexpr size_t kFlagBytes = 128;
 
-// A line of the one-shot algorithm: 4 bytes of data and 4 of tag in each word. A word is written atomically, so a
-// reader that sees the tag of this call has the data as well, and needs no flag.
+// A line of the one-shot algorithm: each word holds 4 bytes of data and 4 of tag. Words are written atomically, so a
+// reader that sees this call's tag has the data as well, and needs no flag.
 struct alignas(16) Line {
   uint64_t word[2];
 };
 
 constexpr uint64_t kLinesPerPack = 2;
 
-// What a flag signals. The first two exist per peer, the others once, for the neighbor.
+// The meaning of a flag. The first two exist once per peer, the others once, for the neighbor.
 enum class FlagKind : int {
-  even,  // the number of the peer's last two-shot step, if that is even
-  odd,   // likewise
+  even,  // number of the peer's last even two-shot step
+  odd,   // number of the peer's last odd two-shot step
   tail,  // number of items that the previous rank has put into this rank's slots
   head,  // number of items that the next rank has taken out of its slots
 };
 
-// Buffers of the two-shot algorithm, which its rounds use in turn. See two_shot.h for why these numbers suffice.
+// Buffers of the two-shot algorithm, used by its rounds in turn. See two_shot.h for why these numbers suffice.
 constexpr int kScatterBuffers = 3;
 constexpr int kGatherBuffers = 2;
 
-// The sizes that all ranks of a group agree on. The work is split over `num_ctas` teams, each with its own section of
-// the mailbox: a team waits only for the teams with its own index.
+// The sizes that a group's ranks agree on. `num_ctas` teams share the work, each with its own section of the mailbox: a
+// team waits only for teams with its own index.
 struct Capacity {
   int num_ranks;
   int num_ctas;
@@ -72,7 +71,7 @@ struct Capacity {
     return (cta * per_cta + index) * kFlagBytes;
   }
 
-  // One-shot: the lines written by `source`, header first. Two sets alternate.
+  // One-shot: the lines from `source`, header first. Two sets alternate.
   JAX_RING_INLINE uint64_t num_lines() const { return 1 + kLinesPerPack * one_shot_packs; }
   JAX_RING_INLINE size_t lines(int parity, int cta, int source) const {
     const size_t set = (static_cast<size_t>(parity) * num_ctas + cta) * num_ranks + source;
@@ -80,7 +79,7 @@ struct Capacity {
   }
   JAX_RING_INLINE size_t lines_end() const { return lines(2, 0, 0); }
 
-  // Two-shot: the values that `source` sent for this rank's part, and the result of the part that `source` owns.
+  // Two-shot: the values that `source` sent for this rank's part, and the result of the part owned by `source`.
   JAX_RING_INLINE size_t scatter(int buffer, int cta, int source) const {
     const size_t part = (static_cast<size_t>(buffer) * num_ctas + cta) * num_ranks + source;
     return lines_end() + part * part_packs * kPackBytes;
@@ -90,12 +89,11 @@ struct Capacity {
   }
   JAX_RING_INLINE size_t gather_end() const { return gather(kGatherBuffers, 0, 0); }
 
-  // Ring: slots that the previous rank fills in turn, each preceded by a pack with the fingerprint of its call.
+  // Ring: slots that the previous rank fills in turn, each preceded by a pack with its call's fingerprint.
   JAX_RING_INLINE size_t slot(int cta, uint64_t index) const {
     return gather_end() + (cta * num_slots + index) * (1 + slot_packs) * kPackBytes;
   }
 
-  // Size of one mailbox.
   JAX_RING_INLINE size_t bytes() const { return slot(num_ctas, 0); }
 };
 

@@ -1,6 +1,6 @@
-// memory.h: how ranks read and write the memory that they share: flags, lines and packs.
+// memory.h: reads and writes of shared memory between ranks: flags, lines and packs.
 //
-// Every access to a mailbox is one of these functions, so that a model of memory can take their place.
+// Every access to a mailbox goes through these functions, so that a model of memory can replace them.
 #pragma once
 
 #include <cstdint>
@@ -15,18 +15,19 @@ namespace jax_ring {
 template <class T>
 using SystemAtomic = cuda::atomic_ref<T, cuda::thread_scope_system>;
 
-// For what only the kernels of one rank use, in its own memory: this costs less.
+// For state used only by the kernels of one rank, in its own memory: this costs less.
 template <class T>
 using DeviceAtomic = cuda::atomic_ref<T, cuda::thread_scope_device>;
 
-// Takes what one call at a time may use. False if another has it. Who takes it sees all that the last one did with it.
+// Acquires a resource for one call at a time. Returns false if another call holds it. The new holder sees all that the
+// previous one did with it.
 JAX_RING_TEAM bool try_take(uint32_t* busy) {
   return DeviceAtomic<uint32_t>(*busy).exchange(1, cuda::memory_order_acquire) == 0;
 }
 JAX_RING_TEAM void give_back(uint32_t* busy) { DeviceAtomic<uint32_t>(*busy).store(0, cuda::memory_order_release); }
 
-// Sets a flag with release semantics. A rank that sees it also sees everything that this thread wrote before, and
-// everything that this thread had seen of its team's writes.
+// Sets a flag with release semantics. A rank that sees it also sees all earlier writes of this thread, and all writes
+// of its team that this thread had seen.
 JAX_RING_TEAM void post_flag(uint64_t* flag, uint64_t value) {
   SystemAtomic<uint64_t>(*flag).store(value, cuda::memory_order_release);
 }
@@ -43,7 +44,7 @@ JAX_RING_TEAM void store_line(Line* to, Line line) {
 #endif
 }
 
-// The line at from[kOffset]. An offset in the instruction needs no register for an address of its own.
+// The line at from[kOffset]. An offset in the instruction saves an address register.
 template <int kOffset = 0>
 JAX_RING_TEAM Line load_line(Line* from) {
   Line line;
@@ -69,7 +70,7 @@ JAX_RING_TEAM void write_pack(Pack* to, Pack pack) {
   *to = pack;
 }
 
-// A word of a mailbox that a flag orders, as it does packs.
+// A word of a mailbox. Like packs, it is ordered by a flag.
 JAX_RING_TEAM uint64_t read_word(const uint64_t* from) {
   watch_read(from, sizeof(*from));
   return *from;

@@ -1,4 +1,4 @@
-// multimem.h: what an NVSwitch does with one instruction: add what all mailboxes have, or write to all of them.
+// multimem.h: single instructions of an NVSwitch: add the values in all mailboxes, or write to all of them.
 #pragma once
 
 #include "device/fold/fold_pack.h"
@@ -11,7 +11,7 @@ namespace jax_ring {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// The sum of what all ranks have at this offset of their mailboxes.
+// The sum of all ranks' values at this offset of their mailboxes.
 template <class Element>
 JAX_RING_TEAM Pack load_sum(const Endpoint& self, size_t offset) {
   const unsigned char* from = self.multicast + offset;
@@ -71,7 +71,7 @@ JAX_RING_TEAM Pack load_sum(const Endpoint& self, size_t offset) {
   }
 }
 
-// Writes to this offset of all mailboxes. PTX has vectors of floats only; a store changes no bits.
+// Writes to this offset of all mailboxes. PTX has vectors of floats only, but a store changes no bits.
 JAX_RING_TEAM void store_to_all(const Endpoint& self, size_t offset, Pack pack) {
   float x[4];
   memcpy(x, &pack, sizeof(x));
@@ -80,13 +80,13 @@ JAX_RING_TEAM void store_to_all(const Endpoint& self, size_t offset, Pack pack) 
                : "memory");
 }
 
-// The multicast address and those of the mailboxes lead to the same memory, and PTX orders accesses by different
-// addresses only where this fence is on the path between them.
+// The multicast address and the mailboxes' own addresses lead to the same memory. PTX orders accesses by different
+// addresses only if this fence is on the path between them.
 JAX_RING_TEAM void order_aliases() { asm volatile("fence.proxy.alias;" ::: "memory"); }
 
 #else
 
-// Older GPUs have no such instructions. They have no multicast address either, so this never runs.
+// Older GPUs lack these instructions. They have no multicast address either, so this never runs.
 template <class Element>
 JAX_RING_TEAM Pack load_sum(const Endpoint&, size_t) {
   __trap();

@@ -20,7 +20,7 @@ static_assert(sizeof(Pack) == kPackBytes);
 template <class Element>
 constexpr int kPerPack = static_cast<int>(kPackBytes / sizeof(typename Element::Storage));
 
-// One operand of a message on one rank. Its packs follow those of the operands before it; the last one is padded. In
+// One operand of a message on one rank. Its packs follow those of the previous operands; the last one is padded. In
 // collectives with one block per rank, `bytes` is the size of a block, and the blocks are contiguous.
 struct Operand {
   const unsigned char* input;
@@ -29,14 +29,14 @@ struct Operand {
   uint64_t first_pack;
 };
 
-// Limited by the space for kernel arguments that every GPU has.
+// Limited by the space for kernel arguments on every GPU.
 constexpr int kMaxOperands = 64;
 
-// One rank's side of a call. All but the addresses is the same on all ranks.
+// One rank's side of a call. Everything but the addresses is the same on all ranks.
 struct Message {
   uint64_t num_packs;
   uint32_t num_operands;
-  uint32_t fingerprint;  // very likely differs between calls that do not match
+  uint32_t fingerprint;  // very likely differs between mismatched calls
   Route route;           // of a permutation
   uint32_t num_blocks;   // of each operand, or of its result
   uint64_t flipped;      // bits of the values, by MaxOfFlipped
@@ -51,7 +51,7 @@ struct PackRange {
 };
 
 JAX_RING_INLINE uint64_t ceil_div(uint64_t a, uint64_t b) {
-  // A GPU takes a hundred instructions for a division of 64 bits.
+  // A 64-bit division takes a GPU a hundred instructions.
   if ((a + b) >> 32 == 0) return (static_cast<uint32_t>(a) + static_cast<uint32_t>(b) - 1) / static_cast<uint32_t>(b);
   return (a + b - 1) / b;
 }
@@ -66,7 +66,7 @@ JAX_RING_INLINE PackRange share_of(PackRange range, uint64_t index, uint64_t par
 
 JAX_RING_INLINE bool is_aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % kPackBytes == 0; }
 
-// A pack that its buffer holds only a part of, or not at a multiple of the pack size. Out of line, since it is rare.
+// A pack that its buffer holds only in part, or not at a multiple of the pack size. Out of line, since it is rare.
 JAX_RING_TEAM_CALL Pack load_odd_pack(const unsigned char* from, uint64_t valid) {
   Pack pack{};
   JAX_RING_UNROLL
@@ -82,7 +82,7 @@ JAX_RING_TEAM_CALL void store_odd_pack(unsigned char* to, uint64_t valid, Pack p
   }
 }
 
-// An operand of which all packs that are used can be loaded and stored in one piece.
+// An operand whose used packs can all be loaded and stored whole.
 struct WholeOperand {
   const unsigned char* input;
   unsigned char* output;
@@ -100,7 +100,7 @@ struct WholeOperand {
   }
 };
 
-// An operand of a message, and the packs that it has there. What decides about each pack is kept in registers.
+// An operand of a message, and its packs there. The fields needed for each pack stay in registers.
 struct OperandView {
   const Message& message;
   uint32_t number;
@@ -116,7 +116,7 @@ struct OperandView {
     whole = is_aligned(operand.input) && is_aligned(operand.output) ? operand.bytes / kPackBytes : 0;
   }
 
-  // Finds the operand of a pack. A thread visits nearly all packs in order, so that it seldom searches for long.
+  // Finds the operand of a pack. A thread visits nearly all packs in order, so it seldom searches for long.
   JAX_RING_TEAM void find(uint64_t pack) {
     if (pack < begin) enter(0);
     JAX_RING_NO_UNROLL
@@ -159,15 +159,15 @@ struct OperandView {
 // Packs that a thread copies at a time: loads in flight hide the latency of GPU memory.
 constexpr int kCopiesInFlight = 4;
 
-// A pack of a message, its place in the buffer of a mailbox, and the rank whose part it belongs to, if any.
+// A pack of a message, its place in a mailbox's buffer, and the rank that owns its part, if any.
 struct Spot {
   uint64_t pack;
   uint32_t place;
   int owner;
 };
 
-// A walk is a list of packs of a range, which the threads of a team visit. visit<kCount>(team, visitor) calls the
-// visitor with up to kCount packs of this thread at a time, and for each whether there is one. This walk is the range.
+// A walk is a list of packs of a range, for the threads of a team. visit<kCount>(team, visitor) calls the visitor with
+// up to kCount packs of this thread at a time, and says for each whether there is one. This walk is the range itself.
 struct RangeWalk {
   PackRange range;
   int owner = 0;
@@ -194,12 +194,12 @@ struct RangeWalk {
 
 // Visits the packs of a walk: store(operand, index, spot, value) receives the result of load(operand, index, spot),
 // where `index` counts from the start of the operand. A thread loads up to kInFlight packs before it stores them. Small
-// operands do not leave threads without work: each finds the operands of its own packs.
+// operands leave no thread without work: each finds the operands of its own packs.
 template <int kInFlight, class Walk, class Team, class Load, class Store>
 JAX_RING_TEAM void for_each_small_pack(const Message& message, const Walk& walk, Team team, Load load, Store store) {
   OperandView operand(message);
   walk.template visit<kInFlight>(team, [&](const Spot* spots, const bool* exists) {
-    // Initialized, or their registers would be occupied from the start of the kernel.
+    // Initialize them, or their registers would be occupied from the start of the kernel.
     decltype(load(operand, uint64_t{}, Spot{})) values[kInFlight] = {};
     uint32_t numbers[kInFlight] = {};
     JAX_RING_UNROLL
@@ -218,8 +218,8 @@ JAX_RING_TEAM void for_each_small_pack(const Message& message, const Walk& walk,
   });
 }
 
-// The same for messages of any size. Nearly all packs of a large one are in walks within one operand, where nothing is
-// left to find out about each. The code for both takes some tenths of a microsecond to load.
+// The same for messages of any size. Nearly all packs of a large message are in walks within one operand, which need no
+// search per pack. Loading the code for both takes some tenths of a microsecond.
 template <int kInFlight, class Walk, class Team, class Load, class Store>
 JAX_RING_TEAM void for_each_pack(const Message& message, const Walk& walk, Team team, Load load, Store store) {
   if (walk.packs().size() == 0) return;

@@ -1,4 +1,4 @@
-// signal.h: the flags by which ranks signal their progress, and the one function in which they wait.
+// signal.h: the flags that signal progress between ranks, and the one function that waits for them.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ JAX_RING_TEAM uint64_t now_ns() {
 #endif
 }
 
-// Records a failure unless this rank has already failed: the first failure is the cause of the later ones.
+// Records a failure unless this rank has already failed: the first failure causes the later ones.
 JAX_RING_TEAM_CALL void fail(const Endpoint& self, FailureKind kind, Step step, int peer, uint32_t epoch, int cta) {
   if (SystemAtomic<uint32_t>(*self.failed).exchange(1, cuda::memory_order_relaxed) != 0) return;
   Failure* record = self.failure;
@@ -48,15 +48,15 @@ JAX_RING_TEAM_CALL void fail(const Endpoint& self, FailureKind kind, Step step, 
   SystemAtomic<uint32_t>(record->kind).store(static_cast<uint32_t>(kind), cuda::memory_order_release);
 }
 
-// Reading the clock, and whether another team has failed, costs more than reading the flag.
+// Reading the clock, or checking whether another team has failed, costs more than reading the flag.
 #if defined(__CUDACC__)
 constexpr uint32_t kSpinsPerCheck = 1024;
 #else
 constexpr uint32_t kSpinsPerCheck = 16;
 #endif
 
-// Waits until ready(). Returns false if the deadline passes, for which peer() is to blame, or this rank fails in the
-// meantime. Every wait for a peer is made here.
+// Waits until ready(). Returns false if the deadline passes, which is the fault of peer(), or if this rank fails
+// meanwhile. Every wait for a peer is made here.
 template <class Ready, class Peer>
 JAX_RING_TEAM bool await(const Endpoint& self, Ready ready, Step step, Peer peer, uint32_t epoch, int cta) {
   uint64_t since = 0;

@@ -1,4 +1,4 @@
-// team.h: the threads that work on one slice of a message together: a CTA on a GPU, one or several threads on the host.
+// team.h: threads that share one slice of a message: a CTA on a GPU, one or several threads on the host.
 #pragma once
 
 #if !defined(__CUDACC__)
@@ -12,7 +12,7 @@
 // check.
 #if defined(__CUDACC__)
 #define JAX_RING_TEAM __device__ __forceinline__
-// For code that seldom runs: out of line, it costs the rest neither registers nor space in the instruction cache.
+// For rare code: out of line, it costs the rest neither registers nor space in the instruction cache.
 #define JAX_RING_TEAM_CALL inline __device__ __noinline__
 #define JAX_RING_UNROLL _Pragma("unroll")
 #define JAX_RING_NO_UNROLL _Pragma("unroll 1")
@@ -29,7 +29,7 @@ namespace jax_ring {
 struct Cta {
   JAX_RING_TEAM int thread() const { return static_cast<int>(threadIdx.x); }
   JAX_RING_TEAM int size() const { return static_cast<int>(blockDim.x); }
-  // A barrier: all threads have arrived, and see what the others wrote before it.
+  // A barrier: all threads have arrived, and see each other's earlier writes.
   JAX_RING_TEAM void sync() const { __syncthreads(); }
   // As sync(); true on all threads if `mine` is true on all of them.
   JAX_RING_TEAM bool all(bool mine) const { return __syncthreads_and(mine) != 0; }
@@ -42,8 +42,8 @@ struct Solo {
   bool all(bool mine) const { return mine; }
 };
 
-// Where several host threads meet, as the threads of a CTA do in __syncthreads_and(). Like it, it waits without a
-// deadline: a thread that leaves its team alone is a bug of the kernel, while a wait for a peer is made in await().
+// Barrier of several host threads, like __syncthreads_and() for a CTA. It too waits without a deadline: a thread that
+// leaves its team alone is a kernel bug, while waits for a peer are made in await().
 class HostBarrier {
  public:
   explicit HostBarrier(int size) : size_(size) {}
@@ -72,7 +72,7 @@ class HostBarrier {
   bool verdict_[2] = {};
 };
 
-// One thread of a team of the host. Without a barrier the team has no other.
+// One thread of a host team. Without a barrier the team has no other.
 struct HostTeam {
   HostBarrier* barrier = nullptr;
   int index = 0;
