@@ -1,4 +1,4 @@
-// cpu_model.cc: the rendezvous of the ranks of a process, and the relay of their completions, on the model's threads.
+// cpu_model.cc: the rendezvous of a process's ranks and the relay of their completions, on the model's threads.
 #include <algorithm>
 #include <memory>
 #include <string>
@@ -17,16 +17,16 @@ namespace {
 using model::NamedScenario;
 using model::Options;
 
-// Whether a failure has been recorded; of one execution.
+// Whether a failure has been recorded in the current execution.
 model::Atomic<uint32_t>* recorded = nullptr;
 
-// As in xla_cpu/handler.cc: for the calls of a thread, and whether it is one of the pool.
+// As in xla_cpu/handler.cc: for a thread's calls, and whether it belongs to the pool.
 model::PerThread<WaitingRankPtr> kept_waiting;
 model::PerThread<bool> is_of_pool;
 
 }  // namespace
 
-// In place of cpu/rendezvous/watchdog.cc: a failure that a thread of the model records.
+// Replaces cpu/rendezvous/watchdog.cc: a thread of the model records the failure.
 Watchdog& Watchdog::instance() {
   return immortal([] { return new Watchdog; });
 }
@@ -43,21 +43,21 @@ namespace {
 constexpr int64_t kRun = 1;
 constexpr std::chrono::milliseconds kPause(25);
 
-// Threads of the runtime, for ranks that move. One that is busy runs nothing before the program has ended: no call may
-// depend on it.
+// Threads of the runtime, for ranks that move. A busy one runs nothing before the program has ended: no call may depend
+// on it.
 enum class Pool { none, free, busy };
 
-// What the ranks of a program do.
+// The actions of a program's ranks.
 struct Program {
   int num_ranks = 2;
   int num_calls = 2;
-  bool blocks = false;     // the completions of the last call wait for each other, as those of XLA's collectives do
+  bool blocks = false;     // completions of the last call wait for each other, like those of XLA's collectives
   bool fails = false;      // a watchdog fails the run at any time
   bool pauses = false;     // before the last call, so that the watcher of slow completions sleeps
   int early_timeouts = 0;  // of the watcher of slow completions
   bool waits = false;      // ranks wait in their calls
-  Pool pool = Pool::none;  // where they wait, if there is one
-  bool shares = true;      // those that wait take shares of the work
+  Pool pool = Pool::none;  // where they wait, if there is a pool
+  bool shares = true;      // waiting ranks take shares of the work
 };
 
 Program on_pool(Program program, Pool pool = Pool::free) {
@@ -72,7 +72,7 @@ Program without_shares(Program program) {
   return program;
 }
 
-// A process, its ranks, and what has become of their calls.
+// A process, its ranks, and the outcome of their calls.
 class Process {
  public:
   explicit Process(const Program& program)
@@ -156,7 +156,7 @@ class Process {
     return waiting;
   }
 
-  // In place of the pool's tasks, which begin at any time, a thread for each.
+  // Instead of the pool's tasks, which begin at any time: one thread for each.
   void wait_on_pool(WaitingRankPtr waiting, int index, int number) {
     kept_waiting = WaitingRankPtr();
     model::spawn("rank " + std::to_string(index) + " on the pool", [this, waiting, index, number] {
@@ -170,7 +170,7 @@ class Process {
     });
   }
 
-  // The work of a call: a result for each rank, and to offer shares of it.
+  // The work of a call: one result per rank, with shares of it offered.
   struct Work {
     explicit Work(RendezvousPtr of_call) : rendezvous(std::move(of_call)), num_ranks(rendezvous->num_ranks()) {}
 
@@ -179,7 +179,7 @@ class Process {
     model::Atomic<uint32_t> next, done;
   };
 
-  // As those of SharedWork in cpu/engine.cc.
+  // Like those of SharedWork in cpu/engine.cc.
   static void run(Work& work) {
     const uint32_t num_ranks = work.num_ranks;
     uint32_t done = 0;
@@ -223,7 +223,7 @@ class Process {
     }
   }
 
-  // As cpu/rendezvous/watchdog.cc: records the failure, then fails the open rendezvous.
+  // Like cpu/rendezvous/watchdog.cc: records the failure, then fails the open rendezvous.
   void fail_all() {
     failed_.store(1, std::memory_order_release);
     for (RendezvousPtr& rendezvous : map_.remove_if([](const Rendezvous&) { return true; })) {
@@ -231,7 +231,7 @@ class Process {
     }
   }
 
-  // The model knows atomics by their addresses, which must not be used again.
+  // The model identifies atomics by address, so no address may be reused.
   template <class T>
   std::shared_ptr<T> kept(std::shared_ptr<T> object) {
     kept_.push_back(object);
@@ -254,7 +254,7 @@ std::function<void()> completes(const Program& program) {
   };
 }
 
-// The only rank of its process in a call: its completion runs `follow`.
+// The only rank of its process in a call. Its completion runs `follow`.
 template <class Follow>
 void complete_lone_rank(Follow follow) {
   RendezvousPtr rendezvous(new Rendezvous);
@@ -263,8 +263,8 @@ void complete_lone_rank(Follow follow) {
   CompletionThreads::instance().complete(std::move(rendezvous));
 }
 
-// The completion of a lone rank completes another call, then blocks until that has gone on. Who looks for slow
-// completions sleeps by then.
+// A lone rank's completion completes another call, then blocks until that call has gone on. By then the watcher of slow
+// completions sleeps.
 void completes_lone_ranks() {
   const auto num_completed = std::make_shared<int>(0);
   model::spawn("rank", [num_completed] {

@@ -1,4 +1,4 @@
-// device_model.cc: the algorithms of ffi/device, as the GPU kernels use them, on the model's memory.
+// device_model.cc: the GPU kernels' algorithms, from ffi/device, on the model's memory.
 #include <memory>
 #include <numeric>
 #include <string>
@@ -35,7 +35,7 @@ struct Call {
   std::vector<uint32_t> fingerprints = {};  // by rank, if they differ
 };
 
-// The memory of a group of ranks, and what they do with it.
+// A group's memory, and its actions.
 class Group {
  public:
   Group(const Capacity& capacity, int num_threads, uint32_t first, bool has_switch = false)
@@ -48,7 +48,7 @@ class Group {
         const uint64_t flag = flag_value(0, first);
         memcpy(mailbox + at, &flag, sizeof(flag));
       }
-      // Lines that were swept long ago.
+      // Lines swept long ago.
       for (size_t at = capacity.lines(0, 0, 0); at < capacity.lines_end(); at += sizeof(uint64_t)) {
         const uint64_t word = static_cast<uint64_t>(first - 2) << 32 | 0xbad;
         memcpy(mailbox + at, &word, sizeof(word));
@@ -62,7 +62,7 @@ class Group {
     }
   }
 
-  // Each team makes the calls one after the other. Each thread runs before(...) before each of them.
+  // Each team makes the calls one after the other. Before each call, each thread runs before(...).
   using Before = std::function<void(Group&, int rank, int thread, size_t call)>;
   void spawn(std::vector<Call> calls, Before before = {}, bool may_wait = false) {
     calls_ = std::move(calls);
@@ -98,8 +98,8 @@ class Group {
   void expect_no_failure() const {
     for (const Rank& rank : ranks_) model::require(rank.failed == 0, "a rank has failed");
   }
-  // The ranks that ended failed since they make different calls, and no result can be mistaken for one. The others wait
-  // for them, and have a deadline elsewhere.
+  // The failed ranks ended because they make different calls, and nothing can be mistaken for a result. The others wait
+  // for them; their deadline is elsewhere.
   void expect_mismatch() const {
     int num_ended = 0;
     for (const Rank& rank : ranks_) {
@@ -136,7 +136,7 @@ class Group {
     return rank.memory.data() + (kFlagBytes - at % kFlagBytes) % kFlagBytes;
   }
 
-  // A value that tells where it comes from, also in a sum.
+  // A value that shows its origin, even in a sum.
   static uint32_t input_value(size_t call, int rank, size_t at) {
     return static_cast<uint32_t>((1u << 24 | 1u) * (call * 64 + at + 1) << (4 * rank));
   }
@@ -191,7 +191,7 @@ class Group {
     self.failure = &rank.failure;
     for (size_t i = 0; i < calls_.size(); ++i) {
       if (before_) before_(*this, index, thread, i);
-      team.sync();  // a launch comes after the one before
+      team.sync();  // a launch follows the previous one
       const Call& call = calls_[i];
       Buffers& buffers = rank.calls[i];
       Message message{};
@@ -233,7 +233,7 @@ class Group {
   Before before_;
 };
 
-// As little memory as gives each thread work, so that it is used again and again.
+// As little memory as gives each thread work, so that it is reused again and again.
 Capacity small_capacity(int num_ranks, int num_threads, int num_ctas = 1) {
   Capacity capacity{};
   capacity.num_ranks = num_ranks;
@@ -248,7 +248,7 @@ Capacity small_capacity(int num_ranks, int num_threads, int num_ctas = 1) {
 // Two rounds before the counters wrap around.
 constexpr uint32_t kFirst = 0xfffffffe;
 
-// Calls that succeed, from these counters on.
+// Calls that succeed, with these initial counters.
 std::function<void()> succeeds(int num_ranks, int num_threads, std::vector<Call> calls, int num_ctas = 1,
                                uint64_t num_slots = 2, bool has_switch = false) {
   return [=] {
@@ -273,8 +273,8 @@ std::function<void()> mismatches(Call call) {
   };
 }
 
-// One-shot after 2^32 rounds: one of full size, as many small ones as it takes to sweep all lines, and one of full size
-// again, whose epoch is that of the first. The small ones are the last of 2^32, the others of them were alike.
+// One-shot after 2^32 rounds: a full-size round, as many small ones as it takes to sweep all lines, and another
+// full-size round with the epoch of the first. The small ones are the last of 2^32; the skipped ones were alike.
 std::function<void()> one_shot_wraps_around(int num_threads) {
   return [=] {
     const Capacity capacity = small_capacity(2, num_threads);
@@ -301,7 +301,7 @@ std::vector<Call> rounds(Algorithm algorithm, Plan plan, uint64_t num_packs) {
 constexpr int kNextRank[][3] = {{}, {0}, {1, 0}, {1, 2, 0}};
 constexpr int kOneRank[] = {1, kNoRank, kNoRank};
 
-// Every collective that two-shot has, in one sequence.
+// Every collective of two-shot, in one sequence.
 std::vector<Call> all_collectives(int num_ranks) {
   std::vector<Call> calls;
   for (const Plan& plan :
@@ -356,7 +356,7 @@ std::vector<NamedScenario> scenarios() {
                               {Algorithm::two_shot, {Collective::all_gather}, 2},
                               {Algorithm::multicast, all_reduce, rounds_of_4}},
                              1, 2, true)});
-    // A ring has many executions, as a rank may be as far ahead as there are slots.
+    // A ring has many executions, because a rank may run ahead by as many items as there are slots.
     for (Order order : {Order::rank, Order::ring}) {
       const Plan plan{Collective::all_reduce, order};
       const std::string name = order == Order::rank ? "ring, order of ranks" : "ring, order of the ring";

@@ -1,4 +1,4 @@
-// scenarios.cc: explores scenarios, and prints how large their state spaces are.
+// scenarios.cc: explores scenarios, and prints the sizes of their state spaces.
 #include "model/scenarios.h"
 
 #include <chrono>

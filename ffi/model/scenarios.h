@@ -15,7 +15,7 @@ struct NamedScenario {
   std::function<void()> scenario;
 };
 
-// Explores the scenarios whose names contain argv[1], or all of them, and prints a line for each. Ends at the first
+// Explores the scenarios with argv[1] in their names, or all of them, and prints a line for each. Stops at the first
 // failure. Returns the status of the process.
 int run_scenarios(const std::vector<NamedScenario>& scenarios, int argc, char** argv);
 

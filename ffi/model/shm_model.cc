@@ -1,4 +1,4 @@
-// shm_model.cc: the exchange of rounds between processes, and the futex by which they wake each other, on the model's
+// shm_model.cc: the exchange of rounds between processes, and the futex with which they wake each other, on the model's
 // memory.
 #include <cstring>
 #include <iterator>
@@ -44,7 +44,7 @@ FoldKernels model_kernels() {
 
 }  // namespace
 
-// In place of those in ffi/cpu.
+// Replace those in ffi/cpu.
 const FoldKernels& fold_kernels() {
   static const FoldKernels table = model_kernels();
   return table;
@@ -71,7 +71,7 @@ class ModelSegments {
     const uintptr_t at = reinterpret_cast<uintptr_t>(block->data());
     const Memory memory(block, block->data() + (kAlignment - at % kAlignment) % kAlignment);
     model::name_memory(memory.get(), bytes, "segment " + std::to_string(number));
-    kept_.push_back(memory);  // the model's memory has no end
+    kept_.push_back(memory);  // the model's memory is unlimited
     return named_[number] = memory;
   }
   Memory open(int process, uint32_t number) const {
@@ -90,7 +90,7 @@ class ModelSegments {
   std::vector<Memory> kept_;
 };
 
-// As one process sees them.
+// As seen by one process.
 class ViewOfSegments final : public Segments {
  public:
   ViewOfSegments(ModelSegments& all, int self) : all_(all), self_(self) {}
@@ -108,7 +108,7 @@ class ViewOfSegments final : public Segments {
 
 constexpr uint32_t kBefore = 0xa5a5a5a5u;  // in the results before a call
 
-// Where every process but the first gets what the one before it has.
+// Every process but the first gets its predecessor's operand.
 constexpr int kFromTheOneBefore[] = {kNoRank, 0, 1};
 
 // Slices of operands of 32 elements: nearly all of the first process's for the second, and a little back and to itself.
@@ -120,7 +120,7 @@ struct TestCall {
   size_t count;  // elements of each rank's operand
 };
 
-// Processes of one rank each, and the calls that they make.
+// Processes of one rank each, and their calls.
 class Processes {
  public:
   Processes(int num_processes, std::vector<TestCall> calls, uint32_t first_round, Capacities capacities,
@@ -227,8 +227,8 @@ class Processes {
     return call;
   }
 
-  // What shm/group/communicator.cc does, without its deadlines and its threads: all processes but the first switch to
-  // the call that the first has begun.
+  // Like shm/group/communicator.cc, but without deadlines and threads: all processes but the first switch to the call
+  // that the first one has begun.
   void run(int process, std::vector<size_t> ready) {
     std::vector<int64_t> ids;
     for (int i = 0; i < num_processes(); ++i) ids.push_back(i);
@@ -245,7 +245,7 @@ class Processes {
     while (!calls.empty()) {
       Exchange& exchange = *calls[current];
       if (!advance(exchange, channel, round)) {
-        // The leader's call, which is among those that are ready.
+        // The leader's call, among the ready ones.
         const uint64_t wanted = *channel.staged_call(0, round);
         exchange.restart();
         for (current = 0; calls[current]->call().id != wanted;) ++current;
@@ -306,8 +306,8 @@ std::function<void()> succeeds(int num_processes, std::vector<TestCall> calls,
   };
 }
 
-// One of two processes aborts the group. The other hears of it before it starts a call, or while it waits in one, and
-// then knows who has.
+// One of two processes aborts the group. The other learns of it before it starts a call, or while it waits in one, and
+// then knows who did it.
 void aborts() {
   static constexpr int kAborts = 0, kHears = 1;
   const size_t bytes = Channel::bytes(2, kFixed);

@@ -64,7 +64,7 @@ class AtomicAt {
   T* at_;
 };
 
-// An atomic of its own.
+// A standalone atomic.
 template <class T>
 class Atomic {
  public:

@@ -1,4 +1,4 @@
-// checker.cc: what scenarios and the replacements of atomics call, on the explorer that runs.
+// checker.cc: functions for scenarios and for the replacements of atomics, on the running explorer.
 #include "model/checker/checker.h"
 
 #include <cstring>
@@ -11,7 +11,7 @@
 namespace jax_ring::model {
 namespace {
 
-Explorer* explorer = nullptr;  // the only one that runs
+Explorer* explorer = nullptr;  // the only running one
 uint64_t num_executions = 0;
 
 }  // namespace
@@ -41,7 +41,7 @@ void Explorer::spawn(const std::string& name, std::function<void()> body, bool i
   if (current_ >= 0) {
     thread->memory.own = threads_[current_]->memory.own;
     thread->memory.cause = threads_[current_]->memory.cause;
-    tick();  // what the parent does from now on has not happened before
+    tick();  // the parent's later actions do not happen before the new thread
   }
   thread->fiber->reset(std::move(body));
   threads_.push_back(std::move(thread));
@@ -52,7 +52,7 @@ void Explorer::fail(const std::string& why) {
     failure_ = why + (current_ < 0 ? "" : " (" + threads_[current_]->name + ")");
   }
   if (!in_fiber_) throw Failed{};
-  for (;;) threads_[current_]->fiber->wait();  // is not resumed
+  for (;;) threads_[current_]->fiber->wait();  // never resumed
 }
 
 std::string Explorer::describe_threads() const {
@@ -123,7 +123,7 @@ uint64_t Explorer::load(const void* at, int bytes, std::memory_order order) {
   return value;
 }
 
-// A store appends to the history. Reads that were made before it may also be made after it, unless it depends on them.
+// A store appends to the history. Earlier reads may also be made after it, unless it depends on them.
 void Explorer::note_store(size_t at, const ThreadMemory& memory, int thread) {
   for (const ReadRecord& read : memory_[at].reads) {
     if (read.thread == thread || memory.cause.at[read.thread] >= read.event) continue;

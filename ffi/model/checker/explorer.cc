@@ -6,11 +6,11 @@
 namespace jax_ring::model {
 namespace {
 
-// How often a thread may read the same overwritten message of a location, one time after the other.
+// How often in a row a thread may read the same overwritten message of a location.
 constexpr int kStaleReads = 2;
-// Of an execution. None of the scenarios needs nearly as many.
+// The events of an execution. No scenario needs nearly as many.
 constexpr int kMaxSteps = 20000;
-// One in so many reads is postponed, in random executions.
+// In random executions, one in this many reads is postponed.
 constexpr unsigned kPostponedReads = 8;
 
 }  // namespace
@@ -71,12 +71,12 @@ int Explorer::decide(int count, bool is_read) {
   return decision.chosen;
 }
 
-// Ends an execution: what it has captured goes before the next begins.
+// Ends an execution: destroys its captures before the next one begins.
 void Explorer::forget() {
   current_ = -1;
   threads_.clear();
   checks_.clear();
-  threads_.clear();  // a destructor may have spawned threads, which never run
+  threads_.clear();  // a destructor may have spawned threads that never run
   for (Fiber& fiber : fibers_) fiber.reset({});
   memory_.clear();
   futexes_.clear();
@@ -105,7 +105,7 @@ Explorer::End Explorer::execute(const std::function<void()>& scenario) {
   }
 }
 
-// Runs threads until each one's next step needs a decision, or cannot be made. Returns whether any ran.
+// Runs threads until each one's next step needs a decision, or is impossible. Returns whether any ran.
 bool Explorer::run_fibers() {
   bool ran = false;
   for (int i = 0; i < static_cast<int>(threads_.size()); ++i) {
@@ -132,7 +132,7 @@ void Explorer::run_fiber(int index) {
   if (thread.fiber->has_ended()) thread.pending.kind = Pending::Kind::ended;
 }
 
-// Makes the first read that can be made, or postpones it. Returns whether there was one.
+// Makes the first possible read, or postpones it. Returns whether there was one.
 bool Explorer::run_reads() {
   for (int i = 0; i < static_cast<int>(threads_.size()); ++i) {
     Thread& thread = *threads_[i];
@@ -161,7 +161,7 @@ bool Explorer::needs_evaluation(const Thread& thread) const {
   return false;
 }
 
-// The combinations of messages with which ready() holds.
+// The combinations of messages for which ready() holds.
 std::vector<std::vector<int>> Explorer::evaluate(int index) {
   Thread& thread = *threads_[index];
   std::vector<std::vector<int>> found;
@@ -189,7 +189,7 @@ std::vector<std::vector<int>> Explorer::evaluate(int index) {
   return found;
 }
 
-// Evaluates ready() with the first messages as the script says. Leaves the whole script in script_.
+// Evaluates ready() with the first messages from the script. Leaves the whole script in script_.
 bool Explorer::try_script(int index, const std::vector<int>& script, bool keep) {
   Thread& thread = *threads_[index];
   const ThreadMemory before = thread.memory;
@@ -250,7 +250,7 @@ bool Explorer::run_ordered() {
     chosen = decide(static_cast<int>(options.size()), false);
     for (int i = 0; i < chosen; ++i) threads_[options[i]]->is_asleep = true;
   } else {
-    // The thread that went last comes first, and is left only so often.
+    // The thread that ran last comes first, and loses its turn only a limited number of times.
     for (size_t i = 0; i < options.size(); ++i) {
       if (options[i] == last_ordered_) std::swap(options[0], options[i]);
     }
@@ -271,7 +271,7 @@ void Explorer::perform(int index) {
   current_ = index;
   tick();
   (*thread.pending.perform)();
-  // Those that wait for an operation on the same object now come after it. A null object stands for a fence.
+  // Threads waiting for an operation on the same object now come after it. A null object stands for a fence.
   for (auto& other : threads_) {
     const void* const object = other->pending.object;
     if (object == thread.pending.object || object == nullptr || thread.pending.object == nullptr) {
@@ -320,11 +320,11 @@ bool Explorer::step_randomly() {
       run_fiber(index);
       return true;
     }
-    // It has not looked in time, and sees only what comes.
+    // It has not looked in time, and sees only later messages.
     if (!scripts.empty()) thread.postponed = thread.watched;
     options.erase(options.begin() + at);
   }
-  // What was postponed for a message that does not come.
+  // A read that was postponed for a message that does not come.
   for (int i = 0; i < static_cast<int>(threads_.size()); ++i) {
     Thread& thread = *threads_[i];
     if (thread.pending.kind != Pending::Kind::read || thread.postponed.empty() || would_end_waiting(i)) continue;
@@ -335,7 +335,7 @@ bool Explorer::step_randomly() {
   return false;
 }
 
-// Called when no thread can go on: whether that is only since others cover this execution. A read was postponed for a
+// Called when no thread can go on: whether only because others cover this execution. Then a read was postponed for a
 // message that never came, or an operation is explored elsewhere.
 bool Explorer::is_redundant() {
   for (int i = 0; i < static_cast<int>(threads_.size()); ++i) {
@@ -346,7 +346,7 @@ bool Explorer::is_redundant() {
   return false;
 }
 
-// Whether all threads that have to end have done so.
+// Whether all threads that must end have ended.
 bool Explorer::is_over() const {
   for (const auto& thread : threads_) {
     if (!thread->is_daemon && thread->pending.kind != Pending::Kind::ended) return false;
@@ -364,7 +364,7 @@ Explorer::End Explorer::finish() {
   return End::complete;
 }
 
-// Whether the thread would wait for ever, even if it reads the latest messages.
+// Whether the thread would wait forever, even with the latest messages.
 bool Explorer::would_end_waiting(int index) {
   Thread& thread = *threads_[index];
   const ThreadMemory before = thread.memory;

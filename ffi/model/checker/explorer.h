@@ -14,7 +14,7 @@
 
 namespace jax_ring::model {
 
-// A point at which executions part.
+// A point where executions diverge.
 struct Decision {
   int count;
   int chosen = 0;
@@ -23,7 +23,7 @@ struct Decision {
   bool is_read = false;
 };
 
-// What a thread is about to do.
+// A thread's next step.
 struct Pending {
   enum class Kind { run, read, ordered, blocked, ended } kind = Kind::run;
   const std::function<bool()>* ready = nullptr;    // of a read
@@ -46,10 +46,10 @@ struct Thread {
   ThreadMemory memory;
   Pending pending;
   bool is_asleep = false;  // its ordered operation is explored elsewhere
-  // The locations that the read depends on, and the number of their messages when it was last evaluated.
+  // The locations that the read depends on, with their message counts at the last evaluation.
   std::vector<Load> watched;
   bool is_evaluated = false;
-  std::vector<Load> postponed;                  // the read must see a message that is not older than these
+  std::vector<Load> postponed;                  // the read must see a message no older than these
   std::vector<std::pair<uint32_t, int>> stale;  // by location: the last message read, and how often
 };
 
@@ -111,7 +111,7 @@ class Explorer {
 
   struct Futex {
     std::vector<int> sleepers;
-    Knowledge given;  // by those that woke
+    Knowledge given;  // from the threads that woke it
     Clock cause;
   };
 
@@ -131,11 +131,11 @@ class Explorer {
   int last_ordered_ = -1, preemptions_ = 0;
   std::string failure_;
 
-  // The evaluation of ready(): which message each of its loads takes, and how many it could have taken.
+  // The evaluation of ready(): the message that each load takes, and the number of messages it could have taken.
   enum class Evaluation { none, scripted, latest } evaluation_ = Evaluation::none;
   std::vector<int> script_, counts_;
   std::vector<Load> loads_;
-  size_t decision_ = 0;  // of the read that is being made
+  size_t decision_ = 0;  // of the current read
 };
 
 }  // namespace jax_ring::model

@@ -30,7 +30,7 @@ class Fiber {
   static constexpr size_t kStackBytes = 512 << 10;
   std::unique_ptr<unsigned char[]> stack_;
   ucontext_t context_;
-  jmp_buf inside_, outside_;  // once started: unlike swapcontext, these need no system call
+  jmp_buf inside_, outside_;  // used once started: unlike swapcontext, they need no system call
   bool started_ = false, ended_ = false;
   std::function<void()> body_;
 };

@@ -39,7 +39,7 @@ void Explorer::futex_wake(const void* word) {
         ThreadMemory& memory = threads_[current_]->memory;
         Futex& futex = futexes_[word];
         memory_.fence(memory, std::memory_order_seq_cst);
-        // A later wait sees what came before this wake; no edge of happens-before is promised.
+        // A later wait sees everything before this wake, but no edge of happens-before is promised.
         futex.given.view.join(memory.own.view);
         futex.cause.join(memory.cause);
         futex.sleepers.clear();

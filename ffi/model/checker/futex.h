@@ -5,8 +5,8 @@
 
 namespace jax_ring::model {
 
-// As in the kernel, both begin with a full barrier. Then, one at a time for each word, the wait compares the word and
-// sleeps, and the wake wakes all that sleep.
+// As in the kernel, both begin with a full barrier. After it, one at a time per word, the wait compares the word and
+// sleeps, and the wake wakes all sleepers.
 void futex_wait(const void* word, uint32_t seen);
 void futex_wake(const void* word);
 

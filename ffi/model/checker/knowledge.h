@@ -11,7 +11,7 @@ namespace jax_ring::model {
 
 constexpr int kMaxThreads = 16;
 
-// The number of events of each thread that came before.
+// The number of earlier events of each thread.
 struct Clock {
   std::array<uint32_t, kMaxThreads> at{};
 
@@ -20,7 +20,7 @@ struct Clock {
   }
 };
 
-// The oldest message of each location that may still be read. Locations are numbered as they are first used.
+// The oldest message of each location that may still be read. Locations are numbered in order of first use.
 struct View {
   std::vector<uint32_t> at;
 
@@ -35,7 +35,7 @@ struct View {
   }
 };
 
-// What synchronization passes from one thread to another.
+// The knowledge that synchronization passes from one thread to another.
 struct Knowledge {
   Clock happened;  // events that happened before, in the sense of C++
   View view;
@@ -52,15 +52,15 @@ using SharedKnowledge = std::shared_ptr<const Knowledge>;
 struct Message {
   uint64_t value;
   Clock cause;              // events that the store depends on, through reads of any order
-  SharedKnowledge carried;  // what an acquire read of it learns; null: nothing
+  SharedKnowledge carried;  // knowledge gained by an acquire read of it; null: nothing
 };
 
 // The memory side of a thread.
 struct ThreadMemory {
   Knowledge own;
-  Clock cause;               // happened, and what relaxed reads have seen without learning from it
-  Knowledge unacquired;      // what an acquire fence would learn from the relaxed reads before it
-  SharedKnowledge released;  // what the last release fence gives to the relaxed stores after it
+  Clock cause;               // happened, plus what relaxed reads have seen without learning from it
+  Knowledge unacquired;      // knowledge for an acquire fence, from earlier relaxed reads
+  SharedKnowledge released;  // knowledge that the last release fence gives to later relaxed stores
 };
 
 }  // namespace jax_ring::model

@@ -1,4 +1,4 @@
-// locks.cc: a lock is an operation whose order matters; so are a wait and a notification.
+// locks.cc: a lock is an operation whose order matters; so are waits and notifications.
 #include "model/checker/locks.h"
 
 #include <algorithm>
@@ -54,7 +54,7 @@ bool ConditionVariable::is_waiting(int thread) const {
   return std::find(waiters_.begin(), waiters_.end(), thread) != waiters_.end();
 }
 
-// Unlocks and begins to wait in one step.
+// Unlocks and begins to wait, in one step.
 void ConditionVariable::begin_wait(Mutex& mutex) {
   ordered(
       this, "begins to wait for a condition", [] { return true; },

@@ -31,12 +31,12 @@ struct SteadyClock {
   using time_point = std::chrono::time_point<SteadyClock>;
   static constexpr bool is_steady = true;
   static time_point now();
-  // Waits until no thread can go on, and then for so long, in which a timed wait may time out.
+  // Waits until no thread can go on, then for this long. A timed wait may time out meanwhile.
   static void sleep(duration time);
 };
 
-// No wait returns without a reason, but a timed one may time out at once, as often as the scenario says, and whenever
-// no thread can go on otherwise.
+// No wait returns spuriously. A timed one may time out at once, as often as the scenario allows, and whenever no thread
+// can go on otherwise.
 class ConditionVariable {
  public:
   template <class Ready>
@@ -59,7 +59,7 @@ class ConditionVariable {
   std::vector<int> waiters_;
 };
 
-// How many waits of this execution may time out although threads could go on.
+// How many waits of this execution may time out even though threads could go on.
 void allow_early_timeouts(int count);
 
 // A value of each thread.

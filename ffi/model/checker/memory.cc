@@ -75,7 +75,7 @@ void Memory::append(ThreadMemory& thread, int index, size_t at, uint64_t value, 
   const uint32_t message = static_cast<uint32_t>(location.messages.size());
   thread.own.view.raise(at, message);
   SharedKnowledge carried = releases(order) ? std::make_shared<Knowledge>(thread.own) : thread.released;
-  // A release sequence goes on through read-modify-writes.
+  // A release sequence continues through read-modify-writes.
   if (previous != nullptr && previous->carried != nullptr) {
     Knowledge both = *previous->carried;
     if (carried != nullptr) both.join(*carried);
@@ -84,7 +84,7 @@ void Memory::append(ThreadMemory& thread, int index, size_t at, uint64_t value, 
   location.messages.push_back({value, thread.cause, std::move(carried)});
   location.writer = index;
   if (order == std::memory_order_seq_cst) location.latest_sc = message;
-  // The memory itself has the latest value, for those who look at it after the threads have ended.
+  // The memory itself holds the latest value, for checks after the threads have ended.
   std::memcpy(reinterpret_cast<void*>(location.address), &value, location.bytes);
 }
 
@@ -93,7 +93,7 @@ void Memory::fence(ThreadMemory& thread, std::memory_order order) {
   if (order == std::memory_order_seq_cst) {
     thread.own.join(sc_);
     for (size_t i = 0; i < locations_.size(); ++i) thread.own.view.raise(i, locations_[i].latest_sc);
-    // What the fence passes on to later ones is what this thread may no longer miss, and not an edge of happens-before.
+    // The fence tells later fences what this thread can no longer miss. It creates no edge of happens-before.
     sc_.view.join(thread.own.view);
   }
   if (releases(order)) thread.released = std::make_shared<Knowledge>(thread.own);

@@ -1,9 +1,9 @@
 // memory.h: the model's memory: the history of each atomic, and who accessed each plain word.
 //
 // A store appends a message to the history of its location. A load may read any message that its thread does not know
-// to be overwritten, so that it sees stale values unless synchronization forbids it, as in the release-acquire fragment
-// of C++. What is not modeled: reads of stores that depend on them (cycles of dependencies), and a store that comes
-// before another in modification order but after it in time, other than through the order of exploration.
+// to be overwritten. So it sees stale values unless synchronization forbids it, as in the release-acquire fragment of
+// C++. Not modeled: reads of stores that depend on them (cycles of dependencies), and stores that come earlier in
+// modification order but later in time, except through the order of exploration.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@
 
 namespace jax_ring::model {
 
-// A read that was made while a later message could have been read instead, had it been made later.
+// A read that could have seen a later message, had it been made later.
 struct ReadRecord {
   int thread;
   uint32_t event;
@@ -44,7 +44,7 @@ class Memory {
 
   // The thread reads this message.
   uint64_t read(ThreadMemory& thread, size_t location, uint32_t message, std::memory_order order);
-  // The thread appends a message; `previous` is the message that a read-modify-write has read.
+  // The thread appends a message; `previous` is the message read by a read-modify-write.
   void append(ThreadMemory& thread, int index, size_t location, uint64_t value, std::memory_order order,
               const Message* previous);
   void fence(ThreadMemory& thread, std::memory_order order);
@@ -70,7 +70,7 @@ class Memory {
   std::unordered_map<uintptr_t, size_t> by_address_;
   std::unordered_map<uintptr_t, Cell> cells_;
   std::vector<Name> names_;
-  Knowledge sc_;  // of the sequentially consistent fences so far
+  Knowledge sc_;  // of all sequentially consistent fences so far
 };
 
 }  // namespace jax_ring::model

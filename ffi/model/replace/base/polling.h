@@ -1,4 +1,4 @@
-// polling.h: takes the place of base/polling.h in the model. The time may be over after any look.
+// polling.h: replaces base/polling.h in the model. The time may be over after any look.
 #pragma once
 
 #include <chrono>

@@ -1,4 +1,4 @@
-// threads.h: takes the place of base/threads.h in the model.
+// threads.h: replaces base/threads.h in the model.
 #pragma once
 
 #include <chrono>
@@ -23,7 +23,7 @@ void start_detached(const char*, Body body) {
   model::spawn_daemon("a detached thread", std::move(body));
 }
 
-// One for each execution. Those before are not destroyed: their threads were abandoned where they stood.
+// One per execution. Earlier ones are not destroyed: their threads were abandoned in the middle.
 template <class Make>
 auto& immortal(Make make) {
   static decltype(make()) object = nullptr;

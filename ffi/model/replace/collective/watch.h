@@ -1,4 +1,4 @@
-// watch.h: takes the place of collective/watch.h in the model.
+// watch.h: replaces collective/watch.h in the model.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// cores.h: takes the place of cpu/waiting/cores.h in the model, whose threads have no cores.
+// cores.h: replaces cpu/waiting/cores.h in the model, where threads have no cores.
 #pragma once
 
 #include <optional>

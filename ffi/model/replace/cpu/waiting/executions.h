@@ -1,5 +1,5 @@
-// executions.h: takes the place of cpu/waiting/executions.h in the model. Each execution makes many calls, so that the
-// first may be the one of interest.
+// executions.h: replaces cpu/waiting/executions.h in the model. Each execution makes many calls, so that the first one
+// may already be of interest.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// wait_mode_tuner.h: takes the place of cpu/waiting/wait_mode_tuner.h in the model. Either way may be the faster, or be
-// tried, in any call.
+// wait_mode_tuner.h: replaces cpu/waiting/wait_mode_tuner.h in the model. Any call may try either way, or find either
+// faster.
 #pragma once
 
 #include "base/threads.h"

@@ -1,4 +1,4 @@
-// look.h: takes the place of device/memory/look.h in the model.
+// look.h: replaces device/memory/look.h in the model.
 #pragma once
 
 #include <functional>

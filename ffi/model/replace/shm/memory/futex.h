@@ -1,5 +1,4 @@
-// futex.h: takes the place of shm/memory/futex.h in the model. A wait has no timeout: whoever needs one is in a
-// deadlock.
+// futex.h: replaces shm/memory/futex.h in the model. A wait has no timeout: whoever needs one is in a deadlock.
 #pragma once
 
 #include <chrono>
